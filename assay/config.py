@@ -1,0 +1,172 @@
+"""One frozen dataclass per verb is default, type, help and command line at once.
+
+    @dataclass(frozen=True)
+    class Sample:
+        '''Sample from a model.'''
+        path: str = argument("checkpoint, folder or GGUF file")
+        prompt: tuple[str, ...] = option("text to continue", default=())
+        n: int = option("completions per prompt", default=1)
+
+`parse(Sample, argv)` makes one from flags, and from `--config run.yaml` where a recipe offers it; an unknown key is an
+error that names the nearest known one.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NoReturn, TypeVar, Union
+
+from assay.errors import UsageError
+
+T = TypeVar("T")
+SCALARS = (str, int, float, Path)
+
+
+def argument(help: str, **kwargs: Any) -> Any:
+    """A positional field; a tuple type takes one or more values."""
+    return dataclasses.field(metadata={"help": help, "positional": True}, **kwargs)
+
+
+def option(help: str, *, short: str = "", **kwargs: Any) -> Any:
+    """A flag; without a default it is required."""
+    return dataclasses.field(metadata={"help": help, "short": short}, **kwargs)
+
+
+def parse(cls: type[T], argv: Sequence[str], *, prog: str, examples: str = "", config_file: bool = False) -> T:
+    """`config_file` adds --config FILE.yaml, whose values the flags override."""
+    parser = _parser(cls, prog, examples, config_file)
+    given = vars(parser.parse_args(argv))
+    path = given.pop("config", None)
+    values = {**(_read_yaml(Path(path)) if path else {}), **given}
+    return from_mapping(cls, values, where=path or prog)
+
+
+def from_mapping(cls: type[T], values: Mapping[str, Any], *, where: str) -> T:
+    """Build `cls` from plain values; unknown or missing keys and wrong types are errors, never defaults."""
+    fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    for key in values:
+        if key not in fields:
+            raise UsageError(f"{where}: unknown option {key!r}{nearest(key, fields)}")
+    required = (dataclasses.MISSING, dataclasses.MISSING)
+    missing = [n for n, f in fields.items() if (f.default, f.default_factory) == required and n not in values]
+    if missing:
+        raise UsageError(f"{where}: missing {', '.join(missing)}; see --help")
+    hints = typing.get_type_hints(cls)
+    return cls(**{key: _typed(value, hints[key], f"{where}: {key}") for key, value in values.items()})
+
+
+def nearest(word: str, known: typing.Iterable[str]) -> str:
+    """'; did you mean …?' for an error about a mistyped name, or the names themselves where none is near."""
+    known = list(known)
+    close = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean {close[0]!r}?" if close else f"; expected one of: {', '.join(known)}"
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        prefix = "unrecognized arguments: "
+        if message.startswith(prefix):
+            flags = [s for action in self._actions for s in action.option_strings]
+            word = message.removeprefix(prefix).split()[0]
+            message = f"unknown argument {word!r}{nearest(word, flags)}"
+        raise UsageError(f"{self.prog}: {message} (see {self.prog} --help)")
+
+
+def _parser(cls: type, prog: str, examples: str, config_file: bool) -> argparse.ArgumentParser:
+    parser = _Parser(prog=prog, description=cls.__doc__, epilog=examples and f"examples:\n{examples}",
+                     formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    if config_file:
+        parser.add_argument("--config", metavar="FILE.yaml", default=argparse.SUPPRESS, help="read options from a file; flags override it")
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        _add(parser, field, hints[field.name], in_file=config_file)
+    return parser
+
+
+def _add(parser: argparse.ArgumentParser, field: dataclasses.Field, hint: Any, in_file: bool) -> None:
+    """One field as one argparse argument. Absent flags stay absent, so that a config file can fill them."""
+    meta, hint = field.metadata, _unwrapped(hint)
+    required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    many, scalar = _element(hint)
+    kwargs: dict[str, Any] = {"help": meta["help"].replace("%", "%%"), "default": argparse.SUPPRESS}
+    if not required and field.default not in (None, (), "", False):
+        kwargs["help"] += f" (default: {field.default})"
+    if scalar is bool:
+        kwargs["action"] = argparse.BooleanOptionalAction if field.default else "store_true"
+    elif typing.get_origin(scalar) is Literal:
+        kwargs["choices"] = typing.get_args(scalar)
+    else:
+        kwargs["type"] = scalar
+    if meta.get("positional"):
+        kwargs["nargs"] = ("+" if many else None) if required else ("*" if many else "?")
+        parser.add_argument(field.name, **kwargs)
+        return
+    if many:
+        kwargs["nargs"] = "+"
+    if scalar is not bool and not kwargs.get("choices"):
+        kwargs["metavar"] = field.name.upper()
+    names = [f"--{field.name.replace('_', '-')}", *([meta["short"]] if meta["short"] else [])]
+    parser.add_argument(*names, dest=field.name, required=required and not in_file, **kwargs)
+
+
+def _unwrapped(hint: Any) -> Any:
+    """`X | None` → `X`."""
+    if typing.get_origin(hint) in (Union, types.UnionType):
+        rest = [a for a in typing.get_args(hint) if a is not type(None)]
+        assert len(rest) == 1, f"one type or None, not {hint}"
+        return rest[0]
+    return hint
+
+
+def _element(hint: Any) -> tuple[bool, Any]:
+    """(is it a tuple of many, the type of one value)."""
+    if typing.get_origin(hint) is tuple:
+        return True, typing.get_args(hint)[0]
+    return False, hint
+
+
+def _typed(value: Any, hint: Any, where: str) -> Any:
+    """The value as the annotated type; a lossless reading of what YAML or the shell gave, or an error."""
+    if value is None and type(None) in typing.get_args(hint):
+        return None
+    many, scalar = _element(_unwrapped(hint))
+    if many:
+        values = [value] if isinstance(value, str | int | float) else value
+        return tuple(_typed(v, scalar, where) for v in values)
+    if typing.get_origin(scalar) is Literal:
+        if value not in typing.get_args(scalar):
+            raise UsageError(f"{where} is {value!r}; expected one of {', '.join(map(str, typing.get_args(scalar)))}")
+        return value
+    if isinstance(value, scalar) and not (scalar is int and isinstance(value, bool)):
+        return value
+    if scalar in SCALARS and isinstance(value, str | int | float) and not isinstance(value, bool):
+        return _converted(value, scalar, where)
+    raise UsageError(f"{where} is {value!r}; expected {scalar.__name__}")
+
+
+def _converted(value: Any, scalar: type, where: str) -> Any:
+    try:
+        converted = scalar(value)
+    except (TypeError, ValueError):
+        raise UsageError(f"{where} is {value!r}; expected {scalar.__name__}") from None
+    if scalar is int and converted != value and not isinstance(value, str):
+        raise UsageError(f"{where} is {value!r}; expected a whole number")
+    return converted
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        values = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise UsageError(f"--config {path}: {error.strerror}") from None
+    except yaml.YAMLError as error:
+        raise UsageError(f"--config {path}: not YAML: {error}") from None
+    if not isinstance(values, dict):
+        raise UsageError(f"--config {path}: expected a mapping of options, found {type(values).__name__}")
+    return {key.replace("-", "_"): value for key, value in values.items()}

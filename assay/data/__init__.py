@@ -1,0 +1,1 @@
+"""Text and conversations become hashed tokens with weights."""

@@ -1,0 +1,1 @@
+"""Sampling from the trainer's own weights."""

@@ -1,0 +1,1 @@
+"""The one loop, the objectives and the optimizers."""

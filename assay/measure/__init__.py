@@ -1,0 +1,1 @@
+"""Scores, estimates and verdicts about models."""

@@ -1,0 +1,1 @@
+"""Bytes on disk: whole or not at all."""
