@@ -1,0 +1,251 @@
+"""The one decoder: GPT-2, Llama, Mistral, Qwen2 and Qwen3 are the same class with another ModelConfig.
+
+One forward path serves training, sampling, evaluation, tracing, editing and test-time training:
+`hidden(tokens) → states`, `logits(states)`. Whoever wants a loss takes the states.
+
+Shapes: B rows, T time, S keys a query may look at, D width, H heads, K key/value heads, d head size, V vocabulary.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from assay.model.attention import Placement, Sight, attend, place
+from assay.model.cache import Cache
+from assay.seeds import generator
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary positions. `kind` decides which of the factors count; the others must stay None."""
+
+    base: float
+    kind: Literal["default", "linear", "llama3"] = "default"
+    factor: float | None = None
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    original_length: int | None = None
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The geometry of a decoder. No field has a default: whoever builds one has read it somewhere."""
+
+    family: str
+    vocab: int
+    width: int
+    depth: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    hidden: int
+    max_length: int
+    norm: Literal["rms", "layer"]
+    norm_eps: float
+    rope: Rope | None  # None: learned positions
+    activation: Literal["silu", "gelu_tanh", "relu2"]
+    gated: bool
+    qkv_bias: bool
+    out_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    windows: tuple[int | None, ...]  # per layer: how many tokens back it sees, itself included
+    tied: bool
+    softcap: float | None  # logits → cap · tanh(logits / cap)
+
+    def __post_init__(self) -> None:
+        assert len(self.windows) == self.depth, "one window (or None) per layer"
+        assert self.heads % self.kv_heads == 0, "query heads are shared out evenly over key/value heads"
+
+
+class Linear(nn.Linear):
+    """Computes in the dtype of its input, so that fp32 master weights serve a bf16 stream without autocast."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.linear(x, self.weight.to(x.dtype), bias)
+
+
+class RmsNorm(nn.Module):
+    def __init__(self, width: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], self.weight.to(x.dtype), self.eps)
+
+
+class LayerNorm(nn.LayerNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
+
+
+class Attention(nn.Module):
+    """q, k and v are rows of one matrix: one product instead of three. families.py splits it for the outside world."""
+
+    def __init__(self, c: ModelConfig):
+        super().__init__()
+        self.head_dim = c.head_dim
+        self.rows = (c.heads * c.head_dim, c.kv_heads * c.head_dim, c.kv_heads * c.head_dim)
+        self.qkv = Linear(c.width, sum(self.rows), bias=c.qkv_bias)
+        self.out = Linear(self.rows[0], c.width, bias=c.out_bias)
+        self.q_norm = RmsNorm(c.head_dim, c.norm_eps) if c.qk_norm else None
+        self.k_norm = RmsNorm(c.head_dim, c.norm_eps) if c.qk_norm else None
+
+    def forward(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor] | None, sight: Sight, cache: Cache | None, layer: int) -> Tensor:
+        B, T, _ = x_BTD.shape
+        q, k, v = (part.view(B, T, -1, self.head_dim) for part in self.qkv(x_BTD).split(self.rows, -1))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if rotary is not None:
+            q, k = rotate(q, *rotary), rotate(k, *rotary)
+        if cache is not None:
+            k, v = cache.extend(layer, k, v)
+        return self.out(attend(q, k, v, sight).reshape(B, T, -1))
+
+
+class Mlp(nn.Module):
+    def __init__(self, c: ModelConfig):
+        super().__init__()
+        self.gated, self.activation = c.gated, ACTIVATIONS[c.activation]
+        self.up = Linear(c.width, (2 if c.gated else 1) * c.hidden, bias=c.mlp_bias)  # gate rows first, then up rows
+        self.down = Linear(c.hidden, c.width, bias=c.mlp_bias)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        inner = self.up(x_BTD)
+        if self.gated:
+            gate, up = inner.chunk(2, -1)
+            return self.down(self.activation(gate) * up)
+        return self.down(self.activation(inner))
+
+
+class Block(nn.Module):
+    def __init__(self, c: ModelConfig):
+        super().__init__()
+        self.attn_norm, self.mlp_norm = make_norm(c), make_norm(c)
+        self.attn, self.mlp = Attention(c), Mlp(c)
+
+    def forward(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor] | None, sight: Sight, cache: Cache | None, layer: int) -> Tensor:
+        x_BTD = x_BTD + self.attn(self.attn_norm(x_BTD), rotary, sight, cache, layer)
+        return x_BTD + self.mlp(self.mlp_norm(x_BTD))
+
+
+class Transformer(nn.Module):
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocab, config.width)
+        self.position = None if config.rope else nn.Embedding(config.max_length, config.width)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
+        self.norm = make_norm(config)
+        self.head = None if config.tied else Linear(config.width, config.vocab, bias=False)
+        # On the CPU even where parameters are built on "meta": the table is a function of the config, never of a file.
+        table = inverse_frequencies(config.rope, config.head_dim) if config.rope else None
+        self.register_buffer("frequencies", table, persistent=False)
+        self.compute_dtype: torch.dtype | None = None  # None: the parameters' own
+        self.recompute = False  # gradient checkpointing: trade a second forward for activation memory
+
+    def hidden(self, tokens_BT: Tensor, *, documents: Tensor | None = None, positions: Tensor | None = None,
+               cache: Cache | None = None) -> Tensor:
+        """States after the final norm. `documents` (B, T) keeps packed documents apart; -1 marks padding.
+
+        Within a document positions count from 0, wherever it stands in its row, so left padding, right padding, packing
+        and a cache all give a token the same state.
+        """
+        placement = place(tokens_BT, documents, positions, cache, set(self.config.windows))
+        x_BTD = F.embedding(tokens_BT, self.embed.weight)
+        if self.position is not None:
+            x_BTD = x_BTD + F.embedding(placement.positions, self.position.weight)
+        x_BTD = x_BTD.to(self.compute_dtype or x_BTD.dtype)
+        rotary = self.rotary(placement)
+        for layer, block in enumerate(self.blocks):
+            arguments = (x_BTD, rotary, placement.sights[self.config.windows[layer]], cache, layer)
+            if self.recompute and torch.is_grad_enabled():
+                x_BTD = checkpoint(block, *arguments, use_reentrant=False)
+            else:
+                x_BTD = block(*arguments)
+        if cache is not None:
+            cache.advance(placement.documents, placement.positions)
+        return self.norm(x_BTD)
+
+    def rotary(self, placement: Placement) -> tuple[Tensor, Tensor] | None:
+        if self.frequencies is None:
+            return None
+        angles = placement.positions[..., None].float() * self.frequencies
+        return angles.cos()[:, :, None], angles.sin()[:, :, None]
+
+    def logits(self, states: Tensor) -> Tensor:
+        logits = F.linear(states, self.head_weight().to(states.dtype))
+        return logits if self.config.softcap is None else softcap(logits, self.config.softcap)
+
+    def head_weight(self) -> Tensor:
+        """The (V, D) matrix that turns states into logits; a fused loss takes it together with the states."""
+        return self.embed.weight if self.head is None else self.head.weight
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        return self.logits(self.hidden(tokens_BT))
+
+
+def initialised(config: ModelConfig, seed: int) -> Transformer:
+    """A fresh model whose every weight has an address in `seed`; no ambient RNG is touched."""
+    model = Transformer(config)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 2:
+            residual = name.endswith(("attn.out.weight", "mlp.down.weight"))
+            std = 0.02 / math.sqrt(2 * config.depth) if residual else 0.02
+            with torch.no_grad():
+                parameter.normal_(0.0, std, generator=generator(seed, "init", name))
+        elif name.endswith(".bias"):
+            nn.init.zeros_(parameter)
+    return model
+
+
+def parameter_count(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def make_norm(c: ModelConfig) -> nn.Module:
+    return RmsNorm(c.width, c.norm_eps) if c.norm == "rms" else LayerNorm(c.width, c.norm_eps)
+
+
+def rotate(x_BTHd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn (x1, x2), the two halves of a head, by the position's angle; in fp32, since bf16 angles drift with length."""
+    x1, x2 = x_BTHd.float().chunk(2, -1)
+    return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1).to(x_BTHd.dtype)
+
+
+def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
+    frequencies = rope.base ** -(torch.arange(0, head_dim, 2, device="cpu").float() / head_dim)
+    if rope.kind == "linear":
+        assert rope.factor
+        return frequencies / rope.factor
+    return llama3_frequencies(rope, frequencies) if rope.kind == "llama3" else frequencies
+
+
+def llama3_frequencies(rope: Rope, frequencies: Tensor) -> Tensor:
+    """Llama 3: long wavelengths are stretched by `factor`, short ones kept, those between blended."""
+    assert rope.factor and rope.low_freq_factor and rope.high_freq_factor and rope.original_length
+    turns = rope.original_length * frequencies / (2 * math.pi)  # turns made within the original context
+    blend = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
+    return blend * frequencies + (1 - blend) * frequencies / rope.factor
+
+
+def softcap(logits: Tensor, cap: float) -> Tensor:
+    return cap * torch.tanh(logits / cap)
+
+
+def relu2(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+ACTIVATIONS = {"silu": F.silu, "gelu_tanh": gelu_tanh, "relu2": relu2}
