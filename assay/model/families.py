@@ -4,6 +4,8 @@ Geometry is never defaulted. A field is read from the config, or follows from ot
 settled by the tensors themselves (is there an lm_head?); a field that is missing or unknown is an error that names it.
 """
 
+import dataclasses
+import functools
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,7 +15,7 @@ from torch import Tensor
 
 from assay.config import nearest
 from assay.errors import ArtifactError, UsageError
-from assay.model.transformer import ModelConfig, Rope
+from assay.model.transformer import ModelConfig, Rope, Transformer
 
 # ---------------------------------------------------------------- records
 
@@ -89,8 +91,6 @@ def config_to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
     common = {"model_type": family.name, "architectures": [family.architecture], "dtype": dtype, "torch_dtype": dtype,
               "vocab_size": config.vocab, "tie_word_embeddings": config.tied, "use_cache": True}
     if family.name == "assay":
-        import dataclasses
-
         return common | {"geometry": dataclasses.asdict(config)}
     return common | (_write_gpt2(config) if family.name == "gpt2" else _write_llama(config))
 
@@ -287,6 +287,7 @@ def _write_gpt2(config: ModelConfig) -> dict[str, Any]:
 # ---------------------------------------------------------------- tensors
 
 
+@functools.cache
 def hf_layout(config: ModelConfig) -> dict[str, list[Piece]]:
     """Our parameter name → the Hugging Face tensors that hold its rows, in order."""
     return _gpt2_layout(config) if config.family == "gpt2" else _llama_layout(config)
@@ -341,10 +342,9 @@ def _layout(config: ModelConfig, top: dict[str, str], leaves: dict[str, list[Pie
     return layout
 
 
+@functools.cache
 def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Our parameter names and shapes, as the architecture demands them."""
-    from assay.model.transformer import Transformer
-
     with torch.device("meta"):
         return {name: tuple(parameter.shape) for name, parameter in Transformer(config).named_parameters()}
 

@@ -1,0 +1,72 @@
+"""The command line: one table, verb → module. A verb's module holds its flags, its examples and its `run`."""
+
+import importlib
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+from assay import __version__
+from assay.config import nearest, parse
+from assay.errors import AssayError, UsageError
+
+# verb → what it does. `assay/verbs/VERB.py` is imported only when the verb is used: `assay --help` stays instant.
+VERBS = {
+    "demo": "build, save, prove, export and break a tiny model, on the CPU",
+    "inspect": "show what a checkpoint, folder or GGUF file holds: architecture, tensors, lineage, verdict",
+    "prove": "prove a checkpoint, or what can be proven of a folder another tool wrote",
+    "export": "write a model as hf, peft, gguf or merged, and prove the written bytes against the source",
+    "fetch": "get real weights into the cache",
+    "sample": "generate text from a model",
+    "zoo": "plant each known silent failure and show the check that catches it",
+    "doctor": "show the environment, what is installed and what each missing part would enable",
+}
+EXIT_CODES = """exit codes: 0 done and proven · 1 runtime error · 2 usage · 3 a verdict went against it · 4 stopped by a guard
+            130/143 interrupted, after a good save"""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    sys.exit(run(list(sys.argv[1:] if argv is None else argv)))
+
+
+def run(argv: list[str]) -> int:
+    """Errors of ours are sentences on stderr; anything else is a bug and keeps its traceback."""
+    try:
+        return _dispatch(argv)
+    except AssayError as error:
+        print(f"assay: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("assay: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
+    except BrokenPipeError:  # `assay … | head`: the reader has left, which is no fault
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _dispatch(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(_help())
+        return 0 if argv else UsageError.exit_code
+    if argv[0] in ("-V", "--version"):
+        print(f"assay {__version__}")
+        return 0
+    verb, rest = argv[0], argv[1:]
+    if verb not in VERBS:
+        raise UsageError(f"unknown verb {verb!r}{nearest(verb, VERBS)} (see assay --help)")
+    module = importlib.import_module(f"assay.verbs.{verb}")
+    try:
+        flags = parse(module.FLAGS, rest, prog=f"assay {verb}", examples=module.EXAMPLES, config_file=verb in RECIPES)
+    except SystemExit as done:  # argparse ends the process after --help
+        return int(done.code or 0)
+    return module.run(flags)
+
+
+RECIPES: set[str] = set()  # verbs that also take --config FILE.yaml
+
+
+def _help() -> str:
+    width = max(map(len, VERBS))
+    verbs = "\n".join(f"  {verb:{width}}  {what}" for verb, what in VERBS.items())
+    return (f"assay {__version__}: trains and evaluates language models, and proves every artifact it hands over\n\n"
+            f"usage: assay VERB … [--json]      assay VERB --help shows its flags with examples\n\n{verbs}\n\n{EXIT_CODES}")

@@ -1,0 +1,213 @@
+"""Opening a model wherever it lies: our checkpoints, Hugging Face folders, PEFT adapters, GGUF files. Strictly, every time.
+
+Three stages, each refusing what it exists to refuse: `locate` (what is this?), `read` (are the bytes whole?),
+`understand` (do the tensors make the model that the config describes?). `open_artifact` is all three.
+"""
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from assay.errors import ArtifactError, UsageError
+from assay.model.families import config_from_hf, from_foreign, hf_layout
+from assay.model.lora import attach
+from assay.model.patch import Patch, applied, weights_digest
+from assay.model.tokenizer import Stops, Tokenizer, resolve_stops
+from assay.model.transformer import ModelConfig, Transformer
+from assay.store import fetch, gguf, sealed
+from assay.store.checkpoint import Checkpoint, open_checkpoint
+from assay.store.durable import read_file
+from assay.store.peft import Adapter, config_with, read_adapter
+from assay.store.tensors import read_folder_tensors
+
+JSON_LIMIT = 64 << 20
+Kind = Literal["checkpoint", "hf", "peft", "gguf"]
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Something on disk that claims to be a model. `adapter` says what the files hold; a checkpoint may hold either."""
+
+    path: Path
+    kind: Kind
+    adapter: bool
+
+
+@dataclass(frozen=True)
+class Raw:
+    """What the files hold, byte-checked but not yet understood. Tensors have their foreign names."""
+
+    place: Place
+    fields: dict[str, Any]  # config.json, adapter_config.json or GGUF metadata
+    generation: dict[str, Any]  # generation_config.json
+    tensors: dict[str, Tensor]
+    checkpoint: Checkpoint | None = None
+    gguf: "gguf.GgufModel | None" = None
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A model in memory with all that says what it is. `tensors` are the base's; `patch` has not been applied to them."""
+
+    raw: Raw
+    config: ModelConfig  # with the patch applied
+    tensors: dict[str, Tensor]  # under our names, in the dtype they were stored in
+    digest: str  # of the tensors in the files, under their foreign names
+    tokenizer: Tokenizer | None
+    stops: Stops
+    patch: Patch | None = None
+    adapter: Adapter | None = None
+    base: "Artifact | None" = None
+    notes: list[str] = field(default_factory=list)  # what the files do not agree on, in words
+
+    @property
+    def path(self) -> Path:
+        return self.raw.place.path
+
+
+def open_artifact(path: str | Path, *, base: str | Path | None = None) -> Artifact:
+    """There is no unverified load. `base` names an adapter's base where the adapter does not, or names one that moved."""
+    return understand(read(locate(path)), base=base)
+
+
+def locate(path: str | Path) -> Place:
+    path = fetch.cached(str(path)) or Path(path)
+    if path.is_file():
+        if path.suffix == ".gguf":
+            return Place(path, "gguf", adapter=False)
+        hint = "a pickle runs code when opened; convert it with the tool that wrote it" if path.suffix in PICKLES else \
+               "give the folder that holds it, or a .gguf file"
+        raise UsageError(f"{path}: a single {path.suffix or 'nameless'} file is not a model; {hint}")
+    if not path.is_dir():
+        raise UsageError(f"{path}: no such file or folder")
+    names = {child.name for child in path.iterdir()}
+    adapter = "adapter_config.json" in names
+    if "manifest.json" in names:
+        return Place(path, "checkpoint", adapter)
+    if adapter or "config.json" in names:
+        return Place(path, "peft" if adapter else "hf", adapter)
+    if "checkpoints" in names:
+        found = sorted(child.name for child in (path / "checkpoints").iterdir() if child.is_dir() and not child.name.startswith("."))
+        raise UsageError(f"{path} is a run; name one of its checkpoints: {', '.join(found[-4:]) or 'it has none'}")
+    raise UsageError(f"{path}: neither manifest.json, config.json nor adapter_config.json is here; this is not a model folder")
+
+
+def read(place: Place) -> Raw:
+    """The bytes: hashes where a manifest records them, strict headers everywhere. Raises ArtifactError."""
+    if place.kind == "gguf":
+        model = gguf.read(place.path)
+        return Raw(place, model.metadata, {}, model.tensors, gguf=model)
+    checkpoint = open_checkpoint(place.path) if place.kind == "checkpoint" else None
+    fields = read_json(place.path / ("adapter_config.json" if place.adapter else "config.json"))
+    generation_file = place.path / "generation_config.json"
+    generation = read_json(generation_file) if generation_file.exists() else {}
+    if checkpoint is not None:
+        return Raw(place, fields, generation, checkpoint.weights(), checkpoint)
+    _refuse_pickles(place.path)
+    return Raw(place, fields, generation, read_folder_tensors(place.path, stem="adapter_model" if place.adapter else "model"))
+
+
+def understand(raw: Raw, *, base: str | Path | None = None) -> Artifact:
+    """The model that the tensors make. Raises ArtifactError where they do not fit, UsageError where we know no such model."""
+    if raw.place.adapter:
+        return _adapted(raw, base)
+    if base is not None:
+        raise UsageError(f"{raw.place.path} is a whole model; --base is for adapters")
+    if raw.gguf is not None:
+        model = raw.gguf
+        return Artifact(raw, model.config, model.tensors, weights_digest(model.tensors), model.tokenizer, model.stops,
+                        notes=list(model.stops.disagreements))
+    config = config_from_hf(raw.fields, raw.tensors.keys(), str(raw.place.path / "config.json"))
+    tensors = from_foreign(config, hf_layout(config), raw.tensors, str(raw.place.path))
+    tokenizer = read_tokenizer(raw.place.path)
+    stops = resolve_stops(tokenizer, raw.fields, raw.generation)
+    return Artifact(raw, config, tensors, weights_digest(raw.tensors), tokenizer, stops, notes=list(stops.disagreements))
+
+
+def build(artifact: Artifact, dtype: torch.dtype = torch.float32) -> Transformer:
+    """The live model, its adapter attached as live layers. Every parameter comes from the files: none is initialised."""
+    tensors = dict(artifact.tensors)
+    if artifact.patch is not None:
+        tensors = extended(tensors, artifact.config) | artifact.patch.replaced
+    model = assembled(artifact.config, tensors, dtype)
+    if artifact.patch is not None:
+        attach(model, replace(artifact.patch, replaced={}))
+        model.to(dtype)
+    return model.eval()
+
+
+def merged(artifact: Artifact) -> dict[str, Tensor]:
+    """The base's tensors with the patch applied, in the base's dtype."""
+    if artifact.patch is None or artifact.base is None:
+        return artifact.tensors
+    tensors = extended(artifact.tensors, artifact.config)
+    return tensors | applied(tensors, artifact.patch, artifact.base.digest)
+
+
+def extended(tensors: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """A tied base whose adapter brings a head of its own gets a head to be replaced."""
+    untied = not config.tied and "head.weight" not in tensors
+    return tensors | ({"head.weight": tensors["embed.weight"]} if untied else {})
+
+
+def assembled(config: ModelConfig, tensors: dict[str, Tensor], dtype: torch.dtype) -> Transformer:
+    with torch.device("meta"):
+        model = Transformer(config)
+    model.load_state_dict({name: tensor.to(dtype) for name, tensor in tensors.items()}, strict=True, assign=True)
+    return model
+
+
+def read_tokenizer(folder: Path) -> Tokenizer | None:
+    return Tokenizer.from_folder(folder) if (folder / "tokenizer.json").exists() else None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object, without the duplicate keys that let two readers see two files."""
+    if not path.exists():
+        raise ArtifactError(f"{path} is missing")
+    value = sealed.parse(read_file(path, limit=JSON_LIMIT), where=str(path))
+    if not isinstance(value, dict):
+        raise ArtifactError(f"{path}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+def _adapted(raw: Raw, base: str | Path | None) -> Artifact:
+    where, manifest = raw.place.path, raw.checkpoint.manifest if raw.checkpoint else {}
+    recorded = manifest.get("base") or {}
+    foundation = _open_base(where, base, recorded.get("path"), raw.fields.get("base_model_name_or_path"))
+    if recorded.get("weights") not in (None, foundation.digest):
+        raise ArtifactError(f"{where}: the adapter was trained on weights {recorded['weights'][:12]}, {foundation.path} holds "
+                            f"{foundation.digest[:12]}; name the right base with --base")
+    adapter = read_adapter(foundation.config, raw.fields, raw.tensors, str(where), parent=recorded.get("weights"),
+                           may_be_idle=manifest.get("change") == "new")
+    tokenizer = read_tokenizer(where) or foundation.tokenizer
+    stops = resolve_stops(tokenizer, foundation.raw.fields, raw.generation or foundation.raw.generation)
+    return Artifact(raw, config_with(foundation.config, adapter.patch), foundation.tensors, weights_digest(raw.tensors), tokenizer, stops,
+                    adapter.patch, adapter, foundation, list(stops.disagreements))
+
+
+def _open_base(adapter: Path, given: str | Path | None, recorded: str | None, named: str | None) -> Artifact:
+    for candidate in (given, recorded, named):
+        if candidate is None:
+            continue
+        beside = adapter / str(candidate)  # a relative name may be meant from the adapter's own folder
+        for path in (fetch.cached(str(candidate)) or Path(candidate), beside):
+            if path.exists():
+                artifact = open_artifact(path)
+                if artifact.patch is not None:
+                    raise UsageError(f"{path}: the base of {adapter} is an adapter itself; merge it first")
+                return artifact
+        if candidate is given:
+            raise UsageError(f"--base {given}: no such file or folder")
+    raise UsageError(f"{adapter}: an adapter needs its base, and {named!r} is not here; name it with --base PATH")
+
+
+def _refuse_pickles(folder: Path) -> None:
+    has_safetensors = any(folder.glob("*.safetensors")) or any(folder.glob("*.safetensors.index.json"))
+    pickles = sorted(child.name for child in folder.iterdir() if child.suffix in PICKLES)
+    if pickles and not has_safetensors:
+        raise UsageError(f"{folder}: the weights are pickled ({pickles[0]}), which runs code when opened; save them as safetensors")

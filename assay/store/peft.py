@@ -1,0 +1,204 @@
+"""PEFT's LoRA adapters, both ways, strictly: an adapter that is unknown, incomplete, not finite, without effect or for another
+base is refused by name. Loaders of today take all of these in silence.
+"""
+
+import math
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from assay.errors import ArtifactError, UsageError
+from assay.model.families import hf_layout, shapes
+from assay.model.lora import Site, sites
+from assay.model.patch import LowRank, Patch
+from assay.model.transformer import ModelConfig
+
+PREFIX = "base_model.model."
+# Fields whose other values change the arithmetic; anything not listed here and not read below says nothing about the result.
+ONLY: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",), "bias": ("none",), "use_dora": (False, None), "lora_bias": (False, None), "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None), "trainable_token_indices": (None,), "megatron_config": (None,), "use_qalora": (False, None),
+    "target_parameters": (None, []), "layer_replication": (None,), "alora_invocation_tokens": (None,), "arrow_config": (None,),
+    "use_bdlora": (False, None), "kasa": (False, None),
+}
+# Initialisations that also rewrite the base weights: the adapter is then meant for a base that no file holds.
+REWRITES_BASE = ("pissa", "olora", "loftq", "corda")
+
+
+@dataclass(frozen=True)
+class Adapter:
+    patch: Patch
+    rank: int
+    scale: float
+    rslora: bool
+    base_name: str | None  # where the writer says the base is
+
+
+def read_adapter(config: ModelConfig, fields: Mapping[str, Any], tensors: Mapping[str, Tensor], where: str,
+                 *, parent: str | None = None, may_be_idle: bool = False) -> Adapter:
+    """`may_be_idle` accepts an adapter without effect, which only a checkpoint before its first step may be."""
+    _refuse_unsupported(fields, where)
+    rank, alpha = _positive(fields, "r", where), _positive(fields, "lora_alpha", where)
+    rslora = bool(fields.get("use_rslora"))
+    scale = alpha / (math.sqrt(rank) if rslora else rank)
+    named = {_without_prefix(name, where): tensor for name, tensor in tensors.items()}
+    _refuse_bad_values(named, where)
+    planned = _planned(config, fields, where)
+    parts = {site.foreign: _part(site, named, int(rank), scale, config, where) for site in planned}
+    replaced = _replaced(config, fields, named, where)
+    known = {f"{site}.lora_{side}.weight" for site in parts for side in "AB"} | {_foreign(config, ours) for ours in replaced}
+    if unknown := sorted(named.keys() - known):
+        raise ArtifactError(f"{where}: {len(unknown)} tensor(s) belong to no module that target_modules or modules_to_save name: "
+                            f"{', '.join(unknown[:3])}; they would be dropped in silence elsewhere")
+    if not may_be_idle and not replaced and all(not part.left.any() or not part.right.any() for part in parts.values()):
+        raise ArtifactError(f"{where}: the adapter has no effect, every product B·A is zero; it was never trained or not gathered before saving")
+    low_rank: dict[str, list[LowRank]] = {}
+    for site in planned:
+        low_rank.setdefault(site.parameter, []).append(parts[site.foreign])
+    patch = Patch(parent, {name: tuple(p) for name, p in low_rank.items()}, replaced)
+    return Adapter(patch, int(rank), scale, rslora, fields.get("base_model_name_or_path"))
+
+
+def config_with(config: ModelConfig, patch: Patch) -> ModelConfig:
+    """The geometry once the patch is applied: a saved head unties, a saved larger embedding grows the vocabulary."""
+    if "head.weight" in patch.replaced:
+        config = replace(config, tied=False)
+    if "embed.weight" in patch.replaced:
+        config = replace(config, vocab=patch.replaced["embed.weight"].shape[0])
+    return config
+
+
+def write_adapter(config: ModelConfig, patch: Patch, base_name: str, *, rslora: bool = False) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """adapter_config.json's fields and the tensors under PEFT's names."""
+    by_rows = {(site.parameter, site.start, site.stop): site for site in sites(config).values()}
+    tensors: dict[str, Tensor] = {}
+    adapted, ranks, scales = [], set(), set()
+    for parameter, parts in patch.low_rank.items():
+        for part in parts:
+            site = by_rows.get((parameter, part.start, part.stop))
+            if site is None:
+                raise UsageError(f"rows {part.start}:{part.stop} of {parameter} are no layer that PEFT knows; merge the patch instead")
+            tensors[f"{PREFIX}{site.foreign}.lora_A.weight"] = part.right
+            tensors[f"{PREFIX}{site.foreign}.lora_B.weight"] = part.left
+            adapted.append(site.foreign)
+            ranks.add(part.right.shape[0])
+            scales.add(part.scale)
+    if len(ranks) != 1 or len(scales) != 1:
+        raise UsageError(f"PEFT export needs one rank and one scale, found ranks {sorted(ranks)} and scales {sorted(scales)}; merge instead")
+    tensors |= {PREFIX + _foreign(config, name): tensor for name, tensor in patch.replaced.items()}
+    (rank,), (scale,) = ranks, scales
+    return {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base_name, "r": rank,
+        "lora_alpha": scale * (math.sqrt(rank) if rslora else rank), "use_rslora": rslora, "lora_dropout": 0.0, "bias": "none",
+        "target_modules": _shortest(adapted, sites(config)), "fan_in_fan_out": config.family == "gpt2", "inference_mode": True,
+        "modules_to_save": [_foreign(config, name).removesuffix(".weight") for name in patch.replaced] or None,
+    }, tensors
+
+
+def _refuse_unsupported(fields: Mapping[str, Any], where: str) -> None:
+    for name, allowed in ONLY.items():
+        if name in fields and fields[name] not in allowed:
+            raise UsageError(f"{where}: {name} = {fields[name]!r} is not supported; expected {allowed[0]!r}")
+    init = fields.get("init_lora_weights")
+    if isinstance(init, str) and init.startswith(REWRITES_BASE):
+        raise UsageError(f"{where}: init_lora_weights = {init!r} rewrote the base weights, so the adapter alone does not say what the "
+                         "model is; merge it with the tool that wrote it")
+
+
+def _positive(fields: Mapping[str, Any], name: str, where: str) -> float:
+    value = fields.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0 or not math.isfinite(value):
+        raise ArtifactError(f"{where}: {name} is {value!r}; expected a positive number")
+    return value
+
+
+def _without_prefix(name: str, where: str) -> str:
+    if not name.startswith(PREFIX):
+        raise ArtifactError(f"{where}: tensor {name!r} does not start with {PREFIX!r}; PEFT would ignore it and serve the plain base")
+    return name.removeprefix(PREFIX)
+
+
+def _refuse_bad_values(named: Mapping[str, Tensor], where: str) -> None:
+    if not named:
+        raise ArtifactError(f"{where}: the adapter holds no tensors; it was saved before its weights were gathered")
+    for name, tensor in named.items():
+        if not tensor.is_floating_point() or tensor.numel() == 0:
+            raise ArtifactError(f"{where}: {name} is {tensor.dtype} of shape {list(tensor.shape)}; expected floating point values")
+        if not torch.isfinite(tensor).all():
+            bad = int((~torch.isfinite(tensor)).sum())
+            raise ArtifactError(f"{where}: {name} has {bad} of {tensor.numel()} values that are NaN or infinite")
+
+
+def _planned(config: ModelConfig, fields: Mapping[str, Any], where: str) -> list[Site]:
+    """Every layer of the base that target_modules names: all of them must be in the file (planned = adapted)."""
+    targets, excluded = fields.get("target_modules"), fields.get("exclude_modules") or []
+    layers = fields.get("layers_to_transform")
+    layers = [layers] if isinstance(layers, int) else layers
+    if not targets:
+        raise ArtifactError(f"{where}: target_modules is {targets!r}; an adapter says which layers it adapts")
+    every = sites(config)
+    if targets == "all-linear":
+        targets = [name for name in every if name != "lm_head"]
+    chosen = [site for name, site in every.items() if _matches(name, targets) and not _matches(name, excluded)
+              and (layers is None or int(re.findall(r"\.(\d+)\.", name)[0]) in layers)]
+    if not chosen:
+        raise ArtifactError(f"{where}: target_modules {targets} match no layer of this {config.family}; the adapter is for another architecture")
+    return chosen
+
+
+def _matches(name: str, targets: str | Collection[str]) -> bool:
+    """PEFT's own rule: a string is a regular expression, a list holds names or their last parts."""
+    if isinstance(targets, str):
+        return re.fullmatch(targets, name) is not None
+    return any(name == target or name.endswith(f".{target}") for target in targets)
+
+
+def _part(site: Site, named: Mapping[str, Tensor], rank: int, scale: float, config: ModelConfig, where: str) -> LowRank:
+    pair = []
+    for side, shape in (("A", (rank, shapes(config)[site.parameter][1])), ("B", (site.stop - site.start, rank))):
+        name = f"{site.foreign}.lora_{side}.weight"
+        if name not in named:
+            raise ArtifactError(f"{where}: {PREFIX}{name} is missing, though target_modules names this layer; "
+                                "the adapter would do less than it says")
+        if tuple(named[name].shape) != shape:
+            raise ArtifactError(f"{where}: {name} has shape {list(named[name].shape)}; this base and r = {rank} need {list(shape)}: "
+                                "the adapter is for another base or another rank")
+        pair.append(named[name])
+    return LowRank(site.start, site.stop, pair[1], pair[0], scale)
+
+
+def _replaced(config: ModelConfig, fields: Mapping[str, Any], named: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
+    """Whole tensors saved with the adapter: modules_to_save, and embeddings that PEFT adds by itself after a resize."""
+    foreign = {_foreign(replace(config, tied=False), ours): ours for ours in shapes(replace(config, tied=False))}
+    asked = fields.get("modules_to_save") or []
+    for module in asked:
+        if not any(_matches(name.rpartition(".")[0], [module]) for name in named if name in foreign):
+            raise ArtifactError(f"{where}: modules_to_save names {module!r}, but the file does not hold it")
+    replaced = {ours: named[name] for name, ours in foreign.items() if name in named}
+    embed, head = replaced.get("embed.weight"), replaced.get("head.weight")
+    for ours, tensor in replaced.items():
+        shape = shapes(replace(config, tied=False))[ours]
+        if ours not in ("embed.weight", "head.weight") and tuple(tensor.shape) != shape or tensor.shape[-1] != shape[-1]:
+            raise ArtifactError(f"{where}: {_foreign(config, ours)} has shape {list(tensor.shape)}; this base needs {list(shape)}")
+    if embed is not None and head is None and config.tied and "embed_tokens" in str(asked):
+        raise ArtifactError(f"{where}: the embedding was trained, but the base ties its head to it and no head was saved: "
+                            "loaders disagree on which one counts; save lm_head too")
+    rows = {name: len(t) for name, t in (("embedding", embed), ("head", head)) if t is not None}
+    if len(set(rows.values())) > 1 or (rows and set(rows.values()) != {config.vocab} and len(rows) == 1 and not config.tied):
+        raise ArtifactError(f"{where}: embedding and head differ in rows ({rows}, base {config.vocab}); save both after a resize")
+    return replaced
+
+
+def _foreign(config: ModelConfig, ours: str) -> str:
+    (piece,) = hf_layout(replace(config, tied=False))[ours]
+    return piece.name
+
+
+def _shortest(adapted: list[str], every: Collection[str]) -> list[str]:
+    """Leaf names where they mean exactly the adapted layers, full names otherwise."""
+    leaves = sorted({name.rpartition(".")[2] for name in adapted})
+    return leaves if {name for name in every if _matches(name, leaves)} == set(adapted) else sorted(adapted)
