@@ -1,0 +1,361 @@
+"""A checkpoint: an immutable folder that Hugging Face tools load, plus `manifest.json` that accounts for every byte of it.
+
+The manifest is written last and names the sha256 of every file and tensor; its own sha256 is the checkpoint's digest.
+Beside it may come, later, `hallmark.json` (a fresh process proved these bytes) or `quarantine.json` (it refuted them);
+both name the digest, so that neither can be carried to another checkpoint.
+"""
+
+import hashlib
+import os
+import re
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor
+
+from assay.errors import ArtifactError, UsageError
+from assay.store import durable
+from assay.store.sealed import canonical, parse, seal, unseal
+from assay.store.tensors import (
+    FileFacts,
+    inside,
+    read_folder_tensors,
+    read_tensors,
+    tensor_bytes,
+    write_sharded,
+    write_tensors,
+)
+from assay.verdict import Outcome, Verdict, overall
+
+FORMAT = 1
+FILE_LIMIT = 256 << 20
+MANIFEST, HALLMARK, QUARANTINE, TRAINER = "manifest.json", "hallmark.json", "quarantine.json", "trainer.json"
+OPTIMIZER, PROBES, ADAPTER = "optimizer.safetensors", "probes.safetensors", "adapter_model.safetensors"
+UNLISTED = {MANIFEST, HALLMARK, QUARANTINE, "README.md"}  # may lie in the folder without being in the manifest
+RESERVED = {MANIFEST, HALLMARK, QUARANTINE, TRAINER}
+STEP = re.compile(r"step-(\d{6,})")
+FIELDS = {"assay": str, "format": int, "kind": str, "files": dict, "tensors": dict, "parameters": int, "bytes": int,
+          "facts": dict}
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a checkpoint shall hold; the tensors belong to it until it is written."""
+
+    kind: Literal["model", "adapter"]
+    weights: Mapping[str, Tensor]
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    probes: Mapping[str, Tensor] = field(default_factory=dict)
+    optimizer: Mapping[str, Tensor] | None = None
+    trainer: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A folder whose manifest was read and believed; each file is checked against it again whenever it is read."""
+
+    folder: Path
+    manifest: dict[str, Any]
+    digest: str
+
+    @property
+    def kind(self) -> str:
+        return self.manifest["kind"]
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return self.manifest["facts"]
+
+    @property
+    def step(self) -> int | None:
+        trainer = self.trainer()
+        return None if trainer is None else trainer.get("step")
+
+    @property
+    def hallmark(self) -> dict[str, Any] | None:
+        """What was proven of these bytes, or None; a quarantine voids it."""
+        return None if self.quarantined else _read_mark(self, HALLMARK)
+
+    @property
+    def quarantined(self) -> dict[str, Any] | None:
+        return _read_mark(self, QUARANTINE)
+
+    def weights(self) -> dict[str, Tensor]:
+        if self.kind == "adapter":
+            return self._tensors(ADAPTER)
+        return read_folder_tensors(self.folder, {name: entry["sha256"] for name, entry in self.manifest["files"].items()})
+
+    def optimizer(self) -> dict[str, Tensor] | None:
+        return self._tensors(OPTIMIZER) if OPTIMIZER in self.manifest["files"] else None
+
+    def probes(self) -> dict[str, Tensor]:
+        return self._tensors(PROBES) if PROBES in self.manifest["files"] else {}
+
+    def trainer(self) -> dict[str, Any] | None:
+        if TRAINER not in self.manifest["files"]:
+            return None
+        return parse(self.read(TRAINER), where=str(self.folder / TRAINER))
+
+    def read(self, name: str) -> bytes:
+        """The bytes of a file that the manifest lists, as they were when it was written."""
+        entry = self.manifest["files"].get(name)
+        if entry is None:
+            raise ArtifactError(f"{self.folder}: its manifest lists no {name}")
+        return durable.read_file(inside(self.folder, name), limit=FILE_LIMIT, expected_sha256=entry["sha256"])
+
+    def _tensors(self, name: str) -> dict[str, Tensor]:
+        return read_tensors(inside(self.folder, name), self.manifest["files"][name]["sha256"])
+
+
+def write(where: Path, contents: Contents, *, max_shard_bytes: int = 5 * 10**9) -> Checkpoint:
+    """The checkpoint is at `where` whole and on the disk for good when this returns; else StoreError, and nothing is."""
+    _require_writable(where, contents)
+    manifest: dict[str, Any] = {}
+
+    def fill(folder: Path) -> None:
+        facts = _write_parts(folder, contents, max_shard_bytes)
+        manifest.update(_manifest(contents, facts))
+        durable.write_file(folder / MANIFEST, [seal(manifest, where=str(where / MANIFEST), indent=1)])
+
+    durable.commit_folder(where, fill, needed=_bytes_needed(contents))
+    digest = hashlib.sha256(seal(manifest, where=str(where / MANIFEST), indent=1)).hexdigest()
+    return Checkpoint(where, manifest, digest)
+
+
+def open_checkpoint(where: Path, *, verify: bool = True) -> Checkpoint:
+    """The checkpoint at `where`, or an ArtifactError that says what is wrong with it.
+
+    With `verify` every byte is hashed now; without, names and sizes are checked now and each file when it is read.
+    """
+    if not where.is_dir():
+        raise UsageError(f"{where}: no such folder; expected a checkpoint")
+    if not os.path.lexists(where / MANIFEST):
+        raise ArtifactError(f"{where}: has no {MANIFEST}: not an Assay checkpoint, or an incomplete copy of one")
+    data = durable.read_file(inside(where, MANIFEST), limit=FILE_LIMIT)
+    manifest = unseal(data, where=str(where / MANIFEST), indent=1)
+    _check_manifest(manifest, where)
+    _check_listing(manifest, where)
+    checkpoint = Checkpoint(where, manifest, hashlib.sha256(data).hexdigest())
+    for mark in (HALLMARK, QUARANTINE):
+        _read_mark(checkpoint, mark)
+    if verify:
+        _check_hashes(checkpoint)
+    return checkpoint
+
+
+def latest(folder: Path, *, hallmarked: bool = False) -> tuple[Checkpoint | None, list[str]]:
+    """The newest `step-…` in `folder` that verifies (and is hallmarked, if asked), and why each newer one was passed over."""
+    passed_over: list[str] = []
+    for path in reversed(steps(folder)):
+        found = _good(path, hallmarked)
+        if isinstance(found, Checkpoint):
+            return found, passed_over
+        passed_over.append(found)
+    return None, passed_over
+
+
+def retain(folder: Path, keep: int, best: Path | None = None, needed: Iterable[str] = ()) -> list[Path]:
+    """Delete old checkpoints and return what went.
+
+    The newest `keep`, the best, those whose digest is `needed` (parents, references), and the newest two that verify
+    stay whatever happens; while fewer than two verify, nothing goes.
+    """
+    if keep < 1:
+        raise UsageError(f"keep = {keep} checkpoints of {folder}; expected at least 1")
+    found = steps(folder)
+    kept = set(found[-keep:]) | set(_newest_good(found, 2))
+    doomed = [path for path in found if path not in kept and not _same(path, best) and _digest(path) not in set(needed)]
+    if not doomed or len(_newest_good(found, 2)) < 2:
+        return []
+    with durable.told(folder):
+        durable.sync_folder(folder)  # what is counted on must outlive a power cut before anything older goes
+    for path in doomed:
+        durable.remove_folder(path)
+    return doomed
+
+
+def hallmark(checkpoint: Checkpoint, verdicts: Iterable[Verdict]) -> dict[str, Any]:
+    """Write hallmark.json; refused unless there are verdicts and every one is PROVEN."""
+    verdicts = list(verdicts)
+    if overall(verdicts) is not Outcome.PROVEN:
+        failing = "; ".join(map(str, (v for v in verdicts if v.outcome is not Outcome.PROVEN))) or "no check ran"
+        raise ArtifactError(f"{checkpoint.folder}: earns no hallmark: {failing}")
+    if checkpoint.quarantined:
+        raise ArtifactError(f"{checkpoint.folder}: is quarantined; remove {QUARANTINE} on purpose before it can be proven again")
+    return _write_mark(checkpoint, HALLMARK, verdicts)
+
+
+def quarantine(checkpoint: Checkpoint, verdicts: Iterable[Verdict]) -> dict[str, Any]:
+    """Write quarantine.json with the reasons; `latest` passes over the checkpoint from then on, and a hallmark is void."""
+    mark = _write_mark(checkpoint, QUARANTINE, list(verdicts))
+    if os.path.lexists(checkpoint.folder / HALLMARK):
+        durable.remove_file(checkpoint.folder / HALLMARK)
+    return mark
+
+
+def steps(folder: Path) -> list[Path]:
+    """The folders named `step-000123`, oldest first; whether they are good is another question."""
+    if not folder.is_dir():
+        return []
+    found = [(int(match[1]), path) for path in folder.iterdir()
+             if (match := STEP.fullmatch(path.name)) and path.is_dir() and not path.is_symlink()]
+    return [path for _, path in sorted(found)]
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:06d}"
+
+
+def _write_parts(folder: Path, contents: Contents, max_shard_bytes: int) -> dict[str, FileFacts]:
+    """Everything but the manifest, and what is to be said of it there."""
+    if contents.kind == "adapter":
+        facts = {ADAPTER: write_tensors(folder / ADAPTER, contents.weights)}
+    else:
+        facts = write_sharded(folder, contents.weights, max_shard_bytes)
+    if contents.probes:
+        facts[PROBES] = write_tensors(folder / PROBES, contents.probes)
+    if contents.optimizer is not None:
+        facts[OPTIMIZER] = write_tensors(folder / OPTIMIZER, contents.optimizer)
+    files = dict(contents.files)
+    if contents.trainer is not None:
+        files[TRAINER] = canonical(contents.trainer, where=str(folder / TRAINER), indent=1)
+    for name, data in files.items():
+        facts[name] = FileFacts(durable.write_file(folder / name, [data]), len(data))
+    return facts
+
+
+def _manifest(contents: Contents, facts: Mapping[str, FileFacts]) -> dict[str, Any]:
+    return {
+        "assay": "checkpoint", "format": FORMAT, "kind": contents.kind,
+        "files": {name: {"sha256": fact.sha256, "bytes": fact.bytes} for name, fact in facts.items()},
+        "tensors": {name: fact.tensors for name, fact in facts.items() if name.endswith(".safetensors")},
+        "parameters": sum(tensor.numel() for tensor in contents.weights.values()),
+        "bytes": sum(fact.bytes for fact in facts.values()),
+        "facts": dict(contents.facts),
+    }
+
+
+def _require_writable(where: Path, contents: Contents) -> None:
+    """What no reader could use is refused before the disk is touched."""
+    if not contents.weights:
+        raise ArtifactError(f"{where}: not saved: there are no weights in it; gather them before saving")
+    for name, tensor in contents.weights.items():
+        if tensor.numel() == 0:
+            raise ArtifactError(f"{where}: not saved: the weight {name!r} has no elements (shape {list(tensor.shape)}); gather "
+                                "the weights before saving")
+    for name in contents.files:
+        if "/" in name or name.startswith(".") or name in RESERVED or name.endswith(".safetensors"):
+            raise UsageError(f"{where}: cannot hold a file named {name!r}; expected a plain name that is not the store's own")
+        inside(where, name)
+    canonical({**contents.facts}, where=f"{where}: facts")
+    canonical(contents.trainer, where=f"{where}: trainer")
+
+
+def _bytes_needed(contents: Contents) -> int:
+    parts = [contents.weights, contents.probes, contents.optimizer or {}]
+    return sum(map(len, contents.files.values())) + sum(tensor_bytes(t) for part in parts for t in part.values())
+
+
+def _check_manifest(manifest: dict[str, Any], where: Path) -> None:
+    if manifest.get("assay") != "checkpoint" or manifest.get("format") != FORMAT:
+        raise ArtifactError(f"{where / MANIFEST}: is {manifest.get('assay')!r} in format {manifest.get('format')!r}; this Assay "
+                            f"reads 'checkpoint' in format {FORMAT}")
+    wrong = [name for name, kind in FIELDS.items() if type(manifest.get(name)) is not kind]
+    if wrong or set(manifest) != set(FIELDS) or manifest["kind"] not in ("model", "adapter"):
+        raise ArtifactError(f"{where / MANIFEST}: missing, extra or ill-typed fields: "
+                            f"{sorted(set(wrong) | (set(manifest) ^ set(FIELDS))) or ['kind']}")
+    for name, entry in manifest["files"].items():
+        inside(where, name)
+        if not isinstance(entry, dict) or type(entry.get("bytes")) is not int or not isinstance(entry.get("sha256"), str):
+            raise ArtifactError(f"{where / MANIFEST}: says of {name!r} {entry!r}; expected its bytes and sha256")
+
+
+def _check_listing(manifest: dict[str, Any], where: Path) -> None:
+    """Exactly the files of the manifest are there, each a plain file of its size."""
+    present = {path.name for path in where.iterdir() if not path.name.startswith(durable.PARTIAL)}
+    listed = set(manifest["files"])
+    if missing := sorted(listed - present):
+        raise ArtifactError(f"{where}: lacks {', '.join(missing)}, which its manifest lists; restore it, or use another checkpoint")
+    if extra := sorted(present - listed - UNLISTED):
+        raise ArtifactError(f"{where}: holds {', '.join(extra)}, which its manifest does not list; remove what was added")
+    for name, entry in manifest["files"].items():
+        size = inside(where, name).stat().st_size
+        if size != entry["bytes"]:
+            raise ArtifactError(f"{where / name}: {size:,} bytes, and {entry['bytes']:,} were written: truncated or replaced; "
+                                "restore it, or use another checkpoint")
+
+
+def _check_hashes(checkpoint: Checkpoint) -> None:
+    files = checkpoint.manifest["files"]
+    with ThreadPoolExecutor(min(4, os.cpu_count() or 1), "verify") as pool:
+        digests = pool.map(lambda name: durable.hash_file(checkpoint.folder / name), files)
+        for name, digest in zip(files, digests, strict=True):
+            durable.require_hash(checkpoint.folder / name, digest, files[name]["sha256"])
+
+
+def _good(path: Path, hallmarked: bool = False) -> Checkpoint | str:
+    """The checkpoint if it verifies and nothing speaks against it, else the sentence that does."""
+    try:
+        checkpoint = open_checkpoint(path)
+        step = checkpoint.step
+        if reasons := checkpoint.quarantined:
+            return f"{path}: quarantined: {_reasons(reasons)}"
+    except (ArtifactError, UsageError) as error:
+        return str(error)
+    if step is not None and path.name != step_folder(path.parent, step).name:
+        return f"{path}: its {TRAINER} says step {step}: renamed or copied from elsewhere"
+    if hallmarked and checkpoint.hallmark is None:
+        return f"{path}: has no hallmark; run `assay prove` on it"
+    return checkpoint
+
+
+def _newest_good(found: list[Path], count: int) -> list[Path]:
+    good: list[Path] = []
+    for path in reversed(found):
+        if isinstance(_good(path), Checkpoint):
+            good.append(path)
+        if len(good) == count:
+            break
+    return good
+
+
+def _same(path: Path, best: Path | None) -> bool:
+    return best is not None and os.path.realpath(path) == os.path.realpath(best)
+
+
+def _digest(path: Path) -> str | None:
+    """What a child would call this checkpoint, whether or not it still verifies."""
+    try:
+        return durable.hash_file(path / MANIFEST)
+    except ArtifactError:
+        return None
+
+
+def _write_mark(checkpoint: Checkpoint, name: str, verdicts: list[Verdict]) -> dict[str, Any]:
+    if _digest(checkpoint.folder) != checkpoint.digest:
+        raise ArtifactError(f"{checkpoint.folder}: its manifest changed since it was opened; open it again")
+    mark = {"format": FORMAT, "manifest": checkpoint.digest, "verdicts": [verdict.to_json() for verdict in verdicts]}
+    durable.replace_file(checkpoint.folder / name, seal(mark, where=str(checkpoint.folder / name), indent=1))
+    return mark
+
+
+def _read_mark(checkpoint: Checkpoint, name: str) -> dict[str, Any] | None:
+    path = checkpoint.folder / name
+    if not os.path.lexists(path):
+        return None
+    mark = unseal(durable.read_file(inside(checkpoint.folder, name), limit=FILE_LIMIT), where=str(path), indent=1)
+    if mark.get("format") != FORMAT or not isinstance(mark.get("verdicts"), list):
+        raise ArtifactError(f"{path}: expected format {FORMAT} with a list of verdicts")
+    if mark.get("manifest") != checkpoint.digest:
+        raise ArtifactError(f"{path}: speaks of the checkpoint {mark.get('manifest')}, and this one is {checkpoint.digest}: copied "
+                            "from elsewhere, or the manifest was replaced; remove it and prove this one")
+    return mark
+
+
+def _reasons(mark: dict[str, Any]) -> str:
+    failing = [v.get("reason") for v in mark["verdicts"] if isinstance(v, dict) and v.get("outcome") != Outcome.PROVEN]
+    return "; ".join(map(str, failing)) or "no reason recorded"

@@ -1,0 +1,375 @@
+"""Whole or not at all: every disk operation of the store, in the order that survives a kill and a power cut.
+
+A folder is written beside its final place, each file fsynced, then the folder fsynced, renamed, and its parent fsynced.
+What is unfinished is named `.partial-…` and locked by its writer; the lock dies with the writer, and `sweep` removes
+what nobody holds. All system calls that change the disk go through `disk`, looked up at each call, so that a test can
+put another in its place and make any of them fail.
+"""
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import os
+import stat
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from assay.errors import ArtifactError, StoreError, UsageError
+
+PARTIAL = ".partial-"
+TRASH = ".trash-"
+WRITE_BYTES = 8 << 20   # a large buffer is written in slices of this size
+READ_BYTES = 4 << 20    # and read in slices of this one, each hashed while the next is read
+NO_LOCKS = {errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK, errno.EBADF, errno.EINVAL}  # as some network filesystems answer
+
+
+class Disk:
+    """The system calls that change the disk, one method each."""
+
+    def create(self, path: Path) -> int:
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+
+    def open_append(self, path: Path) -> int:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+
+    def open_folder(self, path: Path) -> int:
+        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+    def write(self, fd: int, data: memoryview) -> int:
+        return os.write(fd, data)
+
+    def truncate(self, fd: int, length: int) -> None:
+        os.ftruncate(fd, length)
+
+    def sync(self, fd: int) -> None:
+        os.fsync(fd)
+
+    def sync_data(self, fd: int) -> None:
+        os.fdatasync(fd)
+
+    def lock(self, fd: int) -> None:
+        """Raises BlockingIOError where another holds it. The kernel frees it when the last copy of fd closes."""
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def close(self, fd: int) -> None:
+        os.close(fd)
+
+    def mkdir(self, path: Path) -> None:
+        os.mkdir(path, 0o755)
+
+    def rename(self, source: Path, target: Path) -> None:
+        os.rename(source, target)
+
+    def unlink(self, path: Path) -> None:
+        os.unlink(path)
+
+    def rmdir(self, path: Path) -> None:
+        os.rmdir(path)
+
+
+disk = Disk()
+
+
+def commit_folder(final: Path, write: Callable[[Path], None], *, needed: int = 0) -> None:
+    """`final` appears with all that `write(temporary folder)` put there, on the disk for good, or not at all.
+
+    Files must be written with `write_file`. `needed` bytes are asked of the disk before the first is written. If only
+    the very last fsync fails, `final` is there and whole but may not outlive a power cut: StoreError all the same.
+    """
+    if os.path.lexists(final):
+        raise UsageError(f"{final} exists, and what was committed is never overwritten; choose another place or remove it")
+    with told(final):
+        make_folder(final.parent)
+        sweep(final.parent)
+        _require_space(final, needed)
+        temporary, held = _claim(final, _claim_folder)
+        committed = False
+        try:
+            write(temporary)
+            for folder, _, _ in os.walk(temporary, topdown=False):
+                sync_folder(Path(folder))
+            disk.rename(temporary, final)
+            sync_folder(final.parent)
+            committed = True
+        finally:
+            if not committed:
+                _discard(temporary)
+            disk.close(held)
+
+
+def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> str:
+    """Write a new file to the disk, and return its sha256. Each chunk is hashed while it is written."""
+    digest = hashlib.sha256()
+    with told(path), ThreadPoolExecutor(1, "sha256") as hasher, _closing(disk.create(path)) as fd:
+        for chunk in chunks:
+            for piece in _pieces(chunk):
+                hashed = hasher.submit(digest.update, piece)
+                write_all(fd, piece)
+                hashed.result()
+        disk.sync(fd)
+    return digest.hexdigest()
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """`path` holds `data`, or what it held before: never a mixture, and for good once this returns."""
+    with told(path):
+        sweep(path.parent)
+        temporary, held = _claim(path, _claim_file)
+        renamed = False
+        try:
+            write_all(held, memoryview(data))
+            disk.sync(held)
+            disk.rename(temporary, path)
+            renamed = True
+            sync_folder(path.parent)
+        finally:
+            if not renamed:
+                _discard(temporary)
+            disk.close(held)
+
+
+def make_folder(path: Path) -> None:
+    """The folder and its missing parents, each one's name on the disk for good."""
+    if path.is_dir():
+        return
+    make_folder(path.parent)
+    with told(path):
+        with contextlib.suppress(FileExistsError):  # another writer was quicker
+            disk.mkdir(path)
+        sync_folder(path.parent)
+
+
+def remove_file(path: Path) -> None:
+    with told(path):
+        disk.unlink(path)
+        sync_folder(path.parent)
+
+
+def remove_folder(path: Path) -> None:
+    """The name goes first and at once; a kill in the middle leaves only trash, which `sweep` takes out."""
+    trash = path.with_name(f"{TRASH}{path.name}-{os.getpid()}-{time.time_ns():x}")
+    with told(path):
+        disk.rename(path, trash)
+        sync_folder(path.parent)
+        _remove_tree(trash)
+
+
+def sweep(folder: Path) -> list[Path]:
+    """Remove what dead writers left half-written in `folder` and what was half-removed; return what went.
+
+    A live writer holds a lock on its work, in whatever process or container it lives, so it is passed over; so is
+    everything on a filesystem that has no locks.
+    """
+    swept = []
+    with told(folder):
+        for path in sorted(folder.iterdir()):
+            if path.name.startswith(TRASH) or (path.name.startswith(PARTIAL) and _abandoned(path)):
+                _remove_tree(path)
+                swept.append(path)
+    return swept
+
+
+def sync_folder(path: Path) -> None:
+    with _closing(disk.open_folder(path)) as fd:
+        disk.sync(fd)
+
+
+def open_regular(path: Path) -> int:
+    """A descriptor for reading a plain file; a FIFO or a device is refused, and never waited for."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (OSError, ValueError) as error:
+        raise ArtifactError(f"{path}: cannot be read: {_reason(error)}") from None
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise ArtifactError(f"{path}: expected a file, found something else (a folder, device or pipe)")
+    return fd
+
+
+def read_file(path: Path, *, limit: int, expected_sha256: str | None = None) -> bytes:
+    """The bytes of a small file; more than `limit` of them, or another hash than expected, is refused."""
+    fd = open_regular(path)
+    with open(fd, "rb", buffering=0) as file:
+        size = os.fstat(fd).st_size
+        if size > limit:
+            raise ArtifactError(f"{path}: {size:,} bytes, and at most {limit:,} are expected here; not the file it seems to be")
+        digest = hashlib.sha256()
+        data = read_into_hash(fd, size, digest, path).tobytes()
+    require_hash(path, digest.hexdigest(), expected_sha256)
+    return data
+
+
+def read_into_hash(fd: int, size: int, digest: "hashlib._Hash", path: Path) -> np.ndarray:
+    """The next `size` bytes of fd in one new buffer, read from the disk once and hashed as they lie there."""
+    buffer = np.empty(size, np.uint8)  # numpy asks for huge pages: twice as fast to fill as torch.empty
+    with ThreadPoolExecutor(1, "sha256") as hasher:
+        hashed = [hasher.submit(digest.update, piece) for piece in _read_pieces(fd, buffer, path)]
+    for piece_hashed in hashed:
+        piece_hashed.result()
+    return buffer
+
+
+def hash_file(path: Path) -> str:
+    with open(open_regular(path), "rb", buffering=0) as file:
+        try:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise ArtifactError(f"{path}: cannot be read: {_reason(error)}") from None
+
+
+def require_hash(path: Path, actual: str, expected: str | None) -> None:
+    if expected is not None and actual != expected:
+        raise ArtifactError(f"{path}: its bytes hash to {actual}, but {expected} was recorded when it was written: damaged, "
+                            "or a file from elsewhere; restore it, or use an older checkpoint")
+
+
+@contextlib.contextmanager
+def told(where: Path) -> Iterator[None]:
+    """Every refusal of the disk becomes a StoreError that says where, why, and what to do."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            advice = f"the disk is full ({_free_bytes(where)}); make room, or keep fewer checkpoints, and save again"
+        else:
+            advice = f"{_reason(error)}; check the disk and the permissions, and save again"
+        raise StoreError(f"{where}: not saved: {advice}. What was committed before is intact.") from error
+
+
+def _claim(final: Path, claim: Callable[[Path], int | None]) -> tuple[Path, int]:
+    """A new temporary name beside `final` and the descriptor that holds its lock."""
+    while True:
+        temporary = final.with_name(f"{PARTIAL}{final.name}-{os.getpid()}-{time.time_ns():x}")
+        held = claim(temporary)
+        if held is not None:
+            return temporary, held
+
+
+def _claim_folder(path: Path) -> int | None:
+    disk.mkdir(path)
+    try:
+        fd = disk.open_folder(path)
+    except FileNotFoundError:  # swept between the two calls
+        return None
+    return _held(path, fd)
+
+
+def _claim_file(path: Path) -> int | None:
+    return _held(path, disk.create(path))
+
+
+def _held(path: Path, fd: int) -> int | None:
+    """fd once it is locked and `path` still names it; None where a sweeper took the new name before it was locked."""
+    ours = False
+    try:
+        ours = _locked(fd) is not False and _names(path, fd)
+    finally:
+        if not ours:
+            disk.close(fd)
+    return fd if ours else None
+
+
+def _locked(fd: int) -> bool | None:
+    """True: we hold the lock. False: another does. None: this filesystem has none."""
+    try:
+        disk.lock(fd)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno in NO_LOCKS:
+            return None
+        raise
+    return True
+
+
+def _abandoned(path: Path) -> bool:
+    """Nobody holds its lock, and it is still there: a writer renames its work before it lets go."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False
+    with _closing(fd):
+        return _locked(fd) is True and _names(path, fd)
+
+
+def _names(path: Path, fd: int) -> bool:
+    try:
+        return os.path.samestat(os.lstat(path), os.fstat(fd))
+    except FileNotFoundError:
+        return False
+
+
+def _remove_tree(path: Path) -> None:
+    """Never follows a link; another process may be removing the same."""
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISDIR(os.lstat(path).st_mode):
+            disk.unlink(path)
+            return
+        for entry in sorted(path.iterdir()):
+            _remove_tree(entry)
+        disk.rmdir(path)
+
+
+def _discard(path: Path) -> None:
+    """Best effort: what cannot be removed now is swept later."""
+    with contextlib.suppress(OSError):
+        _remove_tree(path)
+
+
+@contextlib.contextmanager
+def _closing(fd: int) -> Iterator[int]:
+    try:
+        yield fd
+    finally:
+        disk.close(fd)
+
+
+def _pieces(chunk: bytes | memoryview) -> Iterator[memoryview]:
+    view = memoryview(chunk).cast("B")
+    for start in range(0, len(view), WRITE_BYTES):
+        yield view[start:start + WRITE_BYTES]
+
+
+def write_all(fd: int, view: memoryview) -> None:
+    while view:
+        written = disk.write(fd, view)
+        if written <= 0:
+            raise OSError(errno.EIO, "the disk took no bytes and gave no reason")
+        view = view[written:]
+
+
+def _read_pieces(fd: int, buffer: np.ndarray, path: Path) -> Iterator[memoryview]:
+    view = buffer.data
+    while view:
+        try:
+            count = os.readv(fd, [view[:READ_BYTES]])
+        except OSError as error:
+            raise ArtifactError(f"{path}: cannot be read: {_reason(error)}") from None
+        if count == 0:
+            raise ArtifactError(f"{path}: ended {len(view):,} bytes early while it was read; another program is changing it")
+        yield view[:count]
+        view = view[count:]
+
+
+def _require_space(final: Path, needed: int) -> None:
+    space = os.statvfs(final.parent)
+    free = space.f_bavail * space.f_frsize
+    if needed > free:
+        raise StoreError(f"{final}: not saved: it needs {needed:,} bytes and the disk has {free:,} free; make room, or keep "
+                         "fewer checkpoints, and save again. What was committed before is intact.")
+
+
+def _free_bytes(where: Path) -> str:
+    with contextlib.suppress(OSError):
+        space = os.statvfs(where.parent)
+        return f"{space.f_bavail * space.f_frsize:,} bytes are free"
+    return "how much is free is unknown"
+
+
+def _reason(error: Exception) -> str:
+    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)

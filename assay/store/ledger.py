@@ -1,0 +1,149 @@
+"""The ledger: what happened in a run, one JSON line an event, each bound by its hash to the line before.
+
+Lines are only ever added. A last line that a crash cut short is tolerated and reported; any other line that is not as it
+was written is damage or tampering, and is refused by its number. (That whole lines are missing at the end, nothing in the
+file can tell; what was derived from them, such as a hallmark, can.)
+"""
+
+import contextlib
+import hashlib
+import os
+import threading
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from assay.errors import ArtifactError, UsageError
+from assay.store import durable
+from assay.store.sealed import seal, unseal
+
+GENESIS = "0" * 64
+LIMIT = 1 << 30
+OWN = {"seq", "time", "kind", "previous"}
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A ledger as read: its events, the sha256 of its last whole line, where that line ends, and what is torn after it."""
+
+    events: list[dict[str, Any]]
+    head: str
+    size: int
+    tail: bytes
+
+
+class Ledger:
+    """Anyone may read; the first `append` makes this object the one writer, until `close`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.torn: str | None = None  # the sentence about a torn last line, as of the last reading
+        self._fd: int | None = None
+        self._pid = os.getpid()
+        self._one_at_a_time = threading.Lock()
+        self._head, self._seq, self._size = GENESIS, 0, 0
+
+    def events(self) -> list[dict[str, Any]]:
+        """Every event, oldest first, once the whole chain is verified."""
+        chain = read_chain(self.path)
+        self.torn = _torn(self.path, chain)
+        return chain.events
+
+    def append(self, kind: str, **facts: Any) -> str:
+        """The event is on the disk for good when this returns the sha256 of its line."""
+        if taken := OWN & facts.keys():
+            raise UsageError(f"{self.path}: an event cannot have facts named {', '.join(sorted(taken))}; the ledger fills them")
+        with self._one_at_a_time:
+            if self._pid != os.getpid():
+                raise UsageError(f"{self.path}: this process is a fork of the ledger's writer; let the parent write")
+            fd = self._begin_writing() if self._fd is None else self._fd
+            return self._append(fd, kind, facts)
+
+    def close(self) -> None:
+        with self._one_at_a_time:
+            self._let_go()
+
+    def _begin_writing(self) -> int:
+        """Become the writer, verify what is there, and put a torn last line on record before anything else."""
+        durable.make_folder(self.path.parent)
+        with durable.told(self.path):
+            fd = self._fd = durable.disk.open_append(self.path)
+            ready = False
+            try:
+                _lock(fd, self.path)
+                durable.sync_folder(self.path.parent)
+                chain = read_chain(self.path)
+                durable.disk.truncate(fd, chain.size)
+                ready = True
+            finally:
+                if not ready:
+                    self._let_go()
+        self._head, self._seq, self._size, self.torn = chain.head, len(chain.events), chain.size, _torn(self.path, chain)
+        if chain.tail:
+            self._append(fd, "torn", {"bytes": len(chain.tail), "sha256": hashlib.sha256(chain.tail).hexdigest()})
+        return fd
+
+    def _append(self, fd: int, kind: str, facts: dict[str, Any]) -> str:
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        event = {"seq": self._seq, "time": now, "kind": kind, "previous": self._head, **facts}
+        line = seal(event, where=f"{self.path}: the event {kind!r}")
+        written = False
+        with durable.told(self.path):
+            try:
+                durable.write_all(fd, memoryview(line))
+                durable.disk.sync_data(fd)
+                written = True
+            finally:
+                if not written:  # leave the file as it was; the next append reads and verifies it anew
+                    with contextlib.suppress(OSError):
+                        durable.disk.truncate(fd, self._size)
+                    self._let_go()
+        self._head, self._seq, self._size = hashlib.sha256(line).hexdigest(), self._seq + 1, self._size + len(line)
+        return self._head
+
+    def _let_go(self) -> None:
+        if self._fd is not None:
+            fd, self._fd = self._fd, None
+            durable.disk.close(fd)
+
+
+def read_chain(path: Path) -> Chain:
+    """Every line verified: it is as it was sealed, it is the next one, and it names the one before."""
+    data = durable.read_file(path, limit=LIMIT) if path.exists() else b""
+    *lines, tail = data.split(b"\n")
+    events, head = [], GENESIS
+    for seq, text in enumerate(lines):
+        line, where = text + b"\n", f"{path} line {seq + 1}"
+        event = unseal(line, where=where)
+        if event.get("seq") != seq or event.get("previous") != head:
+            raise ArtifactError(f"{where}: does not follow the line before it: lines were removed, added or reordered; "
+                                "restore the ledger from a copy")
+        events.append(event)
+        head = hashlib.sha256(line).hexdigest()
+    if _is_sealed(tail[:-1] + b"\n"):  # a torn write has no byte in the newline's place
+        raise ArtifactError(f"{path} line {len(lines) + 1}: whole but for its last byte, which should end the line: damaged; "
+                            "restore the ledger from a copy")
+    return Chain(events, head, len(data) - len(tail), tail)
+
+
+def _is_sealed(line: bytes) -> bool:
+    try:
+        unseal(line, where="")
+    except ArtifactError:
+        return False
+    return True
+
+
+def _lock(fd: int, path: Path) -> None:
+    try:
+        durable.disk.lock(fd)
+    except BlockingIOError:
+        raise UsageError(f"{path}: another process is writing this ledger; a run has one writer, wait for it or stop it") from None
+
+
+def _torn(path: Path, chain: Chain) -> str | None:
+    if not chain.tail:
+        return None
+    return (f"{path}: the last line was cut short after {len(chain.tail)} bytes by a crash; the {len(chain.events)} events "
+            "before it are whole")

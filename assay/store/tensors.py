@@ -1,0 +1,336 @@
+"""Strict safetensors: what is written is hashed as it goes, what is read is hostile until it is proven whole.
+
+The reader accepts no file that the safetensors library refuses, and refuses some that it accepts: huge headers, odd names,
+bytes that no tensor owns, shards that disagree with their index.
+"""
+
+import contextlib
+import hashlib
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from assay.errors import ArtifactError, UsageError
+from assay.store import durable
+from assay.store.sealed import canonical, parse
+
+HEADER_LIMIT = 16 << 20
+INDEX_LIMIT = 64 << 20
+SHARD_BYTES = 5 * 10**9
+RANK_LIMIT = 16
+METADATA = "__metadata__"
+DTYPES = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "U16": torch.uint16, "I16": torch.int16,
+    "U32": torch.uint32, "I32": torch.int32, "U64": torch.uint64, "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor as a header declares it; [start, stop) counts bytes from the end of the header."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    @property
+    def empty(self) -> bool:
+        """No elements: legal in the format, and in a model the mark of weights that were never gathered."""
+        return self.start == self.stop
+
+
+@dataclass(frozen=True)
+class FileFacts:
+    """What a manifest says of one file; `tensors` is name → dtype, shape, sha256."""
+
+    sha256: str
+    bytes: int
+    tensors: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> FileFacts:
+    """Write a new safetensors file to the disk in one pass; file and tensors are hashed from the bytes that are written."""
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # keeps every tensor aligned
+    header = _header_bytes({name: tensors[name] for name in order}, metadata or {"format": "pt"}, path)
+    digests: dict[str, str] = {}
+    sha256 = durable.write_file(path, _chunks(header, tensors, order, digests))
+    facts = {name: {"dtype": NAMES[tensors[name].dtype], "shape": list(tensors[name].shape), "sha256": digests[name]}
+             for name in sorted(tensors)}
+    return FileFacts(sha256, len(header) + sum(map(tensor_bytes, tensors.values())), facts)
+
+
+def read_tensors(path: Path, expected_sha256: str | None = None) -> dict[str, Tensor]:
+    """Every tensor of the file, over one buffer that was read once and hashed as it lies in memory."""
+    with _opened(path) as fd:
+        size = os.fstat(fd).st_size
+        head_bytes = _read_head(fd, size, path)
+        infos = parse_header(head_bytes[8:], size - len(head_bytes), str(path))
+        digest = hashlib.sha256(head_bytes)
+        buffer = durable.read_into_hash(fd, size - len(head_bytes), digest, path)
+    durable.require_hash(path, digest.hexdigest(), expected_sha256)
+    data = torch.from_numpy(buffer)
+    return {name: _tensor(data, info) for name, info in infos.items()}
+
+
+def read_header(path: Path) -> dict[str, TensorInfo]:
+    """What the file declares, in the order of the data; ArtifactError unless header and file length agree in every byte."""
+    with _opened(path) as fd:
+        size = os.fstat(fd).st_size
+        head_bytes = _read_head(fd, size, path)
+    return parse_header(head_bytes[8:], size - len(head_bytes), str(path))
+
+
+def write_sharded(folder: Path, tensors: Mapping[str, Tensor], max_shard_bytes: int = SHARD_BYTES,
+                  stem: str = "model") -> dict[str, FileFacts]:
+    """`model.safetensors`, or where that would pass `max_shard_bytes`, numbered shards with an index; facts by file name."""
+    shards = _shards(tensors, max_shard_bytes)
+    if len(shards) == 1:
+        return {f"{stem}.safetensors": write_tensors(folder / f"{stem}.safetensors", shards[0])}
+    named = {f"{stem}-{i:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards, 1)}
+    facts = {name: write_tensors(folder / name, shard) for name, shard in named.items()}
+    index = {"metadata": {"total_size": sum(map(tensor_bytes, tensors.values()))},
+             "weight_map": {tensor: name for name, shard in named.items() for tensor in shard}}
+    index_path = folder / f"{stem}.safetensors.index.json"
+    data = canonical(index, where=str(index_path), indent=1)
+    facts[index_path.name] = FileFacts(durable.write_file(index_path, [data]), len(data))
+    return facts
+
+
+def read_folder_tensors(folder: Path, expected: Mapping[str, str] | None = None, stem: str = "model") -> dict[str, Tensor]:
+    """All weights of a folder, one file or sharded; index, shards and headers must agree in every name.
+
+    `expected` maps file names to the sha256 their bytes must have.
+    """
+    hashes = expected or {}
+    tensors: dict[str, Tensor] = {}
+    for name, declared in folder_shards(folder, hashes.get(f"{stem}.safetensors.index.json"), stem).items():
+        shard = read_tensors(inside(folder, name), hashes.get(name))
+        if declared is not None and set(shard) != declared:
+            _refuse_shard(folder / name, set(shard), declared)
+        tensors |= shard  # disjoint: a tensor has one shard in the index, and each shard holds exactly its own
+    return tensors
+
+
+def folder_shards(folder: Path, index_sha256: str | None = None, stem: str = "model") -> dict[str, set[str] | None]:
+    """The weight files of a folder and the tensors the index puts in each (None: one file, no index)."""
+    single, index = f"{stem}.safetensors", f"{stem}.safetensors.index.json"
+    present = {entry.name for entry in _listing(folder)}
+    stray = {name for name in present if re.fullmatch(re.escape(stem) + r"-\d+-of-\d+\.safetensors", name)}
+    if single in present and index in present:
+        raise ArtifactError(f"{folder}: holds both {single} and {index}, and they may differ; remove the stale one")
+    if single not in present and index not in present:
+        raise ArtifactError(f"{folder}: holds neither {single} nor {index}; nothing to load")
+    shards: dict[str, set[str] | None] = {single: None} if single in present else dict(_read_index(folder, index, index_sha256))
+    for name in sorted(shards.keys() - present):
+        raise ArtifactError(f"{folder / index}: names the shard {name}, which is missing; fetch or restore it")
+    for name in sorted(stray - shards.keys()):
+        raise ArtifactError(f"{folder / name}: a shard that no index lists: left over from another model, or the index is stale")
+    return shards
+
+
+def parse_header(data: bytes, data_bytes: int, where: str) -> dict[str, TensorInfo]:
+    """The header's JSON against a data area of `data_bytes`: no gap, no overlap, nothing beyond, nothing left over."""
+    if not data.startswith(b"{"):
+        raise ArtifactError(f"{where}: the header is not a JSON object; not a safetensors file, or a damaged one")
+    document = parse(data, where=where, parse_int=_natural, parse_float=_refuse_number)
+    _check_metadata(document.pop(METADATA, {}), where)
+    infos = {name: _info(name, entry, where) for name, entry in document.items()}
+    ordered = dict(sorted(infos.items(), key=lambda item: (item[1].start, item[1].stop)))
+    position = 0
+    for name, info in ordered.items():
+        if info.start != position:
+            raise ArtifactError(f"{where}: the tensor {name!r} begins at byte {info.start:,} of the data, expected "
+                                f"{position:,}: the header leaves a gap or lets tensors overlap")
+        position = info.stop
+    if position != data_bytes:
+        raise ArtifactError(f"{where}: the header declares {position:,} bytes of data and the file holds {data_bytes:,}: "
+                            f"{'truncated' if position > data_bytes else 'something was appended'}; fetch or restore it")
+    return ordered
+
+
+def inside(folder: Path, name: str) -> Path:
+    """`folder / name`, which must lie in the folder: no absolute or `../` name, no link that leads out.
+
+    In a Hugging Face hub cache, where every file of a snapshot is a link, "in the folder" means in that model's cache.
+    """
+    if not name or "\0" in name or "\\" in name or os.path.isabs(name) or ".." in name.split("/"):
+        raise ArtifactError(f"{folder}: refers to the file {name!r}; names must be relative and stay in the folder")
+    root = os.path.realpath(folder)
+    snapshots, cache = os.path.split(os.path.dirname(root))[1], os.path.dirname(os.path.dirname(root))
+    if snapshots == "snapshots" and os.path.basename(cache).startswith("models--"):
+        root = cache
+    if not os.path.realpath(folder / name).startswith(root + os.sep):
+        raise ArtifactError(f"{folder / name}: a link that leads out of the folder; replace it by the file itself")
+    return folder / name
+
+
+def tensor_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def tensor_sha256(tensor: Tensor) -> str:
+    """Of the elements in order, as in a manifest; the same for every layout and device."""
+    return hashlib.sha256(_raw(tensor)).hexdigest()
+
+
+def _header_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], path: Path) -> bytes:
+    """Length, JSON, and spaces up to a multiple of 8: as the safetensors library lays it out."""
+    document: dict[str, Any] = {METADATA: dict(metadata)}
+    position = 0
+    for name, tensor in tensors.items():
+        if tensor.dtype not in NAMES:
+            raise UsageError(f"{path}: the tensor {name!r} is {tensor.dtype}; expected one of {', '.join(map(str, NAMES))}")
+        stop = position + tensor_bytes(tensor)
+        document[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [position, stop]}
+        position = stop
+    text = canonical(document, where=str(path))[:-1]
+    text += b" " * (-len(text) % 8)
+    parse_header(text, position, str(path))  # what we could not read back is not written
+    return len(text).to_bytes(8, "little") + text
+
+
+def _chunks(header: bytes, tensors: Mapping[str, Tensor], order: list[str], digests: dict[str, str]) -> Iterator[memoryview]:
+    """The file's bytes. A tensor is hashed in a thread while the caller hashes and writes the same bytes to the file."""
+    yield memoryview(header)
+    with ThreadPoolExecutor(1, "sha256") as hasher:
+        for name in order:
+            raw = _raw(tensors[name])
+            digest = hasher.submit(hashlib.sha256, raw)
+            yield raw
+            digests[name] = digest.result().hexdigest()
+
+
+def _raw(tensor: Tensor) -> memoryview:
+    """The elements in order as bytes; copied only where the tensor is not on the CPU or not contiguous."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
+
+
+def _shards(tensors: Mapping[str, Tensor], limit: int) -> list[dict[str, Tensor]]:
+    """In the given order; a tensor larger than the limit gets a shard to itself."""
+    shards: list[dict[str, Tensor]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and size + tensor_bytes(tensor) > limit:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor
+        size += tensor_bytes(tensor)
+    return shards
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    fd = durable.open_regular(path)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _read_head(fd: int, size: int, path: Path) -> bytes:
+    """Length field and header. The length is judged before anything is allocated for it."""
+    length = int.from_bytes(os.pread(fd, 8, 0), "little")
+    if size < 8 or length > size - 8:
+        raise ArtifactError(f"{path}: {size:,} bytes, too short for the header it announces: truncated, or not safetensors")
+    if length > HEADER_LIMIT:
+        raise ArtifactError(f"{path}: announces a header of {length:,} bytes, and at most {HEADER_LIMIT:,} are read; no model "
+                            "needs that many names")
+    head = durable.read_into_hash(fd, 8 + length, hashlib.sha256(), path)
+    return head.tobytes()
+
+
+def _info(name: str, entry: Any, where: str) -> TensorInfo:
+    _check_name(name, where)
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise ArtifactError(f"{where}: the tensor {name!r} must declare dtype, shape and data_offsets, and nothing else")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise ArtifactError(f"{where}: the tensor {name!r} has the dtype {str(dtype)[:40]!r}; expected one of {', '.join(DTYPES)}")
+    if not _naturals(shape) or len(shape) > RANK_LIMIT or not _naturals(offsets) or len(offsets) != 2:
+        raise ArtifactError(f"{where}: the tensor {name!r} has a shape or data_offsets that are not lists of whole numbers")
+    size = math.prod(shape) * DTYPES[dtype].itemsize
+    # Counting zeros as ones bounds every partial product, as a reader with 64-bit arithmetic needs it.
+    if math.prod(max(d, 1) for d in shape) * 8 >= 2**63 or offsets[1] - offsets[0] != size:
+        raise ArtifactError(f"{where}: the tensor {name!r} of {dtype} {shape} needs {size:,} bytes, and its data_offsets give "
+                            f"it {offsets[1] - offsets[0]:,}")
+    return TensorInfo(dtype, tuple(shape), *offsets)
+
+
+def _check_name(name: str, where: str) -> None:
+    if not name or not name.isprintable() or name.startswith("/") or ".." in re.split(r"[/\\]", name):
+        raise ArtifactError(f"{where}: {name[:80]!r} is no name for a tensor (empty, unprintable, or a path that climbs)")
+
+
+def _check_metadata(metadata: Any, where: str) -> None:
+    texts = [*metadata, *metadata.values()] if isinstance(metadata, dict) else [None]
+    if not all(isinstance(text, str) and _is_unicode(text) for text in texts):
+        raise ArtifactError(f"{where}: {METADATA} must map text to text")
+
+
+def _is_unicode(text: str) -> bool:
+    """JSON can spell half of a surrogate pair, which is no character."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _natural(text: str) -> int:
+    if text.startswith("-") or len(text) > 19:
+        raise ValueError(f"the number {text[:40]} where a size is due")
+    return int(text)
+
+
+def _refuse_number(text: str) -> NoReturn:
+    raise ValueError(f"the number {text[:40]} where a whole number is due")
+
+
+def _naturals(values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) is int for value in values)
+
+
+def _tensor(data: Tensor, info: TensorInfo) -> Tensor:
+    dtype = DTYPES[info.dtype]
+    if info.empty:
+        return torch.empty(info.shape, dtype=dtype)
+    flat = data[info.start:info.stop]
+    if info.start % dtype.itemsize:
+        flat = flat.clone()  # foreign writers may leave a tensor unaligned, where torch cannot view it
+    return flat.view(dtype).view(info.shape)
+
+
+def _read_index(folder: Path, index: str, sha256: str | None) -> dict[str, set[str]]:
+    path = inside(folder, index)
+    document = parse(durable.read_file(path, limit=INDEX_LIMIT, expected_sha256=sha256), where=str(path))
+    weight_map = document.get("weight_map") if isinstance(document, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(s, str) for s in weight_map.values()):
+        raise ArtifactError(f"{path}: expected a weight_map from tensor names to shard names")
+    shards: dict[str, set[str]] = {}
+    for tensor, shard in weight_map.items():
+        inside(folder, shard)
+        shards.setdefault(shard, set()).add(tensor)
+    return shards
+
+
+def _refuse_shard(path: Path, found: set[str], declared: set[str]) -> NoReturn:
+    missing, extra = sorted(declared - found), sorted(found - declared)
+    names = ", ".join([*(f"lacks {n!r}" for n in missing[:3]), *(f"holds {n!r}" for n in extra[:3])])
+    raise ArtifactError(f"{path}: not the shard the index describes: it {names} ({len(missing)} missing, {len(extra)} too many); "
+                        "swapped, stale, or from another model")
+
+
+def _listing(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except OSError as error:
+        raise UsageError(f"{folder}: cannot be listed: {error.strerror}; expected the folder of a model") from None
