@@ -1,4 +1,4 @@
-"""A checkpoint: an immutable folder that Hugging Face tools load, plus `manifest.json` that accounts for every byte of it.
+"""A checkpoint: an immutable folder that Hugging Face tools load, and a `manifest.json` that accounts for every byte.
 
 The manifest is written last and names the sha256 of every file and tensor; its own sha256 is the checkpoint's digest.
 Beside it may come, later, `hallmark.json` (a fresh process proved these bytes) or `quarantine.json` (it refuted them);
@@ -20,6 +20,7 @@ from assay.errors import ArtifactError, UsageError
 from assay.store import durable
 from assay.store.sealed import canonical, parse, seal, unseal
 from assay.store.tensors import (
+    SHARD_BYTES,
     FileFacts,
     inside,
     read_folder_tensors,
@@ -87,7 +88,8 @@ class Checkpoint:
     def weights(self) -> dict[str, Tensor]:
         if self.kind == "adapter":
             return self._tensors(ADAPTER)
-        return read_folder_tensors(self.folder, {name: entry["sha256"] for name, entry in self.manifest["files"].items()})
+        hashes = {name: entry["sha256"] for name, entry in self.manifest["files"].items()}
+        return read_folder_tensors(self.folder, hashes)
 
     def optimizer(self) -> dict[str, Tensor] | None:
         return self._tensors(OPTIMIZER) if OPTIMIZER in self.manifest["files"] else None
@@ -111,19 +113,18 @@ class Checkpoint:
         return read_tensors(inside(self.folder, name), self.manifest["files"][name]["sha256"])
 
 
-def write(where: Path, contents: Contents, *, max_shard_bytes: int = 5 * 10**9) -> Checkpoint:
-    """The checkpoint is at `where` whole and on the disk for good when this returns; else StoreError, and nothing is."""
+def write(where: Path, contents: Contents, *, max_shard_bytes: int = SHARD_BYTES) -> Checkpoint:
+    """The checkpoint is at `where`, whole and for good, when this returns; StoreError if the disk did not let it."""
     _require_writable(where, contents)
-    manifest: dict[str, Any] = {}
+    written: list[Checkpoint] = []
 
     def fill(folder: Path) -> None:
-        facts = _write_parts(folder, contents, max_shard_bytes)
-        manifest.update(_manifest(contents, facts))
-        durable.write_file(folder / MANIFEST, [seal(manifest, where=str(where / MANIFEST), indent=1)])
+        manifest = _manifest(contents, _write_parts(folder, contents, max_shard_bytes))
+        digest = durable.write_file(folder / MANIFEST, [seal(manifest, where=str(where / MANIFEST), indent=1)])
+        written.append(Checkpoint(where, manifest, digest))
 
     durable.commit_folder(where, fill, needed=_bytes_needed(contents))
-    digest = hashlib.sha256(seal(manifest, where=str(where / MANIFEST), indent=1)).hexdigest()
-    return Checkpoint(where, manifest, digest)
+    return written[0]
 
 
 def open_checkpoint(where: Path, *, verify: bool = True) -> Checkpoint:
@@ -148,7 +149,7 @@ def open_checkpoint(where: Path, *, verify: bool = True) -> Checkpoint:
 
 
 def latest(folder: Path, *, hallmarked: bool = False) -> tuple[Checkpoint | None, list[str]]:
-    """The newest `step-…` in `folder` that verifies (and is hallmarked, if asked), and why each newer one was passed over."""
+    """The newest `step-…` that verifies (and is hallmarked, if asked), and why each newer one was passed over."""
     passed_over: list[str] = []
     for path in reversed(steps(folder)):
         found = _good(path, hallmarked)
@@ -166,11 +167,13 @@ def retain(folder: Path, keep: int, best: Path | None = None, needed: Iterable[s
     """
     if keep < 1:
         raise UsageError(f"keep = {keep} checkpoints of {folder}; expected at least 1")
-    found = steps(folder)
-    kept = set(found[-keep:]) | set(_newest_good(found, 2))
-    doomed = [path for path in found if path not in kept and not _same(path, best) and _digest(path) not in set(needed)]
-    if not doomed or len(_newest_good(found, 2)) < 2:
+    found, needed = steps(folder), set(needed)
+    kept = set(found[-keep:]) | {path for path in found if _same(path, best)}
+    doomed = [path for path in found if path not in kept and _digest(path) not in needed]
+    good = _newest_good(found, 2) if doomed else []
+    if len(good) < 2:
         return []
+    doomed = [path for path in doomed if path not in good]
     with durable.told(folder):
         durable.sync_folder(folder)  # what is counted on must outlive a power cut before anything older goes
     for path in doomed:
@@ -185,12 +188,12 @@ def hallmark(checkpoint: Checkpoint, verdicts: Iterable[Verdict]) -> dict[str, A
         failing = "; ".join(map(str, (v for v in verdicts if v.outcome is not Outcome.PROVEN))) or "no check ran"
         raise ArtifactError(f"{checkpoint.folder}: earns no hallmark: {failing}")
     if checkpoint.quarantined:
-        raise ArtifactError(f"{checkpoint.folder}: is quarantined; remove {QUARANTINE} on purpose before it can be proven again")
+        raise ArtifactError(f"{checkpoint.folder}: is quarantined; remove {QUARANTINE} on purpose to prove it again")
     return _write_mark(checkpoint, HALLMARK, verdicts)
 
 
 def quarantine(checkpoint: Checkpoint, verdicts: Iterable[Verdict]) -> dict[str, Any]:
-    """Write quarantine.json with the reasons; `latest` passes over the checkpoint from then on, and a hallmark is void."""
+    """Write quarantine.json with the reasons; from then on `latest` passes over it, and a hallmark is void."""
     mark = _write_mark(checkpoint, QUARANTINE, list(verdicts))
     if os.path.lexists(checkpoint.folder / HALLMARK):
         durable.remove_file(checkpoint.folder / HALLMARK)
@@ -245,11 +248,11 @@ def _require_writable(where: Path, contents: Contents) -> None:
         raise ArtifactError(f"{where}: not saved: there are no weights in it; gather them before saving")
     for name, tensor in contents.weights.items():
         if tensor.numel() == 0:
-            raise ArtifactError(f"{where}: not saved: the weight {name!r} has no elements (shape {list(tensor.shape)}); gather "
-                                "the weights before saving")
+            raise ArtifactError(f"{where}: not saved: the weight {name!r} has no elements (shape {list(tensor.shape)}); "
+                                "gather the weights before saving")
     for name in contents.files:
         if "/" in name or name.startswith(".") or name in RESERVED or name.endswith(".safetensors"):
-            raise UsageError(f"{where}: cannot hold a file named {name!r}; expected a plain name that is not the store's own")
+            raise UsageError(f"{where}: cannot hold a file named {name!r}; expected a plain name, not one of ours")
         inside(where, name)
     canonical({**contents.facts}, where=f"{where}: facts")
     canonical(contents.trainer, where=f"{where}: trainer")
@@ -261,32 +264,43 @@ def _bytes_needed(contents: Contents) -> int:
 
 
 def _check_manifest(manifest: dict[str, Any], where: Path) -> None:
-    if manifest.get("assay") != "checkpoint" or manifest.get("format") != FORMAT:
-        raise ArtifactError(f"{where / MANIFEST}: is {manifest.get('assay')!r} in format {manifest.get('format')!r}; this Assay "
-                            f"reads 'checkpoint' in format {FORMAT}")
+    found = (manifest.get("assay"), manifest.get("format"))
+    if found != ("checkpoint", FORMAT):
+        raise ArtifactError(f"{where / MANIFEST}: is {found}; this Assay reads {('checkpoint', FORMAT)}")
     wrong = [name for name, kind in FIELDS.items() if type(manifest.get(name)) is not kind]
     if wrong or set(manifest) != set(FIELDS) or manifest["kind"] not in ("model", "adapter"):
         raise ArtifactError(f"{where / MANIFEST}: missing, extra or ill-typed fields: "
                             f"{sorted(set(wrong) | (set(manifest) ^ set(FIELDS))) or ['kind']}")
     for name, entry in manifest["files"].items():
         inside(where, name)
-        if not isinstance(entry, dict) or type(entry.get("bytes")) is not int or not isinstance(entry.get("sha256"), str):
+        if not _typed(entry, bytes=int, sha256=str):
             raise ArtifactError(f"{where / MANIFEST}: says of {name!r} {entry!r}; expected its bytes and sha256")
+    for name, tensors in manifest["tensors"].items():
+        entries = tensors.values() if isinstance(tensors, dict) else [None]
+        if not all(_typed(entry, dtype=str, shape=list, sha256=str) for entry in entries):
+            raise ArtifactError(f"{where / MANIFEST}: expected dtype, shape and sha256 of every tensor of {name!r}")
+
+
+def _typed(entry: Any, **fields: type) -> bool:
+    return isinstance(entry, dict) and {key: type(value) for key, value in entry.items()} == fields
 
 
 def _check_listing(manifest: dict[str, Any], where: Path) -> None:
     """Exactly the files of the manifest are there, each a plain file of its size."""
-    present = {path.name for path in where.iterdir() if not path.name.startswith(durable.PARTIAL)}
+    with durable.reading(where):
+        present = {name for name in os.listdir(where) if not name.startswith(durable.PARTIAL)}
     listed = set(manifest["files"])
     if missing := sorted(listed - present):
-        raise ArtifactError(f"{where}: lacks {', '.join(missing)}, which its manifest lists; restore it, or use another checkpoint")
+        raise ArtifactError(f"{where}: lacks {', '.join(missing)}, which its manifest lists; restore it, or use "
+                            "another checkpoint")
     if extra := sorted(present - listed - UNLISTED):
-        raise ArtifactError(f"{where}: holds {', '.join(extra)}, which its manifest does not list; remove what was added")
+        raise ArtifactError(f"{where}: holds {', '.join(extra)}, which its manifest does not list; remove it")
     for name, entry in manifest["files"].items():
-        size = inside(where, name).stat().st_size
+        with durable.open_regular(inside(where, name)) as fd:
+            size = os.fstat(fd).st_size
         if size != entry["bytes"]:
-            raise ArtifactError(f"{where / name}: {size:,} bytes, and {entry['bytes']:,} were written: truncated or replaced; "
-                                "restore it, or use another checkpoint")
+            raise ArtifactError(f"{where / name}: {size:,} bytes, and {entry['bytes']:,} were written: truncated or "
+                                "replaced; restore it, or use another checkpoint")
 
 
 def _check_hashes(checkpoint: Checkpoint) -> None:
@@ -351,8 +365,9 @@ def _read_mark(checkpoint: Checkpoint, name: str) -> dict[str, Any] | None:
     if mark.get("format") != FORMAT or not isinstance(mark.get("verdicts"), list):
         raise ArtifactError(f"{path}: expected format {FORMAT} with a list of verdicts")
     if mark.get("manifest") != checkpoint.digest:
-        raise ArtifactError(f"{path}: speaks of the checkpoint {mark.get('manifest')}, and this one is {checkpoint.digest}: copied "
-                            "from elsewhere, or the manifest was replaced; remove it and prove this one")
+        raise ArtifactError(f"{path}: speaks of the checkpoint {mark.get('manifest')}, and this one is "
+                            f"{checkpoint.digest}: copied from elsewhere, or the manifest was replaced; remove it and "
+                            "prove this one")
     return mark
 
 

@@ -82,7 +82,7 @@ def commit_folder(final: Path, write: Callable[[Path], None], *, needed: int = 0
     the very last fsync fails, `final` is there and whole but may not outlive a power cut: StoreError all the same.
     """
     if os.path.lexists(final):
-        raise UsageError(f"{final} exists, and what was committed is never overwritten; choose another place or remove it")
+        raise UsageError(f"{final} exists, and what was committed is never overwritten; choose another place")
     with told(final):
         make_folder(final.parent)
         sweep(final.parent)
@@ -179,26 +179,26 @@ def sync_folder(path: Path) -> None:
         disk.sync(fd)
 
 
-def open_regular(path: Path) -> int:
-    """A descriptor for reading a plain file; a FIFO or a device is refused, and never waited for."""
-    try:
+@contextlib.contextmanager
+def open_regular(path: Path) -> Iterator[int]:
+    """A descriptor for reading a plain file; a pipe or a device is refused, and never waited for."""
+    with reading(path):
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except (OSError, ValueError) as error:
-        raise ArtifactError(f"{path}: cannot be read: {_reason(error)}") from None
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise ArtifactError(f"{path}: expected a file, found something else (a folder, device or pipe)")
+        yield fd
+    finally:
         os.close(fd)
-        raise ArtifactError(f"{path}: expected a file, found something else (a folder, device or pipe)")
-    return fd
 
 
 def read_file(path: Path, *, limit: int, expected_sha256: str | None = None) -> bytes:
     """The bytes of a small file; more than `limit` of them, or another hash than expected, is refused."""
-    fd = open_regular(path)
-    with open(fd, "rb", buffering=0) as file:
+    digest = hashlib.sha256()
+    with open_regular(path) as fd:
         size = os.fstat(fd).st_size
         if size > limit:
-            raise ArtifactError(f"{path}: {size:,} bytes, and at most {limit:,} are expected here; not the file it seems to be")
-        digest = hashlib.sha256()
+            raise ArtifactError(f"{path}: {size:,} bytes, and at most {limit:,} are read; not what its name says")
         data = read_into_hash(fd, size, digest, path).tobytes()
     require_hash(path, digest.hexdigest(), expected_sha256)
     return data
@@ -215,17 +215,14 @@ def read_into_hash(fd: int, size: int, digest: "hashlib._Hash", path: Path) -> n
 
 
 def hash_file(path: Path) -> str:
-    with open(open_regular(path), "rb", buffering=0) as file:
-        try:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-        except OSError as error:
-            raise ArtifactError(f"{path}: cannot be read: {_reason(error)}") from None
+    with open_regular(path) as fd, open(fd, "rb", buffering=0, closefd=False) as file, reading(path):
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def require_hash(path: Path, actual: str, expected: str | None) -> None:
     if expected is not None and actual != expected:
-        raise ArtifactError(f"{path}: its bytes hash to {actual}, but {expected} was recorded when it was written: damaged, "
-                            "or a file from elsewhere; restore it, or use an older checkpoint")
+        raise ArtifactError(f"{path}: its bytes hash to {actual}, but {expected} was recorded when it was written: "
+                            "damaged, or a file from elsewhere; restore it, or use an older checkpoint")
 
 
 @contextlib.contextmanager
@@ -239,6 +236,15 @@ def told(where: Path) -> Iterator[None]:
         else:
             advice = f"{_reason(error)}; check the disk and the permissions, and save again"
         raise StoreError(f"{where}: not saved: {advice}. What was committed before is intact.") from error
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """What cannot be read is refused like what reads wrong."""
+    try:
+        yield
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        raise ArtifactError(f"{path}: cannot be read: {_reason(error)}; check the disk and the permissions") from None
 
 
 def _claim(final: Path, claim: Callable[[Path], int | None]) -> tuple[Path, int]:
@@ -346,12 +352,10 @@ def write_all(fd: int, view: memoryview) -> None:
 def _read_pieces(fd: int, buffer: np.ndarray, path: Path) -> Iterator[memoryview]:
     view = buffer.data
     while view:
-        try:
+        with reading(path):
             count = os.readv(fd, [view[:READ_BYTES]])
-        except OSError as error:
-            raise ArtifactError(f"{path}: cannot be read: {_reason(error)}") from None
         if count == 0:
-            raise ArtifactError(f"{path}: ended {len(view):,} bytes early while it was read; another program is changing it")
+            raise ArtifactError(f"{path}: ended {len(view):,} bytes early; another program changes it while it is read")
         yield view[:count]
         view = view[count:]
 
@@ -360,8 +364,8 @@ def _require_space(final: Path, needed: int) -> None:
     space = os.statvfs(final.parent)
     free = space.f_bavail * space.f_frsize
     if needed > free:
-        raise StoreError(f"{final}: not saved: it needs {needed:,} bytes and the disk has {free:,} free; make room, or keep "
-                         "fewer checkpoints, and save again. What was committed before is intact.")
+        raise StoreError(f"{final}: not saved: it needs {needed:,} bytes and the disk has {free:,} free; make room, or "
+                         "keep fewer checkpoints, and save again. What was committed before is intact.")
 
 
 def _free_bytes(where: Path) -> str:

@@ -1,8 +1,8 @@
 """The ledger: what happened in a run, one JSON line an event, each bound by its hash to the line before.
 
-Lines are only ever added. A last line that a crash cut short is tolerated and reported; any other line that is not as it
-was written is damage or tampering, and is refused by its number. (That whole lines are missing at the end, nothing in the
-file can tell; what was derived from them, such as a hallmark, can.)
+Lines are only ever added. A last line that a crash cut short is tolerated and reported; any other line that is not as
+it was written is damage or tampering, and is refused by its number. (That whole lines are missing at the end, nothing
+in the file can tell; what was derived from them, such as a hallmark, can.)
 """
 
 import contextlib
@@ -25,7 +25,7 @@ OWN = {"seq", "time", "kind", "previous"}
 
 @dataclass(frozen=True)
 class Chain:
-    """A ledger as read: its events, the sha256 of its last whole line, where that line ends, and what is torn after it."""
+    """A ledger as read: its events, the sha256 of its last whole line, where that line ends, and the torn rest."""
 
     events: list[dict[str, Any]]
     head: str
@@ -53,7 +53,7 @@ class Ledger:
     def append(self, kind: str, **facts: Any) -> str:
         """The event is on the disk for good when this returns the sha256 of its line."""
         if taken := OWN & facts.keys():
-            raise UsageError(f"{self.path}: an event cannot have facts named {', '.join(sorted(taken))}; the ledger fills them")
+            raise UsageError(f"{self.path}: facts cannot be named {', '.join(sorted(taken))}; the ledger fills these")
         with self._one_at_a_time:
             if self._pid != os.getpid():
                 raise UsageError(f"{self.path}: this process is a fork of the ledger's writer; let the parent write")
@@ -74,12 +74,14 @@ class Ledger:
                 _lock(fd, self.path)
                 durable.sync_folder(self.path.parent)
                 chain = read_chain(self.path)
-                durable.disk.truncate(fd, chain.size)
+                if chain.tail:
+                    durable.disk.truncate(fd, chain.size)
                 ready = True
             finally:
                 if not ready:
                     self._let_go()
-        self._head, self._seq, self._size, self.torn = chain.head, len(chain.events), chain.size, _torn(self.path, chain)
+        self._head, self._seq, self._size = chain.head, len(chain.events), chain.size
+        self.torn = _torn(self.path, chain)
         if chain.tail:
             self._append(fd, "torn", {"bytes": len(chain.tail), "sha256": hashlib.sha256(chain.tail).hexdigest()})
         return fd
@@ -122,8 +124,8 @@ def read_chain(path: Path) -> Chain:
         events.append(event)
         head = hashlib.sha256(line).hexdigest()
     if _is_sealed(tail[:-1] + b"\n"):  # a torn write has no byte in the newline's place
-        raise ArtifactError(f"{path} line {len(lines) + 1}: whole but for its last byte, which should end the line: damaged; "
-                            "restore the ledger from a copy")
+        raise ArtifactError(f"{path} line {len(lines) + 1}: whole but for its last byte, which should end the line: "
+                            "damaged; restore the ledger from a copy")
     return Chain(events, head, len(data) - len(tail), tail)
 
 
@@ -139,11 +141,12 @@ def _lock(fd: int, path: Path) -> None:
     try:
         durable.disk.lock(fd)
     except BlockingIOError:
-        raise UsageError(f"{path}: another process is writing this ledger; a run has one writer, wait for it or stop it") from None
+        raise UsageError(f"{path}: another process is writing this ledger, and a run has one writer; wait for it, or "
+                         "stop it") from None
 
 
 def _torn(path: Path, chain: Chain) -> str | None:
     if not chain.tail:
         return None
-    return (f"{path}: the last line was cut short after {len(chain.tail)} bytes by a crash; the {len(chain.events)} events "
+    return (f"{path}: a crash cut the last line short after {len(chain.tail)} bytes; the {len(chain.events)} events "
             "before it are whole")

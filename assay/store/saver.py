@@ -1,4 +1,4 @@
-"""Saving beside the training loop: a snapshot is taken at once, written in a thread, and a failure comes back at the next call."""
+"""Saving beside the loop: a snapshot is taken at once and written in a thread; a failure is raised at the next call."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -52,20 +52,23 @@ class BackgroundSaver:
     def __enter__(self) -> "BackgroundSaver":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
         self.close()
 
 
 def snapshot(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Contiguous copies on the CPU that share no memory with the originals."""
-    return {name: torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach()) for name, tensor in tensors.items()}
+    return {name: torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
+            for name, tensor in tensors.items()}
 
 
 def own(contents: Contents) -> Contents:
     """The same contents in memory that nobody else can reach."""
     return replace(contents, weights=snapshot(contents.weights), probes=snapshot(contents.probes),
                    optimizer=None if contents.optimizer is None else snapshot(contents.optimizer),
-                   files=dict(contents.files), facts=copy.deepcopy(contents.facts), trainer=copy.deepcopy(contents.trainer))
+                   files=dict(contents.files), facts=copy.deepcopy(contents.facts),
+                   trainer=copy.deepcopy(contents.trainer))
 
 
 def _write(where: Path, contents: Contents, after: Callable[[Checkpoint], None] | None) -> Checkpoint:

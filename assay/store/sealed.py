@@ -1,6 +1,6 @@
 """JSON that checks itself: one canonical spelling, and a field `self` that holds the sha256 of all the rest.
 
-A flipped byte anywhere either breaks the JSON, leaves the canonical spelling, or disagrees with `self`; each is refused.
+A flipped byte anywhere breaks the JSON, leaves the canonical spelling, or disagrees with `self`; each is refused.
 """
 
 import hashlib
@@ -61,7 +61,7 @@ def parse(data: bytes, *, where: str, parse_int: Callable[[str], Any] | None = N
         return json.loads(data.decode("utf-8"), object_pairs_hook=_without_duplicates, parse_constant=_refuse_constant,
                           parse_int=parse_int, parse_float=parse_float)
     except (ValueError, RecursionError) as error:
-        raise ArtifactError(f"{where}: not valid JSON: {_short(error)}; the file is damaged or not what its name says") from None
+        raise ArtifactError(f"{where}: not valid JSON: {_short(error)}; damaged, or not what its name says") from None
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

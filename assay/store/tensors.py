@@ -1,10 +1,9 @@
 """Strict safetensors: what is written is hashed as it goes, what is read is hostile until it is proven whole.
 
-The reader accepts no file that the safetensors library refuses, and refuses some that it accepts: huge headers, odd names,
-bytes that no tensor owns, shards that disagree with their index.
+The reader accepts no file that the safetensors library refuses, and refuses some that it accepts: huge headers, odd
+names, bytes that no tensor owns, shards that disagree with their index.
 """
 
-import contextlib
 import hashlib
 import math
 import os
@@ -61,7 +60,7 @@ class FileFacts:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> FileFacts:
-    """Write a new safetensors file to the disk in one pass; file and tensors are hashed from the bytes that are written."""
+    """Write a new safetensors file to the disk in one pass; the bytes that are hashed are those that are written."""
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # keeps every tensor aligned
     header = _header_bytes({name: tensors[name] for name in order}, metadata or {"format": "pt"}, path)
     digests: dict[str, str] = {}
@@ -73,28 +72,25 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
 
 def read_tensors(path: Path, expected_sha256: str | None = None) -> dict[str, Tensor]:
     """Every tensor of the file, over one buffer that was read once and hashed as it lies in memory."""
-    with _opened(path) as fd:
-        size = os.fstat(fd).st_size
-        head_bytes = _read_head(fd, size, path)
-        infos = parse_header(head_bytes[8:], size - len(head_bytes), str(path))
-        digest = hashlib.sha256(head_bytes)
-        buffer = durable.read_into_hash(fd, size - len(head_bytes), digest, path)
+    digest = hashlib.sha256()
+    with durable.open_regular(path) as fd:
+        infos, data_bytes = _read_header(fd, digest, path)
+        buffer = durable.read_into_hash(fd, data_bytes, digest, path)
     durable.require_hash(path, digest.hexdigest(), expected_sha256)
     data = torch.from_numpy(buffer)
     return {name: _tensor(data, info) for name, info in infos.items()}
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
-    """What the file declares, in the order of the data; ArtifactError unless header and file length agree in every byte."""
-    with _opened(path) as fd:
-        size = os.fstat(fd).st_size
-        head_bytes = _read_head(fd, size, path)
-    return parse_header(head_bytes[8:], size - len(head_bytes), str(path))
+    """What the file declares, in the order of its data; refused unless header and length agree in every byte."""
+    with durable.open_regular(path) as fd:
+        infos, _ = _read_header(fd, hashlib.sha256(), path)
+    return infos
 
 
 def write_sharded(folder: Path, tensors: Mapping[str, Tensor], max_shard_bytes: int = SHARD_BYTES,
                   stem: str = "model") -> dict[str, FileFacts]:
-    """`model.safetensors`, or where that would pass `max_shard_bytes`, numbered shards with an index; facts by file name."""
+    """`model.safetensors`, or beyond `max_shard_bytes` numbered shards and their index; facts by file name."""
     shards = _shards(tensors, max_shard_bytes)
     if len(shards) == 1:
         return {f"{stem}.safetensors": write_tensors(folder / f"{stem}.safetensors", shards[0])}
@@ -108,10 +104,11 @@ def write_sharded(folder: Path, tensors: Mapping[str, Tensor], max_shard_bytes: 
     return facts
 
 
-def read_folder_tensors(folder: Path, expected: Mapping[str, str] | None = None, stem: str = "model") -> dict[str, Tensor]:
+def read_folder_tensors(folder: Path, expected: Mapping[str, str] | None = None,
+                        stem: str = "model") -> dict[str, Tensor]:
     """All weights of a folder, one file or sharded; index, shards and headers must agree in every name.
 
-    `expected` maps file names to the sha256 their bytes must have.
+    `expected` maps file names to the sha256 that their bytes must have.
     """
     hashes = expected or {}
     tensors: dict[str, Tensor] = {}
@@ -124,19 +121,23 @@ def read_folder_tensors(folder: Path, expected: Mapping[str, str] | None = None,
 
 
 def folder_shards(folder: Path, index_sha256: str | None = None, stem: str = "model") -> dict[str, set[str] | None]:
-    """The weight files of a folder and the tensors the index puts in each (None: one file, no index)."""
+    """The weight files of a folder and the tensors that the index puts in each (None: one file, no index)."""
     single, index = f"{stem}.safetensors", f"{stem}.safetensors.index.json"
-    present = {entry.name for entry in _listing(folder)}
-    stray = {name for name in present if re.fullmatch(re.escape(stem) + r"-\d+-of-\d+\.safetensors", name)}
+    with durable.reading(folder):
+        present = set(os.listdir(folder))
     if single in present and index in present:
         raise ArtifactError(f"{folder}: holds both {single} and {index}, and they may differ; remove the stale one")
     if single not in present and index not in present:
         raise ArtifactError(f"{folder}: holds neither {single} nor {index}; nothing to load")
-    shards: dict[str, set[str] | None] = {single: None} if single in present else dict(_read_index(folder, index, index_sha256))
-    for name in sorted(shards.keys() - present):
-        raise ArtifactError(f"{folder / index}: names the shard {name}, which is missing; fetch or restore it")
-    for name in sorted(stray - shards.keys()):
-        raise ArtifactError(f"{folder / name}: a shard that no index lists: left over from another model, or the index is stale")
+    shards: dict[str, set[str] | None] = {single: None}
+    if index in present:
+        shards = dict(_read_index(folder, index, index_sha256))
+    if missing := sorted(shards.keys() - present):
+        raise ArtifactError(f"{folder / index}: names {', '.join(missing)}, which is missing; fetch or restore it")
+    shard_name = re.compile(re.escape(stem) + r"-\d+-of-\d+\.safetensors")
+    if stray := sorted(name for name in present - shards.keys() if shard_name.fullmatch(name)):
+        raise ArtifactError(f"{folder}: holds {', '.join(stray)}, which no index lists: left over from another model, "
+                            "or the index is stale; restore the folder")
     return shards
 
 
@@ -155,23 +156,23 @@ def parse_header(data: bytes, data_bytes: int, where: str) -> dict[str, TensorIn
                                 f"{position:,}: the header leaves a gap or lets tensors overlap")
         position = info.stop
     if position != data_bytes:
-        raise ArtifactError(f"{where}: the header declares {position:,} bytes of data and the file holds {data_bytes:,}: "
-                            f"{'truncated' if position > data_bytes else 'something was appended'}; fetch or restore it")
+        fault = "truncated" if position > data_bytes else "something was appended"
+        raise ArtifactError(f"{where}: the header declares {position:,} bytes of data and the file holds "
+                            f"{data_bytes:,}: {fault}; fetch or restore it")
     return ordered
 
 
 def inside(folder: Path, name: str) -> Path:
     """`folder / name`, which must lie in the folder: no absolute or `../` name, no link that leads out.
 
-    In a Hugging Face hub cache, where every file of a snapshot is a link, "in the folder" means in that model's cache.
+    In a Hugging Face hub cache, where every file of a snapshot is a link, the model's cache counts as the folder.
     """
     if not name or "\0" in name or "\\" in name or os.path.isabs(name) or ".." in name.split("/"):
         raise ArtifactError(f"{folder}: refers to the file {name!r}; names must be relative and stay in the folder")
-    root = os.path.realpath(folder)
-    snapshots, cache = os.path.split(os.path.dirname(root))[1], os.path.dirname(os.path.dirname(root))
-    if snapshots == "snapshots" and os.path.basename(cache).startswith("models--"):
-        root = cache
-    if not os.path.realpath(folder / name).startswith(root + os.sep):
+    root = Path(os.path.realpath(folder))
+    if root.parent.name == "snapshots" and root.parent.parent.name.startswith("models--"):
+        root = root.parent.parent
+    if not Path(os.path.realpath(folder / name)).is_relative_to(root):
         raise ArtifactError(f"{folder / name}: a link that leads out of the folder; replace it by the file itself")
     return folder / name
 
@@ -181,7 +182,7 @@ def tensor_bytes(tensor: Tensor) -> int:
 
 
 def tensor_sha256(tensor: Tensor) -> str:
-    """Of the elements in order, as in a manifest; the same for every layout and device."""
+    """Of the elements in order, as in a manifest: the same for every layout and device."""
     return hashlib.sha256(_raw(tensor)).hexdigest()
 
 
@@ -191,7 +192,7 @@ def _header_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], pa
     position = 0
     for name, tensor in tensors.items():
         if tensor.dtype not in NAMES:
-            raise UsageError(f"{path}: the tensor {name!r} is {tensor.dtype}; expected one of {', '.join(map(str, NAMES))}")
+            raise UsageError(f"{path}: the tensor {name!r} is {tensor.dtype}; the format knows {', '.join(DTYPES)}")
         stop = position + tensor_bytes(tensor)
         document[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [position, stop]}
         position = stop
@@ -201,8 +202,9 @@ def _header_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], pa
     return len(text).to_bytes(8, "little") + text
 
 
-def _chunks(header: bytes, tensors: Mapping[str, Tensor], order: list[str], digests: dict[str, str]) -> Iterator[memoryview]:
-    """The file's bytes. A tensor is hashed in a thread while the caller hashes and writes the same bytes to the file."""
+def _chunks(header: bytes, tensors: Mapping[str, Tensor], order: list[str],
+            digests: dict[str, str]) -> Iterator[memoryview]:
+    """The file's bytes; each tensor is hashed in a thread while the caller hashes and writes the same bytes."""
     yield memoryview(header)
     with ThreadPoolExecutor(1, "sha256") as hasher:
         for name in order:
@@ -231,47 +233,39 @@ def _shards(tensors: Mapping[str, Tensor], limit: int) -> list[dict[str, Tensor]
     return shards
 
 
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[int]:
-    fd = durable.open_regular(path)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
-
-
-def _read_head(fd: int, size: int, path: Path) -> bytes:
-    """Length field and header. The length is judged before anything is allocated for it."""
-    length = int.from_bytes(os.pread(fd, 8, 0), "little")
+def _read_header(fd: int, digest: "hashlib._Hash", path: Path) -> tuple[dict[str, TensorInfo], int]:
+    """The tensors, and how many bytes of data follow. A length is judged before anything is allocated for it."""
+    size = os.fstat(fd).st_size
+    length = int.from_bytes(durable.read_into_hash(fd, min(size, 8), digest, path).tobytes(), "little")
     if size < 8 or length > size - 8:
-        raise ArtifactError(f"{path}: {size:,} bytes, too short for the header it announces: truncated, or not safetensors")
+        raise ArtifactError(f"{path}: {size:,} bytes, too few for its header: truncated, or not safetensors")
     if length > HEADER_LIMIT:
-        raise ArtifactError(f"{path}: announces a header of {length:,} bytes, and at most {HEADER_LIMIT:,} are read; no model "
-                            "needs that many names")
-    head = durable.read_into_hash(fd, 8 + length, hashlib.sha256(), path)
-    return head.tobytes()
+        raise ArtifactError(f"{path}: announces a header of {length:,} bytes; at most {HEADER_LIMIT:,} are read, and "
+                            "no model needs more")
+    data_bytes = size - 8 - length
+    return parse_header(durable.read_into_hash(fd, length, digest, path).tobytes(), data_bytes, str(path)), data_bytes
 
 
 def _info(name: str, entry: Any, where: str) -> TensorInfo:
     _check_name(name, where)
+    what = f"{where}: the tensor {name!r}"
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        raise ArtifactError(f"{where}: the tensor {name!r} must declare dtype, shape and data_offsets, and nothing else")
+        raise ArtifactError(f"{what} must declare dtype, shape and data_offsets, and nothing else")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise ArtifactError(f"{where}: the tensor {name!r} has the dtype {str(dtype)[:40]!r}; expected one of {', '.join(DTYPES)}")
+        raise ArtifactError(f"{what} has the dtype {str(dtype)[:40]!r}; expected one of {', '.join(DTYPES)}")
     if not _naturals(shape) or len(shape) > RANK_LIMIT or not _naturals(offsets) or len(offsets) != 2:
-        raise ArtifactError(f"{where}: the tensor {name!r} has a shape or data_offsets that are not lists of whole numbers")
-    size = math.prod(shape) * DTYPES[dtype].itemsize
-    # Counting zeros as ones bounds every partial product, as a reader with 64-bit arithmetic needs it.
-    if math.prod(max(d, 1) for d in shape) * 8 >= 2**63 or offsets[1] - offsets[0] != size:
-        raise ArtifactError(f"{where}: the tensor {name!r} of {dtype} {shape} needs {size:,} bytes, and its data_offsets give "
-                            f"it {offsets[1] - offsets[0]:,}")
+        raise ArtifactError(f"{what} has a shape or data_offsets that are not lists of whole numbers")
+    size, given = math.prod(shape) * DTYPES[dtype].itemsize, offsets[1] - offsets[0]
+    # Zeros count as ones here: no product on the way may pass 64 bits, or readers of other languages overflow.
+    if size != given or math.prod(max(length, 1) for length in shape) * 8 >= 2**63:
+        raise ArtifactError(f"{what} of {dtype} {shape} needs {size:,} bytes, and its data_offsets give it {given:,}")
     return TensorInfo(dtype, tuple(shape), *offsets)
 
 
 def _check_name(name: str, where: str) -> None:
     if not name or not name.isprintable() or name.startswith("/") or ".." in re.split(r"[/\\]", name):
-        raise ArtifactError(f"{where}: {name[:80]!r} is no name for a tensor (empty, unprintable, or a path that climbs)")
+        raise ArtifactError(f"{where}: {name[:80]!r} is no name for a tensor: empty, unprintable, or climbing")
 
 
 def _check_metadata(metadata: Any, where: str) -> None:
@@ -317,20 +311,15 @@ def _read_index(folder: Path, index: str, sha256: str | None) -> dict[str, set[s
         raise ArtifactError(f"{path}: expected a weight_map from tensor names to shard names")
     shards: dict[str, set[str]] = {}
     for tensor, shard in weight_map.items():
-        inside(folder, shard)
-        shards.setdefault(shard, set()).add(tensor)
+        if shard not in shards:
+            inside(folder, shard)
+            shards[shard] = set()
+        shards[shard].add(tensor)
     return shards
 
 
 def _refuse_shard(path: Path, found: set[str], declared: set[str]) -> NoReturn:
     missing, extra = sorted(declared - found), sorted(found - declared)
-    names = ", ".join([*(f"lacks {n!r}" for n in missing[:3]), *(f"holds {n!r}" for n in extra[:3])])
-    raise ArtifactError(f"{path}: not the shard the index describes: it {names} ({len(missing)} missing, {len(extra)} too many); "
-                        "swapped, stale, or from another model")
-
-
-def _listing(folder: Path) -> list[Path]:
-    try:
-        return list(folder.iterdir())
-    except OSError as error:
-        raise UsageError(f"{folder}: cannot be listed: {error.strerror}; expected the folder of a model") from None
+    names = ", ".join([*(f"lacks {name!r}" for name in missing[:3]), *(f"holds {name!r}" for name in extra[:3])])
+    raise ArtifactError(f"{path}: not the shard that the index describes: it {names} ({len(missing)} missing, "
+                        f"{len(extra)} too many); swapped, stale, or from another model")
