@@ -1,0 +1,305 @@
+"""Text to ids and back, over the `tokenizers` library.
+
+tokenizer.json is the tokenizer, tokenizer_config.json names its special tokens; no class and no code rebuilds either.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from assay.errors import ArtifactError, DataError, UsageError
+from assay.model import template
+
+FILE_BYTES = 256 * 2**20  # no tokenizer.json in use comes near
+NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+
+class Tokenizer:
+    """`settings` are tokenizer_config.json's fields, `templates` the chat templates by name ("default" is used)."""
+
+    def __init__(self, document: Mapping[str, Any], settings: Mapping[str, Any], templates: Mapping[str, str],
+                 conflicts: Iterable[str] = ()):
+        self.document = _canonical(document)
+        self.settings, self.templates, self.conflicts = dict(settings), dict(templates), tuple(conflicts)
+        self.backend = _backend(self.document)
+        self.ids: dict[str, int] = self.backend.get_vocab()
+        self.tokens = {id: token for token, id in self.ids.items()}
+        self.size = max(self.tokens, default=-1) + 1
+        self._refuse_unknown_tokens()
+        named = {self.ids[content] for content in _named_tokens(self.settings).values()}
+        added = {token["id"] for token in self.document["added_tokens"] if token["special"]}
+        self.special_ids = frozenset(named | added)
+
+    @classmethod
+    def from_folder(cls, folder: Path | str) -> "Tokenizer":
+        """Reads tokenizer.json, tokenizer_config.json, special_tokens_map.json and the chat templates beside them."""
+        folder = Path(folder)
+        settings = read_json(folder / "tokenizer_config.json") or {}
+        document = read_json(folder / "tokenizer.json")
+        if document is None:
+            raise UsageError(f"{folder}: no tokenizer.json; transformers makes one: "
+                             "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)")
+        _refuse_code(settings, folder / "tokenizer_config.json")
+        older = read_json(folder / "special_tokens_map.json") or {}
+        conflicts = [f"special_tokens_map.json says {name} is {_content(older[name])!r}, tokenizer_config.json "
+                     f"{_content(settings[name])!r}" for name in NAMED
+                     if name in older and name in settings and _content(older[name]) != _content(settings[name])]
+        merged = {name: older[name] for name in NAMED if name in older} | settings
+        return cls(document, merged, _read_templates(folder, merged.pop("chat_template", None)), conflicts)
+
+    @classmethod
+    def from_parts(cls, tokenizer_json: str | bytes | Mapping[str, Any], chat_template: str | None = None,
+                   **settings: Any) -> "Tokenizer":
+        """From a tokenizer.json and named tokens: `from_parts(text, eos_token="</s>")`."""
+        document = tokenizer_json if isinstance(tokenizer_json, Mapping) else _parse(tokenizer_json, "tokenizer.json")
+        return cls(document, settings, {} if chat_template is None else {"default": chat_template})
+
+    # ---------------------------------------------------------------- text and ids
+
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        """Special tokens in the text are recognised; `special` adds those that the tokenizer puts around a text (BOS).
+
+        A rendered chat template has its own: encode it without, or it begins twice.
+        """
+        return self.backend.encode(_text(text), add_special_tokens=special).ids
+
+    def encode_batch(self, texts: Sequence[str], special: bool = False) -> list[list[int]]:
+        """As `encode`, on all cores."""
+        encodings = self.backend.encode_batch_fast([_text(text) for text in texts], add_special_tokens=special)
+        return [encoding.ids for encoding in encodings]
+
+    def offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """(ids, the characters of `text` behind each): nothing trimmed, so a token that holds a space says so."""
+        encoding = self._untrimmed.encode(_text(text), add_special_tokens=False)
+        return encoding.ids, encoding.offsets
+
+    def decode(self, ids: Iterable[int], special: bool = True) -> str:
+        """`special` keeps special tokens in the text. An id without a token stands out as ⟨id⟩; it is never dropped."""
+        parts: list[str] = []
+        run: list[int] = []
+        for id in ids:
+            if id in self.tokens:
+                run.append(id)
+                continue
+            parts += [self.backend.decode(run, skip_special_tokens=not special), self.piece(id)]
+            run = []
+        return "".join([*parts, self.backend.decode(run, skip_special_tokens=not special)])
+
+    def piece(self, id: int) -> str:
+        """One token for display: its text, or its bytes as \\x.. where they are no whole character."""
+        token = self.tokens.get(id)
+        if token is None:
+            return f"⟨{id}⟩"
+        if id in self.special_ids or id in self.added_ids:
+            return token
+        if self._byte_level and all(char in BYTE_OF for char in token):
+            return bytes(BYTE_OF[char] for char in token).decode("utf-8", "backslashreplace")
+        return token.replace("▁", " ")
+
+    def render(self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None,
+               add_generation_prompt: bool = False, **variables: Any) -> str:
+        """The conversation through the model's own chat template."""
+        if self.template is None:
+            raise UsageError("this tokenizer has no chat template; give text, or add chat_template.jinja to its folder")
+        named = {name: content for name in NAMED if (content := _content(self.settings.get(name))) is not None}
+        return template.render(self.template, messages, tools=tools, add_generation_prompt=add_generation_prompt,
+                               **(named | variables))
+
+    # ---------------------------------------------------------------- what it is
+
+    @property
+    def bos(self) -> int | None:
+        return self.named_id("bos_token")
+
+    @property
+    def eos(self) -> int | None:
+        return self.named_id("eos_token")
+
+    @property
+    def pad(self) -> int | None:
+        return self.named_id("pad_token")
+
+    @property
+    def unk(self) -> int | None:
+        return self.named_id("unk_token")
+
+    @property
+    def template(self) -> str | None:
+        return self.templates.get("default")
+
+    @cached_property
+    def digest(self) -> str:
+        """sha256 of tokenizer.json as `files` writes it: equal digests give equal ids."""
+        return hashlib.sha256(_dumps(self.document)).hexdigest()
+
+    @cached_property
+    def template_digest(self) -> str | None:
+        return hashlib.sha256(_dumps(self.templates)).hexdigest() if self.templates else None
+
+    def files(self) -> dict[str, bytes]:
+        """What a checkpoint folder needs for transformers to load this tokenizer and give the same ids.
+
+        The class is always PreTrainedTokenizerFast: transformers 5 lets a model's own class rebuild the tokenizer from
+        the vocabulary alone, which drops what that class does not expect (SmolLM2's digit split, for one).
+        """
+        settings = self.settings | {"tokenizer_class": "PreTrainedTokenizerFast"}
+        files = {"tokenizer.json": _dumps(self.document), "tokenizer_config.json": _dumps(settings, indent=2)}
+        for name, text in self.templates.items():
+            path = "chat_template.jinja" if name == "default" else f"additional_chat_templates/{name}.jinja"
+            files[path] = text.encode()
+        return files
+
+    def named_id(self, name: str) -> int | None:
+        content = _content(self.settings.get(name))
+        return None if content is None else self.ids[content]
+
+    @cached_property
+    def added_ids(self) -> frozenset[int]:
+        return frozenset(token["id"] for token in self.document["added_tokens"])
+
+    @cached_property
+    def _byte_level(self) -> bool:
+        return '"ByteLevel"' in json.dumps(self.document.get("decoder"))
+
+    @cached_property
+    def _untrimmed(self) -> tokenizers.Tokenizer:
+        return _backend(self.document | {"post_processor": None})
+
+    def _refuse_unknown_tokens(self) -> None:
+        """transformers would add what it does not find, and so shift ids; we refuse."""
+        for name, content in _named_tokens(self.settings).items():
+            if content not in self.ids:
+                raise ArtifactError(f"tokenizer_config.json: {name} {content!r} is not in tokenizer.json; "
+                                    "add it there or correct the name")
+        for id, token in (self.settings.get("added_tokens_decoder") or {}).items():
+            found = self.ids.get(_content(token) or "")
+            if str(found) != str(id):
+                raise ArtifactError(f"tokenizer_config.json: added_tokens_decoder gives {_content(token)!r} "
+                                    f"the id {id}, tokenizer.json {found}; they must agree")
+
+# ---------------------------------------------------------------- files
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """None where there is no such file."""
+    text = _read(path)
+    return None if text is None else _parse(text, str(path))
+
+
+def _read(path: Path) -> str | None:
+    try:
+        with path.open("rb") as file:
+            text = file.read(FILE_BYTES + 1)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}") from None
+    if len(text) > FILE_BYTES:
+        raise ArtifactError(f"{path}: more than {FILE_BYTES // 2**20} MiB; that is no {path.name}")
+    try:
+        return text.decode()
+    except UnicodeDecodeError as error:
+        raise ArtifactError(f"{path}: not UTF-8 at byte {error.start}") from None
+
+
+def _parse(text: str | bytes, where: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ArtifactError(f"{where}: not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ArtifactError(f"{where}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+def _read_templates(folder: Path, inline: Any) -> dict[str, str]:
+    """chat_template.jinja, chat_template.json or the field of tokenizer_config.json: the first that is there."""
+    beside = read_json(folder / "chat_template.json")
+    inline = beside.get("chat_template") if beside else inline
+    inline = text if (text := _read(folder / "chat_template.jinja")) is not None else inline
+    inline = [{"name": "default", "template": inline}] if isinstance(inline, str) else inline or ()
+    try:
+        entries = [(entry["name"], entry["template"]) for entry in inline]
+    except (TypeError, KeyError):
+        raise ArtifactError(f"{folder}: chat_template is neither text nor a list of named templates") from None
+    entries += [(path.stem, _read(path)) for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))]
+    for name, text in entries:
+        if not isinstance(text, str) or not re.fullmatch(r"\w[\w.-]*", str(name)):
+            raise ArtifactError(f"{folder}: chat template {name!r} is not text under a plain name")
+    return dict(entries)
+
+
+def _refuse_code(settings: Mapping[str, Any], path: Path) -> None:
+    for name in ("auto_map", "trust_remote_code"):
+        if settings.get(name):
+            raise UsageError(f"{path}: {name} {settings[name]!r} asks to run code from the folder, which Assay never "
+                             "does; remove it if tokenizer.json alone is the tokenizer")
+
+
+def _canonical(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Merges as pairs, and no truncation or padding: a length that someone once set must not cut our texts."""
+    model, added = document.get("model"), document.get("added_tokens", [])
+    if not isinstance(model, Mapping) or not isinstance(added, list):
+        raise ArtifactError("tokenizer.json: no model, or added_tokens is not a list")
+    merges = model.get("merges")
+    if merges:
+        model = {**model, "merges": [merge.split(" ") if isinstance(merge, str) else merge for merge in merges]}
+    return {**document, "added_tokens": added, "model": model, "truncation": None, "padding": None}
+
+
+def _backend(document: Mapping[str, Any]) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_str(_dumps(document).decode())
+    except Exception as error:  # the library raises nothing narrower for a file it cannot read
+        raise ArtifactError(f"tokenizer.json: {error}") from None
+
+
+def _dumps(value: Any, indent: int | None = None) -> bytes:
+    separators = None if indent else (",", ":")
+    try:
+        return json.dumps(value, ensure_ascii=False, sort_keys=True, indent=indent, separators=separators).encode()
+    except UnicodeEncodeError as error:
+        raise ArtifactError(f"tokenizer files hold text that is no Unicode: {error}") from None
+
+
+def _named_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Field of tokenizer_config.json → the token it names."""
+    named = {name: settings.get(name) for name in NAMED}
+    for field in ("additional_special_tokens", "extra_special_tokens"):
+        more = settings.get(field) or ()
+        entries = more.items() if isinstance(more, dict) else enumerate(more)
+        named |= {f"{field} {index}": token for index, token in entries}
+    return {name: content for name, token in named.items() if (content := _content(token)) is not None}
+
+
+def _content(token: Any) -> str | None:
+    """A token is text, or an object whose `content` is."""
+    content = token.get("content") if isinstance(token, Mapping) else token
+    if content is not None and not isinstance(content, str):
+        raise ArtifactError(f"tokenizer_config.json: {token!r} is no token")
+    return content
+
+
+def _text(text: str) -> str:
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise DataError(f"text cannot be encoded: it holds half a character (surrogate) at {error.start}") from None
+    return text
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Byte-level BPE writes each byte as one character: itself where it is printable, else one from 256 on."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+BYTE_OF = _byte_alphabet()
