@@ -4,7 +4,7 @@ Every request has an address in the seed, so that its draws do not depend on whi
 Shapes: B requests, T time, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -40,7 +40,7 @@ class Completion:
 
 
 @torch.no_grad()
-def sample(model: Transformer, prompts: Sequence[Sequence[int]], stop_ids: frozenset[int], sampling: Sampling,
+def sample(model: Transformer, prompts: Sequence[Sequence[int]], stop_ids: Collection[int], sampling: Sampling,
            on_token: Callable[[int, int], None] | None = None) -> list[Completion]:
     """One completion per prompt, all prompts in one batch. `on_token(request, id)` is called as tokens come."""
     _refuse_unservable(model, prompts, sampling)
@@ -101,7 +101,7 @@ def _prefill(model: Transformer, prompts: Sequence[Sequence[int]], max_new: int)
     return model.logits(model.hidden(tokens, documents=documents, cache=cache)[:, -1]).float(), cache
 
 
-def _running(ids: list[list[int]], stop_ids: frozenset[int]) -> list[int]:
+def _running(ids: list[list[int]], stop_ids: Collection[int]) -> list[int]:
     return [row for row, done in enumerate(ids) if not done or done[-1] not in stop_ids]
 
 

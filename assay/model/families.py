@@ -226,7 +226,7 @@ def _read_rope(fields: Fields) -> Rope:
             raise UsageError(f"{fields.where}: rope_theta is missing (rope_parameters too); geometry is never guessed")
         return Rope(float(base))
     if base is not None and any(rope.base != base for rope in found) or len(set(found)) > 1:
-        raise UsageError(f"{fields.where}: rope_theta {base}, rope_scaling {old} and rope_parameters {new} disagree; keep one")
+        raise ArtifactError(f"{fields.where}: rope_theta {base}, rope_scaling {old} and rope_parameters {new} disagree; keep one")
     return found[0]
 
 

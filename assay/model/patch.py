@@ -5,7 +5,6 @@ never by subtraction: `w += d; w -= d` is not the identity in bf16.
 """
 
 import contextlib
-import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -32,7 +31,7 @@ class LowRank:
 
 @dataclass(frozen=True)
 class Patch:
-    """`parent` is the weights_digest of the model it changes; None where whoever wrote it did not say."""
+    """`parent` is the weights digest of the model it changes; None where whoever wrote it did not say."""
 
     parent: str | None
     low_rank: dict[str, tuple[LowRank, ...]] = field(default_factory=dict)
@@ -70,25 +69,3 @@ def patched(model: nn.Module, patch: Patch) -> Iterator[nn.Module]:
         with torch.no_grad():
             for name, tensor in saved.items():
                 parameters[name].copy_(tensor)
-
-
-def tensor_digest(tensor: Tensor) -> str:
-    """sha256 of the tensor's bytes, row-major."""
-    raw = tensor.detach().cpu().contiguous()
-    return hashlib.sha256(raw.reshape(-1).view(torch.uint8).numpy() if raw.numel() else b"").hexdigest()
-
-
-def combined_digest(digests: Mapping[str, tuple[str, list[int], str]]) -> str:
-    """One digest for a set of named tensors, from each one's (dtype, shape, sha256): the same in memory and on disk."""
-    lines = (f"{name} {dtype} {list(shape)} {digest}" for name, (dtype, shape, digest) in sorted(digests.items()))
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
-
-
-def weights_digest(tensors: Mapping[str, Tensor]) -> str:
-    """The identity of a set of weights under their foreign names, whatever files hold them."""
-    return combined_digest({name: (dtype_name(t.dtype), list(t.shape), tensor_digest(t)) for name, t in tensors.items()})
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """'bfloat16', as Hugging Face writes it."""
-    return str(dtype).removeprefix("torch.")

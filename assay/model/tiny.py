@@ -1,8 +1,19 @@
 """The built-in tiny models of the demo, the zoo and the tests: every family, small enough for a blink."""
 
 from dataclasses import replace
+from typing import Any
 
+from assay.model.tokenizer import BYTE_OF, Tokenizer
 from assay.model.transformer import ModelConfig, Rope
+
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+TEMPLATE = """{%- for message in messages -%}
+<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{% endfor -%}
+{%- if add_generation_prompt -%}
+<|im_start|>assistant
+{% endif -%}"""
 
 
 def tiny_config(family: str = "llama", vocab: int = 320) -> ModelConfig:
@@ -22,3 +33,24 @@ def tiny_config(family: str = "llama", vocab: int = 320) -> ModelConfig:
         "assay": replace(llama, family="assay", qk_norm=True, activation="relu2", gated=False, softcap=15.0),
     }
     return variants[family]
+
+
+def tiny_tokenizer(template: bool = True) -> Tokenizer:
+    """Bytes, a few merges, three special tokens and ChatML: real in kind, small in size."""
+    vocab = {char: byte for char, byte in BYTE_OF.items()} | {token: 256 + i for i, token in enumerate(SPECIAL)}
+    merges = []
+    for word in ("Ġthe", "Ġand", "Ġis", "ing", "er"):
+        for end in range(2, len(word) + 1):
+            pair = (word[:end - 1], word[end - 1])
+            if "".join(pair) not in vocab:
+                vocab["".join(pair)] = len(vocab)
+                merges.append(list(pair))
+    added = [{"id": vocab[token], "content": token, "special": True, "single_word": False, "lstrip": False, "rstrip": False,
+              "normalized": False} for token in SPECIAL]
+    byte_level: dict[str, Any] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": True}
+    document = {"version": "1.0", "added_tokens": added, "normalizer": None, "pre_tokenizer": byte_level, "post_processor": None,
+                "decoder": byte_level, "truncation": None, "padding": None,
+                "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None,
+                          "fuse_unk": False, "byte_fallback": False, "ignore_merges": False, "vocab": vocab, "merges": merges}}
+    end = "<|im_end|>" if template else "<|endoftext|>"
+    return Tokenizer.from_parts(document, TEMPLATE if template else None, bos_token=None, eos_token=end, pad_token="<|endoftext|>")

@@ -14,12 +14,14 @@ from torch import Tensor
 from assay.errors import ArtifactError, UsageError
 from assay.model.families import config_from_hf, from_foreign, hf_layout
 from assay.model.lora import attach
-from assay.model.patch import Patch, applied, weights_digest
-from assay.model.tokenizer import Stops, Tokenizer, resolve_stops
+from assay.model.patch import Patch, applied
+from assay.model.stops import Stops, resolve_stops
+from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import ModelConfig, Transformer
 from assay.store import fetch, gguf, sealed
 from assay.store.checkpoint import Checkpoint, open_checkpoint
 from assay.store.durable import read_file
+from assay.store.identity import recorded_digest, weights_digest
 from assay.store.peft import Adapter, config_with, read_adapter
 from assay.store.tensors import read_folder_tensors
 
@@ -124,8 +126,8 @@ def understand(raw: Raw, *, base: str | Path | None = None) -> Artifact:
     config = config_from_hf(raw.fields, raw.tensors.keys(), str(raw.place.path / "config.json"))
     tensors = from_foreign(config, hf_layout(config), raw.tensors, str(raw.place.path))
     tokenizer = read_tokenizer(raw.place.path)
-    stops = resolve_stops(tokenizer, raw.fields, raw.generation)
-    return Artifact(raw, config, tensors, weights_digest(raw.tensors), tokenizer, stops, notes=list(stops.disagreements))
+    stops = read_stops(tokenizer, raw.fields, raw.generation)
+    return Artifact(raw, config, tensors, _digest(raw), tokenizer, stops, notes=list(stops.disagreements))
 
 
 def build(artifact: Artifact, dtype: torch.dtype = torch.float32) -> Transformer:
@@ -165,6 +167,18 @@ def read_tokenizer(folder: Path) -> Tokenizer | None:
     return Tokenizer.from_folder(folder) if (folder / "tokenizer.json").exists() else None
 
 
+def read_stops(tokenizer: Tokenizer | None, config: dict[str, Any], generation: dict[str, Any]) -> Stops:
+    """Without a tokenizer only config and generation config speak."""
+    if tokenizer is not None:
+        return resolve_stops(tokenizer, config, generation)
+    named = {file: ids if isinstance(ids, list) else [ids] for file, ids in (
+        ("config.json", config.get("eos_token_id")), ("generation_config.json", generation.get("eos_token_id"))) if ids is not None}
+    stop_ids = tuple(sorted({id for ids in named.values() for id in ids}))
+    apart = len(named) == 2 and not set.intersection(*map(set, named.values()))
+    disagreements = (f"config.json and generation_config.json name different stop ids: {named}",) if apart else ()
+    return Stops(config.get("bos_token_id"), stop_ids[0] if stop_ids else None, stop_ids, None, disagreements)
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object, without the duplicate keys that let two readers see two files."""
     if not path.exists():
@@ -175,18 +189,23 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def _digest(raw: Raw) -> str:
+    """A checkpoint's tensors were hashed when it was written, and its bytes were just checked against that."""
+    return weights_digest(raw.tensors) if raw.checkpoint is None else recorded_digest(raw.checkpoint.manifest)
+
+
 def _adapted(raw: Raw, base: str | Path | None) -> Artifact:
-    where, manifest = raw.place.path, raw.checkpoint.manifest if raw.checkpoint else {}
-    recorded = manifest.get("base") or {}
+    where, facts = raw.place.path, raw.checkpoint.facts if raw.checkpoint else {}
+    recorded = facts.get("base") or {}
     foundation = _open_base(where, base, recorded.get("path"), raw.fields.get("base_model_name_or_path"))
     if recorded.get("weights") not in (None, foundation.digest):
         raise ArtifactError(f"{where}: the adapter was trained on weights {recorded['weights'][:12]}, {foundation.path} holds "
                             f"{foundation.digest[:12]}; name the right base with --base")
     adapter = read_adapter(foundation.config, raw.fields, raw.tensors, str(where), parent=recorded.get("weights"),
-                           may_be_idle=manifest.get("change") == "new")
+                           may_be_idle=facts.get("change") == "new")
     tokenizer = read_tokenizer(where) or foundation.tokenizer
-    stops = resolve_stops(tokenizer, foundation.raw.fields, raw.generation or foundation.raw.generation)
-    return Artifact(raw, config_with(foundation.config, adapter.patch), foundation.tensors, weights_digest(raw.tensors), tokenizer, stops,
+    stops = read_stops(tokenizer, foundation.raw.fields, raw.generation or foundation.raw.generation)
+    return Artifact(raw, config_with(foundation.config, adapter.patch), foundation.tensors, _digest(raw), tokenizer, stops,
                     adapter.patch, adapter, foundation, list(stops.disagreements))
 
 

@@ -173,29 +173,39 @@ def _part(site: Site, named: Mapping[str, Tensor], rank: int, scale: float, conf
 
 def _replaced(config: ModelConfig, fields: Mapping[str, Any], named: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
     """Whole tensors saved with the adapter: modules_to_save, and embeddings that PEFT adds by itself after a resize."""
-    foreign = {_foreign(replace(config, tied=False), ours): ours for ours in shapes(replace(config, tied=False))}
+    whole = _whole_names(config)
     asked = fields.get("modules_to_save") or []
     for module in asked:
-        if not any(_matches(name.rpartition(".")[0], [module]) for name in named if name in foreign):
+        if not any(_matches(name.rpartition(".")[0], [module]) for name in named.keys() & whole.keys()):
             raise ArtifactError(f"{where}: modules_to_save names {module!r}, but the file does not hold it")
-    replaced = {ours: named[name] for name, ours in foreign.items() if name in named}
-    embed, head = replaced.get("embed.weight"), replaced.get("head.weight")
+    replaced = {ours: named[name] for name, ours in whole.items() if name in named}
     for ours, tensor in replaced.items():
         shape = shapes(replace(config, tied=False))[ours]
-        if ours not in ("embed.weight", "head.weight") and tuple(tensor.shape) != shape or tensor.shape[-1] != shape[-1]:
-            raise ArtifactError(f"{where}: {_foreign(config, ours)} has shape {list(tensor.shape)}; this base needs {list(shape)}")
-    if embed is not None and head is None and config.tied and "embed_tokens" in str(asked):
-        raise ArtifactError(f"{where}: the embedding was trained, but the base ties its head to it and no head was saved: "
-                            "loaders disagree on which one counts; save lm_head too")
-    rows = {name: len(t) for name, t in (("embedding", embed), ("head", head)) if t is not None}
-    if len(set(rows.values())) > 1 or (rows and set(rows.values()) != {config.vocab} and len(rows) == 1 and not config.tied):
-        raise ArtifactError(f"{where}: embedding and head differ in rows ({rows}, base {config.vocab}); save both after a resize")
+        rows_may_grow = ours in ("embed.weight", "head.weight")
+        if tuple(tensor.shape[rows_may_grow:]) != shape[rows_may_grow:]:
+            raise ArtifactError(f"{where}: {ours} was saved with shape {list(tensor.shape)}; this base needs {list(shape)}")
+    _refuse_half_vocabulary(config, replaced, where)
     return replaced
 
 
+def _refuse_half_vocabulary(config: ModelConfig, replaced: Mapping[str, Tensor], where: str) -> None:
+    """Embedding and head change together, or loaders disagree about what the model is."""
+    rows = {"embedding": len(replaced.get("embed.weight", range(config.vocab))), "head": len(replaced.get("head.weight", range(config.vocab)))}
+    resized_tied = config.tied and "embed.weight" in replaced and "head.weight" not in replaced
+    if resized_tied and rows["embedding"] == config.vocab:
+        raise ArtifactError(f"{where}: the embedding was trained, but the base ties its head to it and no head was saved: "
+                            "loaders disagree on which one counts; save lm_head too")
+    if rows["embedding"] != rows["head"] and not resized_tied:
+        raise ArtifactError(f"{where}: embedding and head differ in rows ({rows}); save both after a resize")
+
+
+def _whole_names(config: ModelConfig) -> dict[str, str]:
+    """Foreign tensors that are one whole tensor of ours, head included where the base ties it."""
+    return {pieces[0].name: ours for ours, pieces in hf_layout(replace(config, tied=False)).items() if len(pieces) == 1}
+
+
 def _foreign(config: ModelConfig, ours: str) -> str:
-    (piece,) = hf_layout(replace(config, tied=False))[ours]
-    return piece.name
+    return next(name for name, mine in _whole_names(config).items() if mine == ours)
 
 
 def _shortest(adapted: list[str], every: Collection[str]) -> list[str]:

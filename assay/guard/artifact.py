@@ -1,0 +1,50 @@
+"""Checks on what the files hold: every recorded hash, finite values, fields that agree from file to file."""
+
+import torch
+
+from assay.guard.subject import Subject
+from assay.store.identity import recorded_tensors
+from assay.store.tensors import NAMES, tensor_sha256
+from assay.verdict import Verdict, proven, refuted, unproven
+
+
+def check_hashes(subject: Subject) -> Verdict:
+    """Each tensor as it was read, rehashed, against what was recorded when the live model was written."""
+    if subject.raw.checkpoint is None:
+        return unproven("hashes", "nothing recorded the hashes when this was written; a checkpoint of Assay's has a manifest.json")
+    recorded = recorded_tensors(subject.raw.checkpoint.manifest)
+    found = {name: {"dtype": NAMES[t.dtype], "shape": list(t.shape), "sha256": tensor_sha256(t)} for name, t in subject.raw.tensors.items()}
+    if wrong := sorted(name for name in recorded.keys() | found.keys() if recorded.get(name) != found.get(name)):
+        return refuted("hashes", f"{len(wrong)} tensor(s) are not what was written: {', '.join(wrong[:3])}", tensors=wrong)
+    files = subject.raw.checkpoint.manifest["files"]
+    return proven("hashes", f"{len(found)} tensors and {len(files)} files have their recorded sha256", tensors=len(found), files=len(files))
+
+
+def check_values(subject: Subject) -> Verdict:
+    """Finite everywhere, and no matrix that is zero throughout: the mark of a shard that was never filled."""
+    bad, zero, count = [], [], 0
+    for name, tensor in subject.raw.tensors.items():
+        count += tensor.numel()
+        if not torch.isfinite(tensor).all():
+            bad.append(f"{name} ({int((~torch.isfinite(tensor)).sum())} of {tensor.numel()})")
+        elif tensor.dim() == 2 and not subject.raw.place.adapter and not tensor.any():
+            zero.append(name)
+    if bad:
+        return refuted("values", f"NaN or infinite values in {len(bad)} tensor(s): {', '.join(bad[:3])}", tensors=bad)
+    if zero:
+        return refuted("values", f"{len(zero)} matrices are zero throughout: {', '.join(zero[:3])}; they were never filled", tensors=zero)
+    return proven("values", f"all {count:,} values of {len(subject.raw.tensors)} tensors are finite, no matrix is zero throughout", values=count)
+
+
+def check_fields(subject: Subject) -> Verdict:
+    """BOS, EOS and stop ids across tokenizer, config and generation config; token ids within the vocabulary."""
+    artifact = subject.artifact
+    problems = list(artifact.notes)
+    if artifact.tokenizer is not None and artifact.tokenizer.size > artifact.config.vocab:
+        problems.append(f"the tokenizer knows {artifact.tokenizer.size} ids, the model has {artifact.config.vocab} rows")
+    if problems:
+        return refuted("fields", "; ".join(problems), disagreements=problems)
+    if artifact.tokenizer is None:
+        return unproven("fields", "there is no tokenizer here, so nothing says which ids begin and end a text", stop_ids=sorted(artifact.stops.stop_ids))
+    return proven("fields", f"tokenizer, config and generation config agree: BOS {artifact.stops.bos}, stop ids {sorted(artifact.stops.stop_ids)}, "
+                            f"{'tied' if artifact.config.tied else 'separate'} head", stop_ids=sorted(artifact.stops.stop_ids))

@@ -1,0 +1,162 @@
+"""The fresh process that earns a hallmark: it knows nothing but the bytes on disk.
+
+`prove` starts `python -m assay.guard.proof`, which opens the artifact through our loader and other people's, and returns a
+verdict for every check. A check that crashes is refuted, not forgotten. `prove_checkpoint` also writes the outcome down:
+hallmark.json where everything demanded is PROVEN, quarantine.json otherwise. `Prover` does so beside a training loop.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from assay.errors import ArtifactError, AssayError, UsageError
+from assay.guard.artifact import check_fields, check_hashes, check_values
+from assay.guard.behaviour import check_answers, check_consumer, check_generations
+from assay.guard.lineage import check_lineage
+from assay.guard.subject import Expectation, Subject
+from assay.store.artifact import Artifact, locate, open_artifact, read, understand
+from assay.store.checkpoint import Checkpoint, hallmark, open_checkpoint, quarantine
+from assay.verdict import Outcome, Verdict, overall, proven, refuted, unproven
+
+CHECKS: tuple[Callable[[Subject], Verdict], ...] = (
+    check_hashes, check_values, check_fields, check_answers, check_lineage, check_consumer, check_generations)
+TIMEOUT = 1800.0
+
+
+@dataclass(frozen=True)
+class Request:
+    path: str
+    against: str | None = None  # parent or source; None: the parent that the manifest names, where it is still there
+    base: str | None = None
+    expect: Expectation | None = None  # None: as the manifest says, else "moved"
+    bound: float | None = None  # how far answers may be off where `same` is expected
+    against_base: str | None = None  # the base of `against`, where that is an adapter
+
+
+def prove(request: Request, *, timeout: float = TIMEOUT) -> list[Verdict]:
+    """Every check in a fresh process. Raises UsageError where the request itself makes no sense."""
+    with tempfile.TemporaryDirectory() as scratch:
+        answer = Path(scratch) / "verdicts.json"
+        command = [sys.executable, "-m", "assay.guard.proof", json.dumps(asdict(request)), str(answer)]
+        environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment)
+        except subprocess.TimeoutExpired:
+            return [refuted("process", f"the fresh process did not finish within {timeout:.0f} s")]
+        if done.returncode == UsageError.exit_code:
+            raise UsageError(done.stderr.strip().removeprefix("assay: "))
+        if not answer.exists():
+            tail = done.stderr.strip().splitlines()[-1:] or ["no output"]
+            return [refuted("process", f"the fresh process died with exit code {done.returncode}: {tail[0]}", stderr=done.stderr[-2000:])]
+        return [Verdict(v["check"], Outcome(v["outcome"]), v["reason"], v["evidence"]) for v in json.loads(answer.read_text())]
+
+
+def prove_checkpoint(folder: Path, *, against: str | None = None, base: str | None = None, timeout: float = TIMEOUT) -> list[Verdict]:
+    """Prove a checkpoint of ours and write the outcome beside it. Bytes that do not even open stay as they are."""
+    verdicts = prove(Request(str(folder), against=against, base=base), timeout=timeout)
+    try:
+        checkpoint = open_checkpoint(folder)
+    except ArtifactError:
+        return verdicts  # nothing here can carry a mark: the store refuses it already
+    mark(checkpoint, verdicts)
+    return verdicts
+
+
+def mark(checkpoint: Checkpoint, verdicts: list[Verdict]) -> None:
+    if overall(demanded(verdicts)) is Outcome.PROVEN:
+        hallmark(checkpoint, demanded(verdicts))
+    elif overall(demanded(verdicts)) is Outcome.REFUTED:
+        quarantine(checkpoint, verdicts)
+
+
+def demanded(verdicts: list[Verdict]) -> list[Verdict]:
+    """All but what only an optional library could have checked."""
+    return [v for v in verdicts if not (v.outcome is Outcome.UNPROVEN and v.evidence.get("optional"))]
+
+
+class Prover:
+    """Proofs beside a training loop, one at a time; the loop asks for what is finished and never waits."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, "prove")
+        self._pending: list[tuple[Path, Future[list[Verdict]]]] = []
+
+    def start(self, folder: Path, *, against: str | None = None, base: str | None = None) -> None:
+        self._pending.append((folder, self._pool.submit(prove_checkpoint, folder, against=against, base=base)))
+
+    def finished(self) -> list[tuple[Path, list[Verdict]]]:
+        done = [(folder, future.result()) for folder, future in self._pending if future.done()]
+        self._pending = [(folder, future) for folder, future in self._pending if not future.done()]
+        return done
+
+    def close(self) -> list[tuple[Path, list[Verdict]]]:
+        """Wait for every proof under way."""
+        self._pool.shutdown(wait=True)
+        return self.finished()
+
+
+def examine(request: Request) -> list[Verdict]:
+    """The checks themselves, in this process. A stage that refuses the artifact refutes it, and what could not run is UNPROVEN."""
+    place = locate(request.path)
+    try:
+        raw = read(place)
+    except ArtifactError as error:
+        return [refuted("whole", str(error)), *_not_run("the bytes were refused")]
+    whole = proven("whole", f"every file is there, of its size, with strict headers: {len(raw.tensors)} tensors")
+    try:
+        artifact = understand(raw, base=request.base)
+    except ArtifactError as error:
+        return [whole, refuted("architecture", str(error)), *_not_run("the tensors do not make the model that the config describes")]
+    fits = proven("architecture", f"{artifact.config.family}, {artifact.config.depth} layers of width {artifact.config.width}: "
+                                  f"exactly the tensors it demands, in shape ({_parameters(artifact):,} parameters)")
+    subject = _subject(request, artifact)
+    return [whole, fits, *(_ran(check, subject) for check in CHECKS)]
+
+
+def _subject(request: Request, artifact: Artifact) -> Subject:
+    facts = artifact.raw.checkpoint.facts if artifact.raw.checkpoint else {}
+    recorded = facts.get("parent")
+    against = request.against or (recorded["path"] if recorded and Path(recorded["path"]).exists() else None)
+    against_base = request.against_base or request.base
+    parent = None if against is None else open_artifact(against, base=against_base if locate(against).adapter else None)
+    expect = request.expect or ("same" if facts.get("change") == "same" else "moved")
+    return Subject(artifact.raw, artifact, parent, expect, request.bound or 2e-4)
+
+
+def _ran(check: Callable[[Subject], Verdict], subject: Subject) -> Verdict:
+    name = check.__name__.removeprefix("check_")
+    try:
+        return check(subject)
+    except AssayError as error:
+        return refuted(name, str(error))
+    except Exception as error:  # noqa: BLE001 - a check that dies proves nothing: the reason becomes a verdict, never a pass
+        return refuted(name, f"the check itself died: {type(error).__name__}: {error}")
+
+
+def _not_run(why: str) -> list[Verdict]:
+    return [unproven(check.__name__.removeprefix("check_"), f"did not run: {why}") for check in CHECKS]
+
+
+def _parameters(artifact: Artifact) -> int:
+    return sum(t.numel() for t in artifact.tensors.values())
+
+
+def main() -> None:
+    request, answer = Request(**json.loads(sys.argv[1])), Path(sys.argv[2])
+    os.nice(5)  # beside a training loop: it comes first
+    try:
+        verdicts = examine(request)
+    except AssayError as error:
+        print(f"assay: {error}", file=sys.stderr)
+        sys.exit(UsageError.exit_code)
+    answer.write_text(json.dumps([verdict.to_json() for verdict in verdicts], default=str))
+
+
+if __name__ == "__main__":
+    main()

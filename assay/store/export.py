@@ -1,0 +1,83 @@
+"""Writing a model in another form: the same numbers under other names, or fewer bits of them. What is written is not yet proven."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from assay.errors import UsageError
+from assay.model.families import FAMILIES
+from assay.store import checkpoint, gguf
+from assay.store.artifact import Artifact, assembled, build, merged
+from assay.store.pack import Ancestor, Lineage, adapter_contents, model_contents
+
+Form = Literal["hf", "peft", "gguf", "merged"]
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# How far the answers (relative) may move by rounding weights to a format: about 3 times what was seen on SmolLM2-135M.
+ROUNDING = {"float32": 2e-4, "float16": 5e-3, "bfloat16": 3e-2, "f16": 5e-3, "bf16": 3e-2, "q8_0": 5e-2}
+EXACT = 2e-4
+
+
+def export(source: Artifact, form: Form, where: Path, dtype: str | None = None) -> float:
+    """Write and return the bound within which the written model must answer as the source does."""
+    if form == "gguf":
+        return _export_gguf(source, where, dtype or "f16")
+    if form == "peft":
+        return _export_adapter(source, where, dtype)
+    if form == "hf" and source.patch is not None:
+        raise UsageError(f"{source.path} is an adapter; export it --to peft, or --to merged with its base")
+    if form == "merged" and source.patch is None:
+        raise UsageError(f"{source.path} has no adapter to merge; export it --to hf")
+    return _export_model(source, where, dtype)
+
+
+def stored_dtype(tensors: dict[str, Tensor]) -> str:
+    """The dtype that holds most of the values."""
+    sizes: dict[torch.dtype, int] = {}
+    for tensor in tensors.values():
+        sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.numel()
+    return str(max(sizes, key=lambda dtype: sizes[dtype])).removeprefix("torch.")
+
+
+def _export_model(source: Artifact, where: Path, dtype: str | None) -> float:
+    tensors = merged(source)
+    name = dtype or stored_dtype(tensors)
+    if name not in DTYPES:
+        raise UsageError(f"dtype {name!r} is not one for a Hugging Face folder; expected one of: {', '.join(DTYPES)}")
+    rounded = {key: tensor.to(DTYPES[name]) for key, tensor in tensors.items()}
+    # A merge is rounded to the base's dtype once, and the live model it must equal is not.
+    lossless = source.patch is None and all(torch.equal(rounded[key].to(t.dtype), t) for key, t in tensors.items())
+    model = assembled(source.config, rounded, DTYPES[name])
+    lineage = Lineage("same", Ancestor(source.digest, str(source.path)), taught_to_stop=_taught(source))
+    contents = model_contents(model, source.tokenizer, source.stops, lineage, dtype=DTYPES[name])
+    checkpoint.write(where, contents)
+    return EXACT if lossless else ROUNDING[name]
+
+
+def _export_adapter(source: Artifact, where: Path, dtype: str | None) -> float:
+    if source.patch is None or source.base is None or source.adapter is None:
+        raise UsageError(f"{source.path} is a whole model, not an adapter; export it --to hf")
+    if dtype is not None:
+        raise UsageError("an adapter is exported in the dtype it has; --dtype is for hf, merged and gguf")
+    lineage = Lineage("same", Ancestor(source.digest, str(source.path)), taught_to_stop=_taught(source))
+    base = Ancestor(source.base.digest, str(source.base.path))
+    model, patch = build(source), replace(source.patch, parent=source.base.digest)
+    checkpoint.write(where, adapter_contents(model, patch, base, source.tokenizer, lineage, rslora=source.adapter.rslora))
+    return EXACT
+
+
+def _export_gguf(source: Artifact, where: Path, dtype: str) -> float:
+    if source.patch is not None:
+        raise UsageError(f"{source.path} is an adapter; export it --to merged first, then that --to gguf")
+    if FAMILIES[source.config.family].gguf is None:
+        raise UsageError(f"GGUF has no {source.config.family!r} architecture")
+    if source.tokenizer is None:
+        raise UsageError(f"{source.path}: a GGUF file carries its tokenizer, and there is none here; add tokenizer.json")
+    gguf.write(where, source.config, source.tensors, source.tokenizer, dtype, source.stops)
+    return ROUNDING[dtype]
+
+
+def _taught(source: Artifact) -> bool:
+    return bool(source.raw.checkpoint and source.raw.checkpoint.facts.get("taught_to_stop"))

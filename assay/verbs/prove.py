@@ -1,0 +1,65 @@
+"""assay prove: every check in a fresh process, on our checkpoints and on what other tools wrote."""
+
+import json
+from dataclasses import dataclass
+from typing import Literal
+
+from assay.config import argument, option
+from assay.verdict import Outcome, Verdict, overall
+
+
+@dataclass(frozen=True)
+class FLAGS:
+    """Reload PATH in a fresh process and check it: whole, hashed, finite, the architecture it claims, the answers the live model
+    gave, moved from its parent, the same through transformers or PEFT, generations that end. A checkpoint of Assay's gets a
+    hallmark or is quarantined. Of a folder that another tool wrote (transformers, TRL, unsloth, axolotl, PEFT, GGUF) what can
+    be proven is; the rest is UNPROVEN, in words."""
+
+    path: str = argument("checkpoint, Hugging Face or PEFT folder, or GGUF file")
+    against: str | None = option("parent (or source, with --expect same) to compare with", default=None)
+    base: str | None = option("an adapter's base, where the adapter does not name it", default=None)
+    expect: Literal["moved", "same"] | None = option("how it should stand to --against: trained on from it, or equal to it", default=None)
+    strict: bool = option("exit 3 also where something is UNPROVEN", default=False)
+    json: bool = option("print verdicts as JSON", default=False)
+
+
+EXAMPLES = """  assay prove runs/a/checkpoints/step-000500
+  assay prove ./trl-output --against ./base-model     # did training change anything?
+  assay prove ./adapter --base ./base-model --json
+  assay prove model-q8_0.gguf --against ./source --expect same"""
+
+
+def run(flags: FLAGS) -> int:
+    from assay.guard.proof import Request, prove, prove_checkpoint
+    from assay.store.artifact import locate
+
+    place = locate(flags.path)
+    if place.kind == "checkpoint" and flags.expect is None:
+        verdicts = prove_checkpoint(place.path, against=flags.against, base=flags.base)
+    else:
+        verdicts = prove(Request(str(place.path), flags.against, flags.base, flags.expect))
+    outcome = conclusion(verdicts)
+    if flags.json:
+        print(json.dumps({"path": str(place.path), "outcome": str(outcome), "verdicts": [v.to_json() for v in verdicts]}, indent=1))
+    else:
+        print("\n".join(map(str, verdicts)))
+        print(f"\n{summary(place.path.name, outcome, verdicts)}")
+    return exit_code(outcome, strict=flags.strict)
+
+
+def conclusion(verdicts: list[Verdict]) -> Outcome:
+    from assay.guard.proof import demanded
+
+    return overall(demanded(verdicts))
+
+
+def summary(name: str, outcome: Outcome, verdicts: list[Verdict]) -> str:
+    count = {kind: sum(v.outcome is kind for v in verdicts) for kind in Outcome}
+    counts = f"{count[Outcome.PROVEN]} proven, {count[Outcome.REFUTED]} refuted, {count[Outcome.UNPROVEN]} could not be checked"
+    meaning = {Outcome.PROVEN: "everything that was asked of it holds", Outcome.REFUTED: "do not use it",
+               Outcome.UNPROVEN: "nothing speaks against it, but it is not proven"}[outcome]
+    return f"{name}: {outcome} ({counts}): {meaning}"
+
+
+def exit_code(outcome: Outcome, *, strict: bool = False) -> int:
+    return 3 if outcome is Outcome.REFUTED or (strict and outcome is Outcome.UNPROVEN) else 0
