@@ -1,0 +1,64 @@
+"""assay zoo: plant each known silent failure on a tiny model and show that its check is awake on this machine."""
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from assay.config import nearest, option
+from assay.errors import UsageError
+
+if TYPE_CHECKING:
+    from assay.zoo import Fault, Sighting
+
+
+@dataclass(frozen=True)
+class FLAGS:
+    """Plant faults one by one, each beside its clean twin, on the CPU. A fault that is missed, or a clean twin that raises an
+    alarm, is exit code 3."""
+
+    only: tuple[str, ...] = option("names of faults (see --list)", default=())
+    list: bool = option("show the faults without planting them", default=False)
+    json: bool = option("print JSON", default=False)
+
+
+EXAMPLES = """  assay zoo
+  assay zoo --only 'flipped bit' 'empty weights'
+  assay zoo --list --json"""
+
+
+def run(flags: FLAGS) -> int:
+    from assay.zoo import catalogue, observe
+
+    faults = chosen(catalogue(), flags.only)
+    if flags.list:
+        print(json.dumps([f.facts() for f in faults], indent=1) if flags.json else "\n".join(listed(f) for f in faults))
+        return 0
+    sightings = []
+    for fault in faults:
+        sightings.append(observe(fault))
+        if not flags.json:
+            print(told(sightings[-1]), flush=True)
+    missed = sum(not s.caught for s in sightings)
+    alarms = sum(s.false_alarm for s in sightings)
+    if flags.json:
+        print(json.dumps([s.facts() for s in sightings], indent=1))
+    else:
+        print(f"\n{len(sightings) - missed} of {len(sightings)} faults caught, {alarms} false alarms in {len(sightings)} clean twins")
+    return 3 if missed or alarms else 0
+
+
+def chosen(faults: "dict[str, Fault]", only: tuple[str, ...]) -> "list[Fault]":
+    for name in only:
+        if name not in faults:
+            raise UsageError(f"no fault is called {name!r}{nearest(name, faults)}")
+    return [faults[name] for name in only or faults]
+
+
+def listed(fault: "Fault") -> str:
+    return f"{fault.name:44} {fault.stage:10} {fault.check:14} {', '.join(fault.rows)}"
+
+
+def told(sighting: "Sighting") -> str:
+    outcome = "FALSE ALARM" if sighting.false_alarm else "caught" if sighting.caught else "MISSED"
+    reason = sighting.facts()["reason"] or ""
+    return f"{outcome:12} {sighting.seconds:5.1f} s  {sighting.fault.name}: {reason}"
