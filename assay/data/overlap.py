@@ -1,0 +1,192 @@
+"""How much of the held-out text also stands in the training text: whole documents, and runs of 13 words.
+
+Words are what is left when ASCII is lower-cased and everything that is not a letter, a digit or beyond ASCII becomes a
+space; a Chinese, Japanese or Korean character is a word of its own. Two documents with the same words are the same.
+13 words is the length of GPT-3's contamination study (arXiv 2005.14165, appendix C).
+
+The held-out side is read first and kept as 64-bit hashes, so the training side needs no memory: it is looked up. Above
+a stated number of hashes only those below a falling limit are kept, which is a random sample of the 13-grams.
+"""
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+WORDS = 13
+CAPACITY = 8 << 20  # hashes of held-out 13-grams in memory: 64 MB, twice while sorting
+NAMED = 5  # worst documents named in an error or a manifest
+SEGMENT = 1 << 20  # bytes hashed at once; a word across two segments counts as two
+Hashes = NDArray[np.uint64]
+
+_LETTERS = bytes(c + 32 if 65 <= c <= 90 else c if 97 <= c <= 122 or 48 <= c <= 57 or c >= 128 else 32 for c in range(256))
+_MULTIPLIER = 0x9E3779B97F4A7C15  # odd, so that it has an inverse modulo 2^64
+_IDEOGRAPH = 0xE3  # first byte of a UTF-8 character at or after U+3000
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Shares are of the held-out side. `worst` names (document, share of its 13-grams found in training, exact twin)."""
+
+    documents: int
+    exact: int  # held-out documents whose words are a training document's words
+    grams: int  # held-out 13-grams looked for
+    shared: int  # of these, found in training
+    sampled: float  # share of all held-out 13-grams that were looked for
+    worst: tuple[tuple[str, float, bool], ...]
+
+    @property
+    def share(self) -> float:
+        """The larger of both: documents with a twin, 13-grams found."""
+        return max(self.exact / max(self.documents, 1), self.shared / max(self.grams, 1))
+
+    def to_json(self) -> dict[str, Any]:
+        return {"words": WORDS, "share": self.share, **asdict(self)}
+
+    def __str__(self) -> str:
+        return (f"{self.exact} of {self.documents} held-out documents stand whole in training, and "
+                f"{self.shared} of {self.grams} of their {WORDS}-grams ({self.shared / max(self.grams, 1):.2%})")
+
+
+class HeldOutText:
+    """Remembers the held-out side as hashes, and which of them training text has hit."""
+
+    def __init__(self, capacity: int = CAPACITY):
+        self.capacity, self.limit = capacity, (1 << 64) - 1
+        self.names: list[str] = []
+        self.prints: list[int] = []
+        self.grams: list[Hashes] = []  # of each document, ascending
+        self.kept = 0
+        self.hit_grams: list[Hashes] = []
+        self.hit_prints: set[int] = set()
+        self.noted = 0
+
+    def add(self, name: str, raw: bytes) -> None:
+        hashes = words(raw)
+        grams = np.unique(ngrams(hashes))
+        self.names.append(name)
+        self.prints.append(fingerprint(hashes, raw))
+        self.grams.append(grams[grams <= self.limit])
+        self.kept += len(self.grams[-1])
+        while self.kept > self.capacity:
+            self.limit >>= 1
+            self.grams = [g[: np.searchsorted(g, self.limit, side="right")] for g in self.grams]
+            self.kept = sum(map(len, self.grams))
+
+    def save(self, folder: Path) -> None:
+        """What a worker needs to look training text up."""
+        np.save(folder / "grams.npy", np.unique(np.concatenate([*self.grams, _empty()])))
+        np.save(folder / "prints.npy", np.unique(np.asarray(self.prints, np.uint64)))
+
+    def note(self, grams: Hashes, prints: Hashes) -> None:
+        """Training text hit these."""
+        self.hit_prints.update(prints.tolist())
+        self.hit_grams.append(grams)
+        self.noted += len(grams)
+        if self.noted > self.capacity:  # the same ones come again and again: keep each once
+            self.hit_grams, self.noted = [np.unique(np.concatenate(self.hit_grams))], 0
+
+    def overlap(self) -> Overlap:
+        """What was noted so far, counted over the held-out documents."""
+        hit = np.unique(np.concatenate([_empty(), *self.hit_grams]))
+        shared = [int(_isin(own, hit).sum()) for own in self.grams]
+        twins = [own in self.hit_prints for own in self.prints]
+        rows = [(name, count / max(len(own), 1), twin)
+                for name, own, count, twin in zip(self.names, self.grams, shared, twins, strict=True) if count or twin]
+        worst = sorted(rows, key=lambda row: (not row[2], -row[1], row[0]))[:NAMED]
+        return Overlap(len(self.names), sum(twins), self.kept, sum(shared), (self.limit + 1) / (1 << 64), tuple(worst))
+
+
+class Lookup:
+    """Finds held-out hashes in training text; made in every worker from the files of `HeldOutText.save`."""
+
+    def __init__(self, folder: Path):
+        self.grams: Hashes = np.load(folder / "grams.npy", mmap_mode="r")
+        self.prints: Hashes = np.load(folder / "prints.npy")
+        self.maybe = np.zeros(1 << 24, np.bool_)  # by the hash's first bits: most text is answered here
+        self.maybe[self.grams >> np.uint64(40)] = True
+
+    def hits(self, raw: bytes) -> tuple[Hashes, Hashes, int]:
+        """(13-grams found, its fingerprint if that was found, its fingerprint)."""
+        hashes = words(raw)
+        own = fingerprint(hashes, raw)
+        grams = ngrams(hashes)
+        likely = np.unique(grams[self.maybe[grams >> np.uint64(40)]])
+        print_ = np.asarray([own], np.uint64)
+        return likely[_isin(likely, self.grams)], print_[_isin(print_, self.prints)], own
+
+
+def overlap(train: Iterable[bytes], held_out: Iterable[tuple[str, bytes]], folder: Path) -> Overlap:
+    """Measured directly on texts, for data that is not a corpus; `folder` takes the hash files."""
+    held = HeldOutText()
+    for name, raw in held_out:
+        held.add(name, raw)
+    held.save(folder)
+    lookup = Lookup(folder)
+    for raw in train:
+        held.note(*lookup.hits(raw)[:2])
+    return held.overlap()
+
+
+def fingerprint(hashes: Hashes, raw: bytes) -> int:
+    """64 bits that are equal for documents with the same words; of the bytes, where there are no words."""
+    content = hashes.tobytes() if len(hashes) else raw
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
+
+
+def words(raw: bytes) -> Hashes:
+    """One hash a word: a polynomial in its bytes, from differences of a running sum, modulo 2^64."""
+    segments = [_words(raw[start : start + SEGMENT]) for start in range(0, len(raw), SEGMENT)]
+    return np.concatenate(segments) if segments else _empty()
+
+
+def ngrams(hashes: Hashes) -> Hashes:
+    count = max(len(hashes) - WORDS + 1, 0)
+    grams = np.zeros(count, np.uint64)
+    for k in range(WORDS if count else 0):
+        grams *= np.uint64(_MULTIPLIER)
+        grams += hashes[k : k + count]
+    return _mixed(grams)
+
+
+def _words(raw: bytes) -> Hashes:
+    codes = np.frombuffer(raw.translate(_LETTERS), np.uint8)
+    inside, ideograph = codes != 32, codes >= _IDEOGRAPH
+    begins, ends = inside.copy(), inside.copy()
+    begins[1:] &= ~inside[:-1] | ideograph[1:]
+    ends[:-1] &= ~inside[1:] | ideograph[1:]
+    starts, stops = np.flatnonzero(begins), np.flatnonzero(ends) + 1
+    powers, inverses = _powers()
+    sums = np.zeros(len(codes) + 1, np.uint64)
+    np.cumsum(codes * powers[: len(codes)], out=sums[1:])
+    return _mixed((sums[stops] - sums[starts]) * inverses[starts])
+
+
+@cache
+def _powers() -> tuple[Hashes, Hashes]:
+    inverse = pow(_MULTIPLIER, -1, 1 << 64)
+    return (np.cumprod(np.full(SEGMENT, _MULTIPLIER, np.uint64)), np.cumprod(np.full(SEGMENT, inverse, np.uint64)))
+
+
+def _mixed(hashes: Hashes) -> Hashes:
+    """Every bit of the input moves every bit of the output, so that a limit on the value is a fair sample."""
+    hashes = (hashes ^ (hashes >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    hashes = (hashes ^ (hashes >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return hashes ^ (hashes >> np.uint64(31))
+
+
+def _isin(values: Hashes, table: Hashes) -> NDArray[np.bool_]:
+    """Which values are in an ascending table."""
+    if not len(table):
+        return np.zeros(len(values), np.bool_)
+    place = np.minimum(np.searchsorted(table, values), len(table) - 1)
+    return np.asarray(table[place] == values)
+
+
+def _empty() -> Hashes:
+    return np.zeros(0, np.uint64)

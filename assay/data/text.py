@@ -1,0 +1,243 @@
+"""Text in: files become documents, one after the other, in bounded memory, every byte accounted for.
+
+What a document is:
+  .jsonl, .jsonl.gz   the UTF-8 bytes of the row's text field
+  .parquet            the same, of the row's text column (needs pyarrow: the `data` extra)
+  .txt, .gz, no suffix    the whole file; or, on request, what stands between separator lines, or chunks of N bytes
+                      lengthened to the next line end, which together are the file
+
+Bytes are never translated: line ends, byte order marks and spaces stay as they are. A document that is not UTF-8 is
+refused by name, or left out and counted: it is never repaired, because its bits per byte would be of another text.
+"""
+
+import gzip
+import hashlib
+import json
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, cast
+
+from assay.errors import DataError, UsageError
+from assay.seeds import derive
+
+MAX_DOCUMENT_BYTES = 16 << 20  # the encoder holds about 60 bytes per byte of one document
+READ_ROWS = 256  # parquet rows decoded at a time
+Kind = Literal["text", "jsonl", "parquet"]
+KINDS: dict[str, Kind] = {"": "text", ".txt": "text", ".jsonl": "jsonl", ".parquet": "parquet"}
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file, and the name under which its documents are known on every machine."""
+
+    path: Path
+    name: str
+
+    @property
+    def kind(self) -> Kind:
+        suffix = Path(self.path.name.removesuffix(".gz")).suffix
+        if suffix in KINDS:
+            return KINDS[suffix]
+        raise UsageError(f"{self.path}: unknown kind of file; expected .txt or .jsonl (also with .gz), .parquet, "
+                         "or a text file without a suffix")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How files become documents. It is part of a corpus: another rule gives other documents."""
+
+    field: str = "text"  # of JSONL rows, column of parquet
+    split: str | None = None  # .txt: a line equal to this ends a document and belongs to none
+    document_bytes: int | None = None  # .txt: a document ends at the first line end at or after so many bytes
+    skip_invalid: bool = False  # leave out documents that are not UTF-8, instead of refusing
+
+    def __post_init__(self) -> None:
+        if self.split is not None and self.document_bytes is not None:
+            raise UsageError("--split and --document-bytes are two rules for one file; give one of them")
+        if self.document_bytes is not None and not 1 <= self.document_bytes <= MAX_DOCUMENT_BYTES:
+            raise UsageError(f"--document-bytes is {self.document_bytes}; expected 1 to {MAX_DOCUMENT_BYTES}")
+
+
+@dataclass(frozen=True)
+class Document:
+    """`raw` is the document's own UTF-8; `id` depends on the source's name and the ordinal alone, never on the text."""
+
+    source: str
+    ordinal: int
+    raw: bytes
+    where: str  # file:line, for errors
+
+    @property
+    def id(self) -> int:
+        return document_id(self.source, self.ordinal)
+
+
+def document_id(source: str, ordinal: int) -> int:
+    return derive(0, "document", source, ordinal)
+
+
+def find_sources(paths: Iterable[Path]) -> list[Source]:
+    """Files by their own name, files of a folder by their path below it; in the order given, folders sorted."""
+    found: list[Source] = []
+    for path in paths:
+        if path.is_dir():
+            inside = sorted(p for p in path.rglob("*") if p.is_file() and not p.name.startswith("."))
+            if not inside:
+                raise UsageError(f"{path}: the folder holds no files")
+            found += [Source(p, p.relative_to(path).as_posix()) for p in inside]
+        elif path.is_file():
+            found.append(Source(path, path.name))
+        else:
+            raise UsageError(f"{path}: no such file or folder")
+    for name, count in Counter(source.name for source in found).items():
+        if count > 1:
+            raise UsageError(f"{count} sources are named {name!r}, and a document's id is its source's name and number; "
+                             "give the folder above them, so that names become paths")
+    for source in found:
+        source.kind  # noqa: B018 - refuses an unknown kind before anything is read
+    return found
+
+
+def documents(source: Source, rule: Rule, left_out: Counter[str]) -> Iterator[Document]:
+    """Every document of one source. Empty ones are left out and counted, their ordinals kept."""
+    readers = {"text": _text, "jsonl": _jsonl, "parquet": _parquet}
+    for ordinal, (where, raw) in enumerate(readers[source.kind](source, rule)):
+        if len(raw) > MAX_DOCUMENT_BYTES:
+            raise _too_long(where)
+        if not raw:
+            left_out["empty"] += 1
+        elif _is_text(raw, where, rule.skip_invalid):
+            yield Document(source.name, ordinal, raw, where)
+        else:
+            left_out["invalid"] += 1
+
+
+def sha256_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _is_text(raw: bytes, where: str, skip_invalid: bool) -> bool:
+    try:
+        raw.decode()
+    except UnicodeDecodeError as error:
+        if skip_invalid:
+            return False
+        raise DataError(f"{where}: not UTF-8 at byte {error.start} of the document ({error.reason}); convert the file, "
+                        "or leave such documents out with --skip-invalid") from None
+    return True
+
+
+def _text(source: Source, rule: Rule) -> Iterator[tuple[str, bytes]]:
+    with _opened(source) as file:
+        if rule.document_bytes is not None:
+            yield from _chunks(source, file, rule.document_bytes)
+        elif rule.split is not None:
+            yield from _between(source, file, rule.split.encode())
+        else:
+            yield f"{source.path}:1", file.read(MAX_DOCUMENT_BYTES + 1)
+
+
+def _chunks(source: Source, file: BinaryIO, size: int) -> Iterator[tuple[str, bytes]]:
+    line = 1
+    while chunk := file.read(size):
+        if not chunk.endswith(b"\n"):
+            chunk += file.readline(MAX_DOCUMENT_BYTES + 1 - len(chunk))
+        yield f"{source.path}:{line}", chunk
+        line += chunk.count(b"\n")
+
+
+def _between(source: Source, file: BinaryIO, separator: bytes) -> Iterator[tuple[str, bytes]]:
+    held: list[bytes] = []
+    first, size = 1, 0
+    for number, line in _lines(source, file):
+        if line.rstrip(b"\r\n") == separator:
+            yield f"{source.path}:{first}", b"".join(held)
+            held, first, size = [], number + 1, 0
+            continue
+        held.append(line)
+        size += len(line)
+        if size > MAX_DOCUMENT_BYTES:
+            raise _too_long(f"{source.path}:{first}")
+    if held:
+        yield f"{source.path}:{first}", b"".join(held)
+
+
+def _jsonl(source: Source, rule: Rule) -> Iterator[tuple[str, bytes]]:
+    with _opened(source) as file:
+        for number, line in _lines(source, file):
+            if not line.strip():
+                continue
+            where = f"{source.path}:{number}"
+            try:
+                row = json.loads(line.decode())
+            except UnicodeDecodeError:
+                yield where, line  # not UTF-8, and refused or left out as such
+                continue
+            except ValueError as error:
+                raise DataError(f"{where}: not JSON ({error}); expected one object a line") from None
+            yield where, _field(row, rule.field, where)
+
+
+def _field(row: Any, field: str, where: str) -> bytes:
+    if not isinstance(row, dict) or field not in row:
+        found = f"an object with {', '.join(row) or 'no keys'}" if isinstance(row, dict) else type(row).__name__
+        raise DataError(f"{where}: expected an object with a {field!r} field, found {found}; name it with --field")
+    text = row[field]
+    if not isinstance(text, str):
+        raise DataError(f"{where}: {field!r} is {type(text).__name__}; expected a string")
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        return text.encode(errors="surrogatepass")  # half a surrogate pair: not UTF-8, and refused or left out as such
+
+
+def _parquet(source: Source, rule: Rule) -> Iterator[tuple[str, bytes]]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise UsageError(f"{source.path}: reading parquet needs pyarrow; pip install 'assay[data]'") from None
+    try:
+        with pyarrow.parquet.ParquetFile(source.path) as file:
+            if rule.field not in file.schema_arrow.names:
+                raise DataError(f"{source.path}: no column {rule.field!r}; it has {', '.join(file.schema_arrow.names)}; "
+                                "name one with --field")
+            row = 0
+            for batch in file.iter_batches(batch_size=READ_ROWS, columns=[rule.field]):
+                for value in batch.column(0).to_pylist():
+                    row += 1
+                    where = f"{source.path}:{row}"
+                    yield where, _field({rule.field: value}, rule.field, where)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{source.path}: cannot be read as parquet ({error})") from None
+
+
+def _lines(source: Source, file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    number = 0
+    while line := file.readline(MAX_DOCUMENT_BYTES + 1):
+        number += 1
+        if len(line) > MAX_DOCUMENT_BYTES:
+            raise _too_long(f"{source.path}:{number}")
+        yield number, line
+
+
+@contextmanager
+def _opened(source: Source) -> Iterator[BinaryIO]:
+    """The file's bytes, unpacked; whatever the disk or gzip says while it is read becomes a sentence with its name."""
+    try:
+        with source.path.open("rb") as file:
+            yield cast(BinaryIO, gzip.GzipFile(fileobj=file)) if source.path.suffix == ".gz" else file
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise DataError(f"{source.path}: the gzip stream is damaged or cut short ({error})") from None
+    except OSError as error:
+        raise DataError(f"{source.path}: {error.strerror or error}") from None
+
+
+def _too_long(where: str) -> DataError:
+    return DataError(f"{where}: a document of more than {MAX_DOCUMENT_BYTES} bytes; cut text files into documents with "
+                     "--document-bytes N or --split LINE")
