@@ -1,0 +1,107 @@
+"""The one loop, a generator: split, accumulate sums, divide once, check finite before the step, step, yield.
+
+It never evaluates, saves, prints or knows the method; whoever iterates does. Nothing in it waits for a GPU: a step whose loss
+or gradient is not finite is skipped on the device, all later ones with it, and the loop raises as soon as the host learns
+of it, with the weights as they were before the bad step.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from assay.data.batch import Batch
+from assay.errors import DataError, GuardStop
+from assay.learn.objectives import Objective
+from assay.model.transformer import Transformer
+
+
+@dataclass(frozen=True)
+class Step:
+    """What happened. `loss` and `grad_norm` may still be on their way from the GPU; reading them waits."""
+
+    index: int
+    loss: Tensor
+    grad_norm: Tensor
+    weight: float  # how many (weighted) tokens were learned from
+    tokens: int
+    multiplier: float  # of the schedule
+    ids: tuple = ()
+
+
+def train(model: Transformer, optimizer: torch.optim.Optimizer, batches: Iterable[Batch], objective: Objective, *,
+          micro: int, schedule: Callable[[int], float] = lambda step: 1.0, clip: float = 1.0, start: int = 0) -> Iterator[Step]:
+    """Yield after every optimizer step. `micro` rows at a time go through the model; it never changes a result."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for group in optimizer.param_groups:
+        group.setdefault("initial_lr", group["lr"])  # the peak, under torch's own name for it: stepping twice must not scale twice
+    alarm = Alarm(parameters[0].device)
+    for index, batch in enumerate(batches, start):
+        weight = float(batch.weight.sum())
+        if weight <= 0:
+            raise DataError(f"step {index}: every token has weight 0, there is nothing to learn from; look at the data and its masks")
+        multiplier = schedule(index)
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * multiplier
+        loss = accumulate(model, objective, batch, micro, weight)
+        grad_norm = nn.utils.clip_grad_norm_(parameters, clip)
+        alarm.watch(index, loss, grad_norm)
+        guarded_step(optimizer, alarm)
+        optimizer.zero_grad(set_to_none=True)
+        yield Step(index, loss, grad_norm, weight, batch.tokens.numel(), multiplier, batch.ids)
+    alarm.settle()
+
+
+def accumulate(model: Transformer, objective: Objective, batch: Batch, micro: int, weight: float) -> Tensor:
+    """Gradients of the batch's mean loss, summed over micro-batches: sums travel, the mean is taken once."""
+    device = model.embed.weight.device
+    total = torch.zeros((), device=device)
+    for part in batch.split(micro):
+        loss = objective(model, part.to(device, non_blocking=True)).total / weight
+        loss.backward()
+        total += loss.detach()
+    return total
+
+
+class Alarm:
+    """Remembers on the device whether anything was not finite. The host asks only for what has already arrived."""
+
+    def __init__(self, device: torch.device):
+        self.on_gpu = device.type == "cuda"
+        self.bad = torch.zeros((), device=device)  # 0 or 1, and never 0 again
+        self.arriving: list[tuple[int, Tensor, Tensor, torch.cuda.Event | None]] = []
+
+    def watch(self, index: int, loss: Tensor, grad_norm: Tensor) -> None:
+        values = torch.stack([loss, grad_norm.to(loss.dtype)])
+        self.bad = torch.maximum(self.bad, (~torch.isfinite(values)).any().to(self.bad.dtype))
+        if not self.on_gpu:
+            _raise_if_bad(index, values)
+            return
+        copy = torch.empty(2, pin_memory=True).copy_(values, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self.arriving.append((index, copy, values, event))
+        while self.arriving and self.arriving[0][3].query():  # type: ignore[union-attr]
+            _raise_if_bad(*self.arriving.pop(0)[:2])
+
+    def settle(self) -> None:
+        """Wait for what is still on its way."""
+        for index, copy, _, event in self.arriving:
+            event.synchronize()  # type: ignore[union-attr]
+            _raise_if_bad(index, copy)
+        self.arriving.clear()
+
+
+def guarded_step(optimizer: torch.optim.Optimizer, alarm: Alarm) -> None:
+    """On a GPU the optimizers skip their update where `found_inf` is 1, as they do for torch's gradient scaler."""
+    if alarm.on_gpu:
+        optimizer.found_inf = alarm.bad  # type: ignore[attr-defined]
+        optimizer.grad_scale = None  # type: ignore[attr-defined]
+    optimizer.step()
+
+
+def _raise_if_bad(index: int, values: Tensor) -> None:
+    if not torch.isfinite(values).all():
+        raise GuardStop(f"step {index}: loss {float(values[0])}, gradient norm {float(values[1])}: not finite; the step was not taken and the "
+                        "weights are as they were before it. Lower the learning rate, or look at this step's data")
