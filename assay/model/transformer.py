@@ -159,6 +159,13 @@ class Transformer(nn.Module):
         and a cache all give a token the same state.
         """
         placement = place(tokens_BT, documents, positions, cache, set(self.config.windows))
+        states = self.trunk(tokens_BT, placement, cache)
+        if cache is not None:
+            cache.advance(placement.documents, placement.positions)
+        return states
+
+    def trunk(self, tokens_BT: Tensor, placement: Placement, cache: Cache | None) -> Tensor:
+        """All of the arithmetic, and none of the bookkeeping: this is what torch.compile gets."""
         x_BTD = F.embedding(tokens_BT, self.embed.weight)
         if self.position is not None:
             x_BTD = x_BTD + F.embedding(placement.positions, self.position.weight)
@@ -170,8 +177,6 @@ class Transformer(nn.Module):
                 x_BTD = checkpoint(block, *arguments, use_reentrant=False)
             else:
                 x_BTD = block(*arguments)
-        if cache is not None:
-            cache.advance(placement.documents, placement.positions)
         return self.norm(x_BTD)
 
     def rotary(self, placement: Placement) -> tuple[Tensor, Tensor] | None:
