@@ -256,8 +256,8 @@ def tokenizer_to_gguf(tokenizer: Tokenizer, vocab: int) -> dict[str, Any]:
     if tokenizer.size > vocab:
         raise UsageError(f"the tokenizer has ids up to {tokenizer.size - 1}, the model only {vocab} embeddings")
     model = tokenizer.document["model"]
-    if model["type"] != "BPE":
-        raise UsageError(f"a {model['type']} tokenizer cannot be written to GGUF here; expected BPE")
+    if model["type"] != "BPE" or not model["merges"]:
+        raise UsageError(f"a {model['type']} tokenizer cannot be written to GGUF here; expected BPE with merges")
     _refuse_trimming(tokenizer)
     metadata = _named(tokenizer) | _vocabulary(tokenizer, vocab) | _around(tokenizer)
     metadata |= {f"tokenizer.ggml.{name}_token_id": id for field, name in IDS.items()

@@ -1,0 +1,312 @@
+"""GGUF files in and out: llama.cpp's format, with the model's geometry and its tokenizer in the metadata.
+
+Geometry is read key by key and never defaulted; a key of the architecture that nobody asked for is an error naming it.
+Keys outside the architecture and the tokenizer (general.*, quantize.*, a publisher's own) say where a file comes from.
+"""
+
+import contextlib
+import os
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from assay.config import nearest
+from assay.errors import ArtifactError, UsageError
+from assay.model.families import FAMILIES, Fields, from_foreign, gguf_layout, to_foreign
+from assay.model.gguf_tokenizer import generation_from_gguf, tokenizer_from_gguf, tokenizer_to_gguf
+from assay.model.stops import Stops, resolve_stops
+from assay.model.tokenizer import Tokenizer
+from assay.model.transformer import ModelConfig, Rope, inverse_frequencies
+from assay.store import durable
+from assay.store.gguf_header import Header, TensorInfo, read_header
+
+Precision = Literal["f16", "bf16", "q8_0"]
+FILE_TYPES: dict[Precision, int] = {"f16": 1, "bf16": 32, "q8_0": 7}
+ROPE_FACTORS = "rope_freqs.weight"  # how llama.cpp stores Llama 3's scaling: a divisor for each frequency
+META_LLAMA3: dict[str, Any] = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_length": 8192}  # as released
+# Keys that could change the computation in a way we do not implement, with the value that changes nothing.
+NEUTRAL = {"expert_count": 0, "expert_used_count": 0, "attention.causal": True, "rope.scaling.attn_factor": 1.0,
+           "rope.scaling.finetuned": True, "tensor_data_layout": "Meta AI original pth"}
+
+
+@dataclass(frozen=True)
+class GgufModel:
+    config: ModelConfig
+    tensors: dict[str, Tensor]  # under our names, dequantised to float32
+    tokenizer: Tokenizer
+    stops: Stops
+    metadata: dict[str, Any]
+
+
+def read(path: Path) -> GgufModel:
+    """Every tensor once, in the right shape and finite, and the tokenizer that goes with them; else an error."""
+    header = read_header(path)
+    config = _config(header, path)
+    foreign = _dequantised(path, header, header.tensors.keys() - {ROPE_FACTORS})
+    tensors = from_foreign(config, gguf_layout(config), foreign, str(path))
+    tokenizer = tokenizer_from_gguf(header.metadata, str(path))
+    stops = resolve_stops(tokenizer, {}, generation_from_gguf(header.metadata))
+    return GgufModel(config, tensors, tokenizer, stops, header.metadata)
+
+
+def describe(path: Path) -> tuple[ModelConfig, dict[str, dict[str, Any]]]:
+    """The geometry and the tensor table; the weights are not read."""
+    header = read_header(path)
+    tensors = {name: {"dtype": info.type, "shape": list(info.shape)} for name, info in header.tensors.items()}
+    return _config(header, path), tensors
+
+
+def write(path: Path, config: ModelConfig, tensors: Mapping[str, Tensor], tokenizer: Tokenizer, dtype: Precision,
+          stops: Stops | None = None) -> None:
+    """A new file, whole or not at all. Matrices are rounded to `dtype`; vectors and positions stay float32."""
+    if dtype not in FILE_TYPES:
+        raise UsageError(f"GGUF is written as one of: {', '.join(FILE_TYPES)}; not {dtype!r}")
+    _refuse_inexpressible(config)
+    layout = gguf_layout(config)
+    foreign = to_foreign(layout, tensors) | _rope_factors(config)
+    exact = {ROPE_FACTORS, *(piece.name for piece in layout.get("position.weight", ()))}
+    types = {name: "F32" if tensor.ndim == 1 or name in exact else dtype.upper() for name, tensor in foreign.items()}
+    metadata = _geometry(config, dtype) | tokenizer_to_gguf(tokenizer, config.vocab) | _ends(tokenizer, stops)
+    with _new_file(path) as temporary:
+        _write(temporary, metadata, foreign, types)
+
+# ---------------------------------------------------------------- geometry in
+
+
+def _config(header: Header, path: Path) -> ModelConfig:
+    family = _family(header.metadata, path)
+    prefix, gpt2 = f"{FAMILIES[family].gguf}.", family == "gpt2"
+    own = {key.removeprefix(prefix): value for key, value in header.metadata.items() if key.startswith(prefix)}
+    keys = Fields(own, str(path))
+    heads, width, depth = (keys.need(key) for key in ("attention.head_count", "embedding_length", "block_count"))
+    head_dim = _head_dim(keys, width, heads)
+    has = {leaf for leaf in ("attn_q.bias", "attn_qkv.bias", "attn_output.bias", "ffn_up.bias", "attn_q_norm.weight")
+           if f"blk.0.{leaf}" in header.tensors}
+    config = ModelConfig(
+        family=family, vocab=_vocab(keys, header.metadata), width=width, depth=depth, heads=heads,
+        kv_heads=heads if gpt2 else keys.need("attention.head_count_kv"), head_dim=head_dim,
+        hidden=keys.need("feed_forward_length"), max_length=keys.need("context_length"),
+        norm="layer" if gpt2 else "rms",
+        norm_eps=keys.need("attention.layer_norm_epsilon" if gpt2 else "attention.layer_norm_rms_epsilon", float),
+        rope=None if gpt2 else _rope(keys, header, head_dim, path), activation="gelu_tanh" if gpt2 else "silu",
+        gated=not gpt2, qkv_bias=bool(has & {"attn_q.bias", "attn_qkv.bias"}), out_bias="attn_output.bias" in has,
+        mlp_bias="ffn_up.bias" in has, qk_norm="attn_q_norm.weight" in has, windows=(None,) * depth,
+        tied="output.weight" not in header.tensors, softcap=None)
+    _refuse_unread(keys, prefix)
+    return config
+
+
+def _family(metadata: Mapping[str, Any], path: Path) -> str:
+    architecture, kind = metadata.get("general.architecture"), metadata.get("general.type", "model")
+    if kind != "model":
+        raise UsageError(f"{path}: general.type is {kind!r}; expected a model")
+    if metadata.get("split.count", 1) != 1:
+        raise UsageError(f"{path}: one of {metadata['split.count']} parts; join them with llama-gguf-split --merge")
+    known = {family.gguf: name for name, family in reversed(FAMILIES.items()) if family.gguf}  # llama, not mistral
+    if architecture not in known:
+        raise UsageError(f"{path}: architecture {architecture!r} is not supported{nearest(str(architecture), known)}")
+    return known[architecture]
+
+
+def _head_dim(keys: Fields, width: int, heads: int) -> int:
+    """Absent means width / heads, in llama.cpp as in every family here; the whole of a head is rotated."""
+    names = ("attention.key_length", "attention.value_length", "rope.dimension_count")
+    said = {name: size for name in names if (size := keys.maybe(name)) is not None}
+    if len(set(said.values())) > 1 or (not said and width % heads):
+        raise UsageError(f"{keys.where}: {heads} heads in a width of {width} with {said} are not supported")
+    return next(iter(said.values()), width // heads)
+
+
+def _vocab(keys: Fields, metadata: Mapping[str, Any]) -> int:
+    tokens, said = len(metadata.get("tokenizer.ggml.tokens", ())), keys.maybe("vocab_size")
+    if said is not None and said != tokens:
+        raise ArtifactError(f"{keys.where}: vocab_size is {said}, but there are {tokens} tokens")
+    return tokens
+
+
+def _rope(keys: Fields, header: Header, head_dim: int, path: Path) -> Rope:
+    base, kind = float(keys.need("rope.freq_base", (int, float))), keys.maybe("rope.scaling.type", str)
+    factor = keys.maybe("rope.scaling.factor", (int, float))
+    if kind in (None, "none") and factor is None:
+        return _llama3(base, header, head_dim, path) if ROPE_FACTORS in header.tensors else Rope(base)
+    if kind != "linear" or factor is None or ROPE_FACTORS in header.tensors:
+        raise UsageError(f"{path}: rope.scaling.type {kind!r} with factor {factor!r} is not supported; "
+                         "expected none, linear with a factor, or Llama 3's table of factors")
+    return Rope(base, "linear", float(factor))
+
+
+def _llama3(base: float, header: Header, head_dim: int, path: Path) -> Rope:
+    """The file has a divisor for each frequency, not the rule behind them: Meta's, or one we wrote, must give them."""
+    factors = _dequantised(path, header, {ROPE_FACTORS})[ROPE_FACTORS]
+    rule = META_LLAMA3 | {"factor": factors.max().item()}
+    rule = {name: header.metadata.get(f"assay.rope.{name}", value) for name, value in rule.items()}
+    rope = Rope(base, "llama3", **rule)
+    due = _divisors(rope, head_dim)
+    if due.shape != factors.shape or not torch.allclose(due, factors, rtol=1e-4):
+        raise UsageError(f"{path}: {ROPE_FACTORS} does not follow Llama 3's rule with {rule}; it is not supported")
+    return rope
+
+
+def _divisors(rope: Rope, head_dim: int) -> Tensor:
+    return inverse_frequencies(Rope(rope.base), head_dim) / inverse_frequencies(rope, head_dim)
+
+
+def _refuse_unread(keys: Fields, prefix: str) -> None:
+    for name, value in keys.fields.items():
+        if name in keys.read or (name in NEUTRAL and value == NEUTRAL[name]):
+            continue
+        raise UsageError(f"{keys.where}: key {prefix}{name} = {value!r} is not understood; it may change what the "
+                         "model computes, so the model is not loaded without it")
+
+# ---------------------------------------------------------------- geometry out
+
+
+def _refuse_inexpressible(config: ModelConfig) -> None:
+    family = FAMILIES[config.family]
+    biased = config.qkv_bias or config.out_bias or config.mlp_bias
+    problems = {
+        f"the {config.family} family": family.gguf is None,
+        "a sliding window": any(window is not None for window in config.windows),
+        "a soft cap": config.softcap is not None,
+        "biases in a Llama": family.gguf == "llama" and biased,
+    }
+    for problem, found in problems.items():
+        if found:
+            raise UsageError(f"GGUF cannot express {problem} so that its readers compute it; export a folder instead")
+
+
+def _geometry(config: ModelConfig, dtype: Precision) -> dict[str, Any]:
+    architecture = FAMILIES[config.family].gguf
+    own: dict[str, Any] = {
+        "vocab_size": config.vocab, "context_length": config.max_length, "embedding_length": config.width,
+        "block_count": config.depth, "feed_forward_length": config.hidden, "attention.head_count": config.heads}
+    if config.rope is None:
+        own["attention.layer_norm_epsilon"] = config.norm_eps
+    else:
+        own |= {"attention.head_count_kv": config.kv_heads, "attention.layer_norm_rms_epsilon": config.norm_eps,
+                "attention.key_length": config.head_dim, "attention.value_length": config.head_dim,
+                "rope.dimension_count": config.head_dim, "rope.freq_base": config.rope.base}
+        if config.rope.kind == "linear":
+            own |= {"rope.scaling.type": "linear", "rope.scaling.factor": config.rope.factor}
+    general = {"general.architecture": architecture, "general.type": "model", "general.file_type": FILE_TYPES[dtype],
+               "general.quantization_version": 2}
+    return general | {f"{architecture}.{key}": value for key, value in own.items()} | _llama3_rule(config.rope)
+
+
+def _llama3_rule(rope: Rope | None) -> dict[str, Any]:
+    """Under our own name, since GGUF has none for it; readers that do not know it have the table."""
+    if rope is None or rope.kind != "llama3":
+        return {}
+    return {f"assay.rope.{name}": getattr(rope, name) for name in (*META_LLAMA3, "factor")}
+
+
+def _rope_factors(config: ModelConfig) -> dict[str, Tensor]:
+    if config.rope is None or config.rope.kind != "llama3":
+        return {}
+    return {ROPE_FACTORS: _divisors(config.rope, config.head_dim)}
+
+
+def _ends(tokenizer: Tokenizer, stops: Stops | None) -> dict[str, int]:
+    """What the other files of a model said about its ends, where the tokenizer did not."""
+    if stops is None:
+        return {}
+    named = {"bos": stops.bos, "eos": stops.eos}
+    if stops.turn_end in stops.stop_ids and stops.turn_end != stops.eos:
+        named["eot"] = stops.turn_end
+    return {f"tokenizer.ggml.{name}_token_id": id for name, id in named.items() if id is not None}
+
+# ---------------------------------------------------------------- bytes
+
+
+def _dequantised(path: Path, header: Header, names: Collection[str]) -> dict[str, Tensor]:
+    with durable.open_regular(path) as fd, open(fd, "rb", closefd=False) as file:
+        return {name: _tensor(file, name, info, path) for name, info in header.tensors.items() if name in names}
+
+
+def _tensor(file: BinaryIO, name: str, info: TensorInfo, path: Path) -> Tensor:
+    package = _package()
+    file.seek(info.offset)
+    rows = np.fromfile(file, np.uint8, info.bytes)
+    if rows.size != info.bytes:
+        raise ArtifactError(f"{path}: changed while it was read")
+    with np.errstate(all="ignore"):  # a scale that is not finite shows below
+        values = package.quants.dequantize(rows.reshape(*info.shape[:-1], -1), package.GGMLQuantizationType[info.type])
+    if not np.isfinite(values).all():
+        raise ArtifactError(f"{path}: {name} holds values that are not finite; the file is damaged, or was made badly")
+    return torch.from_numpy(values.reshape(info.shape))
+
+
+def _write(path: Path, metadata: dict[str, Any], tensors: Mapping[str, Tensor], types: Mapping[str, str]) -> None:
+    """Through the gguf package, one rounded tensor in memory at a time."""
+    package = _package()
+    with contextlib.closing(package.GGUFWriter(path, metadata["general.architecture"])) as writer:
+        for key, value in metadata.items():
+            if key != "general.architecture":  # the writer has it
+                writer.add_key_value(key, value, _value_type(value))
+        for name, tensor in tensors.items():
+            kind = package.GGMLQuantizationType[types[name]]
+            block, size = package.GGML_QUANT_SIZES[kind]
+            if tensor.shape[-1] % block:
+                raise UsageError(f"{name} has rows of {tensor.shape[-1]}, and {kind.name} blocks of {block}; use f16")
+            writer.add_tensor_info(name, tensor.shape, np.dtype(np.float32), tensor.numel() // block * size, kind)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for name, tensor in tensors.items():
+            writer.write_tensor_data(_rounded(name, tensor, types[name]))
+
+
+def _rounded(name: str, tensor: Tensor, type: str) -> np.ndarray:
+    package = _package()
+    kind = package.GGMLQuantizationType[type]
+    values = tensor.detach().to("cpu", torch.float32).contiguous().numpy()
+    with np.errstate(all="ignore"):  # what overflows shows below
+        stored = package.quants.quantize(values, kind)
+        back = package.quants.dequantize(stored, kind)
+    if not np.isfinite(back).all():
+        raise UsageError(f"{name} holds values that {type} cannot (largest: {np.abs(values).max():.3g}); use bf16")
+    return stored
+
+
+def _value_type(value: Any) -> Any:
+    """Counts and ids are unsigned 32-bit, as llama.cpp writes them."""
+    kinds = _package().GGUFValueType
+    types = {bool: kinds.BOOL, int: kinds.UINT32, float: kinds.FLOAT32, str: kinds.STRING, list: kinds.ARRAY}
+    return types[type(value)]
+
+
+@contextlib.contextmanager
+def _new_file(path: Path) -> Iterator[Path]:
+    """A locked temporary beside `path`, which becomes `path` on the disk for good, or goes."""
+    if os.path.lexists(path):
+        raise UsageError(f"{path} exists, and what was committed is never overwritten; choose another place")
+    disk = durable.disk
+    with durable.told(path):
+        durable.make_folder(path.parent)
+        temporary = path.with_name(f"{durable.PARTIAL}{path.name}-{os.getpid()}")
+        held = disk.create(temporary)
+        try:
+            with contextlib.suppress(OSError):  # only against a sweep by another writer; some filesystems have none
+                disk.lock(held)
+            yield temporary
+            disk.sync(held)
+            disk.rename(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        finally:
+            disk.close(held)
+        durable.sync_folder(path.parent)
+
+
+def _package() -> Any:
+    try:
+        import gguf
+    except ImportError:
+        raise UsageError("GGUF files need the gguf package: pip install 'assay[gguf]'") from None
+    return gguf
