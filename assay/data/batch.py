@@ -64,7 +64,7 @@ def _check_stream(name: str, stream: Tensor, tokens: Tensor) -> None:
     if tokens.ndim != 2 or stream.shape != tokens.shape:
         raise DataError(f"{name} has shape {tuple(stream.shape)}, tokens {tuple(tokens.shape)}; "
                         "every stream of a batch is (rows, length)")
-    expected = DTYPES[name] if name in DTYPES else torch.float32
+    expected = DTYPES.get(name, torch.float32)
     if stream.dtype != expected:
         raise DataError(f"{name} is {stream.dtype}; a batch holds it as {expected}")
 

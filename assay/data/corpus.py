@@ -33,11 +33,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from assay.data.encode import (Encoder, boundary_token, encode_plain, id_type, load_tokenizer, tokenizer_digest,
-                               tokenizer_file)
+from assay.data.encode import Encoder, boundary_id, encode_plain, id_type, plain_backend
 from assay.data.overlap import Hashes, HeldOutText, Lookup, Overlap
 from assay.data.text import Document, Rule, Source, documents, find_sources, sha256_of
 from assay.errors import ArtifactError, DataError, UsageError
+from assay.model.tokenizer import Tokenizer
 from assay.seeds import derive
 
 FORMAT = "assay-corpus/1"
@@ -47,7 +47,9 @@ INDEX = np.dtype([("id", "<u8"), ("offset", "<u8"), ("tokens", "<u4"), ("bytes",
                   ("lossless", "<i4")])  # 1: the ids decode to the raw bytes, 0: they do not, -1: not looked
 TASK_BYTES = 1 << 19
 SAMPLES, SAMPLE_BYTES = 8, 4096
+EDGE = 8  # ids at the end of a cut text that may differ from the document's
 SIDES = ("train", "held")
+Files = dict[str, dict[str, Any]]  # name → bytes and sha256, as the manifest has them
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ class Corpus:
 
     @property
     def held_out_digest(self) -> str:
-        """Names the held-out documents and their bytes, whatever the tokenizer: scores are comparable where it is equal."""
+        """Names the held-out documents and their bytes, whatever the tokenizer: where it is equal, scores compare."""
         return str(self.manifest["held_out"]["digest"])
 
 
@@ -119,7 +121,7 @@ class Progress:
 class Plan:
     """Everything that decides what a corpus will hold."""
 
-    rule: Rule = Rule()
+    rule: Rule = field(default_factory=Rule)
     held_out: float = 0.05
     held_out_files: tuple[Path, ...] = ()
     seed: int = 0
@@ -138,36 +140,38 @@ class Plan:
         return whole_file or derive(self.seed, "held-out", document.id) < self.held_out * (1 << 63)
 
 
-def build(texts: Iterable[Path], out: Path, tokenizer: Path, plan: Plan = Plan(), *, workers: int = 1,
+def build(texts: Iterable[Path], out: Path, tokenizer: Path, plan: Plan, *, workers: int = 1,
           progress: Callable[[Progress], None] = lambda _: None) -> Corpus:
-    """Write the corpus whole or not at all; refuse where held-out text overlaps training text beyond the plan's bound."""
+    """Write the corpus whole or not at all. `tokenizer` is a folder with tokenizer.json."""
     if out.exists():
         raise UsageError(f"{out} exists; a corpus is never changed: give another --out or remove it")
     held_files = find_sources(plan.held_out_files)
     sources = [(s, False) for s in find_sources(texts)] + [(s, True) for s in held_files]
     if clash := {s.name for s, whole in sources if whole} & {s.name for s, whole in sources if not whole}:
         raise UsageError(f"{min(clash)!r} is given both as training text and as --held-out-files")
-    encoding = Encoding.of(tokenizer, plan.boundary)
     with committed(out) as folder, tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{out.name}.") as hashes:
+        encoding, files = _write_tokenizer(folder, Tokenizer.from_folder(tokenizer), plan.boundary)
         clock = _Clock(progress)
         survey = _survey(sources, plan, clock)
         survey.held.save(Path(hashes))
         writers = {side: _Writer(folder, side, plan.shard_tokens, encoding.dtype) for side in SIDES}
         _encode(sources, plan, encoding, Path(hashes), workers, writers, survey, clock)
-        files = {name: entry for writer in writers.values() for name, entry in writer.close().items()}
+        files |= writers["train"].close() | writers["held"].close()
         overlap = survey.held.overlap()
         _refuse(overlap, plan.max_overlap)
-        files |= _write_samples(folder, survey.samples, encoding, plan.seed, files)
-        files |= _copy_tokenizer(folder, encoding.path)
+        files |= _write_samples(folder, survey.samples, encoding, files)
         _write(folder / "manifest.json", _manifest(plan, encoding, survey, writers, overlap, files))
     return open_corpus(out, verify=False)
 
 
 def open_corpus(folder: Path, *, tokenizer_digest: str | None = None, verify: bool = True) -> Corpus:
-    """Refused unless every file has its hash, the samples encode to their ids, and the tokenizer is the one asked for."""
+    """Refused unless every file has its hash, the samples encode to their ids, and the tokenizer is the one asked for.
+
+    `verify=False` skips the hashes and samples: for a second opening in a process that has just verified.
+    """
     manifest, digest = _read_manifest(folder)
     if tokenizer_digest is not None and tokenizer_digest != manifest["tokenizer"]["digest"]:
-        raise DataError(f"{folder} was encoded by the tokenizer {manifest['tokenizer']['digest'][:12]}, the model uses "
+        raise DataError(f"{folder} was encoded by tokenizer {manifest['tokenizer']['digest'][:12]}, the model uses "
                         f"{tokenizer_digest[:12]}: its ids mean other text. Build the corpus again with --tokenizer")
     _check_files(folder, manifest["files"], verify)
     train, held = (_open_split(folder, side, manifest) for side in SIDES)
@@ -185,34 +189,33 @@ def assert_disjoint(corpus: Corpus, other: Corpus | None = None) -> None:
     held = (other or corpus).held_out.index
     train = corpus.train.index
     if other is None and (same := np.intersect1d(train["id"], held["id"])).size:
-        raise DataError(f"{corpus.folder}: {same.size} documents are both trained on and held out, {same[0]:016x} among "
-                        "them; build the corpus again")
+        raise DataError(f"{corpus.folder}: {same.size} documents are both trained on and held out, among them "
+                        f"{same[0]:016x}; build the corpus again")
     twins = np.isin(held["words"], train["words"])
     bound = float(corpus.manifest["overlap"]["bound"])
     if twins.sum() > bound * len(held):
         named = ", ".join(f"{i:016x}" for i in held["id"][twins][:5])
-        raise DataError(f"{corpus.folder}: {twins.sum()} of {len(held)} held-out documents stand whole in training, bound "
-                        f"{bound:.2%}: {named}. Held-out numbers would measure memory; remove them from one side")
+        raise DataError(f"{corpus.folder}: {twins.sum()} of {len(held)} held-out documents stand in training, bound"
+                        f" {bound:.2%}: {named}. Held-out numbers would measure memory; remove them from one side")
 
 
 # ---------------------------------------------------------------- the tokenizer's side
 
 @dataclass(frozen=True)
 class Encoding:
-    """The tokenizer as a corpus uses it."""
+    """The tokenizer as a corpus uses it; `folder` holds its files."""
 
-    path: Path
+    folder: Path
     digest: str
     vocabulary: int
     dtype: str
-    boundary: str
-    boundary_id: int
+    boundary: int
+    boundary_token: str
 
     @classmethod
-    def of(cls, path: Path, boundary: str | None) -> "Encoding":
-        tokenizer = load_tokenizer(path)
-        token, number = boundary_token(tokenizer, path, boundary)
-        return cls(path, tokenizer_digest(path), tokenizer.get_vocab_size(), id_type(tokenizer), token, number)
+    def of(cls, tokenizer: Tokenizer, boundary: str | None, folder: Path) -> "Encoding":
+        number = boundary_id(tokenizer, boundary)
+        return cls(folder, tokenizer.digest, tokenizer.size, id_type(tokenizer), number, tokenizer.tokens[number])
 
 
 @dataclass(frozen=True)
@@ -231,8 +234,9 @@ class Encoded:
 class _Worker:
     """Lives in its own process: the tokenizer's memory and the held-out hashes."""
 
-    def __init__(self, tokenizer: Path, dtype: str, hashes: Path):
-        self.encoder, self.lookup = Encoder(load_tokenizer(tokenizer), dtype), Lookup(hashes)
+    def __init__(self, encoding: Encoding, hashes: Path):
+        self.encoder = Encoder(Tokenizer.from_folder(encoding.folder), encoding.dtype)
+        self.lookup = Lookup(hashes)
 
     def encode(self, tasks: list[tuple[int, bytes, bool]]) -> tuple[list[Encoded], Hashes, Hashes]:
         """Documents as (id, raw, held out) → their ids, and what training text hit of the held-out hashes."""
@@ -251,16 +255,16 @@ class _Worker:
 
     def _decodes_to(self, text: str, ids: bytes) -> int:
         numbers = np.frombuffer(ids, self.encoder.dtype).tolist()
-        return int(self.encoder.tokenizer.decode(numbers, skip_special_tokens=False) == text)
+        return int(self.encoder.backend.decode(numbers, skip_special_tokens=False) == text)
 
 
 _worker: _Worker | None = None  # in a worker process only
 
 
-def _start_worker(tokenizer: Path, dtype: str, hashes: Path) -> None:
+def _start_worker(encoding: Encoding, hashes: Path) -> None:
     global _worker
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    _worker = _Worker(tokenizer, dtype, hashes)
+    _worker = _Worker(encoding, hashes)
 
 
 def _work(tasks: list[tuple[int, bytes, bool]]) -> tuple[list[Encoded], Hashes, Hashes]:
@@ -314,8 +318,8 @@ def _survey(sources: list[tuple[Source, bool]], plan: Plan, clock: "_Clock") -> 
 
 def _encode(sources: list[tuple[Source, bool]], plan: Plan, encoding: Encoding, hashes: Path, workers: int,
             writers: dict[str, "_Writer"], survey: _Survey, clock: "_Clock") -> None:
-    """The second reading: documents through the workers into the writers, in source order whatever the workers' pace."""
-    boundary = np.asarray([encoding.boundary_id], encoding.dtype).tobytes()
+    """The second reading: documents through the workers into the writers, in the order of the sources."""
+    boundary = np.asarray([encoding.boundary], encoding.dtype).tobytes()
     done = 0
     for batch, grams, prints in _through(_tasks(sources, plan), encoding, hashes, workers):
         survey.held.note(grams, prints)
@@ -325,7 +329,7 @@ def _encode(sources: list[tuple[Source, bool]], plan: Plan, encoding: Encoding, 
         clock.tick("encoding", done, survey.total, sum(w.offset for w in writers.values()))
     changed = [s.path for s, _ in sources if _stat(s) != survey.stats[s.name]]
     if changed or done != survey.total:
-        raise DataError(f"{changed[0] if changed else 'the text'} changed while it was being read; build the corpus again")
+        raise DataError(f"{changed[0] if changed else 'the text'} changed while it was being read; build again")
     clock.tick("encoding", done, survey.total, sum(w.offset for w in writers.values()), last=True)
 
 
@@ -348,10 +352,9 @@ def _through(tasks: Iterator[list[tuple[int, bytes, bool]]], encoding: Encoding,
              workers: int) -> Iterator[tuple[list[Encoded], Hashes, Hashes]]:
     """Results in the order of the tasks. At most a few tasks a worker are under way: memory does not grow."""
     if workers <= 1:
-        yield from map(_Worker(encoding.path, encoding.dtype, hashes).encode, tasks)
+        yield from map(_Worker(encoding, hashes).encode, tasks)
         return
-    with ProcessPoolExecutor(workers, get_context("spawn"), _start_worker,
-                             (encoding.path, encoding.dtype, hashes)) as pool:
+    with ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, (encoding, hashes)) as pool:
         waiting: deque[Future[tuple[list[Encoded], Hashes, Hashes]]] = deque()
         try:
             for task in tasks:
@@ -370,7 +373,7 @@ class _Writer:
     def __init__(self, folder: Path, side: str, shard_tokens: int, dtype: str):
         self.folder, self.side, self.width = folder, side, np.dtype(dtype).itemsize
         self.shard_bytes = shard_tokens * self.width
-        self.files: dict[str, dict[str, Any]] = {}
+        self.files: Files = {}
         self.offset = self.documents = self.raw_bytes = self.shards = self.lossy = 0
         self.index = _HashedFile(folder / f"{side}-index.bin")
         self.shard: _HashedFile | None = None
@@ -396,7 +399,7 @@ class _Writer:
             self.files[self.shard.path.name] = self.shard.close()
             self.shard = None
 
-    def close(self) -> dict[str, dict[str, Any]]:
+    def close(self) -> Files:
         self._end_shard()
         self.files[self.index.path.name] = self.index.close()
         return self.files
@@ -427,28 +430,28 @@ class _HashedFile:
 def _refuse(overlap: Overlap, bound: float) -> None:
     if overlap.share > bound:
         worst = "; ".join(f"{name} ({'whole' if twin else f'{share:.0%}'})" for name, share, twin in overlap.worst)
-        raise DataError(f"{overlap}: more than --max-overlap {bound:.2%}. Held-out numbers would measure memory. Worst: "
-                        f"{worst}. Remove the doubles, hold out whole files, or raise --max-overlap knowingly")
+        raise DataError(f"{overlap}: more than --max-overlap {bound:.2%}. Held-out numbers would measure memory. "
+                        f"Worst: {worst}. Remove the doubles, hold out whole files, or raise --max-overlap knowingly")
 
 
 def _manifest(plan: Plan, encoding: Encoding, survey: _Survey, writers: dict[str, _Writer], overlap: Overlap,
-              files: dict[str, dict[str, Any]]) -> bytes:
+              files: Files) -> bytes:
     digest = hashlib.sha256(b"".join(f"{i:016x} {text:016x}\n".encode() for i, text in sorted(survey.held_digests)))
     held_rule = {"share": plan.held_out, "seed": plan.seed, "by": "derive(seed, 'held-out', id) < share * 2^63",
                  "files": [s.name for s, whole in survey.sources if whole]}
     manifest = {
         "format": FORMAT,
         "tokenizer": {"digest": encoding.digest, "vocabulary": encoding.vocabulary, "file": "tokenizer.json"},
-        "boundary": {"token": encoding.boundary, "id": encoding.boundary_id, "before": True, "after": True},
+        "boundary": {"token": encoding.boundary_token, "id": encoding.boundary, "before": True, "after": True},
         "dtype": encoding.dtype,
         "train": writers["train"].counts(),
-        "held_out": {**writers["held"].counts(), "lossy_documents": writers["held"].lossy, "digest": digest.hexdigest()},
+        "held_out": {**writers["held"].counts(), "lossy": writers["held"].lossy, "digest": digest.hexdigest()},
         "rule": asdict(plan.rule),
         "held_out_rule": held_rule,
         "left_out": dict(survey.left_out),
         "overlap": {"bound": plan.max_overlap, **overlap.to_json()},
-        "sources": [{"name": s.name, "bytes": survey.stats[s.name][0], "sha256": survey.sha256[s.name],
-                     "documents": survey.documents[s.name], "text_bytes": survey.bytes[s.name]} for s, _ in survey.sources],
+        "sources": [{"name": name, "bytes": survey.stats[name][0], "sha256": sha256, "text_bytes": survey.bytes[name],
+                     "documents": survey.documents[name]} for name, sha256 in survey.sha256.items()],
         "files": dict(sorted(files.items())),
     }
     return json.dumps(manifest, indent=1, ensure_ascii=False).encode()
@@ -472,17 +475,17 @@ def _beginning(raw: bytes) -> bytes:
     return text[: max(text.rfind(" "), text.rfind("\n"), 0) or len(text)].encode()
 
 
-def _write_samples(folder: Path, samples: list[tuple[int, int, bytes, bool]], encoding: Encoding, seed: int,
-                   files: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def _write_samples(folder: Path, samples: list[tuple[int, int, bytes, bool]], encoding: Encoding,
+                   files: Files) -> Files:
     """Encoded by the plain twin; `agree` counts the leading ids that stand in the shards."""
-    tokenizer = load_tokenizer(encoding.path)
+    backend = plain_backend(Tokenizer.from_folder(folder))
     splits = {side: _split(folder, side, files, encoding.dtype) for side in SIDES}
     lines = []
     for _, number, raw, whole in sorted(samples, reverse=True):
         text = raw.decode()
-        ids = np.frombuffer(encode_plain(tokenizer, text, encoding.dtype), encoding.dtype)
+        ids = np.frombuffer(encode_plain(backend, text, encoding.dtype), encoding.dtype)
         agree = _agreement(ids, _stored(splits, number))
-        if agree < len(ids) * (1 if whole else 0.9):
+        if agree < len(ids) - (0 if whole else EDGE):
             raise ArtifactError(f"document {number:016x} was stored with other ids than its tokenizer gives from place "
                                 f"{agree} on; please report this tokenizer.json")
         lines.append(json.dumps({"id": f"{number:016x}", "text": text, "ids": ids.tolist(), "agree": agree}))
@@ -490,16 +493,16 @@ def _write_samples(folder: Path, samples: list[tuple[int, int, bytes, bool]], en
 
 
 def _check_samples(corpus: Corpus) -> None:
-    """A cache made by another tokenizer, or poisoned, shows here: the texts' ids are made again and found in the shards."""
-    tokenizer = load_tokenizer(corpus.folder / "tokenizer.json")
+    """A cache made by another tokenizer, or poisoned, shows here: ids are made again and found in the shards."""
+    backend = plain_backend(Tokenizer.from_folder(corpus.folder))
     splits = {"train": corpus.train, "held": corpus.held_out}
     for line in (corpus.folder / "samples.jsonl").read_text(encoding="utf-8").split("\n")[:-1]:
         sample = json.loads(line)
-        ids = np.frombuffer(encode_plain(tokenizer, sample["text"], corpus.manifest["dtype"]), corpus.manifest["dtype"])
+        ids = np.frombuffer(encode_plain(backend, sample["text"], corpus.manifest["dtype"]), corpus.manifest["dtype"])
         stored = _stored(splits, int(sample["id"], 16))
         if ids.tolist() != sample["ids"] or _agreement(ids, stored) < sample["agree"]:
-            raise ArtifactError(f"{corpus.folder}: document {sample['id']} does not encode to its stored ids; the shards "
-                                "were made by another tokenizer or another version of it. Build the corpus again")
+            raise ArtifactError(f"{corpus.folder}: document {sample['id']} does not encode to its stored ids; another "
+                                "tokenizer, or another version of it, made the shards. Build the corpus again")
 
 
 def _stored(splits: dict[str, Split], number: int) -> NDArray[Any]:
@@ -549,11 +552,10 @@ def _write(path: Path, data: bytes) -> dict[str, Any]:
     return file.close()
 
 
-def _copy_tokenizer(folder: Path, tokenizer: Path) -> dict[str, dict[str, Any]]:
-    source = tokenizer_file(tokenizer)
-    return {name: _write(folder / name, source.with_name(name).read_bytes() if name != "tokenizer.json" else source.read_bytes())
-            for name in ("tokenizer.json", "tokenizer_config.json")
-            if name == "tokenizer.json" or source.with_name(name).is_file()}
+def _write_tokenizer(folder: Path, tokenizer: Tokenizer, boundary: str | None) -> tuple[Encoding, Files]:
+    """Its files come first: the workers and every later opening read these, not the ones they were copied from."""
+    files = {name: _write(folder / name, data) for name, data in tokenizer.files().items() if "/" not in name}
+    return Encoding.of(tokenizer, boundary, folder), files
 
 
 def _read_manifest(folder: Path) -> tuple[dict[str, Any], str]:
@@ -570,7 +572,7 @@ def _read_manifest(folder: Path) -> tuple[dict[str, Any], str]:
     return manifest, hashlib.sha256(data).hexdigest()
 
 
-def _check_files(folder: Path, files: dict[str, dict[str, Any]], verify: bool) -> None:
+def _check_files(folder: Path, files: Files, verify: bool) -> None:
     for name, entry in files.items():
         path = folder / name
         if Path(name).name != name or not path.is_file():
@@ -592,9 +594,9 @@ def _open_split(folder: Path, side: str, manifest: dict[str, Any]) -> Split:
     return split
 
 
-def _split(folder: Path, side: str, files: dict[str, dict[str, Any]], dtype: str) -> Split:
+def _split(folder: Path, side: str, files: Files, dtype: str) -> Split:
     names = sorted(name for name in files if name.startswith(f"{side}-") and name != f"{side}-index.bin")
-    shards = tuple(np.memmap(folder / name, dtype, "r") for name in names)
+    shards = tuple(np.memmap(folder / name, dtype, "r").view(np.ndarray) for name in names)
     index: NDArray[Any] = np.fromfile(folder / f"{side}-index.bin", INDEX)
     return Split(shards, np.cumsum([0, *map(len, shards)], dtype=np.int64), index)
 

@@ -24,14 +24,14 @@ NAMED = 5  # worst documents named in an error or a manifest
 SEGMENT = 1 << 20  # bytes hashed at once; a word across two segments counts as two
 Hashes = NDArray[np.uint64]
 
-_LETTERS = bytes(c + 32 if 65 <= c <= 90 else c if 97 <= c <= 122 or 48 <= c <= 57 or c >= 128 else 32 for c in range(256))
+_LETTERS = bytes(ord(chr(c).lower()) if chr(c).isalnum() else 32 for c in range(128)) + bytes(range(128, 256))
 _MULTIPLIER = 0x9E3779B97F4A7C15  # odd, so that it has an inverse modulo 2^64
 _IDEOGRAPH = 0xE3  # first byte of a UTF-8 character at or after U+3000
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """Shares are of the held-out side. `worst` names (document, share of its 13-grams found in training, exact twin)."""
+    """Shares are of the held-out side. `worst` holds (document, share of its 13-grams in training, whole or not)."""
 
     documents: int
     exact: int  # held-out documents whose words are a training document's words
@@ -168,9 +168,9 @@ def _words(raw: bytes) -> Hashes:
 
 
 @cache
-def _powers() -> tuple[Hashes, Hashes]:
+def _powers() -> tuple[Hashes, ...]:
     inverse = pow(_MULTIPLIER, -1, 1 << 64)
-    return (np.cumprod(np.full(SEGMENT, _MULTIPLIER, np.uint64)), np.cumprod(np.full(SEGMENT, inverse, np.uint64)))
+    return tuple(np.cumprod(np.full(SEGMENT, base, np.uint64), dtype=np.uint64) for base in (_MULTIPLIER, inverse))
 
 
 def _mixed(hashes: Hashes) -> Hashes:

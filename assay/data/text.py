@@ -95,7 +95,7 @@ def find_sources(paths: Iterable[Path]) -> list[Source]:
             raise UsageError(f"{path}: no such file or folder")
     for name, count in Counter(source.name for source in found).items():
         if count > 1:
-            raise UsageError(f"{count} sources are named {name!r}, and a document's id is its source's name and number; "
+            raise UsageError(f"{count} sources are named {name!r}, and documents are known by their source's name; "
                              "give the folder above them, so that names become paths")
     for source in found:
         source.kind  # noqa: B018 - refuses an unknown kind before anything is read
@@ -205,7 +205,7 @@ def _parquet(source: Source, rule: Rule) -> Iterator[tuple[str, bytes]]:
     try:
         with pyarrow.parquet.ParquetFile(source.path) as file:
             if rule.field not in file.schema_arrow.names:
-                raise DataError(f"{source.path}: no column {rule.field!r}; it has {', '.join(file.schema_arrow.names)}; "
+                raise DataError(f"{source.path}: no column {rule.field!r}, but {', '.join(file.schema_arrow.names)}; "
                                 "name one with --field")
             row = 0
             for batch in file.iter_batches(batch_size=READ_ROWS, columns=[rule.field]):
