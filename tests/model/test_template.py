@@ -26,7 +26,7 @@ HEADERS = """{{- bos_token }}
 
 {{ system }}<|eot_id|>
 {%- for message in messages %}
-    {%- if message.role not in ['user', 'assistant', 'tool'] %}{{ raise_exception('unknown role ' ~ message.role) }}{% endif %}
+    {%- if message.role not in ['user', 'assistant'] %}{{ raise_exception('unknown role ' ~ message.role) }}{% endif %}
     {{- '<|start_header_id|>' + message.role + '<|end_header_id|>\n\n' + message.content | trim + '<|eot_id|>' }}
 {%- endfor %}
 {%- if add_generation_prompt %}
@@ -42,20 +42,31 @@ TOOLS = """{%- if tools %}
 {%- endif %}
 {%- set ns = namespace(last=messages | length - 1, seen=false) %}
 {%- for message in messages[::-1] %}
-    {%- if message.role == 'user' and not ns.seen %}{% set ns.last = messages | length - 1 - loop.index0 %}{% set ns.seen = true %}{% endif %}
+    {%- if message.role == 'user' and not ns.seen %}
+        {%- set ns.last = messages | length - 1 - loop.index0 %}
+        {%- set ns.seen = true %}
+    {%- endif %}
 {%- endfor %}
 {%- for message in messages %}
     {%- if message.role == 'system' %}{% continue %}{% endif %}
     {%- if message.tool_calls %}
         {{- '<|im_start|>assistant' }}
-        {%- for call in message.tool_calls %}{{- '\n<call>' ~ call.function | tojson(indent=2) ~ '</call>' }}{%- endfor %}
+        {%- for call in message.tool_calls %}
+            {{- '\n<call>' ~ call.function | tojson(indent=2) ~ '</call>' }}
+        {%- endfor %}
         {{- '<|im_end|>\n' }}
     {%- else %}
-        {%- set content = message.content.split('</think>')[-1].lstrip('\n') if '</think>' in message.content and loop.index0 < ns.last else message.content %}
+        {%- set content = message.content %}
+        {%- if '</think>' in content and loop.index0 < ns.last %}
+            {%- set content = content.split('</think>')[-1].lstrip('\n') %}
+        {%- endif %}
         {{- '<|im_start|>' ~ message.role ~ '\n' }}{% generation %}{{ content }}{% endgeneration %}{{- '<|im_end|>\n' }}
     {%- endif %}
 {%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{% if enable_thinking is defined and not enable_thinking %}{{- '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}"""
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\n' }}
+    {%- if enable_thinking is defined and not enable_thinking %}{{- '<think>\n\n</think>\n\n' }}{% endif %}
+{%- endif %}"""
 
 INSTRUCT = """{{ bos_token }}{% for message in messages %}
 {% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
@@ -68,10 +79,12 @@ INSTRUCT = """{{ bos_token }}{% for message in messages %}
 {% endif %}
 {% endfor %}"""
 
-CHAT = [{"role": "user", "content": " Is <b> > \"a\" & 'ü' 😀?\n"}, {"role": "assistant", "content": "<think>hm</think>\nYes."},
+CHAT = [{"role": "user", "content": " Is <b> > \"a\" & 'ü' 😀?\n"},
+        {"role": "assistant", "content": "<think>hm</think>\nYes."},
         {"role": "user", "content": "日本語 ok"}, {"role": "assistant", "content": "  done  "}]
 SYSTEM = [{"role": "system", "content": " terse "}, *CHAT]
-CALLS = [*CHAT, {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "é", "arguments": {"x": [1, 2.5, None]}}}]}]
+CALL = {"function": {"name": "é", "arguments": {"x": [1, 2.5, None]}}}
+CALLS = [*CHAT, {"role": "assistant", "content": None, "tool_calls": [CALL]}]
 TOOL = [{"type": "function", "function": {"name": "add", "description": "a < b", "parameters": {"z": 1, "a": True}}}]
 NAMES = {"bos_token": "<s>", "eos_token": "</s>"}
 
@@ -91,11 +104,12 @@ def test_renders_as_transformers(template, chat, variables):
     assert len(ours) > 100
 
 
+GROWING = "{% set n = namespace(x=START) %}{% for i in range(60) %}{% set n.x = STEP %}{% endfor %}{{ n.x }}"
 HOSTILE = {
     "nested loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-    "squared number": "{% set n = namespace(x=10**1000) %}{% for i in range(60) %}{% set n.x = n.x*n.x %}{% endfor %}{{ n.x }}",
-    "doubled string": "{% set n = namespace(x='aa') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}",
-    "shared lists": "{% set n = namespace(x=[1]) %}{% for i in range(60) %}{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x }}",
+    "squared number": GROWING.replace("START", "10**1000").replace("STEP", "n.x * n.x"),
+    "doubled string": GROWING.replace("START", "'aa'").replace("STEP", "n.x ~ n.x"),
+    "shared lists": GROWING.replace("START", "[1]").replace("STEP", "[n.x, n.x]"),
     "huge string": "{{ 'a' * 10**10 }}",
     "huge width": "{{ '%10000000000d' % 3 }}",
     "huge output": "{% for a in range(99999) %}{{ 'x' * 1000 }}{% endfor %}",
@@ -128,12 +142,13 @@ def test_says_why_a_conversation_does_not_fit():
 
 
 def test_any_thread_and_a_forked_child_may_render():
-    results = {}
+    right = []
 
     def work(name):
         for turn in range(30):
             words = f"thread {name} turn {turn}"
-            results[name, turn] = words in render(CHATML, [{"role": "user", "content": words}])
+            assert words in render(CHATML, [{"role": "user", "content": words}])
+            right.append(words)
 
     threads = [threading.Thread(target=work, args=(name,)) for name in range(4)]
     for thread in threads:
@@ -144,5 +159,4 @@ def test_any_thread_and_a_forked_child_may_render():
         thread.join()
     child.join(timeout=30)
     assert child.exitcode == 0
-    assert len(results) == 120
-    assert all(results.values())
+    assert len(right) == 120
