@@ -87,14 +87,15 @@ def test_the_polynomials_are_the_papers():
 
 # ── Muon's step ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
-def one_step(matrices, grads, slices=None, **named):
+def two_steps(matrices, grads, slices=None, **named):
+    """Of gradients in different directions: the given ones, then those with their columns reversed."""
     module = nn.ParameterDict({name: nn.Parameter(m.clone()) for name, m in matrices.items()})
     optimizer = muon(module.named_parameters(), lr_matrix=0.1, lr_embed=1, lr_scalar=1, slices=slices, **named)
-    for step in (1.0, -0.3):
+    for turn in (lambda g: g, lambda g: g.flip(1)):
         for name, p in module.items():
-            p.grad = step * grads[name]
+            p.grad = turn(grads[name])
         optimizer.step()
-    return {name: p.detach() for name, p in module.items()}, optimizer
+    return {name: p.detach() for name, p in module.items()}
 
 
 def draw(name, *shape):
@@ -104,9 +105,9 @@ def draw(name, *shape):
 def test_a_step_is_nesterov_momentum_orthogonalised_and_scaled():
     for rows, columns in ((6, 10), (24, 6)):
         weight, grad = draw("weight", rows, columns), draw("grad", rows, columns)
-        found, _ = one_step({"w": weight}, {"w": grad}, momentum=0.9, weight_decay=0.2)
+        found = two_steps({"w": weight}, {"w": grad}, momentum=0.9, weight_decay=0.2)
         buffer = torch.zeros(rows, columns)
-        for g in (grad, -0.3 * grad):
+        for g in (grad, grad.flip(1)):
             buffer = 0.9 * buffer + 0.1 * g
             update = orthogonalised((0.1 * g + 0.9 * buffer)[None])[0]
             weight = weight * (1 - 0.1 * 0.2) - 0.1 * max(1, rows / columns) ** 0.5 * update
@@ -116,10 +117,10 @@ def test_a_step_is_nesterov_momentum_orthogonalised_and_scaled():
 def test_slices_of_a_fused_matrix_move_as_matrices_of_their_own():
     parts = {"a": draw("a", 8, 12), "b": draw("b", 4, 12), "c": draw("c", 4, 12)}
     grads = {name: draw(f"grad {name}", *m.shape) for name, m in parts.items()}
-    apart, _ = one_step(parts, grads)
+    apart = two_steps(parts, grads)
     stacked = {"abc": torch.cat(list(parts.values()))}, {"abc": torch.cat(list(grads.values()))}
-    fused, _ = one_step(*stacked, slices={"abc": (8, 4, 4)})
-    whole, _ = one_step(*stacked)
+    fused = two_steps(*stacked, slices={"abc": (8, 4, 4)})
+    whole = two_steps(*stacked)
     assert torch.equal(fused["abc"], torch.cat(list(apart.values())))
     assert (whole["abc"] - fused["abc"]).abs().max() > 1e-2  # else this test could not fail
 
@@ -127,9 +128,9 @@ def test_slices_of_a_fused_matrix_move_as_matrices_of_their_own():
 def test_batched_is_one_by_one(monkeypatch):
     matrices = {f"m{i}": draw(i, 6, 10) for i in range(5)}
     grads = {name: draw(f"grad {name}", 6, 10) for name in matrices}
-    together, _ = one_step(matrices, grads)
+    together = two_steps(matrices, grads)
     monkeypatch.setattr(optim, "BATCH_ELEMENTS", 1)
-    singly, _ = one_step(matrices, grads)
+    singly = two_steps(matrices, grads)
     for name in matrices:
         torch.testing.assert_close(together[name], singly[name], rtol=0, atol=1e-6)
 
