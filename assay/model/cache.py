@@ -1,9 +1,27 @@
 """Keys and values of the tokens already seen, one tensor a layer, with who they belong to."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from assay.errors import UsageError
+
+
+class LayerCache(NamedTuple):
+    """One layer's share, filled up to `used`."""
+
+    keys_BSKd: Tensor
+    values_BSKd: Tensor
+    used: int
+
+    def extend(self, k_BTKd: Tensor, v_BTKd: Tensor) -> tuple[Tensor, Tensor]:
+        """Store new keys and values and return all of them, oldest first."""
+        end, capacity = self.used + k_BTKd.shape[1], self.keys_BSKd.shape[1]
+        if end > capacity:
+            raise UsageError(f"the cache holds {capacity} tokens and {end} were asked for; make it larger")
+        self.keys_BSKd[:, self.used:end], self.values_BSKd[:, self.used:end] = k_BTKd, v_BTKd
+        return self.keys_BSKd[:, :end], self.values_BSKd[:, :end]
 
 
 class Cache:
@@ -20,16 +38,10 @@ class Cache:
         self.documents = torch.full((rows, capacity), -1, device=device)
         self.positions = torch.zeros((rows, capacity), dtype=torch.long, device=device)
         self.lengths = torch.zeros(rows, dtype=torch.long, device=device)
-        self.capacity, self.used = capacity, 0
+        self.used = 0
 
-    def extend(self, layer: int, k_BTKd: Tensor, v_BTKd: Tensor) -> tuple[Tensor, Tensor]:
-        """Store a layer's new keys and values and return all of them, oldest first."""
-        end = self.used + k_BTKd.shape[1]
-        if end > self.capacity:
-            raise UsageError(f"the cache holds {self.capacity} tokens and {end} were asked for; make it larger")
-        self.keys[layer][:, self.used:end] = k_BTKd
-        self.values[layer][:, self.used:end] = v_BTKd
-        return self.keys[layer][:, :end], self.values[layer][:, :end]
+    def layer(self, index: int) -> "LayerCache":
+        return LayerCache(self.keys[index], self.values[index], self.used)
 
     def with_new(self, documents: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Documents and positions of every key that the coming tokens may look at, themselves included."""

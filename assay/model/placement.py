@@ -20,5 +20,7 @@ def place_for_training(model: Transformer, device: str, *, compute: torch.dtype 
     model.compute_dtype = compute or (torch.bfloat16 if on_gpu else torch.float32)
     model.recompute = recompute
     if compile or (compile is None and on_gpu):
-        model.trunk = torch.compile(model.trunk, dynamic=False)  # type: ignore[method-assign]
+        # Block by block: all layers share one compiled graph, so that compilation takes seconds, whatever the depth.
+        for block in model.blocks:
+            block.compile(dynamic=False)
     return model

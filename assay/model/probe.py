@@ -45,8 +45,24 @@ def answer(model: Transformer) -> Answer:
 
 
 def distance(a: Answer, b: Answer) -> float:
-    """Relative error of the log-probabilities, ‖a − b‖ / ‖b‖; infinite where either is not finite."""
-    one, two = (torch.cat([x.logits - x.logsumexp[..., None], x.logsumexp[..., None]], -1).double() for x in (a, b))
+    """How far the log-probabilities of `a` are from `b`'s, relative to how far `b`'s spread around their mean.
+
+    Two unrelated models are 1.4 apart. Measured against the log-probabilities themselves, any two fresh models would look
+    alike: all of theirs are near −log V. Infinite where either is not finite.
+    """
+    one, two = _vector(a), _vector(b)
     if one.shape != two.shape or not torch.isfinite(one).all() or not torch.isfinite(two).all():
         return float("inf")
-    return float((one - two).norm() / two.norm())
+    spread = (b.logits - b.logits.mean(-1, keepdim=True)).double().norm()
+    return float((one - two).norm() / spread) if (one != two).any() else 0.0
+
+
+def share(seen: Answer, base: Answer, changed: Answer) -> float:
+    """How much of the change from `base` to `changed` shows in `seen`: 0 none of it, 1 all of it, 2 twice as much."""
+    found, whole = _vector(seen) - _vector(base), _vector(changed) - _vector(base)
+    return float((found * whole).sum() / whole.square().sum())
+
+
+def _vector(answer: Answer) -> Tensor:
+    """Log-probabilities and what normalised them."""
+    return torch.cat([answer.logits - answer.logsumexp[..., None], answer.logsumexp[..., None]], -1).double()

@@ -247,6 +247,8 @@ def _canonical(document: Mapping[str, Any]) -> dict[str, Any]:
     model, added = document.get("model"), document.get("added_tokens", [])
     if not isinstance(model, Mapping) or not isinstance(added, list):
         raise ArtifactError("tokenizer.json: no model, or added_tokens is not a list")
+    if model.get("dropout"):
+        raise ArtifactError(f"tokenizer.json: dropout {model['dropout']} makes ids random; set it to null")
     merges = model.get("merges")
     if merges:
         model = {**model, "merges": [merge.split(" ") if isinstance(merge, str) else merge for merge in merges]}

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from assay.model.attention import Placement, Sight, attend, place
-from assay.model.cache import Cache
+from assay.model.cache import Cache, LayerCache
 from assay.seeds import generator
 
 
@@ -98,7 +98,7 @@ class Attention(nn.Module):
         self.q_norm = RmsNorm(c.head_dim, c.norm_eps) if c.qk_norm else None
         self.k_norm = RmsNorm(c.head_dim, c.norm_eps) if c.qk_norm else None
 
-    def forward(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor] | None, sight: Sight, cache: Cache | None, layer: int) -> Tensor:
+    def forward(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor] | None, sight: Sight, cache: LayerCache | None) -> Tensor:
         B, T, _ = x_BTD.shape
         q, k, v = (part.view(B, T, -1, self.head_dim) for part in self.qkv(x_BTD).split(self.rows, -1))
         if self.q_norm is not None and self.k_norm is not None:
@@ -106,7 +106,7 @@ class Attention(nn.Module):
         if rotary is not None:
             q, k = rotate(q, *rotary), rotate(k, *rotary)
         if cache is not None:
-            k, v = cache.extend(layer, k, v)
+            k, v = cache.extend(k, v)
         return self.out(attend(q, k, v, sight).reshape(B, T, -1))
 
 
@@ -131,8 +131,8 @@ class Block(nn.Module):
         self.attn_norm, self.mlp_norm = make_norm(c), make_norm(c)
         self.attn, self.mlp = Attention(c), Mlp(c)
 
-    def forward(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor] | None, sight: Sight, cache: Cache | None, layer: int) -> Tensor:
-        x_BTD = x_BTD + self.attn(self.attn_norm(x_BTD), rotary, sight, cache, layer)
+    def forward(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor] | None, sight: Sight, cache: LayerCache | None) -> Tensor:
+        x_BTD = x_BTD + self.attn(self.attn_norm(x_BTD), rotary, sight, cache)
         return x_BTD + self.mlp(self.mlp_norm(x_BTD))
 
 
@@ -159,24 +159,19 @@ class Transformer(nn.Module):
         and a cache all give a token the same state.
         """
         placement = place(tokens_BT, documents, positions, cache, set(self.config.windows))
-        states = self.trunk(tokens_BT, placement, cache)
-        if cache is not None:
-            cache.advance(placement.documents, placement.positions)
-        return states
-
-    def trunk(self, tokens_BT: Tensor, placement: Placement, cache: Cache | None) -> Tensor:
-        """All of the arithmetic, and none of the bookkeeping: this is what torch.compile gets."""
         x_BTD = F.embedding(tokens_BT, self.embed.weight)
         if self.position is not None:
             x_BTD = x_BTD + F.embedding(placement.positions, self.position.weight)
         x_BTD = x_BTD.to(self.compute_dtype or x_BTD.dtype)
         rotary = self.rotary(placement)
         for layer, block in enumerate(self.blocks):
-            arguments = (x_BTD, rotary, placement.sights[self.config.windows[layer]], cache, layer)
+            arguments = (x_BTD, rotary, placement.sights[self.config.windows[layer]], None if cache is None else cache.layer(layer))
             if self.recompute and torch.is_grad_enabled():
                 x_BTD = checkpoint(block, *arguments, use_reentrant=False)
             else:
                 x_BTD = block(*arguments)
+        if cache is not None:
+            cache.advance(placement.documents, placement.positions)
         return self.norm(x_BTD)
 
     def rotary(self, placement: Placement) -> tuple[Tensor, Tensor] | None:
