@@ -245,14 +245,14 @@ def _manifest(contents: Contents, facts: Mapping[str, FileFacts]) -> dict[str, A
 def _require_writable(where: Path, contents: Contents) -> None:
     """What no reader could use is refused before the disk is touched."""
     if not contents.weights:
-        raise ArtifactError(f"{where}: not saved: there are no weights in it; gather them before saving")
+        raise ArtifactError(f"{where}: not saved: it holds no weights; gather them before saving")
     for name, tensor in contents.weights.items():
         if tensor.numel() == 0:
-            raise ArtifactError(f"{where}: not saved: the weight {name!r} has no elements (shape {list(tensor.shape)}); "
+            raise ArtifactError(f"{where}: not saved: the weight {name!r} of shape {list(tensor.shape)} is empty; "
                                 "gather the weights before saving")
     for name in contents.files:
         if "/" in name or name.startswith(".") or name in RESERVED or name.endswith(".safetensors"):
-            raise UsageError(f"{where}: cannot hold a file named {name!r}; expected a plain name, not one of ours")
+            raise UsageError(f"{where}: cannot hold a file named {name!r}; expected a plain name, none of ours")
         inside(where, name)
     canonical({**contents.facts}, where=f"{where}: facts")
     canonical(contents.trainer, where=f"{where}: trainer")

@@ -14,17 +14,19 @@ import os
 import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
 from assay.errors import ArtifactError, StoreError, UsageError
 
+T = TypeVar("T")
 PARTIAL = ".partial-"
 TRASH = ".trash-"
-WRITE_BYTES = 8 << 20   # a large buffer is written in slices of this size
-READ_BYTES = 4 << 20    # and read in slices of this one, each hashed while the next is read
+PIECE_BYTES = 4 << 20  # large files are read and written in pieces of this size, each hashed in a thread meanwhile
+SMALL_BYTES = 64 << 10  # what is smaller is hashed sooner than a thread wakes up
 NO_LOCKS = {errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK, errno.EBADF, errno.EINVAL}  # as some network filesystems answer
 
 
@@ -108,7 +110,7 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> str:
     with told(path), ThreadPoolExecutor(1, "sha256") as hasher, _closing(disk.create(path)) as fd:
         for chunk in chunks:
             for piece in _pieces(chunk):
-                hashed = hasher.submit(digest.update, piece)
+                hashed = in_thread(hasher, digest.update, piece)
                 write_all(fd, piece)
                 hashed.result()
         disk.sync(fd)
@@ -207,16 +209,23 @@ def read_file(path: Path, *, limit: int, expected_sha256: str | None = None) -> 
 def read_into_hash(fd: int, size: int, digest: "hashlib._Hash", path: Path) -> np.ndarray:
     """The next `size` bytes of fd in one new buffer, read from the disk once and hashed as they lie there."""
     buffer = np.empty(size, np.uint8)  # numpy asks for huge pages: twice as fast to fill as torch.empty
+    hashed = _done(None)
     with ThreadPoolExecutor(1, "sha256") as hasher:
-        hashed = [hasher.submit(digest.update, piece) for piece in _read_pieces(fd, buffer, path)]
-    for piece_hashed in hashed:
-        piece_hashed.result()
+        for piece in _read_pieces(fd, buffer, path):
+            hashed.result()  # one at a time and in order
+            hashed = in_thread(hasher, digest.update, piece)
+        hashed.result()
     return buffer
 
 
 def hash_file(path: Path) -> str:
     with open_regular(path) as fd, open(fd, "rb", buffering=0, closefd=False) as file, reading(path):
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def in_thread(pool: ThreadPoolExecutor, function: Callable[[memoryview], T], data: memoryview) -> Future[T]:
+    """`function(data)` in the pool, or here and now where that is quicker."""
+    return pool.submit(function, data) if len(data) > SMALL_BYTES else _done(function(data))
 
 
 def require_hash(path: Path, actual: str, expected: str | None) -> None:
@@ -335,10 +344,16 @@ def _closing(fd: int) -> Iterator[int]:
         disk.close(fd)
 
 
+def _done(result: T) -> Future[T]:
+    future: Future[T] = Future()
+    future.set_result(result)
+    return future
+
+
 def _pieces(chunk: bytes | memoryview) -> Iterator[memoryview]:
     view = memoryview(chunk).cast("B")
-    for start in range(0, len(view), WRITE_BYTES):
-        yield view[start:start + WRITE_BYTES]
+    for start in range(0, len(view), PIECE_BYTES):
+        yield view[start:start + PIECE_BYTES]
 
 
 def write_all(fd: int, view: memoryview) -> None:
@@ -353,7 +368,7 @@ def _read_pieces(fd: int, buffer: np.ndarray, path: Path) -> Iterator[memoryview
     view = buffer.data
     while view:
         with reading(path):
-            count = os.readv(fd, [view[:READ_BYTES]])
+            count = os.readv(fd, [view[:PIECE_BYTES]])
         if count == 0:
             raise ArtifactError(f"{path}: ended {len(view):,} bytes early; another program changes it while it is read")
         yield view[:count]

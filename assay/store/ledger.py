@@ -61,7 +61,7 @@ class Ledger:
             return self._append(fd, kind, facts)
 
     def close(self) -> None:
-        with self._one_at_a_time:
+        with self._one_at_a_time, durable.told(self.path):
             self._let_go()
 
     def _begin_writing(self) -> int:

@@ -61,10 +61,11 @@ class FileFacts:
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> FileFacts:
     """Write a new safetensors file to the disk in one pass; the bytes that are hashed are those that are written."""
-    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # keeps every tensor aligned
-    header = _header_bytes({name: tensors[name] for name in order}, metadata or {"format": "pt"}, path)
+    ordered = {name: tensors[name] for name in sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))}
+    header = _header_bytes(ordered, metadata or {"format": "pt"}, path)
     digests: dict[str, str] = {}
-    sha256 = durable.write_file(path, _chunks(header, tensors, order, digests))
+    with ThreadPoolExecutor(1, "sha256") as hasher:
+        sha256 = durable.write_file(path, _chunks(header, ordered, hasher, digests))
     facts = {name: {"dtype": NAMES[tensors[name].dtype], "shape": list(tensors[name].shape), "sha256": digests[name]}
              for name in sorted(tensors)}
     return FileFacts(sha256, len(header) + sum(map(tensor_bytes, tensors.values())), facts)
@@ -202,16 +203,15 @@ def _header_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], pa
     return len(text).to_bytes(8, "little") + text
 
 
-def _chunks(header: bytes, tensors: Mapping[str, Tensor], order: list[str],
+def _chunks(header: bytes, tensors: Mapping[str, Tensor], hasher: ThreadPoolExecutor,
             digests: dict[str, str]) -> Iterator[memoryview]:
     """The file's bytes; each tensor is hashed in a thread while the caller hashes and writes the same bytes."""
     yield memoryview(header)
-    with ThreadPoolExecutor(1, "sha256") as hasher:
-        for name in order:
-            raw = _raw(tensors[name])
-            digest = hasher.submit(hashlib.sha256, raw)
-            yield raw
-            digests[name] = digest.result().hexdigest()
+    for name, tensor in tensors.items():
+        raw = _raw(tensor)
+        digest = durable.in_thread(hasher, hashlib.sha256, raw)
+        yield raw
+        digests[name] = digest.result().hexdigest()
 
 
 def _raw(tensor: Tensor) -> memoryview:
