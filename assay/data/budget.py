@@ -41,9 +41,9 @@ def _warnings(epochs: float, per_parameter: float, unique_per_parameter: float, 
         warnings.append(f"{epochs:.1f} epochs: beyond about {EPOCHS_LIKE_NEW}, repeated text is worth less than new; "
                         f"this run's tokens do what {worth:.0%} as many new ones would (arXiv 2305.16264)")
     if epochs > 1 and unique_per_parameter < 1:
-        warnings.append(f"{unique_per_parameter:.2g} different tokens per parameter, read {epochs:.1f} times: the model "
-                        "can learn the text by heart, and held-out loss may rise while training loss falls. Choose "
-                        "checkpoints by held-out loss")
+        warnings.append(f"{unique_per_parameter:.2g} different tokens per parameter, read {epochs:.1f} times: the "
+                        "model can learn the text by heart, and held-out loss may rise while training loss falls. "
+                        "Choose checkpoints by held-out loss")
     if per_parameter < TOKENS_PER_PARAMETER:
         warnings.append(f"{per_parameter:.2g} tokens per parameter: below about {TOKENS_PER_PARAMETER}, a smaller "
                         "model trained on more text is better for the same compute (arXiv 2203.15556)")

@@ -160,7 +160,7 @@ def build(texts: Iterable[Path], out: Path, tokenizer: Path, plan: Plan, *, work
         overlap = survey.held.overlap()
         _refuse(overlap, plan.max_overlap)
         files |= _write_samples(folder, survey.samples, encoding, files)
-        _write(folder / "manifest.json", _manifest(plan, encoding, survey, writers, overlap, files))
+        write_file(folder / "manifest.json", _manifest(plan, encoding, survey, writers, overlap, files))
     return open_corpus(out, verify=False)
 
 
@@ -489,7 +489,7 @@ def _write_samples(folder: Path, samples: list[tuple[int, int, bytes, bool]], en
             raise ArtifactError(f"document {number:016x} was stored with other ids than its tokenizer gives from place "
                                 f"{agree} on; please report this tokenizer.json")
         lines.append(json.dumps({"id": f"{number:016x}", "text": text, "ids": ids.tolist(), "agree": agree}))
-    return {"samples.jsonl": _write(folder / "samples.jsonl", "".join(f"{line}\n" for line in lines).encode())}
+    return {"samples.jsonl": write_file(folder / "samples.jsonl", "".join(f"{line}\n" for line in lines).encode())}
 
 
 def _check_samples(corpus: Corpus) -> None:
@@ -546,7 +546,7 @@ def _fsync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _write(path: Path, data: bytes) -> dict[str, Any]:
+def write_file(path: Path, data: bytes) -> dict[str, Any]:
     file = _HashedFile(path)
     file.write(data)
     return file.close()
@@ -554,7 +554,7 @@ def _write(path: Path, data: bytes) -> dict[str, Any]:
 
 def _write_tokenizer(folder: Path, tokenizer: Tokenizer, boundary: str | None) -> tuple[Encoding, Files]:
     """Its files come first: the workers and every later opening read these, not the ones they were copied from."""
-    files = {name: _write(folder / name, data) for name, data in tokenizer.files().items() if "/" not in name}
+    files = {name: write_file(folder / name, data) for name, data in tokenizer.files().items() if "/" not in name}
     return Encoding.of(tokenizer, boundary, folder), files
 
 

@@ -1,0 +1,90 @@
+"""Train a byte-level BPE tokenizer: every text has ids, every id sequence decodes to the bytes it came from.
+
+Text is cut by Llama-3's expression before merging (see encode.py): a word takes one space or sign before it, numbers
+are cut into at most `digits` digits, line ends stand together. Special tokens come first: <|endoftext|> is 0, and the
+two chat markers are reserved so that a chat template can be added later without new rows in the model. The same texts
+and size give the same tokenizer.json.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import tokenizers
+from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
+
+from assay.data.corpus import committed, write_file
+from assay.data.encode import END_OF_DOCUMENT, Encoder, id_type, split_expression
+from assay.data.text import Document, Rule, Source, documents, find_sources
+from assay.errors import DataError, UsageError
+from assay.model.tokenizer import Tokenizer
+from assay.seeds import derive
+
+SPECIAL = (END_OF_DOCUMENT, "<|im_start|>", "<|im_end|>")
+SMALLEST = 256 + len(SPECIAL)
+SAMPLED, SAMPLE_BYTES = 0.05, 4 << 20  # share of documents kept from training to measure bytes per token, and its most
+
+
+@dataclass(frozen=True)
+class Compression:
+    """Of each document that was not trained on."""
+
+    bytes: list[int]
+    tokens: list[int]
+
+
+def train_tokenizer(texts: Iterable[Path], size: int, *, rule: Rule, digits: int = 1,
+                    seed: int = 0) -> tuple[Tokenizer, Compression]:
+    """`size` counts all tokens, special ones included."""
+    if size < SMALLEST:
+        raise UsageError(f"--size is {size}; a byte-level tokenizer has at least {SMALLEST} tokens")
+    if digits not in (1, 2, 3):
+        raise UsageError(f"--digits is {digits}; expected 1, 2 or 3")
+    sources = find_sources(texts)
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split(Regex(split_expression(digits)), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=list(SPECIAL), show_progress=False,
+                                  initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()))
+    backend.train_from_iterator((d.raw.decode() for d, kept in _read(sources, rule, seed) if not kept), trainer)
+    if backend.get_vocab_size() < size:
+        raise DataError(f"the text gives {backend.get_vocab_size()} tokens and no more, --size is {size}; "
+                        "give more text or a smaller --size")
+    tokenizer = Tokenizer.from_parts(backend.to_str(), bos_token=END_OF_DOCUMENT, eos_token=END_OF_DOCUMENT)
+    return tokenizer, _measure(tokenizer, sources, rule, seed)
+
+
+def write_tokenizer(tokenizer: Tokenizer, out: Path) -> None:
+    if out.exists():
+        raise UsageError(f"{out} exists; give another --out or remove it")
+    with committed(out) as folder:
+        for name, data in tokenizer.files().items():
+            write_file(folder / name, data)
+
+
+def _measure(tokenizer: Tokenizer, sources: list[Source], rule: Rule, seed: int) -> Compression:
+    dtype = id_type(tokenizer)
+    encoder, width = Encoder(tokenizer, dtype), int(dtype[-1])
+    sizes: list[int] = []
+    tokens: list[int] = []
+    for document, kept in _read(sources, rule, seed):
+        if kept and sum(sizes) < SAMPLE_BYTES:
+            sizes.append(len(document.raw))
+            tokens.append(len(encoder.encode(document.raw.decode())) // width)
+    return Compression(sizes, tokens)
+
+
+def _read(sources: list[Source], rule: Rule, seed: int) -> Iterator[tuple[Document, bool]]:
+    """Every document, and whether it is kept from training. An empty text is an error here, not a useless tokenizer."""
+    trained = 0
+    left_out: Counter[str] = Counter()
+    for source in sources:
+        for document in documents(source, rule, left_out):
+            kept = derive(seed, "tokenizer-sample", document.id) < SAMPLED * (1 << 63)
+            trained += not kept
+            yield document, kept
+    if not trained:
+        raise DataError(f"no text to train on in {', '.join(str(source.path) for source in sources)}")

@@ -1,0 +1,111 @@
+"""assay corpus: text into hashed token shards, held-out documents apart."""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from assay.config import argument, option
+
+if TYPE_CHECKING:
+    from assay.data.corpus import Corpus, Progress
+
+PLAIN_EVERY = 5.0  # seconds between two lines where there is no terminal
+
+
+@dataclass(frozen=True)
+class FLAGS:
+    """Turn text into token shards with a manifest. Held-out documents are chosen by id before anything is read; text
+    that stands on both sides is measured, and refused above a bound."""
+
+    text: tuple[str, ...] = argument(".txt, .jsonl (also .gz), .parquet, or folders of these")
+    tokenizer: str = option("folder with tokenizer.json")
+    out: str = option("folder to write; must not exist")
+    held_out: float | None = option("share of documents to hold out (default: 0.05; 0 with --held-out-files)",
+                                    default=None)
+    held_out_files: tuple[str, ...] = option("files or folders to hold out whole", default=())
+    seed: int = option("chooses the held-out documents", default=0)
+    max_overlap: float = option("most of the held-out text that may also stand in training text", default=0.05)
+    field: str = option("text field of JSONL rows, column of parquet", default="text")
+    split: str | None = option("text files: a line equal to this separates documents ('': a blank line)", default=None)
+    document_bytes: int | None = option("text files: cut into documents of so many bytes, lengthened to the line end",
+                                        default=None)
+    skip_invalid: bool = option("leave out documents that are not UTF-8 instead of refusing", default=False)
+    boundary: str | None = option("token before and after every document (default: the tokenizer's EOS)", default=None)
+    shard_tokens: int = option("tokens in one shard file", default=100_000_000)
+    workers: int = option("processes that encode (0: one per core)", default=0)
+    json: bool = option("print the manifest as JSON", default=False)
+
+
+EXAMPLES = """  assay corpus stories.jsonl.gz --tokenizer tokenizer --out corpus
+  assay corpus enwik8.gz --document-bytes 65536 --tokenizer tokenizer --out corpus
+  assay corpus train.txt --held-out-files valid.txt --document-bytes 65536 --tokenizer tokenizer --out corpus"""
+
+
+def run(flags: FLAGS) -> int:
+    from assay.data.corpus import Plan, build
+    from assay.data.text import Rule
+
+    share = flags.held_out if flags.held_out is not None else 0.0 if flags.held_out_files else 0.05
+    plan = Plan(Rule(flags.field, flags.split, flags.document_bytes, flags.skip_invalid), share,
+                tuple(map(Path, flags.held_out_files)), flags.seed, flags.boundary, flags.shard_tokens,
+                flags.max_overlap)
+    with progress_line() as progress:
+        corpus = build(map(Path, flags.text), Path(flags.out), Path(flags.tokenizer), plan,
+                       workers=flags.workers or os.cpu_count() or 1, progress=progress)
+    print(json.dumps(corpus.manifest, ensure_ascii=False) if flags.json else summary(corpus))
+    return 0
+
+
+def summary(corpus: "Corpus") -> str:
+    manifest = corpus.manifest
+    lines = [f"{corpus.folder}: digest {corpus.digest[:12]}, tokenizer {corpus.tokenizer_digest[:12]}, "
+             f"documents between two {manifest['boundary']['token']}"]
+    for name, split in (("train", corpus.train), ("held out", corpus.held_out)):
+        lines.append(f"{name:9} {split.documents:>12,} documents {split.tokens:>15,} tokens {split.bytes:>15,} bytes")
+    overlap = manifest["overlap"]
+    lines.append(f"overlap   {overlap['exact']} of {overlap['documents']} held-out documents stand whole in training; "
+                 f"{overlap['shared']} of {overlap['grams']} of their {overlap['words']}-grams do; "
+                 f"bound {overlap['bound']:.2%}")
+    lines += [f"left out  {count} {kind} documents" for kind, count in manifest["left_out"].items()]
+    if lossy := manifest["held_out"]["lossy"]:
+        lines.append(f"warning: {lossy} held-out documents do not decode to their own bytes under this tokenizer; "
+                     "bits per byte leaves them out")
+    return "\n".join(lines)
+
+
+@contextmanager
+def progress_line() -> Iterator[Callable[["Progress"], None]]:
+    """A live bar on a terminal, elsewhere a plain line every few seconds; both on stderr."""
+    if not sys.stderr.isatty():
+        yield _plain()
+        return
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+
+    with Bar(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("reading", total=None)
+        yield lambda p: bar.update(task, description=_words(p), completed=p.done, total=p.total)
+
+
+def _plain() -> Callable[["Progress"], None]:
+    told = 0.0
+
+    def tell(progress: "Progress") -> None:
+        nonlocal told
+        if progress.seconds - told >= PLAIN_EVERY:
+            told = progress.seconds
+            print(_words(progress), file=sys.stderr, flush=True)
+
+    return tell
+
+
+def _words(progress: "Progress") -> str:
+    done = f"{progress.done / 1e6:,.1f} MB"
+    if progress.total:
+        done += f" of {progress.total / 1e6:,.1f}, {progress.tokens:,} tokens"
+    return f"{progress.stage} {done}, {progress.seconds:.0f} s"

@@ -1,0 +1,47 @@
+"""assay tokenizer: train a byte-level BPE."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from assay.config import argument, option
+
+
+@dataclass(frozen=True)
+class FLAGS:
+    """Train a byte-level BPE tokenizer on text and write tokenizer.json and tokenizer_config.json."""
+
+    text: tuple[str, ...] = argument(".txt, .jsonl (also .gz), .parquet, or folders of these")
+    out: str = option("folder to write; must not exist")
+    size: int = option("tokens in all, special ones included", default=8192)
+    digits: int = option("most digits in one token: 1, 2 or 3", default=1)
+    field: str = option("text field of JSONL rows, column of parquet", default="text")
+    document_bytes: int = option("text files are read in chunks of so many bytes, lengthened to the line end",
+                                 default=16384)
+    skip_invalid: bool = option("leave out documents that are not UTF-8 instead of refusing", default=False)
+    seed: int = option("chooses the documents kept from training to measure compression", default=0)
+    json: bool = option("print JSON", default=False)
+
+
+EXAMPLES = """  assay tokenizer books/ --size 8192 --out tokenizer
+  assay tokenizer data.jsonl.gz --size 32768 --digits 3 --out tokenizer"""
+
+
+def run(flags: FLAGS) -> int:
+    from assay.data.bpe import train_tokenizer, write_tokenizer
+    from assay.data.text import Rule
+    from assay.measure.estimate import ratio
+
+    rule = Rule(flags.field, document_bytes=flags.document_bytes, skip_invalid=flags.skip_invalid)
+    tokenizer, compression = train_tokenizer(map(Path, flags.text), flags.size, rule=rule, digits=flags.digits,
+                                             seed=flags.seed)
+    write_tokenizer(tokenizer, Path(flags.out))
+    enough = len(compression.bytes) > 1  # fewer have no interval, and a bare number does not travel
+    bytes_per_token = ratio(compression.bytes, compression.tokens) if enough else None
+    if flags.json:
+        print(json.dumps({"path": str(flags.out), "tokens": tokenizer.size, "digest": tokenizer.digest,
+                          "bytes_per_token": asdict(bytes_per_token) if bytes_per_token else None}))
+        return 0
+    print(f"{flags.out}: {tokenizer.size} tokens, digest {tokenizer.digest[:12]}")
+    print(f"bytes per token on documents not trained on: {bytes_per_token or 'unknown, too few documents'}")
+    return 0
