@@ -176,7 +176,7 @@ def stages(problem: tuple, softcap: float | None) -> None:
     chunk = softcap_ce._even_chunk(N, V, 2)
     part = slice(0, min(chunk, N))
     logits_CV = softcap_ce._padded_rows(hidden_ND, part.stop, V, torch.bfloat16)
-    d_hidden_CD, d_head_VD = torch.empty_like(hidden_ND[part]), torch.zeros(V, D, device="cuda")
+    d_hidden_CD, d_head_VD = torch.empty(part.stop, D, device="cuda"), torch.zeros(V, D, device="cuda")
     losses_C, product = torch.empty(part.stop, device="cuda"), softcap_ce._product
     work = {
         "logits = hidden @ head": lambda: product(hidden_ND[part], head_VD.T, out=logits_CV),

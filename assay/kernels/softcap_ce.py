@@ -85,9 +85,9 @@ def fused_linear_cross_entropy(hidden_ND: Tensor, head_VD: Tensor, targets_N: Te
                                chunk: int | None = None) -> tuple[Tensor, Tensor]:
     """As `linear_cross_entropy`, on CUDA (or in Triton's interpreter), `chunk` tokens at a time.
 
-    Products run in the autocast dtype, else in hidden's; everything summed over vocabulary or tokens is summed in
-    fp32, and the head's gradient is rounded once, to the head's own dtype. Nothing waits for the GPU, so a target
-    outside the vocabulary cannot raise: its loss and its gradients are NaN.
+    Products run in the autocast dtype, else in hidden's. Whatever is summed over the vocabulary or over tokens is
+    summed in fp32, and each gradient is rounded once, to the dtype of what it belongs to. Nothing waits for the GPU, so
+    a target outside the vocabulary cannot raise: its loss and its gradients are NaN.
     """
     _check(hidden_ND, head_VD, targets_N, softcap, weight_N=weight_N)
     compute = _compute_dtype(hidden_ND)
@@ -160,11 +160,11 @@ class _Sweep:
 
     def __call__(self, hidden_ND: Tensor, head_VD: Tensor, targets_N: Tensor, weight_N: Tensor | None,
                  want_hidden: bool, want_head: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Losses, and where wanted the gradients of Σ weight · loss: hidden's in the compute dtype, head's in fp32."""
+        """Losses, and where wanted the gradients of Σ weight · loss with respect to hidden and head; all in fp32."""
         hidden_ND, head_VD = hidden_ND.to(self.compute), head_VD.to(self.compute)
         (N, _), V = hidden_ND.shape, len(head_VD)
         losses_N = hidden_ND.new_empty(N, dtype=torch.float32)
-        d_hidden_ND = torch.empty_like(hidden_ND) if want_hidden else None
+        d_hidden_ND = torch.empty_like(hidden_ND, dtype=torch.float32) if want_hidden else None
         d_head_VD = torch.zeros_like(head_VD, dtype=torch.float32) if want_head else None
         in_place = self.logits == self.compute
         gradient = want_hidden or want_head
@@ -215,11 +215,13 @@ def _padded_rows(like: Tensor, rows: int, V: int, dtype: torch.dtype) -> Tensor:
 
 def _product(a: Tensor, b: Tensor, *, out: Tensor, add: bool = False) -> None:
     """out = a @ b (+ out), summed in fp32 and rounded once, to out's dtype."""
-    if a.is_cuda:
-        torch.addmm(out, a, b, out.dtype, beta=float(add), out=out)
-    else:  # the interpreter's case: PyTorch has no product of mixed precision on the CPU
+    if not a.is_cuda:  # the interpreter's case: PyTorch has no product of mixed precision on the CPU
         product = a.float() @ b.float()
         out.copy_(product + out if add else product)
+    elif a.dtype == out.dtype:
+        torch.addmm(out, a, b, beta=float(add), out=out)
+    else:
+        torch.addmm(out, a, b, out_dtype=out.dtype, beta=float(add), out=out)
 
 
 @functools.cache

@@ -146,8 +146,7 @@ def orthogonalised(matrices_nrc: Tensor) -> Tensor:
     """The nearest semi-orthogonal matrix to each, roughly: directions kept, every singular value brought near 1.
 
     A singular value of at least a thousandth of the Frobenius norm ends in [0.83, 1.13]; a smaller one comes as near
-    to 1 as five steps take it, and 0 stays 0. In fp32 on the CPU; in bf16 on a GPU, which moves the band by a few
-    hundredths. The result is fp32.
+    to 1 as five steps take it, and 0 stays 0. Computed in fp32 on the CPU and in bf16 on a GPU, returned in fp32.
     """
     tall = matrices_nrc.shape[-2] > matrices_nrc.shape[-1]
     x = matrices_nrc.mT if tall else matrices_nrc  # the products below are as large as the first dimension
