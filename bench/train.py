@@ -15,6 +15,7 @@ from dataclasses import replace
 import torch
 
 from assay.data.batch import Batch
+from assay.learn.graph import GraphedAccumulate
 from assay.learn.loop import train
 from assay.learn.objectives import next_token
 from assay.learn.optim import adamw
@@ -59,7 +60,8 @@ def batches(config: ModelConfig, rows: int, length: int, steps: int, documents: 
 def ours(config: ModelConfig, rows: int, micro: int, length: int, steps: int, documents: int = 1) -> tuple[list[float], float]:
     model = place_for_training(initialised(config, 0), "cuda")
     optimizer = adamw(list(model.named_parameters()), lr=3e-4)
-    return timed(train(model, optimizer, batches(config, rows, length, steps, documents), next_token, micro=micro))
+    steps_taken = train(model, optimizer, batches(config, rows, length, steps, documents), next_token, micro=micro, accumulate=GraphedAccumulate())
+    return timed(steps_taken)
 
 
 def timed(steps) -> tuple[list[float], float]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from assay.data.batch import Batch
-from assay.learn.loop import accumulate
+from assay.learn.loop import accumulated
 from assay.learn.objectives import Objective
 from assay.model.transformer import Transformer
 from assay.verdict import Verdict, proven, refuted, unproven
@@ -37,7 +37,7 @@ def check_accumulation(model: Transformer, objective: Objective, batch: Batch) -
     """Micro-batches of one row give the step that one batch gives, on rows of different weight."""
     ragged = replace(batch, weight=_ragged(batch.weight))
     weight = float(ragged.weight.sum())
-    parts = gradients(model, lambda: accumulate(model, objective, ragged, 1, weight), backward=False)
+    parts = gradients(model, lambda: accumulated(model, objective, ragged, 1, weight), backward=False)
     whole = gradients(model, lambda: objective(model, ragged).total / weight)
     return _compared("accumulation", "one row at a time and all at once", parts, whole, model)
 

@@ -17,6 +17,10 @@ from assay.learn.objectives import Objective
 from assay.model.transformer import Transformer
 
 
+# (model, objective, batch, rows a micro-batch, the batch's weight) → mean loss; the gradients are left on the parameters.
+Accumulate = Callable[[Transformer, Objective, Batch, int, float], Tensor]
+
+
 @dataclass(frozen=True)
 class Step:
     """What happened. `loss` and `grad_norm` may still be on their way from the GPU; reading them waits."""
@@ -30,9 +34,15 @@ class Step:
     ids: tuple = ()
 
 
-def train(model: Transformer, optimizer: torch.optim.Optimizer, batches: Iterable[Batch], objective: Objective, *,
-          micro: int, schedule: Callable[[int], float] = lambda step: 1.0, clip: float = 1.0, start: int = 0) -> Iterator[Step]:
+def constant(_: int) -> float:
+    return 1.0
+
+
+def train(model: Transformer, optimizer: torch.optim.Optimizer, batches: Iterable[Batch], objective: Objective, *, micro: int,
+          schedule: Callable[[int], float] = constant, clip: float = 1.0, start: int = 0,
+          accumulate: Accumulate | None = None) -> Iterator[Step]:
     """Yield after every optimizer step. `micro` rows at a time go through the model; it never changes a result."""
+    accumulate = accumulate or accumulated
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for group in optimizer.param_groups:
         group.setdefault("initial_lr", group["lr"])  # the peak, under torch's own name for it: stepping twice must not scale twice
@@ -53,7 +63,7 @@ def train(model: Transformer, optimizer: torch.optim.Optimizer, batches: Iterabl
     alarm.settle()
 
 
-def accumulate(model: Transformer, objective: Objective, batch: Batch, micro: int, weight: float) -> Tensor:
+def accumulated(model: Transformer, objective: Objective, batch: Batch, micro: int, weight: float) -> Tensor:
     """Gradients of the batch's mean loss, summed over micro-batches: sums travel, the mean is taken once."""
     device = model.embed.weight.device
     total = torch.zeros((), device=device)
