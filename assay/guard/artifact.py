@@ -20,6 +20,20 @@ def check_hashes(subject: Subject) -> Verdict:
     return proven("hashes", f"{len(found)} tensors and {len(files)} files have their recorded sha256", tensors=len(found), files=len(files))
 
 
+def check_loaded(subject: Subject) -> Verdict:
+    """Every live parameter is the tensor that was read, bit for bit: nothing was initialised after loading."""
+    expected, found = subject.tensors, dict(subject.model.named_parameters())
+    if names := sorted(expected.keys() ^ found.keys()):
+        return refuted("loaded", f"{len(names)} parameters or tensors have no counterpart: {', '.join(names[:3])}",
+                       tensors=names)
+    wrong = sorted(name for name, (dtype, sha256) in expected.items() if tensor_sha256(found[name].to(dtype)) != sha256)
+    if wrong:
+        return refuted("loaded", f"{len(wrong)} parameter(s) of the live model are not what the files hold: "
+                                 f"{', '.join(wrong[:3])}", tensors=wrong)
+    return proven("loaded", f"all {len(found)} parameters of the live model are the tensors of the files",
+                  parameters=len(found))
+
+
 def check_values(subject: Subject) -> Verdict:
     """Finite everywhere, and no matrix that is zero throughout: the mark of a shard that was never filled."""
     bad, zero, count = [], [], 0

@@ -15,7 +15,8 @@ from assay.store.artifact import Artifact
 from assay.verdict import Verdict, proven, refuted, unproven
 
 # Relative error of the answers. The same fp32 weights on another machine or through another implementation differ by
-# rounding (1e-6 to 1e-5 seen); one flipped high bit, a wrong rotary base or a lost bias moves them by 1e-2 and more.
+# rounding (1e-6 to 1e-5 seen). A wrong rotary base moves them by 0.3 in SmolLM2-135M, and by 2e-3 in a model that has
+# not learned anything yet: the faintest fault that must show.
 SAME_WEIGHTS = 2e-4
 PROMPTS = ("The capital of France is", "def add(a, b):\n", "Once upon a time")
 NEW_TOKENS = 48

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from assay.errors import ArtifactError, AssayError, UsageError
-from assay.guard.artifact import check_fields, check_hashes, check_values
+from assay.guard.artifact import check_fields, check_hashes, check_loaded, check_values
 from assay.guard.behaviour import check_answers, check_consumer, check_generations
 from assay.guard.lineage import check_lineage
 from assay.guard.subject import Expectation, Subject
@@ -25,7 +25,7 @@ from assay.store.checkpoint import Checkpoint, hallmark, open_checkpoint, quaran
 from assay.verdict import Outcome, Verdict, overall, proven, refuted, unproven
 
 CHECKS: tuple[Callable[[Subject], Verdict], ...] = (
-    check_hashes, check_values, check_fields, check_answers, check_lineage, check_consumer, check_generations)
+    check_hashes, check_loaded, check_values, check_fields, check_answers, check_lineage, check_consumer, check_generations)
 TIMEOUT = 1800.0
 
 

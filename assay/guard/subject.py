@@ -5,9 +5,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
+import torch
+from torch import Tensor
+
 from assay.model.probe import Answer, answer
 from assay.model.transformer import Transformer
-from assay.store.artifact import Artifact, Raw, build
+from assay.store.artifact import Artifact, Raw, build, extended
+from assay.store.tensors import tensor_sha256
 
 Expectation = Literal["moved", "same"]
 
@@ -33,7 +37,13 @@ class Subject:
         return self.raw.checkpoint.facts if self.raw.checkpoint else {}
 
     @cached_property
+    def tensors(self) -> dict[str, tuple[torch.dtype, str]]:
+        """dtype and sha256 of every tensor of the files, under its name in the live model."""
+        return {name: (tensor.dtype, tensor_sha256(tensor)) for name, tensor in live_tensors(self.artifact).items()}
+
+    @cached_property
     def model(self) -> Transformer:
+        assert self.tensors  # hashed before there is a model: its parameters may share their memory
         return build(self.artifact)
 
     @cached_property
@@ -44,3 +54,18 @@ class Subject:
     def against_answers(self) -> Answer:
         assert self.against is not None
         return answer(build(self.against))
+
+
+def live_tensors(artifact: Artifact) -> dict[str, Tensor]:
+    """What the files hold, under the names of the live model: there an adapted layer has its base and its parts."""
+    if artifact.patch is None:
+        return artifact.tensors
+    live = extended(artifact.tensors, artifact.config) | artifact.patch.replaced
+    for name, parts in artifact.patch.low_rank.items():
+        layer = name.removesuffix(".weight")
+        for kind in ("weight", "bias"):
+            if (owned := f"{layer}.{kind}") in live:
+                live[f"{layer}.base.{kind}"] = live.pop(owned)
+        for i, part in enumerate(parts):
+            live |= {f"{layer}.lefts.{i}": part.left, f"{layer}.rights.{i}": part.right}
+    return live

@@ -47,8 +47,8 @@ def answer(model: Transformer) -> Answer:
 def distance(a: Answer, b: Answer) -> float:
     """How far the log-probabilities of `a` are from `b`'s, relative to how far `b`'s spread around their mean.
 
-    Two unrelated models are 1.4 apart. Measured against the log-probabilities themselves, any two fresh models would look
-    alike: all of theirs are near −log V. Infinite where either is not finite.
+    Two unrelated models are about 1.4 apart. Measured against the log-probabilities themselves, any two fresh models
+    would look alike: all of theirs are near −log V. Infinite where either is not finite.
     """
     one, two = _vector(a), _vector(b)
     if one.shape != two.shape or not torch.isfinite(one).all() or not torch.isfinite(two).all():

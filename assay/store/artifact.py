@@ -142,12 +142,13 @@ def build(artifact: Artifact, dtype: torch.dtype = torch.float32) -> Transformer
     return model.eval()
 
 
-def merged(artifact: Artifact) -> dict[str, Tensor]:
-    """The base's tensors with the patch applied, in the base's dtype."""
+def merged(artifact: Artifact, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """The base's tensors with the patch applied. What it changes is rounded once, to `dtype` or to the base's own."""
     if artifact.patch is None or artifact.base is None:
         return artifact.tensors
     tensors = extended(artifact.tensors, artifact.config)
-    return tensors | applied(tensors, artifact.patch, artifact.base.digest)
+    touched = {name: tensors[name].to(dtype or tensors[name].dtype) for name in artifact.patch.names()}
+    return tensors | applied(touched, artifact.patch, artifact.base.digest)
 
 
 def extended(tensors: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:

@@ -1,0 +1,71 @@
+"""Exports are their source, rounded; merges hold the adapter once; live parameters are the bytes of the files."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from assay.guard.artifact import check_loaded
+from assay.guard.shelf import check_kept, check_newest
+from assay.guard.subject import Subject
+from assay.store.artifact import open_artifact
+from assay.store.checkpoint import step_folder
+from assay.store.export import export
+from assay.verdict import Outcome, Verdict
+from assay.zoo.stage import examined, save, save_adapter, tiny
+
+
+def verdict(check: str, verdicts: list[Verdict]) -> Verdict:
+    return next(v for v in verdicts if v.check == check)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("base_dtype", [torch.float32, torch.bfloat16])
+def test_a_merge_is_rounded_once_to_the_dtype_asked_for(tmp_path: Path, dtype: str, base_dtype: torch.dtype):
+    base = save(tmp_path / "base", tiny().to(base_dtype), dtype=base_dtype).folder
+    adapter = save_adapter(tmp_path / "adapter", base).folder
+    bound = export(open_artifact(adapter), "merged", tmp_path / "merged", dtype)
+    found = verdict("lineage", examined(tmp_path / "merged", against=str(adapter), expect="same", bound=bound))
+    assert found.outcome is Outcome.PROVEN, found.reason
+
+
+def test_an_export_is_the_source_rounded_bit_for_bit(tmp_path: Path):
+    source = save(tmp_path / "source", tiny()).folder
+    other = tiny()
+    with torch.no_grad():
+        other.norm.weight[3] += 1e-2  # less than the answers' bound for bfloat16 can see
+    bound = export(open_artifact(save(tmp_path / "other", other).folder), "hf", tmp_path / "export", "bfloat16")
+    (tmp_path / "export" / "manifest.json").unlink()
+    (tmp_path / "export" / "probes.safetensors").unlink()
+    found = verdict("lineage", examined(tmp_path / "export", against=str(source), expect="same", bound=bound))
+    assert found.outcome is Outcome.REFUTED
+    assert "norm.weight" in found.reason
+
+
+def test_every_live_parameter_is_accounted_for_in_adapters_with_biases(tmp_path: Path):
+    base = save(tmp_path / "base", tiny("qwen2")).folder
+    artifact = open_artifact(save_adapter(tmp_path / "adapter", base).folder)
+    assert check_loaded(Subject(artifact.raw, artifact)).outcome is Outcome.PROVEN
+
+
+def test_check_loaded_sees_a_parameter_that_changed_in_shared_memory(tmp_path: Path):
+    artifact = open_artifact(save(tmp_path / "checkpoint", tiny()).folder)
+    subject = Subject(artifact.raw, artifact)
+    with torch.no_grad():
+        subject.model.norm.weight[0] += 1  # type: ignore[index, operator]
+    assert "norm.weight" in check_loaded(subject).reason
+    assert check_loaded(subject).outcome is Outcome.REFUTED
+
+
+def test_an_empty_run_has_nothing_to_resume(tmp_path: Path):
+    assert check_newest(tmp_path).outcome is Outcome.UNPROVEN
+    assert check_kept([]).outcome is Outcome.UNPROVEN
+
+
+def test_a_run_whose_only_checkpoint_is_bad_says_that_none_is_left(tmp_path: Path):
+    folder = save(step_folder(tmp_path, 1), tiny(), trainer={"step": 1}).folder
+    assert check_newest(tmp_path).outcome is Outcome.PROVEN
+    (folder / "config.json").unlink()
+    found = check_newest(tmp_path)
+    assert found.outcome is Outcome.REFUTED
+    assert "none to resume from" in found.reason
