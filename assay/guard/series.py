@@ -6,6 +6,7 @@ where the values came from is the business of guard/update.py and the data ledge
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import count
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -24,8 +25,8 @@ FAST_STEPS = 3
 TOO_FAST = 5.0
 
 WINDOW = 64
-ALLOWANCE, CLIP, ALARM, AT_ONCE = 2.0, 6.0, 16.0, 25.0
-LEAST_SCATTER = 0.002  # of the loss: a full-batch run hardly scatters, and moves of this size are no collapse
+ALLOWANCE, CLIP, ALARM, AT_ONCE, CLIMB = 2.0, 6.0, 16.0, 25.0, 10.0
+LEAST_SCATTER = 0.005  # of the first losses: less is no collapse where a run hardly scatters or knows its text by heart
 
 
 def finite(values: Sequence[float], name: str = "loss") -> Verdict:
@@ -35,8 +36,9 @@ def finite(values: Sequence[float], name: str = "loss") -> Verdict:
         return unproven("finite", f"no value of {name} was given")
     bad = np.flatnonzero(~np.isfinite(series))
     if bad.size:
-        return refuted("finite", f"{name} is {series[bad[0]]} at {int(bad[0])} ({bad.size} of {series.size} are not finite)",
-                       name=name, at=int(bad[0]), count=int(bad.size))
+        at = int(bad[0])
+        reason = f"{name} is {series[at]} at {at} ({bad.size} of {series.size} are not finite)"
+        return refuted("finite", reason, name=name, at=at, count=int(bad.size))
     return proven("finite", f"{series.size} value(s) of {name} are finite", name=name, count=int(series.size))
 
 
@@ -48,14 +50,14 @@ def self_test(detector: Callable[[Sequence[float]], Verdict] = finite) -> Verdic
     for bad in (math.nan, math.inf, -math.inf):
         for at in range(len(clean)):
             if detector([*clean[:at], bad, *clean[at + 1:]]).outcome != Outcome.REFUTED:
-                return refuted("self_test", f"a planted {bad} at {at} went unnoticed: the detector does not work", planted=str(bad), at=at)
+                return refuted("self_test", f"a planted {bad} went unnoticed: the detector does not work", at=at)
     return proven("self_test", "15 planted values that are not finite were all found")
 
 
 def constant_loss(values: Sequence[float], *, repeats: int = 5) -> Verdict:
-    """No value stands `repeats` times in a row, no stretch of that length comes back bit for bit, no placeholder settles in.
+    """No value stands `repeats` times in a row, no stretch of that length comes back bit for bit, no placeholder stays.
 
-    For losses as float32 gives them: such a repeat does not happen by chance. Logs rounded to three digits need a larger `repeats`.
+    For losses as float32 gives them, which do not repeat by chance; rounded logs need a larger `repeats`.
     """
     series = np.asarray(values, dtype=np.float64)
     for found in (_placeholder(series), _repetition(series, repeats)):
@@ -63,15 +65,15 @@ def constant_loss(values: Sequence[float], *, repeats: int = 5) -> Verdict:
             return found
     if series.size < repeats:
         return unproven("constant_loss", f"{series.size} losses are too few; {repeats} are needed")
-    return proven("constant_loss", f"{series.size} losses, no repetition and no placeholder", distinct=int(np.unique(series).size))
+    return proven("constant_loss", f"{series.size} losses, no repetition and no placeholder", steps=int(series.size))
 
 
 def initial_loss(first_loss: float, vocab: int, *, logit_std: float = 1.0, slack: float = 0.1) -> Verdict:
     """A model that knows nothing starts near ln V: not below it, and above by what its random logits cost.
 
-    Logits of standard deviation s cost s²/2 nats on average: 0.5 at the default of 1, which initialisations of 0.02 reach
-    at a width of 2,500. `slack` covers a first batch of a thousand tokens. Below the band the model has seen the text or
-    the labels; above it the initialisation or the loss is wrong.
+    Logits of standard deviation s cost s²/2 nats on average: 0.5 at the default of 1, which an initialisation of 0.02
+    reaches at a width of 2,500. `slack` covers a first batch of a thousand tokens. Below the band the model has seen
+    the text or the labels; above it the initialisation or the loss is wrong.
     """
     low, high = math.log(vocab) - slack, math.log(vocab) + logit_std**2 / 2 + slack
     evidence = {"first_loss": str(first_loss), "low": low, "high": high}
@@ -100,17 +102,18 @@ def plausible_step_time(seconds: Sequence[float], *, floor: float = 0.0) -> Verd
     impossible = np.flatnonzero(~(times > floor))  # so that a NaN is impossible too
     if impossible.size:
         at = int(impossible[0])
-        return refuted("step_time", f"step {at} took {times[at]:.3g} s; no step can take less than {floor:.3g} s", at=at)
+        return refuted("step_time", f"step {at} took {times[at]:.3g} s; it must take more than {floor:.3g} s", at=at)
     if times.size < STEPS_BEFORE + FAST_STEPS:
         return unproven("step_time", f"{times.size} steps are too few; {STEPS_BEFORE + FAST_STEPS} are needed")
     windows = sliding_window_view(times, STEPS_BEFORE + FAST_STEPS)
     usual, fast = np.median(windows[:, :STEPS_BEFORE], axis=1), windows[:, STEPS_BEFORE:].max(axis=1)
     hits = np.flatnonzero(fast < usual / TOO_FAST)
     if hits.size:
-        at = int(hits[0])
-        return refuted("step_time", f"from step {at + STEPS_BEFORE} on, {FAST_STEPS} steps took at most {fast[at]:.3g} s where "
-                       f"{usual[at]:.3g} s is usual: they did no work", at=at + STEPS_BEFORE, usual=float(usual[at]))
-    return proven("step_time", f"{times.size} steps, {np.median(times):.3g} s in the middle", median=float(np.median(times)))
+        first, at = int(hits[0]), int(hits[0]) + STEPS_BEFORE
+        took = f"from step {at} on, {FAST_STEPS} steps took {fast[first]:.3g} s or less, {usual[first]:.3g} s is usual"
+        return refuted("step_time", f"{took}: they did no work", at=at, usual=float(usual[first]))
+    middle = float(np.median(times))
+    return proven("step_time", f"{times.size} steps, {middle:.3g} s in the middle", median=middle)
 
 
 def tokens_consumed(cumulative: Sequence[int], per_step: int | Sequence[int], *, start: int = 0) -> Verdict:
@@ -118,27 +121,28 @@ def tokens_consumed(cumulative: Sequence[int], per_step: int | Sequence[int], *,
     counts = list(cumulative)
     expected = [per_step] * len(counts) if isinstance(per_step, int) else list(per_step)
     if not counts or len(expected) != len(counts):
-        return unproven("tokens_consumed", f"{len(counts)} counts and {len(expected)} batch sizes: give one of each per step")
+        return unproven("tokens_consumed", f"{len(counts)} counts, {len(expected)} batch sizes: give one each per step")
     for step, (before, after, size) in enumerate(zip([start, *counts], counts, expected, strict=False)):
         if after - before != size or size <= 0:
-            return refuted("tokens_consumed", f"step {step} consumed {after - before} tokens, its batch holds {size}", step=step)
+            reason = f"step {step} consumed {after - before} tokens, its batch holds {size}"
+            return refuted("tokens_consumed", reason, step=step)
     return proven("tokens_consumed", f"{counts[-1] - start} tokens in {len(counts)} steps, each a whole batch")
 
 
 def learning_rate(
     observed: Sequence[float], planned: Callable[[int], float], *, start: int = 0, last_step: int | None = None
 ) -> Verdict:
-    """The optimizer's learning rate at step `start` + i is the plan's, to float32; and not 0 before `last_step`, where given."""
+    """The learning rate of step `start` + i is the plan's, to float32; and not 0 before `last_step`, where given."""
     rates = list(observed)
     if not rates:
         return unproven("learning_rate", "no learning rate was given")
     for step, rate in enumerate(rates, start):
         if not _same_rate(rate, planned(step)):
-            return refuted("learning_rate", f"step {step} used {rate:.6g}, the plan says {planned(step):.6g}"
-                           + _stepped_too_often(rates, planned, start), step=step, observed=str(rate), planned=planned(step))
+            reason = f"step {step} used {rate:.6g}, the plan says {planned(step):.6g}"
+            cause = _stepped_too_often(rates, planned, start)
+            return refuted("learning_rate", reason + cause, step=step, observed=str(rate), planned=planned(step))
         if rate == 0 and last_step is not None and 0 < step < last_step:
-            return refuted("learning_rate", f"the learning rate is 0 at step {step} of {last_step}: nothing is learned from here on",
-                           step=step)
+            return refuted("learning_rate", f"it is 0 at step {step} of {last_step}: nothing is learned", step=step)
     return proven("learning_rate", f"{len(rates)} steps as planned", first=rates[0], last=rates[-1])
 
 
@@ -148,21 +152,24 @@ def change_point(losses: Sequence[float]) -> Verdict:
 
 
 class ChangePoint:
-    """Watches a loss for a jump or a collapse, fed as the values come in, in pieces of any size.
+    """Watches a loss for a jump, a drop or a slow climb, fed as the values come in, in pieces of any size.
 
-    What the last 64 losses allow for the next one is a corridor: not above where their later half lies, for a loss falls;
-    not below their trend continued at twice its pace. Outside it, distance counts in robust standard deviations z of the
-    64 about their trend. The alarm goes at z > 25, or when the sum of min(z, 6) − 2, kept at 0 or above (Page's CUSUM),
-    reaches 16: four losses in a row far out, sixteen at z = 3.
+    What the last 64 losses allow for the next one is a corridor: not above where their later half lies, for a loss
+    falls; not below their trend continued at twice its pace. Outside it, distance counts in robust standard deviations
+    z of the 64 about their trend. The alarm goes at z > 25; when the sum of min(z, 6) − 2, kept at 0 or above (Page's
+    CUSUM), reaches 16, as four losses in a row far outside make it; or when the later half lies 10 deviations above
+    its lowest.
 
-    False alarms: fewer than 1 in 10,000 steps. Measured on falling power laws with warm-up and noise of 0.3 to 7 % of the
-    loss: 0 in 1,200,000 steps for independent normal noise, 1 in 100,000 at an autocorrelation of 0.6 and tails of a
-    Student t with 4 degrees of freedom. At an autocorrelation of 0.9 it would be 4 in 10,000: smoothed losses are not for it.
+    False alarms: fewer than 1 in 10,000 steps of raw losses, measured in tests/guard/test_series.py on falling power
+    laws with warm-up and noise of autocorrelation up to 0.6 and tails up to a Student t with 4 degrees of freedom.
+    Smoothed losses are not for it: at an autocorrelation of 0.9 it is wrong ten times as often.
     """
 
     def __init__(self) -> None:
         self._recent: Array = np.empty(0)
         self._steps = 0
+        self._start = 0.0  # the middle of the first window: how large the loss was when all was still to be learned
+        self._lowest = math.inf
         self._risen = self._fallen = 0.0
         self._alarm: Verdict | None = None
 
@@ -173,57 +180,64 @@ class ChangePoint:
         if self._alarm is None:
             self._alarm = self._first_alarm(usable)
         if self._alarm is None and usable.size < series.size:
-            self._alarm = refuted("change_point", f"the loss is {series[usable.size]} at step {self._steps}", step=self._steps)
+            reason = f"the loss is {series[usable.size]} at step {self._steps}"
+            self._alarm = refuted("change_point", reason, step=self._steps, cause="not finite")
         if self._alarm is not None:
             return self._alarm
         if self._steps <= WINDOW:
-            return unproven("change_point", f"{self._steps} losses are too few; the first {WINDOW} only tell what is usual")
+            return unproven("change_point", f"{self._steps} losses; the first {WINDOW} only tell what is usual")
         return proven("change_point", f"no change in {self._steps} losses", steps=self._steps)
 
     def _first_alarm(self, losses: Array) -> Verdict | None:
         past = np.concatenate([self._recent, losses])
         judged = past[WINDOW:]
-        first_judged = self._steps + losses.size - judged.size
         self._steps, self._recent = self._steps + losses.size, past[-WINDOW:]
         if not judged.size:
             return None
-        above, below = _outside_corridor(sliding_window_view(past, WINDOW)[:-1], judged)
-        for i, (up, down) in enumerate(zip(above.tolist(), below.tolist(), strict=True)):
-            self._risen = max(0.0, self._risen + min(up, CLIP) - ALLOWANCE)
-            self._fallen = max(0.0, self._fallen + min(down, CLIP) - ALLOWANCE)
-            if max(up, down) > AT_ONCE or max(self._risen, self._fallen) >= ALARM:
-                risen = up > AT_ONCE or self._risen >= ALARM
-                return _changed("up" if risen else "down", first_judged + i, float(judged[i]), up if risen else down)
+        first = self._steps - judged.size
+        if first == WINDOW:
+            self._start = float(np.median(past[:WINDOW]))
+        windows = sliding_window_view(past, WINDOW)[:-1]
+        course = _course(windows, judged, LEAST_SCATTER * abs(self._start))
+        for step, loss, up, down, level, scatter in zip(count(first), judged.tolist(), *course, strict=False):
+            cause = self._cause(up, down, level, scatter)
+            if cause:
+                reason = f"{cause} at or just before step {step} (loss {loss:.4g}, usual {level:.4g} ± {scatter:.2g})"
+                return refuted("change_point", reason, step=step, cause=cause, loss=loss, usual=level, scatter=scatter)
         return None
 
+    def _cause(self, up: float, down: float, level: float, scatter: float) -> str:
+        """What the next loss shows, in words, or nothing."""
+        self._risen = max(0.0, self._risen + min(up, CLIP) - ALLOWANCE)
+        self._fallen = max(0.0, self._fallen + min(down, CLIP) - ALLOWANCE)
+        self._lowest = min(self._lowest, level)
+        if up > AT_ONCE or self._risen >= ALARM:
+            return "the loss jumped up"
+        if down > AT_ONCE or self._fallen >= ALARM:
+            return "the loss dropped"
+        return "the loss climbed" if level - self._lowest >= CLIMB * scatter else ""
 
-def _outside_corridor(windows_NW: Array, next_N: Array) -> tuple[Array, Array]:
-    """By how many robust standard deviations each next loss lies above and below what the window before it allows."""
+
+def _course(windows_NW: Array, next_N: Array, least_scatter: float) -> tuple[list[float], ...]:
+    """Of each window: how many scatters the next loss lies above and below its corridor, its level, and its scatter."""
     half = WINDOW // 2
     earlier, later = np.median(windows_NW[:, :half], axis=1), np.median(windows_NW[:, half:], axis=1)
     slope = (later - earlier) / half
-    line_NW = slope[:, None] * (np.arange(WINDOW) - (WINDOW - 1) / 2)
-    about_trend = windows_NW - line_NW
-    middle = np.median(about_trend, axis=1)
-    scatter = np.median(np.abs(about_trend - middle[:, None]), axis=1) / 0.6745  # MAD as a normal standard deviation
-    scatter = np.maximum(scatter, LEAST_SCATTER * np.abs(middle))
-    scatter[scatter == 0] = np.finfo(np.float64).tiny
+    about_trend = windows_NW - slope[:, None] * (np.arange(WINDOW) - (WINDOW - 1) / 2)
+    deviation = np.abs(about_trend - np.median(about_trend, axis=1)[:, None])
+    scatter = np.median(deviation, axis=1) / 0.6745  # of a normal distribution, this is the standard deviation
     ceiling = np.maximum(later, (earlier + later) / 2)
     floor = later + 2 * np.minimum(slope, 0) * (half / 2 + 0.5)
-    return (next_N - ceiling) / scatter, (floor - next_N) / scatter
-
-
-def _changed(direction: str, step: int, loss: float, z: float) -> Verdict:
-    return refuted("change_point", f"the loss went {direction} at or shortly before step {step} (to {loss:.4g}, "
-                   f"{z:.3g} standard deviations from its course)", step=step, direction=direction, loss=loss, z=z)
+    scatter = np.maximum(scatter, max(least_scatter, 1e-12))
+    return tuple(x.tolist() for x in ((next_N - ceiling) / scatter, (floor - next_N) / scatter, later, scatter))
 
 
 def _placeholder(series: Array) -> Verdict | None:
     for name, (value, tolerance) in SENTINELS.items():
         start = _first_run(np.abs(series - value) <= tolerance, SENTINEL_STEPS)
         if start is not None:
-            return refuted("constant_loss", f"the loss is {name} at {SENTINEL_STEPS} steps in a row from {start} on: a placeholder, "
-                           "or a loss that nothing reaches", at=start, value=name)
+            reason = f"the loss is {name} {SENTINEL_STEPS} times in a row from step {start} on: a placeholder, or nothing moves"
+            return refuted("constant_loss", reason, at=start, value=name)
     return None
 
 
@@ -231,14 +245,14 @@ def _repetition(series: Array, repeats: int) -> Verdict | None:
     """The first stretch that stands still, or that stood in the series before."""
     start = _first_run(np.diff(series) == 0, repeats - 1)
     if start is not None:
-        return refuted("constant_loss", f"the loss is exactly {series[start]:.6g} at {repeats} steps in a row from {start} on",
-                       at=start, value=float(series[start]))
+        reason = f"the loss is exactly {series[start]:.6g} {repeats} times in a row from step {start} on"
+        return refuted("constant_loss", reason, at=start, value=float(series[start]))
     seen: dict[bytes, int] = {}
     for at in range(series.size - repeats + 1):
         before = seen.setdefault(series[at : at + repeats].tobytes(), at)
         if before != at:
-            return refuted("constant_loss", f"the losses from {at} on repeat those from {before} on bit for bit: the same data went "
-                           "through weights that do not move", at=at, before=before)
+            reason = f"the losses from step {at} on are those from {before} on, bit for bit: same data, weights that stay"
+            return refuted("constant_loss", reason, at=at, before=before)
     return None
 
 
@@ -258,5 +272,5 @@ def _stepped_too_often(rates: Sequence[float], planned: Callable[[int], float], 
     """The usual cause: a scheduler stepped once per process or per micro-batch."""
     for times in range(2, 65):
         if all(_same_rate(rate, planned(times * step)) for step, rate in enumerate(rates, start)):
-            return f"; every step used the plan's rate of {times} times its number: the scheduler was stepped {times} times a step"
+            return f"; each rate is the plan's of {times} times its step: the scheduler is stepped {times} times a step"
     return ""
