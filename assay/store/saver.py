@@ -22,7 +22,7 @@ class BackgroundSaver:
         self._pending: Future[Checkpoint] | None = None
 
     def save(self, where: Path, contents: Contents | Callable[[], Contents],
-             after: Callable[[Checkpoint], None] | None = None) -> None:
+             after: Callable[[Checkpoint], object] | None = None) -> None:
         """Return once nothing that the caller does later can change what is saved.
 
         `contents` may hold live tensors, which are copied here; a function makes contents that are already its own, and
@@ -71,7 +71,7 @@ def own(contents: Contents) -> Contents:
                    trainer=copy.deepcopy(contents.trainer))
 
 
-def _write(where: Path, contents: Contents, after: Callable[[Checkpoint], None] | None) -> Checkpoint:
+def _write(where: Path, contents: Contents, after: Callable[[Checkpoint], object] | None) -> Checkpoint:
     written = checkpoint.write(where, contents)
     if after is not None:
         after(written)
