@@ -233,10 +233,11 @@ def _course(windows_NW: Array, next_N: Array, least_scatter: float) -> tuple[lis
 
 
 def _placeholder(series: Array) -> Verdict | None:
+    unmoved = np.diff(series) == 0
     for name, (value, tolerance) in SENTINELS.items():
-        start = _first_run(np.abs(series - value) <= tolerance, SENTINEL_STEPS)
+        start = _first_run(unmoved & (np.abs(series[1:] - value) <= tolerance), SENTINEL_STEPS - 1)
         if start is not None:
-            reason = f"the loss is {name} {SENTINEL_STEPS} times in a row from step {start} on: a placeholder, or nothing moves"
+            reason = f"the loss is {name} {SENTINEL_STEPS} times in a row from {start} on: a placeholder, or no signal"
             return refuted("constant_loss", reason, at=start, value=name)
     return None
 
@@ -251,7 +252,7 @@ def _repetition(series: Array, repeats: int) -> Verdict | None:
     for at in range(series.size - repeats + 1):
         before = seen.setdefault(series[at : at + repeats].tobytes(), at)
         if before != at:
-            reason = f"the losses from step {at} on are those from {before} on, bit for bit: same data, weights that stay"
+            reason = f"the losses from step {at} on are those from {before} on, bit for bit: the weights do not move"
             return refuted("constant_loss", reason, at=at, before=before)
     return None
 
