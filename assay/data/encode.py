@@ -20,31 +20,6 @@ REMEMBERED_PIECES = 1 << 20  # about 200 MB; then the memory starts afresh
 REMEMBERED_LENGTH = 48  # longer pieces rarely come again
 CHECK_EVERY, CHECK_LENGTH = 1 << 18, 1 << 11  # characters between two spot checks and in one: about 1 % of the work
 END_OF_DOCUMENT = "<|endoftext|>"
-
-# Llama-3's pre-tokenizer expression, the most digits of one token left open (its tokenizer.json says 3, Qwen2's 1).
-SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*"
-         r"|\s*[\r\n]+|\s+(?!\S)|\s+")
-
-
-def split_expression(digits: int) -> str:
-    """Words take one character before them, numbers are cut into at most `digits` digits, line ends stand together."""
-    return SPLIT % ("" if digits == 1 else f"{{1,{digits}}}")
-
-
-# Every cut stands before an ASCII character and after one whose class is the same in every version of Unicode, where
-# the tokenizer's expression cannot match across. What is uncertain is glued on until such a place comes (_GLUED).
-# Possessive quantifiers (++): giving back a letter would cut inside a word.
-_LETTER = "A-Za-zÀ-ÖØ-öø-ɏА-яא-תぁ-ゖァ-ヺ一-龥가-힣"
-_RUN = rf"(?:[{_LETTER}]++|[0-9]++)"
-_SIGN = r"!-&(-/:-@\[-`{-~–—‘’“”…•"  # not the apostrophe: alone it may begin a contraction
-_SIGNS = rf"(?: [{_SIGN}']++|[{_SIGN}']{{2,}}+)"
-_GLUED = rf"(?:[^{_LETTER}0-9]*+{_RUN}(?=[^\x00-\x7f]))*+[^{_LETTER}0-9]*+{_RUN}?+"
-# Of several spaces before a word the last one goes with the word; before a digit that depends on the tokenizer.
-_CUT_GPT2 = re.compile(rf"[ ]?+{_RUN}(?=[\x00-\x7f])|(?:{_SIGNS}|[{_SIGN}])(?=[A-Za-z0-9 \n\r\t])"
-                       rf"|[\n\t\r](?=[!-~])|[ \t\r\n]+(?=[ \t\r\n][!-/:-~])|{_GLUED}")
-# Here a sign goes with the word after it, and line ends go with the sign before them.
-_CUT_LLAMA = re.compile(rf"[ ]?+{_RUN}(?=[\x00-\x7f])|{_SIGNS}(?=[A-Za-z0-9 ])|[{_SIGN}](?=[0-9 ])"
-                        rf"|[ ]?+[{_SIGN}']++[\r\n]++(?=[ -~])|[\r\n]++(?=[!-~])|[ ]+(?= [!-~])|{_GLUED}")
 Cut = Callable[[str], list[str]]
 
 
@@ -119,6 +94,18 @@ def boundary_id(tokenizer: Tokenizer, wanted: str | None) -> int:
     return tokenizer.ids[token]
 
 
+# ---------------------------------------------------------------- where a text may be cut
+
+# Llama-3's pre-tokenizer expression, the most digits of one token left open (its tokenizer.json says 3, Qwen2's 1).
+SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*"
+         r"|\s*[\r\n]+|\s+(?!\S)|\s+")
+
+
+def split_expression(digits: int) -> str:
+    """Words take one character before them, numbers are cut into at most `digits` digits, line ends stand together."""
+    return SPLIT % ("" if digits == 1 else f"{{1,{digits}}}")
+
+
 def safe_cut(document: Mapping[str, Any]) -> Cut | None:
     """Where this tokenizer.json lets a text be cut without changing its ids; None where we do not know."""
     normalizer, steps = document.get("normalizer"), document.get("pre_tokenizer") or {}
@@ -128,10 +115,39 @@ def safe_cut(document: Mapping[str, Any]) -> Cut | None:
     if last.get("type") != "ByteLevel" or last["add_prefix_space"]:
         return None
     if last.get("use_regex", True):
-        return _CUT_GPT2.findall if all(step["type"] == "Digits" for step in before) else None
-    return _CUT_LLAMA.findall if len(before) == 1 and _is_llama_split(before[0]) else None
+        return _cuts_gpt2().findall if all(step["type"] == "Digits" for step in before) else None
+    digits = _llama_digits(before[0]) if len(before) == 1 else None
+    return _cuts_llama(digits).findall if digits else None
 
 
-def _is_llama_split(step: Mapping[str, Any]) -> bool:
-    return (step["type"] == "Split" and step["behavior"] == "Isolated" and not step["invert"]
-            and step["pattern"].get("Regex") in [split_expression(digits) for digits in (1, 2, 3)])
+def _llama_digits(step: Mapping[str, Any]) -> int | None:
+    """The most digits of one token, where the step is Llama-3's expression."""
+    isolated = step["type"] == "Split" and step["behavior"] == "Isolated" and not step["invert"]
+    known = {split_expression(digits): digits for digits in (1, 2, 3)}
+    return known.get(step["pattern"].get("Regex")) if isolated else None
+
+
+# Every cut stands before an ASCII character and after one whose class is the same in every version of Unicode, where
+# the tokenizer's expression cannot match across. What is uncertain is glued on until such a place comes.
+# Possessive quantifiers (++): giving back a letter would cut inside a word.
+_LETTER = "A-Za-zÀ-ÖØ-öø-ɏА-яא-תぁ-ゖァ-ヺ一-龥가-힣"
+_SIGN = r"!-&(-/:-@\[-`{-~–—‘’“”…•"  # not the apostrophe: alone it may begin a contraction
+_SIGNS = rf"(?: [{_SIGN}']++|[{_SIGN}']{{2,}}+)"
+
+
+def _cuts(digits: str, *between: str) -> re.Pattern[str]:
+    run = rf"(?:[{_LETTER}]++|[0-9]{digits}+)"
+    glued = rf"(?:[^{_LETTER}0-9]*+{run}(?=[^\x00-\x7f]))*+[^{_LETTER}0-9]*+{run}?+"
+    return re.compile("|".join([rf"[ ]?+{run}(?=[\x00-\x7f])", *between, glued]))
+
+
+def _cuts_gpt2() -> re.Pattern[str]:
+    """Of several spaces before a word the last goes with the word; before a digit that depends on the tokenizer."""
+    return _cuts("+", rf"(?:{_SIGNS}|[{_SIGN}])(?=[A-Za-z0-9 \n\r\t])", r"[\n\t\r](?=[!-~])",
+                 r"[ \t\r\n]+(?=[ \t\r\n][!-/:-~])")
+
+
+def _cuts_llama(digits: int) -> re.Pattern[str]:
+    """A sign goes with the word after it, line ends with the sign before them; single digits stand alone."""
+    return _cuts("{1}" if digits == 1 else "+", rf"{_SIGNS}(?=[A-Za-z0-9 ])", rf"[{_SIGN}](?=[0-9 ])",
+                 rf"[ ]?+[{_SIGN}']++[\r\n]++(?=[ -~])", r"[\r\n]++(?=[!-~])", r"[ ]+(?= [!-~])")
