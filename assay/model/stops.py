@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from assay.errors import DataError
+from assay.errors import ArtifactError, DataError
 from assay.model.tokenizer import Tokenizer, read_json
 
 
@@ -55,7 +55,7 @@ def template_end(tokenizer: Tokenizer, problems: list[str]) -> int | None:
     words = "assay-turn-end"
     try:
         text = tokenizer.render([{"role": "user", "content": "?"}, {"role": "assistant", "content": words}])
-    except DataError as error:
+    except (DataError, ArtifactError) as error:
         problems.append(f"one user and one assistant turn cannot be rendered: {error}")
         return None
     _, found, tail = text.partition(words)

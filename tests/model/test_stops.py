@@ -40,6 +40,7 @@ def test_files_that_agree_or_extend_each_other_are_silent(config, generation, st
     ({}, {}, {"eos_token": None, "chat_template": None}, ["nothing would ever stop"]),
     ({}, {}, {"chat_template": CHATML.replace("<|im_end|>", "[end]")}, ["no special token"]),
     ({}, {}, {"chat_template": "{{ raise_exception('no') }}"}, ["cannot be rendered"]),
+    ({}, {}, {"chat_template": "{% for %}"}, ["cannot be rendered", "refused"]),
     ({"bos_token_id": TEXT_END}, {}, {"bos_token": "<|im_start|>"}, ["begins with '<|im_start|>'"]),
     ({}, {}, {"bos_token": "<|im_start|>", "add_bos_token": True}, ["add_bos_token"]),
 ])

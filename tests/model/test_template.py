@@ -72,11 +72,11 @@ INSTRUCT = """{{ bos_token }}{% for message in messages %}
 {% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
 {{ raise_exception('roles must alternate') }}
 {% endif %}
-{% if message['role'] == 'user' %}
+    {% if message['role'] == 'user' %}
 {{ '[INST] ' + message['content'] + ' [/INST]' }}
-{% else %}
+    {% else %}
 {{ message['content'] + eos_token }}
-{% endif %}
+    {% endif %}
 {% endfor %}"""
 
 CHAT = [{"role": "user", "content": " Is <b> > \"a\" & 'ü' 😀?\n"},
@@ -153,7 +153,7 @@ def test_any_thread_and_a_forked_child_may_render():
     threads = [threading.Thread(target=work, args=(name,)) for name in range(4)]
     for thread in threads:
         thread.start()
-    child = multiprocessing.get_context("fork").Process(target=work, args=("child",))
+    child = multiprocessing.get_context("fork").Process(target=work, args=("child",), daemon=True)
     child.start()
     for thread in threads:
         thread.join()
