@@ -12,6 +12,9 @@ from assay.errors import AssayError, UsageError
 
 # verb → what it does. `assay/verbs/VERB.py` is imported only when the verb is used: `assay --help` stays instant.
 VERBS = {
+    "tokenizer": "train a byte-level BPE tokenizer",
+    "pretrain": "train a model from scratch",
+    "corpus": "turn text into hashed token shards, held-out documents apart",
     "demo": "build, save, prove, export and break a tiny model, on the CPU",
     "inspect": "show what a checkpoint, folder or GGUF file holds: architecture, tensors, lineage, verdict",
     "prove": "prove a checkpoint, or what can be proven of a folder another tool wrote",
@@ -62,7 +65,7 @@ def _dispatch(argv: list[str]) -> int:
     return module.run(flags)
 
 
-RECIPES: set[str] = set()  # verbs that also take --config FILE.yaml
+RECIPES = {"pretrain"}  # verbs that also take --config FILE.yaml
 
 
 def _help() -> str:

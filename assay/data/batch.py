@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from assay.errors import DataError
+from assay.model.attention import PADDING, document_starts
 
-PADDING = -1
 DTYPES = {"tokens": torch.int64, "weight": torch.float32, "documents": torch.int32, "positions": torch.int32}
 Ids = tuple[tuple[int | str, ...], ...]
 
@@ -30,6 +30,7 @@ class Batch:
     documents: Tensor | None = None  # (B, T) int32: which packed document a token belongs to; -1 = padding
     positions: Tensor | None = None  # (B, T) int32: place within the document's piece in this row; 0 in padding
     ids: Ids = ()  # for each row, the examples it consumed: what the data ledger counts
+    starts: Tensor | None = None  # not a stream: where documents begin in the flattened rows, made when going to a GPU
 
     def __post_init__(self) -> None:
         for name, stream in self.streams().items():
@@ -45,7 +46,7 @@ class Batch:
     def streams(self) -> dict[str, Tensor]:
         """The tensors this batch has, by name."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        return {name: value for name, value in values.items() if isinstance(value, Tensor) and name != "starts"}
 
     def split(self, rows: int) -> Iterator["Batch"]:
         """Micro-batches of at most `rows` rows, in order; together they are this batch."""
@@ -53,11 +54,15 @@ class Batch:
             raise DataError(f"cannot split a batch into parts of {rows} rows; expected at least 1")
         for start in range(0, len(self), rows):
             part: dict[str, Any] = {name: stream[start : start + rows] for name, stream in self.streams().items()}
-            yield replace(self, **part, ids=self.ids[start : start + rows])
+            yield replace(self, **part, ids=self.ids[start : start + rows], starts=None)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "Batch":
+        """`starts` are counted here, on the CPU, because asking a GPU how many there are would wait for it."""
+        starts = self.starts
+        if starts is None and self.documents is not None and torch.device(device).type == "cuda":
+            starts = document_starts(self.documents)
         moved: dict[str, Any] = {n: s.to(device, non_blocking=non_blocking) for n, s in self.streams().items()}
-        return replace(self, **moved)
+        return replace(self, **moved, starts=None if starts is None else starts.to(device, non_blocking=non_blocking))
 
 
 def _check_stream(name: str, stream: Tensor, tokens: Tensor) -> None:

@@ -20,12 +20,14 @@ from assay.guard.artifact import check_fields, check_hashes, check_loaded, check
 from assay.guard.behaviour import check_answers, check_consumer, check_generations
 from assay.guard.lineage import check_lineage
 from assay.guard.subject import Expectation, Subject
+from assay.guard.text import check_tokenizer
 from assay.store.artifact import Artifact, locate, open_artifact, read, understand
 from assay.store.checkpoint import Checkpoint, hallmark, open_checkpoint, quarantine
 from assay.verdict import Outcome, Verdict, overall, proven, refuted, unproven
 
 CHECKS: tuple[Callable[[Subject], Verdict], ...] = (
-    check_hashes, check_loaded, check_values, check_fields, check_answers, check_lineage, check_consumer, check_generations)
+    check_hashes, check_loaded, check_values, check_fields, check_tokenizer, check_answers, check_lineage, check_consumer,
+    check_generations)
 TIMEOUT = 1800.0
 
 
@@ -89,6 +91,10 @@ class Prover:
 
     def start(self, folder: Path, *, against: str | None = None, base: str | None = None) -> None:
         self._pending.append((folder, self._pool.submit(prove_checkpoint, folder, against=against, base=base)))
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._pending)
 
     def finished(self) -> list[tuple[Path, list[Verdict]]]:
         done = [(folder, future.result()) for folder, future in self._pending if future.done()]

@@ -27,10 +27,11 @@ class GraphedAccumulate:
         self._attach_gradients(model)
         total = torch.zeros((), device=model.embed.weight.device)
         for part in batch.split(micro):
-            key = tuple((name, tuple(stream.shape)) for name, stream in part.streams().items())
+            inputs = tensors(part.to(total.device, non_blocking=True))
+            key = tuple((name, tuple(tensor.shape)) for name, tensor in inputs.items())
             if key not in self._graphs:
-                self._graphs[key] = _Captured(model, objective, part, self._restore)
-            total += self._graphs[key].replay(part, weight)
+                self._graphs[key] = _Captured(model, objective, part.to(total.device), self._restore)
+            total += self._graphs[key].replay(inputs, weight)
         return total
 
     def _attach_gradients(self, model: Transformer) -> None:
@@ -48,14 +49,18 @@ class GraphedAccumulate:
         torch._foreach_copy_(buffers, kept)
 
 
+def tensors(batch: Batch) -> dict[str, Tensor]:
+    return batch.streams() | ({} if batch.starts is None else {"starts": batch.starts})
+
+
 class _Captured:
     def __init__(self, model: Transformer, objective: Objective, part: Batch, restore: Callable[[Callable[[], None]], None]):
         device = model.embed.weight.device
-        self.inputs = part.to(device)
+        self.inputs = tensors(part)
         self.weight = torch.ones((), device=device)
 
         def once() -> Tensor:
-            loss = objective(model, self.inputs).total / self.weight
+            loss = objective(model, part).total / self.weight
             loss.backward()
             return loss.detach()
 
@@ -72,9 +77,9 @@ class _Captured:
         with torch.cuda.graph(self.graph):
             self.loss = once()
 
-    def replay(self, part: Batch, weight: float) -> Tensor:
-        for name, stream in part.streams().items():
-            self.inputs.streams()[name].copy_(stream, non_blocking=True)
+    def replay(self, inputs: dict[str, Tensor], weight: float) -> Tensor:
+        for name, tensor in inputs.items():
+            self.inputs[name].copy_(tensor, non_blocking=True)
         self.weight.fill_(weight)
         self.graph.replay()
         return self.loss

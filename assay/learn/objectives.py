@@ -21,7 +21,7 @@ Objective = Callable[[Transformer, Batch], Loss]
 
 def next_token(model: Transformer, batch: Batch) -> Loss:
     """Pretraining and fine-tuning alike; only the weights differ. The logits never exist whole."""
-    states = model.hidden(batch.tokens, documents=batch.documents, positions=batch.positions)
+    states = model.hidden(batch.tokens, documents=batch.documents, positions=batch.positions, starts=batch.starts)
     B, T, D = states.shape
     # Every state predicts its right neighbour; the last column has none and gets weight 0, which keeps shapes whole.
     targets, weight = batch.tokens.roll(-1, 1), batch.weight.roll(-1, 1)

@@ -6,7 +6,10 @@ are all the same law with other `documents` and `positions`.
 Shapes: B rows, T queries, S keys, H heads, K key/value heads, d head size.
 """
 
-from typing import NamedTuple
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,9 +22,11 @@ PADDING = -1
 
 
 class Sight(NamedTuple):
-    """What the queries of one layer see: everything before them (mask None) or what the mask says."""
+    """What the queries of one layer see: all that came before them, what the mask says, or their own stretch of the rows."""
 
-    mask_BTS: Tensor | None
+    mask_BTS: Tensor | None = None
+    starts: Tensor | None = None  # where documents begin in the flattened rows, for kernels that take variable lengths
+    window: int | None = None
 
 
 class Placement(NamedTuple):
@@ -33,7 +38,8 @@ class Placement(NamedTuple):
 
 
 def place(tokens_BT: Tensor, documents: Tensor | None, positions: Tensor | None, cache: Cache | None,
-          windows: set[int | None]) -> Placement:
+          windows: set[int | None], starts: Tensor | None = None) -> Placement:
+    """`starts` says the same as `documents`, in the form that a variable-length kernel wants; it is used where there is one."""
     B, T = tokens_BT.shape
     plain = documents is None and positions is None and cache is None
     if documents is None:
@@ -42,7 +48,9 @@ def place(tokens_BT: Tensor, documents: Tensor | None, positions: Tensor | None,
         start = 0 if cache is None else cache.lengths[:, None]
         positions = torch.arange(T, device=tokens_BT.device)[None] if plain else start + within_document(documents)
     if plain and all(window is None or window >= T for window in windows):
-        return Placement(documents, positions, dict.fromkeys(windows, Sight(None)))
+        return Placement(documents, positions, dict.fromkeys(windows, Sight()))
+    if starts is not None and cache is None and variable_length_kernel() is not None:
+        return Placement(documents, positions, {window: Sight(None, starts, window) for window in windows})
     positions = positions.expand(B, T)
     keys = (documents, positions) if cache is None else cache.with_new(documents, positions)
     return Placement(documents, positions, {w: Sight(visible(documents, positions, *keys, w)) for w in windows})
@@ -67,10 +75,45 @@ def within_document(documents: Tensor) -> Tensor:
 
 
 def attend(q_BTHd: Tensor, k_BSKd: Tensor, v_BSKd: Tensor, sight: Sight) -> Tensor:
+    if sight.starts is not None:
+        return attend_within(q_BTHd, k_BSKd, v_BSKd, sight.starts, sight.window)
     q, k, v = (x.transpose(1, 2) for x in (q_BTHd, k_BSKd, v_BSKd))
     mask = None if sight.mask_BTS is None else sight.mask_BTS[:, None]
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1])
     return out.transpose(1, 2)
+
+
+def attend_within(q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, starts: Tensor, window: int | None) -> Tensor:
+    """Each document of the flattened rows by itself: work grows with the documents' lengths, not with the row's square."""
+    kernel, (B, T, H, d) = variable_length_kernel(), q_BTHd.shape
+    assert kernel is not None
+    q, k, v = (x.reshape(B * T, -1, d) for x in (q_BTHd, k_BTKd, v_BTKd))
+    return kernel(q, k, v, starts, starts, T, T, window_size=(-1 if window is None else window - 1, 0)).view(B, T, H, d)
+
+
+@functools.cache
+def variable_length_kernel() -> Callable[..., Any] | None:
+    """torch's flash attention over stretches of different length: from 2.10 on, and on CUDA alone."""
+    if not torch.cuda.is_available():
+        return None
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    grouped = "enable_gqa" in inspect.signature(varlen_attn).parameters  # later releases ask for leave, earlier ones just do it
+    return functools.partial(varlen_attn, enable_gqa=True) if grouped else varlen_attn
+
+
+def document_starts(documents: Tensor) -> Tensor:
+    """int32, on the CPU: where each run of equal ids begins in the flattened rows, then the end, repeated up to a power of two.
+
+    Few different lengths, so that few graphs are captured; a stretch of no tokens costs a kernel next to nothing.
+    """
+    begins = torch.ones_like(documents, dtype=torch.bool)
+    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    found = begins.flatten().nonzero().flatten()
+    size = max(32, 1 << int(len(found)).bit_length())
+    return torch.cat([found, found.new_full((size - len(found) + 1,), documents.numel())]).int()
 
 
 def documents_from_lengths(lengths: list[int], width: int, *, left: bool = False) -> Tensor:

@@ -25,6 +25,7 @@ class Tokenizer:
 
     def __init__(self, document: Mapping[str, Any], settings: Mapping[str, Any], templates: Mapping[str, str],
                  conflicts: Iterable[str] = ()):
+        _refuse_odd_templates(templates)
         self.document = _canonical(document)
         self.settings, self.templates, self.conflicts = dict(settings), dict(templates), tuple(conflicts)
         self.backend = _backend(self.document)
@@ -229,10 +230,14 @@ def _read_templates(folder: Path, inline: Any) -> dict[str, str]:
     except (TypeError, KeyError):
         raise ArtifactError(f"{folder}: chat_template is neither text nor a list of named templates") from None
     entries += [(path.stem, _read(path)) for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))]
-    for name, text in entries:
-        if not isinstance(text, str) or not re.fullmatch(r"\w[\w.-]*", str(name)):
-            raise ArtifactError(f"{folder}: chat template {name!r} is not text under a plain name")
     return dict(entries)
+
+
+def _refuse_odd_templates(templates: Mapping[Any, Any]) -> None:
+    """A template's name becomes a file's."""
+    for name, text in templates.items():
+        if not isinstance(text, str) or not re.fullmatch(r"\w[\w.-]*", str(name)):
+            raise ArtifactError(f"chat template {name!r} is not text under a plain name")
 
 
 def _refuse_code(settings: Mapping[str, Any], path: Path) -> None:

@@ -152,13 +152,13 @@ class Transformer(nn.Module):
         self.recompute = False  # gradient checkpointing: trade a second forward for activation memory
 
     def hidden(self, tokens_BT: Tensor, *, documents: Tensor | None = None, positions: Tensor | None = None,
-               cache: Cache | None = None) -> Tensor:
+               cache: Cache | None = None, starts: Tensor | None = None) -> Tensor:
         """States after the final norm. `documents` (B, T) keeps packed documents apart; -1 marks padding.
 
         Within a document positions count from 0, wherever it stands in its row, so left padding, right padding, packing
-        and a cache all give a token the same state.
+        and a cache all give a token the same state. `starts` repeats `documents` for kernels of variable length.
         """
-        placement = place(tokens_BT, documents, positions, cache, set(self.config.windows))
+        placement = place(tokens_BT, documents, positions, cache, set(self.config.windows), starts)
         x_BTD = F.embedding(tokens_BT, self.embed.weight)
         if self.position is not None:
             x_BTD = x_BTD + F.embedding(placement.positions, self.position.weight)

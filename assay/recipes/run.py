@@ -22,14 +22,18 @@ from assay.store.saver import BackgroundSaver
 from assay.verdict import Outcome, Verdict, overall
 
 
+TELL_EVERY = 5.0  # seconds
+
+
 class Run:
     """One execution of a recipe. `kept` is how many checkpoints stay besides the best."""
 
-    def __init__(self, folder: Path, config: Any, *, kept: int = 2, say: Callable[[str], None] = print):
+    def __init__(self, folder: Path, config: Any, *, kept: int = 2, say: Callable[[str], None]):
         self.folder, self.config, self.kept, self.say = folder, config, kept, say
         self.checkpoints = folder / "checkpoints"
-        self.best: Path | None = None
         self.interrupted: int | None = None
+        self.going_on_from = 0
+        self._told = 0.0
         self.needed: set[str] = set()  # digests that retention may not delete
         self._saver, self._prover = BackgroundSaver(), Prover()
         folder.mkdir(parents=True, exist_ok=True)
@@ -48,6 +52,7 @@ class Run:
 
     def rewind(self, step: int) -> None:
         """Metrics of steps that were taken after the checkpoint are about to be taken again."""
+        self.going_on_from = step
         if self.metrics_file.exists():
             rows = [line for line in self.metrics_file.read_text().splitlines(keepends=True) if json.loads(line)["step"] < step]
             self.metrics_file.write_text("".join(rows))
@@ -75,8 +80,11 @@ class Run:
         self._saver.close()
         self._judge(self._prover.close())
 
-    def tidy(self) -> None:
-        for gone in retain(self.checkpoints, self.kept, self.best, self.needed):
+    def tidy(self, best: Path | None) -> None:
+        """Retire old checkpoints, but none while a proof is still reading one."""
+        if self._prover.busy:
+            return
+        for gone in retain(self.checkpoints, self.kept, best, self.needed):
             self.ledger.append("retire", checkpoint=gone.name)
 
     def _judge(self, proofs: list[tuple[Path, list[Verdict]]]) -> None:
@@ -88,6 +96,12 @@ class Run:
                 raise GuardStop(f"{folder.name} was refuted by its proof and is quarantined: {reasons}. Earlier checkpoints stand")
             self.say(f"{folder.name}: {outcome}" + ("" if outcome is Outcome.PROVEN else " (" + "; ".join(
                 str(v) for v in demanded(verdicts) if v.outcome is not Outcome.PROVEN) + ")"))
+
+    def progress(self, done: int, of: int | None, what: str, seconds: float) -> None:
+        """A line every few seconds."""
+        if time.monotonic() - self._told >= TELL_EVERY or done == of:
+            self._told = time.monotonic()
+            self.say(f"step {done}{f' of {of}' if of else ''}  {what}  {seconds:.0f} s")
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
@@ -104,6 +118,10 @@ class Run:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def say_now(text: str) -> None:
+    print(text, flush=True)
 
 
 class Clock:

@@ -1,0 +1,77 @@
+"""Looks at held-out text during a run: the same documents each time, so that two looks can be compared document by document."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from assay.data.corpus import Corpus
+from assay.measure.choose import choose_best, gap
+from assay.measure.held_out import HeldOut, score
+from assay.model.transformer import Transformer
+from assay.recipes.run import Run
+from assay.store.checkpoint import step_folder
+
+ENOUGH_FOR_A_TREND = 5
+
+
+class Looks:
+    """History of one run. `looks.jsonl` keeps every document's loss, so that a resumed run remembers what it saw."""
+
+    def __init__(self, run: Run, corpus: Corpus, *, rows: int, length: int, documents: int):
+        self.run, self.corpus, self.rows, self.length, self.documents = run, corpus, rows, length, documents
+        self.file = run.folder / "looks.jsonl"
+        self.steps: list[int] = []
+        self.losses: list[np.ndarray] = []  # per document
+        self.train: list[float] = []  # mean training loss since the look before
+        self._since: list[float] = []
+
+    @property
+    def latest_step(self) -> int | None:
+        return self.steps[-1] if self.steps else None
+
+    def saw(self, loss: float) -> None:
+        self._since.append(loss)
+
+    def look(self, model: Transformer, step: int) -> HeldOut:
+        found = score(model, self.corpus, rows=self.rows, length=self.length, count=self.documents)
+        train = sum(self._since) / len(self._since) if self._since else found.loss
+        self._remember(step, found.per_document, train)
+        with self.file.open("a") as file:
+            file.write(json.dumps({"step": step, "train": train, "per_document": found.per_document.tolist()}) + "\n")
+        self.run.record(step - 1, eval_loss=found.loss, eval_bits_per_byte=found.bits_per_byte.mean, eval_low=found.bits_per_byte.low,
+                        eval_high=found.bits_per_byte.high, eval_documents=found.bits_per_byte.n)
+        self.run.say(f"step {step}: held-out {found.bits_per_byte} bits per byte, train loss {train:.4f}")
+        self._say_gap(step)
+        return found
+
+    def recall(self) -> None:
+        """What was seen before the run was interrupted, up to the step it goes on from."""
+        lines = self.file.read_text().splitlines() if self.file.exists() else []
+        rows = [row for row in map(json.loads, lines) if row["step"] <= self.run.going_on_from]
+        self.file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        for row in rows:
+            self._remember(row["step"], np.array(row["per_document"]), row["train"])
+
+    def best_step(self) -> int:
+        return self.steps[choose_best(self.losses).best]
+
+    def best_checkpoint(self, checkpoints: Path) -> Path:
+        return step_folder(checkpoints, self.best_step())
+
+    def verdict_in_words(self) -> str:
+        return choose_best(self.losses).reason if len(self.losses) > 1 else "there was one look"
+
+    def _remember(self, step: int, per_document: np.ndarray, train: float) -> None:
+        self.steps.append(step)
+        self.losses.append(per_document)
+        self.train.append(train)
+        self._since = []
+
+    def _say_gap(self, step: int) -> None:
+        if len(self.steps) <= ENOUGH_FOR_A_TREND:
+            return
+        sentence = gap(self.train[1:], [float(losses.mean()) for losses in self.losses[1:]])  # the first look had no training before it
+        if sentence:
+            self.run.say(f"step {step}: {sentence}")
+            self.run.ledger.append("gap", step=step, sentence=sentence)
