@@ -180,7 +180,7 @@ def _sentencepiece_document(read: _Reader) -> tuple[dict[str, Any], bool]:
     prefix = read.maybe("add_space_prefix", bool) is not False
     vocabulary, scores = read.vocabulary(), read.need("scores", list)
     if len(scores) != len(read.tokens) or not all(isinstance(score, int | float) for score in scores):
-        raise ArtifactError(f"{read.where}: {len(read.tokens)} tokens, {len(scores)} scores; expected a number for each")
+        raise ArtifactError(f"{read.where}: {len(read.tokens)} tokens, {len(scores)} scores; expected as many numbers")
     merges = read.merges() or _merges_from_scores(vocabulary, scores, read.kinds)
     model = {"type": "BPE", "dropout": None, "unk_token": read.token("unknown"), "continuing_subword_prefix": None,
              "end_of_word_suffix": None, "fuse_unk": True, "byte_fallback": True, "ignore_merges": False,

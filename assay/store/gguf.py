@@ -25,6 +25,7 @@ from assay.model.transformer import ModelConfig, Rope, inverse_frequencies
 from assay.store import durable
 from assay.store.gguf_header import Header, TensorInfo, read_header
 
+LARGEST = 1 << 24  # of any number of the geometry
 Precision = Literal["f16", "bf16", "q8_0"]
 FILE_TYPES: dict[Precision, int] = {"f16": 1, "bf16": 32, "q8_0": 7}
 ROPE_FACTORS = "rope_freqs.weight"  # how llama.cpp stores Llama 3's scaling: a divisor for each frequency
@@ -87,9 +88,11 @@ def _config(header: Header, path: Path) -> ModelConfig:
     head_dim = _head_dim(keys, width, heads)
     has = {leaf for leaf in ("attn_q.bias", "attn_qkv.bias", "attn_output.bias", "ffn_up.bias", "attn_q_norm.weight")
            if f"blk.0.{leaf}" in header.tensors}
+    kv_heads = heads if gpt2 else keys.need("attention.head_count_kv")
+    _refuse_absurd(keys, header)
     config = ModelConfig(
-        family=family, vocab=_vocab(keys, header.metadata), width=width, depth=depth, heads=heads,
-        kv_heads=heads if gpt2 else keys.need("attention.head_count_kv"), head_dim=head_dim,
+        family=family, vocab=_vocab(keys, header.metadata), width=width, depth=depth, heads=heads, kv_heads=kv_heads,
+        head_dim=head_dim,
         hidden=keys.need("feed_forward_length"), max_length=keys.need("context_length"),
         norm="layer" if gpt2 else "rms",
         norm_eps=keys.need("attention.layer_norm_epsilon" if gpt2 else "attention.layer_norm_rms_epsilon", float),
@@ -108,9 +111,21 @@ def _family(metadata: Mapping[str, Any], path: Path) -> str:
     if metadata.get("split.count", 1) != 1:
         raise UsageError(f"{path}: one of {metadata['split.count']} parts; join them with llama-gguf-split --merge")
     known = {family.gguf: name for name, family in reversed(FAMILIES.items()) if family.gguf}  # llama, not mistral
-    if architecture not in known:
+    if str(architecture) not in known:
         raise UsageError(f"{path}: architecture {architecture!r} is not supported{nearest(str(architecture), known)}")
-    return known[architecture]
+    return known[str(architecture)]
+
+
+def _refuse_absurd(keys: Fields, header: Header) -> None:
+    """Before anything is allocated by these numbers."""
+    for name in keys.read:
+        if isinstance(keys.fields.get(name), int) and keys.fields[name] > LARGEST:
+            raise ArtifactError(f"{keys.where}: {name} is {keys.fields[name]:,}; that is damaged")
+    if keys.need("block_count") > len(header.tensors):
+        raise ArtifactError(f"{keys.where}: {keys.need('block_count')} layers in {len(header.tensors)} tensors")
+    heads, shared = keys.need("attention.head_count"), keys.maybe("attention.head_count_kv")
+    if shared is not None and heads % shared:
+        raise ArtifactError(f"{keys.where}: {heads} heads cannot share {shared} key/value heads evenly")
 
 
 def _head_dim(keys: Fields, width: int, heads: int) -> int:
@@ -123,10 +138,11 @@ def _head_dim(keys: Fields, width: int, heads: int) -> int:
 
 
 def _vocab(keys: Fields, metadata: Mapping[str, Any]) -> int:
-    tokens, said = len(metadata.get("tokenizer.ggml.tokens", ())), keys.maybe("vocab_size")
-    if said is not None and said != tokens:
-        raise ArtifactError(f"{keys.where}: vocab_size is {said}, but there are {tokens} tokens")
-    return tokens
+    tokens, said = metadata.get("tokenizer.ggml.tokens"), keys.maybe("vocab_size")
+    count = len(tokens) if isinstance(tokens, list) else 0
+    if not count or said not in (None, count):
+        raise ArtifactError(f"{keys.where}: vocab_size is {said}, and there are {count} tokens")
+    return count
 
 
 def _rope(keys: Fields, header: Header, head_dim: int, path: Path) -> Rope:
@@ -144,7 +160,8 @@ def _llama3(base: float, header: Header, head_dim: int, path: Path) -> Rope:
     """The file has a divisor for each frequency, not the rule behind them: Meta's, or one we wrote, must give them."""
     factors = _dequantised(path, header, {ROPE_FACTORS})[ROPE_FACTORS]
     rule = META_LLAMA3 | {"factor": factors.max().item()}
-    rule = {name: header.metadata.get(f"assay.rope.{name}", value) for name, value in rule.items()}
+    written = Fields({key.removeprefix("assay.rope."): value for key, value in header.metadata.items()}, str(path))
+    rule = {name: written.maybe(name, type(usual)) or usual for name, usual in rule.items()}
     rope = Rope(base, "llama3", **rule)
     due = _divisors(rope, head_dim)
     if due.shape != factors.shape or not torch.allclose(due, factors, rtol=1e-4):

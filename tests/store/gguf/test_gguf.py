@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from assay.errors import ArtifactError, StoreError, UsageError
+from assay.errors import ArtifactError, AssayError, StoreError, UsageError
 from assay.model.families import gguf_layout, to_foreign
+from assay.model.gguf_tokenizer import tokenizer_from_gguf
 from assay.model.tiny import tiny_config
 from assay.model.transformer import Transformer
 from assay.store import gguf
@@ -128,6 +129,8 @@ def test_missing_geometry_is_named(key, tmp_path):
     ({"llama.embedding_length": "64"}, UsageError, "embedding_length is '64'"),
     ({"llama.vocab_size": 500}, ArtifactError, "vocab_size is 500"),
     ({"llama.block_count": 3}, ArtifactError, "missing: blk.2"),
+    ({"llama.block_count": 2**31}, ArtifactError, "damaged"),
+    ({"llama.attention.head_count_kv": 3}, ArtifactError, "4 heads cannot share 3"),
     ({"llama.feed_forward_length": 128}, ArtifactError, "shape"),
     ({"general.type": "adapter"}, UsageError, "adapter"),
     ({"split.count": 3}, UsageError, "one of 3 parts"),
@@ -139,6 +142,23 @@ def test_geometry_that_does_not_fit_is_named(changes, error, words, tmp_path):
     with pytest.raises(error) as caught:
         gguf.read(path)
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("family", ["llama3", "gpt2"])
+def test_no_metadata_whatsoever_break_the_reader(family, tmp_path):
+    """Every key with every kind of value: understood, or refused in a sentence."""
+    made(tmp_path / "good.gguf", family)
+    header = gguf.read_header(tmp_path / "good.gguf")
+    refused = 0
+    for key in [*header.metadata, "llama.rope.scaling.type", "tokenizer.chat_template.x", "split.count"]:
+        for value in ("x", "", 7, -1, 2**31, 2.5, float("nan"), True, [], [1], ["x"], [["x"]]):
+            metadata = header.metadata | {key: value}
+            try:
+                gguf._config(gguf.Header(metadata, header.tensors), tmp_path / "good.gguf")
+                tokenizer_from_gguf(metadata, "made")
+            except AssayError:
+                refused += 1
+    assert refused > 100
 
 
 def test_keys_that_say_where_a_file_comes_from_change_nothing(tmp_path):
