@@ -14,8 +14,8 @@ from pathlib import Path
 import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
-from assay.data.corpus import committed, write_file
 from assay.data.encode import END_OF_DOCUMENT, Encoder, id_type, split_expression
+from assay.data.files import committed, write_file
 from assay.data.text import Document, Rule, Source, documents, find_sources
 from assay.errors import DataError, UsageError
 from assay.model.tokenizer import Tokenizer
@@ -58,8 +58,6 @@ def train_tokenizer(texts: Iterable[Path], size: int, *, rule: Rule, digits: int
 
 
 def write_tokenizer(tokenizer: Tokenizer, out: Path) -> None:
-    if out.exists():
-        raise UsageError(f"{out} exists; give another --out or remove it")
     with committed(out) as folder:
         for name, data in tokenizer.files().items():
             write_file(folder / name, data)

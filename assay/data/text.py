@@ -11,7 +11,6 @@ refused by name, or left out and counted: it is never repaired, because its bits
 """
 
 import gzip
-import hashlib
 import json
 import zlib
 from collections import Counter
@@ -115,10 +114,6 @@ def documents(source: Source, rule: Rule, left_out: Counter[str]) -> Iterator[Do
         else:
             left_out["invalid"] += 1
 
-
-def sha256_of(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _is_text(raw: bytes, where: str, skip_invalid: bool) -> bool:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 from assay.config import argument, option
 
 if TYPE_CHECKING:
-    from assay.data.corpus import Corpus, Progress
+    from assay.data.build import Progress
+    from assay.data.corpus import Corpus
 
 PLAIN_EVERY = 5.0  # seconds between two lines where there is no terminal
 
@@ -47,7 +48,7 @@ EXAMPLES = """  assay corpus stories.jsonl.gz --tokenizer tokenizer --out corpus
 
 
 def run(flags: FLAGS) -> int:
-    from assay.data.corpus import Plan, build
+    from assay.data.build import Plan, build
     from assay.data.text import Rule
 
     share = flags.held_out if flags.held_out is not None else 0.0 if flags.held_out_files else 0.05

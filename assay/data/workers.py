@@ -1,0 +1,128 @@
+"""Documents through encoding processes and back, in order, in bounded memory."""
+
+import hashlib
+import os
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from assay.data.encode import Encoder, boundary_id, id_type
+from assay.data.overlap import Hashes, Lookup
+from assay.errors import AssayError
+from assay.model.tokenizer import Tokenizer
+
+TASKS_UNDER_WAY = 3  # for each worker
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """The tokenizer as a corpus uses it; `folder` holds its files."""
+
+    folder: Path
+    digest: str
+    vocabulary: int
+    dtype: str
+    boundary: int
+    boundary_token: str
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, boundary: str | None, folder: Path) -> "Encoding":
+        number = boundary_id(tokenizer, boundary)
+        return cls(folder, tokenizer.digest, tokenizer.size, id_type(tokenizer), number, tokenizer.tokens[number])
+
+
+class Task(NamedTuple):
+    """One document on its way to a worker."""
+
+    id: int
+    raw: bytes
+    held_out: bool
+
+
+class Encoded(NamedTuple):
+    """And on its way back."""
+
+    id: int
+    ids: bytes
+    held_out: bool
+    bytes: int
+    text: int
+    words: int
+    lossless: int  # as in INDEX
+
+
+class Result(NamedTuple):
+    documents: list[Encoded]
+    grams: Hashes  # held-out 13-grams that training text hit
+    prints: Hashes  # and whole documents
+
+
+class Worker:
+    """The tokenizer with its memory, and the held-out hashes to look training text up in."""
+
+    def __init__(self, encoding: Encoding, hashes: Path):
+        self.encoder = Encoder(Tokenizer.from_folder(encoding.folder), encoding.dtype)
+        self.lookup = Lookup(hashes)
+
+    def encode(self, tasks: list[Task]) -> Result:
+        done: list[Encoded] = []
+        grams, prints = [np.zeros(0, np.uint64)], [np.zeros(0, np.uint64)]
+        for task in tasks:
+            text = task.raw.decode()
+            ids = self.encoder.encode(text)
+            hit_grams, hit_print, words = self.lookup.hits(task.raw)
+            if not task.held_out:
+                grams.append(hit_grams)
+                prints.append(hit_print)
+            lossless = self._decodes_to(text, ids) if task.held_out else -1
+            done.append(Encoded(task.id, ids, task.held_out, len(task.raw), text_hash(task.raw), words, lossless))
+        return Result(done, np.unique(np.concatenate(grams)), np.unique(np.concatenate(prints)))
+
+    def _decodes_to(self, text: str, ids: bytes) -> int:
+        numbers = np.frombuffer(ids, self.encoder.dtype).tolist()
+        return int(self.encoder.backend.decode(numbers, skip_special_tokens=False) == text)
+
+
+def encoded(tasks: Iterator[list[Task]], encoding: Encoding, hashes: Path, workers: int) -> Iterator[Result]:
+    """Results in the order of the tasks, whatever the workers' pace. One worker is this process itself."""
+    if workers <= 1:
+        yield from map(Worker(encoding, hashes).encode, tasks)
+        return
+    with ProcessPoolExecutor(workers, get_context("spawn"), _start, (encoding, hashes)) as pool:
+        waiting: deque[Future[Result]] = deque()
+        try:
+            for task in tasks:
+                waiting.append(pool.submit(_work, task))
+                if len(waiting) >= TASKS_UNDER_WAY * workers:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        except BrokenProcessPool:
+            raise AssayError("an encoding process died, perhaps for want of memory; try fewer --workers") from None
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def text_hash(raw: bytes) -> int:
+    return int.from_bytes(hashlib.sha256(raw).digest()[:8], "little")
+
+
+_worker: Worker | None = None  # set in a worker process only
+
+
+def _start(encoding: Encoding, hashes: Path) -> None:
+    global _worker
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    _worker = Worker(encoding, hashes)
+
+
+def _work(tasks: list[Task]) -> Result:
+    assert _worker is not None
+    return _worker.encode(tasks)
