@@ -2,7 +2,9 @@
 generations that end.
 """
 
+import contextlib
 import importlib.util
+import io
 import warnings
 
 import torch
@@ -38,7 +40,7 @@ def check_consumer(subject: Subject) -> Verdict:
     if reason := _no_consumer(subject):
         return unproven("consumer", reason, optional=True)
     name = "peft" if subject.raw.place.adapter else "transformers"
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):  # their progress bars and advice
         warnings.simplefilter("ignore")
         model, problems = _load_with_peft(subject.artifact) if subject.raw.place.adapter else _load_with_transformers(subject.artifact)
     if problems:

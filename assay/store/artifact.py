@@ -23,7 +23,7 @@ from assay.store.checkpoint import Checkpoint, open_checkpoint
 from assay.store.durable import read_file
 from assay.store.identity import recorded_digest, weights_digest
 from assay.store.peft import Adapter, config_with, read_adapter
-from assay.store.tensors import read_folder_tensors
+from assay.store.tensors import inside, read_folder_tensors
 
 JSON_LIMIT = 64 << 20
 Kind = Literal["checkpoint", "hf", "peft", "gguf"]
@@ -104,6 +104,8 @@ def read(place: Place) -> Raw:
         model = gguf.read(place.path)
         return Raw(place, model.metadata, {}, model.tensors, gguf=model)
     checkpoint = open_checkpoint(place.path) if place.kind == "checkpoint" else None
+    for file in place.path.glob("*.j*"):  # config, tokenizer and template: no link may fetch them from elsewhere
+        inside(place.path, file.name)
     fields = read_json(place.path / ("adapter_config.json" if place.adapter else "config.json"))
     generation_file = place.path / "generation_config.json"
     generation = read_json(generation_file) if generation_file.exists() else {}
