@@ -1,6 +1,6 @@
-"""Where faults strike: tiny models, folders and adapters made in a blink, the jobs that faults share, and the tools to plant them.
+"""Where faults strike: tiny models and adapters made in a blink, the jobs that faults share, the tools to plant them.
 
-A job that saves, loads, merges or exports enters `plant` around that act alone: what is proven afterwards, by code that is
+A job that saves, merges or exports enters `plant` around that act alone: what is proven afterwards, by code that is
 whole again, is the bytes. A job on bytes enters it once they lie on the disk.
 """
 
@@ -19,12 +19,12 @@ from torch import Tensor
 from assay.errors import ArtifactError, UsageError
 from assay.guard.proof import Request, examine
 from assay.model.families import hf_layout, to_foreign
-from assay.model.lora import LoraLinear, attach, fresh, plan
+from assay.model.lora import LoraLinear, fresh, plan
 from assay.model.patch import Patch
 from assay.model.stops import Stops, resolve_stops
 from assay.model.tiny import tiny_config, tiny_tokenizer
 from assay.model.tokenizer import Tokenizer
-from assay.model.transformer import ModelConfig, Transformer, initialised
+from assay.model.transformer import Transformer, initialised
 from assay.seeds import generator
 from assay.store import checkpoint
 from assay.store.artifact import build, open_artifact
@@ -36,7 +36,7 @@ from assay.zoo.fault import Job, Plant
 
 WEIGHTS, ADAPTER, INDEX = "model.safetensors", "adapter_model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 60_000  # a tiny model makes six shards of these
-TARGETS = ("q_proj", "v_proj", "down_proj")
+TARGETS, RANK, ALPHA = ("q_proj", "v_proj", "down_proj"), 4, 8
 
 # ---------------------------------------------------------------- models and folders
 
@@ -48,7 +48,8 @@ def words() -> tuple[Tokenizer, Stops]:
 
 
 def tiny(family: str = "llama", seed: int = 0, **geometry: Any) -> Transformer:
-    return initialised(replace(tiny_config(family), **geometry), seed)
+    """Short of context, since half of it is generated in every proof."""
+    return initialised(replace(tiny_config(family), **({"max_length": 48} | geometry)), seed)
 
 
 def nudged(model: Transformer, far: float = 1e-3, seed: int = 0) -> Transformer:
@@ -56,11 +57,13 @@ def nudged(model: Transformer, far: float = 1e-3, seed: int = 0) -> Transformer:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
-                parameter.add_(torch.empty_like(parameter).uniform_(-far, far, generator=generator(seed, "nudge", name)))
+                chance = generator(seed, "nudge", name)
+                parameter.add_(torch.empty_like(parameter).uniform_(-far, far, generator=chance))
     return model
 
 
-def save(where: Path, model: Transformer, lineage: Lineage | None = None, *, sharded: bool = False, **parts: Any) -> Checkpoint:
+def save(where: Path, model: Transformer, lineage: Lineage | None = None, *, sharded: bool = False,
+         **parts: Any) -> Checkpoint:
     """A checkpoint of ours."""
     contents = model_contents(model, *words(), lineage or Lineage(), **parts)
     return checkpoint.write(where, contents, max_shard_bytes=SHARD_BYTES if sharded else 10**9)
@@ -76,28 +79,29 @@ def save_as_others_do(where: Path, model: Transformer, *, sharded: bool = False)
     return where
 
 
-def adapted(base: Path, *, far: float = 0.05, rslora: bool = False, replaced: tuple[str, ...] = ()) -> tuple[Transformer, Patch]:
+def adapted(base: Path, *, far: float = 0.05, rslora: bool = False,
+            replaced: tuple[str, ...] = ()) -> tuple[Transformer, Patch]:
     """A trained adapter on `base`, live, and the patch that it is; `replaced` names tensors that were trained whole."""
-    seed = 0
     artifact = open_artifact(base)
-    rank = 4
-    planned = fresh(artifact.config, plan(artifact.config, TARGETS), rank, 8 / (rank**0.5 if rslora else rank), seed, artifact.digest)
+    scale = ALPHA / (RANK**0.5 if rslora else RANK)
+    planned = fresh(artifact.config, plan(artifact.config, TARGETS), RANK, scale, 0, artifact.digest)
     whole = {name: artifact.tensors[name] + 0.01 for name in replaced}
-    model = build(replace(artifact, patch=replace(planned, replaced=whole)))
-    return nudged(model, far, seed), replace(live_patch(model, artifact.digest), replaced=whole)
+    model = nudged(build(replace(artifact, patch=replace(planned, replaced=whole))), far)
+    return model, replace(live_patch(model, artifact.digest), replaced=whole)
 
 
 def live_patch(model: Transformer, parent: str) -> Patch:
     """What `detach` would return, with the model left as it is."""
-    return Patch(parent, {f"{name}.weight": module.parts() for name, module in model.named_modules() if isinstance(module, LoraLinear)})
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
+    return Patch(parent, {f"{name}.weight": layer.parts() for name, layer in layers.items()})
 
 
-def save_adapter(where: Path, base: Path, **options: Any) -> Checkpoint:
+def save_adapter(where: Path, base: Path, *, rslora: bool = False, **options: Any) -> Checkpoint:
     """A checkpoint of ours that holds an adapter."""
-    model, patch = adapted(base, **options)
-    ancestor = Ancestor(open_artifact(base).digest, str(base))
-    lineage = Lineage("moved", ancestor)
-    return checkpoint.write(where, adapter_contents(model, patch, ancestor, words()[0], lineage, rslora=options.get("rslora", False)))
+    model, patch = adapted(base, rslora=rslora, **options)
+    ground = Ancestor(open_artifact(base).digest, str(base))
+    contents = adapter_contents(model, patch, ground, words()[0], Lineage("moved", ground), rslora=rslora)
+    return checkpoint.write(where, contents)
 
 
 def save_adapter_as_others_do(where: Path, base: Path, **options: Any) -> Path:
@@ -116,7 +120,7 @@ def forget_manifest(folder: Path) -> Path:
 
 
 def examined(path: Path, **request: Any) -> list[Verdict]:
-    """What a proof says. A model that we refuse to understand (exit code 2 of `assay prove`) does not fit its architecture."""
+    """What a proof says. A model that we refuse to understand (`assay prove` exits with 2) fits no architecture."""
     try:
         return examine(Request(str(path), **request))
     except UsageError as error:
@@ -179,6 +183,7 @@ def a_child(*, frozen: tuple[str, ...] = (), far: float = 1e-3) -> Job:
 def on_disk(strike: Callable[[Path], None]) -> Plant:
     """A plant that changes bytes; the folder goes when the job is done, so nothing is put back."""
     @contextlib.contextmanager
+    @functools.wraps(strike)
     def plant(folder: Path) -> Iterator[None]:
         strike(folder)
         yield
@@ -231,3 +236,12 @@ def shards(folder: Path) -> list[Path]:
 
 def copy(source: Path, target: Path) -> Path:
     return Path(shutil.copytree(source, target))
+
+
+def four_bits(tensor: Tensor) -> Tensor:
+    """Rounded in blocks of 32, as quantised bases are."""
+    if tensor.dim() == 1:
+        return tensor
+    blocks = tensor.reshape(-1, 32)
+    step = blocks.abs().amax(-1, keepdim=True) / 7
+    return ((blocks / step).round() * step).reshape(tensor.shape)

@@ -1,0 +1,452 @@
+"""Faults of whole models: in our own saving, loading and rotating, and in folders that another tool wrote."""
+
+import contextlib
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from assay.guard.proof import Request, prove
+from assay.guard.shelf import check_kept, check_newest
+from assay.model import families
+from assay.model.transformer import ModelConfig, Rope, Transformer
+from assay.store import artifact, checkpoint, pack
+from assay.store.artifact import open_artifact
+from assay.store.export import export
+from assay.store.pack import Contents, Lineage
+from assay.verdict import Verdict, proven
+from assay.zoo import stage
+from assay.zoo.fault import Plant, fault
+from assay.zoo.stage import (
+    INDEX,
+    WEIGHTS,
+    a_checkpoint,
+    a_child,
+    a_folder,
+    a_save,
+    edit_json,
+    examined,
+    exchange,
+    flip_bit,
+    nudged,
+    on_disk,
+    rewrite,
+    save,
+    saved_and_examined,
+    shards,
+    swapped,
+    tiny,
+    truncate,
+)
+
+Weights = dict[str, Tensor]
+
+# ---------------------------------------------------------------- jobs of their own
+
+
+def a_run(folder: Path, plant: Plant) -> list[Verdict]:
+    """Three checkpoints; then a resume, and a proof of what it resumed from."""
+    for step in (10, 20, 30):
+        save(checkpoint.step_folder(folder, step), nudged(tiny(), seed=step), trainer={"step": step})
+    with plant(folder):
+        newest = check_newest(folder)
+    return [newest, *examined(folder / newest.evidence["resumed"])]
+
+
+def a_rotation(folder: Path, plant: Plant) -> list[Verdict]:
+    """Four checkpoints across a power of ten, of which the newest and the best must outlive a rotation."""
+    saved = [save(checkpoint.step_folder(folder, step), tiny(seed=step), trainer={"step": step}).folder
+             for step in (999_970, 999_980, 999_990, 1_000_000)]
+    best, newest = saved[0], saved[-1]
+    with plant(folder):
+        checkpoint.retain(folder, keep=1, best=best)
+    return [check_kept([newest, best]), check_newest(folder)]
+
+
+def an_export_of_the_best(folder: Path, plant: Plant) -> list[Verdict]:
+    """Best and last differ by little, as at the end of a schedule; the best is exported in half precision."""
+    save(folder / "best", tiny())
+    save(folder / "last", nudged(tiny(), 1e-5))
+    (folder / "best.txt").write_text("best")
+    with plant(folder):
+        chosen = (folder / "best.txt").read_text()
+        bound = export(open_artifact(folder / chosen), "hf", folder / "export", "bfloat16")
+    return examined(folder / "export", against=str(folder / "best"), expect="same", bound=bound)
+
+
+def a_model_that_stops(folder: Path, plant: Plant) -> list[Verdict]:
+    """Its states share a direction in which the head names the end of turn: every generation ends."""
+    model, where = tiny(tied=False), folder / "checkpoint"
+    with torch.no_grad():
+        model.embed.weight[:, 0] += 1
+        model.head_weight()[stage.words()[1].stop_ids[0], 0] = 4
+    return saved_and_examined(where, lambda: save(where, model, Lineage(taught_to_stop=True)), plant)
+
+
+def a_proof_in_a_fresh_process(folder: Path, plant: Plant) -> list[Verdict]:
+    """Saved and proven while the fault lasts: only another process is free of it."""
+    with plant(folder):
+        save(folder / "checkpoint", tiny("assay"))
+        return prove(Request(str(folder / "checkpoint")))
+
+
+def a_checkpoint_with_optimizer(folder: Path, plant: Plant) -> list[Verdict]:
+    where = save(folder / "checkpoint", tiny(), optimizer={"exp_avg": torch.ones(8)}).folder
+    with plant(where):
+        return examined(where)
+
+# ---------------------------------------------------------------- weights that are not there
+
+
+@fault("empty host map", rows=("S2",), stage="export", check="save", job=a_save())
+def empty_host_map(_: Path) -> AbstractContextManager[None]:
+    """The trained weights are elsewhere, and what is serialised holds none."""
+    return saving_weights(lambda weights: {})
+
+
+@fault("empty weights file", rows=("S2", "C01"), stage="load", check="architecture", job=a_folder())
+@on_disk
+def empty_weights_file(folder: Path) -> None:
+    """40 bytes, valid: today's loaders make a random model of it."""
+    header = b'{"__metadata__":{"format":"pt"}}'
+    (folder / WEIGHTS).write_bytes(len(header).to_bytes(8, "little") + header)
+
+
+@fault("weights not gathered", rows=("C01",), stage="save", check="save", job=a_save())
+def weights_not_gathered(_: Path) -> AbstractContextManager[None]:
+    """A sharded trainer leaves placeholders of no elements where its ranks hold the rest."""
+    return saving_weights(lambda weights: {name: t if t.dim() == 1 else t.new_empty(0) for name, t in weights.items()})
+
+
+@fault("placeholders in a folder", rows=("C01",), stage="load", check="architecture", job=a_folder())
+@on_disk
+def placeholders_in_a_folder(folder: Path) -> None:
+    rewrite(folder / WEIGHTS, lambda weights: {n: t if "layers.1" in n else t.new_empty(0) for n, t in weights.items()})
+
+
+@fault("matrix never filled", rows=("C01", "C03"), stage="save", check="values", job=a_folder())
+@on_disk
+def matrix_never_filled(folder: Path) -> None:
+    rewrite(folder / WEIGHTS, lambda weights: weights | {DOWN: torch.zeros_like(weights[DOWN])})
+
+
+@fault("NaN weights", rows=("Seen: NaN head",), stage="save", check="values", job=a_save())
+def nan_weights(_: Path) -> AbstractContextManager[None]:
+    return saving_weights(lambda weights: weights | {EMBED: torch.full_like(weights[EMBED], float("nan"))})
+
+# ---------------------------------------------------------------- folders that are not whole
+
+
+@fault("half-written checkpoint", rows=("C02",), stage="resume", check="newest", job=a_run)
+@on_disk
+def half_written_checkpoint(folder: Path) -> None:
+    """A writer that is not atomic was killed: the newest folder has a good name and half a model."""
+    half = stage.copy(checkpoint.step_folder(folder, 30), checkpoint.step_folder(folder, 40))
+    (half / checkpoint.MANIFEST).unlink()
+    truncate(half / WEIGHTS)
+
+
+@fault("newest checkpoint truncated", rows=("C02", "Seen: newest truncated"), stage="resume", check="newest", job=a_run)
+@on_disk
+def newest_checkpoint_truncated(folder: Path) -> None:
+    truncate(checkpoint.step_folder(folder, 30) / WEIGHTS)
+
+
+@fault("renamed checkpoint", rows=("C02",), stage="resume", check="newest", job=a_run)
+@on_disk
+def renamed_checkpoint(folder: Path) -> None:
+    """An old checkpoint under a newer name would quietly restart the schedule."""
+    checkpoint.step_folder(folder, 10).rename(checkpoint.step_folder(folder, 40))
+
+
+@fault("truncated shard", rows=("C03",), stage="load", check="whole", job=a_folder(sharded=True))
+@on_disk
+def truncated_shard(folder: Path) -> None:
+    truncate(shards(folder)[1])
+
+
+@fault("hole in a shard", rows=("C03",), stage="load", check="values", job=a_folder(sharded=True))
+@on_disk
+def hole_in_a_shard(folder: Path) -> None:
+    """Its space was reserved and its data never came: the right length, and zeros."""
+    rewrite(shards(folder)[1], lambda weights: {name: torch.zeros_like(t) for name, t in weights.items()})
+
+
+@fault("absent shard", rows=("C04",), stage="load", check="whole", job=a_folder(sharded=True))
+@on_disk
+def absent_shard(folder: Path) -> None:
+    shards(folder)[-1].unlink()
+
+
+@fault("tensor in another shard", rows=("C04",), stage="load", check="whole", job=a_folder(sharded=True))
+@on_disk
+def tensor_in_another_shard(folder: Path) -> None:
+    edit_json(folder / INDEX, lambda index: index | {
+        "weight_map": index["weight_map"] | {NORM: shards(folder)[0].name}})
+
+
+@fault("swapped shards", rows=("C04",), stage="load", check="whole", job=a_folder(sharded=True))
+@on_disk
+def swapped_shards(folder: Path) -> None:
+    exchange(shards(folder)[0], shards(folder)[1])
+
+
+@fault("stale shard", rows=("C03",), stage="save", check="whole", job=a_checkpoint(sharded=True))
+@on_disk
+def stale_shard(folder: Path) -> None:
+    """From an older step: same names, shapes and size."""
+    older = save(folder.parent / "older", tiny(seed=1), sharded=True).folder
+    shutil.copy(shards(older)[1], shards(folder)[1])
+
+
+@fault("manifest of another checkpoint", rows=("C02",), stage="save", check="whole", job=a_checkpoint())
+@on_disk
+def manifest_of_another_checkpoint(folder: Path) -> None:
+    other = save(folder.parent / "other", tiny(seed=1)).folder
+    shutil.copy(other / checkpoint.MANIFEST, folder)
+
+
+@fault("hallmark of another checkpoint", rows=("C02",), stage="save", check="whole", job=a_checkpoint())
+@on_disk
+def hallmark_of_another_checkpoint(folder: Path) -> None:
+    other = save(folder.parent / "other", tiny(seed=1))
+    checkpoint.hallmark(other, [proven("whole", "of another")])
+    shutil.copy(other.folder / checkpoint.HALLMARK, folder)
+
+
+@fault("optimizer state deleted", rows=("Seen: optimizer deleted", "C18"), stage="resume", check="whole",
+       job=a_checkpoint_with_optimizer)
+@on_disk
+def optimizer_state_deleted(folder: Path) -> None:
+    (folder / checkpoint.OPTIMIZER).unlink()
+
+
+@fault("rotation by name", rows=("C05",), stage="save", check="kept", job=a_rotation)
+def rotation_by_name(_: Path) -> AbstractContextManager[None]:
+    """step-1000000 sorts before step-999990."""
+    return swapped(checkpoint, "steps", lambda folder: sorted(folder.glob("step-*")))
+
+
+@fault("rotation forgets the best", rows=("C05",), stage="save", check="kept", job=a_rotation)
+def rotation_forgets_the_best(_: Path) -> AbstractContextManager[None]:
+    return swapped(checkpoint, "_same", lambda path, best: False)
+
+# ---------------------------------------------------------------- bits
+
+
+@fault("flipped bit", rows=("Seen: flipped bit",), stage="load", check="whole", job=a_checkpoint())
+@on_disk
+def flipped_bit(folder: Path) -> None:
+    flip_bit(folder / WEIGHTS, -1001)
+
+
+@fault("bit flipped in memory", rows=("Seen: flipped bit",), stage="load", check="hashes", job=a_checkpoint())
+def bit_flipped_in_memory(_: Path) -> AbstractContextManager[None]:
+    """After the file was hashed, before its tensors are used."""
+    whole = checkpoint.Checkpoint.weights
+    return swapped(checkpoint.Checkpoint, "weights", lambda self: with_flipped_bit(whole(self)))
+
+
+@fault("bit flipped before the save", rows=("Seen: flipped bit",), stage="save", check="answers", job=a_save())
+def bit_flipped_before_the_save(_: Path) -> AbstractContextManager[None]:
+    """On the way from the live model to the file: every hash is that of the wrong bytes."""
+    return saving_weights(with_flipped_bit)
+
+# ---------------------------------------------------------------- names
+
+
+@fault("wrapper's prefix in the names", rows=("C12",), stage="save", check="architecture", job=a_save())
+def prefix_in_the_names(_: Path) -> AbstractContextManager[None]:
+    return saving_weights(lambda weights: {f"_orig_mod.{name}": tensor for name, tensor in weights.items()})
+
+
+@fault("wrapper's prefix in a folder", rows=("C12",), stage="load", check="architecture", job=a_folder())
+@on_disk
+def prefix_in_a_folder(folder: Path) -> None:
+    rewrite(folder / WEIGHTS, lambda weights: {f"module.{name}": tensor for name, tensor in weights.items()})
+
+
+@fault("loader that forgives its writer", rows=("C12",), stage="save", check="architecture",
+       job=a_proof_in_a_fresh_process)
+@contextlib.contextmanager
+def loader_that_forgives_its_writer(_: Path) -> Iterator[None]:
+    """The same process reads back what it wrote under wrong names; nobody else can."""
+    strict = artifact.from_foreign
+
+    def forgiving(config: ModelConfig, layout: Any, foreign: Weights, where: str) -> Weights:
+        return strict(config, layout, {name.removeprefix("module."): tensor for name, tensor in foreign.items()}, where)
+
+    with (saving_weights(lambda weights: {f"module.{name}": tensor for name, tensor in weights.items()}),
+          swapped(artifact, "from_foreign", forgiving)):
+        yield
+
+
+@fault("quantisation state dropped", rows=("C13",), stage="load", check="architecture", job=a_folder())
+@on_disk
+def quantisation_state_dropped(folder: Path) -> None:
+    """Two 4-bit codes a byte, and the scales that gave them meaning are gone."""
+    def packed(weights: Weights) -> Weights:
+        return {n: t if t.dim() == 1 else torch.zeros(t.numel() // 2, 1, dtype=torch.uint8) for n, t in weights.items()}
+
+    rewrite(folder / WEIGHTS, packed)
+
+# ---------------------------------------------------------------- what the config says
+
+
+@fault("head diverged, config tied", rows=("C07",), stage="save", check="architecture", job=a_save("llama3"))
+def head_diverged(_: Path) -> AbstractContextManager[None]:
+    return saying(lambda fields: fields | {"tie_word_embeddings": True})
+
+
+@fault("trained head dropped as tied", rows=("C07",), stage="save", check="answers", job=a_save("llama3"))
+@contextlib.contextmanager
+def head_dropped(_: Path) -> Iterator[None]:
+    with head_diverged(_), saving_weights(lambda weights: {n: t for n, t in weights.items() if n != "lm_head.weight"}):
+        yield
+
+
+@fault("tied in a folder, heads differ", rows=("C07",), stage="load", check="architecture", job=a_folder("llama3"))
+@on_disk
+def heads_differ_in_a_folder(folder: Path) -> None:
+    edit_json(folder / "config.json", lambda fields: fields | {"tie_word_embeddings": True})
+
+
+@fault("rope scaling after the buffers", rows=("L13",), stage="config", check="answers", job=a_save())
+def rope_scaling_after_the_buffers(_: Path) -> AbstractContextManager[None]:
+    """The config of the live model asks for a longer context; its frequencies were computed before."""
+    def scaled(model: Transformer) -> None:
+        model.config = replace(model.config, rope=Rope(10000.0, "linear", 4.0))
+
+    return touching(scaled)
+
+
+@fault("rope base defaulted", rows=("L14",), stage="load", check="answers", job=a_checkpoint("qwen2"))
+def rope_base_defaulted(_: Path) -> AbstractContextManager[None]:
+    """The field moved, and a reader with a default never noticed."""
+    whole = families._read_rope
+    return swapped(families, "_read_rope", lambda fields: replace(whole(fields), base=10000.0))
+
+
+@fault("rope base missing", rows=("L14",), stage="load", check="architecture", job=a_folder())
+@on_disk
+def rope_base_missing(folder: Path) -> None:
+    edit_json(folder / "config.json", lambda fields: {
+        name: value for name, value in fields.items() if not name.startswith("rope_")})
+
+
+@fault("rope fields disagree", rows=("L14",), stage="load", check="architecture", job=a_folder("llama3"))
+@on_disk
+def rope_fields_disagree(folder: Path) -> None:
+    """A tool changed the old field, and readers of the new one see the old value."""
+    edit_json(folder / "config.json", lambda fields: fields | {"rope_theta": 10000.0})
+
+
+@fault("stale EOS in both configs", rows=("D09",), stage="export", check="fields", job=a_folder())
+@on_disk
+def stale_eos_in_both_configs(folder: Path) -> None:
+    for name in ("config.json", "generation_config.json"):
+        edit_json(folder / name, lambda fields: fields | {"eos_token_id": 256})
+
+
+@fault("stale EOS in generation_config", rows=("D09",), stage="export", check="fields", job=a_folder())
+@on_disk
+def stale_eos_in_generation_config(folder: Path) -> None:
+    edit_json(folder / "generation_config.json", lambda fields: fields | {"eos_token_id": 256})
+
+
+@fault("stop token lost", rows=("D08", "D09"), stage="export", check="generations", job=a_model_that_stops)
+def stop_token_lost(_: Path) -> AbstractContextManager[None]:
+    """All files agree on a token with which this model was never taught to end."""
+    tokenizer, stops = stage.words()
+    other = tokenizer.from_parts(tokenizer.document, tokenizer.template, bos_token=None, eos_token="<|endoftext|>")
+    return swapped(stage, "words", lambda: (other, replace(stops, eos=256, stop_ids=(256,))))
+
+# ---------------------------------------------------------------- what became of the weights
+
+
+@fault("re-initialised after loading", rows=("C11",), stage="load", check="answers", job=a_checkpoint())
+def reinitialised_after_loading(_: Path) -> AbstractContextManager[None]:
+    return loading_parameters(lambda model: model.get_parameter("blocks.1.attn.qkv.weight").mul_(-1))
+
+
+@fault("rows re-initialised after loading", rows=("C11",), stage="load", check="loaded", job=a_checkpoint())
+def rows_reinitialised_after_loading(_: Path) -> AbstractContextManager[None]:
+    """The rows of a token that no probe asks about: the answers hardly know."""
+    return loading_parameters(lambda model: model.get_parameter("embed.weight")[257].add_(1e-5))
+
+
+@fault("the last, not the best", rows=("C06",), stage="export", check="lineage", job=an_export_of_the_best)
+@on_disk
+def the_last_not_the_best(folder: Path) -> None:
+    (folder / "best.txt").write_text("last")
+
+
+@fault("nothing learned", rows=("O01", "O07"), stage="save", check="lineage", job=a_child())
+def nothing_learned(_: Path) -> AbstractContextManager[None]:
+    parent = tiny()
+    weights = families.to_foreign(families.hf_layout(parent.config), dict(parent.named_parameters()))
+    return saving_weights(lambda _: weights)
+
+
+@fault("frozen tensor moved", rows=("M04",), stage="save", check="lineage", job=a_child(frozen=("norm.weight",)))
+def frozen_tensor_moved(_: Path) -> AbstractContextManager[None]:
+    return touching(lambda model: model.get_parameter("norm.weight").data.add_(1e-3))
+
+
+@fault("re-initialised while training", rows=("C11", "C12"), stage="save", check="lineage", job=a_child())
+def reinitialised_while_training(_: Path) -> AbstractContextManager[None]:
+    """Farther from the parent than the optimizer could have gone."""
+    name = "blocks.0.mlp.up.weight"
+    return touching(lambda model: model.get_parameter(name).data.copy_(tiny(seed=9).get_parameter(name)))
+
+# ---------------------------------------------------------------- where in our code they are planted
+
+EMBED, NORM, DOWN = "model.embed_tokens.weight", "model.norm.weight", "model.layers.1.mlp.down_proj.weight"
+
+
+def saving_weights(change: Callable[[Weights], Weights]) -> AbstractContextManager[None]:
+    """On the way from the live model to the file."""
+    whole = pack.to_foreign
+    return swapped(pack, "to_foreign", lambda layout, tensors: change(dict(whole(layout, tensors))))
+
+
+def saying(change: Callable[[dict[str, Any]], dict[str, Any]]) -> AbstractContextManager[None]:
+    """In config.json as we write it."""
+    whole = pack.config_to_hf
+    return swapped(pack, "config_to_hf", lambda config, dtype: change(whole(config, dtype)))
+
+
+def touching(change: Callable[[Transformer], object]) -> AbstractContextManager[None]:
+    """In the live model, just before it is saved and asked for its answers."""
+    whole = stage.model_contents
+
+    def contents(model: Transformer, *parts: Any, **named: Any) -> Contents:
+        change(model)
+        return whole(model, *parts, **named)
+
+    return swapped(stage, "model_contents", contents)
+
+
+def loading_parameters(change: Callable[[Transformer], object]) -> AbstractContextManager[None]:
+    """In the live model, after the tensors of the file were put there."""
+    whole = artifact.assembled
+
+    def assembled(*parts: Any) -> Transformer:
+        model = whole(*parts)
+        with torch.no_grad():
+            change(model)
+        return model
+
+    return swapped(artifact, "assembled", assembled)
+
+
+def with_flipped_bit(weights: Weights) -> Weights:
+    """One bit of one exponent: the weight is four times, or a quarter of, what it was."""
+    damaged = weights[DOWN].detach().clone()
+    damaged.view(torch.int32)[3, 5] ^= 1 << 24
+    return weights | {DOWN: damaged}
