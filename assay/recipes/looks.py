@@ -33,15 +33,18 @@ class Looks:
     def saw(self, loss: float) -> None:
         self._since.append(loss)
 
-    def look(self, model: Transformer, step: int) -> HeldOut:
+    def look(self, model: Transformer, step: int, weight_set: str | None = None) -> HeldOut:
+        """`weight_set` names what the model holds now, where the run keeps more than one set."""
         found = score(model, self.corpus, rows=self.rows, length=self.length, count=self.documents)
         train = sum(self._since) / len(self._since) if self._since else found.loss
         self._remember(step, found.per_document, train)
         with self.file.open("a") as file:
             file.write(json.dumps({"step": step, "train": train, "per_document": found.per_document.tolist()}) + "\n")
-        self.run.record(step - 1, eval_loss=found.loss, eval_bits_per_byte=found.bits_per_byte.mean, eval_low=found.bits_per_byte.low,
+        named = {} if weight_set is None else {"eval_weight_set": weight_set}
+        self.run.record(step - 1, **named, eval_loss=found.loss, eval_bits_per_byte=found.bits_per_byte.mean, eval_low=found.bits_per_byte.low,
                         eval_high=found.bits_per_byte.high, eval_documents=found.bits_per_byte.n)
-        self.run.say(f"step {step}: held-out {found.bits_per_byte} bits per byte, train loss {train:.4f}")
+        of = f" ({weight_set} weights)" if weight_set else ""
+        self.run.say(f"step {step}: held-out {found.bits_per_byte} bits per byte{of}, train loss {train:.4f}")
         self._say_gap(step)
         return found
 

@@ -32,6 +32,7 @@ class Pretrain:
     warmup: int = option("steps", default=40)
     decay: float = option("share of the run over which wsd goes down", default=0.5)
     clip: float = option("gradient norm", default=1.0)
+    ema: float = option("decay of a moving average of the weights, which is scored and handed over; 0: none", default=0.0)
     every: int = option("steps between checkpoints, each with a look at held-out text; the first comes after step 1", default=500)
     look_documents: int = option("held-out documents a look scores; the handed-over model is scored on all", default=64)
     seed: int = option("seed", default=0)

@@ -1,5 +1,6 @@
 """Pretraining from scratch: one dial for size, the rest derived and printed; budgets that bind; the best handed over, not the last."""
 
+import contextlib
 import dataclasses
 import math
 import time
@@ -17,6 +18,7 @@ from assay.errors import UsageError
 from assay.guard.parity import preflight, sample_rows
 from assay.guard.update import Account, check_optimizer
 from assay.guard.watch import Watch, stop_if_refuted
+from assay.learn.ema import Ema, parted
 from assay.learn.graph import GraphedAccumulate
 from assay.learn.loop import Step, train
 from assay.learn.objectives import next_token
@@ -81,6 +83,7 @@ class Pretraining:
             say(line)
         self.run = Run(Path(config.out), config, say=say)
         self.optimizer = optimizer_for(config, self.plan, self.model)
+        self.ema = Ema(self.model, config.ema) if config.ema else None
         self.accumulate = GraphedAccumulate() if self.plan.device.startswith("cuda") else None
         self.watch = Watch(lambda step: self.plan.lr * self.multiplier(step), vocab=self.plan.model.vocab)
         self.looks = Looks(self.run, self.corpus, rows=self.plan.micro, length=config.length, documents=config.look_documents)
@@ -117,7 +120,10 @@ class Pretraining:
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 parameter.copy_(tensors[name])
-        load_state_tensors(self.optimizer, dict(self.model.named_parameters()), found.optimizer() or {})
+        moments, average = parted(found.optimizer() or {})
+        load_state_tensors(self.optimizer, dict(self.model.named_parameters()), moments)
+        if self.ema is not None:
+            self.ema.load(average)
         self.start = self.done = trainer["step"]
         self.decay_from, self.clock = trainer["decay_from"], Clock(trainer["seconds"])
         self.stop_at = self.plan.steps or trainer["stop_at"]
@@ -143,6 +149,8 @@ class Pretraining:
         rate = self.optimizer.param_groups[0]["lr"]
         self.record(self.watch.feed(step, rate, now - self.step_began))
         self.done = step.index + 1
+        if self.ema is not None:
+            self.ema.update(step.index)
         self.run.check()
         self.decide_the_end()
         if self.done == 1 or self.done % self.config.every == 0:
@@ -175,7 +183,8 @@ class Pretraining:
         """A look, and a save of what was looked at. What moved and what did not is accounted for first."""
         self.record(self.watch.read())
         stop_if_refuted([self.account.moved()])
-        self.looks.look(self.model, self.done)
+        with contextlib.nullcontext() if self.ema is None else self.ema.swapped():
+            self.looks.look(self.model, self.done, weight_set=None if self.ema is None else "ema")
         done = self.done
         self.run.save(done, lambda: self.contents(done))
         self.run.tidy(self.looks.best_checkpoint(self.run.checkpoints))
@@ -185,9 +194,12 @@ class Pretraining:
                    "data": {"corpus": self.corpus.digest, "windows_read": step * self.plan.rows}, "schedule": self.config.schedule,
                    "rng": {"seed": self.config.seed, "order": "derive(seed, 'order', epoch)"}}
         # Plain pretraining text ends its documents with the boundary token, but nothing asks for an answer that stops.
-        return own(model_contents(self.model, self.tokenizer, resolve_stops(self.tokenizer, {}, {}), Lineage(),
-                                  run_config=plain(dataclasses.asdict(self.config)), trainer=trainer,
-                                  optimizer=state_tensors(self.optimizer, dict(self.model.named_parameters()))))
+        lineage = Lineage() if self.ema is None else Lineage(weight_set="raw", scored_set="ema")
+        state = state_tensors(self.optimizer, dict(self.model.named_parameters()))
+        if self.ema is not None:
+            state |= self.ema.tensors()
+        return own(model_contents(self.model, self.tokenizer, resolve_stops(self.tokenizer, {}, {}), lineage,
+                                  run_config=plain(dataclasses.asdict(self.config)), trainer=trainer, optimizer=state))
 
     def finish(self) -> None:
         """Whatever ended the loop: the last values are judged, the last state is saved and proven."""

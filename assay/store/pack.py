@@ -37,6 +37,8 @@ class Lineage:
     frozen: tuple[str, ...] = ()  # tensors that must equal the parent's, bit for bit
     movement_bound: float | None = None  # how far the optimizer could have moved one element since the parent
     taught_to_stop: bool = False  # the data ended its answers with a stop token, so generations must end
+    weight_set: Literal["raw", "ema"] | None = None  # which of a run's two sets these weights are; None: there was one
+    scored_set: Literal["raw", "ema"] | None = None  # which of them was scored; "ema" lies in the optimizer's file
 
 
 def model_contents(model: Transformer, tokenizer: Tokenizer | None, stops: Stops, lineage: Lineage, *, dtype: torch.dtype = torch.float32,
