@@ -88,8 +88,7 @@ class Checkpoint:
     def weights(self) -> dict[str, Tensor]:
         if self.kind == "adapter":
             return self._tensors(ADAPTER)
-        hashes = {name: entry["sha256"] for name, entry in self.manifest["files"].items()}
-        return read_folder_tensors(self.folder, hashes)
+        return read_folder_tensors(self.folder, {name: self._facts(name) for name in self.manifest["files"]})
 
     def optimizer(self) -> dict[str, Tensor] | None:
         return self._tensors(OPTIMIZER) if OPTIMIZER in self.manifest["files"] else None
@@ -110,7 +109,10 @@ class Checkpoint:
         return durable.read_file(inside(self.folder, name), limit=FILE_LIMIT, expected_sha256=entry["sha256"])
 
     def _tensors(self, name: str) -> dict[str, Tensor]:
-        return read_tensors(inside(self.folder, name), self.manifest["files"][name]["sha256"])
+        return read_tensors(inside(self.folder, name), self._facts(name))
+
+    def _facts(self, name: str) -> FileFacts:
+        return FileFacts(**self.manifest["files"][name], tensors=self.manifest["tensors"].get(name, {}))
 
 
 def write(where: Path, contents: Contents, *, max_shard_bytes: int = SHARD_BYTES) -> Checkpoint:
@@ -234,7 +236,8 @@ def _write_parts(folder: Path, contents: Contents, max_shard_bytes: int) -> dict
 def _manifest(contents: Contents, facts: Mapping[str, FileFacts]) -> dict[str, Any]:
     return {
         "assay": "checkpoint", "format": FORMAT, "kind": contents.kind,
-        "files": {name: {"sha256": fact.sha256, "bytes": fact.bytes} for name, fact in facts.items()},
+        "files": {name: {"sha256": fact.sha256, "bytes": fact.bytes} | ({"header": fact.header} if fact.header else {})
+                  for name, fact in facts.items()},
         "tensors": {name: fact.tensors for name, fact in facts.items() if name.endswith(".safetensors")},
         "parameters": sum(tensor.numel() for tensor in contents.weights.values()),
         "bytes": sum(fact.bytes for fact in facts.values()),
@@ -273,7 +276,8 @@ def _check_manifest(manifest: dict[str, Any], where: Path) -> None:
                             f"{sorted(set(wrong) | (set(manifest) ^ set(FIELDS))) or ['kind']}")
     for name, entry in manifest["files"].items():
         inside(where, name)
-        if not _typed(entry, bytes=int, sha256=str):
+        header = {"header": str} if name.endswith(".safetensors") else {}
+        if not _typed(entry, bytes=int, sha256=str, **header):
             raise ArtifactError(f"{where / MANIFEST}: says of {name!r} {entry!r}; expected its bytes and sha256")
     for name, tensors in manifest["tensors"].items():
         entries = tensors.values() if isinstance(tensors, dict) else [None]
@@ -305,7 +309,7 @@ def _check_listing(manifest: dict[str, Any], where: Path) -> None:
 
 def _check_hashes(checkpoint: Checkpoint) -> None:
     files = checkpoint.manifest["files"]
-    with ThreadPoolExecutor(min(4, os.cpu_count() or 1), "verify") as pool:
+    with ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0))), "verify") as pool:
         digests = pool.map(lambda name: durable.hash_file(checkpoint.folder / name), files)
         for name, digest in zip(files, digests, strict=True):
             durable.require_hash(checkpoint.folder / name, digest, files[name]["sha256"])

@@ -18,14 +18,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-import numpy as np
-
 from assay.errors import ArtifactError, StoreError, UsageError
 
 T = TypeVar("T")
 PARTIAL = ".partial-"
 TRASH = ".trash-"
-PIECE_BYTES = 4 << 20  # large files are read and written in pieces of this size, each hashed in a thread meanwhile
+READ_BYTES = 1 << 19  # read and hashed in pieces that fit a core's cache
+WRITE_BYTES = 4 << 20  # written in pieces of this size, each hashed in a thread meanwhile
 SMALL_BYTES = 64 << 10  # what is smaller is hashed sooner than a thread wakes up
 NO_LOCKS = {errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK, errno.EBADF, errno.EINVAL}  # as some network filesystems answer
 
@@ -196,31 +195,47 @@ def open_regular(path: Path) -> Iterator[int]:
 
 def read_file(path: Path, *, limit: int, expected_sha256: str | None = None) -> bytes:
     """The bytes of a small file; more than `limit` of them, or another hash than expected, is refused."""
-    digest = hashlib.sha256()
     with open_regular(path) as fd:
         size = os.fstat(fd).st_size
         if size > limit:
             raise ArtifactError(f"{path}: {size:,} bytes, and at most {limit:,} are read; not what its name says")
-        data = read_into_hash(fd, size, digest, path).tobytes()
-    require_hash(path, digest.hexdigest(), expected_sha256)
+        data = read_range(fd, 0, size, path)
+    require_hash(path, hashlib.sha256(data).hexdigest(), expected_sha256)
     return data
 
 
-def read_into_hash(fd: int, size: int, digest: "hashlib._Hash", path: Path) -> np.ndarray:
-    """The next `size` bytes of fd in one new buffer, read from the disk once and hashed as they lie there."""
-    buffer = np.empty(size, np.uint8)  # numpy asks for huge pages: twice as fast to fill as torch.empty
-    hashed = _done(None)
-    with ThreadPoolExecutor(1, "sha256") as hasher:
-        for piece in _read_pieces(fd, buffer, path):
-            hashed.result()  # one at a time and in order
-            hashed = in_thread(hasher, digest.update, piece)
-        hashed.result()
-    return buffer
+def read_range(fd: int, start: int, stop: int, path: Path) -> bytes:
+    data = bytearray(stop - start)
+    filled = 0
+    for piece in _pieces_read(fd, start, stop, path):
+        data[filled:filled + len(piece)] = piece
+        filled += len(piece)
+    return bytes(data)
+
+
+def hash_range(fd: int, start: int, stop: int, path: Path, digest: "hashlib._Hash | None" = None) -> str:
+    """The sha256 of these bytes, after whatever `digest` has seen already; read in pieces that stay in the cache."""
+    digest = digest or hashlib.sha256()
+    for piece in _pieces_read(fd, start, stop, path):
+        digest.update(piece)
+    return digest.hexdigest()
 
 
 def hash_file(path: Path) -> str:
-    with open_regular(path) as fd, open(fd, "rb", buffering=0, closefd=False) as file, reading(path):
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    with open_regular(path) as fd:
+        return hash_range(fd, 0, os.fstat(fd).st_size, path)
+
+
+def _pieces_read(fd: int, start: int, stop: int, path: Path) -> Iterator[memoryview]:
+    """Each piece lies in the same memory as the one before, and is to be used before the next is asked for."""
+    view = memoryview(bytearray(min(READ_BYTES, stop - start)))
+    while start < stop:
+        with reading(path):
+            count = os.preadv(fd, [view[:stop - start]], start)
+        if count == 0:
+            raise ArtifactError(f"{path}: ended {stop - start:,} bytes early; another program changes it meanwhile")
+        yield view[:count]
+        start += count
 
 
 def in_thread(pool: ThreadPoolExecutor, function: Callable[[memoryview], T], data: memoryview) -> Future[T]:
@@ -228,9 +243,9 @@ def in_thread(pool: ThreadPoolExecutor, function: Callable[[memoryview], T], dat
     return pool.submit(function, data) if len(data) > SMALL_BYTES else _done(function(data))
 
 
-def require_hash(path: Path, actual: str, expected: str | None) -> None:
+def require_hash(path: Path, actual: str, expected: str | None, *, what: str = "its bytes") -> None:
     if expected is not None and actual != expected:
-        raise ArtifactError(f"{path}: its bytes hash to {actual}, but {expected} was recorded when it was written: "
+        raise ArtifactError(f"{path}: {what} hash to {actual}, but {expected} was recorded when it was written: "
                             "damaged, or a file from elsewhere; restore it, or use an older checkpoint")
 
 
@@ -352,8 +367,8 @@ def _done(result: T) -> Future[T]:
 
 def _pieces(chunk: bytes | memoryview) -> Iterator[memoryview]:
     view = memoryview(chunk).cast("B")
-    for start in range(0, len(view), PIECE_BYTES):
-        yield view[start:start + PIECE_BYTES]
+    for start in range(0, len(view), WRITE_BYTES):
+        yield view[start:start + WRITE_BYTES]
 
 
 def write_all(fd: int, view: memoryview) -> None:
@@ -362,17 +377,6 @@ def write_all(fd: int, view: memoryview) -> None:
         if written <= 0:
             raise OSError(errno.EIO, "the disk took no bytes and gave no reason")
         view = view[written:]
-
-
-def _read_pieces(fd: int, buffer: np.ndarray, path: Path) -> Iterator[memoryview]:
-    view = buffer.data
-    while view:
-        with reading(path):
-            count = os.readv(fd, [view[:PIECE_BYTES]])
-        if count == 0:
-            raise ArtifactError(f"{path}: ended {len(view):,} bytes early; another program changes it while it is read")
-        yield view[:count]
-        view = view[count:]
 
 
 def _require_space(final: Path, needed: int) -> None:

@@ -6,6 +6,7 @@ names, bytes that no tensor owns, shards that disagree with their index.
 
 import hashlib
 import math
+import mmap
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -52,10 +53,13 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class FileFacts:
-    """What a manifest says of one file; `tensors` is name → dtype, shape, sha256."""
+    """What a manifest says of one file. Of a safetensors file also the parts that make it up without a gap: `header`,
+    the sha256 of all before the data, and `tensors`, name → dtype, shape, sha256.
+    """
 
     sha256: str
     bytes: int
+    header: str | None = None
     tensors: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
@@ -68,24 +72,32 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
         sha256 = durable.write_file(path, _chunks(header, ordered, hasher, digests))
     facts = {name: {"dtype": NAMES[tensors[name].dtype], "shape": list(tensors[name].shape), "sha256": digests[name]}
              for name in sorted(tensors)}
-    return FileFacts(sha256, len(header) + sum(map(tensor_bytes, tensors.values())), facts)
+    size = len(header) + sum(map(tensor_bytes, tensors.values()))
+    return FileFacts(sha256, size, hashlib.sha256(header).hexdigest(), facts)
 
 
-def read_tensors(path: Path, expected_sha256: str | None = None) -> dict[str, Tensor]:
-    """Every tensor of the file, over one buffer that was read once and hashed as it lies in memory."""
-    digest = hashlib.sha256()
+def read_tensors(path: Path, expected: str | FileFacts | None = None) -> dict[str, Tensor]:
+    """Every tensor of the file, verified if it is known what to expect, then mapped privately: nothing is copied.
+
+    Expected is the sha256 of the file, or the facts from when it was written, which allow to hash on every core. Like
+    any mapped file it must not be written in place while the tensors are in use; the store never does. It may go.
+    """
     with durable.open_regular(path) as fd:
-        infos, data_bytes = _read_header(fd, digest, path)
-        buffer = durable.read_into_hash(fd, data_bytes, digest, path)
-    durable.require_hash(path, digest.hexdigest(), expected_sha256)
-    data = torch.from_numpy(buffer)
+        before = os.fstat(fd)
+        infos, head = _read_header(fd, path)
+        if isinstance(expected, FileFacts):
+            _require_parts(fd, infos, head, expected, path)
+        elif expected is not None:
+            digest = durable.hash_range(fd, len(head), before.st_size, path, hashlib.sha256(head))
+            durable.require_hash(path, digest, expected)
+        data = _mapped(fd, len(head), before, path)
     return {name: _tensor(data, info) for name, info in infos.items()}
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
     """What the file declares, in the order of its data; refused unless header and length agree in every byte."""
     with durable.open_regular(path) as fd:
-        infos, _ = _read_header(fd, hashlib.sha256(), path)
+        infos, _ = _read_header(fd, path)
     return infos
 
 
@@ -105,16 +117,17 @@ def write_sharded(folder: Path, tensors: Mapping[str, Tensor], max_shard_bytes: 
     return facts
 
 
-def read_folder_tensors(folder: Path, expected: Mapping[str, str] | None = None,
+def read_folder_tensors(folder: Path, expected: Mapping[str, FileFacts] | None = None,
                         stem: str = "model") -> dict[str, Tensor]:
     """All weights of a folder, one file or sharded; index, shards and headers must agree in every name.
 
-    `expected` maps file names to the sha256 that their bytes must have.
+    `expected` maps file names to the facts from when they were written.
     """
-    hashes = expected or {}
+    facts = expected or {}
+    index = facts.get(f"{stem}.safetensors.index.json")
     tensors: dict[str, Tensor] = {}
-    for name, declared in folder_shards(folder, hashes.get(f"{stem}.safetensors.index.json"), stem).items():
-        shard = read_tensors(inside(folder, name), hashes.get(name))
+    for name, declared in folder_shards(folder, index.sha256 if index else None, stem).items():
+        shard = read_tensors(inside(folder, name), facts.get(name))
         if declared is not None and set(shard) != declared:
             _refuse_shard(folder / name, set(shard), declared)
         tensors |= shard  # disjoint: a tensor has one shard in the index, and each shard holds exactly its own
@@ -233,17 +246,43 @@ def _shards(tensors: Mapping[str, Tensor], limit: int) -> list[dict[str, Tensor]
     return shards
 
 
-def _read_header(fd: int, digest: "hashlib._Hash", path: Path) -> tuple[dict[str, TensorInfo], int]:
-    """The tensors, and how many bytes of data follow. A length is judged before anything is allocated for it."""
+def _read_header(fd: int, path: Path) -> tuple[dict[str, TensorInfo], bytes]:
+    """The tensors, and all bytes before the data. A length is judged before anything is allocated for it."""
     size = os.fstat(fd).st_size
-    length = int.from_bytes(durable.read_into_hash(fd, min(size, 8), digest, path).tobytes(), "little")
+    length = int.from_bytes(durable.read_range(fd, 0, min(size, 8), path), "little")
     if size < 8 or length > size - 8:
         raise ArtifactError(f"{path}: {size:,} bytes, too few for its header: truncated, or not safetensors")
     if length > HEADER_LIMIT:
         raise ArtifactError(f"{path}: announces a header of {length:,} bytes; at most {HEADER_LIMIT:,} are read, and "
                             "no model needs more")
-    data_bytes = size - 8 - length
-    return parse_header(durable.read_into_hash(fd, length, digest, path).tobytes(), data_bytes, str(path)), data_bytes
+    head = durable.read_range(fd, 0, 8 + length, path)
+    return parse_header(head[8:], size - len(head), str(path)), head
+
+
+def _require_parts(fd: int, infos: Mapping[str, TensorInfo], head: bytes, expected: FileFacts, path: Path) -> None:
+    """Header and tensors are as they were written; the header was found to leave no byte between them."""
+    durable.require_hash(path, hashlib.sha256(head).hexdigest(), expected.header, what="the bytes of its header")
+
+    def check(name: str) -> None:
+        start, stop = len(head) + infos[name].start, len(head) + infos[name].stop
+        wanted = expected.tensors[name]["sha256"] if name in expected.tensors else "no such tensor"
+        digest = durable.hash_range(fd, start, stop, path)
+        durable.require_hash(path, digest, wanted, what=f"the bytes of its tensor {name!r}")
+
+    with ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0))), "sha256") as hashers:
+        list(hashers.map(check, infos))
+
+
+def _mapped(fd: int, start: int, before: os.stat_result, path: Path) -> Tensor:
+    """The data of the file as bytes. Writing to them changes this process's copy alone."""
+    if before.st_size == start:
+        return torch.empty(0, dtype=torch.uint8)
+    with durable.reading(path):
+        mapped = mmap.mmap(fd, before.st_size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+    now = os.fstat(fd)
+    if (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
+        raise ArtifactError(f"{path}: another program changes it while it is read; wait until it is whole")
+    return torch.frombuffer(mapped, dtype=torch.uint8, offset=start)
 
 
 def _info(name: str, entry: Any, where: str) -> TensorInfo:

@@ -46,7 +46,7 @@ def test_a_writer_that_fails_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_write_file_returns_the_hash_of_what_lies_on_the_disk(tmp_path: Path) -> None:
-    chunks = [os.urandom(3), os.urandom(durable.PIECE_BYTES + 17), b"", os.urandom(durable.SMALL_BYTES + 1)]
+    chunks = [os.urandom(3), os.urandom(durable.WRITE_BYTES + 17), b"", os.urandom(durable.SMALL_BYTES + 1)]
     digest = durable.write_file(tmp_path / "file", chunks)
     assert (tmp_path / "file").read_bytes() == b"".join(chunks)
     assert digest == hashlib.sha256(b"".join(chunks)).hexdigest() == durable.hash_file(tmp_path / "file")
