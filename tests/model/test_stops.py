@@ -5,6 +5,7 @@ import json
 import pytest
 
 from assay.model.stops import read_stops, resolve_stops
+from assay.model.tokenizer import Tokenizer
 from tests.model.made import CHATML, byte_level
 from tests.model.test_tokenizer import write
 
@@ -56,6 +57,12 @@ def test_a_contradiction_stops_at_either_end_but_never_at_an_undeclared_one():
     assert resolved(eos_token="<|endoftext|>").stop_ids == (TEXT_END,)
     assert resolved(eos_token="<|endoftext|>").turn_end == TURN_END
     assert resolved({"eos_token_id": 99_999}).stop_ids == (TURN_END,)
+
+
+def test_what_the_tokenizers_own_files_dispute_is_passed_on(tmp_path):
+    folder = write(byte_level(), tmp_path, special_tokens_map={"eos_token": "<|endoftext|>"})
+    (problem,) = read_stops(folder, Tokenizer.from_folder(folder)).disagreements
+    assert "special_tokens_map.json" in problem
 
 
 def test_other_files_speak_where_the_tokenizer_has_no_such_field(tmp_path):

@@ -45,6 +45,15 @@ def test_transformers_reads_the_same_ids_from_the_metadata(scheme):
             assert ours.encode(text) == theirs.encode(text, add_special_tokens=False).ids, text
 
 
+@pytest.mark.parametrize(("scheme", "pieces"), [
+    ("gpt-2", ["bar", "Ġ", "Ġ12345", "'s", "Ġ'", "S"]), ("smollm", ["bar", "ĠĠ", "1", "2", "3", "4", "5", "'s", "Ġ'", "S"]),
+    ("llama-bpe", ["bar", "Ġ", "Ġ", "123", "45", "'s", "Ġ'", "S"]), ("smaug-bpe", ["bar", "Ġ", "Ġ", "123", "45", "'s", "Ġ'", "S"]),
+    ("qwen2", ["bar", "Ġ", "Ġ", "1", "2", "3", "4", "5", "'s", "Ġ'", "S"])])
+def test_each_name_splits_as_the_models_of_that_name(scheme, pieces):
+    split = byte_level(scheme).backend.pre_tokenizer.pre_tokenize_str("bar  12345's 'S")
+    assert [piece for piece, _ in split] == pieces
+
+
 def test_a_digit_stands_alone_in_smollm_also_after_spaces():
     """transformers 5.22 drops the digit split when it reads a GGUF, and gives ids that the model was not trained on."""
     ours = byte_level("smollm")

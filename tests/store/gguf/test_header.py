@@ -79,6 +79,11 @@ def test_a_header_without_end_is_not_read(tmp_path):
     """A sparse terabyte whose one string claims most of it: refused without reading it."""
     path = tmp_path / "sparse.gguf"
     front = b"GGUF" + struct.pack("<IQQ", 3, 1, 1) + struct.pack("<Q", 3) + b"key"
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 70_000, 1))
+    with path.open("r+b") as file:
+        file.truncate(2**40)
+    with pytest.raises(ArtifactError, match="70,000 tensors"):
+        read_header(path)
     for value in (struct.pack("<IQ", 8, 2**39), struct.pack("<IQ", 8, 2**28), struct.pack("<IIQ", 9, 10, 2**36)):
         path.write_bytes(front + value)
         with path.open("r+b") as file:
