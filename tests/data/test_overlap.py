@@ -1,0 +1,99 @@
+"""Overlap between held-out and training text: found when planted, silent when not."""
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from assay.data.overlap import WORDS, HeldOutText, Lookup, fingerprint, ngrams, overlap, words
+from tests.data.conftest import SYLLABLES
+
+
+def plain_text(seed: int) -> bytes:
+    """200 words of ASCII letters, so that words can be counted by hand."""
+    rng = random.Random(seed)
+    return " ".join("".join(rng.choices(SYLLABLES, k=3)) for _ in range(200)).encode()
+
+
+TRAIN = [plain_text(seed) for seed in range(50)]
+HELD = [(f"held#{seed}", plain_text(1000 + seed)) for seed in range(10)]
+
+
+def test_other_text_shares_nothing(tmp_path: Path) -> None:
+    found = overlap(TRAIN, HELD, tmp_path)
+    assert (found.exact, found.shared, found.share, found.worst) == (0, 0, 0.0, ())
+    assert found.documents == 10
+    assert found.grams == 10 * (200 - WORDS + 1)
+
+
+def test_a_copy_is_exact_whatever_its_case_spacing_and_signs(tmp_path: Path) -> None:
+    loud = b"(" + HELD[3][1].upper().replace(b" ", b",\n\t ") + b"!)"
+    found = overlap([*TRAIN, loud], HELD, tmp_path)
+    assert found.exact == 1
+    assert found.worst[0] == ("held#3", 1.0, True)
+    assert found.share == pytest.approx(0.1)
+
+
+def test_part_of_a_document_is_measured_by_its_13_grams(tmp_path: Path) -> None:
+    """Half of one document, in the middle of another: the share of its runs of 13 words, counted by hand."""
+    half = b" ".join(HELD[5][1].split()[:100])
+    found = overlap([*TRAIN, b"before it " + half + b" after it"], HELD, tmp_path)
+    expected = 100 - WORDS + 1
+    assert found.exact == 0
+    assert found.shared == expected
+    assert found.worst == (("held#5", expected / (200 - WORDS + 1), False),)
+
+
+def test_twelve_words_in_common_are_not_thirteen(tmp_path: Path) -> None:
+    own = HELD[0][1].split()
+    assert overlap([b" ".join(own[:12])], HELD, tmp_path).shared == 0
+    assert overlap([b" ".join(own[:13])], HELD, tmp_path).shared == 1
+
+
+def test_words_are_the_same_wherever_they_stand() -> None:
+    text = "the Quick brown—fox, 42 jumps café".encode()
+    assert words(b"  ... " + text + b"!")[:6].tolist() == words(text)[:6].tolist()
+    assert len(set(words(text).tolist())) == 6  # the dash is beyond ASCII and joins its neighbours
+    assert len(words("我爱北京".encode())) == 4
+    assert words("北京".encode())[0] == words("a 北京".encode())[1]
+    assert len(words(b"")) == len(words(b" ... ")) == len(ngrams(words(b"a b"))) == 0
+
+
+def test_long_documents_are_hashed_in_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = TRAIN[0]
+    whole = words(text)
+    monkeypatch.setattr("assay.data.overlap.SEGMENT", text.index(b" ", (len(text) + 1) // 2))
+    assert words(text).tolist() == whole.tolist()
+
+
+def test_documents_without_words_are_told_apart_by_their_bytes() -> None:
+    assert fingerprint(words(b"!!!"), b"!!!") != fingerprint(words(b"???"), b"???")
+    assert fingerprint(words(b"a b"), b"a b") == fingerprint(words(b"A, b."), b"A, b.")
+
+
+def test_a_sample_measures_the_same_share_in_bounded_memory(tmp_path: Path) -> None:
+    held = HeldOutText(capacity=500)
+    for name, raw in HELD:
+        held.add(name, raw)
+    assert held.kept <= 500
+    assert held.kept / (10 * (200 - WORDS + 1)) == pytest.approx((held.limit + 1) / 2**64, rel=0.25)
+    found = overlap(TRAIN + [raw for _, raw in HELD[:4]], HELD, tmp_path)
+    held.save(tmp_path)
+    for raw in TRAIN + [raw for _, raw in HELD[:4]]:
+        held.note(*Lookup(tmp_path).hits(raw)[:2])
+    sampled = held.overlap()
+    assert sampled.exact == found.exact == 4
+    assert sampled.shared / sampled.grams == pytest.approx(found.shared / found.grams, abs=0.06)
+    assert sampled.sampled < 0.5
+
+
+def test_hits_noted_often_are_counted_once() -> None:
+    held = HeldOutText(capacity=300)
+    held.add("a", HELD[0][1])
+    grams = np.unique(held.grams[0])
+    for _ in range(10):
+        held.note(grams, np.asarray(held.prints, np.uint64))
+    found = held.overlap()
+    assert (found.shared, found.exact) == (len(grams), 1)
+    assert sum(map(len, held.hit_grams)) <= 300 + len(grams)
