@@ -13,6 +13,7 @@ from assay.generate.sampler import Completion, Sampling, sample
 from assay.guard.subject import Subject
 from assay.model.families import FAMILIES
 from assay.model.probe import Answer, distance, questions
+from assay.model.transformer import Transformer
 from assay.store.artifact import Artifact
 from assay.verdict import Verdict, proven, refuted, unproven
 
@@ -20,14 +21,15 @@ from assay.verdict import Verdict, proven, refuted, unproven
 # rounding (1e-6 to 1e-5 seen). A wrong rotary base moves them by 0.3 in SmolLM2-135M, and by 2e-3 in a model that has
 # not learned anything yet: the faintest fault that must show.
 SAME_WEIGHTS = 2e-4
-PROMPTS = ("The capital of France is", "def add(a, b):\n", "Once upon a time")
-NEW_TOKENS = 48
+TEXTS = ("The capital of France is", "def add(a, b):\n", "Once upon a time")
+QUESTIONS = ("Say yes.", "What is 2 + 2? Reply with the number only.", "Name one colour, in one word.")  # short answers end soon
+NEW_TOKENS, AGAIN = 32, 8
 
 
 def check_answers(subject: Subject) -> Verdict:
     """The reloaded model answers the probe as the live one did when it was saved."""
     if subject.raw.checkpoint is None or not subject.raw.checkpoint.probes():
-        return unproven("answers", "nothing recorded what the live model answered before it was saved")
+        return unproven("answers", "nothing recorded what the live model answered before it was saved", optional=subject.is_copy)
     error = distance(subject.answers, Answer(**subject.raw.checkpoint.probes()))
     words = f"probe logits differ from the live model's by {error:.1e} (relative), bound {SAME_WEIGHTS:.0e}"
     if not error <= SAME_WEIGHTS:
@@ -58,25 +60,27 @@ def check_consumer(subject: Subject) -> Verdict:
 def check_generations(subject: Subject) -> Verdict:
     """A few greedy texts: valid ids, the same twice, and ended by a stop token where the model was taught to stop."""
     artifact = subject.artifact
-    completions = greedy(subject)
-    if completions != greedy(subject):
+    completions = greedy(subject.model, artifact)
+    again = greedy(subject.model, artifact, AGAIN)
+    if [c.ids[:AGAIN] for c in completions] != [c.ids for c in again]:
         return refuted("generations", "two greedy generations from the same prompts differ; something in the model is not deterministic")
-    ended = sum(c.ended == "stop" for c in completions)
+    ended = _ended(completions)
     texts = [artifact.tokenizer.decode(list(c.ids)) if artifact.tokenizer else str(c.ids[:12]) for c in completions]
     words = f"{ended} of {len(completions)} greedy generations ended within {NEW_TOKENS} tokens"
     evidence = {"ended": ended, "n": len(completions), "texts": texts}
     if ended or subject.facts.get("taught_to_stop") is False:
         return proven("generations", words if ended else f"{words}; nothing has taught this model to stop yet", **evidence)
-    if subject.facts.get("taught_to_stop"):
+    if subject.facts.get("taught_to_stop") or (subject.against is not None and _ended(greedy(subject.against_model, subject.against))):
         return refuted("generations", f"{words}, though the model was taught to stop: the stop token or the template was lost", **evidence)
-    if not artifact.stops.stop_ids:
-        return unproven("generations", f"{words}: no stop id is known", **evidence)
-    return unproven("generations", f"{words}; whether it was taught to stop is not recorded", **evidence)
+    if subject.is_copy:
+        return proven("generations", f"{words}; the source's do not end either", **evidence)
+    reason = "whether it was taught to stop is not recorded" if artifact.stops.stop_ids else "no stop id is known"
+    return unproven("generations", f"{words}; {reason}", **evidence)
 
 
-def greedy(subject: Subject) -> list[Completion]:
-    model, new = subject.model, min(NEW_TOKENS, subject.artifact.config.max_length // 2)
-    return sample(model, prompts(subject.artifact, model.config.max_length - new), subject.artifact.stops.stop_ids, Sampling(max_new=new, temperature=0))
+def greedy(model: Transformer, artifact: Artifact, new: int = NEW_TOKENS) -> list[Completion]:
+    new = min(new, artifact.config.max_length // 2)
+    return sample(model, prompts(artifact, model.config.max_length - new), artifact.stops.stop_ids, Sampling(max_new=new, temperature=0))
 
 
 def prompts(artifact: Artifact, room: int) -> list[list[int]]:
@@ -86,11 +90,15 @@ def prompts(artifact: Artifact, room: int) -> list[list[int]]:
         tokens, _ = questions(artifact.config.vocab, artifact.config.max_length)
         return [row[:8].tolist() for row in tokens]
     if tokenizer.template is not None:
-        turns = [[{"role": "user", "content": text}] for text in PROMPTS]
+        turns = [[{"role": "user", "content": text}] for text in QUESTIONS]
         encoded = [tokenizer.encode(tokenizer.render(turn, add_generation_prompt=True)) for turn in turns]
     else:
-        encoded = [tokenizer.encode(text) for text in PROMPTS]
+        encoded = [tokenizer.encode(text) for text in TEXTS]
     return [ids[-room:] or [0] for ids in encoded]
+
+
+def _ended(completions: list[Completion]) -> int:
+    return sum(completion.ended == "stop" for completion in completions)
 
 
 def _no_consumer(subject: Subject) -> str | None:

@@ -6,6 +6,7 @@ from torch import Tensor
 from assay.guard.subject import Subject
 from assay.model.probe import answer, distance, share
 from assay.store.artifact import Artifact, build, merged
+from assay.store.peft import config_with
 from assay.verdict import Verdict, proven, refuted, unproven
 
 ROUNDING = 1e-6  # of an element's own size: what storing it may add to a movement
@@ -102,7 +103,8 @@ def _error(found: Tensor, due: Tensor) -> float:
 
 def _moved(subject: Subject) -> Verdict:
     assert subject.against is not None
-    if subject.artifact.config != subject.against.config:
+    patch = subject.artifact.patch
+    if subject.artifact.config != (subject.against.config if patch is None else config_with(subject.against.config, patch)):
         return refuted("lineage", f"the parent {subject.against.path} has another geometry; it cannot be the parent")
     if words := _another_parent(subject, subject.against):
         return refuted("lineage", words)

@@ -1,49 +1,77 @@
 """Before step 1, on one real batch: the loss is the loss, however it is computed. Values and gradients, each against a naive twin.
 
-The naive twins here are written out on purpose and share nothing with the code they judge but the model's `hidden` and `logits`.
+The naive twins here are written out on purpose. `naive_loss` shares with the code it judges the model's `hidden` and `logits`
+alone; `naive_logits`, which judges those, shares the layers' own products and norms.
 """
 
-from collections.abc import Callable
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from assay.data.batch import Batch
-from assay.learn.loop import accumulated
+from assay.learn import loop
+from assay.learn.loop import Accumulate
 from assay.learn.objectives import Objective
-from assay.model.transformer import Transformer
-from assay.verdict import Verdict, proven, refuted
+from assay.model.transformer import Attention, Block, Transformer, rotate
+from assay.verdict import Outcome, Verdict, proven, refuted
+
+Gradients = tuple[float, dict[str, Tensor]]  # the loss, and the gradient of each parameter that has one
 
 # Relative error that rounding explains: fp32 sums in another order, or bf16 products in another order.
 BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 ROWS = 4  # of the batch: enough to have ragged parts
+LOUD = 0.5  # standard deviation of the logits in soft caps, for the checks that must see the cap
+COLUMNS = 2048  # of a row that attention is written out for: its cost grows with their square
 
 
-def preflight(model: Transformer, objective: Objective, batch: Batch) -> list[Verdict]:
-    """Every check of this file. The model's weights, gradients and mode are as before afterwards."""
+def preflight(model: Transformer, objective: Objective, batch: Batch, accumulate: Accumulate | None = None) -> list[Verdict]:
+    """Every check of this file. The model's weights, gradients and mode are as before afterwards.
+
+    `accumulate` is what the loop will be given: what is checked must be what runs.
+    """
     batch = sample_rows(batch)
-    return [check(model, objective, batch) for check in (check_loss, check_accumulation, check_isolation, check_padding, check_determinism)]
-
-
-def check_loss(model: Transformer, objective: Objective, batch: Batch) -> Verdict:
-    """The objective equals next-token cross-entropy written out in full logits, in value and in gradient."""
-    ours = gradients(model, lambda: objective(model, batch).total / batch.weight.sum())
-    naive = gradients(model, lambda: naive_loss(model, batch))
-    return _compared("loss", "fused and plain cross-entropy", ours, naive, model)
-
-
-def check_accumulation(model: Transformer, objective: Objective, batch: Batch) -> Verdict:
-    """Micro-batches of one row give the step that one batch gives, on rows of different weight."""
-    ragged = replace(batch, weight=_ragged(batch.weight))
-    weight = float(ragged.weight.sum())
-    parts = gradients(model, lambda: accumulated(model, objective, ragged, 1, weight), backward=False)
-    whole = gradients(model, lambda: objective(model, ragged).total / weight)
-    return _compared("accumulation", "one row at a time and all at once", parts, whole, model)
+    return [check_attention(model, batch), check_loss(model, objective, batch), check_accumulation(model, objective, batch, accumulate),
+            check_isolation(model, batch), check_padding(model, objective, batch), check_determinism(model, objective, batch)]
 
 
 @torch.no_grad()
-def check_isolation(model: Transformer, objective: Objective, batch: Batch) -> Verdict:
+def check_attention(model: Transformer, batch: Batch) -> Verdict:
+    """The model's logits are those of its config written out: causal, within documents and windows, softly capped."""
+    device = batch.tokens.device
+    row = Batch(**{name: stream[:1, :COLUMNS].cpu() for name, stream in batch.streams().items()}).to(device)
+    with loud(model, row):
+        found, due = logits(model, row), naive_logits(model, row)
+    error = float((found - due).norm() / (due.norm() + 1e-20))
+    words = f"logits differ from attention and soft cap written out by {error:.1e} (relative), bound {_bound(model):.0e}"
+    if not error <= _bound(model):
+        return refuted("attention", f"{words}: a window, a cap or a mask of the config is not applied", error=str(error))
+    return proven("attention", words, error=error)
+
+
+def check_loss(model: Transformer, objective: Objective, batch: Batch) -> Verdict:
+    """The objective equals next-token cross-entropy written out in full logits, in value and in gradient, whatever the weights."""
+    uneven = replace(batch, weight=_uneven(batch.weight))
+    with loud(model, sample_rows(batch)):
+        ours = gradients(model, lambda: objective(model, uneven).total / uneven.weight.sum())
+        naive = gradients(model, lambda: naive_loss(model, uneven))
+    return _compared("loss", "the objective and plain cross-entropy", ours, naive, model)
+
+
+def check_accumulation(model: Transformer, objective: Objective, batch: Batch, accumulate: Accumulate | None = None) -> Verdict:
+    """Micro-batches of one row give the step that one batch gives: on rows of different weight, and on fewer rows than usual."""
+    accumulate = accumulate or loop.accumulated
+    full = _accumulation(model, objective, batch, accumulate, rows=len(batch))
+    short = _accumulation(model, objective, batch, accumulate, rows=max(1, len(batch) // 2))  # as at the end of an epoch
+    return full if full.outcome is Outcome.REFUTED else short
+
+
+@torch.no_grad()
+def check_isolation(model: Transformer, batch: Batch) -> Verdict:
     """Two documents packed into a row: other words in the first change nothing in the second."""
     tokens, half = batch.tokens[:1].cpu(), batch.tokens.shape[1] // 2
     documents = (torch.arange(tokens.shape[1])[None] >= half).int()
@@ -94,7 +122,41 @@ def naive_loss(model: Transformer, batch: Batch) -> Tensor:
     return -(taken * batch.weight[:, 1:]).sum() / batch.weight.sum()
 
 
-def gradients(model: Transformer, loss: Callable[[], Tensor], *, backward: bool = True) -> tuple[float, dict[str, Tensor]]:
+def logits(model: Transformer, batch: Batch) -> Tensor:
+    return model.logits(model.hidden(batch.tokens, documents=batch.documents, positions=batch.positions, starts=batch.starts)).float()
+
+
+def naive_logits(model: Transformer, row: Batch) -> Tensor:
+    """Every product of attention written out in fp32, from the config: who sees whom is decided here anew."""
+    config, T = model.config, row.tokens.shape[1]
+    positions = row.positions if row.positions is not None else torch.arange(T, device=row.tokens.device)[None]
+    documents = row.documents if row.documents is not None else torch.zeros_like(row.tokens)
+    distance = positions[:, :, None] - positions[:, None, :]
+    seen = (documents[:, :, None] == documents[:, None, :]) & (distance >= 0)
+    x = model.embed.weight[row.tokens] if model.position is None else model.embed.weight[row.tokens] + model.position.weight[positions]
+    x = x.to(model.compute_dtype or x.dtype)
+    for block, window in zip(cast(Iterable[Block], model.blocks), config.windows, strict=True):
+        x = x + _naive_attention(model, block.attn, block.attn_norm(x), positions, seen if window is None else seen & (distance < window))
+        x = x + block.mlp(block.mlp_norm(x))
+    plain = (model.norm(x) @ model.head_weight().to(x.dtype).T).float()
+    return plain if config.softcap is None else config.softcap * torch.tanh(plain / config.softcap)
+
+
+def _naive_attention(model: Transformer, attn: Attention, x_BTD: Tensor, positions: Tensor, seen_BTS: Tensor) -> Tensor:
+    config = model.config
+    q, k, v = (part.unflatten(-1, (-1, config.head_dim)) for part in attn.qkv(x_BTD).split(attn.rows, -1))
+    if attn.q_norm is not None and attn.k_norm is not None:
+        q, k = attn.q_norm(q), attn.k_norm(k)
+    if model.frequencies is not None:
+        angles = positions[..., None, None].float() * cast(Tensor, model.frequencies)
+        q, k = (rotate(part, angles.cos(), angles.sin()) for part in (q, k))
+    k, v = (part.float().repeat_interleave(config.heads // config.kv_heads, dim=2) for part in (k, v))
+    scores_BHTS = torch.einsum("bthd,bshd->bhts", q.float(), k) / math.sqrt(config.head_dim)
+    weights_BHTS = scores_BHTS.masked_fill(~seen_BTS[:, None], -math.inf).softmax(-1)
+    return attn.out(torch.einsum("bhts,bshd->bthd", weights_BHTS, v).to(x_BTD.dtype).flatten(2))
+
+
+def gradients(model: Transformer, loss: Callable[[], Tensor], *, backward: bool = True) -> Gradients:
     """The loss and every parameter's gradient; the model's own gradients are put back."""
     kept = {name: p.grad for name, p in model.named_parameters()}
     for parameter in model.parameters():
@@ -108,8 +170,38 @@ def gradients(model: Transformer, loss: Callable[[], Tensor], *, backward: bool 
     return float(value.detach()), found
 
 
+@contextlib.contextmanager
+def loud(model: Transformer, batch: Batch) -> Iterator[None]:
+    """Logits large enough for the soft cap to bend them: a fresh model's are so small that a missing cap would not show."""
+    gain, cap = cast(Tensor, model.norm.weight), model.config.softcap
+    kept = gain.detach().clone()
+    if cap is not None:
+        with torch.no_grad():
+            gain.mul_(max(1.0, LOUD * cap / float(logits(model, batch).std())))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            gain.copy_(kept)
+
+
 def sample_rows(batch: Batch) -> Batch:
     return next(batch.split(ROWS))
+
+
+def _accumulation(model: Transformer, objective: Objective, batch: Batch, accumulate: Accumulate, *, rows: int) -> Verdict:
+    """The first rows one by one, against the whole batch with the other rows' weight at 0: both mean the same."""
+    taken = torch.arange(len(batch), device=batch.weight.device)[:, None] < rows
+    ragged = replace(batch, weight=_ragged(batch.weight) * taken)
+    weight = float(ragged.weight.sum())
+    parts = gradients(model, lambda: accumulate(model, objective, next(ragged.split(rows)), 1, weight), backward=False)
+    whole = gradients(model, lambda: objective(model, ragged).total / weight)
+    return _compared("accumulation", f"{rows} rows one at a time, and all at once", parts, whole, model)
+
+
+def _uneven(weight: Tensor) -> Tensor:
+    """Neighbours that count differently: a gradient scaled by one token's weight instead of each token's own would show."""
+    return weight * (1 + 0.5 * (torch.arange(weight.shape[1], device=weight.device) % 3))
 
 
 def _ragged(weight: Tensor) -> Tensor:
@@ -119,14 +211,15 @@ def _ragged(weight: Tensor) -> Tensor:
     return weight * keep
 
 
-def _compared(check: str, what: str, one: tuple[float, dict[str, Tensor]], two: tuple[float, dict[str, Tensor]], model: Transformer) -> Verdict:
+def _compared(check: str, what: str, one: Gradients, two: Gradients, model: Transformer) -> Verdict:
     bound = _bound(model)
     if one[1].keys() != two[1].keys():
         return refuted(check, f"{what} reach different parameters: {sorted(one[1].keys() ^ two[1].keys())[:3]}")
     value = abs(one[0] - two[0]) / max(abs(two[0]), 1e-9)
     errors = {name: float((g - two[1][name]).float().norm() / (two[1][name].float().norm() + 1e-20)) for name, g in one[1].items()}
-    worst = max(errors, key=lambda name: errors[name])
-    words = f"{what}: loss {one[0]:.5f} and {two[0]:.5f}, gradients apart by at most {errors[worst]:.1e} (relative, {worst}), bound {bound:.0e}"
+    worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
+    words = (f"{what}: loss {one[0]:.5f} and {two[0]:.5f}, gradients apart by at most {errors[worst]:.1e} (relative, {worst}), "
+             f"bound {bound:.0e}")
     if not (value <= bound and errors[worst] <= bound):
         return refuted(check, words, value_error=str(value), gradient_error=str(errors[worst]), tensor=worst)
     return proven(check, words, value_error=value, gradient_error=errors[worst], bound=bound)

@@ -1,6 +1,6 @@
 """What a proof looks at: an artifact opened stage by stage, so that each stage's refusal becomes a verdict of its own."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
@@ -25,7 +25,6 @@ class Subject:
     against: Artifact | None = None
     expect: Expectation = "moved"
     bound: float | None = None
-    notes: list[str] = field(default_factory=list)
 
     @property
     def path(self) -> Path:
@@ -51,9 +50,18 @@ class Subject:
         return answer(self.model)
 
     @cached_property
-    def against_answers(self) -> Answer:
+    def against_model(self) -> Transformer:
         assert self.against is not None
-        return answer(build(self.against))
+        return build(self.against)
+
+    @cached_property
+    def against_answers(self) -> Answer:
+        return answer(self.against_model)
+
+    @property
+    def is_copy(self) -> bool:
+        """Said to equal what it is compared with: then the source itself stands for what was not recorded."""
+        return self.expect == "same" and self.against is not None
 
 
 def live_tensors(artifact: Artifact) -> dict[str, Tensor]:

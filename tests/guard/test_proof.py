@@ -1,0 +1,150 @@
+"""Proofs on our checkpoints and on what transformers and PEFT wrote: what holds is PROVEN, what does not is REFUTED by name."""
+
+import json
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from assay.guard.proof import Request, demanded, examine, prove, prove_checkpoint
+from assay.model.probe import questions
+from assay.model.stops import resolve_stops
+from assay.model.tiny import tiny_config, tiny_tokenizer
+from assay.model.transformer import initialised
+from assay.store import checkpoint
+from assay.store.artifact import build, open_artifact
+from assay.store.export import export
+from assay.store.pack import Lineage, model_contents
+from assay.verdict import Outcome, overall
+
+
+def save(where, family="llama", seed=0, lineage=Lineage(), change=0.0):
+    model, tokenizer = initialised(tiny_config(family), seed), tiny_tokenizer()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(9)) * change)
+    return checkpoint.write(where, model_contents(model, tokenizer, resolve_stops(tokenizer, {}, {}), lineage))
+
+
+def outcomes(verdicts):
+    return {verdict.check: verdict.outcome for verdict in verdicts}
+
+
+def refuted(verdicts):
+    return {verdict.check: verdict.reason for verdict in verdicts if verdict.outcome is Outcome.REFUTED}
+
+
+@pytest.fixture
+def foreign(tmp_path):
+    """A folder as transformers writes it: its own save_pretrained, tokenizer included."""
+    save(tmp_path / "ours", "qwen2")
+    folder = tmp_path / "theirs"
+    AutoModelForCausalLM.from_pretrained(tmp_path / "ours").save_pretrained(folder)
+    PreTrainedTokenizerFast.from_pretrained(tmp_path / "ours").save_pretrained(folder)
+    return folder
+
+
+def adapter(foreign, folder, *, train=True, **options):
+    """An adapter as PEFT writes it."""
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=options.pop("targets", ["q_proj", "v_proj"]), task_type="CAUSAL_LM", **options)
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(foreign), config)
+    if train:
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if parameter.requires_grad:
+                    parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))) * 0.05)
+    model.save_pretrained(folder)
+    return folder
+
+
+def test_a_checkpoint_earns_its_hallmark_in_a_fresh_process(tmp_path):
+    saved = save(tmp_path / "step-000000")
+    verdicts = prove_checkpoint(saved.folder)
+    assert overall(verdicts) is Outcome.PROVEN, verdicts
+    mark = checkpoint.open_checkpoint(saved.folder).hallmark
+    assert mark is not None
+    assert {v["check"] for v in mark["verdicts"]} == {v.check for v in verdicts}
+
+
+def test_what_equals_its_parent_though_it_should_have_moved_is_quarantined(tmp_path):
+    parent = save(tmp_path / "step-000000")
+    recorded = {"weights": open_artifact(parent.folder).digest, "path": str(parent.folder)}
+    from assay.store.pack import Ancestor
+
+    child = save(tmp_path / "step-000001", lineage=Lineage("moved", Ancestor(**recorded)))
+    assert "equals the parent's" in refuted(prove_checkpoint(child.folder))["lineage"]
+    assert checkpoint.open_checkpoint(child.folder).quarantined
+    found, passed_over = checkpoint.latest(tmp_path)
+    assert found is not None
+    assert found.folder == parent.folder
+    assert "quarantined" in passed_over[0]
+
+
+def test_movement_beyond_what_the_optimizer_could_do_is_refuted(tmp_path):
+    from assay.store.pack import Ancestor
+
+    parent = save(tmp_path / "parent")
+    ancestor = Ancestor(open_artifact(parent.folder).digest, str(parent.folder))
+    near = save(tmp_path / "near", lineage=Lineage("moved", ancestor, movement_bound=0.1), change=0.01)
+    far = save(tmp_path / "far", lineage=Lineage("moved", ancestor, movement_bound=0.001), change=0.01)
+    frozen = save(tmp_path / "frozen", lineage=Lineage("moved", ancestor, frozen=("norm.weight",)), change=0.01)
+    assert outcomes(examine(Request(str(near.folder))))["lineage"] is Outcome.PROVEN
+    assert "could have moved an element by 1.00e-03" in refuted(examine(Request(str(far.folder))))["lineage"]
+    assert "frozen have moved: norm.weight" in refuted(examine(Request(str(frozen.folder))))["lineage"]
+
+
+def test_a_folder_of_transformers_is_proven_as_far_as_it_can_be(foreign, tmp_path):
+    verdicts = prove(Request(str(foreign)))
+    found = outcomes(verdicts)
+    assert {c for c, o in found.items() if o is Outcome.PROVEN} >= {"whole", "architecture", "values", "fields", "consumer"}
+    assert {c for c, o in found.items() if o is Outcome.UNPROVEN} >= {"hashes", "answers", "lineage"}
+    assert Outcome.REFUTED not in found.values()
+    assert overall(demanded(verdicts)) is Outcome.UNPROVEN
+    against = outcomes(examine(Request(str(foreign), against=str(tmp_path / "ours"), expect="same")))
+    assert against["lineage"] is Outcome.PROVEN
+
+
+def test_a_folder_of_transformers_is_refuted_where_it_is_wrong(foreign):
+    config = json.loads((foreign / "generation_config.json").read_text())
+    (foreign / "generation_config.json").write_text(json.dumps(config | {"eos_token_id": 5}))
+    assert "generation_config.json" in refuted(examine(Request(str(foreign))))["fields"]
+    (foreign / "model.safetensors").write_bytes((foreign / "model.safetensors").read_bytes()[:-8])
+    assert "whole" in refuted(examine(Request(str(foreign))))
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"use_rslora": True}, {"targets": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]},
+    {"modules_to_save": ["lm_head"]}, {"targets": "all-linear"}, {"layers_to_transform": [1]}], ids=str)
+def test_an_adapter_of_peft_is_proven_and_merges_to_what_peft_computes(foreign, tmp_path, options):
+    folder = adapter(foreign, tmp_path / "adapter", **options)
+    verdicts = examine(Request(str(folder), against=str(foreign), base=str(foreign)))
+    assert not refuted(verdicts), verdicts
+    assert outcomes(verdicts)["consumer"] is Outcome.PROVEN
+    assert outcomes(verdicts)["lineage"] is Outcome.PROVEN
+    source = open_artifact(folder, base=foreign)
+    bound = export(source, "merged", tmp_path / "merged")
+    merged = examine(Request(str(tmp_path / "merged"), str(folder), expect="same", bound=bound, against_base=str(foreign)))
+    assert overall(demanded(merged)) is Outcome.PROVEN, merged
+    tokens, _ = questions(320, 256)
+    live = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(foreign), folder).eval()
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(build(source)(tokens), live(tokens).logits, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(theirs(tokens).logits, live(tokens).logits, atol=1e-4, rtol=1e-4)
+
+
+def test_our_adapter_goes_back_to_peft(foreign, tmp_path):
+    source = open_artifact(adapter(foreign, tmp_path / "adapter", use_rslora=True), base=foreign)
+    export(source, "peft", tmp_path / "again")
+    assert overall(demanded(examine(Request(str(tmp_path / "again"), str(tmp_path / "adapter"), expect="same", bound=2e-4,
+                                            against_base=str(foreign))))) is Outcome.PROVEN
+    tokens, _ = questions(320, 256)
+    live = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(foreign), tmp_path / "again").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(live(tokens).logits, build(source)(tokens), atol=1e-5, rtol=1e-5)
+
+
+def test_an_adapter_that_was_never_trained_is_refused_by_name(foreign, tmp_path):
+    folder = adapter(foreign, tmp_path / "adapter", train=False)
+    assert "no effect" in refuted(examine(Request(str(folder), base=str(foreign))))["architecture"]
