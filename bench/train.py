@@ -29,7 +29,7 @@ GPT2 = replace(tiny_config("gpt2"), vocab=50304, width=768, depth=12, heads=12, 
 SMOLLM2 = replace(tiny_config("llama"), vocab=49152, width=576, depth=30, heads=9, kv_heads=3, head_dim=64, hidden=1536, max_length=8192,
                   rope=Rope(100000.0), windows=(None,) * 30)
 # shape → (config, rows a step, rows a micro-batch, length, the peer's figure stated in tokens/s)
-SHAPES = {"gpt2": (GPT2, 64, 32, 1024, ("nanoGPT, stated", 500_000)), "smollm2": (SMOLLM2, 16, 16, 1024, ("transformers + compile, stated", 275_000))}
+SHAPES = {"gpt2": (GPT2, 64, 64, 1024, ("nanoGPT, stated", 500_000)), "smollm2": (SMOLLM2, 16, 16, 1024, ("transformers + compile, stated", 275_000))}
 
 
 def flops_per_token(config: ModelConfig, length: int) -> float:

@@ -5,6 +5,7 @@ launching for 44 ms of arithmetic. A graph is launched once. It computes what `l
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -17,36 +18,28 @@ WARM_UP = 3  # eager passes before capture: compilation, library handles and aut
 
 
 class GraphedAccumulate:
-    """A twin of `loop.accumulate` for CUDA: one graph per shape of micro-batch, gradients summed into buffers of its own."""
+    """A twin of `loop.accumulated` for CUDA: a graph for the first micro-batch of a step, whose gradients replace those of the
+    step before, and one for the others, whose gradients are added; each for every shape of micro-batch there is."""
 
     def __init__(self) -> None:
-        self._graphs: dict[tuple, _Captured] = {}
-        self._gradients: dict[int, Tensor] = {}
+        self._first: dict[tuple, _Captured] = {}
+        self._more: dict[tuple, _Captured] = {}
 
     def __call__(self, model: Transformer, objective: Objective, batch: Batch, micro: int, weight: float) -> Tensor:
-        self._attach_gradients(model)
-        total = torch.zeros((), device=model.embed.weight.device)
+        device = model.embed.weight.device
+        total = torch.zeros((), device=device)
+        opening: tuple | None = None
         for part in batch.split(micro):
-            inputs = tensors(part.to(total.device, non_blocking=True))
-            key = tuple((name, tuple(tensor.shape)) for name, tensor in inputs.items())
-            if key not in self._graphs:
-                self._graphs[key] = _Captured(model, objective, part.to(total.device), self._restore)
-            total += self._graphs[key].replay(inputs, weight)
+            on_device = part.to(device, non_blocking=True)
+            shape = tuple((name, tuple(tensor.shape)) for name, tensor in tensors(on_device).items())
+            if opening is None:
+                graphs, key, opening = self._first, shape, shape
+            else:  # it adds to the buffers that belong to this step's first graph
+                graphs, key = self._more, (*opening, *shape)
+            if key not in graphs:
+                graphs[key] = _Captured(model, objective, on_device, adding=graphs is self._more)
+            total += graphs[key].replay(on_device, weight)
         return total
-
-    def _attach_gradients(self, model: Transformer) -> None:
-        """The graph writes to fixed addresses: the same buffers become the gradients of every step, zeroed."""
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.grad = self._gradients.setdefault(id(parameter), torch.zeros_like(parameter))
-        torch._foreach_zero_(list(self._gradients.values()))
-
-    def _restore(self, work: Callable[[], None]) -> None:
-        """Do something that adds to the gradients, and take it back."""
-        buffers = list(self._gradients.values())
-        kept = [buffer.clone() for buffer in buffers]
-        work()
-        torch._foreach_copy_(buffers, kept)
 
 
 def tensors(batch: Batch) -> dict[str, Tensor]:
@@ -54,32 +47,44 @@ def tensors(batch: Batch) -> dict[str, Tensor]:
 
 
 class _Captured:
-    def __init__(self, model: Transformer, objective: Objective, part: Batch, restore: Callable[[Callable[[], None]], None]):
-        device = model.embed.weight.device
-        self.inputs = tensors(part)
-        self.weight = torch.ones((), device=device)
+    """One graph and the fixed addresses it reads from and writes to."""
+
+    def __init__(self, model: Transformer, objective: Objective, part: Batch, *, adding: bool):
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.inputs = {name: tensor.clone() for name, tensor in tensors(part).items()}
+        self.weight = torch.ones((), device=model.embed.weight.device)
+        fixed = replace(part, **self.inputs)  # type: ignore[arg-type]
 
         def once() -> Tensor:
-            loss = objective(model, part).total / self.weight
+            loss = objective(model, fixed).total / self.weight
             loss.backward()
             return loss.detach()
 
-        def warm_up() -> None:
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                for _ in range(WARM_UP):
-                    once()
-            torch.cuda.current_stream().wait_stream(stream)
-
-        restore(warm_up)
+        held = [p.grad for p in self.parameters]
+        self._warm_up(once)
+        for parameter, gradient in zip(self.parameters, held, strict=True):
+            parameter.grad = gradient if adding else None
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
             self.loss = once()
+        self.gradients = [p.grad for p in self.parameters]
 
-    def replay(self, inputs: dict[str, Tensor], weight: float) -> Tensor:
-        for name, tensor in inputs.items():
+    def _warm_up(self, once: Callable[[], Tensor]) -> None:
+        """Into gradients that are thrown away."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UP):
+                for parameter in self.parameters:
+                    parameter.grad = None
+                once()
+        torch.cuda.current_stream().wait_stream(stream)
+
+    def replay(self, part: Batch, weight: float) -> Tensor:
+        for name, tensor in tensors(part).items():
             self.inputs[name].copy_(tensor, non_blocking=True)
         self.weight.fill_(weight)
         self.graph.replay()
+        for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
+            parameter.grad = gradient  # the loop let go of it after the step before
         return self.loss
