@@ -1,6 +1,7 @@
 """Faults of whole models: in our own saving, loading and rotating, and in folders that another tool wrote."""
 
 import contextlib
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -27,11 +28,13 @@ from assay.zoo.stage import (
     WEIGHTS,
     a_checkpoint,
     a_child,
+    a_finetuned_folder,
     a_folder,
     a_save,
     edit_json,
     examined,
     exchange,
+    fault_where,
     flip_bit,
     nudged,
     on_disk,
@@ -135,6 +138,17 @@ def matrix_never_filled(folder: Path) -> None:
     rewrite(folder / WEIGHTS, lambda weights: weights | {DOWN: torch.zeros_like(weights[DOWN])})
 
 
+@fault("hole in a matrix", rows=("C03",), stage="load", check="values", job=a_folder())
+@on_disk
+def hole_in_a_matrix(folder: Path) -> None:
+    """The last fifth of one matrix was reserved on the disk and never written."""
+    def pierced(weights: Weights) -> Weights:
+        weights[DOWN][-len(weights[DOWN]) // 5:] = 0
+        return weights
+
+    rewrite(folder / WEIGHTS, pierced)
+
+
 @fault("NaN weights", rows=("Seen: NaN head",), stage="save", check="values", job=a_save())
 def nan_weights(_: Path) -> AbstractContextManager[None]:
     return saving_weights(lambda weights: weights | {EMBED: torch.full_like(weights[EMBED], float("nan"))})
@@ -209,6 +223,14 @@ def stale_shard(folder: Path) -> None:
 def manifest_of_another_checkpoint(folder: Path) -> None:
     other = save(folder.parent / "other", tiny(seed=1)).folder
     shutil.copy(other / checkpoint.MANIFEST, folder)
+
+
+@fault("manifest changed by hand", rows=("C02",), stage="save", check="whole", job=a_checkpoint())
+@on_disk
+def manifest_changed_by_hand(folder: Path) -> None:
+    """To allow what the proof had refused."""
+    manifest = folder / checkpoint.MANIFEST
+    manifest.write_bytes(manifest.read_bytes().replace(b'"movement_bound": null', b'"movement_bound": 9999'))
 
 
 @fault("hallmark of another checkpoint", rows=("C02",), stage="save", check="whole", job=a_checkpoint())
@@ -316,6 +338,13 @@ def heads_differ_in_a_folder(folder: Path) -> None:
     edit_json(folder / "config.json", lambda fields: fields | {"tie_word_embeddings": True})
 
 
+@fault_where("transformers")("tied head left unsaid", rows=("C07",), stage="export", check="consumer", job=a_folder())
+@on_disk
+def tied_head_left_unsaid(folder: Path) -> None:
+    """A file without lm_head can only be tied; a loader whose default is untied makes up a random head."""
+    edit_json(folder / "config.json", lambda fields: {n: v for n, v in fields.items() if n != "tie_word_embeddings"})
+
+
 @fault("rope scaling after the buffers", rows=("L13",), stage="config", check="answers", job=a_save())
 def rope_scaling_after_the_buffers(_: Path) -> AbstractContextManager[None]:
     """The config of the live model asks for a longer context; its frequencies were computed before."""
@@ -391,6 +420,21 @@ def nothing_learned(_: Path) -> AbstractContextManager[None]:
     parent = tiny()
     weights = families.to_foreign(families.hf_layout(parent.config), dict(parent.named_parameters()))
     return saving_weights(lambda _: weights)
+
+
+@fault("untrained folder", rows=("C12", "M01"), stage="export", check="lineage", job=a_finetuned_folder)
+@on_disk
+def untrained_folder(folder: Path) -> None:
+    """What was trained stayed in memory, and the base was written again."""
+    shutil.copy(folder.parent / "parent" / WEIGHTS, folder)
+
+
+@fault("layers exchanged", rows=("C12",), stage="export", check="lineage", job=a_finetuned_folder)
+@on_disk
+def layers_exchanged(folder: Path) -> None:
+    other = {"layers.0.": "layers.1.", "layers.1.": "layers.0."}
+    rewrite(folder / WEIGHTS, lambda weights: {
+        re.sub(r"layers\.[01]\.", lambda found: other[found[0]], name): t for name, t in weights.items()})
 
 
 @fault("frozen tensor moved", rows=("M04",), stage="save", check="lineage", job=a_child(frozen=("norm.weight",)))

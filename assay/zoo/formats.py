@@ -1,6 +1,5 @@
 """Faults of file formats: hostile safetensors and JSON, links and names that lead out of a folder, and GGUF files."""
 
-import importlib.util
 import random
 import time
 import tracemalloc
@@ -31,6 +30,7 @@ from assay.zoo.stage import (
     a_folder,
     edit_json,
     examined,
+    fault_where,
     four_bits,
     on_disk,
     save_as_others_do,
@@ -182,9 +182,7 @@ def mutated_headers(folder: Path) -> None:
 # ---------------------------------------------------------------- GGUF
 
 
-def gguf_fault(name: str, **facts: Any) -> Callable[[Plant], Plant]:
-    """Registered only where the gguf package is: what cannot be read here cannot fail here."""
-    return fault(name, **facts) if importlib.util.find_spec("gguf") else lambda plant: plant
+gguf_fault = fault_where("gguf")
 
 
 @gguf_fault("q and k not permuted", rows=("M08",), stage="export", check="lineage", job=a_gguf_export("f16"))

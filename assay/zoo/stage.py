@@ -6,6 +6,7 @@ whole again, is the bytes. A job on bytes enters it once they lie on the disk.
 
 import contextlib
 import functools
+import importlib.util
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -32,7 +33,7 @@ from assay.store.checkpoint import Checkpoint
 from assay.store.pack import Ancestor, Lineage, adapter_contents, model_contents, model_files
 from assay.store.tensors import read_tensors, write_sharded, write_tensors
 from assay.verdict import Verdict, proven, refuted
-from assay.zoo.fault import Job, Plant
+from assay.zoo.fault import Job, Plant, fault
 
 WEIGHTS, ADAPTER, INDEX = "model.safetensors", "adapter_model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 60_000  # a tiny model makes six shards of these
@@ -48,8 +49,7 @@ def words() -> tuple[Tokenizer, Stops]:
 
 
 def tiny(family: str = "llama", seed: int = 0, **geometry: Any) -> Transformer:
-    """Short of context, since half of it is generated in every proof."""
-    return initialised(replace(tiny_config(family), **({"max_length": 48} | geometry)), seed)
+    return initialised(replace(tiny_config(family), **geometry), seed)
 
 
 def nudged(model: Transformer, far: float = 1e-3, seed: int = 0) -> Transformer:
@@ -177,7 +177,19 @@ def a_child(*, frozen: tuple[str, ...] = (), far: float = 1e-3) -> Job:
         return saved_and_examined(where, lambda: save(where, nudged(child, far), lineage), plant)
     return job
 
+def a_finetuned_folder(folder: Path, plant: Plant) -> list[Verdict]:
+    """Another tool's, proven against the model that it was trained from; struck on the disk."""
+    parent = save_as_others_do(folder / "parent", tiny())
+    where = save_as_others_do(folder / "model", nudged(tiny()))
+    with plant(where):
+        return examined(where, against=str(parent))
+
 # ---------------------------------------------------------------- tools to plant with
+
+
+def fault_where(package: str) -> Callable[..., Callable[[Plant], Plant]]:
+    """`fault`, where the package is installed: what cannot be read on this machine cannot fail on it."""
+    return fault if importlib.util.find_spec(package) else lambda name, **facts: lambda plant: plant
 
 
 def on_disk(strike: Callable[[Path], None]) -> Plant:
