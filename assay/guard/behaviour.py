@@ -79,8 +79,10 @@ def check_generations(subject: Subject) -> Verdict:
 
 
 def greedy(model: Transformer, artifact: Artifact, new: int = NEW_TOKENS) -> list[Completion]:
-    new = min(new, artifact.config.max_length // 2)
-    return sample(model, prompts(artifact, model.config.max_length - new), artifact.stops.stop_ids, Sampling(max_new=new, temperature=0))
+    longest = artifact.config.max_length
+    room = longest - min(NEW_TOKENS, longest // 2)  # the same prompts, however much is generated
+    return sample(model, prompts(artifact, room), artifact.stops.stop_ids,
+                  Sampling(max_new=min(new, longest - room), temperature=0))
 
 
 def prompts(artifact: Artifact, room: int) -> list[list[int]]:

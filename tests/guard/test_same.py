@@ -57,6 +57,12 @@ def test_check_loaded_sees_a_parameter_that_changed_in_shared_memory(tmp_path: P
     assert check_loaded(subject).outcome is Outcome.REFUTED
 
 
+@pytest.mark.parametrize("family", ["llama3", "gpt2", "qwen3"])
+def test_a_model_of_short_context_is_asked_the_same_question_twice(tmp_path: Path, family: str):
+    found = verdict("generations", examined(save(tmp_path / "checkpoint", tiny(family, max_length=48)).folder))
+    assert found.outcome is Outcome.PROVEN, found.reason
+
+
 def test_an_empty_run_has_nothing_to_resume(tmp_path: Path):
     assert check_newest(tmp_path).outcome is Outcome.UNPROVEN
     assert check_kept([]).outcome is Outcome.UNPROVEN
