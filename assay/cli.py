@@ -14,6 +14,7 @@ from assay.errors import AssayError, UsageError
 VERBS = {
     "tokenizer": "train a byte-level BPE tokenizer",
     "pretrain": "train a model from scratch",
+    "seeds": "run a recipe once per seed, and judge what the seeds show together",
     "corpus": "turn text into hashed token shards, held-out documents apart",
     "demo": "build, save, prove, export and break a tiny model, on the CPU",
     "inspect": "show what a checkpoint, folder or GGUF file holds: architecture, tensors, lineage, verdict",

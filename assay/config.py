@@ -36,10 +36,17 @@ def option(help: str, *, short: str = "", **kwargs: Any) -> Any:
     return dataclasses.field(metadata={"help": help, "short": short}, **kwargs)
 
 
+def passed_on() -> Any:
+    """A tuple of all arguments that no other field takes, in their order: for a verb that runs another."""
+    return dataclasses.field(default=(), metadata={"rest": True})
+
+
 def parse(cls: type[T], argv: Sequence[str], *, prog: str, examples: str = "", config_file: bool = False) -> T:
     """`config_file` adds --config FILE.yaml, whose values the flags override."""
     parser = _parser(cls, prog, examples, config_file)
-    given = vars(parser.parse_args(argv))
+    rest = [f.name for f in dataclasses.fields(cls) if f.metadata.get("rest")]  # type: ignore[arg-type]
+    known, others = parser.parse_known_args(argv) if rest else (parser.parse_args(argv), [])
+    given = vars(known) | {name: tuple(others) for name in rest}
     path = given.pop("config", None)
     values = {**(_read_yaml(Path(path)) if path else {}), **given}
     return from_mapping(cls, values, where=path or prog)
@@ -83,7 +90,8 @@ def _parser(cls: type, prog: str, examples: str, config_file: bool) -> argparse.
         parser.add_argument("--config", metavar="FILE.yaml", default=argparse.SUPPRESS, help="read options from a file; flags override it")
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
-        _add(parser, field, hints[field.name], in_file=config_file)
+        if not field.metadata.get("rest"):
+            _add(parser, field, hints[field.name], in_file=config_file)
     return parser
 
 

@@ -75,7 +75,7 @@ class Ema:
         wanted = self.tensors()
         missing, extra = sorted(wanted.keys() - tensors.keys()), sorted(tensors.keys() - wanted.keys())
         if missing or extra:
-            raise ArtifactError(f"ema: {len(missing)} tensor(s) missing {missing[:3]}, {len(extra)} unknown {extra[:3]}; "
+            raise ArtifactError(f"ema: {len(missing)} tensors missing {missing[:3]}, {len(extra)} unknown {extra[:3]}; "
                                 "the run was saved without an average, or for another model")
         for name, average in wanted.items():
             if (tensors[name].shape, tensors[name].dtype) != (average.shape, average.dtype):

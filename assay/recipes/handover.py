@@ -11,6 +11,7 @@ from assay.learn.ema import averaged
 from assay.measure.held_out import HeldOut, score
 from assay.recipes.looks import Looks
 from assay.recipes.run import Run, plain
+from assay.recipes.squeezed import squeezed
 from assay.store import checkpoint
 from assay.store.artifact import Artifact, build, open_artifact
 from assay.store.checkpoint import open_checkpoint
@@ -36,9 +37,7 @@ def hand_over(run: Run, best: Path, looks: Looks, corpus: Corpus, *, rows: int, 
                       score=asdict(recorded.bits_per_byte), verdicts=plain([verdict.to_json() for verdict in verdicts]))
     run.say(f"{where}: {recorded.bits_per_byte} bits per byte on all held-out text")
     if max_bytes is not None:
-        from assay.recipes.artifact import squeeze
-
-        verdicts += squeeze(run, best, corpus, rows=rows, length=length, max_bytes=max_bytes)
+        verdicts += squeezed(run, where, recorded, corpus, rows=rows, length=length, max_bytes=max_bytes)
     return verdicts
 
 

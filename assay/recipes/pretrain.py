@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -32,6 +33,7 @@ from assay.recipes.handover import hand_over
 from assay.recipes.looks import Looks
 from assay.recipes.options import Pretrain
 from assay.recipes.run import Clock, Run, plain, say_now
+from assay.recipes.squeezed import require_room
 from assay.store.artifact import open_artifact
 from assay.store.checkpoint import Checkpoint, Contents
 from assay.store.identity import environment
@@ -81,6 +83,9 @@ class Pretraining:
         self.model = place_for_training(initialised(self.plan.model, config.seed), self.plan.device)
         for line in announced(config, self.plan, self.corpus, parameter_count(self.model)):
             say(line)
+        if config.max_bytes is not None:
+            of_depth = partial(shape, config.shape, vocab=self.plan.model.vocab, length=config.length)
+            say(require_room(of_depth, config.depth, self.tokenizer, config.max_bytes))
         self.run = Run(Path(config.out), config, say=say)
         self.optimizer = optimizer_for(config, self.plan, self.model)
         self.ema = Ema(self.model, config.ema) if config.ema else None

@@ -1,0 +1,272 @@
+"""One recipe over several seeds, each a run of its own process and folder, and what they show together.
+
+`OUT/seed-42` is the run of seed 42 and `OUT/seed-42.log` what it said; `OUT/seeds.json` records how each ended, from the
+first on, and in the end the verdict. A seed that was stopped by a guard, or died, is a seed that collapsed.
+"""
+
+import contextlib
+import json
+import math
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from assay.errors import GuardStop, UsageError
+from assay.measure.estimate import Estimate
+from assay.measure.stability import Curves, SeedsVerdict, collapse_bound, stability
+from assay.recipes.run import plain
+from assay.store import durable
+from assay.store.ledger import Ledger
+from assay.store.sealed import parse
+from assay.verdict import Verdict, overall, proven, refuted
+
+METRIC = "bits per byte"
+CURVES = {"loss": "loss", METRIC: "eval_bits_per_byte"}  # our name → its key in metrics.jsonl
+LAST = {0: "done and proven", 3: "a verdict went against it", GuardStop.exit_code: "stopped by a guard"}  # not run again
+RECORD_LIMIT = 64 << 20
+
+
+@dataclass(frozen=True)
+class Plan:
+    recipe: str
+    options: tuple[str, ...]  # as the recipe takes them, without seed and out
+    seeds: tuple[int, ...]
+    out: str
+    device: str | None
+
+    def folder(self, seed: int) -> Path:
+        return Path(self.out) / f"seed-{seed}"
+
+    def command(self, seed: int) -> list[str]:
+        return [sys.executable, "-m", "assay", self.recipe, *self.options, "--seed", str(seed), "--out", str(self.folder(seed))]
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a seed's run ended, in its own words."""
+
+    exit_code: int  # negative: the signal that killed it
+    sentence: str
+
+    @property
+    def last(self) -> bool:
+        return self.exit_code in LAST
+
+
+@dataclass(frozen=True)
+class Found:
+    verdicts: list[Verdict]
+    document: dict[str, Any]
+    interrupted: int | None = None  # the signal, where one came: then there is no verdict
+
+
+def run_seeds(plan: Plan, say: Callable[[str], None]) -> Found:
+    """Every seed that has not finished, then the verdict on all."""
+    record = Record(plan)
+    due = [seed for seed in plan.seeds if not record.finished(seed)]
+    for seed in plan.seeds:
+        if seed not in due:
+            say(f"seed {seed}: finished before ({record.endings[seed].sentence})")
+    processes = Processes(say)
+    with processes.forwarding_signals():
+        run_all(plan, due, processes, record)
+    if processes.interrupted is not None:
+        return Found([], record.document, processes.interrupted)
+    scores = {seed: final_score(plan.folder(seed)) for seed in plan.seeds}
+    verdicts, summary = judged({seed: record.endings[seed] for seed in plan.seeds}, scores, curves(plan))
+    record.write(summary)
+    return Found(verdicts, record.document)
+
+
+def run_all(plan: Plan, due: list[int], processes: "Processes", record: "Record") -> None:
+    """As many at a time as there are GPUs. A request that makes no sense ends it: every other seed would meet it too."""
+    free: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    places: list[str | None] = [*gpus(plan.device)] or [None]
+    for place in places:
+        free.put(place)
+    refused: list[str] = []
+
+    def one(seed: int) -> None:
+        if refused or processes.interrupted is not None:
+            return
+        place = free.get()
+        ending = processes.run(seed, plan.command(seed), place, Path(plan.out) / f"seed-{seed}.log")
+        free.put(place)
+        if ending.exit_code == UsageError.exit_code:
+            refused.append(f"seed {seed}: {ending.sentence}")
+        elif processes.interrupted is None:
+            record.ended(seed, ending)
+
+    with ThreadPoolExecutor(len(places), "seed") as pool:
+        for finished in [pool.submit(one, seed) for seed in due]:
+            finished.result()
+    if refused:
+        raise UsageError(refused[0])
+
+
+def judged(endings: dict[int, Ending], scores: dict[int, Estimate | None], curves: Curves) -> tuple[list[Verdict], dict[str, Any]]:
+    """The verdicts, and what seeds.json says of them. A seed without a score has no number, and so collapsed."""
+    final = {seed: _number(endings[seed], scores[seed]) for seed in endings}
+    found = stability(final, curves, metric=METRIC)
+    verdicts = [check_runs(endings), found.verdict()]
+    summary = _summary(found) | {
+        "scores": {seed: None if score is None else asdict(score) for seed, score in scores.items()},
+        "outcome": str(overall(verdicts)), "verdicts": [verdict.to_json() for verdict in verdicts]}
+    return verdicts, summary
+
+
+def check_runs(endings: dict[int, Ending]) -> Verdict:
+    """Whether every seed's own run ended proven."""
+    failed = {seed: ending for seed, ending in endings.items() if ending.exit_code != 0}
+    words = f"{len(endings) - len(failed)} of {len(endings)} seeds ran to their end and were proven"
+    if not failed:
+        return proven("runs", words)
+    sentences = "; ".join(f"seed {seed}: {ending.sentence}" for seed, ending in failed.items())
+    return refuted("runs", f"{words}; {sentences}", failed=sorted(failed))
+
+
+def final_score(folder: Path) -> Estimate | None:
+    """What the run reported of what it handed over; of the artifact, where it was to fit into so many bytes."""
+    events = Ledger(folder / "ledger.jsonl").events()
+    for kind in ("artifact", "hand over"):
+        if reported := [event["score"] for event in events if event["kind"] == kind]:
+            return Estimate(**reported[-1])
+    return None
+
+
+def curves(plan: Plan) -> Curves:
+    """From each run's metrics.jsonl. A last line that a crash cut short is left out."""
+    rows = {seed: _metrics(plan.folder(seed) / "metrics.jsonl") for seed in plan.seeds}
+    return {name: {seed: [(row["step"], float(row[key])) for row in rows[seed] if key in row] for seed in plan.seeds}
+            for name, key in CURVES.items()}
+
+
+def gpus(device: str | None) -> list[str]:
+    """The GPUs to spread over; none where the recipe was given a device of its own."""
+    import torch
+
+    if device not in (None, "cuda") or not torch.cuda.is_available():
+        return []
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return named.split(",") if named else list(map(str, range(torch.cuda.device_count())))
+
+
+class Processes:
+    """The seeds under way. A signal to us is passed on to them once, so that they save before they stop."""
+
+    def __init__(self, say: Callable[[str], None]):
+        self.say = say
+        self.interrupted: int | None = None
+        self._live: set[subprocess.Popen[str]] = set()
+        self._one_at_a_time = threading.Lock()
+
+    def run(self, seed: int, command: list[str], gpu: str | None, log: Path) -> Ending:
+        """In a process group of its own: Ctrl-C on a terminal reaches us alone, and we pass it on."""
+        environment = os.environ | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})
+        self.say(f"seed {seed}: begins{'' if gpu is None else f' on GPU {gpu}'}, log in {log}")
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,
+                                   start_new_session=True)
+        with self._one_at_a_time:
+            self._live.add(process)
+            if self.interrupted is not None:  # it came while this one was being started
+                process.send_signal(self.interrupted)
+        tail: deque[str] = deque(maxlen=50)
+        assert process.stdout is not None
+        with log.open("a") as file:
+            for line in process.stdout:
+                file.write(line)
+                file.flush()
+                tail.append(line.rstrip("\n"))
+                self.say(f"seed {seed}: {tail[-1]}")
+        code = process.wait()
+        with self._one_at_a_time:
+            self._live.discard(process)
+        return Ending(code, ending_in_words(code, list(tail)))
+
+    @contextlib.contextmanager
+    def forwarding_signals(self) -> Iterator[None]:
+        def forward(number: int, _: FrameType | None) -> None:
+            self.interrupted = number
+            for process in list(self._live):
+                process.send_signal(number)
+
+        before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def ending_in_words(code: int, tail: list[str]) -> str:
+    """The run's own sentence where it gave one, else its last line; and what the exit code means."""
+    if code == 0:
+        return LAST[0]
+    said = [line.removeprefix("assay: ") for line in tail if line.startswith("assay: ")]
+    against = [line.strip() for line in tail if line.strip().startswith("REFUTED")]
+    words = " ".join(([*against, *said] or [line for line in tail if line.strip()] or ["it said nothing"])[-1].split())
+    if code < 0:
+        return f"killed by {signal.Signals(-code).name}; its last words: {words}"
+    return f"{LAST.get(code, f'died with exit code {code}')}: {words}"
+
+
+class Record:
+    """seeds.json: how each seed ended, written whenever one does, so that a set goes on where it was interrupted."""
+
+    def __init__(self, plan: Plan):
+        self.plan, self.path, self.endings = plan, Path(plan.out) / "seeds.json", dict[int, Ending]()
+        self.document: dict[str, Any] = {"recipe": plan.recipe, "options": list(plan.options), "metric": METRIC, "seeds": {}}
+        durable.make_folder(self.path.parent)
+        self._one_at_a_time = threading.Lock()
+        if self.path.exists():
+            self._recall()
+
+    def finished(self, seed: int) -> bool:
+        return seed in self.endings and self.endings[seed].last and (self.plan.folder(seed) / "ledger.jsonl").exists()
+
+    def ended(self, seed: int, ending: Ending) -> None:
+        with self._one_at_a_time:
+            self.endings[seed] = ending
+            self.write({})
+
+    def write(self, summary: dict[str, Any]) -> None:
+        shown = {str(seed): asdict(ending) | {"folder": self.plan.folder(seed).name} for seed, ending in self.endings.items()}
+        self.document = plain(self.document | {"seeds": shown} | summary)
+        durable.replace_file(self.path, (json.dumps(self.document, indent=1, allow_nan=False) + "\n").encode())
+
+    def _recall(self) -> None:
+        earlier = parse(durable.read_file(self.path, limit=RECORD_LIMIT), where=str(self.path))
+        for name, now in (("recipe", self.plan.recipe), ("options", list(self.plan.options))):
+            if earlier[name] != now:
+                raise UsageError(f"{self.path} is of another set: {name} was {earlier[name]}, now {now}; give the same, or another "
+                                 "--out")
+        for seed, ending in earlier["seeds"].items():
+            self.endings[int(seed)] = Ending(ending["exit_code"], ending["sentence"])
+
+
+def _number(ending: Ending, score: Estimate | None) -> float:
+    """A run that was stopped may have a score of an earlier sitting: it is not how it ended."""
+    return score.mean if score is not None and ending.exit_code in (0, 3) else math.nan
+
+
+def _summary(found: SeedsVerdict) -> dict[str, Any]:
+    clean = not found.collapsed
+    return {"n": found.n, "sentence": found.sentence, "mean": None if found.mean is None else asdict(found.mean),
+            "worst": {"seed": found.worst_seed, "value": found.worst}, "modes": [asdict(mode) for mode in found.modes],
+            "collapsed": list(found.collapsed), "departures": [asdict(departure) for departure in found.departures],
+            "collapse_rate_below": collapse_bound(found.n) if clean else None}
+
+
+def _metrics(file: Path) -> list[dict[str, Any]]:
+    lines = file.read_text().split("\n")[:-1] if file.exists() else []
+    return [json.loads(line) for line in lines]
