@@ -54,6 +54,16 @@ def test_each_name_splits_as_the_models_of_that_name(scheme, pieces):
     assert [piece for piece, _ in split] == pieces
 
 
+def test_names_also_say_how_text_is_normalised_and_begun():
+    assert byte_level("qwen2").encode("e\u0301") == byte_level("qwen2").encode("é")
+    assert byte_level("gpt-2").encode("e\u0301") != byte_level("gpt-2").encode("é")
+    for scheme, begins in (("llama-bpe", True), ("gpt-2", False)):
+        metadata = tokenizer_to_gguf(byte_level(scheme, bos_token="<|im_start|>"), 600)
+        assert metadata.pop("tokenizer.ggml.add_bos_token") is False
+        tokenizer = tokenizer_from_gguf(metadata, "made")
+        assert tokenizer.encode("a", special=True) == [1] * begins + tokenizer.encode("a")
+
+
 def test_a_digit_stands_alone_in_smollm_also_after_spaces():
     """transformers 5.22 drops the digit split when it reads a GGUF, and gives ids that the model was not trained on."""
     ours = byte_level("smollm")
