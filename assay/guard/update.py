@@ -3,79 +3,132 @@
 Nothing here waits for a GPU during a step: samples of each tensor are kept on its device and compared when a verdict is asked.
 """
 
+import math
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+
 import torch
 from torch import Tensor, nn
 
 from assay.store.tensors import tensor_sha256
-from assay.verdict import Verdict, proven, refuted
+from assay.verdict import Verdict, proven, refuted, unproven
 
 SAMPLE = 2048  # elements of each tensor that are watched, spread evenly over it
 MOVED = 0.5  # share of a matrix's watched elements that an update must change: rounding may swallow a few, not most
 
 
-def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> Verdict:
-    """The optimizer holds exactly the model's own trainable tensors, each once: not copies, not what they were before wrapping."""
-    names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
-    held = [id(p) for group in optimizer.param_groups for p in group["params"]]
-    if lost := [name for key, name in names.items() if key not in set(held)]:
-        return refuted("optimizer", f"{len(lost)} trainable tensor(s) are not in the optimizer: {', '.join(lost[:3])}; they will never move", tensors=lost)
-    if strange := len([key for key in held if key not in names]):
-        return refuted("optimizer", f"the optimizer holds {strange} tensor(s) that are frozen or not the model's: it was built before the model was")
-    if len(held) != len(set(held)):
+def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, trained: Collection[str]) -> Verdict:
+    """The optimizer holds the model's own tensors that are to be trained, each once: not copies, not what they were before wrapping."""
+    named = dict(model.named_parameters())
+    if frozen := sorted(name for name in trained if name not in named or not named[name].requires_grad):
+        return refuted("optimizer", f"{len(frozen)} tensor(s) that are to be trained are frozen or not in the model: {_some(frozen)}",
+                       tensors=frozen)
+    wanted = {id(named[name]): name for name in trained}
+    held = Counter(id(p) for group in optimizer.param_groups for p in group["params"])
+    if lost := [name for key, name in wanted.items() if key not in held]:
+        return refuted("optimizer", f"{len(lost)} trainable tensor(s) are not in the optimizer: {_some(lost)}; they will never move",
+                       tensors=lost)
+    if strange := len(held.keys() - wanted.keys()):
+        return refuted("optimizer", f"the optimizer holds {strange} tensor(s) that are frozen or not the model's: it was built before "
+                                    "the model was")
+    if held.total() != len(held):
         return refuted("optimizer", "a tensor is in the optimizer twice and would be stepped twice")
-    return proven("optimizer", f"all {len(names)} trainable tensors are in the optimizer, each once", tensors=len(names))
+    return proven("optimizer", f"all {len(wanted)} trainable tensors are in the optimizer, each once", tensors=len(wanted))
 
 
-def check_gradients(model: nn.Module) -> Verdict:
-    """After a backward pass: every trainable tensor has a gradient that is finite and not zero throughout."""
-    names = [name for name, p in model.named_parameters() if p.requires_grad]
-    without = [name for name, p in model.named_parameters() if p.requires_grad and (p.grad is None or not p.grad.any())]
-    if without:
-        return refuted("gradients", f"{len(without)} of {len(names)} trainable tensors got no gradient: {', '.join(without[:3])}", tensors=without)
-    if bad := [name for name, p in model.named_parameters() if p.grad is not None and not torch.isfinite(p.grad).all()]:
-        return refuted("gradients", f"gradients that are not finite: {', '.join(bad[:3])}", tensors=bad)
-    return proven("gradients", f"all {len(names)} trainable tensors have finite gradients", tensors=len(names))
+def check_gradients(gradients: Mapping[str, Tensor], trained: Collection[str]) -> Verdict:
+    """After a backward pass: every tensor that is to be trained has a gradient, finite and not zero throughout."""
+    if without := [name for name in trained if name not in gradients or not gradients[name].any()]:
+        return refuted("gradients", f"{len(without)} of {len(trained)} trainable tensors got no gradient: {_some(without)}",
+                       tensors=without)
+    if bad := [name for name in trained if not torch.isfinite(gradients[name]).all()]:
+        return refuted("gradients", f"gradients that are not finite: {_some(bad)}", tensors=bad)
+    return proven("gradients", f"all {len(trained)} trainable tensors have finite gradients", tensors=len(trained))
 
 
 class Account:
-    """Watches a model from now on. `moved` and `frozen` judge what happened since."""
+    """Watches a model from now on, or from the last `begin`. `moved` and `frozen` judge what happened since."""
 
     def __init__(self, model: nn.Module):
         self.model = model
-        self.before = {name: _watched(p).clone() for name, p in model.named_parameters() if p.requires_grad}
         self.hashes = {name: tensor_sha256(p) for name, p in model.named_parameters() if not p.requires_grad}
+        self.begin()
+
+    def begin(self) -> None:
+        """What moved until now counts no more: a tensor that stops moving later is found at the next look."""
+        self.before = {name: _watched(p).clone() for name, p in self.model.named_parameters() if p.requires_grad}
 
     def moved(self) -> Verdict:
-        """Embeddings move where their tokens occurred; every other tensor moves nearly everywhere, or rounding swallows updates."""
-        parameters = dict(self.model.named_parameters())
-        share = {name: float((_watched(parameters[name]) != before).float().mean()) for name, before in self.before.items()}
-        stuck = [name for name, part in share.items() if part == 0]
-        swallowed = [name for name, part in share.items() if 0 < part < MOVED and parameters[name].dim() == 2 and "embed" not in name
-                     and "position" not in name]
-        if stuck:
-            return refuted("movement", f"{len(stuck)} of {len(share)} trainable tensors did not move: {', '.join(stuck[:3])}", tensors=stuck)
-        if swallowed:
+        """Embeddings move where their tokens occurred; every other matrix moves nearly everywhere, or rounding swallows updates."""
+        share, matrices = self._moved_shares(), self._matrices()
+        if stuck := [name for name, part in share.items() if part == 0]:
+            return refuted("movement", f"{len(stuck)} of {len(share)} trainable tensors did not move: {_some(stuck)}", tensors=stuck)
+        if swallowed := [name for name, part in share.items() if part < MOVED and name in matrices]:
             worst = min(swallowed, key=lambda name: share[name])
-            return refuted("movement", f"only {share[worst]:.1%} of {worst} moved ({len(swallowed)} tensors below {MOVED:.0%}): the updates are smaller "
-                                       "than the weights' rounding; keep master weights in fp32 or raise the learning rate", share=share[worst])
-        return proven("movement", f"all {len(share)} trainable tensors moved, the least in {min(share.values()):.0%} of its elements", least=min(share.values()))
+            return refuted("movement", f"only {share[worst]:.1%} of {worst} moved ({len(swallowed)} tensors below {MOVED:.0%}): updates "
+                                       "are smaller than the weights' rounding; keep master weights in fp32 or raise the learning rate",
+                           share=share[worst])
+        least = min(share.values())
+        return proven("movement", f"all {len(share)} trainable tensors moved, the least in {least:.0%} of its elements", least=least)
 
     def frozen(self) -> Verdict:
         parameters = dict(self.model.named_parameters())
         strayed = [name for name, digest in self.hashes.items() if tensor_sha256(parameters[name]) != digest]
         if strayed:
-            return refuted("frozen", f"{len(strayed)} frozen tensor(s) changed: {', '.join(strayed[:3])}", tensors=strayed)
+            return refuted("frozen", f"{len(strayed)} frozen tensor(s) changed: {_some(strayed)}", tensors=strayed)
         return proven("frozen", f"all {len(self.hashes)} frozen tensors have their old bits", tensors=len(self.hashes))
+
+    def _moved_shares(self) -> dict[str, float]:
+        parameters = dict(self.model.named_parameters())
+        shares = [(_watched(parameters[name]) != before).float().mean() for name, before in self.before.items()]
+        return dict(zip(self.before, torch.stack(shares).tolist(), strict=True))  # one wait for all of them
+
+    def _matrices(self) -> set[str]:
+        """But for embeddings, of which a step moves only the rows that its tokens used."""
+        return {name for name, p in self.model.named_parameters() if p.dim() == 2 and not {"embed", "position"} & set(name.split("."))}
 
 
 def check_steps(optimizer: torch.optim.Optimizer, taken: int) -> Verdict:
     """Steps that the optimizer applied, by its own count, against steps that the loop took: a skipped update is not a step."""
     counts = {int(state["step"]) for state in optimizer.state.values() if "step" in state}
-    if counts and counts != {taken}:
-        return refuted("steps", f"the loop took {taken} steps, the optimizer applied {sorted(counts)}: updates are being skipped", applied=sorted(counts))
+    if not counts:
+        return unproven("steps", "this optimizer does not count its steps")
+    if counts != {taken}:
+        return refuted("steps", f"the loop took {taken} steps, the optimizer applied {', '.join(map(str, sorted(counts)))}: updates are "
+                                "skipped, or its state is another run's", applied=sorted(counts))
     return proven("steps", f"all {taken} steps were applied", taken=taken)
+
+
+def check_weights(model: nn.Module) -> Verdict:
+    """Every weight is a number: a loss can stay finite for a while after a weight that few tokens use is not."""
+    named = dict(model.named_parameters())
+    sums = torch.stack([p.detach().float().abs().sum() for p in named.values()]).tolist()  # one wait for all of them
+    if bad := [name for name, total in zip(named, sums, strict=True) if not math.isfinite(total)]:
+        return refuted("weights", f"{len(bad)} tensor(s) hold values that are not finite: {_some(bad)}", tensors=bad)
+    return proven("weights", f"all {len(named)} tensors are finite", tensors=len(named))
+
+
+def parameter_digests(model: nn.Module) -> dict[str, str]:
+    """What a rank holds, for `check_replicas`."""
+    return {name: tensor_sha256(p) for name, p in model.named_parameters()}
+
+
+def check_replicas(digests_by_rank: Sequence[Mapping[str, str]]) -> Verdict:
+    """Ranks that should hold the same tensors do, bit for bit: a gradient that was not reduced parts them in silence."""
+    if len(digests_by_rank) < 2:
+        return unproven("replicas", f"{len(digests_by_rank)} rank: there is nothing to compare")
+    first = digests_by_rank[0]
+    for rank, digests in enumerate(digests_by_rank):
+        if apart := sorted(name for name in first.keys() | digests.keys() if first.get(name) != digests.get(name)):
+            return refuted("replicas", f"rank {rank} holds other values than rank 0 in {len(apart)} of {len(first)} tensors: "
+                                       f"{_some(apart)}", rank=rank, tensors=apart)
+    return proven("replicas", f"{len(digests_by_rank)} ranks hold the same {len(first)} tensors, bit for bit", tensors=len(first))
 
 
 def _watched(parameter: Tensor) -> Tensor:
     flat = parameter.detach().reshape(-1)
     return flat[:: max(1, flat.numel() // SAMPLE)][:SAMPLE]
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (", …" if len(names) > 3 else "")

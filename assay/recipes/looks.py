@@ -9,7 +9,7 @@ from assay.data.corpus import Corpus
 from assay.measure.choose import choose_best, gap
 from assay.measure.held_out import HeldOut, score
 from assay.model.transformer import Transformer
-from assay.recipes.run import Run
+from assay.recipes.run import Run, read_rows, rewrite_rows
 from assay.store.checkpoint import step_folder
 
 ENOUGH_FOR_A_TREND = 5
@@ -50,9 +50,8 @@ class Looks:
 
     def recall(self) -> None:
         """What was seen before the run was interrupted, up to the step it goes on from."""
-        lines = self.file.read_text().splitlines() if self.file.exists() else []
-        rows = [row for row in map(json.loads, lines) if row["step"] <= self.run.going_on_from]
-        self.file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        rows = [row for row in read_rows(self.file) if row["step"] <= self.run.going_on_from]
+        rewrite_rows(self.file, rows)
         for row in rows:
             self._remember(row["step"], np.array(row["per_document"]), row["train"])
 

@@ -3,25 +3,29 @@
 import contextlib
 import dataclasses
 import math
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from assay.data.batch import Batch
 from assay.data.budget import budget
+from assay.data.consumed import ids_digest
 from assay.data.corpus import Corpus, assert_disjoint, open_corpus
 from assay.data.order import Order, corpus_batches
 from assay.errors import UsageError
-from assay.guard.parity import preflight, sample_rows
-from assay.guard.update import Account, check_optimizer
-from assay.guard.watch import Watch, stop_if_refuted
+from assay.guard.data import check_consumed, check_order, check_same_data
+from assay.guard.parity import gradients, preflight, sample_rows
+from assay.guard.resume import check_resumed
+from assay.guard.update import Account, check_gradients, check_optimizer, check_steps, check_weights
+from assay.guard.watch import Read, Watch, check_detectors
+from assay.learn import loop
 from assay.learn.ema import Ema, parted
 from assay.learn.graph import GraphedAccumulate
-from assay.learn.loop import Step, train
+from assay.learn.loop import Accumulate, Step, train
 from assay.learn.objectives import next_token
 from assay.learn.optim import adamw, load_state_tensors, muon, state_tensors
 from assay.learn.schedule import cosine, warmup_stable_decay
@@ -41,6 +45,8 @@ from assay.store.pack import Lineage, model_contents
 from assay.store.saver import own
 from assay.verdict import Verdict
 
+LEARNING = 0.1  # multiplier of the peak rate below which steps may be too small to be told from rounding
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -57,18 +63,20 @@ class Plan:
 def pretrain(config: Pretrain, say: Callable[[str], None] = say_now) -> tuple[list[Verdict], int | None]:
     """The verdicts on what was handed over, and the signal that interrupted the run, if one did: then nothing was."""
     work = Pretraining(config, say)
-    with work.run.interruptible():
-        for step in train(work.model, work.optimizer, work.batches(), next_token, micro=work.plan.micro, schedule=work.multiplier,
-                          clip=config.clip, start=work.start, accumulate=work.accumulate):
-            work.after(step)
-            if work.over():
-                break
-    work.finish()
-    if work.run.interrupted is not None:
-        return [], work.run.interrupted
-    best = work.looks.best_checkpoint(work.run.checkpoints)
-    verdicts = hand_over(work.run, best, work.looks, work.corpus, rows=work.plan.micro, length=config.length, max_bytes=config.max_bytes)
-    return verdicts, None
+    with work.run.sitting():
+        with work.run.interruptible():
+            work.begin()
+            for step in train(work.model, work.optimizer, work.batches(), next_token, micro=work.plan.micro, schedule=work.multiplier,
+                              clip=config.clip, start=work.start, accumulate=work.accumulate):
+                work.after(step)
+                if work.over():
+                    break
+            work.finish()
+        if work.run.interrupted is not None:
+            return [], work.run.interrupted
+        best = work.looks.best_checkpoint(work.run.checkpoints)
+        return hand_over(work.run, best, work.looks, work.corpus, rows=work.plan.micro, length=config.length,
+                         max_bytes=config.max_bytes), None
 
 
 class Pretraining:
@@ -89,34 +97,45 @@ class Pretraining:
         self.run = Run(Path(config.out), config, say=say)
         self.optimizer = optimizer_for(config, self.plan, self.model)
         self.ema = Ema(self.model, config.ema) if config.ema else None
-        self.accumulate = GraphedAccumulate() if self.plan.device.startswith("cuda") else None
-        self.watch = Watch(lambda step: self.plan.lr * self.multiplier(step), vocab=self.plan.model.vocab)
+        self.accumulate: Accumulate = GraphedAccumulate() if self.plan.device.startswith("cuda") else loop.accumulated
         self.looks = Looks(self.run, self.corpus, rows=self.plan.micro, length=config.length, documents=config.look_documents)
         self.order = Order(self.corpus, config.seed, self.plan.rows, config.length, config.epochs)
+        self.watch = Watch([group["lr"] for group in self.optimizer.param_groups], self.multiplier, vocab=self.plan.model.vocab,
+                           consumed=partial(check_consumed, order=self.order))
         self.start, self.done = 0, 0  # steps taken before this sitting, and in all
-        self.stop_at, self.decay_from = self.plan.steps, None  # where time decides, both are found on the way
-        if self.run.resumed and (found := self.run.newest()) is not None:
+        self.stop_at = self.plan.steps  # where time decides, both are found on the way
+        self.decay_from: int | None = None
+
+    def begin(self) -> None:
+        """Go on from the newest good checkpoint, or make the first one: a save is made and proven before step 1."""
+        found = self.run.newest() if self.run.resumed else None
+        if found is not None:
             self.resume(found)
+        else:
+            self.run.rewind(0)
+            self.looks.recall()
+        self.rehearse()
+        if found is None:
+            self.run.save(0, lambda: self.contents(0))
         self.account = Account(self.model)
-        self.step_began = time.monotonic()
 
     def batches(self) -> Iterator[Batch]:
-        if self.start == 0:
-            self.rehearse()
         self.run.ledger.append("data", corpus=self.corpus.digest, tokenizer=self.corpus.tokenizer_digest, windows=self.order.windows,
                                from_step=self.start, seed=self.config.seed)
-        self.step_began = time.monotonic()
+        self.watch.begin()
         return corpus_batches(self.corpus, seed=self.config.seed, rows=self.plan.rows, length=self.config.length,
                               epochs=self.config.epochs, start=self.start, stop=self.plan.steps)
 
     def rehearse(self) -> None:
-        """Before step 1: the loss is the loss, the optimizer has every tensor, and a save can be made and proven."""
+        """Before the first step of a sitting: the loss is the loss, every tensor is reached and held, the alarms are awake."""
         batch = sample_rows(self.order.batch(0)).to(self.plan.device)
-        verdicts = [*preflight(self.model, next_token, batch), check_optimizer(self.model, self.optimizer)]
+        trained = [name for name, _ in self.model.named_parameters()]
+        _, reached = gradients(self.model, lambda: self.accumulate(self.model, next_token, batch, len(batch), float(batch.weight.sum())),
+                               backward=False)
+        verdicts = [check_detectors(), *preflight(self.model, next_token, batch, self.accumulate), check_gradients(reached, trained),
+                    check_optimizer(self.model, self.optimizer, trained), check_order(self.order)]
         self.run.say("\n".join(f"  {verdict}" for verdict in verdicts))
-        self.run.ledger.append("preflight", verdicts=plain([verdict.to_json() for verdict in verdicts]))
-        stop_if_refuted(verdicts)
-        self.run.save(0, lambda: self.contents(0))
+        self.run.judge("preflight", verdicts)
 
     def resume(self, found: Checkpoint) -> None:
         """Weights, moments and the step number: everything else is a function of them."""
@@ -129,6 +148,8 @@ class Pretraining:
         load_state_tensors(self.optimizer, dict(self.model.named_parameters()), moments)
         if self.ema is not None:
             self.ema.load(average)
+        self.run.judge("resumed", [check_resumed(self.model, self.state(), found), check_same_data(trainer["data"]["corpus"], self.corpus),
+                                   check_steps(self.optimizer, trainer["step"])])
         self.start = self.done = trainer["step"]
         self.decay_from, self.clock = trainer["decay_from"], Clock(trainer["seconds"])
         self.stop_at = self.plan.steps or trainer["stop_at"]
@@ -150,33 +171,32 @@ class Pretraining:
         return warmup_stable_decay(step, self.stop_at, min(self.config.warmup, self.stop_at - decay), decay)
 
     def after(self, step: Step) -> None:
-        now = time.monotonic()
-        rate = self.optimizer.param_groups[0]["lr"]
-        self.record(self.watch.feed(step, rate, now - self.step_began))
+        self.record(self.watch.feed(step, [group["lr"] for group in self.optimizer.param_groups]))
         self.done = step.index + 1
         if self.ema is not None:
             self.ema.update(step.index)
         self.run.check()
         self.decide_the_end()
-        if self.done == 1 or self.done % self.config.every == 0:
+        if self.done == 1 or self.done % self.config.every == 0 or self.done == self.order.steps:  # the data ends here: a next step raises
             self.checkpoint()
-        self.step_began = time.monotonic()
+        self.watch.begin()
 
-    def record(self, read: list[tuple[Step, float, float]]) -> None:
+    def record(self, read: list[Read]) -> None:
         for step, loss, norm in read:
             self.looks.saw(loss)
             self.run.record(step.index, loss=loss, grad_norm=norm, learning_rate=self.plan.lr * step.multiplier,
-                            num_tokens=(step.index + 1) * step.tokens, epoch=self.order.epoch_of(step.index), seconds=round(self.clock.seconds, 3))
+                            num_tokens=(step.index + 1) * step.tokens, epoch=self.order.epoch_of(step.index), data=ids_digest(step.ids),
+                            seconds=round(self.clock.seconds, 3))
         if read:
             self.run.progress(self.done, self.stop_at, f"loss {read[-1][1]:.4f}", self.clock.seconds)
 
     def decide_the_end(self) -> None:
         """Under --minutes: when the flat part's share of the time is over, what is left of it is the way down, in steps."""
-        if self.config.minutes is None or self.stop_at is not None or self.done <= self.config.warmup:
+        pace = self.watch.pace()
+        if self.config.minutes is None or self.stop_at is not None or self.done <= self.config.warmup or pace is None:
             return
         left = 60 * self.config.minutes - self.clock.seconds
         if left <= self.config.decay * 60 * self.config.minutes:
-            pace = sorted(self.watch.seconds)[len(self.watch.seconds) // 2]
             self.decay_from, self.stop_at = self.done, self.done + max(1, int(0.98 * left / pace))
             self.run.ledger.append("way down", step=self.done, stop_at=self.stop_at, seconds_a_step=pace)
 
@@ -187,7 +207,10 @@ class Pretraining:
     def checkpoint(self) -> None:
         """A look, and a save of what was looked at. What moved and what did not is accounted for first."""
         self.record(self.watch.read())
-        stop_if_refuted([self.account.moved()])
+        self.run.judge("account", [self.account.moved(), self.account.frozen(), check_steps(self.optimizer, self.done),
+                                   check_weights(self.model)])
+        if self.multiplier(self.done - 1) >= LEARNING:
+            self.account.begin()
         with contextlib.nullcontext() if self.ema is None else self.ema.swapped():
             self.looks.look(self.model, self.done, weight_set=None if self.ema is None else "ema")
         done = self.done
@@ -200,11 +223,13 @@ class Pretraining:
                    "rng": {"seed": self.config.seed, "order": "derive(seed, 'order', epoch)"}}
         # Plain pretraining text ends its documents with the boundary token, but nothing asks for an answer that stops.
         lineage = Lineage() if self.ema is None else Lineage(weight_set="raw", scored_set="ema")
-        state = state_tensors(self.optimizer, dict(self.model.named_parameters()))
-        if self.ema is not None:
-            state |= self.ema.tensors()
         return own(model_contents(self.model, self.tokenizer, resolve_stops(self.tokenizer, {}, {}), lineage,
-                                  run_config=plain(dataclasses.asdict(self.config)), trainer=trainer, optimizer=state))
+                                  run_config=plain(dataclasses.asdict(self.config)), trainer=trainer, optimizer=self.state()))
+
+    def state(self) -> dict[str, Tensor]:
+        """What a checkpoint's optimizer file holds, live."""
+        moments = state_tensors(self.optimizer, dict(self.model.named_parameters()))
+        return moments if self.ema is None else moments | self.ema.tensors()
 
     def finish(self) -> None:
         """Whatever ended the loop: the last values are judged, the last state is saved and proven."""
@@ -212,6 +237,9 @@ class Pretraining:
         if self.done > self.start and self.looks.latest_step != self.done:
             self.checkpoint()
         self.run.finish()
+        whole, more = divmod(self.done * self.plan.rows, self.order.windows)
+        self.run.ledger.append("consumed", steps=self.done, windows=self.order.windows,
+                               read_times={str(whole + 1): more, str(whole): self.order.windows - more})
         if self.looks.steps:
             self.run.tidy(self.looks.best_checkpoint(self.run.checkpoints))
 
@@ -222,6 +250,8 @@ def derived(config: Pretrain, corpus: Corpus) -> Plan:
     if config.depth < 1 or config.length < 8 or config.batch_tokens < config.length:
         raise UsageError(f"depth {config.depth}, length {config.length}, batch_tokens {config.batch_tokens}: expected a depth of at least 1, "
                          "a length of at least 8 and a batch of at least one row")
+    if config.schedule == "cosine" and config.minutes is not None:
+        raise UsageError("--schedule cosine must know its last step from the first: give --tokens, or use --schedule wsd with --minutes")
     rows = config.batch_tokens // config.length
     steps = None if config.tokens is None else max(1, math.ceil(config.tokens / (rows * config.length)))
     vocab = math.ceil(Tokenizer.from_folder(Path(config.corpus)).size / 64) * 64  # rows beyond the tokenizer's are never used

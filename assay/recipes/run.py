@@ -5,8 +5,10 @@ Saving and proving happen beside training; a failed save or a refuted proof come
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -14,13 +16,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from assay.errors import GuardStop, UsageError
+from assay.errors import AssayError, GuardStop, UsageError
 from assay.guard.proof import Prover, demanded
+from assay.guard.watch import stop_if_refuted
+from assay.store import durable
 from assay.store.checkpoint import Checkpoint, Contents, latest, retain, step_folder, steps
 from assay.store.ledger import Ledger
 from assay.store.saver import BackgroundSaver
 from assay.verdict import Outcome, Verdict, overall
-
 
 TELL_EVERY = 5.0  # seconds
 
@@ -43,19 +46,36 @@ class Run:
         self.ledger.append("resume" if self.resumed else "start", recipe=type(config).__name__, config=plain(dataclasses.asdict(config)))
 
     def newest(self) -> Checkpoint | None:
-        """Where to go on from: the newest checkpoint that verifies. What was passed over is said and written down."""
+        """Where to go on from: the newest checkpoint that verifies.
+
+        What was passed over is said, written down and moved out of the way, because its step will be taken and saved again.
+        """
+        newest_first = reversed(steps(self.checkpoints))
         found, passed_over = latest(self.checkpoints)
-        for sentence in passed_over:
+        for path, sentence in zip(newest_first, passed_over, strict=False):
             self.say(f"passed over: {sentence}")
             self.ledger.append("passed over", reason=sentence)
+            self.set_aside(path)
         return found
+
+    def set_aside(self, path: Path) -> None:
+        """Out of the way of what is about to be written there; nothing is deleted."""
+        if path.exists():
+            names = (path.with_name(f"earlier-{number}-{path.name}") for number in itertools.count(1))
+            aside = next(name for name in names if not name.exists())
+            path.rename(aside)
+            self.say(f"{path.name} is kept as {aside.name}")
+            self.ledger.append("set aside", path=path.name, kept_as=aside.name)
 
     def rewind(self, step: int) -> None:
         """Metrics of steps that were taken after the checkpoint are about to be taken again."""
         self.going_on_from = step
-        if self.metrics_file.exists():
-            rows = [line for line in self.metrics_file.read_text().splitlines(keepends=True) if json.loads(line)["step"] < step]
-            self.metrics_file.write_text("".join(rows))
+        rewrite_rows(self.metrics_file, [row for row in read_rows(self.metrics_file) if row["step"] < step])
+
+    def judge(self, what: str, verdicts: list[Verdict]) -> None:
+        """Verdicts are written down, whatever they say; one that refutes stops the run."""
+        self.ledger.append(what, verdicts=plain([verdict.to_json() for verdict in verdicts]))
+        stop_if_refuted(verdicts)
 
     def record(self, step: int, **metrics: float | int | str | None) -> None:
         """One line of metrics.jsonl. A number that is not finite is written as a word, never as a missing value."""
@@ -73,12 +93,12 @@ class Run:
     def check(self) -> None:
         """Surface what happened beside the loop. Never waits."""
         self._saver.check()
-        self._judge(self._prover.finished())
+        self._judge_proofs(self._prover.finished())
 
     def finish(self) -> None:
         """Wait for the last save and its proof."""
         self._saver.close()
-        self._judge(self._prover.close())
+        self._judge_proofs(self._prover.close())
 
     def tidy(self, best: Path | None) -> None:
         """Retire old checkpoints, but none while a proof is still reading one."""
@@ -87,7 +107,7 @@ class Run:
         for gone in retain(self.checkpoints, self.kept, best, self.needed):
             self.ledger.append("retire", checkpoint=gone.name)
 
-    def _judge(self, proofs: list[tuple[Path, list[Verdict]]]) -> None:
+    def _judge_proofs(self, proofs: list[tuple[Path, list[Verdict]]]) -> None:
         for folder, verdicts in proofs:
             outcome = overall(demanded(verdicts))
             self.ledger.append("proof", checkpoint=folder.name, outcome=str(outcome), verdicts=plain([v.to_json() for v in verdicts]))
@@ -104,11 +124,35 @@ class Run:
             self.say(f"step {done}{f' of {of}' if of else ''}  {what}  {seconds:.0f} s")
 
     @contextlib.contextmanager
+    def sitting(self) -> Iterator[None]:
+        """Around everything: what ends the run early is written down, once what was begun beside it is done."""
+        try:
+            yield
+        except AssayError as error:
+            self._stopped(error)
+            raise
+        finally:
+            self.ledger.close()
+
+    def _stopped(self, error: AssayError) -> None:
+        for wait in (self._saver.close, lambda: self._judge_proofs(self._prover.close())):
+            try:
+                wait()
+            except AssayError as also:  # the first error is the one to raise; this one must not be lost either
+                self.ledger.append("also found", reason=str(also))
+                self.say(str(also))
+        good, _ = latest(self.checkpoints)
+        stands = good.folder.name if good else None
+        self.ledger.append("stopped", reason=str(error), exit_code=error.exit_code, stands=stands)
+        self.say(f"stopped; {stands or 'no checkpoint'} stands")
+
+    @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
         """SIGTERM and Ctrl-C set `interrupted`; the recipe saves and leaves at the next step. A second one is obeyed at once."""
         def note(number: int, _: FrameType | None) -> None:
             if self.interrupted is not None:
-                raise KeyboardInterrupt
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
             self.interrupted = number
             self.say(f"{signal.Signals(number).name}: saving, then stopping (again to stop at once)")
 
@@ -146,9 +190,15 @@ def plain(value: Any) -> Any:
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
-def last_step(folder: Path) -> int | None:
-    found = steps(folder / "checkpoints")
-    return int(found[-1].name.removeprefix("step-")) if found else None
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """JSON lines, as far as they are whole: a kill may have torn the last one."""
+    lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def rewrite_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    if path.exists():
+        durable.replace_file(path, "".join(json.dumps(row) + "\n" for row in rows).encode())
 
 
 def _settle_config(path: Path, config: Any) -> bool:
@@ -157,7 +207,7 @@ def _settle_config(path: Path, config: Any) -> bool:
 
     values = plain(dataclasses.asdict(config))
     if not path.exists():
-        path.write_text(yaml.safe_dump(values, sort_keys=False))
+        durable.replace_file(path, yaml.safe_dump(values, sort_keys=False).encode())
         return False
     earlier = yaml.safe_load(path.read_text())
     # How long to go on, and where, may change between sittings; what is learned, and from what, may not.

@@ -1,0 +1,29 @@
+"""Checks on what held-out losses are taken to mean: a run stops early on evidence, and learning by heart is said."""
+
+from collections.abc import Sequence
+
+from numpy.typing import ArrayLike
+
+from assay.errors import UsageError
+from assay.measure.choose import gap, paired_noise, plan_stopping, should_stop
+from assay.verdict import Verdict, proven, refuted
+
+
+def check_stopping(history: Sequence[ArrayLike], *, planned: int, min_improvement: float, patience: int) -> Verdict:
+    """A run that ended before its planned evaluations did so on evidence. `history` holds the losses of the same sequences each time."""
+    seen = len(history)
+    if seen >= planned:
+        return proven("stopping", f"the run had all {planned} evaluations")
+    stopped = f"the run stopped after {seen} of {planned} evaluations"
+    try:
+        rule = plan_stopping(paired_noise(history[-2], history[-1]), min_improvement, patience=patience, evaluations=planned)
+    except UsageError as error:
+        return refuted("stopping", f"{stopped}, by a rule that could not know: {error}")
+    decision = should_stop(history, rule)
+    return (proven if decision.stop else refuted)("stopping", f"{stopped}: {decision.reason}")
+
+
+def check_gap(train: ArrayLike, held_out: ArrayLike) -> Verdict:
+    """Training and held-out loss stay together over the evaluations, as far as they can show."""
+    widened = gap(train, held_out)
+    return proven("gap", "the gap between train and held-out loss is not shown to widen") if widened is None else refuted("gap", widened)
