@@ -24,14 +24,14 @@ WORSE = 0.05  # bits per byte that rounding may cost: more, and the artifact is 
 
 
 def require_room(of_depth: Callable[[int], ModelConfig], depth: int, tokenizer: Tokenizer, max_bytes: int) -> str:
-    """Before anything is trained: what the artifact will take at int6, in words, or a refusal that says what would fit."""
+    """Before anything is trained: what the artifact will take at int5, in words, or a refusal that says what would fit."""
     most = most_bytes(of_depth(depth), tokenizer)
     if most <= max_bytes:
-        return f"the artifact takes at most {most:,} bytes at int6, of {max_bytes:,}; it gets the finest precision that fits"
+        return f"the artifact takes at most {most:,} bytes at int5, of {max_bytes:,}; it gets the finest precision that fits"
     fitting = next((less for less in range(depth - 1, 0, -1) if most_bytes(of_depth(less), tokenizer) <= max_bytes), None)
     way = "a tokenizer with fewer tokens" if fitting is None else f"--depth {fitting}, or a tokenizer with fewer tokens"
     raise UsageError(f"--max-bytes {max_bytes:,}: at depth {depth} and {tokenizer.size} tokens the artifact may take {most:,} "
-                     f"bytes at int6; what fits is {way}")
+                     f"bytes at int5; what fits is {way}")
 
 
 def squeezed(run: Run, model: Path, before: HeldOut, corpus: Corpus, *, rows: int, length: int, max_bytes: int) -> list[Verdict]:
