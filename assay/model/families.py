@@ -383,8 +383,8 @@ def _piece(tensor: Tensor, piece: Piece, ours: tuple[int, ...], where: str) -> T
     shape = shape[::-1] if piece.transposed else shape
     if tuple(tensor.shape) != shape:
         raise ArtifactError(f"{where}: {piece.name} has shape {list(tensor.shape)}; the config asks for {list(shape)}")
-    if not tensor.is_floating_point():
-        raise ArtifactError(f"{where}: {piece.name} is {tensor.dtype}, not floating point; dequantise it first")
+    if not tensor.is_floating_point() or tensor.element_size() < 2:  # float8 means nothing without its scales
+        raise ArtifactError(f"{where}: {piece.name} is {tensor.dtype}, quantised or not floating point; dequantise it first")
     tensor = tensor.t().contiguous() if piece.transposed else tensor
     return tensor if piece.heads is None else deinterleave_heads(tensor, piece.heads)
 

@@ -317,6 +317,16 @@ def quantisation_state_dropped(folder: Path) -> None:
 
     rewrite(folder / WEIGHTS, packed)
 
+
+@fault("scales dropped", rows=("C13",), stage="load", check="architecture", job=a_folder())
+@on_disk
+def scales_dropped(folder: Path) -> None:
+    """Eight-bit floats in the right shape: every name is there but those of the scales."""
+    def eight_bits(weights: Weights) -> Weights:
+        return {n: t if t.dim() == 1 else (t / t.abs().max()).to(torch.float8_e4m3fn) for n, t in weights.items()}
+
+    rewrite(folder / WEIGHTS, eight_bits)
+
 # ---------------------------------------------------------------- what the config says
 
 

@@ -47,6 +47,7 @@ REASONS = {
     "wrapper's prefix in a folder": "20 tensor(s) missing",
     "loader that forgives its writer": "22 tensor(s) missing",
     "quantisation state dropped": "has shape [10240, 1]",
+    "scales dropped": "float8_e4m3fn, quantised or",
     "head diverged, config tied": "lm_head.weight and model.embed_tokens.weight differ",
     "trained head dropped as tied": "probe logits differ",
     "tied in a folder, heads differ": "lm_head.weight and model.embed_tokens.weight differ",
