@@ -59,7 +59,8 @@ def test_the_manifest_says_what_was_done(corpus: Corpus, jsonl: Path, tokenizer:
     assert names == manifest["files"].keys()
 
 
-def test_workers_change_nothing(make: Make, corpus: Corpus) -> None:
+def test_workers_change_nothing(make: Make, corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(building, "TASK_BYTES", 1000)  # many tasks, so that the queue is full
     parallel = make(held_out=0.1, shard_tokens=5000, workers=2)
     assert parallel.digest == corpus.digest
 

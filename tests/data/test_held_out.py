@@ -55,8 +55,9 @@ def test_pieces_of_one_document_never_share_a_row(corpus: Corpus) -> None:
     """Or a token could see what it must predict; and what a piece sees does not depend on its neighbours."""
     for batch in held_out_batches(corpus, rows=4, length=50, context=20):
         assert batch.documents is not None
-        for documents in batch.documents:
+        for documents, weight in zip(batch.documents, batch.weight, strict=True):
             own = documents[documents >= 0]
+            assert all(weight[documents == number].sum() > 0 for number in own.unique())  # and none is context only
             changes = int((own[1:] != own[:-1]).sum()) + 1 if len(own) else 0
             assert changes == len(own.unique())
 

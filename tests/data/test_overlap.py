@@ -73,10 +73,10 @@ def test_documents_without_words_are_told_apart_by_their_bytes() -> None:
 
 
 def test_a_sample_measures_the_same_share_in_bounded_memory(tmp_path: Path) -> None:
-    held = HeldOutText(capacity=500)
+    held = HeldOutText(capacity=1000)
     for name, raw in HELD:
         held.add(name, raw)
-    assert held.kept <= 500
+    assert 600 < held.kept <= 1000
     assert held.kept / (10 * (200 - WORDS + 1)) == pytest.approx((held.limit + 1) / 2**64, rel=0.25)
     found = overlap(TRAIN + [raw for _, raw in HELD[:4]], HELD, tmp_path)
     held.save(tmp_path)
@@ -85,7 +85,7 @@ def test_a_sample_measures_the_same_share_in_bounded_memory(tmp_path: Path) -> N
     sampled = held.overlap()
     assert sampled.exact == found.exact == 4
     assert sampled.shared / sampled.grams == pytest.approx(found.shared / found.grams, abs=0.06)
-    assert sampled.sampled < 0.5
+    assert sampled.sampled == 0.5
 
 
 def test_hits_noted_often_are_counted_once() -> None:
