@@ -29,7 +29,8 @@ GPT2 = replace(tiny_config("gpt2"), vocab=50304, width=768, depth=12, heads=12, 
 SMOLLM2 = replace(tiny_config("llama"), vocab=49152, width=576, depth=30, heads=9, kv_heads=3, head_dim=64, hidden=1536, max_length=8192,
                   rope=Rope(100000.0), windows=(None,) * 30)
 # shape → (config, rows a step, rows a micro-batch, length, the peer's figure stated in tokens/s)
-SHAPES = {"gpt2": (GPT2, 64, 64, 1024, ("nanoGPT, stated", 500_000)), "smollm2": (SMOLLM2, 16, 16, 1024, ("transformers + compile, stated", 275_000))}
+SHAPES = {"gpt2": (GPT2, 64, 64, 1024, ("nanoGPT, stated", 500_000)),
+          "smollm2": (SMOLLM2, 16, 16, 1024, ("transformers + compile, stated", 275_000))}
 
 
 def flops_per_token(config: ModelConfig, length: int) -> float:
@@ -60,8 +61,8 @@ def batches(config: ModelConfig, rows: int, length: int, steps: int, documents: 
 def ours(config: ModelConfig, rows: int, micro: int, length: int, steps: int, documents: int = 1) -> tuple[list[float], float]:
     model = place_for_training(initialised(config, 0), "cuda")
     optimizer = adamw(list(model.named_parameters()), lr=3e-4)
-    steps_taken = train(model, optimizer, batches(config, rows, length, steps, documents), next_token, micro=micro, accumulate=GraphedAccumulate())
-    return timed(steps_taken)
+    made = batches(config, rows, length, steps, documents)
+    return timed(train(model, optimizer, made, next_token, micro=micro, accumulate=GraphedAccumulate()))
 
 
 def timed(steps) -> tuple[list[float], float]:
@@ -88,7 +89,8 @@ def theirs(config: ModelConfig, rows: int, micro: int, length: int, steps: int) 
     """transformers as its users run it: bf16 autocast over fp32 weights, SDPA, torch.compile, fused AdamW."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config_to_hf(config, "float32")), attn_implementation="sdpa").cuda().train()
+    shape = AutoConfig.for_model(**config_to_hf(config, "float32"))
+    model = AutoModelForCausalLM.from_config(shape, attn_implementation="sdpa").cuda().train()
     compiled = torch.compile(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
 

@@ -28,8 +28,8 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if self.max_new < 1 or self.temperature < 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
-            raise UsageError(f"sampling with max_new {self.max_new}, temperature {self.temperature}, top_k {self.top_k}, top_p {self.top_p}: "
-                             "expected max_new ≥ 1, temperature ≥ 0, top_k ≥ 0 and 0 < top_p ≤ 1")
+            raise UsageError(f"sampling with max_new {self.max_new}, temperature {self.temperature}, top_k {self.top_k}, "
+                             f"top_p {self.top_p}: expected max_new ≥ 1, temperature ≥ 0, top_k ≥ 0 and 0 < top_p ≤ 1")
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,8 @@ def _refuse_unservable(model: Transformer, prompts: Sequence[Sequence[int]], sam
         if not prompt:
             raise UsageError(f"prompt {row} has no tokens; give at least one, such as the beginning-of-text token")
         if max(prompt) >= model.config.vocab or min(prompt) < 0:
-            raise UsageError(f"prompt {row} has token id {max(prompt)}, the vocabulary ends at {model.config.vocab - 1}; use the model's own tokenizer")
+            raise UsageError(f"prompt {row} has token id {max(prompt)}, the vocabulary ends at {model.config.vocab - 1}; "
+                             "use the model's own tokenizer")
         if len(prompt) + sampling.max_new > model.config.max_length:
             raise UsageError(f"prompt {row} has {len(prompt)} tokens and {sampling.max_new} new ones are asked for; "
                              f"the model's context is {model.config.max_length}")

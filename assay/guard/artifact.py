@@ -63,12 +63,12 @@ def _zero_rows(tensor: Tensor) -> float:
 def check_fields(subject: Subject) -> Verdict:
     """BOS, EOS and stop ids across tokenizer, config and generation config; token ids within the vocabulary."""
     artifact = subject.artifact
-    problems = list(artifact.notes)
+    problems, stop_ids = list(artifact.notes), sorted(artifact.stops.stop_ids)
     if artifact.tokenizer is not None and artifact.tokenizer.size > artifact.config.vocab:
         problems.append(f"the tokenizer knows {artifact.tokenizer.size} ids, the model has {artifact.config.vocab} rows")
     if problems:
         return refuted("fields", "; ".join(problems), disagreements=problems)
     if artifact.tokenizer is None:
-        return unproven("fields", "there is no tokenizer here, so nothing says which ids begin and end a text", stop_ids=sorted(artifact.stops.stop_ids))
-    return proven("fields", f"tokenizer, config and generation config agree: BOS {artifact.stops.bos}, stop ids {sorted(artifact.stops.stop_ids)}, "
-                            f"{'tied' if artifact.config.tied else 'separate'} head", stop_ids=sorted(artifact.stops.stop_ids))
+        return unproven("fields", "there is no tokenizer here, so nothing says which ids begin and end a text", stop_ids=stop_ids)
+    return proven("fields", f"tokenizer, config and generation config agree: BOS {artifact.stops.bos}, stop ids {stop_ids}, "
+                            f"{'tied' if artifact.config.tied else 'separate'} head", stop_ids=stop_ids)

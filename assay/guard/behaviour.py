@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import io
 import warnings
+from typing import Any, cast
 
 import torch
 
@@ -33,7 +34,8 @@ def check_answers(subject: Subject) -> Verdict:
     error = distance(subject.answers, Answer(**subject.raw.checkpoint.probes()))
     words = f"probe logits differ from the live model's by {error:.1e} (relative), bound {SAME_WEIGHTS:.0e}"
     if not error <= SAME_WEIGHTS:
-        return refuted("answers", f"{words}: the bytes are intact but the model computes something else", error=str(error), bound=SAME_WEIGHTS)
+        return refuted("answers", f"{words}: the bytes are intact but the model computes something else",
+                       error=str(error), bound=SAME_WEIGHTS)
     return proven("answers", words, error=error, bound=SAME_WEIGHTS)
 
 
@@ -122,8 +124,9 @@ def _load_with_transformers(artifact: Artifact) -> tuple[torch.nn.Module, list[s
     path, options = artifact.path, {}
     if artifact.raw.place.kind == "gguf":
         path, options = path.parent, {"gguf_file": path.name}
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, output_loading_info=True, local_files_only=True, trust_remote_code=False, attn_implementation="eager", **options)
+    loader: Any = transformers.AutoModelForCausalLM  # its types do not know that it returns a pair here
+    model, info = loader.from_pretrained(path, dtype=torch.float32, output_loading_info=True, local_files_only=True,
+                                         trust_remote_code=False, attn_implementation="eager", **options)
     tied = {"lm_head.weight"} if artifact.config.tied else set()
     problems = [f"{kind}: {sorted(map(str, keys))[:3]}" for kind, keys in info.items() if set(map(str, keys)) - tied]
     return model.eval(), problems
@@ -135,7 +138,7 @@ def _load_with_peft(artifact: Artifact) -> tuple[torch.nn.Module, list[str]]:
     assert artifact.base is not None
     base, problems = _load_with_transformers(artifact.base)
     if artifact.config.vocab != artifact.base.config.vocab:
-        base.resize_token_embeddings(artifact.config.vocab)
+        cast(Any, base).resize_token_embeddings(artifact.config.vocab)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model = peft.PeftModel.from_pretrained(base, str(artifact.path))

@@ -109,9 +109,11 @@ def _moved(subject: Subject) -> Verdict:
     if words := _another_parent(subject, subject.against):
         return refuted("lineage", words)
     movement = {name: (before, after) for name, before, after in _pairs(subject.against, subject.artifact)}
-    moved = {name: float((after.float() - before.float()).abs().max()) for name, (before, after) in movement.items() if not torch.equal(before, after)}
+    moved = {name: float((after.float() - before.float()).abs().max())
+             for name, (before, after) in movement.items() if not torch.equal(before, after)}
     if not moved:
-        return refuted("lineage", f"every one of {len(movement)} tensors equals the parent's: nothing was learned, or the wrong weights were saved")
+        return refuted("lineage", f"every one of {len(movement)} tensors equals the parent's: nothing was learned, "
+                                  "or the wrong weights were saved")
     if stray := sorted(set(subject.facts.get("frozen", ())) & moved.keys()):
         return refuted("lineage", f"{len(stray)} tensor(s) that were frozen have moved: {', '.join(stray[:3])}", tensors=stray)
     return _plausible(subject, movement, moved)
@@ -124,12 +126,14 @@ def _plausible(subject: Subject, movement: dict[str, tuple[Tensor, Tensor]], mov
     if bound is not None:
         beyond = [n for n, far in moved.items() if far > bound + ROUNDING * float(movement[n][0].abs().max())]
         if beyond:
-            return refuted("lineage", f"{words}; the optimizer could have moved an element by {bound:.2e}: {', '.join(beyond[:3])}", tensors=beyond)
+            return refuted("lineage", f"{words}; the optimizer could have moved an element by {bound:.2e}: {', '.join(beyond[:3])}",
+                           tensors=beyond)
         return proven("lineage", f"{words}, within the optimizer's {bound:.2e}", moved=len(moved), farthest=moved[farthest], bound=bound)
     for name, (before, after) in movement.items():
         cosine = float(torch.nn.functional.cosine_similarity(before.float().flatten(), after.float().flatten(), dim=0))
         if before.dim() == 2 and cosine < UNRELATED:
-            return refuted("lineage", f"{name} is unrelated to the parent's (cosine {cosine:.2f}): it was initialised anew or is another model's")
+            return refuted("lineage", f"{name} is unrelated to the parent's (cosine {cosine:.2f}): it was initialised anew "
+                                      "or is another model's")
     return proven("lineage", f"{words}; how far the optimizer could go is not recorded", moved=len(moved), farthest=moved[farthest])
 
 

@@ -16,7 +16,6 @@ from assay.errors import DataError, GuardStop
 from assay.learn.objectives import Objective
 from assay.model.transformer import Transformer
 
-
 # (model, objective, batch, rows a micro-batch, the batch's weight) → mean loss; the gradients are left on the parameters.
 Accumulate = Callable[[Transformer, Objective, Batch, int, float], Tensor]
 
@@ -113,5 +112,5 @@ def guarded_step(optimizer: torch.optim.Optimizer, alarm: Alarm) -> None:
 
 def _raise_if_bad(index: int, values: Tensor) -> None:
     if not torch.isfinite(values).all():
-        raise GuardStop(f"step {index}: loss {float(values[0])}, gradient norm {float(values[1])}: not finite; the step was not taken and the "
-                        "weights are as they were before it. Lower the learning rate, or look at this step's data")
+        raise GuardStop(f"step {index}: loss {float(values[0])}, gradient norm {float(values[1])}: not finite; the step was not "
+                        "taken and the weights are as they were before it. Lower the learning rate, or look at this step's data")

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,7 +30,8 @@ def score(model: Transformer, corpus: Corpus, *, rows: int, length: int, context
     """`count` documents, or all. A document longer than a row is read in pieces that see `context` tokens of the one before."""
     batches = held_out_batches(corpus, rows=rows, length=length, context=context, documents=measurable(corpus, count))
     losses = document_losses(corpus, _scored(model, batches, rows))
-    return HeldOut(bits_per_byte(losses.nll, losses.bytes), float(losses.nll.sum() / losses.tokens.sum()), losses.nll / losses.tokens, losses)
+    mean = float(losses.nll.sum() / losses.tokens.sum())
+    return HeldOut(bits_per_byte(losses.nll, losses.bytes), mean, losses.nll / losses.tokens, losses)
 
 
 @torch.no_grad()
@@ -50,6 +52,7 @@ def _filled(batch: Batch, rows: int) -> Batch:
     missing = rows - len(batch)
     if not missing:
         return batch
-    fill = {"documents": PADDING}
-    padded = {name: torch.cat([stream, stream.new_full((missing, stream.shape[1]), fill.get(name, 0))]) for name, stream in batch.streams().items()}
-    return replace(batch, **padded, ids=())  # type: ignore[arg-type]
+    padded: dict[str, Any] = {
+        name: torch.cat([stream, stream.new_full((missing, stream.shape[1]), PADDING if name == "documents" else 0)])
+        for name, stream in batch.streams().items()}
+    return replace(batch, **padded, ids=())

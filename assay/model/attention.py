@@ -85,7 +85,7 @@ def attend(q_BTHd: Tensor, k_BSKd: Tensor, v_BSKd: Tensor, sight: Sight) -> Tens
 
 def attend_within(q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, starts: Tensor, window: int | None) -> Tensor:
     """Each document of the flattened rows by itself: work grows with the documents' lengths, not with the row's square."""
-    kernel, (B, T, H, d) = variable_length_kernel(), q_BTHd.shape
+    (B, T, H, d), kernel = q_BTHd.shape, variable_length_kernel()
     assert kernel is not None
     q, k, v = (x.reshape(B * T, -1, d) for x in (q_BTHd, k_BTKd, v_BTKd))
     return kernel(q, k, v, starts, starts, T, T, window_size=(-1 if window is None else window - 1, 0)).view(B, T, H, d)
@@ -112,7 +112,7 @@ def document_starts(documents: Tensor) -> Tensor:
     begins = torch.ones_like(documents, dtype=torch.bool)
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
     found = begins.flatten().nonzero().flatten()
-    size = max(32, 1 << int(len(found)).bit_length())
+    size = max(32, 1 << len(found).bit_length())
     return torch.cat([found, found.new_full((size - len(found) + 1,), documents.numel())]).int()
 
 

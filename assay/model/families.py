@@ -225,7 +225,7 @@ def _read_rope(fields: Fields) -> Rope:
         if base is None:
             raise UsageError(f"{fields.where}: rope_theta is missing (rope_parameters too); geometry is never guessed")
         return Rope(float(base))
-    if base is not None and any(rope.base != base for rope in found) or len(set(found)) > 1:
+    if (base is not None and any(rope.base != base for rope in found)) or len(set(found)) > 1:
         raise ArtifactError(f"{fields.where}: rope_theta {base}, rope_scaling {old} and rope_parameters {new} disagree; keep one")
     return found[0]
 
@@ -246,8 +246,8 @@ def _rope(scaling: dict[str, Any], base: float | None, where: str) -> Rope:
     for name in needs[kind]:
         if not isinstance(scaling.get(name), int | float):
             raise UsageError(f"{where}: rope type {kind!r} needs {name}, found {scaling.get(name)!r}")
-    values = [scaling[name] for name in needs[kind]]
-    return Rope(float(base), kind, *map(float, values[:3]), *map(int, values[3:]))
+    factor, low, high, length = (scaling[name] if name in needs[kind] else None for name in needs["llama3"])
+    return Rope(float(base), kind, factor and float(factor), low and float(low), high and float(high), length and int(length))
 
 
 def _write_llama(config: ModelConfig) -> dict[str, Any]:

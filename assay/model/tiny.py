@@ -37,14 +37,13 @@ def tiny_config(family: str = "llama", vocab: int = 320) -> ModelConfig:
 
 def tiny_tokenizer(template: bool = True) -> Tokenizer:
     """Bytes, a few merges, three special tokens and ChatML: real in kind, small in size."""
-    vocab = {char: byte for char, byte in BYTE_OF.items()} | {token: 256 + i for i, token in enumerate(SPECIAL)}
-    merges = []
+    vocab = dict(BYTE_OF) | {token: 256 + i for i, token in enumerate(SPECIAL)}
+    merges: list[list[str]] = []
     for word in ("Ġthe", "Ġand", "Ġis", "ing", "er"):
         for end in range(2, len(word) + 1):
-            pair = (word[:end - 1], word[end - 1])
-            if "".join(pair) not in vocab:
-                vocab["".join(pair)] = len(vocab)
-                merges.append(list(pair))
+            if word[:end] not in vocab:
+                vocab[word[:end]] = len(vocab)
+                merges.append([word[:end - 1], word[end - 1]])
     added = [{"id": vocab[token], "content": token, "special": True, "single_word": False, "lstrip": False, "rstrip": False,
               "normalized": False} for token in SPECIAL]
     byte_level: dict[str, Any] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": True}
@@ -52,5 +51,5 @@ def tiny_tokenizer(template: bool = True) -> Tokenizer:
                 "decoder": byte_level, "truncation": None, "padding": None,
                 "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None,
                           "fuse_unk": False, "byte_fallback": False, "ignore_merges": False, "vocab": vocab, "merges": merges}}
-    end = "<|im_end|>" if template else "<|endoftext|>"
-    return Tokenizer.from_parts(document, TEMPLATE if template else None, bos_token=None, eos_token=end, pad_token="<|endoftext|>")
+    stop = "<|im_end|>" if template else "<|endoftext|>"
+    return Tokenizer.from_parts(document, TEMPLATE if template else None, bos_token=None, eos_token=stop, pad_token="<|endoftext|>")

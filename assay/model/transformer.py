@@ -7,6 +7,7 @@ Shapes: B rows, T time, S keys a query may look at, D width, H heads, K key/valu
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -92,7 +93,7 @@ class Attention(nn.Module):
     def __init__(self, c: ModelConfig):
         super().__init__()
         self.head_dim = c.head_dim
-        self.rows = (c.heads * c.head_dim, c.kv_heads * c.head_dim, c.kv_heads * c.head_dim)
+        self.rows = qkv_rows(c)
         self.qkv = Linear(c.width, sum(self.rows), bias=c.qkv_bias)
         self.out = Linear(self.rows[0], c.width, bias=c.out_bias)
         self.q_norm = RmsNorm(c.head_dim, c.norm_eps) if c.qk_norm else None
@@ -177,6 +178,7 @@ class Transformer(nn.Module):
     def rotary(self, placement: Placement) -> tuple[Tensor, Tensor] | None:
         if self.frequencies is None:
             return None
+        assert isinstance(self.frequencies, Tensor)
         angles = placement.positions[..., None].float() * self.frequencies
         return angles.cos()[:, :, None], angles.sin()[:, :, None]
 
@@ -210,6 +212,11 @@ def parameter_count(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
+def qkv_rows(c: ModelConfig) -> tuple[int, int, int]:
+    """How many rows of the fused matrix are q, k and v."""
+    return c.heads * c.head_dim, c.kv_heads * c.head_dim, c.kv_heads * c.head_dim
+
+
 def make_norm(c: ModelConfig) -> nn.Module:
     return RmsNorm(c.width, c.norm_eps) if c.norm == "rms" else LayerNorm(c.width, c.norm_eps)
 
@@ -230,7 +237,10 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
 
 def llama3_frequencies(rope: Rope, frequencies: Tensor) -> Tensor:
     """Llama 3: long wavelengths are stretched by `factor`, short ones kept, those between blended."""
-    assert rope.factor and rope.low_freq_factor and rope.high_freq_factor and rope.original_length
+    assert rope.factor
+    assert rope.low_freq_factor
+    assert rope.high_freq_factor
+    assert rope.original_length
     turns = rope.original_length * frequencies / (2 * math.pi)  # turns made within the original context
     blend = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
     return blend * frequencies + (1 - blend) * frequencies / rope.factor
@@ -248,4 +258,4 @@ def gelu_tanh(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
-ACTIVATIONS = {"silu": F.silu, "gelu_tanh": gelu_tanh, "relu2": relu2}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu_tanh": gelu_tanh, "relu2": relu2}

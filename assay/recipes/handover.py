@@ -97,7 +97,8 @@ def check_look(looks: Looks, best: Path, corpus: Corpus, rows: int, length: int)
     found = score(model, corpus, rows=rows, length=length, count=looks.documents).per_document
     recorded, bound = looks.losses[looks.steps.index(looks.best_step())], SAME_LOOK[model.compute_dtype or torch.float32]
     error = float(abs(found - recorded).max() / recorded.mean())
-    words = f"{best.name} as saved and as scored then differ by {error:.1e} (relative, the worst of {len(found)} documents), bound {bound:.0e}"
+    words = (f"{best.name} as saved and as scored then differ by {error:.1e} (relative, the worst of {len(found)} documents), "
+             f"bound {bound:.0e}")
     if not error <= bound:
         return refuted("score", f"{words}: what was saved is not what was scored", error=str(error))
     return proven("score", words, error=error)

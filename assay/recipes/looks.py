@@ -41,8 +41,9 @@ class Looks:
         with self.file.open("a") as file:
             file.write(json.dumps({"step": step, "train": train, "per_document": found.per_document.tolist()}) + "\n")
         named = {} if weight_set is None else {"eval_weight_set": weight_set}
-        self.run.record(step - 1, **named, eval_loss=found.loss, eval_bits_per_byte=found.bits_per_byte.mean, eval_low=found.bits_per_byte.low,
-                        eval_high=found.bits_per_byte.high, eval_documents=found.bits_per_byte.n)
+        bits = found.bits_per_byte
+        self.run.record(step - 1, **named, eval_loss=found.loss, eval_bits_per_byte=bits.mean, eval_low=bits.low, eval_high=bits.high,
+                        eval_documents=bits.n)
         of = f" ({weight_set} weights)" if weight_set else ""
         self.run.say(f"step {step}: held-out {found.bits_per_byte} bits per byte{of}, train loss {train:.4f}")
         self._say_gap(step)

@@ -32,7 +32,7 @@ from assay.learn.schedule import cosine, warmup_stable_decay
 from assay.model.placement import default_device, place_for_training
 from assay.model.stops import resolve_stops
 from assay.model.tokenizer import Tokenizer
-from assay.model.transformer import ModelConfig, Rope, Transformer, initialised, parameter_count
+from assay.model.transformer import ModelConfig, Rope, Transformer, initialised, parameter_count, qkv_rows
 from assay.recipes.handover import hand_over
 from assay.recipes.looks import Looks
 from assay.recipes.options import Pretrain
@@ -248,8 +248,8 @@ def derived(config: Pretrain, corpus: Corpus) -> Plan:
     if (config.minutes is None) == (config.tokens is None):
         raise UsageError("give one budget: --minutes or --tokens")
     if config.depth < 1 or config.length < 8 or config.batch_tokens < config.length:
-        raise UsageError(f"depth {config.depth}, length {config.length}, batch_tokens {config.batch_tokens}: expected a depth of at least 1, "
-                         "a length of at least 8 and a batch of at least one row")
+        raise UsageError(f"depth {config.depth}, length {config.length}, batch_tokens {config.batch_tokens}: expected a depth of "
+                         "at least 1, a length of at least 8 and a batch of at least one row")
     if config.schedule == "cosine" and config.minutes is not None:
         raise UsageError("--schedule cosine must know its last step from the first: give --tokens, or use --schedule wsd with --minutes")
     rows = config.batch_tokens // config.length
@@ -261,7 +261,7 @@ def derived(config: Pretrain, corpus: Corpus) -> Plan:
 
 
 def shape(style: str, depth: int, vocab: int, length: int) -> ModelConfig:
-    """width = 64 · depth, heads of 64 (of 32 below depth 2), eight thirds of the width in a gated MLP, four times in a plain one."""
+    """width = 64 · depth, heads of 64, eight thirds of the width in a gated MLP, four times in a plain one."""
     width = 64 * depth
     gated = style == "qwen3"
     hidden = math.ceil(width * 8 / 3 / 64) * 64 if gated else 4 * width
@@ -275,19 +275,21 @@ def optimizer_for(config: Pretrain, plan: Plan, model: Transformer) -> torch.opt
     named = list(model.named_parameters())
     if config.optimizer == "adamw":
         return adamw(named, plan.lr, weight_decay=config.weight_decay)
-    slices = {}
+    slices: dict[str, tuple[int, ...]] = {}
     for layer in range(plan.model.depth):  # q, k, v and gate, up are matrices of their own, stored as rows of one
-        slices[f"blocks.{layer}.attn.qkv.weight"] = model.blocks[layer].attn.rows
+        slices[f"blocks.{layer}.attn.qkv.weight"] = qkv_rows(plan.model)
         if plan.model.gated:
             slices[f"blocks.{layer}.mlp.up.weight"] = (plan.model.hidden, plan.model.hidden)
-    return muon(named, lr_matrix=plan.lr, lr_embed=config.lr_embed, lr_scalar=config.lr_embed, slices=slices, weight_decay=config.weight_decay)
+    return muon(named, lr_matrix=plan.lr, lr_embed=config.lr_embed, lr_scalar=config.lr_embed, slices=slices,
+                weight_decay=config.weight_decay)
 
 
 def announced(config: Pretrain, plan: Plan, corpus: Corpus, parameters: int) -> list[str]:
     """Everything that was derived, before anything is spent."""
     m = plan.model
     end = f"{plan.steps:,} steps" if plan.steps else f"{config.minutes:g} minutes"
-    lines = [f"{m.family}: {m.depth} layers of width {m.width}, {m.heads} heads, MLP {m.hidden}, vocabulary {m.vocab}: {parameters:,} parameters",
+    lines = [f"{m.family}: {m.depth} layers of width {m.width}, {m.heads} heads, MLP {m.hidden}, vocabulary {m.vocab}: "
+             f"{parameters:,} parameters",
              f"{config.optimizer} at {plan.lr:g}, {plan.rows} × {config.length} tokens a step, {end}, on {plan.device}",
              f"corpus {corpus.digest[:12]}: {corpus.train.tokens:,} training tokens, {corpus.held_out.documents} held-out documents"]
     if plan.steps:

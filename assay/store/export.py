@@ -76,6 +76,8 @@ def _export_gguf(source: Artifact, where: Path, dtype: str) -> float:
         raise UsageError(f"GGUF has no {source.config.family!r} architecture")
     if source.tokenizer is None:
         raise UsageError(f"{source.path}: a GGUF file carries its tokenizer, and there is none here; add tokenizer.json")
+    if dtype not in gguf.FILE_TYPES:
+        raise UsageError(f"dtype {dtype!r} is not one for a GGUF file; expected one of: {', '.join(gguf.FILE_TYPES)}")
     gguf.write(where, source.config, source.tensors, source.tokenizer, dtype, source.stops)
     return ROUNDING[dtype]
 

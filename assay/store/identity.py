@@ -18,12 +18,18 @@ WEIGHT_FILES = ("model", "adapter_model")
 
 def weights_digest(tensors: Mapping[str, Tensor]) -> str:
     """The identity of weights under their foreign names, whatever files hold them and in whatever order."""
-    return _combined({name: {"dtype": NAMES[t.dtype], "shape": list(t.shape), "sha256": tensor_sha256(t)} for name, t in tensors.items()})
+    return _combined(tensor_facts(tensors))
+
+
+def tensor_facts(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
+    """name → dtype, shape and sha256, as a manifest records them."""
+    return {name: {"dtype": NAMES[t.dtype], "shape": list(t.shape), "sha256": tensor_sha256(t)} for name, t in tensors.items()}
 
 
 def recorded_tensors(manifest: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """name → dtype, shape and sha256 of every weight that a manifest records."""
-    return {name: facts for file, tensors in manifest["tensors"].items() if file.startswith(WEIGHT_FILES) for name, facts in tensors.items()}
+    return {name: facts for file, tensors in manifest["tensors"].items() if file.startswith(WEIGHT_FILES)
+            for name, facts in tensors.items()}
 
 
 def recorded_digest(manifest: Mapping[str, Any]) -> str:

@@ -55,7 +55,8 @@ def read_adapter(config: ModelConfig, fields: Mapping[str, Any], tensors: Mappin
         raise ArtifactError(f"{where}: {len(unknown)} tensor(s) belong to no module that target_modules or modules_to_save name: "
                             f"{', '.join(unknown[:3])}; they would be dropped in silence elsewhere")
     if not may_be_idle and not replaced and all(not part.left.any() or not part.right.any() for part in parts.values()):
-        raise ArtifactError(f"{where}: the adapter has no effect, every product B·A is zero; it was never trained or not gathered before saving")
+        raise ArtifactError(f"{where}: the adapter has no effect, every product B·A is zero; it was never trained, "
+                            "or not gathered before saving")
     low_rank: dict[str, list[LowRank]] = {}
     for site in planned:
         low_rank.setdefault(site.parameter, []).append(parts[site.foreign])
@@ -88,7 +89,8 @@ def write_adapter(config: ModelConfig, patch: Patch, base_name: str, *, rslora: 
             ranks.add(part.right.shape[0])
             scales.add(part.scale)
     if len(ranks) != 1 or len(scales) != 1:
-        raise UsageError(f"PEFT export needs one rank and one scale, found ranks {sorted(ranks)} and scales {sorted(scales)}; merge instead")
+        raise UsageError(f"PEFT export needs one rank and one scale, found ranks {sorted(ranks)} and scales {sorted(scales)}; "
+                         "merge instead")
     tensors |= {PREFIX + _foreign(config, name): tensor for name, tensor in patch.replaced.items()}
     (rank,), (scale,) = ranks, scales
     return {
@@ -146,7 +148,8 @@ def _planned(config: ModelConfig, fields: Mapping[str, Any], where: str) -> list
     chosen = [site for name, site in every.items() if _matches(name, targets) and not _matches(name, excluded)
               and (layers is None or int(re.findall(r"\.(\d+)\.", name)[0]) in layers)]
     if not chosen:
-        raise ArtifactError(f"{where}: target_modules {targets} match no layer of this {config.family}; the adapter is for another architecture")
+        raise ArtifactError(f"{where}: target_modules {targets} match no layer of this {config.family}; "
+                            "the adapter is for another architecture")
     return chosen
 
 
@@ -190,7 +193,7 @@ def _replaced(config: ModelConfig, fields: Mapping[str, Any], named: Mapping[str
 
 def _refuse_half_vocabulary(config: ModelConfig, replaced: Mapping[str, Tensor], where: str) -> None:
     """Embedding and head change together, or loaders disagree about what the model is."""
-    rows = {"embedding": len(replaced.get("embed.weight", range(config.vocab))), "head": len(replaced.get("head.weight", range(config.vocab)))}
+    rows = {what: len(replaced.get(name, range(config.vocab))) for what, name in (("embedding", "embed.weight"), ("head", "head.weight"))}
     resized_tied = config.tied and "embed.weight" in replaced and "head.weight" not in replaced
     if resized_tied and rows["embedding"] == config.vocab:
         raise ArtifactError(f"{where}: the embedding was trained, but the base ties its head to it and no head was saved: "

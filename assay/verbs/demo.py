@@ -34,7 +34,8 @@ def run(flags: FLAGS) -> int:
     failed += exported(checkpoint, folder)
     say("4. five broken copies; each must be refused")
     failed += [name for name, breaking in BREAKAGES.items() if not refused(name, breaking, checkpoint, folder / "broken")]
-    print(f"\n{'FAILED: ' + ', '.join(failed) if failed else 'done and proven'} in {time.perf_counter() - start:.0f} s; everything is in {folder}/")
+    outcome = f"FAILED: {', '.join(failed)}" if failed else "done and proven"
+    print(f"\n{outcome} in {time.perf_counter() - start:.0f} s; everything is in {folder}/")
     return 3 if failed else 0
 
 

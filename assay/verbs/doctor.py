@@ -64,9 +64,11 @@ def _machine() -> dict[str, str]:
     from assay import __version__
     from assay.store.fetch import cache_folder
 
-    gpus = [f"{torch.cuda.get_device_name(i)} ({torch.cuda.get_device_properties(i).total_memory >> 30} GiB)" for i in range(torch.cuda.device_count())]
+    gpus = [f"{properties.name} ({properties.total_memory >> 30} GiB)"
+            for properties in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))]
     pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     return {"assay": __version__, "python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}",
-            "cores": str(os.cpu_count()), "memory": f"{pages * size >> 30} GiB", "gpu": ", ".join(gpus) or "none: everything runs on the CPU",
+            "cores": str(os.cpu_count()), "memory": f"{pages * size >> 30} GiB",
+            "gpu": ", ".join(gpus) or "none: everything runs on the CPU",
             "bf16": str(bool(gpus) and torch.cuda.is_bf16_supported()), "cache": str(cache_folder()),
             "hub": "offline (HF_HUB_OFFLINE)" if os.environ.get("HF_HUB_OFFLINE") else "used only when a hub name is given"}

@@ -60,7 +60,8 @@ def lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
     geometry = ", ".join(f"{name} {value}" for name, value in facts["architecture"].items())
     dtypes = ", ".join(f"{count} {dtype}" for dtype, count in facts["dtypes"].items())
     rows = [("path", facts["path"]), ("kind", f"{facts['kind']} ({facts['holds']})"), ("architecture", geometry),
-            ("parameters", f"{facts['parameters']:,}"), ("tensors", f"{len(facts['tensors'])} ({dtypes})"), ("bytes", f"{facts['bytes']:,}")]
+            ("parameters", f"{facts['parameters']:,}"), ("tensors", f"{len(facts['tensors'])} ({dtypes})"),
+            ("bytes", f"{facts['bytes']:,}")]
     return rows + [(name, str(value)) for name, value in facts["lineage"].items()] + [("verdict", facts["verdict"])]
 
 
@@ -88,8 +89,9 @@ def _gguf_contents(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _geometry(config: Any) -> dict[str, Any]:
-    return {"family": config.family, "layers": config.depth, "width": config.width, "heads": f"{config.heads}/{config.kv_heads} of {config.head_dim}",
-            "mlp": config.hidden, "vocabulary": config.vocab, "context": config.max_length, "rope base": config.rope.base if config.rope else "none",
+    return {"family": config.family, "layers": config.depth, "width": config.width,
+            "heads": f"{config.heads}/{config.kv_heads} of {config.head_dim}", "mlp": config.hidden, "vocabulary": config.vocab,
+            "context": config.max_length, "rope base": config.rope.base if config.rope else "none",
             "head": "tied" if config.tied else "separate"}
 
 

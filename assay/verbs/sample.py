@@ -86,5 +86,5 @@ def transcript(artifact: "Artifact", prompt: list[int], completion: "Completion"
 
 def as_json(artifact: "Artifact", text: str, prompt: list[int], completion: "Completion") -> dict:
     assert artifact.tokenizer is not None
-    return {"prompt": text, "prompt_ids": prompt, "ids": list(completion.ids), "logprobs": list(completion.logprobs), "ended": completion.ended,
-            "text": artifact.tokenizer.decode(completion.ids, special=False), "digest": artifact.digest}
+    return {"prompt": text, "prompt_ids": prompt, "ids": list(completion.ids), "logprobs": list(completion.logprobs),
+            "ended": completion.ended, "text": artifact.tokenizer.decode(completion.ids, special=False), "digest": artifact.digest}

@@ -18,8 +18,10 @@ from assay.store.export import export
 from assay.store.pack import Lineage, model_contents
 from assay.verdict import Outcome, overall
 
+NEW = Lineage()
 
-def save(where, family="llama", seed=0, lineage=Lineage(), change=0.0):
+
+def save(where, family="llama", seed=0, lineage=NEW, change=0.0):
     model, tokenizer = initialised(tiny_config(family), seed), tiny_tokenizer()
     with torch.no_grad():
         for parameter in model.parameters():
