@@ -1,5 +1,4 @@
-"""Checks on what the reloaded model does: the live model's answers, the same answers through other people's loaders,
-generations that end.
+"""Checks on what the reloaded model does: the live model's answers, also through other people's loaders; texts that end.
 """
 
 import contextlib

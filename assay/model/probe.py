@@ -1,5 +1,6 @@
-"""A fingerprint of behaviour, not of bytes: what a model says to fixed tokens. It catches what no hash of a file can, such
-as a transposed load or code that changed its meaning.
+"""A fingerprint of behaviour, not of bytes: what a model says to fixed tokens.
+
+It catches what no hash of a file can, such as a transposed load or code that changed its meaning.
 """
 
 from typing import NamedTuple

@@ -1,5 +1,7 @@
-"""PEFT's LoRA adapters, both ways, strictly: an adapter that is unknown, incomplete, not finite, without effect or for another
-base is refused by name. Loaders of today take all of these in silence.
+"""PEFT's LoRA adapters, both ways, strictly.
+
+An adapter that is unknown, incomplete, not finite, without effect or for another base is refused by name; the loaders of
+today take all of these in silence.
 """
 
 import math

@@ -1,0 +1,115 @@
+"""The command line: instant help, sentences for mistakes, exit codes as promised."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from assay.cli import VERBS, run
+
+LIGHT = """
+import sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {blocked!r}:
+            raise ModuleNotFoundError("No module named " + name, name=name)
+sys.meta_path.insert(0, Missing())
+import importlib.util
+original = importlib.util.find_spec
+importlib.util.find_spec = lambda name, package=None: None if name.split(".")[0] in {blocked!r} else original(name, package)
+"""
+
+
+def python(code: str, *arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=120)
+
+
+def test_help_loads_nothing_heavy():
+    """What takes time is importing torch and its friends; half a second is kept by not doing it."""
+    heavy = "{'torch', 'numpy', 'transformers', 'tokenizers', 'safetensors', 'scipy', 'jinja2'}"
+    for argv in (["--help"], *([verb, "--help"] for verb in VERBS)):
+        done = python(f"import sys; from assay.cli import run; code = run({argv!r}); loaded = {heavy} & set(sys.modules); "
+                      "print(loaded, file=sys.stderr); sys.exit(code or bool(loaded))")
+        assert done.returncode == 0, f"{argv}: {done.stderr[-300:]}"
+        assert "usage: assay" in done.stdout
+
+
+def test_every_verb_has_a_module_with_examples():
+    import importlib
+
+    for verb in VERBS:
+        assert importlib.import_module(f"assay.verbs.{verb}").EXAMPLES.strip().startswith(f"assay {verb}")
+
+
+@pytest.mark.parametrize(("argv", "code", "sentence"), [
+    (["prov"], 2, "unknown verb 'prov'; did you mean 'prove'?"), (["prove"], 2, "required: path"),
+    (["prove", "nowhere"], 2, "nowhere: no such file or folder"), (["sample", "x", "--temprature", "1"], 2, "did you mean '--temperature'?"),
+    (["export", "x", "--to", "zip", "--out", "y"], 2, "invalid choice: 'zip'"), (["fetch", "smollm3-135m"], 2, "smollm2-135m"),
+    (["zoo", "--only", "fliped bit"], 2, "did you mean"), ([], 2, None)])
+def test_mistakes_are_sentences_with_exit_code_2(argv, code, sentence, capsys):
+    assert run(argv) == code
+    if sentence:
+        err = capsys.readouterr().err
+        assert sentence in err
+        assert "Traceback" not in err
+
+
+def test_inspect_and_doctor_speak_json(tmp_path, capsys):
+    from assay.verbs.demo import build_and_save
+
+    build_and_save(tmp_path / "model")
+    capsys.readouterr()
+    assert run(["inspect", str(tmp_path / "model"), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["parameters"] == 82240
+    assert facts["verdict"].startswith("UNPROVEN")
+    assert run(["doctor", "--json"]) == 0
+    assert set(json.loads(capsys.readouterr().out)) == {"machine", "installed", "missing"}
+
+
+def test_a_refuted_checkpoint_is_exit_code_3_and_sampling_from_it_is_refused(tmp_path, capsys):
+    from assay.verbs.demo import build_and_save, flip_a_bit
+
+    flip_a_bit(build_and_save(tmp_path / "model"))
+    assert run(["prove", str(tmp_path / "model")]) == 3
+    assert "REFUTED" in capsys.readouterr().out
+    assert run(["sample", str(tmp_path / "model"), "--prompt", "x"]) == 3
+    assert "hash" in capsys.readouterr().err
+
+
+def test_sampling_shows_tokens(tmp_path, capsys):
+    from assay.verbs.demo import build_and_save
+
+    build_and_save(tmp_path / "model")
+    capsys.readouterr()
+    argv = ["sample", str(tmp_path / "model"), "--prompt", "the end", "--max-new", "4", "--temperature", "0"]
+    assert run([*argv, "--tokens"]) == 0
+    out = capsys.readouterr().out
+    assert "'<|im_start|>'  ← special" in out
+    assert "ended by: length" in out
+    assert run([*argv, "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert len(row["ids"]) == len(row["logprobs"]) == 4
+
+
+def test_the_core_works_without_the_extras(tmp_path):
+    """Save, prove and sample with transformers, PEFT, gguf, pyarrow and triton not there."""
+    blocked = {"transformers", "peft", "gguf", "pyarrow", "triton", "accelerate"}
+    done = python(LIGHT.format(blocked=blocked) + """
+from pathlib import Path
+from assay.verbs.demo import build_and_save
+from assay.guard.proof import Request, demanded, examine
+from assay.verdict import overall
+from assay.cli import run
+folder = Path(sys.argv[1]) / "model"
+build_and_save(folder)
+verdicts = examine(Request(str(folder)))
+print(*verdicts, sep="\\n")
+assert overall(demanded(verdicts)) == "PROVEN", verdicts
+assert [v.outcome for v in verdicts if v.check == "consumer"] == ["UNPROVEN"]
+assert run(["sample", str(folder), "--prompt", "x", "--max-new", "2"]) == 0
+assert run(["export", str(folder), "--to", "gguf", "--out", sys.argv[1] + "/x.gguf"]) == 2
+""", str(tmp_path))
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "gguf" in done.stderr
