@@ -24,7 +24,7 @@ from typing import Any
 from assay.errors import GuardStop, UsageError
 from assay.measure.estimate import Estimate
 from assay.measure.stability import Curves, SeedsVerdict, collapse_bound, stability
-from assay.recipes.run import plain
+from assay.recipes.run import plain, read_rows
 from assay.store import durable
 from assay.store.ledger import Ledger
 from assay.store.sealed import parse
@@ -145,8 +145,8 @@ def final_score(folder: Path) -> Estimate | None:
 
 
 def curves(plan: Plan) -> Curves:
-    """From each run's metrics.jsonl. A last line that a crash cut short is left out."""
-    rows = {seed: _metrics(plan.folder(seed) / "metrics.jsonl") for seed in plan.seeds}
+    """From each run's metrics.jsonl, as far as it got."""
+    rows = {seed: read_rows(plan.folder(seed) / "metrics.jsonl") for seed in plan.seeds}
     return {name: {seed: [(row["step"], float(row[key])) for row in rows[seed] if key in row] for seed in plan.seeds}
             for name, key in CURVES.items()}
 
@@ -265,8 +265,3 @@ def _summary(found: SeedsVerdict) -> dict[str, Any]:
             "worst": {"seed": found.worst_seed, "value": found.worst}, "modes": [asdict(mode) for mode in found.modes],
             "collapsed": list(found.collapsed), "departures": [asdict(departure) for departure in found.departures],
             "collapse_rate_below": collapse_bound(found.n) if clean else None}
-
-
-def _metrics(file: Path) -> list[dict[str, Any]]:
-    lines = file.read_text().split("\n")[:-1] if file.exists() else []
-    return [json.loads(line) for line in lines]
