@@ -104,7 +104,7 @@ def check_determinism(model: Transformer, objective: Objective, batch: Batch) ->
     """Two evaluations of the same batch agree to the last bit: no dropout, no state, nothing left in training mode."""
     training = model.training
     model.eval()
-    still = [name for name, module in model.named_modules() if module.training]
+    still = [name or "the model" for name, module in model.named_modules() if module.training]
     one, two = (objective(model, batch).total for _ in range(2))
     model.train(training)
     if still:
