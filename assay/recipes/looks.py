@@ -6,20 +6,26 @@ from pathlib import Path
 import numpy as np
 
 from assay.data.corpus import Corpus
-from assay.measure.choose import choose_best, gap
+from assay.guard.held_out import check_gap
+from assay.measure.choose import choose_best
 from assay.measure.held_out import HeldOut, score
 from assay.model.transformer import Transformer
 from assay.recipes.run import Run, read_rows, rewrite_rows
 from assay.store.checkpoint import step_folder
+from assay.verdict import Outcome
 
 ENOUGH_FOR_A_TREND = 5
 
 
 class Looks:
-    """History of one run. `looks.jsonl` keeps every document's loss, so that a resumed run remembers what it saw."""
+    """History of one run. `looks.jsonl` keeps every document's loss, so that a resumed run remembers what it saw.
 
-    def __init__(self, run: Run, corpus: Corpus, *, rows: int, length: int, documents: int):
+    From step `repeats_from` on the corpus is read again: before, every training loss is of text that was never seen.
+    """
+
+    def __init__(self, run: Run, corpus: Corpus, *, rows: int, length: int, documents: int, repeats_from: int):
         self.run, self.corpus, self.rows, self.length, self.documents = run, corpus, rows, length, documents
+        self.repeats_from = repeats_from
         self.file = run.folder / "looks.jsonl"
         self.steps: list[int] = []
         self.losses: list[np.ndarray] = []  # per document
@@ -72,9 +78,11 @@ class Looks:
         self._since = []
 
     def _say_gap(self, step: int) -> None:
-        if len(self.steps) <= ENOUGH_FOR_A_TREND:
+        """Of text that is new nothing can be learned by heart: a gap can open only once the corpus is read again."""
+        since = [i for i, seen in enumerate(self.steps) if seen > self.repeats_from]
+        if len(since) < ENOUGH_FOR_A_TREND:
             return
-        sentence = gap(self.train[1:], [float(losses.mean()) for losses in self.losses[1:]])  # the first look had no training before it
-        if sentence:
-            self.run.say(f"step {step}: {sentence}")
-            self.run.ledger.append("gap", step=step, sentence=sentence)
+        verdict = check_gap([self.train[i] for i in since], [float(self.losses[i].mean()) for i in since])
+        if verdict.outcome is Outcome.REFUTED:
+            self.run.say(f"step {step}: {verdict.reason}")
+            self.run.ledger.append("gap", step=step, verdicts=[verdict.to_json()])

@@ -98,8 +98,9 @@ class Pretraining:
         self.optimizer = optimizer_for(config, self.plan, self.model)
         self.ema = Ema(self.model, config.ema) if config.ema else None
         self.accumulate: Accumulate = GraphedAccumulate() if self.plan.device.startswith("cuda") else loop.accumulated
-        self.looks = Looks(self.run, self.corpus, rows=self.plan.micro, length=config.length, documents=config.look_documents)
         self.order = Order(self.corpus, config.seed, self.plan.rows, config.length, config.epochs)
+        self.looks = Looks(self.run, self.corpus, rows=self.plan.micro, length=config.length, documents=config.look_documents,
+                           repeats_from=self.order.windows // self.plan.rows)
         self.watch = Watch([group["lr"] for group in self.optimizer.param_groups], self.multiplier, vocab=self.plan.model.vocab,
                            consumed=partial(check_consumed, order=self.order))
         self.start, self.done = 0, 0  # steps taken before this sitting, and in all
