@@ -160,9 +160,10 @@ class ChangePoint:
     CUSUM), reaches 16, as four losses in a row far outside make it; or when the later half lies 10 deviations above
     its lowest.
 
-    False alarms: fewer than 1 in 10,000 steps of raw losses, measured in tests/guard/test_series.py on falling power
-    laws with warm-up and noise of autocorrelation up to 0.6 and tails up to a Student t with 4 degrees of freedom.
-    Smoothed losses are not for it: at an autocorrelation of 0.9 it is wrong ten times as often.
+    False alarms: fewer than 1 in 10,000 steps of raw losses. Measured over a million steps each of falling power laws
+    with warm-up: none for normal noise of 0.4 to 7 % of the loss, 0.6 in 10,000 where it is correlated by 0.6 with the
+    tails of a Student t of 4 degrees of freedom. Smoothed losses are not for it: correlated by 0.9 they give 7 in 10,000.
+    Found: a rise of 10 deviations within 9 steps, of 40 within 4; one of 3 deviations is not.
     """
 
     def __init__(self) -> None:
@@ -226,10 +227,9 @@ def _course(windows_NW: Array, next_N: Array, least_scatter: float) -> tuple[lis
     about_trend = windows_NW - slope[:, None] * (np.arange(WINDOW) - (WINDOW - 1) / 2)
     deviation = np.abs(about_trend - np.median(about_trend, axis=1)[:, None])
     scatter = np.median(deviation, axis=1) / 0.6745  # of a normal distribution, this is the standard deviation
-    ceiling = np.maximum(later, (earlier + later) / 2)
     floor = later + 2 * np.minimum(slope, 0) * (half / 2 + 0.5)
     scatter = np.maximum(scatter, max(least_scatter, 1e-12))
-    return tuple(x.tolist() for x in ((next_N - ceiling) / scatter, (floor - next_N) / scatter, later, scatter))
+    return tuple(x.tolist() for x in ((next_N - later) / scatter, (floor - next_N) / scatter, later, scatter))
 
 
 def _placeholder(series: Array) -> Verdict | None:

@@ -101,6 +101,16 @@ def test_it_does_not_matter_in_which_pieces_the_losses_come(seed, cuts, jump):
     assert (verdicts[-1].outcome == REFUTED) == jump
 
 
+def test_losses_fed_one_by_one_are_judged_alike():
+    (loss,) = curves(np.random.default_rng(8), 1, 500, noise=0.01)
+    loss[400:] += 0.5
+    watch = ChangePoint()
+    verdicts = [watch.feed([value]) for value in loss]
+    assert verdicts[-1] == change_point(loss)
+    assert 400 < verdicts[-1].evidence["step"] < 410
+    assert verdicts[399].outcome == PROVEN
+
+
 def test_an_alarm_stands_and_too_few_losses_prove_nothing():
     (loss,) = curves(np.random.default_rng(3), 1, 300)
     assert change_point(loss[:64]).outcome == UNPROVEN

@@ -42,7 +42,7 @@ def test_the_bound_is_the_rate_that_would_have_shown():
 @pytest.mark.parametrize("noise", [0.0005, 0.005, 0.01])
 def test_noise_between_seeds_is_not_two_modes(n, noise):
     rng = np.random.default_rng(n)
-    alarms = [len(stability(dict(enumerate(3 * (1 + noise * rng.normal(size=n))))).modes) == 2 for _ in range(2000)]
+    alarms = [len(stability(dict(enumerate(3 * (1 + noise * rng.normal(size=n))))).modes) == 2 for _ in range(600)]
     assert np.mean(alarms) <= 0.05
 
 
@@ -69,6 +69,7 @@ def test_collapsed_seeds_may_scatter():
 
 def test_a_spread_without_a_break_is_one_mode():
     assert len(stability(dict(enumerate(np.linspace(3.0, 3.3, 9)))).modes) == 1
+    assert len(stability({1: 3.0, 2: 3.085, 3: 3.185, 4: 3.28}).modes) == 1  # wide gaps, none of them a break
 
 
 def test_a_seed_without_a_number_collapsed():
@@ -113,6 +114,13 @@ def test_the_step_at_which_each_collapsing_seed_left_the_healthy_one():
             assert 0 <= departure.step - leaves[departure.seed] <= 100
             assert departure.metric == "loss"
             assert departure.value > departure.others
+
+
+def test_an_ordinary_offset_is_no_departure():
+    rng = np.random.default_rng(5)
+    losses = {1: curve(rng, noise=0.0005), 2: curve(rng, offset=0.006, leaves=1500, noise=0.0005)}
+    found = stability({seed: losses[seed][-1][1] for seed in losses}, {"loss": losses})
+    assert 1500 <= found.departures[0].step <= 1550
 
 
 def test_the_metric_that_left_first_is_named():
