@@ -6,9 +6,10 @@ settled by the tensors themselves (is there an lm_head?); a field that is missin
 
 import dataclasses
 import functools
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 import torch
 from torch import Tensor
@@ -52,6 +53,7 @@ FAMILIES = {
     )
 }
 
+LARGEST, DEEPEST = 1 << 24, 1 << 10  # no size and no number of layers is larger: a hostile config must not fill the memory
 # Fields of config.json that say nothing about what the model computes at inference.
 HARMLESS = {
     "architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "use_cache", "initializer_range",
@@ -98,7 +100,7 @@ def config_to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
 def family_named(name: Any, where: str) -> Family:
     if name is None:
         raise UsageError(f"{where}: no model_type; expected one of: {', '.join(FAMILIES)}")
-    if name not in FAMILIES:
+    if not isinstance(name, str) or name not in FAMILIES:
         raise UsageError(f"{where}: architecture {name!r} is not supported{nearest(str(name), FAMILIES)}")
     return FAMILIES[name]
 
@@ -109,12 +111,12 @@ class Fields:
     def __init__(self, fields: Mapping[str, Any], where: str):
         self.fields, self.where, self.read = fields, where, set[str]()
 
-    def need(self, name: str, kind: type | tuple[type, ...] = int) -> Any:
+    def need(self, name: str, kind: type | tuple[type, ...] = int, most: float = math.inf) -> Any:
         if self.fields.get(name) is None:
             raise UsageError(f"{self.where}: {name} is missing; geometry is never guessed, add it to the config")
-        return self.maybe(name, kind)
+        return self.maybe(name, kind, most)
 
-    def maybe(self, name: str, kind: type | tuple[type, ...] = int) -> Any:
+    def maybe(self, name: str, kind: type | tuple[type, ...] = int, most: float = math.inf) -> Any:
         """The value, or None where the family defines what absence means."""
         self.read.add(name)
         value = self.fields.get(name)
@@ -124,6 +126,9 @@ class Fields:
             raise UsageError(f"{self.where}: {name} is {value!r}, which is not a {kind}")
         if isinstance(value, int | float) and not isinstance(value, bool) and value <= 0:
             raise UsageError(f"{self.where}: {name} is {value!r}; expected a positive number")
+        most = min(most, LARGEST) if kind is int else most
+        if isinstance(value, int | float) and value > most:
+            raise ArtifactError(f"{self.where}: {name} is {value!r}, and no model's is above {most}: damaged, or made to fill the memory")
         return value
 
     def finish(self) -> None:
@@ -138,7 +143,10 @@ class Fields:
 
 
 def _read_llama(family: str, fields: Fields, tensor_names: Collection[str]) -> ModelConfig:
-    width, heads, depth = fields.need("hidden_size"), fields.need("num_attention_heads"), fields.need("num_hidden_layers")
+    width, heads = fields.need("hidden_size"), fields.need("num_attention_heads")
+    depth, kv_heads = fields.need("num_hidden_layers", most=DEEPEST), fields.maybe("num_key_value_heads") or heads
+    if heads % kv_heads:
+        raise UsageError(f"{fields.where}: {heads} heads cannot share {kv_heads} key/value heads evenly")
     if family == "qwen2":  # Qwen2 has biases on q, k, v and nowhere else, by definition of its class
         qkv_bias, out_bias, mlp_bias = True, False, False
     else:  # an absent flag means no bias; a bias tensor in the file would then be refused as unknown
@@ -148,7 +156,7 @@ def _read_llama(family: str, fields: Fields, tensor_names: Collection[str]) -> M
         raise UsageError(f"{fields.where}: mlp_bias is not part of qwen3")
     return ModelConfig(
         family=family, vocab=fields.need("vocab_size"), width=width, depth=depth, heads=heads,
-        kv_heads=fields.maybe("num_key_value_heads") or heads, head_dim=_head_dim(fields, width, heads),
+        kv_heads=kv_heads, head_dim=_head_dim(fields, width, heads),
         hidden=fields.need("intermediate_size"), max_length=fields.need("max_position_embeddings"),
         norm="rms", norm_eps=fields.need("rms_norm_eps", float), rope=_read_rope(fields),
         activation=_activation(fields, "hidden_act", {"silu": "silu"}), gated=True,
@@ -157,7 +165,7 @@ def _read_llama(family: str, fields: Fields, tensor_names: Collection[str]) -> M
 
 
 def _read_gpt2(fields: Fields, tensor_names: Collection[str]) -> ModelConfig:
-    width, heads, depth = fields.need("n_embd"), fields.need("n_head"), fields.need("n_layer")
+    width, heads, depth = fields.need("n_embd"), fields.need("n_head"), fields.need("n_layer", most=DEEPEST)
     return ModelConfig(
         family="gpt2", vocab=fields.need("vocab_size"), width=width, depth=depth, heads=heads, kv_heads=heads,
         head_dim=_head_dim(fields, width, heads), hidden=fields.maybe("n_inner") or 4 * width,
@@ -169,12 +177,35 @@ def _read_gpt2(fields: Fields, tensor_names: Collection[str]) -> ModelConfig:
 
 def _read_assay(fields: Fields) -> ModelConfig:
     geometry = dict(fields.need("geometry", dict))
+    sizes = Fields(geometry, fields.where)
+    for size in dataclasses.fields(ModelConfig):
+        if size.type is int:
+            sizes.need(size.name, most=DEEPEST if size.name == "depth" else LARGEST)
+    rope, windows = geometry.get("rope"), geometry.get("windows")
+    geometry["rope"] = _record(Rope, rope, fields.where) if isinstance(rope, dict) else rope
+    geometry["windows"] = tuple(windows) if isinstance(windows, list) else windows
+    return _record(ModelConfig, geometry, fields.where)
+
+
+def _record(kind: type[Any], values: dict[str, Any], where: str) -> Any:
+    """A dataclass from its own JSON: every field, of its type, and no other."""
+    types = {field.name: field.type for field in dataclasses.fields(kind)}
+    wrong = [name for name in types if name not in values or not _fits(values[name], types[name])]
+    if wrong := sorted({*wrong, *(values.keys() - types.keys())}):
+        raise UsageError(f"{where}: geometry does not fit this version of Assay: {', '.join(wrong)}")
     try:
-        rope = geometry.pop("rope")
-        windows = tuple(geometry.pop("windows"))
-        return ModelConfig(**geometry, rope=None if rope is None else Rope(**rope), windows=windows)
-    except (KeyError, TypeError) as error:
-        raise UsageError(f"{fields.where}: geometry does not fit this version of Assay: {error}") from None
+        return kind(**values)
+    except AssertionError as error:
+        raise UsageError(f"{where}: geometry does not fit together: {error}") from None
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    options = get_args(kind)
+    if get_origin(kind) is Literal:
+        return value in options
+    if get_origin(kind) is tuple:
+        return isinstance(value, tuple) and all(_fits(item, options[0]) for item in value)
+    return any(_fits(value, option) for option in options) if options else type(value) is kind
 
 
 def _head_dim(fields: Fields, width: int, heads: int) -> int:
@@ -235,18 +266,16 @@ def _rope(scaling: dict[str, Any], base: float | None, where: str) -> Rope:
     for name in scaling:
         if name not in known:
             raise UsageError(f"{where}: unknown rope field {name!r}{nearest(name, known)}")
-    base = scaling.get("rope_theta", base)
+    fields = Fields(scaling, where)
+    base = fields.maybe("rope_theta", (int, float)) or base
     if base is None:
         raise UsageError(f"{where}: rope_theta is missing; geometry is never guessed")
-    kind = scaling.get("rope_type", scaling.get("type"))
+    kind: Any = fields.maybe("rope_type", str) or fields.maybe("type", str)
     needs = {"default": [], "linear": ["factor"],
              "llama3": ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]}
     if kind not in needs:
         raise UsageError(f"{where}: rope type {kind!r} is not supported; expected one of: {', '.join(needs)}")
-    for name in needs[kind]:
-        if not isinstance(scaling.get(name), int | float):
-            raise UsageError(f"{where}: rope type {kind!r} needs {name}, found {scaling.get(name)!r}")
-    factor, low, high, length = (scaling[name] if name in needs[kind] else None for name in needs["llama3"])
+    factor, low, high, length = (fields.need(name, (int, float)) if name in needs[kind] else None for name in needs["llama3"])
     return Rope(float(base), kind, factor and float(factor), low and float(low), high and float(high), length and int(length))
 
 

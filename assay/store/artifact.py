@@ -4,6 +4,7 @@ Three stages, each refusing what it exists to refuse: `locate` (what is this?), 
 `understand` (do the tensors make the model that the config describes?). `open_artifact` is all three.
 """
 
+import itertools
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -172,14 +173,21 @@ def read_tokenizer(folder: Path) -> Tokenizer | None:
 
 def read_stops(tokenizer: Tokenizer | None, config: dict[str, Any], generation: dict[str, Any]) -> Stops:
     """Without a tokenizer only config and generation config speak."""
+    for fields, name in itertools.product((config, generation), ("bos_token_id", "eos_token_id")):
+        if not all(id is None or type(id) is int for id in _listed(fields.get(name))):
+            raise ArtifactError(f"{name} is {fields[name]!r}; expected a token id, or a list of them")
     if tokenizer is not None:
         return resolve_stops(tokenizer, config, generation)
-    named = {file: ids if isinstance(ids, list) else [ids] for file, ids in (
+    named = {file: _listed(ids) for file, ids in (
         ("config.json", config.get("eos_token_id")), ("generation_config.json", generation.get("eos_token_id"))) if ids is not None}
     stop_ids = tuple(sorted({id for ids in named.values() for id in ids}))
     apart = len(named) == 2 and not set.intersection(*map(set, named.values()))
     disagreements = (f"config.json and generation_config.json name different stop ids: {named}",) if apart else ()
     return Stops(config.get("bos_token_id"), stop_ids[0] if stop_ids else None, stop_ids, None, disagreements)
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -216,6 +224,8 @@ def _open_base(adapter: Path, given: str | Path | None, recorded: str | None, na
     for candidate in (given, recorded, named):
         if candidate is None:
             continue
+        if not isinstance(candidate, str | Path):
+            raise ArtifactError(f"{adapter}: names {candidate!r} as its base; expected a path")
         beside = adapter / str(candidate)  # a relative name may be meant from the adapter's own folder
         for path in (fetch.cached(str(candidate)) or Path(candidate), beside):
             if path.exists():

@@ -130,7 +130,7 @@ def _refuse_bad_values(named: Mapping[str, Tensor], where: str) -> None:
     if not named:
         raise ArtifactError(f"{where}: the adapter holds no tensors; it was saved before its weights were gathered")
     for name, tensor in named.items():
-        if not tensor.is_floating_point() or tensor.numel() == 0:
+        if not tensor.is_floating_point() or tensor.element_size() < 2 or tensor.numel() == 0:
             raise ArtifactError(f"{where}: {name} is {tensor.dtype} of shape {list(tensor.shape)}; expected floating point values")
         if not torch.isfinite(tensor).all():
             bad = int((~torch.isfinite(tensor)).sum())
@@ -139,20 +139,39 @@ def _refuse_bad_values(named: Mapping[str, Tensor], where: str) -> None:
 
 def _planned(config: ModelConfig, fields: Mapping[str, Any], where: str) -> list[Site]:
     """Every layer of the base that target_modules names: all of them must be in the file (planned = adapted)."""
-    targets, excluded = fields.get("target_modules"), fields.get("exclude_modules") or []
+    targets, excluded = _modules(fields, "target_modules", where), _modules(fields, "exclude_modules", where)
     layers = fields.get("layers_to_transform")
     layers = [layers] if isinstance(layers, int) else layers
+    if layers is not None and not (isinstance(layers, list) and all(type(layer) is int for layer in layers)):
+        raise ArtifactError(f"{where}: layers_to_transform is {layers!r}; expected numbers of layers")
     if not targets:
         raise ArtifactError(f"{where}: target_modules is {targets!r}; an adapter says which layers it adapts")
     every = sites(config)
     if targets == "all-linear":
         targets = [name for name in every if name != "lm_head"]
     chosen = [site for name, site in every.items() if _matches(name, targets) and not _matches(name, excluded)
-              and (layers is None or int(re.findall(r"\.(\d+)\.", name)[0]) in layers)]
+              and (layers is None or _layer(name) in layers)]
     if not chosen:
         raise ArtifactError(f"{where}: target_modules {targets} match no layer of this {config.family}; "
                             "the adapter is for another architecture")
     return chosen
+
+
+def _modules(fields: Mapping[str, Any], field: str, where: str) -> str | list[str]:
+    """Names of modules, or a regular expression for them."""
+    value: Any = fields.get(field) or []
+    if isinstance(value, list) and all(isinstance(name, str) for name in value):
+        return value
+    try:
+        re.compile(value)
+    except (TypeError, re.error):
+        raise ArtifactError(f"{where}: {field} is {value!r}; expected names of modules, or a regular expression") from None
+    return value
+
+
+def _layer(name: str) -> int | None:
+    found = re.search(r"\.(\d+)\.", name)
+    return int(found[1]) if found else None
 
 
 def _matches(name: str, targets: str | Collection[str]) -> bool:
@@ -179,8 +198,8 @@ def _part(site: Site, named: Mapping[str, Tensor], rank: int, scale: float, conf
 def _replaced(config: ModelConfig, fields: Mapping[str, Any], named: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
     """Whole tensors saved with the adapter: modules_to_save, and embeddings that PEFT adds by itself after a resize."""
     whole = _whole_names(config)
-    asked = fields.get("modules_to_save") or []
-    for module in asked:
+    asked = _modules(fields, "modules_to_save", where)
+    for module in [asked] if isinstance(asked, str) else asked:
         if not any(_matches(name.rpartition(".")[0], [module]) for name in named.keys() & whole.keys()):
             raise ArtifactError(f"{where}: modules_to_save names {module!r}, but the file does not hold it")
     replaced = {ours: named[name] for name, ours in whole.items() if name in named}
