@@ -10,7 +10,7 @@ from itertools import count
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from assay.verdict import Outcome, Verdict, proven, refuted, unproven
 
@@ -29,7 +29,7 @@ ALLOWANCE, CLIP, ALARM, AT_ONCE, CLIMB = 2.0, 6.0, 16.0, 25.0, 10.0
 LEAST_SCATTER = 0.005  # of the first losses: less is no collapse where a run hardly scatters or knows its text by heart
 
 
-def finite(values: Sequence[float], name: str = "loss") -> Verdict:
+def finite(values: ArrayLike, name: str = "loss") -> Verdict:
     """Every raw value is a number: no filter before, no average."""
     series = np.asarray(values, dtype=np.float64)
     if not series.size:
@@ -42,7 +42,7 @@ def finite(values: Sequence[float], name: str = "loss") -> Verdict:
     return proven("finite", f"{series.size} value(s) of {name} are finite", name=name, count=int(series.size))
 
 
-def self_test(detector: Callable[[Sequence[float]], Verdict] = finite) -> Verdict:
+def self_test(detector: Callable[[list[float]], Verdict] = finite) -> Verdict:
     """The detector itself is alive: it refutes a NaN or an infinity planted anywhere, and stays silent without one."""
     clean = [4.0, 3.5, 3.2, 3.1, 3.05]
     if detector(clean).outcome != Outcome.PROVEN:
@@ -54,7 +54,7 @@ def self_test(detector: Callable[[Sequence[float]], Verdict] = finite) -> Verdic
     return proven("self_test", "15 planted values that are not finite were all found")
 
 
-def constant_loss(values: Sequence[float], *, repeats: int = 5) -> Verdict:
+def constant_loss(values: ArrayLike, *, repeats: int = 5) -> Verdict:
     """No value stands `repeats` times in a row, no stretch of that length comes back bit for bit, no placeholder stays.
 
     For losses as float32 gives them, which do not repeat by chance; rounded logs need a larger `repeats`.
@@ -92,7 +92,7 @@ def inherited_loss(first_loss: float, parent_loss: float, *, tolerance: float = 
     return refuted("inherited_loss", f"{where}: these are not the parent's weights, or not its inputs", **evidence)
 
 
-def plausible_step_time(seconds: Sequence[float], *, floor: float = 0.0) -> Verdict:
+def plausible_step_time(seconds: ArrayLike, *, floor: float = 0.0) -> Verdict:
     """No three steps in a row take less than a fifth of the usual time: steps that fast did no work.
 
     `floor` is the least a step can take on this machine (its FLOPs over the peak rate), where known. Slow steps are not
@@ -146,7 +146,7 @@ def learning_rate(
     return proven("learning_rate", f"{len(rates)} steps as planned", first=rates[0], last=rates[-1])
 
 
-def change_point(losses: Sequence[float]) -> Verdict:
+def change_point(losses: ArrayLike) -> Verdict:
     """The whole series at once; see ChangePoint."""
     return ChangePoint().feed(losses)
 
@@ -174,7 +174,7 @@ class ChangePoint:
         self._risen = self._fallen = 0.0
         self._alarm: Verdict | None = None
 
-    def feed(self, losses: Sequence[float]) -> Verdict:
+    def feed(self, losses: ArrayLike) -> Verdict:
         """The verdict on all losses so far. An alarm stands: what follows a change has another past."""
         series = np.asarray(losses, dtype=np.float64)
         usable = series[: int(np.append(~np.isfinite(series), True).argmax())]

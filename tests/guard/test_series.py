@@ -127,7 +127,8 @@ def test_an_alarm_stands_and_too_few_losses_prove_nothing():
 def test_a_loss_that_is_not_finite_is_a_change_at_its_step(bad, at):
     (loss,) = curves(np.random.default_rng(4), 1, 200)
     loss[at] = bad
-    for verdict in (change_point(loss), [watch := ChangePoint(), *map(watch.feed, loss[:, None])][-1]):
+    watch = ChangePoint()
+    for verdict in (change_point(loss), [watch.feed([value]) for value in loss][-1]):
         assert verdict.outcome == REFUTED
         assert verdict.evidence["step"] == at
 
@@ -265,7 +266,7 @@ def cosine(step, total=1000, peak=3e-4):
 def test_the_learning_rate_is_the_plans():
     planned = [cosine(step) for step in range(100, 200)]
     assert learning_rate(planned, cosine, start=100).outcome == PROVEN
-    assert learning_rate(np.float32(planned).tolist(), cosine, start=100).outcome == PROVEN
+    assert learning_rate(np.array(planned, np.float32).tolist(), cosine, start=100).outcome == PROVEN
     late = learning_rate(planned, cosine, start=101)
     assert (late.outcome, late.evidence["step"]) == (REFUTED, 101)
     assert learning_rate([*planned[:5], math.nan], cosine, start=100).evidence["step"] == 105

@@ -136,8 +136,9 @@ def test_the_trend_is_the_least_squares_line():
 
 def test_noise_is_that_of_the_change():
     before, after = np.array([1.0, 2.0, 3.0]), np.array([0.9, 1.8, 3.0])
-    assert paired_noise(before, after) == Noise(pytest.approx(0.1), 3)
-    assert unpaired_noise(before) == Noise(pytest.approx(math.sqrt(2)), 3)
+    found, alone = paired_noise(before, after), unpaired_noise(before)
+    assert (found.per_sequence, found.sequences) == pytest.approx((0.1, 3))
+    assert (alone.per_sequence, alone.sequences) == pytest.approx((math.sqrt(2), 3))
     with pytest.raises(DataError, match="sizes"):
         paired_noise(before, after[:2])
     with pytest.raises(DataError, match="sizes"):
