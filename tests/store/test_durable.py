@@ -63,6 +63,7 @@ def test_replace_file_replaces_all_or_nothing(tmp_path: Path) -> None:
     durable.replace_file(tmp_path / "mark", b"old")
     with installed(Watched(Failing(at=3))), pytest.raises(StoreError, match="intact"):
         durable.replace_file(tmp_path / "mark", b"new")
+    assert names(tmp_path) == ["mark"]
     assert (tmp_path / "mark").read_bytes() == b"old"
     durable.replace_file(tmp_path / "mark", b"new")
     assert (tmp_path / "mark").read_bytes() == b"new"
@@ -88,7 +89,7 @@ def test_sweep_spares_a_live_writer_and_takes_a_dead_ones_work(tmp_path: Path) -
 
     writer = multiprocessing.get_context("fork").Process(target=durable.commit_folder, args=(tmp_path / "final", slow))
     writer.start()
-    begun.wait()
+    assert begun.wait(10)
     assert durable.sweep(tmp_path) == []
     writer.kill()
     writer.join()
