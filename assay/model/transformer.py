@@ -159,7 +159,8 @@ class Transformer(nn.Module):
         Within a document positions count from 0, wherever it stands in its row, so left padding, right padding, packing
         and a cache all give a token the same state. `starts` repeats `documents` for kernels of variable length.
         """
-        placement = place(tokens_BT, documents, positions, cache, set(self.config.windows), starts)
+        half = (self.compute_dtype or self.embed.weight.dtype) in (torch.bfloat16, torch.float16)  # all that the kernels take
+        placement = place(tokens_BT, documents, positions, cache, set(self.config.windows), starts if half else None)
         x_BTD = F.embedding(tokens_BT, self.embed.weight)
         if self.position is not None:
             x_BTD = x_BTD + F.embedding(placement.positions, self.position.weight)
