@@ -68,7 +68,8 @@ def build(texts: Iterable[Path], out: Path, tokenizer: Path, plan: Plan, *, work
     """`tokenizer` is a folder with tokenizer.json. Refused, with nothing written, above the plan's overlap."""
     sources = _sources(texts, plan.held_out_files)
     with committed(out) as folder, tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{out.name}.") as hashes:
-        encoding, files = _write_tokenizer(folder, Tokenizer.from_folder(tokenizer), plan.boundary)
+        loaded = Tokenizer.from_folder(tokenizer)
+        encoding, files = _write_tokenizer(folder, loaded, plan.boundary)
         clock = _Clock(progress)
         survey = _survey(sources, plan, clock)
         survey.held.save(Path(hashes))
@@ -83,7 +84,7 @@ def build(texts: Iterable[Path], out: Path, tokenizer: Path, plan: Plan, *, work
         overlap = survey.held.overlap()
         _refuse_overlap(overlap, plan.max_overlap)
         files |= writers["train"].close() | writers["held"].close()
-        files |= _write_samples(folder, survey, encoding, files)
+        files |= _write_samples(folder, survey, loaded, encoding, files)
         write_file(folder / "manifest.json", _manifest(plan, encoding, survey, writers, overlap, files))
     return open_corpus(out, verify=False)
 
@@ -237,9 +238,9 @@ def _write_tokenizer(folder: Path, tokenizer: Tokenizer, boundary: str | None) -
     return Encoding.of(tokenizer, boundary, folder), files
 
 
-def _write_samples(folder: Path, survey: _Survey, encoding: Encoding, files: Files) -> Files:
+def _write_samples(folder: Path, survey: _Survey, tokenizer: Tokenizer, encoding: Encoding, files: Files) -> Files:
     """Encoded by the plain twin; `agree` counts the leading ids that stand in the shards."""
-    backend = plain_backend(Tokenizer.from_folder(folder))
+    backend = plain_backend(tokenizer)
     splits = [open_split(folder, side, files, encoding.dtype) for side in SIDES]
     lines = []
     for _, number, raw, whole in sorted(survey.samples, reverse=True):

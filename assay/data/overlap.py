@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 WORDS = 13
 CAPACITY = 8 << 20  # hashes of held-out 13-grams in memory: 64 MB, twice while sorting
 NAMED = 5  # worst documents named in an error or a manifest
-SEGMENT = 1 << 20  # bytes hashed at once; a word across two segments counts as two
 Hashes = NDArray[np.uint64]
 
 _LETTERS = bytes(ord(chr(c).lower()) if chr(c).isalnum() else 32 for c in range(128)) + bytes(range(128, 256))
@@ -140,37 +139,33 @@ def fingerprint(hashes: Hashes, raw: bytes) -> int:
 
 
 def words(raw: bytes) -> Hashes:
-    """One hash a word: a polynomial in its bytes, from differences of a running sum, modulo 2^64."""
-    segments = [_words(raw[start : start + SEGMENT]) for start in range(0, len(raw), SEGMENT)]
-    return np.concatenate(segments) if segments else _empty()
-
-
-def ngrams(hashes: Hashes) -> Hashes:
-    count = max(len(hashes) - WORDS + 1, 0)
-    grams = np.zeros(count, np.uint64)
-    for k in range(WORDS if count else 0):
-        grams *= np.uint64(_MULTIPLIER)
-        grams += hashes[k : k + count]
-    return _mixed(grams)
-
-
-def _words(raw: bytes) -> Hashes:
+    """One hash a word."""
     codes = np.frombuffer(raw.translate(_LETTERS), np.uint8)
     inside, ideograph = codes != 32, codes >= _IDEOGRAPH
     begins, ends = inside.copy(), inside.copy()
     begins[1:] &= ~inside[:-1] | ideograph[1:]
     ends[:-1] &= ~inside[1:] | ideograph[1:]
-    starts, stops = np.flatnonzero(begins), np.flatnonzero(ends) + 1
-    powers, inverses = _powers()
-    sums = np.zeros(len(codes) + 1, np.uint64)
-    np.cumsum(codes * powers[: len(codes)], out=sums[1:])
+    return _spans(codes, np.flatnonzero(begins), np.flatnonzero(ends) + 1)
+
+
+def ngrams(hashes: Hashes) -> Hashes:
+    """One hash for every run of 13 words."""
+    starts = np.arange(max(len(hashes) - WORDS + 1, 0))
+    return _spans(hashes, starts, starts + WORDS)
+
+
+def _spans(values: NDArray[Any], starts: NDArray[np.int64], stops: NDArray[np.int64]) -> Hashes:
+    """A hash of each span, wherever it stands: a polynomial modulo 2^64, as the difference of two running sums."""
+    powers, inverses = _powers(len(values).bit_length())
+    sums = np.zeros(len(values) + 1, np.uint64)
+    np.cumsum(values * powers[: len(values)], out=sums[1:])
     return _mixed((sums[stops] - sums[starts]) * inverses[starts])
 
 
 @cache
-def _powers() -> tuple[Hashes, ...]:
+def _powers(bits: int) -> tuple[Hashes, ...]:
     inverse = pow(_MULTIPLIER, -1, 1 << 64)
-    return tuple(np.cumprod(np.full(SEGMENT, base, np.uint64), dtype=np.uint64) for base in (_MULTIPLIER, inverse))
+    return tuple(np.cumprod(np.full(1 << bits, base, np.uint64), dtype=np.uint64) for base in (_MULTIPLIER, inverse))
 
 
 def _mixed(hashes: Hashes) -> Hashes:

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Regex, pre_tokenizers
 
 from assay.data import encode
-from assay.data.encode import Encoder, encode_plain, id_type, plain_backend, safe_cut, split_expression
+from assay.data.encode import Cuts, Encoder, encode_plain, id_type, plain_backend, safe_cuts, split_expression
 from assay.errors import ArtifactError
 from assay.model.tokenizer import Tokenizer
 
@@ -37,8 +38,8 @@ def spec(pre_tokenizer: pre_tokenizers.PreTokenizer) -> dict:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_cut_changes_what_the_tokenizer_sees(family: str) -> None:
     """Exhaustively: pieces of all short strings are cut further exactly as the whole string is."""
-    cut, seen = safe_cut(spec(FAMILIES[family])), {}
-    assert cut is not None
+    cuts, seen = safe_cuts(spec(FAMILIES[family])), {}
+    assert cuts is not None
 
     def words(text: str) -> list[str]:
         if text not in seen:
@@ -48,18 +49,21 @@ def test_no_cut_changes_what_the_tokenizer_sees(family: str) -> None:
     for alphabet, longest in ALPHABETS:
         for length in range(1, longest + 1):
             for text in map("".join, itertools.product(alphabet, repeat=length)):
-                pieces = cut(text)
+                pieces = cuts.pieces.findall(text)
                 assert "".join(pieces) == text
                 assert [word for piece in pieces if piece for word in words(piece)] == words(text), (text, pieces)
+                assert all(words(piece) == [piece.replace(" ", "Ġ")] for piece in pieces if cuts.word.fullmatch(piece)), pieces
 
 
 def test_a_corpus_of_english_is_really_cut() -> None:
     """Or the exhaustive test would pass by never cutting."""
     text = "The year 2006 (after 17 others) saw [[Anarchism]], it's said.\n\n* Café — new\n"
     for name, pre_tokenizer in FAMILIES.items():
-        cut = safe_cut(spec(pre_tokenizer))
-        assert cut is not None
-        assert len(cut(text)) >= 20, (name, cut(text))
+        cuts = safe_cuts(spec(pre_tokenizer))
+        assert cuts is not None
+        pieces = cuts.pieces.findall(text)
+        assert len(pieces) >= 20, (name, pieces)
+        assert sum(1 for piece in pieces if cuts.word.fullmatch(piece)) >= 9, (name, pieces)
 
 
 @pytest.mark.parametrize("unknown", [
@@ -69,15 +73,15 @@ def test_a_corpus_of_english_is_really_cut() -> None:
     pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(split_expression(3)), "removed"), BARE]),
     pre_tokenizers.Sequence([pre_tokenizers.Whitespace(), GPT2])])
 def test_an_expression_we_have_not_analysed_is_not_cut(unknown: pre_tokenizers.PreTokenizer) -> None:
-    assert safe_cut(spec(unknown)) is None
+    assert safe_cuts(spec(unknown)) is None
 
 
 def test_a_normalizer_that_could_see_across_a_cut_is_not_cut(tokenizer: Path) -> None:
     document = Tokenizer.from_folder(tokenizer).document
-    assert safe_cut(document) is not None
-    assert safe_cut({**document, "normalizer": {"type": "NFC"}}) is not None
-    assert safe_cut({**document, "normalizer": {"type": "NFKC"}}) is None
-    assert safe_cut({**document, "model": {**document["model"], "type": "Unigram"}}) is None
+    assert safe_cuts(document) is not None
+    assert safe_cuts({**document, "normalizer": {"type": "NFC"}}) is not None
+    assert safe_cuts({**document, "normalizer": {"type": "NFKC"}}) is None
+    assert safe_cuts({**document, "model": {**document["model"], "type": "Unigram"}}) is None
 
 
 @settings(max_examples=100, deadline=None)
@@ -106,7 +110,7 @@ def test_the_memory_is_bounded(tokenizer: Path, monkeypatch: pytest.MonkeyPatch)
 def test_a_wrong_cut_is_caught_on_the_users_own_text(tokenizer: Path) -> None:
     """The fault: an expression thought safe that is not."""
     encoder = Encoder(Tokenizer.from_folder(tokenizer), "<u2")
-    encoder.cut = list  # letter by letter
+    encoder.cuts = Cuts(re.compile("."), re.compile("x"))  # letter by letter
     with pytest.raises(ArtifactError, match="other ids than the tokenizer"):
         encoder.encode("some ordinary words of text, cut in the wrong places")
 

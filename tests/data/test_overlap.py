@@ -60,13 +60,6 @@ def test_words_are_the_same_wherever_they_stand() -> None:
     assert len(words(b"")) == len(words(b" ... ")) == len(ngrams(words(b"a b"))) == 0
 
 
-def test_long_documents_are_hashed_in_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = TRAIN[0]
-    whole = words(text)
-    monkeypatch.setattr("assay.data.overlap.SEGMENT", text.index(b" ", (len(text) + 1) // 2))
-    assert words(text).tolist() == whole.tolist()
-
-
 def test_documents_without_words_are_told_apart_by_their_bytes() -> None:
     assert fingerprint(words(b"!!!"), b"!!!") != fingerprint(words(b"???"), b"???")
     assert fingerprint(words(b"a b"), b"a b") == fingerprint(words(b"A, b."), b"A, b.")
