@@ -61,6 +61,7 @@ class Looks:
         rewrite_rows(self.file, rows)
         for row in rows:
             self._remember(row["step"], np.array(row["per_document"]), row["train"])
+        self._since = [row["loss"] for row in read_rows(self.run.metrics_file) if "loss" in row and row["step"] >= (self.latest_step or 0)]
 
     def best_step(self) -> int:
         return self.steps[choose_best(self.losses).best]

@@ -103,7 +103,7 @@ class Pretraining:
                            repeats_from=self.order.windows // self.plan.rows)
         self.watch = Watch([group["lr"] for group in self.optimizer.param_groups], self.multiplier, vocab=self.plan.model.vocab,
                            consumed=partial(check_consumed, order=self.order))
-        self.start, self.done = 0, 0  # steps taken before this sitting, and in all
+        self.start = self.done = self.saved = 0  # steps taken before this sitting, in all, and up to the last save
         self.stop_at = self.plan.steps  # where time decides, both are found on the way
         self.decay_from: int | None = None
 
@@ -151,7 +151,7 @@ class Pretraining:
             self.ema.load(average)
         self.run.judge("resumed", [check_resumed(self.model, self.state(), found), check_same_data(trainer["data"]["corpus"], self.corpus),
                                    check_steps(self.optimizer, trainer["step"])])
-        self.start = self.done = trainer["step"]
+        self.start = self.done = self.saved = trainer["step"]
         self.decay_from, self.clock = trainer["decay_from"], Clock(trainer["seconds"])
         self.stop_at = self.plan.steps or trainer["stop_at"]
         self.run.rewind(self.start)
@@ -205,18 +205,24 @@ class Pretraining:
         late = self.config.minutes is not None and self.clock.seconds >= 60 * self.config.minutes
         return late or self.run.interrupted is not None or (self.stop_at is not None and self.done >= self.stop_at)
 
-    def checkpoint(self) -> None:
+    def checkpoint(self, *, look: bool = True) -> None:
         """A look, and a save of what was looked at. What moved and what did not is accounted for first."""
         self.record(self.watch.read())
+        if self.done > self.start:
+            self.settle_account()
+        if look:
+            with contextlib.nullcontext() if self.ema is None else self.ema.swapped():
+                self.looks.look(self.model, self.done, weight_set=None if self.ema is None else "ema")
+        if self.saved != self.done:
+            self.saved = self.done
+            self.run.save(self.done, partial(self.contents, self.done))
+        self.run.tidy(self.looks.best_checkpoint(self.run.checkpoints))
+
+    def settle_account(self) -> None:
         self.run.judge("account", [self.account.moved(), self.account.frozen(), check_steps(self.optimizer, self.done),
                                    check_weights(self.model)])
         if self.multiplier(self.done - 1) >= LEARNING:
             self.account.begin()
-        with contextlib.nullcontext() if self.ema is None else self.ema.swapped():
-            self.looks.look(self.model, self.done, weight_set=None if self.ema is None else "ema")
-        done = self.done
-        self.run.save(done, lambda: self.contents(done))
-        self.run.tidy(self.looks.best_checkpoint(self.run.checkpoints))
 
     def contents(self, step: int) -> Contents:
         trainer = {"step": step, "seconds": self.clock.seconds, "decay_from": self.decay_from, "stop_at": self.stop_at,
@@ -233,10 +239,14 @@ class Pretraining:
         return moments if self.ema is None else moments | self.ema.tensors()
 
     def finish(self) -> None:
-        """Whatever ended the loop: the last values are judged, the last state is saved and proven."""
+        """Whatever ended the loop: the last values are judged, the last state is saved and proven.
+
+        An interrupted run takes no look, because the uninterrupted one would not have taken it here.
+        """
         self.record(self.watch.read())
-        if self.done > self.start and self.looks.latest_step != self.done:
-            self.checkpoint()
+        interrupted = self.run.interrupted is not None
+        if self.done and (self.saved if interrupted else self.looks.latest_step) != self.done:
+            self.checkpoint(look=not interrupted)
         self.run.finish()
         whole, more = divmod(self.done * self.plan.rows, self.order.windows)
         self.run.ledger.append("consumed", steps=self.done, windows=self.order.windows,
