@@ -67,7 +67,7 @@ def check_generations(subject: Subject) -> Verdict:
         return refuted("generations", "two greedy generations from the same prompts differ; something in the model is not deterministic")
     ended = _ended(completions)
     texts = [artifact.tokenizer.decode(list(c.ids)) if artifact.tokenizer else str(c.ids[:12]) for c in completions]
-    words = f"{ended} of {len(completions)} greedy generations ended within {NEW_TOKENS} tokens"
+    words = f"{ended} of {len(completions)} greedy generations ended within {max(len(c.ids) for c in completions)} tokens"
     evidence = {"ended": ended, "n": len(completions), "texts": texts}
     if ended or subject.facts.get("taught_to_stop") is False:
         return proven("generations", words if ended else f"{words}; nothing has taught this model to stop yet", **evidence)

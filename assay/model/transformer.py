@@ -64,8 +64,16 @@ class ModelConfig:
         assert self.heads % self.kv_heads == 0, "query heads are shared out evenly over key/value heads"
 
 
+class Embedding(nn.Embedding):
+    def reset_parameters(self) -> None:
+        """Nothing: `initialised` or a file fills every parameter, and torch's initialisers are slow to import."""
+
+
 class Linear(nn.Linear):
     """Computes in the dtype of its input, so that fp32 master weights serve a bf16 stream without autocast."""
+
+    def reset_parameters(self) -> None:
+        """Nothing, as in Embedding."""
 
     def forward(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.to(x.dtype)
@@ -141,8 +149,8 @@ class Transformer(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
-        self.embed = nn.Embedding(config.vocab, config.width)
-        self.position = None if config.rope else nn.Embedding(config.max_length, config.width)
+        self.embed = Embedding(config.vocab, config.width)
+        self.position = None if config.rope else Embedding(config.max_length, config.width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
         self.norm = make_norm(config)
         self.head = None if config.tied else Linear(config.width, config.vocab, bias=False)

@@ -6,6 +6,7 @@ import pytest
 
 from assay.errors import ArtifactError, DataError, UsageError
 from assay.model.gguf_tokenizer import HARD, tokenizer_from_gguf
+from assay.model.tiny import tiny_tokenizer
 from assay.model.tokenizer import Tokenizer
 from tests.model.made import CHATML, TEXT, byte_level, sentencepiece_metadata
 
@@ -160,3 +161,10 @@ def test_an_older_file_that_disagrees_is_remembered(tmp_path):
     assert tokenizer.unk == tokenizer.ids["<|im_start|>"]  # where the newer file is silent the older speaks
     assert len(tokenizer.conflicts) == 1
     assert "eos_token" in tokenizer.conflicts[0]
+
+
+@pytest.mark.parametrize("change", [{"continuing_subword_prefix": "x"}, {"merges": 7}, {"merges": {"a": "b"}}], ids=str)
+def test_a_tokenizer_file_that_makes_the_library_panic_is_refused_in_words(change):
+    document = tiny_tokenizer().document
+    with pytest.raises(ArtifactError, match=r"tokenizer\.json"):
+        Tokenizer.from_parts(document | {"model": {**document["model"], **change}})
