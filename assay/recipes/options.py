@@ -27,7 +27,7 @@ class Pretrain:
     optimizer: Literal["muon", "adamw"] = option("for the matrices", default="muon")
     lr: float | None = option("peak rate of the matrices (muon 0.02, adamw 0.002)", default=None)
     lr_embed: float = option("peak rate of embedding and head under muon", default=0.01)
-    weight_decay: float = option("of the matrices", default=0.01)
+    weight_decay: float = option("of the matrices", default=0.1)
     schedule: Literal["wsd", "cosine"] = option("warm-up, flat, and down at the end; or a cosine", default="wsd")
     warmup: int = option("steps", default=40)
     decay: float = option("share of the run over which wsd goes down", default=0.5)
