@@ -21,7 +21,7 @@ from assay.data.encode import encode_plain, plain_backend
 from assay.data.files import Files, HashedFile, committed, sha256_of, write_file
 from assay.data.overlap import HeldOutText, Overlap
 from assay.data.text import Document, Rule, Source, documents, find_sources
-from assay.data.workers import Encoded, Encoding, Task, encoded, text_hash
+from assay.data.workers import Encoded, Encoding, Result, Task, encoders, text_hash
 from assay.errors import ArtifactError, DataError, UsageError
 from assay.model.tokenizer import Tokenizer
 from assay.seeds import derive
@@ -71,15 +71,13 @@ def build(texts: Iterable[Path], out: Path, tokenizer: Path, plan: Plan, *, work
         loaded = Tokenizer.from_folder(tokenizer)
         encoding, files = _write_tokenizer(folder, loaded, plan.boundary)
         clock = _Clock(progress)
-        survey = _survey(sources, plan, clock)
-        survey.held.save(Path(hashes))
         writers = {side: _Writer(folder, side, plan.shard_tokens, encoding) for side in SIDES}
-        for result in encoded(_tasks(sources, plan), encoding, Path(hashes), workers):
-            survey.held.note(result.grams, result.prints)
-            for document in result.documents:
-                writers["held" if document.held_out else "train"].add(document)
-            train, held = writers["train"], writers["held"]
-            clock.tick("encoding", train.bytes + held.bytes, survey.total, train.offset + held.offset)
+        with encoders(encoding, Path(hashes), workers) as encode:
+            survey = _survey(sources, plan, clock)
+            survey.held.save(Path(hashes))
+            for result in encode(_tasks(sources, plan)):
+                _take(result, survey, writers)
+                clock.tick("encoding", sum(w.bytes for w in writers.values()), survey.total, sum(w.offset for w in writers.values()))
         _refuse_change(sources, survey, writers)
         overlap = survey.held.overlap()
         _refuse_overlap(overlap, plan.max_overlap)
@@ -173,6 +171,12 @@ def _tasks(sources: list[tuple[Source, bool]], plan: Plan) -> Iterator[list[Task
                 bundle, size = [], 0
     if bundle:
         yield bundle
+
+
+def _take(result: Result, survey: _Survey, writers: dict[str, "_Writer"]) -> None:
+    survey.held.note(result.grams, result.prints)
+    for document in result.documents:
+        writers["held" if document.held_out else "train"].add(document)
 
 
 def _refuse_change(sources: list[tuple[Source, bool]], survey: _Survey, writers: dict[str, "_Writer"]) -> None:

@@ -15,6 +15,7 @@ import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,11 @@ class Split:
     @property
     def tokens(self) -> int:
         return int(self.starts[-1])
+
+    @cached_property
+    def offsets(self) -> NDArray[np.int64]:
+        """Where each document begins: side by side in memory, because searching a column of records would copy it."""
+        return np.ascontiguousarray(self.index["offset"]).astype(np.int64)
 
     @property
     def documents(self) -> int:

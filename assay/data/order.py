@@ -109,13 +109,13 @@ def _rows(split: Split, starts: NDArray[np.int64], length: int, fill: int, ids: 
     tokens = np.full((len(starts), length), fill, np.int64)
     begins = np.zeros(tokens.shape, np.bool_)  # where a document begins in its row
     padding = np.zeros(tokens.shape, np.bool_)
-    firsts = np.searchsorted(split.index["offset"], starts, side="right") - 1  # the document that column 0 is in
-    lasts = np.searchsorted(split.index["offset"], starts + length, side="left")
+    firsts = np.searchsorted(split.offsets, starts, side="right") - 1  # the document that column 0 is in
+    lasts = np.searchsorted(split.offsets, starts + length, side="left")
     for row, start in enumerate(starts):
         stop = min(int(start) + length, split.tokens)
         tokens[row, : stop - start] = split.read(int(start), stop)
         padding[row, stop - start :] = True
-        begins[row, split.index["offset"][firsts[row] + 1 : lasts[row]].astype(np.int64) - start] = True
+        begins[row, split.offsets[firsts[row] + 1 : lasts[row]] - start] = True
     columns = np.arange(length, dtype=np.int32)
     documents = np.cumsum(begins, axis=1, dtype=np.int32) + firsts[:, None].astype(np.int32)
     positions = columns - np.maximum.accumulate(np.where(begins, columns, np.int32(0)), axis=1)

@@ -5,7 +5,7 @@ space; a Chinese, Japanese or Korean character is a word of its own. Two documen
 13 words is the length of GPT-3's contamination study (arXiv 2005.14165, appendix C).
 
 The held-out side is read first and kept as 64-bit hashes, so the training side needs no memory: it is looked up. Above
-a stated number of hashes only those below a falling limit are kept, which is a random sample of the 13-grams.
+CAPACITY only hashes below a falling limit are kept, on both sides: a random sample of the 13-grams, its share stated.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 WORDS = 13
-CAPACITY = 8 << 20  # hashes of held-out 13-grams in memory: 64 MB, twice while sorting
+CAPACITY = 1 << 18  # held-out 13-grams looked for at most
 NAMED = 5  # worst documents named in an error or a manifest
 Hashes = NDArray[np.uint64]
 
@@ -81,6 +81,7 @@ class HeldOutText:
         """What a worker needs to look training text up."""
         np.save(folder / "grams.npy", np.unique(np.concatenate([*self.grams, _empty()])))
         np.save(folder / "prints.npy", np.unique(np.asarray(self.prints, np.uint64)))
+        np.save(folder / "limit.npy", np.uint64(self.limit))
 
     def note(self, grams: Hashes, prints: Hashes) -> None:
         """Training text hit these."""
@@ -105,17 +106,17 @@ class Lookup:
     """Finds held-out hashes in training text; made in every worker from the files of `HeldOutText.save`."""
 
     def __init__(self, folder: Path):
-        self.grams: Hashes = np.load(folder / "grams.npy", mmap_mode="r")
-        self.prints: Hashes = np.load(folder / "prints.npy")
-        self.maybe = np.zeros(1 << 24, np.bool_)  # by the hash's first bits: most text is answered here
-        self.maybe[self.grams >> np.uint64(40)] = True
+        self.grams, self.prints, self.limit = (np.load(folder / f"{name}.npy") for name in ("grams", "prints", "limit"))
+        self.maybe = np.zeros(1 << 22, np.bool_)  # by the hash's last bits: most text is answered here
+        self.maybe[self.grams & np.uint64(len(self.maybe) - 1)] = True
 
     def hits(self, raw: bytes) -> tuple[Hashes, Hashes, int]:
         """(13-grams found, its fingerprint if that was found, its fingerprint)."""
         hashes = words(raw)
         own = fingerprint(hashes, raw)
         grams = ngrams(hashes)
-        likely = np.unique(grams[self.maybe[grams >> np.uint64(40)]])
+        grams = grams[grams <= self.limit]
+        likely = np.unique(grams[self.maybe[grams & np.uint64(len(self.maybe) - 1)]])
         print_ = np.asarray([own], np.uint64)
         return likely[_isin(likely, self.grams)], print_[_isin(print_, self.prints)], own
 

@@ -3,10 +3,12 @@
 import hashlib
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property, partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
@@ -68,8 +70,11 @@ class Worker:
     """The tokenizer with its memory, and the held-out hashes to look training text up in."""
 
     def __init__(self, encoding: Encoding, hashes: Path):
-        self.encoder = Encoder(Tokenizer.from_folder(encoding.folder), encoding.dtype)
-        self.lookup = Lookup(hashes)
+        self.encoder, self.hashes = Encoder(Tokenizer.from_folder(encoding.folder), encoding.dtype), hashes
+
+    @cached_property
+    def lookup(self) -> Lookup:
+        return Lookup(self.hashes)
 
     def encode(self, tasks: list[Task]) -> Result:
         done: list[Encoded] = []
@@ -90,24 +95,35 @@ class Worker:
         return int(self.encoder.backend.decode(numbers, skip_special_tokens=False) == text)
 
 
-def encoded(tasks: Iterator[list[Task]], encoding: Encoding, hashes: Path, workers: int) -> Iterator[Result]:
-    """Results in the order of the tasks, whatever the workers' pace. One worker is this process itself."""
+@contextmanager
+def encoders(encoding: Encoding, hashes: Path, workers: int) -> Iterator[Callable[[Iterable[list[Task]]], Iterator[Result]]]:
+    """A function from tasks to results in the same order, whatever the workers' pace. One worker is this process itself.
+
+    Processes start at once, and load the tokenizer during the first reading; `hashes` must hold its files by the first task.
+    """
     if workers <= 1:
-        yield from map(Worker(encoding, hashes).encode, tasks)
+        yield lambda tasks: map(Worker(encoding, hashes).encode, tasks)
         return
     with ProcessPoolExecutor(workers, get_context("spawn"), _start, (encoding, hashes)) as pool:
-        waiting: deque[Future[Result]] = deque()
+        for _ in range(workers):
+            pool.submit(_work, [])
         try:
-            for task in tasks:
-                waiting.append(pool.submit(_work, task))
-                if len(waiting) >= TASKS_UNDER_WAY * workers:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
+            yield partial(_through, pool, TASKS_UNDER_WAY * workers)
         except BrokenProcessPool:
             raise AssayError("an encoding process died, perhaps for want of memory; try fewer --workers") from None
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def _through(pool: ProcessPoolExecutor, under_way: int, tasks: Iterable[list[Task]]) -> Iterator[Result]:
+    """Few tasks are under way at a time, so memory does not grow with the text."""
+    waiting: deque[Future[Result]] = deque()
+    for task in tasks:
+        waiting.append(pool.submit(_work, task))
+        if len(waiting) >= under_way:
+            yield waiting.popleft().result()
+    while waiting:
+        yield waiting.popleft().result()
 
 
 def text_hash(raw: bytes) -> int:

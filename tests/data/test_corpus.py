@@ -14,7 +14,8 @@ from assay.data.build import Plan, build
 from assay.data.corpus import Corpus, assert_disjoint, open_corpus
 from assay.data.encode import encode_plain, plain_backend
 from assay.data.text import Rule, document_id
-from assay.errors import ArtifactError, DataError, StoreError, UsageError
+from assay.data.workers import Encoding, Task, encoders
+from assay.errors import ArtifactError, AssayError, DataError, StoreError, UsageError
 from assay.model.tokenizer import Tokenizer
 from assay.seeds import derive
 from tests.data.conftest import made_text, write_jsonl
@@ -241,3 +242,9 @@ def test_text_files_make_a_corpus_too(make: Make, texts: list[str], tmp_path: Pa
     (tmp_path / "all.txt").write_text("\n".join(texts))
     corpus = make(tmp_path / "all.txt", rule=Rule(document_bytes=500), held_out=0.2)
     assert corpus.train.bytes + corpus.held_out.bytes == (tmp_path / "all.txt").stat().st_size
+
+
+def test_a_dead_encoding_process_is_a_sentence(tokenizer: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    missing = Encoding.of(Tokenizer.from_folder(tokenizer), None, tmp_path / "missing")
+    with pytest.raises(AssayError, match="an encoding process died"), encoders(missing, tmp_path, 2) as encode:
+        list(encode([[Task(1, b"text", False)]]))
