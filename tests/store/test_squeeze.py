@@ -83,12 +83,12 @@ def test_a_large_weight_among_small_ones_keeps_its_value_where_codes_reach_it():
 
 
 def test_where_codes_do_not_reach_cutting_off_loses_less_than_coarse_steps():
-    matrix = normal(1, 4000)
+    matrix = normal(1, 40_000)
     matrix[0, 7] = 30.0
     found = rounded_rows(matrix, 127)
     error = np.square(unrounded(found.codes, steps_of(found.step_codes, found.unit)) - matrix).sum()
     plain = np.abs(matrix).max() / 127
-    assert error < np.square(np.rint(matrix / plain) * plain - matrix).sum()
+    assert error < 0.95 * np.square(np.rint(matrix / plain) * plain - matrix).sum()
 
 
 def test_rows_of_zeros_stay_zero():
@@ -131,9 +131,10 @@ def test_the_finest_precision_that_fits_is_taken(tmp_path):
         report = squeeze(source, tmp_path / "m", max_bytes)
         assert report.bytes <= max_bytes
         taken.append(report.levels)
+        again = Source(source, TOKENIZER)
+        assert (tmp_path / "m").read_bytes() == again.file(report.levels, again.sections(report.levels))
         if report.levels < FINEST:
-            finer = Source(source, TOKENIZER)
-            assert len(finer.file(report.levels + 1, finer.sections(report.levels + 1))) > max_bytes
+            assert len(again.file(report.levels + 1, again.sections(report.levels + 1))) > max_bytes
     assert taken == sorted(taken, reverse=True)
     assert taken[0] == FINEST
     assert COARSEST < taken[-1] < taken[1] < FINEST
@@ -272,6 +273,12 @@ def test_hostile_geometry_is_refused_before_anything_is_made_of_it(file, name):
 
     rewritten(file, plant)
     with pytest.raises(ArtifactError, match=r"geometry|less than a bit|asks for|does not end|architecture|unknown option"):
+        unsqueeze(file)
+
+
+def test_more_layers_than_any_model_has_are_not_built(file):
+    rewritten(file, lambda header, sections: header["geometry"].update(depth=1025, windows=[None] * 1025))
+    with pytest.raises(ArtifactError, match="up to 1024 layers"):
         unsqueeze(file)
 
 
