@@ -87,6 +87,8 @@ class Pretraining:
         self.corpus = open_corpus(Path(config.corpus))
         assert_disjoint(self.corpus)
         self.plan = derived(config, self.corpus)
+        self.order = Order(self.corpus, config.seed, self.plan.rows, config.length, config.epochs)
+        self.order.require(self.plan.steps or 1)  # refused before anything is made, where the data does not suffice
         self.tokenizer = Tokenizer.from_folder(Path(config.corpus))
         self.model = place_for_training(initialised(self.plan.model, config.seed), self.plan.device)
         for line in announced(config, self.plan, self.corpus, parameter_count(self.model)):
@@ -98,7 +100,6 @@ class Pretraining:
         self.optimizer = optimizer_for(config, self.plan, self.model)
         self.ema = Ema(self.model, config.ema) if config.ema else None
         self.accumulate: Accumulate = GraphedAccumulate() if self.plan.device.startswith("cuda") else loop.accumulated
-        self.order = Order(self.corpus, config.seed, self.plan.rows, config.length, config.epochs)
         self.looks = Looks(self.run, self.corpus, rows=self.plan.micro, length=config.length, documents=config.look_documents,
                            repeats_from=self.order.windows // self.plan.rows)
         self.watch = Watch([group["lr"] for group in self.optimizer.param_groups], self.multiplier, vocab=self.plan.model.vocab,
