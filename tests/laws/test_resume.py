@@ -1,0 +1,208 @@
+"""A run that was struck down and resumed is, bit for bit, the run that was not: weights, moments, data, metrics."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from assay.cli import run as assay
+from assay.errors import GuardStop
+from assay.recipes import pretrain, run
+from assay.recipes.options import Pretrain
+from assay.store import durable
+from assay.store.checkpoint import open_checkpoint, quarantine
+from assay.verdict import refuted
+from assay.zoo.resuming import NoProver
+from tests.recipes.sittings import EVERY, STEPS, events, in_a_fork, left_by, options, saved_steps, sit
+
+VARIANTS = {"muon": {}, "adamw, soft cap, average": {"optimizer": "adamw", "shape": "assay", "ema": 0.9, "schedule": "cosine"}}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    """What each variant leaves when nothing happens."""
+    left = {}
+    for name, changed in VARIANTS.items():
+        config = options(tmp_path_factory.mktemp("runs") / "whole", **changed)
+        sit(config)
+        left[name] = left_by(config)
+    return left
+
+
+def kill(_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def terminate(_: object) -> None:
+    signal.raise_signal(signal.SIGTERM)
+
+
+@pytest.mark.parametrize("step", [1, EVERY, EVERY + 1, 20, STEPS])
+def test_terminated_after_a_step_and_resumed(step: int, tmp_path: Path, uninterrupted: dict):
+    config = options(tmp_path / "run")
+    assert sit(config, after={step: terminate}) == ([], signal.SIGTERM)
+    assert saved_steps(config)[-1] == step
+    sit(config)
+    assert left_by(config) == uninterrupted["muon"]
+
+
+def test_terminated_three_times_with_another_optimizer_and_an_average(tmp_path: Path, uninterrupted: dict):
+    config = options(tmp_path / "run", **VARIANTS["adamw, soft cap, average"])
+    for step in (4, 5, 17):
+        assert sit(config, after={step: terminate}) == ([], signal.SIGTERM)
+    sit(config)
+    assert left_by(config) == uninterrupted["adamw, soft cap, average"]
+
+
+@pytest.mark.parametrize("step", [3, 2 * EVERY])
+def test_killed_while_training_and_resumed(step: int, tmp_path: Path, uninterrupted: dict):
+    config = options(tmp_path / "run")
+    assert in_a_fork(lambda: sit(config, after={step: kill}) and 0) == -signal.SIGKILL
+    sit(config)
+    assert left_by(config) == uninterrupted["muon"]
+
+
+@pytest.mark.parametrize(("step", "moment"), [
+    (0, "before the manifest"), (0, "after the rename"), (2 * EVERY, "in the middle of a file"), (2 * EVERY, "before the manifest"),
+    (2 * EVERY, "before the rename"), (2 * EVERY, "after the rename")])
+def test_killed_while_saving_and_resumed(step: int, moment: str, tmp_path: Path, uninterrupted: dict):
+    config = options(tmp_path / "run")
+    assert in_a_fork(lambda: sit_with_a_deadly_save(config, moment, step)) == -signal.SIGKILL
+    assert saved_steps(config)[-1:] == ([step] if moment == "after the rename" else [EVERY] if step else [])
+    sit(config)
+    assert left_by(config) == uninterrupted["muon"]
+
+
+def sit_with_a_deadly_save(config: Pretrain, moment: str, step: int) -> int:
+    """Only ever in a fork: the disk is struck for good."""
+    write, rename = durable.write_file, durable.disk.rename
+    name = f"step-{step:06d}"
+
+    def write_file(path: Path, chunks) -> str:
+        if name in str(path) and moment == {"optimizer.safetensors": "in the middle of a file",
+                                            "manifest.json": "before the manifest"}.get(path.name):
+            path.write_bytes(b"".join(bytes(chunk) for chunk in chunks)[:100])
+            kill(None)
+        return write(path, chunks)
+
+    def rename_folder(source: Path, target: Path) -> None:
+        if Path(target).name == name and moment == "before the rename":
+            kill(None)
+        rename(source, target)
+        if Path(target).name == name and moment == "after the rename":
+            kill(None)
+
+    durable.write_file, durable.disk.rename = write_file, rename_folder  # type: ignore[method-assign]
+    sit(config)
+    return 0
+
+
+def test_a_line_torn_off_by_a_kill_is_dropped(tmp_path: Path, uninterrupted: dict):
+    config = options(tmp_path / "run")
+    in_a_fork(lambda: sit(config, after={EVERY + 2: kill}) and 0)
+    for name in ("metrics.jsonl", "looks.jsonl"):
+        with (Path(config.out) / name).open("a") as file:
+            file.write('{"step": 9, "lo')
+    sit(config)
+    assert left_by(config) == uninterrupted["muon"]
+
+
+@pytest.mark.parametrize("damage", ["a flipped byte", "quarantine"])
+def test_a_damaged_checkpoint_is_passed_over_kept_and_made_again(damage: str, tmp_path: Path, uninterrupted: dict):
+    config = options(tmp_path / "run")
+    sit(config, after={2 * EVERY: terminate})
+    newest = Path(config.out) / "checkpoints" / f"step-{2 * EVERY:06d}"
+    if damage == "quarantine":
+        quarantine(open_checkpoint(newest), [refuted("answers", "as a test")])
+    else:
+        weights = newest / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-1] + b"\x55")
+    said: list[str] = []
+    sit(config, say=said.append)
+    assert any(f"going on from step {EVERY}" in line for line in said)
+    assert "passed over" in "\n".join(said)
+    assert (newest.parent / f"earlier-1-{newest.name}").is_dir()
+    assert len(events(config, "passed over")) == 1
+    assert left_by(config) == uninterrupted["muon"]
+
+
+def test_a_run_that_a_guard_stopped_goes_on_from_its_good_checkpoint(
+        tmp_path: Path, uninterrupted: dict, monkeypatch: pytest.MonkeyPatch):
+    config = options(tmp_path / "run")
+    whole, bad = pretrain.next_token, []
+
+    def poisoned(model, batch):
+        loss = whole(model, batch)
+        return loss._replace(total=loss.total * bad.pop()) if bad else loss
+
+    said: list[str] = []
+    monkeypatch.setattr(pretrain, "next_token", poisoned)
+    with pytest.raises(GuardStop, match=r"step 9: loss nan.*the step was not taken"):
+        sit(config, after={9: lambda _: bad.append(float("nan"))}, say=said.append)
+    stopped, = events(config, "stopped")
+    assert (stopped["exit_code"], stopped["stands"]) == (4, f"step-{EVERY:06d}")
+    assert said[-1] == f"stopped; step-{EVERY:06d} stands"
+    sit(config)
+    assert left_by(config) == uninterrupted["muon"]
+
+
+def test_sigterm_saves_first_and_exits_143_then_the_run_goes_on(tmp_path: Path, uninterrupted: dict, capsys: pytest.CaptureFixture[str]):
+    config = options(tmp_path / "run")
+    flags = [word for name, value in vars(config).items() if value is not None and name not in ("minutes", "max_bytes")
+             for word in (f"--{name.replace('_', '-')}", str(value))]
+
+    def sitting() -> int:
+        patched = pretrain.Pretraining.after
+
+        def after(work, step) -> None:
+            patched(work, step)
+            if work.done == 9:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        pretrain.Pretraining.after, run.Prover = after, NoProver  # type: ignore[method-assign, misc]
+        return assay(["pretrain", *flags])
+
+    assert in_a_fork(sitting) == 128 + signal.SIGTERM
+    assert saved_steps(config)[-1] == 9
+    sit(config)
+    assert left_by(config) == uninterrupted["muon"]
+
+
+def test_a_second_signal_is_obeyed_at_once(tmp_path: Path):
+    config = options(tmp_path / "run")
+
+    def twice(work) -> None:
+        terminate(work)
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise AssertionError("still here")
+
+    assert in_a_fork(lambda: sit(config, after={2: twice}) and 0) == -signal.SIGTERM
+    sit(config, after={3: terminate})  # and nothing is broken
+    assert saved_steps(config)[-1] == 3
+
+
+def test_another_environment_is_named_and_the_run_is_marked(tmp_path: Path):
+    config = options(tmp_path / "run", tokens=10 * 256)
+    sit(config, after={7: terminate})
+    said = tmp_path / "said"
+
+    def with_two_threads() -> int:
+        torch.set_num_threads(2)
+        with said.open("w") as file:
+            sit(config, say=lambda line: file.write(line + "\n"))
+        return 0
+
+    assert in_a_fork(with_two_threads) == 0
+    marked, = events(config, "not bit-exact")
+    assert marked["changed"] == {"threads": "1 → 2"}
+    assert "threads" in said.read_text()
+    assert "not bit for bit" in said.read_text()
+
+
+def test_the_same_environment_is_not_marked(tmp_path: Path):
+    config = options(tmp_path / "run", tokens=10 * 256)
+    sit(config, after={7: terminate})
+    sit(config)
+    assert events(config, "not bit-exact") == []
