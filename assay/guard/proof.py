@@ -15,6 +15,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
+
 from assay.errors import ArtifactError, AssayError, UsageError
 from assay.guard.artifact import check_fields, check_hashes, check_loaded, check_values
 from assay.guard.behaviour import check_answers, check_consumer, check_generations
@@ -156,6 +158,7 @@ def _parameters(artifact: Artifact) -> int:
 def main() -> None:
     request, answer = Request(**json.loads(sys.argv[1])), Path(sys.argv[2])
     os.nice(5)  # beside a training loop: it comes first
+    torch.set_num_threads(1)  # and threads that wait for a busy core are many times slower than one
     try:
         verdicts = examine(request)
     except AssayError as error:
