@@ -1,4 +1,4 @@
-"""The moving average of a model's weights: a second weight set with a name, beside the raw one that training goes on.
+"""The moving average of a model's weights: a second weight set with a name, beside the raw one that is trained on.
 
     average = Ema(model, 0.999)
     for step in train(model, …):
