@@ -44,7 +44,8 @@ def test_every_verb_has_a_module_with_examples():
 
 @pytest.mark.parametrize(("argv", "code", "sentence"), [
     (["prov"], 2, "unknown verb 'prov'; did you mean 'prove'?"), (["prove"], 2, "required: path"),
-    (["prove", "nowhere"], 2, "nowhere: no such file or folder"), (["sample", "x", "--temprature", "1"], 2, "did you mean '--temperature'?"),
+    (["prove", "nowhere"], 2, "nowhere: no such file or folder"),
+    (["sample", "x", "--temprature", "1"], 2, "did you mean '--temperature'?"),
     (["export", "x", "--to", "zip", "--out", "y"], 2, "invalid choice: 'zip'"), (["fetch", "smollm3-135m"], 2, "smollm2-135m"),
     (["zoo", "--only", "fliped bit"], 2, "did you mean"), ([], 2, None)])
 def test_mistakes_are_sentences_with_exit_code_2(argv, code, sentence, capsys):
