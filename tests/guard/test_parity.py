@@ -1,0 +1,138 @@
+"""Preflight: silent on every family, blind to nothing it exists for, and leaving no trace."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from assay.guard import parity
+from assay.guard.parity import (
+    check_accumulation,
+    check_attention,
+    check_isolation,
+    check_loss,
+    check_padding,
+    gradients,
+    naive_logits,
+    preflight,
+)
+from assay.learn import loop
+from assay.learn.objectives import next_token
+from assay.verdict import Outcome
+from assay.zoo.practice import Practice
+from assay.zoo.stage import nudged, tiny
+
+FAMILIES = ("llama", "llama3", "mistral", "qwen2", "qwen3", "gpt2", "assay")
+NAMES = ["attention", "loss", "accumulation", "isolation", "padding", "determinism"]
+
+
+@pytest.fixture
+def batch():
+    return Practice().order().batch(0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("trained", [False, True])
+def test_it_is_silent_on_a_model_that_is_right(family: str, trained: bool, batch):
+    model = nudged(tiny(family), 0.1) if trained else tiny(family)
+    verdicts = preflight(model, next_token, batch)
+    assert [(v.check, v.outcome) for v in verdicts] == [(name, Outcome.PROVEN) for name in NAMES], "\n".join(map(str, verdicts))
+
+
+@pytest.mark.parametrize("family", ["assay", "gpt2"])
+def test_it_leaves_no_trace(family: str, batch):
+    model = tiny(family).train()
+    marks = {name: torch.full_like(p, 7.0) for name, p in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        parameter.grad = marks[name]
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    preflight(model, next_token, batch)
+    assert all(torch.equal(p, before[name]) and p.grad is marks[name] for name, p in model.named_parameters())
+    assert all(bool((mark == 7).all()) for mark in marks.values())
+    assert all(module.training for module in model.modules())
+
+
+def test_the_mode_is_restored_where_it_was_evaluation(batch):
+    model = tiny().eval()
+    preflight(model, next_token, batch)
+    assert not any(module.training for module in model.modules())
+
+
+def test_what_the_loop_will_use_is_what_is_checked(batch):
+    """A second implementation of accumulation, as a CUDA graph is, with the division left out."""
+    def undivided(model, objective, given, micro, weight):
+        return loop.accumulated(model, objective, given, micro, 1.0)
+
+    assert check_accumulation(tiny(), next_token, batch).outcome is Outcome.PROVEN
+    assert check_accumulation(tiny(), next_token, batch, undivided).outcome is Outcome.REFUTED
+
+
+def test_a_hair_more_than_rounding_is_found(batch):
+    """One part in a thousand, in the value alone or in the gradient of one tensor alone."""
+    def value(model, given):
+        loss = next_token(model, given)
+        return loss._replace(total=loss.total + 1e-3 * loss.total.detach())
+
+    def gradient(model, given):
+        loss = next_token(model, given)
+        extra = model.norm.weight.sum() * 1e-3 * loss.total.detach()
+        return loss._replace(total=loss.total + extra - extra.detach())
+
+    assert check_loss(tiny(), value, batch).outcome is Outcome.REFUTED
+    found = check_loss(tiny(), gradient, batch)
+    assert found.outcome is Outcome.REFUTED
+    assert found.evidence["tensor"] == "norm.weight"
+
+
+def test_a_gradient_that_does_not_reach_a_tensor_is_found(batch):
+    model = tiny()
+
+    def objective(given_model, given):
+        norm = model.norm.weight
+        norm.requires_grad_(False)
+        loss = next_token(given_model, given)
+        norm.requires_grad_(True)
+        return loss
+
+    found = check_loss(model, objective, batch)
+    assert found.outcome is Outcome.REFUTED
+    assert "norm.weight" in found.reason
+
+
+def test_a_loss_that_is_not_a_number_is_refuted_and_not_merely_different(batch):
+    def objective(model, given):
+        loss = next_token(model, given)
+        return loss._replace(total=loss.total * float("nan"))
+
+    assert check_loss(tiny(), objective, batch).outcome is Outcome.REFUTED
+    assert check_padding(tiny(), objective, batch).outcome is Outcome.REFUTED
+
+
+def test_attention_written_out_follows_the_config(batch):
+    """The window is part of it: with another one the logits are others, and the check says so."""
+    model = tiny("mistral")
+    assert check_attention(model, batch).outcome is Outcome.PROVEN
+    wider = replace(model.config, windows=(25, 24))
+    due = naive_logits(model, parity.sample_rows(batch))
+    model.config = wider
+    assert not torch.equal(naive_logits(model, parity.sample_rows(batch)), due)
+
+
+def test_a_leak_of_one_bit_is_a_leak(batch, monkeypatch: pytest.MonkeyPatch):
+    model = tiny()
+    whole = type(model).hidden
+
+    def leaking(self, tokens, **options):
+        return whole(self, tokens, **options) + 1e-7 * tokens[:, :1, None]
+
+    assert check_isolation(model, batch).outcome is Outcome.PROVEN
+    monkeypatch.setattr(type(model), "hidden", leaking)
+    assert check_isolation(model, batch).outcome is Outcome.REFUTED
+
+
+def test_gradients_gives_value_and_gradients_and_puts_back(batch):
+    model = tiny()
+    value, found = gradients(model, lambda: next_token(model, batch).total)
+    assert value == pytest.approx(float(next_token(model, batch).total.detach()))
+    assert found.keys() == {name for name, _ in model.named_parameters()}
+    assert all(p.grad is None for p in model.parameters())
