@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, cast
 
@@ -24,6 +25,7 @@ from assay.errors import DataError, UsageError
 from assay.seeds import derive
 
 MAX_DOCUMENT_BYTES = 16 << 20  # the encoder holds about 60 bytes per byte of one document
+ESCAPED = 6  # most bytes of JSON for one byte of text
 READ_ROWS = 256  # parquet rows decoded at a time
 Kind = Literal["text", "jsonl", "parquet"]
 KINDS: dict[str, Kind] = {"": "text", ".txt": "text", ".jsonl": "jsonl", ".parquet": "parquet"}
@@ -70,7 +72,7 @@ class Document:
     raw: bytes
     where: str  # file:line, for errors
 
-    @property
+    @cached_property
     def id(self) -> int:
         return document_id(self.source, self.ordinal)
 
@@ -149,7 +151,7 @@ def _chunks(source: Source, file: BinaryIO, size: int) -> Iterator[tuple[str, by
 def _between(source: Source, file: BinaryIO, separator: bytes) -> Iterator[tuple[str, bytes]]:
     held: list[bytes] = []
     first, size = 1, 0
-    for number, line in _lines(source, file):
+    for number, line in _lines(source, file, MAX_DOCUMENT_BYTES):
         if line.rstrip(b"\r\n") == separator:
             yield f"{source.path}:{first}", b"".join(held)
             held, first, size = [], number + 1, 0
@@ -164,7 +166,7 @@ def _between(source: Source, file: BinaryIO, separator: bytes) -> Iterator[tuple
 
 def _jsonl(source: Source, rule: Rule) -> Iterator[tuple[str, bytes]]:
     with _opened(source) as file:
-        for number, line in _lines(source, file):
+        for number, line in _lines(source, file, ESCAPED * MAX_DOCUMENT_BYTES):
             if not line.strip():
                 continue
             where = f"{source.path}:{number}"
@@ -212,11 +214,11 @@ def _parquet(source: Source, rule: Rule) -> Iterator[tuple[str, bytes]]:
         raise DataError(f"{source.path}: cannot be read as parquet ({error})") from None
 
 
-def _lines(source: Source, file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+def _lines(source: Source, file: BinaryIO, longest: int) -> Iterator[tuple[int, bytes]]:
     number = 0
-    while line := file.readline(MAX_DOCUMENT_BYTES + 1):
+    while line := file.readline(longest + 1):
         number += 1
-        if len(line) > MAX_DOCUMENT_BYTES:
+        if len(line) > longest:
             raise _too_long(f"{source.path}:{number}")
         yield number, line
 

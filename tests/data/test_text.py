@@ -105,11 +105,15 @@ def test_memory_is_bounded_by_the_longest_document_allowed(tmp_path: Path, monke
     monkeypatch.setattr(text, "MAX_DOCUMENT_BYTES", 100)
     (tmp_path / "a.txt").write_bytes(b"x" * 101)
     (tmp_path / "b.jsonl").write_text(json.dumps({"text": "x" * 101}))
+    (tmp_path / "c.jsonl").write_text(json.dumps({"text": "x", "other": "y" * 1000}))
     for rule in ({}, {"split": "-"}, {"document_bytes": 10}):
         with pytest.raises(DataError, match=r"a\.txt:1: a document of more than 100 bytes"):
             read(tmp_path / "a.txt", **rule)
-    with pytest.raises(DataError, match=r"b\.jsonl:1"):
-        read(tmp_path / "b.jsonl")
+    for name in ("b.jsonl", "c.jsonl"):
+        with pytest.raises(DataError, match=rf"{name}:1: a document of more than 100 bytes"):
+            read(tmp_path / name)
+    (tmp_path / "d.jsonl").write_text(json.dumps({"text": "é" * 50}))
+    assert read(tmp_path / "d.jsonl") == [("é" * 50).encode()]  # escaped, the line is longer than the document
 
 
 def test_names_are_the_same_on_every_machine_and_clear(tmp_path: Path) -> None:
