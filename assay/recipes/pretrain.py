@@ -96,9 +96,9 @@ class Pretraining:
         if config.max_bytes is not None:
             of_depth = partial(shape, config.shape, vocab=self.plan.model.vocab, length=config.length)
             say(require_room(of_depth, config.depth, self.tokenizer, config.max_bytes))
-        self.run = Run(Path(config.out), config, say=say)
         self.optimizer = optimizer_for(config, self.plan, self.model)
         self.ema = Ema(self.model, config.ema) if config.ema else None
+        self.run = Run(Path(config.out), config, say=say)  # a request that was refused until here leaves no folder
         self.accumulate: Accumulate = GraphedAccumulate() if self.plan.device.startswith("cuda") else loop.accumulated
         self.looks = Looks(self.run, self.corpus, rows=self.plan.micro, length=config.length, documents=config.look_documents,
                            repeats_from=self.order.windows // self.plan.rows)

@@ -1,0 +1,78 @@
+"""Handing over: the best, once, as it was scored, and again where a longer run found better."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from assay.recipes import handover
+from assay.recipes.handover import check_look, check_weight_set, handed_over_before
+from assay.store.artifact import open_artifact
+from assay.store.checkpoint import step_folder
+from assay.verdict import Outcome, proven
+from assay.zoo.stage import rewrite
+from tests.recipes.sittings import LENGTH, ROWS, events, options, sit
+
+
+@pytest.fixture(autouse=True)
+def unproven_exports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a fresh process says of an export is the matter of tests/guard/test_proof.py."""
+    monkeypatch.setattr(handover, "prove", lambda request: [proven("whole", "not looked at")])
+
+
+def handed(config, **options) -> list:
+    verdicts, interrupted = sit(config, handing_over=True, **options)
+    assert interrupted is None
+    assert all(verdict.outcome is Outcome.PROVEN for verdict in verdicts), "\n".join(map(str, verdicts))
+    return verdicts
+
+
+@pytest.mark.parametrize("ema", [0.0, 0.9])
+def test_what_is_handed_over_is_the_set_that_was_scored(ema: float, tmp_path: Path):
+    config = options(tmp_path / "run", tokens=6 * ROWS * LENGTH, every=3, ema=ema)
+    checks = [verdict.check for verdict in handed(config)]
+    assert checks.count("score") == 2
+    best = step_folder(tmp_path / "run" / "checkpoints", 6)
+    assert check_weight_set(best, tmp_path / "run" / "model").outcome is Outcome.PROVEN
+    raw, out = open_artifact(best).tensors, open_artifact(tmp_path / "run" / "model").tensors
+    assert all(torch.equal(raw[name], out[name]) for name in raw) is (ema == 0)
+
+
+def test_a_finished_run_hands_over_once_and_a_longer_one_again(tmp_path: Path):
+    config = options(tmp_path / "run", tokens=6 * ROWS * LENGTH)
+    handed(config)
+    first = open_artifact(tmp_path / "run" / "model").digest
+    assert "weight set" in [verdict.check for verdict in handed(config)]
+    assert open_artifact(tmp_path / "run" / "model").digest == first
+    handed(options(tmp_path / "run", tokens=12 * ROWS * LENGTH))
+    assert open_artifact(tmp_path / "run" / "model").digest != first
+    assert open_artifact(tmp_path / "run" / "earlier-1-model").digest == first
+    assert [event["checkpoint"] for event in events(config, "hand over")] == ["step-000006", "step-000006", "step-000012"]
+
+
+def test_a_model_without_a_hallmark_or_damaged_is_made_again(tmp_path: Path):
+    config = options(tmp_path / "run", tokens=6 * ROWS * LENGTH)
+    handed(config)
+    best, model = step_folder(tmp_path / "run" / "checkpoints", 6), tmp_path / "run" / "model"
+    assert handed_over_before(best, model)
+    (model / "hallmark.json").unlink()
+    assert not handed_over_before(best, model)
+    handed(config)
+    assert handed_over_before(best, model)
+    rewrite(model / "model.safetensors", lambda tensors: tensors | {"model.norm.weight": tensors["model.norm.weight"] + 1})
+    assert not handed_over_before(best, model)
+    assert not handed_over_before(best, tmp_path / "run" / "nothing")
+
+
+def test_a_checkpoint_that_is_not_what_was_scored_is_refuted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    seen: list = []
+    monkeypatch.setattr(handover, "check_look", lambda *given: (seen.append(given), check_look(*given))[1])
+    handed(options(tmp_path / "run", tokens=6 * ROWS * LENGTH))
+    looks, best, *rest = seen[0]
+    assert check_look(looks, best, *rest).outcome is Outcome.PROVEN
+    other = step_folder(tmp_path / "run" / "checkpoints", 1)
+    assert check_look(looks, other, *rest).outcome is Outcome.REFUTED
+    looks.losses[-1] = looks.losses[-1] * 1.001
+    found = check_look(looks, best, *rest)
+    assert found.outcome is Outcome.REFUTED
+    assert "what was saved is not what was scored" in found.reason

@@ -1,0 +1,84 @@
+"""Looks: comparable from one to the next, remembered across sittings, and silent about a gap that cannot be."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from assay.recipes import run as run_module
+from assay.recipes.looks import Looks
+from assay.recipes.run import Run
+from assay.zoo.practice import corpus
+from assay.zoo.resuming import NoProver
+from assay.zoo.stage import nudged, tiny
+from tests.recipes.sittings import events, options, rows
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def run(tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.setattr(run_module, "Prover", NoProver)
+    return Run(tmp_path / "run", options(tmp_path / "run"), say=said.append)
+
+
+def looks_of(run: Run, repeats_from: int = 100) -> Looks:
+    return Looks(run, corpus(), rows=8, length=32, documents=3, repeats_from=repeats_from)
+
+
+def test_a_look_scores_the_same_documents_each_time_and_writes_them_down(run: Run, said: list[str]):
+    looks = looks_of(run)
+    looks.saw(5.0)
+    looks.saw(4.0)
+    found = looks.look(tiny(), 10)
+    looks.look(tiny(), 20)
+    assert np.array_equal(looks.losses[0], looks.losses[1])
+    assert looks.train == [4.5, pytest.approx(found.loss)]  # without a step between, there is no training loss to tell
+    row, again = rows(run.folder / "looks.jsonl")
+    assert (row["step"], row["train"], len(row["per_document"])) == (10, 4.5, 3)
+    assert again["per_document"] == row["per_document"]
+    assert rows(run.metrics_file)[0] | {"eval_loss": 0} == {
+        "step": 9, "eval_loss": 0, "eval_bits_per_byte": found.bits_per_byte.mean, "eval_low": found.bits_per_byte.low,
+        "eval_high": found.bits_per_byte.high, "eval_documents": 3}
+    assert "step 10: held-out" in said[0]
+
+
+def test_the_best_is_the_lowest_and_not_the_last(run: Run):
+    looks = looks_of(run)
+    for step, model in ((10, nudged(tiny(), 0.3)), (20, tiny()), (30, nudged(tiny(), 0.3, seed=1))):
+        looks.look(model, step)
+    assert looks.best_step() == 20
+    assert looks.best_checkpoint(Path("checkpoints")).name == "step-000020"
+    assert "is the best; the last" in looks.verdict_in_words()
+
+
+def test_a_resumed_run_remembers_what_it_saw_up_to_its_step_and_since_its_last_look(run: Run):
+    looks = looks_of(run)
+    for step in (2, 4, 6):
+        for taken in (step - 2, step - 1):
+            run.record(taken, loss=float(taken))
+            looks.saw(float(taken))
+        looks.look(tiny(), step)
+    run.rewind(5)
+    later = looks_of(run)
+    later.recall()
+    assert later.steps == [2, 4]
+    assert later.train == looks.train[:2]
+    assert all(np.array_equal(a, b) for a, b in zip(later.losses, looks.losses[:2], strict=True))
+    later.saw(5.0)
+    later.look(tiny(), 6)
+    assert later.train == looks.train  # step 4 was taken before the interruption, step 5 after it
+
+
+@pytest.mark.parametrize(("repeats_from", "said_so"), [(0, True), (1000, False)])
+def test_a_gap_is_spoken_of_only_once_text_is_read_again(repeats_from: int, said_so: bool, run: Run, said: list[str]):
+    looks = looks_of(run, repeats_from)
+    for look in range(1, 9):
+        looks.saw(5.0 - 0.5 * look)  # learned by heart, while held-out loss stays where it is
+        looks.look(tiny(), 10 * look)
+    run.ledger.close()
+    assert bool(events(run.config, "gap")) is said_so
+    assert any("learned by heart" in line or "over-fitting" in line for line in said) is said_so

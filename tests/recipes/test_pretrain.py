@@ -1,0 +1,183 @@
+"""The recipe: what it refuses, how it ends, what it hands over."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from assay.cli import run as assay
+from assay.data.consumed import ids_digest
+from assay.data.order import Order
+from assay.errors import GuardStop, UsageError
+from assay.guard.update import Account
+from assay.model.transformer import Transformer
+from assay.recipes import pretrain
+from assay.recipes.options import Pretrain
+from assay.recipes.pretrain import optimizer_for
+from assay.store.checkpoint import latest, open_checkpoint
+from assay.zoo.practice import corpus
+from tests.recipes import sittings
+from tests.recipes.sittings import EVERY, LENGTH, ROWS, STEPS, events, options, rows, saved_steps, sit
+
+
+def flags(config: Pretrain) -> list[str]:
+    given = {name: value for name, value in vars(config).items() if value is not None}
+    return [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+
+
+# ---------------------------------------------------------------- what is refused before anything is spent
+
+
+@pytest.mark.parametrize(("changed", "words"), [
+    ({"tokens": None}, "give one budget: --minutes or --tokens"),
+    ({"minutes": 1.0}, "give one budget: --minutes or --tokens"),
+    ({"tokens": None, "minutes": 1.0, "schedule": "cosine"}, "--schedule cosine must know its last step from the first"),
+    ({"depth": 0}, "expected a depth of at least 1"),
+    ({"batch_tokens": 8}, "a batch of at least one row"),
+    ({"ema": 1.5}, "expected a number between 0 and 1"),
+])
+def test_a_request_that_makes_no_sense_is_refused(changed: dict[str, Any], words: str, tmp_path: Path):
+    with pytest.raises(UsageError, match=words):
+        sit(options(tmp_path / "run", **changed))
+    assert not (tmp_path / "run").exists()
+
+
+# ---------------------------------------------------------------- guards
+
+
+def test_a_frozen_layer_that_is_listed_as_trainable_is_stopped_before_step_1(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    def freezing(config: Any, plan: Any, model: Transformer) -> Any:
+        optimizer = optimizer_for(config, plan, model)
+        model.get_parameter("blocks.0.mlp.down.weight").requires_grad_(False)
+        return optimizer
+
+    monkeypatch.setattr(pretrain, "optimizer_for", freezing)
+    config = options(tmp_path / "run")
+    assert assay(["pretrain", *flags(config)]) == 4
+    assert "blocks.0.mlp.down.weight" in capsys.readouterr().err
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    assert events(config, "stopped")[0]["exit_code"] == 4
+
+
+def test_a_layer_that_stops_moving_is_stopped_at_the_next_checkpoint(tmp_path: Path):
+    def freeze(work: Any) -> None:
+        group = next(group for group in work.optimizer.param_groups if group["orthogonal"])
+        stuck = work.model.blocks[0].mlp.down.weight
+        index = next(i for i, p in enumerate(group["params"]) if p is stuck)
+        group["params"].pop(index)
+        group["rows"].pop(index)
+
+    config = options(tmp_path / "run")
+    with pytest.raises(GuardStop, match=r"movement: 1 of 10 trainable tensors did not move: blocks\.0\.mlp\.down\.weight"):
+        sit(config, after={EVERY: freeze})
+    assert events(config, "stopped")[0]["stands"] == f"step-{EVERY:06d}"
+
+
+def test_nan_in_one_micro_batch_is_exit_code_4_with_a_sentence_and_a_good_checkpoint(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    whole, bad = pretrain.next_token, []
+    after = pretrain.Pretraining.after
+
+    def poisoned(model: Transformer, batch: Any) -> Any:
+        loss = whole(model, batch)
+        return loss._replace(total=loss.total * bad.pop()) if bad else loss
+
+    def strike(work: Any, step: Any) -> None:
+        after(work, step)
+        if work.done == 8:
+            bad.append(float("nan"))
+
+    monkeypatch.setattr(pretrain, "next_token", poisoned)
+    monkeypatch.setattr(pretrain.Pretraining, "after", strike)
+    monkeypatch.setattr(pretrain, "hand_over", lambda *_, **__: [])
+    monkeypatch.setattr("assay.recipes.run.Prover", sittings.NoProver)
+    config = options(tmp_path / "run")
+    assert assay(["pretrain", *flags(config)]) == 4
+    out, err = capsys.readouterr()
+    assert "assay: step 8: loss nan" in err
+    assert "Lower the learning rate, or look at this step's data" in err
+    assert f"stopped; step-{EVERY:06d} stands" in out
+    found, passed_over = latest(tmp_path / "run" / "checkpoints")
+    assert (found and found.step, passed_over) == (EVERY, [])
+
+
+def test_a_resume_that_lost_its_moments_is_stopped_before_it_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    config = options(tmp_path / "run", tokens=8 * ROWS * LENGTH)
+    sit(config)
+    monkeypatch.setattr(pretrain, "load_state_tensors", lambda *_: None)
+    longer = options(tmp_path / "run", tokens=12 * ROWS * LENGTH)
+    with pytest.raises(GuardStop, match="tensors of the optimizer in memory are not those of step-000008"):
+        sit(longer)
+    assert saved_steps(config)[-1] == 8
+
+
+def test_steps_too_small_to_see_at_the_end_of_the_schedule_are_no_alarm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The last checkpoint may come one step after the last but one, at a rate of almost nothing."""
+    judged: list[int] = []
+    begin = Account.begin
+    monkeypatch.setattr(Account, "begin", lambda account: (judged.append(1), begin(account))[1])
+    monkeypatch.setattr(pretrain, "warmup_stable_decay", lambda step, *_, **__: 1.0 if step < 7 else 1e-12)
+    config = options(tmp_path / "run", tokens=9 * ROWS * LENGTH, every=8)
+    assert sit(config) == ([], None)
+    assert len(judged) == 2  # at the beginning and after step 1; the steps that can hardly be seen are judged with those before them
+
+
+# ---------------------------------------------------------------- what is written
+
+
+def test_metrics_say_what_was_read_and_the_ledger_how_often(tmp_path: Path):
+    config = options(tmp_path / "run")
+    sit(config)
+    order = Order(corpus(), 0, ROWS, LENGTH, 2)
+    steps = [row for row in rows(tmp_path / "run" / "metrics.jsonl") if "loss" in row]
+    assert [row["step"] for row in steps] == list(range(STEPS))
+    assert [row["data"] for row in steps] == [ids_digest(order.batch(step).ids) for step in range(STEPS)]
+    assert [row["num_tokens"] for row in steps] == [(step + 1) * ROWS * LENGTH for step in range(STEPS)]
+    assert [row["epoch"] for row in steps] == [0] * 21 + [1] * 5
+    looks = [row["step"] + 1 for row in rows(tmp_path / "run" / "metrics.jsonl") if "eval_loss" in row]
+    assert looks == [1, 6, 12, 18, 24, 26]
+    consumed, = events(config, "consumed")
+    assert consumed["read_times"] == {"2": STEPS * ROWS - order.windows, "1": 2 * order.windows - STEPS * ROWS}
+
+
+def test_a_budget_of_time_ends_at_the_foot_of_the_schedule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A tenth of a second a step, by a clock that only moves with the work: 60 steps in 6 seconds, half of them on the way down."""
+    clock = {"now": 1000.0}
+    whole = pretrain.next_token
+
+    def working(model: Transformer, batch: Any) -> Any:
+        clock["now"] += 0.05  # two micro-batches a step
+        return whole(model, batch)
+
+    monkeypatch.setattr(time, "monotonic", lambda: clock["now"])
+    monkeypatch.setattr(pretrain, "next_token", working)
+    config = options(tmp_path / "run", tokens=None, minutes=0.1, epochs=4, every=1000)
+    assert sit(config) == ([], None)
+    way_down, = events(config, "way down")
+    assert way_down["seconds_a_step"] == pytest.approx(0.1)
+    rates = [row["learning_rate"] for row in rows(tmp_path / "run" / "metrics.jsonl") if "loss" in row]
+    assert 40 < len(rates) == way_down["stop_at"] <= 60
+    assert rates[way_down["step"]] == pytest.approx(0.02)
+    assert rates[-1] < 0.05 * rates[way_down["step"]]
+
+
+# ---------------------------------------------------------------- the whole of it, with fresh processes
+
+
+def hallmarked(folder: Path) -> bool:
+    return open_checkpoint(folder).hallmark is not None
+
+
+def test_a_run_ends_proven(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Nothing is stubbed: a fresh process proves each save and the model that is handed over."""
+    config = options(tmp_path / "run", tokens=ROWS * LENGTH)
+    assert assay(["pretrain", *flags(config)]) == 0, capsys.readouterr()
+    assert [hallmarked(tmp_path / "run" / "checkpoints" / f"step-00000{step}") for step in (0, 1)] == [True, True]
+    assert hallmarked(tmp_path / "run" / "model")
+    handed, = events(config, "hand over")
+    assert {verdict["outcome"] for verdict in handed["verdicts"]} == {"PROVEN"}
+    assert [verdict["check"] for verdict in handed["verdicts"]].count("score") == 2
+    assert json.loads((tmp_path / "run" / "model" / "config.json").read_text())["model_type"] == "qwen3"

@@ -1,0 +1,158 @@
+"""The run folder: what is written, what is refused, and what a failure beside the loop leaves."""
+
+import errno
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from assay.errors import GuardStop, StoreError, UsageError
+from assay.recipes import run as run_module
+from assay.recipes.run import Run, plain, read_rows, rewrite_rows
+from assay.store import durable
+from assay.store.checkpoint import latest
+from assay.verdict import Verdict, proven, refuted, unproven
+from assay.zoo.resuming import NoProver
+from tests.recipes.sittings import EVERY, events, options, rows, saved_steps, sit
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.setattr(run_module, "Prover", NoProver)
+    return Run(tmp_path / "run", options(tmp_path / "run"), say=lambda _: None)
+
+
+def test_the_same_options_are_the_same_run_and_others_are_another(tmp_path: Path):
+    config = options(tmp_path / "run")
+    first = Run(tmp_path / "run", config, say=print)
+    assert not first.resumed
+    first.ledger.close()
+    longer = replace(config, tokens=10**6, device=None, out="elsewhere")
+    again = Run(tmp_path / "run", longer, say=print)
+    assert again.resumed
+    again.ledger.close()
+    with pytest.raises(UsageError, match=r"is another run: lr was None, now 0\.1, seed was 0, now 7; give the same options"):
+        Run(tmp_path / "run", replace(config, seed=7, lr=0.1), say=print)
+
+
+def test_a_second_writer_is_refused(run: Run):
+    with pytest.raises(UsageError, match="another process is writing"):
+        Run(run.folder, run.config, say=print)
+
+
+def test_what_is_not_finite_is_written_as_a_word(run: Run):
+    run.record(3, loss=float("nan"), grad_norm=float("inf"), epoch=1, note=None)
+    text = run.metrics_file.read_text()
+    assert json.loads(text, parse_constant=lambda word: pytest.fail(word)) == {
+        "step": 3, "loss": "nan", "grad_norm": "inf", "epoch": 1, "note": None}
+
+
+def test_rewinding_keeps_what_came_before_the_step(run: Run):
+    for step in range(5):
+        run.record(step, loss=float(step))
+    run.rewind(3)
+    assert [row["step"] for row in rows(run.metrics_file)] == [0, 1, 2]
+
+
+def test_a_torn_last_line_is_not_a_row(tmp_path: Path):
+    file = tmp_path / "rows.jsonl"
+    assert read_rows(file) == []
+    file.write_text('{"step": 1}\n{"step": 2}\n{"st')
+    assert read_rows(file) == [{"step": 1}, {"step": 2}]
+    rewrite_rows(file, read_rows(file)[:1])
+    assert file.read_text() == '{"step": 1}\n'
+
+
+def test_what_is_set_aside_is_kept_under_a_name_of_its_own(run: Run):
+    for content in ("first", "second"):
+        (run.folder / "model").write_text(content)
+        run.set_aside(run.folder / "model")
+    run.set_aside(run.folder / "model")  # nothing there: nothing to do
+    assert [(run.folder / f"earlier-{i}-model").read_text() for i in (1, 2)] == ["first", "second"]
+
+
+def test_every_verdict_is_written_down_and_one_that_refutes_stops(run: Run):
+    run.judge("account", [proven("movement", "all moved"), unproven("steps", "not counted")])
+    with pytest.raises(GuardStop, match="movement: stuck"):
+        run.judge("account", [refuted("movement", "stuck")])
+    run.ledger.close()
+    written = [[v["outcome"] for v in event["verdicts"]] for event in events(run.config, "account")]
+    assert written == [["PROVEN", "UNPROVEN"], ["REFUTED"]]
+
+
+def test_plain_is_strict_json():
+    assert plain({"a": (1, float("-inf")), Path("b"): {"x"}, "c": Path("d")}) == {"a": [1, "-inf"], "b": ["x"], "c": "d"}
+
+
+# ---------------------------------------------------------------- failures beside the loop
+
+
+class Refuting(NoProver):
+    """Refutes the checkpoint of one step, at the next question."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[Path, list[Verdict]]] = []
+
+    def start(self, folder: Path, **_: Any) -> None:
+        verdict = refuted if folder.name == f"step-{2 * EVERY:06d}" else proven
+        self.found.append((folder, [verdict("answers", "probe logits")]))
+
+    def finished(self) -> list[tuple[Path, list[Verdict]]]:
+        found, self.found = self.found, []
+        return found
+
+    close = finished
+
+
+def test_a_refuted_proof_stops_the_run_and_what_came_before_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from tests.recipes import sittings
+
+    monkeypatch.setattr(sittings, "NoProver", Refuting)
+    config = options(tmp_path / "run")
+    with pytest.raises(GuardStop, match=r"step-000012 was refuted by its proof .*answers: probe logits.*Earlier checkpoints stand"):
+        sit(config)
+    assert [(event["checkpoint"], event["outcome"]) for event in events(config, "proof")][-1] == ("step-000012", "REFUTED")
+    assert events(config, "stopped")[0]["exit_code"] == 4
+    assert 6 in saved_steps(config)
+
+
+@pytest.mark.parametrize("moment", [EVERY, "last"])
+def test_a_full_disk_stops_the_run_and_what_was_saved_stands(moment: int | str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    step = EVERY if moment == EVERY else 26
+    whole = durable.write_file
+
+    def full(path: Path, chunks: Any) -> str:
+        if f"step-{step:06d}" in str(path) and path.name == "optimizer.safetensors":
+            with durable.told(path):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return whole(path, chunks)
+
+    monkeypatch.setattr(durable, "write_file", full)
+    config = options(tmp_path / "run")
+    with pytest.raises(StoreError, match="the disk is full"):
+        sit(config)
+    stopped, = events(config, "stopped")
+    found, passed_over = latest(tmp_path / "run" / "checkpoints")
+    assert stopped["exit_code"] == 1
+    assert found is not None
+    assert passed_over == []
+    assert found.folder.name == stopped["stands"] == ("step-000001" if moment == EVERY else "step-000024")
+
+
+def test_a_second_error_on_the_way_out_is_not_lost(run: Run, monkeypatch: pytest.MonkeyPatch):
+    def close() -> None:
+        raise StoreError("the last save failed as well")
+
+    monkeypatch.setattr(run._saver, "close", close)
+
+    def fail() -> None:
+        with run.sitting():
+            raise GuardStop("the first error")
+
+    with pytest.raises(GuardStop, match="the first error"):
+        fail()
+    assert [event["reason"] for event in events(run.config, "also found")] == ["the last save failed as well"]
+    assert [event["reason"] for event in events(run.config, "stopped")] == ["the first error"]
