@@ -1,7 +1,10 @@
-"""assay demo: the main job on a tiny model, on the CPU: build, save, prove, export, prove the exports, then break copies."""
+"""assay demo: the main job on a tiny model, on the CPU: build, prove, export, break copies; pretrain, kill, resume bit for bit."""
 
 import json
 import shutil
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,13 +18,15 @@ from assay.verdict import Outcome, Verdict
 @dataclass(frozen=True)
 class FLAGS:
     """Build a tiny model, save it, prove it, export it to Hugging Face and GGUF and prove those, then break a copy in five ways
-    and show each refused. Needs no network and no GPU."""
+    and show each refused. Then pretrain a tiny model on made-up text, kill it, resume it, and compare it bit for bit with a run
+    that was left alone. Needs no network and no GPU."""
 
     out: str = option("folder for the demo's run; an earlier demo there is replaced", default="demo-run")
 
 
 EXAMPLES = "  assay demo\n  assay demo --out /tmp/demo"
 MARKER = ".assay-demo"
+PRETRAIN = ["--depth", "1", "--tokens", "40960", "--length", "64", "--batch-tokens", "1024", "--every", "40", "--device", "cpu"]
 
 
 def run(flags: FLAGS) -> int:
@@ -34,6 +39,8 @@ def run(flags: FLAGS) -> int:
     failed += exported(checkpoint, folder)
     say("4. five broken copies; each must be refused")
     failed += [name for name, breaking in BREAKAGES.items() if not refused(name, breaking, checkpoint, folder / "broken")]
+    say("5. a model is pretrained on made-up text, killed on the way, and resumed; another one is left alone")
+    failed += pretrained(folder)
     outcome = f"FAILED: {', '.join(failed)}" if failed else "done and proven"
     print(f"\n{outcome} in {time.perf_counter() - start:.0f} s; everything is in {folder}/")
     return 3 if failed else 0
@@ -70,6 +77,41 @@ def exported(checkpoint: Path, folder: Path) -> list[str]:
         if export.run(export.FLAGS(str(checkpoint), form, str(folder / name), dtype)):  # type: ignore[arg-type]
             failed.append(name)
     return failed
+
+
+def pretrained(folder: Path) -> list[str]:
+    """Names of what did not hold: the run itself, or its equality with the one that nobody killed."""
+    from assay.store.checkpoint import open_checkpoint, steps
+    from assay.store.identity import recorded_digest
+    from assay.zoo.practice import make_corpus, sentences
+
+    make_corpus(folder / "text", sentences(600))
+    killed, alone = folder / "killed", folder / "alone"
+    print(f"   assay pretrain {' '.join(PRETRAIN)} --corpus {folder / 'text' / 'corpus'} --out {killed}")
+    codes = [train(killed, folder, kill=True), train(killed, folder), train(alone, folder, quiet=True)]
+    print(f"   exit codes: killed {codes[0]}, resumed {codes[1]}, left alone {codes[2]}")
+    if codes != [-signal.SIGKILL, 0, 0]:
+        return ["pretraining"]
+    ends = [open_checkpoint(steps(run / "checkpoints")[-1]) for run in (killed, alone)]
+    same = [[recorded_digest(end.manifest), end.manifest["tensors"]["optimizer.safetensors"]] for end in ends]
+    words = "equal bit for bit" if same[0] == same[1] else "NOT equal"
+    print(f"   weights {same[0][0][:12]} and {same[1][0][:12]}, with every moment of the optimizer: {words}")
+    return [] if same[0] == same[1] else ["the resumed run"]
+
+
+def train(out: Path, folder: Path, *, kill: bool = False, quiet: bool = False) -> int:
+    """A run in a process of its own, its lines passed on; with `kill`, killed without warning soon after its first checkpoint."""
+    command = [sys.executable, "-m", "assay", "pretrain", *PRETRAIN, "--corpus", str(folder / "text" / "corpus"), "--out", str(out)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if not quiet:
+                print(f"   | {line.rstrip()[:150]}", flush=True)
+            if kill and line.startswith("step 1:"):
+                time.sleep(0.5)  # some steps further
+                process.kill()
+                print("   kill -9")
+    return process.returncode
 
 
 def refused(name: str, breaking: Callable[[Path], None], checkpoint: Path, scratch: Path) -> bool:
