@@ -213,17 +213,12 @@ def read_range(fd: int, start: int, stop: int, path: Path) -> bytes:
     return bytes(data)
 
 
-def hash_range(fd: int, start: int, stop: int, path: Path, digest: "hashlib._Hash | None" = None) -> str:
-    """The sha256 of these bytes, after whatever `digest` has seen already; read in pieces that stay in the cache."""
-    digest = digest or hashlib.sha256()
-    for piece in _pieces_read(fd, start, stop, path):
-        digest.update(piece)
-    return digest.hexdigest()
-
-
 def hash_file(path: Path) -> str:
+    digest = hashlib.sha256()
     with open_regular(path) as fd:
-        return hash_range(fd, 0, os.fstat(fd).st_size, path)
+        for piece in _pieces_read(fd, 0, os.fstat(fd).st_size, path):
+            digest.update(piece)
+    return digest.hexdigest()
 
 
 def _pieces_read(fd: int, start: int, stop: int, path: Path) -> Iterator[memoryview]:

@@ -4,6 +4,7 @@ The reader accepts no file that the safetensors library refuses, and refuses som
 names, bytes that no tensor owns, shards that disagree with their index.
 """
 
+import errno
 import hashlib
 import math
 import mmap
@@ -27,6 +28,7 @@ INDEX_LIMIT = 64 << 20
 SHARD_BYTES = 5 * 10**9
 RANK_LIMIT = 16
 METADATA = "__metadata__"
+MADV_POPULATE_READ = 22  # of Linux; Python has no name for it yet
 DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "U16": torch.uint16, "I16": torch.int16,
     "U32": torch.uint32, "I32": torch.int32, "U64": torch.uint64, "I64": torch.int64,
@@ -77,20 +79,23 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
 
 
 def read_tensors(path: Path, expected: str | FileFacts | None = None) -> dict[str, Tensor]:
-    """Every tensor of the file, verified if it is known what to expect, then mapped privately: nothing is copied.
+    """Every tensor of the file, over the very memory that was hashed: the file is mapped, and nothing is copied.
 
     Expected is the sha256 of the file, or the facts from when it was written, which allow to hash on every core. Like
     any mapped file it must not be written in place while the tensors are in use; the store never does. It may go.
     """
     with durable.open_regular(path) as fd:
         before = os.fstat(fd)
-        infos, head = _read_header(fd, path)
+        infos, data_start = _read_header(fd, path)
+        mapped = _map(fd, before.st_size, path)
         if isinstance(expected, FileFacts):
-            _require_parts(fd, infos, head, expected, path)
+            _require_parts(memoryview(mapped), infos, data_start, expected, path)
         elif expected is not None:
-            digest = durable.hash_range(fd, len(head), before.st_size, path, hashlib.sha256(head))
-            durable.require_hash(path, digest, expected)
-        data = _mapped(fd, len(head), before, path)
+            durable.require_hash(path, hashlib.sha256(mapped).hexdigest(), expected)
+        now = os.fstat(fd)
+    if (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
+        raise ArtifactError(f"{path}: another program changes it while it is read; wait until it is whole")
+    data = torch.frombuffer(mapped, dtype=torch.uint8)[data_start:]
     return {name: _tensor(data, info) for name, info in infos.items()}
 
 
@@ -246,8 +251,8 @@ def _shards(tensors: Mapping[str, Tensor], limit: int) -> list[dict[str, Tensor]
     return shards
 
 
-def _read_header(fd: int, path: Path) -> tuple[dict[str, TensorInfo], bytes]:
-    """The tensors, and all bytes before the data. A length is judged before anything is allocated for it."""
+def _read_header(fd: int, path: Path) -> tuple[dict[str, TensorInfo], int]:
+    """The tensors, and where their data starts. A length is judged before anything is allocated for it."""
     size = os.fstat(fd).st_size
     length = int.from_bytes(durable.read_range(fd, 0, min(size, 8), path), "little")
     if size < 8 or length > size - 8:
@@ -255,34 +260,36 @@ def _read_header(fd: int, path: Path) -> tuple[dict[str, TensorInfo], bytes]:
     if length > HEADER_LIMIT:
         raise ArtifactError(f"{path}: announces a header of {length:,} bytes; at most {HEADER_LIMIT:,} are read, and "
                             "no model needs more")
-    head = durable.read_range(fd, 0, 8 + length, path)
-    return parse_header(head[8:], size - len(head), str(path)), head
+    data_start = 8 + length
+    return parse_header(durable.read_range(fd, 8, data_start, path), size - data_start, str(path)), data_start
 
 
-def _require_parts(fd: int, infos: Mapping[str, TensorInfo], head: bytes, expected: FileFacts, path: Path) -> None:
+def _map(fd: int, size: int, path: Path) -> mmap.mmap:
+    """The file as memory; writing to it changes this process's copy alone."""
+    with durable.reading(path):
+        mapped = mmap.mmap(fd, size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+        try:
+            mapped.madvise(MADV_POPULATE_READ)  # a disk that cannot read is an error here, and a SIGBUS later
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # a kernel before 5.14 does not know it
+                raise OSError(errno.EIO, os.strerror(errno.EIO)) from None
+    return mapped
+
+
+def _require_parts(content: memoryview, infos: Mapping[str, TensorInfo], data_start: int, expected: FileFacts,
+                   path: Path) -> None:
     """Header and tensors are as they were written; the header was found to leave no byte between them."""
-    durable.require_hash(path, hashlib.sha256(head).hexdigest(), expected.header, what="the bytes of its header")
+    header = hashlib.sha256(content[:data_start]).hexdigest()
+    durable.require_hash(path, header, expected.header, what="the bytes of its header")
 
     def check(name: str) -> None:
-        start, stop = len(head) + infos[name].start, len(head) + infos[name].stop
+        start, stop = data_start + infos[name].start, data_start + infos[name].stop
         wanted = expected.tensors[name]["sha256"] if name in expected.tensors else "no such tensor"
-        digest = durable.hash_range(fd, start, stop, path)
+        digest = hashlib.sha256(content[start:stop]).hexdigest()
         durable.require_hash(path, digest, wanted, what=f"the bytes of its tensor {name!r}")
 
     with ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0))), "sha256") as hashers:
         list(hashers.map(check, infos))
-
-
-def _mapped(fd: int, start: int, before: os.stat_result, path: Path) -> Tensor:
-    """The data of the file as bytes. Writing to them changes this process's copy alone."""
-    if before.st_size == start:
-        return torch.empty(0, dtype=torch.uint8)
-    with durable.reading(path):
-        mapped = mmap.mmap(fd, before.st_size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
-    now = os.fstat(fd)
-    if (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
-        raise ArtifactError(f"{path}: another program changes it while it is read; wait until it is whole")
-    return torch.frombuffer(mapped, dtype=torch.uint8, offset=start)
 
 
 def _info(name: str, entry: Any, where: str) -> TensorInfo:
@@ -337,7 +344,7 @@ def _tensor(data: Tensor, info: TensorInfo) -> Tensor:
     if info.empty:
         return torch.empty(info.shape, dtype=dtype)
     flat = data[info.start:info.stop]
-    if info.start % dtype.itemsize:
+    if flat.data_ptr() % dtype.itemsize:
         flat = flat.clone()  # foreign writers may leave a tensor unaligned, where torch cannot view it
     return flat.view(dtype).view(info.shape)
 

@@ -1,6 +1,7 @@
 """Safetensors as the library reads and writes them; and everything that it would let through, refused."""
 
 import json
+import mmap
 import os
 import time
 import tracemalloc
@@ -92,15 +93,28 @@ def test_tensors_are_ours_to_change_and_outlive_their_file(tmp_path: Path) -> No
 
 def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     facts = write_tensors(tmp_path / "x", {"a": torch.arange(8.0)})
-    hash_range = durable.hash_range
+    require_hash = durable.require_hash
 
-    def hash_then_change(fd, start, stop, path):
-        digest = hash_range(fd, start, stop, path)
-        (tmp_path / "x").write_bytes(bytes(facts.bytes))
-        return digest
+    def require_then_change(path, actual, *rest, **more):
+        require_hash(path, actual, *rest, **more)
+        os.utime(path, ns=(0, 1))
 
-    monkeypatch.setattr(durable, "hash_range", hash_then_change)
+    monkeypatch.setattr(durable, "require_hash", require_then_change)
     with pytest.raises(ArtifactError, match="another program changes it"):
+        read_tensors(tmp_path / "x", facts)
+
+
+def test_memory_that_the_disk_cannot_fill_is_refused_and_kills_nobody(tmp_path: Path, monkeypatch) -> None:
+    """Cut short once it is mapped, a file gives a signal instead of bytes, as one on a dying disk does."""
+    facts = write_tensors(tmp_path / "x", {"a": torch.zeros(1 << 14)})
+
+    class CutShort(mmap.mmap):
+        def madvise(self, *advice: int) -> None:
+            os.truncate(tmp_path / "x", 100)
+            super().madvise(*advice)
+
+    monkeypatch.setattr(mmap, "mmap", CutShort)
+    with pytest.raises(ArtifactError, match="cannot be read: Input/output error"):
         read_tensors(tmp_path / "x", facts)
 
 
