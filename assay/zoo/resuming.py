@@ -25,7 +25,7 @@ from assay.zoo.fault import Plant, fault
 from assay.zoo.practice import corpus, make_corpus, sentences
 from assay.zoo.stage import copy, swapped
 
-ROWS, LENGTH, STEPS = 32, 16, 20  # twice over the corpus
+ROWS, LENGTH, STEPS = 32, 16, 16  # into the second epoch
 FIRST, SECOND = 11, 14  # where the sittings end, both in the second epoch
 
 # ---------------------------------------------------------------- jobs
