@@ -122,8 +122,9 @@ def write(where: Path, contents: Contents, *, max_shard_bytes: int = SHARD_BYTES
 
     def fill(folder: Path) -> None:
         manifest = _manifest(contents, _write_parts(folder, contents, max_shard_bytes))
-        digest = durable.write_file(folder / MANIFEST, [seal(manifest, where=str(where / MANIFEST), indent=1)])
-        written.append(Checkpoint(where, manifest, digest))
+        data = seal(manifest, where=str(where / MANIFEST), indent=1)
+        digest = durable.write_file(folder / MANIFEST, [data])
+        written.append(Checkpoint(where, unseal(data, where=str(where / MANIFEST), indent=1), digest))
 
     durable.commit_folder(where, fill, needed=_bytes_needed(contents))
     return written[0]

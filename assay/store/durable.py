@@ -116,6 +116,15 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> str:
     return digest.hexdigest()
 
 
+def write_all(fd: int, view: memoryview) -> None:
+    """A short write is no error: the rest is written next."""
+    while view:
+        written = disk.write(fd, view)
+        if written <= 0:
+            raise OSError(errno.EIO, "the disk took no bytes and gave no reason")
+        view = view[written:]
+
+
 def replace_file(path: Path, data: bytes) -> None:
     """`path` holds `data`, or what it held before: never a mixture, and for good once this returns."""
     with told(path):
@@ -219,18 +228,6 @@ def hash_file(path: Path) -> str:
         for piece in _pieces_read(fd, 0, os.fstat(fd).st_size, path):
             digest.update(piece)
     return digest.hexdigest()
-
-
-def _pieces_read(fd: int, start: int, stop: int, path: Path) -> Iterator[memoryview]:
-    """Each piece lies in the same memory as the one before, and is to be used before the next is asked for."""
-    view = memoryview(bytearray(min(READ_BYTES, stop - start)))
-    while start < stop:
-        with reading(path):
-            count = os.preadv(fd, [view[:stop - start]], start)
-        if count == 0:
-            raise ArtifactError(f"{path}: ended {stop - start:,} bytes early; another program changes it meanwhile")
-        yield view[:count]
-        start += count
 
 
 def in_thread(pool: ThreadPoolExecutor, function: Callable[[memoryview], T], data: memoryview) -> Future[T]:
@@ -366,12 +363,16 @@ def _pieces(chunk: bytes | memoryview) -> Iterator[memoryview]:
         yield view[start:start + WRITE_BYTES]
 
 
-def write_all(fd: int, view: memoryview) -> None:
-    while view:
-        written = disk.write(fd, view)
-        if written <= 0:
-            raise OSError(errno.EIO, "the disk took no bytes and gave no reason")
-        view = view[written:]
+def _pieces_read(fd: int, start: int, stop: int, path: Path) -> Iterator[memoryview]:
+    """Each piece lies in the same memory as the one before, and is to be used before the next is asked for."""
+    view = memoryview(bytearray(min(READ_BYTES, stop - start)))
+    while start < stop:
+        with reading(path):
+            count = os.preadv(fd, [view[:stop - start]], start)
+        if count == 0:
+            raise ArtifactError(f"{path}: ended {stop - start:,} bytes early; another program changes it meanwhile")
+        yield view[:count]
+        start += count
 
 
 def _require_space(final: Path, needed: int) -> None:

@@ -467,13 +467,13 @@ def tests_of_the_test(full: bool) -> Iterator[tuple[Tally, bool]]:
     """The campaign against a store that is broken on purpose, which it must find out."""
     for names in [(FILES, FOLDERS, LEDGER), (FILES,), (FOLDERS,), (LEDGER,)]:
         tally = power_cut(3, partial(_is_among, names))
-        tally.what = f"a store without the {' and '.join(names)}, power cut"
+        tally.what = f"broken on purpose, without the {' and '.join(names)}: power cut"
         yield tally, bool(tally.broken)
     with written_in_place():
         parts = [lambda: power_cut(1), lambda: killed_at_every_operation(fast=True)]
         for part in parts + [lambda: killed_at_random(20, seed=1)] * full:
             tally = part()
-            tally.what = f"a store without the rename, {tally.what}"
+            tally.what = f"broken on purpose, without the rename: {tally.what}"
             yield tally, bool(tally.broken)
     if full:
         tally = each_fsync_left_out()
@@ -486,7 +486,7 @@ def _is_among(names: tuple[str, ...], kind: str, number: int) -> bool:
 
 def each_fsync_left_out() -> Tally:
     """No fsync is idle: with any single one left out, a power cut breaks a promise."""
-    tally = Tally("a store without one fsync, whichever it is, power cut: those that nobody missed")
+    tally = Tally("broken on purpose, without one fsync, whichever it is: power cut (broken: nobody missed it)")
     for left_out in range(1, 10_000):
         callers: list[str] = []
 
@@ -537,7 +537,7 @@ def main() -> int:
     good = True
     for tally, as_it_must in _timed(run(full)):
         good = good and as_it_must
-        lines.append(f"{'ok  ' if as_it_must else 'FAIL'} {tally}")
+        lines.append(f"{'as it must' if as_it_must else 'FAILED    '}  {tally}")
         print(lines[-1], flush=True)
     lines.append("every promise held, and every broken store was found out" if good else "FAILED")
     print(lines[-1])
