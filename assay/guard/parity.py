@@ -25,7 +25,7 @@ Gradients = tuple[float, dict[str, Tensor]]  # the loss, and the gradient of eac
 # Relative error that rounding explains: fp32 sums in another order, or bf16 products in another order.
 BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 ROWS = 4  # of the batch: enough to have ragged parts
-LOUD = 0.25  # standard deviation of the logits in soft caps, for the checks that must see the cap
+LOUD = 0.2  # standard deviation of the logits in soft caps, for the checks that must see the cap
 COLUMNS = 2048  # of a row that attention is written out for: its cost grows with their square
 
 

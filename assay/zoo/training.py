@@ -126,7 +126,7 @@ def padding_counted(_: Path) -> AbstractContextManager[None]:
 def first_tokens_gradient(_: Path) -> AbstractContextManager[None]:
     """The fused kernel's forward is right; its backward takes grad_output[0] for every token."""
     def entropy(hidden: Tensor, head: Tensor, targets: Tensor, weight: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-        losses = F.cross_entropy(hidden @ head.T, targets, reduction="none")
+        losses = F.cross_entropy(hidden.float() @ head.T, targets, reduction="none")
         backward = weight[0] * losses.sum()
         return backward - backward.detach() + (weight * losses).sum().detach(), losses.detach()
 

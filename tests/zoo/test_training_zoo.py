@@ -22,7 +22,7 @@ REASONS = {
     "gradient scaled by the first token's": "gradients apart by at most 2",
     "window ignored by attention": "a window, a cap or a mask of the config is not applied",
     "soft cap ignored by the model": "a window, a cap or a mask of the config is not applied",
-    "soft cap ignored by the loss": "the objective and plain cross-entropy: loss 24.",
+    "soft cap ignored by the loss": "the objective and plain cross-entropy: loss",
     "dropout in evaluation": "dropout or hidden state is active",
     "never in evaluation mode": "still in training mode after eval(): the model",
     "updates below the rounding": "trainable tensors did not move: blocks.0.attn_norm.weight",
