@@ -71,7 +71,7 @@ def _measure(tokenizer: Tokenizer, sources: list[Source], rule: Rule, seed: int)
     for document, kept in _read(sources, rule, seed):
         if kept and sum(sizes) < SAMPLE_BYTES:
             sizes.append(len(document.raw))
-            tokens.append(len(encoder.encode(document.raw.decode())) // width)
+            tokens.append(len(encoder.encode(document.raw)) // width)
     return Compression(sizes, tokens)
 
 

@@ -80,19 +80,18 @@ class Worker:
         done: list[Encoded] = []
         grams, prints = [np.zeros(0, np.uint64)], [np.zeros(0, np.uint64)]
         for task in tasks:
-            text = task.raw.decode()
-            ids = self.encoder.encode(text)
+            ids = self.encoder.encode(task.raw)
             hit_grams, hit_print, words = self.lookup.hits(task.raw)
             if not task.held_out:
                 grams.append(hit_grams)
                 prints.append(hit_print)
-            lossless = self._decodes_to(text, ids) if task.held_out else -1
+            lossless = self._decodes_to(task.raw, ids) if task.held_out else -1
             done.append(Encoded(task.id, ids, task.held_out, len(task.raw), text_hash(task.raw), words, lossless))
         return Result(done, np.unique(np.concatenate(grams)), np.unique(np.concatenate(prints)))
 
-    def _decodes_to(self, text: str, ids: bytes) -> int:
+    def _decodes_to(self, raw: bytes, ids: bytes) -> int:
         numbers = np.frombuffer(ids, self.encoder.dtype).tolist()
-        return int(self.encoder.backend.decode(numbers, skip_special_tokens=False) == text)
+        return int(self.encoder.backend.decode(numbers, skip_special_tokens=False) == raw.decode())
 
 
 @contextmanager

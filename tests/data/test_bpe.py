@@ -49,7 +49,7 @@ def test_numbers_are_cut_into_at_most_so_many_digits(tmp_path: Path, digits: int
     trained, _ = train_tokenizer([path], 264, rule=Rule(), digits=digits)
     words = [word for word, _ in trained.backend.pre_tokenizer.pre_tokenize_str("12345")]
     assert len(words) == pieces
-    assert Encoder(trained, "<u2").cuts is not None  # and the fast encoder knows its expression
+    assert Encoder(trained, "<u2").cutter is not None  # and the fast encoder knows its expression
 
 
 def test_compression_is_measured_on_text_not_trained_on(jsonl: Path, texts: list[str]) -> None:

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import re
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, pre_tokenizers
 
-from assay.data import encode
-from assay.data.encode import Cuts, Encoder, encode_plain, id_type, plain_backend, safe_cuts, split_expression
+from assay.data import encode, pieces
+from assay.data.encode import Encoder, encode_plain, id_type, known_expression, plain_backend, split_expression
+from assay.data.pieces import Cutter
 from assay.errors import ArtifactError
 from assay.model.tokenizer import Tokenizer
 
@@ -25,8 +25,9 @@ FAMILIES = {
     **{f"llama{n}": pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(split_expression(n)), "isolated"), BARE])
        for n in (1, 2, 3)},
 }
-# One of each kind that the expressions tell apart, and those whose class the two regex engines might see differently.
-ALPHABETS = [("s1'! \n²", 5), ("sſK5'—(\u0301 \t\x0b\x1c\x85\u3000中カй٣\r", 3), ("D'1 \r\n", 5)]
+# One of each kind that the rules tell apart, and characters whose class two Unicode tables might see differently.
+ALPHABETS = [("s1'! \n²", 4), ("D'1 \r\t\n", 4), ("é—5 \n'中", 4),
+             ("sſK5'(\u0301 \t\x0b\x1c\x85\u3000中北カ번가й٣\r×é—\u2003\u2028", 2)]
 
 
 def spec(pre_tokenizer: pre_tokenizers.PreTokenizer) -> dict:
@@ -35,11 +36,18 @@ def spec(pre_tokenizer: pre_tokenizers.PreTokenizer) -> dict:
     return json.loads(backend.to_str())
 
 
+def cut(cutter: Cutter, text: str) -> list[str]:
+    raw = text.encode()
+    starts = cutter.starts(raw).tolist()
+    return [raw[start:end].decode() for start, end in zip(starts, [*starts[1:], len(raw)], strict=True)]
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_cut_changes_what_the_tokenizer_sees(family: str) -> None:
-    """Exhaustively: pieces of all short strings are cut further exactly as the whole string is."""
-    cuts, seen = safe_cuts(spec(FAMILIES[family])), {}
-    assert cuts is not None
+    """Exhaustively: the pieces of all short strings are cut further exactly as the whole string is."""
+    expression, seen = known_expression(spec(FAMILIES[family])), {}
+    assert expression is not None
+    cutter = Cutter(expression.rule)
 
     def words(text: str) -> list[str]:
         if text not in seen:
@@ -49,21 +57,22 @@ def test_no_cut_changes_what_the_tokenizer_sees(family: str) -> None:
     for alphabet, longest in ALPHABETS:
         for length in range(1, longest + 1):
             for text in map("".join, itertools.product(alphabet, repeat=length)):
-                pieces = cuts.pieces.findall(text)
-                assert "".join(pieces) == text
-                assert [word for piece in pieces if piece for word in words(piece)] == words(text), (text, pieces)
-                assert all(words(piece) == [piece.replace(" ", "Ġ")] for piece in pieces if cuts.word.fullmatch(piece)), pieces
+                found = cut(cutter, text)
+                assert "".join(found) == text
+                assert [word for piece in found for word in words(piece)] == words(text), (text, found)
+                whole = [piece for piece in found if expression.word.fullmatch(piece.encode())]
+                assert all(words(piece) == [piece.replace(" ", "Ġ")] for piece in whole), whole
 
 
-def test_a_corpus_of_english_is_really_cut() -> None:
+def test_a_text_is_really_cut() -> None:
     """Or the exhaustive test would pass by never cutting."""
-    text = "The year 2006 (after 17 others) saw [[Anarchism]], it's said.\n\n* Café — new\n"
+    text = "The year 2006 (after 17 others) saw [[Anarchism]], it's said.\n\n* Café — new “北京大学” слово\n"
     for name, pre_tokenizer in FAMILIES.items():
-        cuts = safe_cuts(spec(pre_tokenizer))
-        assert cuts is not None
-        pieces = cuts.pieces.findall(text)
-        assert len(pieces) >= 20, (name, pieces)
-        assert sum(1 for piece in pieces if cuts.word.fullmatch(piece)) >= 9, (name, pieces)
+        expression = known_expression(spec(pre_tokenizer))
+        assert expression is not None
+        found = cut(Cutter(expression.rule), text)
+        assert len(found) >= 26, (name, found)
+        assert sum(1 for piece in found if expression.word.fullmatch(piece.encode())) >= 9, (name, found)
 
 
 @pytest.mark.parametrize("unknown", [
@@ -73,22 +82,22 @@ def test_a_corpus_of_english_is_really_cut() -> None:
     pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(split_expression(3)), "removed"), BARE]),
     pre_tokenizers.Sequence([pre_tokenizers.Whitespace(), GPT2])])
 def test_an_expression_we_have_not_analysed_is_not_cut(unknown: pre_tokenizers.PreTokenizer) -> None:
-    assert safe_cuts(spec(unknown)) is None
+    assert known_expression(spec(unknown)) is None
 
 
 def test_a_normalizer_that_could_see_across_a_cut_is_not_cut(tokenizer: Path) -> None:
     document = Tokenizer.from_folder(tokenizer).document
-    assert safe_cuts(document) is not None
-    assert safe_cuts({**document, "normalizer": {"type": "NFC"}}) is not None
-    assert safe_cuts({**document, "normalizer": {"type": "NFKC"}}) is None
-    assert safe_cuts({**document, "model": {**document["model"], "type": "Unigram"}}) is None
+    assert known_expression(document) is not None
+    assert known_expression({**document, "normalizer": {"type": "NFC"}}) is not None
+    assert known_expression({**document, "normalizer": {"type": "NFKC"}}) is None
+    assert known_expression({**document, "model": {**document["model"], "type": "Unigram"}}) is None
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.text(st.one_of(st.characters(codec="utf-8"), st.sampled_from("ab 1'.\n")), max_size=80))
 def test_ids_are_the_tokenizers_own(tokenizer_and_encoder: tuple, text: str) -> None:
     backend, encoder = tokenizer_and_encoder
-    assert encoder.encode(text) == encode_plain(backend, text, encoder.dtype)
+    assert encoder.encode(text.encode()) == encode_plain(backend, text, encoder.dtype)
 
 
 @pytest.fixture(scope="module")
@@ -97,27 +106,41 @@ def tokenizer_and_encoder(tokenizer: Path) -> tuple:
     return plain_backend(loaded), Encoder(loaded, id_type(loaded))
 
 
-def test_the_memory_is_bounded(tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encode, "REMEMBERED_PIECES", 10)
+@pytest.mark.parametrize("limits", [{"CAPACITY": 64, "BLOCK": 16, "SLOTS": 128}, {"BLOCK": 7}, {"IDS": 10, "BLOCK": 32}])
+def test_the_memory_is_bounded_and_may_forget_at_any_time(tokenizer: Path, monkeypatch: pytest.MonkeyPatch,
+                                                          limits: dict[str, int]) -> None:
+    for name, value in limits.items():
+        monkeypatch.setattr(pieces, name, value)
     loaded = Tokenizer.from_folder(tokenizer)
     encoder = Encoder(loaded, "<u2")
-    text = " ".join(f"w{i}x" for i in range(500)) + " " + "é" * 100 + " end"
-    assert encoder.encode(text) == encode_plain(plain_backend(loaded), text, "<u2")
-    assert len(encoder.pieces) <= 10
-    assert max(map(len, encoder.pieces)) <= encode.REMEMBERED_LENGTH
+    text = " ".join(f"w{chr(97 + i % 26)}x{i * 7919 % 100} {'averylongword' * (i % 5)}" for i in range(500)) + " " + "٣" * 100 + " end"
+    for _ in range(2):
+        assert encoder.encode(text.encode()) == encode_plain(plain_backend(loaded), text, "<u2")
+    assert encoder.memory.pieces <= pieces.CAPACITY
+    assert all(pieces.KEY_BYTES < len(piece) <= pieces.LONG_BYTES for piece in encoder.memory.long)
 
 
-def test_a_wrong_cut_is_caught_on_the_users_own_text(tokenizer: Path) -> None:
-    """The fault: an expression thought safe that is not."""
+def test_pieces_that_differ_in_a_zero_byte_or_in_length_are_told_apart(tokenizer: Path) -> None:
+    """The key is the bytes and the length: padding is no part of it, wherever the piece stands in its words."""
+    loaded = Tokenizer.from_folder(tokenizer)
+    encoder, backend = Encoder(loaded, "<u2"), plain_backend(loaded)
+    stems = ["a", "a" * 7, "a" * 8, "a" * 9, "a" * 14, "a" * 15, "a" * 16]
+    for shift in range(9):
+        for text in (f"{'(' * shift}{stem}{end} b" for stem in stems for end in ("", "\x00", "\x00\x00", "b", "\x01")):
+            assert encoder.encode(text.encode()) == encode_plain(backend, text, "<u2"), text
+
+
+def test_a_wrong_rule_is_caught_on_the_users_own_text(tokenizer: Path) -> None:
+    """The fault: an expression thought safe to cut that is not."""
     encoder = Encoder(Tokenizer.from_folder(tokenizer), "<u2")
-    encoder.cuts = Cuts(re.compile("."), re.compile("x"))  # letter by letter
+    encoder.cutter = Cutter(lambda *_: True)  # letter by letter
     with pytest.raises(ArtifactError, match="other ids than the tokenizer"):
-        encoder.encode("some ordinary words of text, cut in the wrong places")
+        encoder.encode(b"some ordinary words of text, cut in the wrong places")
 
 
 def test_what_a_document_says_cannot_end_it(tokenizer: Path) -> None:
     loaded = Tokenizer.from_folder(tokenizer)
-    ids = np.frombuffer(Encoder(loaded, "<u2").encode("a<|endoftext|>b"), "<u2")
+    ids = np.frombuffer(Encoder(loaded, "<u2").encode(b"a<|endoftext|>b"), "<u2")
     assert loaded.eos not in ids.tolist()
     assert loaded.decode(ids.tolist()) == "a<|endoftext|>b"
     assert loaded.eos in loaded.encode("a<|endoftext|>b")  # the tokenizer itself is left as it was
@@ -128,7 +151,7 @@ def test_added_tokens_that_are_not_special_are_kept(tokenizer: Path) -> None:
     added = {"id": 400, "content": "ab 1!", "single_word": False, "lstrip": False, "rstrip": False,
              "normalized": False, "special": False}
     loaded = Tokenizer({**document, "added_tokens": [*document["added_tokens"], added]}, {}, {})
-    ids = np.frombuffer(Encoder(loaded, "<u2").encode("xx ab 1! yy"), "<u2")
+    ids = np.frombuffer(Encoder(loaded, "<u2").encode(b"xx ab 1! yy"), "<u2")
     assert 400 in ids.tolist()
 
 
@@ -136,4 +159,4 @@ def test_truncation_in_the_file_cannot_cut_a_document(tokenizer: Path) -> None:
     document = Tokenizer.from_folder(tokenizer).document
     truncating = {"max_length": 3, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}
     loaded = Tokenizer({**document, "truncation": truncating}, {}, {})
-    assert len(Encoder(loaded, "<u2").encode("one two three four five six")) // 2 > 3
+    assert len(Encoder(loaded, "<u2").encode(b"one two three four five six")) // 2 > 3
