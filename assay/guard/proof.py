@@ -113,7 +113,7 @@ def examine(request: Request) -> list[Verdict]:
     """The checks themselves, in this process. A stage that refuses the artifact refutes it, and what could not run is UNPROVEN."""
     place = locate(request.path)
     try:
-        raw = read(place)
+        raw = read(place, every_byte=True)
     except ArtifactError as error:
         return [refuted("whole", str(error)), *_not_run("the bytes were refused")]
     whole = proven("whole", f"every file is there, of its size, with strict headers: {len(raw.tensors)} tensors")

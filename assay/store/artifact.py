@@ -99,12 +99,18 @@ def locate(path: str | Path) -> Place:
     raise UsageError(f"{path}: neither manifest.json, config.json nor adapter_config.json is here; this is not a model folder")
 
 
-def read(place: Place) -> Raw:
-    """The bytes: hashes where a manifest records them, strict headers everywhere. Raises ArtifactError."""
+def read(place: Place, *, every_byte: bool = False) -> Raw:
+    """The bytes: hashes where a manifest records them, strict headers everywhere. Raises ArtifactError.
+
+    What is read is checked as it is read; `every_byte` also checks what a model does not need, such as optimizer state.
+    """
     if place.kind == "gguf":
         model = gguf.read(place.path)
         return Raw(place, model.metadata, {}, model.tensors, gguf=model)
-    checkpoint = open_checkpoint(place.path) if place.kind == "checkpoint" else None
+    checkpoint = open_checkpoint(place.path, verify=every_byte) if place.kind == "checkpoint" else None
+    for name in () if checkpoint is None else checkpoint.manifest["files"]:
+        if not name.endswith(".safetensors"):
+            checkpoint.read(name)  # type: ignore[union-attr]  # config, tokenizer and the like are read below by other readers
     for file in place.path.glob("*.j*"):  # config, tokenizer and template: no link may fetch them from elsewhere
         inside(place.path, file.name)
     fields = read_json(place.path / ("adapter_config.json" if place.adapter else "config.json"))
