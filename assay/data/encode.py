@@ -110,6 +110,8 @@ def known_expression(document: Mapping[str, Any]) -> Expression | None:
     *before, last = steps.get("pretokenizers") or [steps]
     if last.get("type") != "ByteLevel" or last["add_prefix_space"]:
         return None
+    if last.get("use_regex", True) and not before:
+        return Expression(gpt2, re.compile(rb" ?(?:[A-Za-z]+|[0-9]+)"))
     if last.get("use_regex", True):
         return Expression(gpt2, re.compile(rb" ?[A-Za-z]+")) if all(step["type"] == "Digits" for step in before) else None
     digits = _llama_digits(before[0]) if len(before) == 1 else None
