@@ -59,8 +59,7 @@ def _global_rows(order: Order, first: int, count: int) -> NDArray[np.int64]:
     """The windows of `count` rows of the run from row `first` on, whichever rank reads them."""
     a_step = order.rows * order.world
     steps = range(first // a_step, -(-(first + count) // a_step))
-    whole = replace(order, rank=0, epochs=order.epochs + 1)  # the last rows of the data do not always fill a step
-    rows = [replace(whole, rank=rank).consumed(step) for step in steps for rank in range(order.world)]
+    rows = [replace(order, rank=rank).consumed(step) for step in steps for rank in range(order.world)]
     return np.concatenate(rows)[first % a_step :][:count]
 
 

@@ -111,6 +111,7 @@ def test_the_first_loss_is_judged_once_and_only_at_step_0():
 def test_a_child_is_held_to_its_parents_loss():
     with pytest.raises(GuardStop, match="these are not the parent's weights"):
         feed(Watch(PEAKS, flat, parent_loss=2.0), steps(falling(EVERY), start=3))
+    assert len(feed(Watch(PEAKS, flat, parent_loss=5.0), steps(falling(3 * EVERY), start=3))) == 3 * EVERY  # later it has learned
 
 
 def test_what_was_read_is_judged_by_whoever_knows_the_data():
