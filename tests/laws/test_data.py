@@ -30,7 +30,7 @@ def test_data_that_ends_under_a_budget_of_time_raises_and_nothing_is_lost(tmp_pa
     assert [row["step"] for row in rows(tmp_path / "run" / "metrics.jsonl") if "loss" in row] == list(range(20))
 
 
-def test_more_epochs_continue_where_the_data_ended(tmp_path: Path):
+def test_the_ledger_says_how_much_of_the_data_was_never_read(tmp_path: Path):
     ended = options(tmp_path / "run", tokens=20 * 256, epochs=1)
     sit(ended)
     assert left_by(ended, 20)["trainer"]["data"]["windows_read"] == 320
