@@ -125,17 +125,14 @@ class Memory:
         return self._gathered(numbers)
 
     def _find(self, keys: NDArray[np.uint64]) -> NDArray[np.int32]:
-        """The number of each piece, or -1. Long pieces have no key, and are not found."""
-        numbers = np.full(len(keys), -1, np.int32)
-        looking = np.flatnonzero(keys[:, 1] != 0)
-        slots = _slots(keys[looking])
+        """The number of each piece, or -1. The zeros of a long piece are the key of none."""
+        slots = _slots(keys)
+        numbers = self.slots[slots]
+        looking = np.flatnonzero((numbers >= 0) & ~_equal(self.keys[numbers], keys))
         while len(looking):
-            there = self.slots[slots]
-            full = there >= 0
-            same = full & (self.keys[there] == keys[looking]).all(axis=1)
-            numbers[looking[same]] = there[same]
-            further = full & ~same
-            looking, slots = looking[further], (slots[further] + 1) % SLOTS
+            slots[looking] = (slots[looking] + 1) % SLOTS
+            numbers[looking] = there = self.slots[slots[looking]]
+            looking = looking[(there >= 0) & ~_equal(self.keys[there], keys[looking])]
         return numbers
 
     def _learn(self, pieces: list[bytes], keys: NDArray[np.uint64]) -> list[int]:
@@ -184,14 +181,14 @@ def kinds_of(raw: bytes) -> Bytes:
     if raw.isascii():
         return kinds
     kinds, codes = kinds.copy(), np.frombuffer(raw, np.uint8)
-    pairs = np.flatnonzero(_isin(codes, 0xC3, 0xC4, 0xC5, 0xC6, 0xC7, 0xC8, 0xD0, 0xD1))  # Latin, Cyrillic
-    pairs = pairs[(codes[pairs] != 0xC3) | ~_isin(codes[pairs + 1], 0x97, 0xB7)]  # but × and ÷
-    triples = np.flatnonzero(_isin(codes, 0xE5, 0xE6, 0xE7, 0xE8, 0xEB, 0xEC))  # U+5000 to U+8FFF, Hangul
-    quotes = np.flatnonzero(codes == 0xE2)
-    quotes = quotes[(codes[quotes + 1] == 0x80) & (codes[quotes + 2] >= 0x90) & (codes[quotes + 2] < 0xA8)]  # – — “ ” …
-    for places, width, kind in ((pairs, 2, LETTER), (triples, 3, LETTER), (quotes, 3, DASH)):
+    leads = np.frombuffer(raw.translate(_LEADS), np.uint8)
+    places = np.flatnonzero(leads)
+    pairs, triples, dashes = (places[leads[places] == group] for group in (1, 2, 3))
+    pairs = pairs[(codes[pairs] != 0xC3) | ((codes[pairs + 1] != 0x97) & (codes[pairs + 1] != 0xB7))]  # not × and ÷
+    dashes = dashes[(codes[dashes + 1] == 0x80) & (codes[dashes + 2] >= 0x90) & (codes[dashes + 2] < 0xA8)]
+    for found, width, kind in ((pairs, 2, LETTER), (triples, 3, LETTER), (dashes, 3, DASH)):
         for k in range(width):
-            kinds[places + k] = kind
+            kinds[found + k] = kind
     return kinds
 
 
@@ -219,10 +216,8 @@ def _slots(keys: NDArray[np.uint64]) -> Places:
     return (mixed % np.uint64(SLOTS)).astype(np.int64)
 
 
-def _isin(codes: Bytes, *values: int) -> NDArray[np.bool_]:
-    table = np.zeros(256, np.bool_)
-    table[list(values)] = True
-    return table[codes]
+def _equal(left: NDArray[np.uint64], right: NDArray[np.uint64]) -> NDArray[np.bool_]:
+    return np.asarray((left[:, 0] == right[:, 0]) & (left[:, 1] == right[:, 1]))
 
 
 def _byte_kind(code: int) -> Kind:
@@ -233,5 +228,9 @@ def _byte_kind(code: int) -> Kind:
     return named.get(char, LETTER if char.isalpha() else DIGIT if char.isdigit() else SIGN)
 
 
+# First bytes of UTF-8 characters that are letters in every version: 1, Latin and Cyrillic (two bytes); 2, U+5000 to U+8FFF
+# and most of Hangul (three). 3: perhaps a sign from U+2010 to U+2027, such as – — “ ” …
+_LEADS = bytes({0xE2: 3, **dict.fromkeys((0xC3, 0xC4, 0xC5, 0xC6, 0xC7, 0xC8, 0xD0, 0xD1), 1),
+                **dict.fromkeys((0xE5, 0xE6, 0xE7, 0xE8, 0xEB, 0xEC), 2)}.get(code, 0) for code in range(256))
 _BYTE_KINDS = bytes(_byte_kind(code) for code in range(256))
 _MASKS = np.asarray([(1 << 8 * length) - 1 for length in range(9)], np.uint64)
