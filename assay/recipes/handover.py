@@ -10,7 +10,7 @@ from assay.errors import ArtifactError
 from assay.guard.proof import Request, mark, prove
 from assay.learn.ema import averaged
 from assay.measure.held_out import HeldOut, score
-from assay.model.placement import default_device, place_for_training
+from assay.model.placement import place_for_training
 from assay.recipes.looks import Looks
 from assay.recipes.run import Run, plain
 from assay.recipes.squeezed import squeezed
@@ -93,7 +93,7 @@ def rescored(artifact: Artifact, corpus: Corpus, rows: int, length: int) -> Held
 
 def check_look(looks: Looks, best: Path, corpus: Corpus, rows: int, length: int) -> Verdict:
     """The bytes of the best checkpoint score what the look recorded of the live model: they are the weights that were scored."""
-    model = place_for_training(build(scored(open_artifact(best))), default_device(), compile=False)
+    model = place_for_training(build(scored(open_artifact(best))), looks.device, compile=False)
     found = score(model, corpus, rows=rows, length=length, count=looks.documents).per_document
     recorded, bound = looks.losses[looks.steps.index(looks.best_step())], SAME_LOOK[model.compute_dtype or torch.float32]
     error = float(abs(found - recorded).max() / recorded.mean())

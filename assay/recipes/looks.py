@@ -23,9 +23,10 @@ class Looks:
     From step `repeats_from` on the corpus is read again: before, every training loss is of text that was never seen.
     """
 
-    def __init__(self, run: Run, corpus: Corpus, *, rows: int, length: int, documents: int, repeats_from: int):
+    def __init__(self, run: Run, corpus: Corpus, *, rows: int, length: int, documents: int, repeats_from: int,
+                 device: str):
         self.run, self.corpus, self.rows, self.length, self.documents = run, corpus, rows, length, documents
-        self.repeats_from = repeats_from
+        self.repeats_from, self.device = repeats_from, device
         self.file = run.folder / "looks.jsonl"
         self.steps: list[int] = []
         self.losses: list[np.ndarray] = []  # per document

@@ -101,7 +101,7 @@ class Pretraining:
         self.run = Run(Path(config.out), config, say=say)  # a request that was refused until here leaves no folder
         self.accumulate: Accumulate = GraphedAccumulate() if self.plan.device.startswith("cuda") else loop.accumulated
         self.looks = Looks(self.run, self.corpus, rows=self.plan.micro, length=config.length, documents=config.look_documents,
-                           repeats_from=self.order.windows // self.plan.rows)
+                           repeats_from=self.order.windows // self.plan.rows, device=self.plan.device)
         self.watch = Watch([group["lr"] for group in self.optimizer.param_groups], self.multiplier, vocab=self.plan.model.vocab,
                            consumed=partial(check_consumed, order=self.order))
         self.start = self.done = self.saved = 0  # steps taken before this sitting, in all, and up to the last save

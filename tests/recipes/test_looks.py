@@ -26,7 +26,7 @@ def run(tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch) -> Run
 
 
 def looks_of(run: Run, repeats_from: int = 100) -> Looks:
-    return Looks(run, corpus(), rows=8, length=32, documents=3, repeats_from=repeats_from)
+    return Looks(run, corpus(), rows=8, length=32, documents=3, repeats_from=repeats_from, device="cpu")
 
 
 def test_a_look_scores_the_same_documents_each_time_and_writes_them_down(run: Run, said: list[str]):
