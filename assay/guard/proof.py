@@ -7,6 +7,7 @@ hallmark.json where everything demanded is PROVEN, quarantine.json otherwise. `P
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -31,6 +32,7 @@ CHECKS: tuple[Callable[[Subject], Verdict], ...] = (
     check_hashes, check_loaded, check_values, check_fields, check_tokenizer, check_answers, check_lineage, check_consumer,
     check_generations)
 TIMEOUT = 1800.0
+ENDED_FROM_OUTSIDE = {signal.SIGINT, signal.SIGTERM, signal.SIGKILL, signal.SIGHUP}  # says nothing about the artifact
 
 
 @dataclass(frozen=True)
@@ -50,11 +52,15 @@ def prove(request: Request, *, timeout: float = TIMEOUT) -> list[Verdict]:
         command = [sys.executable, "-m", "assay.guard.proof", json.dumps(asdict(request)), str(answer)]
         environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment)
+            # A process group of its own: a Ctrl-C that ends the run must not look like a proof that failed.
+            done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment, start_new_session=True)
         except subprocess.TimeoutExpired:
             return [refuted("process", f"the fresh process did not finish within {timeout:.0f} s")]
         if done.returncode == UsageError.exit_code:
             raise UsageError(done.stderr.strip().removeprefix("assay: "))
+        if -done.returncode in ENDED_FROM_OUTSIDE:
+            return [unproven("process", f"the fresh process was ended by signal {-done.returncode} before it could say anything; "
+                                        "prove it again")]
         if not answer.exists():
             tail = done.stderr.strip().splitlines()[-1:] or ["no output"]
             return [refuted("process", f"the fresh process died with exit code {done.returncode}: {tail[0]}", stderr=done.stderr[-2000:])]
@@ -99,9 +105,9 @@ class Prover:
         return bool(self._pending)
 
     def finished(self) -> list[tuple[Path, list[Verdict]]]:
-        done = [(folder, future.result()) for folder, future in self._pending if future.done()]
-        self._pending = [(folder, future) for folder, future in self._pending if not future.done()]
-        return done
+        ended = [(folder, future) for folder, future in self._pending if future.done()]  # asked once: one may end meanwhile
+        self._pending = [pending for pending in self._pending if pending not in ended]
+        return [(folder, future.result()) for folder, future in ended]
 
     def close(self) -> list[tuple[Path, list[Verdict]]]:
         """Wait for every proof under way."""

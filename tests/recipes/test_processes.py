@@ -46,12 +46,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict:
     return left_by(config)
 
 
-dies_with_the_group = pytest.mark.xfail(strict=True, reason="a proof dies of the group's signal, and its save is quarantined for it")
-
-
-@pytest.mark.parametrize(("number", "code"), [
-    pytest.param(signal.SIGTERM, 143, marks=dies_with_the_group), pytest.param(signal.SIGINT, 130, marks=dies_with_the_group),
-    (signal.SIGKILL, -9)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)])
 def test_a_signal_to_the_whole_group_and_then_the_rest_of_the_run(number: int, code: int, tmp_path: Path, uninterrupted: dict):
     """As a terminal's Ctrl-C and a batch system's kill come: to the proofs under way as well. They say nothing against a save."""
     config = options(tmp_path / "run")
