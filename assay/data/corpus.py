@@ -13,9 +13,11 @@ that every byte is paid for, and its end is predicted too. It costs two tokens a
 
 import hashlib
 import json
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +43,12 @@ class Split:
     """One side of a corpus: a stream of ids over its shards, and the documents in it."""
 
     shards: tuple[NDArray[Any], ...]
-    starts: NDArray[np.int64]  # of each shard in the stream, and the end
+    starts: tuple[int, ...]  # of each shard in the stream, and the end
     index: NDArray[Any]  # INDEX records, in stream order
 
     @property
     def tokens(self) -> int:
-        return int(self.starts[-1])
+        return self.starts[-1]
 
     @cached_property
     def offsets(self) -> NDArray[np.int64]:
@@ -63,11 +65,11 @@ class Split:
 
     def read(self, start: int, stop: int) -> NDArray[Any]:
         """Ids start..stop of the stream, across shards; without a copy inside one."""
-        first, last = np.searchsorted(self.starts, [start, max(stop - 1, start)], side="right") - 1
-        if first == last:
+        first = bisect_right(self.starts, start) - 1
+        if stop <= self.starts[first + 1]:
             return self.shards[first][start - self.starts[first] : stop - self.starts[first]]
-        parts = [self.shards[i][max(start - self.starts[i], 0) : stop - self.starts[i]] for i in range(first, last + 1)]
-        return np.concatenate(parts)
+        last = bisect_left(self.starts, stop)
+        return np.concatenate([self.shards[i][max(start - self.starts[i], 0) : stop - self.starts[i]] for i in range(first, last)])
 
     def document(self, number: int) -> NDArray[Any]:
         """A document's ids, with the boundary token on both sides."""
@@ -172,7 +174,7 @@ def open_split(folder: Path, side: str, files: Files, dtype: str) -> Split:
     names = sorted(name for name in files if name.startswith(f"{side}-") and name != f"{side}-index.bin")
     shards = tuple(np.memmap(folder / name, dtype, "r").view(np.ndarray) for name in names)
     index: NDArray[Any] = np.fromfile(folder / f"{side}-index.bin", INDEX)
-    return Split(shards, np.cumsum([0, *map(len, shards)], dtype=np.int64), index)
+    return Split(shards, tuple(accumulate(map(len, shards), initial=0)), index)
 
 
 def _check_samples(corpus: Corpus) -> None:

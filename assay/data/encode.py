@@ -17,7 +17,7 @@ from assay.data.pieces import Cutter, Memory, Rule, gpt2, llama
 from assay.errors import ArtifactError, UsageError
 from assay.model.tokenizer import Tokenizer
 
-CHECK_EVERY, CHECK_BYTES = 1 << 18, 1 << 11  # bytes between two spot checks and in one: about 2 % of the work
+CHECK_EVERY, CHECK_BYTES = 1 << 19, 1 << 11  # bytes between two spot checks and in one: about 1 % of the work
 END_OF_DOCUMENT = "<|endoftext|>"
 
 # Llama-3's pre-tokenizer expression, the most digits of one token left open (its tokenizer.json says 3, Qwen2's 1).

@@ -10,7 +10,7 @@ from assay.data.corpus import Corpus
 
 
 def sized(corpus: Corpus, tokens: int) -> Corpus:
-    return replace(corpus, train=replace(corpus.train, starts=np.array([0, tokens])))
+    return replace(corpus, train=replace(corpus.train, starts=(0, tokens)))
 
 
 def test_a_sound_budget_has_no_warning(corpus: Corpus) -> None:
