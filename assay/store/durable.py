@@ -178,9 +178,11 @@ def sweep(folder: Path) -> list[Path]:
     swept = []
     with told(folder):
         for path in sorted(folder.iterdir()):
-            if path.name.startswith(TRASH) or (path.name.startswith(PARTIAL) and _abandoned(path)):
+            if path.name.startswith(TRASH):
                 _remove_tree(path)
-                swept.append(path)
+            elif not (path.name.startswith(PARTIAL) and _removed_if_abandoned(path)):
+                continue
+            swept.append(path)
     return swept
 
 
@@ -309,14 +311,20 @@ def _locked(fd: int) -> bool | None:
     return True
 
 
-def _abandoned(path: Path) -> bool:
-    """Nobody holds its lock, and it is still there: a writer renames its work before it lets go."""
+def _removed_if_abandoned(path: Path) -> bool:
+    """Remove what nobody holds the lock of and is still there: a writer renames its work before it lets go.
+
+    The lock is kept until all of it is gone: a writer that has just made the name finds it taken, and makes another.
+    """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return False
     with _closing(fd):
-        return _locked(fd) is True and _names(path, fd)
+        abandoned = _locked(fd) is True and _names(path, fd)
+        if abandoned:
+            _remove_tree(path)
+    return abandoned
 
 
 def _names(path: Path, fd: int) -> bool:

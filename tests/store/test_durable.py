@@ -121,6 +121,25 @@ def test_a_writer_whose_new_folder_was_swept_takes_another(tmp_path: Path) -> No
     assert names(tmp_path) == ["final"]
 
 
+@pytest.mark.parametrize("make", [Path.mkdir, Path.touch], ids=["folder", "file"])
+def test_a_sweeper_keeps_the_lock_until_all_is_gone(tmp_path: Path, make) -> None:
+    """Else a writer that made the name a moment ago takes the lock, writes, and has its work removed under its hands."""
+    make(tmp_path / ".partial-old-1-1")
+    locks: list[bool | None] = []
+
+    def lock_before_removing(name, operation, *arguments):
+        if name in ("rmdir", "unlink"):
+            fd = os.open(arguments[0], os.O_RDONLY)
+            locks.append(durable._locked(fd))
+            os.close(fd)
+        return operation(*arguments)
+
+    with installed(Watched(lock_before_removing)):
+        durable.sweep(tmp_path)
+    assert locks == [False]
+    assert names(tmp_path) == []
+
+
 def test_where_the_filesystem_has_no_locks_saving_works_and_sweeping_spares_all(tmp_path: Path) -> None:
     def no_locks(name, operation, *arguments):
         if name == "lock":
