@@ -1,4 +1,4 @@
-"""Batch: everything an objective may see, as aligned streams of shape (B, T).
+"""Batch: everything an objective may see, as aligned streams of shape (B, T), or (B, T, K) for what has K entries a token.
 
 SFT is pretraining with other weights; a new method adds at most one stream here, and `split` and `to` carry it along.
 """
@@ -13,7 +13,8 @@ from torch import Tensor
 from assay.errors import DataError
 from assay.model.attention import PADDING, document_starts
 
-DTYPES = {"tokens": torch.int64, "weight": torch.float32, "documents": torch.int32, "positions": torch.int32}
+DTYPES = {"tokens": torch.int64, "documents": torch.int32, "positions": torch.int32, "teacher_ids": torch.int32}  # others: float32
+DEEP = {"teacher_ids", "teacher_logprobs"}  # streams of shape (B, T, K)
 Ids = tuple[tuple[int | str, ...], ...]
 
 
@@ -30,6 +31,11 @@ class Batch:
     documents: Tensor | None = None  # (B, T) int32: which packed document a token belongs to; -1 = padding
     positions: Tensor | None = None  # (B, T) int32: place within the document's piece in this row; 0 in padding
     ids: Ids = ()  # for each row, the examples it consumed: what the data ledger counts
+    advantage: Tensor | None = None  # (B, T) float32: how much better than its group the completion of this token was
+    behaviour: Tensor | None = None  # (B, T) float32: log-probability under the distribution the token was sampled from
+    reference: Tensor | None = None  # (B, T) float32: log-probability under the reference policy
+    teacher_ids: Tensor | None = None  # (B, T, K) int32: the teacher's K likeliest tokens in the place of this one
+    teacher_logprobs: Tensor | None = None  # (B, T, K) float32: their log-probabilities
     starts: Tensor | None = None  # not a stream: where documents begin in the flattened rows, made when going to a GPU
 
     def __post_init__(self) -> None:
@@ -66,9 +72,9 @@ class Batch:
 
 
 def _check_stream(name: str, stream: Tensor, tokens: Tensor) -> None:
-    if tokens.ndim != 2 or stream.shape != tokens.shape:
+    if tokens.ndim != 2 or stream.shape[:2] != tokens.shape or stream.ndim != (3 if name in DEEP else 2):
         raise DataError(f"{name} has shape {tuple(stream.shape)}, tokens {tuple(tokens.shape)}; "
-                        "every stream of a batch is (rows, length)")
+                        f"every stream of a batch is (rows, length{', entries' if name in DEEP else ''})")
     expected = DTYPES.get(name, torch.float32)
     if stream.dtype != expected:
         raise DataError(f"{name} is {stream.dtype}; a batch holds it as {expected}")

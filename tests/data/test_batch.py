@@ -15,7 +15,7 @@ def batch(**changed: object) -> Batch:
 
 
 def test_parts_are_the_whole() -> None:
-    whole = batch()
+    whole = batch(advantage=torch.rand(3, 4), teacher_ids=torch.arange(24, dtype=torch.int32).view(3, 4, 2))
     parts = list(whole.split(2))
     assert [len(part) for part in parts] == [2, 1]
     assert sum((part.ids for part in parts), ()) == whole.ids
@@ -33,6 +33,9 @@ def test_parts_are_the_whole() -> None:
     ({"positions": torch.zeros(3, 4)}, "positions is torch.float32"),
     ({"tokens": torch.zeros(3, 4)}, "tokens is torch.float32"),
     ({"ids": ((1,),)}, "ids for 1"),
+    ({"advantage": torch.zeros(3, 4, 1)}, r"advantage has shape \(3, 4, 1\)"),
+    ({"teacher_ids": torch.zeros(3, 4, dtype=torch.int32)}, "rows, length, entries"),
+    ({"teacher_ids": torch.zeros(3, 4, 2)}, "teacher_ids is torch.float32"),
     ({"weight": torch.ones(3, 4)}, "column 0 has weight 1"),
     ({"weight": torch.tensor([[0.0, 1, 0, 1], [0, 0, 0.5, 0], [0, 0, 0, 0]])}, "row 1, column 2: the first token"),
     ({"documents": torch.tensor([[0, 0, 1, -1]] * 3, dtype=torch.int32)}, "row 0, column 3: the first token of a document, or padding")])
