@@ -9,13 +9,14 @@ estimated. How often the intervals cover the truth was computed or simulated: se
 """
 
 import math
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from assay.errors import DataError
+from assay.errors import DataError, UsageError
 
 Array = NDArray[np.float64]
 
@@ -139,6 +140,34 @@ def bits_per_byte(
     if (nll < 0).any():
         raise DataError(f"document {int((nll < 0).argmax())} has a negative nll: no probability is above 1")
     return ratio(nll / math.log(2), finite("document's byte count", bytes_per_document), level=level)
+
+
+def pass_at_k(n: int, correct: int, k: int) -> float:
+    """The chance that k samples, drawn without replacement from n of which `correct` are right, hold a right one.
+
+    Unbiased for the chance that k fresh samples do (Chen et al. 2021). Of one problem: its samples are counted here,
+    never problems, and never more of them than were drawn.
+    """
+    if not 1 <= k <= n:
+        raise UsageError(f"pass@{k} of {n} samples: k must lie between 1 and the number of samples; draw at least {k}")
+    if not 0 <= correct <= n:
+        raise DataError(f"pass@{k}: {correct} correct of {n} samples is no count")
+    return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
+
+
+def majority(answers: Sequence[Hashable | None], correct: Sequence[bool]) -> float:
+    """The chance that the most frequent answer of one problem's samples is right, ties being broken at random.
+
+    An answer that was not parsed is None and has no vote; where nobody votes the problem is wrong. Give answers in
+    their canonical form: equal ones must be equally right.
+    """
+    right: dict[Hashable, bool] = {}
+    for answer, good in zip(answers, correct, strict=True):
+        if answer is not None and right.setdefault(answer, good) != good:
+            raise DataError(f"the answer {answer!r} is marked right in one sample and wrong in another")
+    votes = Counter(answer for answer in answers if answer is not None)
+    winners = [answer for answer, count in votes.items() if count == max(votes.values())]
+    return sum(right[answer] for answer in winners) / len(winners) if winners else 0.0
 
 
 def finite(what: str, values: ArrayLike) -> Array:
