@@ -36,6 +36,7 @@ class Batch:
     reference: Tensor | None = None  # (B, T) float32: log-probability under the reference policy
     teacher_ids: Tensor | None = None  # (B, T, K) int32: the teacher's K likeliest tokens in the place of this one
     teacher_logprobs: Tensor | None = None  # (B, T, K) float32: their log-probabilities
+    divisor: float | None = None  # what the sum over this batch is divided by, where that is not the sum of its weights
     starts: Tensor | None = None  # not a stream: where documents begin in the flattened rows, made when going to a GPU
 
     def __post_init__(self) -> None:

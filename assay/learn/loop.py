@@ -53,7 +53,7 @@ def train(model: Transformer, optimizer: torch.optim.Optimizer, batches: Iterabl
         multiplier = schedule(index)
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * multiplier
-        loss = accumulate(model, objective, batch, micro, weight)
+        loss = accumulate(model, objective, batch, micro, weight if batch.divisor is None else batch.divisor)
         grad_norm = nn.utils.clip_grad_norm_(parameters, clip)
         alarm.watch(index, loss, grad_norm)
         guarded_step(optimizer, alarm)
