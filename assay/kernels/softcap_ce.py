@@ -168,19 +168,19 @@ class _Sweep:
         d_head_VD = torch.zeros_like(head_VD, dtype=torch.float32) if want_head else None
         in_place = self.logits == self.compute
         gradient = want_hidden or want_head
-        chunk = self.chunk or _even_chunk(N, V, self.logits.itemsize + (0 if in_place else self.compute.itemsize))
+        chunk = self.chunk or even_chunk(N, V, self.logits.itemsize + (0 if in_place else self.compute.itemsize))
         logits_CV = _padded_rows(hidden_ND, min(chunk, N), V, self.logits)
         grads_CV = logits_CV if in_place or not gradient else _padded_rows(hidden_ND, min(chunk, N), V, self.compute)
         for start in range(0, N, chunk):
             part = slice(start, min(start + chunk, N))
             logits, grads = logits_CV[: part.stop - start], grads_CV[: part.stop - start]
-            _product(hidden_ND[part], head_VD.T, out=logits)
+            product(hidden_ND[part], head_VD.T, out=logits)
             self._rows(logits, grads if gradient else None, targets_N[part], losses_N[part],
                        None if weight_N is None else weight_N[part])
             if d_hidden_ND is not None:
-                _product(grads, head_VD, out=d_hidden_ND[part])
+                product(grads, head_VD, out=d_hidden_ND[part])
             if d_head_VD is not None:
-                _product(grads.T, hidden_ND[part], out=d_head_VD, add=True)
+                product(grads.T, hidden_ND[part], out=d_head_VD, add=True)
         return losses_N, d_hidden_ND, d_head_VD
 
     def _rows(self, logits_CV: Tensor, grads_CV: Tensor | None, targets_C: Tensor, losses_C: Tensor,
@@ -202,7 +202,7 @@ def launch_shape(vocab: int) -> tuple[int, int]:
     return block, max(1, block // 512)
 
 
-def _even_chunk(N: int, V: int, bytes_per_logit: int) -> int:
+def even_chunk(N: int, V: int, bytes_per_logit: int) -> int:
     """Tokens a chunk, so that its logits stay within CHUNK_BYTES and the last chunk is about as long as the others."""
     most = max(128, CHUNK_BYTES // (bytes_per_logit * V))
     even = math.ceil(N / math.ceil(N / most)) if N else 1
@@ -213,11 +213,12 @@ def _padded_rows(like: Tensor, rows: int, V: int, dtype: torch.dtype) -> Tensor:
     return like.new_empty(rows, math.ceil(V / LANES) * LANES, dtype=dtype)[:, :V]
 
 
-def _product(a: Tensor, b: Tensor, *, out: Tensor, add: bool = False) -> None:
+def product(a: Tensor, b: Tensor, *, out: Tensor, add: bool = False) -> None:
     """out = a @ b (+ out), summed in fp32 and rounded once, to out's dtype."""
-    if not a.is_cuda:  # the interpreter's case: PyTorch has no product of mixed precision on the CPU
-        product = a.float() @ b.float()
-        out.copy_(product + out if add else product)
+    if not a.is_cuda:  # PyTorch has no product of mixed precision on the CPU
+        wide = torch.promote_types(out.dtype, torch.float32)
+        made = a.to(wide) @ b.to(wide)
+        out.copy_(made + out if add else made)
     elif a.dtype == out.dtype:
         torch.addmm(out, a, b, beta=float(add), out=out)
     else:
