@@ -21,6 +21,7 @@ from assay.model.transformer import Attention, Block, Transformer, rotate
 from assay.verdict import Outcome, Verdict, proven, refuted
 
 Gradients = tuple[float, dict[str, Tensor]]  # the loss, and the gradient of each parameter that has one
+Naive = Callable[[Transformer, Batch], Tensor]  # an objective written out: the mean loss over the batch's weight
 
 # Relative error that rounding explains: fp32 sums in another order, or bf16 products in another order.
 BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
@@ -29,14 +30,17 @@ LOUD = 0.2  # standard deviation of the logits in soft caps, for the checks that
 COLUMNS = 2048  # of a row that attention is written out for: its cost grows with their square
 
 
-def preflight(model: Transformer, objective: Objective, batch: Batch, accumulate: Accumulate | None = None) -> list[Verdict]:
+def preflight(model: Transformer, objective: Objective, batch: Batch, accumulate: Accumulate | None = None,
+              naive: Naive | None = None) -> list[Verdict]:
     """Every check of this file. The model's weights, gradients and mode are as before afterwards.
 
-    `accumulate` is what the loop will be given: what is checked must be what runs.
+    `accumulate` is what the loop will be given: what is checked must be what runs. `naive` is the objective written
+    out; without it, next-token cross-entropy.
     """
     batch = sample_rows(batch)
-    return [check_attention(model, batch), check_loss(model, objective, batch), check_accumulation(model, objective, batch, accumulate),
-            check_isolation(model, batch), check_padding(model, objective, batch), check_determinism(model, objective, batch)]
+    return [check_attention(model, batch), check_loss(model, objective, batch, naive),
+            check_accumulation(model, objective, batch, accumulate), check_isolation(model, batch),
+            check_padding(model, objective, batch), check_determinism(model, objective, batch)]
 
 
 @torch.no_grad()
@@ -53,13 +57,14 @@ def check_attention(model: Transformer, batch: Batch) -> Verdict:
     return proven("attention", words, error=error)
 
 
-def check_loss(model: Transformer, objective: Objective, batch: Batch) -> Verdict:
-    """The objective equals next-token cross-entropy written out in full logits, in value and in gradient, whatever the weights."""
+def check_loss(model: Transformer, objective: Objective, batch: Batch, naive: Naive | None = None) -> Verdict:
+    """The objective equals its naive twin, written out in full logits, in value and in gradient, whatever the weights."""
     uneven = replace(batch, weight=_uneven(batch.weight))
     with loud(model, sample_rows(batch)):
         ours = gradients(model, lambda: objective(model, uneven).total / uneven.weight.sum())
-        naive = gradients(model, lambda: naive_loss(model, uneven))
-    return _compared("loss", "the objective and plain cross-entropy", ours, naive, model)
+        written_out = gradients(model, lambda: (naive or naive_loss)(model, uneven))
+    twin = "plain cross-entropy" if naive is None else "its formula written out"
+    return _compared("loss", f"the objective and {twin}", ours, written_out, model)
 
 
 def check_accumulation(model: Transformer, objective: Objective, batch: Batch, accumulate: Accumulate | None = None) -> Verdict:
@@ -86,11 +91,11 @@ def check_isolation(model: Transformer, batch: Batch) -> Verdict:
 
 def check_padding(model: Transformer, objective: Objective, batch: Batch) -> Verdict:
     """Columns of padding add nothing to the loss."""
-    pad = lambda stream, value: torch.nn.functional.pad(stream, (0, 8), value=value)  # noqa: E731
     documents = batch.documents if batch.documents is not None else torch.zeros_like(batch.tokens, dtype=torch.int32)
-    positions = None if batch.positions is None else pad(batch.positions, 0)
     plain = replace(batch, documents=documents)
-    padded = replace(batch, tokens=pad(batch.tokens, 0), weight=pad(batch.weight, 0.0), documents=pad(documents, -1), positions=positions)
+    columns = {name: torch.full_like(stream[:, :1], -1 if name == "documents" else 0) for name, stream in plain.streams().items()}
+    padding: dict[str, Any] = {name: torch.cat([stream, *[columns[name]] * 8], 1) for name, stream in plain.streams().items()}
+    padded = replace(plain, **padding)
     with torch.no_grad():
         one, two = (float(objective(model, b).total) for b in (plain, padded))
     error = abs(one - two) / max(abs(one), 1e-9)
