@@ -14,7 +14,7 @@ class Loss(NamedTuple):
     total: Tensor  # a SUM over weighted tokens; the loop divides once per step
     weight: Tensor  # the weight that this sum carries
     losses: Tensor | None = None  # (B, T) per token where the method has them, detached; column 0 is 0
-    metrics: Mapping[str, Tensor] | None = None  # what else the method measured, detached, on the device: sums, but for names that end in /max
+    metrics: Mapping[str, Tensor] | None = None  # what else was measured, on the device: sums, or maxima where a name ends in /max
 
 
 Objective = Callable[[Transformer, Batch], Loss]

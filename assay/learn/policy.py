@@ -1,0 +1,234 @@
+"""Policy gradients as objectives: GRPO and its family, in which only the ratio, the clip, the KL and the weights differ.
+
+A batch says, token by token, what was sampled (`tokens`), how likely that was (`behaviour`), how much better than its
+siblings it did (`advantage`), what the reference thinks of it (`reference`), and how much it counts (`weight`). How a batch
+is normalised stands in its weights and its divisor alone (learn/advantage.py), so that the objective stays a sum: neither
+micro-batches nor inner epochs can change a step.
+
+Shapes: B rows, T time. A sequence is a document of a row, or the whole row where documents are not given.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from assay.data.batch import Batch
+from assay.errors import DataError, UsageError
+from assay.kernels.linear_entropy import linear_logprobs_entropy
+from assay.kernels.softcap_ce import linear_logprobs
+from assay.learn.objectives import Loss, Objective
+from assay.model.transformer import Transformer
+
+Ratio = Literal["token", "sequence", "cispo"]
+Divergence = Literal["none", "k1", "k2", "k3"]
+
+
+@dataclass(frozen=True, eq=False)
+class Surrogate:
+    """What is asked of a policy-gradient objective; the guards write the same loss out from this record alone.
+
+    `ratio`: "token" is PPO's; "sequence" is GSPO's, the geometric mean over the sequence; "cispo" lets every token learn,
+    with its ratio, at most 1 + epsilon_high, as a constant factor. A weight may be a tensor that the caller refills between
+    steps: that is how an entropy bonus decays. k1 as a loss has a gradient of mean 0 where policy and behaviour agree: it is
+    there to be compared with, k2 and k3 are there to be used.
+    """
+
+    ratio: Ratio = "token"
+    epsilon: float = 0.2
+    epsilon_high: float | None = None  # None: epsilon; larger is DAPO's clip-higher
+    kl: Divergence = "none"
+    kl_weight: float | Tensor = 0.0
+    entropy_weight: float | Tensor = 0.0
+    temperature: float = 1.0  # the one that was sampled with
+    measure_entropy: bool = True  # where it is not in the loss, it costs a slower pass over the logits
+
+    def __post_init__(self) -> None:
+        if self.ratio not in get_args(Ratio) or self.kl not in get_args(Divergence):
+            raise UsageError(f"policy gradient: ratio {self.ratio!r} and kl {self.kl!r}; expected one of {', '.join(get_args(Ratio))} "
+                             f"and one of {', '.join(get_args(Divergence))}")
+        if not (0 < self.epsilon < 1 and self.high > 0 and self.temperature > 0):
+            raise UsageError(f"policy gradient: epsilon {self.epsilon}, epsilon_high {self.high}, temperature {self.temperature}; "
+                             "expected 0 < epsilon < 1 and the others above 0")
+        if self.kl == "none" and not _is_zero(self.kl_weight):
+            raise UsageError(f"policy gradient: kl_weight is {self.kl_weight} but kl is 'none', so that nothing would be weighed; "
+                             "choose k2 or k3, or set kl_weight to 0")
+
+    @property
+    def high(self) -> float:
+        return self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+    @property
+    def wants_entropy(self) -> bool:
+        return self.measure_entropy or not _is_zero(self.entropy_weight)
+
+
+def policy_gradient(asked: Surrogate) -> Objective:
+    """Σ weight · (−surrogate + kl_weight · KL − entropy_weight · entropy), over the tokens that count."""
+    def objective(model: Transformer, batch: Batch) -> Loss:
+        behaviour, advantage = _stream(batch, "behaviour"), _stream(batch, "advantage")
+        logp_BT, entropy_BT = token_logprobs(model, batch, asked.temperature, entropy=asked.wants_entropy)
+        counts_BT = batch.weight != 0  # elsewhere the streams may hold anything
+        log_ratio_BT = torch.where(counts_BT, logp_BT - behaviour, 0.0)
+        gained = SURROGATES[asked.ratio](asked, batch, log_ratio_BT, logp_BT, advantage)
+        loss_BT = -gained.surrogate
+        if not _is_zero(asked.kl_weight):
+            loss_BT = loss_BT + asked.kl_weight * DIVERGENCES[asked.kl](logp_BT - _stream(batch, "reference"))
+        if entropy_BT is not None and not _is_zero(asked.entropy_weight):
+            loss_BT = loss_BT - asked.entropy_weight * entropy_BT
+        losses_BT = torch.where(counts_BT, loss_BT, 0.0)
+        metrics = _measured(batch, counts_BT, gained, log_ratio_BT.detach(), logp_BT.detach(), entropy_BT)
+        return Loss((batch.weight * losses_BT).sum(), batch.weight.sum(), losses_BT.detach(), metrics)
+
+    return objective
+
+
+def token_logprobs(model: Transformer, batch: Batch, temperature: float = 1.0, *, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
+    """log p of each token given those before it, and on request the entropy of what it was drawn from; column 0 is 0.
+
+    The logits never exist whole. What the first token of a packed document holds means nothing: nothing predicts it.
+    """
+    states = model.hidden(batch.tokens, documents=batch.documents, positions=batch.positions, starts=batch.starts)
+    B, T, D = states.shape
+    flat = states.reshape(B * T, D), model.head_weight(), batch.tokens.roll(-1, 1).reshape(-1)
+    if entropy:
+        logp, spread = linear_logprobs_entropy(*flat, softcap=model.config.softcap, temperature=temperature)
+        return _onto_targets(logp.view(B, T)), _onto_targets(spread.view(B, T))
+    return _onto_targets(linear_logprobs(*flat, softcap=model.config.softcap, temperature=temperature).view(B, T)), None
+
+# ---------------------------------------------------------------- surrogates
+
+
+class Gained(NamedTuple):
+    surrogate: Tensor  # (B, T): what is to become larger
+    ratio: Tensor  # (B, T), detached
+    low: Tensor  # (B, T): where the clip holds a token back that had become too rare
+    high: Tensor  # (B, T): … or too likely
+
+
+def token_surrogate(asked: Surrogate, batch: Batch, log_ratio_BT: Tensor, logp_BT: Tensor, advantage_BT: Tensor) -> Gained:
+    return _clipped(asked, log_ratio_BT.exp(), advantage_BT)
+
+
+def sequence_surrogate(asked: Surrogate, batch: Batch, log_ratio_BT: Tensor, logp_BT: Tensor, advantage_BT: Tensor) -> Gained:
+    return _clipped(asked, sequence_mean(log_ratio_BT, batch.weight != 0, batch.documents).exp(), advantage_BT)
+
+
+def cispo_surrogate(asked: Surrogate, batch: Batch, log_ratio_BT: Tensor, logp_BT: Tensor, advantage_BT: Tensor) -> Gained:
+    ratio = log_ratio_BT.detach().exp()
+    high = (ratio > 1 + asked.high) & (advantage_BT > 0)
+    return Gained(ratio.clamp(max=1 + asked.high) * advantage_BT * logp_BT, ratio, torch.zeros_like(high), high)
+
+
+SURROGATES: dict[str, Callable[[Surrogate, Batch, Tensor, Tensor, Tensor], Gained]] = {
+    "token": token_surrogate, "sequence": sequence_surrogate, "cispo": cispo_surrogate}
+
+
+def sequence_mean(values_BT: Tensor, counts_BT: Tensor, documents: Tensor | None) -> Tensor:
+    """Of each sequence, the mean over its tokens that count, at every one of its tokens."""
+    begins = torch.zeros_like(values_BT, dtype=torch.long)
+    if documents is not None:
+        begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    sequence_BT = begins.cumsum(1)
+    sums, tokens = (torch.zeros_like(values_BT).scatter_add(1, sequence_BT, part)
+                    for part in (torch.where(counts_BT, values_BT, 0.0), counts_BT.to(values_BT.dtype)))
+    return (sums / tokens.clamp(min=1)).gather(1, sequence_BT)
+
+
+def _clipped(asked: Surrogate, ratio_BT: Tensor, advantage_BT: Tensor) -> Gained:
+    clipped = ratio_BT.clamp(1 - asked.epsilon, 1 + asked.high)
+    ratio = ratio_BT.detach()
+    low, high = (ratio < 1 - asked.epsilon) & (advantage_BT < 0), (ratio > 1 + asked.high) & (advantage_BT > 0)
+    return Gained(torch.minimum(ratio_BT * advantage_BT, clipped * advantage_BT), ratio, low, high)
+
+# ---------------------------------------------------------------- divergences, of d = log π − log reference at tokens drawn from π
+
+
+def k1(d: Tensor) -> Tensor:
+    return d
+
+
+def k2(d: Tensor) -> Tensor:
+    return d.square() / 2
+
+
+def k3(d: Tensor) -> Tensor:
+    """Never negative, and of mean KL(π ‖ reference)."""
+    return torch.expm1(-d) + d
+
+
+DIVERGENCES: dict[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
+
+# ---------------------------------------------------------------- what is measured on the way
+
+TOKENS = "tokens"  # the count by which every other sum is divided
+
+
+class Tally:
+    """An objective that is the one given, and remembers on the device what it measured until somebody takes it."""
+
+    def __init__(self, objective: Objective):
+        self.objective = objective
+        self.held: dict[str, Tensor] = {}
+
+    def __call__(self, model: Transformer, batch: Batch) -> Loss:
+        loss = self.objective(model, batch)
+        self.held = combined(self.held, loss.metrics or {})
+        return loss
+
+    def take(self) -> dict[str, float]:
+        """The means since the last time, under TRL's names; the only place that waits for the device."""
+        held, self.held = self.held, {}
+        return averages(held)
+
+
+def combined(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What two micro-batches measured together: the larger of what ends in /max, the sum of everything else."""
+    both = {name: torch.maximum(one[name], other[name]) if name.endswith("/max") else one[name] + other[name]
+            for name in one.keys() & other.keys()}
+    return {**one, **other, **both}
+
+
+def averages(sums: Mapping[str, Tensor]) -> dict[str, float]:
+    if not sums:
+        return {}
+    values = dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True))
+    tokens = values.pop(TOKENS)
+    return {name: value if name.endswith("/max") else value / tokens for name, value in values.items()} if tokens else {}
+
+
+@torch.no_grad()
+def _measured(batch: Batch, counts_BT: Tensor, gained: Gained, log_ratio_BT: Tensor, logp_BT: Tensor,
+              entropy_BT: Tensor | None) -> dict[str, Tensor]:
+    of = lambda values: torch.where(counts_BT, values.float(), 0.0).sum()  # noqa: E731
+    apart = log_ratio_BT.abs()
+    found = {TOKENS: counts_BT.sum().float(), "clip_ratio/low_mean": of(gained.low), "clip_ratio/high_mean": of(gained.high),
+             "clip_ratio/region_mean": of(gained.low | gained.high), "sampling/importance_sampling_ratio/mean": of(gained.ratio),
+             "sampling/sampling_logp_difference/mean": of(apart), "sampling/sampling_logp_difference/max": apart.max()}
+    if batch.reference is not None:
+        found["kl"] = of(k3(logp_BT - batch.reference))
+    if entropy_BT is not None:
+        found["entropy"] = of(entropy_BT)
+    return found
+
+# ----------------------------------------------------------------
+
+
+def _onto_targets(values_BT: Tensor) -> Tensor:
+    """From the state that predicts a token to the token itself."""
+    return torch.nn.functional.pad(values_BT[:, :-1], (1, 0))
+
+
+def _stream(batch: Batch, name: str) -> Tensor:
+    stream = getattr(batch, name)
+    if stream is None:
+        raise DataError(f"this batch has no stream {name!r}, which the policy gradient asked for needs; "
+                        "it comes from the sampler (behaviour), the rewards (advantage) or the reference's weights (reference)")
+    return stream
+
+
+def _is_zero(weight: float | Tensor) -> bool:
+    """A tensor is never known to be 0: asking would wait for its device."""
+    return not isinstance(weight, Tensor) and weight == 0
