@@ -130,7 +130,7 @@ def _is_text(raw: bytes, where: str, skip_invalid: bool) -> bool:
 
 
 def _text(source: Source, rule: Rule) -> Iterator[tuple[str, bytes]]:
-    with _opened(source) as file:
+    with opened(source) as file:
         if rule.document_bytes is not None:
             yield from _chunks(source, file, rule.document_bytes)
         elif rule.split is not None:
@@ -151,7 +151,7 @@ def _chunks(source: Source, file: BinaryIO, size: int) -> Iterator[tuple[str, by
 def _between(source: Source, file: BinaryIO, separator: bytes) -> Iterator[tuple[str, bytes]]:
     held: list[bytes] = []
     first, size = 1, 0
-    for number, line in _lines(source, file, MAX_DOCUMENT_BYTES):
+    for number, line in lines(source, file, MAX_DOCUMENT_BYTES):
         if line.rstrip(b"\r\n") == separator:
             yield f"{source.path}:{first}", b"".join(held)
             held, first, size = [], number + 1, 0
@@ -165,8 +165,8 @@ def _between(source: Source, file: BinaryIO, separator: bytes) -> Iterator[tuple
 
 
 def _jsonl(source: Source, rule: Rule) -> Iterator[tuple[str, bytes]]:
-    with _opened(source) as file:
-        for number, line in _lines(source, file, ESCAPED * MAX_DOCUMENT_BYTES):
+    with opened(source) as file:
+        for number, line in lines(source, file, ESCAPED * MAX_DOCUMENT_BYTES):
             if not line.strip():
                 continue
             where = f"{source.path}:{number}"
@@ -214,7 +214,7 @@ def _parquet(source: Source, rule: Rule) -> Iterator[tuple[str, bytes]]:
         raise DataError(f"{source.path}: cannot be read as parquet ({error})") from None
 
 
-def _lines(source: Source, file: BinaryIO, longest: int) -> Iterator[tuple[int, bytes]]:
+def lines(source: Source, file: BinaryIO, longest: int) -> Iterator[tuple[int, bytes]]:
     number = 0
     while line := file.readline(longest + 1):
         number += 1
@@ -224,7 +224,7 @@ def _lines(source: Source, file: BinaryIO, longest: int) -> Iterator[tuple[int, 
 
 
 @contextmanager
-def _opened(source: Source) -> Iterator[BinaryIO]:
+def opened(source: Source) -> Iterator[BinaryIO]:
     """The file's bytes, unpacked; whatever the disk or gzip says while it is read becomes a sentence with its name."""
     try:
         with source.path.open("rb") as file:

@@ -80,6 +80,10 @@ class Tokenizer:
         encoding = self._untrimmed.encode(_text(text), add_special_tokens=False)
         return encoding.ids, encoding.offsets
 
+    def encodings(self, texts: Sequence[str]) -> list[tokenizers.Encoding]:
+        """As `offsets`, for many texts on all cores: which characters are behind a token, which token is behind a character."""
+        return self._untrimmed.encode_batch([_text(text) for text in texts], add_special_tokens=False)
+
     def decode(self, ids: Iterable[int], special: bool = True) -> str:
         """`special` keeps special tokens in the text. An id without a token stands out as ⟨id⟩; it is never dropped."""
         parts: list[str] = []
