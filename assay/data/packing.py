@@ -1,0 +1,183 @@
+"""Examples in rows of fixed length, kept apart by documents and positions: which ones each step reads is a pure function of (seed, step).
+
+In every epoch each example stands in exactly one row. An epoch shuffles the examples, takes them WINDOW at a time, puts the
+long ones first and each where the least room is left that suffices (best fit), and shuffles the rows. What is left of a row is
+padding. Rows are counted through all epochs, as windows of a corpus are in order.py; a step takes the next `rows` of them, on
+each rank, and a last step that the rows do not fill is never taken.
+"""
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from assay.data.batch import PADDING, Batch
+from assay.data.chat import Example
+from assay.data.order import shuffled
+from assay.errors import DataError, UsageError
+from assay.seeds import derive
+
+WINDOW = 4096  # examples packed together: enough to leave little padding, few enough that an epoch's rows are its own
+Plan = list[list[int]]  # for each row, the examples in it
+
+
+@dataclass(frozen=True)
+class Packed:
+    """`rows` are those of one rank. Without `packing` a row holds one example and padding."""
+
+    examples: Sequence[Example]
+    seed: int
+    rows: int
+    length: int
+    epochs: int = 1
+    packing: bool = True
+    fill: int = 0  # the token that stands in padding: never seen, never predicted
+    rank: int = 0
+    world: int = 1
+
+    def __post_init__(self) -> None:
+        if self.rows < 1 or self.length < 2 or self.epochs < 1 or not 0 <= self.rank < self.world:
+            raise UsageError(f"rows {self.rows}, length {self.length}, epochs {self.epochs}, rank {self.rank} of "
+                             f"{self.world}: expected rows and epochs from 1, length from 2, rank below world")
+        if not self.examples:
+            raise DataError("there are no examples to train on: none was read, or all were dropped; see assay data check")
+        if (longest := int(self.lengths.max())) > self.length:
+            at = int(self.lengths.argmax())
+            raise DataError(f"{self.examples[at].id}: {longest} tokens do not fit into rows of {self.length}; render with that length")
+
+    @property
+    def windows(self) -> int:
+        """Rows in the first epoch; another epoch, packed anew, may take a few more or less."""
+        return int(self.ends[0])
+
+    @property
+    def steps(self) -> int:
+        """That the examples give before they are exhausted."""
+        return int(self.ends[-1]) // (self.rows * self.world)
+
+    @property
+    def padding(self) -> float:
+        """Share of the first epoch's tokens that is padding."""
+        return 1 - float(self.lengths.sum()) / (self.windows * self.length)
+
+    def epoch_of(self, step: int) -> int:
+        """In which the step's first row stands, counted from 0."""
+        return int(np.searchsorted(self.ends, step * self.rows * self.world, side="right"))
+
+    def consumed(self, step: int) -> NDArray[np.object_]:
+        """The ids of the examples that this rank reads at a step, row by row."""
+        return np.array([self.examples[index].id for row in self.plan(step) for index in row], object)
+
+    def require(self, steps: int) -> None:
+        """Refuse, rather than run dry, where the examples do not give so many steps."""
+        if steps > self.steps:
+            needed, held = steps * self.rows * self.world, int(self.ends[-1])
+            raise DataError(f"step {steps - 1} needs {needed:,} rows of {self.length} tokens, {len(self.examples):,} examples fill "
+                            f"{held:,} and --epochs is {self.epochs}: the data ends after {self.steps:,} steps. Give more examples, "
+                            f"fewer steps, or --epochs {-(-needed * self.epochs // held)}")
+
+    def batch(self, step: int) -> Batch:
+        return packed_rows([[self.examples[index] for index in row] for row in self.plan(step)], self.length, self.fill)
+
+    def plan(self, step: int) -> Plan:
+        """Which examples stand in the rows of a step."""
+        self.require(step + 1)
+        first = (step * self.world + self.rank) * self.rows
+        places = np.arange(first, first + self.rows)
+        epochs = np.searchsorted(self.ends, places, side="right")
+        starts = np.concatenate(([0], self.ends))
+        return [self.plans[epoch][place - starts[epoch]] for epoch, place in zip(epochs.tolist(), places.tolist(), strict=True)]
+
+    @cached_property
+    def lengths(self) -> NDArray[np.int64]:
+        return np.array([len(example) for example in self.examples], np.int64)
+
+    @cached_property
+    def plans(self) -> list[Plan]:
+        """Of every epoch. A plan is a list of numbers, small beside the examples."""
+        return [self._planned(epoch) for epoch in range(self.epochs)]
+
+    @cached_property
+    def ends(self) -> NDArray[np.int64]:
+        """How many rows there are up to the end of each epoch."""
+        return np.cumsum([len(plan) for plan in self.plans])
+
+    def _planned(self, epoch: int) -> Plan:
+        key, count = derive(self.seed, "order", epoch), len(self.examples)
+        order = np.empty(count, np.int64)
+        order[shuffled(np.arange(count), count, key)] = np.arange(count)
+        if not self.packing:
+            return [[index] for index in order.tolist()]
+        rows = [row for start in range(0, count, WINDOW) for row in best_fit(order[start : start + WINDOW], self.lengths, self.length)]
+        places = shuffled(np.arange(len(rows)), len(rows), derive(key, "rows"))
+        return [rows[place] for place in places.tolist()]
+
+
+def best_fit(chosen: NDArray[np.int64], lengths: NDArray[np.int64], room: int) -> Plan:
+    """Longest first, each into the row with the least room that suffices; equal lengths stay in the order given."""
+    rows: Plan = []
+    free: list[int] = []  # the rooms that some row has left, sorted
+    with_room: dict[int, list[int]] = {}  # room left → rows
+    for index in chosen[np.argsort(-lengths[chosen], kind="stable")].tolist():
+        need = int(lengths[index])
+        at = bisect.bisect_left(free, need)
+        if at == len(free):
+            row, left = len(rows), room - need
+            rows.append([])
+        else:
+            row, left = with_room[free[at]].pop(), free[at] - need
+            if not with_room[free[at]]:
+                del with_room[free.pop(at)]
+        rows[row].append(index)
+        if left not in with_room:
+            bisect.insort(free, left)
+            with_room[left] = []
+        with_room[left].append(row)
+    return rows
+
+
+def packed_rows(rows: Sequence[Sequence[Example]], length: int, fill: int) -> Batch:
+    """Rows of examples as a batch; each example is a document of its own, with positions from 0."""
+    shape = (len(rows), length)
+    tokens, weight = np.full(shape, fill, np.int64), np.zeros(shape, np.float32)
+    documents, positions = np.full(shape, PADDING, np.int32), np.zeros(shape, np.int32)
+    for row, examples in enumerate(rows):
+        start = 0
+        for number, example in enumerate(examples):
+            here = slice(start, start + len(example))
+            tokens[row, here], weight[row, here] = example.tokens, example.weight
+            documents[row, here], positions[row, here] = number, np.arange(len(example))
+            start = here.stop
+    ids = tuple(tuple(example.id for example in examples) for examples in rows)
+    tokens_BT, weight_BT, documents_BT, positions_BT = map(torch.from_numpy, (tokens, weight, documents, positions))
+    return Batch(tokens_BT, weight_BT, documents_BT, positions_BT, ids)
+
+# ---------------------------------------------------------------- held-out examples
+
+
+class Identified(Protocol):
+    @property
+    def content(self) -> str: ...
+
+
+Item = TypeVar("Item", bound=Identified)  # a conversation or an example
+
+
+def hold_out(items: Sequence[Item], held_out: int | float, seed: int) -> tuple[list[Item], list[Item]]:
+    """(train, held out). `held_out` is a number of different conversations, or a share of them.
+
+    Who is held out depends on what is said and on the seed alone: not on the order of the file, its name, or how it is
+    rendered. All copies of a conversation go to the same side.
+    """
+    contents = sorted({item.content for item in items}, key=lambda content: derive(seed, "held-out", content))
+    count = held_out if isinstance(held_out, int) else round(held_out * len(contents))
+    if count < 0 or (count >= len(contents) and count > 0) or (isinstance(held_out, float) and not 0 <= held_out < 1):
+        raise UsageError(f"{held_out} cannot be held out of {len(contents)} different conversations; "
+                         "expected a number below that, or a share from 0 to 1")
+    chosen = set(contents[:count])
+    return [item for item in items if item.content not in chosen], [item for item in items if item.content in chosen]
