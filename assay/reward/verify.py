@@ -1,0 +1,205 @@
+"""Rule rewards: functions of (prompt, completion, row), built in or from a user's file, each with a weight.
+
+    parse_rewards(["answer:1", "format:0.1", "length[longest=512,margin=128]:0.5", "mine.py:politeness:0.2"])
+
+A reward says what a completion is worth or raises: what it cannot tell is an error row (see workers.py), never 0. A user's
+file is not imported here, only in the worker processes.
+"""
+
+import ast
+import builtins
+import inspect
+import json
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+from assay.config import nearest
+from assay.errors import DataError, UsageError
+from assay.reward import schema as json_schemas
+from assay.reward.answer import Form, How, gold_answer, read_answer, same_answer
+
+Row = Mapping[str, Any]
+Function = Callable[[str, str, Row], float]
+
+_SPEC = re.compile(r"(?P<name>[^\[\]]+?)(?:\[(?P<options>.*)\])?(?::(?P<weight>[-+.\deE]+))?", re.DOTALL)
+_FENCED = re.compile(r"^```[^\n]*\n(.*?)^```[^\S\n]*$", re.DOTALL | re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Reward:
+    """`file` is a user's .py; without it, `name` is one of BUILT_IN."""
+
+    name: str
+    weight: float = 1.0
+    options: Mapping[str, Any] = field(default_factory=dict)
+    file: str | None = None
+
+    @property
+    def full_marks(self) -> float | None:
+        """What a right completion gets, before the weight; None where only the author of the file knows."""
+        return FULL_MARKS[self.name] if self.file is None else None
+
+    def to_json(self) -> dict[str, Any]:
+        return {"name": self.name, "weight": self.weight, "options": dict(self.options), "file": self.file}
+
+
+def parse_rewards(specs: Sequence[str]) -> list[Reward]:
+    """Each `NAME[OPTION=VALUE,…]:WEIGHT` or `FILE.py:FUNCTION:WEIGHT`; a weight left out is 1."""
+    rewards = [_parsed(spec) for spec in specs]
+    names = [reward.name for reward in rewards]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice:
+        raise UsageError(f"--reward: {twice!r} is given twice; give each once, with the weight it shall have")
+    if not any(reward.weight for reward in rewards):
+        raise UsageError("--reward: no reward has a weight, so every completion would be worth 0; give at least one, as in answer:1")
+    return rewards
+
+
+def built_in(reward: Reward) -> Function:
+    """The function of a reward without a file, its options bound."""
+    return partial(BUILT_IN[reward.name], **reward.options)
+
+# ---------------------------------------------------------------- built in
+
+
+def answer(prompt: str, completion: str, row: Row, *, how: How = "strict", form: Form = "any") -> float:
+    """1 where the answer is the row's gold."""
+    return float(same_answer(read_answer(completion, how, form), gold_answer(row)))
+
+
+def format(prompt: str, completion: str, row: Row) -> float:
+    """1 where the text is <think>…</think><answer>…</answer>, each tag once and nothing outside; a prompt may open the first."""
+    text = "<think>" * prompt.rstrip().endswith("<think>") + completion
+    if any(text.count(tag) != 1 for tag in ("<think>", "</think>", "<answer>", "</answer>")):
+        return 0.0
+    return float(bool(re.fullmatch(r"\s*<think>.*\S.*</think>\s*<answer>.*\S.*</answer>\s*", text, re.DOTALL)))
+
+
+def length(prompt: str, completion: str, row: Row, *, longest: int, margin: int, unit: Literal["tokens", "characters"] = "tokens") -> float:
+    """DAPO's soft penalty (arXiv:2503.14476, eq. 13): 0 up to longest − margin, then down in a line to −1 at longest.
+
+    Tokens are counted by who has the tokenizer: the row's `completion_tokens`.
+    """
+    if not 0 < margin <= longest:
+        raise UsageError(f"reward length: margin must be from 1 to longest ({longest}), found {margin}")
+    if unit == "tokens" and "completion_tokens" not in row:
+        raise DataError("reward length counts tokens, and the row has no 'completion_tokens'; add it, or ask for unit=characters")
+    used = int(row["completion_tokens"]) if unit == "tokens" else len(completion)
+    return -min(1.0, max(0.0, (used - (longest - margin)) / margin))
+
+
+def regex(prompt: str, completion: str, row: Row, *, pattern: str = "") -> float:
+    """1 where the option's pattern, or else the row's `pattern`, is found in the completion."""
+    return float(bool(re.search(pattern or _column(row, "pattern", str), completion)))
+
+
+def json_schema(prompt: str, completion: str, row: Row, *, file: str = "") -> float:
+    """1 where the completion is JSON, bare or in one fence, that fits the schema in the file, or else in the row's `schema`."""
+    schema = json.loads(Path(file).read_text()) if file else _column(row, "schema", Mapping)
+    json_schemas.check_schema(schema)
+    blocks = _FENCED.findall(completion) or [completion]
+    if len(blocks) != 1:
+        return 0.0
+    try:
+        value = json_schemas.parse(blocks[0])
+    except (ValueError, RecursionError):  # not JSON: the completion's fault, so no marks
+        return 0.0
+    return float(json_schemas.fault(value, schema) is None)
+
+
+def unit_tests(prompt: str, completion: str, row: Row, *, seconds: int = 5) -> float:
+    """1 where the one fenced program, or the bare text, passes the row's `tests` in the sandbox: Python that raises when it is wrong.
+
+    What the tests take from the program is the row's `entry_point` (HumanEval) or every name they use and do not make (MBPP).
+    A program that fails, hangs or floods gets 0; a sandbox that does not start, or tests that test nothing, are errors.
+    """
+    from assay.reward.sandbox import Limits, judge
+
+    blocks = _FENCED.findall(completion) or [completion]
+    given = _column(row, "tests", str | list)
+    tests = given if isinstance(given, str) else "\n".join(given)
+    names = [row["entry_point"]] if "entry_point" in row else _names_wanted(tests)
+    if len(blocks) != 1:
+        return 0.0
+    return float(judge(blocks[0], tests, names=names, limits=Limits(seconds=seconds, wall_seconds=3.0 * seconds)).passed)
+
+
+BUILT_IN: dict[str, Callable[..., float]] = {
+    "answer": answer, "format": format, "length": length, "regex": regex, "json_schema": json_schema, "unit_tests": unit_tests}
+FULL_MARKS = dict.fromkeys(BUILT_IN, 1.0) | {"length": 0.0}
+
+# ---------------------------------------------------------------- reading a request
+
+
+def _parsed(spec: str) -> Reward:
+    found = _SPEC.fullmatch(spec.strip())
+    if found is None:
+        raise UsageError(f"--reward {spec}: expected NAME[OPTION=VALUE]:WEIGHT or FILE.py:FUNCTION:WEIGHT")
+    name, options, weight = found["name"], found["options"], _weight(spec, found["weight"])
+    if ".py:" not in name:
+        if name not in BUILT_IN:
+            raise UsageError(f"--reward {spec}: unknown reward {name!r}{nearest(name, BUILT_IN)}; or give FILE.py:FUNCTION")
+        return Reward(name, weight, _options(spec, BUILT_IN[name], options or ""))
+    file, function = name.rsplit(":", 1)
+    if options is not None or not function.isidentifier():
+        raise UsageError(f"--reward {spec}: expected FILE.py:FUNCTION:WEIGHT, without options")
+    if not Path(file).is_file():
+        raise UsageError(f"--reward {spec}: there is no file {file}")
+    return Reward(function, weight, {}, str(Path(file).resolve()))
+
+
+def _weight(spec: str, given: str | None) -> float:
+    try:
+        weight = float("1" if given is None else given)
+    except ValueError:
+        raise UsageError(f"--reward {spec}: the weight {given!r} is not a number") from None
+    if not math.isfinite(weight):
+        raise UsageError(f"--reward {spec}: the weight {given!r} is not finite")
+    return weight
+
+
+def _options(spec: str, function: Callable[..., float], text: str) -> dict[str, Any]:
+    """The options as the function's keyword arguments have them; a value may hold commas, but no ',word='."""
+    known = {p.name: p for p in inspect.signature(function).parameters.values() if p.kind is inspect.Parameter.KEYWORD_ONLY}
+    options = {}
+    for part in re.split(r",(?=\w+=)", text) if text else []:
+        name, equals, value = part.partition("=")
+        if not equals or name not in known:
+            raise UsageError(f"--reward {spec}: unknown option {name!r}{nearest(name, known) if known else '; it has none'}")
+        options[name] = _typed(spec, name, value, known[name].annotation)
+    missing = [name for name, parameter in known.items() if parameter.default is inspect.Parameter.empty and name not in options]
+    if missing:
+        raise UsageError(f"--reward {spec}: needs {', '.join(missing)}, as in {function.__name__}[{missing[0]}=…]")
+    return options
+
+
+def _typed(spec: str, name: str, value: str, annotation: Any) -> Any:
+    if get_origin(annotation) is Literal:
+        if value not in get_args(annotation):
+            raise UsageError(f"--reward {spec}: {name} is {value!r}{nearest(value, get_args(annotation))}")
+        return value
+    try:
+        return annotation(value)
+    except ValueError:
+        raise UsageError(f"--reward {spec}: {name} is {value!r}; expected {annotation.__name__}") from None
+
+
+def _names_wanted(tests: str) -> list[str]:
+    """Names that the tests read and nobody but the program can give them."""
+    nodes = list(ast.walk(ast.parse(tests)))
+    used = {node.id for node in nodes if isinstance(node, ast.Name)}
+    made = {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
+    made |= {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)} | {n.arg for n in nodes if isinstance(n, ast.arg)}
+    made |= {(a.asname or a.name).split(".")[0] for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) for a in node.names}
+    return sorted(used - made - set(dir(builtins)))
+
+
+def _column(row: Row, name: str, kind: Any) -> Any:
+    if not isinstance(row.get(name), kind):
+        raise DataError(f"the row has no usable {name!r}: found {row.get(name)!r}")
+    return row[name]

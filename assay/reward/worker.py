@@ -1,0 +1,124 @@
+"""The process in which rewards run: one JSON request a line in, one answer a line out, until its input ends.
+
+It loads no torch, so that it starts in a tenth of a second. Rewards run in its main thread, where signal.alarm works; another
+thread reads the requests, so that the process also ends with its parent in the middle of a reward.
+"""
+
+import importlib.util
+import json
+import math
+import os
+import queue
+import random
+import signal
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from numbers import Real
+from typing import Any
+
+CPU_SECONDS_MORE = 1.0  # than the parent waits, on every core: the kernel's limit is for a parent that is gone
+
+
+def main() -> None:
+    given = json.loads(sys.argv[1])
+    sys.path[:] = given["path"]
+    requests, answers = _private_pipes()
+    functions = _announced(given["rewards"], answers)
+    cpu_seconds = (given["seconds"] + CPU_SECONDS_MORE) * (os.cpu_count() or 1)
+    for line in _lines(requests):
+        signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
+        random.seed(line)  # a reward that draws gives the same value in whichever worker, in whichever order
+        request = json.loads(line)
+        _write(answers, answered(DRILLS if "drill" in request else functions, request))
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def answered(functions: Mapping[str, Callable[..., Any]], request: Mapping[str, Any]) -> dict[str, Any]:
+    """Each component's value, or why it has none."""
+    values, errors = {}, {}
+    for name, function in functions.items():
+        try:
+            values[name] = number(function(request["prompt"], request["completion"], request["row"]))
+        except Exception as error:  # whatever a user's function raises becomes an error row that names it
+            errors[name] = f"{type(error).__name__}: {error}"
+    return {"id": request["id"], "values": values, "errors": errors}
+
+
+def number(value: Any) -> float:
+    if not isinstance(value, Real):
+        raise TypeError(f"the reward is {str(value)[:80]!r}, a {type(value).__name__}; expected a number")
+    if not math.isfinite(value):
+        raise ValueError(f"the reward is {float(value)}; expected a finite number")
+    return float(value)
+
+
+def _raising(*_: Any) -> float:
+    raise RuntimeError("this is a drill")
+
+
+# Known failures, asked for before a run: each must come back as an error, through the very path of every reward.
+DRILLS: dict[str, Callable[..., Any]] = {"raises": _raising, "nan": lambda *_: math.nan, "inf": lambda *_: -math.inf,
+                                         "text": lambda *_: "1.0", "nothing": lambda *_: None}
+
+
+def _announced(rewards: list[dict[str, Any]], answers: Any) -> dict[str, Callable[..., Any]]:
+    """All functions, after the parent was told that they are there, or what kept one of them from being loaded."""
+    from assay.reward.verify import Reward
+
+    functions = {}
+    for reward in (Reward(**each) for each in rewards):
+        try:
+            functions[reward.name] = _loaded(reward)
+        except Exception as error:  # a user's file may fail in any way while it is imported
+            _write(answers, {"refused": f"reward {reward.name}: {type(error).__name__}: {error}"})
+            sys.exit(1)
+    _write(answers, {"ready": list(functions)})
+    return functions
+
+
+def _loaded(reward: Any) -> Callable[..., Any]:
+    from assay.reward.verify import built_in
+
+    if reward.file is None:
+        return built_in(reward)
+    specification = importlib.util.spec_from_file_location("assay_user_rewards", reward.file)
+    if specification is None or specification.loader is None:
+        raise ImportError(f"{reward.file} is not a Python file")
+    module = importlib.util.module_from_spec(specification)
+    sys.path.insert(0, os.path.dirname(reward.file))  # it may import its neighbours
+    specification.loader.exec_module(module)
+    function = vars(module).get(reward.name)
+    if not callable(function):
+        raise LookupError(f"{reward.file} has no function {reward.name!r}")
+    return function
+
+
+def _private_pipes() -> tuple[Any, Any]:
+    """The pipes under other numbers: what a reward prints goes to stderr, what it reads is empty."""
+    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(2, 1)
+    return requests, answers
+
+
+def _lines(requests: Any) -> Any:
+    waiting: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+
+    def read() -> None:
+        for line in requests:
+            waiting.put(line)
+        os._exit(0)
+
+    threading.Thread(target=read, daemon=True).start()
+    return iter(waiting.get, None)
+
+
+def _write(answers: Any, answer: dict[str, Any]) -> None:
+    answers.write(json.dumps(answer, allow_nan=False).encode() + b"\n")
+    answers.flush()
+
+
+if __name__ == "__main__":
+    main()
