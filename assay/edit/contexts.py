@@ -1,0 +1,57 @@
+"""A fact in several surroundings: the bare prompt, and the prompt after prefixes that the model itself made up.
+
+A key or a value that holds after any text, and not after this one alone, is an average over them: half of it the bare
+prompt, half the prefixes, the same weights wherever an average is taken.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from assay.edit.facts import Fact
+from assay.edit.sites import keys_and_state
+from assay.edit.subject import Spot, locate
+from assay.generate.sampler import Sampling, sample
+from assay.model.tokenizer import Tokenizer
+from assay.model.transformer import Transformer
+from assay.seeds import derive
+
+OPENINGS = ("The", "Therefore", "Because", "I", "You")
+BARE = ""
+ROWS = 64
+
+
+@dataclass(frozen=True)
+class Contexts:
+    """Texts that come before a prompt; the first is empty."""
+
+    prefixes: tuple[str, ...]
+
+    def weights(self) -> Tensor:
+        others = len(self.prefixes) - 1
+        return torch.tensor([0.5 if others else 1.0, *([0.5 / others] * others)], dtype=torch.float64)
+
+    def spots(self, tokenizer: Tokenizer, fact: Fact) -> list[Spot]:
+        return [locate(tokenizer, prefix + fact.prompt, len(prefix) + fact.start, fact.subject, fact.name) for prefix in self.prefixes]
+
+
+def contexts(model: Transformer, tokenizer: Tokenizer, *, count: int, length: int, seed: int) -> Contexts:
+    """`count` prefixes of `length` new tokens, sampled at addresses of the seed."""
+    openings = [tokenizer.encode(OPENINGS[i % len(OPENINGS)]) for i in range(count)]
+    if not count:
+        return Contexts((BARE,))
+    sampling = Sampling(max_new=length, temperature=1.0, top_k=5, seed=derive(seed, "edit", "prefixes"))
+    made = sample(model, openings, (), sampling)
+    texts = [tokenizer.decode([*opening, *c.ids], special=False) for opening, c in zip(openings, made, strict=True)]
+    return Contexts((BARE, *(f"{text.strip()}. " for text in texts)))
+
+
+def averaged_keys(model: Transformer, spots: Sequence[Sequence[Spot]], weights: Tensor, layer: int, top: int) -> tuple[Tensor, Tensor]:
+    """(keys_Fn averaged over contexts, states_Dn of the bare prompts after block `top`), float64 on the CPU."""
+    flat = [spot for of_fact in spots for spot in of_fact]
+    parts = [keys_and_state(model, [spot.ids for spot in flat[i : i + ROWS]], [spot.last for spot in flat[i : i + ROWS]], layer, top)
+             for i in range(0, len(flat), ROWS)]
+    keys, states = (torch.cat(tensors).double().cpu().unflatten(0, (len(spots), -1)) for tensors in zip(*parts, strict=True))
+    return torch.einsum("ncf,c->fn", keys, weights), states[:, 0].T

@@ -1,0 +1,183 @@
+"""Facts to be edited, and facts that a model knows: CounterFact in both layouts, known_1000, and plain rows.
+
+A prompt is kept whole, with the place of its subject in characters; `{}` in a template is where the subject goes. A row
+without a template must hold the subject as it is spelled: the last whole-word occurrence counts, the one nearest to the
+answer. A row whose subject is not there is refused by name, and the others go on.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from assay.errors import DataError, UsageError
+
+NO_SPACES_FROM = 0x2E80  # scripts from here on (CJK) write no spaces between words
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question beside the edit, with the answer that is right for it (None: whatever the model said before)."""
+
+    prompt: str
+    answer: str | None
+
+
+@dataclass(frozen=True)
+class Fact:
+    """`prompt[start:start + len(subject)]` is the subject; `target` is what shall follow, `old` what followed so far."""
+
+    name: str
+    prompt: str
+    subject: str
+    start: int
+    target: str
+    old: str | None = None
+    paraphrases: tuple[str, ...] = ()
+    neighbourhood: tuple[Asked, ...] = ()
+    portability: tuple[Asked, ...] = ()
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A request that was not served, and why."""
+
+    name: str
+    reason: str
+
+
+def read_facts(path: Path) -> tuple[list[Fact], list[Refused]]:
+    """Every row of a .json list or of .jsonl lines becomes a fact, or is refused by name; a row of no known layout is an error."""
+    facts: list[Fact] = []
+    refused: list[Refused] = []
+    for number, row in enumerate(_rows(path)):
+        name, where = _name(row, number), f"{path}, row {number}"
+        fields = _fields(row, where)
+        try:
+            facts.append(make_fact(name, **fields))
+        except DataError as error:
+            refused.append(Refused(name, str(error)))
+    if not facts and not refused:
+        raise DataError(f"{path} holds no fact")
+    return facts, refused
+
+
+def make_fact(name: str, prompt: str, subject: str, target: str, **more: Any) -> Fact:
+    """The one way to a Fact: a template is filled, spaces around the parts go, the subject is found or the fact refused."""
+    subject, target = subject.strip(), target.strip()
+    if not subject or not target:
+        raise DataError(f"{name}: the {'target' if subject else 'subject'} is empty")
+    if "{}" in prompt:
+        if prompt.count("{}") > 1:
+            raise DataError(f"{name}: the template {prompt!r} has {prompt.count('{}')} places for the subject; expected one")
+        start = prompt.index("{}")
+        prompt = prompt.replace("{}", subject)
+    else:
+        start = last_occurrence(prompt, subject, name)
+    stripped = prompt.rstrip()  # the answer brings its own space: a space left at the end would be a token of its own
+    return Fact(name, stripped.lstrip(), subject, start - (len(stripped) - len(stripped.lstrip())), target, **more)
+
+
+def last_occurrence(text: str, subject: str, name: str) -> int:
+    """Where the subject stands in the text, exactly as spelled, not inside a longer word; the last of several."""
+    places = [m.start() for m in re.finditer(f"(?={re.escape(subject)})", text)]
+    whole = [start for start in places if not _inside_a_word(text, start, start + len(subject))]
+    if whole:
+        return whole[-1]
+    if places:
+        raise DataError(f"{name}: the subject {subject!r} stands only inside a longer word of {text!r}; name the whole word")
+    other = re.search(re.escape(subject), text, re.IGNORECASE)
+    hint = f"it is spelled {other.group()!r} there; spell it alike" if other else "give the prompt with {} in its place"
+    raise DataError(f"{name}: the subject {subject!r} does not occur in {text!r}; {hint}")
+
+
+def joined(answer: str) -> str:
+    """An answer as it follows its prompt: after one space, but where its script has none."""
+    return answer if ord(answer[0]) >= NO_SPACES_FROM else f" {answer}"
+
+
+def _inside_a_word(text: str, start: int, stop: int) -> bool:
+    def glued(left: str, right: str) -> bool:
+        return left.isalnum() and right.isalnum() and max(ord(left), ord(right)) < NO_SPACES_FROM
+
+    return (start > 0 and glued(text[start - 1], text[start])) or (stop < len(text) and glued(text[stop - 1], text[stop]))
+
+# ---------------------------------------------------------------- layouts
+
+
+def _fields(row: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The arguments of `make_fact`, from whichever layout this row has."""
+    try:
+        if "requested_rewrite" in row:
+            return _counterfact(row)
+        if "target_new" in row:
+            return _easy_edit(row)
+        if "attribute" in row:
+            return {"prompt": row["prompt"], "subject": row["subject"], "target": row["attribute"]}
+        if "target" in row:
+            return _plain(row)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{where}: its layout is known, but {error} is not as that layout has it") from None
+    raise DataError(f"{where}: has {', '.join(sorted(row))}; expected CounterFact (requested_rewrite), EasyEdit (prompt, subject, "
+                    "target_new) or plain (prompt, subject, target)")
+
+
+def _counterfact(row: Mapping[str, Any]) -> dict[str, Any]:
+    asked = row["requested_rewrite"]
+    old = asked["target_true"]["str"].strip()
+    return {"prompt": asked["prompt"], "subject": asked["subject"], "target": asked["target_new"]["str"], "old": old,
+            "paraphrases": _prompts(row.get("paraphrase_prompts", ())),
+            "neighbourhood": tuple(Asked(prompt, old) for prompt in _prompts(row.get("neighborhood_prompts", ())))}
+
+
+def _easy_edit(row: Mapping[str, Any]) -> dict[str, Any]:
+    def asked(kind: str) -> tuple[Asked, ...]:
+        prompts, answers = _listed(row.get(f"{kind}_prompt")), _listed(row.get(f"{kind}_ground_truth"))
+        return tuple(Asked(p.strip(), a.strip()) for p, a in zip(prompts, answers, strict=True))
+
+    old = row.get("ground_truth")
+    return {"prompt": row["prompt"], "subject": row["subject"], "target": row["target_new"], "old": old.strip() if old else None,
+            "paraphrases": _prompts(_listed(row.get("rephrase_prompt"))), "neighbourhood": asked("locality"),
+            "portability": asked("portability")}
+
+
+def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
+    def asked(kind: str) -> tuple[Asked, ...]:
+        return tuple(Asked(p.strip(), None) if isinstance(p, str) else Asked(p["prompt"].strip(), p["answer"].strip())
+                     for p in row.get(kind, ()))
+
+    old = row.get("old")
+    return {"prompt": row["prompt"], "subject": row["subject"], "target": row["target"], "old": old.strip() if old else None,
+            "paraphrases": _prompts(row.get("paraphrases", ())), "neighbourhood": asked("neighbourhood"),
+            "portability": asked("portability")}
+
+
+def _prompts(prompts: Iterable[str]) -> tuple[str, ...]:
+    return tuple(prompt.strip() for prompt in prompts)
+
+
+def _listed(value: Any) -> list[Any]:
+    return [] if value is None else value if isinstance(value, list) else [value]
+
+
+def _name(row: Mapping[str, Any], number: int) -> str:
+    key = next((key for key in ("name", "case_id", "known_id", "id") if key in row), None)
+    return f"row {number}" if key is None else f"{key.removesuffix('_id').replace('name', '')} {row[key]}".strip()
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 at byte {error.start}") from None
+    try:
+        rows = [json.loads(line) for line in text.splitlines() if line.strip()] if path.suffix == ".jsonl" else json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}: not JSON: {error}; expected a .json list or .jsonl lines") from None
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise DataError(f"{path}: expected a list of JSON objects")
+    return rows

@@ -1,0 +1,124 @@
+"""Second moments C = E[k kᵀ] of what enters each MLP's down-projection: what an edit must not disturb.
+
+Streamed over text through the layers that are asked for and no further; padding is no key. Sums of a batch are fp32, the
+sum of batches float64. What was computed lies in the cache under the digest of model, text, count and layer.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from assay.data.text import Rule, documents, find_sources
+from assay.edit.sites import padded, seen_keys
+from assay.edit.subject import leading
+from assay.errors import DataError
+from assay.model.attention import PADDING
+from assay.model.tokenizer import Tokenizer
+from assay.model.transformer import Transformer
+from assay.store import durable
+from assay.store.fetch import cache_folder
+from assay.store.sealed import seal, unseal
+from assay.store.tensors import read_tensors, write_tensors
+
+FORMAT = 1
+ROWS, LENGTH = 8, 256
+FACTS, TENSORS = "facts.json", "moment.safetensors"
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Text as rows of ids, each a stretch of one document, and the digest that names exactly these."""
+
+    rows: tuple[tuple[int, ...], ...]
+    digest: str
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.rows))
+
+
+def read_text(path: Path, tokenizer: Tokenizer, tokens: int, *, length: int = LENGTH) -> Reading:
+    """The first `tokens` tokens of the file, cut into rows of at most `length`, never across a document's end."""
+    rows = tuple(_rows(path, tokenizer, tokens, length))
+    if not rows:
+        raise DataError(f"{path}: no text to read")
+    words = "\n".join(" ".join(map(str, row)) for row in rows)
+    return Reading(rows, hashlib.sha256(words.encode()).hexdigest())
+
+
+def second_moments(model: Transformer, reading: Reading, layers: Sequence[int], identity: str) -> dict[int, Tensor]:
+    """layer → C in float64, on the CPU. `identity` is the digest of the model's weights, under which C is remembered."""
+    found = {layer: _remembered(_place(identity, reading, layer)) for layer in layers}
+    missing = [layer for layer, moment in found.items() if moment is None]
+    if missing:
+        for layer, moment in computed(model, reading.rows, missing).items():
+            _remember(_place(identity, reading, layer), moment)
+            found[layer] = moment
+    return {layer: moment for layer, moment in found.items() if moment is not None}
+
+
+def computed(model: Transformer, rows: Sequence[Sequence[int]], layers: Sequence[int]) -> dict[int, Tensor]:
+    device, size = model.embed.weight.device, model.config.hidden
+    sums = {layer: torch.zeros(size, size, dtype=torch.float64, device=device) for layer in layers}
+    count = sum(map(len, rows))
+    for batch in _batches(rows):
+        tokens, docs = padded(batch, device)
+        real = docs != PADDING
+
+        def add(layer: int, keys_BTF: Tensor, real: Tensor = real) -> None:
+            keys = keys_BTF[real].float()
+            sums[layer] += (keys.T @ keys).double()
+
+        seen_keys(model, tokens, docs, layers, add)
+    for layer, total in sums.items():
+        if not torch.isfinite(total).all():
+            raise DataError(f"layer {layer}: the second moments are not finite; the model's activations overflow on this text")
+    return {layer: (total / count).cpu() for layer, total in sums.items()}
+
+
+def _rows(path: Path, tokenizer: Tokenizer, tokens: int, length: int) -> Iterator[tuple[int, ...]]:
+    lead, left = leading(tokenizer), tokens
+    for source in find_sources([path]):
+        for document in documents(source, Rule(document_bytes=1 << 16) if source.kind == "text" else Rule(), Counter()):
+            ids = [*lead, *tokenizer.encode(document.raw.decode())]
+            for start in range(0, len(ids), length):
+                row = tuple(ids[start : start + min(length, left)])
+                yield row
+                left -= len(row)
+                if left == 0:
+                    return
+
+
+def _batches(rows: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
+    ordered = iter(sorted(rows, key=len, reverse=True))  # like lengths together: little padding
+    while batch := list(islice(ordered, ROWS)):
+        yield batch
+
+# ---------------------------------------------------------------- cache
+
+
+def _place(identity: str, reading: Reading, layer: int) -> Path:
+    address = f"moments {FORMAT}\n{identity}\n{reading.digest}\n{reading.tokens}\n{layer}"
+    return cache_folder() / "moments" / hashlib.sha256(address.encode()).hexdigest()
+
+
+def _remembered(place: Path) -> Tensor | None:
+    """What lies in the cache is checked against its hash each time: a damaged one is refused, never recomputed in silence."""
+    if not place.exists():
+        return None
+    facts = unseal(durable.read_file(place / FACTS, limit=1 << 20), where=str(place / FACTS))
+    return read_tensors(place / TENSORS, facts["sha256"])["moment"]
+
+
+def _remember(place: Path, moment: Tensor) -> None:
+    def fill(folder: Path) -> None:
+        facts = write_tensors(folder / TENSORS, {"moment": moment})
+        durable.write_file(folder / FACTS, [seal({"sha256": facts.sha256}, where=str(place / FACTS))])
+
+    durable.commit_folder(place, fill)
