@@ -76,8 +76,10 @@ def surrender(setting: dict[str, Any]) -> None:
 
 
 def host(program: str, link: "Link") -> None:
+    """Nothing of the program runs before the examiner is ready: it could keep the machine so busy that it never is."""
     module = types.ModuleType("candidate")
     sys.modules["candidate"] = module
+    link.receive()
     exec(compile(program, "<program>", "exec"), module.__dict__)
     kept: list[Any] = [module]
     while (question := link.receive()) is not None:
@@ -102,6 +104,7 @@ def answered(question: list[Any], kept: list[Any]) -> Any:
 def examine(source: dict[str, Any], control: int, link: "Link") -> None:
     """The tests' own prints go nowhere; the one thing said is how they ended, to a pipe that only we hold."""
     exam = Exam(link)
+    link.send("begin")
     verdict: dict[str, Any] = {"passed": True}
     try:
         scope: dict[str, Any] = {"__name__": "tests"}
@@ -111,13 +114,9 @@ def examine(source: dict[str, Any], control: int, link: "Link") -> None:
     except Untransportable as error:
         verdict = {"passed": False, "unjudged": str(error)}
     except BaseException as error:  # a test that exits, or is interrupted, has not passed either
-        verdict = {"passed": False, "reason": "".join(traceback.format_exception_only(error))[-2000:], "line": failing_line(error)}
+        reason = "".join(traceback.format_exception_only(error))[-2000:]
+        verdict = {"passed": False, "reason": reason, "gone": isinstance(error, Ended)}
     os.write(control, json.dumps(verdict | {"calls": exam.calls}).encode())
-
-
-def failing_line(error: BaseException) -> int | None:
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "<tests>"]
-    return lines[-1] if lines else None
 
 
 class Exam:

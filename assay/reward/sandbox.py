@@ -33,6 +33,7 @@ from assay.reward.seccomp import filter_program
 from assay.reward.walls import bwrap_arguments
 
 Status = Literal["ran", "passed", "failed", "timeout", "killed", "flooded"]
+STARTUP_SECONDS = 60.0
 UNUSED_UIDS = 1 << 30  # as root, every sandbox gets a user of its own above this, so that its processes are counted alone
 
 
@@ -78,7 +79,7 @@ def run_python(program: str, *, stdin: str = "", limits: Limits = DEFAULT) -> Ou
     start = time.monotonic()
     with contextlib.ExitStack() as stack:
         box = Box(stack, "run", {"program": program}, limits, stdin=stdin)
-        ended = watched([box], limits, start)
+        ended = watched([box], limits)
     status: Status = ended or ("ran" if box.status == 0 else "failed" if box.status < 128 else "killed")
     return box.outcome(status, _how_it_ended(status, box), start)
 
@@ -98,7 +99,7 @@ def judge(program: str, tests: str, *, names: Sequence[str], setup: str = "", li
                        questions=asking.fileno(), answers=answered.fileno())
         for end in (asked, asking, answered, answering):  # now theirs alone: the end of one is seen by the other
             end.close()
-        ended = watched([examiner, program_box], limits, start)
+        ended = watched([examiner, program_box], limits)
     verdict = json.loads(examiner.said) if examiner.said else None
     if ended or verdict is None:
         status: Status = ended or "killed"
@@ -106,7 +107,8 @@ def judge(program: str, tests: str, *, names: Sequence[str], setup: str = "", li
     if "unjudged" in verdict:
         raise DataError(f"these tests cannot judge a program from outside: {verdict['unjudged']}")
     if not verdict["passed"]:
-        return program_box.outcome("failed", verdict["reason"].strip(), start)
+        reason = _how_it_ended("failed", program_box) if verdict["gone"] else verdict["reason"].strip()
+        return program_box.outcome("failed", reason, start)
     if not verdict["calls"]:
         raise DataError(f"the tests never called the program ({', '.join(names) or 'no names were given'}), so any program would pass them")
     return program_box.outcome("passed", "", start)
@@ -127,10 +129,9 @@ def unavailable() -> str | None:
         return f"bubblewrap needs Linux, this is {platform.system()}"
     if shutil.which("bwrap") is None:
         return "bwrap is missing; install it (Debian, Ubuntu: apt-get install bubblewrap; Fedora: dnf install bubblewrap)"
-    start = time.monotonic()
     try:
         with contextlib.ExitStack() as stack:
-            watched([box := Box(stack, "run", {"program": "pass"}, DEFAULT)], DEFAULT, start)
+            watched([box := Box(stack, "run", {"program": "pass"}, DEFAULT)], DEFAULT)
     except SandboxFailed as error:
         return f"{error}; user namespaces may be switched off here (sysctl kernel.unprivileged_userns_clone, user.max_user_namespaces)"
     return None if box.status == 0 else f"a program that does nothing ended with status {box.status}: {box.printed(2)}"
@@ -152,13 +153,14 @@ class Box:
         self.outputs = {1: _pipe(stack), 2: _pipe(stack), 3: _pipe(stack)}  # 3: what inside.py itself says
         rules, text = filter_program(), _memory(stack, json.dumps(source).encode())
         uid = UNUSED_UIDS + secrets.randbelow(UNUSED_UIDS) if os.geteuid() == 0 else None
-        setting = {"limits": limits.for_the_kernel(), "uid": uid, "source": text, "control": self.outputs[3][1].fileno(), **links}
+        control = self.outputs[3][1].fileno()
+        setting = {"limits": limits.for_the_kernel(), "uid": uid, "source": text, "control": control, **links}
         filter = [] if rules is None else [_memory(stack, rules)]
         walls = [*bwrap_arguments(limits.disk_bytes, as_root=uid is not None), *(part for fd in filter for part in ("--seccomp", str(fd)))]
         command = ["bwrap", *walls, "/python/bin/python", "-I", "-S", "-B", "-c", _inside(), part, json.dumps(setting)]
         self.process = subprocess.Popen(
             command, executable=shutil.which("bwrap"), env={}, cwd="/", start_new_session=True, stdin=_memory(stack, stdin.encode()),
-            stdout=self.outputs[1][1], stderr=self.outputs[2][1], pass_fds=[text, setting["control"], *filter, *links.values()])
+            stdout=self.outputs[1][1], stderr=self.outputs[2][1], pass_fds=[text, control, *filter, *links.values()])
         stack.callback(self.end)
         for _, theirs in self.outputs.values():
             theirs.close()
@@ -188,7 +190,7 @@ class Box:
         return Outcome(status, reason, self.printed(1), self.printed(2), round(time.monotonic() - start, 3))
 
 
-def watched(boxes: list[Box], limits: Limits, start: float) -> Literal["timeout", "flooded"] | None:
+def watched(boxes: list[Box], limits: Limits) -> Literal["timeout", "flooded"] | None:
     """Reads what the boxes write until the first of them ends, then ends them all. None: it ended by itself, in time."""
     first = boxes[0]
     with selectors.DefaultSelector() as selector, contextlib.ExitStack() as stack:
@@ -198,19 +200,21 @@ def watched(boxes: list[Box], limits: Limits, start: float) -> Literal["timeout"
         over = os.pidfd_open(first.process.pid)
         stack.callback(os.close, over)
         selector.register(over, selectors.EVENT_READ, None)
-        ended = _until(selector, limits, start)
+        ended = _until(selector, boxes, limits)
         for box in boxes:
             box.end()
         if ended is None:
             _rest(selector, boxes, limits)
-    if not all(box.ready for box in boxes) and ended != "timeout":
-        failed = next(box for box in boxes if not box.ready)
-        raise SandboxFailed(f"bwrap ended with status {failed.status} before the program began: {failed.printed(2).strip()[-500:]}")
+    for box in boxes:
+        if not box.ready:
+            raise SandboxFailed(f"bwrap ended with status {box.status} before the program began: {box.printed(2).strip()[-500:]}")
     return ended
 
 
-def _until(selector: selectors.BaseSelector, limits: Limits, start: float) -> Literal["timeout", "flooded"] | None:
-    while (left := start + limits.wall_seconds - time.monotonic()) > 0:
+def _until(selector: selectors.BaseSelector, boxes: list[Box], limits: Limits) -> Literal["timeout", "flooded"] | None:
+    """The clock of a program starts when its sandbox stands: how long that takes is no fault of its own."""
+    deadline, waiting = time.monotonic() + STARTUP_SECONDS, True
+    while (left := deadline - time.monotonic()) > 0:
         for key, _ in selector.select(left):
             if key.data is None:
                 return None
@@ -221,6 +225,8 @@ def _until(selector: selectors.BaseSelector, limits: Limits, start: float) -> Li
             box.take(channel, data)
             if box.printed_bytes > limits.output_bytes:
                 return "flooded"
+        if waiting and all(box.ready for box in boxes):
+            deadline, waiting = time.monotonic() + limits.wall_seconds, False
     return "timeout"
 
 

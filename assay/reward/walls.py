@@ -29,7 +29,8 @@ def _libraries() -> tuple[str, ...]:
     """The interpreter under a name that says nothing about this machine, and what it is linked against."""
     prefix, stdlib = Path(sys.base_prefix), Path(sysconfig.get_path("stdlib", vars={"installed_base": sys.base_prefix}))
     interpreter = Path(os.path.realpath(sys.executable))
-    binds = ["--ro-bind", str(interpreter), "/python/bin/python"]
+    binds = [part for folder in ("/python", "/python/bin", "/usr", "/etc") for part in ("--perms", "0755", "--dir", folder)]
+    binds += ["--ro-bind", str(interpreter), "/python/bin/python"]
     for folder in ("lib", "lib64"):
         if (prefix / folder).is_dir():
             binds += ["--ro-bind", str(prefix / folder), f"/python/{folder}"]
