@@ -1,0 +1,77 @@
+"""How a student agrees with its teacher on held-out text: KL, likeliest token and both cross-entropies, by document."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from assay.data.batch import Batch
+from assay.data.teacher import Id, spans
+from assay.errors import DataError
+from assay.learn.distill import capped_logits, chunks, flat_states, shared_vocab
+from assay.measure.estimate import Estimate, ratio
+from assay.model.transformer import Transformer
+
+
+class Comparison(NamedTuple):
+    """Token by token (B, T), aligned with the batch's tokens; at temperature 1."""
+
+    kl: Tensor  # KL(teacher ‖ student), nats
+    top1: Tensor  # 1 where both hold the same token likeliest
+    student_ce: Tensor
+    teacher_ce: Tensor
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Means over the tokens of each document, aligned; the estimates are over all tokens, and their unit is the document."""
+
+    ids: tuple[Id, ...]
+    tokens: NDArray[np.float64]  # that counted
+    kl: NDArray[np.float64]
+    top1: NDArray[np.float64]
+    student_ce: NDArray[np.float64]
+    teacher_ce: NDArray[np.float64]
+
+    def estimates(self) -> dict[str, Estimate]:
+        return {name: ratio(getattr(self, name) * self.tokens, self.tokens) for name in Comparison._fields}
+
+
+def agreement(student: Transformer, teacher: Transformer, batches: Iterable[Batch], *, vocab: int | None = None) -> Agreement:
+    """Over every token with weight. A document that goes on in another row or batch is one document still, by its id."""
+    device, sums = student.embed.weight.device, dict[Id, NDArray[np.float64]]()
+    for batch in batches:
+        found = compare(student, teacher, batch.to(device), vocab=vocab)
+        counts = (batch.weight != 0).cpu().numpy()
+        values = np.stack([counts, *(counts * stream.double().cpu().numpy() for stream in found)])
+        for id, row, start, stop in spans(batch):
+            sums[id] = sums.get(id, np.zeros(len(values))) + values[:, row, start:stop].sum(-1)
+    kept = {id: sum for id, sum in sums.items() if sum[0]}
+    if not kept:
+        raise DataError("no held-out token counts, so nothing was compared; look at the batches and their weights")
+    tokens, *totals = np.stack(list(kept.values()), 1)
+    return Agreement(tuple(kept), tokens, *(total / tokens for total in totals))
+
+
+@torch.no_grad()
+def compare(student: Transformer, teacher: Transformer, batch: Batch, *, vocab: int | None = None) -> Comparison:
+    """A chunk of logits at a time, as the objectives do. Where the models' tables differ in size, `vocab` is as in Blend."""
+    models, modes = (student, teacher), (student.training, teacher.training)
+    vocab = shared_vocab(student, teacher, vocab)
+    states = [flat_states(model.eval(), batch) for model in models]
+    for model, mode in zip(models, modes, strict=True):
+        model.train(mode)
+    heads = [model.head_weight().to(state.dtype) for model, state in zip(models, states, strict=True)]
+    targets_N, found = batch.tokens.roll(-1, 1).reshape(-1), []
+    for part in chunks(len(targets_N), max(map(len, heads))):
+        log_student, log_teacher = (capped_logits(state[part], head, model.config.softcap)[:, :vocab].log_softmax(-1)
+                                    for model, state, head in zip(models, states, heads, strict=True))
+        kl = (log_teacher.exp() * (log_teacher - log_student)).sum(-1)
+        same = (log_student.argmax(-1) == log_teacher.argmax(-1)).to(kl.dtype)
+        paid = (-logs.gather(1, targets_N[part, None]).squeeze(1) for logs in (log_student, log_teacher))
+        found.append(torch.stack([kl, same, *paid]))
+    return Comparison(*(row.view(batch.tokens.shape).roll(1, 1) for row in torch.cat(found, 1)))
