@@ -1,7 +1,7 @@
 """Who may look at whom. One law: a query sees a key of its own document, not later than itself, within the window.
 
-Padding is the document -1: it sees only padding and nothing sees it. Packing, left and right padding and cached decoding
-are all the same law with other `documents` and `positions`.
+Padding is the document -1: it sees only padding and nothing sees it. Packing, left and right padding are the same law with
+other `documents`; cached decoding is too, one document a slot (see cache.py).
 
 Shapes: B rows, T queries, S keys, H heads, K key/value heads, d head size.
 """
@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from assay.errors import UsageError
-from assay.model.cache import Cache
 
 PADDING = -1
 
@@ -37,23 +36,21 @@ class Placement(NamedTuple):
     sights: dict[int | None, Sight]
 
 
-def place(tokens_BT: Tensor, documents: Tensor | None, positions: Tensor | None, cache: Cache | None,
-          windows: set[int | None], starts: Tensor | None = None) -> Placement:
+def place(tokens_BT: Tensor, documents: Tensor | None, positions: Tensor | None, windows: set[int | None],
+          starts: Tensor | None = None) -> Placement:
     """`starts` says the same as `documents`, in the form that a variable-length kernel wants; it is used where there is one."""
     B, T = tokens_BT.shape
-    plain = documents is None and positions is None and cache is None
+    plain = documents is None and positions is None
     if documents is None:
         documents = torch.zeros_like(tokens_BT)
     if positions is None:
-        start = 0 if cache is None else cache.lengths[:, None]
-        positions = torch.arange(T, device=tokens_BT.device)[None] if plain else start + within_document(documents)
+        positions = torch.arange(T, device=tokens_BT.device)[None] if plain else within_document(documents)
     if plain and all(window is None or window >= T for window in windows):
         return Placement(documents, positions, dict.fromkeys(windows, Sight()))
-    if starts is not None and cache is None and variable_length_kernel() is not None:
+    if starts is not None and variable_length_kernel() is not None:
         return Placement(documents, positions, {window: Sight(None, starts, window) for window in windows})
     positions = positions.expand(B, T)
-    keys = (documents, positions) if cache is None else cache.with_new(documents, positions)
-    return Placement(documents, positions, {w: Sight(visible(documents, positions, *keys, w)) for w in windows})
+    return Placement(documents, positions, {w: Sight(visible(documents, positions, documents, positions, w)) for w in windows})
 
 
 def visible(query_documents: Tensor, query_positions: Tensor, key_documents: Tensor, key_positions: Tensor,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from assay.model.attention import Placement, Sight, attend, place
-from assay.model.cache import Cache, LayerCache
+from assay.model.cache import LayerView, View
 from assay.seeds import generator
 
 
@@ -107,16 +107,15 @@ class Attention(nn.Module):
         self.q_norm = RmsNorm(c.head_dim, c.norm_eps) if c.qk_norm else None
         self.k_norm = RmsNorm(c.head_dim, c.norm_eps) if c.qk_norm else None
 
-    def forward(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor] | None, sight: Sight, cache: LayerCache | None) -> Tensor:
+    def forward(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor] | None, sight: Sight, cache: LayerView | None) -> Tensor:
         B, T, _ = x_BTD.shape
         q, k, v = (part.view(B, T, -1, self.head_dim) for part in self.qkv(x_BTD).split(self.rows, -1))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if rotary is not None:
             q, k = rotate(q, *rotary), rotate(k, *rotary)
-        if cache is not None:
-            k, v = cache.extend(k, v)
-        return self.out(attend(q, k, v, sight).reshape(B, T, -1))
+        attended = attend(q, k, v, sight) if cache is None else cache.attend(q, k, v, sight)
+        return self.out(attended.reshape(B, T, -1))
 
 
 class Mlp(nn.Module):
@@ -140,7 +139,7 @@ class Block(nn.Module):
         self.attn_norm, self.mlp_norm = make_norm(c), make_norm(c)
         self.attn, self.mlp = Attention(c), Mlp(c)
 
-    def forward(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor] | None, sight: Sight, cache: LayerCache | None) -> Tensor:
+    def forward(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor] | None, sight: Sight, cache: LayerView | None) -> Tensor:
         x_BTD = x_BTD + self.attn(self.attn_norm(x_BTD), rotary, sight, cache)
         return x_BTD + self.mlp(self.mlp_norm(x_BTD))
 
@@ -161,14 +160,15 @@ class Transformer(nn.Module):
         self.recompute = False  # gradient checkpointing: trade a second forward for activation memory
 
     def hidden(self, tokens_BT: Tensor, *, documents: Tensor | None = None, positions: Tensor | None = None,
-               cache: Cache | None = None, starts: Tensor | None = None) -> Tensor:
+               cache: View | None = None, starts: Tensor | None = None) -> Tensor:
         """States after the final norm. `documents` (B, T) keeps packed documents apart; -1 marks padding.
 
         Within a document positions count from 0, wherever it stands in its row, so left padding, right padding, packing
         and a cache all give a token the same state. `starts` repeats `documents` for kernels of variable length.
         """
         half = (self.compute_dtype or self.embed.weight.dtype) in (torch.bfloat16, torch.float16)  # all that the kernels take
-        placement = place(tokens_BT, documents, positions, cache, set(self.config.windows), starts if half else None)
+        placed = place if cache is None else cache.place
+        placement = placed(tokens_BT, documents, positions, set(self.config.windows), starts if half else None)
         x_BTD = F.embedding(tokens_BT, self.embed.weight)
         if self.position is not None:
             x_BTD = x_BTD + F.embedding(placement.positions, self.position.weight)
@@ -180,8 +180,6 @@ class Transformer(nn.Module):
                 x_BTD = checkpoint(block, *arguments, use_reentrant=False)
             else:
                 x_BTD = block(*arguments)
-        if cache is not None:
-            cache.advance(placement.documents, placement.positions)
         return self.norm(x_BTD)
 
     def rotary(self, placement: Placement) -> tuple[Tensor, Tensor] | None:

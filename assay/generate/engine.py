@@ -1,0 +1,286 @@
+"""The sampler's engine: continuous batching over fixed slots, through the one forward path, on the trainer's own weights.
+
+Requests wait in a queue; a free slot takes the next at once. A prompt is computed once and stored in the slots of all who share
+it. A step gives every running slot one token or, on CUDA, several. Keys and values belong to one version of the weights: `load`
+names the next one, and what was computed under the last is gone.
+
+Batch composition: a slot's draws depend on its own request alone. Its logits depend on its neighbours by rounding only, through
+the shape of the prefill and the number of slots: in fp32 on a CPU log-probabilities moved by at most 1e-5 in the tests.
+"""
+
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
+from typing import Literal
+
+import torch
+
+from assay.errors import GuardStop, UsageError
+from assay.generate.policy import batched_by_length
+from assay.generate.request import MOST_STOP_IDS, Completion, Ended, Progress, Request
+from assay.generate.slots import NOBODY, Flight, Seat, Slots
+from assay.generate.weights import ServedModel, fingerprint
+from assay.generate.words import Words
+from assay.model.attention import PADDING, document_starts, documents_from_lengths
+from assay.model.cache import Filling
+from assay.model.tokenizer import Tokenizer
+from assay.model.transformer import Transformer
+from assay.seeds import derive
+
+MOST_SLOTS = 256
+STEPS = 8  # tokens that a GPU makes for every slot before the host looks
+PREFILL = 16384  # prompt tokens that are computed at once
+
+
+class Tenant:
+    """One member of a request, from the queue to its end."""
+
+    def __init__(self, ticket: int, member: int, request: Request, stop_ids: tuple[int, ...], tokenizer: Tokenizer | None):
+        self.ticket, self.member, self.request, self.stop_ids, self.tokenizer = ticket, member, request, stop_ids, tokenizer
+        self.ended: Ended | None = None
+        self.restart()
+
+    def restart(self) -> None:
+        self.ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.launched = 0  # steps that were launched for it, whether or not they have been read
+        wordy = self.tokenizer is not None and (self.request.stop or self.request.stream)
+        self.words = Words(self.tokenizer, self.request.stop) if wordy and self.tokenizer is not None else None
+
+    @property
+    def key(self) -> int:
+        return derive(self.request.sampling.seed, "sample", *self.request.address, self.request.first + self.member)
+
+    @property
+    def prefix(self) -> tuple[int, ...]:
+        """What must be in the cache before the last prompt token is fed."""
+        return self.request.prompt[:-1]
+
+    @property
+    def left(self) -> int:
+        return self.request.sampling.max_new - self.launched
+
+    def gain(self, ids: list[int], logprobs: list[float], version: str) -> Progress:
+        """Takes what a flight brought, up to what ends it."""
+        stopped_after = self.words.feed(ids) if self.words is not None else None
+        if stopped_after is not None:
+            ids, logprobs, self.ended = ids[:stopped_after], logprobs[:stopped_after], "stop string"
+        self.ids += ids
+        self.logprobs += logprobs
+        if self.ended is None and self.ids and self.ids[-1] in self.stop_ids:
+            self.ended = "stop"
+        elif self.ended is None and len(self.ids) == self.request.sampling.max_new:
+            self.ended = "length"
+        return self.progress(ids, logprobs, version)
+
+    def progress(self, ids: Sequence[int], logprobs: Sequence[float], version: str) -> Progress:
+        completion, text = None, self.words.take() if self.words is not None and self.request.stream else ""
+        if self.ended is not None:
+            text += self.words.finish(self.ended == "stop string") if self.words is not None else ""
+            completion = Completion(tuple(self.ids), tuple(self.logprobs), self.ended, version, self._whole_text())
+        return Progress(self.ticket, self.member, tuple(ids), tuple(logprobs), text if self.request.stream else "", completion)
+
+    def _whole_text(self) -> str | None:
+        if self.words is not None:
+            return self.words.text
+        return None if self.tokenizer is None else self.tokenizer.decode(self.ids, special=False)
+
+
+class Engine:
+    """`slots` requests at a time, each of at most `length` tokens with its prompt. `version` names the weights as they are now."""
+
+    def __init__(self, model: Transformer, *, slots: int, length: int, stop_ids: Collection[int] = (), version: str,
+                 tokenizer: Tokenizer | None = None, steps: int | None = None):
+        if slots < 1 or not 2 <= length <= model.config.max_length:
+            raise UsageError(f"an engine of {slots} slots of {length} tokens: expected at least one slot and 2 to "
+                             f"{model.config.max_length} tokens, the model's context")
+        self.served = ServedModel(model)
+        on_gpu = self.served.device.type == "cuda"
+        self.slots = Slots(self.served, slots, length, steps or (STEPS if on_gpu else 1))
+        self.length, self.stop_ids, self.version, self.tokenizer = length, tuple(stop_ids), version, tokenizer
+        self._ahead = 2 if on_gpu else 1  # flights in the air while nobody waits for a slot
+        self._tickets = 0
+        self._waiting: deque[Tenant] = deque()
+        self._tenants: list[Tenant | None] = [None] * slots
+        self._holds: list[tuple[int, ...]] = [()] * slots  # the prefix whose keys and values stand in each slot
+        self._reach = [1] * slots  # no slot stands at or beyond this place
+        self._flights: deque[tuple[Flight, list[Tenant | None]]] = deque()
+
+    # ── what a caller does ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def submit(self, request: Request) -> int:
+        """Puts the request into the queue; its ticket comes back with everything it gains."""
+        stop_ids = self.stop_ids if request.stop_ids is None else request.stop_ids
+        _refuse_unservable(request, stop_ids, self.length, self.served.model.config.vocab, self.tokenizer)
+        self._tickets += 1
+        self._waiting.extend(Tenant(self._tickets, member, request, stop_ids, self.tokenizer) for member in range(request.group))
+        return self._tickets
+
+    def step(self) -> list[Progress]:
+        """What came since the last call, at most one entry for each member that is served; [] where nothing is left to do."""
+        self._refuse_moved_weights()
+        self._admit()
+        while len(self._flights) < (1 if self._waiting else self._ahead) and any(t is not None and t.left > 0 for t in self._tenants):
+            self._launch()
+        return self._land(*self._flights.popleft()) if self._flights else []
+
+    def drain(self) -> list[Progress]:
+        """Steps until nothing is left; the entries that carry completions, in the order of their ends."""
+        ended: list[Progress] = []
+        while not self.idle:
+            ended += [progress for progress in self.step() if progress.completion is not None]
+        return ended
+
+    def cancel(self, ticket: int) -> list[Progress]:
+        """Ends the request's members that are not over, with what they have; a ticket that is over is left alone."""
+        given_up = [tenant for tenant in (*self._waiting, *self._tenants) if tenant is not None and tenant.ticket == ticket]
+        self._waiting = deque(tenant for tenant in self._waiting if tenant.ticket != ticket)
+        for tenant in given_up:
+            tenant.ended = "cancelled"
+        self._vacate()
+        return [tenant.progress((), (), self.version) for tenant in given_up]
+
+    def load(self, version: str, *, begun: Literal["refuse", "restart"] = "refuse") -> None:
+        """The trainer's weights as they are now, under a new name. No token is ever drawn from keys and values of two versions:
+        requests that have begun are refused, or begin again from their prompts and lose what they had."""
+        running = [tenant for tenant in self._tenants if tenant is not None]
+        if running and begun == "refuse":
+            raise UsageError(f"{len(running)} requests have begun under version {self.version!r} and cannot go on under {version!r}; "
+                             "drain or cancel them first, or load with begun='restart'")
+        for tenant in reversed(running):
+            tenant.restart()
+            self._waiting.appendleft(tenant)
+        self._tenants = [None] * len(self._tenants)
+        self._holds = [()] * len(self._holds)
+        self._flights.clear()
+        self.served.load()
+        self.slots.clear()
+        self.version = version
+
+    @property
+    def idle(self) -> bool:
+        return not self._waiting and not self._flights and all(tenant is None for tenant in self._tenants)
+
+    @property
+    def load_factor(self) -> tuple[int, int, int]:
+        """(members served, members waiting, slots): what a bounded queue and a health check ask."""
+        return sum(tenant is not None for tenant in self._tenants), len(self._waiting), len(self._tenants)
+
+    # ── flights ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _launch(self) -> None:
+        tenants = [tenant if tenant is not None and tenant.left > 0 else None for tenant in self._tenants]
+        steps = min(self.slots.steps, max(tenant.left for tenant in tenants if tenant is not None))
+        for slot, tenant in enumerate(tenants):
+            if tenant is not None:
+                self._reach[slot] += min(steps, tenant.left)
+                tenant.launched += steps
+        penalise = any(tenant is not None and tenant.request.sampling.repetition_penalty != 1 for tenant in tenants)
+        self._flights.append((self.slots.launch(steps, min(max(self._reach), self.length), penalise), tenants))
+
+    def _land(self, flight: Flight, tenants: list[Tenant | None]) -> list[Progress]:
+        news: list[Progress] = []
+        for tenant, ids, logprobs in zip(tenants, *flight.read(), strict=True):
+            if tenant is None or tenant.ended is not None or ids[0] == NOBODY:
+                continue
+            count = len(ids) if ids[-1] != NOBODY else ids.index(NOBODY)
+            _refuse_unreal(logprobs[:count], self.version)
+            news.append(tenant.gain(ids[:count], logprobs[:count], self.version))
+        self._vacate()
+        return news
+
+    def _vacate(self) -> None:
+        """Slots whose tenants are over are free; the device is told of those that it would go on with."""
+        over = [(slot, tenant) for slot, tenant in enumerate(self._tenants) if tenant is not None and tenant.ended is not None]
+        told = [slot for slot, tenant in over if tenant.ended not in ("stop", "length")]
+        if told:
+            self.slots.stop(told)
+        for slot, _ in over:
+            self._tenants[slot] = None
+
+    # ── admission ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _admit(self) -> None:
+        free = [slot for slot, tenant in enumerate(self._tenants) if tenant is None]
+        arrivals = [(slot, self._waiting.popleft()) for slot in free[: len(self._waiting)]]
+        if not arrivals:
+            return
+        self._share([(slot, tenant.prefix) for slot, tenant in arrivals])
+        self.slots.seat([Seat(slot, t.request.prompt, t.request.sampling, t.stop_ids, t.key) for slot, t in arrivals])
+        for slot, tenant in arrivals:
+            self._tenants[slot], self._holds[slot], self._reach[slot] = tenant, tenant.prefix, len(tenant.request.prompt)
+
+    def _share(self, wanted: list[tuple[int, tuple[int, ...]]]) -> None:
+        """Every slot gets its prefix: it has it, another slot has it, or it is computed, once for all who want it."""
+        held = {prefix: slot for slot, prefix in enumerate(self._holds)}
+        copies = [(held[prefix], slot, len(prefix)) for slot, prefix in wanted
+                  if prefix and prefix in held and self._holds[slot] != prefix]
+        absent: dict[tuple[int, ...], list[int]] = {}
+        for slot, prefix in wanted:
+            if prefix and prefix not in held:
+                absent.setdefault(prefix, []).append(slot)
+        if copies:  # before anything new is stored, which may be where it is copied from
+            sources, targets, widths = zip(*copies, strict=True)
+            self.slots.cache.copy(self._indices(sources), self._indices(targets), max(widths))
+        prefixes = list(absent)
+        for part in batched_by_length([len(prefix) for prefix in prefixes], PREFILL):
+            self._fill([prefixes[i] for i in part], [absent[prefixes[i]] for i in part])
+
+    @torch.no_grad()
+    def _fill(self, prefixes: list[tuple[int, ...]], homes: list[list[int]]) -> None:
+        """Compute the prefixes in one pass and store each in its slots."""
+        lengths, device = [len(prefix) for prefix in prefixes], self.served.device
+        documents = documents_from_lengths(lengths, max(lengths))
+        tokens = torch.zeros(documents.shape, dtype=torch.long)
+        tokens[documents != PADDING] = torch.tensor([token for prefix in prefixes for token in prefix])
+        rows = [row for row, slots in enumerate(homes) for _ in slots]
+        view = Filling(self.slots.cache, self._indices([slot for slots in homes for slot in slots]), self._indices(rows))
+        starts = document_starts(documents).to(device) if device.type == "cuda" else None
+        self.served.model.hidden(tokens.to(device), documents=documents.to(device), cache=view, starts=starts)
+
+    def _indices(self, values: Iterable[int]) -> torch.Tensor:
+        return torch.tensor(list(values), dtype=torch.int64).to(self.served.device)
+
+    def _refuse_moved_weights(self) -> None:
+        if self.served.moved():
+            raise GuardStop(f"the weights have changed since version {self.version!r} was loaded, so what is sampled now would carry "
+                            "the wrong name and stale keys; call load(version) after every update of the weights")
+
+
+def generate(model: Transformer, requests: Sequence[Request], *, stop_ids: Collection[int] = (), version: str | None = None,
+             tokenizer: Tokenizer | None = None, slots: int | None = None) -> list[Completion]:
+    """One completion per member, in the order of the requests and of their members. `version` None: the weights' fingerprint."""
+    if not requests:
+        return []
+    members = sum(request.group for request in requests)
+    length = min(max(len(r.prompt) + r.sampling.max_new for r in requests), model.config.max_length)
+    engine = Engine(model, slots=slots or min(members, MOST_SLOTS), length=max(length, 2), stop_ids=stop_ids,
+                    version=fingerprint(model) if version is None else version, tokenizer=tokenizer)
+    tickets = [engine.submit(request) for request in requests]
+    ended = {(progress.ticket, progress.member): progress.completion for progress in engine.drain()}
+    found = [ended[ticket, member] for ticket, request in zip(tickets, requests, strict=True) for member in range(request.group)]
+    return [completion for completion in found if completion is not None]
+
+
+def _refuse_unservable(request: Request, stop_ids: Sequence[int], length: int, vocab: int, tokenizer: Tokenizer | None) -> None:
+    prompt, asked = request.prompt, request.sampling.max_new
+    if not prompt:
+        raise UsageError("the prompt has no tokens; give at least one, such as the beginning-of-text token")
+    if max(prompt) >= vocab or min(prompt) < 0:
+        wrong = max(prompt) if max(prompt) >= vocab else min(prompt)
+        raise UsageError(f"the prompt has token id {wrong}, the vocabulary ends at {vocab - 1}; use the model's own tokenizer")
+    if len(prompt) + asked > length:
+        raise UsageError(f"the prompt has {len(prompt)} tokens and {asked} new ones are asked for; the context is {length} tokens")
+    if request.group < 1 or len(stop_ids) > MOST_STOP_IDS:
+        raise UsageError(f"a request for {request.group} completions with {len(stop_ids)} stop ids: expected at least 1 completion and "
+                         f"at most {MOST_STOP_IDS} stop ids")
+    if (request.stop or request.stream) and tokenizer is None:
+        raise UsageError("stop strings and streamed text need a tokenizer; give the engine one")
+    if not all(request.stop):
+        raise UsageError("a stop string is empty; every text would end before it began")
+
+
+def _refuse_unreal(logprobs: list[float], version: str) -> None:
+    """A log-probability is a number up to 0; NaN or -inf means that the logits were no distribution."""
+    if not all(-float("inf") < value <= 1e-3 for value in logprobs):
+        raise GuardStop(f"a token of version {version!r} has log-probability {min(logprobs)}: the model's logits are not finite; "
+                        "the weights or an activation overflowed")

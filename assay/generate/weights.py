@@ -1,0 +1,91 @@
+"""The weights that a sampler runs: the trainer's own parameters, cast at most once a version, and a fingerprint of them."""
+
+import copy
+import hashlib
+
+import torch
+from torch import Tensor, nn
+
+from assay.errors import UsageError
+from assay.model.transformer import Linear, Transformer
+
+CHUNK = 1 << 22  # entries of a tensor that are summed at once
+ODD = 0x9E3779B97F4A7C15 - (1 << 64)
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@torch.no_grad()
+def fingerprint(model: nn.Module) -> str:
+    """sha256 over every parameter's name, dtype, shape and an exact checksum of its bits and their places, made on its device.
+
+    Integer sums wrap and have no order, so it is the same on every device. It tells versions apart in milliseconds; it is no
+    defence against someone who wants a collision: checkpoints have a sha256 of every byte.
+    """
+    named = dict(model.named_parameters())
+    sums = {name: _checksum(parameter) for name, parameter in named.items()}
+    read = dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True))  # one wait for the device, not one a tensor
+    lines = (f"{name} {named[name].dtype} {list(named[name].shape)} {read[name]}" for name in sorted(named))
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _checksum(tensor: Tensor) -> Tensor:
+    bits = tensor.detach().contiguous().flatten().view(BITS[tensor.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for start in range(0, len(bits), CHUNK):
+        part = bits[start : start + CHUNK].long()
+        place = torch.arange(start, start + len(part), device=tensor.device)
+        total += ((part + 1) * ((2 * place + 1) * ODD)).sum()
+    return total
+
+
+class ServedModel:
+    """A second skeleton around the same parameters. Those that are not in the compute dtype are cast once a version instead of
+    at every token; the cast is the one that each layer makes in training, so the numbers are the same.
+
+    `load` takes up the trainer's weights; `moved` says whether they have changed since.
+    """
+
+    def __init__(self, model: Transformer):
+        self.source = model
+        self.dtype = model.compute_dtype or model.embed.weight.dtype
+        self.device = model.embed.weight.device
+        self.casts: dict[str, Tensor] = {}  # name in the source → the tensor that follows it
+        self.model = self._skeleton().eval()
+        self._loaded = self._state()
+
+    def load(self) -> bool:
+        """Takes up the weights as they are now; True where some have new addresses, so that captured graphs are void."""
+        before, now = self._loaded, self._state()
+        if before.keys() != now.keys():
+            raise UsageError("the model has gained or lost parameters since its engine was made (an adapter attached or detached?); "
+                             "make a new engine")
+        if self.casts:
+            parameters = dict(self.source.named_parameters())
+            with torch.no_grad():
+                torch._foreach_copy_(list(self.casts.values()), [parameters[name] for name in self.casts])
+        self._loaded = now
+        return any(before[name][1] != now[name][1] for name in now if name not in self.casts)
+
+    def moved(self) -> bool:
+        """Whether a parameter was written to or replaced since `load`: torch counts every write in place."""
+        return self._loaded != self._state()
+
+    def _state(self) -> dict[str, tuple[int, int]]:
+        return {name: (parameter._version, parameter.data_ptr()) for name, parameter in self.source.named_parameters()}
+
+    def _skeleton(self) -> Transformer:
+        exact = {"embed.weight", "position.weight"} if self.source.position is not None else set()  # added up before they are cast
+        memo: dict[int, nn.Parameter] = {}
+        for name, parameter in self.source.named_parameters():
+            memo[id(parameter)] = parameter
+            if parameter.dtype != self.dtype and name not in exact:
+                memo[id(parameter)] = nn.Parameter(parameter.detach().to(self.dtype), requires_grad=False)
+                self.casts[name] = memo[id(parameter)].detach()
+        twin = copy.deepcopy(self.source, memo)
+        for module in twin.modules():
+            module._compiled_call_impl = None  # the trainer's compiled code is bound to the trainer's modules
+        if exact and twin.head is None and self.source.embed.weight.dtype != self.dtype:
+            twin.head = Linear(self.source.config.width, self.source.config.vocab, bias=False, device="meta")
+            twin.head.weight = nn.Parameter(self.source.embed.weight.detach().to(self.dtype), requires_grad=False)
+            self.casts["embed.weight"] = twin.head.weight.detach()
+        return twin
