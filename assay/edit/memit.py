@@ -7,6 +7,7 @@ is a Patch; applying it is another function.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from assay.edit.contexts import Contexts, averaged_keys
@@ -47,7 +48,7 @@ def memit(model: Transformer, tokenizer: Tokenizer, facts: Sequence[Fact], layer
         missing_Dn = _columns(targets) - states_Dn
         parts[down_name(layer)] = (as_low_rank(solve(layer, missing_Dn / (len(layers) - done), kept[layer])),)
     with patched(model, Patch(None, parts)):
-        _, states_Dn = averaged_keys(model, [[of_fact[0]] for of_fact in spots], surroundings.weights()[:1] * 0 + 1, top, top)
+        _, states_Dn = averaged_keys(model, [of_fact[:1] for of_fact in spots], torch.ones(1, dtype=torch.float64), top, top)
     lacking = (_columns(targets) - states_Dn).norm(dim=0)
     reached = [1 - float(lack / target.delta.norm().clamp(min=1e-12)) for lack, target in zip(lacking, targets, strict=True)]
     return Edited(Patch(parent, parts), targets, kept, reached)
@@ -82,6 +83,4 @@ def checked_layers(model: Transformer, layers: Sequence[int]) -> list[int]:
 
 
 def _columns(targets: Sequence[Target]) -> Tensor:
-    import torch
-
     return torch.stack([target.state for target in targets], 1)

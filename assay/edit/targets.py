@@ -2,14 +2,13 @@
 
 For each fact a change δ of the residual stream is optimised, where the last edited layer adds to it, so that the target
 follows in every context while the subject's essence ("… is a") stays. Everything before the subject's last token is
-constant and lies in the cache, so that a step computes a handful of tokens a row; facts stand beside each other in a
+constant and is computed once, so that a step computes a handful of tokens a row; facts stand beside each other in a
 batch and do not see each other.
 
 Shapes: n facts, B rows (each fact has one a context, and one for its essence), T time, D width, V vocabulary.
 """
 
 import contextlib
-import copy
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,13 +16,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from assay.edit.before import Before, read_before
 from assay.edit.contexts import Contexts
 from assay.edit.facts import Fact
 from assay.edit.sites import block, down, hooked, padded
 from assay.edit.subject import Spot, answer_ids, locate
 from assay.errors import DataError
 from assay.model.attention import PADDING
-from assay.model.cache import Cache
 from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import Transformer
 
@@ -58,9 +57,9 @@ class Target:
 
 @dataclass
 class Rows:
-    """The rows of some facts, up to the subject's last token in the cache and from there on as tokens."""
+    """The rows of some facts: what comes before the subject's last token, and the tokens from there on."""
 
-    cache: Cache
+    before: Before
     tokens: Tensor  # (B, T); column 0 is the subject's last token in every row
     documents: Tensor
     fact: Tensor  # (B,) which fact a row belongs to
@@ -143,8 +142,7 @@ def _losses(model: Transformer, rows: Rows, deltas_nD: Tensor, essence_nV: Tenso
 
 
 def _states(model: Transformer, rows: Rows) -> Tensor:
-    everything = torch.arange(len(rows.tokens), device=rows.tokens.device)
-    return model.hidden(rows.tokens, documents=rows.documents, cache=_cache_rows(rows.cache, everything))
+    return model.hidden(rows.tokens, documents=rows.documents, cache=rows.before)  # type: ignore[arg-type]  # a view like those of cache.py
 
 
 def _logprobs(model: Transformer, states_BTD: Tensor, places: Tensor) -> Tensor:
@@ -156,7 +154,8 @@ def _logprobs(model: Transformer, states_BTD: Tensor, places: Tensor) -> Tensor:
 def _rows(model: Transformer, tokenizer: Tokenizer, facts: Sequence[Fact], surroundings: Contexts) -> Rows:
     heads: list[Sequence[int]] = []
     tails: list[Sequence[int]] = []
-    owner, asked, due, share, essence = [], [], [], [], []
+    owner, asked, share, essence = [], [], [], []
+    due: list[int] = []
     for number, fact in enumerate(facts):
         target, spots = answer_ids(tokenizer, fact.target), surroundings.spots(tokenizer, fact)
         for spot in spots:
@@ -173,31 +172,12 @@ def _rows(model: Transformer, tokenizer: Tokenizer, facts: Sequence[Fact], surro
         owner += [number] * (len(spots) + 1)
     device = model.embed.weight.device
     tokens, documents = padded(tails, device)
-    cache = _prefilled(model, heads, tokens.shape[1])
-    return Rows(cache, tokens, documents, torch.tensor(owner, device=device), torch.tensor(asked, device=device),
+    return Rows(read_before(model, heads), tokens, documents, torch.tensor(owner, device=device), torch.tensor(asked, device=device),
                 torch.tensor(due, device=device), torch.tensor(share, device=device), torch.tensor(essence, device=device))
 
 
 def _essence(tokenizer: Tokenizer, fact: Fact) -> Spot:
     return locate(tokenizer, fact.subject + ESSENCE, 0, fact.subject, fact.name)
-
-
-@torch.no_grad()
-def _prefilled(model: Transformer, heads: Sequence[Sequence[int]], room: int) -> Cache:
-    c = model.config
-    tokens, documents = padded(heads, model.embed.weight.device, left=True)
-    dtype = model.compute_dtype or model.embed.weight.dtype
-    cache = Cache(c.depth, len(heads), tokens.shape[1] + room, c.kv_heads, c.head_dim, dtype=dtype, device=tokens.device)
-    model.hidden(tokens, documents=documents, cache=cache)
-    return cache
-
-
-def _cache_rows(cache: Cache, rows: Tensor) -> Cache:
-    """A copy of some rows: what a step writes into it is the step's own."""
-    chosen = copy.copy(cache)
-    chosen.keys, chosen.values = [keys[rows] for keys in cache.keys], [values[rows] for values in cache.values]
-    chosen.documents, chosen.positions, chosen.lengths = cache.documents[rows], cache.positions[rows], cache.lengths[rows]
-    return chosen
 
 
 def _chosen(rows: Rows, facts: list[int]) -> Rows:
@@ -216,7 +196,7 @@ def _chosen(rows: Rows, facts: list[int]) -> Rows:
         return torch.stack([place[places[:, 0]], places[:, 1]], 1)
 
     width = int((rows.documents[keep] != PADDING).sum(1).max())
-    return Rows(_cache_rows(rows.cache, keep), rows.tokens[keep, :width], rows.documents[keep, :width], number[rows.fact[keep]],
+    return Rows(rows.before.chosen(keep), rows.tokens[keep, :width], rows.documents[keep, :width], number[rows.fact[keep]],
                 moved(rows.asked[mine]), rows.due[mine], rows.share[mine], moved(rows.essence[facts]))
 
 
