@@ -1,0 +1,175 @@
+"""Checks on what examples teach: every one something, what was meant and nothing else, with an end that is learned too.
+
+The mask is not believed: the supervised tokens are decoded and compared with the intended text. Counts are taken on whole arrays.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from assay.data.chat import Example
+from assay.model.stops import Stops
+from assay.model.tokenizer import Tokenizer
+from assay.verdict import Verdict, proven, refuted
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what half a character decodes to
+
+
+@dataclass(frozen=True)
+class Flat:
+    """All examples as one stream; `runs` are its supervised stretches, each within one row."""
+
+    examples: Sequence[Example]
+
+    @cached_property
+    def tokens(self) -> NDArray[np.int32]:
+        return np.concatenate([example.tokens for example in self.examples])
+
+    @cached_property
+    def weight(self) -> NDArray[np.float32]:
+        return np.concatenate([example.weight for example in self.examples])
+
+    @cached_property
+    def lengths(self) -> NDArray[np.int64]:
+        return np.array([len(example) for example in self.examples], np.int64)
+
+    @cached_property
+    def starts(self) -> NDArray[np.int64]:
+        return np.cumsum(self.lengths) - self.lengths
+
+    @cached_property
+    def rows(self) -> NDArray[np.int64]:
+        """Which example each token belongs to."""
+        return np.repeat(np.arange(len(self.examples)), self.lengths)
+
+    @cached_property
+    def places(self) -> NDArray[np.int64]:
+        """Where in its example each token stands."""
+        return np.arange(len(self.tokens)) - self.starts[self.rows]
+
+    @cached_property
+    def prompts(self) -> NDArray[np.int64]:
+        return np.array([example.prompt for example in self.examples], np.int64)
+
+    @cached_property
+    def runs(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """(start, stop, example) of each; column 0 is never supervised, so none reaches into the next example."""
+        mask = np.concatenate(([False], self.weight != 0, [False]))
+        edges = np.flatnonzero(mask[1:] != mask[:-1])
+        return edges[::2], edges[1::2], self.rows[edges[::2]]
+
+    @cached_property
+    def complete(self) -> NDArray[np.bool_]:
+        """For each run, whether its end is here: the last run of an example cut at the length may lack it."""
+        _, _, rows = self.runs
+        cut = np.array([example.cut for example in self.examples], np.bool_)
+        last = np.append(rows[1:] != rows[:-1], True) if len(rows) else np.zeros(0, np.bool_)
+        return ~(cut[rows] & last)
+
+    def id(self, row: int) -> str:
+        return self.examples[row].id
+
+
+def check_supervised(flat: Flat) -> Verdict:
+    """Every example teaches something, and none teaches its prompt."""
+    if not np.isfinite(flat.weight).all() or (flat.weight < 0).any():
+        return refuted("supervised", "a weight is negative or not finite")
+    counts = np.bincount(flat.rows, flat.weight != 0, len(flat.examples))
+    if (empty := np.flatnonzero(counts == 0)).size:
+        return refuted("supervised", f"{empty.size} of {len(flat.examples)} examples supervise no token, first {flat.id(empty[0])}: they "
+                                     "would be a loss of 0, or not a number", rows=empty.size)
+    early = (flat.weight != 0) & (flat.places < flat.prompts[flat.rows])
+    if early.any():
+        rows = np.unique(flat.rows[early])
+        return refuted("supervised", f"{int(early.sum())} tokens of prompts are supervised, in {rows.size} of {len(flat.examples)} "
+                                     f"examples, first {flat.id(rows[0])}: the mask is lost or misplaced", rows=rows.size)
+    share = float(np.count_nonzero(flat.weight) / len(flat.tokens))
+    return proven("supervised", f"{int(counts.sum()):,} of {len(flat.tokens):,} tokens ({share:.1%}) in {len(flat.examples):,} examples, "
+                                f"{int(counts.min())} or more in each", tokens=len(flat.tokens), share=share, least=int(counts.min()))
+
+
+def check_intended(flat: Flat, tokenizer: Tokenizer) -> Verdict:
+    """The supervised tokens, decoded, are the intended texts: each as a whole, byte for byte, and nothing else."""
+    starts, stops, rows = flat.runs
+    found = np.bincount(rows, minlength=len(flat.examples))
+    due = np.array([len(example.intended) for example in flat.examples])
+    if (wrong := np.flatnonzero(found != due)).size:
+        row = int(wrong[0])
+        return refuted("intended", f"{wrong.size} examples do not supervise what was meant: {flat.id(row)} has {found[row]} supervised "
+                                   f"stretches, {due[row]} texts were meant", rows=wrong.size)
+    texts = [text for example in flat.examples for text in example.intended]
+    pieces = [flat.tokens[start:stop].tolist() for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)]
+    decoded = tokenizer.backend.decode_batch(pieces, skip_special_tokens=False)
+    bad = [run for run, (text, meant) in enumerate(zip(decoded, texts, strict=True))
+           if text != meant and not _means(flat, run, meant, tokenizer)]
+    if bad:
+        shown, meant = parted(decoded[bad[0]], texts[bad[0]])
+        return refuted("intended", f"{len(bad)} of {len(texts)} supervised texts are not what was meant: {flat.id(int(rows[bad[0]]))} "
+                                   f"supervises {shown!r}, meant was {meant!r}", texts=len(bad))
+    return proven("intended", f"{len(texts):,} supervised texts decode to what was meant, byte for byte", texts=len(texts))
+
+
+def _means(flat: Flat, run: int, meant: str, tokenizer: Tokenizer) -> bool:
+    """A closer look at a run that decodes to another text alone: it may be cut, follow a space that decoders strip from a
+    beginning, or hold letters that the tokenizer's normalizer writes in another form."""
+    start, stop, row = (int(array[run]) for array in flat.runs)
+    first = int(flat.starts[row])
+    context = tokenizer.decode(flat.tokens[first:start].tolist())
+    text = tokenizer.decode(flat.tokens[first:stop].tolist()).removeprefix(context)
+    normalizer = tokenizer.backend.normalizer
+    forms = {meant, meant if normalizer is None else normalizer.normalize_str(meant)}
+    if flat.complete[run]:
+        return text in forms
+    return any(form.startswith(text.rstrip(REPLACEMENT)) for form in forms)
+
+
+def check_stop(flat: Flat, tokenizer: Tokenizer, stops: Stops) -> Verdict:
+    """Every completion ends with a token at which generation stops, supervised; no answer holds one before its end."""
+    _, ends, rows = flat.runs
+    if not stops.stop_ids:
+        return refuted("stop", "no file of the model names a token at which to stop: it would never learn to")
+    is_stop = np.isin(flat.tokens, stops.stop_ids)
+    open_runs = np.flatnonzero(~is_stop[ends - 1] & flat.complete)
+    if open_runs.size:
+        last = int(flat.tokens[ends[open_runs[0]] - 1])
+        names = " or ".join(repr(tokenizer.piece(id)) for id in stops.stop_ids)
+        hint = f"; the chat template ends turns with {tokenizer.piece(last)!r}, which stops nothing" if last == stops.turn_end else ""
+        return refuted("stop", f"{open_runs.size} of {len(ends)} completions end with no supervised stop token ({names}): "
+                               f"{flat.id(int(rows[open_runs[0]]))} ends with {tokenizer.piece(last)!r}{hint}. The model will not stop",
+                       completions=int(open_runs.size))
+    if (inside := _stops_inside(flat, is_stop)).size:
+        return refuted("stop", f"{inside.size} answers hold a stop token before their end, first {flat.id(int(inside[0]))}: the text "
+                               "spells it out, and the model would learn to stop there", answers=int(inside.size))
+    cut = int((~flat.complete).sum())
+    kept = f"; {cut} are cut at the length and do not end" if cut else ""
+    if cut == len(ends):
+        return refuted("stop", "no completion has its end within the length, so that none teaches to stop; raise the length")
+    return proven("stop", f"{len(ends) - cut:,} completions end with a supervised stop token{kept}", completions=len(ends), cut=cut)
+
+
+def _stops_inside(flat: Flat, is_stop: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Examples made of messages that have a stop token within an answer; running text may hold several documents."""
+    supervised = flat.weight != 0
+    within = is_stop[:-1] & supervised[:-1] & supervised[1:] & (flat.rows[1:] == flat.rows[:-1])
+    rows = np.unique(flat.rows[:-1][within])
+    return np.array([row for row in rows.tolist() if (source := flat.examples[row].conversation) and source.messages], np.int64)
+
+
+def check_pad(flat: Flat, tokenizer: Tokenizer, stops: Stops) -> Verdict:
+    """Padding teaches nothing; where one token both pads and ends, check_stop looks at the end."""
+    if tokenizer.pad is None or tokenizer.pad in stops.stop_ids:
+        return proven("pad", "no token is there to pad alone")
+    wrong = int(np.count_nonzero(flat.weight[flat.tokens == tokenizer.pad]))
+    if wrong:
+        return refuted("pad", f"{wrong} padding tokens ({tokenizer.piece(tokenizer.pad)!r}) are supervised", tokens=wrong)
+    return proven("pad", f"no {tokenizer.piece(tokenizer.pad)!r} is supervised")
+
+
+def parted(found: str, meant: str, shown: int = 48) -> tuple[str, str]:
+    """Both texts from shortly before the place where they part."""
+    at = next((i for i, (a, b) in enumerate(zip(found, meant, strict=False)) if a != b), min(len(found), len(meant)))
+    at = max(0, at - 8)
+    return found[at : at + shown], meant[at : at + shown]
