@@ -10,7 +10,7 @@ Shapes: B rows, T time. A sequence is a document of a row, or the whole row wher
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -32,8 +32,8 @@ class Surrogate:
 
     `ratio`: "token" is PPO's; "sequence" is GSPO's, the geometric mean over the sequence; "cispo" lets every token learn,
     with its ratio, at most 1 + epsilon_high, as a constant factor. A weight may be a tensor that the caller refills between
-    steps: that is how an entropy bonus decays. k1 as a loss has a gradient of mean 0 where policy and behaviour agree: it is
-    there to be compared with, k2 and k3 are there to be used.
+    steps: that is how an entropy bonus decays. Without `kl_by_ratio` only k2's gradient is that of the divergence; k3's is
+    another's, and k1's has mean 0.
     """
 
     ratio: Ratio = "token"
@@ -41,6 +41,7 @@ class Surrogate:
     epsilon_high: float | None = None  # None: epsilon; larger is DAPO's clip-higher
     kl: Divergence = "none"
     kl_weight: float | Tensor = 0.0
+    kl_by_ratio: bool = True  # each token's KL times its ratio, which makes the gradient that of KL(π ‖ reference)
     entropy_weight: float | Tensor = 0.0
     temperature: float = 1.0  # the one that was sampled with
     measure_entropy: bool = True  # where it is not in the loss, it costs a slower pass over the logits
@@ -68,18 +69,22 @@ class Surrogate:
 def policy_gradient(asked: Surrogate) -> Objective:
     """Σ weight · (−surrogate + kl_weight · KL − entropy_weight · entropy), over the tokens that count."""
     def objective(model: Transformer, batch: Batch) -> Loss:
-        behaviour, advantage = _stream(batch, "behaviour"), _stream(batch, "advantage")
         logp_BT, entropy_BT = token_logprobs(model, batch, asked.temperature, entropy=asked.wants_entropy)
-        counts_BT = batch.weight != 0  # elsewhere the streams may hold anything
-        log_ratio_BT = torch.where(counts_BT, logp_BT - behaviour, 0.0)
-        gained = SURROGATES[asked.ratio](asked, batch, log_ratio_BT, logp_BT, advantage)
-        loss_BT = -gained.surrogate
+        counts_BT = batch.weight != 0
+        # Where a token does not count the streams may hold anything, NaN too: it must not reach a product, nor its gradient.
+        log_ratio_BT = torch.where(counts_BT, logp_BT - _stream(batch, "behaviour"), 0.0)
+        advantage_BT = torch.where(counts_BT, _stream(batch, "advantage"), 0.0)
+        ratio_BT = (sequence_mean(log_ratio_BT, counts_BT, batch.documents) if asked.ratio == "sequence" else log_ratio_BT).exp()
+        surrogate_BT = capped(asked, ratio_BT, logp_BT, advantage_BT) if asked.ratio == "cispo" else clipped(asked, ratio_BT, advantage_BT)
+        loss_BT = -surrogate_BT
         if not _is_zero(asked.kl_weight):
-            loss_BT = loss_BT + asked.kl_weight * DIVERGENCES[asked.kl](logp_BT - _stream(batch, "reference"))
+            apart_BT = torch.where(counts_BT, logp_BT - _stream(batch, "reference"), 0.0)
+            kl_BT = DIVERGENCES[asked.kl](apart_BT)
+            loss_BT = loss_BT + asked.kl_weight * (kl_BT * ratio_BT if asked.kl_by_ratio else kl_BT)
         if entropy_BT is not None and not _is_zero(asked.entropy_weight):
             loss_BT = loss_BT - asked.entropy_weight * entropy_BT
         losses_BT = torch.where(counts_BT, loss_BT, 0.0)
-        metrics = _measured(batch, counts_BT, gained, log_ratio_BT.detach(), logp_BT.detach(), entropy_BT)
+        metrics = _measured(asked, batch, ratio_BT.detach(), log_ratio_BT.detach(), logp_BT.detach(), entropy_BT)
         return Loss((batch.weight * losses_BT).sum(), batch.weight.sum(), losses_BT.detach(), metrics)
 
     return objective
@@ -101,29 +106,14 @@ def token_logprobs(model: Transformer, batch: Batch, temperature: float = 1.0, *
 # ---------------------------------------------------------------- surrogates
 
 
-class Gained(NamedTuple):
-    surrogate: Tensor  # (B, T): what is to become larger
-    ratio: Tensor  # (B, T), detached
-    low: Tensor  # (B, T): where the clip holds a token back that had become too rare
-    high: Tensor  # (B, T): … or too likely
+def clipped(asked: Surrogate, ratio_BT: Tensor, advantage_BT: Tensor) -> Tensor:
+    """PPO's pessimistic choice: once a ratio has left the corridor the way its advantage wanted, there is nothing more to gain."""
+    return torch.minimum(ratio_BT * advantage_BT, ratio_BT.clamp(1 - asked.epsilon, 1 + asked.high) * advantage_BT)
 
 
-def token_surrogate(asked: Surrogate, batch: Batch, log_ratio_BT: Tensor, logp_BT: Tensor, advantage_BT: Tensor) -> Gained:
-    return _clipped(asked, log_ratio_BT.exp(), advantage_BT)
-
-
-def sequence_surrogate(asked: Surrogate, batch: Batch, log_ratio_BT: Tensor, logp_BT: Tensor, advantage_BT: Tensor) -> Gained:
-    return _clipped(asked, sequence_mean(log_ratio_BT, batch.weight != 0, batch.documents).exp(), advantage_BT)
-
-
-def cispo_surrogate(asked: Surrogate, batch: Batch, log_ratio_BT: Tensor, logp_BT: Tensor, advantage_BT: Tensor) -> Gained:
-    ratio = log_ratio_BT.detach().exp()
-    high = (ratio > 1 + asked.high) & (advantage_BT > 0)
-    return Gained(ratio.clamp(max=1 + asked.high) * advantage_BT * logp_BT, ratio, torch.zeros_like(high), high)
-
-
-SURROGATES: dict[str, Callable[[Surrogate, Batch, Tensor, Tensor, Tensor], Gained]] = {
-    "token": token_surrogate, "sequence": sequence_surrogate, "cispo": cispo_surrogate}
+def capped(asked: Surrogate, ratio_BT: Tensor, logp_BT: Tensor, advantage_BT: Tensor) -> Tensor:
+    """CISPO: the ratio weighs and is not learned from, so that no token's gradient is lost."""
+    return ratio_BT.detach().clamp(max=1 + asked.high) * advantage_BT * logp_BT
 
 
 def sequence_mean(values_BT: Tensor, counts_BT: Tensor, documents: Tensor | None) -> Tensor:
@@ -135,13 +125,6 @@ def sequence_mean(values_BT: Tensor, counts_BT: Tensor, documents: Tensor | None
     sums, tokens = (torch.zeros_like(values_BT).scatter_add(1, sequence_BT, part)
                     for part in (torch.where(counts_BT, values_BT, 0.0), counts_BT.to(values_BT.dtype)))
     return (sums / tokens.clamp(min=1)).gather(1, sequence_BT)
-
-
-def _clipped(asked: Surrogate, ratio_BT: Tensor, advantage_BT: Tensor) -> Gained:
-    clipped = ratio_BT.clamp(1 - asked.epsilon, 1 + asked.high)
-    ratio = ratio_BT.detach()
-    low, high = (ratio < 1 - asked.epsilon) & (advantage_BT < 0), (ratio > 1 + asked.high) & (advantage_BT > 0)
-    return Gained(torch.minimum(ratio_BT * advantage_BT, clipped * advantage_BT), ratio, low, high)
 
 # ---------------------------------------------------------------- divergences, of d = log π − log reference at tokens drawn from π
 
@@ -200,15 +183,19 @@ def averages(sums: Mapping[str, Tensor]) -> dict[str, float]:
 
 
 @torch.no_grad()
-def _measured(batch: Batch, counts_BT: Tensor, gained: Gained, log_ratio_BT: Tensor, logp_BT: Tensor,
+def _measured(asked: Surrogate, batch: Batch, ratio_BT: Tensor, log_ratio_BT: Tensor, logp_BT: Tensor,
               entropy_BT: Tensor | None) -> dict[str, Tensor]:
+    """The clip fractions count the tokens that the clip holds back; CISPO holds none back at the lower side."""
+    counts_BT, advantage_BT = batch.weight != 0, _stream(batch, "advantage")
     of = lambda values: torch.where(counts_BT, values.float(), 0.0).sum()  # noqa: E731
+    low = of((ratio_BT < 1 - asked.epsilon) & (advantage_BT < 0)) * (asked.ratio != "cispo")
+    high = of((ratio_BT > 1 + asked.high) & (advantage_BT > 0))
     apart = log_ratio_BT.abs()
-    found = {TOKENS: counts_BT.sum().float(), "clip_ratio/low_mean": of(gained.low), "clip_ratio/high_mean": of(gained.high),
-             "clip_ratio/region_mean": of(gained.low | gained.high), "sampling/importance_sampling_ratio/mean": of(gained.ratio),
+    found = {TOKENS: counts_BT.sum().float(), "clip_ratio/low_mean": low, "clip_ratio/high_mean": high,
+             "clip_ratio/region_mean": low + high, "sampling/importance_sampling_ratio/mean": of(ratio_BT),
              "sampling/sampling_logp_difference/mean": of(apart), "sampling/sampling_logp_difference/max": apart.max()}
     if batch.reference is not None:
-        found["kl"] = of(k3(logp_BT - batch.reference))
+        found["kl"] = of(k3(logp_BT - batch.reference) * (ratio_BT if asked.kl_by_ratio else 1.0))
     if entropy_BT is not None:
         found["entropy"] = of(entropy_BT)
     return found
