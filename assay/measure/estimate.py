@@ -71,6 +71,27 @@ def mean(scores: ArrayLike, *, level: float = 0.95) -> Estimate:
     return ratio(values, np.ones_like(values), level=level)
 
 
+def mean_rate(scores: ArrayLike, *, level: float = 0.95) -> Estimate:
+    """The mean of independent scores between 0 and 1, such as each problem's pass@k or its share of right samples.
+
+    The exact binomial interval at the sample size that the spread of the scores amounts to (as in `clustered`). A
+    t-interval misses: where most problems score 0 or all score 1 its coverage falls to 0. This one's least was 0.941
+    over 560 designs: 5 to 500 problems, rates 0.001 to 0.9, pass@1 to pass@16 of 4 or 16 samples.
+    """
+    values = finite("score", scores)
+    if values.min() < 0 or values.max() > 1:
+        raise DataError(f"a rate needs scores between 0 and 1, found {values.min():g} to {values.max():g}; use `mean`")
+    if _binary(values):
+        return proportion(int(values.sum()), values.size, level=level)
+    if values.size < 2:
+        return mean(values, level=level)  # which refuses
+    share = float(values.mean())
+    variance = values.var(ddof=1) / values.size + _unseen_variance(share, values.size)
+    effective = share * (1 - share) / variance
+    low, high = _exact_binomial(share * effective, effective, level)
+    return Estimate(share, low, high, values.size, level)
+
+
 def clustered(scores: ArrayLike, clusters: Sequence[Hashable], *, level: float = 0.95) -> Estimate:
     """The mean over scores that come in groups (samples of one problem, completions of one run); n counts the groups.
 
@@ -222,18 +243,22 @@ def _jackknife_variance(above: Array, below: Array) -> float:
 def _clustered_proportion(sums: Array, sizes: Array, level: float) -> Estimate:
     """Korn–Graubard: the exact interval at the sample size that would explain the spread between clusters.
 
-    A quarter of an all-right and of an all-wrong cluster is added to that spread, because few clusters with rare
-    successes show too little of it: over 280 designs (2 to 300 clusters of 1 to 32 scores, rates 0.005 to 0.4,
-    intra-cluster correlation 0 to 0.9) the worst coverage is 0.945 with it and 0.85 without.
+    Over 280 designs (2 to 300 clusters of 1 to 32 scores, rates 0.005 to 0.4, intra-cluster correlation 0 to 0.9) the
+    worst coverage is 0.945; without what was not seen it would be 0.85.
     """
     clusters, n, rate = sizes.size, sizes.sum(), float(sums.sum() / sizes.sum())
     if rate in (0.0, 1.0):  # nothing shows how alike the scores of one cluster are: each cluster counts once
         low, high = _exact_binomial(rate * clusters, clusters, level)
         return Estimate(rate, low, high, clusters, level)
-    variance = _jackknife_variance(sums, sizes) + 0.25 * (rate**2 + (1 - rate) ** 2) / clusters**2
+    variance = _jackknife_variance(sums, sizes) + _unseen_variance(rate, clusters)
     effective = min(n, rate * (1 - rate) / variance)
     low, high = _exact_binomial(rate * effective, effective, level)
     return Estimate(rate, low, high, clusters, level)
+
+
+def _unseen_variance(rate: float, units: int) -> float:
+    """A quarter of an all-right and of an all-wrong unit: few units with rare successes show too little of their spread."""
+    return 0.25 * (rate**2 + (1 - rate) ** 2) / units**2
 
 
 def _paired_proportions(gained: int, lost: int, n: int, level: float) -> Estimate:
