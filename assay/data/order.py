@@ -12,6 +12,7 @@ place g mod windows of epoch g // windows; ranks take neighbouring rows, so they
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -23,6 +24,12 @@ from assay.errors import DataError, UsageError
 from assay.seeds import derive
 
 ROUNDS = 6
+
+
+class Planned(Protocol):
+    """Whatever has a batch for every step."""
+
+    def batch(self, step: int) -> Batch: ...
 
 
 @dataclass(frozen=True)
@@ -89,16 +96,14 @@ def batch_at(corpus: Corpus, seed: int, step: int, *, rows: int, length: int, ep
 
 def corpus_batches(corpus: Corpus, *, seed: int, rows: int, length: int, epochs: int = 1, start: int = 0,
                    stop: int | None = None, rank: int = 0, world: int = 1) -> Iterator[Batch]:
-    """Batches of steps start, start + 1, … With `stop` the corpus must suffice, and says so before the first batch.
-
-    Without it the iterator does not end: exhaustion raises, so that no loop can mistake it for the end of the work.
-    """
+    """Batches of steps start, start + 1, … With `stop` the corpus must suffice, and says so before the first batch."""
     order = Order(corpus, seed, rows, length, epochs, rank, world)
     order.require(stop if stop is not None else start + 1)
-    return _batches(order, start, stop)
+    return planned(order, start, stop)
 
 
-def _batches(order: Order, step: int, stop: int | None) -> Iterator[Batch]:
+def planned(order: Planned, step: int, stop: int | None) -> Iterator[Batch]:
+    """Without `stop` the iterator does not end: exhaustion raises, so that no loop can mistake it for the end of the work."""
     while stop is None or step < stop:
         yield order.batch(step)
         step += 1

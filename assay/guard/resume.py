@@ -4,17 +4,14 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from assay.model.families import hf_layout, to_foreign
-from assay.model.transformer import Transformer
 from assay.store.checkpoint import OPTIMIZER, Checkpoint
 from assay.store.identity import recorded_tensors
 from assay.store.tensors import tensor_sha256
 from assay.verdict import Verdict, proven, refuted
 
 
-def check_resumed(model: Transformer, state: Mapping[str, Tensor], found: Checkpoint) -> Verdict:
-    """`state` is everything that the run keeps in a checkpoint's optimizer file, live, under the names it has there."""
-    weights = to_foreign(hf_layout(model.config), {name: p.detach() for name, p in model.named_parameters()})
+def check_resumed(weights: Mapping[str, Tensor], state: Mapping[str, Tensor], found: Checkpoint) -> Verdict:
+    """`weights` and `state` are what the run keeps in a checkpoint's weight and optimizer files, live, under the names they have there."""
     wrong = _unlike(weights, recorded_tensors(found.manifest))
     cold = _unlike(state, found.manifest["tensors"].get(OPTIMIZER, {}))
     of = f"those of {found.folder.name}"

@@ -14,6 +14,7 @@ from assay.store.tensors import tensor_sha256
 from assay.verdict import Verdict, proven, refuted, unproven
 
 SAMPLE = 2048  # elements of each tensor that are watched, spread evenly over it
+LEARNING = 0.1  # multiplier of the peak rate below which steps may be too small to be told from rounding
 MOVED = 0.5  # share of a matrix's watched elements that an update must change: rounding may swallow a few, not most
 
 
@@ -47,20 +48,34 @@ def check_gradients(gradients: Mapping[str, Tensor], trained: Collection[str]) -
 
 
 class Account:
-    """Watches a model from now on, or from the last `begin`. `moved` and `frozen` judge what happened since."""
+    """Watches a model from now on, or from the last `begin`. `moved` and `frozen` judge what happened since.
 
-    def __init__(self, model: nn.Module):
+    `reachable` are the trainable tensors that the first step can move, where not all are: until the next `begin` only they are judged.
+    """
+
+    def __init__(self, model: nn.Module, reachable: Collection[str] | None = None):
         self.model = model
         self.hashes = {name: tensor_sha256(p) for name, p in model.named_parameters() if not p.requires_grad}
-        self.begin()
+        self.begin(reachable)
 
-    def begin(self) -> None:
+    def begin(self, reachable: Collection[str] | None = None) -> None:
         """What moved until now counts no more: a tensor that stops moving later is found at the next look."""
-        self.before = {name: _watched(p).clone() for name, p in self.model.named_parameters() if p.requires_grad}
+        self.before = {name: _watched(p).clone() for name, p in self.model.named_parameters()
+                       if p.requires_grad and (reachable is None or name in reachable)}
+        self._reach, self._learning = 0.0, False
+
+    def stepped(self, multiplier: float, rate: float) -> None:
+        """A step was taken at this share of the peak rates, the lowest of which is now `rate`."""
+        self._reach += rate
+        self._learning |= multiplier >= LEARNING
 
     def moved(self) -> Verdict:
         """Embeddings move where their tokens occurred; every other matrix moves nearly everywhere, or rounding swallows updates."""
         share, matrices = self._moved_shares(), self._matrices()
+        if self._learning is False and self._reach:
+            share = {name: part for name, part in share.items() if self._reach > self._spacing(name)}
+            if not share:
+                return unproven("movement", "in warm-up: no step yet was large enough to be told from rounding", optional=True)
         if stuck := [name for name, part in share.items() if part == 0]:
             return refuted("movement", f"{len(stuck)} of {len(share)} trainable tensors did not move: {_some(stuck)}", tensors=stuck)
         if swallowed := [name for name, part in share.items() if part < MOVED and name in matrices]:
@@ -70,6 +85,11 @@ class Account:
                            share=share[worst])
         least = min(share.values())
         return proven("movement", f"all {len(share)} trainable tensors moved, the least in {least:.0%} of its elements", least=least)
+
+    def _spacing(self, name: str) -> float:
+        """Of the numbers around a tensor's typical value, in its dtype: a smaller step is rounded away."""
+        before = self.before[name]
+        return float(before.abs().float().median()) * torch.finfo(before.dtype).eps
 
     def frozen(self) -> Verdict:
         parameters = dict(self.model.named_parameters())

@@ -1,8 +1,8 @@
-"""Held-out text scored by a model: bits per raw byte with its interval over documents, and a loss per document for pairing."""
+"""Held-out text scored by a model: an estimate with its interval over documents, and a loss per document for pairing."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -13,17 +13,23 @@ from assay.data.batch import Batch
 from assay.data.corpus import Corpus
 from assay.data.held_out import DocumentLosses, document_losses, held_out_batches, measurable
 from assay.learn.objectives import next_token
-from assay.measure.estimate import Estimate, bits_per_byte
+from assay.measure.estimate import Estimate, bits_per_byte, ratio
 from assay.model.attention import PADDING
 from assay.model.transformer import Transformer
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    bits_per_byte: Estimate
+    estimate: Estimate  # in `unit`
+    unit: Literal["bits per byte", "nats per token"]
     loss: float  # nats per token, over all tokens
     per_document: NDArray[np.float64]  # nats per token of each document, in the same order at every evaluation
-    documents: DocumentLosses
+    documents: DocumentLosses | None = None  # of a corpus, whose raw bytes are known
+
+    @property
+    def bits_per_byte(self) -> Estimate:
+        assert self.unit == "bits per byte", f"scored in {self.unit}"
+        return self.estimate
 
 
 def score(model: Transformer, corpus: Corpus, *, rows: int, length: int, context: int = 1, count: int | None = None) -> HeldOut:
@@ -31,7 +37,23 @@ def score(model: Transformer, corpus: Corpus, *, rows: int, length: int, context
     batches = held_out_batches(corpus, rows=rows, length=length, context=context, documents=measurable(corpus, count))
     losses = document_losses(corpus, _scored(model, batches, rows))
     mean = float(losses.nll.sum() / losses.tokens.sum())
-    return HeldOut(bits_per_byte(losses.nll, losses.bytes), mean, losses.nll / losses.tokens, losses)
+    return HeldOut(bits_per_byte(losses.nll, losses.bytes), "bits per byte", mean, losses.nll / losses.tokens, losses)
+
+
+def score_examples(model: Transformer, batches: Iterable[Batch], *, rows: int) -> HeldOut:
+    """Conversations, each a packed document of its row: what each one's supervised tokens cost, the estimate over conversations."""
+    nll, tokens = [], []
+    for batch, losses in _scored(model, iter(batches), rows):
+        documents = batch.documents if batch.documents is not None else torch.zeros_like(batch.tokens, dtype=torch.int32)
+        places = documents.long() + (int(documents.max()) + 1) * torch.arange(len(batch))[:, None]
+        used = documents != PADDING
+        weight = batch.weight.double()
+        sums = torch.zeros(int(places.max()) + 1, dtype=torch.float64)
+        nll.append(sums.clone().index_add_(0, places[used], (losses.cpu().double() * weight)[used]))
+        tokens.append(sums.index_add_(0, places[used], weight[used]))
+    cost, count = (torch.cat(parts).numpy() for parts in (nll, tokens))
+    cost, count = cost[count > 0], count[count > 0]
+    return HeldOut(ratio(cost, count), "nats per token", float(cost.sum() / count.sum()), cost / count)
 
 
 @torch.no_grad()

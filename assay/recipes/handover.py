@@ -1,49 +1,56 @@
 """Handing over: the best checkpoint is exported, its bytes are read back, and they must score what was recorded."""
 
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
+from torch import Tensor
 
-from assay.data.corpus import Corpus
 from assay.errors import ArtifactError
 from assay.guard.proof import Request, mark, prove
 from assay.learn.ema import averaged
-from assay.measure.held_out import HeldOut, score
+from assay.measure.held_out import HeldOut
 from assay.model.placement import place_for_training
+from assay.model.transformer import Transformer
 from assay.recipes.looks import Looks
 from assay.recipes.run import Run, plain
-from assay.recipes.squeezed import squeezed
 from assay.store import checkpoint
-from assay.store.artifact import Artifact, build, open_artifact
+from assay.store.artifact import Artifact, build, locate, merged, open_artifact
 from assay.store.checkpoint import open_checkpoint
 from assay.store.export import export
 from assay.store.pack import Ancestor, Lineage, model_contents
 from assay.verdict import Outcome, Verdict, proven, refuted
 
-SAME_SCORE = 1e-4  # bits per byte: what fp32 sums in another order may differ by
+Score = Callable[[Transformer], HeldOut]
+SAME_SCORE = 1e-4  # bits per byte, or nats per token: what fp32 sums in another order may differ by
 SAME_LOOK = {torch.float32: 1e-4, torch.bfloat16: 1e-2}  # a document's loss, compiled or not, relative to the mean
 
 
-def hand_over(run: Run, best: Path, looks: Looks, corpus: Corpus, *, rows: int, length: int, max_bytes: int | None) -> list[Verdict]:
-    """`RUN/model` is the best checkpoint as a plain Hugging Face folder, proven; its score on all held-out text is the run's."""
-    where = run.folder / "model"
+def hand_over(run: Run, best: Path, looks: Looks, final: Score) -> tuple[HeldOut, list[Verdict]]:
+    """`RUN/model` is the best checkpoint as a plain Hugging Face folder, proven; `final` scores it, and that is the run's score.
+
+    Of an adapter, `RUN/adapter` is the adapter as a PEFT folder, and `RUN/model` the two merged.
+    """
     run.say(f"best: {best.name}; {looks.verdict_in_words()}")
-    looked = check_look(looks, best, corpus, rows, length)
-    recorded = rescored(scored(open_artifact(best)), corpus, rows, length)
-    if handed_over_before(best, where):
-        verdicts = [check_weight_set(best, where)]
-    else:
-        run.set_aside(where)
-        verdicts = written(best, where)
-        mark(open_checkpoint(where), verdicts)
-    verdicts += [looked, check_score(recorded, rescored(open_artifact(where), corpus, rows, length))]
-    run.ledger.append("hand over", checkpoint=best.name, bits_per_byte=str(recorded.bits_per_byte), held_out=corpus.held_out_digest,
-                      score=asdict(recorded.bits_per_byte), verdicts=plain([verdict.to_json() for verdict in verdicts]))
-    run.say(f"{where}: {recorded.bits_per_byte} bits per byte on all held-out text")
-    if max_bytes is not None:
-        verdicts += squeezed(run, where, recorded, corpus, rows=rows, length=length, max_bytes=max_bytes)
-    return verdicts
+    verdicts = [check_look(looks, best)]
+    recorded = rescored(scored(open_artifact(best)), final)
+    places = {"adapter": run.folder / "adapter", "model": run.folder / "model"} if locate(best).adapter else {"model": run.folder / "model"}
+    for what, where in places.items():
+        if handed_over_before(best, where):
+            verdicts.append(check_weight_set(best, where))
+        else:
+            run.set_aside(where)
+            found = written(best, where, "peft" if what == "adapter" else None)
+            mark(open_checkpoint(where), found)
+            verdicts += found
+    verdicts.append(check_score(recorded, rescored(open_artifact(run.folder / "model"), final)))
+    run.ledger.append("hand over", checkpoint=best.name, unit=recorded.unit, score=asdict(recorded.estimate),
+                      verdicts=plain([verdict.to_json() for verdict in verdicts]))
+    for where in places.values():
+        run.say(f"{where}: {recorded.estimate} {recorded.unit} on all held-out text")
+    return recorded, verdicts
 
 
 def handed_over_before(best: Path, where: Path) -> bool:
@@ -64,9 +71,12 @@ def scored(saved: Artifact) -> Artifact:
     return replace(saved, tensors=averaged(saved.raw.checkpoint.optimizer() or {}))
 
 
-def written(best: Path, where: Path) -> list[Verdict]:
+def written(best: Path, where: Path, form: Literal["peft"] | None = None) -> list[Verdict]:
     """The scored set as a Hugging Face folder, proven in a fresh process: the checkpoint's model, or its average."""
     saved = open_artifact(best)
+    if saved.patch is not None:
+        bound = export(saved, "peft", where) if form == "peft" else export(saved, "merged", where, "float32")
+        return prove(Request(str(where), str(best), expect="same", bound=bound))
     if (chosen := scored(saved)) is saved:
         return prove(Request(str(where), str(best), expect="same", bound=export(saved, "hf", where)))
     lineage = Lineage("moved", Ancestor(saved.digest, str(best)), weight_set="ema", scored_set="ema")
@@ -76,7 +86,7 @@ def written(best: Path, where: Path) -> list[Verdict]:
 
 def check_weight_set(best: Path, where: Path) -> Verdict:
     """What lies at `where` is the set that was scored, bit for bit, and not the other one."""
-    due, found = scored(open_artifact(best)).tensors, open_artifact(where).tensors
+    due, found = (_as_stored(where, artifact) for artifact in (scored(open_artifact(best)), open_artifact(where)))
     assert due.keys() == found.keys(), "both were opened strictly, as the same architecture"
     wrong = sorted(name for name in due if not torch.equal(due[name], found[name]))
     words = f"{len(due) - len(wrong)} of {len(due)} tensors are those that were scored, bit for bit"
@@ -85,16 +95,22 @@ def check_weight_set(best: Path, where: Path) -> Verdict:
     return proven("weight set", words, tensors=len(due))
 
 
-def rescored(artifact: Artifact, corpus: Corpus, rows: int, length: int) -> HeldOut:
-    """The score of the bytes on disk, not of any model in memory. Long documents are read with half a row of context."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return score(build(artifact).to(device), corpus, rows=rows, length=length, context=length // 2)
+def _as_stored(where: Path, artifact: Artifact) -> dict[str, Tensor]:
+    """An adapter's own tensors where an adapter was written, the merged model's where a model was."""
+    if artifact.patch is None:
+        return artifact.tensors
+    return artifact.raw.tensors if locate(where).adapter else merged(artifact, torch.float32)
 
 
-def check_look(looks: Looks, best: Path, corpus: Corpus, rows: int, length: int) -> Verdict:
+def rescored(artifact: Artifact, final: Score) -> HeldOut:
+    """The score of the bytes on disk, not of any model in memory."""
+    return final(build(artifact).to("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def check_look(looks: Looks, best: Path) -> Verdict:
     """The bytes of the best checkpoint score what the look recorded of the live model: they are the weights that were scored."""
     model = place_for_training(build(scored(open_artifact(best))), looks.device, compile=False)
-    found = score(model, corpus, rows=rows, length=length, count=looks.documents).per_document
+    found = looks.score(model).per_document
     recorded, bound = looks.losses[looks.steps.index(looks.best_step())], SAME_LOOK[model.compute_dtype or torch.float32]
     error = float(abs(found - recorded).max() / recorded.mean())
     words = (f"{best.name} as saved and as scored then differ by {error:.1e} (relative, the worst of {len(found)} documents), "
@@ -105,6 +121,6 @@ def check_look(looks: Looks, best: Path, corpus: Corpus, rows: int, length: int)
 
 
 def check_score(recorded: HeldOut, found: HeldOut) -> Verdict:
-    difference = abs(recorded.bits_per_byte.mean - found.bits_per_byte.mean)
-    words = f"exported bytes score {found.bits_per_byte} bits per byte, recorded {recorded.bits_per_byte.mean:.6f}"
+    difference = abs(recorded.estimate.mean - found.estimate.mean)
+    words = f"exported bytes score {found.estimate} {found.unit}, recorded {recorded.estimate.mean:.6f}"
     return proven("score", words, difference=difference) if difference <= SAME_SCORE else refuted("score", words, difference=difference)

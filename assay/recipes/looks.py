@@ -1,14 +1,14 @@
 """Looks at held-out text during a run: the same documents each time, so that two looks can be compared document by document."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
-from assay.data.corpus import Corpus
 from assay.guard.held_out import check_gap
 from assay.measure.choose import choose_best
-from assay.measure.held_out import HeldOut, score
+from assay.measure.held_out import HeldOut
 from assay.model.transformer import Transformer
 from assay.recipes.run import Run, read_rows, rewrite_rows
 from assay.store.checkpoint import step_folder
@@ -20,13 +20,12 @@ ENOUGH_FOR_A_TREND = 5
 class Looks:
     """History of one run. `looks.jsonl` keeps every document's loss, so that a resumed run remembers what it saw.
 
-    From step `repeats_from` on the corpus is read again: before, every training loss is of text that was never seen.
+    `score` takes the same held-out documents at every look. From step `repeats_from` on the training text is read again:
+    before, every training loss is of text that was never seen.
     """
 
-    def __init__(self, run: Run, corpus: Corpus, *, rows: int, length: int, documents: int, repeats_from: int,
-                 device: str):
-        self.run, self.corpus, self.rows, self.length, self.documents = run, corpus, rows, length, documents
-        self.repeats_from, self.device = repeats_from, device
+    def __init__(self, run: Run, score: Callable[[Transformer], HeldOut], *, repeats_from: int, device: str):
+        self.run, self.score, self.repeats_from, self.device = run, score, repeats_from, device
         self.file = run.folder / "looks.jsonl"
         self.steps: list[int] = []
         self.losses: list[np.ndarray] = []  # per document
@@ -42,17 +41,17 @@ class Looks:
 
     def look(self, model: Transformer, step: int, weight_set: str | None = None) -> HeldOut:
         """`weight_set` names what the model holds now, where the run keeps more than one set."""
-        found = score(model, self.corpus, rows=self.rows, length=self.length, count=self.documents)
+        found = self.score(model)
         train = sum(self._since) / len(self._since) if self._since else found.loss
         self._remember(step, found.per_document, train)
         with self.file.open("a") as file:
             file.write(json.dumps({"step": step, "train": train, "per_document": found.per_document.tolist()}) + "\n")
         named = {} if weight_set is None else {"eval_weight_set": weight_set}
-        bits = found.bits_per_byte
-        self.run.record(step - 1, **named, eval_loss=found.loss, eval_bits_per_byte=bits.mean, eval_low=bits.low, eval_high=bits.high,
-                        eval_documents=bits.n)
+        scored = found.estimate
+        self.run.record(step - 1, **named, **{f"eval_{found.unit.replace(' ', '_')}": scored.mean}, eval_loss=found.loss,
+                        eval_low=scored.low, eval_high=scored.high, eval_documents=scored.n)
         of = f" ({weight_set} weights)" if weight_set else ""
-        self.run.say(f"step {step}: held-out {found.bits_per_byte} bits per byte{of}, train loss {train:.4f}")
+        self.run.say(f"step {step}: held-out {scored} {found.unit}{of}, train loss {train:.4f}")
         self._say_gap(step)
         return found
 

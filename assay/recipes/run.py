@@ -168,17 +168,6 @@ def say_now(text: str) -> None:
     print(text, flush=True)
 
 
-class Clock:
-    """Wall time of a run over all its sittings, for budgets and progress."""
-
-    def __init__(self, spent: float = 0.0):
-        self._start = time.monotonic() - spent
-
-    @property
-    def seconds(self) -> float:
-        return time.monotonic() - self._start
-
-
 def plain(value: Any) -> Any:
     """Strict JSON: paths as text, tuples as lists, and what is not finite as the word for it."""
     if isinstance(value, Mapping):

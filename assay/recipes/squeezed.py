@@ -75,5 +75,6 @@ def check_score(before: HeldOut, after: HeldOut) -> Verdict:
 
 
 def rounding_cost(before: HeldOut, after: HeldOut) -> Estimate:
+    assert before.documents is not None and after.documents is not None, "both were scored on a corpus"  # noqa: PT018
     assert np.array_equal(before.documents.ids, after.documents.ids), "both were scored on all held-out text"
     return ratio((after.documents.nll - before.documents.nll) / math.log(2), after.documents.bytes)

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from assay.data.batch import Batch
-from assay.data.corpus import Corpus, open_corpus
+from assay.data.corpus import open_corpus
 from assay.data.order import Order
 from assay.errors import GuardStop
 from assay.learn.ema import PREFIX, Ema
-from assay.recipes import handover, pretrain, run
+from assay.recipes import forms, handover, pretrain, run, training
 from assay.recipes.options import Pretrain
 from assay.recipes.pretrain import Pretraining
 from assay.store.ledger import Ledger
@@ -44,7 +44,7 @@ def a_scored_run(folder: Path, plant: Plant) -> list[Verdict]:
     with plant(folder):
         work = sit(folder / "run", until=4, ema=0.9)
     best = work.looks.best_checkpoint(work.run.checkpoints)
-    return [handover.check_look(work.looks, best, work.corpus, work.plan.micro, LENGTH)]
+    return [handover.check_look(work.looks, best)]
 
 
 @functools.cache
@@ -65,7 +65,7 @@ def sit(where: Path, *, until: int, **options: Any) -> Pretraining:
         works.append(Pretraining(given, say))
         return works[0]
 
-    with (swapped(run, "Prover", NoProver), swapped(pretrain, "hand_over", lambda *_, **__: []),
+    with (swapped(run, "Prover", NoProver), swapped(pretrain, "hand_over", lambda *_, **__: (None, [])),
           swapped(pretrain, "Pretraining", remembered),
           swapped(Pretraining, "over", lambda work: work.done >= until), contextlib.suppress(GuardStop)):
         pretrain.pretrain(config, say=lambda _: None)
@@ -119,11 +119,7 @@ def buffer_lost(_: Path) -> AbstractContextManager[None]:
 
 
 def going_on_with(batch: Callable[[Order, int], Batch]) -> AbstractContextManager[None]:
-    def batches(given: Corpus, *, seed: int, rows: int, length: int, epochs: int, start: int, stop: int) -> Iterator[Batch]:
-        order = Order(given, seed, rows, length, epochs)
-        return (batch(order, step) for step in range(start, stop))
-
-    return swapped(pretrain, "corpus_batches", batches)
+    return swapped(Pretraining, "planned_batches", lambda work: (batch(work.order, step) for step in range(work.start, STEPS)))
 
 # ---------------------------------------------------------------- what is loaded
 
@@ -131,19 +127,19 @@ def going_on_with(batch: Callable[[Order, int], Batch]) -> AbstractContextManage
 @fault("cold moments", rows=("C18",), stage="resume", check="resumed", job=a_second_sitting)
 def cold_moments(_: Path) -> AbstractContextManager[None]:
     """There is no optimizer yet when its state is loaded."""
-    return swapped(pretrain, "load_state_tensors", lambda *_: None)
+    return swapped(training, "load_state_tensors", lambda *_: None)
 
 
 @fault("going on from the average", rows=("C19",), stage="resume", check="resumed", job=a_second_sitting)
 def going_on_from_the_average(_: Path) -> AbstractContextManager[None]:
     """What is loaded as the model is another set of weights than training left."""
-    whole = pretrain.open_artifact
+    whole = forms.open_artifact
 
     def averaged(path: Path) -> Any:
         saved = whole(path)
         return replace(saved, tensors={name: tensor * 0.999 for name, tensor in saved.tensors.items()})
 
-    return swapped(pretrain, "open_artifact", averaged)
+    return swapped(forms, "open_artifact", averaged)
 
 
 @fault("another held-out set", rows=("D20",), stage="eval", check="same data", job=a_second_sitting)

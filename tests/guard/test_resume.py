@@ -7,8 +7,14 @@ import torch
 
 from assay.guard.resume import check_resumed
 from assay.learn.optim import adamw, state_tensors
+from assay.model.families import hf_layout, to_foreign
+from assay.model.transformer import Transformer
 from assay.verdict import Outcome
 from assay.zoo.stage import nudged, save, tiny
+
+
+def weights(model: Transformer) -> dict[str, torch.Tensor]:
+    return to_foreign(hf_layout(model.config), dict(model.named_parameters()))
 
 
 @pytest.fixture
@@ -23,14 +29,14 @@ def saved(tmp_path: Path):
 
 
 def test_what_was_saved_is_proven(saved):
-    assert check_resumed(*saved).outcome is Outcome.PROVEN
+    assert check_resumed(weights(saved[0]), *saved[1:]).outcome is Outcome.PROVEN
 
 
 def test_one_bit_of_a_weight_is_found(saved):
     model, state, found = saved
     with torch.no_grad():
         model.norm.weight.view(torch.int32)[0] ^= 1
-    verdict = check_resumed(model, state, found)
+    verdict = check_resumed(weights(model), state, found)
     assert (verdict.outcome, verdict.evidence) == (Outcome.REFUTED, {"weights": ["model.norm.weight"], "optimizer": []})
 
 
@@ -40,13 +46,13 @@ def test_other_moments_are_found(saved, change: str):
     name = "norm.weight/exp_avg"
     state = {"cold": state | {name: torch.zeros_like(state[name])}, "missing": {k: v for k, v in state.items() if k != name},
              "extra": state | {"norm.weight/third": state[name]}, "rounded": state | {name: state[name].bfloat16().float()}}[change]
-    verdict = check_resumed(model, state, found)
+    verdict = check_resumed(weights(model), state, found)
     assert verdict.outcome is Outcome.REFUTED
     assert verdict.evidence["optimizer"] == ["norm.weight/third" if change == "extra" else name]
 
 
 def test_a_checkpoint_without_moments_is_no_place_to_go_on_from(saved, tmp_path: Path):
     model, state, _ = saved
-    verdict = check_resumed(model, state, save(tmp_path / "step-000002", model))
+    verdict = check_resumed(weights(model), state, save(tmp_path / "step-000002", model))
     assert verdict.outcome is Outcome.REFUTED
     assert f"0 weights and {len(state)} tensors" in verdict.reason

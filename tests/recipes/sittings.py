@@ -43,7 +43,7 @@ def sit(config: Pretrain, *, after: dict[int, Strike] | None = None, say: Callab
         patch.setattr(run, "Prover", NoProver)
         patch.setattr(Pretraining, "after", struck)
         if not handing_over:
-            patch.setattr(pretrain, "hand_over", lambda *_, **__: [])
+            patch.setattr(pretrain, "hand_over", lambda *_, **__: (None, []))
         return pretrain.pretrain(config, say)
 
 

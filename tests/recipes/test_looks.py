@@ -1,10 +1,12 @@
 """Looks: comparable from one to the next, remembered across sittings, and silent about a gap that cannot be."""
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from assay.measure.held_out import score
 from assay.recipes import run as run_module
 from assay.recipes.looks import Looks
 from assay.recipes.run import Run
@@ -26,7 +28,8 @@ def run(tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch) -> Run
 
 
 def looks_of(run: Run, repeats_from: int = 100) -> Looks:
-    return Looks(run, corpus(), rows=8, length=32, documents=3, repeats_from=repeats_from, device="cpu")
+    three = partial(score, corpus=corpus(), rows=8, length=32, count=3)
+    return Looks(run, three, repeats_from=repeats_from, device="cpu")
 
 
 def test_a_look_scores_the_same_documents_each_time_and_writes_them_down(run: Run, said: list[str]):

@@ -13,7 +13,7 @@ from assay.data.order import Order
 from assay.errors import GuardStop, UsageError
 from assay.guard.update import Account
 from assay.model.transformer import Transformer
-from assay.recipes import pretrain
+from assay.recipes import pace, pretrain, training
 from assay.recipes.options import Pretrain
 from assay.recipes.pretrain import optimizer_for
 from assay.store.checkpoint import latest, open_checkpoint
@@ -92,7 +92,7 @@ def test_nan_in_one_micro_batch_is_exit_code_4_with_a_sentence_and_a_good_checkp
 
     monkeypatch.setattr(pretrain, "next_token", poisoned)
     monkeypatch.setattr(pretrain.Pretraining, "after", strike)
-    monkeypatch.setattr(pretrain, "hand_over", lambda *_, **__: [])
+    monkeypatch.setattr(pretrain, "hand_over", lambda *_, **__: (None, []))
     monkeypatch.setattr("assay.recipes.run.Prover", sittings.NoProver)
     config = options(tmp_path / "run")
     assert assay(["pretrain", *flags(config)]) == 4
@@ -107,7 +107,7 @@ def test_nan_in_one_micro_batch_is_exit_code_4_with_a_sentence_and_a_good_checkp
 def test_a_resume_that_lost_its_moments_is_stopped_before_it_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     config = options(tmp_path / "run", tokens=8 * ROWS * LENGTH)
     sit(config)
-    monkeypatch.setattr(pretrain, "load_state_tensors", lambda *_: None)
+    monkeypatch.setattr(training, "load_state_tensors", lambda *_: None)
     longer = options(tmp_path / "run", tokens=12 * ROWS * LENGTH)
     with pytest.raises(GuardStop, match="tensors of the optimizer in memory are not those of step-000008"):
         sit(longer)
@@ -118,8 +118,8 @@ def test_steps_too_small_to_see_at_the_end_of_the_schedule_are_no_alarm(tmp_path
     """The last checkpoint may come one step after the last but one, at a rate of almost nothing."""
     judged: list[int] = []
     begin = Account.begin
-    monkeypatch.setattr(Account, "begin", lambda account: (judged.append(1), begin(account))[1])
-    monkeypatch.setattr(pretrain, "warmup_stable_decay", lambda step, *_, **__: 1.0 if step < 7 else 1e-12)
+    monkeypatch.setattr(Account, "begin", lambda account, *given: (judged.append(1), begin(account, *given))[1])
+    monkeypatch.setattr(pace, "warmup_stable_decay", lambda step, *_, **__: 1.0 if step < 7 else 1e-12)
     config = options(tmp_path / "run", tokens=9 * ROWS * LENGTH, every=8)
     assert sit(config) == ([], None)
     assert len(judged) == 2  # at the beginning and after step 1; the steps that can hardly be seen are judged with those before them

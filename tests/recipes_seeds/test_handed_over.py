@@ -6,6 +6,7 @@ Whole runs of a tiny model, in this process. Only the fresh processes of the pro
 import json
 import shutil
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -78,6 +79,10 @@ def raw_run(corpus, tmp_path_factory):
     return out
 
 
+def scoring(corpus):
+    return partial(score, corpus=corpus, rows=ROWS, length=LENGTH, context=LENGTH // 2)
+
+
 # ---------------------------------------------------------------- two named weight sets (FAILURES C19)
 
 
@@ -140,7 +145,8 @@ def test_resumed_equals_uninterrupted_with_its_average(averaging, corpus, tmp_pa
     over = Pretraining.over
     with monkeypatch.context() as patch:
         patch.setattr(Pretraining, "over", lambda self: over(self) or self.done == at)
-        patch.setattr("assay.recipes.pretrain.hand_over", lambda *_, **__: [])
+        patch.setattr("assay.recipes.pretrain.hand_over", lambda *_, **__: (None, []))
+        patch.setattr("assay.recipes.pretrain.squeezed", lambda *_, **__: [])
         ran(config)
     assert not (tmp_path / "run" / "model").exists()
     ran(config)
@@ -166,7 +172,7 @@ def test_the_artifact_is_the_handed_over_model_in_so_many_bytes(averaging, corpu
 def test_the_score_that_is_told_is_the_files_own(averaging, corpus):
     event = next(event for event in averaging.events if event["kind"] == "artifact")
     found = reread(averaging.folder / "model.assayz", corpus, ROWS, LENGTH).bits_per_byte
-    before = rescored(open_artifact(averaging.folder / "model"), corpus, ROWS, LENGTH).bits_per_byte
+    before = rescored(open_artifact(averaging.folder / "model"), scoring(corpus)).bits_per_byte
     assert event["score"]["mean"] == found.mean != before.mean
     assert event["unquantised"]["mean"] == before.mean
     assert event["bytes"] == (averaging.folder / "model.assayz").stat().st_size
@@ -175,7 +181,7 @@ def test_the_score_that_is_told_is_the_files_own(averaging, corpus):
 
 def test_other_weights_in_the_file_are_refuted_by_their_score(averaging, corpus, tmp_path):
     model = open_artifact(averaging.folder / "model")
-    before = rescored(model, corpus, ROWS, LENGTH)
+    before = rescored(model, scoring(corpus))
     worse = replace(model, tensors=model.tensors | {"embed.weight": 8 * model.tensors["embed.weight"].roll(1, 0)})
     squeeze(worse, tmp_path / "m", 10**9)
     verdict = check_score(before, reread(tmp_path / "m", corpus, ROWS, LENGTH))
@@ -214,7 +220,7 @@ def test_what_cannot_fit_is_refused_before_training(corpus, tmp_path):
 
 def test_what_does_not_fit_after_all_leaves_the_model_standing(averaging, corpus, tmp_path):
     run = SimpleNamespace(folder=tmp_path, ledger=Ledger(tmp_path / "ledger.jsonl"), say=lambda _: None)
-    before = rescored(open_artifact(averaging.folder / "model"), corpus, ROWS, LENGTH)
+    before = rescored(open_artifact(averaging.folder / "model"), scoring(corpus))
     with pytest.raises(UsageError, match="or allow more bytes"):
         squeezed(run, averaging.folder / "model", before, corpus, rows=ROWS, length=LENGTH, max_bytes=10_000)
     assert not (tmp_path / "model.assayz").exists()

@@ -1,0 +1,239 @@
+"""What every training recipe remembers between steps: resume, rehearse, account, look, save, prove. A recipe adds its data and its loss.
+
+The loop itself (learn/loop.py) knows none of this. A recipe is a subclass that gives the parts and answers what differs:
+which batches, which facts about the data stand in a checkpoint, and which verdicts its data must earn.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from assay.data.batch import Batch
+from assay.data.consumed import ids_digest
+from assay.data.order import Planned, planned
+from assay.guard.parity import gradients, preflight, sample_rows
+from assay.guard.resume import check_resumed
+from assay.guard.update import LEARNING, Account, check_gradients, check_optimizer, check_steps, check_weights
+from assay.guard.watch import Read, Watch, check_detectors
+from assay.learn import loop
+from assay.learn.ema import Ema, parted
+from assay.learn.graph import GraphedAccumulate
+from assay.learn.loop import Accumulate, Step, train
+from assay.learn.objectives import Objective
+from assay.learn.optim import load_state_tensors, state_tensors
+from assay.model.transformer import Transformer
+from assay.recipes.forms import Form
+from assay.recipes.looks import Looks
+from assay.recipes.pace import Pace
+from assay.recipes.run import Run, plain
+from assay.store.checkpoint import Checkpoint, Contents
+from assay.store.identity import environment
+from assay.store.saver import own
+from assay.verdict import Verdict
+
+
+class Source(Planned, Protocol):
+    """Where batches come from: a pure function of the step."""
+
+    @property
+    def rows(self) -> int: ...  # of a batch
+    @property
+    def windows(self) -> int: ...  # parts that an epoch reads, each once
+    @property
+    def steps(self) -> int: ...  # that the data gives before it is exhausted
+    def epoch_of(self, step: int) -> int: ...
+
+
+@dataclasses.dataclass
+class Parts:
+    """What a recipe is made of."""
+
+    run: Run
+    model: Transformer
+    form: Form
+    optimizer: torch.optim.Optimizer
+    objective: Objective
+    source: Source
+    pace: Pace
+    looks: Looks
+    watch: Watch
+    micro: int  # rows that go through the model at a time
+    clip: float
+    every: int  # steps between checkpoints; the first comes after step 1
+    ema: Ema | None = None
+
+
+class Training:
+    def __init__(self, config: Any, parts: Parts):
+        self.config, self.parts = config, parts
+        self.run, self.model, self.optimizer, self.source = parts.run, parts.model, parts.optimizer, parts.source
+        self.pace, self.looks, self.watch, self.ema = parts.pace, parts.looks, parts.watch, parts.ema
+        self.device = str(self.model.embed.weight.device)
+        self.accumulate: Accumulate = GraphedAccumulate() if self.device.startswith("cuda") else loop.accumulated
+        self.start = self.done = self.saved = 0  # steps taken before this sitting, in all, and up to the last save
+
+    # ---------------------------------------------------------------- what a recipe answers
+
+    def data_facts(self, step: int) -> dict[str, Any]:
+        """What a checkpoint says of the data that was read up to `step`."""
+        raise NotImplementedError
+
+    def data_verdicts(self) -> list[Verdict]:
+        """Before the first step of a sitting."""
+        raise NotImplementedError
+
+    def same_data(self, recorded: Mapping[str, Any]) -> Verdict:
+        """Whether the data is what a checkpoint's `data_facts` say."""
+        raise NotImplementedError
+
+    def rehearsals(self, batch: Batch) -> list[Verdict]:
+        """What the objective must show on one real batch. Next-token losses are compared with their naive twin."""
+        return preflight(self.model, self.parts.objective, batch, self.accumulate)
+
+    def also_recorded(self, read: Read) -> dict[str, Any]:
+        """More columns for a step's line of metrics."""
+        return {}
+
+    # ---------------------------------------------------------------- the run
+
+    def go(self) -> int | None:
+        """All steps that are left. Returns the signal that interrupted the run, if one did."""
+        with self.run.interruptible():
+            self.begin()
+            for step in train(self.model, self.optimizer, self.batches(), self.parts.objective, micro=self.parts.micro,
+                              schedule=self.pace.multiplier, clip=self.parts.clip, start=self.start, accumulate=self.accumulate):
+                self.after(step)
+                if self.over():
+                    break
+            self.finish()
+        return self.run.interrupted
+
+    def begin(self) -> None:
+        """Go on from the newest good checkpoint, or make the first one: a save is made and proven before step 1."""
+        found = self.run.newest() if self.run.resumed else None
+        if found is not None:
+            self.resume(found)
+        else:
+            self.run.rewind(0)
+            self.looks.recall()
+        self.rehearse()
+        if found is None:
+            self.run.save(0, lambda: self.contents(0))
+        self.account = Account(self.model, self.parts.form.reachable())
+
+    def batches(self) -> Iterator[Batch]:
+        self.run.ledger.append("data", **self.data_facts(self.start), windows=self.source.windows, from_step=self.start)
+        self.watch.begin()
+        return self.planned_batches()
+
+    def planned_batches(self) -> Iterator[Batch]:
+        return planned(self.source, self.start, self.pace.budget.steps)
+
+    def rehearse(self) -> None:
+        """Before the first step of a sitting: the loss is the loss, every tensor is reached and held, the alarms are awake."""
+        batch = sample_rows(self.rehearsal_batch()).to(self.device)
+        accumulated = partial(self.accumulate, self.model, self.parts.objective, batch, len(batch), float(batch.weight.sum()))
+        _, reached = gradients(self.model, accumulated, backward=False)
+        form = self.parts.form
+        verdicts = [check_detectors(), *self.rehearsals(batch), check_gradients(reached, form.reachable()),
+                    check_optimizer(self.model, self.optimizer, form.trained()), *self.data_verdicts()]
+        self.run.say("\n".join(f"  {verdict}" for verdict in verdicts))
+        self.run.judge("preflight", verdicts)
+
+    def rehearsal_batch(self) -> Batch:
+        return self.source.batch(0)
+
+    def resume(self, found: Checkpoint) -> None:
+        """Weights, moments and the step number: everything else is a function of them."""
+        trainer = found.trainer() or {}
+        self.parts.form.restore(found)
+        moments, average = parted(found.optimizer() or {})
+        load_state_tensors(self.optimizer, dict(self.model.named_parameters()), moments)
+        if self.ema is not None:
+            self.ema.load(average)
+        self.run.judge("resumed", [check_resumed(self.parts.form.weights(), self.state(), found), self.same_data(trainer["data"]),
+                                   check_steps(self.optimizer, trainer["step"])])
+        self.start = self.done = self.saved = trainer["step"]
+        self.pace.restore(trainer)
+        self.run.rewind(self.start)
+        self.looks.recall()
+        self.run.say(f"going on from step {self.start} ({found.folder.name})")
+        now, was = environment(), found.facts["environment"]
+        if changed := {name: f"{was.get(name)} → {now[name]}" for name in now if was.get(name) != now[name]}:
+            self.run.say(f"the environment changed ({changed}): the run goes on, but is not bit for bit the uninterrupted one")
+            self.run.ledger.append("not bit-exact", changed=changed)
+
+    def after(self, step: Step) -> None:
+        self.record(self.watch.feed(step, [group["lr"] for group in self.optimizer.param_groups]))
+        self.account.stepped(step.multiplier, min(group["lr"] for group in self.optimizer.param_groups))
+        self.done = step.index + 1
+        if self.ema is not None:
+            self.ema.update(step.index)
+        self.run.check()
+        if self.pace.decide_the_end(self.done, self.watch.pace()):
+            self.run.ledger.append("way down", step=self.done, stop_at=self.pace.stop_at, seconds_a_step=self.watch.pace())
+        if self.done == 1 or self.done % self.parts.every == 0 or self.done == self.source.steps:  # the data ends here: a next step raises
+            self.checkpoint()
+        self.watch.begin()
+
+    def record(self, read: list[Read]) -> None:
+        for found in read:
+            step, loss, norm = found
+            self.looks.saw(loss)
+            self.run.record(step.index, loss=loss, grad_norm=norm, learning_rate=self.watch.peaks[0] * step.multiplier,
+                            num_tokens=(step.index + 1) * step.tokens, epoch=self.source.epoch_of(step.index), data=ids_digest(step.ids),
+                            **self.also_recorded(found), seconds=round(self.pace.clock.seconds, 3))
+        if read:
+            self.run.progress(self.done, self.pace.stop_at, f"loss {read[-1].loss:.4f}", self.pace.clock.seconds)
+
+    def over(self) -> bool:
+        return self.run.interrupted is not None or self.pace.over(self.done)
+
+    def checkpoint(self, *, look: bool = True) -> None:
+        """A look, and a save of what was looked at. What moved and what did not is accounted for first."""
+        self.record(self.watch.read())
+        if self.done > self.start:
+            self.settle_account()
+        if look:
+            with contextlib.nullcontext() if self.ema is None else self.ema.swapped():
+                self.looks.look(self.model, self.done, weight_set=None if self.ema is None else "ema")
+        if self.saved != self.done:
+            self.saved = self.done
+            self.run.save(self.done, partial(self.contents, self.done))
+        self.run.tidy(self.looks.best_checkpoint(self.run.checkpoints))
+
+    def settle_account(self) -> None:
+        self.run.judge("account", [self.account.moved(), self.account.frozen(), check_steps(self.optimizer, self.done),
+                                   check_weights(self.model)])
+        if self.pace.multiplier(self.done - 1) >= LEARNING:
+            self.account.begin()
+
+    def contents(self, step: int) -> Contents:
+        trainer = {"step": step, **self.pace.state(), "data": self.data_facts(step), "rng": {"seed": self.config.seed}}
+        return own(self.parts.form.contents(step, plain(dataclasses.asdict(self.config)), trainer, self.state()))
+
+    def state(self) -> dict[str, Tensor]:
+        """What a checkpoint's optimizer file holds, live."""
+        moments = state_tensors(self.optimizer, dict(self.model.named_parameters()))
+        return moments if self.ema is None else moments | self.ema.tensors()
+
+    def finish(self) -> None:
+        """Whatever ended the loop: the last values are judged, the last state is saved and proven.
+
+        An interrupted run takes no look, because the uninterrupted one would not have taken it here.
+        """
+        self.record(self.watch.read())
+        interrupted = self.run.interrupted is not None
+        if self.done and (self.saved if interrupted else self.looks.latest_step) != self.done:
+            self.checkpoint(look=not interrupted)
+        self.run.finish()
+        whole, more = divmod(self.done * self.source.rows, self.source.windows)
+        self.run.ledger.append("consumed", steps=self.done, windows=self.source.windows,
+                               read_times={str(whole + 1): more, str(whole): self.source.windows - more})
+        if self.looks.steps:
+            self.run.tidy(self.looks.best_checkpoint(self.run.checkpoints))
