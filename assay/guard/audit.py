@@ -13,6 +13,7 @@ from torch import Tensor
 
 from assay.data.batch import Batch
 from assay.data.chat import Example
+from assay.data.layouts import Conversation
 from assay.data.overlap import overlap
 from assay.guard.examples import Flat, check_intended, check_pad, check_stop, check_supervised
 from assay.guard.prompts import check_bos, check_prompt, check_rendered
@@ -111,6 +112,15 @@ def check_overlap(flat: Flat, held_out: Sequence[Example] | None, evaluation: Se
     if found.exact or found.share > SHARED:
         return refuted("overlap", f"{found}: what the model is judged on is trained on", **found.to_json())
     return proven("overlap", str(found), **found.to_json())
+
+
+def questions(conversations: Sequence[Conversation]) -> list[str]:
+    """What conversations ask, for `evaluation`: the last that is said to the model, or the plain prompt."""
+    texts = []
+    for conversation in conversations:
+        told = [message["content"] for message in conversation.messages if message["role"] == "user"]
+        texts.append(told[-1] if told else (conversation.plain or ("", ""))[0])
+    return [text for text in texts if text]
 
 
 def _said(examples: Sequence[Example]) -> Iterator[bytes]:

@@ -109,7 +109,34 @@ def check_intended(flat: Flat, tokenizer: Tokenizer) -> Verdict:
         shown, meant = parted(decoded[bad[0]], texts[bad[0]])
         return refuted("intended", f"{len(bad)} of {len(texts)} supervised texts are not what was meant: {flat.id(int(rows[bad[0]]))} "
                                    f"supervises {shown!r}, meant was {meant!r}", texts=len(bad))
+    marks = tuple(tokenizer.tokens[id] for id in tokenizer.special_ids)
+    strange = [example for example in flat.examples if not _said(example, marks)]
+    if strange:
+        return refuted("intended", f"{len(strange)} examples mean to teach what their conversations do not say: {strange[0].id} teaches "
+                                   f"{strange[0].intended[0][:80]!r}", rows=len(strange))
     return proven("intended", f"{len(texts):,} supervised texts decode to what was meant, byte for byte", texts=len(texts))
+
+
+def _said(example: Example, marks: tuple[str, ...]) -> bool:
+    """The intended texts are what the conversation says, in its order."""
+    source = example.conversation
+    if source is None or example.cut:
+        return True
+    texts = [_without_end(text, marks) for text in example.intended]
+    if not source.messages:
+        completion = _without_end((source.plain or ("", ""))[1], marks)
+        return texts == [completion] or (not example.asked and completion.endswith(texts[0]))  # nothing predicts the first token
+    said = iter(message["content"].strip() for message in source.messages[source.learned_from :])
+    return all(any(_teaches(text, content, marks) for content in said) for text in texts)
+
+
+def _teaches(text: str, content: str, marks: tuple[str, ...]) -> bool:
+    """The content alone, or after words that the template puts before it, which are never the marks of another turn."""
+    return text.endswith(content) and not any(mark in text[: len(text) - len(content)] for mark in marks)
+
+
+def _without_end(text: str, marks: tuple[str, ...]) -> str:
+    return next(text.removesuffix(mark) for mark in marks if text.endswith(mark)).strip() if text.endswith(marks) else text.strip()
 
 
 def _means(flat: Flat, run: int, meant: str, tokenizer: Tokenizer) -> bool:

@@ -1,0 +1,151 @@
+"""assay data: conversations as the model will be taught them, token by token, and audited before anything is trained."""
+
+import json
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from assay.config import argument, option
+from assay.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from assay.data.chat import Example, Rendered
+    from assay.data.layouts import Conversations
+    from assay.model.tokenizer import Tokenizer
+    from assay.store.artifact import Artifact
+    from assay.verdict import Verdict
+
+AROUND = 160  # tokens shown before and after the first supervised one
+
+
+@dataclass(frozen=True)
+class FLAGS:
+    """Render conversations with a model's own template, show what is supervised, and audit every row."""
+
+    action: Literal["check"] = argument("what to do: check")
+    file: str = argument(".jsonl, .jsonl.gz, .parquet or .csv with messages, prompt and completion, text, or Alpaca, ShareGPT, GSM8K rows")
+    model: str = option("checkpoint, folder, adapter, GGUF file or fetched name whose template and tokenizer are used")
+    show: int = option("rows to show as tokens", default=3)
+    roles: tuple[str, ...] = option("whose messages are learned", default=("assistant",))
+    length: int | None = option("most tokens of a row (default: the model's own)", default=None)
+    over: Literal["drop", "truncate", "error"] = option("what to do with longer rows", default="drop")
+    turns: Literal["together", "apart"] = option("one row a conversation, or one for every turn that is learned", default="together")
+    layout: str | None = option("the layout of the rows, where their columns allow two", default=None)
+    gsm8k: Literal["plain", "think"] = option("answers of GSM8K as they are, or as <think>…</think><answer>…</answer>", default="plain")
+    new_tokens: tuple[str, ...] = option("tokens to add to the vocabulary", default=())
+    held_out: str | None = option("rows on which the model will be judged: none of them may be trained on", default=None)
+    base: str | None = option("an adapter's base, where the adapter does not name it", default=None)
+    json: bool = option("print JSON", default=False)
+
+
+EXAMPLES = """  assay data check train.jsonl --model smollm2-135m
+  assay data check train.jsonl --model smollm2-135m --gsm8k think --new-tokens '<think>' '</think>' '<answer>' '</answer>' \\
+      --held-out test.jsonl --length 1024"""
+
+
+def run(flags: FLAGS) -> int:
+    from assay.data.layouts import read_conversations
+    from assay.store.artifact import open_artifact
+    from assay.verdict import Outcome, overall
+
+    artifact = open_artifact(flags.model, base=flags.base)
+    conversations = read_conversations(flags.file, layout=flags.layout, gsm8k=flags.gsm8k)
+    tokenizer, rendered, verdicts = checked(flags, artifact, conversations)
+    if flags.json:
+        rows = [as_json(example, tokenizer) for example in rendered.examples[: flags.show]]
+        print(json.dumps({"file": flags.file, "layout": conversations.layout, "ignored": conversations.ignored, "counts": rendered.counts,
+                          "rows": rows, "verdicts": [verdict.to_json() for verdict in verdicts]}, indent=1))
+    else:
+        report(conversations, rendered, tokenizer, verdicts, flags.show)
+    return 3 if overall(verdicts) is Outcome.REFUTED else 0
+
+
+def checked(flags: FLAGS, artifact: "Artifact", conversations: "Conversations") -> "tuple[Tokenizer, Rendered, list[Verdict]]":
+    from assay.data.chat import render
+    from assay.data.layouts import read_conversations
+    from assay.guard.audit import audit, questions
+    from assay.model.vocabulary import grow, with_new_tokens
+
+    if artifact.tokenizer is None:
+        raise UsageError(f"{artifact.path}: there is no tokenizer here, so text means nothing to it; add tokenizer.json")
+    tokenizer = with_new_tokens(artifact.tokenizer, flags.new_tokens) if flags.new_tokens else artifact.tokenizer
+    tensors = artifact.tensors | (artifact.patch.replaced if artifact.patch else {})
+    embed = grow(artifact.config, tensors, artifact.tokenizer, tokenizer).tensors["embed.weight"]
+    options: dict[str, Any] = {"length": flags.length or artifact.config.max_length, "over": flags.over, "roles": flags.roles,
+                               "turns": flags.turns}
+    rendered = render(conversations.rows, tokenizer, artifact.stops, **options)
+    held_out = read_conversations(flags.held_out, gsm8k=flags.gsm8k).rows if flags.held_out else ()
+    verdicts = audit(rendered.examples, tokenizer, artifact.stops, embed=embed, trainable=(), length=options["length"],
+                     held_out=render(held_out, tokenizer, artifact.stops, **options).examples if held_out else None,
+                     evaluation=questions(held_out))
+    return tokenizer, rendered, verdicts
+
+
+def report(conversations: "Conversations", rendered: "Rendered", tokenizer: "Tokenizer", verdicts: "list[Verdict]", show: int) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False, soft_wrap=True)
+    coloured = console.is_terminal and sys.stdout.isatty()
+    print(f"{conversations.path}: {len(conversations.rows):,} rows, layout {conversations.layout}")
+    if conversations.ignored:
+        print("columns left alone: " + ", ".join(f"{name} ({count:,} rows)" for name, count in conversations.ignored.items()))
+    for example in rendered.examples[:show]:
+        supervised = int((example.weight != 0).sum())
+        print(f"\n{example.id}: {len(example)} tokens, {supervised} supervised" + ("" if coloured else " «so»"))
+        if coloured:
+            console.print(painted(example, tokenizer))
+        else:
+            print(marked(example, tokenizer))
+    counts = rendered.counts
+    dropped = "; ".join(f"{count:,} {reason}" for reason, count in counts["dropped"].items()) or "0"
+    print(f"\nkept {counts['kept']:,}, truncated {counts['truncated']:,}, dropped {dropped}, tokenised in parts {counts['seams']:,}")
+    print("\n".join(map(str, verdicts)))
+
+
+def marked(example: "Example", tokenizer: "Tokenizer") -> str:
+    """Tokens apart by |, what is supervised within « and », its weight after it where that is not 1."""
+    parts, before = [], 0.0
+    for token, weight, gap in shown(example):
+        if weight != before:
+            parts.append(_closed(before) + ("«" if weight else ""))
+        parts.append((f" … {gap} tokens … " if gap else "") + _piece(tokenizer, token) + "|")
+        before = weight
+    return "".join([*parts, _closed(before)])
+
+
+def painted(example: "Example", tokenizer: "Tokenizer") -> Any:
+    """As text for a terminal: supervised tokens on green in two shades, context dim, special tokens bold."""
+    from rich.text import Text
+
+    text = Text()
+    for number, (token, weight, gap) in enumerate(shown(example)):
+        if gap:
+            text.append(f" … {gap} tokens … ", "dim italic")
+        ground = f"black on {('green3', 'pale_green3')[number % 2]}" if weight else "dim"
+        text.append(_piece(tokenizer, token), f"{ground} bold" if token in tokenizer.special_ids else ground)
+        if weight not in (0, 1):
+            text.append(f"×{weight:g}", "red")
+    return text
+
+
+def shown(example: "Example") -> "Iterator[tuple[int, float, int]]":
+    """(token, weight, tokens left out before it), around the place where learning begins."""
+    first, last = max(0, example.prompt - AROUND), min(len(example), example.prompt + AROUND)
+    for place in range(first, last):
+        yield int(example.tokens[place]), float(example.weight[place]), first if place == first else 0
+
+
+def as_json(example: "Example", tokenizer: "Tokenizer") -> dict[str, Any]:
+    ids = example.tokens.tolist()
+    return {"id": example.id, "prompt": example.prompt, "cut": example.cut, "intended": list(example.intended), "ids": ids,
+            "weight": example.weight.tolist(), "tokens": [tokenizer.piece(token) for token in ids]}
+
+
+def _closed(weight: float) -> str:
+    return "" if not weight else "»" if weight == 1 else f"»×{weight:g}"
+
+
+def _piece(tokenizer: "Tokenizer", token: int) -> str:
+    return tokenizer.piece(token).replace("\n", "⏎")
