@@ -1,4 +1,4 @@
-"""Checks on what held-out losses are taken to mean: a run stops early on evidence, and learning by heart is said."""
+"""Checks on what held-out losses are taken to mean: a run stops on evidence, learning by heart is said, a result is of all."""
 
 from collections.abc import Sequence
 
@@ -33,3 +33,17 @@ def check_gap(train: ArrayLike, held_out: ArrayLike) -> Verdict:
     if widened is not None:
         return refuted("gap", widened)
     return proven("gap", "the gap between train and held-out loss is not shown to widen")
+
+
+def check_result(reported: float, losses: ArrayLike, tokens: ArrayLike) -> Verdict:
+    """The loss that a run reports is the mean over every token of its held-out documents: not the last batch's, nor a running mean.
+
+    `losses` are each document's mean over its `tokens`.
+    """
+    per_document, counts = np.asarray(losses, np.float64), np.asarray(tokens, np.float64)
+    mean = float((per_document * counts).sum() / counts.sum())
+    words = f"the reported loss is {reported:.6g}, that of all {per_document.size} held-out documents {mean:.6g}"
+    if not abs(reported - mean) <= 1e-5 * abs(mean):
+        return refuted("result", f"{words}: what is reported is another number, such as the last batch's", reported=str(reported),
+                       mean=str(mean))
+    return proven("result", words, reported=reported, mean=mean)
