@@ -7,6 +7,15 @@ __all__ = ["Fault", "Sighting", "catalogue", "observe"]
 
 def catalogue() -> dict[str, Fault]:
     """Every fault, registered on first use: importing the zoo plants nothing and loads no model."""
-    from assay.zoo import adapters, checkpoints, corpora, formats, measuring, resuming, training  # noqa: F401 - importing registers
+    from assay.zoo import (  # noqa: F401 - importing registers
+        adapters,
+        checkpoints,
+        corpora,
+        distilling,
+        formats,
+        measuring,
+        resuming,
+        training,
+    )
 
     return FAULTS

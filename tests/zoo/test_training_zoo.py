@@ -63,12 +63,14 @@ REASONS = {
     "average scored, raw weights saved for it": "what was saved is not what was scored",
     "raw weights scored for the average": "what was saved is not what was scored",
 }
+MODULES = {"adapters", "checkpoints", "formats", "training", "corpora", "measuring", "resuming"}  # the others have tests of their own
 WANTED = {*(f"S{i}" for i in range(3, 7)), *(f"D{i}" for i in range(14, 24)), *(f"L{i:02d}" for i in range(1, 8)), "L11", "L12",
           *(f"O{i:02d}" for i in (1, 2, 3, 4, 7, 8, 12)), *(f"C{i}" for i in range(15, 20)), "E01", "E02"}
 
 
 def test_every_row_about_training_has_a_fault_and_every_fault_its_reason():
-    assert set(catalogue()) == OF_ARTIFACTS.keys() | REASONS.keys()
+    here = {name for name, fault in catalogue().items() if fault.plant.__module__.removeprefix("assay.zoo.") in MODULES}
+    assert here == OF_ARTIFACTS.keys() | REASONS.keys()
     assert not WANTED - {row for name in REASONS for row in catalogue()[name].rows}
 
 
