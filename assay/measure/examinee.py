@@ -1,0 +1,125 @@
+"""The model under test: lm-eval's three calls over an opened artifact, through the one forward path and the one sampler."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from assay.errors import UsageError
+from assay.generate.engine import MOST_SLOTS, Engine
+from assay.generate.policy import logprobs_of
+from assay.generate.request import Completion, Request, Sampling
+from assay.measure.task import Likelihood
+from assay.model.tokenizer import Tokenizer
+from assay.seeds import derive
+from assay.store.artifact import Artifact, build
+
+PLAIN = Sampling()  # the model's own distribution
+
+
+class OpenedModel:
+    """An artifact built on a device. `identity` names its weights, an adapter's with its base's."""
+
+    def __init__(self, artifact: Artifact, *, device: str = "cpu", dtype: torch.dtype | None = None):
+        if artifact.tokenizer is None:
+            raise UsageError(f"{artifact.path}: there is no tokenizer here, so text means nothing to it; add tokenizer.json")
+        if device.startswith("cuda") and not torch.cuda.is_available():
+            raise UsageError(f"device {device!r}: torch sees no GPU here; use --device cpu")
+        self.artifact, self.tokenizer = artifact, artifact.tokenizer
+        dtype = dtype or (torch.bfloat16 if device.startswith("cuda") else torch.float32)
+        self.model = build(artifact, dtype).to(device)
+        self.identity = artifact.digest if artifact.base is None else f"{artifact.digest}+{artifact.base.digest}"
+        self.engine: Engine | None = None
+
+    # ---------------------------------------------------------------- the three calls
+
+    def generate_until(self, prompts: Mapping[str, str], sampling: Sampling, *, k: int, stop: Sequence[str], raw: bool,
+                       length: int | None = None) -> dict[str, list[Completion]]:
+        """`k` completions of each prompt, in order. Member m of prompt `id` draws at derive(seed, "sample", id, m).
+
+        `length` is of the longest prompt and its completion; give the same at every call, and the engine is made once.
+        """
+        ids = {id: prompt_ids(self.tokenizer, text, raw=raw) for id, text in prompts.items()}
+        needed = max((len(prompt) for prompt in ids.values()), default=1) + sampling.max_new
+        engine = self._engine(max(needed, length or 0), len(prompts) * k)
+        tickets = {engine.submit(Request(prompt, sampling, (id,), group=k, stop=tuple(stop))): id for id, prompt in ids.items()}
+        found: dict[str, dict[int, Completion]] = {id: {} for id in prompts}
+        for progress in engine.drain():
+            assert progress.completion is not None
+            found[tickets[progress.ticket]][progress.member] = progress.completion
+        return {id: [members[m] for m in range(k)] for id, members in found.items()}
+
+    def loglikelihood(self, pairs: Sequence[tuple[str, str]]) -> list[Likelihood]:
+        """Of each continuation after its context; the context begins as every text of this tokenizer begins."""
+        split = [continued(self.tokenizer, *pair) for pair in pairs]
+        scored = logprobs_of(self.model, [self._begun(*ids) for ids in split], PLAIN)
+        return [Likelihood(float(found.double().sum()), len(ids[1]), len(text.encode()))
+                for found, ids, (_, text) in zip(scored, split, pairs, strict=True)]
+
+    def greedily(self, pairs: Sequence[tuple[str, str]]) -> list[bool]:
+        """Whether each continuation is what greedy decoding would say."""
+        split = [self._begun(*continued(self.tokenizer, *pair)) for pair in pairs]
+        return [bool((found == 0).all()) for found in logprobs_of(self.model, split, replace(PLAIN, temperature=0.0))]
+
+    def loglikelihood_rolling(self, texts: Sequence[str]) -> list[Likelihood]:
+        """Of each whole text, every token once. Longer than the context, it is read in windows that begin with the last token before."""
+        windows, owner = [], []
+        ids = [self.tokenizer.encode(text) for text in texts]
+        for number, tokens in enumerate(ids):
+            parts = list(rolling_windows(tokens, self._first(), self.model.config.max_length))
+            windows += parts
+            owner += [number] * len(parts)
+        totals = [0.0] * len(texts)
+        for number, found in zip(owner, logprobs_of(self.model, windows, PLAIN), strict=True):
+            totals[number] += float(found.double().sum())
+        return [Likelihood(total, len(tokens), len(text.encode())) for total, tokens, text in zip(totals, ids, texts, strict=True)]
+
+    # ---------------------------------------------------------------- how texts begin
+
+    def seed_of(self, sampling: Sampling, id: str, member: int) -> int:
+        return derive(sampling.seed, "sample", id, member)
+
+    def length_of(self, text: str, *, raw: bool) -> int:
+        return len(prompt_ids(self.tokenizer, text, raw=raw))
+
+    def _begun(self, context: tuple[int, ...], rest: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return context or (self._first(),), rest
+
+    def _first(self) -> int:
+        """What stands before a text that nothing precedes: the beginning-of-text token, else the end of the text before."""
+        first = next((id for id in (self.artifact.stops.bos, self.artifact.stops.eos) if id is not None), None)
+        if first is None:
+            raise UsageError(f"{self.artifact.path}: no token begins or ends a text, so nothing can predict a first token; name one as "
+                             "bos_token or eos_token")
+        return first
+
+    def _engine(self, length: int, members: int) -> Engine:
+        if length > self.model.config.max_length:
+            raise UsageError(f"the longest prompt and its new tokens are {length}, the model's context is {self.model.config.max_length}; "
+                             "lower --max-new or leave the example out")
+        slots = min(members, MOST_SLOTS)
+        if self.engine is None or self.engine.length < length or self.engine.load_factor[2] < slots:
+            self.engine = Engine(self.model, slots=slots, length=max(length, 2), stop_ids=self.artifact.stops.stop_ids,
+                                 version=self.identity, tokenizer=self.tokenizer)
+        return self.engine
+
+
+def prompt_ids(tokenizer: Tokenizer, text: str, *, raw: bool) -> tuple[int, ...]:
+    """As the tokenizer begins a text, or through the chat template, which brings its own beginning."""
+    if tokenizer.template is None or raw:
+        return tuple(tokenizer.encode(text, special=True))
+    return tuple(tokenizer.encode(tokenizer.render([{"role": "user", "content": text}], add_generation_prompt=True)))
+
+
+def continued(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The ids of both, as they stand in the joined text; where a token spans the seam, each as it stands alone."""
+    before, whole = prompt_ids(tokenizer, context, raw=True), prompt_ids(tokenizer, context + continuation, raw=True)
+    if whole[: len(before)] == before and len(whole) > len(before):
+        return before, whole[len(before):]
+    return before, tuple(tokenizer.encode(continuation))
+
+
+def rolling_windows(tokens: Sequence[int], first: int, length: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(what is seen, what is predicted): every token is predicted once, after at least one other."""
+    begun = (first, *tokens)
+    return [((begun[start],), begun[start + 1 : start + length]) for start in range(0, len(tokens), length - 1)]

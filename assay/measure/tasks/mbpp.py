@@ -1,0 +1,61 @@
+"""MBPP: a function is written from a sentence and one of its tests; all of its tests run in the sandbox, out of its reach."""
+
+import ast
+import re
+
+from assay.errors import DataError
+from assay.measure.task import Example, Generation, Score, column, make_examples
+from assay.measure.tasks import TaskRequest
+from assay.reward.sandbox import judge, require
+
+SCORERS = 4
+FENCED = re.compile(r"^```[^\n]*\n(.*?)^```[^\S\n]*$", re.DOTALL | re.MULTILINE)
+ASK = "{text}\nThe function must pass this test:\n{test}\nAnswer with one Python code block and nothing else."
+
+
+def make(request: TaskRequest) -> Generation:
+    require()
+    examples = make_examples(request.rows(), request.limit)
+    for example in examples:
+        asked_names(example)
+    return Generation("mbpp", examples, prompt, score, lambda e: f"```python\n{column(e.row, 'code')}\n```", wrong, scorers=SCORERS)
+
+
+def prompt(example: Example) -> str:
+    return ASK.format(text=column(example.row, "prompt", "text").strip(), test=example.row["test_list"][0])
+
+
+def score(example: Example, text: str) -> Score:
+    """Strictly, the one code block is the program; leniently, the last of several, or the bare text."""
+    blocks = FENCED.findall(text)
+    strict, lenient = blocks[0] if len(blocks) == 1 else None, blocks[-1] if blocks else text
+    passed = {program: passes(example, program) for program in {strict, lenient} if program is not None and program.strip()}
+    return Score(passed.get(strict, 0.0), passed.get(lenient, 0.0), strict is not None)
+
+
+def passes(example: Example, program: str) -> float:
+    setup = "\n".join([*example.row.get("test_imports", []), example.row.get("test_setup_code") or ""])
+    return float(judge(program, "\n".join(example.row["test_list"]), names=asked_names(example), setup=setup).passed)
+
+
+def asked_names(example: Example) -> list[str]:
+    """What the tests take from a program: what the row's own solution defines and they use. All else stays theirs."""
+    tests = example.row.get("test_list")
+    if not isinstance(tests, list) or not tests:
+        raise DataError(f"example {example.id} has no `test_list`")
+    try:
+        solution, used = ast.parse(column(example.row, "code")), ast.parse("\n".join(tests))
+    except SyntaxError as error:
+        raise DataError(f"example {example.id}: its code or its tests are not Python: {error}") from None
+    defined = {node.name for node in solution.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    names = sorted(defined & {node.id for node in ast.walk(used) if isinstance(node, ast.Name)})
+    if not names:
+        raise DataError(f"example {example.id}: its tests use nothing that its own solution defines")
+    return names
+
+
+def wrong(example: Example) -> list[str]:
+    names = asked_names(example)
+    idle = "\n".join(f"def {name}(*args, **kwargs): return None" for name in names)
+    forged = "\n".join(f"def {name}(*args, **kwargs): raise SystemExit(0)" for name in names)
+    return ["", "I cannot do that.", f"```python\n{idle}\n```", f"```python\n{forged}\n```"]
