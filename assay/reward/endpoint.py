@@ -134,7 +134,7 @@ def ask(post: Post, payload: dict[str, Any], read: Callable[[str], T], *, tries:
             wait = 0.0
             continue
         faults.append(f"status {reply.status}: {reply.body[:200]}")
-        wait = max(wait, _asked_to_wait(reply))
+        wait = max(wait, asked_to_wait(reply))
         if _hopeless(reply) or wait > LONGEST_WAIT:
             break
     raise Unanswered(tuple(faults), cost)
@@ -152,7 +152,7 @@ def _hopeless(reply: Reply) -> bool:
     return reply.status < 500 and reply.status not in WORTH_ANOTHER_TRY
 
 
-def _asked_to_wait(reply: Reply) -> float:
+def asked_to_wait(reply: Reply) -> float:
     asked = reply.headers.get("retry-after", "")
     if asked.isdecimal():
         return float(asked)

@@ -235,6 +235,6 @@ def read_scores(text: str, count: int) -> Scores:
 
 def rank_agreement(first: Sequence[float], second: Sequence[float]) -> float | None:
     """Kendall's τ-b: 1 for the same order, −1 for the reverse; None where either side ranks nothing."""
-    both = [((a > b) - (a < b), (c > d) - (c < d)) for (a, c), (b, d) in combinations(zip(first, second, strict=True), 2)]
+    both = [(int(a > b) - int(a < b), int(c > d) - int(c < d)) for (a, c), (b, d) in combinations(zip(first, second, strict=True), 2)]
     ranked = sum(x != 0 for x, _ in both) * sum(y != 0 for _, y in both)
     return sum(x * y for x, y in both) / math.sqrt(ranked) if ranked else None

@@ -32,9 +32,8 @@ def check_schema(schema: Json, at: str = "the schema") -> None:
             raise DataError(f"{at} asks for type {name!r}; expected one of {', '.join(TYPES)}")
     if not isinstance(schema.get("additionalProperties", True), bool):
         raise DataError(f"{at}: additionalProperties must be true or false here")
-    for key, inner in schema.get("properties", {}).items():
-        check_schema(inner, f"{at}.{key}")
-    for key, inner in (("items", schema.get("items", {})), *(("anyOf", each) for each in schema.get("anyOf", ()))):
+    within = [*schema.get("properties", {}).items(), *(("anyOf", each) for each in schema.get("anyOf", ()))]
+    for key, inner in [*within, *([("items", schema["items"])] if "items" in schema else [])]:
         check_schema(inner, f"{at}.{key}")
 
 

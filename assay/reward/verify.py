@@ -194,7 +194,8 @@ def _names_wanted(tests: str) -> list[str]:
     nodes = list(ast.walk(ast.parse(tests)))
     used = {node.id for node in nodes if isinstance(node, ast.Name)}
     made = {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
-    made |= {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)} | {n.arg for n in nodes if isinstance(n, ast.arg)}
+    made |= {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    made |= {node.arg for node in nodes if isinstance(node, ast.arg)}
     made |= {(a.asname or a.name).split(".")[0] for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) for a in node.names}
     return sorted(used - made - set(dir(builtins)))
 

@@ -40,7 +40,7 @@ def answered(functions: Mapping[str, Callable[..., Any]], request: Mapping[str, 
     for name, function in functions.items():
         try:
             values[name] = number(function(request["prompt"], request["completion"], request["row"]))
-        except Exception as error:  # whatever a user's function raises becomes an error row that names it
+        except (Exception, SystemExit) as error:  # whatever a user's function raises becomes an error row that names it
             errors[name] = f"{type(error).__name__}: {error}"
     return {"id": request["id"], "values": values, "errors": errors}
 

@@ -1,0 +1,62 @@
+"""Completions whose worth is known before any is sampled: right, wrong, empty, all options at once, repeated, cut off, echoed."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from assay.errors import DataError
+from assay.reward.answer import gold_answer, read_answer, read_number, same_answer
+
+Style = Literal["tag", "hash", "boxed", "plain"]
+Kind = Literal["wrong", "empty", "all_options", "repeated", "truncated", "echo"]
+STYLES = {"tag": "<think>{working}</think>\n<answer>{stated}</answer>", "hash": "{working}\n#### {stated}",
+          "boxed": "{working}\n\\boxed{{{stated}}}", "plain": "{stated}"}
+OWN_WORDS = "gold_completion"  # a column that holds a right completion whole, where an answer alone is none (code, JSON)
+REPETITIONS = 3
+
+
+def gold_completion(row: Mapping[str, Any], style: Style) -> str:
+    """A right completion: the row's own, or its gold answer as `style` states it, after the row's working where it has one."""
+    if OWN_WORDS in row:
+        return str(row[OWN_WORDS])
+    return _stating(row, gold_answer(row), style)
+
+
+def canaries(row: Mapping[str, Any], others: Sequence[Mapping[str, Any]], style: Style, prompt: str) -> dict[Kind, list[str]]:
+    """Completions of each kind that must not get what the gold completion gets. `others` lend answers that are wrong here."""
+    gold = gold_completion(row, style)
+    made: dict[Kind, list[str]] = {"empty": [""], "repeated": ["\n".join([gold] * REPETITIONS)], "echo": [prompt]}
+    if OWN_WORDS in row:
+        wrong = [str(other[OWN_WORDS]) for other in others if OWN_WORDS in other and other[OWN_WORDS] != gold][:2]
+        all_options = ["\n".join([*wrong, gold])] if wrong else []
+        return made | {"wrong": wrong[:1], "truncated": [gold[: len(gold) // 2]], "all_options": all_options}
+    right, wrong = gold_answer(row), _wrong_answers(row, others)
+    before = len(gold) - len(gold.rpartition(right)[2]) - len(right)  # how much stands in front of the stated answer
+    return made | {
+        "wrong": [_stating(row, each, style) for each in wrong],
+        "empty": ["", _stating(row, "", style)],
+        "all_options": [_stating(row, " or ".join([*wrong, right]), style), _stating(row, " or ".join([right, *wrong]), style)],
+        "truncated": [text for text in dict.fromkeys((gold[: before or len(right) // 2], gold[: max(gold.rfind("\n", 0, before), 0)]))
+                      if not same_answer(read_answer(text), right)],  # a working that is the answer alone is no cut
+    }
+
+
+def _stating(row: Mapping[str, Any], stated: str, style: Style) -> str:
+    working, marked, _ = str(row.get("answer", "")).rpartition("####")
+    return STYLES[style].format(working=working.strip() if marked else "Step by step.", stated=stated)
+
+
+def _wrong_answers(row: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Two answers that are not this row's: its neighbours on the number line, or what is right elsewhere."""
+    right = gold_answer(row)
+    number = read_number(right)
+    if number is not None:
+        return [str(number + 1), str(number + 10)]
+    elsewhere = (answer for other in others if not same_answer(answer := _gold_or_nothing(other), right) and answer)
+    return [*dict.fromkeys(elsewhere), f"not {right}", f"{right}s"][:2]
+
+
+def _gold_or_nothing(row: Mapping[str, Any]) -> str:
+    try:
+        return gold_answer(row)
+    except DataError:
+        return ""
