@@ -174,7 +174,9 @@ class Writer:
             return
         for (text, _), (longer, _) in pairwise(written):
             if not longer.startswith(text):
-                raise DataError(f"{conversation.where}: {self.instability('an earlier turn', text, longer)}")
+                here, there = parting(text, longer)
+                raise DataError(f"{conversation.where}: the chat template writes an earlier turn differently once another follows "
+                                f"({here!r}, then {there!r}), so one text cannot teach both; make an example of each with --turns apart")
         yield Draft(conversation.id, written[-1][0], [span for _, span in written], False, conversation)
 
     def turn(self, conversation: Conversation, k: int) -> tuple[str, tuple[int, int]]:
@@ -196,7 +198,9 @@ class Writer:
             return len(body) - len(message["content"] if body.endswith(message["content"]) else message["content"].strip())
         before = self.write(conversation.messages[:k], conversation.tools, add_generation_prompt=True)
         if not text.startswith(before):
-            raise DataError(f"{conversation.where}: {self.instability('what precedes an answer', before, text)}")
+            here, there = parting(before, text)
+            raise DataError(f"{conversation.where}: before an answer the chat template's generation prompt has {here!r}, where its own "
+                            f"answers have {there!r}: no sampler will begin there; correct the template")
         return len(before)
 
     def tail(self, conversation: Conversation, k: int) -> str:
@@ -218,10 +222,12 @@ class Writer:
     def write(self, messages: Sequence[Mapping[str, Any]], tools: Any, **options: Any) -> str:
         return self.tokenizer.render(messages, tools=tools, **options)
 
-    def instability(self, what: str, before: str, after: str) -> str:
-        at = next((i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), min(len(before), len(after)))
-        return (f"the chat template writes {what} differently once more follows ({before[at:at + 40]!r}, then {after[at:at + 40]!r}), "
-                "so one text cannot teach every turn; make an example of each turn with --turns apart")
+
+def parting(one: str, other: str, *, before: int = 0, shown: int = 40) -> tuple[str, str]:
+    """Both texts from where they part, or from shortly before."""
+    apart = (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    at = max(0, next(apart, min(len(one), len(other))) - before)
+    return one[at : at + shown], other[at : at + shown]
 
 # ---------------------------------------------------------------- text → tokens
 

@@ -10,7 +10,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from assay.data.chat import Example
+from assay.data.chat import Example, parting
 from assay.model.stops import Stops
 from assay.model.tokenizer import Tokenizer
 from assay.verdict import Verdict, proven, refuted
@@ -106,7 +106,7 @@ def check_intended(flat: Flat, tokenizer: Tokenizer) -> Verdict:
     bad = [run for run, (text, meant) in enumerate(zip(decoded, texts, strict=True))
            if text != meant and not _means(flat, run, meant, tokenizer)]
     if bad:
-        shown, meant = parted(decoded[bad[0]], texts[bad[0]])
+        shown, meant = parting(decoded[bad[0]], texts[bad[0]], before=8)
         return refuted("intended", f"{len(bad)} of {len(texts)} supervised texts are not what was meant: {flat.id(int(rows[bad[0]]))} "
                                    f"supervises {shown!r}, meant was {meant!r}", texts=len(bad))
     marks = tuple(tokenizer.tokens[id] for id in tokenizer.special_ids)
@@ -193,10 +193,3 @@ def check_pad(flat: Flat, tokenizer: Tokenizer, stops: Stops) -> Verdict:
     if wrong:
         return refuted("pad", f"{wrong} padding tokens ({tokenizer.piece(tokenizer.pad)!r}) are supervised", tokens=wrong)
     return proven("pad", f"no {tokenizer.piece(tokenizer.pad)!r} is supervised")
-
-
-def parted(found: str, meant: str, shown: int = 48) -> tuple[str, str]:
-    """Both texts from shortly before the place where they part."""
-    at = next((i for i, (a, b) in enumerate(zip(found, meant, strict=False)) if a != b), min(len(found), len(meant)))
-    at = max(0, at - 8)
-    return found[at : at + shown], meant[at : at + shown]

@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from assay.data.chat import Example, before_text
+from assay.data.chat import Example, before_text, parting
 from assay.errors import ArtifactError, DataError
-from assay.guard.examples import REPLACEMENT, Flat, parted
+from assay.guard.examples import REPLACEMENT, Flat
 from assay.model.stops import Stops
 from assay.model.tokenizer import Tokenizer
 from assay.seeds import derive
@@ -85,7 +85,7 @@ def check_rendered(flat: Flat, tokenizer: Tokenizer, stops: Stops, seed: int) ->
         example = flat.examples[row]
         due, ids = _written_again(example, tokenizer, stops), example.tokens.tolist()
         if not due.startswith(text := tokenizer.decode(ids).rstrip(REPLACEMENT if example.cut else "")):
-            found, meant = parted(text, due)
+            found, meant = parting(text, due, before=8)
             return refuted("rendered", f"{example.id} is not what its conversation becomes: it reads {found!r}, the model's own template "
                                        f"or tokenizer writes {meant!r}", id=example.id)
     return proven("rendered", f"{len(chosen)} examples, written again from their conversations, are the same", rows=len(chosen))
