@@ -1,12 +1,11 @@
 """Examples in rows of fixed length, kept apart by documents and positions: which ones each step reads is a pure function of (seed, step).
 
-In every epoch each example stands in exactly one row. An epoch shuffles the examples, takes them WINDOW at a time, puts the
-long ones first and each where the least room is left that suffices (best fit), and shuffles the rows. What is left of a row is
-padding. Rows are counted through all epochs, as windows of a corpus are in order.py; a step takes the next `rows` of them, on
-each rank, and a last step that the rows do not fill is never taken.
+In every epoch each example stands in exactly one row. An epoch shuffles the examples, takes them WINDOW at a time, fills rows
+with them, long ones first, and shuffles the rows. What is left of a row is padding. Rows are counted through all epochs, as
+windows of a corpus are in order.py; a step takes the next `rows` of them, on each rank, and a last step that the rows do not fill
+is never taken.
 """
 
-import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -113,32 +112,55 @@ class Packed:
         order[shuffled(np.arange(count), count, key)] = np.arange(count)
         if not self.packing:
             return [[index] for index in order.tolist()]
-        rows = [row for start in range(0, count, WINDOW) for row in best_fit(order[start : start + WINDOW], self.lengths, self.length)]
+        rows = [row for start in range(0, count, WINDOW) for row in filled(order[start : start + WINDOW], self.lengths, self.length)]
         places = shuffled(np.arange(len(rows)), len(rows), derive(key, "rows"))
         return [rows[place] for place in places.tolist()]
 
 
-def best_fit(chosen: NDArray[np.int64], lengths: NDArray[np.int64], room: int) -> Plan:
-    """Longest first, each into the row with the least room that suffices; equal lengths stay in the order given."""
-    rows: Plan = []
-    free: list[int] = []  # the rooms that some row has left, sorted
-    with_room: dict[int, list[int]] = {}  # room left → rows
-    for index in chosen[np.argsort(-lengths[chosen], kind="stable")].tolist():
-        need = int(lengths[index])
-        at = bisect.bisect_left(free, need)
-        if at == len(free):
-            row, left = len(rows), room - need
-            rows.append([])
-        else:
-            row, left = with_room[free[at]].pop(), free[at] - need
-            if not with_room[free[at]]:
-                del with_room[free.pop(at)]
-        rows[row].append(index)
-        if left not in with_room:
-            bisect.insort(free, left)
-            with_room[left] = []
-        with_room[left].append(row)
+class Stock:
+    """Examples by their length, handed out in the order they came in."""
+
+    def __init__(self, chosen: NDArray[np.int64], lengths: NDArray[np.int64], room: int):
+        self.there = np.zeros(room + 1, np.bool_)  # by length
+        self.there[lengths[chosen]] = True
+        self.by_length: dict[int, list[int]] = {}
+        for index in chosen[::-1].tolist():
+            self.by_length.setdefault(int(lengths[index]), []).append(index)
+
+    def lengths(self, room: int) -> NDArray[np.int64]:
+        """That fit into `room`, ascending."""
+        return np.flatnonzero(self.there[: room + 1])
+
+    def take(self, length: int) -> int:
+        index = self.by_length[length].pop()
+        self.there[length] = bool(self.by_length[length])
+        return index
+
+
+def filled(chosen: NDArray[np.int64], lengths: NDArray[np.int64], room: int) -> Plan:
+    """Rows, each begun with the longest example that is left and filled with what comes nearest to filling it exactly."""
+    stock, rows = Stock(chosen, lengths, room), []
+    while (fitting := stock.lengths(room)).size:
+        row, free = [], room
+        length = int(fitting[-1])
+        while length:
+            row.append(stock.take(length))
+            free -= length
+            length = next_length(stock, free)
+        rows.append(row)
     return rows
+
+
+def next_length(stock: Stock, free: int) -> int:
+    """One that fills the row, one that does with another, else the longest after which another fits; 0 where none fits."""
+    fitting = stock.lengths(free)
+    if not fitting.size:
+        return 0
+    if stock.there[free]:
+        return free
+    pairs = fitting[stock.there[free - fitting]]
+    spacious = fitting[fitting <= free - fitting[0]]
+    return int(next(lengths[-1] for lengths in (pairs, spacious, fitting) if lengths.size))
 
 
 def packed_rows(rows: Sequence[Sequence[Example]], length: int, fill: int) -> Batch:
