@@ -1,0 +1,112 @@
+"""assay compare: what two or more results show of each other, in words that cannot be misread."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from assay.config import argument, option
+from assay.errors import UsageError
+
+if TYPE_CHECKING:
+    from assay.measure.compare import Comparison
+    from assay.measure.results import Arm, Series
+
+
+@dataclass(frozen=True)
+class FLAGS:
+    """Compare results with the first one: paired per problem, an effect with its interval, and a verdict: shown better, shown
+    worse, or not shown and what it would take. With several runs per arm the run is the unit, not the completion. All
+    comparisons made together hold at the level together (Holm). A comparison that could be made exits with 0, whatever it says.
+
+    Results are folders of `assay eval`, folders of `assay seeds`, or CSV and JSON lines of anybody's. name=PATH names an arm; paths
+    joined by commas are runs of one arm. Columns of a file:
+      score   a number, or the column that --metric names (needed)
+      arm     what is compared; without it the file is one arm
+      run     the training run or seed; without it the arm is one run
+      id      the problem (or `problem`); several rows of one id in one run are its samples
+      group   a domain that is compared by itself
+      step    when it was measured: such rows are a series and get a verdict on its trend
+    or one row per arm: arm, count, n, and runs where the count comes from several."""
+
+    results: tuple[str, ...] = argument("what is compared; the first is what the others are held against")
+    metric: str | None = option("the metric, where there are several", default=None)
+    level: float = option("how often a claim may be wrong, over all comparisons together", default=0.05)
+    lower_is_better: bool = option("lower scores are better; known of losses, perplexities, errors and malformed rates", default=False)
+    per_completion: bool = option("show the p-value that takes every completion for independent, struck through", default=False)
+    require: Literal["better", "not worse"] | None = option("exit with 3 unless every arm is shown better, or none is shown worse",
+                                                            default=None)
+    json: bool = option("print JSON", default=False)
+
+
+EXAMPLES = """  assay compare evals/before evals/after
+  assay compare base=evals/a1,evals/a2,evals/a3,evals/a4 new=evals/b1,evals/b2,evals/b3,evals/b4
+  assay compare runs/three-seeds runs/other-three
+  assay compare theirs.csv --metric accuracy --require better
+  assay compare run/metrics.jsonl --metric reward"""
+
+
+def run(flags: FLAGS) -> int:
+    from assay.measure.compare import compare, summary
+    from assay.measure.trend import trend
+
+    arms, series = gathered(flags)
+    trends = [trend(one, level=flags.level) for one in series]
+    alone = series if not arms else len(arms) == 1 and len(arms[0].runs) > 1  # what needs nothing to be held against
+    found = [] if alone else compare(arms, level=flags.level)
+    summaries = [(arm, summary(arm)) for arm in arms]
+    if flags.json:
+        print(json.dumps({"arms": [{"name": arm.name, "group": arm.group or None, "summary": words} for arm, words in summaries],
+                          "comparisons": [one.to_json() for one in found], "trends": [one.to_json() for one in trends]}, indent=1,
+                         allow_nan=False))
+        return 0 if satisfied(flags.require, found) else 3
+    for arm, words in summaries:
+        print(f"{arm.name}{f' on {arm.group}' if arm.group else ''}: {words}")
+    print("\n".join([shown(one, flags.per_completion) for one in found] + [one.sentence for one in trends]))
+    return 0 if satisfied(flags.require, found) else 3
+
+
+def gathered(flags: FLAGS) -> "tuple[list[Arm], list[Series]]":
+    from assay.measure.results import Arm
+
+    lower = True if flags.lower_is_better else None
+    read = [one for given in flags.results for one in arms_of(given, flags.metric, lower)]
+    return [one for one in read if isinstance(one, Arm)], [one for one in read if not isinstance(one, Arm)]
+
+
+def arms_of(given: str, metric: str | None, lower: bool | None) -> "Sequence[Arm | Series]":
+    """name=PATH,PATH…: one arm of several runs; a single path may hold several arms."""
+    from assay.measure.results import Arm, read_results
+
+    name, named, paths = given.rpartition("=") if not Path(given).exists() else ("", "", given)
+    parts = [path for path in paths.split(",") if path] if not Path(paths).exists() else [paths]
+    found = [one for path in parts for one in read_results(path, metric=metric, lower_is_better=lower)]
+    if len(parts) == 1:
+        return [replace(one, name=name) for one in found] if named and len(found) == 1 else found
+    arms = [one for one in found if isinstance(one, Arm)]
+    if len(arms) != len(parts):
+        raise UsageError(f"{given}: expected one result at each of the {len(parts)} paths, found {len(arms)}")
+    for arm in arms[1:]:
+        if (arm.metric, arm.data) != (arms[0].metric, arms[0].data):
+            raise UsageError(f"{given}: {arms[0].name} and {arm.name} were not asked the same, so they are not runs of one arm")
+    runs = tuple(replace(one, name=path) for arm, path in zip(arms, parts, strict=True) for one in arm.runs)
+    return [replace(arms[0], name=name or arms[0].name, runs=runs)]
+
+
+def shown(found: "Comparison", per_completion: bool) -> str:
+    if not per_completion or found.per_completion_p is None:
+        return found.sentence
+    from assay.measure.compare import NOT_INDEPENDENT
+
+    return f"{found.sentence}\n  {struck(f'per completion p = {found.per_completion_p:.2g}')} not valid: {NOT_INDEPENDENT}"
+
+
+def struck(text: str) -> str:
+    return "".join(f"{letter}\u0336" for letter in text)
+
+
+def satisfied(require: str | None, found: "Sequence[Comparison]") -> bool:
+    if require == "better":
+        return bool(found) and all(one.claim == "shown better" for one in found)
+    return require is None or all(one.claim != "shown worse" for one in found)
