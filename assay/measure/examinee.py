@@ -14,6 +14,7 @@ from assay.model.tokenizer import Tokenizer
 from assay.seeds import derive
 from assay.store.artifact import Artifact, build
 
+SLOTS_ON_CPU = 32
 PLAIN = Sampling()  # the model's own distribution
 
 
@@ -33,15 +34,15 @@ class OpenedModel:
 
     # ---------------------------------------------------------------- the three calls
 
-    def generate_until(self, prompts: Mapping[str, str], sampling: Sampling, *, k: int, stop: Sequence[str], raw: bool,
-                       length: int | None = None) -> dict[str, list[Completion]]:
-        """`k` completions of each prompt, in order. Member m of prompt `id` draws at derive(seed, "sample", id, m).
-
-        `length` is of the longest prompt and its completion; give the same at every call, and the engine is made once.
-        """
+    def generate_until(self, prompts: Mapping[str, str], sampling: Sampling, *, k: int, stop: Sequence[str], raw: bool) \
+            -> dict[str, list[Completion]]:
+        """`k` completions of each prompt, in order. Member m of prompt `id` draws at derive(seed, "sample", id, m)."""
         ids = {id: prompt_ids(self.tokenizer, text, raw=raw) for id, text in prompts.items()}
         needed = max((len(prompt) for prompt in ids.values()), default=1) + sampling.max_new
-        engine = self._engine(max(needed, length or 0), len(prompts) * k)
+        if self.engine is None or self.engine.length < needed:
+            self.reserve(needed, len(prompts) * k)
+        engine = self.engine
+        assert engine is not None
         tickets = {engine.submit(Request(prompt, sampling, (id,), group=k, stop=tuple(stop))): id for id, prompt in ids.items()}
         found: dict[str, dict[int, Completion]] = {id: {} for id in prompts}
         for progress in engine.drain():
@@ -93,15 +94,14 @@ class OpenedModel:
                              "bos_token or eos_token")
         return first
 
-    def _engine(self, length: int, members: int) -> Engine:
+    def reserve(self, length: int, members: int) -> None:
+        """An engine for all calls to come: with the same number of slots, what a prompt says does not depend on the call it is in."""
         if length > self.model.config.max_length:
             raise UsageError(f"the longest prompt and its new tokens are {length}, the model's context is {self.model.config.max_length}; "
                              "lower --max-new or leave the example out")
-        slots = min(members, MOST_SLOTS)
-        if self.engine is None or self.engine.length < length or self.engine.load_factor[2] < slots:
-            self.engine = Engine(self.model, slots=slots, length=max(length, 2), stop_ids=self.artifact.stops.stop_ids,
-                                 version=self.identity, tokenizer=self.tokenizer)
-        return self.engine
+        slots = min(members, MOST_SLOTS if self.model.embed.weight.is_cuda else SLOTS_ON_CPU)
+        self.engine = Engine(self.model, slots=slots, length=max(length, 2), stop_ids=self.artifact.stops.stop_ids,
+                             version=self.identity, tokenizer=self.tokenizer)
 
 
 def prompt_ids(tokenizer: Tokenizer, text: str, *, raw: bool) -> tuple[int, ...]:

@@ -48,7 +48,7 @@ def check_seeds(rows: Rows, temperature: float) -> Verdict:
     if chance < CHANCE:
         return refuted("seeds", f"{len(equal)} of {len(pairs)} prompts got the same text twice, one of them at a chance of {chance:.1g}: "
                        "the seeds do not reach the sampler", equal=len(equal), pairs=len(pairs))
-    return proven("seeds", f"samples of one prompt differ as their log-probabilities say ({len(equal)} of {len(pairs)} first pairs are equal)")
+    return proven("seeds", f"samples of one prompt differ as their log-probabilities say ({len(equal)} of {len(pairs)} pairs are equal)")
 
 
 def check_dataset(recorded: str, examples: Sequence[Example]) -> Verdict:
@@ -66,7 +66,7 @@ def check_pass_at_k(estimator: Callable[[int, int, int], float], n: int = 6) -> 
         subsets = list(itertools.combinations([True] * correct + [False] * (n - correct), k))
         due = sum(map(any, subsets)) / len(subsets)
         if abs((found := estimator(n, correct, k)) - due) > 1e-12:
-            return refuted("pass@k", f"pass@{k} of {n} samples with {correct} right is {due:.4f} by counting, the estimator says {found:.4f}")
+            return refuted("pass@k", f"pass@{k} of {n} samples, {correct} right, is {due:.4f} by counting; the estimator says {found:.4f}")
     try:
         beyond = estimator(n, 1, n + 1)
     except AssayError:

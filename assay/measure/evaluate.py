@@ -1,0 +1,182 @@
+"""Evaluate a model on a task: oracles first, then samples or likelihoods in parts, each part scored and kept before the next.
+
+Parts are the same however often the evaluation was interrupted, so on one machine a killed one ends with the same bytes.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from assay.errors import GuardStop, UsageError
+from assay.generate.request import Completion, Sampling
+from assay.measure import soundness
+from assay.measure.estimate import Estimate, pass_at_k
+from assay.measure.examinee import OpenedModel, prompt_ids
+from assay.measure.results import Results
+from assay.measure.summary import disagreements, summarise
+from assay.measure.task import Choosing, Example, Generation, Reading, Score, Task, choose, dataset_digest, oracles, score_all
+from assay.store.identity import code_digest, environment
+from assay.verdict import Outcome, Verdict
+
+MEMBERS = {"cuda": 4096, "cpu": 128}  # completions in one part: a kill costs at most so many
+EXAMPLES = 256  # of a task without sampling, in one part
+LISTED = 50  # disagreements kept in the summary
+
+Said = Callable[[int, int], None]  # (examples done, of all)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    estimates: dict[str, Estimate]
+    verdicts: list[Verdict]
+    apart: list[dict[str, Any]]  # samples on which the strict and the lenient reading differ
+    rows: list[dict[str, Any]]
+
+
+def evaluate(opened: OpenedModel, task: Task, folder: Path, *, k: int = 1, sampling: Sampling | None = None, raw: bool = False,
+             trained_on: Iterable[str] = (), said: Said = lambda done, of: None) -> Evaluation:
+    """`raw` leaves the chat template out. `trained_on` are texts that the model was trained on, looked through for the examples."""
+    sampling = sampling or Sampling()
+    if k < 1 or (k > 1 and (sampling.temperature == 0 or not isinstance(task, Generation))):
+        raise UsageError(f"-k {k}: expected at least 1, and more only of a task that samples, at a temperature above 0")
+    verdicts = _believable(task)
+    texts = {example.id: _asked(task, example) for example in task.examples}
+    raw = raw or not isinstance(task, Generation) or task.raw
+    verdicts += _before(opened, texts, raw)
+    results = Results(folder, _request(opened, task, texts, k, sampling, raw))
+    try:
+        for part, rows in _parts(opened, task, texts, k, sampling, raw, results.rows):
+            results.append(_named(row, opened, results.request) for row in rows)
+            said(part, len(task.examples))
+        rows = [results.rows[example.id] for example in task.examples]
+        verdicts += _after(task, rows, k, sampling, results.request["dataset"])
+        training = list(trained_on)
+        verdicts += [soundness.check_leak(texts.items(), training)] if training else []
+        found = Evaluation(summarise(task, rows, k), verdicts, disagreements(rows), rows)
+        results.finish(_summary(opened, found))
+    finally:
+        results.close()
+    return found
+
+
+# ---------------------------------------------------------------- before and after
+
+
+def _believable(task: Task) -> list[Verdict]:
+    """A task whose own gold texts do not score, or whose wrong ones do, says nothing about a model."""
+    verdicts = oracles(task)
+    for verdict in verdicts:
+        if verdict.outcome is Outcome.REFUTED:
+            raise GuardStop(f"nothing was evaluated: {verdict.reason}")
+    return verdicts
+
+
+def _before(opened: OpenedModel, texts: Mapping[str, str], raw: bool) -> list[Verdict]:
+    some = list(texts.values())[:3]
+    first = prompt_ids(opened.tokenizer, some[0], raw=raw)[: opened.model.config.max_length]
+    verdicts = [soundness.check_beginning(opened, some), soundness.check_repeatable(opened.model, first)]
+    for verdict in verdicts:
+        if verdict.outcome is Outcome.REFUTED:
+            raise GuardStop(f"nothing was evaluated: {verdict.reason}")
+    return verdicts
+
+
+def _after(task: Task, rows: Sequence[Mapping[str, Any]], k: int, sampling: Sampling, dataset: str) -> list[Verdict]:
+    verdicts = [soundness.check_complete(task, rows, k), soundness.check_dataset(dataset, task.examples)]
+    if isinstance(task, Generation):
+        verdicts.append(soundness.check_seeds(rows, sampling.temperature))
+    return [*verdicts, soundness.check_pass_at_k(pass_at_k)] if k > 1 else verdicts
+
+
+def _request(opened: OpenedModel, task: Task, texts: Mapping[str, str], k: int, sampling: Sampling, raw: bool) -> dict[str, Any]:
+    """All that the scores depend on. The path of the model is not among it: a moved folder is the same model."""
+    weight = opened.model.embed.weight
+    prompts = hashlib.sha256("\0".join(texts.values()).encode("utf-8", "backslashreplace")).hexdigest()
+    asked = {"k": k, "sampling": asdict(sampling), "stop": list(task.stop), "raw": raw} if isinstance(task, Generation) else {}
+    return {"task": task.name, "dataset": dataset_digest(task.examples), "examples": len(task.examples), "checkpoint": opened.identity,
+            "tokenizer": opened.tokenizer.digest, "template": opened.tokenizer.template_digest, "prompts": prompts,
+            "device": weight.device.type, "dtype": str(weight.dtype).removeprefix("torch."), **asked}
+
+
+def _summary(opened: OpenedModel, found: Evaluation) -> dict[str, Any]:
+    return {"path": str(opened.artifact.path), "estimates": {name: asdict(estimate) for name, estimate in found.estimates.items()},
+            "verdicts": [verdict.to_json() for verdict in found.verdicts], "disagreements": len(found.apart),
+            "disagreements_listed": found.apart[:LISTED], "code": code_digest(), "environment": environment()}
+
+
+def _named(row: dict[str, Any], opened: OpenedModel, request: Mapping[str, Any]) -> dict[str, Any]:
+    return {**row, "checkpoint": opened.identity, "dataset": request["dataset"]}
+
+
+# ---------------------------------------------------------------- parts
+
+
+def _parts(opened: OpenedModel, task: Task, texts: Mapping[str, str], k: int, sampling: Sampling, raw: bool,
+           done: Mapping[str, Any]) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+    """(examples done, the new rows) of every part that is not done yet. A part that was begun is done again, whole."""
+    members = MEMBERS[opened.model.embed.weight.device.type]
+    size = max(1, members // k) if isinstance(task, Generation) else EXAMPLES
+    reserved = False
+    for start in range(0, len(task.examples), size):
+        part = task.examples[start : start + size]
+        if all(example.id in done for example in part):
+            continue
+        if isinstance(task, Generation) and not reserved:
+            longest = max(opened.length_of(text, raw=raw) for text in texts.values())
+            opened.reserve(longest + sampling.max_new, min(size, len(task.examples)) * k)
+            reserved = True
+        yield start + len(part), [row for row in _scored(opened, task, part, texts, k, sampling, raw) if row["id"] not in done]
+
+
+def _scored(opened: OpenedModel, task: Task, part: Sequence[Example], texts: Mapping[str, str], k: int, sampling: Sampling,
+            raw: bool) -> list[dict[str, Any]]:
+    if isinstance(task, Generation):
+        return _sampled(opened, task, part, texts, k, sampling, raw)
+    return _chosen(opened, task, part) if isinstance(task, Choosing) else _read(opened, task, part)
+
+
+def _sampled(opened: OpenedModel, task: Generation, part: Sequence[Example], texts: Mapping[str, str], k: int, sampling: Sampling,
+             raw: bool) -> list[dict[str, Any]]:
+    completions = opened.generate_until({e.id: texts[e.id] for e in part}, sampling, k=k, stop=task.stop, raw=raw)
+    pairs = [(e, completion.text or "") for e in part for completion in completions[e.id]]
+    scores = iter(score_all(task, pairs))
+    rows = []
+    for example in part:
+        samples = [{"seed": opened.seed_of(sampling, example.id, m), **_said(completion), **_score(next(scores))}
+                   for m, completion in enumerate(completions[example.id])]
+        rows.append({"id": example.id, "prompt": texts[example.id], "samples": samples})
+    return rows
+
+
+def _said(completion: Completion) -> dict[str, Any]:
+    return {"ids": list(completion.ids), "text": completion.text, "ended": completion.ended, "logprob": sum(completion.logprobs)}
+
+
+def _score(score: Score) -> dict[str, Any]:
+    return {"score": score.value, "lenient": score.lenient, "parsed": score.parsed, "answer": score.answer,
+            "measures": dict(score.measures)}
+
+
+def _chosen(opened: OpenedModel, task: Choosing, part: Sequence[Example]) -> list[dict[str, Any]]:
+    choices = [task.choice(example) for example in part]
+    found = iter(opened.loglikelihood([(choice.context, option) for choice in choices for option in choice.options]))
+    rows = []
+    for example, choice in zip(part, choices, strict=True):
+        likelihoods = [next(found) for _ in choice.options]
+        rows.append({"id": example.id, "prompt": choice.context, "options": list(choice.options), "right": choice.right,
+                     "part": choice.part, "unit": choice.unit, "nats": [each.nats for each in likelihoods],
+                     "tokens": [each.tokens for each in likelihoods], "scores": choose(choice, likelihoods)})
+    return rows
+
+
+def _read(opened: OpenedModel, task: Reading, part: Sequence[Example]) -> list[dict[str, Any]]:
+    found = opened.loglikelihood_rolling([task.text(example) for example in part])
+    return [{"id": example.id, **asdict(likelihood)} for example, likelihood in zip(part, found, strict=True)]
+
+
+def _asked(task: Task, example: Example) -> str:
+    if isinstance(task, Generation):
+        return task.prompt(example)
+    return task.choice(example).context if isinstance(task, Choosing) else task.text(example)

@@ -1,0 +1,108 @@
+"""assay eval: a model's scores on a task, each with its interval, kept example by example."""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from assay.config import argument, option
+from assay.verdict import Outcome, overall
+
+if TYPE_CHECKING:
+    from assay.measure.evaluate import Evaluation
+
+SECONDS_BETWEEN_LINES = 5.0
+
+
+@dataclass(frozen=True)
+class FLAGS:
+    """Evaluate a model on a task. The same command goes on where it was interrupted."""
+
+    path: str = argument("checkpoint, folder, adapter, GGUF file or fetched name")
+    task: str = option("gsm8k, arithmetic, humaneval, mbpp, choices, text, counterfact, instructions, reasoning_gym or graded")
+    out: str = option("folder for scores.jsonl and eval.json")
+    data: str | None = option("the task's data; nothing is bundled", default=None)
+    k: int = option("samples per example", short="-k", default=1)
+    temperature: float = option("0 is greedy", default=0.0)
+    max_new: int = option("most tokens per sample", default=256)
+    top_k: int = option("sample among the k likeliest; 0: all", default=0)
+    top_p: float = option("sample within this probability mass", default=1.0)
+    seed: int = option("seed; the same seed gives the same samples", default=0)
+    limit: int | None = option("only the first so many examples", default=None)
+    grader: str | None = option("for task graded: a reward's name or FILE.py:FUNCTION; for reasoning_gym: a dataset's name", default=None)
+    raw: bool = option("no chat template", default=False)
+    trained_on: tuple[str, ...] = option("training files, looked through for the examples", default=())
+    base: str | None = option("an adapter's base, where the adapter does not name it", default=None)
+    device: str | None = option("cpu or cuda; default: a GPU where there is one", default=None)
+    dtype: Literal["float32", "bfloat16", "float16"] | None = option("default: bfloat16 on a GPU, float32 elsewhere", default=None)
+    json: bool = option("print JSON", default=False)
+
+
+EXAMPLES = """  assay eval runs/a/checkpoints/step-000500 --task gsm8k --data test.jsonl -k 16 --temperature 0.7 --out evals/a
+  assay eval smollm2-135m --task arithmetic --limit 100 --out evals/sums
+  assay eval ./model --task humaneval --data HumanEval.jsonl.gz --out evals/code
+  assay eval ./model --task graded --data mine.jsonl --grader grade.py:score --out evals/mine"""
+
+
+def run(flags: FLAGS) -> int:
+    import torch
+
+    from assay.generate.request import Sampling
+    from assay.measure.evaluate import evaluate
+    from assay.measure.examinee import OpenedModel
+    from assay.measure.tasks import TaskRequest, open_task
+    from assay.model.placement import default_device
+    from assay.store.artifact import open_artifact
+
+    task = open_task(TaskRequest(flags.task, Path(flags.data) if flags.data else None, flags.limit, flags.grader, flags.seed))
+    artifact = open_artifact(flags.path, base=flags.base)
+    for note in artifact.notes:
+        print(f"note: {note}", file=sys.stderr)
+    opened = OpenedModel(artifact, device=flags.device or default_device(), dtype=getattr(torch, flags.dtype) if flags.dtype else None)
+    sampling = Sampling(flags.max_new, flags.temperature, flags.top_k, flags.top_p, flags.seed)
+    found = evaluate(opened, task, Path(flags.out), k=flags.k, sampling=sampling, raw=flags.raw,
+                     trained_on=texts(map(Path, flags.trained_on)), said=progress(task.name))
+    print(as_json(found) if flags.json else shown(found, Path(flags.out)))
+    return 3 if overall(found.verdicts) is Outcome.REFUTED else 0
+
+
+def texts(files: Iterable[Path]) -> Iterable[str]:
+    """Everything that is said in the training files: plain text, or every string of every row."""
+    from assay.data.rows import SUFFIXES, read_rows
+
+    for file in files:
+        if file.name.endswith(SUFFIXES):
+            for row in read_rows(file):
+                yield json.dumps(row.values, ensure_ascii=False)
+        else:
+            yield file.read_text()
+
+
+def progress(name: str) -> Callable[[int, int], None]:
+    """On a terminal one line that is rewritten, elsewhere one every few seconds."""
+    terminal, started, last = sys.stderr.isatty(), time.monotonic(), [0.0]
+
+    def said(done: int, of: int) -> None:
+        now = time.monotonic()
+        if not terminal and done < of and now - last[0] < SECONDS_BETWEEN_LINES:
+            return
+        last[0] = now
+        end = "\n" if done == of or not terminal else "\r"
+        print(f"{name}: {done} of {of} examples, {now - started:.0f} s", end=end, file=sys.stderr, flush=True)
+
+    return said
+
+
+def shown(found: "Evaluation", folder: Path) -> str:
+    width = max(map(len, found.estimates))
+    lines = [f"{name:{width}}  {estimate}" for name, estimate in found.estimates.items()]
+    lines += [f"strict and lenient reading differ on {len(found.apart)} samples" if found.apart else ""]
+    return "\n".join([*filter(None, lines), *(f"  {verdict}" for verdict in found.verdicts), f"kept in {folder}"])
+
+
+def as_json(found: "Evaluation") -> str:
+    return json.dumps({"estimates": {name: asdict(estimate) for name, estimate in found.estimates.items()},
+                       "disagreements": len(found.apart), "verdicts": [verdict.to_json() for verdict in found.verdicts]}, indent=1)
