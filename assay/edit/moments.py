@@ -1,7 +1,7 @@
 """Second moments C = E[k kᵀ] of what enters each MLP's down-projection: what an edit must not disturb.
 
-Streamed over text through the layers that are asked for and no further; padding is no key. Sums of a batch are fp32, the
-sum of batches float64. What was computed lies in the cache under the digest of model, text, count and layer.
+Streamed over text through the layers that are asked for and no further; padding is no key. Keys are fp32, their products
+and sums float64: summed in fp32, the small directions of C came out negative. What was computed lies in the cache under the digest of model, text, count and layer.
 """
 
 import hashlib
@@ -72,8 +72,8 @@ def computed(model: Transformer, rows: Sequence[Sequence[int]], layers: Sequence
         real = docs != PADDING
 
         def add(layer: int, keys_BTF: Tensor, real: Tensor = real) -> None:
-            keys = keys_BTF[real].float()
-            sums[layer] += (keys.T @ keys).double()
+            keys = keys_BTF[real].double()
+            sums[layer].addmm_(keys.T, keys)
 
         seen_keys(model, tokens, docs, layers, add)
     for layer, total in sums.items():

@@ -13,6 +13,9 @@ from assay.errors import DataError
 from assay.model.patch import LowRank
 
 
+FLOOR = 1e-6  # of the mean squared key: what a direction counts that the text never takes, so that C has an inverse
+
+
 class Factors(NamedTuple):
     left_Dn: Tensor
     right_nF: Tensor
@@ -26,8 +29,8 @@ def jointly(residuals_Dn: Tensor, keys_Fn: Tensor, penalty_FF: Tensor) -> Factor
     keys = keys_Fn.double()
     factor, failed = torch.linalg.cholesky_ex(penalty_FF.double() + keys @ keys.T)
     if failed:
-        raise DataError(f"the second moments have no inverse (the {int(failed)}th of {len(keys)} directions never occurs in the text); "
-                        "give more text, or a larger --tokens")
+        raise DataError(f"what must stay is no positive matrix (at row {int(failed)} of {len(keys)}): the second moments are damaged "
+                        "or all zero; compute them again, on text of the model's language")
     return Factors(residuals_Dn.double(), torch.cholesky_solve(keys, factor).T)
 
 
@@ -38,14 +41,19 @@ def alone(residual_D: Tensor, key_F: Tensor, moment_FF: Tensor) -> Factors:
     and one edit then destroyed the model.
     """
     key = key_F.double()
-    direction = jointly(residual_D[:, None], key[:, None], moment_FF).right_nF[0]  # C⁻¹k up to scale, by Sherman and Morrison
+    direction = jointly(residual_D[:, None], key[:, None], floored(moment_FF)).right_nF[0]  # C⁻¹k up to scale, by Sherman and Morrison
     return Factors(residual_D.double()[:, None], (direction / (direction @ key))[None])
 
 
 def moment_penalty(moment_FF: Tensor, weight: float, earlier_Fm: Tensor | None) -> Tensor:
     """What must stay: `weight` times the text's keys and the keys of earlier edits, so that two solves equal one joint solve."""
-    penalty = weight * moment_FF.double()
+    penalty = weight * floored(moment_FF)
     return penalty if earlier_Fm is None else penalty + earlier_Fm.double() @ earlier_Fm.double().T
+
+
+def floored(moment_FF: Tensor) -> Tensor:
+    moment = moment_FF.double()
+    return moment + FLOOR * moment.diagonal().mean() * torch.eye(len(moment), dtype=torch.float64)
 
 
 def null_space(moment_FF: Tensor, share: float) -> Tensor:
