@@ -1,6 +1,6 @@
 """Checks on what is rewarded: before the first rollout on completions whose worth is known, and later on what it leads to."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,10 +9,9 @@ from numpy.typing import ArrayLike
 
 from assay.errors import DataError
 from assay.measure.choose import rising_p
-from assay.measure.estimate import finite, mean
+from assay.measure.estimate import finite
 from assay.reward.answer import gold_answer, read_answer, same_answer
 from assay.reward.canary import OWN_WORDS, Kind, Style, canaries, gold_completion
-from assay.reward.judge import Judged, Repeat, rank_agreement
 from assay.reward.verify import Reward
 from assay.reward.workers import Item, Scored, Workers
 from assay.verdict import Verdict, proven, refuted, unproven
@@ -26,13 +25,10 @@ KINDS: dict[Kind, str] = {
     "wrong": "a wrong answer", "empty": "no answer", "all_options": "a list of several answers",
     "repeated": "the same text again and again",
     "truncated": "a completion cut off before its answer", "echo": "the prompt itself"}
+NEED_THE_ANSWER = {"wrong", "all_options", "repeated"}
 
 FEWEST_EVALUATIONS = 7  # six values after the best one can just show a fall at 0.5 %
 FALLING, RISING = 0.005, 0.05
-
-FEWEST_GROUPS = 8
-POSITION_LEVEL = 0.999
-LEAST_AGREEMENT = 0.5
 
 # ---------------------------------------------------------------- before the first rollout
 
@@ -69,8 +65,9 @@ def preflight(rewards: Sequence[Reward], rows: Rows, workers: Workers, *, prompt
     verdicts += [check_scored(tried)]
     if any(scored.value is None for each in tried for scored in each.all()):
         return verdicts  # what is compared below would be missing
-    return [*verdicts, check_gold(rewards, tried), *(check_canary(kind, tried, known) for kind in KINDS), check_flat(tried),
-            check_scale(rewards, tried, known)]
+    canary = [check_canary(kind, tried, answer_components(rewards, tried)) if known or kind not in NEED_THE_ANSWER else
+              unproven(f"reward_{kind}", "no reward of this run looks at the answer; form alone is rewarded") for kind in KINDS]
+    return [*verdicts, check_gold(rewards, tried), *canary, check_flat(tried), check_scale(rewards, tried, known)]
 
 
 def natural_style(rewards: Sequence[Reward], rows: Rows) -> Style:
@@ -132,19 +129,27 @@ def check_gold(rewards: Sequence[Reward], tried: Sequence[Tried]) -> Verdict:
     return proven("reward_gold", f"{len(tried)} right completions get full marks", rows=len(tried))
 
 
-def check_canary(kind: Kind, tried: Sequence[Tried], known: bool) -> Verdict:
-    """What is not right gets less than what is, in every row."""
+def answer_components(rewards: Sequence[Reward], tried: Sequence[Tried]) -> list[str]:
+    """The components that tell a right answer from a wrong one; a user's is known by its doing so."""
+    return [reward.name for reward in rewards if reward.weight > 0 and (reward.name in KNOW_THE_ANSWER or _gap(reward.name, tried) > SAME)]
+
+
+def check_canary(kind: Kind, tried: Sequence[Tried], components: Sequence[str]) -> Verdict:
+    """What is not right gets less than what is, in every row: in all, and by each component that looks at the answer.
+
+    In all alone would not do: bad form hides that an empty answer is taken for a right one.
+    """
     check, pairs = f"reward_{kind}", [(one, text, scored) for one in tried for text, scored in one.others.get(kind, ())]
-    if not known and kind in ("wrong", "all_options", "repeated"):
-        return unproven(check, "no reward of this run looks at the answer; form alone is rewarded")
     if not pairs:
         return unproven(check, f"no row allows a completion that is {KINDS[kind]}")
     for one, text, scored in pairs:
-        assert scored.value is not None
-        assert one.gold.value is not None
-        if scored.value >= one.gold.value - SAME:
-            reason = f"{KINDS[kind]} gets {scored.value:.4g}, the right completion {one.gold.value:.4g} (row {one.number}): {text[-120:]!r}"
-            return refuted(check, reason, row=one.number, value=scored.value, gold=one.gold.value)
+        compared = {"": (scored.value, one.gold.value)} | {f" for {c}": (scored.components[c], one.gold.components[c]) for c in components}
+        for what, (value, gold) in compared.items():
+            assert value is not None
+            assert gold is not None
+            if value >= gold - SAME:
+                reason = f"{KINDS[kind]} gets {value:.4g}{what}, the right completion {gold:.4g} (row {one.number}): {text[-120:]!r}"
+                return refuted(check, reason, row=one.number, value=value, gold=gold)
     return proven(check, f"{KINDS[kind]} gets less than the right completion in {len(tried)} rows", completions=len(pairs))
 
 
@@ -163,8 +168,7 @@ def check_scale(rewards: Sequence[Reward], tried: Sequence[Tried], known: bool) 
         return unproven("reward_scale", "right and wrong answers are not told apart by this run's rewards or rows")
     by_answer = by_form = 0.0
     for reward in rewards:
-        gap = float(np.mean([(one.gold.components[reward.name] or 0) - (scored.components[reward.name] or 0)
-                             for one in tried for _, scored in one.others["wrong"]]))
+        gap = _gap(reward.name, tried)
         seen = [scored.components[reward.name] or 0 for one in tried for scored in one.all()]
         if reward.weight * gap > SAME:
             by_answer += reward.weight * gap
@@ -175,6 +179,13 @@ def check_scale(rewards: Sequence[Reward], tried: Sequence[Tried], known: bool) 
         reason = f"a right answer is worth {by_answer:.4g} more than a wrong one, form and length up to {by_form:.4g}"
         return refuted("reward_scale", f"{reason}: form will be learned instead", **evidence)
     return proven("reward_scale", f"a right answer is worth {by_answer:.4g}, form and length up to {by_form:.4g}", **evidence)
+
+
+def _gap(component: str, tried: Sequence[Tried]) -> float:
+    """How much more a right answer gets than a wrong one, on average."""
+    wrong = [(one.gold, scored) for one in tried for _, scored in one.others["wrong"]]
+    gaps = [(gold.components[component] or 0) - (scored.components[component] or 0) for gold, scored in wrong]
+    return float(np.mean(gaps)) if gaps else 0.0
 
 
 def _tried(rows: Rows, picked: Sequence[int], workers: Workers, prompts: Sequence[str], style: Style,
@@ -223,52 +234,3 @@ def check_proxy(proxy: ArrayLike, true: ArrayLike) -> Verdict:
                   f"(evaluation {best}) to {metric[-1]:.4g}: what is rewarded is no longer what is wanted; go back to evaluation {best}")
         return refuted("proxy", reason, **evidence)
     return proven("proxy", f"reward and held-out metric are not shown to part over {metric.size} evaluations", **evidence)
-
-# ---------------------------------------------------------------- the judge
-
-
-def check_judged(asked: Iterable[str], judged: Judged) -> Verdict:
-    """Every group that was asked about has its scores or its reasons."""
-    groups = list(asked)
-    lost = [group for group in groups if group not in judged.scores and group not in {each.group.id for each in judged.unjudged}]
-    if lost:
-        reason = f"{len(lost)} of {len(groups)} groups have neither scores nor a reason: {', '.join(lost[:3])}"
-        return refuted("judge_groups", reason, lost=lost)
-    without = f"{len(judged.unjudged)} could not be judged and wait" if judged.unjudged else "all have scores"
-    return proven("judge_groups", f"{len(groups)} groups were asked about, {without}", unjudged=[each.group.id for each in judged.unjudged])
-
-
-def check_position(shown: Iterable[Sequence[float]]) -> Verdict:
-    """Where a completion stands on the page does not sway its score: each group's scores in the order they were shown."""
-    sways = [found for scores in shown if (found := rank_agreement(range(len(scores)), scores)) is not None]
-    if len(sways) < FEWEST_GROUPS or len(set(sways)) < 2:
-        return _constant_sway(sways) or unproven("judge_position", f"{len(sways)} ranked groups are too few; {FEWEST_GROUPS} are needed")
-    sway = mean(sways, level=POSITION_LEVEL)
-    if sway.contains(0):
-        return proven("judge_position", f"score and place on the page: rank correlation {sway}", correlation=sway.mean)
-    side = "last" if sway.mean > 0 else "first"
-    reason = f"the judge favours what it is shown {side}: rank correlation of score and place {sway}; scores hold noise by order"
-    return refuted("judge_position", reason, correlation=sway.mean)
-
-
-def check_agreement(repeats: Sequence[Repeat]) -> Verdict:
-    """Asked again, in another order, the judge ranks the same way: on the mean of Kendall's τ over groups, at least 0.5."""
-    if not repeats:
-        return unproven("judge_agreement", "no group was scored twice; ask for a larger share of repeats")
-    largest = max(each.largest_difference for each in repeats)
-    ranks = [rank for each in repeats if (rank := rank_agreement(each.first, each.second)) is not None]
-    evidence = {"groups": len(repeats), "ranked": len(ranks), "largest_difference": largest}
-    if not ranks:
-        return unproven("judge_agreement", f"in {len(repeats)} repeated groups the judge ranked nothing: its scores are equal", **evidence)
-    agreement = float(np.mean(ranks))
-    said = f"over {len(ranks)} groups scored twice, rank agreement {agreement:.3g}, largest difference of one score {largest:.3g}"
-    if agreement < LEAST_AGREEMENT:
-        return refuted("judge_agreement", f"{said}: the judge contradicts itself; at least {LEAST_AGREEMENT} is asked for", **evidence)
-    return proven("judge_agreement", said, agreement=agreement, **evidence)
-
-
-def _constant_sway(sways: Sequence[float]) -> Verdict | None:
-    """All groups scored in the very order of the page: no spread to estimate, and no doubt."""
-    if len(sways) >= FEWEST_GROUPS and sways[0] != 0:
-        return refuted("judge_position", f"all {len(sways)} groups are scored in the order of the page, whatever stands there")
-    return None

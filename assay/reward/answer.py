@@ -26,6 +26,7 @@ _PLAIN = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
 _NUMBER = re.compile(rf"([+-]?)\s*\$?\s*([+-]?)({_PLAIN})(?:[eE]([+-]?[0-9]{{1,2}}))?(?:\s*/\s*([0-9]+))?")
 _IN_TEXT = re.compile(rf"(?<![\w.])(?:-\s?(?=[$.\d]))?\$?(?:{_PLAIN})(?:/[0-9]+)?%?")
 _FRACTION = re.compile(r"(-?)\\[dt]?frac\{([0-9]+)\}\{([0-9]+)\}")
+_THOUGHT = re.compile(r"<think>.*?</think>", re.DOTALL)
 _TAG = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
 _HASH = re.compile(r"####[^\S\n]*([^\n]*)")
 _STATED = re.compile(r"\banswer\s*(?:is|:|=)\s*:?\s*([^\n]*)\Z", re.IGNORECASE)
@@ -55,7 +56,7 @@ class Readings:
 
 def read_answer(text: str, how: How = "strict", form: Form = "any") -> str | None:
     """What the text gives as its answer, in its own words, or None. What is thought between think tags is no answer."""
-    spoken = _after_thinking(text, how)
+    spoken = _outside_thinking(text, how)
     if spoken is None:
         return None
     forms = MARKED if form == "any" else (form,)
@@ -168,14 +169,14 @@ def _only_answer(text: str) -> str | None:
     return _unwrapped(stated[1]) or None if stated else None
 
 
-def _after_thinking(text: str, how: How) -> str | None:
-    """What follows the thinking; None, read strictly, where the thinking never ends."""
+def _outside_thinking(text: str, how: How) -> str | None:
+    """What is not between think tags, of which the prompt may have opened the first; None, read strictly, where they do not match."""
     if how not in ("strict", "lenient"):
         raise UsageError(f"an answer is read 'strict' or 'lenient', not {how!r}")
-    _, end, after = text.rpartition("</think>")
-    if "<think>" in after:
-        return None if how == "strict" else after
-    return after if end else text
+    if "<think>" not in text.partition("</think>")[0] and "</think>" in text:
+        text = "<think>" + text
+    spoken = _THOUGHT.sub(" ", text)
+    return None if how == "strict" and ("<think>" in spoken or "</think>" in spoken) else spoken
 
 
 def _unwrapped(stated: str) -> str:

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from assay.errors import DataError
-from assay.guard.reward import check_agreement, check_judged, check_position, check_proxy, natural_style, preflight
+from assay.guard.reward import check_proxy, natural_style, preflight
 from assay.reward.canary import STYLES, canaries, gold_completion
-from assay.reward.judge import Judged, Repeat, Unjudged, group
 from assay.reward.verify import parse_rewards
 from assay.reward.workers import Workers
 from assay.verdict import Outcome
@@ -172,43 +171,3 @@ def test_noise_under_a_rising_reward_seldom_alarms():
         metric = noise.normal(0.4, 0.02, 20)
         alarms += any(check_proxy(np.arange(n), metric[:n]).outcome is Outcome.REFUTED for n in range(7, 21))
     assert 0 < alarms <= 11
-
-
-# ---------------------------------------------------------------- the judge
-
-
-def test_a_group_that_vanished_is_named():
-    judged = Judged(scores={"a": (0.1, 0.2)}, unjudged=[Unjudged(group("b", "p", ["x", "y"]), ("500",))])
-    assert check_judged(["a", "b"], judged).outcome is Outcome.PROVEN
-    verdict = check_judged(["a", "b", "c"], judged)
-    assert verdict.outcome is Outcome.REFUTED
-    assert verdict.evidence["lost"] == ["c"]
-
-
-def test_a_judge_swayed_by_the_order_of_the_page_is_found():
-    noise = np.random.default_rng(0)
-    fair = [tuple(noise.random(6)) for _ in range(40)]
-    swayed = [tuple(scores + 0.15 * np.arange(6)) for scores in fair]
-    assert check_position(fair).outcome is Outcome.PROVEN
-    verdict = check_position(swayed)
-    assert verdict.outcome is Outcome.REFUTED
-    assert "favours what it is shown last" in verdict.reason
-    assert check_position([(0.3, 0.2, 0.1)] * 8).outcome is Outcome.REFUTED
-    assert check_position([(0.3, 0.2, 0.1)] * 7).outcome is Outcome.UNPROVEN
-    assert check_position([(0.3, 0.3)] * 20).outcome is Outcome.UNPROVEN
-
-
-def test_position_bias_is_seldom_seen_where_there_is_none():
-    noise = np.random.default_rng(1)
-    alarms = sum(check_position([tuple(noise.random(4)) for _ in range(12)]).outcome is Outcome.REFUTED for _ in range(1000))
-    assert alarms <= 6  # 1 in 1,000 each
-
-
-def test_agreement_is_reported_with_rank_and_largest_difference():
-    same = [Repeat(str(n), (0.1, 0.5, 0.9), (0.2, 0.5, 0.8)) for n in range(3)]
-    verdict = check_agreement(same)
-    assert verdict.outcome is Outcome.PROVEN
-    assert verdict.evidence["largest_difference"] == pytest.approx(0.1)
-    assert check_agreement([*same, *(Repeat(str(n), (0.1, 0.5, 0.9), (0.9, 0.5, 0.1)) for n in range(2))]).outcome is Outcome.REFUTED
-    assert check_agreement([Repeat("a", (0.5, 0.5), (0.1, 0.2))]).outcome is Outcome.UNPROVEN
-    assert check_agreement([]).outcome is Outcome.UNPROVEN

@@ -30,6 +30,9 @@ READ = [  # text, strictly, leniently
     ("the answer is 41, no, the answer is 42", None, "42"),
     ("The answer is 41 or 42", "41 or 42", "42"),
     ("<think>\\boxed{41} hmm", None, "41"),
+    ("thought</think><answer>42</answer>", "42", "42"),
+    ("<think>a</think><answer>42</answer>\n" * 2, None, "42"),
+    ("<think>a<think>b</think></think>42", None, "42"),
     ("6*7=<<6*7=42>>42\n####", None, None),
     ("<answer>42", None, "42"),
     # nothing there

@@ -1,0 +1,78 @@
+"""Checks on a judge: what it cannot say is no score, no group vanishes, the order of the page is no matter, asked twice it agrees."""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from assay.measure.estimate import mean
+from assay.reward import judge
+from assay.reward.judge import Judged, Repeat, rank_agreement
+from assay.verdict import Verdict, proven, refuted, unproven
+
+FEWEST_GROUPS = 8
+POSITION_LEVEL = 0.999
+LEAST_AGREEMENT = 0.5
+_TWO = '{{"scores": [{{"id": "1", "score": 0.5}}, {{"id": "2", "score": {second}}}]}}'
+BAD_ANSWERS = ("", "The second is better.", "{}", '{"scores": []}', '{"scores": [{"id": "1", "score": 0.5}]}',
+               _TWO.format(second=0.5).replace('"2"', '"1"'),
+               *(_TWO.format(second=bad) for bad in ("NaN", "1.5", "-0.5", "null", '"0.5"', "true")))
+
+
+def check_drill() -> Verdict:
+    """Answers that hold no usable scores are refused by the very code that reads a judge's answers."""
+    taken = []
+    for text in BAD_ANSWERS:
+        try:
+            taken.append(f"{text[:60]!r} became {judge.read_scores(text, 2)}")
+        except judge.Unreadable:
+            continue
+    if taken:
+        return refuted("judge_errors", f"{len(taken)} of {len(BAD_ANSWERS)} unusable answers of a judge became scores: {taken[0]}")
+    return proven("judge_errors", f"{len(BAD_ANSWERS)} unusable answers of a judge were all refused")
+
+
+def check_judged(asked: Iterable[str], judged: Judged) -> Verdict:
+    """Every group that was asked about has its scores or its reasons."""
+    groups = list(asked)
+    lost = [group for group in groups if group not in judged.scores and group not in {each.group.id for each in judged.unjudged}]
+    if lost:
+        reason = f"{len(lost)} of {len(groups)} groups have neither scores nor a reason: {', '.join(lost[:3])}"
+        return refuted("judge_groups", reason, lost=lost)
+    without = f"{len(judged.unjudged)} could not be judged and wait" if judged.unjudged else "all have scores"
+    return proven("judge_groups", f"{len(groups)} groups were asked about, {without}", unjudged=[each.group.id for each in judged.unjudged])
+
+
+def check_position(shown: Iterable[Sequence[float]]) -> Verdict:
+    """Where a completion stands on the page does not sway its score: each group's scores in the order they were shown."""
+    sways = [found for scores in shown if (found := rank_agreement(range(len(scores)), scores)) is not None]
+    if len(sways) < FEWEST_GROUPS or len(set(sways)) < 2:
+        return _constant_sway(sways) or unproven("judge_position", f"{len(sways)} ranked groups are too few; {FEWEST_GROUPS} are needed")
+    sway = mean(sways, level=POSITION_LEVEL)
+    if sway.contains(0):
+        return proven("judge_position", f"score and place on the page: rank correlation {sway}", correlation=sway.mean)
+    side = "last" if sway.mean > 0 else "first"
+    reason = f"the judge favours what it is shown {side}: rank correlation of score and place {sway}; scores hold noise by order"
+    return refuted("judge_position", reason, correlation=sway.mean)
+
+
+def check_agreement(repeats: Sequence[Repeat]) -> Verdict:
+    """Asked again, in another order, the judge ranks the same way: on the mean of Kendall's τ over groups, at least 0.5."""
+    if not repeats:
+        return unproven("judge_agreement", "no group was scored twice; ask for a larger share of repeats")
+    largest = max(each.largest_difference for each in repeats)
+    ranks = [rank for each in repeats if (rank := rank_agreement(each.first, each.second)) is not None]
+    evidence = {"groups": len(repeats), "ranked": len(ranks), "largest_difference": largest}
+    if not ranks:
+        return unproven("judge_agreement", f"in {len(repeats)} repeated groups the judge ranked nothing: its scores are equal", **evidence)
+    agreement = float(np.mean(ranks))
+    said = f"over {len(ranks)} groups scored twice, rank agreement {agreement:.3g}, largest difference of one score {largest:.3g}"
+    if agreement < LEAST_AGREEMENT:
+        return refuted("judge_agreement", f"{said}: the judge contradicts itself; at least {LEAST_AGREEMENT} is asked for", **evidence)
+    return proven("judge_agreement", said, agreement=agreement, **evidence)
+
+
+def _constant_sway(sways: Sequence[float]) -> Verdict | None:
+    """All groups scored in the very order of the page: no spread to estimate, and no doubt."""
+    if len(sways) >= FEWEST_GROUPS and sways[0] != 0:
+        return refuted("judge_position", f"all {len(sways)} groups are scored in the order of the page, whatever stands there")
+    return None

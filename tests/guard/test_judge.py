@@ -1,0 +1,55 @@
+"""A judge: unusable answers are refused, no group vanishes, the order of the page is no matter, asked twice it agrees."""
+
+import numpy as np
+import pytest
+
+from assay.guard.judge import BAD_ANSWERS, check_agreement, check_drill, check_judged, check_position
+from assay.reward import judge
+from assay.reward.judge import Judged, Repeat, Unjudged, group
+from assay.verdict import Outcome
+from assay.zoo.stage import swapped
+
+
+def test_every_unusable_answer_is_refused_by_the_drill_and_a_usable_one_is_not():
+    assert check_drill().outcome is Outcome.PROVEN
+    assert len(set(BAD_ANSWERS)) == 12
+    assert judge.read_scores('{"scores": [{"id": "1", "score": 0.5}, {"id": "2", "score": 0.5}]}', 2) == (0.5, 0.5)
+    with swapped(judge, "read_scores", lambda text, count: (0.0,) * count):
+        assert check_drill().outcome is Outcome.REFUTED
+
+
+def test_a_group_that_vanished_is_named():
+    judged = Judged(scores={"a": (0.1, 0.2)}, unjudged=[Unjudged(group("b", "p", ["x", "y"]), ("500",))])
+    assert check_judged(["a", "b"], judged).outcome is Outcome.PROVEN
+    verdict = check_judged(["a", "b", "c"], judged)
+    assert verdict.outcome is Outcome.REFUTED
+    assert verdict.evidence["lost"] == ["c"]
+
+
+def test_a_judge_swayed_by_the_order_of_the_page_is_found():
+    noise = np.random.default_rng(0)
+    fair = [tuple(noise.random(6)) for _ in range(40)]
+    swayed = [tuple(scores + 0.15 * np.arange(6)) for scores in fair]
+    assert check_position(fair).outcome is Outcome.PROVEN
+    verdict = check_position(swayed)
+    assert verdict.outcome is Outcome.REFUTED
+    assert "favours what it is shown last" in verdict.reason
+    assert check_position([(0.3, 0.2, 0.1)] * 8).outcome is Outcome.REFUTED
+    assert check_position([(0.3, 0.2, 0.1)] * 7).outcome is Outcome.UNPROVEN
+    assert check_position([(0.3, 0.3)] * 20).outcome is Outcome.UNPROVEN
+
+
+def test_position_bias_is_seldom_seen_where_there_is_none():
+    noise = np.random.default_rng(1)
+    alarms = sum(check_position([tuple(noise.random(4)) for _ in range(12)]).outcome is Outcome.REFUTED for _ in range(1000))
+    assert alarms <= 6  # 1 in 1,000 each
+
+
+def test_agreement_is_reported_with_rank_and_largest_difference():
+    same = [Repeat(str(n), (0.1, 0.5, 0.9), (0.2, 0.5, 0.8)) for n in range(3)]
+    verdict = check_agreement(same)
+    assert verdict.outcome is Outcome.PROVEN
+    assert verdict.evidence["largest_difference"] == pytest.approx(0.1)
+    assert check_agreement([*same, *(Repeat(str(n), (0.1, 0.5, 0.9), (0.9, 0.5, 0.1)) for n in range(2))]).outcome is Outcome.REFUTED
+    assert check_agreement([Repeat("a", (0.5, 0.5), (0.1, 0.2))]).outcome is Outcome.UNPROVEN
+    assert check_agreement([]).outcome is Outcome.UNPROVEN
