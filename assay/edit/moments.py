@@ -1,7 +1,8 @@
 """Second moments C = E[k kᵀ] of what enters each MLP's down-projection: what an edit must not disturb.
 
 Streamed over text through the layers that are asked for and no further; padding is no key. Keys are fp32, their products
-and sums float64: summed in fp32, the small directions of C came out negative. What was computed lies in the cache under the digest of model, text, count and layer.
+and sums float64: summed in fp32, the small directions of C came out negative. What was computed lies in the cache under the
+digest of model, text, count and layer.
 """
 
 import hashlib
@@ -48,6 +49,22 @@ def read_text(path: Path, tokenizer: Tokenizer, tokens: int, *, length: int = LE
     rows = tuple(_rows(path, tokenizer, tokens, length))
     if not rows:
         raise DataError(f"{path}: no text to read")
+    return as_reading(rows)
+
+
+def parted(reading: Reading, tokens: int) -> tuple[Reading, Reading]:
+    """The first rows, of `tokens` tokens or a little more, and the rest: what is scored is not what moments are made of."""
+    count, held = 0, 0
+    while held < tokens and count < len(reading.rows):
+        held += len(reading.rows[count])
+        count += 1
+    if count < 2 or count == len(reading.rows):
+        raise DataError(f"{reading.tokens} tokens of text in {len(reading.rows)} rows cannot be parted into {tokens} to score, in two rows "
+                        "at least, and more for moments; give more text")
+    return as_reading(reading.rows[:count]), as_reading(reading.rows[count:])
+
+
+def as_reading(rows: tuple[tuple[int, ...], ...]) -> Reading:
     words = "\n".join(" ".join(map(str, row)) for row in rows)
     return Reading(rows, hashlib.sha256(words.encode()).hexdigest())
 

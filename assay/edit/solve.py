@@ -12,7 +12,6 @@ from torch import Tensor
 from assay.errors import DataError
 from assay.model.patch import LowRank
 
-
 FLOOR = 1e-6  # of the mean squared key: what a direction counts that the text never takes, so that C has an inverse
 
 

@@ -122,7 +122,7 @@ def drift(before: Examined, after: Examined) -> Estimate:
 
 def update_sizes(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> dict[str, float]:
     """‖ΔW‖ / ‖W‖ of every tensor that changed."""
-    return {name: float((after[name].double() - tensor.double()).norm() / tensor.double().norm())
+    return {name: float((after[name].detach().double() - tensor.double()).norm() / tensor.double().norm())
             for name, tensor in before.items() if not torch.equal(tensor, after[name])}
 
 # ---------------------------------------------------------------- verdicts
@@ -175,15 +175,15 @@ def check_drift(found: Estimate, goal: float) -> Verdict:
     return unproven("perplexity", f"{words}: not shown", **asdict(found))
 
 
-def check_update(sizes: Mapping[str, float], reached: Sequence[float] | None = None) -> Verdict:
+def check_update(sizes: Mapping[str, float], reached: Sequence[float] | None = None, largest_update: float = LARGEST_UPDATE) -> Verdict:
     """No matrix is moved by a large part of itself; a rank-one edit maps its key to its value (`reached` is 1)."""
     if not sizes:
         return refuted("update", "no tensor changed: nothing was edited")
     largest = max(sizes, key=lambda name: sizes[name])
     words = f"{len(sizes)} matrices moved, at most by {sizes[largest]:.2%} of themselves ({largest})"
     evidence: dict[str, Any] = {"sizes": dict(sizes)}
-    if not sizes[largest] <= LARGEST_UPDATE:
-        return refuted("update", f"{words}, bound {LARGEST_UPDATE:.0%}: such an edit destroys what the matrix did before", **evidence)
+    if not sizes[largest] <= largest_update:
+        return refuted("update", f"{words}, bound {largest_update:.0%}: such an edit destroys what the matrix did before", **evidence)
     if reached and (worst := max(abs(1 - value) for value in reached)) > SOLVED:
         return refuted("update", f"{words}; a key arrives {worst:.1%} away from its value, bound {SOLVED:.1%}: the solve and its "
                                  "denominator do not use the same key", **evidence)
