@@ -20,15 +20,14 @@ from assay.generate.request import MOST_STOP_IDS, Completion, Ended, Progress, R
 from assay.generate.slots import NOBODY, Flight, Seat, Slots
 from assay.generate.weights import ServedModel, fingerprint
 from assay.generate.words import Words
-from assay.model.attention import PADDING, document_starts, documents_from_lengths
-from assay.model.cache import Filling
+from assay.model.attention import PADDING, documents_from_lengths
 from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import Transformer
 from assay.seeds import derive
 
 MOST_SLOTS = 256
 STEPS = 8  # tokens that a GPU makes for every slot before the host looks
-PREFILL = 16384  # prompt tokens that are computed at once
+PREFILL = 32768  # prompt tokens that are computed at once
 
 
 class Tenant:
@@ -86,16 +85,20 @@ class Tenant:
 
 
 class Engine:
-    """`slots` requests at a time, each of at most `length` tokens with its prompt. `version` names the weights as they are now."""
+    """`slots` requests at a time, each of at most `length` tokens with its prompt. `version` names the weights as they are now.
+
+    `steps` tokens are made for every slot before the host looks (None: 8 on CUDA, else 1); `graphed`: as one CUDA graph each
+    (None: on CUDA). Neither changes what is said.
+    """
 
     def __init__(self, model: Transformer, *, slots: int, length: int, stop_ids: Collection[int] = (), version: str,
-                 tokenizer: Tokenizer | None = None, steps: int | None = None):
+                 tokenizer: Tokenizer | None = None, steps: int | None = None, graphed: bool | None = None):
         if slots < 1 or not 2 <= length <= model.config.max_length:
             raise UsageError(f"an engine of {slots} slots of {length} tokens: expected at least one slot and 2 to "
                              f"{model.config.max_length} tokens, the model's context")
         self.served = ServedModel(model)
         on_gpu = self.served.device.type == "cuda"
-        self.slots = Slots(self.served, slots, length, steps or (STEPS if on_gpu else 1))
+        self.slots = Slots(self.served, slots, length, steps or (STEPS if on_gpu else 1), graphed=on_gpu if graphed is None else graphed)
         self.length, self.stop_ids, self.version, self.tokenizer = length, tuple(stop_ids), version, tokenizer
         self._ahead = 2 if on_gpu else 1  # flights in the air while nobody waits for a slot
         self._tickets = 0
@@ -117,7 +120,7 @@ class Engine:
 
     def step(self) -> list[Progress]:
         """What came since the last call, at most one entry for each member that is served; [] where nothing is left to do."""
-        self._refuse_moved_weights()
+        self._refuse_other_weights(self.served.written())
         self._admit()
         while len(self._flights) < (1 if self._waiting else self._ahead) and any(t is not None and t.left > 0 for t in self._tenants):
             self._launch()
@@ -152,8 +155,7 @@ class Engine:
         self._tenants = [None] * len(self._tenants)
         self._holds = [()] * len(self._holds)
         self._flights.clear()
-        self.served.load()
-        self.slots.clear()
+        self.slots.clear(recapture=self.served.load())
         self.version = version
 
     @property
@@ -201,9 +203,10 @@ class Engine:
 
     def _admit(self) -> None:
         free = [slot for slot, tenant in enumerate(self._tenants) if tenant is None]
-        arrivals = [(slot, self._waiting.popleft()) for slot in free[: len(self._waiting)]]
-        if not arrivals:
+        if not free or not self._waiting:
             return
+        self._refuse_other_weights(self.served.replaced())
+        arrivals = [(slot, self._waiting.popleft()) for slot in free[: len(self._waiting)]]
         self._share([(slot, tenant.prefix) for slot, tenant in arrivals])
         self.slots.seat([Seat(slot, t.request.prompt, t.request.sampling, t.stop_ids, t.key) for slot, t in arrivals])
         for slot, tenant in arrivals:
@@ -225,23 +228,20 @@ class Engine:
         for part in batched_by_length([len(prefix) for prefix in prefixes], PREFILL):
             self._fill([prefixes[i] for i in part], [absent[prefixes[i]] for i in part])
 
-    @torch.no_grad()
     def _fill(self, prefixes: list[tuple[int, ...]], homes: list[list[int]]) -> None:
         """Compute the prefixes in one pass and store each in its slots."""
-        lengths, device = [len(prefix) for prefix in prefixes], self.served.device
+        lengths = [len(prefix) for prefix in prefixes]
         documents = documents_from_lengths(lengths, max(lengths))
         tokens = torch.zeros(documents.shape, dtype=torch.long)
         tokens[documents != PADDING] = torch.tensor([token for prefix in prefixes for token in prefix])
         rows = [row for row, slots in enumerate(homes) for _ in slots]
-        view = Filling(self.slots.cache, self._indices([slot for slots in homes for slot in slots]), self._indices(rows))
-        starts = document_starts(documents).to(device) if device.type == "cuda" else None
-        self.served.model.hidden(tokens.to(device), documents=documents.to(device), cache=view, starts=starts)
+        self.slots.fill(tokens, documents, [slot for slots in homes for slot in slots], rows)
 
     def _indices(self, values: Iterable[int]) -> torch.Tensor:
         return torch.tensor(list(values), dtype=torch.int64).to(self.served.device)
 
-    def _refuse_moved_weights(self) -> None:
-        if self.served.moved():
+    def _refuse_other_weights(self, changed: bool) -> None:
+        if changed:
             raise GuardStop(f"the weights have changed since version {self.version!r} was loaded, so what is sampled now would carry "
                             "the wrong name and stale keys; call load(version) after every update of the weights")
 

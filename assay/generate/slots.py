@@ -5,8 +5,10 @@ several times before anyone looks. Slots that have ended stay where they are and
 Shapes: S slots, V vocabulary, C steps of a flight.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,12 +17,14 @@ from assay.generate.policy import penalised, policy_logits
 from assay.generate.request import MOST_STOP_IDS, Sampling
 from assay.generate.weights import ServedModel
 from assay.kernels.draw import Rule, draw
-from assay.model.cache import Decoding, SlotCache
+from assay.model.attention import document_starts
+from assay.model.cache import Decoding, Filling, SlotCache, attend_slots
 
 INTS = ("token", "position", "end", "running", "key", "top_k")  # then the stop ids
 FLOATS = ("temperature", "top_p", "min_p", "penalty")
 NOBODY = -1  # noted by a slot that drew nothing
-AHEAD = 3  # flights whose results may wait to be read at once
+WARM_UP = 3  # steps before capture: compilation, library handles and autotuning must not be captured
+COMPILED = 64  # forms of one function that may stand side by side
 
 
 class Seat(NamedTuple):
@@ -48,6 +52,16 @@ class Flight(NamedTuple):
     logprobs_CS: Tensor
     landed: "torch.cuda.Event | None"
 
+    @classmethod
+    def to_host(cls, ids_CS: Tensor, logprobs_CS: Tensor) -> "Flight":
+        """Copies that the host does not wait for, made before the next flight writes to the same place."""
+        if not ids_CS.is_cuda:
+            return cls(ids_CS.clone(), logprobs_CS.clone(), None)
+        ids, logprobs = (torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True) for x in (ids_CS, logprobs_CS))
+        landed = torch.cuda.Event()
+        landed.record(torch.cuda.current_stream(ids_CS.device))
+        return cls(ids, logprobs, landed)
+
     def read(self) -> tuple[list[list[int]], list[list[float]]]:
         """For each slot, its ids and log-probabilities; NOBODY where the slot drew nothing."""
         if self.landed is not None:
@@ -56,9 +70,11 @@ class Flight(NamedTuple):
 
 
 class Slots:
-    def __init__(self, served: ServedModel, slots: int, length: int, steps: int):
+    """`graphed`: steps are compiled and captured, on CUDA alone; without it they run as they are written."""
+
+    def __init__(self, served: ServedModel, slots: int, length: int, steps: int, *, graphed: bool):
         c, device = served.model.config, served.device
-        self.served, self.steps, self.device = served, steps, device
+        self.served, self.steps, self.device, self.graphed = served, steps, device, graphed
         self.cache = SlotCache(c.depth, slots, length, c.kv_heads, c.head_dim, dtype=served.dtype, device=device)
         self.ints = torch.zeros(len(INTS) + MOST_STOP_IDS, slots, dtype=torch.int64, device=device)
         self.floats = torch.ones(len(FLOATS), slots, device=device)
@@ -69,6 +85,10 @@ class Slots:
         self.ids_CS = torch.zeros(steps, slots, dtype=torch.int64, device=device)
         self.logprobs_CS = torch.zeros(steps, slots, device=device)
         self.cursor = torch.zeros(1, dtype=torch.int64, device=device)
+        self.attention: Callable[..., Tensor] = attend_slots
+        self._graphs: dict[bool, torch.cuda.CUDAGraph] = {}
+        if graphed:
+            self.compile()
 
     def seat(self, seats: Sequence[Seat]) -> None:
         slots = self._on_device([seat.slot for seat in seats])
@@ -80,22 +100,64 @@ class Slots:
     def stop(self, slots: Sequence[int]) -> None:
         self.running[self._on_device(list(slots))] = 0
 
-    def clear(self) -> None:
-        """Nothing of what was computed under earlier weights is left."""
+    def clear(self, *, recapture: bool = False) -> None:
+        """Nothing of what was computed under earlier weights is left; `recapture` where weights have moved to other addresses."""
         self.running.zero_()
         self.cache.clear()
+        if recapture:
+            self._graphs.clear()
+
+    @torch.no_grad()
+    def fill(self, tokens_BT: Tensor, documents: Tensor, slots: Sequence[int], rows: Sequence[int]) -> None:
+        """Compute prompts in one pass, padded on the right, and store row rows[i] in slot slots[i]. Never compiled: each has
+        another shape. `documents` are on the CPU."""
+        view = Filling(self.cache, self._on_device(list(slots)), self._on_device(list(rows)))
+        starts = document_starts(documents).to(self.device) if self.device.type == "cuda" else None
+        with torch.compiler.set_stance("force_eager") if self.graphed else contextlib.nullcontext():
+            self.served.model.hidden(tokens_BT.to(self.device), documents=documents.to(self.device), cache=view, starts=starts)
 
     @torch.no_grad()
     def launch(self, steps: int, horizon: int, penalise: bool) -> Flight:
         """`steps` steps of every slot; no slot gets to `horizon`. `penalise` where some running slot has a penalty."""
+        if self.graphed and penalise not in self._graphs:
+            self._graphs[penalise] = self._captured(penalise)
         self.cursor.zero_()
         for _ in range(steps):
-            self.step(horizon, penalise)
-        return Flight(self.ids_CS[:steps].clone(), self.logprobs_CS[:steps].clone(), None)
+            if self.graphed:
+                self._graphs[penalise].replay()
+            else:
+                self.step(horizon, penalise)
+        return Flight.to_host(self.ids_CS[:steps], self.logprobs_CS[:steps])
+
+    def compile(self, **options: Any) -> None:
+        """Block by block, so that all layers share one compiled graph. Attention over the cache stays as it is: it writes to the
+        cache in place, which a compiler would have to prove harmless."""
+        self.attention = uncompiled_attention()
+        for block in self.served.model.blocks:
+            block.compile(dynamic=False, **options)
+
+    def _captured(self, penalise: bool) -> torch.cuda.CUDAGraph:
+        """With every slot at rest, so that the steps of the warm-up change nothing. Training compiles the same code for its own shapes,
+        and beyond the limit torch would leave ours uncompiled without a word."""
+        resting, length = self.running.clone(), self.cache.length
+        self.running.zero_()
+        self.cursor.zero_()
+        stream = torch.cuda.Stream(self.device)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream), torch._dynamo.config.patch(recompile_limit=COMPILED):
+            for _ in range(WARM_UP):
+                self.cursor.zero_()
+                self.step(length, penalise)
+        torch.cuda.current_stream(self.device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.step(length, penalise)
+        self.running.copy_(resting)
+        return graph
 
     def step(self, horizon: int, penalise: bool) -> None:
         model = self.served.model
-        states_SD = model.hidden(self.token[:, None], cache=Decoding(self.cache, self.position, horizon))[:, 0]
+        states_SD = model.hidden(self.token[:, None], cache=Decoding(self.cache, self.position, horizon, self.attention))[:, 0]
         logits_SV = policy_logits(model, states_SD)
         if penalise:
             assert self.seen is not None
@@ -103,7 +165,8 @@ class Slots:
         chosen, logprobs = draw(logits_SV, Rule(self.temperature, self.top_k, self.top_p, self.min_p), self.key, self.position)
         if penalise:
             assert self.seen is not None
-            self.seen.scatter_(1, chosen[:, None], True)
+            said = chosen[:, None]
+            self.seen.scatter_(1, said, self.seen.gather(1, said) | (self.running == 1)[:, None])
         self.note(chosen, logprobs)
 
     def note(self, chosen: Tensor, logprobs: Tensor) -> None:
@@ -127,3 +190,9 @@ class Slots:
 
     def _on_device(self, values: list) -> Tensor:
         return torch.tensor(values, dtype=torch.int64).to(self.device)
+
+
+@functools.cache
+def uncompiled_attention() -> Callable[..., Tensor]:
+    """One object for all engines: compiled code is kept for the functions it was compiled with."""
+    return torch.compiler.disable(attend_slots)

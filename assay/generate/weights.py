@@ -42,7 +42,7 @@ class ServedModel:
     """A second skeleton around the same parameters. Those that are not in the compute dtype are cast once a version instead of
     at every token; the cast is the one that each layer makes in training, so the numbers are the same.
 
-    `load` takes up the trainer's weights; `moved` says whether they have changed since.
+    `load` takes up the trainer's weights; `written` and `replaced` say whether they have changed since.
     """
 
     def __init__(self, model: Transformer):
@@ -51,27 +51,36 @@ class ServedModel:
         self.device = model.embed.weight.device
         self.casts: dict[str, Tensor] = {}  # name in the source → the tensor that follows it
         self.model = self._skeleton().eval()
-        self._loaded = self._state()
+        self._remember()
 
     def load(self) -> bool:
         """Takes up the weights as they are now; True where some have new addresses, so that captured graphs are void."""
-        before, now = self._loaded, self._state()
-        if before.keys() != now.keys():
+        before = self._addresses
+        parameters = dict(self.source.named_parameters())
+        if parameters.keys() != self._loaded.keys():
             raise UsageError("the model has gained or lost parameters since its engine was made (an adapter attached or detached?); "
                              "make a new engine")
+        if any(parameters[name] is not held for name, held in self._loaded.items() if name not in self.casts):
+            raise UsageError("parameters of the model were replaced by others since its engine was made; make a new engine")
         if self.casts:
-            parameters = dict(self.source.named_parameters())
             with torch.no_grad():
                 torch._foreach_copy_(list(self.casts.values()), [parameters[name] for name in self.casts])
-        self._loaded = now
-        return any(before[name][1] != now[name][1] for name in now if name not in self.casts)
+        self._remember()
+        return before != self._addresses
 
-    def moved(self) -> bool:
-        """Whether a parameter was written to or replaced since `load`: torch counts every write in place."""
-        return self._loaded != self._state()
+    def written(self) -> bool:
+        """Whether a parameter was written to since `load`: torch counts every write in place."""
+        return any(held._version != count for held, count in self._counts)
 
-    def _state(self) -> dict[str, tuple[int, int]]:
-        return {name: (parameter._version, parameter.data_ptr()) for name, parameter in self.source.named_parameters()}
+    def replaced(self) -> bool:
+        """Whether the model has other parameters than at `load`; slower than `written`."""
+        now = dict(self.source.named_parameters())
+        return now.keys() != self._loaded.keys() or any(now[name] is not held for name, held in self._loaded.items())
+
+    def _remember(self) -> None:
+        self._loaded = dict(self.source.named_parameters())
+        self._counts = [(parameter, parameter._version) for parameter in self._loaded.values()]
+        self._addresses = {name: p.data_ptr() for name, p in self._loaded.items() if name not in self.casts}
 
     def _skeleton(self) -> Transformer:
         exact = {"embed.weight", "position.weight"} if self.source.position is not None else set()  # added up before they are cast
@@ -82,8 +91,6 @@ class ServedModel:
                 memo[id(parameter)] = nn.Parameter(parameter.detach().to(self.dtype), requires_grad=False)
                 self.casts[name] = memo[id(parameter)].detach()
         twin = copy.deepcopy(self.source, memo)
-        for module in twin.modules():
-            module._compiled_call_impl = None  # the trainer's compiled code is bound to the trainer's modules
         if exact and twin.head is None and self.source.embed.weight.dtype != self.dtype:
             twin.head = Linear(self.source.config.width, self.source.config.vocab, bias=False, device="meta")
             twin.head.weight = nn.Parameter(self.source.embed.weight.detach().to(self.dtype), requires_grad=False)

@@ -1,11 +1,25 @@
 """One new token a slot: store its key and value in the slot's cache and attend to all that the slot holds.
 
+The Triton kernel reads of each slot only what that slot holds, however long the others are, and so needs no host to know it:
+one CUDA graph serves every length. Its plain PyTorch twin stands below and runs wherever CUDA does not.
+
 Shapes: S slots, L capacity, H heads, K key/value heads, d head size.
 """
+
+from __future__ import annotations  # the kernel's `tl.constexpr` must not be looked up at import
+
+import functools
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+if TYPE_CHECKING:
+    import triton.language as tl  # at run time _kernel() binds it: where no GPU is, Triton need not be installed
+
+BLOCK = 64  # keys that a program holds at a time
+LEAST = 16  # rows and columns that a matrix instruction takes at least
 
 
 def cached_attention(q_SHd: Tensor, k_SKd: Tensor, v_SKd: Tensor, keys_SLKd: Tensor, values_SLKd: Tensor, positions_S: Tensor,
@@ -14,8 +28,11 @@ def cached_attention(q_SHd: Tensor, k_SKd: Tensor, v_SKd: Tensor, keys_SLKd: Ten
 
     No position is at or beyond `horizon`, which lets the plain twin read less; the kernel reads each slot's own length.
     """
-    return plain_cached_attention(q_SHd, k_SKd, v_SKd, keys_SLKd, values_SLKd, positions_S, window, horizon)
+    attention = fused_cached_attention if q_SHd.is_cuda else plain_cached_attention
+    return attention(q_SHd, k_SKd, v_SKd, keys_SLKd, values_SLKd, positions_S, window, horizon)
 
+
+# ── the plain twin ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 def plain_cached_attention(q_SHd: Tensor, k_SKd: Tensor, v_SKd: Tensor, keys_SLKd: Tensor, values_SLKd: Tensor, positions_S: Tensor,
                            window: int | None, horizon: int) -> Tensor:
@@ -28,3 +45,79 @@ def plain_cached_attention(q_SHd: Tensor, k_SKd: Tensor, v_SKd: Tensor, keys_SLK
     out = F.scaled_dot_product_attention(q_SHd[:, :, None], keys, values, attn_mask=seen_SL[:, None, None],
                                          enable_gqa=q_SHd.shape[1] != keys.shape[1])
     return out[:, :, 0]
+
+
+# ── the fused path ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+def fused_cached_attention(q_SHd: Tensor, k_SKd: Tensor, v_SKd: Tensor, keys_SLKd: Tensor, values_SLKd: Tensor, positions_S: Tensor,
+                           window: int | None, horizon: int) -> Tensor:
+    """As `cached_attention`, on CUDA (or in Triton's interpreter): one program for each slot and key/value head."""
+    (S, H, d), (_, L, K, _) = q_SHd.shape, keys_SLKd.shape
+    out_SHd = torch.empty((S, H, d), dtype=q_SHd.dtype, device=q_SHd.device)
+    assert q_SHd.stride(2) == k_SKd.stride(2) == v_SKd.stride(2) == 1, "a head's entries lie side by side"
+    assert keys_SLKd.is_contiguous() and values_SLKd.is_contiguous(), "the cache is one piece of memory a layer"  # noqa: PT018
+    _kernel()[(S, K)](
+        q_SHd, k_SKd, v_SKd, keys_SLKd, values_SLKd, positions_S, out_SHd, d**-0.5,
+        q_SHd.stride(0), q_SHd.stride(1), k_SKd.stride(0), k_SKd.stride(1), v_SKd.stride(0), v_SKd.stride(1),
+        L=L, K=K, D=d, PER=H // K, WINDOW=0 if window is None else window,
+        GROUP=max(LEAST, _power_of_two(H // K)), DIM=max(LEAST, _power_of_two(d)), BLOCK=BLOCK, num_warps=4, num_stages=2)
+    return out_SHd
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+@functools.cache
+def _kernel() -> Any:
+    import triton
+    import triton.language
+
+    globals()["tl"] = triton.language
+    return triton.jit(_attend)
+
+
+def _attend(q_ptr, k_ptr, v_ptr, keys_ptr, values_ptr, positions_ptr, out_ptr, scale,
+            q_slot, q_head, k_slot, k_head, v_slot, v_head,
+            L: tl.constexpr, K: tl.constexpr, D: tl.constexpr, PER: tl.constexpr, WINDOW: tl.constexpr,
+            GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """Triton: the query heads that share one key/value head of one slot, with a running softmax over blocks of keys.
+
+    The new key and value never come back from memory: they open the softmax, and the loop reads what was there before.
+    """
+    slot = tl.program_id(0).to(tl.int64)
+    shared = tl.program_id(1)
+    position = tl.load(positions_ptr + slot).to(tl.int32)
+    head, dim = tl.arange(0, GROUP), tl.arange(0, DIM)
+    real = dim < D
+    both = (head < PER)[:, None] & real[None, :]
+    q = tl.load(q_ptr + slot * q_slot + (shared * PER + head)[:, None] * q_head + dim[None, :], mask=both, other=0.0)
+    k = tl.load(k_ptr + slot * k_slot + shared * k_head + dim, mask=real, other=0.0)
+    v = tl.load(v_ptr + slot * v_slot + shared * v_head + dim, mask=real, other=0.0)
+    keys_ptr += slot * (L * K * D) + shared * D
+    values_ptr += slot * (L * K * D) + shared * D
+    tl.store(keys_ptr + position * (K * D) + dim, k, mask=real)
+    tl.store(values_ptr + position * (K * D) + dim, v, mask=real)
+
+    top = tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], 1) * scale
+    total = tl.full((GROUP,), 1.0, tl.float32)
+    out = tl.zeros((GROUP, DIM), tl.float32) + v.to(tl.float32)[None, :]
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(position - WINDOW + 1, 0)
+    for start in range(first, position, BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        old = place < position
+        keys = tl.load(keys_ptr + place[None, :] * (K * D) + dim[:, None], mask=old[None, :] & real[:, None], other=0.0)
+        score = tl.dot(q, keys, input_precision="ieee") * scale
+        score = tl.where(old[None, :], score, float("-inf"))
+        new_top = tl.maximum(top, tl.max(score, 1))
+        share = tl.exp(score - new_top[:, None])
+        fade = tl.exp(top - new_top)
+        values = tl.load(values_ptr + place[:, None] * (K * D) + dim[None, :], mask=old[:, None] & real[None, :], other=0.0)
+        out = out * fade[:, None] + tl.dot(share.to(values.dtype), values, input_precision="ieee")
+        total = total * fade + tl.sum(share, 1)
+        top = new_top
+    out = out / total[:, None]
+    tl.store(out_ptr + slot * (K * PER * D) + (shared * PER + head)[:, None] * D + dim[None, :],
+             out.to(out_ptr.dtype.element_ty), mask=both)

@@ -65,13 +65,18 @@ class FillingLayer(NamedTuple):
         return attend(q_BTHd, k_BTKd, v_BTKd, sight)
 
 
+def attend_slots(layer: "DecodingLayer", q_S1Hd: Tensor, k_S1Kd: Tensor, v_S1Kd: Tensor, window: int | None) -> Tensor:
+    return cached_attention(q_S1Hd[:, 0], k_S1Kd[:, 0], v_S1Kd[:, 0], layer.keys_SLKd, layer.values_SLKd, layer.positions,
+                            window, layer.horizon)[:, None]
+
+
 class Decoding(NamedTuple):
-    """Slot s gets its token at `positions[s]`; none is at or beyond `horizon`. `attention` is `cached_attention` or wraps it."""
+    """Slot s gets its token at `positions[s]`; none is at or beyond `horizon`. `attention` is `attend_slots` or wraps it."""
 
     cache: SlotCache
     positions: Tensor
     horizon: int
-    attention: Callable[..., Tensor] = cached_attention
+    attention: Callable[..., Tensor] = attend_slots
 
     def place(self, tokens_BT: Tensor, documents: Tensor | None, positions: Tensor | None, windows: set[int | None],
               starts: Tensor | None) -> Placement:
@@ -91,9 +96,7 @@ class DecodingLayer(NamedTuple):
     attention: Callable[..., Tensor]
 
     def attend(self, q_S1Hd: Tensor, k_S1Kd: Tensor, v_S1Kd: Tensor, sight: Sight) -> Tensor:
-        out = self.attention(q_S1Hd[:, 0], k_S1Kd[:, 0], v_S1Kd[:, 0], self.keys_SLKd, self.values_SLKd, self.positions,
-                             sight.window, self.horizon)
-        return out[:, None]
+        return self.attention(self, q_S1Hd, k_S1Kd, v_S1Kd, sight.window)
 
 
 View = Filling | Decoding

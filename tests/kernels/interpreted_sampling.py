@@ -1,0 +1,101 @@
+"""The sampler's Triton kernels in Triton's interpreter, on the CPU. Run by test_draw.py, in a process of its own.
+
+Blocks are shrunk, so that a row takes several and ends inside one.
+"""
+
+import math
+
+import pytest
+import torch
+from triton.runtime import interpreter
+
+from assay.kernels import cached_attention, draw
+from assay.kernels.cached_attention import fused_cached_attention, plain_cached_attention
+from assay.kernels.draw import Rule, distribution, fused_draw, plain_draw
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # int64 products wrap, as they should
+# (temperature, top_k, top_p, min_p), all in one batch
+RULES = [(1.0, 0, 1.0, 0.0), (0.7, 50, 1.0, 0.0), (1.3, 0, 0.8, 0.0), (0.9, 20, 0.6, 0.0), (1.0, 0, 1.0, 0.1), (0.0, 5, 0.5, 0.0),
+         (0.6, 1, 1.0, 0.0), (1.0, 40, 0.9, 0.05), (2.0, 999, 0.99, 0.0)]
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(draw, "MAX_BLOCK", 128)
+    monkeypatch.setattr(cached_attention, "BLOCK", 16)
+
+
+@pytest.fixture(autouse=True)
+def loops_up_to_a_loaded_number(monkeypatch):
+    """Triton 3.6's interpreter asks numpy for int(array of one entry), which numpy refuses from 2.4 on."""
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor, scope):
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+
+
+def rule(rows):
+    temperature, top_k, top_p, min_p = zip(*rows, strict=True)
+    return Rule(torch.tensor(temperature), torch.tensor(top_k), torch.tensor(top_p), torch.tensor(min_p))
+
+
+@pytest.mark.parametrize("V", [203, 256, 5])
+def test_the_draw_equals_its_twin(V):
+    g = torch.Generator().manual_seed(V)
+    rows = RULES
+    logits = torch.randn(len(rows), V, generator=g) * 3
+    keys, counters = torch.randint(0, 2**62, (len(rows),), generator=g), torch.arange(len(rows))
+    ids, logprobs = fused_draw(logits, rule(rows), keys, counters)
+    due_ids, due_logprobs = plain_draw(logits, rule(rows), keys, counters)
+    assert ids.tolist() == due_ids.tolist()
+    torch.testing.assert_close(logprobs, due_logprobs, atol=1e-5, rtol=1e-5)
+
+
+def test_ties_at_the_edge_stay_together():
+    """Three tokens share the second place: top-2 keeps all of them, and so does a nucleus that ends within them."""
+    logits = torch.tensor([0.0, 1.0, 2.0, 1.0, 1.0, -1.0]).expand(16, 6).contiguous()
+    counters, keys = torch.arange(16), torch.full((16,), 12345)
+    for row in ((1.0, 2, 1.0, 0.0), (1.0, 0, 0.6, 0.0)):
+        ids, logprobs = fused_draw(logits, rule([row] * 16), keys, counters)
+        assert set(ids.tolist()) == {1, 2, 3, 4}
+        due = distribution(logits[:1], rule([row]))[0]
+        torch.testing.assert_close(logprobs, due[ids], atol=1e-6, rtol=1e-6)
+        assert ids.tolist() == plain_draw(logits, rule([row] * 16), keys, counters)[0].tolist()
+
+
+def test_greedy_takes_the_lowest_id_of_the_best():
+    logits = torch.tensor([[0.0, 3.0, -2.0, 3.0]])
+    ids, logprobs = fused_draw(logits, rule([(0.0, 0, 1.0, 0.0)]), torch.tensor([7]), torch.tensor([0]))
+    assert (ids.item(), logprobs.item()) == (1, 0.0)
+
+
+def test_what_is_no_number_is_said():
+    for logits in (torch.full((1, 9), float("nan")), torch.full((1, 9), float("inf"))):
+        ids, logprobs = fused_draw(logits, rule([(1.0, 3, 0.9, 0.1)]), torch.tensor([7]), torch.tensor([0]))
+        assert 0 <= ids.item() < 9
+        assert not math.isfinite(logprobs.item())
+
+
+@pytest.mark.parametrize(("H", "K", "d"), [(4, 2, 16), (9, 3, 24), (3, 3, 8)])
+@pytest.mark.parametrize("window", [None, 7, 40])
+def test_attention_equals_its_twin(H, K, d, window):
+    """Slots of every length, strided inputs, and garbage in every place that no slot sees."""
+    S, L = 5, 50
+    g = torch.Generator().manual_seed(H)
+    fused = torch.randn(S, (H + 2 * K) * d, generator=g)
+    q, k, v = (part.view(S, -1, d) for part in fused.split([H * d, K * d, K * d], -1))
+    keys, values = torch.randn(S, L, K, d, generator=g), torch.randn(S, L, K, d, generator=g)
+    positions = torch.tensor([0, 3, 16, 33, 49])
+    twin = [keys.clone(), values.clone()]
+    due = plain_cached_attention(q, k, v, *twin, positions, window, L)
+    for slot, position in enumerate(positions.tolist()):
+        keys[slot, position:], values[slot, position:] = float("nan"), float("nan")
+    found = fused_cached_attention(q, k, v, keys, values, positions, window, L)
+    torch.testing.assert_close(found, due, atol=1e-5, rtol=1e-5)
+    slots = torch.arange(S)
+    assert torch.equal(keys[slots, positions], k)
+    assert torch.equal(values[slots, positions], v)
+    assert torch.equal(torch.nan_to_num(keys[:, :, 0, 0]), torch.where(torch.arange(L) <= positions[:, None], twin[0][:, :, 0, 0], 0))
