@@ -8,7 +8,7 @@ Nothing is claimed that an exact test at the level does not support, over all co
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -16,7 +16,7 @@ import numpy as np
 from assay.errors import DataError, UsageError
 from assay.measure.estimate import Array, Estimate, mean, mean_rate, proportion
 from assay.measure.evidence import POWER, Effect, counts_effect, fewest_runs, holm, paired_effect, runs_effect
-from assay.measure.results import Arm
+from assay.measure.arms import Arm
 from assay.measure.stability import SeedsVerdict, stability
 
 SUGGESTIVE = 0.2  # a p-value above the level and up to here is worth a second look, and no more
@@ -134,7 +134,8 @@ def _judged(before: Arm, after: Arm) -> Judged:
     """The unit is the run where either arm has several, else the problem."""
     refuse_unlike(before, after)
     if len(before.runs) == len(after.runs) == 1:
-        return _of_problems(before, after)
+        judged = _of_problems(before, after)
+        return replace(judged, notes=(*judged.notes, *_asked_otherwise(before, after)))
     old, new = (np.array([run.score for run in arm.runs]) for arm in (before, after))
     seen = [_modes(arm, values) for arm, values in ((before, old), (after, new))]
     if any(one is not None and one.collapsed for one in seen):
@@ -184,7 +185,7 @@ def refuse_unlike(before: Arm, after: Arm) -> None:
     both = f"{after.name} and {before.name}"
     if before.metric != after.metric:
         raise DataError(f"{both}: the one is {after.metric!r}, the other {before.metric!r}; compare one metric, named with --metric")
-    for key in sorted(before.data.keys() & after.data.keys()):
+    for key in sorted(before.data.keys() & after.data.keys() - {"how"}):
         if before.data[key] != after.data[key]:
             raise DataError(f"{both} were not asked the same: {key} is {after.data[key]!r} and {before.data[key]!r}; evaluate both on one "
                             "version of the data")
@@ -195,6 +196,12 @@ def refuse_unlike(before: Arm, after: Arm) -> None:
         if strangers := problems ^ set(run.scores):
             some = ", ".join(sorted(map(repr, strangers))[:3])
             raise DataError(f"{both}: {len(strangers)} problem(s) were scored in one of them only ({some}); score the same in both")
+
+
+def _asked_otherwise(before: Arm, after: Arm) -> list[str]:
+    """The same questions asked in another way: allowed, and said."""
+    old, new = before.data.get("how", {}), after.data.get("how", {})
+    return [f"asked with {key} {new[key]} against {old[key]}" for key in sorted(old.keys() & new.keys()) if old[key] != new[key]]
 
 
 def per_completion_p(before: Arm, after: Arm) -> float | None:

@@ -11,7 +11,7 @@ from assay.errors import UsageError
 
 if TYPE_CHECKING:
     from assay.measure.compare import Comparison
-    from assay.measure.results import Arm, Series
+    from assay.measure.arms import Arm, Series
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def run(flags: FLAGS) -> int:
 
 
 def gathered(flags: FLAGS) -> "tuple[list[Arm], list[Series]]":
-    from assay.measure.results import Arm
+    from assay.measure.arms import Arm
 
     lower = True if flags.lower_is_better else None
     read = [one for given in flags.results for one in arms_of(given, flags.metric, lower)]
@@ -77,7 +77,7 @@ def gathered(flags: FLAGS) -> "tuple[list[Arm], list[Series]]":
 
 def arms_of(given: str, metric: str | None, lower: bool | None) -> "Sequence[Arm | Series]":
     """name=PATH,PATH…: one arm of several runs; a single path may hold several arms."""
-    from assay.measure.results import Arm, read_results
+    from assay.measure.arms import Arm, read_results
 
     name, named, paths = given.rpartition("=") if not Path(given).exists() else ("", "", given)
     parts = [path for path in paths.split(",") if path] if not Path(paths).exists() else [paths]
