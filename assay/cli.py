@@ -14,6 +14,7 @@ from assay.errors import AssayError, UsageError
 VERBS = {
     "tokenizer": "train a byte-level BPE tokenizer",
     "pretrain": "train a model from scratch",
+    "sft": "fine-tune a model on conversations, the whole of it or an adapter",
     "seeds": "run a recipe once per seed, and judge what the seeds show together",
     "corpus": "turn text into hashed token shards, held-out documents apart",
     "demo": "build, save, prove, export and break a tiny model, on the CPU",
@@ -66,7 +67,7 @@ def _dispatch(argv: list[str]) -> int:
     return module.run(flags)
 
 
-RECIPES = {"pretrain"}  # verbs that also take --config FILE.yaml
+RECIPES = {"pretrain", "sft"}  # verbs that also take --config FILE.yaml
 
 
 def _help() -> str:

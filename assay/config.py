@@ -14,6 +14,7 @@ error that names the nearest known one.
 import argparse
 import dataclasses
 import difflib
+import keyword
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -117,7 +118,7 @@ def _add(parser: argparse.ArgumentParser, field: dataclasses.Field, hint: Any, i
         kwargs["nargs"] = "+"
     if scalar is not bool and not kwargs.get("choices"):
         kwargs["metavar"] = field.name.upper()
-    names = [f"--{field.name.replace('_', '-')}", *([meta["short"]] if meta["short"] else [])]
+    names = [f"--{field.name.rstrip('_').replace('_', '-')}", *([meta["short"]] if meta["short"] else [])]
     parser.add_argument(*names, dest=field.name, required=required and not in_file, **kwargs)
 
 
@@ -177,4 +178,5 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         raise UsageError(f"--config {path}: not YAML: {error}") from None
     if not isinstance(values, dict):
         raise UsageError(f"--config {path}: expected a mapping of options, found {type(values).__name__}")
-    return {key.replace("-", "_"): value for key, value in values.items()}
+    named = {key.replace("-", "_"): value for key, value in values.items()}
+    return {f"{key}_" if keyword.iskeyword(key) else key: value for key, value in named.items()}  # `from` is no name for a field

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from assay.data.corpus import Corpus
 from assay.data.order import Order
+from assay.data.packing import Packed
 from assay.learn.loop import Step
 from assay.verdict import Verdict, proven, refuted
 
@@ -15,7 +16,7 @@ PLACES = 4096  # of an epoch that `check_order` looks at: all of a small corpus,
 NEARBY = 64  # steps among which `check_consumed` looks for the one whose data was read instead
 
 
-def check_consumed(steps: Sequence[Step], order: Order) -> Verdict:
+def check_consumed(steps: Sequence[Step], order: Order | Packed) -> Verdict:
     """Each step read the windows that the order has for its number, whole: no position was lost, reset or skipped."""
     for step in steps:
         had, due = [id for row in step.ids for id in row], order.consumed(step.index).tolist()
@@ -45,6 +46,19 @@ def check_order(order: Order) -> Verdict:
     return proven("order", f"{seen}, in another order in the second epoch", places=places)
 
 
+def check_examples(order: Packed) -> Verdict:
+    """Every example stands in exactly one row of an epoch, and the next epoch has an order of its own."""
+    for epoch, plan in enumerate(order.plans):
+        times = np.bincount([index for row in plan for index in row], minlength=len(order.examples))
+        if len(times) != len(order.examples) or (times != 1).any():
+            return refuted("order", f"epoch {epoch} reads {int((times != 1).sum())} of {len(order.examples)} examples not at all or more "
+                                    "than once")
+    if len(order.plans) > 1 and len(order.examples) > 8 and order.plans[0] == order.plans[1]:
+        return refuted("order", "the second epoch reads in the order of the first: it is not shuffled anew")
+    return proven("order", f"each of {len(order.examples)} examples is read once an epoch, in another order each time",
+                  examples=len(order.examples))
+
+
 def check_same_data(recorded: str, corpus: Corpus) -> Verdict:
     """What a run goes on with is the corpus it began with: its training text, and the held-out text it is scored on."""
     if recorded != corpus.digest:
@@ -63,7 +77,7 @@ def _global_rows(order: Order, first: int, count: int) -> NDArray[np.int64]:
     return np.concatenate(rows)[first % a_step :][:count]
 
 
-def _whose(had: list[int | str], order: Order, step: int) -> str:
+def _whose(had: list[int | str], order: Order | Packed, step: int) -> str:
     near = {*range(min(NEARBY, order.steps)), *range(max(0, step - NEARBY), min(step + NEARBY, order.steps))}
     owners = [other for other in sorted(near) if order.consumed(other).tolist() == had]
     return f", which are those of step {owners[0]}" if owners else ""

@@ -83,7 +83,7 @@ def edit(config: Edit, say: Callable[[str], None]) -> Report:
         watch.lap("causal trace")
         edited = solved(config, model, source, facts, layers, reading, watch)
         with patched(model, edited.patch):
-            claimed = ask(model, tokenizer, questions(facts), source.stops.stop_ids)
+            claimed = ask(model, tokenizer, [q for q in questions(facts) if q.kind == "efficacy"], source.stops.stop_ids)
         verdicts = apply_patch(source, edited.patch, where, taught=ends(model, source))
         run.ledger.append("proof", checkpoint="model", verdicts=plain([verdict.to_json() for verdict in verdicts]))
         watch.lap("checkpoint and proof")

@@ -37,3 +37,50 @@ class Pretrain:
     look_documents: int = option("held-out documents a look scores; the handed-over model is scored on all", default=64)
     seed: int = option("seed", default=0)
     device: str | None = option("cpu or cuda (cuda where there is one)", default=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """What fine-tuning and distillation have in common."""
+
+    data: tuple[str, ...] = option("conversations: .jsonl(.gz), .parquet or .csv; several files are read one after the other")
+    out: str = option("folder of the run")
+    model: str | None = option("what is trained: a checkpoint, Hugging Face folder, GGUF file or fetched name", default=None)
+    from_: str | None = option("instead of --model: fork this proven checkpoint of a run, adapter included", default=None)
+    optimizer_state: Literal["fresh", "carried"] | None = option("with --from: begin with new moments, or with the parent's", default=None)
+    lora_r: int = option("rank of a LoRA adapter; 0 trains the whole model", default=0)
+    lora_alpha: float | None = option("the adapter counts alpha / r times, with --rslora alpha / √r; twice the rank", default=None)
+    rslora: bool = option("scale by the root of the rank", default=False)
+    lora_targets: tuple[str, ...] = option("layers to adapt, by the names that PEFT knows; all linear layers of the blocks", default=())
+    new_tokens: tuple[str, ...] = option("texts that become single tokens, such as <think> </think> <answer> </answer>", default=())
+    length: int = option("tokens a row", default=1024)
+    over: Literal["drop", "truncate", "error"] = option("what happens to conversations longer than a row", default="drop")
+    roles: tuple[str, ...] = option("whose turns are learned", default=("assistant",))
+    turns: Literal["together", "apart"] = option("apart: an example of each learned turn", default="together")
+    packing: bool = option("several conversations share a row and do not see each other", default=True)
+    gsm8k: Literal["plain", "think"] = option("GSM8K rows: the answer as it is, or in <think> and <answer>", default="plain")
+    held_out: float = option("share of the conversations that is never trained on and scored at every look", default=0.05)
+    held_out_data: str | None = option("score these instead, and hold nothing else out", default=None)
+    epochs: int = option("how often the conversations are read, reshuffled each time", default=1)
+    steps: int | None = option("stop after so many steps; otherwise the epochs decide", default=None)
+    minutes: float | None = option("stop after this much wall time, all sittings together", default=None)
+    batch_tokens: int = option("tokens a step, padding included", default=16384)
+    micro_tokens: int = option("tokens that go through the model at a time; changes nothing but memory", default=16384)
+    lr: float | None = option("peak learning rate (whole model 3e-5, adapter 3e-4)", default=None)
+    weight_decay: float = option("of the matrices", default=0.0)
+    schedule: Literal["cosine", "wsd"] = option("down to a tenth over a cosine; or flat, and down at the end", default="cosine")
+    warmup: int = option("steps", default=10)
+    decay: float = option("share of the run over which wsd goes down", default=0.5)
+    clip: float = option("gradient norm", default=1.0)
+    checkpoint_every: int = option("steps between checkpoints, each with a look at what is held out; the first comes after step 1; "
+                                   "0: none but the first and the last", default=100)
+    checkpoint_minutes: float | None = option("also one after so many minutes", default=None)
+    insist: bool = option("allow --checkpoint-every 0 for a run of more than ten minutes", default=False)
+    look_examples: int = option("held-out conversations a look scores; the handed-over model is scored on all", default=256)
+    seed: int = option("seed", default=0)
+    device: str | None = option("cpu or cuda (cuda where there is one)", default=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sft(Tuning):
+    """Teach a model from conversations, the whole of it or a LoRA adapter. An interrupted run in --out goes on where it stopped."""

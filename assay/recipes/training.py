@@ -66,6 +66,9 @@ class Parts:
     clip: float
     every: int  # steps between checkpoints; the first comes after step 1
     ema: Ema | None = None
+    minutes: float | None = None  # also a checkpoint after so many
+    steps_before: int = 0  # that the optimizer's moments have seen in another run
+    look_first: bool = False  # at what the run begins with: what it was worth before is part of the result
 
 
 class Training:
@@ -76,6 +79,7 @@ class Training:
         self.device = str(self.model.embed.weight.device)
         self.accumulate: Accumulate = GraphedAccumulate() if self.device.startswith("cuda") else loop.accumulated
         self.start = self.done = self.saved = 0  # steps taken before this sitting, in all, and up to the last save
+        self.saved_at = 0.0  # seconds of the run
 
     # ---------------------------------------------------------------- what a recipe answers
 
@@ -124,6 +128,8 @@ class Training:
         self.rehearse()
         if found is None:
             self.run.save(0, lambda: self.contents(0))
+            if self.parts.look_first:
+                self.looks.look(self.model, 0)
         self.account = Account(self.model, self.parts.form.reachable())
 
     def batches(self) -> Iterator[Batch]:
@@ -157,7 +163,7 @@ class Training:
         if self.ema is not None:
             self.ema.load(average)
         self.run.judge("resumed", [check_resumed(self.parts.form.weights(), self.state(), found), self.same_data(trainer["data"]),
-                                   check_steps(self.optimizer, trainer["step"])])
+                                   check_steps(self.optimizer, trainer["step"] + self.parts.steps_before)])
         self.start = self.done = self.saved = trainer["step"]
         self.pace.restore(trainer)
         self.run.rewind(self.start)
@@ -177,9 +183,14 @@ class Training:
         self.run.check()
         if self.pace.decide_the_end(self.done, self.watch.pace()):
             self.run.ledger.append("way down", step=self.done, stop_at=self.pace.stop_at, seconds_a_step=self.watch.pace())
-        if self.done == 1 or self.done % self.parts.every == 0 or self.done == self.source.steps:  # the data ends here: a next step raises
+        if self.due():
             self.checkpoint()
         self.watch.begin()
+
+    def due(self) -> bool:
+        """A checkpoint after step 1, every so many steps or minutes, and where the data ends: a next step raises."""
+        late = self.parts.minutes is not None and self.pace.clock.seconds - self.saved_at >= 60 * self.parts.minutes
+        return late or self.done in (1, self.source.steps) or self.done % self.parts.every == 0
 
     def record(self, read: list[Read]) -> None:
         for found in read:
@@ -203,18 +214,19 @@ class Training:
             with contextlib.nullcontext() if self.ema is None else self.ema.swapped():
                 self.looks.look(self.model, self.done, weight_set=None if self.ema is None else "ema")
         if self.saved != self.done:
-            self.saved = self.done
+            self.saved, self.saved_at = self.done, self.pace.clock.seconds
             self.run.save(self.done, partial(self.contents, self.done))
         self.run.tidy(self.looks.best_checkpoint(self.run.checkpoints))
 
     def settle_account(self) -> None:
-        self.run.judge("account", [self.account.moved(), self.account.frozen(), check_steps(self.optimizer, self.done),
-                                   check_weights(self.model)])
+        applied = check_steps(self.optimizer, self.done + self.parts.steps_before)
+        self.run.judge("account", [self.account.moved(), self.account.frozen(), applied, check_weights(self.model)])
         if self.pace.multiplier(self.done - 1) >= LEARNING:
             self.account.begin()
 
     def contents(self, step: int) -> Contents:
-        trainer = {"step": step, **self.pace.state(), "data": self.data_facts(step), "rng": {"seed": self.config.seed}}
+        trainer = {"step": step, "steps_before": self.parts.steps_before, **self.pace.state(), "data": self.data_facts(step),
+                   "rng": {"seed": self.config.seed}}
         return own(self.parts.form.contents(step, plain(dataclasses.asdict(self.config)), trainer, self.state()))
 
     def state(self) -> dict[str, Tensor]:

@@ -1,0 +1,22 @@
+"""assay sft: teach a model from conversations, the whole of it or an adapter."""
+
+from assay.recipes.options import Sft as FLAGS
+from assay.verdict import Outcome, overall
+
+EXAMPLES = """  assay sft --model smollm2-135m --data gsm8k.jsonl --out runs/sft
+  assay sft --model smollm2-135m --data chats.jsonl --out runs/lora --lora-r 16 --epochs 2
+  assay sft --from runs/lora/checkpoints/step-000200 --optimizer-state fresh --data more.jsonl --out runs/fork"""
+
+__all__ = ["EXAMPLES", "FLAGS", "run"]
+
+
+def run(flags: FLAGS) -> int:
+    from assay.guard.proof import demanded
+    from assay.recipes.sft import sft
+
+    verdicts, interrupted = sft(flags)
+    if interrupted is not None:
+        return 128 + interrupted
+    for verdict in verdicts:
+        print(f"  {verdict}")
+    return 0 if overall(demanded(verdicts)) is Outcome.PROVEN else 3
