@@ -7,6 +7,7 @@ group and sequence by sequence, so that what the run constructed is compared wit
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,15 +15,15 @@ from torch import Tensor
 
 from assay.data.batch import Batch
 from assay.errors import DataError
+from assay.guard.parity import ROWS, gradients, logits
 from assay.guard.parity import _compared as compared
-from assay.guard.parity import gradients, logits, sample_rows
 from assay.learn.advantage import STD_FLOOR, Advantages, Normalise, Reward
 from assay.learn.objectives import Objective
 from assay.learn.policy import Surrogate
 from assay.model.attention import PADDING
 from assay.model.transformer import Transformer
 from assay.seeds import generator
-from assay.verdict import Verdict, proven, refuted
+from assay.verdict import Verdict, proven, refuted, unproven
 
 NOISE = 0.3  # nats by which behaviour and reference are moved from the policy's own: some ratios leave the corridor on either side
 
@@ -42,6 +43,17 @@ def check_advantages(rewards_PG: Sequence[Sequence[Reward]], found: Advantages, 
     return proven("advantages", f"{len(rewards_PG)} groups: every advantage is its own group's", groups=len(rewards_PG))
 
 
+def check_counted(counted_N: Sequence[bool], known_N: Sequence[bool], ended_N: Sequence[str], *, mask_truncated: bool) -> Verdict:
+    """What is learned from is every completion whose reward is known and, where truncation is masked, that ended by itself."""
+    due = [known and not (mask_truncated and ended == "length") for known, ended in zip(known_N, ended_N, strict=True)]
+    pairs = list(zip(due, counted_N, strict=True))
+    lost, kept = pairs.count((True, False)), pairs.count((False, True))
+    if lost or kept:
+        return refuted("counted", f"of {len(due)} completions {lost} are left out that should count, and {kept} count that should not: "
+                       "only an unknown reward or a masked truncation leaves one out", lost=lost, kept=kept)
+    return proven("counted", f"{sum(due)} of {len(due)} completions count", counted=sum(due))
+
+
 def check_policy_loss(model: Transformer, objective: Objective, batch: Batch, asked: Surrogate, normalise: Normalise,
                       cap: int) -> Verdict:
     """The objective, with the batch's weights and divisor, is the surrogate that was asked for, in value and in gradient.
@@ -49,6 +61,8 @@ def check_policy_loss(model: Transformer, objective: Objective, batch: Batch, as
     On the batch's own tokens, with made-up advantages and with behaviour and reference moved away from the policy, so that
     every term of the loss is there to be compared.
     """
+    if not batch.weight.any():
+        return unproven("policy_loss", "no token of the batch counts; give a batch with something to learn from")
     shown = _shown(model, _few(batch), asked.temperature)
     ours = gradients(model, lambda: objective(model, shown).total / (float(shown.weight.sum()) if shown.divisor is None else shown.divisor))
     naive = gradients(model, lambda: naive_policy_loss(model, shown, asked, normalise, cap))
@@ -60,6 +74,8 @@ def check_directions(model: Transformer, objective: Objective, batch: Batch, ask
 
     The objective without its entropy bonus, which pulls a third way.
     """
+    if not batch.weight.any():
+        return unproven("directions", "no token of the batch counts; give a batch with something to learn from")
     shown = _shown(model, _few(batch), asked.temperature)
     own = _logprobs(model, shown, asked.temperature).detach()
     advantage, _, reference = _needed(shown)
@@ -117,11 +133,16 @@ def _naive_advantages(group: Sequence[Reward], scale: str, leave_one_out: bool, 
 
 
 def _few(batch: Batch) -> Batch:
-    """Some rows, with their share of the divisor: rows × cap counts sequences, and so does this."""
-    part = sample_rows(batch)
-    if batch.divisor is None or len(part) == len(batch):
-        return part
-    return replace(part, divisor=batch.divisor * len(_sequences(part)) / len(_sequences(batch)))
+    """Some rows, as different in what they count as there are: of equal ones, no normalisation could be told from another.
+
+    With their share of the divisor: completions × cap is a count of sequences.
+    """
+    tokens = (batch.weight != 0).sum(1)
+    ranked = [row for row in tokens.argsort().tolist() if tokens[row] > 0]
+    rows = ranked if len(ranked) <= ROWS else [ranked[round(place * (len(ranked) - 1) / (ROWS - 1))] for place in range(ROWS)]
+    chosen: dict[str, Any] = {name: stream[rows].cpu() for name, stream in batch.streams().items()}
+    part = Batch(**chosen).to(batch.tokens.device)
+    return part if batch.divisor is None else replace(part, divisor=batch.divisor * len(_sequences(part)) / len(_sequences(batch)))
 
 
 @torch.no_grad()

@@ -37,7 +37,7 @@ CHANCE = 1e-9  # of a false alarm by coincidence: a run of 10,000 steps has one 
 
 
 def describe(groups: Groups, rewards_PG: Sequence[Sequence[Reward]], advantages: Advantages) -> dict[str, float]:
-    """TRL's names; those without one are `groups`, `rewards/unknown`, `completions/unique`, `…/looping` and `…/mean_length_better`, `_worse`.
+    """TRL's names; those without one are `groups`, `rewards/unknown`, `completions/unique`, `/looping`, `/mean_length_better`, `_worse`.
 
     What no completion allows to be said is left out: it is unknown, not 0.
     """
@@ -82,8 +82,8 @@ def check_signal(history: Sequence[Metrics]) -> Verdict:
     if len(dead) == STEPS and all(dead):
         return refuted("signal", f"the gradient is exactly 0 in {STEPS} steps whose rewards differ: the loss does not reach the weights")
     groups, informing = _groups(history)
-    if groups < SILENT_GROUPS:
-        return unproven("signal", f"{groups} groups are too few; {SILENT_GROUPS} are needed")
+    if informing == 0 and groups < SILENT_GROUPS:
+        return unproven("signal", f"none of {groups} groups had rewards that differ; after {SILENT_GROUPS} such the run stops")
     if informing == 0:
         pulled = "; the KL term alone moves the weights" if history[-1].get("kl", 0) > 0 else ""
         return refuted("signal", f"of the last {groups} groups none had rewards that differ: nothing is learned from them{pulled}. "

@@ -1,0 +1,212 @@
+"""A few steps of GRPO on a tiny model, with every guard that watches them: where faults of rollouts and policies strike.
+
+Each stage is a function of this module, so that a fault can take its place: the engine, what it is told of new weights, what is
+drawn, scored, assembled, trained and compared with.
+"""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from assay.data.batch import Batch
+from assay.generate.engine import Engine
+from assay.generate.request import Completion, Request, Sampling
+from assay.generate.weights import fingerprint
+from assay.guard.algebra import check_advantages, check_counted, check_directions, check_policy_loss
+from assay.guard.policy import (
+    Floor,
+    check_floor,
+    check_identity,
+    check_ids,
+    check_on_policy,
+    check_reference,
+    check_version,
+    measure_floor,
+    naive_logprobs,
+    version_name,
+)
+from assay.guard.rollouts import check_independence, check_seeds, describe, stops
+from assay.learn import advantage, loop, policy
+from assay.learn.advantage import Counting, Normalise, Reward
+from assay.learn.objectives import Objective
+from assay.learn.optim import adamw
+from assay.learn.policy import Surrogate, Tally
+from assay.model.attention import PADDING
+from assay.model.transformer import Transformer
+from assay.seeds import generator
+from assay.verdict import Outcome, Verdict
+from assay.zoo.fault import Job, Plant
+from assay.zoo.stage import tiny
+
+Groups = list[list[Completion]]
+Prompts = Sequence[Sequence[int]]
+
+PROMPTS, GROUP, PROMPT_TOKENS, CAP = 4, 4, 5, 10
+STOP_IDS = tuple(range(250, 258))
+LOUD = 3.0  # so that a temperature, a stale weight or another base shows in what is drawn
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """Its defaults leave every guard silent."""
+
+    asked: Surrogate = field(default_factory=lambda: Surrogate(kl="k3", kl_weight=0.05, temperature=0.7))
+    normalise: Normalise = "token"
+    mask_truncated: bool = False
+    steps: int = 2
+    micro: int = 8
+    seed: int = 0
+
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(max_new=CAP, temperature=self.asked.temperature, seed=self.seed)
+
+
+def a_rehearsal(of: Rehearsal | None = None) -> Job:
+    def job(folder: Path, plant: Plant) -> list[Verdict]:
+        with plant(folder):
+            return rehearsed(of or Rehearsal())
+    return job
+
+
+def rehearsed(plan: Rehearsal) -> list[Verdict]:
+    """What the guards of a run say of it."""
+    model = make_policy(plan.seed)
+    reference, recorded = make_reference(model)
+    engine, optimizer = make_engine(model), adamw(model.named_parameters(), 1e-3)
+    objective = Tally(make_objective(plan.asked))
+    prompts = make_prompts(model, plan.seed)
+    floor = measure_floor(model, [[*p, *p] for p in prompts], plan.asked.temperature)
+    verdicts, history = [check_floor(floor, torch.float32)], []
+    for step in range(plan.steps):
+        serve(engine, model, step)
+        groups = draw(engine, prompts, plan.sampling, step)
+        rewards = score(groups)
+        found = advantage.group_advantages(rewards)
+        batch, counted = assemble(plan, prompts, groups, found.values_PG.tolist(), found.known_PG.flatten().tolist(), reference)
+        verdicts += [check_version([c.version for group in groups for c in group], version_name(step, model)),
+                     *judged(model, plan, prompts, groups, batch, floor), check_advantages(rewards, found, "group"),
+                     check_counted(counted, found.known_PG.flatten().tolist(), [c.ended for group in groups for c in group],
+                                   mask_truncated=plan.mask_truncated)]
+        if step == 0:
+            verdicts += [check_policy_loss(model, objective, batch, plan.asked, plan.normalise, CAP),
+                         check_directions(model, objective, batch, plan.asked), seeds_reach(engine, prompts, plan.sampling)]
+            objective.take()
+        if not batch.weight.any():
+            break
+        [taken] = loop.train(model, optimizer, [batch], objective, micro=plan.micro, start=step)
+        metrics = objective.take()
+        verdicts += [check_on_policy(metrics, floor, plan.asked.epsilon),
+                     check_reference(metrics["kl"], step, floor, recorded, fingerprint(reference))]
+        history.append(describe(groups, rewards, found) | metrics | {"grad_norm": float(taken.grad_norm)})
+    return decisive([*verdicts, *(stops(history, model.config.vocab) if history else [])])
+
+
+def decisive(verdicts: Sequence[Verdict]) -> list[Verdict]:
+    """Of each check the verdict at which a run would have stopped, or else its last."""
+    last = {verdict.check: verdict for verdict in verdicts}
+    first = {verdict.check: verdict for verdict in reversed(verdicts) if verdict.outcome is Outcome.REFUTED}
+    return list((last | first).values())
+
+
+def judged(model: Transformer, plan: Rehearsal, prompts: Prompts, groups: Groups, batch: Batch, floor: Floor) -> list[Verdict]:
+    """Whether what is about to be trained is what was sampled."""
+    asked, flat = [prompt for prompt, group in zip(prompts, groups, strict=True) for _ in group], [c for group in groups for c in group]
+    pairs = [(prompt, completion.ids) for prompt, completion in zip(asked, flat, strict=True)]
+    at = lambda temperature: lambda: naive_logprobs(model, asked, [c.ids for c in flat], temperature)  # noqa: E731
+    trainer = trainer_logprobs(model, batch, plan.asked.temperature)
+    return [check_identity([c.logprobs for c in flat], trainer, floor, at(plan.asked.temperature), {"temperature 1": at(1.0)}),
+            check_ids(batch, asked, [ids for _, ids in pairs], stop_ids=STOP_IDS, cap=CAP), check_independence(groups)]
+
+# ---------------------------------------------------------------- the stages
+
+
+def make_policy(seed: int) -> Transformer:
+    model = tiny(seed=seed)
+    with torch.no_grad():
+        model.norm.weight.mul_(LOUD)  # type: ignore[operator]
+    return model
+
+
+def make_reference(model: Transformer) -> tuple[Transformer, str]:
+    """The fork, frozen, and the digest that the run records of it."""
+    reference = copy.deepcopy(model).requires_grad_(False)
+    return reference, fingerprint(reference)
+
+
+def make_engine(model: Transformer) -> Engine:
+    return Engine(model, slots=PROMPTS * GROUP, length=PROMPT_TOKENS + CAP, stop_ids=STOP_IDS, version=version_name(0, model))
+
+
+def make_objective(asked: Surrogate) -> Objective:
+    return policy.policy_gradient(asked)
+
+
+def make_prompts(model: Transformer, seed: int) -> list[list[int]]:
+    chance = generator(seed, "prompts")
+    return torch.randint(0, 250, (PROMPTS, PROMPT_TOKENS), generator=chance).tolist()
+
+
+def serve(engine: Engine, model: Transformer, updates: int) -> None:
+    engine.load(version_name(updates, model))
+
+
+def draw(engine: Engine, prompts: Prompts, sampling: Sampling, step: int) -> Groups:
+    tickets = {engine.submit(Request(tuple(prompt), sampling, (step, number), GROUP)): number for number, prompt in enumerate(prompts)}
+    ended = {(tickets[p.ticket], p.member): p.completion for p in engine.drain()}
+    return [[completion for member in range(GROUP) if (completion := ended[number, member]) is not None] for number in range(len(prompts))]
+
+
+def seeds_reach(engine: Engine, prompts: Prompts, sampling: Sampling) -> Verdict:
+    one, two = (draw(engine, prompts, Sampling(max_new=CAP, temperature=sampling.temperature, seed=seed), 0) for seed in (1, 2))
+    return check_seeds(*([c for group in groups for c in group] for groups in (one, two)))
+
+
+def score(groups: Groups) -> list[list[Reward]]:
+    """The share of small ids in a completion; one completion cannot be scored."""
+    rewards = [[sum(token < 100 for token in c.ids) / len(c.ids) for c in group] for group in groups]
+    return [[None if (number, place) == (1, 2) else reward for place, reward in enumerate(group)] for number, group in enumerate(rewards)]
+
+
+def sequence_ids(prompt: Sequence[int], completion: Completion) -> list[int]:
+    return [*prompt, *completion.ids]
+
+
+def assemble(plan: Rehearsal, prompts: Prompts, groups: Groups, values: list[list[float]], known: list[bool],
+             reference: Transformer) -> tuple[Batch, list[bool]]:
+    """One row a completion, and which of them count."""
+    flat = [(prompt, c, value) for prompt, group, row in zip(prompts, groups, values, strict=True)
+            for c, value in zip(group, row, strict=True)]
+    rows = [sequence_ids(prompt, completion) for prompt, completion, _ in flat]
+    kept = advantage.untruncated([c.ended for _, c, _ in flat]) if plan.mask_truncated else [True] * len(flat)
+    counted = [bool(a and b) for a, b in zip(known, kept, strict=True)]
+    counting = count([len(row) - PROMPT_TOKENS for row in rows], counted, plan.normalise)
+    shape = len(rows), PROMPT_TOKENS + CAP
+    streams: dict[str, Any] = {name: torch.zeros(shape) for name in ("weight", "advantage", "behaviour")}
+    tokens, documents = torch.zeros(shape, dtype=torch.int64), torch.full(shape, PADDING, dtype=torch.int32)
+    for row, (ids, (_, completion, value)) in enumerate(zip(rows, flat, strict=True)):
+        tokens[row, :len(ids)], documents[row, :len(ids)] = torch.tensor(ids), 0
+        done = slice(PROMPT_TOKENS, len(ids))
+        streams["weight"][row, done], streams["advantage"][row, done] = float(counting.weight_N[row]), value
+        behaviour = torch.tensor(completion.logprobs)[:len(ids) - PROMPT_TOKENS]
+        streams["behaviour"][row, PROMPT_TOKENS:PROMPT_TOKENS + len(behaviour)] = behaviour
+    batch = Batch(tokens, documents=documents, divisor=counting.divisor, **streams)
+    with torch.no_grad():
+        seen, _ = policy.token_logprobs(reference, batch, plan.asked.temperature, entropy=True)
+    return replace(batch, reference=seen), counted
+
+
+def count(lengths: Sequence[int], counted: Sequence[bool], how: Normalise) -> Counting:
+    return advantage.token_weights(lengths, counted, how, CAP)
+
+
+@torch.no_grad()
+def trainer_logprobs(model: Transformer, batch: Batch, temperature: float) -> list[list[float]]:
+    """Of the completions, as the objective sees them."""
+    logp, _ = policy.token_logprobs(model, batch, temperature, entropy=True)
+    assert batch.documents is not None
+    return [row[PROMPT_TOKENS:int(length)].tolist() for row, length in zip(logp, (batch.documents != PADDING).sum(1), strict=True)]
