@@ -72,6 +72,10 @@ class Packed:
         """The ids of the examples that this rank reads at a step, row by row."""
         return np.array([self.examples[index].id for row in self.plan(step) for index in row], object)
 
+    def epoch_ids(self, epoch: int) -> list[str]:
+        """The ids of all examples in the order in which an epoch reads them."""
+        return [self.examples[index].id for row in self.plans[epoch] for index in row]
+
     def require(self, steps: int) -> None:
         """Refuse, rather than run dry, where the examples do not give so many steps."""
         if steps > self.steps:

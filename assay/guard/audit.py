@@ -2,6 +2,7 @@
 
 import hashlib
 import tempfile
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +16,7 @@ from assay.data.batch import Batch
 from assay.data.chat import Example
 from assay.data.layouts import Conversation
 from assay.data.overlap import overlap
+from assay.data.packing import Packed
 from assay.guard.examples import Flat, check_intended, check_pad, check_stop, check_supervised
 from assay.guard.prompts import check_bos, check_prompt, check_rendered
 from assay.model.stops import Stops
@@ -154,6 +156,19 @@ def check_batch(batch: Batch, examples: Mapping[str, Example]) -> Verdict:
         if batch.weight[row, at:].any():
             return refuted("batch", f"row {row}: padding has weight", row=row)
     return proven("batch", f"{sum(map(len, batch.ids))} examples in {len(batch)} rows, as they were audited", rows=len(batch))
+
+
+def check_packing(packed: Packed) -> Verdict:
+    """Every epoch reads each example once, in an order of its own."""
+    due = Counter(example.id for example in packed.examples)
+    orders = [packed.epoch_ids(epoch) for epoch in range(packed.epochs)]
+    for epoch, ids in enumerate(orders):
+        if (had := Counter(ids)) != due:
+            return refuted("packing", f"epoch {epoch} reads {(had - due).total()} examples too often and {(due - had).total()} not at all")
+        if ids in orders[:epoch] and len(ids) > 1:
+            return refuted("packing", f"epoch {epoch} reads in the order of epoch {orders.index(ids)}: it is not shuffled anew")
+    return proven("packing", f"{len(due):,} examples in {packed.windows:,} rows of {packed.length}, {packed.padding:.1%} of them padding; each "
+                             f"once in each of {packed.epochs} epochs", rows=packed.windows, padding=packed.padding)
 
 
 def _same(stream: Tensor, values: NDArray[Any]) -> bool:

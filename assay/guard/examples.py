@@ -170,7 +170,7 @@ def check_stop(flat: Flat, tokenizer: Tokenizer, stops: Stops) -> Verdict:
     if (inside := _stops_inside(flat, is_stop)).size:
         return refuted("stop", f"{inside.size} answers hold a stop token before their end, first {flat.id(int(inside[0]))}: the text "
                                "spells it out, and the model would learn to stop there", answers=int(inside.size))
-    cut = int((~flat.complete).sum())
+    cut = int(np.count_nonzero(~is_stop[ends - 1]))
     kept = f"; {cut} are cut at the length and do not end" if cut else ""
     if cut == len(ends):
         return refuted("stop", "no completion has its end within the length, so that none teaches to stop; raise the length")

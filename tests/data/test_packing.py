@@ -10,8 +10,9 @@ from assay.data.chat import Example
 from assay.data.consumed import consumed_as_planned
 from assay.data.packing import Packed, hold_out
 from assay.errors import DataError, UsageError
-from assay.guard.audit import check_batch
+from assay.guard.audit import check_batch, check_packing
 from assay.learn.objectives import next_token
+from assay.verdict import Outcome
 from assay.zoo.stage import tiny
 
 
@@ -29,14 +30,10 @@ def made(count: int, longest: int = 40, seed: int = 0) -> list[Example]:
 EXAMPLES = made(200)
 
 
-def epoch_ids(packed: Packed, epoch: int) -> list[str]:
-    return [packed.examples[index].id for row in packed.plans[epoch] for index in row]
-
-
 def test_each_example_stands_once_in_an_epoch_and_whole_in_its_row():
     packed = Packed(EXAMPLES, 0, 1, 64, epochs=3)
     for epoch in range(3):
-        assert sorted(epoch_ids(packed, epoch)) == sorted(example.id for example in EXAMPLES)
+        assert sorted(packed.epoch_ids(epoch)) == sorted(example.id for example in EXAMPLES)
     by_id = {example.id: example for example in EXAMPLES}
     for step in range(packed.steps):
         assert str(check_batch(packed.batch(step), by_id)).startswith("PROVEN")
@@ -46,8 +43,20 @@ def test_each_example_stands_once_in_an_epoch_and_whole_in_its_row():
 
 def test_epochs_have_orders_of_their_own_and_seeds_too():
     packed = Packed(EXAMPLES, 0, 1, 64, epochs=2)
-    assert epoch_ids(packed, 0) != epoch_ids(packed, 1) != epoch_ids(Packed(EXAMPLES, 1, 1, 64, epochs=2), 1)
+    assert packed.epoch_ids(0) != packed.epoch_ids(1) != Packed(EXAMPLES, 1, 1, 64, epochs=2).epoch_ids(1)
+    assert check_packing(packed).outcome is Outcome.PROVEN
     assert {frozenset(row) for row in packed.plans[0]} != {frozenset(row) for row in packed.plans[1]}  # and neighbours
+
+
+def test_a_plan_that_loses_repeats_or_forgets_to_shuffle_is_refuted():
+    good = Packed(EXAMPLES, 0, 1, 64, epochs=2).plans
+    for plans, words in (([good[0], good[0]], "not shuffled anew"), ([good[0], good[1][:-1]], "epoch 1 reads"),
+                         ([[*good[0][:-1], good[0][0]], good[1]], "epoch 0 reads")):
+        packed = Packed(EXAMPLES, 0, 1, 64, epochs=2)
+        packed.__dict__["plans"] = plans
+        verdict = check_packing(packed)
+        assert verdict.outcome is Outcome.REFUTED
+        assert words in verdict.reason
 
 
 def test_a_batch_depends_on_seed_and_step_alone():
