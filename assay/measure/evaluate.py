@@ -53,7 +53,7 @@ def evaluate(opened: OpenedModel, task: Task, folder: Path, *, k: int = 1, sampl
         rows = [results.rows[example.id] for example in task.examples]
         verdicts += _after(task, rows, k, sampling, results.request["dataset"])
         training = list(trained_on)
-        verdicts += [soundness.check_leak(texts.items(), training)] if training else []
+        verdicts += [soundness.check_leak(task.examples, training)] if training else []
         found = Evaluation(summarise(task, rows, k), verdicts, disagreements(rows), rows)
         results.finish(_summary(opened, found))
     finally:

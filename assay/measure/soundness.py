@@ -100,10 +100,19 @@ def check_beginning(opened: OpenedModel, texts: Sequence[str]) -> Verdict:
     return proven("beginning", f"{len(texts)} prompts begin as the tokenizer begins a text, and none begins twice")
 
 
-def check_leak(examples: Iterable[tuple[str, str]], training: Iterable[str]) -> Verdict:
+def check_leak(examples: Iterable[Example], training: Iterable[str]) -> Verdict:
     """Whether the examples stand in the training text: whole, or in runs of 13 words."""
     with TemporaryDirectory() as folder:
-        found = overlap((text.encode() for text in training), ((id, text.encode()) for id, text in examples), Path(folder))
+        held_out = ((example.id, all_words(example.row).encode()) for example in examples)
+        found = overlap((text.encode() for text in training), held_out, Path(folder))
     if found.share > LEAKED:
         return refuted("leak", f"{found}: the model was trained on what it is tested on", **found.to_json())
     return proven("leak", str(found), **found.to_json())
+
+
+def all_words(value: Any) -> str:
+    """Every text in a row, in its order."""
+    if isinstance(value, str):
+        return value
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    return "\n".join(filter(None, map(all_words, parts)))

@@ -17,7 +17,7 @@ def summarise(task: Task, rows: Rows, k: int) -> dict[str, Estimate]:
     if len(rows) < 2:
         raise UsageError("one example alone shows no spread, so no interval can be given; evaluate on 2 or more")
     if isinstance(task, Generation):
-        return _generated(rows, k)
+        return _generated(task, rows, k)
     return _chosen(task, rows) if isinstance(task, Choosing) else _read(rows)
 
 
@@ -32,7 +32,7 @@ def ks(k: int) -> list[int]:
     return sorted({2**i for i in range(k.bit_length()) if 2**i <= k} | {k})
 
 
-def _generated(rows: Rows, k: int) -> dict[str, Estimate]:
+def _generated(task: Generation, rows: Rows, k: int) -> dict[str, Estimate]:
     samples, owner = [s for row in rows for s in row["samples"]], [row["id"] for row in rows for _ in row["samples"]]
 
     def over_samples(values: list[float]) -> Estimate:
@@ -42,7 +42,7 @@ def _generated(rows: Rows, k: int) -> dict[str, Estimate]:
     if all(s["score"] in (0, 1) for s in samples):
         counts = [sum(s["score"] == 1 for s in row["samples"]) for row in rows]
         found |= {f"pass@{j}": _rate(mean([pass_at_k(k, right, j) for right in counts])) for j in ks(k) if j > 1}
-    if k > 1 and any(s["answer"] is not None for s in samples):
+    if k > 1 and task.votes:
         votes = [majority([s["answer"] for s in row["samples"]], [s["score"] == 1 for s in row["samples"]]) for row in rows]
         found[f"majority@{k}"] = _rate(mean(votes))
     found["pass@1 read leniently"] = _rate(over_samples([s["lenient"] for s in samples]))

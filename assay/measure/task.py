@@ -59,6 +59,7 @@ class Generation:
     wrong: Callable[[Example], Sequence[str]]
     stop: tuple[str, ...] = ()  # the text ends before the first of these
     raw: bool = False  # the prompt is a text to be continued, not a message to be answered
+    votes: bool = False  # equal answers can be counted, so that the majority has one
     scorers: int = 1  # threads: more where a score waits for a process
     kind: Literal["generation"] = "generation"
 

@@ -72,11 +72,12 @@ def run(flags: FLAGS) -> int:
 def texts(files: Iterable[Path]) -> Iterable[str]:
     """Everything that is said in the training files: plain text, or every string of every row."""
     from assay.data.rows import SUFFIXES, read_rows
+    from assay.measure.soundness import all_words
 
     for file in files:
         if file.name.endswith(SUFFIXES):
             for row in read_rows(file):
-                yield json.dumps(row.values, ensure_ascii=False)
+                yield all_words(row.values)
         else:
             yield file.read_text()
 

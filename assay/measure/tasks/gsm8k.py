@@ -17,7 +17,7 @@ def problems(name: str, examples: tuple[Example, ...]) -> Generation:
     for example in examples:  # a row without a gold answer is found before anything is sampled
         gold_answer(example.row)
         column(example.row, "question")
-    return Generation(name, examples, prompt, score, gold, wrong)
+    return Generation(name, examples, prompt, score, gold, wrong, votes=True)
 
 
 def prompt(example: Example) -> str:

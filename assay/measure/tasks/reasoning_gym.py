@@ -30,7 +30,8 @@ def make(request: TaskRequest) -> Generation:
         worth = [answer is not None and dataset.score_answer(answer, entry) == 1 for answer in (strict, lenient)]
         return Score(float(worth[0]), float(worth[1]), strict is not None, strict)
 
-    return Generation(f"reasoning_gym/{request.grader}", examples, prompt, score, lambda e: f"<answer>{e.row['answer']}</answer>", wrong)
+    return Generation(f"reasoning_gym/{request.grader}", examples, prompt, score, lambda e: f"<answer>{e.row['answer']}</answer>", wrong,
+                      votes=True)
 
 
 def prompt(example: Example) -> str:
