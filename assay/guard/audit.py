@@ -167,8 +167,8 @@ def check_packing(packed: Packed) -> Verdict:
             return refuted("packing", f"epoch {epoch} reads {(had - due).total()} examples too often and {(due - had).total()} not at all")
         if ids in orders[:epoch] and len(ids) > 1:
             return refuted("packing", f"epoch {epoch} reads in the order of epoch {orders.index(ids)}: it is not shuffled anew")
-    return proven("packing", f"{len(due):,} examples in {packed.windows:,} rows of {packed.length}, {packed.padding:.1%} of them padding; each "
-                             f"once in each of {packed.epochs} epochs", rows=packed.windows, padding=packed.padding)
+    return proven("packing", f"{len(due):,} examples in {packed.windows:,} rows of {packed.length}, {packed.padding:.1%} of them padding; "
+                             f"each once in each of {packed.epochs} epochs", rows=packed.windows, padding=packed.padding)
 
 
 def _same(stream: Tensor, values: NDArray[Any]) -> bool:
