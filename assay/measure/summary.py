@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from assay.errors import UsageError
-from assay.measure.estimate import Estimate, bits_per_byte, clustered, majority, mean, pass_at_k, ratio
+from assay.measure.estimate import Estimate, bits_per_byte, clustered, majority, mean, mean_rate, pass_at_k, ratio
 from assay.measure.task import Choosing, Generation, Task
 
 Rows = Sequence[Mapping[str, Any]]
@@ -35,23 +35,24 @@ def ks(k: int) -> list[int]:
 def _generated(task: Generation, rows: Rows, k: int) -> dict[str, Estimate]:
     samples, owner = [s for row in rows for s in row["samples"]], [row["id"] for row in rows for _ in row["samples"]]
 
-    def over_samples(values: list[float]) -> Estimate:
-        return clustered(values, owner) if k > 1 else mean(values)
+    def rate(values: list[float]) -> Estimate:
+        return _rate(clustered(values, owner)) if k > 1 else mean_rate(values)
 
-    found = {"pass@1": _rate(over_samples([s["score"] for s in samples]))}
+    found = {"pass@1": rate([s["score"] for s in samples])}
     if all(s["score"] in (0, 1) for s in samples):
         counts = [sum(s["score"] == 1 for s in row["samples"]) for row in rows]
-        found |= {f"pass@{j}": _rate(mean([pass_at_k(k, right, j) for right in counts])) for j in ks(k) if j > 1}
+        found |= {f"pass@{j}": mean_rate([pass_at_k(k, right, j) for right in counts]) for j in ks(k) if j > 1}
     if k > 1 and task.votes:
         votes = [majority([s["answer"] for s in row["samples"]], [s["score"] == 1 for s in row["samples"]]) for row in rows]
-        found[f"majority@{k}"] = _rate(mean(votes))
-    found["pass@1 read leniently"] = _rate(over_samples([s["lenient"] for s in samples]))
+        found[f"majority@{k}"] = mean_rate(votes)
+    found["pass@1 read leniently"] = rate([s["lenient"] for s in samples])
     for name in samples[0]["measures"]:
-        found[name] = _rate(over_samples([s["measures"][name] for s in samples]))
-    found["parsed"] = _rate(over_samples([float(s["parsed"]) for s in samples]))
-    found["stopped"] = _rate(over_samples([float(s["ended"] != "length") for s in samples]))
-    found["hit the cap"] = _rate(over_samples([float(s["ended"] == "length") for s in samples]))
-    return found | {"tokens": over_samples([float(len(s["ids"])) for s in samples])}
+        found[name] = rate([s["measures"][name] for s in samples])
+    found["parsed"] = rate([float(s["parsed"]) for s in samples])
+    found["stopped"] = rate([float(s["ended"] != "length") for s in samples])
+    found["hit the cap"] = rate([float(s["ended"] == "length") for s in samples])
+    lengths = [float(len(s["ids"])) for s in samples]
+    return found | {"tokens": clustered(lengths, owner) if k > 1 else mean(lengths)}
 
 
 def _chosen(task: Choosing, rows: Rows) -> dict[str, Estimate]:
@@ -62,7 +63,7 @@ def _chosen(task: Choosing, rows: Rows) -> dict[str, Estimate]:
         for unit in sorted(("total", "byte", "token"), key=lambda unit: unit != task.by):
             values, units = [row["scores"][unit] for row in own], [row["unit"] or row["id"] for row in own]
             name = f"{part} accuracy".strip() + ("" if unit == "total" else f" per {unit}")
-            found[name] = _rate(clustered(values, units) if len(set(units)) < len(units) else mean(values))
+            found[name] = _rate(clustered(values, units)) if len(set(units)) < len(units) else mean_rate(values)
     return found
 
 
