@@ -14,9 +14,9 @@ from typing import Any, Literal
 import numpy as np
 
 from assay.errors import DataError, UsageError
-from assay.measure.estimate import Array, Estimate, mean, mean_rate, proportion
-from assay.measure.evidence import POWER, Effect, counts_effect, fewest_runs, holm, paired_effect, runs_effect
 from assay.measure.arms import Arm
+from assay.measure.estimate import Array, Estimate, mean, mean_rate, proportion
+from assay.measure.evidence import POWER, Effect, counts_effect, fewest_runs, holm, paired_effect, runs_effect, welch_p
 from assay.measure.stability import SeedsVerdict, stability
 
 SUGGESTIVE = 0.2  # a p-value above the level and up to here is worth a second look, and no more
@@ -209,14 +209,11 @@ def per_completion_p(before: Arm, after: Arm) -> float | None:
     old, new = (np.array([score for run in arm.runs for samples in run.scores.values() for score in samples]) for arm in (before, after))
     if min(old.size, new.size) < 2 or not (np.isfinite(old).all() and np.isfinite(new).all()):
         return None
-    from scipy import stats
+    if not (_binary(old) and _binary(new)):
+        return welch_p(new, old)
+    from scipy.stats import fisher_exact
 
-    if _binary(old) and _binary(new):
-        table = [[new.sum(), new.size - new.sum()], [old.sum(), old.size - old.sum()]]
-        return float(stats.fisher_exact(table)[1])
-    if old.var() + new.var() == 0:
-        return None
-    return float(stats.ttest_ind(new, old, equal_var=False).pvalue)
+    return float(fisher_exact([[new.sum(), new.size - new.sum()], [old.sum(), old.size - old.sum()]])[1])
 
 
 def _by_group(arms: Sequence[Arm]) -> list[list[Arm]]:

@@ -83,11 +83,8 @@ def runs_effect(after: ArrayLike, before: ArrayLike) -> Effect:
     mean, n = float(new.mean() - old.mean()), new.size + old.size
     if min(new.size, old.size) < 2:  # one run does not say how far runs lie apart
         return Effect(mean, n, "runs", 1.0, lambda level: (-math.inf, math.inf), lambda level: None)
-    parts = np.array([new.var(ddof=1) / new.size, old.var(ddof=1) / old.size])
-    error = math.sqrt(parts.sum())
-    fewest = min(new.size, old.size)
-    welch = parts.sum() ** 2 / (parts**2 / [new.size - 1, old.size - 1]).sum() if error else n - 2
-    degrees = float(welch) if fewest >= 4 else fewest - 1
+    error, welch = _welch(new, old)
+    degrees = welch if min(new.size, old.size) >= 4 else min(new.size, old.size) - 1
     spread = math.sqrt((new.var(ddof=1) + old.var(ddof=1)) / 2)
     p = _t_p(mean, error, degrees)
     if p < WORTH_A_TEST:
@@ -229,6 +226,20 @@ def _t_bounds(centre: float, error: float, degrees: float, limit: float = math.i
         return max(centre - half, -limit), min(centre + half, limit)
 
     return bounds
+
+
+def welch_p(after: ArrayLike, before: ArrayLike) -> float:
+    """Two-sided, of the difference of two means of independent scores."""
+    new, old = finite("score after", after), finite("score before", before)
+    return _t_p(float(new.mean() - old.mean()), *_welch(new, old))
+
+
+def _welch(new: Array, old: Array) -> tuple[float, float]:
+    """The standard error of a difference of means, and its degrees of freedom."""
+    parts = np.array([new.var(ddof=1) / new.size, old.var(ddof=1) / old.size])
+    if not parts.sum():
+        return 0.0, new.size + old.size - 2.0
+    return math.sqrt(parts.sum()), float(parts.sum() ** 2 / (parts**2 / [new.size - 1, old.size - 1]).sum())
 
 
 def _t_p(centre: float, error: float, degrees: float) -> float:

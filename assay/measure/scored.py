@@ -23,11 +23,12 @@ def read_eval(folder: Path, metric: str | None, lower_is_better: bool | None) ->
     _refuse_changed(folder, facts, rows)
     chosen = metric or _headline(rows[0])
     scale = _mean_bytes(rows) if "nats" in rows[0] and "samples" not in rows[0] and "scores" not in rows[0] else 1.0
+    if len({row["id"] for row in rows}) < len(rows):
+        raise DataError(f"{folder / 'scores.jsonl'}: an example stands twice")
     scores: dict[str, Samples] = {}
     for row in rows:
-        if str(row["id"]) in scores:
-            raise DataError(f"{folder / 'scores.jsonl'}: example {row['id']!r} stands twice")
-        scores[str(row["id"])] = _values(row, chosen, folder, scale)
+        unit = str(row.get("unit") or row["id"])  # questions of one unit stand or fall together
+        scores[unit] = scores.get(unit, ()) + _values(row, chosen, folder, scale)
     data = {key: facts[key] for key in ASKED if key in facts}
     how = {key: facts[key] for key in HOW if key in facts} | {
         key: value for key, value in facts.get("sampling", {}).items() if key != "seed"}
