@@ -1,0 +1,76 @@
+"""The fingerprint sees every bit in its place; the served skeleton computes what the trainer's model computes."""
+
+import pytest
+import torch
+
+from assay.generate.weights import ServedModel, fingerprint
+from assay.model.tiny import tiny_config
+from assay.model.transformer import initialised
+
+
+def test_the_fingerprint_is_a_function_of_the_bits():
+    one, two = initialised(tiny_config("llama"), 0), initialised(tiny_config("llama"), 0)
+    assert fingerprint(one) == fingerprint(two)
+    assert fingerprint(initialised(tiny_config("llama"), 1)) != fingerprint(one)
+
+
+def test_one_bit_one_swap_and_one_name_change_it():
+    model = initialised(tiny_config("llama"), 0)
+    before, weight = fingerprint(model), model.blocks[1].mlp.down.weight
+    with torch.no_grad():
+        kept = weight.clone()
+        weight.view(torch.int32)[3, 5] ^= 1
+        assert fingerprint(model) != before
+        weight.copy_(kept)
+        assert fingerprint(model) == before
+        weight[0, :2] = kept[0, :2].flip(0)
+        assert fingerprint(model) != before
+        weight.copy_(kept)
+    swapped = initialised(tiny_config("llama"), 0)
+    swapped.blocks[0], swapped.blocks[1] = swapped.blocks[1], swapped.blocks[0]
+    assert fingerprint(swapped) != before
+
+
+def test_a_write_and_a_replacement_are_told_apart_from_nothing():
+    model = initialised(tiny_config("llama"), 0)
+    served = ServedModel(model)
+    assert not served.written()
+    assert not served.replaced()
+    with torch.no_grad():
+        model.norm.weight.add_(1)
+    assert served.written()
+    assert served.load() is False
+    assert not served.written()
+    model.norm.weight.data = model.norm.weight.data.clone()
+    assert served.load() is True  # a graph would read the old address
+    model.norm.weight = torch.nn.Parameter(model.norm.weight.detach().clone())
+    assert served.replaced()
+
+
+def test_parameters_in_the_compute_dtype_are_shared_not_copied():
+    model = initialised(tiny_config("qwen3"), 0)
+    served = ServedModel(model)
+    assert [p.data_ptr() for p in served.model.parameters()] == [p.data_ptr() for p in model.parameters()]
+    assert served.model.blocks[0] is not model.blocks[0]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3"])
+def test_casts_follow_the_source_and_change_no_number(family):
+    """float64 masters computed in float32: the cast that each layer makes, made once. (bf16 on this CPU may be missing.)"""
+    model = initialised(tiny_config(family), 0).double()
+    model.compute_dtype = torch.float32
+    served, tokens = ServedModel(model), torch.arange(20)[None]
+    with torch.no_grad():
+        assert torch.equal(served.model(tokens), model(tokens))
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+        assert not torch.equal(served.model(tokens), model(tokens))
+        served.load()
+        assert torch.equal(served.model(tokens), model(tokens))
+
+
+def test_the_trainers_compiled_code_stays_with_the_trainer():
+    model = initialised(tiny_config("llama"), 0)
+    for block in model.blocks:
+        block.compile(backend="eager")
+    assert all(module._compiled_call_impl is None for module in ServedModel(model).model.modules())
