@@ -80,7 +80,7 @@ def check_directions(model: Transformer, objective: Objective, batch: Batch, ask
     own = _logprobs(model, shown, asked.temperature).detach()
     advantage, _, reference = _needed(shown)
     pulls = [("what had an advantage does not become likelier", replace(shown, behaviour=own, reference=own), -advantage)]
-    if asked.kl != "none":
+    if asked.kl in ("k2", "k3"):  # k1's gradient is right on average only: on a few tokens its noise decides
         away = own - reference  # the slope of half its square: where a token is too likely, less of it
         pulls.append(("the KL term drives the policy away from its reference", replace(shown, behaviour=own, advantage=0 * own), away))
     cosines = []

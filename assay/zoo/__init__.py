@@ -14,6 +14,7 @@ def catalogue() -> dict[str, Fault]:
         distilling,
         formats,
         measuring,
+        policy,
         resuming,
         training,
     )
