@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from assay.data.batch import Batch
@@ -25,13 +26,15 @@ from assay.model.placement import default_device, place_for_training
 from assay.model.transformer import Transformer, parameter_count
 from assay.recipes.beginning import Beginning, begin, carry
 from assay.recipes.forms import Adapter
+from assay.recipes.handover import SAME_LOOK
 from assay.recipes.looks import Looks
 from assay.recipes.options import Tuning
 from assay.recipes.pace import Budget, Pace
-from assay.recipes.run import Run
+from assay.recipes.run import Run, read_rows
 from assay.recipes.training import Parts, Training
 from assay.store.artifact import build
-from assay.verdict import Verdict, proven, refuted
+from assay.store.checkpoint import open_checkpoint
+from assay.verdict import Verdict, proven, refuted, unproven
 
 BETAS = (0.9, 0.95)
 A_LONG_RUN = 10  # minutes
@@ -67,7 +70,8 @@ class Tuned(Training):
         self.conversations = conversed(config, start)
         self.order, steps = ordered(config, self.conversations)
         self.digest = self.conversations.digest
-        pace = Pace(Budget(steps, config.minutes, config.schedule, min(config.warmup, steps // 4) if steps else config.warmup, config.decay))
+        warmup = min(config.warmup, steps // 4) if steps else config.warmup
+        pace = Pace(Budget(steps, config.minutes, config.schedule, warmup, config.decay))
         pace_known.append(pace)
         micro = max(1, min(self.order.rows, config.micro_tokens // config.length))
         for line in announced(config, start, self.conversations, self.order, self.lr, steps, device):
@@ -117,10 +121,26 @@ class Tuned(Training):
         return proven("same data", words)
 
     def begin(self) -> None:
-        """A child's first loss is its parent's: the parent is opened anew and scored on the first batch before anything is trained."""
+        """A child's first loss is its parent's: as the parent's run recorded it, and as the parent, opened anew, has on the first batch."""
         super().begin()
         if self.start == 0:
             self.watch.parent_loss = self.parent_loss(self.source.batch(0))
+            if self.config.from_ is not None:
+                self.run.judge("fork", [self.check_fork(Path(self.config.from_))])
+
+    def check_fork(self, parent: Path) -> Verdict:
+        """The first look equals the one that the parent's run took of this checkpoint, conversation by conversation."""
+        recorded = (open_checkpoint(parent).trainer() or {}).get("data", {}).get("conversations")
+        step = open_checkpoint(parent).step
+        looks = [row for row in read_rows(parent.parent.parent / "looks.jsonl") if row["step"] == step]
+        if recorded != self.digest or not looks:
+            return unproven("fork", "the parent's run did not score these conversations: its recorded loss says nothing", optional=True)
+        found, due = self.looks.losses[0], np.array(looks[-1]["per_document"])
+        if found.shape != due.shape:
+            return unproven("fork", f"the parent's run looked at {len(due)} conversations, this one at {len(found)}", optional=True)
+        error, bound = float(abs(found - due).max() / due.mean()), SAME_LOOK[self.model.compute_dtype or torch.float32]
+        words = f"the first look and the parent's at step {step} differ by {error:.1e} (relative, worst of {len(due)}), bound {bound:.0e}"
+        return (proven if error <= bound else refuted)("fork", words, error=str(error))
 
     @torch.no_grad()
     def parent_loss(self, batch: Batch) -> float:

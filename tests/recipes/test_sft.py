@@ -1,0 +1,261 @@
+"""Fine-tuning: what is trained, saved, forked and handed over is what was meant. Saves stay unproven here; the toy has the proofs."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from assay.cli import run as assay
+from assay.errors import GuardStop, UsageError
+from assay.model.lora import LoraLinear
+from assay.recipes import beginning, handover, run, sft, tuning
+from assay.recipes.options import Sft
+from assay.recipes.sft import FineTuning
+from assay.store.artifact import build, open_artifact
+from assay.store.checkpoint import hallmark, open_checkpoint, step_folder
+from assay.store.ledger import Ledger
+from assay.verdict import Outcome, Verdict, proven
+from assay.zoo.resuming import NoProver
+from assay.zoo.stage import nudged, save, tiny
+from tests.recipes.sittings import rows
+
+STEPS = 7
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base model and sums to learn."""
+    folder = tmp_path_factory.mktemp("sft")
+    save(folder / "base", tiny("llama"))
+    sums = [{"prompt": f"{a}+{b}=", "completion": str(a + b)} for a in range(12) for b in range(12)]
+    (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sums))
+    return folder
+
+
+def options(home: Path, out: Path, **changed: Any) -> Sft:
+    usual: dict[str, Any] = {"data": (str(home / "sums.jsonl"),), "out": str(out), "length": 32, "batch_tokens": 256, "epochs": 2,
+                             "lr": 3e-3, "micro_tokens": 128, "checkpoint_every": 3, "held_out": 0.1, "steps": STEPS, "device": "cpu"}
+    return Sft(**(({} if "from_" in changed else {"model": str(home / "base")}) | usual | changed))
+
+
+@pytest.fixture(autouse=True)
+def unproven(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a fresh process says is the matter of tests/guard/test_proof.py and of the toy."""
+    monkeypatch.setattr(run, "Prover", NoProver)
+    monkeypatch.setattr(handover, "prove", lambda request: [proven("whole", "not looked at")])
+    monkeypatch.setattr(beginning, "prove_checkpoint", lambda folder, **_: [proven("whole", "not looked at")])
+
+
+def tuned(config: Sft, say: Any = lambda _: None) -> list[Verdict]:
+    verdicts, interrupted = sft.sft(config, say)
+    assert interrupted is None
+    assert all(verdict.outcome is Outcome.PROVEN for verdict in verdicts), "\n".join(map(str, verdicts))
+    return verdicts
+
+
+def events(config: Sft, kind: str) -> list[dict[str, Any]]:
+    return [event for event in Ledger(Path(config.out) / "ledger.jsonl").events() if event["kind"] == kind]
+
+
+def looks(config: Sft) -> dict[int, np.ndarray]:
+    return {row["step"]: np.array(row["per_document"]) for row in rows(Path(config.out) / "looks.jsonl")}
+
+# ---------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(("changed", "words"), [
+    ({"model": None}, "name what to train"),
+    ({"optimizer_state": "fresh"}, "it needs --from"),
+    ({"minutes": 1.0}, "give one budget"),
+    ({"checkpoint_every": 0}, "a crash would lose all of it"),
+    ({"batch_tokens": 16}, "a batch of at least one row"),
+    ({"lora_alpha": 8.0}, "give --lora-r too"),
+    ({"lora_r": 4, "lora_targets": ("q_prj",)}, "q_prj match no layer"),
+    ({"held_out": 0.0}, "nothing is held out"),
+    ({"steps": 10**6}, "the data ends after"),
+])
+def test_a_request_that_makes_no_sense_is_refused(changed: dict[str, Any], words: str, home: Path, tmp_path: Path):
+    with pytest.raises(UsageError, match=words) if "steps" not in changed else pytest.raises(Exception, match=words):
+        sft.sft(options(home, tmp_path / "run", **changed), lambda _: None)
+    assert not (tmp_path / "run").exists()
+
+
+def test_no_checkpoints_is_allowed_where_it_is_short_or_insisted_on(home: Path):
+    tuning.refuse_nonsense(options(home, home / "x", checkpoint_every=0, steps=None, minutes=9.0))
+    tuning.refuse_nonsense(options(home, home / "x", checkpoint_every=0, insist=True))
+
+
+def test_data_that_fails_its_audit_is_stopped_before_step_1(home: Path, tmp_path: Path):
+    (tmp_path / "same.jsonl").write_text(json.dumps({"prompt": "1+1=", "completion": "2"}) + "\n")
+    with (tmp_path / "same.jsonl").open("a") as file:
+        for a in range(8):
+            file.writelines([json.dumps({"prompt": f"{a}+2=", "completion": "4"}) + "\n"] * 20)
+    config = options(home, tmp_path / "run", data=(str(tmp_path / "same.jsonl"),), steps=None, held_out=0.3)
+    with pytest.raises(GuardStop, match="duplicates"):
+        sft.sft(config, lambda _: None)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+# ---------------------------------------------------------------- the whole model, and an adapter
+
+
+@pytest.mark.parametrize("lora_r", [0, 4])
+def test_a_run_learns_says_so_and_hands_over_what_it_scored(lora_r: int, home: Path, tmp_path: Path):
+    config, said = options(home, tmp_path / "run", lora_r=lora_r), []
+    tuned(config, said.append)
+    seen = looks(config)
+    assert sorted(seen) == [0, 1, 3, 6, STEPS]
+    assert seen[STEPS].mean() < seen[0].mean()
+    assert any("of which" in line and "are trained" in line for line in said)
+    assert any("q_proj × 2" in line for line in said) is bool(lora_r)
+    recorded = json.loads((tmp_path / "run" / "ledger.jsonl").read_text().splitlines()[-1])
+    last = open_artifact(step_folder(tmp_path / "run" / "checkpoints", STEPS))
+    model = open_artifact(tmp_path / "run" / "model")
+    live, handed = (build(artifact).logits(build(artifact).hidden(torch.arange(8)[None])) for artifact in (last, model))
+    assert torch.allclose(live, handed, atol=1e-5)
+    assert (tmp_path / "run" / "adapter").exists() is bool(lora_r)
+    assert recorded["kind"] == "hand over"
+    assert recorded["unit"] == "nats per token"
+
+
+def test_only_the_adapter_moves_and_every_part_of_it(home: Path, tmp_path: Path):
+    config = options(home, tmp_path / "run", lora_r=2)
+    tuned(config)
+    verdicts = [verdict["check"] for event in events(config, "account") for verdict in event["verdicts"] if verdict["outcome"] == "PROVEN"]
+    assert verdicts.count("frozen") == verdicts.count("movement") == len(events(config, "account"))
+    patch = open_artifact(step_folder(tmp_path / "run" / "checkpoints", STEPS)).patch
+    assert patch is not None
+    assert all(part.left.any() for parts in patch.low_rank.values() for part in parts)
+    assert not (tmp_path / "run" / "base").exists()  # its base is the one that was given
+
+
+@pytest.mark.parametrize("lora_r", [0, 4])
+@pytest.mark.parametrize("at", [1, 5])
+def test_interrupted_and_resumed_is_the_uninterrupted_run_bit_for_bit(lora_r: int, at: int, home: Path, tmp_path: Path,
+                                                                       monkeypatch: pytest.MonkeyPatch):
+    whole, parted = options(home, tmp_path / "whole", lora_r=lora_r), options(home, tmp_path / "parted", lora_r=lora_r)
+    tuned(whole)
+    over = FineTuning.over
+
+    def struck(work: FineTuning) -> bool:
+        if work.done == at:
+            work.run.interrupted = 15
+        return over(work)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FineTuning, "over", struck)
+        assert sft.sft(parted, lambda _: None) == ([], 15)
+    tuned(parted)
+    ends = [open_checkpoint(step_folder(Path(config.out) / "checkpoints", STEPS)) for config in (whole, parted)]
+    assert ends[0].manifest["tensors"] == ends[1].manifest["tensors"]
+    metrics = [[{k: v for k, v in row.items() if k != "seconds"} for row in rows(Path(config.out) / "metrics.jsonl")]
+               for config in (whole, parted)]
+    assert metrics[0] == metrics[1]
+
+
+def test_other_conversations_are_another_run(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    data = tmp_path / "data.jsonl"
+    data.write_text((home / "sums.jsonl").read_text())
+    config = options(home, tmp_path / "run", data=(str(data),))
+    monkeypatch.setattr(FineTuning, "over", lambda work: work.done >= 3)
+    tuned(config)
+    data.write_text(data.read_text().replace('"10"', '"11"'))
+    with pytest.raises(GuardStop, match="a file, the template or the split is another"):
+        sft.sft(config, lambda _: None)
+
+# ---------------------------------------------------------------- forks
+
+
+@pytest.fixture(scope="module")
+def parent(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of an adapter whose last checkpoint carries a hallmark."""
+    folder = tmp_path_factory.mktemp("parent") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "Prover", NoProver)
+        patch.setattr(handover, "prove", lambda request: [proven("whole", "not looked at")])
+        sft.sft(options(home, folder, lora_r=4), lambda _: None)
+    last = step_folder(folder / "checkpoints", STEPS)
+    hallmark(open_checkpoint(last), [proven("whole", "in this test")])
+    return last
+
+
+@pytest.mark.parametrize("state", ["fresh", "carried"])
+def test_a_fork_begins_where_its_parent_stood_and_moves_on(state: str, parent: Path, home: Path, tmp_path: Path):
+    config = options(home, tmp_path / "fork", from_=str(parent), optimizer_state=state, steps=1)
+    tuned(config)
+    assert np.abs(looks(config)[0] - looks_of(parent)).max() < 1e-6
+    fork, = events(config, "fork")
+    assert fork["verdicts"][0]["outcome"] == "PROVEN"
+    first, second = (open_checkpoint(step_folder(tmp_path / "fork" / "checkpoints", step)) for step in (0, 1))
+    recorded = open_checkpoint(parent).manifest["tensors"]["adapter_model.safetensors"]
+    assert first.manifest["tensors"]["adapter_model.safetensors"] == recorded
+    assert second.manifest["tensors"]["adapter_model.safetensors"] != recorded
+    assert (second.trainer() or {})["steps_before"] == (STEPS if state == "carried" else 0)
+
+
+def looks_of(checkpoint: Path) -> np.ndarray:
+    return np.array(next(row["per_document"] for row in rows(checkpoint.parent.parent / "looks.jsonl") if row["step"] == STEPS))
+
+
+def test_moments_that_are_carried_change_the_way(parent: Path, home: Path, tmp_path: Path):
+    for state in ("fresh", "carried"):
+        tuned(options(home, tmp_path / state, from_=str(parent), optimizer_state=state, steps=2))
+    ends = [open_checkpoint(step_folder(tmp_path / state / "checkpoints", 2)).manifest["tensors"] for state in ("fresh", "carried")]
+    assert ends[0] != ends[1]
+
+
+def test_what_was_never_proven_is_not_forked(parent: Path, home: Path, tmp_path: Path):
+    unproven = parent.with_name("step-000006")
+    with pytest.raises(UsageError, match="carries no hallmark"):
+        sft.sft(options(home, tmp_path / "fork", from_=str(unproven), optimizer_state="fresh"), lambda _: None)
+    with pytest.raises(UsageError, match="say what becomes of the parent's moments"):
+        sft.sft(options(home, tmp_path / "fork", from_=str(parent)), lambda _: None)
+    with pytest.raises(UsageError, match="leave the --lora options out"):
+        sft.sft(options(home, tmp_path / "fork", from_=str(parent), optimizer_state="fresh", lora_r=8), lambda _: None)
+
+
+@pytest.mark.parametrize("lost", ["adapter", "weights"])
+def test_a_child_that_does_not_start_as_its_parent_is_stopped(lost: str, parent: Path, home: Path, tmp_path: Path,
+                                                              monkeypatch: pytest.MonkeyPatch):
+    """The parent's adapter is not loaded, or is loaded and something else with it."""
+    def strayed(artifact: Any) -> Any:
+        model = build(artifact)
+        layers = [module for module in model.modules() if isinstance(module, LoraLinear)]
+        with torch.no_grad():
+            for layer in layers if lost == "adapter" else []:
+                for left in layer.lefts:
+                    left.zero_()
+        return model if lost == "adapter" else nudged(model, 0.05)
+
+    monkeypatch.setattr(beginning, "build", strayed)
+    with pytest.raises(GuardStop, match="fork: the first look and the parent's"):
+        sft.sft(options(home, tmp_path / "fork", from_=str(parent), optimizer_state="fresh", steps=3), lambda _: None)
+
+# ---------------------------------------------------------------- new tokens
+
+
+@pytest.mark.parametrize("lora_r", [0, 4])
+def test_new_tokens_have_rows_in_a_base_of_their_own(lora_r: int, home: Path, tmp_path: Path):
+    data = tmp_path / "think.jsonl"
+    data.write_text("".join(json.dumps({"question": f"{a}+{b}?", "answer": f"{a} and {b}.\n#### {a + b}"}) + "\n"
+                            for a in range(10) for b in range(10)))
+    tokens = ("<think>", "</think>", "<answer>", "</answer>")
+    config = options(home, tmp_path / "run", data=(str(data),), gsm8k="think", new_tokens=tokens, lora_r=lora_r, length=128,
+                     batch_tokens=1024, epochs=4, steps=3)
+    tuned(config)
+    base, model = open_artifact(tmp_path / "run" / "base"), open_artifact(tmp_path / "run" / "model")
+    for artifact in (base, model):
+        assert artifact.tokenizer is not None
+        assert all(len(artifact.tokenizer.encode(token)) == 1 for token in tokens)
+    row = base.tokenizer.encode("<answer>")[0]  # type: ignore[union-attr]
+    assert base.tensors["embed.weight"][row].any()
+    assert torch.equal(base.tensors["embed.weight"][row], model.tensors["embed.weight"][row]) is bool(lora_r)
+
+
+def test_the_command_line_takes_from(capsys: pytest.CaptureFixture[str]):
+    assert assay(["sft", "--help"]) == 0
+    assert "--from FROM_" in capsys.readouterr().out
+    assert assay(["sft", "--data", "x.jsonl", "--out", "y", "--from", "nowhere", "--optimizer-state", "fresh"]) != 0
+    assert "nowhere" in capsys.readouterr().err
