@@ -51,10 +51,13 @@ class OpenedModel:
         return {id: [members[m] for m in range(k)] for id, members in found.items()}
 
     def loglikelihood(self, pairs: Sequence[tuple[str, str]]) -> list[Likelihood]:
-        """Of each continuation after its context; the context begins as every text of this tokenizer begins."""
+        """Of each continuation after its context; the context begins as every text of this tokenizer begins.
+
+        The space that joins them is no byte of the continuation's: lm-eval divides by the same lengths.
+        """
         split = [continued(self.tokenizer, *pair) for pair in pairs]
         scored = logprobs_of(self.model, [self._begun(*ids) for ids in split], PLAIN)
-        return [Likelihood(float(found.double().sum()), len(ids[1]), len(text.encode()))
+        return [Likelihood(float(found.double().sum()), len(ids[1]), max(len(text.lstrip().encode()), 1))
                 for found, ids, (_, text) in zip(scored, split, pairs, strict=True)]
 
     def greedily(self, pairs: Sequence[tuple[str, str]]) -> list[bool]:

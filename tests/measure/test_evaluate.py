@@ -155,7 +155,7 @@ def test_likelihoods_are_the_models_own(model):
     for (context, text), likelihood in zip(pairs, found, strict=True):
         before, after = continued(model.tokenizer, context, text)
         assert likelihood.nats == pytest.approx(naive(model, before or (model._first(),), after), abs=1e-4)
-        assert (likelihood.tokens, likelihood.bytes) == (len(after), len(text.encode()))
+        assert (likelihood.tokens, likelihood.bytes) == (len(after), len(text.strip().encode()))
 
 
 def test_greedy_is_said_of_what_greedy_decoding_says(model):

@@ -1,0 +1,1 @@
+"""Our checks and models inside other people's tools."""
