@@ -13,7 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from assay.edit.facts import Fact, Refused
+from assay.edit import sites, subject, targets
+from assay.edit.facts import Fact, Refused, joined
 from assay.edit.memit import Edited
 from assay.edit.moments import Reading
 from assay.edit.sites import padded
@@ -22,13 +23,14 @@ from assay.measure.estimate import Estimate, clustered, mean, paired, proportion
 from assay.measure.questions import Kind, Question, Reply
 from assay.model.attention import PADDING
 from assay.model.tokenizer import Tokenizer
-from assay.model.transformer import Transformer
+from assay.model.transformer import Mlp, Transformer
 from assay.verdict import Verdict, proven, refuted, unproven
 
 ALREADY = 0.1  # more of the targets than this said before any edit: the score measures something else
 LOCALITY_LOSS = 0.1  # a shown fall of the neighbours' right answers beyond this is harm
 LARGEST_UPDATE = 0.5  # ‖ΔW‖ / ‖W‖ of one matrix; 50 healthy edits of SmolLM2-135M stay below 0.1
 SAME_SURPRISE = 2e-3  # nats: what fp32 differs by when other rows stand beside one
+SAME_DIRECTION = 0.9999  # an off-by-one in the product leaves 0.1, rounding takes 1e-10
 SOLVED = 1e-3  # how far a rank-one edit's key may be from its value, relative
 TEXT_ROWS = 8
 
@@ -157,13 +159,23 @@ def check_control(before: Sequence[Reply]) -> Verdict:
 
 
 def check_locality(before: Examined, after: Examined) -> Verdict:
-    pairs = [(float(b.prefers), float(a.prefers)) for b, a in zip(before.of("neighbourhood"), after.of("neighbourhood"), strict=True)
-             if b.prefers is not None and a.prefers is not None]
-    if len(pairs) < 2:
-        return unproven("locality", "no neighbours were given, so whether others' answers moved is not known; give neighbourhood prompts")
-    change = paired([a for _, a in pairs], [b for b, _ in pairs])
-    words = f"the neighbours' right answers are the likelier ones in {np.mean([a for _, a in pairs]):.3f}, change {change}"
+    """The unit is the fact: how many of its neighbours keep their right answer as the likelier one."""
+    was, now = kept_shares(before.of("neighbourhood")), kept_shares(after.of("neighbourhood"))
+    if len(was) < 2:
+        return unproven("locality", "fewer than two facts have neighbours with a known answer, so whether others moved is not known; "
+                                    "give neighbourhood prompts")
+    change = paired(list(now.values()), list(was.values()), (list(now), list(was)))
+    words = f"the neighbours' right answers are the likelier ones in {np.mean(list(now.values())):.3f}, change {change}"
     return refuted("locality", words, **asdict(change)) if change.high < -LOCALITY_LOSS else proven("locality", words, **asdict(change))
+
+
+def kept_shares(replies: Sequence[Reply]) -> dict[str, float]:
+    """fact → the share of its neighbours whose right answer is likelier than the new target."""
+    shares: dict[str, list[bool]] = {}
+    for reply in replies:
+        if reply.prefers is not None:
+            shares.setdefault(reply.question.fact, []).append(reply.prefers)
+    return {fact: sum(values) / len(values) for fact, values in shares.items()}
 
 
 def check_drift(found: Estimate, goal: float) -> Verdict:
@@ -188,6 +200,58 @@ def check_update(sizes: Mapping[str, float], reached: Sequence[float] | None = N
         return refuted("update", f"{words}; a key arrives {worst:.1%} away from its value, bound {SOLVED:.1%}: the solve and its "
                                  "denominator do not use the same key", **evidence)
     return proven("update", words, **evidence)
+
+
+def check_spans(tokenizer: Tokenizer, facts: Sequence[Fact]) -> Verdict:
+    """Where each fact will be edited, decoded: the tokens up to there end with the subject, and with nothing but it."""
+    wrong = []
+    for fact in facts:
+        spot = subject.locate(tokenizer, fact.prompt, fact.start, fact.subject, fact.name)
+        if tokenizer.decode(spot.ids[spot.first : spot.last + 1]).lstrip() != fact.subject:
+            wrong.append(f"{fact.name}: {tokenizer.decode(spot.ids[spot.first : spot.last + 1])!r} for {fact.subject!r}")
+    if wrong:
+        words = f"{len(wrong)} of {len(facts)} edits would strike another place than their subject"
+        return refuted("spans", f"{words}: {wrong[0]}", wrong=wrong)
+    return proven("spans", f"the tokens of all {len(facts)} edits decode to their subjects")
+
+
+def check_targets(tokenizer: Tokenizer, facts: Sequence[Fact]) -> Verdict:
+    """The ids that the search for targets asks for, decoded after their prompt, are the prompt and the target."""
+    wrong = []
+    for fact in facts:
+        text = tokenizer.decode([*subject.prompt_ids(tokenizer, fact.prompt), *targets.answer_ids(tokenizer, fact.target)], special=False)
+        if text.strip() != fact.prompt + joined(fact.target):
+            wrong.append(f"{fact.name}: {text!r}")
+    if wrong:
+        return refuted("targets", f"{len(wrong)} of {len(facts)} targets are not what would follow their prompts: {wrong[0]}", wrong=wrong)
+    return proven("targets", f"all {len(facts)} targets follow their prompts, space and all")
+
+
+@torch.no_grad()
+def check_keys(model: Transformer, ids: Sequence[int]) -> Verdict:
+    """What enters each down-projection is the product that the weights say, by its direction: a shifted product keeps its size."""
+    entering: list[Tensor] = []
+    keys: list[Tensor] = []
+    blocks = [sites.block(model, layer) for layer in range(model.config.depth)]
+    handles = [block.mlp.register_forward_pre_hook(lambda _, inputs: entering.append(inputs[0])) for block in blocks]
+    handles += [block.mlp.down.register_forward_pre_hook(lambda _, inputs: keys.append(inputs[0])) for block in blocks]
+    with sites.hooked(handles):
+        model.hidden(torch.tensor([list(ids)], device=model.embed.weight.device))
+    cosines = [float(torch.nn.functional.cosine_similarity(key.double().flatten(), _key_by_rows(block.mlp, x).flatten(), dim=0))
+               for block, x, key in zip(blocks, entering, keys, strict=True)]
+    worst = min(range(len(cosines)), key=lambda layer: cosines[layer])
+    words = f"the keys of {len(cosines)} layers agree with their weights by cosine {cosines[worst]:.6f} at the least (layer {worst})"
+    if not cosines[worst] >= SAME_DIRECTION:
+        return refuted("keys", f"{words}, bound {SAME_DIRECTION}: the MLP multiplies other elements than its weights pair", cosines=cosines)
+    return proven("keys", words, cosines=cosines)
+
+
+def _key_by_rows(mlp: Mlp, x_BTD: Tensor) -> Tensor:
+    """The plain formula in float64, gate and up rows taken apart."""
+    rows = mlp.up.weight.double()
+    inner = x_BTD.double() @ rows.T + (0 if mlp.up.bias is None else mlp.up.bias.double())
+    half = mlp.down.in_features
+    return mlp.activation(inner[..., :half]) * inner[..., half:] if mlp.gated else mlp.activation(inner)
 
 
 def check_subjects(served: int, refused: Sequence[Refused]) -> Verdict:
