@@ -26,7 +26,7 @@ from assay.model.transformer import Transformer
 from assay.seeds import derive
 
 MOST_SLOTS = 256
-STEPS = 8  # tokens that a GPU makes for every slot before the host looks
+STEPS = 4  # tokens that a GPU makes for every slot before the host looks; meanwhile as many again are under way
 PREFILL = 32768  # prompt tokens that are computed at once
 
 
@@ -87,7 +87,7 @@ class Tenant:
 class Engine:
     """`slots` requests at a time, each of at most `length` tokens with its prompt. `version` names the weights as they are now.
 
-    `steps` tokens are made for every slot before the host looks (None: 8 on CUDA, else 1); `graphed`: as one CUDA graph each
+    `steps` tokens are made for every slot before the host looks (None: 4 on CUDA, else 1); `graphed`: as one CUDA graph each
     (None: on CUDA). Neither changes what is said.
     """
 
@@ -100,7 +100,7 @@ class Engine:
         on_gpu = self.served.device.type == "cuda"
         self.slots = Slots(self.served, slots, length, steps or (STEPS if on_gpu else 1), graphed=on_gpu if graphed is None else graphed)
         self.length, self.stop_ids, self.version, self.tokenizer = length, tuple(stop_ids), version, tokenizer
-        self._ahead = 2 if on_gpu else 1  # flights in the air while nobody waits for a slot
+        self._ahead = 2 if on_gpu else 1  # flights in the air: a GPU has work while the host reads what it did before
         self._tickets = 0
         self._waiting: deque[Tenant] = deque()
         self._tenants: list[Tenant | None] = [None] * slots
@@ -122,7 +122,7 @@ class Engine:
         """What came since the last call, at most one entry for each member that is served; [] where nothing is left to do."""
         self._refuse_other_weights(self.served.written())
         self._admit()
-        while len(self._flights) < (1 if self._waiting else self._ahead) and any(t is not None and t.left > 0 for t in self._tenants):
+        while len(self._flights) < self._ahead and any(tenant is not None and tenant.left > 0 for tenant in self._tenants):
             self._launch()
         return self._land(*self._flights.popleft()) if self._flights else []
 
@@ -163,7 +163,7 @@ class Engine:
         return not self._waiting and not self._flights and all(tenant is None for tenant in self._tenants)
 
     @property
-    def load_factor(self) -> tuple[int, int, int]:
+    def occupancy(self) -> tuple[int, int, int]:
         """(members served, members waiting, slots): what a bounded queue and a health check ask."""
         return sum(tenant is not None for tenant in self._tenants), len(self._waiting), len(self._tenants)
 
@@ -181,11 +181,14 @@ class Engine:
 
     def _land(self, flight: Flight, tenants: list[Tenant | None]) -> list[Progress]:
         news: list[Progress] = []
-        for tenant, ids, logprobs in zip(tenants, *flight.read(), strict=True):
+        all_ids, all_logprobs = flight.read()
+        if not flight.real():
+            raise GuardStop(f"a token of version {self.version!r} has a log-probability that is no number: the model's logits are not "
+                            "finite; a weight or an activation overflowed")
+        for tenant, ids, logprobs in zip(tenants, all_ids, all_logprobs, strict=True):
             if tenant is None or tenant.ended is not None or ids[0] == NOBODY:
                 continue
             count = len(ids) if ids[-1] != NOBODY else ids.index(NOBODY)
-            _refuse_unreal(logprobs[:count], self.version)
             news.append(tenant.gain(ids[:count], logprobs[:count], self.version))
         self._vacate()
         return news
@@ -277,10 +280,3 @@ def _refuse_unservable(request: Request, stop_ids: Sequence[int], length: int, v
         raise UsageError("stop strings and streamed text need a tokenizer; give the engine one")
     if not all(request.stop):
         raise UsageError("a stop string is empty; every text would end before it began")
-
-
-def _refuse_unreal(logprobs: list[float], version: str) -> None:
-    """A log-probability is a number up to 0; NaN or -inf means that the logits were no distribution."""
-    if not all(-float("inf") < value <= 1e-3 for value in logprobs):
-        raise GuardStop(f"a token of version {version!r} has log-probability {min(logprobs)}: the model's logits are not finite; "
-                        "the weights or an activation overflowed")

@@ -68,6 +68,10 @@ class Flight(NamedTuple):
             self.landed.synchronize()
         return self.ids_CS.T.tolist(), self.logprobs_CS.T.tolist()
 
+    def real(self) -> bool:
+        """Whether every log-probability of a drawn token is a number; after `read`."""
+        return bool((self.logprobs_CS.isfinite() | (self.ids_CS == NOBODY)).all())
+
 
 class Slots:
     """`graphed`: steps are compiled and captured, on CUDA alone; without it they run as they are written."""

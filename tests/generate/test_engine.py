@@ -81,9 +81,12 @@ def test_a_request_does_not_depend_on_who_stands_beside_it(model):
         assert apart([found[i] for i in range(len(asked))], alone) <= 1e-5
 
 
-def test_several_steps_at_once_change_nothing(model):
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_several_steps_at_once_change_nothing(model, ahead):
+    """As on a GPU: seven tokens before the host looks, and the next seven on their way while it does."""
     asked = requests(DRAWN)
     engine = Engine(model, slots=2, length=80, stop_ids=(11, 12), version="v", steps=7)
+    engine._ahead = ahead
     tickets = [engine.submit(request) for request in asked]
     found = {progress.ticket: progress.completion for progress in engine.drain()}
     due = generate(model, asked, stop_ids=(11, 12))
@@ -283,7 +286,8 @@ def test_a_model_that_says_no_numbers_stops_the_run():
 @pytest.mark.parametrize(("request_", "sentence"), [
     (Request(()), "no tokens"), (Request((320,)), "vocabulary ends at 319"), (Request((-1, 3)), "token id -1"),
     (Request((1,) * 20), "context is 80"), (Request((1,), Sampling(8), group=0), "at least 1 completion"),
-    (Request((1,), Sampling(8), stop_ids=tuple(range(9))), "at most 8 stop ids"), (Request((1,), Sampling(8), stop=("x",)), "need a tokenizer")])
+    (Request((1,), Sampling(8), stop_ids=tuple(range(9))), "at most 8 stop ids"),
+    (Request((1,), Sampling(8), stop=("x",)), "need a tokenizer")])
 def test_what_cannot_be_served_is_refused(model, request_, sentence):
     engine = Engine(model, slots=2, length=80, version="v")
     with pytest.raises(UsageError, match=sentence):
