@@ -24,6 +24,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from assay.data.batch import Batch
@@ -32,7 +33,7 @@ from assay.kernels.softcap_ce import even_chunk, product
 from assay.learn.objectives import Loss, Objective
 from assay.model.transformer import Transformer, softcap
 
-BYTES_PER_LOGIT = 32  # alive at once for each logit of a chunk: eight fp32 tensors, two models' logits among them
+BYTES_PER_LOGIT = 40  # alive at once for each logit of a chunk: ten fp32 tensors, two models' logits among them
 
 Values = tuple[Tensor, Tensor]  # a divergence of each token, and its gradient in the student's softened logits
 Divergence = Callable[[Tensor, Tensor], Values]  # of the log-probabilities of student and teacher
@@ -145,17 +146,16 @@ def reverse_kl(log_student: Tensor, log_teacher: Tensor) -> Values:
 def jensen_shannon(log_student: Tensor, log_teacher: Tensor, *, beta: float) -> Values:
     """β KL(p ‖ m) + (1 − β) KL(q ‖ m) with m = β p + (1 − β) q.
 
-    Written in r = log q − log p, so that it and its gradient are exactly 0 where the two agree, and so that no exponential
-    overflows: m/p = 1 + (1 − β)(eʳ − 1), and m/q = 1 + β(e⁻ʳ − 1).
+    Written in r = log q − log p and in e⁻ˡʳˡ − 1, so that it and its gradient are exactly 0 where the two agree, and so that no
+    exponential overflows: m/q = 1 + β(e⁻ʳ − 1), and m/p = 1 + (1 − β)(eʳ − 1).
     """
     r = log_student - log_teacher
-    below = torch.log1p((1 - beta) * torch.expm1(r.clamp_max(0)))  # log m/p where q ≤ p
-    above = torch.log1p(beta * torch.expm1(-r.clamp_min(0)))  # log m/q where q > p
-    over_student = torch.where(r > 0, above, below - r)  # log m/q
+    share = torch.where(r > 0, r.new_full((), beta), 1 - beta)  # of r's own precision
+    over_student = share.mul_(r.abs().neg_().expm1_()).log1p_().sub_(r.clamp_max(0))  # log m/q
     student = log_student.exp()
     of_student = -(student * over_student).sum(-1)
-    of_teacher = -(log_teacher.exp() * (over_student + r)).sum(-1)
-    slopes = -(1 - beta) * student * (over_student + of_student[..., None])
+    of_teacher = -(log_teacher.exp() * r.add_(over_student)).sum(-1)
+    slopes = student.mul_(over_student.add_(of_student[..., None])).mul_(beta - 1)
     return beta * of_teacher + (1 - beta) * of_student, slopes
 
 
@@ -183,16 +183,16 @@ def _distilled(student: Transformer, batch: Batch, blend: Blend, vocab: int, ans
 
     def terms(part: slice, logits_CV: Tensor) -> tuple[Tensor, Tensor]:
         """kd and ce of each token, (C, 2), and the gradient of their weighted sum in its logits."""
-        softened_CV = (logits_CV[:, :vocab] / blend.temperature).log_softmax(-1)
-        kd_C, kd_slopes_CV = answers(part, softened_CV)
-        slopes_CV = torch.zeros_like(logits_CV)
-        slopes_CV[:, :vocab] = kd_slopes_CV * (blend.kd_weight * blend.temperature)  # τ² · 1/τ: the logits were divided by τ
-        logprobs_CV = logits_CV.log_softmax(-1)
-        target_C1 = targets_N[part, None]
+        kd_C, slopes_CV = answers(part, (logits_CV[:, :vocab] / blend.temperature).log_softmax(-1))
+        slopes_CV *= blend.kd_weight * blend.temperature  # τ² · 1/τ: the logits were divided by τ
+        if vocab < logits_CV.shape[1]:
+            slopes_CV = F.pad(slopes_CV, (0, logits_CV.shape[1] - vocab))
+        target_C1, total_C1 = targets_N[part, None], logits_CV.logsumexp(-1, keepdim=True)
         if blend.ce_weight:
-            slopes_CV += blend.ce_weight * logprobs_CV.exp()
-            slopes_CV.scatter_add_(1, target_C1, torch.full_like(target_C1, -blend.ce_weight, dtype=slopes_CV.dtype))
-        return torch.stack([kd_C * blend.temperature**2, -logprobs_CV.gather(1, target_C1).squeeze(1)], -1), slopes_CV
+            slopes_CV.add_((logits_CV - total_C1).exp_(), alpha=blend.ce_weight)
+            slopes_CV.scatter_add_(1, target_C1, torch.full_like(total_C1, -blend.ce_weight))
+        ce_C = (total_C1 - logits_CV.gather(1, target_C1)).squeeze(1)
+        return torch.stack([kd_C * blend.temperature**2, ce_C], -1), slopes_CV
 
     sweep = _Sweep(terms, weight_N, student.config.softcap, (blend.kd_weight, blend.ce_weight))
     total, terms_N2 = _Swept.apply(flat_states(student, batch), student.head_weight(), sweep, torch.is_grad_enabled())
@@ -221,9 +221,9 @@ class _Sweep:
             logits_CV, weight_C1 = capped_logits(states_ND[part], head_VD, self.softcap), self.weight_N[part, None]
             terms_C2, slopes_CV = self.terms(part, logits_CV)
             terms_N2[part] = torch.where(weight_C1 != 0, terms_C2, 0)
-            slopes_CV = torch.where(weight_C1 != 0, slopes_CV * weight_C1, 0)
+            slopes_CV.mul_(weight_C1).masked_fill_(weight_C1 == 0, 0)
             if self.softcap is not None:
-                slopes_CV *= 1 - (logits_CV / self.softcap).square()
+                slopes_CV *= 1 - logits_CV.div_(self.softcap).square_()
             grads_CV = slopes_CV.to(states_ND.dtype)
             if d_states_ND is not None:
                 product(grads_CV, head_VD, out=d_states_ND[part])
