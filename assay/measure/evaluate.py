@@ -11,11 +11,10 @@ from typing import Any
 
 from assay.errors import GuardStop, UsageError
 from assay.generate.request import Completion, Sampling
-from assay.measure import soundness
-from assay.measure.estimate import Estimate, pass_at_k
+from assay.measure import soundness, summary
+from assay.measure.estimate import Estimate
 from assay.measure.examinee import OpenedModel, prompt_ids
 from assay.measure.results import Results
-from assay.measure.summary import disagreements, summarise
 from assay.measure.task import Choosing, Example, Generation, Reading, Score, Task, choose, dataset_digest, oracles, score_all
 from assay.store.identity import code_digest, environment
 from assay.verdict import Outcome, Verdict
@@ -25,6 +24,14 @@ EXAMPLES = 256  # of a task without sampling, in one part
 LISTED = 50  # disagreements kept in the summary
 
 Said = Callable[[int, int], None]  # (examples done, of all)
+
+
+class Unsound(GuardStop):
+    """What was refuted: the scores would not mean what they say, so none are given."""
+
+    def __init__(self, verdict: Verdict):
+        super().__init__(f"nothing is concluded: {verdict.reason}")
+        self.verdict = verdict
 
 
 @dataclass(frozen=True)
@@ -41,7 +48,7 @@ def evaluate(opened: OpenedModel, task: Task, folder: Path, *, k: int = 1, sampl
     sampling = sampling or Sampling()
     if k < 1 or (k > 1 and (sampling.temperature == 0 or not isinstance(task, Generation))):
         raise UsageError(f"-k {k}: expected at least 1, and more only of a task that samples, at a temperature above 0")
-    verdicts = _believable(task)
+    verdicts = sound(oracles(task))  # a task whose own gold texts do not score says nothing about a model
     texts = {example.id: _asked(task, example) for example in task.examples}
     raw = raw or not isinstance(task, Generation) or task.raw
     verdicts += _before(opened, texts, raw)
@@ -50,11 +57,11 @@ def evaluate(opened: OpenedModel, task: Task, folder: Path, *, k: int = 1, sampl
         for part, rows in _parts(opened, task, texts, k, sampling, raw, results.rows):
             results.append(_named(row, opened, results.request) for row in rows)
             said(part, len(task.examples))
-        rows = [results.rows[example.id] for example in task.examples]
+        rows = [results.rows[example.id] for example in task.examples if example.id in results.rows]
         verdicts += _after(task, rows, k, sampling, results.request["dataset"])
         training = list(trained_on)
         verdicts += [soundness.check_leak(task.examples, training)] if training else []
-        found = Evaluation(summarise(task, rows, k), verdicts, disagreements(rows), rows)
+        found = Evaluation(summary.summarise(task, rows, k), verdicts, summary.disagreements(rows), rows)
         results.finish(_summary(opened, found))
     finally:
         results.close()
@@ -64,30 +71,26 @@ def evaluate(opened: OpenedModel, task: Task, folder: Path, *, k: int = 1, sampl
 # ---------------------------------------------------------------- before and after
 
 
-def _believable(task: Task) -> list[Verdict]:
-    """A task whose own gold texts do not score, or whose wrong ones do, says nothing about a model."""
-    verdicts = oracles(task)
+def sound(verdicts: list[Verdict]) -> list[Verdict]:
     for verdict in verdicts:
         if verdict.outcome is Outcome.REFUTED:
-            raise GuardStop(f"nothing was evaluated: {verdict.reason}")
+            raise Unsound(verdict)
     return verdicts
 
 
 def _before(opened: OpenedModel, texts: Mapping[str, str], raw: bool) -> list[Verdict]:
     some = list(texts.values())[:3]
     first = prompt_ids(opened.tokenizer, some[0], raw=raw)[: opened.model.config.max_length]
-    verdicts = [soundness.check_beginning(opened, some), soundness.check_repeatable(opened.model, first)]
-    for verdict in verdicts:
-        if verdict.outcome is Outcome.REFUTED:
-            raise GuardStop(f"nothing was evaluated: {verdict.reason}")
-    return verdicts
+    return sound([soundness.check_beginning(opened, some), soundness.check_repeatable(opened.model, first)])
 
 
 def _after(task: Task, rows: Sequence[Mapping[str, Any]], k: int, sampling: Sampling, dataset: str) -> list[Verdict]:
     verdicts = [soundness.check_complete(task, rows, k), soundness.check_dataset(dataset, task.examples)]
     if isinstance(task, Generation):
         verdicts.append(soundness.check_seeds(rows, sampling.temperature))
-    return [*verdicts, soundness.check_pass_at_k(pass_at_k)] if k > 1 else verdicts
+    if k > 1:
+        verdicts.append(soundness.check_pass_at_k(summary.pass_at_k))
+    return sound(verdicts)
 
 
 def _request(opened: OpenedModel, task: Task, texts: Mapping[str, str], k: int, sampling: Sampling, raw: bool) -> dict[str, Any]:

@@ -12,6 +12,7 @@ def catalogue() -> dict[str, Fault]:
         checkpoints,
         corpora,
         distilling,
+        evaluating,
         formats,
         measuring,
         policy,

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from assay.errors import DataError, GuardStop, UsageError
+from assay.errors import DataError, UsageError
 from assay.generate.request import Sampling
 from assay.measure import evaluate as module
-from assay.measure.evaluate import evaluate
+from assay.measure.evaluate import Unsound, evaluate
 from assay.measure.examinee import OpenedModel, continued, prompt_ids, rolling_windows
 from assay.measure.results import Results
 from assay.measure.summary import ks, summarise
@@ -116,7 +116,7 @@ def test_two_writers_and_foreign_folders_are_refused(tmp_path):
 
 def test_a_task_whose_oracles_fail_is_not_evaluated(model, problems, tmp_path):
     generous = replace(problems, score=lambda example, text: Score(1, 1, True))
-    with pytest.raises(GuardStop, match="wrong texts score above 0"):
+    with pytest.raises(Unsound, match="wrong texts score above 0"):
         evaluate(model, generous, tmp_path / "out", sampling=WARM)
     assert not (tmp_path / "out").exists()
 
