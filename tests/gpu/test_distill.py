@@ -1,0 +1,64 @@
+"""Distillation on a GPU: what the CPU gives, in fp32, in bf16 and through a CUDA graph."""
+
+import pytest
+import torch
+
+from assay.data.batch import Batch
+from assay.learn.distill import Blend, distillation, stored_distillation, top_k
+from assay.learn.graph import GraphedAccumulate
+from assay.learn.loop import accumulated
+from assay.learn.objectives import Objective
+from assay.model.transformer import Transformer
+from assay.seeds import generator
+from assay.zoo.stage import tiny
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+
+VOCAB = 4096
+
+
+def batch() -> Batch:
+    tokens = torch.randint(0, VOCAB, (4, 128), generator=generator(0, "tokens"))
+    documents = (torch.arange(128) >= 50).int().repeat(4, 1)
+    weight = torch.rand(4, 128, generator=generator(0, "weight"))
+    weight[:, [0, 50]] = 0
+    return Batch(tokens, weight, documents)
+
+
+def models(device: str, dtype: torch.dtype | None = None) -> tuple[Transformer, Transformer]:
+    student, teacher = tiny("llama", 1, vocab=VOCAB).to(device), tiny("assay", 2, vocab=VOCAB).to(device).requires_grad_(False)
+    for model in (student, teacher):
+        model.compute_dtype = dtype
+        with torch.no_grad():
+            model.norm.weight.mul_(3.0)
+    return student, teacher
+
+
+def measured(student: Transformer, objective: Objective, b: Batch, accumulate=accumulated) -> tuple[float, torch.Tensor]:
+    loss = accumulate(student, objective, b, 2, float(b.weight.sum()))
+    found = torch.cat([p.grad.flatten().cpu() for p in student.parameters()])
+    student.zero_grad()
+    return float(loss), found
+
+
+@pytest.mark.parametrize("blend", [Blend(), Blend("reverse", 2.0), Blend("jsd", 3.0, ce_weight=0.5)], ids=str)
+@pytest.mark.parametrize(("dtype", "bound"), [(None, 1e-3), (torch.bfloat16, 5e-2)])
+def test_it_is_what_the_cpu_gives(blend: Blend, dtype: torch.dtype | None, bound: float):
+    b = batch()
+    (student, teacher), (there, asked) = models("cpu"), models("cuda", dtype)
+    due, found = measured(student, distillation(teacher, blend), b), measured(there, distillation(asked, blend), b)
+    assert found[0] == pytest.approx(due[0], rel=bound)
+    assert float((found[1] - due[1]).norm()) <= bound * float(due[1].norm())
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_graph_gives_what_eager_gives(stored: bool):
+    student, teacher = models("cuda", torch.bfloat16)
+    b, objective = batch(), distillation(teacher, Blend("jsd", 2.0, ce_weight=0.5))
+    if stored:
+        ids, logprobs = top_k(teacher, b.to("cuda"), 16)
+        b = Batch(b.tokens, b.weight, b.documents, teacher_ids=ids, teacher_logprobs=logprobs)
+        objective = stored_distillation()
+    eager, graphed = measured(student, objective, b), measured(student, objective, b, GraphedAccumulate())
+    assert graphed[0] == pytest.approx(eager[0], rel=1e-3)
+    assert float((graphed[1] - eager[1]).norm()) <= 1e-2 * float(eager[1].norm())
