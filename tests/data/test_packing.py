@@ -8,7 +8,7 @@ import torch
 
 from assay.data.chat import Example
 from assay.data.consumed import consumed_as_planned
-from assay.data.packing import Packed, hold_out
+from assay.data.packing import Packed, filled, hold_out
 from assay.errors import DataError, UsageError
 from assay.guard.audit import check_batch, check_packing
 from assay.learn.objectives import next_token
@@ -87,6 +87,12 @@ def test_little_is_padding_and_without_packing_a_row_is_an_example():
     assert all(len(ids) == 1 for ids in batch.ids)
     assert batch.documents is not None
     assert set(batch.documents.unique().tolist()) == {0, -1}
+
+
+def test_a_row_is_filled_exactly_where_two_examples_together_can():
+    lengths = np.array([2, 4, 5, 6, 7])
+    rows = filled(np.arange(5), lengths, 16)
+    assert [lengths[row].tolist() for row in rows] == [[7, 5, 4], [6, 2]]  # the longest that fits would be 6, and leave 1
 
 
 def test_the_data_ends_with_a_sentence():
