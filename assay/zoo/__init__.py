@@ -10,6 +10,7 @@ def catalogue() -> dict[str, Fault]:
     from assay.zoo import (  # noqa: F401 - importing registers
         adapters,
         checkpoints,
+        conversations,
         corpora,
         distilling,
         evaluating,

@@ -2,8 +2,7 @@
 
 import pytest
 
-from assay.zoo import conversations
-from assay.zoo.fault import FAULTS, observe
+from assay.zoo import catalogue, observe
 
 REASONS = {
     "completion truncated away": "6 of 20 examples supervise no token",
@@ -25,14 +24,14 @@ WANTED = {*(f"D{i:02d}" for i in range(1, 9)), "D10", "D11", "D12", "D13", "D15"
 
 
 def test_every_row_about_conversations_has_a_fault_and_every_fault_its_reason():
-    own = {name for name, fault in FAULTS.items() if fault.plant.__module__ == conversations.__name__}
-    assert own == REASONS.keys()
-    assert not WANTED - {row for name in REASONS for row in FAULTS[name].rows}
+    own = {name: fault for name, fault in catalogue().items() if fault.plant.__module__ == "assay.zoo.conversations"}
+    assert own.keys() == REASONS.keys()
+    assert not WANTED - {row for fault in own.values() for row in fault.rows}
 
 
 @pytest.mark.parametrize("name", REASONS)
 def test_it_is_caught_and_its_clean_twin_is_silent(name: str):
-    sighting = observe(FAULTS[name])
+    sighting = observe(catalogue()[name])
     shown = "\n".join(["planted:", *map(str, sighting.planted), "clean:", *map(str, sighting.clean)])
     assert sighting.caught, f"{name} was missed\n{shown}"
     assert not sighting.false_alarm, f"the clean twin of {name} is not silent\n{shown}"
