@@ -23,7 +23,7 @@ types: $(VENV)/.ready
 	$(VENV)/bin/mypy
 
 unit: $(VENV)/.ready
-	$(RUN) -m pytest
+	$(RUN) -m pytest -n 2 --dist loadfile
 
 campaign-store: $(VENV)/.ready   ## the full crash campaign on the store; writes results/
 	$(RUN) -m tests.store.campaign --full
