@@ -148,4 +148,6 @@ def _closed(weight: float) -> str:
 
 
 def _piece(tokenizer: "Tokenizer", token: int) -> str:
-    return tokenizer.piece(token).replace("\n", "⏎")
+    """No control character of the data reaches the terminal."""
+    text = tokenizer.piece(token).replace("\n", "⏎")
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

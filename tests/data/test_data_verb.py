@@ -38,6 +38,14 @@ def test_clean_rows_are_shown_and_proven(model: Path, tmp_path: Path, capsys: py
     assert "REFUTED" not in out
 
 
+def test_no_control_character_of_the_data_reaches_the_terminal(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b\x1b[2J\r"}]
+    assert checked(written(tmp_path / "rows.jsonl", [{"messages": talk}]), "--model", model) == 0
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert "b|\\x1b|[|2|J|\\r|" in out
+
+
 def test_json_says_ids_weights_and_verdicts(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path = written(tmp_path / "rows.jsonl", thoughts())
     flags = ("--model", model, "--gsm8k", "think", "--new-tokens", "<think>", "</think>", "<answer>", "</answer>", "--json")
