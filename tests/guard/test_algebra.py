@@ -41,6 +41,15 @@ def test_anything_else_is_refuted(other: dict):
     assert check_policy_loss(model, policy_gradient(replace(ASKED[0], **other)), batch, ASKED[0], "token", CAP).outcome is Outcome.REFUTED
 
 
+@pytest.mark.parametrize(("made_for", "asked_for"), [
+    ("sequence", "token"), ("token", "sequence"), ("token", "constant"), ("constant", "token")])
+def test_another_normalisation_is_refuted(made_for: str, asked_for: str):
+    model = initialised(tiny_config(), 1)
+    batch = as_batch(made(model), ALONE, made_for)
+    found = check_policy_loss(model, policy_gradient(ASKED[0]), batch, ASKED[0], asked_for, CAP)  # type: ignore[arg-type]
+    assert found.outcome is Outcome.REFUTED
+
+
 def test_turned_advantages_go_the_wrong_way():
     model = initialised(tiny_config(), 1)
     batch = as_batch(made(model), PACKED)

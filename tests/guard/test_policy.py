@@ -61,6 +61,7 @@ def test_identity_by_its_mean_and_by_every_single_completion():
     far = [[x + 4e-3 for x in row] for row in sampler]
     assert check_identity(sampler, far, FLOOR).outcome is Outcome.REFUTED
     one = [*near[:-1], [-1.1, -2.0, -3.1]]  # the mean of all is still within its bound
+    assert check_identity(sampler, one, FLOOR).outcome is Outcome.REFUTED
     assert "in completion 49" in check_identity(sampler, one, FLOOR).reason
     lost = [*near[:-1], [float("nan"), -2.0, -3.0]]
     assert check_identity(sampler, lost, FLOOR).outcome is Outcome.REFUTED
