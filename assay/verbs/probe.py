@@ -1,0 +1,152 @@
+"""assay probe: is what a saved artifact says healthy? Through the path that a consumer uses, or any OpenAI-compatible endpoint."""
+
+import json
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from assay.config import argument, option
+from assay.errors import UsageError
+from assay.verdict import Outcome, overall
+
+if TYPE_CHECKING:
+    from assay.generate.request import Sampling
+    from assay.measure.probe import Health
+    from assay.measure.probe_prompts import Prompt
+    from assay.measure.speakers import OfEndpoint, OfModel
+
+
+@dataclass(frozen=True)
+class FLAGS:
+    """Sample from an artifact on prompts of several domains and judge every text by cause: endless repetition, word soup (with
+    --against), wrong script, code or sums where prose was asked, missing tags, cap hits, empty, the same whatever is asked. The
+    rate has an interval that holds however often it is looked at; sampling ends as soon as it is shown to be too high."""
+
+    artifact: str | None = argument("checkpoint, folder, adapter, GGUF file, fetched name, or http(s)://…/v1", default=None)
+    against: str | None = option("its parent: compared prompt by prompt, and the judge of word soup", default=None)
+    history: str | None = option("a run: find the first of its checkpoints that is malformed", default=None)
+    prompts: str | None = option("your own prompts: JSON lines with `prompt`, and id, domain, and what is expected: script, code, numbers, "
+                                 "short, tags, ends; or .txt, one a line", default=None)
+    n: int | None = option("samples of each prompt; by default so many that clean ones exclude 10 %", short="-n", default=None)
+    max_new: int = option("most tokens per sample", default=512)
+    temperature: float = option("0 is greedy, and then one sample of each prompt is all there is", default=0.7)
+    top_p: float = option("sample within this probability mass", default=1.0)
+    seed: int = option("seed", default=0)
+    tolerate: float = option("a share of malformed texts that is no alarm", default=0.05)
+    base: str | None = option("an adapter's base, where the adapter does not name it", default=None)
+    device: str | None = option("cpu, cuda, …; by default a GPU where there is one", default=None)
+    model: str | None = option("of an endpoint that serves several", default=None)
+    key_env: str | None = option("the environment variable that holds an endpoint's key", default=None)
+    json: bool = option("print JSON, every text included", default=False)
+
+
+EXAMPLES = """  assay probe runs/a/checkpoints/step-000500 --against smollm2-135m
+  assay probe --history runs/a -n 2
+  assay probe http://127.0.0.1:8000/v1 --prompts mine.jsonl --json"""
+
+
+def run(flags: FLAGS) -> int:
+    from assay.generate.request import Sampling
+
+    if (flags.artifact is None) == (flags.history is None):
+        raise UsageError("assay probe: name one artifact or endpoint, or a run with --history")
+    if not 0 < flags.tolerate < 1:
+        raise UsageError(f"--tolerate {flags.tolerate}: expected a share between 0 and 1")
+    sampling = Sampling(flags.max_new, flags.temperature, 0, flags.top_p, flags.seed)
+    return run_history(flags, sampling) if flags.history is not None else run_one(flags, sampling)
+
+
+def run_one(flags: FLAGS, sampling: "Sampling") -> int:
+    from assay.measure.probe import against, probe
+
+    assert flags.artifact is not None
+    speaker = speaker_of(flags.artifact, flags, sampling)
+    prompts = asked(flags, speaker)
+    n, verdicts, parent = rounds(flags, len(prompts)), [], None
+    if flags.against is not None:
+        other = opened(flags.against, flags, sampling, base=None)
+        parent = probe(other, prompts, n=n, name=flags.against, surprise=other.surprise, tolerated=flags.tolerate)
+        usual = [sample.said.surprise for sample in parent.samples if sample.said.surprise is not None]
+        health = probe(speaker, prompts, n=n, name=flags.artifact, surprise=other.surprise, usual=usual, tolerated=flags.tolerate)
+        verdicts = [health.verdict(), against(health, parent)[1]]
+    else:
+        health = probe(speaker, prompts, n=n, name=flags.artifact, tolerated=flags.tolerate)
+        verdicts = [health.verdict()]
+    facts = {"artifact": flags.artifact, "verdicts": [verdict.to_json() for verdict in verdicts], "health": as_json(health),
+             "parent": None if parent is None else as_json(parent)}
+    print(json.dumps(facts, indent=1) if flags.json else "\n".join([*table(health), *map(str, verdicts)]))
+    return 0 if overall(verdicts) is Outcome.PROVEN else 3
+
+
+def run_history(flags: FLAGS, sampling: "Sampling") -> int:
+    from assay.measure.probe import first_bad, probe
+
+    assert flags.history is not None
+    folder = Path(flags.history) / "checkpoints"
+    if not folder.is_dir():
+        raise UsageError(f"{flags.history}: there is no folder `checkpoints` here, so this is not a run")
+    names = sorted(child.name for child in folder.iterdir() if child.is_dir() and not child.name.startswith("."))
+
+    def look(name: str) -> "Health":
+        speaker = opened(str(folder / name), flags, sampling, base=flags.base)
+        prompts = asked(flags, speaker)
+        health = probe(speaker, prompts, n=rounds(flags, len(prompts)), name=name, tolerated=flags.tolerate)
+        print(f"{name}: {health.sentence}", file=sys.stderr if flags.json else sys.stdout, flush=True)
+        return health
+
+    found = first_bad(names, look)
+    facts = {"history": flags.history, "first_bad": found.first_bad, "last_good": found.last_good, "sentence": found.sentence,
+             "probed": {name: as_json(health) for name, health in found.probed.items()}}
+    print(json.dumps(facts, indent=1) if flags.json else found.sentence)
+    return 0 if found.first_bad is None else 3
+
+
+def speaker_of(name: str, flags: FLAGS, sampling: "Sampling") -> "OfModel | OfEndpoint":
+    from assay.measure.speakers import endpoint
+
+    if name.startswith(("http://", "https://")):
+        return endpoint(name, sampling, model=flags.model, key=flags.key_env)
+    return opened(name, flags, sampling, base=flags.base)
+
+
+def opened(name: str, flags: FLAGS, sampling: "Sampling", base: str | None) -> "OfModel":
+    import torch
+
+    from assay.measure.examinee import OpenedModel
+    from assay.measure.speakers import OfModel
+    from assay.store.artifact import open_artifact
+
+    device = flags.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return OfModel(OpenedModel(open_artifact(name, base=base), device=device), sampling)
+
+
+def asked(flags: FLAGS, speaker: "OfModel | OfEndpoint") -> "tuple[Prompt, ...]":
+    """The user's prompts, else ours: questions for a model that answers, beginnings for one that continues."""
+    from assay.measure.probe_prompts import BEGINNINGS, BUILT_IN, read_prompts
+    from assay.measure.speakers import OfModel
+
+    if flags.prompts is not None:
+        return read_prompts(flags.prompts)
+    return BEGINNINGS if isinstance(speaker, OfModel) and speaker.raw else BUILT_IN
+
+
+def rounds(flags: FLAGS, prompts: int) -> int:
+    from assay.measure.probe import BOUND
+    from assay.measure.sequential import clean_needed
+
+    if flags.temperature == 0:
+        return 1
+    return flags.n if flags.n is not None else math.ceil(clean_needed(BOUND) / prompts)
+
+
+def table(health: "Health") -> list[str]:
+    """One line a malformed sample."""
+    return [f"  {sample.prompt.id:20} {sample.wrong.cause}: {sample.wrong.evidence}" for sample in health.samples if sample.wrong]
+
+
+def as_json(health: "Health") -> dict[str, Any]:
+    low, high = health.interval
+    return {"name": health.name, "bad": health.bad, "n": len(health.samples), "low": low, "high": high, "causes": health.causes,
+            "sentence": health.sentence, "samples": [sample.to_json() for sample in health.samples]}

@@ -1,0 +1,230 @@
+"""Probes: healthy speakers are proven, sick ones refuted early and by cause, and the first bad checkpoint is found."""
+
+import json
+
+import numpy as np
+import pytest
+
+from assay.config import parse
+from assay.errors import AssayError, DataError, UsageError
+from assay.generate.request import Sampling
+from assay.measure.probe import Health, Said, against, first_bad, judged, probe
+from assay.measure.probe_prompts import BEGINNINGS, BUILT_IN, Prompt, read_prompts
+from assay.measure.speakers import OfEndpoint, endpoint
+from assay.verbs import probe as verb
+from assay.verdict import Outcome
+
+from .texts import PARAGRAPH
+
+WORDS = sorted(set(PARAGRAPH.split()))
+OWN = {prompt.id: " ".join(np.random.default_rng(i).choice(WORDS, 40)) for i, prompt in enumerate((*BUILT_IN, *BEGINNINGS))}
+LOOP = "and so it goes on and on " * 20
+
+
+def healthy(prompts, round):
+    return [Said(OWN.get(prompt.id, PARAGRAPH), "stop") for prompt in prompts]
+
+
+def sick(share, seed=0):
+    rng = np.random.default_rng(seed)
+
+    def speak(prompts, round):
+        return [Said(LOOP, "length") if rng.random() < share else one for one in healthy(prompts, round)]
+
+    return speak
+
+
+def test_a_healthy_speaker_is_proven_and_says_what_would_bound_it_further():
+    health = probe(healthy, BUILT_IN, n=4)
+    verdict = health.verdict()
+    assert verdict.outcome is Outcome.PROVEN
+    assert "0 of 64 texts are malformed, a rate of 0.0% to 8.4%" in verdict.reason
+    assert "clean samples that bound it: 116 at 5%, 320 at 2%, 680 at 1%" in verdict.reason
+
+
+def test_too_few_clean_samples_prove_nothing():
+    assert probe(healthy, BUILT_IN[:4], n=2).verdict().outcome is Outcome.UNPROVEN
+
+
+def test_half_malformed_is_refuted_early_and_by_cause():
+    health = probe(sick(0.5), BUILT_IN, n=4)
+    assert len(health.samples) == 16
+    verdict = health.verdict()
+    assert verdict.outcome is Outcome.REFUTED
+    assert verdict.evidence["causes"].keys() == {"repetition"}
+    assert verdict.evidence["examples"][0]["text"] == LOOP
+
+
+def test_what_is_tolerated_is_refuted_at_most_one_time_in_twenty():
+    rounds = 200
+    refuted = sum(Health("", tuple(judged(BUILT_IN, sick(0.05, seed)(BUILT_IN, 0)))).interval[0] > 0.05 for seed in range(rounds))
+    assert refuted / rounds <= 0.05
+
+
+def test_one_answer_to_all_is_collapse():
+    said = Said("There are 7 apples in the box, so the answer is 7.", "stop")
+    health = probe(lambda prompts, round: [said] * len(prompts), BUILT_IN, n=1)
+    assert health.verdict().outcome is Outcome.REFUTED
+    assert health.causes["same everywhere"] >= 14
+
+
+def test_word_soup_needs_a_reference():
+    soup = lambda prompts, round: [Said(f"lamp {prompt.id} under whose of quickly seven the roof", "stop") for prompt in prompts]
+    surprise = lambda prompts, said: [8.0 if one.text.startswith("lamp") else 1.5 for one in said]
+    usual = [sample.said.surprise for sample in probe(healthy, BUILT_IN, n=1, surprise=surprise).samples]
+    assert probe(soup, BUILT_IN, n=1).bad == 0
+    assert probe(soup, BUILT_IN, n=1, surprise=surprise, usual=usual).causes == {"word soup": 16}
+    assert probe(healthy, BUILT_IN, n=1, surprise=surprise, usual=usual).bad == 0
+
+
+def test_child_and_parent_are_paired_by_prompt():
+    parent, child = probe(healthy, BUILT_IN, n=2, name="parent"), probe(sick(0.7), BUILT_IN, n=2)
+    assert against(child, parent)[1].outcome is Outcome.REFUTED
+    assert against(parent, parent)[1].outcome is Outcome.PROVEN
+    assert against(parent, child)[1].outcome is Outcome.PROVEN
+    with pytest.raises(UsageError, match="not asked the same"):
+        against(child, probe(healthy, BEGINNINGS, n=2))
+
+
+@pytest.mark.parametrize("count", [5, 8, 40])
+def test_the_first_bad_checkpoint_is_found(count):
+    for bad_from in (0, 1, count // 2, count - 1, count):
+        looks: list[str] = []
+
+        def look(name, bad_from=bad_from, looks=looks):
+            looks.append(name)
+            return probe(sick(0.9 if int(name) >= bad_from else 0.0), BUILT_IN, n=1)
+
+        found = first_bad([str(i) for i in range(count)], look)
+        assert found.first_bad == (str(bad_from) if bad_from < count else None)
+        assert found.last_good == (None if bad_from == 0 else str(bad_from - 1))
+        assert len(looks) == len(set(looks)) <= 8
+
+
+def test_prompts_of_several_domains_with_ids_of_their_own():
+    for prompts in (BUILT_IN, BEGINNINGS):
+        assert len({prompt.id for prompt in prompts}) == len(prompts)
+    assert {prompt.domain for prompt in BUILT_IN} == {"chat", "reasoning", "code", "transcript clean-up", "off-domain"}
+    assert not any(prompt.expected.ends for prompt in BEGINNINGS)
+
+
+def test_users_prompts(tmp_path):
+    rows = tmp_path / "mine.jsonl"
+    rows.write_text('{"prompt": "Think.", "tags": ["<think>"], "domain": "d"}\n{"prompt": "Say hi.", "short": true}\n')
+    first, second = read_prompts(rows)
+    assert (first.expected.tags, first.domain, second.expected.short) == (("<think>",), "d", True)
+    lines = tmp_path / "mine.txt"
+    lines.write_text("One?\n\nTwo?\n")
+    assert [prompt.text for prompt in read_prompts(lines)] == ["One?", "Two?"]
+    for wrong, says in (('{"text": "x"}', "unknown text"), ('{"prompt": 3}', "`prompt` is 3"),
+                        ('{"prompt": "x", "code": "yes"}', "expected bool")):
+        rows.write_text(wrong + "\n")
+        with pytest.raises(DataError, match=says):
+            read_prompts(rows)
+
+
+# ── through real models ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A tiny model that was never trained: its texts are noise that never ends."""
+    from assay.zoo.stage import save, tiny
+
+    where = tmp_path_factory.mktemp("probe") / "run" / "checkpoints"
+    for name in ("step-1", "step-2"):
+        save(where / name, tiny())
+    return where / "step-1"
+
+
+def test_the_verb_refutes_an_untrained_model(checkpoint, capsys, tmp_path):
+    prompts = tmp_path / "p.txt"
+    prompts.write_text("".join(f"Tell me about {what}.\n" for what in ("rain", "bread", "time", "trees")))
+    flags = parse(verb.FLAGS, [str(checkpoint), "--prompts", str(prompts), "-n", "2", "--max-new", "24", "--json", "--device", "cpu"],
+                  prog="assay probe")
+    assert verb.run(flags) == 3
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["health"]["bad"] == facts["health"]["n"]
+    assert facts["verdicts"][0]["outcome"] == "REFUTED"
+
+
+def test_the_verb_finds_the_first_bad_checkpoint_and_compares_with_a_parent(checkpoint, capsys, tmp_path):
+    prompts = tmp_path / "p.txt"
+    prompts.write_text("".join(f"Tell me about {what}.\n" for what in ("rain", "bread", "time", "trees", "snow", "salt")))
+    common = ["--prompts", str(prompts), "-n", "1", "--max-new", "16", "--json", "--device", "cpu"]
+    assert verb.run(parse(verb.FLAGS, ["--history", str(checkpoint.parent.parent), *common], prog="assay probe")) == 3
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["first_bad"], facts["last_good"]) == ("step-1", None)
+    assert verb.run(parse(verb.FLAGS, [str(checkpoint), "--against", str(checkpoint), *common], prog="assay probe")) == 3
+    facts = json.loads(capsys.readouterr().out)
+    assert [v["outcome"] for v in facts["verdicts"]] == ["REFUTED", "PROVEN"]  # as bad as its parent, and no worse
+    assert facts["health"]["samples"][0]["text"] == facts["parent"]["samples"][0]["text"]
+
+
+def test_a_run_or_an_artifact_must_be_named(tmp_path):
+    for argv in ([], ["x", "--history", "y"]):
+        with pytest.raises(UsageError, match="name one"):
+            verb.run(parse(verb.FLAGS, argv, prog="assay probe"))
+    with pytest.raises(UsageError, match="not a run"):
+        verb.run(parse(verb.FLAGS, ["--history", str(tmp_path)], prog="assay probe"))
+
+
+# ── endpoints ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def server():
+    """A real server on the loopback that answers as OpenAI's API does."""
+    import threading
+    from http.server import BaseHTTPRequestHandler, HTTPServer
+
+    class Answers(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.answer({"data": [{"id": "tiny"}]})
+
+        def do_POST(self):
+            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            words = asked["messages"][0]["content"]
+            if words == "broken":
+                self.answer({"choices": []})
+            elif words == "down":
+                self.send_error(503)
+            else:
+                text = f"You said {words!r} to {asked['model']} at {asked['temperature']}."
+                self.answer({"choices": [{"message": {"content": text}, "finish_reason": "stop"}]})
+
+        def answer(self, document):
+            body = json.dumps(document).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_):
+            pass
+
+    serving = HTTPServer(("127.0.0.1", 0), Answers)
+    thread = threading.Thread(target=serving.serve_forever, args=(0.01,))
+    thread.start()
+    yield f"http://127.0.0.1:{serving.server_port}/v1"
+    serving.shutdown()
+    thread.join()
+    serving.server_close()
+
+
+def test_an_endpoint_is_asked_as_its_clients_ask(server):
+    speaker = endpoint(server, Sampling(32, 0.5))
+    assert speaker.model == "tiny"
+    said = speaker([Prompt("a", "d", "hello")], 0)
+    assert said == [Said("You said 'hello' to tiny at 0.5.", "stop")]
+
+
+def test_what_an_endpoint_fails_to_say_is_never_an_empty_text(server):
+    speaker = OfEndpoint(server, "tiny", Sampling(8))
+    for words, says in (("broken", "no choices"), ("down", "answered 503")):
+        with pytest.raises(AssayError, match=says):
+            speaker([Prompt("a", "d", words)], 0)
+    with pytest.raises(AssayError, match="ConnectError"):
+        OfEndpoint("http://127.0.0.1:1/v1", "tiny", Sampling(8))([Prompt("a", "d", "x")], 0)
+    with pytest.raises(UsageError, match="not set"):
+        endpoint(server, Sampling(8), key="NO_SUCH_KEY_HERE")
