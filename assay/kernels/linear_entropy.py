@@ -63,7 +63,7 @@ class _LogprobsEntropy(torch.autograd.Function):
             if d_hidden_ND is not None:
                 d_hidden_ND[part] = grad_CV @ head_VD.to(grad_CV.dtype)
             if d_head_VD is not None:
-                d_head_VD += grad_CV.T @ hidden_ND[part]
+                d_head_VD += _product(grad_CV.T, hidden_ND[part])
         return d_hidden_ND, None if d_head_VD is None else d_head_VD.to(head_VD.dtype), None, None, None, None
 
 
@@ -73,12 +73,15 @@ def _chunks(count: int, rows: int) -> list[slice]:
 
 def _logprobs(hidden_CD: Tensor, head_VD: Tensor, softcap: float | None, temperature: float) -> tuple[Tensor, Tensor | None]:
     """fp32 log-probabilities, and where there is a cap its slope at each logit. Products run in hidden's dtype, summed in fp32."""
-    head_VD = head_VD.to(hidden_CD.dtype)
-    if hidden_CD.is_cuda and hidden_CD.dtype != torch.float32:  # not rounded to bf16: a ratio of 1 has to come out as 1
-        logits_CV = torch.mm(hidden_CD, head_VD.T, out_dtype=torch.float32)
-    else:
-        logits_CV = hidden_CD.float() @ head_VD.float().T
+    logits_CV = _product(hidden_CD, head_VD.to(hidden_CD.dtype).T)
     if softcap is None:
         return (logits_CV / temperature).log_softmax(-1), None
     tanh_CV = torch.tanh(logits_CV / softcap)
     return (softcap * tanh_CV / temperature).log_softmax(-1), 1 - tanh_CV.square()
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """In fp32, not rounded to bf16 on the way: a policy ratio of 1 has to come out as 1."""
+    if a.is_cuda and a.dtype != torch.float32:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()
