@@ -14,6 +14,7 @@ from assay.errors import AssayError, UsageError
 VERBS = {
     "tokenizer": "train a byte-level BPE tokenizer",
     "pretrain": "train a model from scratch",
+    "data": "check conversations: what is supervised, shown token by token and audited",
     "sft": "fine-tune a model on conversations, the whole of it or an adapter",
     "seeds": "run a recipe once per seed, and judge what the seeds show together",
     "corpus": "turn text into hashed token shards, held-out documents apart",

@@ -46,19 +46,6 @@ def check_order(order: Order) -> Verdict:
     return proven("order", f"{seen}, in another order in the second epoch", places=places)
 
 
-def check_examples(order: Packed) -> Verdict:
-    """Every example stands in exactly one row of an epoch, and the next epoch has an order of its own."""
-    for epoch, plan in enumerate(order.plans):
-        times = np.bincount([index for row in plan for index in row], minlength=len(order.examples))
-        if len(times) != len(order.examples) or (times != 1).any():
-            return refuted("order", f"epoch {epoch} reads {int((times != 1).sum())} of {len(order.examples)} examples not at all or more "
-                                    "than once")
-    if len(order.plans) > 1 and len(order.examples) > 8 and order.plans[0] == order.plans[1]:
-        return refuted("order", "the second epoch reads in the order of the first: it is not shuffled anew")
-    return proven("order", f"each of {len(order.examples)} examples is read once an epoch, in another order each time",
-                  examples=len(order.examples))
-
-
 def check_same_data(recorded: str, corpus: Corpus) -> Verdict:
     """What a run goes on with is the corpus it began with: its training text, and the held-out text it is scored on."""
     if recorded != corpus.digest:

@@ -16,8 +16,8 @@ from assay.data.chat import Example, Rendered, render
 from assay.data.layouts import Conversation, read_conversations
 from assay.data.packing import Packed, hold_out
 from assay.errors import UsageError
-from assay.guard.audit import audit, check_batch
-from assay.guard.data import check_consumed, check_examples
+from assay.guard.audit import audit, check_batch, check_packing
+from assay.guard.data import check_consumed
 from assay.guard.watch import Read, Watch
 from assay.learn.objectives import Objective
 from assay.learn.optim import adamw
@@ -112,7 +112,7 @@ class Tuned(Training):
         rows: frozenset[int] | Literal["all"] = frozenset() if isinstance(start.form, Adapter) else "all"
         return [*audit(self.conversations.train, start.tokenizer, start.parent.stops, embed=start.model.embed.weight.detach().float().cpu(),
                        trainable=rows, held_out=self.conversations.held_out, length=self.config.length, seed=self.config.seed),
-                check_examples(self.order)]
+                check_packing(self.order)]
 
     def same_data(self, recorded: Mapping[str, Any]) -> Verdict:
         words = f"the conversations are {self.digest[:12]} now, the run began with {recorded['conversations'][:12]}"
