@@ -19,6 +19,7 @@ def catalogue() -> dict[str, Fault]:
         policy,
         resuming,
         training,
+        verdicts,
     )
 
     return FAULTS
