@@ -19,7 +19,8 @@ from assay.generate.request import Completion, Sampling
 from assay.verdict import Verdict, proven, refuted, unproven
 
 ID_COLUMNS = ("id", "task_id", "idx", "case_id")
-MOST_ORACLES = 200  # examples whose gold and wrong texts are scored before a task counts
+MOST_ORACLES = 2000  # examples whose gold and wrong texts are scored before a task counts
+MOST_SLOW_ORACLES = 48  # where every score waits for a process
 LISTED = 20  # disagreements named in the evidence
 
 
@@ -174,7 +175,7 @@ def score_all(task: Generation, texts: Sequence[tuple[Example, str]]) -> list[Sc
 def oracles(task: Task) -> list[Verdict]:
     """Whether the scoring can be believed, found out on answers whose worth is known, before any model is asked."""
     if isinstance(task, Generation):
-        return _text_oracles(task, spread(task.examples, MOST_ORACLES))
+        return _text_oracles(task, spread(task.examples, MOST_ORACLES if task.scorers == 1 else MOST_SLOW_ORACLES))
     return [_choice_oracle(task)] if isinstance(task, Choosing) else [_reading_oracle(task)]
 
 

@@ -15,8 +15,8 @@ PROBLEMS = [{"question": f"Ann has {n} figs and buys {2 * n} more. How many has 
 FUNCTION = {"task_id": "Made/0", "prompt": "def helper(x):\n    return x + 1\n\n\ndef twice(x):\n    \"\"\"Twice x.\"\"\"\n",
             "entry_point": "twice", "canonical_solution": "    return 2 * x\n",
             "test": "def check(candidate):\n    assert candidate(2) == 4\n    assert candidate(helper(2)) == 6\n"}
-SHADOWED = {"task_id": 7, "prompt": "Add the two digits of a number.", "code": "def sum(n):\n    return n % 10 + n // 10",
-            "test_imports": ["import math"], "test_list": ["assert sum(12) == 3", "assert math.isclose(sum(30), 3)"]}
+SHADOWED = {"task_id": 7, "prompt": "Add the two digits of a number.", "code": "import sys\ndef sum(n):\n    return n % 10 + n // 10",
+            "test_imports": ["import math"], "test_list": ["assert sum(12) == 3", "assert math.isclose(sum(30), 3) and sys.maxsize"]}
 QUESTION = {"id": "q1", "question": "Which is a fruit?", "choices": {"text": ["a stone", "a fig"], "label": ["1", "2"]}, "answerKey": "2"}
 FACT = {"case_id": 3, "requested_rewrite": {"prompt": "{} lies in", "subject": "Rome", "target_new": {"str": "France"},
                                            "target_true": {"str": "Italy"}},

@@ -6,9 +6,10 @@ import re
 from assay.errors import DataError
 from assay.measure.task import Example, Generation, Score, column, make_examples
 from assay.measure.tasks import TaskRequest
-from assay.reward.sandbox import judge, require
+from assay.reward.sandbox import Limits, judge, require
 
 SCORERS = 4
+LIMITS = Limits(seconds=12, wall_seconds=36)  # one of the rows' own solutions needs five seconds
 FENCED = re.compile(r"^```[^\n]*\n(.*?)^```[^\S\n]*$", re.DOTALL | re.MULTILINE)
 ASK = "{text}\nThe function must pass this test:\n{test}\nAnswer with one Python code block and nothing else."
 
@@ -34,8 +35,10 @@ def score(example: Example, text: str) -> Score:
 
 
 def passes(example: Example, program: str) -> float:
-    setup = "\n".join([*example.row.get("test_imports", []), example.row.get("test_setup_code") or ""])
-    return float(judge(program, "\n".join(example.row["test_list"]), names=asked_names(example), setup=setup).passed)
+    """The tests may lean on what the row's own solution imports; they get it from there, never from the program."""
+    imports = [ast.unparse(node) for node in ast.parse(column(example.row, "code")).body if isinstance(node, ast.Import | ast.ImportFrom)]
+    setup = "\n".join([*imports, *example.row.get("test_imports", []), example.row.get("test_setup_code") or ""])
+    return float(judge(program, "\n".join(example.row["test_list"]), names=asked_names(example), setup=setup, limits=LIMITS).passed)
 
 
 def asked_names(example: Example) -> list[str]:
