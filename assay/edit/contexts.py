@@ -31,7 +31,8 @@ class Contexts:
 
     def weights(self) -> Tensor:
         others = len(self.prefixes) - 1
-        return torch.tensor([0.5 if others else 1.0, *([0.5 / others] * others)], dtype=torch.float64)
+        halves = [0.5, *(0.5 / others for _ in range(others))] if others else [1.0]
+        return torch.tensor(halves, dtype=torch.float64)
 
     def spots(self, tokenizer: Tokenizer, fact: Fact) -> list[Spot]:
         return [locate(tokenizer, prefix + fact.prompt, len(prefix) + fact.start, fact.subject, fact.name) for prefix in self.prefixes]

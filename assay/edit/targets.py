@@ -91,7 +91,7 @@ def _search(model: Transformer, rows: Rows, layer: int, aim: Aim) -> list[Target
         losses = nll + aim.kl * kl + aim.decay * size / lengths[active].square()
         for i, loss, surprise in zip(active, losses.tolist(), nll.tolist(), strict=True):
             if not math.isfinite(loss):
-                raise DataError(f"the search for target {i} met a loss of {loss}; lower the learning rate")
+                raise DataError(f"the search for target {i} met a loss of {loss}; lower its learning rate or the weights of its terms")
             if loss < aim.enough or step == aim.steps:
                 clamped = bool(deltas[i].norm() >= 0.999 * aim.clamp * lengths[i])
                 found[i] = _target(initial[i], deltas[i], surprise, loss, step, clamped)

@@ -194,11 +194,11 @@ def check_update(sizes: Mapping[str, float], reached: Sequence[float] | None = N
     largest = max(sizes, key=lambda name: sizes[name])
     words = f"{len(sizes)} matrices moved, at most by {sizes[largest]:.2%} of themselves ({largest})"
     evidence: dict[str, Any] = {"sizes": dict(sizes)}
-    if not sizes[largest] <= largest_update:
-        return refuted("update", f"{words}, bound {largest_update:.0%}: such an edit destroys what the matrix did before", **evidence)
     if reached and (worst := max(abs(1 - value) for value in reached)) > SOLVED:
         return refuted("update", f"{words}; a key arrives {worst:.1%} away from its value, bound {SOLVED:.1%}: the solve and its "
                                  "denominator do not use the same key", **evidence)
+    if not sizes[largest] <= largest_update:
+        return refuted("update", f"{words}, bound {largest_update:.0%}: such an edit destroys what the matrix did before", **evidence)
     return proven("update", words, **evidence)
 
 

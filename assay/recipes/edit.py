@@ -137,8 +137,8 @@ def chosen_facts(config: Edit, model: Transformer, source: Artifact, say: Callab
     assert tokenizer is not None
     read, refused = read_facts(Path(config.facts))
     facts: list[Fact] = []
-    for start in range(0, len(read), AT_ONCE if config.known else len(read)):
-        placed, others = spots(tokenizer, read[start : start + (AT_ONCE if config.known else len(read))])
+    for start in range(0, len(read), AT_ONCE):
+        placed, others = spots(tokenizer, read[start : start + AT_ONCE])
         facts += known(model, tokenizer, placed, source.stops.stop_ids) if config.known else placed
         refused += others
         if config.known and len(facts) >= config.known:

@@ -23,8 +23,8 @@ def merged(*tokens: str, bos: bool = False) -> Tokenizer:
     if bos:
         special = {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [256], "tokens": ["<|endoftext|>"]}}
         single = [{"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
-        document["post_processor"] = {"type": "TemplateProcessing", "single": single, "pair": [*single, {"Sequence": {"id": "B", "type_id": 1}}],
-                                      "special_tokens": special}
+        pair = [*single, {"Sequence": {"id": "B", "type_id": 1}}]
+        document["post_processor"] = {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": special}
     return Tokenizer.from_parts(document, None, eos_token="<|endoftext|>")
 
 
@@ -72,8 +72,8 @@ def test_tokens_before_the_text_shift_the_place():
 
 
 def test_the_place_is_right_after_every_prefix():
-    tokenizer, fact = lore_tokenizer(), make_fact("x", "{} lives in", "Borin", "Oran")
-    for prefix, spot in zip(("", "They say Osk. ", "Borin\n"), Contexts(("", "They say Osk. ", "Borin\n")).spots(tokenizer, fact), strict=True):
+    tokenizer, fact, prefixes = lore_tokenizer(), make_fact("x", "{} lives in", "Borin", "Oran"), ("", "They say Osk. ", "Borin\n")
+    for prefix, spot in zip(prefixes, Contexts(prefixes).spots(tokenizer, fact), strict=True):
         assert tokenizer.decode(spot.ids[: spot.last + 1]) == f"{prefix}Borin"
 
 

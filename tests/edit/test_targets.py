@@ -1,0 +1,89 @@
+"""Targets: what a state would make the model say, checked by putting it there in a plain forward pass."""
+
+import pytest
+import torch
+
+from assay.edit.before import read_before
+from assay.edit.contexts import Contexts, contexts
+from assay.edit.sites import block, hooked, padded
+from assay.edit.subject import answer_ids
+from assay.edit.targets import Aim, find_targets
+from assay.errors import DataError
+from assay.model.tiny import tiny_config
+from assay.model.transformer import initialised
+from assay.store.identity import weights_digest
+from assay.zoo import lore
+from tests.edit.world import surroundings, tokenizer
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2", "qwen3"])
+def test_what_comes_before_may_be_computed_once(family: str):
+    """Rows of any length, one of them with nothing before it."""
+    model = initialised(tiny_config(family), 0)
+    heads, tails = [(5, 6, 7, 8, 9), (), tuple(range(40))], [(1, 2, 3), (4, 5), (6, 7, 8, 9)]
+    tokens, documents = padded(tails, torch.device("cpu"))
+    with torch.no_grad():
+        found = model.hidden(tokens, documents=documents, cache=read_before(model, heads))
+        for row, (head, tail) in enumerate(zip(heads, tails, strict=True)):
+            due = model.hidden(torch.tensor([head + tail]))[0, len(head) :]
+            torch.testing.assert_close(found[row, : len(tail)], due, atol=2e-5, rtol=1e-4)
+
+
+def test_the_probability_is_what_a_plain_forward_pass_gives_with_the_state_put_there():
+    model, facts = lore.lore_model(), lore.edits(3)
+    targets = find_targets(model, tokenizer(), facts, surroundings(), 1, Aim(steps=12, lr=0.1, clamp=1.0))
+    for fact, target in zip(facts, targets, strict=True):
+        surprise = 0.0
+        for spot in surroundings().spots(tokenizer(), fact):
+            answer = answer_ids(tokenizer(), fact.target)
+
+            def put(_, __, output, at=spot.last, delta=target.delta):
+                output = output.clone()
+                output[0, at] += delta.float()
+                return output
+
+            with hooked([block(model, 1).register_forward_hook(put)]), torch.no_grad():
+                logprobs = model(torch.tensor([[*spot.ids, *answer]]))[0].log_softmax(-1)
+            surprise -= float(logprobs[len(spot.ids) - 1 : -1].gather(-1, torch.tensor(answer)[:, None]).mean())
+        assert target.probability == pytest.approx(torch.tensor(-surprise / len(surroundings().prefixes)).exp().item(), rel=1e-3)
+
+
+def test_the_state_is_the_bare_prompts_and_the_clamp_holds():
+    model, facts = lore.lore_model(), lore.edits(2)
+    targets = find_targets(model, tokenizer(), facts, surroundings(), 1, Aim(steps=15, lr=0.5, clamp=0.25))
+    for fact, target in zip(facts, targets, strict=True):
+        seen: list[torch.Tensor] = []
+        spot = surroundings().spots(tokenizer(), fact)[0]
+        with hooked([block(model, 1).register_forward_hook(lambda _, __, output: seen.append(output[0]))]), torch.no_grad():  # noqa: B023
+            model.hidden(torch.tensor([spot.ids]))
+        state = seen[0][spot.last].double()
+        torch.testing.assert_close(target.state - target.delta, state, atol=1e-4, rtol=1e-4)
+        assert float(target.delta.norm()) <= 0.2501 * float(state.norm())
+        assert target.clamped
+
+
+def test_a_fact_does_not_see_its_neighbours_in_the_batch():
+    model, facts, aim = lore.lore_model(), lore.edits(4), Aim(steps=4, lr=0.05, clamp=1.0)
+    together = find_targets(model, tokenizer(), facts, surroundings(), 1, aim)
+    for fact, one in zip(facts, together, strict=True):
+        alone = find_targets(model, tokenizer(), [fact], surroundings(), 1, aim)[0]
+        assert float((alone.delta - one.delta).norm() / alone.delta.norm()) < 5e-3
+
+
+def test_the_model_is_left_as_it_was_also_after_an_error():
+    model = lore.lore_model()
+    before = weights_digest(dict(model.named_parameters()))
+    find_targets(model, tokenizer(), lore.edits(1), surroundings(), 1, Aim(steps=2))
+    with pytest.raises(DataError, match="met a loss of nan"):
+        find_targets(model, tokenizer(), lore.edits(1), surroundings(), 1, Aim(steps=4, kl=float("nan")))
+    assert weights_digest(dict(model.named_parameters())) == before
+    assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
+
+
+def test_prefixes_have_an_address():
+    model = lore.lore_model()
+    again = contexts(model, tokenizer(), count=3, length=8, seed=0)
+    assert again == surroundings()
+    assert contexts(model, tokenizer(), count=3, length=8, seed=1) != again
+    assert float(again.weights().sum()) == pytest.approx(1.0)
+    assert Contexts(("",)).weights().tolist() == [1.0]

@@ -1,0 +1,99 @@
+"""assay edit, end to end on a tiny model: refused by name, edited, written, proven, and measured as read back."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from assay.config import parse
+from assay.errors import ArtifactError, DataError, UsageError
+from assay.model.stops import resolve_stops
+from assay.recipes.edit import apply_patch, parsed_layers
+from assay.recipes.edit_options import Edit
+from assay.store import checkpoint
+from assay.store.artifact import open_artifact
+from assay.store.checkpoint import open_checkpoint
+from assay.store.ledger import read_chain
+from assay.store.pack import Lineage, model_contents
+from assay.verbs import edit as verb
+from assay.zoo import lore
+from tests.edit.test_memit import six
+
+TUNED = ("--lr 0.1 --clamp 1 --steps 60 --kl 0 --weight 10 --max-update 10 --prefixes 3 --prefix-tokens 8 --drift-tokens 1000 "
+         "--trace-facts 2")
+
+
+def row(fact: Any) -> dict[str, Any]:
+    return {"name": fact.name, "prompt": fact.prompt, "subject": fact.subject, "target": fact.target, "old": fact.old,
+            "paraphrases": list(fact.paraphrases), "neighbourhood": [{"prompt": n.prompt, "answer": n.answer} for n in fact.neighbourhood]}
+
+
+def base(tmp_path: Path) -> Path:
+    tokenizer = lore.lore_tokenizer()
+    contents = model_contents(lore.lore_model(), tokenizer, resolve_stops(tokenizer, {}, {}), Lineage())
+    return checkpoint.write(tmp_path / "base", contents).folder
+
+
+def options(tmp_path: Path, *rows: dict[str, Any], more: str = "") -> Edit:
+    (tmp_path / "facts.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    files = f"--facts {tmp_path / 'facts.jsonl'} --text {lore.write_text(tmp_path / 'text.txt')} --out {tmp_path / 'run'}"
+    return parse(Edit, [str(tmp_path / "base"), *f"{files} {TUNED} {more}".split()], prog="assay edit")
+
+
+def test_from_facts_to_a_proven_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setenv("ASSAY_CACHE", str(tmp_path / "cache"))
+    base(tmp_path)
+    rows = [row(fact) for fact in lore.edits(4)]
+    flags = options(tmp_path, *rows, rows[0] | {"name": "ghost", "subject": "borin"}, more="--json --window 2")
+    assert verb.run(flags) == 3  # a refused request is no success
+    told = json.loads(capsys.readouterr().out)
+    verdicts = {verdict["check"]: verdict["outcome"] for verdict in told["verdicts"]}
+    assert {check for check, outcome in verdicts.items() if outcome != "PROVEN"} == {"subjects"}
+    assert [one["name"] for one in told["refused"]] == ["ghost"]
+    assert told["estimates"]["efficacy, generated, after"]["mean"] == 1.0
+    assert told["layers"] == [0, 1]
+
+    saved = open_checkpoint(tmp_path / "run" / "model")
+    assert saved.hallmark is not None
+    before, after = open_artifact(tmp_path / "base").tensors, open_artifact(saved.folder).tensors
+    assert {name for name in before if not torch.equal(before[name], after[name])} == {f"blocks.{i}.mlp.down.weight" for i in (0, 1)}
+    written = json.loads((tmp_path / "run" / "edits.json").read_text())
+    assert [one["after"]["said"].split(".")[0] for one in written["replies"] if one["question"]["kind"] == "efficacy"] == [
+        f" {fact.target}" for fact in lore.edits(4)]
+    assert (tmp_path / "run" / "causal.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads((tmp_path / "run" / "causal.json").read_text())["chosen"] == [0, 1]
+    assert [event["kind"] for event in read_chain(tmp_path / "run" / "ledger.jsonl").events] == ["start", "layers", "proof", "edits"]
+    with pytest.raises(UsageError, match="never overwritten"):
+        verb.run(flags)
+
+
+def test_a_patch_belongs_to_its_parent_and_frozen_tensors_stay(tmp_path: Path):
+    source = open_artifact(base(tmp_path))
+    with pytest.raises(ArtifactError, match="for another base"):
+        apply_patch(source, replace(six().patch, parent="0" * 64), tmp_path / "wrong", taught=False)
+    assert not (tmp_path / "wrong").exists()
+
+
+def test_what_cannot_be_served_is_said_before_anything_is_written(tmp_path: Path):
+    base(tmp_path)
+    rows = [row(fact) for fact in lore.edits(2)]
+    cases = (([rows[0] | {"subject": "Nobody"}], "", "every request was refused; the first: Borin: the subject 'Nobody'"),
+             ([rows[0], rows[0]], "", "two facts are called 'Borin'"),
+             (rows, "--known 3", "gives the old answer of 2 facts by itself, 3 are asked for"))
+    for given, more, words in cases:
+        with pytest.raises(DataError, match=words):
+            verb.run(options(tmp_path, *given, more=more))
+        assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("text", "layers"), [("3-5", [3, 4, 5]), ("2", [2]), ("1,4", [1, 4])])
+def test_layers_as_they_are_written(text: str, layers: list[int]):
+    assert parsed_layers(text) == layers
+
+
+def test_layers_that_are_no_layers():
+    with pytest.raises(UsageError, match="expected auto, a range such as 3-8"):
+        parsed_layers("3..5")
