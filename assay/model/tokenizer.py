@@ -101,11 +101,17 @@ class Tokenizer:
         token = self.tokens.get(id)
         if token is None:
             return f"⟨{id}⟩"
-        if id in self.special_ids or id in self.added_ids:
-            return token
-        if self._byte_level and all(char in BYTE_OF for char in token):
-            return bytes(BYTE_OF[char] for char in token).decode("utf-8", "backslashreplace")
-        return token.replace("▁", " ")
+        data = self.bytes_of(id)
+        return token.replace("▁", " ") if data is None else data.decode("utf-8", "backslashreplace")
+
+    def bytes_of(self, id: int) -> bytes | None:
+        """A token's own bytes, be they part of a character; None where the tokenizer does not say."""
+        token = self.tokens.get(id)
+        if token is not None and (id in self.special_ids or id in self.added_ids):
+            return token.encode()
+        if token is not None and self._byte_level and all(char in BYTE_OF for char in token):
+            return bytes(BYTE_OF[char] for char in token)
+        return None
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None,
                add_generation_prompt: bool = False, **variables: Any) -> str:
