@@ -57,7 +57,7 @@ def test_mistakes_are_sentences_with_exit_code_2(argv, code, sentence, capsys):
 
 
 def test_inspect_and_doctor_speak_json(tmp_path, capsys):
-    from assay.verbs.demo import build_and_save
+    from assay.verbs.demo.artifacts import build_and_save
 
     build_and_save(tmp_path / "model")
     capsys.readouterr()
@@ -70,7 +70,7 @@ def test_inspect_and_doctor_speak_json(tmp_path, capsys):
 
 
 def test_a_refuted_checkpoint_is_exit_code_3_and_sampling_from_it_is_refused(tmp_path, capsys):
-    from assay.verbs.demo import build_and_save, flip_a_bit
+    from assay.verbs.demo.artifacts import build_and_save, flip_a_bit
 
     flip_a_bit(build_and_save(tmp_path / "model"))
     assert run(["prove", str(tmp_path / "model")]) == 3
@@ -80,7 +80,7 @@ def test_a_refuted_checkpoint_is_exit_code_3_and_sampling_from_it_is_refused(tmp
 
 
 def test_sampling_shows_tokens(tmp_path, capsys):
-    from assay.verbs.demo import build_and_save
+    from assay.verbs.demo.artifacts import build_and_save
 
     build_and_save(tmp_path / "model")
     capsys.readouterr()
@@ -99,7 +99,7 @@ def test_the_core_works_without_the_extras(tmp_path):
     blocked = {"transformers", "peft", "gguf", "pyarrow", "triton", "accelerate"}
     done = python(LIGHT.format(blocked=blocked) + """
 from pathlib import Path
-from assay.verbs.demo import build_and_save
+from assay.verbs.demo.artifacts import build_and_save
 from assay.guard.proof import Request, demanded, examine
 from assay.verdict import overall
 from assay.cli import run

@@ -7,15 +7,16 @@ ROOT = Path(__file__).parents[1]
 
 
 def test_the_tree_names_every_file_and_no_other():
-    tree = (ROOT / "README.md").read_text().split("## The tree")[1]
-    listed, folder = set(), ""
-    for line in tree.splitlines():
-        if match := re.match(r"^  (\w+)/ ", line):
-            folder = match[1] + "/"
-        elif match := re.match(r"^    (\w+\.py) ", line):
-            listed.add(folder + match[1])
-        elif match := re.match(r"^  (\w+\.py) ", line):
-            listed.add(match[1])
+    tree = (ROOT / "README.md").read_text().split("## The tree")[1].split("```")[1]
+    listed: set[str] = set()
+    folders: list[str] = []
+    for line in tree.splitlines()[2:]:
+        depth, name = (len(line) - len(line.lstrip())) // 2 - 1, line.split()[0]
+        folders = folders[:depth]
+        if name.endswith("/"):
+            folders.append(name)
+        else:
+            listed.add("".join(folders) + name)
     files = {str(f.relative_to(ROOT / "assay")) for f in (ROOT / "assay").rglob("*.py") if not f.name.startswith("__")}
     assert listed == files
 

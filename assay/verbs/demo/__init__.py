@@ -1,0 +1,41 @@
+"""assay demo: the main job on a tiny model, on the CPU, from the first save to the last proof."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from assay.config import option
+
+
+@dataclass(frozen=True)
+class FLAGS:
+    """Build a tiny model, save it, prove it, export it to Hugging Face and GGUF and prove those, then break a copy in five ways
+    and show each refused. Pretrain a model on made-up text, kill it, resume it, and compare it bit for bit with a run that was
+    left alone. Fine-tune one on sums, the whole of it and by an adapter, and fork that. Needs no network and no GPU."""
+
+    out: str = option("folder for the demo's run; an earlier demo there is replaced", default="demo-run")
+
+
+EXAMPLES = "  assay demo\n  assay demo --out /tmp/demo"
+
+
+def run(flags: FLAGS) -> int:
+    from assay.verbs.demo import artifacts, pretraining, tuning
+    from assay.verbs.demo.stage import fresh_folder, say
+
+    start, folder = time.perf_counter(), fresh_folder(Path(flags.out))
+    say("1. a tiny Llama is built and saved: temp folder → fsync → rename, every tensor hashed")
+    checkpoint = artifacts.build_and_save(folder / "checkpoints" / "step-000000")
+    say("2. a fresh process opens the bytes and proves them")
+    failed = [] if artifacts.holds(artifacts.prove_own(checkpoint)) else ["the saved checkpoint"]
+    say("3. exports, each proven against the source in a fresh process")
+    failed += artifacts.exported(checkpoint, folder)
+    say("4. five broken copies; each must be refused")
+    failed += artifacts.not_refused(checkpoint, folder / "broken")
+    say("5. a model is pretrained on made-up text, killed on the way, and resumed; another one is left alone")
+    failed += pretraining.pretrained(folder)
+    say("6. sums are taught to the whole model, then to an adapter on it, which is forked; each is proven as it is handed over")
+    failed += tuning.tuned(checkpoint, folder)
+    outcome = f"FAILED: {', '.join(failed)}" if failed else "done and proven"
+    print(f"\n{outcome} in {time.perf_counter() - start:.0f} s; everything is in {folder}/")
+    return 3 if failed else 0
