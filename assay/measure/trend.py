@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from assay.measure.arms import Series
 from assay.measure.choose import rising_p
 from assay.measure.estimate import Array
-from assay.measure.arms import Series
 
 BLOCKS = 20  # neighbouring steps of a long series resemble each other: means of blocks do so less
 FEWEST_FOR_A_TREND = 4  # points; 5 for two sides at 5 %

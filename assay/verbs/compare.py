@@ -10,8 +10,8 @@ from assay.config import argument, option
 from assay.errors import UsageError
 
 if TYPE_CHECKING:
-    from assay.measure.compare import Comparison
     from assay.measure.arms import Arm, Series
+    from assay.measure.compare import Comparison
 
 
 @dataclass(frozen=True)
