@@ -89,6 +89,11 @@ class StoredTeacher:
             raise DataError(f"row {row}, column {column}: the token counts, but stands in no example, so the teacher said nothing of it")
         return torch.from_numpy(ids), torch.from_numpy(logprobs)
 
+    def require(self, examples: Iterable[tuple[Id, NDArray[np.integer]]]) -> None:
+        """Refuse, before anything is trained, where an example (its id and tokens) has no answers here or those of another text."""
+        for id, tokens in examples:
+            self._rows(Span(id, 0, 0, len(tokens)), np.asarray(tokens, np.int64))
+
     def _rows(self, span: Span, tokens: NDArray[np.int64]) -> slice:
         place = self.places.get(_key(span.id))
         if place is None:

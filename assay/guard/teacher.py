@@ -5,7 +5,7 @@
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -32,15 +32,17 @@ FAINT = 0.02  # of the share that the KL between the models lets expect: another
 
 
 def preflight(student: Transformer, objective: Objective, batch: Batch, blend: Blend, *, tokenizers: tuple[str, str],
-              teacher: Transformer | None, accumulate: Accumulate | None = None) -> list[Verdict]:
+              teacher: Transformer | None, accumulate: Accumulate | None = None,
+              reachable: Collection[str] | None = None) -> list[Verdict]:
     """Every check of this file and of guard/parity.py. `tokenizers` are the digests of student's and teacher's.
 
-    `teacher` is None where its answers are read from the batch. Both models are as before afterwards.
+    `teacher` is None where its answers are read from the batch. `reachable` are the student's tensors that a gradient can reach
+    now, where those are not all that learn. Both models are as before afterwards.
     """
     batch, vocabulary = sample_rows(batch), check_vocabulary(*tokenizers)
     if vocabulary.outcome is Outcome.REFUTED:
         return [vocabulary]  # of two vocabularies nothing else can be compared
-    trained = [name for name, parameter in student.named_parameters() if parameter.requires_grad]
+    trained = reachable or [name for name, parameter in student.named_parameters() if parameter.requires_grad]
     if teacher is None:
         mean = gradients(student, lambda: objective(student, batch).total / batch.weight.sum())
         return [vocabulary, check_stored(student, batch, blend), check_signal(student, objective, batch), check_gradients(mean[1], trained),

@@ -1,6 +1,6 @@
 """How a student agrees with its teacher on held-out text: KL, likeliest token and both cross-entropies, by document."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from assay.data.batch import Batch
 from assay.data.teacher import Id, spans
 from assay.errors import DataError
-from assay.learn.distill import capped_logits, chunks, flat_states, shared_vocab
+from assay.learn.distill import capped_logits, chunks, coarse_kl, flat_states, shared_vocab
 from assay.measure.estimate import Estimate, ratio
 from assay.model.transformer import Transformer
 
@@ -35,19 +35,29 @@ class Agreement:
     kl: NDArray[np.float64]
     top1: NDArray[np.float64]
     student_ce: NDArray[np.float64]
-    teacher_ce: NDArray[np.float64]
+    teacher_ce: NDArray[np.float64] | None = None  # not known of stored answers, which may leave the text's own token out
 
     def estimates(self) -> dict[str, Estimate]:
-        return {name: ratio(getattr(self, name) * self.tokens, self.tokens) for name in Comparison._fields}
+        known = {name: getattr(self, name) for name in Comparison._fields}
+        return {name: ratio(values * self.tokens, self.tokens) for name, values in known.items() if values is not None}
 
 
 def agreement(student: Transformer, teacher: Transformer, batches: Iterable[Batch], *, vocab: int | None = None) -> Agreement:
     """Over every token with weight. A document that goes on in another row or batch is one document still, by its id."""
+    return _by_document(student, batches, lambda batch: compare(student, teacher, batch, vocab=vocab))
+
+
+def stored_agreement(student: Transformer, batches: Iterable[Batch], *, temperature: float, vocab: int | None = None) -> Agreement:
+    """The same of answers that the batches carry. KL is over their K + 1 outcomes and at the temperature they were stored at."""
+    return _by_document(student, batches, lambda batch: _compare_stored(student, batch, temperature, vocab or student.config.vocab))
+
+
+def _by_document(student: Transformer, batches: Iterable[Batch], compared: Callable[[Batch], Sequence[Tensor]]) -> Agreement:
     device, sums = student.embed.weight.device, dict[Id, NDArray[np.float64]]()
     for batch in batches:
-        found = compare(student, teacher, batch.to(device), vocab=vocab)
+        found = compared(batch.to(device))
         counts = (batch.weight != 0).cpu().numpy()
-        values = np.stack([counts, *(counts * stream.double().cpu().numpy() for stream in found)])
+        values = np.stack([counts, *(np.where(counts, stream.double().cpu().numpy(), 0) for stream in found)])
         for id, row, start, stop in spans(batch):
             sums[id] = sums.get(id, np.zeros(len(values))) + values[:, row, start:stop].sum(-1)
     kept = {id: sum for id, sum in sums.items() if sum[0]}
@@ -75,3 +85,22 @@ def compare(student: Transformer, teacher: Transformer, batch: Batch, *, vocab: 
         paid = (-logs.gather(1, targets_N[part, None]).squeeze(1) for logs in (log_student, log_teacher))
         found.append(torch.stack([kl, same, *paid]))
     return Comparison(*(row.view(batch.tokens.shape).roll(1, 1) for row in torch.cat(found, 1)))
+
+
+@torch.no_grad()
+def _compare_stored(student: Transformer, batch: Batch, temperature: float, vocab: int) -> list[Tensor]:
+    """KL, top-1 and the student's cross-entropy, as in Comparison."""
+    assert batch.teacher_ids is not None
+    assert batch.teacher_logprobs is not None
+    mode = student.training
+    states_ND, head_VD = flat_states(student.eval(), batch), student.head_weight()
+    student.train(mode)
+    ids_NK, logprobs_NK = batch.teacher_ids.roll(-1, 1).flatten(0, 1).long(), batch.teacher_logprobs.roll(-1, 1).flatten(0, 1)
+    targets_N, found = batch.tokens.roll(-1, 1).reshape(-1), []
+    for part in chunks(len(targets_N), len(head_VD)):
+        logits_CV = capped_logits(states_ND[part], head_VD.to(states_ND.dtype), student.config.softcap)[:, :vocab]
+        kl, _ = coarse_kl((logits_CV / temperature).log_softmax(-1), ids_NK[part], logprobs_NK[part])
+        same = (logits_CV.argmax(-1) == ids_NK[part, 0]).to(kl.dtype)
+        paid = logits_CV.logsumexp(-1) - logits_CV.gather(1, targets_N[part, None]).squeeze(1)
+        found.append(torch.stack([kl, same, paid]))
+    return [row.view(batch.tokens.shape).roll(1, 1) for row in torch.cat(found, 1)]

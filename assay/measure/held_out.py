@@ -12,7 +12,7 @@ from torch import Tensor
 from assay.data.batch import Batch
 from assay.data.corpus import Corpus
 from assay.data.held_out import DocumentLosses, document_losses, held_out_batches, measurable
-from assay.learn.objectives import next_token
+from assay.learn.objectives import Objective, next_token
 from assay.measure.estimate import Estimate, bits_per_byte, ratio
 from assay.model.attention import PADDING
 from assay.model.transformer import Transformer
@@ -21,10 +21,11 @@ from assay.model.transformer import Transformer
 @dataclass(frozen=True)
 class HeldOut:
     estimate: Estimate  # in `unit`
-    unit: Literal["bits per byte", "nats per token"]
+    unit: Literal["bits per byte", "nats per token", "blended nats per token"]  # blended: a teacher's term is in it
     loss: float  # nats per token, over all tokens
     per_document: NDArray[np.float64]  # nats per token of each document, in the same order at every evaluation
     documents: DocumentLosses | None = None  # of a corpus, whose raw bytes are known
+    tokens: NDArray[np.float64] | None = None  # that counted in each conversation
 
     @property
     def bits_per_byte(self) -> Estimate:
@@ -40,10 +41,11 @@ def score(model: Transformer, corpus: Corpus, *, rows: int, length: int, context
     return HeldOut(bits_per_byte(losses.nll, losses.bytes), "bits per byte", mean, losses.nll / losses.tokens, losses)
 
 
-def score_examples(model: Transformer, batches: Iterable[Batch], *, rows: int) -> HeldOut:
+def score_examples(model: Transformer, batches: Iterable[Batch], *, rows: int, objective: Objective = next_token,
+                   unit: Literal["nats per token", "blended nats per token"] = "nats per token") -> HeldOut:
     """Conversations, each a packed document of its row: what each one's supervised tokens cost, the estimate over conversations."""
     nll, tokens = [], []
-    for batch, losses in _scored(model, iter(batches), rows):
+    for batch, losses in _scored(model, iter(batches), rows, objective):
         documents = batch.documents if batch.documents is not None else torch.zeros_like(batch.tokens, dtype=torch.int32)
         places = documents.long() + (int(documents.max()) + 1) * torch.arange(len(batch))[:, None]
         used = documents != PADDING
@@ -53,16 +55,16 @@ def score_examples(model: Transformer, batches: Iterable[Batch], *, rows: int) -
         tokens.append(sums.index_add_(0, places[used], weight[used]))
     cost, count = (torch.cat(parts).numpy() for parts in (nll, tokens))
     cost, count = cost[count > 0], count[count > 0]
-    return HeldOut(ratio(cost, count), "nats per token", float(cost.sum() / count.sum()), cost / count)
+    return HeldOut(ratio(cost, count), unit, float(cost.sum() / count.sum()), cost / count, tokens=count)
 
 
 @torch.no_grad()
-def _scored(model: Transformer, batches: Iterator[Batch], rows: int) -> Iterator[tuple[Batch, Tensor]]:
+def _scored(model: Transformer, batches: Iterator[Batch], rows: int, objective: Objective = next_token) -> Iterator[tuple[Batch, Tensor]]:
     training, device = model.training, model.embed.weight.device
     model.eval()
     try:
         for batch in batches:
-            result = next_token(model, _filled(batch, rows).to(device))
+            result = objective(model, _filled(batch, rows).to(device))
             assert result.losses is not None
             yield batch, result.losses[: len(batch)]
     finally:
@@ -75,6 +77,6 @@ def _filled(batch: Batch, rows: int) -> Batch:
     if not missing:
         return batch
     padded: dict[str, Any] = {
-        name: torch.cat([stream, stream.new_full((missing, stream.shape[1]), PADDING if name == "documents" else 0)])
+        name: torch.cat([stream, stream.new_full((missing, *stream.shape[1:]), PADDING if name == "documents" else 0)])
         for name, stream in batch.streams().items()}
     return replace(batch, **padded, ids=())

@@ -75,12 +75,17 @@ def prepared(config: Tuning, source: Artifact, say: Callable[[str], None]) -> Ar
         raise UsageError(f"{source.path} is an adapter: new tokens need rows of their own in its base; merge it first")
     base = Path(config.out) / "base"
     if not base.exists():
-        checkpoint.write(base, _based(config, source, say))
-        verdicts = prove_checkpoint(base, against=None if grows else str(source.path))
-        if overall(demanded(verdicts)) is not Outcome.PROVEN:
-            raise GuardStop(f"{base} is not proven: " + "; ".join(str(v) for v in verdicts if v.outcome is not Outcome.PROVEN))
+        write_proven(base, _based(config, source, say), against=None if grows else str(source.path))
         say(f"{base}: {source.path.name} as a folder that other tools open, proven")
     return open_artifact(base)
+
+
+def write_proven(where: Path, contents: checkpoint.Contents, *, against: str | None = None) -> None:
+    """A model that a run makes to begin with: written, and proven before it is trained on."""
+    checkpoint.write(where, contents)
+    verdicts = prove_checkpoint(where, against=against)
+    if overall(demanded(verdicts)) is not Outcome.PROVEN:
+        raise GuardStop(f"{where} is not proven: " + "; ".join(str(v) for v in verdicts if v.outcome is not Outcome.PROVEN))
 
 
 def _based(config: Tuning, source: Artifact, say: Callable[[str], None]) -> checkpoint.Contents:

@@ -1,9 +1,9 @@
 """Handing over: the best checkpoint is exported, its bytes are read back, and they must score what was recorded."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -28,10 +28,12 @@ SAME_SCORE = 1e-4  # bits per byte, or nats per token: what fp32 sums in another
 SAME_LOOK = {torch.float32: 1e-4, torch.bfloat16: 1e-2}  # a document's loss, compiled or not, relative to the mean
 
 
-def hand_over(run: Run, best: Path, looks: Looks, final: Score) -> tuple[HeldOut, list[Verdict]]:
+def hand_over(run: Run, best: Path, looks: Looks, final: Score,
+              also: Callable[[Artifact], Mapping[str, Any]] | None = None) -> tuple[HeldOut, list[Verdict]]:
     """`RUN/model` is the best checkpoint as a plain Hugging Face folder, proven; `final` scores it, and that is the run's score.
 
-    Of an adapter, `RUN/adapter` is the adapter as a PEFT folder, and `RUN/model` the two merged.
+    Of an adapter, `RUN/adapter` is the adapter as a PEFT folder, and `RUN/model` the two merged. `also` says what else the ledger
+    is to hold of `RUN/model`.
     """
     run.say(f"best: {best.name}; {looks.verdict_in_words()}")
     verdicts = [check_look(looks, best)]
@@ -47,6 +49,7 @@ def hand_over(run: Run, best: Path, looks: Looks, final: Score) -> tuple[HeldOut
             verdicts += found
     verdicts.append(check_score(recorded, rescored(open_artifact(run.folder / "model"), final)))
     run.ledger.append("hand over", checkpoint=best.name, unit=recorded.unit, score=asdict(recorded.estimate),
+                      **({} if also is None else plain(also(open_artifact(run.folder / "model")))),
                       verdicts=plain([verdict.to_json() for verdict in verdicts]))
     for where in places.values():
         run.say(f"{where}: {recorded.estimate} {recorded.unit} on all held-out text")
@@ -112,7 +115,7 @@ def check_look(looks: Looks, best: Path) -> Verdict:
     model = place_for_training(build(scored(open_artifact(best))), looks.device, compile=False)
     found = looks.score(model).per_document
     recorded, bound = looks.losses[looks.steps.index(looks.best_step())], SAME_LOOK[model.compute_dtype or torch.float32]
-    error = float(abs(found - recorded).max() / recorded.mean())
+    error = float(abs(found - recorded).max() / (looks.scale or recorded.mean()))
     words = (f"{best.name} as saved and as scored then differ by {error:.1e} (relative, the worst of {len(found)} documents), "
              f"bound {bound:.0e}")
     if not error <= bound:

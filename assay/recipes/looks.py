@@ -1,7 +1,7 @@
 """Looks at held-out text during a run: the same documents each time, so that two looks can be compared document by document."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -21,11 +21,14 @@ class Looks:
     """History of one run. `looks.jsonl` keeps every document's loss, so that a resumed run remembers what it saw.
 
     `score` takes the same held-out documents at every look. From step `repeats_from` on the training text is read again:
-    before, every training loss is of text that was never seen.
+    before, every training loss is of text that was never seen. `also` gives more columns of a look's line of metrics. What was
+    saved must score as it did then, within a share of `scale`: of the mean loss, unless that may come near 0.
     """
 
-    def __init__(self, run: Run, score: Callable[[Transformer], HeldOut], *, repeats_from: int, device: str):
+    def __init__(self, run: Run, score: Callable[[Transformer], HeldOut], *, repeats_from: int, device: str,
+                 also: Callable[[Transformer], Mapping[str, float]] | None = None, scale: float | None = None):
         self.run, self.score, self.repeats_from, self.device = run, score, repeats_from, device
+        self.also, self.scale = also, scale
         self.file = run.folder / "looks.jsonl"
         self.steps: list[int] = []
         self.losses: list[np.ndarray] = []  # per document
@@ -49,7 +52,8 @@ class Looks:
         named = {} if weight_set is None else {"eval_weight_set": weight_set}
         scored = found.estimate
         self.run.record(step - 1, **named, **{f"eval_{found.unit.replace(' ', '_')}": scored.mean}, eval_loss=found.loss,
-                        eval_low=scored.low, eval_high=scored.high, eval_documents=scored.n)
+                        eval_low=scored.low, eval_high=scored.high, eval_documents=scored.n,
+                        **({} if self.also is None else self.also(model)))
         of = f" ({weight_set} weights)" if weight_set else ""
         self.run.say(f"step {step}: held-out {scored} {found.unit}{of}, train loss {train:.4f}")
         self._say_gap(step)

@@ -61,13 +61,16 @@ class Conversations:
 class Tuned(Training):
     """A recipe gives the objective; `score` says how held-out conversations are scored, next-token loss where it does not."""
 
+    scored_as = "next-token loss"  # what a look's numbers are: two runs' looks are compared only where both say the same
+    scale: float | None = None  # of Looks
+
     def __init__(self, config: Tuning, say: Callable[[str], None]):
         refuse_nonsense(config)
         device = config.device or default_device()
         pace_known: list[Pace] = []
-        start = begin(config, device, lambda step: reach(config, start, pace_known[0], step), say)
+        start = begin(self.naming_parent(config, say), device, lambda step: reach(config, start, pace_known[0], step), say)
         self.beginning, self.lr = start, config.lr or (3e-4 if isinstance(start.form, Adapter) else 3e-5)
-        self.conversations = conversed(config, start)
+        self.conversations = self.converse(config, device, say)
         self.order, steps = ordered(config, self.conversations)
         self.digest = self.conversations.digest
         warmup = min(config.warmup, steps // 4) if steps else config.warmup
@@ -82,7 +85,7 @@ class Tuned(Training):
         run = Run(Path(config.out), config, say=say)  # a request that was refused until here leaves no folder, but for RUN/base
         watched = evenly(self.conversations.held_out, config.look_examples)
         looks = Looks(run, partial(self.score, examples=watched, rows=micro), repeats_from=self.order.windows // self.order.rows,
-                      device=device)
+                      device=device, also=partial(self.also_looked, examples=watched, rows=micro), scale=self.scale)
         watch = Watch([group["lr"] for group in optimizer.param_groups], pace.multiplier,
                       consumed=partial(check_consumed, order=self.order))
         super().__init__(config, Parts(run, start.model, start.form, optimizer, objective, self.order, pace, looks, watch, micro,
@@ -95,6 +98,17 @@ class Tuned(Training):
     def objective(self, config: Any, device: str, say: Callable[[str], None]) -> Objective:
         raise NotImplementedError
 
+    def naming_parent(self, config: Any, say: Callable[[str], None]) -> Tuning:
+        """The options with the model that is to be trained, where the recipe makes it first."""
+        return config
+
+    def converse(self, config: Any, device: str, say: Callable[[str], None]) -> Conversations:
+        return conversed(config, self.beginning)
+
+    def also_looked(self, model: Transformer, examples: Sequence[Example], rows: int) -> dict[str, float]:
+        """More columns for a look's line of metrics."""
+        return {}
+
     def score(self, model: Transformer, examples: Sequence[Example], rows: int) -> HeldOut:
         return score_examples(model, held_out_batches(examples, self.config.length, rows), rows=rows)
 
@@ -104,8 +118,8 @@ class Tuned(Training):
     # ---------------------------------------------------------------- what the run asks
 
     def data_facts(self, step: int) -> dict[str, Any]:
-        return {"conversations": self.digest, "tokenizer": self.beginning.tokenizer.digest, "seed": self.config.seed,
-                "examples": len(self.conversations.train), "held_out": len(self.conversations.held_out)}
+        return {"conversations": self.digest, "scored_as": self.scored_as, "tokenizer": self.beginning.tokenizer.digest,
+                "seed": self.config.seed, "examples": len(self.conversations.train), "held_out": len(self.conversations.held_out)}
 
     def data_verdicts(self) -> list[Verdict]:
         start = self.beginning
@@ -130,15 +144,16 @@ class Tuned(Training):
 
     def check_fork(self, parent: Path) -> Verdict:
         """The first look equals the one that the parent's run took of this checkpoint, conversation by conversation."""
-        recorded = (open_checkpoint(parent).trainer() or {}).get("data", {}).get("conversations")
+        facts = (open_checkpoint(parent).trainer() or {}).get("data", {})
         step = open_checkpoint(parent).step
         looks = [row for row in read_rows(parent.parent.parent / "looks.jsonl") if row["step"] == step]
-        if recorded != self.digest or not looks:
-            return unproven("fork", "the parent's run did not score these conversations: its recorded loss says nothing", optional=True)
+        if (facts.get("conversations"), facts.get("scored_as")) != (self.digest, self.scored_as) or not looks:
+            return unproven("fork", f"the parent's run did not score these conversations by {self.scored_as}: its recorded loss says "
+                                    "nothing", optional=True)
         found, due = self.looks.losses[0], np.array(looks[-1]["per_document"])
         if found.shape != due.shape:
             return unproven("fork", f"the parent's run looked at {len(due)} conversations, this one at {len(found)}", optional=True)
-        error, bound = float(abs(found - due).max() / due.mean()), SAME_LOOK[self.model.compute_dtype or torch.float32]
+        error, bound = float(abs(found - due).max() / (self.scale or due.mean())), SAME_LOOK[self.model.compute_dtype or torch.float32]
         words = f"the first look and the parent's at step {step} differ by {error:.1e} (relative, worst of {len(due)}), bound {bound:.0e}"
         return (proven if error <= bound else refuted)("fork", words, error=str(error))
 
