@@ -30,7 +30,7 @@ from assay.zoo.stage import swapped, tiny
 LAYER = 0  # where the tiny model looks its facts up
 MIXED = 2  # where its keys already depend on what stands before the subject
 AIM = Aim(steps=40, lr=0.1, kl=0.0, clamp=1.0)
-LARGEST = 10.0  # the tiny model's keys are short, so that its healthy edits are long
+LARGEST = 50.0  # the tiny model's keys are short, so that its healthy edits are long
 
 # ---------------------------------------------------------------- jobs
 
