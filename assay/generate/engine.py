@@ -87,16 +87,18 @@ class Tenant:
 class Engine:
     """`slots` requests at a time, each of at most `length` tokens with its prompt. `version` names the weights as they are now.
 
+    `device`: where to sample, if not where the model is; the weights are then copied there at every `load`.
     `steps` tokens are made for every slot before the host looks (None: 4 on CUDA, else 1); `graphed`: as one CUDA graph each
     (None: on CUDA). Neither changes what is said.
     """
 
     def __init__(self, model: Transformer, *, slots: int, length: int, stop_ids: Collection[int] = (), version: str,
-                 tokenizer: Tokenizer | None = None, steps: int | None = None, graphed: bool | None = None):
+                 tokenizer: Tokenizer | None = None, device: torch.device | str | None = None, steps: int | None = None,
+                 graphed: bool | None = None):
         if slots < 1 or not 2 <= length <= model.config.max_length:
             raise UsageError(f"an engine of {slots} slots of {length} tokens: expected at least one slot and 2 to "
                              f"{model.config.max_length} tokens, the model's context")
-        self.served = ServedModel(model)
+        self.served = ServedModel(model, device)
         on_gpu = self.served.device.type == "cuda"
         self.slots = Slots(self.served, slots, length, steps or (STEPS if on_gpu else 1), graphed=on_gpu if graphed is None else graphed)
         self.length, self.stop_ids, self.version, self.tokenizer = length, tuple(stop_ids), version, tokenizer

@@ -117,21 +117,22 @@ class Slots:
         another shape. `documents` are on the CPU."""
         view = Filling(self.cache, self._on_device(list(slots)), self._on_device(list(rows)))
         starts = document_starts(documents).to(self.device) if self.device.type == "cuda" else None
-        with torch.compiler.set_stance("force_eager") if self.graphed else contextlib.nullcontext():
+        with self._here(), torch.compiler.set_stance("force_eager") if self.graphed else contextlib.nullcontext():
             self.served.model.hidden(tokens_BT.to(self.device), documents=documents.to(self.device), cache=view, starts=starts)
 
     @torch.no_grad()
     def launch(self, steps: int, horizon: int, penalise: bool) -> Flight:
         """`steps` steps of every slot; no slot gets to `horizon`. `penalise` where some running slot has a penalty."""
-        if self.graphed and penalise not in self._graphs:
-            self._graphs[penalise] = self._captured(penalise)
-        self.cursor.zero_()
-        for _ in range(steps):
-            if self.graphed:
-                self._graphs[penalise].replay()
-            else:
-                self.step(horizon, penalise)
-        return Flight.to_host(self.ids_CS[:steps], self.logprobs_CS[:steps])
+        with self._here():
+            if self.graphed and penalise not in self._graphs:
+                self._graphs[penalise] = self._captured(penalise)
+            self.cursor.zero_()
+            for _ in range(steps):
+                if self.graphed:
+                    self._graphs[penalise].replay()
+                else:
+                    self.step(horizon, penalise)
+            return Flight.to_host(self.ids_CS[:steps], self.logprobs_CS[:steps])
 
     def compile(self, **options: Any) -> None:
         """Block by block, so that all layers share one compiled graph. Attention over the cache stays as it is: it writes to the
@@ -191,6 +192,10 @@ class Slots:
         self.seen[slots] = False
         rows = [seat.slot for seat in seats for _ in seat.prompt]
         self.seen[self._on_device(rows), self._on_device([token for seat in seats for token in seat.prompt])] = True
+
+    def _here(self) -> contextlib.AbstractContextManager:
+        """Kernels are launched and captured on the current GPU, which need not be the sampler's."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
 
     def _on_device(self, values: list) -> Tensor:
         return torch.tensor(values, dtype=torch.int64).to(self.device)

@@ -39,17 +39,18 @@ def _checksum(tensor: Tensor) -> Tensor:
 
 
 class ServedModel:
-    """A second skeleton around the same parameters. Those that are not in the compute dtype are cast once a version instead of
-    at every token; the cast is the one that each layer makes in training, so the numbers are the same.
+    """A second skeleton around the same parameters. Those that are not in the compute dtype, or on the device that samples, are
+    copied once a version instead of at every token; the cast is the one that each layer makes in training, so the numbers are
+    the same.
 
     `load` takes up the trainer's weights; `written` and `replaced` say whether they have changed since.
     """
 
-    def __init__(self, model: Transformer):
+    def __init__(self, model: Transformer, device: torch.device | str | None = None):
         self.source = model
         self.dtype = model.compute_dtype or model.embed.weight.dtype
-        self.device = model.embed.weight.device
-        self.casts: dict[str, Tensor] = {}  # name in the source → the tensor that follows it
+        self.device = model.embed.weight.device if device is None else torch.empty(0, device=device).device  # "cuda" gets its number
+        self.copies: list[tuple[str, Tensor]] = []  # name in the source, and a tensor that follows it
         self.model = self._skeleton().eval()
         self._remember()
 
@@ -60,11 +61,12 @@ class ServedModel:
         if parameters.keys() != self._loaded.keys():
             raise UsageError("the model has gained or lost parameters since its engine was made (an adapter attached or detached?); "
                              "make a new engine")
-        if any(parameters[name] is not held for name, held in self._loaded.items() if name not in self.casts):
+        copied = {name for name, _ in self.copies}
+        if any(parameters[name] is not held for name, held in self._loaded.items() if name not in copied):
             raise UsageError("parameters of the model were replaced by others since its engine was made; make a new engine")
-        if self.casts:
+        if self.copies:
             with torch.no_grad():
-                torch._foreach_copy_(list(self.casts.values()), [parameters[name] for name in self.casts])
+                torch._foreach_copy_([copy for _, copy in self.copies], [parameters[name] for name, _ in self.copies])
         self._remember()
         return before != self._addresses
 
@@ -80,19 +82,24 @@ class ServedModel:
     def _remember(self) -> None:
         self._loaded = dict(self.source.named_parameters())
         self._counts = [(parameter, parameter._version) for parameter in self._loaded.values()]
-        self._addresses = {name: p.data_ptr() for name, p in self._loaded.items() if name not in self.casts}
+        self._addresses = [parameter.data_ptr() for parameter in self.model.parameters()]
 
     def _skeleton(self) -> Transformer:
-        exact = {"embed.weight", "position.weight"} if self.source.position is not None else set()  # added up before they are cast
+        learned = self.source.position is not None
+        exact = {"embed.weight", "position.weight"} if learned else set()  # added up before they are cast
         memo: dict[int, nn.Parameter] = {}
         for name, parameter in self.source.named_parameters():
-            memo[id(parameter)] = parameter
-            if parameter.dtype != self.dtype and name not in exact:
-                memo[id(parameter)] = nn.Parameter(parameter.detach().to(self.dtype), requires_grad=False)
-                self.casts[name] = memo[id(parameter)].detach()
-        twin = copy.deepcopy(self.source, memo)
-        if exact and twin.head is None and self.source.embed.weight.dtype != self.dtype:
+            memo[id(parameter)] = self._following(name, parameter, parameter.dtype if name in exact else self.dtype)
+        twin = copy.deepcopy(self.source, memo).to(self.device)  # what is left to move are tables that no training changes
+        if learned and twin.head is None:
             twin.head = Linear(self.source.config.width, self.source.config.vocab, bias=False, device="meta")
-            twin.head.weight = nn.Parameter(self.source.embed.weight.detach().to(self.dtype), requires_grad=False)
-            self.casts["embed.weight"] = twin.head.weight.detach()
+            twin.head.weight = self._following("embed.weight", self.source.embed.weight, self.dtype)
         return twin
+
+    def _following(self, name: str, parameter: Tensor, dtype: torch.dtype) -> nn.Parameter:
+        """The parameter itself where it can be used as it is, else a copy that `load` renews."""
+        if isinstance(parameter, nn.Parameter) and parameter.dtype == dtype and parameter.device == self.device:
+            return parameter
+        copied = nn.Parameter(parameter.detach().to(self.device, dtype), requires_grad=False)
+        self.copies.append((name, copied.detach()))
+        return copied

@@ -163,8 +163,9 @@ def test_a_stop_string_cuts_the_text_and_keeps_the_ids(model):
     at = next(i for i in range(4, len(text) - 1) if text[i : i + 2].isascii() and text.find(text[i : i + 2]) == i)
     stop = text[at : at + 2]
     asked = replace(requests(DRAWN)[1], stop=(stop,))
-    for steps in (1, 8):
+    for steps, ahead in ((1, 1), (8, 1), (2, 2)):
         engine = Engine(model, slots=2, length=80, version="v", tokenizer=tokenizer, steps=steps)
+        engine._ahead = ahead
         engine.submit(asked)
         (progress,) = engine.drain()
         found = progress.completion
@@ -200,6 +201,7 @@ def test_a_cancelled_request_frees_its_slots_and_disturbs_nobody(model):
     for _ in range(4):
         engine.step()
     cut = engine.cancel(unwanted)
+    assert engine.slots.running.tolist() == [0, 0]
     assert [(p.completion.ended, len(p.completion.ids)) for p in cut] == [("cancelled", 0), ("cancelled", 4), ("cancelled", 4)]
     (progress,) = engine.drain()
     assert progress.ticket == wanted

@@ -5,9 +5,10 @@ import torch
 from scipy.stats import chisquare
 
 from assay.errors import UsageError
+from assay.generate import policy
 from assay.generate.policy import logprobs_at, logprobs_of, sampled_distribution
 from assay.generate.request import Sampling
-from assay.kernels.draw import Rule, draw, uniforms
+from assay.kernels.draw import GOLDEN, Rule, draw, uniforms
 from assay.model.tiny import tiny_config
 from assay.model.transformer import initialised
 from assay.seeds import derive
@@ -66,6 +67,14 @@ def test_uniforms_are_splitmix64s():
     assert found.tolist() == [(output >> 11) * 2.0**-53 for output in outputs]
 
 
+def test_the_smallest_draw_takes_the_first_token_that_was_kept():
+    """u is 0 where the generator's state is."""
+    key, counter = torch.tensor([-GOLDEN]), torch.tensor([0])
+    assert uniforms(key, counter).tolist() == [0.0]
+    ids, _ = draw(torch.tensor([[-9.0, 1.0, 1.0]]), rule(Sampling(top_k=2), 1), key, counter)
+    assert ids.tolist() == [1]
+
+
 def test_greedy_is_one_outcome():
     logits = torch.tensor([[0.0, 2.0, 2.0]])
     found = sampled_distribution(logits, Sampling(temperature=0))
@@ -78,11 +87,14 @@ def test_a_penalty_pushes_down_what_was_said():
     torch.testing.assert_close(found, torch.tensor([[1.0, -4.0, 2.0, -2.0]]).log_softmax(-1))
 
 
-def test_scored_by_hand():
+def test_scored_by_hand(monkeypatch):
     """Prompt and completion through a plain forward pass, one position at a time, the penalty's memory kept by hand."""
+    monkeypatch.setattr(policy, "ROWS", 3)
     model = initialised(tiny_config("llama"), 0)
-    sampling = Sampling(temperature=0.8, repetition_penalty=1.5, top_k=200)
-    sequences = [((5, 6, 7), (8, 5, 9, 8)), ((1,), (2,)), (tuple(range(30)), (31, 30)), ((4, 4), ())]
+    with torch.no_grad():
+        model.embed.weight.mul_(5)  # logits that a penalty moves
+    sampling = Sampling(temperature=0.8, repetition_penalty=1.5)
+    sequences = [((5, 6, 7), (8, 5, 9, 8, 9)), ((1,), (2,)), (tuple(range(30)), (31, 30)), ((4, 4), ())]
     for (prompt, completion), found in zip(sequences, logprobs_of(model, sequences, sampling), strict=True):
         for index, token in enumerate(completion):
             before = [*prompt, *completion[:index]]
@@ -90,7 +102,7 @@ def test_scored_by_hand():
                 logits = model(torch.tensor([before]))[0, -1]
             said = torch.tensor(sorted(set(before)))
             logits[said] = torch.where(logits[said] > 0, logits[said] / 1.5, logits[said] * 1.5)
-            due = sampled_distribution(logits[None], Sampling(temperature=0.8, top_k=200))[0, token]
+            due = sampled_distribution(logits[None], Sampling(temperature=0.8))[0, token]
             assert float(found[index]) == pytest.approx(float(due), abs=1e-5)
         assert len(found) == len(completion)
 
