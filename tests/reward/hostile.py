@@ -261,7 +261,11 @@ import sys
 sys.settrace(lambda *a: None); sys.setprofile(lambda *a: None)
 def double(x): return 0
 """,
-    "ends a map quietly": "def double(x): raise StopIteration",
+    "ends a map quietly": r"""
+def double(x):
+    if x in (2, -3): return 2 * x
+    raise StopIteration
+""",
     "raises what ends generators": "def double(x): raise GeneratorExit",
     "answers at exit": r"""
 import atexit, os
