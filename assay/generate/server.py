@@ -1,0 +1,146 @@
+"""The OpenAI-compatible server: HTTP in front of `Serving`, on loopback unless a token guards it.
+
+    GET  /health                  whether it serves, and how much is under way; needs no token
+    GET  /v1/models[/NAME]        names, digests, whether proven, bytes held
+    POST /v1/chat/completions     whole or streamed
+    POST /v1/completions          text or token ids
+    POST /v1/adapters             {"name", "path"}: a proven adapter joins under a name of its own, once its fingerprint agrees
+    DELETE /v1/adapters/NAME      it takes no new requests and goes when those under way are over
+
+Without a token only local names are answered, and only JSON is read, so that no page in a browser can speak to it.
+"""
+
+import asyncio
+import contextlib
+import hmac
+import ipaddress
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from assay.errors import AssayError, UsageError
+from assay.generate.endpoints import Desk, bug, refusal, reply
+from assay.generate.protocol import Refused, error_object, shown
+from assay.generate.serving import Serving
+
+if TYPE_CHECKING:
+    import uvicorn
+    from starlette.applications import Starlette
+
+GRACE = 10.0  # seconds that those under way have to finish when the server is told to stop
+
+
+def serve(serving: Serving, listener: socket.socket, *, token: str | None, ready: Callable[[str], None], grace: float = GRACE) -> int:
+    """Until a signal; 128 + its number comes back, or 1 where the engine failed. `ready` is told the address."""
+    server = _server(serving, application(serving, token), grace)
+    serving.on_failure = lambda: setattr(server, "should_exit", True)
+    caught: list[int] = []
+    handlers = {number: signal.signal(number, lambda number, _: caught.append(number)) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        ready(_address(listener))
+        server.run(sockets=[listener])  # it has handlers of its own, and afterwards hands on to ours what it caught
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        serving.stop()
+    return 128 + caught[0] if caught else int(serving.failed)
+
+
+@contextlib.contextmanager
+def background(serving: Serving, *, token: str | None = None, grace: float = GRACE) -> Iterator[str]:
+    """The server in a thread, on a free port of 127.0.0.1, for the length of the block: yields http://127.0.0.1:PORT/v1."""
+    listener = listening("127.0.0.1", 0, token)
+    server = _server(serving, application(serving, token), grace)
+    thread = threading.Thread(target=server.run, args=([listener],), name="http", daemon=True)
+    thread.start()
+    try:
+        while not server.started and thread.is_alive():
+            time.sleep(0.005)
+        yield f"{_address(listener)}/v1"
+    finally:
+        server.should_exit = True
+        thread.join()
+        serving.stop()
+
+
+def listening(host: str, port: int, token: str | None) -> socket.socket:
+    """A bound socket; a host that others can reach needs a token."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        if not ipaddress.ip_address(address[0]).is_loopback and not token:
+            raise UsageError(f"--host {host} can be reached by others, who must not use this model unasked: set ASSAY_TOKEN or --token, "
+                             "or stay on 127.0.0.1")
+        return socket.create_server(address[:2], family=family)
+    except (OSError, OverflowError) as error:
+        raise UsageError(f"--host {host} --port {port}: {error}; choose another with --port, 0 for any that is free") from None
+
+
+def _address(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _server(serving: Serving, app: "Starlette", grace: float) -> "uvicorn.Server":
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            """Nothing new begins; what is under way finishes, or is cancelled when its grace is over."""
+            serving.closing = True
+            deadline = time.monotonic() + grace
+            while serving.busy and time.monotonic() < deadline and not self.force_exit and not serving.failed:
+                await asyncio.sleep(0.02)
+            serving.cancel_all()
+            await super().shutdown(sockets)
+
+    return Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", ws="none", timeout_graceful_shutdown=5))
+
+
+def application(serving: Serving, token: str | None = None) -> "Starlette":
+    from starlette.applications import Starlette
+    from starlette.exceptions import HTTPException
+    from starlette.middleware import Middleware
+    from starlette.routing import Route
+
+    desk = Desk(serving)
+    routes = [
+        Route("/health", desk.health), Route("/v1/models", desk.models), Route("/v1/models/{name:path}", desk.model),
+        Route("/v1/chat/completions", desk.chat, methods=["POST"]), Route("/v1/completions", desk.completions, methods=["POST"]),
+        Route("/v1/adapters", desk.load_adapter, methods=["POST"]),
+        Route("/v1/adapters/{name:path}", desk.retire_adapter, methods=["DELETE"])]
+    handlers: dict[Any, Any] = {AssayError: refusal, HTTPException: refusal, Exception: bug}
+    return Starlette(routes=routes, middleware=[Middleware(Gate, token=token)], exception_handlers=handlers)
+
+
+class Gate:
+    """Who may speak: the holder of the token; without a token, whoever calls a local name."""
+
+    def __init__(self, app: Any, token: str | None):
+        self.app, self.token = app, token
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http" and (found := self._refusal(scope)) is not None:
+            await reply(found.status, error_object(str(found), status=found.status, code=found.code))(scope, receive, send)
+        else:
+            await self.app(scope, receive, send)
+
+    def _refusal(self, scope: Any) -> Refused | None:
+        headers = dict(scope["headers"])
+        if self.token is None:
+            host = headers.get(b"host", b"").decode("latin-1")
+            return None if _is_local(host) else Refused(f"the host {shown(host)} is not this machine", status=403, code="wrong_host")
+        given = headers.get(b"authorization", b"").removeprefix(b"Bearer ")
+        if scope["path"] == "/health" or hmac.compare_digest(given, self.token.encode()):
+            return None
+        return Refused("Incorrect API key provided; send Authorization: Bearer TOKEN", status=401, code="invalid_api_key")
+
+
+def _is_local(host: str) -> bool:
+    name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
+    try:
+        return name == "localhost" or ipaddress.ip_address(name.strip("[]")).is_loopback
+    except ValueError:
+        return False

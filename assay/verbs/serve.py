@@ -1,0 +1,90 @@
+"""assay serve: an OpenAI-compatible server for a model and its adapters, on loopback unless a token guards it."""
+
+import importlib.util
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from assay.config import argument, option
+from assay.errors import UsageError
+
+if TYPE_CHECKING:
+    from assay.generate.served import Served
+    from assay.generate.serving import Size
+
+
+@dataclass(frozen=True)
+class FLAGS:
+    """Serve a model: /v1/models, /v1/chat/completions, /v1/completions, /v1/adapters, /health.
+
+    Its name is --name, or the last part of its path; its weights' digest is every answer's system_fingerprint. Adapters must
+    be proven (a hallmark), and join, at the start or later, once their answers through the server are those recorded.
+    """
+
+    path: str = argument("checkpoint, folder, adapter, GGUF file or fetched name")
+    host: str = option("address to listen on; any that others can reach needs a token", default="127.0.0.1")
+    port: int = option("port; 0: any that is free", default=8000)
+    name: str | None = option("what clients call the model (default: the last part of its path)", default=None)
+    adapter: tuple[str, ...] = option("proven adapters to serve too, as NAME=PATH", default=())
+    base: str | None = option("an adapter's base, where the adapter does not name it", default=None)
+    slots: int = option("completions of one model that are made at a time", default=16)
+    length: int | None = option("most tokens of a prompt with its completion (default: 2048, or the model's context if less)", default=None)
+    queue: int = option("completions of one model that may wait; beyond it clients get 429", default=256)
+    token: str | None = option("Bearer token of the clients; better set as ASSAY_TOKEN, which no process list shows", default=None)
+    device: str | None = option("cpu, cuda or cuda:N (default: cuda where there is one)", default=None)
+    dtype: Literal["auto", "float32", "bfloat16"] = option("in what to compute; auto: bfloat16 on cuda, float32 elsewhere", default="auto")
+    grace: float = option("seconds that answers under way have to finish when the server is told to stop", default=10.0)
+
+
+EXAMPLES = """  assay serve smollm2-135m
+  assay serve runs/a/checkpoints/step-000500 --name a --adapter a@600=runs/b/checkpoints/step-000100 --port 8001
+  ASSAY_TOKEN=… assay serve smollm2-135m --host 0.0.0.0
+  curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json' \\
+    -d '{"model": "smollm2-135m", "messages": [{"role": "user", "content": "Why is the sky blue?"}]}'"""
+
+
+def run(flags: FLAGS) -> int:
+    if missing := [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]:
+        raise UsageError(f"assay serve needs {' and '.join(missing)}; pip install 'assay[serve]'")
+    token = flags.token or os.environ.get("ASSAY_TOKEN") or None
+    adapters = [_named(text) for text in flags.adapter]
+
+    from assay.generate.server import listening, serve
+    from assay.generate.serving import Serving
+
+    listener = listening(flags.host, flags.port, token)  # refused before a model is read
+    serving = Serving(_size(flags))
+    try:
+        _told(serving.open(flags.name or Path(flags.path).name, flags.path, base=flags.base))
+        for name, path in adapters:
+            _told(serving.open_adapter(name, path))
+        return serve(serving, listener, token=token, ready=lambda address: print(f"serving at {address}/v1", flush=True), grace=flags.grace)
+    finally:
+        listener.close()
+        serving.stop()
+
+
+def _size(flags: FLAGS) -> "Size":
+    import torch
+
+    from assay.generate.serving import Size
+    from assay.model.placement import default_device
+
+    device = flags.device or default_device()
+    chosen = flags.dtype if flags.dtype != "auto" else "bfloat16" if device.startswith("cuda") else "float32"
+    return Size(flags.slots, flags.queue, flags.length, device, getattr(torch, chosen))
+
+
+def _named(text: str) -> tuple[str, str]:
+    name, found, path = text.partition("=")
+    if not name or not found or not path:
+        raise UsageError(f"--adapter {text!r}; expected NAME=PATH")
+    return name, path
+
+
+def _told(model: "Served") -> None:
+    hallmark = "proven" if model.proven else "UNPROVEN: it has no hallmark"
+    print(f"{model.name}  {model.digest[:12]}  {hallmark}  {model.memory / 2**20:,.0f} MiB with keys and values")
+    for line in (*model.artifact.notes, *map(str, model.verdicts)):
+        print(f"  {line}")
