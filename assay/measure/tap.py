@@ -1,0 +1,202 @@
+"""Looking into a running model without changing it: hooks on the one forward path, and on what attention is given.
+
+`tapped(model, see)` calls `see(site, value)` at every site; a tensor that it returns takes the value's place, so that the rest of
+the pass goes on from there. Shapes: B rows, T time, S keys, H heads, K key/value heads, G heads that share a key, d head size.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+from assay.edit.sites import block, hooked
+from assay.measure.sites import EMBEDDING, FINAL_NORM, Site
+from assay.model.cache import DecodingLayer, attend_slots
+from assay.model.transformer import Transformer
+
+See = Callable[[Site, Tensor], Tensor | None]  # values are (B, T, …)
+QUERIES = 128  # whose scores are held at a time
+ENTROPY = 1  # which of the two numbers of `scores`
+UNSEEN = -1e30  # a score that no softmax notices; finite, so that 0 · UNSEEN is 0
+
+
+@contextlib.contextmanager
+def tapped(model: Transformer, see: See) -> Iterator["Attention"]:
+    """Hooks are gone afterwards, whatever happened. The logits have no module: whoever runs the model shows them to `see`."""
+    attention = Attention(see, model.config.kv_heads)
+    handles = [block(model, 0).register_forward_pre_hook(before(see, Site(None, EMBEDDING))),
+               model.norm.register_forward_hook(after(see, Site(None, FINAL_NORM)))]
+    for layer in range(model.config.depth):
+        handles += _layer_hooks(model, layer, see, attention)
+    with hooked(handles), _activations(model, see), attention:
+        yield attention
+
+
+class Attention(TorchFunctionMode):
+    """Sees what the attention kernel of the layer at work is given: after norms and rotation, with its mask and its scale."""
+
+    def __init__(self, see: See, kv_heads: int):
+        super().__init__()
+        self.see, self.kv_heads = see, kv_heads
+        self.layer: int | None = None
+
+    def entered(self, layer: int | None) -> Callable[..., None]:
+        """A hook that says which layer is at work."""
+        def hook(*_: Any) -> None:
+            self.layer = layer
+
+        return hook
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not F.scaled_dot_product_attention or self.layer is None:
+            return func(*args, **kwargs)
+        return self._attend(func, *args, **kwargs)
+
+    def _attend(self, func: Callable, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+                is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False) -> Tensor:
+        assert self.layer is not None
+        if (other := self.see(Site(self.layer, "query"), q.transpose(1, 2))) is not None:
+            q = other.transpose(1, 2)
+        copies = k.shape[1] // self.kv_heads  # some callers repeat a key for each head that shares it
+        if (other := self.see(Site(self.layer, "key"), k[:, ::copies].transpose(1, 2))) is not None:
+            k = other.transpose(1, 2).repeat_interleave(copies, 1)
+        self.see(Site(self.layer, "scores"), looked_at(q, k, attn_mask, is_causal, scale))
+        return func(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+    def decoding(self, view: DecodingLayer, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        """In the place of `attend_slots`: one more token a slot, against what the cache holds once it is stored."""
+        layer, self.layer = self.layer, None  # what the plain kernel asks of torch is not seen a second time
+        assert layer is not None
+        q, k = (x if (other := self.see(Site(layer, name), x)) is None else other for name, x in (("query", q), ("key", k)))
+        out = attend_slots(view, q, k, v, window)
+        distance_SL = view.positions[:, None] - torch.arange(view.horizon, device=q.device)
+        seen_SL = (distance_SL >= 0) & (distance_SL < (window or view.horizon))
+        keys = view.keys_SLKd[:, : view.horizon].transpose(1, 2)
+        self.see(Site(layer, "scores"), looked_at(q.transpose(1, 2), keys, seen_SL[:, None, None], False, None))
+        return out
+
+
+def looked_at(q_BHTd: Tensor, k_BKSd: Tensor, mask: Tensor | None, causal: bool, scale: float | None) -> Tensor:
+    """(B, T, H, 2): the log-sum of a query's exponentiated scores, and the entropy of where it looks.
+
+    By a product of its own, since kernels keep their scores to themselves; a few queries at a time, against the keys up to them.
+    """
+    (B, H, T, d), (K, S) = q_BHTd.shape, k_BKSd.shape[1:3]
+    wide = torch.promote_types(q_BHTd.dtype, torch.float32)
+    k_BKdS = k_BKSd.to(wide).transpose(2, 3)
+    q_BKGTd = (q_BHTd.to(wide) * (d**-0.5 if scale is None else scale)).reshape(B, K, H // K, T, d)
+    found = q_BHTd.new_empty(B, T, H, 2, dtype=wide)
+    for start in range(0, T, QUERIES):
+        stop = min(start + QUERIES, T)
+        keys = stop if causal else S
+        scores = (q_BKGTd[:, :, :, start:stop].flatten(2, 3) @ k_BKdS[..., :keys]).view(B, H, stop - start, keys)
+        if causal:
+            _hide(scores, torch.ones(stop - start, keys, dtype=torch.bool, device=scores.device).tril_(start))
+        if mask is not None:
+            _hide(scores, mask[..., start:stop, :keys] if mask.shape[-2] == T else mask[..., :keys])
+        found[:, start:stop] = _log_sum_and_entropy(scores).transpose(1, 2)
+    return found
+
+
+def _hide(scores: Tensor, mask: Tensor) -> None:
+    if mask.dtype == torch.bool:
+        scores.masked_fill_(~mask, UNSEEN)
+    else:
+        scores.add_(mask.to(scores.dtype)).clamp_(min=UNSEEN)
+
+
+def _log_sum_and_entropy(scores: Tensor) -> Tensor:
+    """Over the last axis, stacked in a new last axis."""
+    largest = scores.amax(-1, keepdim=True)
+    chances = (scores - largest).exp_()
+    total = chances.sum(-1)
+    log_sum = largest[..., 0] + total.log()
+    return torch.stack([log_sum, log_sum - chances.mul_(scores).sum(-1) / total], -1)
+
+# ---------------------------------------------------------------- hooks
+
+
+def after(see: See, site: Site) -> Callable[..., Any]:
+    """A forward hook; some modules of other libraries return their value as the first of several."""
+    def hook(_: nn.Module, __: Any, output: Any) -> Any:
+        if isinstance(output, Tensor):
+            return see(site, output)
+        other = see(site, output[0])
+        return None if other is None else (other, *output[1:])
+
+    return hook
+
+
+def before(see: See, site: Site) -> Callable[..., Any]:
+    """A forward pre-hook on the first argument."""
+    def hook(_: nn.Module, arguments: tuple) -> tuple | None:
+        other = see(site, arguments[0])
+        return None if other is None else (other, *arguments[1:])
+
+    return hook
+
+
+def in_parts(see: See, parts: Sequence[Site], rows: Sequence[int]) -> Callable[..., Any]:
+    """A forward hook on a fused matrix: each of its parts is a site."""
+    def hook(_: nn.Module, __: Any, output: Tensor) -> Tensor | None:
+        pieces = output.split(list(rows), -1)
+        others = [see(site, piece) for site, piece in zip(parts, pieces, strict=True)]
+        if all(other is None for other in others):
+            return None
+        return torch.cat([piece if other is None else other for piece, other in zip(pieces, others, strict=True)], -1)
+
+    return hook
+
+
+def _layer_hooks(model: Transformer, layer: int, see: See, attention: Attention) -> list[RemovableHandle]:
+    one, hidden = block(model, layer), model.config.hidden
+    gated = ("gate", "up") if model.config.gated else ("up",)
+
+    def at(name: str) -> Site:
+        return Site(layer, name)
+
+    handles = [
+        one.register_forward_hook(after(see, at("residual"))),
+        one.attn_norm.register_forward_hook(after(see, at("attn norm"))),
+        one.attn.register_forward_pre_hook(attention.entered(layer)),
+        one.attn.qkv.register_forward_hook(in_parts(see, [at("q"), at("k"), at("v")], one.attn.rows)),
+        one.attn.out.register_forward_pre_hook(before(see, at("attended"))),
+        one.attn.out.register_forward_hook(after(see, at("attn out"))),
+        one.attn.register_forward_hook(attention.entered(None)),
+        one.mlp_norm.register_forward_pre_hook(before(see, at("middle"))),
+        one.mlp_norm.register_forward_hook(after(see, at("mlp norm"))),
+        one.mlp.up.register_forward_hook(in_parts(see, [at(name) for name in gated], [hidden] * len(gated))),
+        one.mlp.down.register_forward_hook(after(see, at("down"))),
+    ]
+    if model.config.gated:
+        handles.append(one.mlp.down.register_forward_pre_hook(before(see, at("product"))))
+    return handles
+
+
+@contextlib.contextmanager
+def _activations(model: Transformer, see: See) -> Iterator[None]:
+    """An activation is a function and has no hooks: each layer's is wrapped for the length of the block."""
+    mlps = [block(model, layer).mlp for layer in range(model.config.depth)]
+    kept = [mlp.activation for mlp in mlps]
+
+    def watched(site: Site, function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        def activation(x: Tensor) -> Tensor:
+            value = function(x)
+            other = see(site, value)
+            return value if other is None else other
+
+        return activation
+
+    try:
+        for layer, mlp in enumerate(mlps):
+            mlp.activation = watched(Site(layer, "act"), kept[layer])
+        yield
+    finally:
+        for mlp, function in zip(mlps, kept, strict=True):
+            mlp.activation = function
