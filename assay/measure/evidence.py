@@ -145,7 +145,7 @@ def permutation_p(after: ArrayLike, before: ArrayLike) -> float:
 
 def boschloo_p(after: int, of_after: int, before: int, of_before: int) -> float:
     """Two-sided p-value of Boschloo's exact unconditional test: twice the smaller one-sided one."""
-    if of_after * of_before > 40_000:  # too many tables to look at each: Fisher's test, which is valid and a little shy
+    if of_after * of_before > 10_000:  # too many tables to look at each: Fisher's test, which is valid and a little shy
         from scipy.stats import fisher_exact
 
         return float(fisher_exact([[after, of_after - after], [before, of_before - before]])[1])

@@ -24,10 +24,11 @@ CALL = ("okay so the customer said she she ordered two lamps but um only one cam
         "would send the right one by friday at at no cost")
 NUMBERS, CODE, SHORT = Expected(numbers=True), Expected(code=True, numbers=True), Expected(numbers=True, short=True)
 
+# Each asks for a short answer, so that one which does not end is a fault and not a long answer.
 BUILT_IN = (
     Prompt("chat-greeting", "chat", "Hello! How are you today?"),
-    Prompt("chat-advice", "chat", "I slept badly before an important day. What can I do to get through it?"),
-    Prompt("chat-explain", "chat", "Explain to a child why the moon changes its shape."),
+    Prompt("chat-advice", "chat", "I slept badly before an important day. What can I do to get through it? Answer in two sentences."),
+    Prompt("chat-explain", "chat", "Explain to a child, in two or three sentences, why the moon changes its shape."),
     Prompt("short-colour", "chat", "Name one colour. Answer with one word.", SHORT),
     Prompt("reasoning-sum", "reasoning", "A shelf holds 8 boxes and each box holds 12 pencils. How many pencils are there? Say how.",
            NUMBERS),
@@ -40,9 +41,9 @@ BUILT_IN = (
     Prompt("cleanup-call", "transcript clean-up",
            f"Rewrite this spoken text as clean written sentences. Keep every fact and leave out filler words.\n\n{CALL}", NUMBERS),
     Prompt("other-sea", "off-domain", "Describe the sea on a windy day in three sentences."),
-    Prompt("other-soup", "off-domain", "How does one make vegetable soup?", NUMBERS),
-    Prompt("other-town", "off-domain", "Write a short letter to a friend who has moved to another town."),
-    Prompt("other-history", "off-domain", "Why did people build cities near rivers?"),
+    Prompt("other-soup", "off-domain", "How does one make vegetable soup? Answer in three sentences.", NUMBERS),
+    Prompt("other-town", "off-domain", "Write a letter of three sentences to a friend who has moved to another town."),
+    Prompt("other-history", "off-domain", "Why did people build cities near rivers? Answer in two sentences."),
     Prompt("other-list", "off-domain", "List five things that are found in a kitchen.", NUMBERS),
 )
 

@@ -83,6 +83,8 @@ def test_permutations_are_scipys():
 
 
 def test_three_runs_against_three_can_never_show_5_percent():
+    assert runs_effect([1, 1.001, 1.002], [2, 2.001, 2.002]).p == pytest.approx(0.1)
+    assert runs_effect([1, 1.001, 1.002], [2, 2.001, 2.002]).interval().contains(0)
     assert permutation_p([1, 2, 3], [10, 11, 12]) == pytest.approx(0.1)
     assert permutation_p([1, 2, 3, 4], [10, 11, 12, 13]) < 0.05
     assert fewest_runs(0.95) == 4
@@ -117,6 +119,7 @@ def test_counts_cover_every_pair_of_rates_exactly(after, before):
 def test_a_rate_of_whole_scores_is_a_proportion_and_a_rare_one_covers():
     assert mean_rate([1, 0, 0]) == proportion(1, 3)
     assert worst_coverage([(e.low, e.high) for e in (mean_rate([1] * k + [0] * (20 - k)) for k in range(21))], 20) >= 0.95
+    assert mean_rate([0.5] * 10).low < 0.45  # ten equal scores do not make certainty
     with pytest.raises(DataError, match="between 0 and 1"):
         mean_rate([0.5, 1.5])
     with pytest.raises(DataError, match="at least 2"):
