@@ -28,12 +28,14 @@ class Watch:
     """Feed it every step; `read` gives the values that have been read back since the last reading.
 
     `peaks` are the optimizer's peak rates, group by group, and `planned` the multiplier of all of them at a step. `consumed`
-    judges what the steps say they have read.
+    judges what the steps say they have read. Where steps are not `steady`, as of rollouts, neither the course of their losses
+    nor their times say anything, and each is read as it comes.
     """
 
     def __init__(self, peaks: Sequence[float], planned: Callable[[int], float], *, vocab: int | None = None,
-                 parent_loss: float | None = None, consumed: Callable[[Sequence[Step]], Verdict] | None = None):
-        self.peaks, self.planned, self.consumed = list(peaks), planned, consumed
+                 parent_loss: float | None = None, consumed: Callable[[Sequence[Step]], Verdict] | None = None,
+                 steady: bool = True):
+        self.peaks, self.planned, self.consumed, self.steady = list(peaks), planned, consumed, steady
         self.vocab, self.parent_loss = vocab, parent_loss
         self.waiting: list[tuple[Step, list[float]]] = []
         self.losses: list[float] = []
@@ -51,7 +53,7 @@ class Watch:
         """What was read now: nothing, most of the time."""
         self._clock.stop()
         self.waiting.append((step, list(rates)))
-        return self.read() if len(self.waiting) >= EVERY else []
+        return self.read() if len(self.waiting) >= (EVERY if self.steady else 1) else []
 
     def read(self) -> list[Read]:
         if not self.waiting:
@@ -62,8 +64,10 @@ class Watch:
         self.waiting, first = [], not self.losses
         losses = [loss for loss, _ in values]
         self.losses = [*self.losses[-KEPT:], *losses]
-        self.verdicts = [series.finite([v for pair in values for v in pair], "loss or gradient norm"), series.constant_loss(self.losses),
-                         self._step_time(), *self._learning_rates(rates, steps[0].index), self.change.feed(losses)]
+        self.verdicts = [series.finite([v for pair in values for v in pair], "loss or gradient norm"),
+                         *self._learning_rates(rates, steps[0].index)]
+        if self.steady:
+            self.verdicts += [series.constant_loss(self.losses), self._step_time(), self.change.feed(losses)]
         if self.consumed is not None:
             self.verdicts.append(self.consumed(steps))
         if first:

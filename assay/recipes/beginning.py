@@ -17,7 +17,7 @@ from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import Transformer
 from assay.model.vocabulary import grow, with_new_tokens
 from assay.recipes.forms import Adapter, Form, Whole
-from assay.recipes.options import Tuning
+from assay.recipes.options import Trained
 from assay.store import checkpoint
 from assay.store.artifact import Artifact, assembled, build, open_artifact
 from assay.store.checkpoint import open_checkpoint
@@ -37,7 +37,7 @@ class Beginning:
     steps_before: int  # that those moments have seen
 
 
-def begin(config: Tuning, device: str, reach: Callable[[int], float], say: Callable[[str], None]) -> Beginning:
+def begin(config: Trained, device: str, reach: Callable[[int], float], say: Callable[[str], None]) -> Beginning:
     """`reach(step)` is how far the optimizer can have moved one element after so many steps."""
     parent = prepared(config, given(config), say)
     tokenizer = parent.tokenizer
@@ -50,7 +50,7 @@ def begin(config: Tuning, device: str, reach: Callable[[int], float], say: Calla
     return Beginning(parent, model, form, tokenizer, carried, steps)
 
 
-def given(config: Tuning) -> Artifact:
+def given(config: Trained) -> Artifact:
     """The model that was named. A fork's parent must be proven: what is wrong with it would be wrong with everything after it."""
     if (config.model is None) == (config.from_ is None):
         raise UsageError("name what to train: --model for a model, or --from for a checkpoint of a run")
@@ -66,7 +66,7 @@ def given(config: Tuning) -> Artifact:
     return open_artifact(config.from_)
 
 
-def prepared(config: Tuning, source: Artifact, say: Callable[[str], None]) -> Artifact:
+def prepared(config: Trained, source: Artifact, say: Callable[[str], None]) -> Artifact:
     """The source itself, or RUN/base: a folder that others can open, with rows for new tokens, proven before it is trained on."""
     grows = bool(config.new_tokens) and source.tokenizer is not None
     if not grows and not (config.lora_r and source.raw.place.kind == "gguf"):
@@ -88,7 +88,7 @@ def write_proven(where: Path, contents: checkpoint.Contents, *, against: str | N
         raise GuardStop(f"{where} is not proven: " + "; ".join(str(v) for v in verdicts if v.outcome is not Outcome.PROVEN))
 
 
-def _based(config: Tuning, source: Artifact, say: Callable[[str], None]) -> checkpoint.Contents:
+def _based(config: Trained, source: Artifact, say: Callable[[str], None]) -> checkpoint.Contents:
     tokenizer = source.tokenizer
     if not config.new_tokens or tokenizer is None:
         lineage = Lineage("same", Ancestor(source.digest, str(source.path.resolve())))
@@ -102,7 +102,7 @@ def _based(config: Tuning, source: Artifact, say: Callable[[str], None]) -> chec
                           Lineage("new"))
 
 
-def trainable(config: Tuning, parent: Artifact, tokenizer: Tokenizer, reach: Callable[[int], float],
+def trainable(config: Trained, parent: Artifact, tokenizer: Tokenizer, reach: Callable[[int], float],
               say: Callable[[str], None]) -> tuple[Transformer, Form]:
     model, ancestor = build(parent), Ancestor(parent.digest, str(parent.path.resolve()))
     if parent.patch is not None and parent.base is not None and parent.adapter is not None:
@@ -138,7 +138,7 @@ def _moving(parent: Ancestor, reach: Callable[[int], float] | None) -> Callable[
     return lineage
 
 
-def carried_state(config: Tuning) -> tuple[dict[str, Tensor], int]:
+def carried_state(config: Trained) -> tuple[dict[str, Tensor], int]:
     if config.from_ is None or config.optimizer_state == "fresh":
         return {}, 0
     found = open_checkpoint(Path(config.from_))

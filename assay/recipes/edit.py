@@ -17,7 +17,7 @@ from assay.edit.memit import Edited, by_moments, by_null_space, memit
 from assay.edit.moments import Reading, parted, read_text, second_moments
 from assay.edit.picture import draw
 from assay.edit.rome import rome
-from assay.edit.subject import spots
+from assay.edit.subject import prompt_ids, spots
 from assay.edit.targets import Aim
 from assay.errors import DataError, UsageError
 from assay.guard.behaviour import greedy
@@ -25,9 +25,13 @@ from assay.guard.proof import Request, mark, prove
 from assay.measure.edits import (
     Examined,
     Goals,
+    check_batching,
     check_edits,
+    check_keys,
     check_retest,
+    check_spans,
     check_subjects,
+    check_targets,
     check_update,
     estimates,
     examine,
@@ -76,6 +80,7 @@ def edit(config: Edit, say: Callable[[str], None]) -> Report:
     run, watch = Run(Path(config.out), config, say=say), Stopwatch()
     with run.sitting():
         scored, reading = parted(read_text(Path(config.text), tokenizer, config.moment_tokens + config.drift_tokens), config.drift_tokens)
+        run.judge("preflight", preflight(model, source, facts))
         before = examine(model, tokenizer, facts, scored, source.stops.stop_ids)
         watch.lap("scores before")
         layers, effects = chosen_layers(config, model, tokenizer, facts)
@@ -118,6 +123,14 @@ def opened(config: Edit) -> Artifact:
     if source.tokenizer is None:
         raise UsageError(f"{source.path}: facts are text, and there is no tokenizer here; add tokenizer.json")
     return source
+
+
+def preflight(model: Transformer, source: Artifact, facts: Sequence[Fact]) -> list[Verdict]:
+    """What must hold before anything is sought: the right places, the right targets, the model's own keys, padding that is none."""
+    tokenizer = source.tokenizer
+    assert tokenizer is not None
+    return [check_spans(tokenizer, facts), check_targets(tokenizer, facts), check_keys(model, prompt_ids(tokenizer, facts[0].prompt)),
+            check_batching(model, tokenizer, questions(facts)[:6], source.stops.stop_ids)]
 
 
 def ends(model: Transformer, source: Artifact) -> bool:

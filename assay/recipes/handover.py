@@ -38,22 +38,30 @@ def hand_over(run: Run, best: Path, looks: Looks, final: Score,
     run.say(f"best: {best.name}; {looks.verdict_in_words()}")
     verdicts = [check_look(looks, best)]
     recorded = rescored(scored(open_artifact(best)), final)
-    places = {"adapter": run.folder / "adapter", "model": run.folder / "model"} if locate(best).adapter else {"model": run.folder / "model"}
-    for what, where in places.items():
-        if handed_over_before(best, where):
-            verdicts.append(check_weight_set(best, where))
-        else:
-            run.set_aside(where)
-            found = written(best, where, "peft" if what == "adapter" else None)
-            mark(open_checkpoint(where), found)
-            verdicts += found
+    places, found = exported(run, best)
+    verdicts += found
     verdicts.append(check_score(recorded, rescored(open_artifact(run.folder / "model"), final)))
     run.ledger.append("hand over", checkpoint=best.name, unit=recorded.unit, score=asdict(recorded.estimate),
                       **({} if also is None else plain(also(open_artifact(run.folder / "model")))),
                       verdicts=plain([verdict.to_json() for verdict in verdicts]))
-    for where in places.values():
+    for where in places:
         run.say(f"{where}: {recorded.estimate} {recorded.unit} on all held-out text")
     return recorded, verdicts
+
+
+def exported(run: Run, best: Path) -> tuple[list[Path], list[Verdict]]:
+    """`RUN/model`, and of an adapter `RUN/adapter` before it: written, and proven in a fresh process."""
+    places = [run.folder / name for name in (("adapter", "model") if locate(best).adapter else ("model",))]
+    verdicts = []
+    for where in places:
+        if handed_over_before(best, where):
+            verdicts.append(check_weight_set(best, where))
+        else:
+            run.set_aside(where)
+            found = written(best, where, "peft" if where.name == "adapter" else None)
+            mark(open_checkpoint(where), found)
+            verdicts += found
+    return places, verdicts
 
 
 def handed_over_before(best: Path, where: Path) -> bool:

@@ -40,10 +40,9 @@ class Pretrain:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tuning:
-    """What fine-tuning and distillation have in common."""
+class Trained:
+    """What every recipe that begins with a model has in common."""
 
-    data: tuple[str, ...] = option("conversations: .jsonl(.gz), .parquet or .csv; several files are read one after the other")
     out: str = option("folder of the run")
     model: str | None = option("what is trained: a checkpoint, Hugging Face folder, GGUF file or fetched name", default=None)
     from_: str | None = option("instead of --model: fork this proven checkpoint of a run, adapter included", default=None)
@@ -53,19 +52,8 @@ class Tuning:
     rslora: bool = option("scale by the root of the rank", default=False)
     lora_targets: tuple[str, ...] = option("layers to adapt, by the names that PEFT knows; all linear layers of the blocks", default=())
     new_tokens: tuple[str, ...] = option("texts that become single tokens, such as <think> </think> <answer> </answer>", default=())
-    length: int = option("tokens a row", default=1024)
-    over: Literal["drop", "truncate", "error"] = option("what happens to conversations longer than a row", default="drop")
-    roles: tuple[str, ...] = option("whose turns are learned", default=("assistant",))
-    turns: Literal["together", "apart"] = option("apart: an example of each learned turn", default="together")
-    packing: bool = option("several conversations share a row and do not see each other", default=True)
-    gsm8k: Literal["plain", "think"] = option("GSM8K rows: the answer as it is, or in <think> and <answer>", default="plain")
-    held_out: float = option("share of the conversations that is never trained on and scored at every look", default=0.05)
-    held_out_data: str | None = option("score these instead, and hold nothing else out", default=None)
-    epochs: int = option("how often the conversations are read, reshuffled each time", default=1)
     steps: int | None = option("stop after so many steps; otherwise the epochs decide", default=None)
     minutes: float | None = option("stop after this much wall time, all sittings together", default=None)
-    batch_tokens: int = option("tokens a step, padding included", default=16384)
-    micro_tokens: int = option("tokens that go through the model at a time; changes nothing but memory", default=16384)
     lr: float | None = option("peak learning rate (whole model 3e-5, adapter 3e-4)", default=None)
     weight_decay: float = option("of the matrices", default=0.0)
     schedule: Literal["cosine", "wsd"] = option("down to a tenth over a cosine; or flat, and down at the end", default="cosine")
@@ -76,9 +64,27 @@ class Tuning:
                                    "0: none but the first and the last", default=100)
     checkpoint_minutes: float | None = option("also one after so many minutes", default=None)
     insist: bool = option("allow --checkpoint-every 0 for a run of more than ten minutes", default=False)
-    look_examples: int = option("held-out conversations a look scores; the handed-over model is scored on all", default=256)
     seed: int = option("seed", default=0)
     device: str | None = option("cpu or cuda (cuda where there is one)", default=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuning(Trained):
+    """What fine-tuning and distillation have in common."""
+
+    data: tuple[str, ...] = option("conversations: .jsonl(.gz), .parquet or .csv; several files are read one after the other")
+    length: int = option("tokens a row", default=1024)
+    over: Literal["drop", "truncate", "error"] = option("what happens to conversations longer than a row", default="drop")
+    roles: tuple[str, ...] = option("whose turns are learned", default=("assistant",))
+    turns: Literal["together", "apart"] = option("apart: an example of each learned turn", default="together")
+    packing: bool = option("several conversations share a row and do not see each other", default=True)
+    gsm8k: Literal["plain", "think"] = option("GSM8K rows: the answer as it is, or in <think> and <answer>", default="plain")
+    held_out: float = option("share of the conversations that is never trained on and scored at every look", default=0.05)
+    held_out_data: str | None = option("score these instead, and hold nothing else out", default=None)
+    epochs: int = option("how often the conversations are read, reshuffled each time", default=1)
+    batch_tokens: int = option("tokens a step, padding included", default=16384)
+    micro_tokens: int = option("tokens that go through the model at a time; changes nothing but memory", default=16384)
+    look_examples: int = option("held-out conversations a look scores; the handed-over model is scored on all", default=256)
 
 
 @dataclass(frozen=True, kw_only=True)

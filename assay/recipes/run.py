@@ -95,6 +95,13 @@ class Run:
         self._saver.check()
         self._judge_proofs(self._prover.finished())
 
+    def settle(self, *, proofs: bool = False) -> None:
+        """Wait until what was saved lies on the disk; with `proofs`, until it is proven too."""
+        self._saver.wait()
+        while proofs and self._prover.busy:
+            self._judge_proofs(self._prover.finished())
+            time.sleep(0.05)
+
     def finish(self) -> None:
         """Wait for the last save and its proof."""
         self._saver.close()

@@ -99,6 +99,10 @@ class Training:
         """What the objective must show on one real batch. Next-token losses are compared with their naive twin."""
         return preflight(self.model, self.parts.objective, batch, self.accumulate)
 
+    def rows_read(self) -> int:
+        """Of the source, by all steps so far."""
+        return self.done * self.source.rows
+
     def also_recorded(self, read: Read) -> dict[str, Any]:
         """More columns for a step's line of metrics."""
         return {}
@@ -244,7 +248,7 @@ class Training:
         if self.done and (self.saved if interrupted else self.looks.latest_step) != self.done:
             self.checkpoint(look=not interrupted)
         self.run.finish()
-        whole, more = divmod(self.done * self.source.rows, self.source.windows)
+        whole, more = divmod(self.rows_read(), self.source.windows)
         self.run.ledger.append("consumed", steps=self.done, windows=self.source.windows,
                                read_times={str(whole + 1): more, str(whole): self.source.windows - more})
         if self.looks.steps:

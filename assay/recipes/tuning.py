@@ -28,7 +28,7 @@ from assay.recipes.beginning import Beginning, begin, carry
 from assay.recipes.forms import Adapter
 from assay.recipes.handover import SAME_LOOK
 from assay.recipes.looks import Looks
-from assay.recipes.options import Tuning
+from assay.recipes.options import Trained, Tuning
 from assay.recipes.pace import Budget, Pace
 from assay.recipes.run import Run, read_rows
 from assay.recipes.training import Parts, Training
@@ -177,6 +177,10 @@ def refuse_nonsense(config: Tuning) -> None:
     if config.length < 8 or config.batch_tokens < config.length:
         raise UsageError(f"length {config.length}, batch_tokens {config.batch_tokens}: expected a length of at least 8, and a batch of at "
                          "least one row")
+    refuse_unbudgeted(config)
+
+
+def refuse_unbudgeted(config: Trained) -> None:
     if config.steps is not None and config.minutes is not None:
         raise UsageError("give one budget: --steps or --minutes; without either the epochs decide")
     if config.checkpoint_every == 0 and not config.insist and not (config.minutes or math.inf) <= A_LONG_RUN:
@@ -228,7 +232,7 @@ def evenly(examples: Sequence[Example], count: int) -> list[Example]:
     return list(examples[:: max(1, -(-len(examples) // count))])
 
 
-def reach(config: Tuning, start: Beginning, pace: Pace, step: int) -> float:
+def reach(config: Trained, start: Beginning, pace: Pace, step: int) -> float:
     """How far AdamW can have moved an element in `step` steps: by the rate each (its β are such that no quotient exceeds 1),
     and by decay of the largest weight there is."""
     travelled = (config.lr or 3e-5) * sum(pace.multiplier(taken) for taken in range(step))

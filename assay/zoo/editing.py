@@ -1,6 +1,7 @@
 """Faults of editing: subjects and targets out of place, keys that are not the model's, scores that flatter."""
 
 import contextlib
+import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -186,7 +187,7 @@ def scored_too_early(_: Path) -> AbstractContextManager[None]:
         (name, parts), = patch.low_rank.items()
         return [whole(model, [fact], Patch(None, {name: parts[: number + 1]}))[0] for number, fact in enumerate(facts)]
 
-    return swapped(_here(), "claims", early)
+    return swapped(sys.modules[__name__], "claims", early)
 
 
 @fault("padding counted as text", rows=("X05",), stage="edit eval", check="batching", job=a_batch_of_questions)
@@ -198,9 +199,3 @@ def padding_counted(_: Path) -> AbstractContextManager[None]:
         return padded(rows, device, left=True)
 
     return swapped(q, "padded", left)
-
-
-def _here() -> Any:
-    import sys
-
-    return sys.modules[__name__]

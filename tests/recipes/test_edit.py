@@ -65,7 +65,8 @@ def test_from_facts_to_a_proven_checkpoint(tmp_path: Path, monkeypatch: pytest.M
         f" {fact.target}" for fact in lore.edits(4)]
     assert (tmp_path / "run" / "causal.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads((tmp_path / "run" / "causal.json").read_text())["chosen"] == [0, 1]
-    assert [event["kind"] for event in read_chain(tmp_path / "run" / "ledger.jsonl").events] == ["start", "layers", "proof", "edits"]
+    assert [event["kind"] for event in read_chain(tmp_path / "run" / "ledger.jsonl").events] == [
+        "start", "preflight", "layers", "proof", "edits"]
     with pytest.raises(UsageError, match="never overwritten"):
         verb.run(flags)
 

@@ -1,0 +1,146 @@
+"""Proofs inside transformers' Trainer and TRL: `Trainer(…, callbacks=[Prove()])` and every checkpoint it writes is proven.
+
+Before the first step: every trainable tensor is in the optimizer. At every save: what moved and what did not is accounted for,
+a fresh process opens the written folder and proves what can be proven of it, its answers are those of the live model, and
+`assay-proof.json` in the folder holds the sha256 of every file and every verdict. What is refuted stops the training.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from assay.errors import ArtifactError
+from assay.guard.proof import Request, demanded, prove
+from assay.guard.series import constant_loss, finite
+from assay.guard.update import Account, check_optimizer, check_weights
+from assay.guard.watch import stop_if_refuted
+from assay.model.probe import Answer, answer, distance, questions
+from assay.store import durable, sealed
+from assay.store.artifact import Artifact, build, open_artifact
+from assay.store.identity import environment
+from assay.verdict import Outcome, Verdict, overall, proven, refuted, unproven
+
+PROOF = "assay-proof.json"
+LIMIT = 16 << 20
+SAME = {torch.float32: 2e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}  # relative distance of answers that rounding explains
+
+
+class Prove(TrainerCallback):
+    """`against` names what training started from, a folder or file; without it, whether anything was learned stays UNPROVEN.
+
+    `base` names an adapter's base where the adapter does not. With `stop=False` what is refuted is said and written down only.
+    """
+
+    def __init__(self, against: str | None = None, *, base: str | None = None, stop: bool = True):
+        self.against, self.base, self.stop = against, base, stop
+        self.proofs: dict[str, list[Verdict]] = {}  # checkpoint → what was said of it
+        self.losses: list[float] = []
+        self.account: Account | None = None
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
+        model, optimizer = given["model"], given.get("optimizer")
+        self.account = Account(model)
+        if optimizer is not None:
+            held = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
+            self._judge("before step 1", [check_optimizer(model, held, [n for n, p in model.named_parameters() if p.requires_grad])])
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, Any] | None = None,
+               **given: Any) -> None:
+        if logs and "loss" in logs:
+            self.losses.append(float(logs["loss"]))
+            self._judge("log", [finite([self.losses[-1]], "loss"), constant_loss(self.losses)])
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
+        if not state.is_world_process_zero:
+            return
+        folder = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
+        model = given["model"]
+        accounted = [check_weights(model)] if self.account is None else [self.account.moved(), self.account.frozen(), check_weights(model)]
+        verdicts = [*accounted, *proven_folder(folder, model, self.against, self.base)]
+        write_proof(folder, verdicts)
+        self._judge(folder.name, verdicts)
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
+        for name, verdicts in self.proofs.items():
+            print(f"assay: {name}: {overall(demanded(verdicts))}", flush=True)
+
+    def _judge(self, what: str, verdicts: list[Verdict]) -> None:
+        if what.startswith("checkpoint-"):
+            self.proofs[what] = verdicts
+        against = [verdict for verdict in verdicts if verdict.outcome is Outcome.REFUTED]
+        for verdict in against:
+            print(f"assay: {what}: {verdict}", flush=True)
+        if self.stop:
+            stop_if_refuted(against)
+
+
+def proven_folder(folder: Path, model: nn.Module, against: str | None = None, base: str | None = None) -> list[Verdict]:
+    """What a fresh process says of the folder, and whether its bytes answer as the live model does."""
+    verdicts = prove(Request(str(folder), against=against, base=base))
+    if any(v.outcome is Outcome.REFUTED and v.check in ("whole", "architecture", "process") for v in verdicts):
+        return verdicts
+    return [*verdicts, check_live(model, open_artifact(folder, base=base))]
+
+
+def check_live(model: nn.Module, saved: Artifact) -> Verdict:
+    """The bytes in the folder say what the model in memory says, token for token."""
+    dtype = next(model.parameters()).dtype
+    bound = SAME.get(dtype, 3e-2)
+    error = distance(answer(build(saved)), live_answer(model, saved))
+    words = f"probe logits differ from the live model's by {error:.1e} (relative), bound {bound:.0e}"
+    if not error <= bound:
+        return refuted("live", f"{words}: what was saved is not what was trained", error=str(error))
+    return proven("live", words, error=error)
+
+
+@torch.no_grad()
+def live_answer(model: nn.Module, saved: Artifact) -> Answer:
+    """Through the model's own forward, in eval mode, which is left as it was found."""
+    tokens, ids = questions(saved.config.vocab, saved.config.max_length)
+    training, device = model.training, next(model.parameters()).device
+    model.eval()
+    try:
+        logits = model(input_ids=tokens.to(device), use_cache=False).logits.float().cpu()
+    finally:
+        model.train(training)
+    return Answer(logits[..., ids], logits.logsumexp(-1))
+
+
+def write_proof(folder: Path, verdicts: list[Verdict]) -> None:
+    document = {"format": "assay-proof/1", "files": {name: durable.hash_file(folder / name) for name in _files(folder)},
+                "outcome": str(overall(demanded(verdicts))), "environment": environment(),
+                "verdicts": [{**v.to_json(), "evidence": {key: str(value) for key, value in v.evidence.items()}} for v in verdicts]}
+    durable.replace_file(folder / PROOF, sealed.seal(document, where=str(folder / PROOF), indent=1))
+
+
+def verify(folder: Path) -> Verdict:
+    """The folder is byte for byte what was proven when it was written."""
+    try:
+        record = sealed.unseal(durable.read_file(folder / PROOF, limit=LIMIT), where=str(folder / PROOF), indent=1)
+    except ArtifactError as error:
+        return refuted("proof", str(error))
+    now = {name: durable.hash_file(folder / name) for name in _files(folder)}
+    changed = sorted(name for name in now.keys() | record["files"].keys() if now.get(name) != record["files"].get(name))
+    if changed:
+        return refuted("proof", f"{len(changed)} file(s) are not as they were proven: {', '.join(changed[:3])}", files=changed)
+    words = f"{len(now)} files are as they were when they were examined"
+    if record["outcome"] == str(Outcome.PROVEN):
+        return proven("proof", words, files=len(now))
+    open_points = [f"{v['check']}: {v['reason']}" for v in record["verdicts"] if v["outcome"] == record["outcome"]]
+    said = refuted if record["outcome"] == str(Outcome.REFUTED) else unproven
+    return said("proof", f"{words}, and {record['outcome']} then: {'; '.join(open_points[:3])}", files=len(now))
+
+
+def _files(folder: Path) -> Iterator[str]:
+    for parent, _, names in os.walk(folder):
+        for name in sorted(names):
+            relative = str((Path(parent) / name).relative_to(folder))
+            if relative != PROOF:
+                yield relative
+
+
