@@ -19,6 +19,7 @@ VERBS = {
     "seeds": "run a recipe once per seed, and judge what the seeds show together",
     "corpus": "turn text into hashed token shards, held-out documents apart",
     "demo": "build, save, prove, export and break a tiny model, on the CPU",
+    "track": "hand a run's metrics to TensorBoard, W&B, trackio or transformers",
     "inspect": "show what a checkpoint, folder or GGUF file holds: architecture, tensors, lineage, verdict",
     "prove": "prove a checkpoint, or what can be proven of a folder another tool wrote",
     "export": "write a model as hf, peft, gguf or merged, and prove the written bytes against the source",
