@@ -54,7 +54,7 @@ def test_every_checkpoint_of_the_trainer_is_proven_and_a_changed_byte_found(base
     record = json.loads((folder / PROOF).read_text())
     assert "model.safetensors" in record["files"]
     before = verify(folder)
-    assert (before.outcome, "files are as they were" in before.reason) == (Outcome.UNPROVEN, True)  # no manifest was there to hold it against
+    assert (before.outcome, "files are as they were" in before.reason) == (Outcome.UNPROVEN, True)  # without a manifest
     data = bytearray((folder / "model.safetensors").read_bytes())
     data[-5] ^= 1
     (folder / "model.safetensors").write_bytes(data)
