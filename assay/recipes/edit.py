@@ -22,16 +22,13 @@ from assay.edit.targets import Aim
 from assay.errors import DataError, UsageError
 from assay.guard.behaviour import greedy
 from assay.guard.proof import Request, mark, prove
+from assay.measure.edit_preflight import check_batching, check_keys, check_spans, check_targets
 from assay.measure.edits import (
     Examined,
     Goals,
-    check_batching,
     check_edits,
-    check_keys,
     check_retest,
-    check_spans,
     check_subjects,
-    check_targets,
     check_update,
     estimates,
     examine,

@@ -17,7 +17,7 @@ from assay.edit.facts import Fact, make_fact
 from assay.edit.memit import Edited
 from assay.edit.targets import Aim
 from assay.errors import DataError
-from assay.measure import edits
+from assay.measure import edit_preflight, edits
 from assay.measure import questions as q
 from assay.measure.questions import Reply, questions
 from assay.model.patch import Patch, patched
@@ -45,17 +45,17 @@ def a_list_of_requests(folder: Path, plant: Plant) -> list[Verdict]:
             with contextlib.suppress(DataError):
                 served.append(make_fact(f"row {number}", prompt, name, "Oran"))
         kept, _ = subject.spots(tokenizer, served)
-        return [edits.check_spans(tokenizer, kept)]
+        return [edit_preflight.check_spans(tokenizer, kept)]
 
 
 def a_search(folder: Path, plant: Plant) -> list[Verdict]:
     with plant(folder):
-        return [edits.check_targets(lore.lore_tokenizer(), lore.edits(3))]
+        return [edit_preflight.check_targets(lore.lore_tokenizer(), lore.edits(3))]
 
 
 def a_forward_pass(folder: Path, plant: Plant) -> list[Verdict]:
     with plant(folder):
-        return [edits.check_keys(tiny(), range(3, 40))]
+        return [edit_preflight.check_keys(tiny(), range(3, 40))]
 
 
 def one_rank_one_edit(folder: Path, plant: Plant) -> list[Verdict]:
@@ -89,7 +89,7 @@ def two_edits_of_one_subject(folder: Path, plant: Plant) -> list[Verdict]:
 def a_batch_of_questions(folder: Path, plant: Plant) -> list[Verdict]:
     tokenizer = lore.lore_tokenizer()
     with plant(folder):
-        return [edits.check_batching(lore.lore_model(), tokenizer, questions(lore.edits(2)), stops(tokenizer))]
+        return [edit_preflight.check_batching(lore.lore_model(), tokenizer, questions(lore.edits(2)), stops(tokenizer))]
 
 
 def rank_one(model: Transformer, facts: Sequence[Fact], folder: Path, layer: int) -> Edited:

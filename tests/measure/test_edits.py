@@ -11,14 +11,13 @@ from assay.edit.facts import Refused, make_fact
 from assay.edit.memit import Edited
 from assay.edit.moments import as_reading
 from assay.edit.targets import Target
+from assay.measure.edit_preflight import check_batching, check_keys
 from assay.measure.edits import (
     Examined,
     Goals,
     at_least,
-    check_batching,
     check_control,
     check_edits,
-    check_keys,
     check_retest,
     check_subjects,
     check_update,
