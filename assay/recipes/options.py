@@ -90,3 +90,25 @@ class Tuning(Trained):
 @dataclass(frozen=True, kw_only=True)
 class Sft(Tuning):
     """Teach a model from conversations, the whole of it or a LoRA adapter. An interrupted run in --out goes on where it stopped."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distill(Tuning):
+    """Teach a student what a teacher knows, by its logits or in its words. An interrupted run in --out goes on where it stopped."""
+
+    model: str | None = option("the student: a checkpoint, Hugging Face folder, GGUF file or fetched name", short="--student", default=None)
+    student_layers: int | None = option("instead of --student: so many of the teacher's layers, evenly spaced, the first and the last "
+                                        "among them", default=None)
+    teacher: str | None = option("who teaches; may be left out where its logits are stored", default=None)
+    how: Literal["online", "stored", "text"] = option("by logits as the student reads, by stored ones, or by text that the teacher writes "
+                                                      "to the data's prompts, which any tokenizer can read", default="online")
+    divergence: Literal["forward", "reverse", "jsd"] = option("KL(teacher ‖ student), KL(student ‖ teacher), or Jensen–Shannon",
+                                                              default="forward")
+    temperature: float = option("of both distributions; the teacher's term counts its square times", default=1.0)
+    kd_weight: float = option("of the teacher's term", default=1.0)
+    ce_weight: float = option("of the text's own cross-entropy", default=0.0)
+    beta: float = option("the teacher's share in the mixture of jsd", default=0.5)
+    teacher_logits: str | None = option("with --how stored: the folder, made on first use; RUN/teacher-logits", default=None)
+    top_k: int = option("with --how stored: likeliest tokens stored in each place", default=64)
+    max_new: int = option("with --how text: most tokens the teacher writes to a prompt", default=256)
+    sample_temperature: float = option("with --how text: of the teacher's sampling; 0 is greedy", default=0.0)

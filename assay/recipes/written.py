@@ -1,0 +1,141 @@
+"""Text distillation: a teacher answers the prompts of the data in its own words, and they are kept with who said them and how.
+
+    RUN/teacher.jsonl             what the student learns: prompt, completion, and whose words they are
+    RUN/teacher-held-out.jsonl    the same for prompts that are never trained on
+
+Who is held out is decided on the prompts, each once, before the teacher is asked. An answer that did not end by itself teaches
+nobody to end, so it is left out and counted.
+"""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from assay.data.chat import before_text
+from assay.data.layouts import Conversation, Message, read_conversations
+from assay.data.packing import hold_out
+from assay.errors import DataError, UsageError
+from assay.generate.engine import MOST_SLOTS, Engine
+from assay.generate.request import Completion, Request, Sampling
+from assay.model.tokenizer import Tokenizer
+from assay.recipes.options import Distill
+from assay.recipes.run import read_rows
+from assay.recipes.teachers import seated
+from assay.store import durable
+from assay.store.artifact import Artifact
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What is asked: messages, a text, or both where a model without a template gets another text."""
+
+    messages: tuple[Message, ...]
+    plain: str | None
+
+    @property
+    def content(self) -> str:
+        said = [list(map(dict, self.messages)), self.plain]
+        return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def write_text(config: Distill, teacher: Artifact, student: Tokenizer, device: str, say: Callable[[str], None]) -> tuple[Path, Path]:
+    """The two files. Those of an earlier sitting are taken as they are, where the same was asked of the same teacher."""
+    if teacher.tokenizer is None:
+        raise UsageError(f"{teacher.path} has no tokenizer, so it can neither be asked nor answer; add tokenizer.json")
+    learned, held_out = prompts_of(config)
+    sampling = Sampling(config.max_new, config.sample_temperature, seed=config.seed)
+    files = Path(config.out) / "teacher.jsonl", Path(config.out) / "teacher-held-out.jsonl"
+    for file, prompts in zip(files, (learned, held_out), strict=True):
+        asked = hashlib.sha256("\n".join([teacher.digest, repr(sampling), *(p.content for p in prompts)]).encode()).hexdigest()
+        if file.exists():
+            if {row["asked"] for row in read_rows(file)} != {asked}:
+                raise UsageError(f"{file} holds what another teacher said, or was asked otherwise; give another --out")
+        elif prompts:
+            rows, left_out = answers(prompts, teacher, teacher.tokenizer, student, sampling, device)
+            if not rows:
+                raise DataError(f"none of {len(prompts)} answers of the teacher can be learned: {in_words(left_out)}; raise --max-new, or "
+                                "look at the prompts")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            durable.replace_file(file, "".join(json.dumps(row | {"asked": asked}) + "\n" for row in rows).encode())
+            say(f"{file}: {len(rows):,} answers of {teacher.path.name}{f'; left out: {in_words(left_out)}' if left_out else ''}")
+    return files[0], files[1] if config.held_out_data is None else Path(config.held_out_data)
+
+
+def prompts_of(config: Distill) -> tuple[list[Prompt], list[Prompt]]:
+    """(to learn, held out), each prompt once. Where held-out conversations are given, their own answers are scored."""
+    found = {prompt.content: prompt for file in config.data for row in read_conversations(file, gsm8k=config.gsm8k).rows
+             if (prompt := prompt_of(row))}
+    if config.held_out_data is not None:
+        return list(found.values()), []
+    learned, held_out = hold_out(list(found.values()), config.held_out, config.seed)
+    if not held_out:
+        raise UsageError("nothing is held out, so nothing could be said about the result: raise --held-out, or give --held-out-data")
+    return learned, held_out
+
+
+def prompt_of(row: Conversation) -> Prompt:
+    """Everything before the answer: the last one, where there are several."""
+    if row.tools:
+        raise DataError(f"{row.where}: the row offers tools, and the teacher's calls could not be told from its words; leave it out")
+    answers = [place for place, message in enumerate(row.messages) if message["role"] == "assistant" and place >= row.learned_from]
+    messages = row.messages[: answers[-1]] if answers else row.messages
+    plain = row.plain[0] if row.plain else None
+    if not messages and not plain:
+        raise DataError(f"{row.where}: there is no prompt, so there is nothing to ask the teacher; --how text needs prompts")
+    return Prompt(messages, plain)
+
+
+def answers(prompts: Sequence[Prompt], teacher: Artifact, tokenizer: Tokenizer, student: Tokenizer, sampling: Sampling,
+            device: str) -> tuple[list[dict[str, Any]], Counter[str]]:
+    """A row for each answer that can be learned, and why others cannot. What is drawn depends on the prompt, not on its place."""
+    asked = [encoded(prompt, tokenizer) for prompt in prompts]
+    room, left_out, rows = teacher.config.max_length - sampling.max_new, Counter[str](), []
+    fitting = [place for place, ids in enumerate(asked) if len(ids) <= room]
+    if len(fitting) < len(asked):
+        left_out[f"no room for {sampling.max_new} more tokens after the prompt"] = len(asked) - len(fitting)
+    if not fitting:
+        return [], left_out
+    engine = Engine(seated(teacher, device), slots=min(len(fitting), MOST_SLOTS), version=teacher.digest, stop_ids=teacher.stops.stop_ids,
+                    length=max(len(asked[place]) for place in fitting) + sampling.max_new)
+    place_of = {engine.submit(Request(tuple(asked[place]), sampling, ("teacher", prompts[place].content))): place for place in fitting}
+    said = {place_of[progress.ticket]: progress.completion for progress in engine.drain()}
+    for place in fitting:
+        completion = said[place]
+        assert completion is not None
+        if reason := unfit(completion, tokenizer):
+            left_out[reason] += 1
+        else:
+            rows.append(row_of(prompts[place], tokenizer.decode(completion.ids[:-1]), student)
+                        | {"teacher": teacher.digest, "seed": sampling.seed, "temperature": sampling.temperature})
+    return rows, left_out
+
+
+def encoded(prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
+    """By the teacher's own template, or as plain text begins for it."""
+    if prompt.messages and tokenizer.template is not None:
+        return tokenizer.encode(tokenizer.render(prompt.messages, add_generation_prompt=True))
+    if prompt.plain is None:
+        raise DataError("a row has messages, and the teacher has no chat template to read them with; give prompts as text")
+    return before_text(tokenizer) + tokenizer.encode(prompt.plain)
+
+
+def unfit(completion: Completion, tokenizer: Tokenizer) -> str | None:
+    if completion.ended != "stop":
+        return "cut at --max-new"
+    if tokenizer.special_ids.intersection(completion.ids[:-1]):
+        return "a special token in the midst of it"
+    return None if tokenizer.decode(completion.ids[:-1]).strip() else "empty"
+
+
+def row_of(prompt: Prompt, text: str, student: Tokenizer) -> dict[str, Any]:
+    if prompt.messages and (student.template is not None or prompt.plain is None):
+        return {"prompt": [dict(message) for message in prompt.messages], "completion": [{"role": "assistant", "content": text}]}
+    return {"prompt": prompt.plain, "completion": text}
+
+
+def in_words(left_out: Counter[str]) -> str:
+    return ", ".join(f"{count} ({reason})" for reason, count in left_out.items())

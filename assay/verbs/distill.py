@@ -1,0 +1,22 @@
+"""assay distill: teach a student what a teacher knows."""
+
+from assay.recipes.options import Distill as FLAGS
+from assay.verdict import Outcome, overall
+
+EXAMPLES = """  assay distill --teacher smollm2-135m --student-layers 15 --data text.jsonl --out runs/half --lr 3e-4
+  assay distill --teacher smollm2-360m --student smollm2-135m --data chats.jsonl --out runs/stored --how stored --top-k 64
+  assay distill --teacher qwen3-0.6b --student smollm2-135m --data prompts.jsonl --out runs/words --how text --max-new 512"""
+
+__all__ = ["EXAMPLES", "FLAGS", "run"]
+
+
+def run(flags: FLAGS) -> int:
+    from assay.guard.proof import demanded
+    from assay.recipes.distill import distill
+
+    verdicts, interrupted = distill(flags)
+    if interrupted is not None:
+        return 128 + interrupted
+    for verdict in verdicts:
+        print(f"  {verdict}")
+    return 0 if overall(demanded(verdicts)) is Outcome.PROVEN else 3

@@ -1,0 +1,333 @@
+"""Distillation as a recipe: the student comes nearer to its teacher, by whichever way, and what is told of it is what was handed over.
+
+Saves stay unproven here; tests/recipes/test_sft.py and the toy say what a proof says.
+"""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from assay import cli
+from assay.data.chat import render
+from assay.data.layouts import read_conversations
+from assay.errors import DataError, GuardStop, UsageError
+from assay.learn.loop import train
+from assay.learn.objectives import next_token
+from assay.learn.optim import adamw
+from assay.measure.agreement import Agreement
+from assay.measure.estimate import paired
+from assay.model.vocabulary import with_new_tokens
+from assay.recipes import beginning, distill, handover, run, sft, shrunk, teachers
+from assay.recipes.distill import Distillation
+from assay.recipes.options import Distill, Sft
+from assay.recipes.tuning import held_out_batches
+from assay.seeds import generator
+from assay.store import checkpoint
+from assay.store.artifact import build, open_artifact
+from assay.store.checkpoint import open_checkpoint, step_folder
+from assay.store.ledger import Ledger
+from assay.store.pack import Lineage, model_contents
+from assay.verdict import Outcome, Verdict, proven
+from assay.zoo.resuming import NoProver
+from assay.zoo.stage import nudged, save, tiny, words
+from tests.recipes.sittings import rows
+
+LETTERS, LENGTH, K, STEPS = "abcdef", 64, 32, 5
+GOES = (0.5, 0.25, 0.1, 0.15)  # one, two or three letters on, or to an end: no single walk shows this, and the teacher knows it
+
+# ---------------------------------------------------------------- a world in which a teacher knows more than a text
+
+
+def walks(count: int, name: str) -> list[dict[str, str]]:
+    chance, found = generator(0, name), []
+    for number in range(count):
+        at = first = int(torch.randint(6, (), generator=chance))
+        said = ""
+        while (went := int(torch.multinomial(torch.tensor(GOES), 1, generator=chance))) < 3 and len(said) < 16:
+            at = (at + went + 1) % 6
+            said += LETTERS[at]
+        found.append({"prompt": f"{number} {LETTERS[first]}:", "completion": said or LETTERS[at]})
+    return found
+
+
+def write(file: Path, data: Sequence[Any]) -> str:
+    file.write_text("".join(json.dumps(row) + "\n" for row in data))
+    return str(file)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A teacher of three layers that has read many walks, students that have read none, and a few walks."""
+    folder = tmp_path_factory.mktemp("distill")
+    teacher, (tokenizer, stops) = tiny("llama", 1, depth=3, windows=(None,) * 3), words()
+    read = render(read_conversations(write(folder / "many.jsonl", walks(600, "many"))).rows, tokenizer, stops, length=LENGTH).examples
+    batches = held_out_batches(read, LENGTH, 24)
+    lessons = (batches[step % len(batches)] for step in range(45))
+    for _ in train(teacher, adamw(teacher.named_parameters(), 5e-3), lessons, next_token, micro=24):
+        pass
+    save(folder / "teacher", teacher)
+    save(folder / "student", tiny("llama", 0, depth=1, windows=(None,)))
+    save(folder / "ignorant", tiny("llama", 7))
+    other = with_new_tokens(tokenizer, ("<think>",))
+    checkpoint.write(folder / "stranger", model_contents(tiny("llama", 2), other, stops, Lineage()))
+    write(folder / "walks.jsonl", walks(120, "few"))
+    return folder
+
+
+def options(home: Path, out: Path, **changed: Any) -> Distill:
+    usual: dict[str, Any] = {
+        "data": (str(home / "walks.jsonl"),), "out": str(out), "teacher": str(home / "teacher"), "length": LENGTH,
+        "batch_tokens": 8 * LENGTH, "micro_tokens": 4 * LENGTH, "epochs": 30, "steps": STEPS, "lr": 5e-3, "warmup": 2,
+        "checkpoint_every": 3, "held_out": 0.25, "top_k": K, "max_new": 24, "device": "cpu"}
+    student = {} if "student_layers" in changed else {"model": str(home / "student")}
+    return Distill(**(usual | student | changed))
+
+
+@pytest.fixture(autouse=True)
+def unproven(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a fresh process says is the matter of tests/guard/test_proof.py and of the toy."""
+    monkeypatch.setattr(run, "Prover", NoProver)
+    monkeypatch.setattr(handover, "prove", lambda request: [proven("whole", "not looked at")])
+    monkeypatch.setattr(beginning, "prove_checkpoint", lambda folder, **_: [proven("whole", "not looked at")])
+
+
+def distilled(config: Distill, say: Any = lambda _: None) -> list[Verdict]:
+    verdicts, interrupted = distill.distill(config, say)
+    assert interrupted is None
+    assert all(verdict.outcome is Outcome.PROVEN for verdict in verdicts), "\n".join(map(str, verdicts))
+    return verdicts
+
+
+def events(config: Distill, kind: str) -> list[dict[str, Any]]:
+    return [event for event in Ledger(Path(config.out) / "ledger.jsonl").events() if event["kind"] == kind]
+
+
+def metrics(config: Distill) -> list[dict[str, Any]]:
+    return [{key: value for key, value in row.items() if key != "seconds"} for row in rows(Path(config.out) / "metrics.jsonl")]
+
+
+def losses(config: Distill) -> list[float]:
+    return [row["loss"] for row in metrics(config) if "loss" in row]
+
+# ---------------------------------------------------------------- online
+
+
+def test_the_student_comes_nearer_to_its_teacher_than_by_the_text_alone(home: Path, tmp_path: Path):
+    config, said = options(home, tmp_path / "taught", steps=40, checkpoint_every=20), []
+    verdicts = distilled(config, said.append)
+    alone = {field.name: getattr(config, field.name) for field in dataclasses.fields(Sft)}
+    sft.sft(Sft(**(alone | {"out": str(tmp_path / "alone")})), lambda _: None)
+
+    handed, = events(config, "hand over")
+    assert handed["kl_fell_by"]["low"] > 0.4
+    assert handed["agreement"]["kl"]["mean"] < 0.6 * handed["agreement_before"]["kl"]["mean"]
+    assert any("down by" in line for line in said)
+    taught, untaught = (held_out(home, config, tmp_path / name / "model") for name in ("taught", "alone"))
+    assert paired(taught.kl, untaught.kl, (taught.ids, untaught.ids)).high < 0
+    assert handed["agreement"]["kl"]["mean"] == pytest.approx(taught.estimates()["kl"].mean, rel=1e-5)
+    assert handed["agreement"]["student_ce"]["mean"] == pytest.approx(taught.estimates()["student_ce"].mean, rel=1e-5)
+
+    assert {"result", "score"} <= {verdict.check for verdict in verdicts}
+    told, = events(config, "teacher")
+    assert told["teacher_ce"]["mean"] < 2 < told["student_ce"]["mean"]
+    looked = [row for row in metrics(config) if "eval_teacher_kl" in row]
+    assert [row["step"] for row in looked] == [-1, 0, 19, 39]
+    for name in ("eval_teacher_kl", "eval_teacher_top1", "eval_ce"):
+        assert all(row[f"{name}_low"] < row[name] < row[f"{name}_high"] for row in looked[1:])
+    assert looked[-1]["eval_teacher_kl"] < 0.6 * looked[0]["eval_teacher_kl"]
+    assert looked[-1]["eval_teacher_top1"] > looked[0]["eval_teacher_top1"]
+    assert events(config, "teacher unmoved")[0]["verdicts"][0]["outcome"] == "PROVEN"
+    assert {"signal", "oneself", "share", "vocabulary", "loss"} <= {v["check"] for v in events(config, "preflight")[0]["verdicts"]}
+
+
+def held_out(home: Path, config: Distill, model: Path) -> Agreement:
+    """On what the run held out, by another way than the run's."""
+    work = Distillation(dataclasses.replace(config, out=str(model.parent.parent / f"again-{model.parent.name}")), lambda _: None)
+    return work.agreement(build(open_artifact(model)), work.conversations.held_out, 4)
+
+
+def test_an_adapter_is_taught_as_a_whole_model_is(home: Path, tmp_path: Path):
+    config = options(home, tmp_path / "run", lora_r=4, divergence="jsd", temperature=2.0, ce_weight=0.5)
+    distilled(config)
+    assert losses(config)[-1] < losses(config)[0]
+    assert (tmp_path / "run" / "adapter").is_dir()
+
+
+def test_a_student_of_some_of_the_teachers_layers(home: Path, tmp_path: Path):
+    assert shrunk.kept_layers(30, 15) == [0, 2, 4, 6, 8, 10, 12, 14, 17, 19, 21, 23, 25, 27, 29]
+    config = options(home, tmp_path / "run", student_layers=2, steps=1)
+    distilled(config)
+    teacher, student = open_artifact(home / "teacher"), open_artifact(tmp_path / "run" / "student")
+    assert student.config.depth == 2
+    assert all(tensor.equal(teacher.tensors[name.replace("blocks.1.", "blocks.2.")]) for name, tensor in student.tensors.items())
+    facts = open_checkpoint(tmp_path / "run" / "student").facts["run_config"]["made_of"]
+    assert (facts["weights"], facts["layers"]) == (teacher.digest, [0, 2])
+    distilled(config)  # a second sitting finds its student
+    with pytest.raises(UsageError, match="expected 2 to 2"):
+        distill.distill(options(home, tmp_path / "other", student_layers=3), lambda _: None)
+
+
+def test_interrupted_and_resumed_is_the_uninterrupted_run_bit_for_bit(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    whole, parted = (options(home, tmp_path / name, ce_weight=0.5) for name in ("whole", "parted"))
+    distilled(whole)
+    over = Distillation.over
+
+    def struck(work: Distillation) -> bool:
+        work.run.interrupted = 15 if work.done == 2 else None
+        return over(work)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Distillation, "over", struck)
+        assert distill.distill(parted, lambda _: None) == ([], 15)
+    distilled(parted)
+    ends = [open_checkpoint(step_folder(Path(config.out) / "checkpoints", STEPS)) for config in (whole, parted)]
+    assert ends[0].manifest["tensors"] == ends[1].manifest["tensors"]
+    assert metrics(whole) == metrics(parted)
+
+
+def test_a_run_does_not_go_on_with_another_teacher(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    config = options(home, tmp_path / "run")
+    with monkeypatch.context() as patch:
+        patch.setattr(Distillation, "over", lambda work: work.done >= 3)
+        distilled(config)
+    elsewhere = open_artifact(save(tmp_path / "moved", nudged(build(open_artifact(home / "teacher")).requires_grad_(True))).folder)
+    monkeypatch.setattr(distill, "opened", lambda _: elsewhere)
+    with pytest.raises(GuardStop, match=r"the teacher is .* now, the run began with"):
+        distill.distill(config, lambda _: None)
+
+
+def test_a_teacher_that_moves_is_caught(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    after = Distillation.after
+
+    def struck(work: Distillation, step: Any) -> None:
+        after(work, step)
+        if work.done == 3:
+            assert work.teacher.model is not None
+            with torch.no_grad():
+                work.teacher.model.embed.weight[0, 0] += 1e-3
+
+    monkeypatch.setattr(Distillation, "after", struck)
+    with pytest.raises(GuardStop, match=r"1 of .* tensors of the teacher changed, embed.weight"):
+        distill.distill(options(home, tmp_path / "run"), lambda _: None)
+    assert not (tmp_path / "run" / "model").exists()
+
+
+def test_oneself_teaches_nothing(home: Path, tmp_path: Path):
+    same = {"model": str(home / "teacher")}
+    with pytest.raises(UsageError, match=r"the same weights .*every gradient would be 0"):
+        distill.distill(options(home, tmp_path / "run", **same), lambda _: None)
+    assert not (tmp_path / "run").exists()
+    config = options(home, tmp_path / "beside", **same, ce_weight=1.0, steps=1)
+    distilled(config)  # the text teaches, and the student's old self holds it back
+    assert events(config, "hand over")[0]["kl_fell_by"] is None  # there was none
+    share, = (verdict for verdict in events(config, "preflight")[0]["verdicts"] if verdict["check"] == "share")
+    assert (share["outcome"], "already agrees" in share["reason"]) == ("UNPROVEN", True)
+
+# ---------------------------------------------------------------- stored
+
+
+def test_stored_answers_teach_what_the_teacher_would_and_are_used_again_without_it(home: Path, tmp_path: Path,
+                                                                                   monkeypatch: pytest.MonkeyPatch):
+    online = options(home, tmp_path / "online")
+    stored = options(home, tmp_path / "stored", how="stored", teacher_logits=str(tmp_path / "kept"))
+    distilled(online)
+    distilled(stored)
+    assert losses(stored)[-1] < 0.9 * losses(stored)[0]
+    # All but the likeliest 32 of 320 are one outcome, so KL is a little less; the way down is the same.
+    assert all(0.9 * one < other <= one for one, other in zip(losses(online), losses(stored), strict=True))
+    handed, = events(stored, "hand over")
+    assert handed["kl_fell_by"]["low"] > 0
+    assert "teacher_ce" not in handed["agreement"]  # unknown, and not made up
+
+    monkeypatch.setattr(teachers, "seated", None)  # nobody sits down a second time
+    again = options(home, tmp_path / "again", how="stored", teacher_logits=str(tmp_path / "kept"), teacher=None)
+    distilled(again)
+    assert metrics(again) == metrics(stored)
+
+
+def test_stored_answers_are_refused_where_they_are_of_something_else(home: Path, tmp_path: Path):
+    kept = {"how": "stored", "teacher_logits": str(tmp_path / "kept")}
+    with pytest.raises(UsageError, match="kept does not exist yet"):
+        distill.distill(options(home, tmp_path / "run", **kept, teacher=None), lambda _: None)
+    with pytest.raises(UsageError, match="allows forward alone"):
+        distill.distill(options(home, tmp_path / "run", **kept, divergence="reverse"), lambda _: None)
+    Distillation(options(home, tmp_path / "first", **kept), lambda _: None)
+    changed = [row | {"completion": row["completion"] + "a"} if place == 50 else row for place, row in enumerate(walks(120, "few"))]
+    other_text = write(tmp_path / "walks.jsonl", changed)
+    for refused, error, reason in [({"temperature": 2.0}, UsageError, "at temperature 1; --top-k is 32 and --temperature 2"),
+                                   ({"top_k": 8}, UsageError, "holds 32 tokens a place"),
+                                   ({"teacher": str(home / "ignorant")}, DataError, "holds answers of the teacher"),
+                                   ({"model": str(home / "stranger")}, DataError, "its ids mean other text"),
+                                   ({"data": (other_text,)}, DataError, "was not asked about example")]:
+        with pytest.raises(error, match=reason):
+            distill.distill(options(home, tmp_path / "run", **(kept | refused)), lambda _: None)
+    assert not (tmp_path / "run").exists()
+
+# ---------------------------------------------------------------- text
+
+
+def test_a_teacher_of_another_tokenizer_writes_text(home: Path, tmp_path: Path):
+    config = options(home, tmp_path / "run", how="text", model=str(home / "stranger"), sample_temperature=1.0)
+    said: list[str] = []
+    distilled(config, said.append)
+    written = rows(tmp_path / "run" / "teacher.jsonl") + rows(tmp_path / "run" / "teacher-held-out.jsonl")
+    asked = {row["prompt"] for row in walks(120, "few")}
+    assert {row["prompt"] for row in written} <= asked
+    assert len({row["prompt"] for row in written}) == len(written) > 60
+    assert {row["teacher"] for row in written} == {open_artifact(home / "teacher").digest}
+    assert any("answers of teacher" in line for line in said)
+    looks = rows(tmp_path / "run" / "looks.jsonl")
+    assert sum(looks[-1]["per_document"]) < sum(looks[0]["per_document"])
+    before = (tmp_path / "run" / "teacher.jsonl").read_bytes()
+    distilled(config)  # a second sitting reads them again
+    assert (tmp_path / "run" / "teacher.jsonl").read_bytes() == before
+    write(tmp_path / "run" / "teacher.jsonl", [row | {"asked": "otherwise"} for row in written])
+    with pytest.raises(UsageError, match="what another teacher said, or was asked otherwise"):
+        distill.distill(config, lambda _: None)
+
+
+def test_what_the_teacher_did_not_finish_is_not_learned(home: Path, tmp_path: Path):
+    with pytest.raises(DataError, match=r"none of \d+ answers .*\(cut at --max-new\)"):
+        distill.distill(options(home, tmp_path / "run", how="text", max_new=1, teacher=str(home / "ignorant")), lambda _: None)
+    text = write(tmp_path / "text.jsonl", [{"text": "abc"}] * 3)
+    with pytest.raises(DataError, match="there is no prompt"):
+        distill.distill(options(home, tmp_path / "run", how="text", data=(text,)), lambda _: None)
+
+# ---------------------------------------------------------------- requests, and exit codes
+
+
+@pytest.mark.parametrize(("changed", "reason"), [
+    ({"model": None}, "name the student: .* found none"),
+    ({"student_layers": 2, "model": "x"}, "found --student and --student-layers"),
+    ({"teacher": None}, "name who teaches"),
+    ({"teacher_logits": "x"}, "is for --how stored"),
+    ({"kd_weight": 0.0}, "kd_weight is 0.0"),
+    ({"how": "text", "ce_weight": 1.0}, "leave --ce-weight out"),
+])
+def test_a_request_that_makes_no_sense_is_refused(changed: dict[str, Any], reason: str, home: Path, tmp_path: Path):
+    with pytest.raises(UsageError, match=reason):
+        distill.distill(options(home, tmp_path / "run", **changed), lambda _: None)
+    assert not (tmp_path / "run").exists()
+
+
+def test_exit_codes(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setitem(cli.VERBS, "distill", "")
+    usual = ["--data", str(home / "walks.jsonl"), "--student", str(home / "student"), "--length", str(LENGTH), "--batch-tokens", "512",
+             "--steps", "1", "--device", "cpu", "--held-out", "0.25"]
+
+    def done(teacher: str, out: str) -> int:
+        return cli.run(["distill", "--teacher", str(home / teacher), "--out", str(tmp_path / out), *usual])
+
+    assert done("teacher", "run") == 0
+    assert "result: the reported loss" in capsys.readouterr().out.replace("PROVEN", "")
+    assert done("stranger", "strange") == 2
+    assert "--how text" in capsys.readouterr().err
+    assert done("ignorant", "nothing") == 4
+    assert "one who knows nothing" in capsys.readouterr().err
+    monkeypatch.setattr(handover, "check_score", lambda *_: Verdict("score", Outcome.REFUTED, "in this test", {}))
+    assert done("teacher", "refuted") == 3
