@@ -13,11 +13,13 @@ def catalogue() -> dict[str, Fault]:
         conversations,
         corpora,
         distilling,
+        editing,
         evaluating,
         formats,
         measuring,
         policy,
         resuming,
+        rewarding,
         training,
         verdicts,
     )
