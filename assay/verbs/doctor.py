@@ -4,7 +4,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import shutil
 from dataclasses import dataclass
 
 from assay.config import option
@@ -25,6 +24,10 @@ OPTIONAL = {
     "peft": ("hf", "proofs of adapters through PEFT"),
     "gguf": ("gguf", "reading and writing GGUF files"),
     "pyarrow": ("data", "corpora and data sets in parquet"),
+    "starlette": ("serve", "assay serve, with uvicorn"),
+    "uvicorn": ("serve", "assay serve, with starlette"),
+    "httpx": ("judge", "a judge, or a probe, behind an OpenAI-compatible endpoint"),
+    "matplotlib": ("plot", "pictures beside the numbers"),
     "triton": (None, "fused kernels on a GPU (comes with torch's CUDA builds)"),
 }
 CORE = ("torch", "numpy", "safetensors", "tokenizers", "huggingface_hub", "jinja2", "rich", "scipy", "pyyaml")
@@ -43,11 +46,13 @@ def run(flags: FLAGS) -> int:
 
 
 def examined() -> dict:
+    from assay.reward.sandbox import unavailable
+
     versions = {name: _version(name) for name in (*CORE, *OPTIONAL)}
     missing = {name: {"enables": what, "install": f"pip install 'assay[{extra}]'" if extra else "nothing to install on a CPU"}
                for name, (extra, what) in OPTIONAL.items() if versions[name] is None}
-    if shutil.which("bwrap") is None:
-        missing["bubblewrap"] = {"enables": "running generated code in a sandbox", "install": "apt install bubblewrap"}
+    if (reason := unavailable()) is not None:
+        missing["sandbox"] = {"enables": "running generated code (HumanEval, MBPP, unit-test rewards)", "install": reason}
     return {"machine": _machine(), "installed": {n: v for n, v in versions.items() if v is not None}, "missing": missing}
 
 
