@@ -109,17 +109,13 @@ def _inside_a_word(text: str, start: int, stop: int) -> bool:
 
 def _fields(row: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The arguments of `make_fact`, from whichever layout this row has."""
+    layout = next((layout for key, layout in LAYOUTS.items() if key in row), None)
     try:
-        if "requested_rewrite" in row:
-            return _counterfact(row)
-        if "target_new" in row:
-            return _easy_edit(row)
-        if "attribute" in row:
-            return {"prompt": row["prompt"], "subject": row["subject"], "target": row["attribute"]}
-        if "target" in row:
-            return _plain(row)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{where}: its layout is known, but {error} is not as that layout has it") from None
+        if layout is not None:
+            fields = layout(row)
+            return fields | {key: fields[key] + "" for key in ("prompt", "subject", "target")}  # text, or a TypeError
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise DataError(f"{where}: its layout is known, but {error!r}: a field is not as that layout has it") from None
     raise DataError(f"{where}: has {', '.join(sorted(row))}; expected CounterFact (requested_rewrite), EasyEdit (prompt, subject, "
                     "target_new) or plain (prompt, subject, target)")
 
@@ -129,13 +125,13 @@ def _counterfact(row: Mapping[str, Any]) -> dict[str, Any]:
     old = asked["target_true"]["str"].strip()
     return {"prompt": asked["prompt"], "subject": asked["subject"], "target": asked["target_new"]["str"], "old": old,
             "paraphrases": _prompts(row.get("paraphrase_prompts", ())),
-            "neighbourhood": tuple(Asked(prompt, old) for prompt in _prompts(row.get("neighborhood_prompts", ())))}
+            "neighbourhood": tuple(_asked(prompt, old) for prompt in row.get("neighborhood_prompts", ()))}
 
 
 def _easy_edit(row: Mapping[str, Any]) -> dict[str, Any]:
     def asked(kind: str) -> tuple[Asked, ...]:
         prompts, answers = _listed(row.get(f"{kind}_prompt")), _listed(row.get(f"{kind}_ground_truth"))
-        return tuple(Asked(p.strip(), a.strip()) for p, a in zip(prompts, answers, strict=True))
+        return tuple(_asked(p, a) for p, a in zip(prompts, answers, strict=True))
 
     old = row.get("ground_truth")
     return {"prompt": row["prompt"], "subject": row["subject"], "target": row["target_new"], "old": old.strip() if old else None,
@@ -145,13 +141,26 @@ def _easy_edit(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
     def asked(kind: str) -> tuple[Asked, ...]:
-        return tuple(Asked(p.strip(), None) if isinstance(p, str) else Asked(p["prompt"].strip(), p["answer"].strip())
-                     for p in row.get(kind, ()))
+        return tuple(_asked(p, None) if isinstance(p, str) else _asked(p["prompt"], p["answer"]) for p in row.get(kind, ()))
 
     old = row.get("old")
     return {"prompt": row["prompt"], "subject": row["subject"], "target": row["target"], "old": old.strip() if old else None,
             "paraphrases": _prompts(row.get("paraphrases", ())), "neighbourhood": asked("neighbourhood"),
             "portability": asked("portability")}
+
+
+def _known(row: Mapping[str, Any]) -> dict[str, Any]:
+    """known_1000: what is so, and no edit."""
+    return {"prompt": row["prompt"], "subject": row["subject"], "target": row["attribute"]}
+
+
+# By a field that the ones before it do not have.
+LAYOUTS = {"requested_rewrite": _counterfact, "target_new": _easy_edit, "attribute": _known, "target": _plain}
+
+
+def _asked(prompt: str, answer: str | None) -> Asked:
+    """An empty answer is none."""
+    return Asked(prompt.strip(), (answer or "").strip() or None)
 
 
 def _prompts(prompts: Iterable[str]) -> tuple[str, ...]:

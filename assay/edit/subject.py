@@ -65,10 +65,12 @@ def leading(tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def spots(tokenizer: Tokenizer, facts: Sequence[Fact]) -> tuple[list[Fact], list[Refused]]:
-    """The facts whose subject and target this tokenizer can place, and the others by name."""
+    """The facts whose subject this tokenizer can place and whose answers it can say, and the others by name."""
     def place(fact: Fact) -> None:
         locate(tokenizer, fact.prompt, fact.start, fact.subject, fact.name)
-        answer_ids(tokenizer, fact.target)
+        for answer in (fact.target, fact.old, *(asked.answer for asked in (*fact.neighbourhood, *fact.portability))):
+            if answer is not None:
+                answer_ids(tokenizer, answer)
 
     return sifted(facts, place)
 

@@ -14,7 +14,7 @@ from assay.edit.causal import Effects, best_window, trace
 from assay.edit.contexts import Contexts, contexts
 from assay.edit.facts import Fact, Refused, read_facts
 from assay.edit.memit import Edited, by_moments, by_null_space, memit
-from assay.edit.moments import Reading, parted, read_text, second_moments
+from assay.edit.moments import LENGTH, Reading, parted, read_text, second_moments
 from assay.edit.picture import draw
 from assay.edit.rome import rome
 from assay.edit.subject import prompt_ids, spots
@@ -76,7 +76,7 @@ def edit(config: Edit, say: Callable[[str], None]) -> Report:
     facts, refused = chosen_facts(config, model, source, say)
     run, watch = Run(Path(config.out), config, say=say), Stopwatch()
     with run.sitting():
-        scored, reading = parted(read_text(Path(config.text), tokenizer, config.moment_tokens + config.drift_tokens), config.drift_tokens)
+        scored, reading = texts(config, model, tokenizer)
         run.judge("preflight", preflight(model, source, facts))
         before = examine(model, tokenizer, facts, scored, source.stops.stop_ids)
         watch.lap("scores before")
@@ -133,6 +133,12 @@ def preflight(model: Transformer, source: Artifact, facts: Sequence[Fact]) -> li
 def ends(model: Transformer, source: Artifact) -> bool:
     """The parent's texts end, so the edited model's must."""
     return any(completion.ended == "stop" for completion in greedy(model, source))
+
+
+def texts(config: Edit, model: Transformer, tokenizer: Tokenizer) -> tuple[Reading, Reading]:
+    """(to score, for moments)"""
+    whole = read_text(Path(config.text), tokenizer, config.moment_tokens + config.drift_tokens, length=min(LENGTH, model.config.max_length))
+    return parted(whole, config.drift_tokens)
 
 
 def goals(config: Edit) -> Goals:

@@ -45,8 +45,19 @@ def test_what_is_refused_is_named_and_the_others_go_on(tmp_path: Path):
 def test_a_row_of_no_known_layout_is_an_error(tmp_path: Path):
     with pytest.raises(DataError, match=r"row 0: has answer, question; expected CounterFact"):
         read(tmp_path, {"question": "?", "answer": "!"})
+
+
+@pytest.mark.parametrize("row", [
+    {"requested_rewrite": {"prompt": "{} is"}}, PLAIN | {"prompt": 3}, PLAIN | {"neighbourhood": [{"prompt": "x"}]},
+    EASY | {"locality_prompt": ["one", "two"]}])
+def test_a_field_that_is_not_as_its_layout_has_it_is_an_error(row: dict[str, Any], tmp_path: Path):
     with pytest.raises(DataError, match="not as that layout has it"):
-        read(tmp_path, {"requested_rewrite": {"prompt": "{} is"}})
+        read(tmp_path, row)
+
+
+def test_an_empty_answer_is_none(tmp_path: Path):
+    (fact,), _ = read(tmp_path, EASY | {"locality_ground_truth": " "})
+    assert fact.neighbourhood == (Asked("Bob was born to speak", None),)
 
 
 @pytest.mark.parametrize(("prompt", "subject", "start"), [
