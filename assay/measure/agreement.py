@@ -13,7 +13,7 @@ from assay.data.batch import Batch
 from assay.data.teacher import Id, spans
 from assay.errors import DataError
 from assay.learn.distill import capped_logits, chunks, coarse_kl, flat_states, shared_vocab
-from assay.measure.estimate import Estimate, ratio
+from assay.measure.estimate import Estimate, clustered, ratio
 from assay.model.transformer import Transformer
 
 
@@ -38,8 +38,12 @@ class Agreement:
     teacher_ce: NDArray[np.float64] | None = None  # not known of stored answers, which may leave the text's own token out
 
     def estimates(self) -> dict[str, Estimate]:
-        known = {name: getattr(self, name) for name in Comparison._fields}
-        return {name: ratio(values * self.tokens, self.tokens) for name, values in known.items() if values is not None}
+        means = {"kl": self.kl, "student_ce": self.student_ce, "teacher_ce": self.teacher_ce}
+        known = {name: ratio(values * self.tokens, self.tokens) for name, values in means.items() if values is not None}
+        counts = self.tokens.astype(np.int64)
+        alike, document = np.rint(self.top1 * counts).astype(np.int64), np.repeat(np.arange(len(counts)), counts)
+        within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)  # a token's place in its document
+        return known | {"top1": clustered(within < alike[document], document.tolist())}  # no agreement at all is still not exactly 0
 
 
 def agreement(student: Transformer, teacher: Transformer, batches: Iterable[Batch], *, vocab: int | None = None) -> Agreement:

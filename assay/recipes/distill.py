@@ -158,8 +158,9 @@ class Distillation(Taught):
         before, after = (self.agreement(build(artifact).to(self.device), self.conversations.held_out, self.parts.micro)
                          for artifact in (parent, handed_over))
         was, now, fell = before.estimates(), after.estimates(), fall(before, after)
-        self.run.say(f"KL to the teacher {was['kl']} → {now['kl']} nats{f', down by {fell} of what it was' if fell else ''}; the same token "
-                     f"likeliest {now['top1']}; cross-entropy {now['student_ce']}")
+        share = f", down by {fell} of what it was" if fell else ""
+        self.run.say(f"KL to the teacher {was['kl']} → {now['kl']} nats{share}; the same token likeliest {now['top1']}; cross-entropy "
+                     f"{now['student_ce']}")
         return {"teacher": self.teacher.digest, "agreement": {name: asdict(found) for name, found in now.items()},
                 "agreement_before": {name: asdict(found) for name, found in was.items()}, "kl_fell_by": fell and asdict(fell)}
 
