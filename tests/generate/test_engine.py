@@ -83,8 +83,8 @@ def test_a_request_does_not_depend_on_who_stands_beside_it(model):
 
 @pytest.mark.parametrize("ahead", [1, 2])
 def test_several_steps_at_once_change_nothing(model, ahead):
-    """As on a GPU: seven tokens before the host looks, and the next seven on their way while it does."""
-    asked = requests(DRAWN)
+    """As on a GPU: seven tokens before the host looks, and the next seven on their way while it does; ends within a flight."""
+    asked = [replace(request, sampling=replace(DRAWN, max_new=9 + 5 * index)) for index, request in enumerate(requests(DRAWN))]
     engine = Engine(model, slots=2, length=80, stop_ids=(11, 12), version="v", steps=7)
     engine._ahead = ahead
     tickets = [engine.submit(request) for request in asked]

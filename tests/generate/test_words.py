@@ -63,3 +63,12 @@ def test_half_a_character_is_not_shown_and_not_lost():
     words.feed([first])
     assert words.take() == ""
     assert words.finish(False) == "\ufffd"
+
+
+def test_half_a_character_is_not_the_stop_string_that_looks_like_it():
+    tokenizer = tiny_tokenizer()
+    first, *rest = tokenizer.encode("日")
+    words = Words(tokenizer, ("\ufffd",))
+    assert words.feed([first]) is None
+    assert words.feed(rest) is None
+    assert words.finish(False) == "日"
