@@ -112,21 +112,37 @@ class Ledger:
 
 def read_chain(path: Path) -> Chain:
     """Every line verified: it is as it was sealed, it is the next one, and it names the one before."""
+    chain, damage = before_damage(path)
+    if damage is not None:
+        raise damage
+    return chain
+
+
+def before_damage(path: Path) -> tuple[Chain, ArtifactError | None]:
+    """What verifies, up to the first line that does not, and what is wrong with that one: for readers who show what is left."""
     data = durable.read_file(path, limit=LIMIT) if path.exists() else b""
     *lines, tail = data.split(b"\n")
-    events, head = [], GENESIS
-    for seq, text in enumerate(lines):
-        line, where = text + b"\n", f"{path} line {seq + 1}"
-        event = unseal(line, where=where)
-        if event.get("seq") != seq or event.get("previous") != head:
-            raise ArtifactError(f"{where}: does not follow the line before it: lines were removed, added or reordered; "
-                                "restore the ledger from a copy")
-        events.append(event)
-        head = hashlib.sha256(line).hexdigest()
-    if _is_sealed(tail[:-1] + b"\n"):  # a torn write has no byte in the newline's place
-        raise ArtifactError(f"{path} line {len(lines) + 1}: whole but for its last byte, which should end the line: "
-                            "damaged; restore the ledger from a copy")
-    return Chain(events, head, len(data) - len(tail), tail)
+    events: list[dict[str, Any]] = []
+    head, size = GENESIS, 0
+    try:
+        for seq, text in enumerate(lines):
+            line = text + b"\n"
+            events.append(_following(line, seq, head, f"{path} line {seq + 1}"))
+            head, size = hashlib.sha256(line).hexdigest(), size + len(line)
+        if _is_sealed(tail[:-1] + b"\n"):  # a torn write has no byte in the newline's place
+            raise ArtifactError(f"{path} line {len(lines) + 1}: whole but for its last byte, which should end the line: "
+                                "damaged; restore the ledger from a copy")
+    except ArtifactError as damage:
+        return Chain(events, head, size, data[size:]), damage
+    return Chain(events, head, size, tail), None
+
+
+def _following(line: bytes, seq: int, head: str, where: str) -> dict[str, Any]:
+    event = unseal(line, where=where)
+    if event.get("seq") != seq or event.get("previous") != head:
+        raise ArtifactError(f"{where}: does not follow the line before it: lines were removed, added or reordered; "
+                            "restore the ledger from a copy")
+    return event
 
 
 def _is_sealed(line: bytes) -> bool:
