@@ -65,6 +65,7 @@ class Tenant:
             ids, logprobs, self.ended = ids[:stopped_after], logprobs[:stopped_after], "stop string"
         self.ids += ids
         self.logprobs += logprobs
+        assert len(self.ids) <= self.request.sampling.max_new, "the device ends a slot that has drawn its last token"
         if self.ended is None and self.ids and self.ids[-1] in self.stop_ids:
             self.ended = "stop"
         elif self.ended is None and len(self.ids) == self.request.sampling.max_new:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from assay.errors import UsageError
 from assay.model.transformer import Linear, Transformer
 
-CHUNK = 1 << 22  # entries of a tensor that are summed at once
+CHUNK = 1 << 18  # entries of a tensor that are summed at once
 ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -18,8 +18,8 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def fingerprint(model: nn.Module) -> str:
     """sha256 over every parameter's name, dtype, shape and an exact checksum of its bits and their places, made on its device.
 
-    Integer sums wrap and have no order, so it is the same on every device. It tells versions apart in milliseconds; it is no
-    defence against someone who wants a collision: checkpoints have a sha256 of every byte.
+    Integer sums wrap and have no order, so it is the same on every device, and nothing but the sums leaves it. It tells versions
+    apart; it is no defence against someone who wants a collision: checkpoints have a sha256 of every byte.
     """
     named = dict(model.named_parameters())
     sums = {name: _checksum(parameter) for name, parameter in named.items()}
@@ -29,13 +29,14 @@ def fingerprint(model: nn.Module) -> str:
 
 
 def _checksum(tensor: Tensor) -> Tensor:
+    """Each entry's bits times an odd number that belongs to its place."""
     bits = tensor.detach().contiguous().flatten().view(BITS[tensor.element_size()])
+    within = (2 * torch.arange(min(CHUNK, len(bits)), device=tensor.device) + 1) * ODD
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for start in range(0, len(bits), CHUNK):
-        part = bits[start : start + CHUNK].long()
-        place = torch.arange(start, start + len(part), device=tensor.device)
-        total += ((part + 1) * ((2 * place + 1) * ODD)).sum()
-    return total
+        part = bits[start : start + CHUNK]
+        total += (part * within[: len(part)]).sum() * (2 * start + 1)
+    return total + len(bits)
 
 
 class ServedModel:
