@@ -15,7 +15,7 @@ from assay.guard import teacher as guard
 from assay.guard.held_out import check_result
 from assay.learn.objectives import Objective, next_token
 from assay.measure.agreement import Agreement
-from assay.measure.estimate import Estimate, paired
+from assay.measure.estimate import Estimate, ratio
 from assay.measure.held_out import HeldOut, score_examples
 from assay.model.transformer import Transformer
 from assay.recipes.handover import hand_over
@@ -134,8 +134,8 @@ class Distillation(Taught):
         if self.start == 0:
             found = self.agreement(self.model, self.conversations.held_out, self.parts.micro).estimates()
             self.run.ledger.append("teacher", digest=self.teacher.digest, **plain({name: asdict(e) for name, e in found.items()}))
-            teacher = f"the teacher {found['teacher_ce']}" if "teacher_ce" in found else "the teacher, known by its stored answers, ?"
-            self.run.say(f"nats per token of what is held out: {teacher}, the student {found['student_ce']}; KL {found['kl']}")
+            teacher = f"the teacher {found['teacher_ce']}, " if "teacher_ce" in found else ""  # stored answers do not tell
+            self.run.say(f"nats per token of what is held out: {teacher}the student {found['student_ce']}; KL {found['kl']}")
 
     def data_facts(self, step: int) -> dict[str, Any]:
         return super().data_facts(step) | {"teacher": self.teacher.digest}
@@ -184,16 +184,15 @@ class Answered:
 
 
 def fall(before: Agreement, after: Agreement) -> Estimate | None:
-    """By what share of its mean the KL fell, the same documents before and after; a document counts by its tokens.
+    """By what share the KL fell, over all tokens, the same documents before and after.
 
     None where there was none to fall: a student that is its teacher at the beginning.
     """
-    if not before.kl.any():
+    assert before.ids == after.ids, "both read the same batches"
+    start = np.maximum(before.kl * before.tokens, 0)  # rounding may leave a hair less
+    if start.sum() - start.max() <= 0:
         return None
-    at = {id: place for place, id in enumerate(before.ids)}
-    order = np.array([at[id] for id in after.ids])
-    counts, start = after.tokens / after.tokens.mean(), float((before.kl * before.tokens).sum() / before.tokens.sum())
-    return paired(before.kl[order] * counts / start, after.kl * counts / start)
+    return ratio(start - after.kl * after.tokens, start)
 
 
 def check_told(work: Taught, recorded: HeldOut) -> Verdict:

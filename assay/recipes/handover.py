@@ -12,7 +12,7 @@ from assay.errors import ArtifactError
 from assay.guard.proof import Request, mark, prove
 from assay.learn.ema import averaged
 from assay.measure.held_out import HeldOut
-from assay.model.placement import place_for_training
+from assay.model.placement import default_device, place_for_training
 from assay.model.transformer import Transformer
 from assay.recipes.looks import Looks
 from assay.recipes.run import Run, plain
@@ -37,10 +37,10 @@ def hand_over(run: Run, best: Path, looks: Looks, final: Score,
     """
     run.say(f"best: {best.name}; {looks.verdict_in_words()}")
     verdicts = [check_look(looks, best)]
-    recorded = rescored(scored(open_artifact(best)), final)
+    recorded = rescored(scored(open_artifact(best)), final, looks.device)
     places, found = exported(run, best)
     verdicts += found
-    verdicts.append(check_score(recorded, rescored(open_artifact(run.folder / "model"), final)))
+    verdicts.append(check_score(recorded, rescored(open_artifact(run.folder / "model"), final, looks.device)))
     run.ledger.append("hand over", checkpoint=best.name, unit=recorded.unit, score=asdict(recorded.estimate),
                       **({} if also is None else plain(also(open_artifact(run.folder / "model")))),
                       verdicts=plain([verdict.to_json() for verdict in verdicts]))
@@ -113,9 +113,9 @@ def _as_stored(where: Path, artifact: Artifact) -> dict[str, Tensor]:
     return artifact.raw.tensors if locate(where).adapter else merged(artifact, torch.float32)
 
 
-def rescored(artifact: Artifact, final: Score) -> HeldOut:
+def rescored(artifact: Artifact, final: Score, device: str | None = None) -> HeldOut:
     """The score of the bytes on disk, not of any model in memory."""
-    return final(build(artifact).to("cuda" if torch.cuda.is_available() else "cpu"))
+    return final(build(artifact).to(device or default_device()))
 
 
 def check_look(looks: Looks, best: Path) -> Verdict:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -150,6 +151,30 @@ def held_out(home: Path, config: Distill, model: Path) -> Agreement:
     """On what the run held out, by another way than the run's."""
     work = Distillation(dataclasses.replace(config, out=str(model.parent.parent / f"again-{model.parent.name}")), lambda _: None)
     return work.agreement(build(open_artifact(model)), work.conversations.held_out, 4)
+
+
+def test_the_share_by_which_kl_fell_is_of_all_tokens():
+    before, after = (Agreement(("a", "b", "c"), np.array([1.0, 2, 1]), np.array(kl), np.ones(3), np.ones(3))
+                     for kl in ([4.0, 2, 2], [2.0, 1, 0]))
+    found = distill.fall(before, after)
+    assert found is not None
+    assert found.mean == pytest.approx((10 - 4) / 10)
+    assert distill.fall(after, after).mean == 0  # type: ignore[union-attr]
+    assert distill.fall(dataclasses.replace(after, kl=np.zeros(3)), after) is None
+
+
+def test_the_last_batchs_loss_is_no_result(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    config, whole = options(home, tmp_path / "run", steps=2), handover.hand_over
+
+    def careless(work: run.Run, *rest: Any) -> Any:
+        found = whole(work, *rest)
+        work.ledger.append("hand over", score={"mean": losses(config)[-1]})
+        return found
+
+    monkeypatch.setattr(distill, "hand_over", careless)
+    verdicts, _ = distill.distill(config, lambda _: None)
+    assert (verdicts[-1].check, verdicts[-1].outcome) == ("result", Outcome.REFUTED)
+    assert "such as the last batch's" in verdicts[-1].reason
 
 
 def test_an_adapter_is_taught_as_a_whole_model_is(home: Path, tmp_path: Path):
