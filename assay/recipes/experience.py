@@ -1,0 +1,195 @@
+"""What a policy learns from: each rollout drawn with the weights as they are now, judged before it is believed, and kept in samples."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from assay.data.batch import Batch
+from assay.generate.request import Completion, Sampling
+from assay.generate.weights import fingerprint
+from assay.guard.algebra import check_advantages, check_counted
+from assay.guard.policy import Floor, check_identity, check_ids, check_version, naive_logprobs, version_name
+from assay.guard.rollouts import check_independence, describe
+from assay.guard.watch import stop_if_refuted
+from assay.learn.advantage import Advantages, group_advantages, kl_shift, refill
+from assay.learn.policy import Surrogate
+from assay.recipes.grpo_options import Grpo
+from assay.recipes.reference import Reference
+from assay.recipes.rollouts import (
+    Group,
+    Prompt,
+    PromptOrder,
+    Sampler,
+    assembled,
+    batch_logprobs,
+    component_metrics,
+    counted,
+    of_completions,
+    rounding,
+    scored_groups,
+)
+from assay.recipes.run import Run, plain, read_rows, rewrite_rows
+from assay.reward.workers import ErrorLimit, Workers
+from assay.verdict import Outcome, Verdict
+
+COMPARED = 16  # completions of a rollout whose log-probabilities are computed anew before the update; after it, all are compared
+WRITTEN_EVERY = 50  # steps between verdicts in the ledger while they prove; one that refutes is written at once
+
+
+class Experience:
+    """The source of a run's batches. Step s learns from rollout s // inner, which is drawn when its first step asks for it."""
+
+    def __init__(self, config: Grpo, order: PromptOrder, sampler: Sampler, workers: Workers, limit: ErrorLimit, run: Run,
+                 asked: Surrogate, device: str):
+        self.config, self.order, self.sampler, self.workers, self.limit = config, order, sampler, workers, limit
+        self.run, self.asked, self.device, self.model = run, asked, device, sampler.model
+        self.sampling = Sampling(max_new=config.max_new, temperature=config.temperature, seed=config.seed)
+        self.file = run.folder / "samples.jsonl"
+        self.reference: Reference | None = None
+        self.floor = Floor(0.0, 0.0, 0)
+        self.updates = 0  # since the fork, as far as they have moved the weights
+        self.measured: dict[str, float] = {}
+        self._held: Batch | None = None
+        self._judged = 0
+
+    @property
+    def rows(self) -> int:
+        return self.order.places
+
+    @property
+    def windows(self) -> int:
+        return len(self.order.prompts)
+
+    @property
+    def steps(self) -> int:
+        return self.order.rollouts * self.config.inner
+
+    def epoch_of(self, step: int) -> int:
+        return step // self.config.inner * self.rows // self.windows
+
+    def forget_after(self, step: int) -> None:
+        """Samples of steps that are about to be taken again."""
+        rewrite_rows(self.file, [row for row in read_rows(self.file) if row["step"] < step])
+
+    def batch(self, step: int) -> Batch:
+        if step % self.config.inner == 0:
+            self._held = self.rollout(step)
+        assert self._held is not None, "a run goes on at the beginning of a rollout"
+        return self._held
+
+    # ---------------------------------------------------------------- one rollout
+
+    def rollout(self, step: int) -> Batch:
+        self.sampler.load(step)
+        if self.reference is not None:
+            self.reference.follow(step)
+            self.updates = step if fingerprint(self.model) != self.reference.fingerprint else 0
+        learned, everything = self.drawn(step)
+        advantages = self.advantages(learned)
+        counted_N = counted(learned, advantages, mask_truncated=self.config.mask_truncated, cap=self.config.max_new)
+        batch = self.learnable(learned, advantages, counted_N)
+        self.judge("rollout", self.verdicts(step, learned, everything, advantages, counted_N, batch))
+        self.keep(step, learned, advantages)
+        rewards = [group.rewards for group in everything]
+        self.measured = describe([group.completions for group in everything], rewards, self.advantages(everything))
+        self.measured |= component_metrics(everything)
+        return batch
+
+    def drawn(self, step: int) -> tuple[list[Group], list[Group]]:
+        """What is learned from, and all that was drawn: places whose group taught nothing get other prompts, up to the limit."""
+        rollout = step // self.config.inner
+        groups = self.completed(step, self.order.drawn(rollout))
+        everything, tried, spare = list(groups), [1] * len(groups), self.order.spare(rollout)
+        while self.config.refill:
+            plan = refill(self.advantages(groups).silent_P, tried, self.config.refill + 1)
+            others = list(zip(plan.again, spare, strict=False))
+            if not others:
+                break
+            for (place, _), group in zip(others, self.completed(step, [prompt for _, prompt in others]), strict=True):
+                groups[place], tried[place] = group, tried[place] + 1
+                everything.append(group)
+        silent = self.advantages(groups).silent_P
+        informing = [group for group, nothing in zip(groups, silent, strict=True) if not nothing] if self.config.refill else groups
+        return informing or groups, everything
+
+    def completed(self, step: int, prompts: Sequence[Prompt]) -> list[Group]:
+        completions = self.sampler.draw(prompts, self.sampling, ("rollout", step), self.config.group)
+        groups = scored_groups(self.workers, prompts, completions, cap=self.config.max_new, overlong=self.config.overlong)
+        self.limit.feed([scored for group in groups for scored in group.scored])
+        return groups
+
+    def advantages(self, groups: Sequence[Group]) -> Advantages:
+        return group_advantages([group.rewards for group in groups], scale=self.config.scale)
+
+    def learnable(self, groups: Sequence[Group], advantages: Advantages, counted_N: Sequence[bool]) -> Batch:
+        batch = assembled(groups, advantages.values_PG.flatten().tolist(), counted_N, self.config.normalise, cap=self.config.max_new,
+                          rounded=rounding(self.device))
+        if self.reference is None:
+            return batch
+        reference = self.reference.logprobs(batch, self.asked.temperature, self.config.micro, entropy=self.asked.wants_entropy)
+        batch = replace(batch, reference=reference)
+        if self.config.kl != "shift":
+            return batch
+        assert batch.behaviour is not None
+        assert batch.advantage is not None
+        return replace(batch, advantage=batch.advantage + kl_shift(batch.behaviour, reference, batch.weight, self.config.kl_weight))
+
+    # ---------------------------------------------------------------- what is said of it
+
+    def verdicts(self, step: int, learned: Sequence[Group], everything: Sequence[Group], advantages: Advantages,
+                 counted_N: Sequence[bool], batch: Batch) -> list[Verdict]:
+        rows = [(group.prompt, completion) for group in learned for completion in group.completions]
+        versions = [completion.version for group in everything for completion in group.completions]
+        return [check_version(versions, version_name(step, self.model)),
+                check_ids(batch, [prompt.ids for prompt, _ in rows], [completion.ids for _, completion in rows],
+                          stop_ids=self.sampler.engine.stop_ids, cap=self.config.max_new),
+                self.identity(rows, batch),
+                check_independence([group.completions for group in everything]),
+                check_advantages([group.rewards for group in learned], advantages, self.config.scale),
+                check_counted(counted_N, advantages.known_PG.flatten().tolist(), [completion.ended for _, completion in rows],
+                              mask_truncated=self.config.mask_truncated)]
+
+    def identity(self, rows: Sequence[tuple[Prompt, Completion]], batch: Batch) -> Verdict:
+        """Some completions, spread over the rollout: the trainer gives them the probabilities that they were drawn with."""
+        chosen = sorted({round(place * (len(rows) - 1) / (COMPARED - 1)) for place in range(COMPARED)})
+        part = Batch(**{name: stream[chosen] for name, stream in batch.streams().items()})  # type: ignore[arg-type]
+        prompts, said = [rows[i][0].ids for i in chosen], [rows[i][1] for i in chosen]
+        trainer = batch_logprobs(self.model, part, self.asked.temperature, self.config.micro, entropy=self.asked.wants_entropy)
+        written_out = lambda: naive_logprobs(self.model, prompts, [c.ids for c in said], self.asked.temperature)  # noqa: E731
+        return check_identity([c.logprobs for c in said], of_completions(trainer, part, prompts), self.floor, written_out)
+
+    def judge(self, what: str, verdicts: list[Verdict]) -> None:
+        """The first of a sitting and every so many are written down, and what refutes is always."""
+        against = any(verdict.outcome is Outcome.REFUTED for verdict in verdicts)
+        self._judged += 1
+        if against or self._judged % WRITTEN_EVERY <= 2:  # a rollout and its step
+            self.run.judge(what, verdicts)
+        else:
+            stop_if_refuted(verdicts)
+
+    def keep(self, step: int, groups: Sequence[Group], advantages: Advantages) -> None:
+        """Some of the completions, spread over the rollout, with all that says where they came from and what they were worth."""
+        rows = [(group.prompt, member, completion, scored, float(advantages.values_PG[place][member]))
+                for place, group in enumerate(groups)
+                for member, (completion, scored) in enumerate(zip(group.completions, group.scored, strict=True))]
+        with self.file.open("a") as file:
+            for prompt, member, completion, scored, advantage in rows[:: max(1, -(-len(rows) // max(1, self.config.samples)))]:
+                line = {"step": step, "prompt_id": prompt.id, "prompt": prompt.text, "ids": list(completion.ids), "text": completion.text,
+                        "ended": completion.ended, "reward": scored.value, "rewards": dict(scored.components), "error": scored.error,
+                        "advantage": advantage, "version": completion.version,
+                        "address": [self.config.seed, "sample", "rollout", step, prompt.id, member]}
+                file.write(json.dumps(plain(line)) + "\n")
+
+    @torch.no_grad()
+    def rehearsal(self, step: int) -> tuple[Batch, list[tuple[Prompt, Completion]]]:
+        """A rollout that is not learned from, each completion with an advantage of its own so that every tensor gets a gradient."""
+        prompts = self.order.drawn(min(step // self.config.inner, self.order.rollouts - 1))
+        self.sampler.load(step)
+        drawn = self.sampler.draw(prompts, self.sampling, ("rehearsal",), self.config.group)
+        groups = [Group(prompt, completions, ()) for prompt, completions in zip(prompts, drawn, strict=True)]
+        rows = [(group.prompt, completion) for group in groups for completion in group.completions]
+        values = [(1 + 0.1 * (row % 10)) * (-1) ** row for row in range(len(rows))]
+        batch = assembled(groups, values, [True] * len(rows), self.config.normalise, cap=self.config.max_new, rounded=rounding(self.device))
+        return replace(batch, reference=batch.behaviour), rows

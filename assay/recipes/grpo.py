@@ -1,0 +1,424 @@
+"""Reinforcement learning: groups of completions by the policy itself, scored, and the better ones made likelier. GRPO and its family."""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from assay.data.batch import Batch
+from assay.data.consumed import ids_digest
+from assay.data.packing import hold_out
+from assay.errors import GuardStop, UsageError
+from assay.generate.request import Sampling
+from assay.guard.algebra import check_directions, check_policy_loss
+from assay.guard.policy import check_floor, check_on_policy, check_reference, measure_floor
+from assay.guard.reward import preflight
+from assay.guard.rollouts import check_seeds, stops, warnings
+from assay.guard.update import check_steps, check_weights
+from assay.guard.watch import Read, Watch
+from assay.learn import loop
+from assay.learn.loop import Step
+from assay.learn.optim import adamw
+from assay.learn.policy import Surrogate, Tally, policy_gradient
+from assay.model.placement import default_device, place_for_training
+from assay.model.transformer import Transformer, parameter_count
+from assay.recipes.beginning import Beginning, begin, carry
+from assay.recipes.experience import COMPARED, Experience
+from assay.recipes.forms import Adapter
+from assay.recipes.grpo_options import Grpo
+from assay.recipes.handover import exported
+from assay.recipes.pace import Budget, Pace
+from assay.recipes.reference import Reference
+from assay.recipes.rollouts import Prompt, PromptOrder, Sampler, batch_logprobs, of_completions, prompts_digest, read_prompts
+from assay.recipes.run import Run, plain, read_rows, say_now
+from assay.recipes.training import Parts, Training
+from assay.recipes.trials import Answered, Examiner, Trials, check_gain, check_same_answers
+from assay.recipes.tuning import BETAS, reach, refuse_unbudgeted
+from assay.reward.verify import Reward, parse_rewards
+from assay.reward.workers import ErrorLimit, Workers
+from assay.store.artifact import Artifact, build, open_artifact
+from assay.verdict import Verdict, proven, refuted, unproven
+
+LR_WHOLE, LR_ADAPTER = 1e-6, 2e-5
+NEVER = 10**12
+SAID_AGAIN = 50  # steps after which a warning is repeated
+
+
+def grpo(config: Grpo, say: Callable[[str], None] = say_now) -> tuple[list[Verdict], int | None]:
+    """The verdicts on what was handed over and on what was gained, and the signal that interrupted the run, if one did."""
+    work = Reinforcement(config, say)
+    with work.run.sitting(), work.workers, work.metric_workers or work.workers:
+        if (interrupted := work.go()) is not None:
+            return [], interrupted
+        return work.hand_over(), None
+
+
+class Reinforcement(Training):
+    """`done` counts updates; a rollout begins at every multiple of `inner` of them, and only there is anything saved."""
+
+    def __init__(self, config: Grpo, say: Callable[[str], None]):
+        refuse_nonsense(config)
+        device = config.device or default_device()
+        pace_known: list[Pace] = []
+        start = begin(config, device, lambda step: reach(replace(config, lr=self.lr), start, pace_known[0], step), say)
+        self.beginning, self.lr = start, config.lr or (LR_ADAPTER if isinstance(start.form, Adapter) else LR_WHOLE)
+        self.prompts = prompted(config, start)
+        order = PromptOrder(self.prompts.train, config.seed, config.prompts, config.epochs)
+        pace = paced(config, order)
+        pace_known.append(pace)
+        self.rewards, self.metric = parse_rewards(config.reward), chosen_metric(config)
+        self.workers = Workers(self.rewards, count=config.reward_workers, seconds=config.reward_seconds)
+        self.metric_workers = None if config.metric is None else Workers([self.metric], count=1, seconds=config.reward_seconds)
+        self.asked = surrogate(config, device)
+        self.tally = Tally(policy_gradient(self.asked))
+        for line in announced(config, start, order, self.prompts, self.lr, pace, device):
+            say(line)
+        optimizer = adamw(start.model.named_parameters(), self.lr, betas=BETAS, weight_decay=config.weight_decay)
+        carry(optimizer, start)
+        run = Run(Path(config.out), config, say=say)  # a request that was refused until here leaves no folder, but for RUN/base
+        limit = ErrorLimit(config.reward_errors)
+        self.sampler = self.sampler_of(start.model, config, config.sampler_device)
+        self.experience = Experience(config, order, self.sampler, self.workers, limit, run, self.asked, device)
+        self.examiner = Examiner(spread(self.prompts.held_out, config.look_prompts), self.workers, self.metric, self.metric_workers, limit,
+                                 examining(config), max(1, config.eval_samples))
+        watch = Watch([group["lr"] for group in optimizer.param_groups], pace.multiplier, steady=False)
+        super().__init__(config, Parts(run, start.model, start.form, optimizer, self.tally, self.experience, pace,
+                                       Trials(run, self.answered, name=self.metric.name, device=device), watch, config.micro, config.clip,
+                                       whole_rollouts(config.checkpoint_every, config.inner), minutes=config.checkpoint_minutes,
+                                       steps_before=start.steps_before, look_first=True))
+        self.accumulate = loop.accumulated  # a CUDA graph would be replayed without the objective's being told what it measured
+        self.eval_every = whole_rollouts(config.eval_every or config.checkpoint_every, config.inner)
+        self.reference: Reference | None = None
+        self.recorded_reference: Mapping[str, Any] | None = None
+        self.history: list[dict[str, float]] = []  # one entry a rollout, with what its last update measured
+        self.noted: dict[int, dict[str, float]] = {}
+        self.warned: dict[str, int] = {}
+        self.tokens = 0  # trained on
+        self.informed = self.ending = False
+
+    def sampler_of(self, model: Transformer, config: Grpo, device: str | None = None) -> Sampler:
+        longest = max(len(prompt.ids) for prompt in (*self.prompts.train, *self.prompts.held_out))
+        return Sampler(model, self.beginning.tokenizer, self.beginning.parent.stops, slots=config.prompts * config.group,
+                       length=longest + config.max_new, device=device)
+
+    # ---------------------------------------------------------------- before the first step
+
+    def begin(self) -> None:
+        super().begin()
+        self.recall()
+        if self.config.kl != "none":
+            every = self.parts.every if self.config.kl_window else NEVER
+            self.reference = self.experience.reference = Reference(self.parts.form, self.run, window=self.config.kl_window, every=every)
+            self.reference.follow(self.start)
+            self.run.judge("reference", [self.check_same_reference(self.reference)])
+
+    def recall(self) -> None:
+        """What the rules over the steps so far have to know, from what was written of them."""
+        self.experience.forget_after(self.start)
+        for row in read_rows(self.run.metrics_file):
+            numbers = {name: value for name, value in row.items() if isinstance(value, int | float)}
+            if "groups" in row:
+                self.history.append(numbers)
+            elif "loss" in row and self.history:
+                self.history[-1] |= numbers
+            self.tokens = row.get("num_tokens", self.tokens)
+
+    def rehearsal_batch(self) -> Batch:
+        batch, self.rehearsed = self.experience.rehearsal(self.start)
+        self.experience.floor = measure_floor(self.model, [(*p.ids, *c.ids) for p, c in self.rehearsed], self.config.temperature)
+        self.shown = batch.to(self.device)
+        return batch
+
+    def rehearsals(self, batch: Batch) -> list[Verdict]:
+        """Sampler and trainer are one policy; the loss is the one that was asked for, and pulls the way it should; seeds count."""
+        asked, normalise = self.asked, self.config.normalise
+        verdicts = [check_floor(self.experience.floor, self.model.compute_dtype or torch.float32),
+                    check_policy_loss(self.model, self.tally, self.shown, asked, normalise, self.config.max_new),
+                    check_directions(self.model, self.tally, self.shown, asked), self.check_seeds_count()]
+        self.tally.take()  # what was measured on the way is of no step
+        return [*verdicts, self.check_fork()] if self.start == 0 else verdicts
+
+    def check_seeds_count(self) -> Verdict:
+        prompts = [prompt for prompt, _ in self.rehearsed][:: self.config.group]
+        one, two = (self.sampler.draw(prompts, replace(self.experience.sampling, seed=self.config.seed + more), ("seeds",), 1)
+                    for more in (1, 2))
+        return check_seeds([c for group in one for c in group], [c for group in two for c in group])
+
+    def check_fork(self) -> Verdict:
+        """The child answers as its parent does, opened anew: neither an adapter nor anything else was lost on the way."""
+        shown = next(self.shown.split(COMPARED))
+        prompts = [prompt.ids for prompt, _ in self.rehearsed[: len(shown)]]
+        parent = place_for_training(build(self.parent()), self.device, compile=False)
+        due, found = (of_completions(batch_logprobs(model, shown, self.config.temperature, COMPARED, entropy=False), shown, prompts)
+                      for model in (parent, self.model))
+        apart = max(float(np.abs(np.subtract(one, two)).mean()) for one, two in zip(due, found, strict=True))
+        floor = self.experience.floor
+        words = f"child and parent give completions log-probabilities {apart:.1e} nats a token apart, the floor allows {floor.bound_alone:.1e}"
+        return (proven if apart <= floor.bound_alone else refuted)("fork", words, apart=str(apart))
+
+    def parent(self) -> Artifact:
+        """Opened anew: on a CPU the tensors that the run began with are the ones that it trains."""
+        parent = self.beginning.parent
+        found = open_artifact(parent.path, base=None if parent.base is None else parent.base.path)
+        if found.digest != parent.digest:
+            raise GuardStop(f"{parent.path} holds weights {found.digest[:12]}, the run began with {parent.digest[:12]}: somebody wrote to it")
+        return found
+
+    def check_same_reference(self, reference: Reference) -> Verdict:
+        recorded = self.recorded_reference
+        if recorded is None or recorded["step"] != reference.step:
+            return proven("same reference", f"step {reference.step}, weights {reference.digest[:12]}", weights=reference.digest)
+        words = f"step {reference.step} holds {reference.digest[:12]}, the run was pulled towards {recorded['weights'][:12]}"
+        return (proven if recorded["weights"] == reference.digest else refuted)("same reference", words)
+
+    # ---------------------------------------------------------------- what the run asks
+
+    def data_facts(self, step: int) -> dict[str, Any]:
+        reference = None if self.reference is None else {"step": self.reference.step, "weights": self.reference.digest}
+        return {"prompts": self.prompts.digest, "tokenizer": self.beginning.tokenizer.digest, "seed": self.config.seed,
+                "examples": len(self.prompts.train), "held_out": len(self.prompts.held_out), "reference": reference}
+
+    def data_verdicts(self) -> list[Verdict]:
+        every = (*self.prompts.train, *self.prompts.held_out)
+        encode = self.beginning.tokenizer.encode
+        return [check_apart(self.prompts.train, self.prompts.held_out),
+                *preflight(self.rewards, [prompt.row for prompt in every], self.workers, prompts=[prompt.text for prompt in every],
+                           count_tokens=lambda text: len(encode(text)))]
+
+    def same_data(self, recorded: Mapping[str, Any]) -> Verdict:
+        self.recorded_reference = recorded["reference"]
+        words = f"the prompts are {self.prompts.digest[:12]} now, the run began with {recorded['prompts'][:12]}"
+        if recorded["prompts"] != self.prompts.digest:
+            return refuted("same data", f"{words}: a file, the template or the split is another; give them back, or begin a new run")
+        return proven("same data", words)
+
+    def rows_read(self) -> int:
+        return self.done // self.config.inner * self.source.rows
+
+    def planned_batches(self) -> Iterator[Batch]:
+        for step, batch in enumerate(super().planned_batches(), self.start):
+            if isinstance(self.asked.entropy_weight, torch.Tensor):
+                self.asked.entropy_weight.fill_(self.config.entropy_weight * self.config.entropy_decay**step)
+            yield batch
+
+    # ---------------------------------------------------------------- after a step
+
+    def after(self, step: Step) -> None:
+        self.judge_step(step)
+        self.informed |= float(step.grad_norm) > 0
+        self.tokens += step.tokens
+        self.noted[step.index] |= {"num_tokens": self.tokens}
+        super().after(step)
+
+    def judge_step(self, step: Step) -> None:
+        found, first = self.tally.take(), step.index % self.config.inner == 0
+        verdicts = []
+        if first:
+            verdicts.append(check_on_policy(found, self.experience.floor, self.config.epsilon))
+            self.history.append(dict(self.experience.measured))
+        if first and self.reference is not None:
+            verdicts.append(check_reference(found["kl"], self.experience.updates, self.experience.floor, self.reference.fingerprint,
+                                            self.reference.used))
+        self.history[-1] |= found | {"grad_norm": float(step.grad_norm)}
+        self.noted[step.index] = (dict(self.experience.measured) if first else {}) | found
+        self.experience.judge("step", [*verdicts, *stops(self.history, self.model.config.vocab)])
+        for sentence in warnings(self.history):
+            self.warn(step.index, sentence)
+
+    def warn(self, step: int, sentence: str) -> None:
+        rule = re.sub(r"[\d.]+", "", sentence)
+        if step - self.warned.get(rule, -SAID_AGAIN) >= SAID_AGAIN:
+            self.warned[rule] = step
+            self.run.say(f"step {step + 1}: {sentence}")
+            self.run.ledger.append("warning", step=step + 1, reason=sentence)
+
+    def record(self, read: list[Read]) -> None:
+        for step, loss, norm in read:
+            self.run.record(step.index, loss=loss, grad_norm=norm, learning_rate=self.watch.peaks[0] * step.multiplier,
+                            epoch=self.source.epoch_of(step.index), data=ids_digest(step.ids), **self.noted.pop(step.index),
+                            seconds=round(self.pace.clock.seconds, 3))
+        if read:
+            now = self.history[-1]
+            shown = (f"{name} {now[key]:.4g}" for name, key in (("reward", "reward"), ("± ", "reward_std"), ("length",
+                     "completions/mean_length"), ("kl", "kl"), ("entropy", "entropy")) if key in now)
+            self.run.progress(self.done, self.pace.stop_at, "  ".join(shown), self.pace.clock.seconds)
+
+    def due(self) -> bool:
+        return self.done % self.config.inner == 0 and (super().due() or self.done == self.config.inner or self.done % self.eval_every == 0)
+
+    def over(self) -> bool:
+        return self.done % self.config.inner == 0 and super().over()
+
+    def checkpoint(self, *, look: bool = True) -> None:
+        if self.reference is not None and self.reference.step is not None:
+            self.run.settle()
+            self.reference.keep_needed()
+        super().checkpoint(look=look and (self.ending or self.done % self.eval_every == 0))
+
+    def settle_account(self) -> None:
+        """Where no rewards differed since the last time nothing was to move; everything else still holds."""
+        if self.informed:
+            super().settle_account()
+            self.informed = False
+            return
+        self.run.judge("account", [unproven("movement", "no step since the last account had a gradient", optional=True),
+                                   self.account.frozen(), check_steps(self.optimizer, self.done + self.parts.steps_before),
+                                   check_weights(self.model)])
+
+    def finish(self) -> None:
+        self.ending = True
+        super().finish()
+
+    # ---------------------------------------------------------------- held-out prompts, and what is handed over
+
+    def answered(self, model: Transformer, updates: int) -> Answered:
+        sampler = self.sampler if model is self.model else self.sampler_of(model, self.config)
+        sampler.load(updates)
+        return self.examiner(sampler)
+
+    def answers_of(self, artifact: Artifact) -> np.ndarray:
+        """To all held-out prompts, by the bytes on disk."""
+        model = place_for_training(build(artifact), self.device, compile=False)
+        return self.examiner(self.sampler_of(model, self.config), self.prompts.held_out).wanted
+
+    def hand_over(self) -> list[Verdict]:
+        """The best look's checkpoint, proven as `RUN/model` (and `RUN/adapter`), and whether it is better than its parent."""
+        best = self.looks.best_checkpoint(self.run.checkpoints)
+        self.run.say(f"best: {best.name}; {self.looks.verdict_in_words()}")
+        places, verdicts = exported(self.run, best)
+        before, saved, after = (self.answers_of(artifact) for artifact in (
+            self.parent(), open_artifact(best), open_artifact(self.run.folder / "model")))
+        watched = {prompt.id for prompt in self.examiner.prompts}
+        looked_at = np.array([prompt.id in watched for prompt in self.prompts.held_out])
+        recorded = -self.looks.losses[self.looks.steps.index(self.looks.best_step())]
+        verdicts += [check_same_answers(f"{best.name} as looked at and as saved", recorded, saved[looked_at]),
+                     check_same_answers(f"{best.name} as saved and as handed over", saved, after),
+                     check_gain(self.metric.name, before, after, len(self.looks.steps) - 1)]
+        self.run.ledger.append("hand over", checkpoint=best.name, metric=self.metric.name, before=float(before.mean()),
+                               after=float(after.mean()), verdicts=plain([verdict.to_json() for verdict in verdicts]))
+        self.run.say(f"{', '.join(map(str, places))}: {verdicts[-1].reason}")
+        return verdicts
+
+# ---------------------------------------------------------------- what is asked for
+
+
+def refuse_nonsense(config: Grpo) -> None:
+    refuse_unbudgeted(config)
+    if config.group < 2 or config.prompts < 1 or config.inner < 1 or config.micro < 1 or config.max_new < 1:
+        raise UsageError(f"{config.prompts} prompts of {config.group} completions of {config.max_new} tokens, {config.inner} updates a "
+                         f"rollout, {config.micro} rows at a time: expected at least 2 completions and 1 of everything else")
+    if not config.temperature > 0:
+        raise UsageError(f"--temperature is {config.temperature}: completions that are all the same teach nothing; give one above 0")
+    if config.steps is not None and config.steps % config.inner:
+        raise UsageError(f"--steps {config.steps} with --inner {config.inner}: a rollout is learned from {config.inner} times; "
+                         "give a multiple of that")
+    if config.kl_window and (config.kl == "none" or not config.checkpoint_every):
+        raise UsageError("--kl-window: the reference trails from checkpoint to checkpoint; it needs a --kl and a --checkpoint-every")
+    if min(config.refill, config.overlong, config.kl_window, config.eval_samples, config.samples) < 0 or config.overlong > config.max_new:
+        raise UsageError("--refill, --overlong, --kl-window, --eval-samples and --samples are counts, and --overlong at most --max-new")
+
+
+def surrogate(config: Grpo, device: str) -> Surrogate:
+    in_loss = config.kl in ("k1", "k2", "k3")
+    bonus = torch.tensor(config.entropy_weight, device=device) if config.entropy_weight else 0.0
+    return Surrogate(ratio=config.ratio, epsilon=config.epsilon, epsilon_high=config.epsilon_high,
+                     kl=config.kl if in_loss else "none", kl_weight=config.kl_weight if in_loss else 0.0,  # type: ignore[arg-type]
+                     entropy_weight=bonus, temperature=config.temperature)
+
+
+def chosen_metric(config: Grpo) -> Reward:
+    """The reward that says what is wanted: as named, or the heaviest of what is rewarded."""
+    if config.metric is not None:
+        return replace(parse_rewards([config.metric])[0], weight=1.0)
+    return max(parse_rewards(config.reward), key=lambda reward: reward.weight)
+
+
+def examining(config: Grpo) -> Sampling:
+    return Sampling(max_new=config.max_new, temperature=config.temperature if config.eval_samples else 0.0, seed=config.seed)
+
+
+class WholeRollouts(Pace):
+    """A run ends where a rollout does."""
+
+    def __init__(self, budget: Budget, inner: int):
+        super().__init__(budget)
+        self.inner = inner
+
+    def decide_the_end(self, done: int, seconds_a_step: float | None) -> bool:
+        decided = super().decide_the_end(done, seconds_a_step)
+        if decided and self.stop_at is not None:
+            self.stop_at = whole_rollouts(self.stop_at, self.inner)
+        return decided
+
+
+def paced(config: Grpo, order: PromptOrder) -> WholeRollouts:
+    steps = None if config.minutes is not None else config.steps or order.rollouts * config.inner
+    order.drawn((steps or config.inner) // config.inner - 1)  # refused now, where the data does not suffice
+    warmup = min(config.warmup, steps // 4) if steps else config.warmup
+    return WholeRollouts(Budget(steps, config.minutes, config.schedule, warmup, config.decay), config.inner)
+
+
+def whole_rollouts(steps: int, inner: int) -> int:
+    """So many steps, or the few more that end a rollout; 0 is never."""
+    return -(-steps // inner) * inner or NEVER
+
+# ---------------------------------------------------------------- prompts
+
+
+@dataclass(frozen=True)
+class Prompted:
+    train: Sequence[Prompt]
+    held_out: Sequence[Prompt]
+    dropped: int  # too long
+
+    @property
+    def digest(self) -> str:
+        return prompts_digest([*self.train, *self.held_out])
+
+
+def prompted(config: Grpo, start: Beginning) -> Prompted:
+    """Who is held out is decided by what the prompts say, before any is dropped for its length."""
+    def read(file: str) -> list[Prompt]:
+        return read_prompts(file, start.tokenizer, config.gsm8k)
+
+    said = [prompt for file in config.data for prompt in read(file)]
+    kept, apart = (said, read(config.held_out_data)) if config.held_out_data else hold_out(said, config.held_out, config.seed)
+    room = start.model.config.max_length - config.max_new
+    longest = min(room, config.max_prompt or room)
+    train, held_out = ([prompt for prompt in some if len(prompt.ids) <= longest] for some in (kept, apart))
+    if len(held_out) < 2:
+        raise UsageError(f"{len(held_out)} prompts are held out, so nothing could be said about the result: raise --held-out, or give "
+                         "--held-out-data")
+    return Prompted(train, held_out, len(kept) + len(apart) - len(train) - len(held_out))
+
+
+def check_apart(train: Sequence[Prompt], held_out: Sequence[Prompt]) -> Verdict:
+    """No held-out prompt is trained on, in this file or another, under this number or another."""
+    both = {prompt.content for prompt in train} & {prompt.content for prompt in held_out}
+    both |= {prompt.text for prompt in train} & {prompt.text for prompt in held_out}
+    if both:
+        return refuted("held_out", f"{len(both)} held-out prompts are trained on too: a gain on them would say nothing; remove them",
+                       prompts=len(both))
+    return proven("held_out", f"none of {len(held_out)} held-out prompts is among the {len(train)} that are trained on")
+
+
+def spread(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
+    """`count` of them; who they are depends on what they say alone."""
+    return list(prompts[:: max(1, -(-len(prompts) // max(2, count)))])
+
+
+def announced(config: Grpo, start: Beginning, order: PromptOrder, prompts: Prompted, lr: float, pace: Pace, device: str) -> list[str]:
+    """Everything that was derived, before anything is spent."""
+    trained = sum(p.numel() for p in start.model.parameters() if p.requires_grad)
+    end = f"{pace.stop_at:,} steps" if pace.stop_at else f"{config.minutes:g} minutes"
+    return [f"{start.parent.path}: {parameter_count(start.model):,} parameters, of which {trained:,} are trained; weights "
+            f"{start.parent.digest[:12]}",
+            f"{len(prompts.train):,} prompts to learn from, {len(prompts.held_out):,} held out, {prompts.dropped} dropped as too long",
+            f"{order.places} prompts × {config.group} completions of at most {config.max_new} tokens a rollout, {config.inner} updates; "
+            f"adamw at {lr:g}, {end}, on {device}" + (f", sampling on {config.sampler_device}" if config.sampler_device else "")]
+
+

@@ -1,0 +1,88 @@
+"""The reference policy: read from a proven checkpoint of the run, named by its digest, fixed at the fork or trailing by a window."""
+
+import copy
+
+import torch
+from torch import Tensor
+
+from assay.data.batch import Batch
+from assay.errors import GuardStop
+from assay.generate.weights import fingerprint
+from assay.guard.proof import demanded, prove_checkpoint
+from assay.model.placement import place_for_training
+from assay.recipes.forms import Form
+from assay.recipes.rollouts import batch_logprobs
+from assay.recipes.run import Run
+from assay.store.checkpoint import Checkpoint, open_checkpoint, step_folder, steps
+from assay.store.identity import recorded_digest, weights_digest
+from assay.verdict import Outcome, overall
+
+
+class Reference:
+    """A second model around the parameters that stay as they are, with its own of those that learn.
+
+    With a `window` of 0 it holds step 0 of the run, which is the fork: what the run began with, whole, never an empty adapter in
+    the place of the parent's. Otherwise it holds the newest checkpoint that is `window` steps old and stands at a multiple of
+    `every`: which one that is depends on the step alone, so that a resumed run has the same. A checkpoint that it holds, or will
+    come to hold, is not retired.
+    """
+
+    def __init__(self, form: Form, run: Run, *, window: int, every: int):
+        self.run, self.window, self.every = run, window, every
+        frozen = {id(parameter): parameter for parameter in form.model.parameters() if not parameter.requires_grad}
+        self.model = copy.deepcopy(form.model, frozen).requires_grad_(False)
+        place_for_training(self.model, str(form.model.embed.weight.device))
+        self.form = copy.copy(form)
+        self.form.model = self.model
+        self.step: int | None = None
+        self.digest = self.fingerprint = ""
+
+    def due(self, step: int) -> int:
+        """The step whose checkpoint is the reference while `step` steps are done."""
+        return 0 if not self.window else max(0, (step - self.window) // self.every * self.every)
+
+    def follow(self, step: int) -> None:
+        if self.due(step) != self.step:
+            self.load(self.due(step))
+
+    def load(self, step: int) -> None:
+        """The weights on disk, and in memory what they say."""
+        self.run.settle(proofs=step > 0)
+        found = self.proven(step) if step else open_checkpoint(step_folder(self.run.checkpoints, 0))
+        self.form.restore(found)
+        due, held = recorded_digest(found.manifest), weights_digest({name: t.cpu() for name, t in self.form.weights().items()})
+        if due != held:
+            raise GuardStop(f"reference: {found.folder.name} holds weights {due[:12]}, what was loaded of it is {held[:12]}")
+        self.step, self.digest, self.fingerprint = step, held, fingerprint(self.model)
+        self.keep_needed()
+        self.run.ledger.append("reference", step=step, checkpoint=found.folder.name, manifest=found.digest, weights=held)
+        self.run.say(f"reference: {found.folder.name}, weights {held[:12]}")
+
+    def proven(self, step: int) -> Checkpoint:
+        """A reference that nothing has proven pulls the policy towards nobody knows what."""
+        folder = step_folder(self.run.checkpoints, step)
+        found = open_checkpoint(folder)
+        if found.hallmark is None:
+            verdicts = prove_checkpoint(folder)
+            if overall(demanded(verdicts)) is not Outcome.PROVEN:
+                raise GuardStop(f"reference: {folder.name} is not proven: "
+                                + "; ".join(str(v) for v in verdicts if v.outcome is not Outcome.PROVEN))
+        return found
+
+    def keep_needed(self) -> None:
+        """What is compared with now, and what will be, may not be retired."""
+        assert self.step is not None
+        self.run.needed.clear()
+        newer = steps(self.run.checkpoints) if self.window else [step_folder(self.run.checkpoints, 0)]
+        for folder in newer:
+            if folder >= step_folder(self.run.checkpoints, self.step):
+                self.run.needed.add(open_checkpoint(folder, verify=False).digest)
+
+    @torch.no_grad()
+    def logprobs(self, batch: Batch, temperature: float, micro: int, *, entropy: bool) -> Tensor:
+        return batch_logprobs(self.model, batch, temperature, micro, entropy=entropy)
+
+    @property
+    def used(self) -> str:
+        """What is in memory now, to be compared with what was recorded when it was loaded."""
+        return fingerprint(self.model)

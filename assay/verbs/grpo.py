@@ -1,0 +1,21 @@
+"""assay grpo: reinforce what is rewarded, the whole model or an adapter, by the policy's own completions."""
+
+from assay.recipes.grpo_options import Grpo as FLAGS
+from assay.verdict import Outcome, overall
+
+EXAMPLES = """  assay grpo --from runs/sft/checkpoints/step-000400 --optimizer-state fresh --data gsm8k.jsonl --reward answer:1 --out runs/rl
+  assay grpo --model smollm2-135m --data gsm8k.jsonl --reward answer:1 format:0.1 --group 8 --prompts 16 --lora-r 16 --out runs/lora"""
+
+__all__ = ["EXAMPLES", "FLAGS", "run"]
+
+
+def run(flags: FLAGS) -> int:
+    from assay.guard.proof import demanded
+    from assay.recipes.grpo import grpo
+
+    verdicts, interrupted = grpo(flags)
+    if interrupted is not None:
+        return 128 + interrupted
+    for verdict in verdicts:
+        print(f"  {verdict}")
+    return 0 if overall(demanded(verdicts)) is Outcome.PROVEN else 3
