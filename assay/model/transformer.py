@@ -190,7 +190,9 @@ class Transformer(nn.Module):
         return angles.cos()[:, :, None], angles.sin()[:, :, None]
 
     def logits(self, states: Tensor) -> Tensor:
-        logits = F.linear(states, self.head_weight().to(states.dtype))
+        """Through the head's one matrix, or through the layer that stands in its place: an adapted head has no one matrix."""
+        plain = self.head is None or isinstance(self.head, nn.Linear)
+        logits = F.linear(states, self.head_weight().to(states.dtype)) if plain else self.head(states)  # type: ignore[misc]
         return logits if self.config.softcap is None else softcap(logits, self.config.softcap)
 
     def head_weight(self) -> Tensor:
