@@ -10,6 +10,8 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from assay.model.lora import Site
+from assay.model.patch import Patch
 from assay.store.tensors import tensor_sha256
 from assay.verdict import Verdict, proven, refuted, unproven
 
@@ -45,6 +47,17 @@ def check_gradients(gradients: Mapping[str, Tensor], trained: Collection[str]) -
     if bad := [name for name in trained if not torch.isfinite(gradients[name]).all()]:
         return refuted("gradients", f"gradients that are not finite: {_some(bad)}", tensors=bad)
     return proven("gradients", f"all {len(trained)} trainable tensors have finite gradients", tensors=len(trained))
+
+
+def check_adapted(planned: Sequence[Site], patch: Patch) -> Verdict:
+    """Every layer that was to be adapted carries an adapter, and no other does."""
+    due = {(site.parameter, site.start, site.stop): site.foreign for site in planned}
+    found = {(name, part.start, part.stop) for name, parts in patch.low_rank.items() for part in parts}
+    if without := [name for rows, name in due.items() if rows not in found]:
+        return refuted("adapted", f"{len(without)} of {len(due)} planned layers carry no adapter: {_some(without)}", layers=without)
+    if more := len(found - due.keys()):
+        return refuted("adapted", f"{more} layer(s) carry an adapter that was not planned")
+    return proven("adapted", f"all {len(due)} planned layers carry an adapter, and no other does", layers=len(due))
 
 
 class Account:

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from assay.errors import GuardStop, UsageError
 from assay.guard.proof import demanded, prove_checkpoint
+from assay.guard.update import check_adapted
+from assay.guard.watch import stop_if_refuted
 from assay.learn.optim import load_state_tensors
 from assay.model.lora import Site, attach, fresh, plan
 from assay.model.placement import place_for_training
@@ -124,8 +126,7 @@ def trainable(config: Trained, parent: Artifact, tokenizer: Tokenizer, reach: Ca
     attach(model, fresh(parent.config, planned, config.lora_r, scale, config.seed, parent.digest))
     # A fresh adapter changes nothing yet, and there is no adapter that came before it.
     form = Adapter(model, ancestor, tokenizer, config.rslora, lambda step: Lineage("moved", ancestor) if step else Lineage("new"))
-    if (adapted := {site.parameter for site in planned}) != form.patch().names():
-        raise GuardStop(f"the plan adapts {len(adapted)} matrices, {len(form.patch().names())} carry adapters")
+    stop_if_refuted([check_adapted(planned, form.patch())])
     return model, form
 
 

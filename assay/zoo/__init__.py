@@ -21,6 +21,7 @@ def catalogue() -> dict[str, Fault]:
         resuming,
         rewarding,
         training,
+        tuning,
         verdicts,
     )
 
