@@ -14,7 +14,7 @@ from torch import Tensor
 
 from assay.errors import ArtifactError, UsageError
 from assay.model.families import config_from_hf, from_foreign, hf_layout
-from assay.model.lora import attach
+from assay.model.lora import LoraLinear, attach
 from assay.model.patch import Patch, applied
 from assay.model.stops import Stops, resolve_stops
 from assay.model.tokenizer import Tokenizer
@@ -147,7 +147,9 @@ def build(artifact: Artifact, dtype: torch.dtype = torch.float32) -> Transformer
     model = assembled(artifact.config, tensors, dtype)
     if artifact.patch is not None:
         attach(model, replace(artifact.patch, replaced={}))
-        model.to(dtype)
+        for layer in model.modules():
+            if isinstance(layer, LoraLinear):
+                layer.to(dtype)  # not the whole model: rotary frequencies stay in fp32
     return model.eval()
 
 
