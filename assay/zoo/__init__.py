@@ -20,6 +20,7 @@ def catalogue() -> dict[str, Fault]:
         policy,
         resuming,
         rewarding,
+        serving,
         training,
         tuning,
         verdicts,
