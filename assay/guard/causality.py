@@ -1,0 +1,118 @@
+"""Checks that no token is learned from before it is scored: by changing what is yet to come, and by the order that was written down."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from assay.learn.passing import Event, Scored
+from assay.seeds import derive
+from assay.verdict import Verdict, proven, refuted, unproven
+
+Costs = list[NDArray[np.float32]]  # of each document, what each token but the first was recorded to cost
+Reading = Callable[[Sequence[Sequence[int]]], Costs]
+
+
+def check_causality(reading: Reading, documents: Sequence[Sequence[int]], cuts: Sequence[int], vocab: int) -> Verdict:
+    """The first document is read again with every token from a cut on replaced by another: scores before the cut, and all scores
+    of the other documents, must be the same bits. A cut within a chunk shows what the chunk's own later tokens did to it."""
+    before = reading(documents)
+    compared, moved = 0, 0
+    for cut in cuts:
+        after = reading([changed_from(documents[0], cut, vocab), *documents[1:]])
+        for number, (old, new) in enumerate(zip(before, after, strict=True)):
+            past = cut - 1 if number == 0 else len(old)  # score i is that of token i + 1
+            wrong = np.flatnonzero(old[:past].view(np.int32) != new[:past].view(np.int32))
+            if wrong.size:
+                of = "token" if number == 0 else f"document {number}'s token"
+                return refuted("causality", f"tokens from {cut} on were replaced, and the score of {of} {wrong[0] + 1} went from "
+                               f"{old[wrong[0]]:.6g} to {new[wrong[0]]:.6g} nats: it was scored by what had seen the future",
+                               cut=cut, document=number, token=int(wrong[0]) + 1, changed=int(wrong.size))
+            compared += past
+        moved += int((before[0][cut - 1 :] != after[0][cut - 1 :]).sum())
+    if not moved:
+        return unproven("causality", "replacing tokens changed no score at all, not even their own: the reading does not look at them")
+    return proven("causality", f"{compared} scores are the same bits when the tokens after them are others ({len(cuts)} cuts), and {moved} "
+                  "scores of replaced tokens are not", compared=compared, moved=moved)
+
+
+def changed_from(tokens: Sequence[int], cut: int, vocab: int) -> list[int]:
+    """Each token from `cut` on is another one."""
+    offsets = np.random.default_rng(derive(0, "causality", cut)).integers(1, vocab, len(tokens))
+    return [*tokens[:cut], *((token + int(offset)) % vocab for token, offset in zip(tokens[cut:], offsets[cut:], strict=True))]
+
+
+def costs(events: Iterable[Event], documents: int) -> Costs:
+    """What each document's tokens were recorded to cost."""
+    found: list[list[NDArray[np.float32]]] = [[] for _ in range(documents)]
+    for event in events:
+        for one in event:
+            if isinstance(one, Scored):
+                found[one.document].append(one.losses)
+    return [np.concatenate(parts) for parts in found]
+
+
+def check_order(events: Sequence[Mapping[str, Any]], tokens: Sequence[int], *, warm: bool) -> Verdict:
+    """The ledger of scores, read back: each chunk was scored once, in order, by the adapter that the step on the chunk before had
+    left, and only then stepped on; every document began with left factors of 0 and, unless `warm`, with the first right ones.
+
+    `tokens` is how many each document has to be scored on.
+    """
+    order = _Order(warm)
+    for event in events:
+        for row in event.get("rows", ()):
+            if wrong := order.follow(event["kind"], row):
+                return refuted("order", f"ledger of scores, line {event['seq'] + 1}: document {row['document']}: {wrong}",
+                               line=event["seq"] + 1, document=row["document"])
+    short = [number for number, count in enumerate(tokens) if order.tokens.get(number, 0) != count]
+    if short:
+        return refuted("order", f"document {short[0]} was scored on {order.tokens.get(short[0], 0)} tokens of {tokens[short[0]]}")
+    return proven("order", f"{order.scores} chunks were each scored before the step that learned from them, by the adapter that the "
+                  f"{order.updates} steps before had left", scores=order.scores, updates=order.updates)
+
+
+class _Order:
+    """What the ledger has said so far: each slot's document, its adapter, and whether its last chunk is scored."""
+
+    def __init__(self, warm: bool):
+        self.warm, self.scores, self.updates = warm, 0, 0
+        self.first: str | None = None
+        self.slots: dict[int, dict[str, Any]] = {}
+        self.tokens: dict[int, int] = {}
+
+    def follow(self, kind: str, row: Mapping[str, Any]) -> str | None:
+        """What is wrong with this row after those before it."""
+        if kind == "begin":
+            return self._begin(row)
+        slot = self.slots.get(row["slot"])
+        if slot is None or slot["document"] != row["document"]:
+            return f"slot {row['slot']} had not begun it"
+        return self._score(slot, row) if kind == "score" else self._update(slot, row)
+
+    def _begin(self, row: Mapping[str, Any]) -> str | None:
+        self.first = self.first or row["adapter"]
+        self.slots[row["slot"]] = {"document": row["document"], "adapter": row["adapter"], "steps": 0, "due": 0, "scored": None}
+        if row["left"] != 0:
+            return f"it began with left factors of norm {row['left']:.3g}, not 0: what another document taught was still there"
+        if not self.warm and row["adapter"] != self.first:
+            return f"it began with adapter {row['adapter']}, not with the first one, {self.first}: it was not reset"
+        return None
+
+    def _score(self, slot: dict[str, Any], row: Mapping[str, Any]) -> str | None:
+        if row["chunk"] != slot["due"]:
+            return f"chunk {row['chunk']} was scored where chunk {slot['due']} was due"
+        if (row["adapter"], row["steps"]) != (slot["adapter"], slot["steps"]):
+            return (f"chunk {row['chunk']} was scored by adapter {row['adapter']} after {row['steps']} steps; the one that the chunks "
+                    f"before it left is {slot['adapter']} after {slot['steps']}")
+        slot |= {"due": row["chunk"] + 1, "scored": row["chunk"]}
+        self.tokens[row["document"]] = self.tokens.get(row["document"], 0) + row["tokens"]
+        self.scores += 1
+        return None
+
+    def _update(self, slot: dict[str, Any], row: Mapping[str, Any]) -> str | None:
+        if row["chunk"] != slot["scored"]:
+            return f"a step was taken on chunk {row['chunk']} before it was scored, or twice"
+        slot |= {"adapter": row["adapter"], "steps": row["steps"], "scored": None}
+        self.updates += 1
+        return None
