@@ -59,8 +59,8 @@ def weights_behind(site: Site, config: ModelConfig) -> list[Behind]:
 def _modules(site: Site, config: ModelConfig) -> list[tuple[str, tuple[int, int] | None]]:
     """Modules and, where a site is a part of a fused matrix, its rows."""
     if site.layer is None:
-        head = "embed" if config.tied else "head"
-        return {EMBEDDING: [("embed", None), ("position", None)], FINAL_NORM: [("norm", None)], LOGITS: [(head, None)]}[site.name]
+        names = {EMBEDDING: ("embed", "position"), FINAL_NORM: ("norm",), LOGITS: ("embed" if config.tied else "head",)}[site.name]
+        return [(name, None) for name in names]
     block, (q, k, v), hidden = f"blocks.{site.layer}", qkv_rows(config), config.hidden
     up = (hidden, 2 * hidden) if config.gated else (0, hidden)
     fused = {"q": ("attn.qkv", (0, q)), "k": ("attn.qkv", (q, q + k)), "v": ("attn.qkv", (q + k, q + k + v)),

@@ -5,6 +5,7 @@ the pass goes on from there. Shapes: B rows, T time, S keys, H heads, K key/valu
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -20,9 +21,10 @@ from assay.model.cache import DecodingLayer, attend_slots
 from assay.model.transformer import Transformer
 
 See = Callable[[Site, Tensor], Tensor | None]  # values are (B, T, …)
-QUERIES = 128  # whose scores are held at a time
+QUERIES = 64  # whose scores are held at a time
 ENTROPY = 1  # which of the two numbers of `scores`
-UNSEEN = -1e30  # a score that no softmax notices; finite, so that 0 · UNSEEN is 0
+UNSEEN = -1e30  # a score that no softmax notices
+NO_CHANCE = -80.0  # below the largest score: a chance of 1e-35; where exp underflows it takes four times as long
 
 
 @contextlib.contextmanager
@@ -32,8 +34,9 @@ def tapped(model: Transformer, see: See) -> Iterator["Attention"]:
     handles = [block(model, 0).register_forward_pre_hook(before(see, Site(None, EMBEDDING))),
                model.norm.register_forward_hook(after(see, Site(None, FINAL_NORM)))]
     for layer in range(model.config.depth):
-        handles += _layer_hooks(model, layer, see, attention)
-    with hooked(handles), _activations(model, see), attention:
+        handles += _layer_hooks(model, layer, see)
+    attentions = [block(model, layer).attn for layer in range(model.config.depth)]
+    with hooked(handles), _activations(model, see), watched(attention, attentions):
         yield attention
 
 
@@ -45,12 +48,11 @@ class Attention(TorchFunctionMode):
         self.see, self.kv_heads = see, kv_heads
         self.layer: int | None = None
 
-    def entered(self, layer: int | None) -> Callable[..., None]:
-        """A hook that says which layer is at work."""
-        def hook(*_: Any) -> None:
-            self.layer = layer
-
-        return hook
+    def run(self, layer: int, forward: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        """A layer's attention; only in there is every call to torch looked at."""
+        self.layer = layer
+        with self:
+            return forward(*given, **named)
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
@@ -82,6 +84,20 @@ class Attention(TorchFunctionMode):
         return out
 
 
+@contextlib.contextmanager
+def watched(attention: Attention, modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Each layer's attention runs under `attention`'s eyes for the length of the block."""
+    kept = [module.__dict__.get("forward") for module in modules]
+    try:
+        for layer, module in enumerate(modules):
+            module.__dict__["forward"] = functools.partial(attention.run, layer, module.forward)
+        yield
+    finally:
+        for module, own in zip(modules, kept, strict=True):
+            module.__dict__.pop("forward")
+            module.__dict__.update({} if own is None else {"forward": own})
+
+
 def looked_at(q_BHTd: Tensor, k_BKSd: Tensor, mask: Tensor | None, causal: bool, scale: float | None) -> Tensor:
     """(B, T, H, 2): the log-sum of a query's exponentiated scores, and the entropy of where it looks.
 
@@ -91,33 +107,35 @@ def looked_at(q_BHTd: Tensor, k_BKSd: Tensor, mask: Tensor | None, causal: bool,
     wide = torch.promote_types(q_BHTd.dtype, torch.float32)
     k_BKdS = k_BKSd.to(wide).transpose(2, 3)
     q_BKGTd = (q_BHTd.to(wide) * (d**-0.5 if scale is None else scale)).reshape(B, K, H // K, T, d)
+    hidden = None if mask is None else _hidden(mask).to(wide)
+    triangle = _hidden(torch.ones(QUERIES, QUERIES, dtype=torch.bool, device=q_BHTd.device).tril_()).to(wide)
     found = q_BHTd.new_empty(B, T, H, 2, dtype=wide)
     for start in range(0, T, QUERIES):
         stop = min(start + QUERIES, T)
-        keys = stop if causal else S
-        scores = (q_BKGTd[:, :, :, start:stop].flatten(2, 3) @ k_BKdS[..., :keys]).view(B, H, stop - start, keys)
+        keys, width = stop if causal else S, stop - start
+        scores = (q_BKGTd[:, :, :, start:stop].flatten(2, 3) @ k_BKdS[..., :keys]).view(B, H, width, keys)
         if causal:
-            _hide(scores, torch.ones(stop - start, keys, dtype=torch.bool, device=scores.device).tril_(start))
-        if mask is not None:
-            _hide(scores, mask[..., start:stop, :keys] if mask.shape[-2] == T else mask[..., :keys])
+            scores[..., start:].add_(triangle[:width, :width])  # all that came before these queries is seen
+        if hidden is not None:
+            scores.add_(hidden[..., start:stop, :keys] if hidden.shape[-2] == T else hidden[..., :keys])
         found[:, start:stop] = _log_sum_and_entropy(scores).transpose(1, 2)
     return found
 
 
-def _hide(scores: Tensor, mask: Tensor) -> None:
-    if mask.dtype == torch.bool:
-        scores.masked_fill_(~mask, UNSEEN)
-    else:
-        scores.add_(mask.to(scores.dtype)).clamp_(min=UNSEEN)
+def _hidden(mask: Tensor) -> Tensor:
+    """What to add to scores so that only those that the mask allows are left: a mask says it as bools, or as that already."""
+    if mask.dtype != torch.bool:
+        return mask.clamp(min=UNSEEN)
+    return torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, UNSEEN)
 
 
 def _log_sum_and_entropy(scores: Tensor) -> Tensor:
     """Over the last axis, stacked in a new last axis."""
     largest = scores.amax(-1, keepdim=True)
-    chances = (scores - largest).exp_()
+    below = scores.sub_(largest).clamp_(min=NO_CHANCE)
+    chances = below.exp()
     total = chances.sum(-1)
-    log_sum = largest[..., 0] + total.log()
-    return torch.stack([log_sum, log_sum - chances.mul_(scores).sum(-1) / total], -1)
+    return torch.stack([largest[..., 0] + total.log(), total.log() - chances.mul_(below).sum(-1) / total], -1)
 
 # ---------------------------------------------------------------- hooks
 
@@ -154,7 +172,7 @@ def in_parts(see: See, parts: Sequence[Site], rows: Sequence[int]) -> Callable[.
     return hook
 
 
-def _layer_hooks(model: Transformer, layer: int, see: See, attention: Attention) -> list[RemovableHandle]:
+def _layer_hooks(model: Transformer, layer: int, see: See) -> list[RemovableHandle]:
     one, hidden = block(model, layer), model.config.hidden
     gated = ("gate", "up") if model.config.gated else ("up",)
 
@@ -164,11 +182,9 @@ def _layer_hooks(model: Transformer, layer: int, see: See, attention: Attention)
     handles = [
         one.register_forward_hook(after(see, at("residual"))),
         one.attn_norm.register_forward_hook(after(see, at("attn norm"))),
-        one.attn.register_forward_pre_hook(attention.entered(layer)),
         one.attn.qkv.register_forward_hook(in_parts(see, [at("q"), at("k"), at("v")], one.attn.rows)),
         one.attn.out.register_forward_pre_hook(before(see, at("attended"))),
         one.attn.out.register_forward_hook(after(see, at("attn out"))),
-        one.attn.register_forward_hook(attention.entered(None)),
         one.mlp_norm.register_forward_pre_hook(before(see, at("middle"))),
         one.mlp_norm.register_forward_hook(after(see, at("mlp norm"))),
         one.mlp.up.register_forward_hook(in_parts(see, [at(name) for name in gated], [hidden] * len(gated))),

@@ -6,6 +6,7 @@
 Statistics are taken as the values pass by; no copy of them is kept. `parting.py` compares two such passes.
 """
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,6 +18,8 @@ from assay.measure.tap import ENTROPY
 from assay.measure.ways import Runner, plainly
 from assay.model.transformer import Transformer
 
+CACHED = 1 << 18  # values at a time: a CPU's cache holds them between one operation and the next
+FAR = 4.0  # a squared mean of so many variances costs a digit
 FIELDS = ("mean", "std", "rms", "max", "kurtosis", "nans")
 
 
@@ -29,7 +32,7 @@ class Stats:
     rms: float
     max: float
     kurtosis: float
-    nans: int  # values that are not finite; the other numbers are then not finite either
+    nans: float  # how many values are not finite; the other numbers are then not finite either
 
 
 Trace = dict[Site, Stats]
@@ -46,20 +49,43 @@ def trace(model: Transformer | Runner, tokens_BT: Tensor) -> Trace:
 
     run(tokens_BT, look)
     rows = torch.stack(list(seen.values())).tolist()  # read back once: a GPU is not made to wait at every site
-    return {site: Stats(*row[:-1], int(row[-1])) for site, row in zip(seen, rows, strict=True)}
+    return {site: Stats(**dict(zip(FIELDS, row, strict=True))) for site, row in zip(seen, rows, strict=True)}
 
 
 def moments(value: Tensor) -> Tensor:
-    """FIELDS, as a tensor on the value's device: two passes, centred, so that a large mean costs no digits."""
+    """FIELDS, as a tensor on the value's device."""
     x = value.detach().to(torch.promote_types(value.dtype, torch.float32)).reshape(-1)
-    n = x.numel()
+    return centred(x) if x.is_cuda else in_one_reading(x)
+
+
+def centred(x: Tensor) -> Tensor:
+    """Mean first, then powers of what differs from it. Anything may be in `x`."""
     mean = x.mean()
     squares = (x - mean).square_()
     variance = squares.mean()
-    kurtosis = torch.dot(squares, squares) / n / variance.square()
-    low, high = torch.aminmax(x)
-    bad = n - x.isfinite().sum()
-    return torch.stack([mean, variance.sqrt(), (variance + mean.square()).sqrt(), torch.maximum(high, -low), kurtosis, bad.to(x.dtype)])
+    kurtosis = squares.square().mean() / variance.square()
+    bad = x.numel() - x.isfinite().sum()
+    return torch.stack([mean, variance.sqrt(), (variance + mean.square()).sqrt(), x.abs().max(), kurtosis, bad.to(x.dtype)]).double()
+
+
+def in_one_reading(x: Tensor) -> Tensor:
+    """The same from sums of powers, part by part while a part is in the cache: a CPU waits for memory, not for arithmetic.
+
+    A mean far from zero, or a value that is not finite, would spoil the sums; then the slower way is taken.
+    """
+    n, largest, powers = x.numel(), 0.0, [0.0] * 4
+    squares = torch.empty(min(n, CACHED), dtype=x.dtype)
+    for part in x.split(CACHED):
+        of_part = torch.mul(part, part, out=squares[: len(part)])
+        sums = part.sum(), torch.dot(part, part), torch.dot(of_part, part), torch.dot(of_part, of_part)
+        powers = [total + float(one) for total, one in zip(powers, sums, strict=True)]
+        largest = max(largest, float(of_part.max()))
+    mean, second, third, fourth = (total / n for total in powers)
+    variance = second - mean**2
+    if not (0 < variance < math.inf and mean**2 <= FAR * variance):
+        return centred(x)
+    kurtosis = (fourth - 4 * mean * third + 6 * mean**2 * second - 3 * mean**4) / variance**2
+    return torch.tensor([mean, variance**0.5, second**0.5, largest**0.5, kurtosis, 0.0], dtype=torch.float64)
 
 
 def trace_json(seen: Trace) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from assay.edit.sites import block
 from assay.model.attention import Placement, within_document
-from assay.model.transformer import RmsNorm, Rope, Transformer, gelu_tanh, inverse_frequencies, rotate, softcap
+from assay.model.transformer import LayerNorm, RmsNorm, Rope, Transformer, gelu_tanh, inverse_frequencies, rotate, softcap
 from assay.zoo.surgery import attention, by_hand, cache_entry, in_bf16, kernel, mlp, normless, planting, put, replaced, seen
 
 # ---------------------------------------------------------------- the ends of the model
@@ -93,6 +93,7 @@ def norm_that_subtracts_the_mean(model: Transformer, layer: int) -> None:
 @planting("norm that keeps the mean", "mlp norm", family="gpt2")
 def norm_that_keeps_the_mean(model: Transformer, layer: int) -> None:
     norm = block(model, layer).mlp_norm
+    assert isinstance(norm, LayerNorm)
     put(norm, lambda x: torch.rms_norm(x, x.shape[-1:], norm.weight, 1e-5) + norm.bias)
 
 
