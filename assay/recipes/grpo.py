@@ -1,8 +1,8 @@
 """Reinforcement learning: groups of completions by the policy itself, scored, and the better ones made likelier. GRPO and its family."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,7 @@ import torch
 
 from assay.data.batch import Batch
 from assay.data.consumed import ids_digest
-from assay.data.packing import hold_out
-from assay.errors import GuardStop, UsageError
-from assay.generate.request import Sampling
+from assay.errors import GuardStop
 from assay.guard.algebra import check_directions, check_policy_loss
 from assay.guard.policy import check_floor, check_on_policy, check_reference, measure_floor
 from assay.guard.reward import preflight
@@ -23,28 +21,42 @@ from assay.guard.watch import Read, Watch
 from assay.learn import loop
 from assay.learn.loop import Step
 from assay.learn.optim import adamw
-from assay.learn.policy import Surrogate, Tally, policy_gradient
+from assay.learn.policy import Tally, policy_gradient
 from assay.model.placement import default_device, place_for_training
-from assay.model.transformer import Transformer, parameter_count
-from assay.recipes.beginning import Beginning, begin, carry
+from assay.model.transformer import Transformer
+from assay.recipes.beginning import begin, carry
 from assay.recipes.experience import COMPARED, Experience
 from assay.recipes.forms import Adapter
 from assay.recipes.grpo_options import Grpo
+from assay.recipes.grpo_plan import (
+    NEVER,
+    announced,
+    check_apart,
+    chosen_metric,
+    examining,
+    paced,
+    prompted,
+    refuse_nonsense,
+    spread,
+    surrogate,
+    whole_rollouts,
+)
 from assay.recipes.handover import exported
-from assay.recipes.pace import Budget, Pace
+from assay.recipes.pace import Pace
 from assay.recipes.reference import Reference
-from assay.recipes.rollouts import Prompt, PromptOrder, Sampler, batch_logprobs, of_completions, prompts_digest, read_prompts
+from assay.recipes.rollouts import PromptOrder, Sampler, batch_logprobs, of_completions
 from assay.recipes.run import Run, plain, read_rows, say_now
 from assay.recipes.training import Parts, Training
 from assay.recipes.trials import Answered, Examiner, Trials, check_gain, check_same_answers
-from assay.recipes.tuning import BETAS, reach, refuse_unbudgeted
-from assay.reward.verify import Reward, parse_rewards
+from assay.recipes.tuning import BETAS, reach
+from assay.reward.verify import parse_rewards
 from assay.reward.workers import ErrorLimit, Workers
 from assay.store.artifact import Artifact, build, open_artifact
 from assay.verdict import Verdict, proven, refuted, unproven
 
 LR_WHOLE, LR_ADAPTER = 1e-6, 2e-5
-NEVER = 10**12
+FLOOR_TEXTS = 4
+LAST_BITS = 4 * torch.finfo(torch.float32).eps  # of a log-probability: that much is lost in the sums it comes from
 SAID_AGAIN = 50  # steps after which a warning is repeated
 
 
@@ -129,9 +141,16 @@ class Reinforcement(Training):
 
     def rehearsal_batch(self) -> Batch:
         batch, self.rehearsed = self.experience.rehearsal(self.start)
-        self.experience.floor = measure_floor(self.model, [(*p.ids, *c.ids) for p, c in self.rehearsed], self.config.temperature)
         self.shown = batch.to(self.device)
+        self.measure_floor()
         return batch
+
+    def measure_floor(self) -> None:
+        """Of the longest texts of the rehearsal. It grows with the logits, and with how rare what was said is."""
+        texts = sorted(((*prompt.ids, *completion.ids) for prompt, completion in self.rehearsed), key=len)[-FLOOR_TEXTS:]
+        found = measure_floor(self.model, texts, self.config.temperature)
+        rarest = max(-logprob for _, completion in self.rehearsed for logprob in completion.logprobs)
+        self.experience.floor = replace(found, most=max(found.most, LAST_BITS * rarest))
 
     def rehearsals(self, batch: Batch) -> list[Verdict]:
         """Sampler and trainer are one policy; the loss is the one that was asked for, and pulls the way it should; seeds count."""
@@ -157,7 +176,7 @@ class Reinforcement(Training):
                       for model in (parent, self.model))
         apart = max(float(np.abs(np.subtract(one, two)).mean()) for one, two in zip(due, found, strict=True))
         floor = self.experience.floor
-        words = f"child and parent give completions log-probabilities {apart:.1e} nats a token apart, the floor allows {floor.bound_alone:.1e}"
+        words = f"child and parent are {apart:.1e} nats a token apart; the floor allows {floor.bound_alone:.1e}"
         return (proven if apart <= floor.bound_alone else refuted)("fork", words, apart=str(apart))
 
     def parent(self) -> Artifact:
@@ -165,7 +184,7 @@ class Reinforcement(Training):
         parent = self.beginning.parent
         found = open_artifact(parent.path, base=None if parent.base is None else parent.base.path)
         if found.digest != parent.digest:
-            raise GuardStop(f"{parent.path} holds weights {found.digest[:12]}, the run began with {parent.digest[:12]}: somebody wrote to it")
+            raise GuardStop(f"{parent.path} holds weights {found.digest[:12]}, the run began with {parent.digest[:12]}: it was changed")
         return found
 
     def check_same_reference(self, reference: Reference) -> Verdict:
@@ -258,6 +277,8 @@ class Reinforcement(Training):
             self.run.settle()
             self.reference.keep_needed()
         super().checkpoint(look=look and (self.ending or self.done % self.eval_every == 0))
+        self.measure_floor()
+        self.run.judge("floor", [check_floor(self.experience.floor, self.model.compute_dtype or torch.float32)])
 
     def settle_account(self) -> None:
         """Where no rewards differed since the last time nothing was to move; everything else still holds."""
@@ -302,123 +323,3 @@ class Reinforcement(Training):
                                after=float(after.mean()), verdicts=plain([verdict.to_json() for verdict in verdicts]))
         self.run.say(f"{', '.join(map(str, places))}: {verdicts[-1].reason}")
         return verdicts
-
-# ---------------------------------------------------------------- what is asked for
-
-
-def refuse_nonsense(config: Grpo) -> None:
-    refuse_unbudgeted(config)
-    if config.group < 2 or config.prompts < 1 or config.inner < 1 or config.micro < 1 or config.max_new < 1:
-        raise UsageError(f"{config.prompts} prompts of {config.group} completions of {config.max_new} tokens, {config.inner} updates a "
-                         f"rollout, {config.micro} rows at a time: expected at least 2 completions and 1 of everything else")
-    if not config.temperature > 0:
-        raise UsageError(f"--temperature is {config.temperature}: completions that are all the same teach nothing; give one above 0")
-    if config.steps is not None and config.steps % config.inner:
-        raise UsageError(f"--steps {config.steps} with --inner {config.inner}: a rollout is learned from {config.inner} times; "
-                         "give a multiple of that")
-    if config.kl_window and (config.kl == "none" or not config.checkpoint_every):
-        raise UsageError("--kl-window: the reference trails from checkpoint to checkpoint; it needs a --kl and a --checkpoint-every")
-    if min(config.refill, config.overlong, config.kl_window, config.eval_samples, config.samples) < 0 or config.overlong > config.max_new:
-        raise UsageError("--refill, --overlong, --kl-window, --eval-samples and --samples are counts, and --overlong at most --max-new")
-
-
-def surrogate(config: Grpo, device: str) -> Surrogate:
-    in_loss = config.kl in ("k1", "k2", "k3")
-    bonus = torch.tensor(config.entropy_weight, device=device) if config.entropy_weight else 0.0
-    return Surrogate(ratio=config.ratio, epsilon=config.epsilon, epsilon_high=config.epsilon_high,
-                     kl=config.kl if in_loss else "none", kl_weight=config.kl_weight if in_loss else 0.0,  # type: ignore[arg-type]
-                     entropy_weight=bonus, temperature=config.temperature)
-
-
-def chosen_metric(config: Grpo) -> Reward:
-    """The reward that says what is wanted: as named, or the heaviest of what is rewarded."""
-    if config.metric is not None:
-        return replace(parse_rewards([config.metric])[0], weight=1.0)
-    return max(parse_rewards(config.reward), key=lambda reward: reward.weight)
-
-
-def examining(config: Grpo) -> Sampling:
-    return Sampling(max_new=config.max_new, temperature=config.temperature if config.eval_samples else 0.0, seed=config.seed)
-
-
-class WholeRollouts(Pace):
-    """A run ends where a rollout does."""
-
-    def __init__(self, budget: Budget, inner: int):
-        super().__init__(budget)
-        self.inner = inner
-
-    def decide_the_end(self, done: int, seconds_a_step: float | None) -> bool:
-        decided = super().decide_the_end(done, seconds_a_step)
-        if decided and self.stop_at is not None:
-            self.stop_at = whole_rollouts(self.stop_at, self.inner)
-        return decided
-
-
-def paced(config: Grpo, order: PromptOrder) -> WholeRollouts:
-    steps = None if config.minutes is not None else config.steps or order.rollouts * config.inner
-    order.drawn((steps or config.inner) // config.inner - 1)  # refused now, where the data does not suffice
-    warmup = min(config.warmup, steps // 4) if steps else config.warmup
-    return WholeRollouts(Budget(steps, config.minutes, config.schedule, warmup, config.decay), config.inner)
-
-
-def whole_rollouts(steps: int, inner: int) -> int:
-    """So many steps, or the few more that end a rollout; 0 is never."""
-    return -(-steps // inner) * inner or NEVER
-
-# ---------------------------------------------------------------- prompts
-
-
-@dataclass(frozen=True)
-class Prompted:
-    train: Sequence[Prompt]
-    held_out: Sequence[Prompt]
-    dropped: int  # too long
-
-    @property
-    def digest(self) -> str:
-        return prompts_digest([*self.train, *self.held_out])
-
-
-def prompted(config: Grpo, start: Beginning) -> Prompted:
-    """Who is held out is decided by what the prompts say, before any is dropped for its length."""
-    def read(file: str) -> list[Prompt]:
-        return read_prompts(file, start.tokenizer, config.gsm8k)
-
-    said = [prompt for file in config.data for prompt in read(file)]
-    kept, apart = (said, read(config.held_out_data)) if config.held_out_data else hold_out(said, config.held_out, config.seed)
-    room = start.model.config.max_length - config.max_new
-    longest = min(room, config.max_prompt or room)
-    train, held_out = ([prompt for prompt in some if len(prompt.ids) <= longest] for some in (kept, apart))
-    if len(held_out) < 2:
-        raise UsageError(f"{len(held_out)} prompts are held out, so nothing could be said about the result: raise --held-out, or give "
-                         "--held-out-data")
-    return Prompted(train, held_out, len(kept) + len(apart) - len(train) - len(held_out))
-
-
-def check_apart(train: Sequence[Prompt], held_out: Sequence[Prompt]) -> Verdict:
-    """No held-out prompt is trained on, in this file or another, under this number or another."""
-    both = {prompt.content for prompt in train} & {prompt.content for prompt in held_out}
-    both |= {prompt.text for prompt in train} & {prompt.text for prompt in held_out}
-    if both:
-        return refuted("held_out", f"{len(both)} held-out prompts are trained on too: a gain on them would say nothing; remove them",
-                       prompts=len(both))
-    return proven("held_out", f"none of {len(held_out)} held-out prompts is among the {len(train)} that are trained on")
-
-
-def spread(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
-    """`count` of them; who they are depends on what they say alone."""
-    return list(prompts[:: max(1, -(-len(prompts) // max(2, count)))])
-
-
-def announced(config: Grpo, start: Beginning, order: PromptOrder, prompts: Prompted, lr: float, pace: Pace, device: str) -> list[str]:
-    """Everything that was derived, before anything is spent."""
-    trained = sum(p.numel() for p in start.model.parameters() if p.requires_grad)
-    end = f"{pace.stop_at:,} steps" if pace.stop_at else f"{config.minutes:g} minutes"
-    return [f"{start.parent.path}: {parameter_count(start.model):,} parameters, of which {trained:,} are trained; weights "
-            f"{start.parent.digest[:12]}",
-            f"{len(prompts.train):,} prompts to learn from, {len(prompts.held_out):,} held out, {prompts.dropped} dropped as too long",
-            f"{order.places} prompts × {config.group} completions of at most {config.max_new} tokens a rollout, {config.inner} updates; "
-            f"adamw at {lr:g}, {end}, on {device}" + (f", sampling on {config.sampler_device}" if config.sampler_device else "")]
-
-
