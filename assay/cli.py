@@ -16,6 +16,8 @@ VERBS = {
     "pretrain": "train a model from scratch",
     "data": "check conversations: what is supervised, shown token by token and audited",
     "sft": "fine-tune a model on conversations, the whole of it or an adapter",
+    "distill": "teach a student what a teacher knows, by its logits or in its words",
+    "grpo": "reinforce what is rewarded: groups of completions by the policy itself",
     "seeds": "run a recipe once per seed, and judge what the seeds show together",
     "corpus": "turn text into hashed token shards, held-out documents apart",
     "demo": "build, save, prove, export and break a tiny model, on the CPU",
@@ -74,7 +76,7 @@ def _dispatch(argv: list[str]) -> int:
     return module.run(flags)
 
 
-RECIPES = {"pretrain", "sft"}  # verbs that also take --config FILE.yaml
+RECIPES = {"pretrain", "sft", "distill", "grpo"}  # verbs that also take --config FILE.yaml
 
 
 def _help() -> str:

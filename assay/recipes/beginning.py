@@ -107,6 +107,8 @@ def _based(config: Trained, source: Artifact, say: Callable[[str], None]) -> che
 def trainable(config: Trained, parent: Artifact, tokenizer: Tokenizer, reach: Callable[[int], float],
               say: Callable[[str], None]) -> tuple[Transformer, Form]:
     model, ancestor = build(parent), Ancestor(parent.digest, str(parent.path.resolve()))
+    for parameter in model.parameters():  # memory of its own: what is learned must not change the parent it is held against
+        parameter.data = parameter.data.clone()
     if parent.patch is not None and parent.base is not None and parent.adapter is not None:
         rank = next(iter(parent.patch.low_rank.values()))[0].right.shape[0]
         if config.lora_r not in (0, rank) or config.lora_targets or config.lora_alpha or parent.patch.replaced:

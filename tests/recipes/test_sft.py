@@ -120,6 +120,15 @@ def test_a_run_learns_says_so_and_hands_over_what_it_scored(lora_r: int, home: P
     assert recorded["unit"] == "nats per token"
 
 
+def test_the_parent_in_memory_is_not_what_is_trained(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    works: list[FineTuning] = []
+    whole = FineTuning.begin
+    monkeypatch.setattr(FineTuning, "begin", lambda work: (works.append(work), whole(work))[1])
+    tuned(options(home, tmp_path / "run", steps=2))
+    before = open_artifact(home / "base").tensors
+    assert all(torch.equal(works[0].beginning.parent.tensors[name], tensor) for name, tensor in before.items())
+
+
 def test_only_the_adapter_moves_and_every_part_of_it(home: Path, tmp_path: Path):
     config = options(home, tmp_path / "run", lora_r=2)
     tuned(config)
