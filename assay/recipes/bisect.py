@@ -1,0 +1,165 @@
+"""Bisecting a run: its proven checkpoints in order, and the probes that tell a good one from a bad one.
+
+A probe is any function from a checkpoint's folder to whether it is bad. `probe_named` makes one of what the command line says.
+"""
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from assay.errors import AssayError, UsageError
+from assay.measure.bisect import Found, bisect
+from assay.measure.choose import compare_losses
+from assay.recipes.run import read_rows
+from assay.store.checkpoint import open_checkpoint, steps
+from assay.store.identity import recorded_digest
+
+Probe = Callable[[Path], bool]
+KNOWN = "FILE.py:function, loss-above:X, loss-jump, health or differs:RUN"
+
+
+def first_bad_checkpoint(run: Path, bad: Probe, *, every: bool = False, say: Callable[[str], None] = print) -> Found[Path]:
+    """Only checkpoints with a hallmark are asked: of the others nobody knows whether they are what was trained."""
+    proven, passed_over = shelf(run)
+    for sentence in passed_over:
+        say(f"passed over: {sentence}")
+    if len(proven) < 2:
+        raise UsageError(f"{run}: {len(proven)} proven checkpoint(s); bisecting needs at least two (assay prove earns a hallmark)")
+
+    def told(path: Path) -> bool:
+        is_bad = bad(path)
+        say(f"{path.name}: {'bad' if is_bad else 'good'}")
+        return is_bad
+
+    return bisect(proven, told, every=every)
+
+
+def shelf(run: Path) -> tuple[list[Path], list[str]]:
+    """The run's proven checkpoints, oldest first, and why each of the others is left out."""
+    if not (run / "checkpoints").is_dir():
+        raise UsageError(f"{run}: there is no folder `checkpoints` here, so this is not a run")
+    proven, passed_over = [], []
+    for path in steps(run / "checkpoints"):
+        try:
+            if open_checkpoint(path, verify=False).hallmark is not None:
+                proven.append(path)
+            else:
+                passed_over.append(f"{path.name} has no hallmark")
+        except AssayError as error:
+            passed_over.append(str(error))
+    return proven, passed_over
+
+
+def probe_named(text: str, run: Path) -> Probe:
+    """Names become functions here, once."""
+    kind, _, rest = text.partition(":")
+    if kind.endswith(".py"):
+        return from_file(Path(kind), rest)
+    if kind == "loss-above":
+        return loss_above(run, _number(rest))
+    if kind == "differs":
+        return differs_from(Path(rest))
+    if text == "loss-jump":
+        return loss_jump(run)
+    if text == "health":
+        return is_malformed
+    raise UsageError(f"--probe {text}: expected {KNOWN}")
+
+# ---------------------------------------------------------------- probes
+
+
+def from_file(path: Path, name: str) -> Probe:
+    """The user's own function, from the user's own file: it is run as it stands."""
+    spec = importlib.util.spec_from_file_location("probe", path)
+    if not path.is_file() or spec is None or spec.loader is None:
+        raise UsageError(f"--probe {path}: no such Python file")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    function = vars(module).get(name)
+    if not callable(function):
+        raise UsageError(f"--probe {path}:{name}: there is no such function; it takes a checkpoint's folder and says whether it is bad")
+    return lambda checkpoint: _said(function(checkpoint), f"{path}:{name}")
+
+
+def loss_above(run: Path, limit: float) -> Probe:
+    """By the held-out losses that the run wrote down at its looks."""
+    losses = looks(run)
+    return lambda checkpoint: bool(_look(losses, checkpoint).mean() > limit)
+
+
+def loss_jump(run: Path) -> Probe:
+    """Worse on the same documents, by an interval that excludes 0, than the best look before it."""
+    losses = looks(run)
+
+    def bad(checkpoint: Path) -> bool:
+        after = _look(losses, checkpoint)
+        before = [loss for step, loss in losses.items() if step < _step(checkpoint)]
+        best = min(before, key=lambda loss: float(loss.mean()), default=None)
+        return best is not None and compare_losses(best, after).verdict == "worse"
+
+    return bad
+
+
+def is_malformed(checkpoint: Path) -> bool:
+    """What `assay probe` would say: more malformed texts are shown than are tolerated."""
+    from assay.generate.request import Sampling
+    from assay.measure.examinee import OpenedModel
+    from assay.measure.probe import probe
+    from assay.measure.probe_prompts import BEGINNINGS, BUILT_IN
+    from assay.measure.speakers import OfModel
+    from assay.store.artifact import open_artifact
+
+    speaker = OfModel(OpenedModel(open_artifact(checkpoint)), Sampling(max_new=128))
+    health = probe(speaker, BEGINNINGS if speaker.raw else BUILT_IN, name=checkpoint.name)
+    return health.interval[0] > health.tolerated
+
+
+def differs_from(other: Path) -> Probe:
+    """Other weights than another run has at the same step: where two runs of different code, or machines, went apart."""
+    there = {path.name: path for path in shelf(other)[0]}
+
+    def bad(checkpoint: Path) -> bool:
+        if checkpoint.name not in there:
+            raise UsageError(f"{other} has no proven {checkpoint.name} to hold against; it has {', '.join(there) or 'none'}")
+        return _digest(checkpoint) != _digest(there[checkpoint.name])
+
+    return bad
+
+
+def looks(run: Path) -> dict[int, np.ndarray]:
+    """Step → the loss of every held-out document."""
+    found = {row["step"]: np.array(row["per_document"]) for row in read_rows(run / "looks.jsonl")}
+    if not found:
+        raise UsageError(f"{run}: no held-out look is on record (looks.jsonl), so a probe of the loss has nothing to read")
+    return found
+
+
+def _look(losses: dict[int, np.ndarray], checkpoint: Path) -> np.ndarray:
+    step = _step(checkpoint)
+    if step not in losses:
+        raise UsageError(f"{checkpoint.name}: no held-out look was taken at that step; there are looks at {', '.join(map(str, losses))}")
+    return losses[step]
+
+
+def _step(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def _digest(checkpoint: Path) -> str:
+    return recorded_digest(open_checkpoint(checkpoint, verify=False).manifest)
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise UsageError(f"--probe loss-above:{text}: expected a number, as in loss-above:3.2") from None
+
+
+def _said(answer: Any, where: str) -> bool:
+    if not isinstance(answer, bool | np.bool_):
+        raise UsageError(f"--probe {where} returned {answer!r}; expected True for a bad checkpoint, False for a good one")
+    return bool(answer)

@@ -1,0 +1,218 @@
+"""assay trace: what a forward pass looks like inside, and the first place where two of them part."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from assay.config import argument, option
+from assay.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+    from assay.measure.parting import Comparison, Moved
+    from assay.measure.trace import Trace
+    from assay.measure.ways import Runner
+    from assay.store.artifact import Artifact
+
+GEOMETRY = ("vocab", "width", "depth", "heads", "kv_heads", "head_dim", "hidden", "gated", "qk_norm")
+NEAREST = 5  # sites shown beside those that part
+
+
+@dataclass(frozen=True)
+class FLAGS:
+    """Record every site of a forward pass; with B, or another dtype or way to run A, find the first site that parts."""
+
+    a: str = argument("checkpoint, folder, adapter, GGUF file or fetched name")
+    b: str | None = argument("another, to compare with A; left out: A itself, in --b-dtype or --through", default=None)
+    prompt: str | None = option("text to run; without it and --tokens, fixed tokens", default=None)
+    tokens: str | None = option("a JSON file: a list of token ids, or lists of the same length", default=None)
+    length: int = option("most tokens of the prompt", default=512)
+    dtype: Literal["float32", "float64", "bfloat16", "float16"] = option("what A computes in", default="float32")
+    b_dtype: Literal["float32", "float64", "bfloat16", "float16"] | None = option("what B computes in; A's unless given", default=None)
+    through: Literal["plainly", "company", "cache", "transformers"] = option(
+        "how B is run: plainly, in company of other rows, from the cache, or by transformers", default="plainly")
+    tolerance: float | None = option("bound on what any site may introduce, in place of what rounding explains", default=None)
+    base: str | None = option("the base of A, where A is an adapter that does not name it", default=None)
+    b_base: str | None = option("the same for B", default=None)
+    device: str = option("where to run", default="cpu")
+    all_: bool = option("show every site", default=False)
+    picture: str | None = option("write a heat-map here, as PNG", default=None)
+    json: bool = option("print JSON, every site included", default=False)
+
+
+EXAMPLES = """  assay trace smollm2-135m --prompt 'The capital of France is' --picture trace.png
+  assay trace runs/a/checkpoints/step-000400 runs/a/checkpoints/step-000500
+  assay trace smollm2-135m --through transformers
+  assay trace smollm2-135m smollm2.gguf --tolerance 0.02"""
+
+
+def run(flags: FLAGS) -> int:
+    from assay.store.artifact import open_artifact
+
+    a = open_artifact(flags.a, base=flags.base)
+    tokens = asked(flags, a)
+    if flags.b is None and flags.b_dtype is None and flags.through == "plainly":
+        return run_alone(flags, a, tokens)
+    b = a if flags.b is None else open_artifact(flags.b, base=flags.b_base)
+    require_same_geometry(a, b)
+    found, moved = compared(a, b, tokens, flags)
+    return report(found, moved, flags)
+
+
+def run_alone(flags: FLAGS, a: "Artifact", tokens: "torch.Tensor") -> int:
+    from assay.measure.heat import draw_trace
+    from assay.measure.trace import trace, trace_json
+    from assay.recipes.run import plain
+
+    seen = trace(live(a, flags.dtype, flags.device), tokens)
+    if flags.picture is not None:
+        draw_trace(seen, Path(flags.picture))
+    if flags.json:
+        print(json.dumps({"a": flags.a, "tokens": list(tokens.shape), "sites": plain(trace_json(seen))}, indent=1))
+    else:
+        show_trace(seen, every=flags.all_)
+    return 3 if any(stats.nans for stats in seen.values()) else 0
+
+
+def compared(a: "Artifact", b: "Artifact", tokens: "torch.Tensor", flags: FLAGS) -> "tuple[Comparison, list[Moved] | None]":
+    """A and its twin run first and leave their values; then B runs beside them."""
+    import torch
+
+    from assay.measure.parting import compare, moved_weights, reference
+    from assay.measure.ways import plainly
+    from assay.store.artifact import merged
+
+    other = flags.b_dtype or flags.dtype
+    of_twin = other if other != flags.dtype else "float64" if flags.dtype != "float64" else "float32"
+    dtypes = {name: getattr(torch, name) for name in (flags.dtype, other)}
+    twin = plainly(live(a, of_twin, flags.device))
+    known = reference(a.config, plainly(live(a, flags.dtype, flags.device)), tokens, dtypes[flags.dtype], twin)
+    found = compare(known, runner(b, other, flags, tokens.shape[1]), dtypes[other], flags.tolerance)
+    moved = None if found.first is None else moved_weights(found.first.site, a.config, merged(a), merged(b))
+    return found, moved
+
+
+def runner(b: "Artifact", dtype: str, flags: FLAGS, length: int) -> "Runner":
+    import torch
+
+    from assay.measure import ways
+    from assay.measure.theirs import loaded, theirs
+
+    if flags.through == "transformers":
+        if b.patch is not None:
+            raise UsageError(f"{b.path} is an adapter; merge it (assay export --to merged) to run it by transformers")
+        return theirs(loaded(b.path, getattr(torch, dtype)).to(flags.device), b.config)
+    model = live(b, dtype, flags.device)
+    if flags.through == "cache":
+        return ways.from_cache(model, filled=max(1, length - 16))
+    return ways.in_company(model) if flags.through == "company" else ways.plainly(model)
+
+
+def live(artifact: "Artifact", dtype: str, device: str) -> "Any":
+    import torch
+
+    from assay.store.artifact import build
+
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise UsageError(f"device {device!r}: torch sees no GPU here; use --device cpu")
+    return build(artifact, getattr(torch, dtype)).to(device)
+
+
+def asked(flags: FLAGS, a: "Artifact") -> "torch.Tensor":
+    """The prompt's ids, the file's, or those that every model's fingerprint is taken on."""
+    import torch
+
+    from assay.model.probe import questions
+
+    if flags.prompt is not None and flags.tokens is not None:
+        raise UsageError("assay trace: --prompt and --tokens both say what to run; give one")
+    if flags.prompt is None and flags.tokens is None:
+        return questions(a.config.vocab, a.config.max_length)[0].to(flags.device)
+    ids = read_ids(Path(flags.tokens)) if flags.tokens is not None else [encoded(flags.prompt or "", a)]
+    tokens = torch.tensor([row[: flags.length] for row in ids], dtype=torch.long)
+    if tokens.numel() == 0 or int(tokens.min()) < 0 or int(tokens.max()) >= a.config.vocab:
+        raise UsageError(f"there are no tokens to run, or one is outside the vocabulary of {a.config.vocab}")
+    return tokens.to(flags.device)
+
+
+def encoded(text: str, a: "Artifact") -> list[int]:
+    if a.tokenizer is None:
+        raise UsageError(f"{a.path}: there is no tokenizer here, so text means nothing to it; use --tokens")
+    return a.tokenizer.encode(text)
+
+
+def read_ids(path: Path) -> list[list[int]]:
+    try:
+        rows = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--tokens {path}: {error}") from None
+    rows = rows if isinstance(rows, list) and rows and isinstance(rows[0], list) else [rows]
+    whole = all(isinstance(row, list) and len(row) == len(rows[0]) and all(type(id) is int for id in row) for row in rows)
+    if not whole:
+        raise UsageError(f"--tokens {path}: expected a JSON list of token ids, or several of the same length")
+    return rows
+
+
+def require_same_geometry(a: "Artifact", b: "Artifact") -> None:
+    for name in GEOMETRY:
+        one, other = getattr(a.config, name), getattr(b.config, name)
+        if one != other:
+            raise UsageError(f"{a.path} has {name} {one}, {b.path} has {other}: sites of different shape cannot be compared")
+
+# ---------------------------------------------------------------- what is shown
+
+
+def report(found: "Comparison", moved: "list[Moved] | None", flags: FLAGS) -> int:
+    from assay.measure.heat import draw_comparison
+    from assay.measure.parting import check_forward, gap_json
+    from assay.recipes.run import plain
+    from assay.verdict import Outcome
+
+    verdict = check_forward(found, moved)
+    if flags.picture is not None:
+        draw_comparison(found, Path(flags.picture))
+    if flags.json:
+        weights = None if moved is None else [{**one.behind._asdict(), "relative": one.relative} for one in moved]
+        print(json.dumps(plain({"a": flags.a, "b": flags.b or flags.a, "verdict": verdict.to_json(), "weights": weights,
+                                "unseen": [str(site) for site in found.unseen], "sites": [gap_json(gap) for gap in found.gaps]}), indent=1))
+    else:
+        show_comparison(found, every=flags.all_)
+        print(verdict)
+    return 0 if verdict.outcome is Outcome.PROVEN else 3
+
+
+def show_trace(seen: "Trace", *, every: bool) -> None:
+    """Every site, or for each kind of site the layer in which it is largest."""
+    from assay.measure.trace import FIELDS
+
+    largest: dict[str, Any] = {}
+    for site, stats in seen.items():
+        if site.name not in largest or not stats.rms <= seen[largest[site.name]].rms:
+            largest[site.name] = site
+    chosen = list(seen) if every else [site for site in seen if site in largest.values()]
+    rows = [[str(site), *(f"{getattr(seen[site], name):.4g}" for name in FIELDS)] for site in chosen]
+    print_table(["site" if every else "largest in", *FIELDS], rows)
+
+
+def show_comparison(found: "Comparison", *, every: bool) -> None:
+    """Those that part, as many again that came nearest to it, and the logits; or every site."""
+    near = sorted(found.gaps, key=lambda gap: -gap.excess)[: len(found.parted[: 2 * NEAREST]) + NEAREST]
+    chosen = [gap for gap in found.gaps if every or gap in near or gap.site.name == "logits"]
+    rows = [[str(gap.site), f"{gap.free.error:.1e}", f"{gap.free.cosine:.6f}", f"{gap.introduced.worst:.1e}", f"{gap.bound:.1e}",
+             "PARTS" if gap.parts else ""] for gap in chosen]
+    print_table(["site", "error", "cosine", "introduced", "bound", ""], rows)
+
+
+def print_table(header: list[str], rows: list[list[str]]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE)
+    for number, name in enumerate(header):
+        table.add_column(name, justify="right" if number else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    Console(width=120, highlight=False).print(table)
