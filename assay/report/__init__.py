@@ -1,0 +1,1 @@
+"""What a run shows: pure functions of its ledger, metrics and manifests."""

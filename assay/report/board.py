@@ -1,0 +1,78 @@
+"""The board: every run under a folder, and how each stands."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from assay.report.record import LEDGER, Record, is_run, newest_manifest, read_run
+from assay.report.standing import held_out, last_proven, standing, steps_taken
+
+DEEPEST = 4  # folders below the one that was named
+NOT_RUNS = {"checkpoints", "model", "adapter", "base"}
+LOCKS = Path("/proc/locks")
+
+
+@dataclass(frozen=True)
+class Row:
+    """None is unknown, or not there yet."""
+
+    run: str
+    recipe: str
+    state: str
+    reason: str
+    steps: int | None
+    held_out: str | None
+    last_proven: str | None
+    parent: str | None
+    remarks: list[str]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def board(folder: Path) -> list[Row]:
+    """Every run in `folder`, and `folder` itself where it is one; by path."""
+    return [row_of(path, folder) for path in sorted(find_runs(folder))]
+
+
+def find_runs(folder: Path, depth: int = 0) -> Iterator[Path]:
+    """What lies inside of a run is looked through too: `assay seeds` keeps a run per seed. Links are not followed."""
+    if is_run(folder):
+        yield folder
+    if depth == DEEPEST or not folder.is_dir():
+        return
+    for entry in os.scandir(folder):
+        if entry.is_dir(follow_symlinks=False) and entry.name not in NOT_RUNS and not entry.name.startswith("."):
+            yield from find_runs(Path(entry.path), depth + 1)
+
+
+def row_of(path: Path, folder: Path) -> Row:
+    record = read_run(path)
+    now = standing(record)
+    state = "running" if now.state == "no end on record" and written_now(path / LEDGER) else now.state
+    name = path.name if path == folder else str(path.relative_to(folder))
+    reason = "" if state in ("done and proven", "running") else now.sentence
+    return Row(name, record.recipe, state, reason, steps_taken(record), held_out(record), last_proven(record), parent_of(record),
+               record.remarks)
+
+
+def parent_of(record: Record) -> str | None:
+    """By the newest manifest, with the digest of its weights; before there is one, what the options name."""
+    facts = newest_manifest(record.folder).get("facts", {})
+    found = facts.get("parent") or facts.get("base")
+    if isinstance(found, dict) and {"path", "weights"} <= found.keys():
+        return f"{found['path']} ({str(found['weights'])[:12]})"
+    named = record.config.get("from_") or record.config.get("model")
+    return None if named is None else str(named)
+
+
+def written_now(ledger: Path) -> bool:
+    """Whether a process of this machine holds the ledger's lock. Looked up, not tried: trying could get in a starting run's way."""
+    try:
+        status, locks = ledger.stat(), LOCKS.read_text()
+    except OSError:  # no such table on this system: then it is unknown, and not said
+        return False
+    device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
+    return any("FLOCK" in line.split() and device in line.split() for line in locks.splitlines())

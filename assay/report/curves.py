@@ -1,0 +1,202 @@
+"""Curves: every number of metrics.jsonl over the steps, with the band that was recorded for it."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from assay.report.html import Html, folded, joined, lead, missing, remarks, section, table, tag
+from assay.report.record import number
+from assay.report.standing import looks
+
+MOST_POINTS = 1200  # of one curve; more are drawn as means of neighbours, with the least and the greatest as a band
+FEW_POINTS = 60  # at most so many are marked one by one
+NO_CURVES = {"step", "data", "num_tokens", "epoch", "seconds", "supervised_tokens", "eval_low", "eval_high", "eval_documents",
+             "eval_prompts", "eval_weight_set", "groups"}
+NAMES = {"loss": "training loss", "eval_loss": "held-out loss", "grad_norm": "gradient norm", "learning_rate": "learning rate",
+         "kl": "KL to the reference", "frac_reward_zero_std": "groups without signal (share)", "eval_reward": "held-out reward",
+         "completions/mean_length": "completion length (mean)", "completions/clipped_ratio": "completions that hit the cap (share)",
+         "eval_teacher_kl": "held-out KL to the teacher", "eval_teacher_top1": "held-out top-1 agreement with the teacher"}
+TOGETHER = (("Loss", ("loss", "eval_loss", "eval_ce")), ("Reward", ("reward", "eval_reward")), ("KL to the reference", ("kl",)),
+            ("Entropy", ("entropy",)), ("Gradient norm", ("grad_norm",)), ("Learning rate", ("learning_rate",)),
+            ("Completion length", ("completions/mean_length",)))
+BETWEEN = {"completions/mean_length": ("completions/min_length", "completions/max_length")}  # mean → least, greatest
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Points over steps. `y` is None where the value was not finite; `band` says what lies between low and high."""
+
+    key: str
+    label: str
+    x: list[int]
+    y: list[float | None]
+    low: list[float | None] | None = None
+    high: list[float | None] | None = None
+    band: str = ""
+
+
+@dataclass(frozen=True)
+class Chart:
+    title: str
+    curves: list[Curve]
+
+
+def curves_section(rows: Sequence[Mapping[str, Any]]) -> Html:
+    main, more, gaps = charts(rows)
+    if not main and not more:
+        return section("curves", "Curves", missing("No number is on record in metrics.jsonl: there is nothing to draw."))
+    every = [curve for chart in [*main, *more] for curve in chart.curves]
+    numbers = table(["series", "first", "lowest", "highest", "last", "points"], [_numbers(curve) for curve in every])
+    return section("curves", "Curves", lead("Over the steps taken. Each band says what it is."), remarks(gaps),
+                   tag("div", [_figure(chart) for chart in main], class_="charts"),
+                   folded(f"{len(more)} more", tag("div", [_figure(chart) for chart in more], class_="charts")) if more else None,
+                   folded("All of them as numbers", numbers))
+
+
+def charts(rows: Sequence[Mapping[str, Any]]) -> tuple[list[Chart], list[Chart], list[str]]:
+    """The charts to see first, the others, and what a curve cannot show: values that were not finite."""
+    curves = {curve.key: curve for curve in _curves(rows)}
+    score = _score(rows)
+    main = []
+    if score is not None:
+        curves.pop(score.key, None)
+        if "eval_loss" in curves and curves["eval_loss"].y == score.y:  # one number, two names
+            curves["eval_loss"], score = replace(score, key="eval_loss", label=f"held-out loss ({score.label})"), None
+    for title, keys in TOGETHER:
+        if found := [curves.pop(key) for key in keys if key in curves]:
+            main.append(Chart(title, found))
+        if title in ("Loss", "Reward") and score is not None and found:
+            main.append(Chart(f"Held-out {score.label}", [score]))
+            score = None
+    if score is not None:
+        main.insert(0, Chart(f"Held-out {score.label}", [score]))
+    with_band = [key for key in sorted(curves) if curves[key].low is not None]
+    main += [Chart(curves[key].label, [curves[key]]) for key in with_band if key.startswith("eval_")]
+    rest = [Chart(curves[key].label, [curves[key]]) for key in sorted(curves) if not (key in with_band and key.startswith("eval_"))]
+    return main, rest, _not_finite(rows)
+
+
+def charts_json(rows: Sequence[Mapping[str, Any]]) -> Html:
+    """What the page's script draws. `<`, `>` and `&` are escaped, so that no name of a metric can end the script element."""
+    main, more, _ = charts(rows)
+    drawn = {_anchor(chart): [_drawn(curve) for curve in chart.curves] for chart in [*main, *more]}
+    text = json.dumps(drawn, sort_keys=True, allow_nan=False, separators=(",", ":"))
+    return Html(text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e"))
+
+
+# ---------------------------------------------------------------- from rows to curves
+
+
+def _curves(rows: Sequence[Mapping[str, Any]]) -> list[Curve]:
+    keys = sorted({key for row in rows for key, value in row.items() if number(value) is not None} - NO_CURVES)
+    bounds = {bound for key in keys for bound in _bounds(key, keys)}
+    return [_curve(rows, key, keys) for key in keys if key not in bounds]
+
+
+def _bounds(key: str, keys: Sequence[str]) -> tuple[str, ...]:
+    """The columns that are not curves of their own but the band around `key`."""
+    spread = _spread(key)
+    pair = BETWEEN.get(key, (f"{key}_low", f"{key}_high"))
+    return (*((spread,) if spread in keys else ()), *(pair if set(pair) <= set(keys) else ()))
+
+
+def _spread(key: str) -> str:
+    return f"{key.removesuffix('/mean')}/std" if key.endswith("/mean") else f"{key}_std"
+
+
+def _curve(rows: Sequence[Mapping[str, Any]], key: str, keys: Sequence[str]) -> Curve:
+    points = {row["step"] + 1: row for row in rows if key in row and isinstance(row.get("step"), int)}
+    x = sorted(points)
+    y = [number(points[at][key]) for at in x]
+    low_key, high_key = BETWEEN.get(key, (f"{key}_low", f"{key}_high"))
+    label = NAMES.get(key, key.removeprefix("eval_").replace("_", " ") if key.startswith("eval_") else key)
+    if {low_key, high_key} <= set(keys):
+        low, high = ([number(points[at].get(bound)) for at in x] for bound in (low_key, high_key))
+        return _thinned(Curve(key, label, x, y, low, high, "from least to greatest" if key in BETWEEN else "95 % interval"))
+    if _spread(key) in keys:
+        spread = [number(points[at].get(_spread(key))) for at in x]
+        low, high = ([None if mean is None or away is None else mean + sign * away for mean, away in zip(y, spread, strict=True)]
+                     for sign in (-1, 1))
+        return _thinned(Curve(key, label, x, y, low, high, "± one standard deviation of the completions: a spread, not an interval"))
+    return _thinned(Curve(key, label, x, y))
+
+
+def _score(rows: Sequence[Mapping[str, Any]]) -> Curve | None:
+    """The run's own measure on held-out data, with its interval."""
+    found = {look.step: look for look in looks(rows)}
+    if not found:
+        return None
+    x, name = sorted(found), found[max(found)].name
+    key = "eval_" + name.replace(" ", "_")
+    return Curve(key, name, x, [found[at].mean for at in x], [found[at].low for at in x], [found[at].high for at in x], "95 % interval")
+
+
+def _thinned(curve: Curve) -> Curve:
+    """Means of neighbours where there are more points than can be seen. A value that is not finite makes its whole neighbourhood a gap."""
+    if len(curve.x) <= MOST_POINTS:
+        return curve
+    size = math.ceil(len(curve.x) / MOST_POINTS)
+    parts = [slice(start, start + size) for start in range(0, len(curve.x), size)]
+    x = [curve.x[part][-1] for part in parts]
+    y = [_over(curve.y[part], _mean) for part in parts]
+    if curve.low is not None and curve.high is not None:
+        low, high, band = [_over(curve.low[p], _mean) for p in parts], [_over(curve.high[p], _mean) for p in parts], curve.band
+    else:
+        low, high, band = [_over(curve.y[p], min) for p in parts], [_over(curve.y[p], max) for p in parts], "from least to greatest"
+    return Curve(curve.key, curve.label, x, y, low, high, f"{band}; each point is the mean of {size} steps")
+
+
+def _over(values: Sequence[float | None], reduce: Any) -> float | None:
+    known = [value for value in values if value is not None]
+    return reduce(known) if len(known) == len(values) else None
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def _not_finite(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Values that stand in metrics.jsonl as a word, because they were no number."""
+    found: dict[str, list[tuple[int, str]]] = {}
+    for row in rows:
+        for key, value in row.items():
+            if value in ("nan", "inf", "-inf") and isinstance(row.get("step"), int):
+                found.setdefault(key, []).append((row["step"] + 1, value))
+    return [f"{key} was not finite at {len(at)} step(s), first {at[0][1]} at step {at[0][0]}: the curve has a gap there" for key, at in
+            sorted(found.items())]
+
+
+# ---------------------------------------------------------------- on the page
+
+
+def _figure(chart: Chart) -> Html:
+    bands = [f"{curve.label}: {curve.band}" for curve in chart.curves if curve.band]
+    return tag("figure", tag("figcaption", tag("strong", chart.title), tag("span", "; ".join(bands), class_="band") if bands else None),
+               tag("div", class_="chart", data_chart=_anchor(chart)))
+
+
+def _anchor(chart: Chart) -> str:
+    return "|".join(curve.key for curve in chart.curves)
+
+
+def _drawn(curve: Curve) -> dict[str, Any]:
+    rounded = {"x": curve.x, "y": _digits(curve.y), "label": curve.label, "marked": len(curve.x) <= FEW_POINTS}
+    return rounded if curve.low is None or curve.high is None else rounded | {"low": _digits(curve.low), "high": _digits(curve.high)}
+
+
+def _digits(values: Sequence[float | None]) -> list[float | None]:
+    """Six digits are more than a screen shows."""
+    return [None if value is None else float(f"{value:.6g}") for value in values]
+
+
+def _numbers(curve: Curve) -> list[Any]:
+    known = [(value, at) for value, at in zip(curve.y, curve.x, strict=True) if value is not None]
+    if not known:
+        return [curve.label, "unknown", "unknown", "unknown", "unknown", len(curve.x)]
+    (least, at_least), (most, at_most) = min(known), max(known, key=lambda point: (point[0], -point[1]))
+    last = f"{known[-1][0]:.5g}"
+    if curve.low is not None and curve.high is not None and curve.low[-1] is not None and curve.high[-1] is not None:
+        last += f" [{curve.low[-1]:.5g}, {curve.high[-1]:.5g}]"
+    return [joined(curve.label), f"{known[0][0]:.5g}", f"{least:.5g} at {at_least}", f"{most:.5g} at {at_most}", last, len(curve.x)]
