@@ -4,13 +4,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from assay.learn.passing import Event, Scored
+from assay.model.transformer import Transformer
 from assay.seeds import derive
 from assay.verdict import Verdict, proven, refuted, unproven
 
 Costs = list[NDArray[np.float32]]  # of each document, what each token but the first was recorded to cost
+BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}  # relative, of a cost: the same sums in another shape
 Reading = Callable[[Sequence[Sequence[int]]], Costs]
 
 
@@ -35,6 +38,22 @@ def check_causality(reading: Reading, documents: Sequence[Sequence[int]], cuts: 
         return unproven("causality", "replacing tokens changed no score at all, not even their own: the reading does not look at them")
     return proven("causality", f"{compared} scores are the same bits when the tokens after them are others ({len(cuts)} cuts), and {moved} "
                   "scores of replaced tokens are not", compared=compared, moved=moved)
+
+
+@torch.no_grad()
+def check_sight(model: Transformer, recorded: NDArray[np.float32], tokens: Sequence[int], places: Sequence[int]) -> Verdict:
+    """Recorded costs are those of a model that was given only what stands before the token: what is not there cannot be seen.
+
+    For tokens that were scored before any step, since the model here is without a patch; in another shape, hence the bound.
+    """
+    bound = BOUNDS[model.embed.weight.dtype]
+    for place in places:
+        states = model.hidden(torch.tensor([tokens[:place]], device=model.embed.weight.device))
+        due = float(-model.logits(states[:, -1]).float().log_softmax(-1)[0, tokens[place]])
+        if not abs(due - recorded[place - 1]) <= bound * max(1.0, due):
+            return refuted("sight", f"token {place} was scored {recorded[place - 1]:.6g} nats, and costs {due:.6g} where it is not shown: "
+                           "its score has seen the token itself", token=place)
+    return proven("sight", f"{len(places)} tokens cost what they were scored, within {bound:g}, where they are not shown")
 
 
 def changed_from(tokens: Sequence[int], cut: int, vocab: int) -> list[int]:

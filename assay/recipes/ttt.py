@@ -1,0 +1,264 @@
+"""Test-time training: score a chunk, write the score down, learn from it; bits per byte with and without, paired by document."""
+
+import contextlib
+import json
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from assay.data.text import Rule, documents, find_sources
+from assay.errors import DataError, UsageError
+from assay.guard.causality import Costs, check_causality, check_order, check_sight, costs
+from assay.guard.passing import check_base, check_drift, check_gain, check_regressions, gain
+from assay.learn.passing import Begun, Event, Passing, Scored, Updated, read
+from assay.measure.estimate import Array, Estimate, bits_per_byte
+from assay.model.batched_lora import Adapters, passing_sites
+from assay.model.lora import fresh
+from assay.model.patch import Patch
+from assay.model.placement import default_device
+from assay.model.transformer import Transformer
+from assay.recipes.run import Run, plain
+from assay.recipes.ttt_options import Ttt
+from assay.recipes.ttt_picture import draw
+from assay.store import durable
+from assay.store.artifact import Artifact, build, open_artifact
+from assay.store.identity import environment, tensor_facts
+from assay.store.ledger import Ledger
+from assay.verdict import Verdict
+
+REHEARSED = 32  # tokens of a chunk, at most, while causality is checked
+KINDS = {Begun: "begin", Scored: "score"}  # else: update
+
+
+@dataclass(frozen=True)
+class Read:
+    """One document: its tokens after what begins every text, and what they cost in bits without and with the patch."""
+
+    name: str  # file:line
+    bytes: int
+    tokens: tuple[int, ...]
+    without: float = math.nan
+    with_: float = math.nan
+
+    @property
+    def saved(self) -> float:
+        """Bits per byte."""
+        return (self.without - self.with_) / self.bytes
+
+
+@dataclass(frozen=True)
+class Report:
+    """All that a run found, as OUT/ttt.json holds it."""
+
+    verdicts: list[Verdict]
+    estimates: dict[str, Estimate]
+    documents: list[Read]
+    left_out: dict[str, int]
+    norms: list[float]  # of the right factors that each document began with, relative to the first
+    seconds: dict[str, float]
+
+
+def ttt(config: Ttt, say: Callable[[str], None]) -> Report:
+    source, where = opened(config), Path(config.out)
+    model = built(source, config.device or default_device())
+    patch = fresh(source.config, passing_sites(source.config, config.targets), config.rank, config.scale, config.seed, source.digest)
+    texts, left_out = read_documents(config, source)
+    how, slots = planned(config, model), min(config.batch, len(texts))
+    run = Run(where, config, say=say)
+    with run.sitting():
+        run.ledger.append("documents", count=len(texts), bytes=sum(text.bytes for text in texts), left_out=dict(left_out))
+        run.judge("preflight", rehearsed(model, texts, how, patch))
+        before, began = weights(model), time.monotonic()
+        without = costs(read(model, tokens_of(texts), how, slots), len(texts))
+        halfway = time.monotonic()
+        notes = Notes(run, texts, without)
+        learn_and_note(model, texts, how, Adapters(patch, slots, model.embed.weight.device), notes)
+        seconds = {"without": round(halfway - began, 2), "with": round(time.monotonic() - halfway, 2)}
+        verdicts = [*judged(config, notes, slots), check_base(before, weights(model))]
+        report = Report(verdicts, estimates(notes.texts), notes.texts, dict(left_out), notes.norms, seconds)
+        written(run, report)
+    return report
+
+
+def learn_and_note(model: Transformer, texts: Sequence[Read], how: Passing, adapters: Adapters, notes: "Notes") -> None:
+    with adapters.attached(model), contextlib.closing(notes.ledger):
+        for event in read(model, tokens_of(texts), how, adapters.slots, adapters):
+            notes.take(event)
+
+
+class Notes:
+    """What was read so far. An event is on the disk before the next one is asked for: a score before the step that follows it."""
+
+    def __init__(self, run: Run, texts: Sequence[Read], without: Costs):
+        self.run, self.ledger = run, Ledger(run.folder / "scores.jsonl")
+        self.texts = [replace(text, without=bits(alone)) for text, alone in zip(texts, without, strict=True)]
+        self.norms: list[float] = []
+        self._costs: dict[int, list[NDArray[np.float32]]] = {}
+        self._done: list[Read] = []
+        self._began = time.monotonic()
+
+    def take(self, event: Event) -> None:
+        self.ledger.append(KINDS.get(type(event[0]), "update"), rows=[row(one) for one in event])
+        for one in event:
+            if isinstance(one, Begun):
+                self.norms.append(one.right)
+            elif isinstance(one, Scored):
+                self._add(one)
+
+    def _add(self, scored: Scored) -> None:
+        parts = self._costs.setdefault(scored.document, [])
+        parts.append(scored.losses)
+        text = self.texts[scored.document]
+        if sum(map(len, parts)) == len(text.tokens) - 1:
+            self.texts[scored.document] = text = replace(text, with_=bits(np.concatenate(parts)))
+            self._finished(text)
+
+    def _finished(self, text: Read) -> None:
+        """One line of metrics a document; the bits per byte are those of all documents so far."""
+        self._done.append(text)
+        so_far = sum(one.with_ for one in self._done) / sum(one.bytes for one in self._done)
+        self.run.record(len(self._done), document=text.name, loss=text.with_ * math.log(2) / (len(text.tokens) - 1),
+                        eval_bits_per_byte=so_far, saved_bits_per_byte=text.saved)
+        self.run.progress(len(self._done), len(self.texts), f"documents, {so_far:.4f} bits per byte", time.monotonic() - self._began)
+
+# ---------------------------------------------------------------- before
+
+
+def opened(config: Ttt) -> Artifact:
+    source = open_artifact(config.path)
+    if source.patch is not None:
+        raise UsageError(f"{source.path} is an adapter; export it --to merged, and read with that")
+    if source.tokenizer is None:
+        raise UsageError(f"{source.path}: documents are text, and there is no tokenizer here; add tokenizer.json")
+    if (Path(config.out) / "scores.jsonl").exists():
+        raise UsageError(f"{config.out} holds scores already, and a score is written once; choose another --out")
+    if config.rank < 1 or config.batch < 1 or config.max_drift <= 1 or config.max_regression < 0 or len(config.betas) != 2:
+        raise UsageError("expected --rank and --batch from 1, --max-drift above 1, --max-regression from 0, and two --betas")
+    return source
+
+
+def built(source: Artifact, device: str) -> Transformer:
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise UsageError(f"device {device!r}: torch sees no GPU here; use --device cpu")
+    return build(source, torch.bfloat16 if device.startswith("cuda") else torch.float32).to(device).eval()
+
+
+def planned(config: Ttt, model: Transformer) -> Passing:
+    context = config.context or min(4 * config.chunk, model.config.max_length)
+    return Passing(config.chunk, context, config.steps, config.lr, (config.betas[0], config.betas[1]), config.weight_decay,
+                   warm=config.warm_start)
+
+
+def read_documents(config: Ttt, source: Artifact) -> tuple[list[Read], Counter[str]]:
+    """In order. One whose ids do not decode to its own text is left out and counted: its score would be of another text."""
+    tokenizer, left_out, found = source.tokenizer, Counter[str](), list[Read]()
+    assert tokenizer is not None
+    first = first_token(source)
+    rule = Rule(document_bytes=config.document_bytes)
+    for document in (one for file in find_sources([Path(config.text)]) for one in documents(file, rule, left_out)):
+        if len(found) == config.documents:
+            break
+        text = document.raw.decode()
+        ids = tokenizer.encode(text)
+        if tokenizer.decode(ids) == text:
+            found.append(Read(document.where, len(document.raw), (first, *ids)))
+        else:
+            left_out["not its own text when decoded"] += 1
+    if len(found) < 2:
+        raise DataError(f"{config.text}: {len(found)} documents can be read ({dict(left_out)} left out); an interval needs two or more. "
+                        "Cut plain text with --document-bytes")
+    return found, left_out
+
+
+def first_token(source: Artifact) -> int:
+    """What predicts a text's first token: the beginning of a text, else the end of the text before."""
+    first = next((id for id in (source.stops.bos, source.stops.eos) if id is not None), None)
+    if first is None:
+        raise UsageError(f"{source.path}: no token begins or ends a text, so nothing can predict a first one; name one as bos_token or "
+                         "eos_token")
+    return first
+
+
+def rehearsed(model: Transformer, texts: Sequence[Read], how: Passing, patch: Patch) -> list[Verdict]:
+    """Causality of this model, patch and plan, on the beginnings of two documents: cut within a chunk, and at a chunk's end."""
+    chunk = min(how.chunk, REHEARSED)
+    short = replace(how, chunk=chunk, context=min(how.context, 3 * chunk))
+    beginnings = sorted((text.tokens[: 1 + 3 * chunk] for text in texts[:8]), key=len, reverse=True)[:2]
+    length = len(beginnings[0])
+
+    def reading(tokens: Sequence[Sequence[int]]) -> Costs:
+        adapters = Adapters(patch, len(tokens), model.embed.weight.device)
+        with adapters.attached(model):
+            return costs(read(model, tokens, short, len(tokens), adapters), len(tokens))
+
+    cuts = [cut for cut in (1 + chunk + chunk // 2, 1 + 2 * chunk) if cut < length] or [max(1, length // 2)]
+    unlearned = [place for place in (1, chunk // 2, chunk) if 1 <= place < min(length, 1 + chunk)]
+    return [check_causality(reading, beginnings, cuts, model.config.vocab),
+            check_sight(model, reading(beginnings)[0], beginnings[0], unlearned)]
+
+# ---------------------------------------------------------------- after
+
+
+def judged(config: Ttt, notes: Notes, slots: int) -> list[Verdict]:
+    found = notes.texts
+    with_, without, sizes = columns(found)
+    verdicts = [check_order(notes.ledger.events(), [len(text.tokens) - 1 for text in found], warm=config.warm_start),
+                check_gain(with_, without, sizes), check_regressions(with_, without, [text.name for text in found], config.max_regression)]
+    return [*verdicts, check_drift(notes.norms[slots:], config.max_drift)] if config.warm_start else verdicts
+
+
+def estimates(texts: Sequence[Read]) -> dict[str, Estimate]:
+    with_, without, sizes = columns(texts)
+    return {"bits per byte, without": bits_per_byte(without * math.log(2), sizes),
+            "bits per byte, with": bits_per_byte(with_ * math.log(2), sizes),
+            "bits per byte, saved": gain(with_, without, sizes)}
+
+
+def written(run: Run, report: Report) -> None:
+    found = {name: asdict(estimate) for name, estimate in report.estimates.items()}
+    rows = [{"name": text.name, "bytes": text.bytes, "tokens": len(text.tokens) - 1, "bits_without": text.without, "bits_with": text.with_,
+             "saved_bits_per_byte": text.saved} for text in report.documents]
+    document = {"estimates": found, "documents": rows, "left_out": report.left_out, "norms": report.norms, "seconds": report.seconds,
+                "environment": environment(), "verdicts": [verdict.to_json() for verdict in report.verdicts]}
+    durable.replace_file(run.folder / "ttt.json", (json.dumps(plain(document), indent=1) + "\n").encode())
+    try:
+        draw([text.saved for text in report.documents], report.estimates["bits per byte, saved"], run.folder / "ttt.png")
+    except UsageError as error:  # the picture is an extra, its numbers are there
+        run.say(str(error))
+    run.ledger.append("ttt", score=found["bits per byte, with"], estimates=plain(found), norms=plain(report.norms),
+                      verdicts=plain([verdict.to_json() for verdict in report.verdicts]))
+
+# ---------------------------------------------------------------- small things
+
+
+def tokens_of(texts: Sequence[Read]) -> list[tuple[int, ...]]:
+    return [text.tokens for text in texts]
+
+
+def columns(texts: Sequence[Read]) -> tuple[Array, Array, Array]:
+    """Bits with and without, and bytes, by document."""
+    return np.array([t.with_ for t in texts]), np.array([t.without for t in texts]), np.array([t.bytes for t in texts], dtype=np.float64)
+
+
+def bits(losses: NDArray[np.float32]) -> float:
+    return float(losses.astype(np.float64).sum() / math.log(2))
+
+
+def row(one: Begun | Scored | Updated) -> dict[str, Any]:
+    """As the ledger of scores holds it."""
+    if not isinstance(one, Scored):
+        return asdict(one)
+    facts = {name: value for name, value in vars(one).items() if name != "losses"}
+    return facts | {"tokens": len(one.losses), "nats": float(one.losses.astype(np.float64).sum())}
+
+
+def weights(model: Transformer) -> dict[str, str]:
+    return {name: facts["sha256"] for name, facts in tensor_facts({n: p.detach().cpu() for n, p in model.named_parameters()}).items()}

@@ -1,0 +1,126 @@
+"""assay ttt, end to end on a tiny model: scored, written down, learned, forgotten; and what it did is said document by document."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from assay.config import parse
+from assay.errors import DataError, GuardStop, UsageError
+from assay.recipes.seeds import final_score
+from assay.recipes.ttt import ttt
+from assay.recipes.ttt_options import Ttt
+from assay.store.artifact import open_artifact
+from assay.store.ledger import read_chain
+from assay.verbs import seeds as seeds_verb
+from assay.verbs import ttt as verb
+from assay.verdict import Outcome
+from assay.zoo import passing
+from assay.zoo.stage import save, tiny
+
+SETTINGS = "--chunk 24 --context 72 --rank 2 --lr 1e-2 --batch 4 --device cpu"
+
+
+def options(folder: Path, more: str = "", out: str = "run") -> Ttt:
+    if not (folder / "base").exists():
+        save(folder / "base", tiny())
+        (folder / "text.txt").write_text("".join(passing.chants(10)))
+        (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in passing.chants(10)))
+    return parse(Ttt, f"{folder / 'base'} --text {folder / 'text.jsonl'} --out {folder / out} {SETTINGS} {more}".split(), prog="assay ttt")
+
+
+def quiet(_: str) -> None:
+    pass
+
+
+def test_from_text_to_a_proven_gain(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    flags = options(tmp_path, "--json")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "base").iterdir()}
+    assert verb.run(flags) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert {v["check"]: v["outcome"] for v in told["verdicts"]} == dict.fromkeys(("order", "gain", "regressions", "base"), "PROVEN")
+    saved = told["estimates"]["bits per byte, saved"]
+    assert saved["n"] == len(told["documents"]) == 10
+    assert saved["low"] > 0.05
+    means = {name: told["estimates"][f"bits per byte, {name}"]["mean"] for name in ("with", "without")}
+    assert means["without"] - means["with"] == pytest.approx(saved["mean"], abs=1e-9)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "base").iterdir()} == before
+
+    events = read_chain(tmp_path / "run" / "scores.jsonl").events
+    assert [event["kind"] for event in events[:4]] == ["begin", "score", "update", "score"]
+    nats = sum(row["nats"] for event in events if event["kind"] == "score" for row in event["rows"])
+    assert nats == pytest.approx(sum(one["bits_with"] for one in told["documents"]) * 0.6931471805599453, rel=1e-9)
+    assert (tmp_path / "run" / "ttt.png").read_bytes().startswith(b"\x89PNG")
+    preflight = next(event for event in read_chain(tmp_path / "run" / "ledger.jsonl").events if event["kind"] == "preflight")
+    assert [(v["check"], v["outcome"]) for v in preflight["verdicts"]] == [("causality", "PROVEN"), ("sight", "PROVEN")]
+    score = final_score(tmp_path / "run")
+    assert score is not None
+    assert score.mean == means["with"]
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, 11))
+    assert rows[-1]["eval_bits_per_byte"] == pytest.approx(means["with"], abs=1e-9)
+
+    with pytest.raises(UsageError, match="holds scores already"):
+        verb.run(flags)
+
+
+def test_without_a_patch_it_is_what_the_model_says_of_the_raw_bytes(tmp_path: Path):
+    """Every byte is paid for once, by a plain pass over each document, which fits the context whole."""
+    report = ttt(options(tmp_path, f"--context 200 --text {tmp_path / 'text.txt'} --document-bytes 60"), quiet)
+    artifact = open_artifact(tmp_path / "base")
+    model, raw = tiny(), (tmp_path / "text.txt").read_bytes()
+    assert sum(text.bytes for text in report.documents) == len(raw)
+    for text in report.documents:
+        assert text.tokens[0] == artifact.stops.eos
+        tokens = torch.tensor([text.tokens])
+        with torch.no_grad():
+            nats = torch.nn.functional.cross_entropy(model(tokens[:, :-1])[0], tokens[0, 1:], reduction="sum")
+        assert text.without == pytest.approx(float(nats) / 0.6931471805599453, rel=1e-5)
+
+
+def test_a_warm_start_is_watched_and_drift_beyond_the_bound_is_refuted(tmp_path: Path):
+    warm = ttt(options(tmp_path, "--warm-start --batch 2", "warm"), quiet)
+    assert next(v for v in warm.verdicts if v.check == "drift").outcome is Outcome.PROVEN
+    assert warm.norms[:2] == pytest.approx([1, 1])
+    assert len(set(warm.norms[2:])) == 8
+    decayed = ttt(options(tmp_path, "--warm-start --batch 2 --weight-decay 40", "decayed"), quiet)
+    drift = next(v for v in decayed.verdicts if v.check == "drift")
+    assert drift.outcome is Outcome.REFUTED
+    assert "run away or die out" in drift.reason
+
+
+def test_a_rate_that_ruins_documents_is_said_by_name(tmp_path: Path):
+    report = ttt(options(tmp_path, "--lr 1"), quiet)
+    verdicts = {v.check: v for v in report.verdicts}
+    assert verdicts["gain"].outcome is Outcome.REFUTED
+    assert verdicts["regressions"].outcome is Outcome.REFUTED
+    assert "text.jsonl:" in verdicts["regressions"].reason
+    assert verdicts["base"].outcome is Outcome.PROVEN
+
+
+def test_what_is_no_number_stops_the_run_and_is_written_down(tmp_path: Path):
+    with pytest.raises(GuardStop, match="nothing was"):
+        ttt(options(tmp_path, "--lr 1e30"), quiet)
+    assert read_chain(tmp_path / "run" / "ledger.jsonl").events[-1]["kind"] == "stopped"
+
+
+def test_what_cannot_be_paired_is_refused(tmp_path: Path):
+    with pytest.raises(DataError, match=r"1 documents can be read .* an interval needs two or more"):
+        ttt(options(tmp_path, "--documents 1"), quiet)
+    for wrong in ("--targets q w", "--betas 0.9", "--rank 0", "--context 20"):
+        with pytest.raises(UsageError, match="expected"):
+            ttt(options(tmp_path, wrong, "wrong"), quiet)
+
+
+def test_seeds_take_it_with_a_set_for_each_weight_decay(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    flags = parse(seeds_verb.FLAGS, ["ttt", str(tmp_path / "base"), "--text", "t.txt", "--warm-start", "--seeds", "1", "2", "--over",
+                                     "weight-decay=0.5,2", "--out", "runs"], prog="assay seeds")
+    sets = seeds_verb.sets(flags)
+    plans = {name: seeds_verb.checked(one) for name, one in sets.items()}
+    assert list(plans) == ["weight-decay 0.5", "weight-decay 2"]
+    asked = f"ttt {tmp_path / 'base'} --text t.txt --warm-start --weight-decay 2 --seed 1 --out runs/weight-decay-2/seed-1"
+    assert plans["weight-decay 2"].command(1)[3:] == asked.split()
+    for wrong in ("weight-decay", "weight-decay=1,,2", "=1"):
+        with pytest.raises(UsageError, match="expected an option and its values"):
+            seeds_verb.sets(parse(seeds_verb.FLAGS, ["ttt", "--seeds", "1", "2", "--over", wrong, "--out", "r"], prog="assay seeds"))
