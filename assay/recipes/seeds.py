@@ -136,9 +136,9 @@ def check_runs(endings: dict[int, Ending]) -> Verdict:
 
 
 def final_score(folder: Path) -> Estimate | None:
-    """What the run reported of what it handed over; of the artifact, where it was to fit into so many bytes."""
+    """What the run reported of what it handed over, or read; of the artifact, where it was to fit into so many bytes."""
     events = Ledger(folder / "ledger.jsonl").events()
-    for kind in ("artifact", "hand over"):
+    for kind in ("artifact", "hand over", "ttt"):
         if reported := [event["score"] for event in events if event["kind"] == kind]:
             return Estimate(**reported[-1])
     return None

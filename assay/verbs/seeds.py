@@ -2,13 +2,14 @@
 
 import json
 import sys
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 from assay.config import argument, option, parse, passed_on
 from assay.errors import UsageError
 from assay.recipes.options import Pretrain
-from assay.verdict import Outcome, overall
+from assay.recipes.ttt_options import Ttt
+from assay.verdict import Outcome, Verdict, overall
 
 if TYPE_CHECKING:
     from assay.recipes.seeds import Plan
@@ -21,27 +22,47 @@ class FLAGS:
     result excludes. Every option that is not listed here is the recipe's own and is passed on to it. A seed that finished is
     not run again; one that was interrupted goes on where it stopped."""
 
-    recipe: Literal["pretrain"] = argument("the recipe; its options may follow")
+    recipe: Literal["pretrain", "ttt"] = argument("the recipe; what it takes may follow")
     seeds: tuple[int, ...] = option("two or more")
-    out: str = option("folder: a run per seed, and seeds.json")
+    out: str = option("folder: a run per seed, and seeds.json; with --over a folder of these per value")
     json: bool = option("print seeds.json", default=False)
     options: tuple[str, ...] = passed_on()
+    over: str | None = option("a set of seeds for each value of one of the recipe's options, as weight-decay=0.5,1,2", default=None)
 
 
 EXAMPLES = """  assay seeds pretrain --corpus corpus --depth 6 --minutes 5 --seeds 42 314 1337 --out runs/three
-  assay seeds pretrain --config run.yaml --seeds 1 2 3 4 5 --out runs/five --json"""
-RECIPES = {"pretrain": Pretrain}
+  assay seeds pretrain --config run.yaml --seeds 1 2 3 4 5 --out runs/five --json
+  assay seeds ttt runs/a/model --text wiki.txt --warm-start --seeds 42 314 1337 --over weight-decay=0.5,1,2 --out runs/table"""
+RECIPES: dict[str, type[Pretrain] | type[Ttt]] = {"pretrain": Pretrain, "ttt": Ttt}
 
 
 def run(flags: FLAGS) -> int:
     from assay.recipes.seeds import run_seeds
 
     out = sys.stderr if flags.json else sys.stdout
-    found = run_seeds(checked(flags), lambda text: print(text, file=out, flush=True))
-    if found.interrupted is not None:
-        return 128 + found.interrupted
-    print(json.dumps(found.document, indent=1) if flags.json else "\n".join(f"  {verdict}" for verdict in found.verdicts))
-    return 0 if overall(found.verdicts) is Outcome.PROVEN else 3
+    plans = {name: checked(one) for name, one in sets(flags).items()}  # all of them, before the first is paid for
+    documents, verdicts = dict[str, Any](), list[Verdict]()
+    for name, plan in plans.items():
+        found = run_seeds(plan, lambda text: print(text, file=out, flush=True))
+        if found.interrupted is not None:
+            return 128 + found.interrupted
+        documents[name], verdicts = found.document, [*verdicts, *found.verdicts]
+        if not flags.json:
+            print("\n".join([*([f"{name}:"] if name else []), *(f"  {verdict}" for verdict in found.verdicts)]))
+    if flags.json:
+        print(json.dumps(documents if flags.over else documents[""], indent=1))
+    return 0 if overall(verdicts) is Outcome.PROVEN else 3
+
+
+def sets(flags: FLAGS) -> dict[str, FLAGS]:
+    """One set under no name, or a set for each value of --over under "option value"."""
+    if flags.over is None:
+        return {"": flags}
+    name, _, values = flags.over.partition("=")
+    if not name or not all(values.split(",")):
+        raise UsageError(f"--over {flags.over}: expected an option and its values, as weight-decay=0.5,1,2")
+    return {f"{name} {value}": replace(flags, over=None, out=f"{flags.out}/{name}-{value}", options=(*flags.options, f"--{name}", value))
+            for value in values.split(",")}
 
 
 def checked(flags: FLAGS) -> "Plan":
