@@ -141,7 +141,7 @@ def moved_weights(site: Site, config: ModelConfig, a: Mapping[str, Tensor], b: M
     """The weights behind a site and how far they are apart, furthest first. None moved: it is the code that differs."""
     found = []
     for behind in weights_behind(site, config):
-        one, other = behind.of(a).double(), behind.of(b).double()
+        one, other = behind.of(a).detach().double(), behind.of(b).detach().double()
         found.append(Moved(behind, float((other - one).norm() / one.norm().clamp(min=1e-300))))
     return sorted(found, key=lambda moved: -moved.relative)
 

@@ -1,0 +1,214 @@
+"""Of more than fifty planted faults a trace names the right site; of fifty clean pairs it says nothing."""
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from assay.edit.sites import block
+from assay.measure.parting import Comparison, Reference, check_forward, compare, moved_weights, reference
+from assay.measure.sites import Site
+from assay.measure.ways import Look, Runner, from_cache, in_company, plainly
+from assay.model.lora import attach, fresh, plan
+from assay.model.patch import applied
+from assay.model.transformer import Transformer
+from assay.verdict import Outcome
+from assay.zoo import forward as _  # noqa: F401 - importing registers
+from assay.zoo.stage import nudged, save_as_others_do
+from assay.zoo.surgery import DEPTH, PLANTINGS, WAYS, broken, seasoned, tokens, whole
+
+FAMILIES = ("llama", "llama3", "mistral", "qwen2", "qwen3", "gpt2", "assay")
+# What is broken in every layer shows in the first.
+IN_EVERY_LAYER = {"another model's rotary base", "rope scaling left out", "position not carried on", "padding seen", "padding counted"}
+torch.set_num_threads(1)
+
+
+def named_rightly(name: str, layer: int) -> bool:
+    planting = PLANTINGS[name]
+    found = compare(whole(planting.family), WAYS[planting.way](broken(planting.family, breaks=planting.breaks, layer=layer)), torch.float32)
+    first = found.first
+    return first is not None and first.site.name in planting.right and first.site.layer in (
+        (None,) if planting.right[0] in ("embedding", "final norm", "logits") else (0,) if name in IN_EVERY_LAYER else (layer,))
+
+
+def test_planted_faults_are_found_where_they_are():
+    missed = [name for number, name in enumerate(PLANTINGS) if not named_rightly(name, number % DEPTH)]
+    assert len(PLANTINGS) >= 50
+    assert len(missed) <= len(PLANTINGS) // 25, missed  # 48 of 50
+    assert missed == []  # and in fact none
+
+# ---------------------------------------------------------------- clean pairs
+
+
+@functools.cache
+def in_other_dtype(family: str, dtype: torch.dtype) -> Reference:
+    model = seasoned(family)
+    return reference(model.config, plainly(model), tokens(), torch.float32, plainly(seasoned(family).to(dtype)))
+
+
+def by_another_kernel(model: Transformer) -> Runner:
+    def run(tokens_BT: torch.Tensor, look: Look) -> None:
+        with sdpa_kernel(SDPBackend.MATH):
+            plainly(model)(tokens_BT, look)
+
+    return run
+
+
+def without_matrix_units(run: Runner) -> Runner:
+    """bf16 products by torch itself: some machines promise instructions for them that they then refuse."""
+    def plainer(tokens_BT: torch.Tensor, look: Look) -> None:
+        with torch.backends.mkldnn.flags(enabled=False):
+            run(tokens_BT, look)
+
+    return plainer
+
+
+def clean(family: str, kind: str) -> Comparison:
+    model = seasoned(family)
+    if kind == "company":
+        return compare(whole(family), in_company(model), torch.float32)
+    if kind == "cache":
+        return compare(whole(family), from_cache(model, filled=36), torch.float32)
+    if kind == "kernel":
+        return compare(whole(family), by_another_kernel(model), torch.float32)
+    if kind == "float64":
+        return compare(whole(family), in_company(model.double()), torch.float64)
+    dtype = getattr(torch, kind)
+    with torch.backends.mkldnn.flags(enabled=False):
+        known = in_other_dtype(family, dtype)
+    return compare(known, without_matrix_units(in_company(model.to(dtype))), dtype)
+
+
+@pytest.mark.filterwarnings("ignore:TF32")
+@pytest.mark.parametrize("kind", ["company", "cache", "kernel", "float64", "float16", "bfloat16"])
+def test_clean_pairs_are_silent(kind: str):
+    """7 families × 6 kinds: 42 pairs."""
+    for family in FAMILIES:
+        found = clean(family, kind)
+        assert found.first is None, (family, str(check_forward(found)))
+        assert check_forward(found).outcome is Outcome.PROVEN
+        assert not found.unseen
+
+
+@pytest.mark.parametrize("family", ["llama", "llama3", "mistral", "qwen2", "qwen3", "gpt2"])
+def test_transformers_runs_the_same_model_at_every_site(family: str, tmp_path: Path):
+    """6 pairs; and a fault in ours is found against theirs."""
+    pytest.importorskip("transformers")
+    from assay.measure.theirs import loaded, theirs
+
+    model = seasoned(family)
+    run = theirs(loaded(save_as_others_do(tmp_path / "model", model), torch.float32), model.config)
+    found = compare(whole(family), run, torch.float32)
+    assert found.first is None, str(check_forward(found))
+    assert not found.unseen
+    known = reference(model.config, run, tokens(), torch.float32, plainly(seasoned(family).double()))
+    planting = PLANTINGS["two heads exchanged"]
+    first = compare(known, plainly(broken(family, breaks=planting.breaks, layer=2)), torch.float32).first
+    assert first is not None
+    assert first.site == Site(2, "attended")
+
+
+def test_a_live_adapter_is_the_merged_one():
+    """A pair."""
+    live, merged = seasoned("llama"), seasoned("llama")
+    patch = fresh(live.config, plan(live.config), 4, 2.0, 0, None)
+    low_rank = {name: tuple(replace(part, left=torch.full_like(part.left, 0.02)) for part in parts) for name, parts in patch.low_rank.items()}
+    patch = replace(patch, low_rank=low_rank)
+    attach(live, patch)
+    weights = dict(merged.named_parameters())
+    changed = applied({name: weights[name].detach() for name in patch.names()}, patch, None)
+    merged.load_state_dict(changed, strict=False)
+    known = reference(merged.config, plainly(merged), tokens(), torch.float32, plainly(doubled(merged)))
+    assert compare(known, plainly(live), torch.float32).first is None
+    assert compare(known, plainly(seasoned("llama")), torch.float32).first.site == Site(0, "q")
+
+
+def doubled(model: Transformer) -> Transformer:
+    other = seasoned(model.config.family)
+    other.load_state_dict(model.state_dict())
+    return other.double()
+
+
+def massive(spoiled: bool = False) -> Transformer:
+    """One feature of the stream is a thousand times the others; `spoiled`: and a small thing is wrong beside it."""
+    model = seasoned("llama")
+    with torch.no_grad():
+        block(model, 0).mlp.down.weight[5] *= 3000
+        if spoiled:
+            block(model, 1).attn.out.weight[9] *= 1.01
+    return model
+
+
+def test_massive_activations_that_both_have_are_no_fault():
+    """A pair; and beside them a small fault is still found."""
+    known = reference(massive().config, plainly(massive()), tokens(), torch.float32, plainly(massive().double()))
+    stream = known.values[Site(0, "residual")]
+    assert stream.abs().max() > 1000 * stream.median().abs()
+    assert compare(known, in_company(massive()), torch.float32).first is None
+    first = compare(known, plainly(massive(spoiled=True)), torch.float32).first
+    assert first is not None
+    assert first.site == Site(1, "attn out")
+
+# ---------------------------------------------------------------- what else a comparison says
+
+
+@pytest.mark.parametrize("name", ["gated product off by one", "another model's rotary base", "two heads exchanged", "scale left out",
+                                  "norm left out", "attention's residual lost"])
+def test_faults_are_found_across_dtypes(name: str):
+    planting = PLANTINGS[name]
+    model = broken("llama", breaks=planting.breaks, layer=0).half()
+    first = compare(in_other_dtype("llama", torch.float16), plainly(model), torch.float16).first
+    assert first is not None
+    assert first.site.name in planting.right
+
+
+def test_the_weights_behind_a_site_are_named_or_the_code_is():
+    right = dict(seasoned("llama").named_parameters())
+    for name, words in (("scale of the last layer left on", "behind it differ blocks.1.mlp.down.weight (2.9e-01)"),
+                        ("norm that subtracts the mean", "the weights behind it are the same, so the code differs"),
+                        ("gated product off by one", "no weights stand behind it, so the code differs")):
+        model = broken("llama", breaks=PLANTINGS[name].breaks, layer=1)
+        found = compare(whole("llama"), plainly(model), torch.float32)
+        assert found.first is not None
+        verdict = check_forward(found, moved_weights(found.first.site, model.config, right, dict(model.named_parameters())))
+        assert verdict.outcome is Outcome.REFUTED
+        assert words in verdict.reason
+
+
+def test_a_fault_is_not_carried_on_and_two_are_both_found():
+    model = broken("llama", breaks=PLANTINGS["gated product off by one"].breaks, layer=0)
+    PLANTINGS["two heads exchanged"].breaks(model, 2)
+    found = compare(whole("llama"), plainly(model), torch.float32)
+    assert [gap.site for gap in found.parted] == [Site(0, "product"), Site(2, "attended")]
+    assert found.gaps[-1].free.error > 0.1  # freely, everything behind the first is wrong
+
+
+def test_every_edited_layer_of_an_edit_is_found_and_nothing_else():
+    edited = seasoned("llama")
+    with torch.no_grad():
+        for layer in (1, 2):
+            block(edited, layer).mlp.down.weight[3] += 0.01
+    found = compare(whole("llama"), plainly(edited), torch.float32)
+    assert [gap.site for gap in found.parted] == [Site(1, "down"), Site(2, "down")]
+
+
+def test_a_trained_model_parts_and_its_own_nan_is_said():
+    found = compare(whole("llama"), plainly(nudged(seasoned("llama"))), torch.float32)
+    assert found.first.site == Site(None, "embedding")
+    spoiled = seasoned("llama")
+    with torch.no_grad():
+        block(spoiled, 1).mlp.down.weight[0, 0] = torch.nan
+    parted = compare(whole("llama"), plainly(spoiled), torch.float32)
+    assert parted.first.site == Site(1, "down")
+    assert check_forward(parted).outcome is Outcome.REFUTED
+    known = reference(spoiled.config, plainly(spoiled), tokens(), torch.float32)
+    assert check_forward(compare(known, plainly(seasoned("llama")), torch.float32)).outcome is Outcome.UNPROVEN
+
+
+def test_a_tolerance_takes_the_place_of_rounding():
+    other = nudged(seasoned("llama"), far=1e-4)
+    assert compare(whole("llama"), plainly(other), torch.float32).first is not None
+    assert compare(whole("llama"), plainly(other), torch.float32, tolerance=0.05).first is None
