@@ -49,9 +49,10 @@ def curves_section(rows: Sequence[Mapping[str, Any]]) -> Html:
         return section("curves", "Curves", missing("No number is on record in metrics.jsonl: there is nothing to draw."))
     every = [curve for chart in [*main, *more] for curve in chart.curves]
     numbers = table(["series", "first", "lowest", "highest", "last", "points"], [_numbers(curve) for curve in every])
+    figures = [_figure(chart, place) for place, chart in enumerate([*main, *more])]
     return section("curves", "Curves", lead("Over the steps taken. Each band says what it is."), remarks(gaps),
-                   tag("div", [_figure(chart) for chart in main], class_="charts"),
-                   folded(f"{len(more)} more", tag("div", [_figure(chart) for chart in more], class_="charts")) if more else None,
+                   tag("div", figures[:len(main)], class_="charts"),
+                   folded(f"{len(more)} more", tag("div", figures[len(main):], class_="charts")) if more else None,
                    folded("All of them as numbers", numbers))
 
 
@@ -79,9 +80,9 @@ def charts(rows: Sequence[Mapping[str, Any]]) -> tuple[list[Chart], list[Chart],
 
 
 def charts_json(rows: Sequence[Mapping[str, Any]]) -> Html:
-    """What the page's script draws. `<`, `>` and `&` are escaped, so that no name of a metric can end the script element."""
+    """What the page's script draws, in the order of the figures. No name of a metric can end the script element it stands in."""
     main, more, _ = charts(rows)
-    drawn = {_anchor(chart): [_drawn(curve) for curve in chart.curves] for chart in [*main, *more]}
+    drawn = [[_drawn(curve) for curve in chart.curves] for chart in [*main, *more]]
     text = json.dumps(drawn, sort_keys=True, allow_nan=False, separators=(",", ":"))
     return Html(text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e"))
 
@@ -171,18 +172,14 @@ def _not_finite(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 # ---------------------------------------------------------------- on the page
 
 
-def _figure(chart: Chart) -> Html:
+def _figure(chart: Chart, place: int) -> Html:
     bands = [f"{curve.label}: {curve.band}" for curve in chart.curves if curve.band]
     return tag("figure", tag("figcaption", tag("strong", chart.title), tag("span", "; ".join(bands), class_="band") if bands else None),
-               tag("div", class_="chart", data_chart=_anchor(chart)))
-
-
-def _anchor(chart: Chart) -> str:
-    return "|".join(curve.key for curve in chart.curves)
+               tag("div", class_="chart", data_chart=place))
 
 
 def _drawn(curve: Curve) -> dict[str, Any]:
-    rounded = {"x": curve.x, "y": _digits(curve.y), "label": curve.label, "marked": len(curve.x) <= FEW_POINTS}
+    rounded = {"key": curve.key, "x": curve.x, "y": _digits(curve.y), "label": curve.label, "marked": len(curve.x) <= FEW_POINTS}
     return rounded if curve.low is None or curve.high is None else rounded | {"low": _digits(curve.low), "high": _digits(curve.high)}
 
 

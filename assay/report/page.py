@@ -14,6 +14,7 @@ from assay.report.html import Html, badge, joined, tag
 from assay.report.lineage import lineage_section
 from assay.report.origin import data_section, events_section, reproduce_section
 from assay.report.record import Record, Saved, read_run, saved_in
+from assay.report.results import results_section
 from assay.report.samples import Evaluated, probes_section, read_evaluation, samples_section
 from assay.report.standing import held_out, last_proven, standing, steps_taken
 from assay.report.verdicts import not_checked, proofs_section, verdicts_section
@@ -33,7 +34,8 @@ def report(record: Record, parent: Record | None = None, evaluations: Sequence[E
     parents = saved_in(parent.folder)[0] if parent else []
     samples, no_samples = samples_section(record.folder, parent.folder if parent else None, evaluations)
     probes, no_probes = probes_section(record.folder)
-    sections = [verdicts_section(record), not_checked(record, saved, [*no_samples, *no_probes, *_not_recorded(record)]),
+    not_there = [*no_samples, *no_probes, *_not_recorded(record)]
+    sections = [results_section(record), verdicts_section(record), not_checked(record, saved, not_there),
                 curves_section(record.metrics.rows), proofs_section(record, saved),
                 lineage_section(saved, parents, parent.name if parent else None, wrong), samples, probes, data_section(record),
                 events_section(record), reproduce_section(record, saved)]
@@ -69,8 +71,8 @@ def _not_recorded(record: Record) -> list[str]:
     told = {"preflight": "no preflight: nothing on record shows that the loss was the loss and that every tensor could learn",
             "account": "no account: nothing on record shows which weights moved and which did not",
             "hand over": "no hand-over: nothing on record shows that exported bytes were read back and score what was recorded"}
-    due = ("preflight", "edits") if record.recipe == "edit" else ("preflight", "account", "hand over")
-    return [told[kind] for kind in due if kind not in kinds and kind in told]
+    due = ("preflight",) if record.recipe in ("edit", "ttt") else ("preflight", "account", "hand over")
+    return [told[kind] for kind in due if kind not in kinds]
 
 
 def _document(record: Record, body: Html) -> str:

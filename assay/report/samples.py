@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from assay.errors import UsageError
-from assay.report.html import Html, badge, cut, joined, lead, missing, remarks, section, table, tag
+from assay.report.html import Html, badge, cut, folded, joined, lead, missing, remarks, section, table, tag
 from assay.report.record import Lines, number, read_json, read_lines
+from assay.report.results import estimate_text
 
-SHOWN = 12  # examples of one source
+SHOWN, SEEN = 12, 4  # examples of one source, and those of them that are not folded
 TEXT_LIMIT = 1500  # characters of one text
 SAID = ("completion", "text", "said", "output")  # keys under which samples are written
 PROMPTED = ("prompt", "question", "id")
@@ -80,8 +81,12 @@ def _rollouts(own: Lines, parents: Lines) -> Html:
     words = (f"The newest of {len(own.rows):,} recorded samples" + (", beside the parent run's of the same prompt." if paired else "."
              if not parents.rows else "; the parent run recorded none of the same prompts."))
     return joined(tag("h3", "Rollouts"), lead(words), remarks(own.remarks),
-                  [_example(_prompt(row), [("parent", _said(before[_prompt(row)]), _facts(before[_prompt(row)]))] if paired else [],
-                            ("this run", _said(row), _facts(row))) for row in shown])
+                  _examples([_example(_prompt(row), [_side("parent", before[_prompt(row)])] if paired else [], _side("this run", row))
+                             for row in shown]))
+
+
+def _side(who: str, row: Mapping[str, Any]) -> tuple[str, str, str]:
+    return who, _said(row), _facts(row)
 
 
 def _prompt(row: Mapping[str, Any]) -> str:
@@ -105,7 +110,7 @@ def _edits(found: Mapping[str, Any]) -> Html:
     replies = [reply for reply in _listed(found.get("replies")) if isinstance(reply.get("question"), dict)]
     changed = sorted(replies, key=lambda reply: _dict(reply, "before").get("said") == _dict(reply, "after").get("said"))
     return joined(tag("h3", "Edits"), lead(f"{len(replies)} questions, before and after the edit; those whose answer changed come first."),
-                  [_reply(reply["question"], _dict(reply, "before"), _dict(reply, "after")) for reply in changed[:SHOWN]])
+                  _examples([_reply(reply["question"], _dict(reply, "before"), _dict(reply, "after")) for reply in changed[:SHOWN]]))
 
 
 def _reply(question: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]) -> Html:
@@ -127,7 +132,7 @@ def _evaluations(evaluations: Sequence[Evaluated]) -> list[Html]:
 def _group(task: str, members: Sequence[Evaluated]) -> Html:
     metrics = list(dict.fromkeys(name for one in members for name in _dict(one.summary, "estimates")))
     head = ["metric", *(f"{one.name} ({str(one.summary.get('checkpoint'))[:12]})" for one in members)]
-    rows = [[name, *(_estimate(_dict(one.summary, "estimates").get(name)) for one in members)] for name in metrics]
+    rows = [[name, *(estimate_text(_dict(one.summary, "estimates").get(name)) for one in members)] for name in metrics]
     verdicts = [tag("p", f"{one.name}: ", badge(str(v.get("outcome"))), f" {v.get('check')}: {cut(str(v.get('reason')), 400)}")
                 for one in members for v in _listed(one.summary.get("verdicts")) if v.get("outcome") != "PROVEN"]
     by_id = [{str(row.get("id")): row for row in one.lines.rows} for one in members]
@@ -138,15 +143,7 @@ def _group(task: str, members: Sequence[Evaluated]) -> Html:
                          (members[-1].name, _answer(by_id[-1][key]), f"score {_score(by_id[-1][key])}")) for key in told[:SHOWN]]
     told_of = remarks(f"{one.name}: {sentence}" for one in members for sentence in one.lines.remarks)
     return joined(tag("h3", f"Evaluation: {task}"), told_of, table(head, rows), verdicts,
-                  lead(f"{len(examples)} of {len(shared)} examples; those whose scores differ come first."), examples)
-
-
-def _estimate(found: Any) -> str:
-    if not isinstance(found, dict) or number(found.get("mean")) is None:
-        return "unknown"
-    low, high = number(found.get("low")), number(found.get("high"))
-    interval = "[unknown]" if low is None or high is None else f"[{low:.4g}, {high:.4g}]"
-    return f"{found['mean']:.4g} {interval} (n={found.get('n')})"
+                  lead(f"{len(examples)} of {len(shared)} examples; those whose scores differ come first."), _examples(examples))
 
 
 def _answer(row: Mapping[str, Any]) -> str:
@@ -168,6 +165,12 @@ def _score(row: Mapping[str, Any]) -> str:
 
 
 # ---------------------------------------------------------------- on the page
+
+
+def _examples(examples: Sequence[Html]) -> Html:
+    """A few to see, the others folded."""
+    more = list(examples[SEEN:])
+    return joined(list(examples[:SEEN]), folded(f"{len(more)} more", more) if more else None)
 
 
 def _example(prompt: str, before: Sequence[tuple[str, str, str]], after: tuple[str, str, str]) -> Html:

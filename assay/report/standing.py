@@ -9,7 +9,7 @@ from assay.verdict import Outcome, overall
 
 State = Literal["done and proven", "done, refuted", "done, not proven", "stopped", "interrupted", "running", "no end on record",
                 "ledger damaged", "no ledger"]
-RESULTS = ("hand over", "artifact", "edits")  # events that end a recipe, with the verdicts on what it hands over
+RESULTS = ("hand over", "artifact", "edits", "ttt")  # events that end a recipe, with the verdicts on what it hands over
 NO_SCORES = {"eval_loss", "eval_low", "eval_high", "eval_documents", "eval_prompts"}
 HIGHER = "eval_prompts"  # answers to prompts are scored: more is better. Of documents the loss is, and less is.
 
@@ -114,7 +114,7 @@ def best_look(found: Sequence[Look]) -> Look | None:
 
 def held_out(record: Record) -> str | None:
     """What was handed over, scored on all that is held out; before that, the best look."""
-    for event in reversed(record.of_kind("artifact", "hand over")):
+    for event in reversed(record.of_kind("artifact", "hand over", "ttt")):
         score = event.get("score")
         if isinstance(score, dict) and all(number(score.get(key)) is not None for key in ("mean", "low", "high")):
             return (f"{score['mean']:.4g} [{score['low']:.4g}, {score['high']:.4g}] (n={score.get('n')}) "

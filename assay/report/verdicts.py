@@ -1,6 +1,7 @@
 """Verdicts with their evidence: what was refuted first, every check of every stage, a proof per checkpoint, and what was not checked."""
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ from assay.report.record import Record, Saved, demanded, verdicts_of
 from assay.verdict import Outcome, Verdict, overall
 
 EVIDENCE_LIMIT = 3000  # characters of one verdict's evidence; the ledger has all of it
+WARNINGS, MOST_WARNINGS = ("warning", "also found", "passed over"), 20
 RANK = {Outcome.REFUTED: 0, Outcome.UNPROVEN: 1, Outcome.PROVEN: 2}
 STAGES = {"preflight": "before step 1", "resumed": "after a resume", "account": "at every checkpoint", "fork": "at the fork",
           "batch": "of sampled batches", "hand over": "of what was handed over", "artifact": "of the bytes-limited artifact",
@@ -48,7 +50,7 @@ def verdicts_section(record: Record) -> Html:
     first = [lead("What went against the run, or did not decide:"), _table(open_)] if open_ else [lead("Nothing went against the run.")]
     stages = list(dict.fromkeys(one.stage for one in found))
     words = "All checks, stage by stage. One that ran more than once shows its worst outcome."
-    return section("verdicts", "Verdicts", tag("p", _counts(found), class_="counts"), first, lead(words),
+    return section("verdicts", "Verdicts", tag("p", _counts(found), class_="counts"), first, _warnings(record), lead(words),
                    [_stage(stage, [one for one in found if one.stage == stage]) for stage in stages])
 
 
@@ -87,8 +89,15 @@ def not_checked(record: Record, saved: Sequence[Saved], missing: Sequence[str]) 
 # ---------------------------------------------------------------- rows
 
 
+def _warnings(record: Record) -> Html | None:
+    """What the run said on its way without stopping."""
+    said = Counter(f"{event['kind']}: {event.get('reason')}" for event in record.of_kind(*WARNINGS))
+    rows = [tag("li", cut(words, 400), f" ({times} times)" if times > 1 else None) for words, times in said.most_common(MOST_WARNINGS)]
+    return folded(f"{said.total()} warnings on the way", tag("ul", rows), open_=True) if rows else None
+
+
 def _stage(stage: str, found: Sequence[Finding]) -> Html:
-    title = [tag("b", stage), f" {STAGES.get(stage, '')} ", _counts(found)]
+    title = [tag("b", stage), " ", tag("small", STAGES.get(stage, "")), " ", _counts(found)]
     return folded(title, _table(sorted(found, key=lambda one: RANK[one.verdict.outcome])))
 
 
