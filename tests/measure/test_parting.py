@@ -115,8 +115,9 @@ def test_a_live_adapter_is_the_merged_one():
     """A pair."""
     live, merged = seasoned("llama"), seasoned("llama")
     patch = fresh(live.config, plan(live.config), 4, 2.0, 0, None)
-    low_rank = {name: tuple(replace(part, left=torch.full_like(part.left, 0.02)) for part in parts) for name, parts in patch.low_rank.items()}
-    patch = replace(patch, low_rank=low_rank)
+    learned = {name: tuple(replace(part, left=torch.full_like(part.left, 0.02)) for part in parts)
+               for name, parts in patch.low_rank.items()}
+    patch = replace(patch, low_rank=learned)
     attach(live, patch)
     weights = dict(merged.named_parameters())
     changed = applied({name: weights[name].detach() for name in patch.names()}, patch, None)
@@ -151,6 +152,41 @@ def test_massive_activations_that_both_have_are_no_fault():
     first = compare(known, plainly(massive(spoiled=True)), torch.float32).first
     assert first is not None
     assert first.site == Site(1, "attn out")
+
+
+
+def cancelling() -> Transformer:
+    """Two features of the MLP are the same, and `down` takes their difference a thousand times: rounding is much of what is left."""
+    model = seasoned("llama")
+    with torch.no_grad():
+        mlp = block(model, 1).mlp
+        mlp.up.weight[[1, 97]] = mlp.up.weight[[0, 96]]
+        mlp.down.weight[:, 0] += 1000
+        mlp.down.weight[:, 1] -= 1000
+    return model
+
+
+def test_rounding_is_measured_on_the_model_at_hand():
+    """What it amplifies is allowed for there, and there alone."""
+    known = reference(cancelling().config, plainly(cancelling()), tokens(), torch.float32, plainly(cancelling().double()))
+    found = compare(known, in_company(cancelling().double()), torch.float64)
+    amplified = next(gap for gap in found.gaps if gap.site == Site(1, "down"))
+    assert found.first is None
+    assert amplified.introduced.worst > 20 * max(gap.introduced.worst for gap in found.gaps if gap.site == Site(0, "down"))
+    without = compare(replace(known, floors={}), in_company(cancelling().double()), torch.float64)
+    assert without.first is not None
+    assert without.first.site == Site(1, "down")
+
+
+def test_one_token_is_enough_and_is_named():
+    """Too little to show in the mean over all tokens."""
+    model = seasoned("llama")
+    block(model, 1).mlp.down.register_forward_hook(lambda _, __, out: out * torch.ones(2, 40, 1).index_put(
+        (torch.tensor(0), torch.tensor(7)), torch.tensor(1 + 8e-6)))
+    first = compare(whole("llama"), plainly(model), torch.float32).first
+    assert first is not None
+    assert (first.site, first.introduced.token) == (Site(1, "down"), 7)
+    assert first.introduced.error < first.bound
 
 # ---------------------------------------------------------------- what else a comparison says
 
