@@ -27,7 +27,7 @@ from assay.verdict import Verdict, proven, refuted, unproven
 
 ALREADY = 0.1  # more of the targets than this said before any edit: the score measures something else
 LOCALITY_LOSS = 0.1  # a shown fall of the neighbours' right answers beyond this is harm
-LARGEST_UPDATE = 0.5  # ‖ΔW‖ / ‖W‖ of one matrix; 50 healthy edits of SmolLM2-135M stay below 0.1
+LARGEST_UPDATE = 0.5  # ‖ΔW‖ / ‖W‖ of one matrix; 50 healthy edits of SmolLM2-135M reach 0.24
 SOLVED = 1e-4  # how far a rank-one edit's key may be from its value, relative
 TEXT_ROWS = 4
 
@@ -162,7 +162,8 @@ def check_locality(before: Examined, after: Examined) -> Verdict:
         return unproven("locality", "fewer than two facts have neighbours with a known answer, so whether others moved is not known; "
                                     "give neighbourhood prompts")
     change = paired(list(now.values()), list(was.values()), (list(now), list(was)))
-    words = f"the neighbours' right answers are the likelier ones in {np.mean(list(now.values())):.3f}, change {change}"
+    words = (f"the neighbours' right answers are the likelier ones in {np.mean(list(now.values())):.3f}, change {change}; "
+             f"of all neighbours {unmoved(before, after)} go on in the same words")
     return refuted("locality", words, **asdict(change)) if change.high < -LOCALITY_LOSS else proven("locality", words, **asdict(change))
 
 
