@@ -50,6 +50,16 @@ def adamw(named_params: Named, lr: float, betas: tuple[float, float] = (0.9, 0.9
     return optimizer
 
 
+def largest_quotient(betas: tuple[float, float]) -> float:
+    """The most that Adam's m̂ / √v̂ can be, whatever the gradients: 1.165 for the β used here, 7.3 for (0.9, 0.999).
+
+    By Cauchy and Schwarz |Σ wᵢgᵢ| ≤ √(Σ wᵢ²/uᵢ) · √(Σ uᵢgᵢ²) for the weights w and u of the two averages. Gradients that grow
+    by β₂/β₁ a step reach it; bias correction only lowers it.
+    """
+    first, second = betas
+    return (1 - first) / ((1 - second) * (1 - first**2 / second)) ** 0.5
+
+
 def muon(named_params: Named, *, lr_matrix: float, lr_embed: float, lr_scalar: float,
          slices: Mapping[str, tuple[int, ...]] | None = None, momentum: float = 0.95, weight_decay: float = 0.0,
          betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8) -> "Muon":

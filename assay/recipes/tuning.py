@@ -20,7 +20,7 @@ from assay.guard.audit import audit, check_batch, check_packing
 from assay.guard.data import check_consumed
 from assay.guard.watch import Read, Watch
 from assay.learn.objectives import Objective
-from assay.learn.optim import adamw
+from assay.learn.optim import adamw, largest_quotient
 from assay.measure.held_out import HeldOut, score_examples
 from assay.model.placement import default_device, place_for_training
 from assay.model.transformer import Transformer, parameter_count
@@ -233,9 +233,8 @@ def evenly(examples: Sequence[Example], count: int) -> list[Example]:
 
 
 def reach(config: Trained, start: Beginning, pace: Pace, step: int) -> float:
-    """How far AdamW can have moved an element in `step` steps: by the rate each (its β are such that no quotient exceeds 1),
-    and by decay of the largest weight there is."""
-    travelled = (config.lr or 3e-5) * sum(pace.multiplier(taken) for taken in range(step))
+    """How far AdamW can have moved an element in `step` steps, decay of the largest weight there is included."""
+    travelled = (config.lr or 3e-5) * largest_quotient(BETAS) * sum(pace.multiplier(taken) for taken in range(step))
     largest = max(float(tensor.abs().max()) for tensor in start.parent.tensors.values())
     return travelled * (1 + config.weight_decay * (largest + travelled)) * 1.01
 

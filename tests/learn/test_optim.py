@@ -9,7 +9,7 @@ from torch import nn
 
 from assay.errors import ArtifactError, UsageError
 from assay.learn import optim
-from assay.learn.optim import adamw, kind, load_state_tensors, muon, orthogonalised, state_tensors
+from assay.learn.optim import adamw, kind, largest_quotient, load_state_tensors, muon, orthogonalised, state_tensors
 from assay.seeds import generator
 
 
@@ -282,3 +282,18 @@ def test_refusals():
         adamw(Toy().bfloat16().named_parameters(), 1e-3)
     with pytest.raises(UsageError, match="nothing to train"):
         adamw(model.requires_grad_(False).named_parameters(), 1e-3)
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.95), (0.9, 0.999)])
+def test_no_step_of_adam_is_longer_than_its_largest_quotient_and_some_come_near(betas):
+    """Gradients that grow by β₂/β₁ a step are the worst there are."""
+    weight = torch.nn.Parameter(torch.zeros((), dtype=torch.float64))
+    optimizer = torch.optim.AdamW([weight], lr=1.0, betas=betas, eps=0.0, weight_decay=0.0)
+    longest = 0.0
+    for step in range(60):
+        before = float(weight.detach())
+        weight.grad = torch.tensor((betas[1] / betas[0]) ** step, dtype=torch.float64)
+        optimizer.step()
+        longest = max(longest, abs(float(weight.detach()) - before))
+    assert 1 < longest <= largest_quotient(betas)
+    assert longest > (0.98 if betas[1] == 0.95 else 0.2) * largest_quotient(betas)
