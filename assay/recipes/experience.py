@@ -38,6 +38,11 @@ COMPARED = 16  # completions of a rollout whose log-probabilities are computed a
 WRITTEN_EVERY = 50  # steps between verdicts in the ledger while they prove; one that refutes is written at once
 
 
+def address(step: int) -> tuple[str | int, ...]:
+    """Where a rollout's draws stand; the prompt's id and the member's number follow."""
+    return "rollout", step
+
+
 class Experience:
     """The source of a run's batches. Step s learns from rollout s // inner, which is drawn when its first step asks for it."""
 
@@ -115,7 +120,7 @@ class Experience:
         return informing or groups, everything
 
     def completed(self, step: int, prompts: Sequence[Prompt]) -> list[Group]:
-        completions = self.sampler.draw(prompts, self.sampling, ("rollout", step), self.config.group)
+        completions = self.sampler.draw(prompts, self.sampling, address(step), self.config.group)
         groups = scored_groups(self.workers, prompts, completions, cap=self.config.max_new, overlong=self.config.overlong)
         self.limit.feed([scored for group in groups for scored in group.scored])
         return groups
@@ -179,7 +184,7 @@ class Experience:
                 line = {"step": step, "prompt_id": prompt.id, "prompt": prompt.text, "ids": list(completion.ids), "text": completion.text,
                         "ended": completion.ended, "reward": scored.value, "rewards": dict(scored.components), "error": scored.error,
                         "advantage": advantage, "version": completion.version,
-                        "address": [self.config.seed, "sample", "rollout", step, prompt.id, member]}
+                        "address": [self.config.seed, "sample", *address(step), prompt.id, member]}
                 file.write(json.dumps(plain(line)) + "\n")
 
     @torch.no_grad()

@@ -12,6 +12,7 @@ import torch
 from assay.data.batch import Batch
 from assay.data.consumed import ids_digest
 from assay.errors import GuardStop
+from assay.generate.weights import fingerprint
 from assay.guard.algebra import check_directions, check_policy_loss
 from assay.guard.policy import check_floor, check_on_policy, check_reference, measure_floor
 from assay.guard.reward import preflight
@@ -52,6 +53,7 @@ from assay.recipes.tuning import BETAS, reach
 from assay.reward.verify import parse_rewards
 from assay.reward.workers import ErrorLimit, Workers
 from assay.store.artifact import Artifact, build, open_artifact
+from assay.store.pack import Lineage
 from assay.verdict import Verdict, proven, refuted, unproven
 
 LR_WHOLE, LR_ADAPTER = 1e-6, 2e-5
@@ -91,8 +93,8 @@ class Reinforcement(Training):
             say(line)
         optimizer = adamw(start.model.named_parameters(), self.lr, betas=BETAS, weight_decay=config.weight_decay)
         carry(optimizer, start)
-        run = Run(Path(config.out), config, say=say)  # a request that was refused until here leaves no folder, but for RUN/base
         limit = ErrorLimit(config.reward_errors)
+        run = Run(Path(config.out), config, say=say)  # a request that was refused until here leaves no folder, but for RUN/base
         self.sampler = self.sampler_of(start.model, config, config.sampler_device)
         self.experience = Experience(config, order, self.sampler, self.workers, limit, run, self.asked, device)
         self.examiner = Examiner(spread(self.prompts.held_out, config.look_prompts), self.workers, self.metric, self.metric_workers, limit,
@@ -104,6 +106,8 @@ class Reinforcement(Training):
                                        steps_before=start.steps_before, look_first=True))
         self.accumulate = loop.accumulated  # a CUDA graph would be replayed without the objective's being told what it measured
         self.eval_every = whole_rollouts(config.eval_every or config.checkpoint_every, config.inner)
+        self.fork, self.lineage = fingerprint(self.model), start.form.lineage
+        start.form.lineage = self.as_far_as_moved
         self.reference: Reference | None = None
         self.recorded_reference: Mapping[str, Any] | None = None
         self.history: list[dict[str, float]] = []  # one entry a rollout, with what its last update measured
@@ -116,6 +120,10 @@ class Reinforcement(Training):
         longest = max(len(prompt.ids) for prompt in (*self.prompts.train, *self.prompts.held_out))
         return Sampler(model, self.beginning.tokenizer, self.beginning.parent.stops, slots=config.prompts * config.group,
                        length=longest + config.max_new, device=device)
+
+    def as_far_as_moved(self, step: int) -> Lineage:
+        """As long as no rewards differed, the weights are still the fork's, and a proof must not expect otherwise."""
+        return self.lineage(step if fingerprint(self.model) != self.fork else 0)
 
     # ---------------------------------------------------------------- before the first step
 
@@ -199,7 +207,8 @@ class Reinforcement(Training):
     def data_facts(self, step: int) -> dict[str, Any]:
         reference = None if self.reference is None else {"step": self.reference.step, "weights": self.reference.digest}
         return {"prompts": self.prompts.digest, "tokenizer": self.beginning.tokenizer.digest, "seed": self.config.seed,
-                "examples": len(self.prompts.train), "held_out": len(self.prompts.held_out), "reference": reference}
+                "examples": len(self.prompts.train), "held_out": len(self.prompts.held_out), "reference": reference,
+                "fork": self.fork}
 
     def data_verdicts(self) -> list[Verdict]:
         every = (*self.prompts.train, *self.prompts.held_out)
@@ -209,7 +218,7 @@ class Reinforcement(Training):
                            count_tokens=lambda text: len(encode(text)))]
 
     def same_data(self, recorded: Mapping[str, Any]) -> Verdict:
-        self.recorded_reference = recorded["reference"]
+        self.recorded_reference, self.fork = recorded["reference"], recorded["fork"]
         words = f"the prompts are {self.prompts.digest[:12]} now, the run began with {recorded['prompts'][:12]}"
         if recorded["prompts"] != self.prompts.digest:
             return refuted("same data", f"{words}: a file, the template or the split is another; give them back, or begin a new run")

@@ -110,8 +110,8 @@ def prompted(config: Grpo, start: Beginning) -> Prompted:
 
 def check_apart(train: Sequence[Prompt], held_out: Sequence[Prompt]) -> Verdict:
     """No held-out prompt is trained on, in this file or another, under this number or another."""
-    both = {prompt.content for prompt in train} & {prompt.content for prompt in held_out}
-    both |= {prompt.text for prompt in train} & {prompt.text for prompt in held_out}
+    seen = {prompt.content for prompt in train} | {prompt.text for prompt in train}
+    both = [prompt.id for prompt in held_out if prompt.content in seen or prompt.text in seen]
     if both:
         return refuted("held_out", f"{len(both)} held-out prompts are trained on too: a gain on them would say nothing; remove them",
                        prompts=len(both))

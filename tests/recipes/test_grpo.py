@@ -1,0 +1,369 @@
+"""Reinforcement: what is sampled, rewarded, learned, compared with and handed over is what was meant. The toy has the real proofs."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from assay.cli import run as assay
+from assay.data.layouts import read_conversations
+from assay.errors import ArtifactError, AssayError, GuardStop, UsageError
+from assay.generate.engine import Engine
+from assay.model.tiny import tiny_tokenizer
+from assay.recipes import grpo as recipe
+from assay.recipes import reference, trials
+from assay.recipes.grpo import Reinforcement
+from assay.recipes.reference import Reference
+from assay.recipes.rollouts import Prompt, PromptOrder, Sampler, asked, read_prompts
+from assay.store.checkpoint import open_checkpoint, step_folder, steps
+from assay.verdict import Outcome
+from tests.recipes.sittings import rows
+from tests.recipes.sums import Believer, events, left_by, options, reinforced, steps_of, taught, unproven, write
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return taught(tmp_path_factory.mktemp("whole"))
+
+
+@pytest.fixture(scope="module")
+def adapter(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return taught(tmp_path_factory.mktemp("adapter"), whole.parent.parent / "model", lora_r=4, steps=10)
+
+
+@pytest.fixture(autouse=True)
+def without_proofs(monkeypatch: pytest.MonkeyPatch) -> None:
+    unproven(monkeypatch)
+
+# ---------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(("changed", "words"), [
+    ({"group": 1}, "at least 2 completions"),
+    ({"temperature": 0.0}, "all the same teach nothing"),
+    ({"inner": 3}, "give a multiple of that"),
+    ({"kl_window": 2, "kl": "none"}, "it needs a --kl"),
+    ({"overlong": 9}, "--overlong at most --max-new"),
+    ({"minutes": 1.0}, "give one budget"),
+    ({"held_out": 0.0}, "0 prompts are held out"),
+    ({"prompts": 80}, "lower --prompts"),
+    ({"steps": 10**4}, "Give more prompts"),
+    ({"reward": ("anser:1",)}, "did you mean 'answer'"),
+    ({"reward_errors": 1.0}, "--reward-errors"),
+])
+def test_a_request_that_makes_no_sense_is_refused(changed: dict[str, Any], words: str, adapter: Path, tmp_path: Path):
+    with pytest.raises(UsageError, match=words):
+        recipe.grpo(options(adapter, tmp_path / "run", **changed), lambda _: None)
+    assert not (tmp_path / "run").exists()
+
+
+def test_rewards_that_do_not_reward_the_answer_are_refused_before_the_first_rollout(adapter: Path, tmp_path: Path):
+    """Disconnected from the answer, or the same for all."""
+    (tmp_path / "odd.py").write_text("import zlib\n\ndef noise(prompt, completion, row):\n"
+                                     "    return zlib.crc32(repr((prompt, completion)).encode()) % 2\n\n"
+                                     "def flat(prompt, completion, row):\n    return 1.0\n")
+    for name, words in (("noise", "reward_"), ("flat", "reward_flat")):
+        config = options(adapter, tmp_path / name, reward=(f"{tmp_path / 'odd.py'}:{name}:1",))
+        with pytest.raises(GuardStop, match=words):
+            recipe.grpo(config, lambda _: None)
+        assert not (tmp_path / name / "samples.jsonl").exists()
+
+
+def test_held_out_prompts_that_are_trained_on_are_refused(adapter: Path, tmp_path: Path):
+    write(tmp_path / "apart.jsonl", [{"prompt": "1+1=", "gold": "2"}, {"prompt": "10+1=", "gold": "11"}])
+    with pytest.raises(GuardStop, match="1 held-out prompts are trained on too"):
+        recipe.grpo(options(adapter, tmp_path / "run", held_out_data=str(tmp_path / "apart.jsonl")), lambda _: None)
+
+# ---------------------------------------------------------------- a run
+
+
+def test_exact_answers_become_more_and_the_run_says_so(whole: Path, tmp_path: Path):
+    config = options(whole, tmp_path / "run", prompts=16, group=8, steps=12, checkpoint_every=12, look_prompts=30, eval_samples=8,
+                     samples=4)
+    said: list[str] = []
+    verdicts = reinforced(config, said.append)
+    gain = verdicts[-1]
+    assert gain.check == "gain"
+    assert gain.outcome is Outcome.PROVEN, gain.reason
+    assert gain.evidence["p"] < 0.01
+    assert gain.evidence["change"] > 0.1
+    assert all(verdict.outcome is Outcome.PROVEN for verdict in verdicts)
+    assert any("it rose" in line for line in said)
+    kept = rows(tmp_path / "run" / "samples.jsonl")
+    assert len(kept) == 12 * 4
+    assert all(sample["version"].startswith(f"{sample['step']}@") for sample in kept)
+    assert all(sample["address"][3:5] == [sample["step"], sample["prompt_id"]] for sample in kept)
+    assert all(sample["reward"] == sample["rewards"]["answer"] for sample in kept)
+    names = {"reward", "reward_std", "rewards/answer/mean", "frac_reward_zero_std", "completions/mean_length", "entropy", "kl",
+             "num_tokens", "clip_ratio/region_mean", "sampling/importance_sampling_ratio/mean"}
+    assert all(names <= row.keys() for row in steps_of(config))
+
+
+@pytest.mark.parametrize("form", ["whole", "adapter"])
+def test_the_reference_is_the_fork_and_the_policy_leaves_it(form: str, request: pytest.FixtureRequest, tmp_path: Path):
+    parent = request.getfixturevalue(form)
+    config = options(parent, tmp_path / "run", lr=2e-3)
+    reinforced(config)
+    kl = [row["kl"] for row in steps_of(config)]
+    assert kl[0] == 0
+    assert min(kl[1:]) > 0
+    said, = [event for event in events(config, "reference") if "weights" in event]
+    of_parent = open_checkpoint(parent).manifest["tensors"]
+    assert open_checkpoint(step_folder(tmp_path / "run" / "checkpoints", 0)).manifest["tensors"].items() >= {
+        name: tensors for name, tensors in of_parent.items() if "optimizer" not in name and "probe" not in name}.items()
+    assert said["step"] == 0
+    assert open_checkpoint(step_folder(tmp_path / "run" / "checkpoints", 4)).facts["change"] == "moved"
+    assert (tmp_path / "run" / "adapter").exists() is (form == "adapter")
+
+
+@pytest.mark.parametrize(("form", "changed"), [
+    ("whole", {"refill": 1, "kl": "shift", "scale": "batch", "normalise": "constant", "samples": 3}),
+    ("adapter", {"inner": 2, "kl_window": 2, "steps": 8, "entropy_weight": 0.01, "entropy_decay": 0.9, "ratio": "sequence",
+                 "normalise": "sequence", "mask_truncated": True, "overlong": 4, "lr": 2e-3})])
+def test_killed_and_resumed_is_the_uninterrupted_run_bit_for_bit(form: str, changed: dict[str, Any], request: pytest.FixtureRequest,
+                                                                 tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    unproven(monkeypatch, Believer)
+    parent = request.getfixturevalue(form)
+    uncut, cut = (options(parent, tmp_path / name, **changed) for name in ("uncut", "cut"))
+    reinforced(uncut)
+    over = Reinforcement.over
+
+    def struck(work: Reinforcement) -> bool:
+        if work.done == 3:
+            work.run.interrupted = 15
+        return over(work)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Reinforcement, "over", struck)
+        assert recipe.grpo(cut, lambda _: None) == ([], 15)
+    assert rows(tmp_path / "cut" / "metrics.jsonl")[-1]["step"] == (3 if changed.get("inner") == 2 else 2)  # never within a rollout
+    reinforced(cut)
+    assert left_by(cut, cut.steps or 0) == left_by(uncut, uncut.steps or 0)
+
+
+def test_torn_away_after_a_step_and_resumed_is_the_same(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """No last save: the newest checkpoint is two steps old, and its samples and metrics are taken back."""
+    uncut, cut = (options(whole, tmp_path / name) for name in ("uncut", "cut"))
+    reinforced(uncut)
+
+    class Torn(Exception):
+        pass
+
+    def torn(work: Reinforcement, step: Any) -> None:
+        judge_step(work, step)
+        if step.index == 3:
+            raise Torn
+
+    judge_step = Reinforcement.judge_step
+    with monkeypatch.context() as patch:
+        patch.setattr(Reinforcement, "judge_step", torn)
+        with pytest.raises(Torn):
+            recipe.grpo(cut, lambda _: None)
+    reinforced(cut)
+    assert left_by(cut, 4) == left_by(uncut, 4)
+
+
+def test_rewards_that_never_differ_move_nothing_and_are_no_fault(adapter: Path, tmp_path: Path):
+    """Too hard a task: the run goes on until it is sure, says so, and claims nothing."""
+    write(tmp_path / "hard.jsonl", [{"prompt": f"{a}+{b}=", "gold": "99"} for a in range(10) for b in range(10)])
+    config = options(adapter, tmp_path / "run", data=(str(tmp_path / "hard.jsonl"),), steps=2)
+    gain = reinforced(config)[-1]
+    assert "not shown" in gain.reason
+    assert [row["grad_norm"] for row in steps_of(config)] == [0.0, 0.0]
+    first, last = (open_checkpoint(step_folder(tmp_path / "run" / "checkpoints", step)) for step in (0, 2))
+    assert first.manifest["tensors"]["adapter_model.safetensors"] == last.manifest["tensors"]["adapter_model.safetensors"]
+    assert last.facts["change"] == "same"  # or its proof would expect it to have moved
+
+
+def test_one_prompt_is_answered_otherwise_at_every_step(adapter: Path, tmp_path: Path):
+    """Draws have the step in their address: with weights that stand still, the same prompts get other completions."""
+    write(tmp_path / "few.jsonl", [{"prompt": f"{a}+1=", "gold": "99"} for a in range(8)])
+    config = options(adapter, tmp_path / "run", data=(str(tmp_path / "few.jsonl"),), steps=2, held_out=0.5, samples=16)
+    reinforced(config)
+    said = [[(row["prompt_id"], row["address"][-1], row["text"]) for row in rows(tmp_path / "run" / "samples.jsonl") if row["step"] == step]
+            for step in (0, 1)]
+    assert len(said[0]) == len(said[1]) == 16
+    assert {key[:2] for key in said[0]} == {key[:2] for key in said[1]}
+    assert set(said[0]) != set(said[1])
+
+
+def test_other_prompts_are_another_run(adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    data = tmp_path / "sums.jsonl"
+    data.write_text((adapter.parent.parent.parent / "sums.jsonl").read_text())
+    config = options(adapter, tmp_path / "run", data=(str(data),))
+    with monkeypatch.context() as patch:
+        patch.setattr(Reinforcement, "over", lambda work: work.done >= 2)
+        reinforced(config)
+    data.write_text(data.read_text().replace('"gold": "7"', '"gold": "8"'))
+    with pytest.raises(GuardStop, match="the template or the split is another"):
+        recipe.grpo(config, lambda _: None)
+
+# ---------------------------------------------------------------- the fork experiment: every suspected cause, by name
+
+
+def forked(parent: Path, out: Path, **changed: Any) -> None:
+    recipe.grpo(options(parent, out, lr=2e-3, **changed), lambda _: None)
+
+
+def test_a_reference_that_is_the_base_is_stopped(adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    load = Reference.load
+
+    def of_the_base(self: Reference, step: int) -> None:
+        load(self, step)
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                if ".lefts." in name:
+                    parameter.zero_()
+        self.fingerprint = self.used
+
+    monkeypatch.setattr(Reference, "load", of_the_base)
+    with pytest.raises(GuardStop, match=r"reference: KL to the reference is .* the reference is not the fork"):
+        forked(adapter, tmp_path / "run")
+
+
+def test_a_reference_that_is_not_what_the_disk_says_is_stopped(adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    digest = reference.weights_digest
+    monkeypatch.setattr(reference, "weights_digest", lambda tensors: digest({name: t + 1e-7 for name, t in tensors.items()}))
+    with pytest.raises(GuardStop, match="what was loaded of it is"):
+        forked(adapter, tmp_path / "run")
+
+
+def test_a_reference_that_moves_with_the_policy_is_stopped(adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    make = Reference.__init__
+
+    def shared(self: Reference, form: Any, *rest: Any, **options: Any) -> None:
+        make(self, form, *rest, **options)
+        self.model = form.model
+
+    monkeypatch.setattr(Reference, "__init__", shared)
+    with pytest.raises(GuardStop, match=r"it moves with the policy|the policy itself"):
+        forked(adapter, tmp_path / "run")
+
+
+def test_stale_sampler_weights_are_stopped(adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The engine itself refuses to draw from weights that moved under it; with that asleep, the name of the version tells."""
+    monkeypatch.setattr(Sampler, "load", lambda self, updates: self.version)
+    with pytest.raises(GuardStop, match="the weights have changed since version"):
+        forked(adapter, tmp_path / "one")
+    monkeypatch.setattr(Engine, "_refuse_other_weights", lambda self, changed: None)
+    with pytest.raises(GuardStop, match=r"version: .* rollouts come from version .* stale"):
+        forked(adapter, tmp_path / "two")
+
+
+def test_weights_of_another_policy_under_the_right_name_are_stopped(adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A copy on another device that was not renewed: only the log-probabilities tell."""
+    draw = Sampler.draw
+
+    @torch.no_grad()
+    def stale(self: Sampler, *asked: Any) -> Any:
+        learned = {parameter: parameter.clone() for parameter in self.model.parameters() if parameter.requires_grad}
+        for parameter in learned:
+            parameter.mul_(0.97)
+        self.engine.load(self.version)
+        found = draw(self, *asked)
+        for parameter, value in learned.items():
+            parameter.copy_(value)
+        return found
+
+    monkeypatch.setattr(Sampler, "draw", stale)
+    with pytest.raises(GuardStop, match=r"identity: sampler and trainer differ by .* the sampler is off"):
+        forked(adapter, tmp_path / "run")
+
+
+def test_a_parent_whose_adapter_is_not_loaded_is_stopped(adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from assay.recipes import beginning
+
+    def without(artifact: Any) -> Any:
+        model = build(artifact)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if ".lefts." in name:
+                    parameter.mul_(0.5)
+        return model
+
+    build = beginning.build
+    monkeypatch.setattr(beginning, "build", without)
+    with pytest.raises(GuardStop, match="fork: child and parent are"):
+        forked(adapter, tmp_path / "run")
+
+
+@pytest.mark.parametrize("fault", ["half-written", "empty"])
+def test_an_adapter_that_is_not_whole_is_not_forked(fault: str, adapter: Path, tmp_path: Path):
+    copy = tmp_path / "home" / "sft" / "checkpoints" / adapter.name
+    shutil.copytree(adapter, copy)
+    file = copy / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[: len(file.read_bytes()) // 2 if fault == "half-written" else 0])
+    write(tmp_path / "home" / "sums.jsonl", [{"prompt": f"{a}+{b}=", "gold": str(a + b)} for a in range(10) for b in range(10)])
+    with pytest.raises(ArtifactError, match=r"adapter_model\.safetensors"):
+        forked(copy, tmp_path / "run")
+
+# ---------------------------------------------------------------- the parts
+
+
+def test_a_trailing_reference_is_a_function_of_the_step_and_its_checkpoints_stay(adapter: Path, tmp_path: Path,
+                                                                                monkeypatch: pytest.MonkeyPatch):
+    unproven(monkeypatch, Believer)
+    config = options(adapter, tmp_path / "run", kl_window=5, checkpoint_every=1, steps=8, eval_every=8, lr=2e-3)
+    reinforced(config)
+    followed = [event["step"] for event in events(config, "reference") if "weights" in event]
+    assert followed == [0, 1, 2]
+    assert next(int(path.name[5:]) for path in steps(tmp_path / "run" / "checkpoints")) == 2  # step 7 was compared with it
+
+
+def test_a_trailing_reference_must_be_proven(adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from assay.verdict import refuted
+
+    monkeypatch.setattr(reference, "prove_checkpoint", lambda folder: [refuted("answers", "other ones")])
+    with pytest.raises(GuardStop, match=r"reference: step-000002 is not proven: .* other ones"):
+        forked(adapter, tmp_path / "run", kl_window=1)
+
+
+def test_an_order_reads_every_prompt_once_an_epoch_and_spares_are_others():
+    prompts = [Prompt(f"f:{i}:{i}", (i,), str(i), {}) for i in range(10)]
+    order = PromptOrder(prompts, 0, 4, 2)
+    drawn = [prompt.id for rollout in range(order.rollouts) for prompt in order.drawn(rollout)]
+    assert sorted(drawn) == sorted([prompt.id for prompt in prompts] * 2)
+    assert drawn[:10] != drawn[10:]
+    spare = [prompt.id for prompt in order.spare(1)]
+    assert set(spare) | {prompt.id for prompt in order.drawn(1)} == {prompt.id for prompt in prompts}
+    assert len(spare) == 6
+    with pytest.raises(UsageError, match="--epochs 3"):
+        order.drawn(5)
+
+
+def test_prompts_end_where_the_answer_begins(tmp_path: Path):
+    tokenizer = tiny_tokenizer()
+    write(tmp_path / "gsm.jsonl", [{"question": "2+2?", "answer": "two\n#### 4"}])
+    write(tmp_path / "chat.jsonl", [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"},
+                                                  {"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}]}])
+    found, = read_prompts(str(tmp_path / "gsm.jsonl"), tokenizer)
+    assert found.text == "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(found.ids) == found.text
+    assert found.row["answer"].endswith("#### 4")
+    assert [message["content"] for message in asked(read_conversations(tmp_path / "chat.jsonl").rows[0])] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(("changed", "looks", "outcome"), [
+    (0.3, 1, "PROVEN"), (0.3, 10**6, "UNPROVEN"), (0.0, 1, "UNPROVEN"), (-0.3, 1, "REFUTED")])
+def test_a_gain_is_claimed_on_evidence_and_chances_are_counted(changed: float, looks: int, outcome: str):
+    before = np.tile([0.5, 0.25, 0.5, 0.75], 8)
+    after = before + changed * np.tile([1.0, 0.5, 1.0, 0.7], 8)
+    verdict = trials.check_gain("answer", before, after, looks)
+    assert verdict.outcome == outcome
+    assert ("not shown" in verdict.reason) is (outcome == "UNPROVEN")
+
+
+def test_the_command_line_knows_its_options(capsys: pytest.CaptureFixture[str]):
+    from assay.config import parse
+    from assay.verbs import grpo as verb
+
+    flags = parse(verb.FLAGS, ["--data", "x.jsonl", "--reward", "answer:1", "format:0.1", "--out", "y", "--from", "nowhere",
+                               "--optimizer-state", "fresh"], prog="assay grpo")
+    assert flags.reward == ("answer:1", "format:0.1")
+    with pytest.raises(AssayError, match="nowhere"):
+        verb.run(flags)
+    assert assay(["--help"]) == 0
+    capsys.readouterr()

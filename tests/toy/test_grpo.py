@@ -1,0 +1,125 @@
+"""Reinforcement on a tiny model, end to end: exact answers become more, noise teaches nothing, forked adapters hold, proven and probed."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from assay.errors import AssayError
+from assay.generate.request import Sampling
+from assay.guard.proof import Prover, demanded, prove_checkpoint
+from assay.measure.degenerate import Expected
+from assay.measure.examinee import OpenedModel
+from assay.measure.probe import Health, probe
+from assay.measure.probe_prompts import Prompt
+from assay.measure.speakers import OfModel
+from assay.model.patch import Patch
+from assay.recipes import grpo as recipe
+from assay.recipes.forms import Adapter
+from assay.store import pack
+from assay.store.artifact import open_artifact
+from assay.store.checkpoint import open_checkpoint, steps
+from assay.verdict import Outcome, overall
+from tests.recipes.sums import options, reinforced, taught, unproven
+
+pytestmark = pytest.mark.slow  # a minute for the two toys, and a fresh process for every artifact of the forks
+
+NOISE = '''
+import zlib
+
+def noise(prompt, completion, row):
+    return zlib.crc32(repr((prompt, completion)).encode()) % 2
+'''
+LONG: dict[str, Any] = {"prompts": 16, "group": 8, "steps": 24, "checkpoint_every": 12, "look_prompts": 30, "eval_samples": 8}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return taught(tmp_path_factory.mktemp("whole"))
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_exact_answers_on_held_out_sums_become_more(seed: int, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    unproven(monkeypatch)
+    gain = reinforced(options(whole, tmp_path / "run", seed=seed, **LONG))[-1]
+    assert gain.outcome is Outcome.PROVEN, gain.reason
+    assert gain.evidence["p"] < 0.01
+    assert gain.evidence["change"] > 0.15
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_reward_that_does_not_look_at_the_answer_shows_nothing(seed: int, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """It is refused before the first rollout; with that asleep, the verdict on what is wanted still claims nothing."""
+    unproven(monkeypatch)
+    monkeypatch.setattr(recipe, "preflight", lambda *_, **__: [])
+    (tmp_path / "odd.py").write_text(NOISE)
+    config = options(whole, tmp_path / "run", seed=seed, reward=(f"{tmp_path / 'odd.py'}:noise:1",), metric="answer", **LONG)
+    gain = reinforced(config)[-1]
+    assert gain.outcome is not Outcome.PROVEN, gain.reason
+
+# ---------------------------------------------------------------- forks, with proofs in fresh processes
+
+
+@pytest.fixture(scope="module")
+def adapter(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Step k of an adapter's run, proven."""
+    found = taught(tmp_path_factory.mktemp("adapter"), whole.parent.parent / "model", lora_r=4, steps=10)
+    verdicts = prove_checkpoint(found)
+    assert overall(demanded(verdicts)) is Outcome.PROVEN, "\n".join(map(str, verdicts))
+    return found
+
+
+def forking(adapter: Path, out: Path) -> Any:
+    return options(adapter, out, steps=2, checkpoint_every=2, lr=2e-3, prompts=8)
+
+
+def probed(path: Path) -> Health:
+    """The sums that it was taught, as text: it never saw a chat."""
+    speaker = OfModel(OpenedModel(open_artifact(path)), Sampling(max_new=12, temperature=0.7))
+    speaker.raw = True
+    sums = [Prompt(f"{a}+{b}", "sums", f"{a}+{b}=", Expected(numbers=True, short=True)) for a in range(10) for b in range(10)]
+    return probe(speaker, sums, n=1)
+
+
+def test_a_forked_adapter_holds_and_every_artifact_is_proven_and_probed(adapter: Path, tmp_path: Path):
+    config = forking(adapter, tmp_path / "run")
+    verdicts = reinforced(config)
+    assert overall(demanded(verdicts)) is not Outcome.REFUTED, "\n".join(map(str, verdicts))
+    saved = steps(tmp_path / "run" / "checkpoints")
+    artifacts = [*saved, tmp_path / "run" / "adapter", tmp_path / "run" / "model"]
+    assert len(saved) == 3
+    assert all(open_checkpoint(path).hallmark is not None for path in artifacts)
+    for path in artifacts:
+        assert probed(path).verdict().outcome is Outcome.PROVEN, f"{path.name}: {probed(path).sentence}"
+
+
+def parents_patch(adapter: Path) -> Patch:
+    patch = open_artifact(adapter).patch
+    assert patch is not None
+    return patch
+
+
+@pytest.mark.parametrize(("fault", "words"), [
+    ("wrong active adapter", "refuted by its proof and is quarantined"),
+    ("half-written", "refuted by its proof|adapter_model"),
+    ("empty", "adapter")])
+def test_an_adapter_that_is_saved_wrongly_is_stopped_before_anyone_reads_it(fault: str, words: str, adapter: Path, tmp_path: Path,
+                                                                           monkeypatch: pytest.MonkeyPatch):
+    start, before, whole_adapter = Prover.start, parents_patch(adapter), pack.write_adapter
+
+    def torn(self: Prover, folder: Path, **options: Any) -> None:
+        if folder.name != "step-000000":
+            file = folder / "adapter_model.safetensors"
+            file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+        start(self, folder, **options)
+
+    if fault == "wrong active adapter":
+        monkeypatch.setattr(Adapter, "patch", lambda self: before)
+    elif fault == "half-written":
+        monkeypatch.setattr(Prover, "start", torn)
+    else:
+        monkeypatch.setattr(pack, "write_adapter", lambda *given, **options: (whole_adapter(*given, **options)[0], {}))
+    with pytest.raises(AssayError, match=words):
+        recipe.grpo(forking(adapter, tmp_path / "run"), lambda _: None)
+    assert not (tmp_path / "run" / "model").exists()
+    assert not (tmp_path / "run" / "adapter").exists()
