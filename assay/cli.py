@@ -25,7 +25,13 @@ VERBS = {
     "compare": "say what two or more results show of each other",
     "probe": "look whether what a saved artifact or an endpoint says is healthy",
     "edit": "write new facts into a model's weights, measured on the bytes that were written",
-    "serve": "serve a checkpoint over an OpenAI-compatible API, on loopback",
+    "ttt": "read documents while learning from them, every chunk scored before it is learned from",
+    "trace": "record every site of the forward pass, and find the first where two models part",
+    "diff": "compare two models tensor by tensor",
+    "bisect": "find the first bad checkpoint of a run",
+    "serve": "serve a model and its adapters to OpenAI clients, on loopback unless a token guards it",
+    "report": "write a run as one self-contained page",
+    "runs": "list runs: what they were, how they ended, what stands",
     "track": "hand a run's metrics to TensorBoard, W&B, trackio or transformers",
     "inspect": "show what a checkpoint, folder or GGUF file holds: architecture, tensors, lineage, verdict",
     "prove": "prove a checkpoint, or what can be proven of a folder another tool wrote",
@@ -76,7 +82,7 @@ def _dispatch(argv: list[str]) -> int:
     return module.run(flags)
 
 
-RECIPES = {"pretrain", "sft", "distill", "grpo"}  # verbs that also take --config FILE.yaml
+RECIPES = {"pretrain", "sft", "distill", "grpo", "edit", "ttt"}  # verbs that also take --config FILE.yaml
 
 
 def _help() -> str:
