@@ -11,7 +11,8 @@ from assay.config import option
 class FLAGS:
     """Build a tiny model, save it, prove it, export it to Hugging Face and GGUF and prove those, then break a copy in five ways
     and show each refused. Pretrain a model on made-up text, kill it, resume it, and compare it bit for bit with a run that was
-    left alone. Fine-tune one on sums, the whole of it and by an adapter, and fork that. Needs no network and no GPU."""
+    left alone. Fine-tune one on sums, the whole of it and by an adapter, fork that, distil; reinforce, evaluate, compare, probe;
+    edit a fact, learn at test time, and write the report. Needs no network and no GPU."""
 
     out: str = option("folder for the demo's run; an earlier demo there is replaced", default="demo-run")
 
@@ -20,7 +21,7 @@ EXAMPLES = "  assay demo\n  assay demo --out /tmp/demo"
 
 
 def run(flags: FLAGS) -> int:
-    from assay.verbs.demo import artifacts, pretraining, tuning
+    from assay.verbs.demo import artifacts, changes, policy, pretraining, tuning
     from assay.verbs.demo.stage import fresh_folder, say
 
     start, folder = time.perf_counter(), fresh_folder(Path(flags.out))
@@ -34,8 +35,14 @@ def run(flags: FLAGS) -> int:
     failed += artifacts.not_refused(checkpoint, folder / "broken")
     say("5. a model is pretrained on made-up text, killed on the way, and resumed; another one is left alone")
     failed += pretraining.pretrained(folder)
-    say("6. sums are taught to the whole model, then to an adapter on it, which is forked; each is proven as it is handed over")
+    say("6. sums are taught to the whole model, to an adapter on it, which is forked, and by the model to a student of half its depth")
     failed += tuning.tuned(checkpoint, folder)
+    say("7. exact answers are reinforced, and what that was worth is evaluated, compared and probed beside the parent")
+    failed += policy.reinforced(folder) or policy.measured(folder)
+    say("8. a fact is edited and the edit traced; a text is read by a model that learns while it reads")
+    failed += [*changes.edited(folder), *changes.read_and_learned(checkpoint, folder)]
+    say("9. one page for the run, and a table of all of them")
+    failed += policy.told(folder)
     outcome = f"FAILED: {', '.join(failed)}" if failed else "done and proven"
     print(f"\n{outcome} in {time.perf_counter() - start:.0f} s; everything is in {folder}/")
     return 3 if failed else 0

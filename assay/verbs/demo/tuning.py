@@ -1,29 +1,40 @@
-"""Fine-tuning: sums are taught to the whole model and to an adapter, the adapter is forked, and what is handed over is proven."""
+"""Fine-tuning: sums are taught to the whole model and to an adapter, the adapter is forked, a smaller student is taught by the first."""
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from assay.verbs.demo.stage import called
 
-SHORT = ["--length", "32", "--batch-tokens", "512", "--epochs", "8", "--checkpoint-every", "40", "--held-out", "0.1", "--device", "cpu"]
+SHORT = ["--length", "32", "--batch-tokens", "512", "--epochs", "200", "--held-out", "0.05", "--device", "cpu"]
 
 
-def sums(where: Path) -> Path:
-    """Made-up conversations: two numbers below 20, and what they come to."""
-    rows = [{"prompt": f"{a}+{b}=", "completion": str(a + b)} for a in range(20) for b in range(20)]
+def lessons(folder: Path) -> tuple[Path, Path]:
+    """What is learned: sums of single digits, every other one hedged. And the sums alone, with what they come to."""
+    sums = [(f"{a}+{b}=", a + b) for a in range(10) for b in range(10)]
+    learned = [{"prompt": prompt, "completion": said} for prompt, gold in sums for said in (str(gold), f"{gold} or {gold + 1}")]
+    return (write(folder / "learned.jsonl", learned),
+            write(folder / "sums.jsonl", [{"prompt": prompt, "gold": str(gold)} for prompt, gold in sums]))
+
+
+def write(where: Path, rows: Sequence[Mapping[str, str]]) -> Path:
     where.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return where
 
 
 def tuned(base: Path, folder: Path) -> list[str]:
     """Names of what did not hold."""
-    data = ["--data", str(sums(folder / "sums.jsonl"))]
-    whole, adapter, fork = folder / "sft", folder / "lora", folder / "fork"
-    failed = [] if not called("sft", "--model", str(base), *data, "--out", str(whole), "--lr", "3e-3", *SHORT) else ["fine-tuning"]
-    model = ["--model", str(whole / "model")]
-    if called("sft", *model, *data, "--out", str(adapter), "--lora-r", "8", "--lr", "3e-3", *SHORT):
-        return [*failed, "the adapter"]
-    parent = max((adapter / "checkpoints").glob("step-*"))
-    if called("sft", "--from", str(parent), "--optimizer-state", "fresh", *data, "--out", str(fork), "--lr", "1e-3", *SHORT):
-        failed.append("the fork")
-    return failed
+    learned, _ = lessons(folder)
+    data, whole, adapter = ["--data", str(learned), *SHORT], folder / "sft", folder / "lora"
+    if called("sft", "--model", str(base), "--out", str(whole), "--steps", "200", "--lr", "5e-3", "--checkpoint-every", "100", *data):
+        return ["fine-tuning"]
+    if called("sft", "--model", str(whole / "model"), "--out", str(adapter), "--lora-r", "4", "--steps", "20", "--lr", "2e-3", *data):
+        return ["the adapter"]
+    parent = ["--from", str(last_checkpoint(adapter)), "--optimizer-state", "fresh"]
+    failed = ["the fork"] if called("sft", *parent, "--out", str(folder / "fork"), "--steps", "10", "--lr", "1e-3", *data) else []
+    student = ["--teacher", str(whole / "model"), "--student-layers", "1", "--steps", "40", "--lr", "3e-3"]
+    return [*failed, "the student"] if called("distill", *student, "--out", str(folder / "student"), *data) else failed
+
+
+def last_checkpoint(run: Path) -> Path:
+    return max((run / "checkpoints").glob("step-*"))
