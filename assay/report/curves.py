@@ -173,9 +173,10 @@ def _not_finite(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _figure(chart: Chart, place: int) -> Html:
-    bands = [f"{curve.label}: {curve.band}" for curve in chart.curves if curve.band]
-    return tag("figure", tag("figcaption", tag("strong", chart.title), tag("span", "; ".join(bands), class_="band") if bands else None),
-               tag("div", class_="chart", data_chart=place))
+    several = len(chart.curves) > 1
+    bands = [f"{curve.label}: {curve.band}" if several else curve.band for curve in chart.curves if curve.band]
+    caption = [tag("strong", chart.title[:1].upper() + chart.title[1:]), tag("span", "; ".join(bands), class_="band") if bands else None]
+    return tag("figure", tag("figcaption", caption), tag("div", class_="chart", data_chart=place))
 
 
 def _drawn(curve: Curve) -> dict[str, Any]:

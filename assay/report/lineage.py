@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from pathlib import PurePath
 
 from assay.report.html import Html, lead, missing, remarks, section, table, tag
-from assay.report.record import Saved
+from assay.report.record import MARKS, Saved
 
 WIDTH, HEIGHT, GAP_X, GAP_Y, MARGIN = 196, 66, 72, 18, 12
-MARKS = {"hallmarked": "PROVEN", "quarantined": "REFUTED", "unproven": "UNPROVEN"}
 OWN, HANDED_OVER = "this run", ("model", "adapter")
 MOST_NODES = 24  # a run that kept more shows its newest
 

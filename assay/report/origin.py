@@ -38,13 +38,14 @@ def events_section(record: Record) -> Html | None:
 def reproduce_section(record: Record, saved: Sequence[Saved]) -> Html:
     newest = saved[-1] if saved else None
     facts = newest.facts if newest else {}
-    environment = facts.get("environment") if isinstance(facts.get("environment"), dict) else {}
+    environment = facts["environment"] if isinstance(facts.get("environment"), dict) else {}
     rows = [["ledger.jsonl (last event)", tag("code", record.head)]] if record.events else []
     rows += [["metrics.jsonl", tag("code", record.metrics.sha256)]] if record.metrics.sha256 else []
     rows += [[f"{name} (in {newest.name})", tag("code", str(facts[name]))] for name in ("code", "tokenizer", "template")
              if newest and facts.get(name)]
     rows += [[f"{one.name}: weights", tag("code", one.weights)] for one in saved]
-    was = (table(["environment", "was"], [[name, str(value)] for name, value in sorted(environment.items())]) if environment else
+    versions = [[name, str(value)] for name, value in sorted(environment.items())]
+    was = (table(["environment", "was"], versions, class_="wraps") if versions else
            missing("No manifest is here, so the environment is unknown."))
     return section("reproduce", "Make it again", tag("pre", command(record), class_="command"), lead(_promise(record)), was,
                    table(["what", "sha256"], rows) if rows else None)

@@ -13,6 +13,7 @@ from assay.store import durable, ledger, sealed
 from assay.verdict import Outcome, Verdict
 
 LIMIT = 1 << 30
+MARKS = {"hallmarked": "PROVEN", "quarantined": "REFUTED", "unproven": "UNPROVEN"}  # what lies beside a manifest, and what that says
 LEDGER, METRICS, CONFIG = "ledger.jsonl", "metrics.jsonl", "config.yaml"
 
 
@@ -111,7 +112,7 @@ class Saved:
     name: str
     manifest: dict[str, Any]
     digest: str
-    mark: str  # hallmarked, quarantined or unproven
+    mark: str  # a key of MARKS
     problem: str | None
 
     @property

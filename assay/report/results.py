@@ -15,7 +15,7 @@ def results_section(record: Record) -> Html | None:
     if not rows:
         return None
     return section("results", "Results", lead("As the ledger has them. What each is worth, the verdicts say."),
-                   table(["event", "what", "estimate"], rows))
+                   table(["event", "what", "estimate"], rows, class_="wraps"))
 
 
 def reported(event: Mapping[str, Any]) -> list[tuple[str, str]]:

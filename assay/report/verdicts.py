@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from assay.report.html import Html, badge, cut, folded, lead, missing, section, table, tag
-from assay.report.record import Record, Saved, demanded, verdicts_of
+from assay.report.record import MARKS, Record, Saved, demanded, verdicts_of
 from assay.verdict import Outcome, Verdict, overall
 
 EVIDENCE_LIMIT = 3000  # characters of one verdict's evidence; the ledger has all of it
@@ -29,12 +29,14 @@ class Finding:
 
 
 def findings(events: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    grouped: dict[tuple[str, str], list[tuple[int, Verdict]]] = {}
+    grouped: dict[tuple[str, str, int], list[tuple[int, Verdict]]] = {}
     for event in events:
+        named: Counter[str] = Counter()  # two checks of one name in one event are two checks
         for verdict in verdicts_of(event):
-            grouped.setdefault((str(event["kind"]), verdict.check), []).append((event["seq"] + 1, verdict))
+            named[verdict.check] += 1
+            grouped.setdefault((str(event["kind"]), verdict.check, named[verdict.check]), []).append((event["seq"] + 1, verdict))
     found = []
-    for (stage, _), said in grouped.items():
+    for (stage, *_), said in grouped.items():
         worst = min(RANK[verdict.outcome] for _, verdict in said)
         line, verdict = [one for one in said if RANK[one[1].outcome] == worst][-1]
         times = {outcome: count for outcome in Outcome if (count := sum(v.outcome is outcome for _, v in said))}
@@ -60,10 +62,8 @@ def proofs_section(record: Record, saved: Sequence[Saved]) -> Html:
     names = list(dict.fromkeys(str(event.get("checkpoint")) for event in record.of_kind("save", "proof")))
     if not names:
         return section("proofs", "Proofs of checkpoints", missing("No save and no proof is on record."))
-    rows = []
-    for name in names:
-        proofs = [verdicts_of(event) for event in record.of_kind("proof") if event.get("checkpoint") == name]
-        rows.append(_proof_row(name, proofs[-1] if proofs else [], _place(record, name, here.get(name))))
+    proofs = {str(event.get("checkpoint")): verdicts_of(event) for event in record.of_kind("proof")}  # the latest of each
+    rows = [_proof_row(name, proofs.get(name, []), here.get(name), _place(record, name, here.get(name))) for name in names]
     words = "A fresh process opened the bytes on disk and ran every check on them."
     return section("proofs", "Proofs of checkpoints", lead(words),
                    table(["checkpoint", "outcome", "checks", "generations", "on disk"], rows))
@@ -72,7 +72,7 @@ def proofs_section(record: Record, saved: Sequence[Saved]) -> Html:
 def not_checked(record: Record, saved: Sequence[Saved], missing: Sequence[str]) -> Html:
     """What a reader might take for granted: checks that did not run or did not decide, and parts that are not on record."""
     open_ = [one for one in findings(record.events) if one.verdict.outcome is Outcome.UNPROVEN]
-    proven = {event.get("checkpoint") for event in record.of_kind("proof")}
+    proven = {event.get("checkpoint") for event in record.of_kind("proof")} | {one.name for one in saved if one.mark != "unproven"}
     unproven = [str(event.get("checkpoint")) for event in record.of_kind("save") if event.get("checkpoint") not in proven]
     said = [tag("li", tag("b", one.verdict.check), f" ({one.stage}): {cut(one.verdict.reason, 600)}") for one in open_]
     if unproven:
@@ -126,9 +126,12 @@ def evidence_text(evidence: Mapping[str, Any]) -> str:
     return cut(json.dumps(evidence, indent=1, sort_keys=True, ensure_ascii=False), EVIDENCE_LIMIT) if evidence else "none recorded"
 
 
-def _proof_row(name: str, verdicts: Sequence[Verdict], place: str) -> list[Any]:
+def _proof_row(name: str, verdicts: Sequence[Verdict], saved: Saved | None, place: str) -> list[Any]:
+    """A run that was stopped may leave a mark on the disk that its ledger does not tell of."""
     if not verdicts:
-        return [tag("code", name), badge("UNPROVEN"), "no proof is on record", "unknown", place]
+        marked = saved is not None and saved.mark != "unproven"
+        said = "by its mark on the disk; the ledger does not tell of it" if marked else "no proof is on record"
+        return [tag("code", name), badge(MARKS[saved.mark] if saved else "UNPROVEN"), said, "unknown", place]
     outcome = overall(demanded(verdicts))
     passed = sum(verdict.outcome is Outcome.PROVEN for verdict in verdicts)
     each = [tag("li", badge(str(v.outcome)), " ", tag("b", v.check), f": {cut(v.reason, 600)}") for v in verdicts]

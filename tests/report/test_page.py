@@ -15,7 +15,8 @@ from assay.report.page import report, write_report
 from assay.report.record import read_run
 from assay.report.samples import read_evaluation
 from assay.store.ledger import Ledger
-from assay.verdict import refuted, unproven
+from assay.verdict import proven, refuted, unproven
+from tests.recipes.sittings import STEPS, options, rows, sit
 from tests.report.crafted import HOSTILE, a_checkpoint, a_run, metrics, rollouts, some_verdicts
 
 
@@ -68,6 +69,33 @@ def test_the_page_shows_standing_verdicts_evidence_curves_data_and_the_command(t
     assert len(loss[0]["x"]) == 40
     assert loss[1]["x"] == [10, 20, 30, 40]
     assert [high - low for low, high in zip(loss[1]["low"], loss[1]["high"], strict=True)] == pytest.approx([0.2] * 4, abs=1e-5)
+
+
+def test_a_real_run_is_shown_as_it_was(tmp_path: Path):
+    config = options(tmp_path / "run")
+    sit(config)
+    page = report(read_run(tmp_path / "run"))
+    text, charts = seen(page).text, charts_of(page)
+    for words in ("interrupted", "preflight before step 1", "movement", "no proof : step-000000", "assay pretrain --config run/config.yaml",
+                  "environment was assay", "bits per byte at step 26", "read_times"):
+        assert words in text, words
+    assert len(charts["loss|eval_loss"][0]["x"]) == STEPS
+    looked = [row for row in rows(tmp_path / "run" / "metrics.jsonl") if "eval_low" in row]
+    assert charts["eval_bits_per_byte"][0]["low"] == pytest.approx([row["eval_low"] for row in looked], rel=1e-5)
+    assert page.count('class="edge') == 0  # nothing came before any of its checkpoints
+
+
+def test_a_check_that_ran_often_shows_its_worst_and_how_often(tmp_path: Path):
+    run = a_run(tmp_path / "run", ending="none")
+    ledger = Ledger(run / "ledger.jsonl")
+    for moved in (True, False, True):
+        made = proven if moved else refuted
+        ledger.append("account", verdicts=[made("movement", "weights moved" if moved else "nothing moved").to_json(),
+                                           proven("movement", "the average moved").to_json()])
+    ledger.close()
+    text = seen(report(read_run(run)).split('id="verdicts"')[1].split("</section>")[0]).text
+    assert "REFUTED account movement nothing moved 0 facts, ran 3 times ledger line 7; 2 × PROVEN, 1 × REFUTED" in text
+    assert "PROVEN account movement the average moved" in text
 
 
 def test_what_was_not_checked_is_listed(tmp_path: Path):
@@ -246,6 +274,36 @@ def test_a_checkpoint_whose_weights_are_not_here_still_tells_its_lineage(tmp_pat
     text = seen(report(read_run(run))).text
     assert "aaaaaaaaaaaa" in text
     assert "lacks model.safetensors" in text
+
+
+def test_a_mark_on_the_disk_counts_where_the_ledger_tells_of_no_proof(tmp_path: Path):
+    run = a_run(tmp_path / "run", ending="stopped")
+    ledger = Ledger(run / "ledger.jsonl")
+    for step in (50, 60):
+        ledger.append("save", step=step, checkpoint=f"step-{step:06d}")
+        a_checkpoint(run / "checkpoints" / f"step-{step:06d}", float(step), step=step, change="new", marked=step == 50)
+    ledger.close()
+    page = report(read_run(run))
+    rows = [seen(row).text for row in page.split('id="proofs"')[1].split("</section>")[0].split("<tr>")[2:]]
+    assert rows[1] == "step-000050 PROVEN by its mark on the disk; the ledger does not tell of it unknown hallmarked"
+    assert rows[2] == "step-000060 UNPROVEN no proof is on record unknown unproven"
+    unchecked = page.split('id="unchecked"')[1].split("</section>")[0]
+    assert "step-000060" in unchecked
+    assert "step-000050" not in unchecked
+
+
+def test_results_are_told_with_their_intervals_and_warnings_with_their_words(tmp_path: Path):
+    run = a_run(tmp_path / "run", recipe="Edit", ending="none")
+    ledger = Ledger(run / "ledger.jsonl")
+    for _ in range(3):
+        ledger.append("warning", step=4, reason="entropy fell below a tenth of where it began")
+    ledger.append("edits", estimates={"efficacy": {"mean": 0.75, "low": 0.5, "high": 0.9, "n": 24}, "lost": None},
+                  verdicts=[refuted("efficacy", "too few edits took").to_json()])
+    ledger.close()
+    text = seen(report(read_run(run))).text
+    for words in ("efficacy 0.75 [0.5, 0.9] (n=24)", "lost unknown", "done, refuted : efficacy: too few edits took",
+                  "3 warnings on the way", "entropy fell below a tenth of where it began (3 times)"):
+        assert words in text, words
 
 
 def test_samples_stand_beside_the_parents_of_the_same_prompt(tmp_path: Path):
