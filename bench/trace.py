@@ -3,11 +3,12 @@
     python bench/trace.py                     # on a GPU where there is one, else on one CPU thread
     python bench/trace.py --tokens 128 --rounds 3
 
-The two take turns, and the least of each counts: whatever else runs on the machine can only add to it. On a CPU it is the
-process's own time that is read. Goal: at most 1.5 times a plain pass.
+The two take turns; what counts is the median over rounds of traced / plain, each of a pair beside the other in time. On a CPU it
+is the process's own time that is read. Goal: at most 1.5 times a plain pass.
 """
 
 import argparse
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -40,9 +41,10 @@ def main() -> None:
             model(tokens)
 
     pairs = [(timed(plain, device), timed(lambda: trace(model, tokens), device)) for _ in range(args.rounds + 1)][1:]
-    least = min(pair[0] for pair in pairs), min(pair[1] for pair in pairs)
-    print(f"{environment()}\n{args.tokens} tokens, {args.dtype}, {device}: plain {1e3 * least[0]:.1f} ms, traced {1e3 * least[1]:.1f} ms: "
-          f"{least[1] / least[0]:.2f} times (goal 1.5); by round {', '.join(f'{b / a:.2f}' for a, b in pairs)}")
+    ratios = sorted(traced / alone for alone, traced in pairs)
+    middle = [1e3 * statistics.median(column) for column in zip(*pairs, strict=True)]
+    print(f"{environment()}\n{args.tokens} tokens, {args.dtype}, {device}: plain {middle[0]:.1f} ms, traced {middle[1]:.1f} ms; "
+          f"{statistics.median(ratios):.2f} times (goal 1.5), {ratios[0]:.2f} to {ratios[-1]:.2f} in {len(ratios)} rounds")
 
 
 def timed(work: Callable[[], object], device: str) -> float:

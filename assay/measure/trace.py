@@ -18,7 +18,7 @@ from assay.measure.tap import ENTROPY
 from assay.measure.ways import Runner, plainly
 from assay.model.transformer import Transformer
 
-CACHED = 1 << 18  # values at a time: a CPU's cache holds them between one operation and the next
+CACHED = 1 << 17  # values at a time: a CPU's cache holds them between one operation and the next
 FAR = 4.0  # a squared mean of so many variances costs a digit
 FIELDS = ("mean", "std", "rms", "max", "kurtosis", "nans")
 
@@ -54,12 +54,13 @@ def trace(model: Transformer | Runner, tokens_BT: Tensor) -> Trace:
 
 def moments(value: Tensor) -> Tensor:
     """FIELDS, as a tensor on the value's device."""
-    x = value.detach().to(torch.promote_types(value.dtype, torch.float32)).reshape(-1)
-    return centred(x) if x.is_cuda else in_one_reading(x)
+    value = value.detach()
+    return centred(value) if value.is_cuda else in_one_reading(value.flatten(0, -2) if value.dim() > 1 else value[None])
 
 
-def centred(x: Tensor) -> Tensor:
-    """Mean first, then powers of what differs from it. Anything may be in `x`."""
+def centred(value: Tensor) -> Tensor:
+    """Mean first, then powers of what differs from it. Anything may be in `value`."""
+    x = value.to(torch.promote_types(value.dtype, torch.float32))
     mean = x.mean()
     squares = (x - mean).square_()
     variance = squares.mean()
@@ -68,22 +69,24 @@ def centred(x: Tensor) -> Tensor:
     return torch.stack([mean, variance.sqrt(), (variance + mean.square()).sqrt(), x.abs().max(), kurtosis, bad.to(x.dtype)]).double()
 
 
-def in_one_reading(x: Tensor) -> Tensor:
-    """The same from sums of powers, part by part while a part is in the cache: a CPU waits for memory, not for arithmetic.
+def in_one_reading(rows: Tensor) -> Tensor:
+    """The same from sums of powers, some rows at a time while they are in the cache: a CPU waits for memory, not for arithmetic.
 
     A mean far from zero, or a value that is not finite, would spoil the sums; then the slower way is taken.
     """
-    n, largest, powers = x.numel(), 0.0, [0.0] * 4
-    squares = torch.empty(min(n, CACHED), dtype=x.dtype)
-    for part in x.split(CACHED):
-        of_part = torch.mul(part, part, out=squares[: len(part)])
-        sums = part.sum(), torch.dot(part, part), torch.dot(of_part, part), torch.dot(of_part, of_part)
+    n, largest, powers = rows.numel(), 0.0, [0.0] * 4
+    wide, at_once = torch.promote_types(rows.dtype, torch.float32), max(1, CACHED // rows.shape[1])
+    room = torch.empty(min(n, at_once * rows.shape[1]), dtype=wide)
+    for part in rows.split(at_once):
+        x = part.to(wide).reshape(-1)
+        squares = torch.mul(x, x, out=room[: len(x)])
+        sums = x.sum(), torch.dot(x, x), torch.dot(squares, x), torch.dot(squares, squares)
         powers = [total + float(one) for total, one in zip(powers, sums, strict=True)]
-        largest = max(largest, float(of_part.max()))
+        largest = max(largest, float(squares.max()))
     mean, second, third, fourth = (total / n for total in powers)
     variance = second - mean**2
     if not (0 < variance < math.inf and mean**2 <= FAR * variance):
-        return centred(x)
+        return centred(rows)
     kurtosis = (fourth - 4 * mean * third + 6 * mean**2 * second - 3 * mean**4) / variance**2
     return torch.tensor([mean, variance**0.5, second**0.5, largest**0.5, kurtosis, 0.0], dtype=torch.float64)
 

@@ -326,7 +326,7 @@ def padding_seen(model: Transformer, _: int) -> None:
     replaced(model, "hidden", hidden)
 
 
-@planting("padding counted", "query", way="in company", rows=("D24",))
+@planting("padding counted as positions", "query", way="in company", rows=("D24",))
 def padding_counted(model: Transformer, _: int) -> None:
     def hidden(usual: Any, tokens: Tensor, documents: Tensor) -> Tensor:
         return usual(tokens, documents=documents, positions=torch.arange(tokens.shape[1]).expand_as(tokens))

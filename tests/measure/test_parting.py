@@ -22,7 +22,7 @@ from assay.zoo.surgery import DEPTH, PLANTINGS, WAYS, broken, seasoned, tokens, 
 
 FAMILIES = ("llama", "llama3", "mistral", "qwen2", "qwen3", "gpt2", "assay")
 # What is broken in every layer shows in the first.
-IN_EVERY_LAYER = {"another model's rotary base", "rope scaling left out", "position not carried on", "padding seen", "padding counted"}
+IN_EVERY_LAYER = {"another model's rotary base", "rope scaling left out", "position not carried on", "padding seen", "padding counted as positions"}
 torch.set_num_threads(1)
 
 
