@@ -22,7 +22,8 @@ from assay.zoo.surgery import DEPTH, PLANTINGS, WAYS, broken, seasoned, tokens, 
 
 FAMILIES = ("llama", "llama3", "mistral", "qwen2", "qwen3", "gpt2", "assay")
 # What is broken in every layer shows in the first.
-IN_EVERY_LAYER = {"another model's rotary base", "rope scaling left out", "position not carried on", "padding seen", "padding counted as positions"}
+IN_EVERY_LAYER = {"another model's rotary base", "rope scaling left out", "position not carried on", "padding seen",
+                  "padding counted as positions"}
 torch.set_num_threads(1)
 
 
@@ -181,7 +182,7 @@ def test_rounding_is_measured_on_the_model_at_hand():
 def test_one_token_is_enough_and_is_named():
     """Too little to show in the mean over all tokens."""
     model = seasoned("llama")
-    block(model, 1).mlp.down.register_forward_hook(lambda _, __, out: out * torch.ones(2, 40, 1).index_put(
+    block(model, 1).mlp.down.register_forward_hook(lambda module, given, out: out * torch.ones(2, 40, 1).index_put(
         (torch.tensor(0), torch.tensor(7)), torch.tensor(1 + 8e-6)))
     first = compare(whole("llama"), plainly(model), torch.float32).first
     assert first is not None
