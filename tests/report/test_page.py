@@ -54,6 +54,7 @@ def seen(page: str) -> Seen:
 def charts_of(page: str) -> dict[str, list[dict[str, Any]]]:
     found = re.search(r'<script type="application/json" id="charts">(.*?)</script>', page, re.DOTALL)
     assert found
+    assert not set("<>&") & set(found[1])
     return {"|".join(curve["key"] for curve in chart): chart for chart in json.loads(found[1])}
 
 
@@ -137,6 +138,7 @@ def test_hostile_text_is_shown_and_inert(tmp_path: Path):
     assert not [name for _, attributes in found.elements for name in attributes if name.startswith("on") or name in ("src", "action")]
     assert all((attributes.get("href") or "#").startswith("#") for _, attributes in found.elements)
     assert found.text.count("window.pwned=1") >= 8
+    assert HOSTILE in charts_of(page)
     assert "\u202e" not in page
     assert "\x00" not in page
 
@@ -235,15 +237,17 @@ def test_curves_of_reinforcement_learning_have_their_bands(tmp_path: Path):
 
 def test_a_long_run_is_thinned_to_means_between_least_and_greatest(tmp_path: Path):
     run = a_run(tmp_path / "run")
-    rows = [{"step": step, "loss": float(step % 10)} for step in range(12_000)]
+    rows: list[dict[str, Any]] = [{"step": step, "loss": float(step % 10)} for step in range(12_000)]
     rows[5000]["loss"] = 1000.0
+    rows[7003]["loss"] = "nan"
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     page = report(read_run(run))
     [loss] = charts_of(page)["loss"]
     assert len(loss["x"]) == 1200
     assert loss["y"][0] == 4.5
     assert (loss["low"][0], loss["high"][0]) == (0, 9)
-    assert max(loss["high"]) == 1000
+    assert loss["high"][500] == 1000
+    assert [loss[name].index(None) for name in ("y", "low", "high")] == [700] * 3
     assert "each point is the mean of 10 steps" in seen(page).text
 
 
