@@ -45,7 +45,8 @@ def report(record: Record, parent: Record | None = None, evaluations: Sequence[E
 def _header(record: Record, saved: Sequence[Saved]) -> Html:
     now = standing(record)
     taken = steps_taken(record)
-    ancestors = [found for one in saved if (found := one.ancestor("parent"))]
+    made = [one for one in saved if one.name.startswith("step-")] or saved  # what was handed over comes from one of these
+    ancestors = [found for one in made if (found := one.ancestor("parent") or one.ancestor("base"))]
     parent = f"{'/'.join(PurePath(ancestors[0]['path']).parts[-3:])} ({ancestors[0]['weights'][:12]})" if ancestors else None
     facts = [("recipe", record.recipe), ("steps", "unknown" if taken is None else f"{taken:,}"),
              ("held out", held_out(record) or "unknown"), ("last proven", last_proven(record) or "none"),

@@ -147,9 +147,9 @@ def saved_in(run: Path) -> tuple[list[Saved], list[str]]:
 
 
 def newest_manifest(run: Path) -> dict[str, Any]:
-    """Of the last step, or of what was handed over; empty where none can be read. Loads no tensor library."""
-    places = [*sorted((run / "checkpoints").glob("step-*/manifest.json"), key=lambda path: (len(path.parent.name), path.parent.name)),
-              run / "model" / "manifest.json"]
+    """Of the last step, or of what was handed over without any (an edit); empty where none can be read. Loads no tensor library."""
+    by_step = sorted((run / "checkpoints").glob("step-*/manifest.json"), key=lambda path: (len(path.parent.name), path.parent.name))
+    places = [run / "model" / "manifest.json", *by_step]
     for place in reversed([path for path in places if path.is_file()]):
         try:
             return sealed.unseal(durable.read_file(place, limit=LIMIT), where=str(place), indent=1)

@@ -10,6 +10,8 @@ import pytest
 
 from assay.report import board as module
 from assay.report.board import board
+from assay.report.page import report
+from assay.report.record import read_run
 from assay.store.ledger import Ledger
 from assay.verbs import report as report_verb
 from assay.verbs import runs as runs_verb
@@ -74,7 +76,9 @@ def test_the_parent_is_named_by_digest_once_a_manifest_does(tmp_path: Path):
     run = a_run(tmp_path / "run")
     assert board(run)[0].parent == "base"
     a_checkpoint(run / "checkpoints" / "step-000040", 1.0, parent={"weights": "a" * 64, "path": "models/base"}, step=40)
+    a_checkpoint(run / "model", 1.0, parent={"weights": "b" * 64, "path": "run/checkpoints/step-000040"}, change="same")
     assert board(run)[0].parent == "models/base (aaaaaaaaaaaa)"
+    assert "<dd>models/base (aaaaaaaaaaaa)</dd>" in report(read_run(run))
 
 
 def test_the_verbs_print_tables_json_and_where_the_page_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
