@@ -188,7 +188,7 @@ class Reinforcement(Training):
         return (proven if apart <= floor.bound_alone else refuted)("fork", words, apart=str(apart))
 
     def parent(self) -> Artifact:
-        """Opened anew: on a CPU the tensors that the run began with are the ones that it trains."""
+        """Opened anew: what a gain is measured from is what lies on the disk."""
         parent = self.beginning.parent
         found = open_artifact(parent.path, base=None if parent.base is None else parent.base.path)
         if found.digest != parent.digest:
@@ -207,8 +207,7 @@ class Reinforcement(Training):
     def data_facts(self, step: int) -> dict[str, Any]:
         reference = None if self.reference is None else {"step": self.reference.step, "weights": self.reference.digest}
         return {"prompts": self.prompts.digest, "tokenizer": self.beginning.tokenizer.digest, "seed": self.config.seed,
-                "examples": len(self.prompts.train), "held_out": len(self.prompts.held_out), "reference": reference,
-                "fork": self.fork}
+                "examples": len(self.prompts.train), "held_out": len(self.prompts.held_out), "reference": reference}
 
     def data_verdicts(self) -> list[Verdict]:
         every = (*self.prompts.train, *self.prompts.held_out)
@@ -218,7 +217,7 @@ class Reinforcement(Training):
                            count_tokens=lambda text: len(encode(text)))]
 
     def same_data(self, recorded: Mapping[str, Any]) -> Verdict:
-        self.recorded_reference, self.fork = recorded["reference"], recorded["fork"]
+        self.recorded_reference = recorded["reference"]
         words = f"the prompts are {self.prompts.digest[:12]} now, the run began with {recorded['prompts'][:12]}"
         if recorded["prompts"] != self.prompts.digest:
             return refuted("same data", f"{words}: a file, the template or the split is another; give them back, or begin a new run")

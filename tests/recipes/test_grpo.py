@@ -119,15 +119,11 @@ def test_the_reference_is_the_fork_and_the_policy_leaves_it(form: str, request: 
     assert (tmp_path / "run" / "adapter").exists() is (form == "adapter")
 
 
-@pytest.mark.parametrize(("form", "changed"), [
-    ("whole", {"refill": 1, "kl": "shift", "scale": "batch", "normalise": "constant", "samples": 3}),
-    ("adapter", {"inner": 2, "kl_window": 2, "steps": 8, "entropy_weight": 0.01, "entropy_decay": 0.9, "ratio": "sequence",
-                 "normalise": "sequence", "mask_truncated": True, "overlong": 4, "lr": 2e-3})])
-def test_killed_and_resumed_is_the_uninterrupted_run_bit_for_bit(form: str, changed: dict[str, Any], request: pytest.FixtureRequest,
-                                                                 tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_interrupted_and_resumed_is_the_uninterrupted_run_bit_for_bit(adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """An adapter, two updates a rollout, a reference that trails; a signal in the midst of a rollout waits for its end."""
     unproven(monkeypatch, Believer)
-    parent = request.getfixturevalue(form)
-    uncut, cut = (options(parent, tmp_path / name, **changed) for name in ("uncut", "cut"))
+    uncut, cut = (options(adapter, tmp_path / name, inner=2, kl_window=2, steps=6, entropy_weight=0.01, entropy_decay=0.9,
+                          ratio="sequence", normalise="sequence", mask_truncated=True, overlong=4, lr=2e-3) for name in ("uncut", "cut"))
     reinforced(uncut)
     over = Reinforcement.over
 
@@ -139,14 +135,15 @@ def test_killed_and_resumed_is_the_uninterrupted_run_bit_for_bit(form: str, chan
     with monkeypatch.context() as patch:
         patch.setattr(Reinforcement, "over", struck)
         assert recipe.grpo(cut, lambda _: None) == ([], 15)
-    assert rows(tmp_path / "cut" / "metrics.jsonl")[-1]["step"] == (3 if changed.get("inner") == 2 else 2)  # never within a rollout
+    assert rows(tmp_path / "cut" / "metrics.jsonl")[-1]["step"] == 3
     reinforced(cut)
-    assert left_by(cut, cut.steps or 0) == left_by(uncut, uncut.steps or 0)
+    assert left_by(cut, 6) == left_by(uncut, 6)
 
 
 def test_torn_away_after_a_step_and_resumed_is_the_same(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """No last save: the newest checkpoint is two steps old, and its samples and metrics are taken back."""
-    uncut, cut = (options(whole, tmp_path / name) for name in ("uncut", "cut"))
+    """The whole model, and no last save: the newest checkpoint is two steps old, and its samples and metrics are taken back."""
+    uncut, cut = (options(whole, tmp_path / name, refill=1, kl="shift", scale="batch", normalise="constant", samples=3)
+                  for name in ("uncut", "cut"))
     reinforced(uncut)
 
     class Torn(Exception):
@@ -169,9 +166,10 @@ def test_torn_away_after_a_step_and_resumed_is_the_same(whole: Path, tmp_path: P
 def test_rewards_that_never_differ_move_nothing_and_are_no_fault(adapter: Path, tmp_path: Path):
     """Too hard a task: the run goes on until it is sure, says so, and claims nothing."""
     write(tmp_path / "hard.jsonl", [{"prompt": f"{a}+{b}=", "gold": "99"} for a in range(10) for b in range(10)])
-    config = options(adapter, tmp_path / "run", data=(str(tmp_path / "hard.jsonl"),), steps=2)
+    config = options(adapter, tmp_path / "run", data=(str(tmp_path / "hard.jsonl"),), steps=2, refill=2)
     gain = reinforced(config)[-1]
     assert "not shown" in gain.reason
+    assert [row["groups"] for row in steps_of(config)] == [12, 12]  # four places, each filled three times
     assert [row["grad_norm"] for row in steps_of(config)] == [0.0, 0.0]
     first, last = (open_checkpoint(step_folder(tmp_path / "run" / "checkpoints", step)) for step in (0, 2))
     assert first.manifest["tensors"]["adapter_model.safetensors"] == last.manifest["tensors"]["adapter_model.safetensors"]
@@ -306,11 +304,11 @@ def test_an_adapter_that_is_not_whole_is_not_forked(fault: str, adapter: Path, t
 def test_a_trailing_reference_is_a_function_of_the_step_and_its_checkpoints_stay(adapter: Path, tmp_path: Path,
                                                                                 monkeypatch: pytest.MonkeyPatch):
     unproven(monkeypatch, Believer)
-    config = options(adapter, tmp_path / "run", kl_window=5, checkpoint_every=1, steps=8, eval_every=8, lr=2e-3)
+    config = options(adapter, tmp_path / "run", kl_window=3, checkpoint_every=1, steps=6, eval_every=6, lr=2e-3)
     reinforced(config)
     followed = [event["step"] for event in events(config, "reference") if "weights" in event]
     assert followed == [0, 1, 2]
-    assert next(int(path.name[5:]) for path in steps(tmp_path / "run" / "checkpoints")) == 2  # step 7 was compared with it
+    assert next(int(path.name[5:]) for path in steps(tmp_path / "run" / "checkpoints")) == 2  # the last step was compared with it
 
 
 def test_a_trailing_reference_must_be_proven(adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
