@@ -35,11 +35,11 @@ def run(flags: FLAGS) -> int:
     failed += artifacts.not_refused(checkpoint, folder / "broken")
     say("5. a model is pretrained on made-up text, killed on the way, and resumed; another one is left alone")
     failed += pretraining.pretrained(folder)
-    say("6. sums are taught to the whole model, to an adapter on it, which is forked, and by the model to a student of half its depth")
+    say("6. sums are taught to the whole model, to an adapter on it, which is forked, and by the model to a student that knows nothing")
     failed += tuning.tuned(checkpoint, folder)
     say("7. exact answers are reinforced, and what that was worth is evaluated, compared and probed beside the parent")
     failed += policy.reinforced(folder) or policy.measured(folder)
-    say("8. a fact is edited and the edit traced; a text is read by a model that learns while it reads")
+    say("8. two facts are edited and the edits traced; a text is read by a model that learns while it reads")
     failed += [*changes.edited(folder), *changes.read_and_learned(checkpoint, folder)]
     say("9. one page for the run, and a table of all of them")
     failed += policy.told(folder)

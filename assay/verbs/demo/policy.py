@@ -29,6 +29,7 @@ def measured(folder: Path) -> list[str]:
         return [*failed, "the comparison"]
     prompts = write(folder / "prompts.jsonl", [{"prompt": f"{a}+{b}="} for a, b in ((1, 2), (3, 4), (5, 5), (8, 1))])
     called("probe", models["grpo"], "--against", models["sft"], "--prompts", str(prompts), "-n", "4", "--max-new", "8", "--device", "cpu")
+    print("   a model this small knows sums and nothing else: the probe says so, and that the child is not shown worse than its parent")
     return []
 
 

@@ -1,4 +1,4 @@
-"""Fine-tuning: sums are taught to the whole model and to an adapter, the adapter is forked, a smaller student is taught by the first."""
+"""Fine-tuning: sums are taught to the whole model and to an adapter, the adapter is forked, another student is taught by the first."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -32,7 +32,7 @@ def tuned(base: Path, folder: Path) -> list[str]:
         return ["the adapter"]
     parent = ["--from", str(last_checkpoint(adapter)), "--optimizer-state", "fresh"]
     failed = ["the fork"] if called("sft", *parent, "--out", str(folder / "fork"), "--steps", "10", "--lr", "1e-3", *data) else []
-    student = ["--teacher", str(whole / "model"), "--student-layers", "1", "--steps", "40", "--lr", "3e-3"]
+    student = ["--teacher", str(whole / "model"), "--student", str(base), "--steps", "40", "--lr", "3e-3"]
     return [*failed, "the student"] if called("distill", *student, "--out", str(folder / "student"), *data) else failed
 
 
