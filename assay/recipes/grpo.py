@@ -156,7 +156,8 @@ class Reinforcement(Training):
     def measure_floor(self) -> None:
         """Of the longest texts of the rehearsal. It grows with the logits, and with how rare what was said is."""
         texts = sorted(((*prompt.ids, *completion.ids) for prompt, completion in self.rehearsed), key=len)[-FLOOR_TEXTS:]
-        found = measure_floor(self.model, texts, self.config.temperature)
+        with torch.compiler.set_stance("force_eager"):  # token by token, every length would be compiled anew
+            found = measure_floor(self.model, texts, self.config.temperature)
         rarest = max(-logprob for _, completion in self.rehearsed for logprob in completion.logprobs)
         self.experience.floor = replace(found, most=max(found.most, LAST_BITS * rarest))
 
