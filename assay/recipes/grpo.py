@@ -271,9 +271,9 @@ class Reinforcement(Training):
                             seconds=round(self.pace.clock.seconds, 3))
         if read:
             now = self.history[-1]
-            shown = (f"{name} {now[key]:.4g}" for name, key in (("reward", "reward"), ("± ", "reward_std"), ("length",
+            shown = (f"{name} {now[key]:.4g}" for name, key in (("reward", "reward"), ("±", "reward_std"), ("length",
                      "completions/mean_length"), ("kl", "kl"), ("entropy", "entropy")) if key in now)
-            self.run.progress(self.done, self.pace.stop_at, "  ".join(shown), self.pace.clock.seconds)
+            self.run.progress(read[-1].step.index + 1, self.pace.stop_at, "  ".join(shown), self.pace.clock.seconds)
 
     def due(self) -> bool:
         return self.done % self.config.inner == 0 and (super().due() or self.done == self.config.inner or self.done % self.eval_every == 0)
