@@ -10,6 +10,7 @@ import torch
 
 from assay.cli import run as assay
 from assay.errors import GuardStop, UsageError
+from assay.generate.sampler import Sampling, sample
 from assay.model.lora import LoraLinear
 from assay.recipes import beginning, handover, run, sft, tuning
 from assay.recipes.options import Sft
@@ -173,6 +174,24 @@ def test_other_conversations_are_another_run(home: Path, tmp_path: Path, monkeyp
     data.write_text(data.read_text().replace('"10"', '"11"'))
     with pytest.raises(GuardStop, match="a file, the template or the split is another"):
         sft.sft(config, lambda _: None)
+
+def test_transformers_and_peft_say_the_same_words(home: Path, tmp_path: Path):
+    """The folders as other people open them: greedy text, not logits."""
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    tuned(options(home, tmp_path / "run", lora_r=4))
+    base = transformers.AutoModelForCausalLM.from_pretrained(home / "base", dtype=torch.float32)
+    theirs = {"model": transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model", dtype=torch.float32),
+              "adapter": peft.PeftModel.from_pretrained(base, tmp_path / "run" / "adapter")}
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
+    for name, model in theirs.items():
+        saved = open_artifact(tmp_path / "run" / name)
+        assert saved.tokenizer is not None
+        for prompt in ("3+4=", "11+5="):
+            ids = saved.tokenizer.encode(prompt)
+            assert tokenizer(prompt, add_special_tokens=False)["input_ids"] == ids
+            ours, = sample(build(saved), [ids], saved.stops.stop_ids, Sampling(max_new=12, temperature=0))
+            said = model.eval().generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False, pad_token_id=0)
+            assert said[0, len(ids):].tolist() == list(ours.ids), name
 
 # ---------------------------------------------------------------- forks
 
