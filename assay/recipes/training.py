@@ -6,6 +6,7 @@ which batches, which facts about the data stand in a checkpoint, and which verdi
 
 import contextlib
 import dataclasses
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, Protocol
@@ -71,7 +72,7 @@ class Parts:
     look_first: bool = False  # at what the run begins with: what it was worth before is part of the result
 
 
-class Training:
+class Training(ABC):
     def __init__(self, config: Any, parts: Parts):
         self.config, self.parts = config, parts
         self.run, self.model, self.optimizer, self.source = parts.run, parts.model, parts.optimizer, parts.source
@@ -83,17 +84,17 @@ class Training:
 
     # ---------------------------------------------------------------- what a recipe answers
 
+    @abstractmethod
     def data_facts(self, step: int) -> dict[str, Any]:
         """What a checkpoint says of the data that was read up to `step`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def data_verdicts(self) -> list[Verdict]:
         """Before the first step of a sitting."""
-        raise NotImplementedError
 
+    @abstractmethod
     def same_data(self, recorded: Mapping[str, Any]) -> Verdict:
         """Whether the data is what a checkpoint's `data_facts` say."""
-        raise NotImplementedError
 
     def rehearsals(self, batch: Batch) -> list[Verdict]:
         """What the objective must show on one real batch. Next-token losses are compared with their naive twin."""

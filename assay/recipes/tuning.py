@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -95,8 +96,9 @@ class Tuned(Training):
 
     # ---------------------------------------------------------------- what a recipe answers
 
+    @abstractmethod
     def objective(self, config: Any, device: str, say: Callable[[str], None]) -> Objective:
-        raise NotImplementedError
+        """The loss that this recipe lowers."""
 
     def naming_parent(self, config: Any, say: Callable[[str], None]) -> Tuning:
         """The options with the model that is to be trained, where the recipe makes it first."""
