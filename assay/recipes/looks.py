@@ -52,7 +52,8 @@ class Looks:
         named = {} if weight_set is None else {"eval_weight_set": weight_set}
         scored = found.estimate
         unit = found.unit.replace(" ", "_")
-        self.run.record(step - 1, eval_loss=found.loss, **named, **{f"eval_{unit}": scored.mean}, eval_low=scored.low, eval_high=scored.high, eval_documents=scored.n, **({} if self.also is None else self.also(model)))
+        self.run.record(step - 1, eval_loss=found.loss, **named, **{f"eval_{unit}": scored.mean}, eval_low=scored.low,
+                        eval_high=scored.high, eval_documents=scored.n, **({} if self.also is None else self.also(model)))
         of = f" ({weight_set} weights)" if weight_set else ""
         self.run.say(f"step {step}: held-out {scored} {found.unit}{of}, train loss {train:.4f}")
         self._say_gap(step)
