@@ -129,7 +129,7 @@ def replace_file(path: Path, data: bytes) -> None:
     """`path` holds `data`, or what it held before: never a mixture, and for good once this returns."""
     with told(path):
         sweep(path.parent)
-        temporary, held = _claim(path, _claim_file)
+        temporary, held = claim_file(path)
         renamed = False
         try:
             write_all(held, memoryview(data))
@@ -263,6 +263,11 @@ def reading(path: Path) -> Iterator[None]:
         yield
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         raise ArtifactError(f"{path}: cannot be read: {_reason(error)}; check the disk and the permissions") from None
+
+
+def claim_file(final: Path) -> tuple[Path, int]:
+    """A new temporary file beside `final` that no sweeper takes, and the descriptor that holds its lock until it is closed."""
+    return _claim(final, _claim_file)
 
 
 def _claim(final: Path, claim: Callable[[Path], int | None]) -> tuple[Path, int]:

@@ -305,11 +305,8 @@ def _new_file(path: Path) -> Iterator[Path]:
     disk = durable.disk
     with durable.told(path):
         durable.make_folder(path.parent)
-        temporary = path.with_name(f"{durable.PARTIAL}{path.name}-{os.getpid()}")
-        held = disk.create(temporary)
+        temporary, held = durable.claim_file(path)
         try:
-            with contextlib.suppress(OSError):  # only against a sweep by another writer; some filesystems have none
-                disk.lock(held)
             yield temporary
             disk.sync(held)
             disk.rename(temporary, path)
