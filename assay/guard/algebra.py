@@ -15,12 +15,12 @@ from torch import Tensor
 
 from assay.data.batch import Batch
 from assay.errors import DataError
-from assay.guard.parity import ROWS, gradients, logits
-from assay.guard.parity import _compared as compared
+from assay.guard.parity import ROWS, compared, gradients, logits
 from assay.learn.advantage import STD_FLOOR, Advantages, Normalise, Reward
 from assay.learn.objectives import Objective
 from assay.learn.policy import Surrogate
 from assay.model.attention import PADDING
+from assay.model.placement import exactly
 from assay.model.transformer import Transformer
 from assay.seeds import generator
 from assay.verdict import Verdict, proven, refuted, unproven
@@ -59,14 +59,16 @@ def check_policy_loss(model: Transformer, objective: Objective, batch: Batch, as
     """The objective, with the batch's weights and divisor, is the surrogate that was asked for, in value and in gradient.
 
     On the batch's own tokens, with made-up advantages and with behaviour and reference moved away from the policy, so that
-    every term of the loss is there to be compared.
+    every term of the loss is there to be compared. In fp32: of a loss whose terms cancel, bf16 leaves little but rounding.
     """
     if not batch.weight.any():
         return unproven("policy_loss", "no token of the batch counts; give a batch with something to learn from")
-    shown = _shown(model, _few(batch), asked.temperature)
-    ours = gradients(model, lambda: objective(model, shown).total / (float(shown.weight.sum()) if shown.divisor is None else shown.divisor))
-    naive = gradients(model, lambda: naive_policy_loss(model, shown, asked, normalise, cap))
-    return compared("policy_loss", "the objective and the surrogate that was asked for", ours, naive, model)
+    with exactly(model):
+        shown = _shown(model, _few(batch), asked.temperature)
+        weight = float(shown.weight.sum()) if shown.divisor is None else shown.divisor
+        ours = gradients(model, lambda: objective(model, shown).total / weight)
+        naive = gradients(model, lambda: naive_policy_loss(model, shown, asked, normalise, cap))
+        return compared("policy_loss", "the objective and the surrogate that was asked for", ours, naive, model)
 
 
 def check_directions(model: Transformer, objective: Objective, batch: Batch, asked: Surrogate) -> Verdict:

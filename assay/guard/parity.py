@@ -2,6 +2,10 @@
 
 The naive twins here are written out on purpose. `naive_loss` shares with the code it judges the model's `hidden` and `logits`
 alone; `naive_logits`, which judges those, shares the layers' own products and norms.
+
+What is one and the same by arithmetic is compared in fp32, whatever the run computes in: in bf16 two right ways to compute a
+gradient of SmolLM2 were 5 % apart, by the rounding of 30 layers, and a bound above that would forgive real faults. That the run's
+own precision, compiled and captured as it will run, comes near that is a check of its own.
 """
 
 import contextlib
@@ -17,6 +21,7 @@ from assay.data.batch import Batch
 from assay.learn import loop
 from assay.learn.loop import Accumulate
 from assay.learn.objectives import Objective
+from assay.model.placement import exactly
 from assay.model.transformer import Attention, Block, Transformer, rotate
 from assay.verdict import Outcome, Verdict, proven, refuted
 
@@ -25,22 +30,25 @@ Naive = Callable[[Transformer, Batch], Tensor]  # an objective written out: the 
 
 # Relative error that rounding explains: fp32 sums in another order, or bf16 products in another order.
 BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+# Relative error of all gradients together, bf16 as it runs against fp32. A gradient that is doubled, halved or another's is beyond it.
+ROUNDING = 0.3
 ROWS = 4  # of the batch: enough to have ragged parts
 LOUD = 0.2  # standard deviation of the logits in soft caps, for the checks that must see the cap
 COLUMNS = 2048  # of a row that attention is written out for: its cost grows with their square
 
 
 def preflight(model: Transformer, objective: Objective, batch: Batch, accumulate: Accumulate | None = None,
-              naive: Naive | None = None) -> list[Verdict]:
-    """Every check of this file. The model's weights, gradients and mode are as before afterwards.
+              naive: Naive | None = None, teacher: Transformer | None = None) -> list[Verdict]:
+    """Every check of this file but `check_precision`. The model's weights, gradients and mode are as before afterwards.
 
     `accumulate` is what the loop will be given: what is checked must be what runs. `naive` is the objective written
-    out; without it, next-token cross-entropy.
+    out; without it, next-token cross-entropy. `teacher` is another model that the objective asks.
     """
     batch = sample_rows(batch)
-    return [check_attention(model, batch), check_loss(model, objective, batch, naive),
-            check_accumulation(model, objective, batch, accumulate), check_isolation(model, batch),
-            check_padding(model, objective, batch), check_determinism(model, objective, batch)]
+    with exactly(model, *([] if teacher is None else [teacher])):
+        exact = [check_loss(model, objective, batch, naive), check_accumulation(model, objective, batch, accumulate)]
+    return [check_attention(model, batch), *exact, check_isolation(model, batch), check_padding(model, objective, batch),
+            check_determinism(model, objective, batch)]
 
 
 @torch.no_grad()
@@ -64,7 +72,7 @@ def check_loss(model: Transformer, objective: Objective, batch: Batch, naive: Na
         ours = gradients(model, lambda: objective(model, uneven).total / uneven.weight.sum())
         written_out = gradients(model, lambda: (naive or naive_loss)(model, uneven))
     twin = "plain cross-entropy" if naive is None else "its formula written out"
-    return _compared("loss", f"the objective and {twin}", ours, written_out, model)
+    return compared("loss", f"the objective and {twin}", ours, written_out, model)
 
 
 def check_accumulation(model: Transformer, objective: Objective, batch: Batch, accumulate: Accumulate | None = None) -> Verdict:
@@ -73,6 +81,13 @@ def check_accumulation(model: Transformer, objective: Objective, batch: Batch, a
     full = _accumulation(model, objective, batch, accumulate, rows=len(batch))
     short = _accumulation(model, objective, batch, accumulate, rows=max(1, len(batch) // 2))  # as at the end of an epoch
     return full if full.outcome is Outcome.REFUTED else short
+
+
+def check_precision(model: Transformer, objective: Objective, batch: Batch, found: Gradients, *others: Transformer) -> Verdict:
+    """`found`, made as the run makes it of this batch's mean loss, is near what fp32 gives, row by row and uncompiled."""
+    with exactly(model, *others):
+        due = gradients(model, lambda: loop.accumulated(model, objective, batch, 1, float(batch.weight.sum())), backward=False)
+    return _compared("precision", f"the loss in {model.compute_dtype} as it will run, and in fp32", found, due, ROUNDING)
 
 
 @torch.no_grad()
@@ -201,7 +216,7 @@ def _accumulation(model: Transformer, objective: Objective, batch: Batch, accumu
     weight = float(ragged.weight.sum())
     parts = gradients(model, lambda: accumulate(model, objective, next(ragged.split(rows)), 1, weight), backward=False)
     whole = gradients(model, lambda: objective(model, ragged).total / weight)
-    return _compared("accumulation", f"{rows} rows one at a time, and all at once", parts, whole, model)
+    return compared("accumulation", f"{rows} rows one at a time, and all at once", parts, whole, model)
 
 
 def _uneven(weight: Tensor) -> Tensor:
@@ -216,9 +231,13 @@ def _ragged(weight: Tensor) -> Tensor:
     return weight * keep
 
 
-def _compared(check: str, what: str, one: Gradients, two: Gradients, model: Transformer) -> Verdict:
+def compared(check: str, what: str, one: Gradients, two: Gradients, model: Transformer) -> Verdict:
+    """Within the rounding of what the model computes in."""
+    return _compared(check, what, one, two, _bound(model))
+
+
+def _compared(check: str, what: str, one: Gradients, two: Gradients, bound: float) -> Verdict:
     """In fp32 tensor by tensor. In bf16 all gradients together: rounding alone moves a small one by more than any bound."""
-    bound = _bound(model)
     if one[1].keys() != two[1].keys():
         return refuted(check, f"{what} reach different parameters: {sorted(one[1].keys() ^ two[1].keys())[:3]}")
     value = abs(one[0] - two[0]) / max(abs(two[0]), 1e-9)

@@ -49,7 +49,7 @@ def preflight(student: Transformer, objective: Objective, batch: Batch, blend: B
                 *parity.preflight(student, objective, batch, accumulate, naive_stored(blend))]
     before = parameter_digests(teacher)
     with loud(teacher, batch):  # a missing soft cap of the teacher's must show too
-        parity_verdicts = parity.preflight(student, objective, batch, accumulate, naive_distillation(teacher, blend))
+        parity_verdicts = parity.preflight(student, objective, batch, accumulate, naive_distillation(teacher, blend), teacher)
         mean = gradients(student, lambda: objective(student, batch).total / batch.weight.sum())
     return [vocabulary, check_teacher(student, teacher, batch, blend), check_answers(teacher, batch),
             check_signal(student, objective, batch, teacher), check_gradients(mean[1], trained), check_frozen(teacher, before),

@@ -19,7 +19,7 @@ WARM_UP = 3  # eager passes before capture: compilation, library handles and aut
 
 class GraphedAccumulate:
     """A twin of `loop.accumulated` for CUDA: a graph for the first micro-batch of a step, whose gradients replace those of the
-    step before, and one for the others, whose gradients are added; each for every shape of micro-batch there is."""
+    step before, and one for the others, whose gradients are added; each for every dtype and shape of micro-batch there is."""
 
     def __init__(self) -> None:
         self._first: dict[tuple, _Captured] = {}
@@ -31,7 +31,7 @@ class GraphedAccumulate:
         opening: tuple | None = None
         for part in batch.split(micro):
             on_device = part.to(device, non_blocking=True)
-            shape = tuple((name, tuple(tensor.shape)) for name, tensor in tensors(on_device).items())
+            shape = (model.compute_dtype, *((name, tuple(tensor.shape)) for name, tensor in tensors(on_device).items()))
             if opening is None:
                 graphs, key, opening = self._first, shape, shape
             else:  # it adds to the buffers that belong to this step's first graph

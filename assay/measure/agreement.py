@@ -14,6 +14,7 @@ from assay.data.teacher import Id, spans
 from assay.errors import DataError
 from assay.learn.distill import capped_logits, chunks, coarse_kl, flat_states, shared_vocab
 from assay.measure.estimate import Estimate, clustered, ratio
+from assay.model.placement import uncompiled
 from assay.model.transformer import Transformer
 
 
@@ -59,7 +60,8 @@ def stored_agreement(student: Transformer, batches: Iterable[Batch], *, temperat
 def _by_document(student: Transformer, batches: Iterable[Batch], compared: Callable[[Batch], Sequence[Tensor]]) -> Agreement:
     device, sums = student.embed.weight.device, dict[Id, NDArray[np.float64]]()
     for batch in batches:
-        found = compared(batch.to(device))
+        with uncompiled():
+            found = compared(batch.to(device))
         counts = (batch.weight != 0).cpu().numpy()
         values = np.stack([counts, *(np.where(counts, stream.double().cpu().numpy(), 0) for stream in found)])
         for id, row, start, stop in spans(batch):

@@ -15,6 +15,7 @@ from assay.data.held_out import DocumentLosses, document_losses, held_out_batche
 from assay.learn.objectives import Objective, next_token
 from assay.measure.estimate import Estimate, bits_per_byte, ratio
 from assay.model.attention import PADDING
+from assay.model.placement import uncompiled
 from assay.model.transformer import Transformer
 
 
@@ -64,7 +65,8 @@ def _scored(model: Transformer, batches: Iterator[Batch], rows: int, objective: 
     model.eval()
     try:
         for batch in batches:
-            result = objective(model, _filled(batch, rows).to(device))
+            with uncompiled():
+                result = objective(model, _filled(batch, rows).to(device))
             assert result.losses is not None
             yield batch, result.losses[: len(batch)]
     finally:
@@ -72,7 +74,7 @@ def _scored(model: Transformer, batches: Iterator[Batch], rows: int, objective: 
 
 
 def _filled(batch: Batch, rows: int) -> Batch:
-    """The last batch with rows of padding: one shape, so that nothing is compiled anew for it."""
+    """The last batch with rows of padding: of another shape, products would be rounded otherwise."""
     missing = rows - len(batch)
     if not missing:
         return batch

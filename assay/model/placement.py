@@ -1,5 +1,8 @@
 """Where a model lives and in what it computes: the only file that knows devices, compilation and compute dtypes."""
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 
 from assay.errors import UsageError
@@ -24,3 +27,24 @@ def place_for_training(model: Transformer, device: str, *, compute: torch.dtype 
         for block in model.blocks:
             block.compile(dynamic=False)
     return model
+
+
+@contextlib.contextmanager
+def uncompiled() -> Iterator[None]:
+    """As the code is written: what runs a few times, each time in another shape, is not worth seconds of compilation."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@contextlib.contextmanager
+def exactly(*models: Transformer) -> Iterator[None]:
+    """In fp32 and uncompiled: two ways to compute one thing then differ by what they compute, and hardly by rounding."""
+    kept = [model.compute_dtype for model in models]
+    for model in models:
+        model.compute_dtype = torch.float32
+    try:
+        with uncompiled():
+            yield
+    finally:
+        for model, dtype in zip(models, kept, strict=True):
+            model.compute_dtype = dtype

@@ -128,6 +128,9 @@ class Distillation(Taught):
         return guard.preflight(self.model, teacher.objective, batch, teacher.blend, teacher=teacher.model, accumulate=self.accumulate,
                                tokenizers=(self.beginning.tokenizer.digest, teacher.tokenizer), reachable=self.parts.form.reachable())
 
+    def consulted(self) -> list[Transformer]:
+        return [] if self.teacher.model is None else [self.teacher.model]
+
     def begin(self) -> None:
         """What the teacher is worth on all that is held out is said once, before the student has learned anything from it."""
         super().begin()

@@ -14,6 +14,7 @@ from assay.data.consumed import ids_digest
 from assay.errors import GuardStop
 from assay.generate.weights import fingerprint
 from assay.guard.algebra import check_directions, check_policy_loss
+from assay.guard.parity import Gradients
 from assay.guard.policy import check_floor, check_on_policy, check_reference, measure_floor
 from assay.guard.reward import preflight
 from assay.guard.rollouts import check_seeds, stops, warnings
@@ -169,6 +170,11 @@ class Reinforcement(Training):
                     check_directions(self.model, self.tally, self.shown, asked), self.check_seeds_count()]
         self.tally.take()  # what was measured on the way is of no step
         return [*verdicts, self.check_fork()] if self.start == 0 else verdicts
+
+    def precision(self, batch: Batch, found: Gradients) -> list[Verdict]:
+        """Not asked: before the first rewards a policy's gradient is the sum of terms that cancel, and rounding is what is left of it.
+        What is asked of precision here is that sampler and trainer agree."""
+        return []
 
     def check_seeds_count(self) -> Verdict:
         prompts = [prompt for prompt, _ in self.rehearsed][:: self.config.group]

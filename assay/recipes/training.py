@@ -17,7 +17,7 @@ from torch import Tensor
 from assay.data.batch import Batch
 from assay.data.consumed import ids_digest
 from assay.data.order import Planned, planned
-from assay.guard.parity import gradients, preflight, sample_rows
+from assay.guard.parity import Gradients, check_precision, gradients, preflight, sample_rows
 from assay.guard.resume import check_resumed
 from assay.guard.update import LEARNING, Account, check_gradients, check_optimizer, check_steps, check_weights
 from assay.guard.watch import Read, Watch, check_detectors
@@ -27,6 +27,7 @@ from assay.learn.graph import GraphedAccumulate
 from assay.learn.loop import Accumulate, Step, train
 from assay.learn.objectives import Objective
 from assay.learn.optim import load_state_tensors, state_tensors
+from assay.model.placement import uncompiled
 from assay.model.transformer import Transformer
 from assay.recipes.forms import Form
 from assay.recipes.looks import Looks
@@ -100,6 +101,15 @@ class Training(ABC):
         """What the objective must show on one real batch. Next-token losses are compared with their naive twin."""
         return preflight(self.model, self.parts.objective, batch, self.accumulate)
 
+    def precision(self, batch: Batch, found: Gradients) -> list[Verdict]:
+        """Where the run computes in less than fp32, that what it makes of a batch is near what fp32 makes of it."""
+        rounded = self.model.compute_dtype not in (None, torch.float32)
+        return [check_precision(self.model, self.parts.objective, batch, found, *self.consulted())] if rounded else []
+
+    def consulted(self) -> list[Transformer]:
+        """Other models that the objective asks."""
+        return []
+
     def rows_read(self) -> int:
         """Of the source, by all steps so far."""
         return self.done * self.source.rows
@@ -146,13 +156,18 @@ class Training(ABC):
         return planned(self.source, self.start, self.pace.budget.steps)
 
     def rehearse(self) -> None:
-        """Before the first step of a sitting: the loss is the loss, every tensor is reached and held, the alarms are awake."""
-        batch = sample_rows(self.rehearsal_batch()).to(self.device)
+        """Before the first step of a sitting: the loss is the loss, every tensor is reached and held, the alarms are awake.
+
+        One micro-batch goes through as all of the run's will: what is compiled and captured for it serves them too.
+        """
+        batch = next(self.rehearsal_batch().split(self.parts.micro)).to(self.device)
         accumulated = partial(self.accumulate, self.model, self.parts.objective, batch, len(batch), float(batch.weight.sum()))
-        _, reached = gradients(self.model, accumulated, backward=False)
+        found = gradients(self.model, accumulated, backward=False)
         form = self.parts.form
-        verdicts = [check_detectors(), *self.rehearsals(batch), check_gradients(reached, form.reachable()),
-                    check_optimizer(self.model, self.optimizer, form.trained()), *self.data_verdicts()]
+        with uncompiled():
+            verdicts = [check_detectors(), *self.rehearsals(sample_rows(batch)), *self.precision(batch, found),
+                        check_gradients(found[1], form.reachable()), check_optimizer(self.model, self.optimizer, form.trained()),
+                        *self.data_verdicts()]
         self.run.say("\n".join(f"  {verdict}" for verdict in verdicts))
         self.run.judge("preflight", verdicts)
 
