@@ -33,7 +33,7 @@ BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 # Relative error of all gradients together, bf16 as it runs against fp32. A gradient that is doubled, halved or another's is beyond it.
 ROUNDING = 0.3
 ROWS = 4  # of the batch: enough to have ragged parts
-LOUD = 0.2  # standard deviation of the logits in soft caps, for the checks that must see the cap
+LOUD = 0.2  # for the checks that must see them: standard deviation of the logits in soft caps, largest weight of a gate
 COLUMNS = 2048  # of a row that attention is written out for: its cost grows with their square
 
 
@@ -155,14 +155,17 @@ def naive_logits(model: Transformer, row: Batch) -> Tensor:
     seen = (documents[:, :, None] == documents[:, None, :]) & (distance >= 0)
     x = model.embed.weight[row.tokens] if model.position is None else model.embed.weight[row.tokens] + model.position.weight[positions]
     x = x.to(model.compute_dtype or x.dtype)
+    values: list[Tensor] = []  # of the layers so far
     for block, window in zip(cast(Iterable[Block], model.blocks), config.windows, strict=True):
-        x = x + _naive_attention(model, block.attn, block.attn_norm(x), positions, seen if window is None else seen & (distance < window))
+        within = seen if window is None else seen & (distance < window)
+        x = x + _naive_attention(model, block.attn, block.attn_norm(x), positions, within, values)
         x = x + block.mlp(block.mlp_norm(x))
     plain = (model.norm(x) @ model.head_weight().to(x.dtype).T).float()
     return plain if config.softcap is None else config.softcap * torch.tanh(plain / config.softcap)
 
 
-def _naive_attention(model: Transformer, attn: Attention, x_BTD: Tensor, positions: Tensor, seen_BTS: Tensor) -> Tensor:
+def _naive_attention(model: Transformer, attn: Attention, x_BTD: Tensor, positions: Tensor, seen_BTS: Tensor,
+                     values: list[Tensor]) -> Tensor:
     config = model.config
     q, k, v = (part.unflatten(-1, (-1, config.head_dim)) for part in attn.qkv(x_BTD).split(attn.rows, -1))
     if attn.q_norm is not None and attn.k_norm is not None:
@@ -170,10 +173,17 @@ def _naive_attention(model: Transformer, attn: Attention, x_BTD: Tensor, positio
     if model.frequencies is not None:
         angles = positions[..., None, None].float() * cast(Tensor, model.frequencies)
         q, k = (rotate(part, angles.cos(), angles.sin()) for part in (q, k))
+    values.append(v)
+    if config.value_residual and len(values) > 1:
+        own, firsts = cast(Tensor, attn.get_parameter("mix.weight")).tolist()
+        v = own * v + firsts * values[0]
     k, v = (part.float().repeat_interleave(config.heads // config.kv_heads, dim=2) for part in (k, v))
     scores_BHTS = torch.einsum("bthd,bshd->bhts", q.float(), k) / math.sqrt(config.head_dim)
     weights_BHTS = scores_BHTS.masked_fill(~seen_BTS[:, None], -math.inf).softmax(-1)
-    return attn.out(torch.einsum("bhts,bshd->bthd", weights_BHTS, v).to(x_BTD.dtype).flatten(2))
+    attended = torch.einsum("bhts,bshd->bthd", weights_BHTS, v)
+    if config.attention_gate:
+        attended = attended * (2 / (1 + torch.exp(-(x_BTD.float() @ attn.get_parameter("gate.weight").float().T))))[..., None]
+    return attn.out(attended.to(x_BTD.dtype).flatten(2))
 
 
 def gradients(model: Transformer, loss: Callable[[], Tensor], *, backward: bool = True) -> Gradients:
@@ -192,17 +202,21 @@ def gradients(model: Transformer, loss: Callable[[], Tensor], *, backward: bool 
 
 @contextlib.contextmanager
 def loud(model: Transformer, batch: Batch) -> Iterator[None]:
-    """Logits large enough for the soft cap to bend them: a fresh model's are so small that a missing cap would not show."""
+    """Logits large enough for the soft cap to bend them, and gates that weigh: in a fresh model neither's absence would show."""
     gain, cap = cast(Tensor, model.norm.weight), model.config.softcap
-    kept = gain.detach().clone()
-    if cap is not None:
-        with torch.no_grad():
+    gates = [parameter for name, parameter in model.named_parameters() if name.endswith("attn.gate.weight")]
+    kept = [parameter.detach().clone() for parameter in (gain, *gates)]
+    with torch.no_grad():
+        for gate in gates:
+            gate.copy_(torch.linspace(-LOUD, LOUD, gate.numel()).view_as(gate))
+        if cap is not None:
             gain.mul_(max(1.0, LOUD * cap / float(logits(model, batch).std())))
     try:
         yield
     finally:
         with torch.no_grad():
-            gain.copy_(kept)
+            for parameter, before in zip((gain, *gates), kept, strict=True):
+                parameter.copy_(before)
 
 
 def sample_rows(batch: Batch) -> Batch:

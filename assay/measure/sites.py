@@ -9,10 +9,10 @@ from assay.model.families import shapes
 from assay.model.transformer import ModelConfig, qkv_rows
 
 # In a layer. `query` and `key` are what attention is given, after norms of heads and rotation; `scores` are two numbers a
-# query and head, the log-sum and the entropy of what it looks at; `middle` is the residual stream between the two halves.
-IN_LAYER = ("attn norm", "q", "k", "v", "query", "key", "scores", "attended", "attn out", "middle",
+# query and head, the log-sum and the entropy of what it looks at; `middle` is the residual stream between the two halves;
+# `value` is what attention is given where the first layer's values are mixed in, `head gate` what a gate's sigmoid is taken of.
+IN_LAYER = ("attn norm", "q", "k", "v", "value", "query", "key", "scores", "head gate", "attended", "attn out", "middle",
             "mlp norm", "gate", "up", "act", "product", "down", "residual")
-GATED = ("gate", "product")
 ROTATED = ("query", "key")
 EMBEDDING, FINAL_NORM, LOGITS = "embedding", "final norm", "logits"
 
@@ -40,8 +40,16 @@ def sites(config: ModelConfig) -> Iterator[Site]:
     """Every site of such a model, in the order of computation."""
     yield Site(None, EMBEDDING)
     for layer in range(config.depth):
-        yield from (Site(layer, name) for name in IN_LAYER if config.gated or name not in GATED)
+        absent = _absent(config, layer)
+        yield from (Site(layer, name) for name in IN_LAYER if name not in absent)
     yield from (Site(None, FINAL_NORM), Site(None, LOGITS))
+
+
+def _absent(config: ModelConfig, layer: int) -> set[str]:
+    """The sites that this layer has not."""
+    here = {"gate": config.gated, "product": config.gated, "value": config.value_residual and layer > 0,
+            "head gate": config.attention_gate}
+    return {name for name, found in here.items() if not found}
 
 
 def weights_behind(site: Site, config: ModelConfig) -> list[Behind]:
@@ -65,8 +73,8 @@ def _modules(site: Site, config: ModelConfig) -> list[tuple[str, tuple[int, int]
     up = (hidden, 2 * hidden) if config.gated else (0, hidden)
     fused = {"q": ("attn.qkv", (0, q)), "k": ("attn.qkv", (q, q + k)), "v": ("attn.qkv", (q + k, q + k + v)),
              "gate": ("mlp.up", (0, hidden)), "up": ("mlp.up", up)}
-    whole = {"attn norm": "attn_norm", "query": "attn.q_norm", "key": "attn.k_norm", "attn out": "attn.out", "mlp norm": "mlp_norm",
-             "down": "mlp.down"}
+    whole = {"attn norm": "attn_norm", "value": "attn.mix", "query": "attn.q_norm", "key": "attn.k_norm", "head gate": "attn.gate",
+             "attn out": "attn.out", "mlp norm": "mlp_norm", "down": "mlp.down"}
     if site.name in fused:
         module, rows = fused[site.name]
         return [(f"{block}.{module}", rows)]

@@ -192,6 +192,10 @@ def _layer_hooks(model: Transformer, layer: int, see: See) -> list[RemovableHand
     ]
     if model.config.gated:
         handles.append(one.mlp.down.register_forward_pre_hook(before(see, at("product"))))
+    if one.attn.mix is not None:
+        handles.append(one.attn.mix.register_forward_hook(after(see, at("value"))))
+    if one.attn.gate is not None:
+        handles.append(one.attn.gate.register_forward_hook(after(see, at("head gate"))))
     return handles
 
 

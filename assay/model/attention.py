@@ -88,6 +88,16 @@ def attend_within(q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, starts: Tensor
     return kernel(q, k, v, starts, starts, T, T, window_size=(-1 if window is None else window - 1, 0)).view(B, T, H, d)
 
 
+def mix_values(v_BTKd: Tensor, first_BTKd: Tensor, shares: Tensor) -> Tensor:
+    """Each token's own values and those that the first layer gave it, by two shares. A cache keeps what comes out."""
+    return v_BTKd * shares[0] + first_BTKd * shares[1]
+
+
+def gate_heads(attended_BTHd: Tensor, gates_BTH: Tensor) -> Tensor:
+    """Each head between nothing and twice what it attended to: 0, where a gate begins, leaves it as it is."""
+    return attended_BTHd * (2 * gates_BTH.sigmoid())[..., None]
+
+
 @functools.cache
 def variable_length_kernel() -> Callable[..., Any] | None:
     """torch's flash attention over stretches of different length: from 2.10 on, and on CUDA alone."""

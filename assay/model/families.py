@@ -94,7 +94,16 @@ def config_to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
               "vocab_size": config.vocab, "tie_word_embeddings": config.tied, "use_cache": True}
     if family.name == "assay":
         return common | {"geometry": dataclasses.asdict(config)}
+    for what in beyond(config):
+        raise UsageError(f"the {config.family} architecture of transformers has no {what}; make it of the family 'assay', which has")
     return common | (_write_gpt2(config) if family.name == "gpt2" else _write_llama(config))
+
+
+def beyond(config: ModelConfig) -> list[str]:
+    """What no foreign architecture computes and this model does, in words."""
+    own = {"soft cap": config.softcap is not None, "squared relu": config.activation == "relu2",
+           "mixing of the first layer's values": config.value_residual, "gates on attention's output": config.attention_gate}
+    return [what for what, found in own.items() if found]
 
 
 def family_named(name: Any, where: str) -> Family:
@@ -161,7 +170,8 @@ def _read_llama(family: str, fields: Fields, tensor_names: Collection[str]) -> M
         norm="rms", norm_eps=fields.need("rms_norm_eps", float), rope=_read_rope(fields),
         activation=_activation(fields, "hidden_act", {"silu": "silu"}), gated=True,
         qkv_bias=qkv_bias, out_bias=out_bias, mlp_bias=mlp_bias, qk_norm=family == "qwen3",
-        windows=_read_windows(family, fields, depth), tied=_read_tied(fields, tensor_names), softcap=None)
+        windows=_read_windows(family, fields, depth), tied=_read_tied(fields, tensor_names), softcap=None,
+        value_residual=False, attention_gate=False)
 
 
 def _read_gpt2(fields: Fields, tensor_names: Collection[str]) -> ModelConfig:
@@ -172,7 +182,7 @@ def _read_gpt2(fields: Fields, tensor_names: Collection[str]) -> ModelConfig:
         max_length=fields.need("n_positions"), norm="layer", norm_eps=fields.need("layer_norm_epsilon", float), rope=None,
         activation=_activation(fields, "activation_function", {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}),
         gated=False, qkv_bias=True, out_bias=True, mlp_bias=True, qk_norm=False, windows=(None,) * depth,
-        tied=_read_tied(fields, tensor_names), softcap=None)
+        tied=_read_tied(fields, tensor_names), softcap=None, value_residual=False, attention_gate=False)
 
 
 def _read_assay(fields: Fields) -> ModelConfig:
@@ -344,7 +354,8 @@ def _llama_layout(config: ModelConfig) -> dict[str, list[Piece]]:
     if not config.gated:
         leaves["mlp.up"] = [Piece("mlp.up_proj", None)]
     whole = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm", "attn.out": "self_attn.o_proj",
-             "mlp.down": "mlp.down_proj", "attn.q_norm": "self_attn.q_norm", "attn.k_norm": "self_attn.k_norm"}
+             "mlp.down": "mlp.down_proj", "attn.q_norm": "self_attn.q_norm", "attn.k_norm": "self_attn.k_norm",
+             "attn.mix": "self_attn.value_mix", "attn.gate": "self_attn.head_gate"}
     top = {"embed": "model.embed_tokens", "position": "model.embed_positions", "norm": "model.norm", "head": "lm_head"}
     return _layout(config, top, leaves | {ours: [Piece(name, None)] for ours, name in whole.items()}, "model.layers.{layer}.{leaf}")
 

@@ -21,7 +21,7 @@ def tiny_config(family: str = "llama", vocab: int = 320) -> ModelConfig:
     llama = ModelConfig(
         family="llama", vocab=vocab, width=64, depth=2, heads=4, kv_heads=2, head_dim=16, hidden=96, max_length=256, norm="rms",
         norm_eps=1e-5, rope=Rope(10000.0), activation="silu", gated=True, qkv_bias=False, out_bias=False, mlp_bias=False,
-        qk_norm=False, windows=(None, None), tied=True, softcap=None)
+        qk_norm=False, windows=(None, None), tied=True, softcap=None, value_residual=False, attention_gate=False)
     variants = {
         "llama": llama,
         "llama3": replace(llama, rope=Rope(500000.0, "llama3", 8.0, 1.0, 4.0, 32), tied=False),
@@ -31,6 +31,7 @@ def tiny_config(family: str = "llama", vocab: int = 320) -> ModelConfig:
         "gpt2": replace(llama, family="gpt2", kv_heads=4, hidden=256, norm="layer", rope=None, activation="gelu_tanh", gated=False,
                         qkv_bias=True, out_bias=True, mlp_bias=True),
         "assay": replace(llama, family="assay", qk_norm=True, activation="relu2", gated=False, softcap=15.0),
+        "mixed": replace(llama, family="assay", depth=3, windows=(None, 24, None), value_residual=True, attention_gate=True),
     }
     return variants[family]
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from assay.model.attention import Placement, Sight, attend, place
+from assay.model.attention import Placement, Sight, attend, gate_heads, mix_values, place
 from assay.model.cache import LayerView, View
 from assay.seeds import generator
 
@@ -58,6 +58,8 @@ class ModelConfig:
     windows: tuple[int | None, ...]  # per layer: how many tokens back it sees, itself included
     tied: bool
     softcap: float | None  # logits → cap · tanh(logits / cap)
+    value_residual: bool  # every layer mixes the first layer's values into its own
+    attention_gate: bool  # each head's output counts as much as the layer's input says
 
     def __post_init__(self) -> None:
         assert len(self.windows) == self.depth, "one window (or None) per layer"
@@ -95,10 +97,21 @@ class LayerNorm(nn.LayerNorm):
         return F.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
 
 
+class ValueMix(nn.Module):
+    """Value residual learning (Zhou et al., arXiv 2410.17897): both shares begin at a half."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((2,), 0.5))
+
+    def forward(self, v: Tensor, first: Tensor) -> Tensor:
+        return mix_values(v, first, self.weight.to(v.dtype))
+
+
 class Attention(nn.Module):
     """q, k and v are rows of one matrix: one product instead of three. families.py splits it for the outside world."""
 
-    def __init__(self, c: ModelConfig):
+    def __init__(self, c: ModelConfig, layer: int):
         super().__init__()
         self.head_dim = c.head_dim
         self.rows = qkv_rows(c)
@@ -106,15 +119,25 @@ class Attention(nn.Module):
         self.out = Linear(self.rows[0], c.width, bias=c.out_bias)
         self.q_norm = RmsNorm(c.head_dim, c.norm_eps) if c.qk_norm else None
         self.k_norm = RmsNorm(c.head_dim, c.norm_eps) if c.qk_norm else None
+        self.mix = ValueMix() if c.value_residual and layer > 0 else None
+        self.gate = Linear(c.width, c.heads, bias=False) if c.attention_gate else None
 
-    def forward(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor] | None, sight: Sight, cache: LayerView | None) -> Tensor:
+    def forward(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor] | None, sight: Sight, cache: LayerView | None,
+                values: list[Tensor] | None = None) -> Tensor:
+        """`values` begins with those of the first layer, which puts them there; None where no layer asks for them."""
         B, T, _ = x_BTD.shape
         q, k, v = (part.view(B, T, -1, self.head_dim) for part in self.qkv(x_BTD).split(self.rows, -1))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if rotary is not None:
             q, k = rotate(q, *rotary), rotate(k, *rotary)
+        if self.mix is not None:
+            v = self.mix(v, values[0])  # type: ignore[index]
+        elif values is not None:
+            values.append(v)
         attended = attend(q, k, v, sight) if cache is None else cache.attend(q, k, v, sight)
+        if self.gate is not None:
+            attended = gate_heads(attended, self.gate(x_BTD))
         return self.out(attended.reshape(B, T, -1))
 
 
@@ -134,13 +157,14 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, c: ModelConfig):
+    def __init__(self, c: ModelConfig, layer: int):
         super().__init__()
         self.attn_norm, self.mlp_norm = make_norm(c), make_norm(c)
-        self.attn, self.mlp = Attention(c), Mlp(c)
+        self.attn, self.mlp = Attention(c, layer), Mlp(c)
 
-    def forward(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor] | None, sight: Sight, cache: LayerView | None) -> Tensor:
-        x_BTD = x_BTD + self.attn(self.attn_norm(x_BTD), rotary, sight, cache)
+    def forward(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor] | None, sight: Sight, cache: LayerView | None,
+                *values: list[Tensor]) -> Tensor:
+        x_BTD = x_BTD + self.attn(self.attn_norm(x_BTD), rotary, sight, cache, *values)
         return x_BTD + self.mlp(self.mlp_norm(x_BTD))
 
 
@@ -150,7 +174,7 @@ class Transformer(nn.Module):
         self.config = config
         self.embed = Embedding(config.vocab, config.width)
         self.position = None if config.rope else Embedding(config.max_length, config.width)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.depth))
         self.norm = make_norm(config)
         self.head = None if config.tied else Linear(config.width, config.vocab, bias=False)
         # On the CPU even where parameters are built on "meta": the table is a function of the config, never of a file.
@@ -174,8 +198,10 @@ class Transformer(nn.Module):
             x_BTD = x_BTD + F.embedding(placement.positions, self.position.weight)
         x_BTD = x_BTD.to(self.compute_dtype or x_BTD.dtype)
         rotary = self.rotary(placement)
+        values: tuple[list[Tensor], ...] = ([],) if self.config.value_residual else ()
         for layer, block in enumerate(self.blocks):
-            arguments = (x_BTD, rotary, placement.sights[self.config.windows[layer]], None if cache is None else cache.layer(layer))
+            sight = placement.sights[self.config.windows[layer]]
+            arguments = (x_BTD, rotary, sight, None if cache is None else cache.layer(layer), *values)
             if self.recompute and torch.is_grad_enabled():
                 x_BTD = checkpoint(block, *arguments, use_reentrant=False)
             else:
@@ -207,13 +233,13 @@ def initialised(config: ModelConfig, seed: int) -> Transformer:
     """A fresh model whose every weight has an address in `seed`; no ambient RNG is touched."""
     model = Transformer(config)
     for name, parameter in model.named_parameters():
-        if parameter.dim() == 2:
+        if name.endswith((".bias", "attn.gate.weight")):  # a gate of 0 lets all through
+            nn.init.zeros_(parameter)
+        elif parameter.dim() == 2:
             residual = name.endswith(("attn.out.weight", "mlp.down.weight"))
             std = 0.02 / math.sqrt(2 * config.depth) if residual else 0.02
             with torch.no_grad():
                 parameter.normal_(0.0, std, generator=generator(seed, "init", name))
-        elif name.endswith(".bias"):
-            nn.init.zeros_(parameter)
     return model
 
 

@@ -24,6 +24,8 @@ class Pretrain:
     batch_tokens: int = option("tokens a step", default=32768)
     micro_tokens: int = option("tokens that go through the model at a time; changes nothing but memory", default=65536)
     shape: Literal["qwen3", "assay"] = option("qwen3 opens in transformers; assay has relu², a soft cap and no gate", default="qwen3")
+    value_residual: bool = option("with --shape assay: every layer mixes the first layer's values into its own", default=False)
+    attention_gate: bool = option("with --shape assay: a sigmoid of the layer's input weighs each head's output", default=False)
     optimizer: Literal["muon", "adamw"] = option("for the matrices", default="muon")
     lr: float | None = option("peak rate of the matrices (muon 0.02, adamw 0.002)", default=None)
     lr_embed: float = option("peak rate of embedding and head under muon", default=0.01)

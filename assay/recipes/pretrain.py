@@ -74,7 +74,7 @@ class Pretraining(Training):
         for line in announced(config, plan, self.corpus, parameter_count(model)):
             say(line)
         if config.max_bytes is not None:
-            of_depth = partial(shape, config.shape, vocab=plan.model.vocab, length=config.length)
+            of_depth = partial(shape, config, vocab=plan.model.vocab)
             say(require_room(of_depth, config.depth, tokenizer, config.max_bytes))
         optimizer = optimizer_for(config, plan, model)
         ema = Ema(model, config.ema) if config.ema else None
@@ -111,18 +111,22 @@ def derived(config: Pretrain, corpus: Corpus) -> Plan:
     vocab = math.ceil(Tokenizer.from_folder(Path(config.corpus)).size / 64) * 64  # rows beyond the tokenizer's are never used
     rate = config.lr or (0.02 if config.optimizer == "muon" else 0.002)
     micro = max(1, min(rows, config.micro_tokens // config.length))
-    return Plan(shape(config.shape, config.depth, vocab, config.length), rows, micro, steps, rate, config.device or default_device())
+    return Plan(shape(config, config.depth, vocab), rows, micro, steps, rate, config.device or default_device())
 
 
-def shape(style: str, depth: int, vocab: int, length: int) -> ModelConfig:
+def shape(config: Pretrain, depth: int, vocab: int) -> ModelConfig:
     """width = 64 · depth, heads of 64, eight thirds of the width in a gated MLP, four times in a plain one."""
+    style, length = config.shape, config.length
+    if style != "assay" and (config.value_residual or config.attention_gate):
+        raise UsageError(f"--shape {style} opens in transformers, which has neither --value-residual nor --attention-gate; "
+                         "add --shape assay, or leave them out")
     width = 64 * depth
     gated = style == "qwen3"
     hidden = math.ceil(width * 8 / 3 / 64) * 64 if gated else 4 * width
     return ModelConfig(family=style, vocab=vocab, width=width, depth=depth, heads=depth, kv_heads=depth, head_dim=64, hidden=hidden,
                        max_length=max(length, 64), norm="rms", norm_eps=1e-6, rope=Rope(10000.0), activation="silu" if gated else "relu2",
                        gated=gated, qkv_bias=False, out_bias=False, mlp_bias=False, qk_norm=True, windows=(None,) * depth, tied=True,
-                       softcap=None if gated else 15.0)
+                       softcap=None if gated else 15.0, value_residual=config.value_residual, attention_gate=config.attention_gate)
 
 
 def optimizer_for(config: Pretrain, plan: Plan, model: Transformer) -> torch.optim.Optimizer:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from assay.config import nearest
 from assay.errors import ArtifactError, UsageError
-from assay.model.families import FAMILIES, Fields, from_foreign, gguf_layout, to_foreign
+from assay.model.families import FAMILIES, Fields, beyond, from_foreign, gguf_layout, to_foreign
 from assay.model.gguf_tokenizer import generation_from_gguf, tokenizer_from_gguf, tokenizer_to_gguf
 from assay.model.stops import Stops, resolve_stops
 from assay.model.tokenizer import Tokenizer
@@ -99,7 +99,7 @@ def _config(header: Header, path: Path) -> ModelConfig:
         rope=None if gpt2 else _rope(keys, header, head_dim, path), activation="gelu_tanh" if gpt2 else "silu",
         gated=not gpt2, qkv_bias=bool(has & {"attn_q.bias", "attn_qkv.bias"}), out_bias="attn_output.bias" in has,
         mlp_bias="ffn_up.bias" in has, qk_norm="attn_q_norm.weight" in has, windows=(None,) * depth,
-        tied="output.weight" not in header.tensors, softcap=None)
+        tied="output.weight" not in header.tensors, softcap=None, value_residual=False, attention_gate=False)
     _refuse_unread(keys, prefix)
     return config
 
@@ -189,8 +189,8 @@ def _refuse_inexpressible(config: ModelConfig) -> None:
     problems = {
         f"the {config.family} family": family.gguf is None,
         "a sliding window": any(window is not None for window in config.windows),
-        "a soft cap": config.softcap is not None,
         "biases in a Llama": family.gguf == "llama" and biased,
+        **dict.fromkeys(beyond(config), True),
     }
     for problem, found in problems.items():
         if found:

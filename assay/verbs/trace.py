@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from assay.measure.ways import Runner
     from assay.store.artifact import Artifact
 
-GEOMETRY = ("vocab", "width", "depth", "heads", "kv_heads", "head_dim", "hidden", "gated", "qk_norm")
+GEOMETRY = ("vocab", "width", "depth", "heads", "kv_heads", "head_dim", "hidden", "gated", "qk_norm", "value_residual", "attention_gate")
 NEAREST = 5  # sites shown beside those that part
 
 

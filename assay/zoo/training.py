@@ -150,6 +150,16 @@ def cap_ignored_by_the_loss(_: Path) -> AbstractContextManager[None]:
     whole = objectives.linear_cross_entropy
     return swapped(objectives, "linear_cross_entropy", lambda *parts, softcap=None, **options: whole(*parts, **options))
 
+
+@fault("values of the first layer not mixed in", rows=("L12",), stage="kernel", check="attention", job=a_preflight("mixed"))
+def values_not_mixed(_: Path) -> AbstractContextManager[None]:
+    return swapped(transformer, "mix_values", lambda v, first, shares: v)
+
+
+@fault("gates of the heads ignored", rows=("L12",), stage="kernel", check="attention", job=a_preflight("mixed"))
+def gates_ignored(_: Path) -> AbstractContextManager[None]:
+    return swapped(transformer, "gate_heads", lambda attended, gates: attended)
+
 # ---------------------------------------------------------------- evaluation that is still training
 
 

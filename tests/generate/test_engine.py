@@ -16,7 +16,7 @@ from assay.model.lora import attach, fresh, plan
 from assay.model.tiny import tiny_config, tiny_tokenizer
 from assay.model.transformer import initialised
 
-FAMILIES = ["gpt2", "llama", "llama3", "mistral", "qwen2", "qwen3", "assay"]
+FAMILIES = ["gpt2", "llama", "llama3", "mistral", "qwen2", "qwen3", "assay", "mixed"]
 PROMPTS = [(1, 2, 3), tuple(range(40, 75)), (7,), (9, 8, 7, 6, 5, 4), (1, 2, 3, 4)]
 DRAWN = Sampling(max_new=30, temperature=0.9, top_k=40, top_p=0.95, min_p=0.01, repetition_penalty=1.1, seed=5)
 GREEDY = Sampling(max_new=30, temperature=0)  # past mistral's window of 24, with every prompt

@@ -85,7 +85,7 @@ def test_attention_over_slots_equals_float64(dtype, bound, H, K, d, window):
 
 # ── the engine ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gpt2", "assay"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gpt2", "assay", "mixed"])
 @pytest.mark.parametrize("sampling", [DRAWN, GREEDY, Sampling(max_new=40, temperature=0.7)], ids=["all", "greedy", "temperature"])
 def test_captured_steps_say_what_eager_ones_and_the_cpu_say(family, sampling):
     """fp32: the same ids everywhere, log-probabilities within 1e-4."""

@@ -22,7 +22,7 @@ from assay.verdict import Outcome
 from assay.zoo.practice import Practice
 from assay.zoo.stage import nudged, tiny
 
-FAMILIES = ("llama", "llama3", "mistral", "qwen2", "qwen3", "gpt2", "assay")
+FAMILIES = ("llama", "llama3", "mistral", "qwen2", "qwen3", "gpt2", "assay", "mixed")
 NAMES = ["attention", "loss", "accumulation", "isolation", "padding", "determinism"]
 
 

@@ -17,7 +17,8 @@ from assay.verdict import refuted
 from assay.zoo.resuming import NoProver
 from tests.recipes.sittings import EVERY, STEPS, events, in_a_fork, left_by, options, saved_steps, sit
 
-VARIANTS = {"muon": {}, "adamw, soft cap, average": {"optimizer": "adamw", "shape": "assay", "ema": 0.9, "schedule": "cosine"}}
+VARIANTS = {"muon": {}, "adamw, soft cap, average": {"optimizer": "adamw", "shape": "assay", "ema": 0.9, "schedule": "cosine"},
+            "mixed values, gated heads": {"depth": 2, "shape": "assay", "value_residual": True, "attention_gate": True}}
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +55,16 @@ def test_terminated_three_times_with_another_optimizer_and_an_average(tmp_path: 
         assert sit(config, after={step: terminate}) == ([], signal.SIGTERM)
     sit(config)
     assert left_by(config) == uninterrupted["adamw, soft cap, average"]
+
+
+def test_terminated_twice_with_mixed_values_and_gated_heads(tmp_path: Path, uninterrupted: dict):
+    config = options(tmp_path / "run", **VARIANTS["mixed values, gated heads"])
+    for step in (2, EVERY + 3):
+        assert sit(config, after={step: terminate}) == ([], signal.SIGTERM)
+    sit(config)
+    assert left_by(config) == uninterrupted["mixed values, gated heads"]
+    assert {"model.layers.1.self_attn.value_mix.weight", "model.layers.0.self_attn.head_gate.weight"} <= \
+        uninterrupted["mixed values, gated heads"]["tensors"]["model.safetensors"].keys()
 
 
 @pytest.mark.parametrize("step", [3, 2 * EVERY])
@@ -150,7 +161,7 @@ def test_a_run_that_a_guard_stopped_goes_on_from_its_good_checkpoint(
 
 def test_sigterm_saves_first_and_exits_143_then_the_run_goes_on(tmp_path: Path, uninterrupted: dict, capsys: pytest.CaptureFixture[str]):
     config = options(tmp_path / "run")
-    flags = [word for name, value in vars(config).items() if value is not None and name not in ("minutes", "max_bytes")
+    flags = [word for name, value in vars(config).items() if value is not None and value is not False
              for word in (f"--{name.replace('_', '-')}", str(value))]
 
     def sitting() -> int:

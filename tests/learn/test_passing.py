@@ -34,7 +34,7 @@ def learned(model: Transformer, documents: list[list[int]], how: Passing = HOW, 
         return costs(read(model, documents, how, slots, adapters), len(documents))
 
 
-@pytest.mark.parametrize("family", ["llama", "llama3", "gpt2", "qwen3", "assay"])
+@pytest.mark.parametrize("family", ["llama", "llama3", "gpt2", "qwen3", "assay", "mixed"])
 def test_side_by_side_is_one_at_a_time(family: str):
     model, documents = tiny(family), some_documents()
     alone = [learned(model, [document], slots=1)[0] for document in documents]

@@ -171,7 +171,7 @@ def test_text_is_scored_without_its_padding():
 def test_a_batch_is_as_good_as_one_alone_and_keys_are_the_weights():
     model, tokenizer = initialised(tiny_config("qwen2"), 0), tiny_tokenizer()
     assert check_batching(model, tokenizer, questions(FACTS[:2]), (258,)).outcome is Outcome.PROVEN
-    for family in ("llama", "gpt2", "assay"):
+    for family in ("llama", "gpt2", "assay", "mixed"):
         assert check_keys(initialised(tiny_config(family), 0), range(20)).outcome is Outcome.PROVEN
 
 

@@ -20,7 +20,7 @@ from assay.zoo import forward as _  # noqa: F401 - importing registers
 from assay.zoo.stage import nudged, save_as_others_do
 from assay.zoo.surgery import DEPTH, PLANTINGS, WAYS, broken, seasoned, tokens, whole
 
-FAMILIES = ("llama", "llama3", "mistral", "qwen2", "qwen3", "gpt2", "assay")
+FAMILIES = ("llama", "llama3", "mistral", "qwen2", "qwen3", "gpt2", "assay", "mixed")
 # What is broken in every layer shows in the first.
 IN_EVERY_LAYER = {"another model's rotary base", "rope scaling left out", "position not carried on", "padding seen",
                   "padding counted as positions"}

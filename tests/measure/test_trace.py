@@ -15,7 +15,7 @@ from assay.model.families import shapes
 from assay.seeds import generator
 from assay.zoo.surgery import seasoned, tokens
 
-FAMILIES = ("llama", "llama3", "mistral", "qwen2", "qwen3", "gpt2", "assay")
+FAMILIES = ("llama", "llama3", "mistral", "qwen2", "qwen3", "gpt2", "assay", "mixed")
 
 
 def drawn(*shape: int, name: str = "x") -> torch.Tensor:

@@ -11,7 +11,7 @@ from assay.model.tiny import tiny_config
 from assay.model.transformer import Transformer, initialised
 
 FOREIGN = ["gpt2", "llama", "llama3", "mistral", "qwen2", "qwen3"]
-FAMILIES = [*FOREIGN, "assay"]
+FAMILIES = [*FOREIGN, "assay", "mixed"]
 
 
 def lively(family: str) -> Transformer:

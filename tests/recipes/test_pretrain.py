@@ -23,8 +23,8 @@ from tests.recipes.sittings import EVERY, LENGTH, ROWS, STEPS, events, options, 
 
 
 def flags(config: Pretrain) -> list[str]:
-    given = {name: value for name, value in vars(config).items() if value is not None}
-    return [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    given = {name: value for name, value in vars(config).items() if value is not None and value is not False}
+    return [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", str(value)) if word != "True"]
 
 
 # ---------------------------------------------------------------- what is refused before anything is spent
@@ -37,6 +37,8 @@ def flags(config: Pretrain) -> list[str]:
     ({"depth": 0}, "expected a depth of at least 1"),
     ({"batch_tokens": 8}, "a batch of at least one row"),
     ({"ema": 1.5}, "expected a number between 0 and 1"),
+    ({"value_residual": True}, "--shape qwen3 opens in transformers, which has neither --value-residual nor"),
+    ({"attention_gate": True}, "add --shape assay, or leave them out"),
 ])
 def test_a_request_that_makes_no_sense_is_refused(changed: dict[str, Any], words: str, tmp_path: Path):
     with pytest.raises(UsageError, match=words):

@@ -104,7 +104,7 @@ def test_rows_of_zeros_stay_zero():
 # ---------------------------------------------------------------- what is written is what is read
 
 
-@pytest.mark.parametrize("family", ["llama", "llama3", "mistral", "qwen2", "qwen3", "gpt2", "assay"])
+@pytest.mark.parametrize("family", ["llama", "llama3", "mistral", "qwen2", "qwen3", "gpt2", "assay", "mixed"])
 def test_the_model_comes_back_as_it_was_rounded(tmp_path, family):
     source = model(tiny_config(family))
     report = squeeze(source, tmp_path / "m", 10**9)
@@ -119,7 +119,7 @@ def test_the_model_comes_back_as_it_was_rounded(tmp_path, family):
         if tensor.dim() == 2:
             one = rounded_rows(source.tensors[name].numpy(), levels_of(name, FINEST))
             assert np.array_equal(tensor.numpy(), unrounded(one.codes, steps_of(one.step_codes, one.unit)))
-            assert (tensor - source.tensors[name]).norm() < 0.011 * source.tensors[name].norm()
+            assert (tensor - source.tensors[name]).norm() <= 0.011 * source.tensors[name].norm()
         else:
             assert torch.equal(tensor, source.tensors[name].half().float())
 
@@ -175,8 +175,8 @@ def test_no_weights_take_more_than_what_was_promised_before_training(kind):
 
 
 def test_what_does_not_fit_is_refused_with_what_would(tmp_path):
-    with pytest.raises(UsageError, match=r"at int5 it takes 46,312 bytes, and at most 42,000 are allowed; that is room for about "
-                                         r"[\d,]+ of its 81,920 weights: 1 layers instead of 2 or a vocabulary of 2\d+ instead of 320"):
+    with pytest.raises(UsageError, match=r"at int5 it takes 46,358 bytes, and at most 42,000 are allowed; that is room for about "
+                                         r"[\d,]+ of its 81,920 weights: 1 layers instead of 2 or a vocabulary of 199 instead of 320"):
         squeeze(model(tiny_config("llama")), tmp_path / "m", 42_000)
     assert not (tmp_path / "m").exists()
 
