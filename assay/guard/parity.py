@@ -61,7 +61,7 @@ def check_attention(model: Transformer, batch: Batch) -> Verdict:
     error = float((found - due).norm() / (due.norm() + 1e-20))
     words = f"logits differ from attention and soft cap written out by {error:.1e} (relative), bound {_bound(model):.0e}"
     if not error <= _bound(model):
-        return refuted("attention", f"{words}: a window, a cap or a mask of the config is not applied", error=str(error))
+        return refuted("attention", f"{words}: a window, a cap, a mask, a mix or a gate of the config is not applied", error=str(error))
     return proven("attention", words, error=error)
 
 
