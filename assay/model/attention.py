@@ -94,7 +94,7 @@ def mix_values(v_BTKd: Tensor, first_BTKd: Tensor, shares: Tensor) -> Tensor:
 
 
 def gate_heads(attended_BTHd: Tensor, gates_BTH: Tensor) -> Tensor:
-    """Each head between nothing and twice what it attended to: 0, where a gate begins, leaves it as it is."""
+    """Each head between nothing and twice what it attended to: a gate of 0 leaves it as it is, and begins near there."""
     return attended_BTHd * (2 * gates_BTH.sigmoid())[..., None]
 
 

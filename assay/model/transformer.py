@@ -233,13 +233,14 @@ def initialised(config: ModelConfig, seed: int) -> Transformer:
     """A fresh model whose every weight has an address in `seed`; no ambient RNG is touched."""
     model = Transformer(config)
     for name, parameter in model.named_parameters():
-        if name.endswith((".bias", "attn.gate.weight")):  # a gate of 0 lets all through
-            nn.init.zeros_(parameter)
-        elif parameter.dim() == 2:
+        if parameter.dim() == 2:
             residual = name.endswith(("attn.out.weight", "mlp.down.weight"))
             std = 0.02 / math.sqrt(2 * config.depth) if residual else 0.02
+            std = 0.001 if name.endswith("attn.gate.weight") else std  # nearly open; a matrix of zeros would look never filled
             with torch.no_grad():
                 parameter.normal_(0.0, std, generator=generator(seed, "init", name))
+        elif name.endswith(".bias"):
+            nn.init.zeros_(parameter)
     return model
 
 

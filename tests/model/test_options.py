@@ -44,8 +44,12 @@ def test_a_plain_model_has_none_of_their_parameters_and_a_mixed_one_has_them():
     assert all(torch.equal(parameter, names[name]) for name, parameter in plain.items())
 
 
-def test_a_fresh_gate_lets_all_through_to_the_last_bit():
-    assert torch.equal(tiny("mixed")(TOKENS), tiny("mixed", attention_gate=False)(TOKENS))
+def test_a_fresh_model_is_nearly_the_ungated_one_and_with_gates_of_0_it_is_that_one():
+    model, ungated = tiny("mixed"), tiny("mixed", attention_gate=False)(TOKENS)
+    assert 0 < (model(TOKENS) - ungated).norm() < 0.01 * ungated.norm()
+    for layer in range(3):
+        model.get_parameter(f"blocks.{layer}.attn.gate.weight").data.zero_()
+    assert torch.equal(model(TOKENS), ungated)
 
 
 def test_shares_of_one_and_nothing_are_no_mixing_and_the_first_layer_alone_is_read():
