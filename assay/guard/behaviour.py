@@ -108,6 +108,8 @@ def _no_consumer(subject: Subject) -> str | None:
     wanted = ["transformers", "peft"] if subject.raw.place.adapter else ["transformers"]
     if missing := [name for name in wanted if importlib.util.find_spec(name) is None]:
         return f"{' and '.join(missing)} not installed (pip install 'assay[hf]'), so only Assay's own loader has read it"
+    if subject.raw.squeezed is not None:
+        return "a squeezed file is Assay's own; nobody else reads it"
     if FAMILIES[subject.artifact.config.family].gguf is None:
         return f"transformers has no {subject.artifact.config.family!r} architecture; only Assay loads it"
     if subject.artifact.base is not None and subject.artifact.base.raw.place.kind == "gguf":

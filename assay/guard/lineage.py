@@ -7,6 +7,7 @@ from assay.guard.subject import Subject
 from assay.model.probe import answer, distance, share
 from assay.store.artifact import Artifact, build, merged
 from assay.store.peft import config_with
+from assay.store.squeeze import Squeezed, rounded
 from assay.verdict import Verdict, proven, refuted, unproven
 
 ROUNDING = 1e-6  # of an element's own size: what storing it may add to a movement
@@ -23,6 +24,8 @@ def check_lineage(subject: Subject) -> Verdict:
 
 
 def _without_parent(subject: Subject) -> Verdict:
+    if subject.raw.squeezed is not None:
+        return unproven("lineage", f"made of the weights {subject.raw.squeezed.source[:12]}; name them with --against")
     if subject.facts.get("change") == "new":
         return proven("lineage", "nothing came before it")
     if (parent := subject.facts.get("parent")) is not None:
@@ -35,6 +38,8 @@ def _same(subject: Subject) -> Verdict:
     source = subject.against
     assert source is not None
     assert subject.bound is not None
+    if subject.raw.squeezed is not None:
+        return _squeezed(subject, source, subject.raw.squeezed)
     if words := _another_parent(subject, source):
         return refuted("lineage", words)
     if subject.artifact.patch is None and (words := _not_merged(subject, source)):
@@ -47,6 +52,19 @@ def _same(subject: Subject) -> Verdict:
     if not error <= subject.bound:
         return refuted("lineage", f"{words}: this is not the same model", error=str(error), bound=subject.bound)
     return proven("lineage", f"every tensor is the source's; {words}", error=error, bound=subject.bound)
+
+
+def _squeezed(subject: Subject, source: Artifact, file: Squeezed) -> Verdict:
+    """Rounding is a function: every weight must be what it makes of the source's, to the last bit."""
+    if file.source != source.digest:
+        return refuted("lineage", f"its header names the weights {file.source[:12]}, {source.path} holds {source.digest[:12]}")
+    due = rounded(source.tensors, file.levels)
+    if stray := [name for name, tensor in due.items() if not torch.equal(tensor, subject.artifact.tensors[name])]:
+        return refuted("lineage", f"{len(stray)} tensor(s) are not those of {source.path.name}, rounded: {', '.join(stray[:3])}",
+                       tensors=stray)
+    error = distance(subject.answers, subject.against_answers)
+    return proven("lineage", f"every tensor is that of {source.path.name}, rounded to {file.levels} levels, to the last bit; its answers "
+                             f"differ by {error:.1e} (relative)", error=error, levels=file.levels)
 
 
 def _another_parent(subject: Subject, parent: Artifact) -> str | None:

@@ -139,7 +139,8 @@ def _subject(request: Request, artifact: Artifact) -> Subject:
     against = request.against or (recorded["path"] if recorded and Path(recorded["path"]).exists() else None)
     against_base = request.against_base or request.base
     parent = None if against is None else open_artifact(against, base=against_base if locate(against).adapter else None)
-    expect = request.expect or ("same" if facts.get("change") == "same" else "moved")
+    copied = facts.get("change") == "same" or artifact.raw.squeezed is not None
+    expect = request.expect or ("same" if copied else "moved")
     return Subject(artifact.raw, artifact, parent, expect, request.bound or 2e-4)
 
 

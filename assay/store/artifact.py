@@ -1,4 +1,4 @@
-"""Opening a model wherever it lies: our checkpoints, Hugging Face folders, PEFT adapters, GGUF files. Strictly, every time.
+"""Opening a model wherever it lies: checkpoints, Hugging Face and PEFT folders, GGUF and squeezed files. Strictly, every time.
 
 Three stages, each refusing what it exists to refuse: `locate` (what is this?), `read` (are the bytes whole?),
 `understand` (do the tensors make the model that the config describes?). `open_artifact` is all three.
@@ -24,10 +24,12 @@ from assay.store.checkpoint import Checkpoint, open_checkpoint
 from assay.store.durable import read_file
 from assay.store.identity import recorded_digest, weights_digest
 from assay.store.peft import Adapter, config_with, read_adapter
+from assay.store.squeeze import Squeezed, unsqueeze
 from assay.store.tensors import inside, read_folder_tensors
 
 JSON_LIMIT = 64 << 20
-Kind = Literal["checkpoint", "hf", "peft", "gguf"]
+Kind = Literal["checkpoint", "hf", "peft", "gguf", "squeezed"]
+FILES: dict[str, Kind] = {".gguf": "gguf", ".assayz": "squeezed"}
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 
@@ -50,6 +52,7 @@ class Raw:
     tensors: dict[str, Tensor]
     checkpoint: Checkpoint | None = None
     gguf: "gguf.GgufModel | None" = None
+    squeezed: Squeezed | None = None
 
 
 @dataclass(frozen=True)
@@ -80,10 +83,10 @@ def open_artifact(path: str | Path, *, base: str | Path | None = None) -> Artifa
 def locate(path: str | Path) -> Place:
     path = fetch.cached(str(path)) or Path(path)
     if path.is_file():
-        if path.suffix == ".gguf":
-            return Place(path, "gguf", adapter=False)
+        if path.suffix in FILES:
+            return Place(path, FILES[path.suffix], adapter=False)
         hint = "a pickle runs code when opened; convert it with the tool that wrote it" if path.suffix in PICKLES else \
-               "give the folder that holds it, or a .gguf file"
+               "give the folder that holds it, or a .gguf or .assayz file"
         raise UsageError(f"{path}: a single {path.suffix or 'nameless'} file is not a model; {hint}")
     if not path.is_dir():
         raise UsageError(f"{path}: no such file or folder")
@@ -107,6 +110,9 @@ def read(place: Place, *, every_byte: bool = False) -> Raw:
     if place.kind == "gguf":
         model = gguf.read(place.path)
         return Raw(place, model.metadata, {}, model.tensors, gguf=model)
+    if place.kind == "squeezed":
+        squeezed = unsqueeze(place.path)
+        return Raw(place, {}, {}, squeezed.tensors, squeezed=squeezed)
     checkpoint = open_checkpoint(place.path, verify=every_byte) if place.kind == "checkpoint" else None
     for name in () if checkpoint is None else checkpoint.manifest["files"]:
         if not name.endswith(".safetensors"):
@@ -132,6 +138,10 @@ def understand(raw: Raw, *, base: str | Path | None = None) -> Artifact:
         model = raw.gguf
         return Artifact(raw, model.config, model.tensors, weights_digest(model.tensors), model.tokenizer, model.stops,
                         notes=list(model.stops.disagreements))
+    if raw.squeezed is not None:
+        stops = resolve_stops(raw.squeezed.tokenizer, {}, {})
+        return Artifact(raw, raw.squeezed.config, raw.tensors, weights_digest(raw.tensors), raw.squeezed.tokenizer, stops,
+                        notes=list(stops.disagreements))
     config = config_from_hf(raw.fields, raw.tensors.keys(), str(raw.place.path / "config.json"))
     tensors = from_foreign(config, hf_layout(config), raw.tensors, str(raw.place.path))
     tokenizer = read_tokenizer(raw.place.path)

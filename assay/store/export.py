@@ -51,8 +51,7 @@ def _export_model(source: Artifact, where: Path, dtype: str | None) -> float:
     # A merge is rounded, and the live model it must equal is not.
     lossless = source.patch is None and all(torch.equal(rounded[key].to(t.dtype), t) for key, t in tensors.items())
     model = assembled(source.config, rounded, DTYPES[name])
-    lineage = Lineage("same", Ancestor(source.digest, str(source.path)), taught_to_stop=_taught(source))
-    contents = model_contents(model, source.tokenizer, source.stops, lineage, dtype=DTYPES[name])
+    contents = model_contents(model, source.tokenizer, source.stops, _lineage(source), dtype=DTYPES[name])
     checkpoint.write(where, contents)
     return EXACT if lossless else ROUNDING[name]
 
@@ -62,10 +61,9 @@ def _export_adapter(source: Artifact, where: Path, dtype: str | None) -> float:
         raise UsageError(f"{source.path} is a whole model, not an adapter; export it --to hf")
     if dtype is not None:
         raise UsageError("an adapter is exported in the dtype it has; --dtype is for hf, merged and gguf")
-    lineage = Lineage("same", Ancestor(source.digest, str(source.path)), taught_to_stop=_taught(source))
     base = Ancestor(source.base.digest, str(source.base.path))
     model, patch = build(source), replace(source.patch, parent=source.base.digest)
-    checkpoint.write(where, adapter_contents(model, patch, base, source.tokenizer, lineage, rslora=source.adapter.rslora))
+    checkpoint.write(where, adapter_contents(model, patch, base, source.tokenizer, _lineage(source), rslora=source.adapter.rslora))
     return EXACT
 
 
@@ -82,5 +80,8 @@ def _export_gguf(source: Artifact, where: Path, dtype: str) -> float:
     return ROUNDING[dtype]
 
 
-def _taught(source: Artifact) -> bool:
-    return bool(source.raw.checkpoint and source.raw.checkpoint.facts.get("taught_to_stop"))
+def _lineage(source: Artifact) -> Lineage:
+    """The same weights in another form: what is on record of them goes with them."""
+    facts = source.raw.checkpoint.facts if source.raw.checkpoint else {}
+    return Lineage("same", Ancestor(source.digest, str(source.path)), taught_to_stop=bool(facts.get("taught_to_stop")),
+                   weight_set=facts.get("weight_set"), scored_set=facts.get("scored_set"))

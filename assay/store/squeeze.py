@@ -23,7 +23,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -36,9 +36,11 @@ from assay.model.families import family_named, shapes
 from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import ModelConfig, Rope
 from assay.store import durable
-from assay.store.artifact import Artifact
 from assay.store.rounding import COARSEST, FINEST, Rounded, most_bits, rounded_rows, steps_of, unrounded
 from assay.store.sealed import parse, seal, unseal
+
+if TYPE_CHECKING:
+    from assay.store.artifact import Artifact
 
 MAGIC = b"ASSAYZ1\n"
 FORMAT = 1
@@ -80,7 +82,7 @@ class Squeezed:
     source: str  # digest of the weights before they were rounded
 
 
-def squeeze(artifact: Artifact, where: Path, max_bytes: int) -> SqueezeReport:
+def squeeze(artifact: "Artifact", where: Path, max_bytes: int) -> SqueezeReport:
     """Write the finest precision from int8 to int5 that takes at most `max_bytes`, whole or not at all."""
     if artifact.patch is not None:
         raise UsageError(f"{artifact.path} is an adapter; export it --to merged first, then squeeze that")
@@ -116,6 +118,25 @@ def unsqueeze(path: Path) -> Squeezed:
     return Squeezed(config, {name: tensors[name] for name in shapes(config)}, tokenizer, header["levels"], header["source"])
 
 
+def describe(path: Path) -> tuple[ModelConfig, dict[str, Any]]:
+    """Geometry and header of a file whose every section has its recorded hash; nothing is unpacked."""
+    header, body = _read_header(durable.read_file(path, limit=FILE_LIMIT), str(path))
+    _read_sections(header["sections"], body, str(path))
+    return read_geometry(header["geometry"], str(path)), header
+
+
+def rounded(tensors: Mapping[str, Tensor], levels: int) -> dict[str, Tensor]:
+    """What a file of this precision gives back for these weights, to the last bit."""
+    found = {}
+    for name, tensor in tensors.items():
+        if tensor.dim() == 2:
+            one = rounded_rows(tensor.float().numpy(), levels_of(name, levels))
+            found[name] = torch.from_numpy(unrounded(one.codes, steps_of(one.step_codes, one.unit)))
+        else:
+            found[name] = tensor.to(torch.float16).float()
+    return found
+
+
 def most_bytes(config: ModelConfig, tokenizer: Tokenizer) -> int:
     """What a model of this geometry takes at int5, whatever its weights: what must fit before any training is paid for."""
     matrices, vectors = parted(config)
@@ -128,7 +149,7 @@ def most_bytes(config: ModelConfig, tokenizer: Tokenizer) -> int:
 class Source:
     """A model on its way into a file: its matrices, and the sections that no precision changes."""
 
-    def __init__(self, artifact: Artifact, tokenizer: Tokenizer):
+    def __init__(self, artifact: "Artifact", tokenizer: Tokenizer):
         self.artifact, self.config, self.tokenizer = artifact, artifact.config, tokenizer
         for name, tensor in artifact.tensors.items():
             if not torch.isfinite(tensor).all():

@@ -18,13 +18,14 @@ if TYPE_CHECKING:
 class FLAGS:
     """Show architecture, tensors, sizes, dtypes, lineage and verdict. Reads headers and hashes, runs no model: see assay prove."""
 
-    path: str = argument("checkpoint, Hugging Face or PEFT folder, GGUF file or fetched name")
+    path: str = argument("checkpoint, Hugging Face or PEFT folder, GGUF or squeezed file, or fetched name")
     tensors: bool = option("list every tensor", default=False)
     json: bool = option("print JSON", default=False)
 
 
 EXAMPLES = """  assay inspect runs/a/checkpoints/step-000500
   assay inspect smollm2-135m --tensors
+  assay inspect runs/a/model.assayz
   assay inspect ./some-hf-folder --json"""
 
 
@@ -46,12 +47,18 @@ def described(place: "Place") -> dict[str, Any]:
     from assay.store.checkpoint import open_checkpoint
 
     checkpoint = open_checkpoint(place.path) if place.kind == "checkpoint" else None
+    if place.kind == "squeezed":
+        return _squeezed(place)
     tensors, geometry = _gguf_contents(place.path) if place.kind == "gguf" else _folder_contents(place)
+    return _facts(place, tensors, geometry, _lineage(checkpoint), _verdict(checkpoint))
+
+
+def _facts(place: "Place", tensors: dict[str, Any], geometry: dict[str, Any], lineage: dict[str, Any], verdict: str) -> dict[str, Any]:
     return {
         "path": str(place.path), "kind": place.kind, "holds": "adapter" if place.adapter else "model", "architecture": geometry,
         "parameters": sum(math.prod(t["shape"]) for t in tensors.values()), "tensors": tensors,
         "dtypes": dict(Counter(t["dtype"] for t in tensors.values())), "bytes": _bytes(place.path),
-        "lineage": _lineage(checkpoint), "verdict": _verdict(checkpoint),
+        "lineage": lineage, "verdict": verdict,
     }
 
 
@@ -86,6 +93,20 @@ def _gguf_contents(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
     config, tensors = describe(path)
     return tensors, _geometry(config)
+
+
+def _squeezed(place: "Place") -> dict[str, Any]:
+    """A matrix is shown by its levels, of which some steps of a row's own size go up and as many down."""
+    from assay.model.families import shapes
+    from assay.store.squeeze import describe, levels_of
+
+    config, header = describe(place.path)
+    tensors = {name: {"dtype": f"±{levels_of(name, header['levels'])}" if len(shape) == 2 else "F16", "shape": list(shape)}
+               for name, shape in shapes(config).items()}
+    sections = ", ".join(f"{name} {section['bytes']:,}" for name, section in header["sections"].items())
+    lineage = {"source": f"weights {header['source'][:12]}", "tokenizer": header["tokenizer"][:12], "sections": sections}
+    return _facts(place, tensors, _geometry(config), lineage,
+                  "UNPROVEN: every section has its recorded hash; assay prove --against its source shows the rest")
 
 
 def _geometry(config: Any) -> dict[str, Any]:

@@ -13,9 +13,9 @@ class FLAGS:
     """Reload PATH in a fresh process and check it: whole, hashed, finite, the architecture it claims, the answers the live model
     gave, moved from its parent, the same through transformers or PEFT, generations that end. A checkpoint of Assay's gets a
     hallmark or is quarantined. Of a folder that another tool wrote (transformers, TRL, unsloth, axolotl, PEFT, GGUF) what can
-    be proven is; the rest is UNPROVEN, in words."""
+    be proven is; the rest is UNPROVEN, in words. A squeezed file must hold what rounding makes of --against, bit for bit."""
 
-    path: str = argument("checkpoint, Hugging Face or PEFT folder, or GGUF file")
+    path: str = argument("checkpoint, Hugging Face or PEFT folder, GGUF or squeezed file")
     against: str | None = option("parent (or source, with --expect same) to compare with", default=None)
     base: str | None = option("an adapter's base, where the adapter does not name it", default=None)
     expect: Literal["moved", "same"] | None = option("how it should stand to --against: trained on from it, or equal to it", default=None)
@@ -26,7 +26,8 @@ class FLAGS:
 EXAMPLES = """  assay prove runs/a/checkpoints/step-000500
   assay prove ./trl-output --against ./base-model     # did training change anything?
   assay prove ./adapter --base ./base-model --json
-  assay prove model-q8_0.gguf --against ./source --expect same"""
+  assay prove model-q8_0.gguf --against ./source --expect same
+  assay prove runs/a/model.assayz --against runs/a/model"""
 
 
 def run(flags: FLAGS) -> int:
