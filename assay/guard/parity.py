@@ -174,15 +174,15 @@ def _naive_attention(model: Transformer, attn: Attention, x_BTD: Tensor, positio
         angles = positions[..., None, None].float() * cast(Tensor, model.frequencies)
         q, k = (rotate(part, angles.cos(), angles.sin()) for part in (q, k))
     values.append(v)
-    if config.value_residual and len(values) > 1:
-        own, firsts = cast(Tensor, attn.get_parameter("mix.weight")).tolist()
+    if attn.mix is not None:
+        own, firsts = attn.mix.weight.tolist()
         v = own * v + firsts * values[0]
     k, v = (part.float().repeat_interleave(config.heads // config.kv_heads, dim=2) for part in (k, v))
     scores_BHTS = torch.einsum("bthd,bshd->bhts", q.float(), k) / math.sqrt(config.head_dim)
     weights_BHTS = scores_BHTS.masked_fill(~seen_BTS[:, None], -math.inf).softmax(-1)
     attended = torch.einsum("bhts,bshd->bthd", weights_BHTS, v)
-    if config.attention_gate:
-        attended = attended * (2 / (1 + torch.exp(-(x_BTD.float() @ attn.get_parameter("gate.weight").float().T))))[..., None]
+    if attn.gate is not None:
+        attended = attended * 2 / (1 + torch.exp(-attn.gate(x_BTD).float()))[..., None]
     return attn.out(attended.to(x_BTD.dtype).flatten(2))
 
 
