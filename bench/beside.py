@@ -96,6 +96,12 @@ def without_proofs() -> None:
     run.Prover = NoProver  # type: ignore[assignment, misc]
 
 
+def unless_interrupted(signal: int | None) -> None:
+    """A recipe that was told to stop leaves in good order; nothing more is measured then."""
+    if signal is not None:
+        raise KeyboardInterrupt(f"signal {signal}")
+
+
 def quiet() -> None:
     """The peers' progress bars would fill the page."""
     import datasets

@@ -22,7 +22,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from beside import TINY, Clock, fence, measured, middle, peak_memory, quiet, surroundings, weights, without_proofs, write_rows
+from beside import (
+    TINY,
+    Clock,
+    fence,
+    measured,
+    middle,
+    peak_memory,
+    quiet,
+    surroundings,
+    unless_interrupted,
+    weights,
+    without_proofs,
+    write_rows,
+)
 
 from assay.learn.loop import Step
 from assay.model.transformer import Transformer
@@ -143,7 +156,7 @@ class Bench:
         began = time.perf_counter()
         work = Timed(config, clock, ignore_stop=flags.ignore_stop, tell=flags.verbose)
         with work.run.sitting(), work.workers:
-            work.go()
+            unless_interrupted(work.go())
         return self.line(clock, work.timing, work.lengths[flags.warm :], clock.marks[0] - began)
 
     # ---------------------------------------------------------------- TRL's

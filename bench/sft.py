@@ -30,6 +30,7 @@ from beside import (
     peak_memory,
     quiet,
     surroundings,
+    unless_interrupted,
     weights,
     without_proofs,
     write_rows,
@@ -112,7 +113,7 @@ class Bench:
         began = time.perf_counter()
         work = Timed(config, clock, flags.verbose)
         with work.run.sitting():
-            work.go()
+            unless_interrupted(work.go())
         fence(flags.device)
         learned = "" if not flags.held_out_steps else self.scored(work.model, steps)
         return self.line(clock, work.real, clock.marks[0] - began, learned)
