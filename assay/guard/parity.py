@@ -86,7 +86,7 @@ def check_accumulation(model: Transformer, objective: Objective, batch: Batch, a
 def check_precision(model: Transformer, objective: Objective, batch: Batch, found: Gradients, *others: Transformer) -> Verdict:
     """`found`, made as the run makes it of this batch's mean loss, is near what fp32 gives, row by row and uncompiled."""
     with exactly(model, *others):
-        due = gradients(model, lambda: loop.accumulated(model, objective, batch, 1, float(batch.weight.sum())), backward=False)
+        due = gradients(model, lambda: loop.accumulated(model, objective, batch, 1, float(batch.weight.sum())).loss, backward=False)
     return _compared("precision", f"the loss in {model.compute_dtype} as it will run, and in fp32", found, due, ROUNDING)
 
 
@@ -228,7 +228,7 @@ def _accumulation(model: Transformer, objective: Objective, batch: Batch, accumu
     taken = torch.arange(len(batch), device=batch.weight.device)[:, None] < rows
     ragged = replace(batch, weight=_ragged(batch.weight) * taken)
     weight = float(ragged.weight.sum())
-    parts = gradients(model, lambda: accumulate(model, objective, next(ragged.split(rows)), 1, weight), backward=False)
+    parts = gradients(model, lambda: accumulate(model, objective, next(ragged.split(rows)), 1, weight).loss, backward=False)
     whole = gradients(model, lambda: objective(model, ragged).total / weight)
     return compared("accumulation", f"{rows} rows one at a time, and all at once", parts, whole, model)
 

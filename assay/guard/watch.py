@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -12,6 +12,7 @@ from assay.errors import GuardStop
 from assay.guard import series
 from assay.learn import loop
 from assay.learn.loop import Step
+from assay.learn.objectives import averages
 from assay.verdict import Outcome, Verdict, proven, refuted
 
 KEPT = 128  # losses, and readings of the clock, that are looked at together
@@ -22,6 +23,7 @@ class Read(NamedTuple):
     step: Step
     loss: float
     grad_norm: float
+    metrics: Mapping[str, float]  # averages over what counted
 
 
 class Watch:
@@ -73,7 +75,7 @@ class Watch:
         if first:
             self.verdicts += self._first_loss(steps[0], losses[0])
         stop_if_refuted(self.verdicts)
-        return [Read(step, *pair) for step, pair in zip(steps, values, strict=True)]
+        return [Read(step, loss, norm, averages(step.metrics)) for step, (loss, norm) in zip(steps, values, strict=True)]
 
     def pace(self) -> float | None:
         """Seconds a step, as a rule; None before the first reading."""

@@ -30,7 +30,7 @@ from torch import Tensor
 from assay.data.batch import Batch
 from assay.errors import UsageError
 from assay.kernels.softcap_ce import even_chunk, product
-from assay.learn.objectives import Loss, Objective
+from assay.learn.objectives import TOKENS, Loss, Objective
 from assay.model.transformer import Transformer, softcap
 
 BYTES_PER_LOGIT = 40  # alive at once for each logit of a chunk: ten fp32 tensors, two models' logits among them
@@ -198,7 +198,7 @@ def _distilled(student: Transformer, batch: Batch, blend: Blend, vocab: int, ans
     total, terms_N2 = _Swept.apply(flat_states(student, batch), student.head_weight(), sweep, torch.is_grad_enabled())
     kd, ce = (weight_N[:, None] * terms_N2).sum(0)
     losses = sweep.blended(terms_N2).view(batch.tokens.shape).roll(1, 1)
-    return Loss(total, batch.weight.sum(), losses, {"kd": kd, "ce": ce})
+    return Loss(total, batch.weight.sum(), losses, {TOKENS: batch.weight.sum(), "kd": kd, "ce": ce})
 
 
 @dataclass(frozen=True)

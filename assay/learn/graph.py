@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from assay.data.batch import Batch
-from assay.learn.objectives import Objective
+from assay.learn.loop import Accumulated
+from assay.learn.objectives import Objective, combined
 from assay.model.transformer import Transformer
 
 WARM_UP = 3  # eager passes before capture: compilation, library handles and autotuning must not be captured
@@ -25,9 +26,9 @@ class GraphedAccumulate:
         self._first: dict[tuple, _Captured] = {}
         self._more: dict[tuple, _Captured] = {}
 
-    def __call__(self, model: Transformer, objective: Objective, batch: Batch, micro: int, weight: float) -> Tensor:
+    def __call__(self, model: Transformer, objective: Objective, batch: Batch, micro: int, weight: float) -> Accumulated:
         device = model.embed.weight.device
-        total = torch.zeros((), device=device)
+        total, metrics = torch.zeros((), device=device), dict[str, Tensor]()
         opening: tuple | None = None
         for part in batch.split(micro):
             on_device = part.to(device, non_blocking=True)
@@ -38,8 +39,11 @@ class GraphedAccumulate:
                 graphs, key = self._more, (*opening, *shape)
             if key not in graphs:
                 graphs[key] = _Captured(model, objective, on_device, adding=graphs is self._more)
-            total += graphs[key].replay(on_device, weight)
-        return total
+            found = graphs[key].replay(on_device, weight)
+            total += found.loss
+            # Copied, because the next replay writes to the same addresses.
+            metrics = combined(metrics, {name: value.clone() for name, value in found.metrics.items()})
+        return Accumulated(total, metrics)
 
 
 def tensors(batch: Batch) -> dict[str, Tensor]:
@@ -55,10 +59,11 @@ class _Captured:
         self.weight = torch.ones((), device=model.embed.weight.device)
         fixed = replace(part, **self.inputs)  # type: ignore[arg-type]
 
-        def once() -> Tensor:
-            loss = objective(model, fixed).total / self.weight
+        def once() -> Accumulated:
+            found = objective(model, fixed)
+            loss = found.total / self.weight
             loss.backward()
-            return loss.detach()
+            return Accumulated(loss.detach(), found.metrics or {})
 
         held = [p.grad for p in self.parameters]
         self._warm_up(once)
@@ -66,10 +71,10 @@ class _Captured:
             parameter.grad = gradient if adding else None
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
-            self.loss = once()
+            self.found = once()
         self.gradients = [p.grad for p in self.parameters]
 
-    def _warm_up(self, once: Callable[[], Tensor]) -> None:
+    def _warm_up(self, once: Callable[[], object]) -> None:
         """Into gradients that are thrown away."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -80,11 +85,11 @@ class _Captured:
                 once()
         torch.cuda.current_stream().wait_stream(stream)
 
-    def replay(self, part: Batch, weight: float) -> Tensor:
+    def replay(self, part: Batch, weight: float) -> Accumulated:
         for name, tensor in tensors(part).items():
             self.inputs[name].copy_(tensor, non_blocking=True)
         self.weight.fill_(weight)
         self.graph.replay()
         for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
             parameter.grad = gradient  # the loop let go of it after the step before
-        return self.loss
+        return self.found

@@ -5,24 +5,33 @@ or gradient is not finite is skipped on the device, all later ones with it, and 
 of it, with the weights as they were before the bad step.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from assay.data.batch import Batch
 from assay.errors import DataError, GuardStop
-from assay.learn.objectives import Objective
+from assay.learn.objectives import Objective, combined
 from assay.model.transformer import Transformer
 
-# (model, objective, batch, rows a micro-batch, the batch's weight) → mean loss; the gradients are left on the parameters.
-Accumulate = Callable[[Transformer, Objective, Batch, int, float], Tensor]
+
+class Accumulated(NamedTuple):
+    """Of all micro-batches together, on the device."""
+
+    loss: Tensor  # the mean
+    metrics: Mapping[str, Tensor]  # as in Loss: still sums
+
+
+# (model, objective, batch, rows a micro-batch, the batch's weight) → Accumulated; the gradients are left on the parameters.
+Accumulate = Callable[[Transformer, Objective, Batch, int, float], Accumulated]
 
 
 @dataclass(frozen=True)
 class Step:
-    """What happened. `loss` and `grad_norm` may still be on their way from the GPU; reading them waits."""
+    """What happened. `loss`, `grad_norm` and `metrics` may still be on their way from the GPU; reading them waits."""
 
     index: int
     loss: Tensor
@@ -31,6 +40,7 @@ class Step:
     tokens: int
     multiplier: float  # of the schedule
     ids: tuple = ()
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)  # as in Loss: `averages` divides them
 
 
 def constant(_: int) -> float:
@@ -53,24 +63,26 @@ def train(model: Transformer, optimizer: torch.optim.Optimizer, batches: Iterabl
         multiplier = schedule(index)
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * multiplier
-        loss = accumulate(model, objective, batch, micro, weight if batch.divisor is None else batch.divisor)
+        loss, metrics = accumulate(model, objective, batch, micro, weight if batch.divisor is None else batch.divisor)
         grad_norm = nn.utils.clip_grad_norm_(parameters, clip)
         alarm.watch(index, loss, grad_norm)
         guarded_step(optimizer, alarm)
         optimizer.zero_grad(set_to_none=True)
-        yield Step(index, loss, grad_norm, weight, batch.tokens.numel(), multiplier, batch.ids)
+        yield Step(index, loss, grad_norm, weight, batch.tokens.numel(), multiplier, batch.ids, metrics)
     alarm.settle()
 
 
-def accumulated(model: Transformer, objective: Objective, batch: Batch, micro: int, weight: float) -> Tensor:
+def accumulated(model: Transformer, objective: Objective, batch: Batch, micro: int, weight: float) -> Accumulated:
     """Gradients of the batch's mean loss, summed over micro-batches: sums travel, the mean is taken once."""
     device = model.embed.weight.device
-    total = torch.zeros((), device=device)
+    total, metrics = torch.zeros((), device=device), dict[str, Tensor]()
     for part in batch.split(micro):
-        loss = objective(model, part.to(device, non_blocking=True)).total / weight
+        found = objective(model, part.to(device, non_blocking=True))
+        loss = found.total / weight
         loss.backward()
         total += loss.detach()
-    return total
+        metrics = combined(metrics, found.metrics or {})
+    return Accumulated(total, metrics)
 
 
 class Alarm:

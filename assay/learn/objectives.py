@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from assay.data.batch import Batch
@@ -14,10 +15,11 @@ class Loss(NamedTuple):
     total: Tensor  # a SUM over weighted tokens; the loop divides once per step
     weight: Tensor  # the weight that this sum carries
     losses: Tensor | None = None  # (B, T) per token where the method has them, detached; column 0 is 0
-    metrics: Mapping[str, Tensor] | None = None  # what else was measured, on the device: sums, or maxima where a name ends in /max
+    metrics: Mapping[str, Tensor] | None = None  # what else was measured, detached: sums, TOKENS among them, or maxima: NAME/max
 
 
 Objective = Callable[[Transformer, Batch], Loss]
+TOKENS = "tokens"  # the metric by which every other sum is divided
 
 
 def next_token(model: Transformer, batch: Batch) -> Loss:
@@ -29,3 +31,21 @@ def next_token(model: Transformer, batch: Batch) -> Loss:
     total, losses = linear_cross_entropy(states.reshape(B * T, D), model.head_weight(), targets.reshape(-1), weight.reshape(-1),
                                          softcap=model.config.softcap)
     return Loss(total, batch.weight.sum(), losses.view(B, T).roll(1, 1))
+
+# ---------------------------------------------------------------- what is measured on the way
+
+
+def combined(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What two micro-batches measured together: the larger of what ends in /max, the sum of everything else."""
+    both = {name: torch.maximum(one[name], other[name]) if name.endswith("/max") else one[name] + other[name]
+            for name in one.keys() & other.keys()}
+    return {**one, **other, **both}
+
+
+def averages(sums: Mapping[str, Tensor]) -> dict[str, float]:
+    """Divided once, by what counted; empty where nothing did. Waits for the device, once for all of them."""
+    if not sums:
+        return {}
+    values = dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True))
+    tokens = values.pop(TOKENS)
+    return {name: value if name.endswith("/max") else value / tokens for name, value in values.items()} if tokens else {}

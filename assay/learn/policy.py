@@ -8,7 +8,7 @@ micro-batches nor inner epochs can change a step.
 Shapes: B rows, T time. A sequence is a document of a row, or the whole row where documents are not given.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -19,7 +19,7 @@ from assay.data.batch import Batch
 from assay.errors import DataError, UsageError
 from assay.kernels.linear_entropy import linear_logprobs_entropy
 from assay.kernels.softcap_ce import linear_logprobs
-from assay.learn.objectives import Loss, Objective
+from assay.learn.objectives import TOKENS, Loss, Objective
 from assay.model.transformer import Transformer
 
 Ratio = Literal["token", "sequence", "cispo"]
@@ -145,41 +145,6 @@ def k3(d: Tensor) -> Tensor:
 DIVERGENCES: dict[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
 
 # ---------------------------------------------------------------- what is measured on the way
-
-TOKENS = "tokens"  # the count by which every other sum is divided
-
-
-class Tally:
-    """An objective that is the one given, and remembers on the device what it measured until somebody takes it."""
-
-    def __init__(self, objective: Objective):
-        self.objective = objective
-        self.held: dict[str, Tensor] = {}
-
-    def __call__(self, model: Transformer, batch: Batch) -> Loss:
-        loss = self.objective(model, batch)
-        self.held = combined(self.held, loss.metrics or {})
-        return loss
-
-    def take(self) -> dict[str, float]:
-        """The means since the last time, under TRL's names; the only place that waits for the device."""
-        held, self.held = self.held, {}
-        return averages(held)
-
-
-def combined(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What two micro-batches measured together: the larger of what ends in /max, the sum of everything else."""
-    both = {name: torch.maximum(one[name], other[name]) if name.endswith("/max") else one[name] + other[name]
-            for name in one.keys() & other.keys()}
-    return {**one, **other, **both}
-
-
-def averages(sums: Mapping[str, Tensor]) -> dict[str, float]:
-    if not sums:
-        return {}
-    values = dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True))
-    tokens = values.pop(TOKENS)
-    return {name: value if name.endswith("/max") else value / tokens for name, value in values.items()} if tokens else {}
 
 
 @torch.no_grad()

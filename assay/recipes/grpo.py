@@ -22,8 +22,9 @@ from assay.guard.update import check_steps, check_weights
 from assay.guard.watch import Read, Watch
 from assay.learn import loop
 from assay.learn.loop import Step
+from assay.learn.objectives import averages
 from assay.learn.optim import adamw
-from assay.learn.policy import Tally, policy_gradient
+from assay.learn.policy import policy_gradient
 from assay.model.placement import default_device, place_for_training
 from assay.model.transformer import Transformer
 from assay.recipes.beginning import begin, carry
@@ -89,7 +90,6 @@ class Reinforcement(Training):
         self.workers = Workers(self.rewards, count=config.reward_workers, seconds=config.reward_seconds)
         self.metric_workers = None if config.metric is None else Workers([self.metric], count=1, seconds=config.reward_seconds)
         self.asked = surrogate(config, device)
-        self.tally = Tally(policy_gradient(self.asked))
         for line in announced(config, start, order, self.prompts, self.lr, pace, device):
             say(line)
         optimizer = adamw(start.model.named_parameters(), self.lr, betas=BETAS, weight_decay=config.weight_decay)
@@ -101,11 +101,11 @@ class Reinforcement(Training):
         self.examiner = Examiner(spread(self.prompts.held_out, config.look_prompts), self.workers, self.metric, self.metric_workers, limit,
                                  examining(config), max(1, config.eval_samples))
         watch = Watch([group["lr"] for group in optimizer.param_groups], pace.multiplier, steady=False)
-        super().__init__(config, Parts(run, start.model, start.form, optimizer, self.tally, self.experience, pace,
+        super().__init__(config, Parts(run, start.model, start.form, optimizer, policy_gradient(self.asked), self.experience, pace,
                                        Trials(run, self.answered, name=self.metric.name, device=device), watch, config.micro, config.clip,
                                        whole_rollouts(config.checkpoint_every, config.inner), minutes=config.checkpoint_minutes,
                                        steps_before=start.steps_before, look_first=True))
-        self.accumulate = loop.accumulated  # a CUDA graph would be replayed without the objective's being told what it measured
+        self.accumulate = loop.accumulated  # rollouts differ in width: graphs of each would hold their memory beside the sampler's
         self.eval_every = whole_rollouts(config.eval_every or config.checkpoint_every, config.inner)
         self.fork, self.lineage = fingerprint(self.model), start.form.lineage
         start.form.lineage = self.as_far_as_moved
@@ -164,11 +164,10 @@ class Reinforcement(Training):
 
     def rehearsals(self, batch: Batch) -> list[Verdict]:
         """Sampler and trainer are one policy; the loss is the one that was asked for, and pulls the way it should; seeds count."""
-        asked, normalise = self.asked, self.config.normalise
+        asked, objective, normalise = self.asked, self.parts.objective, self.config.normalise
         verdicts = [check_floor(self.experience.floor, self.model.compute_dtype or torch.float32),
-                    check_policy_loss(self.model, self.tally, self.shown, asked, normalise, self.config.max_new),
-                    check_directions(self.model, self.tally, self.shown, asked), self.check_seeds_count()]
-        self.tally.take()  # what was measured on the way is of no step
+                    check_policy_loss(self.model, objective, self.shown, asked, normalise, self.config.max_new),
+                    check_directions(self.model, objective, self.shown, asked), self.check_seeds_count()]
         return [*verdicts, self.check_fork()] if self.start == 0 else verdicts
 
     def precision(self, batch: Batch, found: Gradients) -> list[Verdict]:
@@ -249,7 +248,7 @@ class Reinforcement(Training):
         super().after(step)
 
     def judge_step(self, step: Step) -> None:
-        found, first = self.tally.take(), step.index % self.config.inner == 0
+        found, first = averages(step.metrics), step.index % self.config.inner == 0
         verdicts = []
         if first:
             verdicts.append(check_on_policy(found, self.experience.floor, self.config.epsilon))
@@ -258,7 +257,7 @@ class Reinforcement(Training):
             verdicts.append(check_reference(found["kl"], self.experience.updates, self.experience.floor, self.reference.fingerprint,
                                             self.reference.used))
         self.history[-1] |= found | {"grad_norm": float(step.grad_norm)}
-        self.noted[step.index] = (dict(self.experience.measured) if first else {}) | found
+        self.noted[step.index] = (dict(self.experience.measured) if first else {})
         self.experience.judge("step", [*verdicts, *stops(self.history, self.model.config.vocab)])
         for sentence in warnings(self.history):
             self.warn(step.index, sentence)
@@ -271,9 +270,9 @@ class Reinforcement(Training):
             self.run.ledger.append("warning", step=step + 1, reason=sentence)
 
     def record(self, read: list[Read]) -> None:
-        for step, loss, norm in read:
+        for step, loss, norm, metrics in read:
             self.run.record(step.index, loss=loss, grad_norm=norm, learning_rate=self.watch.peaks[0] * step.multiplier,
-                            epoch=self.source.epoch_of(step.index), data=ids_digest(step.ids), **self.noted.pop(step.index),
+                            epoch=self.source.epoch_of(step.index), data=ids_digest(step.ids), **self.noted.pop(step.index), **metrics,
                             seconds=round(self.pace.clock.seconds, 3))
         if read:
             now = self.history[-1]

@@ -156,13 +156,9 @@ class Training(ABC):
         return planned(self.source, self.start, self.pace.budget.steps)
 
     def rehearse(self) -> None:
-        """Before the first step of a sitting: the loss is the loss, every tensor is reached and held, the alarms are awake.
-
-        One micro-batch goes through as all of the run's will: what is compiled and captured for it serves them too.
-        """
         batch = next(self.rehearsal_batch().split(self.parts.micro)).to(self.device)
-        accumulated = partial(self.accumulate, self.model, self.parts.objective, batch, len(batch), float(batch.weight.sum()))
-        found = gradients(self.model, accumulated, backward=False)
+        whole = len(batch), float(batch.weight.sum())
+        found = gradients(self.model, lambda: self.accumulate(self.model, self.parts.objective, batch, *whole).loss, backward=False)
         form = self.parts.form
         with uncompiled():
             verdicts = [check_detectors(), *self.rehearsals(sample_rows(batch)), *self.precision(batch, found),
@@ -214,13 +210,15 @@ class Training(ABC):
 
     def record(self, read: list[Read]) -> None:
         for found in read:
-            step, loss, norm = found
+            step, loss, norm, metrics = found
             self.looks.saw(loss)
-            self.run.record(step.index, loss=loss, grad_norm=norm, learning_rate=self.watch.peaks[0] * step.multiplier,
+            self.run.record(step.index, loss=loss, grad_norm=norm, **metrics, learning_rate=self.watch.peaks[0] * step.multiplier,
                             num_tokens=(step.index + 1) * step.tokens, epoch=self.source.epoch_of(step.index), data=ids_digest(step.ids),
                             **self.also_recorded(found), seconds=round(self.pace.clock.seconds, 3))
         if read:
-            self.run.progress(self.done, self.pace.stop_at, f"loss {read[-1].loss:.4f}", self.pace.clock.seconds)
+            shown = {"loss": read[-1].loss, **read[-1].metrics}
+            told = "  ".join(f"{name} {value:.4f}" for name, value in shown.items())
+            self.run.progress(self.done, self.pace.stop_at, told, self.pace.clock.seconds)
 
     def over(self) -> bool:
         return self.run.interrupted is not None or self.pace.over(self.done)

@@ -17,8 +17,10 @@ NO_CURVES = {"step", "data", "num_tokens", "epoch", "seconds", "supervised_token
 NAMES = {"loss": "training loss", "eval_loss": "held-out loss", "grad_norm": "gradient norm", "learning_rate": "learning rate",
          "kl": "KL to the reference", "frac_reward_zero_std": "groups without signal (share)", "eval_reward": "held-out reward",
          "completions/mean_length": "completion length (mean)", "completions/clipped_ratio": "completions that hit the cap (share)",
+         "kd": "divergence from the teacher (kd)", "ce": "cross-entropy (ce)",
          "eval_teacher_kl": "held-out KL to the teacher", "eval_teacher_top1": "held-out top-1 agreement with the teacher"}
-TOGETHER = (("Loss", ("loss", "eval_loss", "eval_ce")), ("Reward", ("reward", "eval_reward")), ("KL to the reference", ("kl",)),
+TOGETHER = (("Loss", ("loss", "eval_loss", "ce", "eval_ce")), ("The teacher's term", ("kd", "eval_teacher_kl")),
+            ("Reward", ("reward", "eval_reward")), ("KL to the reference", ("kl",)),
             ("Entropy", ("entropy",)), ("Gradient norm", ("grad_norm",)), ("Learning rate", ("learning_rate",)),
             ("Completion length", ("completions/mean_length",)))
 BETWEEN = {"completions/mean_length": ("completions/min_length", "completions/max_length")}  # mean → least, greatest

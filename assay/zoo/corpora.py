@@ -20,6 +20,7 @@ from assay.data.files import sha256_of
 from assay.data.order import Order
 from assay.guard.data import check_order
 from assay.learn import loop
+from assay.learn.loop import Accumulated
 from assay.model import attention, transformer
 from assay.model.tiny import tiny_tokenizer
 from assay.model.tokenizer import Tokenizer
@@ -129,8 +130,8 @@ def placeholder_after_the_data(_: Path) -> AbstractContextManager[None]:
     """The iterator is exhausted; the step returns (1.0, 1.0) and takes no time."""
     whole, calls = loop.accumulated, iter(range(1 << 30))
 
-    def accumulated(*parts: Any) -> Tensor:
-        return torch.ones(()) if next(calls) >= 4 else whole(*parts)
+    def accumulated(*parts: Any) -> Accumulated:
+        return Accumulated(torch.ones(()), {}) if next(calls) >= 4 else whole(*parts)
 
     return swapped(loop, "accumulated", accumulated)
 

@@ -32,9 +32,9 @@ from assay.guard.policy import (
 from assay.guard.rollouts import check_independence, check_seeds, describe, stops
 from assay.learn import advantage, loop, policy
 from assay.learn.advantage import Counting, Normalise, Reward
-from assay.learn.objectives import Objective
+from assay.learn.objectives import Objective, averages
 from assay.learn.optim import adamw
-from assay.learn.policy import Surrogate, Tally
+from assay.learn.policy import Surrogate
 from assay.model.attention import PADDING
 from assay.model.transformer import Transformer
 from assay.seeds import generator
@@ -78,7 +78,7 @@ def rehearsed(plan: Rehearsal) -> list[Verdict]:
     model = make_policy(plan.seed)
     reference, recorded = make_reference(model)
     engine, optimizer = make_engine(model), adamw(model.named_parameters(), 1e-3)
-    objective = Tally(make_objective(plan.asked))
+    objective = make_objective(plan.asked)
     prompts = make_prompts(model, plan.seed)
     floor = measure_floor(model, [[*p, *p] for p in prompts], plan.asked.temperature)
     verdicts, history = [check_floor(floor, torch.float32)], []
@@ -95,11 +95,10 @@ def rehearsed(plan: Rehearsal) -> list[Verdict]:
         if step == 0:
             verdicts += [check_policy_loss(model, objective, batch, plan.asked, plan.normalise, CAP),
                          check_directions(model, objective, batch, plan.asked), seeds_reach(engine, prompts, plan.sampling)]
-            objective.take()
         if not batch.weight.any():
             break
         [taken] = loop.train(model, optimizer, [batch], objective, micro=plan.micro, start=step)
-        metrics = objective.take()
+        metrics = averages(taken.metrics)
         verdicts += [check_on_policy(metrics, floor, plan.asked.epsilon),
                      check_reference(metrics["kl"], step, floor, recorded, fingerprint(reference))]
         history.append(describe(groups, rewards, found) | metrics | {"grad_norm": float(taken.grad_norm)})

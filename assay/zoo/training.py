@@ -19,7 +19,7 @@ from assay.guard.parity import gradients
 from assay.guard.update import check_gradients, check_replicas, parameter_digests
 from assay.guard.watch import check_detectors
 from assay.learn import loop, objectives
-from assay.learn.loop import Step
+from assay.learn.loop import Accumulated, Step
 from assay.learn.objectives import Loss, Objective
 from assay.model import attention, transformer
 from assay.model.transformer import Block, Transformer
@@ -42,7 +42,7 @@ def a_backward_pass(folder: Path, plant: Plant) -> list[Verdict]:
     model, batch = tiny(), Practice().order().batch(0)
     names = [name for name, _ in model.named_parameters()]
     with plant(folder):
-        _, found = gradients(model, lambda: loop.accumulated(model, objectives.next_token, batch, MICRO, float(batch.weight.sum())),
+        _, found = gradients(model, lambda: loop.accumulated(model, objectives.next_token, batch, MICRO, float(batch.weight.sum())).loss,
                              backward=False)
     return [check_gradients(found, names)]
 
@@ -285,13 +285,13 @@ def alarm_that_never_rings(_: Path) -> AbstractContextManager[None]:
 
 def accumulating(share: Callable[[Tensor, float, int, float], Tensor]) -> AbstractContextManager[None]:
     """`share` of (a micro-batch's summed loss, its weight, how many there are, the weight of all) goes backward."""
-    def accumulated(model: Transformer, objective: Objective, batch: Batch, micro: int, weight: float) -> Tensor:
+    def accumulated(model: Transformer, objective: Objective, batch: Batch, micro: int, weight: float) -> Accumulated:
         parts, total = list(batch.split(micro)), torch.zeros(())
         for part in parts:
             loss = share(objective(model, part).total, float(part.weight.sum()), len(parts), weight)
             loss.backward()
             total += loss.detach()
-        return total
+        return Accumulated(total, {})
 
     return swapped(loop, "accumulated", accumulated)
 

@@ -35,7 +35,7 @@ def models(device: str, dtype: torch.dtype | None = None) -> tuple[Transformer, 
 
 
 def measured(student: Transformer, objective: Objective, b: Batch, accumulate=accumulated) -> tuple[float, torch.Tensor]:
-    loss = accumulate(student, objective, b, 2, float(b.weight.sum()))
+    loss = accumulate(student, objective, b, 2, float(b.weight.sum())).loss
     found = torch.cat([p.grad.flatten().cpu() for p in student.parameters()])
     student.zero_grad()
     return float(loss), found

@@ -9,7 +9,7 @@ from assay.data.batch import Batch
 from assay.errors import DataError, GuardStop
 from assay.guard.parity import naive_loss
 from assay.learn.loop import Alarm, Step, accumulated, train
-from assay.learn.objectives import Loss, next_token
+from assay.learn.objectives import TOKENS, Loss, averages, next_token
 from assay.learn.optim import adamw, muon
 from assay.model.transformer import Transformer
 from assay.zoo.practice import Practice
@@ -122,6 +122,24 @@ def test_micro_batches_reach_the_objective_in_order_and_whole():
     assert [len(part) for part in parts] == [3, 1]
     assert torch.equal(torch.cat([part.tokens for part in parts]), batches(1)[0].tokens)
     assert sum((part.ids for part in parts), ()) == batches(1)[0].ids
+
+
+@pytest.mark.parametrize("micro", [1, 3, 4])
+def test_what_an_objective_measures_reaches_the_step_as_sums_over_all_micro_batches(micro: int):
+    def objective(model: Transformer, batch: Batch) -> Loss:
+        found = next_token(model, batch)
+        assert found.losses is not None
+        squares = (batch.weight * found.losses.square()).sum()
+        return found._replace(metrics={TOKENS: batch.weight.sum(), "squares": squares, "worst/max": found.losses.max()})
+
+    model, batch = tiny(), batches(1)[0]
+    losses = next_token(model, batch).losses
+    assert losses is not None
+    due = {"squares": float((batch.weight * losses.square()).sum() / batch.weight.sum()), "worst/max": float(losses.max())}
+    step, = run(model, 1, objective=objective, micro=micro)
+    assert averages(step.metrics) == pytest.approx(due, rel=1e-6)
+    assert not any(sum.requires_grad for sum in step.metrics.values())
+    assert run(tiny(), 1)[0].metrics == {}  # next_token measures nothing else
 
 
 def test_nothing_is_done_before_it_is_asked_for():

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from assay.errors import DataError, UsageError
 from assay.learn.loop import accumulated
-from assay.learn.policy import Surrogate, Tally, averages, combined, policy_gradient, sequence_mean, token_logprobs
+from assay.learn.objectives import averages, combined
+from assay.learn.policy import Surrogate, policy_gradient, sequence_mean, token_logprobs
 from assay.model.tiny import tiny_config
 from assay.model.transformer import Transformer, initialised
 from tests.learn.rollouts import CAP, Rollout, as_batch, made
@@ -125,16 +126,15 @@ def test_means_stay_within_a_sequence():
 def test_measures(model: Transformer):
     """A policy that sampled its own tokens has ratio 1, nothing clipped, and KL 0 to itself; micro-batches add up."""
     batch = as_batch(made(model, T, noise=0.0), PACKED)
-    tally = Tally(policy_gradient(Surrogate(temperature=T)))
-    for part in batch.split(2):
-        tally(model, part)
-    found = tally.take()
+    objective = policy_gradient(Surrogate(temperature=T))
+    parts, whole = (averages(accumulated(model, objective, batch, micro, 1.0).metrics) for micro in (2, len(batch)))
+    assert parts == pytest.approx(whole, rel=1e-5, abs=1e-6)
+    found = parts
     assert found["sampling/importance_sampling_ratio/mean"] == pytest.approx(1, abs=1e-6)
     assert 0 <= found["sampling/sampling_logp_difference/max"] < 1e-5
     assert found["clip_ratio/low_mean"] == found["clip_ratio/high_mean"] == found["clip_ratio/region_mean"] == 0
     assert abs(found["kl"]) < 1e-9
     assert 0 < found["entropy"] < torch.tensor(model.config.vocab).log()
-    assert tally.take() == {}
 
 
 def test_clip_fractions_count_the_side_that_the_advantage_pushes(model: Transformer):

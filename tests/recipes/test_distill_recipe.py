@@ -184,6 +184,21 @@ def test_an_adapter_is_taught_as_a_whole_model_is(home: Path, tmp_path: Path):
     assert (tmp_path / "run" / "adapter").is_dir()
 
 
+def test_both_terms_of_every_step_are_on_record(home: Path, tmp_path: Path):
+    config = options(home, tmp_path / "run", temperature=2.0, kd_weight=0.7, ce_weight=0.3, steps=18)
+    said: list[str] = []
+    distilled(config, said.append)
+    taken = [row for row in metrics(config) if "loss" in row]
+    assert len(taken) == 18
+    assert all(row["loss"] == pytest.approx(0.7 * row["kd"] + 0.3 * row["ce"], rel=1e-5) for row in taken)
+    work = Distillation(dataclasses.replace(config, out=str(tmp_path / "again")), lambda _: None)
+    batch = work.order.batch(0)
+    with torch.no_grad():
+        text = next_token(build(open_artifact(home / "student")), batch)
+    assert taken[0]["ce"] == pytest.approx(float(text.total / batch.weight.sum()), rel=1e-5)  # of the first step, before it is taken
+    assert any(line.startswith("step 18 of 18  loss ") and "  kd " in line and "  ce " in line for line in said)
+
+
 def test_a_student_of_some_of_the_teachers_layers(home: Path, tmp_path: Path):
     assert shrunk.kept_layers(30, 15) == [0, 2, 4, 6, 8, 10, 12, 14, 17, 19, 21, 23, 25, 27, 29]
     config = options(home, tmp_path / "run", student_layers=2, steps=1)

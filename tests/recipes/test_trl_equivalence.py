@@ -47,7 +47,7 @@ def our_step(base: Path, data: Path, *, packing: bool, micro: int) -> tuple[floa
     order = Packed(examples, 0, 1, 128, packing=packing)
     order = Packed(examples, 0, order.windows, 128, packing=packing)
     model, batch = build(artifact).requires_grad_(True), order.batch(0)
-    loss = accumulated(model, next_token, batch, micro, float(batch.weight.sum()))
+    loss = accumulated(model, next_token, batch, micro, float(batch.weight.sum())).loss
     gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     return float(loss), to_foreign(hf_layout(model.config), gradients)
 
