@@ -20,14 +20,15 @@ from assay.generate.request import MOST_STOP_IDS, Completion, Ended, Progress, R
 from assay.generate.slots import NOBODY, Flight, Seat, Slots
 from assay.generate.weights import ServedModel, fingerprint
 from assay.generate.words import Words
-from assay.model.attention import PADDING, documents_from_lengths
 from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import Transformer
 from assay.seeds import derive
 
-MOST_SLOTS = 256
+MOST_SLOTS = {"cuda": 1024, "cpu": 256}
+SHARE = 0.25  # of the memory that is free, for keys and values
 STEPS = 4  # tokens that a GPU makes for every slot before the host looks; meanwhile as many again are under way
 PREFILL = 32768  # prompt tokens that are computed at once
+CROWD = 32  # of all slots, one in so many may stand empty until as many are: computing few prompts takes a GPU as long as many
 
 
 class Tenant:
@@ -104,6 +105,7 @@ class Engine:
         self.slots = Slots(self.served, slots, length, steps or (STEPS if on_gpu else 1), graphed=on_gpu if graphed is None else graphed)
         self.length, self.stop_ids, self.version, self.tokenizer = length, tuple(stop_ids), version, tokenizer
         self._ahead = 2 if on_gpu else 1  # flights in the air: a GPU has work while the host reads what it did before
+        self._crowd = max(1, slots // CROWD) if on_gpu else 1  # slots that are filled anew together, while others wait
         self._tickets = 0
         self._waiting: deque[Tenant] = deque()
         self._tenants: list[Tenant | None] = [None] * slots
@@ -209,7 +211,7 @@ class Engine:
 
     def _admit(self) -> None:
         free = [slot for slot, tenant in enumerate(self._tenants) if tenant is None]
-        if not free or not self._waiting:
+        if not self._waiting or len(free) < min(len(self._waiting), self._crowd):
             return
         self._refuse_other_weights(self.served.replaced())
         arrivals = [(slot, self._waiting.popleft()) for slot in free[: len(self._waiting)]]
@@ -228,20 +230,17 @@ class Engine:
             if prefix and prefix not in held:
                 absent.setdefault(prefix, []).append(slot)
         if copies:  # before anything new is stored, which may be where it is copied from
-            sources, targets, widths = zip(*copies, strict=True)
-            self.slots.cache.copy(self._indices(sources), self._indices(targets), max(widths))
+            self._copy(copies)
         prefixes = list(absent)
         for part in batched_by_length([len(prefix) for prefix in prefixes], PREFILL):
-            self._fill([prefixes[i] for i in part], [absent[prefixes[i]] for i in part])
+            self.slots.fill([prefixes[i] for i in part], [absent[prefixes[i]][0] for i in part])
+        if more := [(home, slot, len(prefix)) for prefix, (home, *others) in absent.items() for slot in others]:
+            self._copy(more)
 
-    def _fill(self, prefixes: list[tuple[int, ...]], homes: list[list[int]]) -> None:
-        """Compute the prefixes in one pass and store each in its slots."""
-        lengths = [len(prefix) for prefix in prefixes]
-        documents = documents_from_lengths(lengths, max(lengths))
-        tokens = torch.zeros(documents.shape, dtype=torch.long)
-        tokens[documents != PADDING] = torch.tensor([token for prefix in prefixes for token in prefix])
-        rows = [row for row, slots in enumerate(homes) for _ in slots]
-        self.slots.fill(tokens, documents, [slot for slots in homes for slot in slots], rows)
+    def _copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
+        """From slot, to slot, so many places."""
+        sources, targets, widths = zip(*copies, strict=True)
+        self.slots.cache.copy(self._indices(sources), self._indices(targets), max(widths))
 
     def _indices(self, values: Iterable[int]) -> torch.Tensor:
         return torch.tensor(list(values), dtype=torch.int64).to(self.served.device)
@@ -252,6 +251,17 @@ class Engine:
                             "the wrong name and stale keys; call load(version) after every update of the weights")
 
 
+def fitting_slots(model: Transformer, wanted: int, length: int, device: torch.device | str | None = None) -> int:
+    """As many as wanted, if the device can hold their keys and values beside all else."""
+    where = model.embed.weight.device if device is None else torch.device(device)
+    most = MOST_SLOTS.get(where.type, MOST_SLOTS["cpu"])
+    if where.type == "cuda":
+        c, size = model.config, (model.compute_dtype or model.embed.weight.dtype).itemsize
+        a_slot = 2 * c.depth * length * c.kv_heads * c.head_dim * size
+        most = min(most, int(SHARE * torch.cuda.mem_get_info(where)[0] // a_slot))
+    return max(1, min(wanted, most))
+
+
 def generate(model: Transformer, requests: Sequence[Request], *, stop_ids: Collection[int] = (), version: str | None = None,
              tokenizer: Tokenizer | None = None, slots: int | None = None) -> list[Completion]:
     """One completion per member, in the order of the requests and of their members. `version` None: the weights' fingerprint."""
@@ -259,7 +269,7 @@ def generate(model: Transformer, requests: Sequence[Request], *, stop_ids: Colle
         return []
     members = sum(request.group for request in requests)
     length = min(max(len(r.prompt) + r.sampling.max_new for r in requests), model.config.max_length)
-    engine = Engine(model, slots=slots or min(members, MOST_SLOTS), length=max(length, 2), stop_ids=stop_ids,
+    engine = Engine(model, slots=slots or fitting_slots(model, members, length), length=max(length, 2), stop_ids=stop_ids,
                     version=fingerprint(model) if version is None else version, tokenizer=tokenizer)
     tickets = [engine.submit(request) for request in requests]
     ended = {(progress.ticket, progress.member): progress.completion for progress in engine.drain()}

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from assay.generate.policy import penalised, policy_logits
+from assay.generate.prefill import Prefill
 from assay.generate.request import MOST_STOP_IDS, Sampling
 from assay.generate.weights import ServedModel
 from assay.kernels.draw import Rule, draw
-from assay.model.attention import document_starts
-from assay.model.cache import Decoding, Filling, SlotCache, attend_slots
+from assay.model.cache import Decoding, SlotCache, attend_slots
 
 INTS = ("token", "position", "end", "running", "key", "top_k")  # then the stop ids
 FLOATS = ("temperature", "top_p", "min_p", "penalty")
@@ -80,6 +80,7 @@ class Slots:
         c, device = served.model.config, served.device
         self.served, self.steps, self.device, self.graphed = served, steps, device, graphed
         self.cache = SlotCache(c.depth, slots, length, c.kv_heads, c.head_dim, dtype=served.dtype, device=device)
+        self.prefill = Prefill(served, self.cache, graphed=graphed)
         self.ints = torch.zeros(len(INTS) + MOST_STOP_IDS, slots, dtype=torch.int64, device=device)
         self.floats = torch.ones(len(FLOATS), slots, device=device)
         self.token, self.position, self.end, self.running, self.key, self.top_k = self.ints[: len(INTS)]
@@ -110,15 +111,13 @@ class Slots:
         self.cache.clear()
         if recapture:
             self._graphs.clear()
+            self.prefill.forget()
 
     @torch.no_grad()
-    def fill(self, tokens_BT: Tensor, documents: Tensor, slots: Sequence[int], rows: Sequence[int]) -> None:
-        """Compute prompts in one pass, padded on the right, and store row rows[i] in slot slots[i]. Never compiled: each has
-        another shape. `documents` are on the CPU."""
-        view = Filling(self.cache, self._on_device(list(slots)), self._on_device(list(rows)))
-        starts = document_starts(documents).to(self.device) if self.device.type == "cuda" else None
-        with self._here(), torch.compiler.set_stance("force_eager") if self.graphed else contextlib.nullcontext():
-            self.served.model.hidden(tokens_BT.to(self.device), documents=documents.to(self.device), cache=view, starts=starts)
+    def fill(self, prompts: Sequence[tuple[int, ...]], slots: Sequence[int]) -> None:
+        """Compute prompts in one pass and store prompt i in slot slots[i]."""
+        with self._here():
+            self.prefill(prompts, slots)
 
     @torch.no_grad()
     def launch(self, steps: int, horizon: int, penalise: bool) -> Flight:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from assay.errors import UsageError
-from assay.generate.engine import MOST_SLOTS, Engine
+from assay.generate.engine import Engine, fitting_slots
 from assay.generate.policy import logprobs_of
 from assay.generate.request import Completion, Request, Sampling
 from assay.measure.task import Likelihood
@@ -102,7 +102,7 @@ class OpenedModel:
         if length > self.model.config.max_length:
             raise UsageError(f"the longest prompt and its new tokens are {length}, the model's context is {self.model.config.max_length}; "
                              "lower --max-new or leave the example out")
-        slots = min(members, MOST_SLOTS if self.model.embed.weight.is_cuda else SLOTS_ON_CPU)
+        slots = fitting_slots(self.model, members if self.model.embed.weight.is_cuda else min(members, SLOTS_ON_CPU), length)
         self.engine = Engine(self.model, slots=slots, length=max(length, 2), stop_ids=self.artifact.stops.stop_ids,
                              version=self.identity, tokenizer=self.tokenizer)
 

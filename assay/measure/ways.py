@@ -58,7 +58,8 @@ def from_cache(model: Transformer, *, filled: int) -> Runner:
         for start, stop in pieces:
             see = framed(look, at=start)
             with torch.no_grad(), tapped(model, see) as attention:
-                view = Decoding(cache, torch.full_like(slots, start), stop, attention.decoding) if start else Filling(cache, slots, slots)
+                filling = Filling(cache, cache.places(torch.zeros_like(tokens_BT[:, :filled]), slots))
+                view = Decoding(cache, torch.full_like(slots, start), stop, attention.decoding) if start else filling
                 see(Site(None, LOGITS), model.logits(model.hidden(tokens_BT[:, start:stop], cache=view)))
 
     return run

@@ -26,6 +26,7 @@ class Sight(NamedTuple):
     mask_BTS: Tensor | None = None
     starts: Tensor | None = None  # where documents begin in the flattened rows, for kernels that take variable lengths
     window: int | None = None
+    longest: int | None = None  # no document is longer, where that is known to be less than a row
 
 
 class Placement(NamedTuple):
@@ -73,19 +74,20 @@ def within_document(documents: Tensor) -> Tensor:
 
 def attend(q_BTHd: Tensor, k_BSKd: Tensor, v_BSKd: Tensor, sight: Sight) -> Tensor:
     if sight.starts is not None:
-        return attend_within(q_BTHd, k_BSKd, v_BSKd, sight.starts, sight.window)
+        return attend_within(q_BTHd, k_BSKd, v_BSKd, sight.starts, sight.window, sight.longest)
     q, k, v = (x.transpose(1, 2) for x in (q_BTHd, k_BSKd, v_BSKd))
     mask = None if sight.mask_BTS is None else sight.mask_BTS[:, None]
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1])
     return out.transpose(1, 2)
 
 
-def attend_within(q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, starts: Tensor, window: int | None) -> Tensor:
+def attend_within(q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, starts: Tensor, window: int | None, longest: int | None) -> Tensor:
     """Each document of the flattened rows by itself: work grows with the documents' lengths, not with the row's square."""
     (B, T, H, d), kernel = q_BTHd.shape, variable_length_kernel()
     assert kernel is not None
     q, k, v = (x.reshape(B * T, -1, d) for x in (q_BTHd, k_BTKd, v_BTKd))
-    return kernel(q, k, v, starts, starts, T, T, window_size=(-1 if window is None else window - 1, 0)).view(B, T, H, d)
+    most = longest or T
+    return kernel(q, k, v, starts, starts, most, most, window_size=(-1 if window is None else window - 1, 0)).view(B, T, H, d)
 
 
 def mix_values(v_BTKd: Tensor, first_BTKd: Tensor, shares: Tensor) -> Tensor:

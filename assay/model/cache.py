@@ -1,8 +1,8 @@
 """Keys and values of fixed slots, one tensor a layer: prompts are filled in, then every slot goes on by one token at a time.
 
-`model.hidden(tokens, cache=…)` takes one of two views. `Filling` stores the rows of a batch in slots and attends as if there
-were no cache; `Decoding` gives every slot one token more and attends to what the slot holds.
-Shapes: S slots, L capacity, B rows, T time, H heads, K key/value heads, d head size.
+`model.hidden(tokens, cache=…)` takes one of two views. `Filling` stores a batch's tokens where they are told to stand and attends
+as if there were no cache; `Decoding` gives every slot one token more and attends to what the slot holds.
+Shapes: S slots, L capacity, P = S · L places and more, B rows, T time, N tokens, H heads, K key/value heads, d head size.
 """
 
 from collections.abc import Callable
@@ -12,56 +12,59 @@ import torch
 from torch import Tensor
 
 from assay.kernels.cached_attention import cached_attention
-from assay.model.attention import Placement, Sight, attend, place
+from assay.model.attention import PADDING, Placement, Sight, attend, place, within_document
 
 
 class SlotCache:
     """Fixed addresses for its whole life, so that a CUDA graph may hold them. Zeros, not garbage: 0 · NaN is NaN.
 
-    One tensor per layer, not one for all: indexing a stacked tensor made compiled graphs copy all of it at every layer.
+    A view per layer, not one tensor for all: indexing a stacked tensor made compiled graphs copy all of it at every layer.
+    Behind the last slot lies one that nobody reads: there goes what padding says.
     """
 
     def __init__(self, layers: int, slots: int, length: int, kv_heads: int, head_dim: int, *,
                  dtype: torch.dtype, device: torch.device | str = "cpu"):
-        shape = (slots, length, kv_heads, head_dim)
-        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
-        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
-        self.slots, self.length = slots, length
+        self.slots, self.length, self.nowhere = slots, length, slots * length
+        self.all = torch.zeros((2 * layers, slots + 1, length, kv_heads, head_dim), dtype=dtype, device=device)
+        self.keys, self.values = ([self.all[2 * layer + part, :slots] for layer in range(layers)] for part in (0, 1))
 
     def clear(self) -> None:
-        for tensor in (*self.keys, *self.values):
-            tensor.zero_()
+        self.all.zero_()
 
     def copy(self, sources: Tensor, targets: Tensor, width: int) -> None:
         """What each source slot holds in its first `width` places, into the target beside it; all are read before any is written."""
-        for tensor in (*self.keys, *self.values):
-            tensor[targets, :width] = tensor[sources, :width]
+        self.all[:, targets, :width] = self.all[:, sources, :width]
+
+    def places(self, documents_BT: Tensor, slots: Tensor) -> Tensor:
+        """(B, T) where the tokens of a batch stand, if row b goes into slot slots[b], from its place 0 on; padding goes nowhere."""
+        places = slots[:, None] * self.length + within_document(documents_BT)
+        return torch.where(documents_BT == PADDING, self.nowhere, places)
 
 
 class Filling(NamedTuple):
-    """Row `rows[i]` of the batch goes into slot `slots[i]`, from place 0 on; a row may go into several slots."""
+    """Token (b, t) of the batch goes to place places[b, t] of all slots' places, counted through."""
 
     cache: SlotCache
-    slots: Tensor
-    rows: Tensor
+    places_BT: Tensor
 
     def place(self, tokens_BT: Tensor, documents: Tensor | None, positions: Tensor | None, windows: set[int | None],
               starts: Tensor | None) -> Placement:
-        return place(tokens_BT, documents, positions, windows, starts)
+        placed, longest = place(tokens_BT, documents, positions, windows, starts), min(tokens_BT.shape[1], self.cache.length)
+        return placed._replace(sights={window: sight._replace(longest=longest) for window, sight in placed.sights.items()})
 
     def layer(self, index: int) -> "FillingLayer":
-        return FillingLayer(self.cache.keys[index], self.cache.values[index], self.slots, self.rows)
+        keys, values = self.cache.all[2 * index], self.cache.all[2 * index + 1]
+        return FillingLayer(keys.flatten(0, 1), values.flatten(0, 1), self.places_BT.flatten())
 
 
 class FillingLayer(NamedTuple):
-    keys_SLKd: Tensor
-    values_SLKd: Tensor
-    slots: Tensor
-    rows: Tensor
+    keys_PKd: Tensor
+    values_PKd: Tensor
+    places_N: Tensor
 
     def attend(self, q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, sight: Sight) -> Tensor:
-        T = k_BTKd.shape[1]
-        self.keys_SLKd[self.slots, :T], self.values_SLKd[self.slots, :T] = k_BTKd[self.rows], v_BTKd[self.rows]
+        self.keys_PKd.index_copy_(0, self.places_N, k_BTKd.flatten(0, 1))
+        self.values_PKd.index_copy_(0, self.places_N, v_BTKd.flatten(0, 1))
         return attend(q_BTHd, k_BTKd, v_BTKd, sight)
 
 

@@ -19,7 +19,7 @@ from assay.data.layouts import Conversation, content_of, read_conversations
 from assay.data.order import shuffled
 from assay.data.rows import read_rows
 from assay.errors import DataError, GuardStop, UsageError
-from assay.generate.engine import MOST_SLOTS, Engine
+from assay.generate.engine import Engine, fitting_slots
 from assay.generate.request import Completion, Request, Sampling
 from assay.guard.policy import version_name
 from assay.learn.advantage import Advantages, Normalise, Reward, overlong_penalty, token_weights, untruncated
@@ -138,9 +138,9 @@ class Sampler:
 
     def __init__(self, model: Transformer, tokenizer: Tokenizer, stops: Stops, *, slots: int, length: int, device: str | None = None):
         self.model, self.version = model, version_name(0, model)
-        elsewhere = {} if device is None else {"device": device}
-        self.engine = Engine(model, slots=min(slots, MOST_SLOTS), length=min(length, model.config.max_length), stop_ids=stops.stop_ids,
-                             version=self.version, tokenizer=tokenizer, **elsewhere)  # type: ignore[arg-type]
+        length = min(length, model.config.max_length)
+        self.engine = Engine(model, slots=fitting_slots(model, slots, length, device), length=length, stop_ids=stops.stop_ids,
+                             version=self.version, tokenizer=tokenizer, device=device)
 
     def load(self, updates: int) -> str:
         """The weights as they are now, after so many updates."""

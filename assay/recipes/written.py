@@ -19,7 +19,7 @@ from assay.data.chat import before_text
 from assay.data.layouts import Conversation, Message, read_conversations
 from assay.data.packing import hold_out
 from assay.errors import DataError, UsageError
-from assay.generate.engine import MOST_SLOTS, Engine
+from assay.generate.engine import Engine, fitting_slots
 from assay.generate.request import Completion, Request, Sampling
 from assay.model.tokenizer import Tokenizer
 from assay.recipes.options import Distill
@@ -99,8 +99,9 @@ def answers(prompts: Sequence[Prompt], teacher: Artifact, tokenizer: Tokenizer, 
         left_out[f"no room for {sampling.max_new} more tokens after the prompt"] = len(asked) - len(fitting)
     if not fitting:
         return [], left_out
-    engine = Engine(seated(teacher, device), slots=min(len(fitting), MOST_SLOTS), version=teacher.digest, stop_ids=teacher.stops.stop_ids,
-                    length=max(len(asked[place]) for place in fitting) + sampling.max_new)
+    model, length = seated(teacher, device), max(len(asked[place]) for place in fitting) + sampling.max_new
+    engine = Engine(model, slots=fitting_slots(model, len(fitting), length), version=teacher.digest, stop_ids=teacher.stops.stop_ids,
+                    length=length)
     place_of = {engine.submit(Request(tuple(asked[place]), sampling, ("teacher", prompts[place].content))): place for place in fitting}
     said = {place_of[progress.ticket]: progress.completion for progress in engine.drain()}
     for place in fitting:

@@ -102,12 +102,12 @@ def test_members_of_a_group_share_a_prefill_and_nothing_else(model, monkeypatch)
     engine = Engine(model, slots=2, length=80, version="v")
     filled = []
     fill = engine.slots.fill
-    monkeypatch.setattr(engine.slots, "fill", lambda tokens, *rest: (filled.append(tokens.shape), fill(tokens, *rest)))
+    monkeypatch.setattr(engine.slots, "fill", lambda prompts, slots: (filled.append(prompts), fill(prompts, slots)))
     engine.submit(group[0])
     found = {progress.member: progress.completion for progress in engine.drain()}
     assert [found[member].ids for member in range(5)] == [c.ids for c in due]
     assert len({c.ids for c in due}) == 5
-    assert filled == [(1, len(PROMPTS[1]) - 1)]
+    assert filled == [[PROMPTS[1][:-1]]]
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])

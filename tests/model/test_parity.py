@@ -106,7 +106,7 @@ def test_cached_decoding_equals_one_pass(family):
     prompt[documents >= 0] = torch.cat([tokens()[row, :n] for row, n in enumerate(lengths)])
     cache = SlotCache(c.depth, 4, 50, c.kv_heads, c.head_dim, dtype=torch.float32)
     with torch.no_grad():
-        model.hidden(prompt, documents=documents, cache=Filling(cache, torch.tensor(slots), torch.arange(3)))
+        model.hidden(prompt, documents=documents, cache=Filling(cache, cache.places(documents, torch.tensor(slots))))
         steps = []
         for i in range(more):
             nexts, positions = torch.zeros(4, 1, dtype=torch.long), torch.zeros(4, dtype=torch.long)

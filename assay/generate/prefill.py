@@ -1,0 +1,106 @@
+"""Prompts on their way into the cache: computed together in one pass, on CUDA packed into rows of few widths, each one graph.
+
+A pass over a few prompts is hundreds of short kernels: on an H200 launching them one by one took 20 ms, computing them less
+than one. Where attention takes documents of any length side by side, prompts are packed into one row, padded to one of a few
+widths, and the pass is captured the second time that a width is needed.
+Shapes: B rows, T time.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from assay.generate.weights import ServedModel
+from assay.model.attention import PADDING, document_starts, documents_from_lengths, variable_length_kernel
+from assay.model.cache import Filling, SlotCache
+from assay.model.placement import uncompiled
+
+LEAST, GROWTH = 512, 4  # widths of a packed row: the least, and how many times as much the next one takes
+
+Prompts = Sequence[tuple[int, ...]]
+
+
+class Filled(NamedTuple):
+    """What one pass needs to know; all on the same device."""
+
+    tokens_BT: Tensor
+    documents_BT: Tensor
+    places_BT: Tensor
+    starts: Tensor
+
+
+class Prefill:
+    """Computes prompts and stores them. `graphed`: on CUDA alone."""
+
+    def __init__(self, served: ServedModel, cache: SlotCache, *, graphed: bool):
+        self.served, self.cache = served, cache
+        half = served.dtype in (torch.bfloat16, torch.float16)  # all that the kernel takes
+        self.packs = served.device.type == "cuda" and half and variable_length_kernel() is not None
+        self.graphed = graphed and self.packs
+        self._graphs: dict[int, Callable[[Filled], None] | None] = {}  # by width; None: was needed once
+
+    def forget(self) -> None:
+        """Weights have moved to other addresses."""
+        self._graphs.clear()
+
+    def __call__(self, prompts: Prompts, slots: Sequence[int]) -> None:
+        """Prompt i goes into slot slots[i]."""
+        made = packed(prompts, slots, self.cache) if self.packs else in_rows(prompts, slots, self.cache)
+        filled = Filled(*(part.to(self.served.device, non_blocking=True) for part in made))
+        width = filled.tokens_BT.shape[1]
+        with uncompiled():
+            if not self.graphed or width not in self._graphs:
+                self._graphs[width] = None
+                self.run(filled)
+                return
+            replay = self._graphs[width] or self._captured(filled)
+            self._graphs[width] = replay
+        replay(filled)
+
+    def run(self, filled: Filled) -> None:
+        view = Filling(self.cache, filled.places_BT)
+        self.served.model.hidden(filled.tokens_BT, documents=filled.documents_BT, cache=view, starts=filled.starts)
+
+    def _captured(self, filled: Filled) -> Callable[[Filled], None]:
+        """No pass before it to warm up: one of this width has been made."""
+        fixed = Filled(*(part.clone() for part in filled))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.run(fixed)
+        return functools.partial(_replay, graph, fixed)
+
+
+def packed(prompts: Prompts, slots: Sequence[int], cache: SlotCache) -> Filled:
+    """One row; `starts` is as long as it can be for the cache, so that a width is a shape."""
+    lengths = torch.tensor([len(prompt) for prompt in prompts])
+    total, width = int(lengths.sum()), LEAST
+    while width < total:
+        width *= GROWTH
+    ends = lengths.cumsum(0)
+    document = torch.repeat_interleave(torch.arange(len(prompts)), lengths)
+    position = torch.arange(total) - (ends - lengths)[document]
+    tokens, documents, places = (torch.full((1, width), value) for value in (0, PADDING, cache.nowhere))
+    tokens[0, :total] = torch.tensor([token for prompt in prompts for token in prompt])
+    documents[0, :total] = document
+    places[0, :total] = torch.tensor(slots)[document] * cache.length + position
+    starts = torch.full((cache.slots + 2,), total, dtype=torch.int32)
+    starts[0], starts[1 : len(prompts) + 1] = 0, ends.int()
+    return Filled(tokens, documents, places, starts)
+
+
+def in_rows(prompts: Prompts, slots: Sequence[int], cache: SlotCache) -> Filled:
+    """A row each, padded on the right."""
+    lengths = [len(prompt) for prompt in prompts]
+    documents = documents_from_lengths(lengths, max(lengths))
+    tokens = torch.zeros(documents.shape, dtype=torch.long)
+    tokens[documents != PADDING] = torch.tensor([token for prompt in prompts for token in prompt])
+    return Filled(tokens, documents, cache.places(documents, torch.tensor(slots)), document_starts(documents))
+
+
+def _replay(graph: torch.cuda.CUDAGraph, fixed: Filled, filled: Filled) -> None:
+    for mine, given in zip(fixed, filled, strict=True):
+        mine.copy_(given)
+    graph.replay()

@@ -1,0 +1,55 @@
+"""Prompts reach their slots, whether each has a row or all are packed into one; padding reaches nobody."""
+
+import pytest
+import torch
+
+from assay.generate.prefill import LEAST, Filled, Prefill, in_rows, packed
+from assay.generate.weights import ServedModel
+from assay.model.cache import SlotCache
+from assay.zoo.stage import nudged, tiny
+
+PROMPTS = [(5, 6, 7), tuple(range(20, 61)), (9,), (1, 2, 3, 4)]
+SLOTS = [4, 0, 2, 5]  # 1 and 3 stay empty
+
+
+def filled(family: str, make) -> tuple[SlotCache, Filled]:
+    model = nudged(tiny(family), 0.2)
+    c = model.config
+    cache = SlotCache(c.depth, 6, 64, c.kv_heads, c.head_dim, dtype=torch.float32)
+    given = make(PROMPTS, SLOTS, cache)
+    with torch.no_grad():
+        Prefill(ServedModel(model, None), cache, graphed=False).run(given)
+    return cache, given
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])
+def test_packed_prompts_are_stored_as_rows_are(family):
+    (one, _), (two, given) = filled(family, in_rows), filled(family, packed)
+    assert given.tokens_BT.shape == (1, LEAST)
+    for slot, prompt in zip(SLOTS, PROMPTS, strict=True):
+        stored = one.all[:, slot, : len(prompt)]
+        assert stored.flatten(2).norm(dim=-1).min() > 0
+        torch.testing.assert_close(two.all[:, slot, : len(prompt)], stored, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("make", [in_rows, packed])
+def test_nothing_is_stored_beside_the_prompts(make):
+    cache, _ = filled("llama", make)
+    used = torch.zeros(cache.slots, cache.length, dtype=torch.bool)
+    for slot, prompt in zip(SLOTS, PROMPTS, strict=True):
+        used[slot, : len(prompt)] = True
+    assert not cache.all[:, : cache.slots][:, ~used].any()
+
+
+def test_a_width_is_a_shape():
+    """However many prompts there are: a captured graph takes one shape of each input."""
+    cache = SlotCache(1, 6, 2000, 1, 4, dtype=torch.float32)
+    shapes = {tuple(tuple(part.shape) for part in packed(prompts, SLOTS[: len(prompts)], cache))
+              for prompts in (PROMPTS, PROMPTS[:1], [(1,) * LEAST])}
+    assert shapes == {((1, LEAST), (1, LEAST), (1, LEAST), (8,))}
+    assert packed([(1,) * (LEAST + 1)], [0], cache).tokens_BT.shape == (1, 4 * LEAST)
+
+
+def test_starts_bound_each_prompt():
+    cache = SlotCache(1, 6, 64, 1, 4, dtype=torch.float32)
+    assert packed(PROMPTS, SLOTS, cache).starts.tolist() == [0, 3, 44, 45, 49, 49, 49, 49]
