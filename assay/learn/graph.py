@@ -6,6 +6,7 @@ launching for 44 ms of arithmetic. A graph is launched once. It computes what `l
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,11 +21,15 @@ WARM_UP = 3  # eager passes before capture: compilation, library handles and aut
 
 class GraphedAccumulate:
     """A twin of `loop.accumulated` for CUDA: a graph for the first micro-batch of a step, whose gradients replace those of the
-    step before, and one for the others, whose gradients are added; each for every dtype and shape of micro-batch there is."""
+    step before, and one for the others, whose gradients are added; each for every dtype and shape of micro-batch there is.
+
+    They run one after the other, and so share one pool of memory: activations of all shapes take no more than those of the largest.
+    """
 
     def __init__(self) -> None:
         self._first: dict[tuple, _Captured] = {}
         self._more: dict[tuple, _Captured] = {}
+        self._pool: Any = None
 
     def __call__(self, model: Transformer, objective: Objective, batch: Batch, micro: int, weight: float) -> Accumulated:
         device = model.embed.weight.device
@@ -38,7 +43,8 @@ class GraphedAccumulate:
             else:  # it adds to the buffers that belong to this step's first graph
                 graphs, key = self._more, (*opening, *shape)
             if key not in graphs:
-                graphs[key] = _Captured(model, objective, on_device, adding=graphs is self._more)
+                graphs[key] = _Captured(model, objective, on_device, self._pool, adding=graphs is self._more)
+                self._pool = graphs[key].graph.pool()
             found = graphs[key].replay(on_device, weight)
             total += found.loss
             # Copied, because the next replay writes to the same addresses.
@@ -53,7 +59,7 @@ def tensors(batch: Batch) -> dict[str, Tensor]:
 class _Captured:
     """One graph and the fixed addresses it reads from and writes to."""
 
-    def __init__(self, model: Transformer, objective: Objective, part: Batch, *, adding: bool):
+    def __init__(self, model: Transformer, objective: Objective, part: Batch, pool: Any, *, adding: bool):
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.inputs = {name: tensor.clone() for name, tensor in tensors(part).items()}
         self.weight = torch.ones((), device=model.embed.weight.device)
@@ -70,7 +76,7 @@ class _Captured:
         for parameter, gradient in zip(self.parameters, held, strict=True):
             parameter.grad = gradient if adding else None
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
+        with torch.cuda.graph(self.graph, pool=pool):
             self.found = once()
         self.gradients = [p.grad for p in self.parameters]
 

@@ -20,7 +20,6 @@ from assay.guard.reward import preflight
 from assay.guard.rollouts import check_seeds, stops, warnings
 from assay.guard.update import check_steps, check_weights
 from assay.guard.watch import Read, Watch
-from assay.learn import loop
 from assay.learn.loop import Step
 from assay.learn.objectives import averages
 from assay.learn.optim import adamw
@@ -105,7 +104,6 @@ class Reinforcement(Training):
                                        Trials(run, self.answered, name=self.metric.name, device=device), watch, config.micro, config.clip,
                                        whole_rollouts(config.checkpoint_every, config.inner), minutes=config.checkpoint_minutes,
                                        steps_before=start.steps_before, look_first=True))
-        self.accumulate = loop.accumulated  # rollouts differ in width: graphs of each would hold their memory beside the sampler's
         self.eval_every = whole_rollouts(config.eval_every or config.checkpoint_every, config.inner)
         self.fork, self.lineage = fingerprint(self.model), start.form.lineage
         start.form.lineage = self.as_far_as_moved

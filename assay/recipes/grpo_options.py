@@ -43,7 +43,7 @@ class Grpo(Trained):
     entropy_weight: float = option("bonus for entropy", default=0.0)
     entropy_decay: float = option("the bonus is this many times the one of the step before", default=1.0)
     inner: int = option("updates a rollout", default=1)
-    micro: int = option("completions that go through the model at a time; changes nothing but memory", default=16)
+    micro: int = option("completions that go through the model at a time; changes nothing but memory", default=32)
     refill: int = option("draw other prompts up to so many times where all of a group get the same reward; 0: never", default=0)
     overlong: int = option("take up to 1 off the reward over the last so many tokens before --max-new; 0: nothing", default=0)
     mask_truncated: bool = option("learn nothing from completions that hit --max-new", default=False)

@@ -31,7 +31,7 @@ from assay.model.transformer import Transformer
 from assay.reward.workers import Item, Scored, Workers
 from assay.seeds import derive
 
-ROUNDED = {"cuda": 128}  # columns of a batch come in multiples of this, so that few shapes are compiled
+ROUNDED = {"cuda": 256}  # columns of a batch come in multiples of this, so that few shapes are compiled and captured
 OVERLONG = "overlong"
 
 # ---------------------------------------------------------------- prompts
