@@ -9,7 +9,7 @@ Shapes: S slots, L capacity, H heads, K key/value heads, d head size.
 from __future__ import annotations  # the kernel's `tl.constexpr` must not be looked up at import
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +18,18 @@ from torch import Tensor
 if TYPE_CHECKING:
     import triton.language as tl  # at run time _kernel() binds it: where no GPU is, Triton need not be installed
 
-BLOCK = 64  # keys that a program holds at a time
 LEAST = 16  # rows and columns that a matrix instruction takes at least
+
+
+class Launch(NamedTuple):
+    """How a program works through its slot's keys; results differ by rounding alone."""
+
+    block: int  # keys that it holds at a time
+    warps: int
+    stages: int  # blocks that are on their way at once, and one
+
+
+LAUNCH = Launch(block=64, warps=4, stages=2)
 
 
 def cached_attention(q_SHd: Tensor, k_SKd: Tensor, v_SKd: Tensor, keys_SLKd: Tensor, values_SLKd: Tensor, positions_S: Tensor,
@@ -60,7 +70,8 @@ def fused_cached_attention(q_SHd: Tensor, k_SKd: Tensor, v_SKd: Tensor, keys_SLK
         q_SHd, k_SKd, v_SKd, keys_SLKd, values_SLKd, positions_S, out_SHd, d**-0.5,
         q_SHd.stride(0), q_SHd.stride(1), k_SKd.stride(0), k_SKd.stride(1), v_SKd.stride(0), v_SKd.stride(1),
         L=L, K=K, D=d, PER=H // K, WINDOW=0 if window is None else window,
-        GROUP=max(LEAST, _power_of_two(H // K)), DIM=max(LEAST, _power_of_two(d)), BLOCK=BLOCK, num_warps=4, num_stages=2)
+        GROUP=max(LEAST, _power_of_two(H // K)), DIM=max(LEAST, _power_of_two(d)), BLOCK=LAUNCH.block,
+        num_warps=LAUNCH.warps, num_stages=LAUNCH.stages)
     return out_SHd
 
 

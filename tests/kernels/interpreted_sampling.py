@@ -1,9 +1,7 @@
 """The sampler's Triton kernels in Triton's interpreter, on the CPU. Run by test_draw.py, in a process of its own.
 
-Blocks are shrunk, so that a row takes several and ends inside one.
+Blocks are shrunk, so that a row takes several and ends inside one: groups of 4 logits, of which 16 are held at once.
 """
-
-import math
 
 import pytest
 import torch
@@ -16,13 +14,15 @@ from assay.kernels.draw import Rule, distribution, fused_draw, plain_draw
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # int64 products wrap, as they should
 # (temperature, top_k, top_p, min_p), all in one batch
 RULES = [(1.0, 0, 1.0, 0.0), (0.7, 50, 1.0, 0.0), (1.3, 0, 0.8, 0.0), (0.9, 20, 0.6, 0.0), (1.0, 0, 1.0, 0.1), (0.0, 5, 0.5, 0.0),
-         (0.6, 1, 1.0, 0.0), (1.0, 40, 0.9, 0.05), (2.0, 999, 0.99, 0.0)]
+         (0.6, 1, 1.0, 0.0), (1.0, 40, 0.9, 0.05), (2.0, 999, 0.99, 0.0), (1.0, 16, 1.0, 0.0), (1.0, 17, 1.0, 0.0), (1.5, 12, 0.9, 0.02),
+         (1.0, 0, 0.3, 0.0), (1.0, 203, 1.0, 0.0), (3.0, 202, 1.0, 0.0), (5.0, 0, 1.0, 0.4), (1.0, 5, 0.0, 0.0), (9.0, 0, 0.0, 0.0)]
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(draw, "MAX_BLOCK", 128)
-    monkeypatch.setattr(cached_attention, "BLOCK", 16)
+    for name, value in (("PART", 64), ("GROUP", 4), ("TILE", 16)):
+        monkeypatch.setattr(draw, name, value)
+    monkeypatch.setattr(cached_attention, "LAUNCH", cached_attention.LAUNCH._replace(block=16))
 
 
 @pytest.fixture(autouse=True)
@@ -42,15 +42,23 @@ def rule(rows):
     return Rule(torch.tensor(temperature), torch.tensor(top_k), torch.tensor(top_p), torch.tensor(min_p))
 
 
-@pytest.mark.parametrize(("V", "rows"), [(203, RULES), (128, RULES[3:4]), (5, RULES[3:5])])
-def test_the_draw_equals_its_twin(V, rows):
-    g = torch.Generator().manual_seed(V)
-    logits = torch.randn(len(rows), V, generator=g) * 3
-    keys, counters = torch.randint(0, 2**62, (len(rows),), generator=g), torch.arange(len(rows))
-    ids, logprobs = fused_draw(logits, rule(rows), keys, counters)
-    due_ids, due_logprobs = plain_draw(logits, rule(rows), keys, counters)
+def check(logits, rows):
+    """Every rule on every row of logits: ids and log-probabilities of the twin."""
+    logits, chosen = logits.repeat_interleave(len(rows), 0), rule(rows * len(logits))
+    keys, counters = torch.arange(len(logits)) * 2**57, torch.arange(len(logits)) % 5
+    ids, logprobs = fused_draw(logits, chosen, keys, counters)
+    due_ids, due_logprobs = plain_draw(logits, chosen, keys, counters)
     assert ids.tolist() == due_ids.tolist()
     torch.testing.assert_close(logprobs, due_logprobs, atol=1e-5, rtol=1e-5)
+
+
+def noise(rows, V, scale=3.0):
+    return torch.randn(rows, V, generator=torch.Generator().manual_seed(V)) * scale
+
+
+@pytest.mark.parametrize(("V", "rows"), [(203, RULES), (128, RULES[3:4]), (5, RULES[3:5])])
+def test_the_draw_equals_its_twin(V, rows):
+    check(noise(1, V), rows)
 
 
 def test_ties_at_the_edge_stay_together():
@@ -65,17 +73,62 @@ def test_ties_at_the_edge_stay_together():
         assert ids.tolist() == plain_draw(logits, rule([row] * 5), keys, counters)[0].tolist()
 
 
+@pytest.mark.parametrize("tied", [9, 60])
+def test_ties_over_few_groups_and_over_many(tied):
+    """One token above, `tied` of them share the next place, spread over the row; the edge of every rule falls among them."""
+    logits = torch.full((1, 203), -3.0)
+    logits[0, 1:3 * tied:3] = 1.5
+    logits[0, 100] = 2.0
+    check(logits, [(1.0, k, p, 0.0) for k, p in ((2, 1.0), (8, 1.0), (0, 0.3), (5, 0.5), (1, 1.0), (40, 0.9))])
+
+
+def test_a_flat_row():
+    rows = [(1.0, 0, 1.0, 0.0), (1.0, 3, 1.0, 0.0), (1.0, 0, 0.5, 0.0), (0.5, 50, 0.9, 0.5), (0.0, 0, 1.0, 0.0)]
+    check(torch.full((1, 203), 0.7), rows)
+
+
+def test_tokens_that_are_ruled_out():
+    """Three tokens are left, far from one another, with whole parts of the row ruled out; then none of the first 150."""
+    sparse, late = torch.full((1, 203), float("-inf")), noise(1, 203)
+    sparse[0, [3, 99, 202]] = torch.tensor([1.0, 0.5, 0.8])
+    late[0, :150] = float("-inf")
+    rows = [(1.0, 0, 1.0, 0.0), (1.0, 2, 1.0, 0.0), (1.0, 12, 1.0, 0.0), (1.0, 50, 0.9, 0.0), (1.0, 0, 0.5, 0.0), (1.0, 0, 1.0, 0.8),
+            (0.0, 0, 1.0, 0.0)]
+    check(torch.cat([sparse, late]), rows)
+
+
+def test_scores_far_apart_and_far_from_zero():
+    """A part whose mass vanishes beside another's is never drawn from; what decides is the distance from the best."""
+    logits = noise(1, 203) + 1000
+    logits[0, :64] -= 400
+    check(logits, RULES[:4] + RULES[9:12])
+
+
+def test_a_small_top_k_needs_no_pass_over_the_row(monkeypatch):
+    draw._kernels()  # which binds the functions
+    monkeypatch.setattr(draw, "_by_passes", None)
+    rows = [(1.0, k, p, 0.0) for k, p in ((1, 1.0), (7, 1.0), (16, 1.0), (16, 0.5), (0, 0.1))]
+    check(noise(1, 203), [*rows, (0.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.3)])
+    with pytest.raises(Exception, match="NoneType"):
+        check(noise(1, 203), [(1.0, 17, 1.0, 0.0)])
+
+
 def test_greedy_takes_the_lowest_id_of_the_best():
     logits = torch.tensor([[0.0, 3.0, -2.0, 3.0]])
     ids, logprobs = fused_draw(logits, rule([(0.0, 0, 1.0, 0.0)]), torch.tensor([7]), torch.tensor([0]))
     assert (ids.item(), logprobs.item()) == (1, 0.0)
 
 
-def test_what_is_no_number_is_said():
-    for logits in (torch.full((1, 9), float("nan")), torch.full((1, 9), float("inf"))):
-        ids, logprobs = fused_draw(logits, rule([(1.0, 3, 0.9, 0.1)]), torch.tensor([7]), torch.tensor([0]))
-        assert 0 <= ids.item() < 9
-        assert not math.isfinite(logprobs.item())
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_no_number_is_said(bad):
+    """Whether every logit is bad or one of them, wherever it stands and whatever the rule."""
+    rows = [(1.0, 0, 1.0, 0.0), (1.0, 3, 1.0, 0.0), (1.0, 50, 0.9, 0.0), (1.0, 0, 0.9, 0.1), (0.0, 0, 1.0, 0.0)]
+    logits = noise(3, 203)
+    logits[0], logits[1, 1], logits[2, 202] = bad, bad, bad
+    logits = logits.repeat_interleave(len(rows), 0)
+    ids, logprobs = fused_draw(logits, rule(rows * 3), torch.full((15,), 7), torch.arange(15))
+    assert logprobs.isnan().all()
+    assert 0 <= ids.min() <= ids.max() < 203
 
 
 @pytest.mark.parametrize(("H", "K", "d", "window"), [(9, 3, 24, None), (4, 2, 16, 7), (2, 2, 8, 40)])
