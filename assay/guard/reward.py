@@ -20,7 +20,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 SAMPLE = 16  # rows whose canaries are scored
 SAME = 1e-9  # a difference in reward that is none
-KNOW_THE_ANSWER = {"answer", "unit_tests"}
+KNOW_THE_ANSWER = {"answer", "unit_tests", "gym"}
 KINDS: dict[Kind, str] = {
     "wrong": "a wrong answer", "empty": "no answer", "all_options": "a list of several answers",
     "repeated": "the same text again and again",

@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -129,8 +130,16 @@ def unit_tests(prompt: str, completion: str, row: Row, *, seconds: int = 5) -> f
     return float(judge(blocks[0], tests, names=names, limits=Limits(seconds=seconds, wall_seconds=3.0 * seconds)).passed)
 
 
+def gym(prompt: str, completion: str, row: Row, *, how: How = "strict", form: Form = "tag") -> float:
+    """What reasoning-gym's own scorer gives the answer, partial marks as it has them; rows come from `assay data gym`."""
+    from assay.reward.gym import score
+
+    said = read_answer(completion, how, form)
+    return 0.0 if said is None else score(row, said)
+
+
 BUILT_IN: dict[str, Callable[..., float]] = {
-    "answer": answer, "format": format, "length": length, "regex": regex, "json_schema": json_schema, "unit_tests": unit_tests}
+    "answer": answer, "format": format, "length": length, "regex": regex, "json_schema": json_schema, "unit_tests": unit_tests, "gym": gym}
 FULL_MARKS = dict.fromkeys(BUILT_IN, 1.0) | {"length": 0.0}
 
 # ---------------------------------------------------------------- reading a request
@@ -144,6 +153,10 @@ def _parsed(spec: str) -> Reward:
     if ".py:" not in name:
         if name not in BUILT_IN:
             raise UsageError(f"--reward {spec}: unknown reward {name!r}{nearest(name, BUILT_IN)}; or give FILE.py:FUNCTION")
+        if name == "gym" and find_spec("reasoning_gym") is None:
+            from assay.reward.gym import HINT
+
+            raise UsageError(f"--reward {spec}: {HINT}")
         return Reward(name, weight, _options(spec, BUILT_IN[name], options or ""))
     file, function = name.rsplit(":", 1)
     if options is not None or not function.isidentifier():

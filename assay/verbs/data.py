@@ -1,4 +1,4 @@
-"""assay data: conversations as the model will be taught them, token by token, and audited before anything is trained."""
+"""assay data: conversations as the model will be taught them, token by token, and audited; or problems made by reasoning-gym."""
 
 import json
 import sys
@@ -22,11 +22,19 @@ AROUND = 160  # tokens shown before and after the first supervised one
 
 @dataclass(frozen=True)
 class FLAGS:
-    """Render conversations with a model's own template, show what is supervised, and audit every row."""
+    """check: render conversations with a model's own template, show what is supervised, and audit every row.
 
-    action: Literal["check"] = argument("what to do: check")
-    file: str = argument(".jsonl, .jsonl.gz, .parquet or .csv with messages, prompt and completion, text, or Alpaca, ShareGPT, GSM8K rows")
-    model: str = option("checkpoint, folder, adapter, GGUF file or fetched name whose template and tokenizer are used")
+    gym: make rows for `assay grpo --reward gym` from a dataset of reasoning-gym.
+    """
+
+    action: Literal["check", "gym"] = argument("what to do: check or gym")
+    file: str = argument(".jsonl, .jsonl.gz, .parquet or .csv with messages, prompt and completion, text, or Alpaca, ShareGPT, GSM8K rows; "
+                         "for gym: a dataset's name, as in chain_sum")
+    model: str | None = option("check: checkpoint, folder, adapter, GGUF file or fetched name whose template and tokenizer are used",
+                               default=None)
+    n: int = option("gym: how many problems", default=1000)
+    seed: int = option("gym: what they are made from", default=0)
+    out: str | None = option("gym: the .jsonl to write", default=None)
     show: int = option("rows to show as tokens", default=3)
     roles: tuple[str, ...] = option("whose messages are learned", default=("assistant",))
     length: int | None = option("most tokens of a row (default: the model's own)", default=None)
@@ -42,14 +50,41 @@ class FLAGS:
 
 EXAMPLES = """  assay data check train.jsonl --model smollm2-135m
   assay data check train.jsonl --model smollm2-135m --gsm8k think --new-tokens '<think>' '</think>' '<answer>' '</answer>' \\
-      --held-out test.jsonl --length 1024"""
+      --held-out test.jsonl --length 1024
+  assay data gym chain_sum --n 2000 --out sums.jsonl && assay grpo --model runs/sft/model --data sums.jsonl --reward gym:1 --out runs/a"""
 
 
 def run(flags: FLAGS) -> int:
+    if flags.action == "gym":
+        return made(flags)
+    return check(flags)
+
+
+def made(flags: FLAGS) -> int:
+    """Problems of reasoning-gym, whole or not at all."""
+    from pathlib import Path
+
+    from assay.reward.gym import problems
+    from assay.store.durable import replace_file
+
+    if flags.out is None or flags.n < 1:
+        raise UsageError("assay data gym: give --out FILE.jsonl, and at least one problem with --n")
+    if Path(flags.out).exists():
+        raise UsageError(f"{flags.out} is there already; remove it, or give another --out")
+    rows = problems(flags.file, flags.n, seed=flags.seed)
+    replace_file(Path(flags.out), "".join(json.dumps(row) + "\n" for row in rows).encode())
+    print(json.dumps({"file": flags.out, "rows": len(rows), "first": rows[0]}, indent=1) if flags.json else
+          f"{flags.out}: {len(rows):,} problems of {flags.file}; the first:\n{rows[0]['prompt']}\nits answer: {rows[0]['answer']}")
+    return 0
+
+
+def check(flags: FLAGS) -> int:
     from assay.data.layouts import read_conversations
     from assay.store.artifact import open_artifact
     from assay.verdict import Outcome, overall
 
+    if flags.model is None:
+        raise UsageError("assay data check: give --model, whose template and tokenizer say what is learned")
     artifact = open_artifact(flags.model, base=flags.base)
     conversations = read_conversations(flags.file, layout=flags.layout, gsm8k=flags.gsm8k)
     tokenizer, rendered, verdicts = checked(flags, artifact, conversations)

@@ -1,14 +1,17 @@
 """Every task: its gold texts score, its wrong ones do not, and what cannot be used is refused by name."""
 
 import json
+import sys
 from dataclasses import replace
 
 import pytest
 
+from assay.cli import run as assay
 from assay.errors import DataError, UsageError
 from assay.measure.task import Choice, Likelihood, Score, choose, dataset_digest, make_examples, oracles, until
 from assay.measure.tasks import TASKS, TaskRequest, gsm8k, instructions, open_task
-from assay.reward import sandbox
+from assay.reward import gym, sandbox
+from assay.reward.verify import parse_rewards
 from assay.verdict import Outcome
 from tests.measure.examined import FACT, FUNCTION, INSTRUCTED, PROBLEMS, QUESTION, SHADOWED, write_rows
 
@@ -193,14 +196,17 @@ def test_requests_that_cannot_be_served_are_refused(tmp_path):
             open_task(request)
 
 
-def test_reasoning_gym_is_an_extra():
-    try:
-        import reasoning_gym  # noqa: F401
-    except ImportError:
-        with pytest.raises(UsageError, match="pip install reasoning-gym"):
-            open_task(TaskRequest("reasoning_gym", grader="chain_sum"))
-        pytest.skip("reasoning-gym is not installed")
-    assert outcomes(open_task(TaskRequest("reasoning_gym", grader="chain_sum", limit=5))) == ALL_PROVEN
+def test_reasoning_gym_is_an_extra(monkeypatch: pytest.MonkeyPatch, tmp_path, capsys):
+    """Without the package, the task, the reward and the verb say how to install it. With it: tests/reward/test_gym.py."""
+    gym.opened.cache_clear()
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    monkeypatch.setattr("assay.reward.verify.find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=r"pip install 'assay\[gym\]'"):
+        parse_rewards(["gym:1"])
+    with pytest.raises(UsageError, match="pip install"):
+        open_task(TaskRequest("reasoning_gym", grader="chain_sum"))
+    assert assay(["data", "gym", "chain_sum", "--out", str(tmp_path / "x.jsonl")]) == 2
+    assert "pip install" in capsys.readouterr().err
 
 
 def test_every_task_says_what_its_data_are_and_a_json_list_will_do(tmp_path):
