@@ -1,17 +1,21 @@
 """Checks on a judge: what it cannot say is no score, no group vanishes, the order of the page is no matter, asked twice it agrees."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
+from assay.guard.reward import has_gold
 from assay.measure.estimate import mean
 from assay.reward import judge
-from assay.reward.judge import Judged, Repeat, rank_agreement
+from assay.reward.canary import Style, canaries, gold_completion
+from assay.reward.judge import Group, Judged, Repeat, group, rank_agreement
 from assay.verdict import Verdict, proven, refuted, unproven
 
 FEWEST_GROUPS = 8
 POSITION_LEVEL = 0.999
 LEAST_AGREEMENT = 0.5
+TRIED, LEAST_RIGHT = 8, 0.75  # rows before a run, and the share of them in which a right completion must stand above a wrong one
 _TWO = '{{"scores": [{{"id": "1", "score": 0.5}}, {{"id": "2", "score": {second}}}]}}'
 BAD_ANSWERS = ("", "The second is better.", "{}", '{"scores": []}', '{"scores": [{"id": "1", "score": 0.5}]}',
                _TWO.format(second=0.5).replace('"2"', '"1"'),
@@ -29,6 +33,35 @@ def check_drill() -> Verdict:
     if taken:
         return refuted("judge_errors", f"{len(taken)} of {len(BAD_ANSWERS)} unusable answers of a judge became scores: {taken[0]}")
     return proven("judge_errors", f"{len(BAD_ANSWERS)} unusable answers of a judge were all refused")
+
+
+def check_order(asked: Callable[[Sequence[Group]], Judged], rows: Sequence[Mapping[str, Any]], prompts: Sequence[str],
+                style: Style) -> Verdict:
+    """Before the first rollout: of a right, a wrong and an empty completion the right one stands highest, in most of some rows.
+
+    Not in all, as a rule must: a judge may err. It is not asked for full marks either: its scores only rank a group. Canaries that
+    look like right answers (repeated, cut off, several options) are left to its rubric.
+    """
+    known = [number for number, row in enumerate(rows) if has_gold(row)]
+    if not known:
+        return unproven("judge_order", f"none of {len(rows)} rows has a gold answer, so nothing shows that the judge prefers what is right")
+    picked = [known[i] for i in sorted({round(at) for at in np.linspace(0, len(known) - 1, TRIED)})]
+    pages = {f"preflight/{number}": _known_worth(rows, picked, number, prompts[number], style) for number in picked}
+    judged = asked([group(id, prompts[number], pages[id]) for id, number in zip(pages, picked, strict=True)])
+    if 2 * len(judged.unjudged) > len(pages):
+        return refuted("judge_order", f"{len(judged.unjudged)} of {len(pages)} groups of known worth could not be judged: "
+                       f"{judged.unjudged[0].faults[0]}", unjudged=len(judged.unjudged))
+    right = sum(scores[0] > max(scores[1:]) for scores in judged.scores.values())
+    words = f"in {right} of {len(judged.scores)} rows the judge puts the right completion above a wrong one and none at all"
+    if right < LEAST_RIGHT * len(judged.scores):
+        return refuted("judge_order", f"{words}; at least {LEAST_RIGHT:.0%} are asked for: it does not reward what is right", right=right)
+    return proven("judge_order", words, right=right, rows=len(judged.scores))
+
+
+def _known_worth(rows: Sequence[Mapping[str, Any]], picked: Sequence[int], number: int, prompt: str, style: Style) -> list[str]:
+    """The right completion first."""
+    made = canaries(rows[number], [rows[i] for i in picked], style, prompt)
+    return [gold_completion(rows[number], style), *made["wrong"][:1], ""]
 
 
 def check_judged(asked: Iterable[str], judged: Judged) -> Verdict:
@@ -56,7 +89,10 @@ def check_position(shown: Iterable[Sequence[float]]) -> Verdict:
 
 
 def check_agreement(repeats: Sequence[Repeat]) -> Verdict:
-    """Asked again, in another order, the judge ranks the same way: on the mean of Kendall's τ over groups, at least 0.5."""
+    """Asked again, in another order, the judge ranks the same way: on the mean of Kendall's τ over groups, at least 0.5.
+
+    What is below is a contradiction where chance does not explain it: the upper end of a 99.9 % interval is below too.
+    """
     if not repeats:
         return unproven("judge_agreement", "no group was scored twice; ask for a larger share of repeats")
     largest = max(each.largest_difference for each in repeats)
@@ -66,9 +102,12 @@ def check_agreement(repeats: Sequence[Repeat]) -> Verdict:
         return unproven("judge_agreement", f"in {len(repeats)} repeated groups the judge ranked nothing: its scores are equal", **evidence)
     agreement = float(np.mean(ranks))
     said = f"over {len(ranks)} groups scored twice, rank agreement {agreement:.3g}, largest difference of one score {largest:.3g}"
-    if agreement < LEAST_AGREEMENT:
-        return refuted("judge_agreement", f"{said}: the judge contradicts itself; at least {LEAST_AGREEMENT} is asked for", **evidence)
-    return proven("judge_agreement", said, agreement=agreement, **evidence)
+    if agreement >= LEAST_AGREEMENT:
+        return proven("judge_agreement", said, agreement=agreement, **evidence)
+    at_best = agreement if len(set(ranks)) == 1 else mean(ranks, level=POSITION_LEVEL).high
+    if len(ranks) < FEWEST_GROUPS or at_best >= LEAST_AGREEMENT:
+        return unproven("judge_agreement", f"{said}: below {LEAST_AGREEMENT}, which so few do not show", agreement=agreement, **evidence)
+    return refuted("judge_agreement", f"{said}: the judge contradicts itself; at least {LEAST_AGREEMENT} is asked for", **evidence)
 
 
 def _constant_sway(sways: Sequence[float]) -> Verdict | None:

@@ -56,7 +56,7 @@ def preflight(rewards: Sequence[Reward], rows: Rows, workers: Workers, *, prompt
     known = any(reward.file or reward.name in KNOW_THE_ANSWER for reward in rewards)
     verdicts = [check_golds(rows, style) if known else unproven("reward_golds", "no reward of this run looks at the answer"),
                 check_drill(workers)]
-    usable = [number for number, row in enumerate(rows) if _readable(row)]
+    usable = [number for number, row in enumerate(rows) if has_gold(row)]
     if not usable:
         return [*verdicts, unproven("reward_gold", f"none of {len(rows)} rows has a gold answer, so no completion is known to be right; "
                                     f"add 'gold', 'answer' or {OWN_WORDS!r}")]
@@ -203,7 +203,7 @@ def _tried(rows: Rows, picked: Sequence[int], workers: Workers, prompts: Sequenc
             for number in picked]
 
 
-def _readable(row: Mapping[str, Any]) -> bool:
+def has_gold(row: Mapping[str, Any]) -> bool:
     try:
         gold_completion(row, "plain")
     except DataError:

@@ -1,8 +1,8 @@
 """What a policy learns from: each rollout drawn with the weights as they are now, judged before it is believed, and kept in samples."""
 
 import json
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 
 import torch
 
@@ -16,6 +16,7 @@ from assay.guard.watch import stop_if_refuted
 from assay.learn.advantage import Advantages, group_advantages, kl_shift, refill
 from assay.learn.policy import Surrogate
 from assay.recipes.grpo_options import Grpo
+from assay.recipes.judged import Judging
 from assay.recipes.reference import Reference
 from assay.recipes.rollouts import (
     Group,
@@ -28,9 +29,11 @@ from assay.recipes.rollouts import (
     counted,
     of_completions,
     rounding,
-    scored_groups,
+    ruled_groups,
+    shortened,
 )
 from assay.recipes.run import Run, plain, read_rows, rewrite_rows
+from assay.reward.endpoint import Cost
 from assay.reward.workers import ErrorLimit, Workers
 from assay.verdict import Outcome, Verdict
 
@@ -46,9 +49,9 @@ def address(step: int) -> tuple[str | int, ...]:
 class Experience:
     """The source of a run's batches. Step s learns from rollout s // inner, which is drawn when its first step asks for it."""
 
-    def __init__(self, config: Grpo, order: PromptOrder, sampler: Sampler, workers: Workers, limit: ErrorLimit, run: Run,
-                 asked: Surrogate, device: str):
-        self.config, self.order, self.sampler, self.workers, self.limit = config, order, sampler, workers, limit
+    def __init__(self, config: Grpo, order: PromptOrder, sampler: Sampler, workers: Workers, judging: Judging | None, limit: ErrorLimit,
+                 run: Run, asked: Surrogate, device: str):
+        self.config, self.order, self.sampler, self.workers, self.judging, self.limit = config, order, sampler, workers, judging, limit
         self.run, self.asked, self.device, self.model = run, asked, device, sampler.model
         self.sampling = Sampling(max_new=config.max_new, temperature=config.temperature, seed=config.seed)
         self.file = run.folder / "samples.jsonl"
@@ -56,6 +59,7 @@ class Experience:
         self.floor = Floor(0.0, 0.0, 0)
         self.updates = 0  # since the fork, as far as they have moved the weights
         self.measured: dict[str, float] = {}
+        self.waiting: list[str] = []  # prompts whose group could not be judged: the next rollout draws them again
         self._held: Batch | None = None
         self._judged = 0
 
@@ -100,12 +104,14 @@ class Experience:
         rewards = [group.rewards for group in everything]
         self.measured = describe([group.completions for group in everything], rewards, self.advantages(everything))
         self.measured |= component_metrics(everything)
+        if self.judging is not None:
+            self.measured |= {f"judge/{name}": value for name, value in self.judging.rollout.counts().items()}
         return batch
 
     def drawn(self, step: int) -> tuple[list[Group], list[Group]]:
         """What is learned from, and all that was drawn: places whose group taught nothing get other prompts, up to the limit."""
         rollout = step // self.config.inner
-        groups = self.completed(step, self.order.drawn(rollout))
+        groups = self.completed(step, self.prompts_of(rollout))
         everything, tried, spare = list(groups), [1] * len(groups), self.order.spare(rollout)
         while self.config.refill:
             plan = refill(self.advantages(groups).silent_P, tried, self.config.refill + 1)
@@ -119,11 +125,32 @@ class Experience:
         informing = [group for group, nothing in zip(groups, silent, strict=True) if not nothing] if self.config.refill else groups
         return informing or groups, everything
 
+    def prompts_of(self, rollout: int) -> list[Prompt]:
+        """Those whose turn it is, and those that wait for a judge since the rollout before."""
+        due = self.order.drawn(rollout)
+        again = set(self.waiting) - {prompt.id for prompt in due}
+        self.waiting = []
+        if self.judging is not None:
+            self.judging.begin()
+        return due + [prompt for prompt in self.order.prompts if prompt.id in again]
+
     def completed(self, step: int, prompts: Sequence[Prompt]) -> list[Group]:
         completions = self.sampler.draw(prompts, self.sampling, address(step), self.config.group)
-        groups = scored_groups(self.workers, prompts, completions, cap=self.config.max_new, overlong=self.config.overlong)
+        groups = ruled_groups(self.workers, prompts, completions)
+        if self.judging is not None:
+            groups, unjudged = self.judging.joined(str(step), groups)
+            self.wait_for(step, unjudged, self.judging.sitting.cost)
+        groups = shortened(groups, cap=self.config.max_new, overlong=self.config.overlong)
         self.limit.feed([scored for group in groups for scored in group.scored])
         return groups
+
+    def wait_for(self, step: int, unjudged: Mapping[str, Sequence[str]], cost: Cost) -> None:
+        """Groups without a judgement: their prompts come again, and nobody has to find out from a gap."""
+        if unjudged:
+            self.waiting += unjudged
+            self.run.say(f"step {step + 1}: {len(unjudged)} groups could not be judged and are drawn again with the next rollout: "
+                         f"{next(iter(unjudged.values()))[0]}")
+            self.run.ledger.append("unjudged", step=step, groups=plain(unjudged), cost=asdict(cost))
 
     def advantages(self, groups: Sequence[Group]) -> Advantages:
         return group_advantages([group.rewards for group in groups], scale=self.config.scale)
@@ -154,7 +181,8 @@ class Experience:
                 check_independence([group.completions for group in everything]),
                 check_advantages([group.rewards for group in learned], advantages, self.config.scale),
                 check_counted(counted_N, advantages.known_PG.flatten().tolist(), [completion.ended for _, completion in rows],
-                              mask_truncated=self.config.mask_truncated)]
+                              mask_truncated=self.config.mask_truncated),
+                *(self.judging.verdicts if self.judging is not None else ())]
 
     def identity(self, rows: Sequence[tuple[Prompt, Completion]], batch: Batch) -> Verdict:
         """Some completions, spread over the rollout: the trainer gives them the probabilities that they were drawn with."""

@@ -14,9 +14,10 @@ from assay.data.consumed import ids_digest
 from assay.errors import GuardStop
 from assay.generate.weights import fingerprint
 from assay.guard.algebra import check_directions, check_policy_loss
+from assay.guard.judge import check_drill, check_order
 from assay.guard.parity import Gradients
 from assay.guard.policy import check_floor, check_on_policy, check_reference, measure_floor
-from assay.guard.reward import preflight
+from assay.guard.reward import natural_style, preflight
 from assay.guard.rollouts import check_seeds, stops, warnings
 from assay.guard.update import check_steps, check_weights
 from assay.guard.watch import Read, Watch
@@ -44,6 +45,7 @@ from assay.recipes.grpo_plan import (
     whole_rollouts,
 )
 from assay.recipes.handover import exported
+from assay.recipes.judged import Judging
 from assay.recipes.pace import Pace
 from assay.recipes.reference import Reference
 from assay.recipes.rollouts import PromptOrder, Sampler, batch_logprobs, of_completions
@@ -55,7 +57,7 @@ from assay.reward.verify import parse_rewards
 from assay.reward.workers import ErrorLimit, Workers
 from assay.store.artifact import Artifact, build, open_artifact
 from assay.store.pack import Lineage
-from assay.verdict import Verdict, proven, refuted, unproven
+from assay.verdict import Outcome, Verdict, proven, refuted, unproven
 
 LR_WHOLE, LR_ADAPTER = 1e-6, 2e-5
 FLOOR_TEXTS = 4
@@ -66,7 +68,7 @@ SAID_AGAIN = 50  # steps after which a warning is repeated
 def grpo(config: Grpo, say: Callable[[str], None] = say_now) -> tuple[list[Verdict], int | None]:
     """The verdicts on what was handed over and on what was gained, and the signal that interrupted the run, if one did."""
     work = Reinforcement(config, say)
-    with work.run.sitting(), work.workers, work.metric_workers or work.workers:
+    with work.run.sitting(), work.workers, work.metric_workers or work.workers, work.judging or work.workers:
         if (interrupted := work.go()) is not None:
             return [], interrupted
         return work.hand_over(), None
@@ -85,20 +87,22 @@ class Reinforcement(Training):
         order = PromptOrder(self.prompts.train, config.seed, config.prompts, config.epochs)
         pace = paced(config, order)
         pace_known.append(pace)
-        self.rewards, self.metric = parse_rewards(config.reward), chosen_metric(config)
-        self.workers = Workers(self.rewards, count=config.reward_workers, seconds=config.reward_seconds)
+        rewards, self.metric = parse_rewards(config.reward, relative=True), chosen_metric(config)
+        self.rules = [reward for reward in rewards if not reward.relative]
+        self.judging = next((Judging(reward, config.seed) for reward in rewards if reward.relative), None)
+        self.workers = Workers(self.rules, count=config.reward_workers, seconds=config.reward_seconds)
         self.metric_workers = None if config.metric is None else Workers([self.metric], count=1, seconds=config.reward_seconds)
         self.asked = surrogate(config, device)
-        for line in announced(config, start, order, self.prompts, self.lr, pace, device):
+        for line in announced(config, start, order, self.prompts, self.lr, pace, device, self.judging):
             say(line)
         optimizer = adamw(start.model.named_parameters(), self.lr, betas=BETAS, weight_decay=config.weight_decay)
         carry(optimizer, start)
         limit = ErrorLimit(config.reward_errors)
         run = Run(Path(config.out), config, say=say)  # a request that was refused until here leaves no folder, but for RUN/base
         self.sampler = self.sampler_of(start.model, config, config.sampler_device)
-        self.experience = Experience(config, order, self.sampler, self.workers, limit, run, self.asked, device)
+        self.experience = Experience(config, order, self.sampler, self.workers, self.judging, limit, run, self.asked, device)
         self.examiner = Examiner(spread(self.prompts.held_out, config.look_prompts), self.workers, self.metric, self.metric_workers, limit,
-                                 examining(config), max(1, config.eval_samples))
+                                 examining(config), max(1, config.eval_samples), judged=self.judging is not None)
         watch = Watch([group["lr"] for group in optimizer.param_groups], pace.multiplier, steady=False)
         super().__init__(config, Parts(run, start.model, start.form, optimizer, policy_gradient(self.asked), self.experience, pace,
                                        Trials(run, self.answered, name=self.metric.name, device=device), watch, config.micro, config.clip,
@@ -129,6 +133,9 @@ class Reinforcement(Training):
     def begin(self) -> None:
         super().begin()
         self.recall()
+        if self.judging is not None and self.start:
+            self.run.say("a judge may answer otherwise the second time: the run goes on, but is not bit for bit the uninterrupted one")
+            self.run.ledger.append("not bit-exact", changed={"judge": self.judging.identity})
         if self.config.kl != "none":
             every = self.parts.every if self.config.kl_window else NEVER
             self.reference = self.experience.reference = Reference(self.parts.form, self.run, window=self.config.kl_window, every=every)
@@ -210,18 +217,26 @@ class Reinforcement(Training):
 
     def data_facts(self, step: int) -> dict[str, Any]:
         reference = None if self.reference is None else {"step": self.reference.step, "weights": self.reference.digest}
+        judge = {} if self.judging is None else {"judge": self.judging.identity, "waiting": list(self.experience.waiting)}
         return {"prompts": self.prompts.digest, "tokenizer": self.beginning.tokenizer.digest, "seed": self.config.seed,
-                "examples": len(self.prompts.train), "held_out": len(self.prompts.held_out), "reference": reference}
+                "examples": len(self.prompts.train), "held_out": len(self.prompts.held_out), "reference": reference, **judge}
 
     def data_verdicts(self) -> list[Verdict]:
         every = (*self.prompts.train, *self.prompts.held_out)
-        encode = self.beginning.tokenizer.encode
-        return [check_apart(self.prompts.train, self.prompts.held_out),
-                *preflight(self.rewards, [prompt.row for prompt in every], self.workers, prompts=[prompt.text for prompt in every],
-                           count_tokens=lambda text: len(encode(text)))]
+        rows, texts, encode = [prompt.row for prompt in every], [prompt.text for prompt in every], self.beginning.tokenizer.encode
+        verdicts = [check_apart(self.prompts.train, self.prompts.held_out)]
+        if self.rules:
+            verdicts += preflight(self.rules, rows, self.workers, prompts=texts, count_tokens=lambda text: len(encode(text)))
+        if self.judging is not None:
+            verdicts += [check_drill(), check_order(self.judging.asked, rows, texts, natural_style(self.rules, rows))]
+        return verdicts
 
     def same_data(self, recorded: Mapping[str, Any]) -> Verdict:
         self.recorded_reference = recorded["reference"]
+        if self.judging is not None and recorded["judge"] != self.judging.identity:
+            return refuted("same data", f"the judge is {self.judging.identity} now, the run began with {recorded['judge']}: scores of two "
+                           "judges do not compare; give the first one back, or begin a new run")
+        self.experience.waiting = list(recorded.get("waiting", ()))
         words = f"the prompts are {self.prompts.digest[:12]} now, the run began with {recorded['prompts'][:12]}"
         if recorded["prompts"] != self.prompts.digest:
             return refuted("same data", f"{words}: a file, the template or the split is another; give them back, or begin a new run")
@@ -291,6 +306,16 @@ class Reinforcement(Training):
         super().checkpoint(look=look and (self.ending or self.done % self.eval_every == 0))
         self.measure_floor()
         self.run.judge("floor", [check_floor(self.experience.floor, self.model.compute_dtype or torch.float32)])
+        self.hear_the_judge()
+
+    def hear_the_judge(self) -> None:
+        """What it said and cost in this sitting. One that contradicts itself ends the run; one that is swayed by the page is told of."""
+        if self.judging is not None:
+            agreement, position = self.judging.quality()
+            self.run.ledger.append("judge cost", step=self.done, **self.judging.identity, **self.judging.sitting.counts())
+            self.run.judge("judge", [agreement])
+            if position.outcome is Outcome.REFUTED:
+                self.warn(self.done - 1, position.reason)
 
     def settle_account(self) -> None:
         """Where no rewards differed since the last time nothing was to move; everything else still holds."""

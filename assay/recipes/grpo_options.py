@@ -15,9 +15,10 @@ class Grpo(Trained):
     """
 
     data: tuple[str, ...] = option("prompts with what their rewards need: .jsonl(.gz), .parquet or .csv; answers in it are not learned")
-    reward: tuple[str, ...] = option("NAME[OPTION=VALUE]:WEIGHT, as in answer:1 format:0.1, or FILE.py:FUNCTION:WEIGHT")
-    metric: str | None = option("what is wanted, on held-out prompts, beside what is rewarded: another reward; the heaviest of --reward",
-                                default=None)
+    reward: tuple[str, ...] = option("NAME[OPTION=VALUE]:WEIGHT, as in answer:1 format:0.1, FILE.py:FUNCTION:WEIGHT, or a judge behind "
+                                     "an OpenAI-compatible endpoint, judge[model=NAME,url=http://…/v1]:1, its key from the environment")
+    metric: str | None = option("what is wanted, on held-out prompts, beside what is rewarded: another reward; the heaviest rule of "
+                                "--reward", default=None)
     prompts: int = option("prompts a rollout", default=16)
     group: int = option("completions of each prompt", default=8)
     max_new: int = option("tokens a completion has at most", default=256)

@@ -12,6 +12,7 @@ from assay.learn.policy import Surrogate
 from assay.model.transformer import parameter_count
 from assay.recipes.beginning import Beginning
 from assay.recipes.grpo_options import Grpo
+from assay.recipes.judged import Judging
 from assay.recipes.pace import Budget, Pace
 from assay.recipes.rollouts import Prompt, PromptOrder, prompts_digest, read_prompts
 from assay.recipes.tuning import refuse_unbudgeted
@@ -46,10 +47,14 @@ def surrogate(config: Grpo, device: str) -> Surrogate:
 
 
 def chosen_metric(config: Grpo) -> Reward:
-    """The reward that says what is wanted: as named, or the heaviest of what is rewarded."""
+    """The reward that says what is wanted: as named, or the heaviest rule of what is rewarded."""
     if config.metric is not None:
         return replace(parse_rewards([config.metric])[0], weight=1.0)
-    return max(parse_rewards(config.reward), key=lambda reward: reward.weight)
+    rules = [reward for reward in parse_rewards(config.reward, relative=True) if not reward.relative]
+    if not rules:
+        raise UsageError("--reward judge alone: a judge says which completion of a group is better, not how good one is, so that no two "
+                         "looks could be compared; give --metric, a rule that says what is wanted on held-out prompts")
+    return max(rules, key=lambda reward: reward.weight)
 
 
 def examining(config: Grpo) -> Sampling:
@@ -123,7 +128,8 @@ def spread(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
     return list(prompts[:: max(1, -(-len(prompts) // max(2, count)))])
 
 
-def announced(config: Grpo, start: Beginning, order: PromptOrder, prompts: Prompted, lr: float, pace: Pace, device: str) -> list[str]:
+def announced(config: Grpo, start: Beginning, order: PromptOrder, prompts: Prompted, lr: float, pace: Pace, device: str,
+              judging: Judging | None) -> list[str]:
     """Everything that was derived, before anything is spent."""
     trained = sum(p.numel() for p in start.model.parameters() if p.requires_grad)
     end = f"{pace.stop_at:,} steps" if pace.stop_at else f"{config.minutes:g} minutes"
@@ -131,4 +137,6 @@ def announced(config: Grpo, start: Beginning, order: PromptOrder, prompts: Promp
             f"{start.parent.digest[:12]}",
             f"{len(prompts.train):,} prompts to learn from, {len(prompts.held_out):,} held out, {prompts.dropped} dropped as too long",
             f"{order.places} prompts × {config.group} completions of at most {config.max_new} tokens a rollout, {config.inner} updates; "
-            f"adamw at {lr:g}, {end}, on {device}" + (f", sampling on {config.sampler_device}" if config.sampler_device else "")]
+            f"adamw at {lr:g}, {end}, on {device}" + (f", sampling on {config.sampler_device}" if config.sampler_device else ""),
+            *([] if judging is None else [f"judged by {judging.endpoint.model} at {judging.endpoint.base_url}, {judging.judge.repeat:.0%} "
+                                          "of the groups twice; a judge is asked anew by every run: no two are bit for bit the same"])]

@@ -170,13 +170,17 @@ class Group:
         return [scored.value for scored in self.scored]
 
 
-def scored_groups(workers: Workers, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]], *, cap: int,
-                  overlong: int = 0) -> list[Group]:
-    """Every completion through the reward workers, and what its length costs it."""
+def ruled_groups(workers: Workers, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]) -> list[Group]:
+    """Every completion through the reward workers."""
     pairs = [(prompt, completion) for prompt, group in zip(prompts, completions, strict=True) for completion in group]
-    scores = iter([_shortened(scored, len(completion.ids), cap, overlong) for scored, (_, completion) in
-                   zip(workers.score([item(prompt, completion) for prompt, completion in pairs]), pairs, strict=True)])
+    scores = iter(workers.score([item(prompt, completion) for prompt, completion in pairs]))
     return [Group(prompt, group, [next(scores) for _ in group]) for prompt, group in zip(prompts, completions, strict=True)]
+
+
+def shortened(groups: Sequence[Group], *, cap: int, overlong: int) -> list[Group]:
+    """What the last `overlong` tokens before the cap cost."""
+    return [replace(group, scored=[_shortened(scored, len(completion.ids), cap, overlong)
+                                   for scored, completion in zip(group.scored, group.completions, strict=True)]) for group in groups]
 
 
 def item(prompt: Prompt, completion: Completion) -> Item:

@@ -28,10 +28,10 @@ ANOTHER = 0.001  # what was saved scores otherwise than what was looked at: roun
 
 @dataclass(frozen=True)
 class Answered:
-    """Per prompt, the means over its completions."""
+    """Per prompt, the means over its completions. `rewarded` is None where a judge rewards: its scores compare within a group alone."""
 
     wanted: NDArray[np.float64]
-    rewarded: NDArray[np.float64]
+    rewarded: NDArray[np.float64] | None
 
     @property
     def estimate(self) -> Estimate:
@@ -49,6 +49,7 @@ class Examiner:
     limit: ErrorLimit
     sampling: Sampling
     samples: int
+    judged: bool = False  # rewards depend on a judge
 
     def __call__(self, sampler: Sampler, prompts: Sequence[Prompt] | None = None) -> Answered:
         """What the sampler's weights, as they were loaded, answer. The draws have the same addresses at every look."""
@@ -58,7 +59,7 @@ class Examiner:
         scored = self.workers.score(items)
         wanted = scored if self.apart is None else self.apart.score(items)
         self.limit.feed(scored)
-        rewards = self._means(asked, [each.value for each in scored], scored)
+        rewards = None if self.judged else self._means(asked, [each.value for each in scored], scored)
         return Answered(self._means(asked, [each.components[self.metric.name] for each in wanted], wanted), rewards)
 
     def _means(self, asked: Sequence[Prompt], values: Sequence[float | None], scored: Sequence[Scored]) -> NDArray[np.float64]:
@@ -88,20 +89,22 @@ class Trials(Looks):
     def look(self, model: Transformer, step: int, weight_set: str | None = None) -> Any:
         found = self.answer(model, step)
         self._remember(step, -found.wanted, 0.0)
-        self.rewards.append(float(found.rewarded.mean()))
+        reward = None if found.rewarded is None else float(found.rewarded.mean())
         with self.file.open("a") as file:
-            row = {"step": step, "train": 0.0, "per_document": (-found.wanted).tolist(), "reward": self.rewards[-1]}
+            row = {"step": step, "train": 0.0, "per_document": (-found.wanted).tolist(), "reward": reward}
             file.write(json.dumps(row) + "\n")
         scored = found.estimate
         self.run.record(step - 1, **{f"eval_{self.name}": scored.mean, "eval_low": scored.low, "eval_high": scored.high,
-                                     "eval_prompts": scored.n, "eval_reward": self.rewards[-1]})
-        self.run.say(f"step {step}: held-out {self.name} {scored}, reward {self.rewards[-1]:.4f}")
-        self._say_parting(step)
+                                     "eval_prompts": scored.n} | ({} if reward is None else {"eval_reward": reward}))
+        self.run.say(f"step {step}: held-out {self.name} {scored}" + ("" if reward is None else f", reward {reward:.4f}"))
+        if reward is not None:
+            self.rewards.append(reward)
+            self._say_parting(step)
         return found
 
     def recall(self) -> None:
         super().recall()
-        self.rewards = [row["reward"] for row in read_rows(self.file)]
+        self.rewards = [row["reward"] for row in read_rows(self.file) if row["reward"] is not None]
 
     def best_step(self) -> int:
         """Among those that have learned: whether that is better than the parent is another question."""

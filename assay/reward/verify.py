@@ -1,6 +1,7 @@
 """Rule rewards: functions of (prompt, completion, row), built in or from a user's file, each with a weight.
 
     parse_rewards(["answer:1", "format:0.1", "length[longest=512,margin=128]:0.5", "mine.py:politeness:0.2"])
+    parse_rewards(["judge[model=big,url=http://127.0.0.1:8000/v1]:1"], relative=True)       no rule: it compares a group's completions
 
 A reward says what a completion is worth or raises: what it cannot tell is an error row (see workers.py), never 0. A user's
 file is not imported here, only in the worker processes.
@@ -41,17 +42,45 @@ class Reward:
     file: str | None = None
 
     @property
+    def relative(self) -> bool:
+        """It compares the completions of a group; of one alone it can say nothing."""
+        return self.file is None and self.name in RELATIVE
+
+    @property
     def full_marks(self) -> float | None:
         """What a right completion gets, before the weight; None where only the author of the file knows."""
-        return FULL_MARKS[self.name] if self.file is None else None
+        return FULL_MARKS[self.name] if self.file is None and not self.relative else None
 
     def to_json(self) -> dict[str, Any]:
         return {"name": self.name, "weight": self.weight, "options": dict(self.options), "file": self.file}
 
 
-def parse_rewards(specs: Sequence[str]) -> list[Reward]:
-    """Each `NAME[OPTION=VALUE,…]:WEIGHT` or `FILE.py:FUNCTION:WEIGHT`; a weight left out is 1."""
+@dataclass(frozen=True, kw_only=True)
+class JudgeOptions:
+    """Any OpenAI-compatible endpoint; what is left out comes from OPENAI_BASE_URL and OPENAI_MODEL. The key is only ever in `key`,
+    a variable of the environment. `rubric` is a file; `repeat` the share of groups that are scored twice."""
+
+    model: str = ""
+    url: str = ""
+    key: str = "OPENAI_API_KEY"
+    rubric: str = ""
+    repeat: float = 0.1
+    tries: int = 4
+    seconds: float = 120.0
+    concurrency: int = 4
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[A-Z_][A-Z0-9_]*", self.key):
+            raise UsageError("--reward judge: key is the name of a variable of the environment, as in key=OPENAI_API_KEY; a key itself "
+                             "would stand in the run's files")
+
+
+def parse_rewards(specs: Sequence[str], *, relative: bool = False) -> list[Reward]:
+    """Each `NAME[OPTION=VALUE,…]:WEIGHT` or `FILE.py:FUNCTION:WEIGHT`; a weight left out is 1. `relative`: a judge is welcome."""
     rewards = [_parsed(spec) for spec in specs]
+    if not relative and any(reward.relative for reward in rewards):
+        raise UsageError("a judge compares the completions of a group, and here each is scored by itself: give a rule, such as answer; "
+                         "the judge is for assay grpo --reward")
     names = [reward.name for reward in rewards]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice:
@@ -140,6 +169,7 @@ def gym(prompt: str, completion: str, row: Row, *, how: How = "strict", form: Fo
 
 BUILT_IN: dict[str, Callable[..., float]] = {
     "answer": answer, "format": format, "length": length, "regex": regex, "json_schema": json_schema, "unit_tests": unit_tests, "gym": gym}
+RELATIVE: dict[str, Callable[..., Any]] = {"judge": JudgeOptions}  # of groups, not in the workers
 FULL_MARKS = dict.fromkeys(BUILT_IN, 1.0) | {"length": 0.0}
 
 # ---------------------------------------------------------------- reading a request
@@ -151,13 +181,14 @@ def _parsed(spec: str) -> Reward:
         raise UsageError(f"--reward {spec}: expected NAME[OPTION=VALUE]:WEIGHT or FILE.py:FUNCTION:WEIGHT")
     name, options, weight = found["name"], found["options"], _weight(spec, found["weight"])
     if ".py:" not in name:
-        if name not in BUILT_IN:
-            raise UsageError(f"--reward {spec}: unknown reward {name!r}{nearest(name, BUILT_IN)}; or give FILE.py:FUNCTION")
+        known = {**BUILT_IN, **RELATIVE}
+        if name not in known:
+            raise UsageError(f"--reward {spec}: unknown reward {name!r}{nearest(name, known)}; or give FILE.py:FUNCTION")
         if name == "gym" and find_spec("reasoning_gym") is None:
             from assay.reward.gym import HINT
 
             raise UsageError(f"--reward {spec}: {HINT}")
-        return Reward(name, weight, _options(spec, BUILT_IN[name], options or ""))
+        return Reward(name, weight, _options(spec, known[name], options or ""))
     file, function = name.rsplit(":", 1)
     if options is not None or not function.isidentifier():
         raise UsageError(f"--reward {spec}: expected FILE.py:FUNCTION:WEIGHT, without options")
@@ -176,7 +207,7 @@ def _weight(spec: str, given: str | None) -> float:
     return weight
 
 
-def _options(spec: str, function: Callable[..., float], text: str) -> dict[str, Any]:
+def _options(spec: str, function: Callable[..., Any], text: str) -> dict[str, Any]:
     """The options as the function's keyword arguments have them; a value may hold commas, but no ',word='."""
     known = {p.name: p for p in inspect.signature(function).parameters.values() if p.kind is inspect.Parameter.KEYWORD_ONLY}
     options = {}

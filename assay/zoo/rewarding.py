@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from assay.guard.judge import check_agreement, check_drill, check_judged, check_position
+from assay.guard.judge import check_agreement, check_drill, check_judged, check_order, check_position
 from assay.guard.reward import check_proxy, preflight
 from assay.reward import judge, workers
 from assay.reward.endpoint import Reply, Unanswered, Unreadable
@@ -62,6 +62,26 @@ def judged_groups(folder: Path, plant: Plant) -> list[Verdict]:
         made = Judge(answering, seed=1, tries=2, concurrency=1, repeat=1.0, sleep=lambda _: None).score(groups)
         drill = check_drill()
     return [drill, check_judged([each.id for each in groups], made), check_position(made.shown), check_agreement(made.repeats)]
+
+
+def a_judge_before_a_run(folder: Path, plant: Plant) -> list[Verdict]:
+    """Completions of known worth, before the judge that is to reward a run."""
+    rows = [{"prompt": f"{number}+1=", "gold": str(number + 1)} for number in range(8)]
+    with plant(folder):
+        asked = Judge(marking, seed=1, tries=1, concurrency=1, repeat=0.0)
+        return [check_order(asked.score, rows, [row["prompt"] for row in rows], "plain")]
+
+
+def marking(payload: Mapping[str, Any]) -> Reply:
+    """A judge in this process that can add."""
+    begins, _, rest = payload["messages"][1]["content"].partition("The completions:\n")
+    prompt = json.loads(begins.split("\n")[1])[0]["content"]
+    scores = [{"id": each["id"], "score": worth(prompt, each["messages"][-1]["content"])} for each in json.loads(rest)]
+    return Reply(200, json.dumps({"choices": [{"message": {"content": json.dumps({"scores": scores})}}]}))
+
+
+def worth(prompt: str, text: str) -> float:
+    return float(text == str(int(prompt.split("+")[0]) + 1))
 
 
 def answering(payload: Mapping[str, Any]) -> Reply:
@@ -203,6 +223,17 @@ def swayed_by_the_order(_: Path) -> AbstractContextManager[None]:
 def left_in_the_order_of_the_page(_: Path) -> AbstractContextManager[None]:
     """Shuffled before, and never put back: every score belongs to somebody else."""
     return swapped(judge, "in_own_order", lambda group, rests, order, shown: shown)
+
+
+@fault("judge that likes silence", rows=(), stage="judge", check="judge_order", job=a_judge_before_a_run)
+def likes_silence(_: Path) -> AbstractContextManager[None]:
+    """The rubric asks for few words, and no words are the fewest."""
+    return swapped(_here(), "worth", lambda prompt, text: 1 / (1 + len(text)))
+
+
+@fault("judge that tells nothing apart", rows=(), stage="judge", check="judge_order", job=a_judge_before_a_run)
+def tells_nothing_apart(_: Path) -> AbstractContextManager[None]:
+    return swapped(_here(), "worth", lambda prompt, text: 0.5)
 
 
 def _here() -> Any:

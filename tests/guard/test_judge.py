@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from assay.guard.judge import BAD_ANSWERS, check_agreement, check_drill, check_judged, check_position
+from assay.guard.judge import BAD_ANSWERS, check_agreement, check_drill, check_judged, check_order, check_position
 from assay.reward import judge
 from assay.reward.judge import Judged, Repeat, Unjudged, group
 from assay.verdict import Outcome
@@ -50,6 +50,60 @@ def test_agreement_is_reported_with_rank_and_largest_difference():
     verdict = check_agreement(same)
     assert verdict.outcome is Outcome.PROVEN
     assert verdict.evidence["largest_difference"] == pytest.approx(0.1)
-    assert check_agreement([*same, *(Repeat(str(n), (0.1, 0.5, 0.9), (0.9, 0.5, 0.1)) for n in range(2))]).outcome is Outcome.REFUTED
+    against = [Repeat(str(n), (0.1, 0.5, 0.9), (0.9, 0.5, 0.1)) for n in range(8)]
+    assert check_agreement([*same, *against]).outcome is Outcome.UNPROVEN, "chance explains it"
+    assert check_agreement([*same, *(4 * against)]).outcome is Outcome.REFUTED
+    assert [check_agreement(against[:n]).outcome for n in (7, 8)] == [Outcome.UNPROVEN, Outcome.REFUTED]
     assert check_agreement([Repeat("a", (0.5, 0.5), (0.1, 0.2))]).outcome is Outcome.UNPROVEN
     assert check_agreement([]).outcome is Outcome.UNPROVEN
+
+
+def test_agreement_that_is_good_enough_is_seldom_called_a_contradiction():
+    """A noisy judge whose ranks agree at 0.6 on average."""
+    noise = np.random.default_rng(2)
+    alarms = 0
+    for _ in range(400):
+        worth = [noise.random(5) for _ in range(12)]
+        twice = [Repeat(str(n), *(tuple(each + noise.normal(0, 0.13, 5)) for _ in range(2))) for n, each in enumerate(worth)]
+        alarms += check_agreement(twice).outcome is Outcome.REFUTED
+    assert alarms <= 1
+
+
+ROWS = [{"prompt": f"{a}+1=", "gold": str(a + 1)} for a in range(20)]
+PROMPTS = [row["prompt"] for row in ROWS]
+
+
+def ordered(score, fails=()):
+    """`check_order` before a judge that scores (prompt, completion) so, and cannot judge some rows."""
+    def asked(groups):
+        judged = Judged()
+        for each in groups:
+            prompt = each.conversations[0][0]["content"]
+            if PROMPTS.index(prompt) in fails:
+                judged.unjudged.append(Unjudged(each, ("500",)))
+            else:
+                judged.scores[each.id] = tuple(score(prompt, talk[1]["content"]) for talk in each.conversations)
+        return judged
+    return check_order(asked, ROWS, PROMPTS, "plain")
+
+
+def right(prompt, text):
+    return float(text == str(int(prompt.split("+")[0]) + 1))
+
+
+def test_a_judge_must_put_what_is_right_above_what_is_not_in_most_rows():
+    assert ordered(right).outcome is Outcome.PROVEN
+    assert ordered(lambda prompt, text: right(prompt, text) if prompt != "0+1=" else 0.0).outcome is Outcome.PROVEN, "it may err"
+    for score in (lambda *_: 0.5, lambda prompt, text: 1 - right(prompt, text), lambda prompt, text: float(not text)):
+        assert ordered(score).outcome is Outcome.REFUTED
+    assert ordered(lambda prompt, text: right(prompt, text) if int(prompt.split("+")[0]) % 2 else 0.5).outcome is Outcome.REFUTED
+
+
+def test_a_judge_that_can_not_judge_most_rows_is_refused_and_rows_without_gold_are_said():
+    assert ordered(right, fails=(0,)).outcome is Outcome.PROVEN
+    verdict = ordered(right, fails=range(20))
+    assert verdict.outcome is Outcome.REFUTED
+    assert "could not be judged: 500" in verdict.reason
+    without = check_order(lambda groups: Judged(), [{"prompt": "x"}], ["x"], "plain")
+    assert without.outcome is Outcome.UNPROVEN
+    assert "nothing shows that the judge prefers what is right" in without.reason

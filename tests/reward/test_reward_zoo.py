@@ -24,6 +24,8 @@ REASONS = {
     "garbled judgement scored": "unusable answers of a judge became scores",
     "judge swayed by the order": "the judge favours what it is shown first",
     "scores left in the order of the page": "the judge contradicts itself",
+    "judge that likes silence": "in 0 of 8 rows the judge puts the right completion above",
+    "judge that tells nothing apart": "in 0 of 8 rows the judge puts the right completion above",
 }
 WANTED = {f"W0{n}" for n in range(1, 7)} | {"E05", "E06"}
 
