@@ -20,7 +20,8 @@ from assay.seeds import derive
 
 OPENINGS = ("The", "Therefore", "Because", "I", "You")
 BARE = ""
-ROWS = 64
+ROWS = {"cpu": 64}  # in one forward pass; elsewhere MANY
+MANY = 512
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,8 @@ def contexts(model: Transformer, tokenizer: Tokenizer, *, count: int, length: in
 def averaged_keys(model: Transformer, spots: Sequence[Sequence[Spot]], weights: Tensor, layer: int, top: int) -> tuple[Tensor, Tensor]:
     """(keys_Fn averaged over contexts, states_Dn of the bare prompts after block `top`), float64 on the CPU."""
     flat = [spot for of_fact in spots for spot in of_fact]
-    parts = [keys_and_state(model, [spot.ids for spot in flat[i : i + ROWS]], [spot.last for spot in flat[i : i + ROWS]], layer, top)
-             for i in range(0, len(flat), ROWS)]
+    at_once = ROWS.get(model.embed.weight.device.type, MANY)
+    batches = [flat[start : start + at_once] for start in range(0, len(flat), at_once)]
+    parts = [keys_and_state(model, [spot.ids for spot in batch], [spot.last for spot in batch], layer, top) for batch in batches]
     keys, states = (torch.cat(tensors).double().cpu().unflatten(0, (len(spots), -1)) for tensors in zip(*parts, strict=True))
     return torch.einsum("ncf,c->fn", keys, weights), states[:, 0].T

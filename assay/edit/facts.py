@@ -48,11 +48,12 @@ class Refused:
     reason: str
 
 
-def read_facts(path: Path) -> tuple[list[Fact], list[Refused]]:
-    """Every row of a .json list or of .jsonl lines becomes a fact, or is refused by name; a row of no known layout is an error."""
+def read_facts(path: Path, first: int | None = None) -> tuple[list[Fact], list[Refused]]:
+    """Every row, or the first so many, of a .json list or of .jsonl lines becomes a fact or is refused by name; a row of no known
+    layout is an error."""
     facts: list[Fact] = []
     refused: list[Refused] = []
-    for number, row in enumerate(_rows(path)):
+    for number, row in enumerate(_rows(path)[:first]):
         name, where = _name(row, number), f"{path}, row {number}"
         fields = _fields(row, where)
         try:

@@ -29,6 +29,7 @@ from assay.model.transformer import Transformer
 ESSENCE = " is a"
 AT_ONCE = {"cpu": 16}  # facts in one batch; elsewhere MANY
 MANY = 128
+BETAS, EPS = (0.9, 0.999), 1e-8  # of Adam
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ class Rows:
     tokens: Tensor  # (B, T); column 0 is the subject's last token in every row
     documents: Tensor
     fact: Tensor  # (B,) which fact a row belongs to
+    bare: Tensor  # (n,) the row of every fact's prompt with nothing before it
     asked: Tensor  # (A, 2) row and column of every position that predicts a target's token
     due: Tensor  # (A,) the token that shall follow there
     share: Tensor  # (A,) its part in the fact's loss: the contexts' rows and the target's tokens count alike
@@ -73,57 +75,71 @@ def find_targets(model: Transformer, tokenizer: Tokenizer, facts: Sequence[Fact]
                  aim: Aim) -> list[Target]:
     """One target a fact, for the state after `layer`. The model is as it was afterwards: only δ is optimised."""
     at_once = AT_ONCE.get(model.embed.weight.device.type, MANY)
+    order = sorted(range(len(facts)), key=lambda i: _length(tokenizer, facts[i]))  # like lengths together: little padding
+    found: dict[int, Target] = {}
     with untrained(model):
-        return [target for start in range(0, len(facts), at_once)
-                for target in _search(model, _rows(model, tokenizer, facts[start : start + at_once], surroundings), layer, aim)]
+        for start in range(0, len(order), at_once):
+            part = order[start : start + at_once]
+            rows = _rows(model, tokenizer, [facts[i] for i in part], surroundings)
+            found |= zip(part, _search(model, rows, layer, aim), strict=True)
+    return [found[i] for i in range(len(facts))]
 
 
 def _search(model: Transformer, rows: Rows, layer: int, aim: Aim) -> list[Target]:
-    count = len(rows.essence)
-    initial, essence = _initial(model, rows, layer)
-    deltas = [nn.Parameter(torch.zeros_like(state)) for state in initial]
-    optimizer = torch.optim.Adam(deltas, aim.lr)
-    lengths, found = initial.norm(dim=-1), dict[int, Target]()
+    """All facts of the rows at once. A fact that has arrived stays where it is, and its rows are computed no longer."""
+    initial_nD, essence_nV = _initial(model, rows, layer)
+    lengths_n = initial_nD.norm(dim=-1)
+    deltas = Deltas(initial_nD, aim.lr, aim.clamp * lengths_n)
+    seeking, here = list(range(len(initial_nD))), rows
+    ends: dict[int, tuple[float, float, int]] = {}
     for step in range(aim.steps + 1):
-        active = [i for i in range(count) if i not in found]
-        nll, kl = _losses(model, _chosen(rows, active), torch.stack([deltas[i] for i in active]), essence[active], layer)
-        size = torch.stack([deltas[i].norm() for i in active])
-        losses = nll + aim.kl * kl + aim.decay * size / lengths[active].square()
-        for i, loss, surprise in zip(active, losses.tolist(), nll.tolist(), strict=True):
+        sought_aD = deltas.value_nD[seeking].requires_grad_()
+        nll_a, kl_a = _losses(model, here, sought_aD, essence_nV[seeking], layer)
+        losses_a = nll_a + aim.kl * kl_a + aim.decay * sought_aD.norm(dim=-1) / lengths_n[seeking].square()
+        losses, surprises = torch.stack([losses_a.detach(), nll_a.detach()]).tolist()  # the one look at the device of a step
+        for i, loss, surprise in zip(seeking, losses, surprises, strict=True):
             if not math.isfinite(loss):
                 raise DataError(f"the search for target {i} met a loss of {loss}; lower its learning rate or the weights of its terms")
             if loss < aim.enough or step == aim.steps:
-                clamped = bool(deltas[i].norm() >= 0.999 * aim.clamp * lengths[i])
-                found[i] = _target(initial[i], deltas[i], surprise, loss, step, clamped)
-        if len(found) == count:
+                ends[i] = (surprise, loss, step)
+        if len(ends) == len(initial_nD):
             break
-        _step(optimizer, deltas, losses, active, aim.clamp * lengths)
-    return [found[i] for i in range(count)]
+        (gradient_aD,) = torch.autograd.grad(losses_a.sum(), sought_aD)  # facts share nothing: each has its own gradient
+        going = [place for place, i in enumerate(seeking) if i not in ends]
+        if len(going) < len(seeking):
+            seeking, gradient_aD = [seeking[place] for place in going], gradient_aD[going]
+            here = _chosen(rows, seeking)
+        deltas.step(seeking, gradient_aD, step + 1)
+    return _targets(initial_nD, deltas.value_nD, ends, aim.clamp * lengths_n)
 
 
-def _step(optimizer: torch.optim.Optimizer, deltas: list[nn.Parameter], losses: Tensor, active: list[int], longest: Tensor) -> None:
-    """The facts' losses are summed and share nothing, so each δ moves as if it were alone; one that has arrived stays."""
-    gradients = torch.autograd.grad(losses.sum(), [deltas[i] for i in active])
-    optimizer.zero_grad(set_to_none=True)
-    for i, gradient in zip(active, gradients, strict=True):
-        deltas[i].grad = gradient
-    optimizer.step()
-    with torch.no_grad():
-        for i in active:
-            deltas[i].mul_((longest[i] / deltas[i].norm().clamp(min=1e-12)).clamp(max=1.0))
+class Deltas:
+    """Every fact's δ, no longer than it may be, and its Adam; those that are sought have all taken the same number of steps."""
+
+    def __init__(self, initial_nD: Tensor, lr: float, longest_n: Tensor):
+        self.value_nD, self._first_nD, self._second_nD = (torch.zeros_like(initial_nD) for _ in range(3))
+        self.lr, self.longest_n = lr, longest_n
+
+    def step(self, sought: list[int], gradient_aD: Tensor, count: int) -> None:
+        (beta1, beta2), eps = BETAS, EPS
+        first, second = self._first_nD[sought].lerp(gradient_aD, 1 - beta1), self._second_nD[sought].lerp(gradient_aD.square(), 1 - beta2)
+        moved = self.value_nD[sought] - self.lr / (1 - beta1**count) * first / ((second / (1 - beta2**count)).sqrt() + eps)
+        shorter_a = (self.longest_n[sought] / moved.norm(dim=-1).clamp(min=1e-12)).clamp(max=1.0)
+        self._first_nD[sought], self._second_nD[sought], self.value_nD[sought] = first, second, moved * shorter_a[:, None]
 
 
-def _target(initial: Tensor, delta: Tensor, surprise: float, loss: float, steps: int, clamped: bool) -> Target:
-    delta = delta.detach().double().cpu()
-    return Target(initial.double().cpu() + delta, delta, math.exp(-surprise), loss, steps, clamped)
+def _targets(initial_nD: Tensor, deltas_nD: Tensor, ends: dict[int, tuple[float, float, int]], longest_n: Tensor) -> list[Target]:
+    initial, delta, longest = (tensor.double().cpu() for tensor in (initial_nD, deltas_nD, longest_n))
+    clamped = (delta.norm(dim=-1) >= 0.999 * longest).tolist()
+    return [Target(initial[i] + delta[i], delta[i], math.exp(-surprise), loss, steps, clamped[i])
+            for i, (surprise, loss, steps) in sorted(ends.items())]
 
 
 @torch.no_grad()
 def _initial(model: Transformer, rows: Rows, layer: int) -> tuple[Tensor, Tensor]:
     """(n, D) the states of the bare prompts' last subject tokens, and (n, V) what the model says of each essence."""
     seen: list[Tensor] = []
-    first = torch.stack([(rows.fact == i).nonzero()[0, 0] for i in range(len(rows.essence))])
-    with hooked([block(model, layer).register_forward_hook(lambda _, __, output: seen.append(output[first, 0]))]):
+    with hooked([block(model, layer).register_forward_hook(lambda _, __, output: seen.append(output[rows.bare, 0]))]):
         states = _states(model, rows)
     return seen[0], _logprobs(model, states, rows.essence)
 
@@ -154,10 +170,11 @@ def _logprobs(model: Transformer, states_BTD: Tensor, places: Tensor) -> Tensor:
 def _rows(model: Transformer, tokenizer: Tokenizer, facts: Sequence[Fact], surroundings: Contexts) -> Rows:
     heads: list[Sequence[int]] = []
     tails: list[Sequence[int]] = []
-    owner, asked, share, essence = [], [], [], []
+    owner, bare, asked, share, essence = [], [], [], [], []
     due: list[int] = []
     for number, fact in enumerate(facts):
         target, spots = answer_ids(tokenizer, fact.target), surroundings.spots(tokenizer, fact)
+        bare.append(len(heads))
         for spot in spots:
             row, ends = len(heads), len(spot.ids) - spot.last - 1
             heads.append(spot.ids[: spot.last])
@@ -172,8 +189,14 @@ def _rows(model: Transformer, tokenizer: Tokenizer, facts: Sequence[Fact], surro
         owner += [number] * (len(spots) + 1)
     device = model.embed.weight.device
     tokens, documents = padded(tails, device)
-    return Rows(read_before(model, heads), tokens, documents, torch.tensor(owner, device=device), torch.tensor(asked, device=device),
-                torch.tensor(due, device=device), torch.tensor(share, device=device), torch.tensor(essence, device=device))
+    listed = (torch.tensor(values, device=device) for values in (owner, bare, asked, due, share, essence))
+    return Rows(read_before(model, heads), tokens, documents, *listed)
+
+
+def _length(tokenizer: Tokenizer, fact: Fact) -> int:
+    """Tokens that a step computes for a row of this fact."""
+    spot = locate(tokenizer, fact.prompt, fact.start, fact.subject, fact.name)
+    return len(spot.ids) - spot.last + len(answer_ids(tokenizer, fact.target))
 
 
 def _essence(tokenizer: Tokenizer, fact: Fact) -> Spot:
@@ -197,7 +220,7 @@ def _chosen(rows: Rows, facts: list[int]) -> Rows:
 
     width = int((rows.documents[keep] != PADDING).sum(1).max())
     return Rows(rows.before.chosen(keep), rows.tokens[keep, :width], rows.documents[keep, :width], number[rows.fact[keep]],
-                moved(rows.asked[mine]), rows.due[mine], rows.share[mine], moved(rows.essence[facts]))
+                place[rows.bare[facts]], moved(rows.asked[mine]), rows.due[mine], rows.share[mine], moved(rows.essence[facts]))
 
 
 @contextlib.contextmanager

@@ -16,7 +16,8 @@ from torch import Tensor
 from assay.edit.facts import Fact
 from assay.edit.sites import padded
 from assay.edit.subject import answer_ids, prompt_ids
-from assay.generate.sampler import Sampling, sample
+from assay.generate.engine import generate
+from assay.generate.request import Request, Sampling
 from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import Transformer
 
@@ -117,13 +118,12 @@ def generated(model: Transformer, tokenizer: Tokenizer, prompts: Sequence[str], 
 
 def generated_ids(model: Transformer, tokenizer: Tokenizer, prompts: Sequence[str], new: int,
                   stop_ids: Collection[int]) -> list[tuple[int, ...]]:
-    ids = [list(prompt_ids(tokenizer, prompt)) for prompt in prompts]
-    order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
-    found: dict[int, tuple[int, ...]] = {}
-    for start in range(0, len(order), _at_once(model)):
-        part = order[start : start + _at_once(model)]
-        completions = sample(model, [ids[i] for i in part], stop_ids, Sampling(max_new=new, temperature=0))
-        found |= {i: completion.ids for i, completion in zip(part, completions, strict=True)}
+    """Greedy, by one engine for all prompts: those of like length stand beside each other."""
+    ids = [prompt_ids(tokenizer, prompt) for prompt in prompts]
+    order, greedily = sorted(range(len(ids)), key=lambda i: len(ids[i])), Sampling(max_new=new, temperature=0)
+    completions = generate(model, [Request(ids[i], greedily) for i in order], stop_ids=stop_ids, version="",
+                           slots=min(len(ids), _at_once(model)))
+    found = {i: completion.ids for i, completion in zip(order, completions, strict=True)}
     return [found[i] for i in range(len(ids))]
 
 

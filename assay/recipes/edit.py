@@ -23,6 +23,7 @@ from assay.errors import DataError, UsageError
 from assay.guard.behaviour import greedy
 from assay.guard.proof import Request, mark, prove
 from assay.measure.edit_preflight import check_batching, check_keys, check_spans, check_targets
+from assay.measure.edit_probe import Probed, check_probe, probed
 from assay.measure.edits import (
     Examined,
     Goals,
@@ -36,9 +37,10 @@ from assay.measure.edits import (
     update_sizes,
 )
 from assay.measure.estimate import Estimate
+from assay.measure.examinee import OpenedModel
 from assay.measure.questions import ask, begins_with, generated, questions
 from assay.model.patch import Patch, applied, patched
-from assay.model.placement import default_device
+from assay.model.placement import default_device, uncompiled
 from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import Transformer
 from assay.recipes.edit_options import Edit
@@ -50,7 +52,8 @@ from assay.store.export import DTYPES, stored_dtype
 from assay.store.pack import Ancestor, Lineage, model_contents
 from assay.verdict import Verdict
 
-AT_ONCE = 64  # facts that are asked together while looking for known ones
+AT_ONCE = {"cpu": 64}  # facts that are asked together while looking for known ones; elsewhere MANY
+MANY = 1024
 
 
 @dataclass
@@ -67,11 +70,13 @@ class Report:
 
 
 def edit(config: Edit, say: Callable[[str], None]) -> Report:
-    source, where = opened(config), Path(config.out) / "model"
-    if where.exists():
-        raise UsageError(f"{where} exists, and what was edited is never overwritten; choose another --out")
-    device = config.device or default_device()
-    model, tokenizer = build(source).to(device), source.tokenizer
+    source, device = opened(config), config.device or default_device()
+    with uncompiled():
+        return edit_opened(config, source, build(source).to(device), say)
+
+
+def edit_opened(config: Edit, source: Artifact, model: Transformer, say: Callable[[str], None]) -> Report:
+    where, device, tokenizer = Path(config.out) / "model", model.embed.weight.device, source.tokenizer
     assert tokenizer is not None
     facts, refused = chosen_facts(config, model, source, say)
     run, watch = Run(Path(config.out), config, say=say), Stopwatch()
@@ -92,12 +97,17 @@ def edit(config: Edit, say: Callable[[str], None]) -> Report:
         reloaded = open_artifact(where)
         after = examine(build(reloaded).to(device), tokenizer, facts, scored, source.stops.stop_ids)
         watch.lap("scores after")
+        texts_beside = probed(OpenedModel(source, device=str(device), dtype=torch.float32),
+                              OpenedModel(reloaded, device=str(device), dtype=torch.float32), rounds=config.probe_rounds, seed=config.seed)
+        watch.lap("probe")
         sizes = update_sizes(source.tensors, reloaded.tensors)
         unserved = [] if config.known else refused  # whoever asks for known facts gets others instead of those
-        verdicts += [check_subjects(len(facts), unserved), *check_edits(before, after, goals(config)), check_retest(claimed, after.replies),
+        verdicts += [check_subjects(len(facts), unserved), *check_edits(before, after, goals(config)), check_probe(texts_beside),
+                     check_retest(claimed, after.replies),
                      check_update(sizes, edited.reached if config.method == "rome" else None, config.max_update)]
-        report = Report(verdicts, estimates(before, after), failures(facts, edited, after), refused, layers, sizes, watch.seconds)
-        written(run, report, facts, edited, before, after)
+        found = estimates(before, after) | ({} if texts_beside is None else texts_beside.estimates())
+        report = Report(verdicts, found, failures(facts, edited, after), refused, layers, sizes, watch.seconds)
+        written(run, report, facts, edited, before, after, texts_beside)
     return report
 
 
@@ -115,6 +125,8 @@ def apply_patch(source: Artifact, patch: Patch, where: Path, *, taught: bool) ->
 
 
 def opened(config: Edit) -> Artifact:
+    if (where := Path(config.out) / "model").exists():
+        raise UsageError(f"{where} exists, and what was edited is never overwritten; choose another --out")
     source = open_artifact(config.path)
     if source.patch is not None:
         raise UsageError(f"{source.path} is an adapter; export it --to merged, and edit that")
@@ -152,10 +164,11 @@ def chosen_facts(config: Edit, model: Transformer, source: Artifact, say: Callab
     """Those that can be placed, and where --known asks for it those that the model knows."""
     tokenizer = source.tokenizer
     assert tokenizer is not None
-    read, refused = read_facts(Path(config.facts))
+    read, refused = read_facts(Path(config.facts), config.first)
+    at_once = AT_ONCE.get(model.embed.weight.device.type, MANY)
     facts: list[Fact] = []
-    for start in range(0, len(read), AT_ONCE):
-        placed, others = spots(tokenizer, read[start : start + AT_ONCE])
+    for start in range(0, len(read), at_once):
+        placed, others = spots(tokenizer, read[start : start + at_once])
         facts += known(model, tokenizer, placed, source.stops.stop_ids) if config.known else placed
         refused += others
         if config.known and len(facts) >= config.known:
@@ -249,7 +262,8 @@ def told_layers(run: Run, layers: list[int], effects: Effects | None) -> None:
         run.say(str(error))
 
 
-def written(run: Run, report: Report, facts: Sequence[Fact], edited: Edited, before: Examined, after: Examined) -> None:
+def written(run: Run, report: Report, facts: Sequence[Fact], edited: Edited, before: Examined, after: Examined,
+            texts_beside: Probed | None) -> None:
     found = {name: asdict(estimate) for name, estimate in report.estimates.items()}
     rows = [{"fact": asdict(fact), "probability": target.probability, "search_steps": target.steps, "clamped": target.clamped,
              "reached": reached} for fact, target, reached in zip(facts, edited.targets, edited.reached, strict=True)]
@@ -257,7 +271,7 @@ def written(run: Run, report: Report, facts: Sequence[Fact], edited: Edited, bef
                for b, a in zip(before.replies, after.replies, strict=True)]
     document = {"layers": report.layers, "estimates": found, "sizes": report.sizes, "failed": report.failed, "seconds": report.seconds,
                 "refused": [asdict(one) for one in report.refused], "verdicts": [verdict.to_json() for verdict in report.verdicts],
-                "facts": rows, "replies": replies}
+                "facts": rows, "replies": replies, "probe": None if texts_beside is None else texts_beside.to_json()}
     durable.replace_file(run.folder / "edits.json", (json.dumps(plain(document), indent=1) + "\n").encode())
     run.ledger.append("edits", layers=report.layers, estimates=plain(found), sizes=plain(report.sizes), failed=plain(report.failed),
                       refused=plain([asdict(one) for one in report.refused]),

@@ -11,18 +11,23 @@ import torch
 from torch import Tensor
 
 from assay.edit import facts as fact_rows
-from assay.edit import moments, rome, solve, subject, targets
+from assay.edit import memit, moments, rome, solve, subject, targets
 from assay.edit.contexts import averaged_keys, contexts
 from assay.edit.facts import Fact, make_fact
 from assay.edit.memit import Edited
 from assay.edit.targets import Aim
 from assay.errors import DataError
-from assay.measure import edit_preflight, edits
+from assay.measure import edit_preflight, edit_probe, edits
 from assay.measure import questions as q
+from assay.measure.examinee import OpenedModel
 from assay.measure.questions import Reply, questions
 from assay.model.patch import Patch, patched
+from assay.model.stops import resolve_stops
 from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import Mlp, Transformer
+from assay.store import checkpoint
+from assay.store.artifact import open_artifact
+from assay.store.pack import Lineage, model_contents
 from assay.verdict import Verdict
 from assay.zoo import lore
 from assay.zoo.fault import Plant, fault
@@ -92,11 +97,33 @@ def a_batch_of_questions(folder: Path, plant: Plant) -> list[Verdict]:
         return [edit_preflight.check_batching(lore.lore_model(), tokenizer, questions(lore.edits(2)), stops(tokenizer))]
 
 
+def texts_beside_an_edit(folder: Path, plant: Plant) -> list[Verdict]:
+    """What is said to prompts that have nothing to do with the facts."""
+    before, after = opened_lore(folder / "before"), opened_lore(folder / "after")
+    around = contexts(before.model, before.tokenizer, count=2, length=6, seed=0)
+    text = moments.computed(before.model, reading(folder).rows, [LAYER])
+    with plant(folder):
+        solve_by = memit.by_moments(text, 10.0)
+        edited = memit.memit(before.model, before.tokenizer, lore.edits(6), [LAYER], solve_by, around, AIM, parent=None)
+    with patched(after.model, edited.patch):
+        return [edit_probe.check_probe(edit_probe.probed(before, after, rounds=2, seed=0))]
+
+
+def opened_lore(folder: Path) -> OpenedModel:
+    """As read back from a checkpoint."""
+    tokenizer = lore.lore_tokenizer()
+    checkpoint.write(folder, model_contents(lore.lore_model(), tokenizer, resolve_stops(tokenizer, {}, {}), Lineage()))
+    return OpenedModel(open_artifact(folder))
+
+
 def rank_one(model: Transformer, facts: Sequence[Fact], folder: Path, layer: int) -> Edited:
     tokenizer = lore.lore_tokenizer()
-    reading = moments.read_text(lore.write_text(folder / "text.txt"), tokenizer, 4000)
     around = contexts(model, tokenizer, count=2, length=6, seed=0)
-    return rome.rome(model, tokenizer, facts, [layer], moments.computed(model, reading.rows, [layer]), around, AIM, parent=None)
+    return rome.rome(model, tokenizer, facts, [layer], moments.computed(model, reading(folder).rows, [layer]), around, AIM, parent=None)
+
+
+def reading(folder: Path) -> moments.Reading:
+    return moments.read_text(lore.write_text(folder / "text.txt"), lore.lore_tokenizer(), 4000)
 
 
 def claims(model: Transformer, facts: Sequence[Fact], patch: Patch) -> list[Reply]:
@@ -199,3 +226,12 @@ def padding_counted(_: Path) -> AbstractContextManager[None]:
         return padded(rows, device, left=True)
 
     return swapped(q, "padded", left)
+
+
+@fault("text's moments left out of the solve", rows=(), stage="edit", check="probe", job=texts_beside_an_edit)
+def moments_left_out(_: Path) -> AbstractContextManager[None]:
+    """The facts are said and their keys are small; nothing kept what other texts need of the same matrix."""
+    def penalty(moment_FF: Tensor, *_: object) -> Tensor:
+        return 1e-9 * torch.eye(len(moment_FF), dtype=torch.float64)
+
+    return swapped(memit, "moment_penalty", penalty)

@@ -7,7 +7,7 @@ from assay.edit.before import read_before
 from assay.edit.contexts import Contexts, contexts
 from assay.edit.sites import block, hooked, padded
 from assay.edit.subject import answer_ids
-from assay.edit.targets import Aim, find_targets
+from assay.edit.targets import Aim, Deltas, find_targets
 from assay.errors import DataError
 from assay.model.tiny import tiny_config
 from assay.model.transformer import initialised
@@ -87,3 +87,31 @@ def test_prefixes_have_an_address():
     assert contexts(model, tokenizer(), count=3, length=8, seed=1) != again
     assert float(again.weights().sum()) == pytest.approx(1.0)
     assert Contexts(("",)).weights().tolist() == [1.0]
+
+
+def test_every_delta_moves_as_torchs_adam_moves_it_and_no_further_than_it_may():
+    """A fact that is no longer sought stays where it is, bit for bit."""
+    chance = torch.Generator().manual_seed(0)
+    gradients, longest = torch.randn(6, 3, 5, generator=chance), torch.tensor([0.2, 9.0, 9.0])
+    deltas, parameters = Deltas(torch.zeros(3, 5), 0.1, longest), [torch.nn.Parameter(torch.zeros(5)) for _ in range(3)]
+    optimizer = torch.optim.Adam(parameters, 0.1)
+    for step, gradient in enumerate(gradients):
+        sought = [0, 1, 2] if step < 3 else [0, 1]
+        deltas.step(sought, gradient[sought], step + 1)
+        for i, parameter in enumerate(parameters):
+            parameter.grad = gradient[i] if i in sought else None
+        optimizer.step()
+        with torch.no_grad():
+            parameters[0].mul_((0.2 / parameters[0].norm()).clamp(max=1))
+    for found, due in zip(deltas.value_nD, parameters, strict=True):
+        torch.testing.assert_close(found, due.detach(), atol=1e-6, rtol=1e-5)
+    assert deltas.value_nD.norm(dim=-1)[0] == pytest.approx(0.2)
+
+
+def test_targets_come_back_in_the_order_of_their_facts():
+    """Lengths decide who stands beside whom, not who gets which target."""
+    model, facts, aim = lore.lore_model(), lore.edits(4), Aim(steps=2, lr=0.05, clamp=1.0)
+    there = find_targets(model, tokenizer(), facts, surroundings(), 1, aim)
+    back = find_targets(model, tokenizer(), facts[::-1], surroundings(), 1, aim)
+    for one, other in zip(there, back[::-1], strict=True):
+        torch.testing.assert_close(one.state, other.state, atol=1e-4, rtol=1e-4)
