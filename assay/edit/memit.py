@@ -35,10 +35,17 @@ class Edited:
 
 def memit(model: Transformer, tokenizer: Tokenizer, facts: Sequence[Fact], layers: Sequence[int], solve: Solve,
           surroundings: Contexts, aim: Aim, *, parent: str | None) -> Edited:
-    """Targets at the last layer; then first layer to last, each takes its share of what is missing now, after those before it."""
+    """Targets at the last layer, and then towards them."""
+    layers = checked_layers(model, layers)
+    targets = find_targets(model, tokenizer, facts, surroundings, layers[-1], aim)
+    return towards(model, tokenizer, facts, targets, layers, solve, surroundings, parent=parent)
+
+
+def towards(model: Transformer, tokenizer: Tokenizer, facts: Sequence[Fact], targets: list[Target], layers: Sequence[int], solve: Solve,
+            surroundings: Contexts, *, parent: str | None) -> Edited:
+    """First layer to last, each takes its share of what is missing now, after those before it. Targets are of the last layer."""
     layers = checked_layers(model, layers)
     top = layers[-1]
-    targets = find_targets(model, tokenizer, facts, surroundings, top, aim)
     spots = [surroundings.spots(tokenizer, fact) for fact in facts]
     parts: dict[str, tuple[LowRank, ...]] = {}
     kept: dict[int, Tensor] = {}

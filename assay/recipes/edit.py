@@ -13,12 +13,12 @@ import torch
 from assay.edit.causal import Effects, best_window, trace
 from assay.edit.contexts import Contexts, contexts
 from assay.edit.facts import Fact, Refused, read_facts
-from assay.edit.memit import Edited, by_moments, by_null_space, memit
+from assay.edit.memit import Edited, by_moments, by_null_space, checked_layers, towards
 from assay.edit.moments import LENGTH, Reading, parted, read_text, second_moments
 from assay.edit.picture import draw
 from assay.edit.rome import rome
 from assay.edit.subject import prompt_ids, spots
-from assay.edit.targets import Aim
+from assay.edit.targets import Aim, find_targets
 from assay.errors import DataError, UsageError
 from assay.guard.behaviour import greedy
 from assay.guard.proof import Request, mark, prove
@@ -230,9 +230,12 @@ def solved(config: Edit, model: Transformer, source: Artifact, facts: Sequence[F
     if config.method == "rome":
         edited = rome(model, tokenizer, facts, layers, moments, around, aim, parent=source.digest)
     else:
+        layers = checked_layers(model, layers)
+        targets = find_targets(model, tokenizer, facts, around, layers[-1], aim)
+        watch.lap("targets")
         solve = by_moments(moments, config.weight) if config.method == "memit" else by_null_space(moments, config.null_share, config.ridge)
-        edited = memit(model, tokenizer, facts, layers, solve, around, aim, parent=source.digest)
-    watch.lap("targets and solve")
+        edited = towards(model, tokenizer, facts, targets, layers, solve, around, parent=source.digest)
+    watch.lap("solve")
     return edited
 
 # ---------------------------------------------------------------- what is written
