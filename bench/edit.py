@@ -36,9 +36,10 @@ from assay.recipes.edit_options import Edit
 from assay.store.artifact import Artifact, build, open_artifact
 from assay.store.identity import environment
 
-SHOWN = {"efficacy, likelier, after": "likelier", "efficacy, generated, after": "said", "paraphrase, likelier, after": "paraphrase likelier",
-         "paraphrase, generated, after": "said", "neighbourhood, likelier, after": "neighbours likelier",
-         "neighbourhood, says the same as before": "same words", "perplexity drift": "perplexity"}
+SHOWN = {"efficacy, likelier, after": "likelier", "efficacy, generated, after": "said",
+         "paraphrase, likelier, after": "paraphrase likelier", "paraphrase, generated, after": "said",
+         "neighbourhood, likelier, after": "neighbours likelier", "neighbourhood, says the same as before": "same words",
+         "perplexity drift": "perplexity"}
 
 
 @dataclass
@@ -112,7 +113,8 @@ def edited(bench: Bench, config: Edit, facts: Sequence[Fact], name: str, *, verd
         print("  " + "; ".join(f"{SHOWN[key]} {estimate}" for key, estimate in estimates(before, after).items() if key in SHOWN))
         return 0.0
     print("\n".join(f"  {key:44} {estimate}" for key, estimate in estimates(before, after).items()))
-    print("\n".join(f"  {verdict}" for verdict in (*check_edits(before, after, goals(config)), check_update(sizes, None, config.max_update))))
+    judged = [*check_edits(before, after, goals(config)), check_update(sizes, None, config.max_update)]
+    print("\n".join(f"  {verdict}" for verdict in judged))
     print(f"  mean way of the states {sum(found.reached) / len(facts):.3f}; {sum(target.clamped for target in targets)} targets at their "
           f"longest; {len(failures(facts, found, after))} edits are not said", flush=True)
     return sum(watch.seconds[stage] for stage in ("prefixes", "targets", "solve"))

@@ -136,7 +136,7 @@ def learn(model: Transformer, window: Batch, losses_BK: Tensor, adam: "Adam", le
 def token_losses(model: Transformer, window: Batch, adam: "Adam | None") -> Tensor:
     """(B, K) nats: windows end in the same column, so that the chunks are the last K. Zero where there is no token of a chunk."""
     if adam is not None:
-        adam.adapters.bind()
+        adam.adapters.bind(model.compute_dtype or model.embed.weight.dtype)
     states = model.hidden(window.tokens, documents=window.documents, starts=window.starts)
     K = int(window.weight.any(0).sum())
     logits_BKV = model.logits(states[:, -K - 1 : -1]).float()

@@ -141,3 +141,23 @@ def test_what_cannot_be_read_as_asked_is_refused():
             list(read(model, documents, replace(HOW, **wrong), 1))
     with pytest.raises(UsageError, match="document 1 has 1 tokens"):
         list(read(model, [documents[0], [256]], HOW, 1))
+
+
+def test_factors_rounded_all_at_once_are_those_rounded_one_by_one():
+    """A model that computes in another dtype than its factors are kept in: the same scores and the same gradient, bit for bit."""
+    model, tokens = tiny().double(), torch.tensor(some_documents()[0][:30])[None].repeat(2, 1)
+
+    def passed(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        adapters = Adapters(new_patch(model), 2)
+        with torch.no_grad():
+            adapters.state_BN.add_(torch.linspace(-0.1, 0.1, adapters.state_BN.numel()).view_as(adapters.state_BN))
+        with adapters.attached(model):
+            adapters.bind(dtype)
+            loss = model(tokens).square().mean()
+        return loss.detach(), torch.autograd.grad(loss, adapters.state_BN)[0]
+
+    (loss, gradient), (other_loss, other_gradient) = passed(torch.float64), passed(torch.float32)
+    assert gradient.dtype is torch.float32
+    assert gradient.abs().sum() > 0
+    assert torch.equal(loss, other_loss)
+    assert torch.equal(gradient, other_gradient)

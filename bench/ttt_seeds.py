@@ -1,0 +1,149 @@
+"""What test-time training gains over seeds, and how stable a warm start is: every model loaded once, all in one process.
+
+    python bench/ttt_seeds.py SmolLM2.gguf runs/enwik8/model --text enwik8-held-out.txt
+    python bench/ttt_seeds.py runs/a/model --text book.txt --documents 8 --document-bytes 600 --options '--chunk 32 --batch 4'
+
+Bits per byte with and without, paired by document, for each seed, and their mean over seeds with the seed as the unit; then a warm
+start (right factors kept from document to document) for each weight decay and seed: the gain, the documents that got worse, how far
+the kept factors went, and whether the seeds tell one story. `assay seeds ttt` says the same with a process and a ledger a seed.
+"""
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where nothing can be installed, the checkout will do
+
+from assay.config import parse
+from assay.errors import GuardStop
+from assay.guard.causality import Costs, costs
+from assay.guard.passing import check_drift, check_regressions
+from assay.learn.passing import Begun, Event, Passing, read
+from assay.measure.estimate import mean
+from assay.measure.stability import stability
+from assay.model.batched_lora import Adapters, passing_sites
+from assay.model.lora import fresh
+from assay.model.patch import Patch
+from assay.model.transformer import Transformer
+from assay.recipes.ttt import Read, bits, built, columns, estimates, opened, planned, read_documents, rehearsed, tokens_of
+from assay.recipes.ttt_options import Ttt
+from assay.store.artifact import Artifact
+from assay.store.identity import environment
+
+
+@dataclass
+class Bench:
+    config: Ttt
+    source: Artifact
+    model: Transformer
+    texts: list[Read]  # with what they cost without a patch
+    how: Passing
+
+    def patch(self, seed: int) -> Patch:
+        sites = passing_sites(self.source.config, self.config.targets)
+        return fresh(self.source.config, sites, self.config.rank, self.config.scale, seed, self.source.digest)
+
+
+def main() -> None:
+    flags = arguments()
+    print(f"$ {' '.join(sys.argv)}\n{environment()}", flush=True)
+    for path in flags.models:
+        began, bench = time.monotonic(), prepared(path, flags)
+        size = sum(text.bytes for text in bench.texts)
+        print(f"\n{path}: {len(bench.texts)} documents, {size} bytes; {estimates(bench.texts)['bits per byte, without']} bits per byte "
+              f"without  ({time.monotonic() - began:.1f} s)", flush=True)
+        for verdict in rehearsed(bench.model, bench.texts, bench.how, bench.patch(flags.seeds[0])):
+            print(f"  {verdict}")
+        gains(bench, flags.seeds)
+        for decay in flags.decays:
+            warm_starts(bench, decay, flags)
+        print(f"  {time.monotonic() - began:.1f} s in all", flush=True)
+
+
+def prepared(path: str, flags: argparse.Namespace) -> Bench:
+    words = f"--document-bytes {flags.document_bytes} --documents {flags.documents} {flags.options}".split()
+    config = parse(Ttt, [path, "--text", flags.text, "--out", "none", *words], prog="bench/ttt_seeds.py")
+    source = opened(config)
+    model = built(source, flags.device)
+    texts, _ = read_documents(config, source)
+    how = planned(config, model)
+    without = costs(read(model, tokens_of(texts), how, min(config.batch, len(texts))), len(texts))
+    alone = [replace(text, without=bits(cost), with_=bits(cost)) for text, cost in zip(texts, without, strict=True)]
+    return Bench(config, source, model, alone, how)
+
+
+def gains(bench: Bench, seeds: Sequence[int]) -> None:
+    saved = []
+    for seed in seeds:
+        began = time.monotonic()
+        texts, _ = learned(bench, bench.how, seed, bench.config.batch)
+        found = estimates(texts)
+        saved.append(found["bits per byte, saved"].mean)
+        print(f"  reset, seed {seed:5}: {found['bits per byte, saved']} saved, {found['bits per byte, with']} with; "
+              f"{worse(texts)}  ({time.monotonic() - began:.1f} s)", flush=True)
+    if len(saved) > 1:
+        print(f"  reset, over seeds: {mean(saved)} bits per byte saved, the seed as the unit")
+
+
+def warm_starts(bench: Bench, decay: float, flags: argparse.Namespace) -> None:
+    final: dict[int, float] = {}
+    for seed in flags.seeds:
+        how, slots = replace(bench.how, warm=True, weight_decay=decay), min(flags.warm_batch, len(bench.texts))
+        try:
+            texts, norms = learned(bench, how, seed, slots)
+        except GuardStop as error:
+            final[seed] = math.nan
+            print(f"  warm, weight decay {decay:g}, seed {seed:5}: stopped by a guard: {error}", flush=True)
+            continue
+        found = estimates(texts)
+        final[seed] = found["bits per byte, with"].mean
+        drift = check_drift(norms[slots:], bench.config.max_drift)
+        print(f"  warm, weight decay {decay:g}, seed {seed:5}: {found['bits per byte, saved']} saved; {worse(texts)}; "
+              f"{drift.outcome} {drift.reason.split(';')[0]}", flush=True)
+    if len(final) > 1:
+        print(f"  warm, weight decay {decay:g}: {stability(final, metric='bits per byte').verdict()}")
+
+
+def learned(bench: Bench, how: Passing, seed: int, slots: int) -> tuple[list[Read], list[float]]:
+    """The documents with what they cost, and the norms of the right factors that each began with."""
+    slots, norms = min(slots, len(bench.texts)), list[float]()
+    adapters = Adapters(bench.patch(seed), slots, bench.model.embed.weight.device)
+
+    def noted(event: Event) -> Event:
+        norms.extend(one.right for one in event if isinstance(one, Begun))
+        return event
+
+    with adapters.attached(bench.model):
+        events = read(bench.model, tokens_of(bench.texts), how, slots, adapters)
+        found: Costs = costs((noted(event) for event in events), len(bench.texts))
+    return [replace(text, with_=bits(cost)) for text, cost in zip(bench.texts, found, strict=True)], norms
+
+
+def worse(texts: Sequence[Read]) -> str:
+    with_, without, _ = columns(texts)
+    return check_regressions(with_, without, [text.name for text in texts], 1.0).reason.split(";")[0]
+
+
+def arguments() -> argparse.Namespace:
+    on_gpu = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="+")
+    parser.add_argument("--text", required=True)
+    parser.add_argument("--documents", type=int, default=128)
+    parser.add_argument("--document-bytes", type=int, default=8192)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[42, 314, 1337])
+    parser.add_argument("--decays", type=float, nargs="*", default=[0.5, 1.0, 2.0], help="weight decays of a warm start; none: no table")
+    parser.add_argument("--warm-batch", type=int, default=16, help="chains of documents: each hands its right factors on")
+    parser.add_argument("--options", default="--batch 64" if on_gpu else "", help="options of assay ttt, as one word")
+    parser.add_argument("--device", default="cuda" if on_gpu else "cpu")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
