@@ -61,7 +61,7 @@ class Bench:
 def main() -> None:
     flags = arguments()
     print(f"$ {' '.join(sys.argv)}\n{environment()}, threads {torch.get_num_threads()}", flush=True)
-    with uncompiled(flags.device):
+    with uncompiled():
         measured(flags)
 
 
