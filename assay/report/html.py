@@ -6,7 +6,7 @@ from typing import Any
 
 UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f\x80-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ufeff]")  # controls, and what reorders text
 ENTITIES = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;", "'": "&#39;"})
-VOID = {"br", "meta", "hr"}
+VOID = {"br", "meta", "hr", "img"}
 
 
 class Html(str):

@@ -1,4 +1,4 @@
-"""report.html: one file that shows a run, made of its ledger, metrics and manifests alone. The same files give the same bytes.
+"""report.html: one file that shows a run, made of its ledger, metrics, manifests and pictures alone. The same files give the same bytes.
 
 Nothing on it is fetched: scripts and styles are inside, and its own policy forbids the browser to load or run anything else.
 """
@@ -13,6 +13,7 @@ from assay.report.curves import charts_json, curves_section
 from assay.report.html import Html, badge, joined, tag
 from assay.report.lineage import lineage_section
 from assay.report.origin import data_section, events_section, reproduce_section
+from assay.report.pictures import pictures_section
 from assay.report.record import Record, Saved, read_run, saved_in
 from assay.report.results import results_section
 from assay.report.samples import Evaluated, probes_section, read_evaluation, samples_section
@@ -36,7 +37,7 @@ def report(record: Record, parent: Record | None = None, evaluations: Sequence[E
     probes, no_probes = probes_section(record.folder)
     not_there = [*no_samples, *no_probes, *_not_recorded(record)]
     sections = [results_section(record), verdicts_section(record), not_checked(record, saved, not_there),
-                curves_section(record.metrics.rows), proofs_section(record, saved),
+                curves_section(record.metrics.rows), pictures_section(record.folder), proofs_section(record, saved),
                 lineage_section(saved, parents, parent.name if parent else None, wrong), samples, probes, data_section(record),
                 events_section(record), reproduce_section(record, saved)]
     return _document(record, joined(_header(record, saved), tag("main", sections)))
@@ -80,7 +81,7 @@ def _document(record: Record, body: Html) -> str:
     styles = _asset("uPlot.min.css") + _asset("page.css")
     scripts = [_licensed(), _asset("page.js")]
     allowed = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in scripts)
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src {allowed}; base-uri 'none'; form-action 'none'"
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src {allowed}; img-src data:; base-uri 'none'; form-action 'none'"
     head = [tag("meta", charset="utf-8"), tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
             tag("meta", http_equiv="Content-Security-Policy", content=policy), tag("title", f"{record.name}: assay report"),
             tag("style", Html(styles))]
