@@ -89,7 +89,7 @@ class Tenant:
 class Engine:
     """`slots` requests at a time, each of at most `length` tokens with its prompt. `version` names the weights as they are now.
 
-    `device`: where to sample, if not where the model is; the weights are then copied there at every `load`.
+    `device`: where to sample, if not on the model's own weights; they are then copied there at every `load`, and checked by digest.
     `steps` tokens are made for every slot before the host looks (None: 4 on CUDA, else 1); `graphed`: as one CUDA graph each
     (None: on CUDA). Neither changes what is said.
     """

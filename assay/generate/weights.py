@@ -6,7 +6,7 @@ import hashlib
 import torch
 from torch import Tensor, nn
 
-from assay.errors import UsageError
+from assay.errors import GuardStop, UsageError
 from assay.model.transformer import Linear, Transformer
 
 CHUNK = 1 << 18  # entries of a tensor that are summed at once
@@ -40,9 +40,13 @@ def _checksum(tensor: Tensor) -> Tensor:
 
 
 class ServedModel:
-    """A second skeleton around the same parameters. Those that are not in the compute dtype, or on the device that samples, are
-    copied once a version instead of at every token; the cast is the one that each layer makes in training, so the numbers are
-    the same.
+    """A second skeleton around the same parameters. Those that are not in the compute dtype are copied once a version instead of at
+    every token; the cast is the one that each layer makes in training, so the numbers are the same.
+
+    With a `device`, all are copied there, even where it is the trainer's own, and handed over by digest: what the sampler is about
+    to run has the trainer's checksums, tensor by tensor, or nothing is sampled. So one device shows all of it but what lies between
+    two: that a copy from one GPU to another is complete before the other's streams read it is PyTorch's to keep, and the digests,
+    which are read on the other device after the copy, are what would tell.
 
     `load` takes up the trainer's weights; `written` and `replaced` say whether they have changed since.
     """
@@ -51,6 +55,7 @@ class ServedModel:
         self.source = model
         self.dtype = model.compute_dtype or model.embed.weight.dtype
         self.device = model.embed.weight.device if device is None else torch.empty(0, device=device).device  # "cuda" gets its number
+        self.apart = device is not None
         self.copies: list[tuple[str, Tensor]] = []  # name in the source, and a tensor that follows it
         self.model = self._skeleton().eval()
         self._remember()
@@ -68,6 +73,8 @@ class ServedModel:
         if self.copies:
             with torch.no_grad():
                 torch._foreach_copy_([copy for _, copy in self.copies], [parameters[name] for name, _ in self.copies])
+        if self.apart:
+            self._refuse_stale()
         self._remember()
         return before != self._addresses
 
@@ -79,6 +86,20 @@ class ServedModel:
         """Whether the model has other parameters than at `load`; slower than `written`."""
         now = dict(self.source.named_parameters())
         return now.keys() != self._loaded.keys() or any(now[name] is not held for name, held in self._loaded.items())
+
+    @torch.no_grad()
+    def stale(self) -> list[str]:
+        """Tensors of the sampler that are not the trainer's, cast as they must be; each checksum is made where its tensor lies."""
+        source, held = dict(self.source.named_parameters()), dict(self.model.named_parameters())
+        due = [_checksum(source.get(name, self.source.embed.weight).to(tensor.dtype)) for name, tensor in held.items()]
+        found = [_checksum(tensor) for tensor in held.values()]
+        pairs = zip(held, torch.stack(due).tolist(), torch.stack(found).tolist(), strict=True)
+        return [name for name, one, other in pairs if one != other]
+
+    def _refuse_stale(self) -> None:
+        if stale := self.stale():
+            raise GuardStop(f"{len(stale)} tensors on {self.device} are not the trainer's after they were handed over, such as {stale[0]}: "
+                            "what would be sampled is another policy's; sample where the trainer is, without --sampler-device")
 
     def _remember(self) -> None:
         self._loaded = dict(self.source.named_parameters())
@@ -99,8 +120,8 @@ class ServedModel:
 
     def _following(self, name: str, parameter: Tensor, dtype: torch.dtype) -> nn.Parameter:
         """The parameter itself where it can be used as it is, else a copy that `load` renews."""
-        if isinstance(parameter, nn.Parameter) and parameter.dtype == dtype and parameter.device == self.device:
+        if isinstance(parameter, nn.Parameter) and parameter.dtype == dtype and not self.apart:
             return parameter
-        copied = nn.Parameter(parameter.detach().to(self.device, dtype), requires_grad=False)
+        copied = nn.Parameter(parameter.detach().to(self.device, dtype, copy=True), requires_grad=False)
         self.copies.append((name, copied.detach()))
         return copied

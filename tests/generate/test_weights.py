@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from assay.errors import GuardStop
 from assay.generate.weights import ServedModel, fingerprint
 from assay.model.tiny import tiny_config
 from assay.model.transformer import initialised
@@ -74,3 +75,46 @@ def test_the_trainers_compiled_code_stays_with_the_trainer():
     for block in model.blocks:
         block.compile(backend="eager")
     assert all(module._compiled_call_impl is None for module in ServedModel(model).model.modules())
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3"])
+def test_a_sampler_with_a_device_of_its_own_runs_on_copies_that_are_handed_over_by_digest(family):
+    """On a CPU the second device is the first: a copy is a copy. GPT-2's tied head is one of them, in another dtype."""
+    model = initialised(tiny_config(family), 0).double()
+    model.compute_dtype = torch.float32
+    served, tokens = ServedModel(model, "cpu"), torch.arange(20)[None]
+    own = {parameter.data_ptr() for parameter in model.parameters()}
+    assert not own & {parameter.data_ptr() for parameter in served.model.parameters()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5).add_(0.25)
+        assert len(served.stale()) == len(list(served.model.parameters()))
+        served.load()
+        assert served.stale() == []
+        assert torch.equal(served.model(tokens), model(tokens))
+
+
+@pytest.mark.parametrize("planted", ["not renewed", "one bit", "another tensor's"])
+def test_a_stale_copy_is_found_by_its_digest_before_anything_is_sampled(planted, monkeypatch):
+    model = initialised(tiny_config("llama"), 0)
+    served = ServedModel(model, "cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.125)
+    copy_all, victim = torch._foreach_copy_, served.model.blocks[1].mlp.down.weight
+
+    def incompletely(targets, sources):
+        before = victim.detach().clone()
+        copy_all(targets, sources)
+        if planted == "not renewed":
+            victim.copy_(before)
+        elif planted == "one bit":
+            victim.view(torch.int32)[3, 5] ^= 1
+        else:
+            victim.copy_(served.model.blocks[0].mlp.down.weight)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", incompletely)
+    with pytest.raises(GuardStop, match=r"1 tensors on cpu are not the trainer's .* such as blocks.1.mlp.down.weight"):
+        served.load()
+    monkeypatch.undo()
+    served.load()

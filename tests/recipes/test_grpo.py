@@ -271,6 +271,18 @@ def test_weights_of_another_policy_under_the_right_name_are_stopped(adapter: Pat
         forked(adapter, tmp_path / "run")
 
 
+def test_a_sampler_on_a_device_of_its_own_is_the_same_run_and_its_copy_is_handed_over_by_digest(adapter: Path, tmp_path: Path,
+                                                                                               monkeypatch: pytest.MonkeyPatch):
+    together, apart = (options(adapter, tmp_path / name, steps=2, lr=2e-3, **more) for name, more in (
+        ("together", {}), ("apart", {"sampler_device": "cpu"})))
+    for config in (together, apart):
+        reinforced(config)
+    assert left_by(apart, 2) == left_by(together, 2)
+    monkeypatch.setattr(torch, "_foreach_copy_", lambda targets, sources: None)  # never renewed after the first time
+    with pytest.raises(GuardStop, match="on cpu are not the trainer's after they were handed over"):
+        forked(adapter, tmp_path / "stale", sampler_device="cpu")
+
+
 def test_a_parent_whose_adapter_is_not_loaded_is_stopped(adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from assay.recipes import beginning
 
