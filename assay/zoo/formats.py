@@ -1,9 +1,10 @@
-"""Faults of file formats: hostile safetensors and JSON, links and names that lead out of a folder, and GGUF files."""
+"""Faults of file formats: hostile safetensors and JSON, links and names that lead out of a folder, GGUF and squeezed files."""
 
+import contextlib
 import random
 import time
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from assay.model import families
 from assay.model.stops import resolve_stops
 from assay.model.tiny import tiny_tokenizer
 from assay.model.tokenizer import Tokenizer
-from assay.store import gguf
+from assay.store import gguf, squeeze
 from assay.store.artifact import open_artifact
 from assay.store.checkpoint import write
 from assay.store.export import export
@@ -109,6 +110,14 @@ def a_gguf_file(folder: Path, plant: Plant) -> list[Verdict]:
     export(open_artifact(source), "gguf", where, "f16")
     with plant(where):
         return examined(where)
+
+
+def a_squeezed_file(folder: Path, plant: Plant) -> list[Verdict]:
+    """Struck while it is written, and proven against its source."""
+    source, where = save_as_others_do(folder / "source", tiny()), folder / "model.assayz"
+    with plant(where):
+        squeeze.squeeze(open_artifact(source), where, 1 << 20)
+    return examined(where, against=str(source))
 
 
 def with_numbers() -> Tokenizer:
@@ -235,6 +244,24 @@ def eos_is_the_start_of_a_turn(_: Path) -> AbstractContextManager[None]:
 @on_disk
 def gguf_cut_short(file: Path) -> None:
     truncate(file, 0.9)
+
+# ---------------------------------------------------------------- squeezed files
+
+
+@fault("squeezed out of four bits", rows=("M10",), stage="export", check="lineage", job=a_squeezed_file)
+def squeezed_out_of_four_bits(_: Path) -> AbstractContextManager[None]:
+    """Its header says 127 levels."""
+    whole = squeeze.rounded_rows
+    return swapped(squeeze, "rounded_rows", lambda matrix, levels: whole(four_bits(torch.from_numpy(matrix)).numpy(), levels))
+
+
+@fault("squeezed file damaged", rows=("C03",), stage="export", check="whole", job=a_squeezed_file)
+@contextlib.contextmanager
+def squeezed_file_damaged(where: Path) -> Iterator[None]:
+    yield
+    data = bytearray(where.read_bytes())
+    data[-100] ^= 1
+    where.write_bytes(data)
 
 # ---------------------------------------------------------------- tools
 

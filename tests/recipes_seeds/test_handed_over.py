@@ -28,6 +28,7 @@ from assay.recipes.squeezed import check_bytes, check_score, reread, squeezed
 from assay.store.artifact import build as built
 from assay.store.artifact import open_artifact
 from assay.store.checkpoint import open_checkpoint, step_folder
+from assay.store.export import export
 from assay.store.ledger import Ledger
 from assay.store.squeeze import squeeze, unsqueeze
 from assay.verdict import Outcome, proven
@@ -115,6 +116,14 @@ def test_what_is_handed_over_is_what_the_look_scored(averaging, corpus):
     assert np.abs(of_given - recorded).max() < 1e-5
     assert np.abs(of_raw - recorded).max() > 1e-3
     assert given.raw.checkpoint.facts["parent"]["weights"] == raw.digest
+
+
+@pytest.mark.parametrize("which", ["model", "last"])
+def test_an_export_says_which_set_it_holds(averaging, which, tmp_path):
+    source = open_artifact(averaging.folder / "model" if which == "model" else averaging.last)
+    export(source, "hf", tmp_path / "export", "bfloat16")
+    facts = open_checkpoint(tmp_path / "export").facts
+    assert (facts["weight_set"], facts["scored_set"]) == ("ema" if which == "model" else "raw", "ema")
 
 
 def test_looks_say_which_set_they_scored(averaging, raw_run):

@@ -110,6 +110,8 @@ REASONS = {
     "one tensor badly quantised": "1 tensor(s) are not those of source, rounded: blocks.1.attn.qkv.weight",
     "EOS is the start of a turn": "'<|im_start|>' (id 257)",
     "GGUF cut short": "cut short",
+    "squeezed out of four bits": "9 tensor(s) are not those of source, rounded",
+    "squeezed file damaged": "the bytes of 'matrices' are not those that were written",
 }
 
 
