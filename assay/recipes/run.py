@@ -38,6 +38,7 @@ class Run:
         self.going_on_from = 0
         self._told = 0.0
         self.needed: set[str] = set()  # digests that retention may not delete
+        self._retired: list[Path] = []  # beside the loop, and not yet written down
         self._saver, self._prover = BackgroundSaver(), Prover()
         folder.mkdir(parents=True, exist_ok=True)
         self.ledger = Ledger(folder / "ledger.jsonl")
@@ -82,17 +83,27 @@ class Run:
         with self.metrics_file.open("a") as file:
             file.write(json.dumps({"step": step, **plain(metrics)}) + "\n")
 
-    def save(self, step: int, contents: Callable[[], Contents], *, against: str | None = None) -> Path:
-        """Snapshot now, write and prove beside the loop. Raises what an earlier save or proof found."""
+    def save(self, step: int, contents: Callable[[], Contents], *, best: Path | None, against: str | None = None) -> Path:
+        """Snapshot now; write, retire what is old and prove beside the loop. Raises what an earlier save or proof found.
+
+        Nothing is retired while a proof is reading, and what may go is settled now: later only the new checkpoint has come.
+        """
         self.check()
-        where = step_folder(self.checkpoints, step)
-        self._saver.save(where, contents, after=lambda written: self._prover.start(written.folder, against=against))
+        where, proving, needed = step_folder(self.checkpoints, step), self._prover.busy, frozenset(self.needed)
+
+        def after(written: Checkpoint) -> None:
+            if not proving:
+                self._retired += retain(self.checkpoints, self.kept, best, needed)
+            self._prover.start(written.folder, against=against)
+
+        self._saver.save(where, contents, after=after)
         self.ledger.append("save", step=step, checkpoint=where.name)
         return where
 
     def check(self) -> None:
         """Surface what happened beside the loop. Never waits."""
         self._saver.check()
+        self._write_down_retired()
         self._judge_proofs(self._prover.finished())
 
     def settle(self, *, proofs: bool = False) -> None:
@@ -105,14 +116,19 @@ class Run:
     def finish(self) -> None:
         """Wait for the last save and its proof."""
         self._saver.close()
+        self._write_down_retired()
         self._judge_proofs(self._prover.close())
 
     def tidy(self, best: Path | None) -> None:
-        """Retire old checkpoints, but none while a proof is still reading one."""
-        if self._prover.busy:
-            return
-        for gone in retain(self.checkpoints, self.kept, best, self.needed):
-            self.ledger.append("retire", checkpoint=gone.name)
+        """Retire old checkpoints once the run has finished: nothing is written or proven any more."""
+        assert not self._prover.busy
+        self._retired += retain(self.checkpoints, self.kept, best, self.needed)
+        self._write_down_retired()
+
+    def _write_down_retired(self) -> None:
+        """In the loop's own thread: a ledger has one writer."""
+        while self._retired:
+            self.ledger.append("retire", checkpoint=self._retired.pop(0).name)
 
     def _judge_proofs(self, proofs: list[tuple[Path, list[Verdict]]]) -> None:
         for folder, verdicts in proofs:
@@ -142,7 +158,7 @@ class Run:
             self.ledger.close()
 
     def _stopped(self, error: AssayError) -> None:
-        for wait in (self._saver.close, lambda: self._judge_proofs(self._prover.close())):
+        for wait in (self._saver.close, self._write_down_retired, lambda: self._judge_proofs(self._prover.close())):
             try:
                 wait()
             except AssayError as also:  # the first error is the one to raise; this one must not be lost either

@@ -9,6 +9,7 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -142,7 +143,7 @@ class Training(ABC):
             self.looks.recall()
         self.rehearse()
         if found is None:
-            self.run.save(0, lambda: self.contents(0))
+            self.run.save(0, lambda: self.contents(0), best=None)
             if self.parts.look_first:
                 self.looks.look(self.model, 0)
         self.account = Account(self.model, self.parts.form.reachable())
@@ -233,8 +234,10 @@ class Training(ABC):
                 self.looks.look(self.model, self.done, weight_set=None if self.ema is None else "ema")
         if self.saved != self.done:
             self.saved, self.saved_at = self.done, self.pace.clock.seconds
-            self.run.save(self.done, partial(self.contents, self.done))
-        self.run.tidy(self.looks.best_checkpoint(self.run.checkpoints))
+            self.run.save(self.done, partial(self.contents, self.done), best=self.best())
+
+    def best(self) -> Path | None:
+        return self.looks.best_checkpoint(self.run.checkpoints) if self.looks.steps else None
 
     def settle_account(self) -> None:
         applied = check_steps(self.optimizer, self.done + self.parts.steps_before)
@@ -266,4 +269,4 @@ class Training(ABC):
         self.run.ledger.append("consumed", steps=self.done, windows=self.source.windows,
                                read_times={str(whole + 1): more, str(whole): self.source.windows - more})
         if self.looks.steps:
-            self.run.tidy(self.looks.best_checkpoint(self.run.checkpoints))
+            self.run.tidy(self.best())

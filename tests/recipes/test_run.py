@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,46 @@ def test_every_verdict_is_written_down_and_one_that_refutes_stops(run: Run):
 
 def test_plain_is_strict_json():
     assert plain({"a": (1, float("-inf")), Path("b"): {"x"}, "c": Path("d")}) == {"a": [1, "-inf"], "b": ["x"], "c": "d"}
+
+
+def test_old_checkpoints_are_retired_beside_the_loop_and_written_down_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Hashing what is kept takes as long as the disk does: the loop must not wait for it."""
+    whole, where = run_module.retain, []
+
+    def watched(*given: Any) -> list[Path]:
+        gone = whole(*given)
+        where.append((threading.current_thread() is threading.main_thread(), [path.name for path in gone]))
+        return gone
+
+    monkeypatch.setattr(run_module, "retain", watched)
+    config = options(tmp_path / "run")
+    sit(config)
+    assert [main for main, _ in where] == [False] * 7 + [True]  # steps 0, 1, 6, 12, 18, 24, 26; then once more at the end
+    retired = [event["checkpoint"] for event in events(config, "retire")]
+    assert retired == [name for _, gone in where for name in gone]
+    assert saved_steps(config) == [24, 26]
+    assert len(retired) == 5
+
+
+def test_nothing_is_retired_while_a_proof_is_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from tests.recipes import sittings
+
+    class Busy(NoProver):
+        closed = False
+
+        @property
+        def busy(self) -> bool:  # type: ignore[override]
+            return not self.closed
+
+        def close(self) -> list[tuple[Path, list[Verdict]]]:
+            self.closed = True
+            return []
+
+    monkeypatch.setattr(sittings, "NoProver", Busy)
+    config, present = options(tmp_path / "run"), []
+    sit(config, after={25: lambda work: (work.run.settle(), present.extend(saved_steps(config)))})
+    assert present == [0, 1, 6, 12, 18, 24]
+    assert saved_steps(config) == [24, 26]  # once it is over
 
 
 # ---------------------------------------------------------------- failures beside the loop
