@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from assay.data.batch import PADDING, Batch
+from assay.data.batch import PADDING, Batch, Ids
 from assay.data.corpus import Corpus, Split
 from assay.errors import DataError, UsageError
 from assay.seeds import derive
@@ -73,6 +73,14 @@ class Order:
             here = places // self.windows == epoch
             windows[here] = shuffled(places[here] % self.windows, self.windows, derive(self.seed, "order", epoch))
         return windows
+
+    @property
+    def parts(self) -> int:
+        return self.windows
+
+    def ids(self, step: int) -> Ids:
+        """What the rows of a step are called: each is one window."""
+        return tuple((window,) for window in self.consumed(step).tolist())
 
     def require(self, steps: int) -> None:
         """Refuse, rather than run dry, where the corpus does not give so many steps."""

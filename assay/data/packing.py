@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from assay.data.batch import PADDING, Batch
+from assay.data.batch import PADDING, Batch, Ids
 from assay.data.chat import Example
 from assay.data.order import shuffled
 from assay.errors import DataError, UsageError
@@ -71,6 +71,14 @@ class Packed:
     def consumed(self, step: int) -> NDArray[np.object_]:
         """The ids of the examples that this rank reads at a step, row by row."""
         return np.array([self.examples[index].id for row in self.plan(step) for index in row], object)
+
+    @property
+    def parts(self) -> int:
+        return len(self.examples)
+
+    def ids(self, step: int) -> Ids:
+        """Of the examples in each row of a step."""
+        return tuple(tuple(self.examples[index].id for index in row) for row in self.plan(step))
 
     def epoch_ids(self, epoch: int) -> list[str]:
         """The ids of all examples in the order in which an epoch reads them."""

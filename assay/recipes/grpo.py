@@ -242,8 +242,10 @@ class Reinforcement(Training):
             return refuted("same data", f"{words}: a file, the template or the split is another; give them back, or begin a new run")
         return proven("same data", words)
 
-    def rows_read(self) -> int:
-        return self.done // self.config.inner * self.source.rows
+    def read_times(self) -> dict[int, int]:
+        """As planned: prompts that took the place of silent ones come on top, and the samples name them."""
+        whole, more = divmod(self.done // self.config.inner * self.source.rows, self.source.windows)
+        return {times: prompts for times, prompts in ((whole, self.source.windows - more), (whole + 1, more)) if prompts}
 
     def planned_batches(self) -> Iterator[Batch]:
         for step, batch in enumerate(super().planned_batches(), self.start):

@@ -96,6 +96,9 @@ class Pretraining(Training):
     def data_verdicts(self) -> list[Verdict]:
         return [check_order(self.order)]
 
+    def read_times(self) -> dict[int, int]:
+        return self.counted(self.order)
+
     def same_data(self, recorded: Mapping[str, Any]) -> Verdict:
         return check_same_data(recorded["corpus"], self.corpus)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from assay.data.batch import Batch
-from assay.data.consumed import ids_digest
+from assay.data.consumed import Plan, accounted, ids_digest
 from assay.data.order import Planned, planned
 from assay.guard.parity import Gradients, check_precision, gradients, preflight, sample_rows
 from assay.guard.resume import check_resumed
@@ -33,7 +33,7 @@ from assay.model.transformer import Transformer
 from assay.recipes.forms import Form
 from assay.recipes.looks import Looks
 from assay.recipes.pace import Pace
-from assay.recipes.run import Run, plain
+from assay.recipes.run import Run, plain, read_rows
 from assay.store.checkpoint import Checkpoint, Contents
 from assay.store.identity import environment
 from assay.store.saver import own
@@ -111,9 +111,16 @@ class Training(ABC):
         """Other models that the objective asks."""
         return []
 
-    def rows_read(self) -> int:
-        """Of the source, by all steps so far."""
-        return self.done * self.source.rows
+    @abstractmethod
+    def read_times(self) -> dict[int, int]:
+        """How many parts of the data all steps so far have read how often: {times: parts}."""
+
+    def counted(self, plan: Plan) -> dict[int, int]:
+        """The same, of data whose plan is a function of the step: counted from what the steps wrote down, and judged."""
+        recorded = {row["step"]: row["data"] for row in read_rows(self.run.metrics_file) if "data" in row}
+        verdict, times = accounted(recorded, plan, self.done)
+        self.run.judge("data ledger", [verdict])
+        return times
 
     def also_recorded(self, read: Read) -> dict[str, Any]:
         """More columns for a step's line of metrics."""
@@ -265,8 +272,6 @@ class Training(ABC):
         if self.done and (self.saved if interrupted else self.looks.latest_step) != self.done:
             self.checkpoint(look=not interrupted)
         self.run.finish()
-        whole, more = divmod(self.rows_read(), self.source.windows)
-        self.run.ledger.append("consumed", steps=self.done, windows=self.source.windows,
-                               read_times={str(whole + 1): more, str(whole): self.source.windows - more})
+        self.run.ledger.append("consumed", steps=self.done, windows=self.source.windows, read_times=plain(self.read_times()))
         if self.looks.steps:
             self.run.tidy(self.best())

@@ -130,6 +130,9 @@ class Tuned(Training):
                        trainable=rows, held_out=self.conversations.held_out, length=self.config.length, seed=self.config.seed),
                 check_packing(self.order)]
 
+    def read_times(self) -> dict[int, int]:
+        return self.counted(self.order)
+
     def same_data(self, recorded: Mapping[str, Any]) -> Verdict:
         words = f"the conversations are {self.digest[:12]} now, the run began with {recorded['conversations'][:12]}"
         if recorded["conversations"] != self.digest:

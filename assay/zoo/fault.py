@@ -58,7 +58,8 @@ class Sighting:
         return not ran or any(v.outcome is Outcome.REFUTED for v in self.clean)
 
     def facts(self) -> dict[str, Any]:
-        reasons = [v.reason for v in self.planted if v.check == self.fault.check]
+        found = [v for v in self.planted if v.check == self.fault.check]
+        reasons = [v.reason for v in found if v.outcome is Outcome.REFUTED] or [v.reason for v in found]
         return self.fault.facts() | {"caught": self.caught, "false_alarm": self.false_alarm, "seconds": round(self.seconds, 3),
                                      "reason": reasons[0] if reasons else None,
                                      "clean": [str(v) for v in self.clean if v.outcome is Outcome.REFUTED]}

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from assay.data.batch import Batch
+from assay.data.consumed import ids_digest
 from assay.data.corpus import open_corpus
 from assay.data.order import Order
 from assay.errors import GuardStop
@@ -116,6 +117,12 @@ def buffer_lost(_: Path) -> AbstractContextManager[None]:
         return Batch(**streams, ids=one.ids + two.ids)
 
     return going_on_with(later)
+
+
+@fault("another batch written down than was read", rows=("C15",), stage="resume", check="data ledger", job=a_second_sitting)
+def another_batch_written_down(_: Path) -> AbstractContextManager[None]:
+    """The loader is a batch ahead of the loop, and its log names what it has fetched."""
+    return swapped(training, "ids_digest", lambda ids: ids_digest(tuple((window + 1,) for (window,) in ids)))
 
 
 def going_on_with(batch: Callable[[Order, int], Batch]) -> AbstractContextManager[None]:

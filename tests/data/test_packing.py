@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from assay.data.chat import Example
-from assay.data.consumed import consumed_as_planned
+from assay.data.consumed import accounted, ids_digest
 from assay.data.packing import Packed, filled, hold_out
 from assay.errors import DataError, UsageError
 from assay.guard.audit import check_batch, check_packing
@@ -37,8 +37,9 @@ def test_each_example_stands_once_in_an_epoch_and_whole_in_its_row():
     by_id = {example.id: example for example in EXAMPLES}
     for step in range(packed.steps):
         assert str(check_batch(packed.batch(step), by_id)).startswith("PROVEN")
-    consumed = [packed.consumed(step).tolist() for step in range(packed.steps)]
-    assert str(consumed_as_planned([[e.id for e in EXAMPLES]] * 3, consumed)).startswith("PROVEN")
+    written = {step: ids_digest(packed.batch(step).ids) for step in range(packed.steps)}
+    verdict, times = accounted(written, packed, packed.steps)
+    assert (str(verdict).split()[0], times) == ("PROVEN", {3: len(EXAMPLES)})
 
 
 def test_epochs_have_orders_of_their_own_and_seeds_too():
@@ -67,6 +68,7 @@ def test_a_batch_depends_on_seed_and_step_alone():
         assert torch.equal(one.batch(step).tokens, other.batch(step).tokens)
         assert one.batch(step).ids == other.batch(step).ids
         assert [id for row in one.batch(step).ids for id in row] == one.consumed(step).tolist()
+        assert one.batch(step).ids == one.ids(step)
 
 
 def test_ranks_share_no_row_and_together_read_what_one_would():

@@ -1,12 +1,13 @@
 """Laws of the data: it never runs out in silence, and what is held out stays held out."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
 from assay.data.order import Order, corpus_batches
-from assay.errors import DataError
+from assay.errors import DataError, GuardStop
 from assay.model.tokenizer import Tokenizer
 from assay.store.checkpoint import latest
 from assay.zoo.practice import corpus
@@ -35,6 +36,21 @@ def test_the_ledger_says_how_much_of_the_data_was_never_read(tmp_path: Path):
     sit(ended)
     assert left_by(ended, 20)["trainer"]["data"]["windows_read"] == 320
     assert events(ended, "consumed")[0]["read_times"] == {"1": 320, "0": 8}
+
+
+def test_a_run_that_wrote_down_other_data_than_was_planned_does_not_end_well(tmp_path: Path):
+    """Even where no check saw it as it happened: the account is made of what lies on the disk."""
+    def forge(_: object) -> None:
+        file = tmp_path / "run" / "metrics.jsonl"
+        lines = file.read_text().splitlines()
+        at = next(i for i, line in enumerate(lines) if json.loads(line)["step"] == 3 and "data" in json.loads(line))
+        lines[at] = json.dumps(json.loads(lines[at]) | {"data": "0" * 16})
+        file.write_text("\n".join(lines) + "\n")
+
+    config = options(tmp_path / "run")
+    with pytest.raises(GuardStop, match=r"data ledger: step 3 wrote down that it read 0+, the plan has [0-9a-f]{16}"):
+        sit(config, after={12: forge})
+    assert events(config, "consumed") == []
 
 
 def test_wraps_read_every_document_and_never_one_that_is_held_out():
