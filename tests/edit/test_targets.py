@@ -5,12 +5,13 @@ import torch
 
 from assay.edit.before import read_before
 from assay.edit.contexts import Contexts, contexts
+from assay.edit.facts import Fact, make_fact
 from assay.edit.sites import block, hooked, padded
-from assay.edit.subject import answer_ids
+from assay.edit.subject import answer_ids, locate
 from assay.edit.targets import Aim, Deltas, find_targets
 from assay.errors import DataError
 from assay.model.tiny import tiny_config
-from assay.model.transformer import initialised
+from assay.model.transformer import Transformer, initialised
 from assay.store.identity import weights_digest
 from assay.zoo import lore
 from tests.edit.world import surroundings, tokenizer
@@ -110,8 +111,41 @@ def test_every_delta_moves_as_torchs_adam_moves_it_and_no_further_than_it_may():
 
 def test_targets_come_back_in_the_order_of_their_facts():
     """Lengths decide who stands beside whom, not who gets which target."""
-    model, facts, aim = lore.lore_model(), lore.edits(4), Aim(steps=2, lr=0.05, clamp=1.0)
+    model, aim, longer = lore.lore_model(), Aim(steps=2, lr=0.05, clamp=1.0), ("Oran and Lund and Quito", "Perth", "Lund and Oran")
+    facts = [make_fact(name, lore.HOME, name, target) for name, target in zip(lore.NAMES, longer, strict=False)]
     there = find_targets(model, tokenizer(), facts, surroundings(), 1, aim)
     back = find_targets(model, tokenizer(), facts[::-1], surroundings(), 1, aim)
     for one, other in zip(there, back[::-1], strict=True):
         torch.testing.assert_close(one.state, other.state, atol=1e-4, rtol=1e-4)
+
+
+def test_what_holds_a_delta_back_does():
+    """The divergence of the essence is smaller where it is weighed, and δ is shorter where its length is."""
+    model, facts = lore.lore_model(), lore.edits(2)
+
+    def sought(**terms: float) -> tuple[float, float]:
+        aim = Aim(steps=12, lr=0.1, enough=-1.0, **({"kl": 0.0, "decay": 0.0, "clamp": 9.0} | terms))
+        found = find_targets(model, tokenizer(), facts, surroundings(), 1, aim)
+        moved = sum(essence_moved(model, fact, target.delta) for fact, target in zip(facts, found, strict=True))
+        return moved, sum(float(target.delta.norm()) for target in found)
+
+    moved, length = sought()
+    assert sought(kl=5.0)[0] < 0.5 * moved
+    assert sought(decay=500.0)[1] < 0.8 * length
+    assert sought(clamp=0.1)[1] < 0.5 * length
+
+
+def essence_moved(model: Transformer, fact: Fact, delta: torch.Tensor) -> float:
+    """How far the next word after "SUBJECT is a" moves when δ is added at the subject's last token."""
+    spot = locate(tokenizer(), fact.subject + " is a", 0, fact.subject, fact.name)
+
+    def put(_, __, output):
+        output = output.clone()
+        output[0, spot.last] += delta.float()
+        return output
+
+    with torch.no_grad():
+        before = model(torch.tensor([spot.ids]))[0, -1].log_softmax(-1)
+        with hooked([block(model, 1).register_forward_hook(put)]):
+            after = model(torch.tensor([spot.ids]))[0, -1].log_softmax(-1)
+    return float((before.exp() * (before - after)).sum())

@@ -85,6 +85,14 @@ def test_estimates_have_what_was_asked_and_nothing_else():
     assert found["neighbourhood, says the same as before"].mean == 1.0
 
 
+def test_portability_is_reported_where_it_was_asked():
+    before, after = examined(0), examined(20)
+    asked = [Reply(Question("portability", str(i), "?", "Oran", None), 1.0, None, " Oran." if i < 5 else " Lund.") for i in range(20)]
+    found = estimates(replace(before, replies=[*before.replies, *asked]), replace(after, replies=[*after.replies, *asked]))
+    assert str(found["portability, generated, after"]) == str(proportion(5, 20))
+    assert "portability, likelier, after" not in found  # nothing is known to compete with the answer
+
+
 def test_a_goal_that_the_interval_includes_is_not_shown():
     assert at_least("x", proportion(19, 20), 0.95).outcome is Outcome.PROVEN
     assert "not shown" in at_least("x", proportion(18, 20), 0.95).reason

@@ -9,7 +9,8 @@ import torch
 from assay.edit.sites import block
 from assay.errors import UsageError
 from assay.recipes.bisect import first_bad_checkpoint, is_malformed, probe_named, shelf
-from assay.store import checkpoint
+from assay.store import checkpoint, gguf
+from assay.store.artifact import open_artifact
 from assay.verbs import bisect as verb
 from assay.verbs import diff as diff_verb
 from assay.verbs import trace as trace_verb
@@ -116,6 +117,16 @@ def test_trace_and_diff_on_the_command_line(run: Path, tmp_path: Path, capsys: p
     out = capsys.readouterr().out
     assert "model.layers.1.mlp.down_proj.weight" in out
     assert "1 of 20 tensors differ" in out
+
+
+def test_a_gguf_file_is_traced_beside_a_checkpoint(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+    pytest.importorskip("gguf")
+    good, bad = (open_artifact(run / "checkpoints" / f"step-0000{step}") for step in (30, 40))
+    for source, due in ((good, 0), (bad, 3)):
+        assert source.tokenizer is not None
+        gguf.write(tmp_path / f"{due}.gguf", source.config, source.tensors, source.tokenizer, "f16")
+        assert trace_verb.run(trace_verb.FLAGS(str(good.path), str(tmp_path / f"{due}.gguf"), tolerance=0.02)) == due
+    assert "layer 1 down is the first that parts" in " ".join(capsys.readouterr().out.split())
 
 
 def test_other_geometry_and_bad_tokens_are_refused(run: Path, tmp_path: Path):
