@@ -20,6 +20,7 @@ from assay.generate.request import MOST_STOP_IDS, Completion, Ended, Progress, R
 from assay.generate.slots import NOBODY, Flight, Seat, Slots
 from assay.generate.weights import ServedModel, fingerprint
 from assay.generate.words import Words
+from assay.model.placement import sent
 from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import Transformer
 from assay.seeds import derive
@@ -243,7 +244,7 @@ class Engine:
         self.slots.cache.copy(self._indices(sources), self._indices(targets), max(widths))
 
     def _indices(self, values: Iterable[int]) -> torch.Tensor:
-        return torch.tensor(list(values), dtype=torch.int64).to(self.served.device)
+        return sent(torch.tensor(list(values), dtype=torch.int64), self.served.device)
 
     def _refuse_other_weights(self, changed: bool) -> None:
         if changed:

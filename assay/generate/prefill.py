@@ -16,7 +16,7 @@ from torch import Tensor
 from assay.generate.weights import ServedModel
 from assay.model.attention import PADDING, document_starts, documents_from_lengths, variable_length_kernel
 from assay.model.cache import Filling, SlotCache
-from assay.model.placement import uncompiled
+from assay.model.placement import sent, uncompiled
 
 LEAST, GROWTH = 512, 4  # widths of a packed row: the least, and how many times as much the next one takes
 
@@ -49,7 +49,7 @@ class Prefill:
     def __call__(self, prompts: Prompts, slots: Sequence[int]) -> None:
         """Prompt i goes into slot slots[i]."""
         made = packed(prompts, slots, self.cache) if self.packs else in_rows(prompts, slots, self.cache)
-        filled = Filled(*(part.to(self.served.device, non_blocking=True) for part in made))
+        filled = Filled(*(sent(part, self.served.device) for part in made))
         width = filled.tokens_BT.shape[1]
         with uncompiled():
             if not self.graphed or width not in self._graphs:

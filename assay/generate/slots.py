@@ -19,6 +19,7 @@ from assay.generate.request import MOST_STOP_IDS, Sampling
 from assay.generate.weights import ServedModel
 from assay.kernels.draw import Rule, draw
 from assay.model.cache import Decoding, SlotCache, attend_slots
+from assay.model.placement import sent
 
 INTS = ("token", "position", "end", "running", "key", "top_k")  # then the stop ids
 FLOATS = ("temperature", "top_p", "min_p", "penalty")
@@ -98,7 +99,7 @@ class Slots:
     def seat(self, seats: Sequence[Seat]) -> None:
         slots = self._on_device([seat.slot for seat in seats])
         self.ints[:, slots] = self._on_device([seat.ints() for seat in seats]).T
-        self.floats[:, slots] = torch.tensor([seat.floats() for seat in seats]).to(self.device).T
+        self.floats[:, slots] = sent(torch.tensor([seat.floats() for seat in seats]), self.device).T
         if any(seat.sampling.repetition_penalty != 1 for seat in seats):
             self._mark_seen(seats, slots)
 
@@ -197,7 +198,7 @@ class Slots:
         return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
 
     def _on_device(self, values: list) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64).to(self.device)
+        return sent(torch.tensor(values, dtype=torch.int64), self.device)
 
 
 @functools.cache

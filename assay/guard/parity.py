@@ -30,6 +30,9 @@ Naive = Callable[[Transformer, Batch], Tensor]  # an objective written out: the 
 
 # Relative error that rounding explains: fp32 sums in another order, or bf16 products in another order.
 BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+# A single tensor's fp32 gradient on a GPU, whose products are summed in another order for every shape: of SmolLM2's, on an H200,
+# those of norms in late layers were up to 7e-4 apart.
+GPU_GRADIENT = 5e-3
 # Relative error of all gradients together, bf16 as it runs against fp32. A gradient that is doubled, halved or another's is beyond it.
 ROUNDING = 0.3
 ROWS = 4  # of the batch: enough to have ragged parts
@@ -46,9 +49,9 @@ def preflight(model: Transformer, objective: Objective, batch: Batch, accumulate
     """
     batch = sample_rows(batch)
     with exactly(model, *([] if teacher is None else [teacher])):
-        exact = [check_loss(model, objective, batch, naive), check_accumulation(model, objective, batch, accumulate)]
-    return [check_attention(model, batch), *exact, check_isolation(model, batch), check_padding(model, objective, batch),
-            check_determinism(model, objective, batch)]
+        exact = [check_attention(model, batch), check_loss(model, objective, batch, naive),
+                 check_accumulation(model, objective, batch, accumulate)]
+    return [*exact, check_isolation(model, batch), check_padding(model, objective, batch), check_determinism(model, objective, batch)]
 
 
 @torch.no_grad()
@@ -87,7 +90,8 @@ def check_precision(model: Transformer, objective: Objective, batch: Batch, foun
     """`found`, made as the run makes it of this batch's mean loss, is near what fp32 gives, row by row and uncompiled."""
     with exactly(model, *others):
         due = gradients(model, lambda: loop.accumulated(model, objective, batch, 1, float(batch.weight.sum())).loss, backward=False)
-    return _compared("precision", f"the loss in {model.compute_dtype} as it will run, and in fp32", found, due, ROUNDING)
+    what = f"the loss in {model.compute_dtype} as it will run, and in fp32"
+    return _compared("precision", what, *_together(found, due), BOUNDS[torch.bfloat16], ROUNDING)
 
 
 @torch.no_grad()
@@ -246,25 +250,35 @@ def _ragged(weight: Tensor) -> Tensor:
 
 
 def compared(check: str, what: str, one: Gradients, two: Gradients, model: Transformer) -> Verdict:
-    """Within the rounding of what the model computes in."""
-    return _compared(check, what, one, two, _bound(model))
+    """Within the rounding of what the model computes in; in fp32 tensor by tensor. In bf16 rounding alone moves a small tensor's
+    gradient by more than any bound, so that all are taken together."""
+    value = _bound(model)
+    if value > BOUNDS[torch.float32]:
+        return _compared(check, what, *_together(one, two), value, value)
+    return _compared(check, what, one, two, value, GPU_GRADIENT if model.embed.weight.is_cuda else value)
 
 
-def _compared(check: str, what: str, one: Gradients, two: Gradients, bound: float) -> Verdict:
-    """In fp32 tensor by tensor. In bf16 all gradients together: rounding alone moves a small one by more than any bound."""
+def _together(one: Gradients, two: Gradients) -> tuple[Gradients, Gradients]:
+    """All of each as one, where both are of the same tensors."""
+    if one[1].keys() != two[1].keys():
+        return one, two
+    first, second = ((loss, {"all together": torch.cat([found[name].float().flatten() for name in sorted(found)])})
+                     for loss, found in (one, two))
+    return first, second
+
+
+def _compared(check: str, what: str, one: Gradients, two: Gradients, value_bound: float, gradient_bound: float) -> Verdict:
     if one[1].keys() != two[1].keys():
         return refuted(check, f"{what} reach different parameters: {sorted(one[1].keys() ^ two[1].keys())[:3]}")
     value = abs(one[0] - two[0]) / max(abs(two[0]), 1e-9)
-    pairs = {name: (gradient.float(), two[1][name].float()) for name, gradient in one[1].items()}
-    if bound > BOUNDS[torch.float32]:
-        pairs = {"all together": tuple(torch.cat([pair[side].flatten() for pair in pairs.values()]) for side in (0, 1))}  # type: ignore[dict-item]
-    errors = {name: float((a - b).norm() / (b.norm() + 1e-20)) for name, (a, b) in pairs.items()}
+    errors = {name: float((gradient.float() - two[1][name].float()).norm() / (two[1][name].float().norm() + 1e-20))
+              for name, gradient in one[1].items()}
     worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
     words = (f"{what}: loss {one[0]:.5f} and {two[0]:.5f}, gradients apart by at most {errors[worst]:.1e} (relative, {worst}), "
-             f"bound {bound:.0e}")
-    if not (value <= bound and errors[worst] <= bound):
+             f"bound {gradient_bound:.0e}")
+    if not (value <= value_bound and errors[worst] <= gradient_bound):
         return refuted(check, words, value_error=str(value), gradient_error=str(errors[worst]), tensor=worst)
-    return proven(check, words, value_error=value, gradient_error=errors[worst], bound=bound)
+    return proven(check, words, value_error=value, gradient_error=errors[worst], bound=gradient_bound)
 
 
 def _bound(model: Transformer) -> float:

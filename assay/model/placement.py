@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from assay.errors import UsageError
 from assay.model.transformer import Transformer
@@ -48,3 +49,8 @@ def exactly(*models: Transformer) -> Iterator[None]:
     finally:
         for model, dtype in zip(models, kept, strict=True):
             model.compute_dtype = dtype
+
+
+def sent(values: Tensor, device: torch.device) -> Tensor:
+    """Values to a device, without waiting for what is under way there: on CUDA from pinned memory, since any other copy waits."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
