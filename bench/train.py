@@ -2,21 +2,27 @@
 
     python bench/train.py                     # both shapes
     python bench/train.py --only smollm2 --steps 20
+    python bench/train.py --only smollm2 --guards --no-peers      # what the guards of a run cost: blocks of steps with and without them
 
 nanoGPT does not install from PyPI; its figure (500 k tokens/s on the GPT-2 shape, one H200, torch 2.11) is a stated limit.
 A step is forward, backward, gradient clipping and a fused AdamW update on fresh random tokens, bf16 compute, fp32 masters.
 """
 
 import argparse
+import itertools
+import json
 import statistics
+import tempfile
 import time
 from dataclasses import replace
 
 import torch
 
 from assay.data.batch import Batch
+from assay.guard.update import Account
+from assay.guard.watch import Watch
 from assay.learn.graph import GraphedAccumulate
-from assay.learn.loop import train
+from assay.learn.loop import constant, train
 from assay.learn.objectives import next_token
 from assay.learn.optim import adamw
 from assay.model.families import config_to_hf
@@ -63,6 +69,37 @@ def ours(config: ModelConfig, rows: int, micro: int, length: int, steps: int, do
     optimizer = adamw(list(model.named_parameters()), lr=3e-4)
     made = batches(config, rows, length, steps, documents)
     return timed(train(model, optimizer, made, next_token, micro=micro, accumulate=GraphedAccumulate()))
+
+
+def guards_cost(config: ModelConfig, rows: int, micro: int, length: int, blocks: int = 8, block: int = 20) -> str:
+    """Blocks of steps in turn with and without what a recipe does after each step: feeding the watch, reading it back every so many
+    steps, judging, accounting, writing metrics. The check that loss and gradients are finite is in the loop, and in both."""
+    model = place_for_training(initialised(config, 0), "cuda")
+    optimizer = adamw(list(model.named_parameters()), lr=3e-4)
+    rates = [group["lr"] for group in optimizer.param_groups]
+    watch, account = Watch(rates, constant, vocab=config.vocab), Account(model)
+    steps = train(model, optimizer, batches(config, rows, length, (2 * blocks + 1) * block, 1), next_token, micro=micro,
+                  accumulate=GraphedAccumulate())
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    with tempfile.TemporaryFile("w") as metrics:
+        for number in range(-1, 2 * blocks):  # the first block warms up
+            guarded = number % 2 == 0
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            watch.begin()
+            for step in itertools.islice(steps, block):
+                if guarded:
+                    for read in watch.feed(step, rates):
+                        metrics.write(json.dumps({"step": read.step.index, "loss": read.loss, "grad_norm": read.norm}) + "\n")
+                    account.stepped(step.multiplier, rates[0])
+                    watch.begin()
+            torch.cuda.synchronize()
+            if number >= 0:
+                seconds[guarded].append((time.perf_counter() - began) / block)
+    ratios = [with_ / without - 1 for with_, without in zip(seconds[True], seconds[False], strict=True)]
+    mean, error = statistics.mean(ratios), statistics.stdev(ratios) / len(ratios) ** 0.5
+    return (f"guards: {1e3 * statistics.median(seconds[False]):.2f} ms a step without, {1e3 * statistics.median(seconds[True]):.2f} with; "
+            f"{100 * mean:+.2f} % ± {100 * 2.36 * error:.2f} (95 %, n={blocks} pairs of {block} steps)")
 
 
 def timed(steps) -> tuple[list[float], float]:
@@ -127,6 +164,7 @@ def main() -> None:
     parser.add_argument("--only", choices=SHAPES)
     parser.add_argument("--steps", type=int, default=35)
     parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument("--guards", action="store_true", help="what the guards of a run cost")
     flags = parser.parse_args()
     rate, rows = peak_rate(), []
     for name, (config, batch, micro, length, (peer, figure)) in SHAPES.items():
@@ -147,6 +185,9 @@ def main() -> None:
                         f"  {torch.cuda.max_memory_allocated() / 2**30:5.1f} GiB")
             print(rows[-1], flush=True)
         rows.append(f"{name:8} {peer:26} {'':10} {figure / 1e3:8.0f} k tokens/s")
+        if flags.guards:
+            torch._dynamo.reset()
+            rows.append(f"{name:8} {guards_cost(config, batch, micro, length)}")
     print(f"\ntorch {torch.__version__}, {torch.cuda.get_device_name()}, bf16 peak {rate / 1e12:.0f} TFLOP/s")
     print("\n".join(rows))
 
