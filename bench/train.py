@@ -71,7 +71,7 @@ def ours(config: ModelConfig, rows: int, micro: int, length: int, steps: int, do
     return timed(train(model, optimizer, made, next_token, micro=micro, accumulate=GraphedAccumulate()))
 
 
-def guards_cost(config: ModelConfig, rows: int, micro: int, length: int, blocks: int = 8, block: int = 20) -> str:
+def guards_cost(config: ModelConfig, rows: int, micro: int, length: int, blocks: int = 6, block: int = 32) -> str:
     """Blocks of steps in turn with and without what a recipe does after each step: feeding the watch, reading it back every so many
     steps, judging, accounting, writing metrics. The check that loss and gradients are finite is in the loop, and in both."""
     model = place_for_training(initialised(config, 0), "cuda")
@@ -90,7 +90,7 @@ def guards_cost(config: ModelConfig, rows: int, micro: int, length: int, blocks:
             for step in itertools.islice(steps, block):
                 if guarded:
                     for read in watch.feed(step, rates):
-                        metrics.write(json.dumps({"step": read.step.index, "loss": read.loss, "grad_norm": read.norm}) + "\n")
+                        metrics.write(json.dumps({"step": read.step.index, "loss": read.loss, "grad_norm": read.grad_norm}) + "\n")
                     account.stepped(step.multiplier, rates[0])
                     watch.begin()
             torch.cuda.synchronize()
@@ -99,7 +99,7 @@ def guards_cost(config: ModelConfig, rows: int, micro: int, length: int, blocks:
     ratios = [with_ / without - 1 for with_, without in zip(seconds[True], seconds[False], strict=True)]
     mean, error = statistics.mean(ratios), statistics.stdev(ratios) / len(ratios) ** 0.5
     return (f"guards: {1e3 * statistics.median(seconds[False]):.2f} ms a step without, {1e3 * statistics.median(seconds[True]):.2f} with; "
-            f"{100 * mean:+.2f} % ± {100 * 2.36 * error:.2f} (95 %, n={blocks} pairs of {block} steps)")
+            f"{100 * mean:+.2f} % ± {100 * 2.57 * error:.2f} (95 %, n={blocks} pairs of {block} steps)")
 
 
 def timed(steps) -> tuple[list[float], float]:
