@@ -179,7 +179,7 @@ def _naive_attention(model: Transformer, attn: Attention, x_BTD: Tensor, positio
         q, k = (rotate(part, angles.cos(), angles.sin()) for part in (q, k))
     values.append(v)
     if attn.mix is not None:
-        own, firsts = attn.mix.weight.tolist()
+        own, firsts = attn.mix.weight.to(v.dtype)
         v = own * v + firsts * values[0]
     k, v = (part.float().repeat_interleave(config.heads // config.kv_heads, dim=2) for part in (k, v))
     scores_BHTS = torch.einsum("bthd,bshd->bhts", q.float(), k) / math.sqrt(config.head_dim)

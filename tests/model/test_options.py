@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from assay.cli import run as assay
+from assay.data.batch import Batch
 from assay.errors import UsageError
+from assay.guard.parity import naive_logits
 from assay.guard.proof import demanded, prove_checkpoint
 from assay.guard.update import Account, check_gradients, check_optimizer
 from assay.learn.loop import train
@@ -66,6 +68,17 @@ def test_shares_of_one_and_nothing_are_no_mixing_and_the_first_layer_alone_is_re
     assert torch.equal(model(TOKENS), before)
     model.get_parameter("blocks.0.attn.qkv.weight").data[-32:] += 1
     assert not torch.allclose(model(TOKENS), before, atol=1e-2)
+
+
+def test_gradients_are_those_of_the_formula_written_out():
+    """The first layer's values are learned from through every layer that mixes them in."""
+    model = nudged(tiny("mixed"), 0.1)
+    found = gradients(model)
+    model.zero_grad()
+    naive_logits(model, Batch(TOKENS, torch.zeros(TOKENS.shape))).log_softmax(-1)[..., 7].sum().backward()
+    for name, parameter in model.named_parameters():
+        error = (found[name] - parameter.grad).norm() / parameter.grad.norm()
+        assert error < 1e-4, f"{name}: relative error {error:.1e}"
 
 
 def test_computing_a_layer_again_gives_the_same_gradients():
