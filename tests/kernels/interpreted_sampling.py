@@ -9,13 +9,14 @@ from triton.runtime import interpreter
 
 from assay.kernels import cached_attention, draw
 from assay.kernels.cached_attention import fused_cached_attention, plain_cached_attention
-from assay.kernels.draw import Rule, distribution, fused_draw, plain_draw
+from assay.kernels.draw import Rule, distribution, fused_draw, plain_draw, uniforms
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # int64 products wrap, as they should
 # (temperature, top_k, top_p, min_p), all in one batch
 RULES = [(1.0, 0, 1.0, 0.0), (0.7, 50, 1.0, 0.0), (1.3, 0, 0.8, 0.0), (0.9, 20, 0.6, 0.0), (1.0, 0, 1.0, 0.1), (0.0, 5, 0.5, 0.0),
          (0.6, 1, 1.0, 0.0), (1.0, 40, 0.9, 0.05), (2.0, 999, 0.99, 0.0), (1.0, 16, 1.0, 0.0), (1.0, 17, 1.0, 0.0), (1.5, 12, 0.9, 0.02),
-         (1.0, 0, 0.3, 0.0), (1.0, 203, 1.0, 0.0), (3.0, 202, 1.0, 0.0), (5.0, 0, 1.0, 0.4), (1.0, 5, 0.0, 0.0), (9.0, 0, 0.0, 0.0)]
+         (1.0, 0, 0.3, 0.0), (1.0, 203, 1.0, 0.0), (3.0, 202, 1.0, 0.0), (5.0, 0, 1.0, 0.4), (1.0, 5, 0.0, 0.0), (9.0, 0, 0.0, 0.0),
+         (9.0, 50, 0.5, 0.0), (5.0, 12, 0.99, 0.6), (9.0, 50, 0.99, 0.6)]
 
 
 @pytest.fixture(autouse=True)
@@ -111,6 +112,15 @@ def test_a_small_top_k_needs_no_pass_over_the_row(monkeypatch):
     check(noise(1, 203), [*rows, (0.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.3)])
     with pytest.raises(Exception, match="NoneType"):
         check(noise(1, 203), [(1.0, 17, 1.0, 0.0)])
+
+
+def test_a_draw_at_the_very_end_takes_the_last_token_kept():
+    """u = 1 - 2^-53, so that u · total rounds to the total in float32, beyond which nothing lies."""
+    keys, counters, logits = torch.full((3,), 3558559446808474027), torch.zeros(3, dtype=torch.int64), noise(1, 203).expand(3, 203)
+    assert uniforms(keys, counters).eq(1 - 2**-53).all()
+    rows = rule([(1.0, 0, 1.0, 0.0), (1.0, 12, 1.0, 0.0), (5.0, 50, 1.0, 0.0)])
+    ids, _ = fused_draw(logits.contiguous(), rows, keys, counters)
+    assert ids.tolist() == plain_draw(logits, rows, keys, counters)[0].tolist()
 
 
 def test_greedy_takes_the_lowest_id_of_the_best():
