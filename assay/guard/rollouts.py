@@ -30,6 +30,8 @@ KL_WARN, KL_STOP = 0.5, 5.0  # nats a token: RL runs that work stay below 0.1; a
 RATIO_APART = 0.5  # of its mean from 1, which it is in expectation whatever the step
 CLIP_WARN, CLIP_STOP = 0.3, 0.8  # of tokens: most of the batch's gradient is gone
 ENTROPY_LOST = 0.1  # of where it began
+UNIQUE_LOST = 0.5  # of the different completions of a prompt, against where it began: half of the group's draws say nothing new
+LENGTH_TIMES = 3.0  # longer or shorter than it began: a reward that pays for length, or for none, is learned long before an answer
 TOWARDS_NOISE = 0.5  # of the way from where entropy began to that of noise
 CHANCE = 1e-9  # of a false alarm by coincidence: a run of 10,000 steps has one in 100,000
 
@@ -152,6 +154,12 @@ def warnings(history: Sequence[Metrics]) -> list[str]:
     entropies = [step["entropy"] for step in history if "entropy" in step]
     if len(entropies) > BEGINNING and entropies[-1] < ENTROPY_LOST * float(np.median(entropies[:BEGINNING])):
         found.append(f"entropy is {entropies[-1]:.3g}, a tenth of where it began: little is explored any more")
+    if (share := _times_the_beginning(history, "completions/unique")) is not None and share < UNIQUE_LOST:
+        found.append(f"{now['completions/unique']:.0%} of a prompt's completions differ, {share:.0%} of what it began with: the group says "
+                     "the same again and again; raise the temperature, or stop here")
+    if (times := _times_the_beginning(history, "completions/mean_length")) is not None and not 1 / LENGTH_TIMES <= times <= LENGTH_TIMES:
+        found.append(f"completions have {now['completions/mean_length']:.0f} tokens on average, {times:.2g} times what they began with: "
+                     "look whether the reward pays for length")
     if KL_WARN < now.get("kl", 0) <= KL_STOP:
         found.append(f"KL to the reference is {now['kl']:.2f} nats a token: the policy moves far from it")
     if now.get("clip_ratio/region_mean", 0) > CLIP_WARN:
@@ -203,6 +211,13 @@ def _groups(history: Sequence[Metrics]) -> tuple[int, int]:
         if groups >= SILENT_GROUPS:
             break
     return groups, informing
+
+
+def _times_the_beginning(history: Sequence[Metrics], name: str) -> float | None:
+    """The last value over the middle of the first ones; None as long as there is nothing but a beginning."""
+    values = [step[name] for step in history if name in step]
+    began = float(np.median(values[:BEGINNING])) if len(values) > BEGINNING else 0.0
+    return values[-1] / began if began > 0 else None
 
 
 def _recent(history: Sequence[Metrics], name: str, steps: int) -> list[float]:

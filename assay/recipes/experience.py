@@ -28,6 +28,7 @@ from assay.recipes.rollouts import (
     component_metrics,
     counted,
     of_completions,
+    reading_metrics,
     rounding,
     ruled_groups,
     shortened,
@@ -104,6 +105,8 @@ class Experience:
         rewards = [group.rewards for group in everything]
         self.measured = describe([group.completions for group in everything], rewards, self.advantages(everything))
         self.measured |= component_metrics(everything)
+        for reward in (reward for reward in self.workers.rewards if reward.name == "answer" and reward.file is None):
+            self.measured |= reading_metrics(everything, reward.options.get("form", "any"))
         if self.judging is not None:
             self.measured |= {f"judge/{name}": value for name, value in self.judging.rollout.counts().items()}
         return batch

@@ -28,6 +28,7 @@ from assay.model.attention import PADDING, documents_from_lengths
 from assay.model.stops import Stops
 from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import Transformer
+from assay.reward.answer import Form, disagreements, gold_answer, readings
 from assay.reward.workers import Item, Scored, Workers
 from assay.seeds import derive
 
@@ -208,6 +209,14 @@ def component_metrics(groups: Sequence[Group]) -> dict[str, float]:
             found |= {f"rewards/{name}/mean": float(np.mean(known)), f"rewards/{name}/std": float(np.std(known, ddof=1)) if len(known) > 1
                       else 0.0}
     return found
+
+
+def reading_metrics(groups: Sequence[Group], form: Form) -> dict[str, float]:
+    """Answers read both ways: how often the lenient reading is right, and how often right by one is wrong by the other."""
+    read = [readings(str(completion.text), gold_answer(group.prompt.row), form) for group in groups for completion in group.completions]
+    return {"rewards/answer/strict": float(np.mean([each.strictly_right for each in read])),
+            "rewards/answer/lenient": float(np.mean([each.leniently_right for each in read])),
+            "rewards/answer/readings_apart": disagreements(read) / len(read)}
 
 # ---------------------------------------------------------------- batches
 

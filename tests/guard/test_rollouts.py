@@ -2,6 +2,7 @@
 
 import math
 import random
+from pathlib import Path
 
 import pytest
 
@@ -35,7 +36,8 @@ def healthy(step: int) -> dict[str, float]:
     return {"groups": 16, "frac_reward_zero_std": noise.uniform(0.3, 0.7), "entropy": 2.0 - 0.01 * step + noise.uniform(0, 0.2),
             "completions/clipped_ratio": noise.uniform(0, 0.3), "completions/looping": noise.uniform(0, 0.05), "kl": 0.001 * step,
             "sampling/importance_sampling_ratio/mean": noise.uniform(0.97, 1.03), "clip_ratio/region_mean": noise.uniform(0, 0.1),
-            "grad_norm": noise.uniform(0.1, 1), "rewards/unknown": 0.0}
+            "grad_norm": noise.uniform(0.1, 1), "rewards/unknown": 0.0, "completions/unique": noise.uniform(0.6, 1.0),
+            "completions/mean_length": noise.uniform(80, 160)}
 
 
 def run(**changed: list[float]) -> list[dict[str, float]]:
@@ -113,6 +115,22 @@ def test_warnings():
     assert "little is explored" in warnings(run(entropy=[0.1]))[0]
     assert "moves far" in warnings(run(kl=[0.8]))[0]
     assert "too large" in warnings(run(clip_ratio__region_mean=[0.4]))[0]
+    assert "says the same again and again" in warnings(run(completions__unique=[0.2]))[0]
+    for length in (10.0, 800.0):
+        assert "look whether the reward pays for length" in warnings(run(completions__mean_length=[length]))[0]
+    assert warnings([step | {"completions/unique": 0.13, "completions/mean_length": 2.0} for step in run()]) == [], "so it began"
+
+
+def test_names_that_others_know_are_theirs():
+    """TRL's, found in the source of its trainer as it is installed; what has no name there is listed with the metrics."""
+    source = Path(pytest.importorskip("trl.trainer.grpo_trainer").__file__).read_text()
+    groups, rewards = [[said([1, 2]), said([3, 4])]], [[1.0, 0.0]]
+    ours = {"groups", "rewards/unknown", *(f"completions/{name}" for name in ("unique", "looping", "mean_length_better",
+                                                                             "mean_length_worse"))}
+    names = describe(groups, rewards, group_advantages(rewards)).keys() - ours
+    names |= {"clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "sampling/importance_sampling_ratio/mean",
+              "sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/max", "kl", "entropy", "num_tokens"}
+    assert [name for name in sorted(names) if f'"{name}"' not in source] == []
 
 
 def test_coincidence_is_judged_by_the_completions_own_probability():

@@ -12,12 +12,13 @@ from assay.cli import run as assay
 from assay.data.layouts import read_conversations
 from assay.errors import ArtifactError, AssayError, GuardStop, UsageError
 from assay.generate.engine import Engine
+from assay.generate.request import Completion
 from assay.model.tiny import tiny_tokenizer
 from assay.recipes import grpo as recipe
 from assay.recipes import reference, trials
 from assay.recipes.grpo import Reinforcement
 from assay.recipes.reference import Reference
-from assay.recipes.rollouts import Prompt, PromptOrder, Sampler, asked, read_prompts
+from assay.recipes.rollouts import Group, Prompt, PromptOrder, Sampler, asked, read_prompts, reading_metrics
 from assay.store.checkpoint import open_checkpoint, step_folder, steps
 from assay.verdict import Outcome
 from tests.recipes.sittings import rows
@@ -364,6 +365,40 @@ def test_a_gain_is_claimed_on_evidence_and_chances_are_counted(changed: float, l
     verdict = trials.check_gain("answer", before, after, looks)
     assert verdict.outcome == outcome
     assert ("not shown" in verdict.reason) is (outcome == "UNPROVEN")
+
+
+def test_answers_are_read_both_ways_and_both_are_shown():
+    prompt = Prompt("f:0:0", (1,), "40+2=", {"gold": "42"})
+    said = ("<answer>42</answer>", "it is 42", "<answer>41 or 42</answer>", "41")
+    group = Group(prompt, [Completion((1,), (0.0,), "stop", text=text) for text in said], ())
+    assert reading_metrics([group], "any") == {"rewards/answer/strict": 0.25, "rewards/answer/lenient": 0.75,
+                                               "rewards/answer/readings_apart": 0.5}
+    assert reading_metrics([group], "tag")["rewards/answer/lenient"] == 0.5
+
+
+def test_a_reward_that_rises_while_the_metric_falls_is_told_in_a_sentence(tmp_path: Path):
+    """And a run that goes on from a checkpoint still knows what came before."""
+    from assay.recipes.run import Run
+
+    said: list[str] = []
+    answers = iter([(0.5 - 0.03 * look, 0.3 + 0.03 * look) for look in range(10)])
+
+    def answered(model: Any, updates: int) -> trials.Answered:
+        wanted, rewarded = next(answers)
+        return trials.Answered(np.full(6, wanted), np.full(6, rewarded))
+
+    run = Run(tmp_path / "run", options(tmp_path / "a" / "b" / "c" / "d", tmp_path / "run"), say=said.append)
+    for first in (0, 5):
+        looks = trials.Trials(run, answered, name="answer", device="cpu")
+        run.rewind(first)
+        looks.recall()
+        for look in range(first, first + 5):
+            looks.look(None, look)  # type: ignore[arg-type]
+    told = [line for line in said if "what is rewarded is no longer what is wanted" in line]
+    assert told
+    assert not [line for line in said[:6] if "no longer" in line], "a few looks show nothing"
+    [first_told, *_] = [event for event in run.ledger.events() if event["kind"] == "proxy"]
+    assert first_told["verdicts"][0]["outcome"] == "REFUTED"
 
 
 def test_the_command_line_knows_its_options(capsys: pytest.CaptureFixture[str]):
