@@ -1,6 +1,5 @@
 """Reinforcement learning: groups of completions by the policy itself, scored, and the better ones made likelier. GRPO and its family."""
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +15,8 @@ from assay.generate.weights import fingerprint
 from assay.guard.algebra import check_directions, check_policy_loss
 from assay.guard.judge import check_drill, check_order
 from assay.guard.parity import Gradients
-from assay.guard.policy import check_floor, check_on_policy, check_reference, measure_floor
+from assay.guard.policy import check_floor, check_on_policy, check_reference
 from assay.guard.reward import natural_style, preflight
-from assay.guard.rollouts import check_seeds, stops, warnings
 from assay.guard.update import check_steps, check_weights
 from assay.guard.watch import Read, Watch
 from assay.learn.loop import Step
@@ -28,7 +26,8 @@ from assay.learn.policy import policy_gradient
 from assay.model.placement import default_device, place_for_training
 from assay.model.transformer import Transformer
 from assay.recipes.beginning import begin, carry
-from assay.recipes.experience import COMPARED, Experience
+from assay.recipes.course import Course
+from assay.recipes.experience import Experience
 from assay.recipes.forms import Adapter
 from assay.recipes.grpo_options import Grpo
 from assay.recipes.grpo_plan import (
@@ -47,9 +46,10 @@ from assay.recipes.grpo_plan import (
 from assay.recipes.handover import exported
 from assay.recipes.judged import Judging
 from assay.recipes.pace import Pace
-from assay.recipes.reference import Reference
-from assay.recipes.rollouts import PromptOrder, Sampler, batch_logprobs, of_completions
-from assay.recipes.run import Run, plain, read_rows, say_now
+from assay.recipes.reference import Reference, check_same_reference
+from assay.recipes.rehearsed import check_fork, check_seeds_count, floor_of
+from assay.recipes.rollouts import PromptOrder, Sampler
+from assay.recipes.run import Run, plain, say_now
 from assay.recipes.training import Parts, Training
 from assay.recipes.trials import Answered, Examiner, Trials, check_gain, check_same_answers
 from assay.recipes.tuning import BETAS, reach
@@ -57,12 +57,9 @@ from assay.reward.verify import parse_rewards
 from assay.reward.workers import ErrorLimit, Workers
 from assay.store.artifact import Artifact, build, open_artifact
 from assay.store.pack import Lineage
-from assay.verdict import Outcome, Verdict, proven, refuted, unproven
+from assay.verdict import Verdict, proven, refuted, unproven
 
 LR_WHOLE, LR_ADAPTER = 1e-6, 2e-5
-FLOOR_TEXTS = 4
-LAST_BITS = 4 * torch.finfo(torch.float32).eps  # of a log-probability: that much is lost in the sums it comes from
-SAID_AGAIN = 50  # steps after which a warning is repeated
 
 
 def grpo(config: Grpo, say: Callable[[str], None] = say_now) -> tuple[list[Verdict], int | None]:
@@ -113,10 +110,8 @@ class Reinforcement(Training):
         start.form.lineage = self.as_far_as_moved
         self.reference: Reference | None = None
         self.recorded_reference: Mapping[str, Any] | None = None
-        self.history: list[dict[str, float]] = []  # one entry a rollout, with what its last update measured
-        self.noted: dict[int, dict[str, float]] = {}
-        self.warned: dict[str, int] = {}
-        self.tokens = 0  # trained on
+        self.course = Course(run, self.model.config.vocab)
+        self.noted: dict[int, dict[str, float]] = {}  # of steps whose loss is still to be read
         self.informed = self.ending = False
 
     def sampler_of(self, model: Transformer, config: Grpo, device: str | None = None) -> Sampler:
@@ -132,7 +127,8 @@ class Reinforcement(Training):
 
     def begin(self) -> None:
         super().begin()
-        self.recall()
+        self.experience.forget_after(self.start)
+        self.course.recall()
         if self.judging is not None and self.start:
             self.run.say("a judge may answer otherwise the second time: the run goes on, but is not bit for bit the uninterrupted one")
             self.run.ledger.append("not bit-exact", changed={"judge": self.judging.identity})
@@ -140,18 +136,7 @@ class Reinforcement(Training):
             every = self.parts.every if self.config.kl_window else NEVER
             self.reference = self.experience.reference = Reference(self.parts.form, self.run, window=self.config.kl_window, every=every)
             self.reference.follow(self.start)
-            self.run.judge("reference", [self.check_same_reference(self.reference)])
-
-    def recall(self) -> None:
-        """What the rules over the steps so far have to know, from what was written of them."""
-        self.experience.forget_after(self.start)
-        for row in read_rows(self.run.metrics_file):
-            numbers = {name: value for name, value in row.items() if isinstance(value, int | float)}
-            if "groups" in row:
-                self.history.append(numbers)
-            elif "loss" in row and self.history:
-                self.history[-1] |= numbers
-            self.tokens = row.get("num_tokens", self.tokens)
+            self.run.judge("reference", [check_same_reference(self.reference, self.recorded_reference)])
 
     def rehearsal_batch(self) -> Batch:
         batch, self.rehearsed = self.experience.rehearsal(self.start)
@@ -160,43 +145,25 @@ class Reinforcement(Training):
         return batch
 
     def measure_floor(self) -> None:
-        """Of the longest texts of the rehearsal. It grows with the logits, and with how rare what was said is."""
-        texts = sorted(((*prompt.ids, *completion.ids) for prompt, completion in self.rehearsed), key=len)[-FLOOR_TEXTS:]
-        with torch.compiler.set_stance("force_eager"):  # token by token, every length would be compiled anew
-            found = measure_floor(self.model, texts, self.config.temperature)
-        rarest = max(-logprob for _, completion in self.rehearsed for logprob in completion.logprobs)
-        self.experience.floor = replace(found, most=max(found.most, LAST_BITS * rarest))
+        self.experience.floor = floor_of(self.model, self.rehearsed, self.config.temperature)
 
     def rehearsals(self, batch: Batch) -> list[Verdict]:
         """Sampler and trainer are one policy; the loss is the one that was asked for, and pulls the way it should; seeds count."""
         asked, objective, normalise = self.asked, self.parts.objective, self.config.normalise
         verdicts = [check_floor(self.experience.floor, self.model.compute_dtype or torch.float32),
                     check_policy_loss(self.model, objective, self.shown, asked, normalise, self.config.max_new),
-                    check_directions(self.model, objective, self.shown, asked), self.check_seeds_count()]
+                    check_directions(self.model, objective, self.shown, asked),
+                    check_seeds_count(self.sampler, [prompt for prompt, _ in self.rehearsed[:: self.config.group]], self.experience.sampling)]
         return [*verdicts, self.check_fork()] if self.start == 0 else verdicts
+
+    def check_fork(self) -> Verdict:
+        parent = place_for_training(build(self.parent()), self.device, compile=False)
+        return check_fork(parent, self.model, self.shown, self.rehearsed, self.config.temperature, self.experience.floor)
 
     def precision(self, batch: Batch, found: Gradients) -> list[Verdict]:
         """Not asked: before the first rewards a policy's gradient is the sum of terms that cancel, and rounding is what is left of it.
         What is asked of precision here is that sampler and trainer agree."""
         return []
-
-    def check_seeds_count(self) -> Verdict:
-        prompts = [prompt for prompt, _ in self.rehearsed][:: self.config.group]
-        one, two = (self.sampler.draw(prompts, replace(self.experience.sampling, seed=self.config.seed + more), ("seeds",), 1)
-                    for more in (1, 2))
-        return check_seeds([c for group in one for c in group], [c for group in two for c in group])
-
-    def check_fork(self) -> Verdict:
-        """The child answers as its parent does, opened anew: neither an adapter nor anything else was lost on the way."""
-        shown = next(self.shown.split(COMPARED))
-        prompts = [prompt.ids for prompt, _ in self.rehearsed[: len(shown)]]
-        parent = place_for_training(build(self.parent()), self.device, compile=False)
-        due, found = (of_completions(batch_logprobs(model, shown, self.config.temperature, COMPARED, entropy=False), shown, prompts)
-                      for model in (parent, self.model))
-        apart = max(float(np.abs(np.subtract(one, two)).mean()) for one, two in zip(due, found, strict=True))
-        floor = self.experience.floor
-        words = f"child and parent are {apart:.1e} nats a token apart; the floor allows {floor.bound_alone:.1e}"
-        return (proven if apart <= floor.bound_alone else refuted)("fork", words, apart=str(apart))
 
     def parent(self) -> Artifact:
         """Opened anew: what a gain is measured from is what lies on the disk."""
@@ -205,13 +172,6 @@ class Reinforcement(Training):
         if found.digest != parent.digest:
             raise GuardStop(f"{parent.path} holds weights {found.digest[:12]}, the run began with {parent.digest[:12]}: it was changed")
         return found
-
-    def check_same_reference(self, reference: Reference) -> Verdict:
-        recorded = self.recorded_reference
-        if recorded is None or recorded["step"] != reference.step:
-            return proven("same reference", f"step {reference.step}, weights {reference.digest[:12]}", weights=reference.digest)
-        words = f"step {reference.step} holds {reference.digest[:12]}, the run was pulled towards {recorded['weights'][:12]}"
-        return (proven if recorded["weights"] == reference.digest else refuted)("same reference", words)
 
     # ---------------------------------------------------------------- what the run asks
 
@@ -258,8 +218,8 @@ class Reinforcement(Training):
     def after(self, step: Step) -> None:
         self.judge_step(step)
         self.informed |= float(step.grad_norm) > 0
-        self.tokens += step.tokens
-        self.noted[step.index] |= {"num_tokens": self.tokens}
+        self.course.tokens += step.tokens
+        self.noted[step.index] |= {"num_tokens": self.course.tokens}
         super().after(step)
 
     def judge_step(self, step: Step) -> None:
@@ -267,22 +227,14 @@ class Reinforcement(Training):
         verdicts = []
         if first:
             verdicts.append(check_on_policy(found, self.experience.floor, self.config.epsilon))
-            self.history.append(dict(self.experience.measured))
+            self.course.begin(self.experience.measured)
         if first and self.reference is not None:
             verdicts.append(check_reference(found["kl"], self.experience.updates, self.experience.floor, self.reference.fingerprint,
                                             self.reference.used))
-        self.history[-1] |= found | {"grad_norm": float(step.grad_norm)}
+        self.course.add(found | {"grad_norm": float(step.grad_norm)})
         self.noted[step.index] = (dict(self.experience.measured) if first else {})
-        self.experience.judge("step", [*verdicts, *stops(self.history, self.model.config.vocab)])
-        for sentence in warnings(self.history):
-            self.warn(step.index, sentence)
-
-    def warn(self, step: int, sentence: str) -> None:
-        rule = re.sub(r"[\d.]+", "", sentence)
-        if step - self.warned.get(rule, -SAID_AGAIN) >= SAID_AGAIN:
-            self.warned[rule] = step
-            self.run.say(f"step {step + 1}: {sentence}")
-            self.run.ledger.append("warning", step=step + 1, reason=sentence)
+        self.experience.judge("step", [*verdicts, *self.course.verdicts()])
+        self.course.tell(step.index)
 
     def record(self, read: list[Read]) -> None:
         for step, loss, norm, metrics in read:
@@ -290,10 +242,7 @@ class Reinforcement(Training):
                             epoch=self.source.epoch_of(step.index), data=ids_digest(step.ids), **self.noted.pop(step.index), **metrics,
                             seconds=round(self.pace.clock.seconds, 3))
         if read:
-            now = self.history[-1]
-            shown = (f"{name} {now[key]:.4g}" for name, key in (("reward", "reward"), ("±", "reward_std"), ("length",
-                     "completions/mean_length"), ("kl", "kl"), ("entropy", "entropy")) if key in now)
-            self.run.progress(read[-1].step.index + 1, self.pace.stop_at, "  ".join(shown), self.pace.clock.seconds)
+            self.run.progress(read[-1].step.index + 1, self.pace.stop_at, self.course.line(), self.pace.clock.seconds)
 
     def due(self) -> bool:
         return self.done % self.config.inner == 0 and (super().due() or self.done == self.config.inner or self.done % self.eval_every == 0)
@@ -308,16 +257,8 @@ class Reinforcement(Training):
         super().checkpoint(look=look and (self.ending or self.done % self.eval_every == 0))
         self.measure_floor()
         self.run.judge("floor", [check_floor(self.experience.floor, self.model.compute_dtype or torch.float32)])
-        self.hear_the_judge()
-
-    def hear_the_judge(self) -> None:
-        """What it said and cost in this sitting. One that contradicts itself ends the run; one that is swayed by the page is told of."""
-        if self.judging is not None:
-            agreement, position = self.judging.quality()
-            self.run.ledger.append("judge cost", step=self.done, **self.judging.identity, **self.judging.sitting.counts())
-            self.run.judge("judge", [agreement])
-            if position.outcome is Outcome.REFUTED:
-                self.warn(self.done - 1, position.reason)
+        if self.judging is not None and (swayed := self.judging.heard(self.run, self.done)):
+            self.course.warn(self.done - 1, swayed)
 
     def settle_account(self) -> None:
         """Where no rewards differed since the last time nothing was to move; everything else still holds."""

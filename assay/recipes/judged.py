@@ -17,11 +17,12 @@ import numpy as np
 from assay.errors import UsageError
 from assay.guard.judge import check_agreement, check_judged, check_position
 from assay.recipes.rollouts import Group
+from assay.recipes.run import Run
 from assay.reward.endpoint import Cost, connected, from_environment
 from assay.reward.judge import RUBRIC, Judge, Judged, Repeat, Scores, group, rank_agreement
 from assay.reward.verify import JudgeOptions, Reward
 from assay.reward.workers import Scored
-from assay.verdict import Verdict
+from assay.verdict import Outcome, Verdict
 
 NAME = "judge"
 
@@ -104,9 +105,13 @@ class Judging:
             heard.add(len(groups), late, judged)
         return judged
 
-    def quality(self) -> list[Verdict]:
-        """Of the whole sitting: asked twice it agrees with itself, and the order of the page is no matter."""
-        return [check_agreement(self.sitting.repeats), check_position(self.sitting.shown)]
+    def heard(self, run: Run, step: int) -> str:
+        """What it said and cost in this sitting is written down. A judge that contradicts itself ends the run; one that is swayed by
+        the order of the page is worth a warning, because that order is another one each time."""
+        run.ledger.append("judge cost", step=step, **self.identity, **self.sitting.counts())
+        run.judge("judge", [check_agreement(self.sitting.repeats)])
+        position = check_position(self.sitting.shown)
+        return position.reason if position.outcome is Outcome.REFUTED else ""
 
     def _with(self, group: Group, scores: Scores | None, faults: Sequence[str]) -> Group:
         if scores is None:

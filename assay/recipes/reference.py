@@ -1,6 +1,8 @@
 """The reference policy: read from a proven checkpoint of the run, named by its digest, fixed at the fork or trailing by a window."""
 
 import copy
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +17,7 @@ from assay.recipes.rollouts import batch_logprobs
 from assay.recipes.run import Run
 from assay.store.checkpoint import Checkpoint, open_checkpoint, step_folder, steps
 from assay.store.identity import recorded_digest, weights_digest
-from assay.verdict import Outcome, overall
+from assay.verdict import Outcome, Verdict, overall, proven, refuted
 
 
 class Reference:
@@ -86,3 +88,11 @@ class Reference:
     def used(self) -> str:
         """What is in memory now, to be compared with what was recorded when it was loaded."""
         return fingerprint(self.model)
+
+
+def check_same_reference(reference: Reference, recorded: Mapping[str, Any] | None) -> Verdict:
+    """A run that goes on is pulled towards what it was pulled towards. `recorded` stands in the checkpoint that it goes on from."""
+    if recorded is None or recorded["step"] != reference.step:
+        return proven("same reference", f"step {reference.step}, weights {reference.digest[:12]}", weights=reference.digest)
+    words = f"step {reference.step} holds {reference.digest[:12]}, the run was pulled towards {recorded['weights'][:12]}"
+    return (proven if recorded["weights"] == reference.digest else refuted)("same reference", words)

@@ -1,0 +1,47 @@
+"""A rollout that is not learned from, and what it shows before the first step: the floor, that seeds count, that a fork holds."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from assay.data.batch import Batch
+from assay.generate.request import Completion, Sampling
+from assay.guard.policy import Floor, measure_floor
+from assay.guard.rollouts import check_seeds
+from assay.model.transformer import Transformer
+from assay.recipes.experience import COMPARED
+from assay.recipes.rollouts import Prompt, Sampler, batch_logprobs, of_completions
+from assay.verdict import Verdict, proven, refuted
+
+Rehearsed = Sequence[tuple[Prompt, Completion]]
+
+FLOOR_TEXTS = 4
+LAST_BITS = 4 * torch.finfo(torch.float32).eps  # of a log-probability: that much is lost in the sums it comes from
+
+
+def floor_of(model: Transformer, rehearsed: Rehearsed, temperature: float) -> Floor:
+    """Of the longest texts of the rehearsal. It grows with the logits, and with how rare what was said is."""
+    texts = sorted(((*prompt.ids, *completion.ids) for prompt, completion in rehearsed), key=len)[-FLOOR_TEXTS:]
+    with torch.compiler.set_stance("force_eager"):  # token by token, every length would be compiled anew
+        found = measure_floor(model, texts, temperature)
+    rarest = max(-logprob for _, completion in rehearsed for logprob in completion.logprobs)
+    return replace(found, most=max(found.most, LAST_BITS * rarest))
+
+
+def check_seeds_count(sampler: Sampler, prompts: Sequence[Prompt], sampling: Sampling) -> Verdict:
+    """The same prompts under two seeds."""
+    one, two = (sampler.draw(prompts, replace(sampling, seed=sampling.seed + more), ("seeds",), 1) for more in (1, 2))
+    return check_seeds([c for group in one for c in group], [c for group in two for c in group])
+
+
+def check_fork(parent: Transformer, child: Transformer, batch: Batch, rehearsed: Rehearsed, temperature: float, floor: Floor) -> Verdict:
+    """The child answers as its parent does, opened anew: neither an adapter nor anything else was lost on the way."""
+    shown = next(batch.split(COMPARED))
+    prompts = [prompt.ids for prompt, _ in rehearsed[: len(shown)]]
+    due, found = (of_completions(batch_logprobs(model, shown, temperature, COMPARED, entropy=False), shown, prompts)
+                  for model in (parent, child))
+    apart = max(float(np.abs(np.subtract(one, two)).mean()) for one, two in zip(due, found, strict=True))
+    words = f"child and parent are {apart:.1e} nats a token apart; the floor allows {floor.bound_alone:.1e}"
+    return (proven if apart <= floor.bound_alone else refuted)("fork", words, apart=str(apart))
