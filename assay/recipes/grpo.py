@@ -150,10 +150,11 @@ class Reinforcement(Training):
     def rehearsals(self, batch: Batch) -> list[Verdict]:
         """Sampler and trainer are one policy; the loss is the one that was asked for, and pulls the way it should; seeds count."""
         asked, objective, normalise = self.asked, self.parts.objective, self.config.normalise
+        prompts = [prompt for prompt, _ in self.rehearsed[:: self.config.group]]
         verdicts = [check_floor(self.experience.floor, self.model.compute_dtype or torch.float32),
                     check_policy_loss(self.model, objective, self.shown, asked, normalise, self.config.max_new),
                     check_directions(self.model, objective, self.shown, asked),
-                    check_seeds_count(self.sampler, [prompt for prompt, _ in self.rehearsed[:: self.config.group]], self.experience.sampling)]
+                    check_seeds_count(self.sampler, prompts, self.experience.sampling)]
         return [*verdicts, self.check_fork()] if self.start == 0 else verdicts
 
     def check_fork(self) -> Verdict:
