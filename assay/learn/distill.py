@@ -11,8 +11,8 @@ D's gradient in the logits falls as 1/τ², so τ² keeps it comparable: for lar
 about its mean.
 
 Memory: both models' logits are made a chunk of tokens at a time and turned at once into losses and into the gradients of states
-and head; a chunk with all that is computed from it stays near softcap_ce.CHUNK_BYTES (384 MiB, 128 tokens at least). What
-remains for the backward pass is one (N, D) and one (V, D) tensor in fp32.
+and head; a chunk with all that is computed from it stays near softcap_ce.CHUNK_BYTES (384 MiB, 128 tokens at least). On CUDA
+kernels/divergence.py does the work on a chunk of an online teacher's; what stands here is its plain twin. What remains for the backward pass is one (N, D) and one (V, D) tensor in fp32.
 
 Shapes: N tokens, C tokens in a chunk, D student width, V vocabulary, K stored entries a token.
 """
@@ -29,15 +29,20 @@ from torch import Tensor
 
 from assay.data.batch import Batch
 from assay.errors import UsageError
+from assay.kernels.divergence import Asked, fused_terms
 from assay.kernels.softcap_ce import even_chunk, product
 from assay.learn.objectives import TOKENS, Loss, Objective
 from assay.model.transformer import Transformer, softcap
 
 BYTES_PER_LOGIT = 40  # alive at once for each logit of a chunk: ten fp32 tensors, two models' logits among them
+BYTES_FUSED = 12  # where the kernel reads: two models' logits in fp32, and the gradient
 
 Values = tuple[Tensor, Tensor]  # a divergence of each token, and its gradient in the student's softened logits
 Divergence = Callable[[Tensor, Tensor], Values]  # of the log-probabilities of student and teacher
 Answers = Callable[[slice, Tensor], Values]  # for the tokens of a chunk and the student's softened log-probabilities there
+# For the tokens of a chunk, the student's logits and the dtype of gradients, if wanted: the terms (C, 2), and the weighted
+# gradient of their blend in the logits before any cap. A token of weight 0 has terms of 0 and no gradient, whatever its logits.
+Rows = Callable[[slice, Tensor, torch.dtype | None], tuple[Tensor, Tensor | None]]
 
 
 @dataclass(frozen=True)
@@ -80,11 +85,15 @@ def distillation(teacher: Transformer, blend: Blend | None = None) -> Objective:
             states_NE = flat_states(teacher, batch)
             head_VE = teacher.head_weight().to(states_NE.dtype)
 
-        def answers(part: slice, log_student_CV: Tensor) -> Values:
-            logits_CV = capped_logits(states_NE[part], head_VE, teacher.config.softcap)[:, :vocab]
-            return divergence(log_student_CV, (logits_CV / blend.temperature).log_softmax(-1))
+        def theirs(part: slice) -> Tensor:
+            return capped_logits(states_NE[part], head_VE, teacher.config.softcap)
 
-        return _distilled(student, batch, blend, vocab, answers)
+        def answers(part: slice, log_student_CV: Tensor) -> Values:
+            return divergence(log_student_CV, (theirs(part)[:, :vocab] / blend.temperature).log_softmax(-1))
+
+        if batch.tokens.is_cuda:
+            return _distilled(student, batch, blend, fused_rows(student, batch, blend, vocab, theirs), BYTES_FUSED)
+        return _distilled(student, batch, blend, plain_rows(student, batch, blend, vocab, answers), BYTES_PER_LOGIT)
 
     return objective
 
@@ -109,7 +118,7 @@ def stored_distillation(blend: Blend | None = None) -> Objective:
         def answers(part: slice, log_student_CV: Tensor) -> Values:
             return coarse_kl(log_student_CV, ids_NK[part], logprobs_NK[part])
 
-        return _distilled(student, batch, blend, vocab, answers)
+        return _distilled(student, batch, blend, plain_rows(student, batch, blend, vocab, answers), BYTES_PER_LOGIT)
 
     return objective
 
@@ -178,11 +187,18 @@ def coarse_kl(log_student_CV: Tensor, ids_CK: Tensor, logprobs_CK: Tensor) -> Va
 # ── chunk by chunk ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _distilled(student: Transformer, batch: Batch, blend: Blend, vocab: int, answers: Answers) -> Loss:
-    targets_N, weight_N = batch.tokens.roll(-1, 1).reshape(-1), batch.weight.roll(-1, 1).reshape(-1)
+def _distilled(student: Transformer, batch: Batch, blend: Blend, rows: Rows, bytes_per_logit: int) -> Loss:
+    sweep = _Sweep(rows, _predicted(batch.weight), (blend.kd_weight, blend.ce_weight), bytes_per_logit, student.config.softcap)
+    total, terms_N2 = _Swept.apply(flat_states(student, batch), student.head_weight(), sweep, torch.is_grad_enabled())
+    kd, ce = (sweep.weight_N[:, None] * terms_N2).sum(0)
+    losses = sweep.blended(terms_N2).view(batch.tokens.shape).roll(1, 1)
+    return Loss(total, batch.weight.sum(), losses, {TOKENS: batch.weight.sum(), "kd": kd, "ce": ce})
 
-    def terms(part: slice, logits_CV: Tensor) -> tuple[Tensor, Tensor]:
-        """kd and ce of each token, (C, 2), and the gradient of their weighted sum in its logits."""
+
+def plain_rows(student: Transformer, batch: Batch, blend: Blend, vocab: int, answers: Answers) -> Rows:
+    targets_N, weight_N, cap = _predicted(batch.tokens), _predicted(batch.weight), student.config.softcap
+
+    def rows(part: slice, logits_CV: Tensor, gradient: torch.dtype | None) -> tuple[Tensor, Tensor]:
         kd_C, slopes_CV = answers(part, (logits_CV[:, :vocab] / blend.temperature).log_softmax(-1))
         slopes_CV *= blend.kd_weight * blend.temperature  # τ² · 1/τ: the logits were divided by τ
         if vocab < logits_CV.shape[1]:
@@ -192,23 +208,37 @@ def _distilled(student: Transformer, batch: Batch, blend: Blend, vocab: int, ans
             slopes_CV.add_((logits_CV - total_C1).exp_(), alpha=blend.ce_weight)
             slopes_CV.scatter_add_(1, target_C1, torch.full_like(total_C1, -blend.ce_weight))
         ce_C = (total_C1 - logits_CV.gather(1, target_C1)).squeeze(1)
-        return torch.stack([kd_C * blend.temperature**2, ce_C], -1), slopes_CV
+        weight_C1 = weight_N[part, None]
+        terms_C2 = torch.where(weight_C1 != 0, torch.stack([kd_C * blend.temperature**2, ce_C], -1), 0)
+        slopes_CV.mul_(weight_C1).masked_fill_(weight_C1 == 0, 0)
+        if cap is not None:
+            slopes_CV *= 1 - logits_CV.div_(cap).square_()
+        return terms_C2, slopes_CV.to(gradient or slopes_CV.dtype)
 
-    sweep = _Sweep(terms, weight_N, student.config.softcap, (blend.kd_weight, blend.ce_weight))
-    total, terms_N2 = _Swept.apply(flat_states(student, batch), student.head_weight(), sweep, torch.is_grad_enabled())
-    kd, ce = (weight_N[:, None] * terms_N2).sum(0)
-    losses = sweep.blended(terms_N2).view(batch.tokens.shape).roll(1, 1)
-    return Loss(total, batch.weight.sum(), losses, {TOKENS: batch.weight.sum(), "kd": kd, "ce": ce})
+    return rows
+
+
+def fused_rows(student: Transformer, batch: Batch, blend: Blend, vocab: int, theirs: Callable[[slice], Tensor]) -> Rows:
+    """As `plain_rows`, by the kernel. `theirs` gives the teacher's logits for the tokens of a chunk."""
+    targets_N, weight_N = _predicted(batch.tokens), _predicted(batch.weight)
+    asked = Asked(blend.divergence, blend.temperature, blend.kd_weight, blend.ce_weight, blend.beta, vocab, student.config.softcap)
+    return lambda part, logits_CV, gradient: fused_terms(logits_CV, theirs(part), targets_N[part], weight_N[part], asked, gradient)
+
+
+def _predicted(stream_BT: Tensor) -> Tensor:
+    """Of each state, what stands at the token that it predicts."""
+    return stream_BT.roll(-1, 1).reshape(-1)
 
 
 @dataclass(frozen=True)
 class _Sweep:
-    """One pass over all tokens. A token of weight 0 has losses of 0 and gives no gradient, whatever its logits."""
+    """One pass over all tokens."""
 
-    terms: Callable[[slice, Tensor], tuple[Tensor, Tensor]]
+    rows: Rows
     weight_N: Tensor
-    softcap: float | None
     shares: tuple[float, float]
+    bytes_per_logit: int
+    softcap: float | None
 
     def __call__(self, states_ND: Tensor, head_VD: Tensor, want_states: bool,
                  want_head: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -217,17 +247,12 @@ class _Sweep:
         terms_N2 = states_ND.new_empty(len(states_ND), 2, dtype=wide)
         d_states_ND = torch.empty_like(states_ND, dtype=wide) if want_states else None
         d_head_VD = torch.zeros_like(head_VD, dtype=wide) if want_head else None
-        for part in chunks(len(states_ND), len(head_VD)):
-            logits_CV, weight_C1 = capped_logits(states_ND[part], head_VD, self.softcap), self.weight_N[part, None]
-            terms_C2, slopes_CV = self.terms(part, logits_CV)
-            terms_N2[part] = torch.where(weight_C1 != 0, terms_C2, 0)
-            slopes_CV.mul_(weight_C1).masked_fill_(weight_C1 == 0, 0)
-            if self.softcap is not None:
-                slopes_CV *= 1 - logits_CV.div_(self.softcap).square_()
-            grads_CV = slopes_CV.to(states_ND.dtype)
-            if d_states_ND is not None:
+        for part in chunks(len(states_ND), len(head_VD), self.bytes_per_logit):
+            logits_CV = capped_logits(states_ND[part], head_VD, self.softcap)
+            terms_N2[part], grads_CV = self.rows(part, logits_CV, states_ND.dtype if want_states or want_head else None)
+            if d_states_ND is not None and grads_CV is not None:
                 product(grads_CV, head_VD, out=d_states_ND[part])
-            if d_head_VD is not None:
+            if d_head_VD is not None and grads_CV is not None:
                 product(grads_CV.T, states_ND[part], out=d_head_VD, add=True)
         return terms_N2, d_states_ND, d_head_VD
 
@@ -284,6 +309,6 @@ def _stored(batch: Batch) -> tuple[Tensor, Tensor]:
     return batch.teacher_ids.roll(-1, 1).flatten(0, 1).long(), batch.teacher_logprobs.roll(-1, 1).flatten(0, 1)
 
 
-def chunks(N: int, V: int) -> Iterator[slice]:
-    size = even_chunk(N, V, BYTES_PER_LOGIT)
+def chunks(N: int, V: int, bytes_per_logit: int = BYTES_PER_LOGIT) -> Iterator[slice]:
+    size = even_chunk(N, V, bytes_per_logit)
     return (slice(start, min(start + size, N)) for start in range(0, N, size))

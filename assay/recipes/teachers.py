@@ -88,7 +88,7 @@ def opened(config: Distill) -> Artifact:
 
 def seated(artifact: Artifact, device: str) -> Transformer:
     """Where the student computes, in what it computes, and with nothing to learn."""
-    return place_for_training(build(artifact), device, compile=False).eval().requires_grad_(False)
+    return place_for_training(build(artifact), device).eval().requires_grad_(False)
 
 
 def refuse_other_tokenizer(teacher: Artifact, pupil: Pupil) -> None:
