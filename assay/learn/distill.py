@@ -11,8 +11,9 @@ D's gradient in the logits falls as 1/τ², so τ² keeps it comparable: for lar
 about its mean.
 
 Memory: both models' logits are made a chunk of tokens at a time and turned at once into losses and into the gradients of states
-and head; a chunk with all that is computed from it stays near softcap_ce.CHUNK_BYTES (384 MiB, 128 tokens at least). On CUDA
-kernels/divergence.py does the work on a chunk of an online teacher's; what stands here is its plain twin. What remains for the backward pass is one (N, D) and one (V, D) tensor in fp32.
+and head; a chunk with all that is computed from it stays near softcap_ce.CHUNK_BYTES (384 MiB, 128 tokens at least). What
+remains for the backward pass is one (N, D) and one (V, D) tensor in fp32. On CUDA an online teacher's chunks go through the kernel
+of kernels/divergence.py, whose plain twin stands here.
 
 Shapes: N tokens, C tokens in a chunk, D student width, V vocabulary, K stored entries a token.
 """

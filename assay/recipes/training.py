@@ -164,6 +164,10 @@ class Training(ABC):
         return planned(self.source, self.start, self.pace.budget.steps)
 
     def rehearse(self) -> None:
+        """Before the first step of a sitting: the loss is the loss, every tensor is reached and held, the alarms are awake.
+
+        One micro-batch goes through as all of the run's will: what is compiled and captured for it serves them too.
+        """
         batch = next(self.rehearsal_batch().split(self.parts.micro)).to(self.device)
         whole = len(batch), float(batch.weight.sum())
         found = gradients(self.model, lambda: self.accumulate(self.model, self.parts.objective, batch, *whole).loss, backward=False)

@@ -43,7 +43,7 @@ def problem(spread: float = 3.0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def formula(raw: Tensor, theirs: Tensor, targets: Tensor, weight: Tensor, asked: Asked) -> tuple[Tensor, Tensor]:
     logits = raw if asked.softcap is None else asked.softcap * torch.tanh(raw / asked.softcap)
     q, p = ((each[:, : asked.vocab] / asked.temperature).log_softmax(-1) for each in (logits, theirs))
-    kl = lambda one, two: (one.exp() * (one - two)).sum(-1)  # noqa: E731
+    kl = lambda one, two: (one.exp() * (one - two)).sum(-1)
     if asked.divergence == "jsd":
         m = torch.logaddexp(p + math.log(asked.beta), q + math.log1p(-asked.beta))
         found = asked.beta * kl(p, m) + (1 - asked.beta) * kl(q, m)
@@ -121,7 +121,7 @@ def test_the_objective_through_the_kernel_is_the_objective(monkeypatch: pytest.M
         used.append(vocab)
         with torch.no_grad():
             states, head = distill.flat_states(teacher, batch), teacher.head_weight()
-        theirs = lambda part: distill.capped_logits(states[part], head, teacher.config.softcap)  # noqa: E731
+        theirs = lambda part: distill.capped_logits(states[part], head, teacher.config.softcap)
         return distill.fused_rows(student, batch, blend, vocab, theirs)
 
     monkeypatch.setattr(distill, "plain_rows", plain_rows)
