@@ -13,6 +13,7 @@ from assay.data.batch import Batch
 from assay.data.teacher import Id, spans
 from assay.errors import DataError
 from assay.learn.distill import capped_logits, chunks, coarse_kl, flat_states, shared_vocab
+from assay.measure.arms import Arm, Run
 from assay.measure.estimate import Estimate, clustered, ratio
 from assay.model.placement import uncompiled
 from assay.model.transformer import Transformer
@@ -45,6 +46,13 @@ class Agreement:
         alike, document = np.rint(self.top1 * counts).astype(np.int64), np.repeat(np.arange(len(counts)), counts)
         within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)  # a token's place in its document
         return known | {"top1": clustered(within < alike[document], document.tolist())}  # no agreement at all is still not exactly 0
+
+
+def arms(name: str, found: Agreement) -> list[Arm]:
+    """For `compare`: students who read the same documents, paired by document; each measure is a group of its own."""
+    measures = {"KL to the teacher": (found.kl, True), "same likeliest token": (found.top1, False), "cross-entropy": (found.student_ce, True)}
+    return [Arm(name, metric, (Run(name, {str(id): (float(value),) for id, value in zip(found.ids, values, strict=True)}),), lower, metric)
+            for metric, (values, lower) in measures.items()]
 
 
 def agreement(student: Transformer, teacher: Transformer, batches: Iterable[Batch], *, vocab: int | None = None) -> Agreement:

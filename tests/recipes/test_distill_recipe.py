@@ -17,13 +17,14 @@ from assay import cli
 from assay.data.chat import render
 from assay.data.layouts import read_conversations
 from assay.errors import DataError, GuardStop, UsageError
+from assay.guard.proof import Prover
 from assay.learn.loop import train
 from assay.learn.objectives import next_token
 from assay.learn.optim import adamw
 from assay.measure.agreement import Agreement
 from assay.measure.estimate import paired
 from assay.model.vocabulary import with_new_tokens
-from assay.recipes import beginning, distill, handover, run, sft, shrunk, teachers
+from assay.recipes import beginning, distill, handover, pace, run, sft, shrunk, teachers, tuning
 from assay.recipes.distill import Distillation
 from assay.recipes.options import Distill, Sft
 from assay.recipes.tuning import held_out_batches
@@ -269,6 +270,63 @@ def test_oneself_teaches_nothing(home: Path, tmp_path: Path):
     share, = (verdict for verdict in events(config, "preflight")[0]["verdicts"] if verdict["check"] == "share")
     assert (share["outcome"], "already agrees" in share["reason"]) == ("UNPROVEN", True)
 
+# ---------------------------------------------------------------- checkpoints
+
+
+class Proving(NoProver):
+    """In the place of fresh processes: says PROVEN of all that it is given, and remembers what that was."""
+
+    def __init__(self) -> None:
+        self.given: list[Path] = []
+
+    def start(self, folder: Path, **_: Any) -> None:
+        self.given.append(folder)
+
+    def finished(self) -> list[tuple[Path, list[Verdict]]]:
+        given, self.given = self.given, []
+        return [(folder, [proven("whole", "in this test")]) for folder in given]
+
+    close = finished
+
+
+def steps_of(config: Distill, kind: str) -> list[int]:
+    return [int(event["checkpoint"].removeprefix("step-")) for event in events(config, kind)]
+
+
+@pytest.mark.parametrize(("every", "due"), [(3, [0, 1, 3, 6, 7]), (5, [0, 1, 5, 7]), (0, [0, 1, 7])])
+def test_checkpoints_come_every_so_many_steps_the_first_after_step_1_and_each_goes_to_its_proof(
+        every: int, due: list[int], home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(run, "Prover", Proving)
+    config = options(home, tmp_path / "run", steps=7, checkpoint_every=every, insist=True)
+    distilled(config)
+    assert steps_of(config, "save") == due
+    assert sorted(steps_of(config, "proof")) == due
+    assert {event["outcome"] for event in events(config, "proof")} == {"PROVEN"}
+
+
+def test_checkpoints_come_after_so_many_minutes_too(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    now, after = [0.0], Distillation.after
+
+    def slow(work: Distillation, step: Any) -> None:
+        now[0] += 40  # seconds
+        after(work, step)
+
+    monkeypatch.setattr(pace.Clock, "seconds", property(lambda _: now[0]))
+    monkeypatch.setattr(Distillation, "after", slow)
+    config = options(home, tmp_path / "run", steps=8, checkpoint_every=0, checkpoint_minutes=1.5, insist=True)
+    distilled(config)
+    assert steps_of(config, "save") == [0, 1, 4, 7, 8]  # at 40, 160, 280 and 320 seconds
+
+
+@pytest.mark.slow
+def test_every_checkpoint_is_proven_in_a_fresh_process(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(run, "Prover", Prover)
+    config = options(home, tmp_path / "run", steps=2, checkpoint_every=1)
+    distilled(config)
+    assert sorted(steps_of(config, "proof")) == [0, 1, 2]
+    assert {event["outcome"] for event in events(config, "proof")} == {"PROVEN"}
+    assert all(open_checkpoint(step_folder(tmp_path / "run" / "checkpoints", step)).hallmark for step in (1, 2))
+
 # ---------------------------------------------------------------- stored
 
 
@@ -351,11 +409,19 @@ def test_what_the_teacher_did_not_finish_is_not_learned(home: Path, tmp_path: Pa
     ({"teacher_logits": "x"}, "is for --how stored"),
     ({"kd_weight": 0.0}, "kd_weight is 0.0"),
     ({"how": "text", "ce_weight": 1.0}, "leave --ce-weight out"),
+    ({"checkpoint_every": 0}, "may take more than 10 minutes: a crash would lose all of it"),  # nobody knows how long steps take
+    ({"checkpoint_every": 0, "steps": None}, "a crash would lose all of it"),
+    ({"checkpoint_every": 0, "steps": None, "minutes": 10.1, "how": "text"}, "a crash would lose all of it"),
 ])
 def test_a_request_that_makes_no_sense_is_refused(changed: dict[str, Any], reason: str, home: Path, tmp_path: Path):
     with pytest.raises(UsageError, match=reason):
         distill.distill(options(home, tmp_path / "run", **changed), lambda _: None)
     assert not (tmp_path / "run").exists()
+
+
+def test_no_checkpoints_is_allowed_where_it_is_short_or_insisted_on(home: Path, tmp_path: Path):
+    for changed in ({"steps": None, "minutes": 10.0}, {"insist": True}, {"steps": None, "minutes": 60.0, "insist": True}):
+        tuning.refuse_nonsense(options(home, tmp_path / "run", checkpoint_every=0, **changed))
 
 
 def test_exit_codes(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

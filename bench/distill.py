@@ -1,0 +1,169 @@
+"""What a teacher is worth: SmolLM2-135M into every second of its layers, beside the same student on the same text without it.
+
+    python bench/distill.py --text enwik8.gz                                       # one GPU, 0.7 minutes of training each
+    python bench/distill.py --text wiki.txt --steps 2 --batch 1 --length 64 --held-out 3 --megabytes 0.1 --device cpu
+
+Both runs are the recipes' own (`assay distill`, `assay sft`) with all their guards: from the same proven weights, in the same order
+of the same text, at the same rates, for the same time by the run's own clock, in which the teacher's answers, its preflight and its
+compilation are part of its run. Nothing is handed over, and checkpoints are saved unproven, to spare the GPU's time. What both
+learned is then measured on sequences that neither has read, and compared sequence by sequence.
+"""
+
+import argparse
+import gzip
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from beside import peak_memory, surroundings, weights, without_proofs, write_rows
+
+from assay.measure.agreement import Agreement, arms
+from assay.measure.compare import compare
+from assay.model.placement import default_device, place_for_training
+from assay.recipes.distill import Distillation, fall
+from assay.recipes.options import Distill, Sft
+from assay.recipes.sft import FineTuning
+from assay.recipes.shrunk import make_student
+from assay.recipes.training import Training
+from assay.store.artifact import build, open_artifact
+from assay.verdict import Outcome, Verdict, proven, refuted
+
+CHARACTERS = 3.4  # a token of SmolLM2's in English text, and fewer in markup: a piece is about a row long, and what is more is cut off
+FALL = 0.4  # of the held-out KL that the student began with
+
+
+class Measured(Training):
+    """Nothing is handed over: what was learned is measured in memory."""
+
+    def finish(self) -> None:
+        self.record(self.watch.read())
+        self.run.finish()
+
+
+class WithTeacher(Measured, Distillation):
+    pass
+
+
+class Alone(Measured, FineTuning):
+    pass
+
+
+class Bench:
+    def __init__(self, flags: argparse.Namespace, home: Path):
+        self.flags, self.home = flags, home
+        self.teacher = weights(flags.teacher, "float32", home, flags.length)
+        teacher = open_artifact(self.teacher)
+        self.student = home / "student"
+        make_student(self.student, teacher, flags.layers or teacher.config.depth // 2, self.say)
+        pieces = list(cut(text_of(Path(flags.text), round(flags.megabytes * 1e6)), round(CHARACTERS * flags.length)))
+        self.say(f"{len(pieces):,} pieces of {flags.text}, the last {flags.held_out} held out")
+        self.data = write_rows(home / "text.jsonl", [{"text": piece} for piece in pieces[: -flags.held_out]])
+        self.apart = write_rows(home / "held-out.jsonl", [{"text": piece} for piece in pieces[-flags.held_out :]])
+
+    def say(self, text: str) -> None:
+        print(f"    {text}", flush=True)
+
+    def options(self, out: str, **more: Any) -> dict[str, Any]:
+        flags = self.flags
+        budget: dict[str, Any] = {"steps": flags.steps} if flags.steps else {"minutes": flags.minutes}
+        return {"model": str(self.student), "data": (str(self.data),), "held_out_data": str(self.apart), "out": str(self.home / out),
+                "length": flags.length, "over": "truncate", "batch_tokens": flags.batch * flags.length, "epochs": 100, "lr": flags.lr,
+                "micro_tokens": flags.batch * flags.length, "warmup": flags.warmup, "schedule": "wsd", "checkpoint_every": 0, "insist": True,
+                "look_examples": 32, "seed": flags.seed, "device": flags.device, **budget, **more}
+
+    def trained(self, work: Training) -> Training:
+        began = time.perf_counter()
+        with work.run.sitting():
+            work.go()
+        seconds, tokens = work.pace.clock.seconds, work.done * self.flags.batch * self.flags.length
+        self.say(f"{work.done:,} steps, {tokens / 1e6:.2f} M tokens, {seconds:.1f} s by the run's clock, "
+                 f"{time.perf_counter() - began:.1f} s in all, {1e3 * (work.watch.pace() or 0):.1f} ms a step, "
+                 f"{peak_memory(self.flags.device)}")
+        return work
+
+    def results(self) -> dict[str, Agreement]:
+        """Held-out agreement with the teacher: of the student as it began, and of both that were trained."""
+        taught = WithTeacher(Distill(teacher=str(self.teacher), temperature=self.flags.temperature, ce_weight=self.flags.ce_weight,
+                                     **self.options("taught")), self.say)
+        self.trained(taught)
+        alone = self.trained(Alone(Sft(**self.options("alone")), self.say))
+        before = place_for_training(build(open_artifact(self.student)), self.flags.device, compile=False)
+        models = {"as it began": before, "without the teacher": alone.model, "with the teacher": taught.model}
+        return {name: taught.agreement(model, taught.conversations.held_out, self.flags.batch) for name, model in models.items()}
+
+
+def text_of(file: Path, size: int) -> str:
+    """The first `size` bytes; a character that is cut in two at their end is left out."""
+    with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as read:
+        raw = read.read(size)
+    return raw.decode("utf-8", "ignore")
+
+
+def cut(text: str, characters: int) -> Iterator[str]:
+    """Whole lines, until they are as long as asked. What is left at the end is not used."""
+    piece = ""
+    for line in text.splitlines(keepends=True):
+        piece += line
+        if len(piece) >= characters:
+            yield piece
+            piece = ""
+
+
+def judged(found: dict[str, Agreement]) -> tuple[list[str], list[Verdict]]:
+    """What each student is worth, what each pair shows, and whether both goals were reached."""
+    before, alone, taught = found.values()
+    lines = [f"{name:20} " + "  ".join(f"{measure} {estimate}" for measure, estimate in each.estimates().items())
+             for name, each in found.items()]
+    shown = compare([arm for name in ("without the teacher", "with the teacher") for arm in arms(name, found[name])])
+    lines += [one.sentence for one in shown]
+    lines += [one.sentence for one in compare([arm for name in ("as it began", "with the teacher") for arm in arms(name, found[name])])]
+    fell, fell_alone = fall(before, taught), fall(before, alone)
+    assert fell is not None
+    kl = next(one for one in shown if one.metric.startswith("KL"))
+    words = f"held-out KL to the teacher fell by {fell} of what it was, without the teacher by {fell_alone}; the goal is {FALL:.0%}"
+    return lines, [(proven if fell.low >= FALL else refuted)("fall", words, low=fell.low),
+                   (proven if kl.claim == "shown better" else refuted)("worth", kl.sentence, p=kl.p)]
+
+
+def options(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--text", required=True, help="plain text, gzipped or not")
+    parser.add_argument("--megabytes", type=float, default=12.0, help="of the text that are read")
+    parser.add_argument("--teacher", default="smollm2-135m")
+    parser.add_argument("--layers", type=int, help="of the student; half the teacher's")
+    parser.add_argument("--minutes", type=float, default=0.7, help="of each run")
+    parser.add_argument("--steps", type=int, help="of each run, instead of minutes")
+    parser.add_argument("--batch", type=int, default=16, help="rows a step, all at once through the model")
+    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--held-out", type=int, default=192, help="sequences")
+    parser.add_argument("--lr", type=float, default=6e-4)
+    parser.add_argument("--warmup", type=int, default=20)
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--ce-weight", type=float, default=0.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default=default_device())
+    parser.add_argument("--json", help="write what was found here")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    flags, began = options(argv), time.perf_counter()
+    torch.set_float32_matmul_precision("highest")
+    without_proofs()
+    with tempfile.TemporaryDirectory() as home:
+        found = Bench(flags, Path(home)).results()
+    lines, verdicts = judged(found)
+    print("\n".join([surroundings(flags.device), *lines, *map(str, verdicts), f"{time.perf_counter() - began:.0f} s in all"]), flush=True)
+    if flags.json:
+        told = {"asked": vars(flags), "verdicts": [verdict.to_json() for verdict in verdicts], "lines": lines}
+        Path(flags.json).write_text(json.dumps(told, indent=1) + "\n")
+    return 0 if all(verdict.outcome is Outcome.PROVEN for verdict in verdicts) else 3
+
+
+if __name__ == "__main__":
+    sys.exit(main())
