@@ -19,7 +19,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from beside import peak_memory, surroundings, weights, without_proofs, write_rows
 
 from assay.measure.agreement import Agreement, arms
@@ -46,7 +45,9 @@ class Measured(Training):
 
 
 class WithTeacher(Measured, Distillation):
-    pass
+    def finish(self) -> None:
+        self.run.judge("teacher unmoved", self.teacher.unmoved())
+        super().finish()
 
 
 class Alone(Measured, FineTuning):
@@ -133,7 +134,7 @@ def judged(found: dict[str, Agreement]) -> tuple[list[str], list[Verdict]]:
 def options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", required=True, help="plain text, gzipped or not")
-    parser.add_argument("--megabytes", type=float, default=12.0, help="of the text that are read")
+    parser.add_argument("--megabytes", type=float, default=16.0, help="of the text that are read")
     parser.add_argument("--teacher", default="smollm2-135m")
     parser.add_argument("--layers", type=int, help="of the student; half the teacher's")
     parser.add_argument("--minutes", type=float, default=0.7, help="of each run")
@@ -153,7 +154,6 @@ def options(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     flags, began = options(argv), time.perf_counter()
-    torch.set_float32_matmul_precision("highest")
     without_proofs()
     with tempfile.TemporaryDirectory() as home:
         found = Bench(flags, Path(home)).results()

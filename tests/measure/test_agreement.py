@@ -10,7 +10,8 @@ from assay.data.batch import Batch
 from assay.data.held_out import held_out_batches
 from assay.errors import DataError
 from assay.kernels import softcap_ce
-from assay.measure.agreement import agreement, compare
+from assay.measure.agreement import Agreement, agreement, arms, compare
+from assay.measure.compare import compare as compare_arms
 from assay.measure.held_out import score
 from assay.zoo.practice import corpus
 from assay.zoo.stage import tiny
@@ -77,3 +78,18 @@ def test_nothing_compared_is_no_agreement():
     batch = held_out()[0]
     with pytest.raises(DataError, match="nothing was compared"):
         agreement(tiny(), tiny(), [replace(batch, weight=torch.zeros_like(batch.weight))])
+
+
+def test_students_are_compared_document_by_document():
+    """Each measure by itself and by its own direction: less KL and cross-entropy are better, more agreement is."""
+    ids, spread = tuple(f"document {i}" for i in range(12)), np.linspace(0, 4, 12)
+    worse, better = (Agreement(ids, np.full(12, 9.0), 2 + spread - nearer, 0.3 + spread / 9 + nearer / 3, 3 + spread - nearer)
+                     for nearer in (0.0, 0.1))
+    shown = {one.metric: one for one in compare_arms([*arms("before", worse), *arms("after", better)])}
+    assert {name: one.claim for name, one in shown.items()} == dict.fromkeys(
+        ["KL to the teacher", "same likeliest token", "cross-entropy"], "shown better")
+    assert shown["KL to the teacher"].effect.mean == pytest.approx(-0.1)  # paired: between documents it differs forty times as much
+    assert {one.claim for one in compare_arms([*arms("after", better), *arms("before", worse)])} == {"shown worse"}
+    strangers = replace(better, ids=tuple(reversed(("another", *ids[1:]))))
+    with pytest.raises(DataError, match="were scored in one of them only"):
+        compare_arms([*arms("before", worse), *arms("after", strangers)])
