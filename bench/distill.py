@@ -74,8 +74,8 @@ class Bench:
         budget: dict[str, Any] = {"steps": flags.steps} if flags.steps else {"minutes": flags.minutes}
         return {"model": str(self.student), "data": (str(self.data),), "held_out_data": str(self.apart), "out": str(self.home / out),
                 "length": flags.length, "over": "truncate", "batch_tokens": flags.batch * flags.length, "epochs": 100, "lr": flags.lr,
-                "micro_tokens": flags.batch * flags.length, "warmup": flags.warmup, "schedule": "wsd", "checkpoint_every": 0, "insist": True,
-                "look_examples": 32, "seed": flags.seed, "device": flags.device, **budget, **more}
+                "micro_tokens": flags.batch * flags.length, "warmup": flags.warmup, "schedule": "wsd", "checkpoint_every": 0,
+                "insist": True, "look_examples": 32, "seed": flags.seed, "device": flags.device, **budget, **more}
 
     def trained(self, work: Training) -> Training:
         began = time.perf_counter()

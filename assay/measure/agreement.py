@@ -50,7 +50,8 @@ class Agreement:
 
 def arms(name: str, found: Agreement) -> list[Arm]:
     """For `compare`: students who read the same documents, paired by document; each measure is a group of its own."""
-    measures = {"KL to the teacher": (found.kl, True), "same likeliest token": (found.top1, False), "cross-entropy": (found.student_ce, True)}
+    measures = {"KL to the teacher": (found.kl, True), "same likeliest token": (found.top1, False),
+                "cross-entropy": (found.student_ce, True)}  # and whether less is better
     return [Arm(name, metric, (Run(name, {str(id): (float(value),) for id, value in zip(found.ids, values, strict=True)}),), lower, metric)
             for metric, (values, lower) in measures.items()]
 
