@@ -126,11 +126,14 @@ class Attention(nn.Module):
                 values: list[Tensor] | None = None) -> Tensor:
         """`values` begins with those of the first layer, which puts them there; None where no layer asks for them."""
         B, T, _ = x_BTD.shape
-        q, k, v = (part.view(B, T, -1, self.head_dim) for part in self.qkv(x_BTD).split(self.rows, -1))
+        query_heads, kv_heads, _ = (rows // self.head_dim for rows in self.rows)
+        qk, v = self.qkv(x_BTD).view(B, T, -1, self.head_dim).split((query_heads + kv_heads, kv_heads), 2)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q, k = qk.split((query_heads, kv_heads), 2)
+            qk = torch.cat([self.q_norm(q), self.k_norm(k)], 2)
         if rotary is not None:
-            q, k = rotate(q, *rotary), rotate(k, *rotary)
+            qk = rotate(qk, *rotary)  # both at once: two short kernels take longer than one
+        q, k = qk.split((query_heads, kv_heads), 2)
         if self.mix is not None:
             v = self.mix(v, values[0])  # type: ignore[index]
         elif values is not None:
