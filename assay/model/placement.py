@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from assay.errors import UsageError
+from assay.kernels import gated, norm
 from assay.model.transformer import Transformer
 
 
@@ -23,6 +24,9 @@ def place_for_training(model: Transformer, device: str, *, compute: torch.dtype 
     model.to(device, torch.float32)
     model.compute_dtype = compute or (torch.bfloat16 if on_gpu else torch.float32)
     model.recompute = recompute
+    if on_gpu:
+        gated.register()
+        norm.register()
     if compile or (compile is None and on_gpu):
         # Block by block: all layers share one compiled graph, so that compilation takes seconds, whatever the depth.
         for block in model.blocks:

@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from assay.kernels.gated import gated
+from assay.kernels.norm import fused_normed_beside, rms_norm, trains_fused
 from assay.model.attention import Placement, Sight, attend, gate_heads, mix_values, place
 from assay.model.cache import LayerView, View
 from assay.seeds import generator
@@ -89,7 +91,7 @@ class RmsNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], self.weight.to(x.dtype), self.eps)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class LayerNorm(nn.LayerNorm):
@@ -153,10 +155,7 @@ class Mlp(nn.Module):
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         inner = self.up(x_BTD)
-        if self.gated:
-            gate, up = inner.chunk(2, -1)
-            return self.down(self.activation(gate) * up)
-        return self.down(self.activation(inner))
+        return self.down(gated(inner, self.activation) if self.gated else self.activation(inner))
 
 
 class Block(nn.Module):
@@ -167,8 +166,10 @@ class Block(nn.Module):
 
     def forward(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor] | None, sight: Sight, cache: LayerView | None,
                 *values: list[Tensor]) -> Tensor:
-        x_BTD = x_BTD + self.attn(self.attn_norm(x_BTD), rotary, sight, cache, *values)
-        return x_BTD + self.mlp(self.mlp_norm(x_BTD))
+        x_BTD, normed = beside(x_BTD, self.attn_norm)
+        x_BTD = x_BTD + self.attn(normed, rotary, sight, cache, *values)
+        x_BTD, normed = beside(x_BTD, self.mlp_norm)
+        return x_BTD + self.mlp(normed)
 
 
 class Transformer(nn.Module):
@@ -258,6 +259,13 @@ def qkv_rows(c: ModelConfig) -> tuple[int, int, int]:
 
 def make_norm(c: ModelConfig) -> nn.Module:
     return RmsNorm(c.width, c.norm_eps) if c.norm == "rms" else LayerNorm(c.width, c.norm_eps)
+
+
+def beside(x: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
+    """x and its norm. An RMS norm in training on a GPU is a kernel's, which makes one gradient of both; no hook sees it at work."""
+    if isinstance(norm, RmsNorm) and trains_fused(x):
+        return fused_normed_beside(x, norm.weight, norm.eps)
+    return x, norm(x)
 
 
 def rotate(x_BTHd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

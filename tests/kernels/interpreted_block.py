@@ -1,0 +1,170 @@
+"""The block's Triton kernels in Triton's interpreter, on the CPU. Run by test_gated.py, in a process of its own.
+
+Every comparison is with the plain twin in float64 on the same inputs.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from triton.runtime import interpreter
+
+from assay.kernels import gated, norm
+from assay.kernels.gated import fused_gated, gated_backward, plain_gated
+from assay.kernels.norm import fused_normed_beside, norm_backward, plain_normed_beside
+from assay.model import transformer
+from assay.model.tiny import tiny_config
+from assay.model.transformer import initialised
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy's exp, overflowing to inf as it should
+BF16 = 2**-7  # a step of bf16, relative: the interpreter cuts off where a GPU rounds
+EPS = 1e-5
+
+
+@pytest.fixture(autouse=True)
+def loops_up_to_a_given_number(monkeypatch):
+    """Triton 3.6's interpreter asks numpy for int(array of one entry), which numpy refuses from 2.4 on."""
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor, scope):
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+
+
+def drawn(*shape, dtype=torch.float32, spread=1.0, seed=0):
+    g = torch.Generator().manual_seed(seed + sum(shape))
+    return (torch.randn(*shape, generator=g) * spread).to(dtype)
+
+
+def doubled(*tensors):
+    return [x.detach().double().requires_grad_() for x in tensors]
+
+
+def apart(found, expected):
+    """Largest difference, relative to the largest entry."""
+    return ((found.double() - expected).abs().max() / expected.abs().max()).item()
+
+
+# ── the gated activation ──────────────────────────────────────────────────────────────────────────────────────────────
+
+@pytest.mark.parametrize(("shape", "block"), [((3, 5, 96), 64), ((7, 2 * 37), 128), ((1, 2), 1024)])  # rows end inside a block
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, BF16)])
+def test_gated_gradients(shape, block, dtype, bound):
+    inner, d_out = drawn(*shape, dtype=dtype, spread=3.0), drawn(*shape[:-1], shape[-1] // 2, dtype=dtype, seed=1)
+    (inner64,) = doubled(inner)
+    plain_gated(inner64, F.silu).backward(d_out.double())
+    found = gated_backward(d_out, inner, block=block)
+    assert found.dtype == dtype
+    assert apart(found, inner64.grad) < bound
+
+
+def test_gated_far_out_is_finite_and_zero_where_the_gate_is_shut():
+    inner = torch.tensor([[-200.0, 200.0, 3.0, 3.0]])
+    assert gated_backward(torch.ones(1, 2), inner).tolist() == [[0.0, 3.0, 0.0, 200.0]]
+
+
+def test_gated_through_autograd_and_strided_gradients():
+    inner = drawn(4, 6, 96).requires_grad_()
+    weights = drawn(6, 4, 48, seed=2)
+    (fused_gated(inner) * weights.transpose(0, 1)).sum().backward()
+    (inner64,) = doubled(inner)
+    (plain_gated(inner64, F.silu) * weights.transpose(0, 1)).sum().backward()
+    assert torch.equal(fused_gated(inner), plain_gated(inner, F.silu))
+    assert apart(inner.grad, inner64.grad) < 1e-6
+
+
+# ── the norm ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+def exact(d_stream, d_normed, x, weight):
+    x64, weight64 = doubled(x, weight)
+    stream, normed = plain_normed_beside(x64, weight64, EPS)
+    torch.autograd.backward([stream * 1.0, normed], [d_stream.double(), d_normed.double()])
+    return x64.grad, weight64.grad
+
+
+@pytest.mark.parametrize(("shape", "most", "rows"), [((37, 64), 8, 1), ((3, 5, 36), 4, 2), ((1, 576), 8, 1), ((9, 100), 2, 4)])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, BF16)])
+def test_norm_gradients(shape, most, rows, dtype, bound):
+    """The programs share the rows unevenly; the weight keeps its own dtype, and so does its gradient."""
+    d_stream, d_normed, x = (drawn(*shape, dtype=dtype, seed=seed) for seed in range(3))
+    weight = drawn(shape[-1], dtype=torch.bfloat16, seed=3).float()  # its rounding to bf16 costs nothing
+    d_x, d_weight = norm_backward(d_stream, d_normed, x, weight, EPS, most=most, rows=rows)
+    d_x64, d_weight64 = exact(d_stream, d_normed, x, weight)
+    assert (d_x.dtype, d_weight.dtype) == (dtype, torch.float32)
+    assert apart(d_x, d_x64) < bound
+    assert apart(d_weight, d_weight64) < 1e-6
+
+
+def test_norm_gradients_of_rows_next_to_nothing_count_eps():
+    d_stream, d_normed, x, weight = torch.zeros(4, 64), drawn(4, 64), drawn(4, 64, spread=1e-3, seed=1), drawn(64, seed=2)
+    d_x, d_weight = norm_backward(d_stream, d_normed, x, weight, EPS)
+    d_x64, d_weight64 = exact(d_stream, d_normed, x, weight)
+    assert apart(d_x, d_x64) < 1e-6
+    assert apart(d_weight, d_weight64) < 1e-6
+
+
+def test_norm_through_autograd_rounds_the_weight_as_the_twin_does():
+    x, weight = drawn(6, 64, dtype=torch.bfloat16).requires_grad_(), drawn(64, seed=1).requires_grad_()
+    stream, normed = fused_normed_beside(x, weight, EPS)
+    assert torch.equal(stream, x)
+    assert torch.equal(normed, plain_normed_beside(x, weight, EPS)[1])
+    d_stream, d_normed = (drawn(6, 64, dtype=torch.bfloat16, seed=seed) for seed in (2, 3))
+    torch.autograd.backward([stream, normed], [d_stream, d_normed])
+    d_x64, d_weight64 = exact(d_stream, d_normed, x, weight.to(torch.bfloat16))
+    assert apart(x.grad, d_x64) < 2 * BF16  # the weight is cut off too
+    assert apart(weight.grad, d_weight64) < 1e-6
+
+
+# ── in the model ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+@pytest.fixture
+def fused(monkeypatch):
+    """As on a GPU in bf16."""
+    gated.register()
+    norm.register()
+    monkeypatch.setattr(transformer, "trains_fused", lambda x: torch.is_grad_enabled())
+    monkeypatch.setattr(transformer, "gated", lambda inner, _: fused_gated(inner))
+
+
+def gradients(model, tokens):
+    model.zero_grad()
+    F.cross_entropy(model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    return {name: parameter.grad.double() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize(("family", "recompute"), [("llama", False), ("llama", True), ("qwen3", False)])
+def test_a_model_trains_with_the_same_gradients(family, recompute, request):
+    model = initialised(tiny_config(family), 0)
+    tokens = torch.randint(0, 320, (2, 9), generator=torch.Generator().manual_seed(0))
+    due = gradients(model, tokens)
+    request.getfixturevalue("fused")
+    model.recompute = recompute
+    found = gradients(model, tokens)
+    for name, gradient in due.items():
+        assert apart(found[name], gradient) < 1e-5, name
+
+
+def test_a_compiled_backward_adds_nothing_to_the_stream_and_makes_nothing_again(request):
+    """One graph. The kernel adds the residual's gradient, and what the linear layers need again was kept."""
+    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+
+    graphs = []
+    compiler = lambda graph, _: (graphs.append(graph), make_boxed_func(graph.forward))[1]
+    model = initialised(tiny_config(), 0)
+    tokens = torch.randint(0, 320, (2, 9), generator=torch.Generator().manual_seed(0))
+    due = gradients(model, tokens)
+    request.getfixturevalue("fused")
+    model.blocks[0].compile(dynamic=False, fullgraph=True, backend=aot_autograd(
+        fw_compiler=compiler, bw_compiler=compiler, partition_fn=min_cut_rematerialization_partition))
+    found = gradients(model, tokens)
+    for name, gradient in due.items():
+        assert apart(found[name], gradient) < 1e-5, name
+    called = [node.target for node in graphs[1].graph.nodes if node.op == "call_function"]
+    of_mlp, of_attn = (node for node in graphs[1].graph.nodes if node.target is torch.ops.assay.norm_backward.default)
+    assert of_attn.args[0].args == (of_mlp, 0)  # the stream's gradient goes from kernel to kernel, and out
+    assert (of_attn, 0) in [node.args for node in graphs[1].graph.output_node().args[0] if node is not None]
+    assert called.count(torch.ops.assay.gated_backward.default) == 1
+    for made in (torch.ops.aten.silu.default, torch.ops.aten.rsqrt.default):
+        assert made not in called, made

@@ -1,0 +1,59 @@
+"""The gated activation: the plain twin against its formula, and the block's kernels in Triton's interpreter."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from assay.kernels.gated import gated, plain_gated
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+
+
+def test_the_twin_is_its_formula():
+    inner = torch.randn(3, 10, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    gate, up = inner[:, :5], inner[:, 5:]
+    torch.testing.assert_close(plain_gated(inner, F.silu), gate / (1 + torch.exp(-gate)) * up, rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("activation", [F.silu, torch.relu])
+def test_on_the_cpu_the_twin_answers_bit_for_bit(activation):
+    for dtype in (torch.float32, torch.bfloat16):
+        inner = torch.randn(4, 12, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
+        due = inner.detach().clone().requires_grad_()
+        found = gated(inner, activation)
+        found.sum().backward()
+        gate, up = due.chunk(2, -1)
+        (activation(gate) * up).sum().backward()
+        assert torch.equal(found, activation(gate) * up)
+        assert torch.equal(inner.grad, due.grad)
+
+
+def test_training_on_the_cpu_needs_no_triton_and_registers_nothing():
+    code = ("import sys; sys.modules['triton'] = None\n"
+            "from assay.model.placement import place_for_training\n"
+            "from assay.model.tiny import tiny_config\n"
+            "from assay.model.transformer import initialised\n"
+            "import torch; model = place_for_training(initialised(tiny_config(), 0), 'cpu')\n"
+            "model(torch.tensor([[1, 2, 3]])).sum().backward()\n"
+            "assert not hasattr(torch.ops.assay, 'gated_backward') and not hasattr(torch.ops.assay, 'norm_backward')")
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton is published for Linux alone")
+def test_the_kernels_in_the_interpreter():
+    """In its own process: Triton reads TRITON_INTERPRET once, when it is first imported."""
+    assert importlib.util.find_spec("triton"), "the development extra installs triton: pip install -e '.[dev]'"
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(HERE / "interpreted_block.py")]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
+    assert re.search(r"^=*\s*\d+ passed in", done.stdout.splitlines()[-1]), done.stdout  # none skipped, none left out
