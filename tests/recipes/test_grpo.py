@@ -103,6 +103,18 @@ def test_exact_answers_become_more_and_the_run_says_so(whole: Path, tmp_path: Pa
     assert all(names <= row.keys() for row in steps_of(config))
 
 
+def test_problems_of_reasoning_gym_are_rewarded_by_its_own_scorers(whole: Path, tmp_path: Path):
+    pytest.importorskip("reasoning_gym")
+    assert assay(["data", "gym", "chain_sum", "--n", "40", "--out", str(tmp_path / "gym.jsonl")]) == 0
+    config = options(whole, tmp_path / "run", data=(str(tmp_path / "gym.jsonl"),), reward=("gym:1", "format:0.1"), steps=1, look_prompts=4)
+    reinforced(config)
+    [step] = steps_of(config)
+    assert step["rewards/unknown"] == 0
+    assert {"rewards/gym/mean", "rewards/format/mean"} <= step.keys()
+    before = {verdict["check"]: verdict["outcome"] for verdict in events(config, "preflight")[0]["verdicts"]}
+    assert {before[check] for check in ("reward_gold", "reward_wrong", "reward_empty", "reward_scale")} == {"PROVEN"}
+
+
 @pytest.mark.parametrize("form", ["whole", "adapter"])
 def test_the_reference_is_the_fork_and_the_policy_leaves_it(form: str, request: pytest.FixtureRequest, tmp_path: Path):
     parent = request.getfixturevalue(form)
