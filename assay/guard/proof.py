@@ -21,8 +21,9 @@ import torch
 from assay.errors import ArtifactError, AssayError, UsageError
 from assay.guard.artifact import check_fields, check_hashes, check_loaded, check_values
 from assay.guard.behaviour import check_answers, check_consumer, check_generations
+from assay.guard.health import check_health
 from assay.guard.lineage import check_lineage
-from assay.guard.subject import Expectation, Subject
+from assay.guard.subject import AS_USUAL, Expectation, Probing, Subject
 from assay.guard.text import check_tokenizer
 from assay.store.artifact import Artifact, locate, open_artifact, read, understand
 from assay.store.checkpoint import Checkpoint, hallmark, open_checkpoint, quarantine
@@ -30,7 +31,7 @@ from assay.verdict import Outcome, Verdict, overall, proven, refuted, unproven
 
 CHECKS: tuple[Callable[[Subject], Verdict], ...] = (
     check_hashes, check_loaded, check_values, check_fields, check_tokenizer, check_answers, check_lineage, check_consumer,
-    check_generations)
+    check_generations, check_health)
 TIMEOUT = 1800.0
 ENDED_FROM_OUTSIDE = {signal.SIGINT, signal.SIGTERM, signal.SIGKILL, signal.SIGHUP}  # says nothing about the artifact
 
@@ -43,6 +44,12 @@ class Request:
     expect: Expectation | None = None  # None: as the manifest says, else "moved"
     bound: float | None = None  # how far answers may be off where `same` is expected
     against_base: str | None = None  # the base of `against`, where that is an adapter
+    probing: Probing = AS_USUAL
+
+    @classmethod
+    def from_json(cls, text: str) -> "Request":
+        fields = json.loads(text)
+        return cls(**fields | {"probing": Probing(**fields["probing"])})
 
 
 def prove(request: Request, *, timeout: float = TIMEOUT) -> list[Verdict]:
@@ -67,9 +74,10 @@ def prove(request: Request, *, timeout: float = TIMEOUT) -> list[Verdict]:
         return [Verdict(v["check"], Outcome(v["outcome"]), v["reason"], v["evidence"]) for v in json.loads(answer.read_text())]
 
 
-def prove_checkpoint(folder: Path, *, against: str | None = None, base: str | None = None, timeout: float = TIMEOUT) -> list[Verdict]:
+def prove_checkpoint(folder: Path, *, against: str | None = None, base: str | None = None, probing: Probing = AS_USUAL,
+                     timeout: float = TIMEOUT) -> list[Verdict]:
     """Prove a checkpoint of ours and write the outcome beside it. Bytes that do not even open stay as they are."""
-    verdicts = prove(Request(str(folder), against=against, base=base), timeout=timeout)
+    verdicts = prove(Request(str(folder), against=against, base=base, probing=probing), timeout=timeout)
     try:
         checkpoint = open_checkpoint(folder)
     except ArtifactError:
@@ -97,8 +105,8 @@ class Prover:
         self._pool = ThreadPoolExecutor(1, "prove")
         self._pending: list[tuple[Path, Future[list[Verdict]]]] = []
 
-    def start(self, folder: Path, *, against: str | None = None, base: str | None = None) -> None:
-        self._pending.append((folder, self._pool.submit(prove_checkpoint, folder, against=against, base=base)))
+    def start(self, folder: Path, *, against: str | None = None, base: str | None = None, probing: Probing = AS_USUAL) -> None:
+        self._pending.append((folder, self._pool.submit(prove_checkpoint, folder, against=against, base=base, probing=probing)))
 
     @property
     def busy(self) -> bool:
@@ -141,7 +149,7 @@ def _subject(request: Request, artifact: Artifact) -> Subject:
     parent = None if against is None else open_artifact(against, base=against_base if locate(against).adapter else None)
     copied = facts.get("change") == "same" or artifact.raw.squeezed is not None
     expect = request.expect or ("same" if copied else "moved")
-    return Subject(artifact.raw, artifact, parent, expect, request.bound or 2e-4)
+    return Subject(artifact.raw, artifact, parent, expect, request.bound or 2e-4, request.probing)
 
 
 def _ran(check: Callable[[Subject], Verdict], subject: Subject) -> Verdict:
@@ -163,7 +171,7 @@ def _parameters(artifact: Artifact) -> int:
 
 
 def main() -> None:
-    request, answer = Request(**json.loads(sys.argv[1])), Path(sys.argv[2])
+    request, answer = Request.from_json(sys.argv[1]), Path(sys.argv[2])
     os.nice(5)  # beside a training loop: it comes first
     torch.set_num_threads(1)  # and threads that wait for a busy core are many times slower than one
     try:

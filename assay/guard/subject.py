@@ -8,12 +8,28 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from assay.errors import UsageError
 from assay.model.probe import Answer, answer
 from assay.model.transformer import Transformer
 from assay.store.artifact import Artifact, Raw, build, extended
 from assay.store.tensors import tensor_sha256
 
 Expectation = Literal["moved", "same"]
+
+
+@dataclass(frozen=True)
+class Probing:
+    """How many texts a proof may sample to each prompt, and where. Clean ones are enough after the first; 0: none at all."""
+
+    samples: int = 4
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        if self.samples < 0:
+            raise UsageError(f"--probe-samples {self.samples}: expected how many texts may be sampled to a prompt, or 0 for none")
+
+
+AS_USUAL = Probing()
 
 
 @dataclass
@@ -25,6 +41,7 @@ class Subject:
     against: Artifact | None = None
     expect: Expectation = "moved"
     bound: float | None = None
+    probing: Probing = AS_USUAL
 
     @property
     def path(self) -> Path:

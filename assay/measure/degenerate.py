@@ -41,7 +41,7 @@ RULE = re.compile(r"[-=_*.|+#~\s:0]*")  # what separators, table rules and paddi
 class Expected:
     """What a prompt asks for. `tags` must all be there; `ends` is False where nothing taught the model to stop."""
 
-    script: str = "LATIN"
+    script: str = "LATIN"  # "": any
     code: bool = False
     numbers: bool = False
     short: bool = False  # many prompts may have this same answer
@@ -101,13 +101,13 @@ def different(words: Sequence[str], run: int = 4) -> float:
 
 
 def word_soup(surprise: float, usual: Sequence[float]) -> Malformed | None:
-    """`surprise`: nats per token of the text under a reference model; `usual`: those of the reference's own texts there."""
+    """`surprise`: nats per token of the text under a reference model; `usual`: those of texts that are in order, such as its own."""
     if not usual:
         return None
     middle, spread = float(np.mean(usual)), float(np.std(usual))
     limit = middle + max(SOUP_NATS, SOUP_SPREADS * spread)
     if not surprise <= limit:
-        return Malformed("word soup", f"{surprise:.1f} nats a token under the reference, its own texts {middle:.1f}; limit {limit:.1f}")
+        return Malformed("word soup", f"{surprise:.1f} nats a token under the reference, texts in order {middle:.1f}; limit {limit:.1f}")
     return None
 
 
@@ -172,7 +172,7 @@ def _garbled(text: str) -> Malformed | None:
 
 def _wrong_script(text: str, expected: Expected) -> Malformed | None:
     letters = [c for c in text if c.isalpha()]
-    if len(letters) < 8:
+    if not expected.script or len(letters) < 8:
         return None
     scripts = Counter(map(_script, letters))
     share = scripts[expected.script] / len(letters)

@@ -11,6 +11,7 @@ from assay.generate.policy import logprobs_of
 from assay.generate.request import Completion, Request, Sampling
 from assay.measure.task import Likelihood
 from assay.model.tokenizer import Tokenizer
+from assay.model.transformer import Transformer
 from assay.seeds import derive
 from assay.store.artifact import Artifact, build
 
@@ -19,16 +20,20 @@ PLAIN = Sampling()  # the model's own distribution
 
 
 class OpenedModel:
-    """An artifact built on a device. `identity` names its weights, an adapter's with its base's."""
+    """An artifact built on a device, or as `model` already. `identity` names its weights, an adapter's with its base's.
 
-    def __init__(self, artifact: Artifact, *, device: str = "cpu", dtype: torch.dtype | None = None):
+    `graphed`: as `Engine` has it; False compiles nothing, which is sooner over for a few texts.
+    """
+
+    def __init__(self, artifact: Artifact, *, device: str = "cpu", dtype: torch.dtype | None = None, model: Transformer | None = None,
+                 graphed: bool | None = None):
         if artifact.tokenizer is None:
             raise UsageError(f"{artifact.path}: there is no tokenizer here, so text means nothing to it; add tokenizer.json")
         if device.startswith("cuda") and not torch.cuda.is_available():
             raise UsageError(f"device {device!r}: torch sees no GPU here; use --device cpu")
         self.artifact, self.tokenizer = artifact, artifact.tokenizer
         dtype = dtype or (torch.bfloat16 if device.startswith("cuda") else torch.float32)
-        self.model = build(artifact, dtype).to(device)
+        self.model, self.graphed = build(artifact, dtype).to(device) if model is None else model, graphed
         self.identity = artifact.digest if artifact.base is None else f"{artifact.digest}+{artifact.base.digest}"
         self.engine: Engine | None = None
 
@@ -104,7 +109,7 @@ class OpenedModel:
                              "lower --max-new or leave the example out")
         slots = fitting_slots(self.model, members if self.model.embed.weight.is_cuda else min(members, SLOTS_ON_CPU), length)
         self.engine = Engine(self.model, slots=slots, length=max(length, 2), stop_ids=self.artifact.stops.stop_ids,
-                             version=self.identity, tokenizer=self.tokenizer)
+                             version=self.identity, tokenizer=self.tokenizer, graphed=self.graphed)
 
 
 def prompt_ids(tokenizer: Tokenizer, text: str, *, raw: bool) -> tuple[int, ...]:

@@ -68,8 +68,22 @@ class Health:
         return sum(sample.wrong is not None for sample in self.samples)
 
     @property
+    def rounds(self) -> int:
+        return 1 + max(sample.round for sample in self.samples)
+
+    @property
     def interval(self) -> tuple[float, float]:
         return bounds(self.bad, len(self.samples))
+
+    @property
+    def malformed(self) -> bool:
+        """More malformed texts are shown than are tolerated."""
+        return self.interval[0] > self.tolerated
+
+    @property
+    def healthy(self) -> bool:
+        """A rate as high as the bound is excluded."""
+        return self.interval[1] <= self.bound
 
     @property
     def causes(self) -> dict[Cause, int]:
@@ -88,18 +102,19 @@ class Health:
         (low, high), domains = self.interval, Counter(sample.prompt.domain for sample in self.samples if sample.wrong is not None)
         evidence = {"bad": self.bad, "n": len(self.samples), "low": low, "high": high, "causes": self.causes, "domains": dict(domains),
                     "examples": [sample.to_json() for sample in self.samples if sample.wrong is not None][:SHOWN]}
-        if low > self.tolerated:
+        if self.malformed:
             return refuted("health", f"{self.sentence}; {self.tolerated:.0%} are tolerated", **evidence)
-        if high <= self.bound:
+        if self.healthy:
             return proven("health", self.sentence, **evidence)
         return unproven("health", f"{self.sentence}; {self.bound:.0%} is not excluded: draw more samples", **evidence)
 
 
 def probe(speak: Speaker, prompts: Sequence[Prompt], *, n: int = 4, name: str = "", surprise: Surprise | None = None,
-          usual: Sequence[float] = (), tolerated: float = TOLERATED, bound: float = BOUND) -> Health:
-    """Rounds of one sample per prompt, judged after each, until the rate is shown to be above what is tolerated or n rounds are over.
+          usual: Sequence[float] = (), tolerated: float = TOLERATED, bound: float = BOUND,
+          enough: Callable[[Health], bool] = lambda health: health.malformed) -> Health:
+    """Rounds of one sample per prompt, judged after each, until that is enough or n rounds are over.
 
-    `surprise` gives the nats per token of texts under a reference model, whose own texts have the `usual` ones.
+    `surprise` gives the nats per token of texts under a reference model, where texts in order have the `usual` ones.
     """
     if n < 1 or not prompts:
         raise UsageError(f"a probe of {n} samples of {len(prompts)} prompts: expected at least one of each")
@@ -110,7 +125,7 @@ def probe(speak: Speaker, prompts: Sequence[Prompt], *, n: int = 4, name: str = 
             said = [replace(one, surprise=value) for one, value in zip(said, surprise(prompts, said), strict=True)]
         samples += judged(prompts, said, round, usual)
         health = Health(name, tuple(samples), tolerated, bound)
-        if health.interval[0] > tolerated:
+        if enough(health):
             break
     return health
 
@@ -163,7 +178,7 @@ def first_bad(names: Sequence[str], look: Callable[[str], Health], *, every: int
     def bad(i: int) -> bool:
         if names[i] not in seen:
             seen[names[i]] = look(names[i])
-        return seen[names[i]].interval[0] > seen[names[i]].tolerated
+        return seen[names[i]].malformed
 
     if len(names) <= every:
         first = min((i for i in range(len(names)) if bad(i)), default=None)

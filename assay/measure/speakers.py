@@ -50,6 +50,14 @@ class OfModel:
             values[i] = -float(found.double().mean())
         return values
 
+    def reading(self, prompts: Sequence[Prompt]) -> list[float]:
+        """Nats per token of the prompts themselves, as texts, after the first token of each: what real words cost this model."""
+        from assay.generate.policy import logprobs_of
+        from assay.measure.examinee import PLAIN
+
+        texts = [tuple(self.opened.tokenizer.encode(prompt.text))[: self.opened.model.config.max_length] for prompt in prompts]
+        return [-float(found.double().mean()) for found in logprobs_of(self.opened.model, [(ids[:1], ids[1:]) for ids in texts], PLAIN)]
+
 
 @dataclass(frozen=True)
 class OfEndpoint:

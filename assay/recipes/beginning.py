@@ -9,6 +9,7 @@ from torch import Tensor
 
 from assay.errors import GuardStop, UsageError
 from assay.guard.proof import demanded, prove_checkpoint
+from assay.guard.subject import Probing
 from assay.guard.update import check_adapted
 from assay.guard.watch import stop_if_refuted
 from assay.learn.optim import load_state_tensors
@@ -83,9 +84,9 @@ def prepared(config: Trained, source: Artifact, say: Callable[[str], None]) -> A
 
 
 def write_proven(where: Path, contents: checkpoint.Contents, *, against: str | None = None) -> None:
-    """A model that a run makes to begin with: written, and proven before it is trained on."""
+    """A model that a run makes to begin with: written, and proven before it is trained on. What it says, the first checkpoint shows."""
     checkpoint.write(where, contents)
-    verdicts = prove_checkpoint(where, against=against)
+    verdicts = prove_checkpoint(where, against=against, probing=Probing(samples=0))
     if overall(demanded(verdicts)) is not Outcome.PROVEN:
         raise GuardStop(f"{where} is not proven: " + "; ".join(str(v) for v in verdicts if v.outcome is not Outcome.PROVEN))
 

@@ -114,7 +114,7 @@ def is_malformed(checkpoint: Path) -> bool:
 
     speaker = OfModel(OpenedModel(open_artifact(checkpoint)), Sampling(max_new=128))
     health = probe(speaker, BEGINNINGS if speaker.raw else BUILT_IN, name=checkpoint.name)
-    return health.interval[0] > health.tolerated
+    return health.malformed
 
 
 def differs_from(other: Path) -> Probe:

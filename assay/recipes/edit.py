@@ -22,6 +22,7 @@ from assay.edit.targets import Aim, find_targets
 from assay.errors import DataError, UsageError
 from assay.guard.behaviour import greedy
 from assay.guard.proof import Request, mark, prove
+from assay.guard.subject import AS_USUAL, Probing
 from assay.measure.edit_preflight import check_batching, check_keys, check_spans, check_targets
 from assay.measure.edit_probe import Probed, check_probe, probed
 from assay.measure.edits import (
@@ -79,7 +80,8 @@ def edit_opened(config: Edit, source: Artifact, model: Transformer, say: Callabl
     where, device, tokenizer = Path(config.out) / "model", model.embed.weight.device, source.tokenizer
     assert tokenizer is not None
     facts, refused = chosen_facts(config, model, source, say)
-    run, watch = Run(Path(config.out), config, say=say), Stopwatch()
+    probing = Probing(config.probe_samples, device)
+    run, watch = Run(Path(config.out), config, say=say, probing=probing), Stopwatch()
     with run.sitting():
         scored, reading = texts(config, model, tokenizer)
         run.judge("preflight", preflight(model, source, facts))
@@ -91,7 +93,7 @@ def edit_opened(config: Edit, source: Artifact, model: Transformer, say: Callabl
         edited = solved(config, model, source, facts, layers, reading, watch)
         with patched(model, edited.patch):
             claimed = ask(model, tokenizer, [q for q in questions(facts) if q.kind == "efficacy"], source.stops.stop_ids)
-        verdicts = apply_patch(source, edited.patch, where, taught=ends(model, source))
+        verdicts = apply_patch(source, edited.patch, where, taught=ends(model, source), probing=probing)
         run.ledger.append("proof", checkpoint="model", verdicts=plain([verdict.to_json() for verdict in verdicts]))
         watch.lap("checkpoint and proof")
         reloaded = open_artifact(where)
@@ -111,7 +113,7 @@ def edit_opened(config: Edit, source: Artifact, model: Transformer, say: Callabl
     return report
 
 
-def apply_patch(source: Artifact, patch: Patch, where: Path, *, taught: bool) -> list[Verdict]:
+def apply_patch(source: Artifact, patch: Patch, where: Path, *, taught: bool, probing: Probing = AS_USUAL) -> list[Verdict]:
     """The parent's tensors with the patch applied, as a checkpoint at `where`, proven in a fresh process and marked."""
     changed = applied(source.tensors, patch, source.digest)
     dtype = DTYPES[stored_dtype(source.tensors)]
@@ -119,7 +121,7 @@ def apply_patch(source: Artifact, patch: Patch, where: Path, *, taught: bool) ->
     lineage = Lineage("moved", Ancestor(source.digest, str(source.path)), frozen=tuple(sorted(source.tensors.keys() - changed.keys())),
                       taught_to_stop=taught)
     checkpoint.write(where, model_contents(model, source.tokenizer, source.stops, lineage, dtype=dtype))
-    verdicts = prove(Request(str(where), str(source.path), expect="moved"))
+    verdicts = prove(Request(str(where), str(source.path), expect="moved", probing=probing))
     mark(open_checkpoint(where), verdicts)
     return verdicts
 

@@ -39,6 +39,8 @@ class Edit:
     goal_efficacy: float = option("share of facts whose target must be likelier than the old answer", default=0.95)
     goal_generated: float = option("share of facts whose target must be what the model says", default=0.8)
     goal_drift: float = option("most that the perplexity of text may grow, as a share", default=0.02)
+    probe_samples: int = option("texts to each of eight prompts by which a proof may judge what a checkpoint says; clean ones are enough "
+                                "after one; 0: none", default=4)
     seed: int = option("seed", default=0)
     device: str | None = option("cpu or cuda (cuda where there is one)", default=None)
     json: bool = option("print verdicts and estimates as JSON", default=False)

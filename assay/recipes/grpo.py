@@ -17,6 +17,7 @@ from assay.guard.judge import check_drill, check_order
 from assay.guard.parity import Gradients
 from assay.guard.policy import check_floor, check_on_policy, check_reference
 from assay.guard.reward import natural_style, preflight
+from assay.guard.subject import Probing
 from assay.guard.update import check_steps, check_weights
 from assay.guard.watch import Read, Watch
 from assay.learn.loop import Step
@@ -95,7 +96,8 @@ class Reinforcement(Training):
         optimizer = adamw(start.model.named_parameters(), self.lr, betas=BETAS, weight_decay=config.weight_decay)
         carry(optimizer, start)
         limit = ErrorLimit(config.reward_errors)
-        run = Run(Path(config.out), config, say=say)  # a request that was refused until here leaves no folder, but for RUN/base
+        # A request that was refused until here leaves no folder, but for RUN/base.
+        run = Run(Path(config.out), config, say=say, probing=Probing(config.probe_samples, device))
         self.sampler = self.sampler_of(start.model, config, config.sampler_device)
         self.experience = Experience(config, order, self.sampler, self.workers, self.judging, limit, run, self.asked, device)
         self.examiner = Examiner(spread(self.prompts.held_out, config.look_prompts), self.workers, self.metric, self.metric_workers, limit,

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from assay.errors import ArtifactError
 from assay.guard.proof import Request, mark, prove
+from assay.guard.subject import AS_USUAL, Probing
 from assay.learn.ema import averaged
 from assay.measure.held_out import HeldOut
 from assay.model.placement import default_device, place_for_training
@@ -58,7 +59,7 @@ def exported(run: Run, best: Path) -> tuple[list[Path], list[Verdict]]:
             verdicts.append(check_weight_set(best, where))
         else:
             run.set_aside(where)
-            found = written(best, where, "peft" if where.name == "adapter" else None)
+            found = written(best, where, "peft" if where.name == "adapter" else None, run.probing)
             mark(open_checkpoint(where), found)
             verdicts += found
     return places, verdicts
@@ -82,17 +83,17 @@ def scored(saved: Artifact) -> Artifact:
     return replace(saved, tensors=averaged(saved.raw.checkpoint.optimizer() or {}))
 
 
-def written(best: Path, where: Path, form: Literal["peft"] | None = None) -> list[Verdict]:
+def written(best: Path, where: Path, form: Literal["peft"] | None = None, probing: Probing = AS_USUAL) -> list[Verdict]:
     """The scored set as a Hugging Face folder, proven in a fresh process: the checkpoint's model, or its average."""
     saved = open_artifact(best)
     if saved.patch is not None:
         bound = export(saved, "peft", where) if form == "peft" else export(saved, "merged", where, "float32")
-        return prove(Request(str(where), str(best), expect="same", bound=bound))
+        return prove(Request(str(where), str(best), expect="same", bound=bound, probing=probing))
     if (chosen := scored(saved)) is saved:
-        return prove(Request(str(where), str(best), expect="same", bound=export(saved, "hf", where)))
+        return prove(Request(str(where), str(best), expect="same", bound=export(saved, "hf", where), probing=probing))
     lineage = Lineage("moved", Ancestor(saved.digest, str(best)), weight_set="ema", scored_set="ema")
     checkpoint.write(where, model_contents(build(chosen), saved.tokenizer, saved.stops, lineage))
-    return [*prove(Request(str(where), str(best), expect="moved")), check_weight_set(best, where)]
+    return [*prove(Request(str(where), str(best), expect="moved", probing=probing)), check_weight_set(best, where)]
 
 
 def check_weight_set(best: Path, where: Path) -> Verdict:

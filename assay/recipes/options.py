@@ -37,6 +37,8 @@ class Pretrain:
     ema: float = option("decay of a moving average of the weights, which is scored and handed over; 0: none", default=0.0)
     every: int = option("steps between checkpoints, each with a look at held-out text; the first comes after step 1", default=500)
     look_documents: int = option("held-out documents a look scores; the handed-over model is scored on all", default=64)
+    probe_samples: int = option("texts to each of eight prompts by which a proof may judge what a checkpoint says; clean ones are enough "
+                                "after one; 0: none", default=4)
     seed: int = option("seed", default=0)
     device: str | None = option("cpu or cuda (cuda where there is one)", default=None)
 
@@ -65,6 +67,8 @@ class Trained:
     checkpoint_every: int = option("steps between checkpoints, each with a look at what is held out; the first comes after step 1; "
                                    "0: none but the first and the last", default=100)
     checkpoint_minutes: float | None = option("also one after so many minutes", default=None)
+    probe_samples: int = option("texts to each of eight prompts by which a proof may judge what a checkpoint says; clean ones are enough "
+                                "after one; 0: none", default=4)
     insist: bool = option("allow --checkpoint-every 0 for a run of more than ten minutes", default=False)
     seed: int = option("seed", default=0)
     device: str | None = option("cpu or cuda (cuda where there is one)", default=None)

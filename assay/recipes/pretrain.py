@@ -14,6 +14,7 @@ from assay.data.corpus import Corpus, assert_disjoint, open_corpus
 from assay.data.order import Order
 from assay.errors import UsageError
 from assay.guard.data import check_consumed, check_order, check_same_data
+from assay.guard.subject import Probing
 from assay.guard.watch import Watch
 from assay.learn.ema import Ema
 from assay.learn.objectives import next_token
@@ -78,7 +79,8 @@ class Pretraining(Training):
             say(require_room(of_depth, config.depth, tokenizer, config.max_bytes))
         optimizer = optimizer_for(config, plan, model)
         ema = Ema(model, config.ema) if config.ema else None
-        run = Run(Path(config.out), config, say=say)  # a request that was refused until here leaves no folder
+        # A request that was refused until here leaves no folder.
+        run = Run(Path(config.out), config, say=say, probing=Probing(config.probe_samples, plan.device))
         look = partial(score, corpus=self.corpus, rows=plan.micro, length=config.length, count=config.look_documents)
         looks = Looks(run, look, repeats_from=self.order.windows // plan.rows, device=plan.device)
         watch = Watch([group["lr"] for group in optimizer.param_groups], pace.multiplier, vocab=plan.model.vocab,

@@ -65,7 +65,7 @@ class Reference:
         folder = step_folder(self.run.checkpoints, step)
         found = open_checkpoint(folder)
         if found.hallmark is None:
-            verdicts = prove_checkpoint(folder)
+            verdicts = prove_checkpoint(folder, probing=self.run.probing)
             if overall(demanded(verdicts)) is not Outcome.PROVEN:
                 raise GuardStop(f"reference: {folder.name} is not proven: "
                                 + "; ".join(str(v) for v in verdicts if v.outcome is not Outcome.PROVEN))

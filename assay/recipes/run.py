@@ -18,6 +18,7 @@ from typing import Any
 
 from assay.errors import AssayError, GuardStop, UsageError
 from assay.guard.proof import Prover, demanded
+from assay.guard.subject import AS_USUAL, Probing
 from assay.guard.watch import stop_if_refuted
 from assay.store import durable
 from assay.store.checkpoint import Checkpoint, Contents, latest, retain, step_folder, steps
@@ -29,9 +30,9 @@ TELL_EVERY = 5.0  # seconds
 
 
 class Run:
-    """One execution of a recipe. `kept` is how many checkpoints stay besides the best."""
+    """One execution of a recipe. `kept` is how many checkpoints stay besides the best; `probing` is how its proofs sample texts."""
 
-    def __init__(self, folder: Path, config: Any, *, kept: int = 2, say: Callable[[str], None]):
+    def __init__(self, folder: Path, config: Any, *, kept: int = 2, say: Callable[[str], None], probing: Probing = AS_USUAL):
         self.folder, self.config, self.kept, self.say = folder, config, kept, say
         self.checkpoints = folder / "checkpoints"
         self.interrupted: int | None = None
@@ -39,7 +40,7 @@ class Run:
         self._told = 0.0
         self.needed: set[str] = set()  # digests that retention may not delete
         self._retired: list[Path] = []  # beside the loop, and not yet written down
-        self._saver, self._prover = BackgroundSaver(), Prover()
+        self._saver, self._prover, self.probing = BackgroundSaver(), Prover(), probing
         folder.mkdir(parents=True, exist_ok=True)
         self.ledger = Ledger(folder / "ledger.jsonl")
         self.resumed = _settle_config(folder / "config.yaml", config)
@@ -94,7 +95,7 @@ class Run:
         def after(written: Checkpoint) -> None:
             if not proving:
                 self._retired += retain(self.checkpoints, self.kept, best, needed)
-            self._prover.start(written.folder, against=against)
+            self._prover.start(written.folder, against=against, probing=self.probing)
 
         self._saver.save(where, contents, after=after)
         self.ledger.append("save", step=step, checkpoint=where.name)
@@ -137,8 +138,8 @@ class Run:
             if outcome is Outcome.REFUTED:
                 reasons = "; ".join(str(v) for v in verdicts if v.outcome is Outcome.REFUTED)
                 raise GuardStop(f"{folder.name} was refuted by its proof and is quarantined: {reasons}. Earlier checkpoints stand")
-            self.say(f"{folder.name}: {outcome}" + ("" if outcome is Outcome.PROVEN else " (" + "; ".join(
-                str(v) for v in demanded(verdicts) if v.outcome is not Outcome.PROVEN) + ")"))
+            told = [v for v in verdicts if v.outcome is not Outcome.PROVEN and (v in demanded(verdicts) or v.evidence.get("bad"))]
+            self.say(f"{folder.name}: {outcome}" + (f" ({'; '.join(map(str, told))})" if told else ""))
 
     def progress(self, done: int, of: int | None, what: str, seconds: float) -> None:
         """A line every few seconds."""
@@ -223,7 +224,7 @@ def _settle_config(path: Path, config: Any) -> bool:
         return False
     earlier = yaml.safe_load(path.read_text())
     # How long to go on, and where, may change between sittings; what is learned, and from what, may not.
-    free = {"minutes", "tokens", "device", "out", "json", "resume"}
+    free = {"minutes", "tokens", "device", "out", "json", "resume", "probe_samples"}
     changed = [name for name in values if name not in free and earlier.get(name) != values[name]]
     if changed:
         said = ", ".join(f"{name} was {earlier.get(name)!r}, now {values[name]!r}" for name in changed)

@@ -19,6 +19,7 @@ from assay.data.packing import Packed, hold_out
 from assay.errors import UsageError
 from assay.guard.audit import audit, check_batch, check_packing
 from assay.guard.data import check_consumed
+from assay.guard.subject import Probing
 from assay.guard.watch import Read, Watch
 from assay.learn.objectives import Objective
 from assay.learn.optim import adamw, largest_quotient
@@ -83,7 +84,8 @@ class Tuned(Training):
         optimizer = adamw(start.model.named_parameters(), self.lr, betas=BETAS, weight_decay=config.weight_decay)
         carry(optimizer, start)
         objective = self.objective(config, device, say)
-        run = Run(Path(config.out), config, say=say)  # a request that was refused until here leaves no folder, but for RUN/base
+        # A request that was refused until here leaves no folder, but for RUN/base.
+        run = Run(Path(config.out), config, say=say, probing=Probing(config.probe_samples, device))
         watched = evenly(self.conversations.held_out, config.look_examples)
         looks = Looks(run, partial(self.score, examples=watched, rows=micro), repeats_from=self.order.windows // self.order.rows,
                       device=device, also=partial(self.also_looked, examples=watched, rows=micro), scale=self.scale)

@@ -34,7 +34,7 @@ def report(record: Record, parent: Record | None = None, evaluations: Sequence[E
     saved, wrong = saved_in(record.folder)
     parents = saved_in(parent.folder)[0] if parent else []
     samples, no_samples = samples_section(record.folder, parent.folder if parent else None, evaluations)
-    probes, no_probes = probes_section(record.folder)
+    probes, no_probes = probes_section(record.folder, record.events)
     not_there = [*no_samples, *no_probes, *_not_recorded(record)]
     sections = [results_section(record), verdicts_section(record), not_checked(record, saved, not_there),
                 curves_section(record.metrics.rows), pictures_section(record.folder), proofs_section(record, saved),

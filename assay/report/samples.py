@@ -8,7 +8,7 @@ from typing import Any
 
 from assay.errors import UsageError
 from assay.report.html import Html, badge, cut, folded, joined, lead, missing, remarks, section, table, tag
-from assay.report.record import Lines, number, read_json, read_lines
+from assay.report.record import Lines, number, read_json, read_lines, verdicts_of
 from assay.report.results import estimate_text
 
 SHOWN, SEEN = 12, 4  # examples of one source, and those of them that are not folded
@@ -56,17 +56,35 @@ def samples_section(run: Path, parent: Path | None, evaluations: Sequence[Evalua
     return section("samples", "Samples", parts), []
 
 
-def probes_section(run: Path) -> tuple[Html | None, list[str]]:
-    """What `assay probe --history RUN --json > RUN/probe.json` found, checkpoint by checkpoint."""
+def probes_section(run: Path, events: Sequence[Mapping[str, Any]]) -> tuple[Html | None, list[str]]:
+    """What the proofs found in the texts of each checkpoint, and what `assay probe --history RUN --json > RUN/probe.json` did."""
     found, wrong = read_json(run / "probe.json")
-    if found is None:
-        return None, [wrong or "no probe history: assay probe --history RUN --json > RUN/probe.json records one; the proofs of "
-                      "checkpoints looked at a few generations each"]
-    probed = _dict(found, "probed") or {"": found.get("health")}
-    rows = [[tag("code", str(name or health.get("name"))), f"{health.get('bad')} of {health.get('n')}", _interval(health), _causes(health),
-             cut(str(health.get("sentence")), 400)] for name, health in probed.items() if isinstance(health, dict)]
-    said = tag("p", str(found["sentence"])) if found.get("sentence") else None
-    return section("probes", "Probe history", said, table(["artifact", "malformed", "rate", "causes", "in words"], rows)), []
+    proofs = _probed_by_proofs(events)
+    if found is None and not proofs:
+        return None, [wrong or "no probe history: no proof sampled texts (--probe-samples 0, or an earlier version); assay probe --history "
+                      "RUN --json > RUN/probe.json records one"]
+    probed = _dict(found or {}, "probed") or ({"": found.get("health")} if found else {})
+    rows = [[tag("code", str(name or health.get("name"))), "assay probe", *_health(health), cut(str(health.get("sentence")), 400)]
+            for name, health in probed.items() if isinstance(health, dict)]
+    said = tag("p", str(found["sentence"])) if found and found.get("sentence") else None
+    return section("probes", "Probe history", said, remarks([wrong]) if wrong else None,
+                   table(["artifact", "by", "malformed", "rate", "causes", "in words"], [*proofs, *rows])), []
+
+
+def _probed_by_proofs(events: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
+    """One line for each artifact whose proof sampled texts, in the order of the proofs."""
+    rows = []
+    for event in events:
+        for verdict in verdicts_of(event) if event.get("kind") in ("proof", "hand over") else ():
+            if verdict.check == "health" and number(verdict.evidence.get("n")):
+                of = str(event.get("checkpoint")) + ("" if event["kind"] == "proof" else ", handed over")
+                rows.append([tag("code", of), "its proof", *_health(verdict.evidence), joined(badge(str(verdict.outcome)), " ",
+                                                                                              cut(verdict.reason, 400))])
+    return rows
+
+
+def _health(found: Mapping[str, Any]) -> tuple[str, str, str]:
+    return f"{found.get('bad')} of {found.get('n')}", _interval(found), _causes(found)
 
 
 # ---------------------------------------------------------------- rollouts

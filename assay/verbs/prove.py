@@ -11,7 +11,7 @@ from assay.verdict import Outcome, Verdict, overall
 @dataclass(frozen=True)
 class FLAGS:
     """Reload PATH in a fresh process and check it: whole, hashed, finite, the architecture it claims, the answers the live model
-    gave, moved from its parent, the same through transformers or PEFT, generations that end. A checkpoint of Assay's gets a
+    gave, moved from its parent, the same through transformers or PEFT, generations that end and are healthy. A checkpoint of Assay's gets a
     hallmark or is quarantined. Of a folder that another tool wrote (transformers, TRL, unsloth, axolotl, PEFT, GGUF) what can
     be proven is; the rest is UNPROVEN, in words. A squeezed file must hold what rounding makes of --against, bit for bit."""
 
@@ -19,6 +19,9 @@ class FLAGS:
     against: str | None = option("parent (or source, with --expect same) to compare with", default=None)
     base: str | None = option("an adapter's base, where the adapter does not name it", default=None)
     expect: Literal["moved", "same"] | None = option("how it should stand to --against: trained on from it, or equal to it", default=None)
+    probe_samples: int = option("texts to each of eight prompts by which its health may be judged; clean ones are enough after one; "
+                                "0: none", default=4)
+    device: str = option("where those texts are sampled: cpu, cuda, …", default="cpu")
     strict: bool = option("exit 3 also where something is UNPROVEN", default=False)
     json: bool = option("print verdicts as JSON", default=False)
 
@@ -32,13 +35,14 @@ EXAMPLES = """  assay prove runs/a/checkpoints/step-000500
 
 def run(flags: FLAGS) -> int:
     from assay.guard.proof import Request, prove, prove_checkpoint
+    from assay.guard.subject import Probing
     from assay.store.artifact import locate
 
-    place = locate(flags.path)
+    place, probing = locate(flags.path), Probing(flags.probe_samples, flags.device)
     if place.kind == "checkpoint" and flags.expect is None:
-        verdicts = prove_checkpoint(place.path, against=flags.against, base=flags.base)
+        verdicts = prove_checkpoint(place.path, against=flags.against, base=flags.base, probing=probing)
     else:
-        verdicts = prove(Request(str(place.path), flags.against, flags.base, flags.expect))
+        verdicts = prove(Request(str(place.path), flags.against, flags.base, flags.expect, probing=probing))
     outcome = conclusion(verdicts)
     if flags.json:
         print(json.dumps({"path": str(place.path), "outcome": str(outcome), "verdicts": [v.to_json() for v in verdicts]}, indent=1))

@@ -23,6 +23,7 @@ def catalogue() -> dict[str, Fault]:
         resuming,
         rewarding,
         serving,
+        speaking,
         training,
         tuning,
         verdicts,

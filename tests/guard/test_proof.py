@@ -63,10 +63,11 @@ def adapter(foreign, folder, *, train=True, **options):
 def test_a_checkpoint_earns_its_hallmark_in_a_fresh_process(tmp_path):
     saved = save(tmp_path / "step-000000")
     verdicts = prove_checkpoint(saved.folder)
-    assert overall(verdicts) is Outcome.PROVEN, verdicts
+    assert overall(demanded(verdicts)) is Outcome.PROVEN, verdicts
+    assert outcomes(verdicts)["health"] is Outcome.UNPROVEN  # an untrained model babbles
     mark = checkpoint.open_checkpoint(saved.folder).hallmark
     assert mark is not None
-    assert {v["check"] for v in mark["verdicts"]} == {v.check for v in verdicts}
+    assert {v["check"] for v in mark["verdicts"]} == {v.check for v in demanded(verdicts)}
 
 
 def test_what_equals_its_parent_though_it_should_have_moved_is_quarantined(tmp_path):

@@ -1,0 +1,195 @@
+"""What a saved artifact says is judged in its proof: held against its parent's texts, said and not demanded where there is no parent."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+
+from assay.errors import GuardStop, UsageError
+from assay.guard import health, proof
+from assay.guard.health import check_health
+from assay.guard.proof import Request, demanded, examine
+from assay.guard.subject import Probing, Subject
+from assay.measure.examinee import OpenedModel
+from assay.recipes import handover, sft
+from assay.recipes.options import Sft
+from assay.store.artifact import open_artifact
+from assay.store.ledger import Ledger
+from assay.verdict import Outcome, Verdict
+from assay.zoo import speaking
+from assay.zoo.fault import FAULTS, observe
+from assay.zoo.speaking import save_talker, talker
+from assay.zoo.stage import nudged, save, tiny
+
+MINE = [fault for fault in FAULTS.values() if fault.job.__module__ == speaking.__name__]
+
+
+def without_others(monkeypatch) -> None:
+    """What transformers says of these files is another test's matter, and takes seconds to ask."""
+    monkeypatch.setattr(proof, "CHECKS", tuple(check for check in proof.CHECKS if check.__name__ != "check_consumer"))
+
+
+def subject(path: Path, against: Path | None = None, **probing) -> Subject:
+    found = open_artifact(path)
+    return Subject(found.raw, found, None if against is None else open_artifact(against), probing=Probing(**probing))
+
+
+def looping(model):
+    with speaking.looped_by_training(Path()):
+        return speaking.trained(model)
+
+
+@pytest.mark.parametrize("fault", MINE, ids=lambda fault: fault.name)
+def test_a_model_that_speaks_badly_is_caught(fault, monkeypatch):
+    without_others(monkeypatch)
+    seen = observe(fault)
+    assert seen.caught, seen.planted
+    assert not seen.false_alarm, seen.clean
+    if fault.name == "words shuffled by training":  # what was saved is what was trained: nothing else shows it
+        refuting = [verdict for verdict in seen.planted if verdict.outcome is Outcome.REFUTED]
+        assert [verdict.check for verdict in refuting] == ["health"]
+        assert "word soup" in refuting[0].reason
+
+
+def test_there_are_some():
+    assert len(MINE) == 5
+
+
+def test_clean_texts_are_enough_after_one_round(tmp_path):
+    verdict = check_health(subject(save_talker(tmp_path / "model", talker()).folder))
+    assert verdict.outcome is Outcome.PROVEN
+    assert (verdict.evidence["bad"], verdict.evidence["n"]) == (0, 8)
+    assert "0.0% to 43.9%" in verdict.reason
+
+
+def test_without_a_parent_a_babbler_is_unproven_and_nothing_is_demanded(tmp_path):
+    verdict = check_health(subject(save_talker(tmp_path / "model", looping(talker())).folder))
+    assert verdict.outcome is Outcome.UNPROVEN
+    assert verdict.evidence["causes"] == {"repetition": 8}
+    assert "in its first steps every model babbles" in verdict.reason
+    assert demanded([verdict]) == []
+
+
+def test_a_parent_that_babbles_as_well_lost_nothing(tmp_path):
+    parent, child = save(tmp_path / "parent", tiny()).folder, save(tmp_path / "child", nudged(tiny())).folder
+    verdict = check_health(subject(child, parent))
+    assert verdict.outcome is Outcome.UNPROVEN
+    assert verdict.reason.endswith("of its parent's 8 of 8: no better")
+
+
+def test_a_model_that_learned_to_speak_is_not_held_to_its_parent(tmp_path):
+    """To a parent that only repeats itself, words in order are anything but likely."""
+    parent, child = save_talker(tmp_path / "parent", looping(talker())).folder, save_talker(tmp_path / "child", talker()).folder
+    assert check_health(subject(child, parent)).outcome is not Outcome.REFUTED
+
+
+def test_every_other_text_is_enough(tmp_path, monkeypatch):
+    """At the rate of the run that went wrong: 35 of 72."""
+    good, bad = (save_talker(tmp_path / name, model).folder for name, model in (("good", talker()), ("bad", looping(talker()))))
+    well, badly = (OpenedModel(open_artifact(path)) for path in (good, bad))
+    real = OpenedModel.generate_until
+
+    def every_other(self, prompts, sampling, **options):
+        said = real(well, prompts, sampling, **options)
+        if self.identity == badly.identity:
+            ill = real(badly, prompts, sampling, **options)
+            said |= {id: ill[id] for i, id in enumerate(prompts) if (i + sampling.seed) % 2}
+        return said
+
+    monkeypatch.setattr(OpenedModel, "generate_until", every_other)
+    verdict = check_health(subject(bad, good))
+    assert verdict.outcome is Outcome.REFUTED, verdict
+    assert 8 <= verdict.evidence["bad"] <= 24
+
+
+def test_samples_can_be_left_out(tmp_path):
+    path = save_talker(tmp_path / "model", talker()).folder
+    verdict = check_health(subject(path, samples=0))
+    assert verdict.outcome is Outcome.UNPROVEN
+    assert demanded([verdict]) == []
+    with pytest.raises(UsageError, match="--probe-samples -1"):
+        Probing(-1)
+
+
+def test_a_context_too_short_for_questions_is_said(tmp_path):
+    path = save(tmp_path / "model", tiny(max_length=48)).folder
+    assert "no room for our questions" in check_health(subject(path)).reason
+
+
+def test_a_gpu_that_is_full_leaves_the_cpu(tmp_path, monkeypatch):
+    real = health._speaker
+
+    def full(artifact, built, device):
+        if device == "cuda":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(artifact, built, device)
+
+    monkeypatch.setattr(health, "_speaker", full)
+    verdict = check_health(subject(save_talker(tmp_path / "model", talker()).folder, device="cuda"))
+    assert (verdict.outcome, verdict.evidence["device"]) == (Outcome.PROVEN, "cpu")
+
+
+def test_a_request_reaches_the_fresh_process_whole():
+    request = Request("a", against="b", probing=Probing(7, "cuda:1"))
+    assert Request.from_json(json.dumps(asdict(request))) == request
+
+# ---------------------------------------------------------------- in a recipe
+
+
+def in_this_process(monkeypatch) -> list[Request]:
+    """Proofs without a process each: what they say is the same."""
+    asked: list[Request] = []
+
+    def proved(request: Request, **_) -> list[Verdict]:
+        asked.append(request)
+        return examine(request)
+
+    without_others(monkeypatch)
+    for module in (proof, handover):
+        monkeypatch.setattr(module, "prove", proved)
+    return asked
+
+
+def tuning(tmp_path: Path, **options) -> Sft:
+    save_talker(tmp_path / "base", talker())
+    rows = [{"prompt": "Where?", "completion": f" {a} {b}"} for a, b in zip(speaking.WORDS, speaking.WORDS[1:], strict=False)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return Sft(data=(str(tmp_path / "rows.jsonl"),), out=str(tmp_path / "run"), model=str(tmp_path / "base"), length=48, batch_tokens=192,
+               steps=2, epochs=2, lr=1e-4, held_out=0.2, device="cpu", **options)
+
+
+def probed(tmp_path: Path) -> dict[str, list[dict]]:
+    events = Ledger(tmp_path / "run" / "ledger.jsonl").events()
+    return {event.get("checkpoint"): [v for v in event["verdicts"] if v["check"] == "health"] for event in events
+            if event["kind"] in ("proof", "hand over")}
+
+
+def test_every_checkpoint_of_a_run_is_probed_and_what_it_hands_over(tmp_path, monkeypatch):
+    in_this_process(monkeypatch)
+    sft.sft(tuning(tmp_path), lambda _: None)
+    found = probed(tmp_path)
+    assert found.keys() >= {"step-000000", "step-000001", "step-000002"}
+    assert all(verdict["outcome"] == "PROVEN" for verdicts in found.values() for verdict in verdicts), found
+    assert all(found.values())
+    from assay.report.page import report
+    from assay.report.record import read_run
+
+    page = report(read_run(tmp_path / "run"))
+    assert "its proof" in page
+    assert "step-000002, handed over" in page or "step-000001, handed over" in page
+
+
+def test_a_run_whose_saves_garble_is_stopped_by_its_proof(tmp_path, monkeypatch):
+    in_this_process(monkeypatch)
+    config = tuning(tmp_path)
+    with speaking.head_scrambled_on_the_way_to_the_disk(tmp_path), pytest.raises(GuardStop, match=r"health: \d+ of \d+ texts are mal"):
+        sft.sft(config, lambda _: None)
+
+
+def test_no_samples_reach_no_proof_of_the_run(tmp_path, monkeypatch):
+    asked = in_this_process(monkeypatch)
+    sft.sft(tuning(tmp_path, probe_samples=0), lambda _: None)
+    assert {request.probing for request in asked} == {Probing(0, "cpu")}
+    assert len(asked) == 4
