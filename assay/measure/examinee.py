@@ -36,13 +36,14 @@ class OpenedModel:
         self.model, self.graphed = build(artifact, dtype).to(device) if model is None else model, graphed
         self.identity = artifact.digest if artifact.base is None else f"{artifact.digest}+{artifact.base.digest}"
         self.engine: Engine | None = None
+        self._ids: dict[tuple[str, bool], tuple[int, ...]] = {}  # of prompts: rendering a template costs more than remembering it
 
     # ---------------------------------------------------------------- the three calls
 
     def generate_until(self, prompts: Mapping[str, str], sampling: Sampling, *, k: int, stop: Sequence[str], raw: bool) \
             -> dict[str, list[Completion]]:
         """`k` completions of each prompt, in order. Member m of prompt `id` draws at derive(seed, "sample", id, m)."""
-        ids = {id: prompt_ids(self.tokenizer, text, raw=raw) for id, text in prompts.items()}
+        ids = {id: self.ids_of(text, raw=raw) for id, text in prompts.items()}
         needed = max((len(prompt) for prompt in ids.values()), default=1) + sampling.max_new
         if self.engine is None or self.engine.length < needed:
             self.reserve(needed, len(prompts) * k)
@@ -89,7 +90,12 @@ class OpenedModel:
         return derive(sampling.seed, "sample", id, member)
 
     def length_of(self, text: str, *, raw: bool) -> int:
-        return len(prompt_ids(self.tokenizer, text, raw=raw))
+        return len(self.ids_of(text, raw=raw))
+
+    def ids_of(self, text: str, *, raw: bool) -> tuple[int, ...]:
+        if (text, raw) not in self._ids:
+            self._ids[text, raw] = prompt_ids(self.tokenizer, text, raw=raw)
+        return self._ids[text, raw]
 
     def _begun(self, context: tuple[int, ...], rest: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return context or (self._first(),), rest

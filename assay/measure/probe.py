@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from assay.errors import UsageError
+from assay.measure.bisect import bisect
 from assay.measure.compare import signed
 from assay.measure.degenerate import Cause, Malformed, malformed, same_everywhere, word_soup
 from assay.measure.evidence import Effect, paired_effect
@@ -170,35 +171,17 @@ class History:
 
 
 def first_bad(names: Sequence[str], look: Callable[[str], Health], *, every: int = 8) -> History:
-    """Up to `every` checkpoints are all looked at; of more, the last and then halves, taking what is bad to stay bad."""
+    """Up to `every` checkpoints are all looked at; of more, the ends and then halves, taking what is bad to stay bad."""
     if not names:
         raise UsageError("there is no checkpoint to probe")
     seen: dict[str, Health] = {}
 
-    def bad(i: int) -> bool:
-        if names[i] not in seen:
-            seen[names[i]] = look(names[i])
-        return seen[names[i]].malformed
+    def bad(name: str) -> bool:
+        seen[name] = look(name)
+        return seen[name].malformed
 
-    if len(names) <= every:
-        first = min((i for i in range(len(names)) if bad(i)), default=None)
-    else:
-        first = _bisected(len(names), bad) if bad(len(names) - 1) else None
-    ordered = {name: seen[name] for name in names if name in seen}
-    if first is None:
-        return History(ordered, names[-1], None)
-    return History(ordered, names[first - 1] if first else None, names[first])
-
-
-def _bisected(count: int, bad: Callable[[int], bool]) -> int:
-    good, found = -1, count - 1
-    while found - good > 1:
-        middle = (good + found) // 2
-        if bad(middle):
-            found = middle
-        else:
-            good = middle
-    return found
+    found = bisect(names, bad, every=len(names) <= every)
+    return History({name: seen[name] for name in names if name in seen}, found.last_good, found.first_bad)
 
 
 def _by_prompt(health: Health, rounds: int) -> dict[str, list[float]]:
