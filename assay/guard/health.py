@@ -1,10 +1,11 @@
 """Check on what a saved artifact says: texts sampled as a consumer would sample them, judged one by one, held against its parent's.
 
-Only what is wrong with a text whatever was asked counts here: nothing said, loops, bytes that make no characters, words in no order.
-A run may well teach another language or nothing but sums; `assay probe` judges that too, and ends texts, with more samples.
+Only what is wrong with a text whatever was asked counts here: loops, bytes that make no characters, words in no order; and nothing
+said, which proves nothing. A run may well teach another language or nothing but sums; `assay probe` judges that too.
 
 When it counts: REFUTED where more of the texts are shown to be malformed than are tolerated, and more of them than of the parent's
-to the same prompts. Without a parent nothing can have been lost: a model in its first steps babbles, and that is UNPROVEN.
+to the same prompts. Without a parent nothing can have been lost: a model in its first steps babbles, and that is UNPROVEN. So is
+silence: a model that was taught one thing alone may have nothing to say to the rest.
 """
 
 from collections.abc import Callable
@@ -68,17 +69,26 @@ def _held_against(first: Health, again: Callable[..., Health], of_parent: Callab
     """Malformed texts are held against a model whose parent's are not, and only where that is shown, by all the samples there may be."""
     if of_parent is None:
         return unproven("health", f"{first.sentence}; it has no parent whose texts were better: in its first steps every model babbles")
-    parent = of_parent(n=first.rounds)
-    if parent.bad >= first.bad:
+    spoken, parent = _spoken(first), _spoken(of_parent(n=first.rounds))
+    if not spoken.malformed:
+        return unproven("health", f"{first.sentence}; nothing is wrong with what was said")
+    if parent.bad >= spoken.bad:
         return unproven("health", f"{first.sentence}; of its parent's {parent.bad} of {len(parent.samples)}: no better")
-    health = again(enough=lambda _: False)
-    parent = of_parent(n=health.rounds, enough=lambda _: False)
+    health = _spoken(again(enough=lambda _: False))
+    parent = _spoken(of_parent(n=health.rounds, enough=lambda _: False))
     effect, _ = against(health, parent)
     words = f"{health.sentence}; of its parent's {parent.bad} of {len(parent.samples)}"
     if effect.mean > 0 and effect.p <= 1 - LEVEL:
         return refuted("health", f"{words}: shown worse, p = {effect.p:.2g} (--probe-samples 0 leaves this check out)",
                        **health.verdict().evidence, parent_bad=parent.bad)
     return unproven("health", f"{words}: not shown worse", **health.verdict().evidence, parent_bad=parent.bad)
+
+
+def _spoken(health: Health) -> Health:
+    """The same samples, with silence no fault."""
+    silent = [sample.wrong is not None and sample.wrong.cause == "empty" for sample in health.samples]
+    return replace(health, samples=tuple(replace(sample, wrong=None) if nothing else sample
+                                         for sample, nothing in zip(health.samples, silent, strict=True)))
 
 
 def asked(speaker: OfModel) -> tuple[Prompt, ...]:

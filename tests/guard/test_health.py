@@ -85,6 +85,17 @@ def test_a_model_that_learned_to_speak_is_not_held_to_its_parent(tmp_path):
     assert check_health(subject(child, parent)).outcome is not Outcome.REFUTED
 
 
+def test_silence_is_neither_proof_nor_fault(tmp_path):
+    """What was taught sums alone may have nothing to say to the rest."""
+    mute = talker()
+    with torch.no_grad():
+        mute.head.weight[list(speaking.tongue()[1].stop_ids)] += 8 * mute.embed.weight[0] / speaking.LOUD
+    verdict = check_health(subject(save_talker(tmp_path / "mute", mute).folder, save_talker(tmp_path / "parent", talker()).folder))
+    assert verdict.outcome is Outcome.UNPROVEN
+    assert set(verdict.evidence["causes"]) == {"empty"}
+    assert verdict.reason.endswith("nothing is wrong with what was said")
+
+
 def test_every_other_text_is_enough(tmp_path, monkeypatch):
     """At the rate of the run that went wrong: 35 of 72."""
     good, bad = (save_talker(tmp_path / name, model).folder for name, model in (("good", talker()), ("bad", looping(talker()))))
