@@ -80,7 +80,7 @@ def edit_opened(config: Edit, source: Artifact, model: Transformer, say: Callabl
     where, device, tokenizer = Path(config.out) / "model", model.embed.weight.device, source.tokenizer
     assert tokenizer is not None
     facts, refused = chosen_facts(config, model, source, say)
-    probing = Probing(config.probe_samples, device)
+    probing = Probing(config.probe_samples, str(device))
     run, watch = Run(Path(config.out), config, say=say, probing=probing), Stopwatch()
     with run.sitting():
         scored, reading = texts(config, model, tokenizer)
