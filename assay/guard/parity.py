@@ -243,10 +243,11 @@ def _uneven(weight: Tensor) -> Tensor:
 
 
 def _ragged(weight: Tensor) -> Tensor:
-    """Rows that count for different numbers of tokens, which is where a mean of means goes wrong."""
-    keep = torch.arange(weight.shape[1], device=weight.device)[None] < (torch.arange(len(weight), device=weight.device) + 1)[:, None] * (
-        weight.shape[1] // (len(weight) + 1)) + 2
-    return weight * keep
+    """Rows that count for different numbers of tokens, which is where a mean of means goes wrong. A row that counts goes on counting:
+    of answers after long prompts the first columns would leave nothing."""
+    counted = (weight != 0).cumsum(1)
+    share = torch.arange(1, len(weight) + 1, device=weight.device)[:, None] * counted[:, -1:] // (len(weight) + 1)
+    return weight * (counted <= share + 2)
 
 
 def compared(check: str, what: str, one: Gradients, two: Gradients, model: Transformer) -> Verdict:

@@ -67,6 +67,12 @@ def test_what_the_loop_will_use_is_what_is_checked(batch):
     assert check_accumulation(tiny(), next_token, batch, undivided).outcome is Outcome.REFUTED
 
 
+def test_answers_after_long_prompts_are_enough(batch):
+    """Only the last tokens of each row count: what is left of them must not be nothing, which would be a loss of 0 / 0."""
+    late = replace(batch, weight=batch.weight * (torch.arange(batch.weight.shape[1]) >= batch.weight.shape[1] - 3))
+    assert check_accumulation(tiny(), next_token, late).outcome is Outcome.PROVEN
+
+
 def test_a_hair_more_than_rounding_is_found(batch):
     """One part in a thousand, in the value alone or in the gradient of one tensor alone."""
     def value(model, given):
