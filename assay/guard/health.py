@@ -92,10 +92,20 @@ def _spoken(health: Health) -> Health:
 
 
 def asked(speaker: OfModel) -> tuple[Prompt, ...]:
-    """Questions for a model that answers, beginnings for one that continues; those that fit. Any text is an answer."""
-    wanted = BEGINNINGS if speaker.raw else tuple(prompt for prompt in BUILT_IN if prompt.id in ASKED)
+    """Questions that fit, for a model that answers; beginnings, as much of them as fits, for one that continues. Any text is an answer."""
     room = speaker.opened.model.config.max_length - HOW.max_new
-    return tuple(replace(prompt, expected=ANY) for prompt in wanted if speaker.opened.length_of(prompt.text, raw=speaker.raw) <= room)
+    if speaker.raw:
+        wanted = tuple(replace(prompt, text=_end(prompt.text, speaker, room)) for prompt in BEGINNINGS)
+    else:
+        wanted = tuple(prompt for prompt in BUILT_IN if prompt.id in ASKED and speaker.opened.length_of(prompt.text, raw=False) <= room)
+    return tuple(replace(prompt, expected=ANY) for prompt in wanted if prompt.text)
+
+
+def _end(text: str, speaker: OfModel, room: int) -> str:
+    """Its last words, as many as fit."""
+    words = text.split(" ")
+    fitting = (" ".join(words[first:]) for first in range(len(words)))
+    return next((end for end in fitting if speaker.opened.length_of(end, raw=True) <= room), "")
 
 
 def _speaker(artifact: Artifact, built: Callable[[], Transformer], device: str) -> OfModel:

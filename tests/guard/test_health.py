@@ -9,19 +9,23 @@ import torch
 
 from assay.errors import GuardStop, UsageError
 from assay.guard import health, proof
-from assay.guard.health import check_health
+from assay.guard.health import asked, check_health
 from assay.guard.proof import Request, demanded, examine
 from assay.guard.subject import Probing, Subject
 from assay.measure.examinee import OpenedModel
+from assay.measure.speakers import OfModel
+from assay.model.tiny import tiny_tokenizer
 from assay.recipes import handover, sft
 from assay.recipes.options import Sft
+from assay.store import checkpoint
 from assay.store.artifact import open_artifact
 from assay.store.ledger import Ledger
+from assay.store.pack import Lineage, model_contents
 from assay.verdict import Outcome, Verdict
 from assay.zoo import speaking
 from assay.zoo.fault import FAULTS, observe
 from assay.zoo.speaking import save_talker, talker
-from assay.zoo.stage import nudged, save, tiny
+from assay.zoo.stage import nudged, save, tiny, words
 
 MINE = [fault for fault in FAULTS.values() if fault.job.__module__ == speaking.__name__]
 
@@ -127,6 +131,15 @@ def test_samples_can_be_left_out(tmp_path):
 def test_a_context_too_short_for_questions_is_said(tmp_path):
     path = save(tmp_path / "model", tiny(max_length=48)).folder
     assert "no room for our questions" in check_health(subject(path)).reason
+
+
+def test_a_beginning_is_cut_to_a_short_context(tmp_path):
+    contents = model_contents(tiny(max_length=48), tiny_tokenizer(template=False), words()[1], Lineage())
+    speaker = OfModel(OpenedModel(open_artifact(checkpoint.write(tmp_path / "model", contents).folder)), health.HOW)
+    prompts = asked(speaker)
+    assert len(prompts) == 8
+    assert all(0 < speaker.opened.length_of(prompt.text, raw=True) <= 48 - health.HOW.max_new for prompt in prompts)
+    assert prompts[1].text == "ran outside and"
 
 
 def test_a_gpu_that_is_full_leaves_the_cpu(tmp_path, monkeypatch):
