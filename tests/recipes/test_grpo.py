@@ -339,7 +339,7 @@ def test_a_trailing_reference_is_a_function_of_the_step_and_its_checkpoints_stay
 def test_a_trailing_reference_must_be_proven(adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from assay.verdict import refuted
 
-    monkeypatch.setattr(reference, "prove_checkpoint", lambda folder: [refuted("answers", "other ones")])
+    monkeypatch.setattr(reference, "prove_checkpoint", lambda folder, **_: [refuted("answers", "other ones")])
     with pytest.raises(GuardStop, match=r"reference: step-000002 is not proven: .* other ones"):
         forked(adapter, tmp_path / "run", kl_window=1)
 
