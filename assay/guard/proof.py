@@ -33,6 +33,7 @@ CHECKS: tuple[Callable[[Subject], Verdict], ...] = (
     check_hashes, check_loaded, check_values, check_fields, check_tokenizer, check_answers, check_lineage, check_consumer,
     check_generations, check_health)
 TIMEOUT = 1800.0
+CORES_A_PROOF, MOST_PROOFS = 4, 4  # a proof beside a loop takes one of so many cores, and there are never more
 ENDED_FROM_OUTSIDE = {signal.SIGINT, signal.SIGTERM, signal.SIGKILL, signal.SIGHUP}  # says nothing about the artifact
 
 
@@ -98,11 +99,17 @@ def demanded(verdicts: list[Verdict]) -> list[Verdict]:
     return [v for v in verdicts if not (v.outcome is Outcome.UNPROVEN and v.evidence.get("optional"))]
 
 
+def cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 class Prover:
-    """Proofs beside a training loop, one at a time; the loop asks for what is finished and never waits."""
+    """Proofs beside a training loop, one at a time or, where there are cores to spare, a few; the loop asks for what is finished and
+    never waits."""
 
     def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(1, "prove")
+        self._pool = ThreadPoolExecutor(max(1, min(MOST_PROOFS, cores() // CORES_A_PROOF)), "prove")
         self._pending: list[tuple[Path, Future[list[Verdict]]]] = []
 
     def start(self, folder: Path, *, against: str | None = None, base: str | None = None, probing: Probing = AS_USUAL) -> None:
@@ -173,7 +180,7 @@ def _parameters(artifact: Artifact) -> int:
 def main() -> None:
     request, answer = Request.from_json(sys.argv[1]), Path(sys.argv[2])
     os.nice(5)  # beside a training loop: it comes first
-    torch.set_num_threads(1)  # and threads that wait for a busy core are many times slower than one
+    torch.set_num_threads(max(1, cores() // (2 * CORES_A_PROOF)))  # threads that wait for a busy core are many times slower than one
     try:
         verdicts = examine(request)
     except AssayError as error:

@@ -78,7 +78,7 @@ def loss_and_gradients(accumulate, **placement):
     one = batch()
     for _ in range(2):  # a graph's second replay is no warm-up
         model.zero_grad()
-        loss = accumulate(model, next_token, one, len(one), float(one.weight.sum())).item()
+        loss = accumulate(model, next_token, one, len(one), float(one.weight.sum())).loss.item()
     return loss, {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
