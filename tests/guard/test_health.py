@@ -15,7 +15,7 @@ from assay.guard.subject import Probing, Subject
 from assay.measure.examinee import OpenedModel
 from assay.measure.speakers import OfModel
 from assay.model.tiny import tiny_tokenizer
-from assay.recipes import handover, sft
+from assay.recipes import handover, run, sft
 from assay.recipes.options import Sft
 from assay.store import checkpoint
 from assay.store.artifact import open_artifact
@@ -162,6 +162,26 @@ def test_a_request_reaches_the_fresh_process_whole():
 # ---------------------------------------------------------------- in a recipe
 
 
+class WhenAsked:
+    """In the place of `Prover`: a proof is made when the loop asks for it, in the loop's own thread."""
+
+    def __init__(self):
+        self.pending = []
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.pending)
+
+    def start(self, folder: Path, **options) -> None:
+        self.pending.append((folder, options))
+
+    def finished(self):
+        pending, self.pending = self.pending, []
+        return [(folder, proof.prove_checkpoint(folder, **options)) for folder, options in pending]
+
+    close = finished
+
+
 def in_this_process(monkeypatch) -> list[Request]:
     """Proofs without a process each: what they say is the same."""
     asked: list[Request] = []
@@ -171,6 +191,7 @@ def in_this_process(monkeypatch) -> list[Request]:
         return examine(request)
 
     without_others(monkeypatch)
+    monkeypatch.setattr(run, "Prover", WhenAsked)
     for module in (proof, handover):
         monkeypatch.setattr(module, "prove", proved)
     return asked
@@ -217,3 +238,5 @@ def test_no_samples_reach_no_proof_of_the_run(tmp_path, monkeypatch):
     sft.sft(tuning(tmp_path, probe_samples=0), lambda _: None)
     assert {request.probing for request in asked} == {Probing(0, "cpu")}
     assert len(asked) == 4
+    found = [verdict["reason"] for verdicts in probed(tmp_path).values() for verdict in verdicts]
+    assert set(found) == {"no texts were asked for (--probe-samples 0)"}
