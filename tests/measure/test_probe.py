@@ -1,6 +1,7 @@
 """Probes: healthy speakers are proven, sick ones refuted early and by cause, and the first bad checkpoint is found."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,8 +12,16 @@ from assay.generate.request import Sampling
 from assay.measure.probe import Health, Said, against, first_bad, judged, probe
 from assay.measure.probe_prompts import BEGINNINGS, BUILT_IN, Prompt, read_prompts
 from assay.measure.speakers import OfEndpoint, endpoint
+from assay.model.lora import fresh, plan
+from assay.store import checkpoint as checkpoint_store
+from assay.store.artifact import build, open_artifact
+from assay.store.export import export
+from assay.store.pack import Ancestor, Lineage, adapter_contents
 from assay.verbs import probe as verb
 from assay.verdict import Outcome
+from assay.zoo import speaking
+from assay.zoo.speaking import looped_by_training, save_talker, talker, tongue
+from assay.zoo.stage import TARGETS, live_patch, nudged
 
 from .texts import PARAGRAPH
 
@@ -159,6 +168,43 @@ def test_the_verb_finds_the_first_bad_checkpoint_and_compares_with_a_parent(chec
     facts = json.loads(capsys.readouterr().out)
     assert [v["outcome"] for v in facts["verdicts"]] == ["REFUTED", "PROVEN"]  # as bad as its parent, and no worse
     assert facts["health"]["samples"][0]["text"] == facts["parent"]["samples"][0]["text"]
+
+
+def said(capsys, folder, *argv: str) -> dict:
+    """To twelve prompts of which any text is an answer."""
+    prompts = folder / "p.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"Tell me of {what}.", "short": True, "ends": False}) + "\n" for what in WORDS[:12]))
+    verb.run(parse(verb.FLAGS, [*argv, "--prompts", str(prompts), "-n", "1", "--max-new", "16", "--json", "--device", "cpu"],
+                   prog="assay probe"))
+    return json.loads(capsys.readouterr().out)
+
+
+def test_every_form_of_a_model_says_the_same(capsys, tmp_path):
+    """As a checkpoint, as a folder of transformers', as GGUF, and as an adapter with its base and merged."""
+    saved = open_artifact(save_talker(tmp_path / "model", talker()).folder)
+    export(saved, "hf", tmp_path / "hf", "float32")
+    export(saved, "gguf", tmp_path / "model.gguf", "f16")
+    patch = fresh(saved.config, plan(saved.config, TARGETS), 4, 2.0, 0, saved.digest)
+    model, base = nudged(build(replace(saved, patch=patch)), 0.05), Ancestor(saved.digest, str(saved.path))
+    contents = adapter_contents(model, live_patch(model, saved.digest), base, tongue()[0], Lineage("moved", base))
+    adapter = open_artifact(checkpoint_store.write(tmp_path / "adapter", contents).folder)
+    export(adapter, "peft", tmp_path / "peft")
+    export(adapter, "merged", tmp_path / "merged", "float32")
+    texts = {name: [sample["text"] for sample in said(capsys, tmp_path, str(tmp_path / name))["health"]["samples"]]
+             for name in ("model", "hf", "model.gguf", "adapter", "peft", "merged")}
+    assert len(texts["model"]) == 12
+    assert texts["model"] == texts["hf"] == texts["model.gguf"]
+    assert texts["adapter"] == texts["peft"] == texts["merged"]
+
+
+def test_the_history_of_a_run_is_bisected_to_where_it_went_wrong(capsys, tmp_path):
+    with looped_by_training(tmp_path):
+        spoiled = speaking.trained(talker())
+    for step in range(1, 5):
+        save_talker(tmp_path / "checkpoints" / f"step-00000{step}", spoiled if step >= 3 else talker())
+    facts = said(capsys, tmp_path, "--history", str(tmp_path))
+    assert (facts["last_good"], facts["first_bad"]) == ("step-000002", "step-000003")
+    assert set(facts["probed"]["step-000003"]["causes"]) == {"repetition"}
 
 
 def test_a_run_or_an_artifact_must_be_named(tmp_path):
