@@ -110,6 +110,12 @@ def test_the_first_bad_checkpoint_is_found(count):
         assert len(looks) == len(set(looks)) <= 8
 
 
+def test_of_a_few_checkpoints_every_one_is_looked_at():
+    """One that was bad for a while is found too, which halving would pass over."""
+    found = first_bad(list("abcd"), lambda name: probe(sick(1.0) if name == "b" else healthy, BUILT_IN, n=1, name=name))
+    assert (found.last_good, found.first_bad, list(found.probed)) == ("a", "b", list("abcd"))
+
+
 def test_prompts_of_several_domains_with_ids_of_their_own():
     for prompts in (BUILT_IN, BEGINNINGS):
         assert len({prompt.id for prompt in prompts}) == len(prompts)
