@@ -52,9 +52,8 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="the rows that were asked")
     parser.add_argument("--listed", type=int, default=5, help="texts shown of each kind of difference")
     options = parser.parse_args()
-    samples = read_samples(options.folder, options.data)
-    print(f"{len(samples)} texts of {options.folder}; lm-eval {metadata.version('lm_eval')}, task gsm8k "
-          f"{theirs_config()['metadata']['version']}\n")
+    samples, task = read_samples(options.folder, options.data), theirs_config()
+    print(f"{len(samples)} texts of {options.folder}; lm-eval {metadata.version('lm_eval')}, task gsm8k {task['metadata']['version']}\n")
     print("\n".join(report({how: compared(samples, how) for how in BESIDE}, options.listed)))
 
 
