@@ -1,6 +1,7 @@
 """Where a model lives and in what it computes: the only file that knows devices, compilation and compute dtypes."""
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 
 import torch
@@ -28,6 +29,8 @@ def place_for_training(model: Transformer, device: str, *, compute: torch.dtype 
         gated.register()
         norm.register()
     if compile or (compile is None and on_gpu):
+        warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # fp32 is asked for where it is meant
+        warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")  # what ours remember never changes
         # Block by block: all layers share one compiled graph, so that compilation takes seconds, whatever the depth.
         for block in model.blocks:
             block.compile(dynamic=False)

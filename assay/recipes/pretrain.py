@@ -35,6 +35,8 @@ from assay.recipes.training import Parts, Training
 from assay.store.pack import Lineage
 from assay.verdict import Verdict
 
+DECAY = {"muon": 0.3, "adamw": 0.1}  # on enwik8, read five times in two minutes, 0.3 gave 1.145 bits per byte; 0.01 learned it by heart
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -136,15 +138,16 @@ def shape(config: Pretrain, depth: int, vocab: int) -> ModelConfig:
 
 def optimizer_for(config: Pretrain, plan: Plan, model: Transformer) -> torch.optim.Optimizer:
     named = list(model.named_parameters())
+    decay = config.weight_decay if config.weight_decay is not None else DECAY[config.optimizer]
     if config.optimizer == "adamw":
-        return adamw(named, plan.lr, weight_decay=config.weight_decay)
+        return adamw(named, plan.lr, weight_decay=decay)
     slices: dict[str, tuple[int, ...]] = {}
     for layer in range(plan.model.depth):  # q, k, v and gate, up are matrices of their own, stored as rows of one
         slices[f"blocks.{layer}.attn.qkv.weight"] = qkv_rows(plan.model)
         if plan.model.gated:
             slices[f"blocks.{layer}.mlp.up.weight"] = (plan.model.hidden, plan.model.hidden)
     return muon(named, lr_matrix=plan.lr, lr_embed=config.lr_embed, lr_scalar=config.lr_embed, slices=slices,
-                weight_decay=config.weight_decay)
+                weight_decay=decay)
 
 
 def announced(config: Pretrain, plan: Plan, corpus: Corpus, parameters: int) -> list[str]:
