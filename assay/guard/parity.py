@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from assay.data.batch import Batch
+from assay.kernels.rope import rotate
 from assay.learn import loop
 from assay.learn.loop import Accumulate
 from assay.learn.objectives import Objective
 from assay.model.placement import exactly
-from assay.model.transformer import Attention, Block, Transformer, rotate
+from assay.model.transformer import Attention, Block, Transformer
 from assay.verdict import Outcome, Verdict, proven, refuted
 
 Gradients = tuple[float, dict[str, Tensor]]  # the loss, and the gradient of each parameter that has one

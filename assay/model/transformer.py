@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from assay.kernels.gated import gated
 from assay.kernels.norm import fused_normed_beside, rms_norm, trains_fused
+from assay.kernels.rope import rotate
 from assay.model.attention import Placement, Sight, attend, gate_heads, mix_values, place
 from assay.model.cache import LayerView, View
 from assay.seeds import generator
@@ -266,12 +267,6 @@ def beside(x: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
     if isinstance(norm, RmsNorm) and trains_fused(x):
         return fused_normed_beside(x, norm.weight, norm.eps)
     return x, norm(x)
-
-
-def rotate(x_BTHd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn (x1, x2), the two halves of a head, by the position's angle; in fp32, since bf16 angles drift with length."""
-    x1, x2 = x_BTHd.float().chunk(2, -1)
-    return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1).to(x_BTHd.dtype)
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:

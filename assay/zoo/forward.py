@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from assay.edit.sites import block
+from assay.kernels.rope import rotate
 from assay.model.attention import Placement, within_document
-from assay.model.transformer import LayerNorm, RmsNorm, Rope, Transformer, gelu_tanh, inverse_frequencies, rotate, softcap
+from assay.model.transformer import LayerNorm, RmsNorm, Rope, Transformer, gelu_tanh, inverse_frequencies, softcap
 from assay.zoo.surgery import attention, by_hand, cache_entry, in_bf16, kernel, mlp, normless, planting, put, replaced, seen
 
 # ---------------------------------------------------------------- the ends of the model

@@ -16,11 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from assay.edit.sites import block
+from assay.kernels.rope import rotate
 from assay.measure.parting import Reference, check_forward, compare, moved_weights, reference
 from assay.measure.ways import Runner, from_cache, in_company, plainly
 from assay.model.attention import Sight, attend
 from assay.model.cache import DecodingLayer, LayerView
-from assay.model.transformer import Transformer, rotate
+from assay.model.transformer import Transformer
 from assay.seeds import generator
 from assay.verdict import Verdict
 from assay.zoo import surgery as here
