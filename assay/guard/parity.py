@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from assay.data.batch import Batch
-from assay.kernels.rope import rotate
+from assay.kernels.rotary import rotate
 from assay.learn import loop
 from assay.learn.loop import Accumulate
 from assay.learn.objectives import Objective

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from assay.kernels.gated import gated
 from assay.kernels.norm import fused_normed_beside, rms_norm, trains_fused
-from assay.kernels.rope import rotate
+from assay.kernels.rotary import rotate
 from assay.model.attention import Placement, Sight, attend, gate_heads, mix_values, place
 from assay.model.cache import LayerView, View
 from assay.seeds import generator

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from assay.edit.sites import block
-from assay.kernels.rope import rotate
+from assay.kernels.rotary import rotate
 from assay.model.attention import Placement, within_document
 from assay.model.transformer import LayerNorm, RmsNorm, Rope, Transformer, gelu_tanh, inverse_frequencies, softcap
 from assay.zoo.surgery import attention, by_hand, cache_entry, in_bf16, kernel, mlp, normless, planting, put, replaced, seen

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from assay.edit.sites import block
-from assay.kernels.rope import rotate
+from assay.kernels.rotary import rotate
 from assay.measure.parting import Reference, check_forward, compare, moved_weights, reference
 from assay.measure.ways import Runner, from_cache, in_company, plainly
 from assay.model.attention import Sight, attend
