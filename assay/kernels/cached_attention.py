@@ -1,7 +1,8 @@
 """One new token a slot: store its key and value in the slot's cache and attend to all that the slot holds.
 
-The Triton kernel reads of each slot only what that slot holds, however long the others are, and so needs no host to know it:
-one CUDA graph serves every length. Its plain PyTorch twin stands below and runs wherever CUDA does not.
+Where positions are rotary, the new query and key are turned on the way. The Triton kernel reads of each slot only what that slot
+holds, however long the others are, and so needs no host to know it: one CUDA graph serves every length. Its plain PyTorch twin
+stands below and runs wherever CUDA does not.
 
 Shapes: S slots, L capacity, H heads, K key/value heads, d head size.
 """
@@ -9,16 +10,21 @@ Shapes: S slots, L capacity, H heads, K key/value heads, d head size.
 from __future__ import annotations  # the kernel's `tl.constexpr` must not be looked up at import
 
 import functools
+import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from assay.kernels.rotary import rotate
+
 if TYPE_CHECKING:
     import triton.language as tl  # at run time _kernel() binds it: where no GPU is, Triton need not be installed
 
 LEAST = 16  # rows and columns that a matrix instruction takes at least
+
+Rotary = tuple[Tensor, Tensor]  # cos and sin of each slot's angles, (S, d / 2) in fp32
 
 
 class Launch(NamedTuple):
@@ -27,26 +33,30 @@ class Launch(NamedTuple):
     block: int  # keys that it holds at a time
     warps: int
     stages: int  # blocks that are on their way at once, and one
+    registers: int | None = None  # that a thread may have at most: the more a thread has, the fewer programs run side by side
 
 
 LAUNCH = Launch(block=64, warps=4, stages=2)
 
 
 def cached_attention(q_SHd: Tensor, k_SKd: Tensor, v_SKd: Tensor, keys_SLKd: Tensor, values_SLKd: Tensor, positions_S: Tensor,
-                     window: int | None, horizon: int) -> Tensor:
+                     window: int | None, horizon: int, rotary: Rotary | None = None) -> Tensor:
     """(S, H, d). Row s is stored at positions[s]; it sees the keys at 0 … positions[s], the last `window` of them where given.
 
-    No position is at or beyond `horizon`, which lets the plain twin read less; the kernel reads each slot's own length.
+    With `rotary` q and k are turned by it first, and so stored. No position is at or beyond `horizon`, which lets the plain twin
+    read less; the kernel reads each slot's own length.
     """
     attention = fused_cached_attention if q_SHd.is_cuda else plain_cached_attention
-    return attention(q_SHd, k_SKd, v_SKd, keys_SLKd, values_SLKd, positions_S, window, horizon)
+    return attention(q_SHd, k_SKd, v_SKd, keys_SLKd, values_SLKd, positions_S, window, horizon, rotary)
 
 
 # ── the plain twin ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 def plain_cached_attention(q_SHd: Tensor, k_SKd: Tensor, v_SKd: Tensor, keys_SLKd: Tensor, values_SLKd: Tensor, positions_S: Tensor,
-                           window: int | None, horizon: int) -> Tensor:
+                           window: int | None, horizon: int, rotary: Rotary | None = None) -> Tensor:
     """What a slot does not see must still be finite: 0 · NaN is NaN."""
+    if rotary is not None:
+        q_SHd, k_SKd = (rotate(x, *(part[:, None] for part in rotary)) for x in (q_SHd, k_SKd))
     slots = torch.arange(len(positions_S), device=positions_S.device)
     keys_SLKd[slots, positions_S], values_SLKd[slots, positions_S] = k_SKd, v_SKd
     keys, values = keys_SLKd[:, :horizon].transpose(1, 2), values_SLKd[:, :horizon].transpose(1, 2)
@@ -60,18 +70,23 @@ def plain_cached_attention(q_SHd: Tensor, k_SKd: Tensor, v_SKd: Tensor, keys_SLK
 # ── the fused path ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 def fused_cached_attention(q_SHd: Tensor, k_SKd: Tensor, v_SKd: Tensor, keys_SLKd: Tensor, values_SLKd: Tensor, positions_S: Tensor,
-                           window: int | None, horizon: int) -> Tensor:
-    """As `cached_attention`, on CUDA (or in Triton's interpreter): one program for each slot and key/value head."""
+                           window: int | None, horizon: int, rotary: Rotary | None = None, *, launch: Launch = LAUNCH) -> Tensor:
+    """As `cached_attention`, on CUDA (or in Triton's interpreter): one program for each slot and key/value head.
+
+    Programs of one slot stand side by side, since their keys do: a key's heads are one stretch of memory.
+    """
     (S, H, d), (_, L, K, _) = q_SHd.shape, keys_SLKd.shape
     out_SHd = torch.empty((S, H, d), dtype=q_SHd.dtype, device=q_SHd.device)
+    cos, sin = (None, None) if rotary is None else rotary
     assert q_SHd.stride(2) == k_SKd.stride(2) == v_SKd.stride(2) == 1, "a head's entries lie side by side"
     assert keys_SLKd.is_contiguous() and values_SLKd.is_contiguous(), "the cache is one piece of memory a layer"  # noqa: PT018
-    _kernel()[(S, K)](
-        q_SHd, k_SKd, v_SKd, keys_SLKd, values_SLKd, positions_S, out_SHd, d**-0.5,
+    assert cos is None or sin is None or (cos.is_contiguous() and sin.is_contiguous()), "a slot's angles lie side by side"
+    _kernel()[(K, S)](
+        q_SHd, k_SKd, v_SKd, cos, sin, keys_SLKd, values_SLKd, positions_S, out_SHd, d**-0.5 * math.log2(math.e),
         q_SHd.stride(0), q_SHd.stride(1), k_SKd.stride(0), k_SKd.stride(1), v_SKd.stride(0), v_SKd.stride(1),
         L=L, K=K, D=d, PER=H // K, WINDOW=0 if window is None else window,
-        GROUP=max(LEAST, _power_of_two(H // K)), DIM=max(LEAST, _power_of_two(d)), BLOCK=LAUNCH.block,
-        num_warps=LAUNCH.warps, num_stages=LAUNCH.stages)
+        GROUP=max(LEAST, _power_of_two(H // K)), DIM=max(LEAST, _power_of_two(d)), BLOCK=launch.block,
+        num_warps=launch.warps, num_stages=launch.stages, maxnreg=launch.registers)
     return out_SHd
 
 
@@ -88,31 +103,42 @@ def _kernel() -> Any:
     return triton.jit(_attend)
 
 
-def _attend(q_ptr, k_ptr, v_ptr, keys_ptr, values_ptr, positions_ptr, out_ptr, scale,
+def _attend(q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, keys_ptr, values_ptr, positions_ptr, out_ptr, scale,
             q_slot, q_head, k_slot, k_head, v_slot, v_head,
             L: tl.constexpr, K: tl.constexpr, D: tl.constexpr, PER: tl.constexpr, WINDOW: tl.constexpr,
             GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
     """Triton: the query heads that share one key/value head of one slot, with a running softmax over blocks of keys.
 
-    The new key and value never come back from memory: they open the softmax, and the loop reads what was there before.
+    The new key and value never come back from memory: the loop reads what was there before, and they close the softmax. Nothing
+    waits for them until then, so that the first blocks are on their way early. `scale` makes scores powers of 2.
     """
-    slot = tl.program_id(0).to(tl.int64)
-    shared = tl.program_id(1)
+    shared, slot = tl.program_id(0), tl.program_id(1).to(tl.int64)
     position = tl.load(positions_ptr + slot).to(tl.int32)
     head, dim = tl.arange(0, GROUP), tl.arange(0, DIM)
     real = dim < D
     both = (head < PER)[:, None] & real[None, :]
-    q = tl.load(q_ptr + slot * q_slot + (shared * PER + head)[:, None] * q_head + dim[None, :], mask=both, other=0.0)
-    k = tl.load(k_ptr + slot * k_slot + shared * k_head + dim, mask=real, other=0.0)
+    q_ptr += slot * q_slot + (shared * PER + head)[:, None] * q_head
+    k_ptr += slot * k_slot + shared * k_head
+    q = tl.load(q_ptr + dim[None, :], mask=both, other=0.0)
+    k = tl.load(k_ptr + dim, mask=real, other=0.0)
     v = tl.load(v_ptr + slot * v_slot + shared * v_head + dim, mask=real, other=0.0)
+    if cos_ptr is not None:  # each entry and the one it is turned with, half a head away
+        first_half = dim < D // 2
+        mate = tl.where(first_half, dim + D // 2, dim - D // 2)
+        angle = slot * (D // 2) + tl.where(first_half, dim, dim - D // 2)
+        cos = tl.load(cos_ptr + angle, mask=real, other=0.0)
+        sin = tl.load(sin_ptr + angle, mask=real, other=0.0)
+        sin = tl.where(first_half, -sin, sin)
+        q_mate = tl.load(q_ptr + mate[None, :], mask=both, other=0.0)
+        k_mate = tl.load(k_ptr + mate, mask=real, other=0.0)
+        q = (q.to(tl.float32) * cos[None, :] + q_mate.to(tl.float32) * sin[None, :]).to(q.dtype)
+        k = (k.to(tl.float32) * cos + k_mate.to(tl.float32) * sin).to(k.dtype)
+
     keys_ptr += slot * (L * K * D) + shared * D
     values_ptr += slot * (L * K * D) + shared * D
-    tl.store(keys_ptr + position * (K * D) + dim, k, mask=real)
-    tl.store(values_ptr + position * (K * D) + dim, v, mask=real)
-
-    top = tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], 1) * scale
-    total = tl.full((GROUP,), 1.0, tl.float32)
-    out = tl.zeros((GROUP, DIM), tl.float32) + v.to(tl.float32)[None, :]
+    top = tl.full((GROUP,), float("-inf"), tl.float32)
+    total = tl.zeros((GROUP,), tl.float32)
+    out = tl.zeros((GROUP, DIM), tl.float32)
     first = 0
     if WINDOW > 0:
         first = tl.maximum(position - WINDOW + 1, 0)
@@ -120,15 +146,22 @@ def _attend(q_ptr, k_ptr, v_ptr, keys_ptr, values_ptr, positions_ptr, out_ptr, s
         place = start + tl.arange(0, BLOCK)
         old = place < position
         keys = tl.load(keys_ptr + place[None, :] * (K * D) + dim[:, None], mask=old[None, :] & real[:, None], other=0.0)
+        values = tl.load(values_ptr + place[:, None] * (K * D) + dim[None, :], mask=old[:, None] & real[None, :], other=0.0)
         score = tl.dot(q, keys, input_precision="ieee") * scale
         score = tl.where(old[None, :], score, float("-inf"))
         new_top = tl.maximum(top, tl.max(score, 1))
-        share = tl.exp(score - new_top[:, None])
-        fade = tl.exp(top - new_top)
-        values = tl.load(values_ptr + place[:, None] * (K * D) + dim[None, :], mask=old[:, None] & real[None, :], other=0.0)
+        share = tl.exp2(score - new_top[:, None])
+        fade = tl.exp2(top - new_top)
         out = out * fade[:, None] + tl.dot(share.to(values.dtype), values, input_precision="ieee")
         total = total * fade + tl.sum(share, 1)
         top = new_top
-    out = out / total[:, None]
+
+    tl.store(keys_ptr + position * (K * D) + dim, k, mask=real)
+    tl.store(values_ptr + position * (K * D) + dim, v, mask=real)
+    score = tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], 1) * scale
+    new_top = tl.maximum(top, score)
+    share = tl.exp2(score - new_top)
+    fade = tl.exp2(top - new_top)
+    out = (out * fade[:, None] + share[:, None] * v.to(tl.float32)[None, :]) / (total * fade + share)[:, None]
     tl.store(out_ptr + slot * (K * PER * D) + (shared * PER + head)[:, None] * D + dim[None, :],
              out.to(out_ptr.dtype.element_ty), mask=both)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from assay.kernels.cached_attention import cached_attention
+from assay.kernels.cached_attention import Rotary, cached_attention
 from assay.model.attention import PADDING, Placement, Sight, attend, place, within_document
 
 
@@ -61,16 +61,20 @@ class FillingLayer(NamedTuple):
     keys_PKd: Tensor
     values_PKd: Tensor
     places_N: Tensor
+    rotates: bool = False
 
-    def attend(self, q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, sight: Sight) -> Tensor:
+    def attend(self, q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, sight: Sight, rotary: Rotary | None = None) -> Tensor:
+        assert rotary is None, "q and k come turned"
         self.keys_PKd.index_copy_(0, self.places_N, k_BTKd.flatten(0, 1))
         self.values_PKd.index_copy_(0, self.places_N, v_BTKd.flatten(0, 1))
         return attend(q_BTHd, k_BTKd, v_BTKd, sight)
 
 
-def attend_slots(layer: "DecodingLayer", q_S1Hd: Tensor, k_S1Kd: Tensor, v_S1Kd: Tensor, window: int | None) -> Tensor:
+def attend_slots(layer: "DecodingLayer", q_S1Hd: Tensor, k_S1Kd: Tensor, v_S1Kd: Tensor, window: int | None,
+                 rotary: Rotary | None) -> Tensor:
+    angles = None if rotary is None else (rotary[0][:, 0, 0], rotary[1][:, 0, 0])
     return cached_attention(q_S1Hd[:, 0], k_S1Kd[:, 0], v_S1Kd[:, 0], layer.keys_SLKd, layer.values_SLKd, layer.positions,
-                            window, layer.horizon)[:, None]
+                            window, layer.horizon, angles)[:, None]
 
 
 class Decoding(NamedTuple):
@@ -92,14 +96,17 @@ class Decoding(NamedTuple):
 
 
 class DecodingLayer(NamedTuple):
+    """`rotates`: it turns q and k itself by what `rotary` says, which saves a kernel a layer; without it they come turned."""
+
     keys_SLKd: Tensor
     values_SLKd: Tensor
     positions: Tensor
     horizon: int
     attention: Callable[..., Tensor]
+    rotates: bool = True
 
-    def attend(self, q_S1Hd: Tensor, k_S1Kd: Tensor, v_S1Kd: Tensor, sight: Sight) -> Tensor:
-        return self.attention(self, q_S1Hd, k_S1Kd, v_S1Kd, sight.window)
+    def attend(self, q_S1Hd: Tensor, k_S1Kd: Tensor, v_S1Kd: Tensor, sight: Sight, rotary: Rotary | None = None) -> Tensor:
+        return self.attention(self, q_S1Hd, k_S1Kd, v_S1Kd, sight.window, rotary)
 
 
 View = Filling | Decoding

@@ -66,7 +66,8 @@ def test_draws_equal_the_twins(V, temperature, top_k, top_p, min_p):
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
 @pytest.mark.parametrize(("H", "K", "d"), [(9, 3, 64), (4, 4, 64), (32, 4, 128), (4, 2, 24)])
 @pytest.mark.parametrize("window", [None, 100])
-def test_attention_over_slots_equals_float64(dtype, bound, H, K, d, window):
+@pytest.mark.parametrize("turned", [False, True])
+def test_attention_over_slots_equals_float64(dtype, bound, H, K, d, window, turned):
     """Inputs that are views of one product, slots of every length, and no number in any place that a slot must not see."""
     S, L = 64, 300
     g = torch.Generator("cuda").manual_seed(H)
@@ -75,12 +76,21 @@ def test_attention_over_slots_equals_float64(dtype, bound, H, K, d, window):
     keys, values = (torch.randn(S, L, K, d, device="cuda", generator=g).to(dtype) for _ in range(2))
     positions = torch.randint(0, L, (S,), device="cuda", generator=g)
     positions[:2] = torch.tensor([0, L - 1])
-    due = plain_cached_attention(q.double(), k.double(), v.double(), keys.double(), values.double(), positions, window, L)
+    turns = positions[:, None] * 10000 ** -(torch.arange(0, d, 2, device="cuda") / d) * turned
+    q_due, k_due = (in_float64(x, turns) for x in (q, k))
+    due = plain_cached_attention(q_due, k_due, v.double(), keys.double(), values.double(), positions, window, L)
     unseen = torch.arange(L, device="cuda") >= positions[:, None]
     keys[unseen], values[unseen] = float("nan"), float("nan")
-    found = fused_cached_attention(q, k, v, keys, values, positions, window, L)
+    found = fused_cached_attention(q, k, v, keys, values, positions, window, L, (turns.cos(), turns.sin()) if turned else None)
     assert float((found.double() - due).norm() / due.norm()) < bound
-    assert torch.equal(keys[torch.arange(S), positions], k)
+    stored = keys[torch.arange(S), positions].double()
+    assert float((stored - k_due).norm() / k_due.norm()) < bound
+    assert turned or torch.equal(stored, k_due)
+
+
+def in_float64(x, turns):
+    z = torch.complex(*x.double().chunk(2, -1)) * torch.complex(turns.cos().double(), turns.sin().double())[:, None]
+    return torch.cat([z.real, z.imag], -1)
 
 
 # ── the engine ────────────────────────────────────────────────────────────────────────────────────────────────────────

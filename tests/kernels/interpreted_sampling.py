@@ -7,10 +7,11 @@ import pytest
 import torch
 from triton.runtime import interpreter
 
-from assay.kernels import cached_attention, draw
-from assay.kernels.cached_attention import fused_cached_attention, plain_cached_attention
+from assay.kernels import draw
+from assay.kernels.cached_attention import LAUNCH, fused_cached_attention, plain_cached_attention
 from assay.kernels.draw import Rule, distribution, fused_draw, plain_draw, uniforms
 
+SMALL = LAUNCH._replace(block=16)
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # int64 products wrap, as they should
 # (temperature, top_k, top_p, min_p), all in one batch
 RULES = [(1.0, 0, 1.0, 0.0), (0.7, 50, 1.0, 0.0), (1.3, 0, 0.8, 0.0), (0.9, 20, 0.6, 0.0), (1.0, 0, 1.0, 0.1), (0.0, 5, 0.5, 0.0),
@@ -23,7 +24,6 @@ RULES = [(1.0, 0, 1.0, 0.0), (0.7, 50, 1.0, 0.0), (1.3, 0, 0.8, 0.0), (0.9, 20, 
 def small_blocks(monkeypatch):
     for name, value in (("PART", 64), ("GROUP", 4), ("TILE", 16)):
         monkeypatch.setattr(draw, name, value)
-    monkeypatch.setattr(cached_attention, "LAUNCH", cached_attention.LAUNCH._replace(block=16))
 
 
 @pytest.fixture(autouse=True)
@@ -141,22 +141,49 @@ def test_what_is_no_number_is_said(bad):
     assert 0 <= ids.min() <= ids.max() < 203
 
 
-@pytest.mark.parametrize(("H", "K", "d", "window"), [(9, 3, 24, None), (4, 2, 16, 7), (2, 2, 8, 40)])
-def test_attention_equals_its_twin(H, K, d, window):
+@pytest.mark.parametrize(("H", "K", "d", "window"), [(9, 3, 24, None), (4, 2, 16, 7), (2, 2, 8, 40), (3, 1, 6, 16)])
+@pytest.mark.parametrize("turned", [False, True])
+def test_attention_equals_its_twin(H, K, d, window, turned):
     """Slots of every length, strided inputs, and garbage in every place that no slot sees."""
-    S, L = 5, 50
+    S, L = 6, 50
     g = torch.Generator().manual_seed(H)
     fused = torch.randn(S, (H + 2 * K) * d, generator=g)
     q, k, v = (part.view(S, -1, d) for part in fused.split([H * d, K * d, K * d], -1))
     keys, values = torch.randn(S, L, K, d, generator=g), torch.randn(S, L, K, d, generator=g)
-    positions = torch.tensor([0, 3, 16, 33, 49])
+    positions = torch.tensor([0, 3, 16, 33, 49, 1])
+    rotary = angles(positions, d) if turned else None
     twin = [keys.clone(), values.clone()]
-    due = plain_cached_attention(q, k, v, *twin, positions, window, L)
+    due = plain_cached_attention(q, k, v, *twin, positions, window, L, rotary)
     for slot, position in enumerate(positions.tolist()):
         keys[slot, position:], values[slot, position:] = float("nan"), float("nan")
-    found = fused_cached_attention(q, k, v, keys, values, positions, window, L)
+    found = fused_cached_attention(q, k, v, keys, values, positions, window, L, rotary, launch=SMALL)
     torch.testing.assert_close(found, due, atol=1e-5, rtol=1e-5)
     slots = torch.arange(S)
-    assert torch.equal(keys[slots, positions], k)
+    torch.testing.assert_close(keys[slots, positions], twin[0][slots, positions], atol=1e-6, rtol=1e-6)
+    assert turned != torch.equal(keys[slots[1:], positions[1:]], k[1:])
     assert torch.equal(values[slots, positions], v)
+    keys[slots, positions] = twin[0][slots, positions]
     assert torch.equal(torch.nan_to_num(keys[:, :, 0, 0]), torch.where(torch.arange(L) <= positions[:, None], twin[0][:, :, 0, 0], 0))
+
+
+def angles(positions, d):
+    turns = positions[:, None] * 10000 ** -(torch.arange(0, d, 2) / d)
+    return turns.cos(), turns.sin()
+
+
+def test_attention_turns_by_complex_numbers():
+    """A slot's own angle, in float64: the key is stored turned, the query only looks so, and what is turned is rounded once."""
+    S, L, H, K, d = 4, 20, 4, 2, 12
+    g = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(S, heads, d, generator=g).half() for heads in (H, K, K))
+    keys, values = (torch.randn(S, L, K, d, generator=g).half() for _ in range(2))
+    positions = torch.tensor([0, 19, 7, 16])
+    cos, sin = angles(positions, d)
+    turn = torch.complex(cos.double(), sin.double())[:, None]
+    q_due, k_due = (torch.cat([(z := torch.complex(*x.double().chunk(2, -1)) * turn).real, z.imag], -1) for x in (q, k))
+    kept = [keys.double(), values.double()]
+    due = plain_cached_attention(q_due, k_due, v.double(), *kept, positions, None, L)
+    found = fused_cached_attention(q, k, v, keys, values, positions, None, L, (cos, sin), launch=SMALL)
+    stored = keys[torch.arange(S), positions]
+    torch.testing.assert_close(stored.double(), k_due, atol=1e-6, rtol=2.0**-11)
+    assert float((found.double() - due).norm() / due.norm()) < 2e-3
