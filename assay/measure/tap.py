@@ -16,7 +16,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from assay.edit.sites import block, hooked
-from assay.kernels.cached_attention import Rotary
 from assay.kernels.rotary import rotate
 from assay.measure.sites import EMBEDDING, FINAL_NORM, Site
 from assay.model.cache import DecodingLayer, attend_slots
@@ -73,13 +72,13 @@ class Attention(TorchFunctionMode):
         self.see(Site(self.layer, "scores"), looked_at(q, k, attn_mask, is_causal, scale))
         return func(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
-    def decoding(self, view: DecodingLayer, q: Tensor, k: Tensor, v: Tensor, window: int | None, rotary: Rotary | None) -> Tensor:
+    def decoding(self, view: DecodingLayer, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         """In the place of `attend_slots`: one more token a slot, against what the cache holds once it is stored."""
         layer, self.layer = self.layer, None  # what the plain kernel asks of torch is not seen a second time
         assert layer is not None
-        q, k = (q, k) if rotary is None else (rotate(q, *rotary), rotate(k, *rotary))
+        q, k = (q, k) if view.rotary is None else (rotate(q, *view.rotary), rotate(k, *view.rotary))
         q, k = (x if (other := self.see(Site(layer, name), x)) is None else other for name, x in (("query", q), ("key", k)))
-        out = attend_slots(view, q, k, v, window, None)
+        out = attend_slots(view.turning(None), q, k, v, window)
         distance_SL = view.positions[:, None] - torch.arange(view.horizon, device=q.device)
         seen_SL = (distance_SL >= 0) & (distance_SL < (window or view.horizon))
         keys = view.keys_SLKd[:, : view.horizon].transpose(1, 2)

@@ -61,18 +61,15 @@ class FillingLayer(NamedTuple):
     keys_PKd: Tensor
     values_PKd: Tensor
     places_N: Tensor
-    rotates: bool = False
 
-    def attend(self, q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, sight: Sight, rotary: Rotary | None = None) -> Tensor:
-        assert rotary is None, "q and k come turned"
+    def attend(self, q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, sight: Sight) -> Tensor:
         self.keys_PKd.index_copy_(0, self.places_N, k_BTKd.flatten(0, 1))
         self.values_PKd.index_copy_(0, self.places_N, v_BTKd.flatten(0, 1))
         return attend(q_BTHd, k_BTKd, v_BTKd, sight)
 
 
-def attend_slots(layer: "DecodingLayer", q_S1Hd: Tensor, k_S1Kd: Tensor, v_S1Kd: Tensor, window: int | None,
-                 rotary: Rotary | None) -> Tensor:
-    angles = None if rotary is None else (rotary[0][:, 0, 0], rotary[1][:, 0, 0])
+def attend_slots(layer: "DecodingLayer", q_S1Hd: Tensor, k_S1Kd: Tensor, v_S1Kd: Tensor, window: int | None) -> Tensor:
+    angles = None if layer.rotary is None else (layer.rotary[0][:, 0, 0], layer.rotary[1][:, 0, 0])
     return cached_attention(q_S1Hd[:, 0], k_S1Kd[:, 0], v_S1Kd[:, 0], layer.keys_SLKd, layer.values_SLKd, layer.positions,
                             window, layer.horizon, angles)[:, None]
 
@@ -96,17 +93,20 @@ class Decoding(NamedTuple):
 
 
 class DecodingLayer(NamedTuple):
-    """`rotates`: it turns q and k itself by what `rotary` says, which saves a kernel a layer; without it they come turned."""
+    """With `rotary` it turns q and k itself, which saves a kernel a layer; without it they come as they are to be."""
 
     keys_SLKd: Tensor
     values_SLKd: Tensor
     positions: Tensor
     horizon: int
     attention: Callable[..., Tensor]
-    rotates: bool = True
+    rotary: Rotary | None = None  # cos and sin, (S, 1, 1, d / 2)
 
-    def attend(self, q_S1Hd: Tensor, k_S1Kd: Tensor, v_S1Kd: Tensor, sight: Sight, rotary: Rotary | None = None) -> Tensor:
-        return self.attention(self, q_S1Hd, k_S1Kd, v_S1Kd, sight.window, rotary)
+    def turning(self, rotary: Rotary | None) -> "DecodingLayer":
+        return DecodingLayer(self.keys_SLKd, self.values_SLKd, self.positions, self.horizon, self.attention, rotary)
+
+    def attend(self, q_S1Hd: Tensor, k_S1Kd: Tensor, v_S1Kd: Tensor, sight: Sight) -> Tensor:
+        return self.attention(self, q_S1Hd, k_S1Kd, v_S1Kd, sight.window)
 
 
 View = Filling | Decoding

@@ -20,7 +20,7 @@ from assay.kernels.gated import gated
 from assay.kernels.norm import fused_normed_beside, rms_norm, trains_fused
 from assay.kernels.rotary import rotate
 from assay.model.attention import Placement, Sight, attend, gate_heads, mix_values, place
-from assay.model.cache import LayerView, View
+from assay.model.cache import DecodingLayer, LayerView, View
 from assay.seeds import generator
 
 
@@ -134,14 +134,16 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = qk.split((query_heads, kv_heads), 2)
             qk = torch.cat([self.q_norm(q), self.k_norm(k)], 2)
-        if rotary is not None and (cache is None or not cache.rotates):
-            qk, rotary = rotate(qk, *rotary), None  # both at once: two short kernels take longer than one
+        if isinstance(cache, DecodingLayer):
+            cache = cache.turning(rotary)
+        elif rotary is not None:
+            qk = rotate(qk, *rotary)  # both at once: two short kernels take longer than one
         q, k = qk.split((query_heads, kv_heads), 2)
         if self.mix is not None:
             v = self.mix(v, values[0])  # type: ignore[index]
         elif values is not None:
             values.append(v)
-        attended = attend(q, k, v, sight) if cache is None else cache.attend(q, k, v, sight, rotary)
+        attended = attend(q, k, v, sight) if cache is None else cache.attend(q, k, v, sight)
         if self.gate is not None:
             attended = gate_heads(attended, self.gate(x_BTD))
         return self.out(attended.reshape(B, T, -1))
