@@ -18,12 +18,12 @@ from assay.generate.prefill import Prefill
 from assay.generate.request import MOST_STOP_IDS, Sampling
 from assay.generate.weights import ServedModel
 from assay.kernels.draw import Rule, draw
+from assay.kernels.note import NOBODY, Course, Log, note
 from assay.model.cache import Decoding, SlotCache, attend_slots
 from assay.model.placement import sent
 
 INTS = ("token", "position", "end", "running", "key", "top_k")  # then the stop ids
 FLOATS = ("temperature", "top_p", "min_p", "penalty")
-NOBODY = -1  # noted by a slot that drew nothing
 WARM_UP = 3  # steps before capture: compilation, library handles and autotuning must not be captured
 COMPILED = 64  # forms of one function that may stand side by side
 
@@ -88,9 +88,9 @@ class Slots:
         self.stops = self.ints[len(INTS) :]
         self.temperature, self.top_p, self.min_p, self.penalty = self.floats
         self.seen: Tensor | None = None  # (S, V): made when a repetition penalty is first asked for
-        self.ids_CS = torch.zeros(steps, slots, dtype=torch.int64, device=device)
-        self.logprobs_CS = torch.zeros(steps, slots, device=device)
-        self.cursor = torch.zeros(1, dtype=torch.int64, device=device)
+        self.course = Course(self.token, self.position, self.end, self.running, self.stops)
+        self.log = Log(torch.zeros(steps, slots, dtype=torch.int64, device=device), torch.zeros(steps, slots, device=device),
+                       torch.zeros(1, dtype=torch.int64, device=device))
         self.attention: Callable[..., Tensor] = attend_slots
         self._graphs: dict[bool, torch.cuda.CUDAGraph] = {}
         if graphed:
@@ -126,13 +126,13 @@ class Slots:
         with self._here():
             if self.graphed and penalise not in self._graphs:
                 self._graphs[penalise] = self._captured(penalise)
-            self.cursor.zero_()
+            self.log.cursor.zero_()
             for _ in range(steps):
                 if self.graphed:
                     self._graphs[penalise].replay()
                 else:
                     self.step(horizon, penalise)
-            return Flight.to_host(self.ids_CS[:steps], self.logprobs_CS[:steps])
+            return Flight.to_host(self.log.ids_CS[:steps], self.log.logprobs_CS[:steps])
 
     def compile(self, **options: Any) -> None:
         """Block by block, so that all layers share one compiled graph. Attention over the cache stays as it is: it writes to the
@@ -146,12 +146,12 @@ class Slots:
         and beyond the limit torch would leave ours uncompiled without a word."""
         resting, length = self.running.clone(), self.cache.length
         self.running.zero_()
-        self.cursor.zero_()
+        self.log.cursor.zero_()
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream), torch._dynamo.config.patch(recompile_limit=COMPILED):
             for _ in range(WARM_UP):
-                self.cursor.zero_()
+                self.log.cursor.zero_()
                 self.step(length, penalise)
         torch.cuda.current_stream(self.device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
@@ -172,19 +172,7 @@ class Slots:
             assert self.seen is not None
             said = chosen[:, None]
             self.seen.scatter_(1, said, self.seen.gather(1, said) | (self.running == 1)[:, None])
-        self.note(chosen, logprobs)
-
-    def note(self, chosen: Tensor, logprobs: Tensor) -> None:
-        """What was drawn is written down, and each slot goes on or ends."""
-        running = self.running == 1
-        self.ids_CS.index_copy_(0, self.cursor, torch.where(running, chosen, NOBODY)[None])
-        self.logprobs_CS.index_copy_(0, self.cursor, logprobs[None])
-        self.cursor.add_(1)
-        ended = (chosen == self.stops).any(0) | (self.position >= self.end)
-        going = running & ~ended
-        self.token.copy_(torch.where(going, chosen, self.token))
-        self.position.add_(going)
-        self.running.copy_(going)
+        note(chosen, logprobs, self.course, self.log)
 
     def _mark_seen(self, seats: Sequence[Seat], slots: Tensor) -> None:
         if self.seen is None:

@@ -10,6 +10,7 @@ from assay.generate.policy import logprobs_of
 from assay.generate.request import Request, Sampling
 from assay.kernels.cached_attention import fused_cached_attention, plain_cached_attention
 from assay.kernels.draw import Rule, fused_draw, plain_draw
+from assay.kernels.note import Course, Log, note
 from assay.model.placement import place_for_training
 from assay.model.tiny import tiny_config
 from assay.model.transformer import initialised
@@ -91,6 +92,22 @@ def test_attention_over_slots_equals_float64(dtype, bound, H, K, d, window, turn
 def in_float64(x, turns):
     z = torch.complex(*x.double().chunk(2, -1)) * torch.complex(turns.cos().double(), turns.sin().double())[:, None]
     return torch.cat([z.real, z.imag], -1)
+
+
+@pytest.mark.parametrize("S", [3, 256, 1500])
+def test_notes_equal_the_twins(S):
+    g = torch.Generator().manual_seed(S)
+    ints = torch.randint(0, 6, (8, S), generator=g)
+    ints[1], ints[2], ints[3] = ints[1] + 10, ints[2] + 13, ints[3] > 0
+    draws, logprobs = torch.randint(0, 9, (40, S), generator=g), torch.randn(40, S, generator=g)
+    both = []
+    for device in ("cpu", "cuda"):
+        mine = ints.to(device, copy=True)
+        log = Log(torch.zeros_like(draws, device=device), torch.zeros_like(logprobs, device=device), torch.zeros_like(mine[0, :1]))
+        for chosen, logprob in zip(draws.to(device), logprobs.to(device), strict=True):
+            note(chosen, logprob, Course(*mine[:4], mine[4:]), log)
+        both.append([x.cpu() for x in (mine, *log)])
+    assert all(torch.equal(found, due) for found, due in zip(*both[::-1], strict=True))
 
 
 # ── the engine ────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -10,6 +10,7 @@ from triton.runtime import interpreter
 from assay.kernels import draw
 from assay.kernels.cached_attention import LAUNCH, fused_cached_attention, plain_cached_attention
 from assay.kernels.draw import Rule, distribution, fused_draw, plain_draw, uniforms
+from assay.kernels.note import Course, Log, fused_note, plain_note
 
 SMALL = LAUNCH._replace(block=16)
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # int64 products wrap, as they should
@@ -187,3 +188,29 @@ def test_attention_turns_by_complex_numbers():
     stored = keys[torch.arange(S), positions]
     torch.testing.assert_close(stored.double(), k_due, atol=1e-6, rtol=2.0**-11)
     assert float((found.double() - due).norm() / due.norm()) < 2e-3
+
+
+@pytest.mark.parametrize("S", [1, 16, 37])
+def test_notes_equal_their_twins(S):
+    """Slots that run, rest, stop at one of their ids and reach their end, for as many steps as are written down."""
+    g, steps = torch.Generator().manual_seed(S), 5
+    ints = torch.randint(0, 6, (8, S), generator=g)
+    ints[1], ints[2], ints[3] = ints[1] + 10, ints[2] + 11, ints[3] > 0
+    ints[4:] = torch.where(ints[4:] < 3, ints[4:], -1)
+    both = []
+    for verb, options in ((plain_note, {}), (fused_note, {"block": 16})):
+        mine = ints.clone()
+        course = Course(*mine[:4], mine[4:])
+        log = Log(torch.full((steps, S), 99), torch.full((steps, S), 9.0), torch.zeros(1, dtype=torch.int64))
+        draws = torch.Generator().manual_seed(7)
+        for _ in range(steps - 1):
+            verb(torch.randint(0, 9, (S,), generator=draws), torch.randn(S, generator=draws), course, log, **options)
+        both.append((mine, *log))
+    assert all(torch.equal(found, due) for found, due in zip(*both[::-1], strict=True))
+    state, ids, _, cursor = both[1]
+    assert cursor.item() == steps - 1
+    assert bool((ids[-1] == 99).all())
+    if S > 16:
+        assert 0 < int(state[3].sum()) < int(ints[3].sum()) < S
+        assert bool((ids[:-1] == -1).any())
+        assert not torch.equal(state[0], ints[0])
