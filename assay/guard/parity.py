@@ -10,7 +10,8 @@ own precision, compiled and captured as it will run, comes near that is a check 
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -34,8 +35,10 @@ BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 # A single tensor's fp32 gradient on a GPU, whose products are summed in another order for every shape: of SmolLM2's, on an H200,
 # those of norms in late layers were up to 7e-4 apart.
 GPU_GRADIENT = 5e-3
-# Relative error of all gradients together, bf16 as it runs against fp32. A gradient that is doubled, halved or another's is beyond it.
-ROUNDING = 0.3
+# bf16 as it runs against fp32: relative error of all gradients together (0.02 of SmolLM2's, 0.21 of half its layers, untrained), and how
+# many times the gradient of a kind of tensor, over all layers, may be what it should be: rounding hardly goes along with a gradient.
+ROUNDING, TIMES = 0.5, (0.8, 1.25)
+NONE = 1e-6  # of the whole gradient's norm: a kind of tensor that has less of it has none
 ROWS = 4  # of the batch: enough to have ragged parts
 LOUD = 0.2  # for the checks that must see them: standard deviation of the logits in soft caps, largest weight of a gate
 COLUMNS = 2048  # of a row that attention is written out for: its cost grows with their square
@@ -92,7 +95,24 @@ def check_precision(model: Transformer, objective: Objective, batch: Batch, foun
     with exactly(model, *others):
         due = gradients(model, lambda: loop.accumulated(model, objective, batch, 1, float(batch.weight.sum())).loss, backward=False)
     what = f"the loss in {model.compute_dtype} as it will run, and in fp32"
-    return _compared("precision", what, *_together(found, due), BOUNDS[torch.bfloat16], ROUNDING)
+    near = _compared("precision", what, *_together(found, due), BOUNDS[torch.bfloat16], ROUNDING)
+    if near.outcome is Outcome.REFUTED:
+        return near
+    times = _times(found[1], due[1])
+    least, most = min(times, key=lambda kind: times[kind]), max(times, key=lambda kind: times[kind])
+    words = f"{near.reason}; {times[least]:.3f} (*.{least}) to {times[most]:.3f} (*.{most}) times what they should be"
+    sized = TIMES[0] <= times[least] and times[most] <= TIMES[1]
+    return (proven if sized else refuted)("precision", words, **near.evidence, least=times[least], most=times[most])
+
+
+def _times(found: Mapping[str, Tensor], due: Mapping[str, Tensor]) -> dict[str, float]:
+    """For each kind of tensor, all layers together, how many times its gradient is in what was found: ⟨found, due⟩ / ⟨due, due⟩."""
+    kinds: dict[str, list[str]] = {}
+    for name in due:
+        kinds.setdefault(re.sub(r"^blocks\.\d+\.", "", name), []).append(name)
+    squares = {kind: sum(float(due[name].double().square().sum()) for name in names) for kind, names in kinds.items()}
+    along = {kind: sum(float((found[name].double() * due[name].double()).sum()) for name in names) for kind, names in kinds.items()}
+    return {kind: along[kind] / squares[kind] for kind in kinds if squares[kind] > NONE**2 * sum(squares.values())}
 
 
 @torch.no_grad()

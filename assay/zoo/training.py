@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from assay.data.batch import Batch
 from assay.guard import series
-from assay.guard.parity import gradients
+from assay.guard.parity import check_precision, gradients
 from assay.guard.update import check_gradients, check_replicas, parameter_digests
 from assay.guard.watch import check_detectors
 from assay.learn import loop, objectives
@@ -45,6 +45,16 @@ def a_backward_pass(folder: Path, plant: Plant) -> list[Verdict]:
         _, found = gradients(model, lambda: loop.accumulated(model, objectives.next_token, batch, MICRO, float(batch.weight.sum())).loss,
                              backward=False)
     return [check_gradients(found, names)]
+
+
+def as_it_will_run(folder: Path, plant: Plant) -> list[Verdict]:
+    """A batch as the run computes it, where a kernel may be wrong, against fp32 with none. The tiny model itself computes in fp32 here,
+    since not every CPU multiplies in bf16: rounding is none of the fault."""
+    model, batch = tiny(), Practice().order().batch(0)
+    with plant(folder):
+        found = gradients(model, lambda: loop.accumulated(model, objectives.next_token, batch, MICRO, float(batch.weight.sum())).loss,
+                          backward=False)
+    return [check_precision(model, objectives.next_token, batch, found)]
 
 
 def two_ranks(folder: Path, plant: Plant) -> list[Verdict]:
@@ -149,6 +159,18 @@ def cap_ignored_by_the_model(_: Path) -> AbstractContextManager[None]:
 def cap_ignored_by_the_loss(_: Path) -> AbstractContextManager[None]:
     whole = objectives.linear_cross_entropy
     return swapped(objectives, "linear_cross_entropy", lambda *parts, softcap=None, **options: whole(*parts, **options))
+
+
+@fault("backward of a fused kernel gives twice the gradient", rows=("L12",), stage="kernel", check="precision", job=as_it_will_run)
+def doubled_backward(_: Path) -> AbstractContextManager[None]:
+    """Values are right, so that only a comparison of gradients can tell."""
+    whole = transformer.gated
+
+    def doubled(inner: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
+        out = whole(inner, activation)
+        return 2 * out - out.detach()
+
+    return swapped(transformer, "gated", doubled)
 
 
 @fault("values of the first layer not mixed in", rows=("L12",), stage="kernel", check="attention", job=a_preflight("mixed"))

@@ -12,12 +12,14 @@ from assay.guard.parity import (
     check_isolation,
     check_loss,
     check_padding,
+    check_precision,
     gradients,
     naive_logits,
     preflight,
 )
 from assay.learn import loop
 from assay.learn.objectives import next_token
+from assay.model.placement import exactly
 from assay.verdict import Outcome
 from assay.zoo.practice import Practice
 from assay.zoo.stage import nudged, tiny
@@ -142,3 +144,41 @@ def test_gradients_gives_value_and_gradients_and_puts_back(batch):
     assert value == pytest.approx(float(next_token(model, batch).total.detach()))
     assert found.keys() == {name for name, _ in model.named_parameters()}
     assert all(p.grad is None for p in model.parameters())
+
+
+# ---------------------------------------------------------------- the run's own precision
+
+def test_precision_forgives_rounding_and_nothing_else(batch):
+    """Gradients off by a tenth pass, as bf16's are; twice the gradient, half of it, another sign, another loss do not."""
+    model = tiny()
+    loss, found = gradients(model, lambda: next_token(model, batch).total / batch.weight.sum())
+    noisy = {name: g + 0.1 * g.norm() * unit(g) for name, g in found.items()}
+    assert check_precision(model, next_token, batch, (loss, noisy)).outcome is Outcome.PROVEN
+    for factor in (2.0, 0.5, -1.0):
+        wrong = {name: factor * g for name, g in found.items()}
+        assert check_precision(model, next_token, batch, (loss, wrong)).outcome is Outcome.REFUTED
+    assert check_precision(model, next_token, batch, (1.05 * loss, found)).outcome is Outcome.REFUTED
+    doubled = {name: 2 * g if name.endswith("mlp.up.weight") else g for name, g in found.items()}  # a small part of all gradients
+    assert "2.000 (*.mlp.up.weight) times" in check_precision(model, next_token, batch, (loss, doubled)).reason
+    assert check_precision(model, next_token, batch, (loss, doubled)).outcome is Outcome.REFUTED
+    lost = {name: g for name, g in found.items() if name != "norm.weight"}
+    assert "reach different parameters" in check_precision(model, next_token, batch, (loss, lost)).reason
+
+
+def unit(like):
+    noise = torch.randn(like.shape, generator=torch.Generator().manual_seed(like.numel()))
+    return noise / noise.norm()
+
+
+def test_what_is_exact_is_computed_in_fp32_whatever_the_run_computes_in():
+    """And the run's own dtype is back afterwards, even where a check dies."""
+    model = tiny()
+    model.compute_dtype = torch.bfloat16
+
+    def dies() -> None:
+        assert model.compute_dtype is torch.float32
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), exactly(model):
+        dies()
+    assert model.compute_dtype is torch.bfloat16
