@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from assay.errors import UsageError
-from assay.kernels import gated, norm
+from assay.kernels import gated, norm, rotary
 from assay.model.transformer import Transformer
 
 
@@ -28,6 +28,7 @@ def place_for_training(model: Transformer, device: str, *, compute: torch.dtype 
     if on_gpu:
         gated.register()
         norm.register()
+        rotary.register()
     if compile or (compile is None and on_gpu):
         warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # fp32 is asked for where it is meant
         warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")  # what ours remember never changes

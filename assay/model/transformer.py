@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from assay.kernels.gated import gated
 from assay.kernels.norm import fused_normed_beside, rms_norm, trains_fused
-from assay.kernels.rotary import rotate
+from assay.kernels.rotary import rotate, rotated
 from assay.model.attention import Placement, Sight, attend, gate_heads, mix_values, place
 from assay.model.cache import DecodingLayer, LayerView, View
 from assay.seeds import generator
@@ -129,16 +129,9 @@ class Attention(nn.Module):
                 values: list[Tensor] | None = None) -> Tensor:
         """`values` begins with those of the first layer, which puts them there; None where no layer asks for them."""
         B, T, _ = x_BTD.shape
-        query_heads, kv_heads, _ = (rows // self.head_dim for rows in self.rows)
-        qk, v = self.qkv(x_BTD).view(B, T, -1, self.head_dim).split((query_heads + kv_heads, kv_heads), 2)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = qk.split((query_heads, kv_heads), 2)
-            qk = torch.cat([self.q_norm(q), self.k_norm(k)], 2)
         if isinstance(cache, DecodingLayer):
-            cache = cache.turning(rotary)
-        elif rotary is not None:
-            qk = rotate(qk, *rotary)  # both at once: two short kernels take longer than one
-        q, k = qk.split((query_heads, kv_heads), 2)
+            cache, rotary = cache.turning(rotary), None
+        q, k, v = self.turned(self.qkv(x_BTD), rotary)
         if self.mix is not None:
             v = self.mix(v, values[0])  # type: ignore[index]
         elif values is not None:
@@ -147,6 +140,18 @@ class Attention(nn.Module):
         if self.gate is not None:
             attended = gate_heads(attended, self.gate(x_BTD))
         return self.out(attended.reshape(B, T, -1))
+
+    def turned(self, qkv_BTR: Tensor, rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v by heads, q and k normed and turned to their positions where the model does that."""
+        heads, kv_heads, _ = (rows // self.head_dim for rows in self.rows)
+        if rotary is not None and self.q_norm is None:
+            return rotated(qkv_BTR, *rotary, heads, kv_heads)
+        q, k, v = qkv_BTR.unflatten(-1, (-1, self.head_dim)).split((heads, kv_heads, kv_heads), 2)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if rotary is not None:
+            q, k = rotate(torch.cat([q, k], 2), *rotary).split((heads, kv_heads), 2)
+        return q, k, v
 
 
 class Mlp(nn.Module):

@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 from triton.runtime import interpreter
 
-from assay.kernels import gated, norm
+from assay.kernels import gated, norm, rotary
 from assay.kernels.gated import fused_gated, gated_backward, plain_gated
 from assay.kernels.norm import fused_normed_beside, norm_backward, plain_normed_beside
+from assay.kernels.rotary import fused_rotated, plain_rotated, rotated_backward
 from assay.model import transformer
 from assay.model.tiny import tiny_config
 from assay.model.transformer import initialised
@@ -116,6 +117,69 @@ def test_norm_through_autograd_rounds_the_weight_as_the_twin_does():
     assert apart(weight.grad, d_weight64) < 1e-6
 
 
+# ── the rotation ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+def angles(batches, T, half):
+    turn = drawn(batches, T, 1, half, spread=3.0, seed=9)
+    return turn.cos(), turn.sin()
+
+
+def turned_back(d_q, d_k, d_v, cos, sin):
+    """In float64, as complex numbers: the gradient of a rotation is the rotation back."""
+    back = torch.complex(cos.double(), -sin.double())
+    d_q, d_k = (torch.cat([(z := torch.complex(*d.double().chunk(2, -1)) * back).real, z.imag], -1) for d in (d_q, d_k))
+    return torch.cat([d_q, d_k, d_v.double()], 2).flatten(2)
+
+
+LAYOUTS = {  # of a (B, T, H, d) gradient in memory
+    "by_token": lambda *shape, **how: drawn(*shape, **how),
+    "by_head": lambda B, T, H, d, **how: drawn(B, H, T, d, **how).transpose(1, 2),
+    "within_wider": lambda B, T, H, d, **how: drawn(B, T, H + 3, d + 2, **how)[:, :, 1:-2, 2:],
+    "backwards": lambda B, T, H, d, **how: drawn(d, H, T, B, **how).permute(3, 2, 1, 0),
+    "of_a_sum": lambda B, T, H, d, **how: drawn(1, 1, 1, 1, **how).expand(B, T, H, d),
+}
+
+
+@pytest.mark.parametrize(("B", "T", "H", "K", "d", "rows", "block"), [
+    (2, 5, 3, 1, 16, 2, 512), (3, 7, 4, 2, 12, 4, 16), (1, 9, 2, 2, 10, 1, 32), (2, 3, 9, 3, 64, 2, 512), (1, 1, 1, 1, 2, 8, 512)])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, BF16)])
+def test_rotated_gradients(B, T, H, K, d, rows, block, dtype, bound):
+    """Tokens and pairs end inside a program; each row of the batch has angles of its own, or all have the same."""
+    for batches in {1, B}:
+        gradients = [LAYOUTS["by_head"](B, T, heads, d, dtype=dtype, seed=seed) for seed, heads in enumerate((H, K, K))]
+        found = rotated_backward(*gradients, *angles(batches, T, d // 2), rows=rows, block=block)
+        assert found.dtype == dtype
+        assert found.is_contiguous()
+        assert apart(found, turned_back(*gradients, *angles(batches, T, d // 2))) < bound
+
+
+@pytest.mark.parametrize("layouts", [("by_token",) * 3, ("by_head", "by_token", "within_wider"), ("backwards", "of_a_sum", "by_head"),
+                                     ("within_wider", "backwards", "of_a_sum")], ids="-".join)
+def test_rotated_gradients_are_read_where_they_lie(layouts):
+    B, T, H, K, d = 2, 5, 4, 2, 16
+    gradients = [LAYOUTS[layout](B, T, heads, d, seed=seed) for seed, (layout, heads) in enumerate(zip(layouts, (H, K, K), strict=True))]
+    found = rotated_backward(*gradients, *angles(B, T, d // 2))
+    assert apart(found, turned_back(*gradients, *angles(B, T, d // 2))) < 1e-6
+
+
+def test_rotated_gradients_of_values_are_copied():
+    d_q, d_k, d_v = (drawn(2, 3, heads, 8, dtype=torch.bfloat16, seed=heads) for heads in (4, 2, 2))
+    assert torch.equal(rotated_backward(d_q, d_k, d_v, *angles(1, 3, 4))[..., 48:], d_v.flatten(2))
+
+
+@pytest.mark.parametrize("used", [(1, 1, 1), (1, 0, 0), (0, 0, 1)])  # what nobody used has no gradient
+def test_rotated_through_autograd(used):
+    B, T, H, K, d = 2, 5, 3, 1, 8
+    cos, sin = angles(1, T, d // 2)
+    qkv = drawn(B, T, (H + 2 * K) * d).requires_grad_()
+    outs = fused_rotated(qkv, cos, sin, H, K)
+    assert all(torch.equal(out, due) for out, due in zip(outs, plain_rotated(qkv, cos, sin, H, K), strict=True))
+    given = [LAYOUTS["by_head"](*out.shape, seed=seed) * use for seed, (out, use) in enumerate(zip(outs, used, strict=True))]
+    chosen = [place for place, use in enumerate(used) if use]
+    torch.autograd.backward([outs[place] for place in chosen], [given[place] for place in chosen])
+    assert apart(qkv.grad, turned_back(*given, cos, sin)) < 1e-6
+
+
 # ── in the model ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 @pytest.fixture
@@ -123,8 +187,10 @@ def fused(monkeypatch):
     """As on a GPU in bf16."""
     gated.register()
     norm.register()
+    rotary.register()
     monkeypatch.setattr(transformer, "trains_fused", lambda x: torch.is_grad_enabled())
     monkeypatch.setattr(transformer, "gated", lambda inner, _: fused_gated(inner))
+    monkeypatch.setattr(transformer, "rotated", fused_rotated)
 
 
 def gradients(model, tokens):
@@ -133,7 +199,8 @@ def gradients(model, tokens):
     return {name: parameter.grad.double() for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize(("family", "recompute"), [("llama", False), ("llama", True), ("qwen3", False)])
+@pytest.mark.parametrize(("family", "recompute"), [
+    ("llama", False), ("llama", True), ("qwen3", False), ("mixed", False), ("mixed", True)])
 def test_a_model_trains_with_the_same_gradients(family, recompute, request):
     model = initialised(tiny_config(family), 0)
     tokens = torch.randint(0, 320, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -166,5 +233,6 @@ def test_a_compiled_backward_adds_nothing_to_the_stream_and_makes_nothing_again(
     assert of_attn.args[0].args == (of_mlp, 0)  # the stream's gradient goes from kernel to kernel, and out
     assert (of_attn, 0) in [node.args for node in graphs[1].graph.output_node().args[0] if node is not None]
     assert called.count(torch.ops.assay.gated_backward.default) == 1
-    for made in (torch.ops.aten.silu.default, torch.ops.aten.rsqrt.default):
+    assert called.count(torch.ops.assay.rotated_backward.default) == 1
+    for made in (torch.ops.aten.silu.default, torch.ops.aten.rsqrt.default, torch.ops.aten.cat.default):
         assert made not in called, made
