@@ -94,7 +94,7 @@ def check_precision(model: Transformer, objective: Objective, batch: Batch, foun
     """`found`, made as the run makes it of this batch's mean loss, is near what fp32 gives, row by row and uncompiled."""
     with exactly(model, *others):
         due = gradients(model, lambda: loop.accumulated(model, objective, batch, 1, float(batch.weight.sum())).loss, backward=False)
-    what = f"the loss in {model.compute_dtype} as it will run, and in fp32"
+    what = f"the loss in {model.compute_dtype or torch.float32} as it will run, and in fp32"
     near = _compared("precision", what, *_together(found, due), BOUNDS[torch.bfloat16], ROUNDING)
     if near.outcome is Outcome.REFUTED:
         return near

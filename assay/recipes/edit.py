@@ -167,6 +167,9 @@ def chosen_facts(config: Edit, model: Transformer, source: Artifact, say: Callab
     tokenizer = source.tokenizer
     assert tokenizer is not None
     read, refused = read_facts(Path(config.facts), config.first)
+    if config.known and not any(fact.old for fact in read):
+        raise DataError(f"{config.facts}: no row says what the answer was before, so --known has nothing to ask the model for; give rows "
+                        "with an old and a new answer, as CounterFact has them, or leave --known out")
     at_once = AT_ONCE.get(model.embed.weight.device.type, MANY)
     facts: list[Fact] = []
     for start in range(0, len(read), at_once):
