@@ -81,9 +81,10 @@ def test_a_patch_belongs_to_its_parent_and_frozen_tensors_stay(tmp_path: Path):
 def test_what_cannot_be_served_is_said_before_anything_is_written(tmp_path: Path):
     base(tmp_path)
     rows = [row(fact) for fact in lore.edits(2)]
+    told = [{key: one[key] for key in ("name", "prompt", "subject", "target")} for one in rows]  # and not what was said before
     cases = (([rows[0] | {"subject": "Nobody"}], "", "every request was refused; the first: Borin: the subject 'Nobody'"),
              ([rows[0], rows[0]], "", "two facts are called 'Borin'"),
-             ([{key: one[key] for key in ("name", "prompt", "subject", "target")} for one in rows], "--known 1", "no row says what the answer"),
+             (told, "--known 1", "no row says what the answer was before"),
              (rows, "--known 3", "gives the old answer of 2 facts by itself, 3 are asked for"))
     for given, more, words in cases:
         with pytest.raises(DataError, match=words):
