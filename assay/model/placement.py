@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from assay.errors import UsageError
-from assay.kernels import gated, norm, rotary
+from assay.kernels import gated, linear, norm, rotary
 from assay.model.transformer import Transformer
 
 
@@ -27,6 +27,7 @@ def place_for_training(model: Transformer, device: str, *, compute: torch.dtype 
     model.recompute = recompute
     if on_gpu:
         gated.register()
+        linear.register()
         norm.register()
         rotary.register()
     if compile or (compile is None and on_gpu):

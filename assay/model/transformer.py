@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from assay.kernels.gated import gated
+from assay.kernels.linear import linear
 from assay.kernels.norm import fused_normed_beside, rms_norm, trains_fused
 from assay.kernels.rotary import rotate, rotated
 from assay.model.attention import Placement, Sight, attend, gate_heads, mix_values, place
@@ -81,8 +82,7 @@ class Linear(nn.Linear):
         """Nothing, as in Embedding."""
 
     def forward(self, x: Tensor) -> Tensor:
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        return F.linear(x, self.weight.to(x.dtype), bias)
+        return linear(x, self.weight, self.bias)
 
 
 class RmsNorm(nn.Module):
