@@ -152,7 +152,7 @@ def served_answer(engine: Engine) -> Answer:
     logits: list[Tensor] = []
     with uncompiled(engine):
         for column in range(columns):
-            view = Decoding(cache, torch.full((rows,), column, device=device), column + 1, engine.slots.attention)
+            view = Decoding(cache, torch.full((rows,), column, device=device), column + 1)
             logits.append(policy_logits(model, model.hidden(tokens_BT[:, column : column + 1], cache=view)[:, 0]))
     found = torch.stack(logits, 1)
     return Answer(found[..., ids.to(device)].cpu(), found.logsumexp(-1).cpu())

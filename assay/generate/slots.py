@@ -6,8 +6,7 @@ Shapes: S slots, V vocabulary, C steps of a flight.
 """
 
 import contextlib
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,14 +16,17 @@ from assay.generate.policy import penalised, policy_logits
 from assay.generate.prefill import Prefill
 from assay.generate.request import MOST_STOP_IDS, Sampling
 from assay.generate.weights import ServedModel
+from assay.kernels import cached_attention
 from assay.kernels.draw import Rule, draw
 from assay.kernels.note import NOBODY, Course, Log, note
-from assay.model.cache import Decoding, SlotCache, attend_slots
+from assay.model.cache import Decoding, SlotCache
 from assay.model.placement import sent
+from assay.model.transformer import run_blocks
 
 INTS = ("token", "position", "end", "running", "key", "top_k")  # then the stop ids
 FLOATS = ("temperature", "top_p", "min_p", "penalty")
 WARM_UP = 3  # steps before capture: compilation, library handles and autotuning must not be captured
+TOGETHER = 6  # blocks that are compiled as one, at most: each adds to the time that compilation takes
 COMPILED = 64  # forms of one function that may stand side by side
 
 
@@ -91,7 +93,6 @@ class Slots:
         self.course = Course(self.token, self.position, self.end, self.running, self.stops)
         self.log = Log(torch.zeros(steps, slots, dtype=torch.int64, device=device), torch.zeros(steps, slots, device=device),
                        torch.zeros(1, dtype=torch.int64, device=device))
-        self.attention: Callable[..., Tensor] = attend_slots
         self._graphs: dict[bool, torch.cuda.CUDAGraph] = {}
         if graphed:
             self.compile()
@@ -135,11 +136,10 @@ class Slots:
             return Flight.to_host(self.log.ids_CS[:steps], self.log.logprobs_CS[:steps])
 
     def compile(self, **options: Any) -> None:
-        """Block by block, so that all layers share one compiled graph. Attention over the cache stays as it is: it writes to the
-        cache in place, which a compiler would have to prove harmless."""
-        self.attention = uncompiled_attention()
-        for block in self.served.model.blocks:
-            block.compile(dynamic=False, **options)
+        """A few blocks at a time, so that all layers share one compiled graph, and what ends a block is fused with what begins the next."""
+        model = self.served.model
+        cached_attention.register()
+        model.run, model.together = torch.compile(run_blocks, dynamic=False, **options), together(model.config.windows)
 
     def _captured(self, penalise: bool) -> torch.cuda.CUDAGraph:
         """With every slot at rest, so that the steps of the warm-up change nothing. Training compiles the same code for its own shapes,
@@ -162,7 +162,7 @@ class Slots:
 
     def step(self, horizon: int, penalise: bool) -> None:
         model = self.served.model
-        states_SD = model.hidden(self.token[:, None], cache=Decoding(self.cache, self.position, horizon, self.attention))[:, 0]
+        states_SD = model.hidden(self.token[:, None], cache=Decoding(self.cache, self.position, horizon))[:, 0]
         logits_SV = policy_logits(model, states_SD)
         if penalise:
             assert self.seen is not None
@@ -189,7 +189,7 @@ class Slots:
         return sent(torch.tensor(values, dtype=torch.int64), self.device)
 
 
-@functools.cache
-def uncompiled_attention() -> Callable[..., Tensor]:
-    """One object for all engines: compiled code is kept for the functions it was compiled with."""
-    return torch.compiler.disable(attend_slots)
+def together(windows: tuple[int | None, ...]) -> int:
+    """How many blocks to compile as one: a part of the depth after which windows repeat, so that one graph serves all parts."""
+    depth = len(windows)
+    return max((n for n in range(1, TOGETHER + 1) if depth % n == 0 and windows[:n] * (depth // n) == windows), default=1)

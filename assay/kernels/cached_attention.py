@@ -46,8 +46,25 @@ def cached_attention(q_SHd: Tensor, k_SKd: Tensor, v_SKd: Tensor, keys_SLKd: Ten
     With `rotary` q and k are turned by it first, and so stored. No position is at or beyond `horizon`, which lets the plain twin
     read less; the kernel reads each slot's own length.
     """
+    if torch.compiler.is_compiling():  # a compiler cannot trace a registration: whoever compiles has registered before
+        cos, sin = (None, None) if rotary is None else rotary
+        return torch.ops.assay.cached_attention(q_SHd, k_SKd, v_SKd, keys_SLKd, values_SLKd, positions_S, cos, sin, window, horizon)
     attention = fused_cached_attention if q_SHd.is_cuda else plain_cached_attention
     return attention(q_SHd, k_SKd, v_SKd, keys_SLKd, values_SLKd, positions_S, window, horizon, rotary)
+
+
+@functools.cache
+def register() -> None:
+    """Makes `torch.ops.assay.cached_attention`, which compiled graphs call as it is, knowing that it writes to the cache."""
+    def attention(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, positions: Tensor, cos: Tensor | None,
+                  sin: Tensor | None, window: int | None, horizon: int) -> Tensor:
+        rotary = None if cos is None or sin is None else (cos, sin)
+        return cached_attention(q, k, v, keys, values, positions, window, horizon, rotary)
+
+    operator = torch.library.custom_op("assay::cached_attention", attention, mutates_args=("keys", "values"), schema=(
+        "(Tensor q, Tensor k, Tensor v, Tensor(a!) keys, Tensor(b!) values, Tensor positions, Tensor? cos, Tensor? sin, "
+        "int? window, int horizon) -> Tensor"))
+    operator.register_fake(lambda q, *_: q.new_empty(q.shape))
 
 
 # ── the plain twin ────────────────────────────────────────────────────────────────────────────────────────────────────

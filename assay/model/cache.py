@@ -18,7 +18,8 @@ from assay.model.attention import PADDING, Placement, Sight, attend, place, with
 class SlotCache:
     """Fixed addresses for its whole life, so that a CUDA graph may hold them. Zeros, not garbage: 0 · NaN is NaN.
 
-    A view per layer, not one tensor for all: indexing a stacked tensor made compiled graphs copy all of it at every layer.
+    A tensor per layer, not one for all: indexing a stacked tensor made compiled graphs copy all of it at every layer, and so did
+    writing to a part of a larger storage. Hence DLPack, through which the same memory comes back as a storage of its own.
     Behind the last slot lies one that nobody reads: there goes what padding says.
     """
 
@@ -26,7 +27,8 @@ class SlotCache:
                  dtype: torch.dtype, device: torch.device | str = "cpu"):
         self.slots, self.length, self.nowhere = slots, length, slots * length
         self.all = torch.zeros((2 * layers, slots + 1, length, kv_heads, head_dim), dtype=dtype, device=device)
-        self.keys, self.values = ([self.all[2 * layer + part, :slots] for layer in range(layers)] for part in (0, 1))
+        self.keys, self.values = ([torch.from_dlpack(self.all[2 * layer + part, :slots]) for layer in range(layers)]
+                                  for part in (0, 1))
 
     def clear(self) -> None:
         self.all.zero_()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from assay.errors import UsageError
-from assay.kernels import gated, linear, norm, rotary
+from assay.kernels import cached_attention, gated, linear, norm, rotary
 from assay.model.transformer import Transformer
 
 
@@ -25,6 +25,7 @@ def place_for_training(model: Transformer, device: str, *, compute: torch.dtype 
     model.to(device, torch.float32)
     model.compute_dtype = compute or (torch.bfloat16 if on_gpu else torch.float32)
     model.recompute = recompute
+    cached_attention.register()
     if on_gpu:
         gated.register()
         linear.register()

@@ -7,7 +7,7 @@ Shapes: B rows, T time, S keys a query may look at, D width, H heads, K key/valu
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -194,6 +194,7 @@ class Transformer(nn.Module):
         self.register_buffer("frequencies", table, persistent=False)
         self.compute_dtype: torch.dtype | None = None  # None: the parameters' own
         self.recompute = False  # gradient checkpointing: trade a second forward for activation memory
+        self.run, self.together = run_blocks, 1  # so many blocks at a time: a compiler fuses across the bounds of those it sees at once
 
     def hidden(self, tokens_BT: Tensor, *, documents: Tensor | None = None, positions: Tensor | None = None,
                cache: View | None = None, starts: Tensor | None = None) -> Tensor:
@@ -211,13 +212,11 @@ class Transformer(nn.Module):
         x_BTD = x_BTD.to(self.compute_dtype or x_BTD.dtype)
         rotary = self.rotary(placement)
         values: tuple[list[Tensor], ...] = ([],) if self.config.value_residual else ()
-        for layer, block in enumerate(self.blocks):
-            sight = placement.sights[self.config.windows[layer]]
-            arguments = (x_BTD, rotary, sight, None if cache is None else cache.layer(layer), *values)
-            if self.recompute and torch.is_grad_enabled():
-                x_BTD = checkpoint(block, *arguments, use_reentrant=False)
-            else:
-                x_BTD = block(*arguments)
+        recompute = self.recompute and torch.is_grad_enabled()
+        for first in range(0, self.config.depth, self.together):
+            layers = [(self.blocks[layer], placement.sights[self.config.windows[layer]], None if cache is None else cache.layer(layer))
+                      for layer in range(first, first + self.together)]
+            x_BTD = self.run(layers, x_BTD, rotary, values, recompute)
         return self.norm(x_BTD)
 
     def rotary(self, placement: Placement) -> tuple[Tensor, Tensor] | None:
@@ -239,6 +238,14 @@ class Transformer(nn.Module):
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
         return self.logits(self.hidden(tokens_BT))
+
+
+def run_blocks(layers: Sequence[tuple[nn.Module, Sight, LayerView | None]], x_BTD: Tensor, rotary: tuple[Tensor, Tensor] | None,
+               values: tuple[list[Tensor], ...], recompute: bool) -> Tensor:
+    for block, sight, cache in layers:
+        arguments = (x_BTD, rotary, sight, cache, *values)
+        x_BTD = checkpoint(block, *arguments, use_reentrant=False) if recompute else block(*arguments)
+    return x_BTD
 
 
 def initialised(config: ModelConfig, seed: int) -> Transformer:

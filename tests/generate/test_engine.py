@@ -1,6 +1,7 @@
 """The engine says what a full pass would say, whoever is served beside it, in whatever slot, after whatever stood there."""
 
 import random
+import re
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from assay.generate.engine import Engine, generate
 from assay.generate.policy import logprobs_of
 from assay.generate.request import Request, Sampling
 from assay.generate.sampler import sample
+from assay.generate.slots import together
 from assay.generate.weights import fingerprint
 from assay.model.lora import attach, fresh, plan
 from assay.model.tiny import tiny_config, tiny_tokenizer
@@ -22,9 +24,9 @@ DRAWN = Sampling(max_new=30, temperature=0.9, top_k=40, top_p=0.95, min_p=0.01, 
 GREEDY = Sampling(max_new=30, temperature=0)  # past mistral's window of 24, with every prompt
 
 
-def lively(family: str, depth_seed: int = 1):
+def lively(family: str, depth_seed: int = 1, **changed):
     """Weights larger than an initialisation's, so that greedy has no ties and distributions have a shape."""
-    model, g = initialised(tiny_config(family), depth_seed), torch.Generator().manual_seed(2)
+    model, g = initialised(replace(tiny_config(family), **changed), depth_seed), torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=g) * 0.1)
@@ -92,6 +94,48 @@ def test_several_steps_at_once_change_nothing(model, ahead):
     due = generate(model, asked, stop_ids=(11, 12))
     assert [found[ticket].ids for ticket in tickets] == [c.ids for c in due]
     assert [found[ticket].ended for ticket in tickets] == [c.ended for c in due]
+
+
+@pytest.mark.parametrize(("family", "window", "graphs"), [("llama", 24, 1), ("qwen3", None, 1), ("gpt2", None, 1), ("mixed", None, 2)])
+def test_blocks_compiled_together_say_the_same(family, window, graphs, monkeypatch):
+    """As on a GPU: a stretch of blocks is one graph that knows that attention writes to the cache; all stretches share it, but for the
+    first where later ones mix its values in."""
+    model = lively(family, depth=4, windows=(window, None) * 2)
+    due = generate(model, requests(DRAWN), slots=2)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    engine = Engine(model, slots=2, length=80, version="v")
+    monkeypatch.setattr("assay.generate.slots.TOGETHER", 2)
+    engine.slots.compile(backend="aot_eager", fullgraph=True)
+    launch = engine.slots.launch
+    engine.slots.launch = lambda steps, horizon, penalise: launch(steps, 80, penalise)  # one shape
+    tickets = [engine.submit(request) for request in requests(DRAWN)]
+    found = {progress.ticket: progress.completion for progress in engine.drain()}
+    assert [found[ticket].ids for ticket in tickets] == [c.ids for c in due]
+    assert apart([found[ticket] for ticket in tickets], due) <= 1e-5
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+
+
+@pytest.mark.slow
+def test_a_compiled_stretch_copies_nothing_of_the_cache():
+    """It is written in place: the kernels that a compiler makes itself are those of norms, sums and activations."""
+    from torch._inductor.utils import run_and_get_code  # slow to import
+
+    torch._dynamo.reset()
+    engine = Engine(lively("llama"), slots=2, length=80, version="v")
+    engine.slots.compile(fullgraph=True)
+    with torch.no_grad(), torch._inductor.config.patch(force_disable_caches=True):
+        _, (code,) = run_and_get_code(engine.slots.step, 80, False)
+    kernels = set(re.findall(r"cpp_fused_\w+", code))
+    assert kernels
+    assert not [name for name in kernels if "clone" in name or "copy" in name]
+
+
+@pytest.mark.parametrize(("windows", "blocks"), [
+    ((None,) * 30, 6), ((None,) * 7, 1), ((None,) * 5, 5), ((4, None) * 6, 6), ((4, 4, 4, None) * 7, 4), ((4, None, None), 3),
+    ((4,) * 9 + (None,), 1)])
+def test_stretches_are_alike(windows, blocks):
+    assert together(windows) == blocks
 
 
 def test_members_of_a_group_share_a_prefill_and_nothing_else(model, monkeypatch):

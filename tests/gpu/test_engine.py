@@ -1,5 +1,6 @@
 """The engine on CUDA: kernels against their twins, captured steps against eager ones, the GPU against the CPU, no wait in a flight."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -149,6 +150,21 @@ def test_a_graph_takes_up_new_weights():
         found = {progress.ticket: progress.completion for progress in engine.drain()}
         assert [found[t].ids for t in tickets] == [c.ids for c in served(model, GREEDY)]
         assert {c.version for c in found.values()} == {version}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mixed"])
+def test_compiled_stretches_copy_nothing_of_the_cache(family):
+    """One graph each, without a break; what the compiler makes itself are norms, sums and activations."""
+    from torch._inductor.utils import run_and_get_code
+
+    torch._dynamo.reset()
+    engine = Engine(lively(family, torch.bfloat16), slots=3, length=96, version="v", graphed=False)
+    engine.slots.compile(fullgraph=True)
+    with torch.no_grad(), torch._inductor.config.patch(force_disable_caches=True):
+        _, codes = run_and_get_code(engine.slots.step, 96, False)
+    kernels = set(re.findall(r"triton_\w*fused\w*", "".join(codes)))
+    assert kernels
+    assert not [name for name in kernels if "clone" in name or "copy" in name]
 
 
 def test_a_flight_waits_for_nothing():
