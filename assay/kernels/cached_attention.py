@@ -33,10 +33,11 @@ class Launch(NamedTuple):
     block: int  # keys that it holds at a time
     warps: int
     stages: int  # blocks that are on their way at once, and one
-    registers: int | None = None  # that a thread may have at most: the more a thread has, the fewer programs run side by side
+    registers: int | None = None  # that a thread may have at most: the more it takes, the fewer programs an SM holds at once
 
 
 LAUNCH = Launch(block=64, warps=4, stages=2)
+NARROW = LAUNCH._replace(registers=80)  # up to 64 entries a head, in 2 bytes each: left alone they take 96, and an SM holds 5 for 6
 
 
 def cached_attention(q_SHd: Tensor, k_SKd: Tensor, v_SKd: Tensor, keys_SLKd: Tensor, values_SLKd: Tensor, positions_S: Tensor,
@@ -87,7 +88,7 @@ def plain_cached_attention(q_SHd: Tensor, k_SKd: Tensor, v_SKd: Tensor, keys_SLK
 # ── the fused path ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 def fused_cached_attention(q_SHd: Tensor, k_SKd: Tensor, v_SKd: Tensor, keys_SLKd: Tensor, values_SLKd: Tensor, positions_S: Tensor,
-                           window: int | None, horizon: int, rotary: Rotary | None = None, *, launch: Launch = LAUNCH) -> Tensor:
+                           window: int | None, horizon: int, rotary: Rotary | None = None, *, launch: Launch | None = None) -> Tensor:
     """As `cached_attention`, on CUDA (or in Triton's interpreter): one program for each slot and key/value head.
 
     Programs of one slot stand side by side, since their keys do: a key's heads are one stretch of memory.
@@ -95,6 +96,7 @@ def fused_cached_attention(q_SHd: Tensor, k_SKd: Tensor, v_SKd: Tensor, keys_SLK
     (S, H, d), (_, L, K, _) = q_SHd.shape, keys_SLKd.shape
     out_SHd = torch.empty((S, H, d), dtype=q_SHd.dtype, device=q_SHd.device)
     cos, sin = (None, None) if rotary is None else rotary
+    launch = launch or (NARROW if d <= 64 and q_SHd.element_size() == 2 else LAUNCH)
     assert q_SHd.stride(2) == k_SKd.stride(2) == v_SKd.stride(2) == 1, "a head's entries lie side by side"
     assert keys_SLKd.is_contiguous() and values_SLKd.is_contiguous(), "the cache is one piece of memory a layer"  # noqa: PT018
     assert cos is None or sin is None or (cos.is_contiguous() and sin.is_contiguous()), "a slot's angles lie side by side"
