@@ -4,11 +4,9 @@ Every name has weights, keys and values of its own: loading one touches no other
 Shapes: N places, V vocabulary.
 """
 
-import contextlib
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +16,7 @@ from assay.generate.engine import Engine
 from assay.generate.policy import logprobs_of, policy_logits, sampled_distribution, seen_before
 from assay.generate.request import Request, Sampling
 from assay.model.cache import Decoding, SlotCache
-from assay.model.placement import place_for_training
+from assay.model.placement import place_for_training, uncompiled
 from assay.model.probe import Answer, answer, distance, questions, share
 from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import Transformer
@@ -150,17 +148,12 @@ def served_answer(engine: Engine) -> Answer:
     rows, columns = tokens_BT.shape
     cache = SlotCache(c.depth, rows, columns, c.kv_heads, c.head_dim, dtype=engine.served.dtype, device=device)
     logits: list[Tensor] = []
-    with uncompiled(engine):
+    with uncompiled():  # a probe has shapes of its own, which are not worth a compilation
         for column in range(columns):
             view = Decoding(cache, torch.full((rows,), column, device=device), column + 1)
             logits.append(policy_logits(model, model.hidden(tokens_BT[:, column : column + 1], cache=view)[:, 0]))
     found = torch.stack(logits, 1)
     return Answer(found[..., ids.to(device)].cpu(), found.logsumexp(-1).cpu())
-
-
-def uncompiled(engine: Engine) -> contextlib.AbstractContextManager[Any]:
-    """A probe has shapes of its own, which are not worth a compilation."""
-    return torch.compiler.set_stance("force_eager") if engine.slots.graphed else contextlib.nullcontext()
 
 # ---------------------------------------------------------------- log-probabilities beyond the sampled token's
 

@@ -10,6 +10,7 @@ from assay.data.batch import Batch
 from assay.generate.request import Completion, Sampling
 from assay.guard.policy import Floor, measure_floor
 from assay.guard.rollouts import check_seeds
+from assay.model.placement import uncompiled
 from assay.model.transformer import Transformer
 from assay.recipes.experience import COMPARED
 from assay.recipes.rollouts import Prompt, Sampler, batch_logprobs, of_completions
@@ -24,7 +25,7 @@ LAST_BITS = 4 * torch.finfo(torch.float32).eps  # of a log-probability: that muc
 def floor_of(model: Transformer, rehearsed: Rehearsed, temperature: float) -> Floor:
     """Of the longest texts of the rehearsal. It grows with the logits, and with how rare what was said is."""
     texts = sorted(((*prompt.ids, *completion.ids) for prompt, completion in rehearsed), key=len)[-FLOOR_TEXTS:]
-    with torch.compiler.set_stance("force_eager"):  # token by token, every length would be compiled anew
+    with uncompiled():  # token by token, every length would be compiled anew
         found = measure_floor(model, texts, temperature)
     rarest = max(-logprob for _, completion in rehearsed for logprob in completion.logprobs)
     return replace(found, most=max(found.most, LAST_BITS * rarest))
