@@ -1,13 +1,15 @@
 """Proofs on our checkpoints and on what transformers and PEFT wrote: what holds is PROVEN, what does not is REFUTED by name."""
 
 import json
+import threading
 
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from assay.guard.proof import Request, demanded, examine, prove, prove_checkpoint
+from assay.guard import proof
+from assay.guard.proof import Prover, Request, demanded, examine, prove, prove_checkpoint
 from assay.model.probe import questions
 from assay.model.stops import resolve_stops
 from assay.model.tiny import tiny_config, tiny_tokenizer
@@ -151,3 +153,20 @@ def test_our_adapter_goes_back_to_peft(foreign, tmp_path):
 def test_an_adapter_that_was_never_trained_is_refused_by_name(foreign, tmp_path):
     folder = adapter(foreign, tmp_path / "adapter", train=False)
     assert "no effect" in refuted(examine(Request(str(folder), base=str(foreign))))["architecture"]
+
+
+def test_where_there_are_cores_proofs_run_side_by_side(tmp_path, monkeypatch):
+    """Two that wait for each other end only if both are under way at once."""
+    both = threading.Barrier(2, timeout=20)
+    monkeypatch.setattr(proof, "cores", lambda: 16)
+    monkeypatch.setattr(proof, "prove_checkpoint", lambda folder, **_: both.wait() * [])
+    prover = Prover()
+    for name in ("one", "two"):
+        prover.start(tmp_path / name)
+    assert sorted(folder.name for folder, _ in prover.close()) == ["one", "two"]
+
+
+@pytest.mark.parametrize(("there", "at_once"), [(1, 1), (2, 1), (7, 1), (8, 2), (64, 4)])
+def test_a_proof_leaves_most_cores_to_the_loop(there, at_once, monkeypatch):
+    monkeypatch.setattr(proof, "cores", lambda: there)
+    assert Prover()._pool._max_workers == at_once

@@ -12,7 +12,7 @@ from assay.data.consumed import ids_digest
 from assay.data.order import Order
 from assay.errors import GuardStop, UsageError
 from assay.guard.update import Account
-from assay.model.transformer import Transformer
+from assay.model.transformer import Transformer, initialised
 from assay.recipes import pace, pretrain, training
 from assay.recipes.options import Pretrain
 from assay.recipes.pretrain import optimizer_for
@@ -44,6 +44,15 @@ def test_a_request_that_makes_no_sense_is_refused(changed: dict[str, Any], words
     with pytest.raises(UsageError, match=words):
         sit(options(tmp_path / "run", **changed))
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("given", "due"), [({}, 0.3), ({"optimizer": "adamw"}, 0.1), ({"weight_decay": 0.0}, 0.0),
+                                            ({"optimizer": "adamw", "weight_decay": 0.7}, 0.7)])
+def test_matrices_decay_as_the_optimizer_asks_unless_told_otherwise(given: dict[str, Any], due: float, tmp_path: Path):
+    config = options(tmp_path / "run", **given)
+    plan = pretrain.derived(config, corpus())
+    optimizer = optimizer_for(config, plan, initialised(plan.model, 0))
+    assert optimizer.param_groups[0]["weight_decay"] == due
 
 
 # ---------------------------------------------------------------- guards
