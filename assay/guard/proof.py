@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -106,22 +107,26 @@ def cores() -> int:
 
 class Prover:
     """Proofs beside a training loop, one at a time or, where there are cores to spare, a few; the loop asks for what is finished and
-    never waits."""
+    never waits. They are begun in the saver's thread and asked for in the loop's: without a lock one begun meanwhile would be lost."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(max(1, min(MOST_PROOFS, cores() // CORES_A_PROOF)), "prove")
         self._pending: list[tuple[Path, Future[list[Verdict]]]] = []
+        self._changing = threading.Lock()
 
     def start(self, folder: Path, *, against: str | None = None, base: str | None = None, probing: Probing = AS_USUAL) -> None:
-        self._pending.append((folder, self._pool.submit(prove_checkpoint, folder, against=against, base=base, probing=probing)))
+        future = self._pool.submit(prove_checkpoint, folder, against=against, base=base, probing=probing)
+        with self._changing:
+            self._pending.append((folder, future))
 
     @property
     def busy(self) -> bool:
         return bool(self._pending)
 
     def finished(self) -> list[tuple[Path, list[Verdict]]]:
-        ended = [(folder, future) for folder, future in self._pending if future.done()]  # asked once: one may end meanwhile
-        self._pending = [pending for pending in self._pending if pending not in ended]
+        with self._changing:
+            ended = [(folder, future) for folder, future in self._pending if future.done()]  # asked once: one may end meanwhile
+            self._pending = [pending for pending in self._pending if pending not in ended]
         return [(folder, future.result()) for folder, future in ended]
 
     def close(self) -> list[tuple[Path, list[Verdict]]]:

@@ -87,13 +87,15 @@ class Run:
     def save(self, step: int, contents: Callable[[], Contents], *, best: Path | None, against: str | None = None) -> Path:
         """Snapshot now; write, retire what is old and prove beside the loop. Raises what an earlier save or proof found.
 
-        Nothing is retired while a proof is reading, and what may go is settled now: later only the new checkpoint has come.
+        Nothing is retired while a proof is reading, which is asked when it is about to be: a save that this one waited for may just
+        have begun its own. So what stays besides the new checkpoint was proven, or quarantined and does not count. What else may
+        go is settled now.
         """
         self.check()
-        where, proving, needed = step_folder(self.checkpoints, step), self._prover.busy, frozenset(self.needed)
+        where, needed = step_folder(self.checkpoints, step), frozenset(self.needed)
 
         def after(written: Checkpoint) -> None:
-            if not proving:
+            if not self._prover.busy:
                 self._retired += retain(self.checkpoints, self.kept, best, needed)
             self._prover.start(written.folder, against=against, probing=self.probing)
 

@@ -1,6 +1,7 @@
 """Proofs on our checkpoints and on what transformers and PEFT wrote: what holds is PROVEN, what does not is REFUTED by name."""
 
 import json
+import sys
 import threading
 
 import pytest
@@ -170,3 +171,18 @@ def test_where_there_are_cores_proofs_run_side_by_side(tmp_path, monkeypatch):
 def test_a_proof_leaves_most_cores_to_the_loop(there, at_once, monkeypatch):
     monkeypatch.setattr(proof, "cores", lambda: there)
     assert Prover()._pool._max_workers == at_once
+
+
+def test_no_proof_is_lost_between_the_thread_that_begins_it_and_the_one_that_asks(tmp_path, monkeypatch):
+    often = sys.getswitchinterval()
+    monkeypatch.setattr(proof, "prove_checkpoint", lambda folder, **_: [])
+    prover, names, found = Prover(), [str(number) for number in range(2000)], []
+    begin = threading.Thread(target=lambda: [prover.start(tmp_path / name) for name in names])
+    sys.setswitchinterval(1e-6)
+    try:
+        begin.start()
+        while begin.is_alive():
+            found += prover.finished()
+    finally:
+        sys.setswitchinterval(often)
+    assert sorted(folder.name for folder, _ in [*found, *prover.close()]) == sorted(names)

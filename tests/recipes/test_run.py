@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from assay.errors import GuardStop, StoreError, UsageError
+from assay.guard.proof import mark
 from assay.recipes import run as run_module
 from assay.recipes.run import Run, plain, read_rows, rewrite_rows
 from assay.store import durable
-from assay.store.checkpoint import latest
+from assay.store.checkpoint import Contents, latest, open_checkpoint
+from assay.store.saver import BackgroundSaver
 from assay.verdict import Verdict, proven, refuted, unproven
 from assay.zoo.resuming import NoProver
 from tests.recipes.sittings import EVERY, events, options, rows, saved_steps, sit
@@ -110,7 +113,7 @@ def test_old_checkpoints_are_retired_beside_the_loop_and_written_down_in_it(tmp_
 def test_nothing_is_retired_while_a_proof_is_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from tests.recipes import sittings
 
-    class Busy(NoProver):
+    class Reading(NoProver):
         closed = False
 
         @property
@@ -121,25 +124,68 @@ def test_nothing_is_retired_while_a_proof_is_reading(tmp_path: Path, monkeypatch
             self.closed = True
             return []
 
-    monkeypatch.setattr(sittings, "NoProver", Busy)
+    monkeypatch.setattr(sittings, "NoProver", Reading)
     config, present = options(tmp_path / "run"), []
     sit(config, after={25: lambda work: (work.run.settle(), present.extend(saved_steps(config)))})
     assert present == [0, 1, 6, 12, 18, 24]
     assert saved_steps(config) == [24, 26]  # once it is over
 
 
+class Late(NoProver):
+    """Begins each proof once the loop waits for its save, which is when the next save was asked for; it ends when one more is."""
+
+    def __init__(self) -> None:
+        self.written, self.awaited = threading.Event(), threading.Event()
+        self.written.set()  # nothing has to be, before the first save
+        self.busy = False
+
+    def start(self, folder: Path, **_: Any) -> None:
+        self.written.set()
+        assert self.awaited.wait(60)
+        self.awaited.clear()
+        self.busy = True
+
+    def finished(self) -> list[tuple[Path, list[Verdict]]]:
+        assert self.written.wait(60)
+        self.written.clear()
+        self.busy = False
+        return []
+
+
+def test_nor_while_one_that_began_after_the_next_save_was_asked_for(run: Run, monkeypatch: pytest.MonkeyPatch):
+    """A slow disk: the loop asks for a save while the one before it is still being written."""
+    prover, wait = Late(), BackgroundSaver.wait
+
+    def waiting(saver: BackgroundSaver) -> Any:
+        if saver._pending is not None:
+            prover.awaited.set()
+        return wait(saver)
+
+    monkeypatch.setattr(run, "_prover", prover)
+    monkeypatch.setattr(BackgroundSaver, "wait", waiting)
+    for step in range(5):
+        run.save(step, lambda: Contents("model", {"w": torch.ones(3)}), best=None)
+    run.settle()
+    assert saved_steps(run.config) == [0, 1, 2, 3, 4]
+
+
 # ---------------------------------------------------------------- failures beside the loop
 
 
 class Refuting(NoProver):
-    """Refutes the checkpoint of one step, at the next question."""
+    """Refutes the checkpoint of one step, at the next question; it is quarantined before that, as by a proof."""
 
     def __init__(self) -> None:
         self.found: list[tuple[Path, list[Verdict]]] = []
 
+    @property
+    def busy(self) -> bool:  # type: ignore[override]
+        return bool(self.found)
+
     def start(self, folder: Path, **_: Any) -> None:
-        verdict = refuted if folder.name == f"step-{2 * EVERY:06d}" else proven
-        self.found.append((folder, [verdict("answers", "probe logits")]))
+        verdicts = [(refuted if folder.name == f"step-{2 * EVERY:06d}" else proven)("answers", "probe logits")]
+        mark(open_checkpoint(folder), verdicts)
+        self.found.append((folder, verdicts))
 
     def finished(self) -> list[tuple[Path, list[Verdict]]]:
         found, self.found = self.found, []
@@ -160,6 +206,7 @@ def test_a_refuted_proof_stops_the_run_and_what_came_before_stands(tmp_path: Pat
     assert proofs["step-000012"] == "REFUTED"
     assert events(config, "stopped")[0]["exit_code"] == 4
     assert 6 in saved_steps(config)
+    assert events(config, "stopped")[0]["stands"] in ("step-000006", "step-000018")  # the newest that is not refuted
 
 
 @pytest.mark.parametrize("moment", [EVERY, "last"])
