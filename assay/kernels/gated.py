@@ -1,7 +1,8 @@
 """A gated activation, silu(gate) · up, whose backward pass writes the gradients of both halves in one go.
 
 A compiler takes the gradient of a split for a concatenation and computes both halves for every entry: twice the memory's time.
-The forward pass is left to PyTorch, and in compiled blocks to its compiler, which is at the memory's limit there.
+Where something trains the forward pass is left to PyTorch, and in compiled blocks to its compiler, which is at the memory's limit
+there; what is neither trained nor compiled, as prompts are, has a kernel of its own in place of PyTorch's two.
 
 Shapes: N rows, H hidden; a row of `inner` holds H entries of gate, then H of up.
 """
@@ -18,16 +19,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 if TYPE_CHECKING:
-    import triton.language as tl  # at run time _kernel() binds it: where no GPU is, Triton need not be installed
+    import triton.language as tl  # at run time _jitted() binds it: where no GPU is, Triton need not be installed
 
 BLOCK = 1024  # entries of one half that a program takes: 8 a thread, so that every access is 16 bytes wide
 WARPS = 4
 
 
 def gated(inner: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
-    """(…, H): activation(gate) · up of (…, 2 H). Fused where silu trains in bf16 on a GPU, the plain twin anywhere else."""
-    if activation is F.silu and inner.is_cuda and inner.dtype == torch.bfloat16 and torch.is_grad_enabled():
+    """(…, H): activation(gate) · up of (…, 2 H). In bf16 on a GPU silu's is fused; the plain twin anywhere else, and where a compiler
+    fuses it."""
+    half = activation is F.silu and inner.is_cuda and inner.dtype == torch.bfloat16
+    if half and torch.is_grad_enabled():
         return fused_gated(inner)
+    if half and not torch.compiler.is_compiling():
+        return gated_forward(inner)
     return plain_gated(inner, activation)
 
 
@@ -71,22 +76,41 @@ def gated_backward(d_out: Tensor, inner: Tensor, block: int = BLOCK, warps: int 
     """The gradient of `inner`, given that of silu(gate) · up."""
     d_out, inner = d_out.contiguous(), inner.contiguous()
     d_inner = torch.empty_like(inner)
-    _kernel()[(math.ceil(d_out.numel() / block),)](
+    _jitted(_both_halves)[(math.ceil(d_out.numel() / block),)](
         d_out, inner, d_inner, d_out.numel(), H=d_out.shape[-1], BLOCK=block, num_warps=warps)
     return d_inner
 
 
+def gated_forward(inner: Tensor, block: int = BLOCK, warps: int = WARPS) -> Tensor:
+    """silu(gate) · up where nothing trains, rounded once."""
+    inner = inner.contiguous()
+    H = inner.shape[-1] // 2
+    out = inner.new_empty((*inner.shape[:-1], H))
+    _jitted(_product)[(math.ceil(out.numel() / block),)](inner, out, out.numel(), H=H, BLOCK=block, num_warps=warps)
+    return out
+
+
 @functools.cache
-def _kernel() -> Any:
+def _jitted(kernel: Callable) -> Any:
     import triton
     import triton.language
 
     globals()["tl"] = triton.language
-    return triton.jit(_both_halves)
+    return triton.jit(kernel)
+
+
+def _product(inner_ptr, out_ptr, entries, H: tl.constexpr, BLOCK: tl.constexpr):
+    """Triton: BLOCK entries of the product, wherever rows begin; each one's gate and up lie H apart."""
+    entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    real = entry < entries
+    place = entry + entry // H * H
+    gate = tl.load(inner_ptr + place, mask=real, other=0.0).to(tl.float32)
+    up = tl.load(inner_ptr + place + H, mask=real, other=0.0).to(tl.float32)
+    tl.store(out_ptr + entry, (gate / (1 + tl.exp(-gate)) * up).to(out_ptr.dtype.element_ty), mask=real)
 
 
 def _both_halves(d_out_ptr, inner_ptr, d_inner_ptr, entries, H: tl.constexpr, BLOCK: tl.constexpr):
-    """Triton: BLOCK entries of the product, wherever rows begin; each one's gate and up lie H apart."""
+    """Triton: as in `_product`, both gradients of each entry."""
     entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     real = entry < entries
     place = entry + entry // H * H

@@ -1,7 +1,8 @@
 """Rotary positions: q and k of one fused product, turned to where they stand; the backward pass writes the product's gradient in one go.
 
 A compiler turns the gradients back in one kernel and concatenates them in another. Here one kernel reads each gradient where attention
-left it, in whatever strides, and writes the product's. The forward pass is left to PyTorch, and in compiled blocks to its compiler.
+left it, in whatever strides, and writes the product's. Where something trains the forward pass is left to PyTorch, and in compiled
+blocks to its compiler; what is neither trained nor compiled, as prompts are, has a kernel of its own in place of PyTorch's nine.
 
 Shapes: B rows, T time, H heads, K key/value heads, d head size, R = (H + 2 K) d; N = B T tokens. cos and sin are (1 or B, T, 1, d / 2).
 """
@@ -10,13 +11,14 @@ from __future__ import annotations  # the kernel's `tl.constexpr` must not be lo
 
 import functools
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    import triton.language as tl  # at run time _kernel() binds it: where no GPU is, Triton need not be installed
+    import triton.language as tl  # at run time _jitted() binds it: where no GPU is, Triton need not be installed
 
 ROWS = 2     # tokens that a program takes
 BLOCK = 512  # pairs of each that it takes at most: all of them in small models, so that their heads share one reading of the angles
@@ -24,9 +26,12 @@ EACH = 8     # pairs a thread, so that every access to bf16 is 16 bytes wide
 
 
 def rotated(qkv_BTR: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """q (B, T, H, d), k and v (B, T, K, d). Fused where it trains in bf16 on a GPU, the plain twin anywhere else."""
-    if qkv_BTR.is_cuda and qkv_BTR.dtype == torch.bfloat16 and torch.is_grad_enabled():
+    """q (B, T, H, d), k and v (B, T, K, d). In bf16 on a GPU fused; the plain twin anywhere else, and where a compiler fuses it."""
+    half = qkv_BTR.is_cuda and qkv_BTR.dtype == torch.bfloat16
+    if half and torch.is_grad_enabled():
         return fused_rotated(qkv_BTR, cos, sin, heads, kv_heads)
+    if half and not torch.compiler.is_compiling():
+        return turned(qkv_BTR, cos, sin, heads, kv_heads)
     return plain_rotated(qkv_BTR, cos, sin, heads, kv_heads)
 
 
@@ -79,11 +84,26 @@ def rotated_backward(d_q: Tensor, d_k: Tensor, d_v: Tensor, cos: Tensor, sin: Te
     N, pairs = B * T, (H + 2 * K) * d // 2
     block = min(block, 1 << (pairs - 1).bit_length())
     d_qkv = _gradient_for(d_q, d_k)
-    _kernel()[(math.ceil(N / rows), math.ceil(pairs / block))](
+    _jitted(_turned_back)[(math.ceil(N / rows), math.ceil(pairs / block))](
         d_q, d_k, d_v, cos.contiguous(), sin.contiguous(), d_qkv, *d_q.stride(), *d_k.stride(), *d_v.stride(),
         0 if cos.shape[0] == 1 else T * d // 2, N, T,
         H=H, K=K, HALF=d // 2, ROWS=rows, BLOCK=block, num_warps=warps or max(1, rows * block // (32 * EACH)))
     return d_qkv
+
+
+def turned(qkv_BTR: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, *,
+           rows: int = ROWS, block: int = BLOCK, warps: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """As `plain_rotated`, where nothing trains; a program takes `block` pairs of `rows` tokens. v stays where it is."""
+    qkv = qkv_BTR.contiguous().unflatten(-1, (heads + 2 * kv_heads, -1))
+    B, T, _, d = qkv.shape
+    N, pairs = B * T, (heads + kv_heads) * d // 2
+    block = min(block, 1 << (pairs - 1).bit_length())
+    qk = qkv.new_empty((B, T, heads + kv_heads, d))
+    _jitted(_turned)[(math.ceil(N / rows), math.ceil(pairs / block))](
+        qkv, cos.contiguous(), sin.contiguous(), qk, 0 if cos.shape[0] == 1 else T * d // 2, N, T,
+        H=heads, K=kv_heads, HALF=d // 2, ROWS=rows, BLOCK=block, num_warps=warps or max(1, rows * block // (32 * EACH)))
+    q, k = qk.split((heads, kv_heads), 2)
+    return q, k, qkv[:, :, heads + kv_heads :]
 
 
 def _gradient_for(d_q: Tensor, d_k: Tensor) -> Tensor:
@@ -92,12 +112,31 @@ def _gradient_for(d_q: Tensor, d_k: Tensor) -> Tensor:
 
 
 @functools.cache
-def _kernel() -> Any:
+def _jitted(kernel: Callable) -> Any:
     import triton
     import triton.language
 
     globals()["tl"] = triton.language
-    return triton.jit(_turned_back)
+    return triton.jit(kernel)
+
+
+def _turned(qkv_ptr, cos_ptr, sin_ptr, qk_ptr, angle_b, N, T,
+            H: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Triton: BLOCK pairs (x1, x2) of q and k, of ROWS tokens."""
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
+    pair = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
+    real = (row < N) & (pair < (H + K) * HALF)
+    row = row.to(tl.int64)
+    head, i = pair // HALF, pair % HALF
+    place = qkv_ptr + row * ((H + 2 * K) * 2 * HALF) + (head * (2 * HALF) + i)
+    x1 = tl.load(place, mask=real, other=0.0).to(tl.float32)
+    x2 = tl.load(place + HALF, mask=real, other=0.0).to(tl.float32)
+    angle = (row // T) * angle_b + (row % T) * HALF + i
+    cos = tl.load(cos_ptr + angle, mask=real, other=1.0)
+    sin = tl.load(sin_ptr + angle, mask=real, other=0.0)
+    place = qk_ptr + row * ((H + K) * 2 * HALF) + (head * (2 * HALF) + i)
+    tl.store(place, (x1 * cos - x2 * sin).to(qk_ptr.dtype.element_ty), mask=real)
+    tl.store(place + HALF, (x2 * cos + x1 * sin).to(qk_ptr.dtype.element_ty), mask=real)
 
 
 def _turned_back(d_q_ptr, d_k_ptr, d_v_ptr, cos_ptr, sin_ptr, d_qkv_ptr,

@@ -69,13 +69,26 @@ def test_compiled_in_one_graph_it_gives_the_same():
     assert torch.equal(gradient(torch.compile(rotated, fullgraph=True, dynamic=False), given, gradients), eager)
 
 
-def test_where_nothing_trains_or_in_fp32_the_twin_answers():
+@pytest.mark.parametrize("shape", [
+    (1, 32768, 9, 3, 64), (3, 1001, 4, 2, 80, 3), (2, 77, 32, 8, 128, 2), (1, 1, 1, 1, 2), (5, 33, 3, 1, 24)])
+def test_where_nothing_trains_one_kernel_turns(shape):
+    given, _ = problem(*shape)
+    exact = plain_rotated(given[0].double(), given[1].double(), given[2].double(), *given[3:])
+    with torch.no_grad():
+        found, plain = rotated(*given), plain_rotated(*given)
+    assert found[0]._base is found[1]._base  # q and k of one tensor that the kernel wrote
+    for one, other, due in zip(found, plain, exact, strict=True):
+        assert apart(one, due) <= 1.001 * apart(other, due) + 1e-6
+
+
+def test_in_fp32_and_where_a_compiler_fuses_it_the_twin_answers():
     given, _ = problem(2, 5, 3, 1, 8)
     qkv = given[0].requires_grad_()
     assert rotated(qkv, *given[1:])[0].grad_fn.name() == "_RotatedBackward"
     assert rotated(qkv.float(), *given[1:])[0].grad_fn.name() == "SplitWithSizesBackward0"
     with torch.no_grad():
-        assert all(torch.equal(*both) for both in zip(rotated(qkv, *given[1:]), plain_rotated(qkv, *given[1:]), strict=True))
+        compiled = torch.compile(rotated, fullgraph=True, dynamic=False)(qkv, *given[1:])
+        assert all(apart(*both) < 4e-3 for both in zip(compiled, plain_rotated(qkv, *given[1:]), strict=True))
 
 
 # ── in the model ──────────────────────────────────────────────────────────────────────────────────────────────────────

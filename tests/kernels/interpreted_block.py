@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from triton.runtime import interpreter
 
 from assay.kernels import gated, norm, rotary
-from assay.kernels.gated import fused_gated, gated_backward, plain_gated
+from assay.kernels.gated import fused_gated, gated_backward, gated_forward, plain_gated
 from assay.kernels.norm import fused_normed_beside, norm_backward, plain_normed_beside
-from assay.kernels.rotary import fused_rotated, plain_rotated, rotated_backward
+from assay.kernels.rotary import fused_rotated, plain_rotated, rotated_backward, turned
 from assay.model import transformer
 from assay.model.tiny import tiny_config
 from assay.model.transformer import initialised
@@ -58,6 +58,16 @@ def test_gated_gradients(shape, block, dtype, bound):
     found = gated_backward(d_out, inner, block=block)
     assert found.dtype == dtype
     assert apart(found, inner64.grad) < bound
+
+
+@pytest.mark.parametrize(("shape", "block"), [((3, 5, 96), 64), ((7, 2 * 37), 128), ((1, 2), 1024)])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, BF16)])
+def test_gated_where_nothing_trains(shape, block, dtype, bound):
+    inner = drawn(*shape, dtype=dtype, spread=3.0)
+    found = gated_forward(inner, block=block)
+    assert found.dtype == dtype
+    assert apart(found, plain_gated(inner.double(), F.silu)) < bound
+    assert gated_forward(torch.tensor([[-200.0, 200.0, 3.0, 3.0]])).tolist() == [[0.0, 600.0]]
 
 
 def test_gated_far_out_is_finite_and_zero_where_the_gate_is_shut():
@@ -151,6 +161,20 @@ def test_rotated_gradients(B, T, H, K, d, rows, block, dtype, bound):
         assert found.dtype == dtype
         assert found.is_contiguous()
         assert apart(found, turned_back(*gradients, *angles(batches, T, d // 2))) < bound
+
+
+@pytest.mark.parametrize(("B", "T", "H", "K", "d", "rows", "block"), [
+    (2, 5, 3, 1, 16, 2, 512), (3, 7, 4, 2, 12, 4, 16), (1, 9, 2, 2, 10, 1, 32), (2, 3, 9, 3, 64, 2, 512), (1, 1, 1, 1, 2, 8, 512)])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, BF16)])
+def test_turned_where_nothing_trains(B, T, H, K, d, rows, block, dtype, bound):
+    for batches in {1, B}:
+        qkv, (cos, sin) = drawn(B, T, (H + 2 * K) * d, dtype=dtype), angles(batches, T, d // 2)
+        found = turned(qkv, cos, sin, H, K, rows=rows, block=block)
+        for part, due in zip(found, plain_rotated(qkv.double(), cos.double(), sin.double(), H, K), strict=True):
+            assert part.shape == due.shape
+            assert part.dtype == dtype
+            assert apart(part, due) < bound
+        assert torch.equal(found[2].flatten(2), qkv[..., (H + K) * d :])
 
 
 @pytest.mark.parametrize("layouts", [("by_token",) * 3, ("by_head", "by_token", "within_wider"), ("backwards", "of_a_sum", "by_head"),
