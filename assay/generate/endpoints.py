@@ -84,7 +84,7 @@ class Desk:
         return reply(GONE, {}) if whole is None else reply(200, whole)
 
     def _described(self, model: Served) -> dict[str, Any]:
-        first = next(iter(self.serving.models.values()))
+        first = self.serving.first
         return model_object(model, None if model is first else first.name)
 
 
@@ -127,8 +127,12 @@ class Flow:
         """(choice, what it gained, its ranks); first of all (0, None, None), once the engine has taken the request."""
         arrivals: asyncio.Queue[tuple[int, Progress | AssayError, Ranked | None]] = asyncio.Queue()
         loop = asyncio.get_running_loop()
-        calls = [self._call(index, prompt, lambda *item: loop.call_soon_threadsafe(arrivals.put_nowait, item))
-                 for index, prompt in enumerate(self.answer.prompts)]
+
+        def arrive(*item: Any) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more, which must not end the engine's thread
+                loop.call_soon_threadsafe(arrivals.put_nowait, item)
+
+        calls = [self._call(index, prompt, arrive) for index, prompt in enumerate(self.answer.prompts)]
         self.serving.admit(self.model, self.members)
         try:
             for call in calls:

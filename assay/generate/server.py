@@ -19,6 +19,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from assay.errors import AssayError, UsageError
@@ -37,8 +38,14 @@ def serve(serving: Serving, listener: socket.socket, *, token: str | None, ready
     """Until a signal; 128 + its number comes back, or 1 where the engine failed. `ready` is told the address."""
     server = _server(serving, application(serving, token), grace)
     serving.on_failure = lambda: setattr(server, "should_exit", True)
+    server.should_exit = serving.failed  # before anybody listened
     caught: list[int] = []
-    handlers = {number: signal.signal(number, lambda number, _: caught.append(number)) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def note(number: int, _: FrameType | None) -> None:
+        caught.append(number)
+        server.should_exit = True  # it may come before the server has handlers of its own
+
+    handlers = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         ready(_address(listener))
         server.run(sockets=[listener])  # it has handlers of its own, and afterwards hands on to ours what it caught

@@ -69,6 +69,8 @@ class Serving:
         self._calls: dict[tuple[Served, int], Call] = {}
         self._engines: list[Served] = []  # retired ones too, until they have finished
         self._asked: queue.SimpleQueue[Asked | None] = queue.SimpleQueue()  # None: the end
+        self._asking = threading.Lock()  # what is asked before `_over` is answered by the thread, what is asked after it is not queued
+        self._over = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -80,8 +82,13 @@ class Serving:
 
     def open_adapter(self, name: str, path: str | Path) -> Served:
         """A proven adapter on the weights that the server started with. It waits for the thread: not for an event loop."""
-        first = next(iter(self.models.values())).artifact
+        first = self.first.artifact
         return self._join(name, path, (first.base or first).path, hallmark=True)
+
+    @property
+    def first(self) -> Served:
+        """The model that the server started with. A copy is looked at: another may join meanwhile, and that ends an iteration."""
+        return list(self.models.values())[0]  # noqa: RUF015
 
     def find(self, name: str) -> Served:
         if name not in self.models:
@@ -92,7 +99,7 @@ class Serving:
     def retire(self, name: str) -> None:
         """No new request; those under way finish, then its memory is free. The name is never given to other weights."""
         found = self.find(name)
-        if found is next(iter(self.models.values())):
+        if found is self.first:
             raise Refused(f"{name!r} is the model that the server was started with; stop the server instead", status=409, param="name")
         del self.models[name]
         self.ask(lambda: None)  # the thread looks again at what is over
@@ -145,9 +152,11 @@ class Serving:
     def ask(self, what: Callable[[], Any]) -> "Future[Any]":
         """`what` is done on the engine's thread, between two steps; its value or its error comes with the future."""
         future: Future[Any] = Future()
-        self._asked.put((future, what))
-        if not self._thread.is_alive():
-            self._refuse_asked()
+        with self._asking:
+            if self._over:
+                future.set_exception(AssayError(STOPPED))
+            else:
+                self._asked.put((future, what))
         return future
 
     def stop(self) -> None:
@@ -170,13 +179,13 @@ class Serving:
                 for model in list(self._engines):
                     if not model.engine.idle:
                         self._step(model)
-                self._engines = [model for model in self._engines if model.name in self.models or not model.engine.idle]
+                self._engines = [model for model in self._engines if self.models.get(model.name) is model or not model.engine.idle]
             orderly = True
         finally:  # an error that nobody foresaw goes on to its traceback; whoever waits must not wait for ever
             self.failed = not orderly
+            self._refuse_asked()
             for call in list(self._calls.values()):
                 call.deliver(AssayError(STOPPED), None)
-            self._refuse_asked()
             if self.failed:
                 self.on_failure()
 
@@ -231,10 +240,12 @@ class Serving:
             self._cancel(call)
 
     def _refuse_asked(self) -> None:
-        """After the end of the thread: nobody does what was still asked."""
+        """At the end of the thread: nobody does what was still asked, or will be."""
+        with self._asking:
+            self._over = True
         while not self._asked.empty():
             asked = self._asked.get()
-            if asked is not None:
+            if asked is not None and asked[0].set_running_or_notify_cancel():  # who does not wait any more cannot be told
                 asked[0].set_exception(AssayError(STOPPED))
 
 

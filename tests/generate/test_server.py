@@ -1,5 +1,6 @@
 """The server over real HTTP on loopback: the official client's requests, and everything that a client may get wrong."""
 
+import asyncio
 import contextlib
 import json
 import os
@@ -16,12 +17,13 @@ import openai
 import pytest
 import torch
 
-from assay.errors import UsageError
-from assay.generate import served
-from assay.generate.endpoints import BODY_BYTES
+from assay.errors import AssayError, UsageError
+from assay.generate import protocol, served
+from assay.generate.endpoints import BODY_BYTES, Flow
+from assay.generate.replies import Reply
 from assay.generate.request import Sampling
 from assay.generate.sampler import sample
-from assay.generate.server import background, listening
+from assay.generate.server import background, listening, serve
 from assay.generate.serving import Serving, Size
 from assay.store import checkpoint
 from assay.store.artifact import build, open_artifact
@@ -79,11 +81,15 @@ def until(condition):
 
 
 @contextlib.contextmanager
-def held(serving):
-    """The engine's thread does nothing for the length of the block."""
-    gate = threading.Event()
-    serving.ask(lambda: gate.wait(60))
+def held(serving, *, now=True):
+    """The engine's thread does nothing for the length of the block: what is in its queue then has been asked since.
+
+    Without `now` it will do nothing once it comes to it.
+    """
+    gate, inside = threading.Event(), threading.Event()
+    serving.ask(lambda: (inside.set(), gate.wait(60)))
     try:
+        assert not now or inside.wait(60)
         yield gate
     finally:
         gate.set()
@@ -266,7 +272,7 @@ def test_a_client_that_leaves_takes_its_request_along(serving, url, stream):
         line.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
                      b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
         until(lambda: serving.busy == 1 and serving._asked.qsize() == 1)  # it waits to be submitted
-        with held(serving):
+        with held(serving, now=False):
             before.set()
             if stream:
                 assert b"200 OK" in line.recv(100)
@@ -377,6 +383,106 @@ def test_nobody_waits_for_an_engine_that_died(folders):
         assert waiting.result().status_code == 500
         until(lambda: serving.failed)
         assert post(url, {"model": "base", "messages": HELLO}).status_code == 503
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_nor_does_who_asks_while_it_dies(folders):
+    """The thread is alive until it has told everybody, and somebody asks meanwhile."""
+    serving, late = Serving(Size(slots=1, queue=1)), []
+    serving.on_failure = lambda: late.append(serving.ask(lambda: "done"))
+    with pytest.raises(AssayError, match="stopped"):
+        serving.ask(lambda: 1 / 0).result(60)
+    until(lambda: late)
+    with pytest.raises(AssayError, match="stopped"):
+        late[0].result(60)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_one_who_left_does_not_keep_the_others_from_being_told(folders):
+    serving = Serving(Size(slots=1, queue=1))
+    failed = threading.Event()
+    serving.on_failure = failed.set
+    with held(serving):
+        serving.ask(lambda: 1 / 0)
+        left, waits = serving.ask(lambda: None), serving.ask(lambda: None)
+        assert left.cancel()
+    with pytest.raises(AssayError, match="stopped"):
+        waits.result(60)
+    assert failed.wait(60)
+
+
+def test_an_event_loop_that_is_closed_does_not_end_the_engine(folders):
+    """A server that did not wait any longer: what it had asked for is cancelled after its loop is gone."""
+    serving, gate = Serving(Size(slots=1, queue=1)), threading.Event()
+    model = serving.open("base", folders["base"])
+    asked = protocol.read_completion({"model": "base", "prompt": [1, 2, 3], "max_tokens": 40})
+    news = Flow(serving, Reply.to(asked, model, ((1, 2, 3),), 5)).news()
+
+    async def leave() -> None:
+        with held(serving):
+            begun = asyncio.ensure_future(anext(news))
+            await asyncio.sleep(0)  # it is to be submitted
+            serving.ask(lambda: gate.wait(60))
+        await begun
+        await news.aclose()
+
+    asyncio.run(leave())
+    gate.set()
+    assert serving.ask(lambda: model.engine.idle).result(60)
+    serving.stop()
+    assert not serving.failed
+
+
+def test_an_adapter_that_comes_back_while_it_finishes_is_held_once(folders):
+    serving = Serving(Size(slots=1, queue=1))
+    serving.open("base", folders["base"])
+    old = serving.open_adapter("a@1", folders["first"])
+    asked = protocol.read_completion({"model": "a@1", "prompt": [1, 2, 3], "max_tokens": 40})
+    flow = Flow(serving, Reply.to(asked, old, ((1, 2, 3),), 5))
+
+    async def retire_and_return() -> None:
+        with held(serving):
+            answer = asyncio.ensure_future(flow.collect())
+            await asyncio.sleep(0)
+            serving.retire("a@1")
+            joined = asyncio.ensure_future(asyncio.to_thread(serving.open_adapter, "a@1", folders["first"]))
+            while serving._asked.qsize() < 3:  # the request, a look at what is over, the adapter
+                await asyncio.sleep(0.002)
+        assert (await answer)["usage"]["completion_tokens"]
+        assert await joined is not old
+
+    asyncio.run(retire_and_return())
+    assert [model.name for model in serving.ask(lambda: serving._engines).result(60)] == ["base", "a@1"]
+    serving.stop()
+
+
+@contextlib.contextmanager
+def in_time():
+    """What would go on for ever is ended after a minute, and that is a failure."""
+    late = []
+    clock = threading.Timer(60, lambda: (late.append(True), os.kill(os.getpid(), signal.SIGTERM)))
+    clock.start()
+    try:
+        yield
+    finally:
+        clock.cancel()
+    assert not late, "it had to be ended"
+
+
+def test_a_signal_that_comes_before_the_server_listens_to_signals_ends_it(folders):
+    with in_time():
+        listener = listening("127.0.0.1", 0, None)
+        ended = serve(Serving(Size()), listener, token=None, ready=lambda _: os.kill(os.getpid(), signal.SIGTERM))
+    assert ended == 128 + signal.SIGTERM
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_engine_that_died_before_the_server_began_is_not_served():
+    serving = Serving(Size())
+    serving.ask(lambda: 1 / 0)
+    serving._thread.join(60)
+    with in_time():
+        assert serve(serving, listening("127.0.0.1", 0, None), token=None, ready=lambda _: None) == 1
 
 
 def test_what_has_no_time_to_finish_is_told(folders):
