@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -123,16 +123,21 @@ class Prover:
     def busy(self) -> bool:
         return bool(self._pending)
 
-    def finished(self) -> list[tuple[Path, list[Verdict]]]:
-        with self._changing:
-            ended = [(folder, future) for folder, future in self._pending if future.done()]  # asked once: one may end meanwhile
-            self._pending = [pending for pending in self._pending if pending not in ended]
-        return [(folder, future.result()) for folder, future in ended]
+    def finished(self) -> Iterator[tuple[Path, list[Verdict]]]:
+        """Each is given away when it is asked for: behind one that raises, or stops the run, the others are still here."""
+        while (ended := self._next_ended()) is not None:
+            folder, future = ended
+            yield folder, future.result()
 
-    def close(self) -> list[tuple[Path, list[Verdict]]]:
+    def close(self) -> Iterator[tuple[Path, list[Verdict]]]:
         """Wait for every proof under way."""
         self._pool.shutdown(wait=True)
         return self.finished()
+
+    def _next_ended(self) -> tuple[Path, "Future[list[Verdict]]"] | None:
+        with self._changing:
+            place = next((place for place, (_, future) in enumerate(self._pending) if future.done()), None)
+            return None if place is None else self._pending.pop(place)
 
 
 def examine(request: Request) -> list[Verdict]:

@@ -11,7 +11,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -43,7 +43,11 @@ class Run:
         self._saver, self._prover, self.probing = BackgroundSaver(), Prover(), probing
         folder.mkdir(parents=True, exist_ok=True)
         self.ledger = Ledger(folder / "ledger.jsonl")
-        self.resumed = _settle_config(folder / "config.yaml", config)
+        self.ledger.claim()  # of two that begin at once one is refused, before it writes its options over the other's
+        with contextlib.ExitStack() as refused:
+            refused.callback(self.ledger.close)
+            self.resumed = _settle_config(folder / "config.yaml", config)
+            refused.pop_all()
         self.metrics_file = folder / "metrics.jsonl"
         self.ledger.append("resume" if self.resumed else "start", recipe=type(config).__name__, config=plain(dataclasses.asdict(config)))
 
@@ -133,7 +137,7 @@ class Run:
         while self._retired:
             self.ledger.append("retire", checkpoint=self._retired.pop(0).name)
 
-    def _judge_proofs(self, proofs: list[tuple[Path, list[Verdict]]]) -> None:
+    def _judge_proofs(self, proofs: Iterable[tuple[Path, list[Verdict]]]) -> None:
         for folder, verdicts in proofs:
             outcome = overall(demanded(verdicts))
             self.ledger.append("proof", checkpoint=folder.name, outcome=str(outcome), verdicts=plain([v.to_json() for v in verdicts]))
@@ -162,15 +166,21 @@ class Run:
 
     def _stopped(self, error: AssayError) -> None:
         for wait in (self._saver.close, self._write_down_retired, lambda: self._judge_proofs(self._prover.close())):
-            try:
-                wait()
-            except AssayError as also:  # the first error is the one to raise; this one must not be lost either
-                self.ledger.append("also found", reason=str(also))
-                self.say(str(also))
+            self._also(wait)
+        while self._prover.busy:  # those behind one that was refuted
+            self._also(self.check)
         good, _ = latest(self.checkpoints)
         stands = good.folder.name if good else None
         self.ledger.append("stopped", reason=str(error), exit_code=error.exit_code, stands=stands)
         self.say(f"stopped; {stands or 'no checkpoint'} stands")
+
+    def _also(self, wait: Callable[[], None]) -> None:
+        """The first error is the one to raise; what is found on the way out must not be lost either."""
+        try:
+            wait()
+        except AssayError as also:
+            self.ledger.append("also found", reason=str(also))
+            self.say(str(also))
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
@@ -180,7 +190,8 @@ class Run:
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)
             self.interrupted = number
-            self.say(f"{signal.Signals(number).name}: saving, then stopping (again to stop at once)")
+            with contextlib.suppress(RuntimeError):  # it came in the middle of a line: Python cannot print another one there
+                self.say(f"{signal.Signals(number).name}: saving, then stopping (again to stop at once)")
 
         before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
         try:

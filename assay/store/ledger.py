@@ -34,7 +34,7 @@ class Chain:
 
 
 class Ledger:
-    """Anyone may read; the first `append` makes this object the one writer, until `close`."""
+    """Anyone may read; `claim`, or the first `append`, makes this object the one writer, until `close`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -55,14 +55,21 @@ class Ledger:
         if taken := OWN & facts.keys():
             raise UsageError(f"{self.path}: facts cannot be named {', '.join(sorted(taken))}; the ledger fills these")
         with self._one_at_a_time:
-            if self._pid != os.getpid():
-                raise UsageError(f"{self.path}: this process is a fork of the ledger's writer; let the parent write")
-            fd = self._begin_writing() if self._fd is None else self._fd
-            return self._append(fd, kind, facts)
+            return self._append(self._writable(), kind, facts)
+
+    def claim(self) -> None:
+        """Become the one writer now, or UsageError: for who has more to write than events."""
+        with self._one_at_a_time:
+            self._writable()
 
     def close(self) -> None:
         with self._one_at_a_time, durable.told(self.path):
             self._let_go()
+
+    def _writable(self) -> int:
+        if self._pid != os.getpid():
+            raise UsageError(f"{self.path}: this process is a fork of the ledger's writer; let the parent write")
+        return self._begin_writing() if self._fd is None else self._fd
 
     def _begin_writing(self) -> int:
         """Become the writer, verify what is there, and put a torn last line on record before anything else."""

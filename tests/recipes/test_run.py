@@ -1,8 +1,10 @@
 """The run folder: what is written, what is refused, and what a failure beside the loop leaves."""
 
 import errno
+import io
 import json
 import os
+import signal
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +14,8 @@ import pytest
 import torch
 
 from assay.errors import GuardStop, StoreError, UsageError
-from assay.guard.proof import mark
+from assay.guard import proof
+from assay.guard.proof import Prover, mark
 from assay.recipes import run as run_module
 from assay.recipes.run import Run, plain, read_rows, rewrite_rows
 from assay.store import durable
@@ -45,6 +48,33 @@ def test_the_same_options_are_the_same_run_and_others_are_another(tmp_path: Path
 def test_a_second_writer_is_refused(run: Run):
     with pytest.raises(UsageError, match="another process is writing"):
         Run(run.folder, run.config, say=print)
+
+
+def test_of_two_that_begin_at_once_the_folder_holds_the_options_of_the_one_that_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The second begins when the first has found no options there, and is about to write its own."""
+    config, folder, replace_file, refused = options(tmp_path / "run"), tmp_path / "run", durable.replace_file, []
+
+    def meanwhile(path: Path, data: bytes) -> None:
+        monkeypatch.undo()
+        with pytest.raises(UsageError, match="another process is writing") as caught:
+            Run(folder, replace(config, seed=7), say=print)
+        refused.append(caught)
+        replace_file(path, data)
+
+    monkeypatch.setattr(durable, "replace_file", meanwhile)
+    first = Run(folder, config, say=print)
+    assert refused
+    assert "seed: 0\n" in (folder / "config.yaml").read_text()
+    first.ledger.close()
+
+
+def test_who_was_refused_keeps_nobody_out(tmp_path: Path):
+    config = options(tmp_path / "run")
+    Run(tmp_path / "run", config, say=print).ledger.close()
+    with pytest.raises(UsageError, match="is another run") as kept:
+        Run(tmp_path / "run", replace(config, seed=7), say=print)
+    Run(tmp_path / "run", config, say=print).ledger.close()
+    assert kept.traceback
 
 
 def test_what_is_not_finite_is_written_as_a_word(run: Run):
@@ -188,8 +218,7 @@ class Refuting(NoProver):
         self.found.append((folder, verdicts))
 
     def finished(self) -> list[tuple[Path, list[Verdict]]]:
-        found, self.found = self.found, []
-        return found
+        return [self.found.pop(0) for _ in range(len(self.found))]  # the saver's thread may add one meanwhile
 
     close = finished
 
@@ -230,6 +259,56 @@ def test_a_full_disk_stops_the_run_and_what_was_saved_stands(moment: int | str, 
     assert found is not None
     assert passed_over == []
     assert found.folder.name == stopped["stands"] == ("step-000001" if moment == EVERY else "step-000024")
+
+
+@pytest.mark.parametrize("second", [refuted("answers", "also wrong"), UsageError("the parent is gone"), proven("answers", "right")])
+def test_proofs_that_end_together_are_all_written_down(second: Verdict | UsageError, run: Run, monkeypatch: pytest.MonkeyPatch):
+    found: dict[str, Any] = {"step-000001": refuted("answers", "wrong"), "step-000002": second, "step-000003": refuted("answers", "worse")}
+
+    def prove(folder: Path, **_: Any) -> list[Verdict]:
+        if isinstance(found[folder.name], UsageError):
+            raise found[folder.name]
+        return [found[folder.name]]
+
+    monkeypatch.setattr(proof, "prove_checkpoint", prove)
+    prover = Prover()
+    monkeypatch.setattr(run, "_prover", prover)
+    for name in found:
+        prover.start(run.checkpoints / name)
+    prover._pool.shutdown()
+
+    def sit_down() -> None:
+        with run.sitting():
+            run.check()
+
+    with pytest.raises(GuardStop, match="step-000001 was refuted"):
+        sit_down()
+    proofs = {event["checkpoint"]: event["outcome"] for event in events(run.config, "proof")}
+    assert proofs == {name: str(each.outcome) for name, each in found.items() if isinstance(each, Verdict)}
+    also = " ".join(event["reason"] for event in events(run.config, "also found"))
+    assert "step-000003 was refuted" in also
+    assert isinstance(second, Verdict) or str(second) in also
+
+
+def test_a_signal_in_the_middle_of_a_line_is_noted_like_any_other(run: Run):
+    class Screen(io.RawIOBase):
+        lines = 0
+
+        def writable(self) -> bool:
+            return True
+
+        def write(self, data: Any) -> int:
+            self.lines += 1
+            if self.lines == 1:
+                signal.raise_signal(signal.SIGTERM)
+            return len(data)
+
+    screen = Screen()
+    out = io.TextIOWrapper(io.BufferedWriter(screen))
+    run.say = lambda text: print(text, file=out, flush=True)
+    with run.interruptible():
+        run.say("step 1")
+    assert (run.interrupted, screen.lines) == (signal.SIGTERM, 1)
 
 
 def test_a_second_error_on_the_way_out_is_not_lost(run: Run, monkeypatch: pytest.MonkeyPatch):
