@@ -381,7 +381,8 @@ def test_nobody_waits_for_an_engine_that_died(folders):
             until(lambda: serving.busy == 1 and serving._asked.qsize() == 1)
             serving.ask(lambda: 1 / 0)
         assert waiting.result().status_code == 500
-        until(lambda: serving.failed)
+        serving._thread.join(60)
+        assert serving.failed
         assert post(url, {"model": "base", "messages": HELLO}).status_code == 503
 
 
@@ -395,6 +396,7 @@ def test_nor_does_who_asks_while_it_dies(folders):
     until(lambda: late)
     with pytest.raises(AssayError, match="stopped"):
         late[0].result(60)
+    serving._thread.join(60)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -409,6 +411,7 @@ def test_one_who_left_does_not_keep_the_others_from_being_told(folders):
     with pytest.raises(AssayError, match="stopped"):
         waits.result(60)
     assert failed.wait(60)
+    serving._thread.join(60)
 
 
 def test_an_event_loop_that_is_closed_does_not_end_the_engine(folders):
