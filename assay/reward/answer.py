@@ -6,7 +6,8 @@
     read_answer("…so it must be 42 in all", "lenient")           "42"
 
 Strictly, an answer is stated exactly once, and the whole of what is stated is the answer. Leniently, the last thing that
-could be meant is taken: what other tools call flexible extraction, and what a model learns to exploit.
+could be meant is taken: what other tools call flexible extraction, and what a model learns to exploit. A mark with nothing
+after it is no answer by either reading, whatever the working before it says.
 """
 
 import re
@@ -24,11 +25,12 @@ MARKED: tuple[Form, ...] = ("tag", "boxed", "hash")
 LONGEST_NUMBER = 64  # characters; more is no answer, and a long exponent would fill the memory
 _PLAIN = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
 _NUMBER = re.compile(rf"([+-]?)\s*\$?\s*([+-]?)({_PLAIN})(?:[eE]([+-]?[0-9]{{1,2}}))?(?:\s*/\s*([0-9]+))?")
-_IN_TEXT = re.compile(rf"(?<![\w.])(?:-\s?(?=[$.\d]))?\$?(?:{_PLAIN})(?:/[0-9]+)?%?")
+_IN_TEXT = re.compile(rf"(?<![\w.])(?:-(?=[$.\d]))?\$?(?:{_PLAIN})(?:/[0-9]+)?%?")
 _FRACTION = re.compile(r"(-?)\\[dt]?frac\{([0-9]+)\}\{([0-9]+)\}")
 _THOUGHT = re.compile(r"<think>.*?</think>", re.DOTALL)
 _TAG = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
-_HASH = re.compile(r"####[^\S\n]*([^\n]*)")
+_HASH = {"strict": re.compile(r"#{4,}[^\S\n]*([^\n]*)"),  # leniently, what is marked may begin on a later line
+         "lenient": re.compile(r"#{4,}(?:\s*([^\s#][^\n]*))?")}
 _STATED = re.compile(r"\banswer\s*(?:is|:|=)\s*:?\s*([^\n]*)\Z", re.IGNORECASE)
 _WRAPPED = re.compile(r"\*\*(.+)\*\*|\$(.+)\$|\\\((.+)\\\)|\\text\{(.+)\}|####(.+)", re.DOTALL)
 
@@ -60,13 +62,13 @@ def read_answer(text: str, how: How = "strict", form: Form = "any") -> str | Non
     if spoken is None:
         return None
     forms = MARKED if form == "any" else (form,)
-    marks = _outermost([mark for each in forms for mark in _marks(spoken, each)])
+    marks = _outermost([mark for each in forms for mark in _marks(spoken, each, how)])
     if how == "strict":
         if form == "last" or (form == "any" and not marks):
             return None if _marks_left_open(spoken) else _only_answer(spoken)
         return _unwrapped(marks[0][2]) or None if len(marks) == 1 else None
     if marks:
-        return _leniently(_unwrapped(marks[-1][2]))
+        return _leniently(_unwrapped(next((mark[2] for mark in reversed(marks) if mark[2].strip()), "")))
     return last_number(spoken) if form in ("any", "last") else None
 
 
@@ -126,11 +128,11 @@ def last_number(text: str) -> str | None:
 Mark = tuple[int, int, str]  # where it begins and ends, and what it marks
 
 
-def _marks(text: str, form: Form) -> list[Mark]:
+def _marks(text: str, form: Form, how: How) -> list[Mark]:
     if form == "tag":
         return [(m.start(), m.end(), m[1]) for m in _TAG.finditer(text)]
     if form == "hash":
-        return [(m.start(), m.end(), m[1]) for m in _HASH.finditer(text)]
+        return [(m.start(), m.end(), m[1] or "") for m in _HASH[how].finditer(text)]
     return list(_boxes(text)) if form == "boxed" else []
 
 

@@ -34,6 +34,13 @@ READ = [  # text, strictly, leniently
     ("<think>a</think><answer>42</answer>\n" * 2, None, "42"),
     ("<think>a<think>b</think></think>42", None, "42"),
     ("6*7=<<6*7=42>>42\n####", None, None),
+    ("6*7=<<6*7=42>>42\n#### \n#### \n", None, None),
+    ("####\n\n42\nof 50", None, "42"),
+    ("#### 42\n#### ", None, "42"),
+    ("<answer>42</answer><answer></answer>", None, "42"),
+    ("#### \n#### 42", None, "42"),
+    ("##### 42", "42", "42"),
+    ("########\n########", None, None),
     ("<answer>42", None, "42"),
     # nothing there
     ("", None, None),
@@ -85,6 +92,8 @@ def test_every_whole_number_is_read_as_itself(n: int):
 
 def test_a_minus_between_numbers_is_no_sign():
     assert (last_number("10-3"), last_number("it fell to -3"), last_number("a3 b")) == ("3", "-3", None)
+    assert (last_number("so 10 - 3"), last_number("what is left:\n- 3 pears"), last_number("10 − 3")) == ("3", "3", "3")
+    assert (last_number("it costs -$3"), last_number("10 - -3")) == ("-$3", "-3")
 
 
 @pytest.mark.parametrize(("answer", "gold", "same"), [
