@@ -165,7 +165,8 @@ class _Sweep:
         (N, _), V = hidden_ND.shape, len(head_VD)
         losses_N = hidden_ND.new_empty(N, dtype=torch.float32)
         d_hidden_ND = torch.empty_like(hidden_ND, dtype=torch.float32) if want_hidden else None
-        d_head_VD = torch.zeros_like(head_VD, dtype=torch.float32) if want_head else None
+        made = torch.empty_like if N else torch.zeros_like  # the first chunk writes, the others add
+        d_head_VD = made(head_VD, dtype=torch.float32) if want_head else None
         in_place = self.logits == self.compute
         gradient = want_hidden or want_head
         chunk = self.chunk or even_chunk(N, V, self.logits.itemsize + (0 if in_place else self.compute.itemsize))
@@ -180,7 +181,7 @@ class _Sweep:
             if d_hidden_ND is not None:
                 product(grads, head_VD, out=d_hidden_ND[part])
             if d_head_VD is not None:
-                product(grads.T, hidden_ND[part], out=d_head_VD, add=True)
+                product(grads.T, hidden_ND[part], out=d_head_VD, add=start > 0)
         return losses_N, d_hidden_ND, d_head_VD
 
     def _rows(self, logits_CV: Tensor, grads_CV: Tensor | None, targets_C: Tensor, losses_C: Tensor,
