@@ -59,9 +59,9 @@ def run(argv: list[str]) -> int:
     except KeyboardInterrupt:
         print("assay: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
-    except BrokenPipeError:  # `assay … | head`: the reader has left, which is no fault
+    except BrokenPipeError:  # `assay … | head`: the reader has left, which needs no words; but a run that it ended is not done
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return 128 + signal.SIGPIPE
 
 
 def _dispatch(argv: list[str]) -> int:

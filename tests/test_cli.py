@@ -1,6 +1,7 @@
 """The command line: instant help, sentences for mistakes, exit codes as promised."""
 
 import json
+import signal
 import subprocess
 import sys
 
@@ -54,6 +55,24 @@ def test_mistakes_are_sentences_with_exit_code_2(argv, code, sentence, capsys):
         err = capsys.readouterr().err
         assert sentence in err
         assert "Traceback" not in err
+
+
+def test_a_run_whose_reader_left_is_not_done():
+    """`assay pretrain … | head`: it ended in silence, as other tools do, and not with 0."""
+    code = """
+import os
+from assay import cli
+
+def cut_off(argv):
+    reading, writing = os.pipe()
+    os.close(reading)
+    os.write(writing, b"step 1")
+
+cli._dispatch = cut_off
+cli.main(["pretrain"])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (128 + signal.SIGPIPE, "", "")
 
 
 def test_inspect_and_doctor_speak_json(tmp_path, capsys):
