@@ -95,13 +95,18 @@ def run_all(plan: Plan, due: list[int], processes: "Processes", record: "Record"
     for place in places:
         free.put(place)
     refused: list[str] = []
+    broken = threading.Event()  # one could not be begun or heard: its error is raised once the others are over, and no other begins
 
     def one(seed: int) -> None:
-        if refused or processes.interrupted is not None:
+        if refused or broken.is_set() or processes.interrupted is not None:
             return
-        place = free.get()
-        ending = processes.run(seed, plan.command(seed), place, Path(plan.out) / f"seed-{seed}.log")
-        free.put(place)
+        place, ending = free.get(), None
+        try:
+            ending = processes.run(seed, plan.command(seed), place, Path(plan.out) / f"seed-{seed}.log")
+        finally:
+            if ending is None:
+                broken.set()
+            free.put(place)
         if ending.exit_code == UsageError.exit_code:
             refused.append(f"seed {seed}: {ending.sentence}")
         elif processes.interrupted is None:
@@ -174,31 +179,51 @@ class Processes:
         """In a process group of its own: Ctrl-C on a terminal reaches us alone, and we pass it on."""
         environment = os.environ | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})
         self.say(f"seed {seed}: begins{'' if gpu is None else f' on GPU {gpu}'}, log in {log}")
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,
-                                   start_new_session=True)
-        with self._one_at_a_time:
-            self._live.add(process)
-            if self.interrupted is not None:  # it came while this one was being started
-                process.send_signal(self.interrupted)
+        with self._begun(command, environment) as process:
+            tail = self._heard(seed, process, log)
+            code = process.wait()
+        return Ending(code, ending_in_words(code, tail))
+
+    @contextlib.contextmanager
+    def _begun(self, command: list[str], environment: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
+        """Whatever happens here, it is not left behind: one that nobody hears any more is told to stop, and waited for."""
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+                                   env=environment, start_new_session=True)
+        try:
+            with self._one_at_a_time:
+                self._live.add(process)
+                if self.interrupted is not None:  # it came while this one was being started
+                    process.send_signal(self.interrupted)
+            yield process
+        finally:
+            with self._one_at_a_time:
+                self._live.discard(process)
+            if process.poll() is None:
+                process.terminate()
+                process.communicate()
+
+    def _heard(self, seed: int, process: subprocess.Popen[str], log: Path) -> list[str]:
+        """What it says until its end, written down and passed on; its last lines come back."""
         tail: deque[str] = deque(maxlen=50)
         assert process.stdout is not None
-        with log.open("a") as file:
+        with durable.told(log):
+            file = log.open("a")
+        with file:
             for line in process.stdout:
-                file.write(line)
-                file.flush()
+                with durable.told(log):
+                    file.write(line)
+                    file.flush()
                 tail.append(line.rstrip("\n"))
                 self.say(f"seed {seed}: {tail[-1]}")
-        code = process.wait()
-        with self._one_at_a_time:
-            self._live.discard(process)
-        return Ending(code, ending_in_words(code, list(tail)))
+        return list(tail)
 
     @contextlib.contextmanager
     def forwarding_signals(self) -> Iterator[None]:
         def forward(number: int, _: FrameType | None) -> None:
-            self.interrupted = number
-            for process in list(self._live):
-                process.send_signal(number)
+            with self._one_at_a_time:  # of the seeds' threads: one that is being started gets it from here or there, not from both
+                self.interrupted = number
+                for process in self._live:
+                    process.send_signal(number)
 
         before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
         try:

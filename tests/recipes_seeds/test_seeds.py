@@ -6,6 +6,7 @@ A stand-in for a recipe keeps a recipe's promises in a blink: a ledger, metrics,
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -16,7 +17,7 @@ import pytest
 
 from assay import cli
 from assay.config import parse
-from assay.errors import UsageError
+from assay.errors import StoreError, UsageError
 from assay.measure.estimate import Estimate
 from assay.recipes import seeds
 from assay.recipes.seeds import Ending, Plan, ending_in_words, final_score, judged, run_seeds
@@ -191,6 +192,62 @@ def test_a_signal_is_passed_on_once_waited_for_and_leaves_no_verdict(tmp_path, n
     (tmp_path / "mended").touch()
     assert overall(run_seeds(plan(tmp_path, "sleep=2"), quiet).verdicts) is Outcome.PROVEN
     assert [sittings(tmp_path, seed) for seed in (1, 2, 3)] == [1, 2, 1]
+
+
+def test_a_signal_that_comes_while_a_seed_is_started_reaches_it_once(tmp_path, monkeypatch):
+    """Twice would be "stop at once": it would not save."""
+    processes, sent, send = seeds.Processes(quiet), [], subprocess.Popen.send_signal
+
+    class Starting(set):
+        def add(self, process):
+            super().add(process)
+            os.kill(os.getpid(), signal.SIGTERM)
+            handled.wait(0.5)
+
+    handled = threading.Event()
+    monkeypatch.setattr(processes, "_live", Starting())
+    monkeypatch.setattr(subprocess.Popen, "send_signal", lambda process, number: (sent.append(number), handled.set(), send(process, number)))
+    with processes.forwarding_signals():
+        seeds.run_all(plan(tmp_path), [1], processes, seeds.Record(plan(tmp_path)))
+    assert sent == [signal.SIGTERM]
+
+
+def unwritable(out, say):
+    (out / "seed-1.log").mkdir()
+    return say
+
+
+def unheard(out, say):
+    def broken(text):
+        if "step 5" in text:
+            raise BrokenPipeError
+        say(text)
+
+    return broken
+
+
+@pytest.mark.parametrize(("trouble", "error"), [(unwritable, StoreError), (unheard, BrokenPipeError)])
+def test_a_seed_that_cannot_be_heard_is_ended_and_nobody_waits(tmp_path, monkeypatch, trouble, error):
+    """A log on a full disk, `assay seeds | head`."""
+    started, found, popen = [], [], subprocess.Popen
+
+    def start(*arguments, **options):
+        started.append(popen(*arguments, **options))
+        return started[-1]
+
+    def run():
+        with pytest.raises(error):
+            seeds.run_all(plan(tmp_path, "sleep=1", "sleep=2"), [1, 2], seeds.Processes(trouble(tmp_path, quiet)), seeds.Record(plan(tmp_path)))
+        found.append([process.returncode for process in started])
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    monkeypatch.setattr(seeds, "gpus", lambda device: ["0"])
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert found, "it waits for ever"
+    assert len(found[0]) == 1  # the other was not begun
+    assert None not in found[0]
 
 
 def test_with_two_gpus_two_run_at_a_time_each_on_its_own(tmp_path, monkeypatch):
