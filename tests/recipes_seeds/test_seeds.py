@@ -206,7 +206,7 @@ def test_a_signal_that_comes_while_a_seed_is_started_reaches_it_once(tmp_path, m
 
     handled = threading.Event()
     monkeypatch.setattr(processes, "_live", Starting())
-    monkeypatch.setattr(subprocess.Popen, "send_signal", lambda process, number: (sent.append(number), handled.set(), send(process, number)))
+    monkeypatch.setattr(subprocess.Popen, "send_signal", lambda *to: (sent.append(to[1]), handled.set(), send(*to)))
     with processes.forwarding_signals():
         seeds.run_all(plan(tmp_path), [1], processes, seeds.Record(plan(tmp_path)))
     assert sent == [signal.SIGTERM]
@@ -229,6 +229,7 @@ def unheard(out, say):
 @pytest.mark.parametrize(("trouble", "error"), [(unwritable, StoreError), (unheard, BrokenPipeError)])
 def test_a_seed_that_cannot_be_heard_is_ended_and_nobody_waits(tmp_path, monkeypatch, trouble, error):
     """A log on a full disk, `assay seeds | head`."""
+    asleep = plan(tmp_path, "sleep=1", "sleep=2")
     started, found, popen = [], [], subprocess.Popen
 
     def start(*arguments, **options):
@@ -237,7 +238,7 @@ def test_a_seed_that_cannot_be_heard_is_ended_and_nobody_waits(tmp_path, monkeyp
 
     def run():
         with pytest.raises(error):
-            seeds.run_all(plan(tmp_path, "sleep=1", "sleep=2"), [1, 2], seeds.Processes(trouble(tmp_path, quiet)), seeds.Record(plan(tmp_path)))
+            seeds.run_all(asleep, [1, 2], seeds.Processes(trouble(tmp_path, quiet)), seeds.Record(asleep))
         found.append([process.returncode for process in started])
 
     monkeypatch.setattr(subprocess, "Popen", start)
