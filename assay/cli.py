@@ -1,5 +1,6 @@
 """The command line: one table, verb → module. A verb's module holds its flags, its examples and its `run`."""
 
+import errno
 import importlib
 import os
 import signal
@@ -44,6 +45,11 @@ VERBS = {
 EXIT_CODES = """exit codes: 0 done and proven · 1 runtime error · 2 usage · 3 a verdict went against it · 4 stopped by a guard
             130/143 interrupted, after a good save"""
 
+# What the system may say of a path that is no fault of the program: the exit code, and what to do.
+OUTSIDE = {errno.ENAMETOOLONG: (2, "give a shorter path"), errno.EACCES: (2, "check its permissions, or choose another path"),
+           errno.EPERM: (2, "check its permissions, or choose another path"), errno.EROFS: (1, "choose a place that can be written to"),
+           errno.ENOSPC: (1, "make room on the disk"), errno.EDQUOT: (1, "make room on the disk"), errno.EIO: (1, "check the disk")}
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     sys.exit(run(list(sys.argv[1:] if argv is None else argv)))
@@ -62,6 +68,11 @@ def run(argv: list[str]) -> int:
     except BrokenPipeError:  # `assay … | head`: the reader has left, which needs no words; but a run that it ended is not done
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
+    except OSError as error:
+        if error.errno not in OUTSIDE or error.filename is None:
+            raise
+        print(f"assay: {str(error.filename)[:200]}: {error.strerror}; {OUTSIDE[error.errno][1]}", file=sys.stderr)
+        return OUTSIDE[error.errno][0]
 
 
 def _dispatch(argv: list[str]) -> int:

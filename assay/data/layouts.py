@@ -138,6 +138,10 @@ def _of_prompt_completion(row: Row, _: Gsm8k) -> Said:
     prompt, completion = row.values["prompt"], row.values["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
         return Said(plain=(_text(row, "prompt", empty=True), _text(row, "completion")))
+    for column, other in (("prompt", "completion"), ("completion", "prompt")):
+        if not isinstance(row.values[column], list) and isinstance(row.values[other], str | list):  # name the one that is amiss
+            raise DataError(f"{row.where}: {column} is {_kind(row.values[column])} and {other} {_kind(row.values[other])}; expected text "
+                            "in both, or a list of messages in both")
     before = _messages(row, "prompt")
     return Said(before + _messages(row, "completion"), learned_from=len(before))
 
@@ -202,9 +206,12 @@ def _messages(row: Row, column: str) -> tuple[Message, ...]:
 def _listed(row: Row, column: str) -> list[dict[str, Any]]:
     turns = row.values[column]
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, dict) for turn in turns):
-        what = "an empty list" if turns == [] else f"{type(turns).__name__} {str(turns)[:60]!r}"
-        raise DataError(f"{row.where}: {column} is {what}; expected a list of objects, one a turn")
+        raise DataError(f"{row.where}: {column} is {_kind(turns)}; expected a list of objects, one a turn")
     return turns
+
+
+def _kind(value: Any) -> str:
+    return "an empty list" if value == [] else f"{type(value).__name__} {str(value)[:60]!r}"
 
 
 def _text(row: Row, column: str, *, empty: bool = False) -> str:

@@ -5,14 +5,13 @@ A row is taken as it is or refused by name: no line is skipped, no second value 
 
 import csv
 import io
-import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from assay.data.text import ESCAPED, MAX_DOCUMENT_BYTES, READ_ROWS, Source, lines, opened
+from assay.data.text import ESCAPED, MAX_DOCUMENT_BYTES, READ_ROWS, Source, lines, opened, parsed
 from assay.errors import DataError, UsageError
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet", ".csv")
@@ -29,7 +28,7 @@ def read_rows(path: Path | str) -> Iterator[Row]:
     """Every row of a file, in its order."""
     path = Path(path)
     if not path.is_file():
-        raise UsageError(f"{path}: no such file")
+        raise UsageError(f"{path}: {'a folder; expected a file of rows: ' + ', '.join(SUFFIXES) if path.is_dir() else 'no such file'}")
     reader = next((READERS[suffix] for suffix in SUFFIXES if path.name.endswith(suffix)), None)
     if reader is None:
         raise UsageError(f"{path}: unknown kind of file; expected {', '.join(SUFFIXES)}")
@@ -48,13 +47,9 @@ def _jsonl(source: Source) -> Iterator[Row]:
 
 def _object(line: bytes, where: str) -> dict[str, Any]:
     try:
-        value = json.loads(line.decode(), object_pairs_hook=_each_key_once)
+        value = parsed(line.decode(), where, _each_key_once)
     except UnicodeDecodeError as error:
         raise DataError(f"{where}: not UTF-8 at byte {error.start} of the line ({error.reason}); convert the file") from None
-    except RecursionError:
-        raise DataError(f"{where}: nested too deeply to be read") from None
-    except ValueError as error:
-        raise DataError(f"{where}: not JSON ({error}); expected one object a line") from None
     if not isinstance(value, dict):
         raise DataError(f"{where}: expected a JSON object, found {type(value).__name__}")
     return value
@@ -81,7 +76,9 @@ def _csv(source: Source) -> Iterator[Row]:
                 elif cells:
                     number += 1
                     yield Row(where, number, _cells(header, cells, where))
-        except (csv.Error, UnicodeDecodeError) as error:
+        except UnicodeDecodeError as error:  # decoded in blocks, so that the line is not known
+            raise DataError(f"{source.path}: not UTF-8 after line {reader.line_num} ({error.reason}); convert the file") from None
+        except csv.Error as error:
             raise DataError(f"{source.path}:{reader.line_num + 1}: cannot be read as CSV ({error})") from None
 
 

@@ -14,7 +14,7 @@ import gzip
 import json
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -171,13 +171,23 @@ def _jsonl(source: Source, rule: Rule) -> Iterator[tuple[str, bytes]]:
                 continue
             where = f"{source.path}:{number}"
             try:
-                row = json.loads(line.decode())
+                row = parsed(line.decode(), where)
             except UnicodeDecodeError:
                 yield where, line  # not UTF-8, and refused or left out as such
                 continue
-            except ValueError as error:
-                raise DataError(f"{where}: not JSON ({error}); expected one object a line") from None
             yield where, _field(row, rule.field, where)
+
+
+def parsed(line: str, where: str, each_object: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
+    """One line of JSON lines; `each_object` is json's object_pairs_hook."""
+    if line.startswith("\ufeff"):
+        raise DataError(f"{where}: begins with a byte order mark, which JSON does not allow; save the file as UTF-8 without one")
+    try:
+        return json.loads(line, object_pairs_hook=each_object)
+    except RecursionError:
+        raise DataError(f"{where}: nested too deeply to be read") from None
+    except ValueError as error:
+        raise DataError(f"{where}: not JSON ({error}); expected one object a line") from None
 
 
 def _field(row: Any, field: str, where: str) -> bytes:

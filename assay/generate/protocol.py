@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from assay.errors import UsageError
+from assay.generate.request import MOST_TOP_K
 
 MOST_CHOICES, MOST_PROMPTS = 128, 128
 MOST_STOPS, LONGEST_STOP = 4, 256
@@ -168,7 +169,7 @@ def _asked(fields: Fields, kind: Kind, *, messages: tuple[dict[str, Any], ...] =
     stream = fields.flag("stream")
     asked = Asked(
         kind, model, messages, prompts, n=fields.whole("n", 1, MOST_CHOICES) or 1, max_new=max_new,
-        temperature=fields.number("temperature", 0, 2, 1.0), top_p=top_p, top_k=fields.whole("top_k", 0, 2**31) or 0,
+        temperature=fields.number("temperature", 0, 2, 1.0), top_p=top_p, top_k=fields.whole("top_k", 0, MOST_TOP_K) or 0,
         min_p=fields.number("min_p", 0, 1, 0.0), repetition_penalty=penalty, seed=fields.whole("seed", -(2**63), 2**63 - 1),
         stop=_stops(fields.take("stop")), stream=stream, usage_in_stream=_usage_in_stream(fields.take("stream_options"), stream),
         logprobs=logprobs, alternatives=alternatives, under=fields.choice("logprobs_under", ("sampled", "model")),  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ from assay.errors import UsageError
 
 Ended = Literal["stop", "length", "stop string", "cancelled"]
 MOST_STOP_IDS = 8  # a slot compares its token with this many
+MOST_TOP_K = 2**31  # no vocabulary is as large
 
 
 @dataclass(frozen=True)
@@ -23,9 +24,9 @@ class Sampling:
     repetition_penalty: float = 1.0  # logits of tokens in prompt or completion: divided by it where positive, else multiplied
 
     def __post_init__(self) -> None:
-        if self.max_new < 1 or not 0 <= self.temperature < math.inf or self.top_k < 0 or not 0 < self.top_p <= 1:
+        if self.max_new < 1 or not 0 <= self.temperature < math.inf or not 0 <= self.top_k <= MOST_TOP_K or not 0 < self.top_p <= 1:
             raise UsageError(f"sampling with max_new {self.max_new}, temperature {self.temperature}, top_k {self.top_k}, "
-                             f"top_p {self.top_p}: expected max_new ≥ 1, temperature ≥ 0, top_k ≥ 0 and 0 < top_p ≤ 1")
+                             f"top_p {self.top_p}: expected max_new ≥ 1, temperature ≥ 0, 0 ≤ top_k ≤ {MOST_TOP_K} and 0 < top_p ≤ 1")
         if not 0 <= self.min_p <= 1 or not 0 < self.repetition_penalty < math.inf:
             raise UsageError(f"sampling with min_p {self.min_p} and repetition_penalty {self.repetition_penalty}: "
                              "expected 0 ≤ min_p ≤ 1 and a penalty above 0, where 1 changes nothing")

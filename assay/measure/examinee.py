@@ -10,6 +10,7 @@ from assay.generate.engine import Engine, fitting_slots
 from assay.generate.policy import logprobs_of
 from assay.generate.request import Completion, Request, Sampling
 from assay.measure.task import Likelihood
+from assay.model.placement import require_device
 from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import Transformer
 from assay.seeds import derive
@@ -29,8 +30,7 @@ class OpenedModel:
                  graphed: bool | None = None):
         if artifact.tokenizer is None:
             raise UsageError(f"{artifact.path}: there is no tokenizer here, so text means nothing to it; add tokenizer.json")
-        if device.startswith("cuda") and not torch.cuda.is_available():
-            raise UsageError(f"device {device!r}: torch sees no GPU here; use --device cpu")
+        require_device(device)
         self.artifact, self.tokenizer = artifact, artifact.tokenizer
         dtype = dtype or (torch.bfloat16 if device.startswith("cuda") else torch.float32)
         self.model, self.graphed = build(artifact, dtype).to(device) if model is None else model, graphed

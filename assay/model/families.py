@@ -114,6 +114,10 @@ def family_named(name: Any, where: str) -> Family:
     return FAMILIES[name]
 
 
+KINDS = {int: "a whole number", float: "a number with a point", (int, float): "a number", bool: "true or false", str: "text",
+         list: "a list", dict: "an object"}
+
+
 class Fields:
     """Reads config.json field by field and remembers which, so that `finish` can name what nobody asked for."""
 
@@ -132,7 +136,7 @@ class Fields:
         if value is None:
             return None
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise UsageError(f"{self.where}: {name} is {value!r}, which is not a {kind}")
+            raise UsageError(f"{self.where}: {name} is {value!r}; expected {KINDS[kind]}")
         if isinstance(value, int | float) and not isinstance(value, bool) and value <= 0:
             raise UsageError(f"{self.where}: {name} is {value!r}; expected a positive number")
         most = min(most, LARGEST) if kind is int else most

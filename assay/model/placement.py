@@ -1,6 +1,7 @@
 """Where a model lives and in what it computes: the only file that knows devices, compilation and compute dtypes."""
 
 import contextlib
+import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -17,11 +18,21 @@ def default_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def require_device(device: str) -> str:
+    """The device itself, where it has a name that we compute on and is here."""
+    if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", device):
+        raise UsageError(f"device {device!r}: expected cpu, cuda, or one of several GPUs as in cuda:1")
+    if device != "cpu" and not torch.cuda.is_available():
+        raise UsageError(f"device {device!r}: torch sees no GPU here; use --device cpu")
+    if device != "cpu" and int(device.partition(":")[2] or 0) >= torch.cuda.device_count():
+        raise UsageError(f"device {device!r}: torch sees {torch.cuda.device_count()} GPU(s) here, counted from cuda:0")
+    return device
+
+
 def place_for_training(model: Transformer, device: str, *, compute: torch.dtype | None = None, compile: bool | None = None,
                        recompute: bool = False) -> Transformer:
     """fp32 master weights everywhere; on a GPU bf16 compute and torch.compile, unless told otherwise."""
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise UsageError(f"device {device!r}: torch sees no GPU here; use --device cpu")
+    require_device(device)
     on_gpu = device.startswith("cuda")
     model.to(device, torch.float32)
     model.compute_dtype = compute or (torch.bfloat16 if on_gpu else torch.float32)

@@ -41,6 +41,8 @@ class Tokenizer:
     def from_folder(cls, folder: Path | str) -> "Tokenizer":
         """Reads tokenizer.json, tokenizer_config.json, special_tokens_map.json and the chat templates beside them."""
         folder = Path(folder)
+        if folder.is_file():
+            raise UsageError(f"{folder}: a file; expected the folder that holds tokenizer.json")
         settings = read_json(folder / "tokenizer_config.json") or {}
         document = read_json(folder / "tokenizer.json")
         if document is None:

@@ -41,7 +41,7 @@ from assay.measure.estimate import Estimate
 from assay.measure.examinee import OpenedModel
 from assay.measure.questions import ask, begins_with, generated, questions
 from assay.model.patch import Patch, applied, patched
-from assay.model.placement import default_device, uncompiled
+from assay.model.placement import default_device, require_device, uncompiled
 from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import Transformer
 from assay.recipes.edit_options import Edit
@@ -71,7 +71,7 @@ class Report:
 
 
 def edit(config: Edit, say: Callable[[str], None]) -> Report:
-    source, device = opened(config), config.device or default_device()
+    source, device = opened(config), require_device(config.device or default_device())
     with uncompiled():
         return edit_opened(config, source, build(source).to(device), say)
 

@@ -23,7 +23,7 @@ from assay.measure.estimate import Array, Estimate, bits_per_byte
 from assay.model.batched_lora import Adapters, passing_sites
 from assay.model.lora import fresh
 from assay.model.patch import Patch
-from assay.model.placement import default_device
+from assay.model.placement import default_device, require_device
 from assay.model.transformer import Transformer
 from assay.recipes.run import Run, plain
 from assay.recipes.ttt_options import Ttt
@@ -146,8 +146,7 @@ def opened(config: Ttt) -> Artifact:
 
 
 def built(source: Artifact, device: str) -> Transformer:
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise UsageError(f"device {device!r}: torch sees no GPU here; use --device cpu")
+    require_device(device)
     return build(source, torch.bfloat16 if device.startswith("cuda") else torch.float32).to(device).eval()
 
 
@@ -173,7 +172,7 @@ def read_documents(config: Ttt, source: Artifact) -> tuple[list[Read], Counter[s
         else:
             left_out["not its own text when decoded"] += 1
     if len(found) < 2:
-        raise DataError(f"{config.text}: {len(found)} documents can be read ({dict(left_out)} left out); an interval needs two or more. "
+        raise DataError(f"{config.text}: {len(found)} documents can be read ({left_out.total()} left out); an interval needs two or more. "
                         "Cut plain text with --document-bytes")
     return found, left_out
 

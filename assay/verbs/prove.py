@@ -36,9 +36,10 @@ EXAMPLES = """  assay prove runs/a/checkpoints/step-000500
 def run(flags: FLAGS) -> int:
     from assay.guard.proof import Request, prove, prove_checkpoint
     from assay.guard.subject import Probing
+    from assay.model.placement import require_device
     from assay.store.artifact import locate
 
-    place, probing = locate(flags.path), Probing(flags.probe_samples, flags.device)
+    place, probing = locate(flags.path), Probing(flags.probe_samples, require_device(flags.device))
     if place.kind == "checkpoint" and flags.expect is None:
         verdicts = prove_checkpoint(place.path, against=flags.against, base=flags.base, probing=probing)
     else:

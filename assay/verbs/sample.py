@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -34,14 +35,18 @@ class FLAGS:
 EXAMPLES = """  assay sample smollm2-135m --prompt 'Why is the sky blue?' --n 3
   assay sample runs/a/checkpoints/step-000500 --prompt 'Once upon' --raw --tokens --temperature 0"""
 
+MOST = 100_000  # samples of a prompt: all of them are held in memory
+
 
 def run(flags: FLAGS) -> int:
     from assay.generate.sampler import Sampling, sample
     from assay.store.artifact import build, open_artifact
 
+    if not 1 <= flags.n <= MOST:
+        raise UsageError(f"assay sample: --n is {flags.n}; expected 1 to {MOST:,} samples per prompt")
     artifact = open_artifact(flags.path, base=flags.base)
     for note in artifact.notes:
-        print(f"note: {note}")
+        print(f"note: {note}", file=sys.stderr if flags.json else sys.stdout)
     texts = [text for text in flags.prompt or ("",) for _ in range(flags.n)]
     prompts = [encoded(artifact, text, raw=flags.raw) for text in texts]
     sampling = Sampling(flags.max_new, flags.temperature, flags.top_k, flags.top_p, flags.seed)

@@ -69,9 +69,9 @@ def _size(flags: FLAGS) -> "Size":
     import torch
 
     from assay.generate.serving import Size
-    from assay.model.placement import default_device
+    from assay.model.placement import default_device, require_device
 
-    device = flags.device or default_device()
+    device = require_device(flags.device or default_device())
     chosen = flags.dtype if flags.dtype != "auto" else "bfloat16" if device.startswith("cuda") else "float32"
     return Size(flags.slots, flags.queue, flags.length, device, getattr(torch, chosen))
 

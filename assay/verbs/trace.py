@@ -113,28 +113,30 @@ def runner(b: "Artifact", dtype: str, flags: FLAGS, length: int) -> "Runner":
 def live(artifact: "Artifact", dtype: str, device: str) -> "Any":
     import torch
 
+    from assay.model.placement import require_device
     from assay.store.artifact import build
 
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise UsageError(f"device {device!r}: torch sees no GPU here; use --device cpu")
-    return build(artifact, getattr(torch, dtype)).to(device)
+    return build(artifact, getattr(torch, dtype)).to(require_device(device))
 
 
 def asked(flags: FLAGS, a: "Artifact") -> "torch.Tensor":
     """The prompt's ids, the file's, or those that every model's fingerprint is taken on."""
     import torch
 
+    from assay.model.placement import require_device
     from assay.model.probe import questions
 
     if flags.prompt is not None and flags.tokens is not None:
         raise UsageError("assay trace: --prompt and --tokens both say what to run; give one")
+    if flags.length < 1:
+        raise UsageError(f"assay trace: --length is {flags.length}; expected 1 or more tokens")
+    require_device(flags.device)
     if flags.prompt is None and flags.tokens is None:
         return questions(a.config.vocab, a.config.max_length)[0].to(flags.device)
     ids = read_ids(Path(flags.tokens)) if flags.tokens is not None else [encoded(flags.prompt or "", a)]
-    tokens = torch.tensor([row[: flags.length] for row in ids], dtype=torch.long)
-    if tokens.numel() == 0 or int(tokens.min()) < 0 or int(tokens.max()) >= a.config.vocab:
+    if not all(0 <= id < a.config.vocab for row in ids for id in row) or not ids[0]:
         raise UsageError(f"there are no tokens to run, or one is outside the vocabulary of {a.config.vocab}")
-    return tokens.to(flags.device)
+    return torch.tensor([row[: flags.length] for row in ids], dtype=torch.long).to(flags.device)
 
 
 def encoded(text: str, a: "Artifact") -> list[int]:
@@ -146,8 +148,10 @@ def encoded(text: str, a: "Artifact") -> list[int]:
 def read_ids(path: Path) -> list[list[int]]:
     try:
         rows = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--tokens {path}: {error}") from None
+    except OSError as error:
+        raise UsageError(f"--tokens {path}: {error.strerror}; expected a JSON file of token ids") from None
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"--tokens {path}: not JSON ({error}); expected a list of token ids, or several of the same length") from None
     rows = rows if isinstance(rows, list) and rows and isinstance(rows[0], list) else [rows]
     whole = all(isinstance(row, list) and len(row) == len(rows[0]) and all(type(id) is int for id in row) for row in rows)
     if not whole:

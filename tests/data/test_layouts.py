@@ -104,7 +104,8 @@ def test_ids_name_file_row_and_content(tmp_path: Path):
     ([{"messages": [{"role": "user", "content": [{"type": "image"}]}]}], r"expected a role and a content"),
     ([{"conversations": [{"from": "stranger", "value": "a"}]}], r"a turn from 'stranger'"),
     ([{"prompt": "a", "completion": ""}], r"completion is empty"),
-    ([{"prompt": "a", "completion": [ANSWERED]}], r"prompt is str 'a'; expected a list of objects"),
+    ([{"prompt": "a", "completion": [ANSWERED]}],
+     r"prompt is str 'a' and completion list .*expected text in both, or a list of messages in both"),
     ([], r"there is no row in it"),
 ])
 def test_what_is_no_conversation_is_refused_in_words(tmp_path: Path, rows: list[Any], words: str):
