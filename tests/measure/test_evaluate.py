@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,7 @@ from assay.measure.results import Results
 from assay.measure.summary import ks, summarise
 from assay.measure.task import Score
 from assay.measure.tasks import TaskRequest, open_task
+from assay.store import durable
 from assay.store.artifact import open_artifact
 from assay.verbs import eval as verb
 from assay.verdict import Outcome
@@ -112,6 +114,63 @@ def test_two_writers_and_foreign_folders_are_refused(tmp_path):
     (tmp_path / "full" / "thesis.txt").write_text("precious")
     with pytest.raises(UsageError, match="holds something else"):
         Results(tmp_path / "full", {"task": "a"})
+
+
+def test_of_two_that_begin_at_once_the_request_is_of_the_one_that_scores(tmp_path, monkeypatch):
+    """The second begins when the first has found no request there, and is about to write its own."""
+    write, refused = durable.replace_file, []
+
+    def meanwhile(path, data):
+        monkeypatch.undo()
+        with pytest.raises(UsageError, match="another evaluation is writing here") as caught:
+            Results(tmp_path / "out", {"task": "b"})
+        refused.append(caught)
+        write(path, data)
+
+    monkeypatch.setattr(durable, "replace_file", meanwhile)
+    first = Results(tmp_path / "out", {"task": "a"})
+    assert refused
+    assert json.loads((tmp_path / "out" / "request.json").read_text())["task"] == "a"
+    first.close()
+
+
+def test_one_that_was_killed_before_its_request_was_written_may_begin_again(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "scores.jsonl").touch()
+    (tmp_path / "out" / ".partial-request.json-1-1").touch()
+    Results(tmp_path / "out", {"task": "a"}).close()
+    (tmp_path / "out" / "request.json").unlink()
+    (tmp_path / "out" / "scores.jsonl").write_text('{"id": "1"}\n')
+    with pytest.raises(UsageError, match="nobody knows what it holds"):
+        Results(tmp_path / "out", {"task": "a"})
+
+
+def test_who_was_refused_keeps_nobody_out_of_the_folder(tmp_path):
+    Results(tmp_path / "out", {"task": "a"}).close()
+    with pytest.raises(DataError, match="another task") as kept:
+        Results(tmp_path / "out", {"task": "b"})
+    Results(tmp_path / "out", {"task": "a"}).close()
+    assert kept.traceback
+
+
+def test_scores_are_on_the_disk_before_what_they_come_to(tmp_path, monkeypatch):
+    done = []
+
+    class Recorded(durable.Disk):
+        def sync(self, fd):
+            super().sync(fd)
+            done.append(os.path.basename(os.readlink(f"/proc/self/fd/{fd}")))
+
+        def rename(self, source, target):
+            super().rename(source, target)
+            done.append(target.name)
+
+    results = Results(tmp_path / "out", {"task": "a"})
+    monkeypatch.setattr(durable, "disk", Recorded())
+    results.append([{"id": "1"}])
+    results.finish({})
+    results.close()
+    assert done.index("scores.jsonl") < done.index("eval.json")
 
 
 def test_a_task_whose_oracles_fail_is_not_evaluated(model, problems, tmp_path):
