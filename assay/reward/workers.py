@@ -166,31 +166,28 @@ class _Worker:
         return answer
 
     def stop(self) -> int:
+        """Kills it with whatever rewards have started in it, and says how it ended: one that is dead keeps its status until here."""
         process, self.process, self._unread = self.process, None, b""
         if process is None:
             return 0
         assert process.stdin is not None
         assert process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.close()
-        for patience in (0.2, None):  # a dead one is reaped, an idle one ends with its input, a busy one is killed
-            try:
-                return process.wait(patience)
-            except subprocess.TimeoutExpired:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-            finally:
-                process.stdout.close()
-        raise AssertionError("unreachable: the second wait has no limit")
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # some systems say so of a group that is dead
+            os.killpg(process.pid, signal.SIGKILL)
+        process.stdin.close()
+        process.stdout.close()
+        return process.wait()
 
     def _start(self) -> None:
         # -P: the folder of the script stays off the path. A session of its own: Ctrl-C is for the parent, killpg for its children.
         command = [sys.executable, "-P", str(Path(__file__).with_name("worker.py")), self.command]
         settings = os.environ | {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-                                        start_new_session=True, env=settings)
+                                        start_new_session=True, env=settings, bufsize=0)
+        assert self.process.stdin is not None
+        os.set_blocking(self.process.stdin.fileno(), False)
         try:
-            line = self._line(STARTING_SECONDS)
+            line = self._line(time.monotonic() + STARTING_SECONDS)
         except TimeoutError:
             line = b""
         announced = json.loads(line) if line else {"refused": f"reward workers: none was ready in {STARTING_SECONDS:g} s, or it died"}
@@ -200,31 +197,43 @@ class _Worker:
 
     def _exchanged(self, request: bytes) -> dict[str, Any] | None:
         """The answer, or None from a process that died."""
-        assert self.process is not None
-        assert self.process.stdin is not None
+        until = time.monotonic() + self.seconds
         try:
-            self.process.stdin.write(request)
-            self.process.stdin.flush()
+            self._write(request, until)
         except BrokenPipeError:
             return None
-        line = self._line(self.seconds)
+        line = self._line(until)
         return json.loads(line) if line else None
 
-    def _line(self, seconds: float) -> bytes:
+    def _write(self, request: bytes, until: float) -> None:
+        """A pipe holds little: who does not read it must not be waited for longer than for an answer."""
+        assert self.process is not None
+        assert self.process.stdin is not None
+        fd, left = self.process.stdin.fileno(), memoryview(request)
+        while left:
+            _await(fd, select.POLLOUT, until)
+            left = left[os.write(fd, left):]
+
+    def _line(self, until: float) -> bytes:
         """The next line; empty where the process ended without one."""
         assert self.process is not None
         assert self.process.stdout is not None
-        until, waiting = time.monotonic() + seconds, select.poll()  # select() would fail from the 1,024th open file on
-        waiting.register(self.process.stdout, select.POLLIN)
+        fd = self.process.stdout.fileno()
         while b"\n" not in self._unread:
-            if not waiting.poll(max(0.0, until - time.monotonic()) * 1000):
-                raise TimeoutError
-            piece = os.read(self.process.stdout.fileno(), 1 << 16)
+            _await(fd, select.POLLIN, until)
+            piece = os.read(fd, 1 << 16)
             if not piece:
                 return b""
             self._unread += piece
         line, self._unread = self._unread.split(b"\n", 1)
         return line
+
+
+def _await(fd: int, event: int, until: float) -> None:
+    waiting = select.poll()  # select() would fail from the 1,024th open file on
+    waiting.register(fd, event)
+    if not waiting.poll(max(0.0, until - time.monotonic()) * 1000):
+        raise TimeoutError
 
 
 def _request(number: int, item: Item, **more: Any) -> bytes:

@@ -1,9 +1,11 @@
 """Rewards in worker processes: what cannot be told is an error row, what hangs or dies takes only its item with it."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -149,6 +151,53 @@ def test_a_worker_ends_with_its_parent_even_while_a_reward_sleeps(file: Path, tm
     while alive(worker) and time.monotonic() < until:
         time.sleep(0.01)
     assert not alive(worker)
+
+
+@pytest.mark.parametrize("end", ["closed", "parent killed"])
+def test_what_a_reward_started_ends_with_its_worker(end: str, tmp_path: Path):
+    note = tmp_path / "pid"
+    (tmp_path / "start.py").write_text(f"""
+import subprocess
+def start(prompt, completion, row):
+    child = subprocess.Popen(["sleep", "600"])
+    open({str(note)!r}, "w").write(str(child.pid))
+    return 1.0
+""")
+    program = f"""
+import os, signal
+from assay.reward.verify import Reward
+from assay.reward.workers import *
+with Workers([Reward("start", file={str(tmp_path / "start.py")!r})], count=1) as workers:
+    workers.score([Item("", "", {{}})])
+    if {end == "parent killed"}:
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run([sys.executable, "-c", program], timeout=120)
+    assert done.returncode == (0 if end == "closed" else -signal.SIGKILL)
+    child, until = int(note.read_text()), time.monotonic() + 60
+    try:
+        while alive(child) and time.monotonic() < until:
+            time.sleep(0.01)
+        assert not alive(child)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+
+
+def test_a_worker_that_does_not_even_read_is_not_waited_for():
+    """What it is asked is more than a pipe holds."""
+    with Workers(parse_rewards(["answer"]), count=1, seconds=60.0) as some:
+        assert some.score(items("#### 42"))[0].value == 1
+        [worker], found = some._workers, []
+        assert worker.process is not None
+        os.kill(worker.process.pid, signal.SIGSTOP)
+        worker.seconds = 0.3
+        asking = threading.Thread(target=lambda: found.extend(some.score([Item("p" * 2**20, "#### 42", ROW)])), daemon=True)
+        asking.start()
+        asking.join(60)
+        assert [scored.error for scored in found] == ["the item took more than 0.3 s"]
+        worker.seconds = 60.0
+        assert some.score(items("#### 42"))[0].value == 1
 
 
 def alive(pid: int) -> bool:
