@@ -18,6 +18,12 @@ FILES = {
     "deep.jsonl": '{"text": "a"}\n' + "[" * 100_000 + "\n",
     "deep.json": "[" * 100_000,
     "tokens.json": "[1, 2, 3]",
+    "latin1.txt": "café",
+    "short.py": "def bad(folder):\n    raise ValueError('boom')\n",
+    "broken.py": "def bad(:\n",
+    "wide.csv": "arm,id,score\na,1,0,9\n",
+    "long.csv": f"arm,id,score\na,1,{'9' * 200_000}\n",
+    "one.jsonl": '{"prompt": "1+1=", "gold": "2"}\n',
     "scores.csv": "arm,id,score\na,1,0\na,2,1\n",
 }
 CASES = [
@@ -36,6 +42,23 @@ CASES = [
     ("sft --model MODEL --data good.jsonl --out OUT --device banana", 2, "device 'banana': expected cpu, cuda"),
     ("compare ,", 2, "',': names no result"),
     ("compare scores.csv,scores.csv", 2, "stands there twice, and one run counted twice is no second run"),
+    ("compare wide.csv", 2, "wide.csv:2: more cells than the header names (arm, id, score)"),
+    ("compare long.csv", 2, "long.csv:2: cannot be read as CSV (field larger than field limit (131072))"),
+    ("probe MODEL --prompts latin1.txt", 2, "latin1.txt: not UTF-8 at byte 3"),
+    ("eval MODEL --task arithmetic --limit 99999999999999999999 --out OUT", 2, "expected 1 to 1,000,000 of these"),
+    ("eval MODEL --task arithmetic --limit 4 --max-new 5000 --out OUT", 2, "the model's context is 256; lower --max-new"),
+    ("eval MODEL --task arithmetic --limit 4 --max-new 4 --out good.jsonl", 2, "good.jsonl: a file is in the way; expected a folder"),
+    ("eval MODEL --task arithmetic --limit 4 --max-new 4 --out MODEL/evals", 2, "MODEL/evals lies inside the checkpoint"),
+    ("eval MODEL --task arithmetic --limit 4 --max-new 4 --trained-on nowhere --out OUT", 2, "nowhere: No such file or directory"),
+    ("eval MODEL --task arithmetic --limit 4 --max-new 4 --trained-on latin1.txt --out OUT", 2, "latin1.txt: not UTF-8 at byte 3"),
+    ("eval MODEL --task graded --grader answer --data one.jsonl --out OUT", 2, "one example alone shows no spread"),
+    ("track MODEL --to tensorboard --out OUT", 2, "no metrics.jsonl is here"),
+    ("export MODEL --to hf --out MODEL/hf", 2, "MODEL/hf lies inside the checkpoint"),
+    ("export MODEL --to gguf --out MODEL/model.gguf", 2, "MODEL/model.gguf lies inside the checkpoint"),
+    ("tokenizer latin1.txt --out MODEL/tok", 2, "latin1.txt:1: not UTF-8"),
+    ("prove MODEL --against=", 2, "--against names what MODEL is compared with"),
+    ("zoo --only nope", 2, "no fault is called 'nope'; `assay zoo --list` names all"),
+    ("demo --out /proc/nowhere", 1, "/proc/nowhere: not saved"),
     ("data check . --model MODEL", 2, ".: a folder; expected a file of rows"),
     ("data check bom.jsonl --model MODEL", 2, "bom.jsonl:1: begins with a byte order mark, which JSON does not allow"),
     ("data check number.jsonl --model MODEL", 2, "number.jsonl:3: completion is int '2' and prompt str '1+1='; expected text in both"),
@@ -49,7 +72,7 @@ def shelf(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("shelf")
     build_and_save(folder / "MODEL")
     for name, text in FILES.items():
-        (folder / name).write_text(text)
+        (folder / name).write_text(text, encoding="latin-1" if "latin1" in name else "utf-8")
     return folder
 
 
@@ -88,3 +111,22 @@ def test_notes_on_a_model_do_not_spoil_its_json(shelf, tmp_path, capsys):
     out, err = capsys.readouterr()
     assert json.loads(out)[0]["prompt"] == "Hi"
     assert "note: " in err
+
+
+@pytest.mark.parametrize(("file", "sentence"), [
+    ("short.py", "short.py:bad failed on step-000001: ValueError: boom (line 2 of "),
+    ("broken.py", "broken.py: SyntaxError: invalid syntax")])
+def test_a_probe_of_the_user_that_fails_says_where(file, sentence, shelf, tmp_path, monkeypatch, capsys):
+    from assay.recipes import bisect
+
+    monkeypatch.chdir(shelf)
+    monkeypatch.setattr(bisect, "shelf", lambda run: ([tmp_path / "step-000000", tmp_path / "step-000001"], []))
+    assert run(["bisect", str(tmp_path), "--probe", f"{file}:bad"]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_metrics_that_are_damaged_are_named_by_line(tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "loss": 1.0}\n{"step": \n')
+    assert run(["track", str(tmp_path)]) == 2
+    assert "metrics.jsonl:2: not JSON" in capsys.readouterr().err
+    assert not (tmp_path / "trainer_state.json").exists()

@@ -32,11 +32,19 @@ class HashedFile:
         return {"bytes": self.size, "sha256": self.sha256.hexdigest()}
 
 
+def require_outside_checkpoints(path: Path) -> None:
+    """A checkpoint is every file that its manifest lists and no other: one more, and it is refused from then on."""
+    for folder in path.absolute().parents:
+        if (folder / "manifest.json").is_file() and ((folder / "config.json").is_file() or (folder / "adapter_config.json").is_file()):
+            raise UsageError(f"{path} lies inside the checkpoint {folder}, which no file may join; choose a place outside it")
+
+
 @contextmanager
 def committed(out: Path) -> Iterator[Path]:
     """A folder to write into, which then becomes `out`, or is gone: written beside, fsynced, renamed."""
     if out.exists():
         raise UsageError(f"{out} exists; give another --out or remove it")
+    require_outside_checkpoints(out)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}.partial-"))

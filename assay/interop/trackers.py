@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from assay.errors import UsageError
+from assay.errors import DataError, UsageError
 from assay.store import durable
 
 
@@ -14,7 +14,17 @@ def steps_of(run: Path) -> list[dict[str, Any]]:
     file = run / "metrics.jsonl"
     if not file.exists():
         raise UsageError(f"{run}: no metrics.jsonl is here; give the folder of a run")
-    return [json.loads(line) for line in file.read_bytes().split(b"\n")[:-1]]
+    return [_row(line, f"{file}:{number}") for number, line in enumerate(file.read_bytes().split(b"\n")[:-1], 1)]
+
+
+def _row(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}: not JSON ({error}); metrics.jsonl is damaged") from None
+    if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+        raise DataError(f"{where}: expected an object with the number of its step; metrics.jsonl is damaged")
+    return row
 
 
 def numbers(row: dict[str, Any]) -> dict[str, float]:
@@ -44,9 +54,11 @@ def write_trainer_state(run: Path, where: Path) -> Path:
 
 def to_tensorboard(run: Path, where: Path) -> int:
     """Event files in `where`; returns how many points they hold."""
+    rows = steps_of(run)
+    durable.make_folder(where)
     writer = _module("torch.utils.tensorboard", "tensorboard").SummaryWriter(str(where))
     points = 0
-    for row in steps_of(run):
+    for row in rows:
         for name, value in numbers(row).items():
             writer.add_scalar(f"eval/{name.removeprefix('eval_')}" if name.startswith("eval_") else f"train/{name}", value, row["step"] + 1)
             points += 1

@@ -136,11 +136,24 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start}); expected CSV or JSON lines") from None
     if path.suffix in (".csv", ".tsv"):
-        rows: list[dict[str, Any]] = list(csv.DictReader(io.StringIO(text), delimiter="\t" if path.suffix == ".tsv" else ","))
+        rows = _table(text, path)
     else:
         rows = [_row(line, f"{path}, line {number}") for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not rows:
         raise DataError(f"{path}: no rows")
+    return rows
+
+
+def _table(text: str, path: Path) -> list[dict[str, Any]]:
+    reader = csv.DictReader(io.StringIO(text, newline=""), delimiter="\t" if path.suffix == ".tsv" else ",", strict=True)
+    rows: list[dict[str, Any]] = []
+    try:
+        for row in reader:
+            if None in row:  # where DictReader puts cells that no column is named for
+                raise DataError(f"{path}:{reader.line_num}: more cells than the header names ({', '.join(reader.fieldnames or ())})")
+            rows.append(row)
+    except csv.Error as error:
+        raise DataError(f"{path}:{reader.line_num + 1}: cannot be read as CSV ({error})") from None
     return rows
 
 

@@ -48,10 +48,15 @@ def evaluate(opened: OpenedModel, task: Task, folder: Path, *, k: int = 1, sampl
     sampling = sampling or Sampling()
     if k < 1 or (k > 1 and (sampling.temperature == 0 or not isinstance(task, Generation))):
         raise UsageError(f"-k {k}: expected at least 1, and more only of a task that samples, at a temperature above 0")
+    if len(task.examples) < 2:
+        raise UsageError(f"{task.name}: one example alone shows no spread, so no interval can be given; evaluate on 2 or more")
+    training = list(trained_on)  # read before anything is paid for
     verdicts = sound(oracles(task))  # a task whose own gold texts do not score says nothing about a model
     texts = {example.id: _asked(task, example) for example in task.examples}
     raw = raw or not isinstance(task, Generation) or task.raw
     verdicts += _before(opened, texts, raw)
+    if isinstance(task, Generation):
+        opened.require_room(_longest(opened, texts, raw) + sampling.max_new)
     results = Results(folder, _request(opened, task, texts, k, sampling, raw))
     try:
         for part, rows in _parts(opened, task, texts, k, sampling, raw, results.rows):
@@ -59,7 +64,6 @@ def evaluate(opened: OpenedModel, task: Task, folder: Path, *, k: int = 1, sampl
             said(part, len(task.examples))
         rows = [results.rows[example.id] for example in task.examples if example.id in results.rows]
         verdicts += _after(task, rows, k, sampling, results.request["dataset"])
-        training = list(trained_on)
         verdicts += [soundness.check_leak(task.examples, training)] if training else []
         found = Evaluation(summary.summarise(task, rows, k), verdicts, summary.disagreements(rows), rows)
         results.finish(_summary(opened, found))
@@ -127,10 +131,13 @@ def _parts(opened: OpenedModel, task: Task, texts: Mapping[str, str], k: int, sa
         if all(example.id in done for example in part):
             continue
         if isinstance(task, Generation) and not reserved:
-            longest = max(opened.length_of(text, raw=raw) for text in texts.values())
-            opened.reserve(longest + sampling.max_new, min(size, len(task.examples)) * k)
+            opened.reserve(_longest(opened, texts, raw) + sampling.max_new, min(size, len(task.examples)) * k)
             reserved = True
         yield start + len(part), [row for row in _scored(opened, task, part, texts, k, sampling, raw) if row["id"] not in done]
+
+
+def _longest(opened: OpenedModel, texts: Mapping[str, str], raw: bool) -> int:
+    return max(opened.length_of(text, raw=raw) for text in texts.values())
 
 
 def _scored(opened: OpenedModel, task: Task, part: Sequence[Example], texts: Mapping[str, str], k: int, sampling: Sampling,

@@ -108,11 +108,14 @@ class OpenedModel:
                              "bos_token or eos_token")
         return first
 
-    def reserve(self, length: int, members: int) -> None:
-        """An engine for all calls to come: with the same number of slots, what a prompt says does not depend on the call it is in."""
+    def require_room(self, length: int) -> None:
         if length > self.model.config.max_length:
             raise UsageError(f"the longest prompt and its new tokens are {length}, the model's context is {self.model.config.max_length}; "
                              "lower --max-new or leave the example out")
+
+    def reserve(self, length: int, members: int) -> None:
+        """An engine for all calls to come: with the same number of slots, what a prompt says does not depend on the call it is in."""
+        self.require_room(length)
         slots = fitting_slots(self.model, members if self.model.embed.weight.is_cuda else min(members, SLOTS_ON_CPU), length)
         self.engine = Engine(self.model, slots=slots, length=max(length, 2), stop_ids=self.artifact.stops.stop_ids,
                              version=self.identity, tokenizer=self.tokenizer, graphed=self.graphed)

@@ -65,7 +65,7 @@ def read_prompts(path: str | Path) -> tuple[Prompt, ...]:
     Of a .txt file every line that is not blank is a prompt."""
     path = Path(path)
     if path.suffix == ".txt":
-        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+        lines = _text(path).splitlines() if path.is_file() else []
         found = tuple(Prompt(f"{path.stem}-{i}", path.stem, line) for i, line in enumerate(lines) if line.strip())
     else:
         found = tuple(_prompt(row, i, path) for i, row in enumerate(read_rows(path)))
@@ -74,6 +74,13 @@ def read_prompts(path: str | Path) -> tuple[Prompt, ...]:
     if len({prompt.id for prompt in found}) < len(found):
         raise DataError(f"{path}: two prompts have the same id")
     return found
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_bytes().decode()
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 at byte {error.start} ({error.reason}); convert the file") from None
 
 
 def _prompt(row: Mapping[str, Any], i: int, path: Path) -> Prompt:

@@ -4,6 +4,7 @@ A probe is any function from a checkpoint's folder to whether it is bad. `probe_
 """
 
 import importlib.util
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -77,11 +78,22 @@ def from_file(path: Path, name: str) -> Probe:
     if not path.is_file() or spec is None or spec.loader is None:
         raise UsageError(f"--probe {path}: no such Python file")
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:  # a user's file may fail in any way while it is imported
+        raise UsageError(f"--probe {path}: {_failure(error)}; it must be importable") from error
     function = vars(module).get(name)
     if not callable(function):
         raise UsageError(f"--probe {path}:{name}: there is no such function; it takes a checkpoint's folder and says whether it is bad")
-    return lambda checkpoint: _said(function(checkpoint), f"{path}:{name}")
+
+    def bad(checkpoint: Path) -> bool:
+        try:
+            answer = function(checkpoint)
+        except (Exception, SystemExit) as error:  # and so may the function
+            raise UsageError(f"--probe {path}:{name} failed on {checkpoint.name}: {_failure(error)}; nothing is concluded") from error
+        return _said(answer, f"{path}:{name}")
+
+    return bad
 
 
 def loss_above(run: Path, limit: float) -> Probe:
@@ -157,6 +169,12 @@ def _number(text: str) -> float:
         return float(text)
     except ValueError:
         raise UsageError(f"--probe loss-above:{text}: expected a number, as in loss-above:3.2") from None
+
+
+def _failure(error: BaseException) -> str:
+    """What was raised, and on which line: the last that is not of the import system."""
+    lines = traceback.extract_tb(error.__traceback__)
+    return f"{type(error).__name__}: {error} (line {lines[-1].lineno} of {lines[-1].filename})"
 
 
 def _said(answer: Any, where: str) -> bool:

@@ -18,6 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
+from assay.data.files import require_outside_checkpoints
 from assay.errors import ArtifactError, StoreError, UsageError
 
 T = TypeVar("T")
@@ -84,6 +85,7 @@ def commit_folder(final: Path, write: Callable[[Path], None], *, needed: int = 0
     """
     if os.path.lexists(final):
         raise UsageError(f"{final} exists, and what was committed is never overwritten; choose another place")
+    require_outside_checkpoints(final)
     with told(final):
         make_folder(final.parent)
         sweep(final.parent)
@@ -147,6 +149,9 @@ def make_folder(path: Path) -> None:
     """The folder and its missing parents, each one's name on the disk for good."""
     if path.is_dir():
         return
+    if path.exists() and not path.is_dir():  # asked again: another writer may have been quicker
+        raise UsageError(f"{path}: a file is in the way; expected a folder, or nothing")
+    require_outside_checkpoints(path)
     make_folder(path.parent)
     with told(path):
         with contextlib.suppress(FileExistsError):  # another writer was quicker

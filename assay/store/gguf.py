@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from assay.config import nearest
+from assay.data.files import require_outside_checkpoints
 from assay.errors import ArtifactError, UsageError
 from assay.model.families import FAMILIES, Fields, beyond, from_foreign, gguf_layout, to_foreign
 from assay.model.gguf_tokenizer import generation_from_gguf, tokenizer_from_gguf, tokenizer_to_gguf
@@ -302,6 +303,7 @@ def _new_file(path: Path) -> Iterator[Path]:
     """A locked temporary beside `path`, which becomes `path` on the disk for good, or goes."""
     if os.path.lexists(path):
         raise UsageError(f"{path} exists, and what was committed is never overwritten; choose another place")
+    require_outside_checkpoints(path)
     disk = durable.disk
     with durable.told(path):
         durable.make_folder(path.parent)

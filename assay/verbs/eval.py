@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from assay.config import argument, option
+from assay.errors import DataError
 from assay.verdict import Outcome, overall
 
 if TYPE_CHECKING:
@@ -79,7 +80,17 @@ def texts(files: Iterable[Path]) -> Iterable[str]:
             for row in read_rows(file):
                 yield all_words(row.values)
         else:
-            yield file.read_text()
+            yield plain_text(file)
+
+
+def plain_text(file: Path) -> str:
+    from assay.data.text import Source, opened
+
+    with opened(Source(file, file.name)) as lines:
+        try:
+            return lines.read().decode()
+        except UnicodeDecodeError as error:
+            raise DataError(f"{file}: not UTF-8 at byte {error.start} ({error.reason}); convert the file") from None
 
 
 def progress(name: str) -> Callable[[int, int], None]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from assay.config import argument, option
+from assay.errors import UsageError
 from assay.verdict import Outcome, Verdict, overall
 
 
@@ -40,6 +41,8 @@ def run(flags: FLAGS) -> int:
     from assay.store.artifact import locate
 
     place, probing = locate(flags.path), Probing(flags.probe_samples, require_device(flags.device))
+    if flags.against == "" or (flags.expect and flags.against is None and place.kind != "checkpoint"):
+        raise UsageError(f"--against names what {place.path} is compared with, a model's path; nothing else here does")
     if place.kind == "checkpoint" and flags.expect is None:
         verdicts = prove_checkpoint(place.path, against=flags.against, base=flags.base, probing=probing)
     else:

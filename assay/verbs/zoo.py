@@ -1,10 +1,11 @@
 """assay zoo: plant each known silent failure on a tiny model and show that its check is awake on this machine."""
 
+import difflib
 import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from assay.config import nearest, option
+from assay.config import option
 from assay.errors import UsageError
 
 if TYPE_CHECKING:
@@ -50,7 +51,9 @@ def run(flags: FLAGS) -> int:
 def chosen(faults: "dict[str, Fault]", only: tuple[str, ...]) -> "list[Fault]":
     for name in only:
         if name not in faults:
-            raise UsageError(f"no fault is called {name!r}{nearest(name, faults)}")
+            close = difflib.get_close_matches(name, faults, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"`assay zoo --list` names all {len(faults)}"
+            raise UsageError(f"no fault is called {name!r}; {hint}")
     return [faults[name] for name in only or faults]
 
 

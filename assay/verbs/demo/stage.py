@@ -23,10 +23,12 @@ def called(verb: str, *words: str) -> int:
 
 def fresh_folder(folder: Path) -> Path:
     """Only a folder that an earlier demo made is replaced."""
+    from assay.store.durable import make_folder
+
     if folder.exists() and not (folder / MARKER).exists():
         raise UsageError(f"{folder} exists and is no earlier demo's; choose another with --out")
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    make_folder(folder)
     (folder / MARKER).touch()
     return folder
 
