@@ -101,10 +101,15 @@ class Bench:
         write_rows(self.home / "held-out.jsonl", (row for _, row in apart))
         return write_rows(self.home / "train.jsonl", (row for _, row in learned)), [kept[one.id] for one, _ in apart]
 
+    def clock(self, warm: int, steps: int) -> Clock:
+        """Where all train for as many steps, the second half of them is measured."""
+        steps = max(1, self.flags.held_out_steps // 2) if self.flags.held_out_steps else steps
+        return Clock(min(warm, steps), block_of(steps), self.flags.device)
+
     # ---------------------------------------------------------------- ours
 
     def ours(self, name: str, *, lr: float = LR, **options: Any) -> str:
-        flags, clock = self.flags, Clock(min(6, self.flags.steps), block_of(self.flags.steps), self.flags.device)
+        flags, clock = self.flags, self.clock(6, self.flags.steps)
         steps = flags.held_out_steps or clock.warm + flags.steps
         epochs = steps * flags.batch * flags.length // self.tokens + 2
         config = Sft(model=str(self.fp32), data=(str(self.train),), held_out_data=str(self.home / "held-out.jsonl"), gsm8k="think",
@@ -126,7 +131,7 @@ class Bench:
         import trl
 
         quiet()
-        flags, clock, real = self.flags, Clock(min(3, self.flags.peer_steps), block_of(self.flags.peer_steps), self.flags.device), []
+        flags, clock, real = self.flags, self.clock(3, self.flags.peer_steps), []
         steps, began = flags.held_out_steps or clock.warm + flags.peer_steps, time.perf_counter()
         args = trl.SFTConfig(str(self.home / name), per_device_train_batch_size=rows or flags.batch, max_length=flags.length,
                              max_steps=steps, learning_rate=LR, warmup_steps=WARM_UP, lr_scheduler_type="cosine_with_min_lr",
