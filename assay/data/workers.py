@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -9,7 +10,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import NamedTuple
 
@@ -134,8 +135,17 @@ _worker: Worker | None = None  # set in a worker process only
 
 def _start(encoding: Encoding, hashes: Path) -> None:
     global _worker
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     _worker = Worker(encoding, hashes)
+
+
+def _end_with_parent() -> None:
+    """A pool's processes do not see that it was killed, and would wait for its next task for ever."""
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _work(tasks: list[Task]) -> Result:

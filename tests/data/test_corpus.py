@@ -2,7 +2,12 @@
 
 import hashlib
 import json
+import os
+import select
 import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -248,3 +253,39 @@ def test_a_dead_encoding_process_is_a_sentence(tokenizer: Path, tmp_path: Path, 
     missing = Encoding.of(Tokenizer.from_folder(tokenizer), None, tmp_path / "missing")
     with pytest.raises(AssayError, match="an encoding process died"), encoders(missing, tmp_path, 2) as encode:
         list(encode([[Task(1, b"text", False)]]))
+
+
+def test_encoding_processes_end_with_one_that_was_killed(tokenizer: Path, tmp_path: Path) -> None:
+    program = f"""
+import multiprocessing, os, signal
+from pathlib import Path
+from assay.data.workers import Encoding, encoders
+from assay.model.tokenizer import Tokenizer
+
+folder = Path({str(tokenizer)!r})
+with encoders(Encoding.of(Tokenizer.from_folder(folder), None, folder), folder, 2) as encode:
+    list(encode([[], []]))
+    Path({str(tmp_path / "pids")!r}).write_text(" ".join(str(child.pid) for child in multiprocessing.active_children()))
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert subprocess.run([sys.executable, "-c", program], timeout=120).returncode == -signal.SIGKILL
+    pids = list(map(int, (tmp_path / "pids").read_text().split()))
+    assert len(pids) == 2
+    assert [pid for pid in pids if not ended(pid)] == []
+
+
+def ended(pid: int) -> bool:
+    """Within a minute; what is left after that is killed."""
+    try:
+        process = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        waiting = select.poll()
+        waiting.register(process, select.POLLIN)
+        over = bool(waiting.poll(60_000))
+        if not over:
+            signal.pidfd_send_signal(process, signal.SIGKILL)
+        return over
+    finally:
+        os.close(process)
