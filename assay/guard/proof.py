@@ -60,11 +60,16 @@ def prove(request: Request, *, timeout: float = TIMEOUT) -> list[Verdict]:
         answer = Path(scratch) / "verdicts.json"
         command = [sys.executable, "-m", "assay.guard.proof", json.dumps(asdict(request)), str(answer)]
         environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        reading, writing = os.pipe()
         try:
             # A process group of its own: a Ctrl-C that ends the run must not look like a proof that failed.
-            done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment, start_new_session=True)
+            done = subprocess.run(command, stdin=reading, capture_output=True, text=True, timeout=timeout, env=environment,
+                                  start_new_session=True)
         except subprocess.TimeoutExpired:
             return [refuted("process", f"the fresh process did not finish within {timeout:.0f} s")]
+        finally:
+            os.close(reading)
+            os.close(writing)
         if done.returncode == UsageError.exit_code:
             raise UsageError(done.stderr.strip().removeprefix("assay: "))
         if -done.returncode in ENDED_FROM_OUTSIDE:
@@ -189,6 +194,7 @@ def _parameters(artifact: Artifact) -> int:
 
 def main() -> None:
     request, answer = Request.from_json(sys.argv[1]), Path(sys.argv[2])
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     os.nice(5)  # beside a training loop: it comes first
     torch.set_num_threads(max(1, cores() // (2 * CORES_A_PROOF)))  # threads that wait for a busy core are many times slower than one
     try:
@@ -197,6 +203,12 @@ def main() -> None:
         print(f"assay: {error}", file=sys.stderr)
         sys.exit(UsageError.exit_code)
     answer.write_text(json.dumps([verdict.to_json() for verdict in verdicts], default=str))
+
+
+def _end_with_parent() -> None:
+    """Nothing is ever written to stdin: it ends when whoever asked is gone, and nobody is left to be answered."""
+    os.read(0, 1)
+    os._exit(1)
 
 
 if __name__ == "__main__":

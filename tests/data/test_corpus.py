@@ -2,8 +2,6 @@
 
 import hashlib
 import json
-import os
-import select
 import shutil
 import signal
 import subprocess
@@ -24,6 +22,7 @@ from assay.errors import ArtifactError, AssayError, DataError, StoreError, Usage
 from assay.model.tokenizer import Tokenizer
 from assay.seeds import derive
 from tests.data.conftest import made_text, write_jsonl
+from tests.processes import ended
 
 Make = Callable[..., Corpus]
 
@@ -272,20 +271,3 @@ with encoders(Encoding.of(Tokenizer.from_folder(folder), None, folder), folder, 
     pids = list(map(int, (tmp_path / "pids").read_text().split()))
     assert len(pids) == 2
     assert [pid for pid in pids if not ended(pid)] == []
-
-
-def ended(pid: int) -> bool:
-    """Within a minute; what is left after that is killed."""
-    try:
-        process = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    try:
-        waiting = select.poll()
-        waiting.register(process, select.POLLIN)
-        over = bool(waiting.poll(60_000))
-        if not over:
-            signal.pidfd_send_signal(process, signal.SIGKILL)
-        return over
-    finally:
-        os.close(process)

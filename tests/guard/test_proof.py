@@ -1,8 +1,10 @@
 """Proofs on our checkpoints and on what transformers and PEFT wrote: what holds is PROVEN, what does not is REFUTED by name."""
 
 import json
+import subprocess
 import sys
 import threading
+import time
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from assay.store.artifact import build, open_artifact
 from assay.store.export import export
 from assay.store.pack import Lineage, model_contents
 from assay.verdict import Outcome, overall
+from tests.processes import ended
 
 NEW = Lineage()
 
@@ -186,3 +189,20 @@ def test_no_proof_is_lost_between_the_thread_that_begins_it_and_the_one_that_ask
     finally:
         sys.setswitchinterval(often)
     assert sorted(folder.name for folder, _ in [*found, *prover.close()]) == sorted(names)
+
+
+def test_a_proof_ends_with_who_asked_for_it(tmp_path):
+    """A second Ctrl-C, a kill: nobody is left to be answered, and a check may take half an hour."""
+    begun, wrapper, asking, endless = (tmp_path / name for name in ("begun", "python", "asking.py", "endless.py"))
+    endless.write_text(f"import os, sys, time\nfrom pathlib import Path\nfrom assay.guard import proof\n"
+                       f"proof.examine = lambda _: (Path({str(begun)!r}).write_text(f'{{os.getpid()}}.'), time.sleep(600))\n"
+                       "sys.argv = sys.argv[2:]\nproof.main()\n")
+    wrapper.write_text(f'#!/bin/sh\nexec {sys.executable} {endless} "$@"\n')
+    wrapper.chmod(0o755)
+    asking.write_text(f"import sys\nfrom assay.guard.proof import Request, prove\nsys.executable = {str(wrapper)!r}\nprove(Request('x'))\n")
+    with subprocess.Popen([sys.executable, str(asking)]) as parent:
+        deadline = time.monotonic() + 120
+        while not (begun.exists() and begun.read_text().endswith(".")) and parent.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        parent.kill()
+    assert ended(int(begun.read_text()[:-1]))

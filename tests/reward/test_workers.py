@@ -1,6 +1,5 @@
 """Rewards in worker processes: what cannot be told is an error row, what hangs or dies takes only its item with it."""
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -14,6 +13,7 @@ import pytest
 from assay.errors import DataError, GuardStop, UsageError
 from assay.reward.verify import Reward, parse_rewards
 from assay.reward.workers import ErrorLimit, Item, Scored, Workers, scored
+from tests.processes import ended
 
 MINE = '''
 import os, random, signal, sys, time
@@ -148,9 +148,7 @@ def test_a_worker_ends_with_its_parent_even_while_a_reward_sleeps(file: Path, tm
     worker = int(note.read_text()[:-1])
     parent.send_signal(signal.SIGKILL)
     parent.wait()
-    while alive(worker) and time.monotonic() < until:
-        time.sleep(0.01)
-    assert not alive(worker)
+    assert ended(worker)
 
 
 @pytest.mark.parametrize("end", ["closed", "parent killed"])
@@ -174,14 +172,7 @@ with Workers([Reward("start", file={str(tmp_path / "start.py")!r})], count=1) as
 """
     done = subprocess.run([sys.executable, "-c", program], timeout=120)
     assert done.returncode == (0 if end == "closed" else -signal.SIGKILL)
-    child, until = int(note.read_text()), time.monotonic() + 60
-    try:
-        while alive(child) and time.monotonic() < until:
-            time.sleep(0.01)
-        assert not alive(child)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(child, signal.SIGKILL)
+    assert ended(int(note.read_text()))
 
 
 def test_a_worker_that_does_not_even_read_is_not_waited_for():
@@ -198,14 +189,6 @@ def test_a_worker_that_does_not_even_read_is_not_waited_for():
         assert [scored.error for scored in found] == ["the item took more than 0.3 s"]
         worker.seconds = 60.0
         assert some.score(items("#### 42"))[0].value == 1
-
-
-def alive(pid: int) -> bool:
-    """Zombies, which nobody reaps in some containers, are not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 GOOD, BAD = Scored(1.0, None), Scored(None, "act: KeyError: 'x'")
