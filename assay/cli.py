@@ -2,6 +2,7 @@
 
 import errno
 import importlib
+import io
 import os
 import signal
 import sys
@@ -52,13 +53,18 @@ OUTSIDE = {errno.ENAMETOOLONG: (2, "give a shorter path"), errno.EACCES: (2, "ch
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr has it: a letter that the terminal lacks ends no run
     sys.exit(run(list(sys.argv[1:] if argv is None else argv)))
 
 
 def run(argv: list[str]) -> int:
     """Errors of ours are sentences on stderr; anything else is a bug and keeps its traceback."""
     try:
-        return _dispatch(argv)
+        code = _dispatch(argv)
+        if sys.stdout is not None:
+            sys.stdout.flush()  # here, where what the disk or the reader says of it is heard
+        return code
     except AssayError as error:
         print(f"assay: {error}", file=sys.stderr)
         return error.exit_code
@@ -66,13 +72,20 @@ def run(argv: list[str]) -> int:
         print("assay: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
     except BrokenPipeError:  # `assay … | head`: the reader has left, which needs no words; but a run that it ended is not done
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _print_nothing_more()
         return 128 + signal.SIGPIPE
     except OSError as error:
-        if error.errno not in OUTSIDE or error.filename is None:
+        if error.errno not in OUTSIDE:
             raise
-        print(f"assay: {str(error.filename)[:200]}: {error.strerror}; {OUTSIDE[error.errno][1]}", file=sys.stderr)
+        if error.filename is None:
+            _print_nothing_more()
+        print(f"assay: {str(error.filename or 'what is printed')[:200]}: {error.strerror}; {OUTSIDE[error.errno][1]}", file=sys.stderr)
         return OUTSIDE[error.errno][0]
+
+
+def _print_nothing_more() -> None:
+    """What is still in the buffer goes nowhere, instead of failing once more when the process ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _dispatch(argv: list[str]) -> int:

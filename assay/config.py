@@ -175,8 +175,12 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise UsageError(f"--config {path}: {error.strerror}") from None
     except yaml.YAMLError as error:
+        raise UsageError(f"--config {path}: not YAML: {' '.join(str(error).split())}") from None
+    except (UnicodeDecodeError, RecursionError) as error:
         raise UsageError(f"--config {path}: not YAML: {error}") from None
     if not isinstance(values, dict):
         raise UsageError(f"--config {path}: expected a mapping of options, found {type(values).__name__}")
+    if strange := [key for key in values if not isinstance(key, str)]:
+        raise UsageError(f"--config {path}: {strange[0]!r} is not the name of an option; expected NAME: VALUE on each line")
     named = {key.replace("-", "_"): value for key, value in values.items()}
     return {f"{key}_" if keyword.iskeyword(key) else key: value for key, value in named.items()}  # `from` is no name for a field

@@ -2,6 +2,10 @@
 
 import errno
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +16,7 @@ from assay.verbs.demo.artifacts import build_and_save
 
 ROW = json.dumps({"prompt": "1+1=", "completion": "2"})
 FILES = {
+    "facts.jsonl": '{"prompt": "{} lives in", "subject": "Ann", "target": " Rome"}\n',
     "good.jsonl": f"{ROW}\n" * 3,
     "bom.jsonl": f"\ufeff{ROW}\n",
     "number.jsonl": f'{ROW}\n{ROW}\n{{"prompt": "1+1=", "completion": 2}}\n',
@@ -21,6 +26,10 @@ FILES = {
     "latin1.txt": "café",
     "short.py": "def bad(folder):\n    raise ValueError('boom')\n",
     "broken.py": "def bad(:\n",
+    "latin1.yaml": "steps: café",
+    "number.yaml": "1: 2",
+    "broken.yaml": "steps: [1\nlr: 2",
+    "deep.yaml": "[" * 5000,
     "wide.csv": "arm,id,score\na,1,0,9\n",
     "long.csv": f"arm,id,score\na,1,{'9' * 200_000}\n",
     "one.jsonl": '{"prompt": "1+1=", "gold": "2"}\n',
@@ -40,6 +49,11 @@ CASES = [
     ("edit MODEL --facts good.jsonl --text good.jsonl --out OUT --device banana", 2, "device 'banana': expected cpu, cuda"),
     ("ttt MODEL --text good.jsonl --out OUT --device banana", 2, "device 'banana': expected cpu, cuda"),
     ("sft --model MODEL --data good.jsonl --out OUT --device banana", 2, "device 'banana': expected cpu, cuda"),
+    ("sft --config latin1.yaml", 2, "--config latin1.yaml: not YAML: 'utf-8' codec can't decode"),
+    ("sft --config number.yaml", 2, "--config number.yaml: 1 is not the name of an option; expected NAME: VALUE"),
+    ("sft --config broken.yaml", 2, "--config broken.yaml: not YAML: while parsing a flow sequence"),
+    ("sft --config deep.yaml", 2, "--config deep.yaml: not YAML: "),
+    ("edit MODEL --facts facts.jsonl --text nowhere --out OUT --device cpu", 2, "nowhere: no such file or folder"),
     ("compare ,", 2, "',': names no result"),
     ("compare scores.csv,scores.csv", 2, "stands there twice, and one run counted twice is no second run"),
     ("compare wide.csv", 2, "wide.csv:2: more cells than the header names (arm, id, score)"),
@@ -130,3 +144,19 @@ def test_metrics_that_are_damaged_are_named_by_line(tmp_path, capsys):
     assert run(["track", str(tmp_path)]) == 2
     assert "metrics.jsonl:2: not JSON" in capsys.readouterr().err
     assert not (tmp_path / "trainer_state.json").exists()
+
+
+def test_no_traceback_where_a_letter_is_lacking_the_reader_left_or_the_disk_is_full():
+    command, buffered = [sys.executable, "-m", "assay", "--help"], os.environ | {"PYTHONUNBUFFERED": ""}
+    done = subprocess.run(command, capture_output=True, env=buffered | {"PYTHONIOENCODING": "ascii"})
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert rb"assay VERB \u2026" in done.stdout
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, env=buffered)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
+    if Path("/dev/full").exists():
+        with open("/dev/full", "wb") as full:
+            done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, env=buffered)
+        assert (done.returncode, done.stderr) == (1, b"assay: what is printed: No space left on device; make room on the disk\n")

@@ -125,7 +125,7 @@ def _is_text(raw: bytes, where: str, skip_invalid: bool) -> bool:
         if skip_invalid:
             return False
         raise DataError(f"{where}: not UTF-8 at byte {error.start} of the document ({error.reason}); convert the file, "
-                        "or leave such documents out with --skip-invalid") from None
+                        "or leave such documents out (--skip-invalid of assay corpus and assay tokenizer)") from None
     return True
 
 

@@ -79,11 +79,11 @@ def edit(config: Edit, say: Callable[[str], None]) -> Report:
 def edit_opened(config: Edit, source: Artifact, model: Transformer, say: Callable[[str], None]) -> Report:
     where, device, tokenizer = Path(config.out) / "model", model.embed.weight.device, source.tokenizer
     assert tokenizer is not None
+    scored, reading = texts(config, model, tokenizer)
     facts, refused = chosen_facts(config, model, source, say)
     probing = Probing(config.probe_samples, str(device))
     run, watch = Run(Path(config.out), config, say=say, probing=probing), Stopwatch()
     with run.sitting():
-        scored, reading = texts(config, model, tokenizer)
         run.judge("preflight", preflight(model, source, facts))
         before = examine(model, tokenizer, facts, scored, source.stops.stop_ids)
         watch.lap("scores before")
