@@ -161,7 +161,7 @@ def test_an_adapter_that_was_never_trained_is_refused_by_name(foreign, tmp_path)
 
 def test_where_there_are_cores_proofs_run_side_by_side(tmp_path, monkeypatch):
     """Two that wait for each other end only if both are under way at once."""
-    both = threading.Barrier(2, timeout=20)
+    both = threading.Barrier(2, timeout=60)
     monkeypatch.setattr(proof, "cores", lambda: 16)
     monkeypatch.setattr(proof, "prove_checkpoint", lambda folder, **_: both.wait() * [])
     prover = Prover()

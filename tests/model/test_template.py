@@ -128,7 +128,7 @@ def test_refuses_hostile_templates_and_goes_on(name):
     begun = time.monotonic()
     with pytest.raises(ArtifactError, match="chat template"):
         render(HOSTILE[name], CHAT)
-    assert time.monotonic() - begun < 8  # one second of CPU time, on a machine that may be busy
+    assert time.monotonic() - begun < 60  # one second of CPU time, on a machine that may be very busy; some would take hours
     assert "terse" in render(CHATML, SYSTEM)
 
 
@@ -157,6 +157,6 @@ def test_any_thread_and_a_forked_child_may_render():
     child.start()
     for thread in threads:
         thread.join()
-    child.join(timeout=30)
+    child.join(timeout=120)
     assert child.exitcode == 0
     assert len(right) == 120

@@ -65,7 +65,7 @@ def sleep(folder: Path) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, save)
     (folder / "asleep").touch()
-    for _ in range(1000):
+    for _ in range(3000):
         if caught:
             time.sleep(0.2)  # a second signal would be noted too
             return 128 + caught[0]
@@ -76,7 +76,7 @@ def sleep(folder: Path) -> int:
 def wait_for_the_other(folder: Path, seed: int) -> None:
     (folder / "here").touch()
     other = folder.parent / f"seed-{3 - seed}" / "here"
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not other.exists() and time.monotonic() < deadline:
         time.sleep(0.02)
 

@@ -119,7 +119,7 @@ def recorded_users():
 def left_over(uids):
     """Processes of these users; the kernel ends them with their namespace, which may take a moment."""
     found = []
-    for _ in range(100):
+    for _ in range(1200):
         found = [pid for pid in filter(str.isdigit, os.listdir("/proc")) if owner(pid) in uids]
         if not found:
             break

@@ -53,7 +53,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def workers(file: Path):
-    with Workers(parse_rewards([f"{file}:act:2", "answer:1"]), count=2, seconds=4.0) as workers:
+    with Workers(parse_rewards([f"{file}:act:2", "answer:1"]), count=2, seconds=60.0) as workers:
         yield workers
 
 
@@ -81,8 +81,9 @@ def test_what_is_no_number_is_an_error_row(workers: Workers, completion: str, er
     assert row.components == {"act": None, "answer": 0.0}
 
 
-def test_a_worker_lost_is_replaced_and_only_its_item_is_an_error(workers: Workers):
-    rows = workers.score(items("#### 42", "hang", "spin", "die", *["#### 42"] * 20))
+def test_a_worker_lost_is_replaced_and_only_its_item_is_an_error(file: Path):
+    with Workers(parse_rewards([f"{file}:act:2", "answer:1"]), count=2, seconds=4.0) as workers:
+        rows = workers.score(items("#### 42", "hang", "spin", "die", *["#### 42"] * 20))
     assert [row.value for row in rows] == [1.5, None, None, None, *[1.5] * 20]
     assert [row.error for row in rows[1:4]] == ["the item took more than 4 s"] * 2 + ["the worker ended with status 7 on this item"]
     assert rows[1].components == {"act": None, "answer": None}

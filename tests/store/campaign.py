@@ -404,10 +404,10 @@ def header_fuzz(count: int, seed: int) -> Tally:
         path = folder / "mutated.safetensors"
         for data in mutated_files(count, seed):
             path.write_bytes(data)
-            began = time.monotonic()
+            began = time.process_time()  # a busy machine is not the reader's fault
             ours = _accepts(lambda: tensors.read_tensors(path), ArtifactError)
-            if time.monotonic() - began > 1:
-                tally.broken.append(f"took {time.monotonic() - began:.1f} s: {data[:200]!r}")
+            if (taken := time.process_time() - began) > 1:
+                tally.broken.append(f"took {taken:.1f} s: {data[:200]!r}")
             theirs = _accepts(partial(safetensors.deserialize, data), safetensors.SafetensorError)
             tally.tried += 1
             tally.met["accepted"] += ours

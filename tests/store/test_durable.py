@@ -89,7 +89,7 @@ def test_sweep_spares_a_live_writer_and_takes_a_dead_ones_work(tmp_path: Path) -
 
     writer = multiprocessing.get_context("fork").Process(target=durable.commit_folder, args=(tmp_path / "final", slow))
     writer.start()
-    assert begun.wait(10)
+    assert begun.wait(60)
     assert durable.sweep(tmp_path) == []
     writer.kill()
     writer.join()

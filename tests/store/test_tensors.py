@@ -123,12 +123,12 @@ def test_a_header_of_97_megabytes_is_refused_at_once_and_in_little_memory(tmp_pa
         file.write((97 << 20).to_bytes(8, "little") + b"{")
         file.truncate((97 << 20) + 100)
     tracemalloc.start()
-    began = time.monotonic()
+    began = time.process_time()
     with pytest.raises(ArtifactError, match="announces a header of 101,711,872 bytes"):
         read_tensors(tmp_path / "x")
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert time.monotonic() - began < 1
+    assert time.process_time() - began < 1
     assert peak < 1 << 20
 
 
