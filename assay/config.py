@@ -63,6 +63,8 @@ def from_mapping(cls: type[T], values: Mapping[str, Any], *, where: str) -> T:
     missing = [n for n, f in fields.items() if (f.default, f.default_factory) == required and n not in values]
     if missing:
         raise UsageError(f"{where}: missing {', '.join(missing)}; see --help")
+    if values.get("out") == "":  # Path("") is the folder one stands in, and an unset variable is not meant to name that
+        raise UsageError(f"{where}: --out is empty; expected a path")
     hints = typing.get_type_hints(cls)
     return cls(**{key: _typed(value, hints[key], f"{where}: {key}") for key, value in values.items()})
 

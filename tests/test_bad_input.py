@@ -17,7 +17,9 @@ from assay.verbs.demo.artifacts import build_and_save
 ROW = json.dumps({"prompt": "1+1=", "completion": "2"})
 FILES = {
     "facts.jsonl": '{"prompt": "{} lives in", "subject": "Ann", "target": " Rome"}\n',
-    "good.jsonl": f"{ROW}\n" * 3,
+    "broken.jsonl": '{"prompt": "{} lives in", "subject": "Ann", "target": " Rome"}\n{"prompt": \n',
+    "long.txt": "Ann lives in the town and sings. " * 400,
+    "good.jsonl": "".join(json.dumps({"prompt": f"1+{n}=", "completion": f"{n + 1}"}) + "\n" for n in range(9)),
     "bom.jsonl": f"\ufeff{ROW}\n",
     "number.jsonl": f'{ROW}\n{ROW}\n{{"prompt": "1+1=", "completion": 2}}\n',
     "deep.jsonl": '{"text": "a"}\n' + "[" * 100_000 + "\n",
@@ -35,6 +37,7 @@ FILES = {
     "one.jsonl": '{"prompt": "1+1=", "gold": "2"}\n',
     "scores.csv": "arm,id,score\na,1,0\na,2,1\n",
 }
+SFT = "--model MODEL --data good.jsonl --held-out 0.4 --length 32 --batch-tokens 64 --device cpu"
 CASES = [
     ("inspect " + "x" * 5000, 2, "give a shorter path"),
     ("sample MODEL --n 0", 2, "--n is 0; expected 1 to 100,000"),
@@ -53,6 +56,14 @@ CASES = [
     ("sft --config number.yaml", 2, "--config number.yaml: 1 is not the name of an option; expected NAME: VALUE"),
     ("sft --config broken.yaml", 2, "--config broken.yaml: not YAML: while parsing a flow sequence"),
     ("sft --config deep.yaml", 2, "--config deep.yaml: not YAML: "),
+    (f"sft {SFT} --out=", 2, "assay sft: --out is empty; expected a path"),
+    (f"sft {SFT} --out good.jsonl", 2, "good.jsonl: a file is in the way; expected a folder"),
+    (f"sft {SFT} --out MODEL", 2, "MODEL/config.yaml lies inside the checkpoint"),
+    (f"sft {SFT} --out MODEL/runs/a", 2, "lies inside the checkpoint"),
+    (f"sft {SFT} --out /proc/nowhere/a", 1, "/proc/nowhere: not saved"),
+    ("edit MODEL --facts . --text long.txt --out OUT", 2, ".: a folder; expected a .json list or .jsonl lines"),
+    ("edit MODEL --facts broken.jsonl --text long.txt --out OUT", 2, "broken.jsonl:2: not JSON"),
+    ("edit MODEL --facts facts.jsonl --first -1 --text long.txt --out OUT", 2, "--first is -1; expected 1 or more facts"),
     ("edit MODEL --facts facts.jsonl --text nowhere --out OUT --device cpu", 2, "nowhere: no such file or folder"),
     ("compare ,", 2, "',': names no result"),
     ("compare scores.csv,scores.csv", 2, "stands there twice, and one run counted twice is no second run"),

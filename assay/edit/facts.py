@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from assay.data.rows import read_rows
 from assay.errors import DataError, UsageError
 
 NO_SPACES_FROM = 0x2E80  # scripts from here on (CJK) write no spaces between words
@@ -51,6 +52,8 @@ class Refused:
 def read_facts(path: Path, first: int | None = None) -> tuple[list[Fact], list[Refused]]:
     """Every row, or the first so many, of a .json list or of .jsonl lines becomes a fact or is refused by name; a row of no known
     layout is an error."""
+    if first is not None and first < 1:
+        raise UsageError(f"--first is {first}; expected 1 or more facts")
     facts: list[Fact] = []
     refused: list[Refused] = []
     for number, row in enumerate(_rows(path)[:first]):
@@ -178,6 +181,10 @@ def _name(row: Mapping[str, Any], number: int) -> str:
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
+    if path.suffix == ".jsonl":
+        return [row.values for row in read_rows(path)]
+    if not path.is_file():
+        raise UsageError(f"{path}: {'a folder' if path.is_dir() else 'no such file'}; expected a .json list or .jsonl lines")
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -185,7 +192,7 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not UTF-8 at byte {error.start}") from None
     try:
-        rows = [json.loads(line) for line in text.splitlines() if line.strip()] if path.suffix == ".jsonl" else json.loads(text)
+        rows = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: not JSON: {error}; expected a .json list or .jsonl lines") from None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):

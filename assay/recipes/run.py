@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from assay.data.files import require_outside_checkpoints
 from assay.errors import AssayError, GuardStop, UsageError
 from assay.guard.proof import Prover, demanded
 from assay.guard.subject import AS_USUAL, Probing
@@ -41,7 +42,8 @@ class Run:
         self.needed: set[str] = set()  # digests that retention may not delete
         self._retired: list[Path] = []  # beside the loop, and not yet written down
         self._saver, self._prover, self.probing = BackgroundSaver(), Prover(), probing
-        folder.mkdir(parents=True, exist_ok=True)
+        require_outside_checkpoints(folder / "config.yaml")
+        durable.make_folder(folder)
         self.ledger = Ledger(folder / "ledger.jsonl")
         self.ledger.claim()  # of two that begin at once one is refused, before it writes its options over the other's
         with contextlib.ExitStack() as refused:

@@ -56,7 +56,7 @@ def _json_list(path: Path) -> list[Mapping[str, Any]]:
         rows = json.loads(path.read_text())
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: not JSON: {error}") from None
     if not isinstance(rows, Sequence) or not all(isinstance(row, dict) for row in rows):
         raise DataError(f"{path}: expected a list of objects")
