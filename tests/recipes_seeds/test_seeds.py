@@ -208,7 +208,7 @@ def test_a_signal_that_comes_while_a_seed_is_started_reaches_it_once(tmp_path, m
     monkeypatch.setattr(processes, "_live", Starting())
     monkeypatch.setattr(subprocess.Popen, "send_signal", lambda *to: (sent.append(to[1]), handled.set(), send(*to)))
     with processes.forwarding_signals():
-        seeds.run_all(plan(tmp_path), [1], processes, seeds.Record(plan(tmp_path)))
+        seeds.run_all(plan(tmp_path, "sleep=1"), [1], processes, seeds.Record(plan(tmp_path)))  # it does not end before it is told to
     assert sent == [signal.SIGTERM]
 
 
