@@ -30,10 +30,11 @@ from assay.reward.answer import How, gold_answer, read_answer, read_number, same
 
 BESIDE: dict[How, str] = {"strict": "strict-match", "lenient": "flexible-extract"}
 INVALID = "[invalid]"  # what its filters give where they find nothing
-SHOWN = 56  # characters of a text around what was taken
+SHOWN, LONGEST = 56, 24  # characters of a text, and of an answer, in a line of the list
 
 CAUSES = {  # why two readings of one text differ: the first that fits
     "thinking": "what stands between think tags is no answer to us; lm-eval knows no such tags",
+    "empty": "#### with nothing after it, ever: no answer to us; flexible-extract takes the last number of the working",
     "several": "several answers are marked: strictly we take none, leniently the last; lm-eval the first ####, or the text's last number",
     "spelling": "one number in two spellings (42.0, 1/2, 1e3): equal to us as numbers; lm-eval compares characters",
     "other mark": "stated without #### (The answer is …, \\boxed, <answer>, nothing but a number): an answer to us, not to strict-match",
@@ -205,6 +206,8 @@ def cause(read: Read) -> str:
     ours, theirs = read.numbers
     if "<think>" in read.text or "</think>" in read.text:
         return "thinking"
+    if after and read.ours is None and not any(line.strip("# ") for line in after):
+        return "empty"
     if marks > 1:
         return "several"
     if ours is not None and ours == theirs:
@@ -226,7 +229,7 @@ def _cause_without_marks(read: Read, ours: str, theirs: str) -> str:
         return "minus"
     if "," in bare and bare.endswith(f",{ours}"):
         return "list"
-    return "in a word" if re.search(rf"[\w.]{re.escape(bare)}|{re.escape(bare)}[\w.]", read.text) else "other"
+    return "in a word" if re.search(r"[\w.]$", read.text[: read.text.rfind(theirs)]) else "other"
 
 # ---------------------------------------------------------------- what is printed
 
@@ -249,9 +252,13 @@ def differences(apart: Sequence[Read], listed: int | None) -> list[str]:
         of_cause = sorted((read for read in apart if cause(read) == name), key=lambda read: read.judged_alike)
         alone = [sum(read.right[side] and not read.right[1 - side] for read in of_cause) for side in (0, 1)]
         lines.append(f"  {name}: {count}, of which right to us alone {alone[0]}, to lm-eval alone {alone[1]}. {CAUSES[name]}")
-        lines += [f"    {' ' if read.judged_alike else '!'} {read.id}: gold {read.gold}, ours {read.ours!r}, lm-eval {read.theirs!r}: "
-                  f"{shown(read.text)}" for read in of_cause[:listed]]
+        lines += [f"    {' ' if read.judged_alike else '!'} {read.id}: gold {read.gold}, ours {shortened(read.ours)}, "
+                  f"lm-eval {shortened(read.theirs)}: {shown(read.text)}" for read in of_cause[:listed]]
     return lines
+
+
+def shortened(answer: str | None) -> str:
+    return repr(answer) if answer is None or len(answer) <= LONGEST else f"{answer[:LONGEST]!r}…"
 
 
 def shown(text: str) -> str:

@@ -54,6 +54,7 @@ def read(text: str, ours: str | None, theirs: str | None, right: tuple[bool, boo
 
 @pytest.mark.parametrize(("text", "ours", "theirs", "due"), [
     ("#### 42\n#### 41", None, "42", "several"),
+    ("so 42\n#### \n####", None, "42", "empty"),
     ("#### 42.00", "42.00", "42.00", "spelling"),
     ("The answer is 42.", "42", None, "other mark"),
     ("####42", "42", None, "dressed"),
@@ -67,7 +68,7 @@ def read(text: str, ours: str | None, theirs: str | None, right: tuple[bool, boo
     ("that is 10-3", "3", "-3", "minus"),
     ("that is 1/2", "1/2", "2", "fraction"),
     ("It is 42 of x2", "42", "2", "in a word"),
-    ("so 42 and 7", "7", "42", "other"),
+    ("so 42. And 7", "7", "42.", "other"),
 ])
 def test_each_difference_has_its_cause(text, ours, theirs, due):
     assert cause(read(text, ours, theirs)) == due
