@@ -18,7 +18,7 @@ from torch import Tensor
 from assay.data.text import Rule, documents, find_sources
 from assay.edit.sites import padded, seen_keys
 from assay.edit.subject import leading
-from assay.errors import DataError
+from assay.errors import DataError, StoreError, UsageError
 from assay.model.attention import PADDING
 from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import Transformer
@@ -134,8 +134,13 @@ def _remembered(place: Path) -> Tensor | None:
 
 
 def _remember(place: Path, moment: Tensor) -> None:
+    """Another process may have computed the same meanwhile: what it wrote is whole, and stays."""
     def fill(folder: Path) -> None:
         facts = write_tensors(folder / TENSORS, {"moment": moment})
         durable.write_file(folder / FACTS, [seal({"sha256": facts.sha256}, where=str(place / FACTS))])
 
-    durable.commit_folder(place, fill)
+    try:
+        durable.commit_folder(place, fill)
+    except (StoreError, UsageError):
+        if not place.exists():
+            raise

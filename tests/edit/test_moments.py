@@ -43,6 +43,24 @@ def test_they_are_remembered_and_not_computed_again(tmp_path: Path, monkeypatch:
     assert torch.equal(second_moments(model, reading, [0], "a model")[0], first[0])
 
 
+@pytest.mark.parametrize("when", ["compute", "write"])
+def test_another_process_that_was_quicker_is_no_error(when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """It computes the same while this one computes, or writes."""
+    monkeypatch.setenv("ASSAY_CACHE", str(tmp_path))
+    model, reading, ours = initialised(tiny_config(), 0), as_reading(ROWS), []
+    name = "computed" if when == "compute" else "write_tensors"
+    function = getattr(moments, name)
+
+    def quicker(*arguments, **options):
+        monkeypatch.setattr(moments, name, function)
+        ours.append(second_moments(model, reading, [0], "a model")[0])
+        return function(*arguments, **options)
+
+    monkeypatch.setattr(moments, name, quicker)
+    assert torch.equal(second_moments(model, reading, [0], "a model")[0], ours[0])
+    assert len(list((tmp_path / "moments").iterdir())) == 1
+
+
 @pytest.mark.parametrize("other", ["layer", "text", "model"])
 def test_another_question_has_another_answer(other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("ASSAY_CACHE", str(tmp_path))
