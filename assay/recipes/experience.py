@@ -1,6 +1,5 @@
 """What a policy learns from: each rollout drawn with the weights as they are now, judged before it is believed, and kept in samples."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 
@@ -33,7 +32,7 @@ from assay.recipes.rollouts import (
     ruled_groups,
     shortened,
 )
-from assay.recipes.run import Run, plain, read_rows, rewrite_rows
+from assay.recipes.run import Run, append_rows, plain, read_rows, rewrite_rows
 from assay.reward.endpoint import Cost
 from assay.reward.workers import ErrorLimit, Workers
 from assay.verdict import Outcome, Verdict
@@ -210,13 +209,13 @@ class Experience:
         rows = [(group.prompt, member, completion, scored, float(advantages.values_PG[place][member]))
                 for place, group in enumerate(groups)
                 for member, (completion, scored) in enumerate(zip(group.completions, group.scored, strict=True))]
-        with self.file.open("a") as file:
-            for prompt, member, completion, scored, advantage in rows[:: max(1, -(-len(rows) // max(1, self.config.samples)))]:
-                line = {"step": step, "prompt_id": prompt.id, "prompt": prompt.text, "ids": list(completion.ids), "text": completion.text,
-                        "ended": completion.ended, "reward": scored.value, "rewards": dict(scored.components), "error": scored.error,
-                        "advantage": advantage, "version": completion.version,
-                        "address": [self.config.seed, "sample", *address(step), prompt.id, member]}
-                file.write(json.dumps(plain(line)) + "\n")
+        kept = rows[:: max(1, -(-len(rows) // max(1, self.config.samples)))]
+        append_rows(self.file, (plain({
+            "step": step, "prompt_id": prompt.id, "prompt": prompt.text, "ids": list(completion.ids), "text": completion.text,
+            "ended": completion.ended, "reward": scored.value, "rewards": dict(scored.components), "error": scored.error,
+            "advantage": advantage, "version": completion.version,
+            "address": [self.config.seed, "sample", *address(step), prompt.id, member]})
+            for prompt, member, completion, scored, advantage in kept))
 
     @torch.no_grad()
     def rehearsal(self, step: int) -> tuple[Batch, list[tuple[Prompt, Completion]]]:

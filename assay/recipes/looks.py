@@ -1,6 +1,5 @@
 """Looks at held-out text during a run: the same documents each time, so that two looks can be compared document by document."""
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from assay.guard.held_out import check_gap
 from assay.measure.choose import choose_best
 from assay.measure.held_out import HeldOut
 from assay.model.transformer import Transformer
-from assay.recipes.run import Run, read_rows, rewrite_rows
+from assay.recipes.run import Run, append_rows, read_rows, rewrite_rows
 from assay.store.checkpoint import step_folder
 from assay.verdict import Outcome
 
@@ -47,8 +46,7 @@ class Looks:
         found = self.score(model)
         train = sum(self._since) / len(self._since) if self._since else found.loss
         self._remember(step, found.per_document, train)
-        with self.file.open("a") as file:
-            file.write(json.dumps({"step": step, "train": train, "per_document": found.per_document.tolist()}) + "\n")
+        append_rows(self.file, [{"step": step, "train": train, "per_document": found.per_document.tolist()}])
         named = {} if weight_set is None else {"eval_weight_set": weight_set}
         scored = found.estimate
         unit = found.unit.replace(" ", "_")

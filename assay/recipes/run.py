@@ -87,8 +87,7 @@ class Run:
 
     def record(self, step: int, **metrics: float | int | str | None) -> None:
         """One line of metrics.jsonl. A number that is not finite is written as a word, never as a missing value."""
-        with self.metrics_file.open("a") as file:
-            file.write(json.dumps({"step": step, **plain(metrics)}) + "\n")
+        append_rows(self.metrics_file, [{"step": step, **plain(metrics)}])
 
     def save(self, step: int, contents: Callable[[], Contents], *, best: Path | None, against: str | None = None) -> Path:
         """Snapshot now; write, retire what is old and prove beside the loop. Raises what an earlier save or proof found.
@@ -222,6 +221,12 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     """JSON lines, as far as they are whole: a kill may have torn the last one."""
     lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
     return [json.loads(line) for line in lines[:-1]]
+
+
+def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """A disk that is full is a StoreError like any other: it is written down how the run ended."""
+    with durable.told(path), path.open("a") as file:
+        file.write("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def rewrite_rows(path: Path, rows: list[dict[str, Any]]) -> None:

@@ -1,6 +1,5 @@
 """Held-out prompts answered during a run: what is wanted beside what is rewarded, prompt by prompt, the same ones each time."""
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,7 @@ from assay.measure.evidence import paired_effect
 from assay.model.transformer import Transformer
 from assay.recipes.looks import Looks
 from assay.recipes.rollouts import Prompt, Sampler, item
-from assay.recipes.run import Run, read_rows
+from assay.recipes.run import Run, append_rows, read_rows
 from assay.reward.verify import Reward
 from assay.reward.workers import ErrorLimit, Scored, Workers
 from assay.verdict import Outcome, Verdict, proven, refuted, unproven
@@ -90,9 +89,7 @@ class Trials(Looks):
         found = self.answer(model, step)
         self._remember(step, -found.wanted, 0.0)
         reward = None if found.rewarded is None else float(found.rewarded.mean())
-        with self.file.open("a") as file:
-            row = {"step": step, "train": 0.0, "per_document": (-found.wanted).tolist(), "reward": reward}
-            file.write(json.dumps(row) + "\n")
+        append_rows(self.file, [{"step": step, "train": 0.0, "per_document": (-found.wanted).tolist(), "reward": reward}])
         scored = found.estimate
         self.run.record(step - 1, **{f"eval_{self.name}": scored.mean, "eval_low": scored.low, "eval_high": scored.high,
                                      "eval_prompts": scored.n} | ({} if reward is None else {"eval_reward": reward}))

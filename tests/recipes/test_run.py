@@ -261,6 +261,18 @@ def test_a_full_disk_stops_the_run_and_what_was_saved_stands(moment: int | str, 
     assert found.folder.name == stopped["stands"] == ("step-000001" if moment == EVERY else "step-000024")
 
 
+def test_a_full_disk_under_the_metrics_is_written_down_too(run: Run):
+    run.metrics_file = Path("/dev/full")
+
+    def sit_down() -> None:
+        with run.sitting():
+            run.record(1, loss=1.0)
+
+    with pytest.raises(StoreError, match="the disk is full"):
+        sit_down()
+    assert [event["exit_code"] for event in events(run.config, "stopped")] == [1]
+
+
 @pytest.mark.parametrize("second", [refuted("answers", "also wrong"), UsageError("the parent is gone"), proven("answers", "right")])
 def test_proofs_that_end_together_are_all_written_down(second: Verdict | UsageError, run: Run, monkeypatch: pytest.MonkeyPatch):
     found: dict[str, Any] = {"step-000001": refuted("answers", "wrong"), "step-000002": second, "step-000003": refuted("answers", "worse")}
