@@ -32,6 +32,8 @@ FILES = {
     "number.yaml": "1: 2",
     "broken.yaml": "steps: [1\nlr: 2",
     "deep.yaml": "[" * 5000,
+    "torn/config.yaml": "steps: [1",
+    "torn/ledger.jsonl": "",
     "wide.csv": "arm,id,score\na,1,0,9\n",
     "long.csv": f"arm,id,score\na,1,{'9' * 200_000}\n",
     "one.jsonl": '{"prompt": "1+1=", "gold": "2"}\n',
@@ -61,6 +63,8 @@ CASES = [
     (f"sft {SFT} --out MODEL", 2, "MODEL/config.yaml lies inside the checkpoint"),
     (f"sft {SFT} --out MODEL/runs/a", 2, "lies inside the checkpoint"),
     (f"sft {SFT} --out /proc/nowhere/a", 1, "/proc/nowhere: not saved"),
+    (f"sft {SFT} --out torn", 2, "torn/config.yaml: these are not the options of a run"),
+    ("seeds pretrain --corpus x --seeds 1 2 --out MODEL", 2, "MODEL/seeds.json lies inside the checkpoint"),
     ("edit MODEL --facts . --text long.txt --out OUT", 2, ".: a folder; expected a .json list or .jsonl lines"),
     ("edit MODEL --facts broken.jsonl --text long.txt --out OUT", 2, "broken.jsonl:2: not JSON"),
     ("edit MODEL --facts facts.jsonl --first -1 --text long.txt --out OUT", 2, "--first is -1; expected 1 or more facts"),
@@ -97,6 +101,7 @@ def shelf(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("shelf")
     build_and_save(folder / "MODEL")
     for name, text in FILES.items():
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text, encoding="latin-1" if "latin1" in name else "utf-8")
     return folder
 

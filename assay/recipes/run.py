@@ -28,6 +28,7 @@ from assay.store.saver import BackgroundSaver
 from assay.verdict import Outcome, Verdict, overall
 
 TELL_EVERY = 5.0  # seconds
+SHOWN = 4  # options that differ, where a folder holds another run
 
 
 class Run:
@@ -242,11 +243,17 @@ def _settle_config(path: Path, config: Any) -> bool:
     if not path.exists():
         durable.replace_file(path, yaml.safe_dump(values, sort_keys=False).encode())
         return False
-    earlier = yaml.safe_load(path.read_text())
+    try:
+        earlier = yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError):
+        earlier = None
+    if not isinstance(earlier, dict):
+        raise UsageError(f"{path}: these are not the options of a run, so that nobody can tell whether to go on with it; give another --out")
     # How long to go on, and where, may change between sittings; what is learned, and from what, may not.
     free = {"minutes", "tokens", "device", "out", "json", "resume", "probe_samples"}
     changed = [name for name in values if name not in free and earlier.get(name) != values[name]]
     if changed:
-        said = ", ".join(f"{name} was {earlier.get(name)!r}, now {values[name]!r}" for name in changed)
+        said = ", ".join(f"{name} was {earlier.get(name)!r}, now {values[name]!r}" for name in changed[:SHOWN])
+        said += f" and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
         raise UsageError(f"{path.parent} is another run: {said}; give the same options, or another --out")
     return True

@@ -3,6 +3,7 @@
 import json
 import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from assay.config import argument, option, parse, passed_on
@@ -67,11 +68,13 @@ def sets(flags: FLAGS) -> dict[str, FLAGS]:
 
 def checked(flags: FLAGS) -> "Plan":
     """The recipe reads its options here and now: a mistake is found before the first seed is paid for."""
+    from assay.data.files import require_outside_checkpoints
     from assay.recipes.seeds import Plan
 
     if len(set(flags.seeds)) != len(flags.seeds) or len(flags.seeds) < 2:
         raise UsageError(f"--seeds {' '.join(map(str, flags.seeds))}: expected two or more different seeds; one shows nothing "
                          "of how seeds differ")
+    require_outside_checkpoints(Path(flags.out) / "seeds.json")
     if taken := [word for word in flags.options if word.partition("=")[0] == "--seed"]:
         raise UsageError(f"{taken[0]}: each seed of --seeds is given to the recipe; leave it out")
     argv = [*flags.options, "--seed", str(flags.seeds[0]), "--out", flags.out]
