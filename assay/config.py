@@ -15,11 +15,13 @@ import argparse
 import dataclasses
 import difflib
 import keyword
+import math
+import operator
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypeVar, Union
+from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, Union
 
 from assay.errors import UsageError
 
@@ -27,14 +29,25 @@ T = TypeVar("T")
 SCALARS = (str, int, float, Path)
 
 
+class Bound(NamedTuple):
+    words: str
+    holds: Callable[[float, float], bool]
+
+
+BOUNDS = {"least": Bound("of at least", operator.ge), "above": Bound("above", operator.gt), "below": Bound("below", operator.lt),
+          "most": Bound("of at most", operator.le)}
+
+
 def argument(help: str, **kwargs: Any) -> Any:
     """A positional field; a tuple type takes one or more values."""
     return dataclasses.field(metadata={"help": help, "positional": True}, **kwargs)
 
 
-def option(help: str, *, short: str = "", **kwargs: Any) -> Any:
-    """A flag; without a default it is required."""
-    return dataclasses.field(metadata={"help": help, "short": short}, **kwargs)
+def option(help: str, *, short: str = "", least: float | None = None, above: float | None = None, below: float | None = None,
+           most: float | None = None, **kwargs: Any) -> Any:
+    """A flag; without a default it is required. What lies outside its bounds is refused before anything is done with it."""
+    bounds = {"least": least, "above": above, "below": below, "most": most}
+    return dataclasses.field(metadata={"help": help, "short": short} | {k: v for k, v in bounds.items() if v is not None}, **kwargs)
 
 
 def passed_on() -> Any:
@@ -66,7 +79,11 @@ def from_mapping(cls: type[T], values: Mapping[str, Any], *, where: str) -> T:
     if values.get("out") == "":  # Path("") is the folder one stands in, and an unset variable is not meant to name that
         raise UsageError(f"{where}: --out is empty; expected a path")
     hints = typing.get_type_hints(cls)
-    return cls(**{key: _typed(value, hints[key], f"{where}: {key}") for key, value in values.items()})
+    typed = {key: _typed(value, hints[key], f"{where}: {key}") for key, value in values.items()}
+    for key, value in typed.items():
+        for one in value if isinstance(value, tuple) else (value,):
+            _require_within(one, fields[key].metadata, f"{where}: --{key.rstrip('_').replace('_', '-')}")
+    return cls(**typed)
 
 
 def nearest(word: str, known: typing.Iterable[str]) -> str:
@@ -167,6 +184,19 @@ def _converted(value: Any, scalar: type, where: str) -> Any:
     if scalar is int and converted != value and not isinstance(value, str):
         raise UsageError(f"{where} is {value!r}; expected a whole number")
     return converted
+
+
+def _require_within(value: Any, bounds: Mapping[str, Any], where: str) -> None:
+    """Numbers only. None of them may be NaN or infinite, nor a whole one larger than a machine's."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return
+    kind = "a number" if isinstance(value, float) else "a whole number"
+    if not (math.isfinite(value) if isinstance(value, float) else abs(value) < 2**63):
+        raise UsageError(f"{where} is {value!r}; expected {kind}{'' if isinstance(value, float) else ' of at most 18 digits'}")
+    asked = {name: bounds[name] for name in BOUNDS if name in bounds}
+    if not all(BOUNDS[name].holds(value, bound) for name, bound in asked.items()):
+        words = " and ".join(f"{BOUNDS[name].words} {bound:,}" for name, bound in asked.items())
+        raise UsageError(f"{where} is {value!r}; expected {kind} {words}")
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

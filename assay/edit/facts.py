@@ -52,8 +52,6 @@ class Refused:
 def read_facts(path: Path, first: int | None = None) -> tuple[list[Fact], list[Refused]]:
     """Every row, or the first so many, of a .json list or of .jsonl lines becomes a fact or is refused by name; a row of no known
     layout is an error."""
-    if first is not None and first < 1:
-        raise UsageError(f"--first is {first}; expected 1 or more facts")
     facts: list[Fact] = []
     refused: list[Refused] = []
     for number, row in enumerate(_rows(path)[:first]):

@@ -195,8 +195,9 @@ def require_readable(model: Transformer, documents: Sequence[Sequence[int]], how
     if how.chunk < 1 or how.steps < 1 or not how.chunk < how.context <= model.config.max_length:
         raise UsageError(f"--chunk {how.chunk}, --context {how.context}, --steps {how.steps}: expected chunk and steps from 1, and a "
                          f"context above the chunk and within the model's {model.config.max_length} tokens")
-    if how.lr < 0 or how.weight_decay < 0 or not all(0 <= beta < 1 for beta in how.betas):
-        raise UsageError(f"--lr {how.lr}, --betas {how.betas}, --weight-decay {how.weight_decay}: expected none below 0, and betas below 1")
+    if not 0 <= how.lr < math.inf or not 0 <= how.weight_decay < math.inf or not all(0 <= beta < 1 for beta in how.betas):
+        raise UsageError(f"--lr {how.lr}, --betas {how.betas}, --weight-decay {how.weight_decay}: expected numbers from 0, and "
+                         "betas below 1")
     if short := [number for number, tokens in enumerate(documents) if len(tokens) < 2]:
         raise UsageError(f"document {short[0]} has {len(documents[short[0]])} tokens; expected what begins every text, and text")
 

@@ -248,7 +248,7 @@ def _settle_config(path: Path, config: Any) -> bool:
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError):
         earlier = None
     if not isinstance(earlier, dict):
-        raise UsageError(f"{path}: these are not the options of a run, so that nobody can tell whether to go on with it; give another --out")
+        raise UsageError(f"{path}: these are not the options of a run, so it cannot be gone on with; give another --out")
     # How long to go on, and where, may change between sittings; what is learned, and from what, may not.
     free = {"minutes", "tokens", "device", "out", "json", "resume", "probe_samples"}
     changed = [name for name in values if name not in free and earlier.get(name) != values[name]]

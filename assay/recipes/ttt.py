@@ -18,7 +18,7 @@ from assay.data.text import Rule, documents, find_sources
 from assay.errors import DataError, UsageError
 from assay.guard.causality import Costs, check_causality, check_order, check_sight, costs
 from assay.guard.passing import check_base, check_drift, check_gain, check_regressions, gain
-from assay.learn.passing import Begun, Event, Passing, Scored, Updated, read
+from assay.learn.passing import Begun, Event, Passing, Scored, Updated, read, require_readable
 from assay.measure.estimate import Array, Estimate, bits_per_byte
 from assay.model.batched_lora import Adapters, passing_sites
 from assay.model.lora import fresh
@@ -72,6 +72,7 @@ def ttt(config: Ttt, say: Callable[[str], None]) -> Report:
     patch = fresh(source.config, passing_sites(source.config, config.targets), config.rank, config.scale, config.seed, source.digest)
     texts, left_out = read_documents(config, source)
     how, slots = planned(config, model), min(config.batch, len(texts))
+    require_readable(model, tokens_of(texts), how)
     run = Run(where, config, say=say)
     with run.sitting():
         run.ledger.append("documents", count=len(texts), bytes=sum(text.bytes for text in texts), left_out=dict(left_out))
@@ -140,7 +141,7 @@ def opened(config: Ttt) -> Artifact:
         raise UsageError(f"{source.path}: documents are text, and there is no tokenizer here; add tokenizer.json")
     if (Path(config.out) / "scores.jsonl").exists():
         raise UsageError(f"{config.out} holds scores already, and a score is written once; choose another --out")
-    if config.rank < 1 or config.batch < 1 or config.max_drift <= 1 or config.max_regression < 0 or len(config.betas) != 2:
+    if config.rank < 1 or config.batch < 1 or not config.max_drift > 1 or not config.max_regression >= 0 or len(config.betas) != 2:
         raise UsageError("expected --rank and --batch from 1, --max-drift above 1, --max-regression from 0, and two --betas")
     return source
 

@@ -21,7 +21,7 @@ class FLAGS:
     base: str | None = option("an adapter's base, where the adapter does not name it", default=None)
     expect: Literal["moved", "same"] | None = option("how it should stand to --against: trained on from it, or equal to it", default=None)
     probe_samples: int = option("texts to each of eight prompts by which its health may be judged; clean ones are enough after one; "
-                                "0: none", default=4)
+                                "0: none", least=0, default=4)
     device: str = option("where those texts are sampled: cpu, cuda, …", default="cpu")
     strict: bool = option("exit 3 also where something is UNPROVEN", default=False)
     json: bool = option("print verdicts as JSON", default=False)
