@@ -27,6 +27,7 @@ from assay.recipes.run import read_rows
 from assay.recipes.teachers import seated
 from assay.store import durable
 from assay.store.artifact import Artifact
+from assay.store.ledger import Ledger
 
 
 @dataclass(frozen=True)
@@ -59,10 +60,21 @@ def write_text(config: Distill, teacher: Artifact, student: Tokenizer, device: s
             if not rows:
                 raise DataError(f"none of {len(prompts)} answers of the teacher can be learned: {in_words(left_out)}; raise --max-new, or "
                                 "look at the prompts")
-            file.parent.mkdir(parents=True, exist_ok=True)
-            durable.replace_file(file, "".join(json.dumps(row | {"asked": asked}) + "\n" for row in rows).encode())
+            keep(file, "".join(json.dumps(row | {"asked": asked}) + "\n" for row in rows).encode())
             say(f"{file}: {len(rows):,} answers of {teacher.path.name}{f'; left out: {in_words(left_out)}' if left_out else ''}")
     return files[0], files[1] if config.held_out_data is None else Path(config.held_out_data)
+
+
+def keep(file: Path, data: bytes) -> None:
+    """A teacher takes its time to answer: whoever began here meanwhile, and was quicker, has what it learns from."""
+    ledger = Ledger(file.parent / "ledger.jsonl")
+    ledger.claim()
+    try:
+        if file.exists():
+            raise UsageError(f"{file} was written by another run while this one asked its teacher; give another --out")
+        durable.replace_file(file, data)
+    finally:
+        ledger.close()
 
 
 def prompts_of(config: Distill) -> tuple[list[Prompt], list[Prompt]]:

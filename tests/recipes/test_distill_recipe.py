@@ -24,7 +24,7 @@ from assay.learn.optim import adamw
 from assay.measure.agreement import Agreement
 from assay.measure.estimate import paired
 from assay.model.vocabulary import with_new_tokens
-from assay.recipes import beginning, distill, handover, pace, run, sft, shrunk, teachers, tuning
+from assay.recipes import beginning, distill, handover, pace, run, sft, shrunk, teachers, tuning, written
 from assay.recipes.distill import Distillation
 from assay.recipes.options import Distill, Sft
 from assay.recipes.tuning import held_out_batches
@@ -376,20 +376,41 @@ def test_a_teacher_of_another_tokenizer_writes_text(home: Path, tmp_path: Path):
     config = options(home, tmp_path / "run", how="text", model=str(home / "stranger"), sample_temperature=1.0)
     said: list[str] = []
     distilled(config, said.append)
-    written = rows(tmp_path / "run" / "teacher.jsonl") + rows(tmp_path / "run" / "teacher-held-out.jsonl")
+    kept = rows(tmp_path / "run" / "teacher.jsonl") + rows(tmp_path / "run" / "teacher-held-out.jsonl")
     asked = {row["prompt"] for row in walks(120, "few")}
-    assert {row["prompt"] for row in written} <= asked
-    assert len({row["prompt"] for row in written}) == len(written) > 60
-    assert {row["teacher"] for row in written} == {open_artifact(home / "teacher").digest}
+    assert {row["prompt"] for row in kept} <= asked
+    assert len({row["prompt"] for row in kept}) == len(kept) > 60
+    assert {row["teacher"] for row in kept} == {open_artifact(home / "teacher").digest}
     assert any("answers of teacher" in line for line in said)
     looks = rows(tmp_path / "run" / "looks.jsonl")
     assert sum(looks[-1]["per_document"]) < sum(looks[0]["per_document"])
     before = (tmp_path / "run" / "teacher.jsonl").read_bytes()
     distilled(config)  # a second sitting reads them again
     assert (tmp_path / "run" / "teacher.jsonl").read_bytes() == before
-    write(tmp_path / "run" / "teacher.jsonl", [row | {"asked": "otherwise"} for row in written])
+    write(tmp_path / "run" / "teacher.jsonl", [row | {"asked": "otherwise"} for row in kept])
     with pytest.raises(UsageError, match="what another teacher said, or was asked otherwise"):
         distill.distill(config, lambda _: None)
+
+
+@pytest.mark.parametrize("other", ["wrote its own", "is running"])
+def test_a_teacher_that_answers_late_does_not_write_over_what_another_run_learns_from(
+        other: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    file, late = tmp_path / "run" / "teacher.jsonl", written.answers
+
+    def answers(*asked: Any) -> Any:
+        running.claim()
+        if other == "wrote its own":
+            file.write_text("words of another\n")
+            running.close()
+        return late(*asked)
+
+    running = Ledger(tmp_path / "run" / "ledger.jsonl")
+    monkeypatch.setattr(written, "answers", answers)
+    sentence = "by another run while this one asked" if other == "wrote its own" else "another process is writing"
+    with pytest.raises(UsageError, match=sentence):
+        distill.distill(options(home, tmp_path / "run", how="text", sample_temperature=1.0), lambda _: None)
+    running.close()
+    assert not file.exists() or file.read_text() == "words of another\n"
 
 
 def test_what_the_teacher_did_not_finish_is_not_learned(home: Path, tmp_path: Path):
