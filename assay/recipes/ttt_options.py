@@ -15,7 +15,7 @@ class Ttt:
     text: str = option("the documents: rows of .jsonl or .parquet, or plain text cut into --document-bytes")
     out: str = option("folder of the run")
     document_bytes: int = option("plain text: a document ends at the first line end at or after so many bytes", least=1, default=8192)
-    documents: int | None = option("read the first so many documents", least=2, default=None)
+    documents: int | None = option("read the first so many documents", least=1, default=None)
     chunk: int = option("tokens that are scored, and then learned from, at once", least=1, default=256)
     context: int | None = option("tokens of a window: a chunk and what it sees before it (4 chunks, or the model's most)",
                                  least=2, default=None)
