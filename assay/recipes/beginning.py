@@ -76,9 +76,11 @@ def prepared(config: Trained, source: Artifact, say: Callable[[str], None]) -> A
         return source
     if source.patch is not None:
         raise UsageError(f"{source.path} is an adapter: new tokens need rows of their own in its base; merge it first")
-    base = Path(config.out) / "base"
-    if not base.exists():
-        write_proven(base, _based(config, source, say), against=None if grows else str(source.path))
+    base, against = Path(config.out) / "base", None if grows else str(source.path)
+    if base.exists():
+        require_proven(base, against=against)
+    else:
+        write_proven(base, _based(config, source, say), against=against)
         say(f"{base}: {source.path.name} as a folder that other tools open, proven")
     return open_artifact(base)
 
@@ -86,6 +88,13 @@ def prepared(config: Trained, source: Artifact, say: Callable[[str], None]) -> A
 def write_proven(where: Path, contents: checkpoint.Contents, *, against: str | None = None) -> None:
     """A model that a run makes to begin with: written, and proven before it is trained on. What it says, the first checkpoint shows."""
     checkpoint.write(where, contents)
+    require_proven(where, against=against)
+
+
+def require_proven(where: Path, *, against: str | None = None) -> None:
+    """Also of one that an earlier sitting wrote: it may have been killed before the proof, or stopped by it."""
+    if checkpoint.open_checkpoint(where).hallmark is not None:
+        return
     verdicts = prove_checkpoint(where, against=against, probing=Probing(samples=0))
     if overall(demanded(verdicts)) is not Outcome.PROVEN:
         raise GuardStop(f"{where} is not proven: " + "; ".join(str(v) for v in verdicts if v.outcome is not Outcome.PROVEN))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from assay.errors import UsageError
 from assay.model.transformer import ModelConfig
-from assay.recipes.beginning import write_proven
+from assay.recipes.beginning import require_proven, write_proven
 from assay.store.artifact import Artifact, assembled, merged
 from assay.store.checkpoint import open_checkpoint
 from assay.store.pack import Lineage, model_contents
@@ -24,6 +24,7 @@ def make_student(where: Path, teacher: Artifact, layers: int, say: Callable[[str
         if facts.get("made_of", {}).get("weights") != teacher.digest or facts["made_of"]["layers"] != kept:
             raise UsageError(f"{where} is another student: made of {facts.get('made_of')}, asked for are layers {kept} of "
                              f"{teacher.digest[:12]}; give another --out")
+        require_proven(where)
         return
     config, tensors = shrunk(teacher.config, merged(teacher, torch.float32), kept)
     model = assembled(config, tensors, torch.float32).eval()

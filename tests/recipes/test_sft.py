@@ -1,5 +1,6 @@
 """Fine-tuning: what is trained, saved, forked and handed over is what was meant. Saves stay unproven here; the toy has the proofs."""
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,13 @@ from assay.cli import run as assay
 from assay.errors import GuardStop, UsageError
 from assay.generate.sampler import Sampling, sample
 from assay.model.lora import LoraLinear
-from assay.recipes import beginning, handover, run, sft, tuning
+from assay.recipes import beginning, handover, run, sft, shrunk, tuning
 from assay.recipes.options import Sft
 from assay.recipes.sft import FineTuning
 from assay.store.artifact import build, open_artifact
 from assay.store.checkpoint import hallmark, open_checkpoint, step_folder
 from assay.store.ledger import Ledger
-from assay.verdict import Outcome, Verdict, proven
+from assay.verdict import Outcome, Verdict, proven, refuted
 from assay.zoo.resuming import NoProver
 from assay.zoo.stage import nudged, save, tiny
 from tests.recipes.sittings import rows
@@ -262,6 +263,35 @@ def test_a_child_that_does_not_start_as_its_parent_is_stopped(lost: str, parent:
         sft.sft(options(home, tmp_path / "fork", from_=str(parent), optimizer_state="fresh", steps=3), lambda _: None)
 
 # ---------------------------------------------------------------- new tokens
+
+
+@pytest.mark.parametrize("first", ["killed", "refuted"])
+@pytest.mark.parametrize("made", ["base", "student"])
+def test_what_a_sitting_made_and_did_not_prove_is_proven_by_the_next(made: str, first: str, home: Path, tmp_path: Path, monkeypatch):
+    asked: list[Path] = []
+
+    def prove(folder: Path, **_: Any) -> list[Verdict]:
+        asked.append(folder)
+        if first == "killed" and len(asked) == 1:
+            raise KeyboardInterrupt
+        return [(refuted if first == "refuted" else proven)("answers", "probe logits")]
+
+    def make() -> None:
+        if made == "base":
+            beginning.prepared(options(home, tmp_path, new_tokens=("<think>",)), open_artifact(home / "base"), lambda _: None)
+        else:
+            shrunk.make_student(tmp_path / "student", open_artifact(deep), 2, lambda _: None)
+
+    deep = save(tmp_path / "deep", tiny("llama", depth=4, windows=(None,) * 4)).folder
+    monkeypatch.setattr(beginning, "prove_checkpoint", prove)
+    with pytest.raises(KeyboardInterrupt if first == "killed" else GuardStop):
+        make()
+    with contextlib.nullcontext() if first == "killed" else pytest.raises(GuardStop, match="is not proven"):
+        make()
+    assert asked == [tmp_path / made] * 2
+    hallmark(open_checkpoint(tmp_path / made), [proven("answers", "probe logits")])
+    make()
+    assert len(asked) == 2
 
 
 @pytest.mark.parametrize("lora_r", [0, 4])
