@@ -44,7 +44,7 @@ VERBS = {
     "doctor": "show the environment, what is installed and what each missing part would enable",
 }
 EXIT_CODES = """exit codes: 0 done and proven · 1 runtime error · 2 usage · 3 a verdict went against it · 4 stopped by a guard
-            130/143 interrupted, after a good save"""
+            130/143 interrupted, after a good save · 141 whoever read the output has left"""
 
 # What the system may say of a path that is no fault of the program: the exit code, and what to do.
 OUTSIDE = {errno.ENAMETOOLONG: (2, "give a shorter path"), errno.EACCES: (2, "check its permissions, or choose another path"),

@@ -206,3 +206,13 @@ def test_a_proof_ends_with_who_asked_for_it(tmp_path):
             time.sleep(0.01)
         parent.kill()
     assert ended(int(begun.read_text()[:-1]))
+
+
+def test_a_proof_that_takes_too_long_says_nothing_of_the_artifact(tmp_path):
+    found = save(tmp_path / "step-000001")
+    (verdict,) = prove_checkpoint(found.folder, timeout=0.05)
+    assert (verdict.outcome, overall([verdict])) == (Outcome.UNPROVEN, Outcome.UNPROVEN)
+    assert "did not finish within 0.05 s" in verdict.reason
+    again = checkpoint.open_checkpoint(found.folder)
+    assert not again.quarantined
+    assert not again.hallmarked
