@@ -68,6 +68,7 @@ CASES = [
     ("edit MODEL --facts facts.jsonl --text long.txt --out OUT --clamp -1", 2, "--clamp is -1.0; expected a number above 0"),
     ("ttt MODEL --text long.txt --out OUT --document-bytes 200 --chunk 64 --context 8", 2, "expected chunk and steps from 1"),
     ("ttt MODEL --text long.txt --out OUT --betas nan 0.9", 2, "--betas is nan; expected a number"),
+    ("distill --teacher MODEL --student-layers 1 --data good.jsonl --out OUT --device cpu", 2, "so it has none to spare"),
     (f"sft {SFT} --out=", 2, "assay sft: --out is empty; expected a path"),
     (f"sft {SFT} --out good.jsonl", 2, "good.jsonl: a file is in the way; expected a folder"),
     (f"sft {SFT} --out MODEL", 2, "MODEL/config.yaml lies inside the checkpoint"),
@@ -187,3 +188,34 @@ def test_no_traceback_where_a_letter_is_lacking_the_reader_left_or_the_disk_is_f
         with open("/dev/full", "wb") as full:
             done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, env=buffered)
         assert (done.returncode, done.stderr) == (1, b"assay: what is printed: No space left on device; make room on the disk\n")
+
+
+def test_the_examples_name_faults_that_are_in_the_zoo():
+    import shlex
+
+    from assay.verbs.zoo import EXAMPLES, chosen
+    from assay.zoo import catalogue
+
+    for words in map(shlex.split, EXAMPLES.splitlines()):
+        chosen(catalogue(), tuple(words[words.index("--only") + 1:]) if "--only" in words else ())
+
+
+def test_a_quantised_copy_is_proven_the_same_and_another_model_is_not(tmp_path, capsys):
+    """As the examples of `assay prove` have it: rounding alone is no refutation."""
+    from assay.model.stops import resolve_stops
+    from assay.model.tiny import tiny_config, tiny_tokenizer
+    from assay.model.transformer import initialised
+    from assay.store import checkpoint
+    from assay.store.artifact import open_artifact
+    from assay.store.export import export
+    from assay.store.pack import Lineage, model_contents
+
+    pytest.importorskip("gguf")
+    tokenizer = tiny_tokenizer()
+    for seed in (0, 1):
+        contents = model_contents(initialised(tiny_config("llama"), seed=seed), tokenizer, resolve_stops(tokenizer, {}, {}), Lineage())
+        checkpoint.write(tmp_path / f"model-{seed}", contents)
+    export(open_artifact(tmp_path / "model-0"), "gguf", tmp_path / "model.gguf", "q8_0")
+    for seed, code in ((0, 0), (1, 3)):
+        against = ["--against", str(tmp_path / f"model-{seed}"), "--expect", "same", "--probe-samples", "0"]
+        assert run(["prove", str(tmp_path / "model.gguf"), *against]) == code, capsys.readouterr().out

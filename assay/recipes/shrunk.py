@@ -35,6 +35,9 @@ def make_student(where: Path, teacher: Artifact, layers: int, say: Callable[[str
 def kept_layers(depth: int, layers: int) -> list[int]:
     """Evenly spaced, the first and the last among them."""
     if not 2 <= layers < depth:
+        if depth < 3:
+            raise UsageError(f"--student-layers {layers} of a teacher with {depth}: its first and its last stay, so it has none to spare; "
+                             "name a student with --student")
         raise UsageError(f"--student-layers {layers} of a teacher with {depth}: expected 2 to {depth - 1}, so that the first and the last "
                          "stay and one at least goes")
     return [round(place * (depth - 1) / (layers - 1)) for place in range(layers)]

@@ -11,6 +11,7 @@ from assay.errors import UsageError
 from assay.model.families import FAMILIES
 from assay.store import checkpoint, gguf
 from assay.store.artifact import Artifact, assembled, build, merged
+from assay.store.gguf_header import read_header
 from assay.store.pack import Ancestor, Lineage, adapter_contents, model_contents
 
 Form = Literal["hf", "peft", "gguf", "merged"]
@@ -32,6 +33,11 @@ def export(source: Artifact, form: Form, where: Path, dtype: str | None = None) 
     if form == "merged" and source.patch is None:
         raise UsageError(f"{source.path} has no adapter to merge; export it --to hf")
     return _export_model(source, where, dtype)
+
+
+def rounding_in(path: Path) -> float:
+    """How far a GGUF file may answer from what it was made of, by the coarsest format in it that has been measured."""
+    return max((ROUNDING.get(tensor.type.lower(), EXACT) for tensor in read_header(path).tensors.values()), default=EXACT)
 
 
 def stored_dtype(tensors: dict[str, Tensor]) -> str:

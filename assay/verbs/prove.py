@@ -39,6 +39,7 @@ def run(flags: FLAGS) -> int:
     from assay.guard.subject import Probing
     from assay.model.placement import require_device
     from assay.store.artifact import locate
+    from assay.store.export import rounding_in
 
     place, probing = locate(flags.path), Probing(flags.probe_samples, require_device(flags.device))
     if flags.against == "" or (flags.expect and flags.against is None and place.kind != "checkpoint"):
@@ -46,7 +47,8 @@ def run(flags: FLAGS) -> int:
     if place.kind == "checkpoint" and flags.expect is None:
         verdicts = prove_checkpoint(place.path, against=flags.against, base=flags.base, probing=probing)
     else:
-        verdicts = prove(Request(str(place.path), flags.against, flags.base, flags.expect, probing=probing))
+        bound = rounding_in(place.path) if place.kind == "gguf" and flags.expect == "same" else None  # a rounded copy is a copy
+        verdicts = prove(Request(str(place.path), flags.against, flags.base, flags.expect, bound, probing=probing))
     outcome = conclusion(verdicts)
     if flags.json:
         print(json.dumps({"path": str(place.path), "outcome": str(outcome), "verdicts": [v.to_json() for v in verdicts]}, indent=1))

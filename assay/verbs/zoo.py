@@ -23,7 +23,7 @@ class FLAGS:
 
 
 EXAMPLES = """  assay zoo
-  assay zoo --only 'flipped bit' 'empty weights'
+  assay zoo --only 'flipped bit' 'empty weights file'
   assay zoo --list --json"""
 
 
