@@ -68,6 +68,7 @@ CASES = [
     ("edit MODEL --facts facts.jsonl --text long.txt --out OUT --clamp -1", 2, "--clamp is -1.0; expected a number above 0"),
     ("ttt MODEL --text long.txt --out OUT --document-bytes 200 --chunk 64 --context 8", 2, "expected chunk and steps from 1"),
     ("ttt MODEL --text long.txt --out OUT --betas nan 0.9", 2, "--betas is nan; expected a number"),
+    ("grpo --model MODEL --data good.jsonl --reward answer:1 --out OUT --sampler-device banana", 2, "device 'banana': expected cpu, cuda"),
     ("distill --teacher MODEL --student-layers 1 --data good.jsonl --out OUT --device cpu", 2, "so it has none to spare"),
     (f"sft {SFT} --out=", 2, "assay sft: --out is empty; expected a path"),
     (f"sft {SFT} --out good.jsonl", 2, "good.jsonl: a file is in the way; expected a folder"),

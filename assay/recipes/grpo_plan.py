@@ -9,6 +9,7 @@ from assay.data.packing import hold_out
 from assay.errors import UsageError
 from assay.generate.request import Sampling
 from assay.learn.policy import Surrogate
+from assay.model.placement import require_device
 from assay.model.transformer import parameter_count
 from assay.recipes.beginning import Beginning
 from assay.recipes.grpo_options import Grpo
@@ -24,6 +25,8 @@ NEVER = 10**12
 
 def refuse_nonsense(config: Grpo) -> None:
     refuse_unbudgeted(config)
+    if config.sampler_device is not None:
+        require_device(config.sampler_device)
     if config.group < 2 or config.prompts < 1 or config.inner < 1 or config.micro < 1 or config.max_new < 1:
         raise UsageError(f"{config.prompts} prompts of {config.group} completions of {config.max_new} tokens, {config.inner} updates a "
                          f"rollout, {config.micro} rows at a time: expected at least 2 completions and 1 of everything else")
