@@ -81,6 +81,7 @@ CASES = [
     ("edit MODEL --facts broken.jsonl --text long.txt --out OUT", 2, "broken.jsonl:2: not JSON"),
     ("edit MODEL --facts facts.jsonl --first -1 --text long.txt --out OUT", 2, "--first is -1; expected a whole number of at least 1"),
     ("edit MODEL --facts facts.jsonl --text nowhere --out OUT --device cpu", 2, "nowhere: no such file or folder"),
+    ("compare loop", 2, "loop: no such file or folder"),
     ("compare ,", 2, "',': names no result"),
     ("compare scores.csv,scores.csv", 2, "stands there twice, and one run counted twice is no second run"),
     ("compare wide.csv", 2, "wide.csv:2: more cells than the header names (arm, id, score)"),
@@ -116,6 +117,7 @@ def shelf(tmp_path_factory) -> Path:
     for name, text in FILES.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text, encoding="latin-1" if "latin1" in name else "utf-8")
+    (folder / "loop").symlink_to(folder / "loop")
     return folder
 
 

@@ -1,6 +1,7 @@
 """assay compare: what two or more results show of each other, in words that cannot be misread."""
 
 import json
+import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -84,7 +85,7 @@ def arms_of(given: str, metric: str | None, lower: bool | None) -> "Sequence[Arm
     parts = [path for path in paths.split(",") if path] if not Path(paths).exists() else [paths]
     if not parts:
         raise UsageError(f"{given!r}: names no result; expected PATH, name=PATH or name=PATH,PATH,…")
-    if twice := [path for path, times in Counter(Path(path).resolve() for path in parts).items() if times > 1]:
+    if twice := [path for path, times in Counter(map(os.path.realpath, parts)).items() if times > 1]:
         raise UsageError(f"{given}: {twice[0]} stands there twice, and one run counted twice is no second run")
     found = [one for path in parts for one in read_results(path, metric=metric, lower_is_better=lower)]
     if len(parts) == 1:
