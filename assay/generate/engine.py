@@ -189,7 +189,8 @@ class Engine:
         news: list[Progress] = []
         all_ids, all_logprobs = flight.read()
         if not flight.real():
-            raise GuardStop(f"a token of version {self.version!r} has a log-probability that is no number: the model's logits are not "
+            of = f" of version {self.version!r}" if self.version else ""
+            raise GuardStop(f"a token{of} has a log-probability that is no number: the model's logits are not "
                             "finite; a weight or an activation overflowed")
         for tenant, ids, logprobs in zip(tenants, all_ids, all_logprobs, strict=True):
             if tenant is None or tenant.ended is not None or ids[0] == NOBODY:

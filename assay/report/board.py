@@ -33,7 +33,7 @@ class Row:
 
 
 def board(folder: Path) -> list[Row]:
-    """Every run in `folder`, and `folder` itself where it is one; by path."""
+    """Every run in `folder`, and `folder` itself where it is one; by path. One that cannot be read is a row that says so."""
     return [row_of(path, folder) for path in sorted(find_runs(folder))]
 
 
@@ -49,10 +49,17 @@ def find_runs(folder: Path, depth: int = 0) -> Iterator[Path]:
 
 
 def row_of(path: Path, folder: Path) -> Row:
+    name = path.name if path == folder else str(path.relative_to(folder))
+    try:
+        return _read_row(path, name)
+    except OSError as error:  # another user's run, or one that is being deleted: the others are still to be shown
+        return Row(name, "unknown", "unreadable", str(error), None, None, None, None, [])
+
+
+def _read_row(path: Path, name: str) -> Row:
     record = read_run(path)
     now = standing(record)
     state = "running" if now.state == "no end on record" and written_now(path / LEDGER) else now.state
-    name = path.name if path == folder else str(path.relative_to(folder))
     reason = "" if state in ("done and proven", "running") else now.sentence
     return Row(name, record.recipe, state, reason, steps_taken(record), held_out(record), last_proven(record), parent_of(record),
                record.remarks)

@@ -194,7 +194,21 @@ def _parsed(spec: str) -> Reward:
         raise UsageError(f"--reward {spec}: expected FILE.py:FUNCTION:WEIGHT, without options")
     if not Path(file).is_file():
         raise UsageError(f"--reward {spec}: there is no file {file}")
+    _require_defined(spec, Path(file), function)
     return Reward(function, weight, {}, str(Path(file).resolve()))
+
+
+def _require_defined(spec: str, file: Path, function: str) -> None:
+    """As far as its text tells: the file is run in the workers alone, once there is something to score."""
+    try:
+        nodes = list(ast.walk(ast.parse(file.read_bytes(), str(file))))
+    except (SyntaxError, ValueError) as error:
+        raise UsageError(f"--reward {spec}: {file} is not Python: {error}") from None
+    bound = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    bound |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    bound |= {node.asname or node.name for node in nodes if isinstance(node, ast.alias)}
+    if function not in bound and "*" not in bound:
+        raise UsageError(f"--reward {spec}: {file} has no {function!r}{nearest(function, sorted(bound))}")
 
 
 def _weight(spec: str, given: str | None) -> float:

@@ -23,7 +23,8 @@ class FLAGS:
 
 EXAMPLES = """  assay runs
   assay runs runs --json"""
-COLOURS = {"done and proven": "green", "done, refuted": "red", "stopped": "red", "ledger damaged": "red", "running": "cyan"}
+COLOURS = {"done and proven": "green", "running": "cyan",
+           **dict.fromkeys(("done, refuted", "stopped", "ledger damaged", "unreadable"), "red")}
 
 
 def run(flags: FLAGS) -> int:

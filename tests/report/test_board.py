@@ -1,5 +1,6 @@
 """The board finds every run and says how each stands, from its files alone."""
 
+import errno
 import json
 import os
 import subprocess
@@ -11,7 +12,7 @@ import pytest
 from assay.report import board as module
 from assay.report.board import board
 from assay.report.page import report
-from assay.report.record import read_run
+from assay.report.record import Record, read_run
 from assay.store.ledger import Ledger
 from assay.verbs import report as report_verb
 from assay.verbs import runs as runs_verb
@@ -39,6 +40,22 @@ def test_every_way_a_run_can_stand(tmp_path: Path):
     done = rows["done"]
     assert (done.steps, done.held_out, done.last_proven) == (40, "0.5 [0.4, 0.6] (n=90) nats per token", "step-000040")
     assert rows["broken"].steps is None
+
+
+def test_a_run_that_may_not_be_read_is_a_row_beside_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Whoever runs the tests may be allowed to read everything: the refusal is the one thing here that is not real."""
+    a_run(tmp_path / "mine")
+    theirs = a_run(tmp_path / "theirs")
+
+    def denied(folder: Path) -> Record:
+        if folder == theirs:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder / "ledger.jsonl"))
+        return read_run(folder)
+
+    monkeypatch.setattr(module, "read_run", denied)
+    mine, other = board(tmp_path)
+    assert (mine.state, other.state) == ("done and proven", "unreadable")
+    assert "Permission denied" in other.reason
 
 
 def test_a_resumed_run_stands_as_its_last_sitting_ended(tmp_path: Path):

@@ -88,7 +88,7 @@ def test_unit_tests_run_in_the_sandbox():
 
 
 def test_rewards_are_asked_for_by_name_option_and_weight(tmp_path: Path):
-    (tmp_path / "mine.py").write_text("raise SystemExit('it is never imported here')")
+    (tmp_path / "mine.py").write_text("raise SystemExit('it is never imported here')\ndef kind(prompt, completion, row): return 1")
     rewards = parse_rewards(["answer[how=lenient,form=boxed]:2", "format:0.1", "length[longest=8,margin=2]", "regex[pattern=a,b{1,2}:c]:-1",
                              f"{tmp_path}/mine.py:kind:0.5"])
     assert [(r.name, r.weight, dict(r.options)) for r in rewards] == [
@@ -97,6 +97,18 @@ def test_rewards_are_asked_for_by_name_option_and_weight(tmp_path: Path):
     assert rewards[-1].file == str(tmp_path / "mine.py")
     assert [r.full_marks for r in rewards] == [1, 1, 0, 1, None]
     assert built_in(rewards[0])("", "\\boxed{41} \\boxed{42}", {"gold": 42}) == 1
+
+
+@pytest.mark.parametrize(("text", "sentence"), [
+    ("def kidn(prompt, completion, row): return 1", "has no 'kind'; did you mean 'kidn'"), ("def kind(:", "is not Python"),
+    ("kind = lambda prompt, completion, row: 1", None), ("from elsewhere import worth as kind", None), ("from elsewhere import *", None)])
+def test_a_file_must_have_the_function_as_far_as_its_text_tells(text: str, sentence: str | None, tmp_path: Path):
+    (tmp_path / "mine.py").write_text(text)
+    if sentence is None:
+        assert parse_rewards([f"{tmp_path}/mine.py:kind"])[0].name == "kind"
+        return
+    with pytest.raises(UsageError, match=sentence):
+        parse_rewards([f"{tmp_path}/mine.py:kind"])
 
 
 @pytest.mark.parametrize(("specs", "sentence"), [
