@@ -117,8 +117,8 @@ def test_an_answer_is_believed_only_whole():
 
 
 @pytest.mark.parametrize(("source", "sentence"), [
-    ("raise RuntimeError('broken')", "RuntimeError: broken"), ("x = 1", "has no function 'act'"), ("def act(:", "SyntaxError"),
-    ("import os; os._exit(0)", "or it died")])
+    ("act = print\nraise RuntimeError('broken')", "RuntimeError: broken"), ("act = 1", "has no function 'act'"),
+    ("act = print\nimport os; os._exit(0)", "or it died")])
 def test_a_file_that_does_not_load_is_a_usage_error(tmp_path: Path, source: str, sentence: str):
     (tmp_path / "bad.py").write_text(source)
     with Workers(parse_rewards([f"{tmp_path}/bad.py:act:1"]), count=1) as workers, pytest.raises(UsageError, match=sentence):
