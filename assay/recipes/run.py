@@ -94,8 +94,7 @@ class Run:
         """Snapshot now; write, retire what is old and prove beside the loop. Raises what an earlier save or proof found.
 
         Nothing is retired while a proof is reading, which is asked when it is about to be: a save that this one waited for may just
-        have begun its own. So what stays besides the new checkpoint was proven, or quarantined and does not count. What else may
-        go is settled now.
+        have begun its own. What else may go is settled now.
         """
         self.check()
         where, needed = step_folder(self.checkpoints, step), frozenset(self.needed)

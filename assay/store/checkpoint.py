@@ -165,18 +165,18 @@ def latest(folder: Path, *, hallmarked: bool = False) -> tuple[Checkpoint | None
 def retain(folder: Path, keep: int, best: Path | None = None, needed: Iterable[str] = ()) -> list[Path]:
     """Delete old checkpoints and return what went.
 
-    The newest `keep`, the best, those whose digest is `needed` (parents, references), and the newest two that verify
-    stay whatever happens; while fewer than two verify, nothing goes.
+    The newest `keep`, the best, those whose digest is `needed` (parents, references), the newest two that verify, and the
+    newest that is proven stay whatever happens; while fewer than two verify, nothing goes.
     """
     if keep < 1:
         raise UsageError(f"keep = {keep} checkpoints of {folder}; expected at least 1")
     found, needed = steps(folder), set(needed)
     kept = set(found[-keep:]) | {path for path in found if _same(path, best)}
     doomed = [path for path in found if path not in kept and _digest(path) not in needed]
-    good = _newest_good(found, 2) if doomed else []
+    good, proven = _counted_on(found) if doomed else ([], None)
     if len(good) < 2:
         return []
-    doomed = [path for path in doomed if path not in good]
+    doomed = [path for path in doomed if path not in good and path != proven]
     with durable.told(folder):
         durable.sync_folder(folder)  # what is counted on must outlive a power cut before anything older goes
     for path in doomed:
@@ -332,14 +332,18 @@ def _good(path: Path, hallmarked: bool = False) -> Checkpoint | str:
     return checkpoint
 
 
-def _newest_good(found: list[Path], count: int) -> list[Path]:
+def _counted_on(found: list[Path]) -> tuple[list[Path], Path | None]:
+    """The newest two that verify, and the newest of those with a hallmark. Every byte is hashed, of no more than it takes."""
     good: list[Path] = []
+    proven: Path | None = None
     for path in reversed(found):
-        if isinstance(_good(path), Checkpoint):
-            good.append(path)
-        if len(good) == count:
-            break
-    return good
+        if len(good) == 2 and (proven is not None or not os.path.lexists(path / HALLMARK)):
+            continue
+        checkpoint = _good(path)
+        if isinstance(checkpoint, Checkpoint):
+            good += [path] if len(good) < 2 else []
+            proven = path if proven is None and checkpoint.hallmark is not None else proven
+    return good, proven
 
 
 def _same(path: Path, best: Path | None) -> bool:

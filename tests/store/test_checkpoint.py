@@ -346,6 +346,20 @@ def test_the_last_two_good_ones_never_go(tmp_path: Path) -> None:
     assert kept(tmp_path) == [2, 3, 6]
 
 
+def test_the_last_that_is_proven_stays_behind_any_number_that_are_not(tmp_path: Path) -> None:
+    """A proof may be cut short again and again: what came after the last proven one is good, and nobody knows how good."""
+    for step in range(1, 7):
+        save(tmp_path, step)
+    for step in (1, 2, 3):
+        hallmark(open_checkpoint(step_folder(tmp_path, step)), GOOD)
+    flip(step_folder(tmp_path, 3) / "model.safetensors")  # proven once, and no longer what was proven
+    retain(tmp_path, keep=1)
+    assert kept(tmp_path) == [2, 5, 6]
+    hallmark(open_checkpoint(step_folder(tmp_path, 5)), GOOD)
+    retain(tmp_path, keep=1)
+    assert kept(tmp_path) == [5, 6]
+
+
 def test_nothing_goes_while_fewer_than_two_are_good(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         save(tmp_path, step)
