@@ -14,8 +14,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from beside import TINY, Clock, fence, surroundings, unless_interrupted
-from sft import LR, WARM_UP, Bench, Timed
+from beside import Clock, fence, surroundings, unless_interrupted
+from sft import LR, WARM_UP, Bench, Timed, ask_what_is_learned
 
 from assay.recipes.options import Sft
 from assay.store.checkpoint import step_folder
@@ -51,17 +51,11 @@ def seconds(bench: Bench, name: str, kind: type[Timed]) -> tuple[float, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", required=True, help="GSM8K's rows, .jsonl")
-    parser.add_argument("--model", default="smollm2-135m", help=f"as assay sft takes it, or {TINY}")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--batch", type=int, default=32, help="rows a step")
-    parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--rows", type=int, default=4000, help="conversations that are learned")
+    ask_what_is_learned(parser)
     parser.add_argument("--held-out", type=int, default=64, help="conversations that are not")
     parser.add_argument("--steps", type=int, default=400, help="measured")
     parser.add_argument("--every", type=int, default=200, help="steps between checkpoints")
     parser.add_argument("--pairs", type=int, default=2, help="runs with and without them")
-    parser.add_argument("--verbose", action="store_true", help="what the recipe says, too")
     flags = parser.parse_args()
     if flags.every >= flags.steps:
         parser.error(f"--every {flags.every} of --steps {flags.steps}: no checkpoint would come among them")

@@ -206,21 +206,25 @@ def rows_of(bench: Bench) -> dict[str, Callable[[], str]]:
     return {name: measure for name, measure in work.items() if flags.only is None or flags.only in name}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def ask_what_is_learned(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", required=True, help="GSM8K's rows, .jsonl")
     parser.add_argument("--model", default="smollm2-135m", help=f"as assay sft takes it, or {TINY}")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--batch", type=int, default=32, help="rows a step")
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--rows", type=int, default=4000, help="conversations that are learned")
+    parser.add_argument("--verbose", action="store_true", help="what the recipe says, too")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ask_what_is_learned(parser)
     parser.add_argument("--held-out", type=int, default=256, help="conversations that are not")
     parser.add_argument("--steps", type=int, default=40, help="measured, of ours")
     parser.add_argument("--peer-steps", type=int, default=9, help="measured, of TRL's")
     parser.add_argument("--held-out-steps", type=int, default=0, help="train everybody for so many steps and score what was learned")
     parser.add_argument("--only", help="rows whose name has this in it")
     parser.add_argument("--no-peers", action="store_true")
-    parser.add_argument("--verbose", action="store_true", help="what the recipe says, too")
     flags = parser.parse_args()
     without_proofs()
     with tempfile.TemporaryDirectory() as home:
