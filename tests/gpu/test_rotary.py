@@ -125,7 +125,8 @@ def test_a_model_trains_as_without_the_kernel(family, graphed, placement, monkey
     assert abs(found - exact) < 2e-3
     assert abs(found - plain) < 2e-3
     for name, gradient in due.items():
-        assert apart(gradients[name], gradient) < 1.3 * apart(usual[name], gradient) + 2e-3, name
+        chance = 2e-3 if gradient.numel() > 16 else 2**-7  # one rounding of bf16, where there is nothing to average over
+        assert apart(gradients[name], gradient) < 1.3 * apart(usual[name], gradient) + chance, name
 
 
 @pytest.mark.parametrize("family", ["llama", "mixed"])
