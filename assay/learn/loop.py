@@ -64,7 +64,7 @@ def train(model: Transformer, optimizer: torch.optim.Optimizer, batches: Iterabl
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * multiplier
         loss, metrics = accumulate(model, objective, batch, micro, weight if batch.divisor is None else batch.divisor)
-        grad_norm = nn.utils.clip_grad_norm_(parameters, clip)
+        grad_norm = clipped(optimizer, parameters, clip)
         alarm.watch(index, loss, grad_norm)
         guarded_step(optimizer, alarm)
         optimizer.zero_grad(set_to_none=True)
@@ -114,11 +114,19 @@ class Alarm:
         self.arriving.clear()
 
 
+def clipped(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], clip: float) -> Tensor:
+    """The norm of all gradients, which count as at most `clip`: scaled here, or by torch's fused AdamW while it reads them anyway."""
+    if not (isinstance(optimizer, torch.optim.AdamW) and all(group["fused"] for group in optimizer.param_groups)):
+        return nn.utils.clip_grad_norm_(parameters, clip)
+    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    optimizer.grad_scale = ((norm + 1e-6) / clip).clamp(min=1.0)  # type: ignore[attr-defined]
+    return norm
+
+
 def guarded_step(optimizer: torch.optim.Optimizer, alarm: Alarm) -> None:
     """On a GPU the optimizers skip their update where `found_inf` is 1, as they do for torch's gradient scaler."""
     if alarm.on_gpu:
         optimizer.found_inf = alarm.bad  # type: ignore[attr-defined]
-        optimizer.grad_scale = None  # type: ignore[attr-defined]
     optimizer.step()
 
 

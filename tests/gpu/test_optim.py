@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from assay.learn.loop import clipped
 from assay.learn.optim import adamw, load_state_tensors, muon, orthogonalised, state_tensors
 from assay.seeds import generator
 
@@ -79,3 +80,32 @@ def test_resumed_is_uninterrupted_bit_for_bit(name):
     train(second, resumed, range(4, 8))
     for a, b in zip(straight.parameters(), second.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+def test_clipping_on_the_way_is_clipping_before():
+    """Through the fused kernel, and as `clip_grad_norm_` does it first; then a bad step, which moves nothing; no wait in either."""
+    ours, theirs = toy(), toy()
+    mine, due = BUILD["adamw"](ours), BUILD["adamw"](theirs)
+    for step in range(4):
+        for model in (ours, theirs):
+            for name, p in model.named_parameters():
+                p.grad = torch.randn(p.shape, generator=generator(step, name, device="cuda"), device="cuda")
+        usual = nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
+        mine.found_inf = torch.zeros((), device="cuda")
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            norm = clipped(mine, list(ours.parameters()), 1.0)
+            mine.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        due.step()
+        torch.testing.assert_close(norm, usual)
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+        moments = (mine.state[one]["exp_avg"], due.state[other]["exp_avg"])
+        torch.testing.assert_close(*moments, rtol=1e-4, atol=1e-9)  # the weights hardly know of the scale, the moments do
+    before = [one.detach().clone() for one in ours.parameters()]
+    mine.found_inf = torch.ones((), device="cuda")
+    mine.step()
+    assert all(torch.equal(*both) for both in zip(before, ours.parameters(), strict=True))
+    assert all(float(mine.state[one]["step"]) == 4 for one in ours.parameters())
