@@ -30,7 +30,7 @@ IGNORE = -100
 IGNORE_NONE = torch.iinfo(torch.int64).min  # the target that no token has
 CHUNK_BYTES = 3 << 27  # of logits alive at once: 4,096 tokens of 49,152 logits in bf16, enough rows to keep cuBLAS busy
 LANES = 64             # rows of logits are padded to a multiple of this: aligned for cuBLAS and for 16-byte accesses
-MAX_BLOCK = 8192       # logits that one program holds at a time
+MAX_BLOCK = 4096       # logits that one program holds at a time
 
 
 # ── the main verbs ────────────────────────────────────────────────────────────────────────────────────────────────────
