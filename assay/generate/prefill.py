@@ -20,7 +20,7 @@ from assay.model.attention import PADDING, document_starts, documents_from_lengt
 from assay.model.cache import Filling, SlotCache
 from assay.model.placement import sent, uncompiled
 
-LEAST, GROWTH = 512, 4  # widths of a packed row: the least, and how many times as much the next one takes
+LEAST, GROWTH = 512, 2  # widths of a packed row: the least, and how many times as much the next one takes
 
 Prompts = Sequence[tuple[int, ...]]
 

@@ -35,7 +35,10 @@ class SlotCache:
 
     def copy(self, sources: Tensor, targets: Tensor, width: int) -> None:
         """What each source slot holds in its first `width` places, into the target beside it; all are read before any is written."""
-        self.all[:, targets, :width] = self.all[:, sources, :width]
+        wide = self.all.flatten(-2)
+        if wide.shape[-1] * wide.itemsize % torch.complex128.itemsize == 0:
+            wide = wide.view(torch.complex128)  # bytes alone matter here, and indexing goes by elements: the wider, the fewer
+        wide[:, targets, :width] = wide[:, sources, :width]
 
     def places(self, documents_BT: Tensor, slots: Tensor) -> Tensor:
         """(B, T) where the tokens of a batch stand, if row b goes into slot slots[b], from its place 0 on; padding goes nowhere."""

@@ -47,9 +47,22 @@ def test_a_width_is_a_shape():
     shapes = {tuple(tuple(part.shape) for part in packed(prompts, SLOTS[: len(prompts)], cache))
               for prompts in (PROMPTS, PROMPTS[:1], [(1,) * LEAST])}
     assert shapes == {((1, LEAST), (1, LEAST), (1, LEAST), (8,))}
-    assert packed([(1,) * (LEAST + 1)], [0], cache).tokens_BT.shape == (1, 4 * LEAST)
+    assert packed([(1,) * (LEAST + 1)], [0], cache).tokens_BT.shape == (1, 2 * LEAST)
 
 
 def test_starts_bound_each_prompt():
     cache = SlotCache(1, 6, 64, 1, 4, dtype=torch.float32)
     assert packed(PROMPTS, SLOTS, cache).starts.tolist() == [0, 3, 44, 45, 49, 49, 49, 49]
+
+
+@pytest.mark.parametrize(("kv_heads", "head_dim", "dtype"), [(3, 64, torch.bfloat16), (1, 3, torch.bfloat16), (1, 6, torch.float32)])
+def test_slots_are_copied_as_they_were_before_any_is_written(kv_heads, head_dim, dtype):
+    """Rows of 384, 6 and 24 bytes: the first is copied in wider elements, and a NaN's bits too."""
+    cache = SlotCache(2, 4, 5, kv_heads, head_dim, dtype=dtype)
+    cache.all.copy_(torch.randn(cache.all.shape, generator=torch.Generator().manual_seed(0)))
+    cache.all[0, 1, 0] = torch.nan
+    before = cache.all.clone()
+    cache.copy(torch.tensor([1, 0]), torch.tensor([0, 3]), 3)
+    due = before.clone()
+    due[:, 0, :3], due[:, 3, :3] = before[:, 1, :3], before[:, 0, :3]
+    assert torch.equal(cache.all.view(torch.uint8), due.view(torch.uint8))
