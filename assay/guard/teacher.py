@@ -20,6 +20,7 @@ from assay.learn.distill import Blend
 from assay.learn.loop import Accumulate
 from assay.learn.objectives import Objective, next_token
 from assay.measure.agreement import compare
+from assay.model.placement import exactly
 from assay.model.transformer import Transformer
 from assay.seeds import generator
 from assay.verdict import Outcome, Verdict, proven, refuted, unproven
@@ -143,12 +144,16 @@ def check_frozen(teacher: Transformer, before: Mapping[str, str]) -> Verdict:
 
 
 def check_oneself(student: Transformer, batch: Batch, blend: Blend) -> Verdict:
-    """Distilling a model from itself teaches nothing: no loss, and no gradient beside that of the text."""
+    """Distilling a model from itself teaches nothing: no loss, and no gradient beside that of the text.
+
+    Asked in fp32, whatever the run computes in: a student that lacks half its layers makes so much of a rounding that in bf16 the
+    passes with and without gradients, which round in different places, were 0.05 nats apart.
+    """
     objective, weight = distill.distillation(student, replace(blend, ce_weight=0.0, vocab=None)), batch.weight.sum()
-    loss, own = gradients(student, lambda: objective(student, batch).total / weight)
-    scale, text = gradients(student, lambda: next_token(student, batch).total / weight)
-    bound = BOUNDS[student.compute_dtype or torch.float32]
-    parts = abs(loss) / scale, _norm(own) / _norm(text)
+    with exactly(student):
+        loss, own = gradients(student, lambda: objective(student, batch).total / weight)
+        scale, text = gradients(student, lambda: next_token(student, batch).total / weight)
+    bound, parts = BOUNDS[torch.float32], (abs(loss) / scale, _norm(own) / _norm(text))
     words = f"distilling the student from itself: loss {loss:.1e}, gradient {parts[1]:.1e} of the text's, bound {bound:.0e}"
     if not all(part <= bound for part in parts):
         return refuted("oneself", f"{words}: the two models are not asked about the same thing, or the divergence is none",

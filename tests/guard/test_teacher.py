@@ -10,7 +10,16 @@ import torch
 from assay.data.batch import Batch
 from assay.guard import teacher as guard
 from assay.guard.held_out import check_result
-from assay.guard.teacher import check_frozen, check_share, check_signal, check_stored, check_teacher, check_vocabulary, preflight
+from assay.guard.teacher import (
+    check_frozen,
+    check_oneself,
+    check_share,
+    check_signal,
+    check_stored,
+    check_teacher,
+    check_vocabulary,
+    preflight,
+)
 from assay.guard.update import parameter_digests
 from assay.learn.distill import Blend, distillation, stored_distillation, top_k
 from assay.learn.objectives import next_token
@@ -43,6 +52,24 @@ def test_it_is_silent_on_a_sound_distillation_and_changes_nothing(blend: Blend, 
     assert (parameter_digests(student), parameter_digests(teacher)) == before
     assert all(p.grad is None for model in (student, teacher) for p in model.parameters())
     assert "head_weight" not in vars(teacher)
+
+
+def test_oneself_is_asked_in_fp32_where_passes_without_gradients_round_elsewhere(batch: Batch, monkeypatch):
+    student = tiny()
+    hidden, noise = student.hidden, torch.Generator().manual_seed(0)
+    student.compute_dtype = torch.bfloat16
+
+    def rounding(*given, **named):
+        states = hidden(*given, **named)
+        elsewhere = student.compute_dtype is torch.bfloat16 and not torch.is_grad_enabled()
+        return states + 0.1 * torch.randn(states.shape, generator=noise) if elsewhere else states
+
+    monkeypatch.setattr(student, "hidden", rounding)
+    assert check_oneself(student, batch, Blend()).outcome is Outcome.PROVEN
+    student.compute_dtype = None
+    monkeypatch.setattr(student, "hidden", lambda *given, **named: 1.1 * hidden(*given, **named) if torch.is_grad_enabled() else hidden(
+        *given, **named))
+    assert check_oneself(student, batch, Blend()).outcome is Outcome.REFUTED
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 4.0])
