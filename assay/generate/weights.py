@@ -2,6 +2,7 @@
 
 import copy
 import hashlib
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -9,34 +10,50 @@ from torch import Tensor, nn
 from assay.errors import GuardStop, UsageError
 from assay.model.transformer import Linear, Transformer
 
-CHUNK = 1 << 18  # entries of a tensor that are summed at once
+CHUNK = 1 << 22  # entries that are summed at once
 ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @torch.no_grad()
 def fingerprint(model: nn.Module) -> str:
-    """sha256 over every parameter's name, dtype, shape and an exact checksum of its bits and their places, made on its device.
+    """sha256 over every parameter's name, dtype and shape, and an exact checksum of all their bits and places, made on their device.
 
-    Integer sums wrap and have no order, so it is the same on every device, and nothing but the sums leaves it. It tells versions
+    Integer sums wrap and have no order, so it is the same on every device, and nothing but a sum leaves it. It tells versions
     apart; it is no defence against someone who wants a collision: checkpoints have a sha256 of every byte.
     """
-    named = dict(model.named_parameters())
-    sums = {name: _checksum(parameter) for name, parameter in named.items()}
-    read = dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True))  # one wait for the device, not one a tensor
-    lines = (f"{name} {named[name].dtype} {list(named[name].shape)} {read[name]}" for name in sorted(named))
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    named = dict(sorted(model.named_parameters()))
+    lines = [f"{name} {parameter.dtype} {list(parameter.shape)}" for name, parameter in named.items()]
+    alike: dict[tuple[int, torch.device], list[Tensor]] = {}
+    for parameter in named.values():
+        alike.setdefault((parameter.element_size(), parameter.device), []).append(parameter)
+    sums = [_checksum(tensors).tolist() for tensors in alike.values()]
+    return hashlib.sha256("\n".join([*lines, *map(str, sums)]).encode()).hexdigest()
 
 
-def _checksum(tensor: Tensor) -> Tensor:
-    """Each entry's bits times an odd number that belongs to its place."""
-    bits = tensor.detach().contiguous().flatten().view(BITS[tensor.element_size()])
-    within = (2 * torch.arange(min(CHUNK, len(bits)), device=tensor.device) + 1) * ODD
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for start in range(0, len(bits), CHUNK):
-        part = bits[start : start + CHUNK]
-        total += (part * within[: len(part)]).sum() * (2 * start + 1)
-    return total + len(bits)
+def _checksum(tensors: Sequence[Tensor]) -> Tensor:
+    """Each entry's bits times an odd number that belongs to its place, as if all tensors, of one size and device, were one."""
+    device, bits_of = tensors[0].device, BITS[tensors[0].element_size()]
+    pieces = [piece for tensor in tensors for piece in tensor.detach().contiguous().flatten().view(bits_of).split(CHUNK)]
+    odd = (2 * torch.arange(min(CHUNK, sum(map(len, pieces))), device=device) + 1) * ODD
+    total, start = torch.zeros((), dtype=torch.int64, device=device), 0
+    for together in _up_to(CHUNK, pieces):
+        bits = torch.cat(together)
+        total += (bits * odd[: len(bits)]).sum() + bits.sum() * (2 * start) * ODD  # at place p, 2p + 1 times ODD
+        start += len(bits)
+    return total + start
+
+
+def _up_to(most: int, pieces: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Neighbours together, so many entries at most: a model has hundreds of tensors, and a GPU launches for each alone."""
+    together: list[Tensor] = []
+    for piece in pieces:
+        if together and sum(map(len, together)) + len(piece) > most:
+            yield together
+            together = []
+        together.append(piece)
+    if together:
+        yield together
 
 
 class ServedModel:
@@ -91,8 +108,8 @@ class ServedModel:
     def stale(self) -> list[str]:
         """Tensors of the sampler that are not the trainer's, cast as they must be; each checksum is made where its tensor lies."""
         source, held = dict(self.source.named_parameters()), dict(self.model.named_parameters())
-        due = [_checksum(source.get(name, self.source.embed.weight).to(tensor.dtype)) for name, tensor in held.items()]
-        found = [_checksum(tensor) for tensor in held.values()]
+        due = [_checksum([source.get(name, self.source.embed.weight).to(tensor.dtype)]) for name, tensor in held.items()]
+        found = [_checksum([tensor]) for tensor in held.values()]
         pairs = zip(held, torch.stack(due).tolist(), torch.stack(found).tolist(), strict=True)
         return [name for name, one, other in pairs if one != other]
 

@@ -16,6 +16,7 @@ from assay.learn.advantage import Advantages, group_advantages, kl_shift, refill
 from assay.learn.policy import Surrogate
 from assay.recipes.grpo_options import Grpo
 from assay.recipes.judged import Judging
+from assay.recipes.layout import Layout
 from assay.recipes.reference import Reference
 from assay.recipes.rollouts import (
     Group,
@@ -28,7 +29,6 @@ from assay.recipes.rollouts import (
     counted,
     of_completions,
     reading_metrics,
-    rounding,
     ruled_groups,
     shortened,
 )
@@ -50,9 +50,9 @@ class Experience:
     """The source of a run's batches. Step s learns from rollout s // inner, which is drawn when its first step asks for it."""
 
     def __init__(self, config: Grpo, order: PromptOrder, sampler: Sampler, workers: Workers, judging: Judging | None, limit: ErrorLimit,
-                 run: Run, asked: Surrogate, device: str):
+                 run: Run, asked: Surrogate, layout: Layout):
         self.config, self.order, self.sampler, self.workers, self.judging, self.limit = config, order, sampler, workers, judging, limit
-        self.run, self.asked, self.device, self.model = run, asked, device, sampler.model
+        self.run, self.asked, self.layout, self.model = run, asked, layout, sampler.model
         self.sampling = Sampling(max_new=config.max_new, temperature=config.temperature, seed=config.seed)
         self.file = run.folder / "samples.jsonl"
         self.reference: Reference | None = None
@@ -98,8 +98,9 @@ class Experience:
         learned, everything = self.drawn(step)
         advantages = self.advantages(learned)
         counted_N = counted(learned, advantages, mask_truncated=self.config.mask_truncated, cap=self.config.max_new)
-        batch = self.learnable(learned, advantages, counted_N)
-        self.judge("rollout", self.verdicts(step, learned, everything, advantages, counted_N, batch))
+        rows = self.learnable(learned, advantages, counted_N)
+        batch = self.layout.packed(rows).batch
+        self.judge("rollout", self.verdicts(step, learned, everything, advantages, counted_N, rows, batch))
         self.keep(step, learned, advantages)
         rewards = [group.rewards for group in everything]
         self.measured = describe([group.completions for group in everything], rewards, self.advantages(everything))
@@ -158,11 +159,10 @@ class Experience:
         return group_advantages([group.rewards for group in groups], scale=self.config.scale)
 
     def learnable(self, groups: Sequence[Group], advantages: Advantages, counted_N: Sequence[bool]) -> Batch:
-        batch = assembled(groups, advantages.values_PG.flatten().tolist(), counted_N, self.config.normalise, cap=self.config.max_new,
-                          rounded=rounding(self.device))
+        batch = assembled(groups, advantages.values_PG.flatten().tolist(), counted_N, self.config.normalise, cap=self.config.max_new)
         if self.reference is None:
             return batch
-        reference = self.reference.logprobs(batch, self.asked.temperature, self.config.micro, entropy=self.asked.wants_entropy)
+        reference = self.reference.logprobs(batch, self.asked.temperature, self.layout, entropy=self.asked.wants_entropy)
         batch = replace(batch, reference=reference)
         if self.config.kl != "shift":
             return batch
@@ -173,16 +173,17 @@ class Experience:
     # ---------------------------------------------------------------- what is said of it
 
     def verdicts(self, step: int, learned: Sequence[Group], everything: Sequence[Group], advantages: Advantages,
-                 counted_N: Sequence[bool], batch: Batch) -> list[Verdict]:
-        rows = [(group.prompt, completion) for group in learned for completion in group.completions]
+                 counted_N: Sequence[bool], rows: Batch, batch: Batch) -> list[Verdict]:
+        """`rows` as they were drawn, one a completion, and `batch` as it will be learned from."""
+        said = [(group.prompt, completion) for group in learned for completion in group.completions]
         versions = [completion.version for group in everything for completion in group.completions]
         return [check_version(versions, version_name(step, self.model)),
-                check_ids(batch, [prompt.ids for prompt, _ in rows], [completion.ids for _, completion in rows],
+                check_ids(batch, [prompt.ids for prompt, _ in said], [completion.ids for _, completion in said],
                           stop_ids=self.sampler.engine.stop_ids, cap=self.config.max_new),
-                self.identity(rows, batch),
+                self.identity(said, rows),
                 check_independence([group.completions for group in everything]),
                 check_advantages([group.rewards for group in learned], advantages, self.config.scale),
-                check_counted(counted_N, advantages.known_PG.flatten().tolist(), [completion.ended for _, completion in rows],
+                check_counted(counted_N, advantages.known_PG.flatten().tolist(), [completion.ended for _, completion in said],
                               mask_truncated=self.config.mask_truncated),
                 *(self.judging.verdicts if self.judging is not None else ())]
 
@@ -191,7 +192,7 @@ class Experience:
         chosen = sorted({round(place * (len(rows) - 1) / (COMPARED - 1)) for place in range(COMPARED)})
         part = Batch(**{name: stream[chosen] for name, stream in batch.streams().items()})  # type: ignore[arg-type]
         prompts, said = [rows[i][0].ids for i in chosen], [rows[i][1] for i in chosen]
-        trainer = batch_logprobs(self.model, part, self.asked.temperature, self.config.micro, entropy=self.asked.wants_entropy)
+        trainer = batch_logprobs(self.model, part, self.asked.temperature, self.layout, entropy=self.asked.wants_entropy)
         written_out = lambda: naive_logprobs(self.model, prompts, [c.ids for c in said], self.asked.temperature)  # noqa: E731
         return check_identity([c.logprobs for c in said], of_completions(trainer, part, prompts), self.floor, written_out)
 
@@ -226,5 +227,5 @@ class Experience:
         groups = [Group(prompt, completions, ()) for prompt, completions in zip(prompts, drawn, strict=True)]
         rows = [(group.prompt, completion) for group in groups for completion in group.completions]
         values = [(1 + 0.1 * (row % 10)) * (-1) ** row for row in range(len(rows))]
-        batch = assembled(groups, values, [True] * len(rows), self.config.normalise, cap=self.config.max_new, rounded=rounding(self.device))
+        batch = assembled(groups, values, [True] * len(rows), self.config.normalise, cap=self.config.max_new)
         return replace(batch, reference=batch.behaviour), rows

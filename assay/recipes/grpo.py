@@ -46,6 +46,7 @@ from assay.recipes.grpo_plan import (
 )
 from assay.recipes.handover import exported
 from assay.recipes.judged import Judging
+from assay.recipes.layout import layout_of
 from assay.recipes.pace import Pace
 from assay.recipes.reference import Reference, check_same_reference
 from assay.recipes.rehearsed import check_fork, check_seeds_count, floor_of
@@ -82,6 +83,7 @@ class Reinforcement(Training):
         start = begin(config, device, lambda step: reach(replace(config, lr=self.lr), start, pace_known[0], step), say)
         self.beginning, self.lr = start, config.lr or (LR_ADAPTER if isinstance(start.form, Adapter) else LR_WHOLE)
         self.prompts = prompted(config, start)
+        self.longest = config.max_new + max(len(prompt.ids) for prompt in (*self.prompts.train, *self.prompts.held_out))  # with its prompt
         order = PromptOrder(self.prompts.train, config.seed, config.prompts, config.epochs)
         pace = paced(config, order)
         pace_known.append(pace)
@@ -99,14 +101,15 @@ class Reinforcement(Training):
         # A request that was refused until here leaves no folder, but for RUN/base.
         run = Run(Path(config.out), config, say=say, probing=Probing(config.probe_samples, device))
         self.sampler = self.sampler_of(start.model, config, config.sampler_device)
-        self.experience = Experience(config, order, self.sampler, self.workers, self.judging, limit, run, self.asked, device)
+        self.layout = layout_of(device, config.micro, self.longest, start.model.config.max_length)
+        self.experience = Experience(config, order, self.sampler, self.workers, self.judging, limit, run, self.asked, self.layout)
         self.examiner = Examiner(spread(self.prompts.held_out, config.look_prompts), self.workers, self.metric, self.metric_workers, limit,
                                  examining(config), max(1, config.eval_samples), judged=self.judging is not None)
         watch = Watch([group["lr"] for group in optimizer.param_groups], pace.multiplier, steady=False)
         super().__init__(config, Parts(run, start.model, start.form, optimizer, policy_gradient(self.asked), self.experience, pace,
-                                       Trials(run, self.answered, name=self.metric.name, device=device), watch, config.micro, config.clip,
-                                       whole_rollouts(config.checkpoint_every, config.inner), minutes=config.checkpoint_minutes,
-                                       steps_before=start.steps_before, look_first=True))
+                                       Trials(run, self.answered, name=self.metric.name, device=device), watch, self.layout.rows,
+                                       config.clip, whole_rollouts(config.checkpoint_every, config.inner),
+                                       minutes=config.checkpoint_minutes, steps_before=start.steps_before, look_first=True))
         self.eval_every = whole_rollouts(config.eval_every or config.checkpoint_every, config.inner)
         self.fork, self.lineage = fingerprint(self.model), start.form.lineage
         start.form.lineage = self.as_far_as_moved
@@ -117,9 +120,8 @@ class Reinforcement(Training):
         self.informed = self.ending = False
 
     def sampler_of(self, model: Transformer, config: Grpo, device: str | None = None) -> Sampler:
-        longest = max(len(prompt.ids) for prompt in (*self.prompts.train, *self.prompts.held_out))
         return Sampler(model, self.beginning.tokenizer, self.beginning.parent.stops, slots=config.prompts * config.group,
-                       length=longest + config.max_new, device=device)
+                       length=self.longest, device=device)
 
     def as_far_as_moved(self, step: int) -> Lineage:
         """As long as no rewards differed, the weights are still the fork's, and a proof must not expect otherwise."""
@@ -144,7 +146,7 @@ class Reinforcement(Training):
         batch, self.rehearsed = self.experience.rehearsal(self.start)
         self.shown = batch.to(self.device)
         self.measure_floor()
-        return batch
+        return self.layout.packed(batch).batch
 
     def measure_floor(self) -> None:
         self.experience.floor = floor_of(self.model, self.rehearsed, self.config.temperature)

@@ -13,6 +13,7 @@ from assay.generate.weights import fingerprint
 from assay.guard.proof import demanded, prove_checkpoint
 from assay.model.placement import place_for_training
 from assay.recipes.forms import Form
+from assay.recipes.layout import Layout
 from assay.recipes.rollouts import batch_logprobs
 from assay.recipes.run import Run
 from assay.store.checkpoint import Checkpoint, open_checkpoint, step_folder, steps
@@ -81,8 +82,8 @@ class Reference:
                 self.run.needed.add(open_checkpoint(folder, verify=False).digest)
 
     @torch.no_grad()
-    def logprobs(self, batch: Batch, temperature: float, micro: int, *, entropy: bool) -> Tensor:
-        return batch_logprobs(self.model, batch, temperature, micro, entropy=entropy)
+    def logprobs(self, batch: Batch, temperature: float, layout: Layout, *, entropy: bool) -> Tensor:
+        return batch_logprobs(self.model, batch, temperature, layout, entropy=entropy)
 
     @property
     def used(self) -> str:

@@ -13,6 +13,7 @@ from assay.guard.rollouts import check_seeds
 from assay.model.placement import uncompiled
 from assay.model.transformer import Transformer
 from assay.recipes.experience import COMPARED
+from assay.recipes.layout import Layout
 from assay.recipes.rollouts import Prompt, Sampler, batch_logprobs, of_completions
 from assay.verdict import Verdict, proven, refuted
 
@@ -41,7 +42,7 @@ def check_fork(parent: Transformer, child: Transformer, batch: Batch, rehearsed:
     """The child answers as its parent does, opened anew: neither an adapter nor anything else was lost on the way."""
     shown = next(batch.split(COMPARED))
     prompts = [prompt.ids for prompt, _ in rehearsed[: len(shown)]]
-    due, found = (of_completions(batch_logprobs(model, shown, temperature, COMPARED, entropy=False), shown, prompts)
+    due, found = (of_completions(batch_logprobs(model, shown, temperature, Layout(COMPARED), entropy=False), shown, prompts)
                   for model in (parent, child))
     apart = max(float(np.abs(np.subtract(one, two)).mean()) for one, two in zip(due, found, strict=True))
     words = f"child and parent are {apart:.1e} nats a token apart; the floor allows {floor.bound_alone:.1e}"

@@ -28,11 +28,12 @@ from assay.model.attention import PADDING, documents_from_lengths
 from assay.model.stops import Stops
 from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import Transformer
+from assay.recipes.layout import Layout
 from assay.reward.answer import Form, disagreements, gold_answer, readings
 from assay.reward.workers import Item, Scored, Workers
 from assay.seeds import derive
 
-ROUNDED = {"cuda": 256}  # columns of a batch come in multiples of this, so that few shapes are compiled and captured
+COLUMNS = 8  # a row's width is a multiple of this
 OVERLONG = "overlong"
 
 # ---------------------------------------------------------------- prompts
@@ -233,13 +234,12 @@ def counted(groups: Sequence[Group], advantages: Advantages, *, mask_truncated: 
     return found
 
 
-def assembled(groups: Sequence[Group], advantage_N: Sequence[float], counted_N: Sequence[bool], normalise: Normalise, *, cap: int,
-              rounded: int = 8) -> Batch:
+def assembled(groups: Sequence[Group], advantage_N: Sequence[float], counted_N: Sequence[bool], normalise: Normalise, *, cap: int) -> Batch:
     """One row a completion, the sampled ids after the prompt's. Advantage and weight stand on the completion's tokens alone."""
     rows = [(group.prompt, completion) for group in groups for completion in group.completions]
     counting = token_weights([len(completion.ids) for _, completion in rows], counted_N, normalise, cap)
     lengths = [len(prompt.ids) + len(completion.ids) for prompt, completion in rows]
-    width = -(-max(lengths) // rounded) * rounded
+    width = -(-max(lengths) // COLUMNS) * COLUMNS
     streams: dict[str, Any] = {name: torch.zeros(len(rows), width) for name in ("weight", "advantage", "behaviour")}
     tokens = torch.zeros(len(rows), width, dtype=torch.int64)
     for row, (prompt, completion) in enumerate(rows):
@@ -253,10 +253,12 @@ def assembled(groups: Sequence[Group], advantage_N: Sequence[float], counted_N: 
 
 
 @torch.no_grad()
-def batch_logprobs(model: Transformer, batch: Batch, temperature: float, micro: int, *, entropy: bool) -> Tensor:
+def batch_logprobs(model: Transformer, batch: Batch, temperature: float, layout: Layout, *, entropy: bool) -> Tensor:
     """(B, T) on the CPU, by the same kernels and in the same parts as the objective's."""
-    device = model.embed.weight.device
-    return torch.cat([token_logprobs(model, part.to(device), temperature, entropy=entropy)[0].cpu() for part in batch.split(micro)])
+    device, packed = model.embed.weight.device, layout.packed(batch)
+    parts = [token_logprobs(model, part.to(device, non_blocking=True), temperature, entropy=entropy)[0]
+             for part in packed.batch.split(layout.rows)]
+    return packed.unpacked(torch.cat(parts).cpu())
 
 
 def of_completions(values_BT: Tensor, batch: Batch, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -264,9 +266,3 @@ def of_completions(values_BT: Tensor, batch: Batch, prompts: Sequence[Sequence[i
     assert batch.documents is not None
     ends = (batch.documents != PADDING).sum(1).tolist()
     return [row[len(prompt):end].tolist() for row, prompt, end in zip(values_BT, prompts, ends, strict=True)]
-
-
-def rounding(device: str) -> int:
-    return next((columns for kind, columns in ROUNDED.items() if device.startswith(kind)), 8)
-
-

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from assay.errors import GuardStop
+from assay.generate import weights
 from assay.generate.weights import ServedModel, fingerprint
 from assay.model.tiny import tiny_config
 from assay.model.transformer import initialised
@@ -30,6 +31,24 @@ def test_one_bit_one_swap_and_one_name_change_it():
     swapped = initialised(tiny_config("llama"), 0)
     swapped.blocks[0], swapped.blocks[1] = swapped.blocks[1], swapped.blocks[0]
     assert fingerprint(swapped) != before
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32,), (torch.bfloat16, torch.float32)], ids=str)
+def test_it_does_not_matter_how_much_is_summed_at_once(dtypes, monkeypatch):
+    """Pieces of tensors, tensors together, and two sizes of entries beside one another; against one sum over all bits."""
+    model = initialised(tiny_config("llama"), 0)
+    for place, block in enumerate(model.blocks):
+        block.to(dtypes[place % len(dtypes)])
+    found = set()
+    for entries in (5, 100, 4099, 1 << 22):
+        monkeypatch.setattr(weights, "CHUNK", entries)
+        found.add(fingerprint(model))
+    assert len(found) == 1
+    bits = [p.detach().flatten().view(torch.int32) for _, p in sorted(model.named_parameters()) if p.dtype == torch.float32]
+    due = sum((2 * place + 1) * weights.ODD * bit for place, bit in enumerate(torch.cat(bits).tolist())) + sum(map(len, bits))
+    monkeypatch.setattr(weights, "CHUNK", 100)
+    checked = weights._checksum([p for _, p in sorted(model.named_parameters()) if p.dtype == torch.float32])
+    assert (int(checked) - due) % 2**64 == 0
 
 
 def test_a_write_and_a_replacement_are_told_apart_from_nothing():

@@ -1,6 +1,7 @@
 """Reinforcement: what is sampled, rewarded, learned, compared with and handed over is what was meant. The toy has the real proofs."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +10,17 @@ import pytest
 import torch
 
 from assay.cli import run as assay
+from assay.data.batch import Batch
 from assay.data.layouts import read_conversations
 from assay.errors import ArtifactError, AssayError, GuardStop, UsageError
 from assay.generate.engine import Engine
 from assay.generate.request import Completion
+from assay.model.attention import PADDING
 from assay.model.tiny import tiny_tokenizer
 from assay.recipes import grpo as recipe
 from assay.recipes import reference, trials
 from assay.recipes.grpo import Reinforcement
+from assay.recipes.layout import Layout, Packed
 from assay.recipes.reference import Reference
 from assay.recipes.rollouts import Group, Prompt, PromptOrder, Sampler, asked, read_prompts, reading_metrics
 from assay.store.checkpoint import open_checkpoint, step_folder, steps
@@ -294,6 +298,29 @@ def test_a_sampler_on_a_device_of_its_own_is_the_same_run_and_its_copy_is_handed
     monkeypatch.setattr(torch, "_foreach_copy_", lambda targets, sources: None)  # never renewed after the first time
     with pytest.raises(GuardStop, match="on cpu are not the trainer's after they were handed over"):
         forked(adapter, tmp_path / "stale", sampler_device="cpu")
+
+
+def test_packed_rows_are_the_same_run_and_a_token_lost_there_is_stopped(adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Packed on a GPU, and here where a test says so."""
+    apart, packed = (options(adapter, tmp_path / name, steps=3, lr=2e-3, kl="k3", kl_weight=0.05) for name in ("apart", "packed"))
+    reinforced(apart)
+    monkeypatch.setattr(recipe, "layout_of", lambda *_: Layout(2, 48))
+    reinforced(packed)
+    one, two = ([row for row in rows(Path(config.out) / "metrics.jsonl") if "loss" in row] for config in (apart, packed))
+    assert len(one) == 3
+    for name in ("loss", "grad_norm", "kl", "reward", "completions/mean_length"):
+        assert [row[name] for row in two] == pytest.approx([row[name] for row in one], rel=1e-3, abs=1e-6), name
+    sound = Layout.packed
+
+    def lossy(self: Layout, batch: Batch) -> Packed:
+        found = sound(self, batch)
+        documents = found.batch.documents.clone()
+        documents[0, documents[0].eq(0).sum() - 1] = PADDING
+        return found._replace(batch=replace(found.batch, documents=documents, weight=found.batch.weight * (documents != PADDING)))
+
+    monkeypatch.setattr(Layout, "packed", lossy)
+    with pytest.raises(GuardStop, match="ids"):
+        forked(adapter, tmp_path / "lossy")
 
 
 def test_a_parent_whose_adapter_is_not_loaded_is_stopped(adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
