@@ -134,7 +134,7 @@ class Bench:
         tokenizer = open_artifact(self.fp32).tokenizer
         assert tokenizer is not None
         short = [prompt for prompt in read_prompts(self.flags.data, tokenizer) if len(prompt.ids) <= self.flags.max_prompt]
-        steps = max(self.flags.warm + self.flags.steps, 1 + self.flags.peer_steps)
+        steps = 1 + max(self.flags.warm + self.flags.steps, 1 + self.flags.peer_steps)  # where prompts end, a run makes a checkpoint
         apart, learned = short[:HELD_OUT], short[HELD_OUT:][: steps * self.flags.prompts]
         if len(learned) < steps * self.flags.prompts:
             raise SystemExit(f"{len(short)} prompts of at most {self.flags.max_prompt} tokens are too few; raise --max-prompt")
