@@ -51,6 +51,8 @@ OUTSIDE = {errno.ENAMETOOLONG: (2, "give a shorter path"), errno.EACCES: (2, "ch
            errno.EPERM: (2, "check its permissions, or choose another path"), errno.EROFS: (1, "choose a place that can be written to"),
            errno.ENOSPC: (1, "make room on the disk"), errno.EDQUOT: (1, "make room on the disk"), errno.EIO: (1, "check the disk")}
 
+NO_MEMORY = ("OutOfMemoryError", "MemoryError", "can't allocate memory", "CUDA out of memory")  # of a GPU, and of the machine
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -81,6 +83,12 @@ def run(argv: list[str]) -> int:
             _print_nothing_more()
         print(f"assay: {str(error.filename or 'what is printed')[:200]}: {error.strerror}; {OUTSIDE[error.errno][1]}", file=sys.stderr)
         return OUTSIDE[error.errno][0]
+    except (MemoryError, RuntimeError) as error:
+        if not any(sign in f"{type(error).__name__}: {error}" for sign in NO_MEMORY):
+            raise
+        print(f"assay: {'. '.join(str(error).split('. ')[:3]) or 'no memory is left'}: let less go through the model at a time (--micro, "
+              "--micro-tokens, --batch), or end what else takes memory; a run goes on from its last checkpoint", file=sys.stderr)
+        return 1
 
 
 def _print_nothing_more() -> None:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from assay import cli
 from assay.cli import run
@@ -130,6 +131,22 @@ def test_a_mistake_is_one_sentence_and_leaves_nothing(line, code, sentence, shel
     assert sentence in err
     assert len(err.splitlines()) == 1, err
     assert sorted(shelf.rglob("*")) == before
+
+
+@pytest.mark.parametrize("error", [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has 17 MiB free. Process 1 …"),
+    MemoryError(), RuntimeError("[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: 9 bytes")])
+def test_no_memory_is_a_sentence_and_any_other_fault_keeps_its_traceback(error, monkeypatch, capsys):
+    raised = [error, RuntimeError("a bug")]
+    monkeypatch.setattr(cli, "_dispatch", lambda argv: (_ for _ in ()).throw(raised[0]))
+    assert cli.run(["sft"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("assay: ")
+    assert "--micro" in said
+    assert "Process 1" not in said
+    raised.pop(0)
+    with pytest.raises(RuntimeError, match="a bug"):
+        cli.run(["sft"])
 
 
 @pytest.mark.parametrize(("number", "code"), [(errno.EACCES, 2), (errno.ENOSPC, 1)])
