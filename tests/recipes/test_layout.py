@@ -43,9 +43,10 @@ def test_packed_and_back_everything_is_where_it_was(layout):
     assert not packed.batch.weight[beyond].any()
 
 
-@pytest.mark.parametrize("ratio", ["token", "sequence", "cispo"])
-def test_loss_gradients_and_metrics_are_those_of_the_rows(ratio):
-    model, rows = tiny(), rollout()
+@pytest.mark.parametrize(("family", "ratio"), [("llama", "token"), ("llama", "sequence"), ("llama", "cispo"), ("gpt2", "token"),
+                                              ("mistral", "token"), ("assay", "sequence")])
+def test_loss_gradients_and_metrics_are_those_of_the_rows(family, ratio):
+    model, rows = tiny(family), rollout()
     objective = policy_gradient(Surrogate(ratio=ratio, kl="k3", kl_weight=0.1))
     packed = Layout(2, 40).packed(rows).batch
     due, found = (gradients(model, lambda batch=batch: objective(model, batch).total) for batch in (rows, packed))
