@@ -244,7 +244,8 @@ def run_blocks(layers: Sequence[tuple[nn.Module, Sight, LayerView | None]], x_BT
                values: tuple[list[Tensor], ...], recompute: bool) -> Tensor:
     for block, sight, cache in layers:
         arguments = (x_BTD, rotary, sight, cache, *values)
-        x_BTD = checkpoint(block, *arguments, use_reentrant=False) if recompute else block(*arguments)
+        # In a block nothing is drawn by lot, and asking for the generator's state would end a graph's capture.
+        x_BTD = checkpoint(block, *arguments, use_reentrant=False, preserve_rng_state=False) if recompute else block(*arguments)
     return x_BTD
 
 

@@ -47,7 +47,7 @@ def begin(config: Trained, device: str, reach: Callable[[int], float], say: Call
     if tokenizer is None:
         raise UsageError(f"{parent.path} has no tokenizer, so no conversation can be written for it; add tokenizer.json")
     model, form = trainable(config, parent, tokenizer, reach, say)
-    place_for_training(model, device)
+    place_for_training(model, device, recompute=config.recompute)
     model.train()
     carried, steps = carried_state(config)
     return Beginning(parent, model, form, tokenizer, carried, steps)

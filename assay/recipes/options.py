@@ -35,6 +35,7 @@ class Pretrain:
     warmup: int = option("steps", least=0, default=40)
     decay: float = option("share of the run over which wsd goes down", least=0, most=1, default=0.5)
     clip: float = option("gradient norm", above=0, default=1.0)
+    recompute: bool = option("compute activations again on the way back, not keep them: less memory, a third more time", default=False)
     ema: float = option("decay of a moving average of the weights, which is scored and handed over; 0: none", least=0, below=1, default=0.0)
     every: int = option("steps between checkpoints, each with a look at held-out text; the first comes after step 1", least=1, default=500)
     look_documents: int = option("held-out documents a look scores; the handed-over model is scored on all", least=2, default=64)
@@ -65,6 +66,7 @@ class Trained:
     warmup: int = option("steps", least=0, default=10)
     decay: float = option("share of the run over which wsd goes down", least=0, most=1, default=0.5)
     clip: float = option("gradient norm", above=0, default=1.0)
+    recompute: bool = option("compute activations again on the way back, not keep them: less memory, a third more time", default=False)
     checkpoint_every: int = option("steps between checkpoints, each with a look at what is held out; the first comes after step 1; "
                                    "0: none but the first and the last", least=0, default=100)
     checkpoint_minutes: float | None = option("also one after so many minutes", above=0, default=None)

@@ -73,7 +73,7 @@ class Pretraining(Training):
         self.order.require(plan.steps or 1)  # refused before anything is made, where the data does not suffice
         pace = Pace(Budget(plan.steps, config.minutes, config.schedule, config.warmup, config.decay))
         tokenizer = Tokenizer.from_folder(Path(config.corpus))
-        model = place_for_training(initialised(plan.model, config.seed), plan.device)
+        model = place_for_training(initialised(plan.model, config.seed), plan.device, recompute=config.recompute)
         for line in announced(config, plan, self.corpus, parameter_count(model)):
             say(line)
         if config.max_bytes is not None:

@@ -113,8 +113,9 @@ def loss_and_gradients(family, accumulate, **placement):
 
 @pytest.mark.parametrize("family", ["llama", "mixed"])  # in "mixed" every layer mixes in the first layer's values
 @pytest.mark.parametrize(("graphed", "placement"), [
-    (False, {"compile": False}), (False, {"compile": True}), (False, {"compile": True, "recompute": True}), (True, {"compile": True})],
-    ids=["eager", "compiled", "recomputed", "graphed"])
+    (False, {"compile": False}), (False, {"compile": True}), (False, {"compile": True, "recompute": True}), (True, {"compile": True}),
+    (True, {"compile": True, "recompute": True})],
+    ids=["eager", "compiled", "recomputed", "graphed", "graphed and recomputed"])
 def test_a_model_trains_as_without_the_kernel(family, graphed, placement, monkeypatch):
     """No further from fp32 than bf16 without the kernel is, but for chance."""
     accumulate = GraphedAccumulate() if graphed else accumulated

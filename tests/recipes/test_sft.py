@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from assay.cli import run as assay
 from assay.errors import GuardStop, UsageError
 from assay.generate.sampler import Sampling, sample
+from assay.model import transformer
 from assay.model.lora import LoraLinear
 from assay.recipes import beginning, handover, run, sft, shrunk, tuning
 from assay.recipes.options import Sft
@@ -120,6 +122,20 @@ def test_a_run_learns_says_so_and_hands_over_what_it_scored(lora_r: int, home: P
     assert (tmp_path / "run" / "adapter").exists() is bool(lora_r)
     assert recorded["kind"] == "hand over"
     assert recorded["unit"] == "nats per token"
+
+
+@pytest.mark.parametrize("lora_r", [0, 4])
+def test_activations_that_are_computed_again_teach_the_same(lora_r: int, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    calls = []
+    monkeypatch.setattr(transformer, "checkpoint", lambda block, *given, **options: calls.append(block) or checkpoint(
+        block, *given, **options))
+    kept, again = (options(home, tmp_path / name, lora_r=lora_r, recompute=name == "again") for name in ("kept", "again"))
+    tuned(kept)
+    assert not calls
+    tuned(again)
+    assert len(calls) >= STEPS
+    digests = [open_artifact(step_folder(Path(config.out) / "checkpoints", STEPS)).digest for config in (kept, again)]
+    assert digests[0] == digests[1]
 
 
 def test_the_parent_in_memory_is_not_what_is_trained(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
