@@ -178,22 +178,22 @@ FULL_MARKS = dict.fromkeys(BUILT_IN, 1.0) | {"length": 0.0}
 def _parsed(spec: str) -> Reward:
     found = _SPEC.fullmatch(spec.strip())
     if found is None:
-        raise UsageError(f"--reward {spec}: expected NAME[OPTION=VALUE]:WEIGHT or FILE.py:FUNCTION:WEIGHT")
+        raise UsageError(f"reward {spec}: expected NAME[OPTION=VALUE]:WEIGHT or FILE.py:FUNCTION:WEIGHT")
     name, options, weight = found["name"], found["options"], _weight(spec, found["weight"])
     if ".py:" not in name:
         known = {**BUILT_IN, **RELATIVE}
         if name not in known:
-            raise UsageError(f"--reward {spec}: unknown reward {name!r}{nearest(name, known)}; or give FILE.py:FUNCTION")
+            raise UsageError(f"reward {spec}: unknown reward {name!r}{nearest(name, known)}; or give FILE.py:FUNCTION")
         if name == "gym" and find_spec("reasoning_gym") is None:
             from assay.reward.gym import HINT
 
-            raise UsageError(f"--reward {spec}: {HINT}")
+            raise UsageError(f"reward {spec}: {HINT}")
         return Reward(name, weight, _options(spec, known[name], options or ""))
     file, function = name.rsplit(":", 1)
     if options is not None or not function.isidentifier():
-        raise UsageError(f"--reward {spec}: expected FILE.py:FUNCTION:WEIGHT, without options")
+        raise UsageError(f"reward {spec}: expected FILE.py:FUNCTION:WEIGHT, without options")
     if not Path(file).is_file():
-        raise UsageError(f"--reward {spec}: there is no file {file}")
+        raise UsageError(f"reward {spec}: there is no file {file}")
     _require_defined(spec, Path(file), function)
     return Reward(function, weight, {}, str(Path(file).resolve()))
 
@@ -203,21 +203,21 @@ def _require_defined(spec: str, file: Path, function: str) -> None:
     try:
         nodes = list(ast.walk(ast.parse(file.read_bytes(), str(file))))
     except (SyntaxError, ValueError) as error:
-        raise UsageError(f"--reward {spec}: {file} is not Python: {error}") from None
+        raise UsageError(f"reward {spec}: {file} is not Python: {error}") from None
     bound = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     bound |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     bound |= {node.asname or node.name for node in nodes if isinstance(node, ast.alias)}
     if function not in bound and "*" not in bound:
-        raise UsageError(f"--reward {spec}: {file} has no {function!r}{nearest(function, sorted(bound))}")
+        raise UsageError(f"reward {spec}: {file} has no {function!r}{nearest(function, sorted(bound))}")
 
 
 def _weight(spec: str, given: str | None) -> float:
     try:
         weight = float("1" if given is None else given)
     except ValueError:
-        raise UsageError(f"--reward {spec}: the weight {given!r} is not a number") from None
+        raise UsageError(f"reward {spec}: the weight {given!r} is not a number") from None
     if not math.isfinite(weight):
-        raise UsageError(f"--reward {spec}: the weight {given!r} is not finite")
+        raise UsageError(f"reward {spec}: the weight {given!r} is not finite")
     return weight
 
 
@@ -228,23 +228,23 @@ def _options(spec: str, function: Callable[..., Any], text: str) -> dict[str, An
     for part in re.split(r",(?=\w+=)", text) if text else []:
         name, equals, value = part.partition("=")
         if not equals or name not in known:
-            raise UsageError(f"--reward {spec}: unknown option {name!r}{nearest(name, known) if known else '; it has none'}")
+            raise UsageError(f"reward {spec}: unknown option {name!r}{nearest(name, known) if known else '; it has none'}")
         options[name] = _typed(spec, name, value, known[name].annotation)
     missing = [name for name, parameter in known.items() if parameter.default is inspect.Parameter.empty and name not in options]
     if missing:
-        raise UsageError(f"--reward {spec}: needs {', '.join(missing)}, as in {function.__name__}[{missing[0]}=…]")
+        raise UsageError(f"reward {spec}: needs {', '.join(missing)}, as in {function.__name__}[{missing[0]}=…]")
     return options
 
 
 def _typed(spec: str, name: str, value: str, annotation: Any) -> Any:
     if get_origin(annotation) is Literal:
         if value not in get_args(annotation):
-            raise UsageError(f"--reward {spec}: {name} is {value!r}{nearest(value, get_args(annotation))}")
+            raise UsageError(f"reward {spec}: {name} is {value!r}{nearest(value, get_args(annotation))}")
         return value
     try:
         return annotation(value)
     except ValueError:
-        raise UsageError(f"--reward {spec}: {name} is {value!r}; expected {annotation.__name__}") from None
+        raise UsageError(f"reward {spec}: {name} is {value!r}; expected {annotation.__name__}") from None
 
 
 def _names_wanted(tests: str) -> list[str]:
