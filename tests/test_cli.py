@@ -113,6 +113,33 @@ def test_sampling_shows_tokens(tmp_path, capsys):
     assert len(row["ids"]) == len(row["logprobs"]) == 4
 
 
+def test_sampling_is_the_same_alone_among_others_and_as_it_comes(tmp_path, capsys):
+    """And every control reaches the sampler."""
+    from assay.verbs.demo.artifacts import build_and_save
+
+    build_and_save(tmp_path / "model")
+    capsys.readouterr()
+    argv = ["sample", str(tmp_path / "model"), "--prompt", "the end", "--max-new", "12", "--temperature", "1.5", "--seed", "3"]
+
+    def said(*more: str) -> str:
+        assert run([*argv, *more]) == 0
+        return capsys.readouterr().out
+
+    plain = said()
+    (row,) = json.loads(said("--json"))
+    assert plain == f"> the end\n{row['text']} […cut at --max-new]\n\n"
+    assert said("--n", "2").startswith(plain)
+    controls = (("--top-k", "1"), ("--min-p", "0.9"), ("--repetition-penalty", "3"), ("--seed", "4"))
+    assert all(said(*control) != plain for control in controls)
+    cut = next(word for word in row["text"][1:] if word.isprintable())
+    (stopped,) = json.loads(said("--json", "--stop", cut))
+    assert stopped["ended"] == "stop string"
+    assert stopped["text"] == row["text"][: row["text"].index(cut)]
+    assert run([*argv, "--device", "cuda:77"]) == 2
+    assert run([*argv, "--max-new", "100000"]) == 2
+    assert "the context is" in capsys.readouterr().err
+
+
 def test_the_core_works_without_the_extras(tmp_path):
     """Save, prove and sample with transformers, PEFT, gguf, pyarrow and triton not there."""
     blocked = {"transformers", "peft", "gguf", "pyarrow", "triton", "accelerate"}

@@ -4,13 +4,16 @@ import json
 import math
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from assay.config import argument, option
 from assay.errors import UsageError
 
 if TYPE_CHECKING:
-    from assay.generate.sampler import Completion
+    from collections.abc import Sequence
+
+    from assay.generate.engine import Engine
+    from assay.generate.request import Completion, Request
     from assay.store.artifact import Artifact
 
 
@@ -25,22 +28,29 @@ class FLAGS:
     temperature: float = option("0 is greedy", default=0.7)
     top_k: int = option("sample among the k likeliest; 0: all", default=0)
     top_p: float = option("sample within this probability mass", default=1.0)
+    min_p: float = option("leave out tokens less likely than this share of the likeliest", default=0.0)
+    repetition_penalty: float = option("above 1: what was said already becomes less likely", default=1.0)
+    stop: tuple[str, ...] = option("texts that end a sample, which stops before them", default=())
     seed: int = option("seed; the same seed gives the same text", default=0)
     raw: bool = option("no chat template", default=False)
     tokens: bool = option("print the token-level transcript: position, id, text, log-probability, special tokens marked", default=False)
     base: str | None = option("an adapter's base, where the adapter does not name it", default=None)
+    device: str | None = option("cpu, cuda or cuda:N; a GPU where there is one", default=None)
+    dtype: Literal["float32", "bfloat16", "float16"] | None = option("default: bfloat16 on a GPU, float32 elsewhere", default=None)
     json: bool = option("print JSON", default=False)
 
 
 EXAMPLES = """  assay sample smollm2-135m --prompt 'Why is the sky blue?' --n 3
-  assay sample runs/a/checkpoints/step-000500 --prompt 'Once upon' --raw --tokens --temperature 0"""
+  assay sample runs/a/checkpoints/step-000500 --prompt 'Once upon' --raw --tokens --temperature 0
+  assay sample smollm2-135m --prompt 'Name three rivers.' --min-p 0.05 --repetition-penalty 1.1 --stop '4.'"""
 
 MOST = 100_000  # samples of a prompt: all of them are held in memory
+MANY = 16_384  # tokens to make, from which on a GPU's steps are worth compiling
 
 
 def run(flags: FLAGS) -> int:
-    from assay.generate.sampler import Sampling, sample
-    from assay.store.artifact import build, open_artifact
+    from assay.generate.request import Request, Sampling
+    from assay.store.artifact import open_artifact
 
     if not 1 <= flags.n <= MOST:
         raise UsageError(f"assay sample: --n is {flags.n}; expected 1 to {MOST:,} samples per prompt")
@@ -49,14 +59,50 @@ def run(flags: FLAGS) -> int:
         print(f"note: {note}", file=sys.stderr if flags.json else sys.stdout)
     texts = [text for text in flags.prompt or ("",) for _ in range(flags.n)]
     prompts = [encoded(artifact, text, raw=flags.raw) for text in texts]
-    sampling = Sampling(flags.max_new, flags.temperature, flags.top_k, flags.top_p, flags.seed)
-    completions = sample(build(artifact), prompts, artifact.stops.stop_ids, sampling)
+    sampling = Sampling(flags.max_new, flags.temperature, flags.top_k, flags.top_p, flags.seed, flags.min_p, flags.repetition_penalty)
+    live = len(texts) == 1 and not (flags.json or flags.tokens)
+    requests = [Request(tuple(prompt), sampling, (row,), stop=flags.stop, stream=live) for row, prompt in enumerate(prompts)]
+    completions = completed(engine_for(flags, artifact, requests), requests, f"> {texts[0]}\n" if live else "")
     if flags.json:
         print(json.dumps([as_json(artifact, *row) for row in zip(texts, prompts, completions, strict=True)], indent=1))
-        return 0
-    for text, prompt, completion in zip(texts, prompts, completions, strict=True):
-        print(transcript(artifact, prompt, completion) if flags.tokens else shown(artifact, text, completion))
+    elif flags.tokens:
+        print("\n".join(transcript(artifact, *row) for row in zip(prompts, completions, strict=True)))
+    elif live:
+        print(f"{ending(completions[0])}\n")
+    else:
+        print("\n".join(f"> {text}\n{said.text}{ending(said)}\n" for text, said in zip(texts, completions, strict=True)))
     return 0
+
+
+def engine_for(flags: FLAGS, artifact: "Artifact", requests: "Sequence[Request]") -> "Engine":
+    import torch
+
+    from assay.generate.engine import Engine, fitting_slots
+    from assay.model.placement import default_device, place_for_training
+    from assay.store.artifact import build
+
+    dtype = getattr(torch, flags.dtype) if flags.dtype else None
+    model = place_for_training(build(artifact), flags.device or default_device(), compute=dtype, compile=False).requires_grad_(False)
+    length = min(max(len(request.prompt) for request in requests) + flags.max_new, model.config.max_length)
+    return Engine(model, slots=fitting_slots(model, len(requests), length), length=length, stop_ids=artifact.stops.stop_ids,
+                  version=artifact.digest, tokenizer=artifact.tokenizer, graphed=None if len(requests) * flags.max_new >= MANY else False)
+
+
+def completed(engine: "Engine", requests: "Sequence[Request]", heading: str) -> "list[Completion]":
+    """What is streamed is printed as it comes, under its heading."""
+    place = {engine.submit(request): row for row, request in enumerate(requests)}
+    print(heading, end="")
+    done: dict[int, Completion] = {}
+    while not engine.idle:
+        for progress in engine.step():
+            print(progress.text, end="", flush=bool(progress.text))
+            if progress.completion is not None:
+                done[place[progress.ticket]] = progress.completion
+    return [done[row] for row in range(len(requests))]
+
+
+def ending(completion: "Completion") -> str:
+    return " […cut at --max-new]" if completion.ended == "length" else ""
 
 
 def encoded(artifact: "Artifact", text: str, *, raw: bool) -> list[int]:
@@ -68,12 +114,6 @@ def encoded(artifact: "Artifact", text: str, *, raw: bool) -> list[int]:
     if not ids and artifact.stops.bos is None and artifact.stops.eos is None:
         raise UsageError("an empty prompt needs a BOS or EOS token to begin from; give --prompt")
     return ids or [next(id for id in (artifact.stops.bos, artifact.stops.eos) if id is not None)]
-
-
-def shown(artifact: "Artifact", text: str, completion: "Completion") -> str:
-    assert artifact.tokenizer is not None
-    ending = "" if completion.ended == "stop" else " […cut at --max-new]"
-    return f"> {text}\n{artifact.tokenizer.decode(completion.ids, special=False)}{ending}\n"
 
 
 def transcript(artifact: "Artifact", prompt: list[int], completion: "Completion") -> str:
@@ -90,6 +130,5 @@ def transcript(artifact: "Artifact", prompt: list[int], completion: "Completion"
 
 
 def as_json(artifact: "Artifact", text: str, prompt: list[int], completion: "Completion") -> dict:
-    assert artifact.tokenizer is not None
     return {"prompt": text, "prompt_ids": prompt, "ids": list(completion.ids), "logprobs": list(completion.logprobs),
-            "ended": completion.ended, "text": artifact.tokenizer.decode(completion.ids, special=False), "digest": artifact.digest}
+            "ended": completion.ended, "text": completion.text, "digest": artifact.digest}
