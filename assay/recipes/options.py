@@ -39,6 +39,9 @@ class Pretrain:
     ema: float = option("decay of a moving average of the weights, which is scored and handed over; 0: none", least=0, below=1, default=0.0)
     every: int = option("steps between checkpoints, each with a look at held-out text; the first comes after step 1", least=1, default=500)
     look_documents: int = option("held-out documents a look scores; the handed-over model is scored on all", least=2, default=64)
+    patience: int = option("stop early once so many looks together improve the held-out loss by less than --worth; refused where noise "
+                           "hides that; 0: never", least=0, default=0)
+    worth: float = option("with --patience: what is worth going on for, in the unit of the looks", above=0, default=0.01)
     probe_samples: int = option("texts to each of eight prompts by which a proof may judge what a checkpoint says; clean ones are enough "
                                 "after one; 0: none", least=0, default=4)
     seed: int = option("seed", default=0)
@@ -94,6 +97,9 @@ class Tuning(Trained):
     batch_tokens: int = option("tokens a step, padding included", default=16384)
     micro_tokens: int = option("tokens that go through the model at a time; changes nothing but memory", least=1, default=16384)
     look_examples: int = option("held-out conversations a look scores; the handed-over model is scored on all", least=2, default=256)
+    patience: int = option("stop early once so many looks together improve the held-out loss by less than --worth; refused where noise "
+                           "hides that; 0: never", least=0, default=0)
+    worth: float = option("with --patience: what is worth going on for, in the unit of the looks", above=0, default=0.01)
 
 
 @dataclass(frozen=True, kw_only=True)

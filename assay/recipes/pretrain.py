@@ -31,6 +31,7 @@ from assay.recipes.options import Pretrain
 from assay.recipes.pace import Budget, Pace
 from assay.recipes.run import Run, say_now
 from assay.recipes.squeezed import require_room, squeezed
+from assay.recipes.stopping import Stopping, early_rule
 from assay.recipes.training import Parts, Training
 from assay.store.pack import Lineage
 from assay.verdict import Verdict
@@ -72,6 +73,7 @@ class Pretraining(Training):
         self.order = Order(self.corpus, config.seed, plan.rows, config.length, config.epochs)
         self.order.require(plan.steps or 1)  # refused before anything is made, where the data does not suffice
         pace = Pace(Budget(plan.steps, config.minutes, config.schedule, config.warmup, config.decay))
+        rule = early_rule(config.patience, config.worth, schedule=config.schedule, steps=plan.steps, every=config.every)
         tokenizer = Tokenizer.from_folder(Path(config.corpus))
         model = place_for_training(initialised(plan.model, config.seed), plan.device, recompute=config.recompute)
         for line in announced(config, plan, self.corpus, parameter_count(model)):
@@ -91,7 +93,7 @@ class Pretraining(Training):
         lineage = Lineage() if ema is None else Lineage(weight_set="raw", scored_set="ema")
         form = Whole(model, tokenizer, resolve_stops(tokenizer, {}, {}), lambda step: lineage)
         super().__init__(config, Parts(run, model, form, optimizer, next_token, self.order, pace, looks, watch, plan.micro, config.clip,
-                                       config.every, ema))
+                                       config.every, ema, stopping=None if rule is None else Stopping(run, looks, rule, config.every)))
 
     def data_facts(self, step: int) -> dict[str, Any]:
         return {"corpus": self.corpus.digest, "tokenizer": self.corpus.tokenizer_digest, "seed": self.config.seed,

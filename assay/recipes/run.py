@@ -249,7 +249,8 @@ def _settle_config(path: Path, config: Any) -> bool:
     if not isinstance(earlier, dict):
         raise UsageError(f"{path}: these are not the options of a run, so it cannot be gone on with; give another --out")
     # How long to go on, and where, may change between sittings; what is learned, and from what, may not.
-    free = {"minutes", "tokens", "device", "out", "json", "resume", "probe_samples"}
+    free = {"minutes", "tokens", "device", "out", "json", "resume", "probe_samples", "patience", "worth"}
+    earlier = plain({each.name: each.default for each in dataclasses.fields(config) if each.default is not dataclasses.MISSING}) | earlier
     changed = [name for name in values if name not in free and earlier.get(name) != values[name]]
     if changed:
         said = ", ".join(f"{name} was {earlier.get(name)!r}, now {values[name]!r}" for name in changed[:SHOWN])

@@ -34,6 +34,7 @@ from assay.recipes.forms import Form
 from assay.recipes.looks import Looks
 from assay.recipes.pace import Pace
 from assay.recipes.run import Run, plain, read_rows
+from assay.recipes.stopping import Stopping
 from assay.store.checkpoint import Checkpoint, Contents
 from assay.store.identity import environment
 from assay.store.saver import own
@@ -72,6 +73,7 @@ class Parts:
     minutes: float | None = None  # also a checkpoint after so many
     steps_before: int = 0  # that the optimizer's moments have seen in another run
     look_first: bool = False  # at what the run begins with: what it was worth before is part of the result
+    stopping: Stopping | None = None
 
 
 class Training(ABC):
@@ -161,7 +163,12 @@ class Training(ABC):
         return self.planned_batches()
 
     def planned_batches(self) -> Iterator[Batch]:
-        return planned(self.source, self.start, self.pace.budget.steps)
+        return iter(()) if self.stopped else planned(self.source, self.start, self.pace.budget.steps)
+
+    @property
+    def stopped(self) -> bool:
+        """Early, by what the looks show."""
+        return self.parts.stopping is not None and self.parts.stopping.reason is not None
 
     def rehearse(self) -> None:
         """Before the first step of a sitting: the loss is the loss, every tensor is reached and held, the alarms are awake.
@@ -196,6 +203,8 @@ class Training(ABC):
         self.pace.restore(trainer)
         self.run.rewind(self.start)
         self.looks.recall()
+        if self.parts.stopping is not None:
+            self.parts.stopping.judge(self.done)
         self.run.say(f"going on from step {self.start} ({found.folder.name})")
         now, was = environment(), found.facts["environment"]
         if changed := {name: f"{was.get(name)} → {now[name]}" for name in now if was.get(name) != now[name]}:
@@ -233,7 +242,7 @@ class Training(ABC):
             self.run.progress(self.done, self.pace.stop_at, told, self.pace.clock.seconds)
 
     def over(self) -> bool:
-        return self.run.interrupted is not None or self.pace.over(self.done)
+        return self.run.interrupted is not None or self.stopped or self.pace.over(self.done)
 
     def checkpoint(self, *, look: bool = True) -> None:
         """A look, and a save of what was looked at. What moved and what did not is accounted for first."""
@@ -246,6 +255,8 @@ class Training(ABC):
         if self.saved != self.done:
             self.saved, self.saved_at = self.done, self.pace.clock.seconds
             self.run.save(self.done, partial(self.contents, self.done), best=self.best())
+        if look and self.parts.stopping is not None:
+            self.parts.stopping.judge(self.done)
 
     def best(self) -> Path | None:
         return self.looks.best_checkpoint(self.run.checkpoints) if self.looks.steps else None

@@ -33,6 +33,7 @@ from assay.recipes.looks import Looks
 from assay.recipes.options import Trained, Tuning
 from assay.recipes.pace import Budget, Pace
 from assay.recipes.run import Run, read_rows
+from assay.recipes.stopping import Stopping, early_rule
 from assay.recipes.training import Parts, Training
 from assay.store.artifact import build
 from assay.store.checkpoint import open_checkpoint
@@ -78,6 +79,8 @@ class Tuned(Training):
         warmup = min(config.warmup, steps // 4) if steps else config.warmup
         pace = Pace(Budget(steps, config.minutes, config.schedule, warmup, config.decay))
         pace_known.append(pace)
+        every = config.checkpoint_every or 10**12
+        rule = early_rule(config.patience, config.worth, schedule=config.schedule, steps=steps, every=every)
         micro = max(1, min(self.order.rows, config.micro_tokens // config.length))
         for line in announced(config, start, self.conversations, self.order, self.lr, steps, device):
             say(line)
@@ -92,8 +95,8 @@ class Tuned(Training):
         watch = Watch([group["lr"] for group in optimizer.param_groups], pace.multiplier,
                       consumed=partial(check_consumed, order=self.order))
         super().__init__(config, Parts(run, start.model, start.form, optimizer, objective, self.order, pace, looks, watch, micro,
-                                       config.clip, config.checkpoint_every or 10**12, minutes=config.checkpoint_minutes,
-                                       steps_before=start.steps_before, look_first=True))
+                                       config.clip, every, minutes=config.checkpoint_minutes, steps_before=start.steps_before,
+                                       look_first=True, stopping=None if rule is None else Stopping(run, looks, rule, every)))
         self.examples = {example.id: example for example in self.conversations.train}
 
     # ---------------------------------------------------------------- what a recipe answers

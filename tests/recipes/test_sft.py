@@ -138,6 +138,14 @@ def test_activations_that_are_computed_again_teach_the_same(lora_r: int, home: P
     assert digests[0] == digests[1]
 
 
+def test_fine_tuning_that_improves_no_more_is_stopped_early(home: Path, tmp_path: Path):
+    config, said = options(home, tmp_path / "run", patience=2, worth=0.05, checkpoint_every=1, steps=12, epochs=9, lr=1e-6), []
+    tuned(config, said.append)
+    assert any("stopping early" in line for line in said)
+    assert max(looks(config)) == 8
+    assert (tmp_path / "run" / "model").exists()
+
+
 def test_the_parent_in_memory_is_not_what_is_trained(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     works: list[FineTuning] = []
     whole = FineTuning.begin
