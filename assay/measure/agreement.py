@@ -52,8 +52,9 @@ def arms(name: str, found: Agreement) -> list[Arm]:
     """For `compare`: students who read the same documents, paired by document; each measure is a group of its own."""
     measures = {"KL to the teacher": (found.kl, True), "same likeliest token": (found.top1, False),
                 "cross-entropy": (found.student_ce, True)}  # and whether less is better
-    return [Arm(name, metric, (Run(name, {str(id): (float(value),) for id, value in zip(found.ids, values, strict=True)}),), lower, metric)
-            for metric, (values, lower) in measures.items()]
+    scores = {metric: {str(id): (float(value),) for id, value in zip(found.ids, values, strict=True)}
+              for metric, (values, _) in measures.items()}
+    return [Arm(name, metric, (Run(name, scores[metric]),), lower, metric, unit="documents") for metric, (_, lower) in measures.items()]
 
 
 def agreement(student: Transformer, teacher: Transformer, batches: Iterable[Batch], *, vocab: int | None = None) -> Agreement:

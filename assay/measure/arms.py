@@ -51,6 +51,7 @@ class Arm:
     data: Mapping[str, Any] = field(default_factory=dict)  # what says which questions were asked, and how
     tally: tuple[int, int] | None = None  # count of n, where that is all that is known
     notes: tuple[str, ...] = ()
+    unit: str = "problems"  # what a run's scores are of
 
     @property
     def problems(self) -> tuple[str, ...]:

@@ -107,7 +107,7 @@ def summary(arm: Arm) -> str:
     if len(arm.runs) > 1:
         return f"{arm.metric} {_mean(values)} runs"
     problems = np.array([np.mean(samples) for samples in arm.runs[0].scores.values()])
-    return f"{arm.metric} {_mean(problems)} problems" if problems.size > 1 else f"{arm.metric} {values[0]:.6g}: one number, no interval"
+    return f"{arm.metric} {_mean(problems)} {arm.unit}" if problems.size > 1 else f"{arm.metric} {values[0]:.6g}: one number, no interval"
 
 
 def _mean(values: Array) -> Estimate:
@@ -160,7 +160,7 @@ def _of_problems(before: Arm, after: Arm) -> Judged:
         raise DataError(f"the scores of {after.name} and {before.name} have no ids, so they cannot be paired; add a column `id`, the "
                         "problem's name")
     old, new = (np.array([np.mean(arm.runs[0].scores[problem]) for problem in before.problems]) for arm in (before, after))
-    return Judged(paired_effect(new, old), before.metric, before.lower_is_better, (one_run,))
+    return Judged(replace(paired_effect(new, old), unit=before.unit), before.metric, before.lower_is_better, (one_run,))
 
 
 def _of_collapses(before: Arm, after: Arm, old: SeedsVerdict | None, new: SeedsVerdict | None) -> Judged:

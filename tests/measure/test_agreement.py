@@ -90,6 +90,7 @@ def test_students_are_compared_document_by_document():
         ["KL to the teacher", "same likeliest token", "cross-entropy"], "shown better")
     assert shown["KL to the teacher"].effect.mean == pytest.approx(-0.1)  # paired: between documents it differs forty times as much
     assert {one.claim for one in compare_arms([*arms("after", better), *arms("before", worse)])} == {"shown worse"}
+    assert all(") documents, p = " in one.sentence or "level) documents, p = " in one.sentence for one in shown.values())
     strangers = replace(better, ids=tuple(reversed(("another", *ids[1:]))))
     with pytest.raises(DataError, match="were scored in one of them only"):
         compare_arms([*arms("before", worse), *arms("after", strangers)])
