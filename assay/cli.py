@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from types import FrameType
 
 from assay import __version__
 from assay.config import nearest, parse
@@ -57,7 +58,16 @@ NO_MEMORY = ("OutOfMemoryError", "MemoryError", "can't allocate memory", "CUDA o
 def main(argv: Sequence[str] | None = None) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr has it: a letter that the terminal lacks ends no run
+    signal.signal(signal.SIGTERM, _terminate)
     sys.exit(run(list(sys.argv[1:] if argv is None else argv)))
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM unwinds as Ctrl-C does, so that what is half made is taken away. Runs that can save first listen for it themselves."""
+
+
+def _terminate(_: int, __: FrameType | None) -> None:
+    raise Terminated
 
 
 def run(argv: list[str]) -> int:
@@ -70,9 +80,9 @@ def run(argv: list[str]) -> int:
     except AssayError as error:
         print(f"assay: {error}", file=sys.stderr)
         return error.exit_code
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         print("assay: interrupted", file=sys.stderr)
-        return 128 + signal.SIGINT
+        return 128 + (signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT)
     except BrokenPipeError:  # `assay … | head`: the reader has left, which needs no words; but a run that it ended is not done
         _print_nothing_more()
         return 128 + signal.SIGPIPE

@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -138,6 +139,26 @@ def test_sampling_is_the_same_alone_among_others_and_as_it_comes(tmp_path, capsy
     assert run([*argv, "--device", "cuda:77"]) == 2
     assert run([*argv, "--max-new", "100000"]) == 2
     assert "the context is" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_what_is_half_made_is_taken_away_when_it_is_told_to_stop(number, code, tmp_path):
+    """`assay corpus`, struck while it writes: no folder, no part of one, and no process that goes on."""
+    (tmp_path / "text.txt").write_text("a line of words that are long enough to take their time\n" * 2000)
+    assert run(["tokenizer", str(tmp_path / "text.txt"), "--size", "280", "--document-bytes", "4096", "--out", str(tmp_path / "tok")]) == 0
+    (tmp_path / "text.txt").write_text("a line of words that are long enough to take their time\n" * 400_000)
+    command = [sys.executable, "-m", "assay", "corpus", "text.txt", "--document-bytes", "65536", "--tokenizer", "tok", "--out", "corpus",
+               "--workers", "1", "--max-overlap", "1"]
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not any(tmp_path.glob(".corpus.partial-*/*")):
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(number)
+    assert process.wait(60) == code
+    assert process.stderr.read().endswith("assay: interrupted\n")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["text.txt", "tok"]
 
 
 def test_the_core_works_without_the_extras(tmp_path):
