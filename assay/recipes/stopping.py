@@ -7,6 +7,7 @@ from assay.guard.held_out import check_stopping
 from assay.measure.choose import StoppingRule, paired_noise, plan_stopping, should_stop
 from assay.recipes.looks import Looks
 from assay.recipes.run import Run
+from assay.verdict import Outcome
 
 
 def early_rule(patience: int, worth: float, *, schedule: str, steps: int | None, every: int) -> StoppingRule | None:
@@ -42,9 +43,9 @@ class Stopping:
         if not self._planned:
             self._refuse_noise(history[: rule.before_first_look])
         decision = should_stop(history, rule)
-        if decision.stop:
+        verdict = check_stopping(history, planned=rule.evaluations, min_improvement=rule.min_improvement, patience=rule.patience)
+        if decision.stop and verdict.outcome is Outcome.PROVEN:  # refuted where the noise has grown since: then the run goes on
             self.reason = decision.reason
-            verdict = check_stopping(history, planned=rule.evaluations, min_improvement=rule.min_improvement, patience=rule.patience)
             self.run.say(f"step {step}: stopping early: {decision.reason}")
             self.run.ledger.append("early stop", step=step, verdicts=[verdict.to_json()])
 

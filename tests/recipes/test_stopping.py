@@ -63,6 +63,16 @@ def test_where_noise_is_larger_than_what_it_should_detect_the_rule_refuses_to_ru
     assert not stopping.events
 
 
+def test_noise_that_grows_after_the_rule_was_accepted_stops_nothing():
+    """A third of the sequences begin to swing, up and down by turns: the trend hardly feels it, a stop could no longer know."""
+    stopping, quiet = Watched(), curve(lambda step: 0.0)
+    swing = np.where(np.arange(200) % 3 == 0, np.where(np.arange(200) % 2, 0.9, -0.9), 0.0)
+    loud = lambda step: quiet(step) + (swing * (-1) ** (step // EVERY) if step > 7 * EVERY else 0.0)
+    assert stopped_at(stopping, loud) is None
+    assert not stopping.events
+    assert stopped_at(Watched(), quiet) == 8 * EVERY
+
+
 @pytest.mark.parametrize(("asked", "words"), [
     ({"steps": None}, "--minutes does not say how many come"), ({"schedule": "wsd"}, "give --schedule cosine"),
     ({"steps": 70}, "evaluate at least 8 times"), ({"worth": 0.0}, "min_improvement > 0")])
