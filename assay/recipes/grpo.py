@@ -155,7 +155,7 @@ class Reinforcement(Training):
         """Sampler and trainer are one policy; the loss is the one that was asked for, and pulls the way it should; seeds count."""
         asked, objective, normalise = self.asked, self.parts.objective, self.config.normalise
         prompts = [prompt for prompt, _ in self.rehearsed[:: self.config.group]]
-        verdicts = [check_floor(self.experience.floor, self.model.compute_dtype or torch.float32),
+        verdicts = [check_floor(self.experience.floor),
                     check_policy_loss(self.model, objective, self.shown, asked, normalise, self.config.max_new),
                     check_directions(self.model, objective, self.shown, asked),
                     check_seeds_count(self.sampler, prompts, self.experience.sampling)]
@@ -261,7 +261,7 @@ class Reinforcement(Training):
             self.reference.keep_needed()
         super().checkpoint(look=look and (self.ending or self.done % self.eval_every == 0))
         self.measure_floor()
-        self.run.judge("floor", [check_floor(self.experience.floor, self.model.compute_dtype or torch.float32)])
+        self.run.judge("floor", [check_floor(self.experience.floor)])
         if self.judging is not None and (swayed := self.judging.heard(self.run, self.done)):
             self.course.warn(self.done - 1, swayed)
 

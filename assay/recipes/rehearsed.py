@@ -1,7 +1,8 @@
 """A rollout that is not learned from, and what it shows before the first step: the floor, that seeds count, that a fork holds."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -24,12 +25,18 @@ LAST_BITS = 4 * torch.finfo(torch.float32).eps  # of a log-probability: that muc
 
 
 def floor_of(model: Transformer, rehearsed: Rehearsed, temperature: float) -> Floor:
-    """Of the longest texts of the rehearsal. It grows with the logits, and with how rare what was said is."""
-    texts = sorted(((*prompt.ids, *completion.ids) for prompt, completion in rehearsed), key=len)[-FLOOR_TEXTS:]
+    """Of the prompt that was answered at length. It grows with the logits, and with how rare what was said is."""
+    prompt, said = max(_longest_of_each_prompt(rehearsed), key=lambda answered: len(answered[1][-1]))
     with uncompiled():  # token by token, every length would be compiled anew
-        found = measure_floor(model, texts, temperature)
+        found = measure_floor(model, [(*prompt, *ids) for ids in said], temperature, len(prompt))
     rarest = max(-logprob for _, completion in rehearsed for logprob in completion.logprobs)
     return replace(found, most=max(found.most, LAST_BITS * rarest))
+
+
+def _longest_of_each_prompt(rehearsed: Rehearsed) -> Iterator[tuple[tuple[int, ...], list[tuple[int, ...]]]]:
+    for _, members in groupby(rehearsed, key=lambda pair: pair[0].id):
+        pairs = list(members)
+        yield pairs[0][0].ids, sorted((completion.ids for _, completion in pairs), key=len)[-FLOOR_TEXTS:][::-1]
 
 
 def check_seeds_count(sampler: Sampler, prompts: Sequence[Prompt], sampling: Sampling) -> Verdict:

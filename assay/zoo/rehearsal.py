@@ -81,7 +81,7 @@ def rehearsed(plan: Rehearsal) -> list[Verdict]:
     objective = make_objective(plan.asked)
     prompts = make_prompts(model, plan.seed)
     floor = measure_floor(model, [[*p, *p] for p in prompts], plan.asked.temperature)
-    verdicts, history = [check_floor(floor, torch.float32)], []
+    verdicts, history = [check_floor(floor)], []
     for step in range(plan.steps):
         serve(engine, model, step)
         groups = draw(engine, prompts, plan.sampling, step)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from assay.data.batch import Batch
+from assay.errors import DataError
 from assay.guard import policy as guard
 from assay.guard.policy import (
     Floor,
@@ -32,7 +33,7 @@ def test_the_floor_is_rounding_and_the_third_opinion_agrees(family: str):
     model = initialised(tiny_config(family), 0)
     ids = torch.randint(0, 320, (3, 40), generator=torch.Generator().manual_seed(0)).tolist()
     floor = measure_floor(model, ids, 0.7)
-    assert check_floor(floor, torch.float32).outcome is Outcome.PROVEN
+    assert check_floor(floor).outcome is Outcome.PROVEN
     assert floor.tokens == 3 * 39
     assert floor.mean < 1e-6
     naive = naive_logprobs(model, [row[:10] for row in ids], [row[10:] for row in ids], 0.7)
@@ -51,7 +52,38 @@ def test_a_floor_that_is_no_rounding_is_refused(monkeypatch: pytest.MonkeyPatch)
             if name.endswith("attn.out.weight"):
                 parameter.mul_(20)
     ids = torch.randint(0, 320, (2, 30), generator=torch.Generator().manual_seed(0)).tolist()
-    assert "decoding over the cache is another model" in check_floor(measure_floor(model, ids, 1.0), torch.float32).reason
+    assert "decoding over the cache is another model" in check_floor(measure_floor(model, ids, 1.0)).reason
+
+
+def test_the_floor_of_what_follows_a_prompt_is_that_of_the_whole_where_both_are_rounding(monkeypatch: pytest.MonkeyPatch):
+    model = initialised(tiny_config(), 0)
+    ids = torch.randint(0, 320, (2, 30), generator=torch.Generator().manual_seed(0)).tolist()
+    floor = measure_floor(model, ids, 1.0, prompt=12)
+    assert check_floor(floor).outcome is Outcome.PROVEN
+    assert (floor.tokens, floor.rounding) == (2 * 18, 0.0)
+    whole = guard.Filling  # a prompt that is filled into the wrong slots
+    monkeypatch.setattr(guard, "Filling", lambda cache, places: whole(cache, places.flip(0)))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("attn.out.weight"):
+                parameter.mul_(20)
+    assert "decoding over the cache is another model" in check_floor(measure_floor(model, ids, 1.0, prompt=12)).reason
+    with pytest.raises(DataError, match="at least 2 tokens"):
+        measure_floor(model, ids, 1.0, prompt=30)
+
+
+def test_a_coarse_dtype_explains_as_much_as_it_moves_and_no_more():
+    model = initialised(tiny_config(), 0)
+    model.compute_dtype = torch.float16
+    ids = torch.randint(0, 320, (2, 30), generator=torch.Generator().manual_seed(0)).tolist()
+    floor = measure_floor(model, ids, 1.0)
+    assert 1e-5 < floor.rounding < 1e-2
+    assert check_floor(floor).outcome is Outcome.PROVEN
+    assert model.compute_dtype is torch.float16
+    assert check_floor(Floor(0.052, 0.3, 252, rounding=0.05)).outcome is Outcome.PROVEN  # as SmolLM2 has it in bf16, on prompts
+    assert "rounding explains 3e-02: decoding" in check_floor(Floor(0.052, 0.3, 252, rounding=0.01)).reason
+    assert "from the same in fp32" in check_floor(Floor(0.2, 0.6, 252, rounding=0.2)).reason
+    assert check_floor(Floor(0.01, 0.6, 252, rounding=float("nan"))).outcome is Outcome.REFUTED
 
 
 def test_identity_by_its_mean_and_by_every_single_completion():
@@ -87,7 +119,7 @@ def test_versions():
 def test_on_policy():
     assert check_on_policy(ON_POLICY, FLOOR, 0.2).outcome is Outcome.PROVEN
     assert "where 0 is due" in check_on_policy(ON_POLICY | {"clip_ratio/region_mean": 0.177}, FLOOR, 0.2).reason
-    noisy = replace(FLOOR, most=0.3)  # where rounding alone reaches the clip, a few clipped tokens are no fault
+    noisy = replace(FLOOR, most=0.1)  # where rounding alone reaches the clip, a few clipped tokens are no fault
     assert check_on_policy(ON_POLICY | {"clip_ratio/region_mean": 1e-4}, noisy, 0.2).outcome is Outcome.PROVEN
     assert check_on_policy(ON_POLICY | {"sampling/importance_sampling_ratio/mean": 1.02}, FLOOR, 0.2).outcome is Outcome.REFUTED
     assert check_on_policy(ON_POLICY | {"sampling/sampling_logp_difference/mean": float("nan")}, FLOOR, 0.2).outcome is Outcome.REFUTED
