@@ -8,7 +8,8 @@ A step samples, scores, asks the reference, learns, and hands the new weights to
 it checks on the way; its first checkpoint is waited for before the clock starts, and its proofs, which run beside the loop, are
 left out. TRL as it comes has gradient checkpointing on and samples by transformers' generate; tuned, it has none. Temperature,
 group, KL (k3, 0.01), loss (token-level, clip 0.2) and learning rate are the same. Weights are bfloat16 for TRL, which takes the
-dtype of a folder, as it does of the hub's; ours are fp32 with bf16 compute. The parts of a step are fenced, each by itself.
+dtype of a folder, as it does of the hub's; ours are fp32 with bf16 compute. Parts of a step are fenced, each by itself: TRL's in the
+steps that are measured, ours in others that follow, since ours does on the host what the GPU need not wait for.
 """
 
 import argparse
@@ -54,16 +55,17 @@ class Parts:
     """Seconds of each part of a step, since the last `begin`."""
 
     def __init__(self, device: str):
-        self.device, self.seconds = device, {}
+        self.device, self.on, self.seconds = device, False, {}
 
     seconds: dict[str, float]
 
     def begin(self) -> None:
+        self.on = True
         self.seconds.clear()
 
     def timed(self, name: str, function: Callable[..., Any], when: Callable[[], bool] = lambda: True) -> Callable[..., Any]:
         def wrapped(*given: Any, **named: Any) -> Any:
-            if not when():
+            if not (self.on and when()):
                 return function(*given, **named)
             fence(self.device)
             began = time.perf_counter()
@@ -82,10 +84,10 @@ class Parts:
 
 
 class Timed(Reinforcement):
-    """The recipe as it is, with a clock after its steps and around their parts."""
+    """The recipe as it is, with a clock after its steps and, once `whole` of them are measured, around the parts of those that follow."""
 
-    def __init__(self, config: Grpo, clock: Clock, *, ignore_stop: bool, tell: bool):
-        self.clock, self.timing, self.ignore_stop, self.lengths = clock, Parts(clock.device), ignore_stop, []
+    def __init__(self, config: Grpo, clock: Clock, whole: int, *, ignore_stop: bool, tell: bool):
+        self.clock, self.whole, self.timing, self.ignore_stop, self.lengths = clock, whole, Parts(clock.device), ignore_stop, []
         super().__init__(config, lambda text: print(f"    {text}", flush=True) if tell else None)
 
     lengths: list[float]
@@ -109,12 +111,13 @@ class Timed(Reinforcement):
 
     def after(self, step: Step) -> None:
         super().after(step)
-        self.lengths.append(self.experience.measured["completions/mean_length"])
+        self.lengths.append(self.course.history[-1]["completions/mean_length"])
         print(f"    step {self.done}", flush=True)
         if self.done == self.clock.warm:
             self.run.settle()
-            self.timing.begin()
         self.clock.stepped(self.done)
+        if self.done == self.clock.warm + self.whole:
+            self.timing.begin()
 
     def finish(self) -> None:
         """Nothing is handed over."""
@@ -134,7 +137,8 @@ class Bench:
         tokenizer = open_artifact(self.fp32).tokenizer
         assert tokenizer is not None
         short = [prompt for prompt in read_prompts(self.flags.data, tokenizer) if len(prompt.ids) <= self.flags.max_prompt]
-        steps = 1 + max(self.flags.warm + self.flags.steps, 1 + self.flags.peer_steps)  # where prompts end, a run makes a checkpoint
+        ours = self.flags.warm + self.flags.steps + self.flags.parts
+        steps = 1 + max(ours, 1 + self.flags.peer_steps)  # where prompts end, a run makes a checkpoint
         apart, learned = short[:HELD_OUT], short[HELD_OUT:][: steps * self.flags.prompts]
         if len(learned) < steps * self.flags.prompts:
             raise SystemExit(f"{len(short)} prompts of at most {self.flags.max_prompt} tokens are too few; raise --max-prompt")
@@ -150,14 +154,16 @@ class Bench:
         flags, clock = self.flags, Clock(self.flags.warm, 1, self.flags.device)
         config = Grpo(model=str(self.fp32), data=(str(self.home / "train.jsonl"),), held_out_data=str(self.home / "held-out.jsonl"),
                       out=str(self.home / name), reward=tuple(flags.reward), prompts=flags.prompts, group=flags.group,
-                      max_new=flags.max_new, temperature=flags.temperature, kl="k3", kl_weight=KL_WEIGHT, steps=flags.warm + flags.steps,
-                      lr=LR_WHOLE, warmup=0, checkpoint_every=0, insist=True, look_prompts=2, micro=flags.micro, device=flags.device,
+                      max_new=flags.max_new, temperature=flags.temperature, kl="k3", kl_weight=KL_WEIGHT,
+                      steps=flags.warm + flags.steps + flags.parts, lr=LR_WHOLE, warmup=0,
+                      checkpoint_every=0, insist=True, look_prompts=2, micro=flags.micro, device=flags.device,
                       **options)
         began = time.perf_counter()
-        work = Timed(config, clock, ignore_stop=flags.ignore_stop, tell=flags.verbose)
+        work = Timed(config, clock, flags.steps, ignore_stop=flags.ignore_stop, tell=flags.verbose)
         with work.run.sitting(), work.workers:
             unless_interrupted(work.go())
-        return self.line(clock, work.timing, work.lengths[flags.warm :], clock.marks[0] - began)
+        seconds, lengths = clock.per_step(), work.lengths[flags.warm :]
+        return self.line(seconds[: flags.steps], seconds[flags.steps :], work.timing, lengths[: flags.steps], clock.marks[0] - began)
 
     # ---------------------------------------------------------------- TRL's
 
@@ -188,7 +194,7 @@ class Bench:
             "reference", trainer._get_per_token_logps_and_entropies, when=lambda: not torch.is_grad_enabled())
         trainer.training_step = learning(parts, trainer.training_step)
         trainer.train()
-        return self.line(clock, parts, lengths[1:], clock.marks[0] - began)
+        return self.line(clock.per_step(), clock.per_step(), parts, lengths[1:], clock.marks[0] - began)
 
     def trainer(self, args: Any, clock: Clock, parts: Parts) -> Any:
         import datasets
@@ -209,12 +215,12 @@ class Bench:
 
     # ---------------------------------------------------------------- what is said of both
 
-    def line(self, clock: Clock, parts: Parts, lengths: list[float], first: float) -> str:
-        seconds, completions = clock.per_step(), self.flags.prompts * self.flags.group
-        mean, length = statistics.mean(seconds), statistics.mean(lengths)
+    def line(self, seconds: list[float], fenced: list[float], parts: Parts, lengths: list[float], first: float) -> str:
+        """`fenced` are the steps whose parts were measured."""
+        completions, mean, length = self.flags.prompts * self.flags.group, statistics.mean(seconds), statistics.mean(lengths)
         return (f"{middle(seconds, 3)} s a step  {completions} completions of {length:.0f} tokens, {completions * length / mean:,.0f} "
                 f"tokens/s  ready after {first:.1f} s  {peak_memory(self.flags.device)}\n"
-                f"{'':34} mean step: {parts.line(len(seconds), mean)}")
+                f"{'':34} mean step of {len(fenced)}, fenced: {parts.line(len(fenced), statistics.mean(fenced))}")
 
 
 def learning(parts: Parts, step: Callable[..., Any]) -> Callable[..., Any]:
@@ -272,6 +278,7 @@ def main() -> None:
     parser.add_argument("--peer-micro", type=int, default=32, help="through TRL's; the rest is accumulated")
     parser.add_argument("--warm", type=int, default=3, help="steps before the clock starts, of ours; TRL has one")
     parser.add_argument("--steps", type=int, default=6, help="measured, of ours")
+    parser.add_argument("--parts", type=int, default=3, help="more steps of ours, fenced, to measure their parts")
     parser.add_argument("--peer-steps", type=int, default=2, help="measured, of TRL's")
     parser.add_argument("--lora", action="store_true", help="ours as an adapter, too")
     parser.add_argument("--only", help="rows whose name has this in it")

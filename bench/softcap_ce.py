@@ -175,7 +175,7 @@ def stages(problem: tuple, softcap: float | None) -> None:
     (N, D), V = hidden_ND.shape, len(head_VD)
     chunk = softcap_ce.even_chunk(N, V, 2)
     part = slice(0, min(chunk, N))
-    logits_CV = softcap_ce._padded_rows(hidden_ND, part.stop, V, torch.bfloat16)
+    logits_CV = softcap_ce.padded_rows(hidden_ND, part.stop, V, torch.bfloat16)
     d_hidden_CD, d_head_VD = torch.empty(part.stop, D, device="cuda"), torch.zeros(V, D, device="cuda")
     losses_C, product = torch.empty(part.stop, device="cuda"), softcap_ce.product
     work = {
@@ -195,7 +195,7 @@ def launches(problem: tuple, softcap: float | None) -> None:
     """The kernel alone, on one chunk, with other block sizes and warps."""
     hidden_ND, head_VD, targets_N, weight_N = (x.detach() for x in problem)
     C, V = min(4096, len(hidden_ND)), len(head_VD)
-    logits_CV = softcap_ce._padded_rows(hidden_ND, C, V, torch.bfloat16)
+    logits_CV = softcap_ce.padded_rows(hidden_ND, C, V, torch.bfloat16)
     softcap_ce.product(hidden_ND[:C], head_VD.T, out=logits_CV)
     losses_C, chosen = torch.empty(C, device="cuda"), softcap_ce.launch_shape
     run = partial(rows_of, softcap, logits_CV, logits_CV, targets_N[:C], losses_C, weight_N[:C])

@@ -55,6 +55,10 @@ class Batch:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in values.items() if isinstance(value, Tensor) and name != "starts"}
 
+    def seen(self) -> "Batch":
+        """What a model sees of it, and nothing of what is made of that."""
+        return Batch(self.tokens, torch.zeros_like(self.weight), self.documents, self.positions, starts=self.starts)
+
     def split(self, rows: int) -> Iterator["Batch"]:
         """Micro-batches of at most `rows` rows, in order; together they are this batch."""
         if rows < 1:

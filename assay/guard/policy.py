@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from assay.data.batch import Batch
 from assay.errors import DataError
 from assay.generate.policy import policy_logits
-from assay.generate.weights import fingerprint
 from assay.guard.parity import naive_logits
 from assay.learn.policy import token_logprobs
 from assay.model.attention import PADDING
@@ -56,9 +55,9 @@ class Floor:
         return max(ALONE * self.mean, SLACK * self.most) + TINY
 
 
-def version_name(updates: int, model: Transformer) -> str:
+def version_name(updates: int, fingerprint: str) -> str:
     """What the sampler calls the weights it is given: how many updates they have seen, and their fingerprint."""
-    return f"{updates}@{fingerprint(model)[:16]}"
+    return f"{updates}@{fingerprint[:16]}"
 
 
 @torch.no_grad()
@@ -228,7 +227,7 @@ def _documents(batch: Batch) -> list[tuple[tuple[int, ...], list[float]]]:
     """The ids and weights of each packed document."""
     found = []
     documents = torch.zeros_like(batch.tokens) if batch.documents is None else batch.documents
-    for ids, weight, document in zip(batch.tokens.tolist(), batch.weight.tolist(), documents.tolist(), strict=True):
-        cuts = [0, *(t for t in range(1, len(ids)) if document[t] != document[t - 1]), len(ids)]
+    for ids, weight, document in zip(batch.tokens.tolist(), batch.weight.tolist(), documents.numpy(), strict=True):
+        cuts = [0, *(np.flatnonzero(np.diff(document)) + 1).tolist(), len(ids)]
         found += [(tuple(ids[a:b]), weight[a:b]) for a, b in pairwise(cuts) if document[a] != PADDING]
     return found

@@ -57,7 +57,7 @@ def linear_logprobs(hidden_ND: Tensor, head_VD: Tensor, targets_N: Tensor, *,
 def plain_linear_cross_entropy(hidden_ND: Tensor, head_VD: Tensor, targets_N: Tensor, weight_N: Tensor, *,
                                softcap: float | None = None, ignore_index: int = IGNORE) -> tuple[Tensor, Tensor]:
     """As `linear_cross_entropy`, with the logits whole and in fp32 (float64 if the inputs are)."""
-    _check(hidden_ND, head_VD, targets_N, softcap, weight_N=weight_N)
+    check_request(hidden_ND, head_VD, targets_N, softcap, weight_N=weight_N)
     logits_NV = _plain_logits(hidden_ND, head_VD, softcap)
     losses_N = F.cross_entropy(logits_NV, targets_N, ignore_index=ignore_index, reduction="none")
     return (weight_N.to(losses_N.dtype) * losses_N).sum(), losses_N.detach()
@@ -66,7 +66,7 @@ def plain_linear_cross_entropy(hidden_ND: Tensor, head_VD: Tensor, targets_N: Te
 def plain_linear_logprobs(hidden_ND: Tensor, head_VD: Tensor, targets_N: Tensor, *,
                           softcap: float | None = None, temperature: float = 1.0) -> Tensor:
     """As `linear_logprobs`, with the logits whole and in fp32 (float64 if the inputs are)."""
-    _check(hidden_ND, head_VD, targets_N, softcap, temperature)
+    check_request(hidden_ND, head_VD, targets_N, softcap, temperature)
     logits_NV = _plain_logits(hidden_ND, head_VD, softcap) / temperature
     return logits_NV.log_softmax(-1).gather(-1, targets_N[:, None]).squeeze(-1)
 
@@ -89,7 +89,7 @@ def fused_linear_cross_entropy(hidden_ND: Tensor, head_VD: Tensor, targets_N: Te
     summed in fp32, and each gradient is rounded once, to the dtype of what it belongs to. Nothing waits for the GPU, so
     a target outside the vocabulary cannot raise: its loss and its gradients are NaN.
     """
-    _check(hidden_ND, head_VD, targets_N, softcap, weight_N=weight_N)
+    check_request(hidden_ND, head_VD, targets_N, softcap, weight_N=weight_N)
     compute = _compute_dtype(hidden_ND)
     sweep = _Sweep(softcap, 1.0, ignore_index, compute=compute, logits=compute, chunk=chunk)
     with torch.autocast(hidden_ND.device.type, enabled=False):  # its dtype is already taken up in `compute`
@@ -102,7 +102,7 @@ def fused_linear_logprobs(hidden_ND: Tensor, head_VD: Tensor, targets_N: Tensor,
 
     The logits are not rounded to bf16 on the way: a policy ratio of 1 has to come out as 1.
     """
-    _check(hidden_ND, head_VD, targets_N, softcap, temperature)
+    check_request(hidden_ND, head_VD, targets_N, softcap, temperature)
     compute = _compute_dtype(hidden_ND)
     sweep = _Sweep(softcap, temperature, IGNORE_NONE, compute=compute, logits=torch.float32, chunk=chunk)
     with torch.autocast(hidden_ND.device.type, enabled=False):
@@ -170,8 +170,8 @@ class _Sweep:
         in_place = self.logits == self.compute
         gradient = want_hidden or want_head
         chunk = self.chunk or even_chunk(N, V, self.logits.itemsize + (0 if in_place else self.compute.itemsize))
-        logits_CV = _padded_rows(hidden_ND, min(chunk, N), V, self.logits)
-        grads_CV = logits_CV if in_place or not gradient else _padded_rows(hidden_ND, min(chunk, N), V, self.compute)
+        logits_CV = padded_rows(hidden_ND, min(chunk, N), V, self.logits)
+        grads_CV = logits_CV if in_place or not gradient else padded_rows(hidden_ND, min(chunk, N), V, self.compute)
         for start in range(0, N, chunk):
             part = slice(start, min(start + chunk, N))
             logits, grads = logits_CV[: part.stop - start], grads_CV[: part.stop - start]
@@ -210,7 +210,7 @@ def even_chunk(N: int, V: int, bytes_per_logit: int) -> int:
     return min(most, math.ceil(even / 128) * 128)
 
 
-def _padded_rows(like: Tensor, rows: int, V: int, dtype: torch.dtype) -> Tensor:
+def padded_rows(like: Tensor, rows: int, V: int, dtype: torch.dtype) -> Tensor:
     return like.new_empty(rows, math.ceil(V / LANES) * LANES, dtype=dtype)[:, :V]
 
 
@@ -292,7 +292,7 @@ def _row_loss(logits_ptr, grads_ptr, targets_ptr, weight_ptr, losses_ptr,
 
 # ── what may be asked ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-def _check(hidden_ND: Tensor, head_VD: Tensor, targets_N: Tensor, softcap: float | None,
+def check_request(hidden_ND: Tensor, head_VD: Tensor, targets_N: Tensor, softcap: float | None,
            temperature: float = 1.0, weight_N: Tensor | None = None) -> None:
     """The kernel reads through bare pointers: a wrong shape must not reach it."""
     if hidden_ND.ndim != 2 or head_VD.ndim != 2 or hidden_ND.shape[1] != head_VD.shape[1]:

@@ -1,4 +1,4 @@
-"""Forward and backward of a micro-batch as one CUDA graph.
+"""Forward and backward of a micro-batch as one CUDA graph; and forward alone.
 
 A small model's kernels are shorter than the time a CPU needs to launch them: on an H200 a step of a 135M model took 62 ms of
 launching for 44 ms of arithmetic. A graph is launched once. It computes what `loop.accumulate` computes, with the same kernels.
@@ -14,9 +14,11 @@ from torch import Tensor
 from assay.data.batch import Batch
 from assay.learn.loop import Accumulated
 from assay.learn.objectives import Objective, combined
+from assay.learn.policy import token_logprobs
 from assay.model.transformer import Transformer
 
 WARM_UP = 3  # eager passes before capture: compilation, library handles and autotuning must not be captured
+SEEN = {"tokens", "documents", "positions", "starts"}  # of a batch, what a model sees
 
 
 class GraphedAccumulate:
@@ -72,7 +74,7 @@ class _Captured:
             return Accumulated(loss.detach(), found.metrics or {})
 
         held = [p.grad for p in self.parameters]
-        self._warm_up(once)
+        _warm_up(self._into_nothing(once))
         for parameter, gradient in zip(self.parameters, held, strict=True):
             parameter.grad = gradient if adding else None
         self.graph = torch.cuda.CUDAGraph()
@@ -80,16 +82,14 @@ class _Captured:
             self.found = once()
         self.gradients = [p.grad for p in self.parameters]
 
-    def _warm_up(self, once: Callable[[], object]) -> None:
-        """Into gradients that are thrown away."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(WARM_UP):
-                for parameter in self.parameters:
-                    parameter.grad = None
-                once()
-        torch.cuda.current_stream().wait_stream(stream)
+    def _into_nothing(self, once: Callable[[], object]) -> Callable[[], None]:
+        """Gradients that are thrown away."""
+        def run() -> None:
+            for parameter in self.parameters:
+                parameter.grad = None
+            once()
+
+        return run
 
     def replay(self, part: Batch, weight: float) -> Accumulated:
         for name, tensor in tensors(part).items():
@@ -99,3 +99,56 @@ class _Captured:
         for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
             parameter.grad = gradient  # the loop let go of it after the step before
         return self.found
+
+
+class GraphedLogprobs:
+    """A twin of `policy.token_logprobs` for CUDA where nothing learns: a graph of one model for every shape there is.
+
+    A graph reads the addresses that the weights had when it was made: where a model's weights have moved, it is made anew.
+    """
+
+    def __init__(self) -> None:
+        self._graphs: dict[tuple, _Scored] = {}
+        self._addresses: list[int] = []
+
+    def __call__(self, model: Transformer, part: Batch, temperature: float, *, entropy: bool = False) -> tuple[Tensor, None]:
+        addresses = [parameter.data_ptr() for parameter in model.parameters()]
+        if addresses != self._addresses:
+            self._graphs.clear()
+            self._addresses = addresses
+        seen = {name: tensor for name, tensor in tensors(part).items() if name in SEEN}
+        key = model.compute_dtype, temperature, entropy, *((name, tuple(tensor.shape)) for name, tensor in seen.items())
+        if key not in self._graphs:
+            self._graphs[key] = _Scored(model, part, seen, temperature, entropy)
+        return self._graphs[key].replay(seen), None
+
+
+class _Scored:
+    def __init__(self, model: Transformer, part: Batch, seen: dict[str, Tensor], temperature: float, entropy: bool):
+        self.inputs = {name: tensor.clone() for name, tensor in seen.items()}
+        fixed = replace(part, **self.inputs)  # type: ignore[arg-type]
+
+        def once() -> Tensor:
+            return token_logprobs(model, fixed, temperature, entropy=entropy)[0]
+
+        with torch.no_grad():
+            _warm_up(once)
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self.found = once()
+
+    def replay(self, seen: dict[str, Tensor]) -> Tensor:
+        """A copy, because the next replay writes to the same address."""
+        for name, tensor in seen.items():
+            self.inputs[name].copy_(tensor, non_blocking=True)
+        self.graph.replay()
+        return self.found.clone()
+
+
+def _warm_up(once: Callable[[], object]) -> None:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(WARM_UP):
+            once()
+    torch.cuda.current_stream().wait_stream(stream)

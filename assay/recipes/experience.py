@@ -28,6 +28,7 @@ from assay.recipes.rollouts import (
     component_metrics,
     counted,
     of_completions,
+    quickest_score,
     reading_metrics,
     ruled_groups,
     shortened,
@@ -58,9 +59,10 @@ class Experience:
         self.reference: Reference | None = None
         self.floor = Floor(0.0, 0.0, 0)
         self.updates = 0  # since the fork, as far as they have moved the weights
-        self.measured: dict[str, float] = {}
         self.waiting: list[str] = []  # prompts whose group could not be judged: the next rollout draws them again
+        self._score = quickest_score(self.model, layout)
         self._held: Batch | None = None
+        self._drawn: list[Group] = []
         self._judged = 0
 
     @property
@@ -94,7 +96,7 @@ class Experience:
         self.sampler.load(step)
         if self.reference is not None:
             self.reference.follow(step)
-            self.updates = step if fingerprint(self.model) != self.reference.fingerprint else 0
+            self.updates = step if self.sampler.fingerprint != self.reference.fingerprint else 0
         learned, everything = self.drawn(step)
         advantages = self.advantages(learned)
         counted_N = counted(learned, advantages, mask_truncated=self.config.mask_truncated, cap=self.config.max_new)
@@ -102,14 +104,19 @@ class Experience:
         batch = self.layout.packed(rows).batch
         self.judge("rollout", self.verdicts(step, learned, everything, advantages, counted_N, rows, batch))
         self.keep(step, learned, advantages)
-        rewards = [group.rewards for group in everything]
-        self.measured = describe([group.completions for group in everything], rewards, self.advantages(everything))
-        self.measured |= component_metrics(everything)
-        for reward in (reward for reward in self.workers.rewards if reward.name == "answer" and reward.file is None):
-            self.measured |= reading_metrics(everything, reward.options.get("form", "any"))
-        if self.judging is not None:
-            self.measured |= {f"judge/{name}": value for name, value in self.judging.rollout.counts().items()}
+        self._drawn = everything
         return batch
+
+    def measured(self) -> dict[str, float]:
+        """Of the last rollout. Asked for while a GPU is learning from it, it costs no time."""
+        groups = self._drawn
+        found = describe([group.completions for group in groups], [group.rewards for group in groups], self.advantages(groups))
+        found |= component_metrics(groups)
+        for reward in (reward for reward in self.workers.rewards if reward.name == "answer" and reward.file is None):
+            found |= reading_metrics(groups, reward.options.get("form", "any"))
+        if self.judging is not None:
+            found |= {f"judge/{name}": value for name, value in self.judging.rollout.counts().items()}
+        return found
 
     def drawn(self, step: int) -> tuple[list[Group], list[Group]]:
         """What is learned from, and all that was drawn: places whose group taught nothing get other prompts, up to the limit."""
@@ -162,7 +169,7 @@ class Experience:
         batch = assembled(groups, advantages.values_PG.flatten().tolist(), counted_N, self.config.normalise, cap=self.config.max_new)
         if self.reference is None:
             return batch
-        reference = self.reference.logprobs(batch, self.asked.temperature, self.layout, entropy=self.asked.wants_entropy)
+        reference = self.reference.logprobs(batch, self.asked.temperature, entropy=self.asked.wants_entropy)
         batch = replace(batch, reference=reference)
         if self.config.kl != "shift":
             return batch
@@ -177,7 +184,7 @@ class Experience:
         """`rows` as they were drawn, one a completion, and `batch` as it will be learned from."""
         said = [(group.prompt, completion) for group in learned for completion in group.completions]
         versions = [completion.version for group in everything for completion in group.completions]
-        return [check_version(versions, version_name(step, self.model)),
+        return [check_version(versions, version_name(step, fingerprint(self.model))),
                 check_ids(batch, [prompt.ids for prompt, _ in said], [completion.ids for _, completion in said],
                           stop_ids=self.sampler.engine.stop_ids, cap=self.config.max_new),
                 self.identity(said, rows),
@@ -192,7 +199,7 @@ class Experience:
         chosen = sorted({round(place * (len(rows) - 1) / (COMPARED - 1)) for place in range(COMPARED)})
         part = Batch(**{name: stream[chosen] for name, stream in batch.streams().items()})  # type: ignore[arg-type]
         prompts, said = [rows[i][0].ids for i in chosen], [rows[i][1] for i in chosen]
-        trainer = batch_logprobs(self.model, part, self.asked.temperature, self.layout, entropy=self.asked.wants_entropy)
+        trainer = batch_logprobs(self.model, part, self.asked.temperature, self.layout, entropy=self.asked.wants_entropy, score=self._score)
         written_out = lambda: naive_logprobs(self.model, prompts, [c.ids for c in said], self.asked.temperature)  # noqa: E731
         return check_identity([c.logprobs for c in said], of_completions(trainer, part, prompts), self.floor, written_out)
 

@@ -138,7 +138,8 @@ class Reinforcement(Training):
             self.run.ledger.append("not bit-exact", changed={"judge": self.judging.identity})
         if self.config.kl != "none":
             every = self.parts.every if self.config.kl_window else NEVER
-            self.reference = self.experience.reference = Reference(self.parts.form, self.run, window=self.config.kl_window, every=every)
+            self.reference = Reference(self.parts.form, self.run, self.layout, window=self.config.kl_window, every=every)
+            self.experience.reference = self.reference
             self.reference.follow(self.start)
             self.run.judge("reference", [check_same_reference(self.reference, self.recorded_reference)])
 
@@ -228,16 +229,17 @@ class Reinforcement(Training):
         super().after(step)
 
     def judge_step(self, step: Step) -> None:
-        found, first = averages(step.metrics), step.index % self.config.inner == 0
-        verdicts = []
+        first = step.index % self.config.inner == 0
+        measured = self.experience.measured() if first else {}  # before the step's own figures, for which a GPU is waited
+        found, verdicts = averages(step.metrics), list[Verdict]()
         if first:
             verdicts.append(check_on_policy(found, self.experience.floor, self.config.epsilon))
-            self.course.begin(self.experience.measured)
+            self.course.begin(measured)
         if first and self.reference is not None:
             verdicts.append(check_reference(found["kl"], self.experience.updates, self.experience.floor, self.reference.fingerprint,
                                             self.reference.used))
         self.course.add(found | {"grad_norm": float(step.grad_norm)})
-        self.noted[step.index] = (dict(self.experience.measured) if first else {})
+        self.noted[step.index] = measured
         self.experience.judge("step", [*verdicts, *self.course.verdicts()])
         self.course.tell(step.index)
 

@@ -54,9 +54,10 @@ class Packed(NamedTuple):
 
     def unpacked(self, values_RW: Tensor) -> Tensor:
         """(B, T): values of the packed batch where their tokens stood before, 0 in padding."""
-        found, there = torch.zeros(self.source.tokens.numel(), dtype=values_RW.dtype), self.places_RW != NOWHERE
-        found[self.places_RW[there]] = values_RW[there]
-        return found.view(self.source.tokens.shape)
+        values, places = values_RW.numpy(), self.places_RW.numpy()  # numpy's indexing is quicker for so few
+        found, there = np.zeros(self.source.tokens.numel(), values.dtype), places != NOWHERE
+        found[places[there]] = values[there]
+        return torch.from_numpy(found).view(self.source.tokens.shape)
 
 
 def layout_of(device: str, micro: int, longest: int, context: int) -> Layout:

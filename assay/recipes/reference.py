@@ -14,7 +14,7 @@ from assay.guard.proof import demanded, prove_checkpoint
 from assay.model.placement import place_for_training
 from assay.recipes.forms import Form
 from assay.recipes.layout import Layout
-from assay.recipes.rollouts import batch_logprobs
+from assay.recipes.rollouts import batch_logprobs, quickest_score
 from assay.recipes.run import Run
 from assay.store.checkpoint import Checkpoint, open_checkpoint, step_folder, steps
 from assay.store.identity import recorded_digest, weights_digest
@@ -30,11 +30,12 @@ class Reference:
     come to hold, is not retired.
     """
 
-    def __init__(self, form: Form, run: Run, *, window: int, every: int):
-        self.run, self.window, self.every = run, window, every
+    def __init__(self, form: Form, run: Run, layout: Layout, *, window: int, every: int):
+        self.run, self.layout, self.window, self.every = run, layout, window, every
         frozen = {id(parameter): parameter for parameter in form.model.parameters() if not parameter.requires_grad}
         self.model = copy.deepcopy(form.model, frozen).requires_grad_(False)
         place_for_training(self.model, str(form.model.embed.weight.device))
+        self._score = quickest_score(self.model, layout)
         self.form = copy.copy(form)
         self.form.model = self.model
         self.step: int | None = None
@@ -82,8 +83,8 @@ class Reference:
                 self.run.needed.add(open_checkpoint(folder, verify=False).digest)
 
     @torch.no_grad()
-    def logprobs(self, batch: Batch, temperature: float, layout: Layout, *, entropy: bool) -> Tensor:
-        return batch_logprobs(self.model, batch, temperature, layout, entropy=entropy)
+    def logprobs(self, batch: Batch, temperature: float, *, entropy: bool) -> Tensor:
+        return batch_logprobs(self.model, batch, temperature, self.layout, entropy=entropy, score=self._score)
 
     @property
     def used(self) -> str:

@@ -4,7 +4,7 @@ Shapes: P prompts, G completions of each, N = P · G completions, B = N rows, T 
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -21,8 +21,10 @@ from assay.data.rows import read_rows
 from assay.errors import DataError, GuardStop, UsageError
 from assay.generate.engine import Engine, fitting_slots
 from assay.generate.request import Completion, Request, Sampling
+from assay.generate.weights import fingerprint
 from assay.guard.policy import version_name
 from assay.learn.advantage import Advantages, Normalise, Reward, overlong_penalty, token_weights, untruncated
+from assay.learn.graph import GraphedLogprobs
 from assay.learn.policy import token_logprobs
 from assay.model.attention import PADDING, documents_from_lengths
 from assay.model.stops import Stops
@@ -32,6 +34,8 @@ from assay.recipes.layout import Layout
 from assay.reward.answer import Form, disagreements, gold_answer, readings
 from assay.reward.workers import Item, Scored, Workers
 from assay.seeds import derive
+
+Score = Callable[..., tuple[Tensor, Tensor | None]]  # token_logprobs, or a twin of it
 
 COLUMNS = 8  # a row's width is a multiple of this
 OVERLONG = "overlong"
@@ -139,14 +143,16 @@ class Sampler:
     """An engine on the trainer's own weights. What it draws carries the version that `load` last named."""
 
     def __init__(self, model: Transformer, tokenizer: Tokenizer, stops: Stops, *, slots: int, length: int, device: str | None = None):
-        self.model, self.version = model, version_name(0, model)
+        self.model, self.fingerprint = model, fingerprint(model)
+        self.version = version_name(0, self.fingerprint)
         length = min(length, model.config.max_length)
         self.engine = Engine(model, slots=fitting_slots(model, slots, length, device), length=length, stop_ids=stops.stop_ids,
                              version=self.version, tokenizer=tokenizer, device=device)
 
     def load(self, updates: int) -> str:
         """The weights as they are now, after so many updates."""
-        self.version = version_name(updates, self.model)
+        self.fingerprint = fingerprint(self.model)
+        self.version = version_name(updates, self.fingerprint)
         self.engine.load(self.version)
         return self.version
 
@@ -240,25 +246,32 @@ def assembled(groups: Sequence[Group], advantage_N: Sequence[float], counted_N: 
     counting = token_weights([len(completion.ids) for _, completion in rows], counted_N, normalise, cap)
     lengths = [len(prompt.ids) + len(completion.ids) for prompt, completion in rows]
     width = -(-max(lengths) // COLUMNS) * COLUMNS
-    streams: dict[str, Any] = {name: torch.zeros(len(rows), width) for name in ("weight", "advantage", "behaviour")}
-    tokens = torch.zeros(len(rows), width, dtype=torch.int64)
+    tokens_BT = np.zeros((len(rows), width), np.int64)
+    streams = {name: np.zeros((len(rows), width), np.float32) for name in ("weight", "advantage", "behaviour")}
     for row, (prompt, completion) in enumerate(rows):
-        begin, end = len(prompt.ids), lengths[row]
-        tokens[row, :end] = torch.tensor([*prompt.ids, *completion.ids])
-        streams["weight"][row, begin:end] = float(counting.weight_N[row])
-        streams["advantage"][row, begin:end] = float(advantage_N[row])
-        streams["behaviour"][row, begin:end] = torch.tensor(completion.logprobs)
+        said = slice(len(prompt.ids), lengths[row])
+        tokens_BT[row, : lengths[row]] = (*prompt.ids, *completion.ids)
+        streams["weight"][row, said] = counting.weight_N[row]
+        streams["advantage"][row, said] = advantage_N[row]
+        streams["behaviour"][row, said] = completion.logprobs
     documents = documents_from_lengths(lengths, width).int()
-    return Batch(tokens, documents=documents, ids=tuple((prompt.id,) for prompt, _ in rows), divisor=counting.divisor, **streams)
+    return Batch(torch.from_numpy(tokens_BT), documents=documents, ids=tuple((prompt.id,) for prompt, _ in rows),
+                 divisor=counting.divisor, **{name: torch.from_numpy(stream) for name, stream in streams.items()})
 
 
 @torch.no_grad()
-def batch_logprobs(model: Transformer, batch: Batch, temperature: float, layout: Layout, *, entropy: bool) -> Tensor:
+def batch_logprobs(model: Transformer, batch: Batch, temperature: float, layout: Layout, *, entropy: bool,
+                   score: Score = token_logprobs) -> Tensor:
     """(B, T) on the CPU, by the same kernels and in the same parts as the objective's."""
-    device, packed = model.embed.weight.device, layout.packed(batch)
-    parts = [token_logprobs(model, part.to(device, non_blocking=True), temperature, entropy=entropy)[0]
+    device, packed = model.embed.weight.device, layout.packed(batch.seen())
+    parts = [score(model, part.to(device, non_blocking=True), temperature, entropy=entropy)[0]
              for part in packed.batch.split(layout.rows)]
     return packed.unpacked(torch.cat(parts).cpu())
+
+
+def quickest_score(model: Transformer, layout: Layout) -> Score:
+    """As a graph, where one shape serves all."""
+    return GraphedLogprobs() if model.embed.weight.is_cuda and layout.width is not None else token_logprobs
 
 
 def of_completions(values_BT: Tensor, batch: Batch, prompts: Sequence[Sequence[int]]) -> list[list[float]]:

@@ -76,7 +76,7 @@ def step_0_for_ever(_: Path) -> Iterator[None]:
 def base_model_asked(_: Path) -> Iterator[None]:
     """The client asks for the base by its name."""
     with engine_of(lambda model: nudged(copy.deepcopy(model), 0.01)), swapped(
-            rehearsal, "serve", lambda engine, model, updates: engine.load(version_name(0, engine.served.source))):
+            rehearsal, "serve", lambda engine, model, updates: engine.load(version_name(0, fingerprint(engine.served.source)))):
         yield
 
 
@@ -85,7 +85,7 @@ def base_model_asked(_: Path) -> Iterator[None]:
 def fork_from_an_empty_adapter(_: Path) -> Iterator[None]:
     """The fork was copied to its step's folder, the engine serves folder 0000: the right count of updates, other weights."""
     with engine_of(lambda model: nudged(copy.deepcopy(model), 0.01)), swapped(
-            rehearsal, "serve", lambda engine, model, updates: engine.load(version_name(updates, engine.served.source))):
+            rehearsal, "serve", lambda engine, model, updates: engine.load(version_name(updates, fingerprint(engine.served.source)))):
         yield
 
 

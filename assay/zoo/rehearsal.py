@@ -88,7 +88,7 @@ def rehearsed(plan: Rehearsal) -> list[Verdict]:
         rewards = score(groups)
         found = advantage.group_advantages(rewards)
         batch, counted = assemble(plan, prompts, groups, found.values_PG.tolist(), found.known_PG.flatten().tolist(), reference)
-        verdicts += [check_version([c.version for group in groups for c in group], version_name(step, model)),
+        verdicts += [check_version([c.version for group in groups for c in group], version_name(step, fingerprint(model))),
                      *judged(model, plan, prompts, groups, batch, floor), check_advantages(rewards, found, "group"),
                      check_counted(counted, found.known_PG.flatten().tolist(), [c.ended for group in groups for c in group],
                                    mask_truncated=plan.mask_truncated)]
@@ -138,7 +138,7 @@ def make_reference(model: Transformer) -> tuple[Transformer, str]:
 
 
 def make_engine(model: Transformer) -> Engine:
-    return Engine(model, slots=PROMPTS * GROUP, length=PROMPT_TOKENS + CAP, stop_ids=STOP_IDS, version=version_name(0, model))
+    return Engine(model, slots=PROMPTS * GROUP, length=PROMPT_TOKENS + CAP, stop_ids=STOP_IDS, version=version_name(0, fingerprint(model)))
 
 
 def make_objective(asked: Surrogate) -> Objective:
@@ -151,7 +151,7 @@ def make_prompts(model: Transformer, seed: int) -> list[list[int]]:
 
 
 def serve(engine: Engine, model: Transformer, updates: int) -> None:
-    engine.load(version_name(updates, model))
+    engine.load(version_name(updates, fingerprint(model)))
 
 
 def draw(engine: Engine, prompts: Prompts, sampling: Sampling, step: int) -> Groups:

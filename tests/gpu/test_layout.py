@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from assay.learn.graph import GraphedAccumulate
+from assay.learn.graph import GraphedAccumulate, GraphedLogprobs
 from assay.learn.loop import accumulated
-from assay.learn.policy import Surrogate, policy_gradient
+from assay.learn.policy import Surrogate, policy_gradient, token_logprobs
 from assay.model.placement import place_for_training
 from assay.model.tiny import tiny_config
 from assay.model.transformer import initialised
@@ -45,3 +45,27 @@ def test_log_probabilities_in_bf16_come_back_row_by_row():
     said = rows.weight != 0
     assert (found - due)[said].abs().max() < 0.05
     assert (found - due)[said].abs().mean() < 5e-3
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+def test_a_graph_of_log_probabilities_follows_the_weights_wherever_they_are(entropy):
+    rows, layout, score = rollout(), Layout(2, 40), GraphedLogprobs()
+    model = place_for_training(initialised(tiny_config("llama"), 0), "cuda", compile=False)
+
+    def both():
+        return (batch_logprobs(model, rows, 0.7, layout, entropy=entropy, score=way) for way in (score, token_logprobs))
+
+    before, due = both()
+    assert torch.equal(before, due)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)  # where they are
+    written, due = both()
+    assert torch.equal(written, due)
+    assert not torch.equal(written, before)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.data = parameter.data * 0.9  # and somewhere else
+    moved, due = both()
+    assert torch.equal(moved, due)
+    assert not torch.equal(moved, written)

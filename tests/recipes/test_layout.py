@@ -52,7 +52,7 @@ def test_loss_gradients_and_metrics_are_those_of_the_rows(family, ratio):
     due, found = (gradients(model, lambda batch=batch: objective(model, batch).total) for batch in (rows, packed))
     assert found[0] == pytest.approx(due[0], rel=1e-5)
     for name, gradient in due[1].items():
-        torch.testing.assert_close(found[1][name], gradient, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(found[1][name], gradient, rtol=1e-4, atol=3e-6)
     one, two = (objective(model, batch).metrics for batch in (rows, packed))
     assert list(map(float, one.values())) == pytest.approx(list(map(float, two.values())), rel=1e-4)
 
