@@ -17,8 +17,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
-
 from assay.errors import ArtifactError, AssayError, UsageError
 from assay.guard.artifact import check_fields, check_hashes, check_loaded, check_values
 from assay.guard.behaviour import check_answers, check_consumer, check_generations
@@ -54,12 +52,13 @@ class Request:
         return cls(**fields | {"probing": Probing(**fields["probing"])})
 
 
-def prove(request: Request, *, timeout: float = TIMEOUT) -> list[Verdict]:
-    """Every check in a fresh process. Raises UsageError where the request itself makes no sense."""
+def prove(request: Request, *, timeout: float = TIMEOUT, beside: bool = False) -> list[Verdict]:
+    """Every check in a fresh process, which takes few cores where it runs `beside` a training loop. Raises UsageError where the
+    request itself makes no sense."""
     with tempfile.TemporaryDirectory() as scratch:
         answer = Path(scratch) / "verdicts.json"
         command = [sys.executable, "-m", "assay.guard.proof", json.dumps(asdict(request)), str(answer)]
-        environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": str(threads(beside))}
         reading, writing = os.pipe()
         try:
             # A process group of its own: a Ctrl-C that ends the run must not look like a proof that failed.
@@ -83,9 +82,9 @@ def prove(request: Request, *, timeout: float = TIMEOUT) -> list[Verdict]:
 
 
 def prove_checkpoint(folder: Path, *, against: str | None = None, base: str | None = None, probing: Probing = AS_USUAL,
-                     timeout: float = TIMEOUT) -> list[Verdict]:
-    """Prove a checkpoint of ours and write the outcome beside it. Bytes that do not even open stay as they are."""
-    verdicts = prove(Request(str(folder), against=against, base=base, probing=probing), timeout=timeout)
+                     timeout: float = TIMEOUT, beside: bool = False) -> list[Verdict]:
+    """Prove a checkpoint of ours and write the outcome into it. Bytes that do not even open stay as they are."""
+    verdicts = prove(Request(str(folder), against=against, base=base, probing=probing), timeout=timeout, beside=beside)
     try:
         checkpoint = open_checkpoint(folder)
     except ArtifactError:
@@ -111,6 +110,12 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def threads(beside: bool) -> int:
+    """Of a proof, within what the environment allows. Threads that wait for a busy core are many times slower than one."""
+    share, allowed = cores() // (2 * CORES_A_PROOF if beside else 2), os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    return max(1, min(share, int(allowed) if allowed.isdecimal() else share))
+
+
 class Prover:
     """Proofs beside a training loop, one at a time or, where there are cores to spare, a few; the loop asks for what is finished and
     never waits. They are begun in the saver's thread and asked for in the loop's: without a lock one begun meanwhile would be lost."""
@@ -120,8 +125,9 @@ class Prover:
         self._pending: list[tuple[Path, Future[list[Verdict]]]] = []
         self._changing = threading.Lock()
 
-    def start(self, folder: Path, *, against: str | None = None, base: str | None = None, probing: Probing = AS_USUAL) -> None:
-        future = self._pool.submit(prove_checkpoint, folder, against=against, base=base, probing=probing)
+    def start(self, folder: Path, *, against: str | None = None, base: str | None = None, probing: Probing = AS_USUAL,
+              beside: bool = True) -> None:
+        future = self._pool.submit(prove_checkpoint, folder, against=against, base=base, probing=probing, beside=beside)
         with self._changing:
             self._pending.append((folder, future))
 
@@ -197,7 +203,6 @@ def main() -> None:
     request, answer = Request.from_json(sys.argv[1]), Path(sys.argv[2])
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.nice(5)  # beside a training loop: it comes first
-    torch.set_num_threads(max(1, cores() // (2 * CORES_A_PROOF)))  # threads that wait for a busy core are many times slower than one
     try:
         verdicts = examine(request)
     except AssayError as error:

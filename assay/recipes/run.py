@@ -43,6 +43,7 @@ class Run:
         self.needed: set[str] = set()  # digests that retention may not delete
         self._retired: list[Path] = []  # beside the loop, and not yet written down
         self._saver, self._prover, self.probing = BackgroundSaver(), Prover(), probing
+        self.looping = True  # until a recipe says that its loop is over, and proofs may take more of the machine
         require_outside_checkpoints(folder / "config.yaml")
         durable.make_folder(folder)
         self.ledger = Ledger(folder / "ledger.jsonl")
@@ -102,7 +103,7 @@ class Run:
         def after(written: Checkpoint) -> None:
             if not self._prover.busy:
                 self._retired += retain(self.checkpoints, self.kept, best, needed)
-            self._prover.start(written.folder, against=against, probing=self.probing)
+            self._prover.start(written.folder, against=against, probing=self.probing, beside=self.looping)
 
         self._saver.save(where, contents, after=after)
         self.ledger.append("save", step=step, checkpoint=where.name)

@@ -283,6 +283,7 @@ class Training(ABC):
         An interrupted run takes no look, because the uninterrupted one would not have taken it here.
         """
         self.record(self.watch.read())
+        self.run.looping = False
         interrupted = self.run.interrupted is not None
         if self.done and (self.saved if interrupted else self.looks.latest_step) != self.done:
             self.checkpoint(look=not interrupted)

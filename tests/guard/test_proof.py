@@ -176,6 +176,17 @@ def test_a_proof_leaves_most_cores_to_the_loop(there, at_once, monkeypatch):
     assert Prover()._pool._max_workers == at_once
 
 
+@pytest.mark.parametrize(("there", "beside", "alone"), [(1, 1, 1), (2, 1, 1), (8, 1, 4), (16, 2, 8)])
+def test_a_proof_takes_more_threads_once_no_loop_needs_them(there, beside, alone, monkeypatch):
+    monkeypatch.setattr(proof, "cores", lambda: there)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert (proof.threads(beside=True), proof.threads(beside=False)) == (beside, alone)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3,1")
+    assert proof.threads(beside=False) == min(alone, 3)
+    monkeypatch.setenv("OMP_NUM_THREADS", "many")
+    assert proof.threads(beside=False) == alone
+
+
 def test_no_proof_is_lost_between_the_thread_that_begins_it_and_the_one_that_asks(tmp_path, monkeypatch):
     often = sys.getswitchinterval()
     monkeypatch.setattr(proof, "prove_checkpoint", lambda folder, **_: [])

@@ -13,11 +13,12 @@ from assay.data.order import Order
 from assay.errors import GuardStop, UsageError
 from assay.guard.update import Account
 from assay.model.transformer import Transformer, initialised
-from assay.recipes import pace, pretrain, training
+from assay.recipes import pace, pretrain, run, training
 from assay.recipes.options import Pretrain
 from assay.recipes.pretrain import optimizer_for
 from assay.store.checkpoint import latest, open_checkpoint
 from assay.zoo.practice import corpus
+from assay.zoo.resuming import NoProver
 from tests.recipes import sittings
 from tests.recipes.sittings import EVERY, LENGTH, ROWS, STEPS, events, options, rows, saved_steps, sit
 
@@ -193,3 +194,16 @@ def test_a_run_ends_proven(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert not_proven == [("health", "UNPROVEN")]  # after one step it babbles, which stops nothing
     assert [verdict["check"] for verdict in handed["verdicts"]].count("score") == 2
     assert json.loads((tmp_path / "run" / "model" / "config.json").read_text())["model_type"] == "qwen3"
+
+
+def test_only_the_proof_of_what_ended_the_loop_has_the_machine_to_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    asked: dict[int, bool] = {}
+
+    class Asked(NoProver):
+        def start(self, folder: Path, *, beside: bool, **_: Any) -> None:
+            asked[open_checkpoint(folder).step] = beside
+
+    monkeypatch.setattr(run, "Prover", Asked)
+    monkeypatch.setattr(pretrain, "hand_over", lambda *_, **__: (None, []))
+    pretrain.pretrain(options(tmp_path / "run"), say=lambda _: None)
+    assert (asked[0], asked[1], asked[STEPS]) == (True, True, False)
