@@ -35,6 +35,7 @@ from assay.recipes.looks import Looks
 from assay.recipes.pace import Pace
 from assay.recipes.run import Run, plain, read_rows
 from assay.recipes.stopping import Stopping
+from assay.recipes.thrift import Thrift
 from assay.store.checkpoint import Checkpoint, Contents
 from assay.store.identity import environment
 from assay.store.saver import own
@@ -85,6 +86,7 @@ class Training(ABC):
         self.accumulate: Accumulate = GraphedAccumulate() if self.device.startswith("cuda") else loop.accumulated
         self.start = self.done = self.saved = 0  # steps taken before this sitting, in all, and up to the last save
         self.saved_at = 0.0  # seconds of the run
+        self.thrift = Thrift()
 
     # ---------------------------------------------------------------- what a recipe answers
 
@@ -160,6 +162,7 @@ class Training(ABC):
     def batches(self) -> Iterator[Batch]:
         self.run.ledger.append("data", **self.data_facts(self.start), windows=self.source.windows, from_step=self.start)
         self.watch.begin()
+        self.thrift.begin()
         return self.planned_batches()
 
     def planned_batches(self) -> Iterator[Batch]:
@@ -254,7 +257,8 @@ class Training(ABC):
                 self.looks.look(self.model, self.done, weight_set=None if self.ema is None else "ema")
         if self.saved != self.done:
             self.saved, self.saved_at = self.done, self.pace.clock.seconds
-            self.run.save(self.done, partial(self.contents, self.done), best=self.best())
+            with self.thrift.saving():
+                self.run.save(self.done, partial(self.contents, self.done), best=self.best())
         if look and self.parts.stopping is not None:
             self.parts.stopping.judge(self.done)
 
@@ -284,6 +288,9 @@ class Training(ABC):
         """
         self.record(self.watch.read())
         self.run.looping = False
+        self.run.ledger.append("saving", seconds=self.thrift.seconds, checkpoints=self.thrift.times, loop=self.thrift.loop)
+        if (advice := self.thrift.advice(self.done - self.start)) is not None:
+            self.run.say(advice)
         interrupted = self.run.interrupted is not None
         if self.done and (self.saved if interrupted else self.looks.latest_step) != self.done:
             self.checkpoint(look=not interrupted)
