@@ -35,8 +35,9 @@ class Thrift:
         loop = self.loop
         if loop < WORTH_SAYING or self.times <= FEW or self.seconds <= LITTLE * loop:
             return None
-        apart = self.seconds / self.times / LITTLE
-        return (f"saving held the loop up for {self.seconds:.0f} s of {loop:.0f}, {LITTLE * apart:.2g} s a checkpoint: {self.seconds / loop:.0%}; "
+        each = self.seconds / self.times
+        apart = each / LITTLE
+        return (f"saving held the loop up for {self.seconds:.0f} s of {loop:.0f}, {each:.2g} s a checkpoint: {self.seconds / loop:.0%}; "
                 f"with one every {round_up(apart * steps / loop)} steps, or {apart:.0f} s, it would be {LITTLE:.0%}")
 
 
