@@ -227,7 +227,7 @@ def _documents(batch: Batch) -> list[tuple[tuple[int, ...], list[float]]]:
     """The ids and weights of each packed document."""
     found = []
     documents = torch.zeros_like(batch.tokens) if batch.documents is None else batch.documents
-    for ids, weight, document in zip(batch.tokens.tolist(), batch.weight.tolist(), documents.numpy(), strict=True):
+    for ids, weight, document in zip(batch.tokens.tolist(), batch.weight.tolist(), documents.cpu().numpy(), strict=True):
         cuts = [0, *(np.flatnonzero(np.diff(document)) + 1).tolist(), len(ids)]
         found += [(tuple(ids[a:b]), weight[a:b]) for a, b in pairwise(cuts) if document[a] != PADDING]
     return found

@@ -10,6 +10,7 @@ Shapes: N tokens, D hidden, V vocabulary, C tokens in a chunk.
 from __future__ import annotations  # the kernel's `tl.constexpr` must not be looked up at import
 
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -81,7 +82,7 @@ class _LogprobsEntropy(torch.autograd.Function):
         return d_hidden_ND, None if d_head_VD is None else d_head_VD.to(head_VD.dtype), None, None
 
 
-def _chunks_of_logits(hidden_ND: Tensor, head_VD: Tensor, asked: Asked) -> Any:
+def _chunks_of_logits(hidden_ND: Tensor, head_VD: Tensor, asked: Asked) -> Iterator[tuple[slice, Tensor]]:
     """fp32 and not rounded to bf16 on the way: a policy ratio of 1 has to come out as 1. Each is overwritten by the next."""
     (N, _), V, head_DV = hidden_ND.shape, len(head_VD), head_VD.to(hidden_ND.dtype).T
     chunk = asked.chunk or even_chunk(N, V, torch.float32.itemsize + hidden_ND.dtype.itemsize)

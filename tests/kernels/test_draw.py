@@ -1,16 +1,12 @@
 """The sampler's kernels in Triton's interpreter, and their twins without Triton."""
 
-import importlib.util
-import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+from tests.kernels.interpreter import WHERE_TRITON_IS, passes
 
-HERE = Path(__file__).parent
-ROOT = HERE.parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def test_importing_and_using_the_twins_needs_no_triton():
@@ -23,12 +19,6 @@ def test_importing_and_using_the_twins_needs_no_triton():
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="Triton is published for Linux alone")
+@WHERE_TRITON_IS
 def test_the_kernels_in_the_interpreter():
-    """In its own process: Triton reads TRITON_INTERPRET once, when it is first imported."""
-    assert importlib.util.find_spec("triton"), "the development extra installs triton: pip install -e '.[dev]'"
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(HERE / "interpreted_sampling.py")]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
-    assert re.search(r"^=*\s*\d+ passed in", done.stdout.splitlines()[-1]), done.stdout  # none skipped, none left out
+    passes("interpreted_sampling.py")

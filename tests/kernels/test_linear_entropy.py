@@ -1,11 +1,5 @@
 """Log-probabilities and entropies by chunks: values and gradients of the plain twin, whatever the chunk."""
 
-import importlib.util
-import os
-import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +7,7 @@ import torch
 from assay.errors import UsageError
 from assay.kernels.linear_entropy import linear_logprobs_entropy, plain_linear_logprobs_entropy
 from assay.kernels.softcap_ce import plain_linear_logprobs
-
-HERE = Path(__file__).parent
+from tests.kernels.interpreter import WHERE_TRITON_IS, passes
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
@@ -41,12 +34,6 @@ def test_what_cannot_be_asked():
         linear_logprobs_entropy(torch.ones(2, 3), torch.ones(4, 3), torch.zeros(2, dtype=torch.int64), temperature=0)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="Triton is published for Linux alone")
+@WHERE_TRITON_IS
 def test_the_kernels_in_the_interpreter():
-    """In a process of their own: Triton reads TRITON_INTERPRET once, when it is first imported."""
-    assert importlib.util.find_spec("triton"), "the development extra installs triton: pip install -e '.[dev]'"
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(HERE / "interpreted_entropy.py")]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=HERE.parents[1], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
-    assert re.search(r"^\d+ passed in", done.stdout.splitlines()[-1]), done.stdout  # none skipped, none left out
+    passes("interpreted_entropy.py")

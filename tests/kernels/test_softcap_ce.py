@@ -1,8 +1,5 @@
 """Linear + soft-capped cross-entropy: the plain twin against its formula, and the kernel in Triton's interpreter."""
 
-import importlib.util
-import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,9 +18,9 @@ from assay.kernels.softcap_ce import (
     plain_linear_cross_entropy,
     plain_linear_logprobs,
 )
+from tests.kernels.interpreter import WHERE_TRITON_IS, passes
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def problem(N=7, D=6, V=11):
@@ -110,12 +107,6 @@ def test_no_temperature_of_zero_and_no_float16():
         fused_linear_cross_entropy(hidden.half(), head.half(), targets, weight)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="Triton is published for Linux alone")
+@WHERE_TRITON_IS
 def test_the_kernel_in_the_interpreter():
-    """In its own process: Triton reads TRITON_INTERPRET once, when it is first imported."""
-    assert importlib.util.find_spec("triton"), "the development extra installs triton: pip install -e '.[dev]'"
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(HERE / "interpreted_softcap_ce.py")]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
-    assert re.search(r"^\d+ passed in", done.stdout.splitlines()[-1]), done.stdout  # none skipped, none left out
+    passes("interpreted_softcap_ce.py")
