@@ -1,6 +1,5 @@
 """The divergence kernel, in Triton's interpreter; tests/learn/test_distill.py has its plain twin, tests/gpu/test_distill.py the device."""
 
-
 from tests.kernels.interpreter import WHERE_TRITON_IS, passes
 
 

@@ -1,6 +1,5 @@
 """Log-probabilities and entropies by chunks: values and gradients of the plain twin, whatever the chunk."""
 
-
 import pytest
 import torch
 
