@@ -1,4 +1,4 @@
-"""`python -m assay` is the `assay` command."""
+"""Entry point of `python -m assay`, which is the `assay` command."""
 
 from assay.cli import main
 

@@ -118,13 +118,13 @@ def _dispatch(argv: list[str]) -> int:
         raise UsageError(f"unknown verb {verb!r}{nearest(verb, VERBS)} (see assay --help)")
     module = importlib.import_module(f"assay.verbs.{verb}")
     try:
-        flags = parse(module.FLAGS, rest, prog=f"assay {verb}", examples=module.EXAMPLES, config_file=verb in RECIPES)
+        flags = parse(module.FLAGS, rest, prog=f"assay {verb}", examples=module.EXAMPLES, config_file=verb in _RECIPES)
     except SystemExit as done:  # argparse ends the process after --help
         return int(done.code or 0)
     return module.run(flags)
 
 
-RECIPES = {"pretrain", "sft", "distill", "grpo", "edit", "ttt"}  # verbs that also take --config FILE.yaml
+_RECIPES = {"pretrain", "sft", "distill", "grpo", "edit", "ttt"}  # verbs that also take --config FILE.yaml
 
 
 def _help() -> str:

@@ -26,7 +26,7 @@ from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, Union
 from assay.errors import UsageError
 
 T = TypeVar("T")
-SCALARS = (str, int, float, Path)
+_SCALARS = (str, int, float, Path)
 
 
 class Bound(NamedTuple):
@@ -34,7 +34,7 @@ class Bound(NamedTuple):
     holds: Callable[[float, float], bool]
 
 
-BOUNDS = {"least": Bound("of at least", operator.ge), "above": Bound("above", operator.gt), "below": Bound("below", operator.lt),
+_BOUNDS = {"least": Bound("of at least", operator.ge), "above": Bound("above", operator.gt), "below": Bound("below", operator.lt),
           "most": Bound("of at most", operator.le)}
 
 
@@ -171,7 +171,7 @@ def _typed(value: Any, hint: Any, where: str) -> Any:
         return value
     if isinstance(value, scalar) and not (scalar is int and isinstance(value, bool)):
         return value
-    if scalar in SCALARS and isinstance(value, str | int | float) and not isinstance(value, bool):
+    if scalar in _SCALARS and isinstance(value, str | int | float) and not isinstance(value, bool):
         return _converted(value, scalar, where)
     raise UsageError(f"{where} is {value!r}; expected {scalar.__name__}")
 
@@ -193,9 +193,9 @@ def _require_within(value: Any, bounds: Mapping[str, Any], where: str) -> None:
     kind = "a number" if isinstance(value, float) else "a whole number"
     if not (math.isfinite(value) if isinstance(value, float) else abs(value) < 2**63):
         raise UsageError(f"{where} is {value!r}; expected {kind}{'' if isinstance(value, float) else ' of at most 18 digits'}")
-    asked = {name: bounds[name] for name in BOUNDS if name in bounds}
-    if not all(BOUNDS[name].holds(value, bound) for name, bound in asked.items()):
-        words = " and ".join(f"{BOUNDS[name].words} {bound:,}" for name, bound in asked.items())
+    asked = {name: bounds[name] for name in _BOUNDS if name in bounds}
+    if not all(_BOUNDS[name].holds(value, bound) for name, bound in asked.items()):
+        words = " and ".join(f"{_BOUNDS[name].words} {bound:,}" for name, bound in asked.items())
         raise UsageError(f"{where} is {value!r}; expected {kind} {words}")
 
 

@@ -1,4 +1,4 @@
-"""Errors are sentences with a way out: where, what was found, what was expected, what to do.
+"""Errors: sentences with a way out: where, what was found, what was expected, what to do.
 
 Every error that a user can meet derives from AssayError and carries the exit code of the command that meets it.
 """

@@ -1,4 +1,4 @@
-"""Randomness has an address: `derive(seed, "rollout", step, problem)` is the same number on every machine, in any order."""
+"""Seeds with an address: `derive(seed, "rollout", step, problem)` is the same number on every machine, in any order."""
 
 import hashlib
 from typing import TYPE_CHECKING

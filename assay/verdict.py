@@ -1,4 +1,4 @@
-"""A check returns a Verdict: PROVEN, REFUTED or UNPROVEN, with a sentence and its evidence. UNPROVEN is never success."""
+"""Verdict of a check: PROVEN, REFUTED or UNPROVEN, with a sentence and its evidence. UNPROVEN is never success."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field

@@ -16,9 +16,9 @@ import torch
 from assay.data.layouts import Conversation
 from assay.recipes import run
 from assay.store.artifact import open_artifact
-from assay.store.export import export
-from assay.zoo.resuming import NoProver
-from assay.zoo.stage import save, tiny
+from assay.store.export_artifact import export_artifact
+from assay.testing.tiny_models import save_model, tiny_model
+from assay.zoo.run_faults import NoProver
 
 TINY = "tiny"
 TOLD = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "liger_kernel", "triton")
@@ -75,8 +75,8 @@ def weights(model: str, dtype: str, home: Path, length: int) -> Path:
         if model == TINY:
             source = str(home / TINY)
             if not Path(source).exists():
-                save(Path(source), tiny("llama", max_length=2 * length))
-        export(open_artifact(source), "hf", where, dtype)
+                save_model(Path(source), tiny_model("llama", max_length=2 * length))
+        export_artifact(open_artifact(source), "hf", where, dtype)
     return where
 
 

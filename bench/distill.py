@@ -21,15 +21,15 @@ from typing import Any
 
 from beside import peak_memory, surroundings, weights, without_proofs, write_rows
 
-from assay.measure.agreement import Agreement, arms
-from assay.measure.compare import compare
+from assay.comparison.pairwise import compare
+from assay.evaluation.teacher_agreement import Agreement, agreement_arms
 from assay.model.placement import default_device, place_for_training
 from assay.recipes.distill import Distillation, fall
 from assay.recipes.options import Distill, Sft
 from assay.recipes.sft import FineTuning
 from assay.recipes.shrunk import make_student
 from assay.recipes.training import Training
-from assay.store.artifact import build, open_artifact
+from assay.store.artifact import build_model, open_artifact
 from assay.verdict import Outcome, Verdict, proven, refuted
 
 CHARACTERS = 3.4  # a token of SmolLM2's in English text, and fewer in markup: a piece is about a row long, and what is more is cut off
@@ -93,7 +93,7 @@ class Bench:
                                      **self.options("taught")), self.say)
         self.trained(taught)
         alone = self.trained(Alone(Sft(**self.options("alone")), self.say))
-        before = place_for_training(build(open_artifact(self.student)), self.flags.device, compile=False)
+        before = place_for_training(build_model(open_artifact(self.student)), self.flags.device, compile=False)
         models = {"as it began": before, "without the teacher": alone.model, "with the teacher": taught.model}
         return {name: taught.agreement(model, taught.conversations.held_out, self.flags.batch) for name, model in models.items()}
 
@@ -120,9 +120,10 @@ def judged(found: dict[str, Agreement]) -> tuple[list[str], list[Verdict]]:
     before, alone, taught = found.values()
     lines = [f"{name:20} " + "  ".join(f"{measure} {estimate}" for measure, estimate in each.estimates().items())
              for name, each in found.items()]
-    shown = compare([arm for name in ("without the teacher", "with the teacher") for arm in arms(name, found[name])])
+    shown = compare([arm for name in ("without the teacher", "with the teacher") for arm in agreement_arms(name, found[name])])
     lines += [one.sentence for one in shown]
-    lines += [one.sentence for one in compare([arm for name in ("as it began", "with the teacher") for arm in arms(name, found[name])])]
+    lines += [one.sentence for one in compare([arm for name in ("as it began", "with the teacher") for arm in agreement_arms(name,
+                                                                                                                             found[name])])]
     fell, fell_alone = fall(before, taught), fall(before, alone)
     assert fell is not None
     kl = next(one for one in shown if one.metric.startswith("KL"))

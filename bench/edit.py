@@ -21,20 +21,20 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where nothing can be installed, the checkout will do
 
 from assay.config import parse
-from assay.edit.contexts import contexts
+from assay.edit.contexts import sample_contexts
 from assay.edit.facts import Fact
-from assay.edit.memit import by_moments, checked_layers, towards
-from assay.edit.moments import Reading, computed
-from assay.edit.targets import Aim, find_targets
-from assay.measure.edits import check_edits, check_update, estimates, examine, failures, update_sizes
-from assay.model.patch import applied, patched
+from assay.edit.memit import checked_layers, memit_solver, spread_over_layers
+from assay.edit.moments import TokenizedText, compute_moments
+from assay.edit.targets import TargetOptions, find_targets
+from assay.evaluation.edit_evaluation import check_edits, check_update, edit_estimates, edit_failures, evaluate_edits, update_sizes
+from assay.model.patch import patched, patched_tensors
 from assay.model.placement import default_device, uncompiled
 from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import Transformer
 from assay.recipes.edit import Stopwatch, chosen_facts, goals, parsed_layers, texts
 from assay.recipes.edit_options import Edit
-from assay.store.artifact import Artifact, build, open_artifact
-from assay.store.identity import environment
+from assay.store.artifact import Artifact, build_model, open_artifact
+from assay.store.digests import environment
 
 SHOWN = {"efficacy, likelier, after": "likelier", "efficacy, generated, after": "said",
          "paraphrase, likelier, after": "paraphrase likelier", "paraphrase, generated, after": "said",
@@ -49,13 +49,13 @@ class Bench:
     source: Artifact
     model: Transformer
     tokenizer: Tokenizer
-    scored: Reading
-    reading: Reading
+    scored: TokenizedText
+    reading: TokenizedText
     moments: dict[int, Tensor]
 
     def know(self, layers: Sequence[int]) -> None:
         if missing := [layer for layer in layers if layer not in self.moments]:
-            self.moments |= computed(self.model, self.reading.rows, missing)
+            self.moments |= compute_moments(self.model, self.reading.rows, missing)
 
 
 def main() -> None:
@@ -68,7 +68,7 @@ def main() -> None:
 def measured(flags: argparse.Namespace) -> None:
     watch, config = Stopwatch(), options(flags, f"--layers {flags.layers}")
     source = open_artifact(flags.model)
-    model, layers, tokenizer = build(source).to(flags.device), parsed_layers(flags.layers), source.tokenizer
+    model, layers, tokenizer = build_model(source).to(flags.device), parsed_layers(flags.layers), source.tokenizer
     assert tokenizer is not None
     watch.lap("loading")
     wanted = flags.known * (2 if flags.tries else 1)
@@ -94,29 +94,30 @@ def edited(bench: Bench, config: Edit, facts: Sequence[Fact], name: str, *, verd
     layers = checked_layers(model, parsed_layers(config.layers))
     bench.know(layers)
     watch.lap("further moments")
-    before = examine(model, tokenizer, facts, bench.scored, stop_ids)
+    before = evaluate_edits(model, tokenizer, facts, bench.scored, stop_ids)
     watch.lap("scores before")
-    around = contexts(model, tokenizer, count=config.prefixes, length=config.prefix_tokens, seed=config.seed)
+    around = sample_contexts(model, tokenizer, count=config.prefixes, length=config.prefix_tokens, seed=config.seed)
     watch.lap("prefixes")
-    aim = Aim(config.steps, config.lr, config.kl, config.decay, config.clamp)
+    aim = TargetOptions(config.steps, config.lr, config.kl, config.decay, config.clamp)
     targets = find_targets(model, tokenizer, facts, around, layers[-1], aim)
     watch.lap("targets")
-    found = towards(model, tokenizer, facts, targets, layers, by_moments(bench.moments, config.weight), around, parent=bench.source.digest)
+    found = spread_over_layers(model, tokenizer, facts, targets, layers, memit_solver(bench.moments, config.weight), around,
+                               parent=bench.source.digest)
     watch.lap("solve")
     with patched(model, found.patch):
-        after = examine(model, tokenizer, facts, bench.scored, stop_ids)
+        after = evaluate_edits(model, tokenizer, facts, bench.scored, stop_ids)
     watch.lap("scores after")
-    changed = applied(bench.source.tensors, found.patch)
+    changed = patched_tensors(bench.source.tensors, found.patch)
     sizes = update_sizes({name: bench.source.tensors[name] for name in changed}, changed)
     told(name, watch)
     if not verdicts:
-        print("  " + "; ".join(f"{SHOWN[key]} {estimate}" for key, estimate in estimates(before, after).items() if key in SHOWN))
+        print("  " + "; ".join(f"{SHOWN[key]} {estimate}" for key, estimate in edit_estimates(before, after).items() if key in SHOWN))
         return 0.0
-    print("\n".join(f"  {key:44} {estimate}" for key, estimate in estimates(before, after).items()))
+    print("\n".join(f"  {key:44} {estimate}" for key, estimate in edit_estimates(before, after).items()))
     judged = [*check_edits(before, after, goals(config)), check_update(sizes, None, config.max_update)]
     print("\n".join(f"  {verdict}" for verdict in judged))
     print(f"  mean way of the states {sum(found.reached) / len(facts):.3f}; {sum(target.clamped for target in targets)} targets at their "
-          f"longest; {len(failures(facts, found, after))} edits are not said", flush=True)
+          f"longest; {len(edit_failures(facts, found, after))} edits are not said", flush=True)
     return sum(watch.seconds[stage] for stage in ("prefixes", "targets", "solve"))
 
 

@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 
-from assay.generate.request import Sampling
-from assay.measure.evaluate import evaluate
-from assay.measure.examinee import OpenedModel
-from assay.measure.tasks import TaskRequest, open_task
+from assay.evaluation.evaluate import evaluate
+from assay.evaluation.loaded_model import LoadedModel
+from assay.evaluation.tasks import TaskRequest, open_task
+from assay.generate.generation_request import Sampling
 from assay.model.placement import default_device
 from assay.store.artifact import Artifact, open_artifact
-from assay.store.export import export
+from assay.store.export_artifact import export_artifact
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def main() -> None:
     device = flags.device or default_device()
     artifact, task = open_artifact(flags.path), open_task(TaskRequest("gsm8k", flags.data, flags.limit))
     sampling = Sampling(flags.max_new, flags.temperature)
-    opened = OpenedModel(artifact, device=device)
+    opened = LoadedModel(artifact, device=device)
     where = Path(tempfile.mkdtemp(prefix="assay-bench-eval-")) if flags.out is None else flags.out
     rates = []
     start = time.perf_counter()
@@ -84,7 +84,7 @@ def parsed() -> argparse.Namespace:
 
 def export_for_peer(artifact: Artifact, where: Path) -> None:
     """The same weights as a Hugging Face folder; an adapter is merged."""
-    export(artifact, "merged" if artifact.patch is not None else "hf", where, "bfloat16")
+    export_artifact(artifact, "merged" if artifact.patch is not None else "hf", where, "bfloat16")
 
 
 def theirs(folder: Path, prompts: list[tuple[int, ...]], stop_ids: list[int], flags: argparse.Namespace, device: str) -> Rate:

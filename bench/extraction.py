@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from assay.errors import DataError, UsageError
-from assay.measure.estimate import clustered
-from assay.measure.task import dataset_digest
-from assay.measure.tasks import TaskRequest, open_task
-from assay.reward.answer import How, gold_answer, read_answer, read_number, same_answer
+from assay.evaluation.task import dataset_digest
+from assay.evaluation.tasks import TaskRequest, open_task
+from assay.reward.answer import Strictness, gold_answer, read_answer, read_number, same_answer
+from assay.statistics.estimate import clustered
 
-BESIDE: dict[How, str] = {"strict": "strict-match", "lenient": "flexible-extract"}
+BESIDE: dict[Strictness, str] = {"strict": "strict-match", "lenient": "flexible-extract"}
 INVALID = "[invalid]"  # what its filters give where they find nothing
 SHOWN, LONGEST = 56, 24  # characters of a text, and of an answer, in a line of the list
 
@@ -188,7 +188,7 @@ def number_to_them(taken: str) -> Fraction | None:
 # ---------------------------------------------------------------- side by side
 
 
-def compared(texts: Sequence[Text], how: How) -> list[Read]:
+def compared(texts: Sequence[Text], how: Strictness) -> list[Read]:
     theirs = read_by_them([text for _, _, text in texts], BESIDE[how])
     found = []
     for (id, row, text), taken in zip(texts, theirs, strict=True):
@@ -234,7 +234,7 @@ def _cause_without_marks(read: Read, ours: str, theirs: str) -> str:
 # ---------------------------------------------------------------- what is printed
 
 
-def report(by: Mapping[How, Sequence[Read]], listed: int | None) -> list[str]:
+def report(by: Mapping[Strictness, Sequence[Read]], listed: int | None) -> list[str]:
     head = "judged alike", "and the same number", "right: ours", "right: lm-eval"
     lines = [f"{'reading':27}" + "".join(f"{name:>34}" for name in head)]
     for how, reads in by.items():
@@ -284,7 +284,7 @@ def made_report(data: Path) -> list[str]:
     return lines
 
 
-def judged_right(texts: Sequence[Text], how: How) -> tuple[int, int]:
+def judged_right(texts: Sequence[Text], how: Strictness) -> tuple[int, int]:
     found = [read.right for read in compared(texts, how)]
     return sum(ours for ours, _ in found), sum(theirs for _, theirs in found)
 

@@ -44,7 +44,7 @@ from assay.recipes.grpo import LR_WHOLE, Reinforcement
 from assay.recipes.grpo_options import Grpo
 from assay.recipes.rollouts import Sampler, read_prompts
 from assay.recipes.tuning import BETAS
-from assay.reward.verify import built_in, parse_rewards
+from assay.reward.reward_functions import built_in_reward, parse_rewards
 from assay.store.artifact import open_artifact
 
 HELD_OUT = 4  # prompts: the recipe wants some
@@ -240,7 +240,7 @@ def learning(parts: Parts, step: Callable[..., Any]) -> Callable[..., Any]:
 
 def rewarded(specs: list[str]) -> Callable[..., list[float]]:
     """Our rewards as TRL calls them: in its own process, one completion after the other."""
-    rewards = [(reward.weight, built_in(reward)) for reward in parse_rewards(specs)]
+    rewards = [(reward.weight, built_in_reward(reward)) for reward in parse_rewards(specs)]
 
     def reward(prompts: list[Any], completions: list[Any], completion_ids: list[Any], **columns: Any) -> list[float]:
         rows = [{"question": question, "answer": answer, "completion_tokens": len(ids)}

@@ -13,7 +13,7 @@ import time
 
 import torch
 
-from assay.store.identity import environment
+from assay.store.digests import environment
 
 
 def main() -> None:

@@ -15,9 +15,9 @@ import torch
 from train import SMOLLM2, initialised_on_meta
 
 from assay.generate.engine import Engine
-from assay.generate.request import Request, Sampling
+from assay.generate.generation_request import GenerationRequest, Sampling
 from assay.kernels.cached_attention import cached_attention
-from assay.kernels.draw import Rule, draw
+from assay.kernels.draw_tokens import SamplingRule, draw_tokens
 from assay.model.families import config_to_hf
 from assay.model.placement import place_for_training
 from assay.model.transformer import initialised, parameter_count
@@ -69,7 +69,7 @@ class Ours:
         self.model = place_for_training(initialised(SMOLLM2, 0), "cuda", compile=False)
         self.engine = Engine(self.model, slots=flags.streams, length=flags.prompt + flags.new, version="bench", steps=flags.steps)
 
-    def run(self, requests: list[Request]) -> int:
+    def run(self, requests: list[GenerationRequest]) -> int:
         """How many tokens came."""
         for request in requests:
             self.engine.submit(request)
@@ -78,19 +78,19 @@ class Ours:
     def sampling(self, new: int) -> Sampling:
         return Sampling(new, 0.7, 50)
 
-    def distinct(self, seed: int) -> list[Request]:
+    def distinct(self, seed: int) -> list[GenerationRequest]:
         made = prompts(self.flags.streams, self.flags.prompt, seed)
-        return [Request(prompt, self.sampling(self.flags.new), (seed, i)) for i, prompt in enumerate(made)]
+        return [GenerationRequest(prompt, self.sampling(self.flags.new), (seed, i)) for i, prompt in enumerate(made)]
 
-    def groups(self, seed: int) -> list[Request]:
-        return [Request(p, self.sampling(self.flags.new), (seed, i), group=8)
+    def groups(self, seed: int) -> list[GenerationRequest]:
+        return [GenerationRequest(p, self.sampling(self.flags.new), (seed, i), group=8)
                 for i, p in enumerate(prompts(self.flags.streams // 8, self.flags.prompt, seed))]
 
-    def ragged(self, seed: int) -> list[Request]:
+    def ragged(self, seed: int) -> list[GenerationRequest]:
         """Four times as many requests as slots, of 1 to `new` tokens each: slots are refilled as they fall free."""
         new = torch.randint(1, self.flags.new + 1, (4 * self.flags.streams,), generator=torch.Generator().manual_seed(seed)).tolist()
         made = prompts(len(new), self.flags.prompt, seed)
-        return [Request(prompt, self.sampling(n), (seed, i)) for i, (prompt, n) in enumerate(zip(made, new, strict=True))]
+        return [GenerationRequest(prompt, self.sampling(n), (seed, i)) for i, (prompt, n) in enumerate(zip(made, new, strict=True))]
 
     def step_seconds(self) -> float:
         """One captured step of all slots, full to the middle of their completions."""
@@ -134,12 +134,13 @@ def parts(flags: argparse.Namespace) -> list[str]:
     positions = torch.full((S,), filled, device="cuda")
     states, head = make(S, c.width), make(c.vocab, c.width)
     logits = torch.randn(S, c.vocab, device="cuda") * 3
-    rule = Rule(*(torch.full((S,), value, device="cuda") for value in (0.7, 50, 1.0, 0.0)))
+    rule = SamplingRule(*(torch.full((S,), value, device="cuda") for value in (0.7, 50, 1.0, 0.0)))
     key = torch.arange(S, device="cuda")
     found = {"attention over slots, one layer": on_device(lambda: cached_attention(q, k, v, keys, values, positions, None, L)),
              "head product, fp32 out": on_device(lambda: torch.mm(states, head.T, out_dtype=torch.float32)),
-             "draw, top-k 50": on_device(lambda: draw(logits, rule, key, positions)),
-             "draw, temperature alone": on_device(lambda: draw(logits, rule._replace(top_k=torch.zeros_like(rule.top_k)), key, positions)),
+             "draw, top-k 50": on_device(lambda: draw_tokens(logits, rule, key, positions)),
+             "draw, temperature alone": on_device(lambda: draw_tokens(logits, rule._replace(top_k=torch.zeros_like(rule.top_k)), key,
+                                                                      positions)),
              "torch.topk 50 alone": on_device(lambda: logits.topk(50))}
     return [f"  {name:36} {1e6 * seconds:8.1f} µs" for name, seconds in found.items()]
 

@@ -37,18 +37,18 @@ from beside import (
 )
 
 from assay.data.batch import Batch
-from assay.data.chat import Example, render
+from assay.data.chat import TrainingExample, render_conversations
+from assay.data.data_files import read_rows
 from assay.data.layouts import read_conversations
-from assay.data.rows import read_rows
+from assay.evaluation.held_out_loss import score_examples
 from assay.learn.loop import Step
-from assay.measure.held_out import score_examples
 from assay.model.attention import PADDING
 from assay.model.families import from_foreign, hf_layout
 from assay.model.placement import place_for_training
 from assay.recipes.options import Sft
 from assay.recipes.sft import FineTuning
 from assay.recipes.tuning import BETAS, held_out_batches
-from assay.store.artifact import assembled, open_artifact
+from assay.store.artifact import assemble_model, open_artifact
 
 LR, WARM_UP = 3e-5, 4  # steps, of the learning rate
 
@@ -87,11 +87,11 @@ class Bench:
         self.artifact = open_artifact(self.fp32)
         self.train, self.apart = self.split()
 
-    def split(self) -> tuple[Path, list[Example]]:
+    def split(self) -> tuple[Path, list[TrainingExample]]:
         """Conversations that fit a row: those that are learned, as a file, and some that never are."""
         assert self.artifact.tokenizer is not None
         said = read_conversations(self.flags.data, gsm8k="think").rows
-        fits = render(said, self.artifact.tokenizer, self.artifact.stops, length=self.flags.length, over="drop").examples
+        fits = render_conversations(said, self.artifact.tokenizer, self.artifact.stops, length=self.flags.length, over="drop").examples
         kept = {example.id: example for example in fits}
         rows = [(one, row.values) for one, row in zip(said, read_rows(self.flags.data), strict=True) if one.id in kept]
         apart, learned = rows[: self.flags.held_out], rows[self.flags.held_out :][: self.flags.rows]
@@ -149,7 +149,7 @@ class Bench:
         """What TRL trained, in our forward path, so that one function scores both."""
         tensors, config = {name: tensor.detach().float().cpu() for name, tensor in model.state_dict().items()}, self.artifact.config
         ours = from_foreign(config, hf_layout(config), tensors, "what TRL trained")
-        return place_for_training(assembled(config, ours, torch.float32), self.flags.device, compile=False)
+        return place_for_training(assemble_model(config, ours, torch.float32), self.flags.device, compile=False)
 
     # ---------------------------------------------------------------- what is said of both
 

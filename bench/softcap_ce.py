@@ -177,7 +177,7 @@ def stages(problem: tuple, softcap: float | None) -> None:
     part = slice(0, min(chunk, N))
     logits_CV = softcap_ce.padded_rows(hidden_ND, part.stop, V, torch.bfloat16)
     d_hidden_CD, d_head_VD = torch.empty(part.stop, D, device="cuda"), torch.zeros(V, D, device="cuda")
-    losses_C, product = torch.empty(part.stop, device="cuda"), softcap_ce.product
+    losses_C, product = torch.empty(part.stop, device="cuda"), softcap_ce.matmul_into
     work = {
         "logits = hidden @ head": lambda: product(hidden_ND[part], head_VD.T, out=logits_CV),
         "rows, losses only": lambda: rows_of(softcap, logits_CV, None, targets_N[part], losses_C, None),
@@ -196,7 +196,7 @@ def launches(problem: tuple, softcap: float | None) -> None:
     hidden_ND, head_VD, targets_N, weight_N = (x.detach() for x in problem)
     C, V = min(4096, len(hidden_ND)), len(head_VD)
     logits_CV = softcap_ce.padded_rows(hidden_ND, C, V, torch.bfloat16)
-    softcap_ce.product(hidden_ND[:C], head_VD.T, out=logits_CV)
+    softcap_ce.matmul_into(hidden_ND[:C], head_VD.T, out=logits_CV)
     losses_C, chosen = torch.empty(C, device="cuda"), softcap_ce.launch_shape
     run = partial(rows_of, softcap, logits_CV, logits_CV, targets_N[:C], losses_C, weight_N[:C])
     for block, warps in LAUNCHES:

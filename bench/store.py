@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 
 from assay.seeds import generator
-from assay.store import tensors
-from assay.store.checkpoint import Contents, open_checkpoint, write
-from assay.store.saver import BackgroundSaver, snapshot
+from assay.store import safetensors_files
+from assay.store.checkpoint import Contents, open_checkpoint, write_checkpoint
+from assay.store.saving import BackgroundSaver, snapshot
 
 LOAD_GOAL = 1.3
 
@@ -81,7 +81,7 @@ def made_weights(dtype: torch.dtype, scale: int) -> dict[str, Tensor]:
 def load_lines(weights: dict[str, Tensor], folder: Path, repeats: int) -> Iterator[str]:
     """Verified loading against load_file plus one pass of sha256, interleaved so that drift hits all alike."""
     where = folder / "checkpoint"
-    written = write(where, Contents("model", weights))
+    written = write_checkpoint(where, Contents("model", weights))
     path = where / "model.safetensors"
     torch.save(weights, folder / "weights.pt")
     data = path.read_bytes()
@@ -132,7 +132,7 @@ def save_lines(weights: dict[str, Tensor], folder: Path, repeats: int) -> Iterat
         times["save_file + fsync"].take(lambda: save_file_fsynced(weights, folder / "x"))
         times["torch.save"].take(lambda: torch.save(weights, folder / "x.pt"))
         os.unlink(folder / "x")
-        times["tensors"].take(lambda: tensors.write_tensors(folder / "x", weights))
+        times["tensors"].take(lambda: safetensors_files.write_tensors(folder / "x", weights))
         os.unlink(folder / "x")
     yield f"  the snapshot copy alone                     {times['snapshot']}"
     yield f"  Assay: save() returns after                 {times['stall']}"

@@ -23,15 +23,15 @@ from pathlib import Path
 
 import tokenizers
 
-from assay.data.build import Plan, build
-from assay.data.corpus import Corpus, open_corpus
+from assay.data.build_corpus import CorpusPlan, build_corpus
+from assay.data.data_files import DocumentRule, find_sources, iter_documents
 from assay.data.order import Order
-from assay.data.text import Rule, documents, find_sources
+from assay.data.token_corpus import Corpus, open_corpus
 from assay.model.tokenizer import Tokenizer
 
 GOAL = 8.0  # MB/s over two cores
 PEER_BYTES = 16_000_000
-RULE = Rule(document_bytes=65536)
+RULE = DocumentRule(document_bytes=65536)
 
 
 def main() -> None:
@@ -42,7 +42,7 @@ def main() -> None:
     for folder in args.tokenizer:
         with tempfile.TemporaryDirectory() as scratch:
             out = Path(scratch) / "corpus"
-            seconds, busy = timed(partial(build, [args.text], out, folder, Plan(RULE), workers=args.workers))
+            seconds, busy = timed(partial(build_corpus, [args.text], out, folder, CorpusPlan(RULE), workers=args.workers))
             corpus = open_corpus(out)
             lines.append(row(f"assay corpus, {folder.name}", corpus.train.bytes + corpus.held_out.bytes, seconds, busy))
             lines.append(row(f"tokenizers, {folder.name}", *library(args.text, folder)))
@@ -78,7 +78,7 @@ def library(text: Path, folder: Path) -> tuple[int, float, float]:
     backend = Tokenizer.from_folder(folder).backend
     texts: list[str] = []
     size = 0
-    for document in documents(find_sources([text])[0], RULE, Counter()):
+    for document in iter_documents(find_sources([text])[0], RULE, Counter()):
         texts.append(document.raw.decode())
         size += len(document.raw)
         if size >= PEER_BYTES:

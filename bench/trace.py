@@ -20,9 +20,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where nothing ca
 
 from train import SMOLLM2
 
-from assay.measure.trace import trace
 from assay.model.transformer import initialised
-from assay.store.identity import environment
+from assay.store.digests import environment
+from assay.tracing.activations import trace_activations
 
 
 def main() -> None:
@@ -40,7 +40,7 @@ def main() -> None:
         with torch.no_grad():
             model(tokens)
 
-    pairs = [(timed(plain, device), timed(lambda: trace(model, tokens), device)) for _ in range(args.rounds + 1)][1:]
+    pairs = [(timed(plain, device), timed(lambda: trace_activations(model, tokens), device)) for _ in range(args.rounds + 1)][1:]
     ratios = sorted(traced / alone for alone, traced in pairs)
     middle = [1e3 * statistics.median(column) for column in zip(*pairs, strict=True)]
     print(f"{environment()}\n{args.tokens} tokens, {args.dtype}, {device}: plain {middle[0]:.1f} ms, traced {middle[1]:.1f} ms; "

@@ -19,16 +19,15 @@ from dataclasses import replace
 import torch
 
 from assay.data.batch import Batch
-from assay.guard.update import Account
-from assay.guard.watch import Watch
-from assay.learn.graph import GraphedAccumulate
+from assay.guard.training_guards import StepWatch, UpdateAccount
+from assay.learn.cuda_graph import GraphedAccumulate
 from assay.learn.loop import constant, train
 from assay.learn.objectives import next_token
 from assay.learn.optim import adamw
 from assay.model.families import config_to_hf
 from assay.model.placement import place_for_training
-from assay.model.tiny import tiny_config
 from assay.model.transformer import ModelConfig, Rope, initialised, parameter_count
+from assay.testing.tiny_models import tiny_config
 
 GPT2 = replace(tiny_config("gpt2"), vocab=50304, width=768, depth=12, heads=12, kv_heads=12, head_dim=64, hidden=3072, max_length=1024,
                windows=(None,) * 12)
@@ -77,7 +76,7 @@ def guards_cost(config: ModelConfig, rows: int, micro: int, length: int, blocks:
     model = place_for_training(initialised(config, 0), "cuda")
     optimizer = adamw(list(model.named_parameters()), lr=3e-4)
     rates = [group["lr"] for group in optimizer.param_groups]
-    watch, account = Watch(rates, constant, vocab=config.vocab), Account(model)
+    watch, account = StepWatch(rates, constant, vocab=config.vocab), UpdateAccount(model)
     steps = train(model, optimizer, batches(config, rows, length, (2 * blocks + 1) * block, 1), next_token, micro=micro,
                   accumulate=GraphedAccumulate())
     seconds: dict[bool, list[float]] = {True: [], False: []}

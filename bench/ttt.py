@@ -18,14 +18,14 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where nothing can be installed, the checkout will do
 
-from assay.learn.passing import Passing, read
-from assay.model.batched_lora import TARGETS, Adapters, passing_sites
+from assay.learn.ttt_loop import TttSettings, read_and_adapt
+from assay.model.batched_lora import TTT_TARGETS, BatchedAdapters, ttt_sites
 from assay.model.lora import fresh
 from assay.model.placement import default_device
-from assay.model.tiny import tiny_config
 from assay.model.transformer import Transformer, initialised
 from assay.seeds import generator
-from assay.store.identity import environment
+from assay.store.digests import environment
+from assay.testing.tiny_models import tiny_config
 
 
 def main() -> None:
@@ -37,7 +37,7 @@ def main() -> None:
     documents = torch.randint(0, shape.vocab, (max(flags.documents, *flags.batch), flags.tokens + 1), generator=chance).tolist()
     print(f"$ {' '.join(sys.argv)}\n{environment()}", flush=True)
     for chunk in flags.chunk:
-        how = Passing(chunk, min(4 * chunk, shape.max_length), 1, 1e-3)
+        how = TttSettings(chunk, min(4 * chunk, shape.max_length), 1, 1e-3)
         alone = seconds(model, documents[: flags.alone], how, 1)
         print(f"chunks of {chunk}: one at a time  {alone:8.3f} s a document of {flags.tokens} tokens", flush=True)
         for batch in flags.batch:
@@ -46,14 +46,14 @@ def main() -> None:
             print(f"chunks of {chunk}: {batch:4} side by side {words}", flush=True)
 
 
-def seconds(model: Transformer, documents: Sequence[Sequence[int]], how: Passing, slots: int) -> float:
+def seconds(model: Transformer, documents: Sequence[Sequence[int]], how: TttSettings, slots: int) -> float:
     """A document; after some that are not counted and pay for what is loaded late."""
-    patch = fresh(model.config, passing_sites(model.config, TARGETS), 8, 1.0, 0, None)
-    adapters = Adapters(patch, slots, model.embed.weight.device)
+    patch = fresh(model.config, ttt_sites(model.config, TTT_TARGETS), 8, 1.0, 0, None)
+    adapters = BatchedAdapters(patch, slots, model.embed.weight.device)
     with adapters.attached(model):
         for part in ([document[: 1 + 5 * how.chunk] for document in documents[:slots]], documents):
             began = time.perf_counter()
-            for _ in read(model, part, how, slots, adapters):
+            for _ in read_and_adapt(model, part, how, slots, adapters):
                 pass  # every event has waited for the device
     return (time.perf_counter() - began) / len(documents)
 

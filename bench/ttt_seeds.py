@@ -22,19 +22,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where nothing ca
 
 from assay.config import parse
 from assay.errors import GuardStop
-from assay.guard.causality import Costs, costs
-from assay.guard.passing import check_drift, check_regressions
-from assay.learn.passing import Begun, Event, Passing, read
-from assay.measure.estimate import mean
-from assay.measure.stability import stability
-from assay.model.batched_lora import Adapters, passing_sites
+from assay.guard.ttt_checks import TokenCosts, check_document_regressions, check_factor_drift, token_costs
+from assay.learn.ttt_loop import DocumentBegun, TttEvent, TttSettings, read_and_adapt
+from assay.model.batched_lora import BatchedAdapters, ttt_sites
 from assay.model.lora import fresh
 from assay.model.patch import Patch
 from assay.model.transformer import Transformer
 from assay.recipes.ttt import Read, bits, built, columns, estimates, opened, planned, read_documents, rehearsed, tokens_of
 from assay.recipes.ttt_options import Ttt
+from assay.statistics.estimate import mean
+from assay.statistics.seed_stability import stability
 from assay.store.artifact import Artifact
-from assay.store.identity import environment
+from assay.store.digests import environment
 
 
 @dataclass
@@ -43,10 +42,10 @@ class Bench:
     source: Artifact
     model: Transformer
     texts: list[Read]  # with what they cost without a patch
-    how: Passing
+    how: TttSettings
 
     def patch(self, seed: int) -> Patch:
-        sites = passing_sites(self.source.config, self.config.targets)
+        sites = ttt_sites(self.source.config, self.config.targets)
         return fresh(self.source.config, sites, self.config.rank, self.config.scale, seed, self.source.digest)
 
 
@@ -73,7 +72,7 @@ def prepared(path: str, flags: argparse.Namespace) -> Bench:
     model = built(source, flags.device)
     texts, _ = read_documents(config, source)
     how = planned(config, model)
-    without = costs(read(model, tokens_of(texts), how, min(config.batch, len(texts))), len(texts))
+    without = token_costs(read_and_adapt(model, tokens_of(texts), how, min(config.batch, len(texts))), len(texts))
     alone = [replace(text, without=bits(cost), with_=bits(cost)) for text, cost in zip(texts, without, strict=True)]
     return Bench(config, source, model, alone, how)
 
@@ -103,31 +102,31 @@ def warm_starts(bench: Bench, decay: float, flags: argparse.Namespace) -> None:
             continue
         found = estimates(texts)
         final[seed] = found["bits per byte, with"].mean
-        drift = check_drift(norms[slots:], bench.config.max_drift)
+        drift = check_factor_drift(norms[slots:], bench.config.max_drift)
         print(f"  warm, weight decay {decay:g}, seed {seed:5}: {found['bits per byte, saved']} saved; {worse(texts)}; "
               f"{drift.outcome} {drift.reason.split(';')[0]}", flush=True)
     if len(final) > 1:
         print(f"  warm, weight decay {decay:g}: {stability(final, metric='bits per byte').verdict()}")
 
 
-def learned(bench: Bench, how: Passing, seed: int, slots: int) -> tuple[list[Read], list[float]]:
+def learned(bench: Bench, how: TttSettings, seed: int, slots: int) -> tuple[list[Read], list[float]]:
     """The documents with what they cost, and the norms of the right factors that each began with."""
     slots, norms = min(slots, len(bench.texts)), list[float]()
-    adapters = Adapters(bench.patch(seed), slots, bench.model.embed.weight.device)
+    adapters = BatchedAdapters(bench.patch(seed), slots, bench.model.embed.weight.device)
 
-    def noted(event: Event) -> Event:
-        norms.extend(one.right for one in event if isinstance(one, Begun))
+    def noted(event: TttEvent) -> TttEvent:
+        norms.extend(one.right for one in event if isinstance(one, DocumentBegun))
         return event
 
     with adapters.attached(bench.model):
-        events = read(bench.model, tokens_of(bench.texts), how, slots, adapters)
-        found: Costs = costs((noted(event) for event in events), len(bench.texts))
+        events = read_and_adapt(bench.model, tokens_of(bench.texts), how, slots, adapters)
+        found: TokenCosts = token_costs((noted(event) for event in events), len(bench.texts))
     return [replace(text, with_=bits(cost)) for text, cost in zip(bench.texts, found, strict=True)], norms
 
 
 def worse(texts: Sequence[Read]) -> str:
     with_, without, _ = columns(texts)
-    return check_regressions(with_, without, [text.name for text in texts], 1.0).reason.split(";")[0]
+    return check_document_regressions(with_, without, [text.name for text in texts], 1.0).reason.split(";")[0]
 
 
 def arguments() -> argparse.Namespace:

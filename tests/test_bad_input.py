@@ -13,7 +13,7 @@ import torch
 
 from assay import cli
 from assay.cli import run
-from assay.verbs.demo.artifacts import build_and_save
+from assay.verbs.demo.stages import build_and_save
 
 ROW = json.dumps({"prompt": "1+1=", "completion": "2"})
 FILES = {
@@ -213,29 +213,30 @@ def test_no_traceback_where_a_letter_is_lacking_the_reader_left_or_the_disk_is_f
 def test_the_examples_name_faults_that_are_in_the_zoo():
     import shlex
 
-    from assay.verbs.zoo import EXAMPLES, chosen
+    from assay.verbs.zoo import EXAMPLES, chosen_faults
     from assay.zoo import catalogue
 
     for words in map(shlex.split, EXAMPLES.splitlines()):
-        chosen(catalogue(), tuple(words[words.index("--only") + 1:]) if "--only" in words else ())
+        chosen_faults(catalogue(), tuple(words[words.index("--only") + 1:]) if "--only" in words else ())
 
 
 def test_a_quantised_copy_is_proven_the_same_and_another_model_is_not(tmp_path, capsys):
     """As the examples of `assay prove` have it: rounding alone is no refutation."""
-    from assay.model.stops import resolve_stops
-    from assay.model.tiny import tiny_config, tiny_tokenizer
+    from assay.model.special_tokens import resolve_special_tokens
     from assay.model.transformer import initialised
     from assay.store import checkpoint
     from assay.store.artifact import open_artifact
-    from assay.store.export import export
-    from assay.store.pack import Lineage, model_contents
+    from assay.store.export_artifact import export_artifact
+    from assay.store.saving import Lineage, model_contents
+    from assay.testing.tiny_models import tiny_config, tiny_tokenizer
 
     pytest.importorskip("gguf")
     tokenizer = tiny_tokenizer()
     for seed in (0, 1):
-        contents = model_contents(initialised(tiny_config("llama"), seed=seed), tokenizer, resolve_stops(tokenizer, {}, {}), Lineage())
-        checkpoint.write(tmp_path / f"model-{seed}", contents)
-    export(open_artifact(tmp_path / "model-0"), "gguf", tmp_path / "model.gguf", "q8_0")
+        contents = model_contents(initialised(tiny_config("llama"), seed=seed), tokenizer, resolve_special_tokens(tokenizer, {}, {}),
+                                  Lineage())
+        checkpoint.write_checkpoint(tmp_path / f"model-{seed}", contents)
+    export_artifact(open_artifact(tmp_path / "model-0"), "gguf", tmp_path / "model.gguf", "q8_0")
     for seed, code in ((0, 0), (1, 3)):
         against = ["--against", str(tmp_path / f"model-{seed}"), "--expect", "same", "--probe-samples", "0"]
         assert run(["prove", str(tmp_path / "model.gguf"), *against]) == code, capsys.readouterr().out

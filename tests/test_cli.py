@@ -77,7 +77,7 @@ cli.main(["pretrain"])
 
 
 def test_inspect_and_doctor_speak_json(tmp_path, capsys):
-    from assay.verbs.demo.artifacts import build_and_save
+    from assay.verbs.demo.stages import build_and_save
 
     build_and_save(tmp_path / "model")
     capsys.readouterr()
@@ -90,7 +90,7 @@ def test_inspect_and_doctor_speak_json(tmp_path, capsys):
 
 
 def test_a_refuted_checkpoint_is_exit_code_3_and_sampling_from_it_is_refused(tmp_path, capsys):
-    from assay.verbs.demo.artifacts import build_and_save, flip_a_bit
+    from assay.verbs.demo.stages import build_and_save, flip_a_bit
 
     flip_a_bit(build_and_save(tmp_path / "model"))
     assert run(["prove", str(tmp_path / "model")]) == 3
@@ -100,7 +100,7 @@ def test_a_refuted_checkpoint_is_exit_code_3_and_sampling_from_it_is_refused(tmp
 
 
 def test_sampling_shows_tokens(tmp_path, capsys):
-    from assay.verbs.demo.artifacts import build_and_save
+    from assay.verbs.demo.stages import build_and_save
 
     build_and_save(tmp_path / "model")
     capsys.readouterr()
@@ -116,7 +116,7 @@ def test_sampling_shows_tokens(tmp_path, capsys):
 
 def test_sampling_is_the_same_alone_among_others_and_as_it_comes(tmp_path, capsys):
     """And every control reaches the sampler."""
-    from assay.verbs.demo.artifacts import build_and_save
+    from assay.verbs.demo.stages import build_and_save
 
     build_and_save(tmp_path / "model")
     capsys.readouterr()
@@ -166,7 +166,7 @@ def test_the_core_works_without_the_extras(tmp_path):
     blocked = {"transformers", "peft", "gguf", "pyarrow", "triton", "accelerate"}
     done = python(LIGHT.format(blocked=blocked) + """
 from pathlib import Path
-from assay.verbs.demo.artifacts import build_and_save
+from assay.verbs.demo.stages import build_and_save
 from assay.guard.proof import Request, demanded, examine
 from assay.verdict import overall
 from assay.cli import run

@@ -1,1 +1,1 @@
-"""Text and conversations become hashed tokens with weights."""
+"""Data: text and conversations become hashed tokens with weights."""

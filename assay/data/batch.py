@@ -13,9 +13,9 @@ from torch import Tensor
 from assay.errors import DataError
 from assay.model.attention import PADDING, document_starts
 
-DTYPES = {"tokens": torch.int64, "documents": torch.int32, "positions": torch.int32, "teacher_ids": torch.int32}  # others: float32
-DEEP = {"teacher_ids", "teacher_logprobs"}  # streams of shape (B, T, K)
-Ids = tuple[tuple[int | str, ...], ...]
+STREAM_DTYPES = {"tokens": torch.int64, "documents": torch.int32, "positions": torch.int32, "teacher_ids": torch.int32}  # others: float32
+DEEP_STREAMS = {"teacher_ids", "teacher_logprobs"}  # streams of shape (B, T, K)
+ExampleIds = tuple[tuple[int | str, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Batch:
     weight: Tensor  # (B, T) float32
     documents: Tensor | None = None  # (B, T) int32: which packed document a token belongs to; -1 = padding
     positions: Tensor | None = None  # (B, T) int32: place within the document's piece in this row; 0 in padding
-    ids: Ids = ()  # for each row, the examples it consumed: what the data ledger counts
+    ids: ExampleIds = ()  # for each row, the examples it consumed: what the data ledger counts
     advantage: Tensor | None = None  # (B, T) float32: how much better than its group the completion of this token was
     behaviour: Tensor | None = None  # (B, T) float32: log-probability under the distribution the token was sampled from
     reference: Tensor | None = None  # (B, T) float32: log-probability under the reference policy
@@ -77,10 +77,10 @@ class Batch:
 
 
 def _check_stream(name: str, stream: Tensor, tokens: Tensor) -> None:
-    if tokens.ndim != 2 or stream.shape[:2] != tokens.shape or stream.ndim != (3 if name in DEEP else 2):
+    if tokens.ndim != 2 or stream.shape[:2] != tokens.shape or stream.ndim != (3 if name in DEEP_STREAMS else 2):
         raise DataError(f"{name} has shape {tuple(stream.shape)}, tokens {tuple(tokens.shape)}; "
-                        f"every stream of a batch is (rows, length{', entries' if name in DEEP else ''})")
-    expected = DTYPES.get(name, torch.float32)
+                        f"every stream of a batch is (rows, length{', entries' if name in DEEP_STREAMS else ''})")
+    expected = STREAM_DTYPES.get(name, torch.float32)
     if stream.dtype != expected:
         raise DataError(f"{name} is {stream.dtype}; a batch holds it as {expected}")
 

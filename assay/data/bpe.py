@@ -1,4 +1,4 @@
-"""Train a byte-level BPE tokenizer: every text has ids, every id sequence decodes to the bytes it came from.
+"""BPE tokenizer training, byte-level: every text has ids, every id sequence decodes to the bytes it came from.
 
 Text is cut by Llama-3's expression before merging (see encode.py): a word takes one space or sign before it, numbers
 are cut into at most `digits` digits, line ends stand together. Special tokens come first: <|endoftext|> is 0, and the
@@ -14,16 +14,16 @@ from pathlib import Path
 import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
+from assay.data.data_files import Document, DocumentRule, TextSource, find_sources, iter_documents
 from assay.data.encode import END_OF_DOCUMENT, Encoder, id_type, split_expression
-from assay.data.files import committed, write_file
-from assay.data.text import Document, Rule, Source, documents, find_sources
+from assay.data.files import commit_new_folder, write_hashed
 from assay.errors import DataError, UsageError
 from assay.model.tokenizer import Tokenizer
 from assay.seeds import derive
 
-SPECIAL = (END_OF_DOCUMENT, "<|im_start|>", "<|im_end|>")
-SMALLEST = 256 + len(SPECIAL)
-SAMPLED, SAMPLE_BYTES = 0.05, 4 << 20  # share of documents kept from training to measure bytes per token, and its most
+BPE_SPECIAL_TOKENS = (END_OF_DOCUMENT, "<|im_start|>", "<|im_end|>")
+SMALLEST_VOCABULARY = 256 + len(BPE_SPECIAL_TOKENS)
+COMPRESSION_SHARE, COMPRESSION_BYTES = 0.05, 4 << 20  # share of documents kept from training to measure bytes per token, and its most
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,11 @@ class Compression:
     tokens: list[int]
 
 
-def train_tokenizer(texts: Iterable[Path], size: int, *, rule: Rule, digits: int = 1,
+def train_tokenizer(texts: Iterable[Path], size: int, *, rule: DocumentRule, digits: int = 1,
                     seed: int = 0) -> tuple[Tokenizer, Compression]:
     """`size` counts all tokens, special ones included."""
-    if size < SMALLEST:
-        raise UsageError(f"--size is {size}; a byte-level tokenizer has at least {SMALLEST} tokens")
+    if size < SMALLEST_VOCABULARY:
+        raise UsageError(f"--size is {size}; a byte-level tokenizer has at least {SMALLEST_VOCABULARY} tokens")
     if digits not in (1, 2, 3):
         raise UsageError(f"--digits is {digits}; expected 1, 2 or 3")
     sources = find_sources(texts)
@@ -47,7 +47,7 @@ def train_tokenizer(texts: Iterable[Path], size: int, *, rule: Rule, digits: int
         pre_tokenizers.Split(Regex(split_expression(digits)), "isolated"),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=list(SPECIAL), show_progress=False,
+    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=list(BPE_SPECIAL_TOKENS), show_progress=False,
                                   initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()))
     backend.train_from_iterator((d.raw.decode() for d, kept in _read(sources, rule, seed) if not kept), trainer)
     if backend.get_vocab_size() < size:
@@ -58,30 +58,30 @@ def train_tokenizer(texts: Iterable[Path], size: int, *, rule: Rule, digits: int
 
 
 def write_tokenizer(tokenizer: Tokenizer, out: Path) -> None:
-    with committed(out) as folder:
+    with commit_new_folder(out) as folder:
         for name, data in tokenizer.files().items():
-            write_file(folder / name, data)
+            write_hashed(folder / name, data)
 
 
-def _measure(tokenizer: Tokenizer, sources: list[Source], rule: Rule, seed: int) -> Compression:
+def _measure(tokenizer: Tokenizer, sources: list[TextSource], rule: DocumentRule, seed: int) -> Compression:
     dtype = id_type(tokenizer)
     encoder, width = Encoder(tokenizer, dtype), int(dtype[-1])
     sizes: list[int] = []
     tokens: list[int] = []
     for document, kept in _read(sources, rule, seed):
-        if kept and sum(sizes) < SAMPLE_BYTES:
+        if kept and sum(sizes) < COMPRESSION_BYTES:
             sizes.append(len(document.raw))
             tokens.append(len(encoder.encode(document.raw)) // width)
     return Compression(sizes, tokens)
 
 
-def _read(sources: list[Source], rule: Rule, seed: int) -> Iterator[tuple[Document, bool]]:
+def _read(sources: list[TextSource], rule: DocumentRule, seed: int) -> Iterator[tuple[Document, bool]]:
     """Every document, and whether it is kept from training. An empty text is an error here, not a useless tokenizer."""
     trained = 0
     left_out: Counter[str] = Counter()
     for source in sources:
-        for document in documents(source, rule, left_out):
-            kept = derive(seed, "tokenizer-sample", document.id) < SAMPLED * (1 << 63)
+        for document in iter_documents(source, rule, left_out):
+            kept = derive(seed, "tokenizer-sample", document.id) < COMPRESSION_SHARE * (1 << 63)
             trained += not kept
             yield document, kept
     if not trained:

@@ -1,4 +1,4 @@
-"""Conversations become tokens with weights, by the model's own template: what is supervised is what was meant.
+"""Chat rendering: conversations become tokens with weights, by the model's own template.
 
 The template is rendered turn by turn. What it writes before a turn, with its generation prompt, must be the beginning of what
 it writes with the turn: the difference is what the model is to learn, up to and with the token that ends the turn. The text
@@ -21,18 +21,18 @@ from tokenizers import Encoding
 
 from assay.data.layouts import Conversation, content_of
 from assay.errors import DataError
-from assay.model.stops import Stops
+from assay.model.special_tokens import SpecialTokens
 from assay.model.tokenizer import Tokenizer
 
-Over = Literal["drop", "truncate", "error"]
+Overlong = Literal["drop", "truncate", "error"]
 Turns = Literal["together", "apart"]
-CHUNK = 512  # conversations tokenised at a time
+_CHUNK = 512  # conversations tokenised at a time
 SENTINEL = "assay-turn"
 TOO_LONG, NOTHING_LEFT = "longer than the length", "nothing supervised is left within the length"
 
 
 @dataclass(frozen=True, eq=False)
-class Example:
+class TrainingExample:
     """`weight[t]` is how much predicting token t counts. Tuples and lists are taken too, and kept as arrays that do not change."""
 
     id: str
@@ -65,7 +65,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Rendered:
-    examples: list[Example]
+    examples: list[TrainingExample]
     dropped: dict[str, int] = field(default_factory=dict)  # reason → conversations
     truncated: int = 0
     seams: int = 0  # examples whose text was cut at a seam and tokenised in parts
@@ -87,28 +87,29 @@ class Draft(NamedTuple):
     source: Conversation
 
 
-def render(conversations: Iterable[Conversation], tokenizer: Tokenizer, stops: Stops, *, length: int, over: Over = "drop",
+def render_conversations(conversations: Iterable[Conversation], tokenizer: Tokenizer, stops: SpecialTokens, *, length: int,
+                         over: Overlong = "drop",
            roles: Collection[str] = ("assistant",), turns: Turns = "together") -> Rendered:
     """`over` says what happens to what is longer than `length`. `turns="apart"` makes an example of each supervised turn, for
     templates that write a turn differently once another follows."""
     if length < 2:
         raise DataError(f"a length of {length} tokens holds nothing that is predicted; expected at least 2")
-    writer = Writer(tokenizer, stops, frozenset(roles), turns)
+    writer = TemplateWriter(tokenizer, stops, frozenset(roles), turns)
     drafts = (draft for conversation in conversations for draft in writer.drafts(conversation))
-    examples: list[Example] = []
+    examples: list[TrainingExample] = []
     dropped: Counter[str] = Counter()
     seams = 0
-    for example, reseamed in tokenised(drafts, tokenizer):
+    for example, reseamed in tokenize_drafts(drafts, tokenizer):
         seams += reseamed
-        kept = fitted(example, length, over)
-        if isinstance(kept, Example):
+        kept = fit_to_length(example, length, over)
+        if isinstance(kept, TrainingExample):
             examples.append(kept)
         else:
             dropped[kept] += 1
     return Rendered(examples, dict(dropped), sum(example.cut for example in examples), seams)
 
 
-def fitted(example: Example, length: int, over: Over) -> Example | str:
+def fit_to_length(example: TrainingExample, length: int, over: Overlong) -> TrainingExample | str:
     """The example within `length` tokens, or why it is dropped."""
     if len(example) <= length:
         return example
@@ -117,14 +118,14 @@ def fitted(example: Example, length: int, over: Over) -> Example | str:
     if over == "drop":
         return TOO_LONG
     weight = example.weight[:length]
-    pieces = len(runs(weight))
+    pieces = len(supervised_runs(weight))
     if not pieces:
         return NOTHING_LEFT
-    return Example(example.id, example.tokens[:length], weight, example.intended[:pieces], example.prompt, example.asked,
+    return TrainingExample(example.id, example.tokens[:length], weight, example.intended[:pieces], example.prompt, example.asked,
                    True, example.conversation)
 
 
-def runs(weight: NDArray[np.float32]) -> list[tuple[int, int]]:
+def supervised_runs(weight: NDArray[np.float32]) -> list[tuple[int, int]]:
     """The stretches of tokens that are supervised, as (start, stop)."""
     edges = np.flatnonzero(np.diff(np.concatenate(([False], weight != 0, [False]))))
     return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
@@ -132,10 +133,10 @@ def runs(weight: NDArray[np.float32]) -> list[tuple[int, int]]:
 # ---------------------------------------------------------------- conversations → text
 
 
-class Writer:
+class TemplateWriter:
     """Remembers what the template writes after a turn of each role, since that is the same for every conversation."""
 
-    def __init__(self, tokenizer: Tokenizer, stops: Stops, roles: frozenset[str], turns: Turns):
+    def __init__(self, tokenizer: Tokenizer, stops: SpecialTokens, roles: frozenset[str], turns: Turns):
         self.tokenizer, self.roles, self.turns = tokenizer, roles, turns
         ends = {*stops.stop_ids, *(id for id in (stops.turn_end, stops.eos) if id is not None)}
         self.ends = [tokenizer.tokens[id] for id in sorted(ends) if id in tokenizer.tokens]
@@ -174,7 +175,7 @@ class Writer:
             return
         for (text, _), (longer, _) in pairwise(written):
             if not longer.startswith(text):
-                here, there = parting(text, longer)
+                here, there = divergence_excerpts(text, longer)
                 raise DataError(f"{conversation.where}: the chat template writes an earlier turn differently once another follows "
                                 f"({here!r}, then {there!r}), so one text cannot teach both; make an example of each with --turns apart")
         yield Draft(conversation.id, written[-1][0], [span for _, span in written], False, conversation)
@@ -198,7 +199,7 @@ class Writer:
             return len(body) - len(message["content"] if body.endswith(message["content"]) else message["content"].strip())
         before = self.write(conversation.messages[:k], conversation.tools, add_generation_prompt=True)
         if not text.startswith(before):
-            here, there = parting(before, text)
+            here, there = divergence_excerpts(before, text)
             raise DataError(f"{conversation.where}: before an answer the chat template's generation prompt has {here!r}, where its own "
                             f"answers have {there!r}: no sampler will begin there; correct the template")
         return len(before)
@@ -223,7 +224,7 @@ class Writer:
         return self.tokenizer.render(messages, tools=tools, **options)
 
 
-def parting(one: str, other: str, *, before: int = 0, shown: int = 40) -> tuple[str, str]:
+def divergence_excerpts(one: str, other: str, *, before: int = 0, shown: int = 40) -> tuple[str, str]:
     """Both texts from where they part, or from shortly before."""
     apart = (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
     at = max(0, next(apart, min(len(one), len(other))) - before)
@@ -232,21 +233,22 @@ def parting(one: str, other: str, *, before: int = 0, shown: int = 40) -> tuple[
 # ---------------------------------------------------------------- text → tokens
 
 
-def tokenised(drafts: Iterable[Draft], tokenizer: Tokenizer) -> Iterator[tuple[Example, bool]]:
+def tokenize_drafts(drafts: Iterable[Draft], tokenizer: Tokenizer) -> Iterator[tuple[TrainingExample, bool]]:
     """Each draft as an example, and whether it had to be cut at a seam."""
-    begin = before_text(tokenizer)
+    begin = text_prefix_ids(tokenizer)
     drafts = iter(drafts)
-    while chunk := list(islice(drafts, CHUNK)):
+    while chunk := list(islice(drafts, _CHUNK)):
         prompts = tokenizer.encode_batch([draft.text[: draft.spans[0][0]] for draft in chunk])
         for draft, whole, prompt in zip(chunk, tokenizer.encodings([draft.text for draft in chunk]), prompts, strict=True):
-            yield example(draft, whole, prompt, begin, tokenizer)
+            yield tokenize_draft(draft, whole, prompt, begin, tokenizer)
 
 
-def example(draft: Draft, whole: Encoding, prompt: list[int], begin: list[int], tokenizer: Tokenizer) -> tuple[Example, bool]:
+def tokenize_draft(draft: Draft, whole: Encoding, prompt: list[int], begin: list[int], tokenizer: Tokenizer) -> tuple[TrainingExample,
+                                                                                                                      bool]:
     ids, edges = whole.ids, token_edges(draft, whole)
     reseamed = edges is None or ids[: edges[0]] != prompt
     if edges is None or reseamed:
-        ids, edges = in_parts(draft, tokenizer)
+        ids, edges = tokenize_in_parts(draft, tokenizer)
     if draft.plain and ids[: len(begin)] != begin:
         ids, edges = begin + ids, [edge + len(begin) for edge in edges]
     intended = [draft.text[start:stop] for start, stop in draft.spans]
@@ -256,7 +258,7 @@ def example(draft: Draft, whole: Encoding, prompt: list[int], begin: list[int], 
     for start, stop in zip(edges[::2], edges[1::2], strict=True):
         weight[start:stop] = 1
     asked = draft.text[: draft.spans[0][0]]
-    return Example(draft.id, np.array(ids, np.int32), weight, tuple(intended), edges[0], asked, False, draft.source), reseamed
+    return TrainingExample(draft.id, np.array(ids, np.int32), weight, tuple(intended), edges[0], asked, False, draft.source), reseamed
 
 
 def token_edges(draft: Draft, whole: Encoding) -> list[int] | None:
@@ -276,7 +278,7 @@ def token_edge(at: int, whole: Encoding, text: str) -> int | None:
     return index if here is not None and here[0] == at and (before is None or before[1] <= at) else None
 
 
-def in_parts(draft: Draft, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+def tokenize_in_parts(draft: Draft, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     """The text cut wherever a span begins or ends: ids that a sampler gets as its prompt are a prefix, by construction."""
     ids: list[int] = []
     edges: list[int] = []
@@ -288,7 +290,7 @@ def in_parts(draft: Draft, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     return ids, edges
 
 
-def before_text(tokenizer: Tokenizer) -> list[int]:
+def text_prefix_ids(tokenizer: Tokenizer) -> list[int]:
     """What the tokenizer puts before a text, such as BOS."""
     plain, around = tokenizer.encode("a"), tokenizer.encode("a", special=True)
     return next((around[:i] for i in range(len(around)) if around[i : i + len(plain)] == plain), [])

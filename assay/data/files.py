@@ -40,7 +40,7 @@ def require_outside_checkpoints(path: Path) -> None:
 
 
 @contextmanager
-def committed(out: Path) -> Iterator[Path]:
+def commit_new_folder(out: Path) -> Iterator[Path]:
     """A folder to write into, which then becomes `out`, or is gone: written beside, fsynced, renamed."""
     if out.exists():
         raise UsageError(f"{out} exists; give another --out or remove it")
@@ -62,7 +62,7 @@ def committed(out: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)  # after the rename there is nothing to remove
 
 
-def write_file(path: Path, data: bytes) -> dict[str, Any]:
+def write_hashed(path: Path, data: bytes) -> dict[str, Any]:
     file = HashedFile(path)
     file.write(data)
     return file.close()

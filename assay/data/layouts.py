@@ -1,4 +1,4 @@
-"""Conversations, whatever layout their rows have: TRL's, Alpaca's, ShareGPT's or GSM8K's. A file has one layout.
+"""Conversation layouts: TRL's, Alpaca's, ShareGPT's or GSM8K's rows become conversations. A file has one layout.
 
   messages              messages: [{role, content}, …]; tools where there are any
   prompt-completion     prompt, completion: both text, or both lists of messages
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from assay.config import nearest
-from assay.data.rows import Row, read_rows
+from assay.data.data_files import DataRow, read_rows
 from assay.errors import DataError, UsageError
 
 Message = Mapping[str, Any]  # role, content, and what else the template may ask for
@@ -30,7 +30,7 @@ SPEAKERS = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "ass
             "system": "system", "tool": "tool", "observation": "tool", "function_response": "tool"}  # of ShareGPT files
 
 
-class Said(NamedTuple):
+class RowContent(NamedTuple):
     """What a row says, whichever layout it has."""
 
     messages: tuple[Message, ...] = ()
@@ -63,7 +63,7 @@ class Conversation:
 
 
 @dataclass(frozen=True)
-class Conversations:
+class ConversationFile:
     """A file of them."""
 
     path: Path
@@ -72,21 +72,21 @@ class Conversations:
     ignored: dict[str, int] = field(default_factory=dict)  # column → in how many rows it stands
 
 
-def read_conversations(path: Path | str, *, layout: str | None = None, gsm8k: Gsm8k = "plain") -> Conversations:
+def read_conversations(path: Path | str, *, layout: str | None = None, gsm8k: Gsm8k = "plain") -> ConversationFile:
     """`layout` decides where the columns allow two. `gsm8k="think"` writes answers as <think>…</think><answer>…</answer>."""
-    if layout is not None and layout not in LAYOUTS:
-        raise UsageError(f"unknown layout {layout!r}{nearest(layout, LAYOUTS)}")
+    if layout is not None and layout not in CONVERSATION_LAYOUTS:
+        raise UsageError(f"unknown layout {layout!r}{nearest(layout, CONVERSATION_LAYOUTS)}")
     path, rows, ignored, first = Path(path), [], Counter[str](), ""
     for row in read_rows(path):
         found = _layout(row, layout)
         if first and found != first:
             raise DataError(f"{row.where}: this row has the layout {found} ({_shown(row)}), the rows before {first}; a file has one layout")
         first = found
-        ignored.update(key for key, value in row.values.items() if key not in LAYOUTS[found].columns and value is not None)
+        ignored.update(key for key, value in row.values.items() if key not in CONVERSATION_LAYOUTS[found].columns and value is not None)
         rows.append(_conversation(row, path.name, found, gsm8k))
     if not rows:
         raise DataError(f"{path}: there is no row in it")
-    return Conversations(path, first, tuple(rows), dict(ignored))
+    return ConversationFile(path, first, tuple(rows), dict(ignored))
 
 
 def content_of(id: str) -> str:
@@ -94,76 +94,76 @@ def content_of(id: str) -> str:
     return id.rsplit(":", 1)[1].partition("#")[0]
 
 
-def _conversation(row: Row, name: str, layout: str, gsm8k: Gsm8k) -> Conversation:
+def _conversation(row: DataRow, name: str, layout: str, gsm8k: Gsm8k) -> Conversation:
     """Its digest is of the columns as they stand in the file, so that another rendering of them is the same conversation."""
-    columns = {key: value for key, value in row.values.items() if key in LAYOUTS[layout].columns and value}
+    columns = {key: value for key, value in row.values.items() if key in CONVERSATION_LAYOUTS[layout].columns and value}
     digest = hashlib.sha256(json.dumps(columns, sort_keys=True, default=str).encode()).hexdigest()[:16]  # parquet may hold dates
-    return Conversation(f"{name}:{row.number}:{digest}", row.where, *LAYOUTS[layout].read(row, gsm8k))
+    return Conversation(f"{name}:{row.number}:{digest}", row.where, *CONVERSATION_LAYOUTS[layout].read(row, gsm8k))
 
 
-def _layout(row: Row, asked: str | None) -> str:
+def _layout(row: DataRow, asked: str | None) -> str:
     has = {key for key, value in row.values.items() if value is not None}
     if asked is not None:
-        if missing := LAYOUTS[asked].needs - has:
+        if missing := CONVERSATION_LAYOUTS[asked].needs - has:
             raise DataError(f"{row.where}: the layout {asked} needs {', '.join(sorted(missing))}; found {_shown(row)}")
         return asked
-    found = [name for name, layout in LAYOUTS.items() if layout.needs <= has]
+    found = [name for name, layout in CONVERSATION_LAYOUTS.items() if layout.needs <= has]
     if "prompt" in found and len(found) > 1:
         found.remove("prompt")  # a prompt beside something to learn is part of that, or the same again
     if not found:
-        expected = "; ".join(f"{name} ({', '.join(sorted(layout.needs))})" for name, layout in LAYOUTS.items())
+        expected = "; ".join(f"{name} ({', '.join(sorted(layout.needs))})" for name, layout in CONVERSATION_LAYOUTS.items())
         raise DataError(f"{row.where}: no known layout has the columns {_shown(row)}; expected one of: {expected}")
     if len(found) > 1:
         raise DataError(f"{row.where}: the columns {_shown(row)} fit the layouts {' and '.join(found)}; say which with --layout")
     return found[0]
 
 
-def _shown(row: Row) -> str:
+def _shown(row: DataRow) -> str:
     return ", ".join(row.values) or "none"
 
 # ---------------------------------------------------------------- one reader a layout
 
 
-def _of_messages(row: Row, _: Gsm8k) -> Said:
+def _of_messages(row: DataRow, _: Gsm8k) -> RowContent:
     tools = row.values.get("tools")
     if isinstance(tools, str):  # parquet and CSV have no room for free structures: TRL's files hold them as JSON text
         try:
             tools = json.loads(tools)
         except ValueError as error:
             raise DataError(f"{row.where}: tools is text and not JSON ({error})") from None
-    return Said(_messages(row, "messages"), tools=tuple(tools) if tools else None)
+    return RowContent(_messages(row, "messages"), tools=tuple(tools) if tools else None)
 
 
-def _of_prompt_completion(row: Row, _: Gsm8k) -> Said:
+def _of_prompt_completion(row: DataRow, _: Gsm8k) -> RowContent:
     prompt, completion = row.values["prompt"], row.values["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
-        return Said(plain=(_text(row, "prompt", empty=True), _text(row, "completion")))
+        return RowContent(plain=(_text(row, "prompt", empty=True), _text(row, "completion")))
     for column, other in (("prompt", "completion"), ("completion", "prompt")):
         if not isinstance(row.values[column], list) and isinstance(row.values[other], str | list):  # name the one that is amiss
             raise DataError(f"{row.where}: {column} is {_kind(row.values[column])} and {other} {_kind(row.values[other])}; expected text "
                             "in both, or a list of messages in both")
     before = _messages(row, "prompt")
-    return Said(before + _messages(row, "completion"), learned_from=len(before))
+    return RowContent(before + _messages(row, "completion"), learned_from=len(before))
 
 
-def _of_prompt(row: Row, _: Gsm8k) -> Said:
+def _of_prompt(row: DataRow, _: Gsm8k) -> RowContent:
     if isinstance(row.values["prompt"], str):
-        return Said(plain=(_text(row, "prompt"), ""))
+        return RowContent(plain=(_text(row, "prompt"), ""))
     messages = _messages(row, "prompt")
-    return Said(messages, learned_from=len(messages))
+    return RowContent(messages, learned_from=len(messages))
 
 
-def _of_text(row: Row, _: Gsm8k) -> Said:
-    return Said(plain=("", _text(row, "text")))
+def _of_text(row: DataRow, _: Gsm8k) -> RowContent:
+    return RowContent(plain=("", _text(row, "text")))
 
 
-def _of_alpaca(row: Row, _: Gsm8k) -> Said:
+def _of_alpaca(row: DataRow, _: Gsm8k) -> RowContent:
     more = _text(row, "input", empty=True) if row.values.get("input") else ""
     asked = _text(row, "instruction") + (f"\n\n{more}" if more else "")
     return _answered(asked, _text(row, "output"), _system(row))
 
 
-def _of_sharegpt(row: Row, _: Gsm8k) -> Said:
+def _of_sharegpt(row: DataRow, _: Gsm8k) -> RowContent:
     turns = _listed(row, "conversations")
     messages = []
     for turn in turns:
@@ -172,10 +172,10 @@ def _of_sharegpt(row: Row, _: Gsm8k) -> Said:
             raise DataError(f"{row.where}: a turn from {speaker!r} with a value of type {type(value).__name__}; "
                             f"expected text from one of {', '.join(SPEAKERS)}")
         messages.append({"role": SPEAKERS[speaker], "content": value})
-    return Said((*_system(row), *messages))
+    return RowContent((*_system(row), *messages))
 
 
-def _of_gsm8k(row: Row, gsm8k: Gsm8k) -> Said:
+def _of_gsm8k(row: DataRow, gsm8k: Gsm8k) -> RowContent:
     reasoning, mark, result = (answer := _text(row, "answer")).rpartition("\n#### ")
     if not mark or not result.strip():
         raise DataError(f"{row.where}: the answer ends with {answer[-40:]!r}; expected a last line '#### ' with the result")
@@ -184,18 +184,18 @@ def _of_gsm8k(row: Row, gsm8k: Gsm8k) -> Said:
     return _answered(_text(row, "question"), answer)
 
 
-def _answered(question: str, answer: str, system: tuple[Message, ...] = ()) -> Said:
+def _answered(question: str, answer: str, system: tuple[Message, ...] = ()) -> RowContent:
     """One question and its answer: as messages, and as the plain text that a model without a template gets."""
     before = (*system, {"role": "user", "content": question})
     asked = "".join(f"{message['content']}\n" for message in before)
-    return Said((*before, {"role": "assistant", "content": answer}), len(before), (asked, answer))
+    return RowContent((*before, {"role": "assistant", "content": answer}), len(before), (asked, answer))
 
 
-def _system(row: Row) -> tuple[Message, ...]:
+def _system(row: DataRow) -> tuple[Message, ...]:
     return ({"role": "system", "content": _text(row, "system")},) if row.values.get("system") else ()
 
 
-def _messages(row: Row, column: str) -> tuple[Message, ...]:
+def _messages(row: DataRow, column: str) -> tuple[Message, ...]:
     messages = tuple({key: value for key, value in turn.items() if value is not None} for turn in _listed(row, column))
     for message in messages:
         if not isinstance(message.get("role"), str) or not (isinstance(message.get("content"), str) or message.get("tool_calls")):
@@ -203,7 +203,7 @@ def _messages(row: Row, column: str) -> tuple[Message, ...]:
     return tuple({"content": "", **message} for message in messages)
 
 
-def _listed(row: Row, column: str) -> list[dict[str, Any]]:
+def _listed(row: DataRow, column: str) -> list[dict[str, Any]]:
     turns = row.values[column]
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, dict) for turn in turns):
         raise DataError(f"{row.where}: {column} is {_kind(turns)}; expected a list of objects, one a turn")
@@ -214,7 +214,7 @@ def _kind(value: Any) -> str:
     return "an empty list" if value == [] else f"{type(value).__name__} {str(value)[:60]!r}"
 
 
-def _text(row: Row, column: str, *, empty: bool = False) -> str:
+def _text(row: DataRow, column: str, *, empty: bool = False) -> str:
     text = row.values[column]
     if not isinstance(text, str):
         raise DataError(f"{row.where}: {column} is {type(text).__name__}; expected text")
@@ -223,22 +223,22 @@ def _text(row: Row, column: str, *, empty: bool = False) -> str:
     return text
 
 
-class Layout(NamedTuple):
+class RowLayout(NamedTuple):
     needs: set[str]
     may_have: set[str]
-    read: Callable[[Row, Gsm8k], Said]
+    read: Callable[[DataRow, Gsm8k], RowContent]
 
     @property
     def columns(self) -> set[str]:
         return self.needs | self.may_have
 
 
-LAYOUTS: dict[str, Layout] = {
-    "messages": Layout({"messages"}, {"tools"}, _of_messages),
-    "prompt-completion": Layout({"prompt", "completion"}, set(), _of_prompt_completion),
-    "prompt": Layout({"prompt"}, set(), _of_prompt),
-    "text": Layout({"text"}, set(), _of_text),
-    "alpaca": Layout({"instruction", "output"}, {"input", "system"}, _of_alpaca),
-    "sharegpt": Layout({"conversations"}, {"system"}, _of_sharegpt),
-    "gsm8k": Layout({"question", "answer"}, set(), _of_gsm8k),
+CONVERSATION_LAYOUTS: dict[str, RowLayout] = {
+    "messages": RowLayout({"messages"}, {"tools"}, _of_messages),
+    "prompt-completion": RowLayout({"prompt", "completion"}, set(), _of_prompt_completion),
+    "prompt": RowLayout({"prompt"}, set(), _of_prompt),
+    "text": RowLayout({"text"}, set(), _of_text),
+    "alpaca": RowLayout({"instruction", "output"}, {"input", "system"}, _of_alpaca),
+    "sharegpt": RowLayout({"conversations"}, {"system"}, _of_sharegpt),
+    "gsm8k": RowLayout({"question", "answer"}, set(), _of_gsm8k),
 }

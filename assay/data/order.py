@@ -1,4 +1,4 @@
-"""Which part of a corpus each step reads: a pure function of (seed, step), so that resuming needs the step alone.
+"""Order of a corpus: which windows each step reads, a pure function of (seed, step), resuming needs the step alone.
 
 The training stream is cut into windows of `length` tokens. A window repeats the last token of the one before as its
 column 0, which is context only; so in an epoch every token is predicted exactly once, but for the boundary token that
@@ -18,15 +18,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from assay.data.batch import PADDING, Batch, Ids
-from assay.data.corpus import Corpus, Split
+from assay.data.batch import PADDING, Batch, ExampleIds
+from assay.data.token_corpus import Corpus, Split
 from assay.errors import DataError, UsageError
 from assay.seeds import derive
 
-ROUNDS = 6
+FEISTEL_ROUNDS = 6
 
 
-class Planned(Protocol):
+class StepBatches(Protocol):
     """Whatever has a batch for every step."""
 
     def batch(self, step: int) -> Batch: ...
@@ -71,14 +71,14 @@ class Order:
         windows = np.empty(self.rows, np.int64)
         for epoch in range(int(places[0] // self.windows), int(places[-1] // self.windows) + 1):
             here = places // self.windows == epoch
-            windows[here] = shuffled(places[here] % self.windows, self.windows, derive(self.seed, "order", epoch))
+            windows[here] = permuted_places(places[here] % self.windows, self.windows, derive(self.seed, "order", epoch))
         return windows
 
     @property
     def parts(self) -> int:
         return self.windows
 
-    def ids(self, step: int) -> Ids:
+    def ids(self, step: int) -> ExampleIds:
         """What the rows of a step are called: each is one window."""
         return tuple((window,) for window in self.consumed(step).tolist())
 
@@ -107,10 +107,10 @@ def corpus_batches(corpus: Corpus, *, seed: int, rows: int, length: int, epochs:
     """Batches of steps start, start + 1, … With `stop` the corpus must suffice, and says so before the first batch."""
     order = Order(corpus, seed, rows, length, epochs, rank, world)
     order.require(stop if stop is not None else start + 1)
-    return planned(order, start, stop)
+    return iterate_batches(order, start, stop)
 
 
-def planned(order: Planned, step: int, stop: int | None) -> Iterator[Batch]:
+def iterate_batches(order: StepBatches, step: int, stop: int | None) -> Iterator[Batch]:
     """Without `stop` the iterator does not end: exhaustion raises, so that no loop can mistake it for the end of the work."""
     while stop is None or step < stop:
         yield order.batch(step)
@@ -140,7 +140,7 @@ def _rows(split: Split, starts: NDArray[np.int64], length: int, fill: int, ids: 
     return Batch(tokens_BT, weight_BT, documents_BT, positions_BT, ids)
 
 
-def shuffled(places: NDArray[np.int64], size: int, key: int) -> NDArray[np.int64]:
+def permuted_places(places: NDArray[np.int64], size: int, key: int) -> NDArray[np.int64]:
     """Where each place goes in a permutation of `size` named by `key`.
 
     A Feistel network permutes the fields of a board with at least `size` fields and hardly more; a place that lands on
@@ -148,7 +148,7 @@ def shuffled(places: NDArray[np.int64], size: int, key: int) -> NDArray[np.int64
     """
     height = math.isqrt(size - 1) + 1
     width = -(-size // height)
-    keys = [np.uint64(derive(key, "round", i)) for i in range(ROUNDS)]
+    keys = [np.uint64(derive(key, "round", i)) for i in range(FEISTEL_ROUNDS)]
     values = places.astype(np.uint64)
     outside = np.ones(len(values), np.bool_)
     while outside.any():

@@ -1,4 +1,4 @@
-"""How much of the held-out text also stands in the training text: whole documents, and runs of 13 words.
+"""Overlap (contamination): how much of the held-out text also stands in the training text, by document and by 13-gram.
 
 Words are what is left when ASCII is lower-cased and everything that is not a letter, a digit or beyond ASCII becomes a
 space; a Chinese, Japanese or Korean character is a word of its own. Two documents with the same words are the same.
@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-WORDS = 13
-CAPACITY = 1 << 18  # held-out 13-grams looked for at most
-NAMED = 5  # worst documents named in an error or a manifest
+GRAM_WORDS = 13
+GRAM_CAPACITY = 1 << 18  # held-out 13-grams looked for at most
+_NAMED = 5  # worst documents named in an error or a manifest
 Hashes = NDArray[np.uint64]
 
 _LETTERS = bytes(ord(chr(c).lower()) if chr(c).isalnum() else 32 for c in range(128)) + bytes(range(128, 256))
@@ -45,17 +45,17 @@ class Overlap:
         return max(self.exact / max(self.documents, 1), self.shared / max(self.grams, 1))
 
     def to_json(self) -> dict[str, Any]:
-        return {"words": WORDS, "share": self.share, **asdict(self)}
+        return {"words": GRAM_WORDS, "share": self.share, **asdict(self)}
 
     def __str__(self) -> str:
         return (f"{self.exact} of {self.documents} held-out documents stand whole in training, and "
-                f"{self.shared} of {self.grams} of their {WORDS}-grams ({self.shared / max(self.grams, 1):.2%})")
+                f"{self.shared} of {self.grams} of their {GRAM_WORDS}-grams ({self.shared / max(self.grams, 1):.2%})")
 
 
 class HeldOutText:
     """Remembers the held-out side as hashes, and which of them training text has hit."""
 
-    def __init__(self, capacity: int = CAPACITY):
+    def __init__(self, capacity: int = GRAM_CAPACITY):
         self.capacity, self.limit = capacity, (1 << 64) - 1
         self.names: list[str] = []
         self.prints: list[int] = []
@@ -66,10 +66,10 @@ class HeldOutText:
         self.noted = 0
 
     def add(self, name: str, raw: bytes) -> None:
-        hashes = words(raw)
-        grams = np.unique(ngrams(hashes))
+        hashes = word_hashes(raw)
+        grams = np.unique(ngram_hashes(hashes))
         self.names.append(name)
-        self.prints.append(fingerprint(hashes, raw))
+        self.prints.append(words_fingerprint(hashes, raw))
         self.grams.append(grams[grams <= self.limit])
         self.kept += len(self.grams[-1])
         while self.kept > self.capacity:
@@ -98,11 +98,11 @@ class HeldOutText:
         twins = [own in self.hit_prints for own in self.prints]
         rows = [(name, count / max(len(own), 1), twin)
                 for name, own, count, twin in zip(self.names, self.grams, shared, twins, strict=True) if count or twin]
-        worst = sorted(rows, key=lambda row: (not row[2], -row[1], row[0]))[:NAMED]
+        worst = sorted(rows, key=lambda row: (not row[2], -row[1], row[0]))[:_NAMED]
         return Overlap(len(self.names), sum(twins), self.kept, sum(shared), (self.limit + 1) / (1 << 64), tuple(worst))
 
 
-class Lookup:
+class OverlapLookup:
     """Finds held-out hashes in training text; made in every worker from the files of `HeldOutText.save`."""
 
     def __init__(self, folder: Path):
@@ -112,34 +112,34 @@ class Lookup:
 
     def hits(self, raw: bytes) -> tuple[Hashes, Hashes, int]:
         """(13-grams found, its fingerprint if that was found, its fingerprint)."""
-        hashes = words(raw)
-        own = fingerprint(hashes, raw)
-        grams = ngrams(hashes)
+        hashes = word_hashes(raw)
+        own = words_fingerprint(hashes, raw)
+        grams = ngram_hashes(hashes)
         grams = grams[grams <= self.limit]
         likely = np.unique(grams[self.maybe[grams & np.uint64(len(self.maybe) - 1)]])
         print_ = np.asarray([own], np.uint64)
         return likely[_isin(likely, self.grams)], print_[_isin(print_, self.prints)], own
 
 
-def overlap(train: Iterable[bytes], held_out: Iterable[tuple[str, bytes]], folder: Path) -> Overlap:
+def measure_overlap(train: Iterable[bytes], held_out: Iterable[tuple[str, bytes]], folder: Path) -> Overlap:
     """Measured directly on texts, for data that is not a corpus; `folder` takes the hash files."""
     held = HeldOutText()
     for name, raw in held_out:
         held.add(name, raw)
     held.save(folder)
-    lookup = Lookup(folder)
+    lookup = OverlapLookup(folder)
     for raw in train:
         held.note(*lookup.hits(raw)[:2])
     return held.overlap()
 
 
-def fingerprint(hashes: Hashes, raw: bytes) -> int:
+def words_fingerprint(hashes: Hashes, raw: bytes) -> int:
     """64 bits that are equal for documents with the same words; of the bytes, where there are no words."""
     content = hashes.tobytes() if len(hashes) else raw
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
 
 
-def words(raw: bytes) -> Hashes:
+def word_hashes(raw: bytes) -> Hashes:
     """One hash a word."""
     codes = np.frombuffer(raw.translate(_LETTERS), np.uint8)
     inside, ideograph = codes != 32, codes >= _IDEOGRAPH
@@ -149,10 +149,10 @@ def words(raw: bytes) -> Hashes:
     return _spans(codes, np.flatnonzero(begins), np.flatnonzero(ends) + 1)
 
 
-def ngrams(hashes: Hashes) -> Hashes:
+def ngram_hashes(hashes: Hashes) -> Hashes:
     """One hash for every run of 13 words."""
-    starts = np.arange(max(len(hashes) - WORDS + 1, 0))
-    return _spans(hashes, starts, starts + WORDS)
+    starts = np.arange(max(len(hashes) - GRAM_WORDS + 1, 0))
+    return _spans(hashes, starts, starts + GRAM_WORDS)
 
 
 def _spans(values: NDArray[Any], starts: NDArray[np.int64], stops: NDArray[np.int64]) -> Hashes:

@@ -1,4 +1,4 @@
-"""Examples in rows of fixed length, kept apart by documents and positions: which ones each step reads is a pure function of (seed, step).
+"""Packing: examples in rows of fixed length, kept apart by documents and positions; a pure function of (seed, step).
 
 In every epoch each example stands in exactly one row. An epoch shuffles the examples, takes them WINDOW at a time, fills rows
 with them, long ones first, and shuffles the rows. What is left of a row is padding. Rows are counted through all epochs, as
@@ -15,21 +15,21 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from assay.data.batch import PADDING, Batch, Ids
-from assay.data.chat import Example
-from assay.data.order import shuffled
+from assay.data.batch import PADDING, Batch, ExampleIds
+from assay.data.chat import TrainingExample
+from assay.data.order import permuted_places
 from assay.errors import DataError, UsageError
 from assay.seeds import derive
 
-WINDOW = 4096  # examples packed together: enough to leave little padding, few enough that an epoch's rows are its own
-Plan = list[list[int]]  # for each row, the examples in it
+_WINDOW = 4096  # examples packed together: enough to leave little padding, few enough that an epoch's rows are its own
+RowPlan = list[list[int]]  # for each row, the examples in it
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedExamples:
     """`rows` are those of one rank. Without `packing` a row holds one example and padding."""
 
-    examples: Sequence[Example]
+    examples: Sequence[TrainingExample]
     seed: int
     rows: int
     length: int
@@ -76,7 +76,7 @@ class Packed:
     def parts(self) -> int:
         return len(self.examples)
 
-    def ids(self, step: int) -> Ids:
+    def ids(self, step: int) -> ExampleIds:
         """Of the examples in each row of a step."""
         return tuple(tuple(self.examples[index].id for index in row) for row in self.plan(step))
 
@@ -95,7 +95,7 @@ class Packed:
     def batch(self, step: int) -> Batch:
         return packed_rows([[self.examples[index] for index in row] for row in self.plan(step)], self.length, self.fill)
 
-    def plan(self, step: int) -> Plan:
+    def plan(self, step: int) -> RowPlan:
         """Which examples stand in the rows of a step."""
         self.require(step + 1)
         first = (step * self.world + self.rank) * self.rows
@@ -109,7 +109,7 @@ class Packed:
         return np.array([len(example) for example in self.examples], np.int64)
 
     @cached_property
-    def plans(self) -> list[Plan]:
+    def plans(self) -> list[RowPlan]:
         """Of every epoch. A plan is a list of numbers, small beside the examples."""
         return [self._planned(epoch) for epoch in range(self.epochs)]
 
@@ -118,18 +118,18 @@ class Packed:
         """How many rows there are up to the end of each epoch."""
         return np.cumsum([len(plan) for plan in self.plans])
 
-    def _planned(self, epoch: int) -> Plan:
+    def _planned(self, epoch: int) -> RowPlan:
         key, count = derive(self.seed, "order", epoch), len(self.examples)
         order = np.empty(count, np.int64)
-        order[shuffled(np.arange(count), count, key)] = np.arange(count)
+        order[permuted_places(np.arange(count), count, key)] = np.arange(count)
         if not self.packing:
             return [[index] for index in order.tolist()]
-        rows = [row for start in range(0, count, WINDOW) for row in filled(order[start : start + WINDOW], self.lengths, self.length)]
-        places = shuffled(np.arange(len(rows)), len(rows), derive(key, "rows"))
+        rows = [row for start in range(0, count, _WINDOW) for row in fill_rows(order[start : start + _WINDOW], self.lengths, self.length)]
+        places = permuted_places(np.arange(len(rows)), len(rows), derive(key, "rows"))
         return [rows[place] for place in places.tolist()]
 
 
-class Stock:
+class LengthStock:
     """Examples by their length, handed out in the order they came in."""
 
     def __init__(self, chosen: NDArray[np.int64], lengths: NDArray[np.int64], room: int):
@@ -149,9 +149,9 @@ class Stock:
         return index
 
 
-def filled(chosen: NDArray[np.int64], lengths: NDArray[np.int64], room: int) -> Plan:
+def fill_rows(chosen: NDArray[np.int64], lengths: NDArray[np.int64], room: int) -> RowPlan:
     """Rows, each begun with the longest example that is left and filled with what comes nearest to filling it exactly."""
-    stock, rows = Stock(chosen, lengths, room), []
+    stock, rows = LengthStock(chosen, lengths, room), []
     while (fitting := stock.lengths(room)).size:
         row, free = [], room
         length = int(fitting[-1])
@@ -163,7 +163,7 @@ def filled(chosen: NDArray[np.int64], lengths: NDArray[np.int64], room: int) -> 
     return rows
 
 
-def next_length(stock: Stock, free: int) -> int:
+def next_length(stock: LengthStock, free: int) -> int:
     """One that fills the row, one that does with another, else the longest after which another fits; 0 where none fits."""
     fitting = stock.lengths(free)
     if not fitting.size:
@@ -175,7 +175,7 @@ def next_length(stock: Stock, free: int) -> int:
     return int(next(lengths[-1] for lengths in (pairs, spacious, fitting) if lengths.size))
 
 
-def packed_rows(rows: Sequence[Sequence[Example]], length: int, fill: int) -> Batch:
+def packed_rows(rows: Sequence[Sequence[TrainingExample]], length: int, fill: int) -> Batch:
     """Rows of examples as a batch; each example is a document of its own, with positions from 0."""
     shape = (len(rows), length)
     tokens, weight = np.full(shape, fill, np.int64), np.zeros(shape, np.float32)

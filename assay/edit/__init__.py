@@ -1,1 +1,1 @@
-"""Facts written into weights in closed form; every edit is a Patch, and the model that was asked is left as it was."""
+"""Model editing: facts written into weights in closed form; every edit is a Patch, and the model is left as it was."""

@@ -1,4 +1,4 @@
-"""A fact in several surroundings: the bare prompt, and the prompt after prefixes that the model itself made up.
+"""Contexts of a fact: the bare prompt, and the prompt after prefixes that the model itself sampled.
 
 A key or a value that holds after any text, and not after this one alone, is an average over them: half of it the bare
 prompt, half the prefixes, the same weights wherever an average is taken.
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from assay.edit.block_hooks import keys_and_state
 from assay.edit.facts import Fact
-from assay.edit.sites import keys_and_state
-from assay.edit.subject import Spot, locate
+from assay.edit.subject_tokens import SubjectSpan, locate_subject
 from assay.generate.sampler import Sampling, sample
 from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import Transformer
@@ -20,8 +20,8 @@ from assay.seeds import derive
 
 OPENINGS = ("The", "Therefore", "Because", "I", "You")
 BARE = ""
-ROWS = {"cpu": 64}  # in one forward pass; elsewhere MANY
-MANY = 512
+_ROWS = {"cpu": 64}  # in one forward pass; elsewhere MANY
+_MANY = 512
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,12 @@ class Contexts:
         halves = [0.5, *(0.5 / others for _ in range(others))] if others else [1.0]
         return torch.tensor(halves, dtype=torch.float64)
 
-    def spots(self, tokenizer: Tokenizer, fact: Fact) -> list[Spot]:
-        return [locate(tokenizer, prefix + fact.prompt, len(prefix) + fact.start, fact.subject, fact.name) for prefix in self.prefixes]
+    def spots(self, tokenizer: Tokenizer, fact: Fact) -> list[SubjectSpan]:
+        return [locate_subject(tokenizer, prefix + fact.prompt, len(prefix) + fact.start, fact.subject, fact.name)
+                for prefix in self.prefixes]
 
 
-def contexts(model: Transformer, tokenizer: Tokenizer, *, count: int, length: int, seed: int) -> Contexts:
+def sample_contexts(model: Transformer, tokenizer: Tokenizer, *, count: int, length: int, seed: int) -> Contexts:
     """`count` prefixes of `length` new tokens, sampled at addresses of the seed."""
     openings = [tokenizer.encode(OPENINGS[i % len(OPENINGS)]) for i in range(count)]
     if not count:
@@ -50,10 +51,11 @@ def contexts(model: Transformer, tokenizer: Tokenizer, *, count: int, length: in
     return Contexts((BARE, *(f"{text.strip()}. " for text in texts)))
 
 
-def averaged_keys(model: Transformer, spots: Sequence[Sequence[Spot]], weights: Tensor, layer: int, top: int) -> tuple[Tensor, Tensor]:
+def averaged_keys(model: Transformer, spots: Sequence[Sequence[SubjectSpan]], weights: Tensor, layer: int, top: int) -> tuple[Tensor,
+                                                                                                                              Tensor]:
     """(keys_Fn averaged over contexts, states_Dn of the bare prompts after block `top`), float64 on the CPU."""
     flat = [spot for of_fact in spots for spot in of_fact]
-    at_once = ROWS.get(model.embed.weight.device.type, MANY)
+    at_once = _ROWS.get(model.embed.weight.device.type, _MANY)
     batches = [flat[start : start + at_once] for start in range(0, len(flat), at_once)]
     parts = [keys_and_state(model, [spot.ids for spot in batch], [spot.last for spot in batch], layer, top) for batch in batches]
     keys, states = (torch.cat(tensors).double().cpu().unflatten(0, (len(spots), -1)) for tensors in zip(*parts, strict=True))

@@ -1,4 +1,4 @@
-"""Facts to be edited, and facts that a model knows: CounterFact in both layouts, known_1000, and plain rows.
+"""Facts to edit, and facts that a model knows: CounterFact in both layouts, known_1000, and plain rows.
 
 A prompt is kept whole, with the place of its subject in characters; `{}` in a template is where the subject goes. A row
 without a template must hold the subject as it is spelled: the last whole-word occurrence counts, the one nearest to the
@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from assay.data.rows import read_rows
+from assay.data.data_files import read_rows
 from assay.errors import DataError, UsageError
 
 NO_SPACES_FROM = 0x2E80  # scripts from here on (CJK) write no spaces between words
 
 
 @dataclass(frozen=True)
-class Asked:
+class SideQuestion:
     """A question beside the edit, with the answer that is right for it (None: whatever the model said before)."""
 
     prompt: str
@@ -37,30 +37,30 @@ class Fact:
     target: str
     old: str | None = None
     paraphrases: tuple[str, ...] = ()
-    neighbourhood: tuple[Asked, ...] = ()
-    portability: tuple[Asked, ...] = ()
+    neighbourhood: tuple[SideQuestion, ...] = ()
+    portability: tuple[SideQuestion, ...] = ()
 
 
 @dataclass(frozen=True)
-class Refused:
+class RefusedFact:
     """A request that was not served, and why."""
 
     name: str
     reason: str
 
 
-def read_facts(path: Path, first: int | None = None) -> tuple[list[Fact], list[Refused]]:
+def read_facts(path: Path, first: int | None = None) -> tuple[list[Fact], list[RefusedFact]]:
     """Every row, or the first so many, of a .json list or of .jsonl lines becomes a fact or is refused by name; a row of no known
     layout is an error."""
     facts: list[Fact] = []
-    refused: list[Refused] = []
+    refused: list[RefusedFact] = []
     for number, row in enumerate(_rows(path)[:first]):
         name, where = _name(row, number), f"{path}, row {number}"
         fields = _fields(row, where)
         try:
             facts.append(make_fact(name, **fields))
         except DataError as error:
-            refused.append(Refused(name, str(error)))
+            refused.append(RefusedFact(name, str(error)))
     if not facts and not refused:
         raise DataError(f"{path} holds no fact")
     return facts, refused
@@ -95,7 +95,7 @@ def last_occurrence(text: str, subject: str, name: str) -> int:
     raise DataError(f"{name}: the subject {subject!r} does not occur in {text!r}; {hint}")
 
 
-def joined(answer: str) -> str:
+def with_leading_space(answer: str) -> str:
     """An answer as it follows its prompt: after one space, but where its script has none."""
     return answer if ord(answer[0]) >= NO_SPACES_FROM else f" {answer}"
 
@@ -131,7 +131,7 @@ def _counterfact(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _easy_edit(row: Mapping[str, Any]) -> dict[str, Any]:
-    def asked(kind: str) -> tuple[Asked, ...]:
+    def asked(kind: str) -> tuple[SideQuestion, ...]:
         prompts, answers = _listed(row.get(f"{kind}_prompt")), _listed(row.get(f"{kind}_ground_truth"))
         return tuple(_asked(p, a) for p, a in zip(prompts, answers, strict=True))
 
@@ -142,7 +142,7 @@ def _easy_edit(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
-    def asked(kind: str) -> tuple[Asked, ...]:
+    def asked(kind: str) -> tuple[SideQuestion, ...]:
         return tuple(_asked(p, None) if isinstance(p, str) else _asked(p["prompt"], p["answer"]) for p in row.get(kind, ()))
 
     old = row.get("old")
@@ -160,9 +160,9 @@ def _known(row: Mapping[str, Any]) -> dict[str, Any]:
 LAYOUTS = {"requested_rewrite": _counterfact, "target_new": _easy_edit, "attribute": _known, "target": _plain}
 
 
-def _asked(prompt: str, answer: str | None) -> Asked:
+def _asked(prompt: str, answer: str | None) -> SideQuestion:
     """An empty answer is none."""
-    return Asked(prompt.strip(), (answer or "").strip() or None)
+    return SideQuestion(prompt.strip(), (answer or "").strip() or None)
 
 
 def _prompts(prompts: Iterable[str]) -> tuple[str, ...]:

@@ -1,7 +1,8 @@
-"""MEMIT: many facts at once, spread over a few layers' MLP down-projections; and AlphaEdit, its solve in text's null space.
+"""MEMIT, AlphaEdit and ROME: facts solved into MLP down-projections; the result is a Patch.
 
-The law of the original is kept: the model at the end of the call is the model at its start, bit for bit. What comes back
-is a Patch; applying it is another function.
+MEMIT spreads many facts at once over a few layers; AlphaEdit is its solve in text's null space; ROME writes one fact at a time as
+a rank-one change of one layer. The law of the original is kept: the model at the end of the call is the model at its start, bit for
+bit. What comes back is a Patch; applying it is another function.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,21 +11,21 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from assay.edit.block_hooks import down_projection_name
 from assay.edit.contexts import Contexts, averaged_keys
 from assay.edit.facts import Fact
-from assay.edit.sites import down_name
-from assay.edit.solve import Factors, as_low_rank, jointly, moment_penalty, null_space, within
-from assay.edit.targets import Aim, Target, find_targets
+from assay.edit.solve import Factors, alone, as_low_rank, moment_penalty, null_space_projector, solve_alphaedit, solve_memit
+from assay.edit.targets import Target, TargetOptions, find_targets
 from assay.errors import UsageError
 from assay.model.patch import LowRank, Patch, patched
 from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import Transformer
 
-Solve = Callable[[int, Tensor, Tensor], Factors]  # (layer, residuals_Dn, keys_Fn)
+Solver = Callable[[int, Tensor, Tensor], Factors]  # (layer, residuals_Dn, keys_Fn)
 
 
 @dataclass(frozen=True)
-class Edited:
+class EditResult:
     """The patch and its evidence: each fact's target, the keys by layer, and how much of its way each state went."""
 
     patch: Patch
@@ -33,16 +34,17 @@ class Edited:
     reached: list[float] = field(default_factory=list)  # 1: the state is at its target; 0: where it was
 
 
-def memit(model: Transformer, tokenizer: Tokenizer, facts: Sequence[Fact], layers: Sequence[int], solve: Solve,
-          surroundings: Contexts, aim: Aim, *, parent: str | None) -> Edited:
+def memit(model: Transformer, tokenizer: Tokenizer, facts: Sequence[Fact], layers: Sequence[int], solve: Solver,
+          surroundings: Contexts, aim: TargetOptions, *, parent: str | None) -> EditResult:
     """Targets at the last layer, and then towards them."""
     layers = checked_layers(model, layers)
     targets = find_targets(model, tokenizer, facts, surroundings, layers[-1], aim)
-    return towards(model, tokenizer, facts, targets, layers, solve, surroundings, parent=parent)
+    return spread_over_layers(model, tokenizer, facts, targets, layers, solve, surroundings, parent=parent)
 
 
-def towards(model: Transformer, tokenizer: Tokenizer, facts: Sequence[Fact], targets: list[Target], layers: Sequence[int], solve: Solve,
-            surroundings: Contexts, *, parent: str | None) -> Edited:
+def spread_over_layers(model: Transformer, tokenizer: Tokenizer, facts: Sequence[Fact], targets: list[Target], layers: Sequence[int],
+                       solve: Solver,
+            surroundings: Contexts, *, parent: str | None) -> EditResult:
     """First layer to last, each takes its share of what is missing now, after those before it. Targets are of the last layer."""
     layers = checked_layers(model, layers)
     top = layers[-1]
@@ -53,29 +55,29 @@ def towards(model: Transformer, tokenizer: Tokenizer, facts: Sequence[Fact], tar
         with patched(model, Patch(None, parts)):
             kept[layer], states_Dn = averaged_keys(model, spots, surroundings.weights(), layer, top)
         missing_Dn = _columns(targets) - states_Dn
-        parts[down_name(layer)] = (as_low_rank(solve(layer, missing_Dn / (len(layers) - done), kept[layer])),)
+        parts[down_projection_name(layer)] = (as_low_rank(solve(layer, missing_Dn / (len(layers) - done), kept[layer])),)
     with patched(model, Patch(None, parts)):
         _, states_Dn = averaged_keys(model, [of_fact[:1] for of_fact in spots], torch.ones(1, dtype=torch.float64), top, top)
     lacking = (_columns(targets) - states_Dn).norm(dim=0)
     reached = [1 - float(lack / target.delta.norm().clamp(min=1e-12)) for lack, target in zip(lacking, targets, strict=True)]
-    return Edited(Patch(parent, parts), targets, kept, reached)
+    return EditResult(Patch(parent, parts), targets, kept, reached)
 
 
-def by_moments(moments: Mapping[int, Tensor], weight: float, earlier: Mapping[int, Tensor] | None = None) -> Solve:
+def memit_solver(moments: Mapping[int, Tensor], weight: float, earlier: Mapping[int, Tensor] | None = None) -> Solver:
     """MEMIT's solve: Δ = R Kᵀ (λC + K Kᵀ)⁻¹. `earlier` are the keys of edits that the model already has."""
     def solve(layer: int, residuals_Dn: Tensor, keys_Fn: Tensor) -> Factors:
         penalty = moment_penalty(moments[layer], weight, (earlier or {}).get(layer))
-        return jointly(residuals_Dn, keys_Fn, penalty)
+        return solve_memit(residuals_Dn, keys_Fn, penalty)
 
     return solve
 
 
-def by_null_space(moments: Mapping[int, Tensor], share: float, ridge: float, earlier: Mapping[int, Tensor] | None = None) -> Solve:
+def alphaedit_solver(moments: Mapping[int, Tensor], share: float, ridge: float, earlier: Mapping[int, Tensor] | None = None) -> Solver:
     """AlphaEdit's: inside the directions that hold at most `share` of the text's keys, the rest untouched."""
-    projectors = {layer: null_space(moment, share) for layer, moment in moments.items()}
+    projectors = {layer: null_space_projector(moment, share) for layer, moment in moments.items()}
 
     def solve(layer: int, residuals_Dn: Tensor, keys_Fn: Tensor) -> Factors:
-        return within(projectors[layer], residuals_Dn, keys_Fn, ridge, (earlier or {}).get(layer))
+        return solve_alphaedit(projectors[layer], residuals_Dn, keys_Fn, ridge, (earlier or {}).get(layer))
 
     return solve
 
@@ -91,3 +93,27 @@ def checked_layers(model: Transformer, layers: Sequence[int]) -> list[int]:
 
 def _columns(targets: Sequence[Target]) -> Tensor:
     return torch.stack([target.state for target in targets], 1)
+
+
+def rome(model: Transformer, tokenizer: Tokenizer, facts: Sequence[Fact], layers: Sequence[int], moments: Mapping[int, Tensor],
+         surroundings: Contexts, aim: TargetOptions, *, parent: str | None) -> EditResult:
+    """Each fact is solved on the model that has the ones before it; nothing protects those, which is ROME's known limit."""
+    layers = checked_layers(model, layers)
+    if len(layers) != 1:
+        raise UsageError(f"ROME edits one layer, and {len(layers)} are named; name one, or use --method memit")
+    layer, parts = layers[0], list[LowRank]()
+    targets: list[Target] = []
+    reached: list[float] = []
+    for fact in facts:
+        with patched(model, _patch(None, layer, parts)):
+            target = find_targets(model, tokenizer, [fact], surroundings, layer, aim)[0]
+            keys_Fn, _ = averaged_keys(model, [surroundings.spots(tokenizer, fact)], surroundings.weights(), layer, layer)
+        factors = alone(target.delta, keys_Fn[:, 0], moments[layer])
+        parts.append(as_low_rank(factors))
+        targets.append(target)
+        reached.append(1 - float((factors.delta() @ keys_Fn[:, 0] - target.delta).norm() / target.delta.norm().clamp(min=1e-12)))
+    return EditResult(_patch(parent, layer, parts), targets, {}, reached)
+
+
+def _patch(parent: str | None, layer: int, parts: Sequence[LowRank]) -> Patch:
+    return Patch(parent, {down_projection_name(layer): tuple(parts)} if parts else {})

@@ -1,4 +1,4 @@
-"""Second moments C = E[k kᵀ] of what enters each MLP's down-projection: what an edit must not disturb.
+"""Second moments C = E[k kᵀ] of the inputs of each MLP's down-projection: what an edit must not disturb.
 
 Streamed over text through the layers that are asked for and no further; padding is no key. Keys are fp32, their products
 and sums float64: summed in fp32, the small directions of C came out negative. What was computed lies in the cache under the
@@ -15,25 +15,25 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from assay.data.text import Rule, documents, find_sources
-from assay.edit.sites import padded, seen_keys
-from assay.edit.subject import leading
+from assay.data.data_files import DocumentRule, find_sources, iter_documents
+from assay.edit.block_hooks import padded, seen_keys
+from assay.edit.subject_tokens import leading_special_ids
 from assay.errors import DataError, StoreError, UsageError
 from assay.model.attention import PADDING
 from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import Transformer
 from assay.store import durable
-from assay.store.fetch import cache_folder
+from assay.store.model_cache import cache_folder
+from assay.store.safetensors_files import read_tensors, write_tensors
 from assay.store.sealed import seal, unseal
-from assay.store.tensors import read_tensors, write_tensors
 
-FORMAT = 1
-ROWS, LENGTH = 8, 256
+_FORMAT = 1
+_ROWS, ROW_LENGTH = 8, 256
 FACTS, TENSORS = "facts.json", "moment.safetensors"
 
 
 @dataclass(frozen=True)
-class Reading:
+class TokenizedText:
     """Text as rows of ids, each a stretch of one document, and the digest that names exactly these."""
 
     rows: tuple[tuple[int, ...], ...]
@@ -44,15 +44,15 @@ class Reading:
         return sum(map(len, self.rows))
 
 
-def read_text(path: Path, tokenizer: Tokenizer, tokens: int, *, length: int = LENGTH) -> Reading:
+def read_text(path: Path, tokenizer: Tokenizer, tokens: int, *, length: int = ROW_LENGTH) -> TokenizedText:
     """The first `tokens` tokens of the file, cut into rows of at most `length`, never across a document's end."""
     rows = tuple(_rows(path, tokenizer, tokens, length))
     if not rows:
         raise DataError(f"{path}: no text to read")
-    return as_reading(rows)
+    return tokenized_text(rows)
 
 
-def parted(reading: Reading, tokens: int) -> tuple[Reading, Reading]:
+def split_text(reading: TokenizedText, tokens: int) -> tuple[TokenizedText, TokenizedText]:
     """The first rows, of `tokens` tokens or a little more, and the rest: what is scored is not what moments are made of."""
     count, held = 0, 0
     while held < tokens and count < len(reading.rows):
@@ -61,26 +61,26 @@ def parted(reading: Reading, tokens: int) -> tuple[Reading, Reading]:
     if count < 2 or count == len(reading.rows):
         raise DataError(f"{reading.tokens} tokens of text in {len(reading.rows)} rows cannot be parted into {tokens} to score, in two rows "
                         "at least, and more for moments; give more text")
-    return as_reading(reading.rows[:count]), as_reading(reading.rows[count:])
+    return tokenized_text(reading.rows[:count]), tokenized_text(reading.rows[count:])
 
 
-def as_reading(rows: tuple[tuple[int, ...], ...]) -> Reading:
+def tokenized_text(rows: tuple[tuple[int, ...], ...]) -> TokenizedText:
     words = "\n".join(" ".join(map(str, row)) for row in rows)
-    return Reading(rows, hashlib.sha256(words.encode()).hexdigest())
+    return TokenizedText(rows, hashlib.sha256(words.encode()).hexdigest())
 
 
-def second_moments(model: Transformer, reading: Reading, layers: Sequence[int], identity: str) -> dict[int, Tensor]:
+def second_moments(model: Transformer, reading: TokenizedText, layers: Sequence[int], identity: str) -> dict[int, Tensor]:
     """layer → C in float64, on the CPU. `identity` is the digest of the model's weights, under which C is remembered."""
     found = {layer: _remembered(_place(identity, reading, layer)) for layer in layers}
     missing = [layer for layer, moment in found.items() if moment is None]
     if missing:
-        for layer, moment in computed(model, reading.rows, missing).items():
+        for layer, moment in compute_moments(model, reading.rows, missing).items():
             _remember(_place(identity, reading, layer), moment)
             found[layer] = moment
     return {layer: moment for layer, moment in found.items() if moment is not None}
 
 
-def computed(model: Transformer, rows: Sequence[Sequence[int]], layers: Sequence[int]) -> dict[int, Tensor]:
+def compute_moments(model: Transformer, rows: Sequence[Sequence[int]], layers: Sequence[int]) -> dict[int, Tensor]:
     device, size = model.embed.weight.device, model.config.hidden
     sums = {layer: torch.zeros(size, size, dtype=torch.float64, device=device) for layer in layers}
     count = sum(map(len, rows))
@@ -100,9 +100,10 @@ def computed(model: Transformer, rows: Sequence[Sequence[int]], layers: Sequence
 
 
 def _rows(path: Path, tokenizer: Tokenizer, tokens: int, length: int) -> Iterator[tuple[int, ...]]:
-    lead, left = leading(tokenizer), tokens
+    lead, left = leading_special_ids(tokenizer), tokens
     for source in find_sources([path]):
-        for document in documents(source, Rule(document_bytes=1 << 16) if source.kind == "text" else Rule(), Counter()):
+        for document in iter_documents(source, DocumentRule(document_bytes=1 << 16) if source.kind == "text" else DocumentRule(),
+                                       Counter()):
             ids = [*lead, *tokenizer.encode(document.raw.decode())]
             for start in range(0, len(ids), length):
                 row = tuple(ids[start : start + min(length, left)])
@@ -114,14 +115,14 @@ def _rows(path: Path, tokenizer: Tokenizer, tokens: int, length: int) -> Iterato
 
 def _batches(rows: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
     ordered = iter(sorted(rows, key=len, reverse=True))  # like lengths together: little padding
-    while batch := list(islice(ordered, ROWS)):
+    while batch := list(islice(ordered, _ROWS)):
         yield batch
 
 # ---------------------------------------------------------------- cache
 
 
-def _place(identity: str, reading: Reading, layer: int) -> Path:
-    address = f"moments {FORMAT}\n{identity}\n{reading.digest}\n{reading.tokens}\n{layer}"
+def _place(identity: str, reading: TokenizedText, layer: int) -> Path:
+    address = f"moments {_FORMAT}\n{identity}\n{reading.digest}\n{reading.tokens}\n{layer}"
     return cache_folder() / "moments" / hashlib.sha256(address.encode()).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""The closed forms of editing, in float64: what change of one matrix gives these keys these values and the rest its own.
+"""Closed-form solves of editing, in float64: the change of one matrix that gives these keys these values.
 
 Shapes: D values, F keys, n edits. `residuals_Dn` is what each edit's value lacks, `keys_Fn` what stands for it at the
 matrix's input. Every solution is left_Dn @ right_nF: its rank is at most the number of edits.
@@ -23,7 +23,7 @@ class Factors(NamedTuple):
         return self.left_Dn @ self.right_nF
 
 
-def jointly(residuals_Dn: Tensor, keys_Fn: Tensor, penalty_FF: Tensor) -> Factors:
+def solve_memit(residuals_Dn: Tensor, keys_Fn: Tensor, penalty_FF: Tensor) -> Factors:
     """Δ = R Kᵀ (P + K Kᵀ)⁻¹, which minimises tr(Δ P Δᵀ) + ‖Δ K − R‖²: MEMIT with P = λ C."""
     keys = keys_Fn.double()
     factor, failed = torch.linalg.cholesky_ex(penalty_FF.double() + keys @ keys.T)
@@ -40,22 +40,23 @@ def alone(residual_D: Tensor, key_F: Tensor, moment_FF: Tensor) -> Factors:
     and one edit then destroyed the model.
     """
     key = key_F.double()
-    direction = jointly(residual_D[:, None], key[:, None], floored(moment_FF)).right_nF[0]  # C⁻¹k up to scale, by Sherman and Morrison
+    direction = solve_memit(residual_D[:, None], key[:, None],
+                            floored_moment(moment_FF)).right_nF[0]  # C⁻¹k up to scale, by Sherman and Morrison
     return Factors(residual_D.double()[:, None], (direction / (direction @ key))[None])
 
 
 def moment_penalty(moment_FF: Tensor, weight: float, earlier_Fm: Tensor | None) -> Tensor:
     """What must stay: `weight` times the text's keys and the keys of earlier edits, so that two solves equal one joint solve."""
-    penalty = weight * floored(moment_FF)
+    penalty = weight * floored_moment(moment_FF)
     return penalty if earlier_Fm is None else penalty + earlier_Fm.double() @ earlier_Fm.double().T
 
 
-def floored(moment_FF: Tensor) -> Tensor:
+def floored_moment(moment_FF: Tensor) -> Tensor:
     moment = moment_FF.double()
     return moment + FLOOR * moment.diagonal().mean() * torch.eye(len(moment), dtype=torch.float64)
 
 
-def null_space(moment_FF: Tensor, share: float) -> Tensor:
+def null_space_projector(moment_FF: Tensor, share: float) -> Tensor:
     """The projector onto the directions in which text has the least: together at most `share` of its squared length."""
     values, vectors = torch.linalg.eigh(moment_FF.double())
     kept = values.clamp(min=0).cumsum(0) <= share * values.clamp(min=0).sum()
@@ -64,13 +65,13 @@ def null_space(moment_FF: Tensor, share: float) -> Tensor:
     return vectors[:, kept] @ vectors[:, kept].T
 
 
-def within(projector_FF: Tensor, residuals_Dn: Tensor, keys_Fn: Tensor, ridge: float, earlier_Fm: Tensor | None) -> Factors:
+def solve_alphaedit(projector_FF: Tensor, residuals_Dn: Tensor, keys_Fn: Tensor, ridge: float, earlier_Fm: Tensor | None) -> Factors:
     """AlphaEdit: Δ moves keys inside the null space alone. `ridge` is relative to the projected keys' mean squared length."""
     keys = projector_FF @ keys_Fn.double()
     identity = torch.eye(len(keys), dtype=torch.float64)
     floor = ridge * float(keys.square().sum(0).mean())
     earlier = None if earlier_Fm is None else projector_FF @ earlier_Fm.double()
-    return jointly(residuals_Dn, keys, moment_penalty(identity, floor, earlier))
+    return solve_memit(residuals_Dn, keys, moment_penalty(identity, floor, earlier))
 
 
 def as_low_rank(factors: Factors) -> LowRank:

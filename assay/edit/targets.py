@@ -1,8 +1,8 @@
-"""Targets: the state at a subject's last token from which the model would say the new answer.
+"""Target states of an edit: the state at a subject's last token from which the model would say the new answer.
 
 For each fact a change δ of the residual stream is optimised, where the last edited layer adds to it, so that the target
 follows in every context while the subject's essence ("… is a") stays. Everything before the subject's last token is
-constant and is computed once, so that a step computes a handful of tokens a row; facts stand beside each other in a
+constant and is computed once, into a PrefixCache, so that a step computes a handful of tokens a row; facts stand beside each other in a
 batch and do not see each other.
 
 Shapes: n facts, B rows (each fact has one a context, and one for its essence), T time, D width, V vocabulary.
@@ -12,28 +12,89 @@ import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from assay.edit.before import Before, read_before
+from assay.edit.block_hooks import block, down_projection, hooked, padded
 from assay.edit.contexts import Contexts
 from assay.edit.facts import Fact
-from assay.edit.sites import block, down, hooked, padded
-from assay.edit.subject import Spot, answer_ids, locate
+from assay.edit.subject_tokens import SubjectSpan, answer_ids, locate_subject
 from assay.errors import DataError
-from assay.model.attention import PADDING
+from assay.model.attention import PADDING, AttentionMask, TokenLayout, attend, document_causal_mask, positions_in_document, token_layout
 from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import Transformer
 
+
+class RecordingCache(NamedTuple):
+    """The layers run in order, and each adds its own."""
+
+    keys: list[Tensor]
+    values: list[Tensor]
+
+    def place(self, tokens_BT: Tensor, documents: Tensor | None, positions: Tensor | None, windows: set[int | None],
+              starts: Tensor | None) -> TokenLayout:
+        return token_layout(tokens_BT, documents, positions, windows, starts)
+
+    def layer(self, index: int) -> "RecordingCache":
+        assert len(self.keys) == index, "layers run in order"
+        return self
+
+    def attend(self, q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, sight: AttentionMask) -> Tensor:
+        self.keys.append(k_BTKd)
+        self.values.append(v_BTKd)
+        return attend(q_BTHd, k_BTKd, v_BTKd, sight)
+
+
+class PrefixCacheLayer(NamedTuple):
+    keys_BSKd: Tensor
+    values_BSKd: Tensor
+
+    def attend(self, q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, sight: AttentionMask) -> Tensor:
+        return attend(q_BTHd, torch.cat([self.keys_BSKd, k_BTKd], 1), torch.cat([self.values_BSKd, v_BTKd], 1), sight)
+
+
+class PrefixCache(NamedTuple):
+    """`documents` (B, S) says which of the tokens before are real; the new ones count on from there."""
+
+    keys: list[Tensor]
+    values: list[Tensor]
+    documents: Tensor
+
+    def place(self, tokens_BT: Tensor, documents: Tensor | None, positions: Tensor | None, windows: set[int | None],
+              starts: Tensor | None) -> TokenLayout:
+        assert documents is not None, "rows end at different columns"
+        lengths = (self.documents != PADDING).sum(1, keepdim=True)
+        here = lengths + positions_in_document(documents)
+        seen = torch.cat([self.documents, documents], 1), torch.cat([positions_in_document(self.documents), here], 1)
+        return TokenLayout(documents, here, {window: AttentionMask(document_causal_mask(documents, here, *seen, window))
+                                             for window in windows})
+
+    def layer(self, index: int) -> PrefixCacheLayer:
+        return PrefixCacheLayer(self.keys[index], self.values[index])
+
+    def chosen(self, rows: Tensor) -> "PrefixCache":
+        return PrefixCache([keys[rows] for keys in self.keys], [values[rows] for values in self.values], self.documents[rows])
+
+
+@torch.no_grad()
+def read_prefix(model: Transformer, rows: Sequence[Sequence[int]]) -> PrefixCache:
+    """Rows end in the same column, so that what follows begins in the same one; a row may be empty."""
+    tokens, documents = padded(rows, model.embed.weight.device, left=True)
+    recording = RecordingCache([], [])
+    model.hidden(tokens, documents=documents, cache=recording)  # type: ignore[arg-type]  # a view like those of cache.py
+    return PrefixCache(recording.keys, recording.values, documents)
+
+
 ESSENCE = " is a"
-AT_ONCE = {"cpu": 16}  # facts in one batch; elsewhere MANY
-MANY = 128
-BETAS, EPS = (0.9, 0.999), 1e-8  # of Adam
+_AT_ONCE = {"cpu": 16}  # facts in one batch; elsewhere MANY
+_MANY = 128
+_BETAS, EPS = (0.9, 0.999), 1e-8  # of Adam
 
 
 @dataclass(frozen=True)
-class Aim:
+class TargetOptions:
     """How targets are sought; the defaults are MEMIT's."""
 
     steps: int = 25
@@ -57,10 +118,10 @@ class Target:
 
 
 @dataclass
-class Rows:
+class TargetRows:
     """The rows of some facts: what comes before the subject's last token, and the tokens from there on."""
 
-    before: Before
+    before: PrefixCache
     tokens: Tensor  # (B, T); column 0 is the subject's last token in every row
     documents: Tensor
     fact: Tensor  # (B,) which fact a row belongs to
@@ -72,12 +133,12 @@ class Rows:
 
 
 def find_targets(model: Transformer, tokenizer: Tokenizer, facts: Sequence[Fact], surroundings: Contexts, layer: int,
-                 aim: Aim) -> list[Target]:
+                 aim: TargetOptions) -> list[Target]:
     """One target a fact, for the state after `layer`. The model is as it was afterwards: only δ is optimised."""
-    at_once = AT_ONCE.get(model.embed.weight.device.type, MANY)
+    at_once = _AT_ONCE.get(model.embed.weight.device.type, _MANY)
     order = sorted(range(len(facts)), key=lambda i: _length(tokenizer, facts[i]))  # like lengths together: little padding
     found: dict[int, Target] = {}
-    with untrained(model):
+    with frozen_parameters(model):
         for start in range(0, len(order), at_once):
             part = order[start : start + at_once]
             rows = _rows(model, tokenizer, [facts[i] for i in part], surroundings)
@@ -85,7 +146,7 @@ def find_targets(model: Transformer, tokenizer: Tokenizer, facts: Sequence[Fact]
     return [found[i] for i in range(len(facts))]
 
 
-def _search(model: Transformer, rows: Rows, layer: int, aim: Aim) -> list[Target]:
+def _search(model: Transformer, rows: TargetRows, layer: int, aim: TargetOptions) -> list[Target]:
     """All facts of the rows at once. A fact that has arrived stays where it is, and its rows are computed no longer."""
     initial_nD, essence_nV = _initial(model, rows, layer)
     lengths_n = initial_nD.norm(dim=-1)
@@ -121,7 +182,7 @@ class Deltas:
         self.lr, self.longest_n = lr, longest_n
 
     def step(self, sought: list[int], gradient_aD: Tensor, count: int) -> None:
-        (beta1, beta2), eps = BETAS, EPS
+        (beta1, beta2), eps = _BETAS, EPS
         first, second = self._first_nD[sought].lerp(gradient_aD, 1 - beta1), self._second_nD[sought].lerp(gradient_aD.square(), 1 - beta2)
         moved = self.value_nD[sought] - self.lr / (1 - beta1**count) * first / ((second / (1 - beta2**count)).sqrt() + eps)
         shorter_a = (self.longest_n[sought] / moved.norm(dim=-1).clamp(min=1e-12)).clamp(max=1.0)
@@ -136,7 +197,7 @@ def _targets(initial_nD: Tensor, deltas_nD: Tensor, ends: dict[int, tuple[float,
 
 
 @torch.no_grad()
-def _initial(model: Transformer, rows: Rows, layer: int) -> tuple[Tensor, Tensor]:
+def _initial(model: Transformer, rows: TargetRows, layer: int) -> tuple[Tensor, Tensor]:
     """(n, D) the states of the bare prompts' last subject tokens, and (n, V) what the model says of each essence."""
     seen: list[Tensor] = []
     with hooked([block(model, layer).register_forward_hook(lambda _, __, output: seen.append(output[rows.bare, 0]))]):
@@ -144,12 +205,12 @@ def _initial(model: Transformer, rows: Rows, layer: int) -> tuple[Tensor, Tensor
     return seen[0], _logprobs(model, states, rows.essence)
 
 
-def _losses(model: Transformer, rows: Rows, deltas_nD: Tensor, essence_nV: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+def _losses(model: Transformer, rows: TargetRows, deltas_nD: Tensor, essence_nV: Tensor, layer: int) -> tuple[Tensor, Tensor]:
     """(n,) mean surprise at the target, and the divergence of the essence from what it was."""
     def inject(_: nn.Module, __: object, output_BTD: Tensor) -> Tensor:
         return torch.cat([output_BTD[:, :1] + deltas_nD[rows.fact][:, None].to(output_BTD.dtype), output_BTD[:, 1:]], 1)
 
-    with hooked([down(model, layer).register_forward_hook(inject)]):
+    with hooked([down_projection(model, layer).register_forward_hook(inject)]):
         states = _states(model, rows)
     said = _logprobs(model, states, rows.asked).gather(-1, rows.due[:, None]).squeeze(-1)
     nll = torch.zeros(len(deltas_nD), device=said.device).index_add(0, rows.fact[rows.asked[:, 0]], -said * rows.share)
@@ -157,7 +218,7 @@ def _losses(model: Transformer, rows: Rows, deltas_nD: Tensor, essence_nV: Tenso
     return nll, (essence_nV.exp() * (essence_nV - now)).sum(-1)
 
 
-def _states(model: Transformer, rows: Rows) -> Tensor:
+def _states(model: Transformer, rows: TargetRows) -> Tensor:
     return model.hidden(rows.tokens, documents=rows.documents, cache=rows.before)  # type: ignore[arg-type]  # a view like those of cache.py
 
 
@@ -167,7 +228,7 @@ def _logprobs(model: Transformer, states_BTD: Tensor, places: Tensor) -> Tensor:
 # ---------------------------------------------------------------- rows
 
 
-def _rows(model: Transformer, tokenizer: Tokenizer, facts: Sequence[Fact], surroundings: Contexts) -> Rows:
+def _rows(model: Transformer, tokenizer: Tokenizer, facts: Sequence[Fact], surroundings: Contexts) -> TargetRows:
     heads: list[Sequence[int]] = []
     tails: list[Sequence[int]] = []
     owner, bare, asked, share, essence = [], [], [], [], []
@@ -190,20 +251,20 @@ def _rows(model: Transformer, tokenizer: Tokenizer, facts: Sequence[Fact], surro
     device = model.embed.weight.device
     tokens, documents = padded(tails, device)
     listed = (torch.tensor(values, device=device) for values in (owner, bare, asked, due, share, essence))
-    return Rows(read_before(model, heads), tokens, documents, *listed)
+    return TargetRows(read_prefix(model, heads), tokens, documents, *listed)
 
 
 def _length(tokenizer: Tokenizer, fact: Fact) -> int:
     """Tokens that a step computes for a row of this fact."""
-    spot = locate(tokenizer, fact.prompt, fact.start, fact.subject, fact.name)
+    spot = locate_subject(tokenizer, fact.prompt, fact.start, fact.subject, fact.name)
     return len(spot.ids) - spot.last + len(answer_ids(tokenizer, fact.target))
 
 
-def _essence(tokenizer: Tokenizer, fact: Fact) -> Spot:
-    return locate(tokenizer, fact.subject + ESSENCE, 0, fact.subject, fact.name)
+def _essence(tokenizer: Tokenizer, fact: Fact) -> SubjectSpan:
+    return locate_subject(tokenizer, fact.subject + ESSENCE, 0, fact.subject, fact.name)
 
 
-def _chosen(rows: Rows, facts: list[int]) -> Rows:
+def _chosen(rows: TargetRows, facts: list[int]) -> TargetRows:
     """The rows of these facts, which are numbered anew."""
     if len(facts) == len(rows.essence):
         return rows
@@ -219,12 +280,12 @@ def _chosen(rows: Rows, facts: list[int]) -> Rows:
         return torch.stack([place[places[:, 0]], places[:, 1]], 1)
 
     width = int((rows.documents[keep] != PADDING).sum(1).max())
-    return Rows(rows.before.chosen(keep), rows.tokens[keep, :width], rows.documents[keep, :width], number[rows.fact[keep]],
+    return TargetRows(rows.before.chosen(keep), rows.tokens[keep, :width], rows.documents[keep, :width], number[rows.fact[keep]],
                 place[rows.bare[facts]], moved(rows.asked[mine]), rows.due[mine], rows.share[mine], moved(rows.essence[facts]))
 
 
 @contextlib.contextmanager
-def untrained(model: nn.Module) -> Iterator[None]:
+def frozen_parameters(model: nn.Module) -> Iterator[None]:
     """No parameter asks for a gradient within the block."""
     asked = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:

@@ -1,1 +1,1 @@
-"""Sampling from the trainer's own weights."""
+"""Generation: the batched sampler on the trainer's own weights, and the OpenAI-compatible server."""

@@ -1,4 +1,4 @@
-"""The server's endpoints: a request is read, its completions flow from the engine, the reply is written whole or in events.
+"""HTTP endpoints of the server: read a request, let its completions flow from the engine, reply whole or in events.
 
 The same request with the same seed gets the same text, alone or among others: choice k draws at the address (seed, k).
 A client that leaves takes its request along.
@@ -12,12 +12,11 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from assay.errors import AssayError, UsageError
-from assay.generate import protocol
-from assay.generate.protocol import Asked, Refused, error_object
-from assay.generate.replies import Reply, model_object
-from assay.generate.request import Completion, Progress, Request, Sampling
-from assay.generate.served import Ranked, Served
-from assay.generate.serving import Call, Serving
+from assay.generate import openai_protocol
+from assay.generate.engine_thread import EngineThread, PendingCall
+from assay.generate.generation_request import Completion, CompletionProgress, GenerationRequest, Sampling
+from assay.generate.hosted_model import HostedModel, RankedTokens
+from assay.generate.openai_protocol import ApiReply, ApiRequest, RequestRefused, error_object, model_object
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
@@ -27,73 +26,74 @@ if TYPE_CHECKING:
     Receive = Callable[[], Awaitable[Any]]
 
 T = TypeVar("T")
-News = AsyncGenerator[tuple[int, Progress | None, Ranked | None], None]
+ProgressEvents = AsyncGenerator[tuple[int, CompletionProgress | None, RankedTokens | None], None]
 BODY_BYTES = 4 << 20
-SWALLOWED = 4 * BODY_BYTES  # of a body that is too large: a client that still writes would not read why it was refused
-GONE = 499  # what a log shows for a client that did not wait
+DRAINED_BYTES = 4 * BODY_BYTES  # of a body that is too large: a client that still writes would not read why it was refused
+CLIENT_CLOSED = 499  # what a log shows for a client that did not wait
 
 
-class Desk:
+class Endpoints:
     """The endpoints of one server. Adapters join one after another."""
 
-    def __init__(self, serving: Serving):
+    def __init__(self, serving: EngineThread):
         self.serving = serving
         self.joining = asyncio.Lock()
 
     async def health(self, request: "HttpRequest") -> "Response":
         models = list(self.serving.models.values())
         broken = self.serving.failed or self.serving.closing or any(model.broken is not None for model in models)
-        return reply(503 if broken else 200, {"status": "unavailable" if broken else "ok", "models": len(models),
+        return json_response(503 if broken else 200, {"status": "unavailable" if broken else "ok", "models": len(models),
                                               "completions": self.serving.busy, "slots": self.serving.size.slots * len(models)})
 
     async def models(self, request: "HttpRequest") -> "Response":
-        return reply(200, {"object": "list", "data": [self._described(model) for model in list(self.serving.models.values())]})
+        return json_response(200, {"object": "list", "data": [self._described(model) for model in list(self.serving.models.values())]})
 
     async def model(self, request: "HttpRequest") -> "Response":
-        return reply(200, self._described(self.serving.find(request.path_params["name"])))
+        return json_response(200, self._described(self.serving.find(request.path_params["name"])))
 
     async def chat(self, request: "HttpRequest") -> Any:
-        return await self._respond(request, protocol.read_chat(await _body(request)))
+        return await self._respond(request, openai_protocol.read_chat(await _body(request)))
 
     async def completions(self, request: "HttpRequest") -> Any:
-        return await self._respond(request, protocol.read_completion(await _body(request)))
+        return await self._respond(request, openai_protocol.read_completion(await _body(request)))
 
     async def load_adapter(self, request: "HttpRequest") -> "Response":
-        fields = protocol.Fields(await _body(request))
+        fields = openai_protocol.RequestFields(await _body(request))
         name, path = fields.text("name"), fields.text("path")
         fields.rest()
         if not name or not path:
-            raise Refused("expected the name that the adapter shall have and the path of its checkpoint", param="path" if name else "name")
+            raise RequestRefused("expected the name that the adapter shall have and the path of its checkpoint", param="path" if name
+                                 else "name")
         async with self.joining:
             joined = await asyncio.to_thread(_asking(self.serving.open_adapter), name, path)
-        return reply(200, self._described(joined))
+        return json_response(200, self._described(joined))
 
     async def retire_adapter(self, request: "HttpRequest") -> "Response":
         name = request.path_params["name"]
         self.serving.retire(name)
-        return reply(200, {"id": name, "object": "model", "deleted": True})
+        return json_response(200, {"id": name, "object": "model", "deleted": True})
 
-    async def _respond(self, request: "HttpRequest", asked: Asked) -> Any:
+    async def _respond(self, request: "HttpRequest", asked: ApiRequest) -> Any:
         model = self.serving.find(asked.model)
-        prompts = await asyncio.to_thread(prompts_of, model, asked)
-        answer = Reply.to(asked, model, prompts, secrets.randbits(63) if asked.seed is None else asked.seed)
-        flow = Flow(self.serving, answer)
+        prompts = await asyncio.to_thread(api_prompt_ids, model, asked)
+        answer = ApiReply.to(asked, model, prompts, secrets.randbits(63) if asked.seed is None else asked.seed)
+        flow = CompletionFlow(self.serving, answer)
         if asked.stream:
-            return Stream(flow)
-        whole = await unless_gone(request.receive, flow.collect())
-        return reply(GONE, {}) if whole is None else reply(200, whole)
+            return EventStream(flow)
+        whole = await unless_disconnected(request.receive, flow.collect())
+        return json_response(CLIENT_CLOSED, {}) if whole is None else json_response(200, whole)
 
-    def _described(self, model: Served) -> dict[str, Any]:
+    def _described(self, model: HostedModel) -> dict[str, Any]:
         first = self.serving.first
         return model_object(model, None if model is first else first.name)
 
 
-def prompts_of(model: Served, asked: Asked) -> tuple[tuple[int, ...], ...]:
+def api_prompt_ids(model: HostedModel, asked: ApiRequest) -> tuple[tuple[int, ...], ...]:
     """Token ids, each with room for at least one more; a chat goes through the model's own template."""
     tokenizer, stops = model.tokenizer, model.artifact.stops
     if asked.kind == "chat":
         if tokenizer.template is None:
-            raise Refused(f"{model.name!r} has no chat template; use /v1/completions", param="messages")
+            raise RequestRefused(f"{model.name!r} has no chat template; use /v1/completions", param="messages")
         prompts = [tokenizer.encode(tokenizer.render(asked.messages, add_generation_prompt=True))]
     else:
         prompts = [tokenizer.encode(prompt, special=True) if isinstance(prompt, str) else list(prompt) for prompt in asked.prompts]
@@ -101,31 +101,31 @@ def prompts_of(model: Served, asked: Asked) -> tuple[tuple[int, ...], ...]:
     prompts = [prompt or beginning for prompt in prompts]
     for prompt in prompts:
         if len(prompt) + (asked.max_new or 1) > model.engine.length:
-            raise Refused(f"This model's maximum context length is {model.engine.length} tokens. However, you requested "
+            raise RequestRefused(f"This model's maximum context length is {model.engine.length} tokens. However, you requested "
                           f"{len(prompt) + (asked.max_new or 1)} tokens ({len(prompt)} in the prompt, {asked.max_new or 1} in the "
                           "completion)", param="messages" if asked.kind == "chat" else "prompt", code="context_length_exceeded")
     return tuple(map(tuple, prompts))
 
 
-class Flow:
+class CompletionFlow:
     """The completions of one reply on their way from the engine. Whatever ends it early, they are cancelled."""
 
-    def __init__(self, serving: Serving, answer: Reply):
+    def __init__(self, serving: EngineThread, answer: ApiReply):
         self.serving, self.answer, self.model = serving, answer, answer.served
         self.members = answer.asked.n * len(answer.prompts)
 
     async def collect(self) -> dict[str, Any]:
         """All of them, whole."""
-        ended: dict[int, tuple[Completion, Ranked | None]] = {}
+        ended: dict[int, tuple[Completion, RankedTokens | None]] = {}
         async with contextlib.aclosing(self.news()) as news:
             async for index, progress, scores in news:
                 if progress is not None and progress.completion is not None:
                     ended[index] = progress.completion, scores
         return self.answer.whole(ended)
 
-    async def news(self) -> News:
+    async def news(self) -> ProgressEvents:
         """(choice, what it gained, its ranks); first of all (0, None, None), once the engine has taken the request."""
-        arrivals: asyncio.Queue[tuple[int, Progress | AssayError, Ranked | None]] = asyncio.Queue()
+        arrivals: asyncio.Queue[tuple[int, CompletionProgress | AssayError, RankedTokens | None]] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
         def arrive(*item: Any) -> None:
@@ -144,7 +144,7 @@ class Flow:
                 if isinstance(item, AssayError):
                     raise item
                 if item.completion is not None and item.completion.ended == "cancelled":
-                    raise Refused("the server is shutting down", status=503, code="unavailable")
+                    raise RequestRefused("the server is shutting down", status=503, code="unavailable")
                 left -= item.completion is not None
                 yield index, item, scores
         finally:
@@ -152,24 +152,24 @@ class Flow:
                 self.serving.cancel(call)
             self.serving.release(self.model, self.members)
 
-    def _call(self, number: int, prompt: tuple[int, ...], arrive: Callable[..., object]) -> Call:
+    def _call(self, number: int, prompt: tuple[int, ...], arrive: Callable[..., object]) -> PendingCall:
         asked, first = self.answer.asked, number * self.answer.asked.n
         sampling = Sampling(asked.max_new or self.model.engine.length - len(prompt), asked.temperature, asked.top_k, asked.top_p,
                             self.answer.seed, asked.min_p, asked.repetition_penalty)
-        request = Request(prompt, sampling, group=asked.n, first=first, stop=asked.stop, stream=asked.stream)
+        request = GenerationRequest(prompt, sampling, group=asked.n, first=first, stop=asked.stop, stream=asked.stream)
         ranks = asked.logprobs and (asked.alternatives or asked.under == "model")
         under = sampling if asked.under == "sampled" else Sampling()
 
-        def deliver(item: Progress | AssayError, scores: Ranked | None) -> None:
-            arrive(first + (item.member if isinstance(item, Progress) else 0), item, scores)
+        def deliver(item: CompletionProgress | AssayError, scores: RankedTokens | None) -> None:
+            arrive(first + (item.member if isinstance(item, CompletionProgress) else 0), item, scores)
 
-        return Call(self.model, request, deliver, under if ranks else None, asked.alternatives)
+        return PendingCall(self.model, request, deliver, under if ranks else None, asked.alternatives)
 
 
-class Stream:
+class EventStream:
     """Server-sent events. Errors before the first event are replies of their own; later ones are the last event."""
 
-    def __init__(self, flow: Flow):
+    def __init__(self, flow: CompletionFlow):
         self.flow = flow
 
     async def __call__(self, scope: Any, receive: "Receive", send: "Send") -> None:
@@ -177,9 +177,9 @@ class Stream:
             await anext(news)  # submitted, or refused
             await send({"type": "http.response.start", "status": 200, "headers": [
                 (b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]})
-            await unless_gone(receive, self._events(news, send))
+            await unless_disconnected(receive, self._events(news, send))
 
-    async def _events(self, news: News, send: "Send") -> bool:
+    async def _events(self, news: ProgressEvents, send: "Send") -> bool:
         answer, completions = self.flow.answer, []
         for piece in answer.opening():
             await _event(send, piece)
@@ -202,7 +202,7 @@ class Stream:
 async def _body(request: "HttpRequest") -> dict[str, Any]:
     """JSON of at most BODY_BYTES."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-        raise Refused("expected a body with Content-Type: application/json", status=415, code="unsupported_media_type")
+        raise RequestRefused("expected a body with Content-Type: application/json", status=415, code="unsupported_media_type")
     from starlette.requests import ClientDisconnect
 
     kept, total = [], 0
@@ -211,16 +211,16 @@ async def _body(request: "HttpRequest") -> dict[str, Any]:
             total += len(chunk)
             if total <= BODY_BYTES:
                 kept.append(chunk)
-            elif total > SWALLOWED:
+            elif total > DRAINED_BYTES:
                 break
     except ClientDisconnect:
-        raise Refused("the client left before its request was whole", status=GONE) from None
+        raise RequestRefused("the client left before its request was whole", status=CLIENT_CLOSED) from None
     if total > BODY_BYTES:
-        raise Refused(f"the body has more than {BODY_BYTES:,} bytes", status=413, code="request_too_large")
-    return protocol.parse(b"".join(kept))
+        raise RequestRefused(f"the body has more than {BODY_BYTES:,} bytes", status=413, code="request_too_large")
+    return openai_protocol.parse_body(b"".join(kept))
 
 
-async def unless_gone(receive: "Receive", work: Coroutine[Any, Any, T]) -> T | None:
+async def unless_disconnected(receive: "Receive", work: Coroutine[Any, Any, T]) -> T | None:
     """What the work returns, or None where the client left before; then the work is cancelled."""
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
     try:
@@ -242,7 +242,7 @@ async def _event(send: "Send", value: Any) -> None:
     await send({"type": "http.response.body", "body": f"data: {text}\n\n".encode(), "more_body": True})
 
 
-def reply(status: int, body: dict[str, Any], headers: dict[str, str] | None = None) -> "Response":
+def json_response(status: int, body: dict[str, Any], headers: dict[str, str] | None = None) -> "Response":
     from starlette.responses import Response
 
     return Response(json.dumps(body, allow_nan=False), status, headers, "application/json")
@@ -253,27 +253,27 @@ def _asking(what: Callable[..., T]) -> Callable[..., T]:
     def asked(*arguments: Any) -> T:
         try:
             return what(*arguments)
-        except Refused:
+        except RequestRefused:
             raise
         except AssayError as error:
-            raise Refused(str(error), param="path", code="adapter_refused") from None
+            raise RequestRefused(str(error), param="path", code="adapter_refused") from None
     return asked
 
 
 def _status(error: AssayError) -> int:
-    return error.status if isinstance(error, Refused) else 400 if isinstance(error, UsageError) else 500
+    return error.status if isinstance(error, RequestRefused) else 400 if isinstance(error, UsageError) else 500
 
 
-async def refusal(_: "HttpRequest", error: Any) -> "Response":
+async def error_response(_: "HttpRequest", error: Any) -> "Response":
     """Ours, and Starlette's for paths and methods that there are not."""
     if not isinstance(error, AssayError):
-        return reply(error.status_code, error_object(error.detail, status=error.status_code), error.headers)
+        return json_response(error.status_code, error_object(error.detail, status=error.status_code), error.headers)
     status = _status(error)
-    param, code, wait = (error.param, error.code, error.retry_after) if isinstance(error, Refused) else (None, None, None)
+    param, code, wait = (error.param, error.code, error.retry_after) if isinstance(error, RequestRefused) else (None, None, None)
     headers = None if wait is None else {"retry-after": str(wait)}
-    return reply(status, error_object(str(error), status=status, param=param, code=code), headers)
+    return json_response(status, error_object(str(error), status=status, param=param, code=code), headers)
 
 
-async def bug(_: "HttpRequest", error: Exception) -> "Response":
+async def internal_error_response(_: "HttpRequest", error: Exception) -> "Response":
     """The traceback goes to the server's own log."""
-    return reply(500, error_object("the server met an error of its own; its log has the traceback", status=500))
+    return json_response(500, error_object("the server met an error of its own; its log has the traceback", status=500))

@@ -1,4 +1,4 @@
-"""The sampler's engine: continuous batching over fixed slots, through the one forward path, on the trainer's own weights.
+"""Sampling engine: continuous batching over fixed slots, through the one forward path, on the trainer's own weights.
 
 Requests wait in a queue; a free slot takes the next at once. A prompt is computed once and stored in the slots of all who share
 it. A step gives every running slot one token or, on CUDA, several. Keys and values belong to one version of the weights: `load`
@@ -15,29 +15,29 @@ from typing import Literal
 import torch
 
 from assay.errors import GuardStop, UsageError
-from assay.generate.policy import batched_by_length
-from assay.generate.request import MOST_STOP_IDS, Completion, Ended, Progress, Request
-from assay.generate.slots import NOBODY, Flight, Seat, Slots
-from assay.generate.weights import ServedModel, fingerprint
-from assay.generate.words import Words
-from assay.model.placement import sent
+from assay.generate.detokenize import Detokenizer
+from assay.generate.generation_request import MOST_STOP_IDS, Completion, CompletionProgress, FinishReason, GenerationRequest
+from assay.generate.policy_logprobs import batched_by_length
+from assay.generate.sampler_weights import SamplerWeights, fingerprint
+from assay.generate.slots import NO_TOKEN, LaunchedSteps, SlotAssignment, Slots
+from assay.model.placement import to_device
 from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import Transformer
 from assay.seeds import derive
 
 MOST_SLOTS = {"cuda": 1024, "cpu": 256}
-SHARE = 0.25  # of the memory that is free, for keys and values
-STEPS = 4  # tokens that a GPU makes for every slot before the host looks; meanwhile as many again are under way
+_SHARE = 0.25  # of the memory that is free, for keys and values
+_STEPS = 4  # tokens that a GPU makes for every slot before the host looks; meanwhile as many again are under way
 PREFILL = 32768  # prompt tokens that are computed at once
 CROWD = 32  # of all slots, one in so many may stand empty until as many are: computing few prompts takes a GPU as long as many
 
 
-class Tenant:
+class ActiveCompletion:
     """One member of a request, from the queue to its end."""
 
-    def __init__(self, ticket: int, member: int, request: Request, stop_ids: tuple[int, ...], tokenizer: Tokenizer | None):
+    def __init__(self, ticket: int, member: int, request: GenerationRequest, stop_ids: tuple[int, ...], tokenizer: Tokenizer | None):
         self.ticket, self.member, self.request, self.stop_ids, self.tokenizer = ticket, member, request, stop_ids, tokenizer
-        self.ended: Ended | None = None
+        self.ended: FinishReason | None = None
         self.restart()
 
     def restart(self) -> None:
@@ -45,7 +45,7 @@ class Tenant:
         self.logprobs: list[float] = []
         self.launched = 0  # steps that were launched for it, whether or not they have been read
         wordy = self.tokenizer is not None and (self.request.stop or self.request.stream)
-        self.words = Words(self.tokenizer, self.request.stop) if wordy and self.tokenizer is not None else None
+        self.words = Detokenizer(self.tokenizer, self.request.stop) if wordy and self.tokenizer is not None else None
 
     @property
     def key(self) -> int:
@@ -60,7 +60,7 @@ class Tenant:
     def left(self) -> int:
         return self.request.sampling.max_new - self.launched
 
-    def gain(self, ids: list[int], logprobs: list[float], version: str) -> Progress:
+    def gain(self, ids: list[int], logprobs: list[float], version: str) -> CompletionProgress:
         """Takes what a flight brought, up to what ends it."""
         stopped_after = self.words.feed(ids) if self.words is not None else None
         if stopped_after is not None:
@@ -74,12 +74,12 @@ class Tenant:
             self.ended = "length"
         return self.progress(ids, logprobs, version)
 
-    def progress(self, ids: Sequence[int], logprobs: Sequence[float], version: str) -> Progress:
+    def progress(self, ids: Sequence[int], logprobs: Sequence[float], version: str) -> CompletionProgress:
         completion, text = None, self.words.take() if self.words is not None and self.request.stream else ""
         if self.ended is not None:
             text += self.words.finish(self.ended == "stop string") if self.words is not None else ""
             completion = Completion(tuple(self.ids), tuple(self.logprobs), self.ended, version, self._whole_text())
-        return Progress(self.ticket, self.member, tuple(ids), tuple(logprobs), text if self.request.stream else "", completion)
+        return CompletionProgress(self.ticket, self.member, tuple(ids), tuple(logprobs), text if self.request.stream else "", completion)
 
     def _whole_text(self) -> str | None:
         if self.words is not None:
@@ -101,30 +101,30 @@ class Engine:
         if slots < 1 or not 2 <= length <= model.config.max_length:
             raise UsageError(f"an engine of {slots} slots of {length} tokens: expected at least one slot and 2 to "
                              f"{model.config.max_length} tokens, the model's context")
-        self.served = ServedModel(model, device)
+        self.served = SamplerWeights(model, device)
         on_gpu = self.served.device.type == "cuda"
-        self.slots = Slots(self.served, slots, length, steps or (STEPS if on_gpu else 1), graphed=on_gpu if graphed is None else graphed)
+        self.slots = Slots(self.served, slots, length, steps or (_STEPS if on_gpu else 1), graphed=on_gpu if graphed is None else graphed)
         self.length, self.stop_ids, self.version, self.tokenizer = length, tuple(stop_ids), version, tokenizer
         self._ahead = 2 if on_gpu else 1  # flights in the air: a GPU has work while the host reads what it did before
         self._crowd = max(1, slots // CROWD) if on_gpu else 1  # slots that are filled anew together, while others wait
         self._tickets = 0
-        self._waiting: deque[Tenant] = deque()
-        self._tenants: list[Tenant | None] = [None] * slots
+        self._waiting: deque[ActiveCompletion] = deque()
+        self._tenants: list[ActiveCompletion | None] = [None] * slots
         self._holds: list[tuple[int, ...]] = [()] * slots  # the prefix whose keys and values stand in each slot
         self._reach = [1] * slots  # no slot stands at or beyond this place
-        self._flights: deque[tuple[Flight, list[Tenant | None]]] = deque()
+        self._flights: deque[tuple[LaunchedSteps, list[ActiveCompletion | None]]] = deque()
 
     # ── what a caller does ────────────────────────────────────────────────────────────────────────────────────────────
 
-    def submit(self, request: Request) -> int:
+    def submit(self, request: GenerationRequest) -> int:
         """Puts the request into the queue; its ticket comes back with everything it gains."""
         stop_ids = self.stop_ids if request.stop_ids is None else request.stop_ids
         _refuse_unservable(request, stop_ids, self.length, self.served.model.config.vocab, self.tokenizer)
         self._tickets += 1
-        self._waiting.extend(Tenant(self._tickets, member, request, stop_ids, self.tokenizer) for member in range(request.group))
+        self._waiting.extend(ActiveCompletion(self._tickets, member, request, stop_ids, self.tokenizer) for member in range(request.group))
         return self._tickets
 
-    def step(self) -> list[Progress]:
+    def step(self) -> list[CompletionProgress]:
         """What came since the last call, at most one entry for each member that is served; [] where nothing is left to do."""
         self._refuse_other_weights(self.served.written())
         self._admit()
@@ -132,14 +132,14 @@ class Engine:
             self._launch()
         return self._land(*self._flights.popleft()) if self._flights else []
 
-    def drain(self) -> list[Progress]:
+    def drain(self) -> list[CompletionProgress]:
         """Steps until nothing is left; the entries that carry completions, in the order of their ends."""
-        ended: list[Progress] = []
+        ended: list[CompletionProgress] = []
         while not self.idle:
             ended += [progress for progress in self.step() if progress.completion is not None]
         return ended
 
-    def cancel(self, ticket: int) -> list[Progress]:
+    def cancel(self, ticket: int) -> list[CompletionProgress]:
         """Ends the request's members that are not over, with what they have; a ticket that is over is left alone."""
         given_up = [tenant for tenant in (*self._waiting, *self._tenants) if tenant is not None and tenant.ticket == ticket]
         self._waiting = deque(tenant for tenant in self._waiting if tenant.ticket != ticket)
@@ -185,17 +185,17 @@ class Engine:
         penalise = any(tenant is not None and tenant.request.sampling.repetition_penalty != 1 for tenant in tenants)
         self._flights.append((self.slots.launch(steps, min(max(self._reach), self.length), penalise), tenants))
 
-    def _land(self, flight: Flight, tenants: list[Tenant | None]) -> list[Progress]:
-        news: list[Progress] = []
+    def _land(self, flight: LaunchedSteps, tenants: list[ActiveCompletion | None]) -> list[CompletionProgress]:
+        news: list[CompletionProgress] = []
         all_ids, all_logprobs = flight.read()
         if not flight.real():
             of = f" of version {self.version!r}" if self.version else ""
             raise GuardStop(f"a token{of} has a log-probability that is no number: the model's logits are not "
                             "finite; a weight or an activation overflowed")
         for tenant, ids, logprobs in zip(tenants, all_ids, all_logprobs, strict=True):
-            if tenant is None or tenant.ended is not None or ids[0] == NOBODY:
+            if tenant is None or tenant.ended is not None or ids[0] == NO_TOKEN:
                 continue
-            count = len(ids) if ids[-1] != NOBODY else ids.index(NOBODY)
+            count = len(ids) if ids[-1] != NO_TOKEN else ids.index(NO_TOKEN)
             news.append(tenant.gain(ids[:count], logprobs[:count], self.version))
         self._vacate()
         return news
@@ -218,7 +218,7 @@ class Engine:
         self._refuse_other_weights(self.served.replaced())
         arrivals = [(slot, self._waiting.popleft()) for slot in free[: len(self._waiting)]]
         self._share([(slot, tenant.prefix) for slot, tenant in arrivals])
-        self.slots.seat([Seat(slot, t.request.prompt, t.request.sampling, t.stop_ids, t.key) for slot, t in arrivals])
+        self.slots.seat([SlotAssignment(slot, t.request.prompt, t.request.sampling, t.stop_ids, t.key) for slot, t in arrivals])
         for slot, tenant in arrivals:
             self._tenants[slot], self._holds[slot], self._reach[slot] = tenant, tenant.prefix, len(tenant.request.prompt)
 
@@ -245,7 +245,7 @@ class Engine:
         self.slots.cache.copy(self._indices(sources), self._indices(targets), max(widths))
 
     def _indices(self, values: Iterable[int]) -> torch.Tensor:
-        return sent(torch.tensor(list(values), dtype=torch.int64), self.served.device)
+        return to_device(torch.tensor(list(values), dtype=torch.int64), self.served.device)
 
     def _refuse_other_weights(self, changed: bool) -> None:
         if changed:
@@ -260,11 +260,11 @@ def fitting_slots(model: Transformer, wanted: int, length: int, device: torch.de
     if where.type == "cuda":
         c, size = model.config, (model.compute_dtype or model.embed.weight.dtype).itemsize
         a_slot = 2 * c.depth * length * c.kv_heads * c.head_dim * size
-        most = min(most, int(SHARE * torch.cuda.mem_get_info(where)[0] // a_slot))
+        most = min(most, int(_SHARE * torch.cuda.mem_get_info(where)[0] // a_slot))
     return max(1, min(wanted, most))
 
 
-def generate(model: Transformer, requests: Sequence[Request], *, stop_ids: Collection[int] = (), version: str | None = None,
+def generate(model: Transformer, requests: Sequence[GenerationRequest], *, stop_ids: Collection[int] = (), version: str | None = None,
              tokenizer: Tokenizer | None = None, slots: int | None = None) -> list[Completion]:
     """One completion per member, in the order of the requests and of their members. `version` None: the weights' fingerprint."""
     if not requests:
@@ -279,7 +279,7 @@ def generate(model: Transformer, requests: Sequence[Request], *, stop_ids: Colle
     return [completion for completion in found if completion is not None]
 
 
-def _refuse_unservable(request: Request, stop_ids: Sequence[int], length: int, vocab: int, tokenizer: Tokenizer | None) -> None:
+def _refuse_unservable(request: GenerationRequest, stop_ids: Sequence[int], length: int, vocab: int, tokenizer: Tokenizer | None) -> None:
     prompt, asked = request.prompt, request.sampling.max_new
     if not prompt:
         raise UsageError("the prompt has no tokens; give at least one, such as the beginning-of-text token")

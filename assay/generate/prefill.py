@@ -1,4 +1,4 @@
-"""Prompts on their way into the cache: computed together in one pass, on CUDA packed into rows of few widths, each one graph.
+"""Prefill: prompts computed in one pass into the KV cache, on CUDA packed into rows of few widths, each one graph.
 
 A pass over a few prompts is hundreds of short kernels: on an H200 launching them one by one took 20 ms, computing them less
 than one. Where attention takes documents of any length side by side, prompts are packed into one row, padded to one of a few
@@ -15,17 +15,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from assay.generate.weights import ServedModel
+from assay.generate.sampler_weights import SamplerWeights
 from assay.model.attention import PADDING, document_starts, documents_from_lengths, variable_length_kernel
-from assay.model.cache import Filling, SlotCache
-from assay.model.placement import sent, uncompiled
+from assay.model.kv_cache import PrefillView, SlotCache
+from assay.model.placement import to_device, uncompiled
 
 LEAST, GROWTH = 512, 2  # widths of a packed row: the least, and how many times as much the next one takes
 
 Prompts = Sequence[tuple[int, ...]]
 
 
-class Filled(NamedTuple):
+class PrefillBatch(NamedTuple):
     """What one pass needs to know; all on the same device."""
 
     tokens_BT: Tensor
@@ -37,12 +37,12 @@ class Filled(NamedTuple):
 class Prefill:
     """Computes prompts and stores them. `graphed`: on CUDA alone."""
 
-    def __init__(self, served: ServedModel, cache: SlotCache, *, graphed: bool):
+    def __init__(self, served: SamplerWeights, cache: SlotCache, *, graphed: bool):
         self.served, self.cache = served, cache
         half = served.dtype in (torch.bfloat16, torch.float16)  # all that the kernel takes
         self.packs = served.device.type == "cuda" and half and variable_length_kernel() is not None
         self.graphed = graphed and self.packs
-        self._graphs: dict[int, Callable[[Filled], None] | None] = {}  # by width; None: was needed once
+        self._graphs: dict[int, Callable[[PrefillBatch], None] | None] = {}  # by width; None: was needed once
 
     def forget(self) -> None:
         """Weights have moved to other addresses."""
@@ -50,8 +50,8 @@ class Prefill:
 
     def __call__(self, prompts: Prompts, slots: Sequence[int]) -> None:
         """Prompt i goes into slot slots[i]."""
-        made = packed(prompts, slots, self.cache) if self.packs else in_rows(prompts, slots, self.cache)
-        filled = Filled(*(sent(part, self.served.device) for part in made))
+        made = packed_prefill(prompts, slots, self.cache) if self.packs else padded_prefill(prompts, slots, self.cache)
+        filled = PrefillBatch(*(to_device(part, self.served.device) for part in made))
         width = filled.tokens_BT.shape[1]
         with uncompiled():
             if not self.graphed or width not in self._graphs:
@@ -62,20 +62,20 @@ class Prefill:
             self._graphs[width] = replay
         replay(filled)
 
-    def run(self, filled: Filled) -> None:
-        view = Filling(self.cache, filled.places_BT)
+    def run(self, filled: PrefillBatch) -> None:
+        view = PrefillView(self.cache, filled.places_BT)
         self.served.model.hidden(filled.tokens_BT, documents=filled.documents_BT, cache=view, starts=filled.starts)
 
-    def _captured(self, filled: Filled) -> Callable[[Filled], None]:
+    def _captured(self, filled: PrefillBatch) -> Callable[[PrefillBatch], None]:
         """No pass before it to warm up: one of this width has been made."""
-        fixed = Filled(*(part.clone() for part in filled))
+        fixed = PrefillBatch(*(part.clone() for part in filled))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             self.run(fixed)
         return functools.partial(_replay, graph, fixed)
 
 
-def packed(prompts: Prompts, slots: Sequence[int], cache: SlotCache) -> Filled:
+def packed_prefill(prompts: Prompts, slots: Sequence[int], cache: SlotCache) -> PrefillBatch:
     """One row; `starts` is as long as it can be for the cache, so that a width is a shape."""
     lengths = torch.tensor([len(prompt) for prompt in prompts])
     total, width = int(lengths.sum()), LEAST
@@ -85,29 +85,29 @@ def packed(prompts: Prompts, slots: Sequence[int], cache: SlotCache) -> Filled:
     document = torch.repeat_interleave(torch.arange(len(prompts)), lengths)
     position = torch.arange(total) - (ends - lengths)[document]
     tokens, documents, places = (torch.full((1, width), value) for value in (0, PADDING, cache.nowhere))
-    tokens[0, :total] = end_to_end(prompts, total)
+    tokens[0, :total] = concatenated(prompts, total)
     documents[0, :total] = document
     places[0, :total] = torch.tensor(slots)[document] * cache.length + position
     starts = torch.full((cache.slots + 2,), total, dtype=torch.int32)
     starts[0], starts[1 : len(prompts) + 1] = 0, ends.int()
-    return Filled(tokens, documents, places, starts)
+    return PrefillBatch(tokens, documents, places, starts)
 
 
-def in_rows(prompts: Prompts, slots: Sequence[int], cache: SlotCache) -> Filled:
+def padded_prefill(prompts: Prompts, slots: Sequence[int], cache: SlotCache) -> PrefillBatch:
     """A row each, padded on the right."""
     lengths = [len(prompt) for prompt in prompts]
     documents = documents_from_lengths(lengths, max(lengths))
     tokens = torch.zeros(documents.shape, dtype=torch.long)
-    tokens[documents != PADDING] = end_to_end(prompts, sum(lengths))
-    return Filled(tokens, documents, cache.places(documents, torch.tensor(slots)), document_starts(documents))
+    tokens[documents != PADDING] = concatenated(prompts, sum(lengths))
+    return PrefillBatch(tokens, documents, cache.places(documents, torch.tensor(slots)), document_starts(documents))
 
 
-def end_to_end(prompts: Prompts, total: int) -> Tensor:
+def concatenated(prompts: Prompts, total: int) -> Tensor:
     """Through numpy, which takes a tenth of the time that torch does to read Python's numbers: 0.8 ms of 256 prompts, not 7."""
     return torch.from_numpy(np.fromiter(itertools.chain.from_iterable(prompts), np.int64, total))
 
 
-def _replay(graph: torch.cuda.CUDAGraph, fixed: Filled, filled: Filled) -> None:
+def _replay(graph: torch.cuda.CUDAGraph, fixed: PrefillBatch, filled: PrefillBatch) -> None:
     for mine, given in zip(fixed, filled, strict=True):
         mine.copy_(given)
     graph.replay()

@@ -1,13 +1,13 @@
-"""Sampling through the one forward path: ids and their log-probabilities under the distribution actually sampled from.
+"""Sampler for a list of prompts, one completion each: ids and log-probabilities under the distribution sampled from.
 
-The engine does the work; this is its plainest use: some prompts, one completion each.
+The engine does the work; this is its plainest use.
 """
 
 from collections.abc import Callable, Collection, Sequence
 
 from assay.errors import UsageError
 from assay.generate.engine import Engine
-from assay.generate.request import Completion, Request, Sampling
+from assay.generate.generation_request import Completion, GenerationRequest, Sampling
 from assay.model.transformer import Transformer
 
 __all__ = ["Completion", "Sampling", "sample"]
@@ -21,7 +21,7 @@ def sample(model: Transformer, prompts: Sequence[Sequence[int]], stop_ids: Colle
         raise UsageError(f"a prompt has {length - sampling.max_new} tokens and {sampling.max_new} new ones are asked for; "
                          f"the model's context is {model.config.max_length}")
     engine = Engine(model, slots=max(1, len(prompts)), length=length, stop_ids=stop_ids, version=version)
-    row_of = {engine.submit(Request(tuple(prompt), sampling, (row,))): row for row, prompt in enumerate(prompts)}
+    row_of = {engine.submit(GenerationRequest(tuple(prompt), sampling, (row,))): row for row, prompt in enumerate(prompts)}
     done: dict[int, Completion] = {}
     while not engine.idle:
         for progress in engine.step():

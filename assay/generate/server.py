@@ -1,4 +1,4 @@
-"""The OpenAI-compatible server: HTTP in front of `Serving`, on loopback unless a token guards it.
+"""Server with OpenAI's HTTP interface in front of an `EngineThread`, on loopback unless a token guards it.
 
     GET  /health                  whether it serves, and how much is under way; needs no token
     GET  /v1/models[/NAME]        names, digests, whether proven, bytes held
@@ -23,9 +23,9 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from assay.errors import AssayError, UsageError
-from assay.generate.endpoints import Desk, bug, refusal, reply
-from assay.generate.protocol import Refused, error_object, shown
-from assay.generate.serving import Serving
+from assay.generate.endpoints import Endpoints, error_response, internal_error_response, json_response
+from assay.generate.engine_thread import EngineThread
+from assay.generate.openai_protocol import RequestRefused, error_object, short_json
 
 if TYPE_CHECKING:
     import uvicorn
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 GRACE = 10.0  # seconds that those under way have to finish when the server is told to stop
 
 
-def serve(serving: Serving, listener: socket.socket, *, token: str | None, ready: Callable[[str], None], grace: float = GRACE) -> int:
+def serve(serving: EngineThread, listener: socket.socket, *, token: str | None, ready: Callable[[str], None], grace: float = GRACE) -> int:
     """Until a signal; 128 + its number comes back, or 1 where the engine failed. `ready` is told the address."""
-    server = _server(serving, application(serving, token), grace)
+    server = _server(serving, server_application(serving, token), grace)
     serving.on_failure = lambda: setattr(server, "should_exit", True)
     server.should_exit = serving.failed  # before anybody listened
     caught: list[int] = []
@@ -57,10 +57,10 @@ def serve(serving: Serving, listener: socket.socket, *, token: str | None, ready
 
 
 @contextlib.contextmanager
-def background(serving: Serving, *, token: str | None = None, grace: float = GRACE) -> Iterator[str]:
+def serve_in_background(serving: EngineThread, *, token: str | None = None, grace: float = GRACE) -> Iterator[str]:
     """The server in a thread, on a free port of 127.0.0.1, for the length of the block: yields http://127.0.0.1:PORT/v1."""
-    listener = listening("127.0.0.1", 0, token)
-    server = _server(serving, application(serving, token), grace)
+    listener = bind_listener("127.0.0.1", 0, token)
+    server = _server(serving, server_application(serving, token), grace)
     thread = threading.Thread(target=server.run, args=([listener],), name="http", daemon=True)
     thread.start()
     try:
@@ -73,7 +73,7 @@ def background(serving: Serving, *, token: str | None = None, grace: float = GRA
         serving.stop()
 
 
-def listening(host: str, port: int, token: str | None) -> socket.socket:
+def bind_listener(host: str, port: int, token: str | None) -> socket.socket:
     """A bound socket; a host that others can reach needs a token."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
@@ -90,7 +90,7 @@ def _address(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _server(serving: Serving, app: "Starlette", grace: float) -> "uvicorn.Server":
+def _server(serving: EngineThread, app: "Starlette", grace: float) -> "uvicorn.Server":
     import uvicorn
 
     class Server(uvicorn.Server):
@@ -106,23 +106,23 @@ def _server(serving: Serving, app: "Starlette", grace: float) -> "uvicorn.Server
     return Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", ws="none", timeout_graceful_shutdown=5))
 
 
-def application(serving: Serving, token: str | None = None) -> "Starlette":
+def server_application(serving: EngineThread, token: str | None = None) -> "Starlette":
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
     from starlette.middleware import Middleware
     from starlette.routing import Route
 
-    desk = Desk(serving)
+    desk = Endpoints(serving)
     routes = [
         Route("/health", desk.health), Route("/v1/models", desk.models), Route("/v1/models/{name:path}", desk.model),
         Route("/v1/chat/completions", desk.chat, methods=["POST"]), Route("/v1/completions", desk.completions, methods=["POST"]),
         Route("/v1/adapters", desk.load_adapter, methods=["POST"]),
         Route("/v1/adapters/{name:path}", desk.retire_adapter, methods=["DELETE"])]
-    handlers: dict[Any, Any] = {AssayError: refusal, HTTPException: refusal, Exception: bug}
-    return Starlette(routes=routes, middleware=[Middleware(Gate, token=token)], exception_handlers=handlers)
+    handlers: dict[Any, Any] = {AssayError: error_response, HTTPException: error_response, Exception: internal_error_response}
+    return Starlette(routes=routes, middleware=[Middleware(AccessGate, token=token)], exception_handlers=handlers)
 
 
-class Gate:
+class AccessGate:
     """Who may speak: the holder of the token; without a token, whoever calls a local name."""
 
     def __init__(self, app: Any, token: str | None):
@@ -130,19 +130,20 @@ class Gate:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http" and (found := self._refusal(scope)) is not None:
-            await reply(found.status, error_object(str(found), status=found.status, code=found.code))(scope, receive, send)
+            await json_response(found.status, error_object(str(found), status=found.status, code=found.code))(scope, receive, send)
         else:
             await self.app(scope, receive, send)
 
-    def _refusal(self, scope: Any) -> Refused | None:
+    def _refusal(self, scope: Any) -> RequestRefused | None:
         headers = dict(scope["headers"])
         if self.token is None:
             host = headers.get(b"host", b"").decode("latin-1")
-            return None if _is_local(host) else Refused(f"the host {shown(host)} is not this machine", status=403, code="wrong_host")
+            return None if _is_local(host) else RequestRefused(f"the host {short_json(host)} is not this machine", status=403,
+                                                               code="wrong_host")
         given = headers.get(b"authorization", b"").removeprefix(b"Bearer ")
         if scope["path"] == "/health" or hmac.compare_digest(given, self.token.encode()):
             return None
-        return Refused("Incorrect API key provided; send Authorization: Bearer TOKEN", status=401, code="invalid_api_key")
+        return RequestRefused("Incorrect API key provided; send Authorization: Bearer TOKEN", status=401, code="invalid_api_key")
 
 
 def _is_local(host: str) -> bool:

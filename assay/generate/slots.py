@@ -1,8 +1,8 @@
-"""The device's half of the sampler: what every slot is doing, and one step of all of them together.
+"""Decoding slots on the device: the state of every slot, and one step of all of them together.
 
-A step feeds each slot its newest token, draws the next one and notes it, without the host: on CUDA it is one graph, launched
-several times before anyone looks. Slots that have ended stay where they are and note -1.
-Shapes: S slots, V vocabulary, C steps of a flight.
+A step feeds each slot its newest token, draws the next one and logs it, without the host: on CUDA it is one graph, launched
+several times before anyone looks. Slots that have ended stay where they are and log -1.
+Shapes: S slots, V vocabulary, C steps launched together.
 """
 
 import contextlib
@@ -12,25 +12,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from assay.generate.policy import penalised, policy_logits
+from assay.generate.generation_request import MOST_STOP_IDS, Sampling
+from assay.generate.policy_logprobs import policy_logits, with_repetition_penalty
 from assay.generate.prefill import Prefill
-from assay.generate.request import MOST_STOP_IDS, Sampling
-from assay.generate.weights import ServedModel
+from assay.generate.sampler_weights import SamplerWeights
 from assay.kernels import cached_attention
-from assay.kernels.draw import Rule, draw
-from assay.kernels.note import NOBODY, Course, Log, note
-from assay.model.cache import Decoding, SlotCache
-from assay.model.placement import sent
+from assay.kernels.advance_slots import NO_TOKEN, SlotState, TokenLog, advance_slots
+from assay.kernels.draw_tokens import SamplingRule, draw_tokens
+from assay.model.kv_cache import DecodeView, SlotCache
+from assay.model.placement import to_device
 from assay.model.transformer import run_blocks
 
 INTS = ("token", "position", "end", "running", "key", "top_k")  # then the stop ids
 FLOATS = ("temperature", "top_p", "min_p", "penalty")
-WARM_UP = 3  # steps before capture: compilation, library handles and autotuning must not be captured
-TOGETHER = 6  # blocks that are compiled as one, at most: each adds to the time that compilation takes
+_WARM_UP = 3  # steps before capture: compilation, library handles and autotuning must not be captured
+MOST_BLOCKS_PER_GRAPH = 6  # blocks that are compiled as one, at most: each adds to the time that compilation takes
 COMPILED = 64  # forms of one function that may stand side by side
 
 
-class Seat(NamedTuple):
+class SlotAssignment(NamedTuple):
     """A request's place: its last prompt token is fed at `position`, and at `end` its last token is drawn."""
 
     slot: int
@@ -41,14 +41,14 @@ class Seat(NamedTuple):
 
     def ints(self) -> list[int]:
         position = len(self.prompt) - 1
-        stops = [*self.stop_ids, *[NOBODY] * (MOST_STOP_IDS - len(self.stop_ids))]
+        stops = [*self.stop_ids, *[NO_TOKEN] * (MOST_STOP_IDS - len(self.stop_ids))]
         return [self.prompt[-1], position, position + self.sampling.max_new - 1, 1, self.key, self.sampling.top_k, *stops]
 
     def floats(self) -> list[float]:
         return [self.sampling.temperature, self.sampling.top_p, self.sampling.min_p, self.sampling.repetition_penalty]
 
 
-class Flight(NamedTuple):
+class LaunchedSteps(NamedTuple):
     """Steps that were launched; `read` waits for them."""
 
     ids_CS: Tensor
@@ -56,7 +56,7 @@ class Flight(NamedTuple):
     landed: "torch.cuda.Event | None"
 
     @classmethod
-    def to_host(cls, ids_CS: Tensor, logprobs_CS: Tensor) -> "Flight":
+    def to_host(cls, ids_CS: Tensor, logprobs_CS: Tensor) -> "LaunchedSteps":
         """Copies that the host does not wait for, made before the next flight writes to the same place."""
         if not ids_CS.is_cuda:
             return cls(ids_CS.clone(), logprobs_CS.clone(), None)
@@ -73,13 +73,13 @@ class Flight(NamedTuple):
 
     def real(self) -> bool:
         """Whether every log-probability of a drawn token is a number; after `read`."""
-        return bool((self.logprobs_CS.isfinite() | (self.ids_CS == NOBODY)).all())
+        return bool((self.logprobs_CS.isfinite() | (self.ids_CS == NO_TOKEN)).all())
 
 
 class Slots:
     """`graphed`: steps are compiled and captured, on CUDA alone; without it they run as they are written."""
 
-    def __init__(self, served: ServedModel, slots: int, length: int, steps: int, *, graphed: bool):
+    def __init__(self, served: SamplerWeights, slots: int, length: int, steps: int, *, graphed: bool):
         c, device = served.model.config, served.device
         self.served, self.steps, self.device, self.graphed = served, steps, device, graphed
         self.cache = SlotCache(c.depth, slots, length, c.kv_heads, c.head_dim, dtype=served.dtype, device=device)
@@ -90,17 +90,17 @@ class Slots:
         self.stops = self.ints[len(INTS) :]
         self.temperature, self.top_p, self.min_p, self.penalty = self.floats
         self.seen: Tensor | None = None  # (S, V): made when a repetition penalty is first asked for
-        self.course = Course(self.token, self.position, self.end, self.running, self.stops)
-        self.log = Log(torch.zeros(steps, slots, dtype=torch.int64, device=device), torch.zeros(steps, slots, device=device),
+        self.course = SlotState(self.token, self.position, self.end, self.running, self.stops)
+        self.log = TokenLog(torch.zeros(steps, slots, dtype=torch.int64, device=device), torch.zeros(steps, slots, device=device),
                        torch.zeros(1, dtype=torch.int64, device=device))
         self._graphs: dict[bool, torch.cuda.CUDAGraph] = {}
         if graphed:
             self.compile()
 
-    def seat(self, seats: Sequence[Seat]) -> None:
+    def seat(self, seats: Sequence[SlotAssignment]) -> None:
         slots = self._on_device([seat.slot for seat in seats])
         self.ints[:, slots] = self._on_device([seat.ints() for seat in seats]).T
-        self.floats[:, slots] = sent(torch.tensor([seat.floats() for seat in seats]), self.device).T
+        self.floats[:, slots] = to_device(torch.tensor([seat.floats() for seat in seats]), self.device).T
         if any(seat.sampling.repetition_penalty != 1 for seat in seats):
             self._mark_seen(seats, slots)
 
@@ -122,7 +122,7 @@ class Slots:
             self.prefill(prompts, slots)
 
     @torch.no_grad()
-    def launch(self, steps: int, horizon: int, penalise: bool) -> Flight:
+    def launch(self, steps: int, horizon: int, penalise: bool) -> LaunchedSteps:
         """`steps` steps of every slot; no slot gets to `horizon`. `penalise` where some running slot has a penalty."""
         with self._here():
             if self.graphed and penalise not in self._graphs:
@@ -133,13 +133,13 @@ class Slots:
                     self._graphs[penalise].replay()
                 else:
                     self.step(horizon, penalise)
-            return Flight.to_host(self.log.ids_CS[:steps], self.log.logprobs_CS[:steps])
+            return LaunchedSteps.to_host(self.log.ids_CS[:steps], self.log.logprobs_CS[:steps])
 
     def compile(self, **options: Any) -> None:
         """A few blocks at a time, so that all layers share one compiled graph, and what ends a block is fused with what begins the next."""
         model = self.served.model
-        cached_attention.register()
-        model.run, model.together = torch.compile(run_blocks, dynamic=False, **options), together(model.config.windows)
+        cached_attention.register_cached_attention()
+        model.run, model.together = torch.compile(run_blocks, dynamic=False, **options), blocks_per_graph(model.config.windows)
 
     def _captured(self, penalise: bool) -> torch.cuda.CUDAGraph:
         """With every slot at rest, so that the steps of the warm-up change nothing. Training compiles the same code for its own shapes,
@@ -150,7 +150,7 @@ class Slots:
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream), torch._dynamo.config.patch(recompile_limit=COMPILED):
-            for _ in range(WARM_UP):
+            for _ in range(_WARM_UP):
                 self.log.cursor.zero_()
                 self.step(length, penalise)
         torch.cuda.current_stream(self.device).wait_stream(stream)
@@ -162,19 +162,20 @@ class Slots:
 
     def step(self, horizon: int, penalise: bool) -> None:
         model = self.served.model
-        states_SD = model.hidden(self.token[:, None], cache=Decoding(self.cache, self.position, horizon))[:, 0]
+        states_SD = model.hidden(self.token[:, None], cache=DecodeView(self.cache, self.position, horizon))[:, 0]
         logits_SV = policy_logits(model, states_SD)
         if penalise:
             assert self.seen is not None
-            logits_SV = penalised(logits_SV, self.seen, self.penalty[:, None])
-        chosen, logprobs = draw(logits_SV, Rule(self.temperature, self.top_k, self.top_p, self.min_p), self.key, self.position)
+            logits_SV = with_repetition_penalty(logits_SV, self.seen, self.penalty[:, None])
+        chosen, logprobs = draw_tokens(logits_SV, SamplingRule(self.temperature, self.top_k, self.top_p, self.min_p), self.key,
+                                       self.position)
         if penalise:
             assert self.seen is not None
             said = chosen[:, None]
             self.seen.scatter_(1, said, self.seen.gather(1, said) | (self.running == 1)[:, None])
-        note(chosen, logprobs, self.course, self.log)
+        advance_slots(chosen, logprobs, self.course, self.log)
 
-    def _mark_seen(self, seats: Sequence[Seat], slots: Tensor) -> None:
+    def _mark_seen(self, seats: Sequence[SlotAssignment], slots: Tensor) -> None:
         if self.seen is None:
             self.seen = torch.zeros(self.ints.shape[1], self.served.model.config.vocab, dtype=torch.bool, device=self.device)
         self.seen[slots] = False
@@ -186,10 +187,10 @@ class Slots:
         return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
 
     def _on_device(self, values: list) -> Tensor:
-        return sent(torch.tensor(values, dtype=torch.int64), self.device)
+        return to_device(torch.tensor(values, dtype=torch.int64), self.device)
 
 
-def together(windows: tuple[int | None, ...]) -> int:
+def blocks_per_graph(windows: tuple[int | None, ...]) -> int:
     """How many blocks to compile as one: a part of the depth after which windows repeat, so that one graph serves all parts."""
     depth = len(windows)
-    return max((n for n in range(1, TOGETHER + 1) if depth % n == 0 and windows[:n] * (depth // n) == windows), default=1)
+    return max((n for n in range(1, MOST_BLOCKS_PER_GRAPH + 1) if depth % n == 0 and windows[:n] * (depth // n) == windows), default=1)

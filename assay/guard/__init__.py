@@ -1,1 +1,1 @@
-"""Checks that return verdicts; proof.py is the fresh process that earns a hallmark."""
+"""Guards: checks that return verdicts. `proof` is the fresh process that earns a hallmark."""

@@ -1,8 +1,8 @@
-"""The fresh process that earns a hallmark: it knows nothing but the bytes on disk.
+"""Proofs: a fresh process that knows nothing but the bytes on disk, and earns a checkpoint its hallmark.
 
 `prove` starts `python -m assay.guard.proof`, which opens the artifact through our loader and other people's, and returns a
 verdict for every check. A check that crashes is refuted, not forgotten. `prove_checkpoint` also writes the outcome down:
-hallmark.json where everything demanded is PROVEN, quarantine.json otherwise. `Prover` does so beside a training loop.
+hallmark.json where everything required is PROVEN, quarantine.json otherwise. `Prover` does so beside a training loop.
 """
 
 import json
@@ -18,47 +18,44 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from assay.errors import ArtifactError, AssayError, UsageError
-from assay.guard.artifact import check_fields, check_hashes, check_loaded, check_values
-from assay.guard.behaviour import check_answers, check_consumer, check_generations
-from assay.guard.health import check_health
-from assay.guard.lineage import check_lineage
-from assay.guard.subject import AS_USUAL, Expectation, Probing, Subject
-from assay.guard.text import check_tokenizer
-from assay.store.artifact import Artifact, locate, open_artifact, read, understand
-from assay.store.checkpoint import Checkpoint, hallmark, open_checkpoint, quarantine
+from assay.guard.artifact_checks import check_fields, check_hashes, check_lineage, check_loaded, check_tokenizer, check_values
+from assay.guard.behaviour_checks import check_answers, check_consumer, check_generations, check_health
+from assay.guard.proof_subject import DEFAULT_SAMPLING, Expectation, ProofSampling, ProofSubject
+from assay.store.artifact import Artifact, interpret_artifact, locate_artifact, open_artifact, read_artifact
+from assay.store.checkpoint import Checkpoint, open_checkpoint, quarantine_checkpoint, write_hallmark
 from assay.verdict import Outcome, Verdict, overall, proven, refuted, unproven
 
-CHECKS: tuple[Callable[[Subject], Verdict], ...] = (
+PROOF_CHECKS: tuple[Callable[[ProofSubject], Verdict], ...] = (
     check_hashes, check_loaded, check_values, check_fields, check_tokenizer, check_answers, check_lineage, check_consumer,
     check_generations, check_health)
-TIMEOUT = 1800.0
+PROOF_TIMEOUT = 1800.0
 CORES_A_PROOF, MOST_PROOFS = 4, 4  # a proof beside a loop takes one of so many cores, and there are never more
 ENDED_FROM_OUTSIDE = {signal.SIGINT, signal.SIGTERM, signal.SIGKILL, signal.SIGHUP}  # says nothing about the artifact
 
 
 @dataclass(frozen=True)
-class Request:
+class ProofRequest:
     path: str
     against: str | None = None  # parent or source; None: the parent that the manifest names, where it is still there
     base: str | None = None
     expect: Expectation | None = None  # None: as the manifest says, else "moved"
     bound: float | None = None  # how far answers may be off where `same` is expected
     against_base: str | None = None  # the base of `against`, where that is an adapter
-    probing: Probing = AS_USUAL
+    probing: ProofSampling = DEFAULT_SAMPLING
 
     @classmethod
-    def from_json(cls, text: str) -> "Request":
+    def from_json(cls, text: str) -> "ProofRequest":
         fields = json.loads(text)
-        return cls(**fields | {"probing": Probing(**fields["probing"])})
+        return cls(**fields | {"probing": ProofSampling(**fields["probing"])})
 
 
-def prove(request: Request, *, timeout: float = TIMEOUT, beside: bool = False) -> list[Verdict]:
+def prove(request: ProofRequest, *, timeout: float = PROOF_TIMEOUT, beside: bool = False) -> list[Verdict]:
     """Every check in a fresh process, which takes few cores where it runs `beside` a training loop. Raises UsageError where the
     request itself makes no sense."""
     with tempfile.TemporaryDirectory() as scratch:
         answer = Path(scratch) / "verdicts.json"
         command = [sys.executable, "-m", "assay.guard.proof", json.dumps(asdict(request)), str(answer)]
-        environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": str(threads(beside))}
+        environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": str(proof_threads(beside))}
         reading, writing = os.pipe()
         try:
             # A process group of its own: a Ctrl-C that ends the run must not look like a proof that failed.
@@ -81,38 +78,38 @@ def prove(request: Request, *, timeout: float = TIMEOUT, beside: bool = False) -
         return [Verdict(v["check"], Outcome(v["outcome"]), v["reason"], v["evidence"]) for v in json.loads(answer.read_text())]
 
 
-def prove_checkpoint(folder: Path, *, against: str | None = None, base: str | None = None, probing: Probing = AS_USUAL,
-                     timeout: float = TIMEOUT, beside: bool = False) -> list[Verdict]:
+def prove_checkpoint(folder: Path, *, against: str | None = None, base: str | None = None, probing: ProofSampling = DEFAULT_SAMPLING,
+                     timeout: float = PROOF_TIMEOUT, beside: bool = False) -> list[Verdict]:
     """Prove a checkpoint of ours and write the outcome into it. Bytes that do not even open stay as they are."""
-    verdicts = prove(Request(str(folder), against=against, base=base, probing=probing), timeout=timeout, beside=beside)
+    verdicts = prove(ProofRequest(str(folder), against=against, base=base, probing=probing), timeout=timeout, beside=beside)
     try:
         checkpoint = open_checkpoint(folder)
     except ArtifactError:
         return verdicts  # nothing here can carry a mark: the store refuses it already
-    mark(checkpoint, verdicts)
+    hallmark_or_quarantine(checkpoint, verdicts)
     return verdicts
 
 
-def mark(checkpoint: Checkpoint, verdicts: list[Verdict]) -> None:
-    if overall(demanded(verdicts)) is Outcome.PROVEN:
-        hallmark(checkpoint, demanded(verdicts))
-    elif overall(demanded(verdicts)) is Outcome.REFUTED:
-        quarantine(checkpoint, verdicts)
+def hallmark_or_quarantine(checkpoint: Checkpoint, verdicts: list[Verdict]) -> None:
+    if overall(without_optional(verdicts)) is Outcome.PROVEN:
+        write_hallmark(checkpoint, without_optional(verdicts))
+    elif overall(without_optional(verdicts)) is Outcome.REFUTED:
+        quarantine_checkpoint(checkpoint, verdicts)
 
 
-def demanded(verdicts: list[Verdict]) -> list[Verdict]:
+def without_optional(verdicts: list[Verdict]) -> list[Verdict]:
     """All but what only an optional library could have checked."""
     return [v for v in verdicts if not (v.outcome is Outcome.UNPROVEN and v.evidence.get("optional"))]
 
 
-def cores() -> int:
+def usable_cores() -> int:
     """That this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def threads(beside: bool) -> int:
+def proof_threads(beside: bool) -> int:
     """Of a proof, within what the environment allows. Threads that wait for a busy core are many times slower than one."""
-    share, allowed = cores() // (2 * CORES_A_PROOF if beside else 2), os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    share, allowed = usable_cores() // (2 * CORES_A_PROOF if beside else 2), os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     return max(1, min(share, int(allowed) if allowed.isdecimal() else share))
 
 
@@ -121,11 +118,11 @@ class Prover:
     never waits. They are begun in the saver's thread and asked for in the loop's: without a lock one begun meanwhile would be lost."""
 
     def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(max(1, min(MOST_PROOFS, cores() // CORES_A_PROOF)), "prove")
+        self._pool = ThreadPoolExecutor(max(1, min(MOST_PROOFS, usable_cores() // CORES_A_PROOF)), "prove")
         self._pending: list[tuple[Path, Future[list[Verdict]]]] = []
         self._changing = threading.Lock()
 
-    def start(self, folder: Path, *, against: str | None = None, base: str | None = None, probing: Probing = AS_USUAL,
+    def start(self, folder: Path, *, against: str | None = None, base: str | None = None, probing: ProofSampling = DEFAULT_SAMPLING,
               beside: bool = True) -> None:
         future = self._pool.submit(prove_checkpoint, folder, against=against, base=base, probing=probing, beside=beside)
         with self._changing:
@@ -152,36 +149,36 @@ class Prover:
             return None if place is None else self._pending.pop(place)
 
 
-def examine(request: Request) -> list[Verdict]:
+def examine_artifact(request: ProofRequest) -> list[Verdict]:
     """The checks themselves, in this process. A stage that refuses the artifact refutes it, and what could not run is UNPROVEN."""
-    place = locate(request.path)
+    place = locate_artifact(request.path)
     try:
-        raw = read(place, every_byte=True)
+        raw = read_artifact(place, every_byte=True)
     except ArtifactError as error:
         return [refuted("whole", str(error)), *_not_run("the bytes were refused")]
     whole = proven("whole", f"every file is there, of its size, with strict headers: {len(raw.tensors)} tensors")
     try:
-        artifact = understand(raw, base=request.base)
+        artifact = interpret_artifact(raw, base=request.base)
     except ArtifactError as error:
         return [whole, refuted("architecture", str(error)), *_not_run("the tensors do not make the model that the config describes")]
     fits = proven("architecture", f"{artifact.config.family}, {artifact.config.depth} layers of width {artifact.config.width}: "
                                   f"exactly the tensors it demands, in shape ({_parameters(artifact):,} parameters)")
     subject = _subject(request, artifact)
-    return [whole, fits, *(_ran(check, subject) for check in CHECKS)]
+    return [whole, fits, *(_ran(check, subject) for check in PROOF_CHECKS)]
 
 
-def _subject(request: Request, artifact: Artifact) -> Subject:
+def _subject(request: ProofRequest, artifact: Artifact) -> ProofSubject:
     facts = artifact.raw.checkpoint.facts if artifact.raw.checkpoint else {}
     recorded = facts.get("parent")
     against = request.against or (recorded["path"] if recorded and Path(recorded["path"]).exists() else None)
     against_base = request.against_base or request.base
-    parent = None if against is None else open_artifact(against, base=against_base if locate(against).adapter else None)
+    parent = None if against is None else open_artifact(against, base=against_base if locate_artifact(against).adapter else None)
     copied = facts.get("change") == "same" or artifact.raw.squeezed is not None
     expect = request.expect or ("same" if copied else "moved")
-    return Subject(artifact.raw, artifact, parent, expect, request.bound or 2e-4, request.probing)
+    return ProofSubject(artifact.raw, artifact, parent, expect, request.bound or 2e-4, request.probing)
 
 
-def _ran(check: Callable[[Subject], Verdict], subject: Subject) -> Verdict:
+def _ran(check: Callable[[ProofSubject], Verdict], subject: ProofSubject) -> Verdict:
     name = check.__name__.removeprefix("check_")
     try:
         return check(subject)
@@ -192,7 +189,7 @@ def _ran(check: Callable[[Subject], Verdict], subject: Subject) -> Verdict:
 
 
 def _not_run(why: str) -> list[Verdict]:
-    return [unproven(check.__name__.removeprefix("check_"), f"did not run: {why}") for check in CHECKS]
+    return [unproven(check.__name__.removeprefix("check_"), f"did not run: {why}") for check in PROOF_CHECKS]
 
 
 def _parameters(artifact: Artifact) -> int:
@@ -200,11 +197,11 @@ def _parameters(artifact: Artifact) -> int:
 
 
 def main() -> None:
-    request, answer = Request.from_json(sys.argv[1]), Path(sys.argv[2])
+    request, answer = ProofRequest.from_json(sys.argv[1]), Path(sys.argv[2])
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.nice(5)  # beside a training loop: it comes first
     try:
-        verdicts = examine(request)
+        verdicts = examine_artifact(request)
     except AssayError as error:
         print(f"assay: {error}", file=sys.stderr)
         sys.exit(UsageError.exit_code)

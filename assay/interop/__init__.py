@@ -1,4 +1,4 @@
-"""Our checks and models inside other people's tools."""
+"""Interoperation: our checks and models inside other people's tools."""
 
 from typing import TYPE_CHECKING, Any
 

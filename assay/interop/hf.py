@@ -1,4 +1,6 @@
-"""Proofs inside transformers' Trainer and TRL: `Trainer(…, callbacks=[Prove()])` and every checkpoint it writes is proven.
+"""Prove callback for transformers' Trainer and TRL: every checkpoint that training writes is proven.
+
+    Trainer(…, callbacks=[Prove()])
 
 Before the first step: every trainable tensor is in the optimizer. At every save: what moved and what did not is accounted for,
 a fresh process opens the written folder and proves what can be proven of it, its answers are those of the live model, and
@@ -15,19 +17,18 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from assay.errors import ArtifactError
-from assay.guard.proof import Request, demanded, prove
-from assay.guard.series import constant_loss, finite
-from assay.guard.update import Account, check_optimizer, check_weights
-from assay.guard.watch import stop_if_refuted
-from assay.model.probe import Answer, answer, distance, questions
+from assay.guard.proof import ProofRequest, prove, without_optional
+from assay.guard.series_checks import check_constant_loss, check_finite
+from assay.guard.training_guards import UpdateAccount, check_optimizer, check_weights, stop_if_refuted
+from assay.model.probe_logits import ProbeLogits, compute_probe_logits, probe_distance, probe_inputs
 from assay.store import durable, sealed
-from assay.store.artifact import Artifact, build, open_artifact
-from assay.store.identity import environment
+from assay.store.artifact import Artifact, build_model, open_artifact
+from assay.store.digests import environment
 from assay.verdict import Outcome, Verdict, overall, proven, refuted, unproven
 
 PROOF = "assay-proof.json"
-LIMIT = 16 << 20
-SAME = {torch.float32: 2e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}  # relative distance of answers that rounding explains
+_LIMIT = 16 << 20
+_SAME = {torch.float32: 2e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}  # relative distance of answers that rounding explains
 
 
 class Prove(TrainerCallback):
@@ -40,11 +41,11 @@ class Prove(TrainerCallback):
         self.against, self.base, self.stop = against, base, stop
         self.proofs: dict[str, list[Verdict]] = {}  # checkpoint → what was said of it
         self.losses: list[float] = []
-        self.account: Account | None = None
+        self.account: UpdateAccount | None = None
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
         model, optimizer = given["model"], given.get("optimizer")
-        self.account = Account(model)
+        self.account = UpdateAccount(model)
         if optimizer is not None:
             held = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
             self._judge("before step 1", [check_optimizer(model, held, [n for n, p in model.named_parameters() if p.requires_grad])])
@@ -53,7 +54,7 @@ class Prove(TrainerCallback):
                **given: Any) -> None:
         if logs and "loss" in logs:
             self.losses.append(float(logs["loss"]))
-            self._judge("log", [finite([self.losses[-1]], "loss"), constant_loss(self.losses)])
+            self._judge("log", [check_finite([self.losses[-1]], "loss"), check_constant_loss(self.losses)])
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
         if not state.is_world_process_zero:
@@ -61,13 +62,13 @@ class Prove(TrainerCallback):
         folder = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
         model = given["model"]
         accounted = [check_weights(model)] if self.account is None else [self.account.moved(), self.account.frozen(), check_weights(model)]
-        verdicts = [*accounted, *proven_folder(folder, model, self.against, self.base)]
+        verdicts = [*accounted, *prove_folder(folder, model, self.against, self.base)]
         write_proof(folder, verdicts)
         self._judge(folder.name, verdicts)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
         for name, verdicts in self.proofs.items():
-            print(f"assay: {name}: {overall(demanded(verdicts))}", flush=True)
+            print(f"assay: {name}: {overall(without_optional(verdicts))}", flush=True)
 
     def _judge(self, what: str, verdicts: list[Verdict]) -> None:
         if what.startswith("checkpoint-"):
@@ -79,9 +80,9 @@ class Prove(TrainerCallback):
             stop_if_refuted(against)
 
 
-def proven_folder(folder: Path, model: nn.Module, against: str | None = None, base: str | None = None) -> list[Verdict]:
+def prove_folder(folder: Path, model: nn.Module, against: str | None = None, base: str | None = None) -> list[Verdict]:
     """What a fresh process says of the folder, and whether its bytes answer as the live model does."""
-    verdicts = prove(Request(str(folder), against=against, base=base))
+    verdicts = prove(ProofRequest(str(folder), against=against, base=base))
     if any(v.outcome is Outcome.REFUTED and v.check in ("whole", "architecture", "process") for v in verdicts):
         return verdicts
     return [*verdicts, check_live(model, open_artifact(folder, base=base))]
@@ -90,8 +91,8 @@ def proven_folder(folder: Path, model: nn.Module, against: str | None = None, ba
 def check_live(model: nn.Module, saved: Artifact) -> Verdict:
     """The bytes in the folder say what the model in memory says, token for token."""
     dtype = next(model.parameters()).dtype
-    bound = SAME.get(dtype, 3e-2)
-    error = distance(answer(build(saved)), live_answer(model, saved))
+    bound = _SAME.get(dtype, 3e-2)
+    error = probe_distance(compute_probe_logits(build_model(saved)), live_answer(model, saved))
     words = f"probe logits differ from the live model's by {error:.1e} (relative), bound {bound:.0e}"
     if not error <= bound:
         return refuted("live", f"{words}: what was saved is not what was trained", error=str(error))
@@ -99,29 +100,29 @@ def check_live(model: nn.Module, saved: Artifact) -> Verdict:
 
 
 @torch.no_grad()
-def live_answer(model: nn.Module, saved: Artifact) -> Answer:
+def live_answer(model: nn.Module, saved: Artifact) -> ProbeLogits:
     """Through the model's own forward, in eval mode, which is left as it was found."""
-    tokens, ids = questions(saved.config.vocab, saved.config.max_length)
+    tokens, ids = probe_inputs(saved.config.vocab, saved.config.max_length)
     training, device = model.training, next(model.parameters()).device
     model.eval()
     try:
         logits = model(input_ids=tokens.to(device), use_cache=False).logits.float().cpu()
     finally:
         model.train(training)
-    return Answer(logits[..., ids], logits.logsumexp(-1))
+    return ProbeLogits(logits[..., ids], logits.logsumexp(-1))
 
 
 def write_proof(folder: Path, verdicts: list[Verdict]) -> None:
     document = {"format": "assay-proof/1", "files": {name: durable.hash_file(folder / name) for name in _files(folder)},
-                "outcome": str(overall(demanded(verdicts))), "environment": environment(),
+                "outcome": str(overall(without_optional(verdicts))), "environment": environment(),
                 "verdicts": [{**v.to_json(), "evidence": {key: str(value) for key, value in v.evidence.items()}} for v in verdicts]}
     durable.replace_file(folder / PROOF, sealed.seal(document, where=str(folder / PROOF), indent=1))
 
 
-def verify(folder: Path) -> Verdict:
+def verify_proof(folder: Path) -> Verdict:
     """The folder is byte for byte what was proven when it was written."""
     try:
-        record = sealed.unseal(durable.read_file(folder / PROOF, limit=LIMIT), where=str(folder / PROOF), indent=1)
+        record = sealed.unseal(durable.read_file(folder / PROOF, limit=_LIMIT), where=str(folder / PROOF), indent=1)
     except ArtifactError as error:
         return refuted("proof", str(error))
     now = {name: durable.hash_file(folder / name) for name in _files(folder)}

@@ -1,7 +1,7 @@
-"""EleutherAI's lm-eval scores our checkpoints: its three requests, answered by the model under test (extra).
+"""lm-eval adapter (extra): EleutherAI's harness scores our checkpoints through its three requests.
 
     from lm_eval import simple_evaluate
-    simple_evaluate(model=examinee_for_lm_eval("runs/a/checkpoints/step-000500"), tasks=["arc_easy"])
+    simple_evaluate(model=lm_eval_model("runs/a/checkpoints/step-000500"), tasks=["arc_easy"])
 """
 
 from collections.abc import Sequence
@@ -9,20 +9,20 @@ from pathlib import Path
 from typing import Any
 
 from assay.errors import UsageError
-from assay.generate.request import Sampling
-from assay.measure.examinee import OpenedModel
+from assay.evaluation.loaded_model import LoadedModel
+from assay.generate.generation_request import Sampling
 from assay.store.artifact import open_artifact
 
 MAX_NEW = 256  # where a task names no limit
 
 
-def examinee_for_lm_eval(path: str | Path, *, base: str | None = None, device: str = "cpu", seed: int = 0) -> Any:
+def lm_eval_model(path: str | Path, *, base: str | None = None, device: str = "cpu", seed: int = 0) -> Any:
     """An lm_eval.api.model.LM. Prompts are taken as lm-eval writes them: it has its own chat templates and few-shot texts."""
     try:
         from lm_eval.api.model import LM
     except ImportError:
         raise UsageError("scoring through lm-eval needs the package of that name; pip install lm-eval") from None
-    opened = OpenedModel(open_artifact(path, base=base), device=device)
+    opened = LoadedModel(open_artifact(path, base=base), device=device)
 
     class Examinee(LM):
         tokenizer_name = opened.tokenizer.digest
@@ -36,7 +36,7 @@ def examinee_for_lm_eval(path: str | Path, *, base: str | None = None, device: s
             return [likelihood.nats for likelihood in opened.loglikelihood_rolling([request.args[0] for request in requests])]
 
         def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-            return generated(opened, [request.args for request in requests], seed=seed)
+            return generate_texts(opened, [request.args for request in requests], seed=seed)
 
         def apply_chat_template(self, chat_history: list[dict[str, Any]], add_generation_prompt: bool = True) -> str:
             return opened.tokenizer.render(chat_history, add_generation_prompt=add_generation_prompt)
@@ -44,11 +44,11 @@ def examinee_for_lm_eval(path: str | Path, *, base: str | None = None, device: s
     return Examinee()
 
 
-def generated(opened: OpenedModel, requests: Sequence[tuple[str, dict[str, Any]]], *, seed: int) -> list[str]:
+def generate_texts(opened: LoadedModel, requests: Sequence[tuple[str, dict[str, Any]]], *, seed: int) -> list[str]:
     """Requests with the same options are served together."""
     alike: dict[tuple[Sampling, tuple[str, ...]], dict[str, str]] = {}
     for number, (prompt, options) in enumerate(requests):
-        alike.setdefault((sampling_of(options, seed), stops(options.get("until", ()))), {})[str(number)] = prompt
+        alike.setdefault((sampling_of(options, seed), stop_strings(options.get("until", ()))), {})[str(number)] = prompt
     texts: dict[str, str] = {}
     for (sampling, stop), prompts in alike.items():
         found = opened.generate_until(prompts, sampling, k=1, stop=stop, raw=True)
@@ -67,6 +67,6 @@ def sampling_of(options: dict[str, Any], seed: int) -> Sampling:
                     top_p=options.get("top_p", 1.0), top_k=options.get("top_k", 0), seed=seed)
 
 
-def stops(until: str | Sequence[str]) -> tuple[str, ...]:
+def stop_strings(until: str | Sequence[str]) -> tuple[str, ...]:
     """One stop string may come bare; taken letter by letter it would cut every answer short."""
     return tuple(text for text in ([until] if isinstance(until, str) else until) if text)

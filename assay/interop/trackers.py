@@ -1,4 +1,4 @@
-"""Readers of metrics.jsonl for other people's pages: transformers' trainer_state.json, TensorBoard, W&B, trackio."""
+"""Tracker exports of metrics.jsonl: transformers' trainer_state.json, TensorBoard, W&B, trackio."""
 
 import importlib
 import json
@@ -9,7 +9,7 @@ from assay.errors import DataError, UsageError
 from assay.store import durable
 
 
-def steps_of(run: Path) -> list[dict[str, Any]]:
+def _steps_of(run: Path) -> list[dict[str, Any]]:
     """The rows of a run's metrics, as far as they are whole."""
     file = run / "metrics.jsonl"
     if not file.exists():
@@ -34,7 +34,7 @@ def numbers(row: dict[str, Any]) -> dict[str, float]:
 
 def trainer_state(run: Path) -> dict[str, Any]:
     """A run as transformers' TrainerState has it: `log_history` with steps from 1."""
-    rows = steps_of(run)
+    rows = _steps_of(run)
     history = [{**numbers(row), "step": row["step"] + 1} for row in rows]
     losses = [row for row in history if "eval_loss" in row]
     best = min(losses, key=lambda row: row["eval_loss"]) if losses else None
@@ -54,7 +54,7 @@ def write_trainer_state(run: Path, where: Path) -> Path:
 
 def to_tensorboard(run: Path, where: Path) -> int:
     """Event files in `where`; returns how many points they hold."""
-    rows = steps_of(run)
+    rows = _steps_of(run)
     durable.make_folder(where)
     writer = _module("torch.utils.tensorboard", "tensorboard").SummaryWriter(str(where))
     points = 0
@@ -70,7 +70,7 @@ def to_service(run: Path, service: str, project: str) -> int:
     """W&B and trackio have the same three calls: init, log, finish."""
     tracker = _module(service, service)
     tracker.init(project=project, name=run.name, config=_config(run))
-    rows = steps_of(run)
+    rows = _steps_of(run)
     for row in rows:
         tracker.log(numbers(row), step=row["step"] + 1)
     tracker.finish()

@@ -1,4 +1,4 @@
-"""One new token a slot: store its key and value in the slot's cache and attend to all that the slot holds.
+"""Decode attention over the KV cache: store each slot's new key and value, and attend to all that the slot holds.
 
 Where positions are rotary, the new query and key are turned on the way. The Triton kernel reads of each slot only what that slot
 holds, however long the others are, and so needs no host to know it: one CUDA graph serves every length. Its plain PyTorch twin
@@ -22,7 +22,7 @@ from assay.kernels.rotary import rotate
 if TYPE_CHECKING:
     import triton.language as tl  # at run time _kernel() binds it: where no GPU is, Triton need not be installed
 
-LEAST = 16  # rows and columns that a matrix instruction takes at least
+_LEAST = 16  # rows and columns that a matrix instruction takes at least
 
 Rotary = tuple[Tensor, Tensor]  # cos and sin of each slot's angles, (S, d / 2) in fp32
 
@@ -55,7 +55,7 @@ def cached_attention(q_SHd: Tensor, k_SKd: Tensor, v_SKd: Tensor, keys_SLKd: Ten
 
 
 @functools.cache
-def register() -> None:
+def register_cached_attention() -> None:
     """Makes `torch.ops.assay.cached_attention`, which compiled graphs call as it is, knowing that it writes to the cache."""
     def attention(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, positions: Tensor, cos: Tensor | None,
                   sin: Tensor | None, window: int | None, horizon: int) -> Tensor:
@@ -104,7 +104,7 @@ def fused_cached_attention(q_SHd: Tensor, k_SKd: Tensor, v_SKd: Tensor, keys_SLK
         q_SHd, k_SKd, v_SKd, cos, sin, keys_SLKd, values_SLKd, positions_S, out_SHd, d**-0.5 * math.log2(math.e),
         q_SHd.stride(0), q_SHd.stride(1), k_SKd.stride(0), k_SKd.stride(1), v_SKd.stride(0), v_SKd.stride(1),
         L=L, K=K, D=d, PER=H // K, WINDOW=0 if window is None else window,
-        GROUP=max(LEAST, _power_of_two(H // K)), DIM=max(LEAST, _power_of_two(d)), BLOCK=launch.block,
+        GROUP=max(_LEAST, _power_of_two(H // K)), DIM=max(_LEAST, _power_of_two(d)), BLOCK=launch.block,
         num_warps=launch.warps, num_stages=launch.stages, maxnreg=launch.registers)
     return out_SHd
 

@@ -1,6 +1,6 @@
-"""A student's logits beside its teacher's: divergence, cross-entropy and the gradient of both, each row read by one program.
+"""Distillation kernel: divergence, cross-entropy and their gradient from student and teacher logits, a program a row.
 
-Its plain PyTorch twin is `learn/distill.py`, which says what each divergence is and runs wherever CUDA does not. There some
+Its plain PyTorch twin is `learn/distillation.py`, which says what each divergence is and runs wherever CUDA does not. There some
 forty passes over the logits of a chunk cost more than both models' layers; here three reads and one write are left.
 
 Shapes: C tokens in a chunk, V the student's vocabulary, W the teacher's.
@@ -21,11 +21,11 @@ from assay.kernels.softcap_ce import launch_shape
 if TYPE_CHECKING:
     import triton.language as tl  # at run time _kernel() binds it: where no GPU is, Triton need not be installed
 
-KINDS = {"forward": 0, "reverse": 1, "jsd": 2}
+DIVERGENCE_KINDS = {"forward": 0, "reverse": 1, "jsd": 2}
 
 
 @dataclass(frozen=True)
-class Asked:
+class DivergenceSpec:
     """As in Blend. `vocab` is how many ids both distributions are over; `softcap` the student's, whose logits are capped already."""
 
     divergence: str
@@ -37,7 +37,7 @@ class Asked:
     softcap: float | None
 
 
-def fused_terms(student_CV: Tensor, teacher_CW: Tensor, targets_C: Tensor, weight_C: Tensor, asked: Asked,
+def fused_divergence(student_CV: Tensor, teacher_CW: Tensor, targets_C: Tensor, weight_C: Tensor, asked: DivergenceSpec,
                 gradient: torch.dtype | None) -> tuple[Tensor, Tensor | None]:
     """(C, 2) in fp32: τ² · divergence and cross-entropy of each token; and in `gradient`'s dtype, where there is one, the gradient of
     Σ weight · (kd_weight · τ² · divergence + ce_weight · cross-entropy) in the student's logits before their cap.
@@ -62,7 +62,8 @@ def fused_terms(student_CV: Tensor, teacher_CW: Tensor, targets_C: Tensor, weigh
             student_CV.stride(0), teacher_CW.stride(0), written.stride(0),
             1 / asked.temperature, asked.kd_weight * asked.temperature, asked.ce_weight, asked.beta,
             1.0 if asked.softcap is None else asked.softcap,
-            V=V, SHARED=asked.vocab, KIND=KINDS[asked.divergence], CAPPED=asked.softcap is not None, GRADIENT=grads_CV is not None,
+            V=V, SHARED=asked.vocab, KIND=DIVERGENCE_KINDS[asked.divergence], CAPPED=asked.softcap is not None,
+                        GRADIENT=grads_CV is not None,
             BLOCK=block, num_warps=warps)
     return terms_C2, grads_CV
 

@@ -1,4 +1,4 @@
-"""A linear layer whose fp32 weights serve a bf16 stream: their gradient leaves its product in fp32, neither rounded nor converted.
+"""Linear layer with fp32 weights in a bf16 stream: the weights' gradient leaves its product in fp32, not rounded.
 
 Autograd rounds a gradient to the dtype of what was multiplied, and converts it to the weight's in a kernel of its own.
 
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from assay.kernels.softcap_ce import product
+from assay.kernels.softcap_ce import matmul_into
 
 
 def linear(x: Tensor, weight_OI: Tensor, bias: Tensor | None) -> Tensor:
@@ -33,7 +33,7 @@ def plain_linear(x: Tensor, weight_OI: Tensor, bias: Tensor | None) -> Tensor:
 
 def wide_linear(x: Tensor, weight_OI: Tensor) -> Tensor:
     if not torch.compiler.is_compiling():  # a compiler cannot trace a registration: whoever compiles has registered before
-        register()
+        register_weight_gradient()
     return _Wide.apply(x, weight_OI)
 
 
@@ -51,7 +51,7 @@ class _Wide(torch.autograd.Function):
 
 
 @functools.cache
-def register() -> None:
+def register_weight_gradient() -> None:
     """Makes `torch.ops.assay.weight_gradient`, which compiled graphs call as it is: not every release compiles a product's `out_dtype`."""
     operator = torch.library.custom_op("assay::weight_gradient", weight_gradient, mutates_args=(),
                                        schema="(Tensor d_out_NO, Tensor x_NI) -> Tensor")
@@ -60,5 +60,5 @@ def register() -> None:
 
 def weight_gradient(d_out_NO: Tensor, x_NI: Tensor) -> Tensor:
     d_weight_OI = x_NI.new_empty((d_out_NO.shape[1], x_NI.shape[1]), dtype=torch.float32)
-    product(d_out_NO.T, x_NI, out=d_weight_OI)
+    matmul_into(d_out_NO.T, x_NI, out=d_weight_OI)
     return d_weight_OI

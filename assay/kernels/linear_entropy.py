@@ -1,4 +1,4 @@
-"""Linear head, soft cap and temperature to log-probability and entropy of each token, a chunk of logits at a time.
+"""Linear head to log-probability and entropy of each token, a chunk of logits at a time.
 
 `softcap_ce.linear_logprobs` is for where nobody asks for the entropy. Here both come out of one pass over the logits, and both
 carry gradients: backward makes each chunk of logits again, so that those of a batch never exist whole. On CUDA one Triton program
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from assay.kernels.softcap_ce import check_request, even_chunk, launch_shape, padded_rows, product
+from assay.kernels.softcap_ce import check_request, even_chunk, launch_shape, matmul_into, padded_rows
 
 if TYPE_CHECKING:
     import triton.language as tl  # at run time _kernels() binds it: where no GPU is, Triton need not be installed
@@ -32,7 +32,7 @@ def linear_logprobs_entropy(hidden_ND: Tensor, head_VD: Tensor, targets_N: Tenso
     Products run in hidden's dtype and are summed in fp32. `fused`: by the kernels, which is what happens on CUDA.
     """
     check_request(hidden_ND, head_VD, targets_N, softcap, temperature)
-    asked = Asked(softcap, temperature, chunk, hidden_ND.is_cuda if fused is None else fused)
+    asked = EntropyRequest(softcap, temperature, chunk, hidden_ND.is_cuda if fused is None else fused)
     return _LogprobsEntropy.apply(hidden_ND, head_VD, targets_N, asked)
 
 
@@ -46,7 +46,7 @@ def plain_linear_logprobs_entropy(hidden_ND: Tensor, head_VD: Tensor, targets_N:
 
 
 @dataclass(frozen=True)
-class Asked:
+class EntropyRequest:
     softcap: float | None
     temperature: float
     chunk: int | None
@@ -55,7 +55,7 @@ class Asked:
 
 class _LogprobsEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden_ND: Tensor, head_VD: Tensor, targets_N: Tensor, asked: Asked) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, hidden_ND: Tensor, head_VD: Tensor, targets_N: Tensor, asked: EntropyRequest) -> tuple[Tensor, Tensor]:
         rows = _fused_rows if asked.fused else _plain_rows
         logp_N, entropy_N, total_N = (hidden_ND.new_empty(len(hidden_ND), dtype=torch.float32) for _ in range(3))
         for part, logits_CV in _chunks_of_logits(hidden_ND, head_VD, asked):
@@ -76,13 +76,13 @@ class _LogprobsEntropy(torch.autograd.Function):
             grads_CV = gradients(logits_CV, targets_N[part], ctx.asked, d_logp_N[part], d_entropy_N[part], entropy_N[part], total_N[part],
                                  hidden_ND.dtype)
             if d_hidden_ND is not None:
-                product(grads_CV, head, out=d_hidden_ND[part])
+                matmul_into(grads_CV, head, out=d_hidden_ND[part])
             if d_head_VD is not None:
-                product(grads_CV.T, hidden_ND[part], out=d_head_VD, add=True)
+                matmul_into(grads_CV.T, hidden_ND[part], out=d_head_VD, add=True)
         return d_hidden_ND, None if d_head_VD is None else d_head_VD.to(head_VD.dtype), None, None
 
 
-def _chunks_of_logits(hidden_ND: Tensor, head_VD: Tensor, asked: Asked) -> Iterator[tuple[slice, Tensor]]:
+def _chunks_of_logits(hidden_ND: Tensor, head_VD: Tensor, asked: EntropyRequest) -> Iterator[tuple[slice, Tensor]]:
     """fp32 and not rounded to bf16 on the way: a policy ratio of 1 has to come out as 1. Each is overwritten by the next."""
     (N, _), V, head_DV = hidden_ND.shape, len(head_VD), head_VD.to(hidden_ND.dtype).T
     chunk = asked.chunk or even_chunk(N, V, torch.float32.itemsize + hidden_ND.dtype.itemsize)
@@ -90,14 +90,14 @@ def _chunks_of_logits(hidden_ND: Tensor, head_VD: Tensor, asked: Asked) -> Itera
     for start in range(0, N, chunk):
         part = slice(start, min(start + chunk, N))
         logits_CV = buffer_CV[: part.stop - start]
-        product(hidden_ND[part], head_DV, out=logits_CV)
+        matmul_into(hidden_ND[part], head_DV, out=logits_CV)
         yield part, logits_CV
 
 
 # ---------------------------------------------------------------- by PyTorch
 
 
-def _plain_rows(logits_CV: Tensor, targets_C: Tensor, asked: Asked, logp_C: Tensor, entropy_C: Tensor, total_C: Tensor) -> None:
+def _plain_rows(logits_CV: Tensor, targets_C: Tensor, asked: EntropyRequest, logp_C: Tensor, entropy_C: Tensor, total_C: Tensor) -> None:
     scores_CV, _ = _scores(logits_CV, asked)
     total_C.copy_(scores_CV.logsumexp(-1))
     logprobs_CV = scores_CV - total_C[:, None]
@@ -105,7 +105,7 @@ def _plain_rows(logits_CV: Tensor, targets_C: Tensor, asked: Asked, logp_C: Tens
     entropy_C.copy_(-(logprobs_CV.exp() * logprobs_CV).sum(-1))
 
 
-def _plain_gradients(logits_CV: Tensor, targets_C: Tensor, asked: Asked, d_logp_C: Tensor, d_entropy_C: Tensor, entropy_C: Tensor,
+def _plain_gradients(logits_CV: Tensor, targets_C: Tensor, asked: EntropyRequest, d_logp_C: Tensor, d_entropy_C: Tensor, entropy_C: Tensor,
                      total_C: Tensor, dtype: torch.dtype) -> Tensor:
     scores_CV, slope_CV = _scores(logits_CV, asked)
     logprobs_CV = scores_CV - total_C[:, None]
@@ -114,7 +114,7 @@ def _plain_gradients(logits_CV: Tensor, targets_C: Tensor, asked: Asked, d_logp_
     return (grads_CV / asked.temperature if slope_CV is None else grads_CV * slope_CV / asked.temperature).to(dtype)
 
 
-def _scores(logits_CV: Tensor, asked: Asked) -> tuple[Tensor, Tensor | None]:
+def _scores(logits_CV: Tensor, asked: EntropyRequest) -> tuple[Tensor, Tensor | None]:
     """What softmax sees, and where there is a cap its slope at each logit."""
     if asked.softcap is None:
         return logits_CV / asked.temperature, None
@@ -125,14 +125,14 @@ def _scores(logits_CV: Tensor, asked: Asked) -> tuple[Tensor, Tensor | None]:
 # ---------------------------------------------------------------- by Triton, or in its interpreter
 
 
-def _fused_rows(logits_CV: Tensor, targets_C: Tensor, asked: Asked, logp_C: Tensor, entropy_C: Tensor, total_C: Tensor) -> None:
+def _fused_rows(logits_CV: Tensor, targets_C: Tensor, asked: EntropyRequest, logp_C: Tensor, entropy_C: Tensor, total_C: Tensor) -> None:
     (C, V), (block, warps) = logits_CV.shape, launch_shape(logits_CV.shape[1])
     _kernels()[0][(C,)](logits_CV, targets_C.contiguous(), logp_C, entropy_C, total_C,
                         1.0 if asked.softcap is None else asked.softcap, 1 / asked.temperature,
                         V=V, WIDTH=logits_CV.stride(0), CAPPED=asked.softcap is not None, LOWEST=LOWEST, BLOCK=block, num_warps=warps)
 
 
-def _fused_gradients(logits_CV: Tensor, targets_C: Tensor, asked: Asked, d_logp_C: Tensor, d_entropy_C: Tensor, entropy_C: Tensor,
+def _fused_gradients(logits_CV: Tensor, targets_C: Tensor, asked: EntropyRequest, d_logp_C: Tensor, d_entropy_C: Tensor, entropy_C: Tensor,
                      total_C: Tensor, dtype: torch.dtype) -> Tensor:
     (C, V), (block, warps) = logits_CV.shape, launch_shape(logits_CV.shape[1])
     grads_CV = padded_rows(logits_CV, C, V, dtype)

@@ -1,4 +1,4 @@
-"""Rotary positions: q and k of one fused product, turned to where they stand; the backward pass writes the product's gradient in one go.
+"""Rotary positions (RoPE) for q and k of one fused product; the backward pass writes the product's gradient in one go.
 
 A compiler turns the gradients back in one kernel and concatenates them in another. Here one kernel reads each gradient where attention
 left it, in whatever strides, and writes the product's. Where something trains the forward pass is left to PyTorch, and in compiled
@@ -20,8 +20,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     import triton.language as tl  # at run time _jitted() binds it: where no GPU is, Triton need not be installed
 
-ROWS = 2     # tokens that a program takes
-BLOCK = 512  # pairs of each that it takes at most: all of them in small models, so that their heads share one reading of the angles
+_ROWS = 2     # tokens that a program takes
+_BLOCK = 512  # pairs of each that it takes at most: all of them in small models, so that their heads share one reading of the angles
 EACH = 8     # pairs a thread, so that every access to bf16 is 16 bytes wide
 
 
@@ -31,7 +31,7 @@ def rotated(qkv_BTR: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int
     if half and torch.is_grad_enabled():
         return fused_rotated(qkv_BTR, cos, sin, heads, kv_heads)
     if half and not torch.compiler.is_compiling():
-        return turned(qkv_BTR, cos, sin, heads, kv_heads)
+        return rotated_forward(qkv_BTR, cos, sin, heads, kv_heads)
     return plain_rotated(qkv_BTR, cos, sin, heads, kv_heads)
 
 
@@ -54,7 +54,7 @@ def rotate(x_BTHd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def fused_rotated(qkv_BTR: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """As `plain_rotated`, on CUDA (or in Triton's interpreter); gradients are turned in fp32 and rounded once."""
     if not torch.compiler.is_compiling():  # a compiler cannot trace a registration: whoever compiles has registered before
-        register()
+        register_rotated_backward()
     return _Rotated.apply(qkv_BTR, cos, sin, heads, kv_heads)
 
 
@@ -70,7 +70,7 @@ class _Rotated(torch.autograd.Function):
 
 
 @functools.cache
-def register() -> None:
+def register_rotated_backward() -> None:
     """Makes `torch.ops.assay.rotated_backward`, which compiled graphs call as it is."""
     operator = torch.library.custom_op("assay::rotated_backward", rotated_backward, mutates_args=(),
                                        schema="(Tensor d_q, Tensor d_k, Tensor d_v, Tensor cos, Tensor sin) -> Tensor")
@@ -78,7 +78,7 @@ def register() -> None:
 
 
 def rotated_backward(d_q: Tensor, d_k: Tensor, d_v: Tensor, cos: Tensor, sin: Tensor, *,
-                     rows: int = ROWS, block: int = BLOCK, warps: int | None = None) -> Tensor:
+                     rows: int = _ROWS, block: int = _BLOCK, warps: int | None = None) -> Tensor:
     """The gradient of the fused product (B, T, R), given those of q, k and v. A program takes `block` pairs of `rows` tokens."""
     (B, T, H, d), K = d_q.shape, d_k.shape[2]
     N, pairs = B * T, (H + 2 * K) * d // 2
@@ -91,8 +91,8 @@ def rotated_backward(d_q: Tensor, d_k: Tensor, d_v: Tensor, cos: Tensor, sin: Te
     return d_qkv
 
 
-def turned(qkv_BTR: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, *,
-           rows: int = ROWS, block: int = BLOCK, warps: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def rotated_forward(qkv_BTR: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, *,
+           rows: int = _ROWS, block: int = _BLOCK, warps: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """As `plain_rotated`, where nothing trains; a program takes `block` pairs of `rows` tokens. v stays where it is."""
     qkv = qkv_BTR.contiguous().unflatten(-1, (heads + 2 * kv_heads, -1))
     B, T, _, d = qkv.shape

@@ -1,4 +1,4 @@
-"""Linear head, soft cap and cross-entropy in one step, so that the logits of a batch never exist whole.
+"""Fused linear cross-entropy: head, soft cap and loss in one step, so that the logits of a batch never exist whole.
 
 `linear_cross_entropy` is for training: a weighted sum of token losses, with the gradients made during the forward pass.
 `linear_logprobs` is for reinforcement learning: the log-probability of each target, for any gradient that comes back.
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 IGNORE = -100
 IGNORE_NONE = torch.iinfo(torch.int64).min  # the target that no token has
-CHUNK_BYTES = 3 << 27  # of logits alive at once: 4,096 tokens of 49,152 logits in bf16, enough rows to keep cuBLAS busy
+_CHUNK_BYTES = 3 << 27  # of logits alive at once: 4,096 tokens of 49,152 logits in bf16, enough rows to keep cuBLAS busy
 LANES = 64             # rows of logits are padded to a multiple of this: aligned for cuBLAS and for 16-byte accesses
 MAX_BLOCK = 4096       # logits that one program holds at a time
 
@@ -175,13 +175,13 @@ class _Sweep:
         for start in range(0, N, chunk):
             part = slice(start, min(start + chunk, N))
             logits, grads = logits_CV[: part.stop - start], grads_CV[: part.stop - start]
-            product(hidden_ND[part], head_VD.T, out=logits)
+            matmul_into(hidden_ND[part], head_VD.T, out=logits)
             self._rows(logits, grads if gradient else None, targets_N[part], losses_N[part],
                        None if weight_N is None else weight_N[part])
             if d_hidden_ND is not None:
-                product(grads, head_VD, out=d_hidden_ND[part])
+                matmul_into(grads, head_VD, out=d_hidden_ND[part])
             if d_head_VD is not None:
-                product(grads.T, hidden_ND[part], out=d_head_VD, add=start > 0)
+                matmul_into(grads.T, hidden_ND[part], out=d_head_VD, add=start > 0)
         return losses_N, d_hidden_ND, d_head_VD
 
     def _rows(self, logits_CV: Tensor, grads_CV: Tensor | None, targets_C: Tensor, losses_C: Tensor,
@@ -205,7 +205,7 @@ def launch_shape(vocab: int) -> tuple[int, int]:
 
 def even_chunk(N: int, V: int, bytes_per_logit: int) -> int:
     """Tokens a chunk, so that its logits stay within CHUNK_BYTES and the last chunk is about as long as the others."""
-    most = max(128, CHUNK_BYTES // (bytes_per_logit * V))
+    most = max(128, _CHUNK_BYTES // (bytes_per_logit * V))
     even = math.ceil(N / math.ceil(N / most)) if N else 1
     return min(most, math.ceil(even / 128) * 128)
 
@@ -214,7 +214,7 @@ def padded_rows(like: Tensor, rows: int, V: int, dtype: torch.dtype) -> Tensor:
     return like.new_empty(rows, math.ceil(V / LANES) * LANES, dtype=dtype)[:, :V]
 
 
-def product(a: Tensor, b: Tensor, *, out: Tensor, add: bool = False) -> None:
+def matmul_into(a: Tensor, b: Tensor, *, out: Tensor, add: bool = False) -> None:
     """out = a @ b (+ out), summed in fp32 and rounded once, to out's dtype."""
     if not a.is_cuda:  # PyTorch has no product of mixed precision on the CPU
         wide = torch.promote_types(out.dtype, torch.float32)

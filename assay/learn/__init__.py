@@ -1,1 +1,1 @@
-"""The one loop, the objectives and the optimizers."""
+"""The training loop, the objectives, the optimizers and learning-rate schedules."""

@@ -1,4 +1,4 @@
-"""Rewards of groups become advantages and weights: pure functions, with what is unknown left out and counted, never 0.
+"""Advantages and token weights from groups of rewards: pure functions; an unknown reward is left out and counted, never 0.
 
 Shapes: P prompts, G completions of each, N completions, B rows, T time.
 """
@@ -13,18 +13,18 @@ from torch import Tensor
 
 from assay.errors import DataError, UsageError
 
-Array = NDArray[np.float64]
+_Array = NDArray[np.float64]
 Mask = NDArray[np.bool_]
-Reward = float | None  # None: nobody knows, because the reward function failed or the judge could not say
+RewardValue = float | None  # None: nobody knows, because the reward function failed or the judge could not say
 Normalise = Literal["token", "sequence", "constant"]
 
 STD_FLOOR = 1e-4  # added to a group's standard deviation, as TRL does
-EQUAL = 1e-8  # rewards closer than this are the same: a mean of floats must not make a signal
+_EQUAL = 1e-8  # rewards closer than this are the same: a mean of floats must not make a signal
 
 
 @dataclass(frozen=True)
 class Advantages:
-    values_PG: Array  # 0 where the reward is unknown
+    values_PG: _Array  # 0 where the reward is unknown
     known_PG: Mask  # False: give every token of this completion weight 0
     silent_P: Mask  # the group's known rewards are all equal, or fewer than two: nothing to learn from
 
@@ -33,7 +33,7 @@ class Advantages:
         return float(self.silent_P.mean())
 
 
-def group_advantages(rewards_PG: Sequence[Sequence[Reward]], *, scale: Literal["group", "batch", "none"] = "group",
+def group_advantages(rewards_PG: Sequence[Sequence[RewardValue]], *, scale: Literal["group", "batch", "none"] = "group",
                      leave_one_out: bool = False) -> Advantages:
     """How much better each completion was than its group's mean; in standard deviations of the group, or of the batch, or plain.
 
@@ -58,7 +58,7 @@ def group_advantages(rewards_PG: Sequence[Sequence[Reward]], *, scale: Literal["
     return Advantages(values, known, silent)
 
 
-def reward_std(rewards_PG: Sequence[Sequence[Reward]]) -> float:
+def reward_std(rewards_PG: Sequence[Sequence[RewardValue]]) -> float:
     """Of all known rewards together, with n − 1; 0 where fewer than two are known."""
     rewards = _as_array(rewards_PG)
     known = rewards[~np.isnan(rewards)]
@@ -71,7 +71,7 @@ def reward_std(rewards_PG: Sequence[Sequence[Reward]]) -> float:
 class Counting:
     """The weight of each completion's tokens, and the batch's divisor where it is not the sum of all weights."""
 
-    weight_N: Array
+    weight_N: _Array
     divisor: float | None
 
 
@@ -100,7 +100,7 @@ def untruncated(ended_N: Sequence[str]) -> Mask:
     return np.array([ended != "length" for ended in ended_N], dtype=bool)
 
 
-def overlong_penalty(lengths_N: Sequence[int], cap: int, buffer: int) -> Array:
+def overlong_penalty(lengths_N: Sequence[int], cap: int, buffer: int) -> _Array:
     """DAPO's soft punishment, to be added to the rewards: 0 up to cap − buffer tokens, then straight down to −1 at cap."""
     if not 0 < buffer <= cap:
         raise UsageError(f"over-long shaping over the last {buffer} of {cap} tokens; expected 0 < buffer ≤ cap")
@@ -142,7 +142,7 @@ def refill(silent_P: Sequence[bool] | Mask, tried_P: Sequence[int], limit: int) 
 # ----------------------------------------------------------------
 
 
-def _as_array(rewards_PG: Sequence[Sequence[Reward]]) -> Array:
+def _as_array(rewards_PG: Sequence[Sequence[RewardValue]]) -> _Array:
     """NaN for unknown, and for nothing else."""
     sizes = {len(group) for group in rewards_PG}
     if len(sizes) != 1 or sizes == {0}:
@@ -155,7 +155,7 @@ def _as_array(rewards_PG: Sequence[Sequence[Reward]]) -> Array:
     return np.array([[np.nan if reward is None else reward for reward in group] for group in rewards_PG], dtype=np.float64)
 
 
-def _spread(rewards: Array, known: Mask) -> Mask:
+def _spread(rewards: _Array, known: Mask) -> Mask:
     """Which groups have known rewards that differ."""
     most, least = np.where(known, rewards, -np.inf).max(1), np.where(known, rewards, np.inf).min(1)
-    return (known.sum(1) > 1) & (most - least > EQUAL * np.maximum(1.0, np.abs(most)))
+    return (known.sum(1) > 1) & (most - least > _EQUAL * np.maximum(1.0, np.abs(most)))

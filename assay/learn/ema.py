@@ -1,4 +1,4 @@
-"""The moving average of a model's weights: a second weight set with a name, beside the raw one that is trained on.
+"""EMA: the exponential moving average of a model's weights, kept beside the raw weights that are trained.
 
     average = Ema(model, 0.999)
     for step in train(model, …):
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from assay.errors import ArtifactError, UsageError
 
-PREFIX = "ema/"
+EMA_PREFIX = "ema/"
 
 
 class Ema:
@@ -68,7 +68,7 @@ class Ema:
 
     def tensors(self) -> dict[str, Tensor]:
         """The average, live, under the names it has in the optimizer's file."""
-        return {PREFIX + name: tensor for name, tensor in self._average.items()}
+        return {EMA_PREFIX + name: tensor for name, tensor in self._average.items()}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Put a saved average back, bit for bit; all of it is checked before the first tensor is written."""
@@ -90,12 +90,12 @@ class Ema:
             parameter.copy_(values[name])
 
 
-def parted(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def split_ema_state(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """What a checkpoint's optimizer file holds: (the optimizer's own state, the average's tensors)."""
-    own = {name: tensor for name, tensor in tensors.items() if not name.startswith(PREFIX)}
-    return own, {name: tensor for name, tensor in tensors.items() if name.startswith(PREFIX)}
+    own = {name: tensor for name, tensor in tensors.items() if not name.startswith(EMA_PREFIX)}
+    return own, {name: tensor for name, tensor in tensors.items() if name.startswith(EMA_PREFIX)}
 
 
-def averaged(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def ema_weights(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The averaged model in a checkpoint's optimizer file, under the model's own names."""
-    return {name.removeprefix(PREFIX): tensor for name, tensor in parted(tensors)[1].items()}
+    return {name.removeprefix(EMA_PREFIX): tensor for name, tensor in split_ema_state(tensors)[1].items()}

@@ -1,4 +1,4 @@
-"""The one loop, a generator: split, accumulate sums, divide once, check finite before the step, step, yield.
+"""Training loop, a generator: split, accumulate sums, divide once, check finite before the step, step, yield.
 
 It never evaluates, saves, prints or knows the method; whoever iterates does. Nothing in it waits for a GPU: a step whose loss
 or gradient is not finite is skipped on the device, all later ones with it, and the loop raises as soon as the host learns
@@ -64,7 +64,7 @@ def train(model: Transformer, optimizer: torch.optim.Optimizer, batches: Iterabl
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * multiplier
         loss, metrics = accumulate(model, objective, batch, micro, weight if batch.divisor is None else batch.divisor)
-        grad_norm = clipped(optimizer, parameters, clip)
+        grad_norm = clip_gradients(optimizer, parameters, clip)
         alarm.watch(index, loss, grad_norm)
         guarded_step(optimizer, alarm)
         optimizer.zero_grad(set_to_none=True)
@@ -114,7 +114,7 @@ class Alarm:
         self.arriving.clear()
 
 
-def clipped(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], clip: float) -> Tensor:
+def clip_gradients(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], clip: float) -> Tensor:
     """The norm of all gradients, which count as at most `clip`: scaled here, or by torch's fused AdamW while it reads them anyway."""
     if not (isinstance(optimizer, torch.optim.AdamW) and all(group["fused"] for group in optimizer.param_groups)):
         return nn.utils.clip_grad_norm_(parameters, clip)

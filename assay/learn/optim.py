@@ -17,7 +17,7 @@ from torch.optim.adamw import adamw as adamw_update
 
 from assay.errors import ArtifactError, UsageError
 
-EMBEDDINGS, HEAD = (".embed.weight", ".position.weight"), ".head.weight"
+EMBEDDINGS, _HEAD = (".embed.weight", ".position.weight"), ".head.weight"
 BATCH_ELEMENTS = 1 << 26  # matrices orthogonalised together: a quarter of a gigabyte in fp32, whatever the model's size
 
 # Polar Express (Amsel, Persson, Musco, Gower: arXiv 2505.16932, Algorithm 1): for each iteration the odd quintic
@@ -29,7 +29,7 @@ POLAR_EXPRESS = (
     (3.3184196573706015, -2.488488024314874, 0.51004894012372),
     (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
 )
-SAFETY = 1.01  # the paper's: rounding may lift a singular value above 1, where these polynomials explode
+_SAFETY = 1.01  # the paper's: rounding may lift a singular value above 1, where these polynomials explode
 
 Named = Iterable[tuple[str, torch.nn.Parameter]]
 
@@ -40,7 +40,7 @@ def adamw(named_params: Named, lr: float, betas: tuple[float, float] = (0.9, 0.9
           eps: float = 1e-8) -> torch.optim.AdamW:
     """AdamW over the trainable parameters; embeddings and everything that is not a matrix do not decay."""
     params = _trainable(named_params)
-    decays = {name: kind(name, p) in ("matrix", "head") for name, p in params.items()}
+    decays = {name: parameter_kind(name, p) in ("matrix", "head") for name, p in params.items()}
     groups = [{"params": [p for name, p in params.items() if decays[name] == decaying],
                "weight_decay": weight_decay if decaying else 0.0} for decaying in (True, False)]
     fused = _fused(params.values())
@@ -74,7 +74,7 @@ def muon(named_params: Named, *, lr_matrix: float, lr_embed: float, lr_scalar: f
         _check_slices(name, rows, named)
     by_kind: dict[str, dict[str, torch.nn.Parameter]] = {"matrix": {}, "embedding": {}, "head": {}, "vector": {}}
     for name, p in params.items():
-        by_kind[kind(name, p)][name] = p
+        by_kind[parameter_kind(name, p)][name] = p
     matrices, tables = by_kind["matrix"], by_kind["embedding"] | by_kind["head"]
     adam = {"betas": betas, "eps": eps, "orthogonal": False}
     return Muon([
@@ -160,13 +160,13 @@ def orthogonalised(matrices_nrc: Tensor) -> Tensor:
     """
     tall = matrices_nrc.shape[-2] > matrices_nrc.shape[-1]
     x = matrices_nrc.mT if tall else matrices_nrc  # the products below are as large as the first dimension
-    x = x / (x.norm(dim=(-2, -1), keepdim=True) * SAFETY + 1e-7)
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) * _SAFETY + 1e-7)
     if x.is_cuda:
         x = x.bfloat16()
     for a, b, c in POLAR_EXPRESS:
         gram = x @ x.mT
-        polynomial = torch.baddbmm(gram, gram, gram, beta=b / SAFETY**3, alpha=c / SAFETY**5)
-        x = torch.baddbmm(x, polynomial, x, beta=a / SAFETY)
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b / _SAFETY**3, alpha=c / _SAFETY**5)
+        x = torch.baddbmm(x, polynomial, x, beta=a / _SAFETY)
     return (x.mT if tall else x).float().contiguous()
 
 
@@ -211,13 +211,13 @@ def _some(names: list[str]) -> str:
 
 # ── the parameters ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-def kind(name: str, parameter: Tensor) -> Literal["matrix", "embedding", "head", "vector"]:
+def parameter_kind(name: str, parameter: Tensor) -> Literal["matrix", "embedding", "head", "vector"]:
     """What a parameter of a Transformer is to its optimizer, told by its name and shape."""
     if parameter.ndim != 2:
         return "vector"
     if f".{name}".endswith(EMBEDDINGS):
         return "embedding"
-    return "head" if f".{name}".endswith(HEAD) else "matrix"
+    return "head" if f".{name}".endswith(_HEAD) else "matrix"
 
 
 def _trainable(named_params: Named) -> dict[str, torch.nn.Parameter]:
@@ -232,7 +232,7 @@ def _trainable(named_params: Named) -> dict[str, torch.nn.Parameter]:
 
 
 def _check_slices(name: str, rows: tuple[int, ...], params: Mapping[str, Tensor]) -> None:
-    if name not in params or kind(name, params[name]) != "matrix":
+    if name not in params or parameter_kind(name, params[name]) != "matrix":
         raise UsageError(f"muon: slices name {name!r}, which is no matrix of this model's blocks")
     if min(rows) < 1 or sum(rows) != len(params[name]):
         raise UsageError(f"muon: slices split {name} into {rows} rows; it has {len(params[name])}")

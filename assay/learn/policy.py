@@ -1,4 +1,4 @@
-"""Policy gradients as objectives: GRPO and its family, in which only the ratio, the clip, the KL and the weights differ.
+"""Policy-gradient objectives: GRPO and its family, which differ only in the ratio, the clip, the KL and the weights.
 
 A batch says, token by token, what was sampled (`tokens`), how likely that was (`behaviour`), how much better than its
 siblings it did (`advantage`), what the reference thinks of it (`reference`), and how much it counts (`weight`). How a batch
@@ -75,7 +75,8 @@ def policy_gradient(asked: Surrogate) -> Objective:
         log_ratio_BT = torch.where(counts_BT, logp_BT - _stream(batch, "behaviour"), 0.0)
         advantage_BT = torch.where(counts_BT, _stream(batch, "advantage"), 0.0)
         ratio_BT = (sequence_mean(log_ratio_BT, counts_BT, batch.documents) if asked.ratio == "sequence" else log_ratio_BT).exp()
-        surrogate_BT = capped(asked, ratio_BT, logp_BT, advantage_BT) if asked.ratio == "cispo" else clipped(asked, ratio_BT, advantage_BT)
+        surrogate_BT = cispo_capped(asked, ratio_BT, logp_BT, advantage_BT) if asked.ratio == "cispo" else ppo_clipped(asked, ratio_BT,
+                                                                                                                       advantage_BT)
         loss_BT = -surrogate_BT
         if not _is_zero(asked.kl_weight):
             apart_BT = torch.where(counts_BT, logp_BT - _stream(batch, "reference"), 0.0)
@@ -106,12 +107,12 @@ def token_logprobs(model: Transformer, batch: Batch, temperature: float = 1.0, *
 # ---------------------------------------------------------------- surrogates
 
 
-def clipped(asked: Surrogate, ratio_BT: Tensor, advantage_BT: Tensor) -> Tensor:
+def ppo_clipped(asked: Surrogate, ratio_BT: Tensor, advantage_BT: Tensor) -> Tensor:
     """PPO's pessimistic choice: once a ratio has left the corridor the way its advantage wanted, there is nothing more to gain."""
     return torch.minimum(ratio_BT * advantage_BT, ratio_BT.clamp(1 - asked.epsilon, 1 + asked.high) * advantage_BT)
 
 
-def capped(asked: Surrogate, ratio_BT: Tensor, logp_BT: Tensor, advantage_BT: Tensor) -> Tensor:
+def cispo_capped(asked: Surrogate, ratio_BT: Tensor, logp_BT: Tensor, advantage_BT: Tensor) -> Tensor:
     """CISPO: the ratio weighs and is not learned from, so that no token's gradient is lost."""
     return ratio_BT.detach().clamp(max=1 + asked.high) * advantage_BT * logp_BT
 

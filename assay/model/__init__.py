@@ -1,1 +1,1 @@
-"""The one decoder, its cache, its foreign names, its tokenizer and its patches."""
+"""The decoder, its KV cache, LoRA and patches, tokenizers and chat templates, and foreign names and layouts."""

@@ -1,7 +1,7 @@
-"""Who may look at whom. One law: a query sees a key of its own document, not later than itself, within the window.
+"""Attention and its one masking rule: a query sees keys of its own document, not later than itself, within the window.
 
-Padding is the document -1: it sees only padding and nothing sees it. Packing, left and right padding are the same law with
-other `documents`; cached decoding is too, one document a slot (see cache.py).
+Padding is the document -1: it sees only padding and nothing sees it. Packing, left and right padding are the same rule with
+other `documents`; cached decoding is too, one document a slot (see kv_cache.py).
 
 Shapes: B rows, T queries, S keys, H heads, K key/value heads, d head size.
 """
@@ -20,7 +20,7 @@ from assay.errors import UsageError
 PADDING = -1
 
 
-class Sight(NamedTuple):
+class AttentionMask(NamedTuple):
     """What the queries of one layer see: all that came before them, what the mask says, or their own stretch of the rows."""
 
     mask_BTS: Tensor | None = None
@@ -29,32 +29,33 @@ class Sight(NamedTuple):
     longest: int | None = None  # no document is longer, where that is known to be less than a row
 
 
-class Placement(NamedTuple):
+class TokenLayout(NamedTuple):
     """Where each token stands, and what it sees, for each window that occurs in the model."""
 
     documents: Tensor  # (B, T)
     positions: Tensor  # (B, T), or (1, T) where every row counts alike
-    sights: dict[int | None, Sight]
+    sights: dict[int | None, AttentionMask]
 
 
-def place(tokens_BT: Tensor, documents: Tensor | None, positions: Tensor | None, windows: set[int | None],
-          starts: Tensor | None = None) -> Placement:
+def token_layout(tokens_BT: Tensor, documents: Tensor | None, positions: Tensor | None, windows: set[int | None],
+          starts: Tensor | None = None) -> TokenLayout:
     """`starts` says the same as `documents`, in the form that a variable-length kernel wants; it is used where there is one."""
     B, T = tokens_BT.shape
     plain = documents is None and positions is None
     if documents is None:
         documents = torch.zeros_like(tokens_BT)
     if positions is None:
-        positions = torch.arange(T, device=tokens_BT.device)[None] if plain else within_document(documents)
+        positions = torch.arange(T, device=tokens_BT.device)[None] if plain else positions_in_document(documents)
     if plain and all(window is None or window >= T for window in windows):
-        return Placement(documents, positions, dict.fromkeys(windows, Sight()))
+        return TokenLayout(documents, positions, dict.fromkeys(windows, AttentionMask()))
     if starts is not None and variable_length_kernel() is not None:
-        return Placement(documents, positions, {window: Sight(None, starts, window) for window in windows})
+        return TokenLayout(documents, positions, {window: AttentionMask(None, starts, window) for window in windows})
     positions = positions.expand(B, T)
-    return Placement(documents, positions, {w: Sight(visible(documents, positions, documents, positions, w)) for w in windows})
+    return TokenLayout(documents, positions, {w: AttentionMask(document_causal_mask(documents, positions, documents, positions, w))
+                                              for w in windows})
 
 
-def visible(query_documents: Tensor, query_positions: Tensor, key_documents: Tensor, key_positions: Tensor,
+def document_causal_mask(query_documents: Tensor, query_positions: Tensor, key_documents: Tensor, key_positions: Tensor,
             window: int | None) -> Tensor:
     """The law as a (B, T, S) mask."""
     distance = query_positions[:, :, None] - key_positions[:, None, :]
@@ -62,7 +63,7 @@ def visible(query_documents: Tensor, query_positions: Tensor, key_documents: Ten
     return seen if window is None else seen & (distance < window)
 
 
-def within_document(documents: Tensor) -> Tensor:
+def positions_in_document(documents: Tensor) -> Tensor:
     """Each token's index in its run of equal document ids; 0 for padding, whose states nobody reads."""
     T = documents.shape[1]
     index = torch.arange(T, device=documents.device).expand_as(documents)
@@ -72,16 +73,16 @@ def within_document(documents: Tensor) -> Tensor:
     return torch.where(documents == PADDING, 0, index - start)
 
 
-def attend(q_BTHd: Tensor, k_BSKd: Tensor, v_BSKd: Tensor, sight: Sight) -> Tensor:
+def attend(q_BTHd: Tensor, k_BSKd: Tensor, v_BSKd: Tensor, sight: AttentionMask) -> Tensor:
     if sight.starts is not None:
-        return attend_within(q_BTHd, k_BSKd, v_BSKd, sight.starts, sight.window, sight.longest)
+        return attend_documents(q_BTHd, k_BSKd, v_BSKd, sight.starts, sight.window, sight.longest)
     q, k, v = (x.transpose(1, 2) for x in (q_BTHd, k_BSKd, v_BSKd))
     mask = None if sight.mask_BTS is None else sight.mask_BTS[:, None]
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1])
     return out.transpose(1, 2)
 
 
-def attend_within(q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, starts: Tensor, window: int | None, longest: int | None) -> Tensor:
+def attend_documents(q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, starts: Tensor, window: int | None, longest: int | None) -> Tensor:
     """Each document of the flattened rows by itself: work grows with the documents' lengths, not with the row's square."""
     (B, T, H, d), kernel = q_BTHd.shape, variable_length_kernel()
     assert kernel is not None

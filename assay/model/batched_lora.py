@@ -1,4 +1,4 @@
-"""A low-rank patch of its own for every row of a batch, through the one forward path: what test-time training learns and forgets.
+"""Batched LoRA: a low-rank adapter of its own for every row of a batch, as test-time training needs.
 
 A BatchedLora stands where the Linear stood, as LoraLinear does, and its factors have a leading dimension of slots. All factors
 of all slots are the rows of one matrix, so that a slot is reset, stepped and fingerprinted by its row.
@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from assay.errors import UsageError
-from assay.model.lora import Site
+from assay.model.lora import LoraSite
 from assay.model.patch import LowRank, Patch
 from assay.model.transformer import Linear, ModelConfig, Transformer, qkv_rows
 
-TARGETS = ("q", "k", "v", "o", "mlp", "head")
-CHUNK = 1 << 20  # columns that are summed at once
-ODD = 0x9E3779B97F4A7C15 - (1 << 64)
+TTT_TARGETS = ("q", "k", "v", "o", "mlp", "head")
+_CHUNK = 1 << 20  # columns that are summed at once
+_ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
 class BatchedLora(nn.Module):
@@ -43,7 +43,7 @@ class BatchedLora(nn.Module):
         return out + (deltas[0] if len(deltas) == 1 else torch.cat(deltas, -1))
 
 
-class Adapters:
+class BatchedAdapters:
     """`slots` copies of a patch, each learning apart. `state_BN` is all there is to know of them: row b holds slot b's factors."""
 
     def __init__(self, patch: Patch, slots: int, device: torch.device | str = "cpu"):
@@ -98,10 +98,10 @@ class Adapters:
         """An exact checksum of each slot's bits and their places, made on the device: integer sums wrap and have no order."""
         bits_BN = self.state_BN.detach().view(torch.int32)
         total_B = torch.zeros(self.slots, dtype=torch.int64, device=bits_BN.device)
-        for start in range(0, bits_BN.shape[1], CHUNK):
-            part_BC = bits_BN[:, start : start + CHUNK].long()
+        for start in range(0, bits_BN.shape[1], _CHUNK):
+            part_BC = bits_BN[:, start : start + _CHUNK].long()
             place_C = torch.arange(start, start + part_BC.shape[1], device=bits_BN.device)
-            total_B += ((part_BC + 1) * ((2 * place_C + 1) * ODD)).sum(1)
+            total_B += ((part_BC + 1) * ((2 * place_C + 1) * _ODD)).sum(1)
         return [f"{total % (1 << 64):016x}" for total in total_B.tolist()]
 
     @torch.no_grad()
@@ -119,20 +119,20 @@ class Adapters:
                                          for name, parts in self.patch.low_rank.items()})
 
 
-def passing_sites(config: ModelConfig, targets: tuple[str, ...]) -> list[Site]:
+def ttt_sites(config: ModelConfig, targets: tuple[str, ...]) -> list[LoraSite]:
     """Where each target stands in our matrices. The head of a tied model is adapted as a head alone: its embedding stays."""
-    unknown = [target for target in targets if target not in TARGETS]
+    unknown = [target for target in targets if target not in TTT_TARGETS]
     if unknown or not targets or len(set(targets)) < len(targets):
-        raise UsageError(f"targets {' '.join(targets) or '(none)'}: expected some of {', '.join(TARGETS)}, each once")
+        raise UsageError(f"targets {' '.join(targets) or '(none)'}: expected some of {', '.join(TTT_TARGETS)}, each once")
     q, k, _ = qkv_rows(config)
     rows = {"q": ("attn.qkv", 0, q), "k": ("attn.qkv", q, q + k), "v": ("attn.qkv", q + k, q + 2 * k), "o": ("attn.out", 0, config.width)}
     inner = [("mlp.up", start, start + config.hidden) for start in ((0, config.hidden) if config.gated else (0,))]
     found = []
     for layer in range(config.depth):
-        chosen = [rows[target] for target in TARGETS if target in targets and target in rows]
+        chosen = [rows[target] for target in TTT_TARGETS if target in targets and target in rows]
         chosen += [*inner, ("mlp.down", 0, config.width)] if "mlp" in targets else []
-        found += [Site(f"blocks.{layer}.{leaf}:{start}", f"blocks.{layer}.{leaf}.weight", start, stop) for leaf, start, stop in chosen]
-    head = Site("head", "embed.weight" if config.tied else "head.weight", 0, config.vocab)
+        found += [LoraSite(f"blocks.{layer}.{leaf}:{start}", f"blocks.{layer}.{leaf}.weight", start, stop) for leaf, start, stop in chosen]
+    head = LoraSite("head", "embed.weight" if config.tied else "head.weight", 0, config.vocab)
     return [*found, head] if "head" in targets else found
 
 

@@ -1,7 +1,8 @@
-"""The only place that knows foreign names and layouts: Hugging Face config.json and tensors, llama.cpp's GGUF.
+"""Model families: Hugging Face config.json and tensor names, and llama.cpp's GGUF, to and from our own layout.
 
-Geometry is never defaulted. A field is read from the config, or follows from others by the family's own definition, or is
-settled by the tensors themselves (is there an lm_head?); a field that is missing or unknown is an error that names it.
+No other file knows foreign names and layouts. Geometry is never defaulted: a field is read from the config, or follows from others
+by the family's own definition, or is settled by the tensors themselves (is there an lm_head?); a field that is missing or unknown
+is an error that names it.
 """
 
 import dataclasses
@@ -30,7 +31,7 @@ class Family:
     adaptable: tuple[str, ...]  # leaf names of the linear layers, as PEFT knows them
 
 
-class Piece(NamedTuple):
+class ForeignTensor(NamedTuple):
     """One foreign tensor: some rows of one of ours, perhaps transposed."""
 
     name: str
@@ -53,7 +54,7 @@ FAMILIES = {
     )
 }
 
-LARGEST, DEEPEST = 1 << 24, 1 << 10  # no size and no number of layers is larger: a hostile config must not fill the memory
+_LARGEST, _DEEPEST = 1 << 24, 1 << 10  # no size and no number of layers is larger: a hostile config must not fill the memory
 # Fields of config.json that say nothing about what the model computes at inference.
 HARMLESS = {
     "architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "use_cache", "initializer_range",
@@ -65,7 +66,7 @@ HARMLESS = {
     "transformers.js_config", "unsloth_version", "unsloth_fixed", "unsloth_training_date", "reorder_and_upcast_attn",
 }
 # Fields that change the computation in a way we do not implement: only the value that changes nothing is accepted.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "pretraining_tp": (1, None), "rope_interleaved": (False,), "partial_rotary_factor": (1, None),
     "scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,),
     "is_decoder": (False, True), "tie_encoder_decoder": (False,), "final_logit_softcapping": (None,),
@@ -80,7 +81,7 @@ def config_from_hf(fields: Mapping[str, Any], tensor_names: Collection[str], whe
     family = family_named(fields.get("model_type"), where)
     if "auto_map" in fields:
         raise UsageError(f"{where}: auto_map asks to run code from the folder, which Assay never does; use a supported architecture")
-    reader = Fields(fields, where)
+    reader = ConfigFields(fields, where)
     if family.name == "assay":
         return _read_assay(reader)
     config = _read_gpt2(reader, tensor_names) if family.name == "gpt2" else _read_llama(family.name, reader, tensor_names)
@@ -94,12 +95,12 @@ def config_to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
               "vocab_size": config.vocab, "tie_word_embeddings": config.tied, "use_cache": True}
     if family.name == "assay":
         return common | {"geometry": dataclasses.asdict(config)}
-    for what in beyond(config):
+    for what in unexportable_features(config):
         raise UsageError(f"the {config.family} architecture of transformers has no {what}; make it of the family 'assay', which has")
     return common | (_write_gpt2(config) if family.name == "gpt2" else _write_llama(config))
 
 
-def beyond(config: ModelConfig) -> list[str]:
+def unexportable_features(config: ModelConfig) -> list[str]:
     """What no foreign architecture computes and this model does, in words."""
     own = {"soft cap": config.softcap is not None, "squared relu": config.activation == "relu2",
            "mixing of the first layer's values": config.value_residual, "gates on attention's output": config.attention_gate}
@@ -114,11 +115,11 @@ def family_named(name: Any, where: str) -> Family:
     return FAMILIES[name]
 
 
-KINDS = {int: "a whole number", float: "a number with a point", (int, float): "a number", bool: "true or false", str: "text",
+ROPE_KINDS = {int: "a whole number", float: "a number with a point", (int, float): "a number", bool: "true or false", str: "text",
          list: "a list", dict: "an object"}
 
 
-class Fields:
+class ConfigFields:
     """Reads config.json field by field and remembers which, so that `finish` can name what nobody asked for."""
 
     def __init__(self, fields: Mapping[str, Any], where: str):
@@ -136,10 +137,10 @@ class Fields:
         if value is None:
             return None
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise UsageError(f"{self.where}: {name} is {value!r}; expected {KINDS[kind]}")
+            raise UsageError(f"{self.where}: {name} is {value!r}; expected {ROPE_KINDS[kind]}")
         if isinstance(value, int | float) and not isinstance(value, bool) and value <= 0:
             raise UsageError(f"{self.where}: {name} is {value!r}; expected a positive number")
-        most = min(most, LARGEST) if kind is int else most
+        most = min(most, _LARGEST) if kind is int else most
         if isinstance(value, int | float) and value > most:
             raise ArtifactError(f"{self.where}: {name} is {value!r}, and no model's is above {most}: damaged, or made to fill the memory")
         return value
@@ -148,16 +149,16 @@ class Fields:
         for name, value in self.fields.items():
             if name in self.read or name in HARMLESS or name.startswith("_"):
                 continue
-            if name not in NEUTRAL:
+            if name not in _NEUTRAL:
                 raise UsageError(f"{self.where}: unknown field {name!r} = {value!r}; it may change what the model computes, "
                                  "so the model is not loaded without it being understood")
-            if value not in NEUTRAL[name]:
-                raise UsageError(f"{self.where}: {name} = {value!r} is not supported; expected {NEUTRAL[name][0]!r}")
+            if value not in _NEUTRAL[name]:
+                raise UsageError(f"{self.where}: {name} = {value!r} is not supported; expected {_NEUTRAL[name][0]!r}")
 
 
-def _read_llama(family: str, fields: Fields, tensor_names: Collection[str]) -> ModelConfig:
+def _read_llama(family: str, fields: ConfigFields, tensor_names: Collection[str]) -> ModelConfig:
     width, heads = fields.need("hidden_size"), fields.need("num_attention_heads")
-    depth, kv_heads = fields.need("num_hidden_layers", most=DEEPEST), fields.maybe("num_key_value_heads") or heads
+    depth, kv_heads = fields.need("num_hidden_layers", most=_DEEPEST), fields.maybe("num_key_value_heads") or heads
     if heads % kv_heads:
         raise UsageError(f"{fields.where}: {heads} heads cannot share {kv_heads} key/value heads evenly")
     if family == "qwen2":  # Qwen2 has biases on q, k, v and nowhere else, by definition of its class
@@ -178,8 +179,8 @@ def _read_llama(family: str, fields: Fields, tensor_names: Collection[str]) -> M
         value_residual=False, attention_gate=False)
 
 
-def _read_gpt2(fields: Fields, tensor_names: Collection[str]) -> ModelConfig:
-    width, heads, depth = fields.need("n_embd"), fields.need("n_head"), fields.need("n_layer", most=DEEPEST)
+def _read_gpt2(fields: ConfigFields, tensor_names: Collection[str]) -> ModelConfig:
+    width, heads, depth = fields.need("n_embd"), fields.need("n_head"), fields.need("n_layer", most=_DEEPEST)
     return ModelConfig(
         family="gpt2", vocab=fields.need("vocab_size"), width=width, depth=depth, heads=heads, kv_heads=heads,
         head_dim=_head_dim(fields, width, heads), hidden=fields.maybe("n_inner") or 4 * width,
@@ -189,12 +190,12 @@ def _read_gpt2(fields: Fields, tensor_names: Collection[str]) -> ModelConfig:
         tied=_read_tied(fields, tensor_names), softcap=None, value_residual=False, attention_gate=False)
 
 
-def _read_assay(fields: Fields) -> ModelConfig:
+def _read_assay(fields: ConfigFields) -> ModelConfig:
     geometry = dict(fields.need("geometry", dict))
-    sizes = Fields(geometry, fields.where)
+    sizes = ConfigFields(geometry, fields.where)
     for size in dataclasses.fields(ModelConfig):
         if size.type is int:
-            sizes.need(size.name, most=DEEPEST if size.name == "depth" else LARGEST)
+            sizes.need(size.name, most=_DEEPEST if size.name == "depth" else _LARGEST)
     rope, windows = geometry.get("rope"), geometry.get("windows")
     geometry["rope"] = _record(Rope, rope, fields.where) if isinstance(rope, dict) else rope
     geometry["windows"] = tuple(windows) if isinstance(windows, list) else windows
@@ -222,7 +223,7 @@ def _fits(value: Any, kind: Any) -> bool:
     return any(_fits(value, option) for option in options) if options else type(value) is kind
 
 
-def _head_dim(fields: Fields, width: int, heads: int) -> int:
+def _head_dim(fields: ConfigFields, width: int, heads: int) -> int:
     """Absent means width / heads in every family here."""
     head_dim = fields.maybe("head_dim")
     if head_dim is None and width % heads:
@@ -230,20 +231,20 @@ def _head_dim(fields: Fields, width: int, heads: int) -> int:
     return head_dim or width // heads
 
 
-def _activation(fields: Fields, name: str, known: dict[str, str]) -> Any:
+def _activation(fields: ConfigFields, name: str, known: dict[str, str]) -> Any:
     value = fields.need(name, str)
     if value not in known:
         raise UsageError(f"{fields.where}: {name} is {value!r}; expected one of: {', '.join(known)}")
     return known[value]
 
 
-def _read_tied(fields: Fields, tensor_names: Collection[str]) -> bool:
+def _read_tied(fields: ConfigFields, tensor_names: Collection[str]) -> bool:
     """A config that is silent is settled by the file: a model without lm_head can only be tied."""
     tied = fields.maybe("tie_word_embeddings", bool)
     return "lm_head.weight" not in tensor_names if tied is None else tied
 
 
-def _read_windows(family: str, fields: Fields, depth: int) -> tuple[int | None, ...]:
+def _read_windows(family: str, fields: ConfigFields, depth: int) -> tuple[int | None, ...]:
     window = fields.maybe("sliding_window")
     kinds = fields.maybe("layer_types", list)
     used = fields.maybe("use_sliding_window", bool)
@@ -260,7 +261,7 @@ def _read_windows(family: str, fields: Fields, depth: int) -> tuple[int | None, 
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def _read_rope(fields: Fields) -> Rope:
+def _read_rope(fields: ConfigFields) -> Rope:
     """transformers 5 writes rope_parameters, 4 wrote rope_theta and rope_scaling; where both stand they must agree."""
     base = fields.maybe("rope_theta", (int, float))
     old = fields.maybe("rope_scaling", dict)
@@ -280,7 +281,7 @@ def _rope(scaling: dict[str, Any], base: float | None, where: str) -> Rope:
     for name in scaling:
         if name not in known:
             raise UsageError(f"{where}: unknown rope field {name!r}{nearest(name, known)}")
-    fields = Fields(scaling, where)
+    fields = ConfigFields(scaling, where)
     base = fields.maybe("rope_theta", (int, float)) or base
     if base is None:
         raise UsageError(f"{where}: rope_theta is missing; geometry is never guessed")
@@ -331,54 +332,57 @@ def _write_gpt2(config: ModelConfig) -> dict[str, Any]:
 
 
 @functools.cache
-def hf_layout(config: ModelConfig) -> dict[str, list[Piece]]:
+def hf_layout(config: ModelConfig) -> dict[str, list[ForeignTensor]]:
     """Our parameter name → the Hugging Face tensors that hold its rows, in order."""
     return _gpt2_layout(config) if config.family == "gpt2" else _llama_layout(config)
 
 
-def gguf_layout(config: ModelConfig) -> dict[str, list[Piece]]:
+def gguf_layout(config: ModelConfig) -> dict[str, list[ForeignTensor]]:
     """Our parameter name → the GGUF tensors that hold its rows, in order."""
     q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
     q_heads = config.heads if FAMILIES[config.family].gguf_interleaves_heads else None
     k_heads = config.kv_heads if FAMILIES[config.family].gguf_interleaves_heads else None
-    split = {"attn.qkv": [Piece("attn_q", q, heads=q_heads), Piece("attn_k", kv, heads=k_heads), Piece("attn_v", kv)],
-             "mlp.up": [Piece("ffn_gate", config.hidden), Piece("ffn_up", config.hidden)]}
+    split = {"attn.qkv": [ForeignTensor("attn_q", q, heads=q_heads), ForeignTensor("attn_k", kv, heads=k_heads),
+                          ForeignTensor("attn_v", kv)],
+             "mlp.up": [ForeignTensor("ffn_gate", config.hidden), ForeignTensor("ffn_up", config.hidden)]}
     whole = {"attn_norm": "attn_norm", "mlp_norm": "ffn_norm", "attn.out": "attn_output", "mlp.down": "ffn_down",
              "attn.q_norm": "attn_q_norm", "attn.k_norm": "attn_k_norm"}
     if config.family == "gpt2":
         split, whole = {}, whole | {"attn.qkv": "attn_qkv", "mlp.up": "ffn_up"}
     top = {"embed": "token_embd", "position": "position_embd", "norm": "output_norm", "head": "output"}
-    return _layout(config, top, split | {ours: [Piece(name, None)] for ours, name in whole.items()}, "blk.{layer}.{leaf}")
+    return _layout(config, top, split | {ours: [ForeignTensor(name, None)] for ours, name in whole.items()}, "blk.{layer}.{leaf}")
 
 
-def _llama_layout(config: ModelConfig) -> dict[str, list[Piece]]:
+def _llama_layout(config: ModelConfig) -> dict[str, list[ForeignTensor]]:
     q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    leaves = {"attn.qkv": [Piece("self_attn.q_proj", q), Piece("self_attn.k_proj", kv), Piece("self_attn.v_proj", kv)],
-              "mlp.up": [Piece("mlp.gate_proj", config.hidden), Piece("mlp.up_proj", config.hidden)]}
+    leaves = {"attn.qkv": [ForeignTensor("self_attn.q_proj", q), ForeignTensor("self_attn.k_proj", kv),
+                           ForeignTensor("self_attn.v_proj", kv)],
+              "mlp.up": [ForeignTensor("mlp.gate_proj", config.hidden), ForeignTensor("mlp.up_proj", config.hidden)]}
     if not config.gated:
-        leaves["mlp.up"] = [Piece("mlp.up_proj", None)]
+        leaves["mlp.up"] = [ForeignTensor("mlp.up_proj", None)]
     whole = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm", "attn.out": "self_attn.o_proj",
              "mlp.down": "mlp.down_proj", "attn.q_norm": "self_attn.q_norm", "attn.k_norm": "self_attn.k_norm",
              "attn.mix": "self_attn.value_mix", "attn.gate": "self_attn.head_gate"}
     top = {"embed": "model.embed_tokens", "position": "model.embed_positions", "norm": "model.norm", "head": "lm_head"}
-    return _layout(config, top, leaves | {ours: [Piece(name, None)] for ours, name in whole.items()}, "model.layers.{layer}.{leaf}")
+    return _layout(config, top, leaves | {ours: [ForeignTensor(name, None)] for ours, name in whole.items()}, "model.layers.{layer}.{leaf}")
 
 
-def _gpt2_layout(config: ModelConfig) -> dict[str, list[Piece]]:
+def _gpt2_layout(config: ModelConfig) -> dict[str, list[ForeignTensor]]:
     """GPT-2 keeps its linear layers transposed (Conv1D: in × out)."""
     transposed = {"attn.qkv": "attn.c_attn", "attn.out": "attn.c_proj", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}
-    leaves = {ours: [Piece(name, None, True)] for ours, name in transposed.items()}
-    leaves |= {"attn_norm": [Piece("ln_1", None)], "mlp_norm": [Piece("ln_2", None)]}
+    leaves = {ours: [ForeignTensor(name, None, True)] for ours, name in transposed.items()}
+    leaves |= {"attn_norm": [ForeignTensor("ln_1", None)], "mlp_norm": [ForeignTensor("ln_2", None)]}
     top = {"embed": "transformer.wte", "position": "transformer.wpe", "norm": "transformer.ln_f", "head": "lm_head"}
     return _layout(config, top, leaves, "transformer.h.{layer}.{leaf}")
 
 
-def _layout(config: ModelConfig, top: dict[str, str], leaves: dict[str, list[Piece]], pattern: str) -> dict[str, list[Piece]]:
+def _layout(config: ModelConfig, top: dict[str, str], leaves: dict[str, list[ForeignTensor]], pattern: str) -> dict[str,
+                                                                                                                    list[ForeignTensor]]:
     layout = {}
-    for ours in shapes(config):
+    for ours in parameter_shapes(config):
         stem, kind = ours.rpartition(".")[::2]
         if not stem.startswith("blocks."):
-            layout[ours] = [Piece(f"{top[stem]}.{kind}", None)]
+            layout[ours] = [ForeignTensor(f"{top[stem]}.{kind}", None)]
             continue
         _, layer, leaf = stem.split(".", 2)
         layout[ours] = [piece._replace(name=f"{pattern.format(layer=layer, leaf=piece.name)}.{kind}",
@@ -387,13 +391,13 @@ def _layout(config: ModelConfig, top: dict[str, str], leaves: dict[str, list[Pie
 
 
 @functools.cache
-def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Our parameter names and shapes, as the architecture demands them."""
     with torch.device("meta"):
         return {name: tuple(parameter.shape) for name, parameter in Transformer(config).named_parameters()}
 
 
-def to_foreign(layout: dict[str, list[Piece]], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def to_foreign(layout: dict[str, list[ForeignTensor]], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Our tensors under foreign names. Views where possible."""
     foreign = {}
     for ours, pieces in layout.items():
@@ -406,7 +410,8 @@ def to_foreign(layout: dict[str, list[Piece]], tensors: Mapping[str, Tensor]) ->
     return foreign
 
 
-def from_foreign(config: ModelConfig, layout: dict[str, list[Piece]], foreign: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
+def from_foreign(config: ModelConfig, layout: dict[str, list[ForeignTensor]], foreign: Mapping[str, Tensor], where: str) -> dict[str,
+                                                                                                                                 Tensor]:
     """Strict: every expected tensor once and in the right shape, nothing unknown, a redundant tied head equal to the embedding."""
     foreign = _without_redundant(config, layout, foreign, where)
     expected = {piece.name for pieces in layout.values() for piece in pieces}
@@ -415,14 +420,14 @@ def from_foreign(config: ModelConfig, layout: dict[str, list[Piece]], foreign: M
             shown = ", ".join(sorted(names)[:4]) + (" …" if len(names) > 4 else "")
             raise ArtifactError(f"{where}: {len(names)} tensor(s) {problem}: {shown}; "
                                 f"a {config.family} of {config.depth} layers has exactly {len(expected)}")
-    wanted, ours_by_name = shapes(config), {}
+    wanted, ours_by_name = parameter_shapes(config), {}
     for ours, pieces in layout.items():
         parts = [_piece(foreign[piece.name], piece, wanted[ours], where) for piece in pieces]
         ours_by_name[ours] = parts[0] if len(parts) == 1 else torch.cat(parts)
     return ours_by_name
 
 
-def _piece(tensor: Tensor, piece: Piece, ours: tuple[int, ...], where: str) -> Tensor:
+def _piece(tensor: Tensor, piece: ForeignTensor, ours: tuple[int, ...], where: str) -> Tensor:
     shape = ours if piece.rows is None else (piece.rows, *ours[1:])
     shape = shape[::-1] if piece.transposed else shape
     if tuple(tensor.shape) != shape:
@@ -433,7 +438,8 @@ def _piece(tensor: Tensor, piece: Piece, ours: tuple[int, ...], where: str) -> T
     return tensor if piece.heads is None else deinterleave_heads(tensor, piece.heads)
 
 
-def _without_redundant(config: ModelConfig, layout: dict[str, list[Piece]], foreign: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
+def _without_redundant(config: ModelConfig, layout: dict[str, list[ForeignTensor]], foreign: Mapping[str, Tensor],
+                       where: str) -> dict[str, Tensor]:
     """Drop what carries no information: buffers of old files, a tied head stored twice; restore GPT-2's missing prefix."""
     buffers = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
     tensors = {name: tensor for name, tensor in foreign.items() if not name.endswith(buffers)}

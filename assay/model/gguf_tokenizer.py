@@ -1,4 +1,4 @@
-"""The tokenizer that GGUF metadata describes, and the metadata that describe a tokenizer.
+"""GGUF tokenizers: a tokenizer from GGUF metadata, and the metadata of a tokenizer.
 
 A GGUF file holds the vocabulary and the merges, but only names how text is split before merging (tokenizer.ggml.pre).
 The name stands for code in llama.cpp (src/llama-vocab.cpp) and for the tokenizer.json of the models that use it. A name
@@ -14,7 +14,7 @@ from assay.errors import ArtifactError, UsageError
 from assay.model.tokenizer import Tokenizer
 
 
-class Kind(IntEnum):
+class TokenType(IntEnum):
     """GGUF's token types."""
 
     NORMAL = 1
@@ -25,7 +25,7 @@ class Kind(IntEnum):
     BYTE = 6
 
 
-class Scheme(NamedTuple):
+class SplitScheme(NamedTuple):
     pre_tokenizer: dict[str, Any]
     normalizer: dict[str, Any] | None = None
     ignore_merges: bool = False
@@ -45,17 +45,17 @@ def _split(numbers: str) -> dict[str, Any]:
 
 
 ONE_DIGIT = {"type": "Digits", "individual_digits": True}
-DIGITS = Scheme({"type": "Sequence", "pretokenizers": [ONE_DIGIT, _byte_level(use_regex=True)]})
-LLAMA3 = Scheme(_split(r"\p{N}{1,3}"), ignore_merges=True, adds_bos=True)
-SCHEMES = {
-    "gpt-2": Scheme(_byte_level(use_regex=True)),
+DIGITS = SplitScheme({"type": "Sequence", "pretokenizers": [ONE_DIGIT, _byte_level(use_regex=True)]})
+LLAMA3 = SplitScheme(_split(r"\p{N}{1,3}"), ignore_merges=True, adds_bos=True)
+SPLIT_SCHEMES = {
+    "gpt-2": SplitScheme(_byte_level(use_regex=True)),
     "smollm": DIGITS,
     "starcoder": DIGITS,
     "llama-bpe": LLAMA3,
     "llama3": LLAMA3,
     "llama-v3": LLAMA3,
     "smaug-bpe": LLAMA3._replace(ignore_merges=False, adds_bos=False),
-    "qwen2": Scheme(_split(r"\p{N}"), normalizer={"type": "NFC"}),
+    "qwen2": SplitScheme(_split(r"\p{N}"), normalizer={"type": "NFC"}),
 }
 # Keys that say nothing about which ids a text becomes.
 IGNORED = {
@@ -64,7 +64,7 @@ IGNORED = {
     "tokenizer.ggml.suffix_token_id", "tokenizer.ggml.middle_token_id", "tokenizer.huggingface.json",
     *(f"tokenizer.ggml.fim_{part}_token_id" for part in ("pre", "suf", "mid", "pad", "rep", "sep")),
 }
-IDS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+_IDS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 # Text on which every split, merge and fallback that we know of shows.
 HARD = (
     "Hello world", " leading", "  two spaces", "trailing  ", "a  12", "x = 3.14159 + 1,000", "tab\tand\n\n line\r\n",
@@ -84,7 +84,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], where: str) -> Tokenizer:
         raise UsageError(f"{where}: tokenizer.ggml.model {model!r} is not supported{nearest(model, builders)}")
     document, adds_bos = builders[model](read)
     document["post_processor"] = _post_processor(read, adds_bos)
-    settings = {field: read.token(name) for field, name in IDS.items()} | {"clean_up_tokenization_spaces": False}
+    settings = {field: read.token(name) for field, name in _IDS.items()} | {"clean_up_tokenization_spaces": False}
     tokenizer = Tokenizer(document, settings, _templates(read))
     read.finish()
     return tokenizer
@@ -107,7 +107,7 @@ class _Reader:
         self.kinds: list[int] = self.need("token_type", list)
         if len(self.kinds) != len(self.tokens) or not all(isinstance(token, str) for token in self.tokens):
             raise ArtifactError(f"{where}: {len(self.tokens)} tokens, {len(self.kinds)} token types; expected as many")
-        unknown = set(self.kinds) - set(Kind)
+        unknown = set(self.kinds) - set(TokenType)
         if unknown:
             raise ArtifactError(f"{where}: tokenizer.ggml.token_type holds {sorted(unknown)}; expected 1 to 6")
 
@@ -134,7 +134,7 @@ class _Reader:
     def vocabulary(self) -> dict[str, int]:
         vocabulary: dict[str, int] = {}
         for id, (token, kind) in enumerate(zip(self.tokens, self.kinds, strict=True)):
-            if kind == Kind.UNUSED:  # a row of the embedding that no text reaches
+            if kind == TokenType.UNUSED:  # a row of the embedding that no text reaches
                 continue
             if vocabulary.setdefault(token, id) != id:
                 raise ArtifactError(f"{self.where}: token {token!r} has two ids, {vocabulary[token]} and {id}")
@@ -156,12 +156,12 @@ class _Reader:
 
 def _byte_level_document(read: _Reader) -> tuple[dict[str, Any], bool]:
     name = read.need("pre", str)
-    if name not in SCHEMES:
+    if name not in SPLIT_SCHEMES:
         why = " (it names no split: llama.cpp and transformers read it differently)" if name == "default" else ""
-        raise UsageError(f"{read.where}: pre-tokenizer {name!r}{why} is not supported{nearest(name, SCHEMES)}")
+        raise UsageError(f"{read.where}: pre-tokenizer {name!r}{why} is not supported{nearest(name, SPLIT_SCHEMES)}")
     if read.maybe("add_space_prefix", bool):
         raise UsageError(f"{read.where}: tokenizer.ggml.add_space_prefix is true, which no byte-level tokenizer has")
-    scheme = SCHEMES[name]
+    scheme = SPLIT_SCHEMES[name]
     model = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": "",
              "end_of_word_suffix": "", "fuse_unk": False, "byte_fallback": False, "ignore_merges": scheme.ignore_merges,
              "vocab": read.vocabulary(), "merges": read.merges()}
@@ -203,7 +203,7 @@ def _merges_from_scores(vocabulary: Mapping[str, int], scores: Sequence[float],
                         kinds: Sequence[int]) -> list[list[str]]:
     """SentencePiece joins the neighbours whose union scores best. As merges: every way to make a token, best first."""
     found = [(-scores[id], -len(left), -len(right), vocabulary[left], vocabulary[right], [left, right])
-             for token, id in vocabulary.items() if kinds[id] in (Kind.NORMAL, Kind.USER_DEFINED)
+             for token, id in vocabulary.items() if kinds[id] in (TokenType.NORMAL, TokenType.USER_DEFINED)
              for left, right in _halves(token) if left in vocabulary and right in vocabulary]
     return [pair for *_, pair in sorted(found)]
 
@@ -214,8 +214,8 @@ def _halves(token: str) -> Iterator[tuple[str, str]]:
 
 def _document(normalizer: Any, pre_tokenizer: Any, decoder: Any, model: Any, read: _Reader) -> dict[str, Any]:
     plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    special = {Kind.CONTROL: True, Kind.UNKNOWN: True, Kind.USER_DEFINED: False}
-    added = [{"id": id, "content": token, **plain, "special": special[Kind(kind)]}
+    special = {TokenType.CONTROL: True, TokenType.UNKNOWN: True, TokenType.USER_DEFINED: False}
+    added = [{"id": id, "content": token, **plain, "special": special[TokenType(kind)]}
              for id, (token, kind) in enumerate(zip(read.tokens, read.kinds, strict=True)) if kind in special]
     return {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": normalizer,
             "pre_tokenizer": pre_tokenizer, "post_processor": None, "decoder": decoder, "model": model}
@@ -260,7 +260,7 @@ def tokenizer_to_gguf(tokenizer: Tokenizer, vocab: int) -> dict[str, Any]:
         raise UsageError(f"a {model['type']} tokenizer cannot be written to GGUF here; expected BPE with merges")
     _refuse_trimming(tokenizer)
     metadata = _named(tokenizer) | _vocabulary(tokenizer, vocab) | _around(tokenizer)
-    metadata |= {f"tokenizer.ggml.{name}_token_id": id for field, name in IDS.items()
+    metadata |= {f"tokenizer.ggml.{name}_token_id": id for field, name in _IDS.items()
                  if (id := tokenizer.named_id(field)) is not None}
     for name, text in tokenizer.templates.items():
         metadata["tokenizer.chat_template" + ("" if name == "default" else f".{name}")] = text
@@ -277,11 +277,11 @@ def _named(tokenizer: Tokenizer) -> dict[str, Any]:
             return {"tokenizer.ggml.model": "llama", "tokenizer.ggml.pre": "default",
                     "tokenizer.ggml.add_space_prefix": prefix}
     wanted = (_plain(split), normalizer, bool(model.get("ignore_merges")))
-    for name, scheme in SCHEMES.items():
+    for name, scheme in SPLIT_SCHEMES.items():
         if wanted == (_plain(scheme.pre_tokenizer), scheme.normalizer, scheme.ignore_merges):
             return {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": name}
     raise UsageError(f"GGUF only names how text is split, and we know no name for pre_tokenizer {split} "
-                     f"with normalizer {normalizer}; known: {', '.join(SCHEMES)}")
+                     f"with normalizer {normalizer}; known: {', '.join(SPLIT_SCHEMES)}")
 
 
 def _plain(pre_tokenizer: Any) -> Any:
@@ -317,18 +317,18 @@ def _vocabulary(tokenizer: Tokenizer, vocab: int) -> dict[str, Any]:
     return metadata
 
 
-def _kind(tokenizer: Tokenizer, id: int) -> Kind:
+def _kind(tokenizer: Tokenizer, id: int) -> TokenType:
     token, model = tokenizer.tokens.get(id), tokenizer.document["model"]
     if token is None:
-        return Kind.UNUSED
+        return TokenType.UNUSED
     if token == model.get("unk_token"):
-        return Kind.UNKNOWN
+        return TokenType.UNKNOWN
     if id in tokenizer.special_ids:
-        return Kind.CONTROL
+        return TokenType.CONTROL
     if id in tokenizer.added_ids:
-        return Kind.USER_DEFINED
+        return TokenType.USER_DEFINED
     is_byte = model.get("byte_fallback") and len(token) == 6 and token.startswith("<0x")
-    return Kind.BYTE if is_byte else Kind.NORMAL
+    return TokenType.BYTE if is_byte else TokenType.NORMAL
 
 
 def _around(tokenizer: Tokenizer) -> dict[str, bool]:

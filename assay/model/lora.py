@@ -1,4 +1,4 @@
-"""LoRA in three verbs: attach a patch's low-rank part as live layers, detach it as a Patch, and plan what to adapt.
+"""LoRA: plan which layers to adapt, attach a patch's low-rank part as live layers, detach it as a Patch.
 
 One forward path: a LoraLinear stands where the Linear stood, and q, k and v keep adapters of their own although their rows
 share one matrix.
@@ -12,14 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from assay.errors import UsageError
-from assay.model.families import FAMILIES, hf_layout, shapes
+from assay.model.families import FAMILIES, hf_layout, parameter_shapes
 from assay.model.patch import LowRank, Patch
 from assay.model.transformer import Linear, ModelConfig, Transformer
 from assay.seeds import generator
 
 
 @dataclass(frozen=True)
-class Site:
+class LoraSite:
     """A linear layer as PEFT names it, and the rows of our matrix that hold it."""
 
     foreign: str  # model.layers.0.self_attn.q_proj
@@ -54,25 +54,25 @@ class LoraLinear(nn.Module):
                      for (start, stop, scale), left, right in zip(self.ranges, self.lefts, self.rights, strict=True))
 
 
-def sites(config: ModelConfig) -> dict[str, Site]:
+def lora_sites(config: ModelConfig) -> dict[str, LoraSite]:
     """Every layer that LoRA can adapt, under its foreign name."""
     found = {}
     for ours, pieces in hf_layout(config).items():
-        if not ours.endswith(".weight") or len(shapes(config)[ours]) != 2 or ours.startswith(("embed", "position")):
+        if not ours.endswith(".weight") or len(parameter_shapes(config)[ours]) != 2 or ours.startswith(("embed", "position")):
             continue
         start = 0
         for piece in pieces:
-            stop = start + (piece.rows or shapes(config)[ours][0])
+            stop = start + (piece.rows or parameter_shapes(config)[ours][0])
             name = piece.name.removesuffix(".weight")
-            found[name] = Site(name, ours, start, stop)
+            found[name] = LoraSite(name, ours, start, stop)
             start = stop
     return found
 
 
-def plan(config: ModelConfig, targets: tuple[str, ...] | None = None) -> list[Site]:
+def plan(config: ModelConfig, targets: tuple[str, ...] | None = None) -> list[LoraSite]:
     """The sites whose leaf name is among `targets` (default: every linear layer in the blocks). A target that matches
     nothing is an error: an adapter that adapts less than was asked looks like one that learns little."""
-    every = sites(config)
+    every = lora_sites(config)
     wanted = targets or FAMILIES[config.family].adaptable
     chosen = [site for name, site in every.items() if name.rpartition(".")[2] in wanted or name in wanted]
     idle = [t for t in wanted if not any(s.foreign == t or s.foreign.endswith(f".{t}") for s in chosen)]
@@ -82,11 +82,11 @@ def plan(config: ModelConfig, targets: tuple[str, ...] | None = None) -> list[Si
     return chosen
 
 
-def fresh(config: ModelConfig, planned: list[Site], rank: int, scale: float, seed: int, parent: str | None) -> Patch:
+def fresh(config: ModelConfig, planned: list[LoraSite], rank: int, scale: float, seed: int, parent: str | None) -> Patch:
     """left = 0, so that a fresh adapter equals no adapter; right as in the LoRA paper's implementation."""
     low_rank: dict[str, list[LowRank]] = {}
     for site in planned:
-        width = shapes(config)[site.parameter][1]
+        width = parameter_shapes(config)[site.parameter][1]
         right = torch.empty(rank, width).uniform_(-1, 1, generator=generator(seed, "lora", site.foreign)) / math.sqrt(width)
         part = LowRank(site.start, site.stop, torch.zeros(site.stop - site.start, rank), right, scale)
         low_rank.setdefault(site.parameter, []).append(part)

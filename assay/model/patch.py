@@ -1,6 +1,6 @@
-"""A Patch is a change to a model's parameters and the digest of the weights it belongs to.
+"""Patches: a change to a model's parameters, with the digest of the weights that it belongs to.
 
-LoRA learns one, MEMIT solves for one, test-time training makes a passing one. A patch is undone by restoring saved bits,
+LoRA learns one, MEMIT solves for one, test-time training makes one for a document. A patch is undone by restoring saved bits,
 never by subtraction: `w += d; w -= d` is not the identity in bf16.
 """
 
@@ -41,7 +41,7 @@ class Patch:
         return self.low_rank.keys() | self.replaced.keys()
 
 
-def applied(tensors: Mapping[str, Tensor], patch: Patch, digest: str | None = None) -> dict[str, Tensor]:
+def patched_tensors(tensors: Mapping[str, Tensor], patch: Patch, digest: str | None = None) -> dict[str, Tensor]:
     """New tensors for the changed names, in their own dtype. `digest` is the tensors' own: a patch fits one parent only."""
     if patch.parent is not None and digest is not None and patch.parent != digest:
         raise ArtifactError(f"the patch belongs to weights {patch.parent[:12]}, these are {digest[:12]}: it is for another base, "
@@ -62,7 +62,7 @@ def patched(model: nn.Module, patch: Patch) -> Iterator[nn.Module]:
     saved = {name: parameters[name].detach().clone() for name in patch.names()}
     try:
         with torch.no_grad():
-            for name, tensor in applied(saved, patch).items():
+            for name, tensor in patched_tensors(saved, patch).items():
                 parameters[name].copy_(tensor)
         yield model
     finally:

@@ -1,4 +1,4 @@
-"""Where a model lives and in what it computes: the only file that knows devices, compilation and compute dtypes."""
+"""Devices, compilation and compute dtypes of a model: the only file that knows them."""
 
 import contextlib
 import re
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from assay.errors import UsageError
-from assay.kernels import cached_attention, gated, linear, norm, rotary
+from assay.kernels import cached_attention, gated_activation, linear, rms_norm, rotary
 from assay.model.transformer import Transformer
 
 
@@ -37,12 +37,12 @@ def place_for_training(model: Transformer, device: str, *, compute: torch.dtype 
     model.to(device, torch.float32)
     model.compute_dtype = compute or (torch.bfloat16 if on_gpu else torch.float32)
     model.recompute = recompute
-    cached_attention.register()
+    cached_attention.register_cached_attention()
     if on_gpu:
-        gated.register()
-        linear.register()
-        norm.register()
-        rotary.register()
+        gated_activation.register_gated_backward()
+        linear.register_weight_gradient()
+        rms_norm.register_norm_backward()
+        rotary.register_rotated_backward()
     if compile or (compile is None and on_gpu):
         warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # fp32 is asked for where it is meant
         warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")  # what ours remember never changes
@@ -63,7 +63,7 @@ def uncompiled() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def exactly(*models: Transformer) -> Iterator[None]:
+def fp32_uncompiled(*models: Transformer) -> Iterator[None]:
     """In fp32 and uncompiled: two ways to compute one thing then differ by what they compute, and hardly by rounding."""
     kept = [model.compute_dtype for model in models]
     for model in models:
@@ -76,6 +76,6 @@ def exactly(*models: Transformer) -> Iterator[None]:
             model.compute_dtype = dtype
 
 
-def sent(values: Tensor, device: torch.device) -> Tensor:
+def to_device(values: Tensor, device: torch.device) -> Tensor:
     """Values to a device, without waiting for what is under way there: on CUDA from pinned memory, since any other copy waits."""
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)

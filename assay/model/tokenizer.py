@@ -1,4 +1,4 @@
-"""Text to ids and back, over the `tokenizers` library.
+"""Tokenizer: text to ids and back, over the `tokenizers` library.
 
 tokenizer.json is the tokenizer, tokenizer_config.json names its special tokens; no class and no code rebuilds either.
 """
@@ -14,10 +14,10 @@ from typing import Any
 import tokenizers
 
 from assay.errors import ArtifactError, DataError, UsageError
-from assay.model import template
+from assay.model import chat_template
 
 FILE_BYTES = 256 * 2**20  # no tokenizer.json in use comes near
-NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+_NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
 class Tokenizer:
@@ -43,17 +43,17 @@ class Tokenizer:
         folder = Path(folder)
         if folder.is_file():
             raise UsageError(f"{folder}: a file; expected the folder that holds tokenizer.json")
-        settings = read_json(folder / "tokenizer_config.json") or {}
-        document = read_json(folder / "tokenizer.json")
+        settings = read_optional_json(folder / "tokenizer_config.json") or {}
+        document = read_optional_json(folder / "tokenizer.json")
         if document is None:
             raise UsageError(f"{folder}: no tokenizer.json; transformers makes one: "
                              "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)")
         _refuse_code(settings, folder / "tokenizer_config.json")
-        older = read_json(folder / "special_tokens_map.json") or {}
+        older = read_optional_json(folder / "special_tokens_map.json") or {}
         conflicts = [f"special_tokens_map.json says {name} is {_content(older[name])!r}, tokenizer_config.json "
-                     f"{_content(settings[name])!r}" for name in NAMED
+                     f"{_content(settings[name])!r}" for name in _NAMED
                      if name in older and name in settings and _content(older[name]) != _content(settings[name])]
-        merged = {name: older[name] for name in NAMED if name in older} | settings
+        merged = {name: older[name] for name in _NAMED if name in older} | settings
         return cls(document, merged, _read_templates(folder, merged.pop("chat_template", None)), conflicts)
 
     @classmethod
@@ -120,8 +120,8 @@ class Tokenizer:
         """The conversation through the model's own chat template."""
         if self.template is None:
             raise UsageError("this tokenizer has no chat template; give text, or add chat_template.jinja to its folder")
-        named = {name: content for name in NAMED if (content := _content(self.settings.get(name))) is not None}
-        return template.render(self.template, messages, tools=tools, add_generation_prompt=add_generation_prompt,
+        named = {name: content for name in _NAMED if (content := _content(self.settings.get(name))) is not None}
+        return chat_template.render_template(self.template, messages, tools=tools, add_generation_prompt=add_generation_prompt,
                                **(named | variables))
 
     # ---------------------------------------------------------------- what it is
@@ -199,7 +199,7 @@ class Tokenizer:
 # ---------------------------------------------------------------- files
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
+def read_optional_json(path: Path) -> dict[str, Any] | None:
     """None where there is no such file."""
     text = _read(path)
     return None if text is None else _parse(text, str(path))
@@ -233,7 +233,7 @@ def _parse(text: str | bytes, where: str) -> dict[str, Any]:
 
 def _read_templates(folder: Path, inline: Any) -> dict[str, str]:
     """chat_template.jinja, chat_template.json or the field of tokenizer_config.json: the first that is there."""
-    beside = read_json(folder / "chat_template.json")
+    beside = read_optional_json(folder / "chat_template.json")
     inline = beside.get("chat_template") if beside else inline
     inline = text if (text := _read(folder / "chat_template.jinja")) is not None else inline
     inline = [{"name": "default", "template": inline}] if isinstance(inline, str) else inline or ()
@@ -293,7 +293,7 @@ def _dumps(value: Any, indent: int | None = None) -> bytes:
 
 def _named_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
     """Field of tokenizer_config.json → the token it names."""
-    named = {name: settings.get(name) for name in NAMED}
+    named = {name: settings.get(name) for name in _NAMED}
     for field in ("additional_special_tokens", "extra_special_tokens"):
         more = settings.get(field) or ()
         entries = more.items() if isinstance(more, dict) else enumerate(more)

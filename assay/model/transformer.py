@@ -1,4 +1,4 @@
-"""The one decoder: GPT-2, Llama, Mistral, Qwen2 and Qwen3 are the same class with another ModelConfig.
+"""Transformer: one decoder class for GPT-2, Llama, Mistral, Qwen2 and Qwen3, which differ in their ModelConfig.
 
 One forward path serves training, sampling, evaluation, tracing, editing and test-time training:
 `hidden(tokens) → states`, `logits(states)`. Whoever wants a loss takes the states.
@@ -16,12 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from assay.kernels.gated import gated
+from assay.kernels.gated_activation import gated
 from assay.kernels.linear import linear
-from assay.kernels.norm import fused_normed_beside, rms_norm, trains_fused
+from assay.kernels.rms_norm import fused_stream_and_norm, rms_norm, uses_fused_norm
 from assay.kernels.rotary import rotate, rotated
-from assay.model.attention import Placement, Sight, attend, gate_heads, mix_values, place
-from assay.model.cache import DecodingLayer, LayerView, View
+from assay.model.attention import AttentionMask, TokenLayout, attend, gate_heads, mix_values, token_layout
+from assay.model.kv_cache import CacheView, DecodeLayer, LayerCacheView
 from assay.seeds import generator
 
 
@@ -125,11 +125,11 @@ class Attention(nn.Module):
         self.mix = ValueMix() if c.value_residual and layer > 0 else None
         self.gate = Linear(c.width, c.heads, bias=False) if c.attention_gate else None
 
-    def forward(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor] | None, sight: Sight, cache: LayerView | None,
+    def forward(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor] | None, sight: AttentionMask, cache: LayerCacheView | None,
                 values: list[Tensor] | None = None) -> Tensor:
         """`values` begins with those of the first layer, which puts them there; None where no layer asks for them."""
         B, T, _ = x_BTD.shape
-        if isinstance(cache, DecodingLayer):
+        if isinstance(cache, DecodeLayer):
             cache, rotary = cache.turning(rotary), None
         q, k, v = self.turned(self.qkv(x_BTD), rotary)
         if self.mix is not None:
@@ -172,11 +172,11 @@ class Block(nn.Module):
         self.attn_norm, self.mlp_norm = make_norm(c), make_norm(c)
         self.attn, self.mlp = Attention(c, layer), Mlp(c)
 
-    def forward(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor] | None, sight: Sight, cache: LayerView | None,
+    def forward(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor] | None, sight: AttentionMask, cache: LayerCacheView | None,
                 *values: list[Tensor]) -> Tensor:
-        x_BTD, normed = beside(x_BTD, self.attn_norm)
+        x_BTD, normed = stream_and_norm(x_BTD, self.attn_norm)
         x_BTD = x_BTD + self.attn(normed, rotary, sight, cache, *values)
-        x_BTD, normed = beside(x_BTD, self.mlp_norm)
+        x_BTD, normed = stream_and_norm(x_BTD, self.mlp_norm)
         return x_BTD + self.mlp(normed)
 
 
@@ -197,14 +197,14 @@ class Transformer(nn.Module):
         self.run, self.together = run_blocks, 1  # so many blocks at a time: a compiler fuses across the bounds of those it sees at once
 
     def hidden(self, tokens_BT: Tensor, *, documents: Tensor | None = None, positions: Tensor | None = None,
-               cache: View | None = None, starts: Tensor | None = None) -> Tensor:
+               cache: CacheView | None = None, starts: Tensor | None = None) -> Tensor:
         """States after the final norm. `documents` (B, T) keeps packed documents apart; -1 marks padding.
 
         Within a document positions count from 0, wherever it stands in its row, so left padding, right padding, packing
         and a cache all give a token the same state. `starts` repeats `documents` for kernels of variable length.
         """
         half = (self.compute_dtype or self.embed.weight.dtype) in (torch.bfloat16, torch.float16)  # all that the kernels take
-        placed = place if cache is None else cache.place
+        placed = token_layout if cache is None else cache.place
         placement = placed(tokens_BT, documents, positions, set(self.config.windows), starts if half else None)
         x_BTD = F.embedding(tokens_BT, self.embed.weight)
         if self.position is not None:
@@ -219,7 +219,7 @@ class Transformer(nn.Module):
             x_BTD = self.run(layers, x_BTD, rotary, values, recompute)
         return self.norm(x_BTD)
 
-    def rotary(self, placement: Placement) -> tuple[Tensor, Tensor] | None:
+    def rotary(self, placement: TokenLayout) -> tuple[Tensor, Tensor] | None:
         if self.frequencies is None:
             return None
         assert isinstance(self.frequencies, Tensor)
@@ -240,7 +240,8 @@ class Transformer(nn.Module):
         return self.logits(self.hidden(tokens_BT))
 
 
-def run_blocks(layers: Sequence[tuple[nn.Module, Sight, LayerView | None]], x_BTD: Tensor, rotary: tuple[Tensor, Tensor] | None,
+def run_blocks(layers: Sequence[tuple[nn.Module, AttentionMask, LayerCacheView | None]], x_BTD: Tensor,
+               rotary: tuple[Tensor, Tensor] | None,
                values: tuple[list[Tensor], ...], recompute: bool) -> Tensor:
     for block, sight, cache in layers:
         arguments = (x_BTD, rotary, sight, cache, *values)
@@ -277,10 +278,10 @@ def make_norm(c: ModelConfig) -> nn.Module:
     return RmsNorm(c.width, c.norm_eps) if c.norm == "rms" else LayerNorm(c.width, c.norm_eps)
 
 
-def beside(x: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
+def stream_and_norm(x: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
     """x and its norm. An RMS norm in training on a GPU is a kernel's, which makes one gradient of both; no hook sees it at work."""
-    if isinstance(norm, RmsNorm) and trains_fused(x):
-        return fused_normed_beside(x, norm.weight, norm.eps)
+    if isinstance(norm, RmsNorm) and uses_fused_norm(x):
+        return fused_stream_and_norm(x, norm.weight, norm.eps)
     return x, norm(x)
 
 

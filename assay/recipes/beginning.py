@@ -8,23 +8,22 @@ import torch
 from torch import Tensor
 
 from assay.errors import GuardStop, UsageError
-from assay.guard.proof import demanded, prove_checkpoint
-from assay.guard.subject import Probing
-from assay.guard.update import check_adapted
-from assay.guard.watch import stop_if_refuted
+from assay.guard.proof import prove_checkpoint, without_optional
+from assay.guard.proof_subject import ProofSampling
+from assay.guard.training_guards import check_adapted, stop_if_refuted
 from assay.learn.optim import load_state_tensors
-from assay.model.lora import Site, attach, fresh, plan
+from assay.model.lora import LoraSite, attach, fresh, plan
 from assay.model.placement import place_for_training
-from assay.model.stops import resolve_stops
+from assay.model.resize_embeddings import resize_embeddings, with_new_tokens
+from assay.model.special_tokens import resolve_special_tokens
 from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import Transformer
-from assay.model.vocabulary import grow, with_new_tokens
 from assay.recipes.forms import Adapter, Form, Whole
 from assay.recipes.options import Trained
 from assay.store import checkpoint
-from assay.store.artifact import Artifact, assembled, build, open_artifact
+from assay.store.artifact import Artifact, assemble_model, build_model, open_artifact
 from assay.store.checkpoint import open_checkpoint
-from assay.store.pack import Ancestor, Lineage, model_contents
+from assay.store.saving import Ancestor, Lineage, model_contents
 from assay.verdict import Outcome, overall
 
 
@@ -87,7 +86,7 @@ def prepared(config: Trained, source: Artifact, say: Callable[[str], None]) -> A
 
 def write_proven(where: Path, contents: checkpoint.Contents, *, against: str | None = None) -> None:
     """A model that a run makes to begin with: written, and proven before it is trained on. What it says, the first checkpoint shows."""
-    checkpoint.write(where, contents)
+    checkpoint.write_checkpoint(where, contents)
     require_proven(where, against=against)
 
 
@@ -95,8 +94,8 @@ def require_proven(where: Path, *, against: str | None = None) -> None:
     """Also of one that an earlier sitting wrote: it may have been killed before the proof, or stopped by it."""
     if checkpoint.open_checkpoint(where).hallmark is not None:
         return
-    verdicts = prove_checkpoint(where, against=against, probing=Probing(samples=0))
-    if overall(demanded(verdicts)) is not Outcome.PROVEN:
+    verdicts = prove_checkpoint(where, against=against, probing=ProofSampling(samples=0))
+    if overall(without_optional(verdicts)) is not Outcome.PROVEN:
         raise GuardStop(f"{where} is not proven: " + "; ".join(str(v) for v in verdicts if v.outcome is not Outcome.PROVEN))
 
 
@@ -104,19 +103,20 @@ def _based(config: Trained, source: Artifact, say: Callable[[str], None]) -> che
     tokenizer = source.tokenizer
     if not config.new_tokens or tokenizer is None:
         lineage = Lineage("same", Ancestor(source.digest, str(source.path.resolve())))
-        return model_contents(build(source), tokenizer, source.stops, lineage)
+        return model_contents(build_model(source), tokenizer, source.stops, lineage)
     grown_tokenizer = with_new_tokens(tokenizer, config.new_tokens)
-    grown = grow(source.config, source.tensors, tokenizer, grown_tokenizer)
+    grown = resize_embeddings(source.config, source.tensors, tokenizer, grown_tokenizer)
     say(f"new tokens {' '.join(config.new_tokens)}: rows {', '.join(map(str, grown.rows))} of {grown.config.vocab}, each the mean of "
         "the pieces its text was")
-    model = assembled(grown.config, grown.tensors, torch.float32).eval()
-    return model_contents(model, grown_tokenizer, resolve_stops(grown_tokenizer, {}, {"eos_token_id": list(source.stops.stop_ids)}),
+    model = assemble_model(grown.config, grown.tensors, torch.float32).eval()
+    return model_contents(model, grown_tokenizer, resolve_special_tokens(grown_tokenizer, {},
+                                                                         {"eos_token_id": list(source.stops.stop_ids)}),
                           Lineage("new"))
 
 
 def trainable(config: Trained, parent: Artifact, tokenizer: Tokenizer, reach: Callable[[int], float],
               say: Callable[[str], None]) -> tuple[Transformer, Form]:
-    model, ancestor = build(parent), Ancestor(parent.digest, str(parent.path.resolve()))
+    model, ancestor = build_model(parent), Ancestor(parent.digest, str(parent.path.resolve()))
     for parameter in model.parameters():  # memory of its own: what is learned must not change the parent it is held against
         parameter.data = parameter.data.clone()
     if parent.patch is not None and parent.base is not None and parent.adapter is not None:
@@ -166,7 +166,7 @@ def carry(optimizer: torch.optim.Optimizer, beginning: Beginning) -> None:
         load_state_tensors(optimizer, dict(beginning.model.named_parameters()), beginning.carried)
 
 
-def _plan_in_words(planned: list[Site], rank: int, alpha: float, scale: float) -> str:
+def _plan_in_words(planned: list[LoraSite], rank: int, alpha: float, scale: float) -> str:
     leaves: dict[str, int] = {}
     for site in planned:
         leaf = site.foreign.rpartition(".")[2]

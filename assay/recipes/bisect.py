@@ -11,18 +11,18 @@ from typing import Any
 
 import numpy as np
 
+from assay.comparison.bisection import Bisection, bisect_first_bad
 from assay.errors import AssayError, UsageError
-from assay.measure.bisect import Found, bisect
-from assay.measure.choose import compare_losses
 from assay.recipes.run import read_rows
-from assay.store.checkpoint import open_checkpoint, steps
-from assay.store.identity import recorded_digest
+from assay.statistics.early_stopping import compare_losses
+from assay.store.checkpoint import open_checkpoint, step_folders
+from assay.store.digests import recorded_digest
 
 Probe = Callable[[Path], bool]
-KNOWN = "FILE.py:function, loss-above:X, loss-jump, health or differs:RUN"
+_KNOWN = "FILE.py:function, loss-above:X, loss-jump, health or differs:RUN"
 
 
-def first_bad_checkpoint(run: Path, bad: Probe, *, every: bool = False, say: Callable[[str], None] = print) -> Found[Path]:
+def first_bad_checkpoint(run: Path, bad: Probe, *, every: bool = False, say: Callable[[str], None] = print) -> Bisection[Path]:
     """Only checkpoints with a hallmark are asked: of the others nobody knows whether they are what was trained."""
     proven, passed_over = shelf(run)
     for sentence in passed_over:
@@ -35,7 +35,7 @@ def first_bad_checkpoint(run: Path, bad: Probe, *, every: bool = False, say: Cal
         say(f"{path.name}: {'bad' if is_bad else 'good'}")
         return is_bad
 
-    return bisect(proven, told, every=every)
+    return bisect_first_bad(proven, told, every=every)
 
 
 def shelf(run: Path) -> tuple[list[Path], list[str]]:
@@ -43,7 +43,7 @@ def shelf(run: Path) -> tuple[list[Path], list[str]]:
     if not (run / "checkpoints").is_dir():
         raise UsageError(f"{run}: there is no folder `checkpoints` here, so this is not a run")
     proven, passed_over = [], []
-    for path in steps(run / "checkpoints"):
+    for path in step_folders(run / "checkpoints"):
         try:
             if open_checkpoint(path, verify=False).hallmark is not None:
                 proven.append(path)
@@ -67,7 +67,7 @@ def probe_named(text: str, run: Path) -> Probe:
         return loss_jump(run)
     if text == "health":
         return is_malformed
-    raise UsageError(f"--probe {text}: expected {KNOWN}")
+    raise UsageError(f"--probe {text}: expected {_KNOWN}")
 
 # ---------------------------------------------------------------- probes
 
@@ -117,15 +117,14 @@ def loss_jump(run: Path) -> Probe:
 
 def is_malformed(checkpoint: Path) -> bool:
     """What `assay probe` would say: more malformed texts are shown than are tolerated."""
-    from assay.generate.request import Sampling
-    from assay.measure.examinee import OpenedModel
-    from assay.measure.probe import probe
-    from assay.measure.probe_prompts import BEGINNINGS, BUILT_IN
-    from assay.measure.speakers import OfModel
+    from assay.evaluation.loaded_model import LoadedModel
+    from assay.generate.generation_request import Sampling
+    from assay.health.generation_probe import ModelGenerator, probe
+    from assay.health.probe_prompts import BUILT_IN_PROMPTS, TEXT_BEGINNINGS
     from assay.store.artifact import open_artifact
 
-    speaker = OfModel(OpenedModel(open_artifact(checkpoint)), Sampling(max_new=128))
-    health = probe(speaker, BEGINNINGS if speaker.raw else BUILT_IN, name=checkpoint.name)
+    speaker = ModelGenerator(LoadedModel(open_artifact(checkpoint)), Sampling(max_new=128))
+    health = probe(speaker, TEXT_BEGINNINGS if speaker.raw else BUILT_IN_PROMPTS, name=checkpoint.name)
     return health.malformed
 
 

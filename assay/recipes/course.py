@@ -3,12 +3,12 @@
 import re
 from collections.abc import Mapping
 
-from assay.guard.rollouts import stops, warnings
+from assay.guard.rollout_checks import check_collapse, rollout_warnings
 from assay.recipes.run import Run, read_rows
 from assay.verdict import Verdict
 
 SAID_AGAIN = 50  # steps after which a warning is repeated
-SHOWN = {"reward": "reward", "±": "reward_std", "length": "completions/mean_length", "kl": "kl", "entropy": "entropy"}
+_SHOWN = {"reward": "reward", "±": "reward_std", "length": "completions/mean_length", "kl": "kl", "entropy": "entropy"}
 
 
 class Course:
@@ -39,10 +39,10 @@ class Course:
         self.history[-1] |= found
 
     def verdicts(self) -> list[Verdict]:
-        return stops(self.history, self.vocab)
+        return check_collapse(self.history, self.vocab)
 
     def tell(self, step: int) -> None:
-        for sentence in warnings(self.history):
+        for sentence in rollout_warnings(self.history):
             self.warn(step, sentence)
 
     def warn(self, step: int, sentence: str) -> None:
@@ -56,4 +56,4 @@ class Course:
     def line(self) -> str:
         """Of the last rollout, for a progress line."""
         now = self.history[-1]
-        return "  ".join(f"{name} {now[key]:.4g}" for name, key in SHOWN.items() if key in now)
+        return "  ".join(f"{name} {now[key]:.4g}" for name, key in _SHOWN.items() if key in now)

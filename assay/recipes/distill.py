@@ -8,15 +8,14 @@ from typing import Any
 import numpy as np
 
 from assay.data.batch import Batch
-from assay.data.chat import Example
-from assay.data.packing import Packed
+from assay.data.chat import TrainingExample
+from assay.data.packing import PackedExamples
 from assay.errors import UsageError
-from assay.guard import teacher as guard
-from assay.guard.held_out import check_result
+from assay.evaluation.held_out_loss import HeldOut, score_examples
+from assay.evaluation.teacher_agreement import Agreement
+from assay.guard import distillation_checks as guard
+from assay.guard.conclusion_checks import check_reported_loss
 from assay.learn.objectives import Objective, next_token
-from assay.measure.agreement import Agreement
-from assay.measure.estimate import Estimate, ratio
-from assay.measure.held_out import HeldOut, score_examples
 from assay.model.transformer import Transformer
 from assay.recipes.handover import hand_over
 from assay.recipes.options import Distill, Tuning
@@ -25,13 +24,14 @@ from assay.recipes.shrunk import make_student
 from assay.recipes.teachers import Present, Pupil, Questions, Teacher, blend_of, opened, remembered
 from assay.recipes.tuning import Conversations, Tuned, conversed, held_out_batches
 from assay.recipes.written import write_text
-from assay.store.artifact import Artifact, build, open_artifact
+from assay.statistics.estimate import Estimate, ratio
+from assay.store.artifact import Artifact, build_model, open_artifact
 from assay.verdict import Verdict, refuted
 
 
 def distill(config: Distill, say: Callable[[str], None] = say_now) -> tuple[list[Verdict], int | None]:
     """The verdicts on what was handed over, and the signal that interrupted the run, if one did: then nothing was."""
-    refuse_nonsense(config)
+    _refuse_nonsense(config)
     work = Imitation(config, say) if config.how == "text" else Distillation(config, say)
     with work.run.sitting():
         if (interrupted := work.go()) is not None:
@@ -41,7 +41,7 @@ def distill(config: Distill, say: Callable[[str], None] = say_now) -> tuple[list
         return [*verdicts, check_told(work, recorded)], None
 
 
-def refuse_nonsense(config: Distill) -> None:
+def _refuse_nonsense(config: Distill) -> None:
     named = [flag for flag, value in (("--student", config.model), ("--from", config.from_), ("--student-layers", config.student_layers))
              if value is not None]
     if len(named) != 1:
@@ -91,7 +91,7 @@ class Distillation(Taught):
 
     def __init__(self, config: Distill, say: Callable[[str], None]):
         super().__init__(config, say)
-        self.source = Answered(self.order, self.teacher)
+        self.source = _Answered(self.order, self.teacher)
 
     def objective(self, config: Distill, device: str, say: Callable[[str], None]) -> Objective:
         pupil = Pupil(self.beginning.parent.config.vocab, self.beginning.tokenizer)
@@ -110,14 +110,14 @@ class Distillation(Taught):
                           f"kd_weight {blend.kd_weight:g}, ce_weight {blend.ce_weight:g}")
         return self.teacher.objective
 
-    def score(self, model: Transformer, examples: Sequence[Example], rows: int) -> HeldOut:
+    def score(self, model: Transformer, examples: Sequence[TrainingExample], rows: int) -> HeldOut:
         batches = map(self.teacher.answered, held_out_batches(examples, self.config.length, rows))
         return score_examples(model, batches, rows=rows, objective=self.teacher.objective, unit="blended nats per token")
 
-    def agreement(self, model: Transformer, examples: Sequence[Example], rows: int) -> Agreement:
+    def agreement(self, model: Transformer, examples: Sequence[TrainingExample], rows: int) -> Agreement:
         return self.teacher.agreement(model, held_out_batches(examples, self.config.length, rows))
 
-    def also_looked(self, model: Transformer, examples: Sequence[Example], rows: int) -> dict[str, float]:
+    def also_looked(self, model: Transformer, examples: Sequence[TrainingExample], rows: int) -> dict[str, float]:
         found = self.agreement(model, examples, rows).estimates()
         columns = {"eval_teacher_kl": found["kl"], "eval_teacher_top1": found["top1"], "eval_ce": found["student_ce"]}
         return {f"{name}{end}": value for name, estimate in columns.items()
@@ -125,7 +125,8 @@ class Distillation(Taught):
 
     def rehearsals(self, batch: Batch) -> list[Verdict]:
         teacher = self.teacher
-        return guard.preflight(self.model, teacher.objective, batch, teacher.blend, teacher=teacher.model, accumulate=self.accumulate,
+        return guard.preflight_distillation(self.model, teacher.objective, batch, teacher.blend, teacher=teacher.model,
+                                            accumulate=self.accumulate,
                                tokenizers=(self.beginning.tokenizer.digest, teacher.tokenizer), reachable=self.parts.form.reachable())
 
     def consulted(self) -> list[Transformer]:
@@ -158,7 +159,7 @@ class Distillation(Taught):
     def told(self, handed_over: Artifact) -> dict[str, Any]:
         """Of the bytes on disk, on everything held out, beside the student as it was before the first step."""
         parent = open_artifact(self.beginning.parent.path)  # anew: on a CPU the student has learned in the tensors that were opened first
-        before, after = (self.agreement(build(artifact).to(self.device), self.conversations.held_out, self.parts.micro)
+        before, after = (self.agreement(build_model(artifact).to(self.device), self.conversations.held_out, self.parts.micro)
                          for artifact in (parent, handed_over))
         was, now, fell = before.estimates(), after.estimates(), fall(before, after)
         share = f", down by {fell} of what it was" if fell else ""
@@ -169,10 +170,10 @@ class Distillation(Taught):
 
 
 @dataclass(frozen=True)
-class Answered:
+class _Answered:
     """The order's batches, each with what the teacher says of it."""
 
-    order: Packed
+    order: PackedExamples
     teacher: Teacher
 
     def batch(self, step: int) -> Batch:
@@ -202,7 +203,7 @@ def check_told(work: Taught, recorded: HeldOut) -> Verdict:
     """The score in the ledger is the mean over every token held out: not the last batch's loss, nor a look's."""
     told = [event for event in work.run.ledger.events() if event["kind"] == "hand over"][-1]
     assert recorded.tokens is not None
-    verdict = check_result(told["score"]["mean"], recorded.per_document, recorded.tokens)
+    verdict = check_reported_loss(told["score"]["mean"], recorded.per_document, recorded.tokens)
     if recorded.per_document.size != len(work.conversations.held_out):
         return refuted("result", f"{recorded.per_document.size} of {len(work.conversations.held_out)} held-out conversations were scored")
     return verdict

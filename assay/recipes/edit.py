@@ -10,123 +10,122 @@ from typing import Any
 
 import torch
 
-from assay.edit.causal import Effects, best_window, trace
-from assay.edit.contexts import Contexts, contexts
-from assay.edit.facts import Fact, Refused, read_facts
-from assay.edit.memit import Edited, by_moments, by_null_space, checked_layers, towards
-from assay.edit.moments import LENGTH, Reading, parted, read_text, second_moments
-from assay.edit.picture import draw
-from assay.edit.rome import rome
-from assay.edit.subject import prompt_ids, spots
-from assay.edit.targets import Aim, find_targets
+from assay.edit.causal_tracing import IndirectEffects, best_window, causal_trace
+from assay.edit.contexts import Contexts, sample_contexts
+from assay.edit.edit_preflight import check_batching, check_keys, check_spans, check_targets
+from assay.edit.fact_questions import ask_questions, begins_with, fact_questions, greedy_texts
+from assay.edit.facts import Fact, RefusedFact, read_facts
+from assay.edit.memit import EditResult, alphaedit_solver, checked_layers, memit_solver, rome, spread_over_layers
+from assay.edit.moments import ROW_LENGTH, TokenizedText, read_text, second_moments, split_text
+from assay.edit.subject_tokens import encode_prompt, placeable_facts
+from assay.edit.targets import TargetOptions, find_targets
 from assay.errors import DataError, UsageError
-from assay.guard.behaviour import greedy
-from assay.guard.proof import Request, mark, prove
-from assay.guard.subject import AS_USUAL, Probing
-from assay.measure.edit_preflight import check_batching, check_keys, check_spans, check_targets
-from assay.measure.edit_probe import Probed, check_probe, probed
-from assay.measure.edits import (
-    Examined,
-    Goals,
+from assay.evaluation.edit_evaluation import (
+    EditedReplies,
+    EditGoals,
     check_edits,
     check_retest,
     check_subjects,
     check_update,
-    estimates,
-    examine,
-    failures,
+    edit_estimates,
+    edit_failures,
+    evaluate_edits,
     update_sizes,
 )
-from assay.measure.estimate import Estimate
-from assay.measure.examinee import OpenedModel
-from assay.measure.questions import ask, begins_with, generated, questions
-from assay.model.patch import Patch, applied, patched
+from assay.evaluation.loaded_model import LoadedModel
+from assay.guard.behaviour_checks import greedy_completions
+from assay.guard.proof import ProofRequest, hallmark_or_quarantine, prove
+from assay.guard.proof_subject import DEFAULT_SAMPLING, ProofSampling
+from assay.health.edit_drift import EditDrift, check_edit_drift, probe_edit
+from assay.model.patch import Patch, patched, patched_tensors
 from assay.model.placement import default_device, require_device, uncompiled
 from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import Transformer
 from assay.recipes.edit_options import Edit
 from assay.recipes.run import Run, plain
+from assay.statistics.estimate import Estimate
 from assay.store import checkpoint, durable
-from assay.store.artifact import Artifact, assembled, build, open_artifact
+from assay.store.artifact import Artifact, assemble_model, build_model, open_artifact
 from assay.store.checkpoint import open_checkpoint
-from assay.store.export import DTYPES, stored_dtype
-from assay.store.pack import Ancestor, Lineage, model_contents
+from assay.store.export_artifact import EXPORT_DTYPES, majority_dtype
+from assay.store.saving import Ancestor, Lineage, model_contents
+from assay.tracing.plots import draw_causal_trace
 from assay.verdict import Verdict
 
-AT_ONCE = {"cpu": 64}  # facts that are asked together while looking for known ones; elsewhere MANY
-MANY = 1024
+_AT_ONCE = {"cpu": 64}  # facts that are asked together while looking for known ones; elsewhere MANY
+_MANY = 1024
 
 
 @dataclass
-class Report:
+class _Report:
     """All that a run found, as OUT/edits.json holds it."""
 
     verdicts: list[Verdict]
     estimates: dict[str, Estimate]
     failed: list[dict[str, str]]
-    refused: list[Refused]
+    refused: list[RefusedFact]
     layers: list[int]
     sizes: dict[str, float]
     seconds: dict[str, float] = field(default_factory=dict)
 
 
-def edit(config: Edit, say: Callable[[str], None]) -> Report:
-    source, device = opened(config), require_device(config.device or default_device())
+def edit(config: Edit, say: Callable[[str], None]) -> _Report:
+    source, device = _opened(config), require_device(config.device or default_device())
     with uncompiled():
-        return edit_opened(config, source, build(source).to(device), say)
+        return edit_opened(config, source, build_model(source).to(device), say)
 
 
-def edit_opened(config: Edit, source: Artifact, model: Transformer, say: Callable[[str], None]) -> Report:
+def edit_opened(config: Edit, source: Artifact, model: Transformer, say: Callable[[str], None]) -> _Report:
     where, device, tokenizer = Path(config.out) / "model", model.embed.weight.device, source.tokenizer
     assert tokenizer is not None
     scored, reading = texts(config, model, tokenizer)
     facts, refused = chosen_facts(config, model, source, say)
-    probing = Probing(config.probe_samples, str(device))
+    probing = ProofSampling(config.probe_samples, str(device))
     run, watch = Run(Path(config.out), config, say=say, probing=probing), Stopwatch()
     with run.sitting():
         run.judge("preflight", preflight(model, source, facts))
-        before = examine(model, tokenizer, facts, scored, source.stops.stop_ids)
+        before = evaluate_edits(model, tokenizer, facts, scored, source.stops.stop_ids)
         watch.lap("scores before")
         layers, effects = chosen_layers(config, model, tokenizer, facts)
         told_layers(run, layers, effects)
         watch.lap("causal trace")
         edited = solved(config, model, source, facts, layers, reading, watch)
         with patched(model, edited.patch):
-            claimed = ask(model, tokenizer, [q for q in questions(facts) if q.kind == "efficacy"], source.stops.stop_ids)
+            claimed = ask_questions(model, tokenizer, [q for q in fact_questions(facts) if q.kind == "efficacy"], source.stops.stop_ids)
         verdicts = apply_patch(source, edited.patch, where, taught=ends(model, source), probing=probing)
         run.ledger.append("proof", checkpoint="model", verdicts=plain([verdict.to_json() for verdict in verdicts]))
         watch.lap("checkpoint and proof")
         reloaded = open_artifact(where)
-        after = examine(build(reloaded).to(device), tokenizer, facts, scored, source.stops.stop_ids)
+        after = evaluate_edits(build_model(reloaded).to(device), tokenizer, facts, scored, source.stops.stop_ids)
         watch.lap("scores after")
-        texts_beside = probed(OpenedModel(source, device=str(device), dtype=torch.float32),
-                              OpenedModel(reloaded, device=str(device), dtype=torch.float32), rounds=config.probe_rounds, seed=config.seed)
+        texts_beside = probe_edit(LoadedModel(source, device=str(device), dtype=torch.float32),
+                              LoadedModel(reloaded, device=str(device), dtype=torch.float32), rounds=config.probe_rounds, seed=config.seed)
         watch.lap("probe")
         sizes = update_sizes(source.tensors, reloaded.tensors)
         unserved = [] if config.known else refused  # whoever asks for known facts gets others instead of those
-        verdicts += [check_subjects(len(facts), unserved), *check_edits(before, after, goals(config)), check_probe(texts_beside),
+        verdicts += [check_subjects(len(facts), unserved), *check_edits(before, after, goals(config)), check_edit_drift(texts_beside),
                      check_retest(claimed, after.replies),
                      check_update(sizes, edited.reached if config.method == "rome" else None, config.max_update)]
-        found = estimates(before, after) | ({} if texts_beside is None else texts_beside.estimates())
-        report = Report(verdicts, found, failures(facts, edited, after), refused, layers, sizes, watch.seconds)
-        written(run, report, facts, edited, before, after, texts_beside)
+        found = edit_estimates(before, after) | ({} if texts_beside is None else texts_beside.estimates())
+        report = _Report(verdicts, found, edit_failures(facts, edited, after), refused, layers, sizes, watch.seconds)
+        _written(run, report, facts, edited, before, after, texts_beside)
     return report
 
 
-def apply_patch(source: Artifact, patch: Patch, where: Path, *, taught: bool, probing: Probing = AS_USUAL) -> list[Verdict]:
+def apply_patch(source: Artifact, patch: Patch, where: Path, *, taught: bool, probing: ProofSampling = DEFAULT_SAMPLING) -> list[Verdict]:
     """The parent's tensors with the patch applied, as a checkpoint at `where`, proven in a fresh process and marked."""
-    changed = applied(source.tensors, patch, source.digest)
-    dtype = DTYPES[stored_dtype(source.tensors)]
-    model = assembled(source.config, source.tensors | changed, torch.float32)
+    changed = patched_tensors(source.tensors, patch, source.digest)
+    dtype = EXPORT_DTYPES[majority_dtype(source.tensors)]
+    model = assemble_model(source.config, source.tensors | changed, torch.float32)
     lineage = Lineage("moved", Ancestor(source.digest, str(source.path)), frozen=tuple(sorted(source.tensors.keys() - changed.keys())),
                       taught_to_stop=taught)
-    checkpoint.write(where, model_contents(model, source.tokenizer, source.stops, lineage, dtype=dtype))
-    verdicts = prove(Request(str(where), str(source.path), expect="moved", probing=probing))
-    mark(open_checkpoint(where), verdicts)
+    checkpoint.write_checkpoint(where, model_contents(model, source.tokenizer, source.stops, lineage, dtype=dtype))
+    verdicts = prove(ProofRequest(str(where), str(source.path), expect="moved", probing=probing))
+    hallmark_or_quarantine(open_checkpoint(where), verdicts)
     return verdicts
 
 
-def opened(config: Edit) -> Artifact:
+def _opened(config: Edit) -> Artifact:
     if (where := Path(config.out) / "model").exists():
         raise UsageError(f"{where} exists, and what was edited is never overwritten; choose another --out")
     source = open_artifact(config.path)
@@ -141,28 +140,29 @@ def preflight(model: Transformer, source: Artifact, facts: Sequence[Fact]) -> li
     """What must hold before anything is sought: the right places, the right targets, the model's own keys, padding that is none."""
     tokenizer = source.tokenizer
     assert tokenizer is not None
-    return [check_spans(tokenizer, facts), check_targets(tokenizer, facts), check_keys(model, prompt_ids(tokenizer, facts[0].prompt)),
-            check_batching(model, tokenizer, questions(facts)[:6], source.stops.stop_ids)]
+    return [check_spans(tokenizer, facts), check_targets(tokenizer, facts), check_keys(model, encode_prompt(tokenizer, facts[0].prompt)),
+            check_batching(model, tokenizer, fact_questions(facts)[:6], source.stops.stop_ids)]
 
 
 def ends(model: Transformer, source: Artifact) -> bool:
     """The parent's texts end, so the edited model's must."""
-    return any(completion.ended == "stop" for completion in greedy(model, source))
+    return any(completion.ended == "stop" for completion in greedy_completions(model, source))
 
 
-def texts(config: Edit, model: Transformer, tokenizer: Tokenizer) -> tuple[Reading, Reading]:
+def texts(config: Edit, model: Transformer, tokenizer: Tokenizer) -> tuple[TokenizedText, TokenizedText]:
     """(to score, for moments)"""
-    whole = read_text(Path(config.text), tokenizer, config.moment_tokens + config.drift_tokens, length=min(LENGTH, model.config.max_length))
-    return parted(whole, config.drift_tokens)
+    whole = read_text(Path(config.text), tokenizer, config.moment_tokens + config.drift_tokens,
+                      length=min(ROW_LENGTH, model.config.max_length))
+    return split_text(whole, config.drift_tokens)
 
 
-def goals(config: Edit) -> Goals:
-    return Goals(config.goal_efficacy, config.goal_generated, config.goal_drift)
+def goals(config: Edit) -> EditGoals:
+    return EditGoals(config.goal_efficacy, config.goal_generated, config.goal_drift)
 
 # ---------------------------------------------------------------- facts
 
 
-def chosen_facts(config: Edit, model: Transformer, source: Artifact, say: Callable[[str], None]) -> tuple[list[Fact], list[Refused]]:
+def chosen_facts(config: Edit, model: Transformer, source: Artifact, say: Callable[[str], None]) -> tuple[list[Fact], list[RefusedFact]]:
     """Those that can be placed, and where --known asks for it those that the model knows."""
     tokenizer = source.tokenizer
     assert tokenizer is not None
@@ -170,10 +170,10 @@ def chosen_facts(config: Edit, model: Transformer, source: Artifact, say: Callab
     if config.known and not any(fact.old for fact in read):
         raise DataError(f"{config.facts}: no row says what the answer was before, so --known has nothing to ask the model for; give rows "
                         "with an old and a new answer, as CounterFact has them, or leave --known out")
-    at_once = AT_ONCE.get(model.embed.weight.device.type, MANY)
+    at_once = _AT_ONCE.get(model.embed.weight.device.type, _MANY)
     facts: list[Fact] = []
     for start in range(0, len(read), at_once):
-        placed, others = spots(tokenizer, read[start : start + at_once])
+        placed, others = placeable_facts(tokenizer, read[start : start + at_once])
         facts += known(model, tokenizer, placed, source.stops.stop_ids) if config.known else placed
         refused += others
         if config.known and len(facts) >= config.known:
@@ -193,7 +193,7 @@ def known(model: Transformer, tokenizer: Tokenizer, facts: Sequence[Fact], stop_
     """Facts whose old answer the model says by itself."""
     told = [fact for fact in facts if fact.old]
     longest = max((len(tokenizer.encode(fact.old or "")) for fact in told), default=1)
-    said = generated(model, tokenizer, [fact.prompt for fact in told], longest + 2, stop_ids)
+    said = greedy_texts(model, tokenizer, [fact.prompt for fact in told], longest + 2, stop_ids)
     return [fact for fact, text in zip(told, said, strict=True) if begins_with(text, fact.old or "")]
 
 
@@ -207,12 +207,13 @@ def require_names(facts: Sequence[Fact]) -> None:
 # ---------------------------------------------------------------- layers and patch
 
 
-def chosen_layers(config: Edit, model: Transformer, tokenizer: Tokenizer, facts: Sequence[Fact]) -> tuple[list[int], Effects | None]:
+def chosen_layers(config: Edit, model: Transformer, tokenizer: Tokenizer, facts: Sequence[Fact]) -> tuple[list[int],
+                                                                                                          IndirectEffects | None]:
     depth = model.config.depth
     if config.layers != "auto":
         return parsed_layers(config.layers), None
     window = config.window or (1 if config.method == "rome" else max(1, round(depth / 6)))
-    effects = trace(model, tokenizer, facts[: config.trace_facts], window=window, samples=config.trace_samples, seed=config.seed)
+    effects = causal_trace(model, tokenizer, facts[: config.trace_facts], window=window, samples=config.trace_samples, seed=config.seed)
     return best_window(effects, depth), effects
 
 
@@ -224,22 +225,23 @@ def parsed_layers(text: str) -> list[int]:
     raise UsageError(f"--layers {text!r}: expected auto, a range such as 3-8, or a list such as 3,5,7")
 
 
-def solved(config: Edit, model: Transformer, source: Artifact, facts: Sequence[Fact], layers: list[int], reading: Reading,
-           watch: "Stopwatch") -> Edited:
+def solved(config: Edit, model: Transformer, source: Artifact, facts: Sequence[Fact], layers: list[int], reading: TokenizedText,
+           watch: "Stopwatch") -> EditResult:
     tokenizer = source.tokenizer
     assert tokenizer is not None
     moments = second_moments(model, reading, layers, source.digest)
     watch.lap("second moments")
-    around: Contexts = contexts(model, tokenizer, count=config.prefixes, length=config.prefix_tokens, seed=config.seed)
-    aim = Aim(config.steps, config.lr, config.kl, config.decay, config.clamp)
+    around: Contexts = sample_contexts(model, tokenizer, count=config.prefixes, length=config.prefix_tokens, seed=config.seed)
+    aim = TargetOptions(config.steps, config.lr, config.kl, config.decay, config.clamp)
     if config.method == "rome":
         edited = rome(model, tokenizer, facts, layers, moments, around, aim, parent=source.digest)
     else:
         layers = checked_layers(model, layers)
         targets = find_targets(model, tokenizer, facts, around, layers[-1], aim)
         watch.lap("targets")
-        solve = by_moments(moments, config.weight) if config.method == "memit" else by_null_space(moments, config.null_share, config.ridge)
-        edited = towards(model, tokenizer, facts, targets, layers, solve, around, parent=source.digest)
+        solve = memit_solver(moments, config.weight) if config.method == "memit" else alphaedit_solver(moments, config.null_share,
+                                                                                                       config.ridge)
+        edited = spread_over_layers(model, tokenizer, facts, targets, layers, solve, around, parent=source.digest)
     watch.lap("solve")
     return edited
 
@@ -258,20 +260,20 @@ class Stopwatch:
         self.seconds[name], self._last = round(now - self._last, 2), now
 
 
-def told_layers(run: Run, layers: list[int], effects: Effects | None) -> None:
+def told_layers(run: Run, layers: list[int], effects: IndirectEffects | None) -> None:
     run.ledger.append("layers", layers=layers, by="causal tracing" if effects else "the command line")
     run.say(f"layers {', '.join(map(str, layers))}")
     if effects is None:
         return
     durable.replace_file(run.folder / "causal.json", (json.dumps(asdict(effects) | {"chosen": layers}, indent=1) + "\n").encode())
     try:
-        draw(effects, layers, run.folder / "causal.png")
+        draw_causal_trace(effects, layers, run.folder / "causal.png")
     except UsageError as error:  # the picture is an extra, its numbers are there
         run.say(str(error))
 
 
-def written(run: Run, report: Report, facts: Sequence[Fact], edited: Edited, before: Examined, after: Examined,
-            texts_beside: Probed | None) -> None:
+def _written(run: Run, report: _Report, facts: Sequence[Fact], edited: EditResult, before: EditedReplies, after: EditedReplies,
+            texts_beside: EditDrift | None) -> None:
     found = {name: asdict(estimate) for name, estimate in report.estimates.items()}
     rows = [{"fact": asdict(fact), "probability": target.probability, "search_steps": target.steps, "clamped": target.clamped,
              "reached": reached} for fact, target, reached in zip(facts, edited.targets, edited.reached, strict=True)]

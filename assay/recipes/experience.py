@@ -6,12 +6,12 @@ from dataclasses import asdict, replace
 import torch
 
 from assay.data.batch import Batch
-from assay.generate.request import Completion, Sampling
-from assay.generate.weights import fingerprint
-from assay.guard.algebra import check_advantages, check_counted
-from assay.guard.policy import Floor, check_identity, check_ids, check_version, naive_logprobs, version_name
-from assay.guard.rollouts import check_independence, describe
-from assay.guard.watch import stop_if_refuted
+from assay.generate.generation_request import Completion, Sampling
+from assay.generate.sampler_weights import fingerprint
+from assay.guard.policy_identity import LogprobFloor, check_identity, check_sampled_ids, check_version, naive_logprobs, version_name
+from assay.guard.policy_loss_checks import check_advantages, check_counted
+from assay.guard.rollout_checks import check_independence, rollout_metrics
+from assay.guard.training_guards import stop_if_refuted
 from assay.learn.advantage import Advantages, group_advantages, kl_shift, refill
 from assay.learn.policy import Surrogate
 from assay.recipes.grpo_options import Grpo
@@ -35,7 +35,7 @@ from assay.recipes.rollouts import (
 )
 from assay.recipes.run import Run, append_rows, plain, read_rows, rewrite_rows
 from assay.reward.endpoint import Cost
-from assay.reward.workers import ErrorLimit, Workers
+from assay.reward.worker_pool import ErrorLimit, RewardWorkers
 from assay.verdict import Outcome, Verdict
 
 COMPARED = 16  # completions of a rollout whose log-probabilities are computed anew before the update; after it, all are compared
@@ -50,14 +50,15 @@ def address(step: int) -> tuple[str | int, ...]:
 class Experience:
     """The source of a run's batches. Step s learns from rollout s // inner, which is drawn when its first step asks for it."""
 
-    def __init__(self, config: Grpo, order: PromptOrder, sampler: Sampler, workers: Workers, judging: Judging | None, limit: ErrorLimit,
+    def __init__(self, config: Grpo, order: PromptOrder, sampler: Sampler, workers: RewardWorkers, judging: Judging | None,
+                 limit: ErrorLimit,
                  run: Run, asked: Surrogate, layout: Layout):
         self.config, self.order, self.sampler, self.workers, self.judging, self.limit = config, order, sampler, workers, judging, limit
         self.run, self.asked, self.layout, self.model = run, asked, layout, sampler.model
         self.sampling = Sampling(max_new=config.max_new, temperature=config.temperature, seed=config.seed)
         self.file = run.folder / "samples.jsonl"
         self.reference: Reference | None = None
-        self.floor = Floor(0.0, 0.0, 0)
+        self.floor = LogprobFloor(0.0, 0.0, 0)
         self.updates = 0  # since the fork, as far as they have moved the weights
         self.waiting: list[str] = []  # prompts whose group could not be judged: the next rollout draws them again
         self._score = quickest_score(self.model, layout)
@@ -110,7 +111,7 @@ class Experience:
     def measured(self) -> dict[str, float]:
         """Of the last rollout. Asked for while a GPU is learning from it, it costs no time."""
         groups = self._drawn
-        found = describe([group.completions for group in groups], [group.rewards for group in groups], self.advantages(groups))
+        found = rollout_metrics([group.completions for group in groups], [group.rewards for group in groups], self.advantages(groups))
         found |= component_metrics(groups)
         for reward in (reward for reward in self.workers.rewards if reward.name == "answer" and reward.file is None):
             found |= reading_metrics(groups, reward.options.get("form", "any"))
@@ -185,7 +186,7 @@ class Experience:
         said = [(group.prompt, completion) for group in learned for completion in group.completions]
         versions = [completion.version for group in everything for completion in group.completions]
         return [check_version(versions, version_name(step, fingerprint(self.model))),
-                check_ids(batch, [prompt.ids for prompt, _ in said], [completion.ids for _, completion in said],
+                check_sampled_ids(batch, [prompt.ids for prompt, _ in said], [completion.ids for _, completion in said],
                           stop_ids=self.sampler.engine.stop_ids, cap=self.config.max_new),
                 self.identity(said, rows),
                 check_independence([group.completions for group in everything]),

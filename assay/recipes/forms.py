@@ -9,19 +9,19 @@ from torch import Tensor
 from assay.model.families import hf_layout, to_foreign
 from assay.model.lora import LoraLinear
 from assay.model.patch import Patch
-from assay.model.stops import Stops
+from assay.model.special_tokens import SpecialTokens
 from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import Transformer
 from assay.store.artifact import open_artifact
 from assay.store.checkpoint import Checkpoint, Contents
-from assay.store.pack import Ancestor, Lineage, adapter_contents, model_contents
 from assay.store.peft import write_adapter
+from assay.store.saving import Ancestor, Lineage, adapter_contents, model_contents
 
 
 class Whole:
     """Every parameter is trained. `lineage` says how the checkpoint of a step stands to what came before it."""
 
-    def __init__(self, model: Transformer, tokenizer: Tokenizer, stops: Stops, lineage: Callable[[int], Lineage]):
+    def __init__(self, model: Transformer, tokenizer: Tokenizer, stops: SpecialTokens, lineage: Callable[[int], Lineage]):
         self.model, self.tokenizer, self.stops, self.lineage = model, tokenizer, stops, lineage
 
     def trained(self) -> list[str]:

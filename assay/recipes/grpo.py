@@ -9,17 +9,16 @@ import numpy as np
 import torch
 
 from assay.data.batch import Batch
-from assay.data.consumed import ids_digest
+from assay.data.data_ledger import ids_digest
 from assay.errors import GuardStop
-from assay.generate.weights import fingerprint
-from assay.guard.algebra import check_directions, check_policy_loss
-from assay.guard.judge import check_drill, check_order
-from assay.guard.parity import Gradients
-from assay.guard.policy import check_floor, check_on_policy, check_reference
-from assay.guard.reward import natural_style, preflight
-from assay.guard.subject import Probing
-from assay.guard.update import check_steps, check_weights
-from assay.guard.watch import Read, Watch
+from assay.generate.sampler_weights import fingerprint
+from assay.guard.judge_checks import check_judge_order, check_judge_parser
+from assay.guard.loss_preflight import Gradients
+from assay.guard.policy_identity import check_floor, check_on_policy, check_reference
+from assay.guard.policy_loss_checks import check_directions, check_policy_loss
+from assay.guard.proof_subject import ProofSampling
+from assay.guard.reward_checks import completion_style, preflight_rewards
+from assay.guard.training_guards import StepReading, StepWatch, check_steps, check_weights
 from assay.learn.loop import Step
 from assay.learn.objectives import averages
 from assay.learn.optim import adamw
@@ -55,10 +54,10 @@ from assay.recipes.run import Run, plain, say_now
 from assay.recipes.training import Parts, Training
 from assay.recipes.trials import Answered, Examiner, Trials, check_gain, check_same_answers
 from assay.recipes.tuning import BETAS, reach
-from assay.reward.verify import parse_rewards
-from assay.reward.workers import ErrorLimit, Workers
-from assay.store.artifact import Artifact, build, open_artifact
-from assay.store.pack import Lineage
+from assay.reward.reward_functions import parse_rewards
+from assay.reward.worker_pool import ErrorLimit, RewardWorkers
+from assay.store.artifact import Artifact, build_model, open_artifact
+from assay.store.saving import Lineage
 from assay.verdict import Verdict, proven, refuted, unproven
 
 LR_WHOLE, LR_ADAPTER = 1e-6, 2e-5
@@ -90,8 +89,8 @@ class Reinforcement(Training):
         rewards, self.metric = parse_rewards(config.reward, relative=True), chosen_metric(config)
         self.rules = [reward for reward in rewards if not reward.relative]
         self.judging = next((Judging(reward, config.seed) for reward in rewards if reward.relative), None)
-        self.workers = Workers(self.rules, count=config.reward_workers, seconds=config.reward_seconds)
-        self.metric_workers = None if config.metric is None else Workers([self.metric], count=1, seconds=config.reward_seconds)
+        self.workers = RewardWorkers(self.rules, count=config.reward_workers, seconds=config.reward_seconds)
+        self.metric_workers = None if config.metric is None else RewardWorkers([self.metric], count=1, seconds=config.reward_seconds)
         self.asked = surrogate(config, device)
         for line in announced(config, start, order, self.prompts, self.lr, pace, device, self.judging):
             say(line)
@@ -99,13 +98,13 @@ class Reinforcement(Training):
         carry(optimizer, start)
         limit = ErrorLimit(config.reward_errors)
         # A request that was refused until here leaves no folder, but for RUN/base.
-        run = Run(Path(config.out), config, say=say, probing=Probing(config.probe_samples, device))
+        run = Run(Path(config.out), config, say=say, probing=ProofSampling(config.probe_samples, device))
         self.sampler = self.sampler_of(start.model, config, config.sampler_device)
         self.layout = layout_of(device, config.micro, self.longest, start.model.config.max_length)
         self.experience = Experience(config, order, self.sampler, self.workers, self.judging, limit, run, self.asked, self.layout)
         self.examiner = Examiner(spread(self.prompts.held_out, config.look_prompts), self.workers, self.metric, self.metric_workers, limit,
                                  examining(config), max(1, config.eval_samples), judged=self.judging is not None)
-        watch = Watch([group["lr"] for group in optimizer.param_groups], pace.multiplier, steady=False)
+        watch = StepWatch([group["lr"] for group in optimizer.param_groups], pace.multiplier, steady=False)
         super().__init__(config, Parts(run, start.model, start.form, optimizer, policy_gradient(self.asked), self.experience, pace,
                                        Trials(run, self.answered, name=self.metric.name, device=device), watch, self.layout.rows,
                                        config.clip, whole_rollouts(config.checkpoint_every, config.inner),
@@ -163,7 +162,7 @@ class Reinforcement(Training):
         return [*verdicts, self.check_fork()] if self.start == 0 else verdicts
 
     def check_fork(self) -> Verdict:
-        parent = place_for_training(build(self.parent()), self.device, compile=False)
+        parent = place_for_training(build_model(self.parent()), self.device, compile=False)
         return check_fork(parent, self.model, self.shown, self.rehearsed, self.config.temperature, self.experience.floor)
 
     def precision(self, batch: Batch, found: Gradients) -> list[Verdict]:
@@ -192,9 +191,9 @@ class Reinforcement(Training):
         rows, texts, encode = [prompt.row for prompt in every], [prompt.text for prompt in every], self.beginning.tokenizer.encode
         verdicts = [check_apart(self.prompts.train, self.prompts.held_out)]
         if self.rules:
-            verdicts += preflight(self.rules, rows, self.workers, prompts=texts, count_tokens=lambda text: len(encode(text)))
+            verdicts += preflight_rewards(self.rules, rows, self.workers, prompts=texts, count_tokens=lambda text: len(encode(text)))
         if self.judging is not None:
-            verdicts += [check_drill(), check_order(self.judging.asked, rows, texts, natural_style(self.rules, rows))]
+            verdicts += [check_judge_parser(), check_judge_order(self.judging.asked, rows, texts, completion_style(self.rules, rows))]
         return verdicts
 
     def same_data(self, recorded: Mapping[str, Any]) -> Verdict:
@@ -243,7 +242,7 @@ class Reinforcement(Training):
         self.experience.judge("step", [*verdicts, *self.course.verdicts()])
         self.course.tell(step.index)
 
-    def record(self, read: list[Read]) -> None:
+    def record(self, read: list[StepReading]) -> None:
         for step, loss, norm, metrics in read:
             self.run.record(step.index, loss=loss, grad_norm=norm, learning_rate=self.watch.peaks[0] * step.multiplier,
                             epoch=self.source.epoch_of(step.index), data=ids_digest(step.ids), **self.noted.pop(step.index), **metrics,
@@ -290,7 +289,7 @@ class Reinforcement(Training):
 
     def answers_of(self, artifact: Artifact) -> np.ndarray:
         """To all held-out prompts, by the bytes on disk."""
-        model = place_for_training(build(artifact), self.device, compile=False)
+        model = place_for_training(build_model(artifact), self.device, compile=False)
         return self.examiner(self.sampler_of(model, self.config), self.prompts.held_out).wanted
 
     def hand_over(self) -> list[Verdict]:

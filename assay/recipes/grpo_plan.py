@@ -7,7 +7,7 @@ import torch
 
 from assay.data.packing import hold_out
 from assay.errors import UsageError
-from assay.generate.request import Sampling
+from assay.generate.generation_request import Sampling
 from assay.learn.policy import Surrogate
 from assay.model.placement import require_device
 from assay.model.transformer import parameter_count
@@ -17,7 +17,7 @@ from assay.recipes.judged import Judging
 from assay.recipes.pace import Budget, Pace
 from assay.recipes.rollouts import Prompt, PromptOrder, prompts_digest, read_prompts
 from assay.recipes.tuning import refuse_unbudgeted
-from assay.reward.verify import Reward, parse_rewards
+from assay.reward.reward_functions import RewardSpec, parse_rewards
 from assay.verdict import Verdict, proven, refuted
 
 NEVER = 10**12
@@ -49,7 +49,7 @@ def surrogate(config: Grpo, device: str) -> Surrogate:
                      entropy_weight=bonus, temperature=config.temperature)
 
 
-def chosen_metric(config: Grpo) -> Reward:
+def chosen_metric(config: Grpo) -> RewardSpec:
     """The reward that says what is wanted: as named, or the heaviest rule of what is rewarded."""
     if config.metric is not None:
         return replace(parse_rewards([config.metric])[0], weight=1.0)

@@ -9,27 +9,27 @@ import torch
 from torch import Tensor
 
 from assay.errors import ArtifactError
-from assay.guard.proof import Request, mark, prove
-from assay.guard.subject import AS_USUAL, Probing
-from assay.learn.ema import averaged
-from assay.measure.held_out import HeldOut
+from assay.evaluation.held_out_loss import HeldOut
+from assay.guard.proof import ProofRequest, hallmark_or_quarantine, prove
+from assay.guard.proof_subject import DEFAULT_SAMPLING, ProofSampling
+from assay.learn.ema import ema_weights
 from assay.model.placement import default_device, place_for_training
 from assay.model.transformer import Transformer
 from assay.recipes.looks import Looks
 from assay.recipes.run import Run, plain
 from assay.store import checkpoint
-from assay.store.artifact import Artifact, build, locate, merged, open_artifact
+from assay.store.artifact import Artifact, build_model, locate_artifact, merged_tensors, open_artifact
 from assay.store.checkpoint import open_checkpoint
-from assay.store.export import export
-from assay.store.pack import Ancestor, Lineage, model_contents
+from assay.store.export_artifact import export_artifact
+from assay.store.saving import Ancestor, Lineage, model_contents
 from assay.verdict import Outcome, Verdict, proven, refuted
 
-Score = Callable[[Transformer], HeldOut]
+_Score = Callable[[Transformer], HeldOut]
 SAME_SCORE = 1e-4  # bits per byte, or nats per token: what fp32 sums in another order may differ by
 SAME_LOOK = {torch.float32: 1e-4, torch.bfloat16: 1e-2}  # a document's loss, compiled or not, relative to the mean
 
 
-def hand_over(run: Run, best: Path, looks: Looks, final: Score,
+def hand_over(run: Run, best: Path, looks: Looks, final: _Score,
               also: Callable[[Artifact], Mapping[str, Any]] | None = None) -> tuple[HeldOut, list[Verdict]]:
     """`RUN/model` is the best checkpoint as a plain Hugging Face folder, proven; `final` scores it, and that is the run's score.
 
@@ -38,10 +38,10 @@ def hand_over(run: Run, best: Path, looks: Looks, final: Score,
     """
     run.say(f"best: {best.name}; {looks.verdict_in_words()}")
     verdicts = [check_look(looks, best)]
-    recorded = rescored(scored(open_artifact(best)), final, looks.device)
+    recorded = rescored(_scored(open_artifact(best)), final, looks.device)
     places, found = exported(run, best)
     verdicts += found
-    verdicts.append(check_score(recorded, rescored(open_artifact(run.folder / "model"), final, looks.device)))
+    verdicts.append(_check_score(recorded, rescored(open_artifact(run.folder / "model"), final, looks.device)))
     run.ledger.append("hand over", checkpoint=best.name, unit=recorded.unit, score=asdict(recorded.estimate),
                       **({} if also is None else plain(also(open_artifact(run.folder / "model")))),
                       verdicts=plain([verdict.to_json() for verdict in verdicts]))
@@ -52,7 +52,7 @@ def hand_over(run: Run, best: Path, looks: Looks, final: Score,
 
 def exported(run: Run, best: Path) -> tuple[list[Path], list[Verdict]]:
     """`RUN/model`, and of an adapter `RUN/adapter` before it: written, and proven in a fresh process."""
-    places = [run.folder / name for name in (("adapter", "model") if locate(best).adapter else ("model",))]
+    places = [run.folder / name for name in (("adapter", "model") if locate_artifact(best).adapter else ("model",))]
     verdicts = []
     for where in places:
         if handed_over_before(best, where):
@@ -60,7 +60,7 @@ def exported(run: Run, best: Path) -> tuple[list[Path], list[Verdict]]:
         else:
             run.set_aside(where)
             found = written(best, where, "peft" if where.name == "adapter" else None, run.probing)
-            mark(open_checkpoint(where), found)
+            hallmark_or_quarantine(open_checkpoint(where), found)
             verdicts += found
     return places, verdicts
 
@@ -75,30 +75,30 @@ def handed_over_before(best: Path, where: Path) -> bool:
         return False
 
 
-def scored(saved: Artifact) -> Artifact:
+def _scored(saved: Artifact) -> Artifact:
     """The weight set of a checkpoint that the looks scored: its model, or the average in its optimizer's file."""
     assert saved.raw.checkpoint is not None
     if saved.raw.checkpoint.facts["scored_set"] != "ema":
         return saved
-    return replace(saved, tensors=averaged(saved.raw.checkpoint.optimizer() or {}))
+    return replace(saved, tensors=ema_weights(saved.raw.checkpoint.optimizer() or {}))
 
 
-def written(best: Path, where: Path, form: Literal["peft"] | None = None, probing: Probing = AS_USUAL) -> list[Verdict]:
+def written(best: Path, where: Path, form: Literal["peft"] | None = None, probing: ProofSampling = DEFAULT_SAMPLING) -> list[Verdict]:
     """The scored set as a Hugging Face folder, proven in a fresh process: the checkpoint's model, or its average."""
     saved = open_artifact(best)
     if saved.patch is not None:
-        bound = export(saved, "peft", where) if form == "peft" else export(saved, "merged", where, "float32")
-        return prove(Request(str(where), str(best), expect="same", bound=bound, probing=probing))
-    if (chosen := scored(saved)) is saved:
-        return prove(Request(str(where), str(best), expect="same", bound=export(saved, "hf", where), probing=probing))
+        bound = export_artifact(saved, "peft", where) if form == "peft" else export_artifact(saved, "merged", where, "float32")
+        return prove(ProofRequest(str(where), str(best), expect="same", bound=bound, probing=probing))
+    if (chosen := _scored(saved)) is saved:
+        return prove(ProofRequest(str(where), str(best), expect="same", bound=export_artifact(saved, "hf", where), probing=probing))
     lineage = Lineage("moved", Ancestor(saved.digest, str(best)), weight_set="ema", scored_set="ema")
-    checkpoint.write(where, model_contents(build(chosen), saved.tokenizer, saved.stops, lineage))
-    return [*prove(Request(str(where), str(best), expect="moved", probing=probing)), check_weight_set(best, where)]
+    checkpoint.write_checkpoint(where, model_contents(build_model(chosen), saved.tokenizer, saved.stops, lineage))
+    return [*prove(ProofRequest(str(where), str(best), expect="moved", probing=probing)), check_weight_set(best, where)]
 
 
 def check_weight_set(best: Path, where: Path) -> Verdict:
     """What lies at `where` is the set that was scored, bit for bit, and not the other one."""
-    due, found = (_as_stored(where, artifact) for artifact in (scored(open_artifact(best)), open_artifact(where)))
+    due, found = (_as_stored(where, artifact) for artifact in (_scored(open_artifact(best)), open_artifact(where)))
     assert due.keys() == found.keys(), "both were opened strictly, as the same architecture"
     wrong = sorted(name for name in due if not torch.equal(due[name], found[name]))
     words = f"{len(due) - len(wrong)} of {len(due)} tensors are those that were scored, bit for bit"
@@ -111,17 +111,17 @@ def _as_stored(where: Path, artifact: Artifact) -> dict[str, Tensor]:
     """An adapter's own tensors where an adapter was written, the merged model's where a model was."""
     if artifact.patch is None:
         return artifact.tensors
-    return artifact.raw.tensors if locate(where).adapter else merged(artifact, torch.float32)
+    return artifact.raw.tensors if locate_artifact(where).adapter else merged_tensors(artifact, torch.float32)
 
 
-def rescored(artifact: Artifact, final: Score, device: str | None = None) -> HeldOut:
+def rescored(artifact: Artifact, final: _Score, device: str | None = None) -> HeldOut:
     """The score of the bytes on disk, not of any model in memory."""
-    return final(build(artifact).to(device or default_device()))
+    return final(build_model(artifact).to(device or default_device()))
 
 
 def check_look(looks: Looks, best: Path) -> Verdict:
     """The bytes of the best checkpoint score what the look recorded of the live model: they are the weights that were scored."""
-    model = place_for_training(build(scored(open_artifact(best))), looks.device, compile=False)
+    model = place_for_training(build_model(_scored(open_artifact(best))), looks.device, compile=False)
     found = looks.score(model).per_document
     recorded, bound = looks.losses[looks.steps.index(looks.best_step())], SAME_LOOK[model.compute_dtype or torch.float32]
     error = float(abs(found - recorded).max() / (looks.scale or recorded.mean()))
@@ -132,7 +132,7 @@ def check_look(looks: Looks, best: Path) -> Verdict:
     return proven("score", words, error=error)
 
 
-def check_score(recorded: HeldOut, found: HeldOut) -> Verdict:
+def _check_score(recorded: HeldOut, found: HeldOut) -> Verdict:
     difference = abs(recorded.estimate.mean - found.estimate.mean)
     words = f"exported bytes score {found.estimate} {found.unit}, recorded {recorded.estimate.mean:.6f}"
     return proven("score", words, difference=difference) if difference <= SAME_SCORE else refuted("score", words, difference=difference)

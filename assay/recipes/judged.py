@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 
 from assay.errors import UsageError
-from assay.guard.judge import check_agreement, check_judged, check_position
+from assay.guard.judge_checks import check_groups_judged, check_judge_agreement, check_position_bias
 from assay.recipes.rollouts import Group
 from assay.recipes.run import Run
-from assay.reward.endpoint import Cost, connected, from_environment
-from assay.reward.judge import RUBRIC, Judge, Judged, Repeat, Scores, group, rank_agreement
-from assay.reward.verify import JudgeOptions, Reward
-from assay.reward.workers import Scored
+from assay.reward.endpoint import Cost, connected, endpoint_from_environment
+from assay.reward.llm_judge import RUBRIC, Judge, Judged, Repeat, Scores, judge_group, rank_agreement
+from assay.reward.reward_functions import JudgeOptions, RewardSpec
+from assay.reward.worker_pool import ScoredItem
 from assay.verdict import Outcome, Verdict
 
 NAME = "judge"
@@ -58,10 +58,10 @@ class Heard:
 class Judging:
     """A run's judge, connected. `sitting` holds all that it said since the run was started, `rollout` what it said since `begin`."""
 
-    def __init__(self, reward: Reward, seed: int) -> None:
+    def __init__(self, reward: RewardSpec, seed: int) -> None:
         options = JudgeOptions(**reward.options)
         self.weight = reward.weight
-        self.endpoint = from_environment(options.url, options.model, key_variable=options.key, seconds=options.seconds)
+        self.endpoint = endpoint_from_environment(options.url, options.model, key_variable=options.key, seconds=options.seconds)
         self.rubric = _read(options.rubric) if options.rubric else RUBRIC
         self._open = ExitStack()
         self.judge = Judge(self._open.enter_context(connected(self.endpoint)), seed=seed, rubric=self.rubric, tries=options.tries,
@@ -86,9 +86,9 @@ class Judging:
     def joined(self, where: str, groups: Sequence[Group]) -> tuple[list[Group], dict[str, tuple[str, ...]]]:
         """The groups with the judge's component, and the reasons for those that have none, by prompt. `where` tells rollouts apart."""
         ids = [f"{where}/{place}/{each.prompt.id}" for place, each in enumerate(groups)]  # a prompt may come twice where epochs meet
-        asked = [group(id, each.prompt.text, [str(c.text) for c in each.completions]) for id, each in zip(ids, groups, strict=True)]
+        asked = [judge_group(id, each.prompt.text, [str(c.text) for c in each.completions]) for id, each in zip(ids, groups, strict=True)]
         judged = self.asked(asked)
-        self.verdicts.append(check_judged(ids, judged))
+        self.verdicts.append(check_groups_judged(ids, judged))
         faults = {each.group.id: each.faults for each in judged.unjudged}
         found = [self._with(each, judged.scores.get(id), faults.get(id, ())) for id, each in zip(ids, groups, strict=True)]
         return found, {each.prompt.id: faults[id] for id, each in zip(ids, groups, strict=True) if id in faults}
@@ -109,16 +109,16 @@ class Judging:
         """What it said and cost in this sitting is written down. A judge that contradicts itself ends the run; one that is swayed by
         the order of the page is worth a warning, because that order is another one each time."""
         run.ledger.append("judge cost", step=step, **self.identity, **self.sitting.counts())
-        run.judge("judge", [check_agreement(self.sitting.repeats)])
-        position = check_position(self.sitting.shown)
+        run.judge("judge", [check_judge_agreement(self.sitting.repeats)])
+        position = check_position_bias(self.sitting.shown)
         return position.reason if position.outcome is Outcome.REFUTED else ""
 
     def _with(self, group: Group, scores: Scores | None, faults: Sequence[str]) -> Group:
         if scores is None:
             why = f"{NAME}: {'; '.join(faults)}"
-            return replace(group, scored=[Scored(None, each.error or why, {**each.components, NAME: None}) for each in group.scored])
+            return replace(group, scored=[ScoredItem(None, each.error or why, {**each.components, NAME: None}) for each in group.scored])
         return replace(group, scored=[
-            Scored(None if each.value is None else each.value + self.weight * score, each.error, {**each.components, NAME: score})
+            ScoredItem(None if each.value is None else each.value + self.weight * score, each.error, {**each.components, NAME: score})
             for each, score in zip(group.scored, scores, strict=True)])
 
 

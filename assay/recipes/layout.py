@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from assay.data.batch import Batch
-from assay.data.packing import filled
+from assay.data.packing import fill_rows
 from assay.model.attention import PADDING
 
-WIDTH, TOKENS = 1024, 8192  # of packed rows, and of all that go through a GPU at a time: enough to keep it busy
+_WIDTH, _TOKENS = 1024, 8192  # of packed rows, and of all that go through a GPU at a time: enough to keep it busy
 NOWHERE = -1
 
 
@@ -33,7 +33,7 @@ class Layout:
         if self.width is None:
             return Packed(batch, torch.arange(batch.tokens.numel()).view(batch.tokens.shape), batch)
         lengths = (batch.documents != PADDING).sum(1).numpy()
-        plan = dealt(filled(np.arange(len(batch)), lengths, self.width), self.rows)
+        plan = dealt(fill_rows(np.arange(len(batch)), lengths, self.width), self.rows)
         places, documents = np.full((len(plan), self.width), NOWHERE), np.full((len(plan), self.width), PADDING, np.int32)
         for row, members in enumerate(plan):
             for number, (member, end) in enumerate(zip(members, lengths[members].cumsum().tolist(), strict=True)):
@@ -64,8 +64,8 @@ def layout_of(device: str, micro: int, longest: int, context: int) -> Layout:
     """`micro` completions of at most `longest` tokens may go through the model at a time."""
     if not device.startswith("cuda"):
         return Layout(micro)
-    width = min(max(WIDTH, longest), context)
-    return Layout(max(1, min(micro * longest, TOKENS) // width), width)
+    width = min(max(_WIDTH, longest), context)
+    return Layout(max(1, min(micro * longest, _TOKENS) // width), width)
 
 
 def dealt(plan: list[list[int]], hands: int) -> list[list[int]]:

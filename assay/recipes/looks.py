@@ -5,11 +5,11 @@ from pathlib import Path
 
 import numpy as np
 
-from assay.guard.held_out import check_gap
-from assay.measure.choose import choose_best
-from assay.measure.held_out import HeldOut
+from assay.evaluation.held_out_loss import HeldOut
+from assay.guard.conclusion_checks import check_generalisation_gap
 from assay.model.transformer import Transformer
 from assay.recipes.run import Run, append_rows, read_rows, rewrite_rows
+from assay.statistics.early_stopping import choose_best
 from assay.store.checkpoint import step_folder
 from assay.verdict import Outcome
 
@@ -85,7 +85,7 @@ class Looks:
         since = [i for i, seen in enumerate(self.steps) if seen > self.repeats_from]
         if len(since) < ENOUGH_FOR_A_TREND:
             return
-        verdict = check_gap([self.train[i] for i in since], [float(self.losses[i].mean()) for i in since])
+        verdict = check_generalisation_gap([self.train[i] for i in since], [float(self.losses[i].mean()) for i in since])
         if verdict.outcome is Outcome.REFUTED:
             self.run.say(f"step {step}: {verdict.reason}")
             self.run.ledger.append("gap", step=step, verdicts=[verdict.to_json()])

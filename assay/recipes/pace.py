@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from assay.errors import UsageError
-from assay.learn.schedule import cosine, warmup_stable_decay
+from assay.learn.lr_schedule import cosine, warmup_stable_decay
 
 
 @dataclass(frozen=True)

@@ -9,19 +9,18 @@ from typing import Any
 
 import torch
 
-from assay.data.budget import budget
-from assay.data.corpus import Corpus, assert_disjoint, open_corpus
 from assay.data.order import Order
+from assay.data.token_corpus import Corpus, assert_disjoint, open_corpus, token_budget
 from assay.errors import UsageError
-from assay.guard.data import check_consumed, check_order, check_same_data
-from assay.guard.subject import Probing
-from assay.guard.watch import Watch
+from assay.evaluation.held_out_loss import score_corpus
+from assay.guard.data_order_checks import check_consumed, check_epoch_order, check_same_data
+from assay.guard.proof_subject import ProofSampling
+from assay.guard.training_guards import StepWatch
 from assay.learn.ema import Ema
 from assay.learn.objectives import next_token
 from assay.learn.optim import adamw, muon
-from assay.measure.held_out import score
 from assay.model.placement import default_device, place_for_training
-from assay.model.stops import resolve_stops
+from assay.model.special_tokens import resolve_special_tokens
 from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import ModelConfig, Rope, Transformer, initialised, parameter_count, qkv_rows
 from assay.recipes.forms import Whole
@@ -33,14 +32,14 @@ from assay.recipes.run import Run, say_now
 from assay.recipes.squeezed import require_room, squeezed
 from assay.recipes.stopping import Stopping, early_rule
 from assay.recipes.training import Parts, Training
-from assay.store.pack import Lineage
+from assay.store.saving import Lineage
 from assay.verdict import Verdict
 
 DECAY = {"muon": 0.3, "adamw": 0.1}  # on enwik8, read five times in two minutes, 0.3 gave 1.145 bits per byte; 0.01 learned it by heart
 
 
 @dataclass(frozen=True)
-class Plan:
+class _Plan:
     """What the dial and the budgets come to."""
 
     model: ModelConfig
@@ -57,7 +56,7 @@ def pretrain(config: Pretrain, say: Callable[[str], None] = say_now) -> tuple[li
     with work.run.sitting():
         if (interrupted := work.go()) is not None:
             return [], interrupted
-        score_all = partial(score, corpus=work.corpus, rows=work.plan.micro, length=config.length, context=config.length // 2)
+        score_all = partial(score_corpus, corpus=work.corpus, rows=work.plan.micro, length=config.length, context=config.length // 2)
         recorded, verdicts = hand_over(work.run, work.looks.best_checkpoint(work.run.checkpoints), work.looks, score_all)
         if config.max_bytes is not None:
             verdicts += squeezed(work.run, work.run.folder / "model", recorded, work.corpus, rows=work.plan.micro, length=config.length,
@@ -76,7 +75,7 @@ class Pretraining(Training):
         rule = early_rule(config.patience, config.worth, schedule=config.schedule, steps=plan.steps, every=config.every)
         tokenizer = Tokenizer.from_folder(Path(config.corpus))
         model = place_for_training(initialised(plan.model, config.seed), plan.device, recompute=config.recompute)
-        for line in announced(config, plan, self.corpus, parameter_count(model)):
+        for line in _announced(config, plan, self.corpus, parameter_count(model)):
             say(line)
         if config.max_bytes is not None:
             of_depth = partial(shape, config, vocab=plan.model.vocab)
@@ -84,14 +83,14 @@ class Pretraining(Training):
         optimizer = optimizer_for(config, plan, model)
         ema = Ema(model, config.ema) if config.ema else None
         # A request that was refused until here leaves no folder.
-        run = Run(Path(config.out), config, say=say, probing=Probing(config.probe_samples, plan.device))
-        look = partial(score, corpus=self.corpus, rows=plan.micro, length=config.length, count=config.look_documents)
+        run = Run(Path(config.out), config, say=say, probing=ProofSampling(config.probe_samples, plan.device))
+        look = partial(score_corpus, corpus=self.corpus, rows=plan.micro, length=config.length, count=config.look_documents)
         looks = Looks(run, look, repeats_from=self.order.windows // plan.rows, device=plan.device)
-        watch = Watch([group["lr"] for group in optimizer.param_groups], pace.multiplier, vocab=plan.model.vocab,
+        watch = StepWatch([group["lr"] for group in optimizer.param_groups], pace.multiplier, vocab=plan.model.vocab,
                       consumed=partial(check_consumed, order=self.order))
         # Plain pretraining text ends its documents with the boundary token, but nothing asks for an answer that stops.
         lineage = Lineage() if ema is None else Lineage(weight_set="raw", scored_set="ema")
-        form = Whole(model, tokenizer, resolve_stops(tokenizer, {}, {}), lambda step: lineage)
+        form = Whole(model, tokenizer, resolve_special_tokens(tokenizer, {}, {}), lambda step: lineage)
         super().__init__(config, Parts(run, model, form, optimizer, next_token, self.order, pace, looks, watch, plan.micro, config.clip,
                                        config.every, ema, stopping=None if rule is None else Stopping(run, looks, rule, config.every)))
 
@@ -100,7 +99,7 @@ class Pretraining(Training):
                 "windows_read": step * self.plan.rows}
 
     def data_verdicts(self) -> list[Verdict]:
-        return [check_order(self.order)]
+        return [check_epoch_order(self.order)]
 
     def read_times(self) -> dict[int, int]:
         return self.counted(self.order)
@@ -109,7 +108,7 @@ class Pretraining(Training):
         return check_same_data(recorded["corpus"], self.corpus)
 
 
-def derived(config: Pretrain, corpus: Corpus) -> Plan:
+def derived(config: Pretrain, corpus: Corpus) -> _Plan:
     if (config.minutes is None) == (config.tokens is None):
         raise UsageError("give one budget: --minutes or --tokens")
     if config.depth < 1 or config.length < 8 or config.batch_tokens < config.length:
@@ -120,7 +119,7 @@ def derived(config: Pretrain, corpus: Corpus) -> Plan:
     vocab = math.ceil(Tokenizer.from_folder(Path(config.corpus)).size / 64) * 64  # rows beyond the tokenizer's are never used
     rate = config.lr or (0.02 if config.optimizer == "muon" else 0.002)
     micro = max(1, min(rows, config.micro_tokens // config.length))
-    return Plan(shape(config, config.depth, vocab), rows, micro, steps, rate, config.device or default_device())
+    return _Plan(shape(config, config.depth, vocab), rows, micro, steps, rate, config.device or default_device())
 
 
 def shape(config: Pretrain, depth: int, vocab: int) -> ModelConfig:
@@ -138,7 +137,7 @@ def shape(config: Pretrain, depth: int, vocab: int) -> ModelConfig:
                        softcap=None if gated else 15.0, value_residual=config.value_residual, attention_gate=config.attention_gate)
 
 
-def optimizer_for(config: Pretrain, plan: Plan, model: Transformer) -> torch.optim.Optimizer:
+def optimizer_for(config: Pretrain, plan: _Plan, model: Transformer) -> torch.optim.Optimizer:
     named = list(model.named_parameters())
     decay = config.weight_decay if config.weight_decay is not None else DECAY[config.optimizer]
     if config.optimizer == "adamw":
@@ -152,7 +151,7 @@ def optimizer_for(config: Pretrain, plan: Plan, model: Transformer) -> torch.opt
                 weight_decay=decay)
 
 
-def announced(config: Pretrain, plan: Plan, corpus: Corpus, parameters: int) -> list[str]:
+def _announced(config: Pretrain, plan: _Plan, corpus: Corpus, parameters: int) -> list[str]:
     """Everything that was derived, before anything is spent."""
     m = plan.model
     end = f"{plan.steps:,} steps" if plan.steps else f"{config.minutes:g} minutes"
@@ -161,6 +160,6 @@ def announced(config: Pretrain, plan: Plan, corpus: Corpus, parameters: int) -> 
              f"{config.optimizer} at {plan.lr:g}, {plan.rows} × {config.length} tokens a step, {end}, on {plan.device}",
              f"corpus {corpus.digest[:12]}: {corpus.train.tokens:,} training tokens, {corpus.held_out.documents} held-out documents"]
     if plan.steps:
-        cost = budget(corpus, parameters, plan.steps * plan.rows * config.length)
+        cost = token_budget(corpus, parameters, plan.steps * plan.rows * config.length)
         lines += [str(cost)]
     return lines

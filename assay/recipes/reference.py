@@ -9,15 +9,15 @@ from torch import Tensor
 
 from assay.data.batch import Batch
 from assay.errors import GuardStop
-from assay.generate.weights import fingerprint
-from assay.guard.proof import demanded, prove_checkpoint
+from assay.generate.sampler_weights import fingerprint
+from assay.guard.proof import prove_checkpoint, without_optional
 from assay.model.placement import place_for_training
 from assay.recipes.forms import Form
 from assay.recipes.layout import Layout
 from assay.recipes.rollouts import batch_logprobs, quickest_score
 from assay.recipes.run import Run
-from assay.store.checkpoint import Checkpoint, open_checkpoint, step_folder, steps
-from assay.store.identity import recorded_digest, weights_digest
+from assay.store.checkpoint import Checkpoint, open_checkpoint, step_folder, step_folders
+from assay.store.digests import recorded_digest, weights_digest
 from assay.verdict import Outcome, Verdict, overall, proven, refuted
 
 
@@ -68,7 +68,7 @@ class Reference:
         found = open_checkpoint(folder)
         if found.hallmark is None:
             verdicts = prove_checkpoint(folder, probing=self.run.probing)
-            if overall(demanded(verdicts)) is not Outcome.PROVEN:
+            if overall(without_optional(verdicts)) is not Outcome.PROVEN:
                 raise GuardStop(f"reference: {folder.name} is not proven: "
                                 + "; ".join(str(v) for v in verdicts if v.outcome is not Outcome.PROVEN))
         return found
@@ -77,7 +77,7 @@ class Reference:
         """What is compared with now, and what will be, may not be retired."""
         assert self.step is not None
         self.run.needed.clear()
-        newer = steps(self.run.checkpoints) if self.window else [step_folder(self.run.checkpoints, 0)]
+        newer = step_folders(self.run.checkpoints) if self.window else [step_folder(self.run.checkpoints, 0)]
         for folder in newer:
             if folder >= step_folder(self.run.checkpoints, self.step):
                 self.run.needed.add(open_checkpoint(folder, verify=False).digest)

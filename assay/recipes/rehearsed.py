@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from assay.data.batch import Batch
-from assay.generate.request import Completion, Sampling
-from assay.guard.policy import Floor, measure_floor
-from assay.guard.rollouts import check_seeds
+from assay.generate.generation_request import Completion, Sampling
+from assay.guard.policy_identity import LogprobFloor, measure_logprob_floor
+from assay.guard.rollout_checks import check_rollout_seeds
 from assay.model.placement import uncompiled
 from assay.model.transformer import Transformer
 from assay.recipes.experience import COMPARED
@@ -24,11 +24,11 @@ FLOOR_TEXTS = 4
 LAST_BITS = 4 * torch.finfo(torch.float32).eps  # of a log-probability: that much is lost in the sums it comes from
 
 
-def floor_of(model: Transformer, rehearsed: Rehearsed, temperature: float) -> Floor:
+def floor_of(model: Transformer, rehearsed: Rehearsed, temperature: float) -> LogprobFloor:
     """Of the prompt that was answered at length. It grows with the logits, and with how rare what was said is."""
     prompt, said = max(_longest_of_each_prompt(rehearsed), key=lambda answered: len(answered[1][-1]))
     with uncompiled():  # token by token, every length would be compiled anew
-        found = measure_floor(model, [(*prompt, *ids) for ids in said], temperature, len(prompt))
+        found = measure_logprob_floor(model, [(*prompt, *ids) for ids in said], temperature, len(prompt))
     rarest = max(-logprob for _, completion in rehearsed for logprob in completion.logprobs)
     return replace(found, most=max(found.most, LAST_BITS * rarest))
 
@@ -42,10 +42,11 @@ def _longest_of_each_prompt(rehearsed: Rehearsed) -> Iterator[tuple[tuple[int, .
 def check_seeds_count(sampler: Sampler, prompts: Sequence[Prompt], sampling: Sampling) -> Verdict:
     """The same prompts under two seeds."""
     one, two = (sampler.draw(prompts, replace(sampling, seed=sampling.seed + more), ("seeds",), 1) for more in (1, 2))
-    return check_seeds([c for group in one for c in group], [c for group in two for c in group])
+    return check_rollout_seeds([c for group in one for c in group], [c for group in two for c in group])
 
 
-def check_fork(parent: Transformer, child: Transformer, batch: Batch, rehearsed: Rehearsed, temperature: float, floor: Floor) -> Verdict:
+def check_fork(parent: Transformer, child: Transformer, batch: Batch, rehearsed: Rehearsed, temperature: float,
+               floor: LogprobFloor) -> Verdict:
     """The child answers as its parent does, opened anew: neither an adapter nor anything else was lost on the way."""
     shown = next(batch.split(COMPARED))
     prompts = [prompt.ids for prompt, _ in rehearsed[: len(shown)]]

@@ -14,30 +14,30 @@ import torch
 from torch import Tensor
 
 from assay.data.batch import Batch
-from assay.data.chat import before_text
+from assay.data.chat import text_prefix_ids
+from assay.data.data_files import read_rows
 from assay.data.layouts import Conversation, content_of, read_conversations
-from assay.data.order import shuffled
-from assay.data.rows import read_rows
+from assay.data.order import permuted_places
 from assay.errors import DataError, GuardStop, UsageError
 from assay.generate.engine import Engine, fitting_slots
-from assay.generate.request import Completion, Request, Sampling
-from assay.generate.weights import fingerprint
-from assay.guard.policy import version_name
-from assay.learn.advantage import Advantages, Normalise, Reward, overlong_penalty, token_weights, untruncated
-from assay.learn.graph import GraphedLogprobs
+from assay.generate.generation_request import Completion, GenerationRequest, Sampling
+from assay.generate.sampler_weights import fingerprint
+from assay.guard.policy_identity import version_name
+from assay.learn.advantage import Advantages, Normalise, RewardValue, overlong_penalty, token_weights, untruncated
+from assay.learn.cuda_graph import GraphedLogprobs
 from assay.learn.policy import token_logprobs
 from assay.model.attention import PADDING, documents_from_lengths
-from assay.model.stops import Stops
+from assay.model.special_tokens import SpecialTokens
 from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import Transformer
 from assay.recipes.layout import Layout
-from assay.reward.answer import Form, disagreements, gold_answer, readings
-from assay.reward.workers import Item, Scored, Workers
+from assay.reward.answer import AnswerForm, gold_answer, reading_disagreements, readings
+from assay.reward.worker_pool import RewardItem, RewardWorkers, ScoredItem
 from assay.seeds import derive
 
-Score = Callable[..., tuple[Tensor, Tensor | None]]  # token_logprobs, or a twin of it
+_Score = Callable[..., tuple[Tensor, Tensor | None]]  # token_logprobs, or a twin of it
 
-COLUMNS = 8  # a row's width is a multiple of this
+_COLUMNS = 8  # a row's width is a multiple of this
 OVERLONG = "overlong"
 
 # ---------------------------------------------------------------- prompts
@@ -59,11 +59,11 @@ class Prompt:
 
 def read_prompts(file: str, tokenizer: Tokenizer, gsm8k: Any = "plain") -> list[Prompt]:
     """A file's rows as what a sampler is given: up to the generation prompt, answers left away."""
-    conversations, begin = read_conversations(file, gsm8k=gsm8k).rows, before_text(tokenizer)
+    conversations, begin = read_conversations(file, gsm8k=gsm8k).rows, text_prefix_ids(tokenizer)
     prompts = []
     for said, row in zip(conversations, read_rows(file), strict=True):
         templated = bool(said.messages) and tokenizer.template is not None
-        text = tokenizer.render(asked(said), tools=said.tools, add_generation_prompt=True) if templated else plain_text(said)
+        text = tokenizer.render(asked(said), tools=said.tools, add_generation_prompt=True) if templated else _plain_text(said)
         ids = tokenizer.encode(text)
         if not templated and ids[: len(begin)] != begin:
             ids = begin + ids
@@ -81,7 +81,7 @@ def asked(said: Conversation) -> Sequence[Mapping[str, Any]]:
     return said.messages[: answers[-1]] if answers else said.messages
 
 
-def plain_text(said: Conversation) -> str:
+def _plain_text(said: Conversation) -> str:
     if said.plain is None:
         raise DataError(f"{said.where}: the row has messages, and this model has no chat template to write them with; "
                         "add chat_template.jinja to its folder, or give prompts as text")
@@ -115,13 +115,13 @@ class PromptOrder:
         size, found = len(self.prompts), []
         for place in range(rollout * self.places, (rollout + 1) * self.places):
             key = derive(self.seed, "prompts", place // size)
-            found.append(self.prompts[int(shuffled(np.array([place % size]), size, key)[0])])
+            found.append(self.prompts[int(permuted_places(np.array([place % size]), size, key)[0])])
         return found
 
     def spare(self, rollout: int) -> Iterator[Prompt]:
         """Others, for places that taught nothing: each at most once a rollout."""
         size, taken = len(self.prompts), {prompt.id for prompt in self.drawn(rollout)}
-        order = shuffled(np.arange(size), size, derive(self.seed, "spare prompts", rollout))
+        order = permuted_places(np.arange(size), size, derive(self.seed, "spare prompts", rollout))
         return (self.prompts[place] for place in order.tolist() if self.prompts[place].id not in taken)
 
     @cached_property
@@ -142,7 +142,8 @@ def prompts_digest(prompts: Sequence[Prompt]) -> str:
 class Sampler:
     """An engine on the trainer's own weights. What it draws carries the version that `load` last named."""
 
-    def __init__(self, model: Transformer, tokenizer: Tokenizer, stops: Stops, *, slots: int, length: int, device: str | None = None):
+    def __init__(self, model: Transformer, tokenizer: Tokenizer, stops: SpecialTokens, *, slots: int, length: int,
+                 device: str | None = None):
         self.model, self.fingerprint = model, fingerprint(model)
         self.version = version_name(0, self.fingerprint)
         length = min(length, model.config.max_length)
@@ -158,7 +159,7 @@ class Sampler:
 
     def draw(self, prompts: Sequence[Prompt], sampling: Sampling, address: tuple[str | int, ...], group: int) -> list[list[Completion]]:
         """`group` completions of each prompt; member m of prompt p draws at (seed, *address, p, m)."""
-        tickets = {self.engine.submit(Request(prompt.ids, sampling, (*address, prompt.id), group)): place
+        tickets = {self.engine.submit(GenerationRequest(prompt.ids, sampling, (*address, prompt.id), group)): place
                    for place, prompt in enumerate(prompts)}
         ended = {(tickets[progress.ticket], progress.member): progress.completion for progress in self.engine.drain()}
         return [[completion for member in range(group) if (completion := ended[place, member]) is not None]
@@ -171,14 +172,14 @@ class Sampler:
 class Group:
     prompt: Prompt
     completions: Sequence[Completion]
-    scored: Sequence[Scored]
+    scored: Sequence[ScoredItem]
 
     @property
-    def rewards(self) -> list[Reward]:
+    def rewards(self) -> list[RewardValue]:
         return [scored.value for scored in self.scored]
 
 
-def ruled_groups(workers: Workers, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]) -> list[Group]:
+def ruled_groups(workers: RewardWorkers, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]) -> list[Group]:
     """Every completion through the reward workers."""
     pairs = [(prompt, completion) for prompt, group in zip(prompts, completions, strict=True) for completion in group]
     scores = iter(workers.score([item(prompt, completion) for prompt, completion in pairs]))
@@ -191,12 +192,12 @@ def shortened(groups: Sequence[Group], *, cap: int, overlong: int) -> list[Group
                                    for scored, completion in zip(group.scored, group.completions, strict=True)]) for group in groups]
 
 
-def item(prompt: Prompt, completion: Completion) -> Item:
+def item(prompt: Prompt, completion: Completion) -> RewardItem:
     assert completion.text is not None, "the sampler has a tokenizer"
-    return Item(prompt.text, completion.text, {**prompt.row, "completion_tokens": len(completion.ids)})
+    return RewardItem(prompt.text, completion.text, {**prompt.row, "completion_tokens": len(completion.ids)})
 
 
-def _shortened(scored: Scored, length: int, cap: int, overlong: int) -> Scored:
+def _shortened(scored: ScoredItem, length: int, cap: int, overlong: int) -> ScoredItem:
     if not overlong:
         return scored
     penalty = float(overlong_penalty([length], cap, overlong)[0])
@@ -218,12 +219,12 @@ def component_metrics(groups: Sequence[Group]) -> dict[str, float]:
     return found
 
 
-def reading_metrics(groups: Sequence[Group], form: Form) -> dict[str, float]:
+def reading_metrics(groups: Sequence[Group], form: AnswerForm) -> dict[str, float]:
     """Answers read both ways: how often the lenient reading is right, and how often right by one is wrong by the other."""
     read = [readings(str(completion.text), gold_answer(group.prompt.row), form) for group in groups for completion in group.completions]
     return {"rewards/answer/strict": float(np.mean([each.strictly_right for each in read])),
             "rewards/answer/lenient": float(np.mean([each.leniently_right for each in read])),
-            "rewards/answer/readings_apart": disagreements(read) / len(read)}
+            "rewards/answer/readings_apart": reading_disagreements(read) / len(read)}
 
 # ---------------------------------------------------------------- batches
 
@@ -245,7 +246,7 @@ def assembled(groups: Sequence[Group], advantage_N: Sequence[float], counted_N: 
     rows = [(group.prompt, completion) for group in groups for completion in group.completions]
     counting = token_weights([len(completion.ids) for _, completion in rows], counted_N, normalise, cap)
     lengths = [len(prompt.ids) + len(completion.ids) for prompt, completion in rows]
-    width = -(-max(lengths) // COLUMNS) * COLUMNS
+    width = -(-max(lengths) // _COLUMNS) * _COLUMNS
     tokens_BT = np.zeros((len(rows), width), np.int64)
     streams = {name: np.zeros((len(rows), width), np.float32) for name in ("weight", "advantage", "behaviour")}
     for row, (prompt, completion) in enumerate(rows):
@@ -261,7 +262,7 @@ def assembled(groups: Sequence[Group], advantage_N: Sequence[float], counted_N: 
 
 @torch.no_grad()
 def batch_logprobs(model: Transformer, batch: Batch, temperature: float, layout: Layout, *, entropy: bool,
-                   score: Score = token_logprobs) -> Tensor:
+                   score: _Score = token_logprobs) -> Tensor:
     """(B, T) on the CPU, by the same kernels and in the same parts as the objective's."""
     device, packed = model.embed.weight.device, layout.packed(batch.seen())
     parts = [score(model, part.to(device, non_blocking=True), temperature, entropy=entropy)[0]
@@ -269,7 +270,7 @@ def batch_logprobs(model: Transformer, batch: Batch, temperature: float, layout:
     return packed.unpacked(torch.cat(parts).cpu())
 
 
-def quickest_score(model: Transformer, layout: Layout) -> Score:
+def quickest_score(model: Transformer, layout: Layout) -> _Score:
     """As a graph, where one shape serves all."""
     return GraphedLogprobs() if model.embed.weight.is_cuda and layout.width is not None else token_logprobs
 

@@ -18,23 +18,23 @@ from typing import Any
 
 from assay.data.files import require_outside_checkpoints
 from assay.errors import AssayError, GuardStop, UsageError
-from assay.guard.proof import Prover, demanded
-from assay.guard.subject import AS_USUAL, Probing
-from assay.guard.watch import stop_if_refuted
+from assay.guard.proof import Prover, without_optional
+from assay.guard.proof_subject import DEFAULT_SAMPLING, ProofSampling
+from assay.guard.training_guards import stop_if_refuted
 from assay.store import durable
-from assay.store.checkpoint import Checkpoint, Contents, latest, retain, step_folder, steps
+from assay.store.checkpoint import Checkpoint, Contents, delete_old_checkpoints, latest_checkpoint, step_folder, step_folders
 from assay.store.ledger import Ledger
-from assay.store.saver import BackgroundSaver
+from assay.store.saving import BackgroundSaver
 from assay.verdict import Outcome, Verdict, overall
 
 TELL_EVERY = 5.0  # seconds
-SHOWN = 4  # options that differ, where a folder holds another run
+_SHOWN = 4  # options that differ, where a folder holds another run
 
 
 class Run:
     """One execution of a recipe. `kept` is how many checkpoints stay besides the best; `probing` is how its proofs sample texts."""
 
-    def __init__(self, folder: Path, config: Any, *, kept: int = 2, say: Callable[[str], None], probing: Probing = AS_USUAL):
+    def __init__(self, folder: Path, config: Any, *, kept: int = 2, say: Callable[[str], None], probing: ProofSampling = DEFAULT_SAMPLING):
         self.folder, self.config, self.kept, self.say = folder, config, kept, say
         self.checkpoints = folder / "checkpoints"
         self.interrupted: int | None = None
@@ -60,8 +60,8 @@ class Run:
 
         What was passed over is said, written down and moved out of the way, because its step will be taken and saved again.
         """
-        newest_first = reversed(steps(self.checkpoints))
-        found, passed_over = latest(self.checkpoints)
+        newest_first = reversed(step_folders(self.checkpoints))
+        found, passed_over = latest_checkpoint(self.checkpoints)
         for path, sentence in zip(newest_first, passed_over, strict=False):
             self.say(f"passed over: {sentence}")
             self.ledger.append("passed over", reason=sentence)
@@ -102,7 +102,7 @@ class Run:
 
         def after(written: Checkpoint) -> None:
             if not self._prover.busy:
-                self._retired += retain(self.checkpoints, self.kept, best, needed)
+                self._retired += delete_old_checkpoints(self.checkpoints, self.kept, best, needed)
             self._prover.start(written.folder, against=against, probing=self.probing, beside=self.looping)
 
         self._saver.save(where, contents, after=after)
@@ -131,7 +131,7 @@ class Run:
     def tidy(self, best: Path | None) -> None:
         """Retire old checkpoints once the run has finished: nothing is written or proven any more."""
         assert not self._prover.busy
-        self._retired += retain(self.checkpoints, self.kept, best, self.needed)
+        self._retired += delete_old_checkpoints(self.checkpoints, self.kept, best, self.needed)
         self._write_down_retired()
 
     def _write_down_retired(self) -> None:
@@ -141,12 +141,12 @@ class Run:
 
     def _judge_proofs(self, proofs: Iterable[tuple[Path, list[Verdict]]]) -> None:
         for folder, verdicts in proofs:
-            outcome = overall(demanded(verdicts))
+            outcome = overall(without_optional(verdicts))
             self.ledger.append("proof", checkpoint=folder.name, outcome=str(outcome), verdicts=plain([v.to_json() for v in verdicts]))
             if outcome is Outcome.REFUTED:
                 reasons = "; ".join(str(v) for v in verdicts if v.outcome is Outcome.REFUTED)
                 raise GuardStop(f"{folder.name} was refuted by its proof and is quarantined: {reasons}. Earlier checkpoints stand")
-            told = [v for v in verdicts if v.outcome is not Outcome.PROVEN and (v in demanded(verdicts) or v.evidence.get("bad"))]
+            told = [v for v in verdicts if v.outcome is not Outcome.PROVEN and (v in without_optional(verdicts) or v.evidence.get("bad"))]
             self.say(f"{folder.name}: {outcome}" + (f" ({'; '.join(map(str, told))})" if told else ""))
 
     def progress(self, done: int, of: int | None, what: str, seconds: float) -> None:
@@ -171,7 +171,7 @@ class Run:
             self._also(wait)
         while self._prover.busy:  # those behind one that was refuted
             self._also(self.check)
-        good, _ = latest(self.checkpoints)
+        good, _ = latest_checkpoint(self.checkpoints)
         stands = good.folder.name if good else None
         self.ledger.append("stopped", reason=str(error), exit_code=error.exit_code, stands=stands)
         self.say(f"stopped; {stands or 'no checkpoint'} stands")
@@ -226,7 +226,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """A disk that is full is a StoreError like any other: it is written down how the run ended."""
-    with durable.told(path), path.open("a") as file:
+    with durable.as_store_error(path), path.open("a") as file:
         file.write("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -254,7 +254,7 @@ def _settle_config(path: Path, config: Any) -> bool:
     earlier = plain({each.name: each.default for each in dataclasses.fields(config) if each.default is not dataclasses.MISSING}) | earlier
     changed = [name for name in values if name not in free and earlier.get(name) != values[name]]
     if changed:
-        said = ", ".join(f"{name} was {earlier.get(name)!r}, now {values[name]!r}" for name in changed[:SHOWN])
-        said += f" and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
+        said = ", ".join(f"{name} was {earlier.get(name)!r}, now {values[name]!r}" for name in changed[:_SHOWN])
+        said += f" and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
         raise UsageError(f"{path.parent} is another run: {said}; give the same options, or another --out")
     return True

@@ -22,12 +22,12 @@ from types import FrameType
 from typing import Any
 
 from assay.errors import GuardStop, UsageError
-from assay.measure.estimate import Estimate
-from assay.measure.stability import Curves, SeedsVerdict, collapse_bound, stability
 from assay.recipes.run import plain, read_rows
+from assay.statistics.estimate import Estimate
+from assay.statistics.seed_stability import Curves, SeedsVerdict, collapse_bound, stability
 from assay.store import durable
 from assay.store.ledger import Ledger
-from assay.store.sealed import parse
+from assay.store.sealed import parse_json
 from assay.verdict import Verdict, overall, proven, refuted
 
 METRIC = "bits per byte"
@@ -206,11 +206,11 @@ class Processes:
         """What it says until its end, written down and passed on; its last lines come back."""
         tail: deque[str] = deque(maxlen=50)
         assert process.stdout is not None
-        with durable.told(log):
+        with durable.as_store_error(log):
             file = log.open("a")
         with file:
             for line in process.stdout:
-                with durable.told(log):
+                with durable.as_store_error(log):
                     file.write(line)
                     file.flush()
                 tail.append(line.rstrip("\n"))
@@ -270,7 +270,7 @@ class Record:
         durable.replace_file(self.path, (json.dumps(self.document, indent=1, allow_nan=False) + "\n").encode())
 
     def _recall(self) -> None:
-        earlier = parse(durable.read_file(self.path, limit=RECORD_LIMIT), where=str(self.path))
+        earlier = parse_json(durable.read_file(self.path, limit=RECORD_LIMIT), where=str(self.path))
         for name, now in (("recipe", self.plan.recipe), ("options", list(self.plan.options))):
             if earlier[name] != now:
                 raise UsageError(f"{self.path} is of another set: {name} was {earlier[name]}, now {now}; give the same, or another "

@@ -10,9 +10,9 @@ from torch import Tensor
 from assay.errors import UsageError
 from assay.model.transformer import ModelConfig
 from assay.recipes.beginning import require_proven, write_proven
-from assay.store.artifact import Artifact, assembled, merged
+from assay.store.artifact import Artifact, assemble_model, merged_tensors
 from assay.store.checkpoint import open_checkpoint
-from assay.store.pack import Lineage, model_contents
+from assay.store.saving import Lineage, model_contents
 
 
 def make_student(where: Path, teacher: Artifact, layers: int, say: Callable[[str], None]) -> None:
@@ -26,8 +26,8 @@ def make_student(where: Path, teacher: Artifact, layers: int, say: Callable[[str
                              f"{teacher.digest[:12]}; give another --out")
         require_proven(where)
         return
-    config, tensors = shrunk(teacher.config, merged(teacher, torch.float32), kept)
-    model = assembled(config, tensors, torch.float32).eval()
+    config, tensors = shrunk(teacher.config, merged_tensors(teacher, torch.float32), kept)
+    model = assemble_model(config, tensors, torch.float32).eval()
     write_proven(where, model_contents(model, teacher.tokenizer, teacher.stops, Lineage("new"), run_config=made))
     say(f"{where}: layers {', '.join(map(str, kept))} of the {teacher.config.depth} of {teacher.path.name}, proven")
 

@@ -8,27 +8,27 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from assay.data.corpus import Corpus
+from assay.data.token_corpus import Corpus
 from assay.errors import UsageError
-from assay.measure.estimate import Estimate, ratio
-from assay.measure.held_out import HeldOut, score
+from assay.evaluation.held_out_loss import HeldOut, score_corpus
 from assay.model.placement import default_device
 from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import ModelConfig
 from assay.recipes.run import Run, plain
-from assay.store.artifact import assembled, open_artifact
-from assay.store.squeeze import most_bytes, squeeze, unsqueeze
+from assay.statistics.estimate import Estimate, ratio
+from assay.store.artifact import assemble_model, open_artifact
+from assay.store.assayz import most_assayz_bytes, read_assayz, write_assayz
 from assay.verdict import Verdict, proven, refuted
 
-WORSE = 0.05  # bits per byte that rounding may cost: more, and the artifact is not the model that was trained
+_WORSE = 0.05  # bits per byte that rounding may cost: more, and the artifact is not the model that was trained
 
 
 def require_room(of_depth: Callable[[int], ModelConfig], depth: int, tokenizer: Tokenizer, max_bytes: int) -> str:
     """Before anything is trained: what the artifact will take at int5, in words, or a refusal that says what would fit."""
-    most = most_bytes(of_depth(depth), tokenizer)
+    most = most_assayz_bytes(of_depth(depth), tokenizer)
     if most <= max_bytes:
         return f"the artifact takes at most {most:,} bytes at int5, of {max_bytes:,}; it gets the finest precision that fits"
-    fitting = next((less for less in range(depth - 1, 0, -1) if most_bytes(of_depth(less), tokenizer) <= max_bytes), None)
+    fitting = next((less for less in range(depth - 1, 0, -1) if most_assayz_bytes(of_depth(less), tokenizer) <= max_bytes), None)
     way = "a tokenizer with fewer tokens" if fitting is None else f"--depth {fitting}, or a tokenizer with fewer tokens"
     raise UsageError(f"--max-bytes {max_bytes:,}: at depth {depth} and {tokenizer.size} tokens the artifact may take {most:,} "
                      f"bytes at int5; what fits is {way}")
@@ -37,7 +37,7 @@ def require_room(of_depth: Callable[[int], ModelConfig], depth: int, tokenizer: 
 def squeezed(run: Run, model: Path, before: HeldOut, corpus: Corpus, *, rows: int, length: int, max_bytes: int) -> list[Verdict]:
     """`RUN/model.assayz` is the handed-over model in at most `max_bytes`. `before` is its score before it was rounded."""
     where = run.folder / "model.assayz"
-    report = squeeze(open_artifact(model), where, max_bytes)
+    report = write_assayz(open_artifact(model), where, max_bytes)
     after = reread(where, corpus, rows, length)
     verdicts = [check_bytes(where, max_bytes), check_score(before, after)]
     run.ledger.append("artifact", file=where.name, bytes=report.bytes, levels=report.levels, bits=report.bits,
@@ -50,12 +50,12 @@ def squeezed(run: Run, model: Path, before: HeldOut, corpus: Corpus, *, rows: in
 
 def reread(where: Path, corpus: Corpus, rows: int, length: int) -> HeldOut:
     """The score of the file: nothing that made it is used again."""
-    found = unsqueeze(where)
+    found = read_assayz(where)
     if found.tokenizer.digest != corpus.tokenizer_digest:
         raise UsageError(f"{where} was made with tokenizer {found.tokenizer.digest[:12]}, {corpus.folder} with "
                          f"{corpus.tokenizer_digest[:12]}; score it on a corpus of its own tokenizer")
-    model = assembled(found.config, found.tensors, torch.float32).to(default_device())
-    return score(model.eval(), corpus, rows=rows, length=length, context=length // 2)
+    model = assemble_model(found.config, found.tensors, torch.float32).to(default_device())
+    return score_corpus(model.eval(), corpus, rows=rows, length=length, context=length // 2)
 
 
 def check_bytes(where: Path, max_bytes: int) -> Verdict:
@@ -68,9 +68,9 @@ def check_score(before: HeldOut, after: HeldOut) -> Verdict:
     """Document by document, so that what rounding cost has an interval of its own."""
     cost = rounding_cost(before, after)
     words = f"the bytes on disk score {after.bits_per_byte} bits per byte; unquantised {before.bits_per_byte}, so rounding cost {cost}"
-    evidence = {"score": asdict(after.bits_per_byte), "cost": asdict(cost), "bound": WORSE}
-    if cost.mean > WORSE:
-        return refuted("artifact score", f"{words}, more than the {WORSE} allowed; give more bytes or train a smaller model", **evidence)
+    evidence = {"score": asdict(after.bits_per_byte), "cost": asdict(cost), "bound": _WORSE}
+    if cost.mean > _WORSE:
+        return refuted("artifact score", f"{words}, more than the {_WORSE} allowed; give more bytes or train a smaller model", **evidence)
     return proven("artifact score", words, **evidence)
 
 

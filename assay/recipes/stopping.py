@@ -3,10 +3,10 @@
 import numpy as np
 
 from assay.errors import UsageError
-from assay.guard.held_out import check_stopping
-from assay.measure.choose import StoppingRule, paired_noise, plan_stopping, should_stop
+from assay.guard.conclusion_checks import check_early_stopping
 from assay.recipes.looks import Looks
 from assay.recipes.run import Run
+from assay.statistics.early_stopping import StoppingRule, paired_noise, plan_stopping, should_stop
 from assay.verdict import Outcome
 
 
@@ -43,7 +43,7 @@ class Stopping:
         if not self._planned:
             self._refuse_noise(history[: rule.before_first_look])
         decision = should_stop(history, rule)
-        verdict = check_stopping(history, planned=rule.evaluations, min_improvement=rule.min_improvement, patience=rule.patience)
+        verdict = check_early_stopping(history, planned=rule.evaluations, min_improvement=rule.min_improvement, patience=rule.patience)
         if decision.stop and verdict.outcome is Outcome.PROVEN:  # refuted where the noise has grown since: then the run goes on
             self.reason = decision.reason
             self.run.say(f"step {step}: stopping early: {decision.reason}")

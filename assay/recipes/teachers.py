@@ -6,18 +6,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 from assay.data.batch import Batch
-from assay.data.chat import Example
-from assay.data.teacher import Entry, StoredTeacher, entries_of, open_teacher, write_teacher
+from assay.data.chat import TrainingExample
+from assay.data.teacher_store import StoredTeacher, TeacherEntry, open_teacher, teacher_entries, write_teacher
 from assay.errors import UsageError
-from assay.guard.teacher import check_frozen
-from assay.guard.update import parameter_digests
-from assay.learn.distill import Blend, distillation, stored_distillation, top_k
-from assay.measure.agreement import Agreement, agreement, stored_agreement
+from assay.evaluation.teacher_agreement import Agreement, measure_agreement, measure_stored_agreement
+from assay.guard.distillation_checks import check_teacher_frozen
+from assay.guard.training_guards import parameter_digests
+from assay.learn.distillation import DistillationSettings, distillation, stored_distillation, teacher_top_k
 from assay.model.placement import place_for_training
 from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import Transformer
 from assay.recipes.options import Distill
-from assay.store.artifact import Artifact, build, open_artifact
+from assay.store.artifact import Artifact, build_model, open_artifact
 from assay.verdict import Verdict
 
 
@@ -31,7 +31,7 @@ class Pupil(NamedTuple):
 class Present:
     """In memory: it reads every batch beside the student and never changes."""
 
-    def __init__(self, artifact: Artifact, pupil: Pupil, blend: Blend, device: str):
+    def __init__(self, artifact: Artifact, pupil: Pupil, blend: DistillationSettings, device: str):
         refuse_other_tokenizer(artifact, pupil)
         self.digest, self.tokenizer = artifact.digest, pupil.tokenizer.digest
         self.model: Transformer | None = seated(artifact, device)
@@ -44,11 +44,11 @@ class Present:
 
     def agreement(self, student: Transformer, batches: Iterable[Batch]) -> Agreement:
         assert self.model is not None
-        return agreement(student, self.model, batches, vocab=self.blend.vocab)
+        return measure_agreement(student, self.model, batches, vocab=self.blend.vocab)
 
     def unmoved(self) -> list[Verdict]:
         assert self.model is not None
-        return [check_frozen(self.model, self.before)]
+        return [check_teacher_frozen(self.model, self.before)]
 
 
 class Remembered:
@@ -56,7 +56,7 @@ class Remembered:
 
     model = None
 
-    def __init__(self, stored: StoredTeacher, pupil: Pupil, blend: Blend):
+    def __init__(self, stored: StoredTeacher, pupil: Pupil, blend: DistillationSettings):
         self.stored, self.digest, self.tokenizer = stored, str(stored.manifest["teacher"]), str(stored.manifest["tokenizer"])
         vocab = int(stored.manifest["vocab"])
         self.blend = replace(blend, vocab=None if vocab == pupil.vocab else vocab)
@@ -67,7 +67,7 @@ class Remembered:
         return replace(batch, teacher_ids=ids, teacher_logprobs=logprobs)
 
     def agreement(self, student: Transformer, batches: Iterable[Batch]) -> Agreement:
-        return stored_agreement(student, map(self.answered, batches), temperature=self.blend.temperature, vocab=self.blend.vocab)
+        return measure_stored_agreement(student, map(self.answered, batches), temperature=self.blend.temperature, vocab=self.blend.vocab)
 
     def unmoved(self) -> list[Verdict]:
         return []
@@ -76,8 +76,8 @@ class Remembered:
 Teacher = Present | Remembered
 
 
-def blend_of(config: Distill) -> Blend:
-    return Blend(config.divergence, config.temperature, config.kd_weight, config.ce_weight, config.beta)
+def blend_of(config: Distill) -> DistillationSettings:
+    return DistillationSettings(config.divergence, config.temperature, config.kd_weight, config.ce_weight, config.beta)
 
 
 def opened(config: Distill) -> Artifact:
@@ -88,7 +88,7 @@ def opened(config: Distill) -> Artifact:
 
 def seated(artifact: Artifact, device: str) -> Transformer:
     """Where the student computes, in what it computes, and with nothing to learn."""
-    return place_for_training(build(artifact), device).eval().requires_grad_(False)
+    return place_for_training(build_model(artifact), device).eval().requires_grad_(False)
 
 
 def refuse_other_tokenizer(teacher: Artifact, pupil: Pupil) -> None:
@@ -110,7 +110,7 @@ def shared_ids(vocab: int, pupil: Pupil) -> int | None:
 class Questions:
     """Everything that will be asked about: what is learned and what is held out, in rows of `length`."""
 
-    examples: Sequence[Example]
+    examples: Sequence[TrainingExample]
     batches: Callable[[], Iterable[Batch]]
 
 
@@ -138,9 +138,10 @@ def ask(folder: Path, config: Distill, pupil: Pupil, questions: Questions, devic
     refuse_other_tokenizer(artifact, pupil)
     vocab, model = shared_ids(artifact.config.vocab, pupil) or artifact.config.vocab, seated(artifact, device)
 
-    def entries() -> Iterator[Entry]:
+    def entries() -> Iterator[TeacherEntry]:
         for batch in questions.batches():
-            yield from entries_of(batch, *top_k(model, batch.to(device), config.top_k, temperature=config.temperature, vocab=vocab))
+            yield from teacher_entries(batch, *teacher_top_k(model, batch.to(device), config.top_k, temperature=config.temperature,
+                                                             vocab=vocab))
 
     write_teacher(folder, entries(), tokenizer=pupil.tokenizer.digest, teacher=artifact.digest, vocab=vocab, k=config.top_k,
                   temperature=config.temperature)

@@ -16,15 +16,24 @@ import torch
 from torch import Tensor
 
 from assay.data.batch import Batch
-from assay.data.consumed import Plan, accounted, ids_digest
-from assay.data.order import Planned, planned
-from assay.guard.parity import Gradients, check_precision, gradients, preflight, sample_rows
-from assay.guard.resume import check_resumed
-from assay.guard.update import LEARNING, Account, check_gradients, check_optimizer, check_steps, check_weights
-from assay.guard.watch import Read, Watch, check_detectors
+from assay.data.data_ledger import DataPlan, check_data_ledger, ids_digest
+from assay.data.order import StepBatches, iterate_batches
+from assay.guard.loss_preflight import Gradients, check_precision, loss_gradients, preflight_loss, sample_rows
+from assay.guard.resume_checks import check_resumed
+from assay.guard.training_guards import (
+    LEARNING_SHARE,
+    StepReading,
+    StepWatch,
+    UpdateAccount,
+    check_detectors,
+    check_gradients,
+    check_optimizer,
+    check_steps,
+    check_weights,
+)
 from assay.learn import loop
-from assay.learn.ema import Ema, parted
-from assay.learn.graph import GraphedAccumulate
+from assay.learn.cuda_graph import GraphedAccumulate
+from assay.learn.ema import Ema, split_ema_state
 from assay.learn.loop import Accumulate, Step, train
 from assay.learn.objectives import Objective
 from assay.learn.optim import load_state_tensors, state_tensors
@@ -37,12 +46,12 @@ from assay.recipes.run import Run, plain, read_rows
 from assay.recipes.stopping import Stopping
 from assay.recipes.thrift import Thrift
 from assay.store.checkpoint import Checkpoint, Contents
-from assay.store.identity import environment
-from assay.store.saver import own
+from assay.store.digests import environment
+from assay.store.saving import owned_contents
 from assay.verdict import Verdict
 
 
-class Source(Planned, Protocol):
+class Source(StepBatches, Protocol):
     """Where batches come from: a pure function of the step."""
 
     @property
@@ -66,7 +75,7 @@ class Parts:
     source: Source
     pace: Pace
     looks: Looks
-    watch: Watch
+    watch: StepWatch
     micro: int  # rows that go through the model at a time
     clip: float
     every: int  # steps between checkpoints; the first comes after step 1
@@ -104,7 +113,7 @@ class Training(ABC):
 
     def rehearsals(self, batch: Batch) -> list[Verdict]:
         """What the objective must show on one real batch. Next-token losses are compared with their naive twin."""
-        return preflight(self.model, self.parts.objective, batch, self.accumulate)
+        return preflight_loss(self.model, self.parts.objective, batch, self.accumulate)
 
     def precision(self, batch: Batch, found: Gradients) -> list[Verdict]:
         """Where the run computes in less than fp32, that what it makes of a batch is near what fp32 makes of it."""
@@ -119,14 +128,14 @@ class Training(ABC):
     def read_times(self) -> dict[int, int]:
         """How many parts of the data all steps so far have read how often: {times: parts}."""
 
-    def counted(self, plan: Plan) -> dict[int, int]:
+    def counted(self, plan: DataPlan) -> dict[int, int]:
         """The same, of data whose plan is a function of the step: counted from what the steps wrote down, and judged."""
         recorded = {row["step"]: row["data"] for row in read_rows(self.run.metrics_file) if "data" in row}
-        verdict, times = accounted(recorded, plan, self.done)
+        verdict, times = check_data_ledger(recorded, plan, self.done)
         self.run.judge("data ledger", [verdict])
         return times
 
-    def also_recorded(self, read: Read) -> dict[str, Any]:
+    def also_recorded(self, read: StepReading) -> dict[str, Any]:
         """More columns for a step's line of metrics."""
         return {}
 
@@ -157,7 +166,7 @@ class Training(ABC):
             self.run.save(0, lambda: self.contents(0), best=None)
             if self.parts.look_first:
                 self.looks.look(self.model, 0)
-        self.account = Account(self.model, self.parts.form.reachable())
+        self.account = UpdateAccount(self.model, self.parts.form.reachable())
 
     def batches(self) -> Iterator[Batch]:
         self.run.ledger.append("data", **self.data_facts(self.start), windows=self.source.windows, from_step=self.start)
@@ -166,7 +175,7 @@ class Training(ABC):
         return self.planned_batches()
 
     def planned_batches(self) -> Iterator[Batch]:
-        return iter(()) if self.stopped else planned(self.source, self.start, self.pace.budget.steps)
+        return iter(()) if self.stopped else iterate_batches(self.source, self.start, self.pace.budget.steps)
 
     @property
     def stopped(self) -> bool:
@@ -180,7 +189,7 @@ class Training(ABC):
         """
         batch = next(self.rehearsal_batch().split(self.parts.micro)).to(self.device)
         whole = len(batch), float(batch.weight.sum())
-        found = gradients(self.model, lambda: self.accumulate(self.model, self.parts.objective, batch, *whole).loss, backward=False)
+        found = loss_gradients(self.model, lambda: self.accumulate(self.model, self.parts.objective, batch, *whole).loss, backward=False)
         form = self.parts.form
         with uncompiled():
             verdicts = [check_detectors(), *self.rehearsals(sample_rows(batch)), *self.precision(batch, found),
@@ -196,7 +205,7 @@ class Training(ABC):
         """Weights, moments and the step number: everything else is a function of them."""
         trainer = found.trainer() or {}
         self.parts.form.restore(found)
-        moments, average = parted(found.optimizer() or {})
+        moments, average = split_ema_state(found.optimizer() or {})
         load_state_tensors(self.optimizer, dict(self.model.named_parameters()), moments)
         if self.ema is not None:
             self.ema.load(average)
@@ -232,7 +241,7 @@ class Training(ABC):
         late = self.parts.minutes is not None and self.pace.clock.seconds - self.saved_at >= 60 * self.parts.minutes
         return late or self.done in (1, self.source.steps) or self.done % self.parts.every == 0
 
-    def record(self, read: list[Read]) -> None:
+    def record(self, read: list[StepReading]) -> None:
         for found in read:
             step, loss, norm, metrics = found
             self.looks.saw(loss)
@@ -268,13 +277,13 @@ class Training(ABC):
     def settle_account(self) -> None:
         applied = check_steps(self.optimizer, self.done + self.parts.steps_before)
         self.run.judge("account", [self.account.moved(), self.account.frozen(), applied, check_weights(self.model)])
-        if self.pace.multiplier(self.done - 1) >= LEARNING:
+        if self.pace.multiplier(self.done - 1) >= LEARNING_SHARE:
             self.account.begin()
 
     def contents(self, step: int) -> Contents:
         trainer = {"step": step, "steps_before": self.parts.steps_before, **self.pace.state(), "data": self.data_facts(step),
                    "rng": {"seed": self.config.seed}}
-        return own(self.parts.form.contents(step, plain(dataclasses.asdict(self.config)), trainer, self.state()))
+        return owned_contents(self.parts.form.contents(step, plain(dataclasses.asdict(self.config)), trainer, self.state()))
 
     def state(self) -> dict[str, Tensor]:
         """What a checkpoint's optimizer file holds, live."""

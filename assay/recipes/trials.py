@@ -8,20 +8,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from assay.errors import GuardStop
-from assay.generate.request import Sampling
-from assay.guard.reward import check_proxy
-from assay.measure.choose import choose_best
-from assay.measure.estimate import Estimate, mean
-from assay.measure.evidence import paired_effect
+from assay.generate.generation_request import Sampling
+from assay.guard.reward_checks import check_proxy
 from assay.model.transformer import Transformer
 from assay.recipes.looks import Looks
 from assay.recipes.rollouts import Prompt, Sampler, item
 from assay.recipes.run import Run, append_rows, read_rows
-from assay.reward.verify import Reward
-from assay.reward.workers import ErrorLimit, Scored, Workers
+from assay.reward.reward_functions import RewardSpec
+from assay.reward.worker_pool import ErrorLimit, RewardWorkers, ScoredItem
+from assay.statistics.early_stopping import choose_best
+from assay.statistics.effects import paired_effect
+from assay.statistics.estimate import Estimate, mean
 from assay.verdict import Outcome, Verdict, proven, refuted, unproven
 
-LEVEL = 0.05  # chance that a gain is claimed where there is none, over all looks together
+_LEVEL = 0.05  # chance that a gain is claimed where there is none, over all looks together
 ANOTHER = 0.001  # what was saved scores otherwise than what was looked at: rounding turns an answer now and then, either way
 
 
@@ -42,9 +42,9 @@ class Examiner:
     """`metric` is a reward of the run, whose component is taken, or another with workers of its own."""
 
     prompts: Sequence[Prompt]
-    workers: Workers
-    metric: Reward
-    apart: Workers | None  # None: the metric is a component of what `workers` score
+    workers: RewardWorkers
+    metric: RewardSpec
+    apart: RewardWorkers | None  # None: the metric is a component of what `workers` score
     limit: ErrorLimit
     sampling: Sampling
     samples: int
@@ -61,7 +61,7 @@ class Examiner:
         rewards = None if self.judged else self._means(asked, [each.value for each in scored], scored)
         return Answered(self._means(asked, [each.components[self.metric.name] for each in wanted], wanted), rewards)
 
-    def _means(self, asked: Sequence[Prompt], values: Sequence[float | None], scored: Sequence[Scored]) -> NDArray[np.float64]:
+    def _means(self, asked: Sequence[Prompt], values: Sequence[float | None], scored: Sequence[ScoredItem]) -> NDArray[np.float64]:
         """Of what is known; a prompt of which nothing is known would be another set of prompts than the last look's."""
         found = []
         for place, prompt in enumerate(asked):
@@ -130,11 +130,11 @@ def check_gain(name: str, before: NDArray[np.float64], after: NDArray[np.float64
     """Did the held-out score rise from the parent's, prompt by prompt? The best of several looks has as many chances to look good."""
     effect = paired_effect(after, before)
     p = min(1.0, effect.p * max(1, looks))
-    change = effect.interval(1 - LEVEL / max(1, looks))
+    change = effect.interval(1 - _LEVEL / max(1, looks))
     words = (f"held-out {name} went from {before.mean():.4f} to {after.mean():.4f} on {len(after)} prompts: {change} "
              f"(p = {p:.2g}, the best of {looks} looks)")
     evidence = {"p": p, "change": effect.mean, "low": change.low, "high": change.high, "prompts": len(after), "looks": looks}
-    if p > LEVEL:
+    if p > _LEVEL:
         return unproven("gain", f"{words}: not shown", optional=True, **evidence)
     if effect.mean < 0:
         return refuted("gain", f"{words}: it fell", **evidence)

@@ -14,28 +14,38 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from assay.data.text import Rule, documents, find_sources
+from assay.data.data_files import DocumentRule, find_sources, iter_documents
 from assay.errors import DataError, UsageError
-from assay.guard.causality import Costs, check_causality, check_order, check_sight, costs
-from assay.guard.passing import check_base, check_drift, check_gain, check_regressions, gain
-from assay.learn.passing import Begun, Event, Passing, Scored, Updated, read, require_readable
-from assay.measure.estimate import Array, Estimate, bits_per_byte
-from assay.model.batched_lora import Adapters, passing_sites
+from assay.guard.ttt_checks import (
+    TokenCosts,
+    check_base_unchanged,
+    check_causality,
+    check_document_regressions,
+    check_factor_drift,
+    check_score_order,
+    check_target_unseen,
+    check_ttt_gain,
+    token_costs,
+    ttt_gain,
+)
+from assay.learn.ttt_loop import AdapterUpdated, ChunkScored, DocumentBegun, TttEvent, TttSettings, read_and_adapt, require_readable
+from assay.model.batched_lora import BatchedAdapters, ttt_sites
 from assay.model.lora import fresh
 from assay.model.patch import Patch
 from assay.model.placement import default_device, require_device
 from assay.model.transformer import Transformer
 from assay.recipes.run import Run, plain
 from assay.recipes.ttt_options import Ttt
-from assay.recipes.ttt_picture import draw
+from assay.statistics.estimate import Array, Estimate, bits_per_byte
 from assay.store import durable
-from assay.store.artifact import Artifact, build, open_artifact
-from assay.store.identity import environment, tensor_facts
+from assay.store.artifact import Artifact, build_model, open_artifact
+from assay.store.digests import environment, tensor_facts
 from assay.store.ledger import Ledger
+from assay.tracing.plots import draw_ttt_savings
 from assay.verdict import Verdict
 
 REHEARSED = 32  # tokens of a chunk, at most, while causality is checked
-KINDS = {Begun: "begin", Scored: "score"}  # else: update
+_KINDS = {DocumentBegun: "begin", ChunkScored: "score"}  # else: update
 
 
 @dataclass(frozen=True)
@@ -55,7 +65,7 @@ class Read:
 
 
 @dataclass(frozen=True)
-class Report:
+class _Report:
     """All that a run found, as OUT/ttt.json holds it."""
 
     verdicts: list[Verdict]
@@ -66,10 +76,10 @@ class Report:
     seconds: dict[str, float]
 
 
-def ttt(config: Ttt, say: Callable[[str], None]) -> Report:
+def ttt(config: Ttt, say: Callable[[str], None]) -> _Report:
     source, where = opened(config), Path(config.out)
     model = built(source, config.device or default_device())
-    patch = fresh(source.config, passing_sites(source.config, config.targets), config.rank, config.scale, config.seed, source.digest)
+    patch = fresh(source.config, ttt_sites(source.config, config.targets), config.rank, config.scale, config.seed, source.digest)
     texts, left_out = read_documents(config, source)
     how, slots = planned(config, model), min(config.batch, len(texts))
     require_readable(model, tokens_of(texts), how)
@@ -78,27 +88,27 @@ def ttt(config: Ttt, say: Callable[[str], None]) -> Report:
         run.ledger.append("documents", count=len(texts), bytes=sum(text.bytes for text in texts), left_out=dict(left_out))
         run.judge("preflight", rehearsed(model, texts, how, patch))
         before, began = weights(model), time.monotonic()
-        without = costs(read(model, tokens_of(texts), how, slots), len(texts))
+        without = token_costs(read_and_adapt(model, tokens_of(texts), how, slots), len(texts))
         halfway = time.monotonic()
         notes = Notes(run, texts, without)
-        learn_and_note(model, texts, how, Adapters(patch, slots, model.embed.weight.device), notes)
+        learn_and_note(model, texts, how, BatchedAdapters(patch, slots, model.embed.weight.device), notes)
         seconds = {"without": round(halfway - began, 2), "with": round(time.monotonic() - halfway, 2)}
-        verdicts = [*judged(config, notes, slots), check_base(before, weights(model))]
-        report = Report(verdicts, estimates(notes.texts), notes.texts, dict(left_out), notes.norms, seconds)
-        written(run, report)
+        verdicts = [*_judged(config, notes, slots), check_base_unchanged(before, weights(model))]
+        report = _Report(verdicts, estimates(notes.texts), notes.texts, dict(left_out), notes.norms, seconds)
+        _written(run, report)
     return report
 
 
-def learn_and_note(model: Transformer, texts: Sequence[Read], how: Passing, adapters: Adapters, notes: "Notes") -> None:
+def learn_and_note(model: Transformer, texts: Sequence[Read], how: TttSettings, adapters: BatchedAdapters, notes: "Notes") -> None:
     with adapters.attached(model), contextlib.closing(notes.ledger):
-        for event in read(model, tokens_of(texts), how, adapters.slots, adapters):
+        for event in read_and_adapt(model, tokens_of(texts), how, adapters.slots, adapters):
             notes.take(event)
 
 
 class Notes:
     """What was read so far. An event is on the disk before the next one is asked for: a score before the step that follows it."""
 
-    def __init__(self, run: Run, texts: Sequence[Read], without: Costs):
+    def __init__(self, run: Run, texts: Sequence[Read], without: TokenCosts):
         self.run, self.ledger = run, Ledger(run.folder / "scores.jsonl")
         self.texts = [replace(text, without=bits(alone)) for text, alone in zip(texts, without, strict=True)]
         self.norms: list[float] = []
@@ -106,15 +116,15 @@ class Notes:
         self._done: list[Read] = []
         self._began = time.monotonic()
 
-    def take(self, event: Event) -> None:
-        self.ledger.append(KINDS.get(type(event[0]), "update"), rows=[row(one) for one in event])
+    def take(self, event: TttEvent) -> None:
+        self.ledger.append(_KINDS.get(type(event[0]), "update"), rows=[_row(one) for one in event])
         for one in event:
-            if isinstance(one, Begun):
+            if isinstance(one, DocumentBegun):
                 self.norms.append(one.right)
-            elif isinstance(one, Scored):
+            elif isinstance(one, ChunkScored):
                 self._add(one)
 
-    def _add(self, scored: Scored) -> None:
+    def _add(self, scored: ChunkScored) -> None:
         parts = self._costs.setdefault(scored.document, [])
         parts.append(scored.losses)
         text = self.texts[scored.document]
@@ -148,12 +158,12 @@ def opened(config: Ttt) -> Artifact:
 
 def built(source: Artifact, device: str) -> Transformer:
     require_device(device)
-    return build(source, torch.bfloat16 if device.startswith("cuda") else torch.float32).to(device).eval()
+    return build_model(source, torch.bfloat16 if device.startswith("cuda") else torch.float32).to(device).eval()
 
 
-def planned(config: Ttt, model: Transformer) -> Passing:
+def planned(config: Ttt, model: Transformer) -> TttSettings:
     context = config.context or min(4 * config.chunk, model.config.max_length)
-    return Passing(config.chunk, context, config.steps, config.lr, (config.betas[0], config.betas[1]), config.weight_decay,
+    return TttSettings(config.chunk, context, config.steps, config.lr, (config.betas[0], config.betas[1]), config.weight_decay,
                    warm=config.warm_start)
 
 
@@ -162,8 +172,8 @@ def read_documents(config: Ttt, source: Artifact) -> tuple[list[Read], Counter[s
     tokenizer, left_out, found = source.tokenizer, Counter[str](), list[Read]()
     assert tokenizer is not None
     first = first_token(source)
-    rule = Rule(document_bytes=config.document_bytes)
-    for document in (one for file in find_sources([Path(config.text)]) for one in documents(file, rule, left_out)):
+    rule = DocumentRule(document_bytes=config.document_bytes)
+    for document in (one for file in find_sources([Path(config.text)]) for one in iter_documents(file, rule, left_out)):
         if len(found) == config.documents:
             break
         text = document.raw.decode()
@@ -187,42 +197,43 @@ def first_token(source: Artifact) -> int:
     return first
 
 
-def rehearsed(model: Transformer, texts: Sequence[Read], how: Passing, patch: Patch) -> list[Verdict]:
+def rehearsed(model: Transformer, texts: Sequence[Read], how: TttSettings, patch: Patch) -> list[Verdict]:
     """Causality of this model, patch and plan, on the beginnings of two documents: cut within a chunk, and at a chunk's end."""
     chunk = min(how.chunk, REHEARSED)
     short = replace(how, chunk=chunk, context=min(how.context, 3 * chunk))
     beginnings = sorted((text.tokens[: 1 + 3 * chunk] for text in texts[:8]), key=len, reverse=True)[:2]
     length = len(beginnings[0])
 
-    def reading(tokens: Sequence[Sequence[int]]) -> Costs:
-        adapters = Adapters(patch, len(tokens), model.embed.weight.device)
+    def reading(tokens: Sequence[Sequence[int]]) -> TokenCosts:
+        adapters = BatchedAdapters(patch, len(tokens), model.embed.weight.device)
         with adapters.attached(model):
-            return costs(read(model, tokens, short, len(tokens), adapters), len(tokens))
+            return token_costs(read_and_adapt(model, tokens, short, len(tokens), adapters), len(tokens))
 
     cuts = [cut for cut in (1 + chunk + chunk // 2, 1 + 2 * chunk) if cut < length] or [max(1, length // 2)]
     unlearned = [place for place in (1, chunk // 2, chunk) if 1 <= place < min(length, 1 + chunk)]
     return [check_causality(reading, beginnings, cuts, model.config.vocab),
-            check_sight(model, reading(beginnings)[0], beginnings[0], unlearned)]
+            check_target_unseen(model, reading(beginnings)[0], beginnings[0], unlearned)]
 
 # ---------------------------------------------------------------- after
 
 
-def judged(config: Ttt, notes: Notes, slots: int) -> list[Verdict]:
+def _judged(config: Ttt, notes: Notes, slots: int) -> list[Verdict]:
     found = notes.texts
     with_, without, sizes = columns(found)
-    verdicts = [check_order(notes.ledger.events(), [len(text.tokens) - 1 for text in found], warm=config.warm_start),
-                check_gain(with_, without, sizes), check_regressions(with_, without, [text.name for text in found], config.max_regression)]
-    return [*verdicts, check_drift(notes.norms[slots:], config.max_drift)] if config.warm_start else verdicts
+    verdicts = [check_score_order(notes.ledger.events(), [len(text.tokens) - 1 for text in found], warm=config.warm_start),
+                check_ttt_gain(with_, without, sizes),
+                check_document_regressions(with_, without, [text.name for text in found], config.max_regression)]
+    return [*verdicts, check_factor_drift(notes.norms[slots:], config.max_drift)] if config.warm_start else verdicts
 
 
 def estimates(texts: Sequence[Read]) -> dict[str, Estimate]:
     with_, without, sizes = columns(texts)
     return {"bits per byte, without": bits_per_byte(without * math.log(2), sizes),
             "bits per byte, with": bits_per_byte(with_ * math.log(2), sizes),
-            "bits per byte, saved": gain(with_, without, sizes)}
+            "bits per byte, saved": ttt_gain(with_, without, sizes)}
 
 
-def written(run: Run, report: Report) -> None:
+def _written(run: Run, report: _Report) -> None:
     found = {name: asdict(estimate) for name, estimate in report.estimates.items()}
     rows = [{"name": text.name, "bytes": text.bytes, "tokens": len(text.tokens) - 1, "bits_without": text.without, "bits_with": text.with_,
              "saved_bits_per_byte": text.saved} for text in report.documents]
@@ -230,7 +241,7 @@ def written(run: Run, report: Report) -> None:
                 "environment": environment(), "verdicts": [verdict.to_json() for verdict in report.verdicts]}
     durable.replace_file(run.folder / "ttt.json", (json.dumps(plain(document), indent=1) + "\n").encode())
     try:
-        draw([text.saved for text in report.documents], report.estimates["bits per byte, saved"], run.folder / "ttt.png")
+        draw_ttt_savings([text.saved for text in report.documents], report.estimates["bits per byte, saved"], run.folder / "ttt.png")
     except UsageError as error:  # the picture is an extra, its numbers are there
         run.say(str(error))
     run.ledger.append("ttt", score=found["bits per byte, with"], estimates=plain(found), norms=plain(report.norms),
@@ -252,9 +263,9 @@ def bits(losses: NDArray[np.float32]) -> float:
     return float(losses.astype(np.float64).sum() / math.log(2))
 
 
-def row(one: Begun | Scored | Updated) -> dict[str, Any]:
+def _row(one: DocumentBegun | ChunkScored | AdapterUpdated) -> dict[str, Any]:
     """As the ledger of scores holds it."""
-    if not isinstance(one, Scored):
+    if not isinstance(one, ChunkScored):
         return asdict(one)
     facts = {name: value for name, value in vars(one).items() if name != "losses"}
     return facts | {"tokens": len(one.losses), "nats": float(one.losses.astype(np.float64).sum())}

@@ -13,17 +13,17 @@ import numpy as np
 import torch
 
 from assay.data.batch import Batch
-from assay.data.chat import Example, Rendered, render
+from assay.data.chat import Rendered, TrainingExample, render_conversations
 from assay.data.layouts import Conversation, read_conversations
-from assay.data.packing import Packed, hold_out
+from assay.data.packing import PackedExamples, hold_out
 from assay.errors import UsageError
-from assay.guard.audit import audit, check_batch, check_packing
-from assay.guard.data import check_consumed
-from assay.guard.subject import Probing
-from assay.guard.watch import Read, Watch
+from assay.evaluation.held_out_loss import HeldOut, score_examples
+from assay.guard.data_order_checks import check_consumed
+from assay.guard.example_audit import audit_examples, check_batch, check_packing
+from assay.guard.proof_subject import ProofSampling
+from assay.guard.training_guards import StepReading, StepWatch
 from assay.learn.objectives import Objective
 from assay.learn.optim import adamw, largest_quotient
-from assay.measure.held_out import HeldOut, score_examples
 from assay.model.placement import default_device, place_for_training
 from assay.model.transformer import Transformer, parameter_count
 from assay.recipes.beginning import Beginning, begin, carry
@@ -35,7 +35,7 @@ from assay.recipes.pace import Budget, Pace
 from assay.recipes.run import Run, read_rows
 from assay.recipes.stopping import Stopping, early_rule
 from assay.recipes.training import Parts, Training
-from assay.store.artifact import build
+from assay.store.artifact import build_model
 from assay.store.checkpoint import open_checkpoint
 from assay.verdict import Verdict, proven, refuted, unproven
 
@@ -48,8 +48,8 @@ AUDITED_STEPS = 50  # one step in so many is compared with the audited examples,
 class Conversations:
     """What is learned and what is held out, as tokens."""
 
-    train: Sequence[Example]
-    held_out: Sequence[Example]
+    train: Sequence[TrainingExample]
+    held_out: Sequence[TrainingExample]
     rendered: Rendered
 
     @property
@@ -82,17 +82,17 @@ class Tuned(Training):
         every = config.checkpoint_every or 10**12
         rule = early_rule(config.patience, config.worth, schedule=config.schedule, steps=steps, every=every)
         micro = max(1, min(self.order.rows, config.micro_tokens // config.length))
-        for line in announced(config, start, self.conversations, self.order, self.lr, steps, device):
+        for line in _announced(config, start, self.conversations, self.order, self.lr, steps, device):
             say(line)
         optimizer = adamw(start.model.named_parameters(), self.lr, betas=BETAS, weight_decay=config.weight_decay)
         carry(optimizer, start)
         objective = self.objective(config, device, say)
         # A request that was refused until here leaves no folder, but for RUN/base.
-        run = Run(Path(config.out), config, say=say, probing=Probing(config.probe_samples, device))
+        run = Run(Path(config.out), config, say=say, probing=ProofSampling(config.probe_samples, device))
         watched = evenly(self.conversations.held_out, config.look_examples)
         looks = Looks(run, partial(self.score, examples=watched, rows=micro), repeats_from=self.order.windows // self.order.rows,
                       device=device, also=partial(self.also_looked, examples=watched, rows=micro), scale=self.scale)
-        watch = Watch([group["lr"] for group in optimizer.param_groups], pace.multiplier,
+        watch = StepWatch([group["lr"] for group in optimizer.param_groups], pace.multiplier,
                       consumed=partial(check_consumed, order=self.order))
         super().__init__(config, Parts(run, start.model, start.form, optimizer, objective, self.order, pace, looks, watch, micro,
                                        config.clip, every, minutes=config.checkpoint_minutes, steps_before=start.steps_before,
@@ -112,11 +112,11 @@ class Tuned(Training):
     def converse(self, config: Any, device: str, say: Callable[[str], None]) -> Conversations:
         return conversed(config, self.beginning)
 
-    def also_looked(self, model: Transformer, examples: Sequence[Example], rows: int) -> dict[str, float]:
+    def also_looked(self, model: Transformer, examples: Sequence[TrainingExample], rows: int) -> dict[str, float]:
         """More columns for a look's line of metrics."""
         return {}
 
-    def score(self, model: Transformer, examples: Sequence[Example], rows: int) -> HeldOut:
+    def score(self, model: Transformer, examples: Sequence[TrainingExample], rows: int) -> HeldOut:
         return score_examples(model, held_out_batches(examples, self.config.length, rows), rows=rows)
 
     def score_all(self, model: Transformer) -> HeldOut:
@@ -131,7 +131,8 @@ class Tuned(Training):
     def data_verdicts(self) -> list[Verdict]:
         start = self.beginning
         rows: frozenset[int] | Literal["all"] = frozenset() if isinstance(start.form, Adapter) else "all"
-        return [*audit(self.conversations.train, start.tokenizer, start.parent.stops, embed=start.model.embed.weight.detach().float().cpu(),
+        return [*audit_examples(self.conversations.train, start.tokenizer, start.parent.stops,
+                                embed=start.model.embed.weight.detach().float().cpu(),
                        trainable=rows, held_out=self.conversations.held_out, length=self.config.length, seed=self.config.seed),
                 check_packing(self.order)]
 
@@ -169,7 +170,7 @@ class Tuned(Training):
 
     @torch.no_grad()
     def parent_loss(self, batch: Batch) -> float:
-        parent = place_for_training(build(self.beginning.parent), self.device, compile=False)
+        parent = place_for_training(build_model(self.beginning.parent), self.device, compile=False)
         parts = [self.parts.objective(parent, part.to(self.device)).total for part in batch.split(self.parts.micro)]
         return float(torch.stack(parts).sum()) / float(batch.weight.sum())
 
@@ -179,7 +180,7 @@ class Tuned(Training):
                 self.run.judge("batch", [check_batch(batch, self.examples)])
             yield batch
 
-    def also_recorded(self, read: Read) -> dict[str, Any]:
+    def also_recorded(self, read: StepReading) -> dict[str, Any]:
         return {"supervised_tokens": read.step.weight}
 
 
@@ -209,26 +210,27 @@ def conversed(config: Tuning, start: Beginning) -> Conversations:
         raise UsageError("nothing is held out, so nothing could be said about the result: raise --held-out, or give --held-out-data")
 
     def rendered(conversations: Sequence[Conversation]) -> Rendered:
-        return render(conversations, start.tokenizer, start.parent.stops, length=config.length, over=config.over, roles=config.roles,
+        return render_conversations(conversations, start.tokenizer, start.parent.stops, length=config.length, over=config.over,
+                                    roles=config.roles,
                       turns=config.turns)
 
     train = rendered(kept)
     return Conversations(train.examples, rendered(apart).examples, train)
 
 
-def ordered(config: Tuning, conversations: Conversations) -> tuple[Packed, int | None]:
+def ordered(config: Tuning, conversations: Conversations) -> tuple[PackedExamples, int | None]:
     """The order of the examples and the number of steps, which is not known where time decides."""
     rows = config.batch_tokens // config.length
-    order = Packed(conversations.train, config.seed, rows, config.length, config.epochs, config.packing)
+    order = PackedExamples(conversations.train, config.seed, rows, config.length, config.epochs, config.packing)
     if order.windows < rows:
-        order = Packed(conversations.train, config.seed, order.windows, config.length, config.epochs, config.packing)
+        order = PackedExamples(conversations.train, config.seed, order.windows, config.length, config.epochs, config.packing)
     steps = None if config.minutes is not None else config.steps or order.steps
     order.require(steps or 1)
     return order, steps
 
 
-def held_out_batches(examples: Sequence[Example], length: int, rows: int) -> list[Batch]:
-    order = Packed(examples, 0, 1, length)
+def held_out_batches(examples: Sequence[TrainingExample], length: int, rows: int) -> list[Batch]:
+    order = PackedExamples(examples, 0, 1, length)
     return [_joined([order.batch(step) for step in range(at, min(at + rows, order.steps))]) for at in range(0, order.steps, rows)]
 
 
@@ -237,7 +239,7 @@ def _joined(batches: Sequence[Batch]) -> Batch:
     return Batch(**streams, ids=tuple(row for batch in batches for row in batch.ids))
 
 
-def evenly(examples: Sequence[Example], count: int) -> list[Example]:
+def evenly(examples: Sequence[TrainingExample], count: int) -> list[TrainingExample]:
     """`count` of them, spread over all; their order is of no meaning, because they were chosen by what they say."""
     return list(examples[:: max(1, -(-len(examples) // count))])
 
@@ -249,7 +251,7 @@ def reach(config: Trained, start: Beginning, pace: Pace, step: int) -> float:
     return travelled * (1 + config.weight_decay * (largest + travelled)) * 1.01
 
 
-def announced(config: Tuning, start: Beginning, conversations: Conversations, order: Packed, lr: float, steps: int | None,
+def _announced(config: Tuning, start: Beginning, conversations: Conversations, order: PackedExamples, lr: float, steps: int | None,
               device: str) -> list[str]:
     """Everything that was derived, before anything is spent."""
     trained = sum(p.numel() for p in start.model.parameters() if p.requires_grad)

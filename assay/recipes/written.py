@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from assay.data.chat import before_text
+from assay.data.chat import text_prefix_ids
 from assay.data.layouts import Conversation, Message, read_conversations
 from assay.data.packing import hold_out
 from assay.errors import DataError, UsageError
 from assay.generate.engine import Engine, fitting_slots
-from assay.generate.request import Completion, Request, Sampling
+from assay.generate.generation_request import Completion, GenerationRequest, Sampling
 from assay.model.tokenizer import Tokenizer
 from assay.recipes.options import Distill
 from assay.recipes.run import read_rows
@@ -31,7 +31,7 @@ from assay.store.ledger import Ledger
 
 
 @dataclass(frozen=True)
-class Prompt:
+class _Prompt:
     """What is asked: messages, a text, or both where a model without a template gets another text."""
 
     messages: tuple[Message, ...]
@@ -77,7 +77,7 @@ def keep(file: Path, data: bytes) -> None:
         ledger.close()
 
 
-def prompts_of(config: Distill) -> tuple[list[Prompt], list[Prompt]]:
+def prompts_of(config: Distill) -> tuple[list[_Prompt], list[_Prompt]]:
     """(to learn, held out), each prompt once. Where held-out conversations are given, their own answers are scored."""
     found = {prompt.content: prompt for file in config.data for row in read_conversations(file, gsm8k=config.gsm8k).rows
              if (prompt := prompt_of(row))}
@@ -89,7 +89,7 @@ def prompts_of(config: Distill) -> tuple[list[Prompt], list[Prompt]]:
     return learned, held_out
 
 
-def prompt_of(row: Conversation) -> Prompt:
+def prompt_of(row: Conversation) -> _Prompt:
     """Everything before the answer: the last one, where there are several."""
     if row.tools:
         raise DataError(f"{row.where}: the row offers tools, and the teacher's calls could not be told from its words; leave it out")
@@ -98,10 +98,10 @@ def prompt_of(row: Conversation) -> Prompt:
     plain = row.plain[0] if row.plain else None
     if not messages and not plain:
         raise DataError(f"{row.where}: there is no prompt, so there is nothing to ask the teacher; --how text needs prompts")
-    return Prompt(messages, plain)
+    return _Prompt(messages, plain)
 
 
-def answers(prompts: Sequence[Prompt], teacher: Artifact, tokenizer: Tokenizer, student: Tokenizer, sampling: Sampling,
+def answers(prompts: Sequence[_Prompt], teacher: Artifact, tokenizer: Tokenizer, student: Tokenizer, sampling: Sampling,
             device: str) -> tuple[list[dict[str, Any]], Counter[str]]:
     """A row for each answer that can be learned, and why others cannot. What is drawn depends on the prompt, not on its place."""
     asked = [encoded(prompt, tokenizer) for prompt in prompts]
@@ -114,7 +114,8 @@ def answers(prompts: Sequence[Prompt], teacher: Artifact, tokenizer: Tokenizer, 
     model, length = seated(teacher, device), max(len(asked[place]) for place in fitting) + sampling.max_new
     engine = Engine(model, slots=fitting_slots(model, len(fitting), length), version=teacher.digest, stop_ids=teacher.stops.stop_ids,
                     length=length)
-    place_of = {engine.submit(Request(tuple(asked[place]), sampling, ("teacher", prompts[place].content))): place for place in fitting}
+    place_of = {engine.submit(GenerationRequest(tuple(asked[place]), sampling, ("teacher", prompts[place].content))): place
+                for place in fitting}
     said = {place_of[progress.ticket]: progress.completion for progress in engine.drain()}
     for place in fitting:
         completion = said[place]
@@ -122,18 +123,18 @@ def answers(prompts: Sequence[Prompt], teacher: Artifact, tokenizer: Tokenizer, 
         if reason := unfit(completion, tokenizer):
             left_out[reason] += 1
         else:
-            rows.append(row_of(prompts[place], tokenizer.decode(completion.ids[:-1]), student)
+            rows.append(_row_of(prompts[place], tokenizer.decode(completion.ids[:-1]), student)
                         | {"teacher": teacher.digest, "seed": sampling.seed, "temperature": sampling.temperature})
     return rows, left_out
 
 
-def encoded(prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
+def encoded(prompt: _Prompt, tokenizer: Tokenizer) -> list[int]:
     """By the teacher's own template, or as plain text begins for it."""
     if prompt.messages and tokenizer.template is not None:
         return tokenizer.encode(tokenizer.render(prompt.messages, add_generation_prompt=True))
     if prompt.plain is None:
         raise DataError("a row has messages, and the teacher has no chat template to read them with; give prompts as text")
-    return before_text(tokenizer) + tokenizer.encode(prompt.plain)
+    return text_prefix_ids(tokenizer) + tokenizer.encode(prompt.plain)
 
 
 def unfit(completion: Completion, tokenizer: Tokenizer) -> str | None:
@@ -144,7 +145,7 @@ def unfit(completion: Completion, tokenizer: Tokenizer) -> str | None:
     return None if tokenizer.decode(completion.ids[:-1]).strip() else "empty"
 
 
-def row_of(prompt: Prompt, text: str, student: Tokenizer) -> dict[str, Any]:
+def _row_of(prompt: _Prompt, text: str, student: Tokenizer) -> dict[str, Any]:
     if prompt.messages and (student.template is not None or prompt.plain is None):
         return {"prompt": [dict(message) for message in prompt.messages], "completion": [{"role": "assistant", "content": text}]}
     return {"prompt": prompt.plain, "completion": text}

@@ -1,1 +1,1 @@
-"""What a run shows: pure functions of its ledger, metrics and manifests."""
+"""Reports: pure functions of a run's ledger, metrics and manifests."""

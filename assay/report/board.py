@@ -1,4 +1,4 @@
-"""The board: every run under a folder, and how each stands."""
+"""Board: every run under a folder, and the status of each."""
 
 import os
 from collections.abc import Iterator
@@ -6,10 +6,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from assay.report.record import LEDGER, Record, is_run, newest_manifest, read_run
-from assay.report.standing import held_out, last_proven, standing, steps_taken
+from assay.report.run_record import LEDGER, RunRecord, is_run, newest_manifest, read_run
+from assay.report.run_status import held_out_summary, last_proven, run_status, steps_taken
 
-DEEPEST = 4  # folders below the one that was named
+_DEEPEST = 4  # folders below the one that was named
 NOT_RUNS = {"checkpoints", "model", "adapter", "base"}
 LOCKS = Path("/proc/locks")
 
@@ -34,21 +34,21 @@ class Row:
 
 def board(folder: Path) -> list[Row]:
     """Every run in `folder`, and `folder` itself where it is one; by path. One that cannot be read is a row that says so."""
-    return [row_of(path, folder) for path in sorted(find_runs(folder))]
+    return [_row_of(path, folder) for path in sorted(find_runs(folder))]
 
 
 def find_runs(folder: Path, depth: int = 0) -> Iterator[Path]:
     """What lies inside of a run is looked through too: `assay seeds` keeps a run per seed. Links are not followed."""
     if is_run(folder):
         yield folder
-    if depth == DEEPEST or not folder.is_dir():
+    if depth == _DEEPEST or not folder.is_dir():
         return
     for entry in os.scandir(folder):
         if entry.is_dir(follow_symlinks=False) and entry.name not in NOT_RUNS and not entry.name.startswith("."):
             yield from find_runs(Path(entry.path), depth + 1)
 
 
-def row_of(path: Path, folder: Path) -> Row:
+def _row_of(path: Path, folder: Path) -> Row:
     name = path.name if path == folder else str(path.relative_to(folder))
     try:
         return _read_row(path, name)
@@ -58,14 +58,14 @@ def row_of(path: Path, folder: Path) -> Row:
 
 def _read_row(path: Path, name: str) -> Row:
     record = read_run(path)
-    now = standing(record)
+    now = run_status(record)
     state = "running" if now.state == "no end on record" and written_now(path / LEDGER) else now.state
     reason = "" if state in ("done and proven", "running") else now.sentence
-    return Row(name, record.recipe, state, reason, steps_taken(record), held_out(record), last_proven(record), parent_of(record),
+    return Row(name, record.recipe, state, reason, steps_taken(record), held_out_summary(record), last_proven(record), parent_of(record),
                record.remarks)
 
 
-def parent_of(record: Record) -> str | None:
+def parent_of(record: RunRecord) -> str | None:
     """By the newest manifest, with the digest of its weights; before there is one, what the options name."""
     facts = newest_manifest(record.folder).get("facts", {})
     found = facts.get("parent") or facts.get("base")

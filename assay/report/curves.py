@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from assay.report.html import Html, folded, joined, lead, missing, remarks, section, table, tag
-from assay.report.record import number
-from assay.report.standing import looks
+from assay.report.run_record import finite_number
+from assay.report.run_status import held_out_scores
 
 MOST_POINTS = 1200  # of one curve; more are drawn as means of neighbours, with the least and the greatest as a band
 FEW_POINTS = 60  # at most so many are marked one by one
@@ -27,7 +27,7 @@ BETWEEN = {"completions/mean_length": ("completions/min_length", "completions/ma
 
 
 @dataclass(frozen=True)
-class Curve:
+class _Curve:
     """Points over steps. `y` is None where the value was not finite; `band` says what lies between low and high."""
 
     key: str
@@ -42,7 +42,7 @@ class Curve:
 @dataclass(frozen=True)
 class Chart:
     title: str
-    curves: list[Curve]
+    curves: list[_Curve]
 
 
 def curves_section(rows: Sequence[Mapping[str, Any]]) -> Html:
@@ -92,8 +92,8 @@ def charts_json(rows: Sequence[Mapping[str, Any]]) -> Html:
 # ---------------------------------------------------------------- from rows to curves
 
 
-def _curves(rows: Sequence[Mapping[str, Any]]) -> list[Curve]:
-    keys = sorted({key for row in rows for key, value in row.items() if number(value) is not None} - NO_CURVES)
+def _curves(rows: Sequence[Mapping[str, Any]]) -> list[_Curve]:
+    keys = sorted({key for row in rows for key, value in row.items() if finite_number(value) is not None} - NO_CURVES)
     bounds = {bound for key in keys for bound in _bounds(key, keys)}
     return [_curve(rows, key, keys) for key in keys if key not in bounds]
 
@@ -109,34 +109,34 @@ def _spread(key: str) -> str:
     return f"{key.removesuffix('/mean')}/std" if key.endswith("/mean") else f"{key}_std"
 
 
-def _curve(rows: Sequence[Mapping[str, Any]], key: str, keys: Sequence[str]) -> Curve:
+def _curve(rows: Sequence[Mapping[str, Any]], key: str, keys: Sequence[str]) -> _Curve:
     points = {row["step"] + 1: row for row in rows if key in row and isinstance(row.get("step"), int)}
     x = sorted(points)
-    y = [number(points[at][key]) for at in x]
+    y = [finite_number(points[at][key]) for at in x]
     low_key, high_key = BETWEEN.get(key, (f"{key}_low", f"{key}_high"))
     label = NAMES.get(key, key.removeprefix("eval_").replace("_", " ") if key.startswith("eval_") else key)
     if {low_key, high_key} <= set(keys):
-        low, high = ([number(points[at].get(bound)) for at in x] for bound in (low_key, high_key))
-        return _thinned(Curve(key, label, x, y, low, high, "from least to greatest" if key in BETWEEN else "95 % interval"))
+        low, high = ([finite_number(points[at].get(bound)) for at in x] for bound in (low_key, high_key))
+        return _thinned(_Curve(key, label, x, y, low, high, "from least to greatest" if key in BETWEEN else "95 % interval"))
     if _spread(key) in keys:
-        spread = [number(points[at].get(_spread(key))) for at in x]
+        spread = [finite_number(points[at].get(_spread(key))) for at in x]
         low, high = ([None if mean is None or away is None else mean + sign * away for mean, away in zip(y, spread, strict=True)]
                      for sign in (-1, 1))
-        return _thinned(Curve(key, label, x, y, low, high, "± one standard deviation of the completions: a spread, not an interval"))
-    return _thinned(Curve(key, label, x, y))
+        return _thinned(_Curve(key, label, x, y, low, high, "± one standard deviation of the completions: a spread, not an interval"))
+    return _thinned(_Curve(key, label, x, y))
 
 
-def _score(rows: Sequence[Mapping[str, Any]]) -> Curve | None:
+def _score(rows: Sequence[Mapping[str, Any]]) -> _Curve | None:
     """The run's own measure on held-out data, with its interval."""
-    found = {look.step: look for look in looks(rows)}
+    found = {look.step: look for look in held_out_scores(rows)}
     if not found:
         return None
     x, name = sorted(found), found[max(found)].name
     key = "eval_" + name.replace(" ", "_")
-    return Curve(key, name, x, [found[at].mean for at in x], [found[at].low for at in x], [found[at].high for at in x], "95 % interval")
+    return _Curve(key, name, x, [found[at].mean for at in x], [found[at].low for at in x], [found[at].high for at in x], "95 % interval")
 
 
-def _thinned(curve: Curve) -> Curve:
+def _thinned(curve: _Curve) -> _Curve:
     """Means of neighbours where there are more points than can be seen. A value that is not finite makes its whole neighbourhood a gap."""
     if len(curve.x) <= MOST_POINTS:
         return curve
@@ -148,7 +148,7 @@ def _thinned(curve: Curve) -> Curve:
         low, high, band = [_over(curve.low[p], _mean) for p in parts], [_over(curve.high[p], _mean) for p in parts], curve.band
     else:
         low, high, band = [_over(curve.y[p], min) for p in parts], [_over(curve.y[p], max) for p in parts], "from least to greatest"
-    return Curve(curve.key, curve.label, x, y, low, high, f"{band}; each point is the mean of {size} steps")
+    return _Curve(curve.key, curve.label, x, y, low, high, f"{band}; each point is the mean of {size} steps")
 
 
 def _over(values: Sequence[float | None], reduce: Any) -> float | None:
@@ -181,7 +181,7 @@ def _figure(chart: Chart, place: int) -> Html:
     return tag("figure", tag("figcaption", caption), tag("div", class_="chart", data_chart=place))
 
 
-def _drawn(curve: Curve) -> dict[str, Any]:
+def _drawn(curve: _Curve) -> dict[str, Any]:
     rounded = {"key": curve.key, "x": curve.x, "y": _digits(curve.y), "label": curve.label, "marked": len(curve.x) <= FEW_POINTS}
     return rounded if curve.low is None or curve.high is None else rounded | {"low": _digits(curve.low), "high": _digits(curve.high)}
 
@@ -191,7 +191,7 @@ def _digits(values: Sequence[float | None]) -> list[float | None]:
     return [None if value is None else float(f"{value:.6g}") for value in values]
 
 
-def _numbers(curve: Curve) -> list[Any]:
+def _numbers(curve: _Curve) -> list[Any]:
     known = [(value, at) for value, at in zip(curve.y, curve.x, strict=True) if value is not None]
     if not known:
         return [curve.label, "unknown", "unknown", "unknown", "unknown", len(curve.x)]

@@ -1,10 +1,10 @@
-"""Markup that cannot be injected into: every text is escaped, and only `tag` makes markup."""
+"""Escaped markup: every text is escaped, and only `tag` makes markup."""
 
 import re
 from collections.abc import Iterable
 from typing import Any
 
-UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f\x80-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ufeff]")  # controls, and what reorders text
+_UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f\x80-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ufeff]")  # controls, and what reorders text
 ENTITIES = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;", "'": "&#39;"})
 VOID = {"br", "meta", "hr", "img"}
 
@@ -36,7 +36,7 @@ def joined(*children: Any) -> Html:
 
 def escaped(text: str) -> Html:
     """What cannot be seen is written out: a control character, a lone surrogate, a mark that turns the direction of text."""
-    visible = UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    visible = _UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
     return Html(visible.encode("utf-8", "backslashreplace").decode().translate(ENTITIES))
 
 

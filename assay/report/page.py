@@ -1,5 +1,6 @@
-"""report.html: one file that shows a run, made of its ledger, metrics, manifests and pictures alone. The same files give the same bytes.
+"""Report page: one HTML file that shows a run; the same files give the same bytes.
 
+It is made of the run's ledger, metrics, manifests and pictures alone.
 Nothing on it is fetched: scripts and styles are inside, and its own policy forbids the browser to load or run anything else.
 """
 
@@ -10,27 +11,26 @@ from importlib import resources
 from pathlib import Path, PurePath
 
 from assay.report.curves import charts_json, curves_section
+from assay.report.findings import not_checked, proofs_section, results_section, verdicts_section
 from assay.report.html import Html, badge, joined, tag
-from assay.report.lineage import lineage_section
-from assay.report.origin import data_section, events_section, reproduce_section
+from assay.report.lineage_graph import lineage_section
 from assay.report.pictures import pictures_section
-from assay.report.record import Record, Saved, read_run, saved_in
-from assay.report.results import results_section
-from assay.report.samples import Evaluated, probes_section, read_evaluation, samples_section
-from assay.report.standing import held_out, last_proven, standing, steps_taken
-from assay.report.verdicts import not_checked, proofs_section, verdicts_section
+from assay.report.provenance import data_section, events_section, reproduce_section
+from assay.report.run_record import RunRecord, SavedCheckpoint, read_run, saved_in
+from assay.report.run_status import held_out_summary, last_proven, run_status, steps_taken
+from assay.report.sample_sections import EvaluationFolder, probes_section, read_evaluation, samples_section
 from assay.store import durable
 
 
-def write_report(run: Path, out: Path, *, against: Path | None = None, evals: Sequence[Path] = ()) -> Record:
+def write_report(run: Path, out: Path, *, against: Path | None = None, evals: Sequence[Path] = ()) -> RunRecord:
     """`against` is the parent's run; `evals` are folders of `assay eval`, shown side by side in their order."""
     record = read_run(run)
-    page = report(record, None if against is None else read_run(against), [read_evaluation(folder) for folder in evals])
+    page = render_report(record, None if against is None else read_run(against), [read_evaluation(folder) for folder in evals])
     durable.replace_file(out, page.encode())
     return record
 
 
-def report(record: Record, parent: Record | None = None, evaluations: Sequence[Evaluated] = ()) -> str:
+def render_report(record: RunRecord, parent: RunRecord | None = None, evaluations: Sequence[EvaluationFolder] = ()) -> str:
     saved, wrong = saved_in(record.folder)
     parents = saved_in(parent.folder)[0] if parent else []
     samples, no_samples = samples_section(record.folder, parent.folder if parent else None, evaluations)
@@ -43,14 +43,14 @@ def report(record: Record, parent: Record | None = None, evaluations: Sequence[E
     return _document(record, joined(_header(record, saved), tag("main", sections)))
 
 
-def _header(record: Record, saved: Sequence[Saved]) -> Html:
-    now = standing(record)
+def _header(record: RunRecord, saved: Sequence[SavedCheckpoint]) -> Html:
+    now = run_status(record)
     taken = steps_taken(record)
     made = [one for one in saved if one.name.startswith("step-")] or saved  # what was handed over comes from one of these
     ancestors = [found for one in made if (found := one.ancestor("parent") or one.ancestor("base"))]
     parent = f"{'/'.join(PurePath(ancestors[0]['path']).parts[-3:])} ({ancestors[0]['weights'][:12]})" if ancestors else None
     facts = [("recipe", record.recipe), ("steps", "unknown" if taken is None else f"{taken:,}"),
-             ("held out", held_out(record) or "unknown"), ("last proven", last_proven(record) or "none"),
+             ("held out", held_out_summary(record) or "unknown"), ("last proven", last_proven(record) or "none"),
              ("parent", parent or "none on record")]
     remarks = [tag("li", remark) for remark in record.remarks]
     return tag("header", tag("p", "assay report", class_="kicker"), tag("h1", record.name),
@@ -65,7 +65,7 @@ def _contents() -> Html:
     return tag("nav", [tag("a", title, href=f"#{anchor}") for anchor, title in places])
 
 
-def _not_recorded(record: Record) -> list[str]:
+def _not_recorded(record: RunRecord) -> list[str]:
     """Stages that a finished training run has, and this one does not."""
     kinds = {event["kind"] for event in record.events}
     if not record.events:
@@ -77,7 +77,7 @@ def _not_recorded(record: Record) -> list[str]:
     return [told[kind] for kind in due if kind not in kinds]
 
 
-def _document(record: Record, body: Html) -> str:
+def _document(record: RunRecord, body: Html) -> str:
     styles = _asset("uPlot.min.css") + _asset("page.css")
     scripts = [_licensed(), _asset("page.js")]
     allowed = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in scripts)

@@ -1,4 +1,4 @@
-"""Pictures that a run drew beside its numbers: the causal trace, a heat-map, gain by document. Each is inside the page, byte for byte."""
+"""Pictures of a run (causal trace, heat-map, gain by document), inside the page byte for byte."""
 
 import base64
 from pathlib import Path
@@ -7,7 +7,7 @@ from assay.errors import ArtifactError
 from assay.report.html import Html, joined, lead, remarks, section, tag
 from assay.store import durable
 
-LIMIT = 8 << 20  # bytes of one picture
+_LIMIT = 8 << 20  # bytes of one picture
 PNG = b"\x89PNG\r\n\x1a\n"
 CAPTIONS = {"causal.png": "Causal trace: how much of the answer each layer brings back, by token; the numbers are in causal.json",
             "trace.png": "Trace: where two models part, by layer and site",
@@ -20,7 +20,7 @@ def pictures_section(folder: Path) -> Html | None:
     wrong: list[str] = []
     for path in sorted(folder.glob("*.png")):
         try:
-            data = durable.read_file(path, limit=LIMIT)
+            data = durable.read_file(path, limit=_LIMIT)
         except ArtifactError as error:
             wrong.append(f"{path.name}: {error}")
             continue

@@ -1,1 +1,1 @@
-"""What a completion is worth: rule rewards in worker processes, a relative judge, code in a sandbox."""
+"""Rewards: rule rewards in worker processes, an LLM judge, generated code in a sandbox."""

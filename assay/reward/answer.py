@@ -1,4 +1,4 @@
-"""The answer in a completion: GSM8K's ####, \\boxed{}, <answer>, or the last number; each read strictly and leniently.
+"""Answer extraction: GSM8K's ####, \\boxed{}, <answer>, or the last number; each read strictly and leniently.
 
     read_answer("6 * 7 = 42\\n#### 42")                           "42"
     read_answer("<answer>41 or 42</answer>")                     "41 or 42", which equals no gold
@@ -18,9 +18,9 @@ from typing import Any, Literal
 
 from assay.errors import DataError, UsageError
 
-How = Literal["strict", "lenient"]
-Form = Literal["any", "tag", "boxed", "hash", "last"]
-MARKED: tuple[Form, ...] = ("tag", "boxed", "hash")
+Strictness = Literal["strict", "lenient"]
+AnswerForm = Literal["any", "tag", "boxed", "hash", "last"]
+MARKED: tuple[AnswerForm, ...] = ("tag", "boxed", "hash")
 
 LONGEST_NUMBER = 64  # characters; more is no answer, and a long exponent would fill the memory
 _PLAIN = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
@@ -56,7 +56,7 @@ class Readings:
         return self.strictly_right == self.leniently_right
 
 
-def read_answer(text: str, how: How = "strict", form: Form = "any") -> str | None:
+def read_answer(text: str, how: Strictness = "strict", form: AnswerForm = "any") -> str | None:
     """What the text gives as its answer, in its own words, or None. What is thought between think tags is no answer."""
     spoken = _outside_thinking(text, how)
     if spoken is None:
@@ -72,11 +72,11 @@ def read_answer(text: str, how: How = "strict", form: Form = "any") -> str | Non
     return last_number(spoken) if form in ("any", "last") else None
 
 
-def readings(text: str, gold: str, form: Form = "any") -> Readings:
+def readings(text: str, gold: str, form: AnswerForm = "any") -> Readings:
     return Readings(read_answer(text, "strict", form), read_answer(text, "lenient", form), gold)
 
 
-def disagreements(read: Iterable[Readings]) -> int:
+def reading_disagreements(read: Iterable[Readings]) -> int:
     """How many completions are right by one reading and wrong by the other."""
     return sum(not each.agree for each in read)
 
@@ -128,7 +128,7 @@ def last_number(text: str) -> str | None:
 Mark = tuple[int, int, str]  # where it begins and ends, and what it marks
 
 
-def _marks(text: str, form: Form, how: How) -> list[Mark]:
+def _marks(text: str, form: AnswerForm, how: Strictness) -> list[Mark]:
     if form == "tag":
         return [(m.start(), m.end(), m[1]) for m in _TAG.finditer(text)]
     if form == "hash":
@@ -171,7 +171,7 @@ def _only_answer(text: str) -> str | None:
     return _unwrapped(stated[1]) or None if stated else None
 
 
-def _outside_thinking(text: str, how: How) -> str | None:
+def _outside_thinking(text: str, how: Strictness) -> str | None:
     """What is not between think tags, of which the prompt may have opened the first; None, read strictly, where they do not match."""
     if how not in ("strict", "lenient"):
         raise UsageError(f"an answer is read 'strict' or 'lenient', not {how!r}")

@@ -1,4 +1,4 @@
-"""Completions whose worth is known before any is sampled: right, wrong, empty, all options at once, repeated, cut off, echoed."""
+"""Canaries: completions of known worth: right, wrong, empty, all options at once, repeated, cut off, echoed."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -6,27 +6,27 @@ from typing import Any, Literal
 from assay.errors import DataError
 from assay.reward.answer import gold_answer, read_answer, read_number, same_answer
 
-Style = Literal["tag", "hash", "boxed", "plain"]
-Kind = Literal["wrong", "empty", "all_options", "repeated", "truncated", "echo"]
+AnswerStyle = Literal["tag", "hash", "boxed", "plain"]
+CanaryKind = Literal["wrong", "empty", "all_options", "repeated", "truncated", "echo"]
 STYLES = {"tag": "<think>{working}</think>\n<answer>{stated}</answer>", "hash": "{working}\n#### {stated}",
           "boxed": "{working}\n\\boxed{{{stated}}}", "plain": "{stated}"}
-OWN_WORDS = "gold_completion"  # a column that holds a right completion whole, where an answer alone is none (code, JSON)
+GOLD_COMPLETION = "gold_completion"  # a column that holds a right completion whole, where an answer alone is none (code, JSON)
 REPETITIONS = 3
 
 
-def gold_completion(row: Mapping[str, Any], style: Style) -> str:
+def gold_completion(row: Mapping[str, Any], style: AnswerStyle) -> str:
     """A right completion: the row's own, or its gold answer as `style` states it, after the row's working where it has one."""
-    if OWN_WORDS in row:
-        return str(row[OWN_WORDS])
+    if GOLD_COMPLETION in row:
+        return str(row[GOLD_COMPLETION])
     return _stating(row, gold_answer(row), style)
 
 
-def canaries(row: Mapping[str, Any], others: Sequence[Mapping[str, Any]], style: Style, prompt: str) -> dict[Kind, list[str]]:
+def canaries(row: Mapping[str, Any], others: Sequence[Mapping[str, Any]], style: AnswerStyle, prompt: str) -> dict[CanaryKind, list[str]]:
     """Completions of each kind that must not get what the gold completion gets. `others` lend answers that are wrong here."""
     gold = gold_completion(row, style)
-    made: dict[Kind, list[str]] = {"empty": [""], "repeated": ["\n".join([gold] * REPETITIONS)], "echo": [prompt]}
-    if OWN_WORDS in row:
-        wrong = [str(other[OWN_WORDS]) for other in others if OWN_WORDS in other and other[OWN_WORDS] != gold][:2]
+    made: dict[CanaryKind, list[str]] = {"empty": [""], "repeated": ["\n".join([gold] * REPETITIONS)], "echo": [prompt]}
+    if GOLD_COMPLETION in row:
+        wrong = [str(other[GOLD_COMPLETION]) for other in others if GOLD_COMPLETION in other and other[GOLD_COMPLETION] != gold][:2]
         all_options = ["\n".join([*wrong, gold])] if wrong else []
         return made | {"wrong": wrong[:1], "truncated": [gold[: len(gold) // 2]], "all_options": all_options}
     right, wrong = gold_answer(row), _wrong_answers(row, others)
@@ -40,7 +40,7 @@ def canaries(row: Mapping[str, Any], others: Sequence[Mapping[str, Any]], style:
     }
 
 
-def _stating(row: Mapping[str, Any], stated: str, style: Style) -> str:
+def _stating(row: Mapping[str, Any], stated: str, style: AnswerStyle) -> str:
     working, marked, _ = str(row.get("answer", "")).rpartition("####")
     return STYLES[style].format(working=working.strip() if marked else "Step by step.", stated=stated)
 

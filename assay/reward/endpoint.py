@@ -1,6 +1,6 @@
-"""One OpenAI-compatible endpoint: a question goes out, an answer that could be read comes back; retries, back-off, cost.
+"""OpenAI-compatible endpoint client: one question out, one readable answer back; retries, back-off, cost.
 
-What a caller gets is an Answer or, after the last try, an Unanswered with the reason of every try. A request that would
+What a caller gets is an EndpointAnswer or, after the last try, an Unanswered with the reason of every try. A request that would
 fail for every question (no such model, a bad key) is a UsageError at once.
 """
 
@@ -31,13 +31,13 @@ class Endpoint:
 
 
 @dataclass(frozen=True)
-class Reply:
+class HttpReply:
     status: int
     body: str
     headers: Mapping[str, str] = field(default_factory=dict)  # names in lower case
 
 
-Post = Callable[[dict[str, Any]], Reply]
+Post = Callable[[dict[str, Any]], HttpReply]
 
 
 class Unreachable(AssayError):
@@ -63,7 +63,7 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class Answer(Generic[T]):
+class EndpointAnswer(Generic[T]):
     value: T
     cost: Cost
     payload: dict[str, Any]  # as it was accepted at last
@@ -78,7 +78,8 @@ class Unanswered(AssayError):
         self.faults, self.cost = faults, cost
 
 
-def from_environment(base_url: str = "", model: str = "", *, key_variable: str = "OPENAI_API_KEY", seconds: float = 120.0) -> Endpoint:
+def endpoint_from_environment(base_url: str = "", model: str = "", *, key_variable: str = "OPENAI_API_KEY",
+                              seconds: float = 120.0) -> Endpoint:
     """What was given, else OPENAI_BASE_URL and OPENAI_MODEL; the key only ever from the environment."""
     base_url, model = base_url or os.environ.get("OPENAI_BASE_URL", ""), model or os.environ.get("OPENAI_MODEL", "")
     if urlsplit(base_url).scheme not in ("http", "https") or not model:
@@ -98,18 +99,18 @@ def connected(endpoint: Endpoint) -> Iterator[Post]:
     local = urlsplit(endpoint.base_url).hostname in ("localhost", "127.0.0.1", "::1")  # no proxy on the way to ourselves
     with httpx.Client(headers=headers, timeout=endpoint.seconds, trust_env=not local) as client:
 
-        def post(payload: dict[str, Any]) -> Reply:
+        def post(payload: dict[str, Any]) -> HttpReply:
             try:
                 reply = client.post(f"{endpoint.base_url}/chat/completions", json={"model": endpoint.model, **payload})
             except (httpx.TransportError, httpx.DecodingError) as error:
                 raise Unreachable(f"{type(error).__name__}: {error}") from None
-            return Reply(reply.status_code, reply.text, {name.lower(): value for name, value in reply.headers.items()})
+            return HttpReply(reply.status_code, reply.text, {name.lower(): value for name, value in reply.headers.items()})
 
         yield post
 
 
-def ask(post: Post, payload: dict[str, Any], read: Callable[[str], T], *, tries: int, sleep: Callable[[float], None],
-        seed: int, address: tuple[str | int, ...]) -> Answer[T]:
+def ask_endpoint(post: Post, payload: dict[str, Any], read: Callable[[str], T], *, tries: int, sleep: Callable[[float], None],
+        seed: int, address: tuple[str | int, ...]) -> EndpointAnswer[T]:
     """`read` takes the message's text and raises Unreadable where it is not what was asked for."""
     faults: list[str] = []
     cost, wait = Cost(), 0.0
@@ -125,7 +126,7 @@ def ask(post: Post, payload: dict[str, Any], read: Callable[[str], T], *, tries:
         if reply.status == 200:
             cost += _cost(reply)
             try:
-                return Answer(read(_content(reply)), cost, payload, tuple(faults))
+                return EndpointAnswer(read(_content(reply)), cost, payload, tuple(faults))
             except Unreadable as error:
                 faults.append(str(error))
             continue
@@ -134,7 +135,7 @@ def ask(post: Post, payload: dict[str, Any], read: Callable[[str], T], *, tries:
             wait = 0.0
             continue
         faults.append(f"status {reply.status}: {reply.body[:200]}")
-        wait = max(wait, asked_to_wait(reply))
+        wait = max(wait, retry_after(reply))
         if _hopeless(reply) or wait > LONGEST_WAIT:
             break
     raise Unanswered(tuple(faults), cost)
@@ -146,13 +147,13 @@ def back_off(failed: int, seed: int, address: tuple[str | int, ...]) -> float:
     return min(LONGEST_WAIT, 2.0**failed) * (1 - share / 2)
 
 
-def _hopeless(reply: Reply) -> bool:
+def _hopeless(reply: HttpReply) -> bool:
     if reply.status in WRONG_FOR_ALL:
         raise UsageError(f"judge: status {reply.status}, {WRONG_FOR_ALL[reply.status]}: {reply.body[:200]}")
     return reply.status < 500 and reply.status not in WORTH_ANOTHER_TRY
 
 
-def asked_to_wait(reply: Reply) -> float:
+def retry_after(reply: HttpReply) -> float:
     asked = reply.headers.get("retry-after", "")
     if asked.isdecimal():
         return float(asked)
@@ -162,7 +163,7 @@ def asked_to_wait(reply: Reply) -> float:
         return 0.0
 
 
-def _content(reply: Reply) -> str:
+def _content(reply: HttpReply) -> str:
     try:
         choice = json.loads(reply.body)["choices"][0]
         content, reason = choice["message"]["content"], choice.get("finish_reason")
@@ -175,7 +176,7 @@ def _content(reply: Reply) -> str:
     return content
 
 
-def _cost(reply: Reply) -> Cost:
+def _cost(reply: HttpReply) -> Cost:
     try:
         usage = json.loads(reply.body)["usage"]
         return Cost(1, int(usage["prompt_tokens"]), int(usage["completion_tokens"]))

@@ -1,4 +1,4 @@
-"""What runs inside a sandbox: it gives up every right it can, then runs a program, hosts one for questions, or asks them.
+"""Sandboxed side of a program's run: gives up every right it can, then runs a program, hosts it, or runs its tests.
 
 It is handed to a bare interpreter as text and imports nothing of Assay. Three parts, chosen by the first argument:
 
@@ -22,12 +22,12 @@ import traceback
 import types
 from typing import Any, NoReturn
 
-LINE = 8 << 20  # the longest question or answer
+_LINE = 8 << 20  # the longest question or answer
 ITEMS = 100_000  # the most that is taken from an iterator, which may be endless
 MUTE = (StopIteration, StopAsyncIteration)  # raised inside a map() of the tests they would end it quietly
 
 
-class Unreadable(Exception):
+class _Unreadable(Exception):
     """The other side's message is not a value."""
 
 
@@ -84,13 +84,13 @@ def host(program: str, link: "Link") -> None:
     kept: list[Any] = [module]
     while (question := link.receive()) is not None:
         try:
-            answer = ["value", plain(answered(question, kept), kept)]
+            answer = ["value", _plain(_answered(question, kept), kept)]
         except Exception as error:  # whatever the program raises is its answer
             answer = ["raised", type(error).__name__, str(error)[:1000]]
         link.send(answer)
 
 
-def answered(question: list[Any], kept: list[Any]) -> Any:
+def _answered(question: list[Any], kept: list[Any]) -> Any:
     kind, number, *rest = question
     if kind == "attribute":
         return getattr(kept[number], rest[0])
@@ -198,13 +198,13 @@ class Link:
 
     def receive(self) -> Any:
         """None where the other side is gone."""
-        line = self.reading.readline(LINE + 1)
+        line = self.reading.readline(_LINE + 1)
         if not line.endswith(b"\n"):
             return None
         try:
             return json.loads(line)
         except (ValueError, RecursionError):
-            raise Unreadable("a message is not JSON, or too deep") from None
+            raise _Unreadable("a message is not JSON, or too deep") from None
 
 
 def carried(value: Any) -> Any:
@@ -217,7 +217,7 @@ def carried(value: Any) -> Any:
     return wired(value, refused)
 
 
-def plain(value: Any, kept: list[Any]) -> Any:
+def _plain(value: Any, kept: list[Any]) -> Any:
     """What the program answers: data as data, anything else as a number under which it is kept."""
     def keep(other: Any) -> Any:
         kept.append(other)
@@ -258,14 +258,14 @@ def rebuilt(wire: Any, kept: Any) -> Any:
             return {rebuilt(k, kept): rebuilt(v, kept) for k, v in content}
         if kind == "kept":
             return kept(content)
-        if kind in SCALARS:
-            return SCALARS[kind](content)
+        if kind in _SCALARS:
+            return _SCALARS[kind](content)
         return SEQUENCES[kind](rebuilt(item, kept) for item in content)
     except (TypeError, ValueError, KeyError, IndexError, ArithmeticError, RecursionError) as error:
-        raise Unreadable(f"not a value: {type(error).__name__}") from None
+        raise _Unreadable(f"not a value: {type(error).__name__}") from None
 
 
-SCALARS: dict[str, Any] = {"bytes": bytes.fromhex, "bytearray": bytearray.fromhex, "complex": lambda parts: complex(*parts),
+_SCALARS: dict[str, Any] = {"bytes": bytes.fromhex, "bytearray": bytearray.fromhex, "complex": lambda parts: complex(*parts),
                            "Decimal": decimal.Decimal, "Fraction": fractions.Fraction, "range": lambda parts: range(*parts)}
 SEQUENCES: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "iterator": lambda items: iter(list(items))}
 

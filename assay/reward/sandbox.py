@@ -1,9 +1,9 @@
-"""Generated code runs here: under bubblewrap, with nothing to see, nothing to reach, and no say in whether it passed.
+"""Sandbox for generated code: bubblewrap, nothing to see or reach, and no say in whether the program passed.
 
-    run_python("print(input())", stdin="hi")                       → Outcome("ran", stdout="hi\\n")
-    judge("def double(x): return 2 * x", "assert double(2) == 4", names=["double"])   → Outcome("passed")
+    run_python("print(input())", stdin="hi")                       → ProgramOutcome("ran", stdout="hi\\n")
+    judge_program("def double(x): return 2 * x", "assert double(2) == 4", names=["double"])   → ProgramOutcome("passed")
 
-`judge` uses two sandboxes that share two pipes: the program is in one, its tests in the other (inside.py). The program never
+`judge_program` uses two sandboxes that share two pipes: the program is in one, its tests in the other (inside.py). The program never
 sees the tests, cannot reach their process, and what it returns arrives there as plain data; so exiting with 0, printing
 "passed", an object that equals everything or a patched `assert` change nothing.
 
@@ -29,8 +29,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from assay.errors import AssayError, DataError, UsageError
-from assay.reward.seccomp import filter_program
-from assay.reward.walls import bwrap_arguments
+from assay.reward.bubblewrap import bwrap_arguments, filter_program
 
 Status = Literal["ran", "passed", "failed", "timeout", "killed", "flooded"]
 STARTUP_SECONDS = 60.0
@@ -56,7 +55,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ProgramOutcome:
     """"ran" says only that a program ended by itself with status 0; "passed" is said by `judge` alone."""
 
     status: Status
@@ -70,32 +69,32 @@ class Outcome:
         return self.status == "passed"
 
 
-DEFAULT = Limits()
+DEFAULT_LIMITS = Limits()
 
 
-def run_python(program: str, *, stdin: str = "", limits: Limits = DEFAULT) -> Outcome:
+def run_python(program: str, *, stdin: str = "", limits: Limits = DEFAULT_LIMITS) -> ProgramOutcome:
     """The program as __main__; `stdin` is all it can read. Judge it by its stdout, never by its word."""
-    require()
+    require_sandbox()
     start = time.monotonic()
     with contextlib.ExitStack() as stack:
-        box = Box(stack, "run", {"program": program}, limits, stdin=stdin)
+        box = Sandbox(stack, "run", {"program": program}, limits, stdin=stdin)
         ended = watched([box], limits)
     status: Status = ended or ("ran" if box.status == 0 else "failed" if box.status < 128 else "killed")
     return box.outcome(status, _how_it_ended(status, box), start)
 
 
-def judge(program: str, tests: str, *, names: Sequence[str], setup: str = "", limits: Limits = DEFAULT) -> Outcome:
+def judge_program(program: str, tests: str, *, names: Sequence[str], setup: str = "", limits: Limits = DEFAULT_LIMITS) -> ProgramOutcome:
     """"passed" if and only if `tests` ran to their last line and called something of the program on the way.
 
     `names` is what the tests take from the program; `setup` is run before them, on their side. Both are trusted, the program
     is not. A test that never calls the program is a DataError: it would pass anything.
     """
-    require()
+    require_sandbox()
     start = time.monotonic()
     with contextlib.ExitStack() as stack:
         (asked, asking), (answered, answering) = _pipe(stack), _pipe(stack)
-        program_box = Box(stack, "host", {"program": program}, limits, questions=asked.fileno(), answers=answering.fileno())
-        examiner = Box(stack, "examine", {"tests": tests, "setup": setup, "names": list(names)}, limits,
+        program_box = Sandbox(stack, "host", {"program": program}, limits, questions=asked.fileno(), answers=answering.fileno())
+        examiner = Sandbox(stack, "examine", {"tests": tests, "setup": setup, "names": list(names)}, limits,
                        questions=asking.fileno(), answers=answered.fileno())
         for end in (asked, asking, answered, answering):  # now theirs alone: the end of one is seen by the other
             end.close()
@@ -117,13 +116,13 @@ def judge(program: str, tests: str, *, names: Sequence[str], setup: str = "", li
 # ---------------------------------------------------------------- is there a sandbox here?
 
 
-def require() -> None:
-    if (reason := unavailable()) is not None:
+def require_sandbox() -> None:
+    if (reason := sandbox_unavailable()) is not None:
         raise UsageError(f"generated code runs only in a sandbox, and there is none here: {reason}")
 
 
 @functools.cache
-def unavailable() -> str | None:
+def sandbox_unavailable() -> str | None:
     """Why no sandbox can be had on this machine, or None. Found out by starting one."""
     if platform.system() != "Linux":
         return f"bubblewrap needs Linux, this is {platform.system()}"
@@ -131,7 +130,7 @@ def unavailable() -> str | None:
         return "bwrap is missing; install it (Debian, Ubuntu: apt-get install bubblewrap; Fedora: dnf install bubblewrap)"
     try:
         with contextlib.ExitStack() as stack:
-            watched([box := Box(stack, "run", {"program": "pass"}, DEFAULT)], DEFAULT)
+            watched([box := Sandbox(stack, "run", {"program": "pass"}, DEFAULT_LIMITS)], DEFAULT_LIMITS)
     except SandboxFailed as error:
         return f"{error}; user namespaces may be switched off here (sysctl kernel.unprivileged_userns_clone, user.max_user_namespaces)"
     return None if box.status == 0 else f"a program that does nothing ended with status {box.status}: {box.printed(2)}"
@@ -144,7 +143,7 @@ class SandboxFailed(AssayError):
 # ---------------------------------------------------------------- one sandbox
 
 
-class Box:
+class Sandbox:
     """A sandbox that was started: its process, and what came out of it so far."""
 
     def __init__(self, stack: contextlib.ExitStack, part: str, source: dict[str, Any], limits: Limits, *, stdin: str = "", **links: int):
@@ -186,11 +185,11 @@ class Box:
             self.process.kill()
         self.status = self.process.wait()
 
-    def outcome(self, status: Status, reason: str, start: float) -> Outcome:
-        return Outcome(status, reason, self.printed(1), self.printed(2), round(time.monotonic() - start, 3))
+    def outcome(self, status: Status, reason: str, start: float) -> ProgramOutcome:
+        return ProgramOutcome(status, reason, self.printed(1), self.printed(2), round(time.monotonic() - start, 3))
 
 
-def watched(boxes: list[Box], limits: Limits) -> Literal["timeout", "flooded"] | None:
+def watched(boxes: list[Sandbox], limits: Limits) -> Literal["timeout", "flooded"] | None:
     """Reads what the boxes write until the first of them ends, then ends them all. None: it ended by itself, in time."""
     first = boxes[0]
     with selectors.DefaultSelector() as selector, contextlib.ExitStack() as stack:
@@ -211,7 +210,7 @@ def watched(boxes: list[Box], limits: Limits) -> Literal["timeout", "flooded"] |
     return ended
 
 
-def _until(selector: selectors.BaseSelector, boxes: list[Box], limits: Limits) -> Literal["timeout", "flooded"] | None:
+def _until(selector: selectors.BaseSelector, boxes: list[Sandbox], limits: Limits) -> Literal["timeout", "flooded"] | None:
     """The clock of a program starts when its sandbox stands: how long that takes is no fault of its own."""
     deadline, waiting = time.monotonic() + STARTUP_SECONDS, True
     while (left := deadline - time.monotonic()) > 0:
@@ -230,7 +229,7 @@ def _until(selector: selectors.BaseSelector, boxes: list[Box], limits: Limits) -
     return "timeout"
 
 
-def _rest(selector: selectors.BaseSelector, boxes: list[Box], limits: Limits) -> None:
+def _rest(selector: selectors.BaseSelector, boxes: list[Sandbox], limits: Limits) -> None:
     """What was written before the end. All writers are dead or dying, so every pipe comes to its end; a pipe holds little."""
     for key in list(selector.get_map().values()):
         if key.data is not None:
@@ -239,7 +238,7 @@ def _rest(selector: selectors.BaseSelector, boxes: list[Box], limits: Limits) ->
                 box.take(channel, data)
 
 
-def _how_it_ended(status: Status, box: Box) -> str:
+def _how_it_ended(status: Status, box: Sandbox) -> str:
     if status == "timeout":
         return "it did not end in time"
     if status == "flooded":

@@ -1,4 +1,4 @@
-"""The part of JSON Schema that rewards and judges need; a keyword it does not know is refused, never skipped."""
+"""JSON Schema, the part that rewards and judges need; a keyword it does not know is refused, never skipped."""
 
 import json
 import re
@@ -10,12 +10,12 @@ from assay.errors import DataError
 Json = Any
 TYPES: dict[str, type | tuple[type, ...]] = {"object": dict, "array": list, "string": str, "number": (int, float), "integer": int,
                                              "boolean": bool, "null": type(None)}
-KNOWN = {"type", "properties", "required", "additionalProperties", "items", "enum", "const", "anyOf", "minimum", "maximum", "minLength",
+_KNOWN = {"type", "properties", "required", "additionalProperties", "items", "enum", "const", "anyOf", "minimum", "maximum", "minLength",
          "maxLength", "minItems", "maxItems", "pattern"}
-SILENT = {"title", "description", "$schema"}  # words for people
+_SILENT = {"title", "description", "$schema"}  # words for people
 
 
-def parse(text: str) -> Json:
+def parse_strict_json(text: str) -> Json:
     """Strict JSON, or a ValueError: NaN and Infinity are not in it, and no key stands twice in one object."""
     return json.loads(text, parse_constant=_refused_constant, object_pairs_hook=_object)
 
@@ -24,9 +24,9 @@ def check_schema(schema: Json, at: str = "the schema") -> None:
     """Every keyword, at every depth, is one that `fault` enforces."""
     if not isinstance(schema, Mapping):
         raise DataError(f"{at} is {type(schema).__name__}; expected an object")
-    unknown = sorted(schema.keys() - KNOWN - SILENT)
+    unknown = sorted(schema.keys() - _KNOWN - _SILENT)
     if unknown:
-        raise DataError(f"{at} uses {', '.join(unknown)}, which is not enforced here; known: {', '.join(sorted(KNOWN))}")
+        raise DataError(f"{at} uses {', '.join(unknown)}, which is not enforced here; known: {', '.join(sorted(_KNOWN))}")
     for name in _names(schema):
         if name not in TYPES:
             raise DataError(f"{at} asks for type {name!r}; expected one of {', '.join(TYPES)}")
@@ -37,7 +37,7 @@ def check_schema(schema: Json, at: str = "the schema") -> None:
         check_schema(inner, f"{at}.{key}")
 
 
-def fault(value: Json, schema: Mapping[str, Any], at: str = "the document") -> str | None:
+def schema_fault(value: Json, schema: Mapping[str, Any], at: str = "the document") -> str | None:
     """The first way in which a value breaks a checked schema, in words, or None."""
     if "type" in schema and not any(_is(value, name) for name in _names(schema)):
         return f"{at} is {_kind(value)}; expected {' or '.join(_names(schema))}"
@@ -45,13 +45,13 @@ def fault(value: Json, schema: Mapping[str, Any], at: str = "the document") -> s
         return f"{at} is not one of {json.dumps(schema['enum'])}"
     if "const" in schema and not _same(value, schema["const"]):
         return f"{at} is not {json.dumps(schema['const'])}"
-    if "anyOf" in schema and all(fault(value, each) for each in schema["anyOf"]):
+    if "anyOf" in schema and all(schema_fault(value, each) for each in schema["anyOf"]):
         return f"{at} fits none of {len(schema['anyOf'])} alternatives"
     if isinstance(value, dict):
         return _fault_in_object(value, schema, at)
     if isinstance(value, list):
         return _outside(len(value), schema, "Items", f"the length of {at}") or _first(
-            fault(each, schema.get("items", {}), f"{at}[{i}]") for i, each in enumerate(value))
+            schema_fault(each, schema.get("items", {}), f"{at}[{i}]") for i, each in enumerate(value))
     if isinstance(value, str):
         if "pattern" in schema and not re.search(schema["pattern"], value):
             return f"{at} does not match {schema['pattern']!r}"
@@ -67,7 +67,7 @@ def _fault_in_object(value: dict[str, Any], schema: Mapping[str, Any], at: str) 
     strangers = [key for key in value if key not in properties]
     if strangers and schema.get("additionalProperties", True) is False:
         return f"{at} has {strangers[0]!r}, which is not in the schema"
-    return _first(fault(value[key], inner, f"{at}.{key}") for key, inner in properties.items() if key in value)
+    return _first(schema_fault(value[key], inner, f"{at}.{key}") for key, inner in properties.items() if key in value)
 
 
 def _first(faults: Any) -> str | None:

@@ -1,4 +1,4 @@
-"""The process in which rewards run: one JSON request a line in, one answer a line out, until its input ends.
+"""Reward worker process: one JSON request a line in, one answer a line out, until its input ends.
 
 It loads no torch, so that it starts in a tenth of a second. Rewards run in its main thread, where signal.alarm works; another
 thread reads the requests, so that the process also ends with its parent in the middle of a reward.
@@ -30,11 +30,11 @@ def main() -> None:
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
         random.seed(line)  # a reward that draws gives the same value in whichever worker, in whichever order
         request = json.loads(line)
-        _write(answers, answered(DRILLS if "drill" in request else functions, request))
+        _write(answers, _answered(DRILLS if "drill" in request else functions, request))
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
-def answered(functions: Mapping[str, Callable[..., Any]], request: Mapping[str, Any]) -> dict[str, Any]:
+def _answered(functions: Mapping[str, Callable[..., Any]], request: Mapping[str, Any]) -> dict[str, Any]:
     """Each component's value, or why it has none."""
     values, errors = {}, {}
     for name, function in functions.items():
@@ -64,10 +64,10 @@ DRILLS: dict[str, Callable[..., Any]] = {"raises": _raising, "nan": lambda *_: m
 
 def _announced(rewards: list[dict[str, Any]], answers: Any) -> dict[str, Callable[..., Any]]:
     """All functions, after the parent was told that they are there, or what kept one of them from being loaded."""
-    from assay.reward.verify import Reward
+    from assay.reward.reward_functions import RewardSpec
 
     functions = {}
-    for reward in (Reward(**each) for each in rewards):
+    for reward in (RewardSpec(**each) for each in rewards):
         try:
             functions[reward.name] = _loaded(reward)
         except Exception as error:  # a user's file may fail in any way while it is imported
@@ -78,10 +78,10 @@ def _announced(rewards: list[dict[str, Any]], answers: Any) -> dict[str, Callabl
 
 
 def _loaded(reward: Any) -> Callable[..., Any]:
-    from assay.reward.verify import built_in
+    from assay.reward.reward_functions import built_in_reward
 
     if reward.file is None:
-        return built_in(reward)
+        return built_in_reward(reward)
     specification = importlib.util.spec_from_file_location("assay_user_rewards", reward.file)
     if specification is None or specification.loader is None:
         raise ImportError(f"{reward.file} is not a Python file")

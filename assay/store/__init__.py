@@ -1,1 +1,1 @@
-"""Bytes on disk: whole or not at all."""
+"""Store: bytes on disk, whole or not at all."""

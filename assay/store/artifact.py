@@ -1,7 +1,7 @@
-"""Opening a model wherever it lies: checkpoints, Hugging Face and PEFT folders, GGUF and squeezed files. Strictly, every time.
+"""Artifact: a model opened wherever it lies: checkpoint, Hugging Face or PEFT folder, GGUF or squeezed file.
 
-Three stages, each refusing what it exists to refuse: `locate` (what is this?), `read` (are the bytes whole?),
-`understand` (do the tensors make the model that the config describes?). `open_artifact` is all three.
+Three stages, each refusing what it exists to refuse: `locate_artifact` (what is this?), `read_artifact` (are the bytes whole?),
+`interpret_artifact` (do the tensors make the model that the config describes?). `open_artifact` is all three.
 """
 
 import itertools
@@ -15,58 +15,58 @@ from torch import Tensor
 from assay.errors import ArtifactError, UsageError
 from assay.model.families import config_from_hf, from_foreign, hf_layout
 from assay.model.lora import LoraLinear, attach
-from assay.model.patch import Patch, applied
-from assay.model.stops import Stops, resolve_stops
+from assay.model.patch import Patch, patched_tensors
+from assay.model.special_tokens import SpecialTokens, resolve_special_tokens
 from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import ModelConfig, Transformer
-from assay.store import fetch, gguf, sealed
+from assay.store import gguf, model_cache, sealed
+from assay.store.assayz import AssayzModel, read_assayz
 from assay.store.checkpoint import Checkpoint, open_checkpoint
+from assay.store.digests import recorded_digest, weights_digest
 from assay.store.durable import read_file
-from assay.store.identity import recorded_digest, weights_digest
-from assay.store.peft import Adapter, config_with, read_adapter
-from assay.store.squeeze import Squeezed, unsqueeze
-from assay.store.tensors import inside, read_folder_tensors
+from assay.store.peft import LoraAdapter, config_with, read_adapter
+from assay.store.safetensors_files import inside, read_folder_tensors
 
 JSON_LIMIT = 64 << 20
-Kind = Literal["checkpoint", "hf", "peft", "gguf", "squeezed"]
-FILES: dict[str, Kind] = {".gguf": "gguf", ".assayz": "squeezed"}
+ArtifactKind = Literal["checkpoint", "hf", "peft", "gguf", "squeezed"]
+FILE_SUFFIXES: dict[str, ArtifactKind] = {".gguf": "gguf", ".assayz": "squeezed"}
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 
 @dataclass(frozen=True)
-class Place:
+class ArtifactPlace:
     """Something on disk that claims to be a model. `adapter` says what the files hold; a checkpoint may hold either."""
 
     path: Path
-    kind: Kind
+    kind: ArtifactKind
     adapter: bool
 
 
 @dataclass(frozen=True)
-class Raw:
+class RawArtifact:
     """What the files hold, byte-checked but not yet understood. Tensors have their foreign names."""
 
-    place: Place
+    place: ArtifactPlace
     fields: dict[str, Any]  # config.json, adapter_config.json or GGUF metadata
     generation: dict[str, Any]  # generation_config.json
     tensors: dict[str, Tensor]
     checkpoint: Checkpoint | None = None
     gguf: "gguf.GgufModel | None" = None
-    squeezed: Squeezed | None = None
+    squeezed: AssayzModel | None = None
 
 
 @dataclass(frozen=True)
 class Artifact:
     """A model in memory with all that says what it is. `tensors` are the base's; `patch` has not been applied to them."""
 
-    raw: Raw
+    raw: RawArtifact
     config: ModelConfig  # with the patch applied
     tensors: dict[str, Tensor]  # under our names, in the dtype they were stored in
     digest: str  # of the tensors in the files, under their foreign names
     tokenizer: Tokenizer | None
-    stops: Stops
+    stops: SpecialTokens
     patch: Patch | None = None
-    adapter: Adapter | None = None
+    adapter: LoraAdapter | None = None
     base: "Artifact | None" = None
     notes: list[str] = field(default_factory=list)  # what the files do not agree on, in words
 
@@ -77,14 +77,14 @@ class Artifact:
 
 def open_artifact(path: str | Path, *, base: str | Path | None = None) -> Artifact:
     """There is no unverified load. `base` names an adapter's base where the adapter does not, or names one that moved."""
-    return understand(read(locate(path)), base=base)
+    return interpret_artifact(read_artifact(locate_artifact(path)), base=base)
 
 
-def locate(path: str | Path) -> Place:
-    path = fetch.cached(str(path)) or Path(path)
+def locate_artifact(path: str | Path) -> ArtifactPlace:
+    path = model_cache.cached_model(str(path)) or Path(path)
     if path.is_file():
-        if path.suffix in FILES:
-            return Place(path, FILES[path.suffix], adapter=False)
+        if path.suffix in FILE_SUFFIXES:
+            return ArtifactPlace(path, FILE_SUFFIXES[path.suffix], adapter=False)
         hint = "a pickle runs code when opened; convert it with the tool that wrote it" if path.suffix in PICKLES else \
                "give the folder that holds it, or a .gguf or .assayz file"
         raise UsageError(f"{path}: a single {path.suffix or 'nameless'} file is not a model; {hint}")
@@ -93,42 +93,42 @@ def locate(path: str | Path) -> Place:
     names = {child.name for child in path.iterdir()}
     adapter = "adapter_config.json" in names
     if "manifest.json" in names:
-        return Place(path, "checkpoint", adapter)
+        return ArtifactPlace(path, "checkpoint", adapter)
     if adapter or "config.json" in names:
-        return Place(path, "peft" if adapter else "hf", adapter)
+        return ArtifactPlace(path, "peft" if adapter else "hf", adapter)
     if "checkpoints" in names:
         found = sorted(child.name for child in (path / "checkpoints").iterdir() if child.is_dir() and not child.name.startswith("."))
         raise UsageError(f"{path} is a run; name one of its checkpoints: {', '.join(found[-4:]) or 'it has none'}")
     raise UsageError(f"{path}: neither manifest.json, config.json nor adapter_config.json is here; this is not a model folder")
 
 
-def read(place: Place, *, every_byte: bool = False) -> Raw:
+def read_artifact(place: ArtifactPlace, *, every_byte: bool = False) -> RawArtifact:
     """The bytes: hashes where a manifest records them, strict headers everywhere. Raises ArtifactError.
 
     What is read is checked as it is read; `every_byte` also checks what a model does not need, such as optimizer state.
     """
     if place.kind == "gguf":
-        model = gguf.read(place.path)
-        return Raw(place, model.metadata, {}, model.tensors, gguf=model)
+        model = gguf.read_gguf(place.path)
+        return RawArtifact(place, model.metadata, {}, model.tensors, gguf=model)
     if place.kind == "squeezed":
-        squeezed = unsqueeze(place.path)
-        return Raw(place, {}, {}, squeezed.tensors, squeezed=squeezed)
+        squeezed = read_assayz(place.path)
+        return RawArtifact(place, {}, {}, squeezed.tensors, squeezed=squeezed)
     checkpoint = open_checkpoint(place.path, verify=every_byte) if place.kind == "checkpoint" else None
     for name in () if checkpoint is None else checkpoint.manifest["files"]:
         if not name.endswith(".safetensors"):
             checkpoint.read(name)  # type: ignore[union-attr]  # config, tokenizer and the like are read below by other readers
     for file in place.path.glob("*.j*"):  # config, tokenizer and template: no link may fetch them from elsewhere
         inside(place.path, file.name)
-    fields = read_json(place.path / ("adapter_config.json" if place.adapter else "config.json"))
+    fields = read_json_object(place.path / ("adapter_config.json" if place.adapter else "config.json"))
     generation_file = place.path / "generation_config.json"
-    generation = read_json(generation_file) if generation_file.exists() else {}
+    generation = read_json_object(generation_file) if generation_file.exists() else {}
     if checkpoint is not None:
-        return Raw(place, fields, generation, checkpoint.weights(), checkpoint)
+        return RawArtifact(place, fields, generation, checkpoint.weights(), checkpoint)
     _refuse_pickles(place.path)
-    return Raw(place, fields, generation, read_folder_tensors(place.path, stem="adapter_model" if place.adapter else "model"))
+    return RawArtifact(place, fields, generation, read_folder_tensors(place.path, stem="adapter_model" if place.adapter else "model"))
 
 
-def understand(raw: Raw, *, base: str | Path | None = None) -> Artifact:
+def interpret_artifact(raw: RawArtifact, *, base: str | Path | None = None) -> Artifact:
     """The model that the tensors make. Raises ArtifactError where they do not fit, UsageError where we know no such model."""
     if raw.place.adapter:
         return _adapted(raw, base)
@@ -139,22 +139,22 @@ def understand(raw: Raw, *, base: str | Path | None = None) -> Artifact:
         return Artifact(raw, model.config, model.tensors, weights_digest(model.tensors), model.tokenizer, model.stops,
                         notes=list(model.stops.disagreements))
     if raw.squeezed is not None:
-        stops = resolve_stops(raw.squeezed.tokenizer, {}, {})
+        stops = resolve_special_tokens(raw.squeezed.tokenizer, {}, {})
         return Artifact(raw, raw.squeezed.config, raw.tensors, weights_digest(raw.tensors), raw.squeezed.tokenizer, stops,
                         notes=list(stops.disagreements))
     config = config_from_hf(raw.fields, raw.tensors.keys(), str(raw.place.path / "config.json"))
     tensors = from_foreign(config, hf_layout(config), raw.tensors, str(raw.place.path))
     tokenizer = read_tokenizer(raw.place.path)
-    stops = read_stops(tokenizer, raw.fields, raw.generation)
+    stops = read_artifact_stops(tokenizer, raw.fields, raw.generation)
     return Artifact(raw, config, tensors, _digest(raw), tokenizer, stops, notes=list(stops.disagreements))
 
 
-def build(artifact: Artifact, dtype: torch.dtype = torch.float32) -> Transformer:
+def build_model(artifact: Artifact, dtype: torch.dtype = torch.float32) -> Transformer:
     """The live model, its adapter attached as live layers. Every parameter comes from the files: none is initialised."""
     tensors = dict(artifact.tensors)
     if artifact.patch is not None:
-        tensors = extended(tensors, artifact.config) | artifact.patch.replaced
-    model = assembled(artifact.config, tensors, dtype)
+        tensors = with_untied_head(tensors, artifact.config) | artifact.patch.replaced
+    model = assemble_model(artifact.config, tensors, dtype)
     if artifact.patch is not None:
         attach(model, replace(artifact.patch, replaced={}))
         for layer in model.modules():
@@ -163,22 +163,22 @@ def build(artifact: Artifact, dtype: torch.dtype = torch.float32) -> Transformer
     return model.eval()
 
 
-def merged(artifact: Artifact, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+def merged_tensors(artifact: Artifact, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
     """The base's tensors with the patch applied. What it changes is rounded once, to `dtype` or to the base's own."""
     if artifact.patch is None or artifact.base is None:
         return artifact.tensors
-    tensors = extended(artifact.tensors, artifact.config)
+    tensors = with_untied_head(artifact.tensors, artifact.config)
     touched = {name: tensors[name].to(dtype or tensors[name].dtype) for name in artifact.patch.names()}
-    return tensors | applied(touched, artifact.patch, artifact.base.digest)
+    return tensors | patched_tensors(touched, artifact.patch, artifact.base.digest)
 
 
-def extended(tensors: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+def with_untied_head(tensors: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
     """A tied base whose adapter brings a head of its own gets a head to be replaced."""
     untied = not config.tied and "head.weight" not in tensors
     return tensors | ({"head.weight": tensors["embed.weight"]} if untied else {})
 
 
-def assembled(config: ModelConfig, tensors: dict[str, Tensor], dtype: torch.dtype) -> Transformer:
+def assemble_model(config: ModelConfig, tensors: dict[str, Tensor], dtype: torch.dtype) -> Transformer:
     with torch.device("meta"):
         model = Transformer(config)
     model.load_state_dict({name: tensor.to(dtype) for name, tensor in tensors.items()}, strict=True, assign=True)
@@ -189,41 +189,41 @@ def read_tokenizer(folder: Path) -> Tokenizer | None:
     return Tokenizer.from_folder(folder) if (folder / "tokenizer.json").exists() else None
 
 
-def read_stops(tokenizer: Tokenizer | None, config: dict[str, Any], generation: dict[str, Any]) -> Stops:
+def read_artifact_stops(tokenizer: Tokenizer | None, config: dict[str, Any], generation: dict[str, Any]) -> SpecialTokens:
     """Without a tokenizer only config and generation config speak."""
     for fields, name in itertools.product((config, generation), ("bos_token_id", "eos_token_id")):
         if not all(id is None or type(id) is int for id in _listed(fields.get(name))):
             raise ArtifactError(f"{name} is {fields[name]!r}; expected a token id, or a list of them")
     if tokenizer is not None:
-        return resolve_stops(tokenizer, config, generation)
+        return resolve_special_tokens(tokenizer, config, generation)
     named = {file: _listed(ids) for file, ids in (
         ("config.json", config.get("eos_token_id")), ("generation_config.json", generation.get("eos_token_id"))) if ids is not None}
     stop_ids = tuple(sorted({id for ids in named.values() for id in ids}))
     apart = len(named) == 2 and not set.intersection(*map(set, named.values()))
     disagreements = (f"config.json and generation_config.json name different stop ids: {named}",) if apart else ()
-    return Stops(config.get("bos_token_id"), stop_ids[0] if stop_ids else None, stop_ids, None, disagreements)
+    return SpecialTokens(config.get("bos_token_id"), stop_ids[0] if stop_ids else None, stop_ids, None, disagreements)
 
 
 def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json_object(path: Path) -> dict[str, Any]:
     """A JSON object, without the duplicate keys that let two readers see two files."""
     if not path.exists():
         raise ArtifactError(f"{path} is missing")
-    value = sealed.parse(read_file(path, limit=JSON_LIMIT), where=str(path))
+    value = sealed.parse_json(read_file(path, limit=JSON_LIMIT), where=str(path))
     if not isinstance(value, dict):
         raise ArtifactError(f"{path}: expected a JSON object, found {type(value).__name__}")
     return value
 
 
-def _digest(raw: Raw) -> str:
+def _digest(raw: RawArtifact) -> str:
     """A checkpoint's tensors were hashed when it was written, and its bytes were just checked against that."""
     return weights_digest(raw.tensors) if raw.checkpoint is None else recorded_digest(raw.checkpoint.manifest)
 
 
-def _adapted(raw: Raw, base: str | Path | None) -> Artifact:
+def _adapted(raw: RawArtifact, base: str | Path | None) -> Artifact:
     where, facts = raw.place.path, raw.checkpoint.facts if raw.checkpoint else {}
     recorded = facts.get("base") or {}
     foundation = _open_base(where, base, recorded.get("path"), raw.fields.get("base_model_name_or_path"))
@@ -233,7 +233,7 @@ def _adapted(raw: Raw, base: str | Path | None) -> Artifact:
     adapter = read_adapter(foundation.config, raw.fields, raw.tensors, str(where), parent=recorded.get("weights"),
                            may_be_idle=facts.get("change") == "new")
     tokenizer = read_tokenizer(where) or foundation.tokenizer
-    stops = read_stops(tokenizer, foundation.raw.fields, raw.generation or foundation.raw.generation)
+    stops = read_artifact_stops(tokenizer, foundation.raw.fields, raw.generation or foundation.raw.generation)
     return Artifact(raw, config_with(foundation.config, adapter.patch), foundation.tensors, _digest(raw), tokenizer, stops,
                     adapter.patch, adapter, foundation, list(stops.disagreements))
 
@@ -245,7 +245,7 @@ def _open_base(adapter: Path, given: str | Path | None, recorded: str | None, na
         if not isinstance(candidate, str | Path):
             raise ArtifactError(f"{adapter}: names {candidate!r} as its base; expected a path")
         beside = adapter / str(candidate)  # a relative name may be meant from the adapter's own folder
-        for path in (fetch.cached(str(candidate)) or Path(candidate), beside):
+        for path in (model_cache.cached_model(str(candidate)) or Path(candidate), beside):
             if path.exists():
                 artifact = open_artifact(path)
                 if artifact.patch is not None:

@@ -1,4 +1,4 @@
-"""A checkpoint: an immutable folder that Hugging Face tools load, and a `manifest.json` that accounts for every byte.
+"""Checkpoint: an immutable folder that Hugging Face tools load, and a `manifest.json` that accounts for every byte.
 
 The manifest is written last and names the sha256 of every file and tensor; its own sha256 is the checkpoint's digest.
 Beside it may come, later, `hallmark.json` (a fresh process proved these bytes) or `quarantine.json` (it refuted them);
@@ -18,8 +18,7 @@ from torch import Tensor
 
 from assay.errors import ArtifactError, UsageError
 from assay.store import durable
-from assay.store.sealed import canonical, parse, seal, unseal
-from assay.store.tensors import (
+from assay.store.safetensors_files import (
     SHARD_BYTES,
     FileFacts,
     inside,
@@ -29,16 +28,17 @@ from assay.store.tensors import (
     write_sharded,
     write_tensors,
 )
+from assay.store.sealed import canonical_json, parse_json, seal, unseal
 from assay.verdict import Outcome, Verdict, overall
 
-FORMAT = 1
-FILE_LIMIT = 256 << 20
+CHECKPOINT_FORMAT = 1
+SMALL_FILE_LIMIT = 256 << 20
 MANIFEST, HALLMARK, QUARANTINE, TRAINER = "manifest.json", "hallmark.json", "quarantine.json", "trainer.json"
 OPTIMIZER, PROBES, ADAPTER = "optimizer.safetensors", "probes.safetensors", "adapter_model.safetensors"
 UNLISTED = {MANIFEST, HALLMARK, QUARANTINE, "README.md"}  # may lie in the folder without being in the manifest
 RESERVED = {MANIFEST, HALLMARK, QUARANTINE, TRAINER}
 STEP = re.compile(r"step-(\d{6,})")
-FIELDS = {"assay": str, "format": int, "kind": str, "files": dict, "tensors": dict, "parameters": int, "bytes": int,
+MANIFEST_FIELDS = {"assay": str, "format": int, "kind": str, "files": dict, "tensors": dict, "parameters": int, "bytes": int,
           "facts": dict}
 
 
@@ -99,14 +99,14 @@ class Checkpoint:
     def trainer(self) -> dict[str, Any] | None:
         if TRAINER not in self.manifest["files"]:
             return None
-        return parse(self.read(TRAINER), where=str(self.folder / TRAINER))
+        return parse_json(self.read(TRAINER), where=str(self.folder / TRAINER))
 
     def read(self, name: str) -> bytes:
         """The bytes of a file that the manifest lists, as they were when it was written."""
         entry = self.manifest["files"].get(name)
         if entry is None:
             raise ArtifactError(f"{self.folder}: its manifest lists no {name}")
-        return durable.read_file(inside(self.folder, name), limit=FILE_LIMIT, expected_sha256=entry["sha256"])
+        return durable.read_file(inside(self.folder, name), limit=SMALL_FILE_LIMIT, expected_sha256=entry["sha256"])
 
     def _tensors(self, name: str) -> dict[str, Tensor]:
         return read_tensors(inside(self.folder, name), self._facts(name))
@@ -115,7 +115,7 @@ class Checkpoint:
         return FileFacts(**self.manifest["files"][name], tensors=self.manifest["tensors"].get(name, {}))
 
 
-def write(where: Path, contents: Contents, *, max_shard_bytes: int = SHARD_BYTES) -> Checkpoint:
+def write_checkpoint(where: Path, contents: Contents, *, max_shard_bytes: int = SHARD_BYTES) -> Checkpoint:
     """The checkpoint is at `where`, whole and for good, when this returns; StoreError if the disk did not let it."""
     _require_writable(where, contents)
     written: list[Checkpoint] = []
@@ -139,7 +139,7 @@ def open_checkpoint(where: Path, *, verify: bool = True) -> Checkpoint:
         raise UsageError(f"{where}: no such folder; expected a checkpoint")
     if not os.path.lexists(where / MANIFEST):
         raise ArtifactError(f"{where}: has no {MANIFEST}: not an Assay checkpoint, or an incomplete copy of one")
-    data = durable.read_file(inside(where, MANIFEST), limit=FILE_LIMIT)
+    data = durable.read_file(inside(where, MANIFEST), limit=SMALL_FILE_LIMIT)
     manifest = unseal(data, where=str(where / MANIFEST), indent=1)
     _check_manifest(manifest, where)
     _check_listing(manifest, where)
@@ -151,10 +151,10 @@ def open_checkpoint(where: Path, *, verify: bool = True) -> Checkpoint:
     return checkpoint
 
 
-def latest(folder: Path, *, hallmarked: bool = False) -> tuple[Checkpoint | None, list[str]]:
+def latest_checkpoint(folder: Path, *, hallmarked: bool = False) -> tuple[Checkpoint | None, list[str]]:
     """The newest `step-…` that verifies (and is hallmarked, if asked), and why each newer one was passed over."""
     passed_over: list[str] = []
-    for path in reversed(steps(folder)):
+    for path in reversed(step_folders(folder)):
         found = _good(path, hallmarked)
         if isinstance(found, Checkpoint):
             return found, passed_over
@@ -162,7 +162,7 @@ def latest(folder: Path, *, hallmarked: bool = False) -> tuple[Checkpoint | None
     return None, passed_over
 
 
-def retain(folder: Path, keep: int, best: Path | None = None, needed: Iterable[str] = ()) -> list[Path]:
+def delete_old_checkpoints(folder: Path, keep: int, best: Path | None = None, needed: Iterable[str] = ()) -> list[Path]:
     """Delete old checkpoints and return what went.
 
     The newest `keep`, the best, those whose digest is `needed` (parents, references), the newest two that verify, and the
@@ -170,21 +170,21 @@ def retain(folder: Path, keep: int, best: Path | None = None, needed: Iterable[s
     """
     if keep < 1:
         raise UsageError(f"keep = {keep} checkpoints of {folder}; expected at least 1")
-    found, needed = steps(folder), set(needed)
+    found, needed = step_folders(folder), set(needed)
     kept = set(found[-keep:]) | {path for path in found if _same(path, best)}
     doomed = [path for path in found if path not in kept and _digest(path) not in needed]
     good, proven = _counted_on(found) if doomed else ([], None)
     if len(good) < 2:
         return []
     doomed = [path for path in doomed if path not in good and path != proven]
-    with durable.told(folder):
+    with durable.as_store_error(folder):
         durable.sync_folder(folder)  # what is counted on must outlive a power cut before anything older goes
     for path in doomed:
         durable.remove_folder(path)
     return doomed
 
 
-def hallmark(checkpoint: Checkpoint, verdicts: Iterable[Verdict]) -> dict[str, Any]:
+def write_hallmark(checkpoint: Checkpoint, verdicts: Iterable[Verdict]) -> dict[str, Any]:
     """Write hallmark.json; refused unless there are verdicts and every one is PROVEN."""
     verdicts = list(verdicts)
     if overall(verdicts) is not Outcome.PROVEN:
@@ -195,7 +195,7 @@ def hallmark(checkpoint: Checkpoint, verdicts: Iterable[Verdict]) -> dict[str, A
     return _write_mark(checkpoint, HALLMARK, verdicts)
 
 
-def quarantine(checkpoint: Checkpoint, verdicts: Iterable[Verdict]) -> dict[str, Any]:
+def quarantine_checkpoint(checkpoint: Checkpoint, verdicts: Iterable[Verdict]) -> dict[str, Any]:
     """Write quarantine.json with the reasons; from then on `latest` passes over it, and a hallmark is void."""
     mark = _write_mark(checkpoint, QUARANTINE, list(verdicts))
     if os.path.lexists(checkpoint.folder / HALLMARK):
@@ -203,7 +203,7 @@ def quarantine(checkpoint: Checkpoint, verdicts: Iterable[Verdict]) -> dict[str,
     return mark
 
 
-def steps(folder: Path) -> list[Path]:
+def step_folders(folder: Path) -> list[Path]:
     """The folders named `step-000123`, oldest first; whether they are good is another question."""
     if not folder.is_dir():
         return []
@@ -228,7 +228,7 @@ def _write_parts(folder: Path, contents: Contents, max_shard_bytes: int) -> dict
         facts[OPTIMIZER] = write_tensors(folder / OPTIMIZER, contents.optimizer)
     files = dict(contents.files)
     if contents.trainer is not None:
-        files[TRAINER] = canonical(contents.trainer, where=str(folder / TRAINER), indent=1)
+        files[TRAINER] = canonical_json(contents.trainer, where=str(folder / TRAINER), indent=1)
     for name, data in files.items():
         facts[name] = FileFacts(durable.write_file(folder / name, [data]), len(data))
     return facts
@@ -236,7 +236,7 @@ def _write_parts(folder: Path, contents: Contents, max_shard_bytes: int) -> dict
 
 def _manifest(contents: Contents, facts: Mapping[str, FileFacts]) -> dict[str, Any]:
     return {
-        "assay": "checkpoint", "format": FORMAT, "kind": contents.kind,
+        "assay": "checkpoint", "format": CHECKPOINT_FORMAT, "kind": contents.kind,
         "files": {name: {"sha256": fact.sha256, "bytes": fact.bytes} | ({"header": fact.header} if fact.header else {})
                   for name, fact in facts.items()},
         "tensors": {name: fact.tensors for name, fact in facts.items() if name.endswith(".safetensors")},
@@ -258,8 +258,8 @@ def _require_writable(where: Path, contents: Contents) -> None:
         if "/" in name or name.startswith(".") or name in RESERVED or name.endswith(".safetensors"):
             raise UsageError(f"{where}: cannot hold a file named {name!r}; expected a plain name, none of ours")
         inside(where, name)
-    canonical({**contents.facts}, where=f"{where}: facts")
-    canonical(contents.trainer, where=f"{where}: trainer")
+    canonical_json({**contents.facts}, where=f"{where}: facts")
+    canonical_json(contents.trainer, where=f"{where}: trainer")
 
 
 def _bytes_needed(contents: Contents) -> int:
@@ -269,12 +269,12 @@ def _bytes_needed(contents: Contents) -> int:
 
 def _check_manifest(manifest: dict[str, Any], where: Path) -> None:
     found = (manifest.get("assay"), manifest.get("format"))
-    if found != ("checkpoint", FORMAT):
-        raise ArtifactError(f"{where / MANIFEST}: is {found}; this Assay reads {('checkpoint', FORMAT)}")
-    wrong = [name for name, kind in FIELDS.items() if type(manifest.get(name)) is not kind]
-    if wrong or set(manifest) != set(FIELDS) or manifest["kind"] not in ("model", "adapter"):
+    if found != ("checkpoint", CHECKPOINT_FORMAT):
+        raise ArtifactError(f"{where / MANIFEST}: is {found}; this Assay reads {('checkpoint', CHECKPOINT_FORMAT)}")
+    wrong = [name for name, kind in MANIFEST_FIELDS.items() if type(manifest.get(name)) is not kind]
+    if wrong or set(manifest) != set(MANIFEST_FIELDS) or manifest["kind"] not in ("model", "adapter"):
         raise ArtifactError(f"{where / MANIFEST}: missing, extra or ill-typed fields: "
-                            f"{sorted(set(wrong) | (set(manifest) ^ set(FIELDS))) or ['kind']}")
+                            f"{sorted(set(wrong) | (set(manifest) ^ set(MANIFEST_FIELDS))) or ['kind']}")
     for name, entry in manifest["files"].items():
         inside(where, name)
         header = {"header": str} if name.endswith(".safetensors") else {}
@@ -292,7 +292,7 @@ def _typed(entry: Any, **fields: type) -> bool:
 
 def _check_listing(manifest: dict[str, Any], where: Path) -> None:
     """Exactly the files of the manifest are there, each a plain file of its size."""
-    with durable.reading(where):
+    with durable.as_artifact_error(where):
         present = {name for name in os.listdir(where) if not name.startswith(durable.PARTIAL)}
     listed = set(manifest["files"])
     if missing := sorted(listed - present):
@@ -361,7 +361,7 @@ def _digest(path: Path) -> str | None:
 def _write_mark(checkpoint: Checkpoint, name: str, verdicts: list[Verdict]) -> dict[str, Any]:
     if _digest(checkpoint.folder) != checkpoint.digest:
         raise ArtifactError(f"{checkpoint.folder}: its manifest changed since it was opened; open it again")
-    mark = {"format": FORMAT, "manifest": checkpoint.digest, "verdicts": [verdict.to_json() for verdict in verdicts]}
+    mark = {"format": CHECKPOINT_FORMAT, "manifest": checkpoint.digest, "verdicts": [verdict.to_json() for verdict in verdicts]}
     durable.replace_file(checkpoint.folder / name, seal(mark, where=str(checkpoint.folder / name), indent=1))
     return mark
 
@@ -370,9 +370,9 @@ def _read_mark(checkpoint: Checkpoint, name: str) -> dict[str, Any] | None:
     path = checkpoint.folder / name
     if not os.path.lexists(path):
         return None
-    mark = unseal(durable.read_file(inside(checkpoint.folder, name), limit=FILE_LIMIT), where=str(path), indent=1)
-    if mark.get("format") != FORMAT or not isinstance(mark.get("verdicts"), list):
-        raise ArtifactError(f"{path}: expected format {FORMAT} with a list of verdicts")
+    mark = unseal(durable.read_file(inside(checkpoint.folder, name), limit=SMALL_FILE_LIMIT), where=str(path), indent=1)
+    if mark.get("format") != CHECKPOINT_FORMAT or not isinstance(mark.get("verdicts"), list):
+        raise ArtifactError(f"{path}: expected format {CHECKPOINT_FORMAT} with a list of verdicts")
     if mark.get("manifest") != checkpoint.digest:
         raise ArtifactError(f"{path}: speaks of the checkpoint {mark.get('manifest')}, and this one is "
                             f"{checkpoint.digest}: copied from elsewhere, or the manifest was replaced; remove it and "

@@ -1,4 +1,4 @@
-"""Whole or not at all: every disk operation of the store, in the order that survives a kill and a power cut.
+"""Durable writes: every disk operation of the store, in the order that survives a kill and a power cut.
 
 A folder is written beside its final place, each file fsynced, then the folder fsynced, renamed, and its parent fsynced.
 What is unfinished is named `.partial-…` and locked by its writer; the lock dies with the writer, and `sweep` removes
@@ -86,7 +86,7 @@ def commit_folder(final: Path, write: Callable[[Path], None], *, needed: int = 0
     if os.path.lexists(final):
         raise UsageError(f"{final} exists, and what was committed is never overwritten; choose another place")
     require_outside_checkpoints(final)
-    with told(final):
+    with as_store_error(final):
         make_folder(final.parent)
         sweep(final.parent)
         _require_space(final, needed)
@@ -108,7 +108,7 @@ def commit_folder(final: Path, write: Callable[[Path], None], *, needed: int = 0
 def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> str:
     """Write a new file to the disk, and return its sha256. Each chunk is hashed while it is written."""
     digest = hashlib.sha256()
-    with told(path), ThreadPoolExecutor(1, "sha256") as hasher, _closing(disk.create(path)) as fd:
+    with as_store_error(path), ThreadPoolExecutor(1, "sha256") as hasher, _closing(disk.create(path)) as fd:
         for chunk in chunks:
             for piece in _pieces(chunk):
                 hashed = in_thread(hasher, digest.update, piece)
@@ -129,7 +129,7 @@ def write_all(fd: int, view: memoryview) -> None:
 
 def replace_file(path: Path, data: bytes) -> None:
     """`path` holds `data`, or what it held before: never a mixture, and for good once this returns."""
-    with told(path):
+    with as_store_error(path):
         sweep(path.parent)
         temporary, held = claim_file(path)
         renamed = False
@@ -153,14 +153,14 @@ def make_folder(path: Path) -> None:
         raise UsageError(f"{path}: a file is in the way; expected a folder, or nothing")
     require_outside_checkpoints(path)
     make_folder(path.parent)
-    with told(path):
+    with as_store_error(path):
         with contextlib.suppress(FileExistsError):  # another writer was quicker
             disk.mkdir(path)
         sync_folder(path.parent)
 
 
 def remove_file(path: Path) -> None:
-    with told(path):
+    with as_store_error(path):
         disk.unlink(path)
         sync_folder(path.parent)
 
@@ -168,7 +168,7 @@ def remove_file(path: Path) -> None:
 def remove_folder(path: Path) -> None:
     """The name goes first and at once; a kill in the middle leaves only trash, which `sweep` takes out."""
     trash = path.with_name(f"{TRASH}{path.name}-{os.getpid()}-{time.time_ns():x}")
-    with told(path):
+    with as_store_error(path):
         disk.rename(path, trash)
         sync_folder(path.parent)
         _remove_tree(trash)
@@ -181,7 +181,7 @@ def sweep(folder: Path) -> list[Path]:
     everything on a filesystem that has no locks.
     """
     swept = []
-    with told(folder):
+    with as_store_error(folder):
         for path in sorted(folder.iterdir()):
             if path.name.startswith(TRASH):
                 _remove_tree(path)
@@ -199,7 +199,7 @@ def sync_folder(path: Path) -> None:
 @contextlib.contextmanager
 def open_regular(path: Path) -> Iterator[int]:
     """A descriptor for reading a plain file; a pipe or a device is refused, and never waited for."""
-    with reading(path):
+    with as_artifact_error(path):
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -249,7 +249,7 @@ def require_hash(path: Path, actual: str, expected: str | None, *, what: str = "
 
 
 @contextlib.contextmanager
-def told(where: Path) -> Iterator[None]:
+def as_store_error(where: Path) -> Iterator[None]:
     """Every refusal of the disk becomes a StoreError that says where, why, and what to do."""
     try:
         yield
@@ -262,7 +262,7 @@ def told(where: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def reading(path: Path) -> Iterator[None]:
+def as_artifact_error(path: Path) -> Iterator[None]:
     """What cannot be read is refused like what reads wrong."""
     try:
         yield
@@ -385,7 +385,7 @@ def _pieces_read(fd: int, start: int, stop: int, path: Path) -> Iterator[memoryv
     """Each piece lies in the same memory as the one before, and is to be used before the next is asked for."""
     view = memoryview(bytearray(min(READ_BYTES, stop - start)))
     while start < stop:
-        with reading(path):
+        with as_artifact_error(path):
             count = os.preadv(fd, [view[:stop - start]], start)
         if count == 0:
             raise ArtifactError(f"{path}: ended {stop - start:,} bytes early; another program changes it meanwhile")

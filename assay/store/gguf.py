@@ -18,21 +18,21 @@ from torch import Tensor
 from assay.config import nearest
 from assay.data.files import require_outside_checkpoints
 from assay.errors import ArtifactError, UsageError
-from assay.model.families import FAMILIES, Fields, beyond, from_foreign, gguf_layout, to_foreign
+from assay.model.families import FAMILIES, ConfigFields, from_foreign, gguf_layout, to_foreign, unexportable_features
 from assay.model.gguf_tokenizer import generation_from_gguf, tokenizer_from_gguf, tokenizer_to_gguf
-from assay.model.stops import Stops, resolve_stops
+from assay.model.special_tokens import SpecialTokens, resolve_special_tokens
 from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import ModelConfig, Rope, inverse_frequencies
 from assay.store import durable
-from assay.store.gguf_header import Header, TensorInfo, read_header
+from assay.store.gguf_header import GgufHeader, GgufTensor, read_gguf_header
 
-LARGEST = 1 << 24  # of any number of the geometry
+_LARGEST = 1 << 24  # of any number of the geometry
 Precision = Literal["f16", "bf16", "q8_0"]
 FILE_TYPES: dict[Precision, int] = {"f16": 1, "bf16": 32, "q8_0": 7}
 ROPE_FACTORS = "rope_freqs.weight"  # how llama.cpp stores Llama 3's scaling: a divisor for each frequency
 META_LLAMA3: dict[str, Any] = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_length": 8192}  # as released
 # Keys that could change the computation in a way we do not implement, with the value that changes nothing.
-NEUTRAL = {"expert_count": 0, "expert_used_count": 0, "attention.causal": True, "rope.scaling.attn_factor": 1.0,
+_NEUTRAL = {"expert_count": 0, "expert_used_count": 0, "attention.causal": True, "rope.scaling.attn_factor": 1.0,
            "rope.scaling.finetuned": True, "tensor_data_layout": "Meta AI original pth"}
 
 
@@ -41,30 +41,30 @@ class GgufModel:
     config: ModelConfig
     tensors: dict[str, Tensor]  # under our names, dequantised to float32
     tokenizer: Tokenizer
-    stops: Stops
+    stops: SpecialTokens
     metadata: dict[str, Any]
 
 
-def read(path: Path) -> GgufModel:
+def read_gguf(path: Path) -> GgufModel:
     """Every tensor once, in the right shape and finite, and the tokenizer that goes with them; else an error."""
-    header = read_header(path)
+    header = read_gguf_header(path)
     config = _config(header, path)
     foreign = _dequantised(path, header, header.tensors.keys() - {ROPE_FACTORS})
     tensors = from_foreign(config, gguf_layout(config), foreign, str(path))
     tokenizer = tokenizer_from_gguf(header.metadata, str(path))
-    stops = resolve_stops(tokenizer, {}, generation_from_gguf(header.metadata))
+    stops = resolve_special_tokens(tokenizer, {}, generation_from_gguf(header.metadata))
     return GgufModel(config, tensors, tokenizer, stops, header.metadata)
 
 
-def describe(path: Path) -> tuple[ModelConfig, dict[str, dict[str, Any]]]:
+def describe_gguf(path: Path) -> tuple[ModelConfig, dict[str, dict[str, Any]]]:
     """The geometry and the tensor table; the weights are not read."""
-    header = read_header(path)
+    header = read_gguf_header(path)
     tensors = {name: {"dtype": info.type, "shape": list(info.shape)} for name, info in header.tensors.items()}
     return _config(header, path), tensors
 
 
-def write(path: Path, config: ModelConfig, tensors: Mapping[str, Tensor], tokenizer: Tokenizer, dtype: Precision,
-          stops: Stops | None = None) -> None:
+def write_gguf(path: Path, config: ModelConfig, tensors: Mapping[str, Tensor], tokenizer: Tokenizer, dtype: Precision,
+          stops: SpecialTokens | None = None) -> None:
     """A new file, whole or not at all. Matrices are rounded to `dtype`; vectors and positions stay float32."""
     if dtype not in FILE_TYPES:
         raise UsageError(f"GGUF is written as one of: {', '.join(FILE_TYPES)}; not {dtype!r}")
@@ -80,11 +80,11 @@ def write(path: Path, config: ModelConfig, tensors: Mapping[str, Tensor], tokeni
 # ---------------------------------------------------------------- geometry in
 
 
-def _config(header: Header, path: Path) -> ModelConfig:
+def _config(header: GgufHeader, path: Path) -> ModelConfig:
     family = _family(header.metadata, path)
     prefix, gpt2 = f"{FAMILIES[family].gguf}.", family == "gpt2"
     own = {key.removeprefix(prefix): value for key, value in header.metadata.items() if key.startswith(prefix)}
-    keys = Fields(own, str(path))
+    keys = ConfigFields(own, str(path))
     heads, width, depth = (keys.need(key) for key in ("attention.head_count", "embedding_length", "block_count"))
     head_dim = _head_dim(keys, width, heads)
     has = {leaf for leaf in ("attn_q.bias", "attn_qkv.bias", "attn_output.bias", "ffn_up.bias", "attn_q_norm.weight")
@@ -117,10 +117,10 @@ def _family(metadata: Mapping[str, Any], path: Path) -> str:
     return known[str(architecture)]
 
 
-def _refuse_absurd(keys: Fields, header: Header) -> None:
+def _refuse_absurd(keys: ConfigFields, header: GgufHeader) -> None:
     """Before anything is allocated by these numbers."""
     for name in keys.read:
-        if isinstance(keys.fields.get(name), int) and keys.fields[name] > LARGEST:
+        if isinstance(keys.fields.get(name), int) and keys.fields[name] > _LARGEST:
             raise ArtifactError(f"{keys.where}: {name} is {keys.fields[name]:,}; that is damaged")
     if keys.need("block_count") > len(header.tensors):
         raise ArtifactError(f"{keys.where}: {keys.need('block_count')} layers in {len(header.tensors)} tensors")
@@ -129,7 +129,7 @@ def _refuse_absurd(keys: Fields, header: Header) -> None:
         raise ArtifactError(f"{keys.where}: {heads} heads cannot share {shared} key/value heads evenly")
 
 
-def _head_dim(keys: Fields, width: int, heads: int) -> int:
+def _head_dim(keys: ConfigFields, width: int, heads: int) -> int:
     """Absent means width / heads, in llama.cpp as in every family here; the whole of a head is rotated."""
     names = ("attention.key_length", "attention.value_length", "rope.dimension_count")
     said = {name: size for name in names if (size := keys.maybe(name)) is not None}
@@ -138,7 +138,7 @@ def _head_dim(keys: Fields, width: int, heads: int) -> int:
     return next(iter(said.values()), width // heads)
 
 
-def _vocab(keys: Fields, metadata: Mapping[str, Any]) -> int:
+def _vocab(keys: ConfigFields, metadata: Mapping[str, Any]) -> int:
     tokens, said = metadata.get("tokenizer.ggml.tokens"), keys.maybe("vocab_size")
     count = len(tokens) if isinstance(tokens, list) else 0
     if not count or said not in (None, count):
@@ -146,7 +146,7 @@ def _vocab(keys: Fields, metadata: Mapping[str, Any]) -> int:
     return count
 
 
-def _rope(keys: Fields, header: Header, head_dim: int, path: Path) -> Rope:
+def _rope(keys: ConfigFields, header: GgufHeader, head_dim: int, path: Path) -> Rope:
     base, kind = float(keys.need("rope.freq_base", (int, float))), keys.maybe("rope.scaling.type", str)
     factor = keys.maybe("rope.scaling.factor", (int, float))
     if kind in (None, "none") and factor is None:
@@ -157,11 +157,11 @@ def _rope(keys: Fields, header: Header, head_dim: int, path: Path) -> Rope:
     return Rope(base, "linear", float(factor))
 
 
-def _llama3(base: float, header: Header, head_dim: int, path: Path) -> Rope:
+def _llama3(base: float, header: GgufHeader, head_dim: int, path: Path) -> Rope:
     """The file has a divisor for each frequency, not the rule behind them: Meta's, or one we wrote, must give them."""
     factors = _dequantised(path, header, {ROPE_FACTORS})[ROPE_FACTORS]
     rule = META_LLAMA3 | {"factor": factors.max().item()}
-    written = Fields({key.removeprefix("assay.rope."): value for key, value in header.metadata.items()}, str(path))
+    written = ConfigFields({key.removeprefix("assay.rope."): value for key, value in header.metadata.items()}, str(path))
     rule = {name: written.maybe(name, type(usual)) or usual for name, usual in rule.items()}
     rope = Rope(base, "llama3", **rule)
     due = _divisors(rope, head_dim)
@@ -174,9 +174,9 @@ def _divisors(rope: Rope, head_dim: int) -> Tensor:
     return inverse_frequencies(Rope(rope.base), head_dim) / inverse_frequencies(rope, head_dim)
 
 
-def _refuse_unread(keys: Fields, prefix: str) -> None:
+def _refuse_unread(keys: ConfigFields, prefix: str) -> None:
     for name, value in keys.fields.items():
-        if name in keys.read or (name in NEUTRAL and value == NEUTRAL[name]):
+        if name in keys.read or (name in _NEUTRAL and value == _NEUTRAL[name]):
             continue
         raise UsageError(f"{keys.where}: key {prefix}{name} = {value!r} is not understood; it may change what the "
                          "model computes, so the model is not loaded without it")
@@ -191,7 +191,7 @@ def _refuse_inexpressible(config: ModelConfig) -> None:
         f"the {config.family} family": family.gguf is None,
         "a sliding window": any(window is not None for window in config.windows),
         "biases in a Llama": family.gguf == "llama" and biased,
-        **dict.fromkeys(beyond(config), True),
+        **dict.fromkeys(unexportable_features(config), True),
     }
     for problem, found in problems.items():
         if found:
@@ -229,7 +229,7 @@ def _rope_factors(config: ModelConfig) -> dict[str, Tensor]:
     return {ROPE_FACTORS: _divisors(config.rope, config.head_dim)}
 
 
-def _ends(tokenizer: Tokenizer, stops: Stops | None) -> dict[str, int]:
+def _ends(tokenizer: Tokenizer, stops: SpecialTokens | None) -> dict[str, int]:
     """What the other files of a model said about its ends, where the tokenizer did not."""
     if stops is None:
         return {}
@@ -241,12 +241,12 @@ def _ends(tokenizer: Tokenizer, stops: Stops | None) -> dict[str, int]:
 # ---------------------------------------------------------------- bytes
 
 
-def _dequantised(path: Path, header: Header, names: Collection[str]) -> dict[str, Tensor]:
+def _dequantised(path: Path, header: GgufHeader, names: Collection[str]) -> dict[str, Tensor]:
     with durable.open_regular(path) as fd, open(fd, "rb", closefd=False) as file:
         return {name: _tensor(file, name, info, path) for name, info in header.tensors.items() if name in names}
 
 
-def _tensor(file: BinaryIO, name: str, info: TensorInfo, path: Path) -> Tensor:
+def _tensor(file: BinaryIO, name: str, info: GgufTensor, path: Path) -> Tensor:
     package = _package()
     file.seek(info.offset)
     rows = np.fromfile(file, np.uint8, info.bytes)
@@ -305,7 +305,7 @@ def _new_file(path: Path) -> Iterator[Path]:
         raise UsageError(f"{path} exists, and what was committed is never overwritten; choose another place")
     require_outside_checkpoints(path)
     disk = durable.disk
-    with durable.told(path):
+    with durable.as_store_error(path):
         durable.make_folder(path.parent)
         temporary, held = durable.claim_file(path)
         try:

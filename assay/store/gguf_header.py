@@ -1,4 +1,4 @@
-"""The front of a GGUF file, read with suspicion: counts, lengths and offsets are checked before anything is trusted.
+"""GGUF header, read with suspicion: counts, lengths and offsets are checked before anything is trusted.
 
 Layout: magic, version, tensor count, key count; keys with typed values; the tensor table; then, aligned, the tensors in
 the order of the table and without gaps (as llama.cpp demands). Nothing here reads tensor data.
@@ -19,16 +19,16 @@ from assay.store import durable
 HEADER_BYTES = 256 << 20  # a vocabulary of 250,000 tokens takes 10 MiB
 ENTRIES = 1 << 16  # keys, or tensors
 NAME_BYTES = 1 << 10
-SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # as in struct
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # as in struct
 STRING, ARRAY = 8, 9
 # Type id → name, elements in a block, bytes in a block.
-TYPES = {0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22),
+GGUF_TYPES = {0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22),
          8: ("Q8_0", 32, 34), 12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210),
          30: ("BF16", 1, 2)}
 
 
 @dataclass(frozen=True)
-class TensorInfo:
+class GgufTensor:
     shape: tuple[int, ...]  # rows first, as torch has it
     type: str
     offset: int  # in the file
@@ -36,12 +36,12 @@ class TensorInfo:
 
 
 @dataclass(frozen=True)
-class Header:
+class GgufHeader:
     metadata: dict[str, Any]
-    tensors: dict[str, TensorInfo]
+    tensors: dict[str, GgufTensor]
 
 
-def read_header(path: Path) -> Header:
+def read_gguf_header(path: Path) -> GgufHeader:
     with durable.open_regular(path) as fd, open(fd, "rb", closefd=False) as file:
         cursor = _Cursor(file, os.fstat(fd).st_size, path)
         if cursor.take(4) != b"GGUF":
@@ -52,7 +52,7 @@ def read_header(path: Path) -> Header:
         tensors, keys = cursor.count("tensors", 24), cursor.count("keys", 13)
         metadata = _metadata(cursor, keys)
         table = [_table_entry(cursor) for _ in range(tensors)]
-        return Header(metadata, _placed(cursor, metadata, table))
+        return GgufHeader(metadata, _placed(cursor, metadata, table))
 
 
 class _Cursor:
@@ -100,16 +100,16 @@ class _Cursor:
     def value(self, kind: int) -> Any:
         if kind == STRING:
             return self.text()
-        if kind in SCALARS:
-            return self.number(SCALARS[kind])
+        if kind in _SCALARS:
+            return self.number(_SCALARS[kind])
         if kind != ARRAY:
             raise ArtifactError(f"{self.path}: value type {kind} is unknown; it is damaged, or newer than this reader")
         element, count = self.number("I"), self.number("Q")
         if element == STRING and count * 8 <= self.size:
             return [self.text() for _ in range(count)]
-        if element not in SCALARS:
+        if element not in _SCALARS:
             raise ArtifactError(f"{self.path}: an array of {count:,} values of type {element}; it is damaged")
-        return self.numbers(SCALARS[element], count)
+        return self.numbers(_SCALARS[element], count)
 
 
 def _decimal(value: float) -> float:
@@ -137,12 +137,12 @@ def _table_entry(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
     return name, shape, cursor.number("I"), cursor.number("Q")
 
 
-def _placed(cursor: _Cursor, metadata: dict[str, Any], table: list[Any]) -> dict[str, TensorInfo]:
+def _placed(cursor: _Cursor, metadata: dict[str, Any], table: list[Any]) -> dict[str, GgufTensor]:
     """Each tensor's place in the file; they must follow one another and fill the file to its end."""
     alignment = metadata.get("general.alignment", 32)
     if alignment not in [1 << bit for bit in range(17)]:
         raise ArtifactError(f"{cursor.path}: general.alignment {alignment!r}; expected a power of two up to 65,536")
-    start, end, tensors = _padded(cursor.position, alignment), 0, dict[str, TensorInfo]()
+    start, end, tensors = _padded(cursor.position, alignment), 0, dict[str, GgufTensor]()
     for name, shape, type_id, offset in table:
         type, size = _size(name, shape, type_id, cursor.path)
         if name in tensors:
@@ -153,17 +153,17 @@ def _placed(cursor: _Cursor, metadata: dict[str, Any], table: list[Any]) -> dict
         if start + end > cursor.size:
             raise ArtifactError(f"{cursor.path}: ends at byte {cursor.size:,}, but {name} goes on to {start + end:,}; "
                                 "it is cut short")
-        tensors[name] = TensorInfo(shape, type, start + offset, size)
+        tensors[name] = GgufTensor(shape, type, start + offset, size)
     if cursor.size > max(start + _padded(end, alignment), cursor.position):
         raise ArtifactError(f"{cursor.path}: {cursor.size - start - end:,} bytes follow the last tensor; it is damaged")
     return tensors
 
 
 def _size(name: str, shape: tuple[int, ...], type_id: int, path: Path) -> tuple[str, int]:
-    if type_id not in TYPES:
-        known = ", ".join(type for type, _, _ in TYPES.values())
+    if type_id not in GGUF_TYPES:
+        known = ", ".join(type for type, _, _ in GGUF_TYPES.values())
         raise UsageError(f"{path}: {name} is of type {_type_name(type_id)}, which is not supported; expected {known}")
-    type, elements, size = TYPES[type_id]
+    type, elements, size = GGUF_TYPES[type_id]
     if shape[-1] % elements:
         raise ArtifactError(f"{path}: {name} has rows of {shape[-1]:,}, and {type} comes in blocks of {elements}")
     return type, prod(shape) // elements * size

@@ -1,4 +1,4 @@
-"""The ledger: what happened in a run, one JSON line an event, each bound by its hash to the line before.
+"""Ledger: what happened in a run, one JSON line an event, each bound by its hash to the line before.
 
 Lines are only ever added. A last line that a crash cut short is tolerated and reported; any other line that is not as
 it was written is damage or tampering, and is refused by its number. (That whole lines are missing at the end, nothing
@@ -19,12 +19,12 @@ from assay.store import durable
 from assay.store.sealed import seal, unseal
 
 GENESIS = "0" * 64
-LIMIT = 1 << 30
-OWN = {"seq", "time", "kind", "previous"}
+LEDGER_LIMIT = 1 << 30
+OWN_FIELDS = {"seq", "time", "kind", "previous"}
 
 
 @dataclass(frozen=True)
-class Chain:
+class LedgerChain:
     """A ledger as read: its events, the sha256 of its last whole line, where that line ends, and the torn rest."""
 
     events: list[dict[str, Any]]
@@ -52,7 +52,7 @@ class Ledger:
 
     def append(self, kind: str, **facts: Any) -> str:
         """The event is on the disk for good when this returns the sha256 of its line."""
-        if taken := OWN & facts.keys():
+        if taken := OWN_FIELDS & facts.keys():
             raise UsageError(f"{self.path}: facts cannot be named {', '.join(sorted(taken))}; the ledger fills these")
         with self._one_at_a_time:
             return self._append(self._writable(), kind, facts)
@@ -63,7 +63,7 @@ class Ledger:
             self._writable()
 
     def close(self) -> None:
-        with self._one_at_a_time, durable.told(self.path):
+        with self._one_at_a_time, durable.as_store_error(self.path):
             self._let_go()
 
     def _writable(self) -> int:
@@ -74,7 +74,7 @@ class Ledger:
     def _begin_writing(self) -> int:
         """Become the writer, verify what is there, and put a torn last line on record before anything else."""
         durable.make_folder(self.path.parent)
-        with durable.told(self.path):
+        with durable.as_store_error(self.path):
             fd = self._fd = durable.disk.open_append(self.path)
             ready = False
             try:
@@ -98,7 +98,7 @@ class Ledger:
         event = {"seq": self._seq, "time": now, "kind": kind, "previous": self._head, **facts}
         line = seal(event, where=f"{self.path}: the event {kind!r}")
         written = False
-        with durable.told(self.path):
+        with durable.as_store_error(self.path):
             try:
                 durable.write_all(fd, memoryview(line))
                 durable.disk.sync_data(fd)
@@ -117,17 +117,17 @@ class Ledger:
             durable.disk.close(fd)
 
 
-def read_chain(path: Path) -> Chain:
+def read_chain(path: Path) -> LedgerChain:
     """Every line verified: it is as it was sealed, it is the next one, and it names the one before."""
-    chain, damage = before_damage(path)
+    chain, damage = read_until_damage(path)
     if damage is not None:
         raise damage
     return chain
 
 
-def before_damage(path: Path) -> tuple[Chain, ArtifactError | None]:
+def read_until_damage(path: Path) -> tuple[LedgerChain, ArtifactError | None]:
     """What verifies, up to the first line that does not, and what is wrong with that one: for readers who show what is left."""
-    data = durable.read_file(path, limit=LIMIT) if path.exists() else b""
+    data = durable.read_file(path, limit=LEDGER_LIMIT) if path.exists() else b""
     *lines, tail = data.split(b"\n")
     events: list[dict[str, Any]] = []
     head, size = GENESIS, 0
@@ -140,8 +140,8 @@ def before_damage(path: Path) -> tuple[Chain, ArtifactError | None]:
             raise ArtifactError(f"{path} line {len(lines) + 1}: whole but for its last byte, which should end the line: "
                                 "damaged; restore the ledger from a copy")
     except ArtifactError as damage:
-        return Chain(events, head, size, data[size:]), damage
-    return Chain(events, head, size, tail), None
+        return LedgerChain(events, head, size, data[size:]), damage
+    return LedgerChain(events, head, size, tail), None
 
 
 def _following(line: bytes, seq: int, head: str, where: str) -> dict[str, Any]:
@@ -168,7 +168,7 @@ def _lock(fd: int, path: Path) -> None:
                          "stop it") from None
 
 
-def _torn(path: Path, chain: Chain) -> str | None:
+def _torn(path: Path, chain: LedgerChain) -> str | None:
     if not chain.tail:
         return None
     return (f"{path}: a crash cut the last line short after {len(chain.tail)} bytes; the {len(chain.events)} events "

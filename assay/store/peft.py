@@ -1,4 +1,4 @@
-"""PEFT's LoRA adapters, both ways, strictly.
+"""PEFT LoRA adapters, read and written strictly.
 
 An adapter that is unknown, incomplete, not finite, without effect or for another base is refused by name; the loaders of
 today take all of these in silence.
@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from assay.errors import ArtifactError, UsageError
-from assay.model.families import hf_layout, shapes
-from assay.model.lora import Site, sites
+from assay.model.families import hf_layout, parameter_shapes
+from assay.model.lora import LoraSite, lora_sites
 from assay.model.patch import LowRank, Patch
 from assay.model.transformer import ModelConfig
 
-PREFIX = "base_model.model."
+PEFT_PREFIX = "base_model.model."
 # Fields whose other values change the arithmetic; anything not listed here and not read below says nothing about the result.
-ONLY: dict[str, tuple[Any, ...]] = {
+SUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",), "bias": ("none",), "use_dora": (False, None), "lora_bias": (False, None), "rank_pattern": ({}, None),
     "alpha_pattern": ({}, None), "trainable_token_indices": (None,), "megatron_config": (None,), "use_qalora": (False, None),
     "target_parameters": (None, []), "layer_replication": (None,), "alora_invocation_tokens": (None,), "arrow_config": (None,),
@@ -32,7 +32,7 @@ REWRITES_BASE = ("pissa", "olora", "loftq", "corda")
 
 
 @dataclass(frozen=True)
-class Adapter:
+class LoraAdapter:
     patch: Patch
     rank: int
     scale: float
@@ -41,7 +41,7 @@ class Adapter:
 
 
 def read_adapter(config: ModelConfig, fields: Mapping[str, Any], tensors: Mapping[str, Tensor], where: str,
-                 *, parent: str | None = None, may_be_idle: bool = False) -> Adapter:
+                 *, parent: str | None = None, may_be_idle: bool = False) -> LoraAdapter:
     """`may_be_idle` accepts an adapter without effect, which only a checkpoint before its first step may be."""
     _refuse_unsupported(fields, where)
     rank, alpha = _positive(fields, "r", where), _positive(fields, "lora_alpha", where)
@@ -63,7 +63,7 @@ def read_adapter(config: ModelConfig, fields: Mapping[str, Any], tensors: Mappin
     for site in planned:
         low_rank.setdefault(site.parameter, []).append(parts[site.foreign])
     patch = Patch(parent, {name: tuple(p) for name, p in low_rank.items()}, replaced)
-    return Adapter(patch, int(rank), scale, rslora, fields.get("base_model_name_or_path"))
+    return LoraAdapter(patch, int(rank), scale, rslora, fields.get("base_model_name_or_path"))
 
 
 def config_with(config: ModelConfig, patch: Patch) -> ModelConfig:
@@ -77,7 +77,7 @@ def config_with(config: ModelConfig, patch: Patch) -> ModelConfig:
 
 def write_adapter(config: ModelConfig, patch: Patch, base_name: str, *, rslora: bool = False) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """adapter_config.json's fields and the tensors under PEFT's names."""
-    by_rows = {(site.parameter, site.start, site.stop): site for site in sites(config).values()}
+    by_rows = {(site.parameter, site.start, site.stop): site for site in lora_sites(config).values()}
     tensors: dict[str, Tensor] = {}
     adapted, ranks, scales = [], set(), set()
     for parameter, parts in patch.low_rank.items():
@@ -85,26 +85,26 @@ def write_adapter(config: ModelConfig, patch: Patch, base_name: str, *, rslora: 
             site = by_rows.get((parameter, part.start, part.stop))
             if site is None:
                 raise UsageError(f"rows {part.start}:{part.stop} of {parameter} are no layer that PEFT knows; merge the patch instead")
-            tensors[f"{PREFIX}{site.foreign}.lora_A.weight"] = part.right
-            tensors[f"{PREFIX}{site.foreign}.lora_B.weight"] = part.left
+            tensors[f"{PEFT_PREFIX}{site.foreign}.lora_A.weight"] = part.right
+            tensors[f"{PEFT_PREFIX}{site.foreign}.lora_B.weight"] = part.left
             adapted.append(site.foreign)
             ranks.add(part.right.shape[0])
             scales.add(part.scale)
     if len(ranks) != 1 or len(scales) != 1:
         raise UsageError(f"PEFT export needs one rank and one scale, found ranks {sorted(ranks)} and scales {sorted(scales)}; "
                          "merge instead")
-    tensors |= {PREFIX + _foreign(config, name): tensor for name, tensor in patch.replaced.items()}
+    tensors |= {PEFT_PREFIX + _foreign(config, name): tensor for name, tensor in patch.replaced.items()}
     (rank,), (scale,) = ranks, scales
     return {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base_name, "r": rank,
         "lora_alpha": scale * (math.sqrt(rank) if rslora else rank), "use_rslora": rslora, "lora_dropout": 0.0, "bias": "none",
-        "target_modules": _shortest(adapted, sites(config)), "fan_in_fan_out": config.family == "gpt2", "inference_mode": True,
+        "target_modules": _shortest(adapted, lora_sites(config)), "fan_in_fan_out": config.family == "gpt2", "inference_mode": True,
         "modules_to_save": [_foreign(config, name).removesuffix(".weight") for name in patch.replaced] or None,
     }, tensors
 
 
 def _refuse_unsupported(fields: Mapping[str, Any], where: str) -> None:
-    for name, allowed in ONLY.items():
+    for name, allowed in SUPPORTED_FIELDS.items():
         if name in fields and fields[name] not in allowed:
             raise UsageError(f"{where}: {name} = {fields[name]!r} is not supported; expected {allowed[0]!r}")
     init = fields.get("init_lora_weights")
@@ -121,9 +121,9 @@ def _positive(fields: Mapping[str, Any], name: str, where: str) -> float:
 
 
 def _without_prefix(name: str, where: str) -> str:
-    if not name.startswith(PREFIX):
-        raise ArtifactError(f"{where}: tensor {name!r} does not start with {PREFIX!r}; PEFT would ignore it and serve the plain base")
-    return name.removeprefix(PREFIX)
+    if not name.startswith(PEFT_PREFIX):
+        raise ArtifactError(f"{where}: tensor {name!r} does not start with {PEFT_PREFIX!r}; PEFT would ignore it and serve the plain base")
+    return name.removeprefix(PEFT_PREFIX)
 
 
 def _refuse_bad_values(named: Mapping[str, Tensor], where: str) -> None:
@@ -137,7 +137,7 @@ def _refuse_bad_values(named: Mapping[str, Tensor], where: str) -> None:
             raise ArtifactError(f"{where}: {name} has {bad} of {tensor.numel()} values that are NaN or infinite")
 
 
-def _planned(config: ModelConfig, fields: Mapping[str, Any], where: str) -> list[Site]:
+def _planned(config: ModelConfig, fields: Mapping[str, Any], where: str) -> list[LoraSite]:
     """Every layer of the base that target_modules names: all of them must be in the file (planned = adapted)."""
     targets, excluded = _modules(fields, "target_modules", where), _modules(fields, "exclude_modules", where)
     layers = fields.get("layers_to_transform")
@@ -146,7 +146,7 @@ def _planned(config: ModelConfig, fields: Mapping[str, Any], where: str) -> list
         raise ArtifactError(f"{where}: layers_to_transform is {layers!r}; expected numbers of layers")
     if not targets:
         raise ArtifactError(f"{where}: target_modules is {targets!r}; an adapter says which layers it adapts")
-    every = sites(config)
+    every = lora_sites(config)
     if targets == "all-linear":
         targets = [name for name in every if name != "lm_head"]
     chosen = [site for name, site in every.items() if _matches(name, targets) and not _matches(name, excluded)
@@ -181,12 +181,12 @@ def _matches(name: str, targets: str | Collection[str]) -> bool:
     return any(name == target or name.endswith(f".{target}") for target in targets)
 
 
-def _part(site: Site, named: Mapping[str, Tensor], rank: int, scale: float, config: ModelConfig, where: str) -> LowRank:
+def _part(site: LoraSite, named: Mapping[str, Tensor], rank: int, scale: float, config: ModelConfig, where: str) -> LowRank:
     pair = []
-    for side, shape in (("A", (rank, shapes(config)[site.parameter][1])), ("B", (site.stop - site.start, rank))):
+    for side, shape in (("A", (rank, parameter_shapes(config)[site.parameter][1])), ("B", (site.stop - site.start, rank))):
         name = f"{site.foreign}.lora_{side}.weight"
         if name not in named:
-            raise ArtifactError(f"{where}: {PREFIX}{name} is missing, though target_modules names this layer; "
+            raise ArtifactError(f"{where}: {PEFT_PREFIX}{name} is missing, though target_modules names this layer; "
                                 "the adapter would do less than it says")
         if tuple(named[name].shape) != shape:
             raise ArtifactError(f"{where}: {name} has shape {list(named[name].shape)}; this base and r = {rank} need {list(shape)}: "
@@ -204,7 +204,7 @@ def _replaced(config: ModelConfig, fields: Mapping[str, Any], named: Mapping[str
             raise ArtifactError(f"{where}: modules_to_save names {module!r}, but the file does not hold it")
     replaced = {ours: named[name] for name, ours in whole.items() if name in named}
     for ours, tensor in replaced.items():
-        shape = shapes(replace(config, tied=False))[ours]
+        shape = parameter_shapes(replace(config, tied=False))[ours]
         rows_may_grow = ours in ("embed.weight", "head.weight")
         if tuple(tensor.shape[rows_may_grow:]) != shape[rows_may_grow:]:
             raise ArtifactError(f"{where}: {ours} was saved with shape {list(tensor.shape)}; this base needs {list(shape)}")

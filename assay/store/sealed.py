@@ -1,4 +1,4 @@
-"""JSON that checks itself: one canonical spelling, and a field `self` that holds the sha256 of all the rest.
+"""Sealed JSON: one canonical spelling, and a field `self` that holds the sha256 of all the rest.
 
 A flipped byte anywhere breaks the JSON, leaves the canonical spelling, or disagrees with `self`; each is refused.
 """
@@ -17,26 +17,26 @@ def seal(document: dict[str, Any], *, where: str, indent: int | None = None) -> 
     """The canonical bytes of `document` with its own sha256 in `self`."""
     if SELF in document:
         raise UsageError(f"{where}: the key {SELF!r} is taken by the document's own sha256; use another name")
-    digest = hashlib.sha256(canonical(document, where=where, indent=indent)).hexdigest()
-    return canonical({**document, SELF: digest}, where=where, indent=indent)
+    digest = hashlib.sha256(canonical_json(document, where=where, indent=indent)).hexdigest()
+    return canonical_json({**document, SELF: digest}, where=where, indent=indent)
 
 
 def unseal(data: bytes, *, where: str, indent: int | None = None) -> dict[str, Any]:
     """What was sealed, without `self`; ArtifactError if a single byte is not what `seal` wrote."""
-    document = parse(data, where=where)
+    document = parse_json(data, where=where)
     if not isinstance(document, dict):
         raise ArtifactError(f"{where}: expected a JSON object, found {type(document).__name__}")
     if not spelled_canonically(data, document, indent):
         raise ArtifactError(f"{where}: the bytes are not as Assay writes them: edited or damaged; restore the original")
     claimed = document.pop(SELF, None)
-    actual = hashlib.sha256(canonical(document, where=where, indent=indent)).hexdigest()
+    actual = hashlib.sha256(canonical_json(document, where=where, indent=indent)).hexdigest()
     if claimed != actual:
         raise ArtifactError(f"{where}: its content hashes to {actual}, but it says {claimed}: edited or damaged; "
                             "restore the original")
     return document
 
 
-def canonical(document: Any, *, where: str, indent: int | None = None) -> bytes:
+def canonical_json(document: Any, *, where: str, indent: int | None = None) -> bytes:
     """Sorted keys, ASCII, no NaN, a newline at the end: the same document gives the same bytes on every machine."""
     separators = (",", ":") if indent is None else (",", ": ")
     try:
@@ -49,12 +49,12 @@ def canonical(document: Any, *, where: str, indent: int | None = None) -> bytes:
 
 def spelled_canonically(data: bytes, document: Any, indent: int | None) -> bool:
     try:
-        return canonical(document, where="", indent=indent) == data
+        return canonical_json(document, where="", indent=indent) == data
     except UsageError:  # 1e999 parses to infinity, which has no canonical spelling
         return False
 
 
-def parse(data: bytes, *, where: str, parse_int: Callable[[str], Any] | None = None,
+def parse_json(data: bytes, *, where: str, parse_int: Callable[[str], Any] | None = None,
           parse_float: Callable[[str], Any] | None = None) -> Any:
     """Strict JSON: UTF-8, no duplicate keys, no NaN; every way in which hostile bytes fail is an ArtifactError."""
     try:

@@ -1,1 +1,1 @@
-"""One file per command-line verb: its flags, what it calls, what it prints."""
+"""Verbs of the command line, one module each: its flags, its examples and its `run`."""

@@ -1,4 +1,4 @@
-"""assay bisect: the first bad checkpoint of a run, and what changed there."""
+"""assay bisect: find the first bad checkpoint of a run, and show what changed there."""
 
 import json
 import sys
@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from assay.config import argument, option
 
 if TYPE_CHECKING:
-    from assay.measure.bisect import Found
-    from assay.measure.diff import Diff
-    from assay.measure.parting import Comparison, Moved
+    from assay.comparison.bisection import Bisection
+    from assay.comparison.weights_diff import WeightsDiff
+    from assay.tracing.first_divergence import PassDivergence, WeightChange
 
 
 @dataclass(frozen=True)
@@ -39,16 +39,16 @@ def run(flags: FLAGS) -> int:
                                  say=lambda line: print(line, file=say, flush=True))
     if not flags.json:
         print(found.sentence)
-    pair = handed_over(found, flags)
-    inside = None if pair is None or flags.only else looked_into(*pair, flags)
+    pair = pair_to_compare(found, flags)
+    inside = None if pair is None or flags.only else trace_and_diff(*pair, flags)
     if flags.json:
         print(json.dumps(as_json(found, pair, inside), indent=1))
     elif inside is not None:
-        show(*inside)
+        print_change(*inside)
     return 0 if found.first_bad is None else 3
 
 
-def handed_over(found: "Found[Path]", flags: FLAGS) -> tuple[Path, Path] | None:
+def pair_to_compare(found: "Bisection[Path]", flags: FLAGS) -> tuple[Path, Path] | None:
     """What to hold the first bad one against: the last good one, or the other run's checkpoint of the same step."""
     if found.first_bad is None:
         return None
@@ -57,37 +57,38 @@ def handed_over(found: "Found[Path]", flags: FLAGS) -> tuple[Path, Path] | None:
     return None if found.last_good is None else (found.last_good, found.first_bad)
 
 
-def looked_into(good: Path, bad: Path, flags: FLAGS) -> "tuple[Comparison, list[Moved] | None, Diff]":
-    from assay.measure.diff import diff
+def trace_and_diff(good: Path, bad: Path, flags: FLAGS) -> "tuple[PassDivergence, list[WeightChange] | None, WeightsDiff]":
+    from assay.comparison.weights_diff import diff_weights
     from assay.store.artifact import open_artifact
     from assay.verbs import trace as tracing
-    from assay.verbs.diff import named
+    from assay.verbs.diff import hf_tensors
 
     a, b = open_artifact(good), open_artifact(bad)
     asked = tracing.FLAGS(str(good), str(bad), prompt=flags.prompt)
-    return *tracing.compared(a, b, tracing.asked(asked, a), asked), diff(named(a), named(b))
+    return *tracing.compare_models(a, b, tracing.tokens_to_trace(asked, a), asked), diff_weights(hf_tensors(a), hf_tensors(b))
 
 
-def show(found: "Comparison", moved: "list[Moved] | None", changed: "Diff") -> None:
-    from assay.measure.parting import check_forward
-    from assay.verbs.diff import show as show_diff
-    from assay.verbs.trace import show_comparison
+def print_change(found: "PassDivergence", moved: "list[WeightChange] | None", changed: "WeightsDiff") -> None:
+    from assay.tracing.first_divergence import check_forward
+    from assay.verbs.diff import print_diff as show_diff
+    from assay.verbs.trace import print_divergence
 
-    show_comparison(found, every=False)
+    print_divergence(found, every=False)
     print(check_forward(found, moved))
     show_diff(changed, every=False)
 
 
-def as_json(found: "Found[Path]", pair: tuple[Path, Path] | None, inside: "tuple[Comparison, list[Moved] | None, Diff] | None") \
+def as_json(found: "Bisection[Path]", pair: tuple[Path, Path] | None,
+            inside: "tuple[PassDivergence, list[WeightChange] | None, WeightsDiff] | None") \
         -> dict[str, Any]:
-    from assay.measure.diff import diff_json
-    from assay.measure.parting import check_forward, gap_json
+    from assay.comparison.weights_diff import weights_diff_json
     from assay.recipes.run import plain
+    from assay.tracing.first_divergence import check_forward, gap_json
 
     facts: dict[str, Any] = {"sentence": found.sentence, "first_bad": found.first_bad, "last_good": found.last_good,
              "looked": {path.name: bad for path, bad in found.looked.items()}, "compared": pair}
     if inside is not None:
         comparison, moved, changed = inside
         facts |= {"verdict": check_forward(comparison, moved).to_json(), "sites": [gap_json(gap) for gap in comparison.gaps],
-                  "diff": diff_json(changed)}
+                  "diff": weights_diff_json(changed)}
     return plain(facts)

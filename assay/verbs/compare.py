@@ -1,4 +1,4 @@
-"""assay compare: what two or more results show of each other, in words that cannot be misread."""
+"""assay compare: compare two or more results, with intervals and verdicts in words."""
 
 import json
 import os
@@ -12,8 +12,8 @@ from assay.config import argument, option
 from assay.errors import UsageError
 
 if TYPE_CHECKING:
-    from assay.measure.arms import Arm, Series
-    from assay.measure.compare import Comparison
+    from assay.comparison.pairwise import Comparison
+    from assay.comparison.read_results import Arm, Series
 
 
 @dataclass(frozen=True)
@@ -50,14 +50,14 @@ EXAMPLES = """  assay compare evals/before evals/after
 
 
 def run(flags: FLAGS) -> int:
-    from assay.measure.compare import compare, summary
-    from assay.measure.trend import trend
+    from assay.comparison.pairwise import arm_summary, compare
+    from assay.comparison.trend import trend
 
-    arms, series = gathered(flags)
+    arms, series = read_arms(flags)
     trends = [trend(one, level=flags.level) for one in series]
     alone = series if not arms else len(arms) == 1 and len(arms[0].runs) > 1  # what needs nothing to be held against
     found = [] if alone else compare(arms, level=flags.level)
-    summaries = [(arm, summary(arm)) for arm in arms]
+    summaries = [(arm, arm_summary(arm)) for arm in arms]
     if flags.json:
         print(json.dumps({"arms": [{"name": arm.name, "group": arm.group or None, "summary": words} for arm, words in summaries],
                           "comparisons": [one.to_json() for one in found], "trends": [one.to_json() for one in trends]}, indent=1,
@@ -65,12 +65,12 @@ def run(flags: FLAGS) -> int:
         return 0 if satisfied(flags.require, found) else 3
     for arm, words in summaries:
         print(f"{arm.name}{f' on {arm.group}' if arm.group else ''}: {words}")
-    print("\n".join([shown(one, flags.per_completion) for one in found] + [one.sentence for one in trends]))
+    print("\n".join([comparison_text(one, flags.per_completion) for one in found] + [one.sentence for one in trends]))
     return 0 if satisfied(flags.require, found) else 3
 
 
-def gathered(flags: FLAGS) -> "tuple[list[Arm], list[Series]]":
-    from assay.measure.arms import Arm
+def read_arms(flags: FLAGS) -> "tuple[list[Arm], list[Series]]":
+    from assay.comparison.read_results import Arm
 
     lower = True if flags.lower_is_better else None
     read = [one for given in flags.results for one in arms_of(given, flags.metric, lower)]
@@ -79,7 +79,7 @@ def gathered(flags: FLAGS) -> "tuple[list[Arm], list[Series]]":
 
 def arms_of(given: str, metric: str | None, lower: bool | None) -> "Sequence[Arm | Series]":
     """name=PATH,PATH…: one arm of several runs; a single path may hold several arms."""
-    from assay.measure.arms import Arm, read_results
+    from assay.comparison.read_results import Arm, read_results
 
     name, named, paths = given.rpartition("=") if not Path(given).exists() else ("", "", given)
     parts = [path for path in paths.split(",") if path] if not Path(paths).exists() else [paths]
@@ -100,10 +100,10 @@ def arms_of(given: str, metric: str | None, lower: bool | None) -> "Sequence[Arm
     return [replace(arms[0], name=name or arms[0].name, runs=runs)]
 
 
-def shown(found: "Comparison", per_completion: bool) -> str:
+def comparison_text(found: "Comparison", per_completion: bool) -> str:
     if not per_completion or found.per_completion_p is None:
         return found.sentence
-    from assay.measure.compare import NOT_INDEPENDENT
+    from assay.comparison.pairwise import NOT_INDEPENDENT
 
     return f"{found.sentence}\n  {struck(f'per completion p = {found.per_completion_p:.2g}')} not valid: {NOT_INDEPENDENT}"
 

@@ -1,4 +1,4 @@
-"""assay corpus: text into hashed token shards, held-out documents apart."""
+"""assay corpus: turn text into hashed token shards, held-out documents apart."""
 
 import json
 import os
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from assay.config import argument, option
 
 if TYPE_CHECKING:
-    from assay.data.build import Progress
-    from assay.data.corpus import Corpus
+    from assay.data.build_corpus import CorpusProgress
+    from assay.data.token_corpus import Corpus
 
 PLAIN_EVERY = 5.0  # seconds between two lines where there is no terminal
 
@@ -48,21 +48,21 @@ EXAMPLES = """  assay corpus stories.jsonl.gz --tokenizer tokenizer --out corpus
 
 
 def run(flags: FLAGS) -> int:
-    from assay.data.build import Plan, build
-    from assay.data.text import Rule
+    from assay.data.build_corpus import CorpusPlan, build_corpus
+    from assay.data.data_files import DocumentRule
 
     share = flags.held_out if flags.held_out is not None else 0.0 if flags.held_out_files else 0.05
-    plan = Plan(Rule(flags.field, flags.split, flags.document_bytes, flags.skip_invalid), share,
+    plan = CorpusPlan(DocumentRule(flags.field, flags.split, flags.document_bytes, flags.skip_invalid), share,
                 tuple(map(Path, flags.held_out_files)), flags.seed, flags.boundary, flags.shard_tokens,
                 flags.max_overlap)
     with progress_line() as progress:
-        corpus = build(map(Path, flags.text), Path(flags.out), Path(flags.tokenizer), plan,
+        corpus = build_corpus(map(Path, flags.text), Path(flags.out), Path(flags.tokenizer), plan,
                        workers=flags.workers or os.cpu_count() or 1, progress=progress)
-    print(json.dumps(corpus.manifest, ensure_ascii=False) if flags.json else summary(corpus))
+    print(json.dumps(corpus.manifest, ensure_ascii=False) if flags.json else corpus_summary(corpus))
     return 0
 
 
-def summary(corpus: "Corpus") -> str:
+def corpus_summary(corpus: "Corpus") -> str:
     manifest = corpus.manifest
     lines = [f"{corpus.folder}: digest {corpus.digest[:12]}, tokenizer {corpus.tokenizer_digest[:12]}, "
              f"documents between two {manifest['boundary']['token']}"]
@@ -80,7 +80,7 @@ def summary(corpus: "Corpus") -> str:
 
 
 @contextmanager
-def progress_line() -> Iterator[Callable[["Progress"], None]]:
+def progress_line() -> Iterator[Callable[["CorpusProgress"], None]]:
     """A live bar on a terminal, elsewhere a plain line every few seconds; both on stderr."""
     if not sys.stderr.isatty():
         yield _plain()
@@ -93,10 +93,10 @@ def progress_line() -> Iterator[Callable[["Progress"], None]]:
         yield lambda p: bar.update(task, description=_words(p), completed=p.done, total=p.total)
 
 
-def _plain() -> Callable[["Progress"], None]:
+def _plain() -> Callable[["CorpusProgress"], None]:
     told = 0.0
 
-    def tell(progress: "Progress") -> None:
+    def tell(progress: "CorpusProgress") -> None:
         nonlocal told
         if progress.seconds - told >= PLAIN_EVERY:
             told = progress.seconds
@@ -105,7 +105,7 @@ def _plain() -> Callable[["Progress"], None]:
     return tell
 
 
-def _words(progress: "Progress") -> str:
+def _words(progress: "CorpusProgress") -> str:
     done = f"{progress.done / 1e6:,.1f} MB"
     if progress.total:
         done += f" of {progress.total / 1e6:,.1f}, {progress.tokens:,} tokens"

@@ -1,4 +1,4 @@
-"""assay data: conversations as the model will be taught them, token by token, and audited; or problems made by reasoning-gym."""
+"""assay data: check conversations token by token, as they will be trained on; or make problems with reasoning-gym."""
 
 import json
 import sys
@@ -11,8 +11,8 @@ from assay.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from assay.data.chat import Example, Rendered
-    from assay.data.layouts import Conversations
+    from assay.data.chat import Rendered, TrainingExample
+    from assay.data.layouts import ConversationFile
     from assay.model.tokenizer import Tokenizer
     from assay.store.artifact import Artifact
     from assay.verdict import Verdict
@@ -56,29 +56,29 @@ EXAMPLES = """  assay data check train.jsonl --model smollm2-135m
 
 def run(flags: FLAGS) -> int:
     if flags.action == "gym":
-        return made(flags)
-    return check(flags)
+        return write_gym_problems(flags)
+    return check_conversations(flags)
 
 
-def made(flags: FLAGS) -> int:
+def write_gym_problems(flags: FLAGS) -> int:
     """Problems of reasoning-gym, whole or not at all."""
     from pathlib import Path
 
-    from assay.reward.gym import problems
+    from assay.reward.gym import gym_problems
     from assay.store.durable import replace_file
 
     if flags.out is None or flags.n < 1:
         raise UsageError("assay data gym: give --out FILE.jsonl, and at least one problem with --n")
     if Path(flags.out).exists():
         raise UsageError(f"{flags.out} is there already; remove it, or give another --out")
-    rows = problems(flags.file, flags.n, seed=flags.seed)
+    rows = gym_problems(flags.file, flags.n, seed=flags.seed)
     replace_file(Path(flags.out), "".join(json.dumps(row) + "\n" for row in rows).encode())
     print(json.dumps({"file": flags.out, "rows": len(rows), "first": rows[0]}, indent=1) if flags.json else
           f"{flags.out}: {len(rows):,} problems of {flags.file}; the first:\n{rows[0]['prompt']}\nits answer: {rows[0]['answer']}")
     return 0
 
 
-def check(flags: FLAGS) -> int:
+def check_conversations(flags: FLAGS) -> int:
     from assay.data.layouts import read_conversations
     from assay.store.artifact import open_artifact
     from assay.verdict import Outcome, overall
@@ -87,38 +87,39 @@ def check(flags: FLAGS) -> int:
         raise UsageError("assay data check: give --model, whose template and tokenizer say what is learned")
     artifact = open_artifact(flags.model, base=flags.base)
     conversations = read_conversations(flags.file, layout=flags.layout, gsm8k=flags.gsm8k)
-    tokenizer, rendered, verdicts = checked(flags, artifact, conversations)
+    tokenizer, rendered, verdicts = render_and_audit(flags, artifact, conversations)
     if flags.json:
         rows = [as_json(example, tokenizer) for example in rendered.examples[: flags.show]]
         print(json.dumps({"file": flags.file, "layout": conversations.layout, "ignored": conversations.ignored, "counts": rendered.counts,
                           "rows": rows, "verdicts": [verdict.to_json() for verdict in verdicts]}, indent=1))
     else:
-        report(conversations, rendered, tokenizer, verdicts, flags.show)
+        print_check(conversations, rendered, tokenizer, verdicts, flags.show)
     return 3 if overall(verdicts) is Outcome.REFUTED else 0
 
 
-def checked(flags: FLAGS, artifact: "Artifact", conversations: "Conversations") -> "tuple[Tokenizer, Rendered, list[Verdict]]":
-    from assay.data.chat import render
+def render_and_audit(flags: FLAGS, artifact: "Artifact", conversations: "ConversationFile") -> "tuple[Tokenizer, Rendered, list[Verdict]]":
+    from assay.data.chat import render_conversations
     from assay.data.layouts import read_conversations
-    from assay.guard.audit import audit, questions
-    from assay.model.vocabulary import grow, with_new_tokens
+    from assay.guard.example_audit import audit_examples, conversation_prompts
+    from assay.model.resize_embeddings import resize_embeddings, with_new_tokens
 
     if artifact.tokenizer is None:
         raise UsageError(f"{artifact.path}: there is no tokenizer here, so text means nothing to it; add tokenizer.json")
     tokenizer = with_new_tokens(artifact.tokenizer, flags.new_tokens) if flags.new_tokens else artifact.tokenizer
     tensors = artifact.tensors | (artifact.patch.replaced if artifact.patch else {})
-    embed = grow(artifact.config, tensors, artifact.tokenizer, tokenizer).tensors["embed.weight"]
+    embed = resize_embeddings(artifact.config, tensors, artifact.tokenizer, tokenizer).tensors["embed.weight"]
     options: dict[str, Any] = {"length": flags.length or artifact.config.max_length, "over": flags.over, "roles": flags.roles,
                                "turns": flags.turns}
-    rendered = render(conversations.rows, tokenizer, artifact.stops, **options)
+    rendered = render_conversations(conversations.rows, tokenizer, artifact.stops, **options)
     held_out = read_conversations(flags.held_out, gsm8k=flags.gsm8k).rows if flags.held_out else ()
-    verdicts = audit(rendered.examples, tokenizer, artifact.stops, embed=embed, trainable=(), length=options["length"],
-                     held_out=render(held_out, tokenizer, artifact.stops, **options).examples if held_out else None,
-                     evaluation=questions(held_out))
+    verdicts = audit_examples(rendered.examples, tokenizer, artifact.stops, embed=embed, trainable=(), length=options["length"],
+                     held_out=render_conversations(held_out, tokenizer, artifact.stops, **options).examples if held_out else None,
+                     evaluation=conversation_prompts(held_out))
     return tokenizer, rendered, verdicts
 
 
-def report(conversations: "Conversations", rendered: "Rendered", tokenizer: "Tokenizer", verdicts: "list[Verdict]", show: int) -> None:
+def print_check(conversations: "ConversationFile", rendered: "Rendered", tokenizer: "Tokenizer", verdicts: "list[Verdict]",
+                show: int) -> None:
     from rich.console import Console
 
     console = Console(highlight=False, soft_wrap=True)
@@ -130,19 +131,19 @@ def report(conversations: "Conversations", rendered: "Rendered", tokenizer: "Tok
         supervised = int((example.weight != 0).sum())
         print(f"\n{example.id}: {len(example)} tokens, {supervised} supervised" + ("" if coloured else " «so»"))
         if coloured:
-            console.print(painted(example, tokenizer))
+            console.print(coloured_text(example, tokenizer))
         else:
-            print(marked(example, tokenizer))
+            print(marked_text(example, tokenizer))
     counts = rendered.counts
     dropped = "; ".join(f"{count:,} {reason}" for reason, count in counts["dropped"].items()) or "0"
     print(f"\nkept {counts['kept']:,}, truncated {counts['truncated']:,}, dropped {dropped}, tokenised in parts {counts['seams']:,}")
     print("\n".join(map(str, verdicts)))
 
 
-def marked(example: "Example", tokenizer: "Tokenizer") -> str:
+def marked_text(example: "TrainingExample", tokenizer: "Tokenizer") -> str:
     """Tokens apart by |, what is supervised within « and », its weight after it where that is not 1."""
     parts, before = [], 0.0
-    for token, weight, gap in shown(example):
+    for token, weight, gap in tokens_around_start(example):
         if weight != before:
             parts.append(_closed(before) + ("«" if weight else ""))
         parts.append((f" … {gap} tokens … " if gap else "") + _piece(tokenizer, token) + "|")
@@ -150,12 +151,12 @@ def marked(example: "Example", tokenizer: "Tokenizer") -> str:
     return "".join([*parts, _closed(before)])
 
 
-def painted(example: "Example", tokenizer: "Tokenizer") -> Any:
+def coloured_text(example: "TrainingExample", tokenizer: "Tokenizer") -> Any:
     """As text for a terminal: supervised tokens on green in two shades, context dim, special tokens bold."""
     from rich.text import Text
 
     text = Text()
-    for number, (token, weight, gap) in enumerate(shown(example)):
+    for number, (token, weight, gap) in enumerate(tokens_around_start(example)):
         if gap:
             text.append(f" … {gap} tokens … ", "dim italic")
         ground = f"black on {('green3', 'pale_green3')[number % 2]}" if weight else "dim"
@@ -165,14 +166,14 @@ def painted(example: "Example", tokenizer: "Tokenizer") -> Any:
     return text
 
 
-def shown(example: "Example") -> "Iterator[tuple[int, float, int]]":
+def tokens_around_start(example: "TrainingExample") -> "Iterator[tuple[int, float, int]]":
     """(token, weight, tokens left out before it), around the place where learning begins."""
     first, last = max(0, example.prompt - AROUND), min(len(example), example.prompt + AROUND)
     for place in range(first, last):
         yield int(example.tokens[place]), float(example.weight[place]), first if place == first else 0
 
 
-def as_json(example: "Example", tokenizer: "Tokenizer") -> dict[str, Any]:
+def as_json(example: "TrainingExample", tokenizer: "Tokenizer") -> dict[str, Any]:
     ids = example.tokens.tolist()
     return {"id": example.id, "prompt": example.prompt, "cut": example.cut, "intended": list(example.intended), "ids": ids,
             "weight": example.weight.tolist(), "tokens": [tokenizer.piece(token) for token in ids]}

@@ -1,4 +1,4 @@
-"""assay diff: two sets of weights, tensor by tensor."""
+"""assay diff: compare the weights of two models, tensor by tensor."""
 
 import json
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from assay.config import argument, option
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from assay.measure.diff import Diff, TensorDiff
+    from assay.comparison.weights_diff import TensorDiff, WeightsDiff
     from assay.store.artifact import Artifact
 
 SHOWN = 24
@@ -32,28 +32,28 @@ EXAMPLES = """  assay diff runs/a/checkpoints/step-000400 runs/a/checkpoints/ste
 
 
 def run(flags: FLAGS) -> int:
-    from assay.measure.diff import diff, diff_json
+    from assay.comparison.weights_diff import diff_weights, weights_diff_json
     from assay.recipes.run import plain
     from assay.store.artifact import open_artifact
 
     a, b = open_artifact(flags.a, base=flags.base), open_artifact(flags.b, base=flags.b_base)
-    found = diff(named(a), named(b))
+    found = diff_weights(hf_tensors(a), hf_tensors(b))
     if flags.json:
-        print(json.dumps(plain({"a": flags.a, "b": flags.b, **diff_json(found)}), indent=1))
+        print(json.dumps(plain({"a": flags.a, "b": flags.b, **weights_diff_json(found)}), indent=1))
     else:
-        show(found, every=flags.all_)
+        print_diff(found, every=flags.all_)
     return 0
 
 
-def named(artifact: "Artifact") -> "dict[str, Tensor]":
+def hf_tensors(artifact: "Artifact") -> "dict[str, Tensor]":
     """Under the names that Hugging Face knows, so that q, k and v are three tensors and a GGUF file has the same ones."""
     from assay.model.families import hf_layout, to_foreign
-    from assay.store.artifact import merged
+    from assay.store.artifact import merged_tensors
 
-    return to_foreign(hf_layout(artifact.config), merged(artifact))
+    return to_foreign(hf_layout(artifact.config), merged_tensors(artifact))
 
 
-def show(found: "Diff", *, every: bool) -> None:
+def print_diff(found: "WeightsDiff", *, every: bool) -> None:
     from assay.verbs.trace import print_table
 
     moved = [one for one in found.tensors if one.moved > 0]

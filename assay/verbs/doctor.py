@@ -1,4 +1,4 @@
-"""assay doctor: what is here, what is missing, and what each missing part would enable."""
+"""assay doctor: show the environment, what is missing, and what each missing part would enable."""
 
 import importlib.metadata
 import json
@@ -34,7 +34,7 @@ CORE = ("torch", "numpy", "safetensors", "tokenizers", "huggingface_hub", "jinja
 
 
 def run(flags: FLAGS) -> int:
-    facts = examined()
+    facts = environment_facts()
     if flags.json:
         print(json.dumps(facts, indent=1))
         return 0
@@ -45,13 +45,13 @@ def run(flags: FLAGS) -> int:
     return 0
 
 
-def examined() -> dict:
-    from assay.reward.sandbox import unavailable
+def environment_facts() -> dict:
+    from assay.reward.sandbox import sandbox_unavailable
 
     versions = {name: _version(name) for name in (*CORE, *OPTIONAL)}
     missing = {name: {"enables": what, "install": f"pip install 'assay[{extra}]'" if extra else "nothing to install on a CPU"}
                for name, (extra, what) in OPTIONAL.items() if versions[name] is None}
-    if (reason := unavailable()) is not None:
+    if (reason := sandbox_unavailable()) is not None:
         missing["sandbox"] = {"enables": "running generated code (HumanEval, MBPP, unit-test rewards)", "install": reason}
     return {"machine": _machine(), "installed": {n: v for n, v in versions.items() if v is not None}, "missing": missing}
 
@@ -67,7 +67,7 @@ def _machine() -> dict[str, str]:
     import torch
 
     from assay import __version__
-    from assay.store.fetch import cache_folder
+    from assay.store.model_cache import cache_folder
 
     gpus = [f"{properties.name} ({properties.total_memory >> 30} GiB)"
             for properties in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))]

@@ -1,4 +1,4 @@
-"""assay edit: new facts into a model's weights, measured on the bytes that were written."""
+"""assay edit: write new facts into a model's weights, measured on the bytes that were written."""
 
 import json
 import sys
@@ -15,14 +15,14 @@ __all__ = ["EXAMPLES", "FLAGS", "run"]
 
 
 def run(flags: FLAGS) -> int:
-    from assay.guard.proof import demanded
+    from assay.guard.proof import without_optional
     from assay.recipes.edit import edit
 
     def say(line: str) -> None:
         print(line, file=sys.stderr if flags.json else sys.stdout, flush=True)
 
     report = edit(flags, say)
-    outcome = overall(demanded(report.verdicts))
+    outcome = overall(without_optional(report.verdicts))
     if flags.json:
         print(json.dumps({"outcome": str(outcome), "layers": report.layers, "sizes": report.sizes, "failed": report.failed,
                           "refused": [asdict(one) for one in report.refused], "seconds": report.seconds,

@@ -1,4 +1,4 @@
-"""assay eval: a model's scores on a task, each with its interval, kept example by example."""
+"""assay eval: score a model on a task, example by example, with intervals."""
 
 import json
 import sys
@@ -13,7 +13,7 @@ from assay.errors import DataError
 from assay.verdict import Outcome, overall
 
 if TYPE_CHECKING:
-    from assay.measure.evaluate import Evaluation
+    from assay.evaluation.evaluate import Evaluation
 
 SECONDS_BETWEEN_LINES = 5.0
 
@@ -51,10 +51,10 @@ EXAMPLES = """  assay eval runs/a/checkpoints/step-000500 --task gsm8k --data te
 def run(flags: FLAGS) -> int:
     import torch
 
-    from assay.generate.request import Sampling
-    from assay.measure.evaluate import evaluate
-    from assay.measure.examinee import OpenedModel
-    from assay.measure.tasks import TaskRequest, open_task
+    from assay.evaluation.evaluate import evaluate
+    from assay.evaluation.loaded_model import LoadedModel
+    from assay.evaluation.tasks import TaskRequest, open_task
+    from assay.generate.generation_request import Sampling
     from assay.model.placement import default_device
     from assay.store.artifact import open_artifact
 
@@ -62,31 +62,31 @@ def run(flags: FLAGS) -> int:
     artifact = open_artifact(flags.path, base=flags.base)
     for note in artifact.notes:
         print(f"note: {note}", file=sys.stderr)
-    opened = OpenedModel(artifact, device=flags.device or default_device(), dtype=getattr(torch, flags.dtype) if flags.dtype else None)
+    opened = LoadedModel(artifact, device=flags.device or default_device(), dtype=getattr(torch, flags.dtype) if flags.dtype else None)
     sampling = Sampling(flags.max_new, flags.temperature, flags.top_k, flags.top_p, flags.seed)
     found = evaluate(opened, task, Path(flags.out), k=flags.k, sampling=sampling, raw=flags.raw,
-                     trained_on=texts(map(Path, flags.trained_on)), said=progress(task.name))
-    print(as_json(found) if flags.json else shown(found, Path(flags.out)))
+                     trained_on=training_texts(map(Path, flags.trained_on)), said=progress(task.name))
+    print(as_json(found) if flags.json else evaluation_text(found, Path(flags.out)))
     return 3 if overall(found.verdicts) is Outcome.REFUTED else 0
 
 
-def texts(files: Iterable[Path]) -> Iterable[str]:
+def training_texts(files: Iterable[Path]) -> Iterable[str]:
     """Everything that is said in the training files: plain text, or every string of every row."""
-    from assay.data.rows import SUFFIXES, read_rows
-    from assay.measure.soundness import all_words
+    from assay.data.data_files import ROW_SUFFIXES, read_rows
+    from assay.evaluation.soundness import row_text
 
     for file in files:
-        if file.name.endswith(SUFFIXES):
+        if file.name.endswith(ROW_SUFFIXES):
             for row in read_rows(file):
-                yield all_words(row.values)
+                yield row_text(row.values)
         else:
             yield plain_text(file)
 
 
 def plain_text(file: Path) -> str:
-    from assay.data.text import Source, opened
+    from assay.data.data_files import TextSource, open_source
 
-    with opened(Source(file, file.name)) as lines:
+    with open_source(TextSource(file, file.name)) as lines:
         try:
             return lines.read().decode()
         except UnicodeDecodeError as error:
@@ -108,7 +108,7 @@ def progress(name: str) -> Callable[[int, int], None]:
     return said
 
 
-def shown(found: "Evaluation", folder: Path) -> str:
+def evaluation_text(found: "Evaluation", folder: Path) -> str:
     width = max(map(len, found.estimates))
     lines = [f"{name:{width}}  {estimate}" for name, estimate in found.estimates.items()]
     lines += [f"strict and lenient reading differ on {len(found.apart)} samples" if found.apart else ""]

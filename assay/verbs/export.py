@@ -1,4 +1,4 @@
-"""assay export: another form of the same model, proven against the source before it counts."""
+"""assay export: write a model in another format, proven against the source before it counts."""
 
 import json
 from dataclasses import dataclass
@@ -28,24 +28,24 @@ EXAMPLES = """  assay export runs/a/checkpoints/step-000500 --to hf --out model 
 
 
 def run(flags: FLAGS) -> int:
-    from assay.guard.proof import Request, mark, prove
+    from assay.guard.proof import ProofRequest, hallmark_or_quarantine, prove
     from assay.store.artifact import open_artifact
     from assay.store.checkpoint import open_checkpoint
-    from assay.store.export import export
-    from assay.verbs.prove import conclusion, exit_code, summary
+    from assay.store.export_artifact import export_artifact
+    from assay.verbs.prove import conclusion, exit_code, proof_summary
 
     source, where = open_artifact(flags.path, base=flags.base), Path(flags.out)
-    bound = export(source, flags.to, where, flags.dtype)
+    bound = export_artifact(source, flags.to, where, flags.dtype)
     base = flags.base if flags.to == "peft" else None
-    verdicts = prove(Request(str(where), str(source.path), base, "same", bound, against_base=flags.base))
+    verdicts = prove(ProofRequest(str(where), str(source.path), base, "same", bound, against_base=flags.base))
     if flags.to != "gguf":
-        mark(open_checkpoint(where), verdicts)
+        hallmark_or_quarantine(open_checkpoint(where), verdicts)
     outcome = conclusion(verdicts)
     if flags.json:
         print(json.dumps({"path": str(where), "outcome": str(outcome), "verdicts": [v.to_json() for v in verdicts]}, indent=1))
     else:
         print("\n".join(map(str, verdicts)))
-        print(f"\n{summary(where.name, outcome, verdicts)}")
+        print(f"\n{proof_summary(where.name, outcome, verdicts)}")
     if outcome is Outcome.REFUTED and flags.to == "gguf":
         where.rename(where.with_name(where.name + ".refuted"))  # a GGUF file has no room for a quarantine note
     return exit_code(outcome)

@@ -1,4 +1,4 @@
-"""assay fetch: real weights into the cache."""
+"""assay fetch: download weights into the cache."""
 
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ EXAMPLES = """  assay fetch smollm2-135m
 
 
 def run(flags: FLAGS) -> int:
-    from assay.store.fetch import fetch
+    from assay.store.model_cache import fetch_model
 
-    print(fetch(flags.name))
+    print(fetch_model(flags.name))
     return 0

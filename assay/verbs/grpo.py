@@ -1,4 +1,4 @@
-"""assay grpo: reinforce what is rewarded, the whole model or an adapter, by the policy's own completions."""
+"""assay grpo: reinforcement learning from rewards on the policy's own completions, the whole model or an adapter."""
 
 from assay.recipes.grpo_options import Grpo as FLAGS
 from assay.verdict import Outcome, overall
@@ -12,7 +12,7 @@ __all__ = ["EXAMPLES", "FLAGS", "run"]
 
 
 def run(flags: FLAGS) -> int:
-    from assay.guard.proof import demanded
+    from assay.guard.proof import without_optional
     from assay.recipes.grpo import grpo
 
     verdicts, interrupted = grpo(flags)
@@ -20,4 +20,4 @@ def run(flags: FLAGS) -> int:
         return 128 + interrupted
     for verdict in verdicts:
         print(f"  {verdict}")
-    return 0 if overall(demanded(verdicts)) is Outcome.PROVEN else 3
+    return 0 if overall(without_optional(verdicts)) is Outcome.PROVEN else 3

@@ -1,4 +1,4 @@
-"""assay inspect: what an artifact holds, from its headers alone; nothing is loaded, nothing is believed."""
+"""assay inspect: show what a checkpoint, folder or file holds: architecture, tensors, lineage, verdict."""
 
 import json
 import math
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from assay.config import argument, option
 
 if TYPE_CHECKING:
-    from assay.store.artifact import Place
+    from assay.store.artifact import ArtifactPlace
     from assay.store.checkpoint import Checkpoint
 
 
@@ -30,19 +30,19 @@ EXAMPLES = """  assay inspect runs/a/checkpoints/step-000500
 
 
 def run(flags: FLAGS) -> int:
-    from assay.store.artifact import locate
+    from assay.store.artifact import locate_artifact
 
-    facts = described(locate(flags.path))
+    facts = describe_artifact(locate_artifact(flags.path))
     if flags.json:
         print(json.dumps(facts, indent=1, default=str))
         return 0
-    print("\n".join(f"{name:13} {value}" for name, value in lines(facts)))
+    print("\n".join(f"{name:13} {value}" for name, value in description_lines(facts)))
     if flags.tensors:
         print("\n".join(f"  {name:60} {t['dtype']:6} {t['shape']}" for name, t in sorted(facts["tensors"].items())))
     return 0
 
 
-def described(place: "Place") -> dict[str, Any]:
+def describe_artifact(place: "ArtifactPlace") -> dict[str, Any]:
     """Everything there is to say without loading a weight. Damaged bytes raise ArtifactError."""
     from assay.store.checkpoint import open_checkpoint
 
@@ -53,7 +53,8 @@ def described(place: "Place") -> dict[str, Any]:
     return _facts(place, tensors, geometry, _lineage(checkpoint), _verdict(checkpoint))
 
 
-def _facts(place: "Place", tensors: dict[str, Any], geometry: dict[str, Any], lineage: dict[str, Any], verdict: str) -> dict[str, Any]:
+def _facts(place: "ArtifactPlace", tensors: dict[str, Any], geometry: dict[str, Any], lineage: dict[str, Any], verdict: str) -> dict[str,
+                                                                                                                                     Any]:
     return {
         "path": str(place.path), "kind": place.kind, "holds": "adapter" if place.adapter else "model", "architecture": geometry,
         "parameters": sum(math.prod(t["shape"]) for t in tensors.values()), "tensors": tensors,
@@ -62,7 +63,7 @@ def _facts(place: "Place", tensors: dict[str, Any], geometry: dict[str, Any], li
     }
 
 
-def lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
+def description_lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
     """The description as name and value, for people."""
     geometry = ", ".join(f"{name} {value}" for name, value in facts["architecture"].items())
     dtypes = ", ".join(f"{count} {dtype}" for dtype, count in facts["dtypes"].items())
@@ -72,37 +73,37 @@ def lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
     return rows + [(name, str(value)) for name, value in facts["lineage"].items()] + [("verdict", facts["verdict"])]
 
 
-def _folder_contents(place: "Place") -> tuple[dict[str, Any], dict[str, Any]]:
+def _folder_contents(place: "ArtifactPlace") -> tuple[dict[str, Any], dict[str, Any]]:
     from assay.model.families import config_from_hf
-    from assay.store.artifact import read_json
-    from assay.store.tensors import folder_shards, inside, read_header
+    from assay.store.artifact import read_json_object
+    from assay.store.safetensors_files import folder_shards, inside, read_safetensors_header
 
     stem = "adapter_model" if place.adapter else "model"
-    headers = [read_header(inside(place.path, shard)) for shard in folder_shards(place.path, stem=stem)]
+    headers = [read_safetensors_header(inside(place.path, shard)) for shard in folder_shards(place.path, stem=stem)]
     tensors = {name: {"dtype": info.dtype, "shape": list(info.shape)} for header in headers for name, info in header.items()}
     if place.adapter:
-        fields = read_json(place.path / "adapter_config.json")
+        fields = read_json_object(place.path / "adapter_config.json")
         shown = ("base_model_name_or_path", "r", "lora_alpha", "use_rslora", "target_modules", "modules_to_save")
         return tensors, {"family": "LoRA"} | {name: fields[name] for name in shown if fields.get(name)}
-    config = config_from_hf(read_json(place.path / "config.json"), tensors.keys(), str(place.path / "config.json"))
+    config = config_from_hf(read_json_object(place.path / "config.json"), tensors.keys(), str(place.path / "config.json"))
     return tensors, _geometry(config)
 
 
 def _gguf_contents(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    from assay.store.gguf import describe
+    from assay.store.gguf import describe_gguf
 
-    config, tensors = describe(path)
+    config, tensors = describe_gguf(path)
     return tensors, _geometry(config)
 
 
-def _squeezed(place: "Place") -> dict[str, Any]:
+def _squeezed(place: "ArtifactPlace") -> dict[str, Any]:
     """A matrix is shown by its levels, of which some steps of a row's own size go up and as many down."""
-    from assay.model.families import shapes
-    from assay.store.squeeze import describe, levels_of
+    from assay.model.families import parameter_shapes
+    from assay.store.assayz import describe_assayz, levels_of
 
-    config, header = describe(place.path)
+    config, header = describe_assayz(place.path)
     tensors = {name: {"dtype": f"±{levels_of(name, header['levels'])}" if len(shape) == 2 else "F16", "shape": list(shape)}
-               for name, shape in shapes(config).items()}
+               for name, shape in parameter_shapes(config).items()}
     sections = ", ".join(f"{name} {section['bytes']:,}" for name, section in header["sections"].items())
     lineage = {"source": f"weights {header['source'][:12]}", "tokenizer": header["tokenizer"][:12], "sections": sections}
     return _facts(place, tensors, _geometry(config), lineage,
@@ -123,7 +124,7 @@ def _bytes(path: Path) -> int:
 def _lineage(checkpoint: "Checkpoint | None") -> dict[str, Any]:
     if checkpoint is None:
         return {}
-    from assay.store.identity import recorded_digest
+    from assay.store.digests import recorded_digest
 
     facts = checkpoint.facts
     ancestors = {role: f"weights {facts[role]['weights'][:12]} at {facts[role]['path']}" for role in ("parent", "base") if facts.get(role)}

@@ -1,4 +1,4 @@
-"""assay probe: is what a saved artifact says healthy? Through the path that a consumer uses, or any OpenAI-compatible endpoint."""
+"""assay probe: check the generations of a saved artifact or an OpenAI-compatible endpoint for degenerate texts."""
 
 import json
 import math
@@ -12,10 +12,9 @@ from assay.errors import UsageError
 from assay.verdict import Outcome, overall
 
 if TYPE_CHECKING:
-    from assay.generate.request import Sampling
-    from assay.measure.probe import Health
-    from assay.measure.probe_prompts import Prompt
-    from assay.measure.speakers import OfEndpoint, OfModel
+    from assay.generate.generation_request import Sampling
+    from assay.health.generation_probe import EndpointGenerator, Health, ModelGenerator
+    from assay.health.probe_prompts import ProbePrompt
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ EXAMPLES = """  assay probe runs/a/checkpoints/step-000500 --against smollm2-135
 
 
 def run(flags: FLAGS) -> int:
-    from assay.generate.request import Sampling
+    from assay.generate.generation_request import Sampling
 
     if (flags.artifact is None) == (flags.history is None):
         raise UsageError("assay probe: name one artifact or endpoint, or a run with --history")
@@ -59,29 +58,29 @@ def run(flags: FLAGS) -> int:
 
 
 def run_one(flags: FLAGS, sampling: "Sampling") -> int:
-    from assay.measure.probe import against, probe
+    from assay.health.generation_probe import compare_health, probe
 
     assert flags.artifact is not None
-    speaker = speaker_of(flags.artifact, flags, sampling)
-    prompts = asked(flags, speaker)
+    speaker = generator_of(flags.artifact, flags, sampling)
+    prompts = prompts_for(flags, speaker)
     n, verdicts, parent = rounds(flags, len(prompts)), [], None
     if flags.against is not None:
-        other = opened(flags.against, flags, sampling, base=None)
+        other = load_generator(flags.against, flags, sampling, base=None)
         parent = probe(other, prompts, n=n, name=flags.against, surprise=other.surprise, tolerated=flags.tolerate)
         usual = [sample.said.surprise for sample in parent.samples if sample.said.surprise is not None]
         health = probe(speaker, prompts, n=n, name=flags.artifact, surprise=other.surprise, usual=usual, tolerated=flags.tolerate)
-        verdicts = [health.verdict(), against(health, parent)[1]]
+        verdicts = [health.verdict(), compare_health(health, parent)[1]]
     else:
         health = probe(speaker, prompts, n=n, name=flags.artifact, tolerated=flags.tolerate)
         verdicts = [health.verdict()]
     facts = {"artifact": flags.artifact, "verdicts": [verdict.to_json() for verdict in verdicts], "health": as_json(health),
              "parent": None if parent is None else as_json(parent)}
-    print(json.dumps(facts, indent=1) if flags.json else "\n".join([*table(health), *map(str, verdicts)]))
+    print(json.dumps(facts, indent=1) if flags.json else "\n".join([*malformed_lines(health), *map(str, verdicts)]))
     return 0 if overall(verdicts) is Outcome.PROVEN else 3
 
 
 def run_history(flags: FLAGS, sampling: "Sampling") -> int:
-    from assay.measure.probe import first_bad, probe
+    from assay.health.generation_probe import first_malformed, probe
 
     assert flags.history is not None
     folder = Path(flags.history) / "checkpoints"
@@ -90,58 +89,58 @@ def run_history(flags: FLAGS, sampling: "Sampling") -> int:
     names = sorted(child.name for child in folder.iterdir() if child.is_dir() and not child.name.startswith("."))
 
     def look(name: str) -> "Health":
-        speaker = opened(str(folder / name), flags, sampling, base=flags.base)
-        prompts = asked(flags, speaker)
+        speaker = load_generator(str(folder / name), flags, sampling, base=flags.base)
+        prompts = prompts_for(flags, speaker)
         health = probe(speaker, prompts, n=rounds(flags, len(prompts)), name=name, tolerated=flags.tolerate)
         print(f"{name}: {health.sentence}", file=sys.stderr if flags.json else sys.stdout, flush=True)
         return health
 
-    found = first_bad(names, look)
+    found = first_malformed(names, look)
     facts = {"history": flags.history, "first_bad": found.first_bad, "last_good": found.last_good, "sentence": found.sentence,
              "probed": {name: as_json(health) for name, health in found.probed.items()}}
     print(json.dumps(facts, indent=1) if flags.json else found.sentence)
     return 0 if found.first_bad is None else 3
 
 
-def speaker_of(name: str, flags: FLAGS, sampling: "Sampling") -> "OfModel | OfEndpoint":
-    from assay.measure.speakers import endpoint
+def generator_of(name: str, flags: FLAGS, sampling: "Sampling") -> "ModelGenerator | EndpointGenerator":
+    from assay.health.generation_probe import open_endpoint
 
     if name.startswith(("http://", "https://")):
-        return endpoint(name, sampling, model=flags.model, key=flags.key_env)
-    return opened(name, flags, sampling, base=flags.base)
+        return open_endpoint(name, sampling, model=flags.model, key=flags.key_env)
+    return load_generator(name, flags, sampling, base=flags.base)
 
 
-def opened(name: str, flags: FLAGS, sampling: "Sampling", base: str | None) -> "OfModel":
+def load_generator(name: str, flags: FLAGS, sampling: "Sampling", base: str | None) -> "ModelGenerator":
     import torch
 
-    from assay.measure.examinee import OpenedModel
-    from assay.measure.speakers import OfModel
+    from assay.evaluation.loaded_model import LoadedModel
+    from assay.health.generation_probe import ModelGenerator
     from assay.store.artifact import open_artifact
 
     device = flags.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    return OfModel(OpenedModel(open_artifact(name, base=base), device=device), sampling)
+    return ModelGenerator(LoadedModel(open_artifact(name, base=base), device=device), sampling)
 
 
-def asked(flags: FLAGS, speaker: "OfModel | OfEndpoint") -> "tuple[Prompt, ...]":
+def prompts_for(flags: FLAGS, speaker: "ModelGenerator | EndpointGenerator") -> "tuple[ProbePrompt, ...]":
     """The user's prompts, else ours: questions for a model that answers, beginnings for one that continues."""
-    from assay.measure.probe_prompts import BEGINNINGS, BUILT_IN, read_prompts
-    from assay.measure.speakers import OfModel
+    from assay.health.generation_probe import ModelGenerator
+    from assay.health.probe_prompts import BUILT_IN_PROMPTS, TEXT_BEGINNINGS, read_probe_prompts
 
     if flags.prompts is not None:
-        return read_prompts(flags.prompts)
-    return BEGINNINGS if isinstance(speaker, OfModel) and speaker.raw else BUILT_IN
+        return read_probe_prompts(flags.prompts)
+    return TEXT_BEGINNINGS if isinstance(speaker, ModelGenerator) and speaker.raw else BUILT_IN_PROMPTS
 
 
 def rounds(flags: FLAGS, prompts: int) -> int:
-    from assay.measure.probe import BOUND
-    from assay.measure.sequential import clean_needed
+    from assay.health.generation_probe import HEALTHY_BOUND
+    from assay.statistics.sequential import clean_samples_needed
 
     if flags.temperature == 0:
         return 1
-    return flags.n if flags.n is not None else math.ceil(clean_needed(BOUND) / prompts)
+    return flags.n if flags.n is not None else math.ceil(clean_samples_needed(HEALTHY_BOUND) / prompts)
 
 
-def table(health: "Health") -> list[str]:
+def malformed_lines(health: "Health") -> list[str]:
     """One line a malformed sample."""
     return [f"  {sample.prompt.id:20} {sample.wrong.cause}: {sample.wrong.evidence}" for sample in health.samples if sample.wrong]
 

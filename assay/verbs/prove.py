@@ -1,4 +1,4 @@
-"""assay prove: every check in a fresh process, on our checkpoints and on what other tools wrote."""
+"""assay prove: run every check in a fresh process, on our checkpoints and on what other tools wrote."""
 
 import json
 from dataclasses import dataclass
@@ -35,36 +35,36 @@ EXAMPLES = """  assay prove runs/a/checkpoints/step-000500
 
 
 def run(flags: FLAGS) -> int:
-    from assay.guard.proof import Request, prove, prove_checkpoint
-    from assay.guard.subject import Probing
+    from assay.guard.proof import ProofRequest, prove, prove_checkpoint
+    from assay.guard.proof_subject import ProofSampling
     from assay.model.placement import require_device
-    from assay.store.artifact import locate
-    from assay.store.export import rounding_in
+    from assay.store.artifact import locate_artifact
+    from assay.store.export_artifact import gguf_rounding
 
-    place, probing = locate(flags.path), Probing(flags.probe_samples, require_device(flags.device))
+    place, probing = locate_artifact(flags.path), ProofSampling(flags.probe_samples, require_device(flags.device))
     if flags.against == "" or (flags.expect and flags.against is None and place.kind != "checkpoint"):
         raise UsageError(f"--against names what {place.path} is compared with, a model's path; nothing else here does")
     if place.kind == "checkpoint" and flags.expect is None:
         verdicts = prove_checkpoint(place.path, against=flags.against, base=flags.base, probing=probing)
     else:
-        bound = rounding_in(place.path) if place.kind == "gguf" and flags.expect == "same" else None  # a rounded copy is a copy
-        verdicts = prove(Request(str(place.path), flags.against, flags.base, flags.expect, bound, probing=probing))
+        bound = gguf_rounding(place.path) if place.kind == "gguf" and flags.expect == "same" else None  # a rounded copy is a copy
+        verdicts = prove(ProofRequest(str(place.path), flags.against, flags.base, flags.expect, bound, probing=probing))
     outcome = conclusion(verdicts)
     if flags.json:
         print(json.dumps({"path": str(place.path), "outcome": str(outcome), "verdicts": [v.to_json() for v in verdicts]}, indent=1))
     else:
         print("\n".join(map(str, verdicts)))
-        print(f"\n{summary(place.path.name, outcome, verdicts)}")
+        print(f"\n{proof_summary(place.path.name, outcome, verdicts)}")
     return exit_code(outcome, strict=flags.strict)
 
 
 def conclusion(verdicts: list[Verdict]) -> Outcome:
-    from assay.guard.proof import demanded
+    from assay.guard.proof import without_optional
 
-    return overall(demanded(verdicts))
+    return overall(without_optional(verdicts))
 
 
-def summary(name: str, outcome: Outcome, verdicts: list[Verdict]) -> str:
+def proof_summary(name: str, outcome: Outcome, verdicts: list[Verdict]) -> str:
     count = {kind: sum(v.outcome is kind for v in verdicts) for kind in Outcome}
     counts = f"{count[Outcome.PROVEN]} proven, {count[Outcome.REFUTED]} refuted, {count[Outcome.UNPROVEN]} could not be checked"
     meaning = {Outcome.PROVEN: "everything that was asked of it holds", Outcome.REFUTED: "do not use it",

@@ -1,4 +1,4 @@
-"""assay report: one page that shows a run: curves, verdicts with evidence, lineage, samples, and what was not checked."""
+"""assay report: write one page about a run: curves, verdicts with evidence, lineage, samples, and what was not checked."""
 
 import json
 from dataclasses import dataclass
@@ -27,12 +27,12 @@ EXAMPLES = """  assay report runs/a
 
 def run(flags: FLAGS) -> int:
     from assay.report.page import write_report
-    from assay.report.standing import standing
+    from assay.report.run_status import run_status
 
     folder = Path(flags.run)
     out = Path(flags.out) if flags.out else folder / "report.html"
     record = write_report(folder, out, against=Path(flags.against) if flags.against else None, evals=[Path(one) for one in flags.evals])
-    now = standing(record)
+    now = run_status(record)
     if flags.json:
         print(json.dumps({"report": str(out), "run": flags.run, "state": now.state, "outcome": str(now.outcome), "sentence": now.sentence,
                           "remarks": record.remarks}, indent=1))

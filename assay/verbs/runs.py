@@ -1,4 +1,4 @@
-"""assay runs: every run under a folder, and how each stands."""
+"""assay runs: list every run under a folder, and how each stands."""
 
 import json
 from dataclasses import dataclass
@@ -37,13 +37,13 @@ def run(flags: FLAGS) -> int:
     if flags.json:
         print(json.dumps([row.to_json() for row in rows], indent=1))
     elif rows:
-        show(rows)
+        print_board(rows)
     else:
         print(f"no run is under {folder}: a run is a folder with ledger.jsonl")
     return 0
 
 
-def show(rows: "list[Row]") -> None:
+def print_board(rows: "list[Row]") -> None:
     """Names, reasons and paths come from files: they are shown as text, never as the console's own markup."""
     from rich import box
     from rich.console import Console

@@ -1,4 +1,4 @@
-"""assay sample: text from a model, token by token where asked."""
+"""assay sample: generate text from a model, token by token where asked."""
 
 import json
 import math
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from assay.generate.engine import Engine
-    from assay.generate.request import Completion, Request
+    from assay.generate.generation_request import Completion, GenerationRequest
     from assay.store.artifact import Artifact
 
 
@@ -49,7 +49,7 @@ MANY = 16_384  # tokens to make, from which on a GPU's steps are worth compiling
 
 
 def run(flags: FLAGS) -> int:
-    from assay.generate.request import Request, Sampling
+    from assay.generate.generation_request import GenerationRequest, Sampling
     from assay.store.artifact import open_artifact
 
     if not 1 <= flags.n <= MOST:
@@ -58,11 +58,11 @@ def run(flags: FLAGS) -> int:
     for note in artifact.notes:
         print(f"note: {note}", file=sys.stderr if flags.json else sys.stdout)
     texts = [text for text in flags.prompt or ("",) for _ in range(flags.n)]
-    prompts = [encoded(artifact, text, raw=flags.raw) for text in texts]
+    prompts = [encode_text(artifact, text, raw=flags.raw) for text in texts]
     sampling = Sampling(flags.max_new, flags.temperature, flags.top_k, flags.top_p, flags.seed, flags.min_p, flags.repetition_penalty)
     live = len(texts) == 1 and not (flags.json or flags.tokens)
-    requests = [Request(tuple(prompt), sampling, (row,), stop=flags.stop, stream=live) for row, prompt in enumerate(prompts)]
-    completions = completed(engine_for(flags, artifact, requests), requests, f"> {texts[0]}\n" if live else "")
+    requests = [GenerationRequest(tuple(prompt), sampling, (row,), stop=flags.stop, stream=live) for row, prompt in enumerate(prompts)]
+    completions = generate_completions(engine_for(flags, artifact, requests), requests, f"> {texts[0]}\n" if live else "")
     if flags.json:
         print(json.dumps([as_json(artifact, *row) for row in zip(texts, prompts, completions, strict=True)], indent=1))
     elif flags.tokens:
@@ -74,21 +74,21 @@ def run(flags: FLAGS) -> int:
     return 0
 
 
-def engine_for(flags: FLAGS, artifact: "Artifact", requests: "Sequence[Request]") -> "Engine":
+def engine_for(flags: FLAGS, artifact: "Artifact", requests: "Sequence[GenerationRequest]") -> "Engine":
     import torch
 
     from assay.generate.engine import Engine, fitting_slots
     from assay.model.placement import default_device, place_for_training
-    from assay.store.artifact import build
+    from assay.store.artifact import build_model
 
     dtype = getattr(torch, flags.dtype) if flags.dtype else None
-    model = place_for_training(build(artifact), flags.device or default_device(), compute=dtype, compile=False).requires_grad_(False)
+    model = place_for_training(build_model(artifact), flags.device or default_device(), compute=dtype, compile=False).requires_grad_(False)
     length = min(max(len(request.prompt) for request in requests) + flags.max_new, model.config.max_length)
     return Engine(model, slots=fitting_slots(model, len(requests), length), length=length, stop_ids=artifact.stops.stop_ids,
                   version=artifact.digest, tokenizer=artifact.tokenizer, graphed=None if len(requests) * flags.max_new >= MANY else False)
 
 
-def completed(engine: "Engine", requests: "Sequence[Request]", heading: str) -> "list[Completion]":
+def generate_completions(engine: "Engine", requests: "Sequence[GenerationRequest]", heading: str) -> "list[Completion]":
     """What is streamed is printed as it comes, under its heading."""
     place = {engine.submit(request): row for row, request in enumerate(requests)}
     print(heading, end="")
@@ -105,7 +105,7 @@ def ending(completion: "Completion") -> str:
     return " […cut at --max-new]" if completion.ended == "length" else ""
 
 
-def encoded(artifact: "Artifact", text: str, *, raw: bool) -> list[int]:
+def encode_text(artifact: "Artifact", text: str, *, raw: bool) -> list[int]:
     if artifact.tokenizer is None:
         raise UsageError(f"{artifact.path}: there is no tokenizer here, so text means nothing to it; add tokenizer.json")
     if artifact.tokenizer.template is not None and not raw:

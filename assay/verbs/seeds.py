@@ -1,4 +1,4 @@
-"""assay seeds: a recipe once per seed, and one verdict on all of them."""
+"""assay seeds: run a recipe once per seed, with one verdict on all of them."""
 
 import json
 import sys
@@ -41,7 +41,7 @@ def run(flags: FLAGS) -> int:
     from assay.recipes.seeds import run_seeds
 
     out = sys.stderr if flags.json else sys.stdout
-    plans = {name: checked(one) for name, one in sets(flags).items()}  # all of them, before the first is paid for
+    plans = {name: checked_plan(one) for name, one in plans_by_value(flags).items()}  # all of them, before the first is paid for
     documents, verdicts = dict[str, Any](), list[Verdict]()
     for name, plan in plans.items():
         found = run_seeds(plan, lambda text: print(text, file=out, flush=True))
@@ -55,7 +55,7 @@ def run(flags: FLAGS) -> int:
     return 0 if overall(verdicts) is Outcome.PROVEN else 3
 
 
-def sets(flags: FLAGS) -> dict[str, FLAGS]:
+def plans_by_value(flags: FLAGS) -> dict[str, FLAGS]:
     """One set under no name, or a set for each value of --over under "option value"."""
     if flags.over is None:
         return {"": flags}
@@ -66,7 +66,7 @@ def sets(flags: FLAGS) -> dict[str, FLAGS]:
             for value in values.split(",")}
 
 
-def checked(flags: FLAGS) -> "Plan":
+def checked_plan(flags: FLAGS) -> "Plan":
     """The recipe reads its options here and now: a mistake is found before the first seed is paid for."""
     from assay.data.files import require_outside_checkpoints
     from assay.recipes.seeds import Plan

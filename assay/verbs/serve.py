@@ -10,8 +10,8 @@ from assay.config import argument, option
 from assay.errors import UsageError
 
 if TYPE_CHECKING:
-    from assay.generate.served import Served
-    from assay.generate.serving import Size
+    from assay.generate.engine_thread import ServerSize
+    from assay.generate.hosted_model import HostedModel
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,11 @@ def run(flags: FLAGS) -> int:
     token = flags.token or os.environ.get("ASSAY_TOKEN") or None
     adapters = [_named(text) for text in flags.adapter]
 
-    from assay.generate.server import listening, serve
-    from assay.generate.serving import Serving
+    from assay.generate.engine_thread import EngineThread
+    from assay.generate.server import bind_listener, serve
 
-    listener = listening(flags.host, flags.port, token)  # refused before a model is read
-    serving = Serving(_size(flags))
+    listener = bind_listener(flags.host, flags.port, token)  # refused before a model is read
+    serving = EngineThread(_size(flags))
     try:
         _told(serving.open(flags.name or Path(flags.path).name, flags.path, base=flags.base))
         for name, path in adapters:
@@ -66,15 +66,15 @@ def run(flags: FLAGS) -> int:
         serving.stop()
 
 
-def _size(flags: FLAGS) -> "Size":
+def _size(flags: FLAGS) -> "ServerSize":
     import torch
 
-    from assay.generate.serving import Size
+    from assay.generate.engine_thread import ServerSize
     from assay.model.placement import default_device, require_device
 
     device = require_device(flags.device or default_device())
     chosen = flags.dtype if flags.dtype != "auto" else "bfloat16" if device.startswith("cuda") else "float32"
-    return Size(flags.slots, flags.queue, flags.length, device, getattr(torch, chosen))
+    return ServerSize(flags.slots, flags.queue, flags.length, device, getattr(torch, chosen))
 
 
 def _named(text: str) -> tuple[str, str]:
@@ -84,7 +84,7 @@ def _named(text: str) -> tuple[str, str]:
     return name, path
 
 
-def _told(model: "Served") -> None:
+def _told(model: "HostedModel") -> None:
     hallmark = "proven" if model.proven else "UNPROVEN: it has no hallmark"
     print(f"{model.name}  {model.digest[:12]}  {hallmark}  {model.memory / 2**20:,.0f} MiB with keys and values")
     for line in (*model.artifact.notes, *map(str, model.verdicts)):

@@ -1,4 +1,4 @@
-"""assay sft: teach a model from conversations, the whole of it or an adapter."""
+"""assay sft: fine-tune a model on conversations, the whole of it or an adapter."""
 
 from assay.recipes.options import Sft as FLAGS
 from assay.verdict import Outcome, overall
@@ -11,7 +11,7 @@ __all__ = ["EXAMPLES", "FLAGS", "run"]
 
 
 def run(flags: FLAGS) -> int:
-    from assay.guard.proof import demanded
+    from assay.guard.proof import without_optional
     from assay.recipes.sft import sft
 
     verdicts, interrupted = sft(flags)
@@ -19,4 +19,4 @@ def run(flags: FLAGS) -> int:
         return 128 + interrupted
     for verdict in verdicts:
         print(f"  {verdict}")
-    return 0 if overall(demanded(verdicts)) is Outcome.PROVEN else 3
+    return 0 if overall(without_optional(verdicts)) is Outcome.PROVEN else 3

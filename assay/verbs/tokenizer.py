@@ -1,4 +1,4 @@
-"""assay tokenizer: train a byte-level BPE."""
+"""assay tokenizer: train a byte-level BPE tokenizer."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -29,10 +29,10 @@ EXAMPLES = """  assay tokenizer books/ --size 8192 --out tokenizer
 
 def run(flags: FLAGS) -> int:
     from assay.data.bpe import train_tokenizer, write_tokenizer
-    from assay.data.text import Rule
-    from assay.measure.estimate import ratio
+    from assay.data.data_files import DocumentRule
+    from assay.statistics.estimate import ratio
 
-    rule = Rule(flags.field, document_bytes=flags.document_bytes, skip_invalid=flags.skip_invalid)
+    rule = DocumentRule(flags.field, document_bytes=flags.document_bytes, skip_invalid=flags.skip_invalid)
     tokenizer, compression = train_tokenizer(map(Path, flags.text), flags.size, rule=rule, digits=flags.digits,
                                              seed=flags.seed)
     write_tokenizer(tokenizer, Path(flags.out))

@@ -1,4 +1,4 @@
-"""assay trace: what a forward pass looks like inside, and the first place where two of them part."""
+"""assay trace: record a forward pass site by site, and find the first divergence of two."""
 
 import json
 from dataclasses import dataclass
@@ -11,10 +11,10 @@ from assay.errors import UsageError
 if TYPE_CHECKING:
     import torch
 
-    from assay.measure.parting import Comparison, Moved
-    from assay.measure.trace import Trace
-    from assay.measure.ways import Runner
     from assay.store.artifact import Artifact
+    from assay.tracing.activations import Trace
+    from assay.tracing.first_divergence import PassDivergence, WeightChange
+    from assay.tracing.forward_modes import ForwardMode
 
 GEOMETRY = ("vocab", "width", "depth", "heads", "kv_heads", "head_dim", "hidden", "gated", "qk_norm", "value_residual", "attention_gate")
 NEAREST = 5  # sites shown beside those that part
@@ -52,79 +52,80 @@ def run(flags: FLAGS) -> int:
     from assay.store.artifact import open_artifact
 
     a = open_artifact(flags.a, base=flags.base)
-    tokens = asked(flags, a)
+    tokens = tokens_to_trace(flags, a)
     if flags.b is None and flags.b_dtype is None and flags.through == "plainly":
         return run_alone(flags, a, tokens)
     b = a if flags.b is None else open_artifact(flags.b, base=flags.b_base)
     require_same_geometry(a, b)
-    found, moved = compared(a, b, tokens, flags)
-    return report(found, moved, flags)
+    found, moved = compare_models(a, b, tokens, flags)
+    return report_divergence(found, moved, flags)
 
 
 def run_alone(flags: FLAGS, a: "Artifact", tokens: "torch.Tensor") -> int:
-    from assay.measure.heat import draw_trace
-    from assay.measure.trace import trace, trace_json
     from assay.recipes.run import plain
+    from assay.tracing.activations import trace_activations, trace_json
+    from assay.tracing.plots import draw_activations
 
-    seen = trace(live(a, flags.dtype, flags.device), tokens)
+    seen = trace_activations(load_on_device(a, flags.dtype, flags.device), tokens)
     if flags.picture is not None:
-        draw_trace(seen, Path(flags.picture))
+        draw_activations(seen, Path(flags.picture))
     if flags.json:
         print(json.dumps({"a": flags.a, "tokens": list(tokens.shape), "sites": plain(trace_json(seen))}, indent=1))
     else:
-        show_trace(seen, every=flags.all_)
+        print_activations(seen, every=flags.all_)
     return 3 if any(stats.nans for stats in seen.values()) else 0
 
 
-def compared(a: "Artifact", b: "Artifact", tokens: "torch.Tensor", flags: FLAGS) -> "tuple[Comparison, list[Moved] | None]":
+def compare_models(a: "Artifact", b: "Artifact", tokens: "torch.Tensor",
+                   flags: FLAGS) -> "tuple[PassDivergence, list[WeightChange] | None]":
     """A and its twin run first and leave their values; then B runs beside them."""
     import torch
 
-    from assay.measure.parting import compare, moved_weights, reference
-    from assay.measure.ways import plainly
-    from assay.store.artifact import merged
+    from assay.store.artifact import merged_tensors
+    from assay.tracing.first_divergence import compare_passes, run_reference, weight_changes
+    from assay.tracing.forward_modes import plain_forward
 
     other = flags.b_dtype or flags.dtype
     of_twin = other if other != flags.dtype else "float64" if flags.dtype != "float64" else "float32"
     dtypes = {name: getattr(torch, name) for name in (flags.dtype, other)}
-    twin = plainly(live(a, of_twin, flags.device))
-    known = reference(a.config, plainly(live(a, flags.dtype, flags.device)), tokens, dtypes[flags.dtype], twin)
-    found = compare(known, runner(b, other, flags, tokens.shape[1]), dtypes[other], flags.tolerance)
-    moved = None if found.first is None else moved_weights(found.first.site, a.config, merged(a), merged(b))
+    twin = plain_forward(load_on_device(a, of_twin, flags.device))
+    known = run_reference(a.config, plain_forward(load_on_device(a, flags.dtype, flags.device)), tokens, dtypes[flags.dtype], twin)
+    found = compare_passes(known, forward_mode_of(b, other, flags, tokens.shape[1]), dtypes[other], flags.tolerance)
+    moved = None if found.first is None else weight_changes(found.first.site, a.config, merged_tensors(a), merged_tensors(b))
     return found, moved
 
 
-def runner(b: "Artifact", dtype: str, flags: FLAGS, length: int) -> "Runner":
+def forward_mode_of(b: "Artifact", dtype: str, flags: FLAGS, length: int) -> "ForwardMode":
     import torch
 
-    from assay.measure import ways
-    from assay.measure.theirs import loaded, theirs
+    from assay.tracing import forward_modes
+    from assay.tracing.forward_modes import load_with_transformers, transformers_forward
 
     if flags.through == "transformers":
         if b.patch is not None:
             raise UsageError(f"{b.path} is an adapter; merge it (assay export --to merged) to run it by transformers")
-        return theirs(loaded(b.path, getattr(torch, dtype)).to(flags.device), b.config)
-    model = live(b, dtype, flags.device)
+        return transformers_forward(load_with_transformers(b.path, getattr(torch, dtype)).to(flags.device), b.config)
+    model = load_on_device(b, dtype, flags.device)
     if flags.through == "cache":
-        return ways.from_cache(model, filled=max(1, length - 16))
-    return ways.in_company(model) if flags.through == "company" else ways.plainly(model)
+        return forward_modes.cached_forward(model, filled=max(1, length - 16))
+    return forward_modes.batched_forward(model) if flags.through == "company" else forward_modes.plain_forward(model)
 
 
-def live(artifact: "Artifact", dtype: str, device: str) -> "Any":
+def load_on_device(artifact: "Artifact", dtype: str, device: str) -> "Any":
     import torch
 
     from assay.model.placement import require_device
-    from assay.store.artifact import build
+    from assay.store.artifact import build_model
 
-    return build(artifact, getattr(torch, dtype)).to(require_device(device))
+    return build_model(artifact, getattr(torch, dtype)).to(require_device(device))
 
 
-def asked(flags: FLAGS, a: "Artifact") -> "torch.Tensor":
+def tokens_to_trace(flags: FLAGS, a: "Artifact") -> "torch.Tensor":
     """The prompt's ids, the file's, or those that every model's fingerprint is taken on."""
     import torch
 
     from assay.model.placement import require_device
-    from assay.model.probe import questions
+    from assay.model.probe_logits import probe_inputs
 
     if flags.prompt is not None and flags.tokens is not None:
         raise UsageError("assay trace: --prompt and --tokens both say what to run; give one")
@@ -132,14 +133,14 @@ def asked(flags: FLAGS, a: "Artifact") -> "torch.Tensor":
         raise UsageError(f"assay trace: --length is {flags.length}; expected 1 or more tokens")
     require_device(flags.device)
     if flags.prompt is None and flags.tokens is None:
-        return questions(a.config.vocab, a.config.max_length)[0].to(flags.device)
-    ids = read_ids(Path(flags.tokens)) if flags.tokens is not None else [encoded(flags.prompt or "", a)]
+        return probe_inputs(a.config.vocab, a.config.max_length)[0].to(flags.device)
+    ids = read_ids(Path(flags.tokens)) if flags.tokens is not None else [encode_for_trace(flags.prompt or "", a)]
     if not all(0 <= id < a.config.vocab for row in ids for id in row) or not ids[0]:
         raise UsageError(f"there are no tokens to run, or one is outside the vocabulary of {a.config.vocab}")
     return torch.tensor([row[: flags.length] for row in ids], dtype=torch.long).to(flags.device)
 
 
-def encoded(text: str, a: "Artifact") -> list[int]:
+def encode_for_trace(text: str, a: "Artifact") -> list[int]:
     if a.tokenizer is None:
         raise UsageError(f"{a.path}: there is no tokenizer here, so text means nothing to it; use --tokens")
     return a.tokenizer.encode(text)
@@ -168,39 +169,39 @@ def require_same_geometry(a: "Artifact", b: "Artifact") -> None:
 # ---------------------------------------------------------------- what is shown
 
 
-def report(found: "Comparison", moved: "list[Moved] | None", flags: FLAGS) -> int:
-    from assay.measure.heat import draw_comparison
-    from assay.measure.parting import check_forward, gap_json
+def report_divergence(found: "PassDivergence", moved: "list[WeightChange] | None", flags: FLAGS) -> int:
     from assay.recipes.run import plain
+    from assay.tracing.first_divergence import check_forward, gap_json
+    from assay.tracing.plots import draw_divergence
     from assay.verdict import Outcome
 
     verdict = check_forward(found, moved)
     if flags.picture is not None:
-        draw_comparison(found, Path(flags.picture))
+        draw_divergence(found, Path(flags.picture))
     if flags.json:
         weights = None if moved is None else [{**one.behind._asdict(), "relative": one.relative} for one in moved]
         print(json.dumps(plain({"a": flags.a, "b": flags.b or flags.a, "verdict": verdict.to_json(), "weights": weights,
                                 "unseen": [str(site) for site in found.unseen], "sites": [gap_json(gap) for gap in found.gaps]}), indent=1))
     else:
-        show_comparison(found, every=flags.all_)
+        print_divergence(found, every=flags.all_)
         print(verdict)
     return 0 if verdict.outcome is Outcome.PROVEN else 3
 
 
-def show_trace(seen: "Trace", *, every: bool) -> None:
+def print_activations(seen: "Trace", *, every: bool) -> None:
     """Every site, or for each kind of site the layer in which it is largest."""
-    from assay.measure.trace import FIELDS
+    from assay.tracing.activations import STATISTICS
 
     largest: dict[str, Any] = {}
     for site, stats in seen.items():
         if site.name not in largest or not stats.rms <= seen[largest[site.name]].rms:
             largest[site.name] = site
     chosen = list(seen) if every else [site for site in seen if site in largest.values()]
-    rows = [[str(site), *(f"{getattr(seen[site], name):.4g}" for name in FIELDS)] for site in chosen]
-    print_table(["site" if every else "largest in", *FIELDS], rows)
+    rows = [[str(site), *(f"{getattr(seen[site], name):.4g}" for name in STATISTICS)] for site in chosen]
+    print_table(["site" if every else "largest in", *STATISTICS], rows)
 
 
-def show_comparison(found: "Comparison", *, every: bool) -> None:
+def print_divergence(found: "PassDivergence", *, every: bool) -> None:
     """Those that part, as many again that came nearest to it, and the logits; or every site."""
     near = sorted(found.gaps, key=lambda gap: -gap.excess)[: len(found.parted[: 2 * NEAREST]) + NEAREST]
     chosen = [gap for gap in found.gaps if every or gap in near or gap.site.name == "logits"]

@@ -1,4 +1,4 @@
-"""assay track: a run's metrics for other people's pages."""
+"""assay track: hand a run's metrics to TensorBoard, W&B, trackio or transformers."""
 
 from dataclasses import dataclass
 from pathlib import Path

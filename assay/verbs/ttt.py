@@ -1,4 +1,4 @@
-"""assay ttt: read documents while learning from them, every chunk scored before it is learned from."""
+"""assay ttt: test-time training: read documents while learning from them, every chunk scored before it is learned from."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""assay zoo: plant each known silent failure on a tiny model and show that its check is awake on this machine."""
+"""assay zoo: plant each known silent failure on a tiny model and show that its check catches it on this machine."""
 
 import difflib
 import json
@@ -30,15 +30,15 @@ EXAMPLES = """  assay zoo
 def run(flags: FLAGS) -> int:
     from assay.zoo import catalogue, observe
 
-    faults = chosen(catalogue(), flags.only)
+    faults = chosen_faults(catalogue(), flags.only)
     if flags.list:
-        print(json.dumps([f.facts() for f in faults], indent=1) if flags.json else "\n".join(listed(f) for f in faults))
+        print(json.dumps([f.facts() for f in faults], indent=1) if flags.json else "\n".join(fault_line(f) for f in faults))
         return 0
     sightings = []
     for fault in faults:
         sightings.append(observe(fault))
         if not flags.json:
-            print(told(sightings[-1]), flush=True)
+            print(sighting_line(sightings[-1]), flush=True)
     missed = sum(not s.caught for s in sightings)
     alarms = sum(s.false_alarm for s in sightings)
     if flags.json:
@@ -48,7 +48,7 @@ def run(flags: FLAGS) -> int:
     return 3 if missed or alarms else 0
 
 
-def chosen(faults: "dict[str, Fault]", only: tuple[str, ...]) -> "list[Fault]":
+def chosen_faults(faults: "dict[str, Fault]", only: tuple[str, ...]) -> "list[Fault]":
     for name in only:
         if name not in faults:
             close = difflib.get_close_matches(name, faults, n=1)
@@ -57,11 +57,11 @@ def chosen(faults: "dict[str, Fault]", only: tuple[str, ...]) -> "list[Fault]":
     return [faults[name] for name in only or faults]
 
 
-def listed(fault: "Fault") -> str:
+def fault_line(fault: "Fault") -> str:
     return f"{fault.name:44} {fault.stage:10} {fault.check:14} {', '.join(fault.rows)}"
 
 
-def told(sighting: "Sighting") -> str:
+def sighting_line(sighting: "Sighting") -> str:
     outcome = "FALSE ALARM" if sighting.false_alarm else "caught" if sighting.caught else "MISSED"
     reason = sighting.facts()["reason"] or ""
     return f"{outcome:12} {sighting.seconds:5.1f} s  {sighting.fault.name}: {reason}"

@@ -1,32 +1,29 @@
-"""What can go wrong, on demand: each fault with the check that must catch it."""
+"""Zoo of silent failures: each fault can be planted on demand, with the check that must catch it."""
 
-from assay.zoo.fault import FAULTS, Fault, Sighting, observe
+from assay.testing.fault_injection import FAULTS, Fault, Sighting, observe
 
 __all__ = ["Fault", "Sighting", "catalogue", "observe"]
 
 
 def catalogue() -> dict[str, Fault]:
     """Every fault, registered on first use: importing the zoo plants nothing and loads no model."""
-    from assay.zoo import (  # noqa: F401 - importing registers
-        adapters,
-        checkpoints,
-        conversations,
-        corpora,
-        distilling,
-        editing,
-        evaluating,
-        formats,
-        forward,
-        measuring,
-        passing,
-        policy,
-        resuming,
-        rewarding,
-        serving,
-        speaking,
-        training,
-        tuning,
-        verdicts,
+    from assay.zoo import (
+        adapter_faults,
+        chat_faults,
+        checkpoint_faults,
+        conclusion_faults,
+        corpus_faults,
+        distillation_faults,
+        editing_faults,
+        evaluation_faults,
+        file_format_faults,
+        forward_faults,
+        reward_faults,
+        rollout_faults,
+        run_faults,
+        speech_faults,
+        training_faults,
+        ttt_faults,
     )
 
     return FAULTS

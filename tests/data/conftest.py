@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from assay.data.bpe import train_tokenizer, write_tokenizer
-from assay.data.build import Plan, build
-from assay.data.corpus import Corpus
-from assay.data.text import Rule
+from assay.data.build_corpus import CorpusPlan, build_corpus
+from assay.data.data_files import DocumentRule
+from assay.data.token_corpus import Corpus
 
 SYLLABLES = [a + b for a in "bdfgklmnprstvz" for b in ("a", "e", "i", "o", "u", "an", "el", "is")]
 
@@ -43,7 +43,7 @@ def jsonl(texts: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tokenizer(jsonl: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tokenizer") / "bpe"
-    write_tokenizer(train_tokenizer([jsonl], 400, rule=Rule())[0], folder)
+    write_tokenizer(train_tokenizer([jsonl], 400, rule=DocumentRule())[0], folder)
     return folder
 
 
@@ -53,7 +53,7 @@ def make(jsonl: Path, tokenizer: Path, tmp_path_factory: pytest.TempPathFactory)
 
     def build_one(*paths: Path, workers: int = 1, tokenizer: Path = tokenizer, **plan: object) -> Corpus:
         out = tmp_path_factory.mktemp("corpus") / "corpus"
-        return build(paths or [jsonl], out, tokenizer, Plan(**plan), workers=workers)  # type: ignore[arg-type]
+        return build_corpus(paths or [jsonl], out, tokenizer, CorpusPlan(**plan), workers=workers)  # type: ignore[arg-type]
 
     return build_one
 

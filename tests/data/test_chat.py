@@ -6,13 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from assay.data.chat import Example, Rendered, render, runs
+from assay.data.chat import Rendered, TrainingExample, render_conversations, supervised_runs
 from assay.data.layouts import Conversation
 from assay.errors import DataError
-from assay.model.stops import resolve_stops
-from assay.model.tiny import TEMPLATE, tiny_tokenizer
+from assay.model.special_tokens import resolve_special_tokens
 from assay.model.tokenizer import Tokenizer
-from assay.zoo.conversations import words_with_bos
+from assay.testing.tiny_models import TINY_CHAT_TEMPLATE, tiny_tokenizer
+from assay.zoo.chat_faults import words_with_bos
 
 TALK = (("system", "Be brief."), ("user", "Is the river long?"), ("assistant", "the river is."), ("user", "Why?"),
         ("assistant", " \n\nRain.\n"))
@@ -34,11 +34,11 @@ def plain(prompt: str, completion: str) -> Conversation:
 
 def rendered(*conversations: Conversation, words: Tokenizer | None = None, length: int = 400, **options: Any) -> Rendered:
     words = words or tiny_tokenizer()
-    return render(conversations, words, resolve_stops(words, {}, {}), length=length, **options)
+    return render_conversations(conversations, words, resolve_special_tokens(words, {}, {}), length=length, **options)
 
 
-def taught(example: Example, words: Tokenizer) -> list[str]:
-    return [words.decode(example.tokens[start:stop].tolist()) for start, stop in runs(example.weight)]
+def taught(example: TrainingExample, words: Tokenizer) -> list[str]:
+    return [words.decode(example.tokens[start:stop].tolist()) for start, stop in supervised_runs(example.weight)]
 
 
 def with_template(template: str) -> Tokenizer:
@@ -141,7 +141,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_or_taught_turn_by_tur
 
 def test_a_template_whose_generation_prompt_is_not_how_it_writes_answers_is_refused():
     with pytest.raises(DataError, match="no sampler will begin there"):
-        rendered(talk(), words=with_template(TEMPLATE.replace("<|im_start|>assistant\n", "<|im_start|>assistant: ")))
+        rendered(talk(), words=with_template(TINY_CHAT_TEMPLATE.replace("<|im_start|>assistant\n", "<|im_start|>assistant: ")))
 
 
 @pytest.mark.parametrize("template", ["{% for m in messages %}{{ m.role }}{% endfor %}",
@@ -162,10 +162,10 @@ def test_what_cannot_be_taught_is_refused_in_words():
 
 
 def test_an_example_is_checked_and_never_changes():
-    example = Example("a:1:0", (1, 2), (0, 1), ("x",), 1)  # type: ignore[arg-type]
+    example = TrainingExample("a:1:0", (1, 2), (0, 1), ("x",), 1)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="read-only"):
         example.weight[1] = 0
     with pytest.raises(DataError, match="column 0 has weight 1"):
-        Example("a:1:0", (1, 2), (1, 1), ("x",), 1)  # type: ignore[arg-type]
+        TrainingExample("a:1:0", (1, 2), (1, 1), ("x",), 1)  # type: ignore[arg-type]
     with pytest.raises(DataError, match="expected one weight a token"):
-        Example("a:1:0", (1, 2), (0,), ("x",), 1)  # type: ignore[arg-type]
+        TrainingExample("a:1:0", (1, 2), (0,), ("x",), 1)  # type: ignore[arg-type]

@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 
 from assay.config import parse
-from assay.data.chat import Writer
+from assay.data.chat import TemplateWriter
+from assay.testing.tiny_models import save_model, swap, tiny_model
 from assay.verbs import data
 from assay.verdict import Outcome
-from assay.zoo.conversations import questions_and_answers, thoughts
-from assay.zoo.stage import save, swapped, tiny
+from assay.zoo.chat_faults import questions_and_answers, worked_answers
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tmp_path_factory.mktemp("model") / "tiny", tiny()).folder
+    return save_model(tmp_path_factory.mktemp("model") / "tiny", tiny_model()).folder
 
 
 def written(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -47,7 +47,7 @@ def test_no_control_character_of_the_data_reaches_the_terminal(model: Path, tmp_
 
 
 def test_json_says_ids_weights_and_verdicts(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    path = written(tmp_path / "rows.jsonl", thoughts())
+    path = written(tmp_path / "rows.jsonl", worked_answers())
     flags = ("--model", model, "--gsm8k", "think", "--new-tokens", "<think>", "</think>", "<answer>", "</answer>", "--json")
     other = written(tmp_path / "test.jsonl", [{"question": "Why?", "answer": "So.\n#### 4"}])
     assert checked(path, *flags, "--show", 2, "--held-out", other) == 0
@@ -63,7 +63,7 @@ def test_json_says_ids_weights_and_verdicts(model: Path, tmp_path: Path, capsys:
 
 def test_a_refuted_audit_exits_with_3(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path = written(tmp_path / "rows.jsonl", questions_and_answers())
-    with swapped(Writer, "until_stop", lambda writer, tail: ""):
+    with swap(TemplateWriter, "until_stop", lambda writer, tail: ""):
         assert checked(path, "--model", model) == 3
     assert f"{Outcome.REFUTED}   stop: 48 of 48 completions" in capsys.readouterr().out
     assert checked(path, "--model", model, "--held-out", path) == 3

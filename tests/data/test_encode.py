@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, pre_tokenizers
 
-from assay.data import encode, pieces
-from assay.data.encode import Encoder, encode_plain, id_type, known_expression, plain_backend, split_expression
-from assay.data.pieces import Cutter
+from assay.data import encode
+from assay.data.encode import Encoder, TextCutter, encode_plain, id_type, known_expression, plain_backend, split_expression
 from assay.errors import ArtifactError
 from assay.model.tokenizer import Tokenizer
 
@@ -36,7 +35,7 @@ def spec(pre_tokenizer: pre_tokenizers.PreTokenizer) -> dict:
     return json.loads(backend.to_str())
 
 
-def cut(cutter: Cutter, text: str) -> list[str]:
+def cut(cutter: TextCutter, text: str) -> list[str]:
     raw = text.encode()
     starts = cutter.starts(raw).tolist()
     return [raw[start:end].decode() for start, end in zip(starts, [*starts[1:], len(raw)], strict=True)]
@@ -47,7 +46,7 @@ def test_no_cut_changes_what_the_tokenizer_sees(family: str) -> None:
     """Exhaustively: the pieces of all short strings are cut further exactly as the whole string is."""
     expression, seen = known_expression(spec(FAMILIES[family])), {}
     assert expression is not None
-    cutter = Cutter(expression.rule)
+    cutter = TextCutter(expression.rule)
 
     def words(text: str) -> list[str]:
         if text not in seen:
@@ -70,7 +69,7 @@ def test_a_text_is_really_cut() -> None:
     for name, pre_tokenizer in FAMILIES.items():
         expression = known_expression(spec(pre_tokenizer))
         assert expression is not None
-        found = cut(Cutter(expression.rule), text)
+        found = cut(TextCutter(expression.rule), text)
         assert len(found) >= 24, (name, found)
         assert sum(1 for piece in found if expression.word.fullmatch(piece.encode())) >= 9, (name, found)
 
@@ -110,20 +109,20 @@ def tokenizer_and_encoder(tokenizer: Path) -> tuple:
 def test_the_memory_is_bounded_and_may_forget_at_any_time(tokenizer: Path, monkeypatch: pytest.MonkeyPatch,
                                                           limits: dict[str, int]) -> None:
     for name, value in limits.items():
-        monkeypatch.setattr(pieces, name, value)
+        monkeypatch.setattr(encode, name, value)
     loaded = Tokenizer.from_folder(tokenizer)
     encoder = Encoder(loaded, "<u2")
     text = " ".join(f"w{chr(97 + i % 26)}x{i * 7919 % 100} {'averylongword' * (i % 5)}" for i in range(500)) + " " + "٣" * 100 + " end"
     for _ in range(2):
         assert encoder.encode(text.encode()) == encode_plain(plain_backend(loaded), text, "<u2")
-    assert encoder.memory.pieces <= pieces.CAPACITY
-    assert all(pieces.KEY_BYTES < len(piece) <= pieces.LONG_BYTES for piece in encoder.memory.long)
+    assert encoder.memory.pieces <= encode.CAPACITY
+    assert all(encode.KEY_BYTES < len(piece) <= encode.LONG_BYTES for piece in encoder.memory.long)
 
 
 def test_what_is_remembered_is_not_encoded_again(tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where many pieces want one slot, and after the store of ids has grown."""
-    monkeypatch.setattr(pieces, "SLOTS", 1024)
-    monkeypatch.setattr(pieces, "BLOCK", 400)
+    monkeypatch.setattr(encode, "_SLOTS", 1024)
+    monkeypatch.setattr(encode, "_BLOCK", 400)
     loaded = Tokenizer.from_folder(tokenizer)
     encoder = Encoder(loaded, "<u2")
     text = " ".join("abcdefgh"[: 1 + i % 8] + "xyz"[i % 3] * (1 + i // 24) for i in range(800))
@@ -147,7 +146,7 @@ def test_pieces_that_differ_in_a_zero_byte_or_in_length_are_told_apart(tokenizer
 def test_a_wrong_rule_is_caught_on_the_users_own_text(tokenizer: Path) -> None:
     """The fault: an expression thought safe to cut that is not."""
     encoder = Encoder(Tokenizer.from_folder(tokenizer), "<u2")
-    encoder.cutter = Cutter(lambda *_: True)  # letter by letter
+    encoder.cutter = TextCutter(lambda *_: True)  # letter by letter
     with pytest.raises(ArtifactError, match="other ids than the tokenizer"):
         encoder.encode(b"some ordinary words of text, cut in the wrong places")
 

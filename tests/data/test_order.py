@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from assay.data.consumed import accounted, ids_digest
-from assay.data.corpus import Corpus
-from assay.data.order import Order, batch_at, corpus_batches, shuffled
+from assay.data.data_ledger import check_data_ledger, ids_digest
+from assay.data.order import Order, batch_at, corpus_batches, permuted_places
+from assay.data.token_corpus import Corpus
 from assay.errors import DataError, UsageError
 from assay.verdict import Outcome
 
@@ -76,22 +76,22 @@ def test_a_batch_needs_its_step_alone(corpus: Corpus) -> None:
 
 def test_batches_are_the_same_on_every_machine() -> None:
     """Golden numbers: a change of numpy, of Python or of this code must not reorder a run that is resumed."""
-    assert shuffled(np.arange(10), 10, 12345).tolist() == [3, 6, 4, 0, 9, 7, 5, 1, 8, 2]
-    assert shuffled(np.array([0, 1, 999_999_999]), 1_000_000_000, 12345).tolist() == [934290192, 296477335, 767133437]
+    assert permuted_places(np.arange(10), 10, 12345).tolist() == [3, 6, 4, 0, 9, 7, 5, 1, 8, 2]
+    assert permuted_places(np.array([0, 1, 999_999_999]), 1_000_000_000, 12345).tolist() == [934290192, 296477335, 767133437]
 
 
 @pytest.mark.parametrize("size", [*range(1, 40), 100, 4096, 10007])
 def test_shuffling_is_a_permutation(size: int) -> None:
     for key in (0, 1):
-        assert sorted(shuffled(np.arange(size), size, key).tolist()) == list(range(size))
+        assert sorted(permuted_places(np.arange(size), size, key).tolist()) == list(range(size))
 
 
 def test_shuffling_is_fair() -> None:
     """Each of 10 windows comes first, and follows another, about as often: chi-square, 9 degrees, p < 1e-6 above 45."""
-    first = np.array([shuffled(np.arange(2), 10, key) for key in range(5000)])
+    first = np.array([permuted_places(np.arange(2), 10, key) for key in range(5000)])
     for counts in (np.bincount(first[:, 0], minlength=10), np.bincount(first[:, 1], minlength=10)):
         assert ((counts - 500) ** 2 / 500).sum() < 45
-    large = shuffled(np.arange(20000), 20000, 3)
+    large = permuted_places(np.arange(20000), 20000, 3)
     assert abs(np.corrcoef(large, np.arange(20000))[0, 1]) < 0.03
     assert abs(np.corrcoef(large[1:], large[:-1])[0, 1]) < 0.03
 
@@ -170,7 +170,7 @@ def written_by(plan: Order, steps: list[int]) -> dict[int, str]:
 def test_the_ledger_knows_how_often_each_example_was_consumed(corpus: Corpus, share: float) -> None:
     plan = order(corpus, epochs=2)
     steps = round(share * plan.steps)
-    verdict, times = accounted(written_by(plan, list(range(steps))), plan, steps)
+    verdict, times = check_data_ledger(written_by(plan, list(range(steps))), plan, steps)
     counts = dict.fromkeys(range(plan.windows), 0)
     for step in range(steps):
         for (window,) in plan.batch(step).ids:
@@ -190,7 +190,7 @@ def test_a_resume_that_loses_or_repeats_examples_is_refuted_at_its_first_step(co
             "first epoch again": steps[:half] + [step - plan.steps // 2 for step in steps[half:]],
             "rows lost": steps[:half] + steps[half + 1 :],
             "rows repeated": steps[:half] + steps[half - 1 : -1]}[fault]
-    verdict, times = accounted(written_by(plan, read), plan, len(read))
+    verdict, times = check_data_ledger(written_by(plan, read), plan, len(read))
     assert (verdict.outcome, verdict.evidence["step"], times) == (Outcome.REFUTED, half, {})
 
 
@@ -198,8 +198,8 @@ def test_a_step_that_wrote_nothing_down_is_not_taken_on_trust(corpus: Corpus) ->
     plan = order(corpus)
     written = written_by(plan, list(range(6)))
     del written[4]
-    assert "step 4 wrote nothing down" in accounted(written, plan, 6)[0].reason
-    assert accounted(written, plan, 4)[0].outcome is Outcome.PROVEN
+    assert "step 4 wrote nothing down" in check_data_ledger(written, plan, 6)[0].reason
+    assert check_data_ledger(written, plan, 4)[0].outcome is Outcome.PROVEN
 
 
 def test_a_plan_names_what_its_batches_name(corpus: Corpus) -> None:

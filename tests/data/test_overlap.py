@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from assay.data.overlap import WORDS, HeldOutText, Lookup, fingerprint, ngrams, overlap, words
+from assay.data.overlap import GRAM_WORDS, HeldOutText, OverlapLookup, measure_overlap, ngram_hashes, word_hashes, words_fingerprint
 from tests.data.conftest import SYLLABLES
 
 
@@ -21,15 +21,15 @@ HELD = [(f"held#{seed}", plain_text(1000 + seed)) for seed in range(10)]
 
 
 def test_other_text_shares_nothing(tmp_path: Path) -> None:
-    found = overlap(TRAIN, HELD, tmp_path)
+    found = measure_overlap(TRAIN, HELD, tmp_path)
     assert (found.exact, found.shared, found.share, found.worst) == (0, 0, 0.0, ())
     assert found.documents == 10
-    assert found.grams == 10 * (200 - WORDS + 1)
+    assert found.grams == 10 * (200 - GRAM_WORDS + 1)
 
 
 def test_a_copy_is_exact_whatever_its_case_spacing_and_signs(tmp_path: Path) -> None:
     loud = b"(" + HELD[3][1].upper().replace(b" ", b",\n\t ") + b"!)"
-    found = overlap([*TRAIN, loud], HELD, tmp_path)
+    found = measure_overlap([*TRAIN, loud], HELD, tmp_path)
     assert found.exact == 1
     assert found.worst[0] == ("held#3", 1.0, True)
     assert found.share == pytest.approx(0.1)
@@ -38,31 +38,31 @@ def test_a_copy_is_exact_whatever_its_case_spacing_and_signs(tmp_path: Path) -> 
 def test_part_of_a_document_is_measured_by_its_13_grams(tmp_path: Path) -> None:
     """Half of one document, in the middle of another: the share of its runs of 13 words, counted by hand."""
     half = b" ".join(HELD[5][1].split()[:100])
-    found = overlap([*TRAIN, b"before it " + half + b" after it"], HELD, tmp_path)
-    expected = 100 - WORDS + 1
+    found = measure_overlap([*TRAIN, b"before it " + half + b" after it"], HELD, tmp_path)
+    expected = 100 - GRAM_WORDS + 1
     assert found.exact == 0
     assert found.shared == expected
-    assert found.worst == (("held#5", expected / (200 - WORDS + 1), False),)
+    assert found.worst == (("held#5", expected / (200 - GRAM_WORDS + 1), False),)
 
 
 def test_twelve_words_in_common_are_not_thirteen(tmp_path: Path) -> None:
     own = HELD[0][1].split()
-    assert overlap([b" ".join(own[:12])], HELD, tmp_path).shared == 0
-    assert overlap([b" ".join(own[:13])], HELD, tmp_path).shared == 1
+    assert measure_overlap([b" ".join(own[:12])], HELD, tmp_path).shared == 0
+    assert measure_overlap([b" ".join(own[:13])], HELD, tmp_path).shared == 1
 
 
 def test_words_are_the_same_wherever_they_stand() -> None:
     text = "the Quick brown—fox, 42 jumps café".encode()
-    assert words(b"  ... " + text + b"!")[:6].tolist() == words(text)[:6].tolist()
-    assert len(set(words(text).tolist())) == 6  # the dash is beyond ASCII and joins its neighbours
-    assert len(words("我爱北京".encode())) == 4
-    assert words("北京".encode())[0] == words("a 北京".encode())[1]
-    assert len(words(b"")) == len(words(b" ... ")) == len(ngrams(words(b"a b"))) == 0
+    assert word_hashes(b"  ... " + text + b"!")[:6].tolist() == word_hashes(text)[:6].tolist()
+    assert len(set(word_hashes(text).tolist())) == 6  # the dash is beyond ASCII and joins its neighbours
+    assert len(word_hashes("我爱北京".encode())) == 4
+    assert word_hashes("北京".encode())[0] == word_hashes("a 北京".encode())[1]
+    assert len(word_hashes(b"")) == len(word_hashes(b" ... ")) == len(ngram_hashes(word_hashes(b"a b"))) == 0
 
 
 def test_documents_without_words_are_told_apart_by_their_bytes() -> None:
-    assert fingerprint(words(b"!!!"), b"!!!") != fingerprint(words(b"???"), b"???")
-    assert fingerprint(words(b"a b"), b"a b") == fingerprint(words(b"A, b."), b"A, b.")
+    assert words_fingerprint(word_hashes(b"!!!"), b"!!!") != words_fingerprint(word_hashes(b"???"), b"???")
+    assert words_fingerprint(word_hashes(b"a b"), b"a b") == words_fingerprint(word_hashes(b"A, b."), b"A, b.")
 
 
 def test_a_sample_measures_the_same_share_in_bounded_memory(tmp_path: Path) -> None:
@@ -70,11 +70,11 @@ def test_a_sample_measures_the_same_share_in_bounded_memory(tmp_path: Path) -> N
     for name, raw in HELD:
         held.add(name, raw)
     assert 600 < held.kept <= 1000
-    assert held.kept / (10 * (200 - WORDS + 1)) == pytest.approx((held.limit + 1) / 2**64, rel=0.25)
-    found = overlap(TRAIN + [raw for _, raw in HELD[:4]], HELD, tmp_path)
+    assert held.kept / (10 * (200 - GRAM_WORDS + 1)) == pytest.approx((held.limit + 1) / 2**64, rel=0.25)
+    found = measure_overlap(TRAIN + [raw for _, raw in HELD[:4]], HELD, tmp_path)
     held.save(tmp_path)
     for raw in TRAIN + [raw for _, raw in HELD[:4]]:
-        held.note(*Lookup(tmp_path).hits(raw)[:2])
+        held.note(*OverlapLookup(tmp_path).hits(raw)[:2])
     sampled = held.overlap()
     assert sampled.exact == found.exact == 4
     assert sampled.shared / sampled.grams == pytest.approx(found.shared / found.grams, abs=0.06)

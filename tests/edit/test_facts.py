@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from assay.edit.facts import Asked, Fact, make_fact, read_facts
+from assay.edit.facts import Fact, SideQuestion, make_fact, read_facts
 from assay.errors import DataError
 
 
@@ -32,7 +32,7 @@ def test_three_layouts_of_one_fact_are_one_fact(tmp_path: Path):
     assert easy.name == "case 7"
     assert (plain.name, plain.prompt, plain.start, plain.target, plain.old) == ("7", original.prompt, 21, "English", "French")
     assert plain.paraphrases == original.paraphrases == ("Ann speaks",)
-    assert plain.neighbourhood == original.neighbourhood == (Asked("Bob was born to speak", "French"),)
+    assert plain.neighbourhood == original.neighbourhood == (SideQuestion("Bob was born to speak", "French"),)
 
 
 def test_what_is_refused_is_named_and_the_others_go_on(tmp_path: Path):
@@ -57,7 +57,7 @@ def test_a_field_that_is_not_as_its_layout_has_it_is_an_error(row: dict[str, Any
 
 def test_an_empty_answer_is_none(tmp_path: Path):
     (fact,), _ = read(tmp_path, EASY | {"locality_ground_truth": " "})
-    assert fact.neighbourhood == (Asked("Bob was born to speak", None),)
+    assert fact.neighbourhood == (SideQuestion("Bob was born to speak", None),)
 
 
 @pytest.mark.parametrize(("prompt", "subject", "start"), [

@@ -7,43 +7,42 @@ import torch
 from torch import Tensor
 
 from assay.edit import memit as memit_module
+from assay.edit.block_hooks import down_projection, hooked
+from assay.edit.fact_questions import FactReply, ask_questions, fact_questions
 from assay.edit.facts import Fact, make_fact
-from assay.edit.memit import Edited, by_moments, by_null_space, memit
-from assay.edit.rome import rome
-from assay.edit.sites import down, hooked
+from assay.edit.memit import EditResult, alphaedit_solver, memit, memit_solver, rome
 from assay.errors import ArtifactError, UsageError
-from assay.measure.questions import Reply, ask, questions
-from assay.model.patch import Patch, applied, patched
-from assay.store.identity import weights_digest
-from assay.zoo import lore
+from assay.model.patch import Patch, patched, patched_tensors
+from assay.store.digests import weights_digest
+from assay.testing import tiny_facts
 from tests.edit.world import AIM, LAYERS, surroundings, text_moments, tokenizer
 
 WEIGHT = 10.0
 
 
 @functools.cache
-def six() -> Edited:
-    solve = by_moments(text_moments(), WEIGHT)
-    return memit(lore.lore_model(), tokenizer(), lore.edits(6), LAYERS, solve, surroundings(), AIM, parent="base")
+def six() -> EditResult:
+    solve = memit_solver(text_moments(), WEIGHT)
+    return memit(tiny_facts.facts_model(), tokenizer(), tiny_facts.fact_edits(6), LAYERS, solve, surroundings(), AIM, parent="base")
 
 
-def replies(patch: Patch | None, count: int = 6) -> list[Reply]:
-    model, eos = lore.lore_model(), tokenizer().eos
+def replies(patch: Patch | None, count: int = 6) -> list[FactReply]:
+    model, eos = tiny_facts.facts_model(), tokenizer().eos
     with patched(model, patch or Patch(None)):
-        return ask(model, tokenizer(), questions(lore.edits(count)), (eos,))
+        return ask_questions(model, tokenizer(), fact_questions(tiny_facts.fact_edits(count)), (eos,))
 
 
-def said(found: list[Reply], kind: str) -> list[bool | None]:
+def said(found: list[FactReply], kind: str) -> list[bool | None]:
     return [reply.says for reply in found if reply.question.kind == kind]
 
 
 def bare_keys(count: int, layer: int) -> Tensor:
     """The keys averaged over contexts, one plain forward pass each."""
-    model, columns = lore.lore_model(), []
-    for fact in lore.edits(count):
+    model, columns = tiny_facts.facts_model(), []
+    for fact in tiny_facts.fact_edits(count):
         seen: list[Tensor] = []
         for spot in surroundings().spots(tokenizer(), fact):
-            with hooked([down(model, layer).register_forward_pre_hook(
+            with hooked([down_projection(model, layer).register_forward_pre_hook(
                     lambda _, inputs, at=spot.last: seen.append(inputs[0][0, at].double()))]), torch.no_grad():  # noqa: B023
                 model.hidden(torch.tensor([spot.ids]))
         columns.append(0.5 * seen[0] + 0.5 * torch.stack(seen[1:]).mean(0))
@@ -59,14 +58,15 @@ def test_six_facts_are_said_in_other_words_too_and_the_neighbours_stay():
 
 
 def test_the_model_is_bit_identical_until_the_patch_is_applied():
-    model = lore.lore_model()
+    model = tiny_facts.facts_model()
     before = weights_digest(dict(model.named_parameters()))
-    edited = memit(model, tokenizer(), lore.edits(2), LAYERS, by_moments(text_moments(), WEIGHT), surroundings(), AIM, parent="base")
+    edited = memit(model, tokenizer(), tiny_facts.fact_edits(2), LAYERS, memit_solver(text_moments(), WEIGHT), surroundings(), AIM,
+                   parent="base")
     assert weights_digest(dict(model.named_parameters())) == before
     assert edited.patch.names() == {"blocks.0.mlp.down.weight", "blocks.1.mlp.down.weight"}
     assert all(part.left.shape[1] == 2 for parts in edited.patch.low_rank.values() for part in parts)
     with pytest.raises(ArtifactError, match="for another base"):
-        applied(dict(model.named_parameters()), edited.patch, "another")
+        patched_tensors(dict(model.named_parameters()), edited.patch, "another")
 
 
 def test_the_first_layers_change_is_the_dense_formula():
@@ -85,24 +85,25 @@ def test_the_first_layers_change_is_the_dense_formula():
 
 def test_the_states_arrive():
     assert min(six().reached) > 0.95
-    timid = memit(lore.lore_model(), tokenizer(), lore.edits(2), [0], by_moments(text_moments(), 1e9), surroundings(), AIM, parent=None)
+    timid = memit(tiny_facts.facts_model(), tokenizer(), tiny_facts.fact_edits(2), [0], memit_solver(text_moments(), 1e9), surroundings(),
+                  AIM, parent=None)
     assert max(timid.reached) < 0.5
 
 
 def test_editing_twice_is_editing_jointly(monkeypatch: pytest.MonkeyPatch):
     """For the same targets: both in one solve, or the second after the first with the first's keys kept, within a thousandth."""
-    model, (one, two), name = lore.lore_model(), lore.edits(2), "blocks.0.mlp.down.weight"
+    model, (one, two), name = tiny_facts.facts_model(), tiny_facts.fact_edits(2), "blocks.0.mlp.down.weight"
     aims = dict(zip(("Borin", "Ulla"), six().targets, strict=False))
     monkeypatch.setattr(memit_module, "find_targets", lambda _, __, facts, *___: [aims[fact.name] for fact in facts])
 
-    def change(facts: list[Fact], patch: Patch, earlier: dict[int, Tensor]) -> Edited:
+    def change(facts: list[Fact], patch: Patch, earlier: dict[int, Tensor]) -> EditResult:
         with patched(model, patch):
-            return memit(model, tokenizer(), facts, [0], by_moments(text_moments(), WEIGHT, earlier), surroundings(), AIM, parent=None)
+            return memit(model, tokenizer(), facts, [0], memit_solver(text_moments(), WEIGHT, earlier), surroundings(), AIM, parent=None)
 
     joint, first = change([one, two], Patch(None), {}), change([one], Patch(None), {})
     whole = joint.patch.low_rank[name][0].delta()
 
-    def apart(second: Edited) -> float:
+    def apart(second: EditResult) -> float:
         twice = first.patch.low_rank[name][0].delta() + second.patch.low_rank[name][0].delta()
         return float((twice - whole).norm() / whole.norm())
 
@@ -111,7 +112,7 @@ def test_editing_twice_is_editing_jointly(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_rome_maps_the_averaged_key_to_its_value():
-    edited = rome(lore.lore_model(), tokenizer(), lore.edits(1), [0], text_moments(), surroundings(), AIM, parent=None)
+    edited = rome(tiny_facts.facts_model(), tokenizer(), tiny_facts.fact_edits(1), [0], text_moments(), surroundings(), AIM, parent=None)
     delta = edited.patch.low_rank["blocks.0.mlp.down.weight"][0].delta().double()
     due = edited.targets[0].delta
     assert float((delta @ bare_keys(1, 0)[:, 0] - due).norm() / due.norm()) < 1e-5
@@ -119,7 +120,8 @@ def test_rome_maps_the_averaged_key_to_its_value():
 
 
 def test_alphaedit_says_the_facts_and_moves_no_text():
-    edited = memit(lore.lore_model(), tokenizer(), lore.edits(3), LAYERS, by_null_space(text_moments(), 0.02, 0.01), surroundings(), AIM,
+    edited = memit(tiny_facts.facts_model(), tokenizer(), tiny_facts.fact_edits(3), LAYERS, alphaedit_solver(text_moments(), 0.02, 0.01),
+                   surroundings(), AIM,
                    parent=None)
     assert said(replies(edited.patch, 3), "efficacy") == [True] * 3
     strongest = torch.linalg.eigh(text_moments()[0]).eigenvectors[:, -3:].float()
@@ -130,10 +132,11 @@ def test_alphaedit_says_the_facts_and_moves_no_text():
 @pytest.mark.parametrize(("layers", "words"), [([], "name at least one"), ([0, 4], "0 to 3"), ([2, 3], "layer 3 is the last")])
 def test_layers_that_cannot_be_edited_are_refused(layers: list[int], words: str):
     with pytest.raises(UsageError, match=words):
-        memit(lore.lore_model(), tokenizer(), lore.edits(1), layers, by_moments({}, 1), surroundings(), AIM, parent=None)
+        memit(tiny_facts.facts_model(), tokenizer(), tiny_facts.fact_edits(1), layers, memit_solver({}, 1), surroundings(), AIM,
+              parent=None)
 
 
 def test_rome_edits_one_layer():
-    fact = make_fact("x", lore.HOME, "Borin", "Oran")
+    fact = make_fact("x", tiny_facts.HOME, "Borin", "Oran")
     with pytest.raises(UsageError, match="ROME edits one layer, and 2 are named"):
-        rome(lore.lore_model(), tokenizer(), [fact], [0, 1], {}, surroundings(), AIM, parent=None)
+        rome(tiny_facts.facts_model(), tokenizer(), [fact], [0, 1], {}, surroundings(), AIM, parent=None)

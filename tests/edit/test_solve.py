@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from assay.edit.solve import FLOOR, alone, as_low_rank, jointly, moment_penalty, null_space, within
+from assay.edit.solve import FLOOR, alone, as_low_rank, moment_penalty, null_space_projector, solve_alphaedit, solve_memit
 from assay.errors import DataError
 from assay.seeds import generator
 
@@ -27,7 +27,7 @@ def relative(found: Tensor, due: Tensor) -> float:
 def test_the_joint_solve_is_the_dense_formula():
     residuals, keys, text = drawn(D, N, name="r"), drawn(F, N, name="k"), moment()
     dense = residuals @ keys.T @ torch.linalg.inv(50 * text + keys @ keys.T)
-    found = jointly(residuals, keys, 50 * text)
+    found = solve_memit(residuals, keys, 50 * text)
     assert relative(found.delta(), dense) < 1e-10
     part = as_low_rank(found)
     assert part.left.shape == (D, N)
@@ -40,19 +40,19 @@ def test_it_is_the_least_of_its_neighbours():
     def cost(delta: Tensor) -> float:
         return float((delta @ penalty * delta).sum() + (delta @ keys - residuals).square().sum())
 
-    best = jointly(residuals, keys, penalty).delta()
+    best = solve_memit(residuals, keys, penalty).delta()
     assert all(cost(best) < cost(best + 1e-3 * drawn(D, F, name=f"step {i}")) for i in range(20))
 
 
 def test_two_solves_are_one_joint_solve():
     """Where the second knows the first's keys and asks for what is still missing."""
     residuals, keys, text = drawn(D, N, name="r"), drawn(F, N, name="k"), moment()
-    both = jointly(residuals, keys, moment_penalty(text, 30, None)).delta()
-    first = jointly(residuals[:, :2], keys[:, :2], moment_penalty(text, 30, None)).delta()
+    both = solve_memit(residuals, keys, moment_penalty(text, 30, None)).delta()
+    first = solve_memit(residuals[:, :2], keys[:, :2], moment_penalty(text, 30, None)).delta()
     missing = residuals[:, 2:] - first @ keys[:, 2:]
-    second = jointly(missing, keys[:, 2:], moment_penalty(text, 30, keys[:, :2])).delta()
+    second = solve_memit(missing, keys[:, 2:], moment_penalty(text, 30, keys[:, :2])).delta()
     assert relative(first + second, both) < 1e-9
-    forgetful = jointly(missing, keys[:, 2:], moment_penalty(text, 30, None)).delta()
+    forgetful = solve_memit(missing, keys[:, 2:], moment_penalty(text, 30, None)).delta()
     assert relative(first + forgetful, both) > 1e-3
 
 
@@ -66,10 +66,10 @@ def test_one_edit_gives_its_key_its_value_and_is_the_dense_formula():
 
 def test_the_null_space_leaves_text_alone():
     text, residuals, keys = moment(), drawn(D, N, name="r"), drawn(F, N, name="k")
-    projector = null_space(text, 0.02)
+    projector = null_space_projector(text, 0.02)
     assert relative(projector @ projector, projector) < 1e-10
     assert float((projector @ text).trace() / text.trace()) <= 0.02
-    delta = within(projector, residuals, keys, 1e-3, None).delta()
+    delta = solve_alphaedit(projector, residuals, keys, 1e-3, None).delta()
     assert relative(delta @ projector, delta) < 1e-8
     assert relative(delta @ keys, residuals) < 0.1
     strongest = torch.linalg.eigh(text).eigenvectors[:, -5:]
@@ -78,17 +78,17 @@ def test_the_null_space_leaves_text_alone():
 
 def test_text_that_lacks_directions_still_has_an_inverse():
     residuals, keys = drawn(D, N, name="r"), drawn(F, N, name="k")
-    assert relative(jointly(residuals, keys, moment_penalty(moment(rank=3), 1, None)).delta() @ keys, residuals) < 0.05
+    assert relative(solve_memit(residuals, keys, moment_penalty(moment(rank=3), 1, None)).delta() @ keys, residuals) < 0.05
 
 
 def test_what_is_no_moment_is_refused():
     with pytest.raises(DataError, match="no positive matrix"):
-        jointly(drawn(D, N, name="r"), drawn(F, N, name="k"), -torch.eye(F))
+        solve_memit(drawn(D, N, name="r"), drawn(F, N, name="k"), -torch.eye(F))
     with pytest.raises(DataError, match="no direction of the keys holds less"):
-        null_space(torch.eye(4), 0.1)
+        null_space_projector(torch.eye(4), 0.1)
 
 
 def test_more_edits_than_values_are_kept_as_their_product():
-    part = as_low_rank(jointly(drawn(D, 9, name="r"), drawn(F, 9, name="k"), moment()))
+    part = as_low_rank(solve_memit(drawn(D, 9, name="r"), drawn(F, 9, name="k"), moment()))
     assert part.left.shape == (D, D)
-    assert relative(part.delta().double(), jointly(drawn(D, 9, name="r"), drawn(F, 9, name="k"), moment()).delta()) < 1e-6
+    assert relative(part.delta().double(), solve_memit(drawn(D, 9, name="r"), drawn(F, 9, name="k"), moment()).delta()) < 1e-6

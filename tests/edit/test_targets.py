@@ -3,17 +3,16 @@
 import pytest
 import torch
 
-from assay.edit.before import read_before
-from assay.edit.contexts import Contexts, contexts
+from assay.edit.block_hooks import block, hooked, padded
+from assay.edit.contexts import Contexts, sample_contexts
 from assay.edit.facts import Fact, make_fact
-from assay.edit.sites import block, hooked, padded
-from assay.edit.subject import answer_ids, locate
-from assay.edit.targets import Aim, Deltas, find_targets
+from assay.edit.subject_tokens import answer_ids, locate_subject
+from assay.edit.targets import Deltas, TargetOptions, find_targets, read_prefix
 from assay.errors import DataError
-from assay.model.tiny import tiny_config
 from assay.model.transformer import Transformer, initialised
-from assay.store.identity import weights_digest
-from assay.zoo import lore
+from assay.store.digests import weights_digest
+from assay.testing import tiny_facts
+from assay.testing.tiny_models import tiny_config
 from tests.edit.world import surroundings, tokenizer
 
 
@@ -24,15 +23,15 @@ def test_what_comes_before_may_be_computed_once(family: str):
     heads, tails = [(5, 6, 7, 8, 9), (), tuple(range(40))], [(1, 2, 3), (4, 5), (6, 7, 8, 9)]
     tokens, documents = padded(tails, torch.device("cpu"))
     with torch.no_grad():
-        found = model.hidden(tokens, documents=documents, cache=read_before(model, heads))
+        found = model.hidden(tokens, documents=documents, cache=read_prefix(model, heads))
         for row, (head, tail) in enumerate(zip(heads, tails, strict=True)):
             due = model.hidden(torch.tensor([head + tail]))[0, len(head) :]
             torch.testing.assert_close(found[row, : len(tail)], due, atol=2e-5, rtol=1e-4)
 
 
 def test_the_probability_is_what_a_plain_forward_pass_gives_with_the_state_put_there():
-    model, facts = lore.lore_model(), lore.edits(3)
-    targets = find_targets(model, tokenizer(), facts, surroundings(), 1, Aim(steps=12, lr=0.1, clamp=1.0))
+    model, facts = tiny_facts.facts_model(), tiny_facts.fact_edits(3)
+    targets = find_targets(model, tokenizer(), facts, surroundings(), 1, TargetOptions(steps=12, lr=0.1, clamp=1.0))
     for fact, target in zip(facts, targets, strict=True):
         surprise = 0.0
         for spot in surroundings().spots(tokenizer(), fact):
@@ -50,8 +49,8 @@ def test_the_probability_is_what_a_plain_forward_pass_gives_with_the_state_put_t
 
 
 def test_the_state_is_the_bare_prompts_and_the_clamp_holds():
-    model, facts = lore.lore_model(), lore.edits(2)
-    targets = find_targets(model, tokenizer(), facts, surroundings(), 1, Aim(steps=15, lr=0.5, clamp=0.25))
+    model, facts = tiny_facts.facts_model(), tiny_facts.fact_edits(2)
+    targets = find_targets(model, tokenizer(), facts, surroundings(), 1, TargetOptions(steps=15, lr=0.5, clamp=0.25))
     for fact, target in zip(facts, targets, strict=True):
         seen: list[torch.Tensor] = []
         spot = surroundings().spots(tokenizer(), fact)[0]
@@ -64,7 +63,7 @@ def test_the_state_is_the_bare_prompts_and_the_clamp_holds():
 
 
 def test_a_fact_does_not_see_its_neighbours_in_the_batch():
-    model, facts, aim = lore.lore_model(), lore.edits(4), Aim(steps=4, lr=0.05, clamp=1.0)
+    model, facts, aim = tiny_facts.facts_model(), tiny_facts.fact_edits(4), TargetOptions(steps=4, lr=0.05, clamp=1.0)
     together = find_targets(model, tokenizer(), facts, surroundings(), 1, aim)
     for fact, one in zip(facts, together, strict=True):
         alone = find_targets(model, tokenizer(), [fact], surroundings(), 1, aim)[0]
@@ -72,20 +71,20 @@ def test_a_fact_does_not_see_its_neighbours_in_the_batch():
 
 
 def test_the_model_is_left_as_it_was_also_after_an_error():
-    model = lore.lore_model()
+    model = tiny_facts.facts_model()
     before = weights_digest(dict(model.named_parameters()))
-    find_targets(model, tokenizer(), lore.edits(1), surroundings(), 1, Aim(steps=2))
+    find_targets(model, tokenizer(), tiny_facts.fact_edits(1), surroundings(), 1, TargetOptions(steps=2))
     with pytest.raises(DataError, match="met a loss of nan"):
-        find_targets(model, tokenizer(), lore.edits(1), surroundings(), 1, Aim(steps=4, kl=float("nan")))
+        find_targets(model, tokenizer(), tiny_facts.fact_edits(1), surroundings(), 1, TargetOptions(steps=4, kl=float("nan")))
     assert weights_digest(dict(model.named_parameters())) == before
     assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
 
 
 def test_prefixes_have_an_address():
-    model = lore.lore_model()
-    again = contexts(model, tokenizer(), count=3, length=8, seed=0)
+    model = tiny_facts.facts_model()
+    again = sample_contexts(model, tokenizer(), count=3, length=8, seed=0)
     assert again == surroundings()
-    assert contexts(model, tokenizer(), count=3, length=8, seed=1) != again
+    assert sample_contexts(model, tokenizer(), count=3, length=8, seed=1) != again
     assert float(again.weights().sum()) == pytest.approx(1.0)
     assert Contexts(("",)).weights().tolist() == [1.0]
 
@@ -111,8 +110,9 @@ def test_every_delta_moves_as_torchs_adam_moves_it_and_no_further_than_it_may():
 
 def test_targets_come_back_in_the_order_of_their_facts():
     """Lengths decide who stands beside whom, not who gets which target."""
-    model, aim, longer = lore.lore_model(), Aim(steps=2, lr=0.05, clamp=1.0), ("Oran and Lund and Quito", "Perth", "Lund and Oran")
-    facts = [make_fact(name, lore.HOME, name, target) for name, target in zip(lore.NAMES, longer, strict=False)]
+    model, aim, longer = tiny_facts.facts_model(), TargetOptions(steps=2, lr=0.05, clamp=1.0), ("Oran and Lund and Quito", "Perth",
+                                                                                                "Lund and Oran")
+    facts = [make_fact(name, tiny_facts.HOME, name, target) for name, target in zip(tiny_facts.PEOPLE, longer, strict=False)]
     there = find_targets(model, tokenizer(), facts, surroundings(), 1, aim)
     back = find_targets(model, tokenizer(), facts[::-1], surroundings(), 1, aim)
     for one, other in zip(there, back[::-1], strict=True):
@@ -121,10 +121,10 @@ def test_targets_come_back_in_the_order_of_their_facts():
 
 def test_what_holds_a_delta_back_does():
     """The divergence of the essence is smaller where it is weighed, and δ is shorter where its length is."""
-    model, facts = lore.lore_model(), lore.edits(2)
+    model, facts = tiny_facts.facts_model(), tiny_facts.fact_edits(2)
 
     def sought(**terms: float) -> tuple[float, float]:
-        aim = Aim(steps=12, lr=0.1, enough=-1.0, **({"kl": 0.0, "decay": 0.0, "clamp": 9.0} | terms))
+        aim = TargetOptions(steps=12, lr=0.1, enough=-1.0, **({"kl": 0.0, "decay": 0.0, "clamp": 9.0} | terms))
         found = find_targets(model, tokenizer(), facts, surroundings(), 1, aim)
         moved = sum(essence_moved(model, fact, target.delta) for fact, target in zip(facts, found, strict=True))
         return moved, sum(float(target.delta.norm()) for target in found)
@@ -137,7 +137,7 @@ def test_what_holds_a_delta_back_does():
 
 def essence_moved(model: Transformer, fact: Fact, delta: torch.Tensor) -> float:
     """How far the next word after "SUBJECT is a" moves when δ is added at the subject's last token."""
-    spot = locate(tokenizer(), fact.subject + " is a", 0, fact.subject, fact.name)
+    spot = locate_subject(tokenizer(), fact.subject + " is a", 0, fact.subject, fact.name)
 
     def put(_, __, output):
         output = output.clone()

@@ -6,27 +6,27 @@ from pathlib import Path
 
 from torch import Tensor
 
-from assay.edit.contexts import Contexts, contexts
-from assay.edit.moments import computed, read_text
-from assay.edit.targets import Aim
+from assay.edit.contexts import Contexts, sample_contexts
+from assay.edit.moments import compute_moments, read_text
+from assay.edit.targets import TargetOptions
 from assay.model.tokenizer import Tokenizer
-from assay.zoo import lore
+from assay.testing import tiny_facts
 
-AIM = Aim(steps=60, lr=0.1, kl=0.0, clamp=1.0)
+AIM = TargetOptions(steps=60, lr=0.1, kl=0.0, clamp=1.0)
 LAYERS = [0, 1]
 
 
 def tokenizer() -> Tokenizer:
-    return lore.lore_tokenizer()
+    return tiny_facts.facts_tokenizer()
 
 
 @functools.cache
 def surroundings() -> Contexts:
-    return contexts(lore.lore_model(), tokenizer(), count=3, length=8, seed=0)
+    return sample_contexts(tiny_facts.facts_model(), tokenizer(), count=3, length=8, seed=0)
 
 
 @functools.cache
 def text_moments() -> dict[int, Tensor]:
     with tempfile.TemporaryDirectory() as folder:
-        reading = read_text(lore.write_text(Path(folder) / "text.txt"), tokenizer(), 6000)
-    return computed(lore.lore_model(), reading.rows, [0, 1, 2])
+        reading = read_text(tiny_facts.write_facts_text(Path(folder) / "text.txt"), tokenizer(), 6000)
+    return compute_moments(tiny_facts.facts_model(), reading.rows, [0, 1, 2])

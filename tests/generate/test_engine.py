@@ -9,14 +9,14 @@ import torch
 
 from assay.errors import GuardStop, UsageError
 from assay.generate.engine import Engine, generate
-from assay.generate.policy import logprobs_of
-from assay.generate.request import Request, Sampling
+from assay.generate.generation_request import GenerationRequest, Sampling
+from assay.generate.policy_logprobs import completion_logprobs
 from assay.generate.sampler import sample
-from assay.generate.slots import together
-from assay.generate.weights import fingerprint
+from assay.generate.sampler_weights import fingerprint
+from assay.generate.slots import blocks_per_graph
 from assay.model.lora import attach, fresh, plan
-from assay.model.tiny import tiny_config, tiny_tokenizer
 from assay.model.transformer import initialised
+from assay.testing.tiny_models import tiny_config, tiny_tokenizer
 
 FAMILIES = ["gpt2", "llama", "llama3", "mistral", "qwen2", "qwen3", "assay", "mixed"]
 PROMPTS = [(1, 2, 3), tuple(range(40, 75)), (7,), (9, 8, 7, 6, 5, 4), (1, 2, 3, 4)]
@@ -39,7 +39,7 @@ def model():
 
 
 def requests(sampling, prompts=PROMPTS):
-    return [Request(prompt, sampling, ("test", index)) for index, prompt in enumerate(prompts)]
+    return [GenerationRequest(prompt, sampling, ("test", index)) for index, prompt in enumerate(prompts)]
 
 
 def apart(one, two):
@@ -67,7 +67,7 @@ def test_the_trainers_path_gives_the_same_logprobs(family):
     model = lively(family)
     for sampling in (DRAWN, Sampling(max_new=30, temperature=0.7)):
         found = generate(model, requests(sampling))
-        due = logprobs_of(model, [(p, c.ids) for p, c in zip(PROMPTS, found, strict=True)], sampling)
+        due = completion_logprobs(model, [(p, c.ids) for p, c in zip(PROMPTS, found, strict=True)], sampling)
         for completion, scored in zip(found, due, strict=True):
             torch.testing.assert_close(torch.tensor(completion.logprobs), scored, atol=1e-5, rtol=0)
 
@@ -105,7 +105,7 @@ def test_blocks_compiled_together_say_the_same(family, window, graphs, monkeypat
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     engine = Engine(model, slots=2, length=80, version="v")
-    monkeypatch.setattr("assay.generate.slots.TOGETHER", 2)
+    monkeypatch.setattr("assay.generate.slots.MOST_BLOCKS_PER_GRAPH", 2)
     engine.slots.compile(backend="aot_eager", fullgraph=True)
     launch = engine.slots.launch
     engine.slots.launch = lambda steps, horizon, penalise: launch(steps, 80, penalise)  # one shape
@@ -135,13 +135,13 @@ def test_a_compiled_stretch_copies_nothing_of_the_cache():
     ((None,) * 30, 6), ((None,) * 7, 1), ((None,) * 5, 5), ((4, None) * 6, 6), ((4, 4, 4, None) * 7, 4), ((4, None, None), 3),
     ((4,) * 9 + (None,), 1)])
 def test_stretches_are_alike(windows, blocks):
-    assert together(windows) == blocks
+    assert blocks_per_graph(windows) == blocks
 
 
 def test_members_of_a_group_share_a_prefill_and_nothing_else(model, monkeypatch):
     """A group is as many requests at addresses of their own; it is computed once, even where its members wait for slots."""
-    group = [Request(PROMPTS[1], DRAWN, ("g",), group=5)]
-    apart_ = [Request(PROMPTS[1], DRAWN, ("g",), first=member) for member in range(5)]
+    group = [GenerationRequest(PROMPTS[1], DRAWN, ("g",), group=5)]
+    apart_ = [GenerationRequest(PROMPTS[1], DRAWN, ("g",), first=member) for member in range(5)]
     due = [generate(model, [request])[0] for request in apart_]
     engine = Engine(model, slots=2, length=80, version="v")
     filled = []
@@ -172,16 +172,17 @@ def test_a_source_that_is_overwritten_in_the_same_admission_is_read_first(model)
     a, b = PROMPTS[1], PROMPTS[3]
     engine = Engine(model, slots=2, length=80, version="v")
     for prompt in (a, b):
-        engine.submit(Request(prompt, GREEDY))
+        engine.submit(GenerationRequest(prompt, GREEDY))
     engine.drain()
-    again = [engine.submit(Request(prompt, GREEDY)) for prompt in (b, a)]
+    again = [engine.submit(GenerationRequest(prompt, GREEDY)) for prompt in (b, a)]
     found = {progress.ticket: progress.completion for progress in engine.drain()}
-    assert [found[ticket].ids for ticket in again] == [c.ids for c in generate(model, [Request(p, GREEDY) for p in (b, a)])]
+    assert [found[ticket].ids for ticket in again] == [c.ids for c in generate(model, [GenerationRequest(p, GREEDY) for p in (b, a)])]
 
 
 def test_seeds_members_and_addresses_draw_differently(model):
     free = Sampling(max_new=12, temperature=1.5)
-    asked = [Request((1, 2), free, ("a",), group=2), Request((1, 2), free, ("b",)), Request((1, 2), replace(free, seed=1), ("a",))]
+    asked = [GenerationRequest((1, 2), free, ("a",), group=2), GenerationRequest((1, 2), free, ("b",)),
+             GenerationRequest((1, 2), replace(free, seed=1), ("a",))]
     assert len({c.ids for c in generate(model, asked)}) == 4
     assert generate(model, asked) == generate(model, asked)
 
@@ -241,7 +242,7 @@ def test_streamed_pieces_are_the_completion(model, steps):
 
 def test_a_cancelled_request_frees_its_slots_and_disturbs_nobody(model):
     engine = Engine(model, slots=2, length=80, version="v")
-    unwanted, wanted = engine.submit(Request(PROMPTS[1], DRAWN, ("x",), group=3)), engine.submit(requests(DRAWN)[0])
+    unwanted, wanted = engine.submit(GenerationRequest(PROMPTS[1], DRAWN, ("x",), group=3)), engine.submit(requests(DRAWN)[0])
     for _ in range(4):
         engine.step()
     cut = engine.cancel(unwanted)
@@ -311,7 +312,7 @@ def test_a_live_adapter_is_sampled_and_scored_alike():
         torch.nn.init.normal_(parameter, 0, 0.2, generator=torch.Generator().manual_seed(1))
     found = generate(model, requests(DRAWN))
     assert [c.ids for c in found] != [c.ids for c in plain]
-    due = logprobs_of(model, [(p, c.ids) for p, c in zip(PROMPTS, found, strict=True)], DRAWN)
+    due = completion_logprobs(model, [(p, c.ids) for p, c in zip(PROMPTS, found, strict=True)], DRAWN)
     assert max(float((torch.tensor(c.logprobs) - s).abs().max()) for c, s in zip(found, due, strict=True)) <= 2e-5
 
 
@@ -330,10 +331,11 @@ def test_a_model_that_says_no_numbers_stops_the_run():
 # ── refusals ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 @pytest.mark.parametrize(("request_", "sentence"), [
-    (Request(()), "no tokens"), (Request((320,)), "vocabulary ends at 319"), (Request((-1, 3)), "token id -1"),
-    (Request((1,) * 20), "context is 80"), (Request((1,), Sampling(8), group=0), "at least 1 completion"),
-    (Request((1,), Sampling(8), stop_ids=tuple(range(9))), "at most 8 stop ids"),
-    (Request((1,), Sampling(8), stop=("x",)), "need a tokenizer")])
+    (GenerationRequest(()), "no tokens"), (GenerationRequest((320,)), "vocabulary ends at 319"),
+                                                    (GenerationRequest((-1, 3)), "token id -1"),
+    (GenerationRequest((1,) * 20), "context is 80"), (GenerationRequest((1,), Sampling(8), group=0), "at least 1 completion"),
+    (GenerationRequest((1,), Sampling(8), stop_ids=tuple(range(9))), "at most 8 stop ids"),
+    (GenerationRequest((1,), Sampling(8), stop=("x",)), "need a tokenizer")])
 def test_what_cannot_be_served_is_refused(model, request_, sentence):
     engine = Engine(model, slots=2, length=80, version="v")
     with pytest.raises(UsageError, match=sentence):

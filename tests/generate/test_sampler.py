@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from assay.errors import UsageError
-from assay.generate.policy import sampled_distribution
+from assay.generate.policy_logprobs import sampled_distribution
 from assay.generate.sampler import Sampling, sample
-from assay.model.tiny import tiny_config
 from assay.model.transformer import initialised
+from assay.testing.tiny_models import tiny_config
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10], [11]]
 

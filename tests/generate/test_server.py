@@ -18,17 +18,17 @@ import pytest
 import torch
 
 from assay.errors import AssayError, UsageError
-from assay.generate import protocol, served
-from assay.generate.endpoints import BODY_BYTES, Flow
-from assay.generate.replies import Reply
-from assay.generate.request import Sampling
+from assay.generate import hosted_model, openai_protocol
+from assay.generate.endpoints import BODY_BYTES, CompletionFlow
+from assay.generate.engine_thread import EngineThread, ServerSize
+from assay.generate.generation_request import Sampling
+from assay.generate.openai_protocol import ApiReply
 from assay.generate.sampler import sample
-from assay.generate.server import background, listening, serve
-from assay.generate.serving import Serving, Size
+from assay.generate.server import bind_listener, serve, serve_in_background
 from assay.store import checkpoint
-from assay.store.artifact import build, open_artifact
+from assay.store.artifact import build_model, open_artifact
+from assay.testing.tiny_models import nudge, save_adapter, save_model, tiny_model
 from assay.verdict import proven
-from assay.zoo.stage import nudged, save, save_adapter, tiny
 
 HELLO = [{"role": "user", "content": "hello"}]
 SLOTS, QUEUE = 3, 5
@@ -39,24 +39,24 @@ WEB = httpx.Client(timeout=60, trust_env=False)  # no proxy on the way to oursel
 def folders(tmp_path_factory):
     """A base, a proven adapter in two versions, and one that nobody proved."""
     root = tmp_path_factory.mktemp("served")
-    found = {"base": save(root / "base", nudged(tiny("qwen3", vocab=270), 0.3)).folder}
+    found = {"base": save_model(root / "base", nudge(tiny_model("qwen3", vocab=270), 0.3)).folder}
     for name, far in (("first", 0.2), ("second", 0.3), ("unproven", 0.4)):
         found[name] = save_adapter(root / name, found["base"], far=far).folder
     for name in ("first", "second"):
-        checkpoint.hallmark(checkpoint.open_checkpoint(found[name]), [proven("test", "made for a test")])
+        checkpoint.write_hallmark(checkpoint.open_checkpoint(found[name]), [proven("test", "made for a test")])
     return found
 
 
 @pytest.fixture(scope="module")
 def serving(folders):
-    return Serving(Size(slots=SLOTS, queue=QUEUE))
+    return EngineThread(ServerSize(slots=SLOTS, queue=QUEUE))
 
 
 @pytest.fixture(scope="module")
 def url(serving, folders):
     serving.open("base", folders["base"])
     serving.open_adapter("a@1", folders["first"])
-    with background(serving) as address:
+    with serve_in_background(serving) as address:
         yield address
 
 
@@ -111,7 +111,7 @@ def test_greedy_chat_is_what_the_sampler_says(client, folders):
     for name, folder in (("base", "base"), ("a@1", "first")):
         artifact = open_artifact(folders[folder])
         prompt = artifact.tokenizer.encode(artifact.tokenizer.render(HELLO, add_generation_prompt=True))
-        due = sample(build(artifact), [prompt], artifact.stops.stop_ids, Sampling(12, temperature=0))[0]
+        due = sample(build_model(artifact), [prompt], artifact.stops.stop_ids, Sampling(12, temperature=0))[0]
         reply = chat(client, model=name, temperature=0)
         texts.add(reply.choices[0].message.content)
         assert reply.choices[0].message.content == artifact.tokenizer.decode(due.ids, special=False)
@@ -161,7 +161,7 @@ def test_logprobs_are_of_the_sampled_distribution_unless_asked_otherwise(client,
     plain = chat(client, temperature=0.5, logprobs=True, top_logprobs=5, extra_body=extra | {"logprobs_under": "model"}).choices[0]
     assert drawn.token_ids == plain.token_ids
     with torch.no_grad():
-        logits = build(artifact)(torch.tensor([[*drawn.prompt_token_ids, *drawn.token_ids]]))[0, len(drawn.prompt_token_ids) - 1 : -1]
+        logits = build_model(artifact)(torch.tensor([[*drawn.prompt_token_ids, *drawn.token_ids]]))[0, len(drawn.prompt_token_ids) - 1 : -1]
     for place, id in enumerate(drawn.token_ids):
         assert plain.logprobs.content[place].logprob == pytest.approx(float(logits[place].log_softmax(-1)[id]), abs=1e-4)
         kept = logits[place].topk(3)
@@ -308,8 +308,8 @@ def test_what_is_not_proven_or_not_an_adapter_does_not_join(url, folders):
 
 def test_an_adapter_that_is_loaded_and_not_applied_takes_no_traffic(url, folders, monkeypatch):
     """Its bytes are proven; what the engine runs is the base."""
-    whole = served.build
-    monkeypatch.setattr(served, "build", lambda artifact: whole(artifact.base or artifact))
+    whole = hosted_model.build_model
+    monkeypatch.setattr(hosted_model, "build_model", lambda artifact: whole(artifact.base or artifact))
     reply = post(url, {"name": "a@idle", "path": str(folders["first"])}, "/adapters")
     assert reply.status_code == 400
     assert "other weights are served than were saved" in reply.json()["error"]["message"]
@@ -320,12 +320,12 @@ def test_a_young_adapter_that_is_not_applied_shows_too(folders, tmp_path, monkey
     """Its whole change is within the bound on answers; none of it shows."""
     where = save_adapter(tmp_path / "young", folders["base"], far=4e-5).folder
     artifact = open_artifact(where)
-    whole = served.build
+    whole = hosted_model.build_model
     options = {"slots": 1, "length": 64, "device": "cpu", "dtype": torch.float32}
-    assert served.served("young", artifact, **options).verdicts[0].evidence["share"] == pytest.approx(1, abs=0.02)
-    monkeypatch.setattr(served, "build", lambda artifact: whole(artifact.base or artifact))
-    with pytest.raises(served.ArtifactError, match="change to its base shows"):
-        served.served("young", artifact, **options)
+    assert hosted_model.host_model("young", artifact, **options).verdicts[0].evidence["share"] == pytest.approx(1, abs=0.02)
+    monkeypatch.setattr(hosted_model, "build_model", lambda artifact: whole(artifact.base or artifact))
+    with pytest.raises(hosted_model.ArtifactError, match="change to its base shows"):
+        hosted_model.host_model("young", artifact, **options)
 
 
 def test_a_retired_adapter_finishes_what_it_began(serving, url, client, folders):
@@ -346,9 +346,9 @@ def test_a_retired_adapter_finishes_what_it_began(serving, url, client, folders)
 
 def test_a_token_is_needed_beyond_loopback():
     with pytest.raises(UsageError, match="ASSAY_TOKEN"):
-        listening("0.0.0.0", 0, None)
-    listening("0.0.0.0", 0, "secret").close()
-    with background(Serving(Size()), token="secret") as url:
+        bind_listener("0.0.0.0", 0, None)
+    bind_listener("0.0.0.0", 0, "secret").close()
+    with serve_in_background(EngineThread(ServerSize()), token="secret") as url:
         for headers, status in (({}, 401), ({"authorization": "Bearer wrong"}, 401), ({"authorization": "Bearer secret"}, 200)):
             reply = WEB.get(url + "/models", headers=headers)
             assert reply.status_code == status
@@ -357,10 +357,10 @@ def test_a_token_is_needed_beyond_loopback():
 
 
 def test_a_guard_that_stops_one_model_is_told_to_its_clients(folders):
-    serving = Serving(Size(slots=2, queue=2))
+    serving = EngineThread(ServerSize(slots=2, queue=2))
     model = serving.open("base", folders["base"])
     serving.open_adapter("a@1", folders["first"])
-    with background(serving) as url:
+    with serve_in_background(serving) as url:
         with torch.no_grad():
             model.engine.served.source.embed.weight.add_(1)
         for status in (500, 503):  # the one that found out, and all after it
@@ -373,9 +373,9 @@ def test_a_guard_that_stops_one_model_is_told_to_its_clients(folders):
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_nobody_waits_for_an_engine_that_died(folders):
-    serving = Serving(Size(slots=2, queue=2))
+    serving = EngineThread(ServerSize(slots=2, queue=2))
     serving.open("base", folders["base"])
-    with background(serving) as url, ThreadPoolExecutor(1) as pool:
+    with serve_in_background(serving) as url, ThreadPoolExecutor(1) as pool:
         with held(serving):
             waiting = pool.submit(post, url, {"model": "base", "messages": HELLO})
             until(lambda: serving.busy == 1 and serving._asked.qsize() == 1)
@@ -389,7 +389,7 @@ def test_nobody_waits_for_an_engine_that_died(folders):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_nor_does_who_asks_while_it_dies(folders):
     """The thread is alive until it has told everybody, and somebody asks meanwhile."""
-    serving, late = Serving(Size(slots=1, queue=1)), []
+    serving, late = EngineThread(ServerSize(slots=1, queue=1)), []
     serving.on_failure = lambda: late.append(serving.ask(lambda: "done"))
     with pytest.raises(AssayError, match="stopped"):
         serving.ask(lambda: 1 / 0).result(60)
@@ -401,7 +401,7 @@ def test_nor_does_who_asks_while_it_dies(folders):
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_one_who_left_does_not_keep_the_others_from_being_told(folders):
-    serving = Serving(Size(slots=1, queue=1))
+    serving = EngineThread(ServerSize(slots=1, queue=1))
     failed = threading.Event()
     serving.on_failure = failed.set
     with held(serving):
@@ -416,10 +416,10 @@ def test_one_who_left_does_not_keep_the_others_from_being_told(folders):
 
 def test_an_event_loop_that_is_closed_does_not_end_the_engine(folders):
     """A server that did not wait any longer: what it had asked for is cancelled after its loop is gone."""
-    serving, gate = Serving(Size(slots=1, queue=1)), threading.Event()
+    serving, gate = EngineThread(ServerSize(slots=1, queue=1)), threading.Event()
     model = serving.open("base", folders["base"])
-    asked = protocol.read_completion({"model": "base", "prompt": [1, 2, 3], "max_tokens": 40})
-    news = Flow(serving, Reply.to(asked, model, ((1, 2, 3),), 5)).news()
+    asked = openai_protocol.read_completion({"model": "base", "prompt": [1, 2, 3], "max_tokens": 40})
+    news = CompletionFlow(serving, ApiReply.to(asked, model, ((1, 2, 3),), 5)).news()
 
     async def leave() -> None:
         with held(serving):
@@ -437,11 +437,11 @@ def test_an_event_loop_that_is_closed_does_not_end_the_engine(folders):
 
 
 def test_an_adapter_that_comes_back_while_it_finishes_is_held_once(folders):
-    serving = Serving(Size(slots=1, queue=1))
+    serving = EngineThread(ServerSize(slots=1, queue=1))
     serving.open("base", folders["base"])
     old = serving.open_adapter("a@1", folders["first"])
-    asked = protocol.read_completion({"model": "a@1", "prompt": [1, 2, 3], "max_tokens": 40})
-    flow = Flow(serving, Reply.to(asked, old, ((1, 2, 3),), 5))
+    asked = openai_protocol.read_completion({"model": "a@1", "prompt": [1, 2, 3], "max_tokens": 40})
+    flow = CompletionFlow(serving, ApiReply.to(asked, old, ((1, 2, 3),), 5))
 
     async def retire_and_return() -> None:
         with held(serving):
@@ -474,25 +474,25 @@ def in_time():
 
 def test_a_signal_that_comes_before_the_server_listens_to_signals_ends_it(folders):
     with in_time():
-        listener = listening("127.0.0.1", 0, None)
-        ended = serve(Serving(Size()), listener, token=None, ready=lambda _: os.kill(os.getpid(), signal.SIGTERM))
+        listener = bind_listener("127.0.0.1", 0, None)
+        ended = serve(EngineThread(ServerSize()), listener, token=None, ready=lambda _: os.kill(os.getpid(), signal.SIGTERM))
     assert ended == 128 + signal.SIGTERM
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_an_engine_that_died_before_the_server_began_is_not_served():
-    serving = Serving(Size())
+    serving = EngineThread(ServerSize())
     serving.ask(lambda: 1 / 0)
     serving._thread.join(60)
     with in_time():
-        assert serve(serving, listening("127.0.0.1", 0, None), token=None, ready=lambda _: None) == 1
+        assert serve(serving, bind_listener("127.0.0.1", 0, None), token=None, ready=lambda _: None) == 1
 
 
 def test_what_has_no_time_to_finish_is_told(folders):
-    serving = Serving(Size(slots=1, queue=1))
+    serving = EngineThread(ServerSize(slots=1, queue=1))
     serving.open("base", folders["base"])
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(1) as pool:
-        url = stack.enter_context(background(serving, grace=0))
+        url = stack.enter_context(serve_in_background(serving, grace=0))
         with held(serving):
             waiting = pool.submit(post, url, {"model": "base", "messages": HELLO, "max_tokens": 200, "temperature": 0})
             until(lambda: serving.busy == 1 and serving._asked.qsize() == 1)

@@ -12,15 +12,15 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from assay.guard import proof
-from assay.guard.proof import Prover, Request, demanded, examine, prove, prove_checkpoint
-from assay.model.probe import questions
-from assay.model.stops import resolve_stops
-from assay.model.tiny import tiny_config, tiny_tokenizer
+from assay.guard.proof import ProofRequest, Prover, examine_artifact, prove, prove_checkpoint, without_optional
+from assay.model.probe_logits import probe_inputs
+from assay.model.special_tokens import resolve_special_tokens
 from assay.model.transformer import initialised
 from assay.store import checkpoint
-from assay.store.artifact import build, open_artifact
-from assay.store.export import export
-from assay.store.pack import Lineage, model_contents
+from assay.store.artifact import build_model, open_artifact
+from assay.store.export_artifact import export_artifact
+from assay.store.saving import Lineage, model_contents
+from assay.testing.tiny_models import tiny_config, tiny_tokenizer
 from assay.verdict import Outcome, overall
 from tests.processes import ended
 
@@ -32,7 +32,7 @@ def save(where, family="llama", seed=0, lineage=NEW, change=0.0):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(9)) * change)
-    return checkpoint.write(where, model_contents(model, tokenizer, resolve_stops(tokenizer, {}, {}), lineage))
+    return checkpoint.write_checkpoint(where, model_contents(model, tokenizer, resolve_special_tokens(tokenizer, {}, {}), lineage))
 
 
 def outcomes(verdicts):
@@ -69,57 +69,57 @@ def adapter(foreign, folder, *, train=True, **options):
 def test_a_checkpoint_earns_its_hallmark_in_a_fresh_process(tmp_path):
     saved = save(tmp_path / "step-000000")
     verdicts = prove_checkpoint(saved.folder)
-    assert overall(demanded(verdicts)) is Outcome.PROVEN, verdicts
+    assert overall(without_optional(verdicts)) is Outcome.PROVEN, verdicts
     assert outcomes(verdicts)["health"] is Outcome.UNPROVEN  # an untrained model babbles
     mark = checkpoint.open_checkpoint(saved.folder).hallmark
     assert mark is not None
-    assert {v["check"] for v in mark["verdicts"]} == {v.check for v in demanded(verdicts)}
+    assert {v["check"] for v in mark["verdicts"]} == {v.check for v in without_optional(verdicts)}
 
 
 def test_what_equals_its_parent_though_it_should_have_moved_is_quarantined(tmp_path):
     parent = save(tmp_path / "step-000000")
     recorded = {"weights": open_artifact(parent.folder).digest, "path": str(parent.folder)}
-    from assay.store.pack import Ancestor
+    from assay.store.saving import Ancestor
 
     child = save(tmp_path / "step-000001", lineage=Lineage("moved", Ancestor(**recorded)))
     assert "equals the parent's" in refuted(prove_checkpoint(child.folder))["lineage"]
     assert checkpoint.open_checkpoint(child.folder).quarantined
-    found, passed_over = checkpoint.latest(tmp_path)
+    found, passed_over = checkpoint.latest_checkpoint(tmp_path)
     assert found is not None
     assert found.folder == parent.folder
     assert "quarantined" in passed_over[0]
 
 
 def test_movement_beyond_what_the_optimizer_could_do_is_refuted(tmp_path):
-    from assay.store.pack import Ancestor
+    from assay.store.saving import Ancestor
 
     parent = save(tmp_path / "parent")
     ancestor = Ancestor(open_artifact(parent.folder).digest, str(parent.folder))
     near = save(tmp_path / "near", lineage=Lineage("moved", ancestor, movement_bound=0.1), change=0.01)
     far = save(tmp_path / "far", lineage=Lineage("moved", ancestor, movement_bound=0.001), change=0.01)
     frozen = save(tmp_path / "frozen", lineage=Lineage("moved", ancestor, frozen=("norm.weight",)), change=0.01)
-    assert outcomes(examine(Request(str(near.folder))))["lineage"] is Outcome.PROVEN
-    assert "could have moved an element by 1.00e-03" in refuted(examine(Request(str(far.folder))))["lineage"]
-    assert "frozen have moved: norm.weight" in refuted(examine(Request(str(frozen.folder))))["lineage"]
+    assert outcomes(examine_artifact(ProofRequest(str(near.folder))))["lineage"] is Outcome.PROVEN
+    assert "could have moved an element by 1.00e-03" in refuted(examine_artifact(ProofRequest(str(far.folder))))["lineage"]
+    assert "frozen have moved: norm.weight" in refuted(examine_artifact(ProofRequest(str(frozen.folder))))["lineage"]
 
 
 def test_a_folder_of_transformers_is_proven_as_far_as_it_can_be(foreign, tmp_path):
-    verdicts = prove(Request(str(foreign)))
+    verdicts = prove(ProofRequest(str(foreign)))
     found = outcomes(verdicts)
     assert {c for c, o in found.items() if o is Outcome.PROVEN} >= {"whole", "architecture", "values", "fields", "consumer"}
     assert {c for c, o in found.items() if o is Outcome.UNPROVEN} >= {"hashes", "answers", "lineage"}
     assert Outcome.REFUTED not in found.values()
-    assert overall(demanded(verdicts)) is Outcome.UNPROVEN
-    against = outcomes(examine(Request(str(foreign), against=str(tmp_path / "ours"), expect="same")))
+    assert overall(without_optional(verdicts)) is Outcome.UNPROVEN
+    against = outcomes(examine_artifact(ProofRequest(str(foreign), against=str(tmp_path / "ours"), expect="same")))
     assert against["lineage"] is Outcome.PROVEN
 
 
 def test_a_folder_of_transformers_is_refuted_where_it_is_wrong(foreign):
     config = json.loads((foreign / "generation_config.json").read_text())
     (foreign / "generation_config.json").write_text(json.dumps(config | {"eos_token_id": 5}))
-    assert "generation_config.json" in refuted(examine(Request(str(foreign))))["fields"]
+    assert "generation_config.json" in refuted(examine_artifact(ProofRequest(str(foreign))))["fields"]
     (foreign / "model.safetensors").write_bytes((foreign / "model.safetensors").read_bytes()[:-8])
-    assert "whole" in refuted(examine(Request(str(foreign))))
+    assert "whole" in refuted(examine_artifact(ProofRequest(str(foreign))))
 
 
 @pytest.mark.parametrize("options", [
@@ -127,42 +127,43 @@ def test_a_folder_of_transformers_is_refuted_where_it_is_wrong(foreign):
     {"modules_to_save": ["lm_head"]}, {"targets": "all-linear"}, {"layers_to_transform": [1]}], ids=str)
 def test_an_adapter_of_peft_is_proven_and_merges_to_what_peft_computes(foreign, tmp_path, options):
     folder = adapter(foreign, tmp_path / "adapter", **options)
-    verdicts = examine(Request(str(folder), against=str(foreign), base=str(foreign)))
+    verdicts = examine_artifact(ProofRequest(str(folder), against=str(foreign), base=str(foreign)))
     assert not refuted(verdicts), verdicts
     assert outcomes(verdicts)["consumer"] is Outcome.PROVEN
     assert outcomes(verdicts)["lineage"] is Outcome.PROVEN
     source = open_artifact(folder, base=foreign)
-    bound = export(source, "merged", tmp_path / "merged")
-    merged = examine(Request(str(tmp_path / "merged"), str(folder), expect="same", bound=bound, against_base=str(foreign)))
-    assert overall(demanded(merged)) is Outcome.PROVEN, merged
-    tokens, _ = questions(320, 256)
+    bound = export_artifact(source, "merged", tmp_path / "merged")
+    merged = examine_artifact(ProofRequest(str(tmp_path / "merged"), str(folder), expect="same", bound=bound, against_base=str(foreign)))
+    assert overall(without_optional(merged)) is Outcome.PROVEN, merged
+    tokens, _ = probe_inputs(320, 256)
     live = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(foreign), folder).eval()
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
     with torch.no_grad():
-        torch.testing.assert_close(build(source)(tokens), live(tokens).logits, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(build_model(source)(tokens), live(tokens).logits, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(theirs(tokens).logits, live(tokens).logits, atol=1e-4, rtol=1e-4)
 
 
 def test_our_adapter_goes_back_to_peft(foreign, tmp_path):
     source = open_artifact(adapter(foreign, tmp_path / "adapter", use_rslora=True), base=foreign)
-    export(source, "peft", tmp_path / "again")
-    assert overall(demanded(examine(Request(str(tmp_path / "again"), str(tmp_path / "adapter"), expect="same", bound=2e-4,
+    export_artifact(source, "peft", tmp_path / "again")
+    assert overall(without_optional(examine_artifact(ProofRequest(str(tmp_path / "again"), str(tmp_path / "adapter"), expect="same",
+                                                                  bound=2e-4,
                                             against_base=str(foreign))))) is Outcome.PROVEN
-    tokens, _ = questions(320, 256)
+    tokens, _ = probe_inputs(320, 256)
     live = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(foreign), tmp_path / "again").eval()
     with torch.no_grad():
-        torch.testing.assert_close(live(tokens).logits, build(source)(tokens), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(live(tokens).logits, build_model(source)(tokens), atol=1e-5, rtol=1e-5)
 
 
 def test_an_adapter_that_was_never_trained_is_refused_by_name(foreign, tmp_path):
     folder = adapter(foreign, tmp_path / "adapter", train=False)
-    assert "no effect" in refuted(examine(Request(str(folder), base=str(foreign))))["architecture"]
+    assert "no effect" in refuted(examine_artifact(ProofRequest(str(folder), base=str(foreign))))["architecture"]
 
 
 def test_where_there_are_cores_proofs_run_side_by_side(tmp_path, monkeypatch):
     """Two that wait for each other end only if both are under way at once."""
     both = threading.Barrier(2, timeout=60)
-    monkeypatch.setattr(proof, "cores", lambda: 16)
+    monkeypatch.setattr(proof, "usable_cores", lambda: 16)
     monkeypatch.setattr(proof, "prove_checkpoint", lambda folder, **_: both.wait() * [])
     prover = Prover()
     for name in ("one", "two"):
@@ -172,19 +173,19 @@ def test_where_there_are_cores_proofs_run_side_by_side(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("there", "at_once"), [(1, 1), (2, 1), (7, 1), (8, 2), (64, 4)])
 def test_a_proof_leaves_most_cores_to_the_loop(there, at_once, monkeypatch):
-    monkeypatch.setattr(proof, "cores", lambda: there)
+    monkeypatch.setattr(proof, "usable_cores", lambda: there)
     assert Prover()._pool._max_workers == at_once
 
 
 @pytest.mark.parametrize(("there", "beside", "alone"), [(1, 1, 1), (2, 1, 1), (8, 1, 4), (16, 2, 8)])
 def test_a_proof_takes_more_threads_once_no_loop_needs_them(there, beside, alone, monkeypatch):
-    monkeypatch.setattr(proof, "cores", lambda: there)
+    monkeypatch.setattr(proof, "usable_cores", lambda: there)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert (proof.threads(beside=True), proof.threads(beside=False)) == (beside, alone)
+    assert (proof.proof_threads(beside=True), proof.proof_threads(beside=False)) == (beside, alone)
     monkeypatch.setenv("OMP_NUM_THREADS", "3,1")
-    assert proof.threads(beside=False) == min(alone, 3)
+    assert proof.proof_threads(beside=False) == min(alone, 3)
     monkeypatch.setenv("OMP_NUM_THREADS", "many")
-    assert proof.threads(beside=False) == alone
+    assert proof.proof_threads(beside=False) == alone
 
 
 def test_no_proof_is_lost_between_the_thread_that_begins_it_and_the_one_that_asks(tmp_path, monkeypatch):

@@ -6,8 +6,8 @@ import re
 import pytest
 
 from assay.errors import DataError
-from assay.measure.estimate import clustered
 from assay.reward.answer import read_number
+from assay.statistics.estimate import clustered
 from bench import extraction
 from bench.extraction import CAUSES, FORMS, Read, cause, compared, differences, judged_right, made, read_samples, report
 
@@ -117,7 +117,7 @@ def test_what_lm_eval_logged_must_be_what_it_reads_here(tmp_path):
 
 
 def test_the_rows_must_be_those_that_were_asked(tmp_path):
-    from assay.measure.task import dataset_digest, make_examples
+    from assay.evaluation.task import dataset_digest, make_examples
 
     data = tmp_path / "test.jsonl"
     data.write_text(json.dumps(ROW) + "\n" + json.dumps(BELOW) + "\n")

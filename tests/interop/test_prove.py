@@ -10,11 +10,11 @@ import torch
 from assay.cli import run as assay
 from assay.errors import GuardStop
 from assay.interop import Prove
-from assay.interop.hf import PROOF, verify
+from assay.interop.hf import PROOF, verify_proof
 from assay.interop.trackers import trainer_state
 from assay.store.artifact import open_artifact
+from assay.testing.tiny_models import save_hf_folder, tiny_model
 from assay.verdict import Outcome
-from assay.zoo.stage import save_as_others_do, tiny
 
 transformers = pytest.importorskip("transformers")
 
@@ -32,7 +32,7 @@ class Rows(torch.utils.data.Dataset):
 
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
-    return save_as_others_do(tmp_path / "base", tiny("llama"))
+    return save_hf_folder(tmp_path / "base", tiny_model("llama"))
 
 
 def trainer(base: Path, out: Path, callback: Any, **options: Any) -> Any:
@@ -53,13 +53,13 @@ def test_every_checkpoint_of_the_trainer_is_proven_and_a_changed_byte_found(base
     folder = tmp_path / "run" / "checkpoint-1"
     record = json.loads((folder / PROOF).read_text())
     assert "model.safetensors" in record["files"]
-    before = verify(folder)
+    before = verify_proof(folder)
     assert (before.outcome, "files are as they were" in before.reason) == (Outcome.UNPROVEN, True)  # without a manifest
     data = bytearray((folder / "model.safetensors").read_bytes())
     data[-5] ^= 1
     (folder / "model.safetensors").write_bytes(data)
-    assert verify(folder).outcome is Outcome.REFUTED
-    assert "model.safetensors" in verify(folder).reason
+    assert verify_proof(folder).outcome is Outcome.REFUTED
+    assert "model.safetensors" in verify_proof(folder).reason
 
 
 def test_a_trainer_that_saves_other_weights_than_it_trains_is_stopped(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

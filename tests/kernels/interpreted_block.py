@@ -8,13 +8,13 @@ import torch
 import torch.nn.functional as F
 from triton.runtime import interpreter
 
-from assay.kernels import gated, norm, rotary
-from assay.kernels.gated import fused_gated, gated_backward, gated_forward, plain_gated
-from assay.kernels.norm import fused_normed_beside, norm_backward, plain_normed_beside
-from assay.kernels.rotary import fused_rotated, plain_rotated, rotated_backward, turned
+from assay.kernels import gated_activation, rms_norm, rotary
+from assay.kernels.gated_activation import fused_gated, gated_backward, gated_forward, plain_gated
+from assay.kernels.rms_norm import fused_stream_and_norm, norm_backward, plain_stream_and_norm
+from assay.kernels.rotary import fused_rotated, plain_rotated, rotated_backward, rotated_forward
 from assay.model import transformer
-from assay.model.tiny import tiny_config
 from assay.model.transformer import initialised
+from assay.testing.tiny_models import tiny_config
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy's exp, overflowing to inf as it should
 BF16 = 2**-7  # a step of bf16, relative: the interpreter cuts off where a GPU rounds
@@ -89,7 +89,7 @@ def test_gated_through_autograd_and_strided_gradients():
 
 def exact(d_stream, d_normed, x, weight):
     x64, weight64 = doubled(x, weight)
-    stream, normed = plain_normed_beside(x64, weight64, EPS)
+    stream, normed = plain_stream_and_norm(x64, weight64, EPS)
     torch.autograd.backward([stream * 1.0, normed], [d_stream.double(), d_normed.double()])
     return x64.grad, weight64.grad
 
@@ -117,9 +117,9 @@ def test_norm_gradients_of_rows_next_to_nothing_count_eps():
 
 def test_norm_through_autograd_rounds_the_weight_as_the_twin_does():
     x, weight = drawn(6, 64, dtype=torch.bfloat16).requires_grad_(), drawn(64, seed=1).requires_grad_()
-    stream, normed = fused_normed_beside(x, weight, EPS)
+    stream, normed = fused_stream_and_norm(x, weight, EPS)
     assert torch.equal(stream, x)
-    assert torch.equal(normed, plain_normed_beside(x, weight, EPS)[1])
+    assert torch.equal(normed, plain_stream_and_norm(x, weight, EPS)[1])
     d_stream, d_normed = (drawn(6, 64, dtype=torch.bfloat16, seed=seed) for seed in (2, 3))
     torch.autograd.backward([stream, normed], [d_stream, d_normed])
     d_x64, d_weight64 = exact(d_stream, d_normed, x, weight.to(torch.bfloat16))
@@ -169,7 +169,7 @@ def test_rotated_gradients(B, T, H, K, d, rows, block, dtype, bound):
 def test_turned_where_nothing_trains(B, T, H, K, d, rows, block, dtype, bound):
     for batches in {1, B}:
         qkv, (cos, sin) = drawn(B, T, (H + 2 * K) * d, dtype=dtype), angles(batches, T, d // 2)
-        found = turned(qkv, cos, sin, H, K, rows=rows, block=block)
+        found = rotated_forward(qkv, cos, sin, H, K, rows=rows, block=block)
         for part, due in zip(found, plain_rotated(qkv.double(), cos.double(), sin.double(), H, K), strict=True):
             assert part.shape == due.shape
             assert part.dtype == dtype
@@ -209,10 +209,10 @@ def test_rotated_through_autograd(used):
 @pytest.fixture
 def fused(monkeypatch):
     """As on a GPU in bf16."""
-    gated.register()
-    norm.register()
-    rotary.register()
-    monkeypatch.setattr(transformer, "trains_fused", lambda x: torch.is_grad_enabled())
+    gated_activation.register_gated_backward()
+    rms_norm.register_norm_backward()
+    rotary.register_rotated_backward()
+    monkeypatch.setattr(transformer, "uses_fused_norm", lambda x: torch.is_grad_enabled())
     monkeypatch.setattr(transformer, "gated", lambda inner, _: fused_gated(inner))
     monkeypatch.setattr(transformer, "rotated", fused_rotated)
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from triton.runtime import interpreter
 
-from assay.kernels import draw
+from assay.kernels import draw_tokens
+from assay.kernels.advance_slots import SlotState, TokenLog, fused_advance_slots, plain_advance_slots
 from assay.kernels.cached_attention import LAUNCH, fused_cached_attention, plain_cached_attention
-from assay.kernels.draw import Rule, distribution, fused_draw, plain_draw, uniforms
-from assay.kernels.note import Course, Log, fused_note, plain_note
+from assay.kernels.draw_tokens import SamplingRule, fused_draw_tokens, plain_draw_tokens, truncated_logprobs, uniforms
 
 SMALL = LAUNCH._replace(block=16)
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # int64 products wrap, as they should
@@ -24,7 +24,7 @@ RULES = [(1.0, 0, 1.0, 0.0), (0.7, 50, 1.0, 0.0), (1.3, 0, 0.8, 0.0), (0.9, 20, 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     for name, value in (("PART", 64), ("GROUP", 4), ("TILE", 16)):
-        monkeypatch.setattr(draw, name, value)
+        monkeypatch.setattr(draw_tokens, name, value)
 
 
 @pytest.fixture(autouse=True)
@@ -41,15 +41,15 @@ def loops_up_to_a_loaded_number(monkeypatch):
 
 def rule(rows):
     temperature, top_k, top_p, min_p = zip(*rows, strict=True)
-    return Rule(torch.tensor(temperature), torch.tensor(top_k), torch.tensor(top_p), torch.tensor(min_p))
+    return SamplingRule(torch.tensor(temperature), torch.tensor(top_k), torch.tensor(top_p), torch.tensor(min_p))
 
 
 def check(logits, rows):
     """Every rule on every row of logits: ids and log-probabilities of the twin."""
     logits, chosen = logits.repeat_interleave(len(rows), 0), rule(rows * len(logits))
     keys, counters = torch.arange(len(logits)) * 2**57, torch.arange(len(logits)) % 5
-    ids, logprobs = fused_draw(logits, chosen, keys, counters)
-    due_ids, due_logprobs = plain_draw(logits, chosen, keys, counters)
+    ids, logprobs = fused_draw_tokens(logits, chosen, keys, counters)
+    due_ids, due_logprobs = plain_draw_tokens(logits, chosen, keys, counters)
     assert ids.tolist() == due_ids.tolist()
     torch.testing.assert_close(logprobs, due_logprobs, atol=1e-5, rtol=1e-5)
 
@@ -68,11 +68,11 @@ def test_ties_at_the_edge_stay_together():
     logits = torch.tensor([0.0, 1.0, 2.0, 1.0, 1.0, -1.0]).expand(5, 6).contiguous()
     counters, keys = torch.arange(5), torch.full((5,), 14)  # whose five draws meet all four
     for row in ((1.0, 2, 1.0, 0.0), (1.0, 0, 0.6, 0.0)):
-        ids, logprobs = fused_draw(logits, rule([row] * 5), keys, counters)
+        ids, logprobs = fused_draw_tokens(logits, rule([row] * 5), keys, counters)
         assert set(ids.tolist()) == {1, 2, 3, 4}
-        due = distribution(logits[:1], rule([row]))[0]
+        due = truncated_logprobs(logits[:1], rule([row]))[0]
         torch.testing.assert_close(logprobs, due[ids], atol=1e-6, rtol=1e-6)
-        assert ids.tolist() == plain_draw(logits, rule([row] * 5), keys, counters)[0].tolist()
+        assert ids.tolist() == plain_draw_tokens(logits, rule([row] * 5), keys, counters)[0].tolist()
 
 
 @pytest.mark.parametrize("tied", [9, 60])
@@ -107,8 +107,8 @@ def test_scores_far_apart_and_far_from_zero():
 
 
 def test_a_small_top_k_needs_no_pass_over_the_row(monkeypatch):
-    draw._kernels()  # which binds the functions
-    monkeypatch.setattr(draw, "_by_passes", None)
+    draw_tokens._kernels()  # which binds the functions
+    monkeypatch.setattr(draw_tokens, "_by_passes", None)
     rows = [(1.0, k, p, 0.0) for k, p in ((1, 1.0), (7, 1.0), (16, 1.0), (16, 0.5), (0, 0.1))]
     check(noise(1, 203), [*rows, (0.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.3)])
     with pytest.raises(Exception, match="NoneType"):
@@ -120,13 +120,13 @@ def test_a_draw_at_the_very_end_takes_the_last_token_kept():
     keys, counters, logits = torch.full((3,), 3558559446808474027), torch.zeros(3, dtype=torch.int64), noise(1, 203).expand(3, 203)
     assert uniforms(keys, counters).eq(1 - 2**-53).all()
     rows = rule([(1.0, 0, 1.0, 0.0), (1.0, 12, 1.0, 0.0), (5.0, 50, 1.0, 0.0)])
-    ids, _ = fused_draw(logits.contiguous(), rows, keys, counters)
-    assert ids.tolist() == plain_draw(logits, rows, keys, counters)[0].tolist()
+    ids, _ = fused_draw_tokens(logits.contiguous(), rows, keys, counters)
+    assert ids.tolist() == plain_draw_tokens(logits, rows, keys, counters)[0].tolist()
 
 
 def test_greedy_takes_the_lowest_id_of_the_best():
     logits = torch.tensor([[0.0, 3.0, -2.0, 3.0]])
-    ids, logprobs = fused_draw(logits, rule([(0.0, 0, 1.0, 0.0)]), torch.tensor([7]), torch.tensor([0]))
+    ids, logprobs = fused_draw_tokens(logits, rule([(0.0, 0, 1.0, 0.0)]), torch.tensor([7]), torch.tensor([0]))
     assert (ids.item(), logprobs.item()) == (1, 0.0)
 
 
@@ -137,7 +137,7 @@ def test_what_is_no_number_is_said(bad):
     logits = noise(3, 203)
     logits[0], logits[1, 1], logits[2, 202] = bad, bad, bad
     logits = logits.repeat_interleave(len(rows), 0)
-    ids, logprobs = fused_draw(logits, rule(rows * 3), torch.full((15,), 7), torch.arange(15))
+    ids, logprobs = fused_draw_tokens(logits, rule(rows * 3), torch.full((15,), 7), torch.arange(15))
     assert logprobs.isnan().all()
     assert 0 <= ids.min() <= ids.max() < 203
 
@@ -198,10 +198,10 @@ def test_notes_equal_their_twins(S):
     ints[1], ints[2], ints[3] = ints[1] + 10, ints[2] + 11, ints[3] > 0
     ints[4:] = torch.where(ints[4:] < 3, ints[4:], -1)
     both = []
-    for verb, options in ((plain_note, {}), (fused_note, {"block": 16})):
+    for verb, options in ((plain_advance_slots, {}), (fused_advance_slots, {"block": 16})):
         mine = ints.clone()
-        course = Course(*mine[:4], mine[4:])
-        log = Log(torch.full((steps, S), 99), torch.full((steps, S), 9.0), torch.zeros(1, dtype=torch.int64))
+        course = SlotState(*mine[:4], mine[4:])
+        log = TokenLog(torch.full((steps, S), 99), torch.full((steps, S), 9.0), torch.zeros(1, dtype=torch.int64))
         draws = torch.Generator().manual_seed(7)
         for _ in range(steps - 1):
             verb(torch.randint(0, 9, (S,), generator=draws), torch.randn(S, generator=draws), course, log, **options)

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from assay.kernels.linear import linear, plain_linear, register, trains_wide, wide_linear
+from assay.kernels.linear import linear, plain_linear, register_weight_gradient, trains_wide, wide_linear
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +69,7 @@ def test_compiled_it_is_one_graph_that_converts_no_gradient():
     from torch._dynamo.backends.common import aot_autograd
 
     torch._dynamo.reset()
-    register()
+    register_weight_gradient()
     graphs = []
     compiler = lambda graph, _: (graphs.append(graph), make_boxed_func(graph.forward))[1]
     compiled = torch.compile(wide_linear, dynamic=False, fullgraph=True, backend=aot_autograd(

@@ -9,8 +9,8 @@ import pytest
 from assay.data.order import Order, corpus_batches
 from assay.errors import DataError, GuardStop
 from assay.model.tokenizer import Tokenizer
-from assay.store.checkpoint import latest
-from assay.zoo.practice import corpus
+from assay.store.checkpoint import latest_checkpoint
+from assay.testing.tiny_training import tiny_corpus
 from tests.recipes.sittings import events, left_by, options, rows, saved_steps, sit
 
 
@@ -26,7 +26,7 @@ def test_data_that_ends_under_a_budget_of_time_raises_and_nothing_is_lost(tmp_pa
     with pytest.raises(DataError, match="the data ends after 20 steps"):
         sit(config)
     assert saved_steps(config)[-1] == 20
-    found, passed_over = latest(tmp_path / "run" / "checkpoints")
+    found, passed_over = latest_checkpoint(tmp_path / "run" / "checkpoints")
     assert (found and found.step, passed_over) == (20, [])
     assert [row["step"] for row in rows(tmp_path / "run" / "metrics.jsonl") if "loss" in row] == list(range(20))
 
@@ -55,11 +55,11 @@ def test_a_run_that_wrote_down_other_data_than_was_planned_does_not_end_well(tmp
 
 def test_wraps_read_every_document_and_never_one_that_is_held_out():
     """By id, and by text: each document names itself in its first word."""
-    tokenizer, train, held_out = Tokenizer.from_folder(corpus().folder), corpus().train, corpus().held_out
+    tokenizer, train, held_out = Tokenizer.from_folder(tiny_corpus().folder), tiny_corpus().train, tiny_corpus().held_out
     names = [tokenizer.decode(held_out.document(i)[1:6].tolist()).split(" ")[0] for i in range(held_out.documents)]
-    order = Order(corpus(), 3, 16, 24, epochs=3)
+    order = Order(tiny_corpus(), 3, 16, 24, epochs=3)
     ids: set[int] = set()
-    for batch in corpus_batches(corpus(), seed=3, rows=16, length=24, epochs=3, stop=order.steps):
+    for batch in corpus_batches(tiny_corpus(), seed=3, rows=16, length=24, epochs=3, stop=order.steps):
         ids |= {int(train.index["id"][number]) for number in batch.documents.unique().tolist() if number >= 0}
         text = "\n".join(map(tokenizer.decode, batch.tokens.tolist()))
         assert not re.search(rf"\b({'|'.join(names)}) ", text)
@@ -68,7 +68,7 @@ def test_wraps_read_every_document_and_never_one_that_is_held_out():
 
 
 def test_an_epoch_reads_every_token_once_and_the_next_one_in_another_order():
-    order = Order(corpus(), 3, 16, 24, epochs=2)
+    order = Order(tiny_corpus(), 3, 16, 24, epochs=2)
     rows_read = [int(window) for step in range(order.steps) for window in order.consumed(step)]
     first, second = rows_read[: order.windows], rows_read[order.windows :]
     assert sorted(first) == list(range(order.windows))

@@ -12,9 +12,9 @@ from assay.errors import GuardStop
 from assay.recipes import pretrain, run
 from assay.recipes.options import Pretrain
 from assay.store import durable
-from assay.store.checkpoint import open_checkpoint, quarantine
+from assay.store.checkpoint import open_checkpoint, quarantine_checkpoint
 from assay.verdict import refuted
-from assay.zoo.resuming import NoProver
+from assay.zoo.run_faults import NoProver
 from tests.recipes.sittings import EVERY, STEPS, events, in_a_fork, left_by, options, saved_steps, sit
 
 VARIANTS = {"muon": {}, "adamw, soft cap, average": {"optimizer": "adamw", "shape": "assay", "ema": 0.9, "schedule": "cosine"},
@@ -126,7 +126,7 @@ def test_a_damaged_checkpoint_is_passed_over_kept_and_made_again(damage: str, tm
     sit(config, after={2 * EVERY: terminate})
     newest = Path(config.out) / "checkpoints" / f"step-{2 * EVERY:06d}"
     if damage == "quarantine":
-        quarantine(open_checkpoint(newest), [refuted("answers", "as a test")])
+        quarantine_checkpoint(open_checkpoint(newest), [refuted("answers", "as a test")])
     else:
         weights = newest / "model.safetensors"
         weights.write_bytes(weights.read_bytes()[:-1] + b"\x55")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from assay.zoo.practice import LENGTH
+from assay.testing.tiny_training import TINY_LENGTH
 from tests.recipes.sittings import events, options, sit
 
 KINDS = [{}, {"optimizer": "adamw"}, {"shape": "assay"}, {"schedule": "cosine"}, {"ema": 0.95}]
@@ -14,7 +14,8 @@ RUNS_OF_EACH, STEPS = 4, 66  # enough for the change points in the loss, which a
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_clean_runs_are_silent(kind: dict, tmp_path: Path):
     for seed in range(RUNS_OF_EACH):
-        config = options(tmp_path / f"run-{seed}", tokens=STEPS * 4 * LENGTH, length=LENGTH, batch_tokens=4 * LENGTH, every=66, seed=seed,
+        config = options(tmp_path / f"run-{seed}", tokens=STEPS * 4 * TINY_LENGTH, length=TINY_LENGTH, batch_tokens=4 * TINY_LENGTH,
+                         every=66, seed=seed,
                          look_documents=2, **kind)
         said: list[str] = []
         assert sit(config, say=said.append) == ([], None)  # a guard that trips raises

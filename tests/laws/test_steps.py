@@ -12,8 +12,8 @@ from assay.learn.objectives import Loss, next_token
 from assay.learn.optim import adamw
 from assay.model.transformer import Transformer
 from assay.seeds import generator
-from assay.zoo.practice import Practice
-from assay.zoo.stage import tiny
+from assay.testing.tiny_models import tiny_model
+from assay.testing.tiny_training import TinyRun
 
 LR = 1e-3
 
@@ -33,7 +33,7 @@ class BadGradient(torch.autograd.Function):
 
 def ragged_batches(steps: int):
     """Eight rows a step, of which each counts for another number of tokens."""
-    order = Practice(rows=8).order()
+    order = TinyRun(rows=8).order()
     for step in range(steps):
         batch = order.batch(step)
         kept = torch.arange(batch.tokens.shape[1])[None] < torch.randint(3, 33, (8, 1), generator=generator(0, "ragged", step))
@@ -41,7 +41,7 @@ def ragged_batches(steps: int):
 
 
 def trained(micro: int, objective=next_token) -> tuple[Transformer, list[float]]:
-    model = tiny("qwen3")
+    model = tiny_model("qwen3")
     steps = train(model, adamw(model.named_parameters(), LR), ragged_batches(3), objective, micro=micro)
     return model, [float(step.loss) for step in steps]
 
@@ -65,7 +65,7 @@ def test_what_is_not_finite_in_one_micro_batch_stops_before_the_step(bad: float,
             return loss
         return loss._replace(total=loss.total * bad if where == "loss" else BadGradient.apply(loss.total, bad))
 
-    model = tiny("qwen3")
+    model = tiny_model("qwen3")
     steps = train(model, adamw(model.named_parameters(), LR), ragged_batches(4), objective, micro=2)
     assert [next(steps).index, next(steps).index] == [0, 1]
     before = {name: p.detach().clone() for name, p in model.named_parameters()}

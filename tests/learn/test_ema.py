@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from assay.errors import ArtifactError, UsageError
-from assay.learn.ema import Ema, averaged, parted
+from assay.learn.ema import Ema, ema_weights, split_ema_state
 from assay.learn.optim import adamw, load_state_tensors, state_tensors
 from assay.seeds import generator
 
@@ -40,7 +40,7 @@ def test_the_average_is_the_recursion_written_out():
         taken(model, optimizer, ema, [step])
         decay = min(0.9, (1 + step) / (10 + step))
         expected = {name: decay * old + (1 - decay) * dict(model.named_parameters())[name].detach() for name, old in expected.items()}
-    for name, tensor in averaged(ema.tensors()).items():
+    for name, tensor in ema_weights(ema.tensors()).items():
         assert torch.allclose(tensor.double(), expected[name], rtol=0, atol=1e-6)
         assert not torch.allclose(tensor, dict(model.named_parameters())[name], atol=1e-4)
 
@@ -130,7 +130,7 @@ def test_resumed_equals_uninterrupted_through_the_optimizers_file(tmp_path):
         for name, p in second.named_parameters():
             p.copy_(raw[name])
     optimizer, again = adamw(second.named_parameters(), 0.05), Ema(second, 0.99)
-    moments, average = parted(safetensors.torch.load_file(tmp_path / "o"))
+    moments, average = split_ema_state(safetensors.torch.load_file(tmp_path / "o"))
     load_state_tensors(optimizer, dict(second.named_parameters()), moments)
     again.load(average)
     taken(second, optimizer, again, range(5, 12))
@@ -166,4 +166,4 @@ def test_an_average_is_kept_of_full_precision_only():
 def test_it_covers_what_is_frozen_too():
     model = toy()
     model[0].weight.requires_grad_(False)
-    assert averaged(Ema(model, 0.9).tensors()).keys() == dict(model.named_parameters()).keys()
+    assert ema_weights(Ema(model, 0.9).tensors()).keys() == dict(model.named_parameters()).keys()

@@ -9,7 +9,7 @@ from torch import nn
 
 from assay.errors import ArtifactError, UsageError
 from assay.learn import optim
-from assay.learn.optim import adamw, kind, largest_quotient, load_state_tensors, muon, orthogonalised, state_tensors
+from assay.learn.optim import adamw, largest_quotient, load_state_tensors, muon, orthogonalised, parameter_kind, state_tensors
 from assay.seeds import generator
 
 
@@ -165,7 +165,7 @@ def test_the_groups_are_what_their_kinds_say():
     assert decaying["weight_decay"] == 0.1
     assert [names[p] for p in still["params"]] == ["embed.weight", "fused.bias"]
     assert still["weight_decay"] == 0.0
-    assert kind("blocks.3.overhead.weight", model.tall.weight) == "matrix"
+    assert parameter_kind("blocks.3.overhead.weight", model.tall.weight) == "matrix"
 
 
 # ── both learn, both resume ───────────────────────────────────────────────────────────────────────────────────────────

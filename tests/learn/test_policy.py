@@ -11,9 +11,9 @@ from assay.errors import DataError, UsageError
 from assay.learn.loop import accumulated
 from assay.learn.objectives import averages, combined
 from assay.learn.policy import Surrogate, policy_gradient, sequence_mean, token_logprobs
-from assay.model.tiny import tiny_config
 from assay.model.transformer import Transformer, initialised
-from tests.learn.rollouts import CAP, Rollout, as_batch, made
+from assay.testing.tiny_models import tiny_config
+from tests.learn.made_up_rollouts import CAP, Rollout, as_batch, made
 
 T = 0.7
 PACKED, ALONE = [[0, 1], [2], [3, 4, 5]], [[n] for n in range(6)]

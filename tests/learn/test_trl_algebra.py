@@ -8,9 +8,9 @@ import torch
 
 from assay.learn.policy import Surrogate, policy_gradient
 from assay.model.families import config_to_hf, hf_layout, to_foreign
-from assay.model.tiny import tiny_config, tiny_tokenizer
 from assay.model.transformer import Transformer, initialised
-from tests.learn.rollouts import CAP, as_batch, made
+from assay.testing.tiny_models import tiny_config, tiny_tokenizer
+from tests.learn.made_up_rollouts import CAP, as_batch, made
 
 pytestmark = pytest.mark.slow  # importing TRL takes longer than everything that is compared here
 pytest.importorskip("trl")

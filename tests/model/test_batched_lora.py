@@ -4,20 +4,19 @@ import pytest
 import torch
 
 from assay.errors import UsageError
-from assay.model.batched_lora import TARGETS, Adapters, passing_sites
-from assay.model.families import shapes
+from assay.model.batched_lora import TTT_TARGETS, BatchedAdapters, ttt_sites
+from assay.model.families import parameter_shapes
 from assay.model.lora import attach, detach, fresh
 from assay.model.patch import patched
-from assay.model.tiny import tiny_config
 from assay.seeds import generator
-from assay.zoo.stage import tiny
+from assay.testing.tiny_models import tiny_config, tiny_model
 
 TOKENS = torch.randint(0, 320, (3, 20), generator=generator(0, "tokens"))
 
 
-def shaken(model, targets=TARGETS, slots=3):
+def shaken(model, targets=TTT_TARGETS, slots=3):
     """Adapters whose slots have all learned something else."""
-    adapters = Adapters(fresh(model.config, passing_sites(model.config, targets), 4, 0.5, 0, None), slots)
+    adapters = BatchedAdapters(fresh(model.config, ttt_sites(model.config, targets), 4, 0.5, 0, None), slots)
     with torch.no_grad():
         adapters.state_BN.add_(torch.randn(adapters.state_BN.shape, generator=generator(0, "shaken")) * 0.05)
     return adapters
@@ -32,8 +31,8 @@ def through(model, adapters):
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2", "mistral", "assay"])
 def test_each_row_is_what_its_own_patch_makes_of_it(family):
     """Against the patch as live layers, and against weights that have it merged. A tied head is no weight of its own to merge into."""
-    model = tiny(family)
-    adapters = shaken(model, TARGETS if not model.config.tied else TARGETS[:-1])
+    model = tiny_model(family)
+    adapters = shaken(model, TTT_TARGETS if not model.config.tied else TTT_TARGETS[:-1])
     found = through(model, adapters)
     for slot in range(3):
         one = adapters.detached(slot)
@@ -48,7 +47,7 @@ def test_each_row_is_what_its_own_patch_makes_of_it(family):
 
 @pytest.mark.parametrize("family", ["llama", "assay"])
 def test_the_head_of_a_tied_model_is_adapted_below_the_soft_cap_and_its_embedding_is_not(family):
-    model = tiny(family)
+    model = tiny_model(family)
     adapters = shaken(model, ("head",))
     (part,) = adapters.detached(1).low_rank["embed.weight"]
     with torch.no_grad():
@@ -59,8 +58,8 @@ def test_the_head_of_a_tied_model_is_adapted_below_the_soft_cap_and_its_embeddin
 
 
 def test_an_untouched_adapter_is_no_adapter_bit_for_bit():
-    model = tiny()
-    adapters = Adapters(fresh(model.config, passing_sites(model.config, TARGETS), 4, 1.0, 0, None), 3)
+    model = tiny_model()
+    adapters = BatchedAdapters(fresh(model.config, ttt_sites(model.config, TTT_TARGETS), 4, 1.0, 0, None), 3)
     with torch.no_grad():
         assert torch.equal(through(model, adapters), model(TOKENS))
 
@@ -69,9 +68,9 @@ def test_an_untouched_adapter_is_no_adapter_bit_for_bit():
 def test_all_targets_together_are_every_row_of_every_matrix_once(family):
     config = tiny_config(family)
     rows: dict[str, list[tuple[int, int]]] = {}
-    for site in passing_sites(config, TARGETS):
+    for site in ttt_sites(config, TTT_TARGETS):
         rows.setdefault(site.parameter, []).append((site.start, site.stop))
-    matrices = {n: s for n, s in shapes(config).items() if len(s) == 2 and not n.startswith("position")}
+    matrices = {n: s for n, s in parameter_shapes(config).items() if len(s) == 2 and not n.startswith("position")}
     assert rows.keys() == matrices.keys()
     for name, spans in rows.items():
         assert [0, *(stop for _, stop in spans)] == [*(start for start, _ in spans), matrices[name][0]]
@@ -80,11 +79,11 @@ def test_all_targets_together_are_every_row_of_every_matrix_once(family):
 def test_a_target_that_is_none_is_refused():
     for targets in (("q", "w"), (), ("q", "q")):
         with pytest.raises(UsageError, match="expected some of q, k, v, o, mlp, head, each once"):
-            passing_sites(tiny_config(), targets)
+            ttt_sites(tiny_config(), targets)
 
 
 def test_a_fingerprint_is_of_every_bit_and_its_place():
-    adapters = Adapters(fresh(tiny_config(), passing_sites(tiny_config(), ("q",)), 2, 1.0, 0, None), 2)
+    adapters = BatchedAdapters(fresh(tiny_config(), ttt_sites(tiny_config(), ("q",)), 2, 1.0, 0, None), 2)
     first, same = adapters.fingerprints()
     assert first == same
     with torch.no_grad():

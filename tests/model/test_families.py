@@ -14,8 +14,8 @@ from assay.model.families import (
     interleave_heads,
     to_foreign,
 )
-from assay.model.tiny import tiny_config
 from assay.model.transformer import initialised
+from assay.testing.tiny_models import tiny_config
 
 
 def fields(family: str = "llama", **changes):

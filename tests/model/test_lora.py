@@ -5,9 +5,9 @@ import torch
 
 from assay.errors import ArtifactError, UsageError
 from assay.model.lora import LoraLinear, attach, detach, fresh, plan
-from assay.model.patch import LowRank, Patch, applied, patched
-from assay.model.tiny import tiny_config
+from assay.model.patch import LowRank, Patch, patched, patched_tensors
 from assay.model.transformer import initialised
+from assay.testing.tiny_models import tiny_config
 
 TOKENS = torch.randint(0, 320, (2, 20), generator=torch.Generator().manual_seed(0))
 
@@ -74,10 +74,10 @@ def test_a_target_that_matches_nothing_is_an_error():
 def test_a_patch_fits_one_parent_only():
     model = initialised(tiny_config(), 0)
     tensors, patch = dict(model.named_parameters()), trained(adapter(model.config))
-    merged = applied(tensors, patch, "base")
+    merged = patched_tensors(tensors, patch, "base")
     assert not torch.equal(merged["blocks.0.mlp.down.weight"], tensors["blocks.0.mlp.down.weight"])
     with pytest.raises(ArtifactError, match="merged already"):
-        applied(tensors | merged, patch, "merged")
+        patched_tensors(tensors | merged, patch, "merged")
     model2 = initialised(tiny_config(), 0)
     attach(model2, patch)
     with pytest.raises(UsageError, match="has an adapter already"):

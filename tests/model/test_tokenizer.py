@@ -6,9 +6,9 @@ import pytest
 
 from assay.errors import ArtifactError, DataError, UsageError
 from assay.model.gguf_tokenizer import HARD, tokenizer_from_gguf
-from assay.model.tiny import tiny_tokenizer
 from assay.model.tokenizer import Tokenizer
-from tests.model.made import CHATML, TEXT, byte_level, sentencepiece_metadata
+from assay.testing.tiny_models import tiny_tokenizer
+from tests.model.trained_tokenizers import CHATML, TEXT, byte_level, sentencepiece_metadata
 
 CHAT = [{"role": "user", "content": "Weigh 12 bars."}, {"role": "assistant", "content": "Done."}]
 

@@ -13,9 +13,9 @@ from assay.recipes.options import Pretrain
 from assay.recipes.pretrain import Pretraining
 from assay.store.checkpoint import open_checkpoint, step_folder
 from assay.store.ledger import Ledger
+from assay.testing.tiny_training import tiny_corpus
 from assay.verdict import Verdict
-from assay.zoo.practice import corpus
-from assay.zoo.resuming import NoProver
+from assay.zoo.run_faults import NoProver
 
 ROWS, LENGTH, EVERY = 16, 16, 6
 STEPS = 26  # the corpus gives 20 such steps an epoch
@@ -24,7 +24,7 @@ Strike = Callable[[Pretraining], object]
 
 def options(out: Path, **changed: Any) -> Pretrain:
     usual: dict[str, Any] = {
-        "corpus": str(corpus().folder), "out": str(out), "depth": 1, "length": LENGTH, "batch_tokens": ROWS * LENGTH,
+        "corpus": str(tiny_corpus().folder), "out": str(out), "depth": 1, "length": LENGTH, "batch_tokens": ROWS * LENGTH,
         "micro_tokens": 8 * LENGTH, "tokens": STEPS * ROWS * LENGTH, "epochs": 2, "every": EVERY, "warmup": 3, "look_documents": 4,
         "device": "cpu"}
     return Pretrain(**(usual | changed))

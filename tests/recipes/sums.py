@@ -9,11 +9,11 @@ import pytest
 from assay.recipes import grpo, handover, run, sft
 from assay.recipes.grpo_options import Grpo
 from assay.recipes.options import Sft
-from assay.store.checkpoint import hallmark, open_checkpoint, step_folder
+from assay.store.checkpoint import open_checkpoint, step_folder, write_hallmark
 from assay.store.ledger import Ledger
+from assay.testing.tiny_models import save_model, tiny_model
 from assay.verdict import Verdict, proven
-from assay.zoo.resuming import NoProver
-from assay.zoo.stage import save, tiny
+from assay.zoo.run_faults import NoProver
 from tests.recipes.sittings import rows
 
 TAUGHT = 200  # steps: most sums are known by then
@@ -23,7 +23,7 @@ class Believer(NoProver):
     """In the place of `Prover`: every save earns a hallmark at once."""
 
     def start(self, folder: Path, **_: Any) -> None:
-        hallmark(open_checkpoint(folder), [proven("whole", "in this test")])
+        write_hallmark(open_checkpoint(folder), [proven("whole", "in this test")])
 
 
 def unproven(patch: pytest.MonkeyPatch, prover: type = NoProver) -> None:
@@ -35,7 +35,7 @@ def unproven(patch: pytest.MonkeyPatch, prover: type = NoProver) -> None:
 def taught(home: Path, base: Path | None = None, *, lora_r: int = 0, steps: int = TAUGHT) -> Path:
     """The last checkpoint of a fine-tuning on right answers, of which every other one says another number too: it reads as none."""
     if base is None:
-        save(home / "base", tiny("llama"))
+        save_model(home / "base", tiny_model("llama"))
     sums = [(f"{a}+{b}=", a + b) for a in range(10) for b in range(10)]
     learned = [{"prompt": prompt, "completion": said} for prompt, gold in sums for said in (str(gold), f"{gold} or {gold + 1}")]
     write(home / "learned.jsonl", learned)

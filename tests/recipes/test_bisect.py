@@ -6,16 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from assay.edit.sites import block
+from assay.edit.block_hooks import block
 from assay.errors import UsageError
 from assay.recipes.bisect import first_bad_checkpoint, is_malformed, probe_named, shelf
 from assay.store import checkpoint, gguf
 from assay.store.artifact import open_artifact
+from assay.testing.tiny_models import nudge, save_model, tiny_model
 from assay.verbs import bisect as verb
 from assay.verbs import diff as diff_verb
 from assay.verbs import trace as trace_verb
 from assay.verdict import proven
-from assay.zoo.stage import nudged, save, tiny
 
 STEPS = tuple(range(10, 70, 10))
 FIRST_BAD = 40
@@ -34,13 +34,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def written(folder: Path, step: int, *, spoiled: bool, hallmarked: bool = True) -> None:
-    model = tiny()
+    model = tiny_model()
     if spoiled:
         with torch.no_grad():
             block(model, 1).mlp.down.weight.mul_(1.5)
-    found = save(checkpoint.step_folder(folder / "checkpoints", step), model)
+    found = save_model(checkpoint.step_folder(folder / "checkpoints", step), model)
     if hallmarked:
-        checkpoint.hallmark(found, [proven("whole", "it is")])
+        checkpoint.write_hallmark(found, [proven("whole", "it is")])
 
 
 def silent(_: str) -> None:
@@ -88,7 +88,7 @@ def test_a_probe_says_yes_or_no(run: Path, tmp_path: Path):
 
 
 def test_an_untrained_model_is_malformed(tmp_path: Path):
-    assert is_malformed(save(tmp_path / "untrained", tiny(max_length=512)).folder)
+    assert is_malformed(save_model(tmp_path / "untrained", tiny_model(max_length=512)).folder)
 
 
 def test_the_verb_hands_over_to_trace_and_diff(run: Path, capsys: pytest.CaptureFixture):
@@ -124,14 +124,14 @@ def test_a_gguf_file_is_traced_beside_a_checkpoint(run: Path, tmp_path: Path, ca
     good, bad = (open_artifact(run / "checkpoints" / f"step-0000{step}") for step in (30, 40))
     for source, due in ((good, 0), (bad, 3)):
         assert source.tokenizer is not None
-        gguf.write(tmp_path / f"{due}.gguf", source.config, source.tensors, source.tokenizer, "f16")
+        gguf.write_gguf(tmp_path / f"{due}.gguf", source.config, source.tensors, source.tokenizer, "f16")
         assert trace_verb.run(trace_verb.FLAGS(str(good.path), str(tmp_path / f"{due}.gguf"), tolerance=0.02)) == due
     assert "layer 1 down is the first that parts" in " ".join(capsys.readouterr().out.split())
 
 
 def test_other_geometry_and_bad_tokens_are_refused(run: Path, tmp_path: Path):
     good = str(run / "checkpoints" / "step-000030")
-    other = str(save(tmp_path / "wide", nudged(tiny(hidden=128))).folder)
+    other = str(save_model(tmp_path / "wide", nudge(tiny_model(hidden=128))).folder)
     with pytest.raises(UsageError, match="hidden 96"):
         trace_verb.run(trace_verb.FLAGS(good, other))
     (tmp_path / "ids.json").write_text("[1, 2, 99999]")

@@ -14,29 +14,29 @@ import pytest
 import torch
 
 from assay import cli
-from assay.data.chat import render
+from assay.data.chat import render_conversations
 from assay.data.layouts import read_conversations
 from assay.errors import DataError, GuardStop, UsageError
+from assay.evaluation.teacher_agreement import Agreement
 from assay.guard.proof import Prover
 from assay.learn.loop import train
 from assay.learn.objectives import next_token
 from assay.learn.optim import adamw
-from assay.measure.agreement import Agreement
-from assay.measure.estimate import paired
-from assay.model.vocabulary import with_new_tokens
+from assay.model.resize_embeddings import with_new_tokens
 from assay.recipes import beginning, distill, handover, pace, run, sft, shrunk, teachers, tuning, written
 from assay.recipes.distill import Distillation
 from assay.recipes.options import Distill, Sft
 from assay.recipes.tuning import held_out_batches
 from assay.seeds import generator
+from assay.statistics.estimate import paired
 from assay.store import checkpoint
-from assay.store.artifact import build, open_artifact
+from assay.store.artifact import build_model, open_artifact
 from assay.store.checkpoint import open_checkpoint, step_folder
 from assay.store.ledger import Ledger
-from assay.store.pack import Lineage, model_contents
+from assay.store.saving import Lineage, model_contents
+from assay.testing.tiny_models import nudge, save_model, tiny_model, tokenizer_and_stops
 from assay.verdict import Outcome, Verdict, proven
-from assay.zoo.resuming import NoProver
-from assay.zoo.stage import nudged, save, tiny, words
+from assay.zoo.run_faults import NoProver
 from tests.recipes.sittings import rows
 
 LETTERS, LENGTH, K, STEPS = "abcdef", 64, 32, 5
@@ -66,17 +66,18 @@ def write(file: Path, data: Sequence[Any]) -> str:
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A teacher of three layers that has read many walks, students that have read none, and a few walks."""
     folder = tmp_path_factory.mktemp("distill")
-    teacher, (tokenizer, stops) = tiny("llama", 1, depth=3, windows=(None,) * 3), words()
-    read = render(read_conversations(write(folder / "many.jsonl", walks(600, "many"))).rows, tokenizer, stops, length=LENGTH).examples
+    teacher, (tokenizer, stops) = tiny_model("llama", 1, depth=3, windows=(None,) * 3), tokenizer_and_stops()
+    read = render_conversations(read_conversations(write(folder / "many.jsonl", walks(600, "many"))).rows, tokenizer, stops,
+                                length=LENGTH).examples
     batches = held_out_batches(read, LENGTH, 24)
     lessons = (batches[step % len(batches)] for step in range(45))
     for _ in train(teacher, adamw(teacher.named_parameters(), 5e-3), lessons, next_token, micro=24):
         pass
-    save(folder / "teacher", teacher)
-    save(folder / "student", tiny("llama", 0, depth=1, windows=(None,)))
-    save(folder / "ignorant", tiny("llama", 7))
+    save_model(folder / "teacher", teacher)
+    save_model(folder / "student", tiny_model("llama", 0, depth=1, windows=(None,)))
+    save_model(folder / "ignorant", tiny_model("llama", 7))
     other = with_new_tokens(tokenizer, ("<think>",))
-    checkpoint.write(folder / "stranger", model_contents(tiny("llama", 2), other, stops, Lineage()))
+    checkpoint.write_checkpoint(folder / "stranger", model_contents(tiny_model("llama", 2), other, stops, Lineage()))
     write(folder / "walks.jsonl", walks(120, "few"))
     return folder
 
@@ -151,7 +152,7 @@ def test_the_student_comes_nearer_to_its_teacher_than_by_the_text_alone(home: Pa
 def held_out(home: Path, config: Distill, model: Path) -> Agreement:
     """On what the run held out, by another way than the run's."""
     work = Distillation(dataclasses.replace(config, out=str(model.parent.parent / f"again-{model.parent.name}")), lambda _: None)
-    return work.agreement(build(open_artifact(model)), work.conversations.held_out, 4)
+    return work.agreement(build_model(open_artifact(model)), work.conversations.held_out, 4)
 
 
 def test_the_share_by_which_kl_fell_is_of_all_tokens():
@@ -195,7 +196,7 @@ def test_both_terms_of_every_step_are_on_record(home: Path, tmp_path: Path):
     work = Distillation(dataclasses.replace(config, out=str(tmp_path / "again")), lambda _: None)
     batch = work.order.batch(0)
     with torch.no_grad():
-        text = next_token(build(open_artifact(home / "student")), batch)
+        text = next_token(build_model(open_artifact(home / "student")), batch)
     assert taken[0]["ce"] == pytest.approx(float(text.total / batch.weight.sum()), rel=1e-5)  # of the first step, before it is taken
     assert any(line.startswith("step 18 of 18  loss ") and "  kd " in line and "  ce " in line for line in said)
 
@@ -237,7 +238,8 @@ def test_a_run_does_not_go_on_with_another_teacher(home: Path, tmp_path: Path, m
     with monkeypatch.context() as patch:
         patch.setattr(Distillation, "over", lambda work: work.done >= 3)
         distilled(config)
-    elsewhere = open_artifact(save(tmp_path / "moved", nudged(build(open_artifact(home / "teacher")).requires_grad_(True))).folder)
+    elsewhere = open_artifact(save_model(tmp_path / "moved",
+                                         nudge(build_model(open_artifact(home / "teacher")).requires_grad_(True))).folder)
     monkeypatch.setattr(distill, "opened", lambda _: elsewhere)
     with pytest.raises(GuardStop, match=r"the teacher is .* now, the run began with"):
         distill.distill(config, lambda _: None)
@@ -459,5 +461,5 @@ def test_exit_codes(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert "--how text" in capsys.readouterr().err
     assert done("ignorant", "nothing") == 4
     assert "one who knows nothing" in capsys.readouterr().err
-    monkeypatch.setattr(handover, "check_score", lambda *_: Verdict("score", Outcome.REFUTED, "in this test", {}))
+    monkeypatch.setattr(handover, "_check_score", lambda *_: Verdict("score", Outcome.REFUTED, "in this test", {}))
     assert done("teacher", "refuted") == 3

@@ -10,16 +10,16 @@ import torch
 
 from assay.config import parse
 from assay.errors import ArtifactError, DataError, UsageError
-from assay.model.stops import resolve_stops
+from assay.model.special_tokens import resolve_special_tokens
 from assay.recipes.edit import apply_patch, parsed_layers
 from assay.recipes.edit_options import Edit
 from assay.store import checkpoint
 from assay.store.artifact import open_artifact
 from assay.store.checkpoint import open_checkpoint
 from assay.store.ledger import read_chain
-from assay.store.pack import Lineage, model_contents
+from assay.store.saving import Lineage, model_contents
+from assay.testing import tiny_facts
 from assay.verbs import edit as verb
-from assay.zoo import lore
 from tests.edit.test_memit import six
 
 TUNED = ("--lr 0.1 --clamp 1 --steps 60 --kl 0 --weight 10 --max-update 10 --prefixes 3 --prefix-tokens 8 --drift-tokens 1000 "
@@ -32,21 +32,21 @@ def row(fact: Any) -> dict[str, Any]:
 
 
 def base(tmp_path: Path) -> Path:
-    tokenizer = lore.lore_tokenizer()
-    contents = model_contents(lore.lore_model(), tokenizer, resolve_stops(tokenizer, {}, {}), Lineage())
-    return checkpoint.write(tmp_path / "base", contents).folder
+    tokenizer = tiny_facts.facts_tokenizer()
+    contents = model_contents(tiny_facts.facts_model(), tokenizer, resolve_special_tokens(tokenizer, {}, {}), Lineage())
+    return checkpoint.write_checkpoint(tmp_path / "base", contents).folder
 
 
 def options(tmp_path: Path, *rows: dict[str, Any], more: str = "") -> Edit:
     (tmp_path / "facts.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
-    files = f"--facts {tmp_path / 'facts.jsonl'} --text {lore.write_text(tmp_path / 'text.txt')} --out {tmp_path / 'run'}"
+    files = f"--facts {tmp_path / 'facts.jsonl'} --text {tiny_facts.write_facts_text(tmp_path / 'text.txt')} --out {tmp_path / 'run'}"
     return parse(Edit, [str(tmp_path / "base"), *f"{files} {TUNED} {more}".split()], prog="assay edit")
 
 
 def test_from_facts_to_a_proven_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setenv("ASSAY_CACHE", str(tmp_path / "cache"))
     base(tmp_path)
-    rows = [row(fact) for fact in lore.edits(4)]
+    rows = [row(fact) for fact in tiny_facts.fact_edits(4)]
     flags = options(tmp_path, *rows, rows[0] | {"name": "ghost", "subject": "borin"}, more="--json --window 2")
     assert verb.run(flags) == 3  # a refused request is no success
     told = json.loads(capsys.readouterr().out)
@@ -62,7 +62,7 @@ def test_from_facts_to_a_proven_checkpoint(tmp_path: Path, monkeypatch: pytest.M
     assert {name for name in before if not torch.equal(before[name], after[name])} == {f"blocks.{i}.mlp.down.weight" for i in (0, 1)}
     written = json.loads((tmp_path / "run" / "edits.json").read_text())
     assert [one["after"]["said"].split(".")[0] for one in written["replies"] if one["question"]["kind"] == "efficacy"] == [
-        f" {fact.target}" for fact in lore.edits(4)]
+        f" {fact.target}" for fact in tiny_facts.fact_edits(4)]
     assert (tmp_path / "run" / "causal.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads((tmp_path / "run" / "causal.json").read_text())["chosen"] == [0, 1]
     assert [event["kind"] for event in read_chain(tmp_path / "run" / "ledger.jsonl").events] == [
@@ -80,7 +80,7 @@ def test_a_patch_belongs_to_its_parent_and_frozen_tensors_stay(tmp_path: Path):
 
 def test_what_cannot_be_served_is_said_before_anything_is_written(tmp_path: Path):
     base(tmp_path)
-    rows = [row(fact) for fact in lore.edits(2)]
+    rows = [row(fact) for fact in tiny_facts.fact_edits(2)]
     told = [{key: one[key] for key in ("name", "prompt", "subject", "target")} for one in rows]  # and not what was said before
     cases = (([rows[0] | {"subject": "Nobody"}], "", "every request was refused; the first: Borin: the subject 'Nobody'"),
              ([rows[0], rows[0]], "", "two facts are called 'Borin'"),

@@ -14,16 +14,16 @@ from assay.data.batch import Batch
 from assay.data.layouts import read_conversations
 from assay.errors import ArtifactError, AssayError, GuardStop, UsageError
 from assay.generate.engine import Engine
-from assay.generate.request import Completion
+from assay.generate.generation_request import Completion
 from assay.model.attention import PADDING
-from assay.model.tiny import tiny_tokenizer
 from assay.recipes import grpo as recipe
 from assay.recipes import reference, trials
 from assay.recipes.grpo import Reinforcement
 from assay.recipes.layout import Layout, Packed
 from assay.recipes.reference import Reference
 from assay.recipes.rollouts import Group, Prompt, PromptOrder, Sampler, asked, read_prompts, reading_metrics
-from assay.store.checkpoint import open_checkpoint, step_folder, steps
+from assay.store.checkpoint import open_checkpoint, step_folder, step_folders
+from assay.testing.tiny_models import tiny_tokenizer
 from assay.verdict import Outcome
 from tests.recipes.sittings import rows
 from tests.recipes.sums import Believer, events, left_by, options, reinforced, steps_of, taught, unproven, write
@@ -334,8 +334,8 @@ def test_a_parent_whose_adapter_is_not_loaded_is_stopped(adapter: Path, tmp_path
                     parameter.mul_(0.5)
         return model
 
-    build = beginning.build
-    monkeypatch.setattr(beginning, "build", without)
+    build = beginning.build_model
+    monkeypatch.setattr(beginning, "build_model", without)
     with pytest.raises(GuardStop, match="fork: child and parent are"):
         forked(adapter, tmp_path / "run")
 
@@ -360,7 +360,7 @@ def test_a_trailing_reference_is_a_function_of_the_step_and_its_checkpoints_stay
     reinforced(config)
     followed = [event["step"] for event in events(config, "reference") if "weights" in event]
     assert followed == [0, 1, 2]
-    assert next(int(path.name[5:]) for path in steps(tmp_path / "run" / "checkpoints")) == 2  # the last step was compared with it
+    assert next(int(path.name[5:]) for path in step_folders(tmp_path / "run" / "checkpoints")) == 2  # the last step was compared with it
 
 
 def test_a_trailing_reference_must_be_proven(adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

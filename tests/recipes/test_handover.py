@@ -9,8 +9,8 @@ from assay.recipes import handover
 from assay.recipes.handover import check_look, check_weight_set, handed_over_before
 from assay.store.artifact import open_artifact
 from assay.store.checkpoint import step_folder
+from assay.testing.tiny_models import rewrite_tensors
 from assay.verdict import Outcome, proven
-from assay.zoo.stage import rewrite
 from tests.recipes.sittings import LENGTH, ROWS, events, options, sit
 
 
@@ -59,7 +59,7 @@ def test_a_model_without_a_hallmark_or_damaged_is_made_again(tmp_path: Path):
     assert not handed_over_before(best, model)
     handed(config)
     assert handed_over_before(best, model)
-    rewrite(model / "model.safetensors", lambda tensors: tensors | {"model.norm.weight": tensors["model.norm.weight"] + 1})
+    rewrite_tensors(model / "model.safetensors", lambda tensors: tensors | {"model.norm.weight": tensors["model.norm.weight"] + 1})
     assert not handed_over_before(best, model)
     assert not handed_over_before(best, tmp_path / "run" / "nothing")
 

@@ -10,17 +10,17 @@ import pytest
 import torch
 
 from assay.errors import GuardStop, UsageError
-from assay.generate.server import background
-from assay.generate.serving import Serving, Size
-from assay.model.vocabulary import with_new_tokens
+from assay.generate.engine_thread import EngineThread, ServerSize
+from assay.generate.server import serve_in_background
+from assay.model.resize_embeddings import with_new_tokens
 from assay.recipes import grpo as recipe
 from assay.recipes.grpo import Reinforcement
 from assay.reward.answer import read_answer
 from assay.reward.endpoint import Endpoint, connected
-from assay.reward.judge import Judge, group
+from assay.reward.llm_judge import Judge, judge_group
 from assay.store import checkpoint
-from assay.store.pack import Lineage, model_contents
-from assay.zoo.stage import tiny, words
+from assay.store.saving import Lineage, model_contents
+from assay.testing.tiny_models import tiny_model, tokenizer_and_stops
 from tests.recipes.sums import Believer, events, left_by, options, reinforced, steps_of, taught, unproven, write
 from tests.reward.played import Asked, Played, Reaction, always, message, playing, shown
 
@@ -255,9 +255,9 @@ SAYS = ('{"scores": [{"id": "1", "score": 0.9}, ', '{"id": "2", "score": 0.1}]}'
 @pytest.fixture(scope="module")
 def tiny_judge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A real model behind our server that knows one sentence: whatever it is asked, the first of two is the better one."""
-    plain, stops = words()
+    plain, stops = tokenizer_and_stops()
     tokenizer = with_new_tokens(plain, SAYS)
-    model = tiny("llama", max_length=4096)
+    model = tiny_model("llama", max_length=4096)
     newline, first, second, end = (tokenizer.encode(text)[-1] for text in ("\n", *SAYS, "<|im_end|>"))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -265,19 +265,19 @@ def tiny_judge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         for token, row in ((newline, (1, 0, 0)), (first, (10, 100, 0)), (second, (0, 1e3, 1e4)), (end, (0, 0, 1e5))):
             model.embed.weight[token, :3] = torch.tensor(row, dtype=torch.float32)
     folder = tmp_path_factory.mktemp("judge") / "model"
-    checkpoint.write(folder, model_contents(model, tokenizer, stops, Lineage()))
-    serving = Serving(Size(slots=2, queue=32))
+    checkpoint.write_checkpoint(folder, model_contents(model, tokenizer, stops, Lineage()))
+    serving = EngineThread(ServerSize(slots=2, queue=32))
     serving.open("tiny", folder)
-    with background(serving) as url:
+    with serve_in_background(serving) as url:
         yield url
 
 
 def test_our_own_server_judges_over_http(tiny_judge: str):
     """It knows no response_format and says so; the answer is checked all the same. What it costs is counted by its own tokens."""
-    groups = [group(f"g{number}", f"prompt {number}", ["a", "b"]) for number in range(9)]
+    groups = [judge_group(f"g{number}", f"prompt {number}", ["a", "b"]) for number in range(9)]
     with connected(Endpoint(tiny_judge, "tiny")) as post:
         judge = Judge(post, repeat=0.0, tries=2, sleep=lambda _: None)
-        found = judge.score([*groups, group("three", "prompt", ["a", "b", "c"])])
+        found = judge.score([*groups, judge_group("three", "prompt", ["a", "b", "c"])])
     assert {*found.scores.values()} == {(0.9, 0.1), (0.1, 0.9)}, "shuffled, and put back"
     assert judge.formats is False
     assert [each.group.id for each in found.unjudged] == ["three"]

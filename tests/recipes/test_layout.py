@@ -5,12 +5,12 @@ import pytest
 import torch
 
 from assay.data.batch import Batch
-from assay.guard.parity import gradients
+from assay.guard.loss_preflight import loss_gradients
 from assay.learn.policy import Surrogate, policy_gradient
 from assay.model.attention import PADDING, documents_from_lengths
 from assay.recipes.layout import Layout, dealt, layout_of
 from assay.recipes.rollouts import batch_logprobs
-from assay.zoo.stage import tiny
+from assay.testing.tiny_models import tiny_model
 
 LENGTHS = [9, 24, 3, 17, 12, 24, 5, 8, 20, 2, 11]
 
@@ -46,10 +46,10 @@ def test_packed_and_back_everything_is_where_it_was(layout):
 @pytest.mark.parametrize(("family", "ratio"), [("llama", "token"), ("llama", "sequence"), ("llama", "cispo"), ("gpt2", "token"),
                                               ("mistral", "token"), ("assay", "sequence")])
 def test_loss_gradients_and_metrics_are_those_of_the_rows(family, ratio):
-    model, rows = tiny(family), rollout()
+    model, rows = tiny_model(family), rollout()
     objective = policy_gradient(Surrogate(ratio=ratio, kl="k3", kl_weight=0.1))
     packed = Layout(2, 40).packed(rows).batch
-    due, found = (gradients(model, lambda batch=batch: objective(model, batch).total) for batch in (rows, packed))
+    due, found = (loss_gradients(model, lambda batch=batch: objective(model, batch).total) for batch in (rows, packed))
     assert found[0] == pytest.approx(due[0], rel=1e-5)
     for name, gradient in due[1].items():
         torch.testing.assert_close(found[1][name], gradient, rtol=1e-4, atol=3e-6)
@@ -58,7 +58,7 @@ def test_loss_gradients_and_metrics_are_those_of_the_rows(family, ratio):
 
 
 def test_log_probabilities_come_back_row_by_row():
-    model, rows = tiny(), rollout()
+    model, rows = tiny_model(), rollout()
     due, found = (batch_logprobs(model, rows, 0.7, layout, entropy=False) for layout in (Layout(4), Layout(2, 40)))
     said = rows.weight != 0
     torch.testing.assert_close(found[said], due[said], rtol=1e-5, atol=1e-5)

@@ -6,13 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from assay.measure.held_out import score
+from assay.evaluation.held_out_loss import score_corpus
 from assay.recipes import run as run_module
 from assay.recipes.looks import Looks
 from assay.recipes.run import Run
-from assay.zoo.practice import corpus
-from assay.zoo.resuming import NoProver
-from assay.zoo.stage import nudged, tiny
+from assay.testing.tiny_models import nudge, tiny_model
+from assay.testing.tiny_training import tiny_corpus
+from assay.zoo.run_faults import NoProver
 from tests.recipes.sittings import events, options, rows
 
 
@@ -28,7 +28,7 @@ def run(tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch) -> Run
 
 
 def looks_of(run: Run, repeats_from: int = 100) -> Looks:
-    three = partial(score, corpus=corpus(), rows=8, length=32, count=3)
+    three = partial(score_corpus, corpus=tiny_corpus(), rows=8, length=32, count=3)
     return Looks(run, three, repeats_from=repeats_from, device="cpu")
 
 
@@ -36,8 +36,8 @@ def test_a_look_scores_the_same_documents_each_time_and_writes_them_down(run: Ru
     looks = looks_of(run)
     looks.saw(5.0)
     looks.saw(4.0)
-    found = looks.look(tiny(), 10)
-    looks.look(tiny(), 20)
+    found = looks.look(tiny_model(), 10)
+    looks.look(tiny_model(), 20)
     assert np.array_equal(looks.losses[0], looks.losses[1])
     assert looks.train == [4.5, pytest.approx(found.loss)]  # without a step between, there is no training loss to tell
     row, again = rows(run.folder / "looks.jsonl")
@@ -51,7 +51,7 @@ def test_a_look_scores_the_same_documents_each_time_and_writes_them_down(run: Ru
 
 def test_the_best_is_the_lowest_and_not_the_last(run: Run):
     looks = looks_of(run)
-    for step, model in ((10, nudged(tiny(), 0.3)), (20, tiny()), (30, nudged(tiny(), 0.3, seed=1))):
+    for step, model in ((10, nudge(tiny_model(), 0.3)), (20, tiny_model()), (30, nudge(tiny_model(), 0.3, seed=1))):
         looks.look(model, step)
     assert looks.best_step() == 20
     assert looks.best_checkpoint(Path("checkpoints")).name == "step-000020"
@@ -64,7 +64,7 @@ def test_a_resumed_run_remembers_what_it_saw_up_to_its_step_and_since_its_last_l
         for taken in (step - 2, step - 1):
             run.record(taken, loss=float(taken))
             looks.saw(float(taken))
-        looks.look(tiny(), step)
+        looks.look(tiny_model(), step)
     run.rewind(5)
     later = looks_of(run)
     later.recall()
@@ -72,7 +72,7 @@ def test_a_resumed_run_remembers_what_it_saw_up_to_its_step_and_since_its_last_l
     assert later.train == looks.train[:2]
     assert all(np.array_equal(a, b) for a, b in zip(later.losses, looks.losses[:2], strict=True))
     later.saw(5.0)
-    later.look(tiny(), 6)
+    later.look(tiny_model(), 6)
     assert later.train == looks.train  # step 4 was taken before the interruption, step 5 after it
 
 
@@ -81,7 +81,7 @@ def test_a_gap_is_spoken_of_only_once_text_is_read_again(repeats_from: int, said
     looks = looks_of(run, repeats_from)
     for look in range(1, 9):
         looks.saw(5.0 - 0.5 * look)  # learned by heart, while held-out loss stays where it is
-        looks.look(tiny(), 10 * look)
+        looks.look(tiny_model(), 10 * look)
     run.ledger.close()
     assert bool(events(run.config, "gap")) is said_so
     assert any("learned by heart" in line or "over-fitting" in line for line in said) is said_so

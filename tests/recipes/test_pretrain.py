@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 
 from assay.cli import run as assay
-from assay.data.consumed import ids_digest
+from assay.data.data_ledger import ids_digest
 from assay.data.order import Order
 from assay.errors import GuardStop, UsageError
-from assay.guard.update import Account
+from assay.guard.training_guards import UpdateAccount
 from assay.model.transformer import Transformer, initialised
 from assay.recipes import pace, pretrain, run, training
 from assay.recipes.options import Pretrain
 from assay.recipes.pretrain import optimizer_for
-from assay.store.checkpoint import latest, open_checkpoint
-from assay.zoo.practice import corpus
-from assay.zoo.resuming import NoProver
+from assay.store.checkpoint import latest_checkpoint, open_checkpoint
+from assay.testing.tiny_training import tiny_corpus
+from assay.zoo.run_faults import NoProver
 from tests.recipes import sittings
 from tests.recipes.sittings import EVERY, LENGTH, ROWS, STEPS, events, options, rows, saved_steps, sit
 
@@ -51,7 +51,7 @@ def test_a_request_that_makes_no_sense_is_refused(changed: dict[str, Any], words
                                             ({"optimizer": "adamw", "weight_decay": 0.7}, 0.7)])
 def test_matrices_decay_as_the_optimizer_asks_unless_told_otherwise(given: dict[str, Any], due: float, tmp_path: Path):
     config = options(tmp_path / "run", **given)
-    plan = pretrain.derived(config, corpus())
+    plan = pretrain.derived(config, tiny_corpus())
     optimizer = optimizer_for(config, plan, initialised(plan.model, 0))
     assert optimizer.param_groups[0]["weight_decay"] == due
 
@@ -112,7 +112,7 @@ def test_nan_in_one_micro_batch_is_exit_code_4_with_a_sentence_and_a_good_checkp
     assert "assay: step 8: loss nan" in err
     assert "Lower the learning rate, or look at this step's data" in err
     assert f"stopped; step-{EVERY:06d} stands" in out
-    found, passed_over = latest(tmp_path / "run" / "checkpoints")
+    found, passed_over = latest_checkpoint(tmp_path / "run" / "checkpoints")
     assert (found and found.step, passed_over) == (EVERY, [])
 
 
@@ -129,8 +129,8 @@ def test_a_resume_that_lost_its_moments_is_stopped_before_it_steps(tmp_path: Pat
 def test_steps_too_small_to_see_at_the_end_of_the_schedule_are_no_alarm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The last checkpoint may come one step after the last but one, at a rate of almost nothing."""
     judged: list[int] = []
-    begin = Account.begin
-    monkeypatch.setattr(Account, "begin", lambda account, *given: (judged.append(1), begin(account, *given))[1])
+    begin = UpdateAccount.begin
+    monkeypatch.setattr(UpdateAccount, "begin", lambda account, *given: (judged.append(1), begin(account, *given))[1])
     monkeypatch.setattr(pace, "warmup_stable_decay", lambda step, *_, **__: 1.0 if step < 7 else 1e-12)
     config = options(tmp_path / "run", tokens=9 * ROWS * LENGTH, every=8)
     assert sit(config) == ([], None)
@@ -143,7 +143,7 @@ def test_steps_too_small_to_see_at_the_end_of_the_schedule_are_no_alarm(tmp_path
 def test_metrics_say_what_was_read_and_the_ledger_how_often(tmp_path: Path):
     config = options(tmp_path / "run")
     sit(config)
-    order = Order(corpus(), 0, ROWS, LENGTH, 2)
+    order = Order(tiny_corpus(), 0, ROWS, LENGTH, 2)
     steps = [row for row in rows(tmp_path / "run" / "metrics.jsonl") if "loss" in row]
     assert [row["step"] for row in steps] == list(range(STEPS))
     assert [row["data"] for row in steps] == [ids_digest(order.batch(step).ids) for step in range(STEPS)]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from assay.recipes.options import Pretrain
-from assay.store.checkpoint import open_checkpoint, steps
+from assay.store.checkpoint import open_checkpoint, step_folders
 from tests.recipes.sittings import EVERY, STEPS, events, left_by, options
 from tests.recipes.test_pretrain import flags
 
@@ -34,7 +34,7 @@ def wait_for(config: Pretrain, step: int) -> None:
 
 
 def quarantined(config: Pretrain) -> list[str]:
-    return [path.name for path in steps(Path(config.out) / "checkpoints") if open_checkpoint(path).quarantined]
+    return [path.name for path in step_folders(Path(config.out) / "checkpoints") if open_checkpoint(path).quarantined]
 
 
 @pytest.fixture(scope="module")

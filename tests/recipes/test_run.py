@@ -15,14 +15,14 @@ import torch
 
 from assay.errors import GuardStop, StoreError, UsageError
 from assay.guard import proof
-from assay.guard.proof import Prover, mark
+from assay.guard.proof import Prover, hallmark_or_quarantine
 from assay.recipes import run as run_module
 from assay.recipes.run import Run, plain, read_rows, rewrite_rows
 from assay.store import durable
-from assay.store.checkpoint import Contents, latest, open_checkpoint
-from assay.store.saver import BackgroundSaver
+from assay.store.checkpoint import Contents, latest_checkpoint, open_checkpoint
+from assay.store.saving import BackgroundSaver
 from assay.verdict import Verdict, proven, refuted, unproven
-from assay.zoo.resuming import NoProver
+from assay.zoo.run_faults import NoProver
 from tests.recipes.sittings import EVERY, events, options, rows, saved_steps, sit
 
 
@@ -123,14 +123,14 @@ def test_plain_is_strict_json():
 
 def test_old_checkpoints_are_retired_beside_the_loop_and_written_down_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Hashing what is kept takes as long as the disk does: the loop must not wait for it."""
-    whole, where = run_module.retain, []
+    whole, where = run_module.delete_old_checkpoints, []
 
     def watched(*given: Any) -> list[Path]:
         gone = whole(*given)
         where.append((threading.current_thread() is threading.main_thread(), [path.name for path in gone]))
         return gone
 
-    monkeypatch.setattr(run_module, "retain", watched)
+    monkeypatch.setattr(run_module, "delete_old_checkpoints", watched)
     config = options(tmp_path / "run")
     sit(config)
     assert [main for main, _ in where] == [False] * 7 + [True]  # steps 0, 1, 6, 12, 18, 24, 26; then once more at the end
@@ -214,7 +214,7 @@ class Refuting(NoProver):
 
     def start(self, folder: Path, **_: Any) -> None:
         verdicts = [(refuted if folder.name == f"step-{2 * EVERY:06d}" else proven)("answers", "probe logits")]
-        mark(open_checkpoint(folder), verdicts)
+        hallmark_or_quarantine(open_checkpoint(folder), verdicts)
         self.found.append((folder, verdicts))
 
     def finished(self) -> list[tuple[Path, list[Verdict]]]:
@@ -245,7 +245,7 @@ def test_a_full_disk_stops_the_run_and_what_was_saved_stands(moment: int | str, 
 
     def full(path: Path, chunks: Any) -> str:
         if f"step-{step:06d}" in str(path) and path.name == "optimizer.safetensors":
-            with durable.told(path):
+            with durable.as_store_error(path):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return whole(path, chunks)
 
@@ -254,7 +254,7 @@ def test_a_full_disk_stops_the_run_and_what_was_saved_stands(moment: int | str, 
     with pytest.raises(StoreError, match="the disk is full"):
         sit(config)
     stopped, = events(config, "stopped")
-    found, passed_over = latest(tmp_path / "run" / "checkpoints")
+    found, passed_over = latest_checkpoint(tmp_path / "run" / "checkpoints")
     assert stopped["exit_code"] == 1
     assert found is not None
     assert passed_over == []

@@ -18,12 +18,12 @@ from assay.model.lora import LoraLinear
 from assay.recipes import beginning, handover, run, sft, shrunk, tuning
 from assay.recipes.options import Sft
 from assay.recipes.sft import FineTuning
-from assay.store.artifact import build, open_artifact
-from assay.store.checkpoint import hallmark, open_checkpoint, step_folder
+from assay.store.artifact import build_model, open_artifact
+from assay.store.checkpoint import open_checkpoint, step_folder, write_hallmark
 from assay.store.ledger import Ledger
+from assay.testing.tiny_models import nudge, save_model, tiny_model
 from assay.verdict import Outcome, Verdict, proven, refuted
-from assay.zoo.resuming import NoProver
-from assay.zoo.stage import nudged, save, tiny
+from assay.zoo.run_faults import NoProver
 from tests.recipes.sittings import rows
 
 STEPS = 7
@@ -33,7 +33,7 @@ STEPS = 7
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A base model and sums to learn."""
     folder = tmp_path_factory.mktemp("sft")
-    save(folder / "base", tiny("llama"))
+    save_model(folder / "base", tiny_model("llama"))
     sums = [{"prompt": f"{a}+{b}=", "completion": str(a + b)} for a in range(12) for b in range(12)]
     (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sums))
     return folder
@@ -117,7 +117,7 @@ def test_a_run_learns_says_so_and_hands_over_what_it_scored(lora_r: int, home: P
     recorded = json.loads((tmp_path / "run" / "ledger.jsonl").read_text().splitlines()[-1])
     last = open_artifact(step_folder(tmp_path / "run" / "checkpoints", STEPS))
     model = open_artifact(tmp_path / "run" / "model")
-    live, handed = (build(artifact).logits(build(artifact).hidden(torch.arange(8)[None])) for artifact in (last, model))
+    live, handed = (build_model(artifact).logits(build_model(artifact).hidden(torch.arange(8)[None])) for artifact in (last, model))
     assert torch.allclose(live, handed, atol=1e-5)
     assert (tmp_path / "run" / "adapter").exists() is bool(lora_r)
     assert recorded["kind"] == "hand over"
@@ -214,7 +214,7 @@ def test_transformers_and_peft_say_the_same_words(home: Path, tmp_path: Path):
         for prompt in ("3+4=", "11+5="):
             ids = saved.tokenizer.encode(prompt)
             assert tokenizer(prompt, add_special_tokens=False)["input_ids"] == ids
-            ours, = sample(build(saved), [ids], saved.stops.stop_ids, Sampling(max_new=12, temperature=0))
+            ours, = sample(build_model(saved), [ids], saved.stops.stop_ids, Sampling(max_new=12, temperature=0))
             said = model.eval().generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False, pad_token_id=0)
             assert said[0, len(ids):].tolist() == list(ours.ids), name
 
@@ -230,7 +230,7 @@ def parent(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.setattr(handover, "prove", lambda request: [proven("whole", "not looked at")])
         sft.sft(options(home, folder, lora_r=4), lambda _: None)
     last = step_folder(folder / "checkpoints", STEPS)
-    hallmark(open_checkpoint(last), [proven("whole", "in this test")])
+    write_hallmark(open_checkpoint(last), [proven("whole", "in this test")])
     return last
 
 
@@ -274,15 +274,15 @@ def test_a_child_that_does_not_start_as_its_parent_is_stopped(lost: str, parent:
                                                               monkeypatch: pytest.MonkeyPatch):
     """The parent's adapter is not loaded, or is loaded and something else with it."""
     def strayed(artifact: Any) -> Any:
-        model = build(artifact)
+        model = build_model(artifact)
         layers = [module for module in model.modules() if isinstance(module, LoraLinear)]
         with torch.no_grad():
             for layer in layers if lost == "adapter" else []:
                 for left in layer.lefts:
                     left.zero_()
-        return model if lost == "adapter" else nudged(model, 0.05)
+        return model if lost == "adapter" else nudge(model, 0.05)
 
-    monkeypatch.setattr(beginning, "build", strayed)
+    monkeypatch.setattr(beginning, "build_model", strayed)
     with pytest.raises(GuardStop, match="fork: the first look and the parent's"):
         sft.sft(options(home, tmp_path / "fork", from_=str(parent), optimizer_state="fresh", steps=3), lambda _: None)
 
@@ -306,14 +306,14 @@ def test_what_a_sitting_made_and_did_not_prove_is_proven_by_the_next(made: str, 
         else:
             shrunk.make_student(tmp_path / "student", open_artifact(deep), 2, lambda _: None)
 
-    deep = save(tmp_path / "deep", tiny("llama", depth=4, windows=(None,) * 4)).folder
+    deep = save_model(tmp_path / "deep", tiny_model("llama", depth=4, windows=(None,) * 4)).folder
     monkeypatch.setattr(beginning, "prove_checkpoint", prove)
     with pytest.raises(KeyboardInterrupt if first == "killed" else GuardStop):
         make()
     with contextlib.nullcontext() if first == "killed" else pytest.raises(GuardStop, match="is not proven"):
         make()
     assert asked == [tmp_path / made] * 2
-    hallmark(open_checkpoint(tmp_path / made), [proven("answers", "probe logits")])
+    write_hallmark(open_checkpoint(tmp_path / made), [proven("answers", "probe logits")])
     make()
     assert len(asked) == 2
 

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from assay.data.chat import render
+from assay.data.chat import render_conversations
 from assay.data.layouts import read_conversations
-from assay.data.packing import Packed
+from assay.data.packing import PackedExamples
 from assay.learn.loop import accumulated
 from assay.learn.objectives import next_token
 from assay.model.families import hf_layout, to_foreign
-from assay.store.artifact import build, open_artifact
-from assay.zoo.stage import save_as_others_do, tiny
+from assay.store.artifact import build_model, open_artifact
+from assay.testing.tiny_models import save_hf_folder, tiny_model
 
 pytestmark = pytest.mark.slow  # importing TRL takes longer than all of it
 ROWS = [{"prompt": f"What is {a} and {b}? ", "completion": f"{a} and {b} are {a + b}, of course" + "!" * (a % 3)}
@@ -23,7 +23,7 @@ ROWS = [{"prompt": f"What is {a} and {b}? ", "completion": f"{a} and {b} are {a 
 
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
-    return save_as_others_do(tmp_path / "base", tiny("llama"))
+    return save_hf_folder(tmp_path / "base", tiny_model("llama"))
 
 
 def trl_step(base: Path, out: Path, **options: Any) -> tuple[float, dict[str, torch.Tensor]]:
@@ -43,10 +43,10 @@ def trl_step(base: Path, out: Path, **options: Any) -> tuple[float, dict[str, to
 def our_step(base: Path, data: Path, *, packing: bool, micro: int) -> tuple[float, dict[str, torch.Tensor]]:
     artifact = open_artifact(base)
     assert artifact.tokenizer is not None
-    examples = render(read_conversations(data).rows, artifact.tokenizer, artifact.stops, length=128).examples
-    order = Packed(examples, 0, 1, 128, packing=packing)
-    order = Packed(examples, 0, order.windows, 128, packing=packing)
-    model, batch = build(artifact).requires_grad_(True), order.batch(0)
+    examples = render_conversations(read_conversations(data).rows, artifact.tokenizer, artifact.stops, length=128).examples
+    order = PackedExamples(examples, 0, 1, 128, packing=packing)
+    order = PackedExamples(examples, 0, order.windows, 128, packing=packing)
+    model, batch = build_model(artifact).requires_grad_(True), order.batch(0)
     loss = accumulated(model, next_token, batch, micro, float(batch.weight.sum())).loss
     gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     return float(loss), to_foreign(hf_layout(model.config), gradients)

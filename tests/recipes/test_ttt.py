@@ -13,20 +13,20 @@ from assay.recipes.ttt import ttt
 from assay.recipes.ttt_options import Ttt
 from assay.store.artifact import open_artifact
 from assay.store.ledger import read_chain
+from assay.testing.tiny_models import save_model, tiny_model
 from assay.verbs import seeds as seeds_verb
 from assay.verbs import ttt as verb
 from assay.verdict import Outcome
-from assay.zoo import passing
-from assay.zoo.stage import save, tiny
+from assay.zoo import ttt_faults
 
 SETTINGS = "--chunk 24 --context 72 --rank 2 --lr 1e-2 --batch 4 --device cpu"
 
 
 def options(folder: Path, more: str = "", out: str = "run") -> Ttt:
     if not (folder / "base").exists():
-        save(folder / "base", tiny())
-        (folder / "text.txt").write_text("".join(passing.chants(10)))
-        (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in passing.chants(10)))
+        save_model(folder / "base", tiny_model())
+        (folder / "text.txt").write_text("".join(ttt_faults.repetitive_texts(10)))
+        (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in ttt_faults.repetitive_texts(10)))
     return parse(Ttt, f"{folder / 'base'} --text {folder / 'text.jsonl'} --out {folder / out} {SETTINGS} {more}".split(), prog="assay ttt")
 
 
@@ -69,7 +69,7 @@ def test_without_a_patch_it_is_what_the_model_says_of_the_raw_bytes(tmp_path: Pa
     """Every byte is paid for once, by a plain pass over each document, which fits the context whole."""
     report = ttt(options(tmp_path, f"--context 200 --text {tmp_path / 'text.txt'} --document-bytes 60"), quiet)
     artifact = open_artifact(tmp_path / "base")
-    model, raw = tiny(), (tmp_path / "text.txt").read_bytes()
+    model, raw = tiny_model(), (tmp_path / "text.txt").read_bytes()
     assert sum(text.bytes for text in report.documents) == len(raw)
     for text in report.documents:
         assert text.tokens[0] == artifact.stops.eos
@@ -116,11 +116,12 @@ def test_what_cannot_be_paired_is_refused(tmp_path: Path):
 def test_seeds_take_it_with_a_set_for_each_weight_decay(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     flags = parse(seeds_verb.FLAGS, ["ttt", str(tmp_path / "base"), "--text", "t.txt", "--warm-start", "--seeds", "1", "2", "--over",
                                      "weight-decay=0.5,2", "--out", "runs"], prog="assay seeds")
-    sets = seeds_verb.sets(flags)
-    plans = {name: seeds_verb.checked(one) for name, one in sets.items()}
+    sets = seeds_verb.plans_by_value(flags)
+    plans = {name: seeds_verb.checked_plan(one) for name, one in sets.items()}
     assert list(plans) == ["weight-decay 0.5", "weight-decay 2"]
     asked = f"ttt {tmp_path / 'base'} --text t.txt --warm-start --weight-decay 2 --seed 1 --out runs/weight-decay-2/seed-1"
     assert plans["weight-decay 2"].command(1)[3:] == asked.split()
     for wrong in ("weight-decay", "weight-decay=1,,2", "=1"):
         with pytest.raises(UsageError, match="expected an option and its values"):
-            seeds_verb.sets(parse(seeds_verb.FLAGS, ["ttt", "--seeds", "1", "2", "--over", wrong, "--out", "r"], prog="assay seeds"))
+            seeds_verb.plans_by_value(parse(seeds_verb.FLAGS, ["ttt", "--seeds", "1", "2", "--over", wrong, "--out", "r"],
+                                            prog="assay seeds"))

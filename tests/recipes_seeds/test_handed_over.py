@@ -14,23 +14,23 @@ import pytest
 import torch
 
 from assay.data.bpe import train_tokenizer, write_tokenizer
-from assay.data.build import Plan, build
-from assay.data.text import Rule
+from assay.data.build_corpus import CorpusPlan, build_corpus
+from assay.data.data_files import DocumentRule
 from assay.errors import ArtifactError, UsageError
+from assay.evaluation.held_out_loss import score_corpus
 from assay.guard import proof
-from assay.learn.ema import averaged
-from assay.measure.held_out import score
+from assay.learn.ema import ema_weights
 from assay.recipes import handover
 from assay.recipes.handover import check_weight_set, rescored, written
 from assay.recipes.options import Pretrain
 from assay.recipes.pretrain import Pretraining, pretrain
 from assay.recipes.squeezed import check_bytes, check_score, reread, squeezed
-from assay.store.artifact import build as built
+from assay.store.artifact import build_model as built
 from assay.store.artifact import open_artifact
+from assay.store.assayz import read_assayz, write_assayz
 from assay.store.checkpoint import open_checkpoint, step_folder
-from assay.store.export import export
+from assay.store.export_artifact import export_artifact
 from assay.store.ledger import Ledger
-from assay.store.squeeze import squeeze, unsqueeze
 from assay.verdict import Outcome, proven
 from tests.data.conftest import made_text, write_jsonl
 
@@ -49,8 +49,8 @@ def no_fresh_processes():
 def corpus(tmp_path_factory):
     folder = tmp_path_factory.mktemp("corpus")
     text = write_jsonl(folder / "text.jsonl", [made_text(seed, 60) for seed in range(40)])
-    write_tokenizer(train_tokenizer([text], 320, rule=Rule())[0], folder / "tokenizer")
-    return build([text], folder / "corpus", folder / "tokenizer", Plan(held_out=0.2), workers=1)
+    write_tokenizer(train_tokenizer([text], 320, rule=DocumentRule())[0], folder / "tokenizer")
+    return build_corpus([text], folder / "corpus", folder / "tokenizer", CorpusPlan(held_out=0.2), workers=1)
 
 
 def options(corpus, out, **more):
@@ -81,7 +81,7 @@ def raw_run(corpus, tmp_path_factory):
 
 
 def scoring(corpus):
-    return partial(score, corpus=corpus, rows=ROWS, length=LENGTH, context=LENGTH // 2)
+    return partial(score_corpus, corpus=corpus, rows=ROWS, length=LENGTH, context=LENGTH // 2)
 
 
 # ---------------------------------------------------------------- two named weight sets (FAILURES C19)
@@ -96,13 +96,13 @@ def test_the_average_changes_nothing_that_training_goes_on_from(averaging, raw_r
 
 def test_a_checkpoint_names_both_sets_and_holds_both(averaging, raw_run):
     saved = open_artifact(averaging.last)
-    facts, average = saved.raw.checkpoint.facts, averaged(saved.raw.checkpoint.optimizer())
+    facts, average = saved.raw.checkpoint.facts, ema_weights(saved.raw.checkpoint.optimizer())
     assert (facts["weight_set"], facts["scored_set"]) == ("raw", "ema")
     assert average.keys() == saved.tensors.keys()
     assert not any(torch.equal(average[name], tensor) for name, tensor in saved.tensors.items() if tensor.dim() == 2)
     plain = open_checkpoint(step_folder(raw_run / "checkpoints", STEPS))
     assert (plain.facts["weight_set"], plain.facts["scored_set"]) == (None, None)
-    assert not averaged(plain.optimizer())
+    assert not ema_weights(plain.optimizer())
 
 
 def test_what_is_handed_over_is_what_the_look_scored(averaging, corpus):
@@ -111,8 +111,8 @@ def test_what_is_handed_over_is_what_the_look_scored(averaging, corpus):
     assert last["step"] == STEPS  # and the best: the model is still learning
     given, raw = open_artifact(averaging.folder / "model"), open_artifact(averaging.last)
     assert given.raw.checkpoint.facts["weight_set"] == "ema"
-    assert all(torch.equal(tensor, averaged(raw.raw.checkpoint.optimizer())[name]) for name, tensor in given.tensors.items())
-    of_given, of_raw = (score(built(a), corpus, rows=ROWS, length=LENGTH, count=4).per_document for a in (given, raw))
+    assert all(torch.equal(tensor, ema_weights(raw.raw.checkpoint.optimizer())[name]) for name, tensor in given.tensors.items())
+    of_given, of_raw = (score_corpus(built(a), corpus, rows=ROWS, length=LENGTH, count=4).per_document for a in (given, raw))
     assert np.abs(of_given - recorded).max() < 1e-5
     assert np.abs(of_raw - recorded).max() > 1e-3
     assert given.raw.checkpoint.facts["parent"]["weights"] == raw.digest
@@ -121,7 +121,7 @@ def test_what_is_handed_over_is_what_the_look_scored(averaging, corpus):
 @pytest.mark.parametrize("which", ["model", "last"])
 def test_an_export_says_which_set_it_holds(averaging, which, tmp_path):
     source = open_artifact(averaging.folder / "model" if which == "model" else averaging.last)
-    export(source, "hf", tmp_path / "export", "bfloat16")
+    export_artifact(source, "hf", tmp_path / "export", "bfloat16")
     facts = open_checkpoint(tmp_path / "export").facts
     assert (facts["weight_set"], facts["scored_set"]) == ("ema" if which == "model" else "raw", "ema")
 
@@ -170,7 +170,7 @@ def test_resumed_equals_uninterrupted_with_its_average(averaging, corpus, tmp_pa
 
 def test_the_artifact_is_the_handed_over_model_in_so_many_bytes(averaging, corpus):
     file = averaging.folder / "model.assayz"
-    found = unsqueeze(file)
+    found = read_assayz(file)
     assert file.stat().st_size <= 60_000
     assert found.source == open_artifact(averaging.folder / "model").digest
     assert found.tokenizer.digest == corpus.tokenizer_digest
@@ -192,7 +192,7 @@ def test_other_weights_in_the_file_are_refuted_by_their_score(averaging, corpus,
     model = open_artifact(averaging.folder / "model")
     before = rescored(model, scoring(corpus))
     worse = replace(model, tensors=model.tensors | {"embed.weight": 8 * model.tensors["embed.weight"].roll(1, 0)})
-    squeeze(worse, tmp_path / "m", 10**9)
+    write_assayz(worse, tmp_path / "m", 10**9)
     verdict = check_score(before, reread(tmp_path / "m", corpus, ROWS, LENGTH))
     assert verdict.outcome is Outcome.REFUTED
     assert "more than the 0.05 allowed" in verdict.reason

@@ -7,16 +7,16 @@ import sys
 import pytest
 
 from assay.data.bpe import train_tokenizer, write_tokenizer
-from assay.data.build import Plan, build
-from assay.data.text import Rule
+from assay.data.build_corpus import CorpusPlan, build_corpus
+from assay.data.data_files import DocumentRule
 from tests.data.conftest import made_text, write_jsonl
 
 
 @pytest.mark.slow
 def test_two_seeds_of_pretraining_are_run_judged_and_not_run_again(tmp_path):
     text = write_jsonl(tmp_path / "text.jsonl", [made_text(seed, 60) for seed in range(40)])
-    write_tokenizer(train_tokenizer([text], 320, rule=Rule())[0], tmp_path / "tokenizer")
-    build([text], tmp_path / "corpus", tmp_path / "tokenizer", Plan(held_out=0.2), workers=1)
+    write_tokenizer(train_tokenizer([text], 320, rule=DocumentRule())[0], tmp_path / "tokenizer")
+    build_corpus([text], tmp_path / "corpus", tmp_path / "tokenizer", CorpusPlan(held_out=0.2), workers=1)
     argv = ["seeds", "pretrain", "--corpus", str(tmp_path / "corpus"), "--depth", "1", "--length", "32", "--batch-tokens", "128",
             "--tokens", "1024", "--epochs", "9", "--warmup", "2", "--device", "cpu", "--ema", "0.9", "--max-bytes", "60000",
             "--seeds", "1", "2", "--out", str(tmp_path / "set"), "--json"]

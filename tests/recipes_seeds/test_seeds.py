@@ -18,11 +18,11 @@ import pytest
 from assay import cli
 from assay.config import parse
 from assay.errors import StoreError, UsageError
-from assay.measure.estimate import Estimate
 from assay.recipes import seeds
 from assay.recipes.seeds import Ending, Plan, ending_in_words, final_score, judged, run_seeds
+from assay.statistics.estimate import Estimate
 from assay.store.ledger import Ledger
-from assay.verbs.seeds import FLAGS, checked
+from assay.verbs.seeds import FLAGS, checked_plan
 from assay.verdict import Outcome, overall
 
 RECIPE = Path(__file__).with_name("stand_in.py")
@@ -282,9 +282,9 @@ def test_what_is_not_its_own_is_passed_on_in_order():
     found = flags("pretrain", "--corpus", "c", "--lr", "-1", "--seeds", "42", "314", "--depth=2", "--out", "o", "--json", "--tokens", "5")
     assert found == FLAGS("pretrain", (42, 314), "o", True, ("--corpus", "c", "--lr", "-1", "--depth=2", "--tokens", "5"))
     with pytest.raises(UsageError, match=r"--lr is -1.0; expected a number above 0"):
-        checked(found)
+        checked_plan(found)
     meant = replace(found, options=tuple("1" if word == "-1" else word for word in found.options))
-    assert checked(meant).command(42)[1:] == ["-m", "assay", "pretrain", "--corpus", "c", "--lr", "1", "--depth=2", "--tokens", "5",
+    assert checked_plan(meant).command(42)[1:] == ["-m", "assay", "pretrain", "--corpus", "c", "--lr", "1", "--depth=2", "--tokens", "5",
                                               "--seed", "42", "--out", "o/seed-42"]
 
 
@@ -295,7 +295,7 @@ def test_what_is_not_its_own_is_passed_on_in_order():
     (["--seeds", "1"], "two or more different seeds"), ([], "required: --seeds")])
 def test_mistakes_are_found_before_anything_runs(tmp_path, argv, sentence):
     with pytest.raises(UsageError, match=sentence):
-        checked(flags("pretrain", "--corpus", "c", "--out", str(tmp_path / "o"), *argv))
+        checked_plan(flags("pretrain", "--corpus", "c", "--out", str(tmp_path / "o"), *argv))
     assert not (tmp_path / "o").exists()
 
 
@@ -307,7 +307,7 @@ def test_an_unknown_recipe_is_refused():
 def test_exit_codes_and_json(tmp_path, monkeypatch, capfd):
     argv = ["seeds", "pretrain", "--corpus", "c", "--seeds", "1", "2", "--json", "--out"]
     for options, code in (((), 0), (("guard=2",), 3), (("usage=1",), 2)):
-        monkeypatch.setattr("assay.verbs.seeds.checked", lambda flags, options=options: plan(flags.out, *options, of=flags.seeds))
+        monkeypatch.setattr("assay.verbs.seeds.checked_plan", lambda flags, options=options: plan(flags.out, *options, of=flags.seeds))
         assert cli.run([*argv, str(tmp_path / str(code))]) == code
         out, err = capfd.readouterr()
         assert "seed 1: begins" in err

@@ -71,14 +71,15 @@ def rollouts(steps: int) -> list[dict[str, Any]]:
 def a_checkpoint(where: Path, value: float, *, parent: dict[str, str] | None = None, base: dict[str, str] | None = None,
                  step: int | None = None, change: str = "moved", marked: bool = True) -> str:
     """The digest of its weights."""
-    from assay.store.identity import recorded_digest
+    from assay.store.digests import recorded_digest
 
     facts: dict[str, Any] = {"change": change, "parent": parent, "environment": ENVIRONMENT, "code": "c" * 64, "tokenizer": "t" * 64}
     where.parent.mkdir(parents=True, exist_ok=True)
-    found = checkpoint.write(where, Contents("model", {"w": torch.full((3,), value)}, facts=facts | ({"base": base} if base else {}),
+    found = checkpoint.write_checkpoint(where, Contents("model", {"w": torch.full((3,), value)}, facts=facts | ({"base": base} if base
+                                                                                                                else {}),
                                              trainer=None if step is None else {"step": step}))
     if marked:
-        checkpoint.hallmark(found, [proven("whole", "every file is there")])
+        checkpoint.write_hallmark(found, [proven("whole", "every file is there")])
     return recorded_digest(found.manifest)
 
 

@@ -11,8 +11,8 @@ import pytest
 
 from assay.report import board as module
 from assay.report.board import board
-from assay.report.page import report
-from assay.report.record import Record, read_run
+from assay.report.page import render_report
+from assay.report.run_record import RunRecord, read_run
 from assay.store.ledger import Ledger
 from assay.verbs import report as report_verb
 from assay.verbs import runs as runs_verb
@@ -47,7 +47,7 @@ def test_a_run_that_may_not_be_read_is_a_row_beside_the_others(tmp_path: Path, m
     a_run(tmp_path / "mine")
     theirs = a_run(tmp_path / "theirs")
 
-    def denied(folder: Path) -> Record:
+    def denied(folder: Path) -> RunRecord:
         if folder == theirs:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder / "ledger.jsonl"))
         return read_run(folder)
@@ -95,7 +95,7 @@ def test_the_parent_is_named_by_digest_once_a_manifest_does(tmp_path: Path):
     a_checkpoint(run / "checkpoints" / "step-000040", 1.0, parent={"weights": "a" * 64, "path": "models/base"}, step=40)
     a_checkpoint(run / "model", 1.0, parent={"weights": "b" * 64, "path": "run/checkpoints/step-000040"}, change="same")
     assert board(run)[0].parent == "models/base (aaaaaaaaaaaa)"
-    assert "<dd>models/base (aaaaaaaaaaaa)</dd>" in report(read_run(run))
+    assert "<dd>models/base (aaaaaaaaaaaa)</dd>" in render_report(read_run(run))
 
 
 def test_the_verbs_print_tables_json_and_where_the_page_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

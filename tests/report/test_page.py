@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from assay.errors import UsageError
-from assay.report.page import report, write_report
-from assay.report.record import read_run
-from assay.report.samples import read_evaluation
+from assay.report.page import render_report, write_report
+from assay.report.run_record import read_run
+from assay.report.sample_sections import read_evaluation
 from assay.store.ledger import Ledger
 from assay.verdict import proven, refuted, unproven
 from tests.recipes.sittings import STEPS, options, rows, sit
@@ -60,7 +60,7 @@ def charts_of(page: str) -> dict[str, list[dict[str, Any]]]:
 
 def test_the_page_shows_standing_verdicts_evidence_curves_data_and_the_command(tmp_path: Path):
     run = a_run(tmp_path / "run", verdicts=some_verdicts())
-    page = report(read_run(run))
+    page = render_report(read_run(run))
     text = seen(page).text
     for words in ("done and proven", "0.5 [0.4, 0.6] (n=90) nats per token", "of 256 groups none had rewards that differ", '"groups": 256',
                   "ledger line 2", "nothing to compare with", "step-000040", "c0ffee", "model: base", "assay sft --config run/config.yaml",
@@ -75,7 +75,7 @@ def test_the_page_shows_standing_verdicts_evidence_curves_data_and_the_command(t
 def test_a_real_run_is_shown_as_it_was(tmp_path: Path):
     config = options(tmp_path / "run")
     sit(config)
-    page = report(read_run(tmp_path / "run"))
+    page = render_report(read_run(tmp_path / "run"))
     text, charts = seen(page).text, charts_of(page)
     for words in ("interrupted", "preflight before step 1", "movement", "no proof : step-000000", "assay pretrain --config run/config.yaml",
                   "environment was assay", "bits per byte at step 26", "read_times"):
@@ -94,7 +94,7 @@ def test_a_check_that_ran_often_shows_its_worst_and_how_often(tmp_path: Path):
         ledger.append("account", verdicts=[made("movement", "weights moved" if moved else "nothing moved").to_json(),
                                            proven("movement", "the average moved").to_json()])
     ledger.close()
-    text = seen(report(read_run(run)).split('id="verdicts"')[1].split("</section>")[0]).text
+    text = seen(render_report(read_run(run)).split('id="verdicts"')[1].split("</section>")[0]).text
     assert "REFUTED account movement nothing moved 0 facts, ran 3 times ledger line 7; 2 × PROVEN, 1 × REFUTED" in text
     assert "PROVEN account movement the average moved" in text
 
@@ -104,7 +104,7 @@ def test_what_was_not_checked_is_listed(tmp_path: Path):
     ledger = Ledger(run / "ledger.jsonl")
     ledger.append("save", step=50, checkpoint="step-000050")
     ledger.close()
-    unchecked = seen(report(read_run(run)).split('id="unchecked"')[1].split("</section>")[0]).text
+    unchecked = seen(render_report(read_run(run)).split('id="unchecked"')[1].split("</section>")[0]).text
     for words in ("parity (preflight): did not run: no GPU is here", "no proof : step-000050 was saved", "no samples", "no probe history",
                   "no account", "no hand-over"):
         assert words in unchecked, words
@@ -130,7 +130,7 @@ def test_hostile_text_is_shown_and_inert(tmp_path: Path):
     (run / "probe.json").write_text(json.dumps({"sentence": HOSTILE, "probed": {HOSTILE: {"bad": 1, "n": 2, "low": 0, "high": 1}}}))
     named = HOSTILE.replace("\ud800", "")
     a_checkpoint(run / "checkpoints" / "step-000040", 1.0, parent={"weights": named, "path": named})
-    page = report(read_run(run))
+    page = render_report(read_run(run))
     found = seen(page)
     page.encode()  # a lone surrogate has no bytes
     assert [tag for tag, _ in found.elements].count("script") == 3
@@ -147,7 +147,7 @@ def test_the_policy_lets_nothing_run_but_the_two_scripts_and_nothing_be_fetched(
     import base64
     import hashlib
 
-    page = report(read_run(a_run(tmp_path / "run")))
+    page = render_report(read_run(a_run(tmp_path / "run")))
     policy = next(a["content"] for tag, a in seen(page).elements if tag == "meta" and a.get("http-equiv") == "Content-Security-Policy")
     scripts = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
     assert policy is not None
@@ -166,7 +166,7 @@ def test_torn_last_lines_are_said_and_the_rest_is_shown(tmp_path: Path):
     for name in ("ledger.jsonl", "metrics.jsonl"):
         data = (run / name).read_bytes()
         (run / name).write_bytes(data + data.splitlines()[-1][:25])
-    text = seen(report(read_run(run))).text
+    text = seen(render_report(read_run(run))).text
     assert "ledger.jsonl: the last line was cut short after 25 bytes; the 7 events before it are whole" in text
     assert "metrics.jsonl: the last line was cut short after 25 bytes; the 44 before it are shown" in text
     assert "done and proven" in text
@@ -176,7 +176,7 @@ def test_a_damaged_chain_voids_the_standing_and_what_comes_before_is_shown(tmp_p
     run = a_run(tmp_path / "run", verdicts=some_verdicts())
     data = (run / "ledger.jsonl").read_bytes()
     (run / "ledger.jsonl").write_bytes(data.replace(b"3 of 3 ended", b"9 of 9 ended"))
-    text = seen(report(read_run(run))).text
+    text = seen(render_report(read_run(run))).text
     assert "ledger damaged : ledger.jsonl line 5: its content hashes to" in text
     assert "The 4 events before it are shown" in text
     assert "of 256 groups" in text
@@ -188,7 +188,7 @@ def test_a_damaged_chain_voids_the_standing_and_what_comes_before_is_shown(tmp_p
 def test_a_missing_file_is_said(gone: str, tmp_path: Path):
     run = a_run(tmp_path / "run")
     (run / gone).unlink()
-    assert f"{gone} is not here" in seen(report(read_run(run))).text
+    assert f"{gone} is not here" in seen(render_report(read_run(run))).text
 
 
 def test_lines_and_options_that_do_not_parse_are_said_by_their_place(tmp_path: Path):
@@ -196,7 +196,7 @@ def test_lines_and_options_that_do_not_parse_are_said_by_their_place(tmp_path: P
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text("".join([lines[0], "{not json\n", "[1]\n", *lines[1:]]))
     (run / "config.yaml").write_text("model: [unclosed")
-    text = seen(report(read_run(run))).text
+    text = seen(render_report(read_run(run))).text
     assert "metrics.jsonl line 2 is not JSON" in text
     assert "metrics.jsonl line 3 is no JSON object" in text
     assert "config.yaml is not YAML" in text
@@ -214,7 +214,7 @@ def test_a_value_that_is_not_finite_is_a_gap_that_is_said(tmp_path: Path):
     rows = metrics(40)
     rows[3]["loss"] = "nan"
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    page = report(read_run(run))
+    page = render_report(read_run(run))
     assert "loss was not finite at 1 step(s), first nan at step 4" in seen(page).text
     assert charts_of(page)["loss|eval_loss"][0]["y"][3] is None
 
@@ -225,7 +225,7 @@ def test_a_value_that_is_not_finite_is_a_gap_that_is_said(tmp_path: Path):
 def test_curves_of_reinforcement_learning_have_their_bands(tmp_path: Path):
     run = a_run(tmp_path / "run", recipe="Grpo")
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rollouts(20)))
-    page = report(read_run(run))
+    page = render_report(read_run(run))
     charts = charts_of(page)
     assert charts["reward|eval_reward"][0]["low"][10] == pytest.approx(0.2)
     assert charts["eval_answer"][0]["low"][0] == pytest.approx(0.24)
@@ -241,7 +241,7 @@ def test_a_long_run_is_thinned_to_means_between_least_and_greatest(tmp_path: Pat
     rows[5000]["loss"] = 1000.0
     rows[7003]["loss"] = "nan"
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    page = report(read_run(run))
+    page = render_report(read_run(run))
     [loss] = charts_of(page)["loss"]
     assert len(loss["x"]) == 1200
     assert loss["y"][0] == 4.5
@@ -259,14 +259,14 @@ def test_lineage_joins_what_a_digest_joins(tmp_path: Path):
     a_checkpoint(child / "checkpoints" / "step-000000", 1.0, parent=named, step=0, change="same")
     last = a_checkpoint(child / "checkpoints" / "step-000040", 2.0, parent=named, step=40, marked=False)
     a_checkpoint(child / "model", 2.0, parent={"weights": last, "path": str(child / "checkpoints" / "step-000040")}, change="same")
-    page = report(read_run(child), read_run(parent))
+    page = render_report(read_run(child), read_run(parent))
     drawn = page.split("<svg")[1].split("</svg>")[0]
     assert drawn.count("<rect") == 5  # base, parent, two checkpoints, model
     assert drawn.count('class="edge parent"') == 4
     assert ["UNPROVEN" in box for box in drawn.split("<rect")[1:]] == [False, True, False, False, False]
     assert "run parent" in seen(page).text
     assert "named by its digest" in drawn
-    alone = report(read_run(child)).split("<svg")[1].split("</svg>")[0]
+    alone = render_report(read_run(child)).split("<svg")[1].split("</svg>")[0]
     assert alone.count("<rect") == 4
     assert "step-000040, weights " + forked in alone
 
@@ -275,7 +275,7 @@ def test_a_checkpoint_whose_weights_are_not_here_still_tells_its_lineage(tmp_pat
     run = a_run(tmp_path / "run")
     a_checkpoint(run / "checkpoints" / "step-000040", 1.0, parent={"weights": "a" * 64, "path": "base"}, step=40)
     (run / "checkpoints" / "step-000040" / "model.safetensors").unlink()
-    text = seen(report(read_run(run))).text
+    text = seen(render_report(read_run(run))).text
     assert "aaaaaaaaaaaa" in text
     assert "lacks model.safetensors" in text
 
@@ -287,7 +287,7 @@ def test_a_mark_on_the_disk_counts_where_the_ledger_tells_of_no_proof(tmp_path: 
         ledger.append("save", step=step, checkpoint=f"step-{step:06d}")
         a_checkpoint(run / "checkpoints" / f"step-{step:06d}", float(step), step=step, change="new", marked=step == 50)
     ledger.close()
-    page = report(read_run(run))
+    page = render_report(read_run(run))
     rows = [seen(row).text for row in page.split('id="proofs"')[1].split("</section>")[0].split("<tr>")[2:]]
     assert rows[1] == "step-000050 PROVEN by its mark on the disk; the ledger does not tell of it unknown hallmarked"
     assert rows[2] == "step-000060 UNPROVEN no proof is on record unknown unproven"
@@ -304,7 +304,7 @@ def test_results_are_told_with_their_intervals_and_warnings_with_their_words(tmp
     ledger.append("edits", estimates={"efficacy": {"mean": 0.75, "low": 0.5, "high": 0.9, "n": 24}, "lost": None},
                   verdicts=[refuted("efficacy", "too few edits took").to_json()])
     ledger.close()
-    text = seen(report(read_run(run))).text
+    text = seen(render_report(read_run(run))).text
     for words in ("efficacy 0.75 [0.5, 0.9] (n=24)", "lost unknown", "done, refuted : efficacy: too few edits took",
                   "3 warnings on the way", "entropy fell below a tenth of where it began (3 times)"):
         assert words in text, words
@@ -316,7 +316,7 @@ def test_samples_stand_beside_the_parents_of_the_same_prompt(tmp_path: Path):
         rows = [{"step": 3, "prompt": "2+3=", "completion": said, "reward": 1.0},
                 {"step": 9, "prompt": f"only {run.name}", "completion": "-"}]
         (run / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    page = report(read_run(child), read_run(parent)).split('id="samples"')[1]
+    page = render_report(read_run(child), read_run(parent)).split('id="samples"')[1]
     assert page.index("five") < page.index("it is 5")
     assert "only parent" not in page
     assert "reward 1" in page
@@ -333,7 +333,7 @@ def test_evaluations_stand_side_by_side_where_they_differ_first(tmp_path: Path):
                 {"id": "other", "prompt": "hard", "samples": [{"text": f"{name} says", "score": right}]}]
         (folder / "scores.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     evaluations = [read_evaluation(tmp_path / name) for name in ("before", "after")]
-    page = report(read_run(a_run(tmp_path / "run")), None, evaluations).split('id="samples"')[1]
+    page = render_report(read_run(a_run(tmp_path / "run")), None, evaluations).split('id="samples"')[1]
     assert page.index("before says") < page.index("after says") < page.index("both")
     assert "0.5 [0, 1] (n=2)" in page
     assert "leak: seen before" in page

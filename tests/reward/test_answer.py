@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from assay.errors import DataError, UsageError
-from assay.reward.answer import disagreements, gold_answer, last_number, read_answer, read_number, readings, same_answer
+from assay.reward.answer import gold_answer, last_number, read_answer, read_number, reading_disagreements, readings, same_answer
 
 READ = [  # text, strictly, leniently
     ("48/2 = 24\n48+24 = 72\n#### 72", "72", "72"),
@@ -108,7 +108,7 @@ def test_where_the_readings_part_is_counted():
     read = [readings(text, "43") for text in ("#### 43", "<answer>42 or 43</answer>", "it is 43", "#### 42")]
     assert [each.strictly_right for each in read] == [True, False, False, False]
     assert [each.leniently_right for each in read] == [True, True, True, False]
-    assert disagreements(read) == 2
+    assert reading_disagreements(read) == 2
 
 
 def test_the_gold_of_a_row():

@@ -2,11 +2,11 @@
 
 import pytest
 
-from assay.guard import reward
+from assay.guard import reward_checks
+from assay.testing.fault_injection import FAULTS
+from assay.testing.tiny_models import swap
 from assay.verdict import proven
-from assay.zoo import observe, rewarding
-from assay.zoo.fault import FAULTS
-from assay.zoo.stage import swapped
+from assay.zoo import observe, reward_faults
 
 REASONS = {
     "alarm in a thread swallowed": "a wrong answer gets 0.2, the right completion 0.2 (row 0)",
@@ -31,7 +31,7 @@ WANTED = {f"W0{n}" for n in range(1, 7)} | {"E05", "E06"}
 
 
 def test_every_row_about_rewards_has_a_fault_and_every_fault_its_reason():
-    own = {name: fault for name, fault in FAULTS.items() if fault.job.__module__ == rewarding.__name__}
+    own = {name: fault for name, fault in FAULTS.items() if fault.job.__module__ == reward_faults.__name__}
     assert own.keys() == REASONS.keys()
     assert not WANTED - {row for fault in own.values() for row in fault.rows}
 
@@ -46,7 +46,7 @@ def test_it_is_caught_and_its_clean_twin_is_silent(name: str):
 
 
 def test_a_blind_check_misses_its_fault():
-    with swapped(reward, "check_scale", lambda *_: proven("reward_scale", "looks fine")):
+    with swap(reward_checks, "check_scale", lambda *_: proven("reward_scale", "looks fine")):
         assert not observe(FAULTS["form outweighs the answer"]).caught
-    with swapped(rewarding, "check_judged", lambda *_: proven("judge_groups", "looks fine")):
+    with swap(reward_faults, "check_groups_judged", lambda *_: proven("judge_groups", "looks fine")):
         assert not observe(FAULTS["unjudged group dropped"]).caught

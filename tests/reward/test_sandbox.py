@@ -13,10 +13,10 @@ import pytest
 
 from assay.errors import DataError, UsageError
 from assay.reward import sandbox
-from assay.reward.sandbox import UNUSED_UIDS, Limits, Outcome, judge, run_python
+from assay.reward.sandbox import UNUSED_UIDS, Limits, ProgramOutcome, judge_program, run_python
 from tests.reward.hostile import ENDLESS, ESCAPES, FORGERIES
 
-needs_bwrap = pytest.mark.skipif(sandbox.unavailable() is not None, reason=f"no sandbox here: {sandbox.unavailable()}")
+needs_bwrap = pytest.mark.skipif(sandbox.sandbox_unavailable() is not None, reason=f"no sandbox here: {sandbox.sandbox_unavailable()}")
 TESTS = """
 assert double(2) == 4
 assert double(-3) == -6
@@ -70,7 +70,7 @@ def outcomes(tmp_path_factory):
     outside = Outside(tmp_path_factory.mktemp("outside"))
     jobs = [(name, program, SHORT if name in ENDLESS else PATIENT) for name, program in (ESCAPES | FORGERIES | ENDLESS).items()]
     with recorded_users() as users, ThreadPoolExecutor(4) as pool:
-        judged = list(pool.map(lambda job: judge(outside.filled(job[1]), TESTS, names=["double"], limits=job[2]), jobs))
+        judged = list(pool.map(lambda job: judge_program(outside.filled(job[1]), TESTS, names=["double"], limits=job[2]), jobs))
     yield {name: outcome for (name, _, _), outcome in zip(jobs, judged, strict=True)} | {"outside": outside, "users": users}
     outside.close()
     del os.environ["SECRET"]
@@ -172,13 +172,13 @@ def f(): return D(1).a""", "assert f() == 1"),
 @pytest.mark.parametrize("name", HONEST)
 def test_honest_programs_pass(name):
     program, tests = HONEST[name]
-    outcome = judge(program, tests, names=["f", "g"], limits=PATIENT)
+    outcome = judge_program(program, tests, names=["f", "g"], limits=PATIENT)
     assert outcome.status == "passed", outcome
 
 
 @needs_bwrap
 def test_what_a_program_prints_and_why_it_failed_is_kept():
-    outcome = judge("print('thinking')\ndef f(): return 1", "assert f() == 2, 'one is not two'", names=["f"], limits=PATIENT)
+    outcome = judge_program("print('thinking')\ndef f(): return 1", "assert f() == 2, 'one is not two'", names=["f"], limits=PATIENT)
     assert (outcome.status, outcome.stdout) == ("failed", "thinking\n")
     assert "one is not two" in outcome.reason
 
@@ -187,20 +187,20 @@ def test_what_a_program_prints_and_why_it_failed_is_kept():
 def test_setup_is_on_the_tests_side_and_the_programs_names_win():
     setup = "def helper(x): return x * 10\ndef f(x): ..."
     tests, forged = "assert f(2) == helper(2)", "def helper(x): return 0\ndef f(x): return 0"
-    assert judge("def f(x): return x * 10", tests, names=["f"], setup=setup, limits=PATIENT).passed
-    assert not judge(forged, tests, names=["f"], setup=setup, limits=PATIENT).passed
+    assert judge_program("def f(x): return x * 10", tests, names=["f"], setup=setup, limits=PATIENT).passed
+    assert not judge_program(forged, tests, names=["f"], setup=setup, limits=PATIENT).passed
 
 
 @needs_bwrap
 def test_tests_that_would_pass_anything_are_refused():
     with pytest.raises(DataError, match="never called"):
-        judge("def f(): return 1", "assert True", names=["f"], limits=PATIENT)
+        judge_program("def f(): return 1", "assert True", names=["f"], limits=PATIENT)
 
 
 @needs_bwrap
 def test_tests_that_cannot_judge_from_outside_are_an_error_and_no_score():
     with pytest.raises(DataError, match="cannot leave their sandbox"):
-        judge("def f(g): return g(1)", "assert f(lambda x: x) == 1", names=["f"], limits=PATIENT)
+        judge_program("def f(g): return g(1)", "assert f(lambda x: x) == 1", names=["f"], limits=PATIENT)
 
 
 @needs_bwrap
@@ -229,13 +229,13 @@ def test_a_sandbox_that_does_not_start_is_an_error_and_no_verdict(monkeypatch):
 
 def test_without_bwrap_there_is_a_refusal_that_says_how_to_get_it(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
-    sandbox.unavailable.cache_clear()
+    sandbox.sandbox_unavailable.cache_clear()
     try:
         with pytest.raises(UsageError, match="apt-get install bubblewrap"):
-            judge("def f(): return 1", "assert f() == 1", names=["f"])
+            judge_program("def f(): return 1", "assert f() == 1", names=["f"])
     finally:
-        sandbox.unavailable.cache_clear()
+        sandbox.sandbox_unavailable.cache_clear()
 
 
 def test_only_judge_says_passed():
-    assert Outcome("ran").passed is False
+    assert ProgramOutcome("ran").passed is False

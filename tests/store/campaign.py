@@ -36,8 +36,8 @@ import safetensors
 import torch
 
 from assay.errors import ArtifactError, AssayError, StoreError
-from assay.store import checkpoint, durable, tensors
-from assay.store.checkpoint import Contents, open_checkpoint, step_folder, steps
+from assay.store import checkpoint, durable, safetensors_files
+from assay.store.checkpoint import Contents, open_checkpoint, step_folder, step_folders
 from assay.store.ledger import Ledger, read_chain
 from assay.verdict import proven
 from tests.store.disks import Failing, Killing, Op, Recorder, Tree, Watched, after_power_cut, installed, lay_out
@@ -76,18 +76,18 @@ def live(folder: Path, first: int, last: int, say: Say, floats: int = 8) -> None
     with contextlib.closing(Ledger(folder / "ledger.jsonl")) as ledger:
         for step in range(first, last + 1):
             where = step_folder(folder / "checkpoints", step)
-            saved = checkpoint.write(where, contents(step, floats), max_shard_bytes=floats * 4)
+            saved = checkpoint.write_checkpoint(where, contents(step, floats), max_shard_bytes=floats * 4)
             say("saved", step, saved.digest)
-            checkpoint.hallmark(saved, [proven("made", "for the campaign")])
+            checkpoint.write_hallmark(saved, [proven("made", "for the campaign")])
             say("hallmarked", step, saved.digest)
             say("logged", step, ledger.append("saved", step=step, digest=saved.digest))
-            checkpoint.retain(folder / "checkpoints", keep=2)
+            checkpoint.delete_old_checkpoints(folder / "checkpoints", keep=2)
 
 
 def broken_promises(folder: Path, said: list[tuple[str, int, str]]) -> Iterator[str]:
     """What `said` claims and the disk does not hold, and whatever is visible but not whole."""
     found = {}
-    for path in steps(folder / "checkpoints"):
+    for path in step_folders(folder / "checkpoints"):
         try:
             found[path.name] = open_checkpoint(path)
         except AssayError as error:
@@ -101,7 +101,7 @@ def broken_promises(folder: Path, said: list[tuple[str, int, str]]) -> Iterator[
             yield f"lost: the save of step {step} returned, and it is not there"
         elif ("hallmarked", step, saved[step]) in said and kept.hallmark is None:
             yield f"lost: the hallmark of step {step} was written, and it is not there"
-    newest, _ = checkpoint.latest(folder / "checkpoints")
+    newest, _ = checkpoint.latest_checkpoint(folder / "checkpoints")
     if saved and (newest is None or newest.step is None or newest.step < max(saved)):
         yield f"latest is {newest and newest.step}, and step {max(saved)} was saved"
     yield from _broken_ledger(folder / "ledger.jsonl", [digest for what, _, digest in said if what == "logged"])
@@ -169,7 +169,7 @@ def killed_at_random(times: int, seed: int, floats: int = 64 << 10) -> Tally:
             duration = _seconds_of(lambda: live(folder, 1, 2, _ignore, floats)) / 2
             said: list[tuple[str, int, str]] = []
             for _ in range(min(100, times - tally.tried)):
-                first = int(steps(folder / "checkpoints")[-1].name[5:]) + 1
+                first = int(step_folders(folder / "checkpoints")[-1].name[5:]) + 1
                 writer = Writer(partial(live, folder, first, first + 100, floats=floats))
                 time.sleep(chance.uniform(0, 2.5 * duration))
                 writer.kill()
@@ -306,7 +306,7 @@ def _starve(folder: Path, failing: Failing, fault: str, tally: Tally) -> None:
 
 def _left_over(folder: Path, floats: int = 8) -> Iterator[str]:
     """A healthy round after trouble succeeds, and leaves nothing half-written behind."""
-    first = int(steps(folder / "checkpoints")[-1].name[5:]) + 1
+    first = int(step_folders(folder / "checkpoints")[-1].name[5:]) + 1
     said: list[tuple[str, int, str]] = []
     live(folder, first, first, lambda *what: said.append(what), floats)
     yield from broken_promises(folder, said)
@@ -405,7 +405,7 @@ def header_fuzz(count: int, seed: int) -> Tally:
         for data in mutated_files(count, seed):
             path.write_bytes(data)
             began = time.process_time()  # a busy machine is not the reader's fault
-            ours = _accepts(lambda: tensors.read_tensors(path), ArtifactError)
+            ours = _accepts(lambda: safetensors_files.read_tensors(path), ArtifactError)
             if (taken := time.process_time() - began) > 1:
                 tally.broken.append(f"took {taken:.1f} s: {data[:200]!r}")
             theirs = _accepts(partial(safetensors.deserialize, data), safetensors.SafetensorError)

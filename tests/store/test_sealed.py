@@ -5,7 +5,7 @@ import json
 import pytest
 
 from assay.errors import ArtifactError, UsageError
-from assay.store.sealed import canonical, parse, seal, unseal
+from assay.store.sealed import canonical_json, parse_json, seal, unseal
 
 DOCUMENT = {"b": [1, 2.5, None, True, "é\ud800"], "a": {"z": -0.0, "y": 10**30}}
 
@@ -43,7 +43,7 @@ def test_the_same_document_spelled_otherwise_is_refused(spell) -> None:
 def test_a_seal_from_another_document_is_refused() -> None:
     one, other = json.loads(seal({"a": 1}, where="x")), json.loads(seal({"a": 2}, where="x"))
     with pytest.raises(ArtifactError, match="its content hashes to"):
-        unseal(canonical({**one, "self": other["self"]}, where="x"), where="x")
+        unseal(canonical_json({**one, "self": other["self"]}, where="x"), where="x")
 
 
 @pytest.mark.parametrize("data", [
@@ -51,7 +51,7 @@ def test_a_seal_from_another_document_is_refused() -> None:
 ], ids=["twice", "nan", "infinity", "deep", "not utf-8", "empty", "endless number"])
 def test_what_is_not_strict_json_is_refused(data: bytes) -> None:
     with pytest.raises(ArtifactError, match="not valid JSON"):
-        parse(data, where="x")
+        parse_json(data, where="x")
 
 
 def test_numbers_that_are_not_finite_are_refused_with_a_way_out() -> None:

@@ -6,30 +6,29 @@ from pathlib import Path
 import pytest
 
 from assay.data.batch import Batch
-from assay.data.held_out import held_out_batches
-from assay.data.teacher import entries_of, open_teacher, write_teacher
-from assay.learn.distill import Blend, distillation, stored_distillation, top_k
+from assay.data.held_out_documents import held_out_document_batches
+from assay.data.teacher_store import open_teacher, teacher_entries, write_teacher
+from assay.evaluation.teacher_agreement import Agreement, measure_agreement
+from assay.learn.distillation import DistillationSettings, distillation, stored_distillation, teacher_top_k
 from assay.learn.loop import train
 from assay.learn.objectives import Objective, next_token
 from assay.learn.optim import adamw
-from assay.measure.agreement import Agreement, agreement
-from assay.measure.estimate import paired
 from assay.model.transformer import Transformer
-from assay.zoo.lesson import K, a_teacher
-from assay.zoo.practice import LENGTH, Practice, corpus
-from assay.zoo.stage import tiny
+from assay.statistics.estimate import paired
+from assay.testing.tiny_models import tiny_model
+from assay.testing.tiny_training import STORED_TOP_K, TINY_LENGTH, TinyRun, tiny_corpus, tiny_teacher
 
 STEPS = 60
 
 
 def student() -> Transformer:
     """Half as deep as its teacher."""
-    return tiny("llama", 0, depth=1, windows=(None,))
+    return tiny_model("llama", 0, depth=1, windows=(None,))
 
 
 def text() -> list[Batch]:
     """Three batches, read again and again."""
-    order = Practice(rows=8).order()
+    order = TinyRun(rows=8).order()
     return [order.batch(step) for step in range(3)]
 
 
@@ -41,7 +40,7 @@ def taught(objective: Objective, batches: list[Batch] | None = None) -> Agreemen
 
 
 def held_out(model: Transformer) -> Agreement:
-    return agreement(model, a_teacher(), held_out_batches(corpus(), rows=8, length=LENGTH))
+    return measure_agreement(model, tiny_teacher(), held_out_document_batches(tiny_corpus(), rows=8, length=TINY_LENGTH))
 
 
 def fell_by(share: float, found: Agreement) -> bool:
@@ -56,16 +55,16 @@ def alone() -> Agreement:
 
 
 def test_the_teacher_teaches_more_than_the_text(alone: Agreement):
-    found = taught(distillation(a_teacher()))
+    found = taught(distillation(tiny_teacher()))
     assert fell_by(0.8, found)
     assert paired(found.kl, alone.kl).high < -0.2
 
 
 def test_stored_answers_teach_more_than_the_text(tmp_path: Path, alone: Agreement):
-    teacher, batches = a_teacher(), text()
-    entries = (entry for batch in batches for entry in entries_of(batch, *top_k(teacher, batch, K)))
-    write_teacher(tmp_path / "answers", entries, tokenizer=corpus().tokenizer_digest, teacher="toy", vocab=320, k=K)
-    stored = open_teacher(tmp_path / "answers", tokenizer=corpus().tokenizer_digest)
+    teacher, batches = tiny_teacher(), text()
+    entries = (entry for batch in batches for entry in teacher_entries(batch, *teacher_top_k(teacher, batch, STORED_TOP_K)))
+    write_teacher(tmp_path / "answers", entries, tokenizer=tiny_corpus().tokenizer_digest, teacher="toy", vocab=320, k=STORED_TOP_K)
+    stored = open_teacher(tmp_path / "answers", tokenizer=tiny_corpus().tokenizer_digest)
     streams = [stored.streams_for(batch) for batch in batches]
     found = taught(stored_distillation(), [replace(batch, teacher_ids=ids, teacher_logprobs=logprobs)
                                            for batch, (ids, logprobs) in zip(batches, streams, strict=True)])
@@ -73,14 +72,15 @@ def test_stored_answers_teach_more_than_the_text(tmp_path: Path, alone: Agreemen
     assert paired(found.kl, alone.kl).high < -0.2
 
 
-@pytest.mark.parametrize("blend", [Blend(temperature=2.0, kd_weight=0.7, ce_weight=0.3), Blend("reverse"), Blend("jsd", kd_weight=4.0)],
+@pytest.mark.parametrize("blend", [DistillationSettings(temperature=2.0, kd_weight=0.7, ce_weight=0.3), DistillationSettings("reverse"),
+                                   DistillationSettings("jsd", kd_weight=4.0)],
                          ids=str)
-def test_other_blends_come_nearer_too(blend: Blend):
-    assert fell_by(0.4, taught(distillation(a_teacher(), blend)))
+def test_other_blends_come_nearer_too(blend: DistillationSettings):
+    assert fell_by(0.4, taught(distillation(tiny_teacher(), blend)))
 
 
 def test_distilling_from_oneself_does_not_move_a_bit():
-    model = a_teacher().requires_grad_(True)
+    model = tiny_teacher().requires_grad_(True)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     for step in train(model, adamw(model.named_parameters(), 1e-2, weight_decay=0.0), text(), distillation(model), micro=2):
         assert float(step.loss) == 0

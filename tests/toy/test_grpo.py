@@ -6,19 +6,18 @@ from typing import Any
 import pytest
 
 from assay.errors import AssayError
-from assay.generate.request import Sampling
-from assay.guard.proof import Prover, demanded, prove_checkpoint
-from assay.measure.degenerate import Expected
-from assay.measure.examinee import OpenedModel
-from assay.measure.probe import Health, probe
-from assay.measure.probe_prompts import Prompt
-from assay.measure.speakers import OfModel
+from assay.evaluation.loaded_model import LoadedModel
+from assay.generate.generation_request import Sampling
+from assay.guard.proof import Prover, prove_checkpoint, without_optional
+from assay.health.degenerate import Expected
+from assay.health.generation_probe import Health, ModelGenerator, probe
+from assay.health.probe_prompts import ProbePrompt
 from assay.model.patch import Patch
 from assay.recipes import grpo as recipe
 from assay.recipes.forms import Adapter
-from assay.store import pack
+from assay.store import saving
 from assay.store.artifact import open_artifact
-from assay.store.checkpoint import open_checkpoint, steps
+from assay.store.checkpoint import open_checkpoint, step_folders
 from assay.verdict import Outcome, overall
 from tests.recipes.sums import options, reinforced, taught, unproven
 
@@ -51,7 +50,7 @@ def test_exact_answers_on_held_out_sums_become_more(seed: int, whole: Path, tmp_
 def test_a_reward_that_does_not_look_at_the_answer_shows_nothing(seed: int, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """It is refused before the first rollout; with that asleep, the verdict on what is wanted still claims nothing."""
     unproven(monkeypatch)
-    monkeypatch.setattr(recipe, "preflight", lambda *_, **__: [])
+    monkeypatch.setattr(recipe, "preflight_rewards", lambda *_, **__: [])
     (tmp_path / "odd.py").write_text(NOISE)
     config = options(whole, tmp_path / "run", seed=seed, reward=(f"{tmp_path / 'odd.py'}:noise:1",), metric="answer", **LONG)
     gain = reinforced(config)[-1]
@@ -65,7 +64,7 @@ def adapter(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Step k of an adapter's run, proven."""
     found = taught(tmp_path_factory.mktemp("adapter"), whole.parent.parent / "model", lora_r=4, steps=10)
     verdicts = prove_checkpoint(found)
-    assert overall(demanded(verdicts)) is Outcome.PROVEN, "\n".join(map(str, verdicts))
+    assert overall(without_optional(verdicts)) is Outcome.PROVEN, "\n".join(map(str, verdicts))
     return found
 
 
@@ -75,17 +74,17 @@ def forking(adapter: Path, out: Path) -> Any:
 
 def probed(path: Path) -> Health:
     """The sums that it was taught, as text: it never saw a chat."""
-    speaker = OfModel(OpenedModel(open_artifact(path)), Sampling(max_new=12, temperature=0.7))
+    speaker = ModelGenerator(LoadedModel(open_artifact(path)), Sampling(max_new=12, temperature=0.7))
     speaker.raw = True
-    sums = [Prompt(f"{a}+{b}", "sums", f"{a}+{b}=", Expected(numbers=True, short=True)) for a in range(10) for b in range(10)]
+    sums = [ProbePrompt(f"{a}+{b}", "sums", f"{a}+{b}=", Expected(numbers=True, short=True)) for a in range(10) for b in range(10)]
     return probe(speaker, sums, n=1)
 
 
 def test_a_forked_adapter_holds_and_every_artifact_is_proven_and_probed(adapter: Path, tmp_path: Path):
     config = forking(adapter, tmp_path / "run")
     verdicts = reinforced(config)
-    assert overall(demanded(verdicts)) is not Outcome.REFUTED, "\n".join(map(str, verdicts))
-    saved = steps(tmp_path / "run" / "checkpoints")
+    assert overall(without_optional(verdicts)) is not Outcome.REFUTED, "\n".join(map(str, verdicts))
+    saved = step_folders(tmp_path / "run" / "checkpoints")
     artifacts = [*saved, tmp_path / "run" / "adapter", tmp_path / "run" / "model"]
     assert len(saved) == 3
     assert all(open_checkpoint(path).hallmark is not None for path in artifacts)
@@ -105,7 +104,7 @@ def parents_patch(adapter: Path) -> Patch:
     ("empty", "adapter")])
 def test_an_adapter_that_is_saved_wrongly_is_stopped_before_anyone_reads_it(fault: str, words: str, adapter: Path, tmp_path: Path,
                                                                            monkeypatch: pytest.MonkeyPatch):
-    start, before, whole_adapter = Prover.start, parents_patch(adapter), pack.write_adapter
+    start, before, whole_adapter = Prover.start, parents_patch(adapter), saving.write_adapter
 
     def torn(self: Prover, folder: Path, **options: Any) -> None:
         if folder.name != "step-000000":
@@ -118,7 +117,7 @@ def test_an_adapter_that_is_saved_wrongly_is_stopped_before_anyone_reads_it(faul
     elif fault == "half-written":
         monkeypatch.setattr(Prover, "start", torn)
     else:
-        monkeypatch.setattr(pack, "write_adapter", lambda *given, **options: (whole_adapter(*given, **options)[0], {}))
+        monkeypatch.setattr(saving, "write_adapter", lambda *given, **options: (whole_adapter(*given, **options)[0], {}))
     with pytest.raises(AssayError, match=words):
         recipe.grpo(forking(adapter, tmp_path / "run"), lambda _: None)
     assert not (tmp_path / "run" / "model").exists()

@@ -10,7 +10,7 @@ import pytest
 
 from assay.errors import AssayError
 from assay.store.artifact import open_artifact
-from assay.zoo.stage import save_adapter_as_others_do, save_as_others_do, tiny
+from assay.testing.tiny_models import save_hf_folder, save_peft_folder, tiny_model
 
 MUTANTS = 120  # of each file
 VALUES: list[Any] = [None, 0, -1, 3, 2**30, 2**70, 1e300, 0.5, True, "", "x", "../x", "(", [], ["x"], [1], [[]], {}, {"type": "x"}]
@@ -20,8 +20,8 @@ VALUES: list[Any] = [None, 0, -1, 3, 2**30, 2**70, 1e300, 0.5, True, "", "x", ".
 def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("shelf")
     for family in ("llama", "llama3", "qwen2", "gpt2", "assay"):
-        save_as_others_do(folder / family, tiny(family), sharded=family == "llama")
-    save_adapter_as_others_do(folder / "adapter", folder / "llama")
+        save_hf_folder(folder / family, tiny_model(family), sharded=family == "llama")
+    save_peft_folder(folder / "adapter", folder / "llama")
     return folder
 
 

@@ -9,11 +9,11 @@ import pytest
 
 from assay.cli import run
 from assay.guard import proof
-from assay.guard.subject import Subject
+from assay.guard.proof_subject import ProofSubject
+from assay.testing.fault_injection import Plant, nothing
+from assay.testing.tiny_models import swap
 from assay.verdict import Outcome, Verdict, proven, refuted, unproven
 from assay.zoo import Fault, catalogue, observe
-from assay.zoo.fault import Plant, nothing
-from assay.zoo.stage import swapped
 
 # What the refusal must speak of: a fault that is caught for another reason was planted badly.
 REASONS = {
@@ -133,23 +133,23 @@ def test_it_is_caught_and_its_clean_twin_is_silent(name: str):
 
 def test_a_blind_check_misses_its_fault():
     """A flipped bit in memory passes once the check that exists for it proves whatever it is shown."""
-    def check_hashes(_: Subject) -> Verdict:
+    def check_hashes(_: ProofSubject) -> Verdict:
         return proven("hashes", "looks fine")
 
-    checks = tuple(check_hashes if check.__name__ == "check_hashes" else check for check in proof.CHECKS)
-    with swapped(proof, "CHECKS", checks):
+    checks = tuple(check_hashes if check.__name__ == "check_hashes" else check for check in proof.PROOF_CHECKS)
+    with swap(proof, "PROOF_CHECKS", checks):
         sighting = observe(catalogue()["bit flipped in memory"])
     assert not sighting.caught
     assert not sighting.false_alarm
 
 
 def test_an_alarm_in_the_clean_twin_is_a_false_alarm():
-    def nervous(_: Subject) -> Verdict:
+    def nervous(_: ProofSubject) -> Verdict:
         return refuted("values", "it could be worse")
 
     nervous.__name__ = "check_values"
-    checks = tuple(nervous if check.__name__ == "check_values" else check for check in proof.CHECKS)
-    with swapped(proof, "CHECKS", checks):
+    checks = tuple(nervous if check.__name__ == "check_values" else check for check in proof.PROOF_CHECKS)
+    with swap(proof, "PROOF_CHECKS", checks):
         sighting = observe(catalogue()["matrix never filled"])
     assert sighting.caught
     assert sighting.false_alarm
@@ -196,19 +196,19 @@ def test_the_clean_twin_plants_nothing(tmp_path: Path):
 
 def test_swapped_restores_what_was_there_even_after_an_error():
     def fail() -> None:
-        with swapped(proof, "TIMEOUT", 1.0):
-            assert proof.TIMEOUT == 1.0
+        with swap(proof, "PROOF_TIMEOUT", 1.0):
+            assert proof.PROOF_TIMEOUT == 1.0
             raise ValueError("in the block")
 
     with pytest.raises(ValueError, match="in the block"):
         fail()
-    assert proof.TIMEOUT == 1800.0
+    assert proof.PROOF_TIMEOUT == 1800.0
 
 
 def test_a_refusal_of_a_hostile_header_counts_only_if_it_was_cheap(monkeypatch: pytest.MonkeyPatch):
-    from assay.zoo import formats
+    from assay.zoo import file_format_faults
 
-    monkeypatch.setattr(formats, "MEMORY", 1000)
+    monkeypatch.setattr(file_format_faults, "MEMORY", 1000)
     sighting = observe(catalogue()["header of 97 MB"])
     assert not sighting.caught
     assert "but that took" in sighting.facts()["reason"]
@@ -244,7 +244,7 @@ def test_an_unknown_name_is_exit_code_2_and_names_the_nearest(capsys: pytest.Cap
 
 
 def test_nothing_planted_outlives_its_job():
-    before = [check.__name__ for check in proof.CHECKS]
+    before = [check.__name__ for check in proof.PROOF_CHECKS]
     clean = observe(catalogue()["flipped bit"]).clean
     assert all(v.outcome is not Outcome.REFUTED for v in clean)
-    assert [check.__name__ for check in proof.CHECKS] == before
+    assert [check.__name__ for check in proof.PROOF_CHECKS] == before

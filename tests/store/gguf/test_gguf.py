@@ -10,12 +10,12 @@ import torch
 from assay.errors import ArtifactError, AssayError, StoreError, UsageError
 from assay.model.families import gguf_layout, to_foreign
 from assay.model.gguf_tokenizer import tokenizer_from_gguf
-from assay.model.tiny import tiny_config
 from assay.model.transformer import Transformer
 from assay.store import gguf
-from assay.store.gguf_header import TYPES
-from tests.model.made import TEXT, byte_level
-from tests.store.gguf.files import VOCAB, changed, made, tensors
+from assay.store.gguf_header import GGUF_TYPES
+from assay.testing.tiny_models import tiny_config
+from tests.model.trained_tokenizers import TEXT, byte_level
+from tests.store.gguf.gguf_files import VOCAB, changed, made, tensors
 
 FAMILIES = ["llama", "llama3", "qwen2", "qwen3", "gpt2"]
 TOKENS = torch.randint(0, VOCAB, (2, 96), generator=torch.Generator().manual_seed(1))
@@ -33,14 +33,14 @@ def logits(config, weights):
 def test_what_was_written_is_read(family, dtype, rounding, tmp_path):
     path = tmp_path / "model.gguf"
     config = made(path, family, dtype)
-    model = gguf.read(path)
+    model = gguf.read_gguf(path)
     assert model.config == config
     assert model.tokenizer.encode(TEXT) == byte_level("smollm").encode(TEXT)
     assert (model.stops.eos, model.stops.disagreements) == (2, ())
     for name, tensor in tensors(config).items():
         error = (model.tensors[name] - tensor).abs().max() / tensor.abs().max()
         assert error == 0 if tensor.ndim == 1 or name == "position.weight" else error <= rounding, name
-    assert gguf.describe(path)[0] == config
+    assert gguf.describe_gguf(path)[0] == config
     assert sorted(child.name for child in tmp_path.iterdir()) == ["model.gguf"]
 
 
@@ -52,9 +52,9 @@ def test_transformers_computes_the_same_from_our_file(family, tmp_path):
     config = tiny_config(family, vocab=VOCAB)
     if family == "qwen3":  # transformers reads no head size for Qwen3 and takes the 128 of the released ones
         config = replace(config, head_dim=128)
-    gguf.write(tmp_path / "model.gguf", config, tensors(config), byte_level(), "f16")
+    gguf.write_gguf(tmp_path / "model.gguf", config, tensors(config), byte_level(), "f16")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32).eval()
-    ours = logits(config, gguf.read(tmp_path / "model.gguf").tensors)
+    ours = logits(config, gguf.read_gguf(tmp_path / "model.gguf").tensors)
     with torch.no_grad():
         assert (ours - theirs(TOKENS).logits).abs().max() < 1e-4
     assert ours.abs().max() > 0.5
@@ -90,10 +90,10 @@ def test_dequantises_as_the_format_says(type, tmp_path):
     shape = (96, 256)  # not part of the model: taken straight from the file
     rows = raw_blocks(type, shape)
     path = changed(tmp_path / "plain.gguf", tmp_path / "quantised.gguf", replaced={"extra": (rows, type)})
-    found = gguf._dequantised(path, gguf.read_header(path), {"extra"})["extra"]
+    found = gguf._dequantised(path, gguf.read_gguf_header(path), {"extra"})["extra"]
     number = package.GGMLQuantizationType[type].value
     expected = plain_q5_0(rows) if type == "Q5_0" else dequantize(torch.from_numpy(rows), number)
-    assert TYPES[number][0] == type
+    assert GGUF_TYPES[number][0] == type
     assert found.shape == shape
     torch.testing.assert_close(found.flatten(), expected.flatten(), rtol=1e-6, atol=0)
     assert found.unique().numel() > 10
@@ -105,7 +105,7 @@ def test_halves_are_read_exactly(tmp_path):
     for type, dtype in (("F32", torch.float32), ("F16", torch.float16), ("BF16", torch.bfloat16)):
         rows = values.to(dtype).view(torch.uint8).numpy()
         path = changed(tmp_path / "plain.gguf", tmp_path / f"{type}.gguf", replaced={"extra": (rows, type)})
-        found = gguf._dequantised(path, gguf.read_header(path), {"extra"})["extra"]
+        found = gguf._dequantised(path, gguf.read_gguf_header(path), {"extra"})["extra"]
         assert torch.equal(found, values.to(dtype).float())
 
 
@@ -118,7 +118,7 @@ def test_missing_geometry_is_named(key, tmp_path):
     made(tmp_path / "good.gguf")
     path = changed(tmp_path / "good.gguf", tmp_path / "bad.gguf", without=(f"llama.{key}",))
     with pytest.raises(UsageError, match=f"{key} is missing"):
-        gguf.read(path)
+        gguf.read_gguf(path)
 
 
 @pytest.mark.parametrize(("changes", "error", "words"), [
@@ -140,7 +140,7 @@ def test_geometry_that_does_not_fit_is_named(changes, error, words, tmp_path):
     made(tmp_path / "good.gguf")
     path = changed(tmp_path / "good.gguf", tmp_path / "bad.gguf", metadata=changes)
     with pytest.raises(error) as caught:
-        gguf.read(path)
+        gguf.read_gguf(path)
     assert words in str(caught.value)
 
 
@@ -148,13 +148,13 @@ def test_geometry_that_does_not_fit_is_named(changes, error, words, tmp_path):
 def test_no_metadata_whatsoever_break_the_reader(family, tmp_path):
     """Every key with every kind of value: understood, or refused in a sentence."""
     made(tmp_path / "good.gguf", family)
-    header = gguf.read_header(tmp_path / "good.gguf")
+    header = gguf.read_gguf_header(tmp_path / "good.gguf")
     refused = 0
     for key in [*header.metadata, "llama.rope.scaling.type", "tokenizer.chat_template.x", "split.count"]:
         for value in ("x", "", 7, -1, 2**31, 2.5, float("nan"), True, [], [1], ["x"], [["x"]]):
             metadata = header.metadata | {key: value}
             try:
-                gguf._config(gguf.Header(metadata, header.tensors), tmp_path / "good.gguf")
+                gguf._config(gguf.GgufHeader(metadata, header.tensors), tmp_path / "good.gguf")
                 tokenizer_from_gguf(metadata, "made")
             except AssayError:
                 refused += 1
@@ -164,25 +164,25 @@ def test_no_metadata_whatsoever_break_the_reader(family, tmp_path):
 def test_keys_that_say_where_a_file_comes_from_change_nothing(tmp_path):
     config = made(tmp_path / "good.gguf")
     more = {"general.name": "x", "quantize.imatrix.file": "y", "publisher.note": "z", "llama.expert_count": 0}
-    assert gguf.read(changed(tmp_path / "good.gguf", tmp_path / "named.gguf", metadata=more)).config == config
+    assert gguf.read_gguf(changed(tmp_path / "good.gguf", tmp_path / "named.gguf", metadata=more)).config == config
 
 
 def test_unknown_architecture_and_type_are_named(tmp_path):
     made(tmp_path / "good.gguf")
     path = changed(tmp_path / "good.gguf", tmp_path / "mamba.gguf", metadata={"general.architecture": "mamba"})
     with pytest.raises(UsageError, match="'mamba' is not supported"):
-        gguf.read(path)
+        gguf.read_gguf(path)
     rows = np.zeros((8, 84), np.uint8)
     path = changed(tmp_path / "good.gguf", tmp_path / "q2.gguf", replaced={"extra": (rows, "Q2_K")})
     with pytest.raises(UsageError, match="extra is of type Q2_K"):
-        gguf.read(path)
+        gguf.read_gguf(path)
 
 
 def test_missing_unknown_and_broken_tensors_are_named(tmp_path):
     made(tmp_path / "good.gguf", dtype="q8_0")
     name = "blk.1.attn_k.weight"
     bad = np.frombuffer((tmp_path / "good.gguf").read_bytes(), np.uint8)
-    info = gguf.read_header(tmp_path / "good.gguf").tensors[name]
+    info = gguf.read_gguf_header(tmp_path / "good.gguf").tensors[name]
     rows = bad[info.offset:info.offset + info.bytes].reshape(info.shape[0], -1)
     broken = rows.copy()
     broken[3, :2] = np.frombuffer(np.float16(np.nan).tobytes(), np.uint8)  # the scale of one block
@@ -191,14 +191,14 @@ def test_missing_unknown_and_broken_tensors_are_named(tmp_path):
                            ({"replaced": {name: (broken, "Q8_0")}}, f"{name} holds values that are not finite")]:
         (tmp_path / "bad.gguf").unlink(missing_ok=True)
         with pytest.raises(ArtifactError, match=words):
-            gguf.read(changed(tmp_path / "good.gguf", tmp_path / "bad.gguf", **changes))
+            gguf.read_gguf(changed(tmp_path / "good.gguf", tmp_path / "bad.gguf", **changes))
 
 
 def test_a_tied_head_is_known_by_its_absence(tmp_path):
     config = made(tmp_path / "tied.gguf")
     embed = to_foreign(gguf_layout(config), tensors(config))["token_embd.weight"].half().view(torch.uint8).numpy()
     path = changed(tmp_path / "tied.gguf", tmp_path / "untied.gguf", replaced={"output.weight": (embed, "F16")})
-    assert (gguf.read(tmp_path / "tied.gguf").config.tied, gguf.read(path).config.tied) == (True, False)
+    assert (gguf.read_gguf(tmp_path / "tied.gguf").config.tied, gguf.read_gguf(path).config.tied) == (True, False)
 
 
 def test_llama3_scaling_must_follow_its_rule(tmp_path):
@@ -208,13 +208,13 @@ def test_llama3_scaling_must_follow_its_rule(tmp_path):
     rule = tuple(f"assay.rope.{name}" for name in ("factor", "low_freq_factor", "high_freq_factor", "original_length"))
     foreign = changed(tmp_path / "ours.gguf", tmp_path / "foreign.gguf", without=rule)
     with pytest.raises(UsageError, match=r"rope_freqs\.weight does not follow"):
-        gguf.read(foreign)
+        gguf.read_gguf(foreign)
 
 
 def test_what_gguf_cannot_express_is_not_written(tmp_path):
     llama, path = tiny_config("llama", vocab=VOCAB), tmp_path / "model.gguf"
     huge = tensors(llama) | {"norm.weight": torch.full((64,), 1e30)}
-    gguf.write(tmp_path / "norms-stay-exact.gguf", llama, huge, byte_level(), "f16")
+    gguf.write_gguf(tmp_path / "norms-stay-exact.gguf", llama, huge, byte_level(), "f16")
     huge["blocks.0.attn.qkv.weight"] = torch.full((128, 64), 70_000.0)
     for config, weights, dtype, words in [
         (tiny_config("mistral", vocab=VOCAB), None, "f16", "sliding window"),
@@ -224,7 +224,7 @@ def test_what_gguf_cannot_express_is_not_written(tmp_path):
         (tiny_config("llama", vocab=64), None, "f16", "only 64 embeddings"),
     ]:
         with pytest.raises(UsageError, match=words):
-            gguf.write(path, config, weights or tensors(config), byte_level(), dtype)
+            gguf.write_gguf(path, config, weights or tensors(config), byte_level(), dtype)
         assert [child.name for child in tmp_path.iterdir()] == ["norms-stay-exact.gguf"]
 
 
@@ -237,7 +237,7 @@ def test_a_file_is_never_overwritten_and_a_failing_disk_leaves_nothing(tmp_path,
     with monkeypatch.context() as patch:
         patch.setattr(package.GGUFWriter, "write_tensor_data", full)
         with pytest.raises(StoreError, match="disk is full"):
-            gguf.write(path, config, tensors(config), byte_level(), "f16")
+            gguf.write_gguf(path, config, tensors(config), byte_level(), "f16")
     assert list(tmp_path.iterdir()) == []
     made(path)
     before = path.read_bytes()

@@ -7,9 +7,9 @@ import tokenizers
 
 from assay.errors import ArtifactError, UsageError
 from assay.model.gguf_tokenizer import HARD, generation_from_gguf, tokenizer_from_gguf, tokenizer_to_gguf
-from assay.model.stops import resolve_stops
+from assay.model.special_tokens import resolve_special_tokens
 from assay.model.tokenizer import Tokenizer
-from tests.model.made import TEXT, byte_level, sentencepiece_metadata
+from tests.model.trained_tokenizers import TEXT, byte_level, sentencepiece_metadata
 
 
 def transformers_reads(metadata):
@@ -32,7 +32,7 @@ def test_metadata_give_back_the_tokenizer(scheme):
         assert again.encode(text, special=True) == ours.encode(text, special=True)
     assert (again.bos, again.eos, again.pad, again.template) == (ours.bos, ours.eos, ours.pad, ours.template)
     assert (again.special_ids, again.size) == (ours.special_ids, ours.size)
-    assert resolve_stops(again, {}, generation_from_gguf(metadata)).disagreements == ()
+    assert resolve_special_tokens(again, {}, generation_from_gguf(metadata)).disagreements == ()
 
 
 @pytest.mark.parametrize("scheme", ["gpt-2", "llama-bpe", "qwen2"])
@@ -113,7 +113,7 @@ def test_sentencepiece_is_written_so_that_scores_alone_give_it_back():
 
 def test_every_end_in_the_metadata_is_a_stop():
     metadata = tokenizer_to_gguf(byte_level(eos_token="<|endoftext|>"), 600) | {"tokenizer.ggml.eot_token_id": 2}
-    stops = resolve_stops(tokenizer_from_gguf(metadata, "made"), {}, generation_from_gguf(metadata))
+    stops = resolve_special_tokens(tokenizer_from_gguf(metadata, "made"), {}, generation_from_gguf(metadata))
     assert (stops.eos, stops.stop_ids, stops.disagreements) == (0, (0, 2), ())
 
 

@@ -1,0 +1,1 @@
+"""Comparison of results, of weights, and of checkpoints in a row."""

@@ -1,0 +1,84 @@
+"""Held-out loss of a model: an estimate with its interval over documents, and a loss per document for pairing."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from assay.data.batch import Batch
+from assay.data.held_out_documents import DocumentLosses, document_losses, held_out_document_batches, measurable_documents
+from assay.data.token_corpus import Corpus
+from assay.learn.objectives import Objective, next_token
+from assay.model.attention import PADDING
+from assay.model.placement import uncompiled
+from assay.model.transformer import Transformer
+from assay.statistics.estimate import Estimate, bits_per_byte, ratio
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    estimate: Estimate  # in `unit`
+    unit: Literal["bits per byte", "nats per token", "blended nats per token"]  # blended: a teacher's term is in it
+    loss: float  # nats per token, over all tokens
+    per_document: NDArray[np.float64]  # nats per token of each document, in the same order at every evaluation
+    documents: DocumentLosses | None = None  # of a corpus, whose raw bytes are known
+    tokens: NDArray[np.float64] | None = None  # that counted in each conversation
+
+    @property
+    def bits_per_byte(self) -> Estimate:
+        assert self.unit == "bits per byte", f"scored in {self.unit}"
+        return self.estimate
+
+
+def score_corpus(model: Transformer, corpus: Corpus, *, rows: int, length: int, context: int = 1, count: int | None = None) -> HeldOut:
+    """`count` documents, or all. A document longer than a row is read in pieces that see `context` tokens of the one before."""
+    batches = held_out_document_batches(corpus, rows=rows, length=length, context=context, documents=measurable_documents(corpus, count))
+    losses = document_losses(corpus, _scored(model, batches, rows))
+    mean = float(losses.nll.sum() / losses.tokens.sum())
+    return HeldOut(bits_per_byte(losses.nll, losses.bytes), "bits per byte", mean, losses.nll / losses.tokens, losses)
+
+
+def score_examples(model: Transformer, batches: Iterable[Batch], *, rows: int, objective: Objective = next_token,
+                   unit: Literal["nats per token", "blended nats per token"] = "nats per token") -> HeldOut:
+    """Conversations, each a packed document of its row: what each one's supervised tokens cost, the estimate over conversations."""
+    nll, tokens = [], []
+    for batch, losses in _scored(model, iter(batches), rows, objective):
+        documents = batch.documents if batch.documents is not None else torch.zeros_like(batch.tokens, dtype=torch.int32)
+        places = documents.long() + (int(documents.max()) + 1) * torch.arange(len(batch))[:, None]
+        used = documents != PADDING
+        weight = batch.weight.double()
+        sums = torch.zeros(int(places.max()) + 1, dtype=torch.float64)
+        nll.append(sums.clone().index_add_(0, places[used], (losses.cpu().double() * weight)[used]))
+        tokens.append(sums.index_add_(0, places[used], weight[used]))
+    cost, count = (torch.cat(parts).numpy() for parts in (nll, tokens))
+    cost, count = cost[count > 0], count[count > 0]
+    return HeldOut(ratio(cost, count), unit, float(cost.sum() / count.sum()), cost / count, tokens=count)
+
+
+@torch.no_grad()
+def _scored(model: Transformer, batches: Iterator[Batch], rows: int, objective: Objective = next_token) -> Iterator[tuple[Batch, Tensor]]:
+    training, device = model.training, model.embed.weight.device
+    model.eval()
+    try:
+        for batch in batches:
+            with uncompiled():
+                result = objective(model, _filled(batch, rows).to(device))
+            assert result.losses is not None
+            yield batch, result.losses[: len(batch)]
+    finally:
+        model.train(training)
+
+
+def _filled(batch: Batch, rows: int) -> Batch:
+    """The last batch with rows of padding: of another shape, products would be rounded otherwise."""
+    missing = rows - len(batch)
+    if not missing:
+        return batch
+    padded: dict[str, Any] = {
+        name: torch.cat([stream, stream.new_full((missing, *stream.shape[1:]), PADDING if name == "documents" else 0)])
+        for name, stream in batch.streams().items()}
+    return replace(batch, **padded, ids=())

@@ -1,0 +1,121 @@
+"""Instruction-following task by rules that a program can check, under IFEval's names and with its columns."""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from assay.errors import DataError
+from assay.evaluation.task import GenerationTask, Score, TaskExample, make_examples, text_column
+from assay.evaluation.tasks import TaskRequest
+
+Rule = Callable[[str, Mapping[str, Any]], bool]
+
+
+def make(request: TaskRequest) -> GenerationTask:
+    examples = make_examples([{**row, "id": str(row.get("key", number))} for number, row in enumerate(request.rows())], request.limit)
+    for example in examples:
+        rules_of(example)
+    return GenerationTask("instructions", examples, lambda e: text_column(e.row, "prompt"), _score, gold=lambda e: e.row.get("gold"),
+                      wrong=lambda e: ["", " \n"])
+
+
+def _score(example: TaskExample, text: str) -> Score:
+    """1 where every instruction was followed. Leniently, a first or last line and asterisks may be taken away before."""
+    rules = rules_of(example)
+    followed = [follows(rule, options, text) for rule, options in rules]
+    leniently = [any(follows(rule, options, version) for version in versions(text)) for rule, options in rules]
+    return Score(float(all(followed)), float(all(leniently)), bool(text.strip()), measures={"instructions": sum(followed) / len(followed)})
+
+
+def follows(rule: Rule, options: Mapping[str, Any], text: str) -> bool:
+    return bool(text.strip()) and rule(text, options)
+
+
+def versions(text: str) -> list[str]:
+    lines = text.split("\n")
+    cut = ["\n".join(part).strip() for part in (lines, lines[1:], lines[:-1], lines[1:-1])]
+    return [*cut, *(version.replace("*", "") for version in cut)]
+
+
+def rules_of(example: TaskExample) -> list[tuple[Rule, Mapping[str, Any]]]:
+    names, options = example.row.get("instruction_id_list"), example.row.get("kwargs")
+    if not isinstance(names, list) or not names or not isinstance(options, list) or len(names) != len(options):
+        raise DataError(f"example {example.id}: expected `instruction_id_list` and one `kwargs` for each of its entries")
+    unknown = [name for name in names if name not in RULES]
+    if unknown:
+        raise DataError(f"example {example.id} asks for {unknown[0]!r}, which no rule here checks; leave the row out, or write the rule")
+    return [(RULES[name], {k: v for k, v in (given or {}).items() if v is not None}) for name, given in zip(names, options, strict=True)]
+
+
+# ---------------------------------------------------------------- rules: (text, options) → followed or not
+
+
+def compared(count: int, options: Mapping[str, Any], number: str) -> bool:
+    """IFEval knows two relations: `at least` and `less than`."""
+    relation, limit = options.get("relation", "at least"), options[number]
+    if relation not in ("at least", "less than"):
+        raise DataError(f"the relation {relation!r} is neither 'at least' nor 'less than'")
+    return count >= limit if relation == "at least" else count < limit
+
+
+def is_json(text: str, _: Mapping[str, Any]) -> bool:
+    body = re.sub(r"^```(?:json)?\s*|\s*```$", "", text.strip(), flags=re.IGNORECASE)
+    try:
+        json.loads(body)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def has_words(text: str, words: list[str]) -> list[bool]:
+    return [re.search(rf"\b{re.escape(word)}\b", text, re.IGNORECASE) is not None for word in words]
+
+
+def paragraphs(text: str, divider: str) -> list[str]:
+    return [part for part in re.split(divider, text.strip()) if part.strip()]
+
+
+def sentences(text: str) -> int:
+    return len(re.findall(r"[^.!?]*\w[^.!?]*(?:[.!?]+|$)", text))
+
+
+def capital_words(text: str) -> int:
+    return sum(word.isupper() for word in re.findall(r"[^\W\d_]+", text))
+
+
+def sections(text: str, options: Mapping[str, Any]) -> bool:
+    return len(re.findall(rf"{re.escape(options['section_spliter'].strip())}\s*\d+", text)) >= options["num_sections"]
+
+
+def two_responses(text: str, _: Mapping[str, Any]) -> bool:
+    parts = [part.strip() for part in text.split("******") if part.strip()]
+    return len(parts) == 2 and parts[0] != parts[1]
+
+
+RULES: dict[str, Rule] = {
+    "punctuation:no_comma": lambda text, o: "," not in text,
+    "length_constraints:number_words": lambda text, o: compared(len(re.findall(r"\w+", text)), o, "num_words"),
+    "length_constraints:number_sentences": lambda text, o: compared(sentences(text), o, "num_sentences"),
+    "length_constraints:number_paragraphs": lambda text, o: len(paragraphs(text, r"\s?\*\*\*\s?")) == o["num_paragraphs"],
+    "keywords:existence": lambda text, o: all(has_words(text, o["keywords"])),
+    "keywords:forbidden_words": lambda text, o: not any(has_words(text, o["forbidden_words"])),
+    "keywords:frequency": lambda text, o: compared(len(re.findall(re.escape(o["keyword"]), text, re.IGNORECASE)), o, "frequency"),
+    "keywords:letter_frequency": lambda text, o: compared(
+        text.lower().count(o["letter"].lower()), {"relation": o.get("let_relation", "at least"), "n": o["let_frequency"]}, "n"),
+    "change_case:english_lowercase": lambda text, o: text.islower(),
+    "change_case:english_capital": lambda text, o: text.isupper(),
+    "change_case:capital_word_frequency": lambda text, o: compared(
+        capital_words(text), {"relation": o.get("capital_relation", "at least"), "n": o["capital_frequency"]}, "n"),
+    "detectable_format:json_format": is_json,
+    "detectable_format:title": lambda text, o: re.search(r"<<[^\n<>]*\S[^\n<>]*>>", text) is not None,
+    "detectable_format:number_bullet_lists": lambda text, o: len(re.findall(r"^\s*[*-]\s+\S", text, re.MULTILINE)) == o["num_bullets"],
+    "detectable_format:number_highlighted_sections": lambda text, o: len(re.findall(r"\*[^\n*]+\*", text)) >= o["num_highlights"],
+    "detectable_format:multiple_sections": sections,
+    "detectable_content:number_placeholders": lambda text, o: len(re.findall(r"\[[^\[\]]+\]", text)) >= o["num_placeholders"],
+    "detectable_content:postscript": lambda text, o: re.search(rf"^\s*{re.escape(o['postscript_marker'])}", text, re.MULTILINE) is not None,
+    "startend:quotation": lambda text, o: len(text.strip()) > 1 and text.strip()[0] == text.strip()[-1] == '"',
+    "startend:end_checker": lambda text, o: text.strip().strip('"').lower().endswith(o["end_phrase"].strip().lower()),
+    "combination:repeat_prompt": lambda text, o: text.strip().lower().startswith(o["prompt_to_repeat"].strip().lower()),
+    "combination:two_responses": two_responses,
+}

@@ -1,0 +1,267 @@
+"""Engine thread: one thread owns every engine; others hand it requests, and it hands out the progress of each.
+
+What the thread is asked to do waits in a queue and is done between two steps, so no engine is ever touched from two sides.
+Members (completions) that may be under way or waiting are bounded for every model; beyond the bound a request is refused.
+"""
+
+import queue
+import re
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from assay.errors import AssayError, UsageError
+from assay.generate.generation_request import CompletionProgress, GenerationRequest, Sampling
+from assay.generate.hosted_model import HostedModel, RankedTokens, host_model, open_for_serving, rank_tokens
+from assay.generate.openai_protocol import RequestRefused, short_json
+
+MODEL_NAME = re.compile(r"\w[\w.:/@+-]{0,199}")
+MOST_MODELS = 64
+STOPPED = "the engine has stopped; the server's log says why"
+DEFAULT_LENGTH = 2048  # tokens of a slot where nobody says, or the model's context
+
+
+@dataclass(frozen=True)
+class ServerSize:
+    """What every model of a server gets. `length` None: LONGEST or the context, whichever is less."""
+
+    slots: int = 16
+    queue: int = 256  # members that may wait beside those that are served
+    length: int | None = None
+    device: str = "cpu"
+    dtype: torch.dtype = torch.float32
+
+
+@dataclass(eq=False)
+class PendingCall:
+    """One request under way. `deliver` is called on the engine's thread with everything that it gains, or with what ended it."""
+
+    served: HostedModel
+    request: GenerationRequest
+    deliver: Callable[[CompletionProgress | AssayError, RankedTokens | None], None]
+    rank: Sampling | None = None  # the distribution under which tokens are to be ranked once a text is whole
+    alternatives: int = 0
+    ticket: int | None = None
+    left: int = 0
+
+
+QueuedWork = tuple["Future[Any]", Callable[[], Any]]
+
+
+class EngineThread:
+    """Models by name and the thread that runs them. A name belongs to the weights that it was first given to, for good."""
+
+    def __init__(self, size: ServerSize):
+        if size.slots < 1 or size.queue < 0:
+            raise UsageError(f"a server of {size.slots} slots and a queue of {size.queue}; expected at least 1 slot and no less than 0")
+        self.size = size
+        self.models: dict[str, HostedModel] = {}
+        self.busy = 0  # members of all models
+        self.closing = False
+        self.failed = False  # the thread ended by an error that nobody foresaw
+        self.on_failure: Callable[[], None] = lambda: None
+        self._names: dict[str, str] = {}  # every name ever given → the digest it stands for
+        self._calls: dict[tuple[HostedModel, int], PendingCall] = {}
+        self._engines: list[HostedModel] = []  # retired ones too, until they have finished
+        self._asked: queue.SimpleQueue[QueuedWork | None] = queue.SimpleQueue()  # None: the end
+        self._asking = threading.Lock()  # what is asked before `_over` is answered by the thread, what is asked after it is not queued
+        self._over = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    # ── models ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def open(self, name: str, path: str | Path, *, base: str | Path | None = None) -> HostedModel:
+        """The model that the server starts with: anything that Assay can open."""
+        return self._join(name, path, base, hallmark=False)
+
+    def open_adapter(self, name: str, path: str | Path) -> HostedModel:
+        """A proven adapter on the weights that the server started with. It waits for the thread: not for an event loop."""
+        first = self.first.artifact
+        return self._join(name, path, (first.base or first).path, hallmark=True)
+
+    @property
+    def first(self) -> HostedModel:
+        """The model that the server started with. A copy is looked at: another may join meanwhile, and that ends an iteration."""
+        return list(self.models.values())[0]  # noqa: RUF015
+
+    def find(self, name: str) -> HostedModel:
+        if name not in self.models:
+            raise RequestRefused(f"The model {short_json(name)} does not exist; GET /v1/models lists those that do", status=404,
+                                 param="model",
+                          code="model_not_found")
+        return self.models[name]
+
+    def retire(self, name: str) -> None:
+        """No new request; those under way finish, then its memory is free. The name is never given to other weights."""
+        found = self.find(name)
+        if found is self.first:
+            raise RequestRefused(f"{name!r} is the model that the server was started with; stop the server instead", status=409,
+                                 param="name")
+        del self.models[name]
+        self.ask(lambda: None)  # the thread looks again at what is over
+
+    def _join(self, name: str, path: str | Path, base: str | Path | None, *, hallmark: bool) -> HostedModel:
+        if not MODEL_NAME.fullmatch(name):
+            raise RequestRefused(f"{short_json(name)} is no name for a model; expected letters, digits and . : / @ + - _", param="name")
+        if len(self.models) >= MOST_MODELS:
+            raise RequestRefused(f"{len(self.models)} models are served already; retire one first", status=409, param="name")
+        artifact = open_for_serving(path, base=base, hallmark=hallmark)
+        if self._names.get(name, artifact.digest) != artifact.digest:
+            raise RequestRefused(f"the name {name!r} stands for weights {self._names[name][:12]}, {artifact.path} holds {artifact.digest[:12]}; "
+                          "give every version a name of its own", status=409, param="name", code="name_taken")
+        if name in self.models:
+            return self.models[name]
+        length = self.size.length or min(artifact.config.max_length, DEFAULT_LENGTH)
+        options = {"slots": self.size.slots, "length": length, "device": self.size.device, "dtype": self.size.dtype}
+        return self.ask(lambda: self._seat(host_model(name, artifact, **options))).result()  # type: ignore[arg-type]
+
+    def _seat(self, model: HostedModel) -> HostedModel:
+        self.models[model.name], self._names[model.name] = model, model.digest
+        self._engines.append(model)
+        return model
+
+    # ── requests ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def admit(self, model: HostedModel, members: int) -> None:
+        """Room for the members, to be given back with `release`; or 429. Called from the event loop alone."""
+        room = self.size.slots + self.size.queue
+        if self.closing or self.failed or model.broken is not None:
+            raise RequestRefused(model.broken or (STOPPED if self.failed else "the server is shutting down"), status=503,
+                                 code="unavailable")
+        if members > room:
+            raise RequestRefused(f"{members} completions in one request; this server holds {room} at a time", param="n",
+                                 code="invalid_value")
+        if model.members + members > room:
+            raise RequestRefused(f"{model.members} completions are under way or waiting and this server holds {room}; try again later",
+                          status=429, code="queue_full", retry_after=1)
+        model.members += members
+        self.busy += members
+
+    def release(self, model: HostedModel, members: int) -> None:
+        model.members -= members
+        self.busy -= members
+
+    def submit(self, call: PendingCall) -> "Future[None]":
+        return self.ask(lambda: self._submit(call))
+
+    def cancel(self, call: PendingCall) -> None:
+        self.ask(lambda: self._cancel(call))
+
+    def ask(self, what: Callable[[], Any]) -> "Future[Any]":
+        """`what` is done on the engine's thread, between two steps; its value or its error comes with the future."""
+        future: Future[Any] = Future()
+        with self._asking:
+            if self._over:
+                future.set_exception(AssayError(STOPPED))
+            else:
+                self._asked.put((future, what))
+        return future
+
+    def stop(self) -> None:
+        """Ends the thread; what is still under way ends as cancelled."""
+        self.closing = True
+        if self._thread.is_alive():
+            self.ask(self._cancel_all)
+            self._asked.put(None)
+            self._thread.join()
+
+    def cancel_all(self) -> None:
+        self.ask(self._cancel_all)
+
+    # ── the engine's thread ───────────────────────────────────────────────────────────────────────────────────────────
+
+    def _run(self) -> None:
+        orderly = False
+        try:
+            while self._obey():
+                for model in list(self._engines):
+                    if not model.engine.idle:
+                        self._step(model)
+                self._engines = [model for model in self._engines if self.models.get(model.name) is model or not model.engine.idle]
+            orderly = True
+        finally:  # an error that nobody foresaw goes on to its traceback; whoever waits must not wait for ever
+            self.failed = not orderly
+            self._refuse_asked()
+            for call in list(self._calls.values()):
+                call.deliver(AssayError(STOPPED), None)
+            if self.failed:
+                self.on_failure()
+
+    def _obey(self) -> bool:
+        """What was asked for is done; waits for something to do. False: the end."""
+        idle = all(model.engine.idle for model in self._engines)
+        while idle or not self._asked.empty():
+            asked = self._asked.get()
+            if asked is None:
+                return False
+            _do(*asked)
+            idle = False
+        return True
+
+    def _step(self, model: HostedModel) -> None:
+        try:
+            news = model.engine.step()
+        except AssayError as error:  # a guard of the engine: this model serves no more, the others go on
+            self._break(model, error)
+            return
+        for progress in news:
+            self._hand_out(self._calls[model, progress.ticket], progress)
+
+    def _hand_out(self, call: PendingCall, progress: CompletionProgress) -> None:
+        scores = None
+        if progress.completion is not None:
+            if call.rank is not None and progress.completion.ended != "cancelled":
+                source = call.served.engine.served.source
+                scores = rank_tokens(source, call.request.prompt, progress.completion.ids, call.rank, call.alternatives)
+            call.left -= 1
+            if not call.left:
+                del self._calls[call.served, progress.ticket]
+        call.deliver(progress, scores)
+
+    def _break(self, model: HostedModel, error: AssayError) -> None:
+        model.broken = f"the model {model.name!r} serves no more: {error}"
+        self._engines.remove(model)
+        for key in [key for key in self._calls if key[0] is model]:
+            self._calls.pop(key).deliver(AssayError(model.broken), None)
+
+    def _submit(self, call: PendingCall) -> None:
+        call.ticket, call.left = call.served.engine.submit(call.request), call.request.group
+        self._calls[call.served, call.ticket] = call
+
+    def _cancel(self, call: PendingCall) -> None:
+        if call.ticket is not None and (call.served, call.ticket) in self._calls:
+            for progress in call.served.engine.cancel(call.ticket):
+                self._hand_out(call, progress)
+
+    def _cancel_all(self) -> None:
+        for call in list(self._calls.values()):
+            self._cancel(call)
+
+    def _refuse_asked(self) -> None:
+        """At the end of the thread: nobody does what was still asked, or will be."""
+        with self._asking:
+            self._over = True
+        while not self._asked.empty():
+            asked = self._asked.get()
+            if asked is not None and asked[0].set_running_or_notify_cancel():  # who does not wait any more cannot be told
+                asked[0].set_exception(AssayError(STOPPED))
+
+
+def _do(future: "Future[Any]", what: Callable[[], Any]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(what())
+    except AssayError as error:
+        future.set_exception(error)
+    except torch.OutOfMemoryError as error:
+        future.set_exception(AssayError(f"the device has no memory left for this: {error}"))
+    finally:  # an error that nobody foresaw ends the thread with a traceback, and this wait too
+        if not future.done():
+            future.set_exception(AssayError(STOPPED))

@@ -1,0 +1,271 @@
+"""Artifact checks: recorded hashes, finite values, fields that agree, the tokenizer, and the distance from the parent."""
+
+import torch
+from torch import Tensor
+
+from assay.errors import DataError
+from assay.guard.proof_subject import ProofSubject
+from assay.model.gguf_tokenizer import HARD
+from assay.model.probe_logits import compute_probe_logits, probe_distance, share_of_change
+from assay.model.tokenizer import Tokenizer
+from assay.store.artifact import Artifact, build_model, merged_tensors
+from assay.store.assayz import SECTIONS, AssayzModel, rounded_tensors
+from assay.store.digests import recorded_tensors
+from assay.store.peft import config_with
+from assay.store.safetensors_files import DTYPE_NAMES, tensor_sha256
+from assay.verdict import Verdict, proven, refuted, unproven
+
+HOLE = 0.1  # of a matrix's rows may be zero throughout: rows that pad a vocabulary or a width are fewer
+
+
+def check_hashes(subject: ProofSubject) -> Verdict:
+    """Each tensor as it was read, rehashed, against what was recorded when the live model was written."""
+    if subject.raw.squeezed is not None:  # reading it checked them
+        return proven("hashes", f"each of its {len(SECTIONS)} sections has the sha256 of its sealed header", sections=len(SECTIONS))
+    if subject.raw.checkpoint is None:
+        return unproven("hashes", "nothing recorded the hashes when this was written; a checkpoint of Assay's has a manifest.json",
+                        optional=subject.is_copy)
+    recorded = recorded_tensors(subject.raw.checkpoint.manifest)
+    found = {name: {"dtype": DTYPE_NAMES[t.dtype], "shape": list(t.shape), "sha256": tensor_sha256(t)} for name,
+             t in subject.raw.tensors.items()}
+    if wrong := sorted(name for name in recorded.keys() | found.keys() if recorded.get(name) != found.get(name)):
+        return refuted("hashes", f"{len(wrong)} tensor(s) are not what was written: {', '.join(wrong[:3])}", tensors=wrong)
+    files = subject.raw.checkpoint.manifest["files"]
+    return proven("hashes", f"{len(found)} tensors and {len(files)} files have their recorded sha256", tensors=len(found), files=len(files))
+
+
+def check_loaded(subject: ProofSubject) -> Verdict:
+    """Every live parameter is the tensor that was read, bit for bit: nothing was initialised after loading."""
+    expected, found = subject.tensors, dict(subject.model.named_parameters())
+    if names := sorted(expected.keys() ^ found.keys()):
+        return refuted("loaded", f"{len(names)} parameters or tensors have no counterpart: {', '.join(names[:3])}",
+                       tensors=names)
+    wrong = sorted(name for name, (dtype, sha256) in expected.items() if tensor_sha256(found[name].to(dtype)) != sha256)
+    if wrong:
+        return refuted("loaded", f"{len(wrong)} parameter(s) of the live model are not what the files hold: "
+                                 f"{', '.join(wrong[:3])}", tensors=wrong)
+    return proven("loaded", f"all {len(found)} parameters of the live model are the tensors of the files",
+                  parameters=len(found))
+
+
+def check_values(subject: ProofSubject) -> Verdict:
+    """Finite everywhere, and no matrix with a hole in it: the mark of a shard that was never filled."""
+    bad, empty, count = [], [], 0
+    for name, tensor in subject.raw.tensors.items():
+        count += tensor.numel()
+        if not torch.isfinite(tensor).all():
+            bad.append(f"{name} ({int((~torch.isfinite(tensor)).sum())} of {tensor.numel()})")
+        elif tensor.dim() == 2 and not subject.raw.place.adapter and (share := _zero_rows(tensor)) > HOLE:
+            empty.append(f"{name} ({share:.0%})")
+    if bad:
+        return refuted("values", f"NaN or infinite values in {len(bad)} tensor(s): {', '.join(bad[:3])}", tensors=bad)
+    if empty:
+        return refuted("values", f"rows of zeros in {len(empty)} matrices: {', '.join(empty[:3])}; they were never filled",
+                       tensors=empty)
+    return proven("values", f"all {count:,} values of {len(subject.raw.tensors)} tensors are finite, and no matrix has "
+                            "a hole of zeros", values=count)
+
+
+def _zero_rows(tensor: Tensor) -> float:
+    return 1 - float(tensor.any(1).float().mean())
+
+
+def check_fields(subject: ProofSubject) -> Verdict:
+    """BOS, EOS and stop ids across tokenizer, config and generation config; token ids within the vocabulary."""
+    artifact = subject.artifact
+    problems, stop_ids = list(artifact.notes), sorted(artifact.stops.stop_ids)
+    if artifact.tokenizer is not None and artifact.tokenizer.size > artifact.config.vocab:
+        problems.append(f"the tokenizer knows {artifact.tokenizer.size} ids, the model has {artifact.config.vocab} rows")
+    if problems:
+        return refuted("fields", "; ".join(problems), disagreements=problems)
+    if artifact.tokenizer is None:
+        return unproven("fields", "there is no tokenizer here, so nothing says which ids begin and end a text", stop_ids=stop_ids)
+    return proven("fields", f"tokenizer, config and generation config agree: BOS {artifact.stops.bos}, stop ids {stop_ids}, "
+                            f"{'tied' if artifact.config.tied else 'separate'} head", stop_ids=stop_ids)
+
+
+CHAT = ({"role": "user", "content": "Is it so?"}, {"role": "assistant", "content": "It is."})
+
+
+def check_tokenizer(subject: ProofSubject) -> Verdict:
+    """A wrong split gives plausible ids that the model has never seen, and everything else still looks right."""
+    tokenizer = subject.artifact.tokenizer
+    if tokenizer is None:
+        return unproven("tokenizer", "there is none here", optional=True)
+    if subject.facts.get("tokenizer", tokenizer.digest) != tokenizer.digest:
+        return refuted("tokenizer", f"its manifest records tokenizer {subject.facts['tokenizer'][:12]}, "
+                                    f"the files make {tokenizer.digest[:12]}")
+    if subject.against is None or subject.against.tokenizer is None:
+        if subject.facts.get("tokenizer"):
+            return proven("tokenizer", f"the files make the tokenizer that was saved, {tokenizer.digest[:12]}")
+        return unproven("tokenizer", "there is none to compare it with; name a parent with --against", optional=True)
+    return _compared(tokenizer, subject.against.tokenizer, subject.expect == "same", subject.against.path.name)
+
+
+def _compared(ours: Tokenizer, theirs: Tokenizer, same: bool, name: str) -> Verdict:
+    for text in HARD:
+        found, due = (tokenizer.encode(text, special=same) for tokenizer in (ours, theirs))
+        if found != due:
+            return refuted("tokenizer", f"{text!r} becomes {found[:12]} here and {due[:12]} in {name}", text=text)
+    if same and _rendered(ours) != _rendered(theirs):  # training may bring a template, an export may not
+        return refuted("tokenizer", f"a chat is rendered as {_rendered(ours)!r} here, {_rendered(theirs)!r} in {name}")
+    return proven("tokenizer", f"{len(HARD)} hard texts have the ids that they have in {name}", texts=len(HARD))
+
+
+def _rendered(tokenizer: Tokenizer) -> str | None:
+    if tokenizer.template is None:
+        return None
+    try:
+        return tokenizer.render(CHAT)
+    except DataError as error:
+        return f"({error})"
+
+
+_ROUNDING = 1e-6  # of an element's own size: what storing it may add to a movement
+UNRELATED = 0.2  # cosine with the parent below which a matrix is another one, not a trained one
+MERGED = (0.5, 1.5)  # the share of an adapter's effect on the answers that a merge must show
+TENSOR = 0.25  # of the answers' bound is a tensor's: through many layers rounding grows (5 to 9 times in SmolLM2-135M)
+NOT_MERGED = 0.1  # of an adapter's change to one tensor: less is none, and rounding
+
+
+def check_lineage(subject: ProofSubject) -> Verdict:
+    if subject.against is None:
+        return _without_parent(subject)
+    return _same(subject) if subject.expect == "same" else _moved(subject)
+
+
+def _without_parent(subject: ProofSubject) -> Verdict:
+    if subject.raw.squeezed is not None:
+        return unproven("lineage", f"made of the weights {subject.raw.squeezed.source[:12]}; name them with --against")
+    if subject.facts.get("change") == "new":
+        return proven("lineage", "nothing came before it")
+    if (parent := subject.facts.get("parent")) is not None:
+        return unproven("lineage", f"its parent, weights {parent['weights'][:12]}, is not at {parent['path']}; name it with --against")
+    return unproven("lineage", "no parent is known, so whether training changed anything cannot be said; name it with --against")
+
+
+def _same(subject: ProofSubject) -> Verdict:
+    """For exports: the source's numbers, as closely as the written format holds them, and so its answers."""
+    source = subject.against
+    assert source is not None
+    assert subject.bound is not None
+    if subject.raw.squeezed is not None:
+        return _squeezed(subject, source, subject.raw.squeezed)
+    if words := _another_parent(subject, source):
+        return refuted("lineage", words)
+    if subject.artifact.patch is None and (words := _not_merged(subject, source)):
+        return refuted("lineage", words)
+    if stray := _stray(subject, source, subject.bound):
+        return refuted("lineage", f"{len(stray)} tensor(s) are not those of {source.path.name}, rounded: "
+                                  f"{', '.join(stray[:3])}", tensors=stray)
+    error = probe_distance(subject.answers, subject.against_answers)
+    words = f"answers differ from {source.path.name}'s by {error:.1e} (relative), bound {subject.bound:.0e}"
+    if not error <= subject.bound:
+        return refuted("lineage", f"{words}: this is not the same model", error=str(error), bound=subject.bound)
+    return proven("lineage", f"every tensor is the source's; {words}", error=error, bound=subject.bound)
+
+
+def _squeezed(subject: ProofSubject, source: Artifact, file: AssayzModel) -> Verdict:
+    """Rounding is a function: every weight must be what it makes of the source's, to the last bit."""
+    if file.source != source.digest:
+        return refuted("lineage", f"its header names the weights {file.source[:12]}, {source.path} holds {source.digest[:12]}")
+    due = rounded_tensors(source.tensors, file.levels)
+    if stray := [name for name, tensor in due.items() if not torch.equal(tensor, subject.artifact.tensors[name])]:
+        return refuted("lineage", f"{len(stray)} tensor(s) are not those of {source.path.name}, rounded: {', '.join(stray[:3])}",
+                       tensors=stray)
+    error = probe_distance(subject.answers, subject.against_answers)
+    return proven("lineage", f"every tensor is that of {source.path.name}, rounded to {file.levels} levels, to the last bit; its answers "
+                             f"differ by {error:.1e} (relative)", error=error, levels=file.levels)
+
+
+def _another_parent(subject: ProofSubject, parent: Artifact) -> str | None:
+    recorded = subject.facts.get("parent")
+    if recorded is None or recorded["weights"] == parent.digest:
+        return None
+    return f"its manifest names weights {recorded['weights'][:12]} as parent, {parent.path} holds {parent.digest[:12]}"
+
+
+def _not_merged(subject: ProofSubject, source: Artifact) -> str | None:
+    """What a merge left out or put in twice: tensor by tensor, and in the answers."""
+    if source.patch is None or source.base is None:
+        return None
+    before, changed, found = source.base.tensors, merged_tensors(source, torch.float32), subject.artifact.tensors
+    alike = [name for name in sorted(source.patch.names() & before.keys() & found.keys())
+             if before[name].shape == changed[name].shape == found[name].shape]
+    if idle := [name for name in alike if _share(found[name], before[name], changed[name]) < NOT_MERGED]:
+        return (f"the adapter was never applied, or rounding swallowed it: of {len(source.patch.names())} tensors that "
+                f"it changes {len(idle)} are the base's ({', '.join(idle[:3])})")
+    if source.config.vocab != source.base.config.vocab:
+        return None  # the base has no answer for tokens it lacks
+    part, (least, most) = share_of_change(subject.answers, compute_probe_logits(build_model(source.base)), subject.against_answers), MERGED
+    if least <= part <= most:
+        return None
+    return f"{part:.0%} of the adapter's effect on the answers is here: " + (
+        "it was merged more than once" if part > most else "rounding swallowed it; export in float32")
+
+
+def _share(found: Tensor, before: Tensor, changed: Tensor) -> float:
+    """How much of the change from `before` to `changed` is in `found`."""
+    change = changed.double() - before.double()
+    return float(((found.double() - before.double()) * change).sum() / change.square().sum()) if change.any() else 1.0
+
+
+def _stray(subject: ProofSubject, source: Artifact, bound: float) -> list[str]:
+    """Tensors that are not the source's. Rounding to a float dtype is exact; quantising and merging come near."""
+    before, after = merged_tensors(source, torch.float32), merged_tensors(subject.artifact, torch.float32)
+    quantised, patched = subject.raw.place.kind == "gguf", source.patch.names() if source.patch else set()
+    stray = []
+    for name in sorted(before.keys() & after.keys()):
+        due = before[name].to(after[name].dtype)
+        error = _error(after[name], due)
+        if not error <= (TENSOR * bound if quantised or name in patched else 0):
+            stray.append(f"{name} (relative error {error:.1e})")
+    return stray
+
+
+def _error(found: Tensor, due: Tensor) -> float:
+    if torch.equal(found, due):
+        return 0.0
+    same_shape = found.shape == due.shape
+    return float((found.double() - due.double()).norm() / due.double().norm()) if same_shape else float("inf")
+
+
+def _moved(subject: ProofSubject) -> Verdict:
+    assert subject.against is not None
+    patch = subject.artifact.patch
+    if subject.artifact.config != (subject.against.config if patch is None else config_with(subject.against.config, patch)):
+        return refuted("lineage", f"the parent {subject.against.path} has another geometry; it cannot be the parent")
+    if words := _another_parent(subject, subject.against):
+        return refuted("lineage", words)
+    movement = {name: (before, after) for name, before, after in _pairs(subject.against, subject.artifact)}
+    moved = {name: float((after.float() - before.float()).abs().max())
+             for name, (before, after) in movement.items() if not torch.equal(before, after)}
+    if not moved:
+        return refuted("lineage", f"every one of {len(movement)} tensors equals the parent's: nothing was learned, "
+                                  "or the wrong weights were saved")
+    if stray := sorted(set(subject.facts.get("frozen", ())) & moved.keys()):
+        return refuted("lineage", f"{len(stray)} tensor(s) that were frozen have moved: {', '.join(stray[:3])}", tensors=stray)
+    return _plausible(subject, movement, moved)
+
+
+def _plausible(subject: ProofSubject, movement: dict[str, tuple[Tensor, Tensor]], moved: dict[str, float]) -> Verdict:
+    farthest = max(moved, key=lambda name: moved[name])
+    words = f"{len(moved)} of {len(movement)} tensors moved, at most by {moved[farthest]:.2e} ({farthest})"
+    bound = subject.facts.get("movement_bound")
+    if bound is not None:
+        beyond = [n for n, far in moved.items() if far > bound + _ROUNDING * float(movement[n][0].abs().max())]
+        if beyond:
+            return refuted("lineage", f"{words}; the optimizer could have moved an element by {bound:.2e}: {', '.join(beyond[:3])}",
+                           tensors=beyond)
+        return proven("lineage", f"{words}, within the optimizer's {bound:.2e}", moved=len(moved), farthest=moved[farthest], bound=bound)
+    for name, (before, after) in movement.items():
+        cosine = float(torch.nn.functional.cosine_similarity(before.float().flatten(), after.float().flatten(), dim=0))
+        if before.dim() == 2 and cosine < UNRELATED:
+            return refuted("lineage", f"{name} is unrelated to the parent's (cosine {cosine:.2f}): it was initialised anew "
+                                      "or is another model's")
+    return proven("lineage", f"{words}; how far the optimizer could go is not recorded", moved=len(moved), farthest=moved[farthest])
+
+
+def _pairs(parent: Artifact, child: Artifact) -> list[tuple[str, Tensor, Tensor]]:
+    before, after = merged_tensors(parent), merged_tensors(child)
+    return [(name, before[name], after[name]) for name in before]

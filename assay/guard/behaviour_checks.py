@@ -1,0 +1,252 @@
+"""Behaviour checks on a reloaded model: the live model's answers, texts that end, and healthy samples.
+
+Of the samples only what is wrong with a text whatever was asked counts: loops, bytes that make no characters, words in no order;
+and nothing said, which proves nothing. A run may well teach another language or nothing but sums; `assay probe` judges that too.
+
+When it counts: REFUTED where more of the texts are shown to be malformed than are tolerated, and more of them than of the parent's
+to the same prompts. Without a parent nothing can have been lost: a model in its first steps babbles, and that is UNPROVEN. So is
+silence: a model that was taught one thing alone may have nothing to say to the rest.
+"""
+
+import contextlib
+import importlib.util
+import io
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
+
+import torch
+
+from assay.evaluation.loaded_model import LoadedModel
+from assay.generate.generation_request import Sampling
+from assay.generate.sampler import Completion, Sampling, sample
+from assay.guard.proof_subject import ProofSubject
+from assay.health.degenerate import Expected
+from assay.health.generation_probe import Health, ModelGenerator, compare_health, probe
+from assay.health.probe_prompts import BUILT_IN_PROMPTS, TEXT_BEGINNINGS, ProbePrompt
+from assay.model.families import FAMILIES
+from assay.model.probe_logits import ProbeLogits, probe_distance, probe_inputs
+from assay.model.transformer import Transformer
+from assay.statistics.sequential import SEQUENTIAL_LEVEL
+from assay.store.artifact import Artifact
+from assay.verdict import Outcome, Verdict, proven, refuted, unproven
+
+# Relative error of the answers. The same fp32 weights on another machine or through another implementation differ by
+# rounding (1e-6 to 1e-5 seen). A wrong rotary base moves them by 0.3 in SmolLM2-135M, and by 2e-3 in a model that has
+# not learned anything yet: the faintest fault that must show.
+SAME_WEIGHTS = 2e-4
+TEXTS = ("The capital of France is", "def add(a, b):\n", "Once upon a time")
+QUESTIONS = ("Say yes.", "What is 2 + 2? Reply with the number only.", "Name one colour, in one word.")  # short answers end soon
+NEW_TOKENS, AGAIN = 32, 8
+
+
+def check_answers(subject: ProofSubject) -> Verdict:
+    """The reloaded model answers the probe as the live one did when it was saved."""
+    if subject.raw.checkpoint is None or not subject.raw.checkpoint.probes():
+        return unproven("answers", "nothing recorded what the live model answered before it was saved", optional=subject.is_copy)
+    error = probe_distance(subject.answers, ProbeLogits(**subject.raw.checkpoint.probes()))
+    words = f"probe logits differ from the live model's by {error:.1e} (relative), bound {SAME_WEIGHTS:.0e}"
+    if not error <= SAME_WEIGHTS:
+        return refuted("answers", f"{words}: the bytes are intact but the model computes something else",
+                       error=str(error), bound=SAME_WEIGHTS)
+    return proven("answers", words, error=error, bound=SAME_WEIGHTS)
+
+
+def check_consumer(subject: ProofSubject) -> Verdict:
+    """The same folder through transformers or PEFT: nothing missing, nothing left over, the same answers."""
+    if reason := _no_consumer(subject):
+        return unproven("consumer", reason, optional=True)
+    name = "peft" if subject.raw.place.adapter else "transformers"
+    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):  # their progress bars and advice
+        warnings.simplefilter("ignore")
+        model, problems = _load_with_peft(subject.artifact) if subject.raw.place.adapter else _load_with_transformers(subject.artifact)
+    if problems:
+        return refuted("consumer", f"{name} does not load it whole: {'; '.join(problems)}", problems=problems)
+    tokens, ids = probe_inputs(subject.artifact.config.vocab, subject.artifact.config.max_length)
+    with torch.no_grad():
+        logits = model(tokens).logits.float()
+    error = probe_distance(ProbeLogits(logits[..., ids], logits.logsumexp(-1)), subject.answers)
+    words = f"through {name} the answers differ by {error:.1e} (relative), bound {SAME_WEIGHTS:.0e}"
+    if not error <= SAME_WEIGHTS:
+        return refuted("consumer", f"{words}: {name} makes another model of these files", error=str(error), bound=SAME_WEIGHTS)
+    return proven("consumer", words, error=error, bound=SAME_WEIGHTS)
+
+
+def check_generations(subject: ProofSubject) -> Verdict:
+    """A few greedy texts: valid ids, the same twice, and ended by a stop token where the model was taught to stop."""
+    artifact = subject.artifact
+    completions = greedy_completions(subject.model, artifact)
+    again = greedy_completions(subject.model, artifact, AGAIN)
+    if [c.ids[:AGAIN] for c in completions] != [c.ids for c in again]:
+        return refuted("generations", "two greedy generations from the same prompts differ; something in the model is not deterministic")
+    ended = _ended(completions)
+    texts = [artifact.tokenizer.decode(list(c.ids)) if artifact.tokenizer else str(c.ids[:12]) for c in completions]
+    words = f"{ended} of {len(completions)} greedy generations ended within {max(len(c.ids) for c in completions)} tokens"
+    evidence = {"ended": ended, "n": len(completions), "texts": texts}
+    if ended or subject.facts.get("taught_to_stop") is False:
+        return proven("generations", words if ended else f"{words}; nothing has taught this model to stop yet", **evidence)
+    if subject.facts.get("taught_to_stop") or (subject.against is not None
+                                               and _ended(greedy_completions(subject.against_model, subject.against))):
+        return refuted("generations", f"{words}, though the model was taught to stop: the stop token or the template was lost", **evidence)
+    if subject.is_copy:
+        return proven("generations", f"{words}; the source's do not end either", **evidence)
+    reason = "whether it was taught to stop is not recorded" if artifact.stops.stop_ids else "no stop id is known"
+    return unproven("generations", f"{words}; {reason}", **evidence)
+
+
+def greedy_completions(model: Transformer, artifact: Artifact, new: int = NEW_TOKENS) -> list[Completion]:
+    longest = artifact.config.max_length
+    room = longest - min(NEW_TOKENS, longest // 2)  # the same prompts, however much is generated
+    return sample(model, short_prompts(artifact, room), artifact.stops.stop_ids,
+                  Sampling(max_new=min(new, longest - room), temperature=0))
+
+
+def short_prompts(artifact: Artifact, room: int) -> list[list[int]]:
+    """Three short prompts as this model takes them: through its chat template, as plain text, or as bare ids."""
+    tokenizer = artifact.tokenizer
+    if tokenizer is None:
+        tokens, _ = probe_inputs(artifact.config.vocab, artifact.config.max_length)
+        return [row[:8].tolist() for row in tokens]
+    if tokenizer.template is not None:
+        turns = [[{"role": "user", "content": text}] for text in QUESTIONS]
+        encoded = [tokenizer.encode(tokenizer.render(turn, add_generation_prompt=True)) for turn in turns]
+    else:
+        encoded = [tokenizer.encode(text) for text in TEXTS]
+    return [ids[-room:] or [0] for ids in encoded]
+
+
+def _ended(completions: list[Completion]) -> int:
+    return sum(completion.ended == "stop" for completion in completions)
+
+
+def _no_consumer(subject: ProofSubject) -> str | None:
+    wanted = ["transformers", "peft"] if subject.raw.place.adapter else ["transformers"]
+    if missing := [name for name in wanted if importlib.util.find_spec(name) is None]:
+        return f"{' and '.join(missing)} not installed (pip install 'assay[hf]'), so only Assay's own loader has read it"
+    if subject.raw.squeezed is not None:
+        return "a squeezed file is Assay's own; nobody else reads it"
+    if FAMILIES[subject.artifact.config.family].gguf is None:
+        return f"transformers has no {subject.artifact.config.family!r} architecture; only Assay loads it"
+    if subject.artifact.base is not None and subject.artifact.base.raw.place.kind == "gguf":
+        return "the base is a GGUF file, which PEFT cannot adapt as it is"
+    return None
+
+
+def _load_with_transformers(artifact: Artifact) -> tuple[torch.nn.Module, list[str]]:
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    path, options = artifact.path, {}
+    if artifact.raw.place.kind == "gguf":
+        path, options = path.parent, {"gguf_file": path.name}
+    loader: Any = transformers.AutoModelForCausalLM  # its types do not know that it returns a pair here
+    model, info = loader.from_pretrained(path, dtype=torch.float32, output_loading_info=True, local_files_only=True,
+                                         trust_remote_code=False, attn_implementation="eager", **options)
+    tied = {"lm_head.weight"} if artifact.config.tied else set()
+    problems = [f"{kind}: {sorted(map(str, keys))[:3]}" for kind, keys in info.items() if set(map(str, keys)) - tied]
+    return model.eval(), problems
+
+
+def _load_with_peft(artifact: Artifact) -> tuple[torch.nn.Module, list[str]]:
+    import peft
+
+    assert artifact.base is not None
+    base, problems = _load_with_transformers(artifact.base)
+    if artifact.config.vocab != artifact.base.config.vocab:
+        cast(Any, base).resize_token_embeddings(artifact.config.vocab)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = peft.PeftModel.from_pretrained(base, str(artifact.path))
+    problems += [str(w.message).split("\n")[0][:160] for w in caught if "missing" in str(w.message) or "unexpected" in str(w.message)]
+    return model.eval(), problems
+
+
+PROMPT_NAMES = ("chat-greeting", "chat-explain", "short-colour", "reasoning-order", "code-function", "other-sea", "other-soup",
+                "other-list")
+ANY_TEXT = Expected(script="", code=True, numbers=True, short=True, ends=False)
+_FEWEST = 4  # prompts that must fit into the context
+BOUND = 0.5  # what a few clean samples must exclude: of the runs that went wrong every other text was malformed
+HEALTH_SAMPLING = Sampling(max_new=32, temperature=0.7)
+
+
+def check_health(subject: ProofSubject) -> Verdict:
+    """A few samples prove little, so what they leave open is UNPROVEN and not demanded; what they refute stops a run."""
+    if subject.probing.samples == 0:
+        return unproven("health", "no texts were asked for (--probe-samples 0)", optional=True)
+    if subject.artifact.tokenizer is None:
+        return unproven("health", "there is no tokenizer here, so nothing that it says is text", optional=True)
+    try:
+        return _judged(subject, subject.probing.device)
+    except torch.OutOfMemoryError:  # the run that is proven here may fill its GPU
+        return _judged(subject, "cpu")
+
+
+def _judged(subject: ProofSubject, device: str) -> Verdict:
+    child = _speaker(subject.artifact, lambda: subject.model, device)
+    prompts = health_prompts(child)
+    if len(prompts) < _FEWEST:
+        return unproven("health", f"a context of {subject.artifact.config.max_length} tokens has no room for our questions", optional=True)
+    parent = None
+    if subject.against is not None and subject.against.tokenizer is not None:
+        parent = _speaker(subject.against, lambda: subject.against_model, device)
+    # What it was not taught surprises a parent; words in no order do so far more than our prompts, which are in order.
+    of_parent: dict[str, Any] = {"surprise": parent.surprise, "usual": parent.reading(prompts)} if parent else {}
+    probed = partial(probe, child, prompts, n=subject.probing.samples, bound=BOUND, **of_parent)
+    health = probed(enough=lambda health: health.malformed or health.healthy)
+    verdict = health.verdict()
+    if health.malformed:
+        verdict = _held_against(health, probed, partial(probe, parent, prompts) if parent else None)
+    optional = {"optional": True} if verdict.outcome is Outcome.UNPROVEN else {}
+    return replace(verdict, evidence=health.verdict().evidence | verdict.evidence | {"device": device} | optional)
+
+
+def _held_against(first: Health, again: Callable[..., Health], of_parent: Callable[..., Health] | None) -> Verdict:
+    """Malformed texts are held against a model whose parent's are not, and only where that is shown, by all the samples there may be."""
+    if of_parent is None:
+        return unproven("health", f"{first.sentence}; it has no parent whose texts were better: in its first steps every model babbles")
+    spoken, parent = _spoken(first), _spoken(of_parent(n=first.rounds))
+    if not spoken.malformed:
+        return unproven("health", f"{first.sentence}; nothing is wrong with what was said")
+    if parent.bad >= spoken.bad:
+        return unproven("health", f"{first.sentence}; of its parent's {parent.bad} of {len(parent.samples)}: no better")
+    health = _spoken(again(enough=lambda _: False))
+    parent = _spoken(of_parent(n=health.rounds, enough=lambda _: False))
+    effect, _ = compare_health(health, parent)
+    words = f"{health.sentence}; of its parent's {parent.bad} of {len(parent.samples)}"
+    if effect.mean > 0 and effect.p <= 1 - SEQUENTIAL_LEVEL:
+        return refuted("health", f"{words}: shown worse, p = {effect.p:.2g} (--probe-samples 0 leaves this check out)",
+                       **health.verdict().evidence, parent_bad=parent.bad)
+    return unproven("health", f"{words}: not shown worse", **health.verdict().evidence, parent_bad=parent.bad)
+
+
+def _spoken(health: Health) -> Health:
+    """The same samples, with silence no fault."""
+    silent = [sample.wrong is not None and sample.wrong.cause == "empty" for sample in health.samples]
+    return replace(health, samples=tuple(replace(sample, wrong=None) if nothing else sample
+                                         for sample, nothing in zip(health.samples, silent, strict=True)))
+
+
+def health_prompts(speaker: ModelGenerator) -> tuple[ProbePrompt, ...]:
+    """Questions that fit, for a model that answers; beginnings, as much of them as fits, for one that continues. Any text is an answer."""
+    room = speaker.opened.model.config.max_length - HEALTH_SAMPLING.max_new
+    if speaker.raw:
+        wanted = tuple(replace(prompt, text=_end(prompt.text, speaker, room)) for prompt in TEXT_BEGINNINGS)
+    else:
+        wanted = tuple(prompt for prompt in BUILT_IN_PROMPTS if prompt.id in PROMPT_NAMES
+                       and speaker.opened.length_of(prompt.text, raw=False) <= room)
+    return tuple(replace(prompt, expected=ANY_TEXT) for prompt in wanted if prompt.text)
+
+
+def _end(text: str, speaker: ModelGenerator, room: int) -> str:
+    """Its last words, as many as fit."""
+    words = text.split(" ")
+    fitting = (" ".join(words[first:]) for first in range(len(words)))
+    return next((end for end in fitting if speaker.opened.length_of(end, raw=True) <= room), "")
+
+
+def _speaker(artifact: Artifact, built: Callable[[], Transformer], device: str) -> ModelGenerator:
+    """Nothing is compiled: a few hundred tokens are over sooner. On the CPU the proof has built the model already."""
+    return ModelGenerator(LoadedModel(artifact, device=device, model=built() if device == "cpu" else None, graphed=False), HEALTH_SAMPLING)

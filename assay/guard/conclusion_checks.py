@@ -1,0 +1,73 @@
+"""Conclusion checks: early stopping on evidence, overfitting, reported losses, claimed gains and rising rewards."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from assay.comparison.pairwise import Claim, compare
+from assay.comparison.read_results import Arm, Series
+from assay.comparison.trend import trend
+from assay.errors import DataError, UsageError
+from assay.statistics.early_stopping import paired_noise, plan_stopping, should_stop, widening_gap
+from assay.verdict import Verdict, proven, refuted
+
+
+def check_early_stopping(history: Sequence[ArrayLike], *, planned: int, min_improvement: float, patience: int) -> Verdict:
+    """A run that ended before its planned evaluations did so on evidence. `history` holds the losses of the same sequences each time."""
+    seen = len(history)
+    if seen >= planned:
+        return proven("stopping", f"the run had all {planned} evaluations")
+    stopped = f"the run stopped after {seen} of {planned} evaluations"
+    try:
+        rule = plan_stopping(paired_noise(history[-2], history[-1]), min_improvement, patience=patience, evaluations=planned)
+    except UsageError as error:
+        return refuted("stopping", f"{stopped}, by a rule that could not know: {error}")
+    decision = should_stop(history, rule)
+    return (proven if decision.stop else refuted)("stopping", f"{stopped}: {decision.reason}")
+
+
+def check_generalisation_gap(train: ArrayLike, held_out: ArrayLike) -> Verdict:
+    """Training and held-out loss stay together over the evaluations, as far as they can show.
+
+    Training loss is a mean over past steps, so that it lies above held-out loss while both fall: that is no gap.
+    """
+    widened = widening_gap(np.minimum(train, held_out), held_out)
+    if widened is not None:
+        return refuted("gap", widened)
+    return proven("gap", "the gap between train and held-out loss is not shown to widen")
+
+
+def check_reported_loss(reported: float, losses: ArrayLike, tokens: ArrayLike) -> Verdict:
+    """The loss that a run reports is the mean over every token of its held-out documents: not the last batch's, nor a running mean.
+
+    `losses` are each document's mean over its `tokens`.
+    """
+    per_document, counts = np.asarray(losses, np.float64), np.asarray(tokens, np.float64)
+    mean = float((per_document * counts).sum() / counts.sum())
+    words = f"the reported loss is {reported:.6g}, that of all {per_document.size} held-out documents {mean:.6g}"
+    if not abs(reported - mean) <= 1e-5 * abs(mean):
+        return refuted("result", f"{words}: what is reported is another number, such as the last batch's", reported=str(reported),
+                       mean=str(mean))
+    return proven("result", words, reported=reported, mean=mean)
+
+
+def check_claim(claimed: str, arms: Sequence[Arm], claims: Claim, *, level: float = 0.05) -> Verdict:
+    """What is said of the arm `claimed` against the first one is what the scores show, with every arm that was tried counted."""
+    try:
+        found = {one.after: one for one in compare(arms, level=level)}[claimed]
+    except DataError as error:
+        return refuted("claim", f"{claimed} is said to be {claims}, and nothing can be said: {error}")
+    evidence = {"claimed": claims, "found": found.claim, "p": found.p, "needed": found.needed, "arms": len(arms)}
+    if claims not in ("not shown", found.claim):
+        return refuted("claim", f"said to be {claims}: {found.sentence}", **evidence)
+    return proven("claim", f"said to be {claims}: {found.sentence}", **evidence)
+
+
+def check_rise(series: Series, *, passed: bool, level: float = 0.05) -> Verdict:
+    """A run that is declared a success on its reward has a reward that rose, or has not fallen as far as it shows."""
+    found = trend(series, level=level)
+    went_wrong = found.direction != "not shown" and not found.improves
+    if passed and went_wrong:
+        return refuted("rise", f"declared passed: {found.sentence}", **found.to_json())
+    return proven("rise", f"declared {'passed' if passed else 'not passed'}: {found.sentence}", **found.to_json())

@@ -1,0 +1,307 @@
+"""Loss preflight on one real batch before step 1: values and gradients, each against a naive twin.
+
+The naive twins here are written out on purpose. `naive_loss` shares with the code it judges the model's `hidden` and `logits`
+alone; `naive_logits`, which judges those, shares the layers' own products and norms.
+
+What is one and the same by arithmetic is compared in fp32, whatever the run computes in: in bf16 two right ways to compute a
+gradient of SmolLM2 were 5 % apart, by the rounding of 30 layers, and a bound above that would forgive real faults. That the run's
+own precision, compiled and captured as it will run, comes near that is a check of its own.
+"""
+
+import contextlib
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from assay.data.batch import Batch
+from assay.kernels.rotary import rotate
+from assay.learn import loop
+from assay.learn.loop import Accumulate
+from assay.learn.objectives import Objective
+from assay.model.placement import fp32_uncompiled
+from assay.model.transformer import Attention, Block, Transformer
+from assay.verdict import Outcome, Verdict, proven, refuted
+
+Gradients = tuple[float, dict[str, Tensor]]  # the loss, and the gradient of each parameter that has one
+NaiveLoss = Callable[[Transformer, Batch], Tensor]  # an objective written out: the mean loss over the batch's weight
+
+# Relative error that rounding explains: fp32 sums in another order, or bf16 products in another order.
+PARITY_BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+# A single tensor's fp32 gradient on a GPU, whose products are summed in another order for every shape: of SmolLM2's, on an H200,
+# those of norms in late layers were up to 7e-4 apart.
+GPU_GRADIENT = 5e-3
+# bf16 as it runs against fp32: relative error of all gradients together (0.02 of SmolLM2's, 0.21 of half its layers, untrained), and how
+# many times the gradient of a kind of tensor, over all layers, may be what it should be: rounding hardly goes along with a gradient.
+_ROUNDING, TIMES = 0.5, (0.8, 1.25)
+NONE = 1e-6  # of the whole gradient's norm: a kind of tensor that has less of it has none
+PREFLIGHT_ROWS = 4  # of the batch: enough to have ragged parts
+_LOUD = 0.2  # for the checks that must see them: standard deviation of the logits in soft caps, largest weight of a gate
+_COLUMNS = 2048  # of a row that attention is written out for: its cost grows with their square
+
+
+def preflight_loss(model: Transformer, objective: Objective, batch: Batch, accumulate: Accumulate | None = None,
+              naive: NaiveLoss | None = None, teacher: Transformer | None = None) -> list[Verdict]:
+    """Every check of this file but `check_precision`. The model's weights, gradients and mode are as before afterwards.
+
+    `accumulate` is what the loop will be given: what is checked must be what runs. `naive` is the objective written
+    out; without it, next-token cross-entropy. `teacher` is another model that the objective asks.
+    """
+    batch = sample_rows(batch)
+    with fp32_uncompiled(model, *([] if teacher is None else [teacher])):
+        exact = [check_attention(model, batch), check_loss(model, objective, batch, naive),
+                 check_accumulation(model, objective, batch, accumulate)]
+    return [*exact, check_isolation(model, batch), check_padding(model, objective, batch), check_determinism(model, objective, batch)]
+
+
+@torch.no_grad()
+def check_attention(model: Transformer, batch: Batch) -> Verdict:
+    """The model's logits are those of its config written out: causal, within documents and windows, softly capped."""
+    part: dict[str, Any] = {name: stream[:1, :_COLUMNS].cpu() for name, stream in batch.streams().items()}
+    row = Batch(**part).to(batch.tokens.device)
+    with amplified(model, row):
+        found, due = batch_logits(model, row), naive_logits(model, row)
+    error = float((found - due).norm() / (due.norm() + 1e-20))
+    words = f"logits differ from attention and soft cap written out by {error:.1e} (relative), bound {_bound(model):.0e}"
+    if not error <= _bound(model):
+        return refuted("attention", f"{words}: a window, a cap, a mask, a mix or a gate of the config is not applied", error=str(error))
+    return proven("attention", words, error=error)
+
+
+def check_loss(model: Transformer, objective: Objective, batch: Batch, naive: NaiveLoss | None = None) -> Verdict:
+    """The objective equals its naive twin, written out in full logits, in value and in gradient, whatever the weights."""
+    uneven = replace(batch, weight=_uneven(batch.weight))
+    with amplified(model, sample_rows(batch)):
+        ours = loss_gradients(model, lambda: objective(model, uneven).total / uneven.weight.sum())
+        written_out = loss_gradients(model, lambda: (naive or naive_loss)(model, uneven))
+    twin = "plain cross-entropy" if naive is None else "its formula written out"
+    return compare_gradients("loss", f"the objective and {twin}", ours, written_out, model)
+
+
+def check_accumulation(model: Transformer, objective: Objective, batch: Batch, accumulate: Accumulate | None = None) -> Verdict:
+    """Micro-batches of one row give the step that one batch gives: on rows of different weight, and on fewer rows than usual."""
+    accumulate = accumulate or loop.accumulated
+    full = _accumulation(model, objective, batch, accumulate, rows=len(batch))
+    short = _accumulation(model, objective, batch, accumulate, rows=max(1, len(batch) // 2))  # as at the end of an epoch
+    return full if full.outcome is Outcome.REFUTED else short
+
+
+def check_precision(model: Transformer, objective: Objective, batch: Batch, found: Gradients, *others: Transformer) -> Verdict:
+    """`found`, made as the run makes it of this batch's mean loss, is near what fp32 gives, row by row and uncompiled."""
+    with fp32_uncompiled(model, *others):
+        due = loss_gradients(model, lambda: loop.accumulated(model, objective, batch, 1, float(batch.weight.sum())).loss, backward=False)
+    what = f"the loss in {model.compute_dtype or torch.float32} as it will run, and in fp32"
+    near = _compared("precision", what, *_together(found, due), PARITY_BOUNDS[torch.bfloat16], _ROUNDING)
+    if near.outcome is Outcome.REFUTED:
+        return near
+    times = _times(found[1], due[1])
+    least, most = min(times, key=lambda kind: times[kind]), max(times, key=lambda kind: times[kind])
+    words = f"{near.reason}; {times[least]:.3f} (*.{least}) to {times[most]:.3f} (*.{most}) times what they should be"
+    sized = TIMES[0] <= times[least] and times[most] <= TIMES[1]
+    return (proven if sized else refuted)("precision", words, **near.evidence, least=times[least], most=times[most])
+
+
+def _times(found: Mapping[str, Tensor], due: Mapping[str, Tensor]) -> dict[str, float]:
+    """For each kind of tensor, all layers together, how many times its gradient is in what was found: ⟨found, due⟩ / ⟨due, due⟩."""
+    kinds: dict[str, list[str]] = {}
+    for name in due:
+        kinds.setdefault(re.sub(r"^blocks\.\d+\.", "", name), []).append(name)
+    squares = {kind: sum(float(due[name].double().square().sum()) for name in names) for kind, names in kinds.items()}
+    along = {kind: sum(float((found[name].double() * due[name].double()).sum()) for name in names) for kind, names in kinds.items()}
+    return {kind: along[kind] / squares[kind] for kind in kinds if squares[kind] > NONE**2 * sum(squares.values())}
+
+
+@torch.no_grad()
+def check_isolation(model: Transformer, batch: Batch) -> Verdict:
+    """Two documents packed into a row: other words in the first change nothing in the second."""
+    tokens, half = batch.tokens[:1].cpu(), batch.tokens.shape[1] // 2
+    documents = (torch.arange(tokens.shape[1])[None] >= half).int()
+    changed = torch.where(documents == 0, (tokens + 1) % model.config.vocab, tokens)
+    packed = [Batch(t, torch.zeros(t.shape), documents).to(batch.tokens.device) for t in (tokens, changed)]
+    before, after = (model.hidden(p.tokens, documents=p.documents, starts=p.starts)[:, half:] for p in packed)
+    leak = float((before - after).abs().max())
+    if leak > 0:
+        return refuted("isolation", f"changing one packed document moves another's states by {leak:.1e}: packing leaks", leak=leak)
+    return proven("isolation", "changing one packed document leaves the other's states bit for bit")
+
+
+def check_padding(model: Transformer, objective: Objective, batch: Batch) -> Verdict:
+    """Columns of padding add nothing to the loss."""
+    documents = batch.documents if batch.documents is not None else torch.zeros_like(batch.tokens, dtype=torch.int32)
+    plain = replace(batch, documents=documents)
+    columns = {name: torch.full_like(stream[:, :1], -1 if name == "documents" else 0) for name, stream in plain.streams().items()}
+    padding: dict[str, Any] = {name: torch.cat([stream, *[columns[name]] * 8], 1) for name, stream in plain.streams().items()}
+    padded = replace(plain, **padding)
+    with torch.no_grad():
+        one, two = (float(objective(model, b).total) for b in (plain, padded))
+    error = abs(one - two) / max(abs(one), 1e-9)
+    if not error <= _bound(model):
+        return refuted("padding", f"eight columns of padding change the loss from {one:.6g} to {two:.6g}", error=str(error))
+    return proven("padding", f"eight columns of padding change the loss by {error:.1e} (relative)", error=error)
+
+
+@torch.no_grad()
+def check_determinism(model: Transformer, objective: Objective, batch: Batch) -> Verdict:
+    """Two evaluations of the same batch agree to the last bit: no dropout, no state, nothing left in training mode."""
+    training = model.training
+    model.eval()
+    still = [name or "the model" for name, module in model.named_modules() if module.training]
+    one, two = (objective(model, batch).total for _ in range(2))
+    model.train(training)
+    if still:
+        return refuted("determinism", f"still in training mode after eval(): {', '.join(still[:3])}", modules=still)
+    if not torch.equal(one, two):
+        return refuted("determinism", f"two evaluations of one batch gave {float(one)} and {float(two)}; dropout or hidden state is active")
+    return proven("determinism", "two evaluations of one batch agree to the last bit")
+
+
+def naive_loss(model: Transformer, batch: Batch) -> Tensor:
+    """−Σ weight · log p(next token) / Σ weight, with whole fp32 logits and an explicit shift by one."""
+    states = model.hidden(batch.tokens, documents=batch.documents, positions=batch.positions)
+    logprobs = model.logits(states[:, :-1]).float().log_softmax(-1)
+    taken = logprobs.gather(-1, batch.tokens[:, 1:, None]).squeeze(-1)
+    return -(taken * batch.weight[:, 1:]).sum() / batch.weight.sum()
+
+
+def batch_logits(model: Transformer, batch: Batch) -> Tensor:
+    return model.logits(model.hidden(batch.tokens, documents=batch.documents, positions=batch.positions, starts=batch.starts)).float()
+
+
+def naive_logits(model: Transformer, row: Batch) -> Tensor:
+    """Every product of attention written out in fp32, from the config: who sees whom is decided here anew."""
+    config, T = model.config, row.tokens.shape[1]
+    positions = row.positions if row.positions is not None else torch.arange(T, device=row.tokens.device)[None]
+    documents = row.documents if row.documents is not None else torch.zeros_like(row.tokens)
+    distance = positions[:, :, None] - positions[:, None, :]
+    seen = (documents[:, :, None] == documents[:, None, :]) & (distance >= 0)
+    x = model.embed.weight[row.tokens] if model.position is None else model.embed.weight[row.tokens] + model.position.weight[positions]
+    x = x.to(model.compute_dtype or x.dtype)
+    values: list[Tensor] = []  # of the layers so far
+    for block, window in zip(cast(Iterable[Block], model.blocks), config.windows, strict=True):
+        within = seen if window is None else seen & (distance < window)
+        x = x + _naive_attention(model, block.attn, block.attn_norm(x), positions, within, values)
+        x = x + block.mlp(block.mlp_norm(x))
+    plain = (model.norm(x) @ model.head_weight().to(x.dtype).T).float()
+    return plain if config.softcap is None else config.softcap * torch.tanh(plain / config.softcap)
+
+
+def _naive_attention(model: Transformer, attn: Attention, x_BTD: Tensor, positions: Tensor, seen_BTS: Tensor,
+                     values: list[Tensor]) -> Tensor:
+    config = model.config
+    q, k, v = (part.unflatten(-1, (-1, config.head_dim)) for part in attn.qkv(x_BTD).split(attn.rows, -1))
+    if attn.q_norm is not None and attn.k_norm is not None:
+        q, k = attn.q_norm(q), attn.k_norm(k)
+    if model.frequencies is not None:
+        angles = positions[..., None, None].float() * cast(Tensor, model.frequencies)
+        q, k = (rotate(part, angles.cos(), angles.sin()) for part in (q, k))
+    values.append(v)
+    if attn.mix is not None:
+        own, firsts = attn.mix.weight.to(v.dtype)
+        v = own * v + firsts * values[0]
+    k, v = (part.float().repeat_interleave(config.heads // config.kv_heads, dim=2) for part in (k, v))
+    scores_BHTS = torch.einsum("bthd,bshd->bhts", q.float(), k) / math.sqrt(config.head_dim)
+    weights_BHTS = scores_BHTS.masked_fill(~seen_BTS[:, None], -math.inf).softmax(-1)
+    attended = torch.einsum("bhts,bshd->bthd", weights_BHTS, v)
+    if attn.gate is not None:
+        attended = attended * 2 / (1 + torch.exp(-attn.gate(x_BTD).float()))[..., None]
+    return attn.out(attended.to(x_BTD.dtype).flatten(2))
+
+
+def loss_gradients(model: Transformer, loss: Callable[[], Tensor], *, backward: bool = True) -> Gradients:
+    """The loss and every parameter's gradient; the model's own gradients are put back."""
+    kept = {name: p.grad for name, p in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.grad = None
+    value = loss()
+    if backward:
+        value.backward()
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    for name, parameter in model.named_parameters():
+        parameter.grad = kept[name]
+    return float(value.detach()), found
+
+
+@contextlib.contextmanager
+def amplified(model: Transformer, batch: Batch) -> Iterator[None]:
+    """Logits large enough for the soft cap to bend them, and gates that weigh: in a fresh model neither's absence would show."""
+    gain, cap = cast(Tensor, model.norm.weight), model.config.softcap
+    gates = [parameter for name, parameter in model.named_parameters() if name.endswith("attn.gate.weight")]
+    kept = [parameter.detach().clone() for parameter in (gain, *gates)]
+    with torch.no_grad():
+        for gate in gates:
+            gate.copy_(torch.linspace(-_LOUD, _LOUD, gate.numel()).view_as(gate))
+        if cap is not None:
+            gain.mul_(max(1.0, _LOUD * cap / float(batch_logits(model, batch).std())))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, before in zip((gain, *gates), kept, strict=True):
+                parameter.copy_(before)
+
+
+def sample_rows(batch: Batch) -> Batch:
+    return next(batch.split(PREFLIGHT_ROWS))
+
+
+def _accumulation(model: Transformer, objective: Objective, batch: Batch, accumulate: Accumulate, *, rows: int) -> Verdict:
+    """The first rows one by one, against the whole batch with the other rows' weight at 0: both mean the same."""
+    taken = torch.arange(len(batch), device=batch.weight.device)[:, None] < rows
+    ragged = replace(batch, weight=_ragged(batch.weight) * taken)
+    weight = float(ragged.weight.sum())
+    parts = loss_gradients(model, lambda: accumulate(model, objective, next(ragged.split(rows)), 1, weight).loss, backward=False)
+    whole = loss_gradients(model, lambda: objective(model, ragged).total / weight)
+    return compare_gradients("accumulation", f"{rows} rows one at a time, and all at once", parts, whole, model)
+
+
+def _uneven(weight: Tensor) -> Tensor:
+    """Neighbours that count differently: a gradient scaled by one token's weight instead of each token's own would show."""
+    return weight * (1 + 0.5 * (torch.arange(weight.shape[1], device=weight.device) % 3))
+
+
+def _ragged(weight: Tensor) -> Tensor:
+    """Rows that count for different numbers of tokens, which is where a mean of means goes wrong. A row that counts goes on counting:
+    of answers after long prompts the first columns would leave nothing."""
+    counted = (weight != 0).cumsum(1)
+    share = torch.arange(1, len(weight) + 1, device=weight.device)[:, None] * counted[:, -1:] // (len(weight) + 1)
+    return weight * (counted <= share + 2)
+
+
+def compare_gradients(check: str, what: str, one: Gradients, two: Gradients, model: Transformer) -> Verdict:
+    """Within the rounding of what the model computes in; in fp32 tensor by tensor. In bf16 rounding alone moves a small tensor's
+    gradient by more than any bound, so that all are taken together."""
+    value = _bound(model)
+    if value > PARITY_BOUNDS[torch.float32]:
+        return _compared(check, what, *_together(one, two), value, value)
+    return _compared(check, what, one, two, value, GPU_GRADIENT if model.embed.weight.is_cuda else value)
+
+
+def _together(one: Gradients, two: Gradients) -> tuple[Gradients, Gradients]:
+    """All of each as one, where both are of the same tensors."""
+    if one[1].keys() != two[1].keys():
+        return one, two
+    first, second = ((loss, {"all together": torch.cat([found[name].float().flatten() for name in sorted(found)])})
+                     for loss, found in (one, two))
+    return first, second
+
+
+def _compared(check: str, what: str, one: Gradients, two: Gradients, value_bound: float, gradient_bound: float) -> Verdict:
+    if one[1].keys() != two[1].keys():
+        return refuted(check, f"{what} reach different parameters: {sorted(one[1].keys() ^ two[1].keys())[:3]}")
+    value = abs(one[0] - two[0]) / max(abs(two[0]), 1e-9)
+    errors = {name: float((gradient.float() - two[1][name].float()).norm() / (two[1][name].float().norm() + 1e-20))
+              for name, gradient in one[1].items()}
+    worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
+    words = (f"{what}: loss {one[0]:.5f} and {two[0]:.5f}, gradients apart by at most {errors[worst]:.1e} (relative, {worst}), "
+             f"bound {gradient_bound:.0e}")
+    if not (value <= value_bound and errors[worst] <= gradient_bound):
+        return refuted(check, words, value_error=str(value), gradient_error=str(errors[worst]), tensor=worst)
+    return proven(check, words, value_error=value, gradient_error=errors[worst], bound=gradient_bound)
+
+
+def _bound(model: Transformer) -> float:
+    return PARITY_BOUNDS[model.compute_dtype or torch.float32]

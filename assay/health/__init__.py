@@ -1,0 +1,1 @@
+"""Health of generations: degenerate texts by cause, probes of a model or an endpoint, and drift after an edit."""

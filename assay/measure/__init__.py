@@ -1,1 +1,0 @@
-"""Scores, estimates and verdicts about models."""

@@ -1,0 +1,119 @@
+"""KV cache of fixed slots, one tensor a layer: prompts are filled in, then every slot decodes one token at a time.
+
+`model.hidden(tokens, cache=…)` takes one of two views. `PrefillView` stores a batch's tokens at given places and attends
+as if there were no cache; `DecodeView` gives every slot one token more and attends to what the slot holds.
+Shapes: S slots, L capacity, P = S · L places and more, B rows, T time, N tokens, H heads, K key/value heads, d head size.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from assay.kernels.cached_attention import Rotary, cached_attention
+from assay.model.attention import PADDING, AttentionMask, TokenLayout, attend, positions_in_document, token_layout
+
+
+class SlotCache:
+    """Fixed addresses for its whole life, so that a CUDA graph may hold them. Zeros, not garbage: 0 · NaN is NaN.
+
+    A tensor per layer, not one for all: indexing a stacked tensor made compiled graphs copy all of it at every layer, and so did
+    writing to a part of a larger storage. Hence DLPack, through which the same memory comes back as a storage of its own.
+    Behind the last slot lies one that nobody reads: there goes what padding says.
+    """
+
+    def __init__(self, layers: int, slots: int, length: int, kv_heads: int, head_dim: int, *,
+                 dtype: torch.dtype, device: torch.device | str = "cpu"):
+        self.slots, self.length, self.nowhere = slots, length, slots * length
+        self.all = torch.zeros((2 * layers, slots + 1, length, kv_heads, head_dim), dtype=dtype, device=device)
+        self.keys, self.values = ([torch.from_dlpack(self.all[2 * layer + part, :slots]) for layer in range(layers)]
+                                  for part in (0, 1))
+
+    def clear(self) -> None:
+        self.all.zero_()
+
+    def copy(self, sources: Tensor, targets: Tensor, width: int) -> None:
+        """What each source slot holds in its first `width` places, into the target beside it; all are read before any is written."""
+        wide = self.all.flatten(-2)
+        if wide.shape[-1] * wide.itemsize % torch.complex128.itemsize == 0:
+            wide = wide.view(torch.complex128)  # bytes alone matter here, and indexing goes by elements: the wider, the fewer
+        wide[:, targets, :width] = wide[:, sources, :width]
+
+    def places(self, documents_BT: Tensor, slots: Tensor) -> Tensor:
+        """(B, T) where the tokens of a batch stand, if row b goes into slot slots[b], from its place 0 on; padding goes nowhere."""
+        places = slots[:, None] * self.length + positions_in_document(documents_BT)
+        return torch.where(documents_BT == PADDING, self.nowhere, places)
+
+
+class PrefillView(NamedTuple):
+    """Token (b, t) of the batch goes to place places[b, t] of all slots' places, counted through."""
+
+    cache: SlotCache
+    places_BT: Tensor
+
+    def place(self, tokens_BT: Tensor, documents: Tensor | None, positions: Tensor | None, windows: set[int | None],
+              starts: Tensor | None) -> TokenLayout:
+        placed, longest = token_layout(tokens_BT, documents, positions, windows, starts), min(tokens_BT.shape[1], self.cache.length)
+        return placed._replace(sights={window: sight._replace(longest=longest) for window, sight in placed.sights.items()})
+
+    def layer(self, index: int) -> "PrefillLayer":
+        keys, values = self.cache.all[2 * index], self.cache.all[2 * index + 1]
+        return PrefillLayer(keys.flatten(0, 1), values.flatten(0, 1), self.places_BT.flatten())
+
+
+class PrefillLayer(NamedTuple):
+    keys_PKd: Tensor
+    values_PKd: Tensor
+    places_N: Tensor
+
+    def attend(self, q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, sight: AttentionMask) -> Tensor:
+        self.keys_PKd.index_copy_(0, self.places_N, k_BTKd.flatten(0, 1))
+        self.values_PKd.index_copy_(0, self.places_N, v_BTKd.flatten(0, 1))
+        return attend(q_BTHd, k_BTKd, v_BTKd, sight)
+
+
+def attend_slots(layer: "DecodeLayer", q_S1Hd: Tensor, k_S1Kd: Tensor, v_S1Kd: Tensor, window: int | None) -> Tensor:
+    angles = None if layer.rotary is None else (layer.rotary[0][:, 0, 0], layer.rotary[1][:, 0, 0])
+    return cached_attention(q_S1Hd[:, 0], k_S1Kd[:, 0], v_S1Kd[:, 0], layer.keys_SLKd, layer.values_SLKd, layer.positions,
+                            window, layer.horizon, angles)[:, None]
+
+
+class DecodeView(NamedTuple):
+    """Slot s gets its token at `positions[s]`; none is at or beyond `horizon`. `attention` is `attend_slots` or wraps it."""
+
+    cache: SlotCache
+    positions: Tensor
+    horizon: int
+    attention: Callable[..., Tensor] = attend_slots
+
+    def place(self, tokens_BT: Tensor, documents: Tensor | None, positions: Tensor | None, windows: set[int | None],
+              starts: Tensor | None) -> TokenLayout:
+        assert documents is None, "a slot holds one document"
+        assert positions is None, "a slot's place is the cache's to say"
+        return TokenLayout(torch.zeros_like(tokens_BT), self.positions[:, None],
+                           {window: AttentionMask(window=window) for window in windows})
+
+    def layer(self, index: int) -> "DecodeLayer":
+        return DecodeLayer(self.cache.keys[index], self.cache.values[index], self.positions, self.horizon, self.attention)
+
+
+class DecodeLayer(NamedTuple):
+    """With `rotary` it turns q and k itself, which saves a kernel a layer; without it they come as they are to be."""
+
+    keys_SLKd: Tensor
+    values_SLKd: Tensor
+    positions: Tensor
+    horizon: int
+    attention: Callable[..., Tensor]
+    rotary: Rotary | None = None  # cos and sin, (S, 1, 1, d / 2)
+
+    def turning(self, rotary: Rotary | None) -> "DecodeLayer":
+        return DecodeLayer(self.keys_SLKd, self.values_SLKd, self.positions, self.horizon, self.attention, rotary)
+
+    def attend(self, q_S1Hd: Tensor, k_S1Kd: Tensor, v_S1Kd: Tensor, sight: AttentionMask) -> Tensor:
+        return self.attention(self, q_S1Hd, k_S1Kd, v_S1Kd, sight.window)
+
+
+CacheView = PrefillView | DecodeView
+LayerCacheView = PrefillLayer | DecodeLayer

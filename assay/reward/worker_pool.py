@@ -1,0 +1,257 @@
+"""Reward workers: processes with time-outs; what a reward cannot tell is an error row with its reason, never 0.
+
+    with RewardWorkers(parse_rewards(["answer:1", "format:0.1"])) as workers:
+        scored = workers.score([RewardItem(prompt, completion, row), …])      in the order of the items
+        limit.feed(scored)                                              GuardStop above the share allowed
+
+The processes start once and stay. One that hangs or dies takes only its item with it, and is replaced.
+"""
+
+import contextlib
+import json
+import math
+import os
+import queue
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from assay.errors import DataError, GuardStop, UsageError
+from assay.reward.reward_functions import RewardSpec
+
+STARTING_SECONDS = 120.0  # a user's file may import much
+_WINDOW = 200  # recent items, of which the share of errors is taken
+_FEWEST = 20  # items that one share is at least taken of: the very first error of a run is no rate
+ERRORS_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class RewardItem:
+    """What is to be scored. `row` is the line of data that the prompt was made from, plain JSON."""
+
+    prompt: str
+    completion: str
+    row: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class ScoredItem:
+    """`value` is the weighted sum, or None where any component has an error; a component's own value is None then."""
+
+    value: float | None
+    error: str | None
+    components: Mapping[str, float | None] = field(default_factory=dict)
+
+
+class RewardWorkers:
+    """Processes that score items with the same rewards; `seconds` is what one item may take, all components together."""
+
+    def __init__(self, rewards: Sequence[RewardSpec], *, count: int = 2, seconds: float = 30.0) -> None:
+        if count < 1 or not seconds > 0:
+            raise UsageError(f"reward workers: expected at least one and more than 0 s an item, found {count} and {seconds} s")
+        self.rewards = tuple(rewards)
+        self.weights = {reward.name: reward.weight for reward in rewards}
+        command = {"rewards": [reward.to_json() for reward in rewards], "seconds": seconds, "path": sys.path}
+        self._workers = [_Worker(json.dumps(command), seconds) for _ in range(count)]
+
+    def __enter__(self) -> "RewardWorkers":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def score(self, items: Sequence[RewardItem]) -> list[ScoredItem]:
+        """One Scored for each item, in their order, whatever the order in which the workers finish."""
+        requests = [_request(number, item) for number, item in enumerate(items)]
+        return [scored(answer, self.weights) for answer in self._answers(requests)]
+
+    def drill(self) -> dict[str, ScoredItem]:
+        """What comes back for rewards that are known to fail: every one must be an error."""
+        [answer] = self._answers([_request(0, RewardItem("", "", {}), drill=True)])
+        failed = {**dict.fromkeys(answer["values"]), **answer["errors"]}
+        return {name: scored(_only(answer, name), {name: 1.0}) for name in failed}
+
+    def close(self) -> None:
+        for worker in self._workers:
+            worker.stop()
+
+    def _answers(self, requests: list[bytes]) -> list[dict[str, Any]]:
+        answers: list[dict[str, Any]] = [{}] * len(requests)
+        waiting: queue.SimpleQueue[tuple[int, bytes]] = queue.SimpleQueue()
+        for numbered in enumerate(requests):
+            waiting.put(numbered)
+
+        def drain(worker: _Worker) -> None:
+            while not stopped.is_set():
+                try:
+                    number, request = waiting.get_nowait()
+                except queue.Empty:
+                    return
+                answers[number] = worker.ask(number, request)
+
+        stopped = threading.Event()
+        with ThreadPoolExecutor(len(self._workers)) as threads:
+            try:
+                for done in [threads.submit(drain, worker) for worker in self._workers[: len(requests)]]:
+                    done.result()
+            finally:
+                stopped.set()  # after an error or Ctrl-C nobody takes another item
+        return answers
+
+
+def scored(answer: Mapping[str, Any], weights: Mapping[str, float]) -> ScoredItem:
+    """A worker's answer, believed only where it has a finite value for every component."""
+    values = {name: _finite(answer["values"].get(name)) for name in weights}
+    missing = [name for name, value in values.items() if value is None]
+    if missing:
+        why = answer["errors"].get(missing[0]) or answer["errors"].get("worker") or "no finite value came back"
+        return ScoredItem(None, f"{missing[0]}: {why}" if missing[0] in answer["errors"] else why, values)
+    return ScoredItem(math.fsum(weight * values[name] for name, weight in weights.items()), None, values)  # type: ignore[operator]
+
+
+class ErrorLimit:
+    """Stops a run whose rewards fail too often: more than `share` of the last 200 items, an error of fewer than 20 counting as of 20."""
+
+    def __init__(self, share: float = 0.05) -> None:
+        if not 0 <= share < 1:
+            raise UsageError(f"--reward-errors is {share}; expected a share from 0 to below 1")
+        self.share, self.scored, self.errors = share, 0, 0
+        self.first: list[str] = []
+        self._recent: deque[bool] = deque(maxlen=_WINDOW)
+
+    def feed(self, rows: Sequence[ScoredItem]) -> None:
+        failed = [row.error for row in rows if row.value is None]
+        self.scored, self.errors = self.scored + len(rows), self.errors + len(failed)
+        self.first += [str(error) for error in failed][: ERRORS_SHOWN - len(self.first)]
+        for row in rows:
+            self._recent.append(row.value is None)
+        share = sum(self._recent) / max(len(self._recent), _FEWEST)
+        if share > self.share:
+            shown = "; ".join(str(error) for error in failed[:ERRORS_SHOWN])
+            raise GuardStop(f"rewards: {sum(self._recent)} of the last {len(self._recent)} items could not be scored, more than "
+                            f"{self.share:.3g} allow; {self.errors} of {self.scored} in all. {shown}. Mend the reward, or raise "
+                            "--reward-errors")
+
+
+class _Worker:
+    """One process: started when first asked, replaced after an item that it did not survive."""
+
+    def __init__(self, command: str, seconds: float) -> None:
+        self.command, self.seconds = command, seconds
+        self.process: subprocess.Popen[bytes] | None = None
+        self._unread = b""
+
+    def ask(self, number: int, request: bytes) -> dict[str, Any]:
+        if self.process is None:
+            self._start()
+        try:
+            answer = self._exchanged(request)
+        except TimeoutError:
+            self.stop()
+            return _lost(number, f"the item took more than {self.seconds:g} s")
+        except BaseException:  # Ctrl-C while waiting: the next question must not get this one's answer
+            self.stop()
+            raise
+        if answer is None or answer["id"] != number:
+            return _lost(number, f"the worker ended with status {self.stop()} on this item")
+        return answer
+
+    def stop(self) -> int:
+        """Kills it with whatever rewards have started in it, and says how it ended: one that is dead keeps its status until here."""
+        process, self.process, self._unread = self.process, None, b""
+        if process is None:
+            return 0
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # some systems say so of a group that is dead
+            os.killpg(process.pid, signal.SIGKILL)
+        process.stdin.close()
+        process.stdout.close()
+        return process.wait()
+
+    def _start(self) -> None:
+        # -P: the folder of the script stays off the path. A session of its own: Ctrl-C is for the parent, killpg for its children.
+        command = [sys.executable, "-P", str(Path(__file__).with_name("worker.py")), self.command]
+        settings = os.environ | {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                                        start_new_session=True, env=settings, bufsize=0)
+        assert self.process.stdin is not None
+        os.set_blocking(self.process.stdin.fileno(), False)
+        try:
+            line = self._line(time.monotonic() + STARTING_SECONDS)
+        except TimeoutError:
+            line = b""
+        announced = json.loads(line) if line else {"refused": f"reward workers: none was ready in {STARTING_SECONDS:g} s, or it died"}
+        if "refused" in announced:
+            self.stop()
+            raise UsageError(announced["refused"])
+
+    def _exchanged(self, request: bytes) -> dict[str, Any] | None:
+        """The answer, or None from a process that died."""
+        until = time.monotonic() + self.seconds
+        try:
+            self._write(request, until)
+        except BrokenPipeError:
+            return None
+        line = self._line(until)
+        return json.loads(line) if line else None
+
+    def _write(self, request: bytes, until: float) -> None:
+        """A pipe holds little: who does not read it must not be waited for longer than for an answer."""
+        assert self.process is not None
+        assert self.process.stdin is not None
+        fd, left = self.process.stdin.fileno(), memoryview(request)
+        while left:
+            _await(fd, select.POLLOUT, until)
+            left = left[os.write(fd, left):]
+
+    def _line(self, until: float) -> bytes:
+        """The next line; empty where the process ended without one."""
+        assert self.process is not None
+        assert self.process.stdout is not None
+        fd = self.process.stdout.fileno()
+        while b"\n" not in self._unread:
+            _await(fd, select.POLLIN, until)
+            piece = os.read(fd, 1 << 16)
+            if not piece:
+                return b""
+            self._unread += piece
+        line, self._unread = self._unread.split(b"\n", 1)
+        return line
+
+
+def _await(fd: int, event: int, until: float) -> None:
+    waiting = select.poll()  # select() would fail from the 1,024th open file on
+    waiting.register(fd, event)
+    if not waiting.poll(max(0.0, until - time.monotonic()) * 1000):
+        raise TimeoutError
+
+
+def _request(number: int, item: RewardItem, **more: Any) -> bytes:
+    request = {"id": number, "prompt": item.prompt, "completion": item.completion, "row": item.row, **more}
+    try:
+        return json.dumps(request).encode() + b"\n"
+    except (TypeError, ValueError) as error:
+        raise DataError(f"reward: the row of item {number} is not plain JSON: {error}") from None
+
+
+def _lost(number: int, why: str) -> dict[str, Any]:
+    return {"id": number, "values": {}, "errors": {"worker": why}}
+
+
+def _only(answer: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return {"id": 0, **{kind: {k: v for k, v in answer[kind].items() if k == name} for kind in ("values", "errors")}}
+
+
+def _finite(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+

@@ -1,0 +1,95 @@
+"""Export of a model to another format: the same numbers under other names, or fewer bits of them. Not yet proven."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from assay.errors import UsageError
+from assay.model.families import FAMILIES
+from assay.store import checkpoint, gguf
+from assay.store.artifact import Artifact, assemble_model, build_model, merged_tensors
+from assay.store.gguf_header import read_gguf_header
+from assay.store.saving import Ancestor, Lineage, adapter_contents, model_contents
+
+ExportFormat = Literal["hf", "peft", "gguf", "merged"]
+EXPORT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# How far the answers (relative) may move by rounding weights to a format: about 3 times what was seen on SmolLM2-135M
+# (1.8e-3, 7.7e-3 and 3.5e-2 for 16-bit floats and q8_0).
+EXPORT_ROUNDING = {"float32": 2e-4, "float16": 5e-3, "bfloat16": 3e-2, "f16": 5e-3, "bf16": 3e-2, "q8_0": 1e-1}
+EXPORT_EXACT = 2e-4
+
+
+def export_artifact(source: Artifact, form: ExportFormat, where: Path, dtype: str | None = None) -> float:
+    """Write and return the bound within which the written model must answer as the source does."""
+    if form == "gguf":
+        return _export_gguf(source, where, dtype or "f16")
+    if form == "peft":
+        return _export_adapter(source, where, dtype)
+    if form == "hf" and source.patch is not None:
+        raise UsageError(f"{source.path} is an adapter; export it --to peft, or --to merged with its base")
+    if form == "merged" and source.patch is None:
+        raise UsageError(f"{source.path} has no adapter to merge; export it --to hf")
+    return _export_model(source, where, dtype)
+
+
+def gguf_rounding(path: Path) -> float:
+    """How far a GGUF file may answer from what it was made of, by the coarsest format in it that has been measured."""
+    return max((EXPORT_ROUNDING.get(tensor.type.lower(), EXPORT_EXACT) for tensor in read_gguf_header(path).tensors.values()),
+               default=EXPORT_EXACT)
+
+
+def majority_dtype(tensors: dict[str, Tensor]) -> str:
+    """The dtype that holds most of the values."""
+    sizes: dict[torch.dtype, int] = {}
+    for tensor in tensors.values():
+        sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.numel()
+    return str(max(sizes, key=lambda dtype: sizes[dtype])).removeprefix("torch.")
+
+
+def _export_model(source: Artifact, where: Path, dtype: str | None) -> float:
+    name = dtype or majority_dtype(source.tensors)
+    if name not in EXPORT_DTYPES:
+        raise UsageError(f"dtype {name!r} is not one for a Hugging Face folder; expected one of: {', '.join(EXPORT_DTYPES)}")
+    tensors = merged_tensors(source, EXPORT_DTYPES[name])
+    rounded = {key: tensor.to(EXPORT_DTYPES[name]) for key, tensor in tensors.items()}
+    # A merge is rounded, and the live model it must equal is not.
+    lossless = source.patch is None and all(torch.equal(rounded[key].to(t.dtype), t) for key, t in tensors.items())
+    model = assemble_model(source.config, rounded, EXPORT_DTYPES[name])
+    contents = model_contents(model, source.tokenizer, source.stops, _lineage(source), dtype=EXPORT_DTYPES[name])
+    checkpoint.write_checkpoint(where, contents)
+    return EXPORT_EXACT if lossless else EXPORT_ROUNDING[name]
+
+
+def _export_adapter(source: Artifact, where: Path, dtype: str | None) -> float:
+    if source.patch is None or source.base is None or source.adapter is None:
+        raise UsageError(f"{source.path} is a whole model, not an adapter; export it --to hf")
+    if dtype is not None:
+        raise UsageError("an adapter is exported in the dtype it has; --dtype is for hf, merged and gguf")
+    base = Ancestor(source.base.digest, str(source.base.path))
+    model, patch = build_model(source), replace(source.patch, parent=source.base.digest)
+    checkpoint.write_checkpoint(where, adapter_contents(model, patch, base, source.tokenizer, _lineage(source),
+                                                        rslora=source.adapter.rslora))
+    return EXPORT_EXACT
+
+
+def _export_gguf(source: Artifact, where: Path, dtype: str) -> float:
+    if source.patch is not None:
+        raise UsageError(f"{source.path} is an adapter; export it --to merged first, then that --to gguf")
+    if FAMILIES[source.config.family].gguf is None:
+        raise UsageError(f"GGUF has no {source.config.family!r} architecture")
+    if source.tokenizer is None:
+        raise UsageError(f"{source.path}: a GGUF file carries its tokenizer, and there is none here; add tokenizer.json")
+    if dtype not in gguf.FILE_TYPES:
+        raise UsageError(f"dtype {dtype!r} is not one for a GGUF file; expected one of: {', '.join(gguf.FILE_TYPES)}")
+    gguf.write_gguf(where, source.config, source.tensors, source.tokenizer, dtype, source.stops)
+    return EXPORT_ROUNDING[dtype]
+
+
+def _lineage(source: Artifact) -> Lineage:
+    """The same weights in another form: what is on record of them goes with them."""
+    facts = source.raw.checkpoint.facts if source.raw.checkpoint else {}
+    return Lineage("same", Ancestor(source.digest, str(source.path)), taught_to_stop=bool(facts.get("taught_to_stop")),
+                   weight_set=facts.get("weight_set"), scored_set=facts.get("scored_set"))

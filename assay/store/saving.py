@@ -1,0 +1,151 @@
+"""Saving a live model: its checkpoint contents (foreign names, config, lineage, probe answers), written in the background."""
+
+import copy
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from assay.model.families import config_to_hf, hf_layout, to_foreign
+from assay.model.patch import Patch
+from assay.model.probe_logits import compute_probe_logits
+from assay.model.special_tokens import SpecialTokens
+from assay.model.tokenizer import Tokenizer
+from assay.model.transformer import ModelConfig, Transformer
+from assay.store import checkpoint
+from assay.store.checkpoint import Checkpoint, Contents
+from assay.store.digests import code_digest, environment
+from assay.store.peft import write_adapter
+
+
+@dataclass(frozen=True)
+class Ancestor:
+    """Weights that this checkpoint came from or rests on: named by digest, with the place where they were."""
+
+    weights: str
+    path: str
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """What a proof may expect. `moved`: differs from the parent; `same`: equals it; `new`: nothing came before."""
+
+    change: Literal["new", "moved", "same"] = "new"
+    parent: Ancestor | None = None
+    frozen: tuple[str, ...] = ()  # tensors that must equal the parent's, bit for bit
+    movement_bound: float | None = None  # how far the optimizer could have moved one element since the parent
+    taught_to_stop: bool = False  # the data ended its answers with a stop token, so generations must end
+    weight_set: Literal["raw", "ema"] | None = None  # which of a run's two sets these weights are; None: there was one
+    scored_set: Literal["raw", "ema"] | None = None  # which of them was scored; "ema" lies in the optimizer's file
+
+
+def model_contents(model: Transformer, tokenizer: Tokenizer | None, stops: SpecialTokens, lineage: Lineage, *,
+                   dtype: torch.dtype = torch.float32,
+                   run_config: Mapping[str, Any] | None = None, trainer: Mapping[str, Any] | None = None,
+                   optimizer: Mapping[str, Tensor] | None = None) -> Contents:
+    """A whole model. The tensors are live views where the dtype allows: BackgroundSaver or write() copies them."""
+    weights = to_foreign(hf_layout(model.config), {name: p.detach().to(dtype) for name, p in model.named_parameters()})
+    files = model_files(model.config, tokenizer, stops, dtype)
+    facts = _facts(model.config, tokenizer, lineage, run_config)
+    return Contents("model", weights, files, facts, compute_probe_logits(model)._asdict(), optimizer, trainer)
+
+
+def adapter_contents(model: Transformer, patch: Patch, base: Ancestor, tokenizer: Tokenizer | None, lineage: Lineage, *,
+                     rslora: bool = False, run_config: Mapping[str, Any] | None = None, trainer: Mapping[str, Any] | None = None,
+                     optimizer: Mapping[str, Tensor] | None = None) -> Contents:
+    """An adapter whose live model, base and patch together, is `model`."""
+    fields, weights = write_adapter(model.config, patch, base.path, rslora=rslora)
+    files = {"adapter_config.json": json_bytes(fields), **(tokenizer.files() if tokenizer else {})}
+    facts = _facts(model.config, tokenizer, lineage, run_config) | {"base": dataclasses.asdict(base)}
+    return Contents("adapter", weights, files, facts, compute_probe_logits(model)._asdict(), optimizer, trainer)
+
+
+def model_files(config: ModelConfig, tokenizer: Tokenizer | None, stops: SpecialTokens, dtype: torch.dtype) -> dict[str, bytes]:
+    """config.json, generation_config.json and the tokenizer's files, which agree on every special id."""
+    eos = sorted(stops.stop_ids)
+    ids = {"bos_token_id": stops.bos, "eos_token_id": eos[0] if len(eos) == 1 else eos or None}
+    fields = config_to_hf(config, str(dtype).removeprefix("torch.")) | ids
+    return {"config.json": json_bytes(fields), "generation_config.json": json_bytes(ids | {"do_sample": False}),
+            **(tokenizer.files() if tokenizer else {})}
+
+
+def json_bytes(value: Any) -> bytes:
+    return (json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n").encode()
+
+
+def _facts(config: ModelConfig, tokenizer: Tokenizer | None, lineage: Lineage, run_config: Mapping[str, Any] | None) -> dict[str, Any]:
+    return dataclasses.asdict(lineage) | {
+        "frozen": list(lineage.frozen), "model_config": dataclasses.asdict(config) | {"windows": list(config.windows)},
+        "run_config": None if run_config is None else dict(run_config), "code": code_digest(), "environment": environment(),
+        "tokenizer": tokenizer.digest if tokenizer else None, "template": tokenizer.template_digest if tokenizer else None}
+
+
+class BackgroundSaver:
+    """At most one save is under way; the next one waits for it, and raises what it raised before it begins."""
+
+    def __init__(self) -> None:
+        self._writer = ThreadPoolExecutor(1, "save")
+        self._pending: Future[Checkpoint] | None = None
+
+    def save(self, where: Path, contents: Contents | Callable[[], Contents],
+             after: Callable[[Checkpoint], object] | None = None) -> None:
+        """Return once nothing that the caller does later can change what is saved.
+
+        `contents` may hold live tensors, which are copied here; a function makes contents that are already its own, and
+        is called here, when no other snapshot is held. `after` runs in the thread once the checkpoint is committed.
+        """
+        self.wait()
+        owned = contents() if callable(contents) else owned_contents(contents)
+        self._pending = self._writer.submit(_write, where, owned, after)
+
+    def check(self) -> None:
+        """Raise what a finished save raised; never waits."""
+        if self._pending is not None and self._pending.done():
+            self.wait()
+
+    def wait(self) -> Checkpoint | None:
+        """The checkpoint being saved, once it is committed; None if no save was begun since the last wait."""
+        pending, self._pending = self._pending, None
+        return None if pending is None else pending.result()
+
+    def close(self) -> None:
+        """Wait for the save under way, and raise what it raised."""
+        try:
+            self.wait()
+        finally:
+            self._writer.shutdown()
+
+    def __enter__(self) -> "BackgroundSaver":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self.close()
+
+
+def snapshot(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous copies on the CPU that share no memory with the originals."""
+    return {name: torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
+            for name, tensor in tensors.items()}
+
+
+def owned_contents(contents: Contents) -> Contents:
+    """The same contents in memory that nobody else can reach."""
+    return replace(contents, weights=snapshot(contents.weights), probes=snapshot(contents.probes),
+                   optimizer=None if contents.optimizer is None else snapshot(contents.optimizer),
+                   files=dict(contents.files), facts=copy.deepcopy(contents.facts),
+                   trainer=copy.deepcopy(contents.trainer))
+
+
+def _write(where: Path, contents: Contents, after: Callable[[Checkpoint], object] | None) -> Checkpoint:
+    written = checkpoint.write_checkpoint(where, contents)
+    if after is not None:
+        after(written)
+    return written

@@ -1,0 +1,309 @@
+"""Tiny models of every family, their artifacts on disk, and tools that damage them.
+
+A job that saves, merges or exports enters `plant` around that act alone: what is proven afterwards, by code that is
+whole again, is the bytes. A job on bytes enters it once they lie on the disk.
+"""
+
+import contextlib
+import functools
+import importlib.util
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from assay.errors import ArtifactError, UsageError
+from assay.guard.proof import ProofRequest, examine_artifact
+from assay.model.families import hf_layout, to_foreign
+from assay.model.lora import LoraLinear, fresh, plan
+from assay.model.patch import Patch
+from assay.model.special_tokens import SpecialTokens, resolve_special_tokens
+from assay.model.tokenizer import BYTE_OF, Tokenizer
+from assay.model.transformer import ModelConfig, Rope, Transformer, initialised
+from assay.seeds import generator
+from assay.store import checkpoint
+from assay.store.artifact import build_model, open_artifact
+from assay.store.checkpoint import Checkpoint
+from assay.store.safetensors_files import read_tensors, write_sharded, write_tensors
+from assay.store.saving import Ancestor, Lineage, adapter_contents, model_contents, model_files
+from assay.testing.fault_injection import Job, Plant, fault
+from assay.verdict import Verdict, proven, refuted
+
+TINY_SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+TINY_CHAT_TEMPLATE = """{%- for message in messages -%}
+<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{% endfor -%}
+{%- if add_generation_prompt -%}
+<|im_start|>assistant
+{% endif -%}"""
+
+
+def tiny_config(family: str = "llama", vocab: int = 320) -> ModelConfig:
+    """Two layers of width 64; grouped heads where the family has them, so that no layout error can hide in symmetry."""
+    llama = ModelConfig(
+        family="llama", vocab=vocab, width=64, depth=2, heads=4, kv_heads=2, head_dim=16, hidden=96, max_length=256, norm="rms",
+        norm_eps=1e-5, rope=Rope(10000.0), activation="silu", gated=True, qkv_bias=False, out_bias=False, mlp_bias=False,
+        qk_norm=False, windows=(None, None), tied=True, softcap=None, value_residual=False, attention_gate=False)
+    variants = {
+        "llama": llama,
+        "llama3": replace(llama, rope=Rope(500000.0, "llama3", 8.0, 1.0, 4.0, 32), tied=False),
+        "mistral": replace(llama, family="mistral", windows=(24, 24), tied=False),
+        "qwen2": replace(llama, family="qwen2", qkv_bias=True, rope=Rope(1000000.0)),
+        "qwen3": replace(llama, family="qwen3", qk_norm=True, head_dim=24, rope=Rope(1000000.0)),
+        "gpt2": replace(llama, family="gpt2", kv_heads=4, hidden=256, norm="layer", rope=None, activation="gelu_tanh", gated=False,
+                        qkv_bias=True, out_bias=True, mlp_bias=True),
+        "assay": replace(llama, family="assay", qk_norm=True, activation="relu2", gated=False, softcap=15.0),
+        "mixed": replace(llama, family="assay", depth=3, windows=(None, 24, None), value_residual=True, attention_gate=True),
+    }
+    return variants[family]
+
+
+def tiny_tokenizer(template: bool = True) -> Tokenizer:
+    """Bytes, a few merges, three special tokens and ChatML: real in kind, small in size."""
+    vocab = dict(BYTE_OF) | {token: 256 + i for i, token in enumerate(TINY_SPECIAL_TOKENS)}
+    merges: list[list[str]] = []
+    for word in ("Ġthe", "Ġand", "Ġis", "ing", "er"):
+        for end in range(2, len(word) + 1):
+            if word[:end] not in vocab:
+                vocab[word[:end]] = len(vocab)
+                merges.append([word[:end - 1], word[end - 1]])
+    added = [{"id": vocab[token], "content": token, "special": True, "single_word": False, "lstrip": False, "rstrip": False,
+              "normalized": False} for token in TINY_SPECIAL_TOKENS]
+    byte_level: dict[str, Any] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": True}
+    document = {"version": "1.0", "added_tokens": added, "normalizer": None, "pre_tokenizer": byte_level, "post_processor": None,
+                "decoder": byte_level, "truncation": None, "padding": None,
+                "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None,
+                          "fuse_unk": False, "byte_fallback": False, "ignore_merges": False, "vocab": vocab, "merges": merges}}
+    stop = "<|im_end|>" if template else "<|endoftext|>"
+    return Tokenizer.from_parts(document, TINY_CHAT_TEMPLATE if template else None, bos_token=None, eos_token=stop,
+                                pad_token="<|endoftext|>")
+
+
+WEIGHTS_FILE, ADAPTER_FILE, INDEX_FILE = "model.safetensors", "adapter_model.safetensors", "model.safetensors.index.json"
+_SHARD_BYTES = 60_000  # a tiny model makes six shards of these
+ADAPTED_LAYERS, _RANK, ALPHA = ("q_proj", "v_proj", "down_proj"), 4, 8
+
+# ---------------------------------------------------------------- models and folders
+
+
+@functools.cache
+def tokenizer_and_stops() -> tuple[Tokenizer, SpecialTokens]:
+    tokenizer = tiny_tokenizer()
+    return tokenizer, resolve_special_tokens(tokenizer, {}, {})
+
+
+def tiny_model(family: str = "llama", seed: int = 0, **geometry: Any) -> Transformer:
+    return initialised(replace(tiny_config(family), **geometry), seed)
+
+
+def nudge(model: Transformer, far: float = 1e-3, seed: int = 0) -> Transformer:
+    """As after some training: each element that may learn has moved, by `far` at most."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                chance = generator(seed, "nudge", name)
+                parameter.add_(torch.empty_like(parameter).uniform_(-far, far, generator=chance))
+    return model
+
+
+def save_model(where: Path, model: Transformer, lineage: Lineage | None = None, *, sharded: bool = False,
+         **parts: Any) -> Checkpoint:
+    """A checkpoint of ours."""
+    contents = model_contents(model, *tokenizer_and_stops(), lineage or Lineage(), **parts)
+    return checkpoint.write_checkpoint(where, contents, max_shard_bytes=_SHARD_BYTES if sharded else 10**9)
+
+
+def save_hf_folder(where: Path, model: Transformer, *, sharded: bool = False) -> Path:
+    """A Hugging Face folder: weights, config and tokenizer, and nothing that accounts for them."""
+    where.mkdir(parents=True)
+    weights = to_foreign(hf_layout(model.config), dict(model.named_parameters()))
+    write_sharded(where, weights, _SHARD_BYTES if sharded else 10**9)
+    for name, data in model_files(model.config, *tokenizer_and_stops(), torch.float32).items():
+        (where / name).write_bytes(data)
+    return where
+
+
+def adapted_model(base: Path, *, far: float = 0.05, rslora: bool = False,
+            replaced: tuple[str, ...] = ()) -> tuple[Transformer, Patch]:
+    """A trained adapter on `base`, live, and the patch that it is; `replaced` names tensors that were trained whole."""
+    artifact = open_artifact(base)
+    scale = ALPHA / (_RANK**0.5 if rslora else _RANK)
+    planned = fresh(artifact.config, plan(artifact.config, ADAPTED_LAYERS), _RANK, scale, 0, artifact.digest)
+    whole = {name: artifact.tensors[name] + 0.01 for name in replaced}
+    model = nudge(build_model(replace(artifact, patch=replace(planned, replaced=whole))), far)
+    return model, replace(live_patch(model, artifact.digest), replaced=whole)
+
+
+def live_patch(model: Transformer, parent: str) -> Patch:
+    """What `detach` would return, with the model left as it is."""
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
+    return Patch(parent, {f"{name}.weight": layer.parts() for name, layer in layers.items()})
+
+
+def save_adapter(where: Path, base: Path, *, rslora: bool = False, **options: Any) -> Checkpoint:
+    """A checkpoint of ours that holds an adapter."""
+    model, patch = adapted_model(base, rslora=rslora, **options)
+    ground = Ancestor(open_artifact(base).digest, str(base))
+    contents = adapter_contents(model, patch, ground, tokenizer_and_stops()[0], Lineage("moved", ground), rslora=rslora)
+    return checkpoint.write_checkpoint(where, contents)
+
+
+def save_peft_folder(where: Path, base: Path, **options: Any) -> Path:
+    """A PEFT folder, which names its base by path and records nothing else about it."""
+    save_adapter(where, base, **options)
+    return forget_manifest(where)
+
+
+def forget_manifest(folder: Path) -> Path:
+    """What remains is what any other tool would have written."""
+    for name in ("manifest.json", "probes.safetensors"):
+        (folder / name).unlink()
+    return folder
+
+# ---------------------------------------------------------------- verdicts
+
+
+def examine_folder(path: Path, **request: Any) -> list[Verdict]:
+    """What a proof says. A model that we refuse to understand (`assay prove` exits with 2) fits no architecture."""
+    try:
+        return examine_artifact(ProofRequest(str(path), **request))
+    except UsageError as error:
+        return [refuted("architecture", str(error))]
+
+
+def save_and_examine(where: Path, act: Callable[[], object], plant: Plant, **request: Any) -> list[Verdict]:
+    """The fault strikes while saving: the save is refused, or what it wrote is examined."""
+    try:
+        with plant(where):
+            act()
+    except (ArtifactError, UsageError) as error:
+        return [refuted("save", str(error))]
+    return [proven("save", "it was written"), *examine_folder(where, **request)]
+
+# ---------------------------------------------------------------- jobs
+
+
+def a_checkpoint(family: str = "llama", *, sharded: bool = False) -> Job:
+    """Ours, saved well; struck on the disk, or in our own code while it loads."""
+    def job(folder: Path, plant: Plant) -> list[Verdict]:
+        where = save_model(folder / "checkpoint", tiny_model(family), sharded=sharded).folder
+        with plant(where):
+            return examine_folder(where)
+    return job
+
+
+def a_folder(family: str = "llama", *, sharded: bool = False) -> Job:
+    """Another tool's, struck on the disk: there is no manifest to help."""
+    def job(folder: Path, plant: Plant) -> list[Verdict]:
+        where = save_hf_folder(folder / "model", tiny_model(family), sharded=sharded)
+        with plant(where):
+            return examine_folder(where)
+    return job
+
+
+def a_save(family: str = "llama") -> Job:
+    """Struck while our own code saves."""
+    def job(folder: Path, plant: Plant) -> list[Verdict]:
+        where = folder / "checkpoint"
+        return save_and_examine(where, lambda: save_model(where, tiny_model(family)), plant)
+    return job
+
+
+def a_child(*, frozen: tuple[str, ...] = (), far: float = 1e-3) -> Job:
+    """A trained model is saved beside its parent; struck while it is saved."""
+    def job(folder: Path, plant: Plant) -> list[Verdict]:
+        parent = save_model(folder / "parent", tiny_model()).folder
+        ancestor = Ancestor(open_artifact(parent).digest, str(parent))
+        child = tiny_model()
+        for name in frozen:
+            child.get_parameter(name).requires_grad_(False)
+        lineage, where = Lineage("moved", ancestor, frozen, movement_bound=far), folder / "child"
+        return save_and_examine(where, lambda: save_model(where, nudge(child, far), lineage), plant)
+    return job
+
+def a_finetuned_folder(folder: Path, plant: Plant) -> list[Verdict]:
+    """Another tool's, proven against the model that it was trained from; struck on the disk."""
+    parent = save_hf_folder(folder / "parent", tiny_model())
+    where = save_hf_folder(folder / "model", nudge(tiny_model()))
+    with plant(where):
+        return examine_folder(where, against=str(parent))
+
+# ---------------------------------------------------------------- tools to plant with
+
+
+def fault_if_installed(package: str) -> Callable[..., Callable[[Plant], Plant]]:
+    """`fault`, where the package is installed: what cannot be read on this machine cannot fail on it."""
+    return fault if importlib.util.find_spec(package) else lambda name, **facts: lambda plant: plant
+
+
+def on_disk(strike: Callable[[Path], None]) -> Plant:
+    """A plant that changes bytes; the folder goes when the job is done, so nothing is put back."""
+    @contextlib.contextmanager
+    @functools.wraps(strike)
+    def plant(folder: Path) -> Iterator[None]:
+        strike(folder)
+        yield
+    return plant
+
+
+@contextlib.contextmanager
+def swap(owner: Any, name: str, other: Any) -> Iterator[None]:
+    """`owner.name` is another for the length of the block."""
+    kept = getattr(owner, name)
+    setattr(owner, name, other)
+    try:
+        yield
+    finally:
+        setattr(owner, name, kept)
+
+
+def rewrite_tensors(file: Path, change: Callable[[dict[str, Tensor]], Mapping[str, Tensor]]) -> None:
+    """A valid safetensors file of changed tensors in the place of the old one."""
+    tensors = {name: tensor.clone() for name, tensor in read_tensors(file).items()}
+    file.unlink()
+    write_tensors(file, change(tensors))
+
+
+def edit_json(file: Path, change: Callable[[dict[str, Any]], Mapping[str, Any]]) -> None:
+    file.write_text(json.dumps(change(json.loads(file.read_text()))))
+
+
+def flip_bit(file: Path, byte: int, bit: int = 6) -> None:
+    data = bytearray(file.read_bytes())
+    data[byte] ^= 1 << bit
+    file.write_bytes(data)
+
+
+def truncate(file: Path, share: float = 0.5) -> None:
+    data = file.read_bytes()
+    file.write_bytes(data[:int(len(data) * share)])
+
+
+def exchange_files(one: Path, other: Path) -> None:
+    aside = one.with_name(one.name + ".aside")
+    one.rename(aside)
+    other.rename(one)
+    aside.rename(other)
+
+
+def shard_files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("model-*-of-*.safetensors"))
+
+
+def copy_folder(source: Path, target: Path) -> Path:
+    return Path(shutil.copytree(source, target))
+
+
+def rounded_to_four_bits(tensor: Tensor) -> Tensor:
+    """Rounded in blocks of 32, as quantised bases are."""
+    if tensor.dim() == 1:
+        return tensor
+    blocks = tensor.reshape(-1, 32)
+    step = blocks.abs().amax(-1, keepdim=True) / 7
+    return ((blocks / step).round() * step).reshape(tensor.shape)

@@ -1,0 +1,297 @@
+"""Hooks at every site of the forward pass, in the order in which they are computed, and the weights behind each site.
+
+`observe_sites(model, see)` calls `see(site, value)` at every site; a tensor that it returns takes the value's place, so that the
+rest of the pass goes on from there. Shapes: B rows, T time, S keys, H heads, K key/value heads, G heads that share a key, d head size.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+from assay.edit.block_hooks import block, hooked
+from assay.kernels.rotary import rotate
+from assay.model.families import parameter_shapes
+from assay.model.kv_cache import DecodeLayer, attend_slots
+from assay.model.transformer import ModelConfig, Transformer, qkv_rows
+
+# In a layer. `query` and `key` are what attention is given, after norms of heads and rotation; `scores` are two numbers a
+# query and head, the log-sum and the entropy of what it looks at; `middle` is the residual stream between the two halves;
+# `value` is what attention is given where the first layer's values are mixed in, `head gate` what a gate's sigmoid is taken of.
+IN_LAYER = ("attn norm", "q", "k", "v", "value", "query", "key", "scores", "head gate", "attended", "attn out", "middle",
+            "mlp norm", "gate", "up", "act", "product", "down", "residual")
+ROTATED = ("query", "key")
+EMBEDDING, FINAL_NORM, LOGITS = "embedding", "final norm", "logits"
+
+
+class Site(NamedTuple):
+    layer: int | None
+    name: str
+
+    def __str__(self) -> str:
+        return self.name if self.layer is None else f"layer {self.layer} {self.name}"
+
+
+class WeightSlice(NamedTuple):
+    """Rows of a parameter of ours that a site is computed with."""
+
+    parameter: str
+    start: int
+    stop: int
+
+    def of(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        return tensors[self.parameter][self.start : self.stop]
+
+
+def forward_sites(config: ModelConfig) -> Iterator[Site]:
+    """Every site of such a model, in the order of computation."""
+    yield Site(None, EMBEDDING)
+    for layer in range(config.depth):
+        absent = _absent(config, layer)
+        yield from (Site(layer, name) for name in IN_LAYER if name not in absent)
+    yield from (Site(None, FINAL_NORM), Site(None, LOGITS))
+
+
+def _absent(config: ModelConfig, layer: int) -> set[str]:
+    """The sites that this layer has not."""
+    here = {"gate": config.gated, "product": config.gated, "value": config.value_residual and layer > 0,
+            "head gate": config.attention_gate}
+    return {name for name, found in here.items() if not found}
+
+
+def site_weights(site: Site, config: ModelConfig) -> list[WeightSlice]:
+    """The parameters that enter the computation between this site and those before it."""
+    wanted, known = _modules(site, config), parameter_shapes(config)
+    found = []
+    for module, rows in wanted:
+        for name in (f"{module}.weight", f"{module}.bias"):
+            if name in known:
+                start, stop = rows or (0, known[name][0])
+                found.append(WeightSlice(name, start, stop))
+    return found
+
+
+def _modules(site: Site, config: ModelConfig) -> list[tuple[str, tuple[int, int] | None]]:
+    """Modules and, where a site is a part of a fused matrix, its rows."""
+    if site.layer is None:
+        names = {EMBEDDING: ("embed", "position"), FINAL_NORM: ("norm",), LOGITS: ("embed" if config.tied else "head",)}[site.name]
+        return [(name, None) for name in names]
+    block, (q, k, v), hidden = f"blocks.{site.layer}", qkv_rows(config), config.hidden
+    up = (hidden, 2 * hidden) if config.gated else (0, hidden)
+    fused = {"q": ("attn.qkv", (0, q)), "k": ("attn.qkv", (q, q + k)), "v": ("attn.qkv", (q + k, q + k + v)),
+             "gate": ("mlp.up", (0, hidden)), "up": ("mlp.up", up)}
+    whole = {"attn norm": "attn_norm", "value": "attn.mix", "query": "attn.q_norm", "key": "attn.k_norm", "head gate": "attn.gate",
+             "attn out": "attn.out", "mlp norm": "mlp_norm", "down": "mlp.down"}
+    if site.name in fused:
+        module, rows = fused[site.name]
+        return [(f"{block}.{module}", rows)]
+    return [(f"{block}.{whole[site.name]}", None)] if site.name in whole else []
+
+
+SiteObserver = Callable[[Site, Tensor], Tensor | None]  # values are (B, T, …)
+QUERIES = 64  # whose scores are held at a time
+ENTROPY = 1  # which of the two numbers of `scores`
+_UNSEEN = -1e30  # a score that no softmax notices
+NO_CHANCE = -80.0  # below the largest score: a chance of 1e-35; where exp underflows it takes four times as long
+
+
+@contextlib.contextmanager
+def observe_sites(model: Transformer, see: SiteObserver) -> Iterator["AttentionObserver"]:
+    """Hooks are gone afterwards, whatever happened. The logits have no module: whoever runs the model shows them to `see`."""
+    attention = AttentionObserver(see, model.config.kv_heads)
+    handles = [block(model, 0).register_forward_pre_hook(input_hook(see, Site(None, EMBEDDING))),
+               model.norm.register_forward_hook(output_hook(see, Site(None, FINAL_NORM)))]
+    for layer in range(model.config.depth):
+        handles += _layer_hooks(model, layer, see)
+    attentions = [block(model, layer).attn for layer in range(model.config.depth)]
+    with hooked(handles), _activations(model, see), observe_attention(attention, attentions):
+        yield attention
+
+
+class AttentionObserver(TorchFunctionMode):
+    """Sees what the attention kernel of the layer at work is given: after norms and rotation, with its mask and its scale."""
+
+    def __init__(self, see: SiteObserver, kv_heads: int):
+        super().__init__()
+        self.see, self.kv_heads = see, kv_heads
+        self.layer: int | None = None
+
+    def run(self, layer: int, forward: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        """A layer's attention; only in there is every call to torch looked at."""
+        self.layer = layer
+        with self:
+            return forward(*given, **named)
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not F.scaled_dot_product_attention or self.layer is None:
+            return func(*args, **kwargs)
+        return self._attend(func, *args, **kwargs)
+
+    def _attend(self, func: Callable, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+                is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False) -> Tensor:
+        assert self.layer is not None
+        if (other := self.see(Site(self.layer, "query"), q.transpose(1, 2))) is not None:
+            q = other.transpose(1, 2)
+        copies = k.shape[1] // self.kv_heads  # some callers repeat a key for each head that shares it
+        if (other := self.see(Site(self.layer, "key"), k[:, ::copies].transpose(1, 2))) is not None:
+            k = other.transpose(1, 2).repeat_interleave(copies, 1)
+        self.see(Site(self.layer, "scores"), attention_statistics(q, k, attn_mask, is_causal, scale))
+        return func(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+    def decoding(self, view: DecodeLayer, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        """In the place of `attend_slots`: one more token a slot, against what the cache holds once it is stored."""
+        layer, self.layer = self.layer, None  # what the plain kernel asks of torch is not seen a second time
+        assert layer is not None
+        q, k = (q, k) if view.rotary is None else (rotate(q, *view.rotary), rotate(k, *view.rotary))
+        q, k = (x if (other := self.see(Site(layer, name), x)) is None else other for name, x in (("query", q), ("key", k)))
+        out = attend_slots(view.turning(None), q, k, v, window)
+        distance_SL = view.positions[:, None] - torch.arange(view.horizon, device=q.device)
+        seen_SL = (distance_SL >= 0) & (distance_SL < (window or view.horizon))
+        keys = view.keys_SLKd[:, : view.horizon].transpose(1, 2)
+        self.see(Site(layer, "scores"), attention_statistics(q.transpose(1, 2), keys, seen_SL[:, None, None], False, None))
+        return out
+
+
+@contextlib.contextmanager
+def observe_attention(attention: AttentionObserver, modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Each layer's attention runs under `attention`'s eyes for the length of the block."""
+    kept = [module.__dict__.get("forward") for module in modules]
+    try:
+        for layer, module in enumerate(modules):
+            module.__dict__["forward"] = functools.partial(attention.run, layer, module.forward)
+        yield
+    finally:
+        for module, own in zip(modules, kept, strict=True):
+            module.__dict__.pop("forward")
+            module.__dict__.update({} if own is None else {"forward": own})
+
+
+def attention_statistics(q_BHTd: Tensor, k_BKSd: Tensor, mask: Tensor | None, causal: bool, scale: float | None) -> Tensor:
+    """(B, T, H, 2): the log-sum of a query's exponentiated scores, and the entropy of where it looks.
+
+    By a product of its own, since kernels keep their scores to themselves; a few queries at a time, against the keys up to them.
+    """
+    (B, H, T, d), (K, S) = q_BHTd.shape, k_BKSd.shape[1:3]
+    wide = torch.promote_types(q_BHTd.dtype, torch.float32)
+    k_BKdS = k_BKSd.to(wide).transpose(2, 3)
+    q_BKGTd = (q_BHTd.to(wide) * (d**-0.5 if scale is None else scale)).reshape(B, K, H // K, T, d)
+    hidden = None if mask is None else _hidden(mask).to(wide)
+    triangle = _hidden(torch.ones(QUERIES, QUERIES, dtype=torch.bool, device=q_BHTd.device).tril_()).to(wide)
+    found = q_BHTd.new_empty(B, T, H, 2, dtype=wide)
+    for start in range(0, T, QUERIES):
+        stop = min(start + QUERIES, T)
+        keys, width = stop if causal else S, stop - start
+        scores = (q_BKGTd[:, :, :, start:stop].flatten(2, 3) @ k_BKdS[..., :keys]).view(B, H, width, keys)
+        if causal:
+            scores[..., start:].add_(triangle[:width, :width])  # all that came before these queries is seen
+        if hidden is not None:
+            scores.add_(hidden[..., start:stop, :keys] if hidden.shape[-2] == T else hidden[..., :keys])
+        found[:, start:stop] = _log_sum_and_entropy(scores).transpose(1, 2)
+    return found
+
+
+def _hidden(mask: Tensor) -> Tensor:
+    """What to add to scores so that only those that the mask allows are left: a mask says it as bools, or as that already."""
+    if mask.dtype != torch.bool:
+        return mask.clamp(min=_UNSEEN)
+    return torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, _UNSEEN)
+
+
+def _log_sum_and_entropy(scores: Tensor) -> Tensor:
+    """Over the last axis, stacked in a new last axis."""
+    largest = scores.amax(-1, keepdim=True)
+    below = scores.sub_(largest).clamp_(min=NO_CHANCE)
+    chances = below.exp()
+    total = chances.sum(-1)
+    return torch.stack([largest[..., 0] + total.log(), total.log() - chances.mul_(below).sum(-1) / total], -1)
+
+# ---------------------------------------------------------------- hooks
+
+
+def output_hook(see: SiteObserver, site: Site) -> Callable[..., Any]:
+    """A forward hook; some modules of other libraries return their value as the first of several."""
+    def hook(_: nn.Module, __: Any, output: Any) -> Any:
+        if isinstance(output, Tensor):
+            return see(site, output)
+        other = see(site, output[0])
+        return None if other is None else (other, *output[1:])
+
+    return hook
+
+
+def input_hook(see: SiteObserver, site: Site) -> Callable[..., Any]:
+    """A forward pre-hook on the first argument."""
+    def hook(_: nn.Module, arguments: tuple) -> tuple | None:
+        other = see(site, arguments[0])
+        return None if other is None else (other, *arguments[1:])
+
+    return hook
+
+
+def split_output_hook(see: SiteObserver, parts: Sequence[Site], rows: Sequence[int]) -> Callable[..., Any]:
+    """A forward hook on a fused matrix: each of its parts is a site."""
+    def hook(_: nn.Module, __: Any, output: Tensor) -> Tensor | None:
+        pieces = output.split(list(rows), -1)
+        others = [see(site, piece) for site, piece in zip(parts, pieces, strict=True)]
+        if all(other is None for other in others):
+            return None
+        return torch.cat([piece if other is None else other for piece, other in zip(pieces, others, strict=True)], -1)
+
+    return hook
+
+
+def _layer_hooks(model: Transformer, layer: int, see: SiteObserver) -> list[RemovableHandle]:
+    one, hidden = block(model, layer), model.config.hidden
+    gated = ("gate", "up") if model.config.gated else ("up",)
+
+    def at(name: str) -> Site:
+        return Site(layer, name)
+
+    handles = [
+        one.register_forward_hook(output_hook(see, at("residual"))),
+        one.attn_norm.register_forward_hook(output_hook(see, at("attn norm"))),
+        one.attn.qkv.register_forward_hook(split_output_hook(see, [at("q"), at("k"), at("v")], one.attn.rows)),
+        one.attn.out.register_forward_pre_hook(input_hook(see, at("attended"))),
+        one.attn.out.register_forward_hook(output_hook(see, at("attn out"))),
+        one.mlp_norm.register_forward_pre_hook(input_hook(see, at("middle"))),
+        one.mlp_norm.register_forward_hook(output_hook(see, at("mlp norm"))),
+        one.mlp.up.register_forward_hook(split_output_hook(see, [at(name) for name in gated], [hidden] * len(gated))),
+        one.mlp.down.register_forward_hook(output_hook(see, at("down"))),
+    ]
+    if model.config.gated:
+        handles.append(one.mlp.down.register_forward_pre_hook(input_hook(see, at("product"))))
+    if one.attn.mix is not None:
+        handles.append(one.attn.mix.register_forward_hook(output_hook(see, at("value"))))
+    if one.attn.gate is not None:
+        handles.append(one.attn.gate.register_forward_hook(output_hook(see, at("head gate"))))
+    return handles
+
+
+@contextlib.contextmanager
+def _activations(model: Transformer, see: SiteObserver) -> Iterator[None]:
+    """An activation is a function and has no hooks: each layer's is wrapped for the length of the block."""
+    mlps = [block(model, layer).mlp for layer in range(model.config.depth)]
+    kept = [mlp.activation for mlp in mlps]
+
+    def watched(site: Site, function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        def activation(x: Tensor) -> Tensor:
+            value = function(x)
+            other = see(site, value)
+            return value if other is None else other
+
+        return activation
+
+    try:
+        for layer, mlp in enumerate(mlps):
+            mlp.activation = watched(Site(layer, "act"), kept[layer])
+        yield
+    finally:
+        for mlp, function in zip(mlps, kept, strict=True):
+            mlp.activation = function

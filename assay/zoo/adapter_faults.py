@@ -1,0 +1,402 @@
+"""Adapter faults: saved, loaded, resumed, merged and served, in PEFT folders and in our own checkpoints."""
+
+import contextlib
+import math
+import queue
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from assay.errors import ArtifactError, AssayError
+from assay.generate import hosted_model
+from assay.generate.engine_thread import EngineThread, PendingCall, ServerSize
+from assay.generate.generation_request import CompletionProgress, GenerationRequest, Sampling
+from assay.guard.policy_identity import check_version
+from assay.model import patch as patches
+from assay.model.lora import fresh, plan
+from assay.model.patch import Patch
+from assay.model.transformer import Transformer
+from assay.store import artifact, checkpoint, export_artifact, saving
+from assay.store.artifact import Artifact, build_model, merged_tensors, open_artifact
+from assay.store.saving import Ancestor, Lineage, adapter_contents
+from assay.testing import tiny_models
+from assay.testing.fault_injection import Job, Plant, fault
+from assay.testing.tiny_models import (
+    ADAPTED_LAYERS,
+    ADAPTER_FILE,
+    edit_json,
+    examine_folder,
+    live_patch,
+    nudge,
+    on_disk,
+    rewrite_tensors,
+    rounded_to_four_bits,
+    save_adapter,
+    save_and_examine,
+    save_model,
+    save_peft_folder,
+    swap,
+    tiny_model,
+    tokenizer_and_stops,
+)
+from assay.verdict import Verdict, proven, refuted
+
+_Weights = dict[str, Tensor]
+_HEAD: dict[str, Any] = {"family": "llama3", "replaced": ("head.weight",)}  # an adapter with which the head was trained
+
+# ---------------------------------------------------------------- jobs
+
+
+def an_adapter(family: str = "llama", **options: Any) -> Job:
+    """Ours, saved well beside its base; struck on the disk, or in our own code while it loads."""
+    def job(folder: Path, plant: Plant) -> list[Verdict]:
+        base = save_model(folder / "base", tiny_model(family)).folder
+        where = save_adapter(folder / "adapter", base, **options).folder
+        with plant(where):
+            return examine_folder(where)
+    return job
+
+
+def a_peft_folder(family: str = "llama", **options: Any) -> Job:
+    """Another tool's, struck on the disk: it names its base by path and records nothing else about it."""
+    def job(folder: Path, plant: Plant) -> list[Verdict]:
+        base = tiny_models.save_hf_folder(folder / "base", tiny_model(family))
+        where = save_peft_folder(folder / "adapter", base, **options)
+        with plant(where):
+            return examine_folder(where)
+    return job
+
+
+def an_adapter_save(family: str = "llama", **options: Any) -> Job:
+    """Struck while our own code saves it."""
+    def job(folder: Path, plant: Plant) -> list[Verdict]:
+        base, where = save_model(folder / "base", tiny_model(family)).folder, folder / "adapter"
+        return save_and_examine(where, lambda: save_adapter(where, base, **options), plant)
+    return job
+
+
+def a_resumed_adapter(folder: Path, plant: Plant) -> list[Verdict]:
+    """Opened, trained one small step further, saved again: struck while it is opened."""
+    base = save_model(folder / "base", tiny_model()).folder
+    first = save_adapter(folder / "step-000001", base).folder
+    with plant(folder):
+        loaded = open_artifact(first)
+        model = nudge(artifact.build_model(loaded), 1e-4)
+    ground = Ancestor(open_artifact(base).digest, str(base))
+    lineage = Lineage("moved", Ancestor(loaded.digest, str(first)), movement_bound=1e-2)
+    contents = adapter_contents(model, live_patch(model, ground.weights), ground, tokenizer_and_stops()[0], lineage)
+    return examine_folder(checkpoint.write_checkpoint(folder / "step-000002", contents).folder)
+
+
+def a_merge(dtype: str | None = None, base_dtype: torch.dtype = torch.float32, far: float = 0.05) -> Job:
+    """An adapter merged into its base and exported; struck while it is merged."""
+    def job(folder: Path, plant: Plant) -> list[Verdict]:
+        base = save_model(folder / "base", tiny_model().to(base_dtype), dtype=base_dtype).folder
+        source = open_artifact(save_adapter(folder / "adapter", base, far=far).folder)
+        with plant(folder):
+            bound = export_artifact.export_artifact(source, "merged", folder / "merged", dtype)
+        return examine_folder(folder / "merged", against=str(source.path), expect="same", bound=bound)
+    return job
+
+
+# ---------------------------------------------------------------- PEFT folders
+
+
+@fault("wrong key names", rows=("Seen: LoRA key names", "M06"), stage="load", check="architecture", job=a_peft_folder())
+@on_disk
+def wrong_key_names(folder: Path) -> None:
+    """PEFT drops what it does not know and serves the plain base."""
+    renamed(folder, lambda name: name.replace("base_model.model.", ""))
+
+
+@fault("module path with another prefix", rows=("M06",), stage="load", check="architecture", job=a_peft_folder())
+@on_disk
+def module_path_with_another_prefix(folder: Path) -> None:
+    """The last parts of every name agree, which is all that some servers look at."""
+    renamed(folder, lambda name: name.replace("model.layers.", "model.language_model.layers."))
+
+
+@fault("empty adapter", rows=("Seen: empty adapter", "C01"), stage="load", check="architecture", job=a_peft_folder())
+@on_disk
+def empty_adapter(folder: Path) -> None:
+    (folder / ADAPTER_FILE).write_bytes((8).to_bytes(8, "little") + b"{}      ")
+
+
+@fault("adapter not gathered", rows=("C01",), stage="save", check="save", job=an_adapter_save())
+def adapter_not_gathered(_: Path) -> AbstractContextManager[None]:
+    return saving_adapter(lambda fields, tensors: (fields, {name: t.new_empty(0) for name, t in tensors.items()}))
+
+
+@fault("all-NaN adapter", rows=("Seen: all-NaN adapter",), stage="load", check="architecture", job=a_peft_folder())
+@on_disk
+def all_nan_adapter(folder: Path) -> None:
+    rewrite_tensors(folder / ADAPTER_FILE, lambda tensors: {name: torch.full_like(t, math.nan) for name, t in tensors.items()})
+
+
+@fault("adapter without effect", rows=("C14",), stage="load", check="architecture", job=a_peft_folder())
+@on_disk
+def adapter_without_effect(folder: Path) -> None:
+    """As initialised: every B is zero."""
+    rewrite_tensors(folder / ADAPTER_FILE, lambda tensors: {
+        name: torch.zeros_like(t) if "lora_B" in name else t for name, t in tensors.items()})
+
+
+@fault("adapter on another base", rows=("Seen: other base",), stage="load", check="architecture", job=an_adapter())
+@on_disk
+def adapter_on_another_base(folder: Path) -> None:
+    """Of the same geometry: only what was recorded when it was trained can tell."""
+    base = folder.parent / "base"
+    base.rename(folder.parent / "the right base")
+    save_model(base, tiny_model(seed=1))
+
+
+@fault("adapter of another width", rows=("Seen: other base",), stage="load", check="architecture", job=a_peft_folder())
+@on_disk
+def adapter_of_another_width(folder: Path) -> None:
+    edit_json(folder / "adapter_config.json", lambda f: f | {"base_model_name_or_path": str(folder.parent / "wider")})
+    tiny_models.save_hf_folder(folder.parent / "wider", tiny_model(width=128))
+
+
+@fault("layer left out", rows=("C09", "M06"), stage="save", check="architecture", job=a_peft_folder())
+@on_disk
+def layer_left_out(folder: Path) -> None:
+    rewrite_tensors(folder / ADAPTER_FILE, lambda tensors: without(tensors, "layers.0.self_attn.q_proj"))
+
+
+@fault("flipped bit in an adapter", rows=("Seen: flipped bit",), stage="load", check="whole", job=an_adapter())
+@on_disk
+def flipped_bit_in_an_adapter(folder: Path) -> None:
+    tiny_models.flip_bit(folder / ADAPTER_FILE, -101)
+
+# ---------------------------------------------------------------- what belongs to the adapter and was not saved with it
+
+
+@fault("trained head under its wrapper's name", rows=("C08",), stage="load", check="architecture",
+       job=a_peft_folder(**_HEAD))
+@on_disk
+def head_under_its_wrappers_name(folder: Path) -> None:
+    """A loader that does not rename it leaves the head as it was initialised."""
+    renamed(folder, lambda name: name.replace("lm_head.weight", "lm_head.modules_to_save.default.weight"))
+
+
+@fault("trained head not in the file", rows=("C09",), stage="save", check="architecture", job=a_peft_folder(**_HEAD))
+@on_disk
+def head_not_in_the_file(folder: Path) -> None:
+    rewrite_tensors(folder / ADAPTER_FILE, lambda tensors: without(tensors, "lm_head"))
+
+
+@fault("modules_to_save dropped", rows=("C09",), stage="save", check="answers", job=an_adapter_save(**_HEAD))
+def modules_to_save_dropped(_: Path) -> AbstractContextManager[None]:
+    """Neither the config nor the file knows that the head was trained."""
+    return saving_adapter(lambda fields, tensors: (fields | {"modules_to_save": None}, without(tensors, "lm_head")))
+
+
+@fault("resized embedding not saved", rows=("C10",), stage="save", check="fields", job=a_peft_folder())
+@on_disk
+def resized_embedding_not_saved(folder: Path) -> None:
+    """The tokenizer has new tokens, the adapter was trained with rows for them, and no file holds those rows."""
+    tokenizer, rows = tokenizer_and_stops()[0], tiny_model().config.vocab
+    new = {f"<|new-{i}|>": i for i in range(tokenizer.size, rows + 1)}
+    edit_json(folder / "tokenizer.json", lambda document: document | {
+        "model": document["model"] | {"vocab": document["model"]["vocab"] | new}})
+
+
+@fault("adapter's embedding dropped on save", rows=("C10",), stage="save", check="answers",
+       job=an_adapter_save("llama3", replaced=("embed.weight", "head.weight")))
+def embedding_dropped(_: Path) -> AbstractContextManager[None]:
+    return saving_adapter(lambda fields, tensors: (
+        fields | {"modules_to_save": ["lm_head"]}, without(tensors, "embed_tokens")))
+
+
+@fault("rank scaling lost", rows=("C09",), stage="save", check="answers", job=an_adapter_save(rslora=True))
+def rank_scaling_lost(_: Path) -> AbstractContextManager[None]:
+    """Trained with alpha / sqrt(r), saved as if with alpha / r."""
+    return saving_adapter(lambda fields, tensors: (fields | {"use_rslora": False}, tensors))
+
+# ---------------------------------------------------------------- resuming and serving
+
+
+@fault("re-wrapped with a fresh adapter", rows=("C14",), stage="resume", check="lineage", job=a_resumed_adapter)
+def rewrapped_with_a_fresh_adapter(_: Path) -> AbstractContextManager[None]:
+    whole = artifact.build_model
+
+    def rewrapped(loaded: Artifact) -> Transformer:
+        anew = fresh(loaded.config, plan(loaded.config, ADAPTED_LAYERS), 4, 2.0, 1, patch_of(loaded).parent)
+        return whole(replace(loaded, patch=anew))
+
+    return swap(artifact, "build_model", rewrapped)
+
+
+@fault("merged and applied again", rows=("M03",), stage="merge", check="architecture", job=an_adapter())
+@on_disk
+def merged_and_applied_again(folder: Path) -> None:
+    """The merged weights are served with the adapter that is in them already."""
+    base = folder.parent / "base"
+    export_artifact.export_artifact(open_artifact(folder), "merged", folder.parent / "merged")
+    base.rename(folder.parent / "plain")
+    (folder.parent / "merged").rename(base)
+
+# ---------------------------------------------------------------- merging
+
+
+@fault("merge skipped the adapter", rows=("M01",), stage="merge", check="lineage", job=a_merge())
+def merge_skipped_the_adapter(_: Path) -> AbstractContextManager[None]:
+    return swap(export_artifact, "merged_tensors", lambda source, dtype: source.tensors)
+
+
+@fault("merge skipped a layer", rows=("M01", "M07"), stage="merge", check="lineage", job=a_merge("bfloat16"))
+def merge_skipped_a_layer(_: Path) -> AbstractContextManager[None]:
+    skipped = "blocks.1.mlp.down.weight"
+    return merging(lambda source, tensors: tensors | {skipped: source.tensors[skipped]})
+
+
+@fault("merged onto a coarser base", rows=("M02",), stage="merge", check="lineage", job=a_merge())
+def merged_onto_a_coarser_base(_: Path) -> AbstractContextManager[None]:
+    """The adapter was trained on one set of weights and merged onto another that was rounded on the way."""
+    def rounded(source: Artifact, _: torch.dtype) -> _Weights:
+        coarse = {name: rounded_to_four_bits(tensor) for name, tensor in source.tensors.items()}
+        return coarse | patches.patched_tensors(coarse, patch_of(source))
+
+    return swap(export_artifact, "merged_tensors", rounded)
+
+
+@fault("merged twice", rows=("M03",), stage="merge", check="lineage", job=a_merge("bfloat16", far=0.01))
+def merged_twice(_: Path) -> AbstractContextManager[None]:
+    return merging(lambda source, tensors: tensors | patches.patched_tensors(tensors, patch_of(source)))
+
+
+@fault("norm shifted by the merge", rows=("M04",), stage="merge", check="lineage", job=a_merge("bfloat16"))
+def norm_shifted_by_the_merge(_: Path) -> AbstractContextManager[None]:
+    """Each merge adds one to what the last one had added it to; here, a hundredth, which half precision half hides."""
+    return merging(lambda source, tensors: tensors | {"norm.weight": tensors["norm.weight"] + 0.01})
+
+
+@fault("merged into 8-bit codes", rows=("M05",), stage="merge", check="lineage", job=a_merge())
+def merged_into_codes(_: Path) -> AbstractContextManager[None]:
+    """The change is added to integer codes, in whose type it rounds to nothing."""
+    def coded(source: Artifact, _: torch.dtype) -> _Weights:
+        merged = patches.patched_tensors(source.tensors, patch_of(source))
+        return source.tensors | {name: in_codes(source.tensors[name], tensor) for name, tensor in merged.items()}
+
+    return swap(export_artifact, "merged_tensors", coded)
+
+
+@fault("rounding swallowed the adapter", rows=("M05", "O01"), stage="merge", check="lineage",
+       job=a_merge("float32", base_dtype=torch.bfloat16, far=5e-5))
+def rounding_swallowed_the_adapter(_: Path) -> AbstractContextManager[None]:
+    """Half the bytes, and the change is smaller than half a step of that dtype."""
+    whole = export_artifact.export_artifact
+    return swap(export_artifact, "export_artifact", lambda source, form, where, dtype: whole(source, form, where, "bfloat16"))
+
+# ---------------------------------------------------------------- where in our code they are planted
+
+
+def renamed(folder: Path, rename: Callable[[str], str]) -> None:
+    rewrite_tensors(folder / ADAPTER_FILE, lambda tensors: {rename(name): tensor for name, tensor in tensors.items()})
+
+
+def without(tensors: _Weights, part: str) -> _Weights:
+    return {name: tensor for name, tensor in tensors.items() if part not in name}
+
+
+def saving_adapter(
+        change: Callable[[dict[str, Any], _Weights], tuple[dict[str, Any], _Weights]]) -> AbstractContextManager[None]:
+    """On the way from the live adapter to adapter_config.json and its tensors."""
+    whole = saving.write_adapter
+    return swap(saving, "write_adapter", lambda *parts, **named: change(*whole(*parts, **named)))
+
+
+def merging(change: Callable[[Artifact, _Weights], _Weights]) -> AbstractContextManager[None]:
+    """After the merge, before it is written."""
+    whole = export_artifact.merged_tensors
+    return swap(export_artifact, "merged_tensors", lambda source, dtype: change(source, dict(whole(source, dtype))))
+
+
+def patch_of(source: Artifact) -> Patch:
+    assert source.patch is not None
+    return source.patch
+
+
+def in_codes(before: Tensor, after: Tensor) -> Tensor:
+    """`after − before` added to the 8-bit codes of `before`."""
+    step = before.abs().max() / 127
+    codes = (before / step).round().to(torch.int8)
+    return (codes + (after - before).to(torch.int8)).float() * step
+
+
+def versions_join(folder: Path, plant: Plant) -> list[Verdict]:
+    """Two versions of an adapter join a server, each under its name, and each is asked for a few tokens; struck while they join."""
+    base = save_model(folder / "base", nudge(tiny_model(), 0.15)).folder
+    versions = [save_adapter(folder / f"version-{number}", base, far=0.05 * number) for number in (1, 2)]
+    for version in versions:
+        checkpoint.write_hallmark(version, [proven("stage", "what a proof would say is not what is tried here")])
+    serving = EngineThread(ServerSize(slots=2, queue=2, length=64))
+    try:
+        serving.open("base", base)
+        with plant(folder):
+            return [verdict for number, version in enumerate(versions, 1) for verdict in _joined(serving, number, version.folder)]
+    finally:
+        serving.stop()
+
+
+def name_of(number: int) -> str:
+    return f"adapter@{number}"
+
+
+def _joined(serving: EngineThread, number: int, path: Path) -> list[Verdict]:
+    try:
+        verdicts = list(serving.open_adapter(name_of(number), path).verdicts)
+    except ArtifactError as error:
+        return [refuted("fingerprint", str(error))]
+    except AssayError as error:
+        return [refuted("name", str(error))]
+    return [*verdicts, proven("name", f"{name_of(number)} is a name of its own"),
+            check_version([_version_that_answers(serving, name_of(number))], open_artifact(path).digest)]
+
+
+def _version_that_answers(serving: EngineThread, name: str) -> str:
+    arrivals: queue.SimpleQueue[CompletionProgress | AssayError] = queue.SimpleQueue()
+    serving.submit(PendingCall(serving.find(name), GenerationRequest((1, 2, 3), Sampling(max_new=4)), lambda item,
+                               _: arrivals.put(item))).result()
+    while True:
+        item = arrivals.get()
+        if isinstance(item, AssayError):
+            raise item
+        if item.completion is not None:
+            return item.completion.version
+
+# ----------------------------------------------------------------
+
+
+@fault("adapter joined, base served", rows=("M06",), stage="serve", check="fingerprint", job=versions_join)
+def base_served(_: Path) -> AbstractContextManager[None]:
+    """The load says 200 OK, and its layers match nothing."""
+    return swap(hosted_model, "build_model", lambda artifact: build_model(artifact.base or artifact))
+
+
+@fault("adapter served twice over", rows=("M03",), stage="serve", check="fingerprint", job=versions_join)
+def served_twice(_: Path) -> AbstractContextManager[None]:
+    """Merged into the base, and attached to it."""
+    def twice(artifact: Artifact) -> Transformer:
+        return build_model(replace(artifact, tensors=merged_tensors(artifact)))
+
+    return swap(hosted_model, "build_model", twice)
+
+
+@fault("new version under the old name", rows=("R07",), stage="serve", check="name", job=versions_join)
+def one_name(_: Path) -> AbstractContextManager[None]:
+    """Whoever caches by name answers from the weights before."""
+    return swap(sys.modules[__name__], "name_of", lambda number: "adapter")
+
+
+@fault("joined, and not in the table that requests are served from", rows=("R02", "R03"), stage="serve", check="version", job=versions_join)
+@contextlib.contextmanager
+def another_table(_: Path) -> Iterator[None]:
+    with swap(EngineThread, "find", lambda self, name: self.models["base"]):
+        yield

@@ -1,0 +1,199 @@
+"""Corpus faults: corpora that are not what they say, orders that repeat or leak, text that runs out, packing that leaks."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from assay.data import order as data_order
+from assay.data.batch import Batch
+from assay.data.files import sha256_of
+from assay.data.order import Order
+from assay.data.token_corpus import Corpus, assert_disjoint, open_corpus
+from assay.guard.data_order_checks import check_epoch_order
+from assay.learn import loop
+from assay.learn.loop import Accumulated
+from assay.model import attention, transformer
+from assay.model.tokenizer import Tokenizer
+from assay.seeds import derive
+from assay.testing import tiny_training
+from assay.testing.fault_injection import Job, Plant, fault
+from assay.testing.tiny_models import edit_json, on_disk, swap, tiny_tokenizer
+from assay.testing.tiny_training import TinyRun, a_loss_preflight, a_training_run, check_accepted, make_corpus, tiny_corpus, tiny_documents
+from assay.verdict import Verdict
+
+TWO_EPOCHS = TinyRun(steps=8, rows=32, micro=16, epochs=2)  # the corpus gives four such steps, and then four more
+
+# ---------------------------------------------------------------- jobs of their own
+
+
+def an_opened_corpus(folder: Path, plant: Plant) -> list[Verdict]:
+    """A corpus lies on the disk, as a cache does, and is opened for training."""
+    made = make_corpus(folder, tiny_documents(16))
+    with plant(made.folder):
+        return [check_accepted("corpus", lambda: open_corpus(made.folder))]
+
+
+def a_corpus_being_built(folder: Path, plant: Plant) -> list[Verdict]:
+    with plant(folder):
+        return [check_accepted("overlap", lambda: make_corpus(folder, tiny_training.tiny_documents(32)))]
+
+
+def an_evaluation_set_made_apart(folder: Path, plant: Plant) -> list[Verdict]:
+    """The held-out side of another corpus, to judge what was trained on ours."""
+    with plant(folder):
+        other = make_corpus(folder, tiny_training.tiny_documents(32, seed=1), seed=1)
+    return [check_accepted("overlap", lambda: assert_disjoint(tiny_corpus(), other))]
+
+
+def an_order(*, world: int = 1, epochs: int = 1) -> Job:
+    def job(folder: Path, plant: Plant) -> list[Verdict]:
+        with plant(folder):
+            return [check_epoch_order(replace(TinyRun().order(), world=world, epochs=epochs))]
+    return job
+
+# ---------------------------------------------------------------- corpora that are not what they say
+
+
+@fault("cache of another tokenizer", rows=("D14",), stage="data", check="corpus", job=an_opened_corpus)
+@on_disk
+def cache_of_another_tokenizer(folder: Path) -> None:
+    """The tokenizer was changed; the cache's fingerprint does not know it, so that its ids stay."""
+    changed = without_merges(Tokenizer.from_folder(folder))
+    for name, data in changed.files().items():
+        (folder / name).write_bytes(data)
+    forged(folder, digest=changed.digest)
+
+
+@fault("poisoned cache", rows=("D15",), stage="data", check="corpus", job=an_opened_corpus)
+@on_disk
+def poisoned_cache(folder: Path) -> None:
+    """An early version of the encoder filled it with other ids; every hash is right."""
+    for shard in folder.glob("*-0*.bin"):
+        ids = np.fromfile(shard, "<u2")
+        shard.write_bytes(np.where(ids < 255, ids + 1, ids).astype("<u2").tobytes())
+    forged(folder)
+
+
+@fault("held-out text trained on", rows=("D19",), stage="data", check="overlap", job=a_corpus_being_built)
+def held_out_text_trained_on(_: Path) -> AbstractContextManager[None]:
+    """The training file holds every document twice, so that a held-out one stays in it."""
+    whole = tiny_training.write_documents
+    return swap(tiny_training, "write_documents", lambda where, texts: whole(where, [*texts, *texts]))
+
+
+@fault("evaluation set from the training text", rows=("D19",), stage="data", check="overlap", job=an_evaluation_set_made_apart)
+def evaluation_set_from_the_training_text(_: Path) -> AbstractContextManager[None]:
+    return swap(tiny_training, "tiny_documents", lambda count, seed=0: tiny_documents(count, seed=0))
+
+# ---------------------------------------------------------------- orders
+
+
+@fault("same rows on every rank", rows=("D16",), stage="data", check="order", job=an_order(world=2))
+def same_rows_on_every_rank(_: Path) -> AbstractContextManager[None]:
+    """Each rank iterates over the data as if it were alone."""
+    whole = Order.consumed
+    return changing_order(lambda order, step: whole(replace(order, rank=0), step))
+
+
+@fault("same random state in every worker", rows=("D17",), stage="data", check="order", job=an_order(world=2))
+def same_random_state(_: Path) -> AbstractContextManager[None]:
+    """Workers draw their rows, and were forked with one state."""
+    def drawn(order: Order, step: int) -> NDArray[np.int64]:
+        return np.random.default_rng(derive(order.seed, "forked", step)).permutation(order.windows)[: order.rows]
+
+    return changing_order(drawn)
+
+
+@fault("same order in every epoch", rows=("D18",), stage="data", check="order", job=an_order(epochs=2))
+def same_order_in_every_epoch(_: Path) -> AbstractContextManager[None]:
+    """Nobody tells the sampler that an epoch has passed."""
+    def of_no_epoch(seed: int, *address: str | int) -> int:
+        return derive(seed, "order", 0) if address[0] == "order" else derive(seed, *address)
+
+    return swap(data_order, "derive", of_no_epoch)
+
+# ---------------------------------------------------------------- text that runs out
+
+
+@fault("placeholder after the data ran out", rows=("S3",), stage="data", check="constant_loss", job=a_training_run(TWO_EPOCHS))
+def placeholder_after_the_data(_: Path) -> AbstractContextManager[None]:
+    """The iterator is exhausted; the step returns (1.0, 1.0) and takes no time."""
+    whole, calls = loop.accumulated, iter(range(1 << 30))
+
+    def accumulated(*parts: Any) -> Accumulated:
+        return Accumulated(torch.ones(()), {}) if next(calls) >= 4 else whole(*parts)
+
+    return swap(loop, "accumulated", accumulated)
+
+
+@fault("data begins again in silence", rows=("S3",), stage="data", check="consumed", job=a_training_run(TWO_EPOCHS))
+def data_begins_again(_: Path) -> AbstractContextManager[None]:
+    """A loader that starts over when it is exhausted."""
+    whole = data_order.corpus_batches
+
+    def batches(given: Corpus, *, stop: int, epochs: int, **options: Any) -> Iterator[Batch]:
+        while True:
+            yield from islice(whole(given, **options), 4)
+
+    return swap(data_order, "corpus_batches", lambda *given, stop, **o: islice(batches(*given, stop=stop, **o), stop))
+
+# ---------------------------------------------------------------- packing that leaks
+
+
+@fault("packing not seen by the model", rows=("D21",), stage="packing", check="isolation", job=a_loss_preflight())
+def packing_not_seen(_: Path) -> AbstractContextManager[None]:
+    """A mask of ones hides that there is more than one document in a row."""
+    whole = transformer.token_layout
+    return swap(transformer, "token_layout", lambda tokens, documents, *rest: whole(tokens, None, *rest))
+
+
+@fault("mask dropped by the backend", rows=("D22",), stage="packing", check="isolation", job=a_loss_preflight())
+def mask_dropped_by_the_backend(_: Path) -> AbstractContextManager[None]:
+    whole = F.scaled_dot_product_attention
+
+    def causal(q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None, is_causal: bool, **options: Any) -> Tensor:
+        return whole(q, k, v, is_causal=True, **options)
+
+    return swap(F, "scaled_dot_product_attention", causal)
+
+
+@fault("positions reset, attention open", rows=("D23",), stage="packing", check="isolation", job=a_loss_preflight())
+def positions_reset_attention_open(_: Path) -> AbstractContextManager[None]:
+    """Every document counts from 0, and sees all that stands before it in the row."""
+    def visible(documents: Tensor, *_: Any) -> Tensor:
+        rows, length = documents.shape
+        return torch.ones(length, length, dtype=torch.bool).tril().expand(rows, length, length)
+
+    return swap(attention, "document_causal_mask", visible)
+
+# ---------------------------------------------------------------- tools to plant with
+
+
+def changing_order(consumed: Callable[[Order, int], NDArray[np.int64]]) -> AbstractContextManager[None]:
+    return swap(Order, "consumed", consumed)
+
+
+def without_merges(tokenizer: Tokenizer) -> Tokenizer:
+    model = {**tiny_tokenizer(template=False).document["model"], "merges": []}
+    return Tokenizer.from_parts({**tokenizer.document, "model": model}, **tokenizer.settings)
+
+
+def forged(folder: Path, digest: str | None = None) -> None:
+    """A manifest that vouches for whatever lies in the folder now."""
+    def vouch(manifest: dict[str, Any]) -> dict[str, Any]:
+        for name, entry in manifest["files"].items():
+            entry |= {"sha256": sha256_of(folder / name), "bytes": (folder / name).stat().st_size}
+        if digest is not None:
+            manifest["tokenizer"]["digest"] = digest
+        return manifest
+
+    edit_json(folder / "manifest.json", vouch)

@@ -1,0 +1,243 @@
+"""Editing faults: subjects and targets out of place, keys that are not the model's, scores that flatter."""
+
+import contextlib
+import sys
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from assay.edit import edit_preflight, memit, moments, solve, subject_tokens, targets
+from assay.edit import fact_questions as q
+from assay.edit import facts as fact_rows
+from assay.edit.contexts import averaged_keys, sample_contexts
+from assay.edit.fact_questions import FactReply, fact_questions
+from assay.edit.facts import Fact, make_fact
+from assay.edit.memit import EditResult
+from assay.edit.targets import TargetOptions
+from assay.errors import DataError
+from assay.evaluation import edit_evaluation
+from assay.evaluation.loaded_model import LoadedModel
+from assay.health import edit_drift
+from assay.model.patch import Patch, patched
+from assay.model.special_tokens import resolve_special_tokens
+from assay.model.tokenizer import Tokenizer
+from assay.model.transformer import Mlp, Transformer
+from assay.store import checkpoint
+from assay.store.artifact import open_artifact
+from assay.store.saving import Lineage, model_contents
+from assay.testing import tiny_facts
+from assay.testing.fault_injection import Plant, fault
+from assay.testing.tiny_models import swap, tiny_model
+from assay.verdict import Verdict
+
+LAYER = 0  # where the tiny model looks its facts up
+MIXED = 2  # where its keys already depend on what stands before the subject
+AIM = TargetOptions(steps=40, lr=0.1, kl=0.0, clamp=1.0)
+_LARGEST = 50.0  # the tiny model's keys are short, so that its healthy edits are long
+
+# ---------------------------------------------------------------- jobs
+
+
+def a_list_of_requests(folder: Path, plant: Plant) -> list[Verdict]:
+    """One of them spells its subject otherwise than its prompt does."""
+    rows = [("The home of Borin is", "Borin"), ("The home of Ulla is", "ulla"), ("Is it Osk who lives in", "Osk")]
+    tokenizer, served = tiny_facts.facts_tokenizer(), list[Fact]()
+    with plant(folder):
+        for number, (prompt, name) in enumerate(rows):
+            with contextlib.suppress(DataError):
+                served.append(make_fact(f"row {number}", prompt, name, "Oran"))
+        kept, _ = subject_tokens.placeable_facts(tokenizer, served)
+        return [edit_preflight.check_spans(tokenizer, kept)]
+
+
+def a_search(folder: Path, plant: Plant) -> list[Verdict]:
+    with plant(folder):
+        return [edit_preflight.check_targets(tiny_facts.facts_tokenizer(), tiny_facts.fact_edits(3))]
+
+
+def a_key_check(folder: Path, plant: Plant) -> list[Verdict]:
+    with plant(folder):
+        return [edit_preflight.check_keys(tiny_model(), range(3, 40))]
+
+
+def one_rank_one_edit(folder: Path, plant: Plant) -> list[Verdict]:
+    model = tiny_facts.facts_model()
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    with plant(folder):
+        edited = rank_one(model, tiny_facts.fact_edits(1), folder, MIXED)
+    with patched(model, edited.patch):
+        sizes = edit_evaluation.update_sizes(before, dict(model.named_parameters()))
+    return [edit_evaluation.check_update(sizes, edited.reached, _LARGEST)]
+
+
+def a_score_before_any_edit(folder: Path, plant: Plant) -> list[Verdict]:
+    """Targets of several tokens, of which all but the first follow from the one before."""
+    facts = [make_fact(fact.name, fact.prompt, fact.subject, f"{fact.target}.\nThey say that", old=fact.old)
+             for fact in tiny_facts.fact_edits(6)]
+    tokenizer = tiny_facts.facts_tokenizer()
+    with plant(folder):
+        return [edit_evaluation.check_control(q.ask_questions(tiny_facts.facts_model(), tokenizer, fact_questions(facts),
+                                                              stop_ids(tokenizer)))]
+
+
+def two_edits_of_one_subject(folder: Path, plant: Plant) -> list[Verdict]:
+    """The second undoes the first."""
+    model, first = tiny_facts.facts_model(), tiny_facts.fact_edits(1)[0]
+    facts = [first, make_fact("again", tiny_facts.HOME, first.subject, tiny_facts.TOWNS[2], old=first.old)]
+    edited = rank_one(model, facts, folder, LAYER)
+    with plant(folder):
+        claimed = claims(model, facts, edited.patch)
+    return [edit_evaluation.check_retest(claimed, claims(model, facts, edited.patch))]
+
+
+def a_batch_of_questions(folder: Path, plant: Plant) -> list[Verdict]:
+    tokenizer = tiny_facts.facts_tokenizer()
+    with plant(folder):
+        return [edit_preflight.check_batching(tiny_facts.facts_model(), tokenizer, fact_questions(tiny_facts.fact_edits(2)),
+                                              stop_ids(tokenizer))]
+
+
+def texts_beside_an_edit(folder: Path, plant: Plant) -> list[Verdict]:
+    """What is said to prompts that have nothing to do with the facts."""
+    before, after = opened_facts_model(folder / "before"), opened_facts_model(folder / "after")
+    around = sample_contexts(before.model, before.tokenizer, count=2, length=6, seed=0)
+    text = moments.compute_moments(before.model, moments_text(folder).rows, [LAYER])
+    with plant(folder):
+        solve_by = memit.memit_solver(text, 10.0)
+        edited = memit.memit(before.model, before.tokenizer, tiny_facts.fact_edits(6), [LAYER], solve_by, around, AIM, parent=None)
+    with patched(after.model, edited.patch):
+        return [edit_drift.check_edit_drift(edit_drift.probe_edit(before, after, rounds=2, seed=0))]
+
+
+def opened_facts_model(folder: Path) -> LoadedModel:
+    """As read back from a checkpoint."""
+    tokenizer = tiny_facts.facts_tokenizer()
+    checkpoint.write_checkpoint(folder, model_contents(tiny_facts.facts_model(), tokenizer, resolve_special_tokens(tokenizer, {}, {}),
+                                                       Lineage()))
+    return LoadedModel(open_artifact(folder))
+
+
+def rank_one(model: Transformer, facts: Sequence[Fact], folder: Path, layer: int) -> EditResult:
+    tokenizer = tiny_facts.facts_tokenizer()
+    around = sample_contexts(model, tokenizer, count=2, length=6, seed=0)
+    return memit.rome(model, tokenizer, facts, [layer], moments.compute_moments(model, moments_text(folder).rows, [layer]), around, AIM,
+                      parent=None)
+
+
+def moments_text(folder: Path) -> moments.TokenizedText:
+    return moments.read_text(tiny_facts.write_facts_text(folder / "text.txt"), tiny_facts.facts_tokenizer(), 4000)
+
+
+def claims(model: Transformer, facts: Sequence[Fact], patch: Patch) -> list[FactReply]:
+    """What each edit is said to have done: measured on the model that has all of them."""
+    tokenizer = tiny_facts.facts_tokenizer()
+    with patched(model, patch):
+        return q.ask_questions(model, tokenizer, [one for one in fact_questions(facts) if one.kind == "efficacy"], stop_ids(tokenizer))
+
+
+def stop_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
+    assert tokenizer.eos is not None
+    return (tokenizer.eos,)
+
+# ---------------------------------------------------------------- faults
+
+
+@fault("product shifted by one", rows=("S7",), stage="inference", check="keys", job=a_key_check)
+def product_shifted(_: Path) -> AbstractContextManager[None]:
+    """Element i of the gate multiplies element i + 1: sizes look as they did."""
+    def forward(mlp: Mlp, x_BTD: Tensor) -> Tensor:
+        gate, up = mlp.up(x_BTD).chunk(2, -1)
+        return mlp.down(mlp.activation(gate) * up.roll(-1, -1))
+
+    return swap(Mlp, "forward", forward)
+
+
+@fault("subject not found, another place edited", rows=("S9",), stage="edit", check="spans", job=a_list_of_requests)
+@contextlib.contextmanager
+def silent_fallback(_: Path) -> Iterator[None]:
+    """What is not found is taken to be the end of the prompt, and nobody looks at what stands there."""
+    found = fact_rows.last_occurrence
+
+    def somewhere(text: str, name: str, row: str) -> int:
+        try:
+            return found(text, name, row)
+        except DataError:
+            return len(text) - len(name)
+
+    with swap(fact_rows, "last_occurrence", somewhere), swap(subject_tokens, "require_span", lambda *_: None):
+        yield
+
+
+@fault("key averaged in one place only", rows=("X01",), stage="edit", check="update", job=one_rank_one_edit)
+@contextlib.contextmanager
+def averaged_once(_: Path) -> Iterator[None]:
+    """The direction comes from the average over prefixes, the denominator from the bare prompt's key."""
+    bare: list[Tensor] = []
+
+    def keys(model: Transformer, spots: Any, weights: Tensor, layer: int, top: int) -> tuple[Tensor, Tensor]:
+        bare.append(averaged_keys(model, [of_fact[:1] for of_fact in spots], torch.ones(1, dtype=torch.float64), layer, top)[0][:, 0])
+        return averaged_keys(model, spots, weights, layer, top)
+
+    def alone(residual_D: Tensor, key_F: Tensor, moment_FF: Tensor) -> solve.Factors:
+        whole = solve.alone(residual_D, key_F, moment_FF)
+        return solve.Factors(whole.left_Dn, whole.right_nF / (whole.right_nF @ bare[-1]))
+
+    with swap(memit, "averaged_keys", keys), swap(memit, "alone", alone):
+        yield
+
+
+@fault("target without its space", rows=("X02",), stage="edit", check="targets", job=a_search)
+def without_space(_: Path) -> AbstractContextManager[None]:
+    return swap(targets, "answer_ids", lambda tokenizer, answer: tuple(tokenizer.encode(answer)))
+
+
+@fault("teacher-forced score", rows=("X03",), stage="edit eval", check="control", job=a_score_before_any_edit)
+def teacher_forced(_: Path) -> AbstractContextManager[None]:
+    """A target counts as said where most of its tokens are right, each after the true ones before it."""
+    def ask(model: Transformer, tokenizer: Tokenizer, asked: Sequence[q.FactQuestion], __: Collection[int]) -> list[FactReply]:
+        replies = []
+        for one in asked:
+            prompt, answer = subject_tokens.encode_prompt(tokenizer, one.prompt), subject_tokens.answer_ids(tokenizer, one.answer or "")
+            with torch.no_grad():
+                guesses = model(torch.tensor([[*prompt, *answer]]))[0, len(prompt) - 1 : -1].argmax(-1)
+            right = sum(a == b for a, b in zip(guesses.tolist(), answer, strict=True))
+            replies.append(FactReply(one, None, None, one.answer or "" if right > len(answer) / 2 else ""))
+        return replies
+
+    return swap(q, "ask_questions", ask)
+
+
+@fault("scored before the later edits", rows=("X04",), stage="edit eval", check="retest", job=two_edits_of_one_subject)
+def scored_too_early(_: Path) -> AbstractContextManager[None]:
+    """Each edit is measured right after it was made."""
+    whole = claims
+
+    def early(model: Transformer, facts: Sequence[Fact], patch: Patch) -> list[FactReply]:
+        (name, parts), = patch.low_rank.items()
+        return [whole(model, [fact], Patch(None, {name: parts[: number + 1]}))[0] for number, fact in enumerate(facts)]
+
+    return swap(sys.modules[__name__], "claims", early)
+
+
+@fault("padding counted as text", rows=("X05",), stage="edit eval", check="batching", job=a_batch_of_questions)
+def _padding_counted(_: Path) -> AbstractContextManager[None]:
+    """Rows are padded on the left, and are read as if they were padded on the right."""
+    padded = q.padded
+
+    def left(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+        return padded(rows, device, left=True)
+
+    return swap(q, "padded", left)
+
+
+@fault("text's moments left out of the solve", rows=(), stage="edit", check="probe", job=texts_beside_an_edit)
+def moments_left_out(_: Path) -> AbstractContextManager[None]:
+    """The facts are said and their keys are small; nothing kept what other texts need of the same matrix."""
+    def penalty(moment_FF: Tensor, *_: object) -> Tensor:
+        return 1e-9 * torch.eye(len(moment_FF), dtype=torch.float64)
+
+    return swap(memit, "moment_penalty", penalty)

@@ -1,0 +1,184 @@
+"""Evaluation faults: graders, stop strings, BOS, dropout, lost examples, seeds, pass@k, data that changed or leaked."""
+
+import json
+import re
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from assay.evaluation import evaluate as evaluating
+from assay.evaluation import loaded_model, summary
+from assay.evaluation.evaluate import Unsound, evaluate
+from assay.evaluation.loaded_model import LoadedModel
+from assay.evaluation.soundness import check_dataset, check_pass_at_k
+from assay.evaluation.task import GenerationTask, TaskExample, check_scoring
+from assay.evaluation.tasks import TaskRequest, gsm8k, open_task
+from assay.generate.engine import ActiveCompletion
+from assay.generate.generation_request import Sampling
+from assay.model.special_tokens import resolve_special_tokens
+from assay.model.tokenizer import Tokenizer
+from assay.model.transformer import Transformer
+from assay.seeds import generator
+from assay.statistics.estimate import pass_at_k
+from assay.store import checkpoint
+from assay.store.artifact import build_model, open_artifact
+from assay.store.saving import Lineage, model_contents
+from assay.testing.fault_injection import Plant, fault, nothing
+from assay.testing.tiny_models import on_disk, swap, tiny_model, tiny_tokenizer
+from assay.verdict import Verdict
+
+_ROWS = [{"question": f"Ann has {n} figs and buys {2 * n} more. How many figs has she then, all in all?",
+         "answer": f"She has {n} + {2 * n} = {3 * n} figs.\n#### {3 * n}"} for n in range(2, 10)]
+WARM = Sampling(max_new=8, temperature=1.0)
+_SAMPLES = 3
+
+# ---------------------------------------------------------------- jobs
+
+
+def oracles_of_a_task(folder: Path, plant: Plant) -> list[Verdict]:
+    data = write_examples(folder / "test.jsonl", _ROWS)
+    with plant(folder):
+        return check_scoring(open_task(TaskRequest("gsm8k", data)))
+
+
+def an_evaluation(folder: Path, plant: Plant) -> list[Verdict]:
+    """A tiny model whose tokenizer begins every text with a token of its own."""
+    data, training = write_examples(folder / "test.jsonl", _ROWS), write_examples(folder / "train.jsonl",
+                                                                                  [{"text": "Figs ripen late. " * 9}])
+    tokenizer = with_bos()
+    checkpoint.write_checkpoint(folder / "model", model_contents(tiny_model(), tokenizer, resolve_special_tokens(tokenizer, {}, {}),
+                                                                 Lineage()))
+    with plant(folder):
+        opened, task = LoadedModel(open_artifact(folder / "model")), open_task(TaskRequest("gsm8k", data))
+        try:
+            return evaluate(opened, task, folder / "out", k=_SAMPLES, sampling=WARM, raw=True, trained_on=[training.read_text()]).verdicts
+        except Unsound as found:
+            return [found.verdict]
+
+
+def two_evaluations(folder: Path, plant: Plant) -> list[Verdict]:
+    """The second is held against the first one's record of what it was asked."""
+    data = write_examples(folder / "test.jsonl", _ROWS)
+    an_evaluation(folder, nothing)
+    recorded = json.loads((folder / "out" / "eval.json").read_text())["dataset"]
+    with plant(folder):
+        return [check_dataset(recorded, open_task(TaskRequest("gsm8k", data)).examples)]
+
+
+def an_estimator(folder: Path, plant: Plant) -> list[Verdict]:
+    with plant(folder):
+        return [check_pass_at_k(summary.pass_at_k)]
+
+
+def write_examples(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def with_bos() -> Tokenizer:
+    tokenizer = tiny_tokenizer(template=False)
+    begin = {"id": "<|endoftext|>", "type_id": 0}
+    added = {"type": "TemplateProcessing", "single": [{"SpecialToken": begin}, {"Sequence": {"id": "A", "type_id": 0}}],
+             "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+             "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [256], "tokens": ["<|endoftext|>"]}}}
+    return Tokenizer.from_parts({**tokenizer.document, "post_processor": added}, bos_token="<|endoftext|>", eos_token="<|endoftext|>")
+
+# ---------------------------------------------------------------- faults of the scoring
+
+
+@fault("stop string taken letter by letter", rows=("E04",), stage="eval", check="gold answers", job=oracles_of_a_task)
+def stop_by_letters(_: Path) -> AbstractContextManager[None]:
+    """A stop string was passed where a list of them belongs, so every text ends at the first of its letters."""
+    whole = gsm8k.number_problems
+
+    def cut(name: str, examples: tuple[TaskExample, ...]) -> GenerationTask:
+        return replace(whole(name, examples), stop=tuple("She says:"))
+
+    return swap(gsm8k, "number_problems", cut)
+
+
+@fault("first number taken for the answer", rows=("E05",), stage="eval", check="wrong answers", job=oracles_of_a_task)
+def first_number(_: Path) -> AbstractContextManager[None]:
+    """What is echoed or tried first is scored, not what is answered."""
+    def first(text: str, how: str) -> str | None:
+        found = re.search(r"\d+", text)
+        return found and found[0]
+
+    return swap(gsm8k, "read_answer", first)
+
+
+@fault("grader that always says yes", rows=(), stage="eval", check="wrong answers", job=oracles_of_a_task)
+def always_yes(_: Path) -> AbstractContextManager[None]:
+    return swap(gsm8k, "same_answer", lambda answer, gold: True)
+
+# ---------------------------------------------------------------- faults of the model's side
+
+
+@fault("beginning of text missing", rows=("E03",), stage="eval", check="beginning", job=an_evaluation)
+def no_beginning(_: Path) -> AbstractContextManager[None]:
+    """One path to the model adds the token that begins a text, the other does not."""
+    return swap(loaded_model, "prompt_token_ids", lambda tokenizer, text, *, raw: tuple(tokenizer.encode(text)))
+
+
+@fault("dropout while evaluating", rows=("E01",), stage="eval", check="repeatable", job=an_evaluation)
+def dropout_on(_: Path) -> AbstractContextManager[None]:
+    whole, chance = Transformer.hidden, generator(0, "dropout")
+
+    def hidden(model: Transformer, *args: Any, **options: Any) -> Tensor:
+        states = whole(model, *args, **options)
+        return states * (torch.rand(states.shape, generator=chance) > 0.05)
+
+    return swap(Transformer, "hidden", hidden)
+
+
+@fault("evaluated in training mode", rows=("E02",), stage="eval", check="repeatable", job=an_evaluation)
+def training_mode(_: Path) -> AbstractContextManager[None]:
+    return swap(loaded_model, "build_model", lambda *args, **options: build_model(*args, **options).train())
+
+
+@fault("seeds that do not reach the sampler", rows=(), stage="eval", check="seeds", job=an_evaluation)
+def deaf_sampler(_: Path) -> AbstractContextManager[None]:
+    """Sixteen samples of a problem are one sample sixteen times, and pass@16 is pass@1."""
+    return swap(ActiveCompletion, "key", property(lambda tenant: 7))
+
+
+@fault("failed examples left out of the mean", rows=("E06",), stage="eval", check="every example", job=an_evaluation)
+def left_out(_: Path) -> AbstractContextManager[None]:
+    whole = evaluating._sampled
+
+    def sampled(*args: Any) -> list[dict[str, Any]]:
+        return [row for row in whole(*args) if int(row["id"]) % 3]
+
+    return swap(evaluating, "_sampled", sampled)
+
+# ---------------------------------------------------------------- faults of the data and of the sums
+
+
+@fault("one row of the dataset changed", rows=("D20",), stage="eval", check="dataset", job=two_evaluations)
+@on_disk
+def changed_row(folder: Path) -> None:
+    """The file under the same name is another one on the other machine."""
+    write_examples(folder / "test.jsonl", [*_ROWS[:-1], _ROWS[-1] | {"answer": "#### 28"}])
+
+
+@fault("trained on the test rows", rows=("D19",), stage="data", check="leak", job=an_evaluation)
+@on_disk
+def trained_on_test(folder: Path) -> None:
+    said = "\n".join(f"{row['question']}\n{row['answer']}" for row in _ROWS)
+    (folder / "train.jsonl").write_text(f"Figs ripen late.\n{said}\n")
+
+
+@fault("pass@k as if samples were put back", rows=("E07",), stage="eval", check="pass@k", job=an_estimator)
+def biased_pass_at_k(_: Path) -> AbstractContextManager[None]:
+    return swap(summary, "pass_at_k", lambda n, correct, k: 1 - (1 - correct / n) ** k)
+
+
+@fault("pass@k of more samples than were drawn", rows=("E07",), stage="eval", check="pass@k", job=an_estimator)
+def beyond_the_samples(_: Path) -> AbstractContextManager[None]:
+    """k above n is taken for n, in silence."""
+    return swap(summary, "pass_at_k", lambda n, correct, k: pass_at_k(n, correct, min(k, n)))

@@ -1,0 +1,284 @@
+"""Run faults of pretraining and fine-tuning: lost place in the data, cold moments, adapters that never learn, stale saves."""
+
+import contextlib
+import functools
+import json
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from assay.data.batch import Batch
+from assay.data.data_ledger import ids_digest
+from assay.data.order import Order
+from assay.data.token_corpus import open_corpus
+from assay.errors import GuardStop
+from assay.guard.training_guards import check_adapted
+from assay.learn.ema import EMA_PREFIX, Ema
+from assay.model import lora
+from assay.model.lora import LoraLinear, LoraSite, fresh, plan
+from assay.model.transformer import ModelConfig
+from assay.recipes import forms, handover, pretrain, run, sft, training
+from assay.recipes.forms import Adapter
+from assay.recipes.options import Pretrain, Sft
+from assay.recipes.pretrain import Pretraining
+from assay.recipes.sft import FineTuning
+from assay.store.checkpoint import Contents
+from assay.store.ledger import Ledger
+from assay.testing import tiny_training
+from assay.testing.fault_injection import Plant, fault
+from assay.testing.tiny_models import copy_folder, save_model, swap, tiny_model
+from assay.testing.tiny_training import make_corpus, tiny_corpus, tiny_documents
+from assay.verdict import Outcome, Verdict
+
+RESUMED_ROWS, RESUMED_LENGTH, RESUMED_STEPS = 32, 16, 16  # into the second epoch
+_FIRST, _SECOND = 11, 14  # where the sittings end, both in the second epoch
+
+# ---------------------------------------------------------------- jobs
+
+
+def a_resumed_run(folder: Path, plant: Plant) -> list[Verdict]:
+    """A run was interrupted; the fault strikes while it goes on."""
+    copy_folder(interrupted_run(), folder / "run")
+    with plant(folder):
+        work = run_until(folder / "run", until=_SECOND)
+    return [*ledger_verdicts(folder / "run"), *work.watch.verdicts]
+
+
+def a_scored_run(folder: Path, plant: Plant) -> list[Verdict]:
+    """A run with a moving average is looked at and saved; then its best checkpoint is read from the disk and scored again."""
+    with plant(folder):
+        work = run_until(folder / "run", until=4, ema=0.9)
+    best = work.looks.best_checkpoint(work.run.checkpoints)
+    return [handover.check_look(work.looks, best)]
+
+
+@functools.cache
+def interrupted_run() -> Path:
+    """Made once, and copied by whoever goes on."""
+    where = Path(tiny_training.process_folder().name) / "run"
+    run_until(where, until=_FIRST)
+    return where
+
+
+def run_until(where: Path, *, until: int, **options: Any) -> Pretraining:
+    """The recipe itself, left after step `until`. It hands nothing over and its saves are not proven: no fault here strikes those."""
+    config = Pretrain(corpus=str(tiny_corpus().folder), out=str(where), depth=1, tokens=RESUMED_STEPS * RESUMED_ROWS * RESUMED_LENGTH,
+                      epochs=2, length=RESUMED_LENGTH,
+                      batch_tokens=RESUMED_ROWS * RESUMED_LENGTH, warmup=2, every=100, look_documents=4, device="cpu", **options)
+    works: list[Pretraining] = []
+
+    def remembered(given: Pretrain, say: Callable[[str], None]) -> Pretraining:
+        works.append(Pretraining(given, say))
+        return works[0]
+
+    with (swap(run, "Prover", NoProver), swap(pretrain, "hand_over", lambda *_, **__: (None, [])),
+          swap(pretrain, "Pretraining", remembered),
+          swap(Pretraining, "over", lambda work: work.done >= until), contextlib.suppress(GuardStop)):
+        pretrain.pretrain(config, say=lambda _: None)
+    return works[0]
+
+
+class NoProver:
+    """In the place of `Prover`: saves stay without a hallmark."""
+
+    busy = False
+
+    def start(self, folder: Path, **_: Any) -> None:
+        pass
+
+    def finished(self) -> list[tuple[Path, list[Verdict]]]:
+        return []
+
+    close = finished
+
+
+def ledger_verdicts(folder: Path) -> list[Verdict]:
+    """Every verdict in a run's ledger."""
+    found = [verdict for event in Ledger(folder / "ledger.jsonl").events() for verdict in event.get("verdicts", [])]
+    return [Verdict(v["check"], Outcome(v["outcome"]), v["reason"], v["evidence"]) for v in found]
+
+# ---------------------------------------------------------------- the place in the data
+
+
+@fault("place in the data lost", rows=("C15",), stage="resume", check="consumed", job=a_resumed_run)
+def place_lost(_: Path) -> AbstractContextManager[None]:
+    """The loader's position is not in the checkpoint: the text is read from its beginning again."""
+    return resuming_with(lambda order, step: order.batch(step - _FIRST))
+
+
+@fault("order of the first epoch again", rows=("C16",), stage="resume", check="consumed", job=a_resumed_run)
+def first_epoch_again(_: Path) -> AbstractContextManager[None]:
+    """Batches are skipped up to the place, but in a sampler that believes it is in its first epoch."""
+    return resuming_with(lambda order, step: order.batch(step % (order.windows // order.rows)))
+
+
+@fault("rows of the shuffle buffer lost", rows=("C17",), stage="resume", check="consumed", job=a_resumed_run)
+def buffer_lost(_: Path) -> AbstractContextManager[None]:
+    """Sixteen rows had been drawn and not yet read; nobody reads them."""
+    def later(order: Order, step: int) -> Batch:
+        halves = replace(order, rows=order.rows // 2)
+        one, two = halves.batch(2 * step + 1), halves.batch(2 * step + 2)
+        streams: dict[str, Any] = {name: torch.cat([stream, two.streams()[name]]) for name, stream in one.streams().items()}
+        return Batch(**streams, ids=one.ids + two.ids)
+
+    return resuming_with(later)
+
+
+@fault("another batch written down than was read", rows=("C15",), stage="resume", check="data ledger", job=a_resumed_run)
+def another_batch_written_down(_: Path) -> AbstractContextManager[None]:
+    """The loader is a batch ahead of the loop, and its log names what it has fetched."""
+    return swap(training, "ids_digest", lambda ids: ids_digest(tuple((window + 1,) for (window,) in ids)))
+
+
+def resuming_with(batch: Callable[[Order, int], Batch]) -> AbstractContextManager[None]:
+    return swap(Pretraining, "planned_batches", lambda work: (batch(work.order, step) for step in range(work.start, RESUMED_STEPS)))
+
+# ---------------------------------------------------------------- what is loaded
+
+
+@fault("cold moments", rows=("C18",), stage="resume", check="resumed", job=a_resumed_run)
+def cold_moments(_: Path) -> AbstractContextManager[None]:
+    """There is no optimizer yet when its state is loaded."""
+    return swap(training, "load_state_tensors", lambda *_: None)
+
+
+@fault("going on from the average", rows=("C19",), stage="resume", check="resumed", job=a_resumed_run)
+def going_on_from_the_average(_: Path) -> AbstractContextManager[None]:
+    """What is loaded as the model is another set of weights than training left."""
+    whole = forms.open_artifact
+
+    def averaged(path: Path) -> Any:
+        saved = whole(path)
+        return replace(saved, tensors={name: tensor * 0.999 for name, tensor in saved.tensors.items()})
+
+    return swap(forms, "open_artifact", averaged)
+
+
+@fault("another held-out set", rows=("D20",), stage="eval", check="same data", job=a_resumed_run)
+@contextlib.contextmanager
+def another_held_out_set(folder: Path) -> Iterator[None]:
+    """The text is the same; which of it is held out depends on the machine."""
+    other = make_corpus(folder / "here", tiny_documents(), seed=1).folder
+    with swap(pretrain, "open_corpus", lambda _: open_corpus(other)):
+        yield
+
+# ---------------------------------------------------------------- which weights were scored
+
+
+@fault("average scored, raw weights saved for it", rows=("C19",), stage="save", check="score", job=a_scored_run)
+def raw_saved_for_the_average(_: Path) -> AbstractContextManager[None]:
+    return swap(Ema, "tensors", lambda average: {EMA_PREFIX + name: parameter.detach() for name, parameter in average._live.items()})
+
+
+@fault("raw weights scored for the average", rows=("C19",), stage="eval", check="score", job=a_scored_run)
+def raw_scored_for_the_average(_: Path) -> AbstractContextManager[None]:
+    return swap(Ema, "swapped", lambda average: contextlib.nullcontext())
+
+
+SFT_STEPS = 5
+
+
+@functools.cache
+def sums_folder() -> Path:
+    """A base model and sums to learn, made once."""
+    where = Path(tiny_training.process_folder().name) / "sums"
+    save_model(where / "base", tiny_model("llama"))
+    rows = [{"prompt": f"{a}+{b}=", "completion": str(a + b)} for a in range(10) for b in range(10)]
+    (where / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return where
+
+
+def run_sft(folder: Path, **options: Any) -> FineTuning | None:
+    """The recipe itself; its saves are not proven and it hands nothing over: no fault here strikes those."""
+    config = Sft(data=(str(sums_folder() / "sums.jsonl"),), out=str(folder / "run"), model=str(sums_folder() / "base"), length=32,
+                 batch_tokens=256,
+                 epochs=2, steps=SFT_STEPS, lr=3e-3, checkpoint_every=3, held_out=0.1, device="cpu", **options)
+    works: list[FineTuning] = []
+
+    def remembered(given: Sft, say: Any) -> FineTuning:
+        works.append(FineTuning(given, say))
+        return works[0]
+
+    with (swap(run, "Prover", NoProver), swap(sft, "hand_over", lambda *_, **__: (None, [])),
+          swap(sft, "FineTuning", remembered), contextlib.suppress(GuardStop)):
+        sft.sft(config, say=lambda _: None)
+    return works[0] if works else None
+
+
+def an_adapter_in_training(folder: Path, plant: Plant) -> list[Verdict]:
+    with plant(folder):
+        run_sft(folder, lora_r=4)
+    return ledger_verdicts(folder / "run")
+
+
+def a_saved_adapter_run(folder: Path, plant: Plant) -> list[Verdict]:
+    """What the best checkpoint scores when it is read back from the disk, beside what the run saw."""
+    with plant(folder):
+        work = run_sft(folder, lora_r=4)
+    assert work is not None, "these faults strike the saves, not the beginning"
+    return [*ledger_verdicts(folder / "run"), handover.check_look(work.looks, work.looks.best_checkpoint(work.run.checkpoints))]
+
+
+def a_planned_adapter(folder: Path, plant: Plant) -> list[Verdict]:
+    """An adapter is planned and attached."""
+    model = tiny_model("llama")
+    planned = plan(model.config)
+    with plant(folder):
+        lora.attach(model, lora.fresh(model.config, planned, 4, 2.0, 0, None))
+    layers = {f"{name}.weight": module.parts() for name, module in model.named_modules() if isinstance(module, LoraLinear)}
+    return [check_adapted(planned, lora.Patch(None, layers))]
+
+
+@fault("planned layers left without an adapter", rows=("O11",), stage="LoRA", check="adapted", job=a_planned_adapter)
+def layers_left_out(_: Path) -> AbstractContextManager[None]:
+    """The list of layers is printed, and a container that the matcher does not look into stays frozen."""
+    def without_mlp(config: ModelConfig, planned: list[LoraSite], *given: Any) -> Any:
+        return fresh(config, [site for site in planned if ".mlp." not in site.foreign], *given)
+
+    return swap(lora, "fresh", without_mlp)
+
+
+@fault("adapter cut from the gradient", rows=("O06", "O05"), stage="LoRA", check="gradients", job=an_adapter_in_training)
+def cut_from_the_gradient(_: Path) -> AbstractContextManager[None]:
+    """What the hook adds is not replayed in the backward pass: the adapter counts, and never learns."""
+    whole = LoraLinear.forward
+
+    def forward(layer: LoraLinear, x: torch.Tensor) -> torch.Tensor:
+        out = whole(layer, x)
+        return out if layer.base.weight.shape[0] > layer.base.weight.shape[1] else layer.base(x) + (out - layer.base(x)).detach()
+
+    return swap(LoraLinear, "forward", forward)
+
+
+@fault("a save that saves what was before", rows=("C06", "S2"), stage="save", check="score", job=a_saved_adapter_run)
+@contextlib.contextmanager
+def a_save_that_does_nothing(_: Path) -> Iterator[None]:
+    """`save` returns, a folder is there, and it holds the adapter of the first save."""
+    whole = Adapter.contents
+    kept: list[Contents] = []
+
+    def first_again(form: Adapter, *given: Any) -> Contents:
+        now = whole(form, *given)
+        kept.append(replace(now, weights={name: tensor.clone() for name, tensor in now.weights.items()}))
+        return replace(now, weights=kept[min(1, len(kept) - 1)].weights)
+
+    with swap(forms.Adapter, "contents", first_again):
+        yield
+
+
+@fault("alpha taken for the scale", rows=("C09",), stage="save", check="score", job=a_saved_adapter_run)
+def alpha_taken_for_the_scale(_: Path) -> AbstractContextManager[None]:
+    """Alpha means two things: the file says the scale, and whoever reads it divides by the rank again."""
+    whole = forms.adapter_contents
+
+    def scaled(*given: Any, **options: Any) -> Contents:
+        found = whole(*given, **options)
+        fields = json.loads(found.files["adapter_config.json"])
+        config = json.dumps(fields | {"lora_alpha": fields["lora_alpha"] / fields["r"]}).encode()
+        return replace(found, files={**found.files, "adapter_config.json": config})
+
+    return swap(forms, "adapter_contents", scaled)

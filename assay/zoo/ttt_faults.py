@@ -1,0 +1,221 @@
+"""Test-time training faults: learned before scored, targets in sight, patches never reset, fine on one seed only."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from assay.data.batch import Batch
+from assay.guard.ttt_checks import (
+    TokenCosts,
+    check_base_unchanged,
+    check_causality,
+    check_document_regressions,
+    check_factor_drift,
+    check_score_order,
+    check_target_unseen,
+    check_ttt_gain,
+    token_costs,
+)
+from assay.learn import ttt_loop
+from assay.learn.ttt_loop import ChunkScored, DocumentBegun, SlotAdam, TttEvent, TttSettings, read_and_adapt
+from assay.model.batched_lora import TTT_TARGETS, BatchedAdapters, ttt_sites
+from assay.model.lora import fresh
+from assay.model.patch import Patch
+from assay.model.transformer import Transformer
+from assay.statistics.seed_stability import stability
+from assay.testing.fault_injection import Plant, fault
+from assay.testing.tiny_models import swap, tiny_model, tokenizer_and_stops
+from assay.verdict import Verdict
+
+TTT_SETTINGS = TttSettings(chunk=24, context=72, steps=1, lr=1e-2)
+_SLOTS = 2
+_SEEDS, PLACE = (42, 314, 1337), 5  # of the first right factors: positive for the last two of these seeds
+LINES = ("the bell rings and the river is long\n", "over the hill and under the stone\n", "winter and summer and winter again\n",
+         "one for the baker and one for the king\n", "she is singing and he is walking\n")
+
+
+def repetitive_texts(count: int) -> list[str]:
+    """Each says one line over and over: what a reader learns who learns while reading."""
+    return [f"{number} {LINES[number % len(LINES)]}" * 4 for number in range(count)]
+
+
+def repetitive_ids(count: int = 6) -> list[list[int]]:
+    """The same as ids."""
+    tokenizer, stops = tokenizer_and_stops()
+    assert stops.eos is not None
+    return [[stops.eos, *tokenizer.encode(text)] for text in repetitive_texts(count)]
+
+# ---------------------------------------------------------------- jobs
+
+
+def a_causality_preflight(folder: Path, plant: Plant) -> list[Verdict]:
+    """Two beginnings are read, with and without what comes after a cut."""
+    model, documents = tiny_model(), [tokens[:73] for tokens in repetitive_ids(2)]
+    with plant(folder):
+        verdict = check_causality(lambda given: read_and_learn(model, given, slots=2)[0], documents, (37, 49), model.config.vocab)
+        recorded = read_and_learn(model, documents, slots=2)[0][0]
+    return [verdict, check_target_unseen(model, recorded, documents[0], (1, 12, 24))]
+
+
+def a_reading(folder: Path, plant: Plant) -> list[Verdict]:
+    """Six documents in two slots, each with a fresh patch."""
+    model, documents = tiny_model(), repetitive_ids()
+    before = weight_bytes(model)
+    without = token_costs(read_and_adapt(model, documents, TTT_SETTINGS, _SLOTS), len(documents))
+    with plant(folder):
+        with_, events = read_and_learn(model, documents)
+    learned_sums, sums = (np.array([found.sum(dtype=np.float64) for found in side]) for side in (with_, without))
+    return [check_score_order(as_ledger(events), [len(tokens) - 1 for tokens in documents], warm=False),
+            check_ttt_gain(learned_sums, sums, np.full(len(documents), 100.0)), check_base_unchanged(before, weight_bytes(model)),
+            check_document_regressions(learned_sums, sums, [f"document {n}" for n in range(len(documents))], 0.05)]
+
+
+def a_warm_reading(folder: Path, plant: Plant) -> list[Verdict]:
+    with plant(folder):
+        _, events = read_and_learn(tiny_model(), repetitive_ids(), replace(TTT_SETTINGS, warm=True, weight_decay=0.1))
+    return [check_factor_drift([one.right for event in events for one in event if isinstance(one, DocumentBegun)][_SLOTS:], 4.0)]
+
+
+def three_warm_seeds(folder: Path, plant: Plant) -> list[Verdict]:
+    """The same documents, with three first patches."""
+    with plant(folder):
+        ends = {seed: mean_cost(read_and_learn(tiny_model(), repetitive_ids(), replace(TTT_SETTINGS, warm=True), seed=seed)[0])
+                for seed in _SEEDS}
+    return [stability(ends, metric="nats per token").verdict()]
+
+
+def read_and_learn(model: Transformer, documents: Sequence[Sequence[int]], how: TttSettings = TTT_SETTINGS, slots: int = _SLOTS,
+            seed: int = 0) -> tuple[TokenCosts, list[TttEvent]]:
+    adapters = BatchedAdapters(first_patch(model, seed), slots)
+    with adapters.attached(model):
+        events = list(read_and_adapt(model, documents, how, slots, adapters))
+    return token_costs(events, len(documents)), events
+
+
+def first_patch(model: Transformer, seed: int) -> Patch:
+    return fresh(model.config, ttt_sites(model.config, TTT_TARGETS), 2, 1.0, seed, None)
+
+
+def as_ledger(events: Sequence[TttEvent]) -> list[dict[str, Any]]:
+    kinds = {DocumentBegun: "begin", ChunkScored: "score"}
+    return [{"seq": seq, "kind": kinds.get(type(event[0]), "update"),
+             "rows": [vars(one) | ({"tokens": len(one.losses)} if isinstance(one, ChunkScored) else {}) for one in event]}
+            for seq, event in enumerate(events)]
+
+
+def mean_cost(found: TokenCosts) -> float:
+    return float(np.concatenate(found).mean(dtype=np.float64))
+
+
+def weight_bytes(model: Transformer) -> dict[str, str]:
+    return {name: parameter.detach().numpy().tobytes().hex() for name, parameter in model.named_parameters()}
+
+# ---------------------------------------------------------------- faults
+
+
+@fault("learned before it was scored", rows=(), stage="ttt", check="causality", job=a_causality_preflight)
+def learned_first(_: Path) -> AbstractContextManager[None]:
+    """The step on a chunk comes before its score: bits per byte fall wonderfully."""
+    whole = ttt_loop.score_chunks
+
+    def too_early(model: Transformer, window: Batch, adam: SlotAdam | None, learning: Sequence[bool]) -> Tensor:
+        if adam is not None:
+            ttt_loop.learn_from_chunks(model, window, whole(model, window, adam, [True]), adam, learning)
+        return whole(model, window, adam, learning)
+
+    return swap(ttt_loop, "score_chunks", too_early)
+
+
+@fault("sum over the batch in place of the document's own", rows=(), stage="ttt", check="causality", job=a_causality_preflight)
+def shared_step(_: Path) -> AbstractContextManager[None]:
+    """All documents that are read side by side take one step, so that each has seen the others'."""
+    whole = SlotAdam.step
+
+    def shared(adam: SlotAdam, gradient: Tensor, learning: Sequence[bool]) -> None:
+        whole(adam, gradient.mean(0, keepdim=True).expand_as(gradient), learning)
+
+    return swap(SlotAdam, "step", shared)
+
+
+@fault("target within sight", rows=(), stage="ttt", check="sight", job=a_causality_preflight)
+def target_in_sight(_: Path) -> AbstractContextManager[None]:
+    """The token that is to be predicted shines through the state that predicts it."""
+    hidden = Transformer.hidden
+
+    def peeking(model: Transformer, tokens: Tensor, **given: Any) -> Tensor:
+        return hidden(model, tokens, **given) + 0.1 * model.embed.weight[tokens.roll(-1, 1)]
+
+    return swap(Transformer, "hidden", peeking)
+
+
+@fault("patch not reset between documents", rows=(), stage="ttt", check="order", job=a_reading)
+def not_reset(_: Path) -> AbstractContextManager[None]:
+    return swap(BatchedAdapters, "begin", lambda adapters, slot, warm: None)
+
+
+@fault("scores of a patch that was stepped meanwhile", rows=(), stage="ttt", check="order", job=a_reading)
+def stepped_meanwhile(_: Path) -> AbstractContextManager[None]:
+    """Another pass steps on the state between the update that is on record and the score that follows it."""
+    whole = ttt_loop.score_chunks
+
+    def meddling(model: Transformer, window: Batch, adam: SlotAdam | None, learning: Sequence[bool]) -> Tensor:
+        if adam is not None:
+            with torch.no_grad():
+                adam.adapters.state_BN.mul_(1.001)
+        return whole(model, window, adam, learning)
+
+    return swap(ttt_loop, "score_chunks", meddling)
+
+
+@fault("patch merged into the base", rows=(), stage="ttt", check="base", job=a_reading)
+def merged_into_base(_: Path) -> AbstractContextManager[None]:
+    """What a document taught stays in the model."""
+    whole = ttt_loop.learn_from_chunks
+
+    def staying(model: Transformer, *rest: Any) -> None:
+        whole(model, *rest)
+        with torch.no_grad():
+            model.get_parameter("blocks.0.attn.out.base.weight").add_(1e-4)
+
+    return swap(ttt_loop, "learn_from_chunks", staying)
+
+
+@fault("a step too large for its documents", rows=("S6",), stage="ttt", check="regressions", job=a_reading)
+def step_too_large(_: Path) -> AbstractContextManager[None]:
+    whole = SlotAdam.step
+
+    def large(adam: SlotAdam, gradient: Tensor, learning: Sequence[bool]) -> None:
+        adam.how = replace(TTT_SETTINGS, lr=1.0)
+        whole(adam, gradient, learning)
+
+    return swap(SlotAdam, "step", large)
+
+
+@fault("warm-started factors run away", rows=("S6",), stage="ttt", check="drift", job=a_warm_reading)
+def run_away(_: Path) -> AbstractContextManager[None]:
+    """Weight decay has the wrong sign, and what is kept grows from document to document."""
+    whole = SlotAdam.step
+
+    def growing(adam: SlotAdam, gradient: Tensor, learning: Sequence[bool]) -> None:
+        adam.how = replace(adam.how, weight_decay=-20.0)
+        whole(adam, gradient, learning)
+
+    return swap(SlotAdam, "step", growing)
+
+
+@fault("two seeds of three collapse while reading", rows=("S6",), stage="ttt", check="seeds", job=three_warm_seeds)
+def seeds_collapse(_: Path) -> AbstractContextManager[None]:
+    """From some first factors a kernel's sums overflow, and come out with the other sign."""
+    whole = SlotAdam.step
+
+    def overflowing(adam: SlotAdam, gradient: Tensor, learning: Sequence[bool]) -> None:
+        overflows = bool(adam.adapters.first_N[adam.adapters.right_N][PLACE] > 0)  # a matter of the seed
+        whole(adam, -gradient if overflows else gradient, learning)
+
+    return swap(SlotAdam, "step", overflowing)

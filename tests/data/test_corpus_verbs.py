@@ -1,0 +1,59 @@
+"""assay tokenizer and assay corpus, as a user types them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from assay.config import parse
+from assay.data.token_corpus import open_corpus
+from assay.errors import DataError
+from assay.verbs import corpus, tokenizer
+from tests.data.conftest import write_jsonl
+
+
+def test_from_text_to_a_corpus(jsonl: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tokenizer.run(parse(tokenizer.FLAGS, [str(jsonl), "--size", "300", "--out", str(tmp_path / "bpe")], prog="t")) == 0
+    assert "300 tokens" in capsys.readouterr().out
+    flags = [str(jsonl), "--tokenizer", str(tmp_path / "bpe"), "--out", str(tmp_path / "c"), "--held-out", "0.1", "--workers", "1"]
+    assert corpus.run(parse(corpus.FLAGS, flags, prog="c")) == 0
+    said = capsys.readouterr().out
+    made = open_corpus(tmp_path / "c")
+    assert f"{made.train.tokens:,} tokens" in said
+    assert f"{made.held_out.bytes:,} bytes" in said
+    assert "13-grams" in said
+    flags[4] = str(tmp_path / "d")
+    assert corpus.run(parse(corpus.FLAGS, [*flags, "--json"], prog="c")) == 0
+    assert json.loads(capsys.readouterr().out) == made.manifest
+
+
+def test_files_held_out_whole_leave_the_rest_to_training(jsonl: Path, texts: list[str], tokenizer_folder: Path, tmp_path: Path) -> None:
+    valid = write_jsonl(tmp_path / "valid.jsonl", texts[:30])
+    flags = [str(jsonl), "--held-out-files", str(valid), "--tokenizer", str(tokenizer_folder), "--out", str(tmp_path / "c"),
+             "--workers", "1"]
+    with pytest.raises(DataError, match="30 of 30 held-out documents stand whole in training") as refused:
+        corpus.run(parse(corpus.FLAGS, flags, prog="c"))
+    assert refused.value.exit_code == 2
+    assert not (tmp_path / "c").exists()
+
+
+@pytest.fixture
+def tokenizer_folder(request: pytest.FixtureRequest) -> Path:
+    return request.getfixturevalue("tokenizer")
+
+
+def test_a_plain_line_is_printed_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from assay.data.build_corpus import CorpusProgress
+
+    with corpus.progress_line() as tell:
+        for second in range(12):
+            tell(CorpusProgress("encoding", second * 10**6, 20 * 10**6, second * 1000, float(second)))
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == ["encoding 5.0 MB of 20.0, 5,000 tokens, 5 s", "encoding 10.0 MB of 20.0, 10,000 tokens, 10 s"]
+
+
+def test_help_needs_no_heavy_import() -> None:
+    code = "import sys, assay.verbs.corpus, assay.verbs.tokenizer; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,137 @@
+"""Files become documents: every byte is somewhere, bad rows are named."""
+
+import gzip
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from assay.data import data_files
+from assay.data.data_files import DocumentRule, find_sources, iter_documents
+from assay.errors import DataError, UsageError
+
+TRICKY = "﻿a\r\nb\tc \n\n  é\u2028x\x85y\n no end"
+
+
+def read(path: Path, **rule: object) -> list[bytes]:
+    (source,) = find_sources([path])
+    return [document.raw for document in iter_documents(source, DocumentRule(**rule), Counter())]  # type: ignore[arg-type]
+
+
+def test_a_text_file_is_one_document_byte_for_byte(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(TRICKY.encode())
+    with gzip.open(tmp_path / "b.gz", "wb") as file:
+        file.write(TRICKY.encode())
+    assert read(tmp_path / "a.txt") == read(tmp_path / "b.gz") == [TRICKY.encode()]
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 1000])
+def test_chunks_end_at_line_ends_and_are_the_file(tmp_path: Path, size: int) -> None:
+    raw = TRICKY.encode() * 3
+    (tmp_path / "a.txt").write_bytes(raw)
+    chunks = read(tmp_path / "a.txt", document_bytes=size)
+    assert b"".join(chunks) == raw
+    assert all(chunk.endswith(b"\n") and len(chunk) >= min(size, len(raw)) for chunk in chunks[:-1])
+    assert all(b"\n" not in chunk[size - 1 : -1] for chunk in chunks)
+
+
+def test_a_separator_line_ends_a_document_and_belongs_to_none(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one\ntwo\n---\nthree ---\n---\r\n\n---\nlast")
+    assert read(tmp_path / "a.txt", split="---") == [b"one\ntwo\n", b"three ---\n", b"\n", b"last"]
+    (tmp_path / "b.txt").write_text("one\n\n\ntwo\n")
+    left_out: Counter[str] = Counter()
+    (source,) = find_sources([tmp_path / "b.txt"])
+    found = list(iter_documents(source, DocumentRule(split=""), left_out))
+    assert [(d.ordinal, d.raw) for d in found] == [(0, b"one\n"), (2, b"two\n")]
+    assert left_out == {"empty": 1}
+
+
+def test_jsonl_and_parquet_give_the_same_documents(tmp_path: Path) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rows = [TRICKY, "plain", "\x00 zero", "北京 😀"]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows) + "\n")
+    with gzip.open(tmp_path / "b.jsonl.gz", "wt") as file:
+        file.writelines(json.dumps({"text": row}, ensure_ascii=False) + "\n" for row in rows)
+    parquet.write_table(pyarrow.table({"other": [1, 2, 3, 4], "text": rows}), tmp_path / "c.parquet")
+    expected = [row.encode() for row in rows]
+    assert read(tmp_path / "a.jsonl") == read(tmp_path / "b.jsonl.gz") == read(tmp_path / "c.parquet") == expected
+
+
+@pytest.mark.parametrize(("line", "said"), [
+    ('{"text": "cut', "not JSON"), ('["text"]', "list"), ('{"body": "x"}', "an object with body"),
+    ('{"text": null}', "NoneType"), ('{"text": "\\ud800"}', "not UTF-8"), ('{"text": 3}', "int")])
+def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path, line: str, said: str) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n' + line + "\n")
+    with pytest.raises(DataError, match=r"a\.jsonl:2: ") as error:
+        read(tmp_path / "a.jsonl")
+    assert said in str(error.value)
+
+
+def test_parquet_without_the_column_or_with_a_null_is_refused(tmp_path: Path) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table({"text": ["a", None]}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a\.parquet:2: 'text' is NoneType"):
+        read(tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="no column 'body', but text"):
+        read(tmp_path / "a.parquet", field="body")
+    (tmp_path / "b.parquet").write_bytes(b"PAR1 not really")
+    with pytest.raises(DataError, match="cannot be read as parquet"):
+        read(tmp_path / "b.parquet")
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_what_is_not_utf8_is_refused_or_left_out_and_counted(tmp_path: Path, name: str) -> None:
+    lines = [b'{"text": "fine"}\n', b'{"text": "caf\xe9"}\n', b'{"text": "also fine"}\n']
+    (tmp_path / name).write_bytes(b"".join(lines))
+    (source,) = find_sources([tmp_path / name])
+    with pytest.raises(DataError, match=rf"{name}:2: not UTF-8"):
+        list(iter_documents(source, DocumentRule(document_bytes=5), Counter()))
+    left_out: Counter[str] = Counter()
+    kept = list(iter_documents(source, DocumentRule(document_bytes=5, skip_invalid=True), left_out))
+    assert [document.ordinal for document in kept] == [0, 2]
+    assert left_out == {"invalid": 1}
+
+
+def test_a_damaged_gzip_is_refused_by_name(tmp_path: Path) -> None:
+    whole = gzip.compress(b"text\n" * 10000)
+    for name, data in {"cut.gz": whole[: len(whole) // 2], "bad.gz": b"no gzip"}.items():
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(DataError, match=name):
+            read(tmp_path / name)
+
+
+def test_memory_is_bounded_by_the_longest_document_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_files, "MAX_DOCUMENT_BYTES", 100)
+    (tmp_path / "a.txt").write_bytes(b"x" * 101)
+    (tmp_path / "b.jsonl").write_text(json.dumps({"text": "x" * 101}))
+    (tmp_path / "c.jsonl").write_text(json.dumps({"text": "x", "other": "y" * 1000}))
+    for rule in ({}, {"split": "-"}, {"document_bytes": 10}):
+        with pytest.raises(DataError, match=r"a\.txt:1: a document of more than 100 bytes"):
+            read(tmp_path / "a.txt", **rule)
+    for name in ("b.jsonl", "c.jsonl"):
+        with pytest.raises(DataError, match=rf"{name}:1: a document of more than 100 bytes"):
+            read(tmp_path / name)
+    (tmp_path / "d.jsonl").write_text(json.dumps({"text": "é" * 50}))
+    assert read(tmp_path / "d.jsonl") == [("é" * 50).encode()]  # escaped, the line is longer than the document
+
+
+def test_names_are_the_same_on_every_machine_and_clear(tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "part.txt").write_text("text")
+    assert [source.name for source in find_sources([tmp_path])] == ["a/part.txt", "b/part.txt"]
+    with pytest.raises(UsageError, match=r"2 sources are named 'part\.txt'"):
+        find_sources([tmp_path / "a" / "part.txt", tmp_path / "b" / "part.txt"])
+    (tmp_path / "c.docx").write_bytes(b"")
+    with pytest.raises(UsageError, match="unknown kind of file"):
+        find_sources([tmp_path / "c.docx"])
+    with pytest.raises(UsageError, match="no such file"):
+        find_sources([tmp_path / "missing.txt"])
+
+
+def test_two_rules_for_one_file_are_refused() -> None:
+    with pytest.raises(UsageError, match="two rules"):
+        DocumentRule(split="", document_bytes=5)
+    with pytest.raises(UsageError, match="document-bytes"):
+        DocumentRule(document_bytes=0)

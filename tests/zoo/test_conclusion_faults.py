@@ -1,0 +1,27 @@
+"""Faults of conclusions: each is caught by its check for its own reason, and its clean twin is silent."""
+
+import pytest
+
+from assay.testing.fault_injection import FAULTS, observe
+from assay.zoo import conclusion_faults  # noqa: F401 - importing registers
+
+REASONS = {
+    "completions counted as runs": "said to be shown worse: new against old: malformed +0.500",
+    "one problem called a gain": "problems per arm would be needed for this effect",
+    "best of many called a gain": "not shown",
+    "best seed reported": "a mean is not a summary",
+    "form taken for the answer": "shown worse",
+    "compared on other problems": "150 problem(s) were scored in one of them only",
+    "a fall called success": "shown: it falls",
+    "saved artifact loops": "repetition",
+    "every question answered with sums": "numbers for prose",
+    "empty answers": "shown worse",
+}
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_every_conclusion_is_caught(name):
+    sighting = observe(FAULTS[name])
+    assert sighting.caught, sighting.planted
+    assert not sighting.false_alarm, sighting.clean
+    assert REASONS[name] in str(sighting.facts()["reason"])

@@ -1,0 +1,35 @@
+"""Every fault of an evaluation is caught by its check, for its own reason; its clean twin is silent."""
+
+import pytest
+
+from assay.zoo import catalogue, observe
+
+REASONS = {
+    "stop string taken letter by letter": "8 of 8 right texts do not score 1",
+    "first number taken for the answer": "wrong texts score above 0",
+    "grader that always says yes": "48 of 48 wrong texts score above 0",
+    "beginning of text missing": "the tokenizer begins it with [256",
+    "dropout while evaluating": "gave other logits the second time",
+    "evaluated in training mode": "the model is in training mode",
+    "seeds that do not reach the sampler": "8 of 8 prompts got the same text twice",
+    "failed examples left out of the mean": "3 of 8 examples have no score",
+    "one row of the dataset changed": "a row was changed, added, removed or moved",
+    "trained on the test rows": "the model was trained on what it is tested on",
+    "pass@k as if samples were put back": "by counting; the estimator says",
+    "pass@k of more samples than were drawn": "so many were never drawn",
+}
+
+
+def test_every_fault_has_its_reason_and_every_row_a_fault():
+    here = {name: fault for name, fault in catalogue().items() if fault.plant.__module__ == "assay.zoo.evaluation_faults"}
+    assert here.keys() == REASONS.keys()
+    assert {"D19", "D20", *(f"E0{i}" for i in range(1, 8))} <= {row for fault in here.values() for row in fault.rows}
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_it_is_caught_and_its_clean_twin_is_silent(name):
+    sighting = observe(catalogue()[name])
+    shown = "\n".join(["planted:", *map(str, sighting.planted), "clean:", *map(str, sighting.clean)])
+    assert sighting.caught, shown
+    assert not sighting.false_alarm, shown
+    assert REASONS[name] in sighting.facts()["reason"], shown

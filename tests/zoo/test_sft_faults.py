@@ -1,0 +1,25 @@
+"""Every fault of fine-tuning is caught by its check, for its own reason; its clean twin is silent."""
+
+import pytest
+
+from assay.zoo import catalogue, observe
+
+REASONS = {
+    "planned layers left without an adapter": "6 of 14 planned layers carry no adapter: model.layers.0.mlp.gate_proj",
+    "adapter cut from the gradient": "trainable tensors got no gradient: blocks.0.attn.out.lefts.0",
+    "a save that saves what was before": "what was saved is not what was scored",
+    "alpha taken for the scale": "what was saved is not what was scored",
+}
+
+
+def test_every_fault_has_its_reason():
+    assert {name for name, fault in catalogue().items() if fault.plant.__module__ == "assay.zoo.run_faults"} == REASONS.keys()
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_it_is_caught_and_its_clean_twin_is_silent(name: str):
+    sighting = observe(catalogue()[name])
+    shown = "\n".join(["planted:", *map(str, sighting.planted), "clean:", *map(str, sighting.clean)])
+    assert sighting.caught, f"{name} was missed\n{shown}"
+    assert not sighting.false_alarm, f"the clean twin of {name} is not silent\n{shown}"
+    assert REASONS[name] in sighting.facts()["reason"], shown
