@@ -36,7 +36,7 @@ LLAMA_SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| 
 class Expression:
     """What we know of a pre-tokenizer: where text may be cut, and which pieces it cuts no further."""
 
-    rule: CutRule
+    rule: "CutRule"
     word: re.Pattern[bytes]
 
 

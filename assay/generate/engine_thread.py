@@ -113,7 +113,8 @@ class EngineThread:
             raise RequestRefused(f"{len(self.models)} models are served already; retire one first", status=409, param="name")
         artifact = open_for_serving(path, base=base, hallmark=hallmark)
         if self._names.get(name, artifact.digest) != artifact.digest:
-            raise RequestRefused(f"the name {name!r} stands for weights {self._names[name][:12]}, {artifact.path} holds {artifact.digest[:12]}; "
+            raise RequestRefused(f"the name {name!r} stands for weights {self._names[name][:12]}, "
+                                 f"{artifact.path} holds {artifact.digest[:12]}; "
                           "give every version a name of its own", status=409, param="name", code="name_taken")
         if name in self.models:
             return self.models[name]

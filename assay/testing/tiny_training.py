@@ -155,9 +155,9 @@ def reduce_gradients(ranks: Sequence[Transformer]) -> None:
 
 
 def reduce_gradient(_: str, copies: Sequence[torch.nn.Parameter]) -> None:
-    mean = torch.stack([copy.grad for copy in copies if copy.grad is not None]).mean(0)
-    for copy in copies:
-        copy.grad = mean.clone()
+    mean = torch.stack([each.grad for each in copies if each.grad is not None]).mean(0)
+    for each in copies:
+        each.grad = mean.clone()
 
 
 def decides_to_stop(history: Sequence[NDArray[np.float64]], evaluations: int) -> bool:

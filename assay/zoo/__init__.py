@@ -7,7 +7,7 @@ __all__ = ["Fault", "Sighting", "catalogue", "observe"]
 
 def catalogue() -> dict[str, Fault]:
     """Every fault, registered on first use: importing the zoo plants nothing and loads no model."""
-    from assay.zoo import (
+    from assay.zoo import (  # noqa: F401 - importing registers
         adapter_faults,
         chat_faults,
         checkpoint_faults,

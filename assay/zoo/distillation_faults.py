@@ -210,10 +210,10 @@ def learning(change: Callable[[Loss, Tensor], Loss]) -> AbstractContextManager[N
     """The objective's loss, changed; beside it the summed cross-entropy of the text."""
     whole = distillation.distillation
 
-    def distillation(teacher: Transformer, blend: DistillationSettings) -> Objective:
+    def changed(teacher: Transformer, blend: DistillationSettings) -> Objective:
         return lambda student, batch: change(whole(teacher, blend)(student, batch), objectives.next_token(student, batch).total)
 
-    return swap(distillation, "distillation", distillation)
+    return swap(distillation, "distillation", changed)
 
 
 def diverging(change: Callable[[Tensor, Tensor], TermAndSlope]) -> AbstractContextManager[None]:

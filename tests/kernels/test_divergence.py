@@ -1,4 +1,4 @@
-"""The divergence kernel, in Triton's interpreter; tests/learn/test_distillation.py has its plain twin, tests/gpu/test_distillation_cuda.py the device."""
+"""The divergence kernel, in Triton's interpreter; its plain twin is tested in tests/learn/test_distillation.py, the device in tests/gpu."""
 
 from tests.kernels.interpreter import WHERE_TRITON_IS, passes
 

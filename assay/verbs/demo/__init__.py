@@ -35,7 +35,8 @@ def run(flags: FLAGS) -> int:
     failed += stages.breakages_not_refused(checkpoint, folder / "broken")
     print_heading("5. a model is pretrained on made-up text, killed on the way, and resumed; another one is left alone")
     failed += stages.pretrain_kill_resume(folder)
-    print_heading("6. sums are taught to the whole model, to an adapter on it, which is forked, and by the model to a student that knows nothing")
+    print_heading("6. sums are taught to the whole model, to an adapter on it, which is forked, "
+                  "and by the model to a student that knows nothing")
     failed += stages.fine_tune_and_distill(checkpoint, folder)
     print_heading("7. exact answers are reinforced, and what that was worth is evaluated, compared and probed beside the parent")
     failed += stages.reinforce(folder) or stages.evaluate_and_compare(folder)
