@@ -5,14 +5,15 @@ Shapes: S slots, C steps that are logged, X stop ids of a slot.
 
 from __future__ import annotations  # the kernel's `tl.constexpr` must not be looked up at import
 
-import functools
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+from assay.kernels.triton_jit import jitted
+
 if TYPE_CHECKING:
-    import triton.language as tl  # at run time _kernel() binds it: where no GPU is, Triton need not be installed
+    import triton.language as tl  # at run time jitted() binds it: where no GPU is, Triton need not be installed
 
 NO_TOKEN = -1  # noted by a slot that drew nothing
 _BLOCK, _WARPS = 1024, 8  # slots that are taken at once: as many as there are, as a rule
@@ -57,17 +58,8 @@ def fused_advance_slots(chosen_S: Tensor, logprobs_S: Tensor, course: SlotState,
     """As `note`, on CUDA (or in Triton's interpreter): one program, since the cursor is everyone's."""
     X, S = course.stops_XS.shape
     assert all(x.stride(-1) == 1 for x in (chosen_S, logprobs_S, *course, log.ids_CS, log.logprobs_CS)), "slots lie side by side"
-    _kernel()[(1,)](chosen_S, logprobs_S, *course, *log, S, course.stops_XS.stride(0), log.ids_CS.stride(0), log.logprobs_CS.stride(0),
-                    X=X, NOBODY=NO_TOKEN, BLOCK=block, num_warps=_WARPS)
-
-
-@functools.cache
-def _kernel() -> Any:
-    import triton
-    import triton.language
-
-    globals()["tl"] = triton.language
-    return triton.jit(_note)
+    jitted(_note)[(1,)](chosen_S, logprobs_S, *course, *log, S, course.stops_XS.stride(0), log.ids_CS.stride(0),
+                        log.logprobs_CS.stride(0), X=X, NOBODY=NO_TOKEN, BLOCK=block, num_warps=_WARPS)
 
 
 def _note(chosen_ptr, logprob_ptr, token_ptr, position_ptr, end_ptr, running_ptr, stops_ptr, ids_ptr, logprobs_ptr, cursor_ptr,

@@ -21,7 +21,7 @@ PADDING = -1
 
 
 class AttentionMask(NamedTuple):
-    """What the queries of one layer see: all that came before them, what the mask says, or their own stretch of the rows."""
+    """What the queries of one layer may attend to: all keys before them, those of `mask_BTS`, or those of their own document."""
 
     mask_BTS: Tensor | None = None
     starts: Tensor | None = None  # where documents begin in the flattened rows, for kernels that take variable lengths
@@ -34,7 +34,7 @@ class TokenLayout(NamedTuple):
 
     documents: Tensor  # (B, T)
     positions: Tensor  # (B, T), or (1, T) where every row counts alike
-    sights: dict[int | None, AttentionMask]
+    masks: dict[int | None, AttentionMask]
 
 
 def token_layout(tokens_BT: Tensor, documents: Tensor | None, positions: Tensor | None, windows: set[int | None],
@@ -73,12 +73,12 @@ def positions_in_document(documents: Tensor) -> Tensor:
     return torch.where(documents == PADDING, 0, index - start)
 
 
-def attend(q_BTHd: Tensor, k_BSKd: Tensor, v_BSKd: Tensor, sight: AttentionMask) -> Tensor:
-    if sight.starts is not None:
-        return attend_documents(q_BTHd, k_BSKd, v_BSKd, sight.starts, sight.window, sight.longest)
+def attend(q_BTHd: Tensor, k_BSKd: Tensor, v_BSKd: Tensor, mask: AttentionMask) -> Tensor:
+    if mask.starts is not None:
+        return attend_documents(q_BTHd, k_BSKd, v_BSKd, mask.starts, mask.window, mask.longest)
     q, k, v = (x.transpose(1, 2) for x in (q_BTHd, k_BSKd, v_BSKd))
-    mask = None if sight.mask_BTS is None else sight.mask_BTS[:, None]
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1])
+    mask_B1TS = None if mask.mask_BTS is None else mask.mask_BTS[:, None]
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask_B1TS, is_causal=mask_B1TS is None, enable_gqa=q.shape[1] != k.shape[1])
     return out.transpose(1, 2)
 
 

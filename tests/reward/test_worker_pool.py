@@ -181,8 +181,8 @@ def test_a_worker_that_does_not_even_read_is_not_waited_for():
     with RewardWorkers(parse_rewards(["answer"]), count=1, seconds=60.0) as some:
         assert some.score(items("#### 42"))[0].value == 1
         [worker], found = some._workers, []
-        assert worker.process is not None
-        os.kill(worker.process.pid, signal.SIGSTOP)
+        assert worker.child.process is not None
+        os.kill(worker.child.process.pid, signal.SIGSTOP)
         worker.seconds = 0.3
         asking = threading.Thread(target=lambda: found.extend(some.score([RewardItem("p" * 2**20, "#### 42", ROW)])), daemon=True)
         asking.start()
@@ -223,6 +223,6 @@ def test_no_error_is_allowed_where_none_is_asked_for():
 def test_no_process_is_left(file: Path):
     with RewardWorkers(parse_rewards(["answer"]), count=2) as some:
         some.score(items("x", "y", "z"))
-        pids = [worker.process.pid for worker in some._workers if worker.process]
+        pids = [worker.child.process.pid for worker in some._workers if worker.child.process]
     assert pids
     assert not any(Path(f"/proc/{pid}").exists() and os.getpgid(pid) == pid for pid in pids)
