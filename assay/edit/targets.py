@@ -34,7 +34,7 @@ class RecordingCache(NamedTuple):
     values: list[Tensor]
 
     def layout(self, tokens_BT: Tensor, documents: Tensor | None, positions: Tensor | None, windows: set[int | None],
-              starts: Tensor | None) -> TokenLayout:
+               starts: Tensor | None) -> TokenLayout:
         return token_layout(tokens_BT, documents, positions, windows, starts)
 
     def layer(self, index: int) -> "RecordingCache":
@@ -63,7 +63,7 @@ class PrefixCache(NamedTuple):
     documents: Tensor
 
     def layout(self, tokens_BT: Tensor, documents: Tensor | None, positions: Tensor | None, windows: set[int | None],
-              starts: Tensor | None) -> TokenLayout:
+               starts: Tensor | None) -> TokenLayout:
         assert documents is not None, "rows end at different columns"
         lengths = (self.documents != PADDING).sum(1, keepdim=True)
         here = lengths + positions_in_document(documents)

@@ -53,7 +53,7 @@ class PrefillView(NamedTuple):
     places_BT: Tensor
 
     def layout(self, tokens_BT: Tensor, documents: Tensor | None, positions: Tensor | None, windows: set[int | None],
-              starts: Tensor | None) -> TokenLayout:
+               starts: Tensor | None) -> TokenLayout:
         layout, longest = token_layout(tokens_BT, documents, positions, windows, starts), min(tokens_BT.shape[1], self.cache.length)
         return layout._replace(masks={window: mask._replace(longest=longest) for window, mask in layout.masks.items()})
 
@@ -88,7 +88,7 @@ class DecodeView(NamedTuple):
     attention: Callable[..., Tensor] = attend_slots
 
     def layout(self, tokens_BT: Tensor, documents: Tensor | None, positions: Tensor | None, windows: set[int | None],
-              starts: Tensor | None) -> TokenLayout:
+               starts: Tensor | None) -> TokenLayout:
         assert documents is None, "a slot holds one document"
         assert positions is None, "a slot's place is the cache's to say"
         return TokenLayout(torch.zeros_like(tokens_BT), self.positions[:, None],
