@@ -52,7 +52,7 @@ class TemplateProcess:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.child = JsonChild(Path(__file__).with_name("template_worker.py"), json.dumps(_LIMITS | {"path": sys.path}))
+        self.child = JsonChild(Path(__file__).with_name("chat_template_worker.py"), json.dumps(_LIMITS | {"path": sys.path}))
 
     def ask(self, request: bytes) -> dict[str, Any]:
         with self.lock:
