@@ -67,7 +67,7 @@ class HostedModel:
 
 
 def open_for_serving(path: str | Path, *, base: str | Path | None = None, hallmark: bool = False) -> Artifact:
-    """`hallmark`: an adapter that a fresh process has proven, or nothing."""
+    """The artifact to be served; with `hallmark` only an adapter that a fresh process has proven."""
     artifact = open_artifact(path, base=base)
     if artifact.tokenizer is None:
         raise UsageError(f"{artifact.path}: there is no tokenizer here, so text means nothing to it; add tokenizer.json")
@@ -83,7 +83,7 @@ def has_hallmark(artifact: Artifact) -> bool:
 
 
 def host_model(name: str, artifact: Artifact, *, slots: int, length: int, device: str, dtype: torch.dtype) -> HostedModel:
-    """Ready for traffic, or ArtifactError: what its engine says is not what the checkpoint recorded."""
+    """A model that is ready for requests; ArtifactError where its engine does not answer as the checkpoint recorded."""
     model = place_for_training(build_model(artifact), device, compute=dtype, compile=False).requires_grad_(False)
     engine = Engine(model, slots=slots, length=length, stop_ids=artifact.stops.stop_ids, version=artifact.digest,
                     tokenizer=artifact.tokenizer)

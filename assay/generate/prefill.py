@@ -26,7 +26,7 @@ Prompts = Sequence[tuple[int, ...]]
 
 
 class PrefillBatch(NamedTuple):
-    """What one pass needs to know; all on the same device."""
+    """Inputs of one prefill pass, all on one device."""
 
     tokens_BT: Tensor
     documents_BT: Tensor
@@ -76,7 +76,7 @@ class Prefill:
 
 
 def packed_prefill(prompts: Prompts, slots: Sequence[int], cache: SlotCache) -> PrefillBatch:
-    """One row; `starts` is as long as it can be for the cache, so that a width is a shape."""
+    """All prompts in one row; `starts` is as long as it can be for the cache, so that a width is a shape."""
     lengths = torch.tensor([len(prompt) for prompt in prompts])
     total, width = int(lengths.sum()), LEAST
     while width < total:
@@ -94,7 +94,7 @@ def packed_prefill(prompts: Prompts, slots: Sequence[int], cache: SlotCache) -> 
 
 
 def padded_prefill(prompts: Prompts, slots: Sequence[int], cache: SlotCache) -> PrefillBatch:
-    """A row each, padded on the right."""
+    """A row for each prompt, padded on the right."""
     lengths = [len(prompt) for prompt in prompts]
     documents = documents_from_lengths(lengths, max(lengths))
     tokens = torch.zeros(documents.shape, dtype=torch.long)
@@ -103,7 +103,7 @@ def padded_prefill(prompts: Prompts, slots: Sequence[int], cache: SlotCache) -> 
 
 
 def concatenated(prompts: Prompts, total: int) -> Tensor:
-    """Through numpy, which takes a tenth of the time that torch does to read Python's numbers: 0.8 ms of 256 prompts, not 7."""
+    """All prompts end to end. Numpy takes a tenth of the time that torch does to read Python's numbers: 0.8 ms of 256 prompts, not 7."""
     return torch.from_numpy(np.fromiter(itertools.chain.from_iterable(prompts), np.int64, total))
 
 

@@ -37,7 +37,7 @@ GRACE = 10.0  # seconds that those under way have to finish when the server is t
 
 
 def serve(serving: EngineThread, listener: socket.socket, *, token: str | None, ready: Callable[[str], None], grace: float = GRACE) -> int:
-    """Until a signal; 128 + its number comes back, or 1 where the engine failed. `ready` is told the address."""
+    """Serve until a signal; 128 + its number comes back, or 1 where the engine failed. `ready` is told the address."""
     server = _server(serving, server_application(serving, token, loopback=_on_loopback(listener)), grace)
     serving.on_failure = lambda: setattr(server, "should_exit", True)
     server.should_exit = serving.failed  # before anybody listened

@@ -26,7 +26,8 @@ DIVERGENCE_KINDS = {"forward": 0, "reverse": 1, "jsd": 2}
 
 @dataclass(frozen=True)
 class DivergenceSpec:
-    """As in DistillationSettings. `vocab` is how many ids both distributions are over; `softcap` the student's, whose logits are capped already."""
+    """As in DistillationSettings. `vocab` is how many ids both distributions are over; `softcap` the student's, which its logits have
+    been through."""
 
     divergence: str
     temperature: float

@@ -39,7 +39,7 @@ class TokenLayout(NamedTuple):
 
 def token_layout(tokens_BT: Tensor, documents: Tensor | None, positions: Tensor | None, windows: set[int | None],
           starts: Tensor | None = None) -> TokenLayout:
-    """`starts` says the same as `documents`, in the form that a variable-length kernel wants; it is used where there is one."""
+    """Positions and masks of a batch's tokens. `starts` repeats `documents` in the form that a variable-length kernel takes."""
     B, T = tokens_BT.shape
     plain = documents is None and positions is None
     if documents is None:
@@ -57,7 +57,7 @@ def token_layout(tokens_BT: Tensor, documents: Tensor | None, positions: Tensor 
 
 def document_causal_mask(query_documents: Tensor, query_positions: Tensor, key_documents: Tensor, key_positions: Tensor,
             window: int | None) -> Tensor:
-    """The law as a (B, T, S) mask."""
+    """(B, T, S): whether a query may attend to a key, which is of its document, not later than itself, and within the window."""
     distance = query_positions[:, :, None] - key_positions[:, None, :]
     seen = (query_documents[:, :, None] == key_documents[:, None, :]) & (distance >= 0)
     return seen if window is None else seen & (distance < window)

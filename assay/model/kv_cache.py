@@ -47,7 +47,7 @@ class SlotCache:
 
 
 class PrefillView(NamedTuple):
-    """Token (b, t) of the batch goes to place places[b, t] of all slots' places, counted through."""
+    """The view of a prefill: token (b, t) of the batch goes to place places[b, t] of all slots' places, counted through."""
 
     cache: SlotCache
     places_BT: Tensor
@@ -80,7 +80,8 @@ def attend_slots(layer: "DecodeLayer", q_S1Hd: Tensor, k_S1Kd: Tensor, v_S1Kd: T
 
 
 class DecodeView(NamedTuple):
-    """Slot s gets its token at `positions[s]`; none is at or beyond `horizon`. `attention` is `attend_slots` or wraps it."""
+    """The view of one decoding step: slot s gets its token at `positions[s]`; none is at or beyond `horizon`. `attention` is
+    `attend_slots` or wraps it."""
 
     cache: SlotCache
     positions: Tensor
