@@ -140,8 +140,8 @@ def test_a_worker_ends_with_its_parent_even_while_a_reward_sleeps(file: Path, tm
     note = tmp_path / "pid"
     slow = f"import os, time\ndef slow(p, c, r):\n    open({str(note)!r}, 'w').write(str(os.getpid()) + '.'); time.sleep(600)"
     (tmp_path / "slow.py").write_text(slow)
-    program = ("from assay.reward.reward_functions import Reward\nfrom assay.reward.worker_pool import *\n"
-               f"Workers([Reward('slow', file={str(tmp_path / 'slow.py')!r})], count=1).score([Item('', '', {{}})])")
+    program = ("from assay.reward.reward_functions import RewardSpec\nfrom assay.reward.worker_pool import *\n"
+               f"RewardWorkers([RewardSpec('slow', file={str(tmp_path / 'slow.py')!r})], count=1).score([RewardItem('', '', {{}})])")
     parent = subprocess.Popen([sys.executable, "-c", program])
     until = time.monotonic() + 60
     while not (note.exists() and note.read_text().endswith(".")) and time.monotonic() < until:
@@ -164,10 +164,10 @@ def start(prompt, completion, row):
 """)
     program = f"""
 import os, signal
-from assay.reward.verify import Reward
-from assay.reward.workers import *
-with Workers([Reward("start", file={str(tmp_path / "start.py")!r})], count=1) as workers:
-    workers.score([Item("", "", {{}})])
+from assay.reward.reward_functions import RewardSpec
+from assay.reward.worker_pool import *
+with RewardWorkers([RewardSpec("start", file={str(tmp_path / "start.py")!r})], count=1) as workers:
+    workers.score([RewardItem("", "", {{}})])
     if {end == "parent killed"}:
         os.kill(os.getpid(), signal.SIGKILL)
 """
