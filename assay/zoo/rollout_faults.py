@@ -76,7 +76,7 @@ def step_0_for_ever(_: Path) -> Iterator[None]:
 def base_model_asked(_: Path) -> Iterator[None]:
     """The client asks for the base by its name."""
     with engine_of(lambda model: nudge(copy.deepcopy(model), 0.01)), swap(
-            tiny_grpo, "serve_weights", lambda engine, model, updates: engine.load(version_name(0, fingerprint(engine.served.source)))):
+            tiny_grpo, "serve_weights", lambda engine, model, updates: engine.load(version_name(0, fingerprint(engine.weights.source)))):
         yield
 
 
@@ -87,7 +87,7 @@ def fork_from_an_empty_adapter(_: Path) -> Iterator[None]:
     with engine_of(lambda model: nudge(copy.deepcopy(model), 0.01)), swap(
             tiny_grpo, "serve_weights", lambda engine, model,
                                                                           updates: engine.load(version_name(updates,
-                                                                                                            fingerprint(engine.served.source)))):
+                                                                                                            fingerprint(engine.weights.source)))):
         yield
 
 
@@ -98,9 +98,9 @@ def stale_cache(_: Path) -> AbstractContextManager[None]:
 
     def load(self: Engine, version: str, **options: Any) -> None:
         cache = self.slots.cache
-        held, kept = self._holds, [tensor.clone() for tensor in (*cache.keys, *cache.values)]
+        held, kept = self._prefixes, [tensor.clone() for tensor in (*cache.keys, *cache.values)]
         whole(self, version, **options)
-        self._holds = held
+        self._prefixes = held
         for now, before in zip((*cache.keys, *cache.values), kept, strict=True):
             now.copy_(before)
 
@@ -122,7 +122,7 @@ def before_the_temperature(_: Path) -> AbstractContextManager[None]:
 
     def draw(engine: Engine, prompts: PromptIds, sampling: Sampling, step: int) -> CompletionGroups:
         raw = replace(sampling, temperature=1.0)
-        return [[replace(c, logprobs=tuple(completion_logprobs(engine.served.source, [(prompt, c.ids)], raw)[0].tolist())) for c in group]
+        return [[replace(c, logprobs=tuple(completion_logprobs(engine.weights.source, [(prompt, c.ids)], raw)[0].tolist())) for c in group]
                 for prompt, group in zip(prompts, whole(engine, prompts, sampling, step), strict=True)]
 
     return swap(tiny_grpo, "draw_groups", draw)

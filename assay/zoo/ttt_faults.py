@@ -191,7 +191,7 @@ def step_too_large(_: Path) -> AbstractContextManager[None]:
     whole = SlotAdam.step
 
     def large(adam: SlotAdam, gradient: Tensor, learning: Sequence[bool]) -> None:
-        adam.how = replace(TTT_SETTINGS, lr=1.0)
+        adam.settings = replace(TTT_SETTINGS, lr=1.0)
         whole(adam, gradient, learning)
 
     return swap(SlotAdam, "step", large)
@@ -203,7 +203,7 @@ def run_away(_: Path) -> AbstractContextManager[None]:
     whole = SlotAdam.step
 
     def growing(adam: SlotAdam, gradient: Tensor, learning: Sequence[bool]) -> None:
-        adam.how = replace(adam.how, weight_decay=-20.0)
+        adam.settings = replace(adam.settings, weight_decay=-20.0)
         whole(adam, gradient, learning)
 
     return swap(SlotAdam, "step", growing)
