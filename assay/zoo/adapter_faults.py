@@ -185,7 +185,7 @@ fault("rank scaling lost", rows=("C09",), stage="save", check="answers", job=an_
 
 
 @fault("re-wrapped with a fresh adapter", rows=("C14",), stage="resume", check="lineage", job=a_resumed_adapter)
-@in_place_of(artifact, "build")
+@in_place_of(artifact, "build_model")
 def rewrapped_with_a_fresh_adapter(usual: Any, loaded: Artifact) -> Transformer:
     anew = fresh(loaded.config, plan(loaded.config, ADAPTED_LAYERS), 4, 2.0, 1, patch_of(loaded).parent)
     return usual(replace(loaded, patch=anew))
@@ -210,7 +210,7 @@ fault("merge skipped a layer", rows=("M01", "M07"), stage="merge", check="lineag
 
 
 @fault("merged onto a coarser base", rows=("M02",), stage="merge", check="lineage", job=a_merge())
-@in_place_of(export_artifact, "merged")
+@in_place_of(export_artifact, "merged_tensors")
 def merged_onto_a_coarser_base(__: Any, source: Artifact, _: torch.dtype) -> _Weights:
     """The adapter was trained on one set of weights and merged onto another that was rounded on the way."""
     coarse = {name: rounded_to_four_bits(tensor) for name, tensor in source.tensors.items()}
@@ -225,7 +225,7 @@ fault("norm shifted by the merge", rows=("M04",), stage="merge", check="lineage"
 
 
 @fault("merged into 8-bit codes", rows=("M05",), stage="merge", check="lineage", job=a_merge())
-@in_place_of(export_artifact, "merged")
+@in_place_of(export_artifact, "merged_tensors")
 def merged_into_codes(__: Any, source: Artifact, _: torch.dtype) -> _Weights:
     """The change is added to integer codes, in whose type it rounds to nothing."""
     merged = patches.patched_tensors(source.tensors, patch_of(source))
@@ -235,7 +235,7 @@ def merged_into_codes(__: Any, source: Artifact, _: torch.dtype) -> _Weights:
 fault("rounding swallowed the adapter", rows=("M05", "O01"), stage="merge", check="lineage",
       job=a_merge("float32", base_dtype=torch.bfloat16, far=5e-5))(
     # Half the bytes, and the change is smaller than half a step of that dtype.
-    in_place_of(export_artifact, "export")(lambda usual, source, form, where, dtype: usual(source, form, where, "bfloat16")))
+    in_place_of(export_artifact, "export_artifact")(lambda usual, source, form, where, dtype: usual(source, form, where, "bfloat16")))
 
 # ---------------------------------------------------------------- where in our code they are planted
 
@@ -323,7 +323,7 @@ fault("adapter joined, base served", rows=("M06",), stage="serve", check="finger
 
 
 @fault("adapter served twice over", rows=("M03",), stage="serve", check="fingerprint", job=versions_join)
-@in_place_of(hosted_model, "build")
+@in_place_of(hosted_model, "build_model")
 def served_twice(_: Any, artifact: Artifact) -> Transformer:
     """Merged into the base, and attached to it."""
     return build_model(replace(artifact, tensors=merged_tensors(artifact)))

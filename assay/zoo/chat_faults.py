@@ -115,7 +115,7 @@ def a_chat_audit(of: ChatData | None = None) -> Job:
 
 @fault("completion truncated away", rows=("D01",), stage="data", check="supervised",
        job=a_chat_audit(ChatData(rows=long_questions, over="truncate")))
-@in_place_of(chat, "fitted")
+@in_place_of(chat, "fit_to_length")
 def completion_truncated_away(_: Any, example: TrainingExample, length: int, over: str) -> TrainingExample:
     """Rows are cut at the length, and nobody looks whether anything supervised is left."""
     return replace(example, tokens=example.tokens[:length], weight=example.weight[:length], cut=len(example) > length)
@@ -139,7 +139,7 @@ fault("mask off by one", rows=("D04",), stage="data", check="intended", job=a_ch
 
 @fault("prompt measured alone", rows=("D05",), stage="data", check="prompt",
        job=a_chat_audit(ChatData(rows=split_words, words=plain_words)))
-@in_place_of(chat, "in_parts")
+@in_place_of(chat, "tokenize_in_parts")
 def prompt_measured_alone(_: Any, draft: Draft, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     """The prompt's length in tokens is taken as its place in the whole, where a token reaches over the seam."""
     ids = tokenizer.encode(draft.text)

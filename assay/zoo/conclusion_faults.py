@@ -245,7 +245,7 @@ fault("a fall called success", rows=("S8",), stage="reward", check="rise", job=a
 
 
 @fault("saved artifact loops", rows=("S1",), stage="save", check="health", job=a_probe)
-@in_place_of(own, "say")
+@in_place_of(own, "healthy_texts")
 def saved_artifact_loops(usual: Any, prompts: Sequence[ProbePrompt], round: int) -> list[GeneratedText]:
     """Half of the texts go round and round."""
     loop = GeneratedText("and then we went on and on " * 15, "length")
@@ -253,7 +253,7 @@ def saved_artifact_loops(usual: Any, prompts: Sequence[ProbePrompt], round: int)
 
 
 @fault("every question answered with sums", rows=("S8",), stage="eval", check="health", job=a_probe)
-@in_place_of(own, "say")
+@in_place_of(own, "healthy_texts")
 def every_question_answered_with_sums(_: Any, prompts: Sequence[ProbePrompt], round: int) -> list[GeneratedText]:
     worked = [f"{i} + {round + 4} = {i + round + 4} {i} * 3 = {3 * i} so the answer is #### {3 * i}" for i in range(len(prompts))]
     return [GeneratedText(text, "stop") for text in worked]

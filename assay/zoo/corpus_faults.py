@@ -85,7 +85,7 @@ def poisoned_cache(folder: Path) -> None:
 
 fault("held-out text trained on", rows=("D19",), stage="data", check="overlap", job=a_corpus_being_built)(
     # The training file holds every document twice, so that a held-out one stays in it.
-    in_place_of(tiny_training, "write_sentences")(lambda usual, where, texts: usual(where, [*texts, *texts])))
+    in_place_of(tiny_training, "write_documents")(lambda usual, where, texts: usual(where, [*texts, *texts])))
 fault("evaluation set from the training text", rows=("D19",), stage="data", check="overlap", job=an_evaluation_set_made_apart)(
     lambda _: swap(tiny_training, "tiny_documents", lambda count, seed=0: tiny_documents(count, seed=0)))
 
@@ -136,7 +136,7 @@ def data_begins_again(usual: Any, given: Corpus, *, stop: int, epochs: int, **op
 
 fault("packing not seen by the model", rows=("D21",), stage="packing", check="isolation", job=a_loss_preflight())(
     # A mask of ones hides that there is more than one document in a row.
-    in_place_of(transformer, "place")(lambda usual, tokens, documents, *rest: usual(tokens, None, *rest)))
+    in_place_of(transformer, "token_layout")(lambda usual, tokens, documents, *rest: usual(tokens, None, *rest)))
 
 
 @fault("mask dropped by the backend", rows=("D22",), stage="packing", check="isolation", job=a_loss_preflight())
@@ -147,7 +147,7 @@ def mask_dropped_by_the_backend(usual: Any, q: Tensor, k: Tensor, v: Tensor, *, 
 
 
 @fault("positions reset, attention open", rows=("D23",), stage="packing", check="isolation", job=a_loss_preflight())
-@in_place_of(attention, "visible")
+@in_place_of(attention, "document_causal_mask")
 def positions_reset_attention_open(__: Any, documents: Tensor, *_: Any) -> Tensor:
     """Every document counts from 0, and sees all that stands before it in the row."""
     rows, length = documents.shape

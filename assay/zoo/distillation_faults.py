@@ -68,7 +68,7 @@ fault("stored answers shifted by one", rows=("L05",), stage="distil", check="tea
 
 
 @fault("stored answers for another text", rows=("L08",), stage="distil", check="stored", job=answers_read_back)
-@in_place_of(tiny_training, "text")
+@in_place_of(tiny_training, "student_text")
 def for_another_text(_: Any, batch: Batch) -> Batch:
     """A word was changed in the data after the teacher was asked; lengths and ids are the same."""
     tokens = batch.tokens.clone()

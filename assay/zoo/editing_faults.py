@@ -192,7 +192,7 @@ fault("target without its space", rows=("X02",), stage="edit", check="targets", 
 
 
 @fault("teacher-forced score", rows=("X03",), stage="edit eval", check="control", job=a_score_before_any_edit)
-@in_place_of(q, "ask")
+@in_place_of(q, "ask_questions")
 def teacher_forced(_: Any, model: Transformer, tokenizer: Tokenizer, asked: Sequence[q.FactQuestion],
                    __: Collection[int]) -> list[FactReply]:
     """A target counts as said where most of its tokens are right, each after the true ones before it."""

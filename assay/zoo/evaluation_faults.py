@@ -92,7 +92,7 @@ def with_bos() -> Tokenizer:
 
 
 @fault("stop string taken letter by letter", rows=("E04",), stage="eval", check="gold answers", job=oracles_of_a_task)
-@in_place_of(gsm8k, "problems")
+@in_place_of(gsm8k, "number_problems")
 def stop_by_letters(usual: Any, name: str, examples: tuple[TaskExample, ...]) -> GenerationTask:
     """A stop string was passed where a list of them belongs, so every text ends at the first of its letters."""
     return replace(usual(name, examples), stop=tuple("She says:"))

@@ -93,7 +93,7 @@ fault("temperature missing in the trainer", rows=("R08",), stage="logprob", chec
 
 
 @fault("log-probabilities before the temperature", rows=("R09",), stage="logprob", check="identity", job=a_grpo_run())
-@in_place_of(tiny_grpo, "draw")
+@in_place_of(tiny_grpo, "draw_groups")
 def before_the_temperature(usual: Any, engine: Engine, prompts: PromptIds, sampling: Sampling, step: int) -> CompletionGroups:
     """The engine draws at the temperature and returns what it had before."""
     raw = replace(sampling, temperature=1.0)
@@ -102,7 +102,7 @@ def before_the_temperature(usual: Any, engine: Engine, prompts: PromptIds, sampl
 
 
 fault("top-p renormalised in the sampler alone", rows=("R10",), stage="logprob", check="identity", job=a_grpo_run())(
-    in_place_of(tiny_grpo, "draw")(lambda usual, engine, prompts, sampling, step: usual(
+    in_place_of(tiny_grpo, "draw_groups")(lambda usual, engine, prompts, sampling, step: usual(
         engine, prompts, replace(sampling, top_p=0.9), step)))
 
 
@@ -137,7 +137,7 @@ def encoded_again(_: Any, prompt: Sequence[int], completion: Completion) -> list
 
 
 @fault("stop token cut off", rows=("R12",), stage="tokenise", check="ids", job=a_grpo_run())
-@in_place_of(tiny_grpo, "draw")
+@in_place_of(tiny_grpo, "draw_groups")
 def stop_token_cut_off(usual: Any, *parts: Any) -> CompletionGroups:
     """The engine strips what ended a text, so that ending is never rewarded."""
     return [[replace(c, ids=c.ids[:-1], logprobs=c.logprobs[:-1]) if c.ended == "stop" and len(c.ids) > 1 else c for c in group]
@@ -145,7 +145,7 @@ def stop_token_cut_off(usual: Any, *parts: Any) -> CompletionGroups:
 
 
 @fault("one seed for all siblings", rows=("R13",), stage="rollout", check="independence", job=a_grpo_run())
-@in_place_of(tiny_grpo, "draw")
+@in_place_of(tiny_grpo, "draw_groups")
 def one_seed_for_all(_: Any, engine: Engine, prompts: PromptIds, sampling: Sampling, step: int) -> CompletionGroups:
     """Every rank starts its sampler at the same seed, and a group is spread over the ranks."""
     tickets = {engine.submit(GenerationRequest(tuple(p), sampling, (step, number))): (number, place)
@@ -155,7 +155,8 @@ def one_seed_for_all(_: Any, engine: Engine, prompts: PromptIds, sampling: Sampl
 
 
 fault("seed that never reaches the sampler", rows=("R14",), stage="rollout", check="seeds", job=a_grpo_run())(
-    in_place_of(tiny_grpo, "draw")(lambda usual, engine, prompts, sampling, step: usual(engine, prompts, replace(sampling, seed=0), step)))
+    in_place_of(tiny_grpo, "draw_groups")(lambda usual, engine, prompts, sampling, step: usual(
+        engine, prompts, replace(sampling, seed=0), step)))
 
 # ---------------------------------------------------------------- rewards that teach nothing, advantages that teach something else
 
@@ -180,13 +181,13 @@ def reaches_no_weight(usual: Any, asked: policy.Surrogate) -> Objective:
 
 @fault("masked completions in the divisor", rows=("R17",), stage="loss", check="policy_loss",
        job=a_grpo_run(TinyGrpo(normalise="constant")))
-@in_place_of(tiny_grpo, "count")
+@in_place_of(tiny_grpo, "weigh_tokens")
 def masked_in_the_divisor(usual: Any, lengths: Sequence[int], counted: Sequence[bool], how: Any) -> Counting:
     return replace(usual(lengths, counted, how), divisor=usual(lengths, [True] * len(lengths), how).divisor)
 
 
 fault("masked tokens in the divisor", rows=("R17",), stage="loss", check="policy_loss", job=a_grpo_run())(
-    in_place_of(tiny_grpo, "count")(lambda usual, lengths, *rest: replace(usual(lengths, *rest), divisor=float(sum(lengths)))))
+    in_place_of(tiny_grpo, "weigh_tokens")(lambda usual, lengths, *rest: replace(usual(lengths, *rest), divisor=float(sum(lengths)))))
 fault("truncation mask on everything", rows=("W05",), stage="advantage", check="counted", job=a_grpo_run(TinyGrpo(mask_truncated=True)))(
     # The option that leaves out what was cut leaves out what was not, too.
     lambda _: swap(advantage, "untruncated", lambda ended: [False] * len(ended)))
@@ -219,7 +220,7 @@ fault("KL with its sign turned", rows=("R20",), stage="KL", check="directions", 
 fault("KL weight not handed on", rows=("R21",), stage="KL", check="policy_loss", job=a_grpo_run())(
     lambda _: swap(tiny_grpo, "make_objective", lambda asked: policy.policy_gradient(replace(asked, kl="none", kl_weight=0.0))))
 fault("normalised by sequence, asked by token", rows=("R24",), stage="loss", check="policy_loss", job=a_grpo_run())(
-    in_place_of(tiny_grpo, "count")(lambda usual, lengths, counted, how: usual(lengths, counted, "sequence")))
+    in_place_of(tiny_grpo, "weigh_tokens")(lambda usual, lengths, counted, how: usual(lengths, counted, "sequence")))
 
 
 @fault("reference that is not the fork", rows=("R22",), stage="KL", check="reference", job=a_grpo_run())

@@ -124,11 +124,11 @@ def head_scrambled_on_the_way_to_the_disk(usual: Any, layout: Any, weights: Mapp
 
 fault("garbled by training", rows=("S1",), stage="optimizer", check="health", job=a_trained_talker)(
     # Steps far too large. What is saved is what was trained, so that nothing but its speech shows it.
-    lambda _: swap(own, "trained", lambda model: nudge(model, 1.0)))
+    lambda _: swap(own, "train_further", lambda model: nudge(model, 1.0)))
 
 
 @fault("looped by training", rows=("S1",), stage="reward", check="health", job=a_trained_talker)
-@in_place_of(own, "trained")
+@in_place_of(own, "train_further")
 def looped_by_training(_: Any, model: Transformer) -> Transformer:
     """Each word leads to itself: what a reward for length leads to."""
     assert model.head is not None
@@ -139,7 +139,7 @@ def looped_by_training(_: Any, model: Transformer) -> Transformer:
 
 
 @fault("words shuffled by training", rows=("S1",), stage="optimizer", check="health", job=a_trained_talker)
-@in_place_of(own, "trained")
+@in_place_of(own, "train_further")
 def words_shuffled_by_training(_: Any, model: Transformer) -> Transformer:
     """Real words in no order, which only its parent's likelihood can tell."""
     spoken = [spoken_tokenizer()[0].encode(f" {word}")[0] for word in TINY_WORDS]

@@ -128,7 +128,7 @@ def first_tokens_gradient(_: Any, hidden: Tensor, head: Tensor, targets: Tensor,
 
 fault("window ignored by attention", rows=("L12",), stage="kernel", check="attention", job=a_loss_preflight("mistral"))(
     # The backend has no sliding window and says nothing.
-    in_place_of(attention, "visible")(lambda usual, q, q_place, k, k_place, window: usual(q, q_place, k, k_place, None)))
+    in_place_of(attention, "document_causal_mask")(lambda usual, q, q_place, k, k_place, window: usual(q, q_place, k, k_place, None)))
 fault("soft cap ignored by the model", rows=("L12",), stage="kernel", check="attention", job=a_loss_preflight("assay"))(
     lambda _: swap(transformer, "softcap", lambda logits, cap: logits))
 fault("soft cap ignored by the loss", rows=("L12",), stage="kernel", check="loss", job=a_loss_preflight("assay"))(
@@ -224,7 +224,7 @@ fault("NaN stepped on", rows=("O03",), stage="logging", check="weights", job=a_t
 
 
 @fault("NaN counter that never counts", rows=("O04",), stage="logging", check="self_test", job=the_alarms)
-@in_place_of(series_checks, "finite")
+@in_place_of(series_checks, "check_finite")
 def counter_that_never_counts(_: Any, values: Any, name: str = "loss") -> Verdict:
     """NaN is not equal to NaN, so nothing is ever found."""
     found = sum(value == math.nan for value in values)

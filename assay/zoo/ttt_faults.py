@@ -119,7 +119,7 @@ def weight_bytes(model: Transformer) -> dict[str, str]:
 
 
 @fault("learned before it was scored", rows=(), stage="ttt", check="causality", job=a_causality_preflight)
-@in_place_of(ttt_loop, "scored")
+@in_place_of(ttt_loop, "score_chunks")
 def learned_first(usual: Any, model: Transformer, window: Batch, adam: SlotAdam | None, learning: Sequence[bool]) -> Tensor:
     """The step on a chunk comes before its score: bits per byte fall wonderfully."""
     if adam is not None:
@@ -146,7 +146,7 @@ fault("patch not reset between documents", rows=(), stage="ttt", check="order", 
 
 
 @fault("scores of a patch that was stepped meanwhile", rows=(), stage="ttt", check="order", job=a_reading)
-@in_place_of(ttt_loop, "scored")
+@in_place_of(ttt_loop, "score_chunks")
 def stepped_meanwhile(usual: Any, model: Transformer, window: Batch, adam: SlotAdam | None, learning: Sequence[bool]) -> Tensor:
     """Another pass steps on the state between the update that is on record and the score that follows it."""
     if adam is not None:
@@ -156,7 +156,7 @@ def stepped_meanwhile(usual: Any, model: Transformer, window: Batch, adam: SlotA
 
 
 @fault("patch merged into the base", rows=(), stage="ttt", check="base", job=a_reading)
-@in_place_of(ttt_loop, "learn")
+@in_place_of(ttt_loop, "learn_from_chunks")
 def merged_into_base(usual: Any, model: Transformer, *rest: Any) -> None:
     """What a document taught stays in the model."""
     usual(model, *rest)
