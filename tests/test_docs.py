@@ -29,8 +29,8 @@ def test_the_tree_names_every_file_and_no_other():
 
 
 def test_a_room_imports_only_from_rooms_below_it():
-    floors = ["errors", "config", "seeds", "verdict", "kernels", "model", "data", "learn", "store", "generate", "reward", "edit", "measure",
-              "guard", "recipes", "report", "interop", "zoo", "verbs", "cli"]
+    floors = ["errors", "strict_json", "config", "seeds", "verdict", "kernels", "model", "store", "data", "learn", "generate", "reward",
+              "edit", "measure", "guard", "recipes", "report", "interop", "zoo", "verbs", "cli"]
     upward = []
     for file in (ROOT / "assay").rglob("*.py"):
         here = file.relative_to(ROOT / "assay").parts[0].removesuffix(".py")

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 from assay.guard.rollout_checks import check_collapse, rollout_warnings
 from assay.recipes.run import Run, read_rows
+from assay.store.ledger import Event
 from assay.verdict import Verdict
 
 SAID_AGAIN = 50  # steps after which a warning is repeated
@@ -51,7 +52,7 @@ class Course:
         if step - self._warned.get(rule, -SAID_AGAIN) >= SAID_AGAIN:
             self._warned[rule] = step
             self.run.say(f"step {step + 1}: {sentence}")
-            self.run.ledger.append("warning", step=step + 1, reason=sentence)
+            self.run.ledger.append(Event.WARNING, step=step + 1, reason=sentence)
 
     def line(self) -> str:
         """Of the last rollout, for a progress line."""

@@ -11,6 +11,7 @@ from assay.model.transformer import Transformer
 from assay.recipes.run import Run, append_rows, read_rows, rewrite_rows
 from assay.statistics.early_stopping import choose_best
 from assay.store.checkpoint import step_folder
+from assay.store.ledger import Event
 from assay.verdict import Outcome
 
 ENOUGH_FOR_A_TREND = 5
@@ -88,4 +89,4 @@ class Looks:
         verdict = check_generalisation_gap([self.train[i] for i in since], [float(self.losses[i].mean()) for i in since])
         if verdict.outcome is Outcome.REFUTED:
             self.run.say(f"step {step}: {verdict.reason}")
-            self.run.ledger.append("gap", step=step, verdicts=[verdict.to_json()])
+            self.run.ledger.append(Event.GAP, step=step, verdicts=[verdict.to_json()])

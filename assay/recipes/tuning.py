@@ -37,6 +37,7 @@ from assay.recipes.stopping import Stopping, early_rule
 from assay.recipes.training import Parts, Training
 from assay.store.artifact import build_model
 from assay.store.checkpoint import open_checkpoint
+from assay.store.ledger import Event
 from assay.verdict import Verdict, proven, refuted, unproven
 
 BETAS = (0.9, 0.95)
@@ -151,7 +152,7 @@ class Tuned(Training):
         if self.start == 0:
             self.watch.parent_loss = self.parent_loss(self.source.batch(0))
             if self.config.from_ is not None:
-                self.run.judge("fork", [self.check_fork(Path(self.config.from_))])
+                self.run.judge(Event.FORK, [self.check_fork(Path(self.config.from_))])
 
     def check_fork(self, parent: Path) -> Verdict:
         """The first look equals the one that the parent's run took of this checkpoint, conversation by conversation."""
@@ -177,7 +178,7 @@ class Tuned(Training):
     def planned_batches(self) -> Iterator[Batch]:
         for step, batch in enumerate(super().planned_batches(), self.start):
             if step % AUDITED_STEPS == 0:
-                self.run.judge("batch", [check_batch(batch, self.examples)])
+                self.run.judge(Event.BATCH, [check_batch(batch, self.examples)])
             yield batch
 
     def also_recorded(self, read: StepReading) -> dict[str, Any]:

@@ -16,10 +16,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from assay.data.files import require_outside_checkpoints
 from assay.errors import ArtifactError, StoreError, UsageError
+from assay.strict_json import as_artifact_error, open_regular, read_small_file
 
 T = TypeVar("T")
 PARTIAL = ".partial-"
@@ -78,10 +78,17 @@ disk = Disk()
 
 
 def commit_folder(final: Path, write: Callable[[Path], None], *, needed: int = 0) -> None:
-    """`final` appears with all that `write(temporary folder)` put there, on the disk for good, or not at all.
+    """`final` appears with all that `write(temporary folder)` put there, on the disk for good, or not at all."""
+    with new_folder(final, needed=needed) as temporary:
+        write(temporary)
 
-    Files must be written with `write_file`. `needed` bytes are asked of the disk before the first is written. If only
-    the very last fsync fails, `final` is there and whole but may not outlive a power cut: StoreError all the same.
+
+@contextlib.contextmanager
+def new_folder(final: Path, *, needed: int = 0) -> Iterator[Path]:
+    """A temporary folder that becomes `final` with all that was put there, on the disk for good, or is gone.
+
+    Files must be written with `write_file` or `HashedFile`. `needed` bytes are asked of the disk before the first is written. If
+    only the very last fsync fails, `final` is there and whole but may not outlive a power cut: StoreError all the same.
     """
     if os.path.lexists(final):
         raise UsageError(f"{final} exists, and what was committed is never overwritten; choose another place")
@@ -93,7 +100,7 @@ def commit_folder(final: Path, write: Callable[[Path], None], *, needed: int = 0
         temporary, held = _claim(final, _claim_folder)
         committed = False
         try:
-            write(temporary)
+            yield temporary
             for folder, _, _ in os.walk(temporary, topdown=False):
                 sync_folder(Path(folder))
             disk.rename(temporary, final)
@@ -116,6 +123,31 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> str:
                 hashed.result()
         disk.sync(fd)
     return digest.hexdigest()
+
+
+class HashedFile:
+    """A new file that is written piece by piece, hashed on the way, and on the disk once it is closed."""
+
+    def __init__(self, path: Path):
+        self.path, self.size, self.sha256 = path, 0, hashlib.sha256()
+        self.file = os.fdopen(disk.create(path), "wb")
+
+    def write(self, data: bytes) -> None:
+        self.file.write(data)
+        self.sha256.update(data)
+        self.size += len(data)
+
+    def close(self) -> dict[str, Any]:
+        """What a manifest says of it."""
+        self.file.flush()
+        disk.sync(self.file.fileno())
+        self.file.close()
+        return {"bytes": self.size, "sha256": self.sha256.hexdigest()}
+
+
+def write_entry(path: Path, data: bytes) -> dict[str, Any]:
+    """Write a new file, and return what a manifest says of it."""
+    return {"bytes": len(data), "sha256": write_file(path, [data])}
 
 
 def write_all(fd: int, view: memoryview) -> None:
@@ -143,6 +175,13 @@ def replace_file(path: Path, data: bytes) -> None:
             if not renamed:
                 _discard(temporary)
             disk.close(held)
+
+
+def require_outside_checkpoints(path: Path) -> None:
+    """A checkpoint is every file that its manifest lists and no other: one more, and it is refused from then on."""
+    for folder in path.absolute().parents:
+        if (folder / "manifest.json").is_file() and ((folder / "config.json").is_file() or (folder / "adapter_config.json").is_file()):
+            raise UsageError(f"{path} lies inside the checkpoint {folder}, which no file may join; choose a place outside it")
 
 
 def make_folder(path: Path) -> None:
@@ -196,26 +235,9 @@ def sync_folder(path: Path) -> None:
         disk.sync(fd)
 
 
-@contextlib.contextmanager
-def open_regular(path: Path) -> Iterator[int]:
-    """A descriptor for reading a plain file; a pipe or a device is refused, and never waited for."""
-    with as_artifact_error(path):
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise ArtifactError(f"{path}: expected a file, found something else (a folder, device or pipe)")
-        yield fd
-    finally:
-        os.close(fd)
-
-
 def read_file(path: Path, *, limit: int, expected_sha256: str | None = None) -> bytes:
     """The bytes of a small file; more than `limit` of them, or another hash than expected, is refused."""
-    with open_regular(path) as fd:
-        size = os.fstat(fd).st_size
-        if size > limit:
-            raise ArtifactError(f"{path}: {size:,} bytes, and at most {limit:,} are read; not what its name says")
-        data = read_range(fd, 0, size, path)
+    data = read_small_file(path, limit)
     require_hash(path, hashlib.sha256(data).hexdigest(), expected_sha256)
     return data
 
@@ -259,15 +281,6 @@ def as_store_error(where: Path) -> Iterator[None]:
         else:
             advice = f"{_reason(error)}; check the disk and the permissions, and save again"
         raise StoreError(f"{where}: not saved: {advice}. What was committed before is intact.") from error
-
-
-@contextlib.contextmanager
-def as_artifact_error(path: Path) -> Iterator[None]:
-    """What cannot be read is refused like what reads wrong."""
-    try:
-        yield
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-        raise ArtifactError(f"{path}: cannot be read: {_reason(error)}; check the disk and the permissions") from None
 
 
 def claim_file(final: Path) -> tuple[Path, int]:
