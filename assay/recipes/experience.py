@@ -33,10 +33,11 @@ from assay.recipes.rollouts import (
     ruled_groups,
     shortened,
 )
-from assay.recipes.run import Run, append_rows, plain, read_rows, rewrite_rows
+from assay.recipes.run import Run, append_rows, plain, rewrite_rows
 from assay.reward.endpoint import Cost
 from assay.reward.worker_pool import ErrorLimit, RewardWorkers
 from assay.store.ledger import Event
+from assay.strict_json import read_json_lines
 from assay.verdict import Outcome, Verdict
 
 COMPARED = 16  # completions of a rollout whose log-probabilities are computed anew before the update; after it, all are compared
@@ -84,7 +85,7 @@ class Experience:
 
     def forget_after(self, step: int) -> None:
         """Samples of steps that are about to be taken again."""
-        rewrite_rows(self.file, [row for row in read_rows(self.file) if row["step"] < step])
+        rewrite_rows(self.file, [row for row in read_json_lines(self.file) if row["step"] < step])
 
     def batch(self, step: int) -> Batch:
         if step % self.config.inner == 0:

@@ -81,7 +81,7 @@ class Run:
     def rewind(self, step: int) -> None:
         """Metrics of steps that were taken after the checkpoint are about to be taken again."""
         self.going_on_from = step
-        rewrite_rows(self.metrics_file, [row for row in read_rows(self.metrics_file) if row["step"] < step])
+        rewrite_rows(self.metrics_file, [row for row in read_json_lines(self.metrics_file) if row["step"] < step])
 
     def judge(self, what: Event, verdicts: list[Verdict]) -> None:
         """Verdicts are written down, whatever they say; one that refutes stops the run."""
@@ -217,11 +217,6 @@ def plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """JSON lines, as far as they are whole: a kill may have torn the last one."""
-    return read_json_lines(path)
 
 
 def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:

@@ -22,12 +22,12 @@ from types import FrameType
 from typing import Any
 
 from assay.errors import GuardStop, UsageError
-from assay.recipes.run import plain, read_rows
+from assay.recipes.run import plain
 from assay.statistics.estimate import Estimate
 from assay.statistics.seed_stability import Curves, SeedsVerdict, collapse_bound, stability
 from assay.store import durable
 from assay.store.ledger import Event, Ledger
-from assay.strict_json import read_json
+from assay.strict_json import read_json, read_json_lines
 from assay.verdict import Verdict, overall, proven, refuted
 
 METRIC = "bits per byte"
@@ -150,7 +150,7 @@ def final_score(folder: Path) -> Estimate | None:
 
 def curves(plan: Plan) -> Curves:
     """From each run's metrics.jsonl, as far as it got."""
-    rows = {seed: read_rows(plan.folder(seed) / "metrics.jsonl") for seed in plan.seeds}
+    rows = {seed: read_json_lines(plan.folder(seed) / "metrics.jsonl") for seed in plan.seeds}
     return {name: {seed: [(row["step"], float(row[key])) for row in rows[seed] if key in row] for seed in plan.seeds}
             for name, key in CURVES.items()}
 

@@ -42,13 +42,14 @@ from assay.model.transformer import Transformer
 from assay.recipes.forms import Form
 from assay.recipes.looks import Looks
 from assay.recipes.pace import Pace
-from assay.recipes.run import Run, plain, read_rows
+from assay.recipes.run import Run, plain
 from assay.recipes.stopping import Stopping
 from assay.recipes.thrift import Thrift
 from assay.store.checkpoint import Checkpoint, Contents
 from assay.store.digests import environment
 from assay.store.ledger import Event
 from assay.store.saving import owned_contents
+from assay.strict_json import read_json_lines
 from assay.verdict import Verdict
 
 
@@ -131,7 +132,7 @@ class Training(ABC):
 
     def counted(self, plan: DataPlan) -> dict[int, int]:
         """The same, of data whose plan is a function of the step: counted from what the steps wrote down, and judged."""
-        recorded = {row["step"]: row["data"] for row in read_rows(self.run.metrics_file) if "data" in row}
+        recorded = {row["step"]: row["data"] for row in read_json_lines(self.run.metrics_file) if "data" in row}
         verdict, times = check_data_ledger(recorded, plan, self.done)
         self.run.judge(Event.DATA_LEDGER, [verdict])
         return times
