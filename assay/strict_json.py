@@ -190,11 +190,11 @@ def _misfit(value: Any, shape: Shape, at: str) -> str | None:
     """What is amiss first, and where in the document; None where nothing is."""
     if isinstance(shape, tuple):
         return None if any(_misfit(value, one, at) is None for one in shape) else _unlike(value, shape, at)
-    if isinstance(shape, list | dict) and isinstance(value, type(shape)):
-        parts = enumerate(value) if isinstance(shape, list) else value.items()
-        if isinstance(shape, list) or str in shape:
-            each = shape[0] if isinstance(shape, list) else shape[str]
-            return next((fault for key, part in parts if (fault := _misfit(part, each, f"{at}[{key!r}]"))), None)
+    if isinstance(shape, list) and isinstance(value, list):
+        return next((fault for i, part in enumerate(value) if (fault := _misfit(part, shape[0], f"{at}[{i}]"))), None)
+    if isinstance(shape, dict) and isinstance(value, dict):
+        if str in shape:
+            return next((fault for key, part in value.items() if (fault := _misfit(part, shape[str], f"{at}[{key!r}]"))), None)
         return next((fault for name, one in shape.items() if (fault := _misfit_field(value, name, one, at))), None)
     if isinstance(shape, range):
         fits = type(value) is int and value in shape

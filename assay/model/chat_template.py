@@ -75,7 +75,7 @@ class TemplateProcess:
             self._stop()
 
     def _start(self) -> subprocess.Popen[bytes]:
-        worker = Path(__file__).with_name("template_worker.py")
+        worker = Path(__file__).with_name("chat_template_worker.py")
         # -P: the folder of the script stays off the path. A session of its own: Ctrl-C is for the parent to handle.
         command = [sys.executable, "-P", str(worker), json.dumps(_LIMITS | {"path": sys.path})]
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,

@@ -48,4 +48,4 @@ def open_task(request: TaskRequest) -> Task:
         raise UsageError(f"unknown task {request.name!r}{nearest(request.name, TASKS)}")
     if request.grader is not None and request.name not in ("graded", "reasoning_gym"):
         raise UsageError(f"task {request.name} has a scoring of its own; --grader is for graded and reasoning_gym")
-    return importlib.import_module(f"assay.measure.tasks.{request.name}").make(request)
+    return importlib.import_module(f"assay.evaluation.tasks.{request.name}").make(request)
