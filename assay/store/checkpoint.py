@@ -123,16 +123,11 @@ class Checkpoint:
 def write_checkpoint(where: Path, contents: Contents, *, max_shard_bytes: int = SHARD_BYTES) -> Checkpoint:
     """The checkpoint is at `where`, whole and for good, when this returns; StoreError if the disk did not let it."""
     _require_writable(where, contents)
-    written: list[Checkpoint] = []
-
-    def fill(folder: Path) -> None:
+    with durable.new_folder(where, needed=_bytes_needed(contents)) as folder:
         manifest = _manifest(contents, _write_parts(folder, contents, max_shard_bytes))
         data = seal(manifest, where=str(where / MANIFEST), indent=1)
         digest = durable.write_file(folder / MANIFEST, [data])
-        written.append(Checkpoint(where, unseal(data, where=str(where / MANIFEST), indent=1), digest))
-
-    durable.commit_folder(where, fill, needed=_bytes_needed(contents))
-    return written[0]
+    return Checkpoint(where, unseal(data, where=str(where / MANIFEST), indent=1), digest)
 
 
 def open_checkpoint(where: Path, *, verify: bool = True) -> Checkpoint:

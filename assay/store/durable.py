@@ -77,12 +77,6 @@ class Disk:
 disk = Disk()
 
 
-def commit_folder(final: Path, write: Callable[[Path], None], *, needed: int = 0) -> None:
-    """`final` appears with all that `write(temporary folder)` put there, on the disk for good, or not at all."""
-    with new_folder(final, needed=needed) as temporary:
-        write(temporary)
-
-
 @contextlib.contextmanager
 def new_folder(final: Path, *, needed: int = 0) -> Iterator[Path]:
     """A temporary folder that becomes `final` with all that was put there, on the disk for good, or is gone.
@@ -90,26 +84,26 @@ def new_folder(final: Path, *, needed: int = 0) -> Iterator[Path]:
     Files must be written with `write_file` or `HashedFile`. `needed` bytes are asked of the disk before the first is written. If
     only the very last fsync fails, `final` is there and whole but may not outlive a power cut: StoreError all the same.
     """
-    if os.path.lexists(final):
-        raise UsageError(f"{final} exists, and what was committed is never overwritten; choose another place")
-    require_outside_checkpoints(final)
+    _require_new(final)
     with as_store_error(final):
         make_folder(final.parent)
         sweep(final.parent)
         _require_space(final, needed)
-        temporary, held = _claim(final, _claim_folder)
-        committed = False
-        try:
+        with _becoming(final, _claim_folder) as (temporary, _):
             yield temporary
             for folder, _, _ in os.walk(temporary, topdown=False):
                 sync_folder(Path(folder))
-            disk.rename(temporary, final)
-            sync_folder(final.parent)
-            committed = True
-        finally:
-            if not committed:
-                _discard(temporary)
-            disk.close(held)
+
+
+@contextlib.contextmanager
+def new_file(final: Path) -> Iterator[Path]:
+    """A temporary file for a writer of another library, which becomes `final` on the disk for good, or is gone."""
+    _require_new(final)
+    with as_store_error(final):
+        make_folder(final.parent)
+        with _becoming(final, _claim_file) as (temporary, held):
+            yield temporary
+            disk.sync(held)
 
 
 def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> str:
@@ -163,18 +157,9 @@ def replace_file(path: Path, data: bytes) -> None:
     """`path` holds `data`, or what it held before: never a mixture, and for good once this returns."""
     with as_store_error(path):
         sweep(path.parent)
-        temporary, held = claim_file(path)
-        renamed = False
-        try:
+        with _becoming(path, _claim_file) as (_, held):
             write_all(held, memoryview(data))
             disk.sync(held)
-            disk.rename(temporary, path)
-            renamed = True
-            sync_folder(path.parent)
-        finally:
-            if not renamed:
-                _discard(temporary)
-            disk.close(held)
 
 
 def require_outside_checkpoints(path: Path) -> None:
@@ -283,9 +268,26 @@ def as_store_error(where: Path) -> Iterator[None]:
         raise StoreError(f"{where}: not saved: {advice}. What was committed before is intact.") from error
 
 
-def claim_file(final: Path) -> tuple[Path, int]:
-    """A new temporary file beside `final` that no sweeper takes, and the descriptor that holds its lock until it is closed."""
-    return _claim(final, _claim_file)
+def _require_new(final: Path) -> None:
+    if os.path.lexists(final):
+        raise UsageError(f"{final} exists, and what was committed is never overwritten; choose another place")
+    require_outside_checkpoints(final)
+
+
+@contextlib.contextmanager
+def _becoming(final: Path, claim: Callable[[Path], int | None]) -> Iterator[tuple[Path, int]]:
+    """A locked temporary beside `final` and its descriptor; it is renamed to `final`, on the disk for good, or is gone."""
+    temporary, held = _claim(final, claim)
+    renamed = False
+    try:
+        yield temporary, held
+        disk.rename(temporary, final)
+        renamed = True
+        sync_folder(final.parent)
+    finally:
+        if not renamed:
+            _discard(temporary)
+        disk.close(held)
 
 
 def _claim(final: Path, claim: Callable[[Path], int | None]) -> tuple[Path, int]:

@@ -5,8 +5,7 @@ Keys outside the architecture and the tokenizer (general.*, quantize.*, a publis
 """
 
 import contextlib
-import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -80,7 +79,7 @@ def write_gguf(path: Path, config: ModelConfig, tensors: Mapping[str, Tensor], t
     exact = {ROPE_FACTORS, *(piece.name for piece in layout.get("position.weight", ()))}
     types = {name: "F32" if tensor.ndim == 1 or name in exact else dtype.upper() for name, tensor in foreign.items()}
     metadata = _geometry(config, dtype) | tokenizer_to_gguf(tokenizer, config.vocab) | _ends(tokenizer, stops)
-    with _new_file(path) as temporary:
+    with durable.new_file(path) as temporary:
         _write(temporary, metadata, foreign, types)
 
 # ---------------------------------------------------------------- geometry in
@@ -302,28 +301,6 @@ def _value_type(value: Any) -> Any:
     kinds = _package().GGUFValueType
     types = {bool: kinds.BOOL, int: kinds.UINT32, float: kinds.FLOAT32, str: kinds.STRING, list: kinds.ARRAY}
     return types[type(value)]
-
-
-@contextlib.contextmanager
-def _new_file(path: Path) -> Iterator[Path]:
-    """A locked temporary beside `path`, which becomes `path` on the disk for good, or goes."""
-    if os.path.lexists(path):
-        raise UsageError(f"{path} exists, and what was committed is never overwritten; choose another place")
-    durable.require_outside_checkpoints(path)
-    disk = durable.disk
-    with durable.as_store_error(path):
-        durable.make_folder(path.parent)
-        temporary, held = durable.claim_file(path)
-        try:
-            yield temporary
-            disk.sync(held)
-            disk.rename(temporary, path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-        finally:
-            disk.close(held)
-        durable.sync_folder(path.parent)
 
 
 def _package() -> Any:
