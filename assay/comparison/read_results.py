@@ -255,7 +255,6 @@ def _whole(value: Any, where: str) -> int:
 SAME_ON_BOTH: tuple[str, ...] = ("task", "dataset", "prompts")  # in eval.json: must be the same on both sides
 MAY_DIFFER: tuple[str, ...] = ("k", "raw", "stop", "dtype")  # may differ, and is then said
 OF_A_SAMPLE = {"lenient": "lenient", "parsed": "parsed"}
-UNITS = ("total", "byte", "token")
 
 
 def read_eval(folder: Path, metric: str | None, lower_is_better: bool | None) -> Arm:
