@@ -28,7 +28,7 @@ from assay.model.batched_lora import BatchedAdapters, ttt_sites
 from assay.model.lora import fresh
 from assay.model.patch import Patch
 from assay.model.transformer import Transformer
-from assay.recipes.ttt import Read, bits, build_model, columns, estimates, open_source, preflight, read_documents, tokens_of, ttt_plan
+from assay.recipes.ttt import Read, bits, columns, estimates, load_reader, open_source, preflight, read_documents, tokens_of, ttt_plan
 from assay.recipes.ttt_options import Ttt
 from assay.statistics.estimate import mean
 from assay.statistics.seed_stability import stability
@@ -69,7 +69,7 @@ def prepared(path: str, flags: argparse.Namespace) -> Bench:
     words = f"--document-bytes {flags.document_bytes} --documents {flags.documents} {flags.options}".split()
     config = parse(Ttt, [path, "--text", flags.text, "--out", "none", *words], prog="bench/ttt_seeds.py")
     source = open_source(config)
-    model = build_model(source, flags.device)
+    model = load_reader(source, flags.device)
     texts, _ = read_documents(config, source)
     how = ttt_plan(config, model)
     without = token_costs(read_and_adapt(model, tokens_of(texts), how, min(config.batch, len(texts))), len(texts))

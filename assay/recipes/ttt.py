@@ -77,7 +77,7 @@ class TttOutcome(Outcome):
 
 def ttt(config: Ttt, say: Callable[[str], None] = print_line) -> TttOutcome:
     source, where = open_source(config), Path(config.out)
-    model = build_model(source, config.device or default_device())
+    model = load_reader(source, config.device or default_device())
     patch = fresh(source.config, ttt_sites(source.config, config.targets), config.rank, config.scale, config.seed, source.digest)
     texts, left_out = read_documents(config, source)
     how, slots = ttt_plan(config, model), min(config.batch, len(texts))
@@ -156,7 +156,7 @@ def open_source(config: Ttt) -> Artifact:
     return source
 
 
-def build_model(source: Artifact, device: str) -> Transformer:
+def load_reader(source: Artifact, device: str) -> Transformer:
     require_device(device)
     return build_model(source, torch.bfloat16 if device.startswith("cuda") else torch.float32).to(device).eval()
 
