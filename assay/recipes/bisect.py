@@ -13,7 +13,7 @@ import numpy as np
 
 from assay.comparison.bisection import Bisection, bisect_first_bad
 from assay.errors import AssayError, UsageError
-from assay.recipes.run import read_rows
+from assay.recipes.run import read_json_rows
 from assay.statistics.early_stopping import compare_losses
 from assay.store.checkpoint import open_checkpoint, step_folders
 from assay.store.digests import recorded_digest
@@ -142,7 +142,7 @@ def differs_from(other: Path) -> Probe:
 
 def evaluated_losses(run: Path) -> dict[int, np.ndarray]:
     """Step → the loss of every held-out document."""
-    found = {row["step"]: np.array(row["per_document"]) for row in read_rows(run / "eval.jsonl")}
+    found = {row["step"]: np.array(row["per_document"]) for row in read_json_rows(run / "eval.jsonl")}
     if not found:
         raise UsageError(f"{run}: no held-out evaluation is on record (eval.jsonl), so a probe of the loss has nothing to read")
     return found

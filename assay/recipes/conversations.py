@@ -149,7 +149,7 @@ def evenly(examples: Sequence[TrainingExample], count: int) -> list[TrainingExam
     return list(examples[:: max(1, -(-len(examples) // count))])
 
 
-def announced(config: Tuning, start: StartingModel, data: Conversations, lr: float, device: str) -> list[str]:
+def describe_tuning(config: Tuning, start: StartingModel, data: Conversations, lr: float, device: str) -> list[str]:
     """Everything that was derived, before anything is spent."""
     trained = sum(p.numel() for p in start.model.parameters() if p.requires_grad)
     counts, order, steps = data.rendered.counts, data.order, data.steps

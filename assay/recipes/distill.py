@@ -21,12 +21,12 @@ from assay.learn.objectives import next_token
 from assay.model.placement import default_device, uncompiled
 from assay.model.transformer import Transformer
 from assay.outcome import Outcome
-from assay.recipes.conversations import NEVER, Conversations, announced, held_out_batches, load_conversations, refuse_nonsense
+from assay.recipes.conversations import NEVER, Conversations, describe_tuning, held_out_batches, load_conversations, refuse_nonsense
 from assay.recipes.evaluator import EarlyStopping, HeldOutEvaluator, stopping_rule
 from assay.recipes.hand_over import hand_over, write_down
 from assay.recipes.options import Distill
 from assay.recipes.run import Run, open_run, plain, print_line
-from assay.recipes.sft import check_fork, micro_rows, optimizer_of, parent_loss, schedule_of
+from assay.recipes.sft import check_forked_loss, micro_rows, parent_loss, tuning_optimizer, tuning_schedule
 from assay.recipes.starting_model import StartingModel, load_start
 from assay.recipes.teacher_text import write_teacher_text
 from assay.recipes.teachers import (
@@ -52,15 +52,15 @@ def distill(config: Distill, say: Callable[[str], None] = print_line) -> Outcome
     What is minimised is what an evaluation scores and what the best checkpoint is chosen by: the blend of teacher and text, or, where the
     teacher writes the text, next-token loss.
     """
-    refuse_unclear(config)
+    refuse_unclear_distill(config)
     refuse_nonsense(config)
     device = config.device or default_device()
     start = load_start(with_student(config, say), device, say)
     data = load_lessons(config, start, device, say)
-    schedule, every, micro = schedule_of(config, data), config.checkpoint_every or NEVER, micro_rows(config, data)
+    schedule, every, micro = tuning_schedule(config, data), config.checkpoint_every or NEVER, micro_rows(config, data)
     rule = stopping_rule(config.patience, config.worth, schedule=config.schedule, steps=data.steps, every=every)
-    optimizer = optimizer_of(config, start)
-    for line in announced(config, start, data, optimizer.param_groups[0]["lr"], device):
+    optimizer = tuning_optimizer(config, start)
+    for line in describe_tuning(config, start, data, optimizer.param_groups[0]["lr"], device):
         say(line)
     teacher = None if config.how == "text" else load_teacher(config, start, data, device, say)
     objective = next_token if teacher is None else teacher.objective
@@ -91,14 +91,14 @@ def distill(config: Distill, say: Callable[[str], None] = print_line) -> Outcome
                 trainer.resume(saved, lessons.check_same((saved.trainer() or {})["data"]))
             evaluator.recall()
             early.judge(trainer.done)
-            run.preflight(check_before_step_1(trainer, lessons, start))
+            run.preflight(preflight_distill(trainer, lessons, start))
             trainer.save(lessons.facts(trainer.done))  # where nothing is saved yet: a save is made and proven before step 1
             if trainer.done == 0:
                 if not evaluator.history.steps:
                     evaluate()
                 trainer.watch.parent_loss = parent_loss(start, objective, lessons.batch(0), trainer)
                 if config.from_ is not None:
-                    run.judge("fork", [check_fork(Path(config.from_), lessons.data, evaluator, trainer)])
+                    run.judge("fork", [check_forked_loss(Path(config.from_), lessons.data, evaluator, trainer)])
                 if teacher is not None:
                     tell_worth(run, teacher, teacher.agreement(trainer.model, data.held_out_batches(micro)))
 
@@ -130,7 +130,7 @@ def distill(config: Distill, say: Callable[[str], None] = print_line) -> Outcome
 # ---------------------------------------------------------------- what is learned, and from whom
 
 
-def refuse_unclear(config: Distill) -> None:
+def refuse_unclear_distill(config: Distill) -> None:
     named = [flag for flag, value in (("--student", config.model), ("--from", config.from_), ("--student-layers", config.student_layers))
              if value is not None]
     if len(named) != 1:
@@ -216,7 +216,7 @@ def scored_as(teacher: Teacher, how: str) -> str:
             f"kd_weight {blend.kd_weight:g}, ce_weight {blend.ce_weight:g}")
 
 
-def check_before_step_1(trainer: Trainer, lessons: Lessons, start: StartingModel) -> list[Verdict]:
+def preflight_distill(trainer: Trainer, lessons: Lessons, start: StartingModel) -> list[Verdict]:
     """The loss is the loss, the teacher knows more than nothing, every tensor is reached and held, the data says what it should."""
     batch, teacher = trainer.first_micro_batch(lessons.batch(0)), lessons.teacher
     found, shown = trainer.gradients(batch), sample_rows(batch)

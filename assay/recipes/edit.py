@@ -68,7 +68,7 @@ class EditOutcome(Outcome):
 
 
 def edit(config: Edit, say: Callable[[str], None] = print_line) -> EditOutcome:
-    source, device = open_source(config), require_device(config.device or default_device())
+    source, device = open_editable(config), require_device(config.device or default_device())
     with uncompiled():
         return edit_opened(config, source, build_model(source).to(device), say)
 
@@ -81,7 +81,7 @@ def edit_opened(config: Edit, source: Artifact, model: Transformer, say: Callabl
     probing = ProofSampling(config.probe_samples, str(device))
     run, watch = Run(Path(config.out), config, say=say, probing=probing), Stopwatch()
     with run.sitting():
-        run.judge("preflight", preflight(model, source, facts))
+        run.judge("preflight", preflight_edit(model, source, facts))
         before = evaluate_edits(model, tokenizer, facts, scored, source.stops.stop_ids)
         watch.lap("scores before")
         layers, effects = chosen_layers(config, model, tokenizer, facts)
@@ -107,7 +107,7 @@ def edit_opened(config: Edit, source: Artifact, model: Transformer, say: Callabl
         found = edit_estimates(before, after) | ({} if texts_beside is None else texts_beside.estimates())
         outcome = EditOutcome(run.folder, verdicts, model=where, results=found, failed=edit_failures(facts, edited, after), refused=refused,
                               layers=layers, sizes=sizes, seconds=watch.seconds)
-        write_report(run, outcome, facts, edited, before, after, texts_beside)
+        write_edit_report(run, outcome, facts, edited, before, after, texts_beside)
     return outcome
 
 
@@ -124,7 +124,7 @@ def apply_patch(source: Artifact, patch: Patch, where: Path, *, taught: bool, pr
     return verdicts
 
 
-def open_source(config: Edit) -> Artifact:
+def open_editable(config: Edit) -> Artifact:
     if (where := Path(config.out) / "model").exists():
         raise UsageError(f"{where} exists, and what was edited is never overwritten; choose another --out")
     source = open_artifact(config.path)
@@ -135,7 +135,7 @@ def open_source(config: Edit) -> Artifact:
     return source
 
 
-def preflight(model: Transformer, source: Artifact, facts: Sequence[Fact]) -> list[Verdict]:
+def preflight_edit(model: Transformer, source: Artifact, facts: Sequence[Fact]) -> list[Verdict]:
     """What must hold before anything is sought: the right places, the right targets, the model's own keys, padding that is none."""
     tokenizer = source.tokenizer
     assert tokenizer is not None
@@ -271,8 +271,8 @@ def tell_layers(run: Run, layers: list[int], effects: IndirectEffects | None) ->
         run.say(str(error))
 
 
-def write_report(run: Run, outcome: EditOutcome, facts: Sequence[Fact], edited: EditResult, before: EditedReplies, after: EditedReplies,
-            texts_beside: EditDrift | None) -> None:
+def write_edit_report(run: Run, outcome: EditOutcome, facts: Sequence[Fact], edited: EditResult,
+                      before: EditedReplies, after: EditedReplies, texts_beside: EditDrift | None) -> None:
     found = {name: asdict(estimate) for name, estimate in outcome.results.items()}
     rows = [{"fact": asdict(fact), "probability": target.probability, "search_steps": target.steps, "clamped": target.clamped,
              "reached": reached} for fact, target, reached in zip(facts, edited.targets, edited.reached, strict=True)]

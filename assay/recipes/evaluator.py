@@ -10,7 +10,7 @@ from assay.errors import UsageError
 from assay.evaluation.held_out_loss import HeldOut
 from assay.guard.conclusion_checks import check_early_stopping, check_generalisation_gap
 from assay.model.transformer import Transformer
-from assay.recipes.run import Run, append_rows, read_rows, rewrite_rows
+from assay.recipes.run import Run, append_json_rows, read_json_rows, rewrite_json_rows
 from assay.statistics.early_stopping import StoppingRule, choose_best, paired_noise, plan_stopping, should_stop
 from assay.store.checkpoint import step_folder
 from assay.verdict import Outcome
@@ -33,12 +33,12 @@ class EvalHistory:
 
     def add(self, step: int, per_document: np.ndarray, train: float, **more: Any) -> None:
         self._remember(step, per_document, train)
-        append_rows(self.file, [{"step": step, "train": train, "per_document": per_document.tolist(), **more}])
+        append_json_rows(self.file, [{"step": step, "train": train, "per_document": per_document.tolist(), **more}])
 
     def recall(self) -> list[dict[str, Any]]:
         """What was seen before the run was interrupted, up to the step it goes on from."""
-        rows = [row for row in read_rows(self.file) if row["step"] <= self.run.going_on_from]
-        rewrite_rows(self.file, rows)
+        rows = [row for row in read_json_rows(self.file) if row["step"] <= self.run.going_on_from]
+        rewrite_json_rows(self.file, rows)
         for row in rows:
             self._remember(row["step"], np.array(row["per_document"]), row["train"])
         return rows
@@ -66,7 +66,7 @@ class HeldOutEvaluator:
     def recall(self) -> None:
         self.history.recall()
         seen = self.history.latest_step or 0
-        self._since = [row["loss"] for row in read_rows(self.run.metrics_file) if "loss" in row and row["step"] >= seen]
+        self._since = [row["loss"] for row in read_json_rows(self.run.metrics_file) if "loss" in row and row["step"] >= seen]
 
     def evaluate(self, model: Transformer, step: int, losses: Sequence[float], *, weight_set: str | None = None,
                  columns: Mapping[str, float] | None = None) -> HeldOut:

@@ -23,10 +23,10 @@ from assay.model.transformer import Transformer, parameter_count
 from assay.outcome import Outcome
 from assay.recipes.conversations import NEVER, refuse_unbudgeted
 from assay.recipes.grpo_options import Grpo
-from assay.recipes.grpo_preflight import check_fork, check_seeds_count, rollout_floor
+from assay.recipes.grpo_preflight import check_forked_policy, check_seeds_count, rollout_floor
 from assay.recipes.hand_over import export_best
 from assay.recipes.prompt_evaluator import PromptEvaluator, check_gain, check_same_answers
-from assay.recipes.prompts import Prompts, split_prompts, spread
+from assay.recipes.prompts import PromptData, split_prompts, spread
 from assay.recipes.reference import Reference, check_same_reference
 from assay.recipes.rewards import JudgeReward, Rewards
 from assay.recipes.rollout_batch import Drawn, layout_of
@@ -37,7 +37,7 @@ from assay.recipes.trainer import SavePlan, Trainer
 from assay.store.artifact import Artifact, build_model, open_artifact
 from assay.verdict import Verdict
 
-LR_WHOLE, LR_ADAPTER = 1e-6, 2e-5
+GRPO_LR_WHOLE, GRPO_LR_ADAPTER = 1e-6, 2e-5
 
 
 def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> Outcome:
@@ -45,13 +45,13 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> Outcome:
 
     A step is one update. A rollout begins at every multiple of `inner` steps, and only there is anything saved.
     """
-    refuse_unclear(config)
+    refuse_unclear_grpo(config)
     device = config.device or default_device()
     start = load_start(config, device, say)
     prompts = split_prompts(config, start)
-    schedule, rewards, asked = schedule_of(config, prompts), Rewards(config), surrogate_of(config, device)
-    lr = config.lr or (LR_ADAPTER if isinstance(start.weights, AdapterModel) else LR_WHOLE)
-    for line in announced(config, start, prompts, lr, schedule, device, rewards.judge):
+    schedule, rewards, asked = grpo_schedule(config, prompts), Rewards(config), surrogate_of(config, device)
+    lr = config.lr or (GRPO_LR_ADAPTER if isinstance(start.weights, AdapterModel) else GRPO_LR_WHOLE)
+    for line in describe_grpo(config, start, prompts, lr, schedule, device, rewards.judge):
         say(line)
     optimizer = adamw(start.model.named_parameters(), lr, weight_decay=config.weight_decay)
     carry_moments(optimizer, start)
@@ -101,7 +101,7 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> Outcome:
             evaluator.recall()
             batch, drawn = collector.draw_for_preflight(trainer.done)
             floor = rollout_floor(start.model, drawn, config.temperature)
-            run.preflight(check_before_step_1(config, trainer, collector, start, batch, drawn, floor)
+            run.preflight(preflight_grpo(config, trainer, collector, start, batch, drawn, floor)
                           + prompts.audit() + rewards.audit(prompts, start.tokenizer))
             trainer.save(facts())  # where nothing is saved yet: a save is made and proven before step 1
             if not evaluator.history.steps:
@@ -148,7 +148,7 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> Outcome:
         return hand_over_best(run, evaluator, prompts, start, sampler_of, device)
 
 
-def hand_over_best(run: Run, evaluator: PromptEvaluator, prompts: Prompts, start: StartingModel,
+def hand_over_best(run: Run, evaluator: PromptEvaluator, prompts: PromptData, start: StartingModel,
                    sampler_of: Callable[[Transformer], Sampler], device: str) -> Outcome:
     """The best checkpoint, proven as `RUN/model` (and `RUN/adapter`), and whether it is better than its parent."""
     best, metric = evaluator.best_checkpoint(), evaluator.rewards.metric.name
@@ -172,7 +172,7 @@ def hand_over_best(run: Run, evaluator: PromptEvaluator, prompts: Prompts, start
         f"{metric} before": before.estimate, f"{metric} after": after.estimate, "gain": verdicts[-1].evidence})
 
 
-def check_before_step_1(config: Grpo, trainer: Trainer, collector: RolloutCollector, start: StartingModel, batch: Batch, drawn: Drawn,
+def preflight_grpo(config: Grpo, trainer: Trainer, collector: RolloutCollector, start: StartingModel, batch: Batch, drawn: Drawn,
                         floor: LogprobFloor) -> list[Verdict]:
     """Sampler and trainer are one policy; the loss is the one that was asked for, and pulls the way it should; seeds count.
 
@@ -188,7 +188,7 @@ def check_before_step_1(config: Grpo, trainer: Trainer, collector: RolloutCollec
                     check_directions(model, objective, shown, asked), check_seeds_count(collector.sampler, prompts, collector.sampling)]
         if trainer.done == 0:
             parent = place_for_training(build_model(reopen_parent(start)), trainer.device, compile=False)
-            verdicts.append(check_fork(parent, model, shown, drawn, config.temperature, floor))
+            verdicts.append(check_forked_policy(parent, model, shown, drawn, config.temperature, floor))
         return [*verdicts, *trainer.check_reach(found)]
 
 
@@ -203,7 +203,7 @@ def reopen_parent(start: StartingModel) -> Artifact:
 # ---------------------------------------------------------------- what the options come to
 
 
-def refuse_unclear(config: Grpo) -> None:
+def refuse_unclear_grpo(config: Grpo) -> None:
     refuse_unbudgeted(config)
     if config.sampler_device is not None:
         require_device(config.sampler_device)
@@ -241,7 +241,7 @@ def held_out_sampling(config: Grpo) -> Sampling:
     return Sampling(max_new=config.max_new, temperature=config.temperature if config.eval_samples else 0.0, seed=config.seed)
 
 
-def schedule_of(config: Grpo, prompts: Prompts) -> Schedule:
+def grpo_schedule(config: Grpo, prompts: PromptData) -> Schedule:
     """A run ends where a rollout does."""
     steps = None if config.minutes is not None else config.steps or prompts.steps
     prompts.order.drawn((steps or config.inner) // config.inner - 1)  # refused now, where the data does not suffice
@@ -254,7 +254,7 @@ def whole_rollouts(steps: int, inner: int) -> int:
     return -(-steps // inner) * inner or NEVER
 
 
-def announced(config: Grpo, start: StartingModel, prompts: Prompts, lr: float, schedule: Schedule, device: str,
+def describe_grpo(config: Grpo, start: StartingModel, prompts: PromptData, lr: float, schedule: Schedule, device: str,
               judge: JudgeReward | None) -> list[str]:
     """Everything that was derived, before anything is spent."""
     trained = sum(p.numel() for p in start.model.parameters() if p.requires_grad)

@@ -43,7 +43,8 @@ def check_seeds_count(sampler: Sampler, prompts: Sequence[Prompt], sampling: Sam
     return check_rollout_seeds([c for group in one for c in group], [c for group in two for c in group])
 
 
-def check_fork(parent: Transformer, child: Transformer, batch: Batch, drawn: Drawn, temperature: float, floor: LogprobFloor) -> Verdict:
+def check_forked_policy(parent: Transformer, child: Transformer, batch: Batch, drawn: Drawn, temperature: float,
+                        floor: LogprobFloor) -> Verdict:
     """The child answers as its parent does, opened anew: neither an adapter nor anything else was lost on the way."""
     shown = next(batch.split(COMPARED))
     prompts = [prompt.ids for prompt, _ in drawn[: len(shown)]]

@@ -24,7 +24,7 @@ from assay.store.export_artifact import export_artifact
 from assay.store.saving import Ancestor, Lineage, model_contents
 from assay.verdict import Outcome, Verdict, proven, refuted
 
-Score = Callable[[Transformer], HeldOut]
+HeldOutScore = Callable[[Transformer], HeldOut]
 SAME_SCORE = 1e-4  # bits per byte, or nats per token: what fp32 sums in another order may differ by
 SAME_LOSS = {torch.float32: 1e-4, torch.bfloat16: 1e-2}  # a document's loss, compiled or not, relative to the mean
 
@@ -38,7 +38,7 @@ class HandedOver(NamedTuple):
     verdicts: list[Verdict]
 
 
-def hand_over(run: Run, evaluator: HeldOutEvaluator, score_all: Score) -> HandedOver:
+def hand_over(run: Run, evaluator: HeldOutEvaluator, score_all: HeldOutScore) -> HandedOver:
     """`RUN/model` is the best checkpoint as a plain Hugging Face folder, proven; `score_all` scores it, and that is the run's score.
 
     Of an adapter, `RUN/adapter` is the adapter as a PEFT folder, and `RUN/model` the two merged.
@@ -49,7 +49,7 @@ def hand_over(run: Run, evaluator: HeldOutEvaluator, score_all: Score) -> Handed
     verdicts = [check_evaluated(evaluator, best)]
     recorded = rescore(scored_set(open_artifact(best)), score_all, evaluator.device)
     places, found = export_best(run, best)
-    verdicts += [*found, check_score(recorded, rescore(open_artifact(run.folder / "model"), score_all, evaluator.device))]
+    verdicts += [*found, check_exported_score(recorded, rescore(open_artifact(run.folder / "model"), score_all, evaluator.device))]
     return HandedOver(best, places, recorded, verdicts)
 
 
@@ -126,7 +126,7 @@ def _as_stored(where: Path, artifact: Artifact) -> dict[str, Tensor]:
     return artifact.raw.tensors if locate_artifact(where).adapter else merged_tensors(artifact, torch.float32)
 
 
-def rescore(artifact: Artifact, score_all: Score, device: str | None = None) -> HeldOut:
+def rescore(artifact: Artifact, score_all: HeldOutScore, device: str | None = None) -> HeldOut:
     """The score of the bytes on disk, not of any model in memory."""
     return score_all(build_model(artifact).to(device or default_device()))
 
@@ -144,7 +144,7 @@ def check_evaluated(evaluator: HeldOutEvaluator, best: Path) -> Verdict:
     return proven("score", words, error=error)
 
 
-def check_score(recorded: HeldOut, found: HeldOut) -> Verdict:
+def check_exported_score(recorded: HeldOut, found: HeldOut) -> Verdict:
     difference = abs(recorded.estimate.mean - found.estimate.mean)
     words = f"exported bytes score {found.estimate} {found.unit}, recorded {recorded.estimate.mean:.6f}"
     return proven("score", words, difference=difference) if difference <= SAME_SCORE else refuted("score", words, difference=difference)

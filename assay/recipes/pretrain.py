@@ -86,7 +86,7 @@ def pretrain(config: Pretrain, say: Callable[[str], None] = print_line) -> Outco
     rule = stopping_rule(config.patience, config.worth, schedule=config.schedule, steps=plan.steps, every=config.every)
     tokenizer = Tokenizer.from_folder(Path(config.corpus))
     model = place_for_training(initialised(plan.model, config.seed), plan.device, recompute=config.recompute)
-    for line in _announced(config, plan, corpus, parameter_count(model)):
+    for line in describe_pretraining(config, plan, corpus, parameter_count(model)):
         say(line)
     if config.max_bytes is not None:
         say(require_room(partial(shape, config, vocab=plan.model.vocab), config.depth, tokenizer, config.max_bytes))
@@ -117,7 +117,7 @@ def pretrain(config: Pretrain, say: Callable[[str], None] = print_line) -> Outco
                 trainer.resume(saved, data.check_same((saved.trainer() or {})["data"]))
             evaluator.recall()
             early.judge(trainer.done)
-            run.preflight(check_before_step_1(trainer, data))
+            run.preflight(preflight_pretrain(trainer, data))
             trainer.save(data.facts(trainer.done))  # where nothing is saved yet: a save is made and proven before step 1
 
             trainer.start_loop(data.facts(trainer.done), data.order.windows)
@@ -146,7 +146,7 @@ def pretrain(config: Pretrain, say: Callable[[str], None] = print_line) -> Outco
         return Outcome(run.folder, verdicts, model=run.folder / "model", results={"held_out": handed.recorded.estimate})
 
 
-def check_before_step_1(trainer: Trainer, data: CorpusData) -> list[Verdict]:
+def preflight_pretrain(trainer: Trainer, data: CorpusData) -> list[Verdict]:
     """The loss is the loss, every tensor is reached and held, the alarms are awake, the corpus is read as planned."""
     batch = trainer.first_micro_batch(data.order.batch(0))
     found = trainer.gradients(batch)
@@ -204,7 +204,7 @@ def optimizer_for(config: Pretrain, plan: _Plan, model: Transformer) -> torch.op
                 weight_decay=decay)
 
 
-def _announced(config: Pretrain, plan: _Plan, corpus: Corpus, parameters: int) -> list[str]:
+def describe_pretraining(config: Pretrain, plan: _Plan, corpus: Corpus, parameters: int) -> list[str]:
     """Everything that was derived, before anything is spent."""
     m = plan.model
     end = f"{plan.steps:,} steps" if plan.steps else f"{config.minutes:g} minutes"

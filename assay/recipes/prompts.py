@@ -44,7 +44,7 @@ def read_prompts(file: str, tokenizer: Tokenizer, gsm8k: Any = "plain") -> list[
     prompts = []
     for said, row in zip(conversations, read_rows(file), strict=True):
         templated = bool(said.messages) and tokenizer.template is not None
-        text = tokenizer.render(asked(said), tools=said.tools, add_generation_prompt=True) if templated else plain_text(said)
+        text = tokenizer.render(asked(said), tools=said.tools, add_generation_prompt=True) if templated else plain_prompt(said)
         ids = tokenizer.encode(text)
         if not templated and ids[: len(begin)] != begin:
             ids = begin + ids
@@ -62,7 +62,7 @@ def asked(said: Conversation) -> Sequence[Mapping[str, Any]]:
     return said.messages[: answers[-1]] if answers else said.messages
 
 
-def plain_text(said: Conversation) -> str:
+def plain_prompt(said: Conversation) -> str:
     if said.plain is None:
         raise DataError(f"{said.where}: the row has messages, and this model has no chat template to write them with; "
                         "add chat_template.jinja to its folder, or give prompts as text")
@@ -119,7 +119,7 @@ def prompts_digest(prompts: Sequence[Prompt]) -> str:
 
 
 @dataclass(frozen=True)
-class Prompts:
+class PromptData:
     """What is learned from and what is held out, and in which order. A rollout is learned from `updates` times."""
 
     train: Sequence[Prompt]
@@ -166,7 +166,7 @@ class Prompts:
         return max(len(prompt.ids) for prompt in (*self.train, *self.held_out))
 
 
-def split_prompts(config: Grpo, start: StartingModel) -> Prompts:
+def split_prompts(config: Grpo, start: StartingModel) -> PromptData:
     """Who is held out is decided by what the prompts say, before any is dropped for its length."""
     def read(file: str) -> list[Prompt]:
         return read_prompts(file, start.tokenizer, config.gsm8k)
@@ -180,7 +180,7 @@ def split_prompts(config: Grpo, start: StartingModel) -> Prompts:
         raise UsageError(f"{len(held_out)} prompts are held out, so nothing could be said about the result: raise --held-out, or give "
                          "--held-out-data")
     order = PromptOrder(train, config.seed, config.prompts, config.epochs)
-    return Prompts(train, held_out, len(kept) + len(apart) - len(train) - len(held_out), order, config.inner, start.tokenizer.digest)
+    return PromptData(train, held_out, len(kept) + len(apart) - len(train) - len(held_out), order, config.inner, start.tokenizer.digest)
 
 
 def check_apart(train: Sequence[Prompt], held_out: Sequence[Prompt]) -> Verdict:

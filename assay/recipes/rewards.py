@@ -22,7 +22,7 @@ from assay.learn.advantage import RewardValue as Value
 from assay.learn.advantage import overlong_penalty
 from assay.model.tokenizer import Tokenizer
 from assay.recipes.grpo_options import Grpo
-from assay.recipes.prompts import Prompt, Prompts
+from assay.recipes.prompts import Prompt, PromptData
 from assay.recipes.run import Run
 from assay.reward.answer import AnswerForm, gold_answer, reading_disagreements, readings
 from assay.reward.endpoint import Cost, connected, endpoint_from_environment
@@ -65,7 +65,7 @@ class Rewards:
         return [refuted("same data", f"the judge is {self.judge.identity} now, the run began with {recorded['judge']}: scores of two "
                                      "judges do not compare; give the first one back, or begin a new run")]
 
-    def audit(self, prompts: Prompts, tokenizer: Tokenizer) -> list[Verdict]:
+    def audit(self, prompts: PromptData, tokenizer: Tokenizer) -> list[Verdict]:
         """Right answers are rewarded and wrong ones are not; a judge is not swayed by the order of what it reads."""
         every = (*prompts.train, *prompts.held_out)
         rows, texts, verdicts = [prompt.row for prompt in every], [prompt.text for prompt in every], list[Verdict]()

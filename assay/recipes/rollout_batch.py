@@ -21,10 +21,10 @@ from assay.model.attention import PADDING, documents_from_lengths
 from assay.model.transformer import Transformer
 from assay.recipes.prompts import Prompt
 
-Score = Callable[..., tuple[Tensor, Tensor | None]]  # token_logprobs, or a twin of it
+TokenScore = Callable[..., tuple[Tensor, Tensor | None]]  # token_logprobs, or a twin of it
 Drawn = Sequence[tuple[Prompt, Completion]]  # N, group by group
 
-WIDTH, TOKENS = 1024, 8192  # of packed rows, and of all that go through a GPU at a time: enough to keep it busy
+PACKED_WIDTH, PACKED_TOKENS = 1024, 8192  # of packed rows, and of all that go through a GPU at a time: enough to keep it busy
 NOWHERE = -1
 COLUMNS = 8  # a row's width is a multiple of this
 
@@ -75,8 +75,8 @@ def layout_of(device: str, micro: int, longest: int, context: int) -> Layout:
     """`micro` completions of at most `longest` tokens may go through the model at a time."""
     if not device.startswith("cuda"):
         return Layout(micro)
-    width = min(max(WIDTH, longest), context)
-    return Layout(max(1, min(micro * longest, TOKENS) // width), width)
+    width = min(max(PACKED_WIDTH, longest), context)
+    return Layout(max(1, min(micro * longest, PACKED_TOKENS) // width), width)
 
 
 def dealt(plan: list[list[int]], hands: int) -> list[list[int]]:
@@ -108,7 +108,7 @@ def batch_of(drawn: Drawn, advantage_N: Sequence[float], counted_N: Sequence[boo
 
 @torch.no_grad()
 def batch_logprobs(model: Transformer, batch: Batch, temperature: float, layout: Layout, *, entropy: bool,
-                   score: Score = token_logprobs) -> Tensor:
+                   score: TokenScore = token_logprobs) -> Tensor:
     """(B, T) on the CPU, by the same kernels and in the same parts as the objective's."""
     device, packed = model.embed.weight.device, layout.packed(batch.seen())
     parts = [score(model, part.to(device, non_blocking=True), temperature, entropy=entropy)[0]
@@ -116,7 +116,7 @@ def batch_logprobs(model: Transformer, batch: Batch, temperature: float, layout:
     return packed.unpacked(torch.cat(parts).cpu())
 
 
-def quickest_score(model: Transformer, layout: Layout) -> Score:
+def quickest_score(model: Transformer, layout: Layout) -> TokenScore:
     """As a graph, where one shape serves all."""
     return GraphedLogprobs() if model.embed.weight.is_cuda and layout.width is not None else token_logprobs
 

@@ -25,16 +25,16 @@ from assay.model.special_tokens import SpecialTokens
 from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import Transformer
 from assay.recipes.grpo_options import Grpo
-from assay.recipes.prompts import Prompt, Prompts
+from assay.recipes.prompts import Prompt, PromptData
 from assay.recipes.reference import Reference
 from assay.recipes.rewards import Group, Rewards, component_metrics, penalise_overlong, reading_metrics, score_by_rules
 from assay.recipes.rollout_batch import Drawn, Layout, batch_logprobs, batch_of, of_completions, quickest_score
-from assay.recipes.run import Run, append_rows, plain, read_rows, rewrite_rows
+from assay.recipes.run import Run, append_json_rows, plain, read_json_rows, rewrite_json_rows
 from assay.verdict import Verdict
 
 COMPARED = 16  # completions of a rollout whose log-probabilities are computed anew before the update; after it, all are compared
 SAID_AGAIN = 50  # steps after which a warning is repeated
-SHOWN = {"reward": "reward", "±": "reward_std", "length": "completions/mean_length", "kl": "kl", "entropy": "entropy"}
+PROGRESS_METRICS = {"reward": "reward", "±": "reward_std", "length": "completions/mean_length", "kl": "kl", "entropy": "entropy"}
 
 
 class Sampler:
@@ -89,7 +89,7 @@ def completions_of(groups: Sequence[Group]) -> Drawn:
 class RolloutCollector:
     """Draws rollouts with the weights as they are now. `waiting` are prompts whose group could not be judged: the next one draws them."""
 
-    def __init__(self, config: Grpo, prompts: Prompts, sampler: Sampler, rewards: Rewards, run: Run, asked: Surrogate, layout: Layout):
+    def __init__(self, config: Grpo, prompts: PromptData, sampler: Sampler, rewards: Rewards, run: Run, asked: Surrogate, layout: Layout):
         self.config, self.order, self.sampler, self.rewards = config, prompts.order, sampler, rewards
         self.run, self.asked, self.layout, self.model = run, asked, layout, sampler.model
         self.sampling = Sampling(max_new=config.max_new, temperature=config.temperature, seed=config.seed)
@@ -99,7 +99,7 @@ class RolloutCollector:
 
     def forget_after(self, step: int) -> None:
         """Samples of steps that are about to be taken again."""
-        rewrite_rows(self.file, [row for row in read_rows(self.file) if row["step"] < step])
+        rewrite_json_rows(self.file, [row for row in read_json_rows(self.file) if row["step"] < step])
 
     def collect(self, step: int, reference: Reference | None) -> Rollout:
         """Prompts, completions, rewards, advantages, and the batch to learn from."""
@@ -217,7 +217,7 @@ class RolloutCollector:
                 for place, group in enumerate(rollout.groups)
                 for member, (completion, scored) in enumerate(zip(group.completions, group.scored, strict=True))]
         kept = rows[:: max(1, -(-len(rows) // max(1, self.config.samples)))]
-        append_rows(self.file, (plain({
+        append_json_rows(self.file, (plain({
             "step": rollout.step, "prompt_id": prompt.id, "prompt": prompt.text, "ids": list(completion.ids), "text": completion.text,
             "ended": completion.ended, "reward": scored.value, "rewards": dict(scored.components), "error": scored.error,
             "advantage": advantage, "version": completion.version,
@@ -264,7 +264,7 @@ class RolloutHistory:
 
     def recall(self) -> None:
         """What the rules over the steps so far have to know, from what was written of them."""
-        for row in read_rows(self.run.metrics_file):
+        for row in read_json_rows(self.run.metrics_file):
             numbers = {name: value for name, value in row.items() if isinstance(value, int | float)}
             if "groups" in row:
                 self.rollouts.append(numbers)
@@ -297,4 +297,4 @@ class RolloutHistory:
     def line(self) -> str:
         """Of the last rollout, for a progress line."""
         now = self.rollouts[-1]
-        return "  ".join(f"{name} {now[key]:.4g}" for name, key in SHOWN.items() if key in now)
+        return "  ".join(f"{name} {now[key]:.4g}" for name, key in PROGRESS_METRICS.items() if key in now)

@@ -126,7 +126,7 @@ class Run:
     def rewind(self, step: int) -> None:
         """Metrics of steps that were taken after the checkpoint are about to be taken again."""
         self.going_on_from = step
-        rewrite_rows(self.metrics_file, [row for row in read_rows(self.metrics_file) if row["step"] < step])
+        rewrite_json_rows(self.metrics_file, [row for row in read_json_rows(self.metrics_file) if row["step"] < step])
 
     def judge(self, what: str, verdicts: list[Verdict]) -> None:
         """Verdicts are written down, whatever they say; one that refutes stops the run."""
@@ -149,11 +149,11 @@ class Run:
 
     def record(self, step: int, **metrics: float | int | str | None) -> None:
         """One line of metrics.jsonl. A number that is not finite is written as a word, never as a missing value."""
-        append_rows(self.metrics_file, [{"step": step, **plain(metrics)}])
+        append_json_rows(self.metrics_file, [{"step": step, **plain(metrics)}])
 
     def consumed(self) -> dict[int, str]:
         """What each step of all sittings wrote down of the data that it read."""
-        return {row["step"]: row["data"] for row in read_rows(self.metrics_file) if "data" in row}
+        return {row["step"]: row["data"] for row in read_json_rows(self.metrics_file) if "data" in row}
 
     def save(self, step: int, contents: Callable[[], Contents], *, best: Path | None, against: str | None = None) -> Path:
         """Snapshot now; write, retire what is old and prove beside the loop. Raises what an earlier save or proof found.
@@ -305,19 +305,19 @@ def plain(value: Any) -> Any:
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
+def read_json_rows(path: Path) -> list[dict[str, Any]]:
     """JSON lines, as far as they are whole: a kill may have torn the last one."""
     lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
     return [json.loads(line) for line in lines[:-1]]
 
 
-def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+def append_json_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """A disk that is full is a StoreError like any other: it is written down how the run ended."""
     with durable.as_store_error(path), path.open("a") as file:
         file.write("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def rewrite_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+def rewrite_json_rows(path: Path, rows: list[dict[str, Any]]) -> None:
     if path.exists():
         durable.replace_file(path, "".join(json.dumps(row) + "\n" for row in rows).encode())
 

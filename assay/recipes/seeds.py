@@ -22,7 +22,7 @@ from types import FrameType
 from typing import Any
 
 from assay.errors import GuardStop, UsageError
-from assay.recipes.run import plain, read_rows
+from assay.recipes.run import plain, read_json_rows
 from assay.statistics.estimate import Estimate
 from assay.statistics.seed_stability import Curves, SeedsVerdict, collapse_bound, stability
 from assay.store import durable
@@ -151,7 +151,7 @@ def final_score(folder: Path) -> Estimate | None:
 
 def curves(plan: Plan) -> Curves:
     """From each run's metrics.jsonl, as far as it got."""
-    rows = {seed: read_rows(plan.folder(seed) / "metrics.jsonl") for seed in plan.seeds}
+    rows = {seed: read_json_rows(plan.folder(seed) / "metrics.jsonl") for seed in plan.seeds}
     return {name: {seed: [(row["step"], float(row[key])) for row in rows[seed] if key in row] for seed in plan.seeds}
             for name, key in CURVES.items()}
 

@@ -16,18 +16,18 @@ from assay.learn.objectives import Objective, next_token
 from assay.learn.optim import adamw
 from assay.model.placement import default_device, place_for_training, uncompiled
 from assay.outcome import Outcome
-from assay.recipes.conversations import NEVER, Conversations, announced, load_conversations, refuse_nonsense
+from assay.recipes.conversations import NEVER, Conversations, describe_tuning, load_conversations, refuse_nonsense
 from assay.recipes.evaluator import EarlyStopping, HeldOutEvaluator, stopping_rule
 from assay.recipes.hand_over import SAME_LOSS, hand_over, write_down
 from assay.recipes.options import Sft, Tuning
-from assay.recipes.run import open_run, print_line, read_rows
+from assay.recipes.run import open_run, print_line, read_json_rows
 from assay.recipes.starting_model import AdapterModel, StartingModel, carry_moments, load_start
 from assay.recipes.trainer import SavePlan, Trainer
 from assay.store.artifact import build_model
 from assay.store.checkpoint import open_checkpoint
 from assay.verdict import Verdict, proven, refuted, unproven
 
-LR_WHOLE, LR_ADAPTER = 3e-5, 3e-4
+SFT_LR_WHOLE, SFT_LR_ADAPTER = 3e-5, 3e-4
 
 
 def sft(config: Sft, say: Callable[[str], None] = print_line) -> Outcome:
@@ -36,10 +36,10 @@ def sft(config: Sft, say: Callable[[str], None] = print_line) -> Outcome:
     device = config.device or default_device()
     start = load_start(config, device, say)
     data = load_conversations(config, start)
-    schedule, every, micro = schedule_of(config, data), config.checkpoint_every or NEVER, micro_rows(config, data)
+    schedule, every, micro = tuning_schedule(config, data), config.checkpoint_every or NEVER, micro_rows(config, data)
     rule = stopping_rule(config.patience, config.worth, schedule=config.schedule, steps=data.steps, every=every)
-    optimizer = optimizer_of(config, start)
-    for line in announced(config, start, data, optimizer.param_groups[0]["lr"], device):
+    optimizer = tuning_optimizer(config, start)
+    for line in describe_tuning(config, start, data, optimizer.param_groups[0]["lr"], device):
         say(line)
     with open_run(config, say, device) as run:
         trainer = Trainer(run, start.weights, optimizer, next_token, schedule, micro=micro, clip=config.clip, order=data.order,
@@ -63,14 +63,14 @@ def sft(config: Sft, say: Callable[[str], None] = print_line) -> Outcome:
                 trainer.resume(saved, data.check_same((saved.trainer() or {})["data"]))
             evaluator.recall()
             early.judge(trainer.done)
-            run.preflight(check_before_step_1(trainer, data, start))
+            run.preflight(preflight_sft(trainer, data, start))
             trainer.save(data.facts(trainer.done))  # where nothing is saved yet: a save is made and proven before step 1
             if trainer.done == 0:
                 if not evaluator.history.steps:
                     evaluator.evaluate(trainer.model, 0, [])
                 trainer.watch.parent_loss = parent_loss(start, next_token, data.order.batch(0), trainer)
                 if config.from_ is not None:
-                    run.judge("fork", [check_fork(Path(config.from_), data, evaluator, trainer)])
+                    run.judge("fork", [check_forked_loss(Path(config.from_), data, evaluator, trainer)])
 
             trainer.start_loop(data.facts(trainer.done), data.order.windows)
             steps = trainer.steps(data.batches(run, trainer.done))
@@ -95,7 +95,7 @@ def sft(config: Sft, say: Callable[[str], None] = print_line) -> Outcome:
 # ---------------------------------------------------------------- what is derived
 
 
-def schedule_of(config: Tuning, data: Conversations) -> Schedule:
+def tuning_schedule(config: Tuning, data: Conversations) -> Schedule:
     warmup = min(config.warmup, data.steps // 4) if data.steps else config.warmup
     return Schedule(Budget(data.steps, config.minutes, config.schedule, warmup, config.decay))
 
@@ -104,8 +104,8 @@ def micro_rows(config: Tuning, data: Conversations) -> int:
     return max(1, min(data.order.rows, config.micro_tokens // config.length))
 
 
-def optimizer_of(config: Tuning, start: StartingModel) -> torch.optim.Optimizer:
-    lr = config.lr or (LR_ADAPTER if isinstance(start.weights, AdapterModel) else LR_WHOLE)
+def tuning_optimizer(config: Tuning, start: StartingModel) -> torch.optim.Optimizer:
+    lr = config.lr or (SFT_LR_ADAPTER if isinstance(start.weights, AdapterModel) else SFT_LR_WHOLE)
     optimizer = adamw(start.model.named_parameters(), lr, weight_decay=config.weight_decay)
     carry_moments(optimizer, start)
     return optimizer
@@ -113,7 +113,7 @@ def optimizer_of(config: Tuning, start: StartingModel) -> torch.optim.Optimizer:
 # ---------------------------------------------------------------- what is checked before step 1
 
 
-def check_before_step_1(trainer: Trainer, data: Conversations, start: StartingModel) -> list[Verdict]:
+def preflight_sft(trainer: Trainer, data: Conversations, start: StartingModel) -> list[Verdict]:
     """The loss is the loss, every tensor is reached and held, the alarms are awake, the data says what it should."""
     batch = trainer.first_micro_batch(data.order.batch(0))
     found = trainer.gradients(batch)
@@ -130,11 +130,11 @@ def parent_loss(start: StartingModel, objective: Objective, batch: Batch, traine
     return float(torch.stack(parts).sum()) / float(batch.weight.sum())
 
 
-def check_fork(parent: Path, data: Conversations, evaluator: HeldOutEvaluator, trainer: Trainer) -> Verdict:
+def check_forked_loss(parent: Path, data: Conversations, evaluator: HeldOutEvaluator, trainer: Trainer) -> Verdict:
     """The first evaluation equals the one that the parent's run made of this checkpoint, conversation by conversation."""
     facts = (open_checkpoint(parent).trainer() or {}).get("data", {})
     step = open_checkpoint(parent).step
-    evaluated = [row for row in read_rows(parent.parent.parent / "eval.jsonl") if row["step"] == step]
+    evaluated = [row for row in read_json_rows(parent.parent.parent / "eval.jsonl") if row["step"] == step]
     if (facts.get("conversations"), facts.get("scored_as")) != (data.digest, data.scored_as) or not evaluated:
         return unproven("fork", f"the parent's run did not score these conversations by {data.scored_as}: its recorded loss says "
                                 "nothing", optional=True)

@@ -39,7 +39,7 @@ def write_squeezed(run: Run, model: Path, before: HeldOut, corpus: Corpus, *, ro
     where = run.folder / "model.assayz"
     report = write_assayz(open_artifact(model), where, max_bytes)
     after = reread(where, corpus, rows, length)
-    verdicts = [check_bytes(where, max_bytes), check_score(before, after)]
+    verdicts = [check_bytes(where, max_bytes), check_squeezed_score(before, after)]
     run.ledger.append("artifact", file=where.name, bytes=report.bytes, levels=report.levels, bits=report.bits,
                       score=asdict(after.bits_per_byte), unquantised=asdict(before.bits_per_byte),
                       verdicts=plain([verdict.to_json() for verdict in verdicts]))
@@ -64,7 +64,7 @@ def check_bytes(where: Path, max_bytes: int) -> Verdict:
     return (proven if size <= max_bytes else refuted)("bytes", words, bytes=size, max_bytes=max_bytes)
 
 
-def check_score(before: HeldOut, after: HeldOut) -> Verdict:
+def check_squeezed_score(before: HeldOut, after: HeldOut) -> Verdict:
     """Document by document, so that what rounding cost has an interval of its own."""
     cost = rounding_cost(before, after)
     words = f"the bytes on disk score {after.bits_per_byte} bits per byte; unquantised {before.bits_per_byte}, so rounding cost {cost}"

@@ -23,7 +23,7 @@ from assay.generate.engine import Engine, fitting_slots
 from assay.generate.generation_request import Completion, GenerationRequest, Sampling
 from assay.model.tokenizer import Tokenizer
 from assay.recipes.options import Distill
-from assay.recipes.run import read_rows
+from assay.recipes.run import read_json_rows
 from assay.recipes.teachers import place_teacher
 from assay.store import durable
 from assay.store.artifact import Artifact
@@ -54,7 +54,7 @@ def write_teacher_text(config: Distill, teacher: Artifact, student: Tokenizer, d
     for file, prompts in zip(files, (learned, held_out), strict=True):
         asked = hashlib.sha256("\n".join([teacher.digest, repr(sampling), *(p.content for p in prompts)]).encode()).hexdigest()
         if file.exists():
-            if {row["asked"] for row in read_rows(file)} != {asked}:
+            if {row["asked"] for row in read_json_rows(file)} != {asked}:
                 raise UsageError(f"{file} holds what another teacher said, or was asked otherwise; give another --out")
         elif prompts:
             rows, left_out = sample_answers(prompts, teacher, teacher.tokenizer, student, sampling, device)
@@ -105,7 +105,7 @@ def prompt_of(row: Conversation) -> TeacherPrompt:
 def sample_answers(prompts: Sequence[TeacherPrompt], teacher: Artifact, tokenizer: Tokenizer, student: Tokenizer, sampling: Sampling,
             device: str) -> tuple[list[dict[str, Any]], Counter[str]]:
     """A row for each answer that can be learned, and why others cannot. What is drawn depends on the prompt, not on its place."""
-    asked = [encode_prompt(prompt, tokenizer) for prompt in prompts]
+    asked = [encode_teacher_prompt(prompt, tokenizer) for prompt in prompts]
     room, left_out, rows = teacher.config.max_length - sampling.max_new, Counter[str](), []
     fitting = [place for place, ids in enumerate(asked) if len(ids) <= room]
     if len(fitting) < len(asked):
@@ -129,7 +129,7 @@ def sample_answers(prompts: Sequence[TeacherPrompt], teacher: Artifact, tokenize
     return rows, left_out
 
 
-def encode_prompt(prompt: TeacherPrompt, tokenizer: Tokenizer) -> list[int]:
+def encode_teacher_prompt(prompt: TeacherPrompt, tokenizer: Tokenizer) -> list[int]:
     """By the teacher's own template, or as plain text begins for it."""
     if prompt.messages and tokenizer.template is not None:
         return tokenizer.encode(tokenizer.render(prompt.messages, add_generation_prompt=True))

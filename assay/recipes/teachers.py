@@ -120,7 +120,7 @@ def load_stored_answers(config: Distill, student: Student, examples: Sequence[Tr
     if not folder.exists():
         if config.teacher is None:
             raise UsageError(f"{folder} does not exist yet: name who is to be asked with --teacher")
-        store_answers(folder, config, student, batches, device)
+        store_teacher_answers(folder, config, student, batches, device)
         say(f"{folder}: the teacher's {config.top_k} likeliest tokens in every place of {len(examples):,} conversations")
     digest = None if config.teacher is None else open_artifact(config.teacher).digest
     stored = open_teacher(folder, tokenizer=student.tokenizer.digest, teacher=digest)
@@ -132,7 +132,7 @@ def load_stored_answers(config: Distill, student: Student, examples: Sequence[Tr
     return OfflineTeacher(stored, student, blend)
 
 
-def store_answers(folder: Path, config: Distill, student: Student, batches: Iterable[Batch], device: str) -> None:
+def store_teacher_answers(folder: Path, config: Distill, student: Student, batches: Iterable[Batch], device: str) -> None:
     artifact = open_teacher_model(config)
     refuse_other_tokenizer(artifact, student)
     vocab, model = shared_ids(artifact.config.vocab, student) or artifact.config.vocab, place_teacher(artifact, device)

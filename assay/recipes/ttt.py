@@ -76,7 +76,7 @@ class TttOutcome(Outcome):
 
 
 def ttt(config: Ttt, say: Callable[[str], None] = print_line) -> TttOutcome:
-    source, where = open_source(config), Path(config.out)
+    source, where = open_readable(config), Path(config.out)
     model = load_reader(source, config.device or default_device())
     patch = fresh(source.config, ttt_sites(source.config, config.targets), config.rank, config.scale, config.seed, source.digest)
     texts, left_out = read_documents(config, source)
@@ -85,7 +85,7 @@ def ttt(config: Ttt, say: Callable[[str], None] = print_line) -> TttOutcome:
     run = Run(where, config, say=say)
     with run.sitting():
         run.ledger.append("documents", count=len(texts), bytes=sum(text.bytes for text in texts), left_out=dict(left_out))
-        run.judge("preflight", preflight(model, texts, how, patch))
+        run.judge("preflight", preflight_ttt(model, texts, how, patch))
         before, began = weights(model), time.monotonic()
         without = token_costs(read_and_adapt(model, tokens_of(texts), how, slots), len(texts))
         halfway = time.monotonic()
@@ -95,7 +95,7 @@ def ttt(config: Ttt, say: Callable[[str], None] = print_line) -> TttOutcome:
         verdicts = [*_judged(config, notes, slots), check_base_unchanged(before, weights(model))]
         outcome = TttOutcome(run.folder, verdicts, results=estimates(notes.texts), documents=notes.texts, left_out=dict(left_out),
                              norms=notes.norms, seconds=seconds)
-        write_report(run, outcome)
+        write_ttt_report(run, outcome)
     return outcome
 
 
@@ -143,7 +143,7 @@ class Notes:
 # ---------------------------------------------------------------- before
 
 
-def open_source(config: Ttt) -> Artifact:
+def open_readable(config: Ttt) -> Artifact:
     source = open_artifact(config.path)
     if source.patch is not None:
         raise UsageError(f"{source.path} is an adapter; export it --to merged, and read with that")
@@ -197,7 +197,7 @@ def first_token(source: Artifact) -> int:
     return first
 
 
-def preflight(model: Transformer, texts: Sequence[Read], how: TttSettings, patch: Patch) -> list[Verdict]:
+def preflight_ttt(model: Transformer, texts: Sequence[Read], how: TttSettings, patch: Patch) -> list[Verdict]:
     """Causality of this model, patch and plan, on the beginnings of two documents: cut within a chunk, and at a chunk's end."""
     chunk = min(how.chunk, PREFLIGHT_TOKENS)
     short = replace(how, chunk=chunk, context=min(how.context, 3 * chunk))
@@ -233,7 +233,7 @@ def estimates(texts: Sequence[Read]) -> dict[str, Estimate]:
             "bits per byte, saved": ttt_gain(with_, without, sizes)}
 
 
-def write_report(run: Run, outcome: TttOutcome) -> None:
+def write_ttt_report(run: Run, outcome: TttOutcome) -> None:
     found = {name: asdict(estimate) for name, estimate in outcome.results.items()}
     rows = [{"name": text.name, "bytes": text.bytes, "tokens": len(text.tokens) - 1, "bits_without": text.without, "bits_with": text.with_,
              "saved_bits_per_byte": text.saved} for text in outcome.documents]

@@ -17,7 +17,7 @@ from assay.errors import GuardStop, StoreError, UsageError
 from assay.guard import proof
 from assay.guard.proof import Prover, hallmark_or_quarantine
 from assay.recipes import run as run_module
-from assay.recipes.run import Run, plain, read_rows, rewrite_rows
+from assay.recipes.run import Run, plain, read_json_rows, rewrite_json_rows
 from assay.store import durable
 from assay.store.checkpoint import Contents, latest_checkpoint, open_checkpoint
 from assay.store.saving import BackgroundSaver
@@ -93,10 +93,10 @@ def test_rewinding_keeps_what_came_before_the_step(run: Run):
 
 def test_a_torn_last_line_is_not_a_row(tmp_path: Path):
     file = tmp_path / "rows.jsonl"
-    assert read_rows(file) == []
+    assert read_json_rows(file) == []
     file.write_text('{"step": 1}\n{"step": 2}\n{"st')
-    assert read_rows(file) == [{"step": 1}, {"step": 2}]
-    rewrite_rows(file, read_rows(file)[:1])
+    assert read_json_rows(file) == [{"step": 1}, {"step": 2}]
+    rewrite_json_rows(file, read_json_rows(file)[:1])
     assert file.read_text() == '{"step": 1}\n'
 
 

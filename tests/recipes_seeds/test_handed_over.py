@@ -24,7 +24,7 @@ from assay.recipes import hand_over
 from assay.recipes.hand_over import check_weight_set, export_proven, rescore
 from assay.recipes.options import Pretrain
 from assay.recipes.pretrain import pretrain
-from assay.recipes.size_limit import check_bytes, check_score, reread, write_squeezed
+from assay.recipes.size_limit import check_bytes, check_squeezed_score, reread, write_squeezed
 from assay.recipes.trainer import Trainer
 from assay.store.artifact import build_model as built
 from assay.store.artifact import open_artifact
@@ -196,7 +196,7 @@ def test_other_weights_in_the_file_are_refuted_by_their_score(averaging, corpus,
     before = rescore(model, scoring(corpus))
     worse = replace(model, tensors=model.tensors | {"embed.weight": 8 * model.tensors["embed.weight"].roll(1, 0)})
     write_assayz(worse, tmp_path / "m", 10**9)
-    verdict = check_score(before, reread(tmp_path / "m", corpus, ROWS, LENGTH))
+    verdict = check_squeezed_score(before, reread(tmp_path / "m", corpus, ROWS, LENGTH))
     assert verdict.outcome is Outcome.REFUTED
     assert "more than the 0.05 allowed" in verdict.reason
     assert verdict.evidence["cost"]["low"] < verdict.evidence["cost"]["mean"] < verdict.evidence["cost"]["high"]
