@@ -161,7 +161,8 @@ def load_lessons(config: Distill, start: StartingModel, device: str, say: Callab
 
 
 def load_teacher(config: Distill, start: StartingModel, data: Conversations, device: str, say: Callable[[str], None]) -> Teacher:
-    student, teacher = Student(start.parent.config.vocab, start.tokenizer), None
+    student = Student(start.parent.config.vocab, start.tokenizer)
+    teacher: Teacher
     if config.how == "online":
         teacher = OnlineTeacher(open_teacher_model(config), student, blend_of(config), device)
     else:

@@ -161,7 +161,7 @@ class Trainer:
         for step, loss, norm, metrics in read:
             self._losses.append(loss)
             self._informed |= norm > 0
-            row = {"loss": loss, "grad_norm": norm, **metrics, "learning_rate": self.watch.peaks[0] * step.multiplier,
+            row: dict[str, Any] = {"loss": loss, "grad_norm": norm, **metrics, "learning_rate": self.watch.peaks[0] * step.multiplier,
                    "num_tokens": (step.index + 1) * step.tokens, "data": ids_digest(step.ids)}
             self.run.record(step.index, **(row | self._columns.pop(step.index)), seconds=round(seconds, 3))
         if read:

@@ -206,6 +206,7 @@ def test_only_the_proof_of_what_ended_the_loop_has_the_machine_to_itself(tmp_pat
             asked[open_checkpoint(folder).step] = beside
 
     monkeypatch.setattr(run, "Prover", Asked)
-    monkeypatch.setattr(pretrain, "hand_over", lambda *_, **__: (None, []))
+    monkeypatch.setattr(pretrain, "hand_over", hand_nothing_over)
+    monkeypatch.setattr(pretrain, "write_down", lambda *_, **__: None)
     pretrain.pretrain(options(tmp_path / "run"), say=lambda _: None)
     assert (asked[0], asked[1], asked[STEPS]) == (True, True, False)
