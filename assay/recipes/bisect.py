@@ -103,7 +103,7 @@ def loss_above(run: Path, limit: float) -> Probe:
 
 
 def loss_jump(run: Path) -> Probe:
-    """Worse on the same documents, by an interval that excludes 0, than the best look before it."""
+    """Worse on the same documents, by an interval that excludes 0, than the best evaluation before it."""
     losses = evaluated_losses(run)
 
     def bad(checkpoint: Path) -> bool:

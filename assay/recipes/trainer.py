@@ -161,8 +161,9 @@ class Trainer:
         for step, loss, norm, metrics in read:
             self._losses.append(loss)
             self._informed |= norm > 0
-            row: dict[str, Any] = {"loss": loss, "grad_norm": norm, **metrics, "learning_rate": self.watch.peaks[0] * step.multiplier,
-                   "num_tokens": (step.index + 1) * step.tokens, "data": ids_digest(step.ids)}
+            row: dict[str, Any] = {
+                "loss": loss, "grad_norm": norm, **metrics, "learning_rate": self.watch.peaks[0] * step.multiplier,
+                "num_tokens": (step.index + 1) * step.tokens, "data": ids_digest(step.ids)}
             self.run.record(step.index, **(row | self._columns.pop(step.index)), seconds=round(seconds, 3))
         if read:
             told = "  ".join(f"{name} {value:.4f}" for name, value in {"loss": read[-1].loss, **read[-1].metrics}.items())

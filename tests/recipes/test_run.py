@@ -323,6 +323,23 @@ def test_a_signal_in_the_middle_of_a_line_is_noted_like_any_other(run: Run):
     assert (run.interrupted, screen.lines) == (signal.SIGTERM, 1)
 
 
+def test_off_the_main_thread_signals_stay_whose_they_were(run: Run):
+    """A notebook or a server calls recipes in threads, where Python lets nobody listen for signals."""
+    before, inside = signal.getsignal(signal.SIGTERM), []
+
+    def work() -> None:
+        with run.interruptible():
+            inside.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert inside == [before]
+    with run.interruptible():
+        assert signal.getsignal(signal.SIGTERM) != before
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
 def test_a_second_error_on_the_way_out_is_not_lost(run: Run, monkeypatch: pytest.MonkeyPatch):
     def close() -> None:
         raise StoreError("the last save failed as well")
