@@ -25,6 +25,6 @@ def test_it_says_every_verdict():
 
 
 def test_importing_it_loads_no_torch():
-    said = subprocess.run([sys.executable, "-c", "import sys, assay.outcome; print('torch' in sys.modules)"], capture_output=True, text=True,
-                          check=True)
+    asked = [sys.executable, "-c", "import sys, assay.outcome; print('torch' in sys.modules)"]
+    said = subprocess.run(asked, capture_output=True, text=True, check=True)
     assert said.stdout == "False\n"
