@@ -22,8 +22,8 @@ class FLAGS:
 
     a: str = argument("checkpoint, folder, adapter, GGUF file or fetched name")
     b: str = argument("another")
-    base: str | None = option("the base of A, where A is an adapter that does not name it", default=None)
-    b_base: str | None = option("the same for B", default=None)
+    base: str | None = option("the base of A, where A is an adapter that does not name it", metavar="MODEL", default=None)
+    b_base: str | None = option("the base of B, where B is an adapter that does not name it", metavar="MODEL", default=None)
     all_: bool = option("show every tensor, those that did not move included", default=False)
     json: bool = option("print JSON, every tensor included", default=False)
 

@@ -16,9 +16,10 @@ class FLAGS:
 
     path: str = argument("checkpoint, Hugging Face or PEFT folder, or GGUF file")
     to: Literal["hf", "peft", "gguf", "merged"] = option("what to write")
-    out: str = option("folder (hf, peft, merged) or file (gguf) to write; it must not exist")
-    dtype: str | None = option("hf, merged: float32, bfloat16 or float16 (as stored); gguf: f16, bf16 or q8_0 (f16)", default=None)
-    base: str | None = option("an adapter's base, where the adapter does not name it", default=None)
+    out: str = option("folder (hf, peft, merged) or file (gguf) to write; it must not exist", metavar="PATH")
+    dtype: str | None = option("number format: float32, bfloat16 or float16; for gguf f16, bf16 or q8_0", default=None,
+                               default_text="as stored; for gguf f16")
+    base: str | None = option("an adapter's base, where the adapter does not name it", metavar="MODEL", default=None)
     json: bool = option("print verdicts as JSON", default=False)
 
 

@@ -17,13 +17,14 @@ class FLAGS:
     be proven is; the rest is UNPROVEN, in words. A squeezed file must hold what rounding makes of --against, bit for bit."""
 
     path: str = argument("checkpoint, Hugging Face or PEFT folder, GGUF or squeezed file")
-    against: str | None = option("parent (or source, with --expect same) to compare with", default=None)
-    base: str | None = option("an adapter's base, where the adapter does not name it", default=None)
+    against: str | None = option("parent (or source, with --expect same) to compare with", metavar="MODEL", default=None,
+                                 default_text="the parent that PATH names")
+    base: str | None = option("an adapter's base, where the adapter does not name it", metavar="MODEL", default=None)
     expect: Literal["moved", "same"] | None = option("how it should stand to --against: trained on from it, or equal to it", default=None)
-    probe_samples: int = option("texts to each of eight prompts by which its health may be judged; clean ones are enough after one; "
-                                "0: none", least=0, default=4)
-    device: str = option("where those texts are sampled: cpu, cuda, …", default="cpu")
-    strict: bool = option("exit 3 also where something is UNPROVEN", default=False)
+    probe_samples: int = option("texts to each of eight prompts by which its health may be judged; where the first of each are clean, they "
+                                "are enough; 0: none", least=0, default=4)
+    device: str = option("where those texts are sampled: cpu or cuda", default="cpu")
+    strict: bool = option("exit with 3 also where something is UNPROVEN", default=False)
     json: bool = option("print verdicts as JSON", default=False)
 
 
