@@ -17,7 +17,7 @@ from assay.evaluation.evaluate import Unsound, evaluate
 from assay.evaluation.loaded_model import LoadedModel
 from assay.evaluation.soundness import check_dataset, check_pass_at_k
 from assay.evaluation.task import GenerationTask, TaskExample, check_scoring
-from assay.evaluation.tasks import TaskRequest, gsm8k, open_task
+from assay.evaluation.tasks import TaskRequest, answers, open_task
 from assay.generate.engine import ActiveCompletion
 from assay.generate.generation_request import Sampling
 from assay.model.special_tokens import resolve_special_tokens
@@ -94,12 +94,12 @@ def with_bos() -> Tokenizer:
 @fault("stop string taken letter by letter", rows=("E04",), stage="eval", check="gold answers", job=oracles_of_a_task)
 def stop_by_letters(_: Path) -> AbstractContextManager[None]:
     """A stop string was passed where a list of them belongs, so every text ends at the first of its letters."""
-    whole = gsm8k.number_problems
+    whole = answers.number_problems
 
     def cut(name: str, examples: tuple[TaskExample, ...]) -> GenerationTask:
         return replace(whole(name, examples), stop=tuple("She says:"))
 
-    return swap(gsm8k, "number_problems", cut)
+    return swap(answers, "number_problems", cut)
 
 
 @fault("first number taken for the answer", rows=("E05",), stage="eval", check="wrong answers", job=oracles_of_a_task)
@@ -109,12 +109,12 @@ def first_number(_: Path) -> AbstractContextManager[None]:
         found = re.search(r"\d+", text)
         return found and found[0]
 
-    return swap(gsm8k, "read_answer", first)
+    return swap(answers, "read_answer", first)
 
 
 @fault("grader that always says yes", rows=(), stage="eval", check="wrong answers", job=oracles_of_a_task)
 def always_yes(_: Path) -> AbstractContextManager[None]:
-    return swap(gsm8k, "same_answer", lambda answer, gold: True)
+    return swap(answers, "same_answer", lambda answer, gold: True)
 
 # ---------------------------------------------------------------- faults of the model's side
 
