@@ -52,10 +52,10 @@ def probe_edit(before: LoadedModel, after: LoadedModel, *, rounds: int, seed: in
     return EditDrift(was, probe(child, asked, n=rounds, name="the edited model", surprise=parent.surprise, usual=usual))
 
 
-def fitting_prompts(opened: LoadedModel, prompts: Sequence[ProbePrompt], *, raw: bool) -> list[ProbePrompt]:
-    room = opened.model.config.max_length - _TOKENS
+def fitting_prompts(loaded: LoadedModel, prompts: Sequence[ProbePrompt], *, raw: bool) -> list[ProbePrompt]:
+    room = loaded.model.config.max_length - _TOKENS
     return [replace(prompt, expected=replace(prompt.expected, ends=False)) for prompt in prompts
-            if opened.length_of(prompt.text, raw=raw) <= room]
+            if loaded.length_of(prompt.text, raw=raw) <= room]
 
 
 def check_edit_drift(found: EditDrift | None) -> Verdict:
