@@ -31,6 +31,7 @@ from assay.recipes.sft import FineTuning
 from assay.recipes.shrunk import make_student
 from assay.recipes.training import Training
 from assay.store.artifact import build_model, open_artifact
+from assay.store.ledger import Event
 from assay.verdict import Outcome, Verdict, proven, refuted
 
 CHARACTERS = 3.4  # a token of SmolLM2's in English text, and fewer in markup: a piece is about a row long, and what is more is cut off
@@ -47,7 +48,7 @@ class Measured(Training):
 
 class WithTeacher(Measured, Distillation):
     def finish(self) -> None:
-        self.run.judge("teacher unmoved", self.teacher.unmoved())
+        self.run.judge(Event.TEACHER_UNMOVED, self.teacher.unmoved())
         super().finish()
 
 

@@ -72,11 +72,11 @@ def run(flags: FLAGS) -> int:
 
 def training_texts(files: Iterable[Path]) -> Iterable[str]:
     """Everything that is said in the training files: plain text, or every string of every row."""
-    from assay.data.data_files import ROW_SUFFIXES, read_rows
+    from assay.data.data_files import ROW_READERS, read_rows
     from assay.evaluation.soundness import row_text
 
     for file in files:
-        if file.name.endswith(ROW_SUFFIXES):
+        if file.name.endswith(tuple(ROW_READERS)):
             for row in read_rows(file):
                 yield row_text(row.values)
         else:

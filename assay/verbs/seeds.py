@@ -67,8 +67,8 @@ def plans_by_value(flags: FLAGS) -> dict[str, FLAGS]:
 
 def checked_plan(flags: FLAGS) -> "Plan":
     """The recipe reads its options here and now: a mistake is found before the first seed is paid for."""
-    from assay.data.files import require_outside_checkpoints
     from assay.recipes.seeds import Plan
+    from assay.store.durable import require_outside_checkpoints
 
     if len(set(flags.seeds)) != len(flags.seeds) or len(flags.seeds) < 2:
         raise UsageError(f"--seeds {' '.join(map(str, flags.seeds))}: expected two or more different seeds; one shows nothing "

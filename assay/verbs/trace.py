@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from assay.config import argument, option
 from assay.errors import UsageError
+from assay.strict_json import parse_json
 from assay.verbs.terminal import print_table
 
 if TYPE_CHECKING:
@@ -149,11 +150,11 @@ def encode_for_trace(text: str, a: "Artifact") -> list[int]:
 
 def read_ids(path: Path) -> list[list[int]]:
     try:
-        rows = json.loads(path.read_text())
+        data = path.read_bytes()
     except OSError as error:
         raise UsageError(f"--tokens {path}: {error.strerror}; expected a JSON file of token ids") from None
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"--tokens {path}: not JSON ({error}); expected a list of token ids, or several of the same length") from None
+    rows = parse_json(data, where=f"--tokens {path}", error=UsageError,
+                      advice="expected a list of token ids, or several of the same length")
     rows = rows if isinstance(rows, list) and rows and isinstance(rows[0], list) else [rows]
     whole = all(isinstance(row, list) and len(row) == len(rows[0]) and all(type(id) is int for id in row) for row in rows)
     if not whole:

@@ -1,7 +1,6 @@
 """Task registry: `open_task` finds a task by its name; data come from a file of the user's, never from here."""
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from assay.config import nearest
 from assay.data.data_files import read_rows
 from assay.errors import DataError, UsageError
 from assay.evaluation.task import Task
+from assay.strict_json import read_json
 
 # name → what its data look like
 TASKS = {
@@ -38,7 +38,7 @@ class TaskRequest:
         if self.data is None:
             raise UsageError(f"task {self.name} needs --data FILE: {TASKS[self.name]}")
         if self.data.suffix == ".json":
-            return _json_list(self.data)
+            return read_json(self.data, [dict], error=DataError)
         return [row.values for row in read_rows(self.data)]
 
 
@@ -55,15 +55,3 @@ def open_task(request: TaskRequest) -> Task:
         "counterfact": likelihood.make_counterfact, "text": likelihood.make_text, "instructions": graded.make_instructions,
         "graded": graded.make_graded}
     return makers[request.name](request)
-
-
-def _json_list(path: Path) -> list[Mapping[str, Any]]:
-    try:
-        rows = json.loads(path.read_text())
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}: not JSON: {error}") from None
-    if not isinstance(rows, Sequence) or not all(isinstance(row, dict) for row in rows):
-        raise DataError(f"{path}: expected a list of objects")
-    return list(rows)
