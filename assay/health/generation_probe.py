@@ -11,14 +11,16 @@ import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from assay.comparison.bisection import Bisection, bisect_first_bad
 from assay.comparison.pairwise import signed_estimate
 from assay.errors import AssayError, UsageError
+from assay.evaluation.loaded_model import PLAIN_SAMPLING, LoadedModel, prompt_token_ids
 from assay.generate.generation_request import Sampling
+from assay.generate.policy_logprobs import completion_logprobs
 from assay.health.degenerate import Cause, Malformed, malformed, same_everywhere, word_soup
 from assay.health.probe_prompts import ProbePrompt
 from assay.seeds import derive
@@ -179,16 +181,13 @@ def _soup(said: GeneratedText, usual: Sequence[float]) -> Malformed | None:
     return None if said.surprise is None else word_soup(said.surprise, usual)
 
 
-if TYPE_CHECKING:
-    from assay.evaluation.loaded_model import LoadedModel
-
 _SECONDS = 120.0
 
 
 class ModelGenerator:
     """A loaded artifact. A model without a chat template continues the prompt as text."""
 
-    def __init__(self, loaded: "LoadedModel", sampling: Sampling):
+    def __init__(self, loaded: LoadedModel, sampling: Sampling):
         self.loaded, self.sampling = loaded, sampling
         self.raw = loaded.tokenizer.template is None
 
@@ -205,9 +204,6 @@ class ModelGenerator:
 
     def surprise(self, prompts: Sequence[ProbePrompt], said: Sequence[GeneratedText]) -> list[float]:
         """Nats per token of texts, whoever said them, after their prompts; 0 where nothing was said."""
-        from assay.evaluation.loaded_model import PLAIN_SAMPLING, prompt_token_ids
-        from assay.generate.policy_logprobs import completion_logprobs
-
         tokenizer, limit = self.loaded.tokenizer, self.loaded.model.config.max_length
         pairs = [(prompt_token_ids(tokenizer, prompt.text, raw=self.raw), tuple(tokenizer.encode(one.text)))
                  for prompt, one in zip(prompts, said, strict=True)]
@@ -220,9 +216,6 @@ class ModelGenerator:
 
     def reading(self, prompts: Sequence[ProbePrompt]) -> list[float]:
         """Nats per token of the prompts themselves, as texts, after the first token of each: what real words cost this model."""
-        from assay.evaluation.loaded_model import PLAIN_SAMPLING
-        from assay.generate.policy_logprobs import completion_logprobs
-
         texts = [tuple(self.loaded.tokenizer.encode(prompt.text))[: self.loaded.model.config.max_length] for prompt in prompts]
         return [-float(found.double().mean()) for found in completion_logprobs(self.loaded.model, [(ids[:1], ids[1:]) for ids in texts],
                                                                                PLAIN_SAMPLING)]

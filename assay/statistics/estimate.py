@@ -11,7 +11,7 @@ estimated. How often the intervals cover the truth was computed or simulated: se
 import math
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -105,6 +105,14 @@ def clustered(scores: ArrayLike, clusters: Sequence[Hashable], *, level: float =
     if sizes.size < 2:
         raise DataError("all scores are of one cluster, so nothing says how clusters differ; give at least 2 clusters")
     return _clustered_proportion(sums, sizes, level) if _binary(values) else ratio(sums, sizes, level=level)
+
+
+def clustered_rate(scores: ArrayLike, clusters: Sequence[Hashable], *, level: float = 0.95) -> Estimate:
+    """`clustered`, of scores between 0 and 1: `mean_rate` where each is a cluster by itself, and never outside 0 to 1."""
+    if len(set(clusters)) == len(clusters):
+        return mean_rate(scores, level=level)
+    found = clustered(scores, clusters, level=level)
+    return replace(found, low=max(found.low, 0.0), high=min(found.high, 1.0))
 
 
 def paired(after: ArrayLike, before: ArrayLike, ids: tuple[Sequence[Hashable], Sequence[Hashable]] | None = None, *,

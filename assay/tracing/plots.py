@@ -28,12 +28,12 @@ def draw_activations(seen: Trace, where: Path) -> None:
 
 def draw_divergence(found: PassDivergence, where: Path) -> None:
     """Shaded by how far each site is above or below its bound, and by the error that it has from its own inputs."""
-    title = "no site parts"
+    title = "no site diverges"
     if (first := found.first) is not None:
-        title = f"{first.site} is the first that parts: {first.introduced.worst:.1e}, bound {first.bound:.1e}"
+        title = f"{first.site} is the first that diverges: {first.introduced.worst:.1e}, bound {first.bound:.1e}"
     introduced = {gap.site: _log(gap.excess) for gap in found.gaps}
     _draw_maps(where, title, [
-        ("introduced at the site, over its bound (log10): above 0 it parts", introduced, "coolwarm", 6.0),
+        ("introduced at the site, over its bound (log10): above 0 it diverges", introduced, "coolwarm", 6.0),
         ("relative error, each from its own inputs (log10)", {gap.site: _log(gap.free.error) for gap in found.gaps}, "viridis", None)])
 
 
