@@ -69,7 +69,7 @@ def run(flags: FLAGS) -> int:
     with progress_line() as show:
         found = evaluate(opened, task, Path(flags.out), k=flags.k, sampling=sampling, raw=flags.raw,
                          trained_on=training_texts(map(Path, flags.trained_on)),
-                         said=lambda done, of: show(f"{task.name}: {done} of {of} examples", last=done == of))
+                         progress=lambda done, of: show(f"{task.name}: {done} of {of} examples", last=done == of))
     print(json.dumps(found.to_json(), indent=1) if flags.json else evaluation_text(found, Path(flags.out)))
     return 3 if overall(found.verdicts) is Outcome.REFUTED else 0
 
@@ -100,5 +100,5 @@ def plain_text(file: Path) -> str:
 def evaluation_text(found: "Evaluation", folder: Path) -> str:
     width = max(map(len, found.estimates))
     lines = [f"{name:{width}}  {estimate}" for name, estimate in found.estimates.items()]
-    lines += [f"strict and lenient reading differ on {len(found.apart)} samples" if found.apart else ""]
+    lines += [f"strict and lenient reading differ on {len(found.disagreements)} samples" if found.disagreements else ""]
     return "\n".join([*filter(None, lines), *(f"  {verdict}" for verdict in found.verdicts), f"kept in {folder}"])

@@ -67,17 +67,17 @@ def run_one(flags: FLAGS, sampling: "Sampling") -> int:
     from assay.health.generation_probe import compare_health, probe
 
     assert flags.artifact is not None
-    speaker = generator_of(flags.artifact, flags, sampling)
-    prompts = prompts_for(flags, speaker)
+    generator = generator_of(flags.artifact, flags, sampling)
+    prompts = prompts_for(flags, generator)
     n, verdicts, parent = rounds(flags, len(prompts)), [], None
     if flags.against is not None:
         other = load_generator(flags.against, flags, sampling, base=None)
         parent = probe(other, prompts, n=n, name=flags.against, surprise=other.surprise, tolerated=flags.tolerate)
         usual = [sample.said.surprise for sample in parent.samples if sample.said.surprise is not None]
-        health = probe(speaker, prompts, n=n, name=flags.artifact, surprise=other.surprise, usual=usual, tolerated=flags.tolerate)
+        health = probe(generator, prompts, n=n, name=flags.artifact, surprise=other.surprise, usual=usual, tolerated=flags.tolerate)
         verdicts = [health.verdict(), compare_health(health, parent)[1]]
     else:
-        health = probe(speaker, prompts, n=n, name=flags.artifact, tolerated=flags.tolerate)
+        health = probe(generator, prompts, n=n, name=flags.artifact, tolerated=flags.tolerate)
         verdicts = [health.verdict()]
     facts = {"artifact": flags.artifact, "verdicts": [verdict.to_json() for verdict in verdicts], "health": as_json(health),
              "parent": None if parent is None else as_json(parent)}
@@ -96,9 +96,9 @@ def run_history(flags: FLAGS, sampling: "Sampling") -> int:
     names = sorted(child.name for child in folder.iterdir() if child.is_dir() and not child.name.startswith("."))
 
     def look(name: str) -> "Health":
-        speaker = load_generator(str(folder / name), flags, sampling, base=flags.base)
-        prompts = prompts_for(flags, speaker)
-        probed[name] = probe(speaker, prompts, n=rounds(flags, len(prompts)), name=name, tolerated=flags.tolerate)
+        generator = load_generator(str(folder / name), flags, sampling, base=flags.base)
+        prompts = prompts_for(flags, generator)
+        probed[name] = probe(generator, prompts, n=rounds(flags, len(prompts)), name=name, tolerated=flags.tolerate)
         line_printer(json=flags.json)(f"{name}: {probed[name].sentence}")
         return probed[name]
 
@@ -128,14 +128,14 @@ def load_generator(name: str, flags: FLAGS, sampling: "Sampling", base: str | No
     return ModelGenerator(LoadedModel(open_artifact(name, base=base), device=device), sampling)
 
 
-def prompts_for(flags: FLAGS, speaker: "ModelGenerator | EndpointGenerator") -> "tuple[ProbePrompt, ...]":
+def prompts_for(flags: FLAGS, generator: "ModelGenerator | EndpointGenerator") -> "tuple[ProbePrompt, ...]":
     """The user's prompts, else ours: questions for a model that answers, beginnings for one that continues."""
     from assay.health.generation_probe import ModelGenerator
     from assay.health.probe_prompts import BUILT_IN_PROMPTS, TEXT_BEGINNINGS, read_probe_prompts
 
     if flags.prompts is not None:
         return read_probe_prompts(flags.prompts)
-    return TEXT_BEGINNINGS if isinstance(speaker, ModelGenerator) and speaker.raw else BUILT_IN_PROMPTS
+    return TEXT_BEGINNINGS if isinstance(generator, ModelGenerator) and generator.raw else BUILT_IN_PROMPTS
 
 
 def rounds(flags: FLAGS, prompts: int) -> int:

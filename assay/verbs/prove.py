@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from assay.config import argument, option
@@ -49,27 +50,24 @@ def run(flags: FLAGS) -> int:
     else:
         bound = place.format.bound(place.path) if place.format.bound and flags.expect == "same" else None  # a rounded copy is a copy
         verdicts = prove(ProofRequest(str(place.path), flags.against, flags.base, flags.expect, bound, probing=probing))
-    outcome = conclusion(verdicts)
-    if flags.json:
-        print(json.dumps({"path": str(place.path), "outcome": str(outcome), "verdicts": [v.to_json() for v in verdicts]}, indent=1))
-    else:
-        print("\n".join(map(str, verdicts)))
-        print(f"\n{proof_summary(place.path.name, outcome, verdicts)}")
-    return exit_code(outcome, strict=flags.strict)
+    return exit_code(print_proof(place.path, verdicts, as_json=flags.json), strict=flags.strict)
 
 
-def conclusion(verdicts: list[Verdict]) -> Outcome:
+def print_proof(path: Path, verdicts: list[Verdict], *, as_json: bool) -> Outcome:
+    """Every verdict, and what they come to together."""
     from assay.guard.proof import without_optional
 
-    return overall(without_optional(verdicts))
-
-
-def proof_summary(name: str, outcome: Outcome, verdicts: list[Verdict]) -> str:
+    outcome = overall(without_optional(verdicts))
+    if as_json:
+        print(json.dumps({"path": str(path), "outcome": str(outcome), "verdicts": [v.to_json() for v in verdicts]}, indent=1))
+        return outcome
     count = {kind: sum(v.outcome is kind for v in verdicts) for kind in Outcome}
     counts = f"{count[Outcome.PROVEN]} proven, {count[Outcome.REFUTED]} refuted, {count[Outcome.UNPROVEN]} could not be checked"
     meaning = {Outcome.PROVEN: "everything that was asked of it holds", Outcome.REFUTED: "do not use it",
                Outcome.UNPROVEN: "nothing speaks against it, but it is not proven"}[outcome]
-    return f"{name}: {outcome} ({counts}): {meaning}"
+    print("\n".join(map(str, verdicts)))
+    print(f"\n{path.name}: {outcome} ({counts}): {meaning}")
+    return outcome
 
 
 def exit_code(outcome: Outcome, *, strict: bool = False) -> int:

@@ -109,11 +109,11 @@ def ending(completion: "Completion") -> str:
 
 
 def encode_text(artifact: "Artifact", text: str, *, raw: bool) -> list[int]:
+    from assay.evaluation.loaded_model import prompt_token_ids
+
     if artifact.tokenizer is None:
         raise UsageError(f"{artifact.path}: there is no tokenizer here, so text means nothing to it; add tokenizer.json")
-    if artifact.tokenizer.template is not None and not raw:
-        return artifact.tokenizer.encode(artifact.tokenizer.render([{"role": "user", "content": text}], add_generation_prompt=True))
-    ids = artifact.tokenizer.encode(text, special=True)
+    ids = list(prompt_token_ids(artifact.tokenizer, text, raw=raw))
     if not ids and artifact.stops.bos is None and artifact.stops.eos is None:
         raise UsageError("an empty prompt needs a BOS or EOS token to begin from; give --prompt")
     return ids or [next(id for id in (artifact.stops.bos, artifact.stops.eos) if id is not None)]

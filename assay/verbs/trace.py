@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from assay.tracing.forward_modes import ForwardMode
 
 GEOMETRY = ("vocab", "width", "depth", "heads", "kv_heads", "head_dim", "hidden", "gated", "qk_norm", "value_residual", "attention_gate")
-NEAREST = 5  # sites shown beside those that part
+NEAREST = 5  # sites shown beside those that diverge
 
 
 @dataclass(frozen=True)
@@ -208,9 +208,9 @@ def print_activations(seen: "Trace", *, every: bool) -> None:
 
 
 def print_divergence(found: "PassDivergence", *, every: bool) -> None:
-    """Those that part, as many again that came nearest to it, and the logits; or every site."""
-    near = sorted(found.gaps, key=lambda gap: -gap.excess)[: len(found.parted[: 2 * NEAREST]) + NEAREST]
+    """Those that diverge, as many again that came nearest to it, and the logits; or every site."""
+    near = sorted(found.gaps, key=lambda gap: -gap.excess)[: len(found.diverging[: 2 * NEAREST]) + NEAREST]
     chosen = [gap for gap in found.gaps if every or gap in near or gap.site.name == "logits"]
     rows = [[str(gap.site), f"{gap.free.error:.1e}", f"{gap.free.cosine:.6f}", f"{gap.introduced.worst:.1e}", f"{gap.bound:.1e}",
-             "PARTS" if gap.parts else ""] for gap in chosen]
+             "DIVERGES" if gap.diverges else ""] for gap in chosen]
     print_table(["site", "error", "cosine", "introduced", "bound", ""], rows)

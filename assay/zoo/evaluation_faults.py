@@ -17,7 +17,7 @@ from assay.evaluation.evaluate import Unsound, evaluate
 from assay.evaluation.loaded_model import LoadedModel
 from assay.evaluation.soundness import check_dataset, check_pass_at_k
 from assay.evaluation.task import GenerationTask, TaskExample, check_scoring
-from assay.evaluation.tasks import TaskRequest, gsm8k, open_task
+from assay.evaluation.tasks import TaskRequest, answers, open_task
 from assay.generate.engine import ActiveCompletion
 from assay.generate.generation_request import Sampling
 from assay.model.special_tokens import resolve_special_tokens
@@ -92,14 +92,14 @@ def with_bos() -> Tokenizer:
 
 
 @fault("stop string taken letter by letter", rows=("E04",), stage="eval", check="gold answers", job=oracles_of_a_task)
-@in_place_of(gsm8k, "number_problems")
+@in_place_of(answers, "number_problems")
 def stop_by_letters(usual: Any, name: str, examples: tuple[TaskExample, ...]) -> GenerationTask:
     """A stop string was passed where a list of them belongs, so every text ends at the first of its letters."""
     return replace(usual(name, examples), stop=tuple("She says:"))
 
 
 @fault("first number taken for the answer", rows=("E05",), stage="eval", check="wrong answers", job=oracles_of_a_task)
-@in_place_of(gsm8k, "read_answer")
+@in_place_of(answers, "read_answer")
 def first_number(_: Any, text: str, how: str) -> str | None:
     """What is echoed or tried first is scored, not what is answered."""
     found = re.search(r"\d+", text)
@@ -107,7 +107,7 @@ def first_number(_: Any, text: str, how: str) -> str | None:
 
 
 fault("grader that always says yes", rows=(), stage="eval", check="wrong answers", job=oracles_of_a_task)(
-    lambda _: swap(gsm8k, "same_answer", lambda answer, gold: True))
+    lambda _: swap(answers, "same_answer", lambda answer, gold: True))
 
 # ---------------------------------------------------------------- faults of the model's side
 

@@ -57,8 +57,9 @@ def test_nothing_known_and_no_room_are_said():
         best_window(IndirectEffects([], [[None]] * 3, 2, (), 0, 0, 3.0, 1), 2)
 
 
-def test_the_picture_is_a_picture():
+def test_the_picture_is_a_picture(tmp_path):
     pytest.importorskip("matplotlib")
-    from assay.tracing.plots import causal_trace_png
+    from assay.tracing.plots import draw_causal_trace
 
-    assert causal_trace_png(effects(), [0]).startswith(b"\x89PNG")
+    draw_causal_trace(effects(), [0], tmp_path / "causal.png")
+    assert (tmp_path / "causal.png").read_bytes().startswith(b"\x89PNG")
