@@ -114,7 +114,7 @@ def nudge(model: Transformer, far: float = 1e-3, seed: int = 0) -> Transformer:
 
 
 def save_model(where: Path, model: Transformer, lineage: Lineage | None = None, *, sharded: bool = False,
-         **parts: Any) -> Checkpoint:
+               **parts: Any) -> Checkpoint:
     """A checkpoint of ours."""
     contents = model_contents(model, *tokenizer_and_stops(), lineage or Lineage(), **parts)
     return checkpoint.write_checkpoint(where, contents, max_shard_bytes=_SHARD_BYTES if sharded else 10**9)
@@ -131,7 +131,7 @@ def save_hf_folder(where: Path, model: Transformer, *, sharded: bool = False) ->
 
 
 def adapted_model(base: Path, *, far: float = 0.05, rslora: bool = False,
-            replaced: tuple[str, ...] = ()) -> tuple[Transformer, Patch]:
+                  replaced: tuple[str, ...] = ()) -> tuple[Transformer, Patch]:
     """A trained adapter on `base`, live, and the patch that it is; `replaced` names tensors that were trained whole."""
     artifact = open_artifact(base)
     scale = ALPHA / (_RANK**0.5 if rslora else _RANK)

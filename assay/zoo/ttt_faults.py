@@ -90,7 +90,7 @@ def three_warm_seeds(folder: Path, plant: Plant) -> list[Verdict]:
 
 
 def read_and_learn(model: Transformer, documents: Sequence[Sequence[int]], how: TttSettings = TTT_SETTINGS, slots: int = _SLOTS,
-            seed: int = 0) -> tuple[TokenCosts, list[TttEvent]]:
+                   seed: int = 0) -> tuple[TokenCosts, list[TttEvent]]:
     adapters = BatchedAdapters(first_patch(model, seed), slots)
     with adapters.attached(model):
         events = list(read_and_adapt(model, documents, how, slots, adapters))
