@@ -15,7 +15,6 @@ from torch import Tensor
 
 from assay.data import order as data_order
 from assay.data.batch import Batch
-from assay.data.files import sha256_of
 from assay.data.order import Order
 from assay.data.token_corpus import Corpus, assert_disjoint, open_corpus
 from assay.guard.data_order_checks import check_epoch_order
@@ -24,6 +23,7 @@ from assay.learn.loop import Accumulated
 from assay.model import attention, transformer
 from assay.model.tokenizer import Tokenizer
 from assay.seeds import derive
+from assay.store.durable import hash_file
 from assay.testing import tiny_training
 from assay.testing.fault_injection import Job, Plant, fault
 from assay.testing.tiny_models import edit_json, in_place_of, on_disk, swap, tiny_tokenizer
@@ -165,7 +165,7 @@ def forged(folder: Path, digest: str | None = None) -> None:
     """A manifest that vouches for whatever lies in the folder now."""
     def vouch(manifest: dict[str, Any]) -> dict[str, Any]:
         for name, entry in manifest["files"].items():
-            entry |= {"sha256": sha256_of(folder / name), "bytes": (folder / name).stat().st_size}
+            entry |= {"sha256": hash_file(folder / name), "bytes": (folder / name).stat().st_size}
         if digest is not None:
             manifest["tokenizer"]["digest"] = digest
         return manifest

@@ -3,6 +3,8 @@
 import contextlib
 import sys
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,9 @@ from assay.edit.targets import TargetOptions
 from assay.errors import DataError
 from assay.evaluation import edit_evaluation
 from assay.evaluation.loaded_model import LoadedModel
+from assay.generate import policy_logprobs
 from assay.health import edit_drift
+from assay.model.attention import documents_from_lengths
 from assay.model.patch import Patch, patched
 from assay.model.special_tokens import resolve_special_tokens
 from assay.model.tokenizer import Tokenizer
@@ -215,10 +219,9 @@ def scored_too_early(usual: Any, model: Transformer, facts: Sequence[Fact], patc
 
 
 @fault("padding counted as text", rows=("X05",), stage="edit eval", check="batching", job=a_batch_of_questions)
-@in_place_of(q, "padded")
-def _padding_counted(usual: Any, rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+def _padding_counted(_: Path) -> AbstractContextManager[None]:
     """Rows are padded on the left, and are read as if they were padded on the right."""
-    return usual(rows, device, left=True)
+    return swap(policy_logprobs, "documents_from_lengths", partial(documents_from_lengths, left=True))
 
 
 @fault("text's moments left out of the solve", rows=(), stage="edit", check="probe", job=texts_beside_an_edit)

@@ -67,11 +67,11 @@ fault("adapter of step 0 served for ever", rows=("R02",), stage="sync", check="v
 fault("rollouts from the base model", rows=("R03",), stage="sync", check="version", job=a_grpo_run())(
     # The client asks for the base by its name.
     lambda _: together(engine_of(another), serving(
-        lambda engine, model, updates: engine.load(version_name(0, fingerprint(engine.served.source))))))
+        lambda engine, model, updates: engine.load(version_name(0, fingerprint(engine.weights.source))))))
 fault("fork served from an empty adapter", rows=("M11",), stage="fork", check="version", job=a_grpo_run())(
     # The fork was copied to its step's folder, the engine serves folder 0000: the right count of updates, other weights.
     lambda _: together(engine_of(another), serving(
-        lambda engine, model, updates: engine.load(version_name(updates, fingerprint(engine.served.source))))))
+        lambda engine, model, updates: engine.load(version_name(updates, fingerprint(engine.weights.source))))))
 
 
 @fault("keys and values of the weights before", rows=("R06", "R07"), stage="sync", check="identity", job=a_grpo_run())
@@ -79,9 +79,9 @@ fault("fork served from an empty adapter", rows=("M11",), stage="fork", check="v
 def stale_cache(usual: Any, self: Engine, version: str, **options: Any) -> None:
     """Prefixes are cached by their ids alone: a prompt that comes again is continued from what older weights made of it."""
     cache = self.slots.cache
-    held, kept = self._holds, [tensor.clone() for tensor in (*cache.keys, *cache.values)]
+    held, kept = self._prefixes, [tensor.clone() for tensor in (*cache.keys, *cache.values)]
     usual(self, version, **options)
-    self._holds = held
+    self._prefixes = held
     for now, before in zip((*cache.keys, *cache.values), kept, strict=True):
         now.copy_(before)
 
@@ -97,7 +97,7 @@ fault("temperature missing in the trainer", rows=("R08",), stage="logprob", chec
 def before_the_temperature(usual: Any, engine: Engine, prompts: PromptIds, sampling: Sampling, step: int) -> CompletionGroups:
     """The engine draws at the temperature and returns what it had before."""
     raw = replace(sampling, temperature=1.0)
-    return [[replace(c, logprobs=tuple(completion_logprobs(engine.served.source, [(prompt, c.ids)], raw)[0].tolist())) for c in group]
+    return [[replace(c, logprobs=tuple(completion_logprobs(engine.weights.source, [(prompt, c.ids)], raw)[0].tolist())) for c in group]
             for prompt, group in zip(prompts, usual(engine, prompts, sampling, step), strict=True)]
 
 

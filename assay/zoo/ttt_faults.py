@@ -167,7 +167,7 @@ def merged_into_base(usual: Any, model: Transformer, *rest: Any) -> None:
 @fault("a step too large for its documents", rows=("S6",), stage="ttt", check="regressions", job=a_reading)
 @in_place_of(SlotAdam, "step")
 def step_too_large(usual: Any, adam: SlotAdam, gradient: Tensor, learning: Sequence[bool]) -> None:
-    adam.how = replace(TTT_SETTINGS, lr=1.0)
+    adam.settings = replace(TTT_SETTINGS, lr=1.0)
     usual(adam, gradient, learning)
 
 
@@ -175,7 +175,7 @@ def step_too_large(usual: Any, adam: SlotAdam, gradient: Tensor, learning: Seque
 @in_place_of(SlotAdam, "step")
 def run_away(usual: Any, adam: SlotAdam, gradient: Tensor, learning: Sequence[bool]) -> None:
     """Weight decay has the wrong sign, and what is kept grows from document to document."""
-    adam.how = replace(adam.how, weight_decay=-20.0)
+    adam.settings = replace(adam.settings, weight_decay=-20.0)
     usual(adam, gradient, learning)
 
 
