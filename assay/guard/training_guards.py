@@ -81,7 +81,7 @@ class UpdateAccount:
         self.begin(reachable)
 
     def begin(self, reachable: Collection[str] | None = None) -> None:
-        """What moved until now counts no more: a tensor that stops moving later is found at the next look."""
+        """What moved until now counts no more: a tensor that stops moving later is found the next time."""
         self.before = {name: _watched(p).clone() for name, p in self.model.named_parameters()
                        if p.requires_grad and (reachable is None or name in reachable)}
         self._reach, self._learning = 0.0, False
@@ -191,7 +191,7 @@ class StepWatch:
     """Feed it every step; `read` gives the values that have been read back since the last reading.
 
     `peaks` are the optimizer's peak rates, group by group, and `planned` the multiplier of all of them at a step. `consumed`
-    judges what the steps say they have read. Where steps are not `steady`, as of rollouts, neither the course of their losses
+    judges what the steps say they have read. Where steps are not `steady`, as of rollouts, neither the series of their losses
     nor their times say anything, and each is read as it comes.
     """
 

@@ -22,8 +22,8 @@ from assay.model.kv_cache import DecodeLayer, LayerCacheView
 from assay.model.transformer import Transformer
 from assay.seeds import generator
 from assay.testing import tiny_forward as here
-from assay.testing.fault_injection import Plant, fault
-from assay.testing.tiny_models import swap, tiny_model
+from assay.testing.fault_injection import Plant, fault, swap
+from assay.testing.tiny_models import tiny_model
 from assay.tracing.first_divergence import ReferencePass, check_forward, compare_passes, run_reference, weight_changes
 from assay.tracing.forward_modes import ForwardMode, batched_forward, cached_forward, plain_forward
 from assay.verdict import Verdict

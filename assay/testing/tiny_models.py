@@ -4,13 +4,10 @@ A job that saves, merges or exports enters `plant` around that act alone: what i
 whole again, is the bytes. A job on bytes enters it once they lie on the disk.
 """
 
-import contextlib
 import functools
-import importlib.util
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +29,7 @@ from assay.store.artifact import build_model, open_artifact
 from assay.store.checkpoint import Checkpoint
 from assay.store.safetensors_files import read_tensors, write_sharded, write_tensors
 from assay.store.saving import Ancestor, Lineage, adapter_contents, model_contents, model_files
-from assay.testing.fault_injection import Job, Plant, fault
+from assay.testing.fault_injection import Job, Plant
 from assay.verdict import Verdict, proven, refuted
 
 TINY_SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -65,11 +62,11 @@ def tiny_config(family: str = "llama", vocab: int = 320) -> ModelConfig:
     return variants[family]
 
 
-def tiny_tokenizer(template: bool = True) -> Tokenizer:
-    """Bytes, a few merges, three special tokens and ChatML: real in kind, small in size."""
+def tiny_tokenizer(template: bool = True, words: Iterable[str] = ("Ġthe", "Ġand", "Ġis", "ing", "er")) -> Tokenizer:
+    """Bytes, a few words of one token each, three special tokens and ChatML: real in kind, small in size."""
     vocab = dict(BYTE_OF) | {token: 256 + i for i, token in enumerate(TINY_SPECIAL_TOKENS)}
     merges: list[list[str]] = []
-    for word in ("Ġthe", "Ġand", "Ġis", "ing", "er"):
+    for word in words:
         for end in range(2, len(word) + 1):
             if word[:end] not in vocab:
                 vocab[word[:end]] = len(vocab)
@@ -236,52 +233,6 @@ def a_finetuned_folder(folder: Path, plant: Plant) -> list[Verdict]:
         return examine_folder(where, against=str(parent))
 
 # ---------------------------------------------------------------- tools to plant with
-
-
-def fault_if_installed(package: str) -> Callable[..., Callable[[Plant], Plant]]:
-    """`fault`, where the package is installed: what cannot be read on this machine cannot fail on it."""
-    return fault if importlib.util.find_spec(package) else lambda name, **facts: lambda plant: plant
-
-
-def on_disk(strike: Callable[[Path], object]) -> Plant:
-    """A plant that changes bytes; the folder goes when the job is done, so nothing is put back."""
-    @contextlib.contextmanager
-    @functools.wraps(strike)
-    def plant(folder: Path) -> Iterator[None]:
-        strike(folder)
-        yield
-    return plant
-
-
-def in_place_of(owner: Any, name: str) -> Callable[[Callable[..., Any]], Plant]:
-    """A plant in which the decorated function takes the place of `owner.name`; its first argument is the usual one."""
-    def decorate(other: Callable[..., Any]) -> Plant:
-        @functools.wraps(other)
-        def plant(_: Path) -> AbstractContextManager[None]:
-            usual = getattr(owner, name)
-            return swap(owner, name, lambda *given, **named: other(usual, *given, **named))
-        return plant
-    return decorate
-
-
-@contextlib.contextmanager
-def swap(owner: Any, name: str, other: Any) -> Iterator[None]:
-    """`owner.name` is another for the length of the block."""
-    kept = getattr(owner, name)
-    setattr(owner, name, other)
-    try:
-        yield
-    finally:
-        setattr(owner, name, kept)
-
-
-@contextlib.contextmanager
-def together(*managers: AbstractContextManager[Any]) -> Iterator[None]:
-    """All of them at once."""
-    with contextlib.ExitStack() as stack:
-        for manager in managers:
-            stack.enter_context(manager)
-        yield
 
 
 def rewrite_tensors(file: Path, change: Callable[[dict[str, Tensor]], Mapping[str, Tensor]]) -> None:

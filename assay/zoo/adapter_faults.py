@@ -25,23 +25,20 @@ from assay.store import artifact, checkpoint, export_artifact, saving
 from assay.store.artifact import Artifact, build_model, merged_tensors, open_artifact
 from assay.store.saving import Ancestor, Lineage, adapter_contents
 from assay.testing import tiny_models
-from assay.testing.fault_injection import Job, Plant, fault
+from assay.testing.fault_injection import Job, Plant, fault, in_place_of, on_disk, swap
 from assay.testing.tiny_models import (
     ADAPTED_LAYERS,
     ADAPTER_FILE,
     edit_json,
     examine_folder,
-    in_place_of,
     live_patch,
     nudge,
-    on_disk,
     rewrite_tensors,
     rounded_to_four_bits,
     save_adapter,
     save_and_examine,
     save_model,
     save_peft_folder,
-    swap,
     tiny_model,
     tokenizer_and_stops,
 )

@@ -18,13 +18,13 @@ from assay.guard.example_audit import audit_examples, check_batch
 from assay.model import resize_embeddings
 from assay.model.special_tokens import resolve_special_tokens
 from assay.model.tokenizer import Tokenizer
-from assay.testing.fault_injection import Job, Plant, fault
-from assay.testing.tiny_models import TINY_CHAT_TEMPLATE, in_place_of, swap, tiny_model, tiny_tokenizer
+from assay.testing.fault_injection import Job, Plant, fault, in_place_of, swap
+from assay.testing.tiny_models import TINY_CHAT_TEMPLATE, tiny_model, tiny_tokenizer
 from assay.testing.tiny_training import TINY_WORDS
 from assay.verdict import Verdict
 
 BOS = "<|endoftext|>"
-CONVERSATIONS = 24  # conversations of a lesson
+CONVERSATIONS = 24  # in a data file
 
 # ---------------------------------------------------------------- lessons
 

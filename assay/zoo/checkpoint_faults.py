@@ -20,7 +20,7 @@ from assay.store.artifact import open_artifact
 from assay.store.export_artifact import export_artifact
 from assay.store.saving import Contents, Lineage
 from assay.testing import tiny_models
-from assay.testing.fault_injection import Plant, fault
+from assay.testing.fault_injection import Plant, fault, fault_if_installed, in_place_of, on_disk, swap, together
 from assay.testing.tiny_models import (
     INDEX_FILE,
     WEIGHTS_FILE,
@@ -32,18 +32,13 @@ from assay.testing.tiny_models import (
     edit_json,
     examine_folder,
     exchange_files,
-    fault_if_installed,
     flip_bit,
-    in_place_of,
     nudge,
-    on_disk,
     rewrite_tensors,
     save_and_examine,
     save_model,
     shard_files,
-    swap,
     tiny_model,
-    together,
     truncate,
 )
 from assay.verdict import Verdict, proven

@@ -33,8 +33,8 @@ from assay.store import checkpoint
 from assay.store.artifact import open_artifact
 from assay.store.saving import Lineage, model_contents
 from assay.testing import tiny_facts
-from assay.testing.fault_injection import Plant, fault
-from assay.testing.tiny_models import in_place_of, swap, tiny_model
+from assay.testing.fault_injection import Plant, fault, in_place_of, swap
+from assay.testing.tiny_models import tiny_model
 from assay.verdict import Verdict
 
 LAYER = 0  # where the tiny model looks its facts up

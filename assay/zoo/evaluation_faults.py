@@ -28,8 +28,8 @@ from assay.statistics.estimate import pass_at_k
 from assay.store import checkpoint
 from assay.store.artifact import build_model, open_artifact
 from assay.store.saving import Lineage, model_contents
-from assay.testing.fault_injection import Plant, fault, nothing
-from assay.testing.tiny_models import in_place_of, on_disk, swap, tiny_model, tiny_tokenizer
+from assay.testing.fault_injection import Plant, fault, in_place_of, nothing, on_disk, swap
+from assay.testing.tiny_models import tiny_model, tiny_tokenizer
 from assay.verdict import Verdict
 
 _ROWS = [{"question": f"Ann has {n} figs and buys {2 * n} more. How many figs has she then, all in all?",

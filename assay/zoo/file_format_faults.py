@@ -22,20 +22,16 @@ from assay.store.checkpoint import write_checkpoint
 from assay.store.export_artifact import export_artifact
 from assay.store.safetensors_files import read_tensors, tensor_sha256, write_tensors
 from assay.store.saving import Lineage, model_contents
-from assay.testing.fault_injection import Job, Plant, fault
+from assay.testing.fault_injection import Job, Plant, fault, fault_if_installed, in_place_of, on_disk, swap
 from assay.testing.tiny_models import (
     INDEX_FILE,
     WEIGHTS_FILE,
     a_folder,
     edit_json,
     examine_folder,
-    fault_if_installed,
-    in_place_of,
-    on_disk,
     rounded_to_four_bits,
     save_hf_folder,
     shard_files,
-    swap,
     tiny_model,
     tiny_tokenizer,
     truncate,

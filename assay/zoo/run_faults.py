@@ -29,8 +29,8 @@ from assay.recipes.sft import FineTuning
 from assay.store.checkpoint import Contents
 from assay.store.ledger import Ledger
 from assay.testing import tiny_training
-from assay.testing.fault_injection import Plant, fault
-from assay.testing.tiny_models import copy_folder, in_place_of, save_model, swap, tiny_model
+from assay.testing.fault_injection import Plant, fault, in_place_of, swap
+from assay.testing.tiny_models import copy_folder, save_model, tiny_model
 from assay.testing.tiny_training import make_corpus, tiny_corpus, tiny_documents
 from assay.verdict import Outcome, Verdict
 

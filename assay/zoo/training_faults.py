@@ -22,8 +22,8 @@ from assay.learn.objectives import Loss, Objective
 from assay.model import attention, transformer
 from assay.model.transformer import Block, Transformer
 from assay.testing import tiny_training
-from assay.testing.fault_injection import Plant, fault
-from assay.testing.tiny_models import in_place_of, swap, tiny_model, together
+from assay.testing.fault_injection import Plant, fault, in_place_of, swap, together
+from assay.testing.tiny_models import tiny_model
 from assay.testing.tiny_training import MICRO_ROWS, ROWS_A_STEP, TinyRun, a_loss_preflight, a_training_run, make_optimizer
 from assay.verdict import Verdict, proven
 

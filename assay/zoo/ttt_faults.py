@@ -28,8 +28,8 @@ from assay.model.lora import fresh
 from assay.model.patch import Patch
 from assay.model.transformer import Transformer
 from assay.statistics.seed_stability import stability
-from assay.testing.fault_injection import Plant, fault
-from assay.testing.tiny_models import in_place_of, swap, tiny_model, tokenizer_and_stops
+from assay.testing.fault_injection import Plant, fault, in_place_of, swap
+from assay.testing.tiny_models import tiny_model, tokenizer_and_stops
 from assay.verdict import Verdict
 
 TTT_SETTINGS = TttSettings(chunk=24, context=72, steps=1, lr=1e-2)
