@@ -31,7 +31,7 @@ from assay.store.ledger import Ledger
 from assay.testing import tiny_training
 from assay.testing.fault_injection import Plant, fault, in_place_of, swap
 from assay.testing.tiny_models import copy_folder, save_model, tiny_model
-from assay.testing.tiny_training import make_corpus, tiny_corpus, tiny_documents
+from assay.testing.tiny_training import NoProver, make_corpus, tiny_corpus, tiny_documents
 from assay.verdict import Outcome, Verdict
 
 RESUMED_ROWS, RESUMED_LENGTH, RESUMED_STEPS = 32, 16, 16  # into the second epoch
@@ -80,20 +80,6 @@ def run_until(where: Path, *, until: int, **options: Any) -> Pretraining:
           swap(Pretraining, "over", lambda work: work.done >= until), contextlib.suppress(GuardStop)):
         pretrain.pretrain(config, say=lambda _: None)
     return works[0]
-
-
-class NoProver:
-    """In the place of `Prover`: saves stay without a hallmark."""
-
-    busy = False
-
-    def start(self, folder: Path, **_: Any) -> None:
-        pass
-
-    def finished(self) -> list[tuple[Path, list[Verdict]]]:
-        return []
-
-    close = finished
 
 
 def ledger_verdicts(folder: Path) -> list[Verdict]:

@@ -13,9 +13,8 @@ from assay.recipes.options import Pretrain
 from assay.recipes.pretrain import Pretraining
 from assay.store.checkpoint import open_checkpoint, step_folder
 from assay.store.ledger import Ledger
-from assay.testing.tiny_training import tiny_corpus
+from assay.testing.tiny_training import NoProver, tiny_corpus
 from assay.verdict import Verdict
-from assay.zoo.run_faults import NoProver
 
 ROWS, LENGTH, EVERY = 16, 16, 6
 STEPS = 26  # the corpus gives 20 such steps an epoch

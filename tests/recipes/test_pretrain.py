@@ -17,8 +17,7 @@ from assay.recipes import pace, pretrain, run, training
 from assay.recipes.options import Pretrain
 from assay.recipes.pretrain import optimizer_for
 from assay.store.checkpoint import latest_checkpoint, open_checkpoint
-from assay.testing.tiny_training import tiny_corpus
-from assay.zoo.run_faults import NoProver
+from assay.testing.tiny_training import NoProver, tiny_corpus
 from tests.recipes import sittings
 from tests.recipes.sittings import EVERY, LENGTH, ROWS, STEPS, events, options, rows, saved_steps, sit
 
