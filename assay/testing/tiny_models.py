@@ -29,7 +29,7 @@ from assay.store.artifact import build_model, open_artifact
 from assay.store.checkpoint import Checkpoint
 from assay.store.safetensors_files import read_tensors, write_sharded, write_tensors
 from assay.store.saving import Ancestor, Lineage, adapter_contents, model_contents, model_files
-from assay.testing.fault_injection import Job, Plant
+from assay.testing.fault_injection import Job, Plant, on_disk
 from assay.verdict import Verdict, proven, refuted
 
 TINY_SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -110,10 +110,11 @@ def nudge(model: Transformer, far: float = 1e-3, seed: int = 0) -> Transformer:
     return model
 
 
-def save_model(where: Path, model: Transformer, lineage: Lineage | None = None, *, sharded: bool = False,
-               **parts: Any) -> Checkpoint:
+def save_model(where: Path, model: Transformer, lineage: Lineage | None = None, *, tokenizer: Tokenizer | None = None,
+               sharded: bool = False, **parts: Any) -> Checkpoint:
     """A checkpoint of ours."""
-    contents = model_contents(model, *tokenizer_and_stops(), lineage or Lineage(), **parts)
+    words = (tokenizer, resolve_special_tokens(tokenizer, {}, {})) if tokenizer else tokenizer_and_stops()
+    contents = model_contents(model, *words, lineage or Lineage(), **parts)
     return checkpoint.write_checkpoint(where, contents, max_shard_bytes=_SHARD_BYTES if sharded else 10**9)
 
 
@@ -244,6 +245,16 @@ def rewrite_tensors(file: Path, change: Callable[[dict[str, Tensor]], Mapping[st
 
 def edit_json(file: Path, change: Callable[[dict[str, Any]], Mapping[str, Any]]) -> None:
     file.write_text(json.dumps(change(json.loads(file.read_text()))))
+
+
+def changed_tensors(name: str, change: Callable[[dict[str, Tensor]], Mapping[str, Tensor]]) -> Plant:
+    """A file of the folder holds other tensors."""
+    return on_disk(functools.wraps(change)(lambda folder: rewrite_tensors(folder / name, change)))  # it is of the module that changes
+
+
+def changed_json(name: str, change: Callable[[dict[str, Any]], Mapping[str, Any]]) -> Plant:
+    """A file of the folder holds other fields."""
+    return on_disk(functools.wraps(change)(lambda folder: edit_json(folder / name, change)))
 
 
 def flip_bit(file: Path, byte: int, bit: int = 6) -> None:

@@ -290,8 +290,8 @@ def answers_read_back(folder: Path, plant: Plant) -> list[Verdict]:
     batch = TinyRun().order().batch(0)
     store_answers(folder, batch)
     with plant(folder):
-        return [check_accepted("stored", lambda: open_teacher(folder / "answers",
-                                                              tokenizer=tokenizer_digest("student")).streams_for(student_text(batch)))]
+        return [check_accepted("stored", lambda: open_teacher(
+            folder / "answers", tokenizer=tokenizer_digest("student")).streams_for(student_text(batch)))]
 
 
 def a_short_distillation(folder: Path, plant: Plant) -> list[Verdict]:

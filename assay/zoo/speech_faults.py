@@ -18,16 +18,17 @@ from assay.seeds import generator
 from assay.store import checkpoint, saving
 from assay.store.artifact import build_model, open_artifact
 from assay.store.checkpoint import Checkpoint
-from assay.store.saving import Ancestor, Lineage, adapter_contents, model_contents
-from assay.testing.fault_injection import Plant, fault, in_place_of, on_disk, swap
+from assay.store.saving import Ancestor, Lineage, adapter_contents
+from assay.testing.fault_injection import Plant, fault, in_place_of, swap
 from assay.testing.tiny_models import (
     ADAPTED_LAYERS,
-    edit_json,
+    changed_json,
     examine_folder,
     forget_manifest,
     live_patch,
     nudge,
     save_and_examine,
+    save_model,
     tiny_config,
     tiny_tokenizer,
 )
@@ -68,7 +69,7 @@ def talking_model() -> Transformer:
 
 
 def save_talking_model(where: Path, model: Transformer, lineage: Lineage | None = None) -> Checkpoint:
-    return checkpoint.write_checkpoint(where, model_contents(model, *spoken_tokenizer(), lineage or Lineage()))
+    return save_model(where, model, lineage, tokenizer=spoken_tokenizer()[0])
 
 
 def train_further(model: Transformer) -> Transformer:
@@ -135,4 +136,4 @@ def words_shuffled_by_training(_: Any, model: Transformer) -> Transformer:
 
 
 fault("adapter served at another scale", rows=("S1", "M06"), stage="export", check="health", job=an_adapted_talker)(
-    on_disk(lambda folder: edit_json(folder / "adapter_config.json", lambda fields: fields | {"lora_alpha": 1e4 * fields["lora_alpha"]})))
+    changed_json("adapter_config.json", lambda fields: fields | {"lora_alpha": 1e4 * fields["lora_alpha"]}))
