@@ -46,6 +46,7 @@ from assay.testing.tiny_models import (
 from assay.verdict import Verdict, proven
 
 _Weights = dict[str, Tensor]
+UP = "blocks.0.mlp.up.weight"  # in the live model; the others as the file has them
 EMBED, NORM, DOWN = "model.embed_tokens.weight", "model.norm.weight", "model.layers.1.mlp.down_proj.weight"
 
 # ---------------------------------------------------------------- jobs of their own
@@ -309,7 +310,7 @@ fault("frozen tensor moved", rows=("M04",), stage="save", check="lineage", job=a
     lambda _: touching(lambda model: model.get_parameter("norm.weight").data.add_(1e-3)))
 fault("re-initialised while training", rows=("C11", "C12"), stage="save", check="lineage", job=a_child())(
     # Farther from the parent than the optimizer could have gone.
-    lambda _: touching(lambda model: model.blocks[0].mlp.up.weight.data.copy_(tiny_model(seed=9).blocks[0].mlp.up.weight)))
+    lambda _: touching(lambda model: model.get_parameter(UP).data.copy_(tiny_model(seed=9).get_parameter(UP))))
 
 # ---------------------------------------------------------------- where in our code they are planted
 

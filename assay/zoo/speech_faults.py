@@ -83,7 +83,7 @@ def a_trained_talker(folder: Path, plant: Plant) -> list[Verdict]:
     """A model that speaks is trained on and saved; struck while it is trained, or while it is saved."""
     parent = save_talking_model(folder / "parent", talking_model()).folder
     lineage, where = Lineage("moved", Ancestor(open_artifact(parent).digest, str(parent))), folder / "child"
-    return save_and_examine(where, lambda: save_talking_model(where, own.trained(talking_model()), lineage), plant)
+    return save_and_examine(where, lambda: save_talking_model(where, own.train_further(talking_model()), lineage), plant)
 
 
 def an_adapted_talker(folder: Path, plant: Plant) -> list[Verdict]:
