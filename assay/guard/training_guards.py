@@ -70,7 +70,7 @@ def check_adapted(planned: Sequence[LoraSite], patch: Patch) -> Verdict:
 
 
 class UpdateAccount:
-    """Watches a model from now on, or from the last `begin`. `moved` and `frozen` judge what happened since.
+    """Watches a model from now on, or from the last `begin`. `check_moved` and `check_frozen` judge what happened since.
 
     `reachable` are the trainable tensors that the first step can move, where not all are: until the next `begin` only they are judged.
     """
@@ -86,12 +86,12 @@ class UpdateAccount:
                        if p.requires_grad and (reachable is None or name in reachable)}
         self._reach, self._learning = 0.0, False
 
-    def stepped(self, multiplier: float, rate: float) -> None:
+    def record_step(self, multiplier: float, rate: float) -> None:
         """A step was taken at this share of the peak rates, the lowest of which is now `rate`."""
         self._reach += rate
         self._learning |= multiplier >= LEARNING_SHARE
 
-    def moved(self) -> Verdict:
+    def check_moved(self) -> Verdict:
         """Embeddings move where their tokens occurred; every other matrix moves nearly everywhere, or rounding swallows updates."""
         share, matrices = self._moved_shares(), self._matrices()
         if self._learning is False and self._reach:
@@ -113,7 +113,7 @@ class UpdateAccount:
         before = self.before[name]
         return float(before.abs().float().median()) * torch.finfo(before.dtype).eps
 
-    def frozen(self) -> Verdict:
+    def check_frozen(self) -> Verdict:
         parameters = dict(self.model.named_parameters())
         strayed = [name for name, digest in self.hashes.items() if tensor_sha256(parameters[name]) != digest]
         if strayed:

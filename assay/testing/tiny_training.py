@@ -147,7 +147,7 @@ def run_guarded(run: TinyRun) -> list[Verdict]:
     except GuardStop as stop:
         seen = any(verdict.outcome is Outcome.REFUTED for verdict in watch.verdicts)
         stopped = [] if seen else [refuted("finite", str(stop))]  # else it was the loop itself, before its step
-    return [held, *stopped, *watch.verdicts, account.moved(), check_steps(optimizer, taken), check_weights(model)]
+    return [held, *stopped, *watch.verdicts, account.check_moved(), check_steps(optimizer, taken), check_weights(model)]
 
 
 def make_optimizer(model: Transformer, lr: float) -> torch.optim.Optimizer:

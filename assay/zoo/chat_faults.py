@@ -89,7 +89,7 @@ class ChatData:
     length: int = 200
     new_tokens: tuple[str, ...] = ()
 
-    def taught(self, folder: Path) -> list[Verdict]:
+    def audit(self, folder: Path) -> list[Verdict]:
         before = self.words()
         words = resize_embeddings.with_new_tokens(before, self.new_tokens) if self.new_tokens else before
         stops, model = resolve_special_tokens(words, {}, {}), tiny_model()
@@ -107,7 +107,7 @@ class ChatData:
 def a_chat_audit(of: ChatData | None = None) -> Job:
     def job(folder: Path, plant: Plant) -> list[Verdict]:
         with plant(folder):
-            return (of or ChatData()).taught(folder)
+            return (of or ChatData()).audit(folder)
     return job
 
 # ---------------------------------------------------------------- masks
