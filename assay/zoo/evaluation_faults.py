@@ -20,16 +20,13 @@ from assay.evaluation.task import GenerationTask, TaskExample, check_scoring
 from assay.evaluation.tasks import TaskRequest, answers, open_task
 from assay.generate.engine import ActiveCompletion
 from assay.generate.generation_request import Sampling
-from assay.model.special_tokens import resolve_special_tokens
 from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import Transformer
 from assay.seeds import generator
 from assay.statistics.estimate import pass_at_k
-from assay.store import checkpoint
 from assay.store.artifact import build_model, open_artifact
-from assay.store.saving import Lineage, model_contents
-from assay.testing.fault_injection import Plant, fault, nothing
-from assay.testing.tiny_models import in_place_of, on_disk, swap, tiny_model, tiny_tokenizer
+from assay.testing.fault_injection import Plant, fault, in_place_of, nothing, on_disk, swap
+from assay.testing.tiny_models import save_model, tiny_model, tiny_tokenizer
 from assay.verdict import Verdict
 
 _ROWS = [{"question": f"Ann has {n} figs and buys {2 * n} more. How many figs has she then, all in all?",
@@ -48,11 +45,9 @@ def oracles_of_a_task(folder: Path, plant: Plant) -> list[Verdict]:
 
 def an_evaluation(folder: Path, plant: Plant) -> list[Verdict]:
     """A tiny model whose tokenizer begins every text with a token of its own."""
-    data, training = write_examples(folder / "test.jsonl", _ROWS), write_examples(folder / "train.jsonl",
-                                                                                  [{"text": "Figs ripen late. " * 9}])
-    tokenizer = with_bos()
-    checkpoint.write_checkpoint(folder / "model", model_contents(tiny_model(), tokenizer, resolve_special_tokens(tokenizer, {}, {}),
-                                                                 Lineage()))
+    data = write_examples(folder / "test.jsonl", _ROWS)
+    training = write_examples(folder / "train.jsonl", [{"text": "Figs ripen late. " * 9}])
+    save_model(folder / "model", tiny_model(), tokenizer=with_bos())
     with plant(folder):
         opened, task = LoadedModel(open_artifact(folder / "model")), open_task(TaskRequest("gsm8k", data))
         try:

@@ -38,8 +38,8 @@ from assay.store.checkpoint import open_checkpoint, step_folder
 from assay.store.ledger import Ledger
 from assay.store.saving import Lineage, model_contents
 from assay.testing.tiny_models import nudge, save_model, tiny_model, tokenizer_and_stops
+from assay.testing.tiny_training import NoProver
 from assay.verdict import Outcome, Verdict, proven
-from assay.zoo.run_faults import NoProver
 from tests.recipes.sittings import rows
 
 LETTERS, LENGTH, K, STEPS = "abcdef", 64, 32, 5

@@ -24,8 +24,8 @@ from assay.store.artifact import build_model, open_artifact
 from assay.store.checkpoint import open_checkpoint, step_folder, write_hallmark
 from assay.store.ledger import Ledger
 from assay.testing.tiny_models import nudge, save_model, tiny_model
+from assay.testing.tiny_training import NoProver
 from assay.verdict import Outcome, Verdict, proven, refuted
-from assay.zoo.run_faults import NoProver
 from tests.recipes.sittings import rows
 
 STEPS = 7
