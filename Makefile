@@ -36,8 +36,8 @@ test-all: $(VENV)/.ready sandbox   ## the slow tests too, with llama.cpp (built 
 	$(RUN) -m assay fetch smollm2-135m || echo "SmolLM2-135M could not be fetched"
 	$(RUN) -m pytest -n 2 --dist loadfile -m 'not gpu'
 
-arithmetics: $(VENV)/.ready   ## what is learned must hold on other CPUs and from other initial weights; writes results/arithmetics.txt
-	$(RUN) -m tests.arithmetics
+arithmetics: $(VENV)/.ready   ## what is learned must hold on other CPUs and from other initial weights; the table goes to results/arithmetics.txt
+	$(RUN) -m tests.arithmetics | tee results/arithmetics.txt
 
 docs:   ## regenerate docs/files.md
 	$(PYTHON) docs/generate.py
