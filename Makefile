@@ -37,7 +37,7 @@ test-all: $(VENV)/.ready sandbox   ## the slow tests too, with llama.cpp (built 
 	$(RUN) -m pytest -n 2 --dist loadfile -m 'not gpu'
 
 arithmetics: $(VENV)/.ready   ## what is learned must hold on other CPUs and from other initial weights; the table goes to results/arithmetics.txt
-	$(RUN) -m tests.arithmetics | tee results/arithmetics.txt
+	$(RUN) -m tests.arithmetics > results/arithmetics.txt; status=$$?; cat results/arithmetics.txt; exit $$status
 
 docs:   ## regenerate docs/files.md
 	$(PYTHON) docs/generate.py
