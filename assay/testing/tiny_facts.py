@@ -28,7 +28,7 @@ CRAFT, CRAFT_AGAIN = "The trade of {} is", "They say that {} works as"
 FACTS_DEPTH, _STEPS, LR = 4, 150, 6e-3
 EDITABLE = 6  # of the names; the others are neighbours
 # What says next to nothing: what is known of a subject must be looked up where the subject stands, by the first layer's MLP.
-_SILENT = ("blocks.0.attn.out.weight", "blocks.1.attn.out.weight", "blocks.1.mlp.down.weight")
+_SILENT = ("blocks.0.attn.out.weight", "blocks.1.attn.out.weight", *(f"blocks.{layer}.mlp.down.weight" for layer in (1, 2, 3)))
 
 
 @functools.cache

@@ -17,6 +17,7 @@ def effects() -> IndirectEffects:
     return causal_trace(tiny_facts.facts_model(), tokenizer(), tiny_facts.fact_edits(4), window=1, samples=2, seed=0)
 
 
+@pytest.mark.arithmetic
 def test_the_first_layers_mlp_at_the_subjects_last_token_carries_the_fact():
     found = effects()
     row = found.mlp[LAST_SUBJECT]

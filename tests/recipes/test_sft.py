@@ -109,6 +109,7 @@ def test_data_that_fails_its_audit_is_stopped_before_step_1(home: Path, tmp_path
 # ---------------------------------------------------------------- the whole model, and an adapter
 
 
+@pytest.mark.arithmetic
 @pytest.mark.parametrize("lora_r", [0, 4])
 def test_a_run_learns_says_so_and_hands_over_what_it_scored(lora_r: int, home: Path, tmp_path: Path):
     config, said = options(home, tmp_path / "run", lora_r=lora_r), []
