@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from assay.outcome import Outcome
+from assay.outcome import RunOutcome
 from assay.verdict import Verdict, proven, refuted, unproven
 
 GOOD, BAD = proven("whole", "all of it"), refuted("score", "another one")
@@ -17,11 +17,11 @@ OPEN, OPTIONAL = unproven("gain", "not looked at"), unproven("gain", "not shown"
     ([GOOD], None, 0), ([GOOD, OPTIONAL], None, 0), ([GOOD, OPEN], None, 3), ([GOOD, BAD], None, 3), ([], None, 3), ([], 15, 143),
     ([], 2, 130)])
 def test_the_exit_code_is_that_of_the_convention(verdicts: list[Verdict], interrupted: int | None, code: int):
-    assert Outcome(Path("run"), verdicts, interrupted).exit_code == code
+    assert RunOutcome(Path("run"), verdicts, interrupted).exit_code == code
 
 
 def test_it_says_every_verdict():
-    assert str(Outcome(Path("run"), [GOOD, BAD])).splitlines() == [f"  {GOOD}", f"  {BAD}"]
+    assert str(RunOutcome(Path("run"), [GOOD, BAD])).splitlines() == [f"  {GOOD}", f"  {BAD}"]
 
 
 def test_importing_it_loads_no_torch():

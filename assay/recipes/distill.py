@@ -20,7 +20,7 @@ from assay.guard.training_guards import check_detectors
 from assay.learn.objectives import next_token
 from assay.model.placement import default_device, uncompiled
 from assay.model.transformer import Transformer
-from assay.outcome import Outcome
+from assay.outcome import RunOutcome
 from assay.recipes.conversations import NEVER, Conversations, describe_tuning, held_out_batches, load_conversations, refuse_nonsense
 from assay.recipes.evaluator import EarlyStopping, HeldOutEvaluator, stopping_rule
 from assay.recipes.hand_over import hand_over, write_down
@@ -47,7 +47,7 @@ from assay.verdict import Verdict, refuted
 NATS = 1.0  # a divergence may come near 0, where a share of it is less than rounding
 
 
-def distill(config: Distill, say: Callable[[str], None] = print_line) -> Outcome:
+def distill(config: Distill, say: Callable[[str], None] = print_line) -> RunOutcome:
     """An interrupted run hands nothing over; the same command goes on with it.
 
     What is minimised is what an evaluation scores and what the best checkpoint is chosen by: the blend of teacher and text, or, where the
@@ -120,13 +120,13 @@ def distill(config: Distill, say: Callable[[str], None] = print_line) -> Outcome
                 save(evaluated=True)
             trainer.finish(data.times_read(run, trainer.done), data.order.windows, evaluator.best_checkpoint())
         if run.interrupted is not None:
-            return Outcome(run.folder, interrupted=run.interrupted)
+            return RunOutcome(run.folder, interrupted=run.interrupted)
 
         handed = hand_over(run, evaluator, partial(lessons.score, rows=micro))
         told = {} if teacher is None else compare_agreement(run, teacher, start, data, trainer)
         write_down(run, handed, **told)
         verdicts = [*handed.verdicts, check_told(run, handed.recorded, len(data.held_out))]
-        return Outcome(run.folder, verdicts, model=run.folder / "model", results={"held_out": handed.recorded.estimate, **told})
+        return RunOutcome(run.folder, verdicts, model=run.folder / "model", results={"held_out": handed.recorded.estimate, **told})
 
 # ---------------------------------------------------------------- what is learned, and from whom
 

@@ -41,7 +41,7 @@ from assay.model.patch import Patch, patched, patched_tensors
 from assay.model.placement import default_device, require_device, uncompiled
 from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import Transformer
-from assay.outcome import Outcome
+from assay.outcome import RunOutcome
 from assay.recipes.edit_options import Edit
 from assay.recipes.run import Run, plain, print_line
 from assay.store import checkpoint, durable
@@ -58,7 +58,7 @@ _MANY = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
-class EditOutcome(Outcome):
+class EditOutcome(RunOutcome):
     """All that a run found, as OUT/edits.json holds it; its `results` are estimates."""
 
     failed: list[dict[str, str]]

@@ -20,7 +20,7 @@ from assay.learn.optim import adamw
 from assay.learn.policy import Surrogate, policy_gradient
 from assay.model.placement import default_device, place_for_training, require_device, uncompiled
 from assay.model.transformer import Transformer, parameter_count
-from assay.outcome import Outcome
+from assay.outcome import RunOutcome
 from assay.recipes.conversations import NEVER, refuse_unbudgeted
 from assay.recipes.grpo_options import Grpo
 from assay.recipes.grpo_preflight import check_forked_policy, check_seeds_count, rollout_floor
@@ -41,7 +41,7 @@ from assay.verdict import Verdict
 GRPO_LR_WHOLE, GRPO_LR_ADAPTER = 1e-6, 2e-5
 
 
-def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> Outcome:
+def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
     """An interrupted run hands nothing over; the same command goes on with it.
 
     A step is one update. A rollout begins at every multiple of `inner` steps, and only there is anything saved.
@@ -145,12 +145,12 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> Outcome:
                 save(evaluate=True)
             trainer.finish(prompts.times_read(trainer.done), len(prompts.train), evaluator.best_checkpoint())
         if run.interrupted is not None:
-            return Outcome(run.folder, interrupted=run.interrupted)
+            return RunOutcome(run.folder, interrupted=run.interrupted)
         return hand_over_best(run, evaluator, prompts, start, sampler_of, device)
 
 
 def hand_over_best(run: Run, evaluator: PromptEvaluator, prompts: PromptData, start: StartingModel,
-                   sampler_of: Callable[[Transformer], Sampler], device: str) -> Outcome:
+                   sampler_of: Callable[[Transformer], Sampler], device: str) -> RunOutcome:
     """The best checkpoint, proven as `RUN/model` (and `RUN/adapter`), and whether it is better than its parent."""
     best, metric = evaluator.best_checkpoint(), evaluator.rewards.metric.name
     assert best is not None, "a run ends with an evaluation"
@@ -169,7 +169,7 @@ def hand_over_best(run: Run, evaluator: PromptEvaluator, prompts: PromptData, st
     run.ledger.append(Event.HAND_OVER, checkpoint=best.name, metric=metric, before=float(before.wanted.mean()),
                       after=float(after.wanted.mean()), verdicts=plain([verdict.to_json() for verdict in verdicts]))
     run.say(f"{', '.join(map(str, places))}: {verdicts[-1].reason}")
-    return Outcome(run.folder, verdicts, model=run.folder / "model", results={
+    return RunOutcome(run.folder, verdicts, model=run.folder / "model", results={
         f"{metric} before": before.estimate, f"{metric} after": after.estimate, "gain": verdicts[-1].evidence})
 
 

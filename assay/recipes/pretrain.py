@@ -25,7 +25,7 @@ from assay.model.placement import default_device, place_for_training, uncompiled
 from assay.model.special_tokens import resolve_special_tokens
 from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import ModelConfig, Rope, Transformer, initialised, parameter_count, qkv_rows
-from assay.outcome import Outcome
+from assay.outcome import RunOutcome
 from assay.recipes.evaluator import EarlyStopping, HeldOutEvaluator, stopping_rule
 from assay.recipes.hand_over import hand_over, write_down
 from assay.recipes.options import Pretrain
@@ -76,7 +76,7 @@ class CorpusData:
         return times
 
 
-def pretrain(config: Pretrain, say: Callable[[str], None] = print_line) -> Outcome:
+def pretrain(config: Pretrain, say: Callable[[str], None] = print_line) -> RunOutcome:
     """An interrupted run hands nothing over; the same command goes on with it."""
     corpus = open_corpus(Path(config.corpus))
     assert_disjoint(corpus)
@@ -135,7 +135,7 @@ def pretrain(config: Pretrain, say: Callable[[str], None] = print_line) -> Outco
                 save(evaluate=True)
             trainer.finish(data.times_read(run, trainer.done), data.order.windows, evaluator.best_checkpoint())
         if run.interrupted is not None:
-            return Outcome(run.folder, interrupted=run.interrupted)
+            return RunOutcome(run.folder, interrupted=run.interrupted)
 
         everything = partial(score_corpus, corpus=corpus, rows=plan.micro, length=config.length, context=config.length // 2)
         handed = hand_over(run, evaluator, everything)
@@ -144,7 +144,7 @@ def pretrain(config: Pretrain, say: Callable[[str], None] = print_line) -> Outco
         if config.max_bytes is not None:
             verdicts = verdicts + write_squeezed(run, run.folder / "model", handed.recorded, corpus, rows=plan.micro,
                                                  length=config.length, max_bytes=config.max_bytes)
-        return Outcome(run.folder, verdicts, model=run.folder / "model", results={"held_out": handed.recorded.estimate})
+        return RunOutcome(run.folder, verdicts, model=run.folder / "model", results={"held_out": handed.recorded.estimate})
 
 
 def preflight_pretrain(trainer: Trainer, data: CorpusData) -> list[Verdict]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from assay.data.batch import Batch
 from assay.errors import GuardStop
 from assay.generate.sampler_weights import fingerprint
-from assay.guard.proof import prove_checkpoint, without_optional
+from assay.guard.proof import prove_checkpoint
 from assay.model.placement import place_for_training
 from assay.recipes.rollout_batch import Layout, batch_logprobs, quickest_score
 from assay.recipes.run import Run
@@ -18,7 +18,7 @@ from assay.recipes.starting_model import TrainedWeights
 from assay.store.checkpoint import Checkpoint, open_checkpoint, step_folder, step_folders
 from assay.store.digests import recorded_digest, weights_digest
 from assay.store.ledger import Event
-from assay.verdict import Outcome, Verdict, overall, proven, refuted
+from assay.verdict import Outcome, Verdict, overall, proven, refuted, without_optional
 
 
 class Reference:

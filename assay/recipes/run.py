@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any
 
 from assay.errors import ArtifactError, AssayError, GuardStop, UsageError
-from assay.guard.proof import Prover, without_optional
+from assay.guard.proof import Prover
 from assay.guard.proof_subject import DEFAULT_SAMPLING, ProofSampling
 from assay.guard.training_guards import stop_if_refuted
 from assay.store import durable
@@ -26,7 +26,7 @@ from assay.store.checkpoint import Checkpoint, Contents, delete_old_checkpoints,
 from assay.store.ledger import Event, Ledger
 from assay.store.saving import BackgroundSaver
 from assay.strict_json import parse_yaml, read_json_lines, read_small_file
-from assay.verdict import Outcome, Verdict, overall
+from assay.verdict import Outcome, Verdict, overall, without_optional
 
 TELL_EVERY = 5.0  # seconds
 LITTLE = 0.02  # of the loop's time: what saving may cost

@@ -15,7 +15,7 @@ from assay.learn.lr_schedule import Budget, Schedule
 from assay.learn.objectives import Objective, next_token
 from assay.learn.optim import adamw
 from assay.model.placement import default_device, place_for_training, uncompiled
-from assay.outcome import Outcome
+from assay.outcome import RunOutcome
 from assay.recipes.conversations import NEVER, Conversations, describe_tuning, load_conversations, refuse_nonsense
 from assay.recipes.evaluator import EarlyStopping, HeldOutEvaluator, stopping_rule
 from assay.recipes.hand_over import SAME_LOSS, hand_over, write_down
@@ -32,7 +32,7 @@ from assay.verdict import Verdict, proven, refuted, unproven
 SFT_LR_WHOLE, SFT_LR_ADAPTER = 3e-5, 3e-4
 
 
-def sft(config: Sft, say: Callable[[str], None] = print_line) -> Outcome:
+def sft(config: Sft, say: Callable[[str], None] = print_line) -> RunOutcome:
     """An interrupted run hands nothing over; the same command goes on with it."""
     refuse_nonsense(config)
     device = config.device or default_device()
@@ -88,11 +88,11 @@ def sft(config: Sft, say: Callable[[str], None] = print_line) -> Outcome:
                 save(evaluate=True)
             trainer.finish(data.times_read(run, trainer.done), data.order.windows, evaluator.best_checkpoint())
         if run.interrupted is not None:
-            return Outcome(run.folder, interrupted=run.interrupted)
+            return RunOutcome(run.folder, interrupted=run.interrupted)
 
         handed = hand_over(run, evaluator, partial(score_examples, batches=data.held_out_batches(micro), rows=micro))
         write_down(run, handed)
-        return Outcome(run.folder, handed.verdicts, model=run.folder / "model", results={"held_out": handed.recorded.estimate})
+        return RunOutcome(run.folder, handed.verdicts, model=run.folder / "model", results={"held_out": handed.recorded.estimate})
 
 # ---------------------------------------------------------------- what is derived
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from assay.errors import GuardStop, UsageError
-from assay.guard.proof import prove_checkpoint, without_optional
+from assay.guard.proof import prove_checkpoint
 from assay.guard.proof_subject import ProofSampling
 from assay.guard.training_guards import check_adapted, stop_if_refuted
 from assay.learn.optim import load_state_tensors
@@ -27,7 +27,7 @@ from assay.store.artifact import Artifact, assemble_model, build_model, open_art
 from assay.store.checkpoint import Checkpoint, Contents, open_checkpoint
 from assay.store.peft import write_adapter
 from assay.store.saving import Ancestor, Lineage, adapter_contents, model_contents
-from assay.verdict import Outcome, overall
+from assay.verdict import Outcome, overall, without_optional
 
 # ---------------------------------------------------------------- trained weights
 

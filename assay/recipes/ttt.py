@@ -34,7 +34,7 @@ from assay.model.lora import fresh
 from assay.model.patch import Patch
 from assay.model.placement import default_device, require_device
 from assay.model.transformer import Transformer
-from assay.outcome import Outcome
+from assay.outcome import RunOutcome
 from assay.recipes.run import Run, plain, print_line
 from assay.recipes.ttt_options import Ttt
 from assay.statistics.estimate import Array, Estimate, bits_per_byte
@@ -66,7 +66,7 @@ class Read:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TttOutcome(Outcome):
+class TttOutcome(RunOutcome):
     """All that a run found, as OUT/ttt.json holds it; its `results` are estimates."""
 
     documents: list[Read]

@@ -51,6 +51,12 @@ EXAMPLES = """  assay eval runs/a/checkpoints/step-000500 --task gsm8k --data te
 
 
 def run(flags: FLAGS) -> int:
+    found = evaluate_model(flags)
+    print(json.dumps(found.to_json(), indent=1) if flags.json else evaluation_text(found, Path(flags.out)))
+    return 3 if overall(found.verdicts) is Outcome.REFUTED else 0
+
+
+def evaluate_model(flags: FLAGS) -> "Evaluation":
     import torch
 
     from assay.evaluation.evaluate import evaluate
@@ -67,11 +73,9 @@ def run(flags: FLAGS) -> int:
     opened = LoadedModel(artifact, device=flags.device or default_device(), dtype=getattr(torch, flags.dtype) if flags.dtype else None)
     sampling = Sampling(flags.max_new, flags.temperature, flags.top_k, flags.top_p, flags.seed)
     with progress_line() as show:
-        found = evaluate(opened, task, Path(flags.out), k=flags.k, sampling=sampling, raw=flags.raw,
-                         trained_on=training_texts(map(Path, flags.trained_on)),
-                         progress=lambda done, of: show(f"{task.name}: {done} of {of} examples", last=done == of))
-    print(json.dumps(found.to_json(), indent=1) if flags.json else evaluation_text(found, Path(flags.out)))
-    return 3 if overall(found.verdicts) is Outcome.REFUTED else 0
+        return evaluate(opened, task, Path(flags.out), k=flags.k, sampling=sampling, raw=flags.raw,
+                        trained_on=training_texts(map(Path, flags.trained_on)),
+                        progress=lambda done, of: show(f"{task.name}: {done} of {of} examples", last=done == of))
 
 
 def training_texts(files: Iterable[Path]) -> Iterable[str]:

@@ -37,6 +37,11 @@ EXAMPLES = """  assay prove runs/a/checkpoints/step-000500
 
 
 def run(flags: FLAGS) -> int:
+    return exit_code(print_proof(Path(flags.path), prove_artifact(flags), as_json=flags.json), strict=flags.strict)
+
+
+def prove_artifact(flags: FLAGS) -> list[Verdict]:
+    """Every check in a fresh process; a checkpoint of ours that passes gets its hallmark."""
     from assay.guard.proof import ProofRequest, prove, prove_checkpoint
     from assay.guard.proof_subject import ProofSampling
     from assay.model.placement import require_device
@@ -46,16 +51,14 @@ def run(flags: FLAGS) -> int:
     if flags.against == "" or (flags.expect and flags.against is None and place.kind != "checkpoint"):
         raise UsageError(f"--against names what {place.path} is compared with, a model's path; nothing else here does")
     if place.kind == "checkpoint" and flags.expect is None:
-        verdicts = prove_checkpoint(place.path, against=flags.against, base=flags.base, probing=probing)
-    else:
-        bound = place.format.bound(place.path) if place.format.bound and flags.expect == "same" else None  # a rounded copy is a copy
-        verdicts = prove(ProofRequest(str(place.path), flags.against, flags.base, flags.expect, bound, probing=probing))
-    return exit_code(print_proof(place.path, verdicts, as_json=flags.json), strict=flags.strict)
+        return prove_checkpoint(place.path, against=flags.against, base=flags.base, probing=probing)
+    bound = place.format.bound(place.path) if place.format.bound and flags.expect == "same" else None  # a rounded copy is a copy
+    return prove(ProofRequest(str(place.path), flags.against, flags.base, flags.expect, bound, probing=probing))
 
 
 def print_proof(path: Path, verdicts: list[Verdict], *, as_json: bool) -> Outcome:
     """Every verdict, and what they come to together."""
-    from assay.guard.proof import without_optional
+    from assay.verdict import without_optional
 
     outcome = overall(without_optional(verdicts))
     if as_json:

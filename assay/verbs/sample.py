@@ -51,20 +51,25 @@ MOST = 100_000  # samples of a prompt: all of them are held in memory
 MANY = 16_384  # tokens to make, from which on a GPU's steps are worth compiling
 
 
-def run(flags: FLAGS) -> int:
-    from assay.generate.generation_request import GenerationRequest, Sampling
+def sample_texts(flags: FLAGS) -> "list[Completion]":
+    """Completions, prompt by prompt, and nothing printed."""
     from assay.store.artifact import open_artifact
 
-    if not 1 <= flags.n <= MOST:
-        raise UsageError(f"assay sample: --n is {flags.n}; expected 1 to {MOST:,} samples per prompt")
+    artifact = open_artifact(flags.path, base=flags.base)
+    requests = sampling_requests(flags, artifact, stream=False)
+    return generate_completions(engine_for(flags, artifact, requests), requests, "")
+
+
+def run(flags: FLAGS) -> int:
+    from assay.store.artifact import open_artifact
+
     artifact = open_artifact(flags.path, base=flags.base)
     for note in artifact.notes:
         print(f"note: {note}", file=sys.stderr if flags.json else sys.stdout)
     texts = [text for text in flags.prompt or ("",) for _ in range(flags.n)]
-    prompts = [encode_text(artifact, text, raw=flags.raw) for text in texts]
-    sampling = Sampling(flags.max_new, flags.temperature, flags.top_k, flags.top_p, flags.seed, flags.min_p, flags.repetition_penalty)
     live = len(texts) == 1 and not (flags.json or flags.tokens)
-    requests = [GenerationRequest(tuple(prompt), sampling, (row,), stop=flags.stop, stream=live) for row, prompt in enumerate(prompts)]
+    requests = sampling_requests(flags, artifact, stream=live)
+    prompts = [list(request.prompt) for request in requests]
     completions = generate_completions(engine_for(flags, artifact, requests), requests, f"> {texts[0]}\n" if live else "")
     if flags.json:
         print(json.dumps([as_json(artifact, *row) for row in zip(texts, prompts, completions, strict=True)], indent=1))
@@ -75,6 +80,17 @@ def run(flags: FLAGS) -> int:
     else:
         print("\n".join(f"> {text}\n{said.text}{ending(said)}\n" for text, said in zip(texts, completions, strict=True)))
     return 0
+
+
+def sampling_requests(flags: FLAGS, artifact: "Artifact", *, stream: bool) -> "list[GenerationRequest]":
+    """`n` of each prompt, each with a place of its own in the seed's stream."""
+    from assay.generate.generation_request import GenerationRequest, Sampling
+
+    if not 1 <= flags.n <= MOST:
+        raise UsageError(f"assay sample: --n is {flags.n}; expected 1 to {MOST:,} samples per prompt")
+    sampling = Sampling(flags.max_new, flags.temperature, flags.top_k, flags.top_p, flags.seed, flags.min_p, flags.repetition_penalty)
+    prompts = [encode_text(artifact, text, raw=flags.raw) for text in flags.prompt or ("",) for _ in range(flags.n)]
+    return [GenerationRequest(tuple(prompt), sampling, (row,), stop=flags.stop, stream=stream) for row, prompt in enumerate(prompts)]
 
 
 def engine_for(flags: FLAGS, artifact: "Artifact", requests: "Sequence[GenerationRequest]") -> "Engine":

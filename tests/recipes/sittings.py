@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from assay.outcome import Outcome
+from assay.outcome import RunOutcome
 from assay.recipes import pretrain, run
 from assay.recipes.options import Pretrain
 from assay.recipes.trainer import Trainer
@@ -31,7 +31,7 @@ def options(out: Path, **changed: Any) -> Pretrain:
 
 
 def sit(config: Pretrain, *, after: dict[int, Strike] | None = None, say: Callable[[str], None] = lambda _: None,
-        handing_over: bool = False) -> Outcome:
+        handing_over: bool = False) -> RunOutcome:
     """`after[n]` is done once n steps are. Saves stay unproven, which takes a fresh process and is another test's matter."""
     over, strikes = Trainer.over, dict(after or {})
 

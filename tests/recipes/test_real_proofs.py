@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from assay.outcome import Outcome
+from assay.outcome import RunOutcome
 from assay.recipes.distill import distill
 from assay.recipes.grpo import grpo
 from assay.recipes.options import Distill, Pretrain, Sft
@@ -34,7 +34,7 @@ def tuning(home: Path, out: Path, **more: Any) -> dict[str, Any]:
             "steps": 1, "lr": 3e-3, "held_out": 0.1, "probe_samples": 1, "device": "cpu", **more}
 
 
-def require_proven(found: Outcome, places: list[str]) -> None:
+def require_proven(found: RunOutcome, places: list[str]) -> None:
     """Nothing was left to chance: all that was saved was sent to a proof, and each came back."""
     assert found.exit_code == 0, str(found)
     assert found.model == found.folder / "model"

@@ -135,8 +135,7 @@ BREAKAGES: dict[str, Callable[[Path], None]] = {
 
 
 def all_proven(verdicts: list[Verdict]) -> bool:
-    from assay.guard.proof import without_optional
-    from assay.verdict import overall
+    from assay.verdict import overall, without_optional
 
     return overall(without_optional(verdicts)) is Outcome.PROVEN
 
