@@ -1,0 +1,83 @@
+"""The Python API: the page's blocks and the notebook run as they stand; what is given in memory, and what cannot travel, in words."""
+
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import assay
+from assay.errors import UsageError
+from assay.recipes.options import Sft
+from assay.reward.callable_reward import reward_spec
+
+ROOT = Path(__file__).parents[1]
+FACTOR = 2.0
+
+
+def half(prompt, completion, row):
+    return len(completion) / FACTOR
+
+
+def double(prompt, completion, row):
+    return 2 * FACTOR * half(prompt, completion, row)
+
+
+def test_every_block_of_the_page_runs_in_order(tmp_path):
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "api.md").read_text(), re.DOTALL | re.MULTILINE)
+    assert len(blocks) >= 8
+    (tmp_path / "page.py").write_text("\n".join(blocks))
+    found = subprocess.run([sys.executable, "page.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300,
+                           env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"})
+    assert found.returncode == 0, found.stderr[-2000:]
+    assert "PROVEN 0 runs/sft/model" in found.stdout
+
+
+def test_the_notebook_runs(tmp_path, monkeypatch):
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    notebook = nbformat.read(ROOT / "docs" / "notebook.ipynb", as_version=4)
+    nbclient.NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    shown = [output["data"] for cell in notebook.cells for output in cell.get("outputs", []) if output["output_type"] == "execute_result"]
+    assert any("PROVEN" in data.get("text/html", "") for data in shown)
+
+
+def test_importing_assay_loads_no_torch():
+    code = "import sys, assay; assay.__all__; print('torch' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)})
+    assert found.stdout == "False\n"
+
+
+def test_signatures_show_the_options():
+    assert set(inspect.signature(assay.sft).parameters) == {"say", *Sft.__dataclass_fields__}
+
+
+def test_an_unknown_option_names_the_nearest(tmp_path):
+    with pytest.raises(UsageError, match="learning_rate"):
+        assay.sft(model="x", data=[{"text": "a"}], out=str(tmp_path / "run"), learnin_rate=1e-3)
+
+
+def test_rows_that_are_no_rows_are_refused(tmp_path):
+    with pytest.raises(UsageError, match="data"):
+        assay.sft(model="x", data=[1, 2], out=str(tmp_path / "run"))
+
+
+def test_a_reward_travels_with_what_it_names(tmp_path):
+    file, name, weight = reward_spec((double, 0.5), tmp_path).rsplit(":", 2)
+    made: dict = {}
+    exec(Path(file).read_text(), made)
+    assert (made[name]("", "abc", {}), name, weight) == (6.0, "double", "0.5")
+
+
+def test_what_cannot_travel_is_refused_in_words(tmp_path):
+    opened = object()
+
+    def closure(prompt, completion, row):
+        return opened
+
+    for reward in (closure, lambda prompt, completion, row: 1.0, print):
+        with pytest.raises(UsageError, match="reward"):
+            reward_spec(reward, tmp_path)
+    assert not list(tmp_path.iterdir())
