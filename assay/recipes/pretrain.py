@@ -38,7 +38,6 @@ from assay.store.saving import Lineage
 from assay.verdict import Verdict
 
 
-
 @dataclass(frozen=True)
 class _Plan:
     """What the dial and the budgets come to."""
