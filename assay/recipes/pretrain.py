@@ -170,7 +170,7 @@ def derived(config: Pretrain, corpus: Corpus) -> _Plan:
     steps = None if config.tokens is None else max(1, math.ceil(config.tokens / (rows * config.length)))
     vocab = math.ceil(Tokenizer.from_folder(Path(config.corpus)).size / 64) * 64  # rows beyond the tokenizer's are never used
     micro = max(1, min(rows, config.micro_tokens // config.length))
-    return _Plan(shape(config, config.depth, vocab), rows, micro, steps, config.matrices().lr, config.device or default_device())
+    return _Plan(shape(config, config.depth, vocab), rows, micro, steps, config.matrices().learning_rate, config.device or default_device())
 
 
 def shape(config: Pretrain, depth: int, vocab: int) -> ModelConfig:
