@@ -43,7 +43,6 @@ from beside import (
 
 from assay.learn.loop import Step
 from assay.recipes import grpo
-from assay.recipes.grpo import GRPO_LR_WHOLE
 from assay.recipes.grpo_options import Grpo
 from assay.recipes.prompts import read_prompts
 from assay.recipes.reference import Reference
@@ -175,7 +174,7 @@ class Bench:
         config = Grpo(model=str(self.fp32), data=(str(self.home / "train.jsonl"),), held_out_data=str(self.home / "held-out.jsonl"),
                       out=str(self.home / name), reward=tuple(flags.reward), prompts=flags.prompts, group=flags.group,
                       max_new=flags.max_new, temperature=flags.temperature, kl="k3", kl_weight=KL_WEIGHT,
-                      steps=flags.warm + flags.steps + flags.parts, lr=GRPO_LR_WHOLE, warmup=0,
+                      steps=flags.warm + flags.steps + flags.parts, lr=Grpo.RATES.whole, warmup=0,
                       checkpoint_every=0, insist=True, look_prompts=2, micro=flags.micro, device=flags.device,
                       **options)
         began = time.perf_counter()
@@ -202,7 +201,7 @@ class Bench:
         forced = {"generation_kwargs": {"min_new_tokens": flags.max_new}} if flags.ignore_stop else {}
         args = trl.GRPOConfig(str(self.home / name), per_device_train_batch_size=micro, num_generations=flags.group,
                               gradient_accumulation_steps=flags.prompts * flags.group // micro, max_completion_length=flags.max_new,
-                              temperature=flags.temperature, beta=KL_WEIGHT, max_steps=1 + flags.peer_steps, learning_rate=GRPO_LR_WHOLE,
+                              temperature=flags.temperature, beta=KL_WEIGHT, max_steps=1 + flags.peer_steps, learning_rate=Grpo.RATES.whole,
                               lr_scheduler_type="constant", adam_beta1=0.9, adam_beta2=0.95, logging_steps=10**6,
                               save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=not self.on_gpu, bf16=self.on_gpu,
                               **forced, **options)

@@ -38,8 +38,6 @@ from assay.store.artifact import Artifact, build_model, open_artifact
 from assay.store.ledger import Event
 from assay.verdict import Verdict
 
-GRPO_LR_WHOLE, GRPO_LR_ADAPTER = 1e-6, 2e-5
-
 
 def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
     """An interrupted run hands nothing over; the same command goes on with it.
@@ -51,7 +49,7 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
     start = load_start(config, device, say)
     prompts = split_prompts(config, start)
     schedule, rewards, asked = grpo_schedule(config, prompts), Rewards(config), surrogate_of(config, device)
-    lr = config.lr or (GRPO_LR_ADAPTER if isinstance(start.weights, AdapterModel) else GRPO_LR_WHOLE)
+    lr = config.peak_rate(adapter=isinstance(start.weights, AdapterModel))
     for line in describe_grpo(config, start, prompts, lr, schedule, device, rewards.judge):
         say(line)
     optimizer = adamw(start.model.named_parameters(), lr, weight_decay=config.weight_decay)

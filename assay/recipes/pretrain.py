@@ -37,8 +37,6 @@ from assay.store.ledger import Event
 from assay.store.saving import Lineage
 from assay.verdict import Verdict
 
-DECAY = {"muon": 0.3, "adamw": 0.1}  # on enwik8, read five times in two minutes, 0.3 gave 1.145 bits per byte; 0.01 learned it by heart
-
 
 @dataclass(frozen=True)
 class _Plan:
@@ -171,9 +169,8 @@ def derived(config: Pretrain, corpus: Corpus) -> _Plan:
     rows = config.batch_tokens // config.length
     steps = None if config.tokens is None else max(1, math.ceil(config.tokens / (rows * config.length)))
     vocab = math.ceil(Tokenizer.from_folder(Path(config.corpus)).size / 64) * 64  # rows beyond the tokenizer's are never used
-    rate = config.lr or (0.02 if config.optimizer == "muon" else 0.002)
     micro = max(1, min(rows, config.micro_tokens // config.length))
-    return _Plan(shape(config, config.depth, vocab), rows, micro, steps, rate, config.device or default_device())
+    return _Plan(shape(config, config.depth, vocab), rows, micro, steps, config.matrices().learning_rate, config.device or default_device())
 
 
 def shape(config: Pretrain, depth: int, vocab: int) -> ModelConfig:
@@ -193,7 +190,7 @@ def shape(config: Pretrain, depth: int, vocab: int) -> ModelConfig:
 
 def optimizer_for(config: Pretrain, plan: _Plan, model: Transformer) -> torch.optim.Optimizer:
     named = list(model.named_parameters())
-    decay = config.weight_decay if config.weight_decay is not None else DECAY[config.optimizer]
+    decay = config.matrices().weight_decay
     if config.optimizer == "adamw":
         return adamw(named, plan.lr, weight_decay=decay)
     slices: dict[str, tuple[int, ...]] = {}

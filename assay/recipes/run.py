@@ -329,7 +329,7 @@ def _settle_config(path: Path, config: Any) -> bool:
         earlier = parse_yaml(read_small_file(path), where=str(path))
     except ArtifactError:
         earlier = None
-    if not isinstance(earlier, dict):
+    if not isinstance(earlier, dict) or earlier.keys() - values.keys():
         raise UsageError(f"{path}: these are not the options of a run, so it cannot be gone on with; give another --out")
     # How long to go on, and where, may change between sittings; what is learned, and from what, may not.
     free = {"minutes", "tokens", "device", "out", "json", "resume", "probe_samples", "patience", "worth"}

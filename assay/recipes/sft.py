@@ -29,8 +29,6 @@ from assay.store.ledger import Event
 from assay.strict_json import read_json_lines
 from assay.verdict import Verdict, proven, refuted, unproven
 
-SFT_LR_WHOLE, SFT_LR_ADAPTER = 3e-5, 3e-4
-
 
 def sft(config: Sft, say: Callable[[str], None] = print_line) -> RunOutcome:
     """An interrupted run hands nothing over; the same command goes on with it."""
@@ -107,7 +105,7 @@ def micro_rows(config: Tuning, data: Conversations) -> int:
 
 
 def tuning_optimizer(config: Tuning, start: StartingModel) -> torch.optim.Optimizer:
-    lr = config.lr or (SFT_LR_ADAPTER if isinstance(start.weights, AdapterModel) else SFT_LR_WHOLE)
+    lr = config.peak_rate(adapter=isinstance(start.weights, AdapterModel))
     optimizer = adamw(start.model.named_parameters(), lr, weight_decay=config.weight_decay)
     carry_moments(optimizer, start)
     return optimizer
