@@ -32,9 +32,7 @@ ROPE_FACTORS = "rope_freqs.weight"  # how llama.cpp stores Llama 3's scaling: a 
 META_LLAMA3: dict[str, Any] = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_length": 8192}  # as released
 # Keys that could change the computation in a way we do not implement, with the value that changes nothing.
 _NEUTRAL = {"expert_count": 0, "expert_used_count": 0, "attention.causal": True, "rope.scaling.attn_factor": 1.0,
-           "rope.scaling.finetuned": True, "tensor_data_layout": "Meta AI original pth"}
-
-
+            "rope.scaling.finetuned": True, "tensor_data_layout": "Meta AI original pth"}
 # How far the answers (relative) may move by rounding weights to a format: about 3 times what was seen on SmolLM2-135M
 # (1.8e-3, 7.7e-3 and 3.5e-2 for 16-bit floats and q8_0).
 SAME_ANSWERS = 2e-4
@@ -69,7 +67,7 @@ GGUF = ModelFormat("gguf", describe_gguf, ".gguf", read_gguf, bound=rounding_in)
 
 
 def write_gguf(path: Path, config: ModelConfig, tensors: Mapping[str, Tensor], tokenizer: Tokenizer, dtype: Precision,
-          stops: SpecialTokens | None = None) -> None:
+               stops: SpecialTokens | None = None) -> None:
     """A new file, whole or not at all. Matrices are rounded to `dtype`; vectors and positions stay float32."""
     if dtype not in FILE_TYPES:
         raise UsageError(f"GGUF is written as one of: {', '.join(FILE_TYPES)}; not {dtype!r}")
