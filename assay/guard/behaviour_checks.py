@@ -20,8 +20,8 @@ from typing import Any, cast
 import torch
 
 from assay.evaluation.loaded_model import LoadedModel
+from assay.generate.engine import sample
 from assay.generate.generation_request import Completion, Sampling
-from assay.generate.sampler import sample
 from assay.guard.proof_subject import ProofSubject
 from assay.health.degenerate import Expected
 from assay.health.generation_probe import Health, ModelGenerator, compare_health, probe

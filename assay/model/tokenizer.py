@@ -140,10 +140,6 @@ class Tokenizer:
         return self.named_id("pad_token")
 
     @property
-    def unk(self) -> int | None:
-        return self.named_id("unk_token")
-
-    @property
     def template(self) -> str | None:
         return self.templates.get("default")
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from assay.config import argument, option
 from assay.errors import UsageError
 from assay.strict_json import parse_json
+from assay.verbs.terminal import print_table
 
 if TYPE_CHECKING:
     import torch
@@ -209,16 +210,3 @@ def print_divergence(found: "PassDivergence", *, every: bool) -> None:
     rows = [[str(gap.site), f"{gap.free.error:.1e}", f"{gap.free.cosine:.6f}", f"{gap.introduced.worst:.1e}", f"{gap.bound:.1e}",
              "PARTS" if gap.parts else ""] for gap in chosen]
     print_table(["site", "error", "cosine", "introduced", "bound", ""], rows)
-
-
-def print_table(header: list[str], rows: list[list[str]]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE)
-    for number, name in enumerate(header):
-        table.add_column(name, justify="right" if number else "left", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    Console(width=120, highlight=False).print(table)
