@@ -218,19 +218,19 @@ def _whole(value: Any, where: str) -> int:
 SAME_ON_BOTH: tuple[str, ...] = ("task", "dataset", "prompts")  # in eval.json: must be the same on both sides
 MAY_DIFFER: tuple[str, ...] = ("k", "raw", "stop", "dtype")  # may differ, and is then said
 OF_A_SAMPLE = {"lenient": "lenient", "parsed": "parsed"}
-FACTS = {"examples?": NATURAL, "sampling?": dict, "scores_sha256?": (str, None)}
+_EVAL_FACTS = {"examples?": NATURAL, "sampling?": dict, "scores_sha256?": (str, None)}
 _SAMPLE = {"score": object, "answer?": (str, float, bool, None), "ended?": str, "ids?": list, "measures?": {str: (float, bool)}}
-ROWS = {"samples": {"id": str, "unit?": (str, None), "samples": [_SAMPLE]}, "scores": {"id": str, "unit?": (str, None), "scores": dict},
+_ROWS = {"samples": {"id": str, "unit?": (str, None), "samples": [_SAMPLE]}, "scores": {"id": str, "unit?": (str, None), "scores": dict},
         "nats": {"id": str, "unit?": (str, None), "nats": object, "bytes": object}}  # by what a row of its kind of task holds
 UNITS = ("total", "byte", "token")
 
 
 def read_eval(folder: Path, metric: str | None, lower_is_better: bool | None) -> Arm:
     """The headline metric of its kind of task, or the one that is named: a sample's, or of all samples of an example."""
-    facts, rows = read_json(folder / "eval.json", FACTS, error=DataError), read_values(folder / "scores.jsonl")
-    kind = next((kind for kind in ROWS if kind in rows[0]), "nats")
+    facts, rows = read_json(folder / "eval.json", _EVAL_FACTS, error=DataError), read_values(folder / "scores.jsonl")
+    kind = next((kind for kind in _ROWS if kind in rows[0]), "nats")
     for line, row in enumerate(rows, 1):
-        require_shape(row, ROWS[kind], where=f"{folder / 'scores.jsonl'}:{line}", error=DataError)
+        require_shape(row, _ROWS[kind], where=f"{folder / 'scores.jsonl'}:{line}", error=DataError)
     _refuse_changed(folder, facts, rows)
     chosen = metric or _headline(rows[0])
     scale = _mean_bytes(rows) if "nats" in rows[0] and "samples" not in rows[0] and "scores" not in rows[0] else 1.0

@@ -35,7 +35,7 @@ _NEUTRAL = {"expert_count": 0, "expert_used_count": 0, "attention.causal": True,
             "rope.scaling.finetuned": True, "tensor_data_layout": "Meta AI original pth"}
 # How far the answers (relative) may move by rounding weights to a format: about 3 times what was seen on SmolLM2-135M
 # (1.8e-3, 7.7e-3 and 3.5e-2 for 16-bit floats and q8_0).
-SAME_ANSWERS = 2e-4
+EXPORT_EXACT = 2e-4
 GGUF_ROUNDING: dict[str, float] = {"f16": 5e-3, "bf16": 3e-2, "q8_0": 1e-1}
 
 
@@ -60,7 +60,7 @@ def describe_gguf(path: Path) -> Description:
 def rounding_in(path: Path) -> float:
     """How far a file may answer from what it was made of, by the coarsest type in it that has been measured."""
     types = [tensor.type.lower() for tensor in read_gguf_header(path).tensors.values()]
-    return max((GGUF_ROUNDING.get(type, SAME_ANSWERS) for type in types), default=SAME_ANSWERS)
+    return max((GGUF_ROUNDING.get(type, EXPORT_EXACT) for type in types), default=EXPORT_EXACT)
 
 
 GGUF = ModelFormat("gguf", describe_gguf, ".gguf", read_gguf, bound=rounding_in)
