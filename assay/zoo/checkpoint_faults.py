@@ -311,9 +311,10 @@ def layers_exchanged(folder: Path) -> None:
 
 fault("frozen tensor moved", rows=("M04",), stage="save", check="lineage", job=a_child(frozen=("norm.weight",)))(
     lambda _: touching(lambda model: model.get_parameter("norm.weight").data.add_(1e-3)))
+UP = "blocks.0.mlp.up.weight"
 fault("re-initialised while training", rows=("C11", "C12"), stage="save", check="lineage", job=a_child())(
     # Farther from the parent than the optimizer could have gone.
-    lambda _: touching(lambda model: model.blocks[0].mlp.up.weight.data.copy_(tiny_model(seed=9).blocks[0].mlp.up.weight)))
+    lambda _: touching(lambda model: model.get_parameter(UP).data.copy_(tiny_model(seed=9).get_parameter(UP))))
 
 # ---------------------------------------------------------------- where in our code they are planted
 
