@@ -43,7 +43,7 @@ from assay.model.special_tokens import resolve_special_tokens
 from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import ModelConfig, Rope
 from assay.store import durable
-from assay.store.model_formats import Description, ModelFormat, WholeModel, shown_geometry
+from assay.store.model_formats import Description, FileModel, ModelFormat, shown_geometry
 from assay.store.sealed import seal, unseal
 from assay.strict_json import NATURAL, parse_json, require_shape
 
@@ -154,7 +154,7 @@ def write_assayz(artifact: "Artifact", where: Path, max_bytes: int) -> SqueezeRe
                          {name: len(sections[name]) for name in SECTIONS})
 
 
-def read_assayz(path: Path) -> WholeModel:
+def read_assayz(path: Path) -> FileModel:
     """What `squeeze` wrote, or an ArtifactError; `facts` is the header, with the levels and the digest of the source's weights.
 
     No size in the file is believed before the bytes it asks for are there.
@@ -172,7 +172,7 @@ def read_assayz(path: Path) -> WholeModel:
     tokenizer = _read_tokenizer(packed["tokenizer"], f"{path}: tokenizer")
     if tokenizer.digest != header["tokenizer"]:
         raise ArtifactError(f"{path}: holds tokenizer {tokenizer.digest[:12]}, and its header names another")
-    return WholeModel(config, {name: tensors[name] for name in parameter_shapes(config)}, tokenizer,
+    return FileModel(config, {name: tensors[name] for name in parameter_shapes(config)}, tokenizer,
                       resolve_special_tokens(tokenizer, {}, {}), header)
 
 

@@ -11,7 +11,7 @@ from assay.errors import UsageError
 from assay.model.families import FAMILIES
 from assay.store import checkpoint, gguf
 from assay.store.artifact import Artifact, assemble_model, build_model, merged_tensors
-from assay.store.gguf import GGUF_ROUNDING, EXPORT_EXACT
+from assay.store.gguf import EXPORT_EXACT, GGUF_ROUNDING
 from assay.store.saving import Ancestor, Lineage, adapter_contents, model_contents
 
 ExportFormat = Literal["hf", "peft", "gguf", "merged"]

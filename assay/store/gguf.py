@@ -22,7 +22,7 @@ from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import ModelConfig, Rope, inverse_frequencies
 from assay.store import durable
 from assay.store.gguf_header import GgufHeader, GgufTensor, read_gguf_header
-from assay.store.model_formats import Description, ModelFormat, WholeModel, shown_geometry
+from assay.store.model_formats import Description, FileModel, ModelFormat, shown_geometry
 from assay.strict_json import open_regular
 
 _LARGEST = 1 << 24  # of any number of the geometry
@@ -39,7 +39,7 @@ EXPORT_EXACT = 2e-4
 GGUF_ROUNDING: dict[str, float] = {"f16": 5e-3, "bf16": 3e-2, "q8_0": 1e-1}
 
 
-def read_gguf(path: Path) -> WholeModel:
+def read_gguf(path: Path) -> FileModel:
     """Every tensor once, in the right shape and finite, and the tokenizer that goes with them; else an error."""
     header = read_gguf_header(path)
     config = _config(header, path)
@@ -47,7 +47,7 @@ def read_gguf(path: Path) -> WholeModel:
     tensors = from_foreign(config, gguf_layout(config), foreign, str(path))
     tokenizer = tokenizer_from_gguf(header.metadata, str(path))
     stops = resolve_special_tokens(tokenizer, {}, generation_from_gguf(header.metadata))
-    return WholeModel(config, tensors, tokenizer, stops, header.metadata)
+    return FileModel(config, tensors, tokenizer, stops, header.metadata)
 
 
 def describe_gguf(path: Path) -> Description:
