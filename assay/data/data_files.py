@@ -309,7 +309,7 @@ def _csv_rows(source: TextSource) -> Iterator[DataRow]:
         except UnicodeDecodeError as error:  # decoded in blocks, so that the line is not known
             raise DataError(f"{source.path}: not UTF-8 after line {reader.line_num} ({error.reason}); convert the file") from None
         except csv.Error as error:
-            raise DataError(f"{source.path}:{reader.line_num + 1}: cannot be read as CSV ({error})") from None
+            raise DataError(f"{source.path}:{reader.line_num}: cannot be read as CSV ({error})") from None
 
 
 def _cells(header: list[str], cells: list[str], where: str) -> dict[str, Any]:
