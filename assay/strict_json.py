@@ -2,7 +2,8 @@
 
 Plain files of bounded size in UTF-8, bounded in depth and digits; no key twice, no NaN or infinity, no half of a surrogate pair.
 A shape says what a document must look like: a type (float takes whole numbers, int no booleans), a range of whole numbers,
-(this, or that), [each item], {"name": …, "optional?": …} where other names are free, {str: each value}, None.
+(this, or that), [each item], {"name": …, "optional?": …} where other names are free unless it says `...: None`,
+{str: each value}, None.
 """
 
 import codecs
@@ -195,7 +196,10 @@ def _misfit(value: Any, shape: Shape, at: str) -> str | None:
     if isinstance(shape, dict) and isinstance(value, dict):
         if str in shape:
             return next((fault for key, part in value.items() if (fault := _misfit(part, shape[str], f"{at}[{key!r}]"))), None)
-        return next((fault for name, one in shape.items() if (fault := _misfit_field(value, name, one, at))), None)
+        names = {name: one for name, one in shape.items() if name is not ...}
+        if ... in shape and (others := value.keys() - {name.removesuffix("?") for name in names}):
+            return f"{at or 'the document'} has {min(others)!r:.80}, which nothing asks for"
+        return next((fault for name, one in names.items() if (fault := _misfit_field(value, name, one, at))), None)
     if isinstance(shape, range):
         fits = type(value) is int and value in shape
     elif shape in (int, float):

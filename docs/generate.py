@@ -4,8 +4,8 @@ import ast
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-ROOMS = ("errors config seeds outcome verdict kernels model data learn store generate reward edit statistics comparison evaluation tracing "
-         "health guard recipes report interop testing zoo verbs api cli").split()  # from the ground up
+ROOMS = ("errors strict_json json_child config seeds outcome verdict kernels model store data learn generate reward "
+         "edit statistics comparison evaluation tracing health guard recipes report interop testing zoo verbs api cli").split()  # from the ground up
 
 
 def first_line(file: Path) -> str:

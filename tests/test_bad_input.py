@@ -85,7 +85,7 @@ CASES = [
     ("compare loop", 2, "loop: no such file or folder"),
     ("compare ,", 2, "',': names no result"),
     ("compare scores.csv,scores.csv", 2, "stands there twice, and one run counted twice is no second run"),
-    ("compare wide.csv", 2, "wide.csv:2: more cells than the header names (arm, id, score)"),
+    ("compare wide.csv", 2, "wide.csv:2: 4 cells; the header names 3 columns (arm, id, score)"),
     ("compare long.csv", 2, "long.csv:2: cannot be read as CSV (field larger than field limit (131072))"),
     ("probe MODEL --prompts latin1.txt", 2, "latin1.txt: not UTF-8 at byte 3"),
     ("eval MODEL --task arithmetic --limit 99999999999999999999 --out OUT", 2, "expected a whole number of at most 18 digits"),
@@ -104,9 +104,9 @@ CASES = [
     ("zoo --only nope", 2, "no fault is called 'nope'; `assay zoo --list` names all"),
     ("demo --out /proc/nowhere", 1, "/proc/nowhere: not saved"),
     ("data check . --model MODEL", 2, ".: a folder; expected a file of rows"),
-    ("data check bom.jsonl --model MODEL", 2, "bom.jsonl:1: begins with a byte order mark, which JSON does not allow"),
+    ("data check bom.jsonl --model MODEL", 2, "begins with a byte order mark, which JSON does not allow"),
     ("data check number.jsonl --model MODEL", 2, "number.jsonl:3: completion is int '2' and prompt str '1+1='; expected text in both"),
-    ("tokenizer deep.jsonl --out OUT", 2, "deep.jsonl:2: nested too deeply to be read"),
+    ("tokenizer deep.jsonl --out OUT", 2, "deep.jsonl:2: not JSON (nested too deeply to be read)"),
     ("corpus good.jsonl --field prompt --tokenizer good.jsonl --out OUT", 2, "good.jsonl: a file; expected the folder that holds"),
 ]
 

@@ -94,7 +94,8 @@ def test_a_small_alias_is_followed():
     ({"a": {"b": True}}, {"a": {"b": int}}, "a.b is True; expected a whole number"), ([1, "x"], [int], r"\[1\] is 'x'"),
     ({"f": {"x": {"bytes": -1}}}, {"f": {str: {"bytes": NATURAL}}}, r"f\['x'\].bytes is -1; expected a whole number from 0"),
     (1.0, int, "expected a whole number, found 1.0"),
-    (5, (str, None), "expected text or null, found 5"), ({"a": [1]}, {"a?": [str]}, "a.0. is 1")])
+    (5, (str, None), "expected text or null, found 5"), ({"a": [1]}, {"a?": [str]}, "a.0. is 1"),
+    ({"f": {"a": 1, "b": 2}}, {"f": {"a": int, ...: None}}, "f has 'b', which nothing asks for")])
 def test_a_shape_that_is_not_met_is_named_by_its_place(value: Any, shape: Any, reason: str):
     with pytest.raises(ArtifactError, match=f"^x: {reason}"):
         require_shape(value, shape, where="x")

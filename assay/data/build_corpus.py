@@ -65,7 +65,7 @@ class CorpusProgress:
 
 
 def build_corpus(texts: Iterable[Path], out: Path, tokenizer: Path, plan: CorpusPlan, *, workers: int = 1,
-          progress: Callable[[CorpusProgress], None] = lambda _: None) -> Corpus:
+                 progress: Callable[[CorpusProgress], None] = lambda _: None) -> Corpus:
     """`tokenizer` is a folder with tokenizer.json. Refused, with nothing written, above the plan's overlap."""
     sources = _sources(texts, plan.held_out_files)
     with durable.new_folder(out) as folder, tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{out.name}.") as hashes:

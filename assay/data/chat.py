@@ -89,7 +89,7 @@ class Draft(NamedTuple):
 
 def render_conversations(conversations: Iterable[Conversation], tokenizer: Tokenizer, stops: SpecialTokens, *, length: int,
                          over: Overlong = "drop",
-           roles: Collection[str] = ("assistant",), turns: Turns = "together") -> Rendered:
+                         roles: Collection[str] = ("assistant",), turns: Turns = "together") -> Rendered:
     """`over` says what happens to what is longer than `length`. `turns="apart"` makes an example of each supervised turn, for
     templates that write a turn differently once another follows."""
     if length < 2:
@@ -122,7 +122,7 @@ def fit_to_length(example: TrainingExample, length: int, over: Overlong) -> Trai
     if not pieces:
         return NOTHING_LEFT
     return TrainingExample(example.id, example.tokens[:length], weight, example.intended[:pieces], example.prompt, example.asked,
-                   True, example.conversation)
+                           True, example.conversation)
 
 
 def supervised_runs(weight: NDArray[np.float32]) -> list[tuple[int, int]]:

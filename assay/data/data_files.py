@@ -29,9 +29,9 @@ from assay.seeds import derive
 from assay.strict_json import parse_json
 
 MAX_DOCUMENT_BYTES = 16 << 20  # the encoder holds about 60 bytes per byte of one document
-ESCAPED = 6  # most bytes of JSON for one byte of text
-A_LINE = "expected one object a line"
-READ_ROWS = 256  # parquet rows decoded at a time
+_ESCAPED = 6  # most bytes of JSON for one byte of text
+_A_LINE = "expected one object a line"
+_PARQUET_ROWS = 256  # parquet rows decoded at a time
 FileKind = Literal["text", "jsonl", "parquet"]
 FILE_KINDS: dict[str, FileKind] = {"": "text", ".txt": "text", ".jsonl": "jsonl", ".parquet": "parquet"}
 
@@ -122,7 +122,6 @@ def iter_documents(source: TextSource, rule: DocumentRule, left_out: Counter[str
             left_out["invalid"] += 1
 
 
-
 def _is_text(raw: bytes, where: str, skip_invalid: bool) -> bool:
     try:
         raw.decode()
@@ -171,7 +170,7 @@ def _between(source: TextSource, file: BinaryIO, separator: bytes) -> Iterator[t
 
 def _jsonl_documents(source: TextSource, rule: DocumentRule) -> Iterator[tuple[str, bytes]]:
     with open_source(source) as file:
-        for number, line in source_lines(source, file, ESCAPED * MAX_DOCUMENT_BYTES):
+        for number, line in source_lines(source, file, _ESCAPED * MAX_DOCUMENT_BYTES):
             if not line.strip():
                 continue
             where = f"{source.path}:{number}"
@@ -180,7 +179,7 @@ def _jsonl_documents(source: TextSource, rule: DocumentRule) -> Iterator[tuple[s
             except UnicodeDecodeError:
                 yield where, line  # not UTF-8, and refused or left out as such
                 continue
-            row = parse_json(line, where=where, error=DataError, advice=A_LINE, surrogates=True)
+            row = parse_json(line, where=where, error=DataError, advice=_A_LINE, surrogates=True)
             yield where, _field_bytes(row, rule.field, where)
 
 
@@ -198,12 +197,12 @@ def _field_bytes(row: Any, field: str, where: str) -> bytes:
 
 
 def _parquet_documents(source: TextSource, rule: DocumentRule) -> Iterator[tuple[str, bytes]]:
-    for number, row in parquet_rows(source, rule.field):
+    for number, row in _read_parquet(source, rule.field):
         where = f"{source.path}:{number}"
         yield where, _field_bytes(row, rule.field, where)
 
 
-def parquet_rows(source: TextSource, column: str | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
+def _read_parquet(source: TextSource, column: str | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
     """Every row with its number from 1; of one column, where it is named."""
     try:
         import pyarrow
@@ -216,14 +215,14 @@ def parquet_rows(source: TextSource, column: str | None = None) -> Iterator[tupl
             if column is not None and column not in names:
                 raise DataError(f"{source.path}: no column {column!r}, but {', '.join(names)}; name one with --field")
             if len(set(names)) < len(names):
-                raise DataError(f"{source.path}: the column {repeated(names)} is there twice; name each column once")
-            batches = file.iter_batches(batch_size=READ_ROWS, columns=None if column is None else [column])
+                raise DataError(f"{source.path}: the column {_repeated(names)} is there twice; name each column once")
+            batches = file.iter_batches(batch_size=_PARQUET_ROWS, columns=None if column is None else [column])
             yield from enumerate((row for batch in batches for row in batch.to_pylist()), 1)
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{source.path}: cannot be read as parquet ({error})") from None
 
 
-def repeated(names: Sequence[str]) -> str:
+def _repeated(names: Sequence[str]) -> str:
     return repr(Counter(names).most_common(1)[0][0])
 
 
@@ -252,6 +251,8 @@ def _too_long(where: str) -> DataError:
     return DataError(f"{where}: a document of more than {MAX_DOCUMENT_BYTES} bytes; cut text files into documents with "
                      "--document-bytes N or --split LINE")
 
+# ---------------------------------------------------------------- rows
+
 
 @dataclass(frozen=True)
 class DataRow:
@@ -274,7 +275,7 @@ def read_rows(path: Path | str, *, otherwise: str | None = None) -> Iterator[Dat
 def _jsonl_rows(source: TextSource) -> Iterator[DataRow]:
     number = 0
     with open_source(source) as file:
-        for line_number, line in source_lines(source, file, ESCAPED * MAX_DOCUMENT_BYTES):
+        for line_number, line in source_lines(source, file, _ESCAPED * MAX_DOCUMENT_BYTES):
             if line.strip():
                 number += 1
                 where = f"{source.path}:{line_number}"
@@ -286,7 +287,7 @@ def _row_object(line: bytes, where: str) -> dict[str, Any]:
         line.decode()
     except UnicodeDecodeError as error:
         raise DataError(f"{where}: not UTF-8 at byte {error.start} of the line ({error.reason}); convert the file") from None
-    return parse_json(line, where=where, shape=dict, error=DataError, advice=A_LINE, surrogates=True)
+    return parse_json(line, where=where, shape=dict, error=DataError, advice=_A_LINE, surrogates=True)
 
 
 def _csv_rows(source: TextSource) -> Iterator[DataRow]:
@@ -301,14 +302,14 @@ def _csv_rows(source: TextSource) -> Iterator[DataRow]:
                 if not header:
                     header = cells
                     if len(set(header)) < len(header):
-                        raise DataError(f"{where}: the column {repeated(header)} is there twice; name each column once")
+                        raise DataError(f"{where}: the column {_repeated(header)} is there twice; name each column once")
                 elif cells:
                     number += 1
                     yield DataRow(where, number, _cells(header, cells, where))
         except UnicodeDecodeError as error:  # decoded in blocks, so that the line is not known
             raise DataError(f"{source.path}: not UTF-8 after line {reader.line_num} ({error.reason}); convert the file") from None
         except csv.Error as error:
-            raise DataError(f"{source.path}:{reader.line_num + 1}: cannot be read as CSV ({error})") from None
+            raise DataError(f"{source.path}:{reader.line_num}: cannot be read as CSV ({error})") from None
 
 
 def _cells(header: list[str], cells: list[str], where: str) -> dict[str, Any]:
@@ -318,7 +319,7 @@ def _cells(header: list[str], cells: list[str], where: str) -> dict[str, Any]:
 
 
 def _parquet_rows(source: TextSource) -> Iterator[DataRow]:
-    for number, values in parquet_rows(source):
+    for number, values in _read_parquet(source):
         yield DataRow(f"{source.path}:{number}", number, values)
 
 

@@ -29,7 +29,7 @@ END_OF_DOCUMENT = "<|endoftext|>"
 
 # Llama-3's pre-tokenizer expression, the most digits of one token left open (its tokenizer.json says 3, Qwen2's 1).
 LLAMA_SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*"
-         r"|\s*[\r\n]+|\s+(?!\S)|\s+")
+               r"|\s*[\r\n]+|\s+(?!\S)|\s+")
 
 
 @dataclass(frozen=True)
@@ -130,6 +130,8 @@ def _llama_digits(step: Mapping[str, Any]) -> int | None:
     isolated = step["type"] == "Split" and step["behavior"] == "Isolated" and not step["invert"]
     known = {split_expression(digits): digits for digits in (1, 2, 3)}
     return known.get(step["pattern"].get("Regex")) if isolated else None
+
+# ---------------------------------------------------------------- pieces and their memory
 
 
 KEY_BYTES = 15

@@ -38,13 +38,6 @@ class _Piece:
     context: int
 
 
-def held_out_documents(corpus: Corpus) -> Iterator[tuple[int, NDArray[np.int64], int]]:
-    """(id, ids with the boundary on both sides, raw bytes) of every measurable held-out document, in stream order."""
-    for number in measurable_documents(corpus):
-        record = corpus.held_out.index[number]
-        yield int(record["id"]), corpus.held_out.document(int(number)).astype(np.int64), int(record["bytes"])
-
-
 def measurable_documents(corpus: Corpus, count: int | None = None) -> NDArray[np.int64]:
     """Numbers of the held-out documents whose ids decode to their bytes; or the `count` of them with the smallest ids.
 
@@ -63,7 +56,7 @@ def measurable_documents(corpus: Corpus, count: int | None = None) -> NDArray[np
 
 
 def held_out_document_batches(corpus: Corpus, *, rows: int, length: int, context: int = 1,
-                     documents: NDArray[np.int64] | None = None) -> Iterator[Batch]:
+                              documents: NDArray[np.int64] | None = None) -> Iterator[Batch]:
     """The documents, packed. A document's losses do not depend on its neighbours: pieces start at its own beginning.
 
     A document longer than a row goes on in the next piece, which repeats `context` tokens with weight 0. `documents` in

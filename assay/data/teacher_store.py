@@ -29,9 +29,9 @@ from assay.strict_json import NATURAL, read_small_file, require_shape
 
 TEACHER_FORMAT = "assay-teacher/2"
 TEACHER_RECORD = np.dtype([("example", "V16"), ("text", "V16"),  # first 128 bits of sha256: of the example's id, of its tokens
-                  ("start", "<u8"), ("rows", "<u4")])
+                           ("start", "<u8"), ("rows", "<u4")])
 TEACHER_MANIFEST = {"tokenizer": str, "teacher": str, "vocab": NATURAL, "k": NATURAL, "temperature": float, "rows": NATURAL, "ids": str,
-            "examples": NATURAL, "files": {str: {"bytes": NATURAL, "sha256": str}}}
+                    "examples": NATURAL, "files": {str: {"bytes": NATURAL, "sha256": str}}}
 FILES = ("index.bin", "ids.bin", "logprobs.bin")
 Id = int | str
 
@@ -131,10 +131,10 @@ def write_teacher(folder: Path, entries: Iterable[TeacherEntry], *, tokenizer: s
             rows += len(entry.ids)
         if not seen:
             raise DataError(f"{folder}: the teacher answered on no example; there is nothing to store")
-        durable.write_file(partial / "manifest.json", [seal({
+        manifest = {
             "format": TEACHER_FORMAT, "tokenizer": tokenizer, "teacher": teacher, "vocab": vocab, "k": k, "temperature": temperature,
-            "ids": dtype, "rows": rows, "examples": len(seen), "files": {name: file.close() for name, file in files.items()}},
-            where=str(folder / "manifest.json"), indent=1)])
+            "ids": dtype, "rows": rows, "examples": len(seen), "files": {name: file.close() for name, file in files.items()}}
+        durable.write_file(partial / "manifest.json", [seal(manifest, where=str(folder / "manifest.json"), indent=1)])
 
 
 def teacher_entries(batch: Batch, teacher_ids: Tensor, teacher_logprobs: Tensor) -> Iterator[TeacherEntry]:

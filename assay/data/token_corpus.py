@@ -33,9 +33,9 @@ from assay.strict_json import NATURAL, parse_json, read_json_lines, read_small_f
 
 CORPUS_FORMAT = "assay-corpus/1"
 INDEX_RECORD = np.dtype([("id", "<u8"), ("offset", "<u8"), ("tokens", "<u4"), ("bytes", "<u4"),
-                  ("text", "<u8"),  # first 64 bits of the sha256 of the raw bytes
-                  ("words", "<u8"),  # fingerprint of the words: equal for documents that differ in spacing only
-                  ("lossless", "<i4")])  # 1: the ids decode to the raw bytes, 0: they do not, -1: not looked
+                         ("text", "<u8"),  # first 64 bits of the sha256 of the raw bytes
+                         ("words", "<u8"),  # fingerprint of the words: equal for documents that differ in spacing only
+                         ("lossless", "<i4")])  # 1: the ids decode to the raw bytes, 0: they do not, -1: not looked
 Files = dict[str, dict[str, Any]]  # name → bytes and sha256, as a manifest has them
 SIDES = ("train", "held")
 _COUNTS = {"documents": NATURAL, "tokens": NATURAL, "bytes": NATURAL}
@@ -220,6 +220,8 @@ def leading_matches(ids: NDArray[Any], stored: NDArray[Any]) -> int:
     differ = np.flatnonzero(ids[:length] != stored[:length])
     return int(differ[0]) if differ.size else length
 
+# ---------------------------------------------------------------- token budget
+
 
 TOKENS_PER_PARAMETER = 20  # about optimal for a given compute: Hoffmann et al. 2022, arXiv 2203.15556
 EPOCHS_LIKE_NEW = 4  # up to here repeats are worth almost what new text is: Muennighoff et al. 2023, arXiv 2305.16264
@@ -248,7 +250,7 @@ def token_budget(corpus: Corpus, parameters: int, tokens: int) -> TokenBudget:
     repeats = max(epochs - 1, 0.0)
     worth = min(tokens, unique * (1 + REPEATS_DECAY * (1 - math.exp(-repeats / REPEATS_DECAY))))
     return TokenBudget(parameters, tokens, unique, epochs, tokens / parameters, worth,
-                  tuple(_warnings(epochs, tokens / parameters, unique / parameters, worth / tokens)))
+                       tuple(_warnings(epochs, tokens / parameters, unique / parameters, worth / tokens)))
 
 
 def _warnings(epochs: float, per_parameter: float, unique_per_parameter: float, worth: float) -> list[str]:

@@ -14,10 +14,14 @@ from typing import Any
 
 from assay.errors import DataError, UsageError
 from assay.store import durable
-from assay.strict_json import parse_json, read_json
+from assay.strict_json import NATURAL, parse_json, read_json, require_shape
 
 _FORMAT = 1
 REQUEST, SCORES, SUMMARY = "request.json", "scores.jsonl", "eval.json"
+_SAMPLE = {"ids": list, "text": (str, None), "ended": str, "score": float, "lenient": float, "parsed": bool,
+           "answer": (str, float, bool, None), "measures": dict}
+_ROWS = {"samples": {"id": str, "samples": [_SAMPLE]}, "scores": {"id": str, "scores": dict, "nats": [float]},
+        "nats": {"id": str, "nats": float, "bytes": NATURAL, "tokens": NATURAL}}  # by what a row of its kind of task holds
 
 
 class EvalFolder:
@@ -88,8 +92,13 @@ class EvalFolder:
         text = self.file.read()
         whole = text[: text.rfind(b"\n") + 1]
         self.file.truncate(len(whole))
-        return [parse_json(line, where=f"{self.folder / SCORES}:{number}", shape=dict, error=DataError, surrogates=True)
-                for number, line in enumerate(whole.split(b"\n")[:-1], 1)]
+        return [_row(line, f"{self.folder / SCORES}:{number}") for number, line in enumerate(whole.split(b"\n")[:-1], 1)]
+
+
+def _row(line: bytes, where: str) -> dict[str, Any]:
+    row = parse_json(line, where=where, shape={"id": str}, error=DataError, surrogates=True)
+    require_shape(row, _ROWS[next((kind for kind in _ROWS if kind in row), "nats")], where=where, error=DataError)
+    return row
 
 
 def _line(row: Mapping[str, Any]) -> bytes:

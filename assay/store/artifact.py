@@ -24,7 +24,7 @@ from assay.store.assayz import ASSAYZ
 from assay.store.checkpoint import MANIFEST, Checkpoint, open_checkpoint
 from assay.store.digests import recorded_digest, weights_digest
 from assay.store.gguf import GGUF
-from assay.store.model_formats import Description, ModelFormat, WholeModel, shown_geometry
+from assay.store.model_formats import Description, FileModel, ModelFormat, shown_geometry
 from assay.store.peft import LoraAdapter, config_with, read_adapter
 from assay.store.safetensors_files import folder_shards, inside, read_folder_tensors, read_safetensors_header
 from assay.strict_json import read_json
@@ -54,7 +54,7 @@ class RawArtifact:
     generation: dict[str, Any]  # generation_config.json
     tensors: dict[str, Tensor]
     checkpoint: Checkpoint | None = None
-    whole: WholeModel | None = None  # where one file holds everything
+    whole: FileModel | None = None  # where one file holds everything
 
 
 @dataclass(frozen=True)

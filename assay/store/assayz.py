@@ -26,7 +26,7 @@ import json
 import lzma
 import math
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,9 +43,9 @@ from assay.model.special_tokens import resolve_special_tokens
 from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import ModelConfig, Rope
 from assay.store import durable
-from assay.store.model_formats import Description, ModelFormat, WholeModel, shown_geometry
+from assay.store.model_formats import Description, FileModel, ModelFormat, shown_geometry
 from assay.store.sealed import seal, unseal
-from assay.strict_json import parse_json
+from assay.strict_json import NATURAL, parse_json, require_shape
 
 FINEST, COARSEST = 127, 15  # levels: int8, int5
 REACH = 4.0  # rms of a row that its levels cover
@@ -154,7 +154,7 @@ def write_assayz(artifact: "Artifact", where: Path, max_bytes: int) -> SqueezeRe
                          {name: len(sections[name]) for name in SECTIONS})
 
 
-def read_assayz(path: Path) -> WholeModel:
+def read_assayz(path: Path) -> FileModel:
     """What `squeeze` wrote, or an ArtifactError; `facts` is the header, with the levels and the digest of the source's weights.
 
     No size in the file is believed before the bytes it asks for are there.
@@ -172,7 +172,7 @@ def read_assayz(path: Path) -> WholeModel:
     tokenizer = _read_tokenizer(packed["tokenizer"], f"{path}: tokenizer")
     if tokenizer.digest != header["tokenizer"]:
         raise ArtifactError(f"{path}: holds tokenizer {tokenizer.digest[:12]}, and its header names another")
-    return WholeModel(config, {name: tensors[name] for name in parameter_shapes(config)}, tokenizer,
+    return FileModel(config, {name: tensors[name] for name in parameter_shapes(config)}, tokenizer,
                       resolve_special_tokens(tokenizer, {}, {}), header)
 
 
@@ -377,15 +377,9 @@ def _whole_stream(decoder: Any, packed: bytes, limit: int, where: str) -> bytes:
 # ---------------------------------------------------------------- header
 
 
-FIELDS: dict[str, Callable[[Any], bool]] = {
-    "assay": lambda value: value == "squeezed",
-    "format": lambda value: type(value) is int and value == ASSAYZ_FORMAT,
-    "geometry": lambda value: isinstance(value, dict),
-    "levels": lambda value: type(value) is int and COARSEST <= value <= FINEST,
-    "sections": lambda value: isinstance(value, dict) and set(value) == set(SECTIONS),
-    "source": lambda value: isinstance(value, str),
-    "tokenizer": lambda value: isinstance(value, str),
-}
+HEADER = {
+    "assay": str, "format": int, "geometry": dict, "levels": range(COARSEST, FINEST + 1), "source": str, "tokenizer": str, ...: None,
+    "sections": {...: None} | {name: {"bytes": NATURAL, "sha256": str, ...: None} for name in SECTIONS}}
 
 
 def _read_header(data: bytes, where: str) -> tuple[dict[str, Any], memoryview]:
@@ -397,18 +391,15 @@ def _read_header(data: bytes, where: str) -> tuple[dict[str, Any], memoryview]:
     if end - start > ASSAYZ_HEADER_LIMIT or end > len(data):
         raise ArtifactError(f"{where}: announces a header of {end - start:,} bytes in a file of {len(data):,}: damaged")
     header = unseal(data[start:end], where=where)
-    wrong = [name for name in FIELDS.keys() | header.keys() if name not in FIELDS or name not in header or not FIELDS[name](header[name])]
-    if wrong:
-        raise ArtifactError(f"{where}: missing, unknown or impossible in its header: {', '.join(sorted(wrong))}")
+    require_shape(header, HEADER, where=where)
+    if (header["assay"], header["format"]) != ("squeezed", ASSAYZ_FORMAT):
+        raise ArtifactError(f"{where}: is {header['assay']!r:.40} of format {header['format']}; this Assay reads format {ASSAYZ_FORMAT}")
     return header, memoryview(data)[end:]
 
 
 def _read_sections(listed: Mapping[str, Any], body: memoryview, where: str) -> dict[str, bytes]:
-    for name, entry in listed.items():
-        if not isinstance(entry, dict) or {key: type(value) for key, value in entry.items()} != {"bytes": int, "sha256": str}:
-            raise ArtifactError(f"{where}: says of {name!r} {entry!r}; expected its bytes and sha256")
     sizes = [listed[name]["bytes"] for name in SECTIONS]
-    if min(sizes) < 0 or sum(sizes) != len(body):
+    if sum(sizes) != len(body):
         raise ArtifactError(f"{where}: {len(body):,} bytes follow the header, which lists {sum(sizes):,}: truncated, or "
                             "something was appended")
     packed, start = {}, 0

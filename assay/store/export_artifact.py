@@ -11,12 +11,12 @@ from assay.errors import UsageError
 from assay.model.families import FAMILIES
 from assay.store import checkpoint, gguf
 from assay.store.artifact import Artifact, assemble_model, build_model, merged_tensors
-from assay.store.gguf import GGUF_ROUNDING, SAME_ANSWERS
+from assay.store.gguf import EXPORT_EXACT, GGUF_ROUNDING
 from assay.store.saving import Ancestor, Lineage, adapter_contents, model_contents
 
 ExportFormat = Literal["hf", "peft", "gguf", "merged"]
 EXPORT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-EXPORT_ROUNDING = {"float32": SAME_ANSWERS, "float16": GGUF_ROUNDING["f16"], "bfloat16": GGUF_ROUNDING["bf16"]}
+EXPORT_ROUNDING = {"float32": EXPORT_EXACT, "float16": GGUF_ROUNDING["f16"], "bfloat16": GGUF_ROUNDING["bf16"]}
 
 
 def export_artifact(source: Artifact, form: ExportFormat, where: Path, dtype: str | None = None) -> float:
@@ -51,7 +51,7 @@ def _export_model(source: Artifact, where: Path, dtype: str | None) -> float:
     model = assemble_model(source.config, rounded, EXPORT_DTYPES[name])
     contents = model_contents(model, source.tokenizer, source.stops, _lineage(source), dtype=EXPORT_DTYPES[name])
     checkpoint.write_checkpoint(where, contents)
-    return SAME_ANSWERS if lossless else EXPORT_ROUNDING[name]
+    return EXPORT_EXACT if lossless else EXPORT_ROUNDING[name]
 
 
 def _export_adapter(source: Artifact, where: Path, dtype: str | None) -> float:
@@ -63,7 +63,7 @@ def _export_adapter(source: Artifact, where: Path, dtype: str | None) -> float:
     model, patch = build_model(source), replace(source.patch, parent=source.base.digest)
     checkpoint.write_checkpoint(where, adapter_contents(model, patch, base, source.tokenizer, _lineage(source),
                                                         rslora=source.adapter.rslora))
-    return SAME_ANSWERS
+    return EXPORT_EXACT
 
 
 def _export_gguf(source: Artifact, where: Path, dtype: str) -> float:

@@ -22,7 +22,7 @@ from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import ModelConfig, Rope, inverse_frequencies
 from assay.store import durable
 from assay.store.gguf_header import GgufHeader, GgufTensor, read_gguf_header
-from assay.store.model_formats import Description, ModelFormat, WholeModel, shown_geometry
+from assay.store.model_formats import Description, FileModel, ModelFormat, shown_geometry
 from assay.strict_json import open_regular
 
 _LARGEST = 1 << 24  # of any number of the geometry
@@ -32,16 +32,14 @@ ROPE_FACTORS = "rope_freqs.weight"  # how llama.cpp stores Llama 3's scaling: a 
 META_LLAMA3: dict[str, Any] = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_length": 8192}  # as released
 # Keys that could change the computation in a way we do not implement, with the value that changes nothing.
 _NEUTRAL = {"expert_count": 0, "expert_used_count": 0, "attention.causal": True, "rope.scaling.attn_factor": 1.0,
-           "rope.scaling.finetuned": True, "tensor_data_layout": "Meta AI original pth"}
-
-
+            "rope.scaling.finetuned": True, "tensor_data_layout": "Meta AI original pth"}
 # How far the answers (relative) may move by rounding weights to a format: about 3 times what was seen on SmolLM2-135M
 # (1.8e-3, 7.7e-3 and 3.5e-2 for 16-bit floats and q8_0).
-SAME_ANSWERS = 2e-4
+EXPORT_EXACT = 2e-4
 GGUF_ROUNDING: dict[str, float] = {"f16": 5e-3, "bf16": 3e-2, "q8_0": 1e-1}
 
 
-def read_gguf(path: Path) -> WholeModel:
+def read_gguf(path: Path) -> FileModel:
     """Every tensor once, in the right shape and finite, and the tokenizer that goes with them; else an error."""
     header = read_gguf_header(path)
     config = _config(header, path)
@@ -49,7 +47,7 @@ def read_gguf(path: Path) -> WholeModel:
     tensors = from_foreign(config, gguf_layout(config), foreign, str(path))
     tokenizer = tokenizer_from_gguf(header.metadata, str(path))
     stops = resolve_special_tokens(tokenizer, {}, generation_from_gguf(header.metadata))
-    return WholeModel(config, tensors, tokenizer, stops, header.metadata)
+    return FileModel(config, tensors, tokenizer, stops, header.metadata)
 
 
 def describe_gguf(path: Path) -> Description:
@@ -62,14 +60,14 @@ def describe_gguf(path: Path) -> Description:
 def rounding_in(path: Path) -> float:
     """How far a file may answer from what it was made of, by the coarsest type in it that has been measured."""
     types = [tensor.type.lower() for tensor in read_gguf_header(path).tensors.values()]
-    return max((GGUF_ROUNDING.get(type, SAME_ANSWERS) for type in types), default=SAME_ANSWERS)
+    return max((GGUF_ROUNDING.get(type, EXPORT_EXACT) for type in types), default=EXPORT_EXACT)
 
 
 GGUF = ModelFormat("gguf", describe_gguf, ".gguf", read_gguf, bound=rounding_in)
 
 
 def write_gguf(path: Path, config: ModelConfig, tensors: Mapping[str, Tensor], tokenizer: Tokenizer, dtype: Precision,
-          stops: SpecialTokens | None = None) -> None:
+               stops: SpecialTokens | None = None) -> None:
     """A new file, whole or not at all. Matrices are rounded to `dtype`; vectors and positions stay float32."""
     if dtype not in FILE_TYPES:
         raise UsageError(f"GGUF is written as one of: {', '.join(FILE_TYPES)}; not {dtype!r}")

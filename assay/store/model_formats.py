@@ -19,7 +19,7 @@ FOREIGN = "UNPROVEN: another tool wrote it; assay prove shows what can be proven
 
 
 @dataclass(frozen=True)
-class WholeModel:
+class FileModel:
     """A model out of one file that holds all of it."""
 
     config: ModelConfig
@@ -47,7 +47,7 @@ class ModelFormat:
     name: str
     describe: Callable[[Path], Description]
     suffix: str | None = None  # of a single file; None: a folder
-    read: Callable[[Path], WholeModel] | None = None  # of a single file
+    read: Callable[[Path], FileModel] | None = None  # of a single file
     rounding: Callable[[Mapping[str, Tensor], Mapping[str, Any]], dict[str, Tensor]] | None = None
     bound: Callable[[Path], float] | None = None
     verified: str | None = None  # what reading it has checked already, in words

@@ -13,7 +13,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from assay.data.batch import Batch
 from assay.data.data_files import document_id
-from assay.data.held_out_documents import document_losses, held_out_document_batches, held_out_documents, measurable_documents
+from assay.data.held_out_documents import document_losses, held_out_document_batches, measurable_documents
 from assay.data.token_corpus import Corpus
 from assay.errors import DataError, UsageError
 from assay.statistics.estimate import bits_per_byte
@@ -21,6 +21,12 @@ from tests.data.conftest import made_text, write_jsonl
 
 Make = Callable[..., Corpus]
 LEADING = [" leading space", "no leading space", "  two of them", "tab\tand\nline ", "naïve café €5 😀", "UPPER lower", "ﬁne ligature"]
+
+
+def held_out_documents(corpus: Corpus) -> list[tuple[int, np.ndarray, int]]:
+    """(id, ids with the boundary on both sides, raw bytes) of every measurable document."""
+    return [(int(record["id"]), corpus.held_out.document(int(number)).astype(np.int64), int(record["bytes"]))
+            for number in measurable_documents(corpus) for record in [corpus.held_out.index[number]]]
 
 
 def price(batch: Batch) -> torch.Tensor:

@@ -308,7 +308,7 @@ def flipped_tokenizer(header, sections):
     (lambda header, sections: sections.update(steps=format._deflated(bytes(range(256)) * 4)), "the geometry asks for"),
     (lambda header, sections: sections.pop("steps"), "follow the header"),
     (lambda header, sections: header["sections"].pop("steps"), "sections"),
-    (lambda header, sections: header["sections"].update(steps=3), "expected its bytes"),
+    (lambda header, sections: header["sections"].update(steps=3), "expected a JSON object"),
     (lambda header, sections: header.update(format=2), "format"),
     (lambda header, sections: header.update(levels=0), "levels"),
     (lambda header, sections: header.update(more=1), "more"),

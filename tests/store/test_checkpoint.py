@@ -228,12 +228,12 @@ def test_what_a_killed_hallmark_left_does_not_spoil_the_checkpoint(tmp_path: Pat
 
 
 @pytest.mark.parametrize(("change", "reason"), [
-    ({"format": 2}, "this Assay reads"), ({"assay": "ledger"}, "this Assay reads"), ({"kind": "pickle"}, "ill-typed"),
-    ({"files": []}, "ill-typed"), ({"parameters": 1.5}, "ill-typed"), ({"more": 1}, "ill-typed"),
+    ({"format": 2}, "this Assay reads"), ({"assay": "ledger"}, "this Assay reads"), ({"kind": "pickle"}, "expected a model or an adapter"),
+    ({"files": []}, "files is list"), ({"parameters": 1.5}, "parameters is 1.5"), ({"more": 1}, "nothing asks for"),
     ({"files": {"../x": {"bytes": 1, "sha256": ""}}}, "stay in the folder"),
-    ({"files": {"x": {"bytes": "1", "sha256": ""}}}, "expected its bytes and sha256"),
-    ({"files": {"x.safetensors": {"bytes": 1, "sha256": ""}}}, "expected its bytes and sha256"),
-    ({"tensors": {"x": []}}, "of every tensor"), ({"tensors": {"x": {"w": {}}}}, "of every tensor"),
+    ({"files": {"x": {"bytes": "1", "sha256": ""}}}, "expected a whole number"),
+    ({"files": {"x.safetensors": {"bytes": 1, "sha256": ""}}}, "the header's of tensors"),
+    ({"tensors": {"x": []}}, "expected a JSON object"), ({"tensors": {"x": {"w": {}}}}, "has no 'dtype'"),
 ], ids=str)
 def test_a_manifest_with_a_good_seal_and_bad_fields_is_refused(tmp_path: Path, change: dict, reason: str) -> None:
     write_checkpoint(tmp_path / "c", contents())
