@@ -29,7 +29,7 @@ from assay.tracing.forward_modes import ForwardMode, batched_forward, cached_for
 from assay.verdict import Verdict
 
 TRACE_DEPTH, _TOKENS, FILLED = 3, 40, 32  # more tokens than the tiny window holds; the last eight come out of the cache
-Break = Callable[[Transformer, int], None]
+Break = Callable[[Transformer, int], object]
 RUNNERS: dict[str, Callable[[Transformer], ForwardMode]] = {
     "plainly": plain_forward, "in company": batched_forward, "from the cache": functools.partial(cached_forward, filled=FILLED)}
 

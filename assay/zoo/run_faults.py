@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,16 +22,17 @@ from assay.learn.ema import EMA_PREFIX, Ema
 from assay.model import lora
 from assay.model.lora import LoraLinear, LoraSite, fresh, plan
 from assay.model.transformer import ModelConfig
-from assay.recipes import forms, handover, pretrain, run, sft, training
-from assay.recipes.forms import Adapter
+from assay.recipes import hand_over, pretrain, run, sft, starting_model, trainer
+from assay.recipes.evaluator import HeldOutEvaluator
+from assay.recipes.hand_over import HandedOver
 from assay.recipes.options import Pretrain, Sft
-from assay.recipes.pretrain import Pretraining
-from assay.recipes.sft import FineTuning
+from assay.recipes.starting_model import AdapterModel
+from assay.recipes.trainer import Trainer
 from assay.store.checkpoint import Contents
 from assay.store.ledger import Ledger
 from assay.testing import tiny_training
 from assay.testing.fault_injection import Plant, fault
-from assay.testing.tiny_models import copy_folder, save_model, swap, tiny_model
+from assay.testing.tiny_models import copy_folder, in_place_of, save_model, swap, tiny_model
 from assay.testing.tiny_training import make_corpus, tiny_corpus, tiny_documents
 from assay.verdict import Outcome, Verdict
 
@@ -44,16 +46,17 @@ def a_resumed_run(folder: Path, plant: Plant) -> list[Verdict]:
     """A run was interrupted; the fault strikes while it goes on."""
     copy_folder(interrupted_run(), folder / "run")
     with plant(folder):
-        work = run_until(folder / "run", until=_SECOND)
-    return [*ledger_verdicts(folder / "run"), *work.watch.verdicts]
+        sitting = run_until(folder / "run", until=_SECOND)
+    return [*ledger_verdicts(folder / "run"), *sitting.trainer.watch.verdicts]
 
 
 def a_scored_run(folder: Path, plant: Plant) -> list[Verdict]:
     """A run with a moving average is looked at and saved; then its best checkpoint is read from the disk and scored again."""
     with plant(folder):
-        work = run_until(folder / "run", until=4, ema=0.9)
-    best = work.looks.best_checkpoint(work.run.checkpoints)
-    return [handover.check_look(work.looks, best)]
+        evaluator = run_until(folder / "run", until=4, ema=0.9).evaluator
+    best = evaluator.best_checkpoint()
+    assert best is not None
+    return [hand_over.check_evaluated(evaluator, best)]
 
 
 @functools.cache
@@ -64,22 +67,48 @@ def interrupted_run() -> Path:
     return where
 
 
-def run_until(where: Path, *, until: int, **options: Any) -> Pretraining:
+def run_until(where: Path, *, until: int, **options: Any) -> "Sitting":
     """The recipe itself, left after step `until`. It hands nothing over and its saves are not proven: no fault here strikes those."""
     config = Pretrain(corpus=str(tiny_corpus().folder), out=str(where), depth=1, tokens=RESUMED_STEPS * RESUMED_ROWS * RESUMED_LENGTH,
                       epochs=2, length=RESUMED_LENGTH,
                       batch_tokens=RESUMED_ROWS * RESUMED_LENGTH, warmup=2, every=100, look_documents=4, device="cpu", **options)
-    works: list[Pretraining] = []
-
-    def remembered(given: Pretrain, say: Callable[[str], None]) -> Pretraining:
-        works.append(Pretraining(given, say))
-        return works[0]
-
-    with (swap(run, "Prover", NoProver), swap(pretrain, "hand_over", lambda *_, **__: (None, [])),
-          swap(pretrain, "Pretraining", remembered),
-          swap(Pretraining, "over", lambda work: work.done >= until), contextlib.suppress(GuardStop)):
+    with (swap(Trainer, "over", lambda trainer: trainer.done >= until), remembering(pretrain) as sitting,
+          contextlib.suppress(GuardStop)):
         pretrain.pretrain(config, say=lambda _: None)
-    return works[0]
+    return sitting
+
+
+class Sitting:
+    """The parts of a recipe, once it has made them."""
+
+    trainer: Trainer
+    evaluator: HeldOutEvaluator
+
+
+@contextlib.contextmanager
+def remembering(recipe: Any) -> Iterator[Sitting]:
+    """Of a recipe's module: what it trains and evaluates with is remembered, its saves stay unproven, and it hands nothing over."""
+    sitting = Sitting()
+
+    def trainer_of(*given: Any, **named: Any) -> Trainer:
+        sitting.trainer = Trainer(*given, **named)
+        return sitting.trainer
+
+    def evaluator_of(*given: Any, **named: Any) -> HeldOutEvaluator:
+        sitting.evaluator = HeldOutEvaluator(*given, **named)
+        return sitting.evaluator
+
+    with (swap(run, "Prover", NoProver), swap(recipe, "Trainer", trainer_of), swap(recipe, "HeldOutEvaluator", evaluator_of),
+          swap(recipe, "hand_over", hand_nothing_over), swap(recipe, "write_down", lambda *_, **__: None)):
+        yield sitting
+
+
+def hand_nothing_over(run: Any, evaluator: HeldOutEvaluator, _: Any) -> HandedOver:
+    """In the place of `hand_over`."""
+    best = evaluator.best_checkpoint()
+    assert best is not None
+    recorded: Any = SimpleNamespace(estimate=None)
+    return HandedOver(best, [], recorded, [])
 
 
 class NoProver:
@@ -104,16 +133,12 @@ def ledger_verdicts(folder: Path) -> list[Verdict]:
 # ---------------------------------------------------------------- the place in the data
 
 
-@fault("place in the data lost", rows=("C15",), stage="resume", check="consumed", job=a_resumed_run)
-def place_lost(_: Path) -> AbstractContextManager[None]:
-    """The loader's position is not in the checkpoint: the text is read from its beginning again."""
-    return resuming_with(lambda order, step: order.batch(step - _FIRST))
-
-
-@fault("order of the first epoch again", rows=("C16",), stage="resume", check="consumed", job=a_resumed_run)
-def first_epoch_again(_: Path) -> AbstractContextManager[None]:
-    """Batches are skipped up to the place, but in a sampler that believes it is in its first epoch."""
-    return resuming_with(lambda order, step: order.batch(step % (order.windows // order.rows)))
+fault("place in the data lost", rows=("C15",), stage="resume", check="consumed", job=a_resumed_run)(
+    # The loader's position is not in the checkpoint: the text is read from its beginning again.
+    lambda _: resuming_with(lambda order, step: order.batch(step - _FIRST)))
+fault("order of the first epoch again", rows=("C16",), stage="resume", check="consumed", job=a_resumed_run)(
+    # Batches are skipped up to the place, but in a sampler that believes it is in its first epoch.
+    lambda _: resuming_with(lambda order, step: order.batch(step % (order.windows // order.rows))))
 
 
 @fault("rows of the shuffle buffer lost", rows=("C17",), stage="resume", check="consumed", job=a_resumed_run)
@@ -128,34 +153,28 @@ def buffer_lost(_: Path) -> AbstractContextManager[None]:
     return resuming_with(later)
 
 
-@fault("another batch written down than was read", rows=("C15",), stage="resume", check="data ledger", job=a_resumed_run)
-def another_batch_written_down(_: Path) -> AbstractContextManager[None]:
-    """The loader is a batch ahead of the loop, and its log names what it has fetched."""
-    return swap(training, "ids_digest", lambda ids: ids_digest(tuple((window + 1,) for (window,) in ids)))
+fault("another batch written down than was read", rows=("C15",), stage="resume", check="data ledger", job=a_resumed_run)(
+    # The loader is a batch ahead of the loop, and its log names what it has fetched.
+    lambda _: swap(trainer, "ids_digest", lambda ids: ids_digest(tuple((window + 1,) for (window,) in ids))))
 
 
 def resuming_with(batch: Callable[[Order, int], Batch]) -> AbstractContextManager[None]:
-    return swap(Pretraining, "planned_batches", lambda work: (batch(work.order, step) for step in range(work.start, RESUMED_STEPS)))
+    return swap(pretrain, "iterate_batches", lambda order, start, _: (batch(order, step) for step in range(start, RESUMED_STEPS)))
 
 # ---------------------------------------------------------------- what is loaded
 
 
-@fault("cold moments", rows=("C18",), stage="resume", check="resumed", job=a_resumed_run)
-def cold_moments(_: Path) -> AbstractContextManager[None]:
-    """There is no optimizer yet when its state is loaded."""
-    return swap(training, "load_state_tensors", lambda *_: None)
+fault("cold moments", rows=("C18",), stage="resume", check="resumed", job=a_resumed_run)(
+    # There is no optimizer yet when its state is loaded.
+    lambda _: swap(trainer, "load_state_tensors", lambda *_: None))
 
 
 @fault("going on from the average", rows=("C19",), stage="resume", check="resumed", job=a_resumed_run)
-def going_on_from_the_average(_: Path) -> AbstractContextManager[None]:
+@in_place_of(starting_model, "open_artifact")
+def going_on_from_the_average(usual: Any, path: Path) -> Any:
     """What is loaded as the model is another set of weights than training left."""
-    whole = forms.open_artifact
-
-    def averaged(path: Path) -> Any:
-        saved = whole(path)
-        return replace(saved, tensors={name: tensor * 0.999 for name, tensor in saved.tensors.items()})
-
-    return swap(forms, "open_artifact", averaged)
+    saved = usual(path)
+    return replace(saved, tensors={name: tensor * 0.999 for name, tensor in saved.tensors.items()})
 
 
 @fault("another held-out set", rows=("D20",), stage="eval", check="same data", job=a_resumed_run)
@@ -169,14 +188,10 @@ def another_held_out_set(folder: Path) -> Iterator[None]:
 # ---------------------------------------------------------------- which weights were scored
 
 
-@fault("average scored, raw weights saved for it", rows=("C19",), stage="save", check="score", job=a_scored_run)
-def raw_saved_for_the_average(_: Path) -> AbstractContextManager[None]:
-    return swap(Ema, "tensors", lambda average: {EMA_PREFIX + name: parameter.detach() for name, parameter in average._live.items()})
-
-
-@fault("raw weights scored for the average", rows=("C19",), stage="eval", check="score", job=a_scored_run)
-def raw_scored_for_the_average(_: Path) -> AbstractContextManager[None]:
-    return swap(Ema, "swapped", lambda average: contextlib.nullcontext())
+fault("average scored, raw weights saved for it", rows=("C19",), stage="save", check="score", job=a_scored_run)(
+    lambda _: swap(Ema, "tensors", lambda average: {EMA_PREFIX + name: parameter.detach() for name, parameter in average._live.items()}))
+fault("raw weights scored for the average", rows=("C19",), stage="eval", check="score", job=a_scored_run)(
+    lambda _: swap(Ema, "swapped", lambda average: contextlib.nullcontext()))
 
 
 SFT_STEPS = 5
@@ -192,21 +207,14 @@ def sums_folder() -> Path:
     return where
 
 
-def run_sft(folder: Path, **options: Any) -> FineTuning | None:
+def run_sft(folder: Path, **options: Any) -> Sitting:
     """The recipe itself; its saves are not proven and it hands nothing over: no fault here strikes those."""
     config = Sft(data=(str(sums_folder() / "sums.jsonl"),), out=str(folder / "run"), model=str(sums_folder() / "base"), length=32,
                  batch_tokens=256,
                  epochs=2, steps=SFT_STEPS, lr=3e-3, checkpoint_every=3, held_out=0.1, device="cpu", **options)
-    works: list[FineTuning] = []
-
-    def remembered(given: Sft, say: Any) -> FineTuning:
-        works.append(FineTuning(given, say))
-        return works[0]
-
-    with (swap(run, "Prover", NoProver), swap(sft, "hand_over", lambda *_, **__: (None, [])),
-          swap(sft, "FineTuning", remembered), contextlib.suppress(GuardStop)):
+    with remembering(sft) as sitting, contextlib.suppress(GuardStop):
         sft.sft(config, say=lambda _: None)
-    return works[0] if works else None
+    return sitting
 
 
 def an_adapter_in_training(folder: Path, plant: Plant) -> list[Verdict]:
@@ -218,9 +226,10 @@ def an_adapter_in_training(folder: Path, plant: Plant) -> list[Verdict]:
 def a_saved_adapter_run(folder: Path, plant: Plant) -> list[Verdict]:
     """What the best checkpoint scores when it is read back from the disk, beside what the run saw."""
     with plant(folder):
-        work = run_sft(folder, lora_r=4)
-    assert work is not None, "these faults strike the saves, not the beginning"
-    return [*ledger_verdicts(folder / "run"), handover.check_look(work.looks, work.looks.best_checkpoint(work.run.checkpoints))]
+        evaluator = run_sft(folder, lora_r=4).evaluator
+    best = evaluator.best_checkpoint()
+    assert best is not None, "these faults strike the saves, not the beginning"
+    return [*ledger_verdicts(folder / "run"), hand_over.check_evaluated(evaluator, best)]
 
 
 def a_planned_adapter(folder: Path, plant: Plant) -> list[Verdict]:
@@ -234,51 +243,38 @@ def a_planned_adapter(folder: Path, plant: Plant) -> list[Verdict]:
 
 
 @fault("planned layers left without an adapter", rows=("O11",), stage="LoRA", check="adapted", job=a_planned_adapter)
-def layers_left_out(_: Path) -> AbstractContextManager[None]:
+@in_place_of(lora, "fresh")
+def layers_left_out(_: Any, config: ModelConfig, planned: list[LoraSite], *given: Any) -> Any:
     """The list of layers is printed, and a container that the matcher does not look into stays frozen."""
-    def without_mlp(config: ModelConfig, planned: list[LoraSite], *given: Any) -> Any:
-        return fresh(config, [site for site in planned if ".mlp." not in site.foreign], *given)
-
-    return swap(lora, "fresh", without_mlp)
+    return fresh(config, [site for site in planned if ".mlp." not in site.foreign], *given)
 
 
 @fault("adapter cut from the gradient", rows=("O06", "O05"), stage="LoRA", check="gradients", job=an_adapter_in_training)
-def cut_from_the_gradient(_: Path) -> AbstractContextManager[None]:
+@in_place_of(LoraLinear, "forward")
+def cut_from_the_gradient(usual: Any, layer: LoraLinear, x: torch.Tensor) -> torch.Tensor:
     """What the hook adds is not replayed in the backward pass: the adapter counts, and never learns."""
-    whole = LoraLinear.forward
-
-    def forward(layer: LoraLinear, x: torch.Tensor) -> torch.Tensor:
-        out = whole(layer, x)
-        return out if layer.base.weight.shape[0] > layer.base.weight.shape[1] else layer.base(x) + (out - layer.base(x)).detach()
-
-    return swap(LoraLinear, "forward", forward)
+    out = usual(layer, x)
+    return out if layer.base.weight.shape[0] > layer.base.weight.shape[1] else layer.base(x) + (out - layer.base(x)).detach()
 
 
 @fault("a save that saves what was before", rows=("C06", "S2"), stage="save", check="score", job=a_saved_adapter_run)
-@contextlib.contextmanager
-def a_save_that_does_nothing(_: Path) -> Iterator[None]:
+def a_save_that_does_nothing(folder: Path) -> AbstractContextManager[None]:
     """`save` returns, a folder is there, and it holds the adapter of the first save."""
-    whole = Adapter.contents
     kept: list[Contents] = []
 
-    def first_again(form: Adapter, *given: Any) -> Contents:
-        now = whole(form, *given)
+    def first_again(usual: Any, weights: AdapterModel, *given: Any) -> Contents:
+        now = usual(weights, *given)
         kept.append(replace(now, weights={name: tensor.clone() for name, tensor in now.weights.items()}))
         return replace(now, weights=kept[min(1, len(kept) - 1)].weights)
 
-    with swap(forms.Adapter, "contents", first_again):
-        yield
+    return in_place_of(AdapterModel, "contents")(first_again)(folder)
 
 
 @fault("alpha taken for the scale", rows=("C09",), stage="save", check="score", job=a_saved_adapter_run)
-def alpha_taken_for_the_scale(_: Path) -> AbstractContextManager[None]:
+@in_place_of(starting_model, "adapter_contents")
+def alpha_taken_for_the_scale(usual: Any, *given: Any, **options: Any) -> Contents:
     """Alpha means two things: the file says the scale, and whoever reads it divides by the rank again."""
-    whole = forms.adapter_contents
-
-    def scaled(*given: Any, **options: Any) -> Contents:
-        found = whole(*given, **options)
-        fields = json.loads(found.files["adapter_config.json"])
-        config = json.dumps(fields | {"lora_alpha": fields["lora_alpha"] / fields["r"]}).encode()
-        return replace(found, files={**found.files, "adapter_config.json": config})
-
-    return swap(forms, "adapter_contents", scaled)
+    found = usual(*given, **options)
+    fields = json.loads(found.files["adapter_config.json"])
+    config = json.dumps(fields | {"lora_alpha": fields["lora_alpha"] / fields["r"]}).encode()
+    return replace(found, files={**found.files, "adapter_config.json": config})

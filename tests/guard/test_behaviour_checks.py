@@ -14,7 +14,7 @@ from assay.guard.behaviour_checks import check_health, health_prompts
 from assay.guard.proof import ProofRequest, examine_artifact, without_optional
 from assay.guard.proof_subject import ProofSampling, ProofSubject
 from assay.health.generation_probe import ModelGenerator
-from assay.recipes import handover, run, sft
+from assay.recipes import hand_over, run, sft
 from assay.recipes.options import Sft
 from assay.store import checkpoint
 from assay.store.artifact import open_artifact
@@ -195,7 +195,7 @@ def in_this_process(monkeypatch) -> list[ProofRequest]:
 
     without_others(monkeypatch)
     monkeypatch.setattr(run, "Prover", WhenAsked)
-    for module in (proof, handover):
+    for module in (proof, hand_over):
         monkeypatch.setattr(module, "prove", proved)
     return asked
 

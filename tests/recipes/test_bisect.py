@@ -25,7 +25,7 @@ FIRST_BAD = 40
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """From step 40 on one matrix of layer 1 is another; the held-out loss tells."""
     folder = tmp_path_factory.mktemp("run")
-    with (folder / "looks.jsonl").open("w") as looks:
+    with (folder / "eval.jsonl").open("w") as looks:
         for step in STEPS:
             written(folder, step, spoiled=step >= FIRST_BAD)
             base = 5.0 if step >= FIRST_BAD else 3.0 - step / 100
