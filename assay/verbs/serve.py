@@ -32,8 +32,8 @@ class FLAGS:
     length: int | None = option("most tokens of a prompt with its completion (default: 2048, or the model's context if less)",
                                 least=1, default=None)
     queue: int = option("completions of one model that may wait; beyond it clients get 429", least=0, default=256)
-    token: str | None = option("Bearer token of the clients, of 16 characters or more beyond loopback; better set as ASSAY_TOKEN, which no process list shows",
-                               default=None)
+    token: str | None = option("Bearer token of the clients, of 16 characters or more beyond loopback; better set as ASSAY_TOKEN, "
+                               "which no process list shows", default=None)
     device: str | None = option("cpu, cuda or cuda:N (default: cuda where there is one)", default=None)
     dtype: Literal["auto", "float32", "bfloat16"] = option("in what to compute; auto: bfloat16 on cuda, float32 elsewhere", default="auto")
     grace: float = option("seconds that answers under way have to finish when the server is told to stop", least=0, default=10.0)
