@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Literal
 
-from assay.errors import UsageError
+from assay.errors import ArtifactError, UsageError
 from assay.generate.generation_request import MOST_TOP_K, Completion, CompletionProgress
 from assay.generate.hosted_model import HostedModel, RankedTokens
 from assay.model.tokenizer import Tokenizer
+from assay.strict_json import parse_json
 
 MOST_CHOICES, MOST_PROMPTS = 128, 128
 MOST_STOPS, LONGEST_STOP = 4, 256
@@ -69,13 +70,11 @@ class ApiRequest:
 
 
 def parse_body(body: bytes) -> dict[str, Any]:
+    """Numbers may be infinite here: whoever reads the field refuses them by its name."""
     try:
-        value = json.loads(body, parse_constant=_no_number)
-    except (ValueError, RecursionError) as error:
-        raise RequestRefused(f"the body is not JSON: {error}", code="invalid_json") from None
-    if not isinstance(value, dict):
-        raise RequestRefused(f"the body is a JSON {type(value).__name__}; expected an object", code="invalid_json")
-    return value
+        return parse_json(body, where="the body", shape=dict, advice="send one JSON object", parse_float=float)
+    except ArtifactError as error:
+        raise RequestRefused(str(error), code="invalid_json") from None
 
 
 def read_chat(body: Mapping[str, Any]) -> ApiRequest:
@@ -247,10 +246,6 @@ def _usage_in_stream(options: Any, stream: bool) -> bool:
     if not stream or not isinstance(options, dict) or not isinstance(options.get("include_usage", False), bool):
         raise RequestRefused("stream_options: expected {\"include_usage\": true}, and only with stream", param="stream_options")
     return options.get("include_usage", False)
-
-
-def _no_number(word: str) -> float:
-    raise ValueError(f"{word} is no JSON number")
 
 
 OBJECTS = {"chat": ("chatcmpl", "chat.completion", "chat.completion.chunk"), "text": ("cmpl", "text_completion", "text_completion")}

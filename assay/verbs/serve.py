@@ -32,8 +32,8 @@ class FLAGS:
     length: int | None = option("the most tokens of a prompt with its completion", group="generation", least=1, default=None,
                                 default_text="2048, or the model's context if less")
     queue: int = option("completions of one model that may wait; beyond it clients get 429", group="generation", least=0, default=256)
-    token: str | None = option("Bearer token of the clients; better set as ASSAY_TOKEN, which no process list shows", group="run",
-                               default=None)
+    token: str | None = option("Bearer token of the clients, of 16 characters or more beyond loopback; better set as ASSAY_TOKEN, which no "
+                               "process list shows", group="run", default=None)
     device: str | None = option("where to compute: cpu, cuda or cuda:N", group="run", default=None,
                                 default_text="a GPU where there is one, else cpu")
     dtype: Literal["auto", "float32", "bfloat16"] = option("number format to compute in; auto: bfloat16 on a GPU, float32 elsewhere",

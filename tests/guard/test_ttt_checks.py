@@ -120,7 +120,8 @@ def events():
         for seq, event in enumerate(read_and_adapt(model, [*DOCUMENTS, DOCUMENTS[0]], HOW, 2, adapters)):
             rows = [({k: v for k, v in vars(one).items() if k != "losses"} | {"tokens": len(one.losses)}) if isinstance(one, ChunkScored)
                     else asdict(one) for one in event]
-            found.append({"seq": seq, "kind": {"Begun": "begin", "Scored": "score"}.get(type(event[0]).__name__, "update"), "rows": rows})
+            kind = {"DocumentBegun": "begin", "ChunkScored": "score"}.get(type(event[0]).__name__, "update")
+            found.append({"seq": seq, "kind": kind, "rows": rows})
     return found
 
 
