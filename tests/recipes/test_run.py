@@ -25,6 +25,7 @@ from assay.strict_json import read_json_lines
 from assay.verdict import Verdict, proven, refuted, unproven
 from assay.zoo.run_faults import NoProver
 from tests.recipes.sittings import EVERY, events, options, rows, saved_steps, sit
+from tests.refusals import stopped_by
 
 
 @pytest.fixture
@@ -111,7 +112,7 @@ def test_what_is_set_aside_is_kept_under_a_name_of_its_own(run: Run):
 
 def test_every_verdict_is_written_down_and_one_that_refutes_stops(run: Run):
     run.judge("account", [proven("movement", "all moved"), unproven("steps", "not counted")])
-    with pytest.raises(GuardStop, match="movement: stuck"):
+    with stopped_by("movement"):
         run.judge("account", [refuted("movement", "stuck")])
     run.ledger.close()
     written = [[v["outcome"] for v in event["verdicts"]] for event in events(run.config, "account")]
