@@ -189,9 +189,9 @@ def test_the_last_batchs_loss_is_no_result(home: Path, tmp_path: Path, monkeypat
 
 @pytest.mark.arithmetic
 def test_an_adapter_is_taught_as_a_whole_model_is(home: Path, tmp_path: Path):
-    config = options(home, tmp_path / "run", lora_r=4, divergence="jsd", temperature=2.0, ce_weight=0.5)
+    config = options(home, tmp_path / "run", lora_r=4, divergence="jsd", temperature=2.0, ce_weight=0.5, steps=15, checkpoint_every=15)
     distilled(config)
-    assert losses(config)[-1] < losses(config)[0]
+    assert losses(config)[-1] < 0.95 * losses(config)[0]
     assert (tmp_path / "run" / "adapter").is_dir()
 
 

@@ -303,7 +303,7 @@ def test_a_sampler_on_a_device_of_its_own_is_the_same_run_and_its_copy_is_handed
         reinforced(config)
     assert left_by(apart, 2) == left_by(together, 2)
     monkeypatch.setattr(torch, "_foreach_copy_", lambda targets, sources: None)  # never renewed after the first time
-    with pytest.raises(GuardStop, match="on cpu are not the trainer's after they were handed over"):
+    with pytest.raises(GuardStop, match="on cpu are not the trainer's"):
         forked(adapter, tmp_path / "stale", sampler_device="cpu")
 
 

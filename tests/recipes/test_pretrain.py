@@ -124,7 +124,7 @@ def test_a_resume_that_lost_its_moments_is_stopped_before_it_steps(tmp_path: Pat
     sit(config)
     monkeypatch.setattr(trainer, "load_state_tensors", lambda *_: None)
     longer = options(tmp_path / "run", tokens=12 * ROWS * LENGTH)
-    with pytest.raises(GuardStop, match="tensors of the optimizer in memory are not those of step-000008"):
+    with pytest.raises(GuardStop, match=r"optimizer .*step-000008"):
         sit(longer)
     assert saved_steps(config)[-1] == 8
 
