@@ -3,6 +3,13 @@
 Every error that a user can meet derives from AssayError and carries the exit code of the command that meets it.
 """
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from assay.verdict import Verdict
+
 
 class AssayError(Exception):
     """Something failed at run time."""
@@ -31,6 +38,10 @@ class StoreError(AssayError):
 
 
 class GuardStop(AssayError):
-    """A guard stopped the run; the newest good checkpoint stands."""
+    """A guard stopped the run; the newest good checkpoint stands. `verdicts` are those that went against it, where checks gave any."""
 
     exit_code = 4
+
+    def __init__(self, sentence: str, verdicts: "Sequence[Verdict]" = ()):
+        super().__init__(sentence)
+        self.verdicts = tuple(verdicts)

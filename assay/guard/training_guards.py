@@ -310,4 +310,4 @@ def _alarmed(loss: float, norm: float) -> bool:
 def stop_if_refuted(verdicts: Sequence[Verdict]) -> None:
     against = [verdict for verdict in verdicts if verdict.outcome is Outcome.REFUTED]
     if against:
-        raise GuardStop("; ".join(f"{verdict.check}: {verdict.reason}" for verdict in against))
+        raise GuardStop("; ".join(f"{verdict.check}: {verdict.reason}" for verdict in against), against)

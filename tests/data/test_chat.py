@@ -76,7 +76,7 @@ def test_other_roles_are_taught_on_request():
     assert taught(example, words) == list(example.intended) == ["Is the river long?<|im_end|>", "Why?<|im_end|>"]
     (example,) = rendered(talk(), roles=("user", "assistant", "system")).examples
     assert len(example.intended) == 5
-    with pytest.raises(DataError, match="nothing to learn: its messages are of assistant, system, user, and what is learned"):
+    with pytest.raises(DataError, match=r"nothing to learn: .*assistant, system, user"):
         rendered(talk(), roles=("tool",))
 
 
@@ -131,7 +131,7 @@ def test_what_is_too_long_is_dropped_cut_or_refused_and_counted():
 
 def test_a_template_that_rewrites_earlier_turns_is_refused_or_taught_turn_by_turn():
     words = with_template(UNSTABLE)
-    with pytest.raises(DataError, match=r"made:1: the chat template writes an earlier turn differently.*--turns apart"):
+    with pytest.raises(DataError, match=r"made:1: .*--turns apart"):
         rendered(talk(), words=words)
     made = rendered(talk(), words=words, turns="apart").examples
     assert [text for example in made for text in example.intended] == ["<think></think>the river is.<|im_end|>",

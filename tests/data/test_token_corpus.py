@@ -210,7 +210,7 @@ def test_names_cannot_leave_the_folder(corpus: Corpus, tmp_path: Path) -> None:
 def test_validation_rows_in_the_training_file_are_refused(make: Make, texts: list[str], tmp_path: Path) -> None:
     train = write_jsonl(tmp_path / "train.jsonl", texts)
     valid = write_jsonl(tmp_path / "valid.jsonl", texts[20:40])
-    with pytest.raises(DataError, match=r"20 of 20 held-out documents stand whole in training.*Worst: valid\.jsonl#0 \(whole\)"):
+    with pytest.raises(DataError, match=r"20 of 20 .*valid\.jsonl#0"):
         make(train, held_out=0.0, held_out_files=(valid,))
     knowingly = make(train, held_out=0.0, held_out_files=(valid,), max_overlap=1.0)
     assert knowingly.manifest["overlap"]["exact"] == 20
@@ -220,7 +220,7 @@ def test_near_duplicates_are_refused(make: Make, texts: list[str], tmp_path: Pat
     """No document is the same, but most of each stands in training."""
     near = [f"{text} and {i} other words" for i, text in enumerate(texts[:20])]
     valid = write_jsonl(tmp_path / "valid.jsonl", [*near, *(made_text(7000 + i, 100) for i in range(20))])
-    with pytest.raises(DataError, match=r"0 of 40 held-out documents stand whole.*more than --max-overlap 5\.00%.*valid\.jsonl#"):
+    with pytest.raises(DataError, match=r"0 of 40 .*--max-overlap 5\.00%.*valid\.jsonl#"):
         make(write_jsonl(tmp_path / "train.jsonl", texts), held_out=0.0, held_out_files=(valid,))
 
 

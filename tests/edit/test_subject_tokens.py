@@ -50,7 +50,7 @@ def test_the_span_decodes_to_the_subject(prompt: str, subject: str):
 def test_a_token_that_reaches_beyond_the_subject_is_refused_by_name():
     tokenizer = merged("Inc", ".,")
     fact = make_fact("case 2864", "tronc Inc., founded in", "tronc Inc.", "Oran")
-    with pytest.raises(DataError, match=r"case 2864: the tokens at the subject's place decode to 'tronc Inc\.,', not to 'tronc Inc\.'"):
+    with pytest.raises(DataError, match=r"case 2864: .*'tronc Inc\.,'"):
         locate_subject(tokenizer, fact.prompt, fact.start, fact.subject, fact.name)
     kept, refused = placeable_facts(tokenizer, [make_fact("good", "The home of Osk is", "Osk", "Oran"), fact])
     assert ([one.name for one in kept], [one.name for one in refused]) == (["good"], ["case 2864"])

@@ -133,7 +133,7 @@ def test_a_stale_copy_is_found_by_its_digest_before_anything_is_sampled(planted,
             victim.copy_(served.model.blocks[0].mlp.down.weight)
 
     monkeypatch.setattr(torch, "_foreach_copy_", incompletely)
-    with pytest.raises(GuardStop, match=r"1 tensors on cpu are not the trainer's .* such as blocks.1.mlp.down.weight"):
+    with pytest.raises(GuardStop, match=r"1 tensors on cpu .*blocks.1.mlp.down.weight"):
         served.load()
     monkeypatch.undo()
     served.load()

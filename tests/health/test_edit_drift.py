@@ -39,6 +39,7 @@ def test_the_drift_is_paired_by_prompt():
     assert (found["probe, malformed, before"].mean, found["probe, malformed, after"].mean) == (0, 2 / 16)
 
 
+@pytest.mark.arithmetic
 def test_the_same_weights_drift_by_nothing_and_other_weights_by_something(tmp_path: Path):
     before, after = opened_facts_model(tmp_path / "a"), opened_facts_model(tmp_path / "b")
     same = probe_edit(before, after, rounds=1, seed=0)

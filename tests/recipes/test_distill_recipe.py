@@ -125,7 +125,7 @@ def losses(config: Distill) -> list[float]:
 
 @pytest.mark.arithmetic
 def test_the_student_comes_nearer_to_its_teacher_than_by_the_text_alone(home: Path, tmp_path: Path):
-    config = options(home, tmp_path / "taught", steps=40, checkpoint_every=20)
+    config = options(home, tmp_path / "taught", steps=40, checkpoint_every=20, held_out=0.5, epochs=60)  # 60 walks are soon known by heart
     said: list[str] = []
     verdicts = distilled(config, said.append)
     alone = {field.name: getattr(config, field.name) for field in dataclasses.fields(Sft)}
@@ -189,9 +189,9 @@ def test_the_last_batchs_loss_is_no_result(home: Path, tmp_path: Path, monkeypat
 
 @pytest.mark.arithmetic
 def test_an_adapter_is_taught_as_a_whole_model_is(home: Path, tmp_path: Path):
-    config = options(home, tmp_path / "run", lora_r=4, divergence="jsd", temperature=2.0, ce_weight=0.5)
+    config = options(home, tmp_path / "run", lora_r=4, divergence="jsd", temperature=2.0, ce_weight=0.5, steps=15, checkpoint_every=15)
     distilled(config)
-    assert losses(config)[-1] < losses(config)[0]
+    assert losses(config)[-1] < 0.95 * losses(config)[0]
     assert (tmp_path / "run" / "adapter").is_dir()
 
 

@@ -31,6 +31,7 @@ from assay.testing.tiny_models import tiny_tokenizer
 from assay.verdict import Outcome
 from tests.recipes.sittings import rows
 from tests.recipes.sums import Believer, events, left_by, options, reinforced, steps_of, taught, unproven, write
+from tests.refusals import stopped_by
 
 
 @pytest.fixture(scope="module")
@@ -241,7 +242,7 @@ def test_a_reference_that_is_the_base_is_stopped(adapter: Path, tmp_path: Path, 
         self.fingerprint = self.used
 
     monkeypatch.setattr(Reference, "load", of_the_base)
-    with pytest.raises(GuardStop, match=r"reference: KL to the reference is .* the reference is not the fork"):
+    with stopped_by("reference"):
         forked(adapter, tmp_path / "run")
 
 
@@ -260,7 +261,7 @@ def test_a_reference_that_moves_with_the_policy_is_stopped(adapter: Path, tmp_pa
         self.model = weights.model
 
     monkeypatch.setattr(Reference, "__init__", shared)
-    with pytest.raises(GuardStop, match=r"it moves with the policy|the policy itself"):
+    with stopped_by("reference"):
         forked(adapter, tmp_path / "run")
 
 
@@ -270,7 +271,7 @@ def test_stale_sampler_weights_are_stopped(adapter: Path, tmp_path: Path, monkey
     with pytest.raises(GuardStop, match="the weights have changed since version"):
         forked(adapter, tmp_path / "one")
     monkeypatch.setattr(Engine, "_refuse_other_weights", lambda self, changed: None)
-    with pytest.raises(GuardStop, match=r"version: .* rollouts come from version .* stale"):
+    with stopped_by("version"):
         forked(adapter, tmp_path / "two")
 
 
@@ -290,7 +291,7 @@ def test_weights_of_another_policy_under_the_right_name_are_stopped(adapter: Pat
         return found
 
     monkeypatch.setattr(Sampler, "draw", stale)
-    with pytest.raises(GuardStop, match=r"identity: sampler and trainer differ by .* the sampler is off"):
+    with stopped_by("identity"):
         forked(adapter, tmp_path / "run")
 
 
@@ -302,7 +303,7 @@ def test_a_sampler_on_a_device_of_its_own_is_the_same_run_and_its_copy_is_handed
         reinforced(config)
     assert left_by(apart, 2) == left_by(together, 2)
     monkeypatch.setattr(torch, "_foreach_copy_", lambda targets, sources: None)  # never renewed after the first time
-    with pytest.raises(GuardStop, match="on cpu are not the trainer's after they were handed over"):
+    with pytest.raises(GuardStop, match="on cpu are not the trainer's"):
         forked(adapter, tmp_path / "stale", sampler_device="cpu")
 
 
@@ -342,7 +343,7 @@ def test_a_parent_whose_adapter_is_not_loaded_is_stopped(adapter: Path, tmp_path
 
     build = starting_model.build_model
     monkeypatch.setattr(starting_model, "build_model", without)
-    with pytest.raises(GuardStop, match="fork: child and parent are"):
+    with stopped_by("fork"):
         forked(adapter, tmp_path / "run")
 
 

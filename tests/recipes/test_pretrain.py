@@ -23,6 +23,7 @@ from assay.testing.tiny_training import NoProver, tiny_corpus
 from assay.zoo.run_faults import hand_nothing_over
 from tests.recipes import sittings
 from tests.recipes.sittings import EVERY, LENGTH, ROWS, STEPS, events, options, rows, saved_steps, sit
+from tests.refusals import stopped_by
 
 
 def flags(config: Pretrain) -> list[str]:
@@ -85,7 +86,7 @@ def test_a_layer_that_stops_moving_is_stopped_at_the_next_checkpoint(tmp_path: P
         group["rows"].pop(index)
 
     config = options(tmp_path / "run")
-    with pytest.raises(GuardStop, match=r"movement: 1 of 10 trainable tensors did not move: blocks\.0\.mlp\.down\.weight"):
+    with stopped_by("movement", tensors=["blocks.0.mlp.down.weight"]):
         sit(config, after={EVERY: freeze})
     assert events(config, "stopped")[0]["stands"] == f"step-{EVERY:06d}"
 
@@ -123,7 +124,7 @@ def test_a_resume_that_lost_its_moments_is_stopped_before_it_steps(tmp_path: Pat
     sit(config)
     monkeypatch.setattr(trainer, "load_state_tensors", lambda *_: None)
     longer = options(tmp_path / "run", tokens=12 * ROWS * LENGTH)
-    with pytest.raises(GuardStop, match="tensors of the optimizer in memory are not those of step-000008"):
+    with pytest.raises(GuardStop, match=r"optimizer .*step-000008"):
         sit(longer)
     assert saved_steps(config)[-1] == 8
 

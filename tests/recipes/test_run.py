@@ -25,6 +25,7 @@ from assay.strict_json import read_json_lines
 from assay.testing.tiny_training import NoProver
 from assay.verdict import Verdict, proven, refuted, unproven
 from tests.recipes.sittings import EVERY, events, options, rows, saved_steps, sit
+from tests.refusals import stopped_by
 
 
 @pytest.fixture
@@ -42,7 +43,7 @@ def test_the_same_options_are_the_same_run_and_others_are_another(tmp_path: Path
     again = Run(tmp_path / "run", longer, say=print)
     assert again.resumed
     again.ledger.close()
-    with pytest.raises(UsageError, match=r"is another run: lr was None, now 0\.1, seed was 0, now 7; give the same options"):
+    with pytest.raises(UsageError, match=r"lr was None, now 0\.1, seed was 0, now 7"):
         Run(tmp_path / "run", replace(config, seed=7, lr=0.1), say=print)
 
 
@@ -111,7 +112,7 @@ def test_what_is_set_aside_is_kept_under_a_name_of_its_own(run: Run):
 
 def test_every_verdict_is_written_down_and_one_that_refutes_stops(run: Run):
     run.judge("account", [proven("movement", "all moved"), unproven("steps", "not counted")])
-    with pytest.raises(GuardStop, match="movement: stuck"):
+    with stopped_by("movement"):
         run.judge("account", [refuted("movement", "stuck")])
     run.ledger.close()
     written = [[v["outcome"] for v in event["verdicts"]] for event in events(run.config, "account")]
@@ -229,7 +230,7 @@ def test_a_refuted_proof_stops_the_run_and_what_came_before_stands(tmp_path: Pat
 
     monkeypatch.setattr(sittings, "NoProver", Refuting)
     config = options(tmp_path / "run")
-    with pytest.raises(GuardStop, match=r"step-000012 was refuted by its proof .*answers: probe logits.*Earlier checkpoints stand"):
+    with pytest.raises(GuardStop, match=r"step-000012 .*answers: .*Earlier checkpoints stand"):
         sit(config)
     proofs = {event["checkpoint"]: event["outcome"] for event in events(config, "proof")}  # a save under way may still be proven after it
     assert proofs["step-000006"] == "PROVEN"

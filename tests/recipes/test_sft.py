@@ -27,6 +27,7 @@ from assay.testing.tiny_models import nudge, save_model, tiny_model
 from assay.testing.tiny_training import NoProver
 from assay.verdict import Outcome, Verdict, proven, refuted
 from tests.recipes.sittings import rows
+from tests.refusals import stopped_by
 
 STEPS = 7
 
@@ -102,7 +103,7 @@ def test_data_that_fails_its_audit_is_stopped_before_step_1(home: Path, tmp_path
         for a in range(8):
             file.writelines([json.dumps({"prompt": f"{a}+2=", "completion": "4"}) + "\n"] * 20)
     config = options(home, tmp_path / "run", data=(str(tmp_path / "same.jsonl"),), steps=None, held_out=0.3)
-    with pytest.raises(GuardStop, match="duplicates"):
+    with stopped_by("duplicates"):
         sft.sft(config, lambda _: None)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
@@ -290,7 +291,7 @@ def test_a_child_that_does_not_start_as_its_parent_is_stopped(lost: str, parent:
         return model if lost == "adapter" else nudge(model, 0.05)
 
     monkeypatch.setattr(starting_model, "build_model", strayed)
-    with pytest.raises(GuardStop, match="fork: the first evaluation and the parent's"):
+    with stopped_by("fork"):
         sft.sft(options(home, tmp_path / "fork", from_=str(parent), optimizer_state="fresh", steps=3), lambda _: None)
 
 # ---------------------------------------------------------------- new tokens

@@ -107,7 +107,7 @@ def test_what_is_no_number_stops_the_run_and_is_written_down(tmp_path: Path):
 
 
 def test_what_cannot_be_paired_is_refused(tmp_path: Path):
-    with pytest.raises(DataError, match=r"1 documents can be read .* an interval needs two or more"):
+    with pytest.raises(DataError, match="needs two or more"):
         ttt(options(tmp_path, "--documents 1"), quiet)
     for wrong in ("--targets q w", "--betas 0.9", "--rank 0", "--context 20"):
         with pytest.raises(UsageError, match="expected"):

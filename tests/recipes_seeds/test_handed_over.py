@@ -223,7 +223,7 @@ def test_a_file_is_not_scored_on_text_of_another_tokenizer(averaging, corpus):
 
 
 def test_what_cannot_fit_is_refused_before_training(corpus, tmp_path):
-    with pytest.raises(UsageError, match=r"at depth 3 and 320 tokens the artifact may take [\d,]+ bytes at int5; what fits is --depth 2,"):
+    with pytest.raises(UsageError, match=r"depth 3 .*--depth 2,"):
         pretrain(options(corpus, tmp_path / "run", depth=3, max_bytes=600_000), lambda _: None)
     with pytest.raises(UsageError, match="what fits is a tokenizer with fewer tokens"):
         pretrain(options(corpus, tmp_path / "run", depth=1, max_bytes=10_000), lambda _: None)

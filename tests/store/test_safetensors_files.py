@@ -263,7 +263,7 @@ def test_a_swapped_pair_of_shards_is_refused(sharded: Path) -> None:
 
 def test_a_missing_shard_is_named(sharded: Path) -> None:
     os.unlink(sharded / shard(2))
-    with pytest.raises(ArtifactError, match=r"names model-00002-of-00003\.safetensors, which is missing"):
+    with pytest.raises(ArtifactError, match=r"model-00002-of-00003\.safetensors.* missing"):
         read_folder_tensors(sharded)
 
 
