@@ -20,6 +20,7 @@ from assay.model.transformer import parameter_count
 from assay.recipes.options import Trained, Tuning
 from assay.recipes.run import Run
 from assay.recipes.starting_model import AdapterModel, StartingModel
+from assay.store.ledger import Event
 from assay.verdict import Verdict, proven, refuted
 
 A_LONG_RUN = 10  # minutes
@@ -72,14 +73,14 @@ class Conversations:
         while True:
             batch = self.order.batch(step)
             if step % AUDITED_STEPS == 0:
-                run.judge("batch", [check_batch(batch, examples)])
+                run.judge(Event.BATCH, [check_batch(batch, examples)])
             yield batch
             step += 1
 
     def times_read(self, run: Run, steps: int) -> dict[int, int]:
         """How many examples all steps so far have read how often, {times: examples}: counted from what they wrote down, and judged."""
         verdict, times = check_data_ledger(run.consumed(), self.order, steps)
-        run.judge("data ledger", [verdict])
+        run.judge(Event.DATA_LEDGER, [verdict])
         return times
 
     def held_out_batches(self, rows: int, count: int | None = None) -> list[Batch]:

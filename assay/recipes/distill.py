@@ -41,6 +41,7 @@ from assay.recipes.teachers import (
 from assay.recipes.trainer import SavePlan, Trainer
 from assay.statistics.estimate import Estimate, ratio
 from assay.store.artifact import build_model, open_artifact
+from assay.store.ledger import Event
 from assay.verdict import Verdict, refuted
 
 NATS = 1.0  # a divergence may come near 0, where a share of it is less than rounding
@@ -98,7 +99,7 @@ def distill(config: Distill, say: Callable[[str], None] = print_line) -> Outcome
                     evaluate()
                 trainer.watch.parent_loss = parent_loss(start, objective, lessons.batch(0), trainer)
                 if config.from_ is not None:
-                    run.judge("fork", [check_forked_loss(Path(config.from_), lessons.data, evaluator, trainer)])
+                    run.judge(Event.FORK, [check_forked_loss(Path(config.from_), lessons.data, evaluator, trainer)])
                 if teacher is not None:
                     tell_worth(run, teacher, teacher.agreement(trainer.model, data.held_out_batches(micro)))
 
@@ -111,7 +112,7 @@ def distill(config: Distill, say: Callable[[str], None] = print_line) -> Outcome
                 if trainer.save_due():
                     save(evaluated=True)
             if teacher is not None and (frozen := teacher.unmoved()):
-                run.judge("teacher unmoved", frozen)
+                run.judge(Event.TEACHER_UNMOVED, frozen)
             trainer.end_loop()
             if run.interrupted is not None and trainer.saved != trainer.done:
                 save(evaluated=False)  # the uninterrupted run would not have been evaluated here
@@ -238,7 +239,7 @@ def preflight_distill(trainer: Trainer, lessons: Lessons, start: StartingModel) 
 def tell_worth(run: Run, teacher: Teacher, agreement: Agreement) -> None:
     """What the teacher is worth on all that is held out is said once, before the student has learned anything from it."""
     found = agreement.estimates()
-    run.ledger.append("teacher", digest=teacher.digest, **plain({name: asdict(estimate) for name, estimate in found.items()}))
+    run.ledger.append(Event.TEACHER, digest=teacher.digest, **plain({name: asdict(estimate) for name, estimate in found.items()}))
     said = f"the teacher {found['teacher_ce']}, " if "teacher_ce" in found else ""  # stored answers do not tell
     run.say(f"nats per token of what is held out: {said}the student {found['student_ce']}; KL {found['kl']}")
 
@@ -270,7 +271,7 @@ def fall(before: Agreement, after: Agreement) -> Estimate | None:
 
 def check_told(run: Run, recorded: HeldOut, held_out: int) -> Verdict:
     """The score in the ledger is the mean over every token held out: not the last batch's loss, nor an evaluation's."""
-    told = [event for event in run.ledger.events() if event["kind"] == "hand over"][-1]
+    told = [event for event in run.ledger.events() if event["kind"] == Event.HAND_OVER][-1]
     assert recorded.tokens is not None
     verdict = check_reported_loss(told["score"]["mean"], recorded.per_document, recorded.tokens)
     if recorded.per_document.size != held_out:

@@ -10,9 +10,11 @@ from assay.errors import UsageError
 from assay.evaluation.held_out_loss import HeldOut
 from assay.guard.conclusion_checks import check_early_stopping, check_generalisation_gap
 from assay.model.transformer import Transformer
-from assay.recipes.run import Run, append_json_rows, read_json_rows, rewrite_json_rows
+from assay.recipes.run import Run, append_json_rows, rewrite_json_rows
 from assay.statistics.early_stopping import StoppingRule, choose_best, paired_noise, plan_stopping, should_stop
 from assay.store.checkpoint import step_folder
+from assay.store.ledger import Event
+from assay.strict_json import read_json_lines
 from assay.verdict import Outcome
 
 ENOUGH_FOR_A_TREND = 5
@@ -37,7 +39,7 @@ class EvalHistory:
 
     def recall(self) -> list[dict[str, Any]]:
         """What was seen before the run was interrupted, up to the step it goes on from."""
-        rows = [row for row in read_json_rows(self.file) if row["step"] <= self.run.going_on_from]
+        rows = [row for row in read_json_lines(self.file) if row["step"] <= self.run.going_on_from]
         rewrite_json_rows(self.file, rows)
         for row in rows:
             self._remember(row["step"], np.array(row["per_document"]), row["train"])
@@ -66,7 +68,7 @@ class HeldOutEvaluator:
     def recall(self) -> None:
         self.history.recall()
         seen = self.history.latest_step or 0
-        self._since = [row["loss"] for row in read_json_rows(self.run.metrics_file) if "loss" in row and row["step"] >= seen]
+        self._since = [row["loss"] for row in read_json_lines(self.run.metrics_file) if "loss" in row and row["step"] >= seen]
 
     def evaluate(self, model: Transformer, step: int, losses: Sequence[float], *, weight_set: str | None = None,
                  columns: Mapping[str, float] | None = None) -> HeldOut:
@@ -103,7 +105,7 @@ class HeldOutEvaluator:
         verdict = check_generalisation_gap([history.train[i] for i in since], [float(history.losses[i].mean()) for i in since])
         if verdict.outcome is Outcome.REFUTED:
             self.run.say(f"step {step}: {verdict.reason}")
-            self.run.ledger.append("gap", step=step, verdicts=[verdict.to_json()])
+            self.run.ledger.append(Event.GAP, step=step, verdicts=[verdict.to_json()])
 
 # ---------------------------------------------------------------- early stopping
 
@@ -145,7 +147,7 @@ class EarlyStopping:
         if decision.stop and verdict.outcome is Outcome.PROVEN:  # refuted where the noise has grown since: then the run goes on
             self.reason = decision.reason
             self.run.say(f"step {step}: stopping early: {decision.reason}")
-            self.run.ledger.append("early stop", step=step, verdicts=[verdict.to_json()])
+            self.run.ledger.append(Event.EARLY_STOP, step=step, verdicts=[verdict.to_json()])
 
     def _refuse_noise(self, rule: StoppingRule, seen: list[np.ndarray]) -> None:
         try:

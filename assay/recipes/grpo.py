@@ -35,6 +35,7 @@ from assay.recipes.run import Run, open_run, plain, print_line
 from assay.recipes.starting_model import AdapterModel, StartingModel, carry_moments, load_start
 from assay.recipes.trainer import SavePlan, Trainer
 from assay.store.artifact import Artifact, build_model, open_artifact
+from assay.store.ledger import Event
 from assay.verdict import Verdict
 
 GRPO_LR_WHOLE, GRPO_LR_ADAPTER = 1e-6, 2e-5
@@ -87,7 +88,7 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> Outcome:
             # As long as no rewards differed, the weights are still the fork's, and a proof must not expect otherwise.
             trainer.save(facts(), best=evaluator.best_checkpoint(), moved=fingerprint(start.model) != fork)
             floor = rollout_floor(start.model, drawn, config.temperature)
-            run.judge("floor", [check_floor(floor)])
+            run.judge(Event.FLOOR, [check_floor(floor)])
             if rewards.judge is not None and (swayed := rewards.judge.write_down(run, trainer.done)):
                 history.warn(trainer.done - 1, swayed)
             return floor
@@ -110,18 +111,18 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> Outcome:
             history.recall()
             if rewards.judge is not None and trainer.done:
                 run.say("a judge may answer otherwise the second time: the run goes on, but is not bit for bit the uninterrupted one")
-                run.ledger.append("not bit-exact", changed={"judge": rewards.judge.identity})
+                run.ledger.append(Event.NOT_BIT_EXACT, changed={"judge": rewards.judge.identity})
             if config.kl != "none":
                 reference = Reference(start.weights, run, layout, window=config.kl_window, every=save_every if config.kl_window else NEVER)
                 reference.follow(trainer.done)
-                run.judge("reference", [check_same_reference(reference, recorded.get("reference"))])
+                run.judge(Event.REFERENCE, [check_same_reference(reference, recorded.get("reference"))])
 
             trainer.start_loop(facts(), len(prompts.train))
             while not trainer.over():
                 if reference is not None:
                     reference.follow(trainer.done)
                 rollout = collector.collect(trainer.done, reference)  # prompts → completions → rewards → advantages
-                run.judge_often("rollout", collector.check(rollout, floor))
+                run.judge_often(Event.ROLLOUT, collector.check(rollout, floor))
                 collector.keep_samples(rollout)
                 for step in trainer.steps(annealed(rollout.batch, asked, config, trainer.done)):
                     measured = collector.measure(rollout) if step.index == rollout.step else None
@@ -131,7 +132,7 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> Outcome:
                     if measured is not None and reference is not None:
                         verdicts.append(check_reference(found["kl"], rollout.updates, floor, reference.fingerprint, reference.used))
                     history.add(step, found, measured)
-                    run.judge_often("step", [*verdicts, *history.verdicts()])
+                    run.judge_often(Event.STEP, [*verdicts, *history.verdicts()])
                     history.say_warnings(step.index)
                     trainer.record(step, shown=history.line(), epoch=prompts.epoch_of(step.index), num_tokens=history.tokens,
                                    **(measured or {}))
@@ -165,7 +166,7 @@ def hand_over_best(run: Run, evaluator: PromptEvaluator, prompts: PromptData, st
     verdicts += [check_same_answers(f"{best.name} as evaluated and as saved", recorded, saved.wanted[evaluated]),
                  check_same_answers(f"{best.name} as saved and as handed over", saved.wanted, after.wanted),
                  check_gain(metric, before.wanted, after.wanted, len(evaluator.history.steps) - 1)]
-    run.ledger.append("hand over", checkpoint=best.name, metric=metric, before=float(before.wanted.mean()),
+    run.ledger.append(Event.HAND_OVER, checkpoint=best.name, metric=metric, before=float(before.wanted.mean()),
                       after=float(after.wanted.mean()), verdicts=plain([verdict.to_json() for verdict in verdicts]))
     run.say(f"{', '.join(map(str, places))}: {verdicts[-1].reason}")
     return Outcome(run.folder, verdicts, model=run.folder / "model", results={

@@ -21,6 +21,7 @@ from assay.store import checkpoint
 from assay.store.artifact import Artifact, build_model, locate_artifact, merged_tensors, open_artifact
 from assay.store.checkpoint import open_checkpoint
 from assay.store.export_artifact import export_artifact
+from assay.store.ledger import Event
 from assay.store.saving import Ancestor, Lineage, model_contents
 from assay.verdict import Outcome, Verdict, proven, refuted
 
@@ -56,7 +57,7 @@ def hand_over(run: Run, evaluator: HeldOutEvaluator, score_all: HeldOutScore) ->
 def write_down(run: Run, handed: HandedOver, **more: Any) -> None:
     """In the ledger, with whatever `more` the recipe has to say of `RUN/model`."""
     recorded = handed.recorded
-    run.ledger.append("hand over", checkpoint=handed.best.name, unit=recorded.unit, score=asdict(recorded.estimate), **plain(more),
+    run.ledger.append(Event.HAND_OVER, checkpoint=handed.best.name, unit=recorded.unit, score=asdict(recorded.estimate), **plain(more),
                       verdicts=plain([verdict.to_json() for verdict in handed.verdicts]))
     for where in handed.places:
         run.say(f"{where}: {recorded.estimate} {recorded.unit} on all held-out text")

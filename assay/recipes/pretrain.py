@@ -33,6 +33,7 @@ from assay.recipes.run import Run, open_run, print_line
 from assay.recipes.size_limit import require_room, write_squeezed
 from assay.recipes.starting_model import Ancestry, WholeModel
 from assay.recipes.trainer import SavePlan, Trainer
+from assay.store.ledger import Event
 from assay.store.saving import Lineage
 from assay.verdict import Verdict
 
@@ -71,7 +72,7 @@ class CorpusData:
     def times_read(self, run: Run, steps: int) -> dict[int, int]:
         """How many windows all steps so far have read how often, {times: windows}: counted from what they wrote down, and judged."""
         verdict, times = check_data_ledger(run.consumed(), self.order, steps)
-        run.judge("data ledger", [verdict])
+        run.judge(Event.DATA_LEDGER, [verdict])
         return times
 
 

@@ -20,6 +20,7 @@ from assay.statistics.early_stopping import choose_best
 from assay.statistics.effects import paired_effect
 from assay.statistics.estimate import Estimate, mean
 from assay.store.checkpoint import step_folder
+from assay.store.ledger import Event
 from assay.verdict import Outcome, Verdict, proven, refuted, unproven
 
 LEVEL = 0.05  # chance that a gain is claimed where there is none, over all evaluations together
@@ -104,7 +105,7 @@ class PromptEvaluator:
         verdict = check_proxy(self.mean_rewards, [-float(losses.mean()) for losses in self.history.losses])
         if verdict.outcome is Outcome.REFUTED:
             self.run.say(f"step {step}: {verdict.reason}")
-            self.run.ledger.append("proxy", step=step, verdicts=[verdict.to_json()])
+            self.run.ledger.append(Event.PROXY, step=step, verdicts=[verdict.to_json()])
 
 
 def check_same_answers(what: str, recorded: NDArray[np.float64], found: NDArray[np.float64]) -> Verdict:

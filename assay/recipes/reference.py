@@ -17,6 +17,7 @@ from assay.recipes.run import Run
 from assay.recipes.starting_model import TrainedWeights
 from assay.store.checkpoint import Checkpoint, open_checkpoint, step_folder, step_folders
 from assay.store.digests import recorded_digest, weights_digest
+from assay.store.ledger import Event
 from assay.verdict import Outcome, Verdict, overall, proven, refuted
 
 
@@ -58,7 +59,7 @@ class Reference:
             raise GuardStop(f"reference: {found.folder.name} holds weights {due[:12]}, what was loaded of it is {held[:12]}")
         self.step, self.digest, self.fingerprint = step, held, fingerprint(self.model)
         self.keep_needed()
-        self.run.ledger.append("reference", step=step, checkpoint=found.folder.name, manifest=found.digest, weights=held)
+        self.run.ledger.append(Event.REFERENCE, step=step, checkpoint=found.folder.name, manifest=found.digest, weights=held)
         self.run.say(f"reference: {found.folder.name}, weights {held[:12]}")
 
     def facts(self) -> dict[str, Any]:

@@ -29,7 +29,9 @@ from assay.recipes.prompts import Prompt, PromptData
 from assay.recipes.reference import Reference
 from assay.recipes.rewards import Group, Rewards, component_metrics, penalise_overlong, reading_metrics, score_by_rules
 from assay.recipes.rollout_batch import Drawn, Layout, batch_logprobs, batch_of, of_completions, quickest_score
-from assay.recipes.run import Run, append_json_rows, plain, read_json_rows, rewrite_json_rows
+from assay.recipes.run import Run, append_json_rows, plain, rewrite_json_rows
+from assay.store.ledger import Event
+from assay.strict_json import read_json_lines
 from assay.verdict import Verdict
 
 COMPARED = 16  # completions of a rollout whose log-probabilities are computed anew before the update; after it, all are compared
@@ -99,7 +101,7 @@ class RolloutCollector:
 
     def forget_after(self, step: int) -> None:
         """Samples of steps that are about to be taken again."""
-        rewrite_json_rows(self.file, [row for row in read_json_rows(self.file) if row["step"] < step])
+        rewrite_json_rows(self.file, [row for row in read_json_lines(self.file) if row["step"] < step])
 
     def collect(self, step: int, reference: Reference | None) -> Rollout:
         """Prompts, completions, rewards, advantages, and the batch to learn from."""
@@ -159,7 +161,7 @@ class RolloutCollector:
             self.waiting += unjudged
             self.run.say(f"step {step + 1}: {len(unjudged)} groups could not be judged and are drawn again with the next rollout: "
                          f"{next(iter(unjudged.values()))[0]}")
-            self.run.ledger.append("unjudged", step=step, groups=plain(unjudged), cost=asdict(self.rewards.judge.sitting.cost))
+            self.run.ledger.append(Event.UNJUDGED, step=step, groups=plain(unjudged), cost=asdict(self.rewards.judge.sitting.cost))
 
     def _advantages(self, groups: Sequence[Group]) -> Advantages:
         return group_advantages([group.rewards for group in groups], scale=self.config.scale)
@@ -264,7 +266,7 @@ class RolloutHistory:
 
     def recall(self) -> None:
         """What the rules over the steps so far have to know, from what was written of them."""
-        for row in read_json_rows(self.run.metrics_file):
+        for row in read_json_lines(self.run.metrics_file):
             numbers = {name: value for name, value in row.items() if isinstance(value, int | float)}
             if "groups" in row:
                 self.rollouts.append(numbers)
@@ -292,7 +294,7 @@ class RolloutHistory:
         if step - self._warned.get(rule, -SAID_AGAIN) >= SAID_AGAIN:
             self._warned[rule] = step
             self.run.say(f"step {step + 1}: {sentence}")
-            self.run.ledger.append("warning", step=step + 1, reason=sentence)
+            self.run.ledger.append(Event.WARNING, step=step + 1, reason=sentence)
 
     def line(self) -> str:
         """Of the last rollout, for a progress line."""

@@ -20,11 +20,13 @@ from assay.recipes.conversations import NEVER, Conversations, describe_tuning, l
 from assay.recipes.evaluator import EarlyStopping, HeldOutEvaluator, stopping_rule
 from assay.recipes.hand_over import SAME_LOSS, hand_over, write_down
 from assay.recipes.options import Sft, Tuning
-from assay.recipes.run import open_run, print_line, read_json_rows
+from assay.recipes.run import open_run, print_line
 from assay.recipes.starting_model import AdapterModel, StartingModel, carry_moments, load_start
 from assay.recipes.trainer import SavePlan, Trainer
 from assay.store.artifact import build_model
 from assay.store.checkpoint import open_checkpoint
+from assay.store.ledger import Event
+from assay.strict_json import read_json_lines
 from assay.verdict import Verdict, proven, refuted, unproven
 
 SFT_LR_WHOLE, SFT_LR_ADAPTER = 3e-5, 3e-4
@@ -70,7 +72,7 @@ def sft(config: Sft, say: Callable[[str], None] = print_line) -> Outcome:
                     evaluator.evaluate(trainer.model, 0, [])
                 trainer.watch.parent_loss = parent_loss(start, next_token, data.order.batch(0), trainer)
                 if config.from_ is not None:
-                    run.judge("fork", [check_forked_loss(Path(config.from_), data, evaluator, trainer)])
+                    run.judge(Event.FORK, [check_forked_loss(Path(config.from_), data, evaluator, trainer)])
 
             trainer.start_loop(data.facts(trainer.done), data.order.windows)
             steps = trainer.steps(data.batches(run, trainer.done))
@@ -134,7 +136,7 @@ def check_forked_loss(parent: Path, data: Conversations, evaluator: HeldOutEvalu
     """The first evaluation equals the one that the parent's run made of this checkpoint, conversation by conversation."""
     facts = (open_checkpoint(parent).trainer() or {}).get("data", {})
     step = open_checkpoint(parent).step
-    evaluated = [row for row in read_json_rows(parent.parent.parent / "eval.jsonl") if row["step"] == step]
+    evaluated = [row for row in read_json_lines(parent.parent.parent / "eval.jsonl") if row["step"] == step]
     if (facts.get("conversations"), facts.get("scored_as")) != (data.digest, data.scored_as) or not evaluated:
         return unproven("fork", f"the parent's run did not score these conversations by {data.scored_as}: its recorded loss says "
                                 "nothing", optional=True)

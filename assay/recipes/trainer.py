@@ -54,6 +54,7 @@ from assay.recipes.run import Run, plain
 from assay.recipes.starting_model import TrainedWeights
 from assay.store.checkpoint import Checkpoint, Contents
 from assay.store.digests import environment
+from assay.store.ledger import Event
 from assay.store.saving import Lineage, owned_contents
 from assay.verdict import Verdict, unproven
 
@@ -100,7 +101,7 @@ class Trainer:
         load_state_tensors(self.optimizer, dict(self.model.named_parameters()), moments)
         if self.ema is not None:
             self.ema.load(average)
-        self.run.judge("resumed", [check_resumed(self.weights.weights(), self._state(), found), *same_data,
+        self.run.judge(Event.RESUMED, [check_resumed(self.weights.weights(), self._state(), found), *same_data,
                                    check_steps(self.optimizer, state["step"] + self.steps_before)])
         self.start = self.done = self.saved = state["step"]
         self.schedule.restore(state)
@@ -109,7 +110,7 @@ class Trainer:
         now, was = environment(), found.facts["environment"]
         if changed := {name: f"{was.get(name)} → {now[name]}" for name in now if was.get(name) != now[name]}:
             self.run.say(f"the environment changed ({changed}): the run goes on, but is not bit for bit the uninterrupted one")
-            self.run.ledger.append("not bit-exact", changed=changed)
+            self.run.ledger.append(Event.NOT_BIT_EXACT, changed=changed)
 
     def first_micro_batch(self, batch: Batch) -> Batch:
         return next(batch.split(self.micro)).to(self.device)
@@ -131,7 +132,7 @@ class Trainer:
     def start_loop(self, facts: Mapping[str, Any], parts: int) -> None:
         """`parts` of the data are read in an epoch, each once. From here on everything that moves is accounted for, and time counts."""
         self._account = UpdateAccount(self.model, self.weights.reachable())
-        self.run.ledger.append("data", **facts, windows=parts, from_step=self.done)
+        self.run.ledger.append(Event.DATA, **facts, windows=parts, from_step=self.done)
         self.run.save_cost.begin()
         self.watch.begin()
 
@@ -153,7 +154,7 @@ class Trainer:
             self.ema.update(step.index)
         self.run.check()
         if self.schedule.decide_end(self.done, self.watch.pace()):
-            self.run.ledger.append("way down", step=self.done, stop_at=self.schedule.stop_at, seconds_a_step=self.watch.pace())
+            self.run.ledger.append(Event.WAY_DOWN, step=self.done, stop_at=self.schedule.stop_at, seconds_a_step=self.watch.pace())
         self.watch.begin()
 
     def _write(self, read: list[StepReading]) -> None:
@@ -190,7 +191,7 @@ class Trainer:
         still = not self.steady and not self._informed
         moved = unproven("movement", "no step since the last account had a gradient", optional=True) if still else self._account.moved()
         applied = check_steps(self.optimizer, self.done + self.steps_before)
-        self.run.judge("account", [moved, self._account.frozen(), applied, check_weights(self.model)])
+        self.run.judge(Event.ACCOUNT, [moved, self._account.frozen(), applied, check_weights(self.model)])
         if not still:
             self._informed = False
             if self.schedule.multiplier(self.done - 1) >= LEARNING_SHARE:
@@ -241,6 +242,6 @@ class Trainer:
     def finish(self, times_read: Mapping[int, int], parts: int, best: Path | None) -> None:
         """Wait for the last save and its proof; write down how often each part of the data was read; retire old checkpoints."""
         self.run.finish()
-        self.run.ledger.append("consumed", steps=self.done, windows=parts, read_times=plain(times_read))
+        self.run.ledger.append(Event.CONSUMED, steps=self.done, windows=parts, read_times=plain(times_read))
         if best is not None:
             self.run.tidy(best)

@@ -9,10 +9,11 @@ from typing import Any
 from assay.report.html import Html, badge, cut, folded, lead, missing, section, table, tag
 from assay.report.run_record import MARKS, RunRecord, SavedCheckpoint, finite_number, required_verdicts, verdicts_of
 from assay.report.run_status import RESULT_EVENTS
+from assay.store.ledger import Event
 from assay.verdict import Outcome, Verdict, overall
 
 EVIDENCE_LIMIT = 3000  # characters of one verdict's evidence; the ledger has all of it
-WARNINGS, MOST_WARNINGS = ("warning", "also found", "passed over"), 20
+WARNINGS, MOST_WARNINGS = (Event.WARNING, Event.ALSO_FOUND, Event.PASSED_OVER), 20
 _RANK = {Outcome.REFUTED: 0, Outcome.UNPROVEN: 1, Outcome.PROVEN: 2}
 _STAGES = {"preflight": "before step 1", "resumed": "after a resume", "account": "at every checkpoint", "fork": "at the fork",
           "batch": "of sampled batches", "hand over": "of what was handed over", "artifact": "of the bytes-limited artifact",
@@ -60,10 +61,10 @@ def verdicts_section(record: RunRecord) -> Html:
 def proofs_section(record: RunRecord, saved: Sequence[SavedCheckpoint]) -> Html:
     """A row per checkpoint that was saved or proven, whether or not it is still here."""
     here = {one.name: one for one in saved}
-    names = list(dict.fromkeys(str(event.get("checkpoint")) for event in record.of_kind("save", "proof")))
+    names = list(dict.fromkeys(str(event.get("checkpoint")) for event in record.of_kind(Event.SAVE, Event.PROOF)))
     if not names:
         return section("proofs", "Proofs of checkpoints", missing("No save and no proof is on record."))
-    proofs = {str(event.get("checkpoint")): verdicts_of(event) for event in record.of_kind("proof")}  # the latest of each
+    proofs = {str(event.get("checkpoint")): verdicts_of(event) for event in record.of_kind(Event.PROOF)}  # the latest of each
     rows = [_proof_row(name, proofs.get(name, []), here.get(name), _place(record, name, here.get(name))) for name in names]
     words = "A fresh process opened the bytes on disk and ran every check on them."
     return section("proofs", "Proofs of checkpoints", lead(words),
@@ -73,8 +74,8 @@ def proofs_section(record: RunRecord, saved: Sequence[SavedCheckpoint]) -> Html:
 def not_checked(record: RunRecord, saved: Sequence[SavedCheckpoint], missing: Sequence[str]) -> Html:
     """What a reader might take for granted: checks that did not run or did not decide, and parts that are not on record."""
     open_ = [one for one in findings(record.events) if one.verdict.outcome is Outcome.UNPROVEN]
-    proven = {event.get("checkpoint") for event in record.of_kind("proof")} | {one.name for one in saved if one.mark != "unproven"}
-    unproven = [str(event.get("checkpoint")) for event in record.of_kind("save") if event.get("checkpoint") not in proven]
+    proven = {event.get("checkpoint") for event in record.of_kind(Event.PROOF)} | {one.name for one in saved if one.mark != "unproven"}
+    unproven = [str(event.get("checkpoint")) for event in record.of_kind(Event.SAVE) if event.get("checkpoint") not in proven]
     said = [tag("li", tag("b", one.verdict.check), f" ({one.stage}): {cut(one.verdict.reason, 600)}") for one in open_]
     if unproven:
         said.append(tag("li", tag("b", "no proof"), f": {', '.join(dict.fromkeys(unproven))} "
@@ -144,7 +145,7 @@ def _proof_row(name: str, verdicts: Sequence[Verdict], saved: SavedCheckpoint | 
 def _place(record: RunRecord, name: str, saved: SavedCheckpoint | None) -> str:
     if saved is not None:
         return saved.mark + (f"; {saved.problem}" if saved.problem else "")
-    return "retired" if any(event.get("checkpoint") == name for event in record.of_kind("retire")) else "not here"
+    return "retired" if any(event.get("checkpoint") == name for event in record.of_kind(Event.RETIRE)) else "not here"
 
 
 def results_section(record: RunRecord) -> Html | None:

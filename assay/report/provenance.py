@@ -7,16 +7,17 @@ from typing import Any
 
 from assay.report.html import Html, cut, folded, lead, missing, section, table, tag
 from assay.report.run_record import RunRecord, SavedCheckpoint, verdicts_of
+from assay.store.ledger import Event
 
 _OWN = {"seq", "time", "kind", "previous", "verdicts", "config"}
-DATA = ("data", "teacher", "reference")  # events that name by digest what was read
+DATA = (Event.DATA, Event.TEACHER, Event.REFERENCE)  # events that name by digest what was read
 _RECIPES = {"pretrain", "sft", "grpo", "distill", "edit", "ttt"}
 
 
 def data_section(record: RunRecord) -> Html:
     """What was read, by its digests, as the ledger and the options have it."""
     rows = [[tag("code", kind), name, value] for kind, facts in _data_facts(record) for name, value in facts]
-    consumed = record.of_kind("consumed")
+    consumed = record.of_kind(Event.CONSUMED)
     if consumed:
         rows += [[tag("code", "consumed"), name, _plain(value)] for name, value in consumed[-1].items() if name not in _OWN]
     digests = table(["event", "fact", "value"], rows) if rows else missing("No event names the data that was read.")
@@ -59,7 +60,7 @@ def command(record: RunRecord) -> str:
 
 
 def _promise(record: RunRecord) -> str:
-    changed = record.of_kind("not bit-exact")
+    changed = record.of_kind(Event.NOT_BIT_EXACT)
     if changed:
         return (f"The environment changed between sittings ({_plain(changed[-1].get('changed'))}): this run is not bit for bit the "
                 "uninterrupted one.")

@@ -10,6 +10,7 @@ from assay.errors import UsageError
 from assay.report.findings import estimate_text
 from assay.report.html import Html, badge, cut, folded, joined, lead, missing, remarks, section, table, tag
 from assay.report.run_record import Lines, finite_number, read_json_or_remark, read_lines, verdicts_of
+from assay.store.ledger import Event
 
 _SHOWN, _SEEN = 12, 4  # examples of one source, and those of them that are not folded
 TEXT_LIMIT = 1500  # characters of one text
@@ -75,9 +76,9 @@ def _probed_by_proofs(events: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
     """One line for each artifact whose proof sampled texts, in the order of the proofs."""
     rows = []
     for event in events:
-        for verdict in verdicts_of(event) if event.get("kind") in ("proof", "hand over") else ():
+        for verdict in verdicts_of(event) if event.get("kind") in (Event.PROOF, Event.HAND_OVER) else ():
             if verdict.check == "health" and finite_number(verdict.evidence.get("n")):
-                of = str(event.get("checkpoint")) + ("" if event["kind"] == "proof" else ", handed over")
+                of = str(event.get("checkpoint")) + ("" if event["kind"] == Event.PROOF else ", handed over")
                 rows.append([tag("code", of), "its proof", *_health(verdict.evidence), joined(badge(str(verdict.outcome)), " ",
                                                                                               cut(verdict.reason, 400))])
     return rows

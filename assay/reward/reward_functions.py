@@ -10,7 +10,6 @@ file is not imported here, only in the worker processes.
 import ast
 import builtins
 import inspect
-import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +23,7 @@ from assay.config import nearest
 from assay.errors import DataError, UsageError
 from assay.reward import schema as json_schemas
 from assay.reward.answer import AnswerForm, Strictness, gold_answer, read_answer, same_answer
+from assay.strict_json import read_json
 
 _Row = Mapping[str, Any]
 RewardFunction = Callable[[str, str, _Row], float]
@@ -131,7 +131,7 @@ def regex(prompt: str, completion: str, row: _Row, *, pattern: str = "") -> floa
 
 def json_schema(prompt: str, completion: str, row: _Row, *, file: str = "") -> float:
     """1 where the completion is JSON, bare or in one fence, that fits the schema in the file, or else in the row's `schema`."""
-    schema = json.loads(Path(file).read_text()) if file else _column(row, "schema", Mapping)
+    schema = read_json(Path(file), (dict, bool), error=UsageError) if file else _column(row, "schema", Mapping)
     json_schemas.check_schema(schema)
     blocks = _FENCED.findall(completion) or [completion]
     if len(blocks) != 1:

@@ -1,10 +1,10 @@
 """assay edit: write new facts into a model's weights, measured on the bytes that were written."""
 
 import json
-import sys
 from dataclasses import asdict
 
 from assay.recipes.edit_options import Edit as FLAGS
+from assay.verbs.terminal import line_printer
 
 EXAMPLES = """  assay edit smollm2-135m --facts counterfact.json --known 50 --text wiki.txt --out runs/edit
   assay edit runs/a/model --facts facts.jsonl --layers 3-8 --text wiki.txt --out runs/b
@@ -16,10 +16,7 @@ __all__ = ["EXAMPLES", "FLAGS", "run"]
 def run(flags: FLAGS) -> int:
     from assay.recipes.edit import edit
 
-    def say(line: str) -> None:
-        print(line, file=sys.stderr if flags.json else sys.stdout, flush=True)
-
-    outcome = edit(flags, say)
+    outcome = edit(flags, line_printer(json=flags.json))
     if flags.json:
         print(json.dumps({"outcome": str(outcome.standing), "layers": outcome.layers, "sizes": outcome.sizes, "failed": outcome.failed,
                           "refused": [asdict(one) for one in outcome.refused], "seconds": outcome.seconds,

@@ -1,10 +1,10 @@
 """assay ttt: test-time training: read documents while learning from them, every chunk scored before it is learned from."""
 
 import json
-import sys
 from dataclasses import asdict
 
 from assay.recipes.ttt_options import Ttt as FLAGS
+from assay.verbs.terminal import line_printer
 
 EXAMPLES = """  assay ttt smollm2-135m --text wiki.txt --documents 20 --out runs/ttt
   assay ttt runs/a/model --text docs.jsonl --targets q v head --rank 4 --lr 3e-3 --out runs/ttt-b
@@ -18,10 +18,7 @@ __all__ = ["EXAMPLES", "FLAGS", "run"]
 def run(flags: FLAGS) -> int:
     from assay.recipes.ttt import ttt
 
-    def say(line: str) -> None:
-        print(line, file=sys.stderr if flags.json else sys.stdout, flush=True)
-
-    outcome = ttt(flags, say)
+    outcome = ttt(flags, line_printer(json=flags.json))
     if flags.json:
         documents = [{"name": text.name, "bytes": text.bytes, "bits_without": text.without, "bits_with": text.with_}
                      for text in outcome.documents]
