@@ -129,6 +129,10 @@ class Run:
         self.going_on_from = step
         rewrite_json_rows(self.metrics_file, [row for row in read_json_lines(self.metrics_file) if row["step"] < step])
 
+    def log(self, kind: Event, **facts: Any) -> None:
+        """One line of the ledger."""
+        self.ledger.append(kind, **facts)
+
     def judge(self, what: Event, verdicts: list[Verdict]) -> None:
         """Verdicts are written down, whatever they say; one that refutes stops the run."""
         self.ledger.append(what, verdicts=plain([verdict.to_json() for verdict in verdicts]))
