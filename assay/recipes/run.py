@@ -160,7 +160,7 @@ class Run:
         """What each step of all sittings wrote down of the data that it read."""
         return {row["step"]: row["data"] for row in read_json_lines(self.metrics_file) if "data" in row}
 
-    def save(self, step: int, contents: Callable[[], Contents], *, best: Path | None, against: str | None = None) -> Path:
+    def save(self, step: int, contents: Contents, *, best: Path | None, against: str | None = None) -> Path:
         """Snapshot now; write, retire what is old and prove beside the loop. Raises what an earlier save or proof found.
 
         Nothing is retired while a proof is reading, which is asked when it is about to be: a save that this one waited for may just

@@ -18,7 +18,6 @@ The loop itself (learn/loop.py) knows none of this, and this knows neither the d
 import contextlib
 import dataclasses
 from collections.abc import Generator, Iterable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +55,7 @@ from assay.recipes.starting_model import TrainedWeights
 from assay.store.checkpoint import Checkpoint, Contents
 from assay.store.digests import environment
 from assay.store.ledger import Event
-from assay.store.saving import Lineage, owned_contents
+from assay.store.saving import Lineage
 from assay.verdict import Verdict, unproven
 
 
@@ -150,7 +149,7 @@ class Trainer:
         self._columns[step.index], self._shown = columns, shown
         rates = [group["lr"] for group in self.optimizer.param_groups]
         self._write(self.watch.feed(step, rates))
-        self._account.stepped(step.multiplier, min(rates))
+        self._account.record_step(step.multiplier, min(rates))
         if self.ema is not None:
             self.ema.update(step.index)
         self.run.check()
@@ -193,9 +192,10 @@ class Trainer:
         if self.done == self.start:
             return
         still = not self.steady and not self._informed
-        moved = unproven("movement", "no step since the last account had a gradient", optional=True) if still else self._account.moved()
+        nothing_due = unproven("movement", "no step since the last account had a gradient", optional=True)
+        moved = nothing_due if still else self._account.check_moved()
         applied = check_steps(self.optimizer, self.done + self.steps_before)
-        self.run.judge(Event.ACCOUNT, [moved, self._account.frozen(), applied, check_weights(self.model)])
+        self.run.judge(Event.ACCOUNT, [moved, self._account.check_frozen(), applied, check_weights(self.model)])
         if not still:
             self._informed = False
             if self.schedule.multiplier(self.done - 1) >= LEARNING_SHARE:
@@ -217,13 +217,14 @@ class Trainer:
             bound = None if self.weights.ancestry.largest is None else self._reach(self.weights.ancestry.largest)
             lineage = self.weights.ancestry.lineage(moved=moved and self.done > 0, bound=bound)
             with self.run.save_cost.saving():
-                self.run.save(self.done, partial(self._contents, self.done, facts, lineage), best=best)
+                self.run.save(self.done, self._contents(facts, lineage), best=best)
         self.watch.begin()
 
-    def _contents(self, step: int, facts: Mapping[str, Any], lineage: Lineage) -> Contents:
+    def _contents(self, facts: Mapping[str, Any], lineage: Lineage) -> Contents:
+        """Live tensors: the save copies them before the loop goes on."""
         config = self.run.config
-        state = {"step": step, "steps_before": self.steps_before, **self.schedule.state(), "data": facts, "rng": {"seed": config.seed}}
-        return owned_contents(self.weights.contents(lineage, plain(dataclasses.asdict(config)), state, self._state()))
+        state = {"step": self.done, "steps_before": self.steps_before, **self.schedule.state(), "data": facts, "rng": {"seed": config.seed}}
+        return self.weights.contents(lineage, plain(dataclasses.asdict(config)), state, self._state())
 
     def _state(self) -> dict[str, Tensor]:
         """What a checkpoint's optimizer file holds, live."""

@@ -22,8 +22,8 @@ from assay.store import durable
 from assay.store.checkpoint import Contents, latest_checkpoint, open_checkpoint
 from assay.store.saving import BackgroundSaver
 from assay.strict_json import read_json_lines
+from assay.testing.tiny_training import NoProver
 from assay.verdict import Verdict, proven, refuted, unproven
-from assay.zoo.run_faults import NoProver
 from tests.recipes.sittings import EVERY, events, options, rows, saved_steps, sit
 
 
@@ -195,7 +195,7 @@ def test_nor_while_one_that_began_after_the_next_save_was_asked_for(run: Run, mo
     monkeypatch.setattr(run, "_prover", prover)
     monkeypatch.setattr(BackgroundSaver, "wait", waiting)
     for step in range(5):
-        run.save(step, lambda: Contents("model", {"w": torch.ones(3)}), best=None)
+        run.save(step, Contents("model", {"w": torch.ones(3)}), best=None)
     run.settle()
     assert saved_steps(run.config) == [0, 1, 2, 3, 4]
 
