@@ -3,20 +3,13 @@
 import hashlib
 from collections import Counter
 from collections.abc import Mapping
-from typing import Protocol
 
 import numpy as np
 
 from assay.data.batch import ExampleIds
+from assay.data.order import Order
+from assay.data.packing import PackedExamples
 from assay.verdict import Verdict, proven, refuted
-
-
-class DataPlan(Protocol):
-    """Which examples each step is to read, row by row, and how many examples there are."""
-
-    @property
-    def parts(self) -> int: ...
-    def ids(self, step: int) -> ExampleIds: ...
 
 
 def ids_digest(ids: ExampleIds) -> str:
@@ -24,7 +17,7 @@ def ids_digest(ids: ExampleIds) -> str:
     return hashlib.sha256(repr(ids).encode()).hexdigest()[:16]
 
 
-def check_data_ledger(recorded: Mapping[int, str], plan: DataPlan, steps: int) -> tuple[Verdict, dict[int, int]]:
+def check_data_ledger(recorded: Mapping[int, str], plan: Order | PackedExamples, steps: int) -> tuple[Verdict, dict[int, int]]:
     """Whether each of the first `steps` steps, over all sittings, consumed what was planned for it; and how many examples were
     read how often: {times: examples}, 0 for those that never were.
 

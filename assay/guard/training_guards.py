@@ -18,6 +18,7 @@ from assay.errors import GuardStop
 from assay.guard import series_checks
 from assay.learn import loop
 from assay.learn.loop import Step
+from assay.learn.lr_schedule import Multiplier
 from assay.learn.objectives import averages
 from assay.model.lora import LoraSite
 from assay.model.patch import Patch
@@ -195,7 +196,7 @@ class StepWatch:
     nor their times say anything, and each is read as it comes.
     """
 
-    def __init__(self, peaks: Sequence[float], planned: Callable[[int], float], *, vocab: int | None = None,
+    def __init__(self, peaks: Sequence[float], planned: Multiplier, *, vocab: int | None = None,
                  parent_loss: float | None = None, consumed: Callable[[Sequence[Step]], Verdict] | None = None,
                  steady: bool = True):
         self.peaks, self.planned, self.consumed, self.steady = list(peaks), planned, consumed, steady

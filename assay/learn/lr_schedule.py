@@ -5,11 +5,13 @@ Steps count from 0. Warm-up never gives 0, so the first step moves; from step `t
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from assay.errors import UsageError
+
+Multiplier = Callable[[int], float]  # of every group's peak rate, at a step
 
 
 def cosine(step: float, total: float, warmup: float = 0, peak: float = 1.0, floor: float = 0.1) -> float:

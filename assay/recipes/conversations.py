@@ -77,6 +77,27 @@ class Conversations:
             yield batch
             step += 1
 
+    def batch(self, step: int) -> Batch:
+        return self.order.batch(step)
+
+    def epoch_of(self, step: int) -> int:
+        return self.order.epoch_of(step)
+
+    @property
+    def rows(self) -> int:
+        """In an epoch."""
+        return self.order.windows
+
+    @property
+    def last_step(self) -> int:
+        """That the data gives before it is exhausted."""
+        return self.order.steps
+
+    @property
+    def repeats_from(self) -> int:
+        """The step from which on conversations are read again."""
+        return self.order.windows // self.order.rows
+
     def times_read(self, run: Run, steps: int) -> dict[int, int]:
         """How many examples all steps so far have read how often, {times: examples}: counted from what they wrote down, and judged."""
         verdict, times = check_data_ledger(run.consumed(), self.order, steps)
@@ -157,7 +178,8 @@ def describe_tuning(config: Tuning, start: StartingModel, data: Conversations, l
     dropped = ", ".join(f"{count} dropped ({reason})" for reason, count in counts["dropped"].items()) or "none dropped"
     end = f"{steps:,} steps" if steps else f"{config.minutes:g} minutes"
     left = order.windows * config.epochs - order.steps * order.rows if steps == order.steps else 0
-    return [f"{start.parent.path}: {parameter_count(start.model):,} parameters, of which {trained:,} are trained; weights "
+    return [start.weights.words,
+            f"{start.parent.path}: {parameter_count(start.model):,} parameters, of which {trained:,} are trained; weights "
             f"{start.parent.digest[:12]}",
             f"{counts['kept']:,} conversations to learn, {counts['truncated']} truncated, {dropped}; {len(data.held_out):,} held out",
             f"{counts['supervised']:,} of {counts['tokens']:,} tokens are supervised; {order.windows:,} rows of {config.length}, "

@@ -1,6 +1,7 @@
 """Distillation: a student learns its teacher's distribution, online or from stored logits, or the text that its teacher writes."""
 
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -69,9 +70,9 @@ def distill(config: Distill, say: Callable[[str], None] = print_line) -> RunOutc
 
     with open_run(config, say, device) as run:
         trainer = Trainer(run, start.weights, optimizer, objective, schedule, micro=micro, clip=config.clip, order=data.order,
-                          saves=SavePlan(every, data.order.steps, config.checkpoint_minutes), steps_before=start.steps_before)
+                          saves=SavePlan(every, data.last_step, config.checkpoint_minutes), steps_before=start.steps_before)
         evaluator = HeldOutEvaluator(run, partial(lessons.score, rows=micro, count=config.look_examples), device=device,
-                                     repeats_from=data.order.windows // data.order.rows, scale=None if teacher is None else NATS)
+                                     repeats_from=data.repeats_from, scale=None if teacher is None else NATS)
         early = EarlyStopping(run, evaluator.history, rule, every)
 
         def evaluate() -> None:
@@ -103,22 +104,22 @@ def distill(config: Distill, say: Callable[[str], None] = print_line) -> RunOutc
                 if teacher is not None:
                     tell_worth(run, teacher, teacher.agreement(trainer.model, data.held_out_batches(micro)))
 
-            trainer.start_loop(lessons.facts(trainer.done), data.order.windows)
+            trainer.start_loop(lessons.facts(trainer.done), data.rows)
             answered = data.batches(run, trainer.done) if teacher is None else map(teacher.answered, data.batches(run, trainer.done))
-            steps = trainer.steps(answered)
-            while not (trainer.over() or early.reason):
-                step = next(steps)
-                trainer.record(step, epoch=data.order.epoch_of(step.index), supervised_tokens=step.weight)
-                if trainer.save_due():
-                    save(evaluated=True)
+            with closing(trainer.steps(answered)) as steps:
+                while not (trainer.over() or early.reason):
+                    step = next(steps)
+                    trainer.record(step, epoch=data.epoch_of(step.index), supervised_tokens=step.weight)
+                    if trainer.save_due():
+                        save(evaluated=True)
             if teacher is not None and (frozen := teacher.unmoved()):
                 run.judge(Event.TEACHER_UNMOVED, frozen)
             trainer.end_loop()
             if run.interrupted is not None and trainer.saved != trainer.done:
                 save(evaluated=False)  # the uninterrupted run would not have been evaluated here
-            elif run.interrupted is None and evaluator.history.latest_step != trainer.done:
+            elif run.interrupted is None and evaluator.latest_step != trainer.done:
                 save(evaluated=True)
-            trainer.finish(data.times_read(run, trainer.done), data.order.windows, evaluator.best_checkpoint())
+            trainer.finish(data.times_read(run, trainer.done), data.rows, evaluator.best_checkpoint())
         if run.interrupted is not None:
             return RunOutcome(run.folder, interrupted=run.interrupted)
 
@@ -183,7 +184,7 @@ class Lessons:
         self.data = data if teacher is None else replace(data, scored_as=scored_as(teacher, how))
 
     def batch(self, step: int) -> Batch:
-        batch = self.data.order.batch(step)
+        batch = self.data.batch(step)
         return batch if self.teacher is None else self.teacher.answered(batch)
 
     def score(self, model: Transformer, rows: int, count: int | None = None) -> HeldOut:
@@ -239,7 +240,7 @@ def preflight_distill(trainer: Trainer, lessons: Lessons, start: StartingModel) 
 def tell_worth(run: Run, teacher: Teacher, agreement: Agreement) -> None:
     """What the teacher is worth on all that is held out is said once, before the student has learned anything from it."""
     found = agreement.estimates()
-    run.ledger.append(Event.TEACHER, digest=teacher.digest, **plain({name: asdict(estimate) for name, estimate in found.items()}))
+    run.log(Event.TEACHER, digest=teacher.digest, **plain({name: asdict(estimate) for name, estimate in found.items()}))
     said = f"the teacher {found['teacher_ce']}, " if "teacher_ce" in found else ""  # stored answers do not tell
     run.say(f"nats per token of what is held out: {said}the student {found['student_ce']}; KL {found['kl']}")
 

@@ -92,7 +92,7 @@ def edit_opened(config: Edit, source: Artifact, model: Transformer, say: Callabl
         with patched(model, edited.patch):
             claimed = ask_questions(model, tokenizer, [q for q in fact_questions(facts) if q.kind == "efficacy"], source.stops.stop_ids)
         verdicts = apply_patch(source, edited.patch, where, taught=ends(model, source), probing=probing)
-        run.ledger.append(Event.PROOF, checkpoint="model", verdicts=plain([verdict.to_json() for verdict in verdicts]))
+        run.log(Event.PROOF, checkpoint="model", verdicts=plain([verdict.to_json() for verdict in verdicts]))
         watch.lap("checkpoint and proof")
         reloaded = open_artifact(where)
         after = evaluate_edits(build_model(reloaded).to(device), tokenizer, facts, scored, source.stops.stop_ids)
@@ -261,7 +261,7 @@ class Stopwatch:
 
 
 def tell_layers(run: Run, layers: list[int], effects: IndirectEffects | None) -> None:
-    run.ledger.append(Event.LAYERS, layers=layers, by="causal tracing" if effects else "the command line")
+    run.log(Event.LAYERS, layers=layers, by="causal tracing" if effects else "the command line")
     run.say(f"layers {', '.join(map(str, layers))}")
     if effects is None:
         return
@@ -283,7 +283,7 @@ def write_edit_report(run: Run, outcome: EditOutcome, facts: Sequence[Fact], edi
                 "refused": [asdict(one) for one in outcome.refused], "verdicts": [verdict.to_json() for verdict in outcome.verdicts],
                 "facts": rows, "replies": replies, "probe": None if texts_beside is None else texts_beside.to_json()}
     durable.replace_file(run.folder / "edits.json", (json.dumps(plain(document), indent=1) + "\n").encode())
-    run.ledger.append(Event.EDITS, layers=outcome.layers, estimates=plain(found), sizes=plain(outcome.sizes), failed=plain(outcome.failed),
+    run.log(Event.EDITS, layers=outcome.layers, estimates=plain(found), sizes=plain(outcome.sizes), failed=plain(outcome.failed),
                       refused=plain([asdict(one) for one in outcome.refused]),
                       verdicts=plain([verdict.to_json() for verdict in outcome.verdicts]))
     run.record(0, **{name: estimate.mean for name, estimate in outcome.results.items()})

@@ -90,6 +90,13 @@ class HeldOutEvaluator:
     def best_step(self) -> int:
         return self.history.steps[choose_best(self.history.losses).best]
 
+    @property
+    def latest_step(self) -> int | None:
+        return self.history.latest_step
+
+    def best_losses(self) -> np.ndarray:
+        return self.history.at(self.best_step())
+
     def best_checkpoint(self) -> Path | None:
         return step_folder(self.run.checkpoints, self.best_step()) if self.history.steps else None
 
@@ -105,7 +112,7 @@ class HeldOutEvaluator:
         verdict = check_generalisation_gap([history.train[i] for i in since], [float(history.losses[i].mean()) for i in since])
         if verdict.outcome is Outcome.REFUTED:
             self.run.say(f"step {step}: {verdict.reason}")
-            self.run.ledger.append(Event.GAP, step=step, verdicts=[verdict.to_json()])
+            self.run.log(Event.GAP, step=step, verdicts=[verdict.to_json()])
 
 # ---------------------------------------------------------------- early stopping
 
@@ -147,7 +154,7 @@ class EarlyStopping:
         if decision.stop and verdict.outcome is Outcome.PROVEN:  # refuted where the noise has grown since: then the run goes on
             self.reason = decision.reason
             self.run.say(f"step {step}: stopping early: {decision.reason}")
-            self.run.ledger.append(Event.EARLY_STOP, step=step, verdicts=[verdict.to_json()])
+            self.run.log(Event.EARLY_STOP, step=step, verdicts=[verdict.to_json()])
 
     def _refuse_noise(self, rule: StoppingRule, seen: list[np.ndarray]) -> None:
         try:

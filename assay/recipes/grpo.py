@@ -109,7 +109,7 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
             history.recall()
             if rewards.judge is not None and trainer.done:
                 run.say("a judge may answer otherwise the second time: the run goes on, but is not bit for bit the uninterrupted one")
-                run.ledger.append(Event.NOT_BIT_EXACT, changed={"judge": rewards.judge.identity})
+                run.log(Event.NOT_BIT_EXACT, changed={"judge": rewards.judge.identity})
             if config.kl != "none":
                 reference = Reference(start.weights, run, layout, window=config.kl_window, every=save_every if config.kl_window else NEVER)
                 reference.follow(trainer.done)
@@ -139,7 +139,7 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
             trainer.end_loop()
             if run.interrupted is not None and trainer.saved != trainer.done:
                 save(evaluate=False)  # the uninterrupted run would not have been evaluated here
-            elif run.interrupted is None and evaluator.history.latest_step != trainer.done:
+            elif run.interrupted is None and evaluator.latest_step != trainer.done:
                 save(evaluate=True)
             trainer.finish(prompts.times_read(trainer.done), len(prompts.train), evaluator.best_checkpoint())
         if run.interrupted is not None:
@@ -160,11 +160,11 @@ def hand_over_best(run: Run, evaluator: PromptEvaluator, prompts: PromptData, st
         for artifact in (reopen_parent(start), open_artifact(best), open_artifact(run.folder / "model")))
     watched = {prompt.id for prompt in evaluator.prompts}
     evaluated = np.array([prompt.id in watched for prompt in prompts.held_out])
-    recorded = -evaluator.history.at(evaluator.best_step())
+    recorded = -evaluator.best_losses()
     verdicts += [check_same_answers(f"{best.name} as evaluated and as saved", recorded, saved.wanted[evaluated]),
                  check_same_answers(f"{best.name} as saved and as handed over", saved.wanted, after.wanted),
                  check_gain(metric, before.wanted, after.wanted, len(evaluator.history.steps) - 1)]
-    run.ledger.append(Event.HAND_OVER, checkpoint=best.name, metric=metric, before=float(before.wanted.mean()),
+    run.log(Event.HAND_OVER, checkpoint=best.name, metric=metric, before=float(before.wanted.mean()),
                       after=float(after.wanted.mean()), verdicts=plain([verdict.to_json() for verdict in verdicts]))
     run.say(f"{', '.join(map(str, places))}: {verdicts[-1].reason}")
     return RunOutcome(run.folder, verdicts, model=run.folder / "model", results={
@@ -258,7 +258,8 @@ def describe_grpo(config: Grpo, start: StartingModel, prompts: PromptData, lr: f
     """Everything that was derived, before anything is spent."""
     trained = sum(p.numel() for p in start.model.parameters() if p.requires_grad)
     end = f"{schedule.stop_at:,} steps" if schedule.stop_at else f"{config.minutes:g} minutes"
-    return [f"{start.parent.path}: {parameter_count(start.model):,} parameters, of which {trained:,} are trained; weights "
+    return [start.weights.words,
+            f"{start.parent.path}: {parameter_count(start.model):,} parameters, of which {trained:,} are trained; weights "
             f"{start.parent.digest[:12]}",
             f"{len(prompts.train):,} prompts to learn from, {len(prompts.held_out):,} held out, {prompts.dropped} dropped as too long",
             f"{prompts.order.places} prompts × {config.group} completions of at most {config.max_new} tokens a rollout, "

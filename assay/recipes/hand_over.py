@@ -57,7 +57,7 @@ def hand_over(run: Run, evaluator: HeldOutEvaluator, score_all: HeldOutScore) ->
 def write_down(run: Run, handed: HandedOver, **more: Any) -> None:
     """In the ledger, with whatever `more` the recipe has to say of `RUN/model`."""
     recorded = handed.recorded
-    run.ledger.append(Event.HAND_OVER, checkpoint=handed.best.name, unit=recorded.unit, score=asdict(recorded.estimate), **plain(more),
+    run.log(Event.HAND_OVER, checkpoint=handed.best.name, unit=recorded.unit, score=asdict(recorded.estimate), **plain(more),
                       verdicts=plain([verdict.to_json() for verdict in handed.verdicts]))
     for where in handed.places:
         run.say(f"{where}: {recorded.estimate} {recorded.unit} on all held-out text")
@@ -135,7 +135,7 @@ def rescore(artifact: Artifact, score_all: HeldOutScore, device: str | None = No
 def check_evaluated(evaluator: HeldOutEvaluator, best: Path) -> Verdict:
     """The bytes of the best checkpoint score what was recorded of the live model: they are the weights that were scored."""
     model = place_for_training(build_model(scored_set(open_artifact(best))), evaluator.device, compile=False)
-    found, recorded = evaluator.score(model).per_document, evaluator.history.at(evaluator.best_step())
+    found, recorded = evaluator.score(model).per_document, evaluator.best_losses()
     bound, scale = SAME_LOSS[model.compute_dtype or torch.float32], evaluator.scale or recorded.mean()
     error = float(abs(found - recorded).max() / scale)
     words = (f"{best.name} as saved and as scored then differ by {error:.1e} (relative, the worst of {len(found)} documents), "

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -120,16 +121,16 @@ def pretrain(config: Pretrain, say: Callable[[str], None] = print_line) -> RunOu
             trainer.save(data.facts(trainer.done))  # where nothing is saved yet: a save is made and proven before step 1
 
             trainer.start_loop(data.facts(trainer.done), data.order.windows)
-            steps = trainer.steps(iterate_batches(data.order, trainer.done, None))
-            while not (trainer.over() or early.reason):
-                step = next(steps)
-                trainer.record(step, epoch=data.order.epoch_of(step.index))
-                if trainer.save_due():
-                    save(evaluate=True)
+            with closing(trainer.steps(iterate_batches(data.order, trainer.done, None))) as steps:
+                while not (trainer.over() or early.reason):
+                    step = next(steps)
+                    trainer.record(step, epoch=data.order.epoch_of(step.index))
+                    if trainer.save_due():
+                        save(evaluate=True)
             trainer.end_loop()
             if run.interrupted is not None and trainer.saved != trainer.done:
                 save(evaluate=False)  # the uninterrupted run would not have been evaluated here
-            elif run.interrupted is None and evaluator.history.latest_step != trainer.done:
+            elif run.interrupted is None and evaluator.latest_step != trainer.done:
                 save(evaluate=True)
             trainer.finish(data.times_read(run, trainer.done), data.order.windows, evaluator.best_checkpoint())
         if run.interrupted is not None:

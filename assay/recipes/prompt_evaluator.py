@@ -75,7 +75,7 @@ class PromptEvaluator:
         rewards = self.rewards
         scored = rewards.workers.score(items)
         wanted = scored if rewards.metric_workers is None else rewards.metric_workers.score(items)
-        rewards.limit.feed(scored)
+        rewards.stop_at_limit(scored)
         rewarded = None if rewards.judge is not None else self._means(prompts, [each.value for each in scored], scored)
         return Answered(self._means(prompts, [each.components[self.name] for each in wanted], wanted), rewarded)
 
@@ -95,6 +95,13 @@ class PromptEvaluator:
         history = self.history
         return history.steps[1 + choose_best(history.losses[1:]).best] if len(history.losses) > 1 else 0
 
+    @property
+    def latest_step(self) -> int | None:
+        return self.history.latest_step
+
+    def best_losses(self) -> np.ndarray:
+        return self.history.at(self.best_step())
+
     def best_checkpoint(self) -> Path | None:
         return step_folder(self.run.checkpoints, self.best_step()) if self.history.steps else None
 
@@ -105,7 +112,7 @@ class PromptEvaluator:
         verdict = check_proxy(self.mean_rewards, [-float(losses.mean()) for losses in self.history.losses])
         if verdict.outcome is Outcome.REFUTED:
             self.run.say(f"step {step}: {verdict.reason}")
-            self.run.ledger.append(Event.PROXY, step=step, verdicts=[verdict.to_json()])
+            self.run.log(Event.PROXY, step=step, verdicts=[verdict.to_json()])
 
 
 def check_same_answers(what: str, recorded: NDArray[np.float64], found: NDArray[np.float64]) -> Verdict:

@@ -59,7 +59,7 @@ class Reference:
             raise GuardStop(f"reference: {found.folder.name} holds weights {due[:12]}, what was loaded of it is {held[:12]}")
         self.step, self.digest, self.fingerprint = step, held, fingerprint(self.model)
         self.keep_needed()
-        self.run.ledger.append(Event.REFERENCE, step=step, checkpoint=found.folder.name, manifest=found.digest, weights=held)
+        self.run.log(Event.REFERENCE, step=step, checkpoint=found.folder.name, manifest=found.digest, weights=held)
         self.run.say(f"reference: {found.folder.name}, weights {held[:12]}")
 
     def facts(self) -> dict[str, Any]:

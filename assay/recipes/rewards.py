@@ -57,6 +57,10 @@ class Rewards:
     def __exit__(self, *_: object) -> None:
         self._open.close()
 
+    def stop_at_limit(self, scored: Sequence[ScoredItem]) -> None:
+        """Where too many of all rewards so far have failed."""
+        self.limit.feed(scored)
+
     def facts(self) -> dict[str, Any]:
         return {} if self.judge is None else {"judge": self.judge.identity}
 
@@ -234,7 +238,7 @@ class JudgeReward:
     def write_down(self, run: Run, step: int) -> str:
         """What it said and cost in this sitting is written down. A judge that contradicts itself ends the run; one that is swayed by
         the order of the page is worth a warning, because that order is another one each time."""
-        run.ledger.append(Event.JUDGE_COST, step=step, **self.identity, **self.sitting.counts())
+        run.log(Event.JUDGE_COST, step=step, **self.identity, **self.sitting.counts())
         run.judge(Event.JUDGE, [check_judge_agreement(self.sitting.repeats)])
         position = check_position_bias(self.sitting.shown)
         return position.reason if position.outcome is Outcome.REFUTED else ""

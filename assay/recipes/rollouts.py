@@ -151,7 +151,7 @@ class RolloutCollector:
             groups, unjudged = judge.join_scores(str(step), groups)
             self._wait_for(step, unjudged)
         groups = penalise_overlong(groups, cap=self.config.max_new, overlong=self.config.overlong)
-        self.rewards.limit.feed([scored for group in groups for scored in group.scored])
+        self.rewards.stop_at_limit([scored for group in groups for scored in group.scored])
         return groups
 
     def _wait_for(self, step: int, unjudged: Mapping[str, Sequence[str]]) -> None:
@@ -161,7 +161,7 @@ class RolloutCollector:
             self.waiting += unjudged
             self.run.say(f"step {step + 1}: {len(unjudged)} groups could not be judged and are drawn again with the next rollout: "
                          f"{next(iter(unjudged.values()))[0]}")
-            self.run.ledger.append(Event.UNJUDGED, step=step, groups=plain(unjudged), cost=asdict(self.rewards.judge.sitting.cost))
+            self.run.log(Event.UNJUDGED, step=step, groups=plain(unjudged), cost=asdict(self.rewards.judge.sitting.cost))
 
     def _advantages(self, groups: Sequence[Group]) -> Advantages:
         return group_advantages([group.rewards for group in groups], scale=self.config.scale)
@@ -294,7 +294,7 @@ class RolloutHistory:
         if step - self._warned.get(rule, -SAID_AGAIN) >= SAID_AGAIN:
             self._warned[rule] = step
             self.run.say(f"step {step + 1}: {sentence}")
-            self.run.ledger.append(Event.WARNING, step=step + 1, reason=sentence)
+            self.run.log(Event.WARNING, step=step + 1, reason=sentence)
 
     def line(self) -> str:
         """Of the last rollout, for a progress line."""

@@ -129,6 +129,10 @@ class Run:
         self.going_on_from = step
         rewrite_json_rows(self.metrics_file, [row for row in read_json_lines(self.metrics_file) if row["step"] < step])
 
+    def log(self, kind: Event, **facts: Any) -> None:
+        """One line of the ledger."""
+        self.ledger.append(kind, **facts)
+
     def judge(self, what: Event, verdicts: list[Verdict]) -> None:
         """Verdicts are written down, whatever they say; one that refutes stops the run."""
         self.ledger.append(what, verdicts=plain([verdict.to_json() for verdict in verdicts]))
@@ -156,7 +160,7 @@ class Run:
         """What each step of all sittings wrote down of the data that it read."""
         return {row["step"]: row["data"] for row in read_json_lines(self.metrics_file) if "data" in row}
 
-    def save(self, step: int, contents: Callable[[], Contents], *, best: Path | None, against: str | None = None) -> Path:
+    def save(self, step: int, contents: Contents, *, best: Path | None, against: str | None = None) -> Path:
         """Snapshot now; write, retire what is old and prove beside the loop. Raises what an earlier save or proof found.
 
         Nothing is retired while a proof is reading, which is asked when it is about to be: a save that this one waited for may just

@@ -1,6 +1,7 @@
 """Supervised fine-tuning: pretraining's loss with other weights, on conversations; the whole model or an adapter."""
 
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -43,10 +44,10 @@ def sft(config: Sft, say: Callable[[str], None] = print_line) -> RunOutcome:
         say(line)
     with open_run(config, say, device) as run:
         trainer = Trainer(run, start.weights, optimizer, next_token, schedule, micro=micro, clip=config.clip, order=data.order,
-                          saves=SavePlan(every, data.order.steps, config.checkpoint_minutes), steps_before=start.steps_before)
+                          saves=SavePlan(every, data.last_step, config.checkpoint_minutes), steps_before=start.steps_before)
         watched = data.held_out_batches(micro, config.look_examples)
         evaluator = HeldOutEvaluator(run, partial(score_examples, batches=watched, rows=micro), device=device,
-                                     repeats_from=data.order.windows // data.order.rows)
+                                     repeats_from=data.repeats_from)
         early = EarlyStopping(run, evaluator.history, rule, every)
 
         def save(*, evaluate: bool) -> None:
@@ -68,23 +69,23 @@ def sft(config: Sft, say: Callable[[str], None] = print_line) -> RunOutcome:
             if trainer.done == 0:
                 if not evaluator.history.steps:
                     evaluator.evaluate(trainer.model, 0, [])
-                trainer.watch.parent_loss = parent_loss(start, next_token, data.order.batch(0), trainer)
+                trainer.watch.parent_loss = parent_loss(start, next_token, data.batch(0), trainer)
                 if config.from_ is not None:
                     run.judge(Event.FORK, [check_forked_loss(Path(config.from_), data, evaluator, trainer)])
 
-            trainer.start_loop(data.facts(trainer.done), data.order.windows)
-            steps = trainer.steps(data.batches(run, trainer.done))
-            while not (trainer.over() or early.reason):
-                step = next(steps)
-                trainer.record(step, epoch=data.order.epoch_of(step.index), supervised_tokens=step.weight)
-                if trainer.save_due():
-                    save(evaluate=True)
+            trainer.start_loop(data.facts(trainer.done), data.rows)
+            with closing(trainer.steps(data.batches(run, trainer.done))) as steps:
+                while not (trainer.over() or early.reason):
+                    step = next(steps)
+                    trainer.record(step, epoch=data.epoch_of(step.index), supervised_tokens=step.weight)
+                    if trainer.save_due():
+                        save(evaluate=True)
             trainer.end_loop()
             if run.interrupted is not None and trainer.saved != trainer.done:
                 save(evaluate=False)  # the uninterrupted run would not have been evaluated here
-            elif run.interrupted is None and evaluator.history.latest_step != trainer.done:
+            elif run.interrupted is None and evaluator.latest_step != trainer.done:
                 save(evaluate=True)
-            trainer.finish(data.times_read(run, trainer.done), data.order.windows, evaluator.best_checkpoint())
+            trainer.finish(data.times_read(run, trainer.done), data.rows, evaluator.best_checkpoint())
         if run.interrupted is not None:
             return RunOutcome(run.folder, interrupted=run.interrupted)
 
@@ -115,7 +116,7 @@ def tuning_optimizer(config: Tuning, start: StartingModel) -> torch.optim.Optimi
 
 def preflight_sft(trainer: Trainer, data: Conversations, start: StartingModel) -> list[Verdict]:
     """The loss is the loss, every tensor is reached and held, the alarms are awake, the data says what it should."""
-    batch = trainer.first_micro_batch(data.order.batch(0))
+    batch = trainer.first_micro_batch(data.batch(0))
     found = trainer.gradients(batch)
     with uncompiled():
         return [check_detectors(), *preflight_loss(trainer.model, trainer.objective, sample_rows(batch), trainer.accumulate),

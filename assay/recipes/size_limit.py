@@ -41,7 +41,7 @@ def write_squeezed(run: Run, model: Path, before: HeldOut, corpus: Corpus, *, ro
     report = write_assayz(open_artifact(model), where, max_bytes)
     after = reread(where, corpus, rows, length)
     verdicts = [check_bytes(where, max_bytes), check_squeezed_score(before, after)]
-    run.ledger.append(Event.ARTIFACT, file=where.name, bytes=report.bytes, levels=report.levels, bits=report.bits,
+    run.log(Event.ARTIFACT, file=where.name, bytes=report.bytes, levels=report.levels, bits=report.bits,
                       score=asdict(after.bits_per_byte), unquantised=asdict(before.bits_per_byte),
                       verdicts=plain([verdict.to_json() for verdict in verdicts]))
     run.say(f"{where}: {report}")

@@ -53,6 +53,8 @@ class WholeModel:
     def __init__(self, model: Transformer, tokenizer: Tokenizer, stops: SpecialTokens, ancestry: "Ancestry"):
         self.model, self.tokenizer, self.stops, self.ancestry = model, tokenizer, stops, ancestry
 
+    words = "the whole model is trained"
+
     def trained(self) -> list[str]:
         return [name for name, _ in self.model.named_parameters()]
 
@@ -75,10 +77,11 @@ class WholeModel:
 
 
 class AdapterModel:
-    """Low-rank layers are trained, everything else is the base's. `base` says where that lies and what its weights are."""
+    """Low-rank layers are trained, everything else is the base's. `base` says where that lies and what its weights are; `words` say
+    which layers."""
 
-    def __init__(self, model: Transformer, base: Ancestor, tokenizer: Tokenizer, rslora: bool, ancestry: "Ancestry"):
-        self.model, self.base, self.tokenizer, self.rslora, self.ancestry = model, base, tokenizer, rslora, ancestry
+    def __init__(self, model: Transformer, base: Ancestor, tokenizer: Tokenizer, rslora: bool, ancestry: "Ancestry", words: str):
+        self.model, self.base, self.tokenizer, self.rslora, self.ancestry, self.words = model, base, tokenizer, rslora, ancestry, words
 
     def patch(self) -> Patch:
         """What has been learned so far, live."""
@@ -144,7 +147,7 @@ def load_start(config: Trained, device: str, say: Callable[[str], None]) -> Star
     tokenizer = parent.tokenizer
     if tokenizer is None:
         raise UsageError(f"{parent.path} has no tokenizer, so no conversation can be written for it; add tokenizer.json")
-    weights = trainable(config, parent, tokenizer, say)
+    weights = trainable(config, parent, tokenizer)
     place_for_training(weights.model, device, recompute=config.recompute)
     weights.model.train()
     carried, steps = carried_state(config)
@@ -213,7 +216,7 @@ def _based(config: Trained, source: Artifact, say: Callable[[str], None]) -> che
                           Lineage("new"))
 
 
-def trainable(config: Trained, parent: Artifact, tokenizer: Tokenizer, say: Callable[[str], None]) -> TrainedWeights:
+def trainable(config: Trained, parent: Artifact, tokenizer: Tokenizer) -> TrainedWeights:
     model, ancestor = build_model(parent), Ancestor(parent.digest, str(parent.path.resolve()))
     for parameter in model.parameters():  # memory of its own: what is learned must not change the parent it is held against
         parameter.data = parameter.data.clone()
@@ -224,8 +227,8 @@ def trainable(config: Trained, parent: Artifact, tokenizer: Tokenizer, say: Call
             raise UsageError(f"{parent.path} is an adapter of rank {rank}, which is trained on as it is: leave the --lora options out; "
                              "for another adapter merge it first")
         base = Ancestor(parent.base.digest, str(parent.base.path.resolve()))
-        say(f"going on with the adapter of {parent.path}: rank {rank}, {len(parent.patch.low_rank)} matrices")
-        return AdapterModel(model, base, tokenizer, parent.adapter.rslora, Ancestry(same, moved))
+        words = f"going on with the adapter of {parent.path}: rank {rank}, {len(parent.patch.low_rank)} matrices"
+        return AdapterModel(model, base, tokenizer, parent.adapter.rslora, Ancestry(same, moved), words)
     if not config.lora_r:
         if config.lora_targets or config.lora_alpha or config.rslora:
             raise UsageError("--lora-alpha, --lora-targets and --rslora are for adapters; give --lora-r too")
@@ -234,10 +237,10 @@ def trainable(config: Trained, parent: Artifact, tokenizer: Tokenizer, say: Call
     alpha = config.lora_alpha or 2 * config.lora_r
     scale = alpha / (config.lora_r**0.5 if config.rslora else config.lora_r)
     planned = plan(parent.config, config.lora_targets or None)
-    say(_plan_in_words(planned, config.lora_r, alpha, scale))
     attach(model, fresh(parent.config, planned, config.lora_r, scale, config.seed, parent.digest))
     # A fresh adapter changes nothing yet, and there is no adapter that came before it.
-    weights = AdapterModel(model, ancestor, tokenizer, config.rslora, Ancestry(Lineage("new"), moved))
+    weights = AdapterModel(model, ancestor, tokenizer, config.rslora, Ancestry(Lineage("new"), moved),
+                           _plan_in_words(planned, config.lora_r, alpha, scale))
     stop_if_refuted([check_adapted(planned, weights.patch())])
     return weights
 

@@ -17,8 +17,7 @@ The loop itself (learn/loop.py) knows none of this, and this knows neither the d
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
+from collections.abc import Generator, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +40,7 @@ from assay.guard.training_guards import (
     check_optimizer,
     check_steps,
     check_weights,
+    stop_if_refuted,
 )
 from assay.learn import loop
 from assay.learn.cuda_graph import GraphedAccumulate
@@ -55,7 +55,7 @@ from assay.recipes.starting_model import TrainedWeights
 from assay.store.checkpoint import Checkpoint, Contents
 from assay.store.digests import environment
 from assay.store.ledger import Event
-from assay.store.saving import Lineage, owned_contents
+from assay.store.saving import Lineage
 from assay.verdict import Verdict, unproven
 
 
@@ -77,10 +77,9 @@ class Trainer:
                  micro: int, clip: float, saves: SavePlan, order: Order | PackedExamples | None = None, vocab: int | None = None,
                  ema: Ema | None = None, steps_before: int = 0, steady: bool = True):
         self.run, self.weights, self.model, self.optimizer, self.objective = run, weights, weights.model, optimizer, objective
-        self.schedule, self.micro, self.clip, self.saves = schedule, micro, clip, saves
+        self.schedule, self.micro, self.clip, self.saves, self.order = schedule, micro, clip, saves, order
         self.ema, self.steps_before, self.steady = ema, steps_before, steady
-        self.watch = StepWatch([group["lr"] for group in optimizer.param_groups], schedule.multiplier, vocab=vocab, steady=steady,
-                           consumed=None if order is None else partial(check_consumed, order=order))
+        self.watch = StepWatch([group["lr"] for group in optimizer.param_groups], schedule.multiplier, vocab=vocab, steady=steady)
         self.device = str(self.model.embed.weight.device)
         self.accumulate: Accumulate = GraphedAccumulate() if self.device.startswith("cuda") else loop.accumulated
         self.start = self.done = 0  # steps taken before this sitting, and in all
@@ -89,6 +88,7 @@ class Trainer:
         self._losses: list[float] = []  # since they were last asked for
         self._columns: dict[int, dict[str, Any]] = {}  # of steps whose line is still to be written
         self._shown = ""
+        self.consumed: Verdict | None = None  # whether the steps that were last read back read what was planned
         self._informed = False  # a step since the last account had a gradient
 
     # ---------------------------------------------------------------- before the first step
@@ -110,7 +110,7 @@ class Trainer:
         now, was = environment(), found.facts["environment"]
         if changed := {name: f"{was.get(name)} → {now[name]}" for name in now if was.get(name) != now[name]}:
             self.run.say(f"the environment changed ({changed}): the run goes on, but is not bit for bit the uninterrupted one")
-            self.run.ledger.append(Event.NOT_BIT_EXACT, changed=changed)
+            self.run.log(Event.NOT_BIT_EXACT, changed=changed)
 
     def first_micro_batch(self, batch: Batch) -> Batch:
         return next(batch.split(self.micro)).to(self.device)
@@ -132,13 +132,13 @@ class Trainer:
     def start_loop(self, facts: Mapping[str, Any], parts: int) -> None:
         """`parts` of the data are read in an epoch, each once. From here on everything that moves is accounted for, and time counts."""
         self._account = UpdateAccount(self.model, self.weights.reachable())
-        self.run.ledger.append(Event.DATA, **facts, windows=parts, from_step=self.done)
+        self.run.log(Event.DATA, **facts, windows=parts, from_step=self.done)
         self.run.save_cost.begin()
         self.watch.begin()
 
     # ---------------------------------------------------------------- the loop
 
-    def steps(self, batches: Iterable[Batch]) -> Iterator[Step]:
+    def steps(self, batches: Iterable[Batch]) -> Generator[Step, None, None]:
         for step in train(self.model, self.optimizer, batches, self.objective, micro=self.micro, schedule=self.schedule.multiplier,
                           clip=self.clip, start=self.done, accumulate=self.accumulate):
             self.done = step.index + 1
@@ -154,11 +154,14 @@ class Trainer:
             self.ema.update(step.index)
         self.run.check()
         if self.schedule.decide_end(self.done, self.watch.pace()):
-            self.run.ledger.append(Event.WAY_DOWN, step=self.done, stop_at=self.schedule.stop_at, seconds_a_step=self.watch.pace())
+            self.run.log(Event.WAY_DOWN, step=self.done, stop_at=self.schedule.stop_at, seconds_a_step=self.watch.pace())
         self.watch.begin()
 
     def _write(self, read: list[StepReading]) -> None:
         seconds = self.schedule.clock.seconds
+        if self.order is not None and read:
+            self.consumed = check_consumed([each.step for each in read], self.order)
+            stop_if_refuted([self.consumed])
         for step, loss, norm, metrics in read:
             self._losses.append(loss)
             self._informed |= norm > 0
@@ -214,13 +217,14 @@ class Trainer:
             bound = None if self.weights.ancestry.largest is None else self._reach(self.weights.ancestry.largest)
             lineage = self.weights.ancestry.lineage(moved=moved and self.done > 0, bound=bound)
             with self.run.save_cost.saving():
-                self.run.save(self.done, partial(self._contents, self.done, facts, lineage), best=best)
+                self.run.save(self.done, self._contents(facts, lineage), best=best)
         self.watch.begin()
 
-    def _contents(self, step: int, facts: Mapping[str, Any], lineage: Lineage) -> Contents:
+    def _contents(self, facts: Mapping[str, Any], lineage: Lineage) -> Contents:
+        """Live tensors: the save copies them before the loop goes on."""
         config = self.run.config
-        state = {"step": step, "steps_before": self.steps_before, **self.schedule.state(), "data": facts, "rng": {"seed": config.seed}}
-        return owned_contents(self.weights.contents(lineage, plain(dataclasses.asdict(config)), state, self._state()))
+        state = {"step": self.done, "steps_before": self.steps_before, **self.schedule.state(), "data": facts, "rng": {"seed": config.seed}}
+        return self.weights.contents(lineage, plain(dataclasses.asdict(config)), state, self._state())
 
     def _state(self) -> dict[str, Tensor]:
         """What a checkpoint's optimizer file holds, live."""
@@ -243,6 +247,6 @@ class Trainer:
     def finish(self, times_read: Mapping[int, int], parts: int, best: Path | None) -> None:
         """Wait for the last save and its proof; write down how often each part of the data was read; retire old checkpoints."""
         self.run.finish()
-        self.run.ledger.append(Event.CONSUMED, steps=self.done, windows=parts, read_times=plain(times_read))
+        self.run.log(Event.CONSUMED, steps=self.done, windows=parts, read_times=plain(times_read))
         if best is not None:
             self.run.tidy(best)

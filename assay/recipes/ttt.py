@@ -84,7 +84,7 @@ def ttt(config: Ttt, say: Callable[[str], None] = print_line) -> TttOutcome:
     require_readable(model, tokens_of(texts), how)
     run = Run(where, config, say=say)
     with run.sitting():
-        run.ledger.append(Event.DOCUMENTS, count=len(texts), bytes=sum(text.bytes for text in texts), left_out=dict(left_out))
+        run.log(Event.DOCUMENTS, count=len(texts), bytes=sum(text.bytes for text in texts), left_out=dict(left_out))
         run.judge(Event.PREFLIGHT, preflight_ttt(model, texts, how, patch))
         before, began = weights(model), time.monotonic()
         without = token_costs(read_and_adapt(model, tokens_of(texts), how, slots), len(texts))
@@ -244,7 +244,7 @@ def write_ttt_report(run: Run, outcome: TttOutcome) -> None:
         draw_ttt_savings([text.saved for text in outcome.documents], outcome.results["bits per byte, saved"], run.folder / "ttt.png")
     except UsageError as error:  # the picture is an extra, its numbers are there
         run.say(str(error))
-    run.ledger.append(Event.TTT, score=found["bits per byte, with"], estimates=plain(found), norms=plain(outcome.norms),
+    run.log(Event.TTT, score=found["bits per byte, with"], estimates=plain(found), norms=plain(outcome.norms),
                       verdicts=plain([verdict.to_json() for verdict in outcome.verdicts]))
 
 # ---------------------------------------------------------------- small things

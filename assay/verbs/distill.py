@@ -10,9 +10,10 @@ __all__ = ["EXAMPLES", "FLAGS", "run"]
 
 
 def run(flags: FLAGS) -> int:
+    from assay.outcome import Outcome
     from assay.recipes.distill import distill
 
-    outcome = distill(flags)
+    outcome: Outcome = distill(flags)
     if outcome.verdicts:
         print(outcome)
     return outcome.exit_code

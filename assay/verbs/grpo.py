@@ -11,9 +11,10 @@ __all__ = ["EXAMPLES", "FLAGS", "run"]
 
 
 def run(flags: FLAGS) -> int:
+    from assay.outcome import Outcome
     from assay.recipes.grpo import grpo
 
-    outcome = grpo(flags)
+    outcome: Outcome = grpo(flags)
     if outcome.verdicts:
         print(outcome)
     return outcome.exit_code

@@ -10,9 +10,10 @@ __all__ = ["EXAMPLES", "FLAGS", "run"]
 
 
 def run(flags: FLAGS) -> int:
+    from assay.outcome import Outcome
     from assay.recipes.sft import sft
 
-    outcome = sft(flags)
+    outcome: Outcome = sft(flags)
     if outcome.verdicts:
         print(outcome)
     return outcome.exit_code

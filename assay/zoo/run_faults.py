@@ -48,7 +48,8 @@ def a_resumed_run(folder: Path, plant: Plant) -> list[Verdict]:
     copy_folder(interrupted_run(), folder / "run")
     with plant(folder):
         parts = run_until(folder / "run", until=_SECOND)
-    return [*ledger_verdicts(folder / "run"), *parts.trainer.watch.verdicts]
+    consumed = parts.trainer.consumed
+    return [*ledger_verdicts(folder / "run"), *parts.trainer.watch.verdicts, *([] if consumed is None else [consumed])]
 
 
 def a_scored_run(folder: Path, plant: Plant) -> list[Verdict]:

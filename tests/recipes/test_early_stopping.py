@@ -19,7 +19,7 @@ class Watched(EarlyStopping):
 
     def __init__(self, patience=3, worth=0.05, looks=30):
         self.said, self.events = [], []
-        run = SimpleNamespace(say=self.said.append, ledger=SimpleNamespace(append=lambda kind, **what: self.events.append((kind, what))))
+        run = SimpleNamespace(say=self.said.append, log=lambda kind, **what: self.events.append((kind, what)))
         rule = stopping_rule(patience, worth, schedule="cosine", steps=looks * EVERY, every=EVERY)
         super().__init__(run, EvalHistory(SimpleNamespace(folder=Path("nowhere"))), rule, EVERY)
 

@@ -23,10 +23,15 @@ from tests.recipes.sums import options, taught
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("proofs")
     save_model(folder / "base", tiny_model("llama"))
-    save_model(folder / "other", tiny_model("llama", 7))
     sums = [{"prompt": f"{a}+{b}=", "completion": str(a + b)} for a in range(10) for b in range(10)]
     (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sums))
     return folder
+
+
+@pytest.fixture(scope="module")
+def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint that can add, more or less."""
+    return taught(tmp_path_factory.mktemp("taught"), steps=120)
 
 
 def tuning(home: Path, out: Path, **more: Any) -> dict[str, Any]:
@@ -51,8 +56,8 @@ def test_sft(lora_r: int, places: list[str], home: Path, tmp_path: Path):
     require_proven(sft(Sft(**tuning(home, tmp_path / "run", lora_r=lora_r)), lambda _: None), places)
 
 
-def test_distill(home: Path, tmp_path: Path):
-    config = Distill(**tuning(home, tmp_path / "run", teacher=str(home / "other"), ce_weight=1.0))
+def test_distill(home: Path, parent: Path, tmp_path: Path):
+    config = Distill(**tuning(home, tmp_path / "run", teacher=str(parent)))
     require_proven(distill(config, lambda _: None), ["model"])
 
 
@@ -63,8 +68,7 @@ def test_pretrain(tmp_path: Path):
     require_proven(pretrain(config, lambda _: None), ["model"])
 
 
-def test_grpo(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path):
-    parent = taught(tmp_path_factory.mktemp("taught"), steps=120)
+def test_grpo(parent: Path, tmp_path: Path):
     found = grpo(options(parent, tmp_path / "run", steps=1, probe_samples=1), lambda _: None)
     require_proven(found, ["model"])
     assert {verdict.check for verdict in found.verdicts} >= {"gain", "score", "hashes"}

@@ -196,7 +196,7 @@ def test_nor_while_one_that_began_after_the_next_save_was_asked_for(run: Run, mo
     monkeypatch.setattr(run, "_prover", prover)
     monkeypatch.setattr(BackgroundSaver, "wait", waiting)
     for step in range(5):
-        run.save(step, lambda: Contents("model", {"w": torch.ones(3)}), best=None)
+        run.save(step, Contents("model", {"w": torch.ones(3)}), best=None)
     run.settle()
     assert saved_steps(run.config) == [0, 1, 2, 3, 4]
 

@@ -231,7 +231,7 @@ def test_what_cannot_fit_is_refused_before_training(corpus, tmp_path):
 
 
 def test_what_does_not_fit_after_all_leaves_the_model_standing(averaging, corpus, tmp_path):
-    run = SimpleNamespace(folder=tmp_path, ledger=Ledger(tmp_path / "ledger.jsonl"), say=lambda _: None)
+    run = SimpleNamespace(folder=tmp_path, log=Ledger(tmp_path / "ledger.jsonl").append, say=lambda _: None)
     before = rescore(open_artifact(averaging.folder / "model"), scoring(corpus))
     with pytest.raises(UsageError, match="or allow more bytes"):
         write_squeezed(run, averaging.folder / "model", before, corpus, rows=ROWS, length=LENGTH, max_bytes=10_000)
