@@ -180,7 +180,7 @@ class _Worker:
 
     def _start(self) -> None:
         # -P: the folder of the script stays off the path. A session of its own: Ctrl-C is for the parent, killpg for its children.
-        command = [sys.executable, "-P", str(Path(__file__).with_name("worker.py")), self.command]
+        command = [sys.executable, "-P", str(Path(__file__).with_name("worker_process.py")), self.command]
         settings = os.environ | {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
                                         start_new_session=True, env=settings, bufsize=0)
