@@ -49,17 +49,24 @@ def run_status(record: RunRecord) -> RunStatus:
         return RunStatus("ledger damaged", record.damage)
     if not record.events:
         return RunStatus("no ledger", "no event is on record, so nothing can be said of how it went")
-    begun = max((i for i, event in enumerate(record.events) if event["kind"] in ("start", "resume")), default=0)
-    sitting = record.events[begun:]
-    if stopped := [event for event in sitting if event["kind"] == "stopped"]:
+    if stopped := [event for event in _last_sitting(record) if event["kind"] == "stopped"]:
         stands = stopped[-1].get("stands")
         return RunStatus("stopped", f"{stopped[-1].get('reason')}. {f'{stands} stands' if stands else 'No checkpoint stands'}.")
-    results = [event for event in sitting if event["kind"] in RESULT_EVENTS]
-    if results:
+    if results := last_results(record):
         return _ended(results)
-    if any(event["kind"] == "consumed" for event in sitting):
+    if any(event["kind"] == "consumed" for event in _last_sitting(record)):
         return RunStatus("interrupted", "it ended after a save, before anything was handed over; the same command goes on from there")
     return RunStatus("no end on record", "the ledger has no end: it is running, or was killed; the same command goes on from the last save")
+
+
+def last_results(record: RunRecord) -> list[dict[str, Any]]:
+    """The events with which the last sitting handed something over; none of a ledger that is damaged."""
+    return [] if record.damage else [event for event in _last_sitting(record) if event["kind"] in RESULT_EVENTS]
+
+
+def _last_sitting(record: RunRecord) -> list[dict[str, Any]]:
+    begun = max((i for i, event in enumerate(record.events) if event["kind"] in ("start", "resume")), default=0)
+    return record.events[begun:]
 
 
 def _ended(results: Sequence[Mapping[str, Any]]) -> RunStatus:
