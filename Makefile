@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 RUN    := OMP_NUM_THREADS=1 $(VENV)/bin/python
 
-.PHONY: demo test lint types unit campaign-store clean
+.PHONY: demo test lint types unit docs campaign-store clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -24,6 +24,9 @@ types: $(VENV)/.ready
 
 unit: $(VENV)/.ready
 	$(RUN) -m pytest -n 2 --dist loadfile
+
+docs:   ## regenerate docs/files.md
+	$(PYTHON) docs/generate.py
 
 campaign-store: $(VENV)/.ready   ## the full crash campaign on the store; writes results/
 	$(RUN) -m tests.store.campaign --full

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, Union
 
 from assay.errors import UsageError
+from assay.strict_json import parse_yaml
 
 T = TypeVar("T")
 _SCALARS = (str, int, float, Path)
@@ -200,16 +201,11 @@ def _require_within(value: Any, bounds: Mapping[str, Any], where: str) -> None:
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
-    import yaml
-
     try:
-        values = yaml.safe_load(path.read_text())
+        data = path.read_bytes()
     except OSError as error:
         raise UsageError(f"--config {path}: {error.strerror}") from None
-    except yaml.YAMLError as error:
-        raise UsageError(f"--config {path}: not YAML: {' '.join(str(error).split())}") from None
-    except (UnicodeDecodeError, RecursionError) as error:
-        raise UsageError(f"--config {path}: not YAML: {error}") from None
+    values = parse_yaml(data, where=f"--config {path}", error=UsageError)
     if not isinstance(values, dict):
         raise UsageError(f"--config {path}: expected a mapping of options, found {type(values).__name__}")
     if strange := [key for key in values if not isinstance(key, str)]:

@@ -22,7 +22,8 @@ from typing import Any
 from beside import peak_memory, surroundings, weights, without_proofs, write_rows
 
 from assay.comparison.pairwise import compare
-from assay.evaluation.teacher_agreement import Agreement, agreement_arms
+from assay.comparison.read_results import Arm, ScoredRun
+from assay.evaluation.teacher_agreement import Agreement
 from assay.model.placement import default_device, place_for_training
 from assay.recipes.distill import Distillation, fall
 from assay.recipes.options import Distill, Sft
@@ -30,6 +31,7 @@ from assay.recipes.sft import FineTuning
 from assay.recipes.shrunk import make_student
 from assay.recipes.training import Training
 from assay.store.artifact import build_model, open_artifact
+from assay.store.ledger import Event
 from assay.verdict import Outcome, Verdict, proven, refuted
 
 CHARACTERS = 3.4  # a token of SmolLM2's in English text, and fewer in markup: a piece is about a row long, and what is more is cut off
@@ -46,7 +48,7 @@ class Measured(Training):
 
 class WithTeacher(Measured, Distillation):
     def finish(self) -> None:
-        self.run.judge("teacher unmoved", self.teacher.unmoved())
+        self.run.judge(Event.TEACHER_UNMOVED, self.teacher.unmoved())
         super().finish()
 
 
@@ -115,15 +117,24 @@ def cut(text: str, characters: int) -> Iterator[str]:
             piece = ""
 
 
+def arms(name: str, found: Agreement) -> list[Arm]:
+    """For `compare`: students who read the same documents, paired by document; each measure is a group of its own."""
+    measures = {"KL to the teacher": (found.kl, True), "same likeliest token": (found.top1, False),
+                "cross-entropy": (found.student_ce, True)}  # and whether less is better
+    scores = {metric: {str(id): (float(value),) for id, value in zip(found.ids, values, strict=True)}
+              for metric, (values, _) in measures.items()}
+    return [Arm(name, metric, (ScoredRun(name, scores[metric]),), lower, metric, unit="documents") for metric,
+            (_, lower) in measures.items()]
+
+
 def judged(found: dict[str, Agreement]) -> tuple[list[str], list[Verdict]]:
     """What each student is worth, what each pair shows, and whether both goals were reached."""
     before, alone, taught = found.values()
     lines = [f"{name:20} " + "  ".join(f"{measure} {estimate}" for measure, estimate in each.estimates().items())
              for name, each in found.items()]
-    shown = compare([arm for name in ("without the teacher", "with the teacher") for arm in agreement_arms(name, found[name])])
+    shown = compare([arm for name in ("without the teacher", "with the teacher") for arm in arms(name, found[name])])
     lines += [one.sentence for one in shown]
-    lines += [one.sentence for one in compare([arm for name in ("as it began", "with the teacher") for arm in agreement_arms(name,
-                                                                                                                             found[name])])]
+    lines += [one.sentence for one in compare([arm for name in ("as it began", "with the teacher") for arm in arms(name, found[name])])]
     fell, fell_alone = fall(before, taught), fall(before, alone)
     assert fell is not None
     kl = next(one for one in shown if one.metric.startswith("KL"))

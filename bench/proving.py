@@ -19,7 +19,7 @@ from sft import LR, WARM_UP, Bench, Timed, ask_what_is_learned
 
 from assay.recipes.options import Sft
 from assay.store.checkpoint import step_folder
-from assay.store.ledger import Ledger
+from assay.store.ledger import Event, Ledger
 
 WARM = 6  # steps before the clock
 
@@ -44,7 +44,7 @@ def seconds(bench: Bench, name: str, kind: type[Timed]) -> tuple[float, int]:
     with work.run.sitting():
         unless_interrupted(work.go())
     fence(flags.device)
-    saves = [event["step"] for event in Ledger(out / "ledger.jsonl").events() if event["kind"] == "save"]
+    saves = [event["step"] for event in Ledger(out / "ledger.jsonl").events() if event["kind"] == Event.SAVE]
     (taken,) = clock.blocks
     return taken, sum(WARM < step < steps for step in saves)
 

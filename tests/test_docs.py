@@ -1,43 +1,77 @@
-"""The README's tree is true, rooms keep their order, and every command that is shown exists."""
+"""The README's tree is true, rooms keep their order, names stand in one place, and every command that is shown exists."""
 
+import ast
 import importlib
 import re
 import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from assay.cli import VERBS
 from assay.config import _parser
+from docs.generate import ROOMS, files_page, room_of
 
 ROOT = Path(__file__).parents[1]
 
 
-def test_the_tree_names_every_file_and_no_other():
-    tree = (ROOT / "README.md").read_text().split("## The tree")[1].split("```")[1]
-    listed: set[str] = set()
-    folders: list[str] = []
-    for line in tree.splitlines()[2:]:
-        depth, name = (len(line) - len(line.lstrip())) // 2 - 1, line.split()[0]
-        folders = folders[:depth]
-        if name.endswith("/"):
-            folders.append(name)
-        else:
-            listed.add("".join(folders) + name)
-    files = {str(f.relative_to(ROOT / "assay")) for f in (ROOT / "assay").rglob("*.py") if not f.name.startswith("__")}
-    assert listed == files
+def test_the_readme_is_a_front_door():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.encode()) <= 10_000
+    tree = text.split("## The tree")[1].split("```")[1]
+    listed = {word for line in tree.splitlines() for word in re.findall(r"^  ((?:\w+(?:\.py|/)\s+)+)", line) for word in word.split()}
+    folders = {f"{file.parent.name}/" for file in (ROOT / "assay").glob("*/__init__.py")}
+    assert listed == folders | {file.name for file in (ROOT / "assay").glob("*.py") if not file.name.startswith("__")}
+
+
+def test_the_page_of_files_is_up_to_date():
+    assert (ROOT / "docs" / "files.md").read_text() == files_page(), "run make docs"
 
 
 def test_a_room_imports_only_from_rooms_below_it():
-    floors = ["errors", "config", "seeds", "verdict", "kernels", "model", "data", "learn", "store", "generate", "reward", "edit", "measure",
-              "guard", "recipes", "report", "interop", "zoo", "verbs", "cli"]
     upward = []
     for file in (ROOT / "assay").rglob("*.py"):
-        here = file.relative_to(ROOT / "assay").parts[0].removesuffix(".py")
+        here = room_of(file)
         for room in re.findall(r"^\s*(?:from|import) assay\.(\w+)", file.read_text(), re.MULTILINE):
-            if here in floors and floors.index(room) > floors.index(here):
+            if here in ROOMS and ROOMS.index(room) > ROOMS.index(here):
                 upward.append(f"{file.name}: {here} imports {room}")
     assert not upward
+
+
+def public_names():
+    """(name, module) of everything that a module defines at its top level for others."""
+    for file in sorted((ROOT / "assay").rglob("*.py")):
+        for node in ast.parse(file.read_text()).body:
+            named = [node] if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) else []
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+            for name in [each.name for each in named] + [each.id for each in targets if isinstance(each, ast.Name)]:
+                if not name.startswith("_"):
+                    yield name, str(file.relative_to(ROOT / "assay"))
+
+
+def twice(pairs):
+    """What stands in two places, as {name: places}."""
+    found: dict[str, set[str]] = {}
+    for name, place in pairs:
+        found.setdefault(name, set()).add(place)
+    return {name: sorted(places) for name, places in found.items() if len(places) > 1}
+
+
+def test_no_public_name_stands_in_two_modules_without_a_reason():
+    allowed = tomllib.loads((ROOT / "tests" / "allowed_twice.toml").read_text())
+    found = twice(public_names())
+    assert {name: places for name, places in found.items() if name not in allowed["names"]} == {}
+    assert [name for name in allowed["names"] if name not in found] == [], "no longer needed"
+
+
+def test_no_file_name_stands_in_two_folders_without_a_reason():
+    allowed = tomllib.loads((ROOT / "tests" / "allowed_twice.toml").read_text())
+    files = [file for file in (ROOT / "assay").rglob("*.py") if not file.name.startswith("__")]
+    found = twice((file.name, str(file.parent.relative_to(ROOT / "assay"))) for file in files)
+    verbs = {name for name, folders in found.items() if folders == ["recipes", "verbs"]}  # a verb and its recipe
+    assert {name: folders for name, folders in found.items() if name not in verbs | allowed["files"].keys()} == {}
+    assert [name for name in allowed["files"] if name not in found] == [], "no longer needed"
 
 
 def commands():

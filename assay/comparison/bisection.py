@@ -29,7 +29,8 @@ class Bisection(Generic[T]):
             return f"none is bad at the end: {self.last_good} is good ({said})"
         if self.last_good is None:
             return f"{self.first_bad}, the first there is, is bad already ({said})"
-        return f"{self.first_bad} is the first bad one; {self.last_good} is good ({said}, taking what is bad to stay bad)"
+        assumed = ", taking what is bad to stay bad" if len(self.looked) < self.count else ""
+        return f"{self.first_bad} is the first bad one; {self.last_good} is good ({said}{assumed})"
 
 
 def bisect_first_bad(row: Sequence[T], bad: Callable[[T], bool], *, every: bool = False) -> Bisection[T]:

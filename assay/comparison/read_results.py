@@ -10,9 +10,6 @@ Plain files have one row per score, with these columns (only `score` is needed; 
 or one row per arm with `count` of `n`, and `runs` where they came from several.
 """
 
-import csv
-import hashlib
-import io
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,14 +17,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from assay.errors import ArtifactError, DataError, UsageError
+from assay.data.data_files import read_rows
+from assay.errors import DataError, UsageError
 from assay.statistics.estimate import majority, pass_at_k
-from assay.store.durable import read_file
-from assay.store.sealed import parse_json
+from assay.store.durable import hash_file
+from assay.strict_json import NATURAL, read_json, require_shape
 
-RESULTS_LIMIT = 1 << 30
 LOWER_IS_BETTER = ("loss", "nll", "perplexity", "ppl", "bits", "bpb", "error", "malformed", "cap")
 Samples = tuple[float, ...]
+MOST_TALLIED = 10**7
+SEEDS = {"scores?": {str: ({"mean": float}, None)}, "seeds": {str: {"exit_code": int}}, "metric?": str, "recipe?": str}
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ def read_results(path: str | Path, *, metric: str | None = None, lower_is_better
 
 
 def read_plain(path: Path, metric: str | None, lower_is_better: bool | None) -> list[Arm | Series]:
-    rows = read_table(path)
+    rows = read_values(path)
     if {"count", "n"} <= rows[0].keys():
         return [arm_of_counts(row, path, metric, lower_is_better) for row in rows]
     return _sorted_out(rows, path, metric or "score", lower_is_better)
@@ -102,12 +101,12 @@ def read_plain(path: Path, metric: str | None, lower_is_better: bool | None) -> 
 
 def read_seeds(folder: Path) -> Arm:
     """One number a seed; a seed that ended without one keeps NaN, and counts as collapsed."""
-    facts = read_results_json(folder / "seeds.json")
-    if "scores" not in facts:
+    facts = read_json(folder / "seeds.json", SEEDS, error=DataError)
+    if not facts.get("scores") or not {"metric", "recipe"} <= facts.keys():
         raise DataError(f"{folder / 'seeds.json'}: the set has not finished; run `assay seeds` again with the same options")
     runs = []
     for seed, score in facts["scores"].items():
-        ended = facts["seeds"][seed]["exit_code"] in (0, 3)
+        ended = facts["seeds"].get(seed, {}).get("exit_code") in (0, 3)
         runs.append(ScoredRun(seed, {"": (float(score["mean"]) if score and ended else math.nan,)}))
     return Arm(folder.name, str(facts["metric"]), tuple(runs), True, data={"recipe": facts["recipe"]})
 
@@ -115,9 +114,9 @@ def read_seeds(folder: Path) -> Arm:
 def arm_of_counts(row: Mapping[str, Any], path: Path, metric: str | None, lower_is_better: bool | None) -> Arm:
     """`count` of `n`. Where they came from several runs but not which, they are taken to lie in as few runs as they can."""
     name = str(row.get("arm") or path.stem)
-    count, n = (_whole(row[key], f"{path}: {key} of {name!r}") for key in ("count", "n"))
+    count, n = (_whole(row.get(key), f"{path}: {key} of {name!r}") for key in ("count", "n"))
     runs = _whole(row.get("runs") or 1, f"{path}: runs of {name!r}")
-    if not (0 <= count <= n and n >= 1 and runs >= 1 and n % runs == 0):
+    if not (0 <= count <= n and 1 <= n <= MOST_TALLIED and runs >= 1 and n % runs == 0):
         raise DataError(f"{path}: {name!r} has {count} of {n} in {runs} run(s); expected 0 ≤ count ≤ n, the same n in every run")
     called = metric or str(row.get("metric") or "rate")
     each, left, made = n // runs, count, []
@@ -131,38 +130,12 @@ def arm_of_counts(row: Mapping[str, Any], path: Path, metric: str | None, lower_
                notes=notes)
 
 
-def read_table(path: Path) -> list[dict[str, Any]]:
-    """The rows of a CSV (with a header) or of JSON lines."""
-    if not path.is_file():
-        raise DataError(f"{path}: no such file")
-    try:
-        text = read_file(path, limit=RESULTS_LIMIT).decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start}); expected CSV or JSON lines") from None
-    if path.suffix in (".csv", ".tsv"):
-        rows = _table(text, path)
-    else:
-        rows = [_row(line, f"{path}, line {number}") for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+def read_values(path: Path) -> list[dict[str, Any]]:
+    """The rows of a table or of JSON lines: at least one."""
+    rows = [row.values for row in read_rows(path, otherwise=".jsonl")]
     if not rows:
         raise DataError(f"{path}: no rows")
     return rows
-
-
-def _table(text: str, path: Path) -> list[dict[str, Any]]:
-    reader = csv.DictReader(io.StringIO(text, newline=""), delimiter="\t" if path.suffix == ".tsv" else ",", strict=True)
-    rows: list[dict[str, Any]] = []
-    try:
-        for row in reader:
-            if None in row:  # where DictReader puts cells that no column is named for
-                raise DataError(f"{path}:{reader.line_num}: more cells than the header names ({', '.join(reader.fieldnames or ())})")
-            rows.append(row)
-    except csv.Error as error:
-        raise DataError(f"{path}:{reader.line_num + 1}: cannot be read as CSV ({error})") from None
-    return rows
-
-
-def read_results_json(path: Path) -> dict[str, Any]:
-    return _row(read_file(path, limit=RESULTS_LIMIT).decode(), str(path))
 
 
 def read_score(value: Any, where: str) -> float:
@@ -216,11 +189,11 @@ def _runs(rows: Iterable[Mapping[str, Any]], column: str, where: str) -> tuple[S
 def _series(name: str, column: str, rows: Sequence[Mapping[str, Any]], where: str, lower_is_better: bool) -> Series:
     by_step: dict[int, dict[str, float]] = {}
     for row in rows:
-        step, problem = _whole(row["step"], f"{where}, step"), _id(row)
+        step, problem = _whole(row.get("step"), f"{where}, step"), _id(row)
         at_step = by_step.setdefault(step, {})
         if problem in at_step:
             raise DataError(f"{where}: step {step} has two scores" + (f" of {problem!r}" if problem else ""))
-        at_step[problem] = read_score(row[column], f"{where}, step {step}")
+        at_step[problem] = read_score(row.get(column), f"{where}, step {step}")
     steps = sorted(by_step)
     names = list(by_step[steps[0]])
     if any(set(by_step[step]) != set(names) for step in steps):
@@ -235,16 +208,6 @@ def _id(row: Mapping[str, Any]) -> str:
     return ""
 
 
-def _row(line: str, where: str) -> dict[str, Any]:
-    try:
-        value = parse_json(line.encode(), where=where)
-    except ArtifactError as error:  # here it is input, not an artifact
-        raise DataError(str(error)) from None
-    if not isinstance(value, dict):
-        raise DataError(f"{where}: expected a JSON object, found {type(value).__name__}")
-    return value
-
-
 def _whole(value: Any, where: str) -> int:
     found = read_score(value, where)
     if found != int(found):
@@ -255,12 +218,19 @@ def _whole(value: Any, where: str) -> int:
 SAME_ON_BOTH: tuple[str, ...] = ("task", "dataset", "prompts")  # in eval.json: must be the same on both sides
 MAY_DIFFER: tuple[str, ...] = ("k", "raw", "stop", "dtype")  # may differ, and is then said
 OF_A_SAMPLE = {"lenient": "lenient", "parsed": "parsed"}
+FACTS = {"examples?": NATURAL, "sampling?": dict, "scores_sha256?": (str, None)}
+_SAMPLE = {"score": object, "answer?": (str, float, bool, None), "ended?": str, "ids?": list, "measures?": {str: (float, bool)}}
+ROWS = {"samples": {"id": str, "unit?": (str, None), "samples": [_SAMPLE]}, "scores": {"id": str, "unit?": (str, None), "scores": dict},
+        "nats": {"id": str, "unit?": (str, None), "nats": object, "bytes": object}}  # by what a row of its kind of task holds
 UNITS = ("total", "byte", "token")
 
 
 def read_eval(folder: Path, metric: str | None, lower_is_better: bool | None) -> Arm:
     """The headline metric of its kind of task, or the one that is named: a sample's, or of all samples of an example."""
-    facts, rows = read_results_json(folder / "eval.json"), read_table(folder / "scores.jsonl")
+    facts, rows = read_json(folder / "eval.json", FACTS, error=DataError), read_values(folder / "scores.jsonl")
+    kind = next((kind for kind in ROWS if kind in rows[0]), "nats")
+    for line, row in enumerate(rows, 1):
+        require_shape(row, ROWS[kind], where=f"{folder / 'scores.jsonl'}:{line}", error=DataError)
     _refuse_changed(folder, facts, rows)
     chosen = metric or _headline(rows[0])
     scale = _mean_bytes(rows) if "nats" in rows[0] and "samples" not in rows[0] and "scores" not in rows[0] else 1.0
@@ -284,6 +254,8 @@ def _headline(row: Mapping[str, Any]) -> str:
 
 def _values(row: Mapping[str, Any], metric: str, folder: Path, scale: float) -> Samples:
     where = f"{folder}: {metric} of {row['id']!r}"
+    if "samples" in row and not row["samples"]:
+        raise DataError(f"{where}: no sample of it was scored; evaluate again")
     if "samples" in row:
         return tuple(read_score(value, where) for value in _of_samples(row["samples"], metric, folder))
     if "scores" in row:
@@ -326,5 +298,5 @@ def _refuse_changed(folder: Path, facts: Mapping[str, Any], rows: list[dict[str,
     if "examples" in facts and facts["examples"] != len(rows):
         raise DataError(f"{folder}: {facts['examples']} examples were asked and {len(rows)} have a score; finish the evaluation first")
     recorded = facts.get("scores_sha256")
-    if recorded not in (None, hashlib.sha256(read_file(folder / "scores.jsonl", limit=RESULTS_LIMIT)).hexdigest()):
+    if recorded not in (None, hash_file(folder / "scores.jsonl")):
         raise DataError(f"{folder}: scores.jsonl is not the one that eval.json sums up: edited or damaged; evaluate again")

@@ -16,10 +16,10 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
 from assay.data.data_files import Document, DocumentRule, TextSource, find_sources, iter_documents
 from assay.data.encode import END_OF_DOCUMENT, Encoder, id_type, split_expression
-from assay.data.files import commit_new_folder, write_hashed
 from assay.errors import DataError, UsageError
 from assay.model.tokenizer import Tokenizer
 from assay.seeds import derive
+from assay.store import durable
 
 BPE_SPECIAL_TOKENS = (END_OF_DOCUMENT, "<|im_start|>", "<|im_end|>")
 SMALLEST_VOCABULARY = 256 + len(BPE_SPECIAL_TOKENS)
@@ -58,9 +58,9 @@ def train_tokenizer(texts: Iterable[Path], size: int, *, rule: DocumentRule, dig
 
 
 def write_tokenizer(tokenizer: Tokenizer, out: Path) -> None:
-    with commit_new_folder(out) as folder:
+    with durable.new_folder(out) as folder:
         for name, data in tokenizer.files().items():
-            write_hashed(folder / name, data)
+            durable.write_file(folder / name, [data])
 
 
 def _measure(tokenizer: Tokenizer, sources: list[TextSource], rule: DocumentRule, seed: int) -> Compression:

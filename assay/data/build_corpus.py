@@ -19,12 +19,13 @@ import numpy as np
 from assay.data.data_files import Document, DocumentRule, TextSource, find_sources, iter_documents
 from assay.data.encode import encode_plain, plain_backend
 from assay.data.encode_workers import EncodedDocument, EncodeResult, EncodeTask, Encoding, start_encoders, text_hash
-from assay.data.files import Files, HashedFile, commit_new_folder, sha256_of, write_hashed
 from assay.data.overlap import HeldOutText, Overlap
-from assay.data.token_corpus import CORPUS_FORMAT, INDEX_RECORD, SIDES, Corpus, leading_matches, open_corpus, open_split, stored_ids
+from assay.data.token_corpus import CORPUS_FORMAT, INDEX_RECORD, SIDES, Corpus, Files, leading_matches, open_corpus, open_split, stored_ids
 from assay.errors import ArtifactError, DataError, UsageError
 from assay.model.tokenizer import Tokenizer
 from assay.seeds import derive
+from assay.store import durable
+from assay.store.durable import HashedFile, write_entry
 
 TASK_BYTES = 1 << 19
 _SAMPLES, SAMPLE_BYTES = 8, 4096
@@ -67,7 +68,7 @@ def build_corpus(texts: Iterable[Path], out: Path, tokenizer: Path, plan: Corpus
           progress: Callable[[CorpusProgress], None] = lambda _: None) -> Corpus:
     """`tokenizer` is a folder with tokenizer.json. Refused, with nothing written, above the plan's overlap."""
     sources = _sources(texts, plan.held_out_files)
-    with commit_new_folder(out) as folder, tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{out.name}.") as hashes:
+    with durable.new_folder(out) as folder, tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{out.name}.") as hashes:
         loaded = Tokenizer.from_folder(tokenizer)
         encoding, files = _write_tokenizer(folder, loaded, plan.boundary)
         clock = _Clock(progress)
@@ -83,7 +84,7 @@ def build_corpus(texts: Iterable[Path], out: Path, tokenizer: Path, plan: Corpus
         _refuse_overlap(overlap, plan.max_overlap)
         files |= writers["train"].close() | writers["held"].close()
         files |= _write_samples(folder, survey, loaded, encoding, files)
-        write_hashed(folder / "manifest.json", _manifest(plan, encoding, survey, writers, overlap, files))
+        write_entry(folder / "manifest.json", _manifest(plan, encoding, survey, writers, overlap, files))
     return open_corpus(out, verify=False)
 
 
@@ -120,7 +121,7 @@ def _survey(sources: list[tuple[TextSource, bool]], plan: CorpusPlan, clock: "_C
     survey = _Survey()
     for source, whole_file in sources:
         survey.stats[source.name] = _stat(source)
-        survey.sha256[source.name] = sha256_of(source.path)
+        survey.sha256[source.name] = durable.hash_file(source.path)
         for document in iter_documents(source, plan.rule, survey.left_out):
             survey.documents[source.name] += 1
             survey.bytes[source.name] += len(document.raw)
@@ -238,7 +239,7 @@ class _Writer:
 
 def _write_tokenizer(folder: Path, tokenizer: Tokenizer, boundary: str | None) -> tuple[Encoding, Files]:
     """Its files come first: the workers and every later opening read these, not the ones they were copied from."""
-    files = {name: write_hashed(folder / name, data) for name, data in tokenizer.files().items() if "/" not in name}
+    files = {name: write_entry(folder / name, data) for name, data in tokenizer.files().items() if "/" not in name}
     return Encoding.of(tokenizer, boundary, folder), files
 
 
@@ -255,7 +256,7 @@ def _write_samples(folder: Path, survey: _Survey, tokenizer: Tokenizer, encoding
             raise ArtifactError(f"document {number:016x} was stored with other ids than its tokenizer gives from place "
                                 f"{agree} on; please report this tokenizer.json")
         lines.append(json.dumps({"id": f"{number:016x}", "text": text, "ids": ids.tolist(), "agree": agree}) + "\n")
-    return {"samples.jsonl": write_hashed(folder / "samples.jsonl", "".join(lines).encode())}
+    return {"samples.jsonl": write_entry(folder / "samples.jsonl", "".join(lines).encode())}
 
 
 def _manifest(plan: CorpusPlan, encoding: Encoding, survey: _Survey, writers: dict[str, _Writer], overlap: Overlap,

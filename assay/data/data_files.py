@@ -15,7 +15,6 @@ A row is taken as it is or refused by name: no line is skipped, no second value 
 import csv
 import gzip
 import io
-import json
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,9 +26,11 @@ from typing import Any, BinaryIO, Literal, cast
 
 from assay.errors import DataError, UsageError
 from assay.seeds import derive
+from assay.strict_json import parse_json
 
 MAX_DOCUMENT_BYTES = 16 << 20  # the encoder holds about 60 bytes per byte of one document
 ESCAPED = 6  # most bytes of JSON for one byte of text
+A_LINE = "expected one object a line"
 READ_ROWS = 256  # parquet rows decoded at a time
 FileKind = Literal["text", "jsonl", "parquet"]
 FILE_KINDS: dict[str, FileKind] = {"": "text", ".txt": "text", ".jsonl": "jsonl", ".parquet": "parquet"}
@@ -175,23 +176,12 @@ def _jsonl_documents(source: TextSource, rule: DocumentRule) -> Iterator[tuple[s
                 continue
             where = f"{source.path}:{number}"
             try:
-                row = parse_line(line.decode(), where)
+                line.decode()
             except UnicodeDecodeError:
                 yield where, line  # not UTF-8, and refused or left out as such
                 continue
+            row = parse_json(line, where=where, error=DataError, advice=A_LINE, surrogates=True)
             yield where, _field_bytes(row, rule.field, where)
-
-
-def parse_line(line: str, where: str, each_object: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """One line of JSON lines; `each_object` is json's object_pairs_hook."""
-    if line.startswith("\ufeff"):
-        raise DataError(f"{where}: begins with a byte order mark, which JSON does not allow; save the file as UTF-8 without one")
-    try:
-        return json.loads(line, object_pairs_hook=each_object)
-    except RecursionError:
-        raise DataError(f"{where}: nested too deeply to be read") from None
-    except ValueError as error:
-        raise DataError(f"{where}: not JSON ({error}); expected one object a line") from None
 
 
 def _field_bytes(row: Any, field: str, where: str) -> bytes:
@@ -208,6 +198,13 @@ def _field_bytes(row: Any, field: str, where: str) -> bytes:
 
 
 def _parquet_documents(source: TextSource, rule: DocumentRule) -> Iterator[tuple[str, bytes]]:
+    for number, row in parquet_rows(source, rule.field):
+        where = f"{source.path}:{number}"
+        yield where, _field_bytes(row, rule.field, where)
+
+
+def parquet_rows(source: TextSource, column: str | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Every row with its number from 1; of one column, where it is named."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -215,17 +212,19 @@ def _parquet_documents(source: TextSource, rule: DocumentRule) -> Iterator[tuple
         raise UsageError(f"{source.path}: reading parquet needs pyarrow; pip install 'assay[data]'") from None
     try:
         with pyarrow.parquet.ParquetFile(source.path) as file:
-            if rule.field not in file.schema_arrow.names:
-                raise DataError(f"{source.path}: no column {rule.field!r}, but {', '.join(file.schema_arrow.names)}; "
-                                "name one with --field")
-            row = 0
-            for batch in file.iter_batches(batch_size=READ_ROWS, columns=[rule.field]):
-                for value in batch.column(0).to_pylist():
-                    row += 1
-                    where = f"{source.path}:{row}"
-                    yield where, _field_bytes({rule.field: value}, rule.field, where)
+            names = file.schema_arrow.names
+            if column is not None and column not in names:
+                raise DataError(f"{source.path}: no column {column!r}, but {', '.join(names)}; name one with --field")
+            if len(set(names)) < len(names):
+                raise DataError(f"{source.path}: the column {repeated(names)} is there twice; name each column once")
+            batches = file.iter_batches(batch_size=READ_ROWS, columns=None if column is None else [column])
+            yield from enumerate((row for batch in batches for row in batch.to_pylist()), 1)
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{source.path}: cannot be read as parquet ({error})") from None
+
+
+def repeated(names: Sequence[str]) -> str:
+    return repr(Counter(names).most_common(1)[0][0])
 
 
 def source_lines(source: TextSource, file: BinaryIO, longest: int) -> Iterator[tuple[int, bytes]]:
@@ -254,9 +253,6 @@ def _too_long(where: str) -> DataError:
                      "--document-bytes N or --split LINE")
 
 
-ROW_SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet", ".csv")
-
-
 @dataclass(frozen=True)
 class DataRow:
     where: str  # file:line, for errors
@@ -264,15 +260,15 @@ class DataRow:
     values: dict[str, Any]
 
 
-def read_rows(path: Path | str) -> Iterator[DataRow]:
-    """Every row of a file, in its order."""
+def read_rows(path: Path | str, *, otherwise: str | None = None) -> Iterator[DataRow]:
+    """Every row of a file, in its order. A file of an unknown suffix is refused, or read as one of the suffix `otherwise`."""
     path = Path(path)
     if not path.is_file():
-        raise UsageError(f"{path}: {'a folder; expected a file of rows: ' + ', '.join(ROW_SUFFIXES) if path.is_dir() else 'no such file'}")
-    reader = next((ROW_READERS[suffix] for suffix in ROW_SUFFIXES if path.name.endswith(suffix)), None)
-    if reader is None:
-        raise UsageError(f"{path}: unknown kind of file; expected {', '.join(ROW_SUFFIXES)}")
-    return reader(TextSource(path, path.name))
+        raise UsageError(f"{path}: {'a folder; expected a file of rows: ' + ', '.join(ROW_READERS) if path.is_dir() else 'no such file'}")
+    suffix = next((suffix for suffix in ROW_READERS if path.name.endswith(suffix)), otherwise)
+    if suffix is None:
+        raise UsageError(f"{path}: unknown kind of file; expected {', '.join(ROW_READERS)}")
+    return ROW_READERS[suffix](TextSource(path, path.name))
 
 
 def _jsonl_rows(source: TextSource) -> Iterator[DataRow]:
@@ -287,32 +283,25 @@ def _jsonl_rows(source: TextSource) -> Iterator[DataRow]:
 
 def _row_object(line: bytes, where: str) -> dict[str, Any]:
     try:
-        value = parse_line(line.decode(), where, _each_key_once)
+        line.decode()
     except UnicodeDecodeError as error:
         raise DataError(f"{where}: not UTF-8 at byte {error.start} of the line ({error.reason}); convert the file") from None
-    if not isinstance(value, dict):
-        raise DataError(f"{where}: expected a JSON object, found {type(value).__name__}")
-    return value
-
-
-def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        raise ValueError(f"{_repeated([key for key, _ in pairs])} stands twice in one object, and readers differ on which counts")
-    return values
+    return parse_json(line, where=where, shape=dict, error=DataError, advice=A_LINE, surrogates=True)
 
 
 def _csv_rows(source: TextSource) -> Iterator[DataRow]:
     with open_source(source) as file:
         text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")  # spreadsheets write a byte order mark
-        reader = csv.reader(text, strict=True)
+        reader = csv.reader(text, strict=True, delimiter="\t" if source.path.name.endswith(".tsv") else ",")
         header: list[str] = []
         number = 0
         try:
             for cells in reader:
                 where = f"{source.path}:{reader.line_num}"
                 if not header:
-                    header = _columns(cells, where)
+                    header = cells
+                    if len(set(header)) < len(header):
+                        raise DataError(f"{where}: the column {repeated(header)} is there twice; name each column once")
                 elif cells:
                     number += 1
                     yield DataRow(where, number, _cells(header, cells, where))
@@ -329,32 +318,9 @@ def _cells(header: list[str], cells: list[str], where: str) -> dict[str, Any]:
 
 
 def _parquet_rows(source: TextSource) -> Iterator[DataRow]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise UsageError(f"{source.path}: reading parquet needs pyarrow; pip install 'assay[data]'") from None
-    try:
-        with pyarrow.parquet.ParquetFile(source.path) as file:
-            _columns(file.schema_arrow.names, str(source.path))
-            number = 0
-            for batch in file.iter_batches(batch_size=READ_ROWS):
-                for values in batch.to_pylist():
-                    number += 1
-                    yield DataRow(f"{source.path}:{number}", number, values)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{source.path}: cannot be read as parquet ({error})") from None
+    for number, values in parquet_rows(source):
+        yield DataRow(f"{source.path}:{number}", number, values)
 
 
-def _columns(names: Sequence[str], where: str) -> list[str]:
-    if len(set(names)) < len(names):
-        raise DataError(f"{where}: the column {_repeated(names)} is there twice; name each column once")
-    return list(names)
-
-
-def _repeated(names: Sequence[str]) -> str:
-    return repr(Counter(names).most_common(1)[0][0])
-
-
-ROW_READERS: dict[str, Callable[[TextSource], Iterator[DataRow]]] = {".jsonl": _jsonl_rows, ".jsonl.gz": _jsonl_rows,
-                                                                     ".parquet": _parquet_rows, ".csv": _csv_rows}
+ROW_READERS: dict[str, Callable[[TextSource], Iterator[DataRow]]] = {
+    ".jsonl": _jsonl_rows, ".jsonl.gz": _jsonl_rows, ".parquet": _parquet_rows, ".csv": _csv_rows, ".tsv": _csv_rows}

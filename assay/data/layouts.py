@@ -23,6 +23,7 @@ from typing import Any, Literal, NamedTuple
 from assay.config import nearest
 from assay.data.data_files import DataRow, read_rows
 from assay.errors import DataError, UsageError
+from assay.strict_json import parse_json, require_shape
 
 Message = Mapping[str, Any]  # role, content, and what else the template may ask for
 Gsm8k = Literal["plain", "think"]
@@ -127,10 +128,8 @@ def _shown(row: DataRow) -> str:
 def _of_messages(row: DataRow, _: Gsm8k) -> RowContent:
     tools = row.values.get("tools")
     if isinstance(tools, str):  # parquet and CSV have no room for free structures: TRL's files hold them as JSON text
-        try:
-            tools = json.loads(tools)
-        except ValueError as error:
-            raise DataError(f"{row.where}: tools is text and not JSON ({error})") from None
+        tools = parse_json(tools, where=f"{row.where}: tools", error=DataError, advice="expected a list of tools")
+    require_shape(tools, ([dict], None), where=f"{row.where}: tools", error=DataError)
     return RowContent(_messages(row, "messages"), tools=tuple(tools) if tools else None)
 
 
@@ -168,7 +167,7 @@ def _of_sharegpt(row: DataRow, _: Gsm8k) -> RowContent:
     messages = []
     for turn in turns:
         speaker, value = turn.get("from"), turn.get("value")
-        if speaker not in SPEAKERS or not isinstance(value, str):
+        if not isinstance(speaker, str) or speaker not in SPEAKERS or not isinstance(value, str):
             raise DataError(f"{row.where}: a turn from {speaker!r} with a value of type {type(value).__name__}; "
                             f"expected text from one of {', '.join(SPEAKERS)}")
         messages.append({"role": SPEAKERS[speaker], "content": value})

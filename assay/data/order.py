@@ -96,12 +96,6 @@ class Order:
         return _rows(self.corpus.train, starts, self.length, self.corpus.boundary, tuple((int(w),) for w in windows))
 
 
-def batch_at(corpus: Corpus, seed: int, step: int, *, rows: int, length: int, epochs: int = 1, rank: int = 0,
-             world: int = 1) -> Batch:
-    """The batch of a step, without the ones before it."""
-    return Order(corpus, seed, rows, length, epochs, rank, world).batch(step)
-
-
 def corpus_batches(corpus: Corpus, *, seed: int, rows: int, length: int, epochs: int = 1, start: int = 0,
                    stop: int | None = None, rank: int = 0, world: int = 1) -> Iterator[Batch]:
     """Batches of steps start, start + 1, … With `stop` the corpus must suffice, and says so before the first batch."""

@@ -9,7 +9,6 @@ An example of n tokens has n − 1 rows: nothing predicts its first token. float
 """
 
 import hashlib
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,12 +22,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from assay.data.batch import PADDING, Batch
-from assay.data.files import HashedFile, commit_new_folder, sha256_of, write_hashed
 from assay.errors import ArtifactError, DataError, UsageError
+from assay.store import durable
+from assay.store.sealed import seal, unseal
+from assay.strict_json import NATURAL, read_small_file, require_shape
 
-TEACHER_FORMAT = "assay-teacher/1"
+TEACHER_FORMAT = "assay-teacher/2"
 TEACHER_RECORD = np.dtype([("example", "V16"), ("text", "V16"),  # first 128 bits of sha256: of the example's id, of its tokens
                   ("start", "<u8"), ("rows", "<u4")])
+TEACHER_MANIFEST = {"tokenizer": str, "teacher": str, "vocab": NATURAL, "k": NATURAL, "temperature": float, "rows": NATURAL, "ids": str,
+            "examples": NATURAL, "files": {str: {"bytes": NATURAL, "sha256": str}}}
 FILES = ("index.bin", "ids.bin", "logprobs.bin")
 Id = int | str
 
@@ -114,8 +117,8 @@ def write_teacher(folder: Path, entries: Iterable[TeacherEntry], *, tokenizer: s
     if not 1 <= k < vocab:
         raise UsageError(f"k is {k} and the vocabulary {vocab}; expected the teacher's 1 to {vocab - 1} likeliest tokens")
     dtype = "<u2" if vocab <= 1 << 16 else "<i4"
-    with commit_new_folder(folder) as partial:
-        files = {name: HashedFile(partial / name) for name in FILES}
+    with durable.new_folder(folder) as partial:
+        files = {name: durable.HashedFile(partial / name) for name in FILES}
         rows, seen = 0, set[bytes]()
         for entry in entries:
             _check_entry(entry, vocab, k)
@@ -128,9 +131,10 @@ def write_teacher(folder: Path, entries: Iterable[TeacherEntry], *, tokenizer: s
             rows += len(entry.ids)
         if not seen:
             raise DataError(f"{folder}: the teacher answered on no example; there is nothing to store")
-        write_hashed(partial / "manifest.json", _sealed({
+        durable.write_file(partial / "manifest.json", [seal({
             "format": TEACHER_FORMAT, "tokenizer": tokenizer, "teacher": teacher, "vocab": vocab, "k": k, "temperature": temperature,
-            "ids": dtype, "rows": rows, "examples": len(seen), "files": {name: file.close() for name, file in files.items()}}))
+            "ids": dtype, "rows": rows, "examples": len(seen), "files": {name: file.close() for name, file in files.items()}},
+            where=str(folder / "manifest.json"), indent=1)])
 
 
 def teacher_entries(batch: Batch, teacher_ids: Tensor, teacher_logprobs: Tensor) -> Iterator[TeacherEntry]:
@@ -203,27 +207,17 @@ def _read_manifest(folder: Path) -> tuple[dict[str, Any], str]:
     path = folder / "manifest.json"
     if not path.is_file():
         raise UsageError(f"{folder} holds no stored teacher: no manifest.json")
-    data = path.read_bytes()
-    try:
-        manifest = json.loads(data)
-    except ValueError as error:
-        raise ArtifactError(f"{path}: not JSON ({error}); store the teacher's answers again") from None
-    if not isinstance(manifest, dict) or manifest.get("format") != TEACHER_FORMAT:
+    data = read_small_file(path)
+    manifest = unseal(data, where=str(path), indent=1)
+    if manifest.get("format") != TEACHER_FORMAT:
         raise ArtifactError(f"{path}: not a manifest of the format {TEACHER_FORMAT}; store the teacher's answers again")
-    if _sealed({key: value for key, value in manifest.items() if key != "self"}) != data:
-        raise ArtifactError(f"{path}: its bytes are not those that were written; store the teacher's answers again")
+    require_shape(manifest, TEACHER_MANIFEST, where=str(path))
     return manifest, hashlib.sha256(data).hexdigest()
 
 
 def _check_file(path: Path, entry: Mapping[str, Any] | None) -> None:
-    if entry is None or not path.is_file() or path.stat().st_size != entry["bytes"] or sha256_of(path) != entry["sha256"]:
+    if entry is None or not path.is_file() or path.stat().st_size != entry["bytes"] or durable.hash_file(path) != entry["sha256"]:
         raise ArtifactError(f"{path}: missing, or not the bytes that the manifest names; store the teacher's answers again")
-
-
-def _sealed(document: Mapping[str, Any]) -> bytes:
-    """One spelling of a document, with its own sha256 in `self`: a changed byte shows."""
-    digest = hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
-    return json.dumps({**document, "self": digest}, sort_keys=True, indent=1).encode() + b"\n"
 
 
 def _key(id: Id) -> bytes:

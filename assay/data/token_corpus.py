@@ -12,8 +12,8 @@ that every byte is paid for, and its end is predicted too. It costs two tokens a
 """
 
 import hashlib
-import json
 import math
+import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -26,17 +26,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from assay.data.encode import encode_plain, plain_backend
-from assay.data.files import Files, sha256_of
 from assay.errors import ArtifactError, DataError, UsageError
 from assay.model.tokenizer import Tokenizer
+from assay.store.durable import hash_file
+from assay.strict_json import NATURAL, parse_json, read_json_lines, read_small_file, require_shape
 
 CORPUS_FORMAT = "assay-corpus/1"
 INDEX_RECORD = np.dtype([("id", "<u8"), ("offset", "<u8"), ("tokens", "<u4"), ("bytes", "<u4"),
                   ("text", "<u8"),  # first 64 bits of the sha256 of the raw bytes
                   ("words", "<u8"),  # fingerprint of the words: equal for documents that differ in spacing only
                   ("lossless", "<i4")])  # 1: the ids decode to the raw bytes, 0: they do not, -1: not looked
+Files = dict[str, dict[str, Any]]  # name → bytes and sha256, as a manifest has them
 SIDES = ("train", "held")
-MANIFEST_KEYS = ("tokenizer", "boundary", "dtype", "train", "held_out", "overlap", "files")  # keys of a manifest
+_COUNTS = {"documents": NATURAL, "tokens": NATURAL, "bytes": NATURAL}
+CORPUS_MANIFEST = {
+    "tokenizer": {"digest": str, "vocabulary": NATURAL}, "boundary": {"id": NATURAL, "token": str}, "dtype": str, "train": _COUNTS,
+    "held_out": _COUNTS | {"digest": str, "lossy?": NATURAL}, "overlap": {"bound": float, "share?": float},
+    "files": {str: {"bytes": NATURAL, "sha256": str}}}
+SAMPLE = {"id": str, "text": str, "ids": [NATURAL], "agree": NATURAL}
 
 
 @dataclass(frozen=True)
@@ -110,7 +117,7 @@ def open_corpus(folder: Path, *, tokenizer_digest: str | None = None, verify: bo
         raise DataError(f"{folder} was encoded by tokenizer {manifest['tokenizer']['digest'][:12]}, the model uses "
                         f"{tokenizer_digest[:12]}: its ids mean other text. Build the corpus again with --tokenizer")
     _check_files(folder, manifest["files"], verify)
-    train, held = (_open_split(folder, side, manifest) for side in SIDES)
+    train, held = (_open_split(folder, side, manifest, verify) for side in SIDES)
     corpus = Corpus(folder, manifest, digest, train, held)
     if verify:
         _check_samples(corpus)
@@ -139,13 +146,13 @@ def _read_manifest(folder: Path) -> tuple[dict[str, Any], str]:
     path = folder / "manifest.json"
     if not path.is_file():
         raise UsageError(f"{folder} is not a corpus: no manifest.json; make one with: assay corpus TEXT --out {folder}")
-    data = path.read_bytes()
-    try:
-        manifest = json.loads(data)
-    except ValueError as error:
-        raise ArtifactError(f"{path}: not JSON ({error}); build the corpus again") from None
-    if not isinstance(manifest, dict) or manifest.get("format") != CORPUS_FORMAT or any(k not in manifest for k in MANIFEST_KEYS):
+    data = read_small_file(path)
+    manifest = parse_json(data, where=str(path), advice="build the corpus again")
+    if not isinstance(manifest, dict) or manifest.get("format") != CORPUS_FORMAT or any(k not in manifest for k in CORPUS_MANIFEST):
         raise ArtifactError(f"{path}: not a manifest of the format {CORPUS_FORMAT}; build the corpus again")
+    require_shape(manifest, CORPUS_MANIFEST, where=str(path))
+    if manifest["dtype"] not in ("<u2", "<u4"):
+        raise ArtifactError(f"{path}: its ids are {manifest['dtype']!r:.20}; expected <u2 or <u4")
     return manifest, hashlib.sha256(data).hexdigest()
 
 
@@ -156,11 +163,11 @@ def _check_files(folder: Path, files: Files, verify: bool) -> None:
             raise ArtifactError(f"{folder}: the manifest names {name!r}, which is not a file of this folder")
         if path.stat().st_size != entry["bytes"]:
             raise ArtifactError(f"{path}: {path.stat().st_size} bytes, the manifest says {entry['bytes']}")
-        if verify and sha256_of(path) != entry["sha256"]:
+        if verify and hash_file(path) != entry["sha256"]:
             raise ArtifactError(f"{path}: its sha256 is not the manifest's; the bytes changed. Build the corpus again")
 
 
-def _open_split(folder: Path, side: str, manifest: dict[str, Any]) -> Split:
+def _open_split(folder: Path, side: str, manifest: dict[str, Any], verify: bool) -> Split:
     split = open_split(folder, side, manifest["files"], manifest["dtype"])
     ends = split.index["offset"] + split.index["tokens"]
     begins = np.concatenate([np.zeros(1, np.uint64), ends])[: len(ends)]
@@ -168,11 +175,16 @@ def _open_split(folder: Path, side: str, manifest: dict[str, Any]) -> Split:
     found = {"documents": split.documents, "tokens": split.tokens, "bytes": split.bytes}
     if not np.array_equal(split.index["offset"], begins) or any(told[key] != count for key, count in found.items()):
         raise ArtifactError(f"{folder}: {side}-index.bin does not describe the {side} shards; build the corpus again")
+    if any(shard.max() >= manifest["tokenizer"]["vocabulary"] for shard in split.shards if verify):
+        raise ArtifactError(f"{folder}: a {side} shard holds ids beyond the tokenizer's {manifest['tokenizer']['vocabulary']}; build again")
     return split
 
 
 def open_split(folder: Path, side: str, files: Files, dtype: str) -> Split:
     names = sorted(name for name in files if name.startswith(f"{side}-") and name != f"{side}-index.bin")
+    for name, width in (*((name, np.dtype(dtype).itemsize) for name in names), (f"{side}-index.bin", INDEX_RECORD.itemsize)):
+        if name not in files or files[name]["bytes"] % width or not (files[name]["bytes"] or name not in names):
+            raise ArtifactError(f"{folder / name}: missing, or not a whole number of records; build the corpus again")
     shards = tuple(np.memmap(folder / name, dtype, "r").view(np.ndarray) for name in names)
     index: NDArray[Any] = np.fromfile(folder / f"{side}-index.bin", INDEX_RECORD)
     return Split(shards, tuple(accumulate(map(len, shards), initial=0)), index)
@@ -184,9 +196,10 @@ def _check_samples(corpus: Corpus) -> None:
     if tokenizer.digest != corpus.tokenizer_digest:
         raise ArtifactError(f"{corpus.folder}: tokenizer.json is not the tokenizer that the manifest names")
     backend = plain_backend(tokenizer)
-    for line in (corpus.folder / "samples.jsonl").read_text(encoding="utf-8").split("\n")[:-1]:
-        sample = json.loads(line)
+    for sample in read_json_lines(corpus.folder / "samples.jsonl", SAMPLE):
         ids = np.frombuffer(encode_plain(backend, sample["text"], corpus.manifest["dtype"]), corpus.manifest["dtype"])
+        if not re.fullmatch("[0-9a-f]{16}", sample["id"]):
+            raise ArtifactError(f"{corpus.folder / 'samples.jsonl'}: {sample['id'][:40]!r} is no document's id; build the corpus again")
         stored = stored_ids([corpus.train, corpus.held_out], int(sample["id"], 16))
         if ids.tolist() != sample["ids"] or leading_matches(ids, stored) < sample["agree"]:
             raise ArtifactError(f"{corpus.folder}: document {sample['id']} does not encode to its stored ids; another "

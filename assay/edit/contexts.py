@@ -13,7 +13,8 @@ from torch import Tensor
 from assay.edit.block_hooks import keys_and_state
 from assay.edit.facts import Fact
 from assay.edit.subject_tokens import SubjectSpan, locate_subject
-from assay.generate.sampler import Sampling, sample
+from assay.generate.engine import sample
+from assay.generate.generation_request import Sampling
 from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import Transformer
 from assay.seeds import derive

@@ -10,14 +10,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-from torch import Tensor
-
-from assay.edit.block_hooks import padded
 from assay.edit.facts import Fact
 from assay.edit.subject_tokens import answer_ids, encode_prompt
 from assay.generate.engine import generate
 from assay.generate.generation_request import GenerationRequest, Sampling
+from assay.generate.policy_logprobs import completion_logprobs
 from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import Transformer
 
@@ -26,6 +23,7 @@ _ROWS = {"cpu": 32}  # in one batch; elsewhere MANY
 _MANY = 256
 BEYOND = 3  # tokens generated past the answer's, so that its end shows
 FLUENT_TOKENS = 48
+PLAIN = Sampling()  # the model's own distribution
 
 
 @dataclass(frozen=True)
@@ -87,28 +85,10 @@ def ask_questions(model: Transformer, tokenizer: Tokenizer, asked: Sequence[Fact
 
 
 def answer_surprises(model: Transformer, tokenizer: Tokenizer, pairs: Sequence[tuple[str, str | None]]) -> list[float | None]:
-    """Mean −log p per token of each answer after its prompt. Rows of like length stand together; padding is never read."""
-    rows = [(i, encode_prompt(tokenizer, prompt), answer_ids(tokenizer, answer)) for i, (prompt, answer) in enumerate(pairs) if answer]
-    rows.sort(key=lambda row: len(row[1]) + len(row[2]))
-    found: dict[int, float] = {}
-    for start in range(0, len(rows), _at_once(model)):
-        part = rows[start : start + _at_once(model)]
-        values = _surprises(model, [(prompt, answer) for _, prompt, answer in part])
-        found |= {i: value for (i, _, _), value in zip(part, values.tolist(), strict=True)}
-    return [found.get(i) for i in range(len(pairs))]
-
-
-@torch.no_grad()
-def _surprises(model: Transformer, rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Tensor:
-    device = model.embed.weight.device
-    tokens, documents = padded([(*prompt, *answer[:-1]) for prompt, answer in rows], device)
-    places = [(row, len(prompt) - 1 + i) for row, (prompt, answer) in enumerate(rows) for i in range(len(answer))]
-    due = torch.tensor([id for _, answer in rows for id in answer], device=device)
-    row, column = torch.tensor(places, device=device).T
-    states = model.hidden(tokens, documents=documents)[row, column]
-    said = model.logits(states).float().log_softmax(-1).gather(-1, due[:, None]).squeeze(-1)
-    totals = torch.zeros(len(rows), device=device).index_add(0, row, -said)
-    return totals / torch.tensor([len(answer) for _, answer in rows], device=device)
+    """Mean −log p per token of each answer after its prompt; None where there is no answer."""
+    asked = {i: (encode_prompt(tokenizer, prompt), answer_ids(tokenizer, answer)) for i, (prompt, answer) in enumerate(pairs) if answer}
+    found = dict(zip(asked, completion_logprobs(model, list(asked.values()), PLAIN), strict=True))
+    return [-float(found[i].mean()) if i in found else None for i in range(len(pairs))]
 
 
 def greedy_texts(model: Transformer, tokenizer: Tokenizer, prompts: Sequence[str], new: int, stop_ids: Collection[int]) -> list[str]:

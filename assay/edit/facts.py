@@ -5,7 +5,6 @@ without a template must hold the subject as it is spelled: the last whole-word o
 answer. A row whose subject is not there is refused by name, and the others go on.
 """
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any
 
 from assay.data.data_files import read_rows
 from assay.errors import DataError, UsageError
+from assay.strict_json import read_json
 
 NO_SPACES_FROM = 0x2E80  # scripts from here on (CJK) write no spaces between words
 
@@ -183,16 +183,4 @@ def _rows(path: Path) -> list[dict[str, Any]]:
         return [row.values for row in read_rows(path)]
     if not path.is_file():
         raise UsageError(f"{path}: {'a folder' if path.is_dir() else 'no such file'}; expected a .json list or .jsonl lines")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8 at byte {error.start}") from None
-    try:
-        rows = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}: not JSON: {error}; expected a .json list or .jsonl lines") from None
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise DataError(f"{path}: expected a list of JSON objects")
-    return rows
+    return read_json(path, [dict], error=DataError)

@@ -136,12 +136,10 @@ def _remembered(place: Path) -> Tensor | None:
 
 def _remember(place: Path, moment: Tensor) -> None:
     """Another process may have computed the same meanwhile: what it wrote is whole, and stays."""
-    def fill(folder: Path) -> None:
-        facts = write_tensors(folder / TENSORS, {"moment": moment})
-        durable.write_file(folder / FACTS, [seal({"sha256": facts.sha256}, where=str(place / FACTS))])
-
     try:
-        durable.commit_folder(place, fill)
+        with durable.new_folder(place) as folder:
+            facts = write_tensors(folder / TENSORS, {"moment": moment})
+            durable.write_file(folder / FACTS, [seal({"sha256": facts.sha256}, where=str(place / FACTS))])
     except (StoreError, UsageError):
         if not place.exists():
             raise

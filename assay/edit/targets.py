@@ -33,26 +33,26 @@ class RecordingCache(NamedTuple):
     keys: list[Tensor]
     values: list[Tensor]
 
-    def place(self, tokens_BT: Tensor, documents: Tensor | None, positions: Tensor | None, windows: set[int | None],
-              starts: Tensor | None) -> TokenLayout:
+    def layout(self, tokens_BT: Tensor, documents: Tensor | None, positions: Tensor | None, windows: set[int | None],
+               starts: Tensor | None) -> TokenLayout:
         return token_layout(tokens_BT, documents, positions, windows, starts)
 
     def layer(self, index: int) -> "RecordingCache":
         assert len(self.keys) == index, "layers run in order"
         return self
 
-    def attend(self, q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, sight: AttentionMask) -> Tensor:
+    def attend(self, q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, mask: AttentionMask) -> Tensor:
         self.keys.append(k_BTKd)
         self.values.append(v_BTKd)
-        return attend(q_BTHd, k_BTKd, v_BTKd, sight)
+        return attend(q_BTHd, k_BTKd, v_BTKd, mask)
 
 
 class PrefixCacheLayer(NamedTuple):
     keys_BSKd: Tensor
     values_BSKd: Tensor
 
-    def attend(self, q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, sight: AttentionMask) -> Tensor:
-        return attend(q_BTHd, torch.cat([self.keys_BSKd, k_BTKd], 1), torch.cat([self.values_BSKd, v_BTKd], 1), sight)
+    def attend(self, q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, mask: AttentionMask) -> Tensor:
+        return attend(q_BTHd, torch.cat([self.keys_BSKd, k_BTKd], 1), torch.cat([self.values_BSKd, v_BTKd], 1), mask)
 
 
 class PrefixCache(NamedTuple):
@@ -62,8 +62,8 @@ class PrefixCache(NamedTuple):
     values: list[Tensor]
     documents: Tensor
 
-    def place(self, tokens_BT: Tensor, documents: Tensor | None, positions: Tensor | None, windows: set[int | None],
-              starts: Tensor | None) -> TokenLayout:
+    def layout(self, tokens_BT: Tensor, documents: Tensor | None, positions: Tensor | None, windows: set[int | None],
+               starts: Tensor | None) -> TokenLayout:
         assert documents is not None, "rows end at different columns"
         lengths = (self.documents != PADDING).sum(1, keepdim=True)
         here = lengths + positions_in_document(documents)

@@ -14,12 +14,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from assay.edit import fact_questions as q
-from assay.edit.block_hooks import padded
 from assay.edit.fact_questions import FactReply, QuestionKind
 from assay.edit.facts import Fact, RefusedFact
 from assay.edit.memit import EditResult
 from assay.edit.moments import TokenizedText
-from assay.model.attention import PADDING
+from assay.generate.policy_logprobs import completion_logprobs
 from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import Transformer
 from assay.statistics.estimate import Estimate, clustered, mean, paired, proportion, ratio
@@ -29,7 +28,6 @@ ALREADY = 0.1  # more of the targets than this said before any edit: the score m
 LOCALITY_LOSS = 0.1  # a shown fall of the neighbours' right answers beyond this is harm
 LARGEST_UPDATE = 0.5  # ‖ΔW‖ / ‖W‖ of one matrix; 50 healthy edits of SmolLM2-135M reach 0.24
 SOLVED = 1e-4  # how far a rank-one edit's key may be from its value, relative
-TEXT_ROWS = 4
 
 
 @dataclass(frozen=True)
@@ -59,19 +57,11 @@ def evaluate_edits(model: Transformer, tokenizer: Tokenizer, facts: Sequence[Fac
     return EditedReplies(replies, entropy, *text_surprise(model, reading))
 
 
-@torch.no_grad()
 def text_surprise(model: Transformer, reading: TokenizedText) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Per row of text: summed −log p, and over how many tokens."""
-    nll, count = [], []
     rows = [row for row in reading.rows if len(row) > 1]
-    for start in range(0, len(rows), TEXT_ROWS):
-        tokens, documents = padded(rows[start : start + TEXT_ROWS], model.embed.weight.device)
-        logprobs = model.logits(model.hidden(tokens, documents=documents)[:, :-1]).float().log_softmax(-1)
-        said = logprobs.gather(-1, tokens[:, 1:, None]).squeeze(-1)
-        real = documents[:, 1:] != PADDING
-        nll += (-said * real).double().sum(1).tolist()
-        count += real.sum(1).tolist()
-    return np.array(nll), np.array(count, dtype=np.float64)
+    found = completion_logprobs(model, [(row[:1], row[1:]) for row in rows], q.PLAIN)
+    return np.array([-float(row.double().sum()) for row in found]), np.array([len(row) for row in found], dtype=np.float64)
 
 # ---------------------------------------------------------------- estimates
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from assay.errors import DataError, UsageError
 from assay.store import durable
+from assay.strict_json import parse_json, read_json
 
 _FORMAT = 1
 REQUEST, SCORES, SUMMARY = "request.json", "scores.jsonl", "eval.json"
@@ -74,7 +75,7 @@ class EvalFolder:
                 raise UsageError(f"{path} is missing, and {SCORES} is not empty: nobody knows what it holds; give another --out")
             durable.replace_file(path, json.dumps(self.request, indent=1).encode() + b"\n")
             return
-        recorded = json.loads(path.read_text())
+        recorded = read_json(path, error=DataError)
         other = [name for name in {**recorded, **self.request} if recorded.get(name) != self.request.get(name)]
         if other:
             first = other[0]
@@ -87,7 +88,8 @@ class EvalFolder:
         text = self.file.read()
         whole = text[: text.rfind(b"\n") + 1]
         self.file.truncate(len(whole))
-        return [json.loads(line) for line in whole.splitlines()]
+        return [parse_json(line, where=f"{self.folder / SCORES}:{number}", shape=dict, error=DataError, surrogates=True)
+                for number, line in enumerate(whole.split(b"\n")[:-1], 1)]
 
 
 def _line(row: Mapping[str, Any]) -> bytes:

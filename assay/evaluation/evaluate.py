@@ -52,6 +52,27 @@ class Evaluation:
     apart: list[dict[str, Any]]  # samples on which the strict and the lenient reading differ
     rows: list[dict[str, Any]]
 
+    def to_json(self) -> dict[str, Any]:
+        return {"estimates": {name: asdict(estimate) for name, estimate in self.estimates.items()},
+                "verdicts": [verdict.to_json() for verdict in self.verdicts], "disagreements": len(self.apart)}
+
+
+@dataclass(frozen=True)
+class Asking:
+    """What one evaluation asks of a model: `texts` are the prompts by example, `raw` leaves the chat template out."""
+
+    opened: LoadedModel
+    task: Task
+    texts: dict[str, str]
+    k: int
+    sampling: Sampling
+    raw: bool
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt with its completion."""
+        return max(self.opened.length_of(text, raw=self.raw) for text in self.texts.values()) + self.sampling.max_new
+
 
 def evaluate(opened: LoadedModel, task: Task, folder: Path, *, k: int = 1, sampling: Sampling | None = None, raw: bool = False,
              trained_on: Iterable[str] = (), said: EvalProgress = lambda done, of: None) -> Evaluation:
@@ -64,20 +85,21 @@ def evaluate(opened: LoadedModel, task: Task, folder: Path, *, k: int = 1, sampl
     training = list(trained_on)  # read before anything is paid for
     verdicts = stop_if_unsound(check_scoring(task))  # a task whose own gold texts do not score says nothing about a model
     texts = {example.id: _asked(task, example) for example in task.examples}
-    raw = raw or not isinstance(task, GenerationTask) or task.raw
-    verdicts += _before(opened, texts, raw)
+    asking = Asking(opened, task, texts, k, sampling, raw or not isinstance(task, GenerationTask) or task.raw)
+    verdicts += _before(asking)
     if isinstance(task, GenerationTask):
-        opened.require_room(_longest(opened, texts, raw) + sampling.max_new)
-    results = EvalFolder(folder, _request(opened, task, texts, k, sampling, raw))
+        opened.require_room(asking.longest)
+    results = EvalFolder(folder, _request(asking))
     try:
-        for part, rows in _parts(opened, task, texts, k, sampling, raw, results.rows):
-            results.append(_named(row, opened, results.request) for row in rows)
-            said(part, len(task.examples))
+        for done, rows in _parts(asking, results.rows):
+            results.append({**row, "checkpoint": opened.identity, "dataset": results.request["dataset"]} for row in rows)
+            said(done, len(task.examples))
         rows = [results.rows[example.id] for example in task.examples if example.id in results.rows]
-        verdicts += _after(task, rows, k, sampling, results.request["dataset"])
+        verdicts += _after(asking, rows, results.request["dataset"])
         verdicts += [soundness.check_leak(task.examples, training)] if training else []
         found = Evaluation(summary.summarise(task, rows, k), verdicts, summary.sample_disagreements(rows), rows)
-        results.finish(_summary(opened, found))
+        results.finish({"path": str(opened.artifact.path), **found.to_json(), "disagreements_listed": found.apart[:_LISTED],
+                        "code": code_digest(), "environment": environment()})
     finally:
         results.close()
     return found
@@ -93,74 +115,61 @@ def stop_if_unsound(verdicts: list[Verdict]) -> list[Verdict]:
     return verdicts
 
 
-def _before(opened: LoadedModel, texts: Mapping[str, str], raw: bool) -> list[Verdict]:
-    some = list(texts.values())[:3]
-    first = prompt_token_ids(opened.tokenizer, some[0], raw=raw)[: opened.model.config.max_length]
+def _before(asking: Asking) -> list[Verdict]:
+    opened, some = asking.opened, list(asking.texts.values())[:3]
+    first = prompt_token_ids(opened.tokenizer, some[0], raw=asking.raw)[: opened.model.config.max_length]
     return stop_if_unsound([soundness.check_text_start(opened, some), soundness.check_repeatable(opened.model, first)])
 
 
-def _after(task: Task, rows: Sequence[Mapping[str, Any]], k: int, sampling: Sampling, dataset: str) -> list[Verdict]:
-    verdicts = [soundness.check_complete(task, rows, k), soundness.check_dataset(dataset, task.examples)]
-    if isinstance(task, GenerationTask):
-        verdicts.append(soundness.check_sample_seeds(rows, sampling.temperature))
-    if k > 1:
+def _after(asking: Asking, rows: Sequence[Mapping[str, Any]], dataset: str) -> list[Verdict]:
+    verdicts = [soundness.check_complete(asking.task, rows, asking.k), soundness.check_dataset(dataset, asking.task.examples)]
+    if isinstance(asking.task, GenerationTask):
+        verdicts.append(soundness.check_sample_seeds(rows, asking.sampling.temperature))
+    if asking.k > 1:
         verdicts.append(soundness.check_pass_at_k(summary.pass_at_k))
     return stop_if_unsound(verdicts)
 
 
-def _request(opened: LoadedModel, task: Task, texts: Mapping[str, str], k: int, sampling: Sampling, raw: bool) -> dict[str, Any]:
+def _request(asking: Asking) -> dict[str, Any]:
     """All that the scores depend on. The path of the model is not among it: a moved folder is the same model."""
-    weight = opened.model.embed.weight
-    prompts = hashlib.sha256("\0".join(texts.values()).encode("utf-8", "backslashreplace")).hexdigest()
-    asked = {"k": k, "sampling": asdict(sampling), "stop": list(task.stop), "raw": raw} if isinstance(task, GenerationTask) else {}
-    return {"task": task.name, "dataset": dataset_digest(task.examples), "examples": len(task.examples), "checkpoint": opened.identity,
-            "tokenizer": opened.tokenizer.digest, "template": opened.tokenizer.template_digest, "prompts": prompts,
-            "device": weight.device.type, "dtype": str(weight.dtype).removeprefix("torch."), **asked}
-
-
-def _summary(opened: LoadedModel, found: Evaluation) -> dict[str, Any]:
-    return {"path": str(opened.artifact.path), "estimates": {name: asdict(estimate) for name, estimate in found.estimates.items()},
-            "verdicts": [verdict.to_json() for verdict in found.verdicts], "disagreements": len(found.apart),
-            "disagreements_listed": found.apart[:_LISTED], "code": code_digest(), "environment": environment()}
-
-
-def _named(row: dict[str, Any], opened: LoadedModel, request: Mapping[str, Any]) -> dict[str, Any]:
-    return {**row, "checkpoint": opened.identity, "dataset": request["dataset"]}
+    opened, task, weight = asking.opened, asking.task, asking.opened.model.embed.weight
+    prompts = hashlib.sha256("\0".join(asking.texts.values()).encode("utf-8", "backslashreplace")).hexdigest()
+    request = {"task": task.name, "dataset": dataset_digest(task.examples), "examples": len(task.examples), "checkpoint": opened.identity,
+               "tokenizer": opened.tokenizer.digest, "template": opened.tokenizer.template_digest, "prompts": prompts,
+               "device": weight.device.type, "dtype": str(weight.dtype).removeprefix("torch.")}
+    if isinstance(task, GenerationTask):
+        request |= {"k": asking.k, "sampling": asdict(asking.sampling), "stop": list(task.stop), "raw": asking.raw}
+    return request
 
 
 # ---------------------------------------------------------------- parts
 
 
-def _parts(opened: LoadedModel, task: Task, texts: Mapping[str, str], k: int, sampling: Sampling, raw: bool,
-           done: Mapping[str, Any]) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+def _parts(asking: Asking, done: Mapping[str, Any]) -> Iterator[tuple[int, list[dict[str, Any]]]]:
     """(examples done, the new rows) of every part that is not done yet. A part that was begun is done again, whole."""
+    opened, task, reserved = asking.opened, asking.task, False
     members = COMPLETIONS_PER_PART[opened.model.embed.weight.device.type]
-    size = max(1, members // k) if isinstance(task, GenerationTask) else EXAMPLES_PER_PART
-    reserved = False
+    size = max(1, members // asking.k) if isinstance(task, GenerationTask) else EXAMPLES_PER_PART
     for start in range(0, len(task.examples), size):
         part = task.examples[start : start + size]
         if all(example.id in done for example in part):
             continue
         if isinstance(task, GenerationTask) and not reserved:
-            opened.reserve(_longest(opened, texts, raw) + sampling.max_new, min(size, len(task.examples)) * k)
+            opened.reserve(asking.longest, min(size, len(task.examples)) * asking.k)
             reserved = True
-        yield start + len(part), [row for row in _scored(opened, task, part, texts, k, sampling, raw) if row["id"] not in done]
+        yield start + len(part), [row for row in _scored(asking, part) if row["id"] not in done]
 
 
-def _longest(opened: LoadedModel, texts: Mapping[str, str], raw: bool) -> int:
-    return max(opened.length_of(text, raw=raw) for text in texts.values())
-
-
-def _scored(opened: LoadedModel, task: Task, part: Sequence[TaskExample], texts: Mapping[str, str], k: int, sampling: Sampling,
-            raw: bool) -> list[dict[str, Any]]:
+def _scored(asking: Asking, part: Sequence[TaskExample]) -> list[dict[str, Any]]:
+    opened, task = asking.opened, asking.task
     if isinstance(task, GenerationTask):
-        return _sampled(opened, task, part, texts, k, sampling, raw)
+        return _sampled(asking, task, part)
     return _chosen(opened, task, part) if isinstance(task, MultipleChoiceTask) else _read(opened, task, part)
 
 
-def _sampled(opened: LoadedModel, task: GenerationTask, part: Sequence[TaskExample], texts: Mapping[str, str], k: int, sampling: Sampling,
-             raw: bool) -> list[dict[str, Any]]:
-    completions = opened.generate_until({e.id: texts[e.id] for e in part}, sampling, k=k, stop=task.stop, raw=raw)
+def _sampled(asking: Asking, task: GenerationTask, part: Sequence[TaskExample]) -> list[dict[str, Any]]:
+    opened, sampling, texts = asking.opened, asking.sampling, asking.texts
+    completions = opened.generate_until({e.id: texts[e.id] for e in part}, sampling, k=asking.k, stop=task.stop, raw=asking.raw)
     pairs = [(e, completion.text or "") for e in part for completion in completions[e.id]]
     scores = iter(score_all(task, pairs))
     rows = []

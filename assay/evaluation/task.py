@@ -12,10 +12,9 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from assay.errors import DataError
-from assay.generate.generation_request import Completion, Sampling
 from assay.verdict import Verdict, proven, refuted, unproven
 
 ID_COLUMNS = ("id", "task_id", "idx", "case_id")
@@ -104,15 +103,6 @@ class Likelihood:
 
     def by(self, unit: Literal["total", "byte", "token"]) -> float:
         return self.nats / {"total": 1, "byte": self.bytes, "token": self.tokens}[unit]
-
-
-class ModelUnderTest(Protocol):
-    """A model under test. `generate_until` gives `k` completions of each prompt, drawn at the address of its id."""
-
-    def generate_until(self, prompts: Mapping[str, str], sampling: Sampling, *, k: int, stop: Sequence[str], raw: bool) \
-        -> dict[str, list[Completion]]: ...
-    def loglikelihood(self, pairs: Sequence[tuple[str, str]]) -> list[Likelihood]: ...
-    def loglikelihood_rolling(self, texts: Sequence[str]) -> list[Likelihood]: ...
 
 
 # ---------------------------------------------------------------- examples

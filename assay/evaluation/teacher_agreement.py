@@ -9,7 +9,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from assay.comparison.read_results import Arm, ScoredRun
 from assay.data.batch import Batch
 from assay.data.teacher_store import Id, example_spans
 from assay.errors import DataError
@@ -46,16 +45,6 @@ class Agreement:
         alike, document = np.rint(self.top1 * counts).astype(np.int64), np.repeat(np.arange(len(counts)), counts)
         within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)  # a token's place in its document
         return known | {"top1": clustered(within < alike[document], document.tolist())}  # no agreement at all is still not exactly 0
-
-
-def agreement_arms(name: str, found: Agreement) -> list[Arm]:
-    """For `compare`: students who read the same documents, paired by document; each measure is a group of its own."""
-    measures = {"KL to the teacher": (found.kl, True), "same likeliest token": (found.top1, False),
-                "cross-entropy": (found.student_ce, True)}  # and whether less is better
-    scores = {metric: {str(id): (float(value),) for id, value in zip(found.ids, values, strict=True)}
-              for metric, (values, _) in measures.items()}
-    return [Arm(name, metric, (ScoredRun(name, scores[metric]),), lower, metric, unit="documents") for metric,
-            (_, lower) in measures.items()]
 
 
 def measure_agreement(student: Transformer, teacher: Transformer, batches: Iterable[Batch], *, vocab: int | None = None) -> Agreement:

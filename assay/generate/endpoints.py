@@ -65,8 +65,17 @@ class Endpoints:
             raise RequestRefused("expected the name that the adapter shall have and the path of its checkpoint", param="path" if name
                                  else "name")
         async with self.joining:
-            joined = await asyncio.to_thread(_asking(self.serving.open_adapter), name, path)
+            joined = await asyncio.to_thread(self._open_adapter, name, path)
         return json_response(200, self._described(joined))
+
+    def _open_adapter(self, name: str, path: str) -> HostedModel:
+        """An artifact that is refused is the client's to know about, not a failure of the server."""
+        try:
+            return self.serving.open_adapter(name, path)
+        except RequestRefused:
+            raise
+        except AssayError as error:
+            raise RequestRefused(str(error), param="path", code="adapter_refused") from None
 
     async def retire_adapter(self, request: "HttpRequest") -> "Response":
         name = request.path_params["name"]
@@ -111,7 +120,7 @@ class CompletionFlow:
     """The completions of one reply on their way from the engine. Whatever ends it early, they are cancelled."""
 
     def __init__(self, serving: EngineThread, answer: ApiReply):
-        self.serving, self.answer, self.model = serving, answer, answer.served
+        self.serving, self.answer, self.model = serving, answer, answer.model
         self.members = answer.asked.n * len(answer.prompts)
 
     async def collect(self) -> dict[str, Any]:
@@ -246,18 +255,6 @@ def json_response(status: int, body: dict[str, Any], headers: dict[str, str] | N
     from starlette.responses import Response
 
     return Response(json.dumps(body, allow_nan=False), status, headers, "application/json")
-
-
-def _asking(what: Callable[..., T]) -> Callable[..., T]:
-    """An artifact that is refused is the client's to know about, not a failure of the server."""
-    def asked(*arguments: Any) -> T:
-        try:
-            return what(*arguments)
-        except RequestRefused:
-            raise
-        except AssayError as error:
-            raise RequestRefused(str(error), param="path", code="adapter_refused") from None
-    return asked
 
 
 def _status(error: AssayError) -> int:

@@ -9,14 +9,14 @@ the shape of the prefill and the number of slots: in fp32 on a CPU log-probabili
 """
 
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Literal
 
 import torch
 
 from assay.errors import GuardStop, UsageError
 from assay.generate.detokenize import Detokenizer
-from assay.generate.generation_request import MOST_STOP_IDS, Completion, CompletionProgress, FinishReason, GenerationRequest
+from assay.generate.generation_request import MOST_STOP_IDS, Completion, CompletionProgress, FinishReason, GenerationRequest, Sampling
 from assay.generate.policy_logprobs import batched_by_length
 from assay.generate.sampler_weights import SamplerWeights, fingerprint
 from assay.generate.slots import NO_TOKEN, LaunchedSteps, SlotAssignment, Slots
@@ -26,10 +26,10 @@ from assay.model.transformer import Transformer
 from assay.seeds import derive
 
 MOST_SLOTS = {"cuda": 1024, "cpu": 256}
-_SHARE = 0.25  # of the memory that is free, for keys and values
-_STEPS = 4  # tokens that a GPU makes for every slot before the host looks; meanwhile as many again are under way
-PREFILL = 32768  # prompt tokens that are computed at once
-CROWD = 32  # of all slots, one in so many may stand empty until as many are: computing few prompts takes a GPU as long as many
+CACHE_SHARE = 0.25  # of the memory that is free, for keys and values
+STEPS_PER_LAUNCH = 4  # tokens that a GPU makes for every slot before the host reads them; meanwhile as many again are under way
+PREFILL_TOKENS = 32768  # prompt tokens that are computed at once
+REFILL_SHARE = 32  # of all slots, one in so many may stand empty until as many are: computing few prompts takes a GPU as long as many
 
 
 class ActiveCompletion:
@@ -44,8 +44,8 @@ class ActiveCompletion:
         self.ids: list[int] = []
         self.logprobs: list[float] = []
         self.launched = 0  # steps that were launched for it, whether or not they have been read
-        wordy = self.tokenizer is not None and (self.request.stop or self.request.stream)
-        self.words = Detokenizer(self.tokenizer, self.request.stop) if wordy and self.tokenizer is not None else None
+        reads_text = self.tokenizer is not None and (self.request.stop or self.request.stream)
+        self.detokenizer = Detokenizer(self.tokenizer, self.request.stop) if reads_text and self.tokenizer is not None else None
 
     @property
     def key(self) -> int:
@@ -61,8 +61,8 @@ class ActiveCompletion:
         return self.request.sampling.max_new - self.launched
 
     def gain(self, ids: list[int], logprobs: list[float], version: str) -> CompletionProgress:
-        """Takes what a flight brought, up to what ends it."""
-        stopped_after = self.words.feed(ids) if self.words is not None else None
+        """Takes the tokens of launched steps, up to the one that ends it."""
+        stopped_after = self.detokenizer.feed(ids) if self.detokenizer is not None else None
         if stopped_after is not None:
             ids, logprobs, self.ended = ids[:stopped_after], logprobs[:stopped_after], "stop string"
         self.ids += ids
@@ -75,15 +75,15 @@ class ActiveCompletion:
         return self.progress(ids, logprobs, version)
 
     def progress(self, ids: Sequence[int], logprobs: Sequence[float], version: str) -> CompletionProgress:
-        completion, text = None, self.words.take() if self.words is not None and self.request.stream else ""
+        completion, text = None, self.detokenizer.take() if self.detokenizer is not None and self.request.stream else ""
         if self.ended is not None:
-            text += self.words.finish(self.ended == "stop string") if self.words is not None else ""
+            text += self.detokenizer.finish(self.ended == "stop string") if self.detokenizer is not None else ""
             completion = Completion(tuple(self.ids), tuple(self.logprobs), self.ended, version, self._whole_text())
         return CompletionProgress(self.ticket, self.member, tuple(ids), tuple(logprobs), text if self.request.stream else "", completion)
 
     def _whole_text(self) -> str | None:
-        if self.words is not None:
-            return self.words.text
+        if self.detokenizer is not None:
+            return self.detokenizer.text
         return None if self.tokenizer is None else self.tokenizer.decode(self.ids, special=False)
 
 
@@ -101,36 +101,37 @@ class Engine:
         if slots < 1 or not 2 <= length <= model.config.max_length:
             raise UsageError(f"an engine of {slots} slots of {length} tokens: expected at least one slot and 2 to "
                              f"{model.config.max_length} tokens, the model's context")
-        self.served = SamplerWeights(model, device)
-        on_gpu = self.served.device.type == "cuda"
-        self.slots = Slots(self.served, slots, length, steps or (_STEPS if on_gpu else 1), graphed=on_gpu if graphed is None else graphed)
+        self.weights = SamplerWeights(model, device)
+        on_gpu = self.weights.device.type == "cuda"
+        graphed = on_gpu if graphed is None else graphed
+        self.slots = Slots(self.weights, slots, length, steps or (STEPS_PER_LAUNCH if on_gpu else 1), graphed=graphed)
         self.length, self.stop_ids, self.version, self.tokenizer = length, tuple(stop_ids), version, tokenizer
-        self._ahead = 2 if on_gpu else 1  # flights in the air: a GPU has work while the host reads what it did before
-        self._crowd = max(1, slots // CROWD) if on_gpu else 1  # slots that are filled anew together, while others wait
+        self._launches_ahead = 2 if on_gpu else 1  # launches under way at once: a GPU has work while the host reads what it did before
+        self._least_free = max(1, slots // REFILL_SHARE) if on_gpu else 1  # slots that are filled anew together, while others wait
         self._tickets = 0
         self._waiting: deque[ActiveCompletion] = deque()
-        self._tenants: list[ActiveCompletion | None] = [None] * slots
-        self._holds: list[tuple[int, ...]] = [()] * slots  # the prefix whose keys and values stand in each slot
+        self._in_slots: list[ActiveCompletion | None] = [None] * slots
+        self._prefixes: list[tuple[int, ...]] = [()] * slots  # the prefix whose keys and values stand in each slot
         self._reach = [1] * slots  # no slot stands at or beyond this place
-        self._flights: deque[tuple[LaunchedSteps, list[ActiveCompletion | None]]] = deque()
+        self._launched: deque[tuple[LaunchedSteps, list[ActiveCompletion | None]]] = deque()
 
     # ── what a caller does ────────────────────────────────────────────────────────────────────────────────────────────
 
     def submit(self, request: GenerationRequest) -> int:
         """Puts the request into the queue; its ticket comes back with everything it gains."""
         stop_ids = self.stop_ids if request.stop_ids is None else request.stop_ids
-        _refuse_unservable(request, stop_ids, self.length, self.served.model.config.vocab, self.tokenizer)
+        _refuse_unservable(request, stop_ids, self.length, self.weights.model.config.vocab, self.tokenizer)
         self._tickets += 1
         self._waiting.extend(ActiveCompletion(self._tickets, member, request, stop_ids, self.tokenizer) for member in range(request.group))
         return self._tickets
 
     def step(self) -> list[CompletionProgress]:
         """What came since the last call, at most one entry for each member that is served; [] where nothing is left to do."""
-        self._refuse_other_weights(self.served.written())
+        self._refuse_other_weights(self.weights.written())
         self._admit()
-        while len(self._flights) < self._ahead and any(tenant is not None and tenant.left > 0 for tenant in self._tenants):
+        while len(self._launched) < self._launches_ahead and any(active is not None and active.left > 0 for active in self._in_slots):
             self._launch()
-        return self._land(*self._flights.popleft()) if self._flights else []
+        return self._collect(*self._launched.popleft()) if self._launched else []
 
     def drain(self) -> list[CompletionProgress]:
         """Steps until nothing is left; the entries that carry completions, in the order of their ends."""
@@ -141,92 +142,87 @@ class Engine:
 
     def cancel(self, ticket: int) -> list[CompletionProgress]:
         """Ends the request's members that are not over, with what they have; a ticket that is over is left alone."""
-        given_up = [tenant for tenant in (*self._waiting, *self._tenants) if tenant is not None and tenant.ticket == ticket]
-        self._waiting = deque(tenant for tenant in self._waiting if tenant.ticket != ticket)
-        for tenant in given_up:
-            tenant.ended = "cancelled"
-        self._vacate()
-        return [tenant.progress((), (), self.version) for tenant in given_up]
+        cancelled = [active for active in (*self._waiting, *self._in_slots) if active is not None and active.ticket == ticket]
+        self._waiting = deque(active for active in self._waiting if active.ticket != ticket)
+        for active in cancelled:
+            active.ended = "cancelled"
+        self._free_slots()
+        return [active.progress((), (), self.version) for active in cancelled]
 
     def load(self, version: str, *, begun: Literal["refuse", "restart"] = "refuse") -> None:
         """The trainer's weights as they are now, under a new name. No token is ever drawn from keys and values of two versions:
         requests that have begun are refused, or begin again from their prompts and lose what they had."""
-        running = [tenant for tenant in self._tenants if tenant is not None]
+        running = [active for active in self._in_slots if active is not None]
         if running and begun == "refuse":
             raise UsageError(f"{len(running)} requests have begun under version {self.version!r} and cannot go on under {version!r}; "
                              "drain or cancel them first, or load with begun='restart'")
-        for tenant in reversed(running):
-            tenant.restart()
-            self._waiting.appendleft(tenant)
-        self._tenants = [None] * len(self._tenants)
-        self._holds = [()] * len(self._holds)
-        self._flights.clear()
-        self.slots.clear(recapture=self.served.load())
+        for active in reversed(running):
+            active.restart()
+            self._waiting.appendleft(active)
+        self._in_slots = [None] * len(self._in_slots)
+        self._prefixes = [()] * len(self._prefixes)
+        self._launched.clear()
+        self.slots.clear(recapture=self.weights.load())
         self.version = version
 
     @property
     def idle(self) -> bool:
-        return not self._waiting and not self._flights and all(tenant is None for tenant in self._tenants)
+        return not self._waiting and not self._launched and all(active is None for active in self._in_slots)
 
-    @property
-    def occupancy(self) -> tuple[int, int, int]:
-        """(members served, members waiting, slots): what a bounded queue and a health check ask."""
-        return sum(tenant is not None for tenant in self._tenants), len(self._waiting), len(self._tenants)
-
-    # ── flights ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── launches ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _launch(self) -> None:
-        tenants = [tenant if tenant is not None and tenant.left > 0 else None for tenant in self._tenants]
-        steps = min(self.slots.steps, max(tenant.left for tenant in tenants if tenant is not None))
-        for slot, tenant in enumerate(tenants):
-            if tenant is not None:
-                self._reach[slot] += min(steps, tenant.left)
-                tenant.launched += steps
-        penalise = any(tenant is not None and tenant.request.sampling.repetition_penalty != 1 for tenant in tenants)
-        self._flights.append((self.slots.launch(steps, min(max(self._reach), self.length), penalise), tenants))
+        launched = [active if active is not None and active.left > 0 else None for active in self._in_slots]
+        steps = min(self.slots.steps, max(active.left for active in launched if active is not None))
+        for slot, active in enumerate(launched):
+            if active is not None:
+                self._reach[slot] += min(steps, active.left)
+                active.launched += steps
+        penalise = any(active is not None and active.request.sampling.repetition_penalty != 1 for active in launched)
+        self._launched.append((self.slots.launch(steps, min(max(self._reach), self.length), penalise), launched))
 
-    def _land(self, flight: LaunchedSteps, tenants: list[ActiveCompletion | None]) -> list[CompletionProgress]:
-        news: list[CompletionProgress] = []
-        all_ids, all_logprobs = flight.read()
-        if not flight.real():
+    def _collect(self, steps: LaunchedSteps, launched: list[ActiveCompletion | None]) -> list[CompletionProgress]:
+        gained: list[CompletionProgress] = []
+        all_ids, all_logprobs = steps.read()
+        if not steps.finite():
             of = f" of version {self.version!r}" if self.version else ""
             raise GuardStop(f"a token{of} has a log-probability that is no number: the model's logits are not "
                             "finite; a weight or an activation overflowed")
-        for tenant, ids, logprobs in zip(tenants, all_ids, all_logprobs, strict=True):
-            if tenant is None or tenant.ended is not None or ids[0] == NO_TOKEN:
+        for active, ids, logprobs in zip(launched, all_ids, all_logprobs, strict=True):
+            if active is None or active.ended is not None or ids[0] == NO_TOKEN:
                 continue
             count = len(ids) if ids[-1] != NO_TOKEN else ids.index(NO_TOKEN)
-            news.append(tenant.gain(ids[:count], logprobs[:count], self.version))
-        self._vacate()
-        return news
+            gained.append(active.gain(ids[:count], logprobs[:count], self.version))
+        self._free_slots()
+        return gained
 
-    def _vacate(self) -> None:
-        """Slots whose tenants are over are free; the device is told of those that it would go on with."""
-        over = [(slot, tenant) for slot, tenant in enumerate(self._tenants) if tenant is not None and tenant.ended is not None]
-        told = [slot for slot, tenant in over if tenant.ended not in ("stop", "length")]
-        if told:
-            self.slots.stop(told)
+    def _free_slots(self) -> None:
+        """Frees the slots whose completions have ended; the device is told of those that it would go on with."""
+        over = [(slot, active) for slot, active in enumerate(self._in_slots) if active is not None and active.ended is not None]
+        unfinished = [slot for slot, active in over if active.ended not in ("stop", "length")]
+        if unfinished:
+            self.slots.stop(unfinished)
         for slot, _ in over:
-            self._tenants[slot] = None
+            self._in_slots[slot] = None
 
     # ── admission ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _admit(self) -> None:
-        free = [slot for slot, tenant in enumerate(self._tenants) if tenant is None]
-        if not self._waiting or len(free) < min(len(self._waiting), self._crowd):
+        free = [slot for slot, active in enumerate(self._in_slots) if active is None]
+        if not self._waiting or len(free) < min(len(self._waiting), self._least_free):
             return
-        self._refuse_other_weights(self.served.replaced())
+        self._refuse_other_weights(self.weights.replaced())
         arrivals = [(slot, self._waiting.popleft()) for slot in free[: len(self._waiting)]]
-        self._share([(slot, tenant.prefix) for slot, tenant in arrivals])
-        self.slots.seat([SlotAssignment(slot, t.request.prompt, t.request.sampling, t.stop_ids, t.key) for slot, t in arrivals])
-        for slot, tenant in arrivals:
-            self._tenants[slot], self._holds[slot], self._reach[slot] = tenant, tenant.prefix, len(tenant.request.prompt)
+        self._fill_prefixes([(slot, active.prefix) for slot, active in arrivals])
+        self.slots.assign([SlotAssignment(slot, t.request.prompt, t.request.sampling, t.stop_ids, t.key) for slot, t in arrivals])
+        for slot, active in arrivals:
+            self._in_slots[slot], self._prefixes[slot], self._reach[slot] = active, active.prefix, len(active.request.prompt)
 
-    def _share(self, wanted: list[tuple[int, tuple[int, ...]]]) -> None:
-        """Every slot gets its prefix: it has it, another slot has it, or it is computed, once for all who want it."""
-        held = {prefix: slot for slot, prefix in enumerate(self._holds)}
+    def _fill_prefixes(self, wanted: list[tuple[int, tuple[int, ...]]]) -> None:
+        """Every slot gets the keys and values of its prefix: its own, copied from another slot, or computed once for all who want it."""
+        held = {prefix: slot for slot, prefix in enumerate(self._prefixes)}
         copies = [(held[prefix], slot, len(prefix)) for slot, prefix in wanted
-                  if prefix and prefix in held and self._holds[slot] != prefix]
+                  if prefix and prefix in held and self._prefixes[slot] != prefix]
         absent: dict[tuple[int, ...], list[int]] = {}
         for slot, prefix in wanted:
             if prefix and prefix not in held:
@@ -234,7 +230,7 @@ class Engine:
         if copies:  # before anything new is stored, which may be where it is copied from
             self._copy(copies)
         prefixes = list(absent)
-        for part in batched_by_length([len(prefix) for prefix in prefixes], PREFILL):
+        for part in batched_by_length([len(prefix) for prefix in prefixes], PREFILL_TOKENS):
             self.slots.fill([prefixes[i] for i in part], [absent[prefixes[i]][0] for i in part])
         if more := [(home, slot, len(prefix)) for prefix, (home, *others) in absent.items() for slot in others]:
             self._copy(more)
@@ -245,7 +241,7 @@ class Engine:
         self.slots.cache.copy(self._indices(sources), self._indices(targets), max(widths))
 
     def _indices(self, values: Iterable[int]) -> torch.Tensor:
-        return to_device(torch.tensor(list(values), dtype=torch.int64), self.served.device)
+        return to_device(torch.tensor(list(values), dtype=torch.int64), self.weights.device)
 
     def _refuse_other_weights(self, changed: bool) -> None:
         if changed:
@@ -260,7 +256,7 @@ def fitting_slots(model: Transformer, wanted: int, length: int, device: torch.de
     if where.type == "cuda":
         c, size = model.config, (model.compute_dtype or model.embed.weight.dtype).itemsize
         a_slot = 2 * c.depth * length * c.kv_heads * c.head_dim * size
-        most = min(most, int(_SHARE * torch.cuda.mem_get_info(where)[0] // a_slot))
+        most = min(most, int(CACHE_SHARE * torch.cuda.mem_get_info(where)[0] // a_slot))
     return max(1, min(wanted, most))
 
 
@@ -277,6 +273,27 @@ def generate(model: Transformer, requests: Sequence[GenerationRequest], *, stop_
     ended = {(progress.ticket, progress.member): progress.completion for progress in engine.drain()}
     found = [ended[ticket, member] for ticket, request in zip(tickets, requests, strict=True) for member in range(request.group)]
     return [completion for completion in found if completion is not None]
+
+
+def sample(model: Transformer, prompts: Sequence[Sequence[int]], stop_ids: Collection[int], sampling: Sampling,
+           on_token: Callable[[int, int], None] | None = None, version: str = "") -> list[Completion]:
+    """One completion per prompt, all prompts at once; prompt i draws at address i. `on_token(i, id)` is called as tokens come."""
+    length = max((len(prompt) for prompt in prompts), default=1) + sampling.max_new
+    if length > model.config.max_length:
+        raise UsageError(f"a prompt has {length - sampling.max_new} tokens and {sampling.max_new} new ones are asked for; "
+                         f"the model's context is {model.config.max_length}")
+    engine = Engine(model, slots=max(1, len(prompts)), length=length, stop_ids=stop_ids, version=version)
+    row_of = {engine.submit(GenerationRequest(tuple(prompt), sampling, (row,))): row for row, prompt in enumerate(prompts)}
+    done: dict[int, Completion] = {}
+    while not engine.idle:
+        for progress in engine.step():
+            row = row_of[progress.ticket]
+            if on_token is not None:
+                for token in progress.ids:
+                    on_token(row, token)
+            if progress.completion is not None:
+                done[row] = progress.completion
+    return [done[row] for row in range(len(prompts))]
 
 
 def _refuse_unservable(request: GenerationRequest, stop_ids: Sequence[int], length: int, vocab: int, tokenizer: Tokenizer | None) -> None:

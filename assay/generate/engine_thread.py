@@ -41,7 +41,7 @@ class ServerSize:
 class PendingCall:
     """One request under way. `deliver` is called on the engine's thread with everything that it gains, or with what ended it."""
 
-    served: HostedModel
+    model: HostedModel
     request: GenerationRequest
     deliver: Callable[[CompletionProgress | AssayError, RankedTokens | None], None]
     rank: Sampling | None = None  # the distribution under which tokens are to be ranked once a text is whole
@@ -68,9 +68,9 @@ class EngineThread:
         self._names: dict[str, str] = {}  # every name ever given → the digest it stands for
         self._calls: dict[tuple[HostedModel, int], PendingCall] = {}
         self._engines: list[HostedModel] = []  # retired ones too, until they have finished
-        self._asked: queue.SimpleQueue[QueuedWork | None] = queue.SimpleQueue()  # None: the end
-        self._asking = threading.Lock()  # what is asked before `_over` is answered by the thread, what is asked after it is not queued
-        self._over = False
+        self._queue: queue.SimpleQueue[QueuedWork | None] = queue.SimpleQueue()  # None: the end
+        self._queueing = threading.Lock()  # what is asked before `_ended` is answered by the thread, what is asked after it is not queued
+        self._ended = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -120,9 +120,9 @@ class EngineThread:
             return self.models[name]
         length = self.size.length or min(artifact.config.max_length, DEFAULT_LENGTH)
         options = {"slots": self.size.slots, "length": length, "device": self.size.device, "dtype": self.size.dtype}
-        return self.ask(lambda: self._seat(host_model(name, artifact, **options))).result()  # type: ignore[arg-type]
+        return self.ask(lambda: self._add(host_model(name, artifact, **options))).result()  # type: ignore[arg-type]
 
-    def _seat(self, model: HostedModel) -> HostedModel:
+    def _add(self, model: HostedModel) -> HostedModel:
         self.models[model.name], self._names[model.name] = model, model.digest
         self._engines.append(model)
         return model
@@ -157,11 +157,11 @@ class EngineThread:
     def ask(self, what: Callable[[], Any]) -> "Future[Any]":
         """`what` is done on the engine's thread, between two steps; its value or its error comes with the future."""
         future: Future[Any] = Future()
-        with self._asking:
-            if self._over:
+        with self._queueing:
+            if self._ended:
                 future.set_exception(AssayError(STOPPED))
             else:
-                self._asked.put((future, what))
+                self._queue.put((future, what))
         return future
 
     def stop(self) -> None:
@@ -169,7 +169,7 @@ class EngineThread:
         self.closing = True
         if self._thread.is_alive():
             self.ask(self._cancel_all)
-            self._asked.put(None)
+            self._queue.put(None)
             self._thread.join()
 
     def cancel_all(self) -> None:
@@ -180,7 +180,7 @@ class EngineThread:
     def _run(self) -> None:
         orderly = False
         try:
-            while self._obey():
+            while self._do_queued():
                 for model in list(self._engines):
                     if not model.engine.idle:
                         self._step(model)
@@ -188,41 +188,41 @@ class EngineThread:
             orderly = True
         finally:  # an error that nobody foresaw goes on to its traceback; whoever waits must not wait for ever
             self.failed = not orderly
-            self._refuse_asked()
+            self._refuse_queued()
             for call in list(self._calls.values()):
                 call.deliver(AssayError(STOPPED), None)
             if self.failed:
                 self.on_failure()
 
-    def _obey(self) -> bool:
-        """What was asked for is done; waits for something to do. False: the end."""
+    def _do_queued(self) -> bool:
+        """Does what is queued; waits for something to do where every engine is idle. False: the end."""
         idle = all(model.engine.idle for model in self._engines)
-        while idle or not self._asked.empty():
-            asked = self._asked.get()
-            if asked is None:
+        while idle or not self._queue.empty():
+            work = self._queue.get()
+            if work is None:
                 return False
-            _do(*asked)
+            _do(*work)
             idle = False
         return True
 
     def _step(self, model: HostedModel) -> None:
         try:
-            news = model.engine.step()
+            gained = model.engine.step()
         except AssayError as error:  # a guard of the engine: this model serves no more, the others go on
             self._break(model, error)
             return
-        for progress in news:
-            self._hand_out(self._calls[model, progress.ticket], progress)
+        for progress in gained:
+            self._deliver(self._calls[model, progress.ticket], progress)
 
-    def _hand_out(self, call: PendingCall, progress: CompletionProgress) -> None:
+    def _deliver(self, call: PendingCall, progress: CompletionProgress) -> None:
         scores = None
         if progress.completion is not None:
             if call.rank is not None and progress.completion.ended != "cancelled":
-                source = call.served.engine.served.source
+                source = call.model.engine.weights.source
                 scores = rank_tokens(source, call.request.prompt, progress.completion.ids, call.rank, call.alternatives)
             call.left -= 1
             if not call.left:
-                del self._calls[call.served, progress.ticket]
+                del self._calls[call.model, progress.ticket]
         call.deliver(progress, scores)
 
     def _break(self, model: HostedModel, error: AssayError) -> None:
@@ -232,26 +232,26 @@ class EngineThread:
             self._calls.pop(key).deliver(AssayError(model.broken), None)
 
     def _submit(self, call: PendingCall) -> None:
-        call.ticket, call.left = call.served.engine.submit(call.request), call.request.group
-        self._calls[call.served, call.ticket] = call
+        call.ticket, call.left = call.model.engine.submit(call.request), call.request.group
+        self._calls[call.model, call.ticket] = call
 
     def _cancel(self, call: PendingCall) -> None:
-        if call.ticket is not None and (call.served, call.ticket) in self._calls:
-            for progress in call.served.engine.cancel(call.ticket):
-                self._hand_out(call, progress)
+        if call.ticket is not None and (call.model, call.ticket) in self._calls:
+            for progress in call.model.engine.cancel(call.ticket):
+                self._deliver(call, progress)
 
     def _cancel_all(self) -> None:
         for call in list(self._calls.values()):
             self._cancel(call)
 
-    def _refuse_asked(self) -> None:
+    def _refuse_queued(self) -> None:
         """At the end of the thread: nobody does what was still asked, or will be."""
-        with self._asking:
-            self._over = True
-        while not self._asked.empty():
-            asked = self._asked.get()
-            if asked is not None and asked[0].set_running_or_notify_cancel():  # who does not wait any more cannot be told
-                asked[0].set_exception(AssayError(STOPPED))
+        with self._queueing:
+            self._ended = True
+        while not self._queue.empty():
+            work = self._queue.get()
+            if work is not None and work[0].set_running_or_notify_cancel():  # who does not wait any more cannot be told
+                work[0].set_exception(AssayError(STOPPED))
 
 
 def _do(future: "Future[Any]", what: Callable[[], Any]) -> None:

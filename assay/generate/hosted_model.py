@@ -61,13 +61,13 @@ class HostedModel:
     @property
     def memory(self) -> int:
         """Bytes of weights, keys and values."""
-        weights = {id(p): p for model in (self.engine.served.source, self.engine.served.model) for p in model.parameters()}
+        weights = {id(p): p for model in (self.engine.weights.source, self.engine.weights.model) for p in model.parameters()}
         cache = self.engine.slots.cache
         return sum(t.numel() * t.element_size() for t in (*weights.values(), *cache.keys, *cache.values))
 
 
 def open_for_serving(path: str | Path, *, base: str | Path | None = None, hallmark: bool = False) -> Artifact:
-    """`hallmark`: an adapter that a fresh process has proven, or nothing."""
+    """The artifact to be served; with `hallmark` only an adapter that a fresh process has proven."""
     artifact = open_artifact(path, base=base)
     if artifact.tokenizer is None:
         raise UsageError(f"{artifact.path}: there is no tokenizer here, so text means nothing to it; add tokenizer.json")
@@ -83,7 +83,7 @@ def has_hallmark(artifact: Artifact) -> bool:
 
 
 def host_model(name: str, artifact: Artifact, *, slots: int, length: int, device: str, dtype: torch.dtype) -> HostedModel:
-    """Ready for traffic, or ArtifactError: what its engine says is not what the checkpoint recorded."""
+    """A model that is ready for requests; ArtifactError where its engine does not answer as the checkpoint recorded."""
     model = place_for_training(build_model(artifact), device, compute=dtype, compile=False).requires_grad_(False)
     engine = Engine(model, slots=slots, length=length, stop_ids=artifact.stops.stop_ids, version=artifact.digest,
                     tokenizer=artifact.tokenizer)
@@ -101,8 +101,8 @@ def check_served_fingerprint(engine: Engine, artifact: Artifact) -> Verdict:
     probes = artifact.raw.checkpoint.probes() if artifact.raw.checkpoint is not None else {}
     if not probes:
         return unproven("fingerprint", "nothing recorded what this model answered when it was saved")
-    due, found, dtype = ProbeLogits(**probes), served_probe_logits(engine), engine.served.dtype
-    exact = found if dtype == torch.float32 else compute_probe_logits(engine.served.source)
+    due, found, dtype = ProbeLogits(**probes), served_probe_logits(engine), engine.weights.dtype
+    exact = found if dtype == torch.float32 else compute_probe_logits(engine.weights.source)
     apart, loosely = probe_distance(exact, due), probe_distance(found, due)
     words = f"probe answers through the serving path differ from the recorded ones by {loosely:.1e} (relative)"
     if not apart <= SAME_ANSWERS[torch.float32] or not loosely <= SAME_ANSWERS[dtype]:
@@ -126,15 +126,15 @@ def _share_shown(found: ProbeLogits, due: ProbeLogits, artifact: Artifact) -> fl
 
 def check_serving_path(engine: Engine) -> Verdict:
     """The engine itself draws a few tokens, and a pass without a cache gives them the same log-probabilities."""
-    tokens, _ = probe_inputs(engine.served.model.config.vocab, engine.length)
+    tokens, _ = probe_inputs(engine.weights.model.config.vocab, engine.length)
     room = min(TRIAL.max_new, engine.length // 2)
     prompts = [tuple(row[: min(TRIAL_PROMPT, engine.length - room)]) for row in tokens.tolist()]
     sampling = Sampling(max_new=room)
     tickets = {engine.submit(GenerationRequest(prompt, sampling, stop_ids=())): prompt for prompt in prompts}
     said = [(tickets[p.ticket], p.completion) for p in engine.drain() if p.completion is not None]
-    due = torch.cat(completion_logprobs(engine.served.source, [(prompt, completion.ids) for prompt, completion in said], sampling))
+    due = torch.cat(completion_logprobs(engine.weights.source, [(prompt, completion.ids) for prompt, completion in said], sampling))
     apart = float((due - torch.tensor([x for _, completion in said for x in completion.logprobs])).abs().mean())
-    bound = SAME_LOGPROBS[engine.served.dtype]
+    bound = SAME_LOGPROBS[engine.weights.dtype]
     words = f"the engine and a pass without a cache differ by {apart:.1e} nats a token, bound {bound:.0e} ({len(due)} tokens)"
     return (proven if apart <= bound else refuted)("path", words, mean=str(apart), bound=bound)
 
@@ -142,11 +142,11 @@ def check_serving_path(engine: Engine) -> Verdict:
 @torch.no_grad()
 def served_probe_logits(engine: Engine) -> ProbeLogits:
     """`probe.answer` as a client would get it: the engine's own weights in its own dtype, one token at a time."""
-    model, c, device = engine.served.model, engine.served.model.config, engine.served.device
+    model, c, device = engine.weights.model, engine.weights.model.config, engine.weights.device
     tokens_BT, ids = probe_inputs(c.vocab, c.max_length)
     tokens_BT = tokens_BT.to(device)
     rows, columns = tokens_BT.shape
-    cache = SlotCache(c.depth, rows, columns, c.kv_heads, c.head_dim, dtype=engine.served.dtype, device=device)
+    cache = SlotCache(c.depth, rows, columns, c.kv_heads, c.head_dim, dtype=engine.weights.dtype, device=device)
     logits: list[Tensor] = []
     with uncompiled():  # a probe has shapes of its own, which are not worth a compilation
         for column in range(columns):

@@ -262,15 +262,15 @@ class ApiReply:
     """One request's reply in the making: what all its pieces share."""
 
     asked: ApiRequest
-    served: HostedModel
+    model: HostedModel
     prompts: tuple[tuple[int, ...], ...]
     seed: int
     id: str
     created: int
 
     @classmethod
-    def to(cls, asked: ApiRequest, served: HostedModel, prompts: tuple[tuple[int, ...], ...], seed: int) -> "ApiReply":
-        return cls(asked, served, prompts, seed, f"{OBJECTS[asked.kind][0]}-{secrets.token_hex(12)}", int(time.time()))
+    def to(cls, asked: ApiRequest, model: HostedModel, prompts: tuple[tuple[int, ...], ...], seed: int) -> "ApiReply":
+        return cls(asked, model, prompts, seed, f"{OBJECTS[asked.kind][0]}-{secrets.token_hex(12)}", int(time.time()))
 
     def whole(self, ended: Mapping[int, tuple[Completion, RankedTokens | None]]) -> dict[str, Any]:
         choices = [self._choice(index, *ended[index]) for index in sorted(ended)]
@@ -314,14 +314,14 @@ class ApiReply:
 
     def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         """`seed` is ours: with it anyone can have the same answer again, whether it was asked for or not."""
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.served.name, "choices": choices,
-                "system_fingerprint": self.served.engine.version, "seed": self.seed}
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model.name, "choices": choices,
+                "system_fingerprint": self.model.engine.version, "seed": self.seed}
 
     def _logprobs(self, ids: Sequence[int], drawn: Sequence[float], scores: RankedTokens | None) -> dict[str, Any]:
         likeliest: Sequence[Sequence[tuple[int, float]]] = [()] * len(ids) if scores is None else scores.likeliest
         chosen = scores.chosen if scores is not None and self.asked.under == "model" else drawn
         write = chat_logprobs if self.asked.kind == "chat" else text_logprobs
-        return write(self.served.tokenizer, ids, chosen, likeliest)
+        return write(self.model.tokenizer, ids, chosen, likeliest)
 
 
 def chat_logprobs(tokenizer: Tokenizer, ids: Sequence[int], logprobs: Sequence[float],
@@ -344,7 +344,7 @@ def text_logprobs(tokenizer: Tokenizer, ids: Sequence[int], logprobs: Sequence[f
             "top_logprobs": [{tokenizer.piece(id): logprob for id, logprob in pairs} for pairs in likeliest]}
 
 
-def model_object(served: HostedModel, parent: str | None) -> dict[str, Any]:
-    return {"id": served.name, "object": "model", "created": served.created, "owned_by": "assay", "parent": parent,
-            "system_fingerprint": served.engine.version, "proven": served.proven, "max_model_len": served.engine.length,
-            "bytes": served.memory, "verdicts": [verdict.to_json() for verdict in served.verdicts]}
+def model_object(model: HostedModel, parent: str | None) -> dict[str, Any]:
+    return {"id": model.name, "object": "model", "created": model.created, "owned_by": "assay", "parent": parent,
+            "system_fingerprint": model.engine.version, "proven": model.proven, "max_model_len": model.engine.length,
+            "bytes": model.memory, "verdicts": [verdict.to_json() for verdict in model.verdicts]}

@@ -57,7 +57,7 @@ def _up_to(most: int, pieces: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 
 class SamplerWeights:
-    """A second skeleton around the same parameters. Those that are not in the compute dtype are copied once a version instead of at
+    """A second module tree around the same parameters. Those that are not in the compute dtype are copied once a version instead of at
     every token; the cast is the one that each layer makes in training, so the numbers are the same.
 
     With a `device`, all are copied there, even where it is the trainer's own, and handed over by digest: what the sampler is about
@@ -72,10 +72,10 @@ class SamplerWeights:
         self.source = model
         self.dtype = model.compute_dtype or model.embed.weight.dtype
         self.device = model.embed.weight.device if device is None else torch.empty(0, device=device).device  # "cuda" gets its number
-        self.apart = device is not None
+        self.separate = device is not None
         self.copies: list[tuple[str, Tensor]] = []  # name in the source, and a tensor that follows it
-        self.model = self._skeleton().eval()
-        self._remember()
+        self.model = self._twin().eval()
+        self._record_loaded()
 
     def load(self) -> bool:
         """Takes up the weights as they are now; True where some have new addresses, so that captured graphs are void."""
@@ -90,9 +90,9 @@ class SamplerWeights:
         if self.copies:
             with torch.no_grad():
                 torch._foreach_copy_([copy for _, copy in self.copies], [parameters[name] for name, _ in self.copies])
-        if self.apart:
+        if self.separate:
             self._refuse_stale()
-        self._remember()
+        self._record_loaded()
         return before != self._addresses
 
     def written(self) -> bool:
@@ -118,26 +118,26 @@ class SamplerWeights:
             raise GuardStop(f"{len(stale)} tensors on {self.device} are not the trainer's after they were handed over, such as {stale[0]}: "
                             "what would be sampled is another policy's; sample where the trainer is, without --sampler-device")
 
-    def _remember(self) -> None:
+    def _record_loaded(self) -> None:
         self._loaded = dict(self.source.named_parameters())
         self._counts = [(parameter, parameter._version) for parameter in self._loaded.values()]
         self._addresses = [parameter.data_ptr() for parameter in self.model.parameters()]
 
-    def _skeleton(self) -> Transformer:
+    def _twin(self) -> Transformer:
         learned = self.source.position is not None
         exact = {"embed.weight", "position.weight"} if learned else set()  # added up before they are cast
         memo: dict[int, nn.Parameter] = {}
         for name, parameter in self.source.named_parameters():
-            memo[id(parameter)] = self._following(name, parameter, parameter.dtype if name in exact else self.dtype)
+            memo[id(parameter)] = self._shared_or_copied(name, parameter, parameter.dtype if name in exact else self.dtype)
         twin = copy.deepcopy(self.source, memo).to(self.device)  # what is left to move are tables that no training changes
         if learned and twin.head is None:
             twin.head = Linear(self.source.config.width, self.source.config.vocab, bias=False, device="meta")
-            twin.head.weight = self._following("embed.weight", self.source.embed.weight, self.dtype)
+            twin.head.weight = self._shared_or_copied("embed.weight", self.source.embed.weight, self.dtype)
         return twin
 
-    def _following(self, name: str, parameter: Tensor, dtype: torch.dtype) -> nn.Parameter:
+    def _shared_or_copied(self, name: str, parameter: Tensor, dtype: torch.dtype) -> nn.Parameter:
         """The parameter itself where it can be used as it is, else a copy that `load` renews."""
-        if isinstance(parameter, nn.Parameter) and parameter.dtype == dtype and not self.apart:
+        if isinstance(parameter, nn.Parameter) and parameter.dtype == dtype and not self.separate:
             return parameter
         copied = nn.Parameter(parameter.detach().to(self.device, dtype, copy=True), requires_grad=False)
         self.copies.append((name, copied.detach()))

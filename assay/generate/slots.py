@@ -53,25 +53,25 @@ class LaunchedSteps(NamedTuple):
 
     ids_CS: Tensor
     logprobs_CS: Tensor
-    landed: "torch.cuda.Event | None"
+    arrived: "torch.cuda.Event | None"
 
     @classmethod
     def to_host(cls, ids_CS: Tensor, logprobs_CS: Tensor) -> "LaunchedSteps":
-        """Copies that the host does not wait for, made before the next flight writes to the same place."""
+        """Copies that the host does not wait for, made before the next launch writes to the same place."""
         if not ids_CS.is_cuda:
             return cls(ids_CS.clone(), logprobs_CS.clone(), None)
         ids, logprobs = (torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True) for x in (ids_CS, logprobs_CS))
-        landed = torch.cuda.Event()
-        landed.record(torch.cuda.current_stream(ids_CS.device))
-        return cls(ids, logprobs, landed)
+        arrived = torch.cuda.Event()
+        arrived.record(torch.cuda.current_stream(ids_CS.device))
+        return cls(ids, logprobs, arrived)
 
     def read(self) -> tuple[list[list[int]], list[list[float]]]:
         """For each slot, its ids and log-probabilities; NOBODY where the slot drew nothing."""
-        if self.landed is not None:
-            self.landed.synchronize()
+        if self.arrived is not None:
+            self.arrived.synchronize()
         return self.ids_CS.T.tolist(), self.logprobs_CS.T.tolist()
 
-    def real(self) -> bool:
+    def finite(self) -> bool:
         """Whether every log-probability of a drawn token is a number; after `read`."""
         return bool((self.logprobs_CS.isfinite() | (self.ids_CS == NO_TOKEN)).all())
 
@@ -79,30 +79,30 @@ class LaunchedSteps(NamedTuple):
 class Slots:
     """`graphed`: steps are compiled and captured, on CUDA alone; without it they run as they are written."""
 
-    def __init__(self, served: SamplerWeights, slots: int, length: int, steps: int, *, graphed: bool):
-        c, device = served.model.config, served.device
-        self.served, self.steps, self.device, self.graphed = served, steps, device, graphed
-        self.cache = SlotCache(c.depth, slots, length, c.kv_heads, c.head_dim, dtype=served.dtype, device=device)
-        self.prefill = Prefill(served, self.cache, graphed=graphed)
+    def __init__(self, weights: SamplerWeights, slots: int, length: int, steps: int, *, graphed: bool):
+        c, device = weights.model.config, weights.device
+        self.weights, self.steps, self.device, self.graphed = weights, steps, device, graphed
+        self.cache = SlotCache(c.depth, slots, length, c.kv_heads, c.head_dim, dtype=weights.dtype, device=device)
+        self.prefill = Prefill(weights, self.cache, graphed=graphed)
         self.ints = torch.zeros(len(INTS) + MOST_STOP_IDS, slots, dtype=torch.int64, device=device)
         self.floats = torch.ones(len(FLOATS), slots, device=device)
         self.token, self.position, self.end, self.running, self.key, self.top_k = self.ints[: len(INTS)]
         self.stops = self.ints[len(INTS) :]
         self.temperature, self.top_p, self.min_p, self.penalty = self.floats
         self.seen: Tensor | None = None  # (S, V): made when a repetition penalty is first asked for
-        self.course = SlotState(self.token, self.position, self.end, self.running, self.stops)
+        self.state = SlotState(self.token, self.position, self.end, self.running, self.stops)
         self.log = TokenLog(torch.zeros(steps, slots, dtype=torch.int64, device=device), torch.zeros(steps, slots, device=device),
                        torch.zeros(1, dtype=torch.int64, device=device))
         self._graphs: dict[bool, torch.cuda.CUDAGraph] = {}
         if graphed:
             self.compile()
 
-    def seat(self, seats: Sequence[SlotAssignment]) -> None:
-        slots = self._on_device([seat.slot for seat in seats])
-        self.ints[:, slots] = self._on_device([seat.ints() for seat in seats]).T
-        self.floats[:, slots] = to_device(torch.tensor([seat.floats() for seat in seats]), self.device).T
-        if any(seat.sampling.repetition_penalty != 1 for seat in seats):
-            self._mark_seen(seats, slots)
+    def assign(self, assignments: Sequence[SlotAssignment]) -> None:
+        slots = self._on_device([one.slot for one in assignments])
+        self.ints[:, slots] = self._on_device([one.ints() for one in assignments]).T
+        self.floats[:, slots] = to_device(torch.tensor([one.floats() for one in assignments]), self.device).T
+        if any(one.sampling.repetition_penalty != 1 for one in assignments):
+            self._mark_seen(assignments, slots)
 
     def stop(self, slots: Sequence[int]) -> None:
         self.running[self._on_device(list(slots))] = 0
@@ -118,15 +118,15 @@ class Slots:
     @torch.no_grad()
     def fill(self, prompts: Sequence[tuple[int, ...]], slots: Sequence[int]) -> None:
         """Compute prompts in one pass and store prompt i in slot slots[i]."""
-        with self._here():
+        with self._on_own_gpu():
             self.prefill(prompts, slots)
 
     @torch.no_grad()
     def launch(self, steps: int, horizon: int, penalise: bool) -> LaunchedSteps:
         """`steps` steps of every slot; no slot gets to `horizon`. `penalise` where some running slot has a penalty."""
-        with self._here():
+        with self._on_own_gpu():
             if self.graphed and penalise not in self._graphs:
-                self._graphs[penalise] = self._captured(penalise)
+                self._graphs[penalise] = self._capture(penalise)
             self.log.cursor.zero_()
             for _ in range(steps):
                 if self.graphed:
@@ -137,11 +137,11 @@ class Slots:
 
     def compile(self, **options: Any) -> None:
         """A few blocks at a time, so that all layers share one compiled graph, and what ends a block is fused with what begins the next."""
-        model = self.served.model
+        model = self.weights.model
         cached_attention.register_cached_attention()
         model.run, model.together = torch.compile(run_blocks, dynamic=False, **options), blocks_per_graph(model.config.windows)
 
-    def _captured(self, penalise: bool) -> torch.cuda.CUDAGraph:
+    def _capture(self, penalise: bool) -> torch.cuda.CUDAGraph:
         """With every slot at rest, so that the steps of the warm-up change nothing. Training compiles the same code for its own shapes,
         and beyond the limit torch would leave ours uncompiled without a word."""
         resting, length = self.running.clone(), self.cache.length
@@ -161,7 +161,7 @@ class Slots:
         return graph
 
     def step(self, horizon: int, penalise: bool) -> None:
-        model = self.served.model
+        model = self.weights.model
         states_SD = model.hidden(self.token[:, None], cache=DecodeView(self.cache, self.position, horizon))[:, 0]
         logits_SV = policy_logits(model, states_SD)
         if penalise:
@@ -173,16 +173,16 @@ class Slots:
             assert self.seen is not None
             said = chosen[:, None]
             self.seen.scatter_(1, said, self.seen.gather(1, said) | (self.running == 1)[:, None])
-        advance_slots(chosen, logprobs, self.course, self.log)
+        advance_slots(chosen, logprobs, self.state, self.log)
 
-    def _mark_seen(self, seats: Sequence[SlotAssignment], slots: Tensor) -> None:
+    def _mark_seen(self, assignments: Sequence[SlotAssignment], slots: Tensor) -> None:
         if self.seen is None:
-            self.seen = torch.zeros(self.ints.shape[1], self.served.model.config.vocab, dtype=torch.bool, device=self.device)
+            self.seen = torch.zeros(self.ints.shape[1], self.weights.model.config.vocab, dtype=torch.bool, device=self.device)
         self.seen[slots] = False
-        rows = [seat.slot for seat in seats for _ in seat.prompt]
-        self.seen[self._on_device(rows), self._on_device([token for seat in seats for token in seat.prompt])] = True
+        rows = [one.slot for one in assignments for _ in one.prompt]
+        self.seen[self._on_device(rows), self._on_device([token for one in assignments for token in one.prompt])] = True
 
-    def _here(self) -> contextlib.AbstractContextManager:
+    def _on_own_gpu(self) -> contextlib.AbstractContextManager:
         """Kernels are launched and captured on the current GPU, which need not be the sampler's."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
 

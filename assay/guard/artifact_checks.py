@@ -9,7 +9,6 @@ from assay.model.gguf_tokenizer import HARD
 from assay.model.probe_logits import compute_probe_logits, probe_distance, share_of_change
 from assay.model.tokenizer import Tokenizer
 from assay.store.artifact import Artifact, build_model, merged_tensors
-from assay.store.assayz import SECTIONS, AssayzModel, rounded_tensors
 from assay.store.digests import recorded_tensors
 from assay.store.peft import config_with
 from assay.store.safetensors_files import DTYPE_NAMES, tensor_sha256
@@ -20,8 +19,8 @@ HOLE = 0.1  # of a matrix's rows may be zero throughout: rows that pad a vocabul
 
 def check_hashes(subject: ProofSubject) -> Verdict:
     """Each tensor as it was read, rehashed, against what was recorded when the live model was written."""
-    if subject.raw.squeezed is not None:  # reading it checked them
-        return proven("hashes", f"each of its {len(SECTIONS)} sections has the sha256 of its sealed header", sections=len(SECTIONS))
+    if subject.raw.place.format.verified is not None:
+        return proven("hashes", subject.raw.place.format.verified)
     if subject.raw.checkpoint is None:
         return unproven("hashes", "nothing recorded the hashes when this was written; a checkpoint of Assay's has a manifest.json",
                         optional=subject.is_copy)
@@ -135,8 +134,8 @@ def check_lineage(subject: ProofSubject) -> Verdict:
 
 
 def _without_parent(subject: ProofSubject) -> Verdict:
-    if subject.raw.squeezed is not None:
-        return unproven("lineage", f"made of the weights {subject.raw.squeezed.source[:12]}; name them with --against")
+    if subject.raw.place.format.rounding is not None:
+        return unproven("lineage", f"made of the weights {subject.raw.fields['source'][:12]}; name them with --against")
     if subject.facts.get("change") == "new":
         return proven("lineage", "nothing came before it")
     if (parent := subject.facts.get("parent")) is not None:
@@ -149,8 +148,8 @@ def _same(subject: ProofSubject) -> Verdict:
     source = subject.against
     assert source is not None
     assert subject.bound is not None
-    if subject.raw.squeezed is not None:
-        return _squeezed(subject, source, subject.raw.squeezed)
+    if (rounding := subject.raw.place.format.rounding) is not None:
+        return _rounded(subject, source, rounding(source.tensors, subject.raw.fields))
     if words := _another_parent(subject, source):
         return refuted("lineage", words)
     if subject.artifact.patch is None and (words := _not_merged(subject, source)):
@@ -165,17 +164,17 @@ def _same(subject: ProofSubject) -> Verdict:
     return proven("lineage", f"every tensor is the source's; {words}", error=error, bound=subject.bound)
 
 
-def _squeezed(subject: ProofSubject, source: Artifact, file: AssayzModel) -> Verdict:
+def _rounded(subject: ProofSubject, source: Artifact, due: dict[str, Tensor]) -> Verdict:
     """Rounding is a function: every weight must be what it makes of the source's, to the last bit."""
-    if file.source != source.digest:
-        return refuted("lineage", f"its header names the weights {file.source[:12]}, {source.path} holds {source.digest[:12]}")
-    due = rounded_tensors(source.tensors, file.levels)
+    made_of, levels = subject.raw.fields["source"], subject.raw.fields["levels"]
+    if made_of != source.digest:
+        return refuted("lineage", f"its header names the weights {made_of[:12]}, {source.path} holds {source.digest[:12]}")
     if stray := [name for name, tensor in due.items() if not torch.equal(tensor, subject.artifact.tensors[name])]:
         return refuted("lineage", f"{len(stray)} tensor(s) are not those of {source.path.name}, rounded: {', '.join(stray[:3])}",
                        tensors=stray)
     error = probe_distance(subject.answers, subject.against_answers)
-    return proven("lineage", f"every tensor is that of {source.path.name}, rounded to {file.levels} levels, to the last bit; its answers "
-                             f"differ by {error:.1e} (relative)", error=error, levels=file.levels)
+    return proven("lineage", f"every tensor is that of {source.path.name}, rounded to {levels} levels, to the last bit; its answers "
+                             f"differ by {error:.1e} (relative)", error=error, levels=levels)
 
 
 def _another_parent(subject: ProofSubject, parent: Artifact) -> str | None:
@@ -213,7 +212,7 @@ def _share(found: Tensor, before: Tensor, changed: Tensor) -> float:
 def _stray(subject: ProofSubject, source: Artifact, bound: float) -> list[str]:
     """Tensors that are not the source's. Rounding to a float dtype is exact; quantising and merging come near."""
     before, after = merged_tensors(source, torch.float32), merged_tensors(subject.artifact, torch.float32)
-    quantised, patched = subject.raw.place.kind == "gguf", source.patch.names() if source.patch else set()
+    quantised, patched = subject.raw.place.format.bound is not None, source.patch.names() if source.patch else set()
     stray = []
     for name in sorted(before.keys() & after.keys()):
         due = before[name].to(after[name].dtype)

@@ -20,8 +20,8 @@ from typing import Any, cast
 import torch
 
 from assay.evaluation.loaded_model import LoadedModel
+from assay.generate.engine import sample
 from assay.generate.generation_request import Completion, Sampling
-from assay.generate.sampler import sample
 from assay.guard.proof_subject import ProofSubject
 from assay.health.degenerate import Expected
 from assay.health.generation_probe import Health, ModelGenerator, compare_health, probe
@@ -125,8 +125,8 @@ def _no_consumer(subject: ProofSubject) -> str | None:
     wanted = ["transformers", "peft"] if subject.raw.place.adapter else ["transformers"]
     if missing := [name for name in wanted if importlib.util.find_spec(name) is None]:
         return f"{' and '.join(missing)} not installed (pip install 'assay[hf]'), so only Assay's own loader has read it"
-    if subject.raw.squeezed is not None:
-        return "a squeezed file is Assay's own; nobody else reads it"
+    if subject.raw.place.format.unreadable is not None:
+        return subject.raw.place.format.unreadable
     if FAMILIES[subject.artifact.config.family].gguf is None:
         return f"transformers has no {subject.artifact.config.family!r} architecture; only Assay loads it"
     if subject.artifact.base is not None and subject.artifact.base.raw.place.kind == "gguf":

@@ -173,7 +173,7 @@ def _subject(request: ProofRequest, artifact: Artifact) -> ProofSubject:
     against = request.against or (recorded["path"] if recorded and Path(recorded["path"]).exists() else None)
     against_base = request.against_base or request.base
     parent = None if against is None else open_artifact(against, base=against_base if locate_artifact(against).adapter else None)
-    copied = facts.get("change") == "same" or artifact.raw.squeezed is not None
+    copied = facts.get("change") == "same" or artifact.raw.place.format.rounding is not None
     expect = request.expect or ("same" if copied else "moved")
     return ProofSubject(artifact.raw, artifact, parent, expect, request.bound or 2e-4, request.probing)
 

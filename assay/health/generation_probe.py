@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from assay.comparison.bisection import bisect_first_bad
+from assay.comparison.bisection import Bisection, bisect_first_bad
 from assay.comparison.pairwise import signed_estimate
 from assay.errors import AssayError, UsageError
 from assay.generate.generation_request import Sampling
@@ -160,34 +160,11 @@ def compare_health(child: Health, parent: Health) -> tuple[Effect, Verdict]:
     return effect, proven("health against parent", f"{words}: not shown worse", **evidence)
 
 
-@dataclass(frozen=True)
-class HealthHistory:
-    """Checkpoints in order, those that were probed, and the first bad one after a good one."""
-
-    probed: dict[str, Health]
-    last_good: str | None
-    first_bad: str | None
-
-    @property
-    def sentence(self) -> str:
-        if self.first_bad is None:
-            return f"none of {len(self.probed)} probed checkpoints is shown to be malformed"
-        since = f"; {self.last_good} is not" if self.last_good else ", and it is the first there is"
-        return f"{self.first_bad} is the first that is shown to be malformed{since} ({len(self.probed)} probed)"
-
-
-def first_malformed(names: Sequence[str], look: Callable[[str], Health], *, every: int = 8) -> HealthHistory:
+def first_malformed(names: Sequence[str], look: Callable[[str], Health], *, every: int = 8) -> Bisection[str]:
     """Up to `every` checkpoints are all looked at; of more, the ends and then halves, taking what is bad to stay bad."""
     if not names:
         raise UsageError("there is no checkpoint to probe")
-    seen: dict[str, Health] = {}
-
-    def bad(name: str) -> bool:
-        seen[name] = look(name)
-        return seen[name].malformed
-
-    found = bisect_first_bad(names, bad, every=len(names) <= every)
-    return HealthHistory({name: seen[name] for name in names if name in seen}, found.last_good, found.first_bad)
+    return bisect_first_bad(names, lambda name: look(name).malformed, every=len(names) <= every)
 
 
 def _by_prompt(health: Health, rounds: int) -> dict[str, list[float]]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from assay.comparison.read_results import read_table
+from assay.comparison.read_results import read_values
 from assay.errors import DataError
 from assay.health.degenerate import PROSE, Expected
 
@@ -69,7 +69,7 @@ def read_probe_prompts(path: str | Path) -> tuple[ProbePrompt, ...]:
         lines = _text(path).splitlines() if path.is_file() else []
         found = tuple(ProbePrompt(f"{path.stem}-{i}", path.stem, line) for i, line in enumerate(lines) if line.strip())
     else:
-        found = tuple(_prompt(row, i, path) for i, row in enumerate(read_table(path)))
+        found = tuple(_prompt(row, i, path) for i, row in enumerate(read_values(path)))
     if not found:
         raise DataError(f"{path}: no prompts; expected JSON lines with `prompt`, or a .txt file with one on each line")
     if len({prompt.id for prompt in found}) < len(found):

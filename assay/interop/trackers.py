@@ -7,6 +7,7 @@ from typing import Any
 
 from assay.errors import DataError, UsageError
 from assay.store import durable
+from assay.strict_json import NATURAL, parse_yaml, read_json_lines, read_small_file
 
 
 def _steps_of(run: Path) -> list[dict[str, Any]]:
@@ -14,17 +15,7 @@ def _steps_of(run: Path) -> list[dict[str, Any]]:
     file = run / "metrics.jsonl"
     if not file.exists():
         raise UsageError(f"{run}: no metrics.jsonl is here; give the folder of a run")
-    return [_row(line, f"{file}:{number}") for number, line in enumerate(file.read_bytes().split(b"\n")[:-1], 1)]
-
-
-def _row(line: bytes, where: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: not JSON ({error}); metrics.jsonl is damaged") from None
-    if not isinstance(row, dict) or not isinstance(row.get("step"), int):
-        raise DataError(f"{where}: expected an object with the number of its step; metrics.jsonl is damaged")
-    return row
+    return read_json_lines(file, {"step": NATURAL}, error=DataError)
 
 
 def numbers(row: dict[str, Any]) -> dict[str, float]:
@@ -78,10 +69,8 @@ def to_service(run: Path, service: str, project: str) -> int:
 
 
 def _config(run: Path) -> dict[str, Any]:
-    import yaml
-
     file = run / "config.yaml"
-    return yaml.safe_load(file.read_text()) if file.exists() else {}
+    return parse_yaml(read_small_file(file), where=str(file)) if file.exists() else {}
 
 
 def _module(name: str, package: str) -> Any:

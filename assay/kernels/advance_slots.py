@@ -5,16 +5,17 @@ Shapes: S slots, C steps that are logged, X stop ids of a slot.
 
 from __future__ import annotations  # the kernel's `tl.constexpr` must not be looked up at import
 
-import functools
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    import triton.language as tl  # at run time _kernel() binds it: where no GPU is, Triton need not be installed
+from assay.kernels.triton_jit import jitted
 
-NO_TOKEN = -1  # noted by a slot that drew nothing
+if TYPE_CHECKING:
+    import triton.language as tl  # at run time jitted() binds it: where no GPU is, Triton need not be installed
+
+NO_TOKEN = -1  # logged by a slot that drew nothing
 _BLOCK, _WARPS = 1024, 8  # slots that are taken at once: as many as there are, as a rule
 
 
@@ -36,41 +37,32 @@ class TokenLog(NamedTuple):
     cursor: Tensor  # (1,) int64
 
 
-def advance_slots(chosen_S: Tensor, logprobs_S: Tensor, course: SlotState, log: TokenLog) -> None:
+def advance_slots(chosen_S: Tensor, logprobs_S: Tensor, state: SlotState, log: TokenLog) -> None:
     """In place: a running slot takes its token up and goes one place on, or ends with a stop id or at its end."""
-    (fused_advance_slots if chosen_S.is_cuda else plain_advance_slots)(chosen_S, logprobs_S, course, log)
+    (fused_advance_slots if chosen_S.is_cuda else plain_advance_slots)(chosen_S, logprobs_S, state, log)
 
 
-def plain_advance_slots(chosen_S: Tensor, logprobs_S: Tensor, course: SlotState, log: TokenLog) -> None:
-    running = course.running_S == 1
+def plain_advance_slots(chosen_S: Tensor, logprobs_S: Tensor, state: SlotState, log: TokenLog) -> None:
+    running = state.running_S == 1
     log.ids_CS.index_copy_(0, log.cursor, torch.where(running, chosen_S, NO_TOKEN)[None])
     log.logprobs_CS.index_copy_(0, log.cursor, logprobs_S[None])
     log.cursor.add_(1)
-    ended = (chosen_S == course.stops_XS).any(0) | (course.position_S >= course.end_S)
+    ended = (chosen_S == state.stops_XS).any(0) | (state.position_S >= state.end_S)
     going = running & ~ended
-    course.token_S.copy_(torch.where(going, chosen_S, course.token_S))
-    course.position_S.add_(going)
-    course.running_S.copy_(going)
+    state.token_S.copy_(torch.where(going, chosen_S, state.token_S))
+    state.position_S.add_(going)
+    state.running_S.copy_(going)
 
 
-def fused_advance_slots(chosen_S: Tensor, logprobs_S: Tensor, course: SlotState, log: TokenLog, *, block: int = _BLOCK) -> None:
-    """As `note`, on CUDA (or in Triton's interpreter): one program, since the cursor is everyone's."""
-    X, S = course.stops_XS.shape
-    assert all(x.stride(-1) == 1 for x in (chosen_S, logprobs_S, *course, log.ids_CS, log.logprobs_CS)), "slots lie side by side"
-    _kernel()[(1,)](chosen_S, logprobs_S, *course, *log, S, course.stops_XS.stride(0), log.ids_CS.stride(0), log.logprobs_CS.stride(0),
-                    X=X, NOBODY=NO_TOKEN, BLOCK=block, num_warps=_WARPS)
+def fused_advance_slots(chosen_S: Tensor, logprobs_S: Tensor, state: SlotState, log: TokenLog, *, block: int = _BLOCK) -> None:
+    """As `advance_slots`, on CUDA (or in Triton's interpreter): one program, since the cursor is everyone's."""
+    X, S = state.stops_XS.shape
+    assert all(x.stride(-1) == 1 for x in (chosen_S, logprobs_S, *state, log.ids_CS, log.logprobs_CS)), "slots lie side by side"
+    jitted(_advance)[(1,)](chosen_S, logprobs_S, *state, *log, S, state.stops_XS.stride(0), log.ids_CS.stride(0),
+                        log.logprobs_CS.stride(0), X=X, NOBODY=NO_TOKEN, BLOCK=block, num_warps=_WARPS)
 
 
-@functools.cache
-def _kernel() -> Any:
-    import triton
-    import triton.language
-
-    globals()["tl"] = triton.language
-    return triton.jit(_note)
-
-
-def _note(chosen_ptr, logprob_ptr, token_ptr, position_ptr, end_ptr, running_ptr, stops_ptr, ids_ptr, logprobs_ptr, cursor_ptr,
+def _advance(chosen_ptr, logprob_ptr, token_ptr, position_ptr, end_ptr, running_ptr, stops_ptr, ids_ptr, logprobs_ptr, cursor_ptr,
           S, stops_row, ids_row, logprobs_row, X: tl.constexpr, NOBODY: tl.constexpr, BLOCK: tl.constexpr):
     """Triton: all slots, BLOCK at a time."""
     cursor = tl.load(cursor_ptr)

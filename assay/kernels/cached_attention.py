@@ -11,16 +11,17 @@ from __future__ import annotations  # the kernel's `tl.constexpr` must not be lo
 
 import functools
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from assay.kernels.rotary import rotate
+from assay.kernels.triton_jit import jitted
 
 if TYPE_CHECKING:
-    import triton.language as tl  # at run time _kernel() binds it: where no GPU is, Triton need not be installed
+    import triton.language as tl  # at run time jitted() binds it: where no GPU is, Triton need not be installed
 
 _LEAST = 16  # rows and columns that a matrix instruction takes at least
 
@@ -100,7 +101,7 @@ def fused_cached_attention(q_SHd: Tensor, k_SKd: Tensor, v_SKd: Tensor, keys_SLK
     assert q_SHd.stride(2) == k_SKd.stride(2) == v_SKd.stride(2) == 1, "a head's entries lie side by side"
     assert keys_SLKd.is_contiguous() and values_SLKd.is_contiguous(), "the cache is one piece of memory a layer"  # noqa: PT018
     assert cos is None or sin is None or (cos.is_contiguous() and sin.is_contiguous()), "a slot's angles lie side by side"
-    _kernel()[(K, S)](
+    jitted(_attend)[(K, S)](
         q_SHd, k_SKd, v_SKd, cos, sin, keys_SLKd, values_SLKd, positions_S, out_SHd, d**-0.5 * math.log2(math.e),
         q_SHd.stride(0), q_SHd.stride(1), k_SKd.stride(0), k_SKd.stride(1), v_SKd.stride(0), v_SKd.stride(1),
         L=L, K=K, D=d, PER=H // K, WINDOW=0 if window is None else window,
@@ -111,15 +112,6 @@ def fused_cached_attention(q_SHd: Tensor, k_SKd: Tensor, v_SKd: Tensor, keys_SLK
 
 def _power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
-
-
-@functools.cache
-def _kernel() -> Any:
-    import triton
-    import triton.language
-
-    globals()["tl"] = triton.language
-    return triton.jit(_attend)
 
 
 def _attend(q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, keys_ptr, values_ptr, positions_ptr, out_ptr, scale,

@@ -8,25 +8,26 @@ Shapes: C tokens in a chunk, V the student's vocabulary, W the teacher's.
 
 from __future__ import annotations  # the kernel's `tl.constexpr` must not be looked up at import
 
-import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from assay.errors import UsageError
 from assay.kernels.softcap_ce import launch_shape
+from assay.kernels.triton_jit import jitted
 
 if TYPE_CHECKING:
-    import triton.language as tl  # at run time _kernel() binds it: where no GPU is, Triton need not be installed
+    import triton.language as tl  # at run time jitted() binds it: where no GPU is, Triton need not be installed
 
 DIVERGENCE_KINDS = {"forward": 0, "reverse": 1, "jsd": 2}
 
 
 @dataclass(frozen=True)
 class DivergenceSpec:
-    """As in Blend. `vocab` is how many ids both distributions are over; `softcap` the student's, whose logits are capped already."""
+    """As in DistillationSettings. `vocab` is how many ids both distributions are over; `softcap` the student's, which its logits have
+    been through."""
 
     divergence: str
     temperature: float
@@ -57,24 +58,15 @@ def fused_divergence(student_CV: Tensor, teacher_CW: Tensor, targets_C: Tensor, 
     written = terms_C2 if grads_CV is None else grads_CV
     block, warps = launch_shape(V)
     if C:
-        _kernel()[(C,)](
+        jitted(_row_divergence)[(C,)](
             student_CV, teacher_CW, written, targets_C.contiguous(), weight_C.float().contiguous(), terms_C2,
             student_CV.stride(0), teacher_CW.stride(0), written.stride(0),
             1 / asked.temperature, asked.kd_weight * asked.temperature, asked.ce_weight, asked.beta,
             1.0 if asked.softcap is None else asked.softcap,
             V=V, SHARED=asked.vocab, KIND=DIVERGENCE_KINDS[asked.divergence], CAPPED=asked.softcap is not None,
-                        GRADIENT=grads_CV is not None,
+                                      GRADIENT=grads_CV is not None,
             BLOCK=block, num_warps=warps)
     return terms_C2, grads_CV
-
-
-@functools.cache
-def _kernel() -> Any:
-    import triton
-    import triton.language
-
-    globals()["tl"] = triton.language
-    return triton.jit(_row_divergence)
 
 
 def _row_divergence(student_ptr, teacher_ptr, grads_ptr, targets_ptr, weight_ptr, terms_ptr,

@@ -18,8 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from assay.kernels.triton_jit import jitted
+
 if TYPE_CHECKING:
-    import triton.language as tl  # at run time _jitted() binds it: where no GPU is, Triton need not be installed
+    import triton.language as tl  # at run time jitted() binds it: where no GPU is, Triton need not be installed
 
 _BLOCK = 1024  # entries of one half that a program takes: 8 a thread, so that every access is 16 bytes wide
 _WARPS = 4
@@ -76,7 +78,7 @@ def gated_backward(d_out: Tensor, inner: Tensor, block: int = _BLOCK, warps: int
     """The gradient of `inner`, given that of silu(gate) · up."""
     d_out, inner = d_out.contiguous(), inner.contiguous()
     d_inner = torch.empty_like(inner)
-    _jitted(_both_halves)[(math.ceil(d_out.numel() / block),)](
+    jitted(_both_halves)[(math.ceil(d_out.numel() / block),)](
         d_out, inner, d_inner, d_out.numel(), H=d_out.shape[-1], BLOCK=block, num_warps=warps)
     return d_inner
 
@@ -86,17 +88,8 @@ def gated_forward(inner: Tensor, block: int = _BLOCK, warps: int = _WARPS) -> Te
     inner = inner.contiguous()
     H = inner.shape[-1] // 2
     out = inner.new_empty((*inner.shape[:-1], H))
-    _jitted(_product)[(math.ceil(out.numel() / block),)](inner, out, out.numel(), H=H, BLOCK=block, num_warps=warps)
+    jitted(_product)[(math.ceil(out.numel() / block),)](inner, out, out.numel(), H=H, BLOCK=block, num_warps=warps)
     return out
-
-
-@functools.cache
-def _jitted(kernel: Callable) -> Any:
-    import triton
-    import triton.language
-
-    globals()["tl"] = triton.language
-    return triton.jit(kernel)
 
 
 def _product(inner_ptr, out_ptr, entries, H: tl.constexpr, BLOCK: tl.constexpr):

@@ -9,7 +9,6 @@ Shapes: N tokens, D hidden, V vocabulary, C tokens in a chunk.
 
 from __future__ import annotations  # the kernel's `tl.constexpr` must not be looked up at import
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,9 +17,10 @@ import torch
 from torch import Tensor
 
 from assay.kernels.softcap_ce import check_request, even_chunk, launch_shape, matmul_into, padded_rows
+from assay.kernels.triton_jit import jitted
 
 if TYPE_CHECKING:
-    import triton.language as tl  # at run time _kernels() binds it: where no GPU is, Triton need not be installed
+    import triton.language as tl  # at run time jitted() binds it: where no GPU is, Triton need not be installed
 
 LOWEST = -1e30  # before the first logit: unlike -inf, it may be subtracted from itself
 
@@ -127,28 +127,21 @@ def _scores(logits_CV: Tensor, asked: EntropyRequest) -> tuple[Tensor, Tensor | 
 
 def _fused_rows(logits_CV: Tensor, targets_C: Tensor, asked: EntropyRequest, logp_C: Tensor, entropy_C: Tensor, total_C: Tensor) -> None:
     (C, V), (block, warps) = logits_CV.shape, launch_shape(logits_CV.shape[1])
-    _kernels()[0][(C,)](logits_CV, targets_C.contiguous(), logp_C, entropy_C, total_C,
-                        1.0 if asked.softcap is None else asked.softcap, 1 / asked.temperature,
-                        V=V, WIDTH=logits_CV.stride(0), CAPPED=asked.softcap is not None, LOWEST=LOWEST, BLOCK=block, num_warps=warps)
+    jitted(_row_values)[(C,)](
+        logits_CV, targets_C.contiguous(), logp_C, entropy_C, total_C,
+        1.0 if asked.softcap is None else asked.softcap, 1 / asked.temperature,
+        V=V, WIDTH=logits_CV.stride(0), CAPPED=asked.softcap is not None, LOWEST=LOWEST, BLOCK=block, num_warps=warps)
 
 
 def _fused_gradients(logits_CV: Tensor, targets_C: Tensor, asked: EntropyRequest, d_logp_C: Tensor, d_entropy_C: Tensor, entropy_C: Tensor,
                      total_C: Tensor, dtype: torch.dtype) -> Tensor:
     (C, V), (block, warps) = logits_CV.shape, launch_shape(logits_CV.shape[1])
     grads_CV = padded_rows(logits_CV, C, V, dtype)
-    _kernels()[1][(C,)](logits_CV, grads_CV, targets_C.contiguous(), d_logp_C.contiguous(), d_entropy_C.contiguous(), entropy_C, total_C,
-                        1.0 if asked.softcap is None else asked.softcap, 1 / asked.temperature,
-                        V=V, WIDTH=logits_CV.stride(0), CAPPED=asked.softcap is not None, BLOCK=block, num_warps=warps)
+    jitted(_row_gradients)[(C,)](
+        logits_CV, grads_CV, targets_C.contiguous(), d_logp_C.contiguous(), d_entropy_C.contiguous(), entropy_C, total_C,
+        1.0 if asked.softcap is None else asked.softcap, 1 / asked.temperature,
+        V=V, WIDTH=logits_CV.stride(0), CAPPED=asked.softcap is not None, BLOCK=block, num_warps=warps)
     return grads_CV
-
-
-@functools.cache
-def _kernels() -> tuple[Any, Any]:
-    import triton
-    import triton.language
-
-    globals()["tl"] = triton.language
-    return triton.jit(_row_values), triton.jit(_row_gradients)
 
 
 def _row_values(logits_ptr, targets_ptr, logp_ptr, entropy_ptr, total_ptr, cap, inverse_temperature,

@@ -11,15 +11,16 @@ from __future__ import annotations  # the kernels' `tl.constexpr` must not be lo
 
 import functools
 import math
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from assay.kernels.triton_jit import jitted
+
 if TYPE_CHECKING:
-    import triton.language as tl  # at run time _jitted() binds it: where no GPU is, Triton need not be installed
+    import triton.language as tl  # at run time jitted() binds it: where no GPU is, Triton need not be installed
 
 WIDEST = 8192    # entries of a row that one program can hold
 PROGRAMS = 1024  # that share the rows; fixed, so that the sums over rows are the same on every GPU
@@ -84,21 +85,12 @@ def norm_backward(d_stream: Tensor, d_normed: Tensor, x: Tensor, weight: Tensor,
     programs = max(1, min(most, math.ceil(N / rows)))
     d_x, d_weight = torch.empty_like(x), torch.empty_like(weight)
     sums_PD = x.new_empty((programs, D), dtype=torch.float32)
-    _jitted(_share_of_rows)[(programs,)](
+    jitted(_share_of_rows)[(programs,)](
         d_stream, d_normed, x, weight, d_x, sums_PD, N, eps,
         D=D, BLOCK=block, ROWS=rows, PROGRAMS=programs, STAGES=stages, num_warps=warps or max(1, block // 512))
-    _jitted(_sum_of_shares)[(math.ceil(D / _COLUMNS),)](
+    jitted(_sum_of_shares)[(math.ceil(D / _COLUMNS),)](
         sums_PD, d_weight, D=D, PROGRAMS=programs, BLOCK=1 << (programs - 1).bit_length(), COLUMNS=_COLUMNS, num_warps=8)
     return d_x, d_weight
-
-
-@functools.cache
-def _jitted(kernel: Callable) -> Any:
-    import triton
-    import triton.language
-
-    globals()["tl"] = triton.language
-    return triton.jit(kernel)
 
 
 def _share_of_rows(d_stream_ptr, d_normed_ptr, x_ptr, weight_ptr, d_x_ptr, sums_ptr, N, eps,

@@ -11,14 +11,15 @@ from __future__ import annotations  # the kernel's `tl.constexpr` must not be lo
 
 import functools
 import math
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from assay.kernels.triton_jit import jitted
+
 if TYPE_CHECKING:
-    import triton.language as tl  # at run time _jitted() binds it: where no GPU is, Triton need not be installed
+    import triton.language as tl  # at run time jitted() binds it: where no GPU is, Triton need not be installed
 
 _ROWS = 2     # tokens that a program takes
 _BLOCK = 512  # pairs of each that it takes at most: all of them in small models, so that their heads share one reading of the angles
@@ -84,7 +85,7 @@ def rotated_backward(d_q: Tensor, d_k: Tensor, d_v: Tensor, cos: Tensor, sin: Te
     N, pairs = B * T, (H + 2 * K) * d // 2
     block = min(block, 1 << (pairs - 1).bit_length())
     d_qkv = _gradient_for(d_q, d_k)
-    _jitted(_turned_back)[(math.ceil(N / rows), math.ceil(pairs / block))](
+    jitted(_turned_back)[(math.ceil(N / rows), math.ceil(pairs / block))](
         d_q, d_k, d_v, cos.contiguous(), sin.contiguous(), d_qkv, *d_q.stride(), *d_k.stride(), *d_v.stride(),
         0 if cos.shape[0] == 1 else T * d // 2, N, T,
         H=H, K=K, HALF=d // 2, ROWS=rows, BLOCK=block, num_warps=warps or max(1, rows * block // (32 * EACH)))
@@ -99,7 +100,7 @@ def rotated_forward(qkv_BTR: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_he
     N, pairs = B * T, (heads + kv_heads) * d // 2
     block = min(block, 1 << (pairs - 1).bit_length())
     qk = qkv.new_empty((B, T, heads + kv_heads, d))
-    _jitted(_turned)[(math.ceil(N / rows), math.ceil(pairs / block))](
+    jitted(_turned)[(math.ceil(N / rows), math.ceil(pairs / block))](
         qkv, cos.contiguous(), sin.contiguous(), qk, 0 if cos.shape[0] == 1 else T * d // 2, N, T,
         H=heads, K=kv_heads, HALF=d // 2, ROWS=rows, BLOCK=block, num_warps=warps or max(1, rows * block // (32 * EACH)))
     q, k = qk.split((heads, kv_heads), 2)
@@ -109,15 +110,6 @@ def rotated_forward(qkv_BTR: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_he
 def _gradient_for(d_q: Tensor, d_k: Tensor) -> Tensor:
     B, T, H, d = d_q.shape
     return d_q.new_empty((B, T, (H + 2 * d_k.shape[2]) * d))
-
-
-@functools.cache
-def _jitted(kernel: Callable) -> Any:
-    import triton
-    import triton.language
-
-    globals()["tl"] = triton.language
-    return triton.jit(kernel)
 
 
 def _turned(qkv_ptr, cos_ptr, sin_ptr, qk_ptr, angle_b, N, T,

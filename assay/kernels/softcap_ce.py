@@ -12,7 +12,6 @@ Shapes: N tokens, D hidden, V vocabulary, C tokens in a chunk.
 
 from __future__ import annotations  # the kernel's `tl.constexpr` must not be looked up at import
 
-import functools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,9 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from assay.errors import UsageError
+from assay.kernels.triton_jit import jitted
 
 if TYPE_CHECKING:
-    import triton.language as tl  # at run time _kernel() binds it: where no GPU is, Triton need not be installed
+    import triton.language as tl  # at run time jitted() binds it: where no GPU is, Triton need not be installed
 
 IGNORE = -100
 IGNORE_NONE = torch.iinfo(torch.int64).min  # the target that no token has
@@ -189,7 +189,7 @@ class _Sweep:
         C, V = logits_CV.shape
         block, warps = launch_shape(V)
         targets_C = targets_C.contiguous()
-        _kernel()[(C,)](
+        jitted(_row_loss)[(C,)](
             logits_CV, logits_CV if grads_CV is None else grads_CV, targets_C,
             losses_C if weight_C is None else weight_C.contiguous(), losses_C,
             self.ignore_index, 1.0 if self.softcap is None else self.softcap, 1 / self.temperature,
@@ -224,15 +224,6 @@ def matmul_into(a: Tensor, b: Tensor, *, out: Tensor, add: bool = False) -> None
         torch.addmm(out, a, b, beta=float(add), out=out)
     else:
         torch.addmm(out, a, b, out_dtype=out.dtype, beta=float(add), out=out)
-
-
-@functools.cache
-def _kernel() -> Any:
-    import triton
-    import triton.language
-
-    globals()["tl"] = triton.language
-    return triton.jit(_row_loss)
 
 
 def _row_loss(logits_ptr, grads_ptr, targets_ptr, weight_ptr, losses_ptr,

@@ -16,7 +16,8 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from assay.errors import ArtifactError, UsageError
+from assay.errors import UsageError
+from assay.learn.optim import load_strictly
 
 EMA_PREFIX = "ema/"
 
@@ -71,18 +72,8 @@ class Ema:
         return {EMA_PREFIX + name: tensor for name, tensor in self._average.items()}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Put a saved average back, bit for bit; all of it is checked before the first tensor is written."""
-        wanted = self.tensors()
-        missing, extra = sorted(wanted.keys() - tensors.keys()), sorted(tensors.keys() - wanted.keys())
-        if missing or extra:
-            raise ArtifactError(f"ema: {len(missing)} tensors missing {missing[:3]}, {len(extra)} unknown {extra[:3]}; "
-                                "the run was saved without an average, or for another model")
-        for name, average in wanted.items():
-            if (tensors[name].shape, tensors[name].dtype) != (average.shape, average.dtype):
-                raise ArtifactError(f"ema: {name} is {tuple(tensors[name].shape)} {tensors[name].dtype}; expected "
-                                    f"{tuple(average.shape)} {average.dtype}")
-        for name, average in wanted.items():
-            average.copy_(tensors[name])
+        """Put a saved average back, bit for bit."""
+        load_strictly(self.tensors(), tensors, "ema", "the run was saved without an average, or for another model")
 
     @torch.no_grad()
     def _fill(self, values: Mapping[str, Tensor]) -> None:

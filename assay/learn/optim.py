@@ -189,20 +189,22 @@ def state_tensors(optimizer: torch.optim.Optimizer, names: Mapping[str, Tensor])
 
 def load_state_tensors(optimizer: torch.optim.Optimizer, names: Mapping[str, Tensor],
                        tensors: Mapping[str, Tensor]) -> None:
-    """Put saved tensors back, bit for bit; all of them are checked before the first is written."""
-    state = state_tensors(optimizer, names)
+    """Put saved tensors back, bit for bit."""
+    load_strictly(state_tensors(optimizer, names), tensors, "optimizer state", "it was saved by another optimizer or for another model")
+
+
+@torch.no_grad()
+def load_strictly(state: Mapping[str, Tensor], tensors: Mapping[str, Tensor], what: str, why: str) -> None:
+    """Copy saved tensors into live ones of the same names; all of them are checked before the first is written."""
     missing, extra = sorted(state.keys() - tensors.keys()), sorted(tensors.keys() - state.keys())
     if missing or extra:
-        raise ArtifactError(f"optimizer state: {_some(missing)} missing, {_some(extra)} unknown; "
-                            "it was saved by another optimizer or for another model")
+        raise ArtifactError(f"{what}: {_some(missing)} missing, {_some(extra)} unknown; {why}")
     for name, value in state.items():
         found = tensors[name]
         if (found.shape, found.dtype) != (value.shape, value.dtype):
-            raise ArtifactError(f"optimizer state: {name} is {tuple(found.shape)} {found.dtype}; "
-                                f"expected {tuple(value.shape)} {value.dtype}")
-    with torch.no_grad():
-        for name, value in state.items():
-            value.copy_(tensors[name])
+            raise ArtifactError(f"{what}: {name} is {tuple(found.shape)} {found.dtype}; expected {tuple(value.shape)} {value.dtype}")
+    for name, value in state.items():
+        value.copy_(tensors[name])
 
 
 def _some(names: list[str]) -> str:

@@ -81,32 +81,32 @@ class DocumentCursor:
     tokens: Sequence[int]
     chunk: int = 0
 
-    def span(self, how: TttSettings) -> tuple[int, int]:
-        start = 1 + self.chunk * how.chunk
-        return start, min(start + how.chunk, len(self.tokens))
+    def span(self, settings: TttSettings) -> tuple[int, int]:
+        start = 1 + self.chunk * settings.chunk
+        return start, min(start + settings.chunk, len(self.tokens))
 
-    def last(self, how: TttSettings) -> bool:
-        return self.span(how)[1] == len(self.tokens)
+    def last(self, settings: TttSettings) -> bool:
+        return self.span(settings)[1] == len(self.tokens)
 
 
-def read_and_adapt(model: Transformer, documents: Sequence[Sequence[int]], how: TttSettings, slots: int,
+def read_and_adapt(model: Transformer, documents: Sequence[Sequence[int]], settings: TttSettings, slots: int,
          adapters: BatchedAdapters | None = None) -> Iterator[TttEvent]:
     """Every token of every document but its first is scored once, in order. Without adapters it is the model alone that reads.
 
     After a document's last chunk no step is taken: nothing of it is left to read.
     """
-    require_readable(model, documents, how)
+    require_readable(model, documents, settings)
     waiting, places = iter(enumerate(documents)), list[DocumentCursor | None]([None] * slots)
-    adam = None if adapters is None else SlotAdam(adapters, how)
+    adam = None if adapters is None else SlotAdam(adapters, settings)
     while True:
         if begun := _begin(places, waiting, adam):
             yield begun
         if not any(places):
             return
-        window = chunk_windows(places, how, model.embed.weight.device)
-        learning = [place is not None and not place.last(how) for place in places]
+        window = chunk_windows(places, settings, model.embed.weight.device)
+        learning = [place is not None and not place.last(settings) for place in places]
         losses_BK = score_chunks(model, window, adam, learning)
-        yield _scores(places, losses_BK, how, adam)
+        yield _scores(places, losses_BK, settings, adam)
         if adam is not None and any(learning):
             learn_from_chunks(model, window, losses_BK, adam, learning)
             yield _updates(places, learning, adam)
@@ -125,7 +125,7 @@ def score_chunks(model: Transformer, window: Batch, adam: "SlotAdam | None", lea
 def learn_from_chunks(model: Transformer, window: Batch, losses_BK: Tensor, adam: "SlotAdam", learning: Sequence[bool]) -> None:
     """Steps on chunks that were scored; the first on the very graph that scored them."""
     tokens_B = window.weight.sum(1).clamp(min=1)
-    for again in range(adam.how.steps):
+    for again in range(adam.settings.steps):
         if again:
             losses_BK = token_losses(model, window, adam)
         total = (losses_BK.sum(1) / tokens_B).sum()  # slots share no factor: the gradient of the sum is each one's own
@@ -147,19 +147,19 @@ def token_losses(model: Transformer, window: Batch, adam: "SlotAdam | None") -> 
 class SlotAdam:
     """AdamW on the slots' factors, each slot with its own moments and its own count of steps."""
 
-    def __init__(self, adapters: BatchedAdapters, how: TttSettings):
-        self.adapters, self.how = adapters, how
+    def __init__(self, adapters: BatchedAdapters, settings: TttSettings):
+        self.adapters, self.settings = adapters, settings
         self.steps_B = torch.zeros(adapters.slots, dtype=torch.int64)
         self.first_BN, self.second_BN = (torch.zeros_like(adapters.state_BN, requires_grad=False) for _ in range(2))
 
     def begin(self, slot: int) -> None:
-        self.adapters.begin(slot, warm=self.how.warm)
+        self.adapters.begin(slot, warm=self.settings.warm)
         self.steps_B[slot], self.first_BN[slot], self.second_BN[slot] = 0, 0, 0
 
     @torch.no_grad()
     def step(self, gradient_BN: Tensor, learning: Sequence[bool]) -> None:
         """Slots that are not learning keep factors, moments and count as they are, bit for bit."""
-        state_BN, how, (beta1, beta2) = self.adapters.state_BN, self.how, self.how.betas
+        state_BN, settings, (beta1, beta2) = self.adapters.state_BN, self.settings, self.settings.betas
         norms = gradient_BN.norm(dim=1).tolist()
         if bad := [slot for slot, norm in enumerate(norms) if learning[slot] and not math.isfinite(norm)]:
             raise GuardStop(f"the gradient of slot {bad[0]} is {norms[bad[0]]} after {int(self.steps_B[bad[0]])} steps; nothing was "
@@ -171,33 +171,34 @@ class SlotAdam:
         gradient_BN = torch.where(on_B1 > 0, gradient_BN, 0.0)
         self.first_BN.lerp_(gradient_BN, (1 - beta1) * on_B1)
         self.second_BN.lerp_(gradient_BN.square(), (1 - beta2) * on_B1)
-        spread_BN = (self.second_BN / (1 - beta2**steps_B1)).sqrt_().add_(how.eps)
-        state_BN.mul_(1 - how.lr * how.weight_decay * on_B1)
-        state_BN.sub_(self.first_BN / (1 - beta1**steps_B1) / spread_BN * (how.lr * on_B1))
+        spread_BN = (self.second_BN / (1 - beta2**steps_B1)).sqrt_().add_(settings.eps)
+        state_BN.mul_(1 - settings.lr * settings.weight_decay * on_B1)
+        state_BN.sub_(self.first_BN / (1 - beta1**steps_B1) / spread_BN * (settings.lr * on_B1))
 
 
-def chunk_windows(places: Sequence[DocumentCursor | None], how: TttSettings, device: torch.device) -> Batch:
+def chunk_windows(places: Sequence[DocumentCursor | None], settings: TttSettings, device: torch.device) -> Batch:
     """Each slot's chunk and what stands before it, up to `context` tokens, padded on the left; an idle slot is padding alone."""
-    spans = [(0, 0) if place is None else place.span(how) for place in places]
-    width = max(min(stop, how.context) for _, stop in spans)
+    spans = [(0, 0) if place is None else place.span(settings) for place in places]
+    width = max(min(stop, settings.context) for _, stop in spans)
     shape = (len(places), width)
     tokens, documents = torch.zeros(shape, dtype=torch.int64), torch.full(shape, PADDING, dtype=torch.int32)
     weight = torch.zeros(shape)
     for slot, (place, (start, stop)) in enumerate(zip(places, spans, strict=True)):
         if place is not None:
-            seen = place.tokens[max(0, stop - how.context) : stop]
+            seen = place.tokens[max(0, stop - settings.context) : stop]
             tokens[slot, -len(seen) :], documents[slot, -len(seen) :] = torch.tensor(seen), 0
             weight[slot, start - stop :] = 1
     return Batch(tokens, weight, documents).to(device)
 
 
-def require_readable(model: Transformer, documents: Sequence[Sequence[int]], how: TttSettings) -> None:
-    if how.chunk < 1 or how.steps < 1 or not how.chunk < how.context <= model.config.max_length:
-        raise UsageError(f"--chunk {how.chunk}, --context {how.context}, --steps {how.steps}: expected chunk and steps from 1, and a "
-                         f"context above the chunk and within the model's {model.config.max_length} tokens")
-    if not 0 <= how.lr < math.inf or not 0 <= how.weight_decay < math.inf or not all(0 <= beta < 1 for beta in how.betas):
-        raise UsageError(f"--lr {how.lr}, --betas {how.betas}, --weight-decay {how.weight_decay}: expected numbers from 0, and "
-                         "betas below 1")
+def require_readable(model: Transformer, documents: Sequence[Sequence[int]], settings: TttSettings) -> None:
+    chunk, context, steps, longest = settings.chunk, settings.context, settings.steps, model.config.max_length
+    if chunk < 1 or steps < 1 or not chunk < context <= longest:
+        raise UsageError(f"--chunk {chunk}, --context {context}, --steps {steps}: expected chunk and steps from 1, and a "
+                         f"context above the chunk and within the model's {longest} tokens")
+    lr, betas, decay = settings.lr, settings.betas, settings.weight_decay
+    if not 0 <= lr < math.inf or not 0 <= decay < math.inf or not all(0 <= beta < 1 for beta in betas):
+        raise UsageError(f"--lr {lr}, --betas {betas}, --weight-decay {decay}: expected numbers from 0, and betas below 1")
     if short := [number for number, tokens in enumerate(documents) if len(tokens) < 2]:
         raise UsageError(f"document {short[0]} has {len(documents[short[0]])} tokens; expected what begins every text, and text")
 
@@ -213,28 +214,28 @@ def _begin(places: list[DocumentCursor | None], waiting: Iterator[tuple[int, Seq
                 adam.begin(slot)
     if adam is None or not begun:
         return []
-    marks = adam.adapters.fingerprints()
-    return [DocumentBegun(document, slot, marks[slot], *adam.adapters.norms(slot)) for document, slot in begun]
+    fingerprints = adam.adapters.fingerprints()
+    return [DocumentBegun(document, slot, fingerprints[slot], *adam.adapters.norms(slot)) for document, slot in begun]
 
 
-def _scores(places: Sequence[DocumentCursor | None], losses_BK: Tensor, how: TttSettings, adam: SlotAdam | None) -> list[ChunkScored]:
-    marks = [None] * len(places) if adam is None else adam.adapters.fingerprints()
-    read_back = losses_BK.detach().cpu().numpy()
+def _scores(places: Sequence[DocumentCursor | None], losses_BK: Tensor, settings: TttSettings, adam: SlotAdam | None) -> list[ChunkScored]:
+    fingerprints = [None] * len(places) if adam is None else adam.adapters.fingerprints()
+    on_host = losses_BK.detach().cpu().numpy()
     found = []
     for slot, place in enumerate(places):
         if place is not None:
-            start, stop = place.span(how)
-            losses = read_back[slot, start - stop :].copy()
+            start, stop = place.span(settings)
+            losses = on_host[slot, start - stop :].copy()
             if not np.isfinite(losses).all():
                 at = int((~np.isfinite(losses)).argmax())
                 raise GuardStop(f"document {place.document}, chunk {place.chunk}: token {start + at} costs {losses[at]} nats; nothing was "
                                 "recorded of it. Lower --lr, or look at the weights")
             steps = 0 if adam is None else int(adam.steps_B[slot])
-            found.append(ChunkScored(place.document, slot, place.chunk, marks[slot], steps, losses))
+            found.append(ChunkScored(place.document, slot, place.chunk, fingerprints[slot], steps, losses))
     return found
 
 
 def _updates(places: Sequence[DocumentCursor | None], learning: Sequence[bool], adam: SlotAdam) -> list[AdapterUpdated]:
-    marks = adam.adapters.fingerprints()
-    return [AdapterUpdated(place.document, slot, place.chunk, marks[slot], int(adam.steps_B[slot]))
+    fingerprints = adam.adapters.fingerprints()
+    return [AdapterUpdated(place.document, slot, place.chunk, fingerprints[slot], int(adam.steps_B[slot]))
             for slot, place in enumerate(places) if place is not None and learning[slot]]

@@ -21,7 +21,7 @@ PADDING = -1
 
 
 class AttentionMask(NamedTuple):
-    """What the queries of one layer see: all that came before them, what the mask says, or their own stretch of the rows."""
+    """What the queries of one layer may attend to: all keys before them, those of `mask_BTS`, or those of their own document."""
 
     mask_BTS: Tensor | None = None
     starts: Tensor | None = None  # where documents begin in the flattened rows, for kernels that take variable lengths
@@ -34,12 +34,12 @@ class TokenLayout(NamedTuple):
 
     documents: Tensor  # (B, T)
     positions: Tensor  # (B, T), or (1, T) where every row counts alike
-    sights: dict[int | None, AttentionMask]
+    masks: dict[int | None, AttentionMask]
 
 
 def token_layout(tokens_BT: Tensor, documents: Tensor | None, positions: Tensor | None, windows: set[int | None],
           starts: Tensor | None = None) -> TokenLayout:
-    """`starts` says the same as `documents`, in the form that a variable-length kernel wants; it is used where there is one."""
+    """Positions and masks of a batch's tokens. `starts` repeats `documents` in the form that a variable-length kernel takes."""
     B, T = tokens_BT.shape
     plain = documents is None and positions is None
     if documents is None:
@@ -57,7 +57,7 @@ def token_layout(tokens_BT: Tensor, documents: Tensor | None, positions: Tensor 
 
 def document_causal_mask(query_documents: Tensor, query_positions: Tensor, key_documents: Tensor, key_positions: Tensor,
             window: int | None) -> Tensor:
-    """The law as a (B, T, S) mask."""
+    """(B, T, S): whether a query may attend to a key, which is of its document, not later than itself, and within the window."""
     distance = query_positions[:, :, None] - key_positions[:, None, :]
     seen = (query_documents[:, :, None] == key_documents[:, None, :]) & (distance >= 0)
     return seen if window is None else seen & (distance < window)
@@ -73,12 +73,12 @@ def positions_in_document(documents: Tensor) -> Tensor:
     return torch.where(documents == PADDING, 0, index - start)
 
 
-def attend(q_BTHd: Tensor, k_BSKd: Tensor, v_BSKd: Tensor, sight: AttentionMask) -> Tensor:
-    if sight.starts is not None:
-        return attend_documents(q_BTHd, k_BSKd, v_BSKd, sight.starts, sight.window, sight.longest)
+def attend(q_BTHd: Tensor, k_BSKd: Tensor, v_BSKd: Tensor, mask: AttentionMask) -> Tensor:
+    if mask.starts is not None:
+        return attend_documents(q_BTHd, k_BSKd, v_BSKd, mask.starts, mask.window, mask.longest)
     q, k, v = (x.transpose(1, 2) for x in (q_BTHd, k_BSKd, v_BSKd))
-    mask = None if sight.mask_BTS is None else sight.mask_BTS[:, None]
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1])
+    mask_B1TS = None if mask.mask_BTS is None else mask.mask_BTS[:, None]
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask_B1TS, is_causal=mask_B1TS is None, enable_gqa=q.shape[1] != k.shape[1])
     return out.transpose(1, 2)
 
 

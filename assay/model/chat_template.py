@@ -8,19 +8,18 @@ then costs a round trip through a pipe. Any thread may ask; requests take turns.
 """
 
 import atexit
-import contextlib
 import functools
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from assay.errors import ArtifactError, DataError
+from assay.json_child import JsonChild
 
 TEMPLATE_CHARS = 256 * 1024  # the longest in use are a tenth of this
 _LIMITS = {"cpu_seconds": 1.0, "memory_bytes": 512 * 2**20, "output_chars": 16 * 2**20}
@@ -53,58 +52,21 @@ class TemplateProcess:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.process: subprocess.Popen[bytes] | None = None
+        self.child = JsonChild(Path(__file__).with_name("chat_template_worker.py"), json.dumps(_LIMITS | {"path": sys.path}))
 
     def ask(self, request: bytes) -> dict[str, Any]:
         with self.lock:
-            process = self.process = self.process or self._start()
-            question, answers = _pipes(process)
-            try:
-                question.write(request)
-                question.flush()
-                answer = answers.readline()
-            except BrokenPipeError:
-                answer = b""
-            except BaseException:  # Ctrl-C while waiting: the next question must not get this one's answer
-                self._stop()
-                raise
-            return json.loads(answer) if answer.endswith(b"\n") else {"refused": _why_it_died(self._stop())}
-
-    def close(self) -> None:
-        if self.process is not None:
-            self._stop()
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        worker = Path(__file__).with_name("template_worker.py")
-        # -P: the folder of the script stays off the path. A session of its own: Ctrl-C is for the parent to handle.
-        command = [sys.executable, "-P", str(worker), json.dumps(_LIMITS | {"path": sys.path})]
-        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-                                start_new_session=True)
-
-    def _stop(self) -> int:
-        process, self.process = self.process, None
-        assert process is not None
-        for pipe in _pipes(process):
-            with contextlib.suppress(BrokenPipeError):  # closing flushes
-                pipe.close()
-        try:
-            return process.wait(timeout=0.5)  # a dead one is reaped, an idle one ends with its input
-        except subprocess.TimeoutExpired:
-            process.kill()
-            return process.wait()
-
-
-def _pipes(process: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes]]:
-    assert process.stdin is not None
-    assert process.stdout is not None
-    return process.stdin, process.stdout
+            if self.child.process is None:
+                self.child.start()
+            answer = self.child.ask(request)
+            return {"refused": _why_it_died(self.child.stop())} if answer is None else answer
 
 
 @functools.cache
 def _renderer() -> TemplateProcess:
     os.register_at_fork(after_in_child=_renderer.cache_clear)  # a forked child must not read its parent's answers
     renderer = TemplateProcess()
-    atexit.register(renderer.close)
+    atexit.register(renderer.child.stop)
     return renderer
 
 

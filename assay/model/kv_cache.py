@@ -47,15 +47,15 @@ class SlotCache:
 
 
 class PrefillView(NamedTuple):
-    """Token (b, t) of the batch goes to place places[b, t] of all slots' places, counted through."""
+    """The view of a prefill: token (b, t) of the batch goes to place places[b, t] of all slots' places, counted through."""
 
     cache: SlotCache
     places_BT: Tensor
 
-    def place(self, tokens_BT: Tensor, documents: Tensor | None, positions: Tensor | None, windows: set[int | None],
-              starts: Tensor | None) -> TokenLayout:
-        placed, longest = token_layout(tokens_BT, documents, positions, windows, starts), min(tokens_BT.shape[1], self.cache.length)
-        return placed._replace(sights={window: sight._replace(longest=longest) for window, sight in placed.sights.items()})
+    def layout(self, tokens_BT: Tensor, documents: Tensor | None, positions: Tensor | None, windows: set[int | None],
+               starts: Tensor | None) -> TokenLayout:
+        layout, longest = token_layout(tokens_BT, documents, positions, windows, starts), min(tokens_BT.shape[1], self.cache.length)
+        return layout._replace(masks={window: mask._replace(longest=longest) for window, mask in layout.masks.items()})
 
     def layer(self, index: int) -> "PrefillLayer":
         keys, values = self.cache.all[2 * index], self.cache.all[2 * index + 1]
@@ -67,10 +67,10 @@ class PrefillLayer(NamedTuple):
     values_PKd: Tensor
     places_N: Tensor
 
-    def attend(self, q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, sight: AttentionMask) -> Tensor:
+    def attend(self, q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, mask: AttentionMask) -> Tensor:
         self.keys_PKd.index_copy_(0, self.places_N, k_BTKd.flatten(0, 1))
         self.values_PKd.index_copy_(0, self.places_N, v_BTKd.flatten(0, 1))
-        return attend(q_BTHd, k_BTKd, v_BTKd, sight)
+        return attend(q_BTHd, k_BTKd, v_BTKd, mask)
 
 
 def attend_slots(layer: "DecodeLayer", q_S1Hd: Tensor, k_S1Kd: Tensor, v_S1Kd: Tensor, window: int | None) -> Tensor:
@@ -80,15 +80,16 @@ def attend_slots(layer: "DecodeLayer", q_S1Hd: Tensor, k_S1Kd: Tensor, v_S1Kd: T
 
 
 class DecodeView(NamedTuple):
-    """Slot s gets its token at `positions[s]`; none is at or beyond `horizon`. `attention` is `attend_slots` or wraps it."""
+    """The view of one decoding step: slot s gets its token at `positions[s]`; none is at or beyond `horizon`. `attention` is
+    `attend_slots` or wraps it."""
 
     cache: SlotCache
     positions: Tensor
     horizon: int
     attention: Callable[..., Tensor] = attend_slots
 
-    def place(self, tokens_BT: Tensor, documents: Tensor | None, positions: Tensor | None, windows: set[int | None],
-              starts: Tensor | None) -> TokenLayout:
+    def layout(self, tokens_BT: Tensor, documents: Tensor | None, positions: Tensor | None, windows: set[int | None],
+               starts: Tensor | None) -> TokenLayout:
         assert documents is None, "a slot holds one document"
         assert positions is None, "a slot's place is the cache's to say"
         return TokenLayout(torch.zeros_like(tokens_BT), self.positions[:, None],
@@ -108,11 +109,11 @@ class DecodeLayer(NamedTuple):
     attention: Callable[..., Tensor]
     rotary: Rotary | None = None  # cos and sin, (S, 1, 1, d / 2)
 
-    def turning(self, rotary: Rotary | None) -> "DecodeLayer":
+    def with_rotary(self, rotary: Rotary | None) -> "DecodeLayer":
         return DecodeLayer(self.keys_SLKd, self.values_SLKd, self.positions, self.horizon, self.attention, rotary)
 
-    def attend(self, q_S1Hd: Tensor, k_S1Kd: Tensor, v_S1Kd: Tensor, sight: AttentionMask) -> Tensor:
-        return self.attention(self, q_S1Hd, k_S1Kd, v_S1Kd, sight.window)
+    def attend(self, q_S1Hd: Tensor, k_S1Kd: Tensor, v_S1Kd: Tensor, mask: AttentionMask) -> Tensor:
+        return self.attention(self, q_S1Hd, k_S1Kd, v_S1Kd, mask.window)
 
 
 CacheView = PrefillView | DecodeView

@@ -83,7 +83,7 @@ def plan(config: ModelConfig, targets: tuple[str, ...] | None = None) -> list[Lo
 
 
 def fresh(config: ModelConfig, planned: list[LoraSite], rank: int, scale: float, seed: int, parent: str | None) -> Patch:
-    """left = 0, so that a fresh adapter equals no adapter; right as in the LoRA paper's implementation."""
+    """A new adapter: left = 0, so that it equals no adapter; right as in the LoRA paper's implementation."""
     low_rank: dict[str, list[LowRank]] = {}
     for site in planned:
         width = parameter_shapes(config)[site.parameter][1]

@@ -54,7 +54,7 @@ def place_for_training(model: Transformer, device: str, *, compute: torch.dtype 
 
 @contextlib.contextmanager
 def uncompiled() -> Iterator[None]:
-    """As the code is written: what runs a few times, each time in another shape, is not worth seconds of compilation.
+    """Eager execution for the length of the block: what runs a few times, each in another shape, is not worth a compilation.
 
     Where torch's compiler was never loaded nothing is compiled, and loading it to say so would cost every proof 1.7 s.
     """
@@ -64,7 +64,7 @@ def uncompiled() -> Iterator[None]:
 
 @contextlib.contextmanager
 def fp32_uncompiled(*models: Transformer) -> Iterator[None]:
-    """In fp32 and uncompiled: two ways to compute one thing then differ by what they compute, and hardly by rounding."""
+    """The models compute in fp32 and uncompiled inside the block: two ways to compute one thing then hardly differ by rounding."""
     kept = [model.compute_dtype for model in models]
     for model in models:
         model.compute_dtype = torch.float32

@@ -22,7 +22,7 @@ class ProbeLogits(NamedTuple):
 
 
 def probe_inputs(vocab: int, max_length: int) -> tuple[Tensor, Tensor]:
-    """The tokens to ask and the ids to listen to: a function of the vocabulary alone."""
+    """(tokens, ids): what the probe feeds, and whose logits it records; a function of the vocabulary alone."""
     length = min(LENGTH, max_length)
     tokens = torch.randint(0, vocab, (_ROWS, length), generator=generator(0, "probe tokens", vocab))
     ids = torch.randperm(vocab, generator=generator(0, "probe ids", vocab))[:_IDS].sort().values
@@ -31,7 +31,7 @@ def probe_inputs(vocab: int, max_length: int) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def compute_probe_logits(model: Transformer) -> ProbeLogits:
-    """In fp32 whatever the training's compute dtype, in eval mode, which is left as it was found."""
+    """The model's logits on the probe's tokens, in fp32 whatever its compute dtype; its mode is left as it was found."""
     tokens, ids = probe_inputs(model.config.vocab, model.config.max_length)
     training, compute = model.training, model.compute_dtype
     model.eval()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from assay.errors import ArtifactError, UsageError
 from assay.model.tokenizer import Tokenizer
-from assay.model.transformer import ModelConfig, Transformer
+from assay.model.transformer import ModelConfig
 
 THINKING_TOKENS = ("<think>", "</think>", "<answer>", "</answer>")
 FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
@@ -69,18 +69,6 @@ def resize_embeddings(config: ModelConfig, tensors: Mapping[str, Tensor], before
     pieces = {id: before.encode(after.tokens[id]) for id in new}
     tables = {name: _extended(tensors[name], vocab, before.size, pieces) for name in _TABLES if name in tensors}
     return ResizedModel(replace(config, vocab=vocab), dict(tensors) | tables, tuple(new))
-
-
-def resize_live_model(model: Transformer, before: Tokenizer, after: Tokenizer, *, multiple: int = 1) -> tuple[Transformer, tuple[int, ...]]:
-    """A live model with the new rows, and which they are. It shares the memory of all other parameters with `model`."""
-    grown = resize_embeddings(model.config, {name: parameter.detach() for name, parameter in model.named_parameters()}, before, after,
-                              multiple=multiple)
-    with torch.device("meta"):
-        larger = Transformer(grown.config)
-    larger.load_state_dict(grown.tensors, strict=True, assign=True)
-    larger.compute_dtype, larger.recompute = model.compute_dtype, model.recompute
-    larger.train(model.training)
-    return larger.to(model.embed.weight.device), grown.rows
 
 
 def _extended(table: Tensor, vocab: int, known: int, pieces: Mapping[int, Sequence[int]]) -> Tensor:

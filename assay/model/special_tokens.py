@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from assay.errors import ArtifactError, DataError
-from assay.model.tokenizer import Tokenizer, read_optional_json
+from assay.model.tokenizer import Tokenizer
+from assay.strict_json import read_json_if_there
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class SpecialTokens:
 
 
 def read_special_tokens(folder: Path | str, tokenizer: Tokenizer) -> SpecialTokens:
-    config, generation = (read_optional_json(Path(folder) / name) for name in ("config.json", "generation_config.json"))
+    config, generation = (read_json_if_there(Path(folder) / name) for name in ("config.json", "generation_config.json"))
     return resolve_special_tokens(tokenizer, config or {}, generation or {})
 
 

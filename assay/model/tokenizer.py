@@ -5,6 +5,7 @@ tokenizer.json is the tokenizer, tokenizer_config.json names its special tokens;
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -15,8 +16,8 @@ import tokenizers
 
 from assay.errors import ArtifactError, DataError, UsageError
 from assay.model import chat_template
+from assay.strict_json import parse_json, read_json_if_there, read_small_file
 
-FILE_BYTES = 256 * 2**20  # no tokenizer.json in use comes near
 _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -43,13 +44,13 @@ class Tokenizer:
         folder = Path(folder)
         if folder.is_file():
             raise UsageError(f"{folder}: a file; expected the folder that holds tokenizer.json")
-        settings = read_optional_json(folder / "tokenizer_config.json") or {}
-        document = read_optional_json(folder / "tokenizer.json")
+        settings = read_json_if_there(folder / "tokenizer_config.json") or {}
+        document = read_json_if_there(folder / "tokenizer.json")
         if document is None:
             raise UsageError(f"{folder}: no tokenizer.json; transformers makes one: "
                              "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)")
         _refuse_code(settings, folder / "tokenizer_config.json")
-        older = read_optional_json(folder / "special_tokens_map.json") or {}
+        older = read_json_if_there(folder / "special_tokens_map.json") or {}
         conflicts = [f"special_tokens_map.json says {name} is {_content(older[name])!r}, tokenizer_config.json "
                      f"{_content(settings[name])!r}" for name in _NAMED
                      if name in older and name in settings and _content(older[name]) != _content(settings[name])]
@@ -60,7 +61,7 @@ class Tokenizer:
     def from_parts(cls, tokenizer_json: str | bytes | Mapping[str, Any], chat_template: str | None = None,
                    **settings: Any) -> "Tokenizer":
         """From a tokenizer.json and named tokens: `from_parts(text, eos_token="</s>")`."""
-        document = tokenizer_json if isinstance(tokenizer_json, Mapping) else _parse(tokenizer_json, "tokenizer.json")
+        document = tokenizer_json if isinstance(tokenizer_json, Mapping) else parse_json(tokenizer_json, where="tokenizer.json", shape=dict)
         return cls(document, settings, {} if chat_template is None else {"default": chat_template})
 
     # ---------------------------------------------------------------- text and ids
@@ -139,10 +140,6 @@ class Tokenizer:
         return self.named_id("pad_token")
 
     @property
-    def unk(self) -> int | None:
-        return self.named_id("unk_token")
-
-    @property
     def template(self) -> str | None:
         return self.templates.get("default")
 
@@ -199,49 +196,25 @@ class Tokenizer:
 # ---------------------------------------------------------------- files
 
 
-def read_optional_json(path: Path) -> dict[str, Any] | None:
+def _read_text(path: Path) -> str | None:
     """None where there is no such file."""
-    text = _read(path)
-    return None if text is None else _parse(text, str(path))
-
-
-def _read(path: Path) -> str | None:
     try:
-        with path.open("rb") as file:
-            text = file.read(FILE_BYTES + 1)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}") from None
-    if len(text) > FILE_BYTES:
-        raise ArtifactError(f"{path}: more than {FILE_BYTES // 2**20} MiB; that is no {path.name}")
-    try:
-        return text.decode()
+        return read_small_file(path).decode() if os.path.lexists(path) else None
     except UnicodeDecodeError as error:
         raise ArtifactError(f"{path}: not UTF-8 at byte {error.start}") from None
 
 
-def _parse(text: str | bytes, where: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ArtifactError(f"{where}: not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ArtifactError(f"{where}: expected a JSON object, found {type(value).__name__}")
-    return value
-
-
 def _read_templates(folder: Path, inline: Any) -> dict[str, str]:
     """chat_template.jinja, chat_template.json or the field of tokenizer_config.json: the first that is there."""
-    beside = read_optional_json(folder / "chat_template.json")
+    beside = read_json_if_there(folder / "chat_template.json")
     inline = beside.get("chat_template") if beside else inline
-    inline = text if (text := _read(folder / "chat_template.jinja")) is not None else inline
+    inline = text if (text := _read_text(folder / "chat_template.jinja")) is not None else inline
     inline = [{"name": "default", "template": inline}] if isinstance(inline, str) else inline or ()
     try:
         entries = [(entry["name"], entry["template"]) for entry in inline]
     except (TypeError, KeyError):
         raise ArtifactError(f"{folder}: chat_template is neither text nor a list of named templates") from None
-    entries += [(path.stem, _read(path)) for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))]
+    entries += [(path.stem, _read_text(path)) for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))]
     return dict(entries)
 
 

@@ -125,23 +125,23 @@ class Attention(nn.Module):
         self.mix = ValueMix() if c.value_residual and layer > 0 else None
         self.gate = Linear(c.width, c.heads, bias=False) if c.attention_gate else None
 
-    def forward(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor] | None, sight: AttentionMask, cache: LayerCacheView | None,
+    def forward(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor] | None, mask: AttentionMask, cache: LayerCacheView | None,
                 values: list[Tensor] | None = None) -> Tensor:
         """`values` begins with those of the first layer, which puts them there; None where no layer asks for them."""
         B, T, _ = x_BTD.shape
         if isinstance(cache, DecodeLayer):
-            cache, rotary = cache.turning(rotary), None
-        q, k, v = self.turned(self.qkv(x_BTD), rotary)
+            cache, rotary = cache.with_rotary(rotary), None
+        q, k, v = self.split_heads(self.qkv(x_BTD), rotary)
         if self.mix is not None:
             v = self.mix(v, values[0])  # type: ignore[index]
         elif values is not None:
             values.append(v)
-        attended = attend(q, k, v, sight) if cache is None else cache.attend(q, k, v, sight)
+        attended = attend(q, k, v, mask) if cache is None else cache.attend(q, k, v, mask)
         if self.gate is not None:
             attended = gate_heads(attended, self.gate(x_BTD))
         return self.out(attended.reshape(B, T, -1))
 
-    def turned(self, qkv_BTR: Tensor, rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
+    def split_heads(self, qkv_BTR: Tensor, rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v by heads, q and k normed and turned to their positions where the model does that."""
         heads, kv_heads, _ = (rows // self.head_dim for rows in self.rows)
         if rotary is not None and self.q_norm is None:
@@ -172,10 +172,10 @@ class Block(nn.Module):
         self.attn_norm, self.mlp_norm = make_norm(c), make_norm(c)
         self.attn, self.mlp = Attention(c, layer), Mlp(c)
 
-    def forward(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor] | None, sight: AttentionMask, cache: LayerCacheView | None,
+    def forward(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor] | None, mask: AttentionMask, cache: LayerCacheView | None,
                 *values: list[Tensor]) -> Tensor:
         x_BTD, normed = stream_and_norm(x_BTD, self.attn_norm)
-        x_BTD = x_BTD + self.attn(normed, rotary, sight, cache, *values)
+        x_BTD = x_BTD + self.attn(normed, rotary, mask, cache, *values)
         x_BTD, normed = stream_and_norm(x_BTD, self.mlp_norm)
         return x_BTD + self.mlp(normed)
 
@@ -204,26 +204,26 @@ class Transformer(nn.Module):
         and a cache all give a token the same state. `starts` repeats `documents` for kernels of variable length.
         """
         half = (self.compute_dtype or self.embed.weight.dtype) in (torch.bfloat16, torch.float16)  # all that the kernels take
-        placed = token_layout if cache is None else cache.place
-        placement = placed(tokens_BT, documents, positions, set(self.config.windows), starts if half else None)
+        layout_of = token_layout if cache is None else cache.layout
+        layout = layout_of(tokens_BT, documents, positions, set(self.config.windows), starts if half else None)
         x_BTD = F.embedding(tokens_BT, self.embed.weight)
         if self.position is not None:
-            x_BTD = x_BTD + F.embedding(placement.positions, self.position.weight)
+            x_BTD = x_BTD + F.embedding(layout.positions, self.position.weight)
         x_BTD = x_BTD.to(self.compute_dtype or x_BTD.dtype)
-        rotary = self.rotary(placement)
+        rotary = self.rotary(layout)
         values: tuple[list[Tensor], ...] = ([],) if self.config.value_residual else ()
         recompute = self.recompute and torch.is_grad_enabled()
         for first in range(0, self.config.depth, self.together):
-            layers = [(self.blocks[layer], placement.sights[self.config.windows[layer]], None if cache is None else cache.layer(layer))
+            layers = [(self.blocks[layer], layout.masks[self.config.windows[layer]], None if cache is None else cache.layer(layer))
                       for layer in range(first, first + self.together)]
             x_BTD = self.run(layers, x_BTD, rotary, values, recompute)
         return self.norm(x_BTD)
 
-    def rotary(self, placement: TokenLayout) -> tuple[Tensor, Tensor] | None:
+    def rotary(self, layout: TokenLayout) -> tuple[Tensor, Tensor] | None:
         if self.frequencies is None:
             return None
         assert isinstance(self.frequencies, Tensor)
-        angles = placement.positions[..., None].float() * self.frequencies
+        angles = layout.positions[..., None].float() * self.frequencies
         return angles.cos()[:, :, None], angles.sin()[:, :, None]
 
     def logits(self, states: Tensor) -> Tensor:
@@ -243,8 +243,8 @@ class Transformer(nn.Module):
 def run_blocks(layers: Sequence[tuple[nn.Module, AttentionMask, LayerCacheView | None]], x_BTD: Tensor,
                rotary: tuple[Tensor, Tensor] | None,
                values: tuple[list[Tensor], ...], recompute: bool) -> Tensor:
-    for block, sight, cache in layers:
-        arguments = (x_BTD, rotary, sight, cache, *values)
+    for block, mask, cache in layers:
+        arguments = (x_BTD, rotary, mask, cache, *values)
         # In a block nothing is drawn by lot, and asking for the generator's state would end a graph's capture.
         x_BTD = checkpoint(block, *arguments, use_reentrant=False, preserve_rng_state=False) if recompute else block(*arguments)
     return x_BTD

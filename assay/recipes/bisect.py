@@ -13,10 +13,10 @@ import numpy as np
 
 from assay.comparison.bisection import Bisection, bisect_first_bad
 from assay.errors import AssayError, UsageError
-from assay.recipes.run import read_rows
 from assay.statistics.early_stopping import compare_losses
 from assay.store.checkpoint import open_checkpoint, step_folders
 from assay.store.digests import recorded_digest
+from assay.strict_json import read_json_lines
 
 Probe = Callable[[Path], bool]
 _KNOWN = "FILE.py:function, loss-above:X, loss-jump, health or differs:RUN"
@@ -142,7 +142,7 @@ def differs_from(other: Path) -> Probe:
 
 def looks(run: Path) -> dict[int, np.ndarray]:
     """Step → the loss of every held-out document."""
-    found = {row["step"]: np.array(row["per_document"]) for row in read_rows(run / "looks.jsonl")}
+    found = {row["step"]: np.array(row["per_document"]) for row in read_json_lines(run / "looks.jsonl")}
     if not found:
         raise UsageError(f"{run}: no held-out look is on record (looks.jsonl), so a probe of the loss has nothing to read")
     return found

@@ -4,7 +4,9 @@ import re
 from collections.abc import Mapping
 
 from assay.guard.rollout_checks import check_collapse, rollout_warnings
-from assay.recipes.run import Run, read_rows
+from assay.recipes.run import Run
+from assay.store.ledger import Event
+from assay.strict_json import read_json_lines
 from assay.verdict import Verdict
 
 SAID_AGAIN = 50  # steps after which a warning is repeated
@@ -22,7 +24,7 @@ class Course:
 
     def recall(self) -> None:
         """What the rules over the steps so far have to know, from what was written of them."""
-        for row in read_rows(self.run.metrics_file):
+        for row in read_json_lines(self.run.metrics_file):
             numbers = {name: value for name, value in row.items() if isinstance(value, int | float)}
             if "groups" in row:
                 self.history.append(numbers)
@@ -51,7 +53,7 @@ class Course:
         if step - self._warned.get(rule, -SAID_AGAIN) >= SAID_AGAIN:
             self._warned[rule] = step
             self.run.say(f"step {step + 1}: {sentence}")
-            self.run.ledger.append("warning", step=step + 1, reason=sentence)
+            self.run.ledger.append(Event.WARNING, step=step + 1, reason=sentence)
 
     def line(self) -> str:
         """Of the last rollout, for a progress line."""

@@ -26,6 +26,7 @@ from assay.recipes.tuning import Conversations, Tuned, conversed, held_out_batch
 from assay.recipes.written import write_text
 from assay.statistics.estimate import Estimate, ratio
 from assay.store.artifact import Artifact, build_model, open_artifact
+from assay.store.ledger import Event
 from assay.verdict import Verdict, refuted
 
 
@@ -137,7 +138,7 @@ class Distillation(Taught):
         super().begin()
         if self.start == 0:
             found = self.agreement(self.model, self.conversations.held_out, self.parts.micro).estimates()
-            self.run.ledger.append("teacher", digest=self.teacher.digest, **plain({name: asdict(e) for name, e in found.items()}))
+            self.run.ledger.append(Event.TEACHER, digest=self.teacher.digest, **plain({name: asdict(e) for name, e in found.items()}))
             teacher = f"the teacher {found['teacher_ce']}, " if "teacher_ce" in found else ""  # stored answers do not tell
             self.run.say(f"nats per token of what is held out: {teacher}the student {found['student_ce']}; KL {found['kl']}")
 
@@ -153,7 +154,7 @@ class Distillation(Taught):
 
     def finish(self) -> None:
         if frozen := self.teacher.unmoved():
-            self.run.judge("teacher unmoved", frozen)
+            self.run.judge(Event.TEACHER_UNMOVED, frozen)
         super().finish()
 
     def told(self, handed_over: Artifact) -> dict[str, Any]:
@@ -201,7 +202,7 @@ def fall(before: Agreement, after: Agreement) -> Estimate | None:
 
 def check_told(work: Taught, recorded: HeldOut) -> Verdict:
     """The score in the ledger is the mean over every token held out: not the last batch's loss, nor a look's."""
-    told = [event for event in work.run.ledger.events() if event["kind"] == "hand over"][-1]
+    told = [event for event in work.run.ledger.events() if event["kind"] == Event.HAND_OVER][-1]
     assert recorded.tokens is not None
     verdict = check_reported_loss(told["score"]["mean"], recorded.per_document, recorded.tokens)
     if recorded.per_document.size != len(work.conversations.held_out):

@@ -48,6 +48,7 @@ from assay.store import checkpoint, durable
 from assay.store.artifact import Artifact, assemble_model, build_model, open_artifact
 from assay.store.checkpoint import open_checkpoint
 from assay.store.export_artifact import EXPORT_DTYPES, majority_dtype
+from assay.store.ledger import Event
 from assay.store.saving import Ancestor, Lineage, model_contents
 from assay.tracing.plots import draw_causal_trace
 from assay.verdict import Verdict
@@ -83,7 +84,7 @@ def edit_opened(config: Edit, source: Artifact, model: Transformer, say: Callabl
     probing = ProofSampling(config.probe_samples, str(device))
     run, watch = Run(Path(config.out), config, say=say, probing=probing), Stopwatch()
     with run.sitting():
-        run.judge("preflight", preflight(model, source, facts))
+        run.judge(Event.PREFLIGHT, preflight(model, source, facts))
         before = evaluate_edits(model, tokenizer, facts, scored, source.stops.stop_ids)
         watch.lap("scores before")
         layers, effects = chosen_layers(config, model, tokenizer, facts)
@@ -93,7 +94,7 @@ def edit_opened(config: Edit, source: Artifact, model: Transformer, say: Callabl
         with patched(model, edited.patch):
             claimed = ask_questions(model, tokenizer, [q for q in fact_questions(facts) if q.kind == "efficacy"], source.stops.stop_ids)
         verdicts = apply_patch(source, edited.patch, where, taught=ends(model, source), probing=probing)
-        run.ledger.append("proof", checkpoint="model", verdicts=plain([verdict.to_json() for verdict in verdicts]))
+        run.ledger.append(Event.PROOF, checkpoint="model", verdicts=plain([verdict.to_json() for verdict in verdicts]))
         watch.lap("checkpoint and proof")
         reloaded = open_artifact(where)
         after = evaluate_edits(build_model(reloaded).to(device), tokenizer, facts, scored, source.stops.stop_ids)
@@ -261,7 +262,7 @@ class Stopwatch:
 
 
 def told_layers(run: Run, layers: list[int], effects: IndirectEffects | None) -> None:
-    run.ledger.append("layers", layers=layers, by="causal tracing" if effects else "the command line")
+    run.ledger.append(Event.LAYERS, layers=layers, by="causal tracing" if effects else "the command line")
     run.say(f"layers {', '.join(map(str, layers))}")
     if effects is None:
         return
@@ -283,7 +284,7 @@ def _written(run: Run, report: _Report, facts: Sequence[Fact], edited: EditResul
                 "refused": [asdict(one) for one in report.refused], "verdicts": [verdict.to_json() for verdict in report.verdicts],
                 "facts": rows, "replies": replies, "probe": None if texts_beside is None else texts_beside.to_json()}
     durable.replace_file(run.folder / "edits.json", (json.dumps(plain(document), indent=1) + "\n").encode())
-    run.ledger.append("edits", layers=report.layers, estimates=plain(found), sizes=plain(report.sizes), failed=plain(report.failed),
+    run.ledger.append(Event.EDITS, layers=report.layers, estimates=plain(found), sizes=plain(report.sizes), failed=plain(report.failed),
                       refused=plain([asdict(one) for one in report.refused]),
                       verdicts=plain([verdict.to_json() for verdict in report.verdicts]))
     run.record(0, **{name: estimate.mean for name, estimate in report.estimates.items()})

@@ -33,9 +33,11 @@ from assay.recipes.rollouts import (
     ruled_groups,
     shortened,
 )
-from assay.recipes.run import Run, append_rows, plain, read_rows, rewrite_rows
+from assay.recipes.run import Run, append_rows, plain, rewrite_rows
 from assay.reward.endpoint import Cost
 from assay.reward.worker_pool import ErrorLimit, RewardWorkers
+from assay.store.ledger import Event
+from assay.strict_json import read_json_lines
 from assay.verdict import Outcome, Verdict
 
 COMPARED = 16  # completions of a rollout whose log-probabilities are computed anew before the update; after it, all are compared
@@ -83,7 +85,7 @@ class Experience:
 
     def forget_after(self, step: int) -> None:
         """Samples of steps that are about to be taken again."""
-        rewrite_rows(self.file, [row for row in read_rows(self.file) if row["step"] < step])
+        rewrite_rows(self.file, [row for row in read_json_lines(self.file) if row["step"] < step])
 
     def batch(self, step: int) -> Batch:
         if step % self.config.inner == 0:
@@ -103,7 +105,7 @@ class Experience:
         counted_N = counted(learned, advantages, mask_truncated=self.config.mask_truncated, cap=self.config.max_new)
         rows = self.learnable(learned, advantages, counted_N)
         batch = self.layout.packed(rows).batch
-        self.judge("rollout", self.verdicts(step, learned, everything, advantages, counted_N, rows, batch))
+        self.judge(Event.ROLLOUT, self.verdicts(step, learned, everything, advantages, counted_N, rows, batch))
         self.keep(step, learned, advantages)
         self._drawn = everything
         return batch
@@ -161,7 +163,7 @@ class Experience:
             self.waiting += unjudged
             self.run.say(f"step {step + 1}: {len(unjudged)} groups could not be judged and are drawn again with the next rollout: "
                          f"{next(iter(unjudged.values()))[0]}")
-            self.run.ledger.append("unjudged", step=step, groups=plain(unjudged), cost=asdict(cost))
+            self.run.ledger.append(Event.UNJUDGED, step=step, groups=plain(unjudged), cost=asdict(cost))
 
     def advantages(self, groups: Sequence[Group]) -> Advantages:
         return group_advantages([group.rewards for group in groups], scale=self.config.scale)
@@ -204,7 +206,7 @@ class Experience:
         written_out = lambda: naive_logprobs(self.model, prompts, [c.ids for c in said], self.asked.temperature)  # noqa: E731
         return check_identity([c.logprobs for c in said], of_completions(trainer, part, prompts), self.floor, written_out)
 
-    def judge(self, what: str, verdicts: list[Verdict]) -> None:
+    def judge(self, what: Event, verdicts: list[Verdict]) -> None:
         """The first of a sitting and every so many are written down, and what refutes is always."""
         against = any(verdict.outcome is Outcome.REFUTED for verdict in verdicts)
         self._judged += 1

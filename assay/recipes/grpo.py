@@ -57,6 +57,7 @@ from assay.recipes.tuning import BETAS, reach
 from assay.reward.reward_functions import parse_rewards
 from assay.reward.worker_pool import ErrorLimit, RewardWorkers
 from assay.store.artifact import Artifact, build_model, open_artifact
+from assay.store.ledger import Event
 from assay.store.saving import Lineage
 from assay.verdict import Verdict, proven, refuted, unproven
 
@@ -134,13 +135,13 @@ class Reinforcement(Training):
         self.course.recall()
         if self.judging is not None and self.start:
             self.run.say("a judge may answer otherwise the second time: the run goes on, but is not bit for bit the uninterrupted one")
-            self.run.ledger.append("not bit-exact", changed={"judge": self.judging.identity})
+            self.run.ledger.append(Event.NOT_BIT_EXACT, changed={"judge": self.judging.identity})
         if self.config.kl != "none":
             every = self.parts.every if self.config.kl_window else NEVER
             self.reference = Reference(self.parts.form, self.run, self.layout, window=self.config.kl_window, every=every)
             self.experience.reference = self.reference
             self.reference.follow(self.start)
-            self.run.judge("reference", [check_same_reference(self.reference, self.recorded_reference)])
+            self.run.judge(Event.REFERENCE, [check_same_reference(self.reference, self.recorded_reference)])
 
     def rehearsal_batch(self) -> Batch:
         batch, self.rehearsed = self.experience.rehearsal(self.start)
@@ -239,7 +240,7 @@ class Reinforcement(Training):
                                             self.reference.used))
         self.course.add(found | {"grad_norm": float(step.grad_norm)})
         self.noted[step.index] = measured
-        self.experience.judge("step", [*verdicts, *self.course.verdicts()])
+        self.experience.judge(Event.STEP, [*verdicts, *self.course.verdicts()])
         self.course.tell(step.index)
 
     def record(self, read: list[StepReading]) -> None:
@@ -262,7 +263,7 @@ class Reinforcement(Training):
             self.reference.keep_needed()
         super().checkpoint(look=look and (self.ending or self.done % self.eval_every == 0))
         self.measure_floor()
-        self.run.judge("floor", [check_floor(self.experience.floor)])
+        self.run.judge(Event.FLOOR, [check_floor(self.experience.floor)])
         if self.judging is not None and (swayed := self.judging.heard(self.run, self.done)):
             self.course.warn(self.done - 1, swayed)
 
@@ -272,7 +273,7 @@ class Reinforcement(Training):
             super().settle_account()
             self.informed = False
             return
-        self.run.judge("account", [unproven("movement", "no step since the last account had a gradient", optional=True),
+        self.run.judge(Event.ACCOUNT, [unproven("movement", "no step since the last account had a gradient", optional=True),
                                    self.account.frozen(), check_steps(self.optimizer, self.done + self.parts.steps_before),
                                    check_weights(self.model)])
 
@@ -305,7 +306,7 @@ class Reinforcement(Training):
         verdicts += [check_same_answers(f"{best.name} as looked at and as saved", recorded, saved[looked_at]),
                      check_same_answers(f"{best.name} as saved and as handed over", saved, after),
                      check_gain(self.metric.name, before, after, len(self.looks.steps) - 1)]
-        self.run.ledger.append("hand over", checkpoint=best.name, metric=self.metric.name, before=float(before.mean()),
+        self.run.ledger.append(Event.HAND_OVER, checkpoint=best.name, metric=self.metric.name, before=float(before.mean()),
                                after=float(after.mean()), verdicts=plain([verdict.to_json() for verdict in verdicts]))
         self.run.say(f"{', '.join(map(str, places))}: {verdicts[-1].reason}")
         return verdicts

@@ -21,6 +21,7 @@ from assay.store import checkpoint
 from assay.store.artifact import Artifact, build_model, locate_artifact, merged_tensors, open_artifact
 from assay.store.checkpoint import open_checkpoint
 from assay.store.export_artifact import export_artifact
+from assay.store.ledger import Event
 from assay.store.saving import Ancestor, Lineage, model_contents
 from assay.verdict import Outcome, Verdict, proven, refuted
 
@@ -42,7 +43,7 @@ def hand_over(run: Run, best: Path, looks: Looks, final: _Score,
     places, found = exported(run, best)
     verdicts += found
     verdicts.append(_check_score(recorded, rescored(open_artifact(run.folder / "model"), final, looks.device)))
-    run.ledger.append("hand over", checkpoint=best.name, unit=recorded.unit, score=asdict(recorded.estimate),
+    run.ledger.append(Event.HAND_OVER, checkpoint=best.name, unit=recorded.unit, score=asdict(recorded.estimate),
                       **({} if also is None else plain(also(open_artifact(run.folder / "model")))),
                       verdicts=plain([verdict.to_json() for verdict in verdicts]))
     for where in places:

@@ -22,6 +22,7 @@ from assay.reward.endpoint import Cost, connected, endpoint_from_environment
 from assay.reward.llm_judge import RUBRIC, Judge, Judged, Repeat, Scores, judge_group, rank_agreement
 from assay.reward.reward_functions import JudgeOptions, RewardSpec
 from assay.reward.worker_pool import ScoredItem
+from assay.store.ledger import Event
 from assay.verdict import Outcome, Verdict
 
 NAME = "judge"
@@ -108,8 +109,8 @@ class Judging:
     def heard(self, run: Run, step: int) -> str:
         """What it said and cost in this sitting is written down. A judge that contradicts itself ends the run; one that is swayed by
         the order of the page is worth a warning, because that order is another one each time."""
-        run.ledger.append("judge cost", step=step, **self.identity, **self.sitting.counts())
-        run.judge("judge", [check_judge_agreement(self.sitting.repeats)])
+        run.ledger.append(Event.JUDGE_COST, step=step, **self.identity, **self.sitting.counts())
+        run.judge(Event.JUDGE, [check_judge_agreement(self.sitting.repeats)])
         position = check_position_bias(self.sitting.shown)
         return position.reason if position.outcome is Outcome.REFUTED else ""
 

@@ -8,9 +8,11 @@ import numpy as np
 from assay.evaluation.held_out_loss import HeldOut
 from assay.guard.conclusion_checks import check_generalisation_gap
 from assay.model.transformer import Transformer
-from assay.recipes.run import Run, append_rows, read_rows, rewrite_rows
+from assay.recipes.run import Run, append_rows, rewrite_rows
 from assay.statistics.early_stopping import choose_best
 from assay.store.checkpoint import step_folder
+from assay.store.ledger import Event
+from assay.strict_json import read_json_lines
 from assay.verdict import Outcome
 
 ENOUGH_FOR_A_TREND = 5
@@ -59,11 +61,12 @@ class Looks:
 
     def recall(self) -> None:
         """What was seen before the run was interrupted, up to the step it goes on from."""
-        rows = [row for row in read_rows(self.file) if row["step"] <= self.run.going_on_from]
+        rows = [row for row in read_json_lines(self.file) if row["step"] <= self.run.going_on_from]
         rewrite_rows(self.file, rows)
         for row in rows:
             self._remember(row["step"], np.array(row["per_document"]), row["train"])
-        self._since = [row["loss"] for row in read_rows(self.run.metrics_file) if "loss" in row and row["step"] >= (self.latest_step or 0)]
+        self._since = [row["loss"] for row in read_json_lines(self.run.metrics_file)
+                       if "loss" in row and row["step"] >= (self.latest_step or 0)]
 
     def best_step(self) -> int:
         return self.steps[choose_best(self.losses).best]
@@ -88,4 +91,4 @@ class Looks:
         verdict = check_generalisation_gap([self.train[i] for i in since], [float(self.losses[i].mean()) for i in since])
         if verdict.outcome is Outcome.REFUTED:
             self.run.say(f"step {step}: {verdict.reason}")
-            self.run.ledger.append("gap", step=step, verdicts=[verdict.to_json()])
+            self.run.ledger.append(Event.GAP, step=step, verdicts=[verdict.to_json()])

@@ -18,6 +18,7 @@ from assay.recipes.rollouts import batch_logprobs, quickest_score
 from assay.recipes.run import Run
 from assay.store.checkpoint import Checkpoint, open_checkpoint, step_folder, step_folders
 from assay.store.digests import recorded_digest, weights_digest
+from assay.store.ledger import Event
 from assay.verdict import Outcome, Verdict, overall, proven, refuted
 
 
@@ -59,7 +60,7 @@ class Reference:
             raise GuardStop(f"reference: {found.folder.name} holds weights {due[:12]}, what was loaded of it is {held[:12]}")
         self.step, self.digest, self.fingerprint = step, held, fingerprint(self.model)
         self.keep_needed()
-        self.run.ledger.append("reference", step=step, checkpoint=found.folder.name, manifest=found.digest, weights=held)
+        self.run.ledger.append(Event.REFERENCE, step=step, checkpoint=found.folder.name, manifest=found.digest, weights=held)
         self.run.say(f"reference: {found.folder.name}, weights {held[:12]}")
 
     def proven(self, step: int) -> Checkpoint:

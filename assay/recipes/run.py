@@ -16,15 +16,15 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from assay.data.files import require_outside_checkpoints
-from assay.errors import AssayError, GuardStop, UsageError
+from assay.errors import ArtifactError, AssayError, GuardStop, UsageError
 from assay.guard.proof import Prover, without_optional
 from assay.guard.proof_subject import DEFAULT_SAMPLING, ProofSampling
 from assay.guard.training_guards import stop_if_refuted
 from assay.store import durable
 from assay.store.checkpoint import Checkpoint, Contents, delete_old_checkpoints, latest_checkpoint, step_folder, step_folders
-from assay.store.ledger import Ledger
+from assay.store.ledger import Event, Ledger
 from assay.store.saving import BackgroundSaver
+from assay.strict_json import parse_yaml, read_json_lines, read_small_file
 from assay.verdict import Outcome, Verdict, overall
 
 TELL_EVERY = 5.0  # seconds
@@ -44,7 +44,7 @@ class Run:
         self._retired: list[Path] = []  # beside the loop, and not yet written down
         self._saver, self._prover, self.probing = BackgroundSaver(), Prover(), probing
         self.looping = True  # until a recipe says that its loop is over, and proofs may take more of the machine
-        require_outside_checkpoints(folder / "config.yaml")
+        durable.require_outside_checkpoints(folder / "config.yaml")
         durable.make_folder(folder)
         self.ledger = Ledger(folder / "ledger.jsonl")
         self.ledger.claim()  # of two that begin at once one is refused, before it writes its options over the other's
@@ -53,7 +53,8 @@ class Run:
             self.resumed = _settle_config(folder / "config.yaml", config)
             refused.pop_all()
         self.metrics_file = folder / "metrics.jsonl"
-        self.ledger.append("resume" if self.resumed else "start", recipe=type(config).__name__, config=plain(dataclasses.asdict(config)))
+        self.ledger.append(Event.RESUME if self.resumed else Event.START, recipe=type(config).__name__,
+                           config=plain(dataclasses.asdict(config)))
 
     def newest(self) -> Checkpoint | None:
         """Where to go on from: the newest checkpoint that verifies.
@@ -64,7 +65,7 @@ class Run:
         found, passed_over = latest_checkpoint(self.checkpoints)
         for path, sentence in zip(newest_first, passed_over, strict=False):
             self.say(f"passed over: {sentence}")
-            self.ledger.append("passed over", reason=sentence)
+            self.ledger.append(Event.PASSED_OVER, reason=sentence)
             self.set_aside(path)
         return found
 
@@ -75,14 +76,14 @@ class Run:
             aside = next(name for name in names if not name.exists())
             path.rename(aside)
             self.say(f"{path.name} is kept as {aside.name}")
-            self.ledger.append("set aside", path=path.name, kept_as=aside.name)
+            self.ledger.append(Event.SET_ASIDE, path=path.name, kept_as=aside.name)
 
     def rewind(self, step: int) -> None:
         """Metrics of steps that were taken after the checkpoint are about to be taken again."""
         self.going_on_from = step
-        rewrite_rows(self.metrics_file, [row for row in read_rows(self.metrics_file) if row["step"] < step])
+        rewrite_rows(self.metrics_file, [row for row in read_json_lines(self.metrics_file) if row["step"] < step])
 
-    def judge(self, what: str, verdicts: list[Verdict]) -> None:
+    def judge(self, what: Event, verdicts: list[Verdict]) -> None:
         """Verdicts are written down, whatever they say; one that refutes stops the run."""
         self.ledger.append(what, verdicts=plain([verdict.to_json() for verdict in verdicts]))
         stop_if_refuted(verdicts)
@@ -106,7 +107,7 @@ class Run:
             self._prover.start(written.folder, against=against, probing=self.probing, beside=self.looping)
 
         self._saver.save(where, contents, after=after)
-        self.ledger.append("save", step=step, checkpoint=where.name)
+        self.ledger.append(Event.SAVE, step=step, checkpoint=where.name)
         return where
 
     def check(self) -> None:
@@ -137,12 +138,12 @@ class Run:
     def _write_down_retired(self) -> None:
         """In the loop's own thread: a ledger has one writer."""
         while self._retired:
-            self.ledger.append("retire", checkpoint=self._retired.pop(0).name)
+            self.ledger.append(Event.RETIRE, checkpoint=self._retired.pop(0).name)
 
     def _judge_proofs(self, proofs: Iterable[tuple[Path, list[Verdict]]]) -> None:
         for folder, verdicts in proofs:
             outcome = overall(without_optional(verdicts))
-            self.ledger.append("proof", checkpoint=folder.name, outcome=str(outcome), verdicts=plain([v.to_json() for v in verdicts]))
+            self.ledger.append(Event.PROOF, checkpoint=folder.name, outcome=str(outcome), verdicts=plain([v.to_json() for v in verdicts]))
             if outcome is Outcome.REFUTED:
                 reasons = "; ".join(str(v) for v in verdicts if v.outcome is Outcome.REFUTED)
                 raise GuardStop(f"{folder.name} was refuted by its proof and is quarantined: {reasons}. Earlier checkpoints stand")
@@ -173,7 +174,7 @@ class Run:
             self._also(self.check)
         good, _ = latest_checkpoint(self.checkpoints)
         stands = good.folder.name if good else None
-        self.ledger.append("stopped", reason=str(error), exit_code=error.exit_code, stands=stands)
+        self.ledger.append(Event.STOPPED, reason=str(error), exit_code=error.exit_code, stands=stands)
         self.say(f"stopped; {stands or 'no checkpoint'} stands")
 
     def _also(self, wait: Callable[[], None]) -> None:
@@ -181,7 +182,7 @@ class Run:
         try:
             wait()
         except AssayError as also:
-            self.ledger.append("also found", reason=str(also))
+            self.ledger.append(Event.ALSO_FOUND, reason=str(also))
             self.say(str(also))
 
     @contextlib.contextmanager
@@ -218,12 +219,6 @@ def plain(value: Any) -> Any:
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """JSON lines, as far as they are whole: a kill may have torn the last one."""
-    lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
-    return [json.loads(line) for line in lines[:-1]]
-
-
 def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """A disk that is full is a StoreError like any other: it is written down how the run ended."""
     with durable.as_store_error(path), path.open("a") as file:
@@ -244,8 +239,8 @@ def _settle_config(path: Path, config: Any) -> bool:
         durable.replace_file(path, yaml.safe_dump(values, sort_keys=False).encode())
         return False
     try:
-        earlier = yaml.safe_load(path.read_text())
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError):
+        earlier = parse_yaml(read_small_file(path), where=str(path))
+    except ArtifactError:
         earlier = None
     if not isinstance(earlier, dict):
         raise UsageError(f"{path}: these are not the options of a run, so it cannot be gone on with; give another --out")

@@ -22,18 +22,17 @@ from types import FrameType
 from typing import Any
 
 from assay.errors import GuardStop, UsageError
-from assay.recipes.run import plain, read_rows
+from assay.recipes.run import plain
 from assay.statistics.estimate import Estimate
 from assay.statistics.seed_stability import Curves, SeedsVerdict, collapse_bound, stability
 from assay.store import durable
-from assay.store.ledger import Ledger
-from assay.store.sealed import parse_json
+from assay.store.ledger import Event, Ledger
+from assay.strict_json import read_json, read_json_lines
 from assay.verdict import Verdict, overall, proven, refuted
 
 METRIC = "bits per byte"
 CURVES = {"loss": "loss", METRIC: "eval_bits_per_byte"}  # our name → its key in metrics.jsonl
 LAST = {0: "done and proven", 3: "a verdict went against it", GuardStop.exit_code: "stopped by a guard"}  # not run again
-RECORD_LIMIT = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -143,7 +142,7 @@ def check_runs(endings: dict[int, Ending]) -> Verdict:
 def final_score(folder: Path) -> Estimate | None:
     """What the run reported of what it handed over, or read; of the artifact, where it was to fit into so many bytes."""
     events = Ledger(folder / "ledger.jsonl").events()
-    for kind in ("artifact", "hand over", "ttt"):
+    for kind in (Event.ARTIFACT, Event.HAND_OVER, Event.TTT):
         if reported := [event["score"] for event in events if event["kind"] == kind]:
             return Estimate(**reported[-1])
     return None
@@ -151,7 +150,7 @@ def final_score(folder: Path) -> Estimate | None:
 
 def curves(plan: Plan) -> Curves:
     """From each run's metrics.jsonl, as far as it got."""
-    rows = {seed: read_rows(plan.folder(seed) / "metrics.jsonl") for seed in plan.seeds}
+    rows = {seed: read_json_lines(plan.folder(seed) / "metrics.jsonl") for seed in plan.seeds}
     return {name: {seed: [(row["step"], float(row[key])) for row in rows[seed] if key in row] for seed in plan.seeds}
             for name, key in CURVES.items()}
 
@@ -270,7 +269,7 @@ class Record:
         durable.replace_file(self.path, (json.dumps(self.document, indent=1, allow_nan=False) + "\n").encode())
 
     def _recall(self) -> None:
-        earlier = parse_json(durable.read_file(self.path, limit=RECORD_LIMIT), where=str(self.path))
+        earlier = read_json(self.path, {"recipe": str, "options": list, "seeds": {str: {"exit_code": int, "sentence": str}}})
         for name, now in (("recipe", self.plan.recipe), ("options", list(self.plan.options))):
             if earlier[name] != now:
                 raise UsageError(f"{self.path} is of another set: {name} was {earlier[name]}, now {now}; give the same, or another "

@@ -18,6 +18,7 @@ from assay.recipes.run import Run, plain
 from assay.statistics.estimate import Estimate, ratio
 from assay.store.artifact import assemble_model, open_artifact
 from assay.store.assayz import most_assayz_bytes, read_assayz, write_assayz
+from assay.store.ledger import Event
 from assay.verdict import Verdict, proven, refuted
 
 _WORSE = 0.05  # bits per byte that rounding may cost: more, and the artifact is not the model that was trained
@@ -40,7 +41,7 @@ def squeezed(run: Run, model: Path, before: HeldOut, corpus: Corpus, *, rows: in
     report = write_assayz(open_artifact(model), where, max_bytes)
     after = reread(where, corpus, rows, length)
     verdicts = [check_bytes(where, max_bytes), check_score(before, after)]
-    run.ledger.append("artifact", file=where.name, bytes=report.bytes, levels=report.levels, bits=report.bits,
+    run.ledger.append(Event.ARTIFACT, file=where.name, bytes=report.bytes, levels=report.levels, bits=report.bits,
                       score=asdict(after.bits_per_byte), unquantised=asdict(before.bits_per_byte),
                       verdicts=plain([verdict.to_json() for verdict in verdicts]))
     run.say(f"{where}: {report}")

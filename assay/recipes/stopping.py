@@ -7,6 +7,7 @@ from assay.guard.conclusion_checks import check_early_stopping
 from assay.recipes.looks import Looks
 from assay.recipes.run import Run
 from assay.statistics.early_stopping import StoppingRule, paired_noise, plan_stopping, should_stop
+from assay.store.ledger import Event
 from assay.verdict import Outcome
 
 
@@ -47,7 +48,7 @@ class Stopping:
         if decision.stop and verdict.outcome is Outcome.PROVEN:  # refuted where the noise has grown since: then the run goes on
             self.reason = decision.reason
             self.run.say(f"step {step}: stopping early: {decision.reason}")
-            self.run.ledger.append("early stop", step=step, verdicts=[verdict.to_json()])
+            self.run.ledger.append(Event.EARLY_STOP, step=step, verdicts=[verdict.to_json()])
 
     def _refuse_noise(self, seen: list[np.ndarray]) -> None:
         rule = self.rule

@@ -42,12 +42,14 @@ from assay.model.transformer import Transformer
 from assay.recipes.forms import Form
 from assay.recipes.looks import Looks
 from assay.recipes.pace import Pace
-from assay.recipes.run import Run, plain, read_rows
+from assay.recipes.run import Run, plain
 from assay.recipes.stopping import Stopping
 from assay.recipes.thrift import Thrift
 from assay.store.checkpoint import Checkpoint, Contents
 from assay.store.digests import environment
+from assay.store.ledger import Event
 from assay.store.saving import owned_contents
+from assay.strict_json import read_json_lines
 from assay.verdict import Verdict
 
 
@@ -130,9 +132,9 @@ class Training(ABC):
 
     def counted(self, plan: DataPlan) -> dict[int, int]:
         """The same, of data whose plan is a function of the step: counted from what the steps wrote down, and judged."""
-        recorded = {row["step"]: row["data"] for row in read_rows(self.run.metrics_file) if "data" in row}
+        recorded = {row["step"]: row["data"] for row in read_json_lines(self.run.metrics_file) if "data" in row}
         verdict, times = check_data_ledger(recorded, plan, self.done)
-        self.run.judge("data ledger", [verdict])
+        self.run.judge(Event.DATA_LEDGER, [verdict])
         return times
 
     def also_recorded(self, read: StepReading) -> dict[str, Any]:
@@ -169,7 +171,7 @@ class Training(ABC):
         self.account = UpdateAccount(self.model, self.parts.form.reachable())
 
     def batches(self) -> Iterator[Batch]:
-        self.run.ledger.append("data", **self.data_facts(self.start), windows=self.source.windows, from_step=self.start)
+        self.run.ledger.append(Event.DATA, **self.data_facts(self.start), windows=self.source.windows, from_step=self.start)
         self.watch.begin()
         self.thrift.begin()
         return self.planned_batches()
@@ -196,7 +198,7 @@ class Training(ABC):
                         check_gradients(found[1], form.reachable()), check_optimizer(self.model, self.optimizer, form.trained()),
                         *self.data_verdicts()]
         self.run.say("\n".join(f"  {verdict}" for verdict in verdicts))
-        self.run.judge("preflight", verdicts)
+        self.run.judge(Event.PREFLIGHT, verdicts)
 
     def rehearsal_batch(self) -> Batch:
         return self.source.batch(0)
@@ -209,7 +211,7 @@ class Training(ABC):
         load_state_tensors(self.optimizer, dict(self.model.named_parameters()), moments)
         if self.ema is not None:
             self.ema.load(average)
-        self.run.judge("resumed", [check_resumed(self.parts.form.weights(), self.state(), found), self.same_data(trainer["data"]),
+        self.run.judge(Event.RESUMED, [check_resumed(self.parts.form.weights(), self.state(), found), self.same_data(trainer["data"]),
                                    check_steps(self.optimizer, trainer["step"] + self.parts.steps_before)])
         self.start = self.done = self.saved = trainer["step"]
         self.pace.restore(trainer)
@@ -221,7 +223,7 @@ class Training(ABC):
         now, was = environment(), found.facts["environment"]
         if changed := {name: f"{was.get(name)} → {now[name]}" for name in now if was.get(name) != now[name]}:
             self.run.say(f"the environment changed ({changed}): the run goes on, but is not bit for bit the uninterrupted one")
-            self.run.ledger.append("not bit-exact", changed=changed)
+            self.run.ledger.append(Event.NOT_BIT_EXACT, changed=changed)
 
     def after(self, step: Step) -> None:
         self.record(self.watch.feed(step, [group["lr"] for group in self.optimizer.param_groups]))
@@ -231,7 +233,7 @@ class Training(ABC):
             self.ema.update(step.index)
         self.run.check()
         if self.pace.decide_the_end(self.done, self.watch.pace()):
-            self.run.ledger.append("way down", step=self.done, stop_at=self.pace.stop_at, seconds_a_step=self.watch.pace())
+            self.run.ledger.append(Event.WAY_DOWN, step=self.done, stop_at=self.pace.stop_at, seconds_a_step=self.watch.pace())
         if self.due():
             self.checkpoint()
         self.watch.begin()
@@ -276,7 +278,7 @@ class Training(ABC):
 
     def settle_account(self) -> None:
         applied = check_steps(self.optimizer, self.done + self.parts.steps_before)
-        self.run.judge("account", [self.account.moved(), self.account.frozen(), applied, check_weights(self.model)])
+        self.run.judge(Event.ACCOUNT, [self.account.moved(), self.account.frozen(), applied, check_weights(self.model)])
         if self.pace.multiplier(self.done - 1) >= LEARNING_SHARE:
             self.account.begin()
 
@@ -297,13 +299,13 @@ class Training(ABC):
         """
         self.record(self.watch.read())
         self.run.looping = False
-        self.run.ledger.append("saving", seconds=self.thrift.seconds, checkpoints=self.thrift.times, loop=self.thrift.loop)
+        self.run.ledger.append(Event.SAVING, seconds=self.thrift.seconds, checkpoints=self.thrift.times, loop=self.thrift.loop)
         if (advice := self.thrift.advice(self.done - self.start)) is not None:
             self.run.say(advice)
         interrupted = self.run.interrupted is not None
         if self.done and (self.saved if interrupted else self.looks.latest_step) != self.done:
             self.checkpoint(look=not interrupted)
         self.run.finish()
-        self.run.ledger.append("consumed", steps=self.done, windows=self.source.windows, read_times=plain(self.read_times()))
+        self.run.ledger.append(Event.CONSUMED, steps=self.done, windows=self.source.windows, read_times=plain(self.read_times()))
         if self.looks.steps:
             self.run.tidy(self.best())

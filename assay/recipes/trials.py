@@ -13,12 +13,14 @@ from assay.guard.reward_checks import check_proxy
 from assay.model.transformer import Transformer
 from assay.recipes.looks import Looks
 from assay.recipes.rollouts import Prompt, Sampler, item
-from assay.recipes.run import Run, append_rows, read_rows
+from assay.recipes.run import Run, append_rows
 from assay.reward.reward_functions import RewardSpec
 from assay.reward.worker_pool import ErrorLimit, RewardWorkers, ScoredItem
 from assay.statistics.early_stopping import choose_best
 from assay.statistics.effects import paired_effect
 from assay.statistics.estimate import Estimate, mean
+from assay.store.ledger import Event
+from assay.strict_json import read_json_lines
 from assay.verdict import Outcome, Verdict, proven, refuted, unproven
 
 _LEVEL = 0.05  # chance that a gain is claimed where there is none, over all looks together
@@ -101,7 +103,7 @@ class Trials(Looks):
 
     def recall(self) -> None:
         super().recall()
-        self.rewards = [row["reward"] for row in read_rows(self.file) if row["reward"] is not None]
+        self.rewards = [row["reward"] for row in read_json_lines(self.file) if row["reward"] is not None]
 
     def best_step(self) -> int:
         """Among those that have learned: whether that is better than the parent is another question."""
@@ -114,7 +116,7 @@ class Trials(Looks):
         verdict = check_proxy(self.rewards, [-float(losses.mean()) for losses in self.losses])
         if verdict.outcome is Outcome.REFUTED:
             self.run.say(f"step {step}: {verdict.reason}")
-            self.run.ledger.append("proxy", step=step, verdicts=[verdict.to_json()])
+            self.run.ledger.append(Event.PROXY, step=step, verdicts=[verdict.to_json()])
 
 
 def check_same_answers(what: str, recorded: NDArray[np.float64], found: NDArray[np.float64]) -> Verdict:

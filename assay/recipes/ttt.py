@@ -40,12 +40,12 @@ from assay.statistics.estimate import Array, Estimate, bits_per_byte
 from assay.store import durable
 from assay.store.artifact import Artifact, build_model, open_artifact
 from assay.store.digests import environment, tensor_facts
-from assay.store.ledger import Ledger
+from assay.store.ledger import Event, Ledger
 from assay.tracing.plots import draw_ttt_savings
 from assay.verdict import Verdict
 
 REHEARSED = 32  # tokens of a chunk, at most, while causality is checked
-_KINDS = {DocumentBegun: "begin", ChunkScored: "score"}  # else: update
+_KINDS = {DocumentBegun: Event.BEGIN, ChunkScored: Event.SCORE}  # else: update
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,8 @@ def ttt(config: Ttt, say: Callable[[str], None]) -> _Report:
     require_readable(model, tokens_of(texts), how)
     run = Run(where, config, say=say)
     with run.sitting():
-        run.ledger.append("documents", count=len(texts), bytes=sum(text.bytes for text in texts), left_out=dict(left_out))
-        run.judge("preflight", rehearsed(model, texts, how, patch))
+        run.ledger.append(Event.DOCUMENTS, count=len(texts), bytes=sum(text.bytes for text in texts), left_out=dict(left_out))
+        run.judge(Event.PREFLIGHT, rehearsed(model, texts, how, patch))
         before, began = weights(model), time.monotonic()
         without = token_costs(read_and_adapt(model, tokens_of(texts), how, slots), len(texts))
         halfway = time.monotonic()
@@ -117,7 +117,7 @@ class Notes:
         self._began = time.monotonic()
 
     def take(self, event: TttEvent) -> None:
-        self.ledger.append(_KINDS.get(type(event[0]), "update"), rows=[_row(one) for one in event])
+        self.ledger.append(_KINDS.get(type(event[0]), Event.UPDATE), rows=[_row(one) for one in event])
         for one in event:
             if isinstance(one, DocumentBegun):
                 self.norms.append(one.right)
@@ -244,7 +244,7 @@ def _written(run: Run, report: _Report) -> None:
         draw_ttt_savings([text.saved for text in report.documents], report.estimates["bits per byte, saved"], run.folder / "ttt.png")
     except UsageError as error:  # the picture is an extra, its numbers are there
         run.say(str(error))
-    run.ledger.append("ttt", score=found["bits per byte, with"], estimates=plain(found), norms=plain(report.norms),
+    run.ledger.append(Event.TTT, score=found["bits per byte, with"], estimates=plain(found), norms=plain(report.norms),
                       verdicts=plain([verdict.to_json() for verdict in report.verdicts]))
 
 # ---------------------------------------------------------------- small things

@@ -32,11 +32,13 @@ from assay.recipes.handover import SAME_LOOK
 from assay.recipes.looks import Looks
 from assay.recipes.options import Trained, Tuning
 from assay.recipes.pace import Budget, Pace
-from assay.recipes.run import Run, read_rows
+from assay.recipes.run import Run
 from assay.recipes.stopping import Stopping, early_rule
 from assay.recipes.training import Parts, Training
 from assay.store.artifact import build_model
 from assay.store.checkpoint import open_checkpoint
+from assay.store.ledger import Event
+from assay.strict_json import read_json_lines
 from assay.verdict import Verdict, proven, refuted, unproven
 
 BETAS = (0.9, 0.95)
@@ -151,13 +153,13 @@ class Tuned(Training):
         if self.start == 0:
             self.watch.parent_loss = self.parent_loss(self.source.batch(0))
             if self.config.from_ is not None:
-                self.run.judge("fork", [self.check_fork(Path(self.config.from_))])
+                self.run.judge(Event.FORK, [self.check_fork(Path(self.config.from_))])
 
     def check_fork(self, parent: Path) -> Verdict:
         """The first look equals the one that the parent's run took of this checkpoint, conversation by conversation."""
         facts = (open_checkpoint(parent).trainer() or {}).get("data", {})
         step = open_checkpoint(parent).step
-        looks = [row for row in read_rows(parent.parent.parent / "looks.jsonl") if row["step"] == step]
+        looks = [row for row in read_json_lines(parent.parent.parent / "looks.jsonl") if row["step"] == step]
         if (facts.get("conversations"), facts.get("scored_as")) != (self.digest, self.scored_as) or not looks:
             return unproven("fork", f"the parent's run did not score these conversations by {self.scored_as}: its recorded loss says "
                                     "nothing", optional=True)
@@ -177,7 +179,7 @@ class Tuned(Training):
     def planned_batches(self) -> Iterator[Batch]:
         for step, batch in enumerate(super().planned_batches(), self.start):
             if step % AUDITED_STEPS == 0:
-                self.run.judge("batch", [check_batch(batch, self.examples)])
+                self.run.judge(Event.BATCH, [check_batch(batch, self.examples)])
             yield batch
 
     def also_recorded(self, read: StepReading) -> dict[str, Any]:

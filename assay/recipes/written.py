@@ -23,11 +23,11 @@ from assay.generate.engine import Engine, fitting_slots
 from assay.generate.generation_request import Completion, GenerationRequest, Sampling
 from assay.model.tokenizer import Tokenizer
 from assay.recipes.options import Distill
-from assay.recipes.run import read_rows
 from assay.recipes.teachers import seated
 from assay.store import durable
 from assay.store.artifact import Artifact
 from assay.store.ledger import Ledger
+from assay.strict_json import read_json_lines
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def write_text(config: Distill, teacher: Artifact, student: Tokenizer, device: s
     for file, prompts in zip(files, (learned, held_out), strict=True):
         asked = hashlib.sha256("\n".join([teacher.digest, repr(sampling), *(p.content for p in prompts)]).encode()).hexdigest()
         if file.exists():
-            if {row["asked"] for row in read_rows(file)} != {asked}:
+            if {row["asked"] for row in read_json_lines(file)} != {asked}:
                 raise UsageError(f"{file} holds what another teacher said, or was asked otherwise; give another --out")
         elif prompts:
             rows, left_out = answers(prompts, teacher, teacher.tokenizer, student, sampling, device)

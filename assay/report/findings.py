@@ -8,9 +8,10 @@ from typing import Any
 
 from assay.report.run_record import MARKS, RunRecord, SavedCheckpoint, finite_number, required_verdicts, verdicts_of
 from assay.report.run_status import RESULT_EVENTS
+from assay.store.ledger import Event
 from assay.verdict import Outcome, Verdict, overall
 
-WARNINGS, MOST_WARNINGS = ("warning", "also found", "passed over"), 20
+WARNINGS, MOST_WARNINGS = (Event.WARNING, Event.ALSO_FOUND, Event.PASSED_OVER), 20
 _RANK = {Outcome.REFUTED: 0, Outcome.UNPROVEN: 1, Outcome.PROVEN: 2}
 STAGES = {"preflight": "before step 1", "resumed": "after a resume", "account": "at every checkpoint", "fork": "at the fork",
           "batch": "of sampled batches", "hand over": "of what was handed over", "artifact": "of the bytes-limited artifact",
@@ -83,16 +84,16 @@ def verdicts_section(record: RunRecord) -> dict[str, Any]:
 def proofs_section(record: RunRecord, saved: Sequence[SavedCheckpoint]) -> list[ProofRow]:
     """A row per checkpoint that was saved or proven, whether or not it is still here."""
     here = {one.name: one for one in saved}
-    names = list(dict.fromkeys(str(event.get("checkpoint")) for event in record.of_kind("save", "proof")))
-    proofs = {str(event.get("checkpoint")): verdicts_of(event) for event in record.of_kind("proof")}  # the latest of each
+    names = list(dict.fromkeys(str(event.get("checkpoint")) for event in record.of_kind(Event.SAVE, Event.PROOF)))
+    proofs = {str(event.get("checkpoint")): verdicts_of(event) for event in record.of_kind(Event.PROOF)}  # the latest of each
     return [_proof_row(name, proofs.get(name, []), here.get(name), _place(record, name, here.get(name))) for name in names]
 
 
 def not_checked(record: RunRecord, saved: Sequence[SavedCheckpoint], missing: Sequence[str]) -> list[tuple[str, str]]:
     """What a reader might take for granted: checks that did not run or did not decide, and parts that are not on record."""
     open_ = [one for one in findings(record.events) if one.verdict.outcome is Outcome.UNPROVEN]
-    proven = {event.get("checkpoint") for event in record.of_kind("proof")} | {one.name for one in saved if one.mark != "unproven"}
-    unproven = list(dict.fromkeys(str(event.get("checkpoint")) for event in record.of_kind("save")
+    proven = {event.get("checkpoint") for event in record.of_kind(Event.PROOF)} | {one.name for one in saved if one.mark != "unproven"}
+    unproven = list(dict.fromkeys(str(event.get("checkpoint")) for event in record.of_kind(Event.SAVE)
                                   if event.get("checkpoint") not in proven))
     said = [(one.verdict.check, f" ({one.stage}): {one.verdict.reason}") for one in open_]
     if unproven:
@@ -153,4 +154,4 @@ def _proof_row(name: str, verdicts: Sequence[Verdict], saved: SavedCheckpoint | 
 def _place(record: RunRecord, name: str, saved: SavedCheckpoint | None) -> str:
     if saved is not None:
         return saved.mark + (f"; {saved.problem}" if saved.problem else "")
-    return "retired" if any(event.get("checkpoint") == name for event in record.of_kind("retire")) else "not here"
+    return "retired" if any(event.get("checkpoint") == name for event in record.of_kind(Event.RETIRE)) else "not here"

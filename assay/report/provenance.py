@@ -9,9 +9,10 @@ from typing import Any
 
 from assay.report.run_record import MARKS, RunRecord, SavedCheckpoint, verdicts_of
 from assay.report.templates import cut
+from assay.store.ledger import Event
 
 ENVELOPE = {"seq", "time", "kind", "previous", "verdicts", "config"}  # of an event; the rest are its facts
-DATA_EVENTS = ("data", "teacher", "reference")  # they name by digest what was read
+DATA_EVENTS = (Event.DATA, Event.TEACHER, Event.REFERENCE)  # they name by digest what was read
 REPEATABLE = {"pretrain", "sft", "grpo", "distill", "edit", "ttt"}
 BOX_WIDTH, BOX_HEIGHT, GAP_X, GAP_Y, MARGIN = 196, 66, 72, 18, 12  # of the boxes in the lineage's picture
 THIS_RUN, HANDED_OVER = "this run", ("model", "adapter")
@@ -38,10 +39,10 @@ class Edge:
 
 def provenance_section(record: RunRecord, saved: Sequence[SavedCheckpoint]) -> dict[str, Any]:
     """Data by their digests, events, the command, the environment, and every digest."""
-    latest = {event["kind"]: event for event in record.of_kind(*DATA_EVENTS, "consumed")}  # a resumed run reads the same, or is stopped
+    latest = {event["kind"]: event for event in record.of_kind(*DATA_EVENTS, Event.CONSUMED)}  # a resumed run reads the same, or is stopped
     facts = saved[-1].facts if saved else {}
     environment = facts["environment"] if isinstance(facts.get("environment"), dict) else {}
-    return {"data": [(kind, name, value) for kind in (*DATA_EVENTS, "consumed") for name, value in _facts(latest.get(kind, {}))],
+    return {"data": [(kind, name, value) for kind in (*DATA_EVENTS, Event.CONSUMED) for name, value in _facts(latest.get(kind, {}))],
             "events": [{"line": event["seq"] + 1, "time": event.get("time"), "kind": event["kind"], "facts": _told(event)}
                        for event in record.events],
             "command": command(record), "promise": _promise(record), "environment": sorted(environment.items()),
@@ -56,7 +57,7 @@ def command(record: RunRecord) -> str:
 
 
 def _promise(record: RunRecord) -> str:
-    changed = record.of_kind("not bit-exact")
+    changed = record.of_kind(Event.NOT_BIT_EXACT)
     if changed:
         return (f"The environment changed between sittings ({_text(changed[-1].get('changed'))}): this run is not bit for bit the "
                 "uninterrupted one.")

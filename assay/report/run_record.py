@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from assay import strict_json
 from assay.errors import ArtifactError, UsageError
 from assay.store import durable, ledger, sealed
+from assay.store.ledger import Event
 from assay.verdict import Outcome, Verdict
 
 _LIMIT = 1 << 30
@@ -46,7 +48,7 @@ class RunRecord:
     @property
     def recipe(self) -> str:
         """The verb that began it."""
-        begun = [event.get("recipe") for event in self.events if event["kind"] in ("start", "resume")]
+        begun = [event.get("recipe") for event in self.events if event["kind"] in (Event.START, Event.RESUME)]
         return str(begun[-1]).lower() if begun and begun[-1] else "unknown"
 
     def of_kind(self, *kinds: str) -> list[dict[str, Any]]:
@@ -78,14 +80,9 @@ def read_lines(path: Path) -> Lines:
     rows, remarks = [], []
     for number, line in enumerate(lines, 1):
         try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            remarks.append(f"{path.name} line {number} is not JSON and was left out")
-            continue
-        if isinstance(row, dict):
-            rows.append(row)
-        else:
-            remarks.append(f"{path.name} line {number} is no JSON object and was left out")
+            rows.append(strict_json.parse_json(line, where=path.name, shape=dict, surrogates=True))
+        except ArtifactError as error:
+            remarks.append(f"{path.name} line {number} is {'not JSON' if 'not JSON' in str(error) else 'no JSON object'} and was left out")
     if tail:
         remarks.append(f"{path.name}: the last line was cut short after {len(tail)} bytes; the {len(rows)} before it are shown")
     return Lines(rows, hashlib.sha256(data).hexdigest(), remarks)
@@ -96,10 +93,9 @@ def read_json_or_remark(path: Path) -> tuple[dict[str, Any] | None, str | None]:
     if not path.is_file():
         return None, None
     try:
-        found = sealed.parse_json(durable.read_file(path, limit=_LIMIT), where=path.name)
+        return strict_json.read_json(path, limit=_LIMIT), None
     except ArtifactError as error:
         return None, _told(error, path)
-    return (found, None) if isinstance(found, dict) else (None, f"{path.name}: expected a JSON object")
 
 
 # ---------------------------------------------------------------- checkpoints
@@ -160,10 +156,11 @@ def newest_manifest(run: Path) -> dict[str, Any]:
 
 def _saved(place: Path) -> SavedCheckpoint:
     """The manifest must be as it was sealed; weights that are not here, or of another size, are a problem that is said."""
-    from assay.store.checkpoint import MANIFEST, SMALL_FILE_LIMIT, open_checkpoint
+    from assay.store.checkpoint import MANIFEST, SMALL_FILE_LIMIT, open_checkpoint, require_manifest
 
     data = durable.read_file(place / MANIFEST, limit=SMALL_FILE_LIMIT)
     manifest = sealed.unseal(data, where=str(place / MANIFEST), indent=1)
+    require_manifest(manifest, place)
     digest = hashlib.sha256(data).hexdigest()
     try:
         found = open_checkpoint(place, verify=False)
@@ -188,7 +185,7 @@ def required_verdicts(verdicts: Iterable[Verdict]) -> list[Verdict]:
 
 
 def _verdict(entry: Any) -> Verdict:
-    if not isinstance(entry, dict) or entry.get("outcome") not in set(Outcome):
+    if not isinstance(entry, dict) or entry.get("outcome") not in list(Outcome):
         return Verdict("unknown", Outcome.UNPROVEN, f"the ledger holds no verdict here: {json.dumps(entry)[:200]}")
     evidence = entry["evidence"] if isinstance(entry.get("evidence"), dict) else {}
     return Verdict(str(entry.get("check")), Outcome(entry["outcome"]), str(entry.get("reason")), evidence)
@@ -220,17 +217,14 @@ def _read_ledger(path: Path) -> tuple[list[dict[str, Any]], str, str | None, lis
 
 
 def _read_config(path: Path) -> tuple[str | None, dict[str, Any], list[str]]:
-    import yaml
-
+    text = None
     if not path.is_file():
         return None, {}, [f"{path.name} is not here"]
     try:
-        text = durable.read_file(path, limit=_LIMIT).decode("utf-8", "backslashreplace")
-        values = yaml.safe_load(text)
+        text = strict_json.read_small_file(path, _LIMIT).decode("utf-8", "backslashreplace")
+        values = strict_json.parse_yaml(text.encode(), where=path.name)
     except ArtifactError as error:
-        return None, {}, [_told(error, path)]
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        return text, {}, [f"{path.name} is not YAML: {str(error).splitlines()[0]}"]
+        return text, {}, [_told(error, path)]
     return (text, values, []) if isinstance(values, dict) else (text, {}, [f"{path.name} holds no options"])
 
 

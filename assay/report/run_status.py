@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from assay.report.run_record import RunRecord, finite_number, required_verdicts, verdicts_of
+from assay.store.ledger import Event
 from assay.verdict import Outcome, overall
 
 State = Literal["done and proven", "done, refuted", "done, not proven", "stopped", "interrupted", "running", "no end on record",
                 "ledger damaged", "no ledger"]
-RESULT_EVENTS = ("hand over", "artifact", "edits", "ttt")  # events that end a recipe, with the verdicts on what it hands over
+RESULT_EVENTS = (Event.HAND_OVER, Event.ARTIFACT, Event.EDITS, Event.TTT)  # they end a recipe, with the verdicts on what it hands over
 NO_SCORES = {"eval_loss", "eval_low", "eval_high", "eval_documents", "eval_prompts"}
 HIGHER = "eval_prompts"  # answers to prompts are scored: more is better. Of documents the loss is, and less is.
 
@@ -49,12 +50,12 @@ def run_status(record: RunRecord) -> RunStatus:
         return RunStatus("ledger damaged", record.damage)
     if not record.events:
         return RunStatus("no ledger", "no event is on record, so nothing can be said of how it went")
-    if stopped := [event for event in _last_sitting(record) if event["kind"] == "stopped"]:
+    if stopped := [event for event in _last_sitting(record) if event["kind"] == Event.STOPPED]:
         stands = stopped[-1].get("stands")
         return RunStatus("stopped", f"{stopped[-1].get('reason')}. {f'{stands} stands' if stands else 'No checkpoint stands'}.")
     if results := last_results(record):
         return _ended(results)
-    if any(event["kind"] == "consumed" for event in _last_sitting(record)):
+    if any(event["kind"] == Event.CONSUMED for event in _last_sitting(record)):
         return RunStatus("interrupted", "it ended after a save, before anything was handed over; the same command goes on from there")
     return RunStatus("no end on record", "the ledger has no end: it is running, or was killed; the same command goes on from the last save")
 
@@ -65,7 +66,7 @@ def last_results(record: RunRecord) -> list[dict[str, Any]]:
 
 
 def _last_sitting(record: RunRecord) -> list[dict[str, Any]]:
-    begun = max((i for i, event in enumerate(record.events) if event["kind"] in ("start", "resume")), default=0)
+    begun = max((i for i, event in enumerate(record.events) if event["kind"] in (Event.START, Event.RESUME)), default=0)
     return record.events[begun:]
 
 
@@ -121,7 +122,7 @@ def best_held_out(found: Sequence[HeldOutScore]) -> HeldOutScore | None:
 
 def held_out_summary(record: RunRecord) -> str | None:
     """What was handed over, scored on all that is held out; before that, the best look."""
-    for event in reversed(record.of_kind("artifact", "hand over", "ttt")):
+    for event in reversed(record.of_kind(Event.ARTIFACT, Event.HAND_OVER, Event.TTT)):
         score = event.get("score")
         if isinstance(score, dict) and all(finite_number(score.get(key)) is not None for key in ("mean", "low", "high")):
             return (f"{score['mean']:.4g} [{score['low']:.4g}, {score['high']:.4g}] (n={score.get('n')}) "
@@ -135,8 +136,8 @@ def last_proven(record: RunRecord) -> str | None:
     proven: list[str] = []
     for event in record.events:
         name = event.get("checkpoint")
-        if event["kind"] == "proof" and overall(required_verdicts(verdicts_of(event))) is Outcome.PROVEN:
+        if event["kind"] == Event.PROOF and overall(required_verdicts(verdicts_of(event))) is Outcome.PROVEN:
             proven.append(str(name))
-        elif event["kind"] in ("retire", "save") and name in proven:  # a later save of the same step is other bytes
+        elif event["kind"] in (Event.RETIRE, Event.SAVE) and name in proven:  # a later save of the same step is other bytes
             proven.remove(str(name))
     return proven[-1] if proven else None

@@ -10,6 +10,7 @@ from assay.errors import UsageError
 from assay.report.findings import estimate_text
 from assay.report.run_record import Lines, finite_number, read_json_or_remark, read_lines, verdicts_of
 from assay.report.templates import cut
+from assay.store.ledger import Event
 from assay.verdict import Outcome, Verdict
 
 SHOWN = 12  # examples of one source
@@ -96,9 +97,9 @@ def _probed_by_proofs(events: Sequence[Mapping[str, Any]]) -> list[dict[str, str
     """One line for each artifact whose proof sampled texts, in the order of the proofs."""
     rows = []
     for event in events:
-        for verdict in verdicts_of(event) if event.get("kind") in ("proof", "hand over") else ():
+        for verdict in verdicts_of(event) if event.get("kind") in (Event.PROOF, Event.HAND_OVER) else ():
             if verdict.check == "health" and finite_number(verdict.evidence.get("n")):
-                artifact = str(event.get("checkpoint")) + ("" if event["kind"] == "proof" else ", handed over")
+                artifact = str(event.get("checkpoint")) + ("" if event["kind"] == Event.PROOF else ", handed over")
                 rows.append(_probe_row(artifact, "its proof", verdict.evidence, verdict.reason, verdict.outcome))
     return rows
 

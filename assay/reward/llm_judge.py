@@ -26,7 +26,7 @@ from assay.errors import ArtifactError, DataError, UsageError
 from assay.reward.endpoint import Cost, Post, Unanswered, Unreadable, ask_endpoint
 from assay.reward.json_schema import schema_fault
 from assay.seeds import derive
-from assay.store.sealed import parse_json
+from assay.strict_json import parse_json
 
 _Message = dict[str, str]
 Scores = tuple[float, ...]
@@ -218,7 +218,7 @@ def read_scores(text: str, count: int) -> Scores:
     """The scores in the order of the page: one for every id, each a finite number in [0, 1], or Unreadable."""
     bare = text.strip().removeprefix("```json").removeprefix("```").removesuffix("```")
     try:
-        answer = parse_json(bare.encode("utf-8", "surrogatepass"), where="the answer")
+        answer = parse_json(bare, where="the answer")
     except ArtifactError as error:
         raise Unreadable(f"{error}: {text[:100]!r}") from None
     found = schema_fault(answer, answer_schema(count, ("id", "score")), "the answer")

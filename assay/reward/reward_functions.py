@@ -10,7 +10,6 @@ file is not imported here, only in the worker processes.
 import ast
 import builtins
 import inspect
-import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +23,7 @@ from assay.config import nearest
 from assay.errors import ArtifactError, DataError, UsageError
 from assay.reward.answer import AnswerForm, Strictness, gold_answer, read_answer, same_answer
 from assay.reward.json_schema import check_schema, schema_fault
-from assay.store.sealed import parse_json
+from assay.strict_json import parse_json, read_json
 
 _Row = Mapping[str, Any]
 RewardFunction = Callable[[str, str, _Row], float]
@@ -132,13 +131,13 @@ def regex_reward(prompt: str, completion: str, row: _Row, *, pattern: str = "") 
 
 def json_schema_reward(prompt: str, completion: str, row: _Row, *, file: str = "") -> float:
     """1 where the completion is JSON, bare or in one fence, that fits the schema in the file, or else in the row's `schema`."""
-    schema = json.loads(Path(file).read_text()) if file else _column(row, "schema", Mapping | bool)
+    schema = read_json(Path(file), (dict, bool), error=UsageError) if file else _column(row, "schema", Mapping | bool)
     check_schema(schema)
     blocks = _FENCED.findall(completion) or [completion]
     if len(blocks) != 1:
         return 0.0
     try:
-        value = parse_json(blocks[0].encode("utf-8", "surrogatepass"), where="the completion")
+        value = parse_json(blocks[0], where="the completion")
     except ArtifactError:  # not JSON: the completion's fault, so no marks
         return 0.0
     return float(schema_fault(value, schema) is None)

@@ -7,17 +7,11 @@
 The processes start once and stay. One that hangs or dies takes only its item with it, and is replaced.
 """
 
-import contextlib
 import json
 import math
-import os
 import queue
-import select
-import signal
-import subprocess
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from assay.errors import DataError, GuardStop, UsageError
+from assay.json_child import JsonChild
 from assay.reward.reward_functions import RewardSpec
 
 STARTING_SECONDS = 120.0  # a user's file may import much
@@ -82,7 +77,7 @@ class RewardWorkers:
 
     def close(self) -> None:
         for worker in self._workers:
-            worker.stop()
+            worker.child.stop()
 
     def _answers(self, requests: list[bytes]) -> list[dict[str, Any]]:
         answers: list[dict[str, Any]] = [{}] * len(requests)
@@ -146,94 +141,26 @@ class _Worker:
     """One process: started when first asked, replaced after an item that it did not survive."""
 
     def __init__(self, command: str, seconds: float) -> None:
-        self.command, self.seconds = command, seconds
-        self.process: subprocess.Popen[bytes] | None = None
-        self._unread = b""
+        self.seconds = seconds
+        self.child = JsonChild(Path(__file__).with_name("worker_process.py"), command, {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"})
 
     def ask(self, number: int, request: bytes) -> dict[str, Any]:
-        if self.process is None:
+        if self.child.process is None:
             self._start()
         try:
-            answer = self._exchanged(request)
+            answer = self.child.ask(request, self.seconds)
         except TimeoutError:
-            self.stop()
             return _lost(number, f"the item took more than {self.seconds:g} s")
-        except BaseException:  # Ctrl-C while waiting: the next question must not get this one's answer
-            self.stop()
-            raise
         if answer is None or answer["id"] != number:
-            return _lost(number, f"the worker ended with status {self.stop()} on this item")
+            return _lost(number, f"the worker ended with status {self.child.stop()} on this item")
         return answer
 
-    def stop(self) -> int:
-        """Kills it with whatever rewards have started in it, and says how it ended: one that is dead keeps its status until here."""
-        process, self.process, self._unread = self.process, None, b""
-        if process is None:
-            return 0
-        assert process.stdin is not None
-        assert process.stdout is not None
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # some systems say so of a group that is dead
-            os.killpg(process.pid, signal.SIGKILL)
-        process.stdin.close()
-        process.stdout.close()
-        return process.wait()
-
     def _start(self) -> None:
-        # -P: the folder of the script stays off the path. A session of its own: Ctrl-C is for the parent, killpg for its children.
-        command = [sys.executable, "-P", str(Path(__file__).with_name("worker_process.py")), self.command]
-        settings = os.environ | {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-                                        start_new_session=True, env=settings, bufsize=0)
-        assert self.process.stdin is not None
-        os.set_blocking(self.process.stdin.fileno(), False)
-        try:
-            line = self._line(time.monotonic() + STARTING_SECONDS)
-        except TimeoutError:
-            line = b""
-        announced = json.loads(line) if line else {"refused": f"reward workers: none was ready in {STARTING_SECONDS:g} s, or it died"}
-        if "refused" in announced:
-            self.stop()
-            raise UsageError(announced["refused"])
-
-    def _exchanged(self, request: bytes) -> dict[str, Any] | None:
-        """The answer, or None from a process that died."""
-        until = time.monotonic() + self.seconds
-        try:
-            self._write(request, until)
-        except BrokenPipeError:
-            return None
-        line = self._line(until)
-        return json.loads(line) if line else None
-
-    def _write(self, request: bytes, until: float) -> None:
-        """A pipe holds little: who does not read it must not be waited for longer than for an answer."""
-        assert self.process is not None
-        assert self.process.stdin is not None
-        fd, left = self.process.stdin.fileno(), memoryview(request)
-        while left:
-            _await(fd, select.POLLOUT, until)
-            left = left[os.write(fd, left):]
-
-    def _line(self, until: float) -> bytes:
-        """The next line; empty where the process ended without one."""
-        assert self.process is not None
-        assert self.process.stdout is not None
-        fd = self.process.stdout.fileno()
-        while b"\n" not in self._unread:
-            _await(fd, select.POLLIN, until)
-            piece = os.read(fd, 1 << 16)
-            if not piece:
-                return b""
-            self._unread += piece
-        line, self._unread = self._unread.split(b"\n", 1)
-        return line
-
-
-def _await(fd: int, event: int, until: float) -> None:
-    waiting = select.poll()  # select() would fail from the 1,024th open file on
-    waiting.register(fd, event)
-    if not waiting.poll(max(0.0, until - time.monotonic()) * 1000):
-        raise TimeoutError
+        self.child.start()
+        announced = self.child.hear(STARTING_SECONDS)
+        if announced is None or "refused" in announced:
+            self.child.stop()
+            raise UsageError((announced or {}).get("refused", f"reward workers: none was ready in {STARTING_SECONDS:g} s, or it died"))
 
 
 def _request(number: int, item: RewardItem, **more: Any) -> bytes:

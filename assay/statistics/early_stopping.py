@@ -110,12 +110,6 @@ def paired_noise(before: ArrayLike, after: ArrayLike) -> Noise:
     return Noise(float(change.std(ddof=1)), change.size)
 
 
-def unpaired_noise(losses: ArrayLike) -> Noise:
-    """From one evaluation, where each draws other sequences: nothing cancels, the noise is √2 of their spread."""
-    values = _same_sequences([losses])[0]
-    return Noise(math.sqrt(2) * float(values.std(ddof=1)), values.size)
-
-
 def plan_stopping(
     noise: Noise, min_improvement: float, *, patience: int, evaluations: int, level: float = 0.95
 ) -> StoppingRule:

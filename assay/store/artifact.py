@@ -7,7 +7,7 @@ Three stages, each refusing what it exists to refuse: `locate_artifact` (what is
 import itertools
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,17 +19,16 @@ from assay.model.patch import Patch, patched_tensors
 from assay.model.special_tokens import SpecialTokens, resolve_special_tokens
 from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import ModelConfig, Transformer
-from assay.store import gguf, model_cache, sealed
-from assay.store.assayz import AssayzModel, read_assayz
-from assay.store.checkpoint import Checkpoint, open_checkpoint
+from assay.store import model_cache
+from assay.store.assayz import ASSAYZ
+from assay.store.checkpoint import MANIFEST, Checkpoint, open_checkpoint
 from assay.store.digests import recorded_digest, weights_digest
-from assay.store.durable import read_file
+from assay.store.gguf import GGUF
+from assay.store.model_formats import Description, ModelFormat, WholeModel, shown_geometry
 from assay.store.peft import LoraAdapter, config_with, read_adapter
-from assay.store.safetensors_files import inside, read_folder_tensors
+from assay.store.safetensors_files import folder_shards, inside, read_folder_tensors, read_safetensors_header
+from assay.strict_json import read_json
 
-JSON_LIMIT = 64 << 20
-ArtifactKind = Literal["checkpoint", "hf", "peft", "gguf", "squeezed"]
-FILE_SUFFIXES: dict[str, ArtifactKind] = {".gguf": "gguf", ".assayz": "squeezed"}
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 
@@ -38,8 +37,12 @@ class ArtifactPlace:
     """Something on disk that claims to be a model. `adapter` says what the files hold; a checkpoint may hold either."""
 
     path: Path
-    kind: ArtifactKind
+    format: ModelFormat
     adapter: bool
+
+    @property
+    def kind(self) -> str:
+        return self.format.name
 
 
 @dataclass(frozen=True)
@@ -51,8 +54,7 @@ class RawArtifact:
     generation: dict[str, Any]  # generation_config.json
     tensors: dict[str, Tensor]
     checkpoint: Checkpoint | None = None
-    gguf: "gguf.GgufModel | None" = None
-    squeezed: AssayzModel | None = None
+    whole: WholeModel | None = None  # where one file holds everything
 
 
 @dataclass(frozen=True)
@@ -83,8 +85,8 @@ def open_artifact(path: str | Path, *, base: str | Path | None = None) -> Artifa
 def locate_artifact(path: str | Path) -> ArtifactPlace:
     path = model_cache.cached_model(str(path)) or Path(path)
     if path.is_file():
-        if path.suffix in FILE_SUFFIXES:
-            return ArtifactPlace(path, FILE_SUFFIXES[path.suffix], adapter=False)
+        if (format := next((one for one in FORMATS.values() if one.suffix == path.suffix), None)) is not None and path.suffix:
+            return ArtifactPlace(path, format, adapter=False)
         hint = "a pickle runs code when opened; convert it with the tool that wrote it" if path.suffix in PICKLES else \
                "give the folder that holds it, or a .gguf or .assayz file"
         raise UsageError(f"{path}: a single {path.suffix or 'nameless'} file is not a model; {hint}")
@@ -93,9 +95,9 @@ def locate_artifact(path: str | Path) -> ArtifactPlace:
     names = {child.name for child in path.iterdir()}
     adapter = "adapter_config.json" in names
     if "manifest.json" in names:
-        return ArtifactPlace(path, "checkpoint", adapter)
+        return ArtifactPlace(path, FORMATS["checkpoint"], adapter)
     if adapter or "config.json" in names:
-        return ArtifactPlace(path, "peft" if adapter else "hf", adapter)
+        return ArtifactPlace(path, FORMATS["peft" if adapter else "hf"], adapter)
     if "checkpoints" in names:
         found = sorted(child.name for child in (path / "checkpoints").iterdir() if child.is_dir() and not child.name.startswith("."))
         raise UsageError(f"{path} is a run; name one of its checkpoints: {', '.join(found[-4:]) or 'it has none'}")
@@ -107,21 +109,18 @@ def read_artifact(place: ArtifactPlace, *, every_byte: bool = False) -> RawArtif
 
     What is read is checked as it is read; `every_byte` also checks what a model does not need, such as optimizer state.
     """
-    if place.kind == "gguf":
-        model = gguf.read_gguf(place.path)
-        return RawArtifact(place, model.metadata, {}, model.tensors, gguf=model)
-    if place.kind == "squeezed":
-        squeezed = read_assayz(place.path)
-        return RawArtifact(place, {}, {}, squeezed.tensors, squeezed=squeezed)
+    if place.format.read is not None:
+        whole = place.format.read(place.path)
+        return RawArtifact(place, whole.facts, {}, whole.tensors, whole=whole)
     checkpoint = open_checkpoint(place.path, verify=every_byte) if place.kind == "checkpoint" else None
     for name in () if checkpoint is None else checkpoint.manifest["files"]:
         if not name.endswith(".safetensors"):
             checkpoint.read(name)  # type: ignore[union-attr]  # config, tokenizer and the like are read below by other readers
     for file in place.path.glob("*.j*"):  # config, tokenizer and template: no link may fetch them from elsewhere
         inside(place.path, file.name)
-    fields = read_json_object(place.path / ("adapter_config.json" if place.adapter else "config.json"))
+    fields = read_json(place.path / ("adapter_config.json" if place.adapter else "config.json"))
     generation_file = place.path / "generation_config.json"
-    generation = read_json_object(generation_file) if generation_file.exists() else {}
+    generation = read_json(generation_file) if generation_file.exists() else {}
     if checkpoint is not None:
         return RawArtifact(place, fields, generation, checkpoint.weights(), checkpoint)
     _refuse_pickles(place.path)
@@ -134,14 +133,9 @@ def interpret_artifact(raw: RawArtifact, *, base: str | Path | None = None) -> A
         return _adapted(raw, base)
     if base is not None:
         raise UsageError(f"{raw.place.path} is a whole model; --base is for adapters")
-    if raw.gguf is not None:
-        model = raw.gguf
-        return Artifact(raw, model.config, model.tensors, weights_digest(model.tensors), model.tokenizer, model.stops,
-                        notes=list(model.stops.disagreements))
-    if raw.squeezed is not None:
-        stops = resolve_special_tokens(raw.squeezed.tokenizer, {}, {})
-        return Artifact(raw, raw.squeezed.config, raw.tensors, weights_digest(raw.tensors), raw.squeezed.tokenizer, stops,
-                        notes=list(stops.disagreements))
+    if (whole := raw.whole) is not None:
+        return Artifact(raw, whole.config, whole.tensors, weights_digest(whole.tensors), whole.tokenizer, whole.stops,
+                        notes=list(whole.stops.disagreements))
     config = config_from_hf(raw.fields, raw.tensors.keys(), str(raw.place.path / "config.json"))
     tensors = from_foreign(config, hf_layout(config), raw.tensors, str(raw.place.path))
     tokenizer = read_tokenizer(raw.place.path)
@@ -208,16 +202,6 @@ def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
-    """A JSON object, without the duplicate keys that let two readers see two files."""
-    if not path.exists():
-        raise ArtifactError(f"{path} is missing")
-    value = sealed.parse_json(read_file(path, limit=JSON_LIMIT), where=str(path))
-    if not isinstance(value, dict):
-        raise ArtifactError(f"{path}: expected a JSON object, found {type(value).__name__}")
-    return value
-
-
 def _digest(raw: RawArtifact) -> str:
     """A checkpoint's tensors were hashed when it was written, and its bytes were just checked against that."""
     return weights_digest(raw.tensors) if raw.checkpoint is None else recorded_digest(raw.checkpoint.manifest)
@@ -261,3 +245,41 @@ def _refuse_pickles(folder: Path) -> None:
     pickles = sorted(child.name for child in folder.iterdir() if child.suffix in PICKLES)
     if pickles and not has_safetensors:
         raise UsageError(f"{folder}: the weights are pickled ({pickles[0]}), which runs code when opened; save them as safetensors")
+
+# ---------------------------------------------------------------- folders, described
+
+
+def _describe_folder(path: Path) -> Description:
+    """Headers and config of a folder; of a checkpoint also its lineage and what was proven, once every byte has its hash."""
+    checkpoint = open_checkpoint(path) if (path / MANIFEST).exists() else None
+    adapter = (path / "adapter_config.json").exists()
+    shards = folder_shards(path, stem="adapter_model" if adapter else "model")
+    tensors = {name: {"dtype": info.dtype, "shape": list(info.shape)}
+               for shard in shards for name, info in read_safetensors_header(inside(path, shard)).items()}
+    if adapter:
+        fields = read_json(path / "adapter_config.json")
+        shown = ("base_model_name_or_path", "r", "lora_alpha", "use_rslora", "target_modules", "modules_to_save")
+        geometry = {"family": "LoRA"} | {name: fields[name] for name in shown if fields.get(name)}
+    else:
+        geometry = shown_geometry(config_from_hf(read_json(path / "config.json"), tensors.keys(), str(path / "config.json")))
+    if checkpoint is None:
+        return Description(geometry, tensors)
+    return Description(geometry, tensors, _lineage(checkpoint), _verdict(checkpoint))
+
+
+def _lineage(checkpoint: Checkpoint) -> dict[str, Any]:
+    facts = checkpoint.facts
+    ancestors = {role: f"weights {facts[role]['weights'][:12]} at {facts[role]['path']}" for role in ("parent", "base") if facts.get(role)}
+    return {"checkpoint": checkpoint.digest[:12], "weights": recorded_digest(checkpoint.manifest)[:12], "step": checkpoint.step,
+            "change": facts.get("change"), **ancestors, "code": str(facts.get("code"))[:12], "environment": facts.get("environment")}
+
+
+def _verdict(checkpoint: Checkpoint) -> str:
+    if reasons := checkpoint.quarantined:
+        return "REFUTED: quarantined: " + "; ".join(v["reason"] for v in reasons["verdicts"] if v["outcome"] == "REFUTED")
+    if mark := checkpoint.hallmark:
+        return f"PROVEN: hallmarked on {len(mark['verdicts'])} checks"
+    return "UNPROVEN: every hash is right, but no fresh process has proven it yet; run assay prove"
+
+
+FORMATS = {name: ModelFormat(name, _describe_folder) for name in ("checkpoint", "hf", "peft")} | {one.name: one for one in (GGUF, ASSAYZ)}

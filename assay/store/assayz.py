@@ -39,10 +39,13 @@ from torch import Tensor
 from assay.config import from_mapping
 from assay.errors import ArtifactError, UsageError
 from assay.model.families import family_named, parameter_shapes
+from assay.model.special_tokens import resolve_special_tokens
 from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import ModelConfig, Rope
 from assay.store import durable
-from assay.store.sealed import parse_json, seal, unseal
+from assay.store.model_formats import Description, ModelFormat, WholeModel, shown_geometry
+from assay.store.sealed import seal, unseal
+from assay.strict_json import parse_json
 
 FINEST, COARSEST = 127, 15  # levels: int8, int5
 REACH = 4.0  # rms of a row that its levels cover
@@ -133,17 +136,6 @@ class SqueezeReport:
                 f"with all that belongs to them; {self.levels} levels (bits a weight: {kinds})")
 
 
-@dataclass(frozen=True)
-class AssayzModel:
-    """A file as read: the model that it holds, with weights as float32."""
-
-    config: ModelConfig
-    tensors: dict[str, Tensor]
-    tokenizer: Tokenizer
-    levels: int
-    source: str  # digest of the weights before they were rounded
-
-
 def write_assayz(artifact: "Artifact", where: Path, max_bytes: int) -> SqueezeReport:
     """Write the finest precision from int8 to int5 that takes at most `max_bytes`, whole or not at all."""
     if artifact.patch is not None:
@@ -162,8 +154,11 @@ def write_assayz(artifact: "Artifact", where: Path, max_bytes: int) -> SqueezeRe
                          {name: len(sections[name]) for name in SECTIONS})
 
 
-def read_assayz(path: Path) -> AssayzModel:
-    """What `squeeze` wrote, or an ArtifactError. No size in the file is believed before the bytes it asks for are there."""
+def read_assayz(path: Path) -> WholeModel:
+    """What `squeeze` wrote, or an ArtifactError; `facts` is the header, with the levels and the digest of the source's weights.
+
+    No size in the file is believed before the bytes it asks for are there.
+    """
     data = durable.read_file(path, limit=ASSAYZ_LIMIT)
     header, body = _read_header(data, str(path))
     config = read_geometry(header["geometry"], str(path))
@@ -177,14 +172,22 @@ def read_assayz(path: Path) -> AssayzModel:
     tokenizer = _read_tokenizer(packed["tokenizer"], f"{path}: tokenizer")
     if tokenizer.digest != header["tokenizer"]:
         raise ArtifactError(f"{path}: holds tokenizer {tokenizer.digest[:12]}, and its header names another")
-    return AssayzModel(config, {name: tensors[name] for name in parameter_shapes(config)}, tokenizer, header["levels"], header["source"])
+    return WholeModel(config, {name: tensors[name] for name in parameter_shapes(config)}, tokenizer,
+                      resolve_special_tokens(tokenizer, {}, {}), header)
 
 
-def describe_assayz(path: Path) -> tuple[ModelConfig, dict[str, Any]]:
-    """Geometry and header of a file whose every section has its recorded hash; nothing is unpacked."""
+def describe_assayz(path: Path) -> Description:
+    """A file whose every section has its recorded hash; nothing is unpacked. A matrix is shown by its levels, of which some steps of
+    a row's own size go up and as many down."""
     header, body = _read_header(durable.read_file(path, limit=ASSAYZ_LIMIT), str(path))
     _read_sections(header["sections"], body, str(path))
-    return read_geometry(header["geometry"], str(path)), header
+    config = read_geometry(header["geometry"], str(path))
+    tensors = {name: {"dtype": f"±{levels_of(name, header['levels'])}" if len(shape) == 2 else "F16", "shape": list(shape)}
+               for name, shape in parameter_shapes(config).items()}
+    sections = ", ".join(f"{name} {section['bytes']:,}" for name, section in header["sections"].items())
+    lineage = {"source": f"weights {header['source'][:12]}", "tokenizer": header["tokenizer"][:12], "sections": sections}
+    return Description(shown_geometry(config), tensors, lineage,
+                       "UNPROVEN: every section has its recorded hash; assay prove --against its source shows the rest")
 
 
 def rounded_tensors(tensors: Mapping[str, Tensor], levels: int) -> dict[str, Tensor]:
@@ -197,6 +200,12 @@ def rounded_tensors(tensors: Mapping[str, Tensor], levels: int) -> dict[str, Ten
         else:
             found[name] = tensor.to(torch.float16).float()
     return found
+
+
+ASSAYZ = ModelFormat(
+    "squeezed", describe_assayz, ".assayz", read_assayz, rounding=lambda tensors, header: rounded_tensors(tensors, header["levels"]),
+    verified=f"each of its {len(SECTIONS)} sections has the sha256 of its sealed header",
+    unreadable="a squeezed file is Assay's own; nobody else reads it")
 
 
 def most_assayz_bytes(config: ModelConfig, tokenizer: Tokenizer) -> int:
@@ -333,11 +342,9 @@ def _packed_tokenizer(tokenizer: Tokenizer) -> bytes:
 
 def _read_tokenizer(packed: bytes, where: str) -> Tokenizer:
     decoder = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=4 * TOKENIZER_LIMIT)
-    parts = parse_json(_whole_stream(decoder, packed, TOKENIZER_LIMIT, where), where=where)
-    if not isinstance(parts, dict) or set(parts) != {"document", "settings", "templates"} \
-            or not all(isinstance(part, dict) for part in parts.values()):
-        raise ArtifactError(f"{where}: expected document, settings and templates")
-    return Tokenizer(**parts)
+    parts = parse_json(_whole_stream(decoder, packed, TOKENIZER_LIMIT, where), where=where,
+                       shape={"document": dict, "settings": dict, "templates": dict})
+    return Tokenizer(parts["document"], parts["settings"], parts["templates"])
 
 
 def _deflated(data: bytes) -> bytes:

@@ -28,7 +28,8 @@ from assay.store.safetensors_files import (
     write_sharded,
     write_tensors,
 )
-from assay.store.sealed import canonical_json, parse_json, seal, unseal
+from assay.store.sealed import canonical_json, seal, unseal
+from assay.strict_json import NATURAL, as_artifact_error, open_regular, parse_json, require_shape
 from assay.verdict import Outcome, Verdict, overall
 
 CHECKPOINT_FORMAT = 1
@@ -38,6 +39,10 @@ OPTIMIZER, PROBES, ADAPTER = "optimizer.safetensors", "probes.safetensors", "ada
 UNLISTED = {MANIFEST, HALLMARK, QUARANTINE, "README.md"}  # may lie in the folder without being in the manifest
 RESERVED = {MANIFEST, HALLMARK, QUARANTINE, TRAINER}
 STEP = re.compile(r"step-(\d{6,})")
+_ANCESTOR = ({"weights": str, "path": str}, None)
+FACTS = {"parent?": _ANCESTOR, "base?": _ANCESTOR, "change?": str, "frozen?": [str], "movement_bound?": (float, None),
+         "taught_to_stop?": bool, "run_config?": (dict, None), "environment?": dict, "tokenizer?": (str, None)}
+MARK = {"format": int, "manifest": str, "verdicts": [{"check": str, "outcome": str, "reason": str, "evidence?": dict}]}
 MANIFEST_FIELDS = {"assay": str, "format": int, "kind": str, "files": dict, "tensors": dict, "parameters": int, "bytes": int,
           "facts": dict}
 
@@ -99,7 +104,7 @@ class Checkpoint:
     def trainer(self) -> dict[str, Any] | None:
         if TRAINER not in self.manifest["files"]:
             return None
-        return parse_json(self.read(TRAINER), where=str(self.folder / TRAINER))
+        return parse_json(self.read(TRAINER), where=str(self.folder / TRAINER), shape={"step?": (NATURAL, None)})
 
     def read(self, name: str) -> bytes:
         """The bytes of a file that the manifest lists, as they were when it was written."""
@@ -118,16 +123,11 @@ class Checkpoint:
 def write_checkpoint(where: Path, contents: Contents, *, max_shard_bytes: int = SHARD_BYTES) -> Checkpoint:
     """The checkpoint is at `where`, whole and for good, when this returns; StoreError if the disk did not let it."""
     _require_writable(where, contents)
-    written: list[Checkpoint] = []
-
-    def fill(folder: Path) -> None:
+    with durable.new_folder(where, needed=_bytes_needed(contents)) as folder:
         manifest = _manifest(contents, _write_parts(folder, contents, max_shard_bytes))
         data = seal(manifest, where=str(where / MANIFEST), indent=1)
         digest = durable.write_file(folder / MANIFEST, [data])
-        written.append(Checkpoint(where, unseal(data, where=str(where / MANIFEST), indent=1), digest))
-
-    durable.commit_folder(where, fill, needed=_bytes_needed(contents))
-    return written[0]
+    return Checkpoint(where, unseal(data, where=str(where / MANIFEST), indent=1), digest)
 
 
 def open_checkpoint(where: Path, *, verify: bool = True) -> Checkpoint:
@@ -141,7 +141,7 @@ def open_checkpoint(where: Path, *, verify: bool = True) -> Checkpoint:
         raise ArtifactError(f"{where}: has no {MANIFEST}: not an Assay checkpoint, or an incomplete copy of one")
     data = durable.read_file(inside(where, MANIFEST), limit=SMALL_FILE_LIMIT)
     manifest = unseal(data, where=str(where / MANIFEST), indent=1)
-    _check_manifest(manifest, where)
+    require_manifest(manifest, where)
     _check_listing(manifest, where)
     checkpoint = Checkpoint(where, manifest, hashlib.sha256(data).hexdigest())
     for mark in (HALLMARK, QUARANTINE):
@@ -267,7 +267,7 @@ def _bytes_needed(contents: Contents) -> int:
     return sum(map(len, contents.files.values())) + sum(tensor_bytes(t) for part in parts for t in part.values())
 
 
-def _check_manifest(manifest: dict[str, Any], where: Path) -> None:
+def require_manifest(manifest: dict[str, Any], where: Path) -> None:
     found = (manifest.get("assay"), manifest.get("format"))
     if found != ("checkpoint", CHECKPOINT_FORMAT):
         raise ArtifactError(f"{where / MANIFEST}: is {found}; this Assay reads {('checkpoint', CHECKPOINT_FORMAT)}")
@@ -275,6 +275,7 @@ def _check_manifest(manifest: dict[str, Any], where: Path) -> None:
     if wrong or set(manifest) != set(MANIFEST_FIELDS) or manifest["kind"] not in ("model", "adapter"):
         raise ArtifactError(f"{where / MANIFEST}: missing, extra or ill-typed fields: "
                             f"{sorted(set(wrong) | (set(manifest) ^ set(MANIFEST_FIELDS))) or ['kind']}")
+    require_shape(manifest["facts"], FACTS, where=f"{where / MANIFEST}: facts")
     for name, entry in manifest["files"].items():
         inside(where, name)
         header = {"header": str} if name.endswith(".safetensors") else {}
@@ -292,7 +293,7 @@ def _typed(entry: Any, **fields: type) -> bool:
 
 def _check_listing(manifest: dict[str, Any], where: Path) -> None:
     """Exactly the files of the manifest are there, each a plain file of its size."""
-    with durable.as_artifact_error(where):
+    with as_artifact_error(where):
         present = {name for name in os.listdir(where) if not name.startswith(durable.PARTIAL)}
     listed = set(manifest["files"])
     if missing := sorted(listed - present):
@@ -301,7 +302,7 @@ def _check_listing(manifest: dict[str, Any], where: Path) -> None:
     if extra := sorted(present - listed - UNLISTED):
         raise ArtifactError(f"{where}: holds {', '.join(extra)}, which its manifest does not list; remove it")
     for name, entry in manifest["files"].items():
-        with durable.open_regular(inside(where, name)) as fd:
+        with open_regular(inside(where, name)) as fd:
             size = os.fstat(fd).st_size
         if size != entry["bytes"]:
             raise ArtifactError(f"{where / name}: {size:,} bytes, and {entry['bytes']:,} were written: truncated or "
@@ -371,8 +372,9 @@ def _read_mark(checkpoint: Checkpoint, name: str) -> dict[str, Any] | None:
     if not os.path.lexists(path):
         return None
     mark = unseal(durable.read_file(inside(checkpoint.folder, name), limit=SMALL_FILE_LIMIT), where=str(path), indent=1)
-    if mark.get("format") != CHECKPOINT_FORMAT or not isinstance(mark.get("verdicts"), list):
-        raise ArtifactError(f"{path}: expected format {CHECKPOINT_FORMAT} with a list of verdicts")
+    require_shape(mark, MARK, where=str(path))
+    if mark["format"] != CHECKPOINT_FORMAT:
+        raise ArtifactError(f"{path}: format {mark['format']}; this Assay reads {CHECKPOINT_FORMAT}")
     if mark.get("manifest") != checkpoint.digest:
         raise ArtifactError(f"{path}: speaks of the checkpoint {mark.get('manifest')}, and this one is "
                             f"{checkpoint.digest}: copied from elsewhere, or the manifest was replaced; remove it and "
@@ -381,5 +383,5 @@ def _read_mark(checkpoint: Checkpoint, name: str) -> dict[str, Any] | None:
 
 
 def _reasons(mark: dict[str, Any]) -> str:
-    failing = [v.get("reason") for v in mark["verdicts"] if isinstance(v, dict) and v.get("outcome") != Outcome.PROVEN]
+    failing = [v["reason"] for v in mark["verdicts"] if v["outcome"] != Outcome.PROVEN]
     return "; ".join(map(str, failing)) or "no reason recorded"

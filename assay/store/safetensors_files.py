@@ -21,7 +21,8 @@ from torch import Tensor
 
 from assay.errors import ArtifactError, UsageError
 from assay.store import durable
-from assay.store.sealed import canonical_json, parse_json
+from assay.store.sealed import canonical_json
+from assay.strict_json import as_artifact_error, open_regular, parse_json
 
 SAFETENSORS_HEADER_LIMIT = 16 << 20
 INDEX_LIMIT = 64 << 20
@@ -84,7 +85,7 @@ def read_tensors(path: Path, expected: str | FileFacts | None = None) -> dict[st
     Expected is the sha256 of the file, or the facts from when it was written, which allow to hash on every core. Like
     any mapped file it must not be written in place while the tensors are in use; the store never does. It may go.
     """
-    with durable.open_regular(path) as fd:
+    with open_regular(path) as fd:
         before = os.fstat(fd)
         infos, data_start = _read_header(fd, path)
         mapped = _map(fd, before.st_size, path)
@@ -101,7 +102,7 @@ def read_tensors(path: Path, expected: str | FileFacts | None = None) -> dict[st
 
 def read_safetensors_header(path: Path) -> dict[str, SafetensorsEntry]:
     """What the file declares, in the order of its data; refused unless header and length agree in every byte."""
-    with durable.open_regular(path) as fd:
+    with open_regular(path) as fd:
         infos, _ = _read_header(fd, path)
     return infos
 
@@ -142,7 +143,7 @@ def read_folder_tensors(folder: Path, expected: Mapping[str, FileFacts] | None =
 def folder_shards(folder: Path, index_sha256: str | None = None, stem: str = "model") -> dict[str, set[str] | None]:
     """The weight files of a folder and the tensors that the index puts in each (None: one file, no index)."""
     single, index = f"{stem}.safetensors", f"{stem}.safetensors.index.json"
-    with durable.as_artifact_error(folder):
+    with as_artifact_error(folder):
         present = set(os.listdir(folder))
     if single in present and index in present:
         raise ArtifactError(f"{folder}: holds both {single} and {index}, and they may differ; remove the stale one")
@@ -266,7 +267,7 @@ def _read_header(fd: int, path: Path) -> tuple[dict[str, SafetensorsEntry], int]
 
 def _map(fd: int, size: int, path: Path) -> mmap.mmap:
     """The file as memory; writing to it changes this process's copy alone."""
-    with durable.as_artifact_error(path):
+    with as_artifact_error(path):
         mapped = mmap.mmap(fd, size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
         try:
             mapped.madvise(MADV_POPULATE_READ)  # a disk that cannot read is an error here, and a SIGBUS later

@@ -29,7 +29,7 @@ from assay.tracing.forward_modes import ForwardMode, batched_forward, cached_for
 from assay.verdict import Verdict
 
 TRACE_DEPTH, _TOKENS, FILLED = 3, 40, 32  # more tokens than the tiny window holds; the last eight come out of the cache
-Break = Callable[[Transformer, int], None]
+Break = Callable[[Transformer, int], object]
 RUNNERS: dict[str, Callable[[Transformer], ForwardMode]] = {
     "plainly": plain_forward, "in company": batched_forward, "from the cache": functools.partial(cached_forward, filled=FILLED)}
 
@@ -140,14 +140,14 @@ def change_attention(model: Transformer, layer: int, *, heads: Callable = unchan
     def normed(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return (q, k) if one.q_norm is None or one.k_norm is None or no_norm else (one.q_norm(q), one.k_norm(k))
 
-    def forward(x: Tensor, rotary: tuple[Tensor, Tensor] | None, sight: AttentionMask, cache: LayerCacheView | None) -> Tensor:
+    def forward(x: Tensor, rotary: tuple[Tensor, Tensor] | None, mask: AttentionMask, cache: LayerCacheView | None) -> Tensor:
         B, T, _ = x.shape
         q, k, v = heads(*(part.view(B, T, -1, one.head_dim) for part in one.qkv(x).split(one.rows, -1)))
         q, k = (q, k) if late_norm else normed(q, k)
         if rotary is not None:
             q, k = turn(q, *rotary), (turn_key or turn)(k, *rotary)
         q, k = normed(q, k) if late_norm else (q, k)
-        return one.out(joined(look(q, k, v, sight) if cache is None else cache.attend(q, k, v, sight), 2))
+        return one.out(joined(look(q, k, v, mask) if cache is None else cache.attend(q, k, v, mask), 2))
 
     put_forward(one, forward)
 
@@ -186,11 +186,11 @@ def stale_cache_entry(name: str) -> Break:
     def breaks(model: Transformer, layer: int) -> None:
         attend_whole = block(model, layer).attn.forward
 
-        def forward(x: Tensor, rotary: Any, sight: AttentionMask, cache: LayerCacheView | None) -> Tensor:
+        def forward(x: Tensor, rotary: Any, mask: AttentionMask, cache: LayerCacheView | None) -> Tensor:
             if isinstance(cache, DecodeLayer):
                 held = cache.keys_SLKd if name == "keys" else cache.values_SLKd
                 held[:, 5] = held[:, 4]
-            return attend_whole(x, rotary, sight, cache)
+            return attend_whole(x, rotary, mask, cache)
 
         put_forward(block(model, layer).attn, forward)
 

@@ -10,6 +10,7 @@ import importlib.util
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -242,7 +243,7 @@ def fault_if_installed(package: str) -> Callable[..., Callable[[Plant], Plant]]:
     return fault if importlib.util.find_spec(package) else lambda name, **facts: lambda plant: plant
 
 
-def on_disk(strike: Callable[[Path], None]) -> Plant:
+def on_disk(strike: Callable[[Path], object]) -> Plant:
     """A plant that changes bytes; the folder goes when the job is done, so nothing is put back."""
     @contextlib.contextmanager
     @functools.wraps(strike)
@@ -250,6 +251,17 @@ def on_disk(strike: Callable[[Path], None]) -> Plant:
         strike(folder)
         yield
     return plant
+
+
+def in_place_of(owner: Any, name: str) -> Callable[[Callable[..., Any]], Plant]:
+    """A plant in which the decorated function takes the place of `owner.name`; its first argument is the usual one."""
+    def decorate(other: Callable[..., Any]) -> Plant:
+        @functools.wraps(other)
+        def plant(_: Path) -> AbstractContextManager[None]:
+            usual = getattr(owner, name)
+            return swap(owner, name, lambda *given, **named: other(usual, *given, **named))
+        return plant
+    return decorate
 
 
 @contextlib.contextmanager
@@ -261,6 +273,15 @@ def swap(owner: Any, name: str, other: Any) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, kept)
+
+
+@contextlib.contextmanager
+def together(*managers: AbstractContextManager[Any]) -> Iterator[None]:
+    """All of them at once."""
+    with contextlib.ExitStack() as stack:
+        for manager in managers:
+            stack.enter_context(manager)
+        yield
 
 
 def rewrite_tensors(file: Path, change: Callable[[dict[str, Tensor]], Mapping[str, Tensor]]) -> None:

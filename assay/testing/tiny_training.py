@@ -23,7 +23,6 @@ from torch import Tensor
 from assay.data import order as data_order
 from assay.data.batch import Batch
 from assay.data.build_corpus import CorpusPlan, build_corpus
-from assay.data.files import write_hashed
 from assay.data.held_out_documents import held_out_document_batches
 from assay.data.order import Order
 from assay.data.teacher_store import open_teacher, teacher_entries, write_teacher
@@ -43,6 +42,7 @@ from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import Transformer
 from assay.seeds import derive
 from assay.statistics.early_stopping import paired_noise, plan_stopping, should_stop
+from assay.store.durable import write_entry
 from assay.testing.fault_injection import Job, Plant
 from assay.testing.tiny_models import tiny_model, tiny_tokenizer
 from assay.verdict import Outcome, Verdict, proven, refuted
@@ -70,7 +70,7 @@ def write_documents(where: Path, texts: Sequence[str]) -> Path:
 def _write_tokenizer(where: Path, tokenizer: Tokenizer) -> Path:
     where.mkdir()
     for name, data in tokenizer.files().items():
-        write_hashed(where / name, data)
+        write_entry(where / name, data)
     return where
 
 

@@ -151,7 +151,7 @@ class AttentionObserver(TorchFunctionMode):
         assert layer is not None
         q, k = (q, k) if view.rotary is None else (rotate(q, *view.rotary), rotate(k, *view.rotary))
         q, k = (x if (other := self.see(Site(layer, name), x)) is None else other for name, x in (("query", q), ("key", k)))
-        out = attend_slots(view.turning(None), q, k, v, window)
+        out = attend_slots(view.with_rotary(None), q, k, v, window)
         distance_SL = view.positions[:, None] - torch.arange(view.horizon, device=q.device)
         seen_SL = (distance_SL >= 0) & (distance_SL < (window or view.horizon))
         keys = view.keys_SLKd[:, : view.horizon].transpose(1, 2)

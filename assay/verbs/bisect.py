@@ -1,12 +1,12 @@
 """assay bisect: find the first bad checkpoint of a run, and show what changed there."""
 
 import json
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from assay.config import argument, option
+from assay.verbs.terminal import line_printer
 
 if TYPE_CHECKING:
     from assay.comparison.bisection import Bisection
@@ -34,9 +34,8 @@ EXAMPLES = """  assay bisect runs/a --probe loss-above:3.2
 def run(flags: FLAGS) -> int:
     from assay.recipes.bisect import first_bad_checkpoint, probe_named
 
-    say = sys.stderr if flags.json else sys.stdout
     found = first_bad_checkpoint(Path(flags.run), probe_named(flags.probe, Path(flags.run)), every=flags.every,
-                                 say=lambda line: print(line, file=say, flush=True))
+                                 say=line_printer(json=flags.json))
     if not flags.json:
         print(found.sentence)
     pair = pair_to_compare(found, flags)

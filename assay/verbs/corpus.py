@@ -2,20 +2,16 @@
 
 import json
 import os
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from assay.config import argument, option
+from assay.verbs.terminal import progress_line
 
 if TYPE_CHECKING:
     from assay.data.build_corpus import CorpusProgress
     from assay.data.token_corpus import Corpus
-
-PLAIN_EVERY = 5.0  # seconds between two lines where there is no terminal
 
 
 @dataclass(frozen=True)
@@ -55,9 +51,9 @@ def run(flags: FLAGS) -> int:
     plan = CorpusPlan(DocumentRule(flags.field, flags.split, flags.document_bytes, flags.skip_invalid), share,
                 tuple(map(Path, flags.held_out_files)), flags.seed, flags.boundary, flags.shard_tokens,
                 flags.max_overlap)
-    with progress_line() as progress:
+    with progress_line() as show:
         corpus = build_corpus(map(Path, flags.text), Path(flags.out), Path(flags.tokenizer), plan,
-                       workers=flags.workers or os.cpu_count() or 1, progress=progress)
+                       workers=flags.workers or os.cpu_count() or 1, progress=lambda progress: show(progress_words(progress)))
     print(json.dumps(corpus.manifest, ensure_ascii=False) if flags.json else corpus_summary(corpus))
     return 0
 
@@ -79,33 +75,7 @@ def corpus_summary(corpus: "Corpus") -> str:
     return "\n".join(lines)
 
 
-@contextmanager
-def progress_line() -> Iterator[Callable[["CorpusProgress"], None]]:
-    """A live bar on a terminal, elsewhere a plain line every few seconds; both on stderr."""
-    if not sys.stderr.isatty():
-        yield _plain()
-        return
-    from rich.console import Console
-    from rich.progress import Progress as Bar
-
-    with Bar(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("reading", total=None)
-        yield lambda p: bar.update(task, description=_words(p), completed=p.done, total=p.total)
-
-
-def _plain() -> Callable[["CorpusProgress"], None]:
-    told = 0.0
-
-    def tell(progress: "CorpusProgress") -> None:
-        nonlocal told
-        if progress.seconds - told >= PLAIN_EVERY:
-            told = progress.seconds
-            print(_words(progress), file=sys.stderr, flush=True)
-
-    return tell
-
-
-def _words(progress: "CorpusProgress") -> str:
+def progress_words(progress: "CorpusProgress") -> str:
     done = f"{progress.done / 1e6:,.1f} MB"
     if progress.total:
         done += f" of {progress.total / 1e6:,.1f}, {progress.tokens:,} tokens"

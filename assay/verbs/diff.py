@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from assay.config import argument, option
+from assay.verbs.terminal import print_table
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,8 +55,6 @@ def hf_tensors(artifact: "Artifact") -> "dict[str, Tensor]":
 
 
 def print_diff(found: "WeightsDiff", *, every: bool) -> None:
-    from assay.verbs.trace import print_table
-
     moved = [one for one in found.tensors if one.moved > 0]
     shown = found.tensors if every else moved[:SHOWN]
     if shown:

@@ -1,10 +1,10 @@
 """assay edit: write new facts into a model's weights, measured on the bytes that were written."""
 
 import json
-import sys
 from dataclasses import asdict
 
 from assay.recipes.edit_options import Edit as FLAGS
+from assay.verbs.terminal import line_printer
 from assay.verdict import Outcome, overall
 
 EXAMPLES = """  assay edit smollm2-135m --facts counterfact.json --known 50 --text wiki.txt --out runs/edit
@@ -18,10 +18,7 @@ def run(flags: FLAGS) -> int:
     from assay.guard.proof import without_optional
     from assay.recipes.edit import edit
 
-    def say(line: str) -> None:
-        print(line, file=sys.stderr if flags.json else sys.stdout, flush=True)
-
-    report = edit(flags, say)
+    report = edit(flags, line_printer(json=flags.json))
     outcome = overall(without_optional(report.verdicts))
     if flags.json:
         print(json.dumps({"outcome": str(outcome), "layers": report.layers, "sizes": report.sizes, "failed": report.failed,

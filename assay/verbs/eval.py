@@ -2,20 +2,18 @@
 
 import json
 import sys
-import time
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from assay.config import argument, option
 from assay.errors import DataError
+from assay.verbs.terminal import progress_line
 from assay.verdict import Outcome, overall
 
 if TYPE_CHECKING:
     from assay.evaluation.evaluate import Evaluation
-
-SECONDS_BETWEEN_LINES = 5.0
 
 
 @dataclass(frozen=True)
@@ -64,19 +62,21 @@ def run(flags: FLAGS) -> int:
         print(f"note: {note}", file=sys.stderr)
     opened = LoadedModel(artifact, device=flags.device or default_device(), dtype=getattr(torch, flags.dtype) if flags.dtype else None)
     sampling = Sampling(flags.max_new, flags.temperature, flags.top_k, flags.top_p, flags.seed)
-    found = evaluate(opened, task, Path(flags.out), k=flags.k, sampling=sampling, raw=flags.raw,
-                     trained_on=training_texts(map(Path, flags.trained_on)), said=progress(task.name))
-    print(as_json(found) if flags.json else evaluation_text(found, Path(flags.out)))
+    with progress_line() as show:
+        found = evaluate(opened, task, Path(flags.out), k=flags.k, sampling=sampling, raw=flags.raw,
+                         trained_on=training_texts(map(Path, flags.trained_on)),
+                         said=lambda done, of: show(f"{task.name}: {done} of {of} examples", last=done == of))
+    print(json.dumps(found.to_json(), indent=1) if flags.json else evaluation_text(found, Path(flags.out)))
     return 3 if overall(found.verdicts) is Outcome.REFUTED else 0
 
 
 def training_texts(files: Iterable[Path]) -> Iterable[str]:
     """Everything that is said in the training files: plain text, or every string of every row."""
-    from assay.data.data_files import ROW_SUFFIXES, read_rows
+    from assay.data.data_files import ROW_READERS, read_rows
     from assay.evaluation.soundness import row_text
 
     for file in files:
-        if file.name.endswith(ROW_SUFFIXES):
+        if file.name.endswith(tuple(ROW_READERS)):
             for row in read_rows(file):
                 yield row_text(row.values)
         else:
@@ -93,28 +93,8 @@ def plain_text(file: Path) -> str:
             raise DataError(f"{file}: not UTF-8 at byte {error.start} ({error.reason}); convert the file") from None
 
 
-def progress(name: str) -> Callable[[int, int], None]:
-    """On a terminal one line that is rewritten, elsewhere one every few seconds."""
-    terminal, started, last = sys.stderr.isatty(), time.monotonic(), [0.0]
-
-    def said(done: int, of: int) -> None:
-        now = time.monotonic()
-        if not terminal and done < of and now - last[0] < SECONDS_BETWEEN_LINES:
-            return
-        last[0] = now
-        end = "\n" if done == of or not terminal else "\r"
-        print(f"{name}: {done} of {of} examples, {now - started:.0f} s", end=end, file=sys.stderr, flush=True)
-
-    return said
-
-
 def evaluation_text(found: "Evaluation", folder: Path) -> str:
     width = max(map(len, found.estimates))
     lines = [f"{name:{width}}  {estimate}" for name, estimate in found.estimates.items()]
     lines += [f"strict and lenient reading differ on {len(found.apart)} samples" if found.apart else ""]
     return "\n".join([*filter(None, lines), *(f"  {verdict}" for verdict in found.verdicts), f"kept in {folder}"])
-
-
-def as_json(found: "Evaluation") -> str:
-    return json.dumps({"estimates": {name: asdict(estimate) for name, estimate in found.estimates.items()},
-                       "disagreements": len(found.apart), "verdicts": [verdict.to_json() for verdict in found.verdicts]}, indent=1)

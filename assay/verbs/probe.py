@@ -2,13 +2,13 @@
 
 import json
 import math
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from assay.config import argument, option
 from assay.errors import UsageError
+from assay.verbs.terminal import line_printer
 from assay.verdict import Outcome, overall
 
 if TYPE_CHECKING:
@@ -86,18 +86,19 @@ def run_history(flags: FLAGS, sampling: "Sampling") -> int:
     folder = Path(flags.history) / "checkpoints"
     if not folder.is_dir():
         raise UsageError(f"{flags.history}: there is no folder `checkpoints` here, so this is not a run")
+    probed: dict[str, Health] = {}
     names = sorted(child.name for child in folder.iterdir() if child.is_dir() and not child.name.startswith("."))
 
     def look(name: str) -> "Health":
         speaker = load_generator(str(folder / name), flags, sampling, base=flags.base)
         prompts = prompts_for(flags, speaker)
-        health = probe(speaker, prompts, n=rounds(flags, len(prompts)), name=name, tolerated=flags.tolerate)
-        print(f"{name}: {health.sentence}", file=sys.stderr if flags.json else sys.stdout, flush=True)
-        return health
+        probed[name] = probe(speaker, prompts, n=rounds(flags, len(prompts)), name=name, tolerated=flags.tolerate)
+        line_printer(json=flags.json)(f"{name}: {probed[name].sentence}")
+        return probed[name]
 
     found = first_malformed(names, look)
     facts = {"history": flags.history, "first_bad": found.first_bad, "last_good": found.last_good, "sentence": found.sentence,
-             "probed": {name: as_json(health) for name, health in found.probed.items()}}
+             "probed": {name: as_json(probed[name]) for name in names if name in probed}}
     print(json.dumps(facts, indent=1) if flags.json else found.sentence)
     return 0 if found.first_bad is None else 3
 

@@ -39,7 +39,6 @@ def run(flags: FLAGS) -> int:
     from assay.guard.proof_subject import ProofSampling
     from assay.model.placement import require_device
     from assay.store.artifact import locate_artifact
-    from assay.store.export_artifact import gguf_rounding
 
     place, probing = locate_artifact(flags.path), ProofSampling(flags.probe_samples, require_device(flags.device))
     if flags.against == "" or (flags.expect and flags.against is None and place.kind != "checkpoint"):
@@ -47,7 +46,7 @@ def run(flags: FLAGS) -> int:
     if place.kind == "checkpoint" and flags.expect is None:
         verdicts = prove_checkpoint(place.path, against=flags.against, base=flags.base, probing=probing)
     else:
-        bound = gguf_rounding(place.path) if place.kind == "gguf" and flags.expect == "same" else None  # a rounded copy is a copy
+        bound = place.format.bound(place.path) if place.format.bound and flags.expect == "same" else None  # a rounded copy is a copy
         verdicts = prove(ProofRequest(str(place.path), flags.against, flags.base, flags.expect, bound, probing=probing))
     outcome = conclusion(verdicts)
     if flags.json:

@@ -1,7 +1,6 @@
 """assay seeds: run a recipe once per seed, with one verdict on all of them."""
 
 import json
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -10,6 +9,7 @@ from assay.config import argument, option, parse, passed_on
 from assay.errors import UsageError
 from assay.recipes.options import Pretrain
 from assay.recipes.ttt_options import Ttt
+from assay.verbs.terminal import line_printer
 from assay.verdict import Outcome, Verdict, overall
 
 if TYPE_CHECKING:
@@ -40,11 +40,10 @@ RECIPES: dict[str, type[Pretrain] | type[Ttt]] = {"pretrain": Pretrain, "ttt": T
 def run(flags: FLAGS) -> int:
     from assay.recipes.seeds import run_seeds
 
-    out = sys.stderr if flags.json else sys.stdout
     plans = {name: checked_plan(one) for name, one in plans_by_value(flags).items()}  # all of them, before the first is paid for
     documents, verdicts = dict[str, Any](), list[Verdict]()
     for name, plan in plans.items():
-        found = run_seeds(plan, lambda text: print(text, file=out, flush=True))
+        found = run_seeds(plan, line_printer(json=flags.json))
         if found.interrupted is not None:
             return 128 + found.interrupted
         documents[name], verdicts = found.document, [*verdicts, *found.verdicts]
@@ -68,8 +67,8 @@ def plans_by_value(flags: FLAGS) -> dict[str, FLAGS]:
 
 def checked_plan(flags: FLAGS) -> "Plan":
     """The recipe reads its options here and now: a mistake is found before the first seed is paid for."""
-    from assay.data.files import require_outside_checkpoints
     from assay.recipes.seeds import Plan
+    from assay.store.durable import require_outside_checkpoints
 
     if len(set(flags.seeds)) != len(flags.seeds) or len(flags.seeds) < 2:
         raise UsageError(f"--seeds {' '.join(map(str, flags.seeds))}: expected two or more different seeds; one shows nothing "

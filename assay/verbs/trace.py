@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from assay.config import argument, option
 from assay.errors import UsageError
+from assay.strict_json import parse_json
+from assay.verbs.terminal import print_table
 
 if TYPE_CHECKING:
     import torch
@@ -148,11 +150,11 @@ def encode_for_trace(text: str, a: "Artifact") -> list[int]:
 
 def read_ids(path: Path) -> list[list[int]]:
     try:
-        rows = json.loads(path.read_text())
+        data = path.read_bytes()
     except OSError as error:
         raise UsageError(f"--tokens {path}: {error.strerror}; expected a JSON file of token ids") from None
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"--tokens {path}: not JSON ({error}); expected a list of token ids, or several of the same length") from None
+    rows = parse_json(data, where=f"--tokens {path}", error=UsageError,
+                      advice="expected a list of token ids, or several of the same length")
     rows = rows if isinstance(rows, list) and rows and isinstance(rows[0], list) else [rows]
     whole = all(isinstance(row, list) and len(row) == len(rows[0]) and all(type(id) is int for id in row) for row in rows)
     if not whole:
@@ -208,16 +210,3 @@ def print_divergence(found: "PassDivergence", *, every: bool) -> None:
     rows = [[str(gap.site), f"{gap.free.error:.1e}", f"{gap.free.cosine:.6f}", f"{gap.introduced.worst:.1e}", f"{gap.bound:.1e}",
              "PARTS" if gap.parts else ""] for gap in chosen]
     print_table(["site", "error", "cosine", "introduced", "bound", ""], rows)
-
-
-def print_table(header: list[str], rows: list[list[str]]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE)
-    for number, name in enumerate(header):
-        table.add_column(name, justify="right" if number else "left", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    Console(width=120, highlight=False).print(table)

@@ -1,10 +1,10 @@
 """assay ttt: test-time training: read documents while learning from them, every chunk scored before it is learned from."""
 
 import json
-import sys
 from dataclasses import asdict
 
 from assay.recipes.ttt_options import Ttt as FLAGS
+from assay.verbs.terminal import line_printer
 from assay.verdict import Outcome, overall
 
 EXAMPLES = """  assay ttt smollm2-135m --text wiki.txt --documents 20 --out runs/ttt
@@ -19,10 +19,7 @@ __all__ = ["EXAMPLES", "FLAGS", "run"]
 def run(flags: FLAGS) -> int:
     from assay.recipes.ttt import ttt
 
-    def say(line: str) -> None:
-        print(line, file=sys.stderr if flags.json else sys.stdout, flush=True)
-
-    report = ttt(flags, say)
+    report = ttt(flags, line_printer(json=flags.json))
     outcome = overall(report.verdicts)
     if flags.json:
         documents = [{"name": text.name, "bytes": text.bytes, "bits_without": text.without, "bits_with": text.with_}

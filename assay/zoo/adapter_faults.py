@@ -1,10 +1,9 @@
 """Adapter faults: saved, loaded, resumed, merged and served, in PEFT folders and in our own checkpoints."""
 
-import contextlib
 import math
 import queue
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +31,7 @@ from assay.testing.tiny_models import (
     ADAPTER_FILE,
     edit_json,
     examine_folder,
+    in_place_of,
     live_patch,
     nudge,
     on_disk,
@@ -48,6 +48,7 @@ from assay.testing.tiny_models import (
 from assay.verdict import Verdict, proven, refuted
 
 _Weights = dict[str, Tensor]
+DOWN = "blocks.1.mlp.down.weight"
 _HEAD: dict[str, Any] = {"family": "llama3", "replaced": ("head.weight",)}  # an adapter with which the head was trained
 
 # ---------------------------------------------------------------- jobs
@@ -108,43 +109,23 @@ def a_merge(dtype: str | None = None, base_dtype: torch.dtype = torch.float32, f
 # ---------------------------------------------------------------- PEFT folders
 
 
-@fault("wrong key names", rows=("Seen: LoRA key names", "M06"), stage="load", check="architecture", job=a_peft_folder())
-@on_disk
-def wrong_key_names(folder: Path) -> None:
-    """PEFT drops what it does not know and serves the plain base."""
-    renamed(folder, lambda name: name.replace("base_model.model.", ""))
-
-
-@fault("module path with another prefix", rows=("M06",), stage="load", check="architecture", job=a_peft_folder())
-@on_disk
-def module_path_with_another_prefix(folder: Path) -> None:
-    """The last parts of every name agree, which is all that some servers look at."""
-    renamed(folder, lambda name: name.replace("model.layers.", "model.language_model.layers."))
-
-
-@fault("empty adapter", rows=("Seen: empty adapter", "C01"), stage="load", check="architecture", job=a_peft_folder())
-@on_disk
-def empty_adapter(folder: Path) -> None:
-    (folder / ADAPTER_FILE).write_bytes((8).to_bytes(8, "little") + b"{}      ")
-
-
-@fault("adapter not gathered", rows=("C01",), stage="save", check="save", job=an_adapter_save())
-def adapter_not_gathered(_: Path) -> AbstractContextManager[None]:
-    return saving_adapter(lambda fields, tensors: (fields, {name: t.new_empty(0) for name, t in tensors.items()}))
-
-
-@fault("all-NaN adapter", rows=("Seen: all-NaN adapter",), stage="load", check="architecture", job=a_peft_folder())
-@on_disk
-def all_nan_adapter(folder: Path) -> None:
-    rewrite_tensors(folder / ADAPTER_FILE, lambda tensors: {name: torch.full_like(t, math.nan) for name, t in tensors.items()})
-
-
-@fault("adapter without effect", rows=("C14",), stage="load", check="architecture", job=a_peft_folder())
-@on_disk
-def adapter_without_effect(folder: Path) -> None:
-    """As initialised: every B is zero."""
-    rewrite_tensors(folder / ADAPTER_FILE, lambda tensors: {
-        name: torch.zeros_like(t) if "lora_B" in name else t for name, t in tensors.items()})
+fault("wrong key names", rows=("Seen: LoRA key names", "M06"), stage="load", check="architecture", job=a_peft_folder())(
+    # PEFT drops what it does not know and serves the plain base.
+    on_disk(lambda folder: renamed(folder, lambda name: name.replace("base_model.model.", ""))))
+fault("module path with another prefix", rows=("M06",), stage="load", check="architecture", job=a_peft_folder())(
+    # The last parts of every name agree, which is all that some servers look at.
+    on_disk(lambda folder: renamed(folder, lambda name: name.replace("model.layers.", "model.language_model.layers."))))
+fault("empty adapter", rows=("Seen: empty adapter", "C01"), stage="load", check="architecture", job=a_peft_folder())(
+    on_disk(lambda folder: (folder / ADAPTER_FILE).write_bytes((8).to_bytes(8, "little") + b"{}      ")))
+fault("adapter not gathered", rows=("C01",), stage="save", check="save", job=an_adapter_save())(
+    lambda _: saving_adapter(lambda fields, tensors: (fields, {name: t.new_empty(0) for name, t in tensors.items()})))
+fault("all-NaN adapter", rows=("Seen: all-NaN adapter",), stage="load", check="architecture", job=a_peft_folder())(
+    on_disk(lambda folder: rewrite_tensors(folder / ADAPTER_FILE,
+                                           lambda tensors: {name: torch.full_like(t, math.nan) for name, t in tensors.items()})))
+fault("adapter without effect", rows=("C14",), stage="load", check="architecture", job=a_peft_folder())(
+    # As initialised: every B is zero.
+    on_disk(lambda folder: rewrite_tensors(folder / ADAPTER_FILE, lambda tensors: {
+        name: torch.zeros_like(t) if "lora_B" in name else t for name, t in tensors.items()})))
 
 
 @fault("adapter on another base", rows=("Seen: other base",), stage="load", check="architecture", job=an_adapter())
@@ -163,38 +144,23 @@ def adapter_of_another_width(folder: Path) -> None:
     tiny_models.save_hf_folder(folder.parent / "wider", tiny_model(width=128))
 
 
-@fault("layer left out", rows=("C09", "M06"), stage="save", check="architecture", job=a_peft_folder())
-@on_disk
-def layer_left_out(folder: Path) -> None:
-    rewrite_tensors(folder / ADAPTER_FILE, lambda tensors: without(tensors, "layers.0.self_attn.q_proj"))
-
-
-@fault("flipped bit in an adapter", rows=("Seen: flipped bit",), stage="load", check="whole", job=an_adapter())
-@on_disk
-def flipped_bit_in_an_adapter(folder: Path) -> None:
-    tiny_models.flip_bit(folder / ADAPTER_FILE, -101)
+fault("layer left out", rows=("C09", "M06"), stage="save", check="architecture", job=a_peft_folder())(
+    on_disk(lambda folder: rewrite_tensors(folder / ADAPTER_FILE, lambda tensors: without(tensors, "layers.0.self_attn.q_proj"))))
+fault("flipped bit in an adapter", rows=("Seen: flipped bit",), stage="load", check="whole", job=an_adapter())(
+    on_disk(lambda folder: tiny_models.flip_bit(folder / ADAPTER_FILE, -101)))
 
 # ---------------------------------------------------------------- what belongs to the adapter and was not saved with it
 
 
-@fault("trained head under its wrapper's name", rows=("C08",), stage="load", check="architecture",
-       job=a_peft_folder(**_HEAD))
-@on_disk
-def head_under_its_wrappers_name(folder: Path) -> None:
-    """A loader that does not rename it leaves the head as it was initialised."""
-    renamed(folder, lambda name: name.replace("lm_head.weight", "lm_head.modules_to_save.default.weight"))
-
-
-@fault("trained head not in the file", rows=("C09",), stage="save", check="architecture", job=a_peft_folder(**_HEAD))
-@on_disk
-def head_not_in_the_file(folder: Path) -> None:
-    rewrite_tensors(folder / ADAPTER_FILE, lambda tensors: without(tensors, "lm_head"))
-
-
-@fault("modules_to_save dropped", rows=("C09",), stage="save", check="answers", job=an_adapter_save(**_HEAD))
-def modules_to_save_dropped(_: Path) -> AbstractContextManager[None]:
-    """Neither the config nor the file knows that the head was trained."""
-    return saving_adapter(lambda fields, tensors: (fields | {"modules_to_save": None}, without(tensors, "lm_head")))
+fault("trained head under its wrapper's name", rows=("C08",), stage="load", check="architecture",
+      job=a_peft_folder(**_HEAD))(
+    # A loader that does not rename it leaves the head as it was initialised.
+    on_disk(lambda folder: renamed(folder, lambda name: name.replace("lm_head.weight", "lm_head.modules_to_save.default.weight"))))
+fault("trained head not in the file", rows=("C09",), stage="save", check="architecture", job=a_peft_folder(**_HEAD))(
+    on_disk(lambda folder: rewrite_tensors(folder / ADAPTER_FILE, lambda tensors: without(tensors, "lm_head"))))
+fault("modules_to_save dropped", rows=("C09",), stage="save", check="answers", job=an_adapter_save(**_HEAD))(
+    # Neither the config nor the file knows that the head was trained.
+    lambda _: saving_adapter(lambda fields, tensors: (fields | {"modules_to_save": None}, without(tensors, "lm_head"))))
 
 
 @fault("resized embedding not saved", rows=("C10",), stage="save", check="fields", job=a_peft_folder())
@@ -207,30 +173,22 @@ def resized_embedding_not_saved(folder: Path) -> None:
         "model": document["model"] | {"vocab": document["model"]["vocab"] | new}})
 
 
-@fault("adapter's embedding dropped on save", rows=("C10",), stage="save", check="answers",
-       job=an_adapter_save("llama3", replaced=("embed.weight", "head.weight")))
-def embedding_dropped(_: Path) -> AbstractContextManager[None]:
-    return saving_adapter(lambda fields, tensors: (
-        fields | {"modules_to_save": ["lm_head"]}, without(tensors, "embed_tokens")))
-
-
-@fault("rank scaling lost", rows=("C09",), stage="save", check="answers", job=an_adapter_save(rslora=True))
-def rank_scaling_lost(_: Path) -> AbstractContextManager[None]:
-    """Trained with alpha / sqrt(r), saved as if with alpha / r."""
-    return saving_adapter(lambda fields, tensors: (fields | {"use_rslora": False}, tensors))
+fault("adapter's embedding dropped on save", rows=("C10",), stage="save", check="answers",
+      job=an_adapter_save("llama3", replaced=("embed.weight", "head.weight")))(
+    lambda _: saving_adapter(lambda fields, tensors: (
+        fields | {"modules_to_save": ["lm_head"]}, without(tensors, "embed_tokens"))))
+fault("rank scaling lost", rows=("C09",), stage="save", check="answers", job=an_adapter_save(rslora=True))(
+    # Trained with alpha / sqrt(r), saved as if with alpha / r.
+    lambda _: saving_adapter(lambda fields, tensors: (fields | {"use_rslora": False}, tensors)))
 
 # ---------------------------------------------------------------- resuming and serving
 
 
 @fault("re-wrapped with a fresh adapter", rows=("C14",), stage="resume", check="lineage", job=a_resumed_adapter)
-def rewrapped_with_a_fresh_adapter(_: Path) -> AbstractContextManager[None]:
-    whole = artifact.build_model
-
-    def rewrapped(loaded: Artifact) -> Transformer:
-        anew = fresh(loaded.config, plan(loaded.config, ADAPTED_LAYERS), 4, 2.0, 1, patch_of(loaded).parent)
-        return whole(replace(loaded, patch=anew))
-
-    return swap(artifact, "build_model", rewrapped)
+@in_place_of(artifact, "build_model")
+def rewrapped_with_a_fresh_adapter(usual: Any, loaded: Artifact) -> Transformer:
+    anew = fresh(loaded.config, plan(loaded.config, ADAPTED_LAYERS), 4, 2.0, 1, patch_of(loaded).parent)
+    return usual(replace(loaded, patch=anew))
 
 
 @fault("merged and applied again", rows=("M03",), stage="merge", check="architecture", job=an_adapter())
@@ -245,54 +203,39 @@ def merged_and_applied_again(folder: Path) -> None:
 # ---------------------------------------------------------------- merging
 
 
-@fault("merge skipped the adapter", rows=("M01",), stage="merge", check="lineage", job=a_merge())
-def merge_skipped_the_adapter(_: Path) -> AbstractContextManager[None]:
-    return swap(export_artifact, "merged_tensors", lambda source, dtype: source.tensors)
-
-
-@fault("merge skipped a layer", rows=("M01", "M07"), stage="merge", check="lineage", job=a_merge("bfloat16"))
-def merge_skipped_a_layer(_: Path) -> AbstractContextManager[None]:
-    skipped = "blocks.1.mlp.down.weight"
-    return merging(lambda source, tensors: tensors | {skipped: source.tensors[skipped]})
+fault("merge skipped the adapter", rows=("M01",), stage="merge", check="lineage", job=a_merge())(
+    lambda _: swap(export_artifact, "merged_tensors", lambda source, dtype: source.tensors))
+fault("merge skipped a layer", rows=("M01", "M07"), stage="merge", check="lineage", job=a_merge("bfloat16"))(
+    lambda _: merging(lambda source, tensors: tensors | {DOWN: source.tensors[DOWN]}))
 
 
 @fault("merged onto a coarser base", rows=("M02",), stage="merge", check="lineage", job=a_merge())
-def merged_onto_a_coarser_base(_: Path) -> AbstractContextManager[None]:
+@in_place_of(export_artifact, "merged_tensors")
+def merged_onto_a_coarser_base(__: Any, source: Artifact, _: torch.dtype) -> _Weights:
     """The adapter was trained on one set of weights and merged onto another that was rounded on the way."""
-    def rounded(source: Artifact, _: torch.dtype) -> _Weights:
-        coarse = {name: rounded_to_four_bits(tensor) for name, tensor in source.tensors.items()}
-        return coarse | patches.patched_tensors(coarse, patch_of(source))
-
-    return swap(export_artifact, "merged_tensors", rounded)
+    coarse = {name: rounded_to_four_bits(tensor) for name, tensor in source.tensors.items()}
+    return coarse | patches.patched_tensors(coarse, patch_of(source))
 
 
-@fault("merged twice", rows=("M03",), stage="merge", check="lineage", job=a_merge("bfloat16", far=0.01))
-def merged_twice(_: Path) -> AbstractContextManager[None]:
-    return merging(lambda source, tensors: tensors | patches.patched_tensors(tensors, patch_of(source)))
-
-
-@fault("norm shifted by the merge", rows=("M04",), stage="merge", check="lineage", job=a_merge("bfloat16"))
-def norm_shifted_by_the_merge(_: Path) -> AbstractContextManager[None]:
-    """Each merge adds one to what the last one had added it to; here, a hundredth, which half precision half hides."""
-    return merging(lambda source, tensors: tensors | {"norm.weight": tensors["norm.weight"] + 0.01})
+fault("merged twice", rows=("M03",), stage="merge", check="lineage", job=a_merge("bfloat16", far=0.01))(
+    lambda _: merging(lambda source, tensors: tensors | patches.patched_tensors(tensors, patch_of(source))))
+fault("norm shifted by the merge", rows=("M04",), stage="merge", check="lineage", job=a_merge("bfloat16"))(
+    # Each merge adds one to what the last one had added it to; here, a hundredth, which half precision half hides.
+    lambda _: merging(lambda source, tensors: tensors | {"norm.weight": tensors["norm.weight"] + 0.01}))
 
 
 @fault("merged into 8-bit codes", rows=("M05",), stage="merge", check="lineage", job=a_merge())
-def merged_into_codes(_: Path) -> AbstractContextManager[None]:
+@in_place_of(export_artifact, "merged_tensors")
+def merged_into_codes(__: Any, source: Artifact, _: torch.dtype) -> _Weights:
     """The change is added to integer codes, in whose type it rounds to nothing."""
-    def coded(source: Artifact, _: torch.dtype) -> _Weights:
-        merged = patches.patched_tensors(source.tensors, patch_of(source))
-        return source.tensors | {name: in_codes(source.tensors[name], tensor) for name, tensor in merged.items()}
-
-    return swap(export_artifact, "merged_tensors", coded)
+    merged = patches.patched_tensors(source.tensors, patch_of(source))
+    return source.tensors | {name: in_codes(source.tensors[name], tensor) for name, tensor in merged.items()}
 
 
-@fault("rounding swallowed the adapter", rows=("M05", "O01"), stage="merge", check="lineage",
-       job=a_merge("float32", base_dtype=torch.bfloat16, far=5e-5))
-def rounding_swallowed_the_adapter(_: Path) -> AbstractContextManager[None]:
-    """Half the bytes, and the change is smaller than half a step of that dtype."""
-    whole = export_artifact.export_artifact
-    return swap(export_artifact, "export_artifact", lambda source, form, where, dtype: whole(source, form, where, "bfloat16"))
+fault("rounding swallowed the adapter", rows=("M05", "O01"), stage="merge", check="lineage",
+      job=a_merge("float32", base_dtype=torch.bfloat16, far=5e-5))(
+    # Half the bytes, and the change is smaller than half a step of that dtype.
+    in_place_of(export_artifact, "export_artifact")(lambda usual, source, form, where, dtype: usual(source, form, where, "bfloat16")))
 
 # ---------------------------------------------------------------- where in our code they are planted
 
@@ -374,29 +317,22 @@ def _version_that_answers(serving: EngineThread, name: str) -> str:
 # ----------------------------------------------------------------
 
 
-@fault("adapter joined, base served", rows=("M06",), stage="serve", check="fingerprint", job=versions_join)
-def base_served(_: Path) -> AbstractContextManager[None]:
-    """The load says 200 OK, and its layers match nothing."""
-    return swap(hosted_model, "build_model", lambda artifact: build_model(artifact.base or artifact))
+fault("adapter joined, base served", rows=("M06",), stage="serve", check="fingerprint", job=versions_join)(
+    # The load says 200 OK, and its layers match nothing.
+    lambda _: swap(hosted_model, "build_model", lambda artifact: build_model(artifact.base or artifact)))
 
 
 @fault("adapter served twice over", rows=("M03",), stage="serve", check="fingerprint", job=versions_join)
-def served_twice(_: Path) -> AbstractContextManager[None]:
+@in_place_of(hosted_model, "build_model")
+def served_twice(_: Any, artifact: Artifact) -> Transformer:
     """Merged into the base, and attached to it."""
-    def twice(artifact: Artifact) -> Transformer:
-        return build_model(replace(artifact, tensors=merged_tensors(artifact)))
-
-    return swap(hosted_model, "build_model", twice)
+    return build_model(replace(artifact, tensors=merged_tensors(artifact)))
 
 
-@fault("new version under the old name", rows=("R07",), stage="serve", check="name", job=versions_join)
-def one_name(_: Path) -> AbstractContextManager[None]:
-    """Whoever caches by name answers from the weights before."""
-    return swap(sys.modules[__name__], "name_of", lambda number: "adapter")
+fault("new version under the old name", rows=("R07",), stage="serve", check="name", job=versions_join)(
+    # Whoever caches by name answers from the weights before.
+    lambda _: swap(sys.modules[__name__], "name_of", lambda number: "adapter"))
 
 
-@fault("joined, and not in the table that requests are served from", rows=("R02", "R03"), stage="serve", check="version", job=versions_join)
-@contextlib.contextmanager
-def another_table(_: Path) -> Iterator[None]:
-    with swap(EngineThread, "find", lambda self, name: self.models["base"]):
-        yield
+fault("joined, and not in the table that requests are served from", rows=("R02", "R03"), stage="serve", check="version", job=versions_join)(
+    lambda _: swap(EngineThread, "find", lambda self, name: self.models["base"]))

@@ -19,7 +19,7 @@ from assay.model import resize_embeddings
 from assay.model.special_tokens import resolve_special_tokens
 from assay.model.tokenizer import Tokenizer
 from assay.testing.fault_injection import Job, Plant, fault
-from assay.testing.tiny_models import TINY_CHAT_TEMPLATE, swap, tiny_model, tiny_tokenizer
+from assay.testing.tiny_models import TINY_CHAT_TEMPLATE, in_place_of, swap, tiny_model, tiny_tokenizer
 from assay.testing.tiny_training import TINY_WORDS
 from assay.verdict import Verdict
 
@@ -115,69 +115,54 @@ def a_chat_audit(of: ChatData | None = None) -> Job:
 
 @fault("completion truncated away", rows=("D01",), stage="data", check="supervised",
        job=a_chat_audit(ChatData(rows=long_questions, over="truncate")))
-def completion_truncated_away(_: Path) -> AbstractContextManager[None]:
+@in_place_of(chat, "fit_to_length")
+def completion_truncated_away(_: Any, example: TrainingExample, length: int, over: str) -> TrainingExample:
     """Rows are cut at the length, and nobody looks whether anything supervised is left."""
-    def cut(example: TrainingExample, length: int, over: str) -> TrainingExample:
-        return replace(example, tokens=example.tokens[:length], weight=example.weight[:length], cut=len(example) > length)
-
-    return swap(chat, "fit_to_length", cut)
+    return replace(example, tokens=example.tokens[:length], weight=example.weight[:length], cut=len(example) > length)
 
 
-@fault("mask discarded", rows=("D02",), stage="data", check="supervised", job=a_chat_audit())
-def mask_discarded(_: Path) -> AbstractContextManager[None]:
-    return made_otherwise(lambda example, _: replace(example, weight=(np.arange(len(example)) > 0).astype(np.float32)))
+fault("mask discarded", rows=("D02",), stage="data", check="supervised", job=a_chat_audit())(
+    lambda _: made_otherwise(lambda example, _: replace(example, weight=(np.arange(len(example)) > 0).astype(np.float32))))
 
 
 @fault("answer found by searching for it", rows=("D03",), stage="data", check="intended", job=a_chat_audit())
-def answer_found_by_searching(_: Path) -> AbstractContextManager[None]:
+@in_place_of(TemplateWriter, "begin")
+def answer_found_by_searching(_: Any, writer: TemplateWriter, conversation: Conversation, k: int, text: str, body: str) -> int:
     """The first place where its words stand may be the question."""
-    def begin(writer: TemplateWriter, conversation: Conversation, k: int, text: str, body: str) -> int:
-        return text.find(conversation.messages[k]["content"])
-
-    return swap(TemplateWriter, "begin", begin)
+    return text.find(conversation.messages[k]["content"])
 
 
-@fault("mask off by one", rows=("D04",), stage="data", check="intended", job=a_chat_audit())
-def mask_off_by_one(_: Path) -> AbstractContextManager[None]:
-    """The first token of each answer is never taught."""
-    return made_otherwise(lambda example, _: replace(example, weight=example.weight * np.append(0, example.weight[:-1])))
+fault("mask off by one", rows=("D04",), stage="data", check="intended", job=a_chat_audit())(
+    # The first token of each answer is never taught.
+    lambda _: made_otherwise(lambda example, _: replace(example, weight=example.weight * np.append(0, example.weight[:-1]))))
 
 
 @fault("prompt measured alone", rows=("D05",), stage="data", check="prompt",
        job=a_chat_audit(ChatData(rows=split_words, words=plain_words)))
-def prompt_measured_alone(_: Path) -> AbstractContextManager[None]:
+@in_place_of(chat, "tokenize_in_parts")
+def prompt_measured_alone(_: Any, draft: Draft, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     """The prompt's length in tokens is taken as its place in the whole, where a token reaches over the seam."""
-    def in_parts(draft: Draft, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-        ids = tokenizer.encode(draft.text)
-        return ids, [len(tokenizer.encode(draft.text[: draft.spans[0][0]])), len(ids)]
-
-    return swap(chat, "tokenize_in_parts", in_parts)
+    ids = tokenizer.encode(draft.text)
+    return ids, [len(tokenizer.encode(draft.text[: draft.spans[0][0]])), len(ids)]
 
 # ---------------------------------------------------------------- ends
 
 
-@fault("end never taught", rows=("D06",), stage="data", check="stop", job=a_chat_audit())
-def end_never_taught(_: Path) -> AbstractContextManager[None]:
-    return swap(TemplateWriter, "until_stop", lambda writer, tail: "")
+fault("end never taught", rows=("D06",), stage="data", check="stop", job=a_chat_audit())(
+    lambda _: swap(TemplateWriter, "until_stop", lambda writer, tail: ""))
 
 
 @fault("end masked as padding", rows=("D07",), stage="data", check="batch", job=a_chat_audit())
-def end_masked_as_padding(_: Path) -> AbstractContextManager[None]:
+@in_place_of(packing, "packed_rows")
+def end_masked_as_padding(usual: Any, rows: Sequence[Sequence[TrainingExample]], length: int, fill: int) -> Batch:
     """One token pads and ends; the collator masks all of it."""
-    whole = packing.packed_rows
-
-    def collated(rows: Sequence[Sequence[TrainingExample]], length: int, fill: int) -> Batch:
-        batch, eos = whole(rows, length, fill), chat_words().eos
-        return replace(batch, weight=batch.weight * (batch.tokens != eos))
-
-    return swap(packing, "packed_rows", collated)
+    batch, eos = usual(rows, length, fill), chat_words().eos
+    return replace(batch, weight=batch.weight * (batch.tokens != eos))
 
 
-@fault("end of turn that stops nothing", rows=("D08",), stage="template", check="stop", job=a_chat_audit())
-def end_of_turn_that_stops_nothing(_: Path) -> AbstractContextManager[None]:
-    """The template ends turns with <|im_end|>, the tokenizer's EOS is <|endoftext|>."""
-    whole = Tokenizer.named_id
-    return swap(Tokenizer, "named_id", lambda words, name: words.ids[BOS] if name == "eos_token" else whole(words, name))
+fault("end of turn that stops nothing", rows=("D08",), stage="template", check="stop", job=a_chat_audit())(
+    # The template ends turns with <|im_end|>, the tokenizer's EOS is <|endoftext|>.
+    in_place_of(Tokenizer, "named_id")(lambda usual, words, name: words.ids[BOS] if name == "eos_token" else usual(words, name)))
 
 # ---------------------------------------------------------------- beginnings
 
@@ -193,22 +178,18 @@ def bos_twice(_: Path) -> AbstractContextManager[None]:
     return made_otherwise(begun_again)
 
 
-@fault("BOS dropped by another template", rows=("D11",), stage="template", check="bos", job=a_chat_audit(ChatData(words=words_with_bos)))
-def bos_dropped(_: Path) -> AbstractContextManager[None]:
-    whole = TemplateWriter.write
-    return swap(TemplateWriter, "write", lambda *given, **options: whole(*given, **options).removeprefix(BOS))
+fault("BOS dropped by another template", rows=("D11",), stage="template", check="bos", job=a_chat_audit(ChatData(words=words_with_bos)))(
+    in_place_of(TemplateWriter, "write")(lambda usual, *given, **options: usual(*given, **options).removeprefix(BOS)))
 
 
 @fault("template not applied", rows=("D12",), stage="data", check="rendered", job=a_chat_audit())
-def template_not_applied(_: Path) -> AbstractContextManager[None]:
+@in_place_of(TemplateWriter, "drafts")
+def template_not_applied(_: Any, writer: TemplateWriter, conversation: Conversation) -> list[Draft]:
     """Messages become lines of plain text, the last of which is learned."""
-    def joined(writer: TemplateWriter, conversation: Conversation) -> list[Draft]:
-        *before, last = [message["content"] for message in conversation.messages]
-        asked = "\n".join([*before, ""])
-        text = asked + last + (writer.eos or "")
-        return [Draft(conversation.id, text, [(len(asked), len(text))], False, conversation)]
-
-    return swap(TemplateWriter, "drafts", joined)
+    *before, last = [message["content"] for message in conversation.messages]
+    asked = "\n".join([*before, ""])
+    text = asked + last + (writer.eos or "")
+    return [Draft(conversation.id, text, [(len(asked), len(text))], False, conversation)]
 
 
 @fault("rows written with another template", rows=("D15",), stage="data", check="rendered", job=a_chat_audit())
@@ -227,22 +208,17 @@ def rows_of_another_template(_: Path) -> AbstractContextManager[None]:
 
 @fault("new tokens without rows", rows=("D13",), stage="data", check="embeddings",
        job=a_chat_audit(ChatData(rows=worked_answers, new_tokens=resize_embeddings.THINKING_TOKENS)))
-def new_tokens_without_rows(_: Path) -> AbstractContextManager[None]:
+@in_place_of(resize_embeddings, "_extended")
+def new_tokens_without_rows(usual: Any, table: Tensor, vocab: int, known: int, pieces: dict[int, Any]) -> Tensor:
     """The matrices are made longer, and stay empty there; under LoRA they are frozen."""
-    whole = resize_embeddings._extended
-
-    def emptied(table: Tensor, vocab: int, known: int, pieces: dict[int, Any]) -> Tensor:
-        longer = whole(table, vocab, known, pieces)
-        longer[list(pieces)] = 0
-        return longer
-
-    return swap(resize_embeddings, "_extended", emptied)
+    longer = usual(table, vocab, known, pieces)
+    longer[list(pieces)] = 0
+    return longer
 
 
-@fault("held-out conversation trained on", rows=("D19",), stage="data", check="overlap", job=a_chat_audit())
-def held_out_conversation_trained_on(_: Path) -> AbstractContextManager[None]:
-    """Rows are held out by their number, and the file holds some of them twice."""
-    return swap(packing, "hold_out", lambda examples, count, seed: (list(examples), list(examples)[:count]))
+fault("held-out conversation trained on", rows=("D19",), stage="data", check="overlap", job=a_chat_audit())(
+    # Rows are held out by their number, and the file holds some of them twice.
+    lambda _: swap(packing, "hold_out", lambda examples, count, seed: (list(examples), list(examples)[:count])))
 
 # ---------------------------------------------------------------- tools to plant with
 

@@ -1,9 +1,8 @@
 """Checkpoint faults of whole models: in our own saving, loading and rotating, and in folders that another tool wrote."""
 
-import contextlib
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from torch import Tensor
 from assay.guard.proof import ProofRequest, prove
 from assay.guard.resume_checks import check_kept_checkpoints, check_newest_checkpoint
 from assay.model import families
-from assay.model.transformer import ModelConfig, Rope, Transformer
+from assay.model.transformer import Rope, Transformer
 from assay.store import artifact, checkpoint, saving
 from assay.store.artifact import open_artifact
 from assay.store.export_artifact import export_artifact
@@ -35,6 +34,7 @@ from assay.testing.tiny_models import (
     exchange_files,
     fault_if_installed,
     flip_bit,
+    in_place_of,
     nudge,
     on_disk,
     rewrite_tensors,
@@ -43,11 +43,13 @@ from assay.testing.tiny_models import (
     shard_files,
     swap,
     tiny_model,
+    together,
     truncate,
 )
 from assay.verdict import Verdict, proven
 
 _Weights = dict[str, Tensor]
+EMBED, NORM, DOWN = "model.embed_tokens.weight", "model.norm.weight", "model.layers.1.mlp.down_proj.weight"
 
 # ---------------------------------------------------------------- jobs of their own
 
@@ -106,52 +108,26 @@ def a_checkpoint_with_optimizer(folder: Path, plant: Plant) -> list[Verdict]:
 # ---------------------------------------------------------------- weights that are not there
 
 
-@fault("empty host map", rows=("S2",), stage="export", check="save", job=a_save())
-def empty_host_map(_: Path) -> AbstractContextManager[None]:
-    """The trained weights are elsewhere, and what is serialised holds none."""
-    return saving_weights(lambda weights: {})
-
-
-@fault("empty weights file", rows=("S2", "C01"), stage="load", check="architecture", job=a_folder())
-@on_disk
-def empty_weights_file(folder: Path) -> None:
-    """40 bytes, valid: today's loaders make a random model of it."""
-    header = b'{"__metadata__":{"format":"pt"}}'
-    (folder / WEIGHTS_FILE).write_bytes(len(header).to_bytes(8, "little") + header)
-
-
-@fault("weights not gathered", rows=("C01",), stage="save", check="save", job=a_save())
-def weights_not_gathered(_: Path) -> AbstractContextManager[None]:
-    """A sharded trainer leaves placeholders of no elements where its ranks hold the rest."""
-    return saving_weights(lambda weights: {name: t if t.dim() == 1 else t.new_empty(0) for name, t in weights.items()})
-
-
-@fault("placeholders in a folder", rows=("C01",), stage="load", check="architecture", job=a_folder())
-@on_disk
-def placeholders_in_a_folder(folder: Path) -> None:
-    rewrite_tensors(folder / WEIGHTS_FILE, lambda weights: {n: t if "layers.1" in n else t.new_empty(0) for n, t in weights.items()})
-
-
-@fault("matrix never filled", rows=("C01", "C03"), stage="save", check="values", job=a_folder())
-@on_disk
-def matrix_never_filled(folder: Path) -> None:
-    rewrite_tensors(folder / WEIGHTS_FILE, lambda weights: weights | {DOWN: torch.zeros_like(weights[DOWN])})
-
-
-@fault("hole in a matrix", rows=("C03",), stage="load", check="values", job=a_folder())
-@on_disk
-def hole_in_a_matrix(folder: Path) -> None:
-    """The last fifth of one matrix was reserved on the disk and never written."""
-    def pierced(weights: _Weights) -> _Weights:
-        weights[DOWN][-len(weights[DOWN]) // 5:] = 0
-        return weights
-
-    rewrite_tensors(folder / WEIGHTS_FILE, pierced)
-
-
-@fault("NaN weights", rows=("Seen: NaN head",), stage="save", check="values", job=a_save())
-def nan_weights(_: Path) -> AbstractContextManager[None]:
-    return saving_weights(lambda weights: weights | {EMBED: torch.full_like(weights[EMBED], float("nan"))})
+fault("empty host map", rows=("S2",), stage="export", check="save", job=a_save())(
+    # The trained weights are elsewhere, and what is serialised holds none.
+    lambda _: saving_weights(lambda weights: {}))
+fault("empty weights file", rows=("S2", "C01"), stage="load", check="architecture", job=a_folder())(
+    # 40 bytes, valid: today's loaders make a random model of it.
+    on_disk(lambda folder: (folder / WEIGHTS_FILE).write_bytes((32).to_bytes(8, "little") + b'{"__metadata__":{"format":"pt"}}')))
+fault("weights not gathered", rows=("C01",), stage="save", check="save", job=a_save())(
+    # A sharded trainer leaves placeholders of no elements where its ranks hold the rest.
+    lambda _: saving_weights(lambda weights: {name: t if t.dim() == 1 else t.new_empty(0) for name, t in weights.items()}))
+fault("placeholders in a folder", rows=("C01",), stage="load", check="architecture", job=a_folder())(
+    on_disk(lambda folder: rewrite_tensors(folder / WEIGHTS_FILE, lambda weights: {
+        name: tensor if "layers.1" in name else tensor.new_empty(0) for name, tensor in weights.items()})))
+fault("matrix never filled", rows=("C01", "C03"), stage="save", check="values", job=a_folder())(
+    on_disk(lambda folder: rewrite_tensors(folder / WEIGHTS_FILE, lambda weights: weights | {DOWN: torch.zeros_like(weights[DOWN])})))
+fault("hole in a matrix", rows=("C03",), stage="load", check="values", job=a_folder())(
+    # The last fifth of one matrix was reserved on the disk and never written.
+    on_disk(lambda folder: rewrite_tensors(folder / WEIGHTS_FILE, lambda weights: weights | {
+        DOWN: torch.cat([weights[DOWN][:-len(weights[DOWN]) // 5], torch.zeros_like(weights[DOWN][-len(weights[DOWN]) // 5:])])})))
+fault("NaN weights", rows=("Seen: NaN head",), stage="save", check="values", job=a_save())(
+    lambda _: saving_weights(lambda weights: weights | {EMBED: torch.full_like(weights[EMBED], float("nan"))}))
 
 # ---------------------------------------------------------------- folders that are not whole
 
@@ -165,64 +141,29 @@ def half_written_checkpoint(folder: Path) -> None:
     truncate(half / WEIGHTS_FILE)
 
 
-@fault("newest checkpoint truncated", rows=("C02", "Seen: newest truncated"), stage="resume", check="newest", job=a_run)
-@on_disk
-def newest_checkpoint_truncated(folder: Path) -> None:
-    truncate(checkpoint.step_folder(folder, 30) / WEIGHTS_FILE)
-
-
-@fault("renamed checkpoint", rows=("C02",), stage="resume", check="newest", job=a_run)
-@on_disk
-def renamed_checkpoint(folder: Path) -> None:
-    """An old checkpoint under a newer name would quietly restart the schedule."""
-    checkpoint.step_folder(folder, 10).rename(checkpoint.step_folder(folder, 40))
-
-
-@fault("truncated shard", rows=("C03",), stage="load", check="whole", job=a_folder(sharded=True))
-@on_disk
-def truncated_shard(folder: Path) -> None:
-    truncate(shard_files(folder)[1])
-
-
-@fault("hole in a shard", rows=("C03",), stage="load", check="values", job=a_folder(sharded=True))
-@on_disk
-def hole_in_a_shard(folder: Path) -> None:
-    """Its space was reserved and its data never came: the right length, and zeros."""
-    rewrite_tensors(shard_files(folder)[1], lambda weights: {name: torch.zeros_like(t) for name, t in weights.items()})
-
-
-@fault("absent shard", rows=("C04",), stage="load", check="whole", job=a_folder(sharded=True))
-@on_disk
-def absent_shard(folder: Path) -> None:
-    shard_files(folder)[-1].unlink()
-
-
-@fault("tensor in another shard", rows=("C04",), stage="load", check="whole", job=a_folder(sharded=True))
-@on_disk
-def tensor_in_another_shard(folder: Path) -> None:
-    edit_json(folder / INDEX_FILE, lambda index: index | {
-        "weight_map": index["weight_map"] | {NORM: shard_files(folder)[0].name}})
-
-
-@fault("swapped shards", rows=("C04",), stage="load", check="whole", job=a_folder(sharded=True))
-@on_disk
-def swapped_shards(folder: Path) -> None:
-    exchange_files(shard_files(folder)[0], shard_files(folder)[1])
-
-
-@fault("stale shard", rows=("C03",), stage="save", check="whole", job=a_checkpoint(sharded=True))
-@on_disk
-def stale_shard(folder: Path) -> None:
-    """From an older step: same names, shapes and size."""
-    older = save_model(folder.parent / "older", tiny_model(seed=1), sharded=True).folder
-    shutil.copy(shard_files(older)[1], shard_files(folder)[1])
-
-
-@fault("manifest of another checkpoint", rows=("C02",), stage="save", check="whole", job=a_checkpoint())
-@on_disk
-def manifest_of_another_checkpoint(folder: Path) -> None:
-    other = save_model(folder.parent / "other", tiny_model(seed=1)).folder
-    shutil.copy(other / checkpoint.MANIFEST, folder)
+fault("newest checkpoint truncated", rows=("C02", "Seen: newest truncated"), stage="resume", check="newest", job=a_run)(
+    on_disk(lambda folder: truncate(checkpoint.step_folder(folder, 30) / WEIGHTS_FILE)))
+fault("renamed checkpoint", rows=("C02",), stage="resume", check="newest", job=a_run)(
+    # An old checkpoint under a newer name would quietly restart the schedule.
+    on_disk(lambda folder: checkpoint.step_folder(folder, 10).rename(checkpoint.step_folder(folder, 40))))
+fault("truncated shard", rows=("C03",), stage="load", check="whole", job=a_folder(sharded=True))(
+    on_disk(lambda folder: truncate(shard_files(folder)[1])))
+fault("hole in a shard", rows=("C03",), stage="load", check="values", job=a_folder(sharded=True))(
+    # Its space was reserved and its data never came: the right length, and zeros.
+    on_disk(lambda folder: rewrite_tensors(shard_files(folder)[1],
+                                           lambda weights: {name: torch.zeros_like(t) for name, t in weights.items()})))
+fault("absent shard", rows=("C04",), stage="load", check="whole", job=a_folder(sharded=True))(
+    on_disk(lambda folder: shard_files(folder)[-1].unlink()))
+fault("tensor in another shard", rows=("C04",), stage="load", check="whole", job=a_folder(sharded=True))(
+    on_disk(lambda folder: edit_json(folder / INDEX_FILE, lambda index: index | {
+        "weight_map": index["weight_map"] | {NORM: shard_files(folder)[0].name}})))
+fault("swapped shards", rows=("C04",), stage="load", check="whole", job=a_folder(sharded=True))(
+    on_disk(lambda folder: exchange_files(shard_files(folder)[0], shard_files(folder)[1])))
+fault("stale shard", rows=("C03",), stage="save", check="whole", job=a_checkpoint(sharded=True))(
+    # From an older step: same names, shapes and size.
+    on_disk(lambda folder: shutil.copy(shard_files(another(folder, sharded=True).folder)[1], shard_files(folder)[1])))
+fault("manifest of another checkpoint", rows=("C02",), stage="save", check="whole", job=a_checkpoint())(
+    on_disk(lambda folder: shutil.copy(another(folder).folder / checkpoint.MANIFEST, folder)))
 
 
 @fault("manifest changed by hand", rows=("C02",), stage="save", check="whole", job=a_checkpoint())
@@ -236,116 +177,65 @@ def _manifest_changed_by_hand(folder: Path) -> None:
 @fault("hallmark of another checkpoint", rows=("C02",), stage="save", check="whole", job=a_checkpoint())
 @on_disk
 def hallmark_of_another_checkpoint(folder: Path) -> None:
-    other = save_model(folder.parent / "other", tiny_model(seed=1))
+    other = another(folder)
     checkpoint.write_hallmark(other, [proven("whole", "of another")])
     shutil.copy(other.folder / checkpoint.HALLMARK, folder)
 
 
-@fault("optimizer state deleted", rows=("Seen: optimizer deleted", "C18"), stage="resume", check="whole",
-       job=a_checkpoint_with_optimizer)
-@on_disk
-def optimizer_state_deleted(folder: Path) -> None:
-    (folder / checkpoint.OPTIMIZER).unlink()
-
-
-@fault("rotation by name", rows=("C05",), stage="save", check="kept", job=a_rotation)
-def rotation_by_name(_: Path) -> AbstractContextManager[None]:
-    """step-1000000 sorts before step-999990."""
-    return swap(checkpoint, "step_folders", lambda folder: sorted(folder.glob("step-*")))
-
-
-@fault("rotation forgets the best", rows=("C05",), stage="save", check="kept", job=a_rotation)
-def rotation_forgets_the_best(_: Path) -> AbstractContextManager[None]:
-    return swap(checkpoint, "_same", lambda path, best: False)
+fault("optimizer state deleted", rows=("Seen: optimizer deleted", "C18"), stage="resume", check="whole",
+      job=a_checkpoint_with_optimizer)(
+    on_disk(lambda folder: (folder / checkpoint.OPTIMIZER).unlink()))
+fault("rotation by name", rows=("C05",), stage="save", check="kept", job=a_rotation)(
+    # step-1000000 sorts before step-999990.
+    lambda _: swap(checkpoint, "step_folders", lambda folder: sorted(folder.glob("step-*"))))
+fault("rotation forgets the best", rows=("C05",), stage="save", check="kept", job=a_rotation)(
+    lambda _: swap(checkpoint, "_same", lambda path, best: False))
 
 # ---------------------------------------------------------------- bits
 
 
-@fault("flipped bit", rows=("Seen: flipped bit",), stage="load", check="whole", job=a_checkpoint())
-@on_disk
-def flipped_bit(folder: Path) -> None:
-    flip_bit(folder / WEIGHTS_FILE, -1001)
-
-
-@fault("bit flipped in memory", rows=("Seen: flipped bit",), stage="load", check="hashes", job=a_checkpoint())
-def bit_flipped_in_memory(_: Path) -> AbstractContextManager[None]:
-    """After the file was hashed, before its tensors are used."""
-    whole = checkpoint.Checkpoint.weights
-    return swap(checkpoint.Checkpoint, "weights", lambda self: with_flipped_bit(whole(self)))
-
-
-@fault("bit flipped before the save", rows=("Seen: flipped bit",), stage="save", check="answers", job=a_save())
-def bit_flipped_before_the_save(_: Path) -> AbstractContextManager[None]:
-    """On the way from the live model to the file: every hash is that of the wrong bytes."""
-    return saving_weights(with_flipped_bit)
+fault("flipped bit", rows=("Seen: flipped bit",), stage="load", check="whole", job=a_checkpoint())(
+    on_disk(lambda folder: flip_bit(folder / WEIGHTS_FILE, -1001)))
+fault("bit flipped in memory", rows=("Seen: flipped bit",), stage="load", check="hashes", job=a_checkpoint())(
+    # After the file was hashed, before its tensors are used.
+    in_place_of(checkpoint.Checkpoint, "weights")(lambda usual, self: with_flipped_bit(usual(self))))
+fault("bit flipped before the save", rows=("Seen: flipped bit",), stage="save", check="answers", job=a_save())(
+    # On the way from the live model to the file: every hash is that of the wrong bytes.
+    lambda _: saving_weights(with_flipped_bit))
 
 # ---------------------------------------------------------------- names
 
 
-@fault("wrapper's prefix in the names", rows=("C12",), stage="save", check="architecture", job=a_save())
-def prefix_in_the_names(_: Path) -> AbstractContextManager[None]:
-    return saving_weights(lambda weights: {f"_orig_mod.{name}": tensor for name, tensor in weights.items()})
-
-
-@fault("wrapper's prefix in a folder", rows=("C12",), stage="load", check="architecture", job=a_folder())
-@on_disk
-def prefix_in_a_folder(folder: Path) -> None:
-    rewrite_tensors(folder / WEIGHTS_FILE, lambda weights: {f"module.{name}": tensor for name, tensor in weights.items()})
-
-
-@fault("loader that forgives its writer", rows=("C12",), stage="save", check="architecture",
-       job=a_proof_in_a_fresh_process)
-@contextlib.contextmanager
-def loader_that_forgives_its_writer(_: Path) -> Iterator[None]:
-    """The same process reads back what it wrote under wrong names; nobody else can."""
-    strict = artifact.from_foreign
-
-    def forgiving(config: ModelConfig, layout: Any, foreign: _Weights, where: str) -> _Weights:
-        return strict(config, layout, {name.removeprefix("module."): tensor for name, tensor in foreign.items()}, where)
-
-    with (saving_weights(lambda weights: {f"module.{name}": tensor for name, tensor in weights.items()}),
-          swap(artifact, "from_foreign", forgiving)):
-        yield
-
-
-@fault("quantisation state dropped", rows=("C13",), stage="load", check="architecture", job=a_folder())
-@on_disk
-def quantisation_state_dropped(folder: Path) -> None:
-    """Two 4-bit codes a byte, and the scales that gave them meaning are gone."""
-    def packed(weights: _Weights) -> _Weights:
-        return {n: t if t.dim() == 1 else torch.zeros(t.numel() // 2, 1, dtype=torch.uint8) for n, t in weights.items()}
-
-    rewrite_tensors(folder / WEIGHTS_FILE, packed)
-
-
-@fault("scales dropped", rows=("C13",), stage="load", check="architecture", job=a_folder())
-@on_disk
-def scales_dropped(folder: Path) -> None:
-    """Eight-bit floats in the right shape: every name is there but those of the scales."""
-    def eight_bits(weights: _Weights) -> _Weights:
-        return {n: t if t.dim() == 1 else (t / t.abs().max()).to(torch.float8_e4m3fn) for n, t in weights.items()}
-
-    rewrite_tensors(folder / WEIGHTS_FILE, eight_bits)
+fault("wrapper's prefix in the names", rows=("C12",), stage="save", check="architecture", job=a_save())(
+    lambda _: saving_weights(lambda weights: {f"_orig_mod.{name}": tensor for name, tensor in weights.items()}))
+fault("wrapper's prefix in a folder", rows=("C12",), stage="load", check="architecture", job=a_folder())(
+    on_disk(lambda folder: rewrite_tensors(folder / WEIGHTS_FILE,
+                                           lambda weights: {f"module.{name}": tensor for name, tensor in weights.items()})))
+fault("loader that forgives its writer", rows=("C12",), stage="save", check="architecture", job=a_proof_in_a_fresh_process)(
+    # The same process reads back what it wrote under wrong names; nobody else can.
+    lambda folder: together(
+        saving_weights(lambda weights: {f"module.{name}": tensor for name, tensor in weights.items()}),
+        in_place_of(artifact, "from_foreign")(lambda strict, config, layout, foreign, where: strict(
+            config, layout, {name.removeprefix("module."): tensor for name, tensor in foreign.items()}, where))(folder)))
+fault("quantisation state dropped", rows=("C13",), stage="load", check="architecture", job=a_folder())(
+    # Two 4-bit codes a byte, and the scales that gave them meaning are gone.
+    on_disk(lambda folder: rewrite_tensors(folder / WEIGHTS_FILE, lambda weights: {
+        name: t if t.dim() == 1 else torch.zeros(t.numel() // 2, 1, dtype=torch.uint8) for name, t in weights.items()})))
+fault("scales dropped", rows=("C13",), stage="load", check="architecture", job=a_folder())(
+    # Eight-bit floats in the right shape: every name is there but those of the scales.
+    on_disk(lambda folder: rewrite_tensors(folder / WEIGHTS_FILE, lambda weights: {
+        name: t if t.dim() == 1 else (t / t.abs().max()).to(torch.float8_e4m3fn) for name, t in weights.items()})))
 
 # ---------------------------------------------------------------- what the config says
 
 
-@fault("head diverged, config tied", rows=("C07",), stage="save", check="architecture", job=a_save("llama3"))
-def head_diverged(_: Path) -> AbstractContextManager[None]:
-    return saying(lambda fields: fields | {"tie_word_embeddings": True})
-
-
-@fault("trained head dropped as tied", rows=("C07",), stage="save", check="answers", job=a_save("llama3"))
-@contextlib.contextmanager
-def head_dropped(_: Path) -> Iterator[None]:
-    with head_diverged(_), saving_weights(lambda weights: {n: t for n, t in weights.items() if n != "lm_head.weight"}):
-        yield
-
-
-@fault("tied in a folder, heads differ", rows=("C07",), stage="load", check="architecture", job=a_folder("llama3"))
-@on_disk
-def heads_differ_in_a_folder(folder: Path) -> None:
-    edit_json(folder / "config.json", lambda fields: fields | {"tie_word_embeddings": True})
+fault("head diverged, config tied", rows=("C07",), stage="save", check="architecture", job=a_save("llama3"))(
+    lambda _: saying(lambda fields: fields | {"tie_word_embeddings": True}))
+fault("trained head dropped as tied", rows=("C07",), stage="save", check="answers", job=a_save("llama3"))(
+    lambda _: together(saying(lambda fields: fields | {"tie_word_embeddings": True}),
+                       saving_weights(lambda weights: {n: t for n, t in weights.items() if n != "lm_head.weight"})))
+fault("tied in a folder, heads differ", rows=("C07",), stage="load", check="architecture", job=a_folder("llama3"))(
+    on_disk(lambda folder: edit_json(folder / "config.json", lambda fields: fields | {"tie_word_embeddings": True})))
 
 
 @fault_if_installed("transformers")("tied head left unsaid", rows=("C07",), stage="export", check="consumer", job=a_folder())
@@ -355,34 +245,18 @@ def tied_head_left_unsaid(folder: Path) -> None:
     edit_json(folder / "config.json", lambda fields: {n: v for n, v in fields.items() if n != "tie_word_embeddings"})
 
 
-@fault("rope scaling after the buffers", rows=("L13",), stage="config", check="answers", job=a_save())
-def rope_scaling_after_the_buffers(_: Path) -> AbstractContextManager[None]:
-    """The config of the live model asks for a longer context; its frequencies were computed before."""
-    def scaled(model: Transformer) -> None:
-        model.config = replace(model.config, rope=Rope(10000.0, "linear", 4.0))
-
-    return touching(scaled)
-
-
-@fault("rope base defaulted", rows=("L14",), stage="load", check="answers", job=a_checkpoint("qwen2"))
-def rope_base_defaulted(_: Path) -> AbstractContextManager[None]:
-    """The field moved, and a reader with a default never noticed."""
-    whole = families._read_rope
-    return swap(families, "_read_rope", lambda fields: replace(whole(fields), base=10000.0))
-
-
-@fault("rope base missing", rows=("L14",), stage="load", check="architecture", job=a_folder())
-@on_disk
-def rope_base_missing(folder: Path) -> None:
-    edit_json(folder / "config.json", lambda fields: {
-        name: value for name, value in fields.items() if not name.startswith("rope_")})
-
-
-@fault("rope fields disagree", rows=("L14",), stage="load", check="architecture", job=a_folder("llama3"))
-@on_disk
-def rope_fields_disagree(folder: Path) -> None:
-    """A tool changed the old field, and readers of the new one see the old value."""
-    edit_json(folder / "config.json", lambda fields: fields | {"rope_theta": 10000.0})
+fault("rope scaling after the buffers", rows=("L13",), stage="config", check="answers", job=a_save())(
+    # The config of the live model asks for a longer context; its frequencies were computed before.
+    lambda _: touching(lambda model: setattr(model, "config", replace(model.config, rope=Rope(10000.0, "linear", 4.0)))))
+fault("rope base defaulted", rows=("L14",), stage="load", check="answers", job=a_checkpoint("qwen2"))(
+    # The field moved, and a reader with a default never noticed.
+    in_place_of(families, "_read_rope")(lambda usual, fields: replace(usual(fields), base=10000.0)))
+fault("rope base missing", rows=("L14",), stage="load", check="architecture", job=a_folder())(
+    on_disk(lambda folder: edit_json(folder / "config.json", lambda fields: {
+        name: value for name, value in fields.items() if not name.startswith("rope_")})))
+fault("rope fields disagree", rows=("L14",), stage="load", check="architecture", job=a_folder("llama3"))(
+    # A tool changed the old field, and readers of the new one see the old value.
+    on_disk(lambda folder: edit_json(folder / "config.json", lambda fields: fields | {"rope_theta": 10000.0})))
 
 
 @fault("stale EOS in both configs", rows=("D09",), stage="export", check="fields", job=a_folder())
@@ -392,10 +266,8 @@ def stale_eos_in_both_configs(folder: Path) -> None:
         edit_json(folder / name, lambda fields: fields | {"eos_token_id": 256})
 
 
-@fault("stale EOS in generation_config", rows=("D09",), stage="export", check="fields", job=a_folder())
-@on_disk
-def stale_eos_in_generation_config(folder: Path) -> None:
-    edit_json(folder / "generation_config.json", lambda fields: fields | {"eos_token_id": 256})
+fault("stale EOS in generation_config", rows=("D09",), stage="export", check="fields", job=a_folder())(
+    on_disk(lambda folder: edit_json(folder / "generation_config.json", lambda fields: fields | {"eos_token_id": 256})))
 
 
 @fault("stop token lost", rows=("D08", "D09"), stage="export", check="generations", job=a_model_that_stops)
@@ -408,21 +280,13 @@ def stop_token_lost(_: Path) -> AbstractContextManager[None]:
 # ---------------------------------------------------------------- what became of the weights
 
 
-@fault("re-initialised after loading", rows=("C11",), stage="load", check="answers", job=a_checkpoint())
-def reinitialised_after_loading(_: Path) -> AbstractContextManager[None]:
-    return loading_parameters(lambda model: model.get_parameter("blocks.1.attn.qkv.weight").mul_(-1))
-
-
-@fault("rows re-initialised after loading", rows=("C11",), stage="load", check="loaded", job=a_checkpoint())
-def rows_reinitialised_after_loading(_: Path) -> AbstractContextManager[None]:
-    """The rows of a token that no probe asks about: the answers hardly know."""
-    return loading_parameters(lambda model: model.get_parameter("embed.weight")[257].add_(1e-5))
-
-
-@fault("the last, not the best", rows=("C06",), stage="export", check="lineage", job=an_export_of_the_best)
-@on_disk
-def the_last_not_the_best(folder: Path) -> None:
-    (folder / "best.txt").write_text("last")
+fault("re-initialised after loading", rows=("C11",), stage="load", check="answers", job=a_checkpoint())(
+    lambda _: loading_parameters(lambda model: model.get_parameter("blocks.1.attn.qkv.weight").mul_(-1)))
+fault("rows re-initialised after loading", rows=("C11",), stage="load", check="loaded", job=a_checkpoint())(
+    # The rows of a token that no probe asks about: the answers hardly know.
+    lambda _: loading_parameters(lambda model: model.get_parameter("embed.weight")[257].add_(1e-5)))
+fault("the last, not the best", rows=("C06",), stage="export", check="lineage", job=an_export_of_the_best)(
+    on_disk(lambda folder: (folder / "best.txt").write_text("last")))
 
 
 @fault("nothing learned", rows=("O01", "O07"), stage="save", check="lineage", job=a_child())
@@ -432,11 +296,9 @@ def nothing_learned(_: Path) -> AbstractContextManager[None]:
     return saving_weights(lambda _: weights)
 
 
-@fault("untrained folder", rows=("C12", "M01"), stage="export", check="lineage", job=a_finetuned_folder)
-@on_disk
-def untrained_folder(folder: Path) -> None:
-    """What was trained stayed in memory, and the base was written again."""
-    shutil.copy(folder.parent / "parent" / WEIGHTS_FILE, folder)
+fault("untrained folder", rows=("C12", "M01"), stage="export", check="lineage", job=a_finetuned_folder)(
+    # What was trained stayed in memory, and the base was written again.
+    on_disk(lambda folder: shutil.copy(folder.parent / "parent" / WEIGHTS_FILE, folder)))
 
 
 @fault("layers exchanged", rows=("C12",), stage="export", check="lineage", job=a_finetuned_folder)
@@ -447,20 +309,19 @@ def layers_exchanged(folder: Path) -> None:
         re.sub(r"layers\.[01]\.", lambda found: other[found[0]], name): t for name, t in weights.items()})
 
 
-@fault("frozen tensor moved", rows=("M04",), stage="save", check="lineage", job=a_child(frozen=("norm.weight",)))
-def frozen_tensor_moved(_: Path) -> AbstractContextManager[None]:
-    return touching(lambda model: model.get_parameter("norm.weight").data.add_(1e-3))
-
-
-@fault("re-initialised while training", rows=("C11", "C12"), stage="save", check="lineage", job=a_child())
-def reinitialised_while_training(_: Path) -> AbstractContextManager[None]:
-    """Farther from the parent than the optimizer could have gone."""
-    name = "blocks.0.mlp.up.weight"
-    return touching(lambda model: model.get_parameter(name).data.copy_(tiny_model(seed=9).get_parameter(name)))
+fault("frozen tensor moved", rows=("M04",), stage="save", check="lineage", job=a_child(frozen=("norm.weight",)))(
+    lambda _: touching(lambda model: model.get_parameter("norm.weight").data.add_(1e-3)))
+fault("re-initialised while training", rows=("C11", "C12"), stage="save", check="lineage", job=a_child())(
+    # Farther from the parent than the optimizer could have gone.
+    lambda _: touching(lambda model: model.blocks[0].mlp.up.weight.data.copy_(tiny_model(seed=9).blocks[0].mlp.up.weight)))
 
 # ---------------------------------------------------------------- where in our code they are planted
 
-EMBED, NORM, DOWN = "model.embed_tokens.weight", "model.norm.weight", "model.layers.1.mlp.down_proj.weight"
+
+
+def another(folder: Path, **options: Any) -> checkpoint.Checkpoint:
+    """A checkpoint beside this one, of other weights."""
+    return save_model(folder.parent / "other", tiny_model(seed=1), **options)
 
 
 def saving_weights(change: Callable[[_Weights], _Weights]) -> AbstractContextManager[None]:

@@ -23,7 +23,7 @@ from assay.seeds import derive, generator
 from assay.statistics.seed_stability import stability
 from assay.testing import tiny_training
 from assay.testing.fault_injection import Plant, fault
-from assay.testing.tiny_models import swap
+from assay.testing.tiny_models import in_place_of, swap
 from assay.testing.tiny_training import LEAST_IMPROVEMENT, PATIENCE, TINY_LENGTH, TinyRun, make_optimizer, tiny_corpus
 from assay.verdict import Verdict
 from assay.zoo import conclusion_faults as own
@@ -82,19 +82,16 @@ def held_out_score(model: Transformer) -> HeldOut:
 
 
 @fault("stopped on noise", rows=("S4",), stage="eval", check="stopping", job=a_noisy_validation)
-def stopped_on_noise(_: Path) -> AbstractContextManager[None]:
+@in_place_of(tiny_training, "decides_to_stop")
+def stopped_on_noise(_: Any, history: Sequence[Any], evaluations: int) -> bool:
     """The classic rule: no new best for two evaluations means converged."""
-    def impatient(history: Sequence[Any], evaluations: int) -> bool:
-        means = [float(np.mean(losses)) for losses in history]
-        return min(means[-PATIENCE:]) > min(means[:-PATIENCE], default=math.inf)
-
-    return swap(tiny_training, "decides_to_stop", impatient)
+    means = [float(np.mean(losses)) for losses in history]
+    return min(means[-PATIENCE:]) > min(means[:-PATIENCE], default=math.inf)
 
 
-@fault("learned by heart", rows=("S5",), stage="data", check="gap", job=a_run_with_evaluations)
-def learned_by_heart(_: Path) -> AbstractContextManager[None]:
-    """A corpus far too small for its model goes round and round."""
-    return swap(Order, "consumed", lambda order, step: np.arange(order.rows))
+fault("learned by heart", rows=("S5",), stage="data", check="gap", job=a_run_with_evaluations)(
+    # A corpus far too small for its model goes round and round.
+    lambda _: swap(Order, "consumed", lambda order, step: np.arange(order.rows)))
 
 
 @fault("two seeds of three collapse", rows=("S6",), stage="precision", check="seeds", job=three_seeds)
@@ -202,87 +199,69 @@ def _concluded(plant: Plant, arms: list[Arm]) -> list[Verdict]:
 
 
 @fault("completions counted as runs", rows=("S1",), stage="eval", check="claim", job=forked_runs)
-def completions_counted_as_runs(_: Path) -> AbstractContextManager[None]:
+@in_place_of(own, "conclude")
+def completions_counted_as_runs(_: Any, arms: Sequence[Arm]) -> tuple[str, Claim]:
     """36 of 72 texts against 0 of 108 is called proof; the runs, not the texts, are independent."""
-    def every_text(arms: Sequence[Arm]) -> tuple[str, Claim]:
-        p = per_completion_p(arms[0], arms[1])
-        return arms[1].name, "shown worse" if p is not None and p <= 0.05 else "not shown"
-
-    return swap(own, "conclude", every_text)
+    p = per_completion_p(arms[0], arms[1])
+    return arms[1].name, "shown worse" if p is not None and p <= 0.05 else "not shown"
 
 
-@fault("one problem called a gain", rows=("S8",), stage="eval", check="claim", job=two_checkpoints)
-def one_problem_called_a_gain(_: Path) -> AbstractContextManager[None]:
-    return swap(own, "conclude", _larger_mean)
+fault("one problem called a gain", rows=("S8",), stage="eval", check="claim", job=two_checkpoints)(
+    lambda _: swap(own, "conclude", _larger_mean))
 
 
 @fault("best of many called a gain", rows=("S8",), stage="eval", check="claim", job=many_variants)
-def best_of_many_called_a_gain(_: Path) -> AbstractContextManager[None]:
+@in_place_of(own, "conclude")
+def best_of_many_called_a_gain(_: Any, arms: Sequence[Arm]) -> tuple[str, Claim]:
     """Each variant is tested alone, and the one that came out best is reported."""
-    def best(arms: Sequence[Arm]) -> tuple[str, Claim]:
-        return max((compare([arms[0], arm])[0] for arm in arms[1:]), key=lambda one: one.effect.mean).after, "shown better"
-
-    return swap(own, "conclude", best)
+    return max((compare([arms[0], arm])[0] for arm in arms[1:]), key=lambda one: one.effect.mean).after, "shown better"
 
 
 @fault("best seed reported", rows=("S6",), stage="eval", check="claim", job=three_seeds_each)
-def best_seed_reported(_: Path) -> AbstractContextManager[None]:
+@in_place_of(own, "conclude")
+def best_seed_reported(_: Any, arms: Sequence[Arm]) -> tuple[str, Claim]:
     """The seeds that collapsed are left out as outliers."""
-    def best_seed(arms: Sequence[Arm]) -> tuple[str, Claim]:
-        lowest = [min(run.score for run in arm.runs) for arm in arms]
-        return arms[1].name, "shown better" if lowest[1] < lowest[0] else "not shown"
-
-    return swap(own, "conclude", best_seed)
+    lowest = [min(run.score for run in arm.runs) for arm in arms]
+    return arms[1].name, "shown better" if lowest[1] < lowest[0] else "not shown"
 
 
-@fault("form taken for the answer", rows=("W03",), stage="eval", check="claim", job=form_and_answer)
-def form_taken_for_the_answer(_: Path) -> AbstractContextManager[None]:
-    """All texts have the form that was rewarded, and that is reported as better."""
-    return swap(own, "conclude", lambda arms: (arms[1].name, "shown better"))
+fault("form taken for the answer", rows=("W03",), stage="eval", check="claim", job=form_and_answer)(
+    # All texts have the form that was rewarded, and that is reported as better.
+    lambda _: swap(own, "conclude", lambda arms: (arms[1].name, "shown better")))
 
 
 @fault("compared on other problems", rows=("E06", "D20"), stage="eval", check="claim", job=two_checkpoints)
-def compared_on_other_problems(_: Path) -> AbstractContextManager[None]:
+@in_place_of(own, "conclude")
+def compared_on_other_problems(_: Any, arms: list[Arm]) -> tuple[str, Claim]:
     """What failed is missing on one side, and the rest is averaged."""
-    def of_the_rest(arms: list[Arm]) -> tuple[str, Claim]:
-        kept = {problem: scores for problem, scores in arms[1].runs[0].scores.items() if int(problem) < 50}
-        arms[1] = Arm(arms[1].name, arms[1].metric, (ScoredRun("", kept),), False)
-        return _larger_mean(arms)
-
-    return swap(own, "conclude", of_the_rest)
+    kept = {problem: scores for problem, scores in arms[1].runs[0].scores.items() if int(problem) < 50}
+    arms[1] = Arm(arms[1].name, arms[1].metric, (ScoredRun("", kept),), False)
+    return _larger_mean(arms)
 
 
-@fault("a fall called success", rows=("S8",), stage="reward", check="rise", job=a_falling_reward)
-def a_fall_called_success(_: Path) -> AbstractContextManager[None]:
-    """The run came to its end, so it passed."""
-    return swap(own, "declares_passed", lambda series: True)
+fault("a fall called success", rows=("S8",), stage="reward", check="rise", job=a_falling_reward)(
+    # The run came to its end, so it passed.
+    lambda _: swap(own, "declares_passed", lambda series: True))
 
 
 @fault("saved artifact loops", rows=("S1",), stage="save", check="health", job=a_probe)
-def saved_artifact_loops(_: Path) -> AbstractContextManager[None]:
+@in_place_of(own, "healthy_texts")
+def saved_artifact_loops(usual: Any, prompts: Sequence[ProbePrompt], round: int) -> list[GeneratedText]:
     """Half of the texts go round and round."""
-    healthy = healthy_texts
-
-    def looping(prompts: Sequence[ProbePrompt], round: int) -> list[GeneratedText]:
-        loop = GeneratedText("and then we went on and on " * 15, "length")
-        return [loop if i % 2 else one for i, one in enumerate(healthy(prompts, round))]
-
-    return swap(own, "healthy_texts", looping)
+    loop = GeneratedText("and then we went on and on " * 15, "length")
+    return [loop if i % 2 else one for i, one in enumerate(usual(prompts, round))]
 
 
 @fault("every question answered with sums", rows=("S8",), stage="eval", check="health", job=a_probe)
-def every_question_answered_with_sums(_: Path) -> AbstractContextManager[None]:
-    def sums(prompts: Sequence[ProbePrompt], round: int) -> list[GeneratedText]:
-        worked = [f"{i} + {round + 4} = {i + round + 4} {i} * 3 = {3 * i} so the answer is #### {3 * i}" for i in range(len(prompts))]
-        return [GeneratedText(text, "stop") for text in worked]
-
-    return swap(own, "healthy_texts", sums)
+@in_place_of(own, "healthy_texts")
+def every_question_answered_with_sums(_: Any, prompts: Sequence[ProbePrompt], round: int) -> list[GeneratedText]:
+    worked = [f"{i} + {round + 4} = {i + round + 4} {i} * 3 = {3 * i} so the answer is #### {3 * i}" for i in range(len(prompts))]
+    return [GeneratedText(text, "stop") for text in worked]
 
 
-@fault("empty answers", rows=("W02",), stage="reward", check="health against parent", job=a_probe)
-def empty_answers(_: Path) -> AbstractContextManager[None]:
-    """What a reward for anything that the gold contains leads to."""
-    return swap(own, "healthy_texts", lambda prompts, round: [GeneratedText("", "stop") for _ in prompts])
+fault("empty answers", rows=("W02",), stage="reward", check="health against parent", job=a_probe)(
+    # What a reward for anything that the gold contains leads to.
+    lambda _: swap(own, "healthy_texts", lambda prompts, round: [GeneratedText("", "stop") for _ in prompts]))
 
 
 def _larger_mean(arms: Sequence[Arm]) -> tuple[str, Claim]:

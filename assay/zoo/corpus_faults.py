@@ -1,6 +1,6 @@
 """Corpus faults: corpora that are not what they say, orders that repeat or leak, text that runs out, packing that leaks."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import islice
@@ -15,7 +15,6 @@ from torch import Tensor
 
 from assay.data import order as data_order
 from assay.data.batch import Batch
-from assay.data.files import sha256_of
 from assay.data.order import Order
 from assay.data.token_corpus import Corpus, assert_disjoint, open_corpus
 from assay.guard.data_order_checks import check_epoch_order
@@ -24,9 +23,10 @@ from assay.learn.loop import Accumulated
 from assay.model import attention, transformer
 from assay.model.tokenizer import Tokenizer
 from assay.seeds import derive
+from assay.store.durable import hash_file
 from assay.testing import tiny_training
 from assay.testing.fault_injection import Job, Plant, fault
-from assay.testing.tiny_models import edit_json, on_disk, swap, tiny_tokenizer
+from assay.testing.tiny_models import edit_json, in_place_of, on_disk, swap, tiny_tokenizer
 from assay.testing.tiny_training import TinyRun, a_loss_preflight, a_training_run, check_accepted, make_corpus, tiny_corpus, tiny_documents
 from assay.verdict import Verdict
 
@@ -83,43 +83,32 @@ def poisoned_cache(folder: Path) -> None:
     forged(folder)
 
 
-@fault("held-out text trained on", rows=("D19",), stage="data", check="overlap", job=a_corpus_being_built)
-def held_out_text_trained_on(_: Path) -> AbstractContextManager[None]:
-    """The training file holds every document twice, so that a held-out one stays in it."""
-    whole = tiny_training.write_documents
-    return swap(tiny_training, "write_documents", lambda where, texts: whole(where, [*texts, *texts]))
-
-
-@fault("evaluation set from the training text", rows=("D19",), stage="data", check="overlap", job=an_evaluation_set_made_apart)
-def evaluation_set_from_the_training_text(_: Path) -> AbstractContextManager[None]:
-    return swap(tiny_training, "tiny_documents", lambda count, seed=0: tiny_documents(count, seed=0))
+fault("held-out text trained on", rows=("D19",), stage="data", check="overlap", job=a_corpus_being_built)(
+    # The training file holds every document twice, so that a held-out one stays in it.
+    in_place_of(tiny_training, "write_documents")(lambda usual, where, texts: usual(where, [*texts, *texts])))
+fault("evaluation set from the training text", rows=("D19",), stage="data", check="overlap", job=an_evaluation_set_made_apart)(
+    lambda _: swap(tiny_training, "tiny_documents", lambda count, seed=0: tiny_documents(count, seed=0)))
 
 # ---------------------------------------------------------------- orders
 
 
-@fault("same rows on every rank", rows=("D16",), stage="data", check="order", job=an_order(world=2))
-def same_rows_on_every_rank(_: Path) -> AbstractContextManager[None]:
-    """Each rank iterates over the data as if it were alone."""
-    whole = Order.consumed
-    return changing_order(lambda order, step: whole(replace(order, rank=0), step))
+fault("same rows on every rank", rows=("D16",), stage="data", check="order", job=an_order(world=2))(
+    # Each rank iterates over the data as if it were alone.
+    in_place_of(Order, "consumed")(lambda usual, order, step: usual(replace(order, rank=0), step)))
 
 
 @fault("same random state in every worker", rows=("D17",), stage="data", check="order", job=an_order(world=2))
-def same_random_state(_: Path) -> AbstractContextManager[None]:
+@in_place_of(Order, "consumed")
+def same_random_state(_: Any, order: Order, step: int) -> NDArray[np.int64]:
     """Workers draw their rows, and were forked with one state."""
-    def drawn(order: Order, step: int) -> NDArray[np.int64]:
-        return np.random.default_rng(derive(order.seed, "forked", step)).permutation(order.windows)[: order.rows]
-
-    return changing_order(drawn)
+    return np.random.default_rng(derive(order.seed, "forked", step)).permutation(order.windows)[: order.rows]
 
 
 @fault("same order in every epoch", rows=("D18",), stage="data", check="order", job=an_order(epochs=2))
-def same_order_in_every_epoch(_: Path) -> AbstractContextManager[None]:
+@in_place_of(data_order, "derive")
+def same_order_in_every_epoch(_: Any, seed: int, *address: str | int) -> int:
     """Nobody tells the sampler that an epoch has passed."""
-    def of_no_epoch(seed: int, *address: str | int) -> int:
-        return derive(seed, "order", 0) if address[0] == "order" else derive(seed, *address)
-
-    return swap(data_order, "derive", of_no_epoch)
+    return derive(seed, "order", 0) if address[0] == "order" else derive(seed, *address)
 
 # ---------------------------------------------------------------- text that runs out
 
@@ -136,50 +125,35 @@ def placeholder_after_the_data(_: Path) -> AbstractContextManager[None]:
 
 
 @fault("data begins again in silence", rows=("S3",), stage="data", check="consumed", job=a_training_run(TWO_EPOCHS))
-def data_begins_again(_: Path) -> AbstractContextManager[None]:
+@in_place_of(data_order, "corpus_batches")
+def data_begins_again(usual: Any, given: Corpus, *, stop: int, epochs: int, **options: Any) -> Iterator[Batch]:
     """A loader that starts over when it is exhausted."""
-    whole = data_order.corpus_batches
-
-    def batches(given: Corpus, *, stop: int, epochs: int, **options: Any) -> Iterator[Batch]:
-        while True:
-            yield from islice(whole(given, **options), 4)
-
-    return swap(data_order, "corpus_batches", lambda *given, stop, **o: islice(batches(*given, stop=stop, **o), stop))
+    for step in range(stop):
+        yield next(islice(usual(given, **options), step % 4, None))
 
 # ---------------------------------------------------------------- packing that leaks
 
 
-@fault("packing not seen by the model", rows=("D21",), stage="packing", check="isolation", job=a_loss_preflight())
-def packing_not_seen(_: Path) -> AbstractContextManager[None]:
-    """A mask of ones hides that there is more than one document in a row."""
-    whole = transformer.token_layout
-    return swap(transformer, "token_layout", lambda tokens, documents, *rest: whole(tokens, None, *rest))
+fault("packing not seen by the model", rows=("D21",), stage="packing", check="isolation", job=a_loss_preflight())(
+    # A mask of ones hides that there is more than one document in a row.
+    in_place_of(transformer, "token_layout")(lambda usual, tokens, documents, *rest: usual(tokens, None, *rest)))
 
 
 @fault("mask dropped by the backend", rows=("D22",), stage="packing", check="isolation", job=a_loss_preflight())
-def mask_dropped_by_the_backend(_: Path) -> AbstractContextManager[None]:
-    whole = F.scaled_dot_product_attention
-
-    def causal(q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None, is_causal: bool, **options: Any) -> Tensor:
-        return whole(q, k, v, is_causal=True, **options)
-
-    return swap(F, "scaled_dot_product_attention", causal)
+@in_place_of(F, "scaled_dot_product_attention")
+def mask_dropped_by_the_backend(usual: Any, q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None, is_causal: bool,
+                                **options: Any) -> Tensor:
+    return usual(q, k, v, is_causal=True, **options)
 
 
 @fault("positions reset, attention open", rows=("D23",), stage="packing", check="isolation", job=a_loss_preflight())
-def positions_reset_attention_open(_: Path) -> AbstractContextManager[None]:
+@in_place_of(attention, "document_causal_mask")
+def positions_reset_attention_open(__: Any, documents: Tensor, *_: Any) -> Tensor:
     """Every document counts from 0, and sees all that stands before it in the row."""
-    def visible(documents: Tensor, *_: Any) -> Tensor:
-        rows, length = documents.shape
-        return torch.ones(length, length, dtype=torch.bool).tril().expand(rows, length, length)
-
-    return swap(attention, "document_causal_mask", visible)
+    rows, length = documents.shape
+    return torch.ones(length, length, dtype=torch.bool).tril().expand(rows, length, length)
 
 # ---------------------------------------------------------------- tools to plant with
-
-
-def changing_order(consumed: Callable[[Order, int], NDArray[np.int64]]) -> AbstractContextManager[None]:
-    return swap(Order, "consumed", consumed)
 
 
 def without_merges(tokenizer: Tokenizer) -> Tokenizer:
@@ -191,7 +165,7 @@ def forged(folder: Path, digest: str | None = None) -> None:
     """A manifest that vouches for whatever lies in the folder now."""
     def vouch(manifest: dict[str, Any]) -> dict[str, Any]:
         for name, entry in manifest["files"].items():
-            entry |= {"sha256": sha256_of(folder / name), "bytes": (folder / name).stat().st_size}
+            entry |= {"sha256": hash_file(folder / name), "bytes": (folder / name).stat().st_size}
         if digest is not None:
             manifest["tokenizer"]["digest"] = digest
         return manifest

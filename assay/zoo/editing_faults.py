@@ -4,6 +4,7 @@ import contextlib
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,9 @@ from assay.edit.targets import TargetOptions
 from assay.errors import DataError
 from assay.evaluation import edit_evaluation
 from assay.evaluation.loaded_model import LoadedModel
+from assay.generate import policy_logprobs
 from assay.health import edit_drift
+from assay.model.attention import documents_from_lengths
 from assay.model.patch import Patch, patched
 from assay.model.special_tokens import resolve_special_tokens
 from assay.model.tokenizer import Tokenizer
@@ -31,7 +34,7 @@ from assay.store.artifact import open_artifact
 from assay.store.saving import Lineage, model_contents
 from assay.testing import tiny_facts
 from assay.testing.fault_injection import Plant, fault
-from assay.testing.tiny_models import swap, tiny_model
+from assay.testing.tiny_models import in_place_of, swap, tiny_model
 from assay.verdict import Verdict
 
 LAYER = 0  # where the tiny model looks its facts up
@@ -147,13 +150,11 @@ def stop_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 @fault("product shifted by one", rows=("S7",), stage="inference", check="keys", job=a_key_check)
-def product_shifted(_: Path) -> AbstractContextManager[None]:
+@in_place_of(Mlp, "forward")
+def product_shifted(_: Any, mlp: Mlp, x_BTD: Tensor) -> Tensor:
     """Element i of the gate multiplies element i + 1: sizes look as they did."""
-    def forward(mlp: Mlp, x_BTD: Tensor) -> Tensor:
-        gate, up = mlp.up(x_BTD).chunk(2, -1)
-        return mlp.down(mlp.activation(gate) * up.roll(-1, -1))
-
-    return swap(Mlp, "forward", forward)
+    gate, up = mlp.up(x_BTD).chunk(2, -1)
+    return mlp.down(mlp.activation(gate) * up.roll(-1, -1))
 
 
 @fault("subject not found, another place edited", rows=("S9",), stage="edit", check="spans", job=a_list_of_requests)
@@ -190,54 +191,41 @@ def averaged_once(_: Path) -> Iterator[None]:
         yield
 
 
-@fault("target without its space", rows=("X02",), stage="edit", check="targets", job=a_search)
-def without_space(_: Path) -> AbstractContextManager[None]:
-    return swap(targets, "answer_ids", lambda tokenizer, answer: tuple(tokenizer.encode(answer)))
+fault("target without its space", rows=("X02",), stage="edit", check="targets", job=a_search)(
+    lambda _: swap(targets, "answer_ids", lambda tokenizer, answer: tuple(tokenizer.encode(answer))))
 
 
 @fault("teacher-forced score", rows=("X03",), stage="edit eval", check="control", job=a_score_before_any_edit)
-def teacher_forced(_: Path) -> AbstractContextManager[None]:
+@in_place_of(q, "ask_questions")
+def teacher_forced(_: Any, model: Transformer, tokenizer: Tokenizer, asked: Sequence[q.FactQuestion],
+                   __: Collection[int]) -> list[FactReply]:
     """A target counts as said where most of its tokens are right, each after the true ones before it."""
-    def ask(model: Transformer, tokenizer: Tokenizer, asked: Sequence[q.FactQuestion], __: Collection[int]) -> list[FactReply]:
-        replies = []
-        for one in asked:
-            prompt, answer = subject_tokens.encode_prompt(tokenizer, one.prompt), subject_tokens.answer_ids(tokenizer, one.answer or "")
-            with torch.no_grad():
-                guesses = model(torch.tensor([[*prompt, *answer]]))[0, len(prompt) - 1 : -1].argmax(-1)
-            right = sum(a == b for a, b in zip(guesses.tolist(), answer, strict=True))
-            replies.append(FactReply(one, None, None, one.answer or "" if right > len(answer) / 2 else ""))
-        return replies
-
-    return swap(q, "ask_questions", ask)
+    replies = []
+    for one in asked:
+        prompt, answer = subject_tokens.encode_prompt(tokenizer, one.prompt), subject_tokens.answer_ids(tokenizer, one.answer or "")
+        with torch.no_grad():
+            guesses = model(torch.tensor([[*prompt, *answer]]))[0, len(prompt) - 1 : -1].argmax(-1)
+        right = sum(a == b for a, b in zip(guesses.tolist(), answer, strict=True))
+        replies.append(FactReply(one, None, None, one.answer or "" if right > len(answer) / 2 else ""))
+    return replies
 
 
 @fault("scored before the later edits", rows=("X04",), stage="edit eval", check="retest", job=two_edits_of_one_subject)
-def scored_too_early(_: Path) -> AbstractContextManager[None]:
+@in_place_of(sys.modules[__name__], "claims")
+def scored_too_early(usual: Any, model: Transformer, facts: Sequence[Fact], patch: Patch) -> list[FactReply]:
     """Each edit is measured right after it was made."""
-    whole = claims
-
-    def early(model: Transformer, facts: Sequence[Fact], patch: Patch) -> list[FactReply]:
-        (name, parts), = patch.low_rank.items()
-        return [whole(model, [fact], Patch(None, {name: parts[: number + 1]}))[0] for number, fact in enumerate(facts)]
-
-    return swap(sys.modules[__name__], "claims", early)
+    (name, parts), = patch.low_rank.items()
+    return [usual(model, [fact], Patch(None, {name: parts[: number + 1]}))[0] for number, fact in enumerate(facts)]
 
 
 @fault("padding counted as text", rows=("X05",), stage="edit eval", check="batching", job=a_batch_of_questions)
 def _padding_counted(_: Path) -> AbstractContextManager[None]:
     """Rows are padded on the left, and are read as if they were padded on the right."""
-    padded = q.padded
-
-    def left(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-        return padded(rows, device, left=True)
-
-    return swap(q, "padded", left)
+    return swap(policy_logprobs, "documents_from_lengths", partial(documents_from_lengths, left=True))
 
 
 @fault("text's moments left out of the solve", rows=(), stage="edit", check="probe", job=texts_beside_an_edit)
-def moments_left_out(_: Path) -> AbstractContextManager[None]:
+@in_place_of(memit, "moment_penalty")
+def moments_left_out(__: Any, moment_FF: Tensor, *_: object) -> Tensor:
     """The facts are said and their keys are small; nothing kept what other texts need of the same matrix."""
-    def penalty(moment_FF: Tensor, *_: object) -> Tensor:
-        return 1e-9 * torch.eye(len(moment_FF), dtype=torch.float64)
-
-    return swap(memit, "moment_penalty", penalty)
+    return 1e-9 * torch.eye(len(moment_FF), dtype=torch.float64)

@@ -29,7 +29,7 @@ from assay.store import checkpoint
 from assay.store.artifact import build_model, open_artifact
 from assay.store.saving import Lineage, model_contents
 from assay.testing.fault_injection import Plant, fault, nothing
-from assay.testing.tiny_models import on_disk, swap, tiny_model, tiny_tokenizer
+from assay.testing.tiny_models import in_place_of, on_disk, swap, tiny_model, tiny_tokenizer
 from assay.verdict import Verdict
 
 _ROWS = [{"question": f"Ann has {n} figs and buys {2 * n} more. How many figs has she then, all in all?",
@@ -92,37 +92,29 @@ def with_bos() -> Tokenizer:
 
 
 @fault("stop string taken letter by letter", rows=("E04",), stage="eval", check="gold answers", job=oracles_of_a_task)
-def stop_by_letters(_: Path) -> AbstractContextManager[None]:
+@in_place_of(gsm8k, "number_problems")
+def stop_by_letters(usual: Any, name: str, examples: tuple[TaskExample, ...]) -> GenerationTask:
     """A stop string was passed where a list of them belongs, so every text ends at the first of its letters."""
-    whole = gsm8k.number_problems
-
-    def cut(name: str, examples: tuple[TaskExample, ...]) -> GenerationTask:
-        return replace(whole(name, examples), stop=tuple("She says:"))
-
-    return swap(gsm8k, "number_problems", cut)
+    return replace(usual(name, examples), stop=tuple("She says:"))
 
 
 @fault("first number taken for the answer", rows=("E05",), stage="eval", check="wrong answers", job=oracles_of_a_task)
-def first_number(_: Path) -> AbstractContextManager[None]:
+@in_place_of(gsm8k, "read_answer")
+def first_number(_: Any, text: str, how: str) -> str | None:
     """What is echoed or tried first is scored, not what is answered."""
-    def first(text: str, how: str) -> str | None:
-        found = re.search(r"\d+", text)
-        return found and found[0]
-
-    return swap(gsm8k, "read_answer", first)
+    found = re.search(r"\d+", text)
+    return found and found[0]
 
 
-@fault("grader that always says yes", rows=(), stage="eval", check="wrong answers", job=oracles_of_a_task)
-def always_yes(_: Path) -> AbstractContextManager[None]:
-    return swap(gsm8k, "same_answer", lambda answer, gold: True)
+fault("grader that always says yes", rows=(), stage="eval", check="wrong answers", job=oracles_of_a_task)(
+    lambda _: swap(gsm8k, "same_answer", lambda answer, gold: True))
 
 # ---------------------------------------------------------------- faults of the model's side
 
 
-@fault("beginning of text missing", rows=("E03",), stage="eval", check="beginning", job=an_evaluation)
-def no_beginning(_: Path) -> AbstractContextManager[None]:
-    """One path to the model adds the token that begins a text, the other does not."""
-    return swap(loaded_model, "prompt_token_ids", lambda tokenizer, text, *, raw: tuple(tokenizer.encode(text)))
+fault("beginning of text missing", rows=("E03",), stage="eval", check="beginning", job=an_evaluation)(
+    # One path to the model adds the token that begins a text, the other does not.
+    lambda _: swap(loaded_model, "prompt_token_ids", lambda tokenizer, text, *, raw: tuple(tokenizer.encode(text))))
 
 
 @fault("dropout while evaluating", rows=("E01",), stage="eval", check="repeatable", job=an_evaluation)
@@ -136,49 +128,29 @@ def dropout_on(_: Path) -> AbstractContextManager[None]:
     return swap(Transformer, "hidden", hidden)
 
 
-@fault("evaluated in training mode", rows=("E02",), stage="eval", check="repeatable", job=an_evaluation)
-def training_mode(_: Path) -> AbstractContextManager[None]:
-    return swap(loaded_model, "build_model", lambda *args, **options: build_model(*args, **options).train())
-
-
-@fault("seeds that do not reach the sampler", rows=(), stage="eval", check="seeds", job=an_evaluation)
-def deaf_sampler(_: Path) -> AbstractContextManager[None]:
-    """Sixteen samples of a problem are one sample sixteen times, and pass@16 is pass@1."""
-    return swap(ActiveCompletion, "key", property(lambda tenant: 7))
+fault("evaluated in training mode", rows=("E02",), stage="eval", check="repeatable", job=an_evaluation)(
+    lambda _: swap(loaded_model, "build_model", lambda *args, **options: build_model(*args, **options).train()))
+fault("seeds that do not reach the sampler", rows=(), stage="eval", check="seeds", job=an_evaluation)(
+    # Sixteen samples of a problem are one sample sixteen times, and pass@16 is pass@1.
+    lambda _: swap(ActiveCompletion, "key", property(lambda tenant: 7)))
 
 
 @fault("failed examples left out of the mean", rows=("E06",), stage="eval", check="every example", job=an_evaluation)
-def left_out(_: Path) -> AbstractContextManager[None]:
-    whole = evaluating._sampled
-
-    def sampled(*args: Any) -> list[dict[str, Any]]:
-        return [row for row in whole(*args) if int(row["id"]) % 3]
-
-    return swap(evaluating, "_sampled", sampled)
+@in_place_of(evaluating, "_sampled")
+def left_out(usual: Any, *args: Any) -> list[dict[str, Any]]:
+    return [row for row in usual(*args) if int(row["id"]) % 3]
 
 # ---------------------------------------------------------------- faults of the data and of the sums
 
 
-@fault("one row of the dataset changed", rows=("D20",), stage="eval", check="dataset", job=two_evaluations)
-@on_disk
-def changed_row(folder: Path) -> None:
-    """The file under the same name is another one on the other machine."""
-    write_examples(folder / "test.jsonl", [*_ROWS[:-1], _ROWS[-1] | {"answer": "#### 28"}])
-
-
-@fault("trained on the test rows", rows=("D19",), stage="data", check="leak", job=an_evaluation)
-@on_disk
-def trained_on_test(folder: Path) -> None:
-    said = "\n".join(f"{row['question']}\n{row['answer']}" for row in _ROWS)
-    (folder / "train.jsonl").write_text(f"Figs ripen late.\n{said}\n")
-
-
-@fault("pass@k as if samples were put back", rows=("E07",), stage="eval", check="pass@k", job=an_estimator)
-def biased_pass_at_k(_: Path) -> AbstractContextManager[None]:
-    return swap(summary, "pass_at_k", lambda n, correct, k: 1 - (1 - correct / n) ** k)
-
-
-@fault("pass@k of more samples than were drawn", rows=("E07",), stage="eval", check="pass@k", job=an_estimator)
-def beyond_the_samples(_: Path) -> AbstractContextManager[None]:
-    """k above n is taken for n, in silence."""
-    return swap(summary, "pass_at_k", lambda n, correct, k: pass_at_k(n, correct, min(k, n)))
+fault("one row of the dataset changed", rows=("D20",), stage="eval", check="dataset", job=two_evaluations)(
+    # The file under the same name is another one on the other machine.
+    on_disk(lambda folder: write_examples(folder / "test.jsonl", [*_ROWS[:-1], _ROWS[-1] | {"answer": "#### 28"}])))
+fault("trained on the test rows", rows=("D19",), stage="data", check="leak", job=an_evaluation)(
+    on_disk(lambda folder: (folder / "train.jsonl").write_text(
+        "".join(["Figs ripen late.\n", *(f"{row['question']}\n{row['answer']}\n" for row in _ROWS)]))))
+fault("pass@k as if samples were put back", rows=("E07",), stage="eval", check="pass@k", job=an_estimator)(
+    lambda _: swap(summary, "pass_at_k", lambda n, correct, k: 1 - (1 - correct / n) ** k))
+fault("pass@k of more samples than were drawn", rows=("E07",), stage="eval", check="pass@k", job=an_estimator)(
+    # k above n is taken for n, in silence.
+    lambda _: swap(summary, "pass_at_k", lambda n, correct, k: pass_at_k(n, correct, min(k, n))))

@@ -30,6 +30,7 @@ from assay.testing.tiny_models import (
     edit_json,
     examine_folder,
     fault_if_installed,
+    in_place_of,
     on_disk,
     rounded_to_four_bits,
     save_hf_folder,
@@ -130,12 +131,10 @@ def with_numbers() -> Tokenizer:
 # ---------------------------------------------------------------- hostile files
 
 
-@fault("duplicate key in a header", rows=("C04",), stage="load", check="whole", job=a_folder())
-@on_disk
-def duplicate_key_in_a_header(folder: Path) -> None:
-    """Two readers would see two models."""
-    rewrite_header(folder / WEIGHTS_FILE, lambda header: header.replace(b'"model.layers.1.self_attn.k_proj.weight"',
-                                                                   b'"model.layers.1.self_attn.v_proj.weight"'))
+fault("duplicate key in a header", rows=("C04",), stage="load", check="whole", job=a_folder())(
+    # Two readers would see two models.
+    on_disk(lambda folder: rewrite_header(folder / WEIGHTS_FILE, lambda header: header.replace(b'"model.layers.1.self_attn.k_proj.weight"',
+                                                                   b'"model.layers.1.self_attn.v_proj.weight"'))))
 
 
 @fault("duplicate key in config.json", rows=("L14",), stage="load", check="whole", job=a_folder())
@@ -155,10 +154,9 @@ def climbing_name_in_an_index(folder: Path) -> None:
         name: outside if shard == first.name else shard for name, shard in index["weight_map"].items()}})
 
 
-@fault("climbing name in a header", rows=("C04",), stage="load", check="whole", job=a_folder())
-@on_disk
-def climbing_name_in_a_header(folder: Path) -> None:
-    rewrite_header(folder / WEIGHTS_FILE, lambda header: header.replace(b'"model.norm.weight"', b'"../../norm.weight"'))
+fault("climbing name in a header", rows=("C04",), stage="load", check="whole", job=a_folder())(
+    on_disk(lambda folder: rewrite_header(folder / WEIGHTS_FILE,
+                                          lambda header: header.replace(b'"model.norm.weight"', b'"../../norm.weight"'))))
 
 
 @fault("header of 97 MB", rows=("C03",), stage="load", check="whole", job=a_folder_on_the_clock)
@@ -169,16 +167,10 @@ def header_of_97_mb(folder: Path) -> None:
     rewrite_header(folder / WEIGHTS_FILE, lambda header: header[:-1] + padding)
 
 
-@fault("weights linked from elsewhere", rows=("C04",), stage="load", check="whole", job=a_folder())
-@on_disk
-def weights_linked_from_elsewhere(folder: Path) -> None:
-    link_out(folder / WEIGHTS_FILE)
-
-
-@fault("tokenizer linked from elsewhere", rows=("C04",), stage="load", check="whole", job=a_folder())
-@on_disk
-def tokenizer_linked_from_elsewhere(folder: Path) -> None:
-    link_out(folder / "tokenizer.json")
+fault("weights linked from elsewhere", rows=("C04",), stage="load", check="whole", job=a_folder())(
+    on_disk(lambda folder: link_out(folder / WEIGHTS_FILE)))
+fault("tokenizer linked from elsewhere", rows=("C04",), stage="load", check="whole", job=a_folder())(
+    on_disk(lambda folder: link_out(folder / "tokenizer.json")))
 
 
 @fault("mutated headers", rows=("C03",), stage="load", check="headers", job=files_read_one_by_one)
@@ -194,65 +186,39 @@ def mutated_headers(folder: Path) -> None:
 gguf_fault = fault_if_installed("gguf")
 
 
-@gguf_fault("q and k not permuted", rows=("M08",), stage="export", check="lineage", job=a_gguf_export("f16"))
-def q_and_k_not_permuted(_: Path) -> AbstractContextManager[None]:
-    return swap(families, "interleave_heads", lambda rows, heads: rows)
-
-
-@gguf_fault("k permuted by q's heads", rows=("M08",), stage="export", check="lineage", job=a_gguf_export("f16"))
-def k_permuted_by_the_heads_of_q(_: Path) -> AbstractContextManager[None]:
-    """Right for every model but those with grouped heads."""
-    whole = families.interleave_heads
-    return swap(families, "interleave_heads", lambda rows, heads: whole(rows, tiny_model().config.heads))
-
-
-@gguf_fault("wrong pre-tokenizer tag", rows=("M09",), stage="export", check="tokenizer", job=a_gguf_export("f16"))
-def wrong_pre_tokenizer_tag(_: Path) -> AbstractContextManager[None]:
-    """The tag was guessed from a hash, and numbers are split in another way."""
-    return exporting_metadata(lambda metadata: metadata | {"tokenizer.ggml.pre": "smaug-bpe"})
-
-
-@gguf_fault("chat template lost", rows=("M09",), stage="export", check="tokenizer", job=a_gguf_export("f16"))
-def chat_template_lost(_: Path) -> AbstractContextManager[None]:
-    return exporting_metadata(lambda metadata: {k: v for k, v in metadata.items() if k != "tokenizer.chat_template"})
-
-
-@gguf_fault("quantised twice", rows=("M10",), stage="export", check="lineage", job=a_gguf_export("q8_0"))
-def quantised_twice(_: Path) -> AbstractContextManager[None]:
-    """Called Q8_0, and made from four bits."""
-    whole = gguf._rounded
-    return swap(gguf, "_rounded", lambda name, tensor, type: whole(name, rounded_to_four_bits(tensor), type))
+gguf_fault("q and k not permuted", rows=("M08",), stage="export", check="lineage", job=a_gguf_export("f16"))(
+    lambda _: swap(families, "interleave_heads", lambda rows, heads: rows))
+gguf_fault("k permuted by q's heads", rows=("M08",), stage="export", check="lineage", job=a_gguf_export("f16"))(
+    # Right for every model but those with grouped heads.
+    in_place_of(families, "interleave_heads")(lambda usual, rows, heads: usual(rows, tiny_model().config.heads)))
+gguf_fault("wrong pre-tokenizer tag", rows=("M09",), stage="export", check="tokenizer", job=a_gguf_export("f16"))(
+    # The tag was guessed from a hash, and numbers are split in another way.
+    lambda _: exporting_metadata(lambda metadata: metadata | {"tokenizer.ggml.pre": "smaug-bpe"}))
+gguf_fault("chat template lost", rows=("M09",), stage="export", check="tokenizer", job=a_gguf_export("f16"))(
+    lambda _: exporting_metadata(lambda metadata: {k: v for k, v in metadata.items() if k != "tokenizer.chat_template"}))
+gguf_fault("quantised twice", rows=("M10",), stage="export", check="lineage", job=a_gguf_export("q8_0"))(
+    # Called Q8_0, and made from four bits.
+    in_place_of(gguf, "_rounded")(lambda usual, name, tensor, type: usual(name, rounded_to_four_bits(tensor), type)))
 
 
 @gguf_fault("one tensor badly quantised", rows=("M10",), stage="export", check="lineage", job=a_gguf_export("q8_0"))
-def one_tensor_badly_quantised(_: Path) -> AbstractContextManager[None]:
-    whole = gguf._rounded
-
-    def rounded(name: str, tensor: Tensor, type: str) -> Any:
-        return whole(name, tensor * 1.2 if name == "blk.1.attn_k.weight" else tensor, type)
-
-    return swap(gguf, "_rounded", rounded)
+@in_place_of(gguf, "_rounded")
+def one_tensor_badly_quantised(usual: Any, name: str, tensor: Tensor, type: str) -> Any:
+    return usual(name, tensor * 1.2 if name == "blk.1.attn_k.weight" else tensor, type)
 
 
-@gguf_fault("EOS is the start of a turn", rows=("D09", "Seen: GGUF EOS"), stage="export", check="fields",
-            job=a_gguf_export("f16"))
-def eos_is_the_start_of_a_turn(_: Path) -> AbstractContextManager[None]:
-    return swap(gguf, "_ends", lambda tokenizer, stops: {"tokenizer.ggml.eos_token_id": 257})
-
-
-@gguf_fault("GGUF cut short", rows=("C03",), stage="load", check="whole", job=a_gguf_file)
-@on_disk
-def gguf_cut_short(file: Path) -> None:
-    truncate(file, 0.9)
+gguf_fault("EOS is the start of a turn", rows=("D09", "Seen: GGUF EOS"), stage="export", check="fields",
+           job=a_gguf_export("f16"))(
+    lambda _: swap(gguf, "_ends", lambda tokenizer, stops: {"tokenizer.ggml.eos_token_id": 257}))
+gguf_fault("GGUF cut short", rows=("C03",), stage="load", check="whole", job=a_gguf_file)(on_disk(lambda file: truncate(file, 0.9)))
 
 # ---------------------------------------------------------------- squeezed files
 
 
-@fault("squeezed out of four bits", rows=("M10",), stage="export", check="lineage", job=a_squeezed_file)
-def squeezed_out_of_four_bits(_: Path) -> AbstractContextManager[None]:
-    """Its header says 127 levels."""
-    whole = assayz.rounded_rows
-    return swap(assayz, "rounded_rows", lambda matrix, levels: whole(rounded_to_four_bits(torch.from_numpy(matrix)).numpy(), levels))
+fault("squeezed out of four bits", rows=("M10",), stage="export", check="lineage", job=a_squeezed_file)(
+    # Its header says 127 levels.
+    in_place_of(assayz, "rounded_rows")(lambda usual, matrix,
+                                        levels: usual(rounded_to_four_bits(torch.from_numpy(matrix)).numpy(), levels)))
 
 
 @fault("squeezed file damaged", rows=("C03",), stage="export", check="whole", job=a_squeezed_file)

@@ -26,20 +26,14 @@ from assay.testing.tiny_forward import (
 # ---------------------------------------------------------------- the ends of the model
 
 
-@forward_fault("embedding scaled", "embedding")
-def embedding_scaled(model: Transformer, _: int) -> None:
-    """As Gemma's are, and as nobody else's."""
-    block(model, 0).register_forward_pre_hook(lambda _, given: (given[0] * model.config.width**0.5, *given[1:]))
-
-
-@forward_fault("ids off by one", "embedding")
-def ids_off_by_one(model: Transformer, _: int) -> None:
-    wrap_method(model, "hidden", lambda usual, tokens, **given: usual((tokens + 1) % model.config.vocab, **given))
-
-
-@forward_fault("positions from one", "embedding", family="gpt2")
-def positions_from_one(model: Transformer, _: int) -> None:
-    wrap_method(model, "hidden", lambda usual, tokens: usual(tokens, positions=torch.arange(1, tokens.shape[1] + 1).expand_as(tokens)))
+forward_fault("embedding scaled", "embedding")(
+    # As Gemma's are, and as nobody else's.
+    lambda model, _: block(model, 0).register_forward_pre_hook(lambda _, given: (given[0] * model.config.width**0.5, *given[1:])))
+forward_fault("ids off by one", "embedding")(
+    lambda model, _: wrap_method(model, "hidden", lambda usual, tokens, **given: usual((tokens + 1) % model.config.vocab, **given)))
+forward_fault("positions from one", "embedding", family="gpt2")(
+    lambda model, _: wrap_method(model, "hidden", lambda usual, tokens: usual(
+        tokens, positions=torch.arange(1, tokens.shape[1] + 1).expand_as(tokens))))
 
 
 @forward_fault("positions left out", "embedding", family="gpt2")
@@ -48,14 +42,8 @@ def positions_left_out(model: Transformer, _: int) -> None:
     model.position.weight.zero_()
 
 
-@forward_fault("final norm left out", "final norm")
-def final_norm_left_out(model: Transformer, _: int) -> None:
-    remove_norm(model.norm)
-
-
-@forward_fault("tied to a shifted embedding", "logits")
-def tied_to_a_shifted_embedding(model: Transformer, _: int) -> None:
-    wrap_method(model, "head_weight", lambda usual: usual().roll(1, 0))
+forward_fault("final norm left out", "final norm")(lambda model, _: remove_norm(model.norm))
+forward_fault("tied to a shifted embedding", "logits")(lambda model, _: wrap_method(model, "head_weight", lambda usual: usual().roll(1, 0)))
 
 
 @forward_fault("head of its own, never trained", "logits", family="llama3")
@@ -64,26 +52,17 @@ def head_never_trained(model: Transformer, _: int) -> None:
     model.head.weight.copy_(model.embed.weight)
 
 
-@forward_fault("soft cap left out", "logits", family="assay", rows=("L12",))
-def soft_cap_left_out(model: Transformer, _: int) -> None:
-    wrap_method(model, "logits", lambda usual, states: states @ model.head_weight().T)
-
-
-@forward_fault("soft cap of another size", "logits", family="assay")
-def soft_cap_of_another_size(model: Transformer, _: int) -> None:
-    wrap_method(model, "logits", lambda usual, states: softcap(states @ model.head_weight().T, 30.0))
-
-
-@forward_fault("head in bf16", "logits", rows=("S6",))
-def head_in_bf16(model: Transformer, _: int) -> None:
-    wrap_method(model, "logits", lambda usual, states: usual(states.bfloat16().float()))
+forward_fault("soft cap left out", "logits", family="assay", rows=("L12",))(
+    lambda model, _: wrap_method(model, "logits", lambda usual, states: states @ model.head_weight().T))
+forward_fault("soft cap of another size", "logits", family="assay")(
+    lambda model, _: wrap_method(model, "logits", lambda usual, states: softcap(states @ model.head_weight().T, 30.0)))
+forward_fault("head in bf16", "logits", rows=("S6",))(
+    lambda model, _: wrap_method(model, "logits", lambda usual, states: usual(states.bfloat16().float())))
 
 # ---------------------------------------------------------------- norms and the residual stream
 
 
-@forward_fault("norm left out", "attn norm")
-def norm_left_out(model: Transformer, layer: int) -> None:
-    remove_norm(block(model, layer).attn_norm)
+forward_fault("norm left out", "attn norm")(lambda model, layer: remove_norm(block(model, layer).attn_norm))
 
 
 @forward_fault("norm with a tenth of its epsilon", "mlp norm")
@@ -93,14 +72,10 @@ def epsilon(model: Transformer, layer: int) -> None:
     norm.eps /= 10
 
 
-@forward_fault("norm without its weight", "mlp norm")
-def norm_without_its_weight(model: Transformer, layer: int) -> None:
-    put_forward(block(model, layer).mlp_norm, lambda x: torch.rms_norm(x, x.shape[-1:], eps=1e-5))
-
-
-@forward_fault("norm that subtracts the mean", "attn norm")
-def norm_that_subtracts_the_mean(model: Transformer, layer: int) -> None:
-    wrap_method(block(model, layer).attn_norm, "forward", lambda usual, x: usual(x - x.mean(-1, keepdim=True)))
+forward_fault("norm without its weight", "mlp norm")(
+    lambda model, layer: put_forward(block(model, layer).mlp_norm, lambda x: torch.rms_norm(x, x.shape[-1:], eps=1e-5)))
+forward_fault("norm that subtracts the mean", "attn norm")(
+    lambda model, layer: wrap_method(block(model, layer).attn_norm, "forward", lambda usual, x: usual(x - x.mean(-1, keepdim=True))))
 
 
 @forward_fault("norm that keeps the mean", "mlp norm", family="gpt2")
@@ -116,9 +91,7 @@ def norm_of_the_other_half(model: Transformer, layer: int) -> None:
     put_forward(one.mlp_norm, one.attn_norm.forward)
 
 
-@forward_fault("norm in bf16", "attn norm", rows=("S6",))
-def norm_in_bf16(model: Transformer, layer: int) -> None:
-    round_to_bf16(block(model, layer).attn_norm)
+forward_fault("norm in bf16", "attn norm", rows=("S6",))(lambda model, layer: round_to_bf16(block(model, layer).attn_norm))
 
 
 @forward_fault("attention's residual lost", "middle")
@@ -182,19 +155,9 @@ def square_matrix_transposed(model: Transformer, layer: int) -> None:
     weight.copy_(weight.T.clone())
 
 
-@forward_fault("accumulated in bf16", "down", rows=("S6",))
-def accumulated_in_bf16(model: Transformer, layer: int) -> None:
-    round_to_bf16(block(model, layer).mlp.down)
-
-
-@forward_fault("scale of the last layer left on", "down")
-def scale_left_on(model: Transformer, layer: int) -> None:
-    block(model, layer).mlp.down.weight.mul_(0.5**0.5)
-
-
-@forward_fault("bias of down left out", "down", family="gpt2")
-def bias_of_down_left_out(model: Transformer, layer: int) -> None:
-    block(model, layer).mlp.down.bias.zero_()
+forward_fault("accumulated in bf16", "down", rows=("S6",))(lambda model, layer: round_to_bf16(block(model, layer).mlp.down))
+forward_fault("scale of the last layer left on", "down")(lambda model, layer: block(model, layer).mlp.down.weight.mul_(0.5**0.5))
+forward_fault("bias of down left out", "down", family="gpt2")(lambda model, layer: block(model, layer).mlp.down.bias.zero_())
 
 
 @forward_fault("one row of up lost", "up")
@@ -204,19 +167,11 @@ def one_row_of_up_lost(model: Transformer, layer: int) -> None:
 # ---------------------------------------------------------------- the MLP
 
 
-@forward_fault("gated product off by one", "product", rows=("S7",))
-def product_off_by_one(model: Transformer, layer: int) -> None:
-    change_mlp(model, layer, product=lambda act, up: act * up.roll(-1, -1))
-
-
-@forward_fault("gate and up added", "product")
-def gate_and_up_added(model: Transformer, layer: int) -> None:
-    change_mlp(model, layer, product=torch.add)
-
-
-@forward_fault("gate and up exchanged", "act", "gate", rows=("S7",))
-def gate_and_up_exchanged(model: Transformer, layer: int) -> None:
-    change_mlp(model, layer, halves=lambda gate, up: (up, gate))
+forward_fault("gated product off by one", "product", rows=("S7",))(
+    lambda model, layer: change_mlp(model, layer, product=lambda act, up: act * up.roll(-1, -1)))
+forward_fault("gate and up added", "product")(lambda model, layer: change_mlp(model, layer, product=torch.add))
+forward_fault("gate and up exchanged", "act", "gate", rows=("S7",))(lambda model,
+                                                                    layer: change_mlp(model, layer, halves=lambda gate, up: (up, gate)))
 
 
 @forward_fault("another activation", "act")
@@ -254,68 +209,37 @@ def pairs_side_by_side(model: Transformer, layer: int) -> None:
     change_attention(model, layer, turn=turn)
 
 
-@forward_fault("rotated backwards", "query")
-def rotated_backwards(model: Transformer, layer: int) -> None:
-    change_attention(model, layer, turn=lambda x, cos, sin: rotate(x, cos, -sin))
-
-
-@forward_fault("keys one position late", "key")
-def keys_one_position_late(model: Transformer, layer: int) -> None:
-    change_attention(model, layer, turn_key=lambda x, cos, sin: rotate(x, cos.roll(1, 1), sin.roll(1, 1)))
-
-
-@forward_fault("angles in bf16", "query", rows=("S6",))
-def angles_in_bf16(model: Transformer, layer: int) -> None:
-    change_attention(model, layer, turn=lambda x, cos, sin: rotate(x, cos.bfloat16().float(), sin.bfloat16().float()))
-
-
-@forward_fault("norm of heads left out", "query", family="qwen3")
-def norm_of_heads_left_out(model: Transformer, layer: int) -> None:
-    change_attention(model, layer, no_norm=True)
-
-
-@forward_fault("norm of heads after rotation", "query", family="qwen3")
-def norm_of_heads_after_rotation(model: Transformer, layer: int) -> None:
-    change_attention(model, layer, late_norm=True)
+forward_fault("rotated backwards", "query")(lambda model,
+                                            layer: change_attention(model, layer, turn=lambda x, cos, sin: rotate(x, cos, -sin)))
+forward_fault("keys one position late", "key")(
+    lambda model, layer: change_attention(model, layer, turn_key=lambda x, cos, sin: rotate(x, cos.roll(1, 1), sin.roll(1, 1))))
+forward_fault("angles in bf16", "query", rows=("S6",))(
+    lambda model, layer: change_attention(model, layer, turn=lambda x, cos, sin: rotate(x, cos.bfloat16().float(), sin.bfloat16().float())))
+forward_fault("norm of heads left out", "query", family="qwen3")(lambda model, layer: change_attention(model, layer, no_norm=True))
+forward_fault("norm of heads after rotation", "query", family="qwen3")(lambda model, layer: change_attention(model, layer, late_norm=True))
 
 # ---------------------------------------------------------------- attention
 
 
-@forward_fault("scale left out", "scores")
-def scale_left_out(model: Transformer, layer: int) -> None:
-    change_attention(model, layer, look=lambda q, k, v, _: attention_kernel(q, k, v, scale=1.0))
-
-
-@forward_fault("one token of the future", "scores")
-def one_token_of_the_future(model: Transformer, layer: int) -> None:
-    change_attention(model, layer, look=lambda q, k, v, _: attention_kernel(q, k, v, sight_mask(q.shape[1], nearest=-1)))
-
-
-@forward_fault("window off by one", "scores", family="mistral", rows=("L12",))
-def window_off_by_one(model: Transformer, layer: int) -> None:
-    change_attention(model, layer, look=lambda q, k, v, _: attention_kernel(q, k, v, sight_mask(q.shape[1], furthest=25)))
-
-
-@forward_fault("kernel that knows no window", "attended", family="mistral", rows=("L12",))
-def kernel_without_window(model: Transformer, layer: int) -> None:
-    change_attention(model, layer, look=lambda q, k, v, _: attention_by_hand(q, k, v, torch.float32))
-
-
-@forward_fault("keys dealt out in turns", "key", "scores", rows=("M08",))
-def keys_dealt_out_in_turns(model: Transformer, layer: int) -> None:
-    """Heads 0, 2 share a key, and 1, 3; they are neighbours that should."""
-    change_attention(model, layer, look=lambda q, k, v,
-                     _: attention_kernel(q, *(x.repeat(1, 1, q.shape[2] // x.shape[2], 1) for x in (k, v))))
-
-
-@forward_fault("two heads exchanged", "attended", rows=("S7",))
-def two_heads_exchanged(model: Transformer, layer: int) -> None:
-    change_attention(model, layer, joined=lambda x, _: x[:, :, [1, 0, 2, 3]].flatten(2))
-
-
-@forward_fault("softmax in bf16", "attended", rows=("S6",))
-def softmax_in_bf16(model: Transformer, layer: int) -> None:
-    change_attention(model, layer, look=lambda q, k, v, _: attention_by_hand(q, k, v, torch.bfloat16))
+forward_fault("scale left out", "scores")(lambda model,
+                                          layer: change_attention(model, layer, look=lambda q, k, v,
+                                                                  _: attention_kernel(q, k, v, scale=1.0)))
+forward_fault("one token of the future", "scores")(
+    lambda model, layer: change_attention(model, layer, look=lambda q, k, v, _: attention_kernel(q, k, v, sight_mask(q.shape[1],
+                                                                                                                     nearest=-1))))
+forward_fault("window off by one", "scores", family="mistral", rows=("L12",))(
+    lambda model, layer: change_attention(model, layer, look=lambda q, k, v, _: attention_kernel(q, k, v, sight_mask(q.shape[1],
+                                                                                                                     furthest=25))))
+forward_fault("kernel that knows no window", "attended", family="mistral", rows=("L12",))(
+    lambda model, layer: change_attention(model, layer, look=lambda q, k, v, _: attention_by_hand(q, k, v, torch.float32)))
+forward_fault("keys dealt out in turns", "key", "scores", rows=("M08",))(
+    # Heads 0, 2 share a key, and 1, 3; they are neighbours that should.
+    lambda model, layer: change_attention(model, layer, look=lambda q, k, v, _: attention_kernel(
+        q, *(x.repeat(1, 1, q.shape[2] // x.shape[2], 1) for x in (k, v)))))
+forward_fault("two heads exchanged", "attended", rows=("S7",))(
+    lambda model, layer: change_attention(model, layer, joined=lambda x, _: x[:, :, [1, 0, 2, 3]].flatten(2)))
+forward_fault("softmax in bf16", "attended", rows=("S6",))(
+    lambda model, layer: change_attention(model, layer, look=lambda q, k, v, _: attention_by_hand(q, k, v, torch.bfloat16)))
 
 # ---------------------------------------------------------------- cache and batch
 

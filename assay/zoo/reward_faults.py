@@ -1,8 +1,8 @@
 """Reward and judge faults: errors scored 0, answers read too kindly, form that outweighs the answer, groups that vanish."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,14 @@ from assay.reward.reward_functions import parse_rewards
 from assay.reward.worker_pool import RewardWorkers, ScoredItem
 from assay.seeds import derive
 from assay.testing.fault_injection import Plant, fault
-from assay.testing.tiny_models import on_disk, swap
+from assay.testing.tiny_models import in_place_of, on_disk, swap
 from assay.verdict import Verdict
 
 REWARDS, _ROWS, MINE = "rewards.json", "rows.jsonl", "mine.py"
 _HEAD = "from assay.reward.answer import gold_answer, read_answer, same_answer\n"
 SOUND = _HEAD + "def right(prompt, completion, row):\n    return float(same_answer(read_answer(completion), gold_answer(row)))\n"
 _GROUPS, _GROUP = 24, 5
+own = sys.modules[__name__]  # what a fault swaps, the jobs must look up
 
 # ---------------------------------------------------------------- jobs
 
@@ -127,35 +128,28 @@ def right(prompt, completion, row):
         except ValueError:
             return 0.0
 '''))
-
 fault("constant reward", rows=("W01", "W04"), stage="reward", check="reward_flat", job=a_reward_preflight)(
     asked_for("regex[pattern=$]:1", "right:0"))
-
 fault("empty answer rewarded", rows=("W02",), stage="reward", check="reward_empty", job=a_reward_preflight)(another_reward('''
 def right(prompt, completion, row):
     said = read_answer(completion, "lenient") or ""
     return float(said in gold_answer(row) or gold_answer(row) in said)
 '''))
-
 fault("all options rewarded", rows=("W02",), stage="reward", check="reward_all_options", job=a_reward_preflight)(another_reward('''
 def right(prompt, completion, row):
     return float(gold_answer(row) in completion.split("<answer>")[-1])
 '''))
-
 fault("answer read leniently", rows=("E05",), stage="reward", check="reward_truncated",
       job=a_reward_preflight)(asked_for("answer[how=lenient]:1"))
-
 fault("form outweighs the answer", rows=("W03",), stage="reward", check="reward_scale",
       job=a_reward_preflight)(asked_for("right:0.2", "format:1"))
 
 
 @fault("metric falls under a rising reward", rows=("W03",), stage="reward", check="proxy", job=a_run_with_a_metric)
-def metric_falls(_: Path) -> AbstractContextManager[None]:
+@in_place_of(own, "held_out_metric")
+def metric_falls(_: Any, evaluation: int) -> float:
     """From the fifth evaluation on, the policy learns the form alone."""
-    def hacked(evaluation: int) -> float:
-        return 0.2 + 0.02 * min(evaluation, 5) - 0.02 * max(evaluation - 5, 0)
-
-    return swap(_here(), "held_out", hacked)
+    return 0.2 + 0.02 * min(evaluation, 5) - 0.02 * max(evaluation - 5, 0)
 
 
 @fault("gold that cannot be read", rows=("W04",), stage="reward", check="reward_golds", job=a_reward_preflight)
@@ -170,7 +164,6 @@ def right(prompt, completion, row):
     truncated = row["completion_tokens"] <= 256  # the wrong way round
     return 0.0 if truncated else float(same_answer(read_answer(completion), gold_answer(row)))
 '''))
-
 fault("prompt scored for the answer", rows=("W06",), stage="reward", check="reward_wrong", job=a_reward_preflight)(another_reward('''
 def right(prompt, completion, row):
     return float(len(prompt) % 5) / 5
@@ -178,68 +171,42 @@ def right(prompt, completion, row):
 
 
 @fault("failed reward scored 0", rows=("W01",), stage="reward", check="reward_errors", job=a_reward_preflight)
-def error_scored_0(_: Path) -> AbstractContextManager[None]:
+@in_place_of(worker_pool, "scored")
+def error_scored_0(_: Any, answer: Mapping[str, Any], weights: Mapping[str, float]) -> ScoredItem:
     """What has no value gets a number on the way back from the workers."""
-    def kindly(answer: Mapping[str, Any], weights: Mapping[str, float]) -> ScoredItem:
-        values = {name: float(answer["values"].get(name, 0.0)) for name in weights}
-        return ScoredItem(sum(weights[name] * value for name, value in values.items()), None, values)
-
-    return swap(worker_pool, "scored", kindly)
+    values = {name: float(answer["values"].get(name, 0.0)) for name in weights}
+    return ScoredItem(sum(weights[name] * value for name, value in values.items()), None, values)
 
 # ---------------------------------------------------------------- faults of judges
 
 
 @fault("unjudged group dropped", rows=("E06",), stage="judge", check="judge_groups", job=judged_groups)
-def group_dropped(_: Path) -> AbstractContextManager[None]:
+@in_place_of(llm_judge, "gathered")
+def group_dropped(usual: Any, calls: Sequence[JudgeGroup], answers: Sequence[Sheet | Unanswered], asked: int) -> Judged:
     """An exception of the judge makes its group vanish from the batch."""
-    whole = llm_judge.gathered
-
-    def gathered(calls: Sequence[JudgeGroup], answers: Sequence[Sheet | Unanswered], asked: int) -> Judged:
-        kept = [(call, answer) for call, answer in zip(calls, answers, strict=True) if isinstance(answer, Sheet)]
-        lost = sum(isinstance(answer, Unanswered) for answer in answers[:asked])
-        return whole([call for call, _ in kept], [answer for _, answer in kept], asked - lost)
-
-    return swap(llm_judge, "gathered", gathered)
+    kept = [(call, answer) for call, answer in zip(calls, answers, strict=True) if isinstance(answer, Sheet)]
+    lost = sum(isinstance(answer, Unanswered) for answer in answers[:asked])
+    return usual([call for call, _ in kept], [answer for _, answer in kept], asked - lost)
 
 
 @fault("garbled judgement scored", rows=("W01", "E06"), stage="judge", check="judge_errors", job=judged_groups)
-def garbled_judgement_scored(_: Path) -> AbstractContextManager[None]:
+@in_place_of(llm_judge, "read_scores")
+def garbled_judgement_scored(strict: Any, text: str, count: int) -> Scores:
     """What cannot be read gives everyone a half."""
-    strict: Callable[[str, int], Scores] = llm_judge.read_scores
-
-    def kindly(text: str, count: int) -> Scores:
-        try:
-            return strict(text, count)
-        except Unreadable:
-            return (0.5,) * count
-
-    return swap(llm_judge, "read_scores", kindly)
+    try:
+        return strict(text, count)
+    except Unreadable:
+        return (0.5,) * count
 
 
-@fault("judge swayed by the order", rows=(), stage="judge", check="judge_position", job=judged_groups)
-def swayed_by_the_order(_: Path) -> AbstractContextManager[None]:
-    """What stands first on the page is liked best, whatever else it is."""
-    return swap(_here(), "liked", lambda place, text: max(0.0, int(text.split()[-1]) / 300 + 0.6 - 0.12 * place))
-
-
-@fault("scores left in the order of the page", rows=(), stage="judge", check="judge_agreement", job=judged_groups)
-def left_in_the_order_of_the_page(_: Path) -> AbstractContextManager[None]:
-    """Shuffled before, and never put back: every score belongs to somebody else."""
-    return swap(llm_judge, "in_own_order", lambda group, rests, order, shown: shown)
-
-
-@fault("judge that likes silence", rows=(), stage="judge", check="judge_order", job=a_judge_before_a_run)
-def likes_silence(_: Path) -> AbstractContextManager[None]:
-    """The rubric asks for few words, and no words are the fewest."""
-    return swap(_here(), "worth", lambda prompt, text: 1 / (1 + len(text)))
-
-
-@fault("judge that tells nothing apart", rows=(), stage="judge", check="judge_order", job=a_judge_before_a_run)
-def tells_nothing_apart(_: Path) -> AbstractContextManager[None]:
-    return swap(_here(), "worth", lambda prompt, text: 0.5)
-
-
-def _here() -> Any:
-    from assay.zoo import reward_faults
-
-    return reward_faults
+fault("judge swayed by the order", rows=(), stage="judge", check="judge_position", job=judged_groups)(
+    # What stands first on the page is liked best, whatever else it is.
+    lambda _: swap(own, "liked", lambda place, text: max(0.0, int(text.split()[-1]) / 300 + 0.6 - 0.12 * place)))
+fault("scores left in the order of the page", rows=(), stage="judge", check="judge_agreement", job=judged_groups)(
+    # Shuffled before, and never put back: every score belongs to somebody else.
+    lambda _: swap(llm_judge, "in_own_order", lambda group, rests, order, shown: shown))
+fault("judge that likes silence", rows=(), stage="judge", check="judge_order", job=a_judge_before_a_run)(
+    # The rubric asks for few words, and no words are the fewest.
+    lambda _: swap(own, "worth", lambda prompt, text: 1 / (1 + len(text))))
+fault("judge that tells nothing apart", rows=(), stage="judge", check="judge_order", job=a_judge_before_a_run)(
+    lambda _: swap(own, "worth", lambda prompt, text: 0.5))

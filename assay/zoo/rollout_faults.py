@@ -1,8 +1,7 @@
 """Rollout and policy faults: stale weights, wrong log-probabilities, rewards, advantages, losses and references."""
 
-import contextlib
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +24,7 @@ from assay.seeds import generator
 from assay.testing import tiny_grpo
 from assay.testing.fault_injection import Plant, fault
 from assay.testing.tiny_grpo import GROUP_SIZE, CompletionGroups, PromptIds, TinyGrpo, a_grpo_run
-from assay.testing.tiny_models import nudge, swap, tokenizer_and_stops
+from assay.testing.tiny_models import in_place_of, nudge, swap, together, tokenizer_and_stops
 from assay.verdict import Verdict
 
 # ---------------------------------------------------------------- a job of its own
@@ -46,10 +45,9 @@ def many_groups(folder: Path, plant: Plant) -> list[Verdict]:
 # ---------------------------------------------------------------- the sampler runs other weights
 
 
-@fault("weights rolled back after a load", rows=("R01",), stage="sync", check="identity", job=a_grpo_run())
-def weights_rolled_back(_: Path) -> AbstractContextManager[None]:
-    """The engine slept and woke with the weights that it had at the start, under the new version's name."""
-    return engine_of(copy.deepcopy)
+fault("weights rolled back after a load", rows=("R01",), stage="sync", check="identity", job=a_grpo_run())(
+    # The engine slept and woke with the weights that it had at the start, under the new version's name.
+    lambda _: engine_of(copy.deepcopy))
 
 
 @fault("half-written adapter served", rows=("S1",), stage="sync", check="identity", job=a_grpo_run())
@@ -63,76 +61,49 @@ def half_written(_: Path) -> AbstractContextManager[None]:
     return engine_of(torn)
 
 
-@fault("adapter of step 0 served for ever", rows=("R02",), stage="sync", check="version", job=a_grpo_run())
-@contextlib.contextmanager
-def step_0_for_ever(_: Path) -> Iterator[None]:
-    """The new adapter reaches the engine and not the table that requests are served from."""
-    with engine_of(copy.deepcopy), swap(tiny_grpo, "serve_weights", lambda engine, model, updates: None):
-        yield
-
-
-@fault("rollouts from the base model", rows=("R03",), stage="sync", check="version", job=a_grpo_run())
-@contextlib.contextmanager
-def base_model_asked(_: Path) -> Iterator[None]:
-    """The client asks for the base by its name."""
-    with engine_of(lambda model: nudge(copy.deepcopy(model), 0.01)), swap(
-            tiny_grpo, "serve_weights", lambda engine, model, updates: engine.load(version_name(0, fingerprint(engine.served.source)))):
-        yield
-
-
-@fault("fork served from an empty adapter", rows=("M11",), stage="fork", check="version", job=a_grpo_run())
-@contextlib.contextmanager
-def fork_from_an_empty_adapter(_: Path) -> Iterator[None]:
-    """The fork was copied to its step's folder, the engine serves folder 0000: the right count of updates, other weights."""
-    with engine_of(lambda model: nudge(copy.deepcopy(model), 0.01)), swap(
-            tiny_grpo, "serve_weights", lambda engine, model,
-                                                                          updates: engine.load(version_name(updates,
-                                                                                                            fingerprint(engine.served.source)))):
-        yield
+fault("adapter of step 0 served for ever", rows=("R02",), stage="sync", check="version", job=a_grpo_run())(
+    # The new adapter reaches the engine and not the table that requests are served from.
+    lambda _: together(engine_of(copy.deepcopy), serving(lambda engine, model, updates: None)))
+fault("rollouts from the base model", rows=("R03",), stage="sync", check="version", job=a_grpo_run())(
+    # The client asks for the base by its name.
+    lambda _: together(engine_of(another), serving(
+        lambda engine, model, updates: engine.load(version_name(0, fingerprint(engine.weights.source))))))
+fault("fork served from an empty adapter", rows=("M11",), stage="fork", check="version", job=a_grpo_run())(
+    # The fork was copied to its step's folder, the engine serves folder 0000: the right count of updates, other weights.
+    lambda _: together(engine_of(another), serving(
+        lambda engine, model, updates: engine.load(version_name(updates, fingerprint(engine.weights.source))))))
 
 
 @fault("keys and values of the weights before", rows=("R06", "R07"), stage="sync", check="identity", job=a_grpo_run())
-def stale_cache(_: Path) -> AbstractContextManager[None]:
+@in_place_of(Engine, "load")
+def stale_cache(usual: Any, self: Engine, version: str, **options: Any) -> None:
     """Prefixes are cached by their ids alone: a prompt that comes again is continued from what older weights made of it."""
-    whole = Engine.load
-
-    def load(self: Engine, version: str, **options: Any) -> None:
-        cache = self.slots.cache
-        held, kept = self._holds, [tensor.clone() for tensor in (*cache.keys, *cache.values)]
-        whole(self, version, **options)
-        self._holds = held
-        for now, before in zip((*cache.keys, *cache.values), kept, strict=True):
-            now.copy_(before)
-
-    return swap(Engine, "load", load)
+    cache = self.slots.cache
+    held, kept = self._prefixes, [tensor.clone() for tensor in (*cache.keys, *cache.values)]
+    usual(self, version, **options)
+    self._prefixes = held
+    for now, before in zip((*cache.keys, *cache.values), kept, strict=True):
+        now.copy_(before)
 
 # ---------------------------------------------------------------- log-probabilities of another law
 
 
-@fault("temperature missing in the trainer", rows=("R08",), stage="logprob", check="identity", job=a_grpo_run())
-def temperature_missing(_: Path) -> AbstractContextManager[None]:
-    whole = policy.token_logprobs
-    return swap(policy, "token_logprobs", lambda model, batch, temperature=1.0, **options: whole(model, batch, 1.0, **options))
+fault("temperature missing in the trainer", rows=("R08",), stage="logprob", check="identity", job=a_grpo_run())(
+    in_place_of(policy, "token_logprobs")(lambda usual, model, batch, temperature=1.0, **options: usual(model, batch, 1.0, **options)))
 
 
 @fault("log-probabilities before the temperature", rows=("R09",), stage="logprob", check="identity", job=a_grpo_run())
-def before_the_temperature(_: Path) -> AbstractContextManager[None]:
+@in_place_of(tiny_grpo, "draw_groups")
+def before_the_temperature(usual: Any, engine: Engine, prompts: PromptIds, sampling: Sampling, step: int) -> CompletionGroups:
     """The engine draws at the temperature and returns what it had before."""
-    whole = tiny_grpo.draw_groups
-
-    def draw(engine: Engine, prompts: PromptIds, sampling: Sampling, step: int) -> CompletionGroups:
-        raw = replace(sampling, temperature=1.0)
-        return [[replace(c, logprobs=tuple(completion_logprobs(engine.served.source, [(prompt, c.ids)], raw)[0].tolist())) for c in group]
-                for prompt, group in zip(prompts, whole(engine, prompts, sampling, step), strict=True)]
-
-    return swap(tiny_grpo, "draw_groups", draw)
+    raw = replace(sampling, temperature=1.0)
+    return [[replace(c, logprobs=tuple(completion_logprobs(engine.weights.source, [(prompt, c.ids)], raw)[0].tolist())) for c in group]
+            for prompt, group in zip(prompts, usual(engine, prompts, sampling, step), strict=True)]
 
 
-@fault("top-p renormalised in the sampler alone", rows=("R10",), stage="logprob", check="identity", job=a_grpo_run())
-def renormalised(_: Path) -> AbstractContextManager[None]:
-    whole = tiny_grpo.draw_groups
-    return swap(tiny_grpo, "draw_groups", lambda engine, prompts, sampling,
-                step: whole(engine, prompts, replace(sampling, top_p=0.9), step))
+fault("top-p renormalised in the sampler alone", rows=("R10",), stage="logprob", check="identity", job=a_grpo_run())(
+    in_place_of(tiny_grpo, "draw_groups")(lambda usual, engine, prompts, sampling, step: usual(
+        engine, prompts, replace(sampling, top_p=0.9), step)))
 
 
 @fault("coarser numbers in the sampler", rows=("R11",), stage="logprob", check="identity", job=a_grpo_run())
@@ -149,172 +120,131 @@ def coarser_numbers(_: Path) -> AbstractContextManager[None]:
 
 
 @fault("log-probabilities that depend on the micro-batch", rows=("R23",), stage="logprob", check="on_policy", job=a_grpo_run())
-def micro_batch_dependent(_: Path) -> AbstractContextManager[None]:
-    whole = policy.token_logprobs
-
-    def leaning(model: Transformer, batch: Batch, temperature: float = 1.0, **options: Any) -> Any:
-        logp, entropy = whole(model, batch, temperature, **options)
-        return (logp if len(batch) == tiny_grpo.PROMPTS * GROUP_SIZE else logp + 1e-3), entropy
-
-    return swap(policy, "token_logprobs", leaning)
+@in_place_of(policy, "token_logprobs")
+def micro_batch_dependent(usual: Any, model: Transformer, batch: Batch, temperature: float = 1.0, **options: Any) -> Any:
+    logp, entropy = usual(model, batch, temperature, **options)
+    return (logp if len(batch) == tiny_grpo.PROMPTS * GROUP_SIZE else logp + 1e-3), entropy
 
 # ---------------------------------------------------------------- what is drawn, and what is trained of it
 
 
 @fault("decoded and encoded again", rows=("R12",), stage="tokenise", check="ids", job=a_grpo_run())
-def encoded_again(_: Path) -> AbstractContextManager[None]:
-    def sequence_ids(prompt: Sequence[int], completion: Completion) -> list[int]:
-        tokenizer, _ = tokenizer_and_stops()
-        again = tokenizer.encode(tokenizer.decode(list(completion.ids)))[:tiny_grpo.CAP]
-        return [*prompt, *(again or [0])]
-
-    return swap(tiny_grpo, "sequence_ids", sequence_ids)
+@in_place_of(tiny_grpo, "sequence_ids")
+def encoded_again(_: Any, prompt: Sequence[int], completion: Completion) -> list[int]:
+    tokenizer, _ = tokenizer_and_stops()
+    again = tokenizer.encode(tokenizer.decode(list(completion.ids)))[:tiny_grpo.CAP]
+    return [*prompt, *(again or [0])]
 
 
 @fault("stop token cut off", rows=("R12",), stage="tokenise", check="ids", job=a_grpo_run())
-def stop_token_cut_off(_: Path) -> AbstractContextManager[None]:
+@in_place_of(tiny_grpo, "draw_groups")
+def stop_token_cut_off(usual: Any, *parts: Any) -> CompletionGroups:
     """The engine strips what ended a text, so that ending is never rewarded."""
-    whole = tiny_grpo.draw_groups
-
-    def draw(*parts: Any) -> CompletionGroups:
-        return [[replace(c, ids=c.ids[:-1], logprobs=c.logprobs[:-1]) if c.ended == "stop" and len(c.ids) > 1 else c for c in group]
-                for group in whole(*parts)]
-
-    return swap(tiny_grpo, "draw_groups", draw)
+    return [[replace(c, ids=c.ids[:-1], logprobs=c.logprobs[:-1]) if c.ended == "stop" and len(c.ids) > 1 else c for c in group]
+            for group in usual(*parts)]
 
 
 @fault("one seed for all siblings", rows=("R13",), stage="rollout", check="independence", job=a_grpo_run())
-def one_seed_for_all(_: Path) -> AbstractContextManager[None]:
+@in_place_of(tiny_grpo, "draw_groups")
+def one_seed_for_all(_: Any, engine: Engine, prompts: PromptIds, sampling: Sampling, step: int) -> CompletionGroups:
     """Every rank starts its sampler at the same seed, and a group is spread over the ranks."""
-    def draw(engine: Engine, prompts: PromptIds, sampling: Sampling, step: int) -> CompletionGroups:
-        tickets = {engine.submit(GenerationRequest(tuple(p), sampling, (step, number))): (number, place)
-                   for number, p in enumerate(prompts) for place in range(GROUP_SIZE)}
-        ended = {tickets[progress.ticket]: progress.completion for progress in engine.drain()}
-        return [[c for place in range(GROUP_SIZE) if (c := ended[number, place]) is not None] for number in range(len(prompts))]
-
-    return swap(tiny_grpo, "draw_groups", draw)
+    tickets = {engine.submit(GenerationRequest(tuple(p), sampling, (step, number))): (number, place)
+               for number, p in enumerate(prompts) for place in range(GROUP_SIZE)}
+    ended = {tickets[progress.ticket]: progress.completion for progress in engine.drain()}
+    return [[c for place in range(GROUP_SIZE) if (c := ended[number, place]) is not None] for number in range(len(prompts))]
 
 
-@fault("seed that never reaches the sampler", rows=("R14",), stage="rollout", check="seeds", job=a_grpo_run())
-def seed_never_reaches(_: Path) -> AbstractContextManager[None]:
-    whole = tiny_grpo.draw_groups
-    return swap(tiny_grpo, "draw_groups", lambda engine, prompts, sampling, step: whole(engine, prompts, replace(sampling, seed=0), step))
+fault("seed that never reaches the sampler", rows=("R14",), stage="rollout", check="seeds", job=a_grpo_run())(
+    in_place_of(tiny_grpo, "draw_groups")(lambda usual, engine, prompts, sampling, step: usual(
+        engine, prompts, replace(sampling, seed=0), step)))
 
 # ---------------------------------------------------------------- rewards that teach nothing, advantages that teach something else
 
 
-@fault("rewards that differ between groups only", rows=("R15",), stage="advantage", check="signal", job=many_groups)
-def differ_between_groups_only(_: Path) -> AbstractContextManager[None]:
-    """The batch's deviation is healthy, the groups' is 0."""
-    return swap(tiny_grpo, "score_groups", lambda groups: [[number / len(groups)] * len(group) for number, group in enumerate(groups)])
-
-
-@fault("drift without a reward", rows=("R16",), stage="KL", check="signal", job=many_groups)
-def drift_without_a_reward(_: Path) -> AbstractContextManager[None]:
-    """Nothing is ever right, and the KL term goes on."""
-    return swap(tiny_grpo, "score_groups", lambda groups: [[0.0] * len(group) for group in groups])
+fault("rewards that differ between groups only", rows=("R15",), stage="advantage", check="signal", job=many_groups)(
+    # The batch's deviation is healthy, the groups' is 0.
+    lambda _: swap(tiny_grpo, "score_groups", lambda groups: [[number / len(groups)] * len(group) for number, group in enumerate(groups)]))
+fault("drift without a reward", rows=("R16",), stage="KL", check="signal", job=many_groups)(
+    # Nothing is ever right, and the KL term goes on.
+    lambda _: swap(tiny_grpo, "score_groups", lambda groups: [[0.0] * len(group) for group in groups]))
 
 
 @fault("loss that reaches no weight", rows=("O10",), stage="loss", check="signal", job=a_grpo_run(TinyGrpo(steps=3)))
-def reaches_no_weight(_: Path) -> AbstractContextManager[None]:
+@in_place_of(policy, "policy_gradient")
+def reaches_no_weight(usual: Any, asked: policy.Surrogate) -> Objective:
     """The adapted layers are not those that the loss runs through: its value stands, its gradient is 0."""
-    whole = policy.policy_gradient
-
-    def detached(asked: policy.Surrogate) -> Objective:
-        def objective(model: Transformer, batch: Batch) -> Loss:
-            loss = whole(asked)(model, batch)
-            return loss._replace(total=loss.total.detach() + 0 * model.norm.weight.sum())  # type: ignore[operator]
-        return objective
-
-    return swap(policy, "policy_gradient", detached)
+    def objective(model: Transformer, batch: Batch) -> Loss:
+        loss = usual(asked)(model, batch)
+        return loss._replace(total=loss.total.detach() + 0 * model.norm.weight.sum())  # type: ignore[operator]
+    return objective
 
 
 @fault("masked completions in the divisor", rows=("R17",), stage="loss", check="policy_loss",
        job=a_grpo_run(TinyGrpo(normalise="constant")))
-def masked_in_the_divisor(_: Path) -> AbstractContextManager[None]:
-    whole = tiny_grpo.weigh_tokens
-
-    def count(lengths: Sequence[int], counted: Sequence[bool], how: Any) -> Counting:
-        return replace(whole(lengths, counted, how), divisor=whole(lengths, [True] * len(lengths), how).divisor)
-
-    return swap(tiny_grpo, "weigh_tokens", count)
+@in_place_of(tiny_grpo, "weigh_tokens")
+def masked_in_the_divisor(usual: Any, lengths: Sequence[int], counted: Sequence[bool], how: Any) -> Counting:
+    return replace(usual(lengths, counted, how), divisor=usual(lengths, [True] * len(lengths), how).divisor)
 
 
-@fault("masked tokens in the divisor", rows=("R17",), stage="loss", check="policy_loss", job=a_grpo_run())
-def masked_tokens_in_the_divisor(_: Path) -> AbstractContextManager[None]:
-    whole = tiny_grpo.weigh_tokens
-    return swap(tiny_grpo, "weigh_tokens", lambda lengths, counted, how: replace(whole(lengths, counted, how), divisor=float(sum(lengths))))
-
-
-@fault("truncation mask on everything", rows=("W05",), stage="advantage", check="counted", job=a_grpo_run(TinyGrpo(mask_truncated=True)))
-def mask_on_everything(_: Path) -> AbstractContextManager[None]:
-    """The option that leaves out what was cut leaves out what was not, too."""
-    return swap(advantage, "untruncated", lambda ended: [False] * len(ended))
+fault("masked tokens in the divisor", rows=("R17",), stage="loss", check="policy_loss", job=a_grpo_run())(
+    in_place_of(tiny_grpo, "weigh_tokens")(lambda usual, lengths, *rest: replace(usual(lengths, *rest), divisor=float(sum(lengths)))))
+fault("truncation mask on everything", rows=("W05",), stage="advantage", check="counted", job=a_grpo_run(TinyGrpo(mask_truncated=True)))(
+    # The option that leaves out what was cut leaves out what was not, too.
+    lambda _: swap(advantage, "untruncated", lambda ended: [False] * len(ended)))
 
 
 @fault("baseline of the whole batch", rows=("R18",), stage="advantage", check="advantages", job=a_grpo_run())
-def baseline_of_the_batch(_: Path) -> AbstractContextManager[None]:
-    whole = advantage.group_advantages
-
-    def flat(rewards: list[list[RewardValue]], **options: Any) -> Advantages:
-        found = whole([[r for group in rewards for r in group]], **options)
-        shape = len(rewards), len(rewards[0])
-        return replace(whole(rewards, **options), values_PG=found.values_PG.reshape(shape), known_PG=found.known_PG.reshape(shape))
-
-    return swap(advantage, "group_advantages", flat)
+@in_place_of(advantage, "group_advantages")
+def baseline_of_the_batch(usual: Any, rewards: list[list[RewardValue]], **options: Any) -> Advantages:
+    found = usual([[r for group in rewards for r in group]], **options)
+    shape = len(rewards), len(rewards[0])
+    return replace(usual(rewards, **options), values_PG=found.values_PG.reshape(shape), known_PG=found.known_PG.reshape(shape))
 
 
 @fault("baseline of the first rollout", rows=("R18",), stage="advantage", check="advantages", job=a_grpo_run())
-def baseline_of_the_first(_: Path) -> AbstractContextManager[None]:
-    whole = advantage.group_advantages
-
-    def first(rewards: list[list[RewardValue]], **options: Any) -> Advantages:
-        found = whole(rewards, **options)
-        return replace(found, values_PG=found.values_PG - found.values_PG[:, :1])
-
-    return swap(advantage, "group_advantages", first)
+@in_place_of(advantage, "group_advantages")
+def baseline_of_the_first(usual: Any, rewards: list[list[RewardValue]], **options: Any) -> Advantages:
+    found = usual(rewards, **options)
+    return replace(found, values_PG=found.values_PG - found.values_PG[:, :1])
 
 
-@fault("unknown reward counted as 0", rows=("R19",), stage="advantage", check="advantages", job=a_grpo_run())
-def unknown_counted_as_0(_: Path) -> AbstractContextManager[None]:
-    """A completion that could not be scored stays in its group's mean."""
-    whole = advantage.group_advantages
-    return swap(advantage, "group_advantages", lambda rewards: whole([[reward or 0.0 for reward in group] for group in rewards]))
+fault("unknown reward counted as 0", rows=("R19",), stage="advantage", check="advantages", job=a_grpo_run())(
+    # A completion that could not be scored stays in its group's mean.
+    in_place_of(advantage, "group_advantages")(lambda usual, rewards: usual([[reward or 0.0 for reward in group] for group in rewards])))
 
 # ---------------------------------------------------------------- the loss and the reference
 
 
-@fault("KL with its sign turned", rows=("R20",), stage="KL", check="directions", job=a_grpo_run())
-def kl_turned(_: Path) -> AbstractContextManager[None]:
-    return swap(policy, "DIVERGENCES", {name: lambda d, k=k: -k(d) for name, k in policy.DIVERGENCES.items()})
-
-
-@fault("KL weight not handed on", rows=("R21",), stage="KL", check="policy_loss", job=a_grpo_run())
-def weight_not_handed_on(_: Path) -> AbstractContextManager[None]:
-    return swap(tiny_grpo, "make_objective", lambda asked: policy.policy_gradient(replace(asked, kl="none", kl_weight=0.0)))
-
-
-@fault("normalised by sequence, asked by token", rows=("R24",), stage="loss", check="policy_loss", job=a_grpo_run())
-def normalised_otherwise(_: Path) -> AbstractContextManager[None]:
-    whole = tiny_grpo.weigh_tokens
-    return swap(tiny_grpo, "weigh_tokens", lambda lengths, counted, how: whole(lengths, counted, "sequence"))
+fault("KL with its sign turned", rows=("R20",), stage="KL", check="directions", job=a_grpo_run())(
+    lambda _: swap(policy, "DIVERGENCES", {name: lambda d, k=k: -k(d) for name, k in policy.DIVERGENCES.items()}))
+fault("KL weight not handed on", rows=("R21",), stage="KL", check="policy_loss", job=a_grpo_run())(
+    lambda _: swap(tiny_grpo, "make_objective", lambda asked: policy.policy_gradient(replace(asked, kl="none", kl_weight=0.0))))
+fault("normalised by sequence, asked by token", rows=("R24",), stage="loss", check="policy_loss", job=a_grpo_run())(
+    in_place_of(tiny_grpo, "weigh_tokens")(lambda usual, lengths, counted, how: usual(lengths, counted, "sequence")))
 
 
 @fault("reference that is not the fork", rows=("R22",), stage="KL", check="reference", job=a_grpo_run())
-def reference_is_the_base(_: Path) -> AbstractContextManager[None]:
+@in_place_of(tiny_grpo, "make_reference")
+def reference_is_the_base(_: Any, model: Transformer) -> tuple[Transformer, str]:
     """The base without the adapter that was forked, recorded as what it is."""
-    def base(model: Transformer) -> tuple[Transformer, str]:
-        reference = nudge(copy.deepcopy(model), 0.01).requires_grad_(False)
-        return reference, fingerprint(reference)
-
-    return swap(tiny_grpo, "make_reference", base)
+    reference = nudge(copy.deepcopy(model), 0.01).requires_grad_(False)
+    return reference, fingerprint(reference)
 
 
-@fault("reference that is the policy itself", rows=("R23",), stage="KL", check="reference", job=a_grpo_run())
-def reference_is_the_policy(_: Path) -> AbstractContextManager[None]:
-    return swap(tiny_grpo, "make_reference", lambda model: (model, fingerprint(model)))
+fault("reference that is the policy itself", rows=("R23",), stage="KL", check="reference", job=a_grpo_run())(
+    lambda _: swap(tiny_grpo, "make_reference", lambda model: (model, fingerprint(model))))
 
 # ----------------------------------------------------------------
+
+
+def another(model: Transformer) -> Transformer:
+    """Weights a little off the policy's."""
+    return nudge(copy.deepcopy(model), 0.01)
+
+
+def serving(other: Callable[[Engine, Transformer, int], None]) -> AbstractContextManager[None]:
+    """New weights reach the engine in another way."""
+    return swap(tiny_grpo, "serve_weights", other)
 
 
 def engine_of(other: Callable[[Transformer], Transformer]) -> AbstractContextManager[None]:

@@ -30,7 +30,7 @@ from assay.store.checkpoint import Contents
 from assay.store.ledger import Ledger
 from assay.testing import tiny_training
 from assay.testing.fault_injection import Plant, fault
-from assay.testing.tiny_models import copy_folder, save_model, swap, tiny_model
+from assay.testing.tiny_models import copy_folder, in_place_of, save_model, swap, tiny_model
 from assay.testing.tiny_training import make_corpus, tiny_corpus, tiny_documents
 from assay.verdict import Outcome, Verdict
 
@@ -104,16 +104,12 @@ def ledger_verdicts(folder: Path) -> list[Verdict]:
 # ---------------------------------------------------------------- the place in the data
 
 
-@fault("place in the data lost", rows=("C15",), stage="resume", check="consumed", job=a_resumed_run)
-def place_lost(_: Path) -> AbstractContextManager[None]:
-    """The loader's position is not in the checkpoint: the text is read from its beginning again."""
-    return resuming_with(lambda order, step: order.batch(step - _FIRST))
-
-
-@fault("order of the first epoch again", rows=("C16",), stage="resume", check="consumed", job=a_resumed_run)
-def first_epoch_again(_: Path) -> AbstractContextManager[None]:
-    """Batches are skipped up to the place, but in a sampler that believes it is in its first epoch."""
-    return resuming_with(lambda order, step: order.batch(step % (order.windows // order.rows)))
+fault("place in the data lost", rows=("C15",), stage="resume", check="consumed", job=a_resumed_run)(
+    # The loader's position is not in the checkpoint: the text is read from its beginning again.
+    lambda _: resuming_with(lambda order, step: order.batch(step - _FIRST)))
+fault("order of the first epoch again", rows=("C16",), stage="resume", check="consumed", job=a_resumed_run)(
+    # Batches are skipped up to the place, but in a sampler that believes it is in its first epoch.
+    lambda _: resuming_with(lambda order, step: order.batch(step % (order.windows // order.rows))))
 
 
 @fault("rows of the shuffle buffer lost", rows=("C17",), stage="resume", check="consumed", job=a_resumed_run)
@@ -128,10 +124,9 @@ def buffer_lost(_: Path) -> AbstractContextManager[None]:
     return resuming_with(later)
 
 
-@fault("another batch written down than was read", rows=("C15",), stage="resume", check="data ledger", job=a_resumed_run)
-def another_batch_written_down(_: Path) -> AbstractContextManager[None]:
-    """The loader is a batch ahead of the loop, and its log names what it has fetched."""
-    return swap(training, "ids_digest", lambda ids: ids_digest(tuple((window + 1,) for (window,) in ids)))
+fault("another batch written down than was read", rows=("C15",), stage="resume", check="data ledger", job=a_resumed_run)(
+    # The loader is a batch ahead of the loop, and its log names what it has fetched.
+    lambda _: swap(training, "ids_digest", lambda ids: ids_digest(tuple((window + 1,) for (window,) in ids))))
 
 
 def resuming_with(batch: Callable[[Order, int], Batch]) -> AbstractContextManager[None]:
@@ -140,22 +135,17 @@ def resuming_with(batch: Callable[[Order, int], Batch]) -> AbstractContextManage
 # ---------------------------------------------------------------- what is loaded
 
 
-@fault("cold moments", rows=("C18",), stage="resume", check="resumed", job=a_resumed_run)
-def cold_moments(_: Path) -> AbstractContextManager[None]:
-    """There is no optimizer yet when its state is loaded."""
-    return swap(training, "load_state_tensors", lambda *_: None)
+fault("cold moments", rows=("C18",), stage="resume", check="resumed", job=a_resumed_run)(
+    # There is no optimizer yet when its state is loaded.
+    lambda _: swap(training, "load_state_tensors", lambda *_: None))
 
 
 @fault("going on from the average", rows=("C19",), stage="resume", check="resumed", job=a_resumed_run)
-def going_on_from_the_average(_: Path) -> AbstractContextManager[None]:
+@in_place_of(forms, "open_artifact")
+def going_on_from_the_average(usual: Any, path: Path) -> Any:
     """What is loaded as the model is another set of weights than training left."""
-    whole = forms.open_artifact
-
-    def averaged(path: Path) -> Any:
-        saved = whole(path)
-        return replace(saved, tensors={name: tensor * 0.999 for name, tensor in saved.tensors.items()})
-
-    return swap(forms, "open_artifact", averaged)
+    saved = usual(path)
+    return replace(saved, tensors={name: tensor * 0.999 for name, tensor in saved.tensors.items()})
 
 
 @fault("another held-out set", rows=("D20",), stage="eval", check="same data", job=a_resumed_run)
@@ -169,14 +159,10 @@ def another_held_out_set(folder: Path) -> Iterator[None]:
 # ---------------------------------------------------------------- which weights were scored
 
 
-@fault("average scored, raw weights saved for it", rows=("C19",), stage="save", check="score", job=a_scored_run)
-def raw_saved_for_the_average(_: Path) -> AbstractContextManager[None]:
-    return swap(Ema, "tensors", lambda average: {EMA_PREFIX + name: parameter.detach() for name, parameter in average._live.items()})
-
-
-@fault("raw weights scored for the average", rows=("C19",), stage="eval", check="score", job=a_scored_run)
-def raw_scored_for_the_average(_: Path) -> AbstractContextManager[None]:
-    return swap(Ema, "swapped", lambda average: contextlib.nullcontext())
+fault("average scored, raw weights saved for it", rows=("C19",), stage="save", check="score", job=a_scored_run)(
+    lambda _: swap(Ema, "tensors", lambda average: {EMA_PREFIX + name: parameter.detach() for name, parameter in average._live.items()}))
+fault("raw weights scored for the average", rows=("C19",), stage="eval", check="score", job=a_scored_run)(
+    lambda _: swap(Ema, "swapped", lambda average: contextlib.nullcontext()))
 
 
 SFT_STEPS = 5
@@ -234,51 +220,38 @@ def a_planned_adapter(folder: Path, plant: Plant) -> list[Verdict]:
 
 
 @fault("planned layers left without an adapter", rows=("O11",), stage="LoRA", check="adapted", job=a_planned_adapter)
-def layers_left_out(_: Path) -> AbstractContextManager[None]:
+@in_place_of(lora, "fresh")
+def layers_left_out(_: Any, config: ModelConfig, planned: list[LoraSite], *given: Any) -> Any:
     """The list of layers is printed, and a container that the matcher does not look into stays frozen."""
-    def without_mlp(config: ModelConfig, planned: list[LoraSite], *given: Any) -> Any:
-        return fresh(config, [site for site in planned if ".mlp." not in site.foreign], *given)
-
-    return swap(lora, "fresh", without_mlp)
+    return fresh(config, [site for site in planned if ".mlp." not in site.foreign], *given)
 
 
 @fault("adapter cut from the gradient", rows=("O06", "O05"), stage="LoRA", check="gradients", job=an_adapter_in_training)
-def cut_from_the_gradient(_: Path) -> AbstractContextManager[None]:
+@in_place_of(LoraLinear, "forward")
+def cut_from_the_gradient(usual: Any, layer: LoraLinear, x: torch.Tensor) -> torch.Tensor:
     """What the hook adds is not replayed in the backward pass: the adapter counts, and never learns."""
-    whole = LoraLinear.forward
-
-    def forward(layer: LoraLinear, x: torch.Tensor) -> torch.Tensor:
-        out = whole(layer, x)
-        return out if layer.base.weight.shape[0] > layer.base.weight.shape[1] else layer.base(x) + (out - layer.base(x)).detach()
-
-    return swap(LoraLinear, "forward", forward)
+    out = usual(layer, x)
+    return out if layer.base.weight.shape[0] > layer.base.weight.shape[1] else layer.base(x) + (out - layer.base(x)).detach()
 
 
 @fault("a save that saves what was before", rows=("C06", "S2"), stage="save", check="score", job=a_saved_adapter_run)
-@contextlib.contextmanager
-def a_save_that_does_nothing(_: Path) -> Iterator[None]:
+def a_save_that_does_nothing(folder: Path) -> AbstractContextManager[None]:
     """`save` returns, a folder is there, and it holds the adapter of the first save."""
-    whole = Adapter.contents
     kept: list[Contents] = []
 
-    def first_again(form: Adapter, *given: Any) -> Contents:
-        now = whole(form, *given)
+    def first_again(usual: Any, form: Adapter, *given: Any) -> Contents:
+        now = usual(form, *given)
         kept.append(replace(now, weights={name: tensor.clone() for name, tensor in now.weights.items()}))
         return replace(now, weights=kept[min(1, len(kept) - 1)].weights)
 
-    with swap(forms.Adapter, "contents", first_again):
-        yield
+    return in_place_of(forms.Adapter, "contents")(first_again)(folder)
 
 
 @fault("alpha taken for the scale", rows=("C09",), stage="save", check="score", job=a_saved_adapter_run)
-def alpha_taken_for_the_scale(_: Path) -> AbstractContextManager[None]:
+@in_place_of(forms, "adapter_contents")
+def alpha_taken_for_the_scale(usual: Any, *given: Any, **options: Any) -> Contents:
     """Alpha means two things: the file says the scale, and whoever reads it divides by the rank again."""
-    whole = forms.adapter_contents
-
-    def scaled(*given: Any, **options: Any) -> Contents:
-        found = whole(*given, **options)
-        fields = json.loads(found.files["adapter_config.json"])
-        config = json.dumps(fields | {"lora_alpha": fields["lora_alpha"] / fields["r"]}).encode()
-        return replace(found, files={**found.files, "adapter_config.json": config})
-
-    return swap(forms, "adapter_contents", scaled)
+    found = usual(*given, **options)
+    fields = json.loads(found.files["adapter_config.json"])
+    config = json.dumps(fields | {"lora_alpha": fields["lora_alpha"] / fields["r"]}).encode()
+    return replace(found, files={**found.files, "adapter_config.json": config})

@@ -4,7 +4,6 @@ import copy
 import functools
 import sys
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from assay.testing.tiny_models import (
     edit_json,
     examine_folder,
     forget_manifest,
+    in_place_of,
     live_patch,
     nudge,
     on_disk,
@@ -114,51 +114,40 @@ def an_adapted_talker(folder: Path, plant: Plant) -> list[Verdict]:
 
 
 @fault("head scrambled on the way to the disk", rows=("S1",), stage="save", check="health", job=a_trained_talker)
-def head_scrambled_on_the_way_to_the_disk(_: Path) -> AbstractContextManager[None]:
+@in_place_of(saving, "to_foreign")
+def head_scrambled_on_the_way_to_the_disk(usual: Any, layout: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The rows of the head in another order: every logit is somebody else's."""
-    whole = saving.to_foreign
-
-    def scrambled(layout: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        found = dict(whole(layout, weights))
-        order = torch.randperm(len(found["lm_head.weight"]), generator=generator(0, "scrambled"))
-        return found | {"lm_head.weight": found["lm_head.weight"][order].contiguous()}
-
-    return swap(saving, "to_foreign", scrambled)
+    found = dict(usual(layout, weights))
+    order = torch.randperm(len(found["lm_head.weight"]), generator=generator(0, "scrambled"))
+    return found | {"lm_head.weight": found["lm_head.weight"][order].contiguous()}
 
 
-@fault("garbled by training", rows=("S1",), stage="optimizer", check="health", job=a_trained_talker)
-def garbled_by_training(_: Path) -> AbstractContextManager[None]:
-    """Steps far too large. What is saved is what was trained, so that nothing but its speech shows it."""
-    return swap(own, "trained", lambda model: nudge(model, 1.0))
+fault("garbled by training", rows=("S1",), stage="optimizer", check="health", job=a_trained_talker)(
+    # Steps far too large. What is saved is what was trained, so that nothing but its speech shows it.
+    lambda _: swap(own, "train_further", lambda model: nudge(model, 1.0)))
 
 
 @fault("looped by training", rows=("S1",), stage="reward", check="health", job=a_trained_talker)
-def looped_by_training(_: Path) -> AbstractContextManager[None]:
+@in_place_of(own, "train_further")
+def looped_by_training(_: Any, model: Transformer) -> Transformer:
     """Each word leads to itself: what a reward for length leads to."""
-    def looped(model: Transformer) -> Transformer:
-        assert model.head is not None
-        with torch.no_grad():
-            for id in (spoken_tokenizer()[0].encode(f" {word}")[0] for word in TINY_WORDS):
-                model.head.weight[id] += 2 * SURE * model.embed.weight[id] / LOUD_EMBEDDING / model.config.width**0.5
-        return model
-
-    return swap(own, "trained", looped)
+    assert model.head is not None
+    with torch.no_grad():
+        for id in (spoken_tokenizer()[0].encode(f" {word}")[0] for word in TINY_WORDS):
+            model.head.weight[id] += 2 * SURE * model.embed.weight[id] / LOUD_EMBEDDING / model.config.width**0.5
+    return model
 
 
 @fault("words shuffled by training", rows=("S1",), stage="optimizer", check="health", job=a_trained_talker)
-def words_shuffled_by_training(_: Path) -> AbstractContextManager[None]:
+@in_place_of(own, "train_further")
+def words_shuffled_by_training(_: Any, model: Transformer) -> Transformer:
     """Real words in no order, which only its parent's likelihood can tell."""
-    def shuffled(model: Transformer) -> Transformer:
-        spoken = [spoken_tokenizer()[0].encode(f" {word}")[0] for word in TINY_WORDS]
-        order = torch.randperm(len(spoken), generator=generator(1, "shuffled"))
-        with torch.no_grad():
-            model.embed.weight[spoken] = model.embed.weight[[spoken[i] for i in order]]
-        return model
-
-    return swap(own, "trained", shuffled)
+    spoken = [spoken_tokenizer()[0].encode(f" {word}")[0] for word in TINY_WORDS]
+    order = torch.randperm(len(spoken), generator=generator(1, "shuffled"))
+    with torch.no_grad():
+        model.embed.weight[spoken] = model.embed.weight[[spoken[i] for i in order]]
+    return model
 
 
-@fault("adapter served at another scale", rows=("S1", "M06"), stage="export", check="health", job=an_adapted_talker)
-@on_disk
-def adapter_served_at_another_scale(folder: Path) -> None:
-    edit_json(folder / "adapter_config.json", lambda fields: fields | {"lora_alpha": 10_000 * fields["lora_alpha"]})
+fault("adapter served at another scale", rows=("S1", "M06"), stage="export", check="health", job=an_adapted_talker)(
+    on_disk(lambda folder: edit_json(folder / "adapter_config.json", lambda fields: fields | {"lora_alpha": 1e4 * fields["lora_alpha"]})))

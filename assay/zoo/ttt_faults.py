@@ -1,7 +1,6 @@
 """Test-time training faults: learned before scored, targets in sight, patches never reset, fine on one seed only."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from assay.model.patch import Patch
 from assay.model.transformer import Transformer
 from assay.statistics.seed_stability import stability
 from assay.testing.fault_injection import Plant, fault
-from assay.testing.tiny_models import swap, tiny_model, tokenizer_and_stops
+from assay.testing.tiny_models import in_place_of, swap, tiny_model, tokenizer_and_stops
 from assay.verdict import Verdict
 
 TTT_SETTINGS = TttSettings(chunk=24, context=72, steps=1, lr=1e-2)
@@ -120,102 +119,69 @@ def weight_bytes(model: Transformer) -> dict[str, str]:
 
 
 @fault("learned before it was scored", rows=(), stage="ttt", check="causality", job=a_causality_preflight)
-def learned_first(_: Path) -> AbstractContextManager[None]:
+@in_place_of(ttt_loop, "score_chunks")
+def learned_first(usual: Any, model: Transformer, window: Batch, adam: SlotAdam | None, learning: Sequence[bool]) -> Tensor:
     """The step on a chunk comes before its score: bits per byte fall wonderfully."""
-    whole = ttt_loop.score_chunks
-
-    def too_early(model: Transformer, window: Batch, adam: SlotAdam | None, learning: Sequence[bool]) -> Tensor:
-        if adam is not None:
-            ttt_loop.learn_from_chunks(model, window, whole(model, window, adam, [True]), adam, learning)
-        return whole(model, window, adam, learning)
-
-    return swap(ttt_loop, "score_chunks", too_early)
+    if adam is not None:
+        ttt_loop.learn_from_chunks(model, window, usual(model, window, adam, [True]), adam, learning)
+    return usual(model, window, adam, learning)
 
 
 @fault("sum over the batch in place of the document's own", rows=(), stage="ttt", check="causality", job=a_causality_preflight)
-def shared_step(_: Path) -> AbstractContextManager[None]:
+@in_place_of(SlotAdam, "step")
+def shared_step(usual: Any, adam: SlotAdam, gradient: Tensor, learning: Sequence[bool]) -> None:
     """All documents that are read side by side take one step, so that each has seen the others'."""
-    whole = SlotAdam.step
-
-    def shared(adam: SlotAdam, gradient: Tensor, learning: Sequence[bool]) -> None:
-        whole(adam, gradient.mean(0, keepdim=True).expand_as(gradient), learning)
-
-    return swap(SlotAdam, "step", shared)
+    usual(adam, gradient.mean(0, keepdim=True).expand_as(gradient), learning)
 
 
 @fault("target within sight", rows=(), stage="ttt", check="sight", job=a_causality_preflight)
-def target_in_sight(_: Path) -> AbstractContextManager[None]:
+@in_place_of(Transformer, "hidden")
+def target_in_sight(usual: Any, model: Transformer, tokens: Tensor, **given: Any) -> Tensor:
     """The token that is to be predicted shines through the state that predicts it."""
-    hidden = Transformer.hidden
-
-    def peeking(model: Transformer, tokens: Tensor, **given: Any) -> Tensor:
-        return hidden(model, tokens, **given) + 0.1 * model.embed.weight[tokens.roll(-1, 1)]
-
-    return swap(Transformer, "hidden", peeking)
+    return usual(model, tokens, **given) + 0.1 * model.embed.weight[tokens.roll(-1, 1)]
 
 
-@fault("patch not reset between documents", rows=(), stage="ttt", check="order", job=a_reading)
-def not_reset(_: Path) -> AbstractContextManager[None]:
-    return swap(BatchedAdapters, "begin", lambda adapters, slot, warm: None)
+fault("patch not reset between documents", rows=(), stage="ttt", check="order", job=a_reading)(
+    lambda _: swap(BatchedAdapters, "begin", lambda adapters, slot, warm: None))
 
 
 @fault("scores of a patch that was stepped meanwhile", rows=(), stage="ttt", check="order", job=a_reading)
-def stepped_meanwhile(_: Path) -> AbstractContextManager[None]:
+@in_place_of(ttt_loop, "score_chunks")
+def stepped_meanwhile(usual: Any, model: Transformer, window: Batch, adam: SlotAdam | None, learning: Sequence[bool]) -> Tensor:
     """Another pass steps on the state between the update that is on record and the score that follows it."""
-    whole = ttt_loop.score_chunks
-
-    def meddling(model: Transformer, window: Batch, adam: SlotAdam | None, learning: Sequence[bool]) -> Tensor:
-        if adam is not None:
-            with torch.no_grad():
-                adam.adapters.state_BN.mul_(1.001)
-        return whole(model, window, adam, learning)
-
-    return swap(ttt_loop, "score_chunks", meddling)
+    if adam is not None:
+        with torch.no_grad():
+            adam.adapters.state_BN.mul_(1.001)
+    return usual(model, window, adam, learning)
 
 
 @fault("patch merged into the base", rows=(), stage="ttt", check="base", job=a_reading)
-def merged_into_base(_: Path) -> AbstractContextManager[None]:
+@in_place_of(ttt_loop, "learn_from_chunks")
+def merged_into_base(usual: Any, model: Transformer, *rest: Any) -> None:
     """What a document taught stays in the model."""
-    whole = ttt_loop.learn_from_chunks
-
-    def staying(model: Transformer, *rest: Any) -> None:
-        whole(model, *rest)
-        with torch.no_grad():
-            model.get_parameter("blocks.0.attn.out.base.weight").add_(1e-4)
-
-    return swap(ttt_loop, "learn_from_chunks", staying)
+    usual(model, *rest)
+    with torch.no_grad():
+        model.get_parameter("blocks.0.attn.out.base.weight").add_(1e-4)
 
 
 @fault("a step too large for its documents", rows=("S6",), stage="ttt", check="regressions", job=a_reading)
-def step_too_large(_: Path) -> AbstractContextManager[None]:
-    whole = SlotAdam.step
-
-    def large(adam: SlotAdam, gradient: Tensor, learning: Sequence[bool]) -> None:
-        adam.how = replace(TTT_SETTINGS, lr=1.0)
-        whole(adam, gradient, learning)
-
-    return swap(SlotAdam, "step", large)
+@in_place_of(SlotAdam, "step")
+def step_too_large(usual: Any, adam: SlotAdam, gradient: Tensor, learning: Sequence[bool]) -> None:
+    adam.settings = replace(TTT_SETTINGS, lr=1.0)
+    usual(adam, gradient, learning)
 
 
 @fault("warm-started factors run away", rows=("S6",), stage="ttt", check="drift", job=a_warm_reading)
-def run_away(_: Path) -> AbstractContextManager[None]:
+@in_place_of(SlotAdam, "step")
+def run_away(usual: Any, adam: SlotAdam, gradient: Tensor, learning: Sequence[bool]) -> None:
     """Weight decay has the wrong sign, and what is kept grows from document to document."""
-    whole = SlotAdam.step
-
-    def growing(adam: SlotAdam, gradient: Tensor, learning: Sequence[bool]) -> None:
-        adam.how = replace(adam.how, weight_decay=-20.0)
-        whole(adam, gradient, learning)
-
-    return swap(SlotAdam, "step", growing)
+    adam.settings = replace(adam.settings, weight_decay=-20.0)
+    usual(adam, gradient, learning)
 
 
 @fault("two seeds of three collapse while reading", rows=("S6",), stage="ttt", check="seeds", job=three_warm_seeds)
-def seeds_collapse(_: Path) -> AbstractContextManager[None]:
+@in_place_of(SlotAdam, "step")
+def seeds_collapse(usual: Any, adam: SlotAdam, gradient: Tensor, learning: Sequence[bool]) -> None:
     """From some first factors a kernel's sums overflow, and come out with the other sign."""
-    whole = SlotAdam.step
-
-    def overflowing(adam: SlotAdam, gradient: Tensor, learning: Sequence[bool]) -> None:
-        overflows = bool(adam.adapters.first_N[adam.adapters.right_N][PLACE] > 0)  # a matter of the seed
-        whole(adam, -gradient if overflows else gradient, learning)
-
-    return swap(SlotAdam, "step", overflowing)
+    overflows = bool(adam.adapters.first_N[adam.adapters.right_N][PLACE] > 0)  # a matter of the seed
+    usual(adam, -gradient if overflows else gradient, learning)

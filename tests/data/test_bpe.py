@@ -17,8 +17,8 @@ from tests.data.conftest import write_jsonl
 
 
 def test_training_again_in_a_fresh_process_gives_the_same_bytes(jsonl: Path, tokenizer: Path, tmp_path: Path) -> None:
-    code = ("import sys; from pathlib import Path; from assay.data.bpe import *; from assay.data.data_files import Rule; "
-            "write_tokenizer(train_tokenizer([Path(sys.argv[1])], 400, rule=Rule())[0], Path(sys.argv[2]))")
+    code = ("import sys; from pathlib import Path; from assay.data.bpe import *; from assay.data.data_files import DocumentRule; "
+            "write_tokenizer(train_tokenizer([Path(sys.argv[1])], 400, rule=DocumentRule())[0], Path(sys.argv[2]))")
     subprocess.run([sys.executable, "-c", code, str(jsonl), str(tmp_path / "again")], check=True)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "again" / name).read_bytes() == (tokenizer / name).read_bytes()

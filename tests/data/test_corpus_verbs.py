@@ -10,7 +10,7 @@ import pytest
 from assay.config import parse
 from assay.data.token_corpus import open_corpus
 from assay.errors import DataError
-from assay.verbs import corpus, tokenizer
+from assay.verbs import corpus, terminal, tokenizer
 from tests.data.conftest import write_jsonl
 
 
@@ -47,11 +47,15 @@ def tokenizer_folder(request: pytest.FixtureRequest) -> Path:
 def test_a_plain_line_is_printed_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     from assay.data.build_corpus import CorpusProgress
 
-    with corpus.progress_line() as tell:
+    clock = iter(range(100))
+    monkeypatch.setattr("assay.verbs.terminal.time.monotonic", lambda: float(next(clock)))
+    with terminal.progress_line() as show:
         for second in range(12):
-            tell(CorpusProgress("encoding", second * 10**6, 20 * 10**6, second * 1000, float(second)))
+            show(corpus.progress_words(CorpusProgress("encoding", second * 10**6, 20 * 10**6, second * 1000, float(second))),
+                 last=second == 11)
     lines = capsys.readouterr().err.splitlines()
-    assert lines == ["encoding 5.0 MB of 20.0, 5,000 tokens, 5 s", "encoding 10.0 MB of 20.0, 10,000 tokens, 10 s"]
+    assert lines == ["encoding 4.0 MB of 20.0, 4,000 tokens, 4 s", "encoding 9.0 MB of 20.0, 9,000 tokens, 9 s",
+                     "encoding 11.0 MB of 20.0, 11,000 tokens, 11 s"]
 
 
 def test_help_needs_no_heavy_import() -> None:

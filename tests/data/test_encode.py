@@ -105,7 +105,7 @@ def tokenizer_and_encoder(tokenizer: Path) -> tuple:
     return plain_backend(loaded), Encoder(loaded, id_type(loaded))
 
 
-@pytest.mark.parametrize("limits", [{"CAPACITY": 64, "BLOCK": 16, "SLOTS": 128}, {"BLOCK": 7}, {"IDS": 10, "BLOCK": 32}])
+@pytest.mark.parametrize("limits", [{"CAPACITY": 64, "_BLOCK": 16, "_SLOTS": 128}, {"_BLOCK": 7}, {"_IDS": 10, "_BLOCK": 32}])
 def test_the_memory_is_bounded_and_may_forget_at_any_time(tokenizer: Path, monkeypatch: pytest.MonkeyPatch,
                                                           limits: dict[str, int]) -> None:
     for name, value in limits.items():

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from assay.data.data_ledger import check_data_ledger, ids_digest
-from assay.data.order import Order, batch_at, corpus_batches, permuted_places
+from assay.data.order import Order, corpus_batches, permuted_places
 from assay.data.token_corpus import Corpus
 from assay.errors import DataError, UsageError
 from assay.verdict import Outcome
@@ -71,7 +71,7 @@ def test_a_batch_needs_its_step_alone(corpus: Corpus) -> None:
         assert left.ids == right.ids
         for name, stream in left.streams().items():
             assert torch.equal(stream, right.streams()[name])
-    assert batch_at(corpus, 8, 17, rows=4, length=33).ids != resumed[0].ids
+    assert Order(corpus, 8, 4, 33).batch(17).ids != resumed[0].ids
 
 
 def test_batches_are_the_same_on_every_machine() -> None:

@@ -98,7 +98,7 @@ def test_nothing_is_written_unless_everything_is(jsonl: Path, tokenizer: Path, t
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(building, "_manifest", no_space)
-    with pytest.raises(StoreError, match="No space left on device; nothing was written"):
+    with pytest.raises(StoreError, match="the disk is full"):
         build_corpus([jsonl], out, tokenizer, CorpusPlan())
     assert list(tmp_path.iterdir()) == []
     monkeypatch.undo()
@@ -258,11 +258,11 @@ def test_encoding_processes_end_with_one_that_was_killed(tokenizer: Path, tmp_pa
     program = f"""
 import multiprocessing, os, signal
 from pathlib import Path
-from assay.data.workers import Encoding, encoders
+from assay.data.encode_workers import Encoding, start_encoders
 from assay.model.tokenizer import Tokenizer
 
 folder = Path({str(tokenizer)!r})
-with encoders(Encoding.of(Tokenizer.from_folder(folder), None, folder), folder, 2) as encode:
+with start_encoders(Encoding.of(Tokenizer.from_folder(folder), None, folder), folder, 2) as encode:
     list(encode([[], []]))
     Path({str(tmp_path / "pids")!r}).write_text(" ".join(str(child.pid) for child in multiprocessing.active_children()))
     os.kill(os.getpid(), signal.SIGKILL)

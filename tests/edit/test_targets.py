@@ -120,7 +120,10 @@ def test_targets_come_back_in_the_order_of_their_facts():
 
 
 def test_what_holds_a_delta_back_does():
-    """The divergence of the essence is smaller where it is weighed, and δ is shorter where its length is."""
+    """The divergence of the essence is smaller where it is weighed, and δ is shorter where its length is.
+
+    How far an essence moves freely differs 10,000-fold from one training to the next; so it is weighed at 100 nats for as far as that.
+    """
     model, facts = tiny_facts.facts_model(), tiny_facts.fact_edits(2)
 
     def sought(**terms: float) -> tuple[float, float]:
@@ -130,8 +133,8 @@ def test_what_holds_a_delta_back_does():
         return moved, sum(float(target.delta.norm()) for target in found)
 
     moved, length = sought()
-    assert sought(kl=5.0)[0] < 0.5 * moved
-    assert sought(decay=500.0)[1] < 0.8 * length
+    assert sought(kl=100 / moved)[0] < 0.2 * moved
+    assert sought(decay=500.0)[1] < 0.5 * length
     assert sought(clamp=0.1)[1] < 0.5 * length
 
 

@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from assay.comparison.pairwise import compare as compare_arms
 from assay.data.batch import Batch
 from assay.data.held_out_documents import held_out_document_batches
 from assay.errors import DataError
 from assay.evaluation.held_out_loss import score_corpus
-from assay.evaluation.teacher_agreement import Agreement, agreement_arms, compare_tokens, measure_agreement
+from assay.evaluation.teacher_agreement import compare_tokens, measure_agreement
 from assay.kernels import softcap_ce
 from assay.testing.tiny_models import tiny_model
 from assay.testing.tiny_training import tiny_corpus
@@ -78,19 +77,3 @@ def test_nothing_compared_is_no_agreement():
     batch = held_out()[0]
     with pytest.raises(DataError, match="nothing was compared"):
         measure_agreement(tiny_model(), tiny_model(), [replace(batch, weight=torch.zeros_like(batch.weight))])
-
-
-def test_students_are_compared_document_by_document():
-    """Each measure by itself and by its own direction: less KL and cross-entropy are better, more agreement is."""
-    ids, spread = tuple(f"document {i}" for i in range(12)), np.linspace(0, 4, 12)
-    worse, better = (Agreement(ids, np.full(12, 9.0), 2 + spread - nearer, 0.3 + spread / 9 + nearer / 3, 3 + spread - nearer)
-                     for nearer in (0.0, 0.1))
-    shown = {one.metric: one for one in compare_arms([*agreement_arms("before", worse), *agreement_arms("after", better)])}
-    assert {name: one.claim for name, one in shown.items()} == dict.fromkeys(
-        ["KL to the teacher", "same likeliest token", "cross-entropy"], "shown better")
-    assert shown["KL to the teacher"].effect.mean == pytest.approx(-0.1)  # paired: between documents it differs forty times as much
-    assert {one.claim for one in compare_arms([*agreement_arms("after", better), *agreement_arms("before", worse)])} == {"shown worse"}
-    assert all(") documents, p = " in one.sentence or "level) documents, p = " in one.sentence for one in shown.values())
-    strangers = replace(better, ids=tuple(reversed(("another", *ids[1:]))))
-    with pytest.raises(DataError, match="were scored in one of them only"):
-        compare_arms([*agreement_arms("before", worse), *agreement_arms("after", strangers)])

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from assay.errors import GuardStop, UsageError
-from assay.generate.engine import Engine, generate
+from assay.generate.engine import Engine, generate, sample
 from assay.generate.generation_request import GenerationRequest, Sampling
 from assay.generate.policy_logprobs import completion_logprobs
-from assay.generate.sampler import sample
 from assay.generate.sampler_weights import fingerprint
 from assay.generate.slots import blocks_per_graph
 from assay.model.lora import attach, fresh, plan
@@ -88,7 +87,7 @@ def test_several_steps_at_once_change_nothing(model, ahead):
     """As on a GPU: seven tokens before the host looks, and the next seven on their way while it does; ends within a flight."""
     asked = [replace(request, sampling=replace(DRAWN, max_new=9 + 5 * index)) for index, request in enumerate(requests(DRAWN))]
     engine = Engine(model, slots=2, length=80, stop_ids=(11, 12), version="v", steps=7)
-    engine._ahead = ahead
+    engine._launches_ahead = ahead
     tickets = [engine.submit(request) for request in asked]
     found = {progress.ticket: progress.completion for progress in engine.drain()}
     due = generate(model, asked, stop_ids=(11, 12))
@@ -210,7 +209,7 @@ def test_a_stop_string_cuts_the_text_and_keeps_the_ids(model):
     asked = replace(requests(DRAWN)[1], stop=(stop,))
     for steps, ahead in ((1, 1), (8, 1), (2, 2)):
         engine = Engine(model, slots=2, length=80, version="v", tokenizer=tokenizer, steps=steps)
-        engine._ahead = ahead
+        engine._launches_ahead = ahead
         engine.submit(asked)
         (progress,) = engine.drain()
         found = progress.completion

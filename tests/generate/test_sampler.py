@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from assay.errors import UsageError
+from assay.generate.engine import sample
+from assay.generate.generation_request import Sampling
 from assay.generate.policy_logprobs import sampled_distribution
-from assay.generate.sampler import Sampling, sample
 from assay.model.transformer import initialised
 from assay.testing.tiny_models import tiny_config
 

@@ -20,10 +20,10 @@ import torch
 from assay.errors import AssayError, UsageError
 from assay.generate import hosted_model, openai_protocol
 from assay.generate.endpoints import BODY_BYTES, CompletionFlow
+from assay.generate.engine import sample
 from assay.generate.engine_thread import EngineThread, ServerSize
 from assay.generate.generation_request import Sampling
 from assay.generate.openai_protocol import ApiReply
-from assay.generate.sampler import sample
 from assay.generate.server import bind_listener, serve, serve_in_background
 from assay.store import checkpoint
 from assay.store.artifact import build_model, open_artifact
@@ -271,7 +271,7 @@ def test_a_client_that_leaves_takes_its_request_along(serving, url, stream):
     with held(serving) as before, socket.create_connection((host, int(port))) as line:
         line.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
                      b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
-        until(lambda: serving.busy == 1 and serving._asked.qsize() == 1)  # it waits to be submitted
+        until(lambda: serving.busy == 1 and serving._queue.qsize() == 1)  # it waits to be submitted
         with held(serving, now=False):
             before.set()
             if stream:
@@ -344,16 +344,46 @@ def test_a_retired_adapter_finishes_what_it_began(serving, url, client, folders)
 # ---------------------------------------------------------------- who may speak, and the end
 
 
+TOKEN = "0123456789abcdef"
+
+
 def test_a_token_is_needed_beyond_loopback():
     with pytest.raises(UsageError, match="ASSAY_TOKEN"):
         bind_listener("0.0.0.0", 0, None)
-    bind_listener("0.0.0.0", 0, "secret").close()
-    with serve_in_background(EngineThread(ServerSize()), token="secret") as url:
-        for headers, status in (({}, 401), ({"authorization": "Bearer wrong"}, 401), ({"authorization": "Bearer secret"}, 200)):
+    bind_listener("0.0.0.0", 0, TOKEN).close()
+    with serve_in_background(EngineThread(ServerSize()), token=TOKEN) as url:
+        for headers, status in (({}, 401), ({"authorization": "Bearer wrong"}, 401), ({"authorization": f"Bearer {TOKEN}"}, 200)):
             reply = WEB.get(url + "/models", headers=headers)
             assert reply.status_code == status
             assert status == 200 or reply.json()["error"]["code"] == "invalid_api_key"
         assert WEB.get(url.removesuffix("/v1") + "/health").status_code == 200
+
+
+@pytest.mark.parametrize("token", [" ", "\t", TOKEN + " ", TOKEN + "\n", "schlüssel-schlüssel"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_a_token_that_no_header_carries_is_refused(host, token):
+    with pytest.raises(UsageError, match="blank, or holds spaces") as refused:
+        bind_listener(host, 0, token)
+    assert TOKEN not in str(refused.value)
+
+
+def test_a_token_that_is_soon_guessed_does_not_open_the_server_to_others():
+    with pytest.raises(UsageError, match="at least 16"):
+        bind_listener("0.0.0.0", 0, TOKEN[1:])
+    bind_listener("127.0.0.1", 0, TOKEN[1:]).close()
+
+
+@pytest.mark.parametrize("token", [None, TOKEN])
+def test_a_page_whose_name_was_rebound_to_loopback_is_refused(token):
+    """Even about health; and whoever holds the token comes through a proxy of any name."""
+    with serve_in_background(EngineThread(ServerSize()), token=token) as url:
+        for path in ("/health", "/v1/models"):
+            for host, expected in (("rebound.example:8000", 403), ("localhost.rebound.example", 403), ("", 403), ("LOCALHOST:1", 200)):
+                reply = WEB.get(url.removesuffix("/v1") + path, headers={"host": host})
+                assert reply.status_code == (401 if expected == 200 and token and path != "/health" else expected), (path, host)
+                assert expected == 200 or reply.json()["error"]["code"] == "wrong_host"
+        holder = {"host": "proxy.example", "authorization": f"Bearer {token}"}
+        assert WEB.get(url + "/models", headers=holder).status_code == (403 if token is None else 200)
 
 
 def test_a_guard_that_stops_one_model_is_told_to_its_clients(folders):
@@ -362,7 +392,7 @@ def test_a_guard_that_stops_one_model_is_told_to_its_clients(folders):
     serving.open_adapter("a@1", folders["first"])
     with serve_in_background(serving) as url:
         with torch.no_grad():
-            model.engine.served.source.embed.weight.add_(1)
+            model.engine.weights.source.embed.weight.add_(1)
         for status in (500, 503):  # the one that found out, and all after it
             reply = post(url, {"model": "base", "messages": HELLO})
             assert (reply.status_code, reply.json()["error"]["type"]) == (status, "server_error")
@@ -378,7 +408,7 @@ def test_nobody_waits_for_an_engine_that_died(folders):
     with serve_in_background(serving) as url, ThreadPoolExecutor(1) as pool:
         with held(serving):
             waiting = pool.submit(post, url, {"model": "base", "messages": HELLO})
-            until(lambda: serving.busy == 1 and serving._asked.qsize() == 1)
+            until(lambda: serving.busy == 1 and serving._queue.qsize() == 1)
             serving.ask(lambda: 1 / 0)
         assert waiting.result().status_code == 500
         serving._thread.join(60)
@@ -449,7 +479,7 @@ def test_an_adapter_that_comes_back_while_it_finishes_is_held_once(folders):
             await asyncio.sleep(0)
             serving.retire("a@1")
             joined = asyncio.ensure_future(asyncio.to_thread(serving.open_adapter, "a@1", folders["first"]))
-            while serving._asked.qsize() < 3:  # the request, a look at what is over, the adapter
+            while serving._queue.qsize() < 3:  # the request, a look at what is over, the adapter
                 await asyncio.sleep(0.002)
         assert (await answer)["usage"]["completion_tokens"]
         assert await joined is not old
@@ -495,10 +525,10 @@ def test_what_has_no_time_to_finish_is_told(folders):
         url = stack.enter_context(serve_in_background(serving, grace=0))
         with held(serving):
             waiting = pool.submit(post, url, {"model": "base", "messages": HELLO, "max_tokens": 200, "temperature": 0})
-            until(lambda: serving.busy == 1 and serving._asked.qsize() == 1)
+            until(lambda: serving.busy == 1 and serving._queue.qsize() == 1)
             end = threading.Thread(target=stack.close)
             end.start()
-            until(lambda: serving._asked.qsize() == 2)  # all are to be cancelled
+            until(lambda: serving._queue.qsize() == 2)  # all are to be cancelled
         end.join()
     assert (waiting.result().status_code, waiting.result().json()["error"]["code"]) == (503, "unavailable")
 

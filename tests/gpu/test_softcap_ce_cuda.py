@@ -1,5 +1,7 @@
 """The fused linear cross-entropy on CUDA: values and gradients against float64, memory, and no wait for the device."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -72,12 +74,20 @@ def test_bf16_is_no_further_off_than_eager_bf16(V, softcap):
         assert apart(found, exact) < 1.2 * apart(usual, exact)
 
 
-def test_chunks_are_summed_in_fp32_into_a_master_head(monkeypatch):
-    """63 chunks are no further off than one; summed in bf16 they would be.
+@pytest.fixture
+def summed_in_fp32() -> Iterator[None]:
+    """cuBLAS may add the parts of a product in bf16 unless told not to. What it says of that when asked, a bool or with a second one for
+    split-K, is not what every torch takes when told, so that monkeypatch could not put it back: a plain bool is."""
+    matmul = torch.backends.cuda.matmul
+    said = matmul.allow_bf16_reduced_precision_reduction
+    matmul.allow_bf16_reduced_precision_reduction = False
+    yield
+    matmul.allow_bf16_reduced_precision_reduction = bool(said[0] if isinstance(said, tuple) else said)
 
-    cuBLAS may add the parts of a short product in bf16 unless told not to, and would blur the logits of 16 rows by as much.
-    """
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False)
+
+@pytest.mark.usefixtures("summed_in_fp32")
+def test_chunks_are_summed_in_fp32_into_a_master_head():
+    """63 chunks are no further off than one; summed in bf16 they would be, and bf16 in cuBLAS would blur 16 rows' logits by as much."""
     errors = []
     for chunk in (16, N):
         hidden, head, targets, weight = problem(50_257, torch.bfloat16)

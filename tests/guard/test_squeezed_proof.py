@@ -31,7 +31,7 @@ def verdicts(path, against=None):
 def test_it_opens_as_a_model(squeezed):
     file, _ = squeezed
     opened, read = open_artifact(file), read_assayz(file)
-    assert read.levels < 127
+    assert read.facts["levels"] < 127
     assert opened.config == read.config
     assert all(torch.equal(tensor, read.tensors[name]) for name, tensor in build_model(opened).state_dict().items())
     assert opened.tokenizer.digest == read.tokenizer.digest
@@ -42,7 +42,7 @@ def test_in_a_fresh_process_it_is_proven_against_its_source(squeezed, capsys):
     assert assay(["prove", str(file), "--against", str(source), "--strict"]) == 0
     said = capsys.readouterr().out
     assert "each of its 5 sections has the sha256 of its sealed header" in said
-    assert f"rounded to {read_assayz(file).levels} levels, to the last bit" in said
+    assert f"rounded to {read_assayz(file).facts['levels']} levels, to the last bit" in said
     assert "model.assayz: PROVEN" in said
 
 
@@ -92,7 +92,7 @@ def test_weights_that_are_not_finite_are_refuted(squeezed, tmp_path, monkeypatch
 def test_inspect_shows_what_it_holds(squeezed, capsys):
     file, source = squeezed
     assert assay(["inspect", str(file), "--json"]) == 0
-    facts, levels = json.loads(capsys.readouterr().out), read_assayz(file).levels
+    facts, levels = json.loads(capsys.readouterr().out), read_assayz(file).facts["levels"]
     assert (facts["kind"], facts["architecture"]["family"], facts["bytes"]) == ("squeezed", "assay", file.stat().st_size)
     assert facts["tensors"]["blocks.0.attn.gate.weight"] == {"dtype": f"±{levels}", "shape": [4, 64]}
     assert facts["tensors"]["embed.weight"]["dtype"] == f"±{min(127, 2 * levels)}"

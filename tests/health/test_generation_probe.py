@@ -122,7 +122,7 @@ def test_the_first_bad_checkpoint_is_found(count):
 def test_of_a_few_checkpoints_every_one_is_looked_at():
     """One that was bad for a while is found too, which halving would pass over."""
     found = first_malformed(list("abcd"), lambda name: probe(sick(1.0) if name == "b" else healthy, BUILT_IN_PROMPTS, n=1, name=name))
-    assert (found.last_good, found.first_bad, list(found.probed)) == ("a", "b", list("abcd"))
+    assert (found.last_good, found.first_bad, list(found.looked)) == ("a", "b", list("abcd"))
 
 
 def test_prompts_of_several_domains_with_ids_of_their_own():

@@ -23,7 +23,7 @@ RULES = [(1.0, 0, 1.0, 0.0), (0.7, 50, 1.0, 0.0), (1.3, 0, 0.8, 0.0), (0.9, 20, 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    for name, value in (("PART", 64), ("GROUP", 4), ("TILE", 16)):
+    for name, value in (("PART", 64), ("_GROUP", 4), ("TILE", 16)):
         monkeypatch.setattr(draw_tokens, name, value)
 
 

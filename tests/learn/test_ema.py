@@ -139,8 +139,8 @@ def test_resumed_equals_uninterrupted_through_the_optimizers_file(tmp_path):
 
 
 @pytest.mark.parametrize(("change", "sentence"), [
-    (lambda t: t.pop("ema/0.bias"), "1 tensors missing .*0.bias"),
-    (lambda t: t.update({"ema/9.bias": torch.zeros(1)}), "1 unknown .*9.bias"),
+    (lambda t: t.pop("ema/0.bias"), r"1 \(ema/0.bias\) missing"),
+    (lambda t: t.update({"ema/9.bias": torch.zeros(1)}), r"1 \(ema/9.bias\) unknown"),
     (lambda t: t.update({"ema/2.bias": torch.zeros(4)}), r"ema/2.bias is \(4,\)"),
     (lambda t: t.update({"ema/2.bias": torch.zeros(3).double()}), "float64"), (lambda t: t.clear(), "saved without an average")])
 def test_what_does_not_fit_is_refused_before_anything_is_written(change, sentence):

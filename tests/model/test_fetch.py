@@ -128,7 +128,7 @@ def at_once(cache, files, processes):
     Hub.files, Hub.asked = files, []
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    code = "from assay.store.model_cache import fetch; print(fetch('owner/model'))"
+    code = "from assay.store.model_cache import fetch_model; print(fetch_model('owner/model'))"
     env = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(cache.parent / "home")}
     with ThreadPoolExecutor(processes) as pool:
         done = list(pool.map(lambda _: run(code, **env), range(processes)))
@@ -179,6 +179,6 @@ def test_a_hub_model_of_pickles_is_refused(cache):
 
 
 def test_a_hub_that_does_not_answer_is_said(cache):
-    code = "from assay.store.model_cache import fetch; fetch('owner/model')"
+    code = "from assay.store.model_cache import fetch_model; fetch_model('owner/model')"
     done = run(code, HF_ENDPOINT="http://127.0.0.1:9", HF_HOME=str(cache))
     assert "AssayError: owner/model could not be fetched from the hub" in done.stderr

@@ -8,7 +8,7 @@ import torch
 
 from assay.errors import ArtifactError, UsageError
 from assay.model.patch import Patch
-from assay.model.resize_embeddings import THINKING_TOKENS, resize_embeddings, resize_live_model, with_new_tokens
+from assay.model.resize_embeddings import THINKING_TOKENS, resize_embeddings, with_new_tokens
 from assay.model.special_tokens import resolve_special_tokens
 from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import Transformer, initialised
@@ -22,6 +22,13 @@ TEXT = "<think>the river is</think> so<answer>4</answer>"
 
 def tensors_of(model: Transformer) -> dict[str, torch.Tensor]:
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def grown_model(model: Transformer, before: Tokenizer, after: Tokenizer) -> tuple[Transformer, tuple[int, ...]]:
+    grown = resize_embeddings(model.config, tensors_of(model), before, after)
+    larger = Transformer(grown.config)
+    larger.load_state_dict(grown.tensors, strict=True)
+    return larger, grown.rows
 
 
 def test_new_tokens_are_one_id_each_and_old_ids_stay():
@@ -68,7 +75,7 @@ def test_new_rows_are_means_and_old_ones_stay(family: str):
     before = tiny_tokenizer()
     after = with_new_tokens(before, THINKING_TOKENS)
     model = initialised(tiny_config(family, vocab=before.size), 0)
-    larger, rows = resize_live_model(model, before, after)
+    larger, rows = grown_model(model, before, after)
     assert rows == tuple(range(before.size, before.size + 4))
     assert larger.config == replace(model.config, vocab=before.size + 4)
     pairs = [(model.embed, larger.embed), *([] if model.head is None else [(model.head, larger.head)])]
@@ -111,7 +118,7 @@ def test_a_tokenizer_that_moves_old_ids_is_refused():
 def test_a_grown_model_survives_the_disk(tmp_path: Path):
     before = tiny_tokenizer()
     after = with_new_tokens(before, THINKING_TOKENS)
-    larger, rows = resize_live_model(initialised(tiny_config(vocab=before.size), 0), before, after)
+    larger, rows = grown_model(initialised(tiny_config(vocab=before.size), 0), before, after)
     checkpoint.write_checkpoint(tmp_path / "grown", model_contents(larger, after, resolve_special_tokens(after, {}, {}), Lineage()))
     opened = open_artifact(tmp_path / "grown")
     assert opened.tokenizer is not None

@@ -17,10 +17,11 @@ from assay.errors import GuardStop, StoreError, UsageError
 from assay.guard import proof
 from assay.guard.proof import Prover, hallmark_or_quarantine
 from assay.recipes import run as run_module
-from assay.recipes.run import Run, plain, read_rows, rewrite_rows
+from assay.recipes.run import Run, plain, rewrite_rows
 from assay.store import durable
 from assay.store.checkpoint import Contents, latest_checkpoint, open_checkpoint
 from assay.store.saving import BackgroundSaver
+from assay.strict_json import read_json_lines
 from assay.verdict import Verdict, proven, refuted, unproven
 from assay.zoo.run_faults import NoProver
 from tests.recipes.sittings import EVERY, events, options, rows, saved_steps, sit
@@ -93,10 +94,10 @@ def test_rewinding_keeps_what_came_before_the_step(run: Run):
 
 def test_a_torn_last_line_is_not_a_row(tmp_path: Path):
     file = tmp_path / "rows.jsonl"
-    assert read_rows(file) == []
+    assert read_json_lines(file) == []
     file.write_text('{"step": 1}\n{"step": 2}\n{"st')
-    assert read_rows(file) == [{"step": 1}, {"step": 2}]
-    rewrite_rows(file, read_rows(file)[:1])
+    assert read_json_lines(file) == [{"step": 1}, {"step": 2}]
+    rewrite_rows(file, read_json_lines(file)[:1])
     assert file.read_text() == '{"step": 1}\n'
 
 

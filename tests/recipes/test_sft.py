@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from assay.cli import run as assay
 from assay.errors import GuardStop, UsageError
-from assay.generate.sampler import Sampling, sample
+from assay.generate.engine import sample
+from assay.generate.generation_request import Sampling
 from assay.model import transformer
 from assay.model.lora import LoraLinear
 from assay.recipes import beginning, handover, run, sft, shrunk, tuning

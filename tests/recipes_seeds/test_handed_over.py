@@ -172,7 +172,7 @@ def test_the_artifact_is_the_handed_over_model_in_so_many_bytes(averaging, corpu
     file = averaging.folder / "model.assayz"
     found = read_assayz(file)
     assert file.stat().st_size <= 60_000
-    assert found.source == open_artifact(averaging.folder / "model").digest
+    assert found.facts["source"] == open_artifact(averaging.folder / "model").digest
     assert found.tokenizer.digest == corpus.tokenizer_digest
     verdicts = {v.check: v for v in averaging.verdicts}
     assert verdicts["bytes"].outcome is verdicts["artifact score"].outcome is Outcome.PROVEN

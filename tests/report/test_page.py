@@ -199,7 +199,7 @@ def test_lines_and_options_that_do_not_parse_are_said_by_their_place(tmp_path: P
     text = seen(render_report(read_run(run))).text
     assert "metrics.jsonl line 2 is not JSON" in text
     assert "metrics.jsonl line 3 is no JSON object" in text
-    assert "config.yaml is not YAML" in text
+    assert "config.yaml: not YAML" in text
     assert "model: [unclosed" in text
 
 

@@ -140,8 +140,8 @@ def test_a_worker_ends_with_its_parent_even_while_a_reward_sleeps(file: Path, tm
     note = tmp_path / "pid"
     slow = f"import os, time\ndef slow(p, c, r):\n    open({str(note)!r}, 'w').write(str(os.getpid()) + '.'); time.sleep(600)"
     (tmp_path / "slow.py").write_text(slow)
-    program = ("from assay.reward.reward_functions import Reward\nfrom assay.reward.worker_pool import *\n"
-               f"Workers([Reward('slow', file={str(tmp_path / 'slow.py')!r})], count=1).score([Item('', '', {{}})])")
+    program = ("from assay.reward.reward_functions import RewardSpec\nfrom assay.reward.worker_pool import *\n"
+               f"RewardWorkers([RewardSpec('slow', file={str(tmp_path / 'slow.py')!r})], count=1).score([RewardItem('', '', {{}})])")
     parent = subprocess.Popen([sys.executable, "-c", program])
     until = time.monotonic() + 60
     while not (note.exists() and note.read_text().endswith(".")) and time.monotonic() < until:
@@ -164,10 +164,10 @@ def start(prompt, completion, row):
 """)
     program = f"""
 import os, signal
-from assay.reward.verify import Reward
-from assay.reward.workers import *
-with Workers([Reward("start", file={str(tmp_path / "start.py")!r})], count=1) as workers:
-    workers.score([Item("", "", {{}})])
+from assay.reward.reward_functions import RewardSpec
+from assay.reward.worker_pool import *
+with RewardWorkers([RewardSpec("start", file={str(tmp_path / "start.py")!r})], count=1) as workers:
+    workers.score([RewardItem("", "", {{}})])
     if {end == "parent killed"}:
         os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -181,8 +181,8 @@ def test_a_worker_that_does_not_even_read_is_not_waited_for():
     with RewardWorkers(parse_rewards(["answer"]), count=1, seconds=60.0) as some:
         assert some.score(items("#### 42"))[0].value == 1
         [worker], found = some._workers, []
-        assert worker.process is not None
-        os.kill(worker.process.pid, signal.SIGSTOP)
+        assert worker.child.process is not None
+        os.kill(worker.child.process.pid, signal.SIGSTOP)
         worker.seconds = 0.3
         asking = threading.Thread(target=lambda: found.extend(some.score([RewardItem("p" * 2**20, "#### 42", ROW)])), daemon=True)
         asking.start()
@@ -223,6 +223,6 @@ def test_no_error_is_allowed_where_none_is_asked_for():
 def test_no_process_is_left(file: Path):
     with RewardWorkers(parse_rewards(["answer"]), count=2) as some:
         some.score(items("x", "y", "z"))
-        pids = [worker.process.pid for worker in some._workers if worker.process]
+        pids = [worker.child.process.pid for worker in some._workers if worker.child.process]
     assert pids
     assert not any(Path(f"/proc/{pid}").exists() and os.getpgid(pid) == pid for pid in pids)

@@ -15,7 +15,6 @@ from assay.statistics.early_stopping import (
     paired_noise,
     plan_stopping,
     should_stop,
-    unpaired_noise,
     widening_gap,
 )
 
@@ -136,13 +135,10 @@ def test_the_trend_is_the_least_squares_line():
 
 def test_noise_is_that_of_the_change():
     before, after = np.array([1.0, 2.0, 3.0]), np.array([0.9, 1.8, 3.0])
-    found, alone = paired_noise(before, after), unpaired_noise(before)
+    found = paired_noise(before, after)
     assert (found.per_sequence, found.sequences) == pytest.approx((0.1, 3))
-    assert (alone.per_sequence, alone.sequences) == pytest.approx((math.sqrt(2), 3))
     with pytest.raises(DataError, match="sizes"):
         paired_noise(before, after[:2])
-    with pytest.raises(DataError, match="sizes"):
-        unpaired_noise([1.0])
 
 
 @pytest.mark.parametrize("bad", [{"min_improvement": 0}, {"patience": 0}, {"level": 1.0}, {"evaluations": 7}])

@@ -448,19 +448,20 @@ def _forgetting(forgets: Forgets, around: Callable[..., Any]) -> Callable[..., A
 @contextlib.contextmanager
 def written_in_place() -> Iterator[None]:
     """A store without the rename: folders are filled where all can see them."""
-    def write_there(final: Path, write: Callable[[Path], None], *, needed: int = 0) -> None:
+    @contextlib.contextmanager
+    def write_there(final: Path, *, needed: int = 0) -> Iterator[Path]:
         durable.make_folder(final.parent)
         durable.disk.mkdir(final)
-        write(final)
+        yield final
         durable.sync_folder(final)
         durable.sync_folder(final.parent)
 
-    kept = durable.commit_folder
-    durable.commit_folder = write_there
+    kept = durable.new_folder
+    durable.new_folder = write_there
     try:
         yield
     finally:
-        durable.commit_folder = kept
+        durable.new_folder = kept
 
 
 def tests_of_the_test(full: bool) -> Iterator[tuple[Tally, bool]]:

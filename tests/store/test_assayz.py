@@ -124,7 +124,7 @@ def test_the_model_comes_back_as_it_was_rounded(tmp_path, family):
     assert (found.tokenizer.digest, found.tokenizer.settings, found.tokenizer.templates) == (
         TOKENIZER.digest, TOKENIZER.settings, TOKENIZER.templates)
     assert list(found.tensors) == list(parameter_shapes(source.config))
-    assert (found.levels, found.source, report.levels) == (FINEST, source.digest, FINEST)
+    assert (found.facts["levels"], found.facts["source"], report.levels) == (FINEST, source.digest, FINEST)
     assert report.bytes == (tmp_path / "m").stat().st_size
     for name, tensor in found.tensors.items():
         if tensor.dim() == 2:
@@ -258,7 +258,7 @@ def rewritten(file, change):
 
 def test_a_rewritten_file_that_is_well_formed_is_read(file):
     rewritten(file, lambda header, sections: header.update(levels=64))
-    assert read_assayz(file).levels == 64
+    assert read_assayz(file).facts["levels"] == 64
 
 
 def bomb(size):

@@ -14,6 +14,11 @@ from assay.store import durable
 from tests.store.disks import Failing, Watched, installed
 
 
+def commit_folder(final: Path, write, **asked) -> None:
+    with durable.new_folder(final, **asked) as folder:
+        write(folder)
+
+
 def names(folder: Path) -> list[str]:
     return sorted(os.listdir(folder))
 
@@ -23,15 +28,15 @@ def write_one(folder: Path) -> None:
 
 
 def test_a_committed_folder_holds_what_was_written(tmp_path: Path) -> None:
-    durable.commit_folder(tmp_path / "a" / "b" / "final", write_one)
+    commit_folder(tmp_path / "a" / "b" / "final", write_one)
     assert names(tmp_path / "a" / "b") == ["final"]
     assert (tmp_path / "a" / "b" / "final" / "file").read_bytes() == b"onetwo"
 
 
 def test_what_was_committed_is_never_overwritten(tmp_path: Path) -> None:
-    durable.commit_folder(tmp_path / "final", write_one)
+    commit_folder(tmp_path / "final", write_one)
     with pytest.raises(UsageError, match="never overwritten"):
-        durable.commit_folder(tmp_path / "final", lambda folder: None)
+        commit_folder(tmp_path / "final", lambda folder: None)
     assert names(tmp_path / "final") == ["file"]
 
 
@@ -41,7 +46,7 @@ def test_a_writer_that_fails_leaves_nothing(tmp_path: Path) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        durable.commit_folder(tmp_path / "final", fails)
+        commit_folder(tmp_path / "final", fails)
     assert names(tmp_path) == []
 
 
@@ -72,10 +77,10 @@ def test_replace_file_replaces_all_or_nothing(tmp_path: Path) -> None:
 
 def test_a_full_disk_is_named_with_what_is_free_and_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"needs 1,000,000,000,000,000 bytes and the disk has [\d,]+ free; make room"):
-        durable.commit_folder(tmp_path / "final", write_one, needed=10**15)
+        commit_folder(tmp_path / "final", write_one, needed=10**15)
     with (installed(Watched(Failing(at=6, fault=errno.ENOSPC))),
           pytest.raises(StoreError, match=r"the disk is full \([\d,]+ bytes are free\); make room")):
-        durable.commit_folder(tmp_path / "final", write_one)
+        commit_folder(tmp_path / "final", write_one)
     assert names(tmp_path) == []
 
 
@@ -87,7 +92,7 @@ def test_sweep_spares_a_live_writer_and_takes_a_dead_ones_work(tmp_path: Path) -
         begun.set()
         may_end.wait()
 
-    writer = multiprocessing.get_context("fork").Process(target=durable.commit_folder, args=(tmp_path / "final", slow))
+    writer = multiprocessing.get_context("fork").Process(target=commit_folder, args=(tmp_path / "final", slow))
     writer.start()
     assert begun.wait(60)
     assert durable.sweep(tmp_path) == []
@@ -99,7 +104,7 @@ def test_sweep_spares_a_live_writer_and_takes_a_dead_ones_work(tmp_path: Path) -
 
 def test_sweep_spares_another_thread_of_this_process(tmp_path: Path) -> None:
     swept = []
-    durable.commit_folder(tmp_path / "final", lambda folder: swept.extend(durable.sweep(tmp_path)))
+    commit_folder(tmp_path / "final", lambda folder: swept.extend(durable.sweep(tmp_path)))
     assert swept == []
     assert names(tmp_path) == ["final"]
 
@@ -116,7 +121,7 @@ def test_a_writer_whose_new_folder_was_swept_takes_another(tmp_path: Path) -> No
         return operation(*arguments)
 
     with installed(Watched(sweep_before_the_first_lock)):
-        durable.commit_folder(tmp_path / "final", write_one)
+        commit_folder(tmp_path / "final", write_one)
     assert taken
     assert names(tmp_path) == ["final"]
 
@@ -148,7 +153,7 @@ def test_where_the_filesystem_has_no_locks_saving_works_and_sweeping_spares_all(
 
     (tmp_path / ".partial-old-1-1").mkdir()
     with installed(Watched(no_locks)):
-        durable.commit_folder(tmp_path / "final", write_one)
+        commit_folder(tmp_path / "final", write_one)
     assert names(tmp_path) == [".partial-old-1-1", "final"]
 
 
@@ -163,7 +168,7 @@ def test_removing_does_not_follow_links(tmp_path: Path) -> None:
 
 
 def test_writers_in_many_threads_do_not_disturb_each_other(tmp_path: Path) -> None:
-    threads = [threading.Thread(target=durable.commit_folder, args=(tmp_path / f"{i}", write_one)) for i in range(8)]
+    threads = [threading.Thread(target=commit_folder, args=(tmp_path / f"{i}", write_one)) for i in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:

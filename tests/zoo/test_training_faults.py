@@ -8,6 +8,9 @@ from assay.testing.tiny_models import swap
 from assay.testing.tiny_training import TinyRun, run_guarded
 from assay.verdict import proven
 from assay.zoo import catalogue, observe
+from tests.zoo.test_conclusion_faults import REASONS as OF_CONCLUSIONS
+from tests.zoo.test_serving_faults import MINE as OF_SERVING
+from tests.zoo.test_sft_faults import REASONS as OF_SFT
 from tests.zoo.test_zoo import REASONS as OF_ARTIFACTS
 
 REASONS = {
@@ -67,14 +70,15 @@ REASONS = {
     "average scored, raw weights saved for it": "what was saved is not what was scored",
     "raw weights scored for the average": "what was saved is not what was scored",
 }
-MODULES = {"adapters", "checkpoints", "formats", "training", "corpora", "measuring", "resuming"}  # the others have tests of their own
+MODULES = {"adapter_faults", "checkpoint_faults", "file_format_faults", "training_faults", "corpus_faults", "conclusion_faults",
+           "run_faults"}  # the others have tests of their own
 WANTED = {*(f"S{i}" for i in range(3, 7)), *(f"D{i}" for i in range(14, 24)), *(f"L{i:02d}" for i in range(1, 8)), "L11", "L12",
           *(f"O{i:02d}" for i in (1, 2, 3, 4, 7, 8, 12)), *(f"C{i}" for i in range(15, 20)), "E01", "E02"}
 
 
 def test_every_row_about_training_has_a_fault_and_every_fault_its_reason():
     here = {name for name, fault in catalogue().items() if fault.plant.__module__.removeprefix("assay.zoo.") in MODULES}
-    assert here == OF_ARTIFACTS.keys() | REASONS.keys()
+    assert here == OF_ARTIFACTS.keys() | REASONS.keys() | OF_CONCLUSIONS.keys() | OF_SFT.keys() | {fault.name for fault in OF_SERVING}
     assert not WANTED - {row for name in REASONS for row in catalogue()[name].rows}
 
 

@@ -94,8 +94,8 @@ REASONS = {
     "merged into 8-bit codes": "of 4 tensors that it changes 4 are the base's",
     "rounding swallowed the adapter": "of the adapter's effect on the answers is here: rounding swallowed it",
     # formats
-    "duplicate key in a header": "'model.layers.1.self_attn.v_proj.weight' appears twice",
-    "duplicate key in config.json": "'rope_theta' appears twice",
+    "duplicate key in a header": "'model.layers.1.self_attn.v_proj.weight' stands twice",
+    "duplicate key in config.json": "'rope_theta' stands twice",
     "climbing name in an index": "'../outside.safetensors'",
     "climbing name in a header": "climbing",
     "header of 97 MB": "announces a header of 97,",

@@ -1,8 +1,7 @@
 """Task registry: `open_task` finds a task by its name; data come from a file of the user's, never from here."""
 
 import importlib
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from assay.config import nearest
 from assay.data.data_files import read_rows
 from assay.errors import DataError, UsageError
 from assay.evaluation.task import Task
+from assay.strict_json import read_json
 
 # name → what its data look like. The module of that name has `make(request) -> Task`.
 TASKS = {
@@ -39,7 +39,7 @@ class TaskRequest:
         if self.data is None:
             raise UsageError(f"task {self.name} needs --data FILE: {TASKS[self.name]}")
         if self.data.suffix == ".json":
-            return _json_list(self.data)
+            return read_json(self.data, [dict], error=DataError)
         return [row.values for row in read_rows(self.data)]
 
 
@@ -48,16 +48,4 @@ def open_task(request: TaskRequest) -> Task:
         raise UsageError(f"unknown task {request.name!r}{nearest(request.name, TASKS)}")
     if request.grader is not None and request.name not in ("graded", "reasoning_gym"):
         raise UsageError(f"task {request.name} has a scoring of its own; --grader is for graded and reasoning_gym")
-    return importlib.import_module(f"assay.measure.tasks.{request.name}").make(request)
-
-
-def _json_list(path: Path) -> list[Mapping[str, Any]]:
-    try:
-        rows = json.loads(path.read_text())
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}: not JSON: {error}") from None
-    if not isinstance(rows, Sequence) or not all(isinstance(row, dict) for row in rows):
-        raise DataError(f"{path}: expected a list of objects")
-    return list(rows)
+    return importlib.import_module(f"assay.evaluation.tasks.{request.name}").make(request)

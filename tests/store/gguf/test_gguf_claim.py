@@ -3,11 +3,11 @@
 import os
 from pathlib import Path
 
-from assay.store.gguf import _new_file
+from assay.store.durable import new_file
 from tests.store.disks import Watched, installed
 
 
-def test_a_writer_whose_new_file_was_swept_takes_another(tmp_path: Path):
+def test_a_writer_whosenew_file_was_swept_takes_another(tmp_path: Path):
     """The one moment in which the file has no lock yet: written by its name alone, another file would be synced than is kept."""
     taken: list[bool] = []
 
@@ -18,7 +18,7 @@ def test_a_writer_whose_new_file_was_swept_takes_another(tmp_path: Path):
                 os.unlink(path)
         return operation(*arguments)
 
-    with installed(Watched(sweep_before_the_first_lock)), _new_file(tmp_path / "model.gguf") as temporary:
+    with installed(Watched(sweep_before_the_first_lock)), new_file(tmp_path / "model.gguf") as temporary:
         assert temporary.exists()
         temporary.write_bytes(b"GGUF")
     assert taken

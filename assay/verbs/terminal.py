@@ -1,0 +1,53 @@
+"""Terminal output of the verbs: lines that leave stdout to JSON, progress, tables."""
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Protocol
+
+SECONDS = 5.0  # between two lines of progress where there is no terminal
+
+
+def line_printer(*, json: bool) -> Callable[[str], None]:
+    """Prints a line at once; to stderr where stdout is kept for JSON."""
+    return partial(print, file=sys.stderr if json else sys.stdout, flush=True)
+
+
+class ShowProgress(Protocol):
+    def __call__(self, words: str, *, last: bool = False) -> None: ...
+
+
+@contextmanager
+def progress_line() -> Iterator[ShowProgress]:
+    """On stderr: on a terminal one line that is rewritten, elsewhere one every few seconds, and the last."""
+    terminal, printed = sys.stderr.isatty(), time.monotonic()
+
+    def show(words: str, *, last: bool = False) -> None:
+        nonlocal printed
+        now = time.monotonic()
+        if terminal:
+            print(f"\r\033[K{words}", end="", file=sys.stderr, flush=True)
+        elif last or now - printed >= SECONDS:
+            printed = now
+            print(words, file=sys.stderr, flush=True)
+
+    try:
+        yield show
+    finally:
+        if terminal:
+            print(file=sys.stderr)
+
+
+def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE)
+    for number, name in enumerate(header):
+        table.add_column(name, justify="right" if number else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    Console(width=120, highlight=False).print(table)

@@ -1,0 +1,80 @@
+"""Arithmetics: other CPUs, emulated. The same sums in another order, other instructions, other seeds.
+
+`python -m tests.arithmetics` runs every test marked `arithmetic` (those that judge what a tiny model has learned) under each
+of them and prints a table; tests/conftest.py calls `switch_on` in the process that was asked for one.
+"""
+
+import functools
+import hashlib
+import os
+import warnings
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ORDER, SEEDS, THREADS, ONEDNN = "ASSAY_TEST_ORDER", "ASSAY_TEST_SEEDS", "ASSAY_TEST_THREADS", "ASSAY_TEST_ONEDNN"
+INITIAL = (b"init", b"nudge", b"lora")  # addresses of initial weights
+
+
+def switch_on() -> None:
+    """What the environment asks of this process: threads, oneDNN or none, the order of sums, other seeds."""
+    torch.set_num_threads(int(os.environ.get(THREADS, "1")))
+    if os.environ.get(ONEDNN) == "off":
+        torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
+    if ORDER in os.environ:
+        reorder_sums(int(os.environ[ORDER]))
+    if SEEDS in os.environ:
+        shift_seeds(os.environ[SEEDS])
+
+
+def shift_seeds(salt: str) -> None:
+    """Other initial weights of every model, here and in all that has imported assay.seeds; data and their order stay."""
+    from assay import seeds
+
+    def salted(text: bytes) -> Any:
+        return hashlib.sha256(salt.encode() + text if any(b"\x1fstr:" + name in text for name in INITIAL) else text)
+
+    seeds.hashlib = SimpleNamespace(sha256=salted)  # type: ignore[assignment]
+
+# ---------------------------------------------------------------- sums in another order
+
+
+def reorder_sums(seed: int) -> None:
+    """Matrix products and attention add up the same products in another order, forwards and backwards, in every thread."""
+
+    @functools.cache
+    def shuffled(count: int) -> Tensor:
+        return torch.randperm(count, generator=torch.Generator().manual_seed(seed * 1_000_003 + count))
+
+    def product(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+        order = shuffled(left.shape[-1])
+        return left.index_select(left.dim() - 1, order), right.index_select(right.dim() - 2, order)
+
+    def attention(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        order = shuffled(query.shape[-1])
+        return query.index_select(-1, order), key.index_select(-1, order)
+
+    _replace("mm", 0, product)
+    _replace("bmm", 0, product)
+    _replace("addmm", 1, product)
+    _replace("baddbmm", 1, product)
+    _replace("_scaled_dot_product_flash_attention_for_cpu", 0, attention)
+
+
+_LIBRARY = torch.library.Library("aten", "IMPL")
+
+
+def _replace(name: str, first: int, change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
+    """The CPU's own kernel, given what `change` makes of two of its arguments."""
+    kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
+
+    def reordered(keys: Any, *args: Any, **options: Any) -> Any:
+        changed = [*args[:first], *change(*args[first : first + 2]), *args[first + 2 :]]
+        return kernel.call_boxed(keys, *changed, **options)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that a kernel is replaced, which is the point
+        _LIBRARY.impl(name, reordered, "CPU", with_keyset=True, allow_override=True)
