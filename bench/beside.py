@@ -10,15 +10,17 @@ import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
 from assay.data.layouts import Conversation
 from assay.recipes import run
+from assay.recipes.trainer import Trainer
 from assay.store.artifact import open_artifact
 from assay.store.export_artifact import export_artifact
 from assay.testing.tiny_models import save_model, tiny_model
-from assay.zoo.run_faults import NoProver
+from assay.testing.tiny_training import NoProver
 
 TINY = "tiny"
 TOLD = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "liger_kernel", "triton")
@@ -94,6 +96,45 @@ def asked_and_answered(said: Conversation) -> dict[str, list[dict[str, str]]]:
 def without_proofs() -> None:
     """A proof runs in a process of its own, beside the loop; here it would only take cores from the peer that is measured next."""
     run.Prover = NoProver  # type: ignore[assignment, misc]
+
+
+class Enough(Exception):
+    """A measured run has taken its steps."""
+
+
+class Measured(Trainer):
+    """Of a recipe as it is, but that it ends with its loop: nothing is handed over, and what was learned is measured in memory."""
+
+    def end_loop(self) -> None:
+        self._write(self.watch.read())
+        self.run.finish()
+        unless_interrupted(self.run.interrupted)
+        raise Enough
+
+
+Kind = TypeVar("Kind", bound=Measured)
+
+
+def train_only(recipe: Any, config: Any, say: Callable[[str], None], trainer: Callable[..., Kind]) -> Kind:
+    """The trainer that a recipe of this module made: `trainer`, in the place of its own."""
+    made: list[Kind] = []
+
+    def make(*given: Any, **named: Any) -> Kind:
+        made.append(trainer(*given, **named))
+        return made[0]
+
+    recipe.Trainer = make
+    try:
+        getattr(recipe, recipe.__name__.rpartition(".")[2])(config, say)
+    except Enough:
+        pass
+    finally:
+        recipe.Trainer = Trainer
+    return made[0]
+
+
+def aloud(tell: bool) -> Callable[[str], None]:
+    return lambda text: print(f"    {text}", flush=True) if tell else None
 
 
 def unless_interrupted(signal: int | None) -> None:

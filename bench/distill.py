@@ -19,41 +19,23 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from beside import peak_memory, surroundings, weights, without_proofs, write_rows
+from beside import Measured, peak_memory, surroundings, train_only, weights, without_proofs, write_rows
 
 from assay.comparison.pairwise import compare
-from assay.comparison.read_results import Arm, ScoredRun
-from assay.evaluation.teacher_agreement import Agreement
+from assay.evaluation.teacher_agreement import Agreement, agreement_arms
 from assay.model.placement import default_device, place_for_training
-from assay.recipes.distill import Distillation, fall
+from assay.recipes import distill, sft
+from assay.recipes.conversations import load_conversations
+from assay.recipes.distill import fall, load_teacher
 from assay.recipes.options import Distill, Sft
-from assay.recipes.sft import FineTuning
-from assay.recipes.shrunk import make_student
-from assay.recipes.training import Training
+from assay.recipes.starting_model import load_start
+from assay.recipes.teachers import make_student
+from assay.recipes.trainer import Trainer
 from assay.store.artifact import build_model, open_artifact
-from assay.store.ledger import Event
 from assay.verdict import Outcome, Verdict, proven, refuted
 
 CHARACTERS = 3.4  # a token of SmolLM2's in English text, and fewer in markup: a piece is about a row long, and what is more is cut off
 FALL = 0.4  # of the held-out KL that the student began with
-
-
-class Measured(Training):
-    """Nothing is handed over: what was learned is measured in memory."""
-
-    def finish(self) -> None:
-        self.record(self.watch.read())
-        self.run.finish()
-
-
-class WithTeacher(Measured, Distillation):
-    def finish(self) -> None:
-        self.run.judge(Event.TEACHER_UNMOVED, self.teacher.unmoved())
-        super().finish()
-
-
-class Alone(Measured, FineTuning):
-    pass
 
 
 class Bench:
@@ -79,25 +61,26 @@ class Bench:
                 "micro_tokens": flags.batch * flags.length, "warmup": flags.warmup, "schedule": "wsd", "checkpoint_every": 0,
                 "insist": True, "look_examples": 32, "seed": flags.seed, "device": flags.device, **budget, **more}
 
-    def trained(self, work: Training) -> Training:
+    def trained(self, recipe: Any, config: Sft | Distill) -> Trainer:
         began = time.perf_counter()
-        with work.run.sitting():
-            work.go()
-        seconds, tokens = work.pace.clock.seconds, work.done * self.flags.batch * self.flags.length
-        self.say(f"{work.done:,} steps, {tokens / 1e6:.2f} M tokens, {seconds:.1f} s by the run's clock, "
-                 f"{time.perf_counter() - began:.1f} s in all, {1e3 * (work.watch.pace() or 0):.1f} ms a step, "
+        trainer = train_only(recipe, config, self.say, Measured)
+        seconds, tokens = trainer.schedule.clock.seconds, trainer.done * self.flags.batch * self.flags.length
+        self.say(f"{trainer.done:,} steps, {tokens / 1e6:.2f} M tokens, {seconds:.1f} s by the run's clock, "
+                 f"{time.perf_counter() - began:.1f} s in all, {1e3 * (trainer.watch.pace() or 0):.1f} ms a step, "
                  f"{peak_memory(self.flags.device)}")
-        return work
+        return trainer
 
     def results(self) -> dict[str, Agreement]:
         """Held-out agreement with the teacher: of the student as it began, and of both that were trained."""
-        taught = WithTeacher(Distill(teacher=str(self.teacher), temperature=self.flags.temperature, ce_weight=self.flags.ce_weight,
-                                     **self.options("taught")), self.say)
-        self.trained(taught)
-        alone = self.trained(Alone(Sft(**self.options("alone")), self.say))
+        config = Distill(teacher=str(self.teacher), temperature=self.flags.temperature, ce_weight=self.flags.ce_weight,
+                         **self.options("taught"))
+        taught, alone = self.trained(distill, config), self.trained(sft, Sft(**self.options("alone")))
+        start = load_start(config, self.flags.device, lambda _: None)
+        data = load_conversations(config, start)
+        teacher = load_teacher(config, start, data, self.flags.device, lambda _: None)
         before = place_for_training(build_model(open_artifact(self.student)), self.flags.device, compile=False)
         models = {"as it began": before, "without the teacher": alone.model, "with the teacher": taught.model}
-        return {name: taught.agreement(model, taught.conversations.held_out, self.flags.batch) for name, model in models.items()}
+        return {name: teacher.agreement(model, data.held_out_batches(self.flags.batch)) for name, model in models.items()}
 
 
 def text_of(file: Path, size: int) -> str:
@@ -117,24 +100,15 @@ def cut(text: str, characters: int) -> Iterator[str]:
             piece = ""
 
 
-def arms(name: str, found: Agreement) -> list[Arm]:
-    """For `compare`: students who read the same documents, paired by document; each measure is a group of its own."""
-    measures = {"KL to the teacher": (found.kl, True), "same likeliest token": (found.top1, False),
-                "cross-entropy": (found.student_ce, True)}  # and whether less is better
-    scores = {metric: {str(id): (float(value),) for id, value in zip(found.ids, values, strict=True)}
-              for metric, (values, _) in measures.items()}
-    return [Arm(name, metric, (ScoredRun(name, scores[metric]),), lower, metric, unit="documents") for metric,
-            (_, lower) in measures.items()]
-
-
 def judged(found: dict[str, Agreement]) -> tuple[list[str], list[Verdict]]:
     """What each student is worth, what each pair shows, and whether both goals were reached."""
     before, alone, taught = found.values()
     lines = [f"{name:20} " + "  ".join(f"{measure} {estimate}" for measure, estimate in each.estimates().items())
              for name, each in found.items()]
-    shown = compare([arm for name in ("without the teacher", "with the teacher") for arm in arms(name, found[name])])
+    shown = compare([arm for name in ("without the teacher", "with the teacher") for arm in agreement_arms(name, found[name])])
     lines += [one.sentence for one in shown]
-    lines += [one.sentence for one in compare([arm for name in ("as it began", "with the teacher") for arm in arms(name, found[name])])]
+    lines += [one.sentence for one in compare([arm for name in ("as it began", "with the teacher") for arm in agreement_arms(name,
+                                                                                                                             found[name])])]
     fell, fell_alone = fall(before, taught), fall(before, alone)
     assert fell is not None
     kl = next(one for one in shown if one.metric.startswith("KL"))

@@ -13,10 +13,11 @@ steps that are measured, ours in others that follow, since ours does on the host
 """
 
 import argparse
+import contextlib
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,25 +27,30 @@ import torch
 from beside import (
     TINY,
     Clock,
+    Measured,
+    aloud,
     fence,
     measured,
     middle,
     peak_memory,
     quiet,
     surroundings,
-    unless_interrupted,
+    train_only,
     weights,
     without_proofs,
     write_rows,
 )
 
 from assay.learn.loop import Step
-from assay.model.transformer import Transformer
-from assay.recipes.grpo import LR_WHOLE, Reinforcement
+from assay.recipes import grpo
+from assay.recipes.grpo import GRPO_LR_WHOLE
 from assay.recipes.grpo_options import Grpo
-from assay.recipes.rollouts import Sampler, read_prompts
-from assay.recipes.tuning import BETAS
+from assay.recipes.prompts import read_prompts
+from assay.recipes.reference import Reference
+from assay.recipes.rollouts import RolloutCollector, Sampler
+from assay.recipes.starting_model import StartingModel, load_start
 from assay.reward.reward_functions import built_in_reward, parse_rewards
+from assay.reward.worker_pool import RewardWorkers
 from assay.store.artifact import open_artifact
 
 HELD_OUT = 4  # prompts: the recipe wants some
@@ -83,46 +89,60 @@ class Parts:
         return ", ".join(f"{name} {1e3 * seconds:.0f}" for name, seconds in shares.items()) + " ms"
 
 
-class Timed(Reinforcement):
-    """The recipe as it is, with a clock after its steps and, once `whole` of them are measured, around the parts of those that follow."""
+class Timed(Measured):
+    """The recipe's trainer, with a clock after its steps and, once `whole` of them are measured, around the parts of those that follow."""
 
-    def __init__(self, config: Grpo, clock: Clock, whole: int, *, ignore_stop: bool, tell: bool):
-        self.clock, self.whole, self.timing, self.ignore_stop, self.lengths = clock, whole, Parts(clock.device), ignore_stop, []
-        super().__init__(config, lambda text: print(f"    {text}", flush=True) if tell else None)
+    def __init__(self, clock: Clock, whole: int, *given: Any, **named: Any):
+        super().__init__(*given, **named)
+        self.clock, self.whole, self.timing, self.lengths = clock, whole, Parts(clock.device), []
+        self.accumulate = self.timing.timed("learning", self.accumulate)
 
     lengths: list[float]
 
-    def sampler_of(self, model: Transformer, config: Grpo, device: str | None = None) -> Sampler:
-        if self.ignore_stop:
-            parent = self.beginning.parent
-            self.beginning = replace(self.beginning, parent=replace(parent, stops=replace(parent.stops, stop_ids=())))
-        return super().sampler_of(model, config, device)
-
-    def begin(self) -> None:
-        super().begin()
-        timed, sampler, experience = self.timing.timed, self.sampler, self.experience
-        sampler.load = timed("weights to the sampler", sampler.load)  # type: ignore[method-assign]
-        sampler.draw = timed("sampling", sampler.draw)  # type: ignore[method-assign]
-        self.workers.score = timed("scoring", self.workers.score)  # type: ignore[method-assign]
-        experience.verdicts = timed("checks of the rollout", experience.verdicts)  # type: ignore[method-assign]
-        self.accumulate = timed("learning", self.accumulate)
-        assert self.reference is not None
-        self.reference.logprobs = timed("reference", self.reference.logprobs)  # type: ignore[method-assign]
-
-    def after(self, step: Step) -> None:
-        super().after(step)
-        self.lengths.append(self.course.history[-1]["completions/mean_length"])
+    def record(self, step: Step, **columns: Any) -> None:
+        super().record(step, **columns)
+        self.lengths.append(columns["completions/mean_length"])
         print(f"    step {self.done}", flush=True)
+
+    def over(self) -> bool:
+        """Asked once after every step, when all that belongs to it is done."""
         if self.done == self.clock.warm:
             self.run.settle()
-        self.clock.stepped(self.done)
+        if self.done:
+            self.clock.stepped(self.done)
         if self.done == self.clock.warm + self.whole:
             self.timing.begin()
+        return super().over()
 
-    def finish(self) -> None:
-        """Nothing is handed over."""
-        self.record(self.watch.read())
-        self.run.finish()
+
+PARTS = {"weights to the sampler": (Sampler, "load"), "sampling": (Sampler, "draw"), "scoring": (RewardWorkers, "score"),
+         "checks of the rollout": (RolloutCollector, "check"), "reference": (Reference, "logprobs")}
+
+
+@contextlib.contextmanager
+def parts_timed(parts: Callable[[], Parts | None]) -> Iterator[None]:
+    """Each by the `Parts` that there are when it is called."""
+    kept = {name: getattr(owner, method) for name, (owner, method) in PARTS.items()}
+
+    def timed(name: str) -> Callable[..., Any]:
+        def call(*given: Any, **named: Any) -> Any:
+            clock = parts()
+            return kept[name](*given, **named) if clock is None else clock.timed(name, kept[name])(*given, **named)
+        return call
+
+    for name, (owner, method) in PARTS.items():
+        setattr(owner, method, timed(name))
+    try:
+        yield
+    finally:
+        for name, (owner, method) in PARTS.items():
+            setattr(owner, method, kept[name])
+
+
+def without_stops(config: Grpo, device: str, say: Callable[[str], None]) -> StartingModel:
+    """In the place of `load_start`: every completion is as long as it may be."""
+    start = load_start(config, device, say)
+    return replace(start, parent=replace(start.parent, stops=replace(start.parent.stops, stop_ids=())))
 
 
 class Bench:
@@ -155,15 +175,21 @@ class Bench:
         config = Grpo(model=str(self.fp32), data=(str(self.home / "train.jsonl"),), held_out_data=str(self.home / "held-out.jsonl"),
                       out=str(self.home / name), reward=tuple(flags.reward), prompts=flags.prompts, group=flags.group,
                       max_new=flags.max_new, temperature=flags.temperature, kl="k3", kl_weight=KL_WEIGHT,
-                      steps=flags.warm + flags.steps + flags.parts, lr=LR_WHOLE, warmup=0,
+                      steps=flags.warm + flags.steps + flags.parts, lr=GRPO_LR_WHOLE, warmup=0,
                       checkpoint_every=0, insist=True, look_prompts=2, micro=flags.micro, device=flags.device,
                       **options)
         began = time.perf_counter()
-        work = Timed(config, clock, flags.steps, ignore_stop=flags.ignore_stop, tell=flags.verbose)
-        with work.run.sitting(), work.workers:
-            unless_interrupted(work.go())
-        seconds, lengths = clock.per_step(), work.lengths[flags.warm :]
-        return self.line(seconds[: flags.steps], seconds[flags.steps :], work.timing, lengths[: flags.steps], clock.marks[0] - began)
+        made: list[Timed] = []
+
+        def timed(*given: Any, **named: Any) -> Timed:
+            made.append(Timed(clock, flags.steps, *given, **named))
+            return made[0]
+
+        grpo.load_start = without_stops if flags.ignore_stop else load_start  # type: ignore[assignment]
+        with parts_timed(lambda: made[0].timing if made else None):
+            trainer = train_only(grpo, config, aloud(flags.verbose), timed)
+        seconds, lengths = clock.per_step(), trainer.lengths[flags.warm :]
+        return self.line(seconds[: flags.steps], seconds[flags.steps :], trainer.timing, lengths[: flags.steps], clock.marks[0] - began)
 
     # ---------------------------------------------------------------- TRL's
 
@@ -176,8 +202,8 @@ class Bench:
         forced = {"generation_kwargs": {"min_new_tokens": flags.max_new}} if flags.ignore_stop else {}
         args = trl.GRPOConfig(str(self.home / name), per_device_train_batch_size=micro, num_generations=flags.group,
                               gradient_accumulation_steps=flags.prompts * flags.group // micro, max_completion_length=flags.max_new,
-                              temperature=flags.temperature, beta=KL_WEIGHT, max_steps=1 + flags.peer_steps, learning_rate=LR_WHOLE,
-                              lr_scheduler_type="constant", adam_beta1=BETAS[0], adam_beta2=BETAS[1], logging_steps=10**6,
+                              temperature=flags.temperature, beta=KL_WEIGHT, max_steps=1 + flags.peer_steps, learning_rate=GRPO_LR_WHOLE,
+                              lr_scheduler_type="constant", adam_beta1=0.9, adam_beta2=0.95, logging_steps=10**6,
                               save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=not self.on_gpu, bf16=self.on_gpu,
                               **forced, **options)
         trainer = self.trainer(args, clock, parts)

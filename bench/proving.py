@@ -11,12 +11,14 @@ nothing from the loop. Goal: saving and proving take at most 2 % of the wall tim
 import argparse
 import statistics
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from beside import Clock, fence, surroundings, unless_interrupted
+from beside import Clock, aloud, fence, surroundings, train_only
 from sft import LR, WARM_UP, Bench, Timed, ask_what_is_learned
 
+from assay.recipes import sft
 from assay.recipes.options import Sft
 from assay.store.checkpoint import step_folder
 from assay.store.ledger import Event, Ledger
@@ -27,8 +29,8 @@ WARM = 6  # steps before the clock
 class Unsaved(Timed):
     """The same run, of which nothing is kept."""
 
-    def __init__(self, *given: Any):
-        super().__init__(*given)
+    def __init__(self, *given: Any, **named: Any):
+        super().__init__(*given, **named)
         self.run.save = lambda step, *_, **__: step_folder(self.run.checkpoints, step)  # type: ignore[method-assign]
 
 
@@ -40,9 +42,7 @@ def seconds(bench: Bench, name: str, kind: type[Timed]) -> tuple[float, int]:
                  out=str(out), length=flags.length, batch_tokens=flags.batch * flags.length, lr=LR, warmup=WARM_UP, steps=steps,
                  epochs=steps * flags.batch * flags.length // bench.tokens + 2, checkpoint_every=flags.every, look_examples=8,
                  device=flags.device)
-    work = kind(config, clock, flags.verbose)
-    with work.run.sitting():
-        unless_interrupted(work.go())
+    train_only(sft, config, aloud(flags.verbose), partial(kind, clock))
     fence(flags.device)
     saves = [event["step"] for event in Ledger(out / "ledger.jsonl").events() if event["kind"] == Event.SAVE]
     (taken,) = clock.blocks

@@ -14,7 +14,7 @@ import argparse
 import importlib.util
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,8 @@ import torch
 from beside import (
     TINY,
     Clock,
+    Measured,
+    aloud,
     asked_and_answered,
     fence,
     measured,
@@ -30,7 +32,7 @@ from beside import (
     peak_memory,
     quiet,
     surroundings,
-    unless_interrupted,
+    train_only,
     weights,
     without_proofs,
     write_rows,
@@ -45,39 +47,38 @@ from assay.learn.loop import Step
 from assay.model.attention import PADDING
 from assay.model.families import from_foreign, hf_layout
 from assay.model.placement import place_for_training
+from assay.recipes import sft
+from assay.recipes.conversations import held_out_batches
 from assay.recipes.options import Sft
-from assay.recipes.sft import FineTuning
-from assay.recipes.tuning import BETAS, held_out_batches
 from assay.store.artifact import assemble_model, open_artifact
 
 LR, WARM_UP = 3e-5, 4  # steps, of the learning rate
 
 
-class Timed(FineTuning):
-    """The recipe as it is, with a clock after its steps and a count of what they read."""
+class Timed(Measured):
+    """The recipe's trainer, with a clock between its steps and a count of what they read."""
 
-    def __init__(self, config: Sft, clock: Clock, tell: bool):
-        super().__init__(config, lambda text: print(f"    {text}", flush=True) if tell else None)
+    def __init__(self, clock: Clock, *given: Any, **named: Any):
+        super().__init__(*given, **named)
         self.clock, self.real = clock, []
 
     real: list[int]
 
-    def planned_batches(self) -> Iterator[Batch]:
-        for batch in super().planned_batches():
-            assert batch.documents is not None
-            self.real.append(int((batch.documents != PADDING).sum()))
-            yield batch
+    def steps(self, batches: Iterable[Batch]) -> Iterator[Step]:
+        return super().steps(map(self.counted, batches))
 
-    def after(self, step: Step) -> None:
-        super().after(step)
+    def counted(self, batch: Batch) -> Batch:
+        assert batch.documents is not None
+        self.real.append(int((batch.documents != PADDING).sum()))
+        return batch
+
+    def over(self) -> bool:
+        """Asked once after every step, when all that belongs to it is done."""
         if self.done == self.clock.warm:
             self.run.settle()
-        self.clock.stepped(self.done)
-
-    def finish(self) -> None:
-        """Nothing is handed over: what was learned is scored in memory."""
-        self.record(self.watch.read())
-        self.run.finish()
+        if self.done:
+            self.clock.stepped(self.done)
+        return super().over()
 
 
 class Bench:
@@ -116,12 +117,10 @@ class Bench:
                      out=str(self.home / name), length=flags.length, batch_tokens=flags.batch * flags.length, lr=lr, warmup=WARM_UP,
                      steps=steps, epochs=epochs, checkpoint_every=0, insist=True, look_examples=8, device=flags.device, **options)
         began = time.perf_counter()
-        work = Timed(config, clock, flags.verbose)
-        with work.run.sitting():
-            unless_interrupted(work.go())
+        trainer = train_only(sft, config, aloud(flags.verbose), partial(Timed, clock))
         fence(flags.device)
-        learned = "" if not flags.held_out_steps else self.scored(work.model, steps)
-        return self.line(clock, work.real, clock.marks[0] - began, learned)
+        learned = "" if not flags.held_out_steps else self.scored(trainer.model, steps)
+        return self.line(clock, trainer.real, clock.marks[0] - began, learned)
 
     # ---------------------------------------------------------------- TRL's
 
@@ -135,7 +134,7 @@ class Bench:
         steps, began = flags.held_out_steps or clock.warm + flags.peer_steps, time.perf_counter()
         args = trl.SFTConfig(str(self.home / name), per_device_train_batch_size=rows or flags.batch, max_length=flags.length,
                              max_steps=steps, learning_rate=LR, warmup_steps=WARM_UP, lr_scheduler_type="cosine_with_min_lr",
-                             lr_scheduler_kwargs={"min_lr_rate": 0.1}, adam_beta1=BETAS[0], adam_beta2=BETAS[1], logging_steps=10**6,
+                             lr_scheduler_kwargs={"min_lr_rate": 0.1}, adam_beta1=0.9, adam_beta2=0.95, logging_steps=10**6,
                              save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=not self.on_gpu, bf16=self.on_gpu, **options)
         folder = weights(flags.model, dtype, self.home, flags.length)
         trainer = trl.SFTTrainer(str(folder), args=args, train_dataset=datasets.Dataset.from_list(self.conversations),

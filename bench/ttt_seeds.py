@@ -28,7 +28,7 @@ from assay.model.batched_lora import BatchedAdapters, ttt_sites
 from assay.model.lora import fresh
 from assay.model.patch import Patch
 from assay.model.transformer import Transformer
-from assay.recipes.ttt import Read, bits, built, columns, estimates, opened, planned, read_documents, rehearsed, tokens_of
+from assay.recipes.ttt import Read, bits, columns, estimates, load_reader, open_readable, preflight_ttt, read_documents, tokens_of, ttt_plan
 from assay.recipes.ttt_options import Ttt
 from assay.statistics.estimate import mean
 from assay.statistics.seed_stability import stability
@@ -57,7 +57,7 @@ def main() -> None:
         size = sum(text.bytes for text in bench.texts)
         print(f"\n{path}: {len(bench.texts)} documents, {size} bytes; {estimates(bench.texts)['bits per byte, without']} bits per byte "
               f"without  ({time.monotonic() - began:.1f} s)", flush=True)
-        for verdict in rehearsed(bench.model, bench.texts, bench.how, bench.patch(flags.seeds[0])):
+        for verdict in preflight_ttt(bench.model, bench.texts, bench.how, bench.patch(flags.seeds[0])):
             print(f"  {verdict}")
         gains(bench, flags.seeds)
         for decay in flags.decays:
@@ -68,10 +68,10 @@ def main() -> None:
 def prepared(path: str, flags: argparse.Namespace) -> Bench:
     words = f"--document-bytes {flags.document_bytes} --documents {flags.documents} {flags.options}".split()
     config = parse(Ttt, [path, "--text", flags.text, "--out", "none", *words], prog="bench/ttt_seeds.py")
-    source = opened(config)
-    model = built(source, flags.device)
+    source = open_readable(config)
+    model = load_reader(source, flags.device)
     texts, _ = read_documents(config, source)
-    how = planned(config, model)
+    how = ttt_plan(config, model)
     without = token_costs(read_and_adapt(model, tokens_of(texts), how, min(config.batch, len(texts))), len(texts))
     alone = [replace(text, without=bits(cost), with_=bits(cost)) for text, cost in zip(texts, without, strict=True)]
     return Bench(config, source, model, alone, how)

@@ -1,9 +1,13 @@
-"""Learning-rate schedules: pure functions of the step that return the multiplier of every group's peak rate.
+"""Learning-rate schedules: pure functions of the step that return the multiplier of every group's peak rate; and a run's own.
 
 Steps count from 0. Warm-up never gives 0, so the first step moves; from step `total` on the multiplier is `floor`.
 """
 
 import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from assay.errors import UsageError
 
@@ -39,3 +43,75 @@ def _check(step: float, total: float, warmup: float, decay: float, peak: float, 
                          "train longer, or shorten them (decay needs at least one step)")
     if not 0 <= floor <= peak:
         raise UsageError(f"schedule: floor {floor} and peak {peak}; expected 0 ≤ floor ≤ peak")
+
+# ---------------------------------------------------------------- a run's schedule
+
+
+@dataclass(frozen=True)
+class Budget:
+    """`steps` or `minutes`, one of them; where time decides, the last step is found on the way."""
+
+    steps: int | None
+    minutes: float | None
+    schedule: Literal["wsd", "cosine"]
+    warmup: int
+    decay: float  # share of the run over which wsd goes down
+
+    def __post_init__(self) -> None:
+        if self.schedule == "cosine" and self.steps is None:
+            raise UsageError("--schedule cosine must know its last step from the first: give steps, or use --schedule wsd with --minutes")
+
+
+class Schedule:
+    """Remembers when the run will end, once it is known, and how much time all its sittings took. It ends at a `multiple` of steps."""
+
+    def __init__(self, budget: Budget, multiple: int = 1):
+        self.budget, self.multiple, self.clock = budget, multiple, Clock()
+        self.stop_at, self.decay_from = budget.steps, None
+
+    stop_at: int | None
+    decay_from: int | None
+
+    def multiplier(self, step: int) -> float:
+        """Of every peak rate: a pure function of the step, once it is known when the way down begins."""
+        warmup = self.budget.warmup
+        if self.stop_at is None:
+            return min(1.0, (step + 1) / (warmup + 1))
+        if self.budget.schedule == "cosine":
+            return cosine(step, self.stop_at, min(warmup, self.stop_at // 2))
+        decay = max(1, round(self.budget.decay * self.stop_at)) if self.decay_from is None else self.stop_at - self.decay_from
+        return warmup_stable_decay(step, self.stop_at, min(warmup, self.stop_at - decay), decay)
+
+    def decide_end(self, done: int, seconds_a_step: float | None) -> bool:
+        """Under a budget of time: when the flat part's share of it is over, what is left is the way down, in steps."""
+        minutes = self.budget.minutes
+        if minutes is None or self.stop_at is not None or done <= self.budget.warmup or seconds_a_step is None:
+            return False
+        left = 60 * minutes - self.clock.seconds
+        if left > self.budget.decay * 60 * minutes:
+            return False
+        self.decay_from, stop_at = done, done + max(1, int(0.98 * left / seconds_a_step))
+        self.stop_at = -(-stop_at // self.multiple) * self.multiple
+        return True
+
+    def over(self, done: int) -> bool:
+        late = self.budget.minutes is not None and self.clock.seconds >= 60 * self.budget.minutes
+        return late or (self.stop_at is not None and done >= self.stop_at)
+
+    def state(self) -> dict[str, Any]:
+        return {"seconds": self.clock.seconds, "decay_from": self.decay_from, "stop_at": self.stop_at, "schedule": self.budget.schedule}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.clock, self.decay_from = Clock(state["seconds"]), state["decay_from"]
+        self.stop_at = self.budget.steps or state["stop_at"]
+
+
+class Clock:
+    """Wall time of a run over all its sittings, for budgets and progress."""
+
+    def __init__(self, spent: float = 0.0):
+        self._start = time.monotonic() - spent
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._start

@@ -97,14 +97,14 @@ def from_file(path: Path, name: str) -> Probe:
 
 
 def loss_above(run: Path, limit: float) -> Probe:
-    """By the held-out losses that the run wrote down at its looks."""
-    losses = looks(run)
+    """By the held-out losses that the run wrote down at its evaluations."""
+    losses = evaluated_losses(run)
     return lambda checkpoint: bool(_look(losses, checkpoint).mean() > limit)
 
 
 def loss_jump(run: Path) -> Probe:
-    """Worse on the same documents, by an interval that excludes 0, than the best look before it."""
-    losses = looks(run)
+    """Worse on the same documents, by an interval that excludes 0, than the best evaluation before it."""
+    losses = evaluated_losses(run)
 
     def bad(checkpoint: Path) -> bool:
         after = _look(losses, checkpoint)
@@ -140,18 +140,18 @@ def differs_from(other: Path) -> Probe:
     return bad
 
 
-def looks(run: Path) -> dict[int, np.ndarray]:
+def evaluated_losses(run: Path) -> dict[int, np.ndarray]:
     """Step → the loss of every held-out document."""
-    found = {row["step"]: np.array(row["per_document"]) for row in read_json_lines(run / "looks.jsonl")}
+    found = {row["step"]: np.array(row["per_document"]) for row in read_json_lines(run / "eval.jsonl")}
     if not found:
-        raise UsageError(f"{run}: no held-out look is on record (looks.jsonl), so a probe of the loss has nothing to read")
+        raise UsageError(f"{run}: no held-out evaluation is on record (eval.jsonl), so a probe of the loss has nothing to read")
     return found
 
 
 def _look(losses: dict[int, np.ndarray], checkpoint: Path) -> np.ndarray:
     step = _step(checkpoint)
     if step not in losses:
-        raise UsageError(f"{checkpoint.name}: no held-out look was taken at that step; there are looks at {', '.join(map(str, losses))}")
+        raise UsageError(f"{checkpoint.name}: nothing was evaluated at that step; there are evaluations at {', '.join(map(str, losses))}")
     return losses[step]
 
 

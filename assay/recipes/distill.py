@@ -1,48 +1,137 @@
 """Distillation: a student learns its teacher's distribution, online or from stored logits, or the text that its teacher writes."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from assay.data.batch import Batch
-from assay.data.chat import TrainingExample
-from assay.data.packing import PackedExamples
 from assay.errors import UsageError
 from assay.evaluation.held_out_loss import HeldOut, score_examples
 from assay.evaluation.teacher_agreement import Agreement
 from assay.guard import distillation_checks as guard
+from assay.guard import loss_preflight
 from assay.guard.conclusion_checks import check_reported_loss
-from assay.learn.objectives import Objective, next_token
+from assay.guard.loss_preflight import sample_rows
+from assay.guard.training_guards import check_detectors
+from assay.learn.objectives import next_token
+from assay.model.placement import default_device, uncompiled
 from assay.model.transformer import Transformer
-from assay.recipes.handover import hand_over
-from assay.recipes.options import Distill, Tuning
-from assay.recipes.run import plain, say_now
-from assay.recipes.shrunk import make_student
-from assay.recipes.teachers import Present, Pupil, Questions, Teacher, blend_of, opened, remembered
-from assay.recipes.tuning import Conversations, Tuned, conversed, held_out_batches
-from assay.recipes.written import write_text
+from assay.outcome import Outcome
+from assay.recipes.conversations import NEVER, Conversations, describe_tuning, held_out_batches, load_conversations, refuse_nonsense
+from assay.recipes.evaluator import EarlyStopping, HeldOutEvaluator, stopping_rule
+from assay.recipes.hand_over import hand_over, write_down
+from assay.recipes.options import Distill
+from assay.recipes.run import Run, open_run, plain, print_line
+from assay.recipes.sft import check_forked_loss, micro_rows, parent_loss, tuning_optimizer, tuning_schedule
+from assay.recipes.starting_model import StartingModel, load_start
+from assay.recipes.teacher_text import write_teacher_text
+from assay.recipes.teachers import (
+    OnlineTeacher,
+    Student,
+    Teacher,
+    blend_of,
+    load_stored_answers,
+    make_student,
+    open_teacher_model,
+)
+from assay.recipes.trainer import SavePlan, Trainer
 from assay.statistics.estimate import Estimate, ratio
-from assay.store.artifact import Artifact, build_model, open_artifact
+from assay.store.artifact import build_model, open_artifact
 from assay.store.ledger import Event
 from assay.verdict import Verdict, refuted
 
-
-def distill(config: Distill, say: Callable[[str], None] = say_now) -> tuple[list[Verdict], int | None]:
-    """The verdicts on what was handed over, and the signal that interrupted the run, if one did: then nothing was."""
-    _refuse_nonsense(config)
-    work = Imitation(config, say) if config.how == "text" else Distillation(config, say)
-    with work.run.sitting():
-        if (interrupted := work.go()) is not None:
-            return [], interrupted
-        best = work.looks.best_checkpoint(work.run.checkpoints)
-        recorded, verdicts = hand_over(work.run, best, work.looks, work.score_all, work.told)
-        return [*verdicts, check_told(work, recorded)], None
+NATS = 1.0  # a divergence may come near 0, where a share of it is less than rounding
 
 
-def _refuse_nonsense(config: Distill) -> None:
+def distill(config: Distill, say: Callable[[str], None] = print_line) -> Outcome:
+    """An interrupted run hands nothing over; the same command goes on with it.
+
+    What is minimised is what an evaluation scores and what the best checkpoint is chosen by: the blend of teacher and text, or, where the
+    teacher writes the text, next-token loss.
+    """
+    refuse_unclear_distill(config)
+    refuse_nonsense(config)
+    device = config.device or default_device()
+    start = load_start(with_student(config, say), device, say)
+    data = load_lessons(config, start, device, say)
+    schedule, every, micro = tuning_schedule(config, data), config.checkpoint_every or NEVER, micro_rows(config, data)
+    rule = stopping_rule(config.patience, config.worth, schedule=config.schedule, steps=data.steps, every=every)
+    optimizer = tuning_optimizer(config, start)
+    for line in describe_tuning(config, start, data, optimizer.param_groups[0]["lr"], device):
+        say(line)
+    teacher = None if config.how == "text" else load_teacher(config, start, data, device, say)
+    objective = next_token if teacher is None else teacher.objective
+    lessons = Lessons(data, teacher, config.how)
+
+    with open_run(config, say, device) as run:
+        trainer = Trainer(run, start.weights, optimizer, objective, schedule, micro=micro, clip=config.clip, order=data.order,
+                          saves=SavePlan(every, data.order.steps, config.checkpoint_minutes), steps_before=start.steps_before)
+        evaluator = HeldOutEvaluator(run, partial(lessons.score, rows=micro, count=config.look_examples), device=device,
+                                     repeats_from=data.order.windows // data.order.rows, scale=None if teacher is None else NATS)
+        early = EarlyStopping(run, evaluator.history, rule, every)
+
+        def evaluate() -> None:
+            columns = lessons.columns(trainer.model, micro, config.look_examples)
+            evaluator.evaluate(trainer.model, trainer.done, trainer.new_losses(), columns=columns)
+
+        def save(*, evaluated: bool) -> None:
+            """What is saved is what was evaluated. What moved and what did not is accounted for first."""
+            trainer.account()
+            if evaluated:
+                evaluate()
+            trainer.save(lessons.facts(trainer.done), best=evaluator.best_checkpoint())
+            if evaluated:
+                early.judge(trainer.done)
+
+        with run.interruptible():
+            if (saved := run.newest()) is not None:
+                trainer.resume(saved, lessons.check_same((saved.trainer() or {})["data"]))
+            evaluator.recall()
+            early.judge(trainer.done)
+            run.preflight(preflight_distill(trainer, lessons, start))
+            trainer.save(lessons.facts(trainer.done))  # where nothing is saved yet: a save is made and proven before step 1
+            if trainer.done == 0:
+                if not evaluator.history.steps:
+                    evaluate()
+                trainer.watch.parent_loss = parent_loss(start, objective, lessons.batch(0), trainer)
+                if config.from_ is not None:
+                    run.judge(Event.FORK, [check_forked_loss(Path(config.from_), lessons.data, evaluator, trainer)])
+                if teacher is not None:
+                    tell_worth(run, teacher, teacher.agreement(trainer.model, data.held_out_batches(micro)))
+
+            trainer.start_loop(lessons.facts(trainer.done), data.order.windows)
+            answered = data.batches(run, trainer.done) if teacher is None else map(teacher.answered, data.batches(run, trainer.done))
+            steps = trainer.steps(answered)
+            while not (trainer.over() or early.reason):
+                step = next(steps)
+                trainer.record(step, epoch=data.order.epoch_of(step.index), supervised_tokens=step.weight)
+                if trainer.save_due():
+                    save(evaluated=True)
+            if teacher is not None and (frozen := teacher.unmoved()):
+                run.judge(Event.TEACHER_UNMOVED, frozen)
+            trainer.end_loop()
+            if run.interrupted is not None and trainer.saved != trainer.done:
+                save(evaluated=False)  # the uninterrupted run would not have been evaluated here
+            elif run.interrupted is None and evaluator.history.latest_step != trainer.done:
+                save(evaluated=True)
+            trainer.finish(data.times_read(run, trainer.done), data.order.windows, evaluator.best_checkpoint())
+        if run.interrupted is not None:
+            return Outcome(run.folder, interrupted=run.interrupted)
+
+        handed = hand_over(run, evaluator, partial(lessons.score, rows=micro))
+        told = {} if teacher is None else compare_agreement(run, teacher, start, data, trainer)
+        write_down(run, handed, **told)
+        verdicts = [*handed.verdicts, check_told(run, handed.recorded, len(data.held_out))]
+        return Outcome(run.folder, verdicts, model=run.folder / "model", results={"held_out": handed.recorded.estimate, **told})
+
+# ---------------------------------------------------------------- what is learned, and from whom
+
+
+def refuse_unclear_distill(config: Distill) -> None:
     named = [flag for flag, value in (("--student", config.model), ("--from", config.from_), ("--student-layers", config.student_layers))
              if value is not None]
     if len(named) != 1:
@@ -55,137 +144,117 @@ def _refuse_nonsense(config: Distill) -> None:
         raise UsageError("--how text learns the teacher's text by its cross-entropy alone: leave --ce-weight out")
 
 
-class Taught(Tuned):
-    """What all ways of distilling have in common."""
-
-    def naming_parent(self, config: Distill, say: Callable[[str], None]) -> Tuning:
-        if config.student_layers is None:
-            return config
-        student = Path(config.out) / "student"
-        make_student(student, opened(config), config.student_layers, say)
-        return replace(config, model=str(student))
-
-    def told(self, handed_over: Artifact) -> dict[str, Any]:
-        """What the hand-over's line in the ledger says besides the score."""
-        return {}
+def with_student(config: Distill, say: Callable[[str], None]) -> Distill:
+    """The options with the model that is to be trained, made first where it is some of the teacher's layers."""
+    if config.student_layers is None:
+        return config
+    student = Path(config.out) / "student"
+    make_student(student, open_teacher_model(config), config.student_layers, say)
+    return replace(config, model=str(student))
 
 
-class Imitation(Taught):
-    """The teacher's words are the data, and what is held out are its words to prompts that are not trained on."""
-
-    def converse(self, config: Distill, device: str, say: Callable[[str], None]) -> Conversations:
-        learned, held_out = write_text(config, opened(config), self.beginning.tokenizer, device, say)
-        return conversed(replace(config, data=(str(learned),), held_out_data=str(held_out)), self.beginning)
-
-    def objective(self, config: Distill, device: str, say: Callable[[str], None]) -> Objective:
-        return next_token
+def load_lessons(config: Distill, start: StartingModel, device: str, say: Callable[[str], None]) -> Conversations:
+    """The conversations that were given; or the teacher's words to their prompts, and held out its words to prompts not trained on."""
+    if config.how != "text":
+        return load_conversations(config, start)
+    learned, held_out = write_teacher_text(config, open_teacher_model(config), start.tokenizer, device, say)
+    return load_conversations(replace(config, data=(str(learned),), held_out_data=str(held_out)), start)
 
 
-class Distillation(Taught):
-    """What is minimised is what a look scores and what the best checkpoint is chosen by: the blend, on held-out conversations.
-
-    Beside it stand the KL to the teacher and how often both hold the same token likeliest.
-    """
-
-    scale = 1.0  # nats: a divergence may come near 0, where a share of it is less than rounding
+def load_teacher(config: Distill, start: StartingModel, data: Conversations, device: str, say: Callable[[str], None]) -> Teacher:
+    student = Student(start.parent.config.vocab, start.tokenizer)
     teacher: Teacher
+    if config.how == "online":
+        teacher = OnlineTeacher(open_teacher_model(config), student, blend_of(config), device)
+    else:
+        every, rows = [*data.train, *data.held_out], max(1, config.micro_tokens // config.length)
+        teacher = load_stored_answers(config, student, every, held_out_batches(every, config.length, rows), device, say)
+    if teacher.digest == start.parent.digest and not config.ce_weight:
+        raise UsageError(f"student and teacher are the same weights ({teacher.digest[:12]}): there is nothing to learn, and every "
+                         "gradient would be 0. Name another student, or let the text teach too with --ce-weight")
+    return teacher
 
-    def __init__(self, config: Distill, say: Callable[[str], None]):
-        super().__init__(config, say)
-        self.source = _Answered(self.order, self.teacher)
 
-    def objective(self, config: Distill, device: str, say: Callable[[str], None]) -> Objective:
-        pupil = Pupil(self.beginning.parent.config.vocab, self.beginning.tokenizer)
-        if config.how == "online":
-            self.teacher = Present(opened(config), pupil, blend_of(config), device)
-        else:
-            every = [*self.conversations.train, *self.conversations.held_out]
-            rows = max(1, config.micro_tokens // config.length)
-            asked = Questions(every, lambda: held_out_batches(every, config.length, rows))
-            self.teacher = remembered(config, pupil, asked, device, say)
-        if self.teacher.digest == self.beginning.parent.digest and not config.ce_weight:
-            raise UsageError(f"student and teacher are the same weights ({self.teacher.digest[:12]}): there is nothing to learn, and every "
-                             "gradient would be 0. Name another student, or let the text teach too with --ce-weight")
-        blend = self.teacher.blend
-        self.scored_as = (f"{config.how} {blend.divergence} divergence from {self.teacher.digest[:12]}, temperature {blend.temperature:g}, "
-                          f"kd_weight {blend.kd_weight:g}, ce_weight {blend.ce_weight:g}")
-        return self.teacher.objective
+class Lessons:
+    """The conversations with what the teacher says of them: how they are scored, and what a checkpoint says of both."""
 
-    def score(self, model: Transformer, examples: Sequence[TrainingExample], rows: int) -> HeldOut:
-        batches = map(self.teacher.answered, held_out_batches(examples, self.config.length, rows))
-        return score_examples(model, batches, rows=rows, objective=self.teacher.objective, unit="blended nats per token")
+    def __init__(self, data: Conversations, teacher: Teacher | None, how: str):
+        self.teacher = teacher
+        self.data = data if teacher is None else replace(data, scored_as=scored_as(teacher, how))
 
-    def agreement(self, model: Transformer, examples: Sequence[TrainingExample], rows: int) -> Agreement:
-        return self.teacher.agreement(model, held_out_batches(examples, self.config.length, rows))
+    def batch(self, step: int) -> Batch:
+        batch = self.data.order.batch(step)
+        return batch if self.teacher is None else self.teacher.answered(batch)
 
-    def also_looked(self, model: Transformer, examples: Sequence[TrainingExample], rows: int) -> dict[str, float]:
-        found = self.agreement(model, examples, rows).estimates()
+    def score(self, model: Transformer, rows: int, count: int | None = None) -> HeldOut:
+        batches = self.data.held_out_batches(rows, count)
+        if self.teacher is None:
+            return score_examples(model, batches, rows=rows)
+        return score_examples(model, map(self.teacher.answered, batches), rows=rows, objective=self.teacher.objective,
+                              unit="blended nats per token")
+
+    def columns(self, model: Transformer, rows: int, count: int) -> dict[str, float]:
+        """Beside the loss: the KL to the teacher and how often both hold the same token likeliest."""
+        if self.teacher is None:
+            return {}
+        found = self.teacher.agreement(model, self.data.held_out_batches(rows, count)).estimates()
         columns = {"eval_teacher_kl": found["kl"], "eval_teacher_top1": found["top1"], "eval_ce": found["student_ce"]}
         return {f"{name}{end}": value for name, estimate in columns.items()
                 for end, value in (("", estimate.mean), ("_low", estimate.low), ("_high", estimate.high))}
 
-    def rehearsals(self, batch: Batch) -> list[Verdict]:
-        teacher = self.teacher
-        return guard.preflight_distillation(self.model, teacher.objective, batch, teacher.blend, teacher=teacher.model,
-                                            accumulate=self.accumulate,
-                               tokenizers=(self.beginning.tokenizer.digest, teacher.tokenizer), reachable=self.parts.form.reachable())
+    def facts(self, step: int) -> dict[str, Any]:
+        return self.data.facts(step) | ({} if self.teacher is None else {"teacher": self.teacher.digest})
 
-    def consulted(self) -> list[Transformer]:
-        return [] if self.teacher.model is None else [self.teacher.model]
-
-    def begin(self) -> None:
-        """What the teacher is worth on all that is held out is said once, before the student has learned anything from it."""
-        super().begin()
-        if self.start == 0:
-            found = self.agreement(self.model, self.conversations.held_out, self.parts.micro).estimates()
-            self.run.ledger.append(Event.TEACHER, digest=self.teacher.digest, **plain({name: asdict(e) for name, e in found.items()}))
-            teacher = f"the teacher {found['teacher_ce']}, " if "teacher_ce" in found else ""  # stored answers do not tell
-            self.run.say(f"nats per token of what is held out: {teacher}the student {found['student_ce']}; KL {found['kl']}")
-
-    def data_facts(self, step: int) -> dict[str, Any]:
-        return super().data_facts(step) | {"teacher": self.teacher.digest}
-
-    def same_data(self, recorded: Mapping[str, Any]) -> Verdict:
-        verdict = super().same_data(recorded)
-        if recorded["teacher"] != self.teacher.digest:
+    def check_same(self, recorded: Mapping[str, Any]) -> Verdict:
+        if self.teacher is not None and recorded["teacher"] != self.teacher.digest:
             return refuted("same data", f"the teacher is {self.teacher.digest[:12]} now, the run began with {recorded['teacher'][:12]}; "
                                         "give it back, or begin a new run")
-        return verdict
-
-    def finish(self) -> None:
-        if frozen := self.teacher.unmoved():
-            self.run.judge(Event.TEACHER_UNMOVED, frozen)
-        super().finish()
-
-    def told(self, handed_over: Artifact) -> dict[str, Any]:
-        """Of the bytes on disk, on everything held out, beside the student as it was before the first step."""
-        parent = open_artifact(self.beginning.parent.path)  # anew: on a CPU the student has learned in the tensors that were opened first
-        before, after = (self.agreement(build_model(artifact).to(self.device), self.conversations.held_out, self.parts.micro)
-                         for artifact in (parent, handed_over))
-        was, now, fell = before.estimates(), after.estimates(), fall(before, after)
-        share = f", down by {fell} of what it was" if fell else ""
-        self.run.say(f"KL to the teacher {was['kl']} → {now['kl']} nats{share}; the same token likeliest {now['top1']}; cross-entropy "
-                     f"{now['student_ce']}")
-        return {"teacher": self.teacher.digest, "agreement": {name: asdict(found) for name, found in now.items()},
-                "agreement_before": {name: asdict(found) for name, found in was.items()}, "kl_fell_by": fell and asdict(fell)}
+        return self.data.check_same(recorded)
 
 
-@dataclass(frozen=True)
-class _Answered:
-    """The order's batches, each with what the teacher says of it."""
+def scored_as(teacher: Teacher, how: str) -> str:
+    blend = teacher.blend
+    return (f"{how} {blend.divergence} divergence from {teacher.digest[:12]}, temperature {blend.temperature:g}, "
+            f"kd_weight {blend.kd_weight:g}, ce_weight {blend.ce_weight:g}")
 
-    order: PackedExamples
-    teacher: Teacher
 
-    def batch(self, step: int) -> Batch:
-        return self.teacher.answered(self.order.batch(step))
+def preflight_distill(trainer: Trainer, lessons: Lessons, start: StartingModel) -> list[Verdict]:
+    """The loss is the loss, the teacher knows more than nothing, every tensor is reached and held, the data says what it should."""
+    batch, teacher = trainer.first_micro_batch(lessons.batch(0)), lessons.teacher
+    found, shown = trainer.gradients(batch), sample_rows(batch)
+    asked = [] if teacher is None or teacher.model is None else [teacher.model]
+    with uncompiled():
+        if teacher is None:
+            of_loss = loss_preflight.preflight_loss(trainer.model, trainer.objective, shown, trainer.accumulate)
+        else:
+            of_loss = guard.preflight_distillation(trainer.model, teacher.objective, shown, teacher.blend, teacher=teacher.model,
+                                      accumulate=trainer.accumulate, tokenizers=(start.tokenizer.digest, teacher.tokenizer),
+                                      reachable=trainer.weights.reachable())
+        return [check_detectors(), *of_loss, *trainer.check_precision(batch, found, *asked), *trainer.check_reach(found),
+                *lessons.data.audit(start)]
 
-    def epoch_of(self, step: int) -> int:
-        return self.order.epoch_of(step)
+# ---------------------------------------------------------------- what is told of it
 
-    rows = property(lambda self: self.order.rows)
-    windows = property(lambda self: self.order.windows)
-    steps = property(lambda self: self.order.steps)
+
+def tell_worth(run: Run, teacher: Teacher, agreement: Agreement) -> None:
+    """What the teacher is worth on all that is held out is said once, before the student has learned anything from it."""
+    found = agreement.estimates()
+    run.ledger.append(Event.TEACHER, digest=teacher.digest, **plain({name: asdict(estimate) for name, estimate in found.items()}))
+    said = f"the teacher {found['teacher_ce']}, " if "teacher_ce" in found else ""  # stored answers do not tell
+    run.say(f"nats per token of what is held out: {said}the student {found['student_ce']}; KL {found['kl']}")
+
+
+def compare_agreement(run: Run, teacher: Teacher, start: StartingModel, data: Conversations, trainer: Trainer) -> dict[str, Any]:
+    """Of the bytes on disk, on everything held out, beside the student as it was before the first step."""
+    parent = open_artifact(start.parent.path)  # anew: on a CPU the student has learned in the tensors that were opened first
+    before, after = (teacher.agreement(build_model(artifact).to(trainer.device), data.held_out_batches(trainer.micro))
+                     for artifact in (parent, open_artifact(run.folder / "model")))
+    was, now, fell = before.estimates(), after.estimates(), fall(before, after)
+    share = f", down by {fell} of what it was" if fell else ""
+    run.say(f"KL to the teacher {was['kl']} → {now['kl']} nats{share}; the same token likeliest {now['top1']}; cross-entropy "
+            f"{now['student_ce']}")
+    return {"teacher": teacher.digest, "agreement": {name: asdict(found) for name, found in now.items()},
+            "agreement_before": {name: asdict(found) for name, found in was.items()}, "kl_fell_by": fell and asdict(fell)}
 
 
 def fall(before: Agreement, after: Agreement) -> Estimate | None:
@@ -200,11 +269,11 @@ def fall(before: Agreement, after: Agreement) -> Estimate | None:
     return ratio(start - after.kl * after.tokens, start)
 
 
-def check_told(work: Taught, recorded: HeldOut) -> Verdict:
-    """The score in the ledger is the mean over every token held out: not the last batch's loss, nor a look's."""
-    told = [event for event in work.run.ledger.events() if event["kind"] == Event.HAND_OVER][-1]
+def check_told(run: Run, recorded: HeldOut, held_out: int) -> Verdict:
+    """The score in the ledger is the mean over every token held out: not the last batch's loss, nor an evaluation's."""
+    told = [event for event in run.ledger.events() if event["kind"] == Event.HAND_OVER][-1]
     assert recorded.tokens is not None
     verdict = check_reported_loss(told["score"]["mean"], recorded.per_document, recorded.tokens)
-    if recorded.per_document.size != len(work.conversations.held_out):
-        return refuted("result", f"{recorded.per_document.size} of {len(work.conversations.held_out)} held-out conversations were scored")
+    if recorded.per_document.size != held_out:
+        return refuted("result", f"{recorded.per_document.size} of {held_out} held-out conversations were scored")
     return verdict

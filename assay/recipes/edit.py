@@ -41,9 +41,9 @@ from assay.model.patch import Patch, patched, patched_tensors
 from assay.model.placement import default_device, require_device, uncompiled
 from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import Transformer
+from assay.outcome import Outcome
 from assay.recipes.edit_options import Edit
-from assay.recipes.run import Run, plain
-from assay.statistics.estimate import Estimate
+from assay.recipes.run import Run, plain, print_line
 from assay.store import checkpoint, durable
 from assay.store.artifact import Artifact, assemble_model, build_model, open_artifact
 from assay.store.checkpoint import open_checkpoint
@@ -57,12 +57,10 @@ _AT_ONCE = {"cpu": 64}  # facts that are asked together while looking for known 
 _MANY = 1024
 
 
-@dataclass
-class _Report:
-    """All that a run found, as OUT/edits.json holds it."""
+@dataclass(frozen=True, kw_only=True)
+class EditOutcome(Outcome):
+    """All that a run found, as OUT/edits.json holds it; its `results` are estimates."""
 
-    verdicts: list[Verdict]
-    estimates: dict[str, Estimate]
     failed: list[dict[str, str]]
     refused: list[RefusedFact]
     layers: list[int]
@@ -70,13 +68,13 @@ class _Report:
     seconds: dict[str, float] = field(default_factory=dict)
 
 
-def edit(config: Edit, say: Callable[[str], None]) -> _Report:
-    source, device = _opened(config), require_device(config.device or default_device())
+def edit(config: Edit, say: Callable[[str], None] = print_line) -> EditOutcome:
+    source, device = open_editable(config), require_device(config.device or default_device())
     with uncompiled():
         return edit_opened(config, source, build_model(source).to(device), say)
 
 
-def edit_opened(config: Edit, source: Artifact, model: Transformer, say: Callable[[str], None]) -> _Report:
+def edit_opened(config: Edit, source: Artifact, model: Transformer, say: Callable[[str], None]) -> EditOutcome:
     where, device, tokenizer = Path(config.out) / "model", model.embed.weight.device, source.tokenizer
     assert tokenizer is not None
     scored, reading = texts(config, model, tokenizer)
@@ -84,13 +82,13 @@ def edit_opened(config: Edit, source: Artifact, model: Transformer, say: Callabl
     probing = ProofSampling(config.probe_samples, str(device))
     run, watch = Run(Path(config.out), config, say=say, probing=probing), Stopwatch()
     with run.sitting():
-        run.judge(Event.PREFLIGHT, preflight(model, source, facts))
+        run.judge(Event.PREFLIGHT, preflight_edit(model, source, facts))
         before = evaluate_edits(model, tokenizer, facts, scored, source.stops.stop_ids)
         watch.lap("scores before")
         layers, effects = chosen_layers(config, model, tokenizer, facts)
-        told_layers(run, layers, effects)
+        tell_layers(run, layers, effects)
         watch.lap("causal trace")
-        edited = solved(config, model, source, facts, layers, reading, watch)
+        edited = solve_edits(config, model, source, facts, layers, reading, watch)
         with patched(model, edited.patch):
             claimed = ask_questions(model, tokenizer, [q for q in fact_questions(facts) if q.kind == "efficacy"], source.stops.stop_ids)
         verdicts = apply_patch(source, edited.patch, where, taught=ends(model, source), probing=probing)
@@ -108,9 +106,10 @@ def edit_opened(config: Edit, source: Artifact, model: Transformer, say: Callabl
                      check_retest(claimed, after.replies),
                      check_update(sizes, edited.reached if config.method == "rome" else None, config.max_update)]
         found = edit_estimates(before, after) | ({} if texts_beside is None else texts_beside.estimates())
-        report = _Report(verdicts, found, edit_failures(facts, edited, after), refused, layers, sizes, watch.seconds)
-        _written(run, report, facts, edited, before, after, texts_beside)
-    return report
+        outcome = EditOutcome(run.folder, verdicts, model=where, results=found, failed=edit_failures(facts, edited, after), refused=refused,
+                              layers=layers, sizes=sizes, seconds=watch.seconds)
+        write_edit_report(run, outcome, facts, edited, before, after, texts_beside)
+    return outcome
 
 
 def apply_patch(source: Artifact, patch: Patch, where: Path, *, taught: bool, probing: ProofSampling = DEFAULT_SAMPLING) -> list[Verdict]:
@@ -126,7 +125,7 @@ def apply_patch(source: Artifact, patch: Patch, where: Path, *, taught: bool, pr
     return verdicts
 
 
-def _opened(config: Edit) -> Artifact:
+def open_editable(config: Edit) -> Artifact:
     if (where := Path(config.out) / "model").exists():
         raise UsageError(f"{where} exists, and what was edited is never overwritten; choose another --out")
     source = open_artifact(config.path)
@@ -137,7 +136,7 @@ def _opened(config: Edit) -> Artifact:
     return source
 
 
-def preflight(model: Transformer, source: Artifact, facts: Sequence[Fact]) -> list[Verdict]:
+def preflight_edit(model: Transformer, source: Artifact, facts: Sequence[Fact]) -> list[Verdict]:
     """What must hold before anything is sought: the right places, the right targets, the model's own keys, padding that is none."""
     tokenizer = source.tokenizer
     assert tokenizer is not None
@@ -226,7 +225,7 @@ def parsed_layers(text: str) -> list[int]:
     raise UsageError(f"--layers {text!r}: expected auto, a range such as 3-8, or a list such as 3,5,7")
 
 
-def solved(config: Edit, model: Transformer, source: Artifact, facts: Sequence[Fact], layers: list[int], reading: TokenizedText,
+def solve_edits(config: Edit, model: Transformer, source: Artifact, facts: Sequence[Fact], layers: list[int], reading: TokenizedText,
            watch: "Stopwatch") -> EditResult:
     tokenizer = source.tokenizer
     assert tokenizer is not None
@@ -261,7 +260,7 @@ class Stopwatch:
         self.seconds[name], self._last = round(now - self._last, 2), now
 
 
-def told_layers(run: Run, layers: list[int], effects: IndirectEffects | None) -> None:
+def tell_layers(run: Run, layers: list[int], effects: IndirectEffects | None) -> None:
     run.ledger.append(Event.LAYERS, layers=layers, by="causal tracing" if effects else "the command line")
     run.say(f"layers {', '.join(map(str, layers))}")
     if effects is None:
@@ -273,21 +272,21 @@ def told_layers(run: Run, layers: list[int], effects: IndirectEffects | None) ->
         run.say(str(error))
 
 
-def _written(run: Run, report: _Report, facts: Sequence[Fact], edited: EditResult, before: EditedReplies, after: EditedReplies,
-            texts_beside: EditDrift | None) -> None:
-    found = {name: asdict(estimate) for name, estimate in report.estimates.items()}
+def write_edit_report(run: Run, outcome: EditOutcome, facts: Sequence[Fact], edited: EditResult,
+                      before: EditedReplies, after: EditedReplies, texts_beside: EditDrift | None) -> None:
+    found = {name: asdict(estimate) for name, estimate in outcome.results.items()}
     rows = [{"fact": asdict(fact), "probability": target.probability, "search_steps": target.steps, "clamped": target.clamped,
              "reached": reached} for fact, target, reached in zip(facts, edited.targets, edited.reached, strict=True)]
     replies = [{"question": asdict(b.question), "before": _reply(b), "after": _reply(a)}
                for b, a in zip(before.replies, after.replies, strict=True)]
-    document = {"layers": report.layers, "estimates": found, "sizes": report.sizes, "failed": report.failed, "seconds": report.seconds,
-                "refused": [asdict(one) for one in report.refused], "verdicts": [verdict.to_json() for verdict in report.verdicts],
+    document = {"layers": outcome.layers, "estimates": found, "sizes": outcome.sizes, "failed": outcome.failed, "seconds": outcome.seconds,
+                "refused": [asdict(one) for one in outcome.refused], "verdicts": [verdict.to_json() for verdict in outcome.verdicts],
                 "facts": rows, "replies": replies, "probe": None if texts_beside is None else texts_beside.to_json()}
     durable.replace_file(run.folder / "edits.json", (json.dumps(plain(document), indent=1) + "\n").encode())
-    run.ledger.append(Event.EDITS, layers=report.layers, estimates=plain(found), sizes=plain(report.sizes), failed=plain(report.failed),
-                      refused=plain([asdict(one) for one in report.refused]),
-                      verdicts=plain([verdict.to_json() for verdict in report.verdicts]))
-    run.record(0, **{name: estimate.mean for name, estimate in report.estimates.items()})
+    run.ledger.append(Event.EDITS, layers=outcome.layers, estimates=plain(found), sizes=plain(outcome.sizes), failed=plain(outcome.failed),
+                      refused=plain([asdict(one) for one in outcome.refused]),
+                      verdicts=plain([verdict.to_json() for verdict in outcome.verdicts]))
+    run.record(0, **{name: estimate.mean for name, estimate in outcome.results.items()})
 
 
 def _reply(reply: Any) -> dict[str, Any]:

@@ -1,312 +1,270 @@
 """Reinforcement learning: groups of completions by the policy itself, scored, and the better ones made likelier. GRPO and its family."""
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from assay.data.batch import Batch
-from assay.data.data_ledger import ids_digest
-from assay.errors import GuardStop
+from assay.errors import GuardStop, UsageError
+from assay.generate.generation_request import Sampling
 from assay.generate.sampler_weights import fingerprint
-from assay.guard.judge_checks import check_judge_order, check_judge_parser
-from assay.guard.loss_preflight import Gradients
-from assay.guard.policy_identity import check_floor, check_on_policy, check_reference
+from assay.guard.policy_identity import LogprobFloor, check_floor, check_on_policy, check_reference
 from assay.guard.policy_loss_checks import check_directions, check_policy_loss
-from assay.guard.proof_subject import ProofSampling
-from assay.guard.reward_checks import completion_style, preflight_rewards
-from assay.guard.training_guards import StepReading, StepWatch, check_steps, check_weights
-from assay.learn.loop import Step
+from assay.guard.training_guards import check_detectors
+from assay.learn.lr_schedule import Budget, Schedule
 from assay.learn.objectives import averages
 from assay.learn.optim import adamw
-from assay.learn.policy import policy_gradient
-from assay.model.placement import default_device, place_for_training
-from assay.model.transformer import Transformer
-from assay.recipes.beginning import begin, carry
-from assay.recipes.course import Course
-from assay.recipes.experience import Experience
-from assay.recipes.forms import Adapter
+from assay.learn.policy import Surrogate, policy_gradient
+from assay.model.placement import default_device, place_for_training, require_device, uncompiled
+from assay.model.transformer import Transformer, parameter_count
+from assay.outcome import Outcome
+from assay.recipes.conversations import NEVER, refuse_unbudgeted
 from assay.recipes.grpo_options import Grpo
-from assay.recipes.grpo_plan import (
-    NEVER,
-    announced,
-    check_apart,
-    chosen_metric,
-    examining,
-    paced,
-    prompted,
-    refuse_nonsense,
-    spread,
-    surrogate,
-    whole_rollouts,
-)
-from assay.recipes.handover import exported
-from assay.recipes.judged import Judging
-from assay.recipes.layout import layout_of
-from assay.recipes.pace import Pace
+from assay.recipes.grpo_preflight import check_forked_policy, check_seeds_count, rollout_floor
+from assay.recipes.hand_over import export_best
+from assay.recipes.prompt_evaluator import PromptEvaluator, check_gain, check_same_answers
+from assay.recipes.prompts import PromptData, split_prompts, spread
 from assay.recipes.reference import Reference, check_same_reference
-from assay.recipes.rehearsed import check_fork, check_seeds_count, floor_of
-from assay.recipes.rollouts import PromptOrder, Sampler
-from assay.recipes.run import Run, plain, say_now
-from assay.recipes.training import Parts, Training
-from assay.recipes.trials import Answered, Examiner, Trials, check_gain, check_same_answers
-from assay.recipes.tuning import BETAS, reach
-from assay.reward.reward_functions import parse_rewards
-from assay.reward.worker_pool import ErrorLimit, RewardWorkers
+from assay.recipes.rewards import JudgeReward, Rewards
+from assay.recipes.rollout_batch import Drawn, layout_of
+from assay.recipes.rollouts import RolloutCollector, RolloutHistory, Sampler
+from assay.recipes.run import Run, open_run, plain, print_line
+from assay.recipes.starting_model import AdapterModel, StartingModel, carry_moments, load_start
+from assay.recipes.trainer import SavePlan, Trainer
 from assay.store.artifact import Artifact, build_model, open_artifact
 from assay.store.ledger import Event
-from assay.store.saving import Lineage
-from assay.verdict import Verdict, proven, refuted, unproven
+from assay.verdict import Verdict
 
-LR_WHOLE, LR_ADAPTER = 1e-6, 2e-5
-
-
-def grpo(config: Grpo, say: Callable[[str], None] = say_now) -> tuple[list[Verdict], int | None]:
-    """The verdicts on what was handed over and on what was gained, and the signal that interrupted the run, if one did."""
-    work = Reinforcement(config, say)
-    with work.run.sitting(), work.workers, work.metric_workers or work.workers, work.judging or work.workers:
-        if (interrupted := work.go()) is not None:
-            return [], interrupted
-        return work.hand_over(), None
+GRPO_LR_WHOLE, GRPO_LR_ADAPTER = 1e-6, 2e-5
 
 
-class Reinforcement(Training):
-    """`done` counts updates; a rollout begins at every multiple of `inner` of them, and only there is anything saved."""
+def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> Outcome:
+    """An interrupted run hands nothing over; the same command goes on with it.
 
-    def __init__(self, config: Grpo, say: Callable[[str], None]):
-        refuse_nonsense(config)
-        device = config.device or default_device()
-        pace_known: list[Pace] = []
-        start = begin(config, device, lambda step: reach(replace(config, lr=self.lr), start, pace_known[0], step), say)
-        self.beginning, self.lr = start, config.lr or (LR_ADAPTER if isinstance(start.form, Adapter) else LR_WHOLE)
-        self.prompts = prompted(config, start)
-        self.longest = config.max_new + max(len(prompt.ids) for prompt in (*self.prompts.train, *self.prompts.held_out))  # with its prompt
-        order = PromptOrder(self.prompts.train, config.seed, config.prompts, config.epochs)
-        pace = paced(config, order)
-        pace_known.append(pace)
-        rewards, self.metric = parse_rewards(config.reward, relative=True), chosen_metric(config)
-        self.rules = [reward for reward in rewards if not reward.relative]
-        self.judging = next((Judging(reward, config.seed) for reward in rewards if reward.relative), None)
-        self.workers = RewardWorkers(self.rules, count=config.reward_workers, seconds=config.reward_seconds)
-        self.metric_workers = None if config.metric is None else RewardWorkers([self.metric], count=1, seconds=config.reward_seconds)
-        self.asked = surrogate(config, device)
-        for line in announced(config, start, order, self.prompts, self.lr, pace, device, self.judging):
-            say(line)
-        optimizer = adamw(start.model.named_parameters(), self.lr, betas=BETAS, weight_decay=config.weight_decay)
-        carry(optimizer, start)
-        limit = ErrorLimit(config.reward_errors)
-        # A request that was refused until here leaves no folder, but for RUN/base.
-        run = Run(Path(config.out), config, say=say, probing=ProofSampling(config.probe_samples, device))
-        self.sampler = self.sampler_of(start.model, config, config.sampler_device)
-        self.layout = layout_of(device, config.micro, self.longest, start.model.config.max_length)
-        self.experience = Experience(config, order, self.sampler, self.workers, self.judging, limit, run, self.asked, self.layout)
-        self.examiner = Examiner(spread(self.prompts.held_out, config.look_prompts), self.workers, self.metric, self.metric_workers, limit,
-                                 examining(config), max(1, config.eval_samples), judged=self.judging is not None)
-        watch = StepWatch([group["lr"] for group in optimizer.param_groups], pace.multiplier, steady=False)
-        super().__init__(config, Parts(run, start.model, start.form, optimizer, policy_gradient(self.asked), self.experience, pace,
-                                       Trials(run, self.answered, name=self.metric.name, device=device), watch, self.layout.rows,
-                                       config.clip, whole_rollouts(config.checkpoint_every, config.inner),
-                                       minutes=config.checkpoint_minutes, steps_before=start.steps_before, look_first=True))
-        self.eval_every = whole_rollouts(config.eval_every or config.checkpoint_every, config.inner)
-        self.fork, self.lineage = fingerprint(self.model), start.form.lineage
-        start.form.lineage = self.as_far_as_moved
-        self.reference: Reference | None = None
-        self.recorded_reference: Mapping[str, Any] | None = None
-        self.course = Course(run, self.model.config.vocab)
-        self.noted: dict[int, dict[str, float]] = {}  # of steps whose loss is still to be read
-        self.informed = self.ending = False
+    A step is one update. A rollout begins at every multiple of `inner` steps, and only there is anything saved.
+    """
+    refuse_unclear_grpo(config)
+    device = config.device or default_device()
+    start = load_start(config, device, say)
+    prompts = split_prompts(config, start)
+    schedule, rewards, asked = grpo_schedule(config, prompts), Rewards(config), surrogate_of(config, device)
+    lr = config.lr or (GRPO_LR_ADAPTER if isinstance(start.weights, AdapterModel) else GRPO_LR_WHOLE)
+    for line in describe_grpo(config, start, prompts, lr, schedule, device, rewards.judge):
+        say(line)
+    optimizer = adamw(start.model.named_parameters(), lr, weight_decay=config.weight_decay)
+    carry_moments(optimizer, start)
 
-    def sampler_of(self, model: Transformer, config: Grpo, device: str | None = None) -> Sampler:
-        return Sampler(model, self.beginning.tokenizer, self.beginning.parent.stops, slots=config.prompts * config.group,
-                       length=self.longest, device=device)
+    with open_run(config, say, device) as run, rewards:
+        sampler_of = partial(Sampler, tokenizer=start.tokenizer, stops=start.parent.stops, slots=config.prompts * config.group,
+                             length=config.max_new + prompts.longest)
+        sampler = sampler_of(start.model, device=config.sampler_device)
+        layout = layout_of(device, config.micro, config.max_new + prompts.longest, start.model.config.max_length)
+        save_every, eval_every = (whole_rollouts(every, config.inner) for every in (
+            config.checkpoint_every, config.eval_every or config.checkpoint_every))
+        trainer = Trainer(run, start.weights, optimizer, policy_gradient(asked), schedule, micro=layout.rows, clip=config.clip,
+                          saves=SavePlan(save_every, prompts.steps, config.checkpoint_minutes), steps_before=start.steps_before,
+                          steady=False)
+        collector = RolloutCollector(config, prompts, sampler, rewards, run, asked, layout)
+        evaluator = PromptEvaluator(run, spread(prompts.held_out, config.look_prompts), rewards, held_out_sampling(config),
+                                    samples=max(1, config.eval_samples))
+        history, fork = RolloutHistory(run, start.model.config.vocab), fingerprint(start.model)
+        reference: Reference | None = None
 
-    def as_far_as_moved(self, step: int) -> Lineage:
-        """As long as no rewards differed, the weights are still the fork's, and a proof must not expect otherwise."""
-        return self.lineage(step if fingerprint(self.model) != self.fork else 0)
+        def facts() -> dict[str, Any]:
+            followed = None if reference is None else reference.facts()
+            return {**prompts.facts(trainer.done), "reference": followed, **rewards.facts(), **collector.facts()}
 
-    # ---------------------------------------------------------------- before the first step
+        def save(*, evaluate: bool) -> LogprobFloor:
+            """What is saved is what was evaluated; what moved is accounted for first. The floor is measured anew."""
+            if reference is not None:
+                run.settle()
+                reference.keep_needed()
+            trainer.account()
+            if evaluate:
+                evaluator.evaluate(sampler, trainer.done)
+            # As long as no rewards differed, the weights are still the fork's, and a proof must not expect otherwise.
+            trainer.save(facts(), best=evaluator.best_checkpoint(), moved=fingerprint(start.model) != fork)
+            floor = rollout_floor(start.model, drawn, config.temperature)
+            run.judge(Event.FLOOR, [check_floor(floor)])
+            if rewards.judge is not None and (swayed := rewards.judge.write_down(run, trainer.done)):
+                history.warn(trainer.done - 1, swayed)
+            return floor
 
-    def begin(self) -> None:
-        super().begin()
-        self.experience.forget_after(self.start)
-        self.course.recall()
-        if self.judging is not None and self.start:
-            self.run.say("a judge may answer otherwise the second time: the run goes on, but is not bit for bit the uninterrupted one")
-            self.run.ledger.append(Event.NOT_BIT_EXACT, changed={"judge": self.judging.identity})
-        if self.config.kl != "none":
-            every = self.parts.every if self.config.kl_window else NEVER
-            self.reference = Reference(self.parts.form, self.run, self.layout, window=self.config.kl_window, every=every)
-            self.experience.reference = self.reference
-            self.reference.follow(self.start)
-            self.run.judge(Event.REFERENCE, [check_same_reference(self.reference, self.recorded_reference)])
+        with run.interruptible():
+            recorded: dict[str, Any] = {}
+            if (saved := run.newest()) is not None:
+                recorded = (saved.trainer() or {})["data"]
+                trainer.resume(saved, prompts.check_same(recorded), *rewards.check_same(recorded))
+                collector.waiting = list(recorded.get("waiting", ()))
+            evaluator.recall()
+            batch, drawn = collector.draw_for_preflight(trainer.done)
+            floor = rollout_floor(start.model, drawn, config.temperature)
+            run.preflight(preflight_grpo(config, trainer, collector, start, batch, drawn, floor)
+                          + prompts.audit() + rewards.audit(prompts, start.tokenizer))
+            trainer.save(facts())  # where nothing is saved yet: a save is made and proven before step 1
+            if not evaluator.history.steps:
+                evaluator.evaluate(sampler, trainer.done)
+            collector.forget_after(trainer.done)
+            history.recall()
+            if rewards.judge is not None and trainer.done:
+                run.say("a judge may answer otherwise the second time: the run goes on, but is not bit for bit the uninterrupted one")
+                run.ledger.append(Event.NOT_BIT_EXACT, changed={"judge": rewards.judge.identity})
+            if config.kl != "none":
+                reference = Reference(start.weights, run, layout, window=config.kl_window, every=save_every if config.kl_window else NEVER)
+                reference.follow(trainer.done)
+                run.judge(Event.REFERENCE, [check_same_reference(reference, recorded.get("reference"))])
 
-    def rehearsal_batch(self) -> Batch:
-        batch, self.rehearsed = self.experience.rehearsal(self.start)
-        self.shown = batch.to(self.device)
-        self.measure_floor()
-        return self.layout.packed(batch).batch
+            trainer.start_loop(facts(), len(prompts.train))
+            while not trainer.over():
+                if reference is not None:
+                    reference.follow(trainer.done)
+                rollout = collector.collect(trainer.done, reference)  # prompts → completions → rewards → advantages
+                run.judge_often(Event.ROLLOUT, collector.check(rollout, floor))
+                collector.keep_samples(rollout)
+                for step in trainer.steps(annealed(rollout.batch, asked, config, trainer.done)):
+                    measured = collector.measure(rollout) if step.index == rollout.step else None
+                    found, verdicts = averages(step.metrics), list[Verdict]()  # waits for the GPU
+                    if measured is not None:
+                        verdicts.append(check_on_policy(found, floor, config.epsilon))
+                    if measured is not None and reference is not None:
+                        verdicts.append(check_reference(found["kl"], rollout.updates, floor, reference.fingerprint, reference.used))
+                    history.add(step, found, measured)
+                    run.judge_often(Event.STEP, [*verdicts, *history.verdicts()])
+                    history.say_warnings(step.index)
+                    trainer.record(step, shown=history.line(), epoch=prompts.epoch_of(step.index), num_tokens=history.tokens,
+                                   **(measured or {}))
+                if trainer.save_due() or trainer.done % eval_every == 0:
+                    floor = save(evaluate=trainer.done % eval_every == 0)
+            trainer.end_loop()
+            if run.interrupted is not None and trainer.saved != trainer.done:
+                save(evaluate=False)  # the uninterrupted run would not have been evaluated here
+            elif run.interrupted is None and evaluator.history.latest_step != trainer.done:
+                save(evaluate=True)
+            trainer.finish(prompts.times_read(trainer.done), len(prompts.train), evaluator.best_checkpoint())
+        if run.interrupted is not None:
+            return Outcome(run.folder, interrupted=run.interrupted)
+        return hand_over_best(run, evaluator, prompts, start, sampler_of, device)
 
-    def measure_floor(self) -> None:
-        self.experience.floor = floor_of(self.model, self.rehearsed, self.config.temperature)
 
-    def rehearsals(self, batch: Batch) -> list[Verdict]:
-        """Sampler and trainer are one policy; the loss is the one that was asked for, and pulls the way it should; seeds count."""
-        asked, objective, normalise = self.asked, self.parts.objective, self.config.normalise
-        prompts = [prompt for prompt, _ in self.rehearsed[:: self.config.group]]
-        verdicts = [check_floor(self.experience.floor),
-                    check_policy_loss(self.model, objective, self.shown, asked, normalise, self.config.max_new),
-                    check_directions(self.model, objective, self.shown, asked),
-                    check_seeds_count(self.sampler, prompts, self.experience.sampling)]
-        return [*verdicts, self.check_fork()] if self.start == 0 else verdicts
+def hand_over_best(run: Run, evaluator: PromptEvaluator, prompts: PromptData, start: StartingModel,
+                   sampler_of: Callable[[Transformer], Sampler], device: str) -> Outcome:
+    """The best checkpoint, proven as `RUN/model` (and `RUN/adapter`), and whether it is better than its parent."""
+    best, metric = evaluator.best_checkpoint(), evaluator.rewards.metric.name
+    assert best is not None, "a run ends with an evaluation"
+    run.say(f"best: {best.name}; {evaluator.best_in_words()}")
+    places, verdicts = export_best(run, best)
+    before, saved, after = (
+        evaluator.answer(sampler_of(place_for_training(build_model(artifact), device, compile=False)),
+                         prompts.held_out)  # the bytes on disk
+        for artifact in (reopen_parent(start), open_artifact(best), open_artifact(run.folder / "model")))
+    watched = {prompt.id for prompt in evaluator.prompts}
+    evaluated = np.array([prompt.id in watched for prompt in prompts.held_out])
+    recorded = -evaluator.history.at(evaluator.best_step())
+    verdicts += [check_same_answers(f"{best.name} as evaluated and as saved", recorded, saved.wanted[evaluated]),
+                 check_same_answers(f"{best.name} as saved and as handed over", saved.wanted, after.wanted),
+                 check_gain(metric, before.wanted, after.wanted, len(evaluator.history.steps) - 1)]
+    run.ledger.append(Event.HAND_OVER, checkpoint=best.name, metric=metric, before=float(before.wanted.mean()),
+                      after=float(after.wanted.mean()), verdicts=plain([verdict.to_json() for verdict in verdicts]))
+    run.say(f"{', '.join(map(str, places))}: {verdicts[-1].reason}")
+    return Outcome(run.folder, verdicts, model=run.folder / "model", results={
+        f"{metric} before": before.estimate, f"{metric} after": after.estimate, "gain": verdicts[-1].evidence})
 
-    def check_fork(self) -> Verdict:
-        parent = place_for_training(build_model(self.parent()), self.device, compile=False)
-        return check_fork(parent, self.model, self.shown, self.rehearsed, self.config.temperature, self.experience.floor)
 
-    def precision(self, batch: Batch, found: Gradients) -> list[Verdict]:
-        """Not asked: before the first rewards a policy's gradient is the sum of terms that cancel, and rounding is what is left of it.
-        What is asked of precision here is that sampler and trainer agree."""
-        return []
+def preflight_grpo(config: Grpo, trainer: Trainer, collector: RolloutCollector, start: StartingModel, batch: Batch, drawn: Drawn,
+                        floor: LogprobFloor) -> list[Verdict]:
+    """Sampler and trainer are one policy; the loss is the one that was asked for, and pulls the way it should; seeds count.
 
-    def parent(self) -> Artifact:
-        """Opened anew: what a gain is measured from is what lies on the disk."""
-        parent = self.beginning.parent
-        found = open_artifact(parent.path, base=None if parent.base is None else parent.base.path)
-        if found.digest != parent.digest:
-            raise GuardStop(f"{parent.path} holds weights {found.digest[:12]}, the run began with {parent.digest[:12]}: it was changed")
-        return found
+    Precision is not asked about: before the first rewards a policy's gradient is the sum of terms that cancel, and rounding is what is
+    left of it. What is asked of precision here is that sampler and trainer agree.
+    """
+    model, objective, asked = trainer.model, trainer.objective, collector.asked
+    found = trainer.gradients(trainer.first_micro_batch(collector.layout.packed(batch).batch))
+    shown, prompts = batch.to(trainer.device), [prompt for prompt, _ in drawn[:: config.group]]
+    with uncompiled():
+        verdicts = [check_detectors(), check_floor(floor),
+                    check_policy_loss(model, objective, shown, asked, config.normalise, config.max_new),
+                    check_directions(model, objective, shown, asked), check_seeds_count(collector.sampler, prompts, collector.sampling)]
+        if trainer.done == 0:
+            parent = place_for_training(build_model(reopen_parent(start)), trainer.device, compile=False)
+            verdicts.append(check_forked_policy(parent, model, shown, drawn, config.temperature, floor))
+        return [*verdicts, *trainer.check_reach(found)]
 
-    # ---------------------------------------------------------------- what the run asks
 
-    def data_facts(self, step: int) -> dict[str, Any]:
-        reference = None if self.reference is None else {"step": self.reference.step, "weights": self.reference.digest}
-        judge = {} if self.judging is None else {"judge": self.judging.identity, "waiting": list(self.experience.waiting)}
-        return {"prompts": self.prompts.digest, "tokenizer": self.beginning.tokenizer.digest, "seed": self.config.seed,
-                "examples": len(self.prompts.train), "held_out": len(self.prompts.held_out), "reference": reference, **judge}
+def reopen_parent(start: StartingModel) -> Artifact:
+    """Anew: what a gain is measured from is what lies on the disk."""
+    parent = start.parent
+    found = open_artifact(parent.path, base=None if parent.base is None else parent.base.path)
+    if found.digest != parent.digest:
+        raise GuardStop(f"{parent.path} holds weights {found.digest[:12]}, the run began with {parent.digest[:12]}: it was changed")
+    return found
 
-    def data_verdicts(self) -> list[Verdict]:
-        every = (*self.prompts.train, *self.prompts.held_out)
-        rows, texts, encode = [prompt.row for prompt in every], [prompt.text for prompt in every], self.beginning.tokenizer.encode
-        verdicts = [check_apart(self.prompts.train, self.prompts.held_out)]
-        if self.rules:
-            verdicts += preflight_rewards(self.rules, rows, self.workers, prompts=texts, count_tokens=lambda text: len(encode(text)))
-        if self.judging is not None:
-            verdicts += [check_judge_parser(), check_judge_order(self.judging.asked, rows, texts, completion_style(self.rules, rows))]
-        return verdicts
+# ---------------------------------------------------------------- what the options come to
 
-    def same_data(self, recorded: Mapping[str, Any]) -> Verdict:
-        self.recorded_reference = recorded["reference"]
-        if self.judging is not None and recorded["judge"] != self.judging.identity:
-            return refuted("same data", f"the judge is {self.judging.identity} now, the run began with {recorded['judge']}: scores of two "
-                           "judges do not compare; give the first one back, or begin a new run")
-        self.experience.waiting = list(recorded.get("waiting", ()))
-        words = f"the prompts are {self.prompts.digest[:12]} now, the run began with {recorded['prompts'][:12]}"
-        if recorded["prompts"] != self.prompts.digest:
-            return refuted("same data", f"{words}: a file, the template or the split is another; give them back, or begin a new run")
-        return proven("same data", words)
 
-    def read_times(self) -> dict[int, int]:
-        """As planned: prompts that took the place of silent ones come on top, and the samples name them."""
-        whole, more = divmod(self.done // self.config.inner * self.source.rows, self.source.windows)
-        return {times: prompts for times, prompts in ((whole, self.source.windows - more), (whole + 1, more)) if prompts}
+def refuse_unclear_grpo(config: Grpo) -> None:
+    refuse_unbudgeted(config)
+    if config.sampler_device is not None:
+        require_device(config.sampler_device)
+    if config.group < 2 or config.prompts < 1 or config.inner < 1 or config.micro < 1 or config.max_new < 1:
+        raise UsageError(f"{config.prompts} prompts of {config.group} completions of {config.max_new} tokens, {config.inner} updates a "
+                         f"rollout, {config.micro} rows at a time: expected at least 2 completions and 1 of everything else")
+    if not config.temperature > 0:
+        raise UsageError(f"--temperature is {config.temperature}: completions that are all the same teach nothing; give one above 0")
+    if config.steps is not None and config.steps % config.inner:
+        raise UsageError(f"--steps {config.steps} with --inner {config.inner}: a rollout is learned from {config.inner} times; "
+                         "give a multiple of that")
+    if config.kl_window and (config.kl == "none" or not config.checkpoint_every):
+        raise UsageError("--kl-window: the reference trails from checkpoint to checkpoint; it needs a --kl and a --checkpoint-every")
+    if min(config.refill, config.overlong, config.kl_window, config.eval_samples, config.samples) < 0 or config.overlong > config.max_new:
+        raise UsageError("--refill, --overlong, --kl-window, --eval-samples and --samples are counts, and --overlong at most --max-new")
 
-    def planned_batches(self) -> Iterator[Batch]:
-        for step, batch in enumerate(super().planned_batches(), self.start):
-            if isinstance(self.asked.entropy_weight, torch.Tensor):
-                self.asked.entropy_weight.fill_(self.config.entropy_weight * self.config.entropy_decay**step)
-            yield batch
 
-    # ---------------------------------------------------------------- after a step
+def surrogate_of(config: Grpo, device: str) -> Surrogate:
+    in_loss = config.kl in ("k1", "k2", "k3")
+    bonus = torch.tensor(config.entropy_weight, device=device) if config.entropy_weight else 0.0
+    return Surrogate(ratio=config.ratio, epsilon=config.epsilon, epsilon_high=config.epsilon_high,
+                     kl=config.kl if in_loss else "none", kl_weight=config.kl_weight if in_loss else 0.0,  # type: ignore[arg-type]
+                     entropy_weight=bonus, temperature=config.temperature)
 
-    def after(self, step: Step) -> None:
-        self.judge_step(step)
-        self.informed |= float(step.grad_norm) > 0
-        self.course.tokens += step.tokens
-        self.noted[step.index] |= {"num_tokens": self.course.tokens}
-        super().after(step)
 
-    def judge_step(self, step: Step) -> None:
-        first = step.index % self.config.inner == 0
-        measured = self.experience.measured() if first else {}  # before the step's own figures, for which a GPU is waited
-        found, verdicts = averages(step.metrics), list[Verdict]()
-        if first:
-            verdicts.append(check_on_policy(found, self.experience.floor, self.config.epsilon))
-            self.course.begin(measured)
-        if first and self.reference is not None:
-            verdicts.append(check_reference(found["kl"], self.experience.updates, self.experience.floor, self.reference.fingerprint,
-                                            self.reference.used))
-        self.course.add(found | {"grad_norm": float(step.grad_norm)})
-        self.noted[step.index] = measured
-        self.experience.judge(Event.STEP, [*verdicts, *self.course.verdicts()])
-        self.course.tell(step.index)
+def annealed(batch: Batch, asked: Surrogate, config: Grpo, step: int) -> Iterator[Batch]:
+    """The rollout's batch as often as it is learned from, with the entropy bonus of each step."""
+    for later in range(step, step + config.inner):
+        if isinstance(asked.entropy_weight, torch.Tensor):
+            asked.entropy_weight.fill_(config.entropy_weight * config.entropy_decay**later)
+        yield batch
 
-    def record(self, read: list[StepReading]) -> None:
-        for step, loss, norm, metrics in read:
-            self.run.record(step.index, loss=loss, grad_norm=norm, learning_rate=self.watch.peaks[0] * step.multiplier,
-                            epoch=self.source.epoch_of(step.index), data=ids_digest(step.ids), **self.noted.pop(step.index), **metrics,
-                            seconds=round(self.pace.clock.seconds, 3))
-        if read:
-            self.run.progress(read[-1].step.index + 1, self.pace.stop_at, self.course.line(), self.pace.clock.seconds)
 
-    def due(self) -> bool:
-        return self.done % self.config.inner == 0 and (super().due() or self.done == self.config.inner or self.done % self.eval_every == 0)
+def held_out_sampling(config: Grpo) -> Sampling:
+    return Sampling(max_new=config.max_new, temperature=config.temperature if config.eval_samples else 0.0, seed=config.seed)
 
-    def over(self) -> bool:
-        return self.done % self.config.inner == 0 and super().over()
 
-    def checkpoint(self, *, look: bool = True) -> None:
-        if self.reference is not None and self.reference.step is not None:
-            self.run.settle()
-            self.reference.keep_needed()
-        super().checkpoint(look=look and (self.ending or self.done % self.eval_every == 0))
-        self.measure_floor()
-        self.run.judge(Event.FLOOR, [check_floor(self.experience.floor)])
-        if self.judging is not None and (swayed := self.judging.heard(self.run, self.done)):
-            self.course.warn(self.done - 1, swayed)
+def grpo_schedule(config: Grpo, prompts: PromptData) -> Schedule:
+    """A run ends where a rollout does."""
+    steps = None if config.minutes is not None else config.steps or prompts.steps
+    prompts.order.drawn((steps or config.inner) // config.inner - 1)  # refused now, where the data does not suffice
+    warmup = min(config.warmup, steps // 4) if steps else config.warmup
+    return Schedule(Budget(steps, config.minutes, config.schedule, warmup, config.decay), multiple=config.inner)
 
-    def settle_account(self) -> None:
-        """Where no rewards differed since the last time nothing was to move; everything else still holds."""
-        if self.informed:
-            super().settle_account()
-            self.informed = False
-            return
-        self.run.judge(Event.ACCOUNT, [unproven("movement", "no step since the last account had a gradient", optional=True),
-                                   self.account.frozen(), check_steps(self.optimizer, self.done + self.parts.steps_before),
-                                   check_weights(self.model)])
 
-    def finish(self) -> None:
-        self.ending = True
-        super().finish()
+def whole_rollouts(steps: int, inner: int) -> int:
+    """So many steps, or the few more that end a rollout; 0 is never."""
+    return -(-steps // inner) * inner or NEVER
 
-    # ---------------------------------------------------------------- held-out prompts, and what is handed over
 
-    def answered(self, model: Transformer, updates: int) -> Answered:
-        sampler = self.sampler if model is self.model else self.sampler_of(model, self.config)
-        sampler.load(updates)
-        return self.examiner(sampler)
-
-    def answers_of(self, artifact: Artifact) -> np.ndarray:
-        """To all held-out prompts, by the bytes on disk."""
-        model = place_for_training(build_model(artifact), self.device, compile=False)
-        return self.examiner(self.sampler_of(model, self.config), self.prompts.held_out).wanted
-
-    def hand_over(self) -> list[Verdict]:
-        """The best look's checkpoint, proven as `RUN/model` (and `RUN/adapter`), and whether it is better than its parent."""
-        best = self.looks.best_checkpoint(self.run.checkpoints)
-        self.run.say(f"best: {best.name}; {self.looks.verdict_in_words()}")
-        places, verdicts = exported(self.run, best)
-        before, saved, after = (self.answers_of(artifact) for artifact in (
-            self.parent(), open_artifact(best), open_artifact(self.run.folder / "model")))
-        watched = {prompt.id for prompt in self.examiner.prompts}
-        looked_at = np.array([prompt.id in watched for prompt in self.prompts.held_out])
-        recorded = -self.looks.losses[self.looks.steps.index(self.looks.best_step())]
-        verdicts += [check_same_answers(f"{best.name} as looked at and as saved", recorded, saved[looked_at]),
-                     check_same_answers(f"{best.name} as saved and as handed over", saved, after),
-                     check_gain(self.metric.name, before, after, len(self.looks.steps) - 1)]
-        self.run.ledger.append(Event.HAND_OVER, checkpoint=best.name, metric=self.metric.name, before=float(before.mean()),
-                               after=float(after.mean()), verdicts=plain([verdict.to_json() for verdict in verdicts]))
-        self.run.say(f"{', '.join(map(str, places))}: {verdicts[-1].reason}")
-        return verdicts
+def describe_grpo(config: Grpo, start: StartingModel, prompts: PromptData, lr: float, schedule: Schedule, device: str,
+              judge: JudgeReward | None) -> list[str]:
+    """Everything that was derived, before anything is spent."""
+    trained = sum(p.numel() for p in start.model.parameters() if p.requires_grad)
+    end = f"{schedule.stop_at:,} steps" if schedule.stop_at else f"{config.minutes:g} minutes"
+    return [f"{start.parent.path}: {parameter_count(start.model):,} parameters, of which {trained:,} are trained; weights "
+            f"{start.parent.digest[:12]}",
+            f"{len(prompts.train):,} prompts to learn from, {len(prompts.held_out):,} held out, {prompts.dropped} dropped as too long",
+            f"{prompts.order.places} prompts × {config.group} completions of at most {config.max_new} tokens a rollout, "
+            f"{config.inner} updates; adamw at {lr:g}, {end}, on {device}"
+            + (f", sampling on {config.sampler_device}" if config.sampler_device else ""),
+            *([] if judge is None else [f"judged by {judge.endpoint.model} at {judge.endpoint.base_url}, {judge.judge.repeat:.0%} "
+                                          "of the groups twice; a judge is asked anew by every run: no two are bit for bit the same"])]

@@ -9,29 +9,31 @@ from typing import Any
 
 import torch
 
-from assay.data.order import Order
+from assay.data.data_ledger import check_data_ledger
+from assay.data.order import Order, iterate_batches
 from assay.data.token_corpus import Corpus, assert_disjoint, open_corpus, token_budget
 from assay.errors import UsageError
 from assay.evaluation.held_out_loss import score_corpus
-from assay.guard.data_order_checks import check_consumed, check_epoch_order, check_same_data
-from assay.guard.proof_subject import ProofSampling
-from assay.guard.training_guards import StepWatch
+from assay.guard.data_order_checks import check_epoch_order, check_same_data
+from assay.guard.loss_preflight import preflight_loss, sample_rows
+from assay.guard.training_guards import check_detectors
 from assay.learn.ema import Ema
+from assay.learn.lr_schedule import Budget, Schedule
 from assay.learn.objectives import next_token
 from assay.learn.optim import adamw, muon
-from assay.model.placement import default_device, place_for_training
+from assay.model.placement import default_device, place_for_training, uncompiled
 from assay.model.special_tokens import resolve_special_tokens
 from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import ModelConfig, Rope, Transformer, initialised, parameter_count, qkv_rows
-from assay.recipes.forms import Whole
-from assay.recipes.handover import hand_over
-from assay.recipes.looks import Looks
+from assay.outcome import Outcome
+from assay.recipes.evaluator import EarlyStopping, HeldOutEvaluator, stopping_rule
+from assay.recipes.hand_over import hand_over, write_down
 from assay.recipes.options import Pretrain
-from assay.recipes.pace import Budget, Pace
-from assay.recipes.run import Run, say_now
-from assay.recipes.squeezed import require_room, squeezed
-from assay.recipes.stopping import Stopping, early_rule
-from assay.recipes.training import Parts, Training
+from assay.recipes.run import Run, open_run, print_line
+from assay.recipes.size_limit import require_room, write_squeezed
+from assay.recipes.starting_model import Ancestry, WholeModel
+from assay.recipes.trainer import SavePlan, Trainer
+from assay.store.ledger import Event
 from assay.store.saving import Lineage
 from assay.verdict import Verdict
 
@@ -50,62 +52,114 @@ class _Plan:
     device: str
 
 
-def pretrain(config: Pretrain, say: Callable[[str], None] = say_now) -> tuple[list[Verdict], int | None]:
-    """The verdicts on what was handed over, and the signal that interrupted the run, if one did: then nothing was."""
-    work = Pretraining(config, say)
-    with work.run.sitting():
-        if (interrupted := work.go()) is not None:
-            return [], interrupted
-        score_all = partial(score_corpus, corpus=work.corpus, rows=work.plan.micro, length=config.length, context=config.length // 2)
-        recorded, verdicts = hand_over(work.run, work.looks.best_checkpoint(work.run.checkpoints), work.looks, score_all)
-        if config.max_bytes is not None:
-            verdicts += squeezed(work.run, work.run.folder / "model", recorded, work.corpus, rows=work.plan.micro, length=config.length,
-                                 max_bytes=config.max_bytes)
-        return verdicts, None
+@dataclass(frozen=True)
+class CorpusData:
+    """The corpus as a run's data: what a checkpoint says of it, whether it is the same, its audit, and how often it was read."""
 
+    corpus: Corpus
+    order: Order
 
-class Pretraining(Training):
-    def __init__(self, config: Pretrain, say: Callable[[str], None]):
-        self.corpus = open_corpus(Path(config.corpus))
-        assert_disjoint(self.corpus)
-        self.plan = plan = derived(config, self.corpus)
-        self.order = Order(self.corpus, config.seed, plan.rows, config.length, config.epochs)
-        self.order.require(plan.steps or 1)  # refused before anything is made, where the data does not suffice
-        pace = Pace(Budget(plan.steps, config.minutes, config.schedule, config.warmup, config.decay))
-        rule = early_rule(config.patience, config.worth, schedule=config.schedule, steps=plan.steps, every=config.every)
-        tokenizer = Tokenizer.from_folder(Path(config.corpus))
-        model = place_for_training(initialised(plan.model, config.seed), plan.device, recompute=config.recompute)
-        for line in _announced(config, plan, self.corpus, parameter_count(model)):
-            say(line)
-        if config.max_bytes is not None:
-            of_depth = partial(shape, config, vocab=plan.model.vocab)
-            say(require_room(of_depth, config.depth, tokenizer, config.max_bytes))
-        optimizer = optimizer_for(config, plan, model)
-        ema = Ema(model, config.ema) if config.ema else None
-        # A request that was refused until here leaves no folder.
-        run = Run(Path(config.out), config, say=say, probing=ProofSampling(config.probe_samples, plan.device))
-        look = partial(score_corpus, corpus=self.corpus, rows=plan.micro, length=config.length, count=config.look_documents)
-        looks = Looks(run, look, repeats_from=self.order.windows // plan.rows, device=plan.device)
-        watch = StepWatch([group["lr"] for group in optimizer.param_groups], pace.multiplier, vocab=plan.model.vocab,
-                      consumed=partial(check_consumed, order=self.order))
-        # Plain pretraining text ends its documents with the boundary token, but nothing asks for an answer that stops.
-        lineage = Lineage() if ema is None else Lineage(weight_set="raw", scored_set="ema")
-        form = Whole(model, tokenizer, resolve_special_tokens(tokenizer, {}, {}), lambda step: lineage)
-        super().__init__(config, Parts(run, model, form, optimizer, next_token, self.order, pace, looks, watch, plan.micro, config.clip,
-                                       config.every, ema, stopping=None if rule is None else Stopping(run, looks, rule, config.every)))
+    def facts(self, step: int) -> dict[str, Any]:
+        return {"corpus": self.corpus.digest, "tokenizer": self.corpus.tokenizer_digest, "seed": self.order.seed,
+                "windows_read": step * self.order.rows}
 
-    def data_facts(self, step: int) -> dict[str, Any]:
-        return {"corpus": self.corpus.digest, "tokenizer": self.corpus.tokenizer_digest, "seed": self.config.seed,
-                "windows_read": step * self.plan.rows}
+    def check_same(self, recorded: Mapping[str, Any]) -> Verdict:
+        return check_same_data(recorded["corpus"], self.corpus)
 
-    def data_verdicts(self) -> list[Verdict]:
+    def audit(self) -> list[Verdict]:
         return [check_epoch_order(self.order)]
 
-    def read_times(self) -> dict[int, int]:
-        return self.counted(self.order)
+    def times_read(self, run: Run, steps: int) -> dict[int, int]:
+        """How many windows all steps so far have read how often, {times: windows}: counted from what they wrote down, and judged."""
+        verdict, times = check_data_ledger(run.consumed(), self.order, steps)
+        run.judge(Event.DATA_LEDGER, [verdict])
+        return times
 
-    def same_data(self, recorded: Mapping[str, Any]) -> Verdict:
-        return check_same_data(recorded["corpus"], self.corpus)
+
+def pretrain(config: Pretrain, say: Callable[[str], None] = print_line) -> Outcome:
+    """An interrupted run hands nothing over; the same command goes on with it."""
+    corpus = open_corpus(Path(config.corpus))
+    assert_disjoint(corpus)
+    plan = derived(config, corpus)
+    data = CorpusData(corpus, Order(corpus, config.seed, plan.rows, config.length, config.epochs))
+    data.order.require(plan.steps or 1)  # refused before anything is made, where the data does not suffice
+    schedule = Schedule(Budget(plan.steps, config.minutes, config.schedule, config.warmup, config.decay))
+    rule = stopping_rule(config.patience, config.worth, schedule=config.schedule, steps=plan.steps, every=config.every)
+    tokenizer = Tokenizer.from_folder(Path(config.corpus))
+    model = place_for_training(initialised(plan.model, config.seed), plan.device, recompute=config.recompute)
+    for line in describe_pretraining(config, plan, corpus, parameter_count(model)):
+        say(line)
+    if config.max_bytes is not None:
+        say(require_room(partial(shape, config, vocab=plan.model.vocab), config.depth, tokenizer, config.max_bytes))
+    optimizer = optimizer_for(config, plan, model)
+    ema = Ema(model, config.ema) if config.ema else None
+    scored_set = None if ema is None else "ema"
+
+    with open_run(config, say, plan.device) as run:
+        weights = whole_model(model, tokenizer, averaged=ema is not None)
+        trainer = Trainer(run, weights, optimizer, next_token, schedule, micro=plan.micro, clip=config.clip, order=data.order, ema=ema,
+                          saves=SavePlan(config.every, data.order.steps), vocab=plan.model.vocab)
+        some = partial(score_corpus, corpus=corpus, rows=plan.micro, length=config.length, count=config.look_documents)
+        evaluator = HeldOutEvaluator(run, some, device=plan.device, repeats_from=data.order.windows // plan.rows)
+        early = EarlyStopping(run, evaluator.history, rule, config.every)
+
+        def save(*, evaluate: bool) -> None:
+            """What is saved is what was evaluated. What moved and what did not is accounted for first."""
+            trainer.account()
+            if evaluate:
+                with trainer.scored_weights():
+                    evaluator.evaluate(model, trainer.done, trainer.new_losses(), weight_set=scored_set)
+            trainer.save(data.facts(trainer.done), best=evaluator.best_checkpoint())
+            if evaluate:
+                early.judge(trainer.done)
+
+        with run.interruptible():
+            if (saved := run.newest()) is not None:
+                trainer.resume(saved, data.check_same((saved.trainer() or {})["data"]))
+            evaluator.recall()
+            early.judge(trainer.done)
+            run.preflight(preflight_pretrain(trainer, data))
+            trainer.save(data.facts(trainer.done))  # where nothing is saved yet: a save is made and proven before step 1
+
+            trainer.start_loop(data.facts(trainer.done), data.order.windows)
+            steps = trainer.steps(iterate_batches(data.order, trainer.done, None))
+            while not (trainer.over() or early.reason):
+                step = next(steps)
+                trainer.record(step, epoch=data.order.epoch_of(step.index))
+                if trainer.save_due():
+                    save(evaluate=True)
+            trainer.end_loop()
+            if run.interrupted is not None and trainer.saved != trainer.done:
+                save(evaluate=False)  # the uninterrupted run would not have been evaluated here
+            elif run.interrupted is None and evaluator.history.latest_step != trainer.done:
+                save(evaluate=True)
+            trainer.finish(data.times_read(run, trainer.done), data.order.windows, evaluator.best_checkpoint())
+        if run.interrupted is not None:
+            return Outcome(run.folder, interrupted=run.interrupted)
+
+        everything = partial(score_corpus, corpus=corpus, rows=plan.micro, length=config.length, context=config.length // 2)
+        handed = hand_over(run, evaluator, everything)
+        write_down(run, handed)
+        verdicts = handed.verdicts
+        if config.max_bytes is not None:
+            verdicts = verdicts + write_squeezed(run, run.folder / "model", handed.recorded, corpus, rows=plan.micro,
+                                                 length=config.length, max_bytes=config.max_bytes)
+        return Outcome(run.folder, verdicts, model=run.folder / "model", results={"held_out": handed.recorded.estimate})
+
+
+def preflight_pretrain(trainer: Trainer, data: CorpusData) -> list[Verdict]:
+    """The loss is the loss, every tensor is reached and held, the alarms are awake, the corpus is read as planned."""
+    batch = trainer.first_micro_batch(data.order.batch(0))
+    found = trainer.gradients(batch)
+    with uncompiled():
+        return [check_detectors(), *preflight_loss(trainer.model, trainer.objective, sample_rows(batch), trainer.accumulate),
+                *trainer.check_precision(batch, found), *trainer.check_reach(found), *data.audit()]
+
+
+def whole_model(model: Transformer, tokenizer: Tokenizer, *, averaged: bool) -> WholeModel:
+    """Plain pretraining text ends its documents with the boundary token, but nothing asks for an answer that stops."""
+    lineage = Lineage(weight_set="raw", scored_set="ema") if averaged else Lineage()
+    return WholeModel(model, tokenizer, resolve_special_tokens(tokenizer, {}, {}), Ancestry(lineage, lineage))
 
 
 def derived(config: Pretrain, corpus: Corpus) -> _Plan:
@@ -151,7 +205,7 @@ def optimizer_for(config: Pretrain, plan: _Plan, model: Transformer) -> torch.op
                 weight_decay=decay)
 
 
-def _announced(config: Pretrain, plan: _Plan, corpus: Corpus, parameters: int) -> list[str]:
+def describe_pretraining(config: Pretrain, plan: _Plan, corpus: Corpus, parameters: int) -> list[str]:
     """Everything that was derived, before anything is spent."""
     m = plan.model
     end = f"{plan.steps:,} steps" if plan.steps else f"{config.minutes:g} minutes"

@@ -1,4 +1,4 @@
-"""The reference policy: read from a proven checkpoint of the run, named by its digest, fixed at the fork or trailing by a window."""
+"""Reference policy: read from a proven checkpoint of the run, named by its digest, fixed at the fork or trailing by a window."""
 
 import copy
 from collections.abc import Mapping
@@ -12,10 +12,9 @@ from assay.errors import GuardStop
 from assay.generate.sampler_weights import fingerprint
 from assay.guard.proof import prove_checkpoint, without_optional
 from assay.model.placement import place_for_training
-from assay.recipes.forms import Form
-from assay.recipes.layout import Layout
-from assay.recipes.rollouts import batch_logprobs, quickest_score
+from assay.recipes.rollout_batch import Layout, batch_logprobs, quickest_score
 from assay.recipes.run import Run
+from assay.recipes.starting_model import TrainedWeights
 from assay.store.checkpoint import Checkpoint, open_checkpoint, step_folder, step_folders
 from assay.store.digests import recorded_digest, weights_digest
 from assay.store.ledger import Event
@@ -31,14 +30,14 @@ class Reference:
     come to hold, is not retired.
     """
 
-    def __init__(self, form: Form, run: Run, layout: Layout, *, window: int, every: int):
+    def __init__(self, weights: TrainedWeights, run: Run, layout: Layout, *, window: int, every: int):
         self.run, self.layout, self.window, self.every = run, layout, window, every
-        frozen = {id(parameter): parameter for parameter in form.model.parameters() if not parameter.requires_grad}
-        self.model = copy.deepcopy(form.model, frozen).requires_grad_(False)
-        place_for_training(self.model, str(form.model.embed.weight.device))
+        frozen = {id(parameter): parameter for parameter in weights.model.parameters() if not parameter.requires_grad}
+        self.model = copy.deepcopy(weights.model, frozen).requires_grad_(False)
+        place_for_training(self.model, str(weights.model.embed.weight.device))
         self._score = quickest_score(self.model, layout)
-        self.form = copy.copy(form)
-        self.form.model = self.model
+        self.weights = copy.copy(weights)
+        self.weights.model = self.model
         self.step: int | None = None
         self.digest = self.fingerprint = ""
 
@@ -53,9 +52,9 @@ class Reference:
     def load(self, step: int) -> None:
         """The weights on disk, and in memory what they say."""
         self.run.settle(proofs=step > 0)
-        found = self.proven(step) if step else open_checkpoint(step_folder(self.run.checkpoints, 0))
-        self.form.restore(found)
-        due, held = recorded_digest(found.manifest), weights_digest({name: t.cpu() for name, t in self.form.weights().items()})
+        found = self.open_proven(step) if step else open_checkpoint(step_folder(self.run.checkpoints, 0))
+        self.weights.restore(found)
+        due, held = recorded_digest(found.manifest), weights_digest({name: t.cpu() for name, t in self.weights.weights().items()})
         if due != held:
             raise GuardStop(f"reference: {found.folder.name} holds weights {due[:12]}, what was loaded of it is {held[:12]}")
         self.step, self.digest, self.fingerprint = step, held, fingerprint(self.model)
@@ -63,7 +62,10 @@ class Reference:
         self.run.ledger.append(Event.REFERENCE, step=step, checkpoint=found.folder.name, manifest=found.digest, weights=held)
         self.run.say(f"reference: {found.folder.name}, weights {held[:12]}")
 
-    def proven(self, step: int) -> Checkpoint:
+    def facts(self) -> dict[str, Any]:
+        return {"step": self.step, "weights": self.digest}
+
+    def open_proven(self, step: int) -> Checkpoint:
         """A reference that nothing has proven pulls the policy towards nobody knows what."""
         folder = step_folder(self.run.checkpoints, step)
         found = open_checkpoint(folder)

@@ -1,142 +1,42 @@
-"""Rollouts: prompts drawn in an order of their own, completed by the policy itself, scored, and made into batches.
+"""Rollouts: prompts completed by the policy itself, scored, and made into a batch; what they must show, and what they measure.
 
-Shapes: P prompts, G completions of each, N = P · G completions, B = N rows, T time.
+Shapes: P prompts, G completions of each, N = P · G completions.
 """
 
-import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from assay.data.batch import Batch
-from assay.data.chat import text_prefix_ids
-from assay.data.data_files import read_rows
-from assay.data.layouts import Conversation, content_of, read_conversations
-from assay.data.order import permuted_places
-from assay.errors import DataError, GuardStop, UsageError
+from assay.errors import GuardStop
 from assay.generate.engine import Engine, fitting_slots
 from assay.generate.generation_request import Completion, GenerationRequest, Sampling
 from assay.generate.sampler_weights import fingerprint
-from assay.guard.policy_identity import version_name
-from assay.learn.advantage import Advantages, Normalise, RewardValue, overlong_penalty, token_weights, untruncated
-from assay.learn.cuda_graph import GraphedLogprobs
-from assay.learn.policy import token_logprobs
-from assay.model.attention import PADDING, documents_from_lengths
+from assay.guard.policy_identity import LogprobFloor, check_identity, check_sampled_ids, check_version, naive_logprobs, version_name
+from assay.guard.policy_loss_checks import check_advantages, check_counted
+from assay.guard.rollout_checks import check_collapse, check_independence, rollout_metrics, rollout_warnings
+from assay.learn.advantage import Advantages, group_advantages, kl_shift, refill, untruncated
+from assay.learn.loop import Step
+from assay.learn.policy import Surrogate
 from assay.model.special_tokens import SpecialTokens
 from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import Transformer
-from assay.recipes.layout import Layout
-from assay.reward.answer import AnswerForm, gold_answer, reading_disagreements, readings
-from assay.reward.worker_pool import RewardItem, RewardWorkers, ScoredItem
-from assay.seeds import derive
+from assay.recipes.grpo_options import Grpo
+from assay.recipes.prompts import Prompt, PromptData
+from assay.recipes.reference import Reference
+from assay.recipes.rewards import Group, Rewards, component_metrics, penalise_overlong, reading_metrics, score_by_rules
+from assay.recipes.rollout_batch import Drawn, Layout, batch_logprobs, batch_of, of_completions, quickest_score
+from assay.recipes.run import Run, append_json_rows, plain, rewrite_json_rows
+from assay.store.ledger import Event
+from assay.strict_json import read_json_lines
+from assay.verdict import Verdict
 
-_Score = Callable[..., tuple[Tensor, Tensor | None]]  # token_logprobs, or a twin of it
-
-_COLUMNS = 8  # a row's width is a multiple of this
-OVERLONG = "overlong"
-
-# ---------------------------------------------------------------- prompts
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """`row` is the line of data that it was made from, for its rewards."""
-
-    id: str
-    ids: tuple[int, ...]
-    text: str
-    row: Mapping[str, Any]
-
-    @property
-    def content(self) -> str:
-        return content_of(self.id)
-
-
-def read_prompts(file: str, tokenizer: Tokenizer, gsm8k: Any = "plain") -> list[Prompt]:
-    """A file's rows as what a sampler is given: up to the generation prompt, answers left away."""
-    conversations, begin = read_conversations(file, gsm8k=gsm8k).rows, text_prefix_ids(tokenizer)
-    prompts = []
-    for said, row in zip(conversations, read_rows(file), strict=True):
-        templated = bool(said.messages) and tokenizer.template is not None
-        text = tokenizer.render(asked(said), tools=said.tools, add_generation_prompt=True) if templated else _plain_text(said)
-        ids = tokenizer.encode(text)
-        if not templated and ids[: len(begin)] != begin:
-            ids = begin + ids
-        if not ids:
-            raise DataError(f"{said.where}: the prompt has no tokens; there is nothing to complete")
-        prompts.append(Prompt(said.id, tuple(ids), text, row.values))
-    return prompts
-
-
-def asked(said: Conversation) -> Sequence[Mapping[str, Any]]:
-    """The messages before the answer: of a whole conversation, before its last one by the assistant."""
-    if said.learned_from:
-        return said.messages[: said.learned_from]
-    answers = [place for place, message in enumerate(said.messages) if message["role"] == "assistant"]
-    return said.messages[: answers[-1]] if answers else said.messages
-
-
-def _plain_text(said: Conversation) -> str:
-    if said.plain is None:
-        raise DataError(f"{said.where}: the row has messages, and this model has no chat template to write them with; "
-                        "add chat_template.jinja to its folder, or give prompts as text")
-    return said.plain[0]
-
-
-@dataclass(frozen=True)
-class PromptOrder:
-    """Which prompts a rollout draws: a pure function of the seed and the rollout. Every epoch reads each once, in another order."""
-
-    prompts: Sequence[Prompt]
-    seed: int
-    places: int  # a rollout
-    epochs: int
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.places <= len(self.prompts) or self.epochs < 1:
-            raise UsageError(f"{self.places} prompts a rollout of {len(self.prompts)} in the data, {self.epochs} epochs: expected at least "
-                             "one of each, and as many prompts as a rollout takes; lower --prompts, or give more data")
-
-    @property
-    def rollouts(self) -> int:
-        """That the data gives before it is exhausted."""
-        return self.epochs * len(self.prompts) // self.places
-
-    def drawn(self, rollout: int) -> list[Prompt]:
-        if rollout >= self.rollouts:
-            raise DataError(f"rollout {rollout} needs {(rollout + 1) * self.places:,} prompts; {len(self.prompts):,} read {self.epochs} "
-                            f"times give {self.rollouts:,} rollouts. Give more prompts, fewer steps, or --epochs "
-                            f"{-(-(rollout + 1) * self.places // len(self.prompts))}")
-        size, found = len(self.prompts), []
-        for place in range(rollout * self.places, (rollout + 1) * self.places):
-            key = derive(self.seed, "prompts", place // size)
-            found.append(self.prompts[int(permuted_places(np.array([place % size]), size, key)[0])])
-        return found
-
-    def spare(self, rollout: int) -> Iterator[Prompt]:
-        """Others, for places that taught nothing: each at most once a rollout."""
-        size, taken = len(self.prompts), {prompt.id for prompt in self.drawn(rollout)}
-        order = permuted_places(np.arange(size), size, derive(self.seed, "spare prompts", rollout))
-        return (self.prompts[place] for place in order.tolist() if self.prompts[place].id not in taken)
-
-    @cached_property
-    def digest(self) -> str:
-        """Of every prompt's ids and row, in order: another file, template, tokenizer or split is other data."""
-        return prompts_digest(self.prompts)
-
-
-def prompts_digest(prompts: Sequence[Prompt]) -> str:
-    found = hashlib.sha256()
-    for prompt in prompts:
-        found.update(repr((prompt.id, prompt.ids, sorted((key, str(value)) for key, value in prompt.row.items()))).encode())
-    return found.hexdigest()
-
-# ---------------------------------------------------------------- sampling
+COMPARED = 16  # completions of a rollout whose log-probabilities are computed anew before the update; after it, all are compared
+SAID_AGAIN = 50  # steps after which a warning is repeated
+PROGRESS_METRICS = {"reward": "reward", "±": "reward_std", "length": "completions/mean_length", "kl": "kl", "entropy": "entropy"}
 
 
 class Sampler:
@@ -165,71 +65,185 @@ class Sampler:
         return [[completion for member in range(group) if (completion := ended[place, member]) is not None]
                 for place in range(len(prompts))]
 
-# ---------------------------------------------------------------- scores
-
 
 @dataclass(frozen=True)
-class Group:
-    prompt: Prompt
-    completions: Sequence[Completion]
-    scored: Sequence[ScoredItem]
+class Rollout:
+    """`groups` are learned from, `everything` was drawn. `rows` hold one completion each; `batch` is how they go through the model."""
+
+    step: int
+    updates: int  # since the reference, as far as they have moved the weights
+    groups: list[Group]
+    everything: list[Group]
+    advantages: Advantages
+    counted_N: list[bool]
+    rows: Batch
+    batch: Batch
 
     @property
-    def rewards(self) -> list[RewardValue]:
-        return [scored.value for scored in self.scored]
+    def drawn(self) -> Drawn:
+        return completions_of(self.groups)
 
 
-def ruled_groups(workers: RewardWorkers, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]) -> list[Group]:
-    """Every completion through the reward workers."""
-    pairs = [(prompt, completion) for prompt, group in zip(prompts, completions, strict=True) for completion in group]
-    scores = iter(workers.score([item(prompt, completion) for prompt, completion in pairs]))
-    return [Group(prompt, group, [next(scores) for _ in group]) for prompt, group in zip(prompts, completions, strict=True)]
+def completions_of(groups: Sequence[Group]) -> Drawn:
+    return [(group.prompt, completion) for group in groups for completion in group.completions]
 
 
-def shortened(groups: Sequence[Group], *, cap: int, overlong: int) -> list[Group]:
-    """What the last `overlong` tokens before the cap cost."""
-    return [replace(group, scored=[_shortened(scored, len(completion.ids), cap, overlong)
-                                   for scored, completion in zip(group.scored, group.completions, strict=True)]) for group in groups]
+class RolloutCollector:
+    """Draws rollouts with the weights as they are now. `waiting` are prompts whose group could not be judged: the next one draws them."""
+
+    def __init__(self, config: Grpo, prompts: PromptData, sampler: Sampler, rewards: Rewards, run: Run, asked: Surrogate, layout: Layout):
+        self.config, self.order, self.sampler, self.rewards = config, prompts.order, sampler, rewards
+        self.run, self.asked, self.layout, self.model = run, asked, layout, sampler.model
+        self.sampling = Sampling(max_new=config.max_new, temperature=config.temperature, seed=config.seed)
+        self.file = run.folder / "samples.jsonl"
+        self.waiting: list[str] = []
+        self._score = quickest_score(self.model, layout)
+
+    def forget_after(self, step: int) -> None:
+        """Samples of steps that are about to be taken again."""
+        rewrite_json_rows(self.file, [row for row in read_json_lines(self.file) if row["step"] < step])
+
+    def collect(self, step: int, reference: Reference | None) -> Rollout:
+        """Prompts, completions, rewards, advantages, and the batch to learn from."""
+        self.sampler.load(step)
+        updates = step if reference is not None and self.sampler.fingerprint != reference.fingerprint else 0
+        groups, everything = self._groups(step)
+        advantages = self._advantages(groups)
+        counted_N = counted_completions(groups, advantages, mask_truncated=self.config.mask_truncated, cap=self.config.max_new)
+        rows = self._rows(groups, advantages, counted_N, reference)
+        return Rollout(step, updates, groups, everything, advantages, counted_N, rows, self.layout.packed(rows).batch)
+
+    def facts(self) -> dict[str, list[str]]:
+        return {} if self.rewards.judge is None else {"waiting": list(self.waiting)}
+
+    # ---------------------------------------------------------------- one rollout
+
+    def _groups(self, step: int) -> tuple[list[Group], list[Group]]:
+        """What is learned from, and all that was drawn: places whose group taught nothing get other prompts, up to the limit."""
+        rollout = step // self.config.inner
+        groups = self._complete(step, self._prompts(rollout))
+        everything, tried, spare = list(groups), [1] * len(groups), self.order.spare(rollout)
+        while self.config.refill:
+            plan = refill(self._advantages(groups).silent_P, tried, self.config.refill + 1)
+            others = list(zip(plan.again, spare, strict=False))
+            if not others:
+                break
+            for (place, _), group in zip(others, self._complete(step, [prompt for _, prompt in others]), strict=True):
+                groups[place], tried[place] = group, tried[place] + 1
+                everything.append(group)
+        silent = self._advantages(groups).silent_P
+        informing = [group for group, nothing in zip(groups, silent, strict=True) if not nothing] if self.config.refill else groups
+        return informing or groups, everything
+
+    def _prompts(self, rollout: int) -> list[Prompt]:
+        """Those whose turn it is, and those that wait for a judge since the rollout before."""
+        due = self.order.drawn(rollout)
+        again = set(self.waiting) - {prompt.id for prompt in due}
+        self.waiting = []
+        if self.rewards.judge is not None:
+            self.rewards.judge.begin()
+        return due + [prompt for prompt in self.order.prompts if prompt.id in again]
+
+    def _complete(self, step: int, prompts: Sequence[Prompt]) -> list[Group]:
+        completions = self.sampler.draw(prompts, self.sampling, address(step), self.config.group)
+        groups, judge = score_by_rules(self.rewards.workers, prompts, completions), self.rewards.judge
+        if judge is not None:
+            groups, unjudged = judge.join_scores(str(step), groups)
+            self._wait_for(step, unjudged)
+        groups = penalise_overlong(groups, cap=self.config.max_new, overlong=self.config.overlong)
+        self.rewards.limit.feed([scored for group in groups for scored in group.scored])
+        return groups
+
+    def _wait_for(self, step: int, unjudged: Mapping[str, Sequence[str]]) -> None:
+        """Groups without a judgement: their prompts come again, and nobody has to find out from a gap."""
+        if unjudged:
+            assert self.rewards.judge is not None
+            self.waiting += unjudged
+            self.run.say(f"step {step + 1}: {len(unjudged)} groups could not be judged and are drawn again with the next rollout: "
+                         f"{next(iter(unjudged.values()))[0]}")
+            self.run.ledger.append(Event.UNJUDGED, step=step, groups=plain(unjudged), cost=asdict(self.rewards.judge.sitting.cost))
+
+    def _advantages(self, groups: Sequence[Group]) -> Advantages:
+        return group_advantages([group.rewards for group in groups], scale=self.config.scale)
+
+    def _rows(self, groups: Sequence[Group], advantages: Advantages, counted_N: Sequence[bool], reference: Reference | None) -> Batch:
+        batch = batch_of(completions_of(groups), advantages.values_PG.flatten().tolist(), counted_N, self.config.normalise,
+                         cap=self.config.max_new)
+        if reference is None:
+            return batch
+        of_reference = reference.logprobs(batch, self.asked.temperature, entropy=self.asked.wants_entropy)
+        batch = replace(batch, reference=of_reference)
+        if self.config.kl != "shift":
+            return batch
+        assert batch.behaviour is not None
+        assert batch.advantage is not None
+        return replace(batch, advantage=batch.advantage + kl_shift(batch.behaviour, of_reference, batch.weight, self.config.kl_weight))
+
+    # ---------------------------------------------------------------- what is said of it
+
+    def check(self, rollout: Rollout, floor: LogprobFloor) -> list[Verdict]:
+        """It came from the weights as they are, with the probabilities that the trainer gives; its advantages are what was asked for."""
+        drawn, config = rollout.drawn, self.config
+        versions = [completion.version for group in rollout.everything for completion in group.completions]
+        return [check_version(versions, version_name(rollout.step, fingerprint(self.model))),
+                check_sampled_ids(rollout.batch, [prompt.ids for prompt, _ in drawn], [completion.ids for _, completion in drawn],
+                          stop_ids=self.sampler.engine.stop_ids, cap=config.max_new),
+                self._check_identity(drawn, rollout.rows, floor),
+                check_independence([group.completions for group in rollout.everything]),
+                check_advantages([group.rewards for group in rollout.groups], rollout.advantages, config.scale),
+                check_counted(rollout.counted_N, rollout.advantages.known_PG.flatten().tolist(),
+                              [completion.ended for _, completion in drawn], mask_truncated=config.mask_truncated),
+                *(self.rewards.judge.verdicts if self.rewards.judge is not None else ())]
+
+    def _check_identity(self, drawn: Drawn, batch: Batch, floor: LogprobFloor) -> Verdict:
+        """Some completions, spread over the rollout: the trainer gives them the probabilities that they were drawn with."""
+        chosen = sorted({round(place * (len(drawn) - 1) / (COMPARED - 1)) for place in range(COMPARED)})
+        part = Batch(**{name: stream[chosen] for name, stream in batch.streams().items()})  # type: ignore[arg-type]
+        prompts, said = [drawn[i][0].ids for i in chosen], [drawn[i][1] for i in chosen]
+        trainer = batch_logprobs(self.model, part, self.asked.temperature, self.layout, entropy=self.asked.wants_entropy, score=self._score)
+        written_out = lambda: naive_logprobs(self.model, prompts, [c.ids for c in said], self.asked.temperature)  # noqa: E731
+        return check_identity([c.logprobs for c in said], of_completions(trainer, part, prompts), floor, written_out)
+
+    def measure(self, rollout: Rollout) -> dict[str, float]:
+        """Asked for while a GPU is learning from it, it costs no time."""
+        groups, judge = rollout.everything, self.rewards.judge
+        found = rollout_metrics([group.completions for group in groups], [group.rewards for group in groups], self._advantages(groups))
+        found |= component_metrics(groups)
+        for reward in (reward for reward in self.rewards.rules if reward.name == "answer" and reward.file is None):
+            found |= reading_metrics(groups, reward.options.get("form", "any"))
+        return found if judge is None else found | {f"judge/{name}": value for name, value in judge.rollout.counts().items()}
+
+    def keep_samples(self, rollout: Rollout) -> None:
+        """Some of the completions, spread over the rollout, with all that says where they came from and what they were worth."""
+        rows = [(group.prompt, member, completion, scored, float(rollout.advantages.values_PG[place][member]))
+                for place, group in enumerate(rollout.groups)
+                for member, (completion, scored) in enumerate(zip(group.completions, group.scored, strict=True))]
+        kept = rows[:: max(1, -(-len(rows) // max(1, self.config.samples)))]
+        append_json_rows(self.file, (plain({
+            "step": rollout.step, "prompt_id": prompt.id, "prompt": prompt.text, "ids": list(completion.ids), "text": completion.text,
+            "ended": completion.ended, "reward": scored.value, "rewards": dict(scored.components), "error": scored.error,
+            "advantage": advantage, "version": completion.version,
+            "address": [self.config.seed, "sample", *address(rollout.step), prompt.id, member]})
+            for prompt, member, completion, scored, advantage in kept))
+
+    @torch.no_grad()
+    def draw_for_preflight(self, step: int) -> tuple[Batch, Drawn]:
+        """A rollout that is not learned from, each completion with an advantage of its own so that every tensor gets a gradient."""
+        prompts = self.order.drawn(min(step // self.config.inner, self.order.rollouts - 1))
+        self.sampler.load(step)
+        completions = self.sampler.draw(prompts, self.sampling, ("rehearsal",), self.config.group)
+        drawn = [(prompt, completion) for prompt, group in zip(prompts, completions, strict=True) for completion in group]
+        values = [(1 + 0.1 * (row % 10)) * (-1) ** row for row in range(len(drawn))]
+        batch = batch_of(drawn, values, [True] * len(drawn), self.config.normalise, cap=self.config.max_new)
+        return replace(batch, reference=batch.behaviour), drawn
 
 
-def item(prompt: Prompt, completion: Completion) -> RewardItem:
-    assert completion.text is not None, "the sampler has a tokenizer"
-    return RewardItem(prompt.text, completion.text, {**prompt.row, "completion_tokens": len(completion.ids)})
+def address(step: int) -> tuple[str | int, ...]:
+    """Where a rollout's draws stand; the prompt's id and the member's number follow."""
+    return "rollout", step
 
 
-def _shortened(scored: ScoredItem, length: int, cap: int, overlong: int) -> ScoredItem:
-    if not overlong:
-        return scored
-    penalty = float(overlong_penalty([length], cap, overlong)[0])
-    return replace(scored, value=None if scored.value is None else scored.value + penalty,
-                   components={**scored.components, OVERLONG: penalty})
-
-
-def component_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """rewards/NAME/mean and /std, TRL's names, of what is known; a component of which nothing is known is left out."""
-    values: dict[str, list[float]] = {}
-    for scored in (scored for group in groups for scored in group.scored):
-        for name, value in scored.components.items():
-            values.setdefault(name, []).extend([] if value is None else [value])
-    found: dict[str, float] = {}
-    for name, known in values.items():
-        if known:
-            found |= {f"rewards/{name}/mean": float(np.mean(known)), f"rewards/{name}/std": float(np.std(known, ddof=1)) if len(known) > 1
-                      else 0.0}
-    return found
-
-
-def reading_metrics(groups: Sequence[Group], form: AnswerForm) -> dict[str, float]:
-    """Answers read both ways: how often the lenient reading is right, and how often right by one is wrong by the other."""
-    read = [readings(str(completion.text), gold_answer(group.prompt.row), form) for group in groups for completion in group.completions]
-    return {"rewards/answer/strict": float(np.mean([each.strictly_right for each in read])),
-            "rewards/answer/lenient": float(np.mean([each.leniently_right for each in read])),
-            "rewards/answer/readings_apart": reading_disagreements(read) / len(read)}
-
-# ---------------------------------------------------------------- batches
-
-
-def counted(groups: Sequence[Group], advantages: Advantages, *, mask_truncated: bool, cap: int) -> list[bool]:
+def counted_completions(groups: Sequence[Group], advantages: Advantages, *, mask_truncated: bool, cap: int) -> list[bool]:
     """Which completions are learned from: those whose reward is known and, where asked, that ended by themselves."""
     ended = [completion.ended for group in groups for completion in group.completions]
     kept = untruncated(ended) if mask_truncated else np.ones(len(ended), dtype=bool)
@@ -241,42 +255,48 @@ def counted(groups: Sequence[Group], advantages: Advantages, *, mask_truncated: 
     return found
 
 
-def assembled(groups: Sequence[Group], advantage_N: Sequence[float], counted_N: Sequence[bool], normalise: Normalise, *, cap: int) -> Batch:
-    """One row a completion, the sampled ids after the prompt's. Advantage and weight stand on the completion's tokens alone."""
-    rows = [(group.prompt, completion) for group in groups for completion in group.completions]
-    counting = token_weights([len(completion.ids) for _, completion in rows], counted_N, normalise, cap)
-    lengths = [len(prompt.ids) + len(completion.ids) for prompt, completion in rows]
-    width = -(-max(lengths) // _COLUMNS) * _COLUMNS
-    tokens_BT = np.zeros((len(rows), width), np.int64)
-    streams = {name: np.zeros((len(rows), width), np.float32) for name in ("weight", "advantage", "behaviour")}
-    for row, (prompt, completion) in enumerate(rows):
-        said = slice(len(prompt.ids), lengths[row])
-        tokens_BT[row, : lengths[row]] = (*prompt.ids, *completion.ids)
-        streams["weight"][row, said] = counting.weight_N[row]
-        streams["advantage"][row, said] = advantage_N[row]
-        streams["behaviour"][row, said] = completion.logprobs
-    documents = documents_from_lengths(lengths, width).int()
-    return Batch(torch.from_numpy(tokens_BT), documents=documents, ids=tuple((prompt.id,) for prompt, _ in rows),
-                 divisor=counting.divisor, **{name: torch.from_numpy(stream) for name, stream in streams.items()})
+class RolloutHistory:
+    """What the rollouts of a run measured, one entry each, with what its last update measured; `tokens` were trained on."""
 
+    def __init__(self, run: Run, vocab: int):
+        self.run, self.vocab = run, vocab
+        self.rollouts: list[dict[str, float]] = []
+        self.tokens = 0
+        self._warned: dict[str, int] = {}
 
-@torch.no_grad()
-def batch_logprobs(model: Transformer, batch: Batch, temperature: float, layout: Layout, *, entropy: bool,
-                   score: _Score = token_logprobs) -> Tensor:
-    """(B, T) on the CPU, by the same kernels and in the same parts as the objective's."""
-    device, packed = model.embed.weight.device, layout.packed(batch.seen())
-    parts = [score(model, part.to(device, non_blocking=True), temperature, entropy=entropy)[0]
-             for part in packed.batch.split(layout.rows)]
-    return packed.unpacked(torch.cat(parts).cpu())
+    def recall(self) -> None:
+        """What the rules over the steps so far have to know, from what was written of them."""
+        for row in read_json_lines(self.run.metrics_file):
+            numbers = {name: value for name, value in row.items() if isinstance(value, int | float)}
+            if "groups" in row:
+                self.rollouts.append(numbers)
+            elif "loss" in row and self.rollouts:
+                self.rollouts[-1] |= numbers
+            self.tokens = row.get("num_tokens", self.tokens)
 
+    def add(self, step: Step, found: Mapping[str, float], measured: Mapping[str, float] | None) -> None:
+        """What an update on the last rollout found; of its first one also what the rollout `measured` as it was drawn."""
+        if measured is not None:
+            self.rollouts.append(dict(measured))
+        self.rollouts[-1] |= {**found, "grad_norm": float(step.grad_norm)}
+        self.tokens += step.tokens
 
-def quickest_score(model: Transformer, layout: Layout) -> _Score:
-    """As a graph, where one shape serves all."""
-    return GraphedLogprobs() if model.embed.weight.is_cuda and layout.width is not None else token_logprobs
+    def verdicts(self) -> list[Verdict]:
+        return check_collapse(self.rollouts, self.vocab)
 
+    def say_warnings(self, step: int) -> None:
+        for sentence in rollout_warnings(self.rollouts):
+            self.warn(step, sentence)
 
-def of_completions(values_BT: Tensor, batch: Batch, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
-    """Of each row, the values at the sampled tokens."""
-    assert batch.documents is not None
-    ends = (batch.documents != PADDING).sum(1).tolist()
-    return [row[len(prompt):end].tolist() for row, prompt, end in zip(values_BT, prompts, ends, strict=True)]
+    def warn(self, step: int, sentence: str) -> None:
+        """Once, and again after so many steps; with other numbers it is still the same warning."""
+        rule = re.sub(r"[\d.]+", "", sentence)
+        if step - self._warned.get(rule, -SAID_AGAIN) >= SAID_AGAIN:
+            self._warned[rule] = step
+            self.run.say(f"step {step + 1}: {sentence}")
+            self.run.ledger.append(Event.WARNING, step=step + 1, reason=sentence)
+
+    def line(self) -> str:
+        """Of the last rollout, for a progress line."""
+        now = self.rollouts[-1]
+        return "  ".join(f"{name} {now[key]:.4g}" for name, key in PROGRESS_METRICS.items() if key in now)

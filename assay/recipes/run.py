@@ -1,4 +1,4 @@
-"""A run is a folder: config.yaml, ledger.jsonl, metrics.jsonl, checkpoints/. This is what every recipe writes into it.
+"""Run: a folder with config.yaml, ledger.jsonl, metrics.jsonl and checkpoints/, and what every recipe writes into it.
 
 Saving and proving happen beside training; a failed save or a refuted proof comes back at the next step.
 """
@@ -10,6 +10,7 @@ import json
 import math
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -28,7 +29,48 @@ from assay.strict_json import parse_yaml, read_json_lines, read_small_file
 from assay.verdict import Outcome, Verdict, overall
 
 TELL_EVERY = 5.0  # seconds
+LITTLE = 0.02  # of the loop's time: what saving may cost
+WORTH_SAYING = 60.0  # seconds of loop; shorter ones say nothing of how it would go on
+FEW = 3  # checkpoints: the first and the last come anyway
+WRITTEN_EVERY = 50  # judgements of a step or rollout between two that are written down while they prove
 _SHOWN = 4  # options that differ, where a folder holds another run
+
+
+class SaveCost:
+    """How long the loop of one sitting stood still for its checkpoints. What a proof takes beside the loop is not in it."""
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        self.seconds, self.times, self._began = 0.0, 0, time.monotonic()
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        began = time.monotonic()
+        yield
+        self.seconds += time.monotonic() - began
+        self.times += 1
+
+    @property
+    def loop(self) -> float:
+        return time.monotonic() - self._began
+
+    def advice(self, steps: int) -> str | None:
+        """After so many steps of this sitting."""
+        loop = self.loop
+        if loop < WORTH_SAYING or self.times <= FEW or self.seconds <= LITTLE * loop:
+            return None
+        each = self.seconds / self.times
+        apart = each / LITTLE
+        return (f"saving held the loop up for {self.seconds:.0f} s of {loop:.0f}, {each:.2g} s a checkpoint: {self.seconds / loop:.0%}; "
+                f"with one every {_round_up(apart * steps / loop)} steps, or {apart:.0f} s, it would be {LITTLE:.0%}")
+
+
+def _round_up(steps: float) -> int:
+    """To two digits: it is advice."""
+    digits = 10 ** max(0, math.floor(math.log10(steps)) - 1)
+    return math.ceil(steps / digits) * digits
 
 
 class Run:
@@ -43,7 +85,9 @@ class Run:
         self.needed: set[str] = set()  # digests that retention may not delete
         self._retired: list[Path] = []  # beside the loop, and not yet written down
         self._saver, self._prover, self.probing = BackgroundSaver(), Prover(), probing
-        self.looping = True  # until a recipe says that its loop is over, and proofs may take more of the machine
+        self.save_cost = SaveCost()
+        self._looping = True  # until `end_loop`
+        self._judged_often = 0
         durable.require_outside_checkpoints(folder / "config.yaml")
         durable.make_folder(folder)
         self.ledger = Ledger(folder / "ledger.jsonl")
@@ -57,16 +101,18 @@ class Run:
                            config=plain(dataclasses.asdict(config)))
 
     def newest(self) -> Checkpoint | None:
-        """Where to go on from: the newest checkpoint that verifies.
+        """Where to go on from: the newest checkpoint that verifies. None where the run begins; then nothing measured before counts.
 
         What was passed over is said, written down and moved out of the way, because its step will be taken and saved again.
         """
         newest_first = reversed(step_folders(self.checkpoints))
-        found, passed_over = latest_checkpoint(self.checkpoints)
+        found, passed_over = latest_checkpoint(self.checkpoints) if self.resumed else (None, [])
         for path, sentence in zip(newest_first, passed_over, strict=False):
             self.say(f"passed over: {sentence}")
             self.ledger.append(Event.PASSED_OVER, reason=sentence)
             self.set_aside(path)
+        if found is None:
+            self.rewind(0)
         return found
 
     def set_aside(self, path: Path) -> None:
@@ -81,16 +127,34 @@ class Run:
     def rewind(self, step: int) -> None:
         """Metrics of steps that were taken after the checkpoint are about to be taken again."""
         self.going_on_from = step
-        rewrite_rows(self.metrics_file, [row for row in read_json_lines(self.metrics_file) if row["step"] < step])
+        rewrite_json_rows(self.metrics_file, [row for row in read_json_lines(self.metrics_file) if row["step"] < step])
 
     def judge(self, what: Event, verdicts: list[Verdict]) -> None:
         """Verdicts are written down, whatever they say; one that refutes stops the run."""
         self.ledger.append(what, verdicts=plain([verdict.to_json() for verdict in verdicts]))
         stop_if_refuted(verdicts)
 
+    def judge_often(self, what: Event, verdicts: list[Verdict]) -> None:
+        """For what is judged at every step: the first of a sitting and every so many are written down, and what refutes always is."""
+        against = any(verdict.outcome is Outcome.REFUTED for verdict in verdicts)
+        self._judged_often += 1
+        if against or self._judged_often % WRITTEN_EVERY <= 2:  # a rollout and its step
+            self.judge(what, verdicts)
+        else:
+            stop_if_refuted(verdicts)
+
+    def preflight(self, verdicts: list[Verdict]) -> None:
+        """What was checked before the first step of a sitting is said, and judged."""
+        self.say("\n".join(f"  {verdict}" for verdict in verdicts))
+        self.judge(Event.PREFLIGHT, verdicts)
+
     def record(self, step: int, **metrics: float | int | str | None) -> None:
         """One line of metrics.jsonl. A number that is not finite is written as a word, never as a missing value."""
-        append_rows(self.metrics_file, [{"step": step, **plain(metrics)}])
+        append_json_rows(self.metrics_file, [{"step": step, **plain(metrics)}])
+
+    def consumed(self) -> dict[int, str]:
+        """What each step of all sittings wrote down of the data that it read."""
+        return {row["step"]: row["data"] for row in read_json_lines(self.metrics_file) if "data" in row}
 
     def save(self, step: int, contents: Callable[[], Contents], *, best: Path | None, against: str | None = None) -> Path:
         """Snapshot now; write, retire what is old and prove beside the loop. Raises what an earlier save or proof found.
@@ -104,7 +168,7 @@ class Run:
         def after(written: Checkpoint) -> None:
             if not self._prover.busy:
                 self._retired += delete_old_checkpoints(self.checkpoints, self.kept, best, needed)
-            self._prover.start(written.folder, against=against, probing=self.probing, beside=self.looping)
+            self._prover.start(written.folder, against=against, probing=self.probing, beside=self._looping)
 
         self._saver.save(where, contents, after=after)
         self.ledger.append(Event.SAVE, step=step, checkpoint=where.name)
@@ -122,6 +186,14 @@ class Run:
         while proofs and self._prover.busy:
             self._judge_proofs(self._prover.finished())
             time.sleep(0.05)
+
+    def end_loop(self, steps: int) -> None:
+        """After so many steps of this sitting: what saving cost is written down, and proofs may take more of the machine from here on."""
+        self._looping = False
+        cost = self.save_cost
+        self.ledger.append(Event.SAVING, seconds=cost.seconds, checkpoints=cost.times, loop=cost.loop)
+        if (advice := cost.advice(steps)) is not None:
+            self.say(advice)
 
     def finish(self) -> None:
         """Wait for the last save and its proof."""
@@ -187,7 +259,14 @@ class Run:
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
-        """SIGTERM and Ctrl-C set `interrupted`; the recipe saves and leaves at the next step. A second one is obeyed at once."""
+        """SIGTERM and Ctrl-C set `interrupted`; the recipe saves and leaves at the next step. A second one is obeyed at once.
+
+        Only the main thread hears signals: in another, whoever called the recipe may set `interrupted`.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
         def note(number: int, _: FrameType | None) -> None:
             if self.interrupted is not None:
                 signal.signal(number, signal.SIG_DFL)
@@ -204,7 +283,15 @@ class Run:
                 signal.signal(number, handler)
 
 
-def say_now(text: str) -> None:
+@contextlib.contextmanager
+def open_run(config: Any, say: Callable[[str], None], device: str) -> Iterator[Run]:
+    """The run in --out, begun or gone on with. A request that is refused before this leaves no folder."""
+    run = Run(Path(config.out), config, say=say, probing=ProofSampling(config.probe_samples, device))
+    with run.sitting():
+        yield run
+
+
+def print_line(text: str) -> None:
     print(text, flush=True)
 
 
@@ -219,13 +306,13 @@ def plain(value: Any) -> Any:
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
-def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+def append_json_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """A disk that is full is a StoreError like any other: it is written down how the run ended."""
     with durable.as_store_error(path), path.open("a") as file:
         file.write("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def rewrite_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+def rewrite_json_rows(path: Path, rows: list[dict[str, Any]]) -> None:
     if path.exists():
         durable.replace_file(path, "".join(json.dumps(row) + "\n" for row in rows).encode())
 

@@ -1,26 +1,149 @@
 """Supervised fine-tuning: pretraining's loss with other weights, on conversations; the whole model or an adapter."""
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from pathlib import Path
 
+import numpy as np
+import torch
+
+from assay.data.batch import Batch
+from assay.evaluation.held_out_loss import score_examples
+from assay.guard.loss_preflight import preflight_loss, sample_rows
+from assay.guard.training_guards import check_detectors
+from assay.learn.lr_schedule import Budget, Schedule
 from assay.learn.objectives import Objective, next_token
-from assay.recipes.handover import hand_over
-from assay.recipes.options import Sft
-from assay.recipes.run import say_now
-from assay.recipes.tuning import Tuned
-from assay.verdict import Verdict
+from assay.learn.optim import adamw
+from assay.model.placement import default_device, place_for_training, uncompiled
+from assay.outcome import Outcome
+from assay.recipes.conversations import NEVER, Conversations, describe_tuning, load_conversations, refuse_nonsense
+from assay.recipes.evaluator import EarlyStopping, HeldOutEvaluator, stopping_rule
+from assay.recipes.hand_over import SAME_LOSS, hand_over, write_down
+from assay.recipes.options import Sft, Tuning
+from assay.recipes.run import open_run, print_line
+from assay.recipes.starting_model import AdapterModel, StartingModel, carry_moments, load_start
+from assay.recipes.trainer import SavePlan, Trainer
+from assay.store.artifact import build_model
+from assay.store.checkpoint import open_checkpoint
+from assay.store.ledger import Event
+from assay.strict_json import read_json_lines
+from assay.verdict import Verdict, proven, refuted, unproven
+
+SFT_LR_WHOLE, SFT_LR_ADAPTER = 3e-5, 3e-4
 
 
-def sft(config: Sft, say: Callable[[str], None] = say_now) -> tuple[list[Verdict], int | None]:
-    """The verdicts on what was handed over, and the signal that interrupted the run, if one did: then nothing was."""
-    work = FineTuning(config, say)
-    with work.run.sitting():
-        if (interrupted := work.go()) is not None:
-            return [], interrupted
-        _, verdicts = hand_over(work.run, work.looks.best_checkpoint(work.run.checkpoints), work.looks, work.score_all)
-        return verdicts, None
+def sft(config: Sft, say: Callable[[str], None] = print_line) -> Outcome:
+    """An interrupted run hands nothing over; the same command goes on with it."""
+    refuse_nonsense(config)
+    device = config.device or default_device()
+    start = load_start(config, device, say)
+    data = load_conversations(config, start)
+    schedule, every, micro = tuning_schedule(config, data), config.checkpoint_every or NEVER, micro_rows(config, data)
+    rule = stopping_rule(config.patience, config.worth, schedule=config.schedule, steps=data.steps, every=every)
+    optimizer = tuning_optimizer(config, start)
+    for line in describe_tuning(config, start, data, optimizer.param_groups[0]["lr"], device):
+        say(line)
+    with open_run(config, say, device) as run:
+        trainer = Trainer(run, start.weights, optimizer, next_token, schedule, micro=micro, clip=config.clip, order=data.order,
+                          saves=SavePlan(every, data.order.steps, config.checkpoint_minutes), steps_before=start.steps_before)
+        watched = data.held_out_batches(micro, config.look_examples)
+        evaluator = HeldOutEvaluator(run, partial(score_examples, batches=watched, rows=micro), device=device,
+                                     repeats_from=data.order.windows // data.order.rows)
+        early = EarlyStopping(run, evaluator.history, rule, every)
+
+        def save(*, evaluate: bool) -> None:
+            """What is saved is what was evaluated. What moved and what did not is accounted for first."""
+            trainer.account()
+            if evaluate:
+                evaluator.evaluate(trainer.model, trainer.done, trainer.new_losses())
+            trainer.save(data.facts(trainer.done), best=evaluator.best_checkpoint())
+            if evaluate:
+                early.judge(trainer.done)
+
+        with run.interruptible():
+            if (saved := run.newest()) is not None:
+                trainer.resume(saved, data.check_same((saved.trainer() or {})["data"]))
+            evaluator.recall()
+            early.judge(trainer.done)
+            run.preflight(preflight_sft(trainer, data, start))
+            trainer.save(data.facts(trainer.done))  # where nothing is saved yet: a save is made and proven before step 1
+            if trainer.done == 0:
+                if not evaluator.history.steps:
+                    evaluator.evaluate(trainer.model, 0, [])
+                trainer.watch.parent_loss = parent_loss(start, next_token, data.order.batch(0), trainer)
+                if config.from_ is not None:
+                    run.judge(Event.FORK, [check_forked_loss(Path(config.from_), data, evaluator, trainer)])
+
+            trainer.start_loop(data.facts(trainer.done), data.order.windows)
+            steps = trainer.steps(data.batches(run, trainer.done))
+            while not (trainer.over() or early.reason):
+                step = next(steps)
+                trainer.record(step, epoch=data.order.epoch_of(step.index), supervised_tokens=step.weight)
+                if trainer.save_due():
+                    save(evaluate=True)
+            trainer.end_loop()
+            if run.interrupted is not None and trainer.saved != trainer.done:
+                save(evaluate=False)  # the uninterrupted run would not have been evaluated here
+            elif run.interrupted is None and evaluator.history.latest_step != trainer.done:
+                save(evaluate=True)
+            trainer.finish(data.times_read(run, trainer.done), data.order.windows, evaluator.best_checkpoint())
+        if run.interrupted is not None:
+            return Outcome(run.folder, interrupted=run.interrupted)
+
+        handed = hand_over(run, evaluator, partial(score_examples, batches=data.held_out_batches(micro), rows=micro))
+        write_down(run, handed)
+        return Outcome(run.folder, handed.verdicts, model=run.folder / "model", results={"held_out": handed.recorded.estimate})
+
+# ---------------------------------------------------------------- what is derived
 
 
-class FineTuning(Tuned):
-    def objective(self, config: Any, device: str, say: Callable[[str], None]) -> Objective:
-        return next_token
+def tuning_schedule(config: Tuning, data: Conversations) -> Schedule:
+    warmup = min(config.warmup, data.steps // 4) if data.steps else config.warmup
+    return Schedule(Budget(data.steps, config.minutes, config.schedule, warmup, config.decay))
+
+
+def micro_rows(config: Tuning, data: Conversations) -> int:
+    return max(1, min(data.order.rows, config.micro_tokens // config.length))
+
+
+def tuning_optimizer(config: Tuning, start: StartingModel) -> torch.optim.Optimizer:
+    lr = config.lr or (SFT_LR_ADAPTER if isinstance(start.weights, AdapterModel) else SFT_LR_WHOLE)
+    optimizer = adamw(start.model.named_parameters(), lr, weight_decay=config.weight_decay)
+    carry_moments(optimizer, start)
+    return optimizer
+
+# ---------------------------------------------------------------- what is checked before step 1
+
+
+def preflight_sft(trainer: Trainer, data: Conversations, start: StartingModel) -> list[Verdict]:
+    """The loss is the loss, every tensor is reached and held, the alarms are awake, the data says what it should."""
+    batch = trainer.first_micro_batch(data.order.batch(0))
+    found = trainer.gradients(batch)
+    with uncompiled():
+        return [check_detectors(), *preflight_loss(trainer.model, trainer.objective, sample_rows(batch), trainer.accumulate),
+                *trainer.check_precision(batch, found), *trainer.check_reach(found), *data.audit(start)]
+
+
+@torch.no_grad()
+def parent_loss(start: StartingModel, objective: Objective, batch: Batch, trainer: Trainer) -> float:
+    """Of the parent, opened anew, on the first batch: a child's first loss is its parent's."""
+    parent = place_for_training(build_model(start.parent), trainer.device, compile=False)
+    parts = [objective(parent, part.to(trainer.device)).total for part in batch.split(trainer.micro)]
+    return float(torch.stack(parts).sum()) / float(batch.weight.sum())
+
+
+def check_forked_loss(parent: Path, data: Conversations, evaluator: HeldOutEvaluator, trainer: Trainer) -> Verdict:
+    """The first evaluation equals the one that the parent's run made of this checkpoint, conversation by conversation."""
+    facts = (open_checkpoint(parent).trainer() or {}).get("data", {})
+    step = open_checkpoint(parent).step
+    evaluated = [row for row in read_json_lines(parent.parent.parent / "eval.jsonl") if row["step"] == step]
+    if (facts.get("conversations"), facts.get("scored_as")) != (data.digest, data.scored_as) or not evaluated:
+        return unproven("fork", f"the parent's run did not score these conversations by {data.scored_as}: its recorded loss says "
+                                "nothing", optional=True)
+    found, due = evaluator.history.losses[0], np.array(evaluated[-1]["per_document"])
+    if found.shape != due.shape:
+        return unproven("fork", f"the parent's run scored {len(due)} conversations, this one {len(found)}", optional=True)
+    error = float(abs(found - due).max() / (evaluator.scale or due.mean()))
+    bound = SAME_LOSS[trainer.model.compute_dtype or torch.float32]
+    words = f"the first evaluation and the parent's at step {step} differ by {error:.1e} (relative, worst of {len(due)}), bound {bound:.0e}"
+    return (proven if error <= bound else refuted)("fork", words, error=str(error))

@@ -1,9 +1,13 @@
-"""Who answers a student's batches: a teacher in memory, or what one said before. Both give a loss and say how far the student agrees."""
+"""Teachers of a distillation, online or by stored answers: each gives a loss and says how far the student agrees; and a student made of
+a teacher's layers."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
+
+import torch
+from torch import Tensor
 
 from assay.data.batch import Batch
 from assay.data.chat import TrainingExample
@@ -15,27 +19,30 @@ from assay.guard.training_guards import parameter_digests
 from assay.learn.distillation import DistillationSettings, distillation, stored_distillation, teacher_top_k
 from assay.model.placement import place_for_training
 from assay.model.tokenizer import Tokenizer
-from assay.model.transformer import Transformer
+from assay.model.transformer import ModelConfig, Transformer
 from assay.recipes.options import Distill
-from assay.store.artifact import Artifact, build_model, open_artifact
+from assay.recipes.starting_model import require_proven, write_proven
+from assay.store.artifact import Artifact, assemble_model, build_model, merged_tensors, open_artifact
+from assay.store.checkpoint import open_checkpoint
+from assay.store.saving import Lineage, model_contents
 from assay.verdict import Verdict
 
 
-class Pupil(NamedTuple):
+class Student(NamedTuple):
     """What a teacher must know of its student."""
 
     vocab: int
     tokenizer: Tokenizer
 
 
-class Present:
+class OnlineTeacher:
     """In memory: it reads every batch beside the student and never changes."""
 
-    def __init__(self, artifact: Artifact, pupil: Pupil, blend: DistillationSettings, device: str):
-        refuse_other_tokenizer(artifact, pupil)
-        self.digest, self.tokenizer = artifact.digest, pupil.tokenizer.digest
-        self.model: Transformer | None = seated(artifact, device)
-        self.blend = replace(blend, vocab=shared_ids(artifact.config.vocab, pupil))
+    def __init__(self, artifact: Artifact, student: Student, blend: DistillationSettings, device: str):
+        refuse_other_tokenizer(artifact, student)
+        self.digest, self.tokenizer = artifact.digest, student.tokenizer.digest
+        self.model: Transformer = place_teacher(artifact, device)
+        self.blend = replace(blend, vocab=shared_ids(artifact.config.vocab, student))
         self.objective = distillation(self.model, self.blend)
         self.before = parameter_digests(self.model)
 
@@ -43,26 +50,25 @@ class Present:
         return batch
 
     def agreement(self, student: Transformer, batches: Iterable[Batch]) -> Agreement:
-        assert self.model is not None
         return measure_agreement(student, self.model, batches, vocab=self.blend.vocab)
 
     def unmoved(self) -> list[Verdict]:
-        assert self.model is not None
         return [check_teacher_frozen(self.model, self.before)]
 
 
-class Remembered:
+class OfflineTeacher:
     """Its likeliest tokens in every place of every example, on disk; it need not be in memory, and cannot move."""
 
     model = None
 
-    def __init__(self, stored: StoredTeacher, pupil: Pupil, blend: DistillationSettings):
+    def __init__(self, stored: StoredTeacher, student: Student, blend: DistillationSettings):
         self.stored, self.digest, self.tokenizer = stored, str(stored.manifest["teacher"]), str(stored.manifest["tokenizer"])
         vocab = int(stored.manifest["vocab"])
-        self.blend = replace(blend, vocab=None if vocab == pupil.vocab else vocab)
+        self.blend = replace(blend, vocab=None if vocab == student.vocab else vocab)
         self.objective = stored_distillation(self.blend)
 
     def answered(self, batch: Batch) -> Batch:
+        """The batch with what the teacher says of it."""
         ids, logprobs = self.stored.streams_for(batch)
         return replace(batch, teacher_ids=ids, teacher_logprobs=logprobs)
 
@@ -73,75 +79,111 @@ class Remembered:
         return []
 
 
-Teacher = Present | Remembered
+Teacher = OnlineTeacher | OfflineTeacher
 
 
 def blend_of(config: Distill) -> DistillationSettings:
     return DistillationSettings(config.divergence, config.temperature, config.kd_weight, config.ce_weight, config.beta)
 
 
-def opened(config: Distill) -> Artifact:
+def open_teacher_model(config: Distill) -> Artifact:
     if config.teacher is None:
         raise UsageError("name who teaches: --teacher")
     return open_artifact(config.teacher)
 
 
-def seated(artifact: Artifact, device: str) -> Transformer:
+def place_teacher(artifact: Artifact, device: str) -> Transformer:
     """Where the student computes, in what it computes, and with nothing to learn."""
     return place_for_training(build_model(artifact), device).eval().requires_grad_(False)
 
 
-def refuse_other_tokenizer(teacher: Artifact, pupil: Pupil) -> None:
+def refuse_other_tokenizer(teacher: Artifact, student: Student) -> None:
     found = None if teacher.tokenizer is None else teacher.tokenizer.digest
-    if found != pupil.tokenizer.digest:
-        raise UsageError(f"the student's tokenizer is {pupil.tokenizer.digest[:12]}, that of {teacher.path} "
+    if found != student.tokenizer.digest:
+        raise UsageError(f"the student's tokenizer is {student.tokenizer.digest[:12]}, that of {teacher.path} "
                          f"{'missing' if found is None else found[:12]}: the same ids are another text to the teacher, and its logits "
                          "would be noise. Let it write text that the student learns: --how text")
 
 
-def shared_ids(vocab: int, pupil: Pupil) -> int | None:
+def shared_ids(vocab: int, student: Student) -> int | None:
     """Blend's `vocab`: the tokenizer's size where the two tables were padded differently."""
-    return None if vocab == pupil.vocab else max(pupil.tokenizer.tokens) + 1
+    return None if vocab == student.vocab else max(student.tokenizer.tokens) + 1
 
 # ---------------------------------------------------------------- stored answers
 
 
-@dataclass(frozen=True)
-class Questions:
-    """Everything that will be asked about: what is learned and what is held out, in rows of `length`."""
-
-    examples: Sequence[TrainingExample]
-    batches: Callable[[], Iterable[Batch]]
-
-
-def remembered(config: Distill, pupil: Pupil, questions: Questions, device: str, say: Callable[[str], None]) -> Remembered:
+def load_stored_answers(config: Distill, student: Student, examples: Sequence[TrainingExample], batches: Iterable[Batch], device: str,
+                        say: Callable[[str], None]) -> OfflineTeacher:
     """The folder that was named, or RUN/teacher-logits: asked for on first use, and opened as what it must be ever after."""
     folder, blend = Path(config.teacher_logits or Path(config.out) / "teacher-logits"), blend_of(config)
     stored_distillation(blend)  # refuses other divergences before the teacher is asked anything
     if not folder.exists():
         if config.teacher is None:
             raise UsageError(f"{folder} does not exist yet: name who is to be asked with --teacher")
-        ask(folder, config, pupil, questions, device)
-        say(f"{folder}: the teacher's {config.top_k} likeliest tokens in every place of {len(questions.examples):,} conversations")
+        store_teacher_answers(folder, config, student, batches, device)
+        say(f"{folder}: the teacher's {config.top_k} likeliest tokens in every place of {len(examples):,} conversations")
     digest = None if config.teacher is None else open_artifact(config.teacher).digest
-    stored = open_teacher(folder, tokenizer=pupil.tokenizer.digest, teacher=digest)
+    stored = open_teacher(folder, tokenizer=student.tokenizer.digest, teacher=digest)
     if (stored.temperature, stored.k) != (config.temperature, config.top_k):
         raise UsageError(f"{folder} holds {stored.k} tokens a place at temperature {stored.temperature:g}; --top-k is {config.top_k} and "
                          f"--temperature {config.temperature:g}. What was not stored cannot be known: say --top-k {stored.k} --temperature "
                          f"{stored.temperature:g}, or name another folder with --teacher-logits")
-    stored.require((example.id, example.tokens) for example in questions.examples)
-    return Remembered(stored, pupil, blend)
+    stored.require((example.id, example.tokens) for example in examples)
+    return OfflineTeacher(stored, student, blend)
 
 
-def ask(folder: Path, config: Distill, pupil: Pupil, questions: Questions, device: str) -> None:
-    artifact = opened(config)
-    refuse_other_tokenizer(artifact, pupil)
-    vocab, model = shared_ids(artifact.config.vocab, pupil) or artifact.config.vocab, seated(artifact, device)
+def store_teacher_answers(folder: Path, config: Distill, student: Student, batches: Iterable[Batch], device: str) -> None:
+    artifact = open_teacher_model(config)
+    refuse_other_tokenizer(artifact, student)
+    vocab, model = shared_ids(artifact.config.vocab, student) or artifact.config.vocab, place_teacher(artifact, device)
 
     def entries() -> Iterator[TeacherEntry]:
-        for batch in questions.batches():
+        for batch in batches:
             yield from teacher_entries(batch, *teacher_top_k(model, batch.to(device), config.top_k, temperature=config.temperature,
                                                              vocab=vocab))
 
-    write_teacher(folder, entries(), tokenizer=pupil.tokenizer.digest, teacher=artifact.digest, vocab=vocab, k=config.top_k,
+    write_teacher(folder, entries(), tokenizer=student.tokenizer.digest, teacher=artifact.digest, vocab=vocab, k=config.top_k,
                   temperature=config.temperature)
+
+# ---------------------------------------------------------------- a student of the teacher's layers
+
+
+def make_student(where: Path, teacher: Artifact, layers: int, say: Callable[[str], None]) -> None:
+    """A checkpoint at `where`, proven, that says whose layers it has. One that an earlier sitting made must be the same."""
+    kept = kept_layers(teacher.config.depth, layers)
+    made = {"made_of": {"weights": teacher.digest, "path": str(teacher.path.resolve()), "layers": kept}}
+    if where.exists():
+        facts = open_checkpoint(where).facts["run_config"] or {}
+        if facts.get("made_of", {}).get("weights") != teacher.digest or facts["made_of"]["layers"] != kept:
+            raise UsageError(f"{where} is another student: made of {facts.get('made_of')}, asked for are layers {kept} of "
+                             f"{teacher.digest[:12]}; give another --out")
+        require_proven(where)
+        return
+    config, tensors = with_layers(teacher.config, merged_tensors(teacher, torch.float32), kept)
+    model = assemble_model(config, tensors, torch.float32).eval()
+    write_proven(where, model_contents(model, teacher.tokenizer, teacher.stops, Lineage("new"), run_config=made))
+    say(f"{where}: layers {', '.join(map(str, kept))} of the {teacher.config.depth} of {teacher.path.name}, proven")
+
+
+def kept_layers(depth: int, layers: int) -> list[int]:
+    """Evenly spaced, the first and the last among them."""
+    if not 2 <= layers < depth:
+        if depth < 3:
+            raise UsageError(f"--student-layers {layers} of a teacher with {depth}: its first and its last stay, so it has none to spare; "
+                             "name a student with --student")
+        raise UsageError(f"--student-layers {layers} of a teacher with {depth}: expected 2 to {depth - 1}, so that the first and the last "
+                         "stay and one at least goes")
+    return [round(place * (depth - 1) / (layers - 1)) for place in range(layers)]
+
+
+def with_layers(config: ModelConfig, tensors: dict[str, Tensor], kept: list[int]) -> tuple[ModelConfig, dict[str, Tensor]]:
+    """The geometry and the tensors, under our names, of the model that has these layers alone."""
+    place = {str(layer): str(at) for at, layer in enumerate(kept)}
+    taken = {}
+    for name, tensor in tensors.items():
+        parts = name.split(".")
+        if parts[0] != "blocks":
+            taken[name] = tensor
+        elif parts[1] in place:
+            taken[".".join(["blocks", place[parts[1]], *parts[2:]])] = tensor
+    return replace(config, depth=len(kept), windows=tuple(config.windows[layer] for layer in kept)), taken

@@ -34,7 +34,8 @@ from assay.model.lora import fresh
 from assay.model.patch import Patch
 from assay.model.placement import default_device, require_device
 from assay.model.transformer import Transformer
-from assay.recipes.run import Run, plain
+from assay.outcome import Outcome
+from assay.recipes.run import Run, plain, print_line
 from assay.recipes.ttt_options import Ttt
 from assay.statistics.estimate import Array, Estimate, bits_per_byte
 from assay.store import durable
@@ -44,7 +45,7 @@ from assay.store.ledger import Event, Ledger
 from assay.tracing.plots import draw_ttt_savings
 from assay.verdict import Verdict
 
-REHEARSED = 32  # tokens of a chunk, at most, while causality is checked
+PREFLIGHT_TOKENS = 32  # tokens of a chunk, at most, while causality is checked
 _KINDS = {DocumentBegun: Event.BEGIN, ChunkScored: Event.SCORE}  # else: update
 
 
@@ -64,29 +65,27 @@ class Read:
         return (self.without - self.with_) / self.bytes
 
 
-@dataclass(frozen=True)
-class _Report:
-    """All that a run found, as OUT/ttt.json holds it."""
+@dataclass(frozen=True, kw_only=True)
+class TttOutcome(Outcome):
+    """All that a run found, as OUT/ttt.json holds it; its `results` are estimates."""
 
-    verdicts: list[Verdict]
-    estimates: dict[str, Estimate]
     documents: list[Read]
     left_out: dict[str, int]
     norms: list[float]  # of the right factors that each document began with, relative to the first
     seconds: dict[str, float]
 
 
-def ttt(config: Ttt, say: Callable[[str], None]) -> _Report:
-    source, where = opened(config), Path(config.out)
-    model = built(source, config.device or default_device())
+def ttt(config: Ttt, say: Callable[[str], None] = print_line) -> TttOutcome:
+    source, where = open_readable(config), Path(config.out)
+    model = load_reader(source, config.device or default_device())
     patch = fresh(source.config, ttt_sites(source.config, config.targets), config.rank, config.scale, config.seed, source.digest)
     texts, left_out = read_documents(config, source)
-    how, slots = planned(config, model), min(config.batch, len(texts))
+    how, slots = ttt_plan(config, model), min(config.batch, len(texts))
     require_readable(model, tokens_of(texts), how)
     run = Run(where, config, say=say)
     with run.sitting():
         run.ledger.append(Event.DOCUMENTS, count=len(texts), bytes=sum(text.bytes for text in texts), left_out=dict(left_out))
-        run.judge(Event.PREFLIGHT, rehearsed(model, texts, how, patch))
+        run.judge(Event.PREFLIGHT, preflight_ttt(model, texts, how, patch))
         before, began = weights(model), time.monotonic()
         without = token_costs(read_and_adapt(model, tokens_of(texts), how, slots), len(texts))
         halfway = time.monotonic()
@@ -94,9 +93,10 @@ def ttt(config: Ttt, say: Callable[[str], None]) -> _Report:
         learn_and_note(model, texts, how, BatchedAdapters(patch, slots, model.embed.weight.device), notes)
         seconds = {"without": round(halfway - began, 2), "with": round(time.monotonic() - halfway, 2)}
         verdicts = [*_judged(config, notes, slots), check_base_unchanged(before, weights(model))]
-        report = _Report(verdicts, estimates(notes.texts), notes.texts, dict(left_out), notes.norms, seconds)
-        _written(run, report)
-    return report
+        outcome = TttOutcome(run.folder, verdicts, results=estimates(notes.texts), documents=notes.texts, left_out=dict(left_out),
+                             norms=notes.norms, seconds=seconds)
+        write_ttt_report(run, outcome)
+    return outcome
 
 
 def learn_and_note(model: Transformer, texts: Sequence[Read], how: TttSettings, adapters: BatchedAdapters, notes: "Notes") -> None:
@@ -143,7 +143,7 @@ class Notes:
 # ---------------------------------------------------------------- before
 
 
-def opened(config: Ttt) -> Artifact:
+def open_readable(config: Ttt) -> Artifact:
     source = open_artifact(config.path)
     if source.patch is not None:
         raise UsageError(f"{source.path} is an adapter; export it --to merged, and read with that")
@@ -156,12 +156,12 @@ def opened(config: Ttt) -> Artifact:
     return source
 
 
-def built(source: Artifact, device: str) -> Transformer:
+def load_reader(source: Artifact, device: str) -> Transformer:
     require_device(device)
     return build_model(source, torch.bfloat16 if device.startswith("cuda") else torch.float32).to(device).eval()
 
 
-def planned(config: Ttt, model: Transformer) -> TttSettings:
+def ttt_plan(config: Ttt, model: Transformer) -> TttSettings:
     context = config.context or min(4 * config.chunk, model.config.max_length)
     return TttSettings(config.chunk, context, config.steps, config.lr, (config.betas[0], config.betas[1]), config.weight_decay,
                    warm=config.warm_start)
@@ -197,9 +197,9 @@ def first_token(source: Artifact) -> int:
     return first
 
 
-def rehearsed(model: Transformer, texts: Sequence[Read], how: TttSettings, patch: Patch) -> list[Verdict]:
+def preflight_ttt(model: Transformer, texts: Sequence[Read], how: TttSettings, patch: Patch) -> list[Verdict]:
     """Causality of this model, patch and plan, on the beginnings of two documents: cut within a chunk, and at a chunk's end."""
-    chunk = min(how.chunk, REHEARSED)
+    chunk = min(how.chunk, PREFLIGHT_TOKENS)
     short = replace(how, chunk=chunk, context=min(how.context, 3 * chunk))
     beginnings = sorted((text.tokens[: 1 + 3 * chunk] for text in texts[:8]), key=len, reverse=True)[:2]
     length = len(beginnings[0])
@@ -233,19 +233,19 @@ def estimates(texts: Sequence[Read]) -> dict[str, Estimate]:
             "bits per byte, saved": ttt_gain(with_, without, sizes)}
 
 
-def _written(run: Run, report: _Report) -> None:
-    found = {name: asdict(estimate) for name, estimate in report.estimates.items()}
+def write_ttt_report(run: Run, outcome: TttOutcome) -> None:
+    found = {name: asdict(estimate) for name, estimate in outcome.results.items()}
     rows = [{"name": text.name, "bytes": text.bytes, "tokens": len(text.tokens) - 1, "bits_without": text.without, "bits_with": text.with_,
-             "saved_bits_per_byte": text.saved} for text in report.documents]
-    document = {"estimates": found, "documents": rows, "left_out": report.left_out, "norms": report.norms, "seconds": report.seconds,
-                "environment": environment(), "verdicts": [verdict.to_json() for verdict in report.verdicts]}
+             "saved_bits_per_byte": text.saved} for text in outcome.documents]
+    document = {"estimates": found, "documents": rows, "left_out": outcome.left_out, "norms": outcome.norms, "seconds": outcome.seconds,
+                "environment": environment(), "verdicts": [verdict.to_json() for verdict in outcome.verdicts]}
     durable.replace_file(run.folder / "ttt.json", (json.dumps(plain(document), indent=1) + "\n").encode())
     try:
-        draw_ttt_savings([text.saved for text in report.documents], report.estimates["bits per byte, saved"], run.folder / "ttt.png")
+        draw_ttt_savings([text.saved for text in outcome.documents], outcome.results["bits per byte, saved"], run.folder / "ttt.png")
     except UsageError as error:  # the picture is an extra, its numbers are there
         run.say(str(error))
-    run.ledger.append(Event.TTT, score=found["bits per byte, with"], estimates=plain(found), norms=plain(report.norms),
-                      verdicts=plain([verdict.to_json() for verdict in report.verdicts]))
+    run.ledger.append(Event.TTT, score=found["bits per byte, with"], estimates=plain(found), norms=plain(outcome.norms),
+                      verdicts=plain([verdict.to_json() for verdict in outcome.verdicts]))
 
 # ---------------------------------------------------------------- small things
 

@@ -1,7 +1,6 @@
 """assay distill: train a student on a teacher's logits or text."""
 
 from assay.recipes.options import Distill as FLAGS
-from assay.verdict import Outcome, overall
 
 EXAMPLES = """  assay distill --teacher smollm2-135m --student-layers 15 --data text.jsonl --out runs/half --lr 3e-4
   assay distill --teacher smollm2-360m --student smollm2-135m --data chats.jsonl --out runs/stored --how stored --top-k 64
@@ -11,12 +10,9 @@ __all__ = ["EXAMPLES", "FLAGS", "run"]
 
 
 def run(flags: FLAGS) -> int:
-    from assay.guard.proof import without_optional
     from assay.recipes.distill import distill
 
-    verdicts, interrupted = distill(flags)
-    if interrupted is not None:
-        return 128 + interrupted
-    for verdict in verdicts:
-        print(f"  {verdict}")
-    return 0 if overall(without_optional(verdicts)) is Outcome.PROVEN else 3
+    outcome = distill(flags)
+    if outcome.verdicts:
+        print(outcome)
+    return outcome.exit_code

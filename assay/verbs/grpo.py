@@ -1,7 +1,6 @@
 """assay grpo: reinforcement learning from rewards on the policy's own completions, the whole model or an adapter."""
 
 from assay.recipes.grpo_options import Grpo as FLAGS
-from assay.verdict import Outcome, overall
 
 EXAMPLES = """  assay grpo --from runs/sft/checkpoints/step-000400 --optimizer-state fresh --data gsm8k.jsonl --reward answer:1 --out runs/a
   assay grpo --model smollm2-135m --data gsm8k.jsonl --reward answer:1 format:0.1 --group 8 --prompts 16 --lora-r 8 --out runs/b
@@ -12,12 +11,9 @@ __all__ = ["EXAMPLES", "FLAGS", "run"]
 
 
 def run(flags: FLAGS) -> int:
-    from assay.guard.proof import without_optional
     from assay.recipes.grpo import grpo
 
-    verdicts, interrupted = grpo(flags)
-    if interrupted is not None:
-        return 128 + interrupted
-    for verdict in verdicts:
-        print(f"  {verdict}")
-    return 0 if overall(without_optional(verdicts)) is Outcome.PROVEN else 3
+    outcome = grpo(flags)
+    if outcome.verdicts:
+        print(outcome)
+    return outcome.exit_code

@@ -1,7 +1,6 @@
 """assay sft: fine-tune a model on conversations, the whole of it or an adapter."""
 
 from assay.recipes.options import Sft as FLAGS
-from assay.verdict import Outcome, overall
 
 EXAMPLES = """  assay sft --model smollm2-135m --data gsm8k.jsonl --out runs/sft
   assay sft --model smollm2-135m --data chats.jsonl --out runs/lora --lora-r 16 --epochs 2
@@ -11,12 +10,9 @@ __all__ = ["EXAMPLES", "FLAGS", "run"]
 
 
 def run(flags: FLAGS) -> int:
-    from assay.guard.proof import without_optional
     from assay.recipes.sft import sft
 
-    verdicts, interrupted = sft(flags)
-    if interrupted is not None:
-        return 128 + interrupted
-    for verdict in verdicts:
-        print(f"  {verdict}")
-    return 0 if overall(without_optional(verdicts)) is Outcome.PROVEN else 3
+    outcome = sft(flags)
+    if outcome.verdicts:
+        print(outcome)
+    return outcome.exit_code

@@ -5,13 +5,12 @@ from dataclasses import asdict
 
 from assay.recipes.ttt_options import Ttt as FLAGS
 from assay.verbs.terminal import line_printer
-from assay.verdict import Outcome, overall
 
 EXAMPLES = """  assay ttt smollm2-135m --text wiki.txt --documents 20 --out runs/ttt
   assay ttt runs/a/model --text docs.jsonl --targets q v head --rank 4 --lr 3e-3 --out runs/ttt-b
   assay ttt runs/a/model --text wiki.txt --warm-start --weight-decay 1 --out runs/ttt-c
   assay seeds ttt runs/a/model --text wiki.txt --warm-start --seeds 42 314 1337 --over weight-decay=0.5,1,2 --out runs/ttt-d"""
-SHOWN = 5  # documents at each end of the table
+_SHOWN = 5  # documents at each end of the table
 
 __all__ = ["EXAMPLES", "FLAGS", "run"]
 
@@ -19,21 +18,20 @@ __all__ = ["EXAMPLES", "FLAGS", "run"]
 def run(flags: FLAGS) -> int:
     from assay.recipes.ttt import ttt
 
-    report = ttt(flags, line_printer(json=flags.json))
-    outcome = overall(report.verdicts)
+    outcome = ttt(flags, line_printer(json=flags.json))
     if flags.json:
         documents = [{"name": text.name, "bytes": text.bytes, "bits_without": text.without, "bits_with": text.with_}
-                     for text in report.documents]
-        print(json.dumps({"outcome": str(outcome), "estimates": {name: asdict(found) for name, found in report.estimates.items()},
-                          "documents": documents, "left_out": report.left_out, "norms": report.norms, "seconds": report.seconds,
-                          "verdicts": [verdict.to_json() for verdict in report.verdicts]}, indent=1))
-        return 0 if outcome is Outcome.PROVEN else 3
-    best_first = sorted(report.documents, key=lambda text: -text.saved)
-    shown = best_first if len(best_first) <= 2 * SHOWN else [*best_first[:SHOWN], *best_first[-SHOWN:]]
+                     for text in outcome.documents]
+        print(json.dumps({"outcome": str(outcome.standing), "estimates": {name: asdict(found) for name, found in outcome.results.items()},
+                          "documents": documents, "left_out": outcome.left_out, "norms": outcome.norms, "seconds": outcome.seconds,
+                          "verdicts": [verdict.to_json() for verdict in outcome.verdicts]}, indent=1))
+        return outcome.exit_code
+    best_first = sorted(outcome.documents, key=lambda text: -text.saved)
+    shown = best_first if len(best_first) <= 2 * _SHOWN else [*best_first[:_SHOWN], *best_first[-_SHOWN:]]
     for text in shown:
         print(f"  {text.name:44} {text.without / text.bytes:.4f} → {text.with_ / text.bytes:.4f}  saved {text.saved:+.4f}")
-    for name, estimate in report.estimates.items():
+    for name, estimate in outcome.results.items():
         print(f"  {name:44} {estimate}")
-    print("  seconds: " + ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in report.seconds.items()))
-    print("\n".join(f"  {verdict}" for verdict in report.verdicts))
-    return 0 if outcome is Outcome.PROVEN else 3
+    print("  seconds: " + ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in outcome.seconds.items()))
+    print("\n".join(f"  {verdict}" for verdict in outcome.verdicts))
+    return outcome.exit_code

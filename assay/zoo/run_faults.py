@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,21 +22,23 @@ from assay.learn.ema import EMA_PREFIX, Ema
 from assay.model import lora
 from assay.model.lora import LoraLinear, LoraSite, fresh, plan
 from assay.model.transformer import ModelConfig
-from assay.recipes import forms, handover, pretrain, run, sft, training
-from assay.recipes.forms import Adapter
+from assay.recipes import hand_over, pretrain, run, sft, starting_model, trainer
+from assay.recipes.evaluator import HeldOutEvaluator
+from assay.recipes.hand_over import HandedOver
 from assay.recipes.options import Pretrain, Sft
-from assay.recipes.pretrain import Pretraining
-from assay.recipes.sft import FineTuning
+from assay.recipes.starting_model import AdapterModel
+from assay.recipes.trainer import Trainer
 from assay.store.checkpoint import Contents
 from assay.store.ledger import Ledger
 from assay.testing import tiny_training
-from assay.testing.fault_injection import Plant, fault
-from assay.testing.tiny_models import copy_folder, in_place_of, save_model, swap, tiny_model
-from assay.testing.tiny_training import make_corpus, tiny_corpus, tiny_documents
+from assay.testing.fault_injection import Plant, fault, in_place_of, swap
+from assay.testing.tiny_models import copy_folder, save_model, tiny_model
+from assay.testing.tiny_training import NoProver, make_corpus, tiny_corpus, tiny_documents
 from assay.verdict import Outcome, Verdict
 
 RESUMED_ROWS, RESUMED_LENGTH, RESUMED_STEPS = 32, 16, 16  # into the second epoch
-_FIRST, _SECOND = 11, 14  # where the sittings end, both in the second epoch
+_FIRST, _SECOND = 11, 14  # where the first and the resumed run end, both in the second epoch
+SFT_STEPS = 5
 
 # ---------------------------------------------------------------- jobs
 
@@ -44,16 +47,17 @@ def a_resumed_run(folder: Path, plant: Plant) -> list[Verdict]:
     """A run was interrupted; the fault strikes while it goes on."""
     copy_folder(interrupted_run(), folder / "run")
     with plant(folder):
-        work = run_until(folder / "run", until=_SECOND)
-    return [*ledger_verdicts(folder / "run"), *work.watch.verdicts]
+        parts = run_until(folder / "run", until=_SECOND)
+    return [*ledger_verdicts(folder / "run"), *parts.trainer.watch.verdicts]
 
 
 def a_scored_run(folder: Path, plant: Plant) -> list[Verdict]:
-    """A run with a moving average is looked at and saved; then its best checkpoint is read from the disk and scored again."""
+    """A run with a moving average is evaluated and saved; then its best checkpoint is read from the disk and scored again."""
     with plant(folder):
-        work = run_until(folder / "run", until=4, ema=0.9)
-    best = work.looks.best_checkpoint(work.run.checkpoints)
-    return [handover.check_look(work.looks, best)]
+        evaluator = run_until(folder / "run", until=4, ema=0.9).evaluator
+    best = evaluator.best_checkpoint()
+    assert best is not None
+    return [hand_over.check_evaluated(evaluator, best)]
 
 
 @functools.cache
@@ -64,36 +68,48 @@ def interrupted_run() -> Path:
     return where
 
 
-def run_until(where: Path, *, until: int, **options: Any) -> Pretraining:
+def run_until(where: Path, *, until: int, **options: Any) -> "RecipeParts":
     """The recipe itself, left after step `until`. It hands nothing over and its saves are not proven: no fault here strikes those."""
     config = Pretrain(corpus=str(tiny_corpus().folder), out=str(where), depth=1, tokens=RESUMED_STEPS * RESUMED_ROWS * RESUMED_LENGTH,
-                      epochs=2, length=RESUMED_LENGTH,
-                      batch_tokens=RESUMED_ROWS * RESUMED_LENGTH, warmup=2, every=100, look_documents=4, device="cpu", **options)
-    works: list[Pretraining] = []
-
-    def remembered(given: Pretrain, say: Callable[[str], None]) -> Pretraining:
-        works.append(Pretraining(given, say))
-        return works[0]
-
-    with (swap(run, "Prover", NoProver), swap(pretrain, "hand_over", lambda *_, **__: (None, [])),
-          swap(pretrain, "Pretraining", remembered),
-          swap(Pretraining, "over", lambda work: work.done >= until), contextlib.suppress(GuardStop)):
+                      epochs=2, length=RESUMED_LENGTH, batch_tokens=RESUMED_ROWS * RESUMED_LENGTH, warmup=2, every=100, look_documents=4,
+                      device="cpu", **options)
+    with (swap(Trainer, "over", lambda trainer: trainer.done >= until), remembering(pretrain) as parts,
+          contextlib.suppress(GuardStop)):
         pretrain.pretrain(config, say=lambda _: None)
-    return works[0]
+    return parts
 
 
-class NoProver:
-    """In the place of `Prover`: saves stay without a hallmark."""
+class RecipeParts:
+    """The parts of a recipe, once it has made them."""
 
-    busy = False
+    trainer: Trainer
+    evaluator: HeldOutEvaluator
 
-    def start(self, folder: Path, **_: Any) -> None:
-        pass
 
-    def finished(self) -> list[tuple[Path, list[Verdict]]]:
-        return []
+@contextlib.contextmanager
+def remembering(recipe: Any) -> Iterator[RecipeParts]:
+    """Of a recipe's module: what it trains and evaluates with is remembered, its saves stay unproven, and it hands nothing over."""
+    parts = RecipeParts()
 
-    close = finished
+    def trainer_of(*given: Any, **named: Any) -> Trainer:
+        parts.trainer = Trainer(*given, **named)
+        return parts.trainer
+
+    def evaluator_of(*given: Any, **named: Any) -> HeldOutEvaluator:
+        parts.evaluator = HeldOutEvaluator(*given, **named)
+        return parts.evaluator
+
+    with (swap(run, "Prover", NoProver), swap(recipe, "Trainer", trainer_of), swap(recipe, "HeldOutEvaluator", evaluator_of),
+          swap(recipe, "hand_over", hand_nothing_over), swap(recipe, "write_down", lambda *_, **__: None)):
+        yield parts
+
+
+def hand_nothing_over(run: Any, evaluator: HeldOutEvaluator, _: Any) -> HandedOver:
+    """In the place of `hand_over`."""
+    best = evaluator.best_checkpoint()
+    assert best is not None
+    recorded: Any = SimpleNamespace(estimate=None)
+    return HandedOver(best, [], recorded, [])
 
 
 def ledger_verdicts(folder: Path) -> list[Verdict]:
@@ -126,22 +142,22 @@ def buffer_lost(_: Path) -> AbstractContextManager[None]:
 
 fault("another batch written down than was read", rows=("C15",), stage="resume", check="data ledger", job=a_resumed_run)(
     # The loader is a batch ahead of the loop, and its log names what it has fetched.
-    lambda _: swap(training, "ids_digest", lambda ids: ids_digest(tuple((window + 1,) for (window,) in ids))))
+    lambda _: swap(trainer, "ids_digest", lambda ids: ids_digest(tuple((window + 1,) for (window,) in ids))))
 
 
 def resuming_with(batch: Callable[[Order, int], Batch]) -> AbstractContextManager[None]:
-    return swap(Pretraining, "planned_batches", lambda work: (batch(work.order, step) for step in range(work.start, RESUMED_STEPS)))
+    return swap(pretrain, "iterate_batches", lambda order, start, _: (batch(order, step) for step in range(start, RESUMED_STEPS)))
 
 # ---------------------------------------------------------------- what is loaded
 
 
 fault("cold moments", rows=("C18",), stage="resume", check="resumed", job=a_resumed_run)(
     # There is no optimizer yet when its state is loaded.
-    lambda _: swap(training, "load_state_tensors", lambda *_: None))
+    lambda _: swap(trainer, "load_state_tensors", lambda *_: None))
 
 
 @fault("going on from the average", rows=("C19",), stage="resume", check="resumed", job=a_resumed_run)
-@in_place_of(forms, "open_artifact")
+@in_place_of(starting_model, "open_artifact")
 def going_on_from_the_average(usual: Any, path: Path) -> Any:
     """What is loaded as the model is another set of weights than training left."""
     saved = usual(path)
@@ -164,8 +180,7 @@ fault("average scored, raw weights saved for it", rows=("C19",), stage="save", c
 fault("raw weights scored for the average", rows=("C19",), stage="eval", check="score", job=a_scored_run)(
     lambda _: swap(Ema, "swapped", lambda average: contextlib.nullcontext()))
 
-
-SFT_STEPS = 5
+# ---------------------------------------------------------------- fine-tuning
 
 
 @functools.cache
@@ -178,21 +193,13 @@ def sums_folder() -> Path:
     return where
 
 
-def run_sft(folder: Path, **options: Any) -> FineTuning | None:
+def run_sft(folder: Path, **options: Any) -> RecipeParts:
     """The recipe itself; its saves are not proven and it hands nothing over: no fault here strikes those."""
     config = Sft(data=(str(sums_folder() / "sums.jsonl"),), out=str(folder / "run"), model=str(sums_folder() / "base"), length=32,
-                 batch_tokens=256,
-                 epochs=2, steps=SFT_STEPS, lr=3e-3, checkpoint_every=3, held_out=0.1, device="cpu", **options)
-    works: list[FineTuning] = []
-
-    def remembered(given: Sft, say: Any) -> FineTuning:
-        works.append(FineTuning(given, say))
-        return works[0]
-
-    with (swap(run, "Prover", NoProver), swap(sft, "hand_over", lambda *_, **__: (None, [])),
-          swap(sft, "FineTuning", remembered), contextlib.suppress(GuardStop)):
+                 batch_tokens=256, epochs=2, steps=SFT_STEPS, lr=3e-3, checkpoint_every=3, held_out=0.1, device="cpu", **options)
+    with remembering(sft) as parts, contextlib.suppress(GuardStop):
         sft.sft(config, say=lambda _: None)
-    return works[0] if works else None
+    return parts
 
 
 def an_adapter_in_training(folder: Path, plant: Plant) -> list[Verdict]:
@@ -204,9 +211,10 @@ def an_adapter_in_training(folder: Path, plant: Plant) -> list[Verdict]:
 def a_saved_adapter_run(folder: Path, plant: Plant) -> list[Verdict]:
     """What the best checkpoint scores when it is read back from the disk, beside what the run saw."""
     with plant(folder):
-        work = run_sft(folder, lora_r=4)
-    assert work is not None, "these faults strike the saves, not the beginning"
-    return [*ledger_verdicts(folder / "run"), handover.check_look(work.looks, work.looks.best_checkpoint(work.run.checkpoints))]
+        evaluator = run_sft(folder, lora_r=4).evaluator
+    best = evaluator.best_checkpoint()
+    assert best is not None, "these faults strike the saves, not the beginning"
+    return [*ledger_verdicts(folder / "run"), hand_over.check_evaluated(evaluator, best)]
 
 
 def a_planned_adapter(folder: Path, plant: Plant) -> list[Verdict]:
@@ -239,16 +247,16 @@ def a_save_that_does_nothing(folder: Path) -> AbstractContextManager[None]:
     """`save` returns, a folder is there, and it holds the adapter of the first save."""
     kept: list[Contents] = []
 
-    def first_again(usual: Any, form: Adapter, *given: Any) -> Contents:
-        now = usual(form, *given)
+    def first_again(usual: Any, weights: AdapterModel, *given: Any) -> Contents:
+        now = usual(weights, *given)
         kept.append(replace(now, weights={name: tensor.clone() for name, tensor in now.weights.items()}))
         return replace(now, weights=kept[min(1, len(kept) - 1)].weights)
 
-    return in_place_of(forms.Adapter, "contents")(first_again)(folder)
+    return in_place_of(AdapterModel, "contents")(first_again)(folder)
 
 
 @fault("alpha taken for the scale", rows=("C09",), stage="save", check="score", job=a_saved_adapter_run)
-@in_place_of(forms, "adapter_contents")
+@in_place_of(starting_model, "adapter_contents")
 def alpha_taken_for_the_scale(usual: Any, *given: Any, **options: Any) -> Contents:
     """Alpha means two things: the file says the scale, and whoever reads it divides by the rank again."""
     found = usual(*given, **options)

@@ -14,7 +14,7 @@ from assay.guard.behaviour_checks import check_health, health_prompts
 from assay.guard.proof import ProofRequest, examine_artifact, without_optional
 from assay.guard.proof_subject import ProofSampling, ProofSubject
 from assay.health.generation_probe import ModelGenerator
-from assay.recipes import handover, run, sft
+from assay.recipes import hand_over, run, sft
 from assay.recipes.options import Sft
 from assay.store import checkpoint
 from assay.store.artifact import open_artifact
@@ -141,7 +141,7 @@ def test_a_beginning_is_cut_to_a_short_context(tmp_path):
                              behaviour_checks.HEALTH_SAMPLING)
     prompts = health_prompts(speaker)
     assert len(prompts) == 8
-    assert all(0 < speaker.opened.length_of(prompt.text, raw=True) <= 48 - behaviour_checks.HEALTH_SAMPLING.max_new for prompt in prompts)
+    assert all(0 < speaker.loaded.length_of(prompt.text, raw=True) <= 48 - behaviour_checks.HEALTH_SAMPLING.max_new for prompt in prompts)
     assert prompts[1].text == "ran outside and"
 
 
@@ -195,7 +195,7 @@ def in_this_process(monkeypatch) -> list[ProofRequest]:
 
     without_others(monkeypatch)
     monkeypatch.setattr(run, "Prover", WhenAsked)
-    for module in (proof, handover):
+    for module in (proof, hand_over):
         monkeypatch.setattr(module, "prove", proved)
     return asked
 

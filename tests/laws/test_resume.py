@@ -11,10 +11,11 @@ from assay.cli import run as assay
 from assay.errors import GuardStop
 from assay.recipes import pretrain, run
 from assay.recipes.options import Pretrain
+from assay.recipes.trainer import Trainer
 from assay.store import durable
 from assay.store.checkpoint import open_checkpoint, quarantine_checkpoint
+from assay.testing.tiny_training import NoProver
 from assay.verdict import refuted
-from assay.zoo.run_faults import NoProver
 from tests.recipes.sittings import EVERY, STEPS, events, in_a_fork, left_by, options, saved_steps, sit
 
 VARIANTS = {"muon": {}, "adamw, soft cap, average": {"optimizer": "adamw", "shape": "assay", "ema": 0.9, "schedule": "cosine"},
@@ -43,7 +44,7 @@ def terminate(_: object) -> None:
 @pytest.mark.parametrize("step", [1, EVERY + 1, 20, STEPS])
 def test_terminated_after_a_step_and_resumed(step: int, tmp_path: Path, uninterrupted: dict):
     config = options(tmp_path / "run")
-    assert sit(config, after={step: terminate}) == ([], signal.SIGTERM)
+    assert sit(config, after={step: terminate}).interrupted == signal.SIGTERM
     assert saved_steps(config)[-1] == step
     sit(config)
     assert left_by(config) == uninterrupted["muon"]
@@ -52,7 +53,7 @@ def test_terminated_after_a_step_and_resumed(step: int, tmp_path: Path, uninterr
 def test_terminated_three_times_with_another_optimizer_and_an_average(tmp_path: Path, uninterrupted: dict):
     config = options(tmp_path / "run", **VARIANTS["adamw, soft cap, average"])
     for step in (4, 5, 17):
-        assert sit(config, after={step: terminate}) == ([], signal.SIGTERM)
+        assert sit(config, after={step: terminate}).interrupted == signal.SIGTERM
     sit(config)
     assert left_by(config) == uninterrupted["adamw, soft cap, average"]
 
@@ -60,7 +61,7 @@ def test_terminated_three_times_with_another_optimizer_and_an_average(tmp_path: 
 def test_terminated_twice_with_mixed_values_and_gated_heads(tmp_path: Path, uninterrupted: dict):
     config = options(tmp_path / "run", **VARIANTS["mixed values, gated heads"])
     for step in (2, EVERY + 3):
-        assert sit(config, after={step: terminate}) == ([], signal.SIGTERM)
+        assert sit(config, after={step: terminate}).interrupted == signal.SIGTERM
     sit(config)
     assert left_by(config) == uninterrupted["mixed values, gated heads"]
     assert {"model.layers.1.self_attn.value_mix.weight", "model.layers.0.self_attn.head_gate.weight"} <= \
@@ -113,7 +114,7 @@ def sit_with_a_deadly_save(config: Pretrain, moment: str, step: int) -> int:
 def test_a_line_torn_off_by_a_kill_is_dropped(tmp_path: Path, uninterrupted: dict):
     config = options(tmp_path / "run")
     in_a_fork(lambda: sit(config, after={EVERY + 2: kill}) and 0)
-    for name in ("metrics.jsonl", "looks.jsonl"):
+    for name in ("metrics.jsonl", "eval.jsonl"):
         with (Path(config.out) / name).open("a") as file:
             file.write('{"step": 9, "lo')
     sit(config)
@@ -165,14 +166,14 @@ def test_sigterm_saves_first_and_exits_143_then_the_run_goes_on(tmp_path: Path, 
              for word in (f"--{name.replace('_', '-')}", str(value))]
 
     def sitting() -> int:
-        patched = pretrain.Pretraining.after
+        over, struck = Trainer.over, []
 
-        def after(work, step) -> None:
-            patched(work, step)
-            if work.done == 9:
-                os.kill(os.getpid(), signal.SIGTERM)
+        def strike(trainer: Trainer) -> bool:
+            if trainer.done == 9 and not struck:
+                struck.append(os.kill(os.getpid(), signal.SIGTERM))
+            return over(trainer)
 
-        pretrain.Pretraining.after, run.Prover = after, NoProver  # type: ignore[method-assign, misc]
+        Trainer.over, run.Prover = strike, NoProver  # type: ignore[method-assign, misc]
         return assay(["pretrain", *flags])
 
     assert in_a_fork(sitting) == 128 + signal.SIGTERM

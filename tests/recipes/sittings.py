@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
+from assay.outcome import Outcome
 from assay.recipes import pretrain, run
 from assay.recipes.options import Pretrain
-from assay.recipes.pretrain import Pretraining
+from assay.recipes.trainer import Trainer
 from assay.store.checkpoint import open_checkpoint, step_folder
 from assay.store.ledger import Ledger
-from assay.testing.tiny_training import tiny_corpus
-from assay.verdict import Verdict
-from assay.zoo.run_faults import NoProver
+from assay.testing.tiny_training import NoProver, tiny_corpus
+from assay.zoo.run_faults import hand_nothing_over
 
 ROWS, LENGTH, EVERY = 16, 16, 6
 STEPS = 26  # the corpus gives 20 such steps an epoch
-Strike = Callable[[Pretraining], object]
+Strike = Callable[[Trainer], object]
 
 
 def options(out: Path, **changed: Any) -> Pretrain:
@@ -31,19 +31,20 @@ def options(out: Path, **changed: Any) -> Pretrain:
 
 
 def sit(config: Pretrain, *, after: dict[int, Strike] | None = None, say: Callable[[str], None] = lambda _: None,
-        handing_over: bool = False) -> tuple[list[Verdict], int | None]:
+        handing_over: bool = False) -> Outcome:
     """`after[n]` is done once n steps are. Saves stay unproven, which takes a fresh process and is another test's matter."""
-    whole, strikes = Pretraining.after, dict(after or {})
+    over, strikes = Trainer.over, dict(after or {})
 
-    def struck(work: Pretraining, step: Any) -> None:
-        whole(work, step)
-        strikes.pop(work.done, lambda _: None)(work)
+    def struck(trainer: Trainer) -> bool:
+        strikes.pop(trainer.done, lambda _: None)(trainer)
+        return over(trainer)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "Prover", NoProver)
-        patch.setattr(Pretraining, "after", struck)
+        patch.setattr(Trainer, "over", struck)
         if not handing_over:
-            patch.setattr(pretrain, "hand_over", lambda *_, **__: (None, []))
+            patch.setattr(pretrain, "hand_over", hand_nothing_over)
+            patch.setattr(pretrain, "write_down", lambda *_, **__: None)
         return pretrain.pretrain(config, say)
 
 
@@ -53,7 +54,7 @@ def left_by(config: Pretrain, steps: int = STEPS) -> dict[str, Any]:
     last = open_checkpoint(step_folder(out / "checkpoints", steps))
     trainer = {key: value for key, value in (last.trainer() or {}).items() if key != "seconds"}
     metrics = [{key: value for key, value in row.items() if key != "seconds"} for row in rows(out / "metrics.jsonl")]
-    return {"tensors": last.manifest["tensors"], "trainer": trainer, "metrics": metrics, "looks": rows(out / "looks.jsonl")}
+    return {"tensors": last.manifest["tensors"], "trainer": trainer, "metrics": metrics, "eval": rows(out / "eval.jsonl")}
 
 
 def rows(file: Path) -> list[dict[str, Any]]:

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from assay.recipes import grpo, handover, run, sft
+from assay.recipes import grpo, hand_over, run, sft
 from assay.recipes.grpo_options import Grpo
 from assay.recipes.options import Sft
 from assay.store.checkpoint import open_checkpoint, step_folder, write_hallmark
 from assay.store.ledger import Ledger
 from assay.testing.tiny_models import save_model, tiny_model
+from assay.testing.tiny_training import NoProver
 from assay.verdict import Verdict, proven
-from assay.zoo.run_faults import NoProver
 from tests.recipes.sittings import rows
 
 TAUGHT = 200  # steps: most sums are known by then
@@ -29,7 +29,7 @@ class Believer(NoProver):
 def unproven(patch: pytest.MonkeyPatch, prover: type = NoProver) -> None:
     """What a fresh process says is the matter of tests/guard/test_proof.py and of the toy."""
     patch.setattr(run, "Prover", prover)
-    patch.setattr(handover, "prove", lambda request: [proven("whole", "not looked at")])
+    patch.setattr(hand_over, "prove", lambda request: [proven("whole", "not looked at")])
 
 
 def taught(home: Path, base: Path | None = None, *, lora_r: int = 0, steps: int = TAUGHT) -> Path:
@@ -63,9 +63,9 @@ def options(parent: Path, out: Path, **changed: Any) -> Grpo:
 
 
 def reinforced(config: Grpo, say: Any = lambda _: None) -> list[Verdict]:
-    verdicts, interrupted = grpo.grpo(config, say)
-    assert interrupted is None
-    return verdicts
+    found = grpo.grpo(config, say)
+    assert found.interrupted is None
+    return found.verdicts
 
 
 def events(config: Grpo, kind: str) -> list[dict[str, Any]]:
@@ -84,4 +84,4 @@ def left_by(config: Grpo, step: int) -> dict[str, Any]:
     """Everything that must be equal where two runs are the same."""
     out = Path(config.out)
     return {"tensors": open_checkpoint(step_folder(out / "checkpoints", step)).manifest["tensors"], "metrics": metrics(config),
-            "looks": rows(out / "looks.jsonl"), "samples": rows(out / "samples.jsonl")}
+            "eval": rows(out / "eval.jsonl"), "samples": rows(out / "samples.jsonl")}

@@ -20,13 +20,16 @@ from assay.errors import DataError, GuardStop, UsageError
 from assay.evaluation.teacher_agreement import Agreement
 from assay.guard.proof import Prover
 from assay.learn.loop import train
+from assay.learn.lr_schedule import Clock
 from assay.learn.objectives import next_token
 from assay.learn.optim import adamw
 from assay.model.resize_embeddings import with_new_tokens
-from assay.recipes import beginning, distill, handover, pace, run, sft, shrunk, teachers, tuning, written
-from assay.recipes.distill import Distillation
+from assay.model.transformer import Transformer
+from assay.recipes import distill, hand_over, run, sft, starting_model, teacher_text, teachers
+from assay.recipes.conversations import Conversations, held_out_batches, load_conversations, refuse_nonsense
 from assay.recipes.options import Distill, Sft
-from assay.recipes.tuning import held_out_batches
+from assay.recipes.starting_model import StartingModel
+from assay.recipes.trainer import Trainer
 from assay.seeds import generator
 from assay.statistics.estimate import paired
 from assay.store import checkpoint
@@ -35,8 +38,8 @@ from assay.store.checkpoint import open_checkpoint, step_folder
 from assay.store.ledger import Ledger
 from assay.store.saving import Lineage, model_contents
 from assay.testing.tiny_models import nudge, save_model, tiny_model, tokenizer_and_stops
+from assay.testing.tiny_training import NoProver
 from assay.verdict import Outcome, Verdict, proven
-from assay.zoo.run_faults import NoProver
 from tests.recipes.sittings import rows
 
 LETTERS, LENGTH, K, STEPS = "abcdef", 64, 32, 5
@@ -95,15 +98,15 @@ def options(home: Path, out: Path, **changed: Any) -> Distill:
 def unproven(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a fresh process says is the matter of tests/guard/test_proof.py and of the toy."""
     monkeypatch.setattr(run, "Prover", NoProver)
-    monkeypatch.setattr(handover, "prove", lambda request: [proven("whole", "not looked at")])
-    monkeypatch.setattr(beginning, "prove_checkpoint", lambda folder, **_: [proven("whole", "not looked at")])
+    monkeypatch.setattr(hand_over, "prove", lambda request: [proven("whole", "not looked at")])
+    monkeypatch.setattr(starting_model, "prove_checkpoint", lambda folder, **_: [proven("whole", "not looked at")])
 
 
 def distilled(config: Distill, say: Any = lambda _: None) -> list[Verdict]:
-    verdicts, interrupted = distill.distill(config, say)
-    assert interrupted is None
-    assert all(verdict.outcome is Outcome.PROVEN for verdict in verdicts), "\n".join(map(str, verdicts))
-    return verdicts
+    found = distill.distill(config, say)
+    assert found.interrupted is None
+    assert all(verdict.outcome is Outcome.PROVEN for verdict in found.verdicts), str(found)
+    return found.verdicts
 
 
 def events(config: Distill, kind: str) -> list[dict[str, Any]]:
@@ -120,6 +123,7 @@ def losses(config: Distill) -> list[float]:
 # ---------------------------------------------------------------- online
 
 
+@pytest.mark.arithmetic
 def test_the_student_comes_nearer_to_its_teacher_than_by_the_text_alone(home: Path, tmp_path: Path):
     config = options(home, tmp_path / "taught", steps=40, checkpoint_every=20)
     said: list[str] = []
@@ -151,8 +155,14 @@ def test_the_student_comes_nearer_to_its_teacher_than_by_the_text_alone(home: Pa
 
 def held_out(home: Path, config: Distill, model: Path) -> Agreement:
     """On what the run held out, by another way than the run's."""
-    work = Distillation(dataclasses.replace(config, out=str(model.parent.parent / f"again-{model.parent.name}")), lambda _: None)
-    return work.agreement(build_model(open_artifact(model)), work.conversations.held_out, 4)
+    start, data = loaded(config)
+    teacher = distill.load_teacher(config, start, data, "cpu", lambda _: None)
+    return teacher.agreement(build_model(open_artifact(model)), data.held_out_batches(4))
+
+
+def loaded(config: Distill) -> tuple[StartingModel, Conversations]:
+    start = starting_model.load_start(config, "cpu", lambda _: None)
+    return start, load_conversations(config, start)
 
 
 def test_the_share_by_which_kl_fell_is_of_all_tokens():
@@ -166,19 +176,18 @@ def test_the_share_by_which_kl_fell_is_of_all_tokens():
 
 
 def test_the_last_batchs_loss_is_no_result(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    config, whole = options(home, tmp_path / "run", steps=2), handover.hand_over
+    config = options(home, tmp_path / "run", steps=2)
 
-    def careless(work: run.Run, *rest: Any) -> Any:
-        found = whole(work, *rest)
+    def careless(work: run.Run, *_: Any, **__: Any) -> None:
         work.ledger.append("hand over", score={"mean": losses(config)[-1]})
-        return found
 
-    monkeypatch.setattr(distill, "hand_over", careless)
-    verdicts, _ = distill.distill(config, lambda _: None)
+    monkeypatch.setattr(distill, "write_down", careless)
+    verdicts = distill.distill(config, lambda _: None).verdicts
     assert (verdicts[-1].check, verdicts[-1].outcome) == ("result", Outcome.REFUTED)
     assert "such as the last batch's" in verdicts[-1].reason
 
 
+@pytest.mark.arithmetic
 def test_an_adapter_is_taught_as_a_whole_model_is(home: Path, tmp_path: Path):
     config = options(home, tmp_path / "run", lora_r=4, divergence="jsd", temperature=2.0, ce_weight=0.5)
     distilled(config)
@@ -193,8 +202,7 @@ def test_both_terms_of_every_step_are_on_record(home: Path, tmp_path: Path):
     taken = [row for row in metrics(config) if "loss" in row]
     assert len(taken) == 18
     assert all(row["loss"] == pytest.approx(0.7 * row["kd"] + 0.3 * row["ce"], rel=1e-5) for row in taken)
-    work = Distillation(dataclasses.replace(config, out=str(tmp_path / "again")), lambda _: None)
-    batch = work.order.batch(0)
+    batch = loaded(config)[1].order.batch(0)
     with torch.no_grad():
         text = next_token(build_model(open_artifact(home / "student")), batch)
     assert taken[0]["ce"] == pytest.approx(float(text.total / batch.weight.sum()), rel=1e-5)  # of the first step, before it is taken
@@ -202,7 +210,7 @@ def test_both_terms_of_every_step_are_on_record(home: Path, tmp_path: Path):
 
 
 def test_a_student_of_some_of_the_teachers_layers(home: Path, tmp_path: Path):
-    assert shrunk.kept_layers(30, 15) == [0, 2, 4, 6, 8, 10, 12, 14, 17, 19, 21, 23, 25, 27, 29]
+    assert teachers.kept_layers(30, 15) == [0, 2, 4, 6, 8, 10, 12, 14, 17, 19, 21, 23, 25, 27, 29]
     config = options(home, tmp_path / "run", student_layers=2, steps=1)
     distilled(config)
     teacher, student = open_artifact(home / "teacher"), open_artifact(tmp_path / "run" / "student")
@@ -218,15 +226,15 @@ def test_a_student_of_some_of_the_teachers_layers(home: Path, tmp_path: Path):
 def test_interrupted_and_resumed_is_the_uninterrupted_run_bit_for_bit(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     whole, parted = (options(home, tmp_path / name, ce_weight=0.5) for name in ("whole", "parted"))
     distilled(whole)
-    over = Distillation.over
+    over = Trainer.over
 
-    def struck(work: Distillation) -> bool:
-        work.run.interrupted = 15 if work.done == 2 else None
-        return over(work)
+    def struck(trainer: Trainer) -> bool:
+        trainer.run.interrupted = 15 if trainer.done == 2 else None
+        return over(trainer)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Distillation, "over", struck)
-        assert distill.distill(parted, lambda _: None) == ([], 15)
+        patch.setattr(Trainer, "over", struck)
+        assert distill.distill(parted, lambda _: None).interrupted == 15
     distilled(parted)
     ends = [open_checkpoint(step_folder(Path(config.out) / "checkpoints", STEPS)) for config in (whole, parted)]
     assert ends[0].manifest["tensors"] == ends[1].manifest["tensors"]
@@ -236,26 +244,27 @@ def test_interrupted_and_resumed_is_the_uninterrupted_run_bit_for_bit(home: Path
 def test_a_run_does_not_go_on_with_another_teacher(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     config = options(home, tmp_path / "run")
     with monkeypatch.context() as patch:
-        patch.setattr(Distillation, "over", lambda work: work.done >= 3)
+        patch.setattr(Trainer, "over", lambda trainer: trainer.done >= 3)
         distilled(config)
     elsewhere = open_artifact(save_model(tmp_path / "moved",
                                          nudge(build_model(open_artifact(home / "teacher")).requires_grad_(True))).folder)
-    monkeypatch.setattr(distill, "opened", lambda _: elsewhere)
+    monkeypatch.setattr(distill, "open_teacher_model", lambda _: elsewhere)
     with pytest.raises(GuardStop, match=r"the teacher is .* now, the run began with"):
         distill.distill(config, lambda _: None)
 
 
 def test_a_teacher_that_moves_is_caught(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    after = Distillation.after
+    placed, over = list[Transformer](), Trainer.over
+    place = teachers.place_teacher
 
-    def struck(work: Distillation, step: Any) -> None:
-        after(work, step)
-        if work.done == 3:
-            assert work.teacher.model is not None
+    def struck(trainer: Trainer) -> bool:
+        if trainer.done == 3:
             with torch.no_grad():
-                work.teacher.model.embed.weight[0, 0] += 1e-3
+                placed[0].embed.weight[0, 0] += 1e-3
+        return over(trainer)
 
-    monkeypatch.setattr(Distillation, "after", struck)
+    monkeypatch.setattr(teachers, "place_teacher", lambda *given: (placed.append(place(*given)), placed[0])[1])
+    monkeypatch.setattr(Trainer, "over", struck)
     with pytest.raises(GuardStop, match=r"1 of .* tensors of the teacher changed, embed.weight"):
         distill.distill(options(home, tmp_path / "run"), lambda _: None)
     assert not (tmp_path / "run" / "model").exists()
@@ -307,14 +316,14 @@ def test_checkpoints_come_every_so_many_steps_the_first_after_step_1_and_each_go
 
 
 def test_checkpoints_come_after_so_many_minutes_too(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    now, after = [0.0], Distillation.after
+    now, record = [0.0], Trainer.record
 
-    def slow(work: Distillation, step: Any) -> None:
+    def slow(trainer: Trainer, step: Any, **columns: Any) -> None:
         now[0] += 40  # seconds
-        after(work, step)
+        record(trainer, step, **columns)
 
-    monkeypatch.setattr(pace.Clock, "seconds", property(lambda _: now[0]))
-    monkeypatch.setattr(Distillation, "after", slow)
+    monkeypatch.setattr(Clock, "seconds", property(lambda _: now[0]))
+    monkeypatch.setattr(Trainer, "record", slow)
     config = options(home, tmp_path / "run", steps=8, checkpoint_every=0, checkpoint_minutes=1.5, insist=True)
     distilled(config)
     assert steps_of(config, "save") == [0, 1, 4, 7, 8]  # at 40, 160, 280 and 320 seconds
@@ -332,6 +341,7 @@ def test_every_checkpoint_is_proven_in_a_fresh_process(home: Path, tmp_path: Pat
 # ---------------------------------------------------------------- stored
 
 
+@pytest.mark.arithmetic
 def test_stored_answers_teach_what_the_teacher_would_and_are_used_again_without_it(home: Path, tmp_path: Path,
                                                                                    monkeypatch: pytest.MonkeyPatch):
     online = options(home, tmp_path / "online")
@@ -339,13 +349,13 @@ def test_stored_answers_teach_what_the_teacher_would_and_are_used_again_without_
     distilled(online)
     distilled(stored)
     assert losses(stored)[-1] < 0.9 * losses(stored)[0]
-    # All but the likeliest 32 of 320 are one outcome, so KL is a little less; the way down is the same.
-    assert all(0.9 * one < other <= one for one, other in zip(losses(online), losses(stored), strict=True))
+    # All but the likeliest 32 of 320 are one outcome, so KL is less by a little that the last bits may hide; the way down is the same.
+    assert losses(stored) == pytest.approx(losses(online), rel=0.02)
     handed, = events(stored, "hand over")
     assert handed["kl_fell_by"]["low"] > 0
     assert "teacher_ce" not in handed["agreement"]  # unknown, and not made up
 
-    monkeypatch.setattr(teachers, "seated", None)  # nobody sits down a second time
+    monkeypatch.setattr(teachers, "place_teacher", None)  # nobody sits down a second time
     again = options(home, tmp_path / "again", how="stored", teacher_logits=str(tmp_path / "kept"), teacher=None)
     distilled(again)
     assert metrics(again) == metrics(stored)
@@ -357,7 +367,8 @@ def test_stored_answers_are_refused_where_they_are_of_something_else(home: Path,
         distill.distill(options(home, tmp_path / "run", **kept, teacher=None), lambda _: None)
     with pytest.raises(UsageError, match="allows forward alone"):
         distill.distill(options(home, tmp_path / "run", **kept, divergence="reverse"), lambda _: None)
-    Distillation(options(home, tmp_path / "first", **kept), lambda _: None)
+    first = options(home, tmp_path / "first", **kept)
+    distill.load_teacher(first, *loaded(first), "cpu", lambda _: None)
     changed = [row | {"completion": row["completion"] + "a"} if place == 50 else row for place, row in enumerate(walks(120, "few"))]
     other_text = write(tmp_path / "walks.jsonl", changed)
     cases: list[tuple[dict[str, Any], type[Exception], str]]
@@ -374,6 +385,7 @@ def test_stored_answers_are_refused_where_they_are_of_something_else(home: Path,
 # ---------------------------------------------------------------- text
 
 
+@pytest.mark.arithmetic
 def test_a_teacher_of_another_tokenizer_writes_text(home: Path, tmp_path: Path):
     config = options(home, tmp_path / "run", how="text", model=str(home / "stranger"), sample_temperature=1.0)
     said: list[str] = []
@@ -384,8 +396,8 @@ def test_a_teacher_of_another_tokenizer_writes_text(home: Path, tmp_path: Path):
     assert len({row["prompt"] for row in kept}) == len(kept) > 60
     assert {row["teacher"] for row in kept} == {open_artifact(home / "teacher").digest}
     assert any("answers of teacher" in line for line in said)
-    looks = rows(tmp_path / "run" / "looks.jsonl")
-    assert sum(looks[-1]["per_document"]) < sum(looks[0]["per_document"])
+    evaluated = rows(tmp_path / "run" / "eval.jsonl")
+    assert sum(evaluated[-1]["per_document"]) < sum(evaluated[0]["per_document"])
     before = (tmp_path / "run" / "teacher.jsonl").read_bytes()
     distilled(config)  # a second sitting reads them again
     assert (tmp_path / "run" / "teacher.jsonl").read_bytes() == before
@@ -397,7 +409,7 @@ def test_a_teacher_of_another_tokenizer_writes_text(home: Path, tmp_path: Path):
 @pytest.mark.parametrize("other", ["wrote its own", "is running"])
 def test_a_teacher_that_answers_late_does_not_write_over_what_another_run_learns_from(
         other: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    file, late = tmp_path / "run" / "teacher.jsonl", written.answers
+    file, late = tmp_path / "run" / "teacher.jsonl", teacher_text.sample_answers
 
     def answers(*asked: Any) -> Any:
         running.claim()
@@ -407,7 +419,7 @@ def test_a_teacher_that_answers_late_does_not_write_over_what_another_run_learns
         return late(*asked)
 
     running = Ledger(tmp_path / "run" / "ledger.jsonl")
-    monkeypatch.setattr(written, "answers", answers)
+    monkeypatch.setattr(teacher_text, "sample_answers", answers)
     sentence = "by another run while this one asked" if other == "wrote its own" else "another process is writing"
     with pytest.raises(UsageError, match=sentence):
         distill.distill(options(home, tmp_path / "run", how="text", sample_temperature=1.0), lambda _: None)
@@ -444,7 +456,7 @@ def test_a_request_that_makes_no_sense_is_refused(changed: dict[str, Any], reaso
 
 def test_no_checkpoints_is_allowed_where_it_is_short_or_insisted_on(home: Path, tmp_path: Path):
     for changed in ({"steps": None, "minutes": 10.0}, {"insist": True}, {"steps": None, "minutes": 60.0, "insist": True}):
-        tuning.refuse_nonsense(options(home, tmp_path / "run", checkpoint_every=0, **changed))
+        refuse_nonsense(options(home, tmp_path / "run", checkpoint_every=0, **changed))
 
 
 def test_exit_codes(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
@@ -461,5 +473,5 @@ def test_exit_codes(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert "--how text" in capsys.readouterr().err
     assert done("ignorant", "nothing") == 4
     assert "one who knows nothing" in capsys.readouterr().err
-    monkeypatch.setattr(handover, "_check_score", lambda *_: Verdict("score", Outcome.REFUTED, "in this test", {}))
+    monkeypatch.setattr(hand_over, "check_exported_score", lambda *_: Verdict("score", Outcome.REFUTED, "in this test", {}))
     assert done("teacher", "refuted") == 3

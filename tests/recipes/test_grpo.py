@@ -3,6 +3,7 @@
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,11 +18,14 @@ from assay.generate.engine import Engine
 from assay.generate.generation_request import Completion
 from assay.model.attention import PADDING
 from assay.recipes import grpo as recipe
-from assay.recipes import reference, trials
-from assay.recipes.grpo import Reinforcement
-from assay.recipes.layout import Layout, Packed
+from assay.recipes import prompt_evaluator, reference
+from assay.recipes.prompt_evaluator import Answered, PromptEvaluator
+from assay.recipes.prompts import Prompt, PromptOrder, asked, read_prompts
 from assay.recipes.reference import Reference
-from assay.recipes.rollouts import Group, Prompt, PromptOrder, Sampler, asked, read_prompts, reading_metrics
+from assay.recipes.rewards import Group, reading_metrics
+from assay.recipes.rollout_batch import Layout, Packed
+from assay.recipes.rollouts import RolloutHistory, Sampler
+from assay.recipes.trainer import Trainer
 from assay.store.checkpoint import open_checkpoint, step_folder, step_folders
 from assay.testing.tiny_models import tiny_tokenizer
 from assay.verdict import Outcome
@@ -85,6 +89,7 @@ def test_held_out_prompts_that_are_trained_on_are_refused(adapter: Path, tmp_pat
 # ---------------------------------------------------------------- a run
 
 
+@pytest.mark.arithmetic
 def test_exact_answers_become_more_and_the_run_says_so(whole: Path, tmp_path: Path):
     config = options(whole, tmp_path / "run", prompts=16, group=8, steps=12, checkpoint_every=12, look_prompts=30, eval_samples=8,
                      samples=4)
@@ -142,16 +147,17 @@ def test_interrupted_and_resumed_is_the_uninterrupted_run_bit_for_bit(adapter: P
     uncut, cut = (options(adapter, tmp_path / name, inner=2, kl_window=2, steps=6, entropy_weight=0.01, entropy_decay=0.9,
                           ratio="sequence", normalise="sequence", mask_truncated=True, overlong=4, lr=2e-3) for name in ("uncut", "cut"))
     reinforced(uncut)
-    over = Reinforcement.over
+    record = Trainer.record
 
-    def struck(work: Reinforcement) -> bool:
-        if work.done == 3:
-            work.run.interrupted = 15
-        return over(work)
+    def struck(trainer: Trainer, step: Any, **columns: Any) -> None:
+        record(trainer, step, **columns)
+        if trainer.done == 3:
+            trainer.run.interrupted = 15
 
     with monkeypatch.context() as patch:
-        patch.setattr(Reinforcement, "over", struck)
-        assert recipe.grpo(cut, lambda _: None) == ([], 15)
+        patch.setattr(Trainer, "record", struck)
+        found = recipe.grpo(cut, lambda _: None)
+    assert (found.verdicts, found.interrupted, found.exit_code) == ([], 15, 143)
     assert rows(tmp_path / "cut" / "metrics.jsonl")[-1]["step"] == 3
     reinforced(cut)
     assert left_by(cut, 6) == left_by(uncut, 6)
@@ -166,14 +172,14 @@ def test_torn_away_after_a_step_and_resumed_is_the_same(whole: Path, tmp_path: P
     class Torn(Exception):
         pass
 
-    def torn(work: Reinforcement, step: Any) -> None:
-        judge_step(work, step)
-        if step.index == 3:
+    def torn(history: RolloutHistory, step: int) -> None:
+        say_warnings(history, step)
+        if step == 3:
             raise Torn
 
-    judge_step = Reinforcement.judge_step
+    say_warnings = RolloutHistory.say_warnings
     with monkeypatch.context() as patch:
-        patch.setattr(Reinforcement, "judge_step", torn)
+        patch.setattr(RolloutHistory, "say_warnings", torn)
         with pytest.raises(Torn):
             recipe.grpo(cut, lambda _: None)
     reinforced(cut)
@@ -210,7 +216,7 @@ def test_other_prompts_are_another_run(adapter: Path, tmp_path: Path, monkeypatc
     data.write_text((adapter.parent.parent.parent / "sums.jsonl").read_text())
     config = options(adapter, tmp_path / "run", data=(str(data),))
     with monkeypatch.context() as patch:
-        patch.setattr(Reinforcement, "over", lambda work: work.done >= 2)
+        patch.setattr(Trainer, "over", lambda trainer: trainer.done >= 2)
         reinforced(config)
     data.write_text(data.read_text().replace('"gold": "7"', '"gold": "8"'))
     with pytest.raises(GuardStop, match="the template or the split is another"):
@@ -249,9 +255,9 @@ def test_a_reference_that_is_not_what_the_disk_says_is_stopped(adapter: Path, tm
 def test_a_reference_that_moves_with_the_policy_is_stopped(adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     make = Reference.__init__
 
-    def shared(self: Reference, form: Any, *rest: Any, **options: Any) -> None:
-        make(self, form, *rest, **options)
-        self.model = form.model
+    def shared(self: Reference, weights: Any, *rest: Any, **options: Any) -> None:
+        make(self, weights, *rest, **options)
+        self.model = weights.model
 
     monkeypatch.setattr(Reference, "__init__", shared)
     with pytest.raises(GuardStop, match=r"it moves with the policy|the policy itself"):
@@ -324,7 +330,7 @@ def test_packed_rows_are_the_same_run_and_a_token_lost_there_is_stopped(adapter:
 
 
 def test_a_parent_whose_adapter_is_not_loaded_is_stopped(adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from assay.recipes import beginning
+    from assay.recipes import starting_model
 
     def without(artifact: Any) -> Any:
         model = build(artifact)
@@ -334,8 +340,8 @@ def test_a_parent_whose_adapter_is_not_loaded_is_stopped(adapter: Path, tmp_path
                     parameter.mul_(0.5)
         return model
 
-    build = beginning.build_model
-    monkeypatch.setattr(beginning, "build_model", without)
+    build = starting_model.build_model
+    monkeypatch.setattr(starting_model, "build_model", without)
     with pytest.raises(GuardStop, match="fork: child and parent are"):
         forked(adapter, tmp_path / "run")
 
@@ -396,12 +402,12 @@ def test_prompts_end_where_the_answer_begins(tmp_path: Path):
     assert [message["content"] for message in asked(read_conversations(tmp_path / "chat.jsonl").rows[0])] == ["a", "b", "c"]
 
 
-@pytest.mark.parametrize(("changed", "looks", "outcome"), [
+@pytest.mark.parametrize(("changed", "evaluations", "outcome"), [
     (0.3, 1, "PROVEN"), (0.3, 10**6, "UNPROVEN"), (0.0, 1, "UNPROVEN"), (-0.3, 1, "REFUTED")])
-def test_a_gain_is_claimed_on_evidence_and_chances_are_counted(changed: float, looks: int, outcome: str):
+def test_a_gain_is_claimed_on_evidence_and_chances_are_counted(changed: float, evaluations: int, outcome: str):
     before = np.tile([0.5, 0.25, 0.5, 0.75], 8)
     after = before + changed * np.tile([1.0, 0.5, 1.0, 0.7], 8)
-    verdict = trials.check_gain("answer", before, after, looks)
+    verdict = prompt_evaluator.check_gain("answer", before, after, evaluations)
     assert verdict.outcome == outcome
     assert ("not shown" in verdict.reason) is (outcome == "UNPROVEN")
 
@@ -420,22 +426,23 @@ def test_a_reward_that_rises_while_the_metric_falls_is_told_in_a_sentence(tmp_pa
     from assay.recipes.run import Run
 
     said: list[str] = []
-    answers = iter([(0.5 - 0.03 * look, 0.3 + 0.03 * look) for look in range(10)])
+    answers = iter([(0.5 - 0.03 * time, 0.3 + 0.03 * time) for time in range(10)])
 
-    def answered(model: Any, updates: int) -> trials.Answered:
-        wanted, rewarded = next(answers)
-        return trials.Answered(np.full(6, wanted), np.full(6, rewarded))
+    class Scripted(PromptEvaluator):
+        def answer(self, *_: Any) -> Answered:
+            wanted, rewarded = next(answers)
+            return Answered(np.full(6, wanted), np.full(6, rewarded))
 
     run = Run(tmp_path / "run", options(tmp_path / "a" / "b" / "c" / "d", tmp_path / "run"), say=said.append)
     for first in (0, 5):
-        looks = trials.Trials(run, answered, name="answer", device="cpu")
+        evaluator = Scripted(run, (), SimpleNamespace(metric=SimpleNamespace(name="answer")), None, 1)  # type: ignore[arg-type]
         run.rewind(first)
-        looks.recall()
-        for look in range(first, first + 5):
-            looks.look(None, look)  # type: ignore[arg-type]
+        evaluator.recall()
+        for step in range(first, first + 5):
+            evaluator.evaluate(SimpleNamespace(load=lambda step: None), step)  # type: ignore[arg-type]
     told = [line for line in said if "what is rewarded is no longer what is wanted" in line]
     assert told
-    assert not [line for line in said[:6] if "no longer" in line], "a few looks show nothing"
+    assert not [line for line in said[:6] if "no longer" in line], "a few evaluations show nothing"
     [first_told, *_] = [event for event in run.ledger.events() if event["kind"] == "proxy"]
     assert first_told["verdicts"][0]["outcome"] == "REFUTED"
 

@@ -12,13 +12,15 @@ from assay.data.data_ledger import ids_digest
 from assay.data.order import Order
 from assay.errors import GuardStop, UsageError
 from assay.guard.training_guards import UpdateAccount
+from assay.learn import lr_schedule
 from assay.model.transformer import Transformer, initialised
-from assay.recipes import pace, pretrain, run, training
+from assay.recipes import pretrain, run, trainer
 from assay.recipes.options import Pretrain
 from assay.recipes.pretrain import optimizer_for
+from assay.recipes.trainer import Trainer
 from assay.store.checkpoint import latest_checkpoint, open_checkpoint
-from assay.testing.tiny_training import tiny_corpus
-from assay.zoo.run_faults import NoProver
+from assay.testing.tiny_training import NoProver, tiny_corpus
+from assay.zoo.run_faults import hand_nothing_over
 from tests.recipes import sittings
 from tests.recipes.sittings import EVERY, LENGTH, ROWS, STEPS, events, options, rows, saved_steps, sit
 
@@ -91,20 +93,20 @@ def test_a_layer_that_stops_moving_is_stopped_at_the_next_checkpoint(tmp_path: P
 def test_nan_in_one_micro_batch_is_exit_code_4_with_a_sentence_and_a_good_checkpoint(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     whole, bad = pretrain.next_token, []
-    after = pretrain.Pretraining.after
+    over = Trainer.over
 
     def poisoned(model: Transformer, batch: Any) -> Any:
         loss = whole(model, batch)
         return loss._replace(total=loss.total * bad.pop()) if bad else loss
 
-    def strike(work: Any, step: Any) -> None:
-        after(work, step)
-        if work.done == 8:
+    def strike(trainer: Trainer) -> bool:
+        if trainer.done == 8:
             bad.append(float("nan"))
+        return over(trainer)
 
     monkeypatch.setattr(pretrain, "next_token", poisoned)
-    monkeypatch.setattr(pretrain.Pretraining, "after", strike)
-    monkeypatch.setattr(pretrain, "hand_over", lambda *_, **__: (None, []))
+    monkeypatch.setattr(Trainer, "over", strike)
+    monkeypatch.setattr(pretrain, "hand_over", hand_nothing_over)
     monkeypatch.setattr("assay.recipes.run.Prover", sittings.NoProver)
     config = options(tmp_path / "run")
     assert assay(["pretrain", *flags(config)]) == 4
@@ -119,7 +121,7 @@ def test_nan_in_one_micro_batch_is_exit_code_4_with_a_sentence_and_a_good_checkp
 def test_a_resume_that_lost_its_moments_is_stopped_before_it_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     config = options(tmp_path / "run", tokens=8 * ROWS * LENGTH)
     sit(config)
-    monkeypatch.setattr(training, "load_state_tensors", lambda *_: None)
+    monkeypatch.setattr(trainer, "load_state_tensors", lambda *_: None)
     longer = options(tmp_path / "run", tokens=12 * ROWS * LENGTH)
     with pytest.raises(GuardStop, match="tensors of the optimizer in memory are not those of step-000008"):
         sit(longer)
@@ -131,9 +133,9 @@ def test_steps_too_small_to_see_at_the_end_of_the_schedule_are_no_alarm(tmp_path
     judged: list[int] = []
     begin = UpdateAccount.begin
     monkeypatch.setattr(UpdateAccount, "begin", lambda account, *given: (judged.append(1), begin(account, *given))[1])
-    monkeypatch.setattr(pace, "warmup_stable_decay", lambda step, *_, **__: 1.0 if step < 7 else 1e-12)
+    monkeypatch.setattr(lr_schedule, "warmup_stable_decay", lambda step, *_, **__: 1.0 if step < 7 else 1e-12)
     config = options(tmp_path / "run", tokens=9 * ROWS * LENGTH, every=8)
-    assert sit(config) == ([], None)
+    assert sit(config).interrupted is None
     assert len(judged) == 2  # at the beginning and after step 1; the steps that can hardly be seen are judged with those before them
 
 
@@ -149,8 +151,8 @@ def test_metrics_say_what_was_read_and_the_ledger_how_often(tmp_path: Path):
     assert [row["data"] for row in steps] == [ids_digest(order.batch(step).ids) for step in range(STEPS)]
     assert [row["num_tokens"] for row in steps] == [(step + 1) * ROWS * LENGTH for step in range(STEPS)]
     assert [row["epoch"] for row in steps] == [0] * 21 + [1] * 5
-    looks = [row["step"] + 1 for row in rows(tmp_path / "run" / "metrics.jsonl") if "eval_loss" in row]
-    assert looks == [1, 6, 12, 18, 24, 26]
+    evaluated = [row["step"] + 1 for row in rows(tmp_path / "run" / "metrics.jsonl") if "eval_loss" in row]
+    assert evaluated == [1, 6, 12, 18, 24, 26]
     consumed, = events(config, "consumed")
     assert consumed["read_times"] == {"2": STEPS * ROWS - order.windows, "1": 2 * order.windows - STEPS * ROWS}
 
@@ -167,7 +169,7 @@ def test_a_budget_of_time_ends_at_the_foot_of_the_schedule(tmp_path: Path, monke
     monkeypatch.setattr(time, "monotonic", lambda: clock["now"])
     monkeypatch.setattr(pretrain, "next_token", working)
     config = options(tmp_path / "run", tokens=None, minutes=0.1, epochs=4, every=1000)
-    assert sit(config) == ([], None)
+    assert sit(config).interrupted is None
     way_down, = events(config, "way down")
     assert way_down["seconds_a_step"] == pytest.approx(0.1)
     rates = [row["learning_rate"] for row in rows(tmp_path / "run" / "metrics.jsonl") if "loss" in row]
@@ -204,6 +206,7 @@ def test_only_the_proof_of_what_ended_the_loop_has_the_machine_to_itself(tmp_pat
             asked[open_checkpoint(folder).step] = beside
 
     monkeypatch.setattr(run, "Prover", Asked)
-    monkeypatch.setattr(pretrain, "hand_over", lambda *_, **__: (None, []))
+    monkeypatch.setattr(pretrain, "hand_over", hand_nothing_over)
+    monkeypatch.setattr(pretrain, "write_down", lambda *_, **__: None)
     pretrain.pretrain(options(tmp_path / "run"), say=lambda _: None)
     assert (asked[0], asked[1], asked[STEPS]) == (True, True, False)

@@ -17,13 +17,13 @@ from assay.errors import GuardStop, StoreError, UsageError
 from assay.guard import proof
 from assay.guard.proof import Prover, hallmark_or_quarantine
 from assay.recipes import run as run_module
-from assay.recipes.run import Run, plain, rewrite_rows
+from assay.recipes.run import Run, plain, rewrite_json_rows
 from assay.store import durable
 from assay.store.checkpoint import Contents, latest_checkpoint, open_checkpoint
 from assay.store.saving import BackgroundSaver
 from assay.strict_json import read_json_lines
+from assay.testing.tiny_training import NoProver
 from assay.verdict import Verdict, proven, refuted, unproven
-from assay.zoo.run_faults import NoProver
 from tests.recipes.sittings import EVERY, events, options, rows, saved_steps, sit
 
 
@@ -97,7 +97,7 @@ def test_a_torn_last_line_is_not_a_row(tmp_path: Path):
     assert read_json_lines(file) == []
     file.write_text('{"step": 1}\n{"step": 2}\n{"st')
     assert read_json_lines(file) == [{"step": 1}, {"step": 2}]
-    rewrite_rows(file, read_json_lines(file)[:1])
+    rewrite_json_rows(file, read_json_lines(file)[:1])
     assert file.read_text() == '{"step": 1}\n'
 
 
@@ -322,6 +322,23 @@ def test_a_signal_in_the_middle_of_a_line_is_noted_like_any_other(run: Run):
     with run.interruptible():
         run.say("step 1")
     assert (run.interrupted, screen.lines) == (signal.SIGTERM, 1)
+
+
+def test_off_the_main_thread_signals_stay_whose_they_were(run: Run):
+    """A notebook or a server calls recipes in threads, where Python lets nobody listen for signals."""
+    before, inside = signal.getsignal(signal.SIGTERM), []
+
+    def work() -> None:
+        with run.interruptible():
+            inside.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert inside == [before]
+    with run.interruptible():
+        assert signal.getsignal(signal.SIGTERM) != before
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_a_second_error_on_the_way_out_is_not_lost(run: Run, monkeypatch: pytest.MonkeyPatch):

@@ -16,15 +16,16 @@ from assay.generate.engine import sample
 from assay.generate.generation_request import Sampling
 from assay.model import transformer
 from assay.model.lora import LoraLinear
-from assay.recipes import beginning, handover, run, sft, shrunk, tuning
+from assay.recipes import conversations, hand_over, run, sft, starting_model, teachers
 from assay.recipes.options import Sft
-from assay.recipes.sft import FineTuning
+from assay.recipes.starting_model import StartingModel
+from assay.recipes.trainer import Trainer
 from assay.store.artifact import build_model, open_artifact
 from assay.store.checkpoint import open_checkpoint, step_folder, write_hallmark
 from assay.store.ledger import Ledger
 from assay.testing.tiny_models import nudge, save_model, tiny_model
+from assay.testing.tiny_training import NoProver
 from assay.verdict import Outcome, Verdict, proven, refuted
-from assay.zoo.run_faults import NoProver
 from tests.recipes.sittings import rows
 
 STEPS = 7
@@ -50,23 +51,25 @@ def options(home: Path, out: Path, **changed: Any) -> Sft:
 def unproven(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a fresh process says is the matter of tests/guard/test_proof.py and of the toy."""
     monkeypatch.setattr(run, "Prover", NoProver)
-    monkeypatch.setattr(handover, "prove", lambda request: [proven("whole", "not looked at")])
-    monkeypatch.setattr(beginning, "prove_checkpoint", lambda folder, **_: [proven("whole", "not looked at")])
+    monkeypatch.setattr(hand_over, "prove", lambda request: [proven("whole", "not looked at")])
+    monkeypatch.setattr(starting_model, "prove_checkpoint", lambda folder, **_: [proven("whole", "not looked at")])
 
 
 def tuned(config: Sft, say: Any = lambda _: None) -> list[Verdict]:
-    verdicts, interrupted = sft.sft(config, say)
-    assert interrupted is None
-    assert all(verdict.outcome is Outcome.PROVEN for verdict in verdicts), "\n".join(map(str, verdicts))
-    return verdicts
+    found = sft.sft(config, say)
+    assert found.interrupted is None
+    assert all(verdict.outcome is Outcome.PROVEN for verdict in found.verdicts), str(found)
+    assert found.model == Path(config.out) / "model"
+    assert found.exit_code == 0
+    return found.verdicts
 
 
 def events(config: Sft, kind: str) -> list[dict[str, Any]]:
     return [event for event in Ledger(Path(config.out) / "ledger.jsonl").events() if event["kind"] == kind]
 
 
-def looks(config: Sft) -> dict[int, np.ndarray]:
-    return {row["step"]: np.array(row["per_document"]) for row in rows(Path(config.out) / "looks.jsonl")}
+def evaluations(config: Sft) -> dict[int, np.ndarray]:
+    return {row["step"]: np.array(row["per_document"]) for row in rows(Path(config.out) / "eval.jsonl")}
 
 # ---------------------------------------------------------------- what is refused
 
@@ -89,8 +92,8 @@ def test_a_request_that_makes_no_sense_is_refused(changed: dict[str, Any], words
 
 
 def test_no_checkpoints_is_allowed_where_it_is_short_or_insisted_on(home: Path):
-    tuning.refuse_nonsense(options(home, home / "x", checkpoint_every=0, steps=None, minutes=9.0))
-    tuning.refuse_nonsense(options(home, home / "x", checkpoint_every=0, insist=True))
+    conversations.refuse_nonsense(options(home, home / "x", checkpoint_every=0, steps=None, minutes=9.0))
+    conversations.refuse_nonsense(options(home, home / "x", checkpoint_every=0, insist=True))
 
 
 def test_data_that_fails_its_audit_is_stopped_before_step_1(home: Path, tmp_path: Path):
@@ -106,11 +109,12 @@ def test_data_that_fails_its_audit_is_stopped_before_step_1(home: Path, tmp_path
 # ---------------------------------------------------------------- the whole model, and an adapter
 
 
+@pytest.mark.arithmetic
 @pytest.mark.parametrize("lora_r", [0, 4])
 def test_a_run_learns_says_so_and_hands_over_what_it_scored(lora_r: int, home: Path, tmp_path: Path):
     config, said = options(home, tmp_path / "run", lora_r=lora_r), []
     tuned(config, said.append)
-    seen = looks(config)
+    seen = evaluations(config)
     assert sorted(seen) == [0, 1, 3, 6, STEPS]
     assert seen[STEPS].mean() < seen[0].mean()
     assert any("of which" in line and "are trained" in line for line in said)
@@ -143,17 +147,18 @@ def test_fine_tuning_that_improves_no_more_is_stopped_early(home: Path, tmp_path
     config, said = options(home, tmp_path / "run", patience=2, worth=0.05, checkpoint_every=1, steps=12, epochs=9, lr=1e-6), []
     tuned(config, said.append)
     assert any("stopping early" in line for line in said)
-    assert max(looks(config)) == 8
+    assert max(evaluations(config)) == 8
     assert (tmp_path / "run" / "model").exists()
 
 
 def test_the_parent_in_memory_is_not_what_is_trained(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    works: list[FineTuning] = []
-    whole = FineTuning.begin
-    monkeypatch.setattr(FineTuning, "begin", lambda work: (works.append(work), whole(work))[1])
+    starts: list[StartingModel] = []
+    whole = starting_model.load_start
+    monkeypatch.setattr(sft, "load_start", lambda *given: (starts.append(whole(*given)), starts[0])[1])
     tuned(options(home, tmp_path / "run", steps=2))
     before = open_artifact(home / "base").tensors
-    assert all(torch.equal(works[0].beginning.parent.tensors[name], tensor) for name, tensor in before.items())
+    assert all(torch.equal(starts[0].parent.tensors[name], tensor) for name, tensor in before.items())
+    assert not all(torch.equal(parameter, before[name]) for name, parameter in starts[0].model.named_parameters())
 
 
 def test_only_the_adapter_moves_and_every_part_of_it(home: Path, tmp_path: Path):
@@ -173,16 +178,17 @@ def test_interrupted_and_resumed_is_the_uninterrupted_run_bit_for_bit(lora_r: in
                                                                        monkeypatch: pytest.MonkeyPatch):
     whole, parted = options(home, tmp_path / "whole", lora_r=lora_r), options(home, tmp_path / "parted", lora_r=lora_r)
     tuned(whole)
-    over = FineTuning.over
+    over = Trainer.over
 
-    def struck(work: FineTuning) -> bool:
-        if work.done == at:
-            work.run.interrupted = 15
-        return over(work)
+    def struck(trainer: Trainer) -> bool:
+        if trainer.done == at:
+            trainer.run.interrupted = 15
+        return over(trainer)
 
     with monkeypatch.context() as patch:
-        patch.setattr(FineTuning, "over", struck)
-        assert sft.sft(parted, lambda _: None) == ([], 15)
+        patch.setattr(Trainer, "over", struck)
+        found = sft.sft(parted, lambda _: None)
+    assert (found.verdicts, found.interrupted, found.model, found.exit_code) == ([], 15, None, 143)
     tuned(parted)
     ends = [open_checkpoint(step_folder(Path(config.out) / "checkpoints", STEPS)) for config in (whole, parted)]
     assert ends[0].manifest["tensors"] == ends[1].manifest["tensors"]
@@ -195,7 +201,7 @@ def test_other_conversations_are_another_run(home: Path, tmp_path: Path, monkeyp
     data = tmp_path / "data.jsonl"
     data.write_text((home / "sums.jsonl").read_text())
     config = options(home, tmp_path / "run", data=(str(data),))
-    monkeypatch.setattr(FineTuning, "over", lambda work: work.done >= 3)
+    monkeypatch.setattr(Trainer, "over", lambda trainer: trainer.done >= 3)
     tuned(config)
     data.write_text(data.read_text().replace('"10"', '"11"'))
     with pytest.raises(GuardStop, match="a file, the template or the split is another"):
@@ -228,7 +234,7 @@ def parent(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("parent") / "run"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "Prover", NoProver)
-        patch.setattr(handover, "prove", lambda request: [proven("whole", "not looked at")])
+        patch.setattr(hand_over, "prove", lambda request: [proven("whole", "not looked at")])
         sft.sft(options(home, folder, lora_r=4), lambda _: None)
     last = step_folder(folder / "checkpoints", STEPS)
     write_hallmark(open_checkpoint(last), [proven("whole", "in this test")])
@@ -239,7 +245,7 @@ def parent(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_fork_begins_where_its_parent_stood_and_moves_on(state: str, parent: Path, home: Path, tmp_path: Path):
     config = options(home, tmp_path / "fork", from_=str(parent), optimizer_state=state, steps=1)
     tuned(config)
-    assert np.abs(looks(config)[0] - looks_of(parent)).max() < 1e-6
+    assert np.abs(evaluations(config)[0] - evaluated(parent)).max() < 1e-6
     fork, = events(config, "fork")
     assert fork["verdicts"][0]["outcome"] == "PROVEN"
     first, second = (open_checkpoint(step_folder(tmp_path / "fork" / "checkpoints", step)) for step in (0, 1))
@@ -249,8 +255,8 @@ def test_a_fork_begins_where_its_parent_stood_and_moves_on(state: str, parent: P
     assert (second.trainer() or {})["steps_before"] == (STEPS if state == "carried" else 0)
 
 
-def looks_of(checkpoint: Path) -> np.ndarray:
-    return np.array(next(row["per_document"] for row in rows(checkpoint.parent.parent / "looks.jsonl") if row["step"] == STEPS))
+def evaluated(checkpoint: Path) -> np.ndarray:
+    return np.array(next(row["per_document"] for row in rows(checkpoint.parent.parent / "eval.jsonl") if row["step"] == STEPS))
 
 
 def test_moments_that_are_carried_change_the_way(parent: Path, home: Path, tmp_path: Path):
@@ -283,8 +289,8 @@ def test_a_child_that_does_not_start_as_its_parent_is_stopped(lost: str, parent:
                     left.zero_()
         return model if lost == "adapter" else nudge(model, 0.05)
 
-    monkeypatch.setattr(beginning, "build_model", strayed)
-    with pytest.raises(GuardStop, match="fork: the first look and the parent's"):
+    monkeypatch.setattr(starting_model, "build_model", strayed)
+    with pytest.raises(GuardStop, match="fork: the first evaluation and the parent's"):
         sft.sft(options(home, tmp_path / "fork", from_=str(parent), optimizer_state="fresh", steps=3), lambda _: None)
 
 # ---------------------------------------------------------------- new tokens
@@ -303,12 +309,12 @@ def test_what_a_sitting_made_and_did_not_prove_is_proven_by_the_next(made: str, 
 
     def make() -> None:
         if made == "base":
-            beginning.prepared(options(home, tmp_path, new_tokens=("<think>",)), open_artifact(home / "base"), lambda _: None)
+            starting_model.prepared(options(home, tmp_path, new_tokens=("<think>",)), open_artifact(home / "base"), lambda _: None)
         else:
-            shrunk.make_student(tmp_path / "student", open_artifact(deep), 2, lambda _: None)
+            teachers.make_student(tmp_path / "student", open_artifact(deep), 2, lambda _: None)
 
     deep = save_model(tmp_path / "deep", tiny_model("llama", depth=4, windows=(None,) * 4)).folder
-    monkeypatch.setattr(beginning, "prove_checkpoint", prove)
+    monkeypatch.setattr(starting_model, "prove_checkpoint", prove)
     with pytest.raises(KeyboardInterrupt if first == "killed" else GuardStop):
         make()
     with contextlib.nullcontext() if first == "killed" else pytest.raises(GuardStop, match="is not proven"):

@@ -20,11 +20,12 @@ from assay.errors import ArtifactError, UsageError
 from assay.evaluation.held_out_loss import score_corpus
 from assay.guard import proof
 from assay.learn.ema import ema_weights
-from assay.recipes import handover
-from assay.recipes.handover import check_weight_set, rescored, written
+from assay.recipes import hand_over
+from assay.recipes.hand_over import check_weight_set, export_proven, rescore
 from assay.recipes.options import Pretrain
-from assay.recipes.pretrain import Pretraining, pretrain
-from assay.recipes.squeezed import check_bytes, check_score, reread, squeezed
+from assay.recipes.pretrain import pretrain
+from assay.recipes.size_limit import check_bytes, check_squeezed_score, reread, write_squeezed
+from assay.recipes.trainer import Trainer
 from assay.store.artifact import build_model as built
 from assay.store.artifact import open_artifact
 from assay.store.assayz import read_assayz, write_assayz
@@ -32,6 +33,7 @@ from assay.store.checkpoint import open_checkpoint, step_folder
 from assay.store.export_artifact import export_artifact
 from assay.store.ledger import Ledger
 from assay.verdict import Outcome, proven
+from assay.zoo.run_faults import hand_nothing_over
 from tests.data.conftest import made_text, write_jsonl
 
 ROWS, LENGTH, STEPS = 4, 32, 8
@@ -41,7 +43,7 @@ ROWS, LENGTH, STEPS = 4, 32, 8
 def no_fresh_processes():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(proof, "prove_checkpoint", lambda folder, **_: [])
-        patch.setattr(handover, "prove", lambda request: [proven("stands in", "for the fresh process")])
+        patch.setattr(hand_over, "prove", lambda request: [proven("stands in", "for the fresh process")])
         yield
 
 
@@ -59,9 +61,9 @@ def options(corpus, out, **more):
 
 
 def ran(config, say=lambda _: None):
-    verdicts, interrupted = pretrain(config, say)
-    assert interrupted is None
-    return verdicts
+    found = pretrain(config, say)
+    assert found.interrupted is None
+    return found.verdicts
 
 
 @pytest.fixture(scope="module")
@@ -105,8 +107,8 @@ def test_a_checkpoint_names_both_sets_and_holds_both(averaging, raw_run):
     assert not ema_weights(plain.optimizer())
 
 
-def test_what_is_handed_over_is_what_the_look_scored(averaging, corpus):
-    last = json.loads((averaging.folder / "looks.jsonl").read_text().splitlines()[-1])
+def test_what_is_handed_over_is_what_was_evaluated(averaging, corpus):
+    last = json.loads((averaging.folder / "eval.jsonl").read_text().splitlines()[-1])
     recorded = np.array(last["per_document"])
     assert last["step"] == STEPS  # and the best: the model is still learning
     given, raw = open_artifact(averaging.folder / "model"), open_artifact(averaging.last)
@@ -126,7 +128,7 @@ def test_an_export_says_which_set_it_holds(averaging, which, tmp_path):
     assert (facts["weight_set"], facts["scored_set"]) == ("ema" if which == "model" else "raw", "ema")
 
 
-def test_looks_say_which_set_they_scored(averaging, raw_run):
+def test_evaluations_say_which_set_they_scored(averaging, raw_run):
     of = [[json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in (averaging.folder, raw_run)]
     looked = [[row.get("eval_weight_set") for row in rows if "eval_loss" in row] for rows in of]
     assert looked == [["ema"] * 3, [None] * 3]
@@ -143,7 +145,7 @@ def test_handing_over_the_other_set_is_refuted(averaging, tmp_path):
 
 def test_a_run_without_an_average_hands_over_its_model(raw_run, tmp_path):
     best = step_folder(raw_run / "checkpoints", STEPS)
-    written(best, tmp_path / "again")
+    export_proven(best, tmp_path / "again")
     for where in (raw_run / "model", tmp_path / "again"):
         assert all(torch.equal(tensor, open_artifact(best).tensors[name]) for name, tensor in open_artifact(where).tensors.items())
 
@@ -151,11 +153,12 @@ def test_a_run_without_an_average_hands_over_its_model(raw_run, tmp_path):
 @pytest.mark.parametrize("at", [1, 5])
 def test_resumed_equals_uninterrupted_with_its_average(averaging, corpus, tmp_path, monkeypatch, at):
     config = options(corpus, tmp_path / "run", ema=0.9, max_bytes=60_000)
-    over = Pretraining.over
+    over = Trainer.over
     with monkeypatch.context() as patch:
-        patch.setattr(Pretraining, "over", lambda self: over(self) or self.done == at)
-        patch.setattr("assay.recipes.pretrain.hand_over", lambda *_, **__: (None, []))
-        patch.setattr("assay.recipes.pretrain.squeezed", lambda *_, **__: [])
+        patch.setattr(Trainer, "over", lambda self: over(self) or self.done == at)
+        patch.setattr("assay.recipes.pretrain.hand_over", hand_nothing_over)
+        patch.setattr("assay.recipes.pretrain.write_down", lambda *_, **__: None)
+        patch.setattr("assay.recipes.pretrain.write_squeezed", lambda *_, **__: [])
         ran(config)
     assert not (tmp_path / "run" / "model").exists()
     ran(config)
@@ -181,7 +184,7 @@ def test_the_artifact_is_the_handed_over_model_in_so_many_bytes(averaging, corpu
 def test_the_score_that_is_told_is_the_files_own(averaging, corpus):
     event = next(event for event in averaging.events if event["kind"] == "artifact")
     found = reread(averaging.folder / "model.assayz", corpus, ROWS, LENGTH).bits_per_byte
-    before = rescored(open_artifact(averaging.folder / "model"), scoring(corpus)).bits_per_byte
+    before = rescore(open_artifact(averaging.folder / "model"), scoring(corpus)).bits_per_byte
     assert event["score"]["mean"] == found.mean != before.mean
     assert event["unquantised"]["mean"] == before.mean
     assert event["bytes"] == (averaging.folder / "model.assayz").stat().st_size
@@ -190,10 +193,10 @@ def test_the_score_that_is_told_is_the_files_own(averaging, corpus):
 
 def test_other_weights_in_the_file_are_refuted_by_their_score(averaging, corpus, tmp_path):
     model = open_artifact(averaging.folder / "model")
-    before = rescored(model, scoring(corpus))
+    before = rescore(model, scoring(corpus))
     worse = replace(model, tensors=model.tensors | {"embed.weight": 8 * model.tensors["embed.weight"].roll(1, 0)})
     write_assayz(worse, tmp_path / "m", 10**9)
-    verdict = check_score(before, reread(tmp_path / "m", corpus, ROWS, LENGTH))
+    verdict = check_squeezed_score(before, reread(tmp_path / "m", corpus, ROWS, LENGTH))
     assert verdict.outcome is Outcome.REFUTED
     assert "more than the 0.05 allowed" in verdict.reason
     assert verdict.evidence["cost"]["low"] < verdict.evidence["cost"]["mean"] < verdict.evidence["cost"]["high"]
@@ -229,7 +232,7 @@ def test_what_cannot_fit_is_refused_before_training(corpus, tmp_path):
 
 def test_what_does_not_fit_after_all_leaves_the_model_standing(averaging, corpus, tmp_path):
     run = SimpleNamespace(folder=tmp_path, ledger=Ledger(tmp_path / "ledger.jsonl"), say=lambda _: None)
-    before = rescored(open_artifact(averaging.folder / "model"), scoring(corpus))
+    before = rescore(open_artifact(averaging.folder / "model"), scoring(corpus))
     with pytest.raises(UsageError, match="or allow more bytes"):
-        squeezed(run, averaging.folder / "model", before, corpus, rows=ROWS, length=LENGTH, max_bytes=10_000)
+        write_squeezed(run, averaging.folder / "model", before, corpus, rows=ROWS, length=LENGTH, max_bytes=10_000)
     assert not (tmp_path / "model.assayz").exists()

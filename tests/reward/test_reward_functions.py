@@ -81,7 +81,7 @@ def test_a_schema_comes_from_the_row_or_a_file_and_is_checked_before_the_complet
             json_schema_reward("", completion, {"schema": {"type": "int"}})
 
 
-@pytest.mark.skipif(sandbox.sandbox_unavailable() is not None, reason="no sandbox on this machine")
+@pytest.mark.skipif(sandbox.sandbox_unavailable() is not None, reason=f"no sandbox here: {sandbox.sandbox_unavailable()}")
 def test_unit_tests_run_in_the_sandbox():
     row = {"tests": ["import math", "assert add(1, 2) == 3", "assert add(math.pi, 0) == math.pi"]}
     assert unit_tests_reward("", "Here:\n```python\ndef add(a, b):\n    return a + b\n```\nDone.", row) == 1

@@ -14,7 +14,8 @@ from assay.health.generation_probe import Health, ModelGenerator, probe
 from assay.health.probe_prompts import ProbePrompt
 from assay.model.patch import Patch
 from assay.recipes import grpo as recipe
-from assay.recipes.forms import Adapter
+from assay.recipes import rewards
+from assay.recipes.starting_model import AdapterModel
 from assay.store import saving
 from assay.store.artifact import open_artifact
 from assay.store.checkpoint import open_checkpoint, step_folders
@@ -37,6 +38,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return taught(tmp_path_factory.mktemp("whole"))
 
 
+@pytest.mark.arithmetic
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_exact_answers_on_held_out_sums_become_more(seed: int, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     unproven(monkeypatch)
@@ -50,7 +52,7 @@ def test_exact_answers_on_held_out_sums_become_more(seed: int, whole: Path, tmp_
 def test_a_reward_that_does_not_look_at_the_answer_shows_nothing(seed: int, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """It is refused before the first rollout; with that asleep, the verdict on what is wanted still claims nothing."""
     unproven(monkeypatch)
-    monkeypatch.setattr(recipe, "preflight_rewards", lambda *_, **__: [])
+    monkeypatch.setattr(rewards, "preflight_rewards", lambda *_, **__: [])
     (tmp_path / "odd.py").write_text(NOISE)
     config = options(whole, tmp_path / "run", seed=seed, reward=(f"{tmp_path / 'odd.py'}:noise:1",), metric="answer", **LONG)
     gain = reinforced(config)[-1]
@@ -113,7 +115,7 @@ def test_an_adapter_that_is_saved_wrongly_is_stopped_before_anyone_reads_it(faul
         start(self, folder, **options)
 
     if fault == "wrong active adapter":
-        monkeypatch.setattr(Adapter, "patch", lambda self: before)
+        monkeypatch.setattr(AdapterModel, "patch", lambda self: before)
     elif fault == "half-written":
         monkeypatch.setattr(Prover, "start", torn)
     else:

@@ -3,8 +3,8 @@
 import pytest
 
 from assay.guard import loss_preflight
-from assay.recipes import pretrain
-from assay.testing.tiny_models import swap
+from assay.recipes import trainer
+from assay.testing.fault_injection import swap
 from assay.testing.tiny_training import TinyRun, run_guarded
 from assay.verdict import proven
 from assay.zoo import catalogue, observe
@@ -95,7 +95,7 @@ def test_a_blind_check_misses_its_fault():
     """One that runs before step 1, one that reads every step of the recipe."""
     with swap(loss_preflight, "check_isolation", lambda model, batch: proven("isolation", "looks fine")):
         assert not observe(catalogue()["packing not seen by the model"]).caught
-    with swap(pretrain, "check_consumed", lambda steps, order: proven("consumed", "looks fine")):
+    with swap(trainer, "check_consumed", lambda steps, order: proven("consumed", "looks fine")):
         assert not observe(catalogue()["place in the data lost"]).caught
 
 

@@ -1,4 +1,4 @@
-"""Looks: comparable from one to the next, remembered across sittings, and silent about a gap that cannot be."""
+"""Evaluation during a run: comparable from one time to the next, remembered across sittings, and silent about a gap that cannot be."""
 
 from functools import partial
 from pathlib import Path
@@ -8,11 +8,10 @@ import pytest
 
 from assay.evaluation.held_out_loss import score_corpus
 from assay.recipes import run as run_module
-from assay.recipes.looks import Looks
+from assay.recipes.evaluator import HeldOutEvaluator
 from assay.recipes.run import Run
 from assay.testing.tiny_models import nudge, tiny_model
-from assay.testing.tiny_training import tiny_corpus
-from assay.zoo.run_faults import NoProver
+from assay.testing.tiny_training import NoProver, tiny_corpus
 from tests.recipes.sittings import events, options, rows
 
 
@@ -27,20 +26,18 @@ def run(tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch) -> Run
     return Run(tmp_path / "run", options(tmp_path / "run"), say=said.append)
 
 
-def looks_of(run: Run, repeats_from: int = 100) -> Looks:
+def evaluator_of(run: Run, repeats_from: int = 100) -> HeldOutEvaluator:
     three = partial(score_corpus, corpus=tiny_corpus(), rows=8, length=32, count=3)
-    return Looks(run, three, repeats_from=repeats_from, device="cpu")
+    return HeldOutEvaluator(run, three, repeats_from=repeats_from, device="cpu")
 
 
 def test_a_look_scores_the_same_documents_each_time_and_writes_them_down(run: Run, said: list[str]):
-    looks = looks_of(run)
-    looks.saw(5.0)
-    looks.saw(4.0)
-    found = looks.look(tiny_model(), 10)
-    looks.look(tiny_model(), 20)
-    assert np.array_equal(looks.losses[0], looks.losses[1])
-    assert looks.train == [4.5, pytest.approx(found.loss)]  # without a step between, there is no training loss to tell
-    row, again = rows(run.folder / "looks.jsonl")
+    evaluator = evaluator_of(run)
+    found = evaluator.evaluate(tiny_model(), 10, [5.0, 4.0])
+    evaluator.evaluate(tiny_model(), 20, [])
+    assert np.array_equal(evaluator.history.losses[0], evaluator.history.losses[1])
+    assert evaluator.history.train == [4.5, pytest.approx(found.loss)]  # without a step between, there is no training loss to tell
+    row, again = rows(run.folder / "eval.jsonl")
     assert (row["step"], row["train"], len(row["per_document"])) == (10, 4.5, 3)
     assert again["per_document"] == row["per_document"]
     assert rows(run.metrics_file)[0] | {"eval_loss": 0} == {
@@ -50,38 +47,35 @@ def test_a_look_scores_the_same_documents_each_time_and_writes_them_down(run: Ru
 
 
 def test_the_best_is_the_lowest_and_not_the_last(run: Run):
-    looks = looks_of(run)
+    evaluator = evaluator_of(run)
     for step, model in ((10, nudge(tiny_model(), 0.3)), (20, tiny_model()), (30, nudge(tiny_model(), 0.3, seed=1))):
-        looks.look(model, step)
-    assert looks.best_step() == 20
-    assert looks.best_checkpoint(Path("checkpoints")).name == "step-000020"
-    assert "is the best; the last" in looks.verdict_in_words()
+        evaluator.evaluate(model, step, [])
+    assert evaluator.best_step() == 20
+    assert evaluator.best_checkpoint().name == "step-000020"
+    assert "is the best; the last" in evaluator.best_in_words()
 
 
 def test_a_resumed_run_remembers_what_it_saw_up_to_its_step_and_since_its_last_look(run: Run):
-    looks = looks_of(run)
+    evaluator = evaluator_of(run)
     for step in (2, 4, 6):
         for taken in (step - 2, step - 1):
             run.record(taken, loss=float(taken))
-            looks.saw(float(taken))
-        looks.look(tiny_model(), step)
+        evaluator.evaluate(tiny_model(), step, [float(step - 2), float(step - 1)])
     run.rewind(5)
-    later = looks_of(run)
+    later = evaluator_of(run)
     later.recall()
-    assert later.steps == [2, 4]
-    assert later.train == looks.train[:2]
-    assert all(np.array_equal(a, b) for a, b in zip(later.losses, looks.losses[:2], strict=True))
-    later.saw(5.0)
-    later.look(tiny_model(), 6)
-    assert later.train == looks.train  # step 4 was taken before the interruption, step 5 after it
+    assert later.history.steps == [2, 4]
+    assert later.history.train == evaluator.history.train[:2]
+    assert all(np.array_equal(a, b) for a, b in zip(later.history.losses, evaluator.history.losses[:2], strict=True))
+    later.evaluate(tiny_model(), 6, [5.0])
+    assert later.history.train == evaluator.history.train  # step 4 was taken before the interruption, step 5 after it
 
 
 @pytest.mark.parametrize(("repeats_from", "said_so"), [(0, True), (1000, False)])
 def test_a_gap_is_spoken_of_only_once_text_is_read_again(repeats_from: int, said_so: bool, run: Run, said: list[str]):
-    looks = looks_of(run, repeats_from)
+    evaluator = evaluator_of(run, repeats_from)
     for look in range(1, 9):
-        looks.saw(5.0 - 0.5 * look)  # learned by heart, while held-out loss stays where it is
-        looks.look(tiny_model(), 10 * look)
+        evaluator.evaluate(tiny_model(), 10 * look, [5.0 - 0.5 * look])  # learned by heart, while held-out loss stays where it is
     run.ledger.close()
     assert bool(events(run.config, "gap")) is said_so
     assert any("learned by heart" in line or "over-fitting" in line for line in said) is said_so

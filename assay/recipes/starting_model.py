@@ -1,8 +1,9 @@
-"""Where a fine-tuning begins: a model opened strictly, made ready to be trained as a whole or by an adapter, and its lineage."""
+"""Starting model of a fine-tuning, opened strictly; and the trained weights that a run saves: a whole model, or an adapter on its base."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,44 +13,142 @@ from assay.guard.proof import prove_checkpoint, without_optional
 from assay.guard.proof_subject import ProofSampling
 from assay.guard.training_guards import check_adapted, stop_if_refuted
 from assay.learn.optim import load_state_tensors
-from assay.model.lora import LoraSite, attach, fresh, plan
+from assay.model.families import hf_layout, to_foreign
+from assay.model.lora import LoraLinear, LoraSite, attach, fresh, plan
+from assay.model.patch import Patch
 from assay.model.placement import place_for_training
 from assay.model.resize_embeddings import resize_embeddings, with_new_tokens
-from assay.model.special_tokens import resolve_special_tokens
+from assay.model.special_tokens import SpecialTokens, resolve_special_tokens
 from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import Transformer
-from assay.recipes.forms import Adapter, Form, Whole
 from assay.recipes.options import Trained
 from assay.store import checkpoint
 from assay.store.artifact import Artifact, assemble_model, build_model, open_artifact
-from assay.store.checkpoint import open_checkpoint
-from assay.store.saving import Ancestor, Lineage, model_contents
+from assay.store.checkpoint import Checkpoint, Contents, open_checkpoint
+from assay.store.peft import write_adapter
+from assay.store.saving import Ancestor, Lineage, adapter_contents, model_contents
 from assay.verdict import Outcome, overall
+
+# ---------------------------------------------------------------- trained weights
 
 
 @dataclass(frozen=True)
-class Beginning:
-    """`parent` is what the first checkpoint equals: the model as given, or a base made from it with rows for new tokens."""
+class Ancestry:
+    """What came before a run's checkpoints: the first one, and every later one, which has moved.
+
+    `largest` is the largest weight there was, where the optimizer's reach bounds how far a later one can have moved.
+    """
+
+    first: Lineage
+    later: Lineage
+    largest: float | None = None
+
+    def lineage(self, *, moved: bool, bound: float | None) -> Lineage:
+        return replace(self.later, movement_bound=bound) if moved else self.first
+
+
+class WholeModel:
+    """Every parameter is trained. `ancestry` says how a checkpoint stands to what came before it."""
+
+    def __init__(self, model: Transformer, tokenizer: Tokenizer, stops: SpecialTokens, ancestry: "Ancestry"):
+        self.model, self.tokenizer, self.stops, self.ancestry = model, tokenizer, stops, ancestry
+
+    def trained(self) -> list[str]:
+        return [name for name, _ in self.model.named_parameters()]
+
+    reachable = trained  # by a gradient, as the weights are now
+
+    def weights(self) -> dict[str, Tensor]:
+        """What a checkpoint's weight files hold, live, under the names it has there."""
+        return to_foreign(hf_layout(self.model.config), {name: p.detach() for name, p in self.model.named_parameters()})
+
+    def contents(self, lineage: Lineage, run_config: Mapping[str, Any], trainer: Mapping[str, Any],
+                 optimizer: Mapping[str, Tensor]) -> Contents:
+        return model_contents(self.model, self.tokenizer, self.stops, lineage, run_config=run_config, trainer=trainer,
+                              optimizer=optimizer)
+
+    @torch.no_grad()
+    def restore(self, found: Checkpoint) -> None:
+        tensors = open_artifact(found.folder).tensors
+        for name, parameter in self.model.named_parameters():
+            parameter.copy_(tensors[name])
+
+
+class AdapterModel:
+    """Low-rank layers are trained, everything else is the base's. `base` says where that lies and what its weights are."""
+
+    def __init__(self, model: Transformer, base: Ancestor, tokenizer: Tokenizer, rslora: bool, ancestry: "Ancestry"):
+        self.model, self.base, self.tokenizer, self.rslora, self.ancestry = model, base, tokenizer, rslora, ancestry
+
+    def patch(self) -> Patch:
+        """What has been learned so far, live."""
+        return Patch(self.base.weights, {f"{name}.weight": module.parts() for name, module in self._layers().items()})
+
+    def trained(self) -> list[str]:
+        return [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+
+    def reachable(self) -> list[str]:
+        """A fresh adapter's left factors are 0, so that no gradient passes them to the right ones before the first step."""
+        dead = {f"{name}.rights.{i}" for name, module in self._layers().items() for i, left in enumerate(module.lefts) if not left.any()}
+        return [name for name in self.trained() if name not in dead]
+
+    def _layers(self) -> dict[str, LoraLinear]:
+        return {name: module for name, module in self.model.named_modules() if isinstance(module, LoraLinear)}
+
+    def weights(self) -> dict[str, Tensor]:
+        return write_adapter(self.model.config, self.patch(), self.base.path, rslora=self.rslora)[1]
+
+    def contents(self, lineage: Lineage, run_config: Mapping[str, Any], trainer: Mapping[str, Any],
+                 optimizer: Mapping[str, Tensor]) -> Contents:
+        return adapter_contents(self.model, self.patch(), self.base, self.tokenizer, lineage, rslora=self.rslora,
+                                run_config=run_config, trainer=trainer, optimizer=optimizer)
+
+    def restore(self, found: Checkpoint) -> None:
+        patch = open_artifact(found.folder, base=self.base.path).patch
+        assert patch is not None, "a run that trains an adapter saves adapters"
+        self.load(patch)
+
+    @torch.no_grad()
+    def load(self, patch: Patch) -> None:
+        """The same layers, ranks and scales as this run's; other values."""
+        for name, parts in patch.low_rank.items():
+            module = self.model.get_submodule(name.removesuffix(".weight"))
+            assert isinstance(module, LoraLinear), f"{name} has no adapter here"
+            for part, left, right in zip(parts, module.lefts, module.rights, strict=True):
+                left.copy_(part.left)
+                right.copy_(part.right)
+
+
+TrainedWeights = WholeModel | AdapterModel
+
+# ---------------------------------------------------------------- the starting model
+
+
+@dataclass(frozen=True)
+class StartingModel:
+    """A parent and what is trained of it.
+
+    `parent` is what the first checkpoint equals: the model as given, or a base made from it with rows for new tokens.
+    """
 
     parent: Artifact
     model: Transformer
-    form: Form
+    weights: TrainedWeights
     tokenizer: Tokenizer
     carried: dict[str, Tensor]  # the parent's moments, where they are carried on
     steps_before: int  # that those moments have seen
 
 
-def begin(config: Trained, device: str, reach: Callable[[int], float], say: Callable[[str], None]) -> Beginning:
-    """`reach(step)` is how far the optimizer can have moved one element after so many steps."""
+def load_start(config: Trained, device: str, say: Callable[[str], None]) -> StartingModel:
     parent = prepared(config, given(config), say)
     tokenizer = parent.tokenizer
     if tokenizer is None:
         raise UsageError(f"{parent.path} has no tokenizer, so no conversation can be written for it; add tokenizer.json")
-    model, form = trainable(config, parent, tokenizer, reach, say)
-    place_for_training(model, device, recompute=config.recompute)
-    model.train()
+    weights = trainable(config, parent, tokenizer, say)
+    place_for_training(weights.model, device, recompute=config.recompute)
+    weights.model.train()
     carried, steps = carried_state(config)
-    return Beginning(parent, model, form, tokenizer, carried, steps)
+    return StartingModel(parent, weights.model, weights, tokenizer, carried, steps)
 
 
 def given(config: Trained) -> Artifact:
@@ -114,11 +213,11 @@ def _based(config: Trained, source: Artifact, say: Callable[[str], None]) -> che
                           Lineage("new"))
 
 
-def trainable(config: Trained, parent: Artifact, tokenizer: Tokenizer, reach: Callable[[int], float],
-              say: Callable[[str], None]) -> tuple[Transformer, Form]:
+def trainable(config: Trained, parent: Artifact, tokenizer: Tokenizer, say: Callable[[str], None]) -> TrainedWeights:
     model, ancestor = build_model(parent), Ancestor(parent.digest, str(parent.path.resolve()))
     for parameter in model.parameters():  # memory of its own: what is learned must not change the parent it is held against
         parameter.data = parameter.data.clone()
+    same, moved = Lineage("same", ancestor), Lineage("moved", ancestor)
     if parent.patch is not None and parent.base is not None and parent.adapter is not None:
         rank = next(iter(parent.patch.low_rank.values()))[0].right.shape[0]
         if config.lora_r not in (0, rank) or config.lora_targets or config.lora_alpha or parent.patch.replaced:
@@ -126,29 +225,21 @@ def trainable(config: Trained, parent: Artifact, tokenizer: Tokenizer, reach: Ca
                              "for another adapter merge it first")
         base = Ancestor(parent.base.digest, str(parent.base.path.resolve()))
         say(f"going on with the adapter of {parent.path}: rank {rank}, {len(parent.patch.low_rank)} matrices")
-        return model, Adapter(model, base, tokenizer, parent.adapter.rslora, _moving(ancestor, None))
+        return AdapterModel(model, base, tokenizer, parent.adapter.rslora, Ancestry(same, moved))
     if not config.lora_r:
         if config.lora_targets or config.lora_alpha or config.rslora:
             raise UsageError("--lora-alpha, --lora-targets and --rslora are for adapters; give --lora-r too")
-        return model.requires_grad_(True), Whole(model, tokenizer, parent.stops, _moving(ancestor, reach))
+        largest = max(float(tensor.abs().max()) for tensor in parent.tensors.values())
+        return WholeModel(model.requires_grad_(True), tokenizer, parent.stops, Ancestry(same, moved, largest))
     alpha = config.lora_alpha or 2 * config.lora_r
     scale = alpha / (config.lora_r**0.5 if config.rslora else config.lora_r)
     planned = plan(parent.config, config.lora_targets or None)
     say(_plan_in_words(planned, config.lora_r, alpha, scale))
     attach(model, fresh(parent.config, planned, config.lora_r, scale, config.seed, parent.digest))
     # A fresh adapter changes nothing yet, and there is no adapter that came before it.
-    form = Adapter(model, ancestor, tokenizer, config.rslora, lambda step: Lineage("moved", ancestor) if step else Lineage("new"))
-    stop_if_refuted([check_adapted(planned, form.patch())])
-    return model, form
-
-
-def _moving(parent: Ancestor, reach: Callable[[int], float] | None) -> Callable[[int], Lineage]:
-    """Step 0 is the parent; every later one has moved, and not farther than the optimizer could."""
-    def lineage(step: int) -> Lineage:
-        if step == 0:
-            return Lineage("same", parent)
-        return Lineage("moved", parent, movement_bound=None if reach is None else reach(step))
-    return lineage
+    weights = AdapterModel(model, ancestor, tokenizer, config.rslora, Ancestry(Lineage("new"), moved))
+    stop_if_refuted([check_adapted(planned, weights.patch())])
+    return weights
 
 
 def carried_state(config: Trained) -> tuple[dict[str, Tensor], int]:
@@ -161,9 +252,9 @@ def carried_state(config: Trained) -> tuple[dict[str, Tensor], int]:
     return {name: tensor for name, tensor in state.items() if not name.startswith("ema/")}, trainer["step"] + trainer.get("steps_before", 0)
 
 
-def carry(optimizer: torch.optim.Optimizer, beginning: Beginning) -> None:
-    if beginning.carried:
-        load_state_tensors(optimizer, dict(beginning.model.named_parameters()), beginning.carried)
+def carry_moments(optimizer: torch.optim.Optimizer, start: StartingModel) -> None:
+    if start.carried:
+        load_state_tensors(optimizer, dict(start.model.named_parameters()), start.carried)
 
 
 def _plan_in_words(planned: list[LoraSite], rank: int, alpha: float, scale: float) -> str:
@@ -173,5 +264,3 @@ def _plan_in_words(planned: list[LoraSite], rank: int, alpha: float, scale: floa
         leaves[leaf] = leaves.get(leaf, 0) + 1
     counted = ", ".join(f"{leaf} × {count}" for leaf, count in leaves.items())
     return f"LoRA of rank {rank}, alpha {alpha:g}: the adapter counts {scale:g} times; {len(planned)} layers: {counted}"
-
-

@@ -1,4 +1,4 @@
-"""The bytes-limited artifact of a run: squeezed, read back from the disk, scored as it was read, and only that score told."""
+"""Size-limited artifact of a run, RUN/model.assayz: squeezed, read back from the disk, scored as it was read, and only that score told."""
 
 import math
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from assay.store.assayz import most_assayz_bytes, read_assayz, write_assayz
 from assay.store.ledger import Event
 from assay.verdict import Verdict, proven, refuted
 
-_WORSE = 0.05  # bits per byte that rounding may cost: more, and the artifact is not the model that was trained
+WORSE = 0.05  # bits per byte that rounding may cost: more, and the artifact is not the model that was trained
 
 
 def require_room(of_depth: Callable[[int], ModelConfig], depth: int, tokenizer: Tokenizer, max_bytes: int) -> str:
@@ -35,12 +35,12 @@ def require_room(of_depth: Callable[[int], ModelConfig], depth: int, tokenizer: 
                      f"bytes at int5; what fits is {way}")
 
 
-def squeezed(run: Run, model: Path, before: HeldOut, corpus: Corpus, *, rows: int, length: int, max_bytes: int) -> list[Verdict]:
+def write_squeezed(run: Run, model: Path, before: HeldOut, corpus: Corpus, *, rows: int, length: int, max_bytes: int) -> list[Verdict]:
     """`RUN/model.assayz` is the handed-over model in at most `max_bytes`. `before` is its score before it was rounded."""
     where = run.folder / "model.assayz"
     report = write_assayz(open_artifact(model), where, max_bytes)
     after = reread(where, corpus, rows, length)
-    verdicts = [check_bytes(where, max_bytes), check_score(before, after)]
+    verdicts = [check_bytes(where, max_bytes), check_squeezed_score(before, after)]
     run.ledger.append(Event.ARTIFACT, file=where.name, bytes=report.bytes, levels=report.levels, bits=report.bits,
                       score=asdict(after.bits_per_byte), unquantised=asdict(before.bits_per_byte),
                       verdicts=plain([verdict.to_json() for verdict in verdicts]))
@@ -65,13 +65,13 @@ def check_bytes(where: Path, max_bytes: int) -> Verdict:
     return (proven if size <= max_bytes else refuted)("bytes", words, bytes=size, max_bytes=max_bytes)
 
 
-def check_score(before: HeldOut, after: HeldOut) -> Verdict:
+def check_squeezed_score(before: HeldOut, after: HeldOut) -> Verdict:
     """Document by document, so that what rounding cost has an interval of its own."""
     cost = rounding_cost(before, after)
     words = f"the bytes on disk score {after.bits_per_byte} bits per byte; unquantised {before.bits_per_byte}, so rounding cost {cost}"
-    evidence = {"score": asdict(after.bits_per_byte), "cost": asdict(cost), "bound": _WORSE}
-    if cost.mean > _WORSE:
-        return refuted("artifact score", f"{words}, more than the {_WORSE} allowed; give more bytes or train a smaller model", **evidence)
+    evidence = {"score": asdict(after.bits_per_byte), "cost": asdict(cost), "bound": WORSE}
+    if cost.mean > WORSE:
+        return refuted("artifact score", f"{words}, more than the {WORSE} allowed; give more bytes or train a smaller model", **evidence)
     return proven("artifact score", words, **evidence)
 
 

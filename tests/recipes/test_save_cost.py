@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from assay.recipes import thrift
-from assay.recipes.run import Run
-from assay.recipes.thrift import Thrift, round_up
+from assay.recipes import run
+from assay.recipes.run import Run, SaveCost
 from tests.recipes.sittings import events, options, sit
 
 
@@ -18,8 +17,8 @@ from tests.recipes.sittings import events, options, sit
     (59.0, 1.0, 10, None), (100.0, 5.0, 3, None)])
 def test_it_speaks_of_what_is_much_and_would_go_on(loop: float, each: float, times: int, said: str | None, monkeypatch: pytest.MonkeyPatch):
     now = [0.0]
-    monkeypatch.setattr(thrift.time, "monotonic", lambda: now[0])
-    spent = Thrift()
+    monkeypatch.setattr(run.time, "monotonic", lambda: now[0])
+    spent = SaveCost()
     for _ in range(times):
         with spent.saving():
             now[0] += each
@@ -30,7 +29,7 @@ def test_it_speaks_of_what_is_much_and_would_go_on(loop: float, each: float, tim
 
 @pytest.mark.parametrize(("steps", "rounded"), [(7.2, 8), (99.0, 99), (104.0, 110), (1234.0, 1300), (5000.0, 5000)])
 def test_advice_is_rounded_up(steps: float, rounded: int):
-    assert round_up(steps) == rounded
+    assert run._round_up(steps) == rounded
 
 
 def test_a_run_writes_it_down_and_says_it_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -41,13 +40,13 @@ def test_a_run_writes_it_down_and_says_it_in_time(tmp_path: Path, monkeypatch: p
         return whole(self, step, *given, **named)
 
     monkeypatch.setattr(Run, "save", slow)
-    monkeypatch.setattr(thrift, "WORTH_SAYING", 0.0)
+    monkeypatch.setattr(run, "WORTH_SAYING", 0.0)
     config, said = options(tmp_path / "run", every=2), list[str]()
     began = time.monotonic()
     sit(config, say=said.append)
     whole_run = time.monotonic() - began
     (spent,) = events(config, "saving")
-    assert spent["checkpoints"] > thrift.FEW
+    assert spent["checkpoints"] > run.FEW
     assert 0.2 * spent["checkpoints"] <= spent["seconds"] < spent["loop"]
     assert spent["loop"] < whole_run - 2.0  # the first checkpoint comes before the loop
     assert any("saving held the loop up" in line and "s a checkpoint" in line for line in said)

@@ -1,9 +1,9 @@
-"""Handing over: the best checkpoint is exported, its bytes are read back, and they must score what was recorded."""
+"""Hand-over: the best checkpoint is exported, its bytes are read back, and they must score what was recorded."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from assay.guard.proof_subject import DEFAULT_SAMPLING, ProofSampling
 from assay.learn.ema import ema_weights
 from assay.model.placement import default_device, place_for_training
 from assay.model.transformer import Transformer
-from assay.recipes.looks import Looks
+from assay.recipes.evaluator import HeldOutEvaluator
 from assay.recipes.run import Run, plain
 from assay.store import checkpoint
 from assay.store.artifact import Artifact, build_model, locate_artifact, merged_tensors, open_artifact
@@ -25,33 +25,45 @@ from assay.store.ledger import Event
 from assay.store.saving import Ancestor, Lineage, model_contents
 from assay.verdict import Outcome, Verdict, proven, refuted
 
-_Score = Callable[[Transformer], HeldOut]
+HeldOutScore = Callable[[Transformer], HeldOut]
 SAME_SCORE = 1e-4  # bits per byte, or nats per token: what fp32 sums in another order may differ by
-SAME_LOOK = {torch.float32: 1e-4, torch.bfloat16: 1e-2}  # a document's loss, compiled or not, relative to the mean
+SAME_LOSS = {torch.float32: 1e-4, torch.bfloat16: 1e-2}  # a document's loss, compiled or not, relative to the mean
 
 
-def hand_over(run: Run, best: Path, looks: Looks, final: _Score,
-              also: Callable[[Artifact], Mapping[str, Any]] | None = None) -> tuple[HeldOut, list[Verdict]]:
-    """`RUN/model` is the best checkpoint as a plain Hugging Face folder, proven; `final` scores it, and that is the run's score.
+class HandedOver(NamedTuple):
+    """`recorded` is the score of the best checkpoint on all held-out text, which `RUN/model` must have too."""
 
-    Of an adapter, `RUN/adapter` is the adapter as a PEFT folder, and `RUN/model` the two merged. `also` says what else the ledger
-    is to hold of `RUN/model`.
+    best: Path
+    places: list[Path]
+    recorded: HeldOut
+    verdicts: list[Verdict]
+
+
+def hand_over(run: Run, evaluator: HeldOutEvaluator, score_all: HeldOutScore) -> HandedOver:
+    """`RUN/model` is the best checkpoint as a plain Hugging Face folder, proven; `score_all` scores it, and that is the run's score.
+
+    Of an adapter, `RUN/adapter` is the adapter as a PEFT folder, and `RUN/model` the two merged.
     """
-    run.say(f"best: {best.name}; {looks.verdict_in_words()}")
-    verdicts = [check_look(looks, best)]
-    recorded = rescored(_scored(open_artifact(best)), final, looks.device)
-    places, found = exported(run, best)
-    verdicts += found
-    verdicts.append(_check_score(recorded, rescored(open_artifact(run.folder / "model"), final, looks.device)))
-    run.ledger.append(Event.HAND_OVER, checkpoint=best.name, unit=recorded.unit, score=asdict(recorded.estimate),
-                      **({} if also is None else plain(also(open_artifact(run.folder / "model")))),
-                      verdicts=plain([verdict.to_json() for verdict in verdicts]))
-    for where in places:
+    best = evaluator.best_checkpoint()
+    assert best is not None, "a run ends with an evaluation"
+    run.say(f"best: {best.name}; {evaluator.best_in_words()}")
+    verdicts = [check_evaluated(evaluator, best)]
+    recorded = rescore(scored_set(open_artifact(best)), score_all, evaluator.device)
+    places, found = export_best(run, best)
+    verdicts += [*found, check_exported_score(recorded, rescore(open_artifact(run.folder / "model"), score_all, evaluator.device))]
+    return HandedOver(best, places, recorded, verdicts)
+
+
+def write_down(run: Run, handed: HandedOver, **more: Any) -> None:
+    """In the ledger, with whatever `more` the recipe has to say of `RUN/model`."""
+    recorded = handed.recorded
+    run.ledger.append(Event.HAND_OVER, checkpoint=handed.best.name, unit=recorded.unit, score=asdict(recorded.estimate), **plain(more),
+                      verdicts=plain([verdict.to_json() for verdict in handed.verdicts]))
+    for where in handed.places:
         run.say(f"{where}: {recorded.estimate} {recorded.unit} on all held-out text")
-    return recorded, verdicts
 
 
-def exported(run: Run, best: Path) -> tuple[list[Path], list[Verdict]]:
+def export_best(run: Run, best: Path) -> tuple[list[Path], list[Verdict]]:
     """`RUN/model`, and of an adapter `RUN/adapter` before it: written, and proven in a fresh process."""
     places = [run.folder / name for name in (("adapter", "model") if locate_artifact(best).adapter else ("model",))]
     verdicts = []
@@ -60,7 +72,7 @@ def exported(run: Run, best: Path) -> tuple[list[Path], list[Verdict]]:
             verdicts.append(check_weight_set(best, where))
         else:
             run.set_aside(where)
-            found = written(best, where, "peft" if where.name == "adapter" else None, run.probing)
+            found = export_proven(best, where, "peft" if where.name == "adapter" else None, run.probing)
             hallmark_or_quarantine(open_checkpoint(where), found)
             verdicts += found
     return places, verdicts
@@ -76,21 +88,21 @@ def handed_over_before(best: Path, where: Path) -> bool:
         return False
 
 
-def _scored(saved: Artifact) -> Artifact:
-    """The weight set of a checkpoint that the looks scored: its model, or the average in its optimizer's file."""
+def scored_set(saved: Artifact) -> Artifact:
+    """The weight set of a checkpoint that evaluations scored: its model, or the average in its optimizer's file."""
     assert saved.raw.checkpoint is not None
     if saved.raw.checkpoint.facts["scored_set"] != "ema":
         return saved
     return replace(saved, tensors=ema_weights(saved.raw.checkpoint.optimizer() or {}))
 
 
-def written(best: Path, where: Path, form: Literal["peft"] | None = None, probing: ProofSampling = DEFAULT_SAMPLING) -> list[Verdict]:
+def export_proven(best: Path, where: Path, form: Literal["peft"] | None = None, probing: ProofSampling = DEFAULT_SAMPLING) -> list[Verdict]:
     """The scored set as a Hugging Face folder, proven in a fresh process: the checkpoint's model, or its average."""
     saved = open_artifact(best)
     if saved.patch is not None:
         bound = export_artifact(saved, "peft", where) if form == "peft" else export_artifact(saved, "merged", where, "float32")
         return prove(ProofRequest(str(where), str(best), expect="same", bound=bound, probing=probing))
-    if (chosen := _scored(saved)) is saved:
+    if (chosen := scored_set(saved)) is saved:
         return prove(ProofRequest(str(where), str(best), expect="same", bound=export_artifact(saved, "hf", where), probing=probing))
     lineage = Lineage("moved", Ancestor(saved.digest, str(best)), weight_set="ema", scored_set="ema")
     checkpoint.write_checkpoint(where, model_contents(build_model(chosen), saved.tokenizer, saved.stops, lineage))
@@ -99,7 +111,7 @@ def written(best: Path, where: Path, form: Literal["peft"] | None = None, probin
 
 def check_weight_set(best: Path, where: Path) -> Verdict:
     """What lies at `where` is the set that was scored, bit for bit, and not the other one."""
-    due, found = (_as_stored(where, artifact) for artifact in (_scored(open_artifact(best)), open_artifact(where)))
+    due, found = (_as_stored(where, artifact) for artifact in (scored_set(open_artifact(best)), open_artifact(where)))
     assert due.keys() == found.keys(), "both were opened strictly, as the same architecture"
     wrong = sorted(name for name in due if not torch.equal(due[name], found[name]))
     words = f"{len(due) - len(wrong)} of {len(due)} tensors are those that were scored, bit for bit"
@@ -115,17 +127,17 @@ def _as_stored(where: Path, artifact: Artifact) -> dict[str, Tensor]:
     return artifact.raw.tensors if locate_artifact(where).adapter else merged_tensors(artifact, torch.float32)
 
 
-def rescored(artifact: Artifact, final: _Score, device: str | None = None) -> HeldOut:
+def rescore(artifact: Artifact, score_all: HeldOutScore, device: str | None = None) -> HeldOut:
     """The score of the bytes on disk, not of any model in memory."""
-    return final(build_model(artifact).to(device or default_device()))
+    return score_all(build_model(artifact).to(device or default_device()))
 
 
-def check_look(looks: Looks, best: Path) -> Verdict:
-    """The bytes of the best checkpoint score what the look recorded of the live model: they are the weights that were scored."""
-    model = place_for_training(build_model(_scored(open_artifact(best))), looks.device, compile=False)
-    found = looks.score(model).per_document
-    recorded, bound = looks.losses[looks.steps.index(looks.best_step())], SAME_LOOK[model.compute_dtype or torch.float32]
-    error = float(abs(found - recorded).max() / (looks.scale or recorded.mean()))
+def check_evaluated(evaluator: HeldOutEvaluator, best: Path) -> Verdict:
+    """The bytes of the best checkpoint score what was recorded of the live model: they are the weights that were scored."""
+    model = place_for_training(build_model(scored_set(open_artifact(best))), evaluator.device, compile=False)
+    found, recorded = evaluator.score(model).per_document, evaluator.history.at(evaluator.best_step())
+    bound, scale = SAME_LOSS[model.compute_dtype or torch.float32], evaluator.scale or recorded.mean()
+    error = float(abs(found - recorded).max() / scale)
     words = (f"{best.name} as saved and as scored then differ by {error:.1e} (relative, the worst of {len(found)} documents), "
              f"bound {bound:.0e}")
     if not error <= bound:
@@ -133,7 +145,7 @@ def check_look(looks: Looks, best: Path) -> Verdict:
     return proven("score", words, error=error)
 
 
-def _check_score(recorded: HeldOut, found: HeldOut) -> Verdict:
+def check_exported_score(recorded: HeldOut, found: HeldOut) -> Verdict:
     difference = abs(recorded.estimate.mean - found.estimate.mean)
     words = f"exported bytes score {found.estimate} {found.unit}, recorded {recorded.estimate.mean:.6f}"
     return proven("score", words, difference=difference) if difference <= SAME_SCORE else refuted("score", words, difference=difference)

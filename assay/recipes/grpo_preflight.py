@@ -1,4 +1,4 @@
-"""A rollout that is not learned from, and what it shows before the first step: the floor, that seeds count, that a fork holds."""
+"""GRPO preflight on one rollout that is not trained on: the floor of sampler and trainer, that seeds count, that a fork holds."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -8,33 +8,31 @@ import numpy as np
 import torch
 
 from assay.data.batch import Batch
-from assay.generate.generation_request import Completion, Sampling
+from assay.generate.generation_request import Sampling
 from assay.guard.policy_identity import LogprobFloor, measure_logprob_floor
 from assay.guard.rollout_checks import check_rollout_seeds
 from assay.model.placement import uncompiled
 from assay.model.transformer import Transformer
-from assay.recipes.experience import COMPARED
-from assay.recipes.layout import Layout
-from assay.recipes.rollouts import Prompt, Sampler, batch_logprobs, of_completions
+from assay.recipes.prompts import Prompt
+from assay.recipes.rollout_batch import Drawn, Layout, batch_logprobs, of_completions
+from assay.recipes.rollouts import COMPARED, Sampler
 from assay.verdict import Verdict, proven, refuted
-
-Rehearsed = Sequence[tuple[Prompt, Completion]]
 
 FLOOR_TEXTS = 4
 LAST_BITS = 4 * torch.finfo(torch.float32).eps  # of a log-probability: that much is lost in the sums it comes from
 
 
-def floor_of(model: Transformer, rehearsed: Rehearsed, temperature: float) -> LogprobFloor:
+def rollout_floor(model: Transformer, drawn: Drawn, temperature: float) -> LogprobFloor:
     """Of the prompt that was answered at length. It grows with the logits, and with how rare what was said is."""
-    prompt, said = max(_longest_of_each_prompt(rehearsed), key=lambda answered: len(answered[1][-1]))
+    prompt, said = max(_longest_of_each_prompt(drawn), key=lambda answered: len(answered[1][-1]))
     with uncompiled():  # token by token, every length would be compiled anew
         found = measure_logprob_floor(model, [(*prompt, *ids) for ids in said], temperature, len(prompt))
-    rarest = max(-logprob for _, completion in rehearsed for logprob in completion.logprobs)
+    rarest = max(-logprob for _, completion in drawn for logprob in completion.logprobs)
     return replace(found, most=max(found.most, LAST_BITS * rarest))
 
 
-def _longest_of_each_prompt(rehearsed: Rehearsed) -> Iterator[tuple[tuple[int, ...], list[tuple[int, ...]]]]:
-    for _, members in groupby(rehearsed, key=lambda pair: pair[0].id):
+def _longest_of_each_prompt(drawn: Drawn) -> Iterator[tuple[tuple[int, ...], list[tuple[int, ...]]]]:
+    for _, members in groupby(drawn, key=lambda pair: pair[0].id):
         pairs = list(members)
         yield pairs[0][0].ids, sorted((completion.ids for _, completion in pairs), key=len)[-FLOOR_TEXTS:][::-1]
 
@@ -45,11 +43,11 @@ def check_seeds_count(sampler: Sampler, prompts: Sequence[Prompt], sampling: Sam
     return check_rollout_seeds([c for group in one for c in group], [c for group in two for c in group])
 
 
-def check_fork(parent: Transformer, child: Transformer, batch: Batch, rehearsed: Rehearsed, temperature: float,
-               floor: LogprobFloor) -> Verdict:
+def check_forked_policy(parent: Transformer, child: Transformer, batch: Batch, drawn: Drawn, temperature: float,
+                        floor: LogprobFloor) -> Verdict:
     """The child answers as its parent does, opened anew: neither an adapter nor anything else was lost on the way."""
     shown = next(batch.split(COMPARED))
-    prompts = [prompt.ids for prompt, _ in rehearsed[: len(shown)]]
+    prompts = [prompt.ids for prompt, _ in drawn[: len(shown)]]
     due, found = (of_completions(batch_logprobs(model, shown, temperature, Layout(COMPARED), entropy=False), shown, prompts)
                   for model in (parent, child))
     apart = max(float(np.abs(np.subtract(one, two)).mean()) for one, two in zip(due, found, strict=True))

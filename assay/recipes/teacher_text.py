@@ -1,4 +1,4 @@
-"""Text distillation: a teacher answers the prompts of the data in its own words, and they are kept with who said them and how.
+"""Text of a teacher, for distillation without its logits: its own answers to the data's prompts, kept with who said them and how.
 
     RUN/teacher.jsonl             what the student learns: prompt, completion, and whose words they are
     RUN/teacher-held-out.jsonl    the same for prompts that are never trained on
@@ -23,7 +23,7 @@ from assay.generate.engine import Engine, fitting_slots
 from assay.generate.generation_request import Completion, GenerationRequest, Sampling
 from assay.model.tokenizer import Tokenizer
 from assay.recipes.options import Distill
-from assay.recipes.teachers import seated
+from assay.recipes.teachers import place_teacher
 from assay.store import durable
 from assay.store.artifact import Artifact
 from assay.store.ledger import Ledger
@@ -31,7 +31,7 @@ from assay.strict_json import read_json_lines
 
 
 @dataclass(frozen=True)
-class _Prompt:
+class TeacherPrompt:
     """What is asked: messages, a text, or both where a model without a template gets another text."""
 
     messages: tuple[Message, ...]
@@ -43,7 +43,8 @@ class _Prompt:
         return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def write_text(config: Distill, teacher: Artifact, student: Tokenizer, device: str, say: Callable[[str], None]) -> tuple[Path, Path]:
+def write_teacher_text(config: Distill, teacher: Artifact, student: Tokenizer, device: str,
+                       say: Callable[[str], None]) -> tuple[Path, Path]:
     """The two files. Those of an earlier sitting are taken as they are, where the same was asked of the same teacher."""
     if teacher.tokenizer is None:
         raise UsageError(f"{teacher.path} has no tokenizer, so it can neither be asked nor answer; add tokenizer.json")
@@ -56,16 +57,16 @@ def write_text(config: Distill, teacher: Artifact, student: Tokenizer, device: s
             if {row["asked"] for row in read_json_lines(file)} != {asked}:
                 raise UsageError(f"{file} holds what another teacher said, or was asked otherwise; give another --out")
         elif prompts:
-            rows, left_out = answers(prompts, teacher, teacher.tokenizer, student, sampling, device)
+            rows, left_out = sample_answers(prompts, teacher, teacher.tokenizer, student, sampling, device)
             if not rows:
                 raise DataError(f"none of {len(prompts)} answers of the teacher can be learned: {in_words(left_out)}; raise --max-new, or "
                                 "look at the prompts")
-            keep(file, "".join(json.dumps(row | {"asked": asked}) + "\n" for row in rows).encode())
+            write_once(file, "".join(json.dumps(row | {"asked": asked}) + "\n" for row in rows).encode())
             say(f"{file}: {len(rows):,} answers of {teacher.path.name}{f'; left out: {in_words(left_out)}' if left_out else ''}")
     return files[0], files[1] if config.held_out_data is None else Path(config.held_out_data)
 
 
-def keep(file: Path, data: bytes) -> None:
+def write_once(file: Path, data: bytes) -> None:
     """A teacher takes its time to answer: whoever began here meanwhile, and was quicker, has what it learns from."""
     ledger = Ledger(file.parent / "ledger.jsonl")
     ledger.claim()
@@ -77,7 +78,7 @@ def keep(file: Path, data: bytes) -> None:
         ledger.close()
 
 
-def prompts_of(config: Distill) -> tuple[list[_Prompt], list[_Prompt]]:
+def prompts_of(config: Distill) -> tuple[list[TeacherPrompt], list[TeacherPrompt]]:
     """(to learn, held out), each prompt once. Where held-out conversations are given, their own answers are scored."""
     found = {prompt.content: prompt for file in config.data for row in read_conversations(file, gsm8k=config.gsm8k).rows
              if (prompt := prompt_of(row))}
@@ -89,7 +90,7 @@ def prompts_of(config: Distill) -> tuple[list[_Prompt], list[_Prompt]]:
     return learned, held_out
 
 
-def prompt_of(row: Conversation) -> _Prompt:
+def prompt_of(row: Conversation) -> TeacherPrompt:
     """Everything before the answer: the last one, where there are several."""
     if row.tools:
         raise DataError(f"{row.where}: the row offers tools, and the teacher's calls could not be told from its words; leave it out")
@@ -98,20 +99,20 @@ def prompt_of(row: Conversation) -> _Prompt:
     plain = row.plain[0] if row.plain else None
     if not messages and not plain:
         raise DataError(f"{row.where}: there is no prompt, so there is nothing to ask the teacher; --how text needs prompts")
-    return _Prompt(messages, plain)
+    return TeacherPrompt(messages, plain)
 
 
-def answers(prompts: Sequence[_Prompt], teacher: Artifact, tokenizer: Tokenizer, student: Tokenizer, sampling: Sampling,
+def sample_answers(prompts: Sequence[TeacherPrompt], teacher: Artifact, tokenizer: Tokenizer, student: Tokenizer, sampling: Sampling,
             device: str) -> tuple[list[dict[str, Any]], Counter[str]]:
     """A row for each answer that can be learned, and why others cannot. What is drawn depends on the prompt, not on its place."""
-    asked = [encoded(prompt, tokenizer) for prompt in prompts]
+    asked = [encode_teacher_prompt(prompt, tokenizer) for prompt in prompts]
     room, left_out, rows = teacher.config.max_length - sampling.max_new, Counter[str](), []
     fitting = [place for place, ids in enumerate(asked) if len(ids) <= room]
     if len(fitting) < len(asked):
         left_out[f"no room for {sampling.max_new} more tokens after the prompt"] = len(asked) - len(fitting)
     if not fitting:
         return [], left_out
-    model, length = seated(teacher, device), max(len(asked[place]) for place in fitting) + sampling.max_new
+    model, length = place_teacher(teacher, device), max(len(asked[place]) for place in fitting) + sampling.max_new
     engine = Engine(model, slots=fitting_slots(model, len(fitting), length), version=teacher.digest, stop_ids=teacher.stops.stop_ids,
                     length=length)
     place_of = {engine.submit(GenerationRequest(tuple(asked[place]), sampling, ("teacher", prompts[place].content))): place
@@ -123,12 +124,12 @@ def answers(prompts: Sequence[_Prompt], teacher: Artifact, tokenizer: Tokenizer,
         if reason := unfit(completion, tokenizer):
             left_out[reason] += 1
         else:
-            rows.append(_row_of(prompts[place], tokenizer.decode(completion.ids[:-1]), student)
+            rows.append(row_of(prompts[place], tokenizer.decode(completion.ids[:-1]), student)
                         | {"teacher": teacher.digest, "seed": sampling.seed, "temperature": sampling.temperature})
     return rows, left_out
 
 
-def encoded(prompt: _Prompt, tokenizer: Tokenizer) -> list[int]:
+def encode_teacher_prompt(prompt: TeacherPrompt, tokenizer: Tokenizer) -> list[int]:
     """By the teacher's own template, or as plain text begins for it."""
     if prompt.messages and tokenizer.template is not None:
         return tokenizer.encode(tokenizer.render(prompt.messages, add_generation_prompt=True))
@@ -145,7 +146,7 @@ def unfit(completion: Completion, tokenizer: Tokenizer) -> str | None:
     return None if tokenizer.decode(completion.ids[:-1]).strip() else "empty"
 
 
-def _row_of(prompt: _Prompt, text: str, student: Tokenizer) -> dict[str, Any]:
+def row_of(prompt: TeacherPrompt, text: str, student: Tokenizer) -> dict[str, Any]:
     if prompt.messages and (student.template is not None or prompt.plain is None):
         return {"prompt": [dict(message) for message in prompt.messages], "completion": [{"role": "assistant", "content": text}]}
     return {"prompt": prompt.plain, "completion": text}

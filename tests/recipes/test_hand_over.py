@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from assay.recipes import handover
-from assay.recipes.handover import check_look, check_weight_set, handed_over_before
+from assay.recipes import hand_over
+from assay.recipes.hand_over import check_evaluated, check_weight_set, handed_over_before
 from assay.store.artifact import open_artifact
 from assay.store.checkpoint import step_folder
 from assay.testing.tiny_models import rewrite_tensors
@@ -17,14 +17,14 @@ from tests.recipes.sittings import LENGTH, ROWS, events, options, sit
 @pytest.fixture(autouse=True)
 def unproven_exports(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a fresh process says of an export is the matter of tests/guard/test_proof.py."""
-    monkeypatch.setattr(handover, "prove", lambda request: [proven("whole", "not looked at")])
+    monkeypatch.setattr(hand_over, "prove", lambda request: [proven("whole", "not looked at")])
 
 
 def handed(config, **options) -> list:
-    verdicts, interrupted = sit(config, handing_over=True, **options)
-    assert interrupted is None
-    assert all(verdict.outcome is Outcome.PROVEN for verdict in verdicts), "\n".join(map(str, verdicts))
-    return verdicts
+    found = sit(config, handing_over=True, **options)
+    assert found.interrupted is None
+    assert all(verdict.outcome is Outcome.PROVEN for verdict in found.verdicts), str(found)
+    return found.verdicts
 
 
 @pytest.mark.parametrize("ema", [0.0, 0.9])
@@ -66,13 +66,13 @@ def test_a_model_without_a_hallmark_or_damaged_is_made_again(tmp_path: Path):
 
 def test_a_checkpoint_that_is_not_what_was_scored_is_refuted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     seen: list = []
-    monkeypatch.setattr(handover, "check_look", lambda *given: (seen.append(given), check_look(*given))[1])
+    monkeypatch.setattr(hand_over, "check_evaluated", lambda *given: (seen.append(given), check_evaluated(*given))[1])
     handed(options(tmp_path / "run", tokens=6 * ROWS * LENGTH))
-    looks, best, *rest = seen[0]
-    assert check_look(looks, best, *rest).outcome is Outcome.PROVEN
+    evaluator, best, *rest = seen[0]
+    assert check_evaluated(evaluator, best, *rest).outcome is Outcome.PROVEN
     other = step_folder(tmp_path / "run" / "checkpoints", 1)
-    assert check_look(looks, other, *rest).outcome is Outcome.REFUTED
-    looks.losses[-1] = looks.losses[-1] * 1.001
-    found = check_look(looks, best, *rest)
+    assert check_evaluated(evaluator, other, *rest).outcome is Outcome.REFUTED
+    evaluator.history.losses[-1] = evaluator.history.losses[-1] * 1.001
+    found = check_evaluated(evaluator, best, *rest)
     assert found.outcome is Outcome.REFUTED
     assert "what was saved is not what was scored" in found.reason

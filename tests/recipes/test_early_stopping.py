@@ -7,25 +7,25 @@ import numpy as np
 import pytest
 
 from assay.errors import UsageError
-from assay.recipes.stopping import Stopping, early_rule
+from assay.recipes.evaluator import EarlyStopping, EvalHistory, stopping_rule
 from tests.recipes import sittings
 from tests.recipes.sittings import events, options, rows, sit
 
 EVERY = 10
 
 
-class Watched(Stopping):
-    """With looks that a test makes, and ears."""
+class Watched(EarlyStopping):
+    """With evaluations that a test makes, and ears."""
 
     def __init__(self, patience=3, worth=0.05, looks=30):
         self.said, self.events = [], []
         run = SimpleNamespace(say=self.said.append, ledger=SimpleNamespace(append=lambda kind, **what: self.events.append((kind, what))))
-        rule = early_rule(patience, worth, schedule="cosine", steps=looks * EVERY, every=EVERY)
-        super().__init__(run, SimpleNamespace(steps=[], losses=[]), rule, EVERY)
+        rule = stopping_rule(patience, worth, schedule="cosine", steps=looks * EVERY, every=EVERY)
+        super().__init__(run, EvalHistory(SimpleNamespace(folder=Path("nowhere"))), rule, EVERY)
 
-    def look(self, step, losses):
-        self.looks.steps.append(step)
-        self.looks.losses.append(np.asarray(losses))
+    def evaluate(self, step, losses):
+        self.history.steps.append(step)
+        self.history.losses.append(np.asarray(losses))
         self.judge(step)
         return self.reason is not None
 
@@ -40,7 +40,7 @@ def curve(of_step, noise=0.002, sequences=200):
 def stopped_at(stopping, losses, looks=30):
     """The odd looks at the beginning do not count: they lie elsewhere on the curve."""
     steps = [0, 1, *range(EVERY, (looks + 1) * EVERY, EVERY)]
-    return next((step for step in steps if stopping.look(step, losses(step))), None)
+    return next((step for step in steps if stopping.evaluate(step, losses(step))), None)
 
 
 def test_a_run_that_improves_goes_on_and_one_that_does_not_is_stopped_with_its_evidence():
@@ -48,7 +48,7 @@ def test_a_run_that_improves_goes_on_and_one_that_does_not_is_stopped_with_its_e
     stopping = Watched()
     stop = stopped_at(stopping, curve(lambda step: -0.03 * min(step / EVERY, 12)))
     assert stop in range(13 * EVERY, 18 * EVERY)
-    assert len(stopping.history) == stop // EVERY
+    assert len([step for step in stopping.history.steps if step and step % EVERY == 0]) == stop // EVERY
     assert "over the last 3 evaluations the held-out loss improved by" in stopping.said[-1]
     (kind, event), = stopping.events
     assert kind == "early stop"
@@ -79,8 +79,8 @@ def test_noise_that_grows_after_the_rule_was_accepted_stops_nothing():
 def test_what_cannot_work_is_refused_before_anything_is_spent(asked, words):
     usual = {"worth": 0.01, "schedule": "cosine", "steps": 300, "every": EVERY}
     with pytest.raises(UsageError, match=words):
-        early_rule(2, **(usual | asked))
-    assert early_rule(0, **(usual | asked)) is None
+        stopping_rule(2, **(usual | asked))
+    assert stopping_rule(0, **(usual | asked)) is None
 
 
 def test_a_run_stops_early_hands_over_and_does_not_begin_again(tmp_path: Path):

@@ -8,10 +8,9 @@ from assay.learn.loop import accumulated
 from assay.learn.policy import Surrogate, policy_gradient, token_logprobs
 from assay.model.placement import place_for_training
 from assay.model.transformer import initialised
-from assay.recipes.layout import Layout
-from assay.recipes.rollouts import batch_logprobs
+from assay.recipes.rollout_batch import Layout, batch_logprobs
 from assay.testing.tiny_models import tiny_config
-from tests.recipes.test_layout import rollout
+from tests.recipes.test_rollout_batch import rollout
 
 pytestmark = pytest.mark.gpu
 

@@ -14,7 +14,7 @@ from assay.generate.engine_thread import EngineThread, ServerSize
 from assay.generate.server import serve_in_background
 from assay.model.resize_embeddings import with_new_tokens
 from assay.recipes import grpo as recipe
-from assay.recipes.grpo import Reinforcement
+from assay.recipes.trainer import Trainer
 from assay.reward.answer import read_answer
 from assay.reward.endpoint import Endpoint, connected
 from assay.reward.llm_judge import Judge, judge_group
@@ -95,6 +95,7 @@ def test_one_call_a_group_and_what_it_cost_stand_in_metrics_and_ledger(parent: P
         assert b"a-very-secret-key" not in file.read_bytes(), file
 
 
+@pytest.mark.arithmetic
 def test_a_judge_teaches_and_held_out_scores_are_the_rules(parent: Path, server: Played, tmp_path: Path):
     """Its scores rank a group: no look could compare them with another's, so none is recorded."""
     config = judged(parent, tmp_path / "run", server, fair, ",repeat=0", prompts=16, group=8, steps=8, checkpoint_every=8,
@@ -157,16 +158,16 @@ def test_what_waits_survives_an_interruption_and_the_rest_is_the_same(parent: Pa
     uncut = judged(parent, tmp_path / "uncut", server, Moody(2))
     reinforced(uncut)
     cut = judged(parent, tmp_path / "cut", server, Moody(2))
-    over = Reinforcement.over
+    over = Trainer.over
 
-    def struck(work: Reinforcement) -> bool:
-        if work.done == 1:
-            work.run.interrupted = 15
-        return over(work)
+    def struck(trainer: Trainer) -> bool:
+        if trainer.done == 1:
+            trainer.run.interrupted = 15
+        return over(trainer)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Reinforcement, "over", struck)
-        assert recipe.grpo(cut, lambda _: None) == ([], 15)
+        patch.setattr(Trainer, "over", struck)
+        assert recipe.grpo(cut, lambda _: None).interrupted == 15
     said: list[str] = []
     reinforced(cut, said.append)
     assert [row["groups"] for row in steps_of(cut)] == [4, 5, 4, 4]
@@ -224,7 +225,7 @@ def test_another_judge_is_another_run(parent: Path, server: Played, tmp_path: Pa
     monkeypatch.setenv("OPENAI_MODEL", "big")
     config = judged(parent, tmp_path / "run", server, fair, reward=("judge[tries=1]:1",))
     with monkeypatch.context() as patch:
-        patch.setattr(Reinforcement, "over", lambda work: work.done >= 2)
+        patch.setattr(Trainer, "over", lambda trainer: trainer.done >= 2)
         reinforced(config)
     monkeypatch.setenv("OPENAI_MODEL", "bigger")
     with pytest.raises(GuardStop, match="scores of two judges do not compare"):

@@ -8,8 +8,7 @@ from assay.data.batch import Batch
 from assay.guard.loss_preflight import loss_gradients
 from assay.learn.policy import Surrogate, policy_gradient
 from assay.model.attention import PADDING, documents_from_lengths
-from assay.recipes.layout import Layout, dealt, layout_of
-from assay.recipes.rollouts import batch_logprobs
+from assay.recipes.rollout_batch import Layout, batch_logprobs, dealt, layout_of
 from assay.testing.tiny_models import tiny_model
 
 LENGTHS = [9, 24, 3, 17, 12, 24, 5, 8, 20, 2, 11]

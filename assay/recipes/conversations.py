@@ -1,0 +1,166 @@
+"""Conversations as the data of fine-tuning: read, split, rendered and ordered; what a checkpoint says of them, and their audit."""
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+
+from assay.data.batch import Batch
+from assay.data.chat import Rendered, TrainingExample, render_conversations
+from assay.data.data_ledger import check_data_ledger
+from assay.data.layouts import Conversation, read_conversations
+from assay.data.packing import PackedExamples, hold_out
+from assay.errors import UsageError
+from assay.guard.example_audit import audit_examples, check_batch, check_packing
+from assay.model.transformer import parameter_count
+from assay.recipes.options import Trained, Tuning
+from assay.recipes.run import Run
+from assay.recipes.starting_model import AdapterModel, StartingModel
+from assay.store.ledger import Event
+from assay.verdict import Verdict, proven, refuted
+
+A_LONG_RUN = 10  # minutes
+AUDITED_STEPS = 50  # one step in so many is compared with the audited examples, token for token
+NEVER = 10**12
+
+
+@dataclass(frozen=True)
+class Conversations:
+    """What is learned and what is held out, as tokens; and in which order. `scored_as` says what evaluations of it measure: those of
+    two runs are compared only where both say the same."""
+
+    train: Sequence[TrainingExample]
+    held_out: Sequence[TrainingExample]
+    rendered: Rendered
+    order: PackedExamples
+    steps: int | None  # that the run will take; None where time decides
+    tokenizer: str  # its digest
+    scored_as: str = "next-token loss"
+
+    @cached_property
+    def digest(self) -> str:
+        """Of every token and weight, in order: another template, tokenizer, file or split is other data."""
+        found = hashlib.sha256()
+        for example in (*self.train, *self.held_out):
+            found.update(example.id.encode() + example.tokens.tobytes() + example.weight.tobytes())
+        return found.hexdigest()
+
+    def facts(self, step: int) -> dict[str, Any]:
+        """What a checkpoint says of the data that was read up to `step`: the same at every step, which the order is a function of."""
+        return {"conversations": self.digest, "scored_as": self.scored_as, "tokenizer": self.tokenizer, "seed": self.order.seed,
+                "examples": len(self.train), "held_out": len(self.held_out)}
+
+    def check_same(self, recorded: Mapping[str, Any]) -> Verdict:
+        """Whether the data is what a checkpoint's `facts` say."""
+        words = f"the conversations are {self.digest[:12]} now, the run began with {recorded['conversations'][:12]}"
+        if recorded["conversations"] != self.digest:
+            return refuted("same data", f"{words}: a file, the template or the split is another; give them back, or begin a new run")
+        return proven("same data", words)
+
+    def audit(self, start: StartingModel) -> list[Verdict]:
+        rows: frozenset[int] | Literal["all"] = frozenset() if isinstance(start.weights, AdapterModel) else "all"
+        embed = start.model.embed.weight.detach().float().cpu()
+        return [*audit_examples(self.train, start.tokenizer, start.parent.stops, embed=embed, trainable=rows, held_out=self.held_out,
+                       length=self.order.length, seed=self.order.seed), check_packing(self.order)]
+
+    def batches(self, run: Run, start: int) -> Iterator[Batch]:
+        """Those of step `start` and all later ones. One in so many is compared with the audited examples before it is learned from."""
+        examples, step = {example.id: example for example in self.train}, start
+        while True:
+            batch = self.order.batch(step)
+            if step % AUDITED_STEPS == 0:
+                run.judge(Event.BATCH, [check_batch(batch, examples)])
+            yield batch
+            step += 1
+
+    def times_read(self, run: Run, steps: int) -> dict[int, int]:
+        """How many examples all steps so far have read how often, {times: examples}: counted from what they wrote down, and judged."""
+        verdict, times = check_data_ledger(run.consumed(), self.order, steps)
+        run.judge(Event.DATA_LEDGER, [verdict])
+        return times
+
+    def held_out_batches(self, rows: int, count: int | None = None) -> list[Batch]:
+        """All that is held out, or `count` of it, in batches of `rows`."""
+        chosen = self.held_out if count is None else evenly(self.held_out, count)
+        return held_out_batches(chosen, self.order.length, rows)
+
+
+def refuse_nonsense(config: Tuning) -> None:
+    if config.length < 8 or config.batch_tokens < config.length:
+        raise UsageError(f"length {config.length}, batch_tokens {config.batch_tokens}: expected a length of at least 8, and a batch of at "
+                         "least one row")
+    refuse_unbudgeted(config)
+
+
+def refuse_unbudgeted(config: Trained) -> None:
+    if config.steps is not None and config.minutes is not None:
+        raise UsageError("give one budget: --steps or --minutes; without either the epochs decide")
+    if config.checkpoint_every == 0 and not config.insist and not (config.minutes or math.inf) <= A_LONG_RUN:
+        raise UsageError(f"--checkpoint-every 0 on a run that may take more than {A_LONG_RUN} minutes: a crash would lose all of it; "
+                         "give a number of steps, --minutes up to ten, or --insist")
+
+
+def load_conversations(config: Tuning, start: StartingModel) -> Conversations:
+    """Who is held out is decided on the conversations, before anything is rendered."""
+    said = [row for file in config.data for row in read_conversations(file, gsm8k=config.gsm8k).rows]
+    if config.held_out_data is not None:
+        kept, apart = said, list(read_conversations(config.held_out_data, gsm8k=config.gsm8k).rows)
+    else:
+        kept, apart = hold_out(said, config.held_out, config.seed)
+    if not apart:
+        raise UsageError("nothing is held out, so nothing could be said about the result: raise --held-out, or give --held-out-data")
+
+    def rendered(conversations: Sequence[Conversation]) -> Rendered:
+        return render_conversations(conversations, start.tokenizer, start.parent.stops, length=config.length, over=config.over,
+                                    roles=config.roles,
+                      turns=config.turns)
+
+    train = rendered(kept)
+    order, steps = ordered(config, train.examples)
+    return Conversations(train.examples, rendered(apart).examples, train, order, steps, start.tokenizer.digest)
+
+
+def ordered(config: Tuning, examples: Sequence[TrainingExample]) -> tuple[PackedExamples, int | None]:
+    """The order of the examples and the number of steps, which is not known where time decides."""
+    rows = config.batch_tokens // config.length
+    order = PackedExamples(examples, config.seed, rows, config.length, config.epochs, config.packing)
+    if order.windows < rows:
+        order = PackedExamples(examples, config.seed, order.windows, config.length, config.epochs, config.packing)
+    steps = None if config.minutes is not None else config.steps or order.steps
+    order.require(steps or 1)
+    return order, steps
+
+
+def held_out_batches(examples: Sequence[TrainingExample], length: int, rows: int) -> list[Batch]:
+    order = PackedExamples(examples, 0, 1, length)
+    return [_joined([order.batch(step) for step in range(at, min(at + rows, order.steps))]) for at in range(0, order.steps, rows)]
+
+
+def _joined(batches: Sequence[Batch]) -> Batch:
+    streams: dict[str, Any] = {name: torch.cat([batch.streams()[name] for batch in batches]) for name in batches[0].streams()}
+    return Batch(**streams, ids=tuple(row for batch in batches for row in batch.ids))
+
+
+def evenly(examples: Sequence[TrainingExample], count: int) -> list[TrainingExample]:
+    """`count` of them, spread over all; their order is of no meaning, because they were chosen by what they say."""
+    return list(examples[:: max(1, -(-len(examples) // count))])
+
+
+def describe_tuning(config: Tuning, start: StartingModel, data: Conversations, lr: float, device: str) -> list[str]:
+    """Everything that was derived, before anything is spent."""
+    trained = sum(p.numel() for p in start.model.parameters() if p.requires_grad)
+    counts, order, steps = data.rendered.counts, data.order, data.steps
+    dropped = ", ".join(f"{count} dropped ({reason})" for reason, count in counts["dropped"].items()) or "none dropped"
+    end = f"{steps:,} steps" if steps else f"{config.minutes:g} minutes"
+    left = order.windows * config.epochs - order.steps * order.rows if steps == order.steps else 0
+    return [f"{start.parent.path}: {parameter_count(start.model):,} parameters, of which {trained:,} are trained; weights "
+            f"{start.parent.digest[:12]}",
+            f"{counts['kept']:,} conversations to learn, {counts['truncated']} truncated, {dropped}; {len(data.held_out):,} held out",
+            f"{counts['supervised']:,} of {counts['tokens']:,} tokens are supervised; {order.windows:,} rows of {config.length}, "
+            f"{order.padding:.1%} padding",
+            f"adamw at {lr:g}, {order.rows} × {config.length} tokens a step, {end}, on {device}"
+            + (f"; the last {left} rows fill no step and are not read" if left > 0 else "")]

@@ -1,0 +1,158 @@
+"""Evaluation during a run, on the same held-out documents each time, so that two can be compared; and early stopping by what it shows."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from assay.errors import UsageError
+from assay.evaluation.held_out_loss import HeldOut
+from assay.guard.conclusion_checks import check_early_stopping, check_generalisation_gap
+from assay.model.transformer import Transformer
+from assay.recipes.run import Run, append_json_rows, rewrite_json_rows
+from assay.statistics.early_stopping import StoppingRule, choose_best, paired_noise, plan_stopping, should_stop
+from assay.store.checkpoint import step_folder
+from assay.store.ledger import Event
+from assay.strict_json import read_json_lines
+from assay.verdict import Outcome
+
+ENOUGH_FOR_A_TREND = 5
+
+
+class EvalHistory:
+    """Every evaluation of a run. `eval.jsonl` keeps every document's loss, so that a resumed run remembers what it saw."""
+
+    def __init__(self, run: Run):
+        self.run, self.file = run, run.folder / "eval.jsonl"
+        self.steps: list[int] = []
+        self.losses: list[np.ndarray] = []  # per document
+        self.train: list[float] = []  # mean training loss since the evaluation before
+
+    @property
+    def latest_step(self) -> int | None:
+        return self.steps[-1] if self.steps else None
+
+    def add(self, step: int, per_document: np.ndarray, train: float, **more: Any) -> None:
+        self._remember(step, per_document, train)
+        append_json_rows(self.file, [{"step": step, "train": train, "per_document": per_document.tolist(), **more}])
+
+    def recall(self) -> list[dict[str, Any]]:
+        """What was seen before the run was interrupted, up to the step it goes on from."""
+        rows = [row for row in read_json_lines(self.file) if row["step"] <= self.run.going_on_from]
+        rewrite_json_rows(self.file, rows)
+        for row in rows:
+            self._remember(row["step"], np.array(row["per_document"]), row["train"])
+        return rows
+
+    def at(self, step: int) -> np.ndarray:
+        return self.losses[self.steps.index(step)]
+
+    def _remember(self, step: int, per_document: np.ndarray, train: float) -> None:
+        self.steps.append(step)
+        self.losses.append(per_document)
+        self.train.append(train)
+
+
+class HeldOutEvaluator:
+    """Scores held-out text. `score` takes the same documents each time. From step `repeats_from` on the training text is read again:
+    before, every training loss is of text that was never seen. What was saved must score as it did then, within a share of `scale`:
+    of the mean loss, unless that may come near 0.
+    """
+
+    def __init__(self, run: Run, score: Callable[[Transformer], HeldOut], *, repeats_from: int, device: str, scale: float | None = None):
+        self.run, self.score, self.repeats_from, self.device, self.scale = run, score, repeats_from, device, scale
+        self.history = EvalHistory(run)
+        self._since: list[float] = []  # training losses since the last evaluation, of an earlier sitting
+
+    def recall(self) -> None:
+        self.history.recall()
+        seen = self.history.latest_step or 0
+        self._since = [row["loss"] for row in read_json_lines(self.run.metrics_file) if "loss" in row and row["step"] >= seen]
+
+    def evaluate(self, model: Transformer, step: int, losses: Sequence[float], *, weight_set: str | None = None,
+                 columns: Mapping[str, float] | None = None) -> HeldOut:
+        """`losses` are those of training since the last time, `weight_set` what the model holds now where a run keeps two sets,
+        `columns` more of the line of metrics."""
+        found = self.score(model)
+        since, self._since = [*self._since, *losses], []
+        train = sum(since) / len(since) if since else found.loss
+        self.history.add(step, found.per_document, train)
+        named = {} if weight_set is None else {"eval_weight_set": weight_set}
+        scored, unit = found.estimate, found.unit.replace(" ", "_")
+        self.run.record(step - 1, eval_loss=found.loss, **named, **{f"eval_{unit}": scored.mean}, eval_low=scored.low,
+                        eval_high=scored.high, eval_documents=scored.n, **(columns or {}))
+        of = f" ({weight_set} weights)" if weight_set else ""
+        self.run.say(f"step {step}: held-out {scored} {found.unit}{of}, train loss {train:.4f}")
+        self._say_gap(step)
+        return found
+
+    def best_step(self) -> int:
+        return self.history.steps[choose_best(self.history.losses).best]
+
+    def best_checkpoint(self) -> Path | None:
+        return step_folder(self.run.checkpoints, self.best_step()) if self.history.steps else None
+
+    def best_in_words(self) -> str:
+        return choose_best(self.history.losses).reason if len(self.history.losses) > 1 else "there was one evaluation"
+
+    def _say_gap(self, step: int) -> None:
+        """Of text that is new nothing can be learned by heart: a gap can open only once the corpus is read again."""
+        history = self.history
+        since = [i for i, seen in enumerate(history.steps) if seen > self.repeats_from]
+        if len(since) < ENOUGH_FOR_A_TREND:
+            return
+        verdict = check_generalisation_gap([history.train[i] for i in since], [float(history.losses[i].mean()) for i in since])
+        if verdict.outcome is Outcome.REFUTED:
+            self.run.say(f"step {step}: {verdict.reason}")
+            self.run.ledger.append(Event.GAP, step=step, verdicts=[verdict.to_json()])
+
+# ---------------------------------------------------------------- early stopping
+
+
+def stopping_rule(patience: int, worth: float, *, schedule: str, steps: int | None, every: int) -> StoppingRule | None:
+    """What was asked for, or a refusal before anything is spent; None where nothing was."""
+    if not patience:
+        return None
+    if steps is None:
+        raise UsageError("--patience shares its risk of a false stop among the evaluations to come, and --minutes does not say how many "
+                         "come; bound the run by steps, tokens or epochs")
+    if schedule == "wsd":
+        raise UsageError("--patience with --schedule wsd: the loss falls most on the way down at the end, which a run that stops before it "
+                         "never sees; give --schedule cosine")
+    return StoppingRule(worth, patience, steps // every)
+
+
+class EarlyStopping:
+    """Ends a run before its time only where its evaluations show that it improves no more, and their noise lets that be seen.
+
+    Those at multiples of `every` count, so that they lie evenly. The rule is held against their noise once, just before it may stop.
+    Without a `rule` a run is never stopped.
+    """
+
+    def __init__(self, run: Run, history: EvalHistory, rule: StoppingRule | None, every: int):
+        self.run, self.history, self.rule, self.every = run, history, rule, every
+        self.reason: str | None = None  # once it has stopped the run
+        self._planned = False
+
+    def judge(self, step: int) -> None:
+        """After every evaluation, and after those of earlier sittings were recalled: a function of them alone."""
+        rule, seen = self.rule, [self.history.at(step) for step in self.history.steps if step and step % self.every == 0]
+        if rule is None or self.reason is not None or len(seen) < rule.before_first_look:
+            return
+        if not self._planned:
+            self._refuse_noise(rule, seen[: rule.before_first_look])
+        decision = should_stop(seen, rule)
+        verdict = check_early_stopping(seen, planned=rule.evaluations, min_improvement=rule.min_improvement, patience=rule.patience)
+        if decision.stop and verdict.outcome is Outcome.PROVEN:  # refuted where the noise has grown since: then the run goes on
+            self.reason = decision.reason
+            self.run.say(f"step {step}: stopping early: {decision.reason}")
+            self.run.ledger.append(Event.EARLY_STOP, step=step, verdicts=[verdict.to_json()])
+
+    def _refuse_noise(self, rule: StoppingRule, seen: list[np.ndarray]) -> None:
+        try:
+            plan_stopping(paired_noise(seen[-1 - rule.patience], seen[-1]), rule.min_improvement, patience=rule.patience,
+                          evaluations=rule.evaluations)
+        except UsageError as error:
+            raise UsageError(f"{error}. The run goes on from here with another --patience or --worth, or with --patience 0") from None
+        self._planned = True

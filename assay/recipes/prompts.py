@@ -1,0 +1,198 @@
+"""Prompts as the data of reinforcement: read, split and drawn in an order of their own; what a checkpoint says of them.
+
+Shapes: P prompts, G completions of each.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from assay.data.chat import text_prefix_ids
+from assay.data.data_files import read_rows
+from assay.data.layouts import Conversation, content_of, read_conversations
+from assay.data.order import permuted_places
+from assay.data.packing import hold_out
+from assay.errors import DataError, UsageError
+from assay.model.tokenizer import Tokenizer
+from assay.recipes.grpo_options import Grpo
+from assay.recipes.starting_model import StartingModel
+from assay.seeds import derive
+from assay.verdict import Verdict, proven, refuted
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """`row` is the line of data that it was made from, for its rewards."""
+
+    id: str
+    ids: tuple[int, ...]
+    text: str
+    row: Mapping[str, Any]
+
+    @property
+    def content(self) -> str:
+        return content_of(self.id)
+
+
+def read_prompts(file: str, tokenizer: Tokenizer, gsm8k: Any = "plain") -> list[Prompt]:
+    """A file's rows as what a sampler is given: up to the generation prompt, answers left away."""
+    conversations, begin = read_conversations(file, gsm8k=gsm8k).rows, text_prefix_ids(tokenizer)
+    prompts = []
+    for said, row in zip(conversations, read_rows(file), strict=True):
+        templated = bool(said.messages) and tokenizer.template is not None
+        text = tokenizer.render(asked(said), tools=said.tools, add_generation_prompt=True) if templated else plain_prompt(said)
+        ids = tokenizer.encode(text)
+        if not templated and ids[: len(begin)] != begin:
+            ids = begin + ids
+        if not ids:
+            raise DataError(f"{said.where}: the prompt has no tokens; there is nothing to complete")
+        prompts.append(Prompt(said.id, tuple(ids), text, row.values))
+    return prompts
+
+
+def asked(said: Conversation) -> Sequence[Mapping[str, Any]]:
+    """The messages before the answer: of a whole conversation, before its last one by the assistant."""
+    if said.learned_from:
+        return said.messages[: said.learned_from]
+    answers = [place for place, message in enumerate(said.messages) if message["role"] == "assistant"]
+    return said.messages[: answers[-1]] if answers else said.messages
+
+
+def plain_prompt(said: Conversation) -> str:
+    if said.plain is None:
+        raise DataError(f"{said.where}: the row has messages, and this model has no chat template to write them with; "
+                        "add chat_template.jinja to its folder, or give prompts as text")
+    return said.plain[0]
+
+
+@dataclass(frozen=True)
+class PromptOrder:
+    """Which prompts a rollout draws: a pure function of the seed and the rollout. Every epoch reads each once, in another order."""
+
+    prompts: Sequence[Prompt]
+    seed: int
+    places: int  # a rollout
+    epochs: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.places <= len(self.prompts) or self.epochs < 1:
+            raise UsageError(f"{self.places} prompts a rollout of {len(self.prompts)} in the data, {self.epochs} epochs: expected at least "
+                             "one of each, and as many prompts as a rollout takes; lower --prompts, or give more data")
+
+    @property
+    def rollouts(self) -> int:
+        """That the data gives before it is exhausted."""
+        return self.epochs * len(self.prompts) // self.places
+
+    def drawn(self, rollout: int) -> list[Prompt]:
+        if rollout >= self.rollouts:
+            raise DataError(f"rollout {rollout} needs {(rollout + 1) * self.places:,} prompts; {len(self.prompts):,} read {self.epochs} "
+                            f"times give {self.rollouts:,} rollouts. Give more prompts, fewer steps, or --epochs "
+                            f"{-(-(rollout + 1) * self.places // len(self.prompts))}")
+        size, found = len(self.prompts), []
+        for place in range(rollout * self.places, (rollout + 1) * self.places):
+            key = derive(self.seed, "prompts", place // size)
+            found.append(self.prompts[int(permuted_places(np.array([place % size]), size, key)[0])])
+        return found
+
+    def spare(self, rollout: int) -> Iterator[Prompt]:
+        """Others, for places that taught nothing: each at most once a rollout."""
+        size, taken = len(self.prompts), {prompt.id for prompt in self.drawn(rollout)}
+        order = permuted_places(np.arange(size), size, derive(self.seed, "spare prompts", rollout))
+        return (self.prompts[place] for place in order.tolist() if self.prompts[place].id not in taken)
+
+    @cached_property
+    def digest(self) -> str:
+        """Of every prompt's ids and row, in order: another file, template, tokenizer or split is other data."""
+        return prompts_digest(self.prompts)
+
+
+def prompts_digest(prompts: Sequence[Prompt]) -> str:
+    found = hashlib.sha256()
+    for prompt in prompts:
+        found.update(repr((prompt.id, prompt.ids, sorted((key, str(value)) for key, value in prompt.row.items()))).encode())
+    return found.hexdigest()
+
+
+@dataclass(frozen=True)
+class PromptData:
+    """What is learned from and what is held out, and in which order. A rollout is learned from `updates` times."""
+
+    train: Sequence[Prompt]
+    held_out: Sequence[Prompt]
+    dropped: int  # too long
+    order: PromptOrder
+    updates: int
+    tokenizer: str  # its digest
+
+    @cached_property
+    def digest(self) -> str:
+        return prompts_digest([*self.train, *self.held_out])
+
+    @property
+    def steps(self) -> int:
+        """That the data gives before it is exhausted."""
+        return self.order.rollouts * self.updates
+
+    def epoch_of(self, step: int) -> int:
+        return step // self.updates * self.order.places // len(self.train)
+
+    def facts(self, step: int) -> dict[str, Any]:
+        """What a checkpoint says of the prompts: the same at every step, which the order is a function of."""
+        return {"prompts": self.digest, "tokenizer": self.tokenizer, "seed": self.order.seed, "examples": len(self.train),
+                "held_out": len(self.held_out)}
+
+    def check_same(self, recorded: Mapping[str, Any]) -> Verdict:
+        words = f"the prompts are {self.digest[:12]} now, the run began with {recorded['prompts'][:12]}"
+        if recorded["prompts"] != self.digest:
+            return refuted("same data", f"{words}: a file, the template or the split is another; give them back, or begin a new run")
+        return proven("same data", words)
+
+    def audit(self) -> list[Verdict]:
+        return [check_apart(self.train, self.held_out)]
+
+    def times_read(self, steps: int) -> dict[int, int]:
+        """As planned: prompts that took the place of silent ones come on top, and the samples name them."""
+        whole, more = divmod(steps // self.updates * self.order.places, len(self.train))
+        return {times: prompts for times, prompts in ((whole, len(self.train) - more), (whole + 1, more)) if prompts}
+
+    @property
+    def longest(self) -> int:
+        """Tokens."""
+        return max(len(prompt.ids) for prompt in (*self.train, *self.held_out))
+
+
+def split_prompts(config: Grpo, start: StartingModel) -> PromptData:
+    """Who is held out is decided by what the prompts say, before any is dropped for its length."""
+    def read(file: str) -> list[Prompt]:
+        return read_prompts(file, start.tokenizer, config.gsm8k)
+
+    said = [prompt for file in config.data for prompt in read(file)]
+    kept, apart = (said, read(config.held_out_data)) if config.held_out_data else hold_out(said, config.held_out, config.seed)
+    room = start.model.config.max_length - config.max_new
+    longest = min(room, config.max_prompt or room)
+    train, held_out = ([prompt for prompt in some if len(prompt.ids) <= longest] for some in (kept, apart))
+    if len(held_out) < 2:
+        raise UsageError(f"{len(held_out)} prompts are held out, so nothing could be said about the result: raise --held-out, or give "
+                         "--held-out-data")
+    order = PromptOrder(train, config.seed, config.prompts, config.epochs)
+    return PromptData(train, held_out, len(kept) + len(apart) - len(train) - len(held_out), order, config.inner, start.tokenizer.digest)
+
+
+def check_apart(train: Sequence[Prompt], held_out: Sequence[Prompt]) -> Verdict:
+    """No held-out prompt is trained on, in this file or another, under this number or another."""
+    seen = {prompt.content for prompt in train} | {prompt.text for prompt in train}
+    both = [prompt.id for prompt in held_out if prompt.content in seen or prompt.text in seen]
+    if both:
+        return refuted("held_out", f"{len(both)} held-out prompts are trained on too: a gain on them would say nothing; remove them",
+                       prompts=len(both))
+    return proven("held_out", f"none of {len(held_out)} held-out prompts is among the {len(train)} that are trained on")
+
+
+def spread(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
+    """`count` of them; who they are depends on what they say alone."""
+    return list(prompts[:: max(1, -(-len(prompts) // max(2, count)))])

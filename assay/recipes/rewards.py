@@ -1,0 +1,261 @@
+"""Rewards of a run: rules in worker processes, a judge behind an endpoint, and the metric that says what is wanted.
+
+A group that the judge could not judge is asked about once more when the others of its rollout are done. One that is still without
+scores is an error row for each of its completions, is told and written down, and its prompt waits: the next rollout draws new
+completions of it, because the old ones are no longer the policy's. What waits stands in the checkpoints.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from assay.errors import UsageError
+from assay.generate.generation_request import Completion
+from assay.guard.judge_checks import check_groups_judged, check_judge_agreement, check_judge_order, check_judge_parser, check_position_bias
+from assay.guard.reward_checks import completion_style, preflight_rewards
+from assay.learn.advantage import RewardValue as Value
+from assay.learn.advantage import overlong_penalty
+from assay.model.tokenizer import Tokenizer
+from assay.recipes.grpo_options import Grpo
+from assay.recipes.prompts import Prompt, PromptData
+from assay.recipes.run import Run
+from assay.reward.answer import AnswerForm, gold_answer, reading_disagreements, readings
+from assay.reward.endpoint import Cost, connected, endpoint_from_environment
+from assay.reward.llm_judge import RUBRIC, Judge, Judged, Repeat, Scores, judge_group, rank_agreement
+from assay.reward.reward_functions import JudgeOptions, RewardSpec, parse_rewards
+from assay.reward.worker_pool import ErrorLimit, RewardItem, RewardWorkers, ScoredItem
+from assay.store.ledger import Event
+from assay.verdict import Outcome, Verdict, refuted
+
+NAME = "judge"
+OVERLONG = "overlong"
+
+
+class Rewards:
+    """What scores the completions of a run. `limit` stops it where too many rewards fail."""
+
+    def __init__(self, config: Grpo):
+        rewards, self.metric = parse_rewards(config.reward, relative=True), chosen_metric(config)
+        self.rules = [reward for reward in rewards if not reward.relative]
+        self.judge = next((JudgeReward(reward, config.seed) for reward in rewards if reward.relative), None)
+        self.workers = RewardWorkers(self.rules, count=config.reward_workers, seconds=config.reward_seconds)
+        self.metric_workers = None if config.metric is None else RewardWorkers([self.metric], count=1, seconds=config.reward_seconds)
+        self.limit = ErrorLimit(config.reward_errors)
+        self._open = ExitStack()
+
+    def __enter__(self) -> "Rewards":
+        for part in (self.workers, self.metric_workers, self.judge):
+            if part is not None:
+                self._open.enter_context(part)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    def facts(self) -> dict[str, Any]:
+        return {} if self.judge is None else {"judge": self.judge.identity}
+
+    def check_same(self, recorded: Mapping[str, Any]) -> list[Verdict]:
+        if self.judge is None or recorded["judge"] == self.judge.identity:
+            return []
+        return [refuted("same data", f"the judge is {self.judge.identity} now, the run began with {recorded['judge']}: scores of two "
+                                     "judges do not compare; give the first one back, or begin a new run")]
+
+    def audit(self, prompts: PromptData, tokenizer: Tokenizer) -> list[Verdict]:
+        """Right answers are rewarded and wrong ones are not; a judge is not swayed by the order of what it reads."""
+        every = (*prompts.train, *prompts.held_out)
+        rows, texts, verdicts = [prompt.row for prompt in every], [prompt.text for prompt in every], list[Verdict]()
+        if self.rules:
+            verdicts += preflight_rewards(self.rules, rows, self.workers, prompts=texts,
+                                          count_tokens=lambda text: len(tokenizer.encode(text)))
+        if self.judge is not None:
+            verdicts += [check_judge_parser(), check_judge_order(self.judge.ask, rows, texts, completion_style(self.rules, rows))]
+        return verdicts
+
+
+def chosen_metric(config: Grpo) -> RewardSpec:
+    """The reward that says what is wanted: as named, or the heaviest rule of what is rewarded."""
+    if config.metric is not None:
+        return replace(parse_rewards([config.metric])[0], weight=1.0)
+    rules = [reward for reward in parse_rewards(config.reward, relative=True) if not reward.relative]
+    if not rules:
+        raise UsageError("--reward judge alone: a judge says which completion of a group is better, not how good one is, so that no two "
+                         "evaluations could be compared; give --metric, a rule that says what is wanted on held-out prompts")
+    return max(rules, key=lambda reward: reward.weight)
+
+
+# ---------------------------------------------------------------- groups and their scores
+
+
+@dataclass(frozen=True)
+class Group:
+    prompt: Prompt
+    completions: Sequence[Completion]
+    scored: Sequence[ScoredItem]
+
+    @property
+    def rewards(self) -> list[Value]:
+        return [scored.value for scored in self.scored]
+
+
+def score_by_rules(workers: RewardWorkers, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]) -> list[Group]:
+    """Every completion through the reward workers."""
+    pairs = [(prompt, completion) for prompt, group in zip(prompts, completions, strict=True) for completion in group]
+    scores = iter(workers.score([item(prompt, completion) for prompt, completion in pairs]))
+    return [Group(prompt, group, [next(scores) for _ in group]) for prompt, group in zip(prompts, completions, strict=True)]
+
+
+def penalise_overlong(groups: Sequence[Group], *, cap: int, overlong: int) -> list[Group]:
+    """What the last `overlong` tokens before the cap cost."""
+    return [replace(group, scored=[_penalised(scored, len(completion.ids), cap, overlong)
+                                   for scored, completion in zip(group.scored, group.completions, strict=True)]) for group in groups]
+
+
+def item(prompt: Prompt, completion: Completion) -> RewardItem:
+    assert completion.text is not None, "the sampler has a tokenizer"
+    return RewardItem(prompt.text, completion.text, {**prompt.row, "completion_tokens": len(completion.ids)})
+
+
+def _penalised(scored: ScoredItem, length: int, cap: int, overlong: int) -> ScoredItem:
+    if not overlong:
+        return scored
+    penalty = float(overlong_penalty([length], cap, overlong)[0])
+    return replace(scored, value=None if scored.value is None else scored.value + penalty,
+                   components={**scored.components, OVERLONG: penalty})
+
+
+def component_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """rewards/NAME/mean and /std, TRL's names, of what is known; a component of which nothing is known is left out."""
+    values: dict[str, list[float]] = {}
+    for scored in (scored for group in groups for scored in group.scored):
+        for name, value in scored.components.items():
+            values.setdefault(name, []).extend([] if value is None else [value])
+    found: dict[str, float] = {}
+    for name, known in values.items():
+        if known:
+            found |= {f"rewards/{name}/mean": float(np.mean(known)), f"rewards/{name}/std": float(np.std(known, ddof=1)) if len(known) > 1
+                      else 0.0}
+    return found
+
+
+def reading_metrics(groups: Sequence[Group], form: AnswerForm) -> dict[str, float]:
+    """Answers read both ways: how often the lenient reading is right, and how often right by one is wrong by the other."""
+    read = [readings(str(completion.text), gold_answer(group.prompt.row), form) for group in groups for completion in group.completions]
+    return {"rewards/answer/strict": float(np.mean([each.strictly_right for each in read])),
+            "rewards/answer/lenient": float(np.mean([each.leniently_right for each in read])),
+            "rewards/answer/readings_apart": reading_disagreements(read) / len(read)}
+
+# ---------------------------------------------------------------- a judge
+
+
+@dataclass
+class JudgeRecord:
+    """What a judge has said, and what that cost, over some groups. `late` were judged when they were asked about again."""
+
+    groups: int = 0
+    unjudged: int = 0
+    late: int = 0
+    repeats: list[Repeat] = field(default_factory=list)
+    repeats_failed: int = 0
+    shown: list[Scores] = field(default_factory=list)
+    cost: Cost = field(default_factory=Cost)
+
+    def add(self, asked: int, late: int, judged: Judged) -> None:
+        self.groups, self.unjudged, self.late = self.groups + asked, self.unjudged + len(judged.unjudged), self.late + late
+        self.repeats_failed, self.cost = self.repeats_failed + judged.repeats_failed, self.cost + judged.cost
+        self.repeats += judged.repeats
+        self.shown += judged.shown
+
+    def counts(self) -> dict[str, float]:
+        """Without what is unknown: agreement where nothing was ranked twice."""
+        ranks = [rank for each in self.repeats if (rank := rank_agreement(each.first, each.second)) is not None]
+        counts: dict[str, float] = {"groups": self.groups, "unjudged": self.unjudged, "late": self.late, "repeats": len(self.repeats),
+                                    "repeats_failed": self.repeats_failed, **asdict(self.cost)}
+        if self.repeats:
+            counts["largest_difference"] = max(each.largest_difference for each in self.repeats)
+        return counts | ({"agreement": float(np.mean(ranks))} if ranks else {})
+
+
+class JudgeReward:
+    """A run's judge, connected. `sitting` holds all that it said since the run was started, `rollout` what it said since `begin`."""
+
+    def __init__(self, reward: RewardSpec, seed: int) -> None:
+        options = JudgeOptions(**reward.options)
+        self.weight = reward.weight
+        self.endpoint = endpoint_from_environment(options.url, options.model, key_variable=options.key, seconds=options.seconds)
+        self.rubric = _read(options.rubric) if options.rubric else RUBRIC
+        self._open = ExitStack()
+        self.judge = Judge(self._open.enter_context(connected(self.endpoint)), seed=seed, rubric=self.rubric, tries=options.tries,
+                           concurrency=options.concurrency, repeat=options.repeat)
+        self.sitting, self.rollout = JudgeRecord(), JudgeRecord()
+        self.verdicts: list[Verdict] = []  # of this rollout: no group vanished
+
+    def __enter__(self) -> "JudgeReward":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """Who judges, and by what. The key is no part of it."""
+        return {"url": self.endpoint.base_url, "model": self.endpoint.model, "rubric": hashlib.sha256(self.rubric.encode()).hexdigest()}
+
+    def begin(self) -> None:
+        self.rollout, self.verdicts = JudgeRecord(), []
+
+    def join_scores(self, where: str, groups: Sequence[Group]) -> tuple[list[Group], dict[str, tuple[str, ...]]]:
+        """The groups with the judge's component, and the reasons for those that have none, by prompt. `where` tells rollouts apart."""
+        ids = [f"{where}/{place}/{each.prompt.id}" for place, each in enumerate(groups)]  # a prompt may come twice where epochs meet
+        asked = [judge_group(id, each.prompt.text, [str(c.text) for c in each.completions]) for id, each in zip(ids, groups, strict=True)]
+        judged = self.ask(asked)
+        self.verdicts.append(check_groups_judged(ids, judged))
+        faults = {each.group.id: each.faults for each in judged.unjudged}
+        found = [self._with(each, judged.scores.get(id), faults.get(id, ())) for id, each in zip(ids, groups, strict=True)]
+        return found, {each.prompt.id: faults[id] for id, each in zip(ids, groups, strict=True) if id in faults}
+
+    def ask(self, groups: Sequence[Any]) -> Judged:
+        """One call a group; those that failed once more, after the others. Nothing is left pending: what is stale is not asked about."""
+        judged = self.judge.score(groups)
+        late = 0
+        if judged.unjudged:
+            again = self.judge.score([])
+            late, judged = len(again.scores), _merged(judged, again)
+        self.judge.pending.clear()
+        for record in (self.sitting, self.rollout):
+            record.add(len(groups), late, judged)
+        return judged
+
+    def write_down(self, run: Run, step: int) -> str:
+        """What it said and cost in this sitting is written down. A judge that contradicts itself ends the run; one that is swayed by
+        the order of the page is worth a warning, because that order is another one each time."""
+        run.ledger.append(Event.JUDGE_COST, step=step, **self.identity, **self.sitting.counts())
+        run.judge(Event.JUDGE, [check_judge_agreement(self.sitting.repeats)])
+        position = check_position_bias(self.sitting.shown)
+        return position.reason if position.outcome is Outcome.REFUTED else ""
+
+    def _with(self, group: Group, scores: Scores | None, faults: Sequence[str]) -> Group:
+        if scores is None:
+            why = f"{NAME}: {'; '.join(faults)}"
+            return replace(group, scored=[ScoredItem(None, each.error or why, {**each.components, NAME: None}) for each in group.scored])
+        return replace(group, scored=[
+            ScoredItem(None if each.value is None else each.value + self.weight * score, each.error, {**each.components, NAME: score})
+            for each, score in zip(group.scored, scores, strict=True)])
+
+
+def _merged(first: Judged, again: Judged) -> Judged:
+    """`again` was asked about what `first` left unjudged, and nothing else."""
+    return Judged({**first.scores, **again.scores}, again.unjudged, first.repeats + again.repeats,
+                  first.repeats_failed + again.repeats_failed, first.shown + again.shown, first.cost + again.cost)
+
+
+def _read(file: str) -> str:
+    try:
+        return Path(file).read_text()
+    except OSError as error:
+        raise UsageError(f"--reward judge: rubric {file}: {error.strerror}") from None

@@ -1,0 +1,248 @@
+"""Trainer: what every training recipe keeps between steps, for the recipe to call: resume, preflight, metrics, accounting, saves.
+
+    trainer = Trainer(run, weights, optimizer, objective, schedule, …)
+    if (saved := run.newest()) is not None:
+        trainer.resume(saved, data.check_same(…))
+    …                                   # preflight, the first save, the first evaluation
+    trainer.start_loop(data.facts(trainer.done), parts)
+    for step in trainer.steps(batches):
+        trainer.record(step, …)         # its line of metrics; every value is judged
+        if trainer.save_due():
+            trainer.account()           # what moved and what did not
+            trainer.save(data.facts(trainer.done), best=…)
+    trainer.end_loop()
+
+The loop itself (learn/loop.py) knows none of this, and this knows neither the data nor the method: a recipe passes values.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from assay.data.batch import Batch
+from assay.data.data_ledger import ids_digest
+from assay.data.order import Order
+from assay.data.packing import PackedExamples
+from assay.guard.data_order_checks import check_consumed
+from assay.guard.loss_preflight import Gradients, check_precision, loss_gradients
+from assay.guard.resume_checks import check_resumed
+from assay.guard.training_guards import (
+    LEARNING_SHARE,
+    StepReading,
+    StepWatch,
+    UpdateAccount,
+    check_gradients,
+    check_optimizer,
+    check_steps,
+    check_weights,
+)
+from assay.learn import loop
+from assay.learn.cuda_graph import GraphedAccumulate
+from assay.learn.ema import Ema, split_ema_state
+from assay.learn.loop import Accumulate, Step, train
+from assay.learn.lr_schedule import Schedule
+from assay.learn.objectives import Objective
+from assay.learn.optim import largest_quotient, load_state_tensors, state_tensors
+from assay.model.transformer import Transformer
+from assay.recipes.run import Run, plain
+from assay.recipes.starting_model import TrainedWeights
+from assay.store.checkpoint import Checkpoint, Contents
+from assay.store.digests import environment
+from assay.store.ledger import Event
+from assay.store.saving import Lineage, owned_contents
+from assay.verdict import Verdict, unproven
+
+
+@dataclasses.dataclass(frozen=True)
+class SavePlan:
+    """A checkpoint after the first step (or rollout), every so many steps, after so many minutes, and where the data ends."""
+
+    every: int
+    last: int  # steps that the data gives: a next one would raise
+    minutes: float | None = None
+
+
+class Trainer:
+    """`order` is the plan of what each step reads, where it is known in advance. `steps_before` is how many steps the optimizer's moments
+    have seen in another run. Where rewards decide, steps are not `steady` and some have no gradient at all, which is no fault.
+    """
+
+    def __init__(self, run: Run, weights: TrainedWeights, optimizer: torch.optim.Optimizer, objective: Objective, schedule: Schedule, *,
+                 micro: int, clip: float, saves: SavePlan, order: Order | PackedExamples | None = None, vocab: int | None = None,
+                 ema: Ema | None = None, steps_before: int = 0, steady: bool = True):
+        self.run, self.weights, self.model, self.optimizer, self.objective = run, weights, weights.model, optimizer, objective
+        self.schedule, self.micro, self.clip, self.saves = schedule, micro, clip, saves
+        self.ema, self.steps_before, self.steady = ema, steps_before, steady
+        self.watch = StepWatch([group["lr"] for group in optimizer.param_groups], schedule.multiplier, vocab=vocab, steady=steady,
+                           consumed=None if order is None else partial(check_consumed, order=order))
+        self.device = str(self.model.embed.weight.device)
+        self.accumulate: Accumulate = GraphedAccumulate() if self.device.startswith("cuda") else loop.accumulated
+        self.start = self.done = 0  # steps taken before this sitting, and in all
+        self.saved: int | None = None  # the step of the newest checkpoint
+        self._saved_at = 0.0  # seconds of the run
+        self._losses: list[float] = []  # since they were last asked for
+        self._columns: dict[int, dict[str, Any]] = {}  # of steps whose line is still to be written
+        self._shown = ""
+        self._informed = False  # a step since the last account had a gradient
+
+    # ---------------------------------------------------------------- before the first step
+
+    def resume(self, found: Checkpoint, *same_data: Verdict) -> None:
+        """Weights, moments and the step number: everything else is a function of them."""
+        state = found.trainer() or {}
+        self.weights.restore(found)
+        moments, average = split_ema_state(found.optimizer() or {})
+        load_state_tensors(self.optimizer, dict(self.model.named_parameters()), moments)
+        if self.ema is not None:
+            self.ema.load(average)
+        self.run.judge(Event.RESUMED, [check_resumed(self.weights.weights(), self._state(), found), *same_data,
+                                   check_steps(self.optimizer, state["step"] + self.steps_before)])
+        self.start = self.done = self.saved = state["step"]
+        self.schedule.restore(state)
+        self.run.rewind(self.start)
+        self.run.say(f"going on from step {self.start} ({found.folder.name})")
+        now, was = environment(), found.facts["environment"]
+        if changed := {name: f"{was.get(name)} → {now[name]}" for name in now if was.get(name) != now[name]}:
+            self.run.say(f"the environment changed ({changed}): the run goes on, but is not bit for bit the uninterrupted one")
+            self.run.ledger.append(Event.NOT_BIT_EXACT, changed=changed)
+
+    def first_micro_batch(self, batch: Batch) -> Batch:
+        return next(batch.split(self.micro)).to(self.device)
+
+    def gradients(self, batch: Batch) -> Gradients:
+        """Of one micro-batch that goes through as all of the run's will: what is compiled and captured for it serves them too."""
+        whole = len(batch), float(batch.weight.sum())
+        return loss_gradients(self.model, lambda: self.accumulate(self.model, self.objective, batch, *whole).loss, backward=False)
+
+    def check_precision(self, batch: Batch, found: Gradients, *others: Transformer) -> list[Verdict]:
+        """Where the run computes in less than fp32, that what it makes of a batch is near what fp32 makes of it."""
+        rounded = self.model.compute_dtype not in (None, torch.float32)
+        return [check_precision(self.model, self.objective, batch, found, *others)] if rounded else []
+
+    def check_reach(self, found: Gradients) -> list[Verdict]:
+        """Every tensor that is to be trained gets a gradient, and the optimizer holds it."""
+        return [check_gradients(found[1], self.weights.reachable()), check_optimizer(self.model, self.optimizer, self.weights.trained())]
+
+    def start_loop(self, facts: Mapping[str, Any], parts: int) -> None:
+        """`parts` of the data are read in an epoch, each once. From here on everything that moves is accounted for, and time counts."""
+        self._account = UpdateAccount(self.model, self.weights.reachable())
+        self.run.ledger.append(Event.DATA, **facts, windows=parts, from_step=self.done)
+        self.run.save_cost.begin()
+        self.watch.begin()
+
+    # ---------------------------------------------------------------- the loop
+
+    def steps(self, batches: Iterable[Batch]) -> Iterator[Step]:
+        for step in train(self.model, self.optimizer, batches, self.objective, micro=self.micro, schedule=self.schedule.multiplier,
+                          clip=self.clip, start=self.done, accumulate=self.accumulate):
+            self.done = step.index + 1
+            yield step
+
+    def record(self, step: Step, *, shown: str = "", **columns: Any) -> None:
+        """One line of metrics for the step, once its values have arrived and were judged. `shown` is what a progress line says of it."""
+        self._columns[step.index], self._shown = columns, shown
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        self._write(self.watch.feed(step, rates))
+        self._account.record_step(step.multiplier, min(rates))
+        if self.ema is not None:
+            self.ema.update(step.index)
+        self.run.check()
+        if self.schedule.decide_end(self.done, self.watch.pace()):
+            self.run.ledger.append(Event.WAY_DOWN, step=self.done, stop_at=self.schedule.stop_at, seconds_a_step=self.watch.pace())
+        self.watch.begin()
+
+    def _write(self, read: list[StepReading]) -> None:
+        seconds = self.schedule.clock.seconds
+        for step, loss, norm, metrics in read:
+            self._losses.append(loss)
+            self._informed |= norm > 0
+            row: dict[str, Any] = {
+                "loss": loss, "grad_norm": norm, **metrics, "learning_rate": self.watch.peaks[0] * step.multiplier,
+                "num_tokens": (step.index + 1) * step.tokens, "data": ids_digest(step.ids)}
+            self.run.record(step.index, **(row | self._columns.pop(step.index)), seconds=round(seconds, 3))
+        if read:
+            told = "  ".join(f"{name} {value:.4f}" for name, value in {"loss": read[-1].loss, **read[-1].metrics}.items())
+            self.run.progress(self.done, self.schedule.stop_at, self._shown or told, seconds)
+
+    def new_losses(self) -> list[float]:
+        """The training losses that were read since this was last asked."""
+        found, self._losses = self._losses, []
+        return found
+
+    def over(self) -> bool:
+        """The budget is spent, or a signal came."""
+        return self.run.interrupted is not None or self.schedule.over(self.done)
+
+    def save_due(self) -> bool:
+        late = self.saves.minutes is not None and self.schedule.clock.seconds - self._saved_at >= 60 * self.saves.minutes
+        return late or self.done in (self.schedule.multiple, self.saves.last) or self.done % self.saves.every == 0
+
+    def account(self) -> None:
+        """Before an evaluation and a save: the last values are read and judged, what was to move did, what was frozen did not."""
+        self._write(self.watch.read())
+        if self.done == self.start:
+            return
+        still = not self.steady and not self._informed
+        nothing_due = unproven("movement", "no step since the last account had a gradient", optional=True)
+        moved = nothing_due if still else self._account.check_moved()
+        applied = check_steps(self.optimizer, self.done + self.steps_before)
+        self.run.judge(Event.ACCOUNT, [moved, self._account.check_frozen(), applied, check_weights(self.model)])
+        if not still:
+            self._informed = False
+            if self.schedule.multiplier(self.done - 1) >= LEARNING_SHARE:
+                self._account.begin()
+
+    def scored_weights(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, the model holds the weights that are evaluated: their moving average, where there is one."""
+        return contextlib.nullcontext() if self.ema is None else self.ema.swapped()
+
+    # ---------------------------------------------------------------- saves
+
+    def save(self, facts: Mapping[str, Any], *, best: Path | None = None, moved: bool = True) -> None:
+        """The state after `done` steps, unless it is saved. `facts` are the data's; `moved` is False where nothing has changed the weights.
+
+        What was `best` so far stays when old checkpoints are retired.
+        """
+        if self.saved != self.done:
+            self.saved, self._saved_at = self.done, self.schedule.clock.seconds
+            bound = None if self.weights.ancestry.largest is None else self._reach(self.weights.ancestry.largest)
+            lineage = self.weights.ancestry.lineage(moved=moved and self.done > 0, bound=bound)
+            with self.run.save_cost.saving():
+                self.run.save(self.done, partial(self._contents, self.done, facts, lineage), best=best)
+        self.watch.begin()
+
+    def _contents(self, step: int, facts: Mapping[str, Any], lineage: Lineage) -> Contents:
+        config = self.run.config
+        state = {"step": step, "steps_before": self.steps_before, **self.schedule.state(), "data": facts, "rng": {"seed": config.seed}}
+        return owned_contents(self.weights.contents(lineage, plain(dataclasses.asdict(config)), state, self._state()))
+
+    def _state(self) -> dict[str, Tensor]:
+        """What a checkpoint's optimizer file holds, live."""
+        moments = state_tensors(self.optimizer, dict(self.model.named_parameters()))
+        return moments if self.ema is None else moments | self.ema.tensors()
+
+    def _reach(self, largest: float) -> float:
+        """How far AdamW can have moved an element until now, decay of the largest weight there is included."""
+        groups = self.optimizer.param_groups
+        betas, decay = groups[0]["betas"], max(group["weight_decay"] for group in groups)
+        travelled = self.watch.peaks[0] * largest_quotient(betas) * sum(self.schedule.multiplier(taken) for taken in range(self.done))
+        return travelled * (1 + decay * (largest + travelled)) * 1.01
+
+    def end_loop(self) -> None:
+        """Whatever ended it: the last values are judged. What is saved from here on is proven with more of the machine."""
+        self.watch.begin()
+        self._write(self.watch.read())
+        self.run.end_loop(self.done - self.start)
+
+    def finish(self, times_read: Mapping[int, int], parts: int, best: Path | None) -> None:
+        """Wait for the last save and its proof; write down how often each part of the data was read; retire old checkpoints."""
+        self.run.finish()
+        self.run.ledger.append(Event.CONSUMED, steps=self.done, windows=parts, read_times=plain(times_read))
+        if best is not None:
+            self.run.tidy(best)
