@@ -23,7 +23,7 @@ from assay.guard.behaviour_checks import check_answers, check_consumer, check_ge
 from assay.guard.proof_subject import DEFAULT_SAMPLING, Expectation, ProofSampling, ProofSubject
 from assay.store.artifact import Artifact, interpret_artifact, locate_artifact, open_artifact, read_artifact
 from assay.store.checkpoint import Checkpoint, open_checkpoint, quarantine_checkpoint, write_hallmark
-from assay.verdict import Outcome, Verdict, overall, proven, refuted, unproven
+from assay.verdict import Outcome, Verdict, overall, proven, refuted, unproven, without_optional
 
 PROOF_CHECKS: tuple[Callable[[ProofSubject], Verdict], ...] = (
     check_hashes, check_loaded, check_values, check_fields, check_tokenizer, check_answers, check_lineage, check_consumer,
@@ -95,11 +95,6 @@ def hallmark_or_quarantine(checkpoint: Checkpoint, verdicts: list[Verdict]) -> N
         write_hallmark(checkpoint, without_optional(verdicts))
     elif overall(without_optional(verdicts)) is Outcome.REFUTED:
         quarantine_checkpoint(checkpoint, verdicts)
-
-
-def without_optional(verdicts: list[Verdict]) -> list[Verdict]:
-    """All but what only an optional library could have checked."""
-    return [v for v in verdicts if not (v.outcome is Outcome.UNPROVEN and v.evidence.get("optional"))]
 
 
 def usable_cores() -> int:

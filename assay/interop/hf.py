@@ -17,14 +17,14 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from assay.errors import ArtifactError
-from assay.guard.proof import ProofRequest, prove, without_optional
+from assay.guard.proof import ProofRequest, prove
 from assay.guard.series_checks import check_constant_loss, check_finite
 from assay.guard.training_guards import UpdateAccount, check_optimizer, check_weights, stop_if_refuted
 from assay.model.probe_logits import ProbeLogits, compute_probe_logits, probe_distance, probe_inputs
 from assay.store import durable, sealed
 from assay.store.artifact import Artifact, build_model, open_artifact
 from assay.store.digests import environment
-from assay.verdict import Outcome, Verdict, overall, proven, refuted, unproven
+from assay.verdict import Outcome, Verdict, overall, proven, refuted, unproven, without_optional
 
 PROOF = "assay-proof.json"
 _LIMIT = 16 << 20

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from assay.report.run_record import MARKS, RunRecord, SavedCheckpoint, finite_number, required_verdicts, verdicts_of
+from assay.report.run_record import MARKS, RunRecord, SavedCheckpoint, finite_number, verdicts_of
 from assay.report.run_status import RESULT_EVENTS
 from assay.store.ledger import Event
-from assay.verdict import Outcome, Verdict, overall
+from assay.verdict import Outcome, Verdict, overall, without_optional
 
 WARNINGS, MOST_WARNINGS = (Event.WARNING, Event.ALSO_FOUND, Event.PASSED_OVER), 20
 _RANK = {Outcome.REFUTED: 0, Outcome.UNPROVEN: 1, Outcome.PROVEN: 2}
@@ -148,7 +148,7 @@ def _proof_row(name: str, verdicts: Sequence[Verdict], saved: SavedCheckpoint | 
         return ProofRow(name, MARKS[saved.mark] if saved else "UNPROVEN", said, (), "unknown", place)
     passed = sum(verdict.outcome is Outcome.PROVEN for verdict in verdicts)
     generations = next((verdict.reason for verdict in verdicts if verdict.check == "generations"), "not looked at")
-    return ProofRow(name, overall(required_verdicts(verdicts)), f"{passed} of {len(verdicts)} proven", verdicts, generations, place)
+    return ProofRow(name, overall(without_optional(verdicts)), f"{passed} of {len(verdicts)} proven", verdicts, generations, place)
 
 
 def _place(record: RunRecord, name: str, saved: SavedCheckpoint | None) -> str:

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from assay.report.run_record import RunRecord, finite_number, required_verdicts, verdicts_of
+from assay.report.run_record import RunRecord, finite_number, verdicts_of
 from assay.store.ledger import Event
-from assay.verdict import Outcome, overall
+from assay.verdict import Outcome, overall, without_optional
 
 State = Literal["done and proven", "done, refuted", "done, not proven", "stopped", "interrupted", "running", "no end on record",
                 "ledger damaged", "no ledger"]
@@ -71,7 +71,7 @@ def _last_sitting(record: RunRecord) -> list[dict[str, Any]]:
 
 
 def _ended(results: Sequence[Mapping[str, Any]]) -> RunStatus:
-    verdicts = required_verdicts(verdict for event in results for verdict in verdicts_of(event))
+    verdicts = without_optional(verdict for event in results for verdict in verdicts_of(event))
     against = [verdict for verdict in verdicts if verdict.outcome is not Outcome.PROVEN]
     named = "; ".join(f"{verdict.check}: {verdict.reason}" for verdict in against)
     match overall(verdicts):
@@ -84,7 +84,7 @@ def _ended(results: Sequence[Mapping[str, Any]]) -> RunStatus:
 
 
 def steps_taken(record: RunRecord) -> int | None:
-    """Of the last row that tells of a step; None where no row does. A look before step 1 stands at -1."""
+    """Of the last row that tells of a step; None where no row does. An evaluation before step 1 stands at -1."""
     steps = [row["step"] + 1 for row in record.metrics.rows if isinstance(row.get("step"), int)]
     return max(steps, default=None)
 
@@ -117,11 +117,11 @@ def best_held_out(found: Sequence[HeldOutScore]) -> HeldOutScore | None:
     """The extreme one. Whether it is better than its neighbours by more than noise, its interval says."""
     if not found:
         return None
-    return max(found, key=lambda look: look.mean) if found[-1].higher_is_better else min(found, key=lambda look: look.mean)
+    return max(found, key=lambda one: one.mean) if found[-1].higher_is_better else min(found, key=lambda one: one.mean)
 
 
 def held_out_summary(record: RunRecord) -> str | None:
-    """What was handed over, scored on all that is held out; before that, the best look."""
+    """What was handed over, scored on all that is held out; before that, the best evaluation."""
     for event in reversed(record.of_kind(Event.ARTIFACT, Event.HAND_OVER, Event.TTT)):
         score = event.get("score")
         if isinstance(score, dict) and all(finite_number(score.get(key)) is not None for key in ("mean", "low", "high")):
@@ -136,7 +136,7 @@ def last_proven(record: RunRecord) -> str | None:
     proven: list[str] = []
     for event in record.events:
         name = event.get("checkpoint")
-        if event["kind"] == Event.PROOF and overall(required_verdicts(verdicts_of(event))) is Outcome.PROVEN:
+        if event["kind"] == Event.PROOF and overall(without_optional(verdicts_of(event))) is Outcome.PROVEN:
             proven.append(str(name))
         elif event["kind"] in (Event.RETIRE, Event.SAVE) and name in proven:  # a later save of the same step is other bytes
             proven.remove(str(name))

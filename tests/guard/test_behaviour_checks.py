@@ -11,7 +11,7 @@ from assay.errors import GuardStop, UsageError
 from assay.evaluation.loaded_model import LoadedModel
 from assay.guard import behaviour_checks, proof
 from assay.guard.behaviour_checks import check_health, health_prompts
-from assay.guard.proof import ProofRequest, examine_artifact, without_optional
+from assay.guard.proof import ProofRequest, examine_artifact
 from assay.guard.proof_subject import ProofSampling, ProofSubject
 from assay.health.generation_probe import ModelGenerator
 from assay.recipes import hand_over, run, sft
@@ -22,7 +22,7 @@ from assay.store.ledger import Ledger
 from assay.store.saving import Lineage, model_contents
 from assay.testing.fault_injection import FAULTS, observe
 from assay.testing.tiny_models import nudge, save_model, tiny_model, tiny_tokenizer, tokenizer_and_stops
-from assay.verdict import Outcome, Verdict
+from assay.verdict import Outcome, Verdict, without_optional
 from assay.zoo import speech_faults
 from assay.zoo.speech_faults import save_talking_model, talking_model
 

@@ -12,7 +12,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from assay.guard import proof
-from assay.guard.proof import ProofRequest, Prover, examine_artifact, prove, prove_checkpoint, without_optional
+from assay.guard.proof import ProofRequest, Prover, examine_artifact, prove, prove_checkpoint
 from assay.model.probe_logits import probe_inputs
 from assay.model.special_tokens import resolve_special_tokens
 from assay.model.transformer import initialised
@@ -21,7 +21,7 @@ from assay.store.artifact import build_model, open_artifact
 from assay.store.export_artifact import export_artifact
 from assay.store.saving import Lineage, model_contents
 from assay.testing.tiny_models import tiny_config, tiny_tokenizer
-from assay.verdict import Outcome, overall
+from assay.verdict import Outcome, overall, without_optional
 from tests.processes import ended
 
 NEW = Lineage()

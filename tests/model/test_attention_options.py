@@ -9,7 +9,7 @@ from assay.cli import run as assay
 from assay.data.batch import Batch
 from assay.errors import UsageError
 from assay.guard.loss_preflight import naive_logits
-from assay.guard.proof import prove_checkpoint, without_optional
+from assay.guard.proof import prove_checkpoint
 from assay.guard.training_guards import UpdateAccount, check_gradients, check_optimizer
 from assay.learn.loop import train
 from assay.learn.objectives import next_token
@@ -22,7 +22,7 @@ from assay.store import gguf
 from assay.store.artifact import build_model, open_artifact
 from assay.testing.tiny_models import nudge, save_model, tiny_config, tiny_model, tokenizer_and_stops
 from assay.testing.tiny_training import TinyRun
-from assay.verdict import Outcome, overall
+from assay.verdict import Outcome, overall, without_optional
 
 TOKENS = torch.randint(0, 320, (2, 40), generator=torch.Generator().manual_seed(0))
 OWN = [f"blocks.{layer}.attn.{part}.weight" for layer in range(3) for part in ("mix", "gate") if part == "gate" or layer > 0]

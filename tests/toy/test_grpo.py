@@ -8,7 +8,7 @@ import pytest
 from assay.errors import AssayError
 from assay.evaluation.loaded_model import LoadedModel
 from assay.generate.generation_request import Sampling
-from assay.guard.proof import Prover, prove_checkpoint, without_optional
+from assay.guard.proof import Prover, prove_checkpoint
 from assay.health.degenerate import Expected
 from assay.health.generation_probe import Health, ModelGenerator, probe
 from assay.health.probe_prompts import ProbePrompt
@@ -19,7 +19,7 @@ from assay.recipes.starting_model import AdapterModel
 from assay.store import saving
 from assay.store.artifact import open_artifact
 from assay.store.checkpoint import open_checkpoint, step_folders
-from assay.verdict import Outcome, overall
+from assay.verdict import Outcome, overall, without_optional
 from tests.recipes.sums import options, reinforced, taught, unproven
 
 pytestmark = pytest.mark.slow  # a minute for the two toys, and a fresh process for every artifact of the forks
