@@ -12,7 +12,7 @@ import pytest
 
 from assay.errors import DataError, GuardStop, UsageError
 from assay.reward.reward_functions import RewardSpec, parse_rewards
-from assay.reward.worker_pool import ErrorLimit, RewardItem, RewardWorkers, ScoredItem
+from assay.reward.worker_pool import ErrorLimit, RewardItem, RewardWorkers, ScoredItem, scored_item
 from tests.processes import ended
 
 MINE = '''
