@@ -47,6 +47,6 @@ def overall(verdicts: Iterable[Verdict]) -> Outcome:
     return Outcome.PROVEN if outcomes == {Outcome.PROVEN} else Outcome.UNPROVEN
 
 
-def without_optional(verdicts: list[Verdict]) -> list[Verdict]:
+def without_optional(verdicts: Iterable[Verdict]) -> list[Verdict]:
     """All but what only an optional library could have checked."""
     return [v for v in verdicts if not (v.outcome is Outcome.UNPROVEN and v.evidence.get("optional"))]

@@ -191,14 +191,14 @@ def test_the_core_works_without_the_extras(tmp_path):
     done = python(LIGHT.format(blocked=blocked) + """
 from pathlib import Path
 from assay.verbs.demo.stages import build_and_save
-from assay.guard.proof import Request, demanded, examine
-from assay.verdict import overall
+from assay.guard.proof import Request, examine
+from assay.verdict import overall, without_optional
 from assay.cli import run
 folder = Path(sys.argv[1]) / "model"
 build_and_save(folder)
 verdicts = examine(Request(str(folder)))
 print(*verdicts, sep="\\n")
-assert overall(demanded(verdicts)) == "PROVEN", verdicts
+assert overall(without_optional(verdicts)) == "PROVEN", verdicts
 assert [v.outcome for v in verdicts if v.check == "consumer"] == ["UNPROVEN"]
 assert run(["sample", str(folder), "--prompt", "x", "--max-new", "2"]) == 0
 assert run(["export", str(folder), "--to", "gguf", "--out", sys.argv[1] + "/x.gguf"]) == 2

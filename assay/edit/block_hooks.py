@@ -47,7 +47,7 @@ def hooked(handles: Sequence[RemovableHandle]) -> Iterator[None]:
 
 
 @torch.no_grad()
-def seen_keys(model: Transformer, tokens: Tensor, documents: Tensor, layers: Sequence[int], see: See) -> None:
+def watch_keys(model: Transformer, tokens: Tensor, documents: Tensor, layers: Sequence[int], see: See) -> None:
     """`see(layer, keys_BTF)` for each layer, in order; what lies above the last of them does not run."""
     def hook(layer: int) -> RemovableHandle:
         return down_projection(model, layer).register_forward_pre_hook(lambda _, inputs: see(layer, inputs[0]))

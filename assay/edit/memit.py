@@ -14,7 +14,7 @@ from torch import Tensor
 from assay.edit.block_hooks import down_projection_name
 from assay.edit.contexts import Contexts, averaged_keys
 from assay.edit.facts import Fact
-from assay.edit.solve import Factors, alone, as_low_rank, moment_penalty, null_space_projector, solve_alphaedit, solve_memit
+from assay.edit.solve import Factors, as_low_rank, moment_penalty, null_space_projector, solve_alphaedit, solve_memit, solve_rome
 from assay.edit.targets import Target, TargetOptions, find_targets
 from assay.errors import UsageError
 from assay.model.patch import LowRank, Patch, patched
@@ -108,7 +108,7 @@ def rome(model: Transformer, tokenizer: Tokenizer, facts: Sequence[Fact], layers
         with patched(model, _patch(None, layer, parts)):
             target = find_targets(model, tokenizer, [fact], surroundings, layer, aim)[0]
             keys_Fn, _ = averaged_keys(model, [surroundings.spots(tokenizer, fact)], surroundings.weights(), layer, layer)
-        factors = alone(target.delta, keys_Fn[:, 0], moments[layer])
+        factors = solve_rome(target.delta, keys_Fn[:, 0], moments[layer])
         parts.append(as_low_rank(factors))
         targets.append(target)
         reached.append(1 - float((factors.delta() @ keys_Fn[:, 0] - target.delta).norm() / target.delta.norm().clamp(min=1e-12)))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from assay.data.data_files import DocumentRule, find_sources, iter_documents
-from assay.edit.block_hooks import padded, seen_keys
+from assay.edit.block_hooks import padded, watch_keys
 from assay.edit.subject_tokens import leading_special_ids
 from assay.errors import DataError, StoreError, UsageError
 from assay.model.attention import PADDING
@@ -92,7 +92,7 @@ def compute_moments(model: Transformer, rows: Sequence[Sequence[int]], layers: S
             keys = keys_BTF[real].double()
             sums[layer].addmm_(keys.T, keys)
 
-        seen_keys(model, tokens, docs, layers, add)
+        watch_keys(model, tokens, docs, layers, add)
     for layer, total in sums.items():
         if not torch.isfinite(total).all():
             raise DataError(f"layer {layer}: the second moments are not finite; the model's activations overflow on this text")

@@ -33,7 +33,7 @@ def solve_memit(residuals_Dn: Tensor, keys_Fn: Tensor, penalty_FF: Tensor) -> Fa
     return Factors(residuals_Dn.double(), torch.cholesky_solve(keys, factor).T)
 
 
-def alone(residual_D: Tensor, key_F: Tensor, moment_FF: Tensor) -> Factors:
+def solve_rome(residual_D: Tensor, key_F: Tensor, moment_FF: Tensor) -> Factors:
     """Δ = r (C⁻¹k)ᵀ / (kᵀC⁻¹k): ROME. One key in the solve and in the denominator, so that Δ k = r exactly.
 
     The original averaged the key over prefixes in one of the two places only; the denominator could come out near zero,

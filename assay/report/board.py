@@ -2,10 +2,11 @@
 
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from assay.report.headline import headline
 from assay.report.run_record import LEDGER, RunRecord, is_run, newest_manifest, read_run
 from assay.report.run_status import held_out_summary, last_proven, run_status, steps_taken
 
@@ -15,11 +16,13 @@ LOCKS = Path("/proc/locks")
 
 
 @dataclass(frozen=True)
-class Row:
-    """None is unknown, or not there yet."""
+class RunRow:
+    """One run on the board. None is unknown, or not there yet; `reached` is the outcome of the run's purpose."""
 
     run: str
     recipe: str
+    headline: str
+    reached: str | None
     state: str
     reason: str
     steps: int | None
@@ -32,7 +35,7 @@ class Row:
         return asdict(self)
 
 
-def board(folder: Path) -> list[Row]:
+def board(folder: Path) -> list[RunRow]:
     """Every run in `folder`, and `folder` itself where it is one; by path. One that cannot be read is a row that says so."""
     return [_row_of(path, folder) for path in sorted(find_runs(folder))]
 
@@ -48,21 +51,22 @@ def find_runs(folder: Path, depth: int = 0) -> Iterator[Path]:
             yield from find_runs(Path(entry.path), depth + 1)
 
 
-def _row_of(path: Path, folder: Path) -> Row:
+def _row_of(path: Path, folder: Path) -> RunRow:
     name = path.name if path == folder else str(path.relative_to(folder))
     try:
         return _read_row(path, name)
     except OSError as error:  # another user's run, or one that is being deleted: the others are still to be shown
-        return Row(name, "unknown", "unreadable", str(error), None, None, None, None, [])
+        return RunRow(name, "unknown", "unreadable", None, "unreadable", str(error), None, None, None, None, [])
 
 
-def _read_row(path: Path, name: str) -> Row:
+def _read_row(path: Path, name: str) -> RunRow:
     record = read_run(path)
-    now = run_status(record)
+    now, told = run_status(record), headline(record)
     state = "running" if now.state == "no end on record" and written_now(path / LEDGER) else now.state
     reason = "" if state in ("done and proven", "running") else now.sentence
-    return Row(name, record.recipe, state, reason, steps_taken(record), held_out_summary(record), last_proven(record), parent_of(record),
-               record.remarks)
+    return RunRow(name, record.recipe, str(replace(told, artifact=state) if state == "running" else told),
+                  None if told.purpose is None else str(told.purpose.outcome), state, reason, steps_taken(record), held_out_summary(record),
+                  last_proven(record), parent_of(record), record.remarks)
 
 
 def parent_of(record: RunRecord) -> str | None:

@@ -9,17 +9,22 @@ import hashlib
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path, PurePath
+from typing import Any
 
-from assay.report.curves import charts_json, curves_section
+from markupsafe import Markup
+
+from assay.report.figures import charts_json, curves_section, pictures_section
 from assay.report.findings import not_checked, proofs_section, results_section, verdicts_section
-from assay.report.html import Html, badge, joined, tag
-from assay.report.lineage_graph import lineage_section
-from assay.report.pictures import pictures_section
-from assay.report.provenance import data_section, events_section, reproduce_section
+from assay.report.headline import headline
+from assay.report.provenance import lineage_section, provenance_section
 from assay.report.run_record import RunRecord, SavedCheckpoint, read_run, saved_in
 from assay.report.run_status import held_out_summary, last_proven, run_status, steps_taken
 from assay.report.sample_sections import EvaluationFolder, probes_section, read_evaluation, samples_section
+from assay.report.templates import templates
 from assay.store import durable
+
+CONTENTS = (("verdicts", "Verdicts"), ("unchecked", "Not checked"), ("curves", "Curves"), ("proofs", "Proofs"), ("lineage", "Lineage"),
+            ("samples", "Samples"), ("data", "Data and options"), ("reproduce", "Make it again"))
 
 
 def write_report(run: Path, out: Path, *, against: Path | None = None, evals: Sequence[Path] = ()) -> RunRecord:
@@ -35,34 +40,25 @@ def render_report(record: RunRecord, parent: RunRecord | None = None, evaluation
     parents = saved_in(parent.folder)[0] if parent else []
     samples, no_samples = samples_section(record.folder, parent.folder if parent else None, evaluations)
     probes, no_probes = probes_section(record.folder, record.events)
-    not_there = [*no_samples, *no_probes, *_not_recorded(record)]
-    sections = [results_section(record), verdicts_section(record), not_checked(record, saved, not_there),
-                curves_section(record.metrics.rows), pictures_section(record.folder), proofs_section(record, saved),
-                lineage_section(saved, parents, parent.name if parent else None, wrong), samples, probes, data_section(record),
-                events_section(record), reproduce_section(record, saved)]
-    return _document(record, joined(_header(record, saved), tag("main", sections)))
+    rows = record.metrics.rows
+    sections = {
+        "results": results_section(record), "verdicts": verdicts_section(record), "curves": curves_section(rows),
+        "unchecked": not_checked(record, saved, [*no_samples, *no_probes, *_not_recorded(record)]),
+        "pictures": pictures_section(record.folder), "proofs": proofs_section(record, saved), "samples": samples, "probes": probes,
+        "lineage": lineage_section(saved, parents, parent.name if parent else None, wrong), "provenance": provenance_section(record, saved)}
+    return templates().get_template("page.html.j2").render(
+        record=record, status=run_status(record), headline=headline(record), facts=_facts(record, saved), contents=CONTENTS,
+        charts_json=charts_json(rows), **sections, **_assets())
 
 
-def _header(record: RunRecord, saved: Sequence[SavedCheckpoint]) -> Html:
-    now = run_status(record)
+def _facts(record: RunRecord, saved: Sequence[SavedCheckpoint]) -> list[tuple[str, str]]:
     taken = steps_taken(record)
     made = [one for one in saved if one.name.startswith("step-")] or saved  # what was handed over comes from one of these
     ancestors = [found for one in made if (found := one.ancestor("parent") or one.ancestor("base"))]
     parent = f"{'/'.join(PurePath(ancestors[0]['path']).parts[-3:])} ({ancestors[0]['weights'][:12]})" if ancestors else None
-    facts = [("recipe", record.recipe), ("steps", "unknown" if taken is None else f"{taken:,}"),
-             ("held out", held_out_summary(record) or "unknown"), ("last proven", last_proven(record) or "none"),
-             ("parent", parent or "none on record")]
-    remarks = [tag("li", remark) for remark in record.remarks]
-    return tag("header", tag("p", "assay report", class_="kicker"), tag("h1", record.name),
-               tag("p", badge(str(now.outcome)), " ", tag("strong", now.state), tag("span", f": {now.sentence}"), class_="standing"),
-               tag("dl", [tag("div", tag("dt", name), tag("dd", value)) for name, value in facts]),
-               tag("ul", remarks, class_="remarks") if remarks else None, _contents())
-
-
-def _contents() -> Html:
-    places = (("verdicts", "Verdicts"), ("unchecked", "Not checked"), ("curves", "Curves"), ("proofs", "Proofs"), ("lineage", "Lineage"),
-              ("samples", "Samples"), ("data", "Data and options"), ("reproduce", "Make it again"))
-    return tag("nav", [tag("a", title, href=f"#{anchor}") for anchor, title in places])
+    return [("recipe", record.recipe), ("steps", "unknown" if taken is None else f"{taken:,}"),
+            ("held out", held_out_summary(record) or "unknown"), ("last proven", last_proven(record) or "none"),
+            ("parent", parent or "none on record")]
 
 
 def _not_recorded(record: RunRecord) -> list[str]:
@@ -77,22 +73,13 @@ def _not_recorded(record: RunRecord) -> list[str]:
     return [told[kind] for kind in due if kind not in kinds]
 
 
-def _document(record: RunRecord, body: Html) -> str:
-    styles = _asset("uPlot.min.css") + _asset("page.css")
-    scripts = [_licensed(), _asset("page.js")]
+def _assets() -> dict[str, Any]:
+    """Styles and scripts, which stand in the page as they are, and the policy that lets these scripts run and no others."""
+    licensed = f"/*\n{_asset('uPlot-LICENSE')}*/\n{_asset('uPlot.iife.min.js')}"  # the licence asks to travel with every copy
+    scripts = [licensed, _asset("page.js")]
     allowed = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in scripts)
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src {allowed}; img-src data:; base-uri 'none'; form-action 'none'"
-    head = [tag("meta", charset="utf-8"), tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-            tag("meta", http_equiv="Content-Security-Policy", content=policy), tag("title", f"{record.name}: assay report"),
-            tag("style", Html(styles))]
-    drawn = tag("script", charts_json(record.metrics.rows), type="application/json", id="charts")
-    page = tag("html", tag("head", head), tag("body", body, drawn, [tag("script", Html(text)) for text in scripts]), lang="en")
-    return f"<!doctype html>\n{page}\n"
-
-
-def _licensed() -> str:
-    """uPlot with its licence, which asks to travel with every copy."""
-    return f"/*\n{_asset('uPlot-LICENSE')}*/\n{_asset('uPlot.iife.min.js')}"
+    return {"styles": Markup(_asset("uPlot.min.css") + _asset("page.css")), "scripts": [Markup(text) for text in scripts], "policy": policy}
 
 
 def _asset(name: str) -> str:

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -177,11 +177,6 @@ def verdicts_of(event: Mapping[str, Any]) -> list[Verdict]:
     """As recorded. What is not written as a verdict is counted as one that proves nothing, never as success."""
     found = event.get("verdicts")
     return [_verdict(entry) for entry in found] if isinstance(found, list) else []
-
-
-def required_verdicts(verdicts: Iterable[Verdict]) -> list[Verdict]:
-    """All but what only an optional part could have checked."""
-    return [v for v in verdicts if not (v.outcome is Outcome.UNPROVEN and v.evidence.get("optional"))]
 
 
 def _verdict(entry: Any) -> Verdict:

@@ -4,14 +4,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from assay.report.run_record import RunRecord, finite_number, required_verdicts, verdicts_of
+from assay.report.run_record import RunRecord, finite_number, verdicts_of
 from assay.store.ledger import Event
-from assay.verdict import Outcome, overall
+from assay.verdict import Outcome, overall, without_optional
 
 State = Literal["done and proven", "done, refuted", "done, not proven", "stopped", "interrupted", "running", "no end on record",
                 "ledger damaged", "no ledger"]
-RESULT_EVENTS = (Event.HAND_OVER, Event.ARTIFACT, Event.EDITS,
-                 Event.TTT)  # events that end a recipe, with the verdicts on what it hands over
+RESULT_EVENTS = (Event.HAND_OVER, Event.ARTIFACT, Event.EDITS, Event.TTT)  # they end a recipe, with the verdicts on what it hands over
 NO_SCORES = {"eval_loss", "eval_low", "eval_high", "eval_documents", "eval_prompts"}
 HIGHER = "eval_prompts"  # answers to prompts are scored: more is better. Of documents the loss is, and less is.
 
@@ -51,21 +50,28 @@ def run_status(record: RunRecord) -> RunStatus:
         return RunStatus("ledger damaged", record.damage)
     if not record.events:
         return RunStatus("no ledger", "no event is on record, so nothing can be said of how it went")
-    begun = max((i for i, event in enumerate(record.events) if event["kind"] in (Event.START, Event.RESUME)), default=0)
-    sitting = record.events[begun:]
-    if stopped := [event for event in sitting if event["kind"] == Event.STOPPED]:
+    if stopped := [event for event in _last_sitting(record) if event["kind"] == Event.STOPPED]:
         stands = stopped[-1].get("stands")
         return RunStatus("stopped", f"{stopped[-1].get('reason')}. {f'{stands} stands' if stands else 'No checkpoint stands'}.")
-    results = [event for event in sitting if event["kind"] in RESULT_EVENTS]
-    if results:
+    if results := last_results(record):
         return _ended(results)
-    if any(event["kind"] == Event.CONSUMED for event in sitting):
+    if any(event["kind"] == Event.CONSUMED for event in _last_sitting(record)):
         return RunStatus("interrupted", "it ended after a save, before anything was handed over; the same command goes on from there")
     return RunStatus("no end on record", "the ledger has no end: it is running, or was killed; the same command goes on from the last save")
 
 
+def last_results(record: RunRecord) -> list[dict[str, Any]]:
+    """The events with which the last sitting handed something over; none of a ledger that is damaged."""
+    return [] if record.damage else [event for event in _last_sitting(record) if event["kind"] in RESULT_EVENTS]
+
+
+def _last_sitting(record: RunRecord) -> list[dict[str, Any]]:
+    begun = max((i for i, event in enumerate(record.events) if event["kind"] in (Event.START, Event.RESUME)), default=0)
+    return record.events[begun:]
+
+
 def _ended(results: Sequence[Mapping[str, Any]]) -> RunStatus:
-    verdicts = required_verdicts(verdict for event in results for verdict in verdicts_of(event))
+    verdicts = without_optional(verdict for event in results for verdict in verdicts_of(event))
     against = [verdict for verdict in verdicts if verdict.outcome is not Outcome.PROVEN]
     named = "; ".join(f"{verdict.check}: {verdict.reason}" for verdict in against)
     match overall(verdicts):
@@ -78,7 +84,7 @@ def _ended(results: Sequence[Mapping[str, Any]]) -> RunStatus:
 
 
 def steps_taken(record: RunRecord) -> int | None:
-    """Of the last row that tells of a step; None where no row does. A look before step 1 stands at -1."""
+    """Of the last row that tells of a step; None where no row does. An evaluation before step 1 stands at -1."""
     steps = [row["step"] + 1 for row in record.metrics.rows if isinstance(row.get("step"), int)]
     return max(steps, default=None)
 
@@ -111,11 +117,11 @@ def best_held_out(found: Sequence[HeldOutScore]) -> HeldOutScore | None:
     """The extreme one. Whether it is better than its neighbours by more than noise, its interval says."""
     if not found:
         return None
-    return max(found, key=lambda look: look.mean) if found[-1].higher_is_better else min(found, key=lambda look: look.mean)
+    return max(found, key=lambda one: one.mean) if found[-1].higher_is_better else min(found, key=lambda one: one.mean)
 
 
 def held_out_summary(record: RunRecord) -> str | None:
-    """What was handed over, scored on all that is held out; before that, the best look."""
+    """What was handed over, scored on all that is held out; before that, the best evaluation."""
     for event in reversed(record.of_kind(Event.ARTIFACT, Event.HAND_OVER, Event.TTT)):
         score = event.get("score")
         if isinstance(score, dict) and all(finite_number(score.get(key)) is not None for key in ("mean", "low", "high")):
@@ -130,7 +136,7 @@ def last_proven(record: RunRecord) -> str | None:
     proven: list[str] = []
     for event in record.events:
         name = event.get("checkpoint")
-        if event["kind"] == Event.PROOF and overall(required_verdicts(verdicts_of(event))) is Outcome.PROVEN:
+        if event["kind"] == Event.PROOF and overall(without_optional(verdicts_of(event))) is Outcome.PROVEN:
             proven.append(str(name))
         elif event["kind"] in (Event.RETIRE, Event.SAVE) and name in proven:  # a later save of the same step is other bytes
             proven.remove(str(name))

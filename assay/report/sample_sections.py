@@ -2,20 +2,48 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from assay.errors import UsageError
 from assay.report.findings import estimate_text
-from assay.report.html import Html, badge, cut, folded, joined, lead, missing, remarks, section, table, tag
 from assay.report.run_record import Lines, finite_number, read_json_or_remark, read_lines, verdicts_of
+from assay.report.templates import cut
 from assay.store.ledger import Event
+from assay.verdict import Outcome, Verdict
 
-_SHOWN, _SEEN = 12, 4  # examples of one source, and those of them that are not folded
-TEXT_LIMIT = 1500  # characters of one text
+SHOWN = 12  # examples of one source
 SAID = ("completion", "text", "said", "output")  # keys under which samples are written
 PROMPTED = ("prompt", "question", "id")
+
+
+@dataclass(frozen=True)
+class Side:
+    """One text of an example: whose it is, and what was recorded with it."""
+
+    who: str
+    text: str
+    facts: str = ""
+
+
+@dataclass(frozen=True)
+class Example:
+    prompt: str
+    sides: list[Side]
+
+
+@dataclass(frozen=True)
+class SampleGroup:
+    """Examples of one source; `words` says which, `head` and `rows` are a table above them."""
+
+    title: str
+    words: str
+    examples: list[Example]
+    remarks: list[str] = field(default_factory=list)
+    head: list[str] = field(default_factory=list)
+    rows: list[list[str]] = field(default_factory=list)
+    verdicts: list[tuple[str, Verdict]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -41,71 +69,62 @@ def read_evaluation(folder: Path) -> EvaluationFolder:
     return EvaluationFolder(folder.resolve().name, asked | (summary or {}), Lines(lines.rows, lines.sha256, remarks))
 
 
-def samples_section(run: Path, parent: Path | None, evaluations: Sequence[EvaluationFolder]) -> tuple[Html, list[str]]:
+def samples_section(run: Path, parent: Path | None, evaluations: Sequence[EvaluationFolder]) -> tuple[dict[str, Any], list[str]]:
     """The section, and what there is none of."""
     own = read_lines(run / "samples.jsonl")
     edits, wrong = read_json_or_remark(run / "edits.json")
-    parts: list[Any] = [remarks([wrong])] if wrong else []
-    if own.rows:
-        parts.append(_rollouts(own, read_lines(parent / "samples.jsonl") if parent else Lines([], None, [])))
-    if edits:
-        parts.append(_edits(edits))
-    parts += _evaluations(evaluations)
-    if not parts:
-        hint = "no samples: none were recorded; assay eval of this run's model and of its parent, then assay report --evals, shows both"
-        return section("samples", "Samples", missing("No samples are on record in this run, and no evaluation was given.")), [hint]
-    return section("samples", "Samples", parts), []
+    groups = [_rollouts(own, read_lines(parent / "samples.jsonl").rows if parent else [])] if own.rows else []
+    groups += [_edits(edits)] if edits else []
+    groups += _evaluations(evaluations)
+    hint = "no samples: none were recorded; assay eval of this run's model and of its parent, then assay report --evals, shows both"
+    return {"groups": groups, "wrong": [wrong] if wrong else []}, [] if groups or wrong else [hint]
 
 
-def probes_section(run: Path, events: Sequence[Mapping[str, Any]]) -> tuple[Html | None, list[str]]:
+def probes_section(run: Path, events: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any] | None, list[str]]:
     """What the proofs found in the texts of each checkpoint, and what `assay probe --history RUN --json > RUN/probe.json` did."""
     found, wrong = read_json_or_remark(run / "probe.json")
-    proofs = _probed_by_proofs(events)
-    if found is None and not proofs:
+    rows = _probed_by_proofs(events)
+    if found is None and not rows:
         return None, [wrong or "no probe history: no proof sampled texts (--probe-samples 0, or an earlier version); assay probe --history "
                       "RUN --json > RUN/probe.json records one"]
     probed = _dict(found or {}, "probed") or ({"": found.get("health")} if found else {})
-    rows = [[tag("code", str(name or health.get("name"))), "assay probe", *_health(health), cut(str(health.get("sentence")), 400)]
-            for name, health in probed.items() if isinstance(health, dict)]
-    said = tag("p", str(found["sentence"])) if found and found.get("sentence") else None
-    return section("probes", "Probe history", said, remarks([wrong]) if wrong else None,
-                   table(["artifact", "by", "malformed", "rate", "causes", "in words"], [*proofs, *rows])), []
+    rows += [_probe_row(str(name or health.get("name")), "assay probe", health, str(health.get("sentence")))
+             for name, health in probed.items() if isinstance(health, dict)]
+    return {"sentence": (found or {}).get("sentence"), "wrong": [wrong] if wrong else [], "rows": rows}, []
 
 
-def _probed_by_proofs(events: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
+def _probed_by_proofs(events: Sequence[Mapping[str, Any]]) -> list[dict[str, str | None]]:
     """One line for each artifact whose proof sampled texts, in the order of the proofs."""
     rows = []
     for event in events:
         for verdict in verdicts_of(event) if event.get("kind") in (Event.PROOF, Event.HAND_OVER) else ():
             if verdict.check == "health" and finite_number(verdict.evidence.get("n")):
-                of = str(event.get("checkpoint")) + ("" if event["kind"] == Event.PROOF else ", handed over")
-                rows.append([tag("code", of), "its proof", *_health(verdict.evidence), joined(badge(str(verdict.outcome)), " ",
-                                                                                              cut(verdict.reason, 400))])
+                artifact = str(event.get("checkpoint")) + ("" if event["kind"] == Event.PROOF else ", handed over")
+                rows.append(_probe_row(artifact, "its proof", verdict.evidence, verdict.reason, verdict.outcome))
     return rows
 
 
-def _health(found: Mapping[str, Any]) -> tuple[str, str, str]:
-    return f"{found.get('bad')} of {found.get('n')}", _interval(found), _causes(found)
+def _probe_row(artifact: str, by: str, health: Mapping[str, Any], words: str, outcome: Outcome | None = None) -> dict[str, str | None]:
+    return {"artifact": artifact, "by": by, "malformed": f"{health.get('bad')} of {health.get('n')}", "rate": _rate(health),
+            "causes": _causes(health), "outcome": outcome, "words": words}
 
 
 # ---------------------------------------------------------------- rollouts
 
 
-def _rollouts(own: Lines, parents: Lines) -> Html:
+def _rollouts(own: Lines, parents: Sequence[dict[str, Any]]) -> SampleGroup:
     """The newest samples, each beside the parent run's newest of the same prompt."""
-    before = {_prompt(row): row for row in parents.rows}
+    before = {_prompt(row): row for row in parents}
     newest = sorted(own.rows, key=lambda row: finite_number(row.get("step")) or 0.0, reverse=True)
     paired = [row for row in newest if _prompt(row) in before]
-    shown = (paired or newest)[:_SHOWN]
-    words = (f"The newest of {len(own.rows):,} recorded samples" + (", beside the parent run's of the same prompt." if paired else "."
-             if not parents.rows else "; the parent run recorded none of the same prompts."))
-    return joined(tag("h3", "Rollouts"), lead(words), remarks(own.remarks),
-                  _examples([_example(_prompt(row), [_side("parent", before[_prompt(row)])] if paired else [], _side("this run", row))
-                             for row in shown]))
+    how = ", beside the parent run's of the same prompt." if paired else "; the parent run recorded none of the same prompts."
+    examples = [Example(_prompt(row), [*([_side("parent", before[_prompt(row)])] if paired else []), _side("this run", row)])
+                for row in (paired or newest)[:SHOWN]]
+    return SampleGroup("Rollouts", f"The newest of {len(own.rows):,} recorded samples{how if parents else '.'}", examples, own.remarks)
 
 
-def _side(who: str, row: Mapping[str, Any]) -> tuple[str, str, str]:
-    return who, _said(row), _facts(row)
+def _side(who: str, row: Mapping[str, Any]) -> Side:
+    return Side(who, _said(row), _facts(row))
 
 
 def _prompt(row: Mapping[str, Any]) -> str:
@@ -125,22 +144,22 @@ def _facts(row: Mapping[str, Any]) -> str:
 # ---------------------------------------------------------------- edits
 
 
-def _edits(found: Mapping[str, Any]) -> Html:
+def _edits(found: Mapping[str, Any]) -> SampleGroup:
     replies = [reply for reply in _listed(found.get("replies")) if isinstance(reply.get("question"), dict)]
     changed = sorted(replies, key=lambda reply: _dict(reply, "before").get("said") == _dict(reply, "after").get("said"))
-    return joined(tag("h3", "Edits"), lead(f"{len(replies)} questions, before and after the edit; those whose answer changed come first."),
-                  _examples([_reply(reply["question"], _dict(reply, "before"), _dict(reply, "after")) for reply in changed[:_SHOWN]]))
+    return SampleGroup("Edits", f"{len(replies)} questions, before and after the edit; those whose answer changed come first.",
+                       [_reply(reply["question"], _dict(reply, "before"), _dict(reply, "after")) for reply in changed[:SHOWN]])
 
 
-def _reply(question: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]) -> Html:
+def _reply(question: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]) -> Example:
     asked = f"{question.get('kind')}; asked for {question.get('answer')}"
-    return _example(str(question.get("prompt")), [("parent", _said(before), "")], ("edited", _said(after), asked))
+    return Example(str(question.get("prompt")), [Side("parent", _said(before)), Side("edited", _said(after), asked)])
 
 
 # ---------------------------------------------------------------- evaluations
 
 
-def _evaluations(evaluations: Sequence[EvaluationFolder]) -> list[Html]:
+def _evaluations(evaluations: Sequence[EvaluationFolder]) -> list[SampleGroup]:
     """Those of one task and dataset stand side by side, in the order in which they were given."""
     groups: dict[tuple[str, str], list[EvaluationFolder]] = {}
     for one in evaluations:
@@ -148,21 +167,18 @@ def _evaluations(evaluations: Sequence[EvaluationFolder]) -> list[Html]:
     return [_group(task, members) for (task, _), members in groups.items()]
 
 
-def _group(task: str, members: Sequence[EvaluationFolder]) -> Html:
+def _group(task: str, members: Sequence[EvaluationFolder]) -> SampleGroup:
     metrics = list(dict.fromkeys(name for one in members for name in _dict(one.summary, "estimates")))
     head = ["metric", *(f"{one.name} ({str(one.summary.get('checkpoint'))[:12]})" for one in members)]
     rows = [[name, *(estimate_text(_dict(one.summary, "estimates").get(name)) for one in members)] for name in metrics]
-    verdicts = [tag("p", f"{one.name}: ", badge(str(v.get("outcome"))), f" {v.get('check')}: {cut(str(v.get('reason')), 400)}")
-                for one in members for v in _listed(one.summary.get("verdicts")) if v.get("outcome") != "PROVEN"]
+    verdicts = [(one.name, verdict) for one in members for verdict in verdicts_of(one.summary) if verdict.outcome is not Outcome.PROVEN]
     by_id = [{str(row.get("id")): row for row in one.lines.rows} for one in members]
-    shared = [key for key in by_id[-1] if all(key in rows for rows in by_id)]
-    told = sorted(shared, key=lambda key: len({_score(rows[key]) for rows in by_id}) == 1)  # where they differ, first
-    examples = [_example(_prompt(by_id[-1][key]), [(one.name, _answer(rows[key]), f"score {_score(rows[key])}") for one, rows in
-                                                   zip(members[:-1], by_id[:-1], strict=True)],
-                         (members[-1].name, _answer(by_id[-1][key]), f"score {_score(by_id[-1][key])}")) for key in told[:_SHOWN]]
-    told_of = remarks(f"{one.name}: {sentence}" for one in members for sentence in one.lines.remarks)
-    return joined(tag("h3", f"Evaluation: {task}"), told_of, table(head, rows), verdicts,
-                  lead(f"{len(examples)} of {len(shared)} examples; those whose scores differ come first."), _examples(examples))
+    shared = [key for key in by_id[-1] if all(key in scored for scored in by_id)]
+    shown = sorted(shared, key=lambda key: len({_score(scored[key]) for scored in by_id}) == 1)[:SHOWN]  # where they differ, first
+    examples = [Example(_prompt(by_id[-1][key]), [Side(one.name, _answer(scored[key]), f"score {_score(scored[key])}")
+                                                  for one, scored in zip(members, by_id, strict=True)]) for key in shown]
+    return SampleGroup(f"Evaluation: {task}", f"{len(examples)} of {len(shared)} examples; those whose scores differ come first.", examples,
+                       [f"{one.name}: {sentence}" for one in members for sentence in one.lines.remarks], head, rows, verdicts)
 
 
 def _answer(row: Mapping[str, Any]) -> str:
@@ -183,20 +199,7 @@ def _score(row: Mapping[str, Any]) -> str:
     return cut(_short(row.get("scores", row.get("nats"))), 120)
 
 
-# ---------------------------------------------------------------- on the page
-
-
-def _examples(examples: Sequence[Html]) -> Html:
-    """A few to see, the others folded."""
-    more = list(examples[_SEEN:])
-    return joined(list(examples[:_SEEN]), folded(f"{len(more)} more", more) if more else None)
-
-
-def _example(prompt: str, before: Sequence[tuple[str, str, str]], after: tuple[str, str, str]) -> Html:
-    sides = [tag("div", tag("h4", who, tag("small", facts) if facts else None), tag("pre", cut(text, TEXT_LIMIT) or "(nothing)"))
-             for who, text, facts in [*before, after]]
-    asked = tag("div", tag("h4", "prompt"), tag("pre", cut(prompt, TEXT_LIMIT)), class_="prompt")
-    return tag("article", asked, tag("div", sides, class_="sides"), class_="example")
+# ---------------------------------------------------------------- texts
 
 
 def _text(value: Any) -> str:
@@ -207,7 +210,7 @@ def _short(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _interval(health: Mapping[str, Any]) -> str:
+def _rate(health: Mapping[str, Any]) -> str:
     bad, n, low, high = (finite_number(health.get(key)) for key in ("bad", "n", "low", "high"))
     if bad is None or not n or low is None or high is None:
         return "unknown"

@@ -17,7 +17,7 @@ NOBODY = 65534
 
 
 def bwrap_arguments(disk_bytes: int, *, as_root: bool) -> list[str]:
-    """As root we keep the right to become somebody else, and inside.py uses it; anyone else gets a user namespace.
+    """As root we keep the right to become somebody else, and sandbox_process.py uses it; anyone else gets a user namespace.
 
     Root in a user namespace would still be root to the kernel where it counts processes, and exempt from RLIMIT_NPROC.
     """

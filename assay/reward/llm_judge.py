@@ -22,10 +22,11 @@ from itertools import combinations
 from json import dumps
 from typing import Any
 
-from assay.errors import DataError, UsageError
-from assay.reward import schema
+from assay.errors import ArtifactError, DataError, UsageError
 from assay.reward.endpoint import Cost, Post, Unanswered, Unreadable, ask_endpoint
+from assay.reward.json_schema import schema_fault
 from assay.seeds import derive
+from assay.strict_json import parse_json
 
 _Message = dict[str, str]
 Scores = tuple[float, ...]
@@ -217,10 +218,10 @@ def read_scores(text: str, count: int) -> Scores:
     """The scores in the order of the page: one for every id, each a finite number in [0, 1], or Unreadable."""
     bare = text.strip().removeprefix("```json").removeprefix("```").removesuffix("```")
     try:
-        answer = schema.parse_strict_json(bare)
-    except (ValueError, RecursionError) as error:
-        raise Unreadable(f"the answer is not JSON ({error}): {text[:100]!r}") from None
-    found = schema.schema_fault(answer, answer_schema(count, ("id", "score")), "the answer")
+        answer = parse_json(bare, where="the answer")
+    except ArtifactError as error:
+        raise Unreadable(f"{error}: {text[:100]!r}") from None
+    found = schema_fault(answer, answer_schema(count, ("id", "score")), "the answer")
     if found:
         raise Unreadable(found)
     by_id = {entry["id"]: float(entry["score"]) for entry in answer["scores"]}

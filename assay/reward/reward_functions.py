@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from assay.config import nearest
-from assay.errors import DataError, UsageError
-from assay.reward import schema as json_schemas
+from assay.errors import ArtifactError, DataError, UsageError
 from assay.reward.answer import AnswerForm, Strictness, gold_answer, read_answer, same_answer
-from assay.strict_json import read_json
+from assay.reward.json_schema import check_schema, schema_fault
+from assay.strict_json import parse_json, read_json
 
 _Row = Mapping[str, Any]
 RewardFunction = Callable[[str, str, _Row], float]
@@ -102,7 +102,7 @@ def answer_reward(prompt: str, completion: str, row: _Row, *, how: Strictness = 
     return float(same_answer(read_answer(completion, how, form), gold_answer(row)))
 
 
-def format(prompt: str, completion: str, row: _Row) -> float:
+def format_reward(prompt: str, completion: str, row: _Row) -> float:
     """1 where the text is <think>…</think><answer>…</answer>, each tag once and nothing outside; a prompt may open the first."""
     text = "<think>" * prompt.rstrip().endswith("<think>") + completion
     if any(text.count(tag) != 1 for tag in ("<think>", "</think>", "<answer>", "</answer>")):
@@ -110,8 +110,8 @@ def format(prompt: str, completion: str, row: _Row) -> float:
     return float(bool(re.fullmatch(r"\s*<think>.*\S.*</think>\s*<answer>.*\S.*</answer>\s*", text, re.DOTALL)))
 
 
-def length(prompt: str, completion: str, row: _Row, *, longest: int, margin: int,
-           unit: Literal["tokens", "characters"] = "tokens") -> float:
+def length_reward(prompt: str, completion: str, row: _Row, *, longest: int, margin: int,
+                  unit: Literal["tokens", "characters"] = "tokens") -> float:
     """DAPO's soft penalty (arXiv:2503.14476, eq. 13): 0 up to longest − margin, then down in a line to −1 at longest.
 
     Tokens are counted by who has the tokenizer: the row's `completion_tokens`.
@@ -124,26 +124,26 @@ def length(prompt: str, completion: str, row: _Row, *, longest: int, margin: int
     return -min(1.0, max(0.0, (used - (longest - margin)) / margin))
 
 
-def regex(prompt: str, completion: str, row: _Row, *, pattern: str = "") -> float:
+def regex_reward(prompt: str, completion: str, row: _Row, *, pattern: str = "") -> float:
     """1 where the option's pattern, or else the row's `pattern`, is found in the completion."""
     return float(bool(re.search(pattern or _column(row, "pattern", str), completion)))
 
 
-def json_schema(prompt: str, completion: str, row: _Row, *, file: str = "") -> float:
+def json_schema_reward(prompt: str, completion: str, row: _Row, *, file: str = "") -> float:
     """1 where the completion is JSON, bare or in one fence, that fits the schema in the file, or else in the row's `schema`."""
-    schema = read_json(Path(file), (dict, bool), error=UsageError) if file else _column(row, "schema", Mapping)
-    json_schemas.check_schema(schema)
+    schema = read_json(Path(file), (dict, bool), error=UsageError) if file else _column(row, "schema", Mapping | bool)
+    check_schema(schema)
     blocks = _FENCED.findall(completion) or [completion]
     if len(blocks) != 1:
         return 0.0
     try:
-        value = json_schemas.parse_strict_json(blocks[0])
-    except (ValueError, RecursionError):  # not JSON: the completion's fault, so no marks
+        value = parse_json(blocks[0], where="the completion")
+    except ArtifactError:  # not JSON: the completion's fault, so no marks
         return 0.0
-    return float(json_schemas.schema_fault(value, schema) is None)
+    return float(schema_fault(value, schema) is None)
 
 
-def unit_tests(prompt: str, completion: str, row: _Row, *, seconds: int = 5) -> float:
+def unit_tests_reward(prompt: str, completion: str, row: _Row, *, seconds: int = 5) -> float:
     """1 where the one fenced program, or the bare text, passes the row's `tests` in the sandbox: Python that raises when it is wrong.
 
     What the tests take from the program is the row's `entry_point` (HumanEval) or every name they use and do not make (MBPP).
@@ -160,7 +160,7 @@ def unit_tests(prompt: str, completion: str, row: _Row, *, seconds: int = 5) -> 
     return float(judge_program(blocks[0], tests, names=names, limits=Limits(seconds=seconds, wall_seconds=3.0 * seconds)).passed)
 
 
-def gym(prompt: str, completion: str, row: _Row, *, how: Strictness = "strict", form: AnswerForm = "tag") -> float:
+def gym_reward(prompt: str, completion: str, row: _Row, *, how: Strictness = "strict", form: AnswerForm = "tag") -> float:
     """What reasoning-gym's own scorer gives the answer, partial marks as it has them; rows come from `assay data gym`."""
     from assay.reward.gym import gym_score
 
@@ -169,8 +169,8 @@ def gym(prompt: str, completion: str, row: _Row, *, how: Strictness = "strict", 
 
 
 BUILT_IN_REWARDS: dict[str, Callable[..., float]] = {
-    "answer": answer_reward, "format": format, "length": length, "regex": regex, "json_schema": json_schema, "unit_tests": unit_tests,
-                                                     "gym": gym}
+    "answer": answer_reward, "format": format_reward, "length": length_reward, "regex": regex_reward, "json_schema": json_schema_reward,
+    "unit_tests": unit_tests_reward, "gym": gym_reward}
 RELATIVE_REWARDS: dict[str, Callable[..., Any]] = {"judge": JudgeOptions}  # of groups, not in the workers
 FULL_MARKS = dict.fromkeys(BUILT_IN_REWARDS, 1.0) | {"length": 0.0}
 
@@ -190,7 +190,7 @@ def _parsed(spec: str) -> RewardSpec:
             from assay.reward.gym import HINT
 
             raise UsageError(f"reward {spec}: {HINT}")
-        return RewardSpec(name, weight, _options(spec, known[name], options or ""))
+        return RewardSpec(name, weight, _options(spec, name, options or ""))
     file, function = name.rsplit(":", 1)
     if options is not None or not function.isidentifier():
         raise UsageError(f"reward {spec}: expected FILE.py:FUNCTION:WEIGHT, without options")
@@ -223,9 +223,10 @@ def _weight(spec: str, given: str | None) -> float:
     return weight
 
 
-def _options(spec: str, function: Callable[..., Any], text: str) -> dict[str, Any]:
+def _options(spec: str, reward: str, text: str) -> dict[str, Any]:
     """The options as the function's keyword arguments have them; a value may hold commas, but no ',word='."""
-    known = {p.name: p for p in inspect.signature(function).parameters.values() if p.kind is inspect.Parameter.KEYWORD_ONLY}
+    parameters = inspect.signature({**BUILT_IN_REWARDS, **RELATIVE_REWARDS}[reward]).parameters.values()
+    known = {parameter.name: parameter for parameter in parameters if parameter.kind is inspect.Parameter.KEYWORD_ONLY}
     options = {}
     for part in re.split(r",(?=\w+=)", text) if text else []:
         name, equals, value = part.partition("=")
@@ -234,7 +235,7 @@ def _options(spec: str, function: Callable[..., Any], text: str) -> dict[str, An
         options[name] = _typed(spec, name, value, known[name].annotation)
     missing = [name for name, parameter in known.items() if parameter.default is inspect.Parameter.empty and name not in options]
     if missing:
-        raise UsageError(f"reward {spec}: needs {', '.join(missing)}, as in {function.__name__}[{missing[0]}=…]")
+        raise UsageError(f"reward {spec}: needs {', '.join(missing)}, as in {reward}[{missing[0]}=…]")
     return options
 
 

@@ -3,9 +3,9 @@
     run_python("print(input())", stdin="hi")                       → ProgramOutcome("ran", stdout="hi\\n")
     judge_program("def double(x): return 2 * x", "assert double(2) == 4", names=["double"])   → ProgramOutcome("passed")
 
-`judge_program` uses two sandboxes that share two pipes: the program is in one, its tests in the other (inside.py). The program never
-sees the tests, cannot reach their process, and what it returns arrives there as plain data; so exiting with 0, printing
-"passed", an object that equals everything or a patched `assert` change nothing.
+`judge_program` uses two sandboxes that share two pipes: the program is in one, its tests in the other (sandbox_process.py). The
+program never sees the tests, cannot reach their process, and what it returns arrives there as plain data; so exiting with 0,
+printing "passed", an object that equals everything or a patched `assert` change nothing.
 
 A sandbox has: no network, no /proc, no home, no environment; the standard library of our interpreter and the system's
 shared libraries, read-only; a small private /tmp; limits on CPU, memory, processes, files; a seccomp filter where the
@@ -149,7 +149,7 @@ class Sandbox:
     def __init__(self, stack: contextlib.ExitStack, part: str, source: dict[str, Any], limits: Limits, *, stdin: str = "", **links: int):
         self.pieces: dict[int, list[bytes]] = {1: [], 2: []}
         self.said, self.ready, self.status = b"", False, 0
-        self.outputs = {1: _pipe(stack), 2: _pipe(stack), 3: _pipe(stack)}  # 3: what inside.py itself says
+        self.outputs = {1: _pipe(stack), 2: _pipe(stack), 3: _pipe(stack)}  # 3: what sandbox_process.py itself says
         rules, text = filter_program(), _memory(stack, json.dumps(source).encode())
         uid = UNUSED_UIDS + secrets.randbelow(UNUSED_UIDS) if os.geteuid() == 0 else None
         control = self.outputs[3][1].fileno()
@@ -254,7 +254,7 @@ def _how_it_ended(status: Status, box: Sandbox) -> str:
 
 @functools.cache
 def _inside() -> str:
-    return Path(__file__).with_name("inside.py").read_text()
+    return Path(__file__).with_name("sandbox_process.py").read_text()
 
 
 def _pipe(stack: contextlib.ExitStack) -> tuple[FileIO, FileIO]:

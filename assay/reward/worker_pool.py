@@ -67,13 +67,13 @@ class RewardWorkers:
     def score(self, items: Sequence[RewardItem]) -> list[ScoredItem]:
         """One Scored for each item, in their order, whatever the order in which the workers finish."""
         requests = [_request(number, item) for number, item in enumerate(items)]
-        return [scored(answer, self.weights) for answer in self._answers(requests)]
+        return [scored_item(answer, self.weights) for answer in self._answers(requests)]
 
     def drill(self) -> dict[str, ScoredItem]:
         """What comes back for rewards that are known to fail: every one must be an error."""
         [answer] = self._answers([_request(0, RewardItem("", "", {}), drill=True)])
         failed = {**dict.fromkeys(answer["values"]), **answer["errors"]}
-        return {name: scored(_only(answer, name), {name: 1.0}) for name in failed}
+        return {name: scored_item(_only(answer, name), {name: 1.0}) for name in failed}
 
     def close(self) -> None:
         for worker in self._workers:
@@ -103,7 +103,7 @@ class RewardWorkers:
         return answers
 
 
-def scored(answer: Mapping[str, Any], weights: Mapping[str, float]) -> ScoredItem:
+def scored_item(answer: Mapping[str, Any], weights: Mapping[str, float]) -> ScoredItem:
     """A worker's answer, believed only where it has a finite value for every component."""
     values = {name: _finite(answer["values"].get(name)) for name in weights}
     missing = [name for name, value in values.items() if value is None]
@@ -142,7 +142,7 @@ class _Worker:
 
     def __init__(self, command: str, seconds: float) -> None:
         self.seconds = seconds
-        self.child = JsonChild(Path(__file__).with_name("worker.py"), command, {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"})
+        self.child = JsonChild(Path(__file__).with_name("worker_process.py"), command, {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"})
 
     def ask(self, number: int, request: bytes) -> dict[str, Any]:
         if self.child.process is None:

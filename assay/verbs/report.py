@@ -28,6 +28,7 @@ EXAMPLES = """  assay report runs/a
 
 
 def run(flags: FLAGS) -> int:
+    from assay.report.headline import headline
     from assay.report.page import write_report
     from assay.report.run_status import run_status
 
@@ -36,8 +37,8 @@ def run(flags: FLAGS) -> int:
     record = write_report(folder, out, against=Path(flags.against) if flags.against else None, evals=[Path(one) for one in flags.evals])
     now = run_status(record)
     if flags.json:
-        print(json.dumps({"report": str(out), "run": flags.run, "state": now.state, "outcome": str(now.outcome), "sentence": now.sentence,
-                          "remarks": record.remarks}, indent=1))
+        print(json.dumps({"report": str(out), "run": flags.run, "headline": str(headline(record)), "state": now.state,
+                          "outcome": str(now.outcome), "sentence": now.sentence, "remarks": record.remarks}, indent=1))
     else:
-        print(f"{out}: {now.state}: {now.sentence}")
+        print(f"{out}: {headline(record)}: {now.sentence}")
     return 0

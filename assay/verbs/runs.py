@@ -9,13 +9,13 @@ from assay.config import argument, option
 from assay.errors import UsageError
 
 if TYPE_CHECKING:
-    from assay.report.board import Row
+    from assay.report.board import RunRow
 
 
 @dataclass(frozen=True)
 class FLAGS:
-    """A table of the runs under a folder: recipe, how each stands and why, steps, held-out score with its interval, the last proven
-    checkpoint, and what it came from. Reads ledgers, metrics and manifests; changes nothing."""
+    """A table of the runs under a folder: recipe, whether each reached its purpose and is proven, steps, held-out score with its
+    interval, the last proven checkpoint, and what it came from. Reads ledgers, metrics and manifests; changes nothing."""
 
     folder: str = argument("folder to look in", default=".", default_text="here")
     json: bool = option("print JSON", default=False)
@@ -43,7 +43,7 @@ def run(flags: FLAGS) -> int:
     return 0
 
 
-def print_board(rows: "list[Row]") -> None:
+def print_board(rows: "list[RunRow]") -> None:
     """Names, reasons and paths come from files: they are shown as text, never as the console's own markup."""
     from rich import box
     from rich.console import Console
@@ -51,14 +51,21 @@ def print_board(rows: "list[Row]") -> None:
     from rich.text import Text
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("run", "recipe", "state", "steps", "held out", "last proven", "parent"):
+    for name in ("run", "recipe", "outcome", "steps", "held out", "last proven", "parent"):
         table.add_column(name, justify="right" if name == "steps" else "left", overflow="fold")
     for row in rows:
-        state = Text(row.state, style=COLOURS.get(row.state, "yellow"))
+        outcome = Text(row.headline, style=_colour(row))
         if row.reason:
-            state.append(f" ({row.reason[:160]})", style="dim")
+            outcome.append(f" ({row.reason[:160]})", style="dim")
         steps = "unknown" if row.steps is None else f"{row.steps:,}"
-        table.add_row(Text(row.run), Text(row.recipe), state, steps, Text(row.held_out or "unknown"), Text(row.last_proven or "none"),
+        table.add_row(Text(row.run), Text(row.recipe), outcome, steps, Text(row.held_out or "unknown"), Text(row.last_proven or "none"),
                       Text(row.parent or "none"))
     console = Console()
     console.print(table) if console.is_terminal else Console(width=200).print(table)
+
+
+def _colour(row: "RunRow") -> str:
+    """Green is for what is proven and reached its purpose."""
+    if row.reached == "REFUTED":
+        return "red"
+    return COLOURS.get(row.state, "yellow") if row.reached in (None, "PROVEN") or row.state != "done and proven" else "yellow"

@@ -178,11 +178,11 @@ def averaged_once(_: Path) -> Iterator[None]:
         bare.append(averaged_keys(model, [of_fact[:1] for of_fact in spots], torch.ones(1, dtype=torch.float64), layer, top)[0][:, 0])
         return averaged_keys(model, spots, weights, layer, top)
 
-    def alone(residual_D: Tensor, key_F: Tensor, moment_FF: Tensor) -> solve.Factors:
-        whole = solve.alone(residual_D, key_F, moment_FF)
+    def solve_rome(residual_D: Tensor, key_F: Tensor, moment_FF: Tensor) -> solve.Factors:
+        whole = solve.solve_rome(residual_D, key_F, moment_FF)
         return solve.Factors(whole.left_Dn, whole.right_nF / (whole.right_nF @ bare[-1]))
 
-    with swap(memit, "averaged_keys", keys), swap(memit, "alone", alone):
+    with swap(memit, "averaged_keys", keys), swap(memit, "solve_rome", solve_rome):
         yield
 
 

@@ -170,7 +170,7 @@ def right(prompt, completion, row):
 
 
 @fault("failed reward scored 0", rows=("W01",), stage="reward", check="reward_errors", job=a_reward_preflight)
-@in_place_of(worker_pool, "scored")
+@in_place_of(worker_pool, "scored_item")
 def error_scored_0(_: Any, answer: Mapping[str, Any], weights: Mapping[str, float]) -> ScoredItem:
     """What has no value gets a number on the way back from the workers."""
     values = {name: float(answer["values"].get(name, 0.0)) for name in weights}

@@ -39,7 +39,7 @@ def test_they_are_remembered_and_not_computed_again(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("ASSAY_CACHE", str(tmp_path))
     model, reading = initialised(tiny_config(), 0), tokenized_text(ROWS)
     first = second_moments(model, reading, [0], "a model")
-    monkeypatch.setattr(moments, "seen_keys", lambda *_: pytest.fail("computed again"))
+    monkeypatch.setattr(moments, "watch_keys", lambda *_: pytest.fail("computed again"))
     assert torch.equal(second_moments(model, reading, [0], "a model")[0], first[0])
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from assay.edit.solve import FLOOR, alone, as_low_rank, moment_penalty, null_space_projector, solve_alphaedit, solve_memit
+from assay.edit.solve import FLOOR, as_low_rank, moment_penalty, null_space_projector, solve_alphaedit, solve_memit, solve_rome
 from assay.errors import DataError
 from assay.seeds import generator
 
@@ -58,7 +58,7 @@ def test_two_solves_are_one_joint_solve():
 
 def test_one_edit_gives_its_key_its_value_and_is_the_dense_formula():
     residual, key, text = drawn(D, name="r"), drawn(F, name="k"), moment()
-    found = alone(residual, key, text).delta()
+    found = solve_rome(residual, key, text).delta()
     direction = torch.linalg.inv(text + FLOOR * text.diagonal().mean() * torch.eye(F)) @ key
     assert relative(found, torch.outer(residual, direction) / (key @ direction)) < 1e-6
     assert relative(found @ key, residual) < 1e-10

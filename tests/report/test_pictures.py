@@ -3,8 +3,8 @@
 import base64
 from pathlib import Path
 
+from assay.report.figures import PNG
 from assay.report.page import render_report
-from assay.report.pictures import PNG
 from assay.report.run_record import read_run
 from tests.report.crafted import a_run
 from tests.report.test_page import seen

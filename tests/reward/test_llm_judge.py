@@ -281,7 +281,7 @@ def test_orders_differ_by_group_and_round_and_come_back():
 
 def test_scores_may_stand_in_a_fence_and_without_explanations():
     assert read_scores('```json\n{"scores": [{"id": "2", "score": 1}, {"id": "1", "score": 0}]}\n```', 2) == (0.0, 1.0)
-    with pytest.raises(Unreadable, match="has 'note'"):
+    with pytest.raises(Unreadable, match="'note' was unexpected"):
         read_scores('{"scores": [{"id": "1", "score": 1, "note": ""}]}', 1)
 
 

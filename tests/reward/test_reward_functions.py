@@ -7,8 +7,16 @@ import pytest
 
 from assay.errors import DataError, UsageError
 from assay.reward import sandbox
-from assay.reward.reward_functions import answer_reward, built_in_reward, format, json_schema, length, parse_rewards, regex, unit_tests
-from assay.reward.schema import check_schema, parse_strict_json, schema_fault
+from assay.reward.reward_functions import (
+    answer_reward,
+    built_in_reward,
+    format_reward,
+    json_schema_reward,
+    length_reward,
+    parse_rewards,
+    regex_reward,
+    unit_tests_reward,
+)
 
 GOOD = "<think>a</think>\n<answer>42</answer>"
 
@@ -24,27 +32,27 @@ def test_answer_is_read_as_asked():
     ("<think></think><answer>42</answer>", 0), ("<think>a</think><answer> </answer>", 0), ("", 0),
     ("<think>a<answer>42</answer></think>", 0), ("<think>a</think><think>b</think><answer>42</answer>", 0)])
 def test_format_wants_each_tag_once_in_order(text: str, worth: int):
-    assert format("p", text, {}) == worth
+    assert format_reward("p", text, {}) == worth
 
 
 def test_a_prompt_may_open_the_thinking():
-    assert format("p <think>\n", GOOD.removeprefix("<think>"), {}) == 1
-    assert format("p", GOOD.removeprefix("<think>"), {}) == 0
+    assert format_reward("p <think>\n", GOOD.removeprefix("<think>"), {}) == 1
+    assert format_reward("p", GOOD.removeprefix("<think>"), {}) == 0
 
 
 def test_length_is_daposs_soft_penalty():
-    worth = [length("", "", {"completion_tokens": n}, longest=100, margin=20) for n in (0, 80, 81, 90, 100, 101, 5000)]
+    worth = [length_reward("", "", {"completion_tokens": n}, longest=100, margin=20) for n in (0, 80, 81, 90, 100, 101, 5000)]
     assert worth == pytest.approx([0, 0, -0.05, -0.5, -1, -1, -1], abs=1e-12)
-    assert length("", "x" * 90, {}, longest=100, margin=20, unit="characters") == -0.5
+    assert length_reward("", "x" * 90, {}, longest=100, margin=20, unit="characters") == -0.5
     with pytest.raises(DataError, match="completion_tokens"):
-        length("", "", {}, longest=100, margin=20)
+        length_reward("", "", {}, longest=100, margin=20)
 
 
 def test_regex():
-    assert [regex("", text, {"pattern": r"^\d+$"}) for text in ("12", "x")] == [1, 0]
-    assert regex("", "a,b=c", {}, pattern="a,b") == 1
+    assert [regex_reward("", text, {"pattern": r"^\d+$"}) for text in ("12", "x")] == [1, 0]
+    assert regex_reward("", "a,b=c", {}, pattern="a,b") == 1
     with pytest.raises(DataError, match="'pattern'"):
-        regex("", "", {})
+        regex_reward("", "", {})
 
 
 SCHEMA = {"type": "object", "required": ["n"], "additionalProperties": False, "properties": {
@@ -61,31 +69,27 @@ SCHEMA = {"type": "object", "required": ["n"], "additionalProperties": False, "p
     ('{"n": 3, "x": "zz"}', 1), ("[3]", 0), ('{"n": NaN}', 0), ("", 0), ("[" * 100_000, 0),
     ('```json\n{"n": 3}\n```\n```json\n{"n": 4}\n```', 0)])
 def test_json_schema(text: str, worth: int):
-    assert json_schema("", text, {"schema": SCHEMA}) == worth
+    assert json_schema_reward("", text, {"schema": SCHEMA}) == worth
 
 
-def test_a_schema_it_cannot_enforce_is_refused(tmp_path: Path):
-    with pytest.raises(DataError, match="n uses multipleOf"):
-        json_schema("", "{}", {"schema": {"properties": {"n": {"multipleOf": 2}}}})
-    with pytest.raises(DataError, match="asks for type 'int'"):
-        check_schema({"type": "int"})
+def test_a_schema_comes_from_the_row_or_a_file_and_is_checked_before_the_completion_is_read(tmp_path: Path):
     (tmp_path / "s.json").write_text(json.dumps({"type": "array"}))
-    assert json_schema("", "[1]", {}, file=str(tmp_path / "s.json")) == 1
-    assert schema_fault({"n": {}}, {"properties": {"n": {"type": ["string",
-                                                                  "null"]}}}) == "the document.n is object; expected string or null"
-    with pytest.raises(ValueError, match="Infinity"):
-        parse_strict_json("[Infinity]")
+    assert json_schema_reward("", "[1]", {}, file=str(tmp_path / "s.json")) == 1
+    assert json_schema_reward("", "[1]", {"schema": True}) == 1
+    for completion in ("{}", "no JSON", "```\n1\n```\n```\n2\n```"):
+        with pytest.raises(DataError, match="type"):
+            json_schema_reward("", completion, {"schema": {"type": "int"}})
 
 
 @pytest.mark.skipif(sandbox.sandbox_unavailable() is not None, reason=f"no sandbox here: {sandbox.sandbox_unavailable()}")
 def test_unit_tests_run_in_the_sandbox():
     row = {"tests": ["import math", "assert add(1, 2) == 3", "assert add(math.pi, 0) == math.pi"]}
-    assert unit_tests("", "Here:\n```python\ndef add(a, b):\n    return a + b\n```\nDone.", row) == 1
-    assert unit_tests("", "def add(a, b):\n    return a - b", row) == 0
-    assert unit_tests("", "import os\nos._exit(0)", row) == 0
-    assert unit_tests("", "```python\ndef add(a, b): return a + b\n```\n```python\nx = 1\n```", row) == 0
+    assert unit_tests_reward("", "Here:\n```python\ndef add(a, b):\n    return a + b\n```\nDone.", row) == 1
+    assert unit_tests_reward("", "def add(a, b):\n    return a - b", row) == 0
+    assert unit_tests_reward("", "import os\nos._exit(0)", row) == 0
+    assert unit_tests_reward("", "```python\ndef add(a, b): return a + b\n```\n```python\nx = 1\n```", row) == 0
     with pytest.raises(DataError, match="'tests'"):
-        unit_tests("", "x = 1", {})
+        unit_tests_reward("", "x = 1", {})
 
 
 def test_rewards_are_asked_for_by_name_option_and_weight(tmp_path: Path):

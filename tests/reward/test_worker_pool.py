@@ -12,7 +12,7 @@ import pytest
 
 from assay.errors import DataError, GuardStop, UsageError
 from assay.reward.reward_functions import RewardSpec, parse_rewards
-from assay.reward.worker_pool import ErrorLimit, RewardItem, RewardWorkers, ScoredItem, scored
+from assay.reward.worker_pool import ErrorLimit, RewardItem, RewardWorkers, ScoredItem, scored_item
 from tests.processes import ended
 
 MINE = '''
@@ -110,10 +110,10 @@ def test_known_failures_come_back_as_errors(workers: RewardWorkers):
 
 
 def test_an_answer_is_believed_only_whole():
-    half = scored({"values": {"a": 1.0}, "errors": {}}, {"a": 1.0, "b": 1.0})
+    half = scored_item({"values": {"a": 1.0}, "errors": {}}, {"a": 1.0, "b": 1.0})
     assert half == ScoredItem(None, "no finite value came back", {"a": 1.0, "b": None})
-    assert scored({"values": {"a": float("nan")}, "errors": {}}, {"a": 1.0}).value is None
-    assert scored({"values": {"a": 3.0}, "errors": {}}, {"a": 0.5}).value == 1.5
+    assert scored_item({"values": {"a": float("nan")}, "errors": {}}, {"a": 1.0}).value is None
+    assert scored_item({"values": {"a": 3.0}, "errors": {}}, {"a": 0.5}).value == 1.5
 
 
 @pytest.mark.parametrize(("source", "sentence"), [
