@@ -10,10 +10,10 @@ __all__ = ["EXAMPLES", "FLAGS", "run"]
 
 
 def run(flags: FLAGS) -> int:
-    from assay.outcome import Outcome
+    from assay.outcome import RunOutcome
     from assay.recipes.distill import distill
 
-    outcome: Outcome = distill(flags)
+    outcome: RunOutcome = distill(flags)
     if outcome.verdicts:
         print(outcome)
     return outcome.exit_code

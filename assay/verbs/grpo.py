@@ -11,10 +11,10 @@ __all__ = ["EXAMPLES", "FLAGS", "run"]
 
 
 def run(flags: FLAGS) -> int:
-    from assay.outcome import Outcome
+    from assay.outcome import RunOutcome
     from assay.recipes.grpo import grpo
 
-    outcome: Outcome = grpo(flags)
+    outcome: RunOutcome = grpo(flags)
     if outcome.verdicts:
         print(outcome)
     return outcome.exit_code

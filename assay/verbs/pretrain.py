@@ -10,10 +10,10 @@ __all__ = ["EXAMPLES", "FLAGS", "run"]
 
 
 def run(flags: FLAGS) -> int:
-    from assay.outcome import Outcome
+    from assay.outcome import RunOutcome
     from assay.recipes.pretrain import pretrain
 
-    outcome: Outcome = pretrain(flags)
+    outcome: RunOutcome = pretrain(flags)
     if outcome.verdicts:
         print(outcome)
     return outcome.exit_code

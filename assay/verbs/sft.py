@@ -10,10 +10,10 @@ __all__ = ["EXAMPLES", "FLAGS", "run"]
 
 
 def run(flags: FLAGS) -> int:
-    from assay.outcome import Outcome
+    from assay.outcome import RunOutcome
     from assay.recipes.sft import sft
 
-    outcome: Outcome = sft(flags)
+    outcome: RunOutcome = sft(flags)
     if outcome.verdicts:
         print(outcome)
     return outcome.exit_code
