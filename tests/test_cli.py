@@ -191,12 +191,12 @@ def test_the_core_works_without_the_extras(tmp_path):
     done = python(LIGHT.format(blocked=blocked) + """
 from pathlib import Path
 from assay.verbs.demo.stages import build_and_save
-from assay.guard.proof import Request, examine
+from assay.guard.proof import ProofRequest, examine_artifact
 from assay.verdict import overall, without_optional
 from assay.cli import run
 folder = Path(sys.argv[1]) / "model"
 build_and_save(folder)
-verdicts = examine(Request(str(folder)))
+verdicts = examine_artifact(ProofRequest(str(folder)))
 print(*verdicts, sep="\\n")
 assert overall(without_optional(verdicts)) == "PROVEN", verdicts
 assert [v.outcome for v in verdicts if v.check == "consumer"] == ["UNPROVEN"]

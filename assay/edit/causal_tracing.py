@@ -20,8 +20,8 @@ from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import Transformer
 from assay.seeds import generator
 
-_GROUPS = ("first subject token", "middle subject tokens", "last subject token", "first token after", "further tokens", "last token")
-LAST_SUBJECT = _GROUPS.index("last subject token")
+GROUPS = ("first subject token", "middle subject tokens", "last subject token", "first token after", "further tokens", "last token")
+LAST_SUBJECT = GROUPS.index("last subject token")
 _ROWS = {"cpu": 64}  # in one forward pass; elsewhere MANY
 _MANY = 1024
 Kind = Literal["state", "mlp"]
@@ -93,7 +93,7 @@ def best_window(effects: IndirectEffects, depth: int) -> list[int]:
 
 
 def token_group(spot: SubjectSpan, token: int) -> int:
-    """Which of _GROUPS a token belongs to; a leading special token counts with the text before, which is not traced."""
+    """Which of GROUPS a token belongs to; a leading special token counts with the text before, which is not traced."""
     end = len(spot.ids) - 1
     if token <= spot.last:
         return LAST_SUBJECT if token == spot.last else 0 if token == spot.first else 1
@@ -171,4 +171,4 @@ def _table(sums: dict[tuple[Kind, int, int], list[float]], kind: Kind, layers: i
     def mean(values: list[float] | None) -> float | None:
         return sum(values) / len(values) if values else None
 
-    return [[mean(sums.get((kind, of_group, layer))) for layer in range(layers)] for of_group in range(len(_GROUPS))]
+    return [[mean(sums.get((kind, of_group, layer))) for layer in range(layers)] for of_group in range(len(GROUPS))]
