@@ -33,7 +33,7 @@ _SCALARS = (str, int, float, Path)
 
 # The headings of --help in the order in which they stand. What names no group stands under "options".
 HELP_GROUPS = ("model", "data", "method", "generation", "rewards", "optimizer", "budget", "evaluation", "checkpoints", "memory", "run",
-          "options")
+               "options")
 _METAVARS = {int: "N", float: "X"}
 _LARGEST_FILE = 1 << 20  # bytes of options
 _NAMES_SHOWN = 12  # more names than these are not listed in an error, but for the nearest
