@@ -1,9 +1,10 @@
-# Every target sets up what it needs in .venv: a fresh clone needs Python 3.11+ and this file.
+# Every target sets up what it needs: a fresh clone needs Python 3.11+ and this file.
 PYTHON ?= python3
 VENV   := .venv
 RUN    := OMP_NUM_THREADS=1 $(VENV)/bin/python
+AS_ROOT = $(if $(filter 0,$(shell id -u)),,sudo -n) env DEBIAN_FRONTEND=noninteractive timeout 300
 
-.PHONY: demo test lint types unit docs campaign-store clean
+.PHONY: demo test test-all arithmetics lint types unit sandbox docs campaign-store clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -11,7 +12,12 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(VENV)/bin/pip install -q -c constraints.txt -e '.[dev]'
 	@touch $@
 
-demo: $(VENV)/.ready   ## the main job on a tiny model and made data, on the CPU, in minutes
+sandbox: $(VENV)/.ready   ## bubblewrap, in which generated code runs; where it cannot be installed, the tests that need it say so
+	@command -v bwrap > /dev/null || { command -v apt-get && { $(AS_ROOT) apt-get install -y bubblewrap || \
+	{ $(AS_ROOT) apt-get update && $(AS_ROOT) apt-get install -y bubblewrap; }; } || $(AS_ROOT) dnf install -y bubblewrap; } \
+	> $(VENV)/sandbox.log 2>&1 < /dev/null || echo "bubblewrap is not installed and could not be: see $(VENV)/sandbox.log"
+
+demo: $(VENV)/.ready sandbox   ## the main job on a tiny model and made data, on the CPU, in minutes
 	$(RUN) -m assay demo
 
 test: lint types unit   ## what CI runs
@@ -22,8 +28,16 @@ lint: $(VENV)/.ready
 types: $(VENV)/.ready
 	$(VENV)/bin/mypy
 
-unit: $(VENV)/.ready
+unit: $(VENV)/.ready sandbox
 	$(RUN) -m pytest -n 2 --dist loadfile
+
+test-all: $(VENV)/.ready sandbox   ## the slow tests too, with llama.cpp (built from source, in minutes) and SmolLM2-135M as judges
+	$(VENV)/bin/pip install -q -c constraints.txt llama-cpp-python || echo "llama-cpp-python could not be built"
+	$(RUN) -m assay fetch smollm2-135m || echo "SmolLM2-135M could not be fetched"
+	$(RUN) -m pytest -n 2 --dist loadfile -m 'not gpu'
+
+arithmetics: $(VENV)/.ready   ## what is learned must hold on other CPUs and from other initial weights; the table goes to results/arithmetics.txt
+	$(RUN) -m tests.arithmetics > results/arithmetics.txt; status=$$?; cat results/arithmetics.txt; exit $$status
 
 docs:   ## regenerate docs/files.md
 	$(PYTHON) docs/generate.py

@@ -1,22 +1,24 @@
-"""One frozen dataclass per verb is default, type, help and command line at once.
+"""Options: one frozen dataclass per verb is default, type, help and command line at once.
 
     @dataclass(frozen=True)
     class Sample:
         '''Sample from a model.'''
         path: str = argument("checkpoint, folder or GGUF file")
-        prompt: tuple[str, ...] = option("text to continue", default=())
-        n: int = option("completions per prompt", default=1)
+        prompt: tuple[str, ...] = option("text to continue", group="data", default=(), default_text="none")
+        n: int = option("completions per prompt", group="generation", default=1)
 
 `parse(Sample, argv)` makes one from flags, and from `--config run.yaml` where a recipe offers it; an unknown key is an
-error that names the nearest known one.
+error that names the nearest known one. Help is one sentence and its default, under the heading of its group.
 """
 
 import argparse
 import dataclasses
 import difflib
+import inspect
 import keyword
 import math
 import operator
+import os
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +31,13 @@ from assay.strict_json import parse_yaml
 T = TypeVar("T")
 _SCALARS = (str, int, float, Path)
 
+# The headings of --help in the order in which they stand. What names no group stands under "options".
+GROUPS = ("model", "data", "method", "generation", "rewards", "optimizer", "budget", "evaluation", "checkpoints", "memory", "run",
+          "options")
+_METAVARS = {int: "N", float: "X"}
+_LARGEST_FILE = 1 << 20  # bytes of options
+_NAMES_SHOWN = 12  # more names than these are not listed in an error, but for the nearest
+
 
 class Bound(NamedTuple):
     words: str
@@ -39,16 +48,21 @@ _BOUNDS = {"least": Bound("of at least", operator.ge), "above": Bound("above", o
           "most": Bound("of at most", operator.le)}
 
 
-def argument(help: str, **kwargs: Any) -> Any:
+def argument(help: str, *, default_text: str = "", **kwargs: Any) -> Any:
     """A positional field; a tuple type takes one or more values."""
-    return dataclasses.field(metadata={"help": help, "positional": True}, **kwargs)
+    return dataclasses.field(metadata={"help": help, "positional": True, "default_text": default_text}, **kwargs)
 
 
-def option(help: str, *, short: str = "", least: float | None = None, above: float | None = None, below: float | None = None,
-           most: float | None = None, **kwargs: Any) -> Any:
-    """A flag; without a default it is required. What lies outside its bounds is refused before anything is done with it."""
+def option(help: str, *, group: str = "options", short: str = "", metavar: str = "", default_text: str = "", least: float | None = None,
+           above: float | None = None, below: float | None = None, most: float | None = None, **kwargs: Any) -> Any:
+    """A flag; without a default it is required. What lies outside its bounds is refused before anything is done with it.
+
+    `default_text` says what happens without the flag where the default itself (None, nothing) does not say it.
+    """
+    assert group in GROUPS, f"{group!r} is no heading of --help: {GROUPS}"
     bounds = {"least": least, "above": above, "below": below, "most": most}
-    return dataclasses.field(metadata={"help": help, "short": short} | {k: v for k, v in bounds.items() if v is not None}, **kwargs)
+    shown = {"help": help, "group": group, "short": short, "metavar": metavar, "default_text": default_text}
+    return dataclasses.field(metadata=shown | {k: v for k, v in bounds.items() if v is not None}, **kwargs)
 
 
 def passed_on() -> Any:
@@ -73,8 +87,7 @@ def from_mapping(cls: type[T], values: Mapping[str, Any], *, where: str) -> T:
     for key in values:
         if key not in fields:
             raise UsageError(f"{where}: unknown option {key!r}{nearest(key, fields)}")
-    required = (dataclasses.MISSING, dataclasses.MISSING)
-    missing = [n for n, f in fields.items() if (f.default, f.default_factory) == required and n not in values]
+    missing = [_flag(name) for name, field in fields.items() if _required(field) and name not in values]
     if missing:
         raise UsageError(f"{where}: missing {', '.join(missing)}; see --help")
     if values.get("out") == "":  # Path("") is the folder one stands in, and an unset variable is not meant to name that
@@ -83,15 +96,25 @@ def from_mapping(cls: type[T], values: Mapping[str, Any], *, where: str) -> T:
     typed = {key: _typed(value, hints[key], f"{where}: {key}") for key, value in values.items()}
     for key, value in typed.items():
         for one in value if isinstance(value, tuple) else (value,):
-            _require_within(one, fields[key].metadata, f"{where}: --{key.rstrip('_').replace('_', '-')}")
+            _require_within(one, fields[key].metadata, f"{where}: --{_flag(key)}")
     return cls(**typed)
 
 
 def nearest(word: str, known: typing.Iterable[str]) -> str:
     """'; did you mean …?' for an error about a mistyped name, or the names themselves where none is near."""
     known = list(known)
-    close = difflib.get_close_matches(word, known, n=1)
-    return f"; did you mean {close[0]!r}?" if close else f"; expected one of: {', '.join(known)}"
+    close = [name for name in known if _initials(name) == word.strip("-_")] or difflib.get_close_matches(word, known, n=1)
+    if close:
+        return f"; did you mean {close[0]!r}?"
+    if len(known) > _NAMES_SHOWN:
+        return f"; the nearest are: {', '.join(difflib.get_close_matches(word, known, n=3, cutoff=0.0))}"
+    return f"; expected one of: {', '.join(known)}"
+
+
+def _initials(name: str) -> str:
+    """"lr" of learning_rate and of --learning-rate."""
+    words = name.strip("-_").replace("-", "_").split("_")
+    return "".join(word[:1] for word in words) if len(words) > 1 else name
 
 
 class _Parser(argparse.ArgumentParser):
@@ -105,25 +128,38 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser(cls: type, prog: str, examples: str, config_file: bool) -> argparse.ArgumentParser:
-    parser = _Parser(prog=prog, description=cls.__doc__, epilog=examples and f"examples:\n{examples}",
-                     formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = _Parser(prog=prog, description=inspect.cleandoc(cls.__doc__ or ""), epilog=examples and f"examples:\n{examples}",
+                     formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, add_help=False)
+    fields, hints = [field for field in dataclasses.fields(cls) if not field.metadata.get("rest")], typing.get_type_hints(cls)
+    arguments = parser.add_argument_group("arguments")
+    headings = {group: parser.add_argument_group(group) for group in GROUPS}
+    for field in fields:
+        _add(arguments if field.metadata.get("positional") else headings[field.metadata["group"]], field, hints[field.name], config_file)
+    own = headings["run" if any(field.metadata.get("group") == "run" for field in fields) else "options"]
     if config_file:
-        parser.add_argument("--config", metavar="FILE.yaml", default=argparse.SUPPRESS, help="read options from a file; flags override it")
-    hints = typing.get_type_hints(cls)
-    for field in dataclasses.fields(cls):
-        if not field.metadata.get("rest"):
-            _add(parser, field, hints[field.name], in_file=config_file)
+        own.add_argument("--config", metavar="FILE.yaml", default=argparse.SUPPRESS,
+                         help="Options from a file; flags override it. Default: none.")
+    own.add_argument("-h", "--help", action="help", default=argparse.SUPPRESS, help="Show this and exit.")
+    parser.usage = " ".join([prog, *filter(None, map(_usage, parser._actions)), "[options]"])
     return parser
 
 
-def _add(parser: argparse.ArgumentParser, field: dataclasses.Field, hint: Any, in_file: bool) -> None:
+def _usage(action: argparse.Action) -> str:
+    """What the usage line says of an argument: its place, a required flag with its value, nothing of the rest."""
+    if not action.option_strings:
+        more = f" [{action.dest} …]" if action.nargs in ("+", "*") else ""
+        return f"[{action.dest}{more}]" if action.nargs in ("?", "*") else f"{action.dest}{more}"
+    if not str(action.help).endswith(_REQUIRED):
+        return ""
+    value = str(action.metavar or "{" + ",".join(map(str, action.choices or ())) + "}")
+    return f"{action.option_strings[0]} {value}{' …' if action.nargs == '+' else ''}"
+
+
+def _add(heading: Any, field: dataclasses.Field, hint: Any, in_file: bool) -> None:
     """One field as one argparse argument. Absent flags stay absent, so that a config file can fill them."""
     meta, hint = field.metadata, _unwrapped(hint)
-    required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
     many, scalar = _element(hint)
-    kwargs: dict[str, Any] = {"help": meta["help"].replace("%", "%%"), "default": argparse.SUPPRESS}
-    if not required and field.default not in (None, (), "", False):
-        kwargs["help"] += f" (default: {field.default})"
+    kwargs: dict[str, Any] = {"help": _sentence(field).replace("%", "%%"), "default": argparse.SUPPRESS}
     if scalar is bool:
         kwargs["action"] = argparse.BooleanOptionalAction if field.default else "store_true"
     elif typing.get_origin(scalar) is Literal:
@@ -131,15 +167,44 @@ def _add(parser: argparse.ArgumentParser, field: dataclasses.Field, hint: Any, i
     else:
         kwargs["type"] = scalar
     if meta.get("positional"):
-        kwargs["nargs"] = ("+" if many else None) if required else ("*" if many else "?")
-        parser.add_argument(field.name, **kwargs)
+        kwargs["nargs"] = ("+" if many else None) if _required(field) else ("*" if many else "?")
+        heading.add_argument(field.name, **kwargs)
         return
     if many:
         kwargs["nargs"] = "+"
     if scalar is not bool and not kwargs.get("choices"):
-        kwargs["metavar"] = field.name.upper()
-    names = [f"--{field.name.rstrip('_').replace('_', '-')}", *([meta["short"]] if meta["short"] else [])]
-    parser.add_argument(*names, dest=field.name, required=required and not in_file, **kwargs)
+        kwargs["metavar"] = meta["metavar"] or _METAVARS.get(scalar) or field.name.rstrip("_").rpartition("_")[2].upper()
+    names = [f"--{_flag(field.name)}", *([meta["short"]] if meta["short"] else [])]
+    heading.add_argument(*names, dest=field.name, required=_required(field) and not in_file, **kwargs)
+
+
+_REQUIRED = "Required."
+
+
+def _sentence(field: dataclasses.Field) -> str:
+    """Help as it is shown: a capital, the sentence, and what holds without the flag."""
+    text = f"{field.metadata['help'][:1].upper()}{field.metadata['help'][1:]}"
+    if _required(field):
+        return f"{text}." if field.metadata.get("positional") else f"{text}. {_REQUIRED}"
+    return f"{text}. Default: {field.metadata.get('default_text') or _shown_default(field.default)}."
+
+
+def _shown_default(value: Any) -> str:
+    """As one would type it. 0 and False are defaults like any other."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, tuple):
+        return " ".join(map(str, value)) or "none"
+    return "none" if value is None or value == "" else str(value).replace("e-0", "e-")
+
+
+def _required(field: dataclasses.Field) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+def _flag(name: str) -> str:
+    """`from_` → `from`, `max_length` → `max-length`."""
+    return name.rstrip("_").replace("_", "-")
 
 
 def _unwrapped(hint: Any) -> Any:
@@ -164,27 +229,53 @@ def _typed(value: Any, hint: Any, where: str) -> Any:
         return None
     many, scalar = _element(_unwrapped(hint))
     if many:
-        values = [value] if isinstance(value, str | int | float) else value
-        return tuple(_typed(v, scalar, where) for v in values)
+        if not isinstance(value, str | int | float | list | tuple):
+            raise UsageError(f"{where} is {_shown(value)}; expected one or more values")
+        return tuple(_typed(v, scalar, where) for v in (value if isinstance(value, list | tuple) else [value]))
     if typing.get_origin(scalar) is Literal:
         if value not in typing.get_args(scalar):
-            raise UsageError(f"{where} is {value!r}; expected one of {', '.join(map(str, typing.get_args(scalar)))}")
+            raise UsageError(f"{where} is {_shown(value)}; expected one of {', '.join(map(str, typing.get_args(scalar)))}")
         return value
+    if isinstance(value, str):
+        _require_text(value, where)
     if isinstance(value, scalar) and not (scalar is int and isinstance(value, bool)):
         return value
     if scalar in _SCALARS and isinstance(value, str | int | float) and not isinstance(value, bool):
         return _converted(value, scalar, where)
-    raise UsageError(f"{where} is {value!r}; expected {scalar.__name__}")
+    raise UsageError(f"{where} is {_shown(value)}; expected {scalar.__name__}")
 
 
 def _converted(value: Any, scalar: type, where: str) -> Any:
     try:
         converted = scalar(value)
-    except (TypeError, ValueError):
-        raise UsageError(f"{where} is {value!r}; expected {scalar.__name__}") from None
+    except (TypeError, ValueError, OverflowError):
+        fraction = scalar is int and _is_number(value)
+        raise UsageError(f"{where} is {_shown(value)}; expected {'a whole number' if fraction else scalar.__name__}") from None
     if scalar is int and converted != value and not isinstance(value, str):
         raise UsageError(f"{where} is {value!r}; expected a whole number")
     return converted
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        return math.isfinite(float(value))
+    except (ValueError, OverflowError):
+        return False
+
+
+def _require_text(value: str, where: str) -> None:
+    """What no file name and no terminal can hold is refused here, not where it first does harm."""
+    try:
+        if b"\0" not in os.fsencode(value):
+            return
+    except UnicodeEncodeError:
+        pass
+    raise UsageError(f"{where} is {_shown(value)}; expected text that can be written")
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:97]}…"
 
 
 def _require_within(value: Any, bounds: Mapping[str, Any], where: str) -> None:
@@ -201,14 +292,24 @@ def _require_within(value: Any, bounds: Mapping[str, Any], where: str) -> None:
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
+    """Options by name. `from` is no name for a field, and `max-length` is `max_length`."""
     try:
-        data = path.read_bytes()
+        with path.open("rb") as file:
+            data = file.read(_LARGEST_FILE + 1)
     except OSError as error:
         raise UsageError(f"--config {path}: {error.strerror}") from None
+    if len(data) > _LARGEST_FILE:
+        raise UsageError(f"--config {path}: more than {_LARGEST_FILE:,} bytes; expected NAME: VALUE on each line")
     values = parse_yaml(data, where=f"--config {path}", error=UsageError)
     if not isinstance(values, dict):
         raise UsageError(f"--config {path}: expected a mapping of options, found {type(values).__name__}")
-    if strange := [key for key in values if not isinstance(key, str)]:
-        raise UsageError(f"--config {path}: {strange[0]!r} is not the name of an option; expected NAME: VALUE on each line")
-    named = {key.replace("-", "_"): value for key, value in values.items()}
-    return {f"{key}_" if keyword.iskeyword(key) else key: value for key, value in named.items()}  # `from` is no name for a field
+    named: dict[str, Any] = {}
+    for key, value in values.items():
+        if not isinstance(key, str):
+            raise UsageError(f"--config {path}: {_shown(key)} is not the name of an option; expected NAME: VALUE on each line")
+        name = key.replace("-", "_")
+        name = f"{name}_" if keyword.iskeyword(name) else name
+        if name in named:
+            raise UsageError(f"--config {path}: {_shown(key)} stands there twice; give it once")
+        named[name] = value
+    return named

@@ -20,7 +20,7 @@ from assay.recipes.trainer import Trainer
 from assay.store.artifact import open_artifact
 from assay.store.export_artifact import export_artifact
 from assay.testing.tiny_models import save_model, tiny_model
-from assay.zoo.run_faults import NoProver
+from assay.testing.tiny_training import NoProver
 
 TINY = "tiny"
 TOLD = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "liger_kernel", "triton")

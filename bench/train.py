@@ -90,7 +90,7 @@ def guards_cost(config: ModelConfig, rows: int, micro: int, length: int, blocks:
                 if guarded:
                     for read in watch.feed(step, rates):
                         metrics.write(json.dumps({"step": read.step.index, "loss": read.loss, "grad_norm": read.grad_norm}) + "\n")
-                    account.stepped(step.multiplier, rates[0])
+                    account.record_step(step.multiplier, rates[0])
                     watch.begin()
             torch.cuda.synchronize()
             if number >= 0:

@@ -1,12 +1,18 @@
-"""Arithmetics: other CPUs, emulated. The same sums in another order, other instructions, other seeds.
+"""Arithmetics: other CPUs, emulated by other instructions, the same sums in other orders, and other initial weights.
 
-`python -m tests.arithmetics` runs every test marked `arithmetic` (those that judge what a tiny model has learned) under each
-of them and prints a table; tests/conftest.py calls `switch_on` in the process that was asked for one.
+    OMP_NUM_THREADS=1 python -m tests.arithmetics > results/arithmetics.txt
+
+runs every test marked `arithmetic` (those that judge what a tiny model has learned) under each of them and prints a table;
+names given behind it choose some. tests/conftest.py calls `switch_on` in a process that was asked for one.
 """
 
 import functools
 import hashlib
 import os
+import platform
+import subprocess
+import sys
+import time
 import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -16,6 +22,17 @@ import torch
 from torch import Tensor
 
 ORDER, SEEDS, THREADS, ONEDNN = "ASSAY_TEST_ORDER", "ASSAY_TEST_SEEDS", "ASSAY_TEST_THREADS", "ASSAY_TEST_ONEDNN"
+ARITHMETICS = {
+    "as it is": {},
+    "plain instructions": {"ATEN_CPU_CAPABILITY": "default"},
+    "AVX2": {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
+    "MKL compatible": {"MKL_CBWR": "COMPATIBLE"},
+    "no oneDNN": {ONEDNN: "off"},
+    "two threads": {THREADS: "2", "OMP_NUM_THREADS": "2"},
+    **{f"sums in order {seed}": {ORDER: str(seed)} for seed in range(1, 11)},
+    **{f"initial weights {seed}": {SEEDS: str(seed)} for seed in range(1, 11)},
+}
+PYTEST = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--tb=no")
 INITIAL = (b"init", b"nudge", b"lora")  # addresses of initial weights
 
 
@@ -78,3 +95,26 @@ def _replace(name: str, first: int, change: Callable[[Tensor, Tensor], tuple[Ten
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that a kernel is replaced, which is the point
         _LIBRARY.impl(name, reordered, "CPU", with_keyset=True, allow_override=True)
+
+# ---------------------------------------------------------------- the table
+
+
+def main(chosen: list[str]) -> int:
+    print("command   OMP_NUM_THREADS=1 python -m tests.arithmetics", *chosen)
+    print(f"versions  Python {platform.python_version()}, torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, "
+          f"{platform.machine()}\ndate      {time.strftime('%Y-%m-%d')}\n")
+    failures = 0
+    for name in chosen or ARITHMETICS:
+        said = subprocess.run([*PYTEST, "-m", "arithmetic and not gpu and not slow"], env=os.environ | ARITHMETICS[name],
+                              capture_output=True, text=True, check=False).stdout.splitlines()
+        told = next((line for line in said if " passed" in line or " failed" in line), "no test ran")
+        print(f"{name:<20} {told}", flush=True)
+        against = [line.split(" - ")[0] for line in said if line.startswith(("FAILED", "ERROR"))]
+        print("".join(f"    {line}\n" for line in against), end="")
+        failures += bool(against) or " passed" not in told
+    print(f"\n{failures} of {len(chosen or ARITHMETICS)} arithmetics failed a test")
+    return int(failures > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,6 +1,9 @@
 """The command line: instant help, sentences for mistakes, exit codes as promised."""
 
+import dataclasses
+import importlib
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -37,11 +40,32 @@ def test_help_loads_nothing_heavy():
         assert "usage: assay" in done.stdout
 
 
-def test_every_verb_has_a_module_with_examples():
-    import importlib
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_is_whole(verb, capsys, monkeypatch):
+    """As a user reads it: a description, headings, each option with a sentence and its default or that it is required, and examples."""
+    fields = [field for field in dataclasses.fields(importlib.import_module(f"assay.verbs.{verb}").FLAGS) if not field.metadata.get("rest")]
+    monkeypatch.setenv("COLUMNS", "100")
+    assert run([verb, "--help"]) == 0
+    shown, examples = capsys.readouterr().out.split("\nexamples:\n")
+    usage, described, options = shown.split("\n\n", 2)
+    assert usage.startswith(f"usage: assay {verb}")
+    assert not any(line.startswith("    ") for line in described.splitlines())
+    assert examples.strip().startswith(f"assay {verb}")
+    headings = re.findall(r"^(\w+):$", options, re.MULTILINE)
+    assert len(set(headings)) == len(headings) >= (3 if len(fields) > 12 else 1)
+    for field in (field for field in fields if not field.metadata.get("positional")):
+        flag = f"--{field.name.rstrip('_').replace('_', '-')}"
+        value, text = entry(options, flag)
+        assert "_" not in value
+        required = field.default is dataclasses.MISSING
+        assert re.fullmatch(r"[^a-z].{6,} Required\." if required else r"[^a-z].{6,} Default: .+\.", text), f"{flag}: {text}"
+        assert required == (f" {flag} " in usage), f"{flag}: {usage}"
 
-    for verb in VERBS:
-        assert importlib.import_module(f"assay.verbs.{verb}").EXAMPLES.strip().startswith(f"assay {verb}")
+
+def entry(options: str, flag: str) -> tuple[str, str]:
+    """How an option's value is called, and what is said of it."""
+    value, text = re.search(rf"^  {flag}((?:,? \S+)*?)(?:  +|\n +)(.*?)(?=^  \S|^$|\Z)", options, re.MULTILINE | re.DOTALL).groups()
+    return value, " ".join(text.split())
 
 
 @pytest.mark.parametrize(("argv", "code", "sentence"), [

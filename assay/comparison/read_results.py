@@ -12,7 +12,7 @@ or one row per arm with `count` of `n`, and `runs` where they came from several.
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,17 @@ from assay.strict_json import NATURAL, read_json, require_shape
 
 LOWER_IS_BETTER = ("loss", "nll", "perplexity", "ppl", "bits", "bpb", "error", "malformed", "cap")
 Samples = tuple[float, ...]
+SAME_ON_BOTH: tuple[str, ...] = ("task", "dataset", "prompts")  # in eval.json: must be the same on both sides
+MAY_DIFFER: tuple[str, ...] = ("k", "raw", "stop", "dtype")  # may differ, and is then said
+_EVAL_FACTS = {"examples?": NATURAL, "sampling?": dict, "scores_sha256?": (str, None)}
+_SAMPLE = {"score": object, "answer?": (str, float, bool, None), "ended?": str, "ids?": list, "measures?": {str: (float, bool)}}
+_EVAL_ROWS = {  # by what a row of its kind of task holds
+    "samples": {"id": str, "unit?": (str, None), "samples": [_SAMPLE]}, "scores": {"id": str, "unit?": (str, None), "scores": dict},
+    "nats": {"id": str, "unit?": (str, None), "nats": object, "bytes": object}}
+PER_SAMPLE: dict[str, Callable[[Mapping[str, Any]], Any]] = {
+    "pass@1": lambda sample: sample["score"], "lenient": lambda sample: float(sample["lenient"]),
+    "parsed": lambda sample: float(sample["parsed"]), "hit the cap": lambda sample: float(sample["ended"] == "length"),
+    "tokens": lambda sample: float(len(sample["ids"]))}
 MOST_TALLIED = 10**7
 SEEDS = {"scores?": {str: ({"mean": float}, None)}, "seeds": {str: {"exit_code": int}}, "metric?": str, "recipe?": str}
 
@@ -76,8 +87,6 @@ class Series:
 
 def read_results(path: str | Path, *, metric: str | None = None, lower_is_better: bool | None = None) -> list[Arm | Series]:
     """Every arm and series that stands in a folder or file."""
-    from assay.comparison.read_results import read_eval  # reads eval folders by means of what stands here
-
     path = Path(path)
     if (path / "eval.json").exists():
         return [read_eval(path, metric, lower_is_better)]
@@ -215,22 +224,15 @@ def _whole(value: Any, where: str) -> int:
     return int(found)
 
 
-SAME_ON_BOTH: tuple[str, ...] = ("task", "dataset", "prompts")  # in eval.json: must be the same on both sides
-MAY_DIFFER: tuple[str, ...] = ("k", "raw", "stop", "dtype")  # may differ, and is then said
-OF_A_SAMPLE = {"lenient": "lenient", "parsed": "parsed"}
-FACTS = {"examples?": NATURAL, "sampling?": dict, "scores_sha256?": (str, None)}
-_SAMPLE = {"score": object, "answer?": (str, float, bool, None), "ended?": str, "ids?": list, "measures?": {str: (float, bool)}}
-ROWS = {"samples": {"id": str, "unit?": (str, None), "samples": [_SAMPLE]}, "scores": {"id": str, "unit?": (str, None), "scores": dict},
-        "nats": {"id": str, "unit?": (str, None), "nats": object, "bytes": object}}  # by what a row of its kind of task holds
-UNITS = ("total", "byte", "token")
+# ---------------------------------------------------------------- eval folders
 
 
 def read_eval(folder: Path, metric: str | None, lower_is_better: bool | None) -> Arm:
     """The headline metric of its kind of task, or the one that is named: a sample's, or of all samples of an example."""
-    facts, rows = read_json(folder / "eval.json", FACTS, error=DataError), read_values(folder / "scores.jsonl")
-    kind = next((kind for kind in ROWS if kind in rows[0]), "nats")
+    facts, rows = read_json(folder / "eval.json", _EVAL_FACTS, error=DataError), read_values(folder / "scores.jsonl")
+    kind = next((kind for kind in _EVAL_ROWS if kind in rows[0]), "nats")
     for line, row in enumerate(rows, 1):
-        require_shape(row, ROWS[kind], where=f"{folder / 'scores.jsonl'}:{line}", error=DataError)
+        require_shape(row, _EVAL_ROWS[kind], where=f"{folder / 'scores.jsonl'}:{line}", error=DataError)
     _refuse_changed(folder, facts, rows)
     chosen = metric or _headline(rows[0])
     scale = _mean_bytes(rows) if "nats" in rows[0] and "samples" not in rows[0] and "scores" not in rows[0] else 1.0
@@ -269,23 +271,16 @@ def _values(row: Mapping[str, Any], metric: str, folder: Path, scale: float) -> 
 
 
 def _of_samples(samples: list[Mapping[str, Any]], metric: str, folder: Path) -> list[float]:
-    right = [sample["score"] == 1 for sample in samples]
-    name, _, k = metric.partition("@")
-    if metric == "pass@1":
-        return [sample["score"] for sample in samples]
+    if metric in PER_SAMPLE:
+        return [PER_SAMPLE[metric](sample) for sample in samples]
+    if metric in (measures := samples[0].get("measures", {})):
+        return [sample["measures"][metric] for sample in samples]
+    right, (name, _, k) = [sample["score"] == 1 for sample in samples], metric.partition("@")
     if name == "pass" and k.isdigit():
         return [pass_at_k(len(samples), sum(right), int(k))]
     if name == "majority":
         return [majority([sample["answer"] for sample in samples], right)]
-    if metric in OF_A_SAMPLE:
-        return [float(sample[OF_A_SAMPLE[metric]]) for sample in samples]
-    if metric == "hit the cap":
-        return [float(sample["ended"] == "length") for sample in samples]
-    if metric == "tokens":
-        return [float(len(sample["ids"])) for sample in samples]
-    if metric in samples[0]["measures"]:
-        return [sample["measures"][metric] for sample in samples]
-    known = ["pass@1", "pass@K", "majority", *OF_A_SAMPLE, "hit the cap", "tokens", *samples[0]["measures"]]
+    known = [*PER_SAMPLE, "pass@K", "majority", *measures]
     raise UsageError(f"{folder}: no metric {metric!r}; it has {', '.join(known)}")
 
 

@@ -21,7 +21,7 @@ from assay.edit.moments import TokenizedText
 from assay.generate.policy_logprobs import completion_logprobs
 from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import Transformer
-from assay.statistics.estimate import Estimate, clustered, mean, paired, proportion, ratio
+from assay.statistics.estimate import Estimate, clustered_rate, mean, paired, proportion, ratio
 from assay.verdict import Verdict, proven, refuted, unproven
 
 ALREADY = 0.1  # more of the targets than this said before any edit: the score measures something else
@@ -93,9 +93,9 @@ def reply_rate(replies: Sequence[FactReply], way: str) -> Estimate | None:
 
 
 def _rate(values: Sequence[bool], facts: Sequence[str]) -> Estimate:
-    if len(set(facts)) in (1, len(facts)):  # each alone, or all of one fact: nothing to cluster
+    if len(set(facts)) == 1:  # all of one fact: nothing to cluster
         return proportion(sum(values), len(values))
-    return clustered([float(value) for value in values], facts)
+    return clustered_rate([float(value) for value in values], facts)
 
 
 def unmoved(before: EditedReplies, after: EditedReplies) -> Estimate | None:

@@ -49,19 +49,19 @@ class Unsound(GuardStop):
 class Evaluation:
     estimates: dict[str, Estimate]
     verdicts: list[Verdict]
-    apart: list[dict[str, Any]]  # samples on which the strict and the lenient reading differ
+    disagreements: list[dict[str, Any]]  # samples on which the strict and the lenient reading differ
     rows: list[dict[str, Any]]
 
     def to_json(self) -> dict[str, Any]:
         return {"estimates": {name: asdict(estimate) for name, estimate in self.estimates.items()},
-                "verdicts": [verdict.to_json() for verdict in self.verdicts], "disagreements": len(self.apart)}
+                "verdicts": [verdict.to_json() for verdict in self.verdicts], "disagreements": len(self.disagreements)}
 
 
 @dataclass(frozen=True)
-class Asking:
+class EvalSetup:
     """What one evaluation asks of a model: `texts` are the prompts by example, `raw` leaves the chat template out."""
 
-    opened: LoadedModel
+    loaded: LoadedModel
     task: Task
     texts: dict[str, str]
     k: int
@@ -71,11 +71,11 @@ class Asking:
     @property
     def longest(self) -> int:
         """Tokens of the longest prompt with its completion."""
-        return max(self.opened.length_of(text, raw=self.raw) for text in self.texts.values()) + self.sampling.max_new
+        return max(self.loaded.length_of(text, raw=self.raw) for text in self.texts.values()) + self.sampling.max_new
 
 
-def evaluate(opened: LoadedModel, task: Task, folder: Path, *, k: int = 1, sampling: Sampling | None = None, raw: bool = False,
-             trained_on: Iterable[str] = (), said: EvalProgress = lambda done, of: None) -> Evaluation:
+def evaluate(loaded: LoadedModel, task: Task, folder: Path, *, k: int = 1, sampling: Sampling | None = None, raw: bool = False,
+             trained_on: Iterable[str] = (), progress: EvalProgress = lambda done, of: None) -> Evaluation:
     """`raw` leaves the chat template out. `trained_on` are texts that the model was trained on, looked through for the examples."""
     sampling = sampling or Sampling()
     if k < 1 or (k > 1 and (sampling.temperature == 0 or not isinstance(task, GenerationTask))):
@@ -85,20 +85,20 @@ def evaluate(opened: LoadedModel, task: Task, folder: Path, *, k: int = 1, sampl
     training = list(trained_on)  # read before anything is paid for
     verdicts = stop_if_unsound(check_scoring(task))  # a task whose own gold texts do not score says nothing about a model
     texts = {example.id: _asked(task, example) for example in task.examples}
-    asking = Asking(opened, task, texts, k, sampling, raw or not isinstance(task, GenerationTask) or task.raw)
-    verdicts += _before(asking)
+    setup = EvalSetup(loaded, task, texts, k, sampling, raw or not isinstance(task, GenerationTask) or task.raw)
+    verdicts += _before(setup)
     if isinstance(task, GenerationTask):
-        opened.require_room(asking.longest)
-    results = EvalFolder(folder, _request(asking))
+        loaded.require_room(setup.longest)
+    results = EvalFolder(folder, _request(setup))
     try:
-        for done, rows in _parts(asking, results.rows):
-            results.append({**row, "checkpoint": opened.identity, "dataset": results.request["dataset"]} for row in rows)
-            said(done, len(task.examples))
+        for done, rows in _parts(setup, results.rows):
+            results.append({**row, "checkpoint": loaded.identity, "dataset": results.request["dataset"]} for row in rows)
+            progress(done, len(task.examples))
         rows = [results.rows[example.id] for example in task.examples if example.id in results.rows]
-        verdicts += _after(asking, rows, results.request["dataset"])
+        verdicts += _after(setup, rows, results.request["dataset"])
         verdicts += [soundness.check_leak(task.examples, training)] if training else []
         found = Evaluation(summary.summarise(task, rows, k), verdicts, summary.sample_disagreements(rows), rows)
-        results.finish({"path": str(opened.artifact.path), **found.to_json(), "disagreements_listed": found.apart[:_LISTED],
+        results.finish({"path": str(loaded.artifact.path), **found.to_json(), "disagreements_listed": found.disagreements[:_LISTED],
                         "code": code_digest(), "environment": environment()})
     finally:
         results.close()
@@ -115,66 +115,66 @@ def stop_if_unsound(verdicts: list[Verdict]) -> list[Verdict]:
     return verdicts
 
 
-def _before(asking: Asking) -> list[Verdict]:
-    opened, some = asking.opened, list(asking.texts.values())[:3]
-    first = prompt_token_ids(opened.tokenizer, some[0], raw=asking.raw)[: opened.model.config.max_length]
-    return stop_if_unsound([soundness.check_text_start(opened, some), soundness.check_repeatable(opened.model, first)])
+def _before(setup: EvalSetup) -> list[Verdict]:
+    loaded, some = setup.loaded, list(setup.texts.values())[:3]
+    first = prompt_token_ids(loaded.tokenizer, some[0], raw=setup.raw)[: loaded.model.config.max_length]
+    return stop_if_unsound([soundness.check_text_start(loaded, some), soundness.check_repeatable(loaded.model, first)])
 
 
-def _after(asking: Asking, rows: Sequence[Mapping[str, Any]], dataset: str) -> list[Verdict]:
-    verdicts = [soundness.check_complete(asking.task, rows, asking.k), soundness.check_dataset(dataset, asking.task.examples)]
-    if isinstance(asking.task, GenerationTask):
-        verdicts.append(soundness.check_sample_seeds(rows, asking.sampling.temperature))
-    if asking.k > 1:
+def _after(setup: EvalSetup, rows: Sequence[Mapping[str, Any]], dataset: str) -> list[Verdict]:
+    verdicts = [soundness.check_complete(setup.task, rows, setup.k), soundness.check_dataset(dataset, setup.task.examples)]
+    if isinstance(setup.task, GenerationTask):
+        verdicts.append(soundness.check_sample_seeds(rows, setup.sampling.temperature))
+    if setup.k > 1:
         verdicts.append(soundness.check_pass_at_k(summary.pass_at_k))
     return stop_if_unsound(verdicts)
 
 
-def _request(asking: Asking) -> dict[str, Any]:
+def _request(setup: EvalSetup) -> dict[str, Any]:
     """All that the scores depend on. The path of the model is not among it: a moved folder is the same model."""
-    opened, task, weight = asking.opened, asking.task, asking.opened.model.embed.weight
-    prompts = hashlib.sha256("\0".join(asking.texts.values()).encode("utf-8", "backslashreplace")).hexdigest()
-    request = {"task": task.name, "dataset": dataset_digest(task.examples), "examples": len(task.examples), "checkpoint": opened.identity,
-               "tokenizer": opened.tokenizer.digest, "template": opened.tokenizer.template_digest, "prompts": prompts,
+    loaded, task, weight = setup.loaded, setup.task, setup.loaded.model.embed.weight
+    prompts = hashlib.sha256("\0".join(setup.texts.values()).encode("utf-8", "backslashreplace")).hexdigest()
+    request = {"task": task.name, "dataset": dataset_digest(task.examples), "examples": len(task.examples), "checkpoint": loaded.identity,
+               "tokenizer": loaded.tokenizer.digest, "template": loaded.tokenizer.template_digest, "prompts": prompts,
                "device": weight.device.type, "dtype": str(weight.dtype).removeprefix("torch.")}
     if isinstance(task, GenerationTask):
-        request |= {"k": asking.k, "sampling": asdict(asking.sampling), "stop": list(task.stop), "raw": asking.raw}
+        request |= {"k": setup.k, "sampling": asdict(setup.sampling), "stop": list(task.stop), "raw": setup.raw}
     return request
 
 
 # ---------------------------------------------------------------- parts
 
 
-def _parts(asking: Asking, done: Mapping[str, Any]) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+def _parts(setup: EvalSetup, done: Mapping[str, Any]) -> Iterator[tuple[int, list[dict[str, Any]]]]:
     """(examples done, the new rows) of every part that is not done yet. A part that was begun is done again, whole."""
-    opened, task, reserved = asking.opened, asking.task, False
-    members = COMPLETIONS_PER_PART[opened.model.embed.weight.device.type]
-    size = max(1, members // asking.k) if isinstance(task, GenerationTask) else EXAMPLES_PER_PART
+    loaded, task, reserved = setup.loaded, setup.task, False
+    members = COMPLETIONS_PER_PART[loaded.model.embed.weight.device.type]
+    size = max(1, members // setup.k) if isinstance(task, GenerationTask) else EXAMPLES_PER_PART
     for start in range(0, len(task.examples), size):
         part = task.examples[start : start + size]
         if all(example.id in done for example in part):
             continue
         if isinstance(task, GenerationTask) and not reserved:
-            opened.reserve(asking.longest, min(size, len(task.examples)) * asking.k)
+            loaded.reserve(setup.longest, min(size, len(task.examples)) * setup.k)
             reserved = True
-        yield start + len(part), [row for row in _scored(asking, part) if row["id"] not in done]
+        yield start + len(part), [row for row in _scored(setup, part) if row["id"] not in done]
 
 
-def _scored(asking: Asking, part: Sequence[TaskExample]) -> list[dict[str, Any]]:
-    opened, task = asking.opened, asking.task
+def _scored(setup: EvalSetup, part: Sequence[TaskExample]) -> list[dict[str, Any]]:
+    loaded, task = setup.loaded, setup.task
     if isinstance(task, GenerationTask):
-        return _sampled(asking, task, part)
-    return _chosen(opened, task, part) if isinstance(task, MultipleChoiceTask) else _read(opened, task, part)
+        return _sampled(setup, task, part)
+    return _chosen(loaded, task, part) if isinstance(task, MultipleChoiceTask) else _read(loaded, task, part)
 
 
-def _sampled(asking: Asking, task: GenerationTask, part: Sequence[TaskExample]) -> list[dict[str, Any]]:
-    opened, sampling, texts = asking.opened, asking.sampling, asking.texts
-    completions = opened.generate_until({e.id: texts[e.id] for e in part}, sampling, k=asking.k, stop=task.stop, raw=asking.raw)
+def _sampled(setup: EvalSetup, task: GenerationTask, part: Sequence[TaskExample]) -> list[dict[str, Any]]:
+    loaded, sampling, texts = setup.loaded, setup.sampling, setup.texts
+    completions = loaded.generate_until({e.id: texts[e.id] for e in part}, sampling, k=setup.k, stop=task.stop, raw=setup.raw)
     pairs = [(e, completion.text or "") for e in part for completion in completions[e.id]]
     scores = iter(score_all(task, pairs))
     rows = []
     for example in part:
-        samples = [{"seed": opened.seed_of(sampling, example.id, m), **_said(completion), **_score(next(scores))}
+        samples = [{"seed": loaded.seed_of(sampling, example.id, m), **_said(completion), **_score(next(scores))}
                    for m, completion in enumerate(completions[example.id])]
         rows.append({"id": example.id, "prompt": texts[example.id], "samples": samples})
     return rows
@@ -189,9 +189,9 @@ def _score(score: Score) -> dict[str, Any]:
             "measures": dict(score.measures)}
 
 
-def _chosen(opened: LoadedModel, task: MultipleChoiceTask, part: Sequence[TaskExample]) -> list[dict[str, Any]]:
+def _chosen(loaded: LoadedModel, task: MultipleChoiceTask, part: Sequence[TaskExample]) -> list[dict[str, Any]]:
     choices = [task.choice(example) for example in part]
-    found = iter(opened.loglikelihood([(choice.context, option) for choice in choices for option in choice.options]))
+    found = iter(loaded.loglikelihood([(choice.context, option) for choice in choices for option in choice.options]))
     rows = []
     for example, choice in zip(part, choices, strict=True):
         likelihoods = [next(found) for _ in choice.options]
@@ -201,8 +201,8 @@ def _chosen(opened: LoadedModel, task: MultipleChoiceTask, part: Sequence[TaskEx
     return rows
 
 
-def _read(opened: LoadedModel, task: PerplexityTask, part: Sequence[TaskExample]) -> list[dict[str, Any]]:
-    found = opened.loglikelihood_rolling([task.text(example) for example in part])
+def _read(loaded: LoadedModel, task: PerplexityTask, part: Sequence[TaskExample]) -> list[dict[str, Any]]:
+    found = loaded.loglikelihood_rolling([task.text(example) for example in part])
     return [{"id": example.id, **asdict(likelihood)} for example, likelihood in zip(part, found, strict=True)]
 
 

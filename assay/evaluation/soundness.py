@@ -86,15 +86,15 @@ def check_repeatable(model: Transformer, ids: Sequence[int]) -> Verdict:
     return proven("repeatable", f"two passes over the same {len(ids)} tokens give the same bits")
 
 
-def check_text_start(opened: LoadedModel, texts: Sequence[str]) -> Verdict:
+def check_text_start(loaded: LoadedModel, texts: Sequence[str]) -> Verdict:
     """Prompts and contexts begin as this tokenizer begins every text, once: a missing or doubled BOS halves scores in silence."""
-    tokenizer = opened.tokenizer
+    tokenizer = loaded.tokenizer
     for text in texts:
         due, context = tuple(tokenizer.encode(text, special=True)), encode_continuation(tokenizer, text, " and so on")[0]
         for where, found in (("a prompt", prompt_token_ids(tokenizer, text, raw=True)), ("a context", context)):
             if found != due:
                 return refuted("beginning", f"{where} begins with ids {list(found[:3])}, the tokenizer begins it with {list(due[:3])}")
-        bos, chat = opened.artifact.stops.bos, prompt_token_ids(tokenizer, text, raw=False)
+        bos, chat = loaded.artifact.stops.bos, prompt_token_ids(tokenizer, text, raw=False)
         if bos is not None and chat[:2] == (bos, bos):
             return refuted("beginning", f"a chat prompt begins with BOS {bos} twice: the template and the tokenizer each put one")
     return proven("beginning", f"{len(texts)} prompts begin as the tokenizer begins a text, and none begins twice")

@@ -2,12 +2,11 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from assay.errors import UsageError
 from assay.evaluation.task import GenerationTask, MultipleChoiceTask, Task
-from assay.statistics.estimate import Estimate, bits_per_byte, clustered, majority, mean, mean_rate, pass_at_k, ratio
+from assay.statistics.estimate import Estimate, bits_per_byte, clustered, clustered_rate, majority, mean, mean_rate, pass_at_k, ratio
 
 _Rows = Sequence[Mapping[str, Any]]
 _LISTED = 20
@@ -36,7 +35,7 @@ def _generated(task: GenerationTask, rows: _Rows, k: int) -> dict[str, Estimate]
     samples, owner = [s for row in rows for s in row["samples"]], [row["id"] for row in rows for _ in row["samples"]]
 
     def rate(values: list[float]) -> Estimate:
-        return _rate(clustered(values, owner)) if k > 1 else mean_rate(values)
+        return clustered_rate(values, owner)
 
     found = {"pass@1": rate([s["score"] for s in samples])}
     if all(s["score"] in (0, 1) for s in samples):
@@ -63,7 +62,7 @@ def _chosen(task: MultipleChoiceTask, rows: _Rows) -> dict[str, Estimate]:
         for unit in sorted(("total", "byte", "token"), key=lambda unit: unit != task.by):
             values, units = [row["scores"][unit] for row in own], [row["unit"] or row["id"] for row in own]
             name = f"{part} accuracy".strip() + ("" if unit == "total" else f" per {unit}")
-            found[name] = _rate(clustered(values, units)) if len(set(units)) < len(units) else mean_rate(values)
+            found[name] = clustered_rate(values, units)
     return found
 
 
@@ -72,8 +71,3 @@ def _read(rows: _Rows) -> dict[str, Estimate]:
     per_token = ratio(nll, [row["tokens"] for row in rows])
     perplexity = Estimate(math.exp(per_token.mean), math.exp(per_token.low), math.exp(per_token.high), per_token.n, per_token.level)
     return {"bits per byte": bits_per_byte(nll, [row["bytes"] for row in rows]), "perplexity per token": perplexity}
-
-
-def _rate(estimate: Estimate) -> Estimate:
-    """No rate lies outside 0 … 1, whatever a t-interval says."""
-    return replace(estimate, low=max(estimate.low, 0.0), high=min(estimate.high, 1.0))

@@ -231,12 +231,12 @@ def _spoken(health: Health) -> Health:
 
 def health_prompts(speaker: ModelGenerator) -> tuple[ProbePrompt, ...]:
     """Questions that fit, for a model that answers; beginnings, as much of them as fits, for one that continues. Any text is an answer."""
-    room = speaker.opened.model.config.max_length - HEALTH_SAMPLING.max_new
+    room = speaker.loaded.model.config.max_length - HEALTH_SAMPLING.max_new
     if speaker.raw:
         wanted = tuple(replace(prompt, text=_end(prompt.text, speaker, room)) for prompt in TEXT_BEGINNINGS)
     else:
         wanted = tuple(prompt for prompt in BUILT_IN_PROMPTS if prompt.id in PROMPT_NAMES
-                       and speaker.opened.length_of(prompt.text, raw=False) <= room)
+                       and speaker.loaded.length_of(prompt.text, raw=False) <= room)
     return tuple(replace(prompt, expected=ANY_TEXT) for prompt in wanted if prompt.text)
 
 
@@ -244,7 +244,7 @@ def _end(text: str, speaker: ModelGenerator, room: int) -> str:
     """Its last words, as many as fit."""
     words = text.split(" ")
     fitting = (" ".join(words[first:]) for first in range(len(words)))
-    return next((end for end in fitting if speaker.opened.length_of(end, raw=True) <= room), "")
+    return next((end for end in fitting if speaker.loaded.length_of(end, raw=True) <= room), "")
 
 
 def _speaker(artifact: Artifact, built: Callable[[], Transformer], device: str) -> ModelGenerator:

@@ -12,7 +12,7 @@ from assay.data.token_corpus import Corpus
 from assay.learn.loop import Step
 from assay.verdict import Verdict, proven, refuted
 
-PLACES = 4096  # of an epoch that `check_order` looks at: all of a small corpus, a sample of a large one
+PLACES = 4096  # of an epoch that `check_epoch_order` looks at: all of a small corpus, a sample of a large one
 NEARBY = 64  # steps among which `check_consumed` looks for the one whose data was read instead
 
 

@@ -34,8 +34,8 @@ _FAINT = 0.02  # of the share that the KL between the models lets expect: anothe
 
 def preflight_distillation(student: Transformer, objective: Objective, batch: Batch, blend: DistillationSettings, *,
                            tokenizers: tuple[str, str],
-              teacher: Transformer | None, accumulate: Accumulate | None = None,
-              reachable: Collection[str] | None = None) -> list[Verdict]:
+                           teacher: Transformer | None, accumulate: Accumulate | None = None,
+                           reachable: Collection[str] | None = None) -> list[Verdict]:
     """Every check of this file and of guard/loss_preflight.py. `tokenizers` are the digests of student's and teacher's.
 
     `teacher` is None where its answers are read from the batch. `reachable` are the student's tensors that a gradient can reach

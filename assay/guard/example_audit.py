@@ -37,8 +37,8 @@ _FAINT = 1e-3  # an embedding row this much shorter than the median was never tr
 
 
 def audit_examples(examples: Sequence[TrainingExample], tokenizer: Tokenizer, stops: SpecialTokens, *, embed: Tensor | None = None,
-          trainable: Collection[int] | Literal["all"] = "all", held_out: Sequence[TrainingExample] | None = None,
-          evaluation: Sequence[str] = (), length: int | None = None, seed: int = 0) -> list[Verdict]:
+                   trainable: Collection[int] | Literal["all"] = "all", held_out: Sequence[TrainingExample] | None = None,
+                   evaluation: Sequence[str] = (), length: int | None = None, seed: int = 0) -> list[Verdict]:
     """`embed` is the model's embedding, `trainable` the rows of it that learn; `evaluation` the texts it will be judged on."""
     if not examples:
         return [refuted("supervised", "there are no examples: none was read, or all were dropped")]

@@ -36,7 +36,7 @@ def check_judge_parser() -> Verdict:
 
 
 def check_judge_order(asked: Callable[[Sequence[JudgeGroup]], Judged], rows: Sequence[Mapping[str, Any]], prompts: Sequence[str],
-                style: AnswerStyle) -> Verdict:
+                      style: AnswerStyle) -> Verdict:
     """Before the first rollout: of a right, a wrong and an empty completion the right one stands highest, in most of some rows.
 
     Not in all, as a rule must: a judge may err. It is not asked for full marks either: its scores only rank a group. Canaries that

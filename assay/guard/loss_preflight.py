@@ -45,7 +45,7 @@ _COLUMNS = 2048  # of a row that attention is written out for: its cost grows wi
 
 
 def preflight_loss(model: Transformer, objective: Objective, batch: Batch, accumulate: Accumulate | None = None,
-              naive: NaiveLoss | None = None, teacher: Transformer | None = None) -> list[Verdict]:
+                   naive: NaiveLoss | None = None, teacher: Transformer | None = None) -> list[Verdict]:
     """Every check of this file but `check_precision`. The model's weights, gradients and mode are as before afterwards.
 
     `accumulate` is what the loop will be given: what is checked must be what runs. `naive` is the objective written

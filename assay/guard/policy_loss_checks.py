@@ -141,8 +141,8 @@ def _few(batch: Batch) -> Batch:
     """
     tokens = (batch.weight != 0).sum(1)
     ranked = [row for row in tokens.argsort().tolist() if tokens[row] > 0]
-    rows = ranked if len(ranked) <= PREFLIGHT_ROWS else [ranked[round(place * (len(ranked) - 1) / (PREFLIGHT_ROWS - 1))]
-                                                         for place in range(PREFLIGHT_ROWS)]
+    spread = [round(place * (len(ranked) - 1) / (PREFLIGHT_ROWS - 1)) for place in range(PREFLIGHT_ROWS)]
+    rows = ranked if len(ranked) <= PREFLIGHT_ROWS else [ranked[place] for place in spread]
     chosen: dict[str, Any] = {name: stream[rows].cpu() for name, stream in batch.streams().items()}
     part = Batch(**chosen).to(batch.tokens.device)
     return part if batch.divisor is None else replace(part, divisor=batch.divisor * len(_sequences(part)) / len(_sequences(batch)))

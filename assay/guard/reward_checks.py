@@ -47,7 +47,7 @@ class ScoredCanaries:
 
 def preflight_rewards(rewards: Sequence[RewardSpec], rows: _Rows, workers: RewardWorkers, *, prompts: Sequence[str] | None = None,
                       style: AnswerStyle | None = None,
-              count_tokens: Callable[[str], int] = lambda text: len(text.split())) -> list[Verdict]:
+                      count_tokens: Callable[[str], int] = lambda text: len(text.split())) -> list[Verdict]:
     """In the very workers of the run, on rows of its own data: what is right gets full marks, and nothing else does.
 
     `prompts` are the rows' prompts as rendered; `count_tokens` is for rewards that look at `completion_tokens`.

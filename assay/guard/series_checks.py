@@ -116,19 +116,6 @@ def check_step_time(seconds: ArrayLike, *, floor: float = 0.0) -> Verdict:
     return proven("step_time", f"{times.size} steps, {middle:.3g} s in the middle", median=middle)
 
 
-def check_token_count(cumulative: Sequence[int], per_step: int | Sequence[int], *, start: int = 0) -> Verdict:
-    """The count of tokens read rises at every step by exactly what the batch holds."""
-    counts = list(cumulative)
-    expected = [per_step] * len(counts) if isinstance(per_step, int) else list(per_step)
-    if not counts or len(expected) != len(counts):
-        return unproven("tokens_consumed", f"{len(counts)} counts, {len(expected)} batch sizes: give one each per step")
-    for step, (before, after, size) in enumerate(zip([start, *counts], counts, expected, strict=False)):
-        if after - before != size or size <= 0:
-            reason = f"step {step} consumed {after - before} tokens, its batch holds {size}"
-            return refuted("tokens_consumed", reason, step=step)
-    return proven("tokens_consumed", f"{counts[-1] - start} tokens in {len(counts)} steps, each a whole batch")
-
-
 def check_learning_rate(
     observed: Sequence[float], planned: Callable[[int], float], *, start: int = 0, last_step: int | None = None
 ) -> Verdict:
@@ -144,11 +131,6 @@ def check_learning_rate(
         if rate == 0 and last_step is not None and 0 < step < last_step:
             return refuted("learning_rate", f"it is 0 at step {step} of {last_step}: nothing is learned", step=step)
     return proven("learning_rate", f"{len(rates)} steps as planned", first=rates[0], last=rates[-1])
-
-
-def check_change_point(losses: ArrayLike) -> Verdict:
-    """The whole series at once; see ChangePoint."""
-    return ChangePoint().feed(losses)
 
 
 class ChangePoint:
@@ -199,8 +181,8 @@ class ChangePoint:
         if first == _WINDOW:
             self._start = float(np.median(past[:_WINDOW]))
         windows = sliding_window_view(past, _WINDOW)[:-1]
-        course = _course(windows, judged, LEAST_SCATTER * abs(self._start))
-        for step, loss, up, down, level, scatter in zip(count(first), judged.tolist(), *course, strict=False):
+        distances = _distances(windows, judged, LEAST_SCATTER * abs(self._start))
+        for step, loss, up, down, level, scatter in zip(count(first), judged.tolist(), *distances, strict=False):
             cause = self._cause(up, down, level, scatter)
             if cause:
                 reason = f"{cause} at or just before step {step} (loss {loss:.4g}, usual {level:.4g} ± {scatter:.2g})"
@@ -219,7 +201,7 @@ class ChangePoint:
         return "the loss climbed" if level - self._lowest >= CLIMB * scatter else ""
 
 
-def _course(windows_NW: _Array, next_N: _Array, least_scatter: float) -> tuple[list[float], ...]:
+def _distances(windows_NW: _Array, next_N: _Array, least_scatter: float) -> tuple[list[float], ...]:
     """Of each window: how many scatters the next loss lies above and below its corridor, its level, and its scatter."""
     half = _WINDOW // 2
     earlier, later = np.median(windows_NW[:, :half], axis=1), np.median(windows_NW[:, half:], axis=1)

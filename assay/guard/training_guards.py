@@ -70,7 +70,7 @@ def check_adapted(planned: Sequence[LoraSite], patch: Patch) -> Verdict:
 
 
 class UpdateAccount:
-    """Watches a model from now on, or from the last `begin`. `moved` and `frozen` judge what happened since.
+    """Watches a model from now on, or from the last `begin`. `check_moved` and `check_frozen` judge what happened since.
 
     `reachable` are the trainable tensors that the first step can move, where not all are: until the next `begin` only they are judged.
     """
@@ -81,17 +81,17 @@ class UpdateAccount:
         self.begin(reachable)
 
     def begin(self, reachable: Collection[str] | None = None) -> None:
-        """What moved until now counts no more: a tensor that stops moving later is found at the next look."""
+        """What moved until now counts no more: a tensor that stops moving later is found the next time."""
         self.before = {name: _watched(p).clone() for name, p in self.model.named_parameters()
                        if p.requires_grad and (reachable is None or name in reachable)}
         self._reach, self._learning = 0.0, False
 
-    def stepped(self, multiplier: float, rate: float) -> None:
+    def record_step(self, multiplier: float, rate: float) -> None:
         """A step was taken at this share of the peak rates, the lowest of which is now `rate`."""
         self._reach += rate
         self._learning |= multiplier >= LEARNING_SHARE
 
-    def moved(self) -> Verdict:
+    def check_moved(self) -> Verdict:
         """Embeddings move where their tokens occurred; every other matrix moves nearly everywhere, or rounding swallows updates."""
         share, matrices = self._moved_shares(), self._matrices()
         if self._learning is False and self._reach:
@@ -113,7 +113,7 @@ class UpdateAccount:
         before = self.before[name]
         return float(before.abs().float().median()) * torch.finfo(before.dtype).eps
 
-    def frozen(self) -> Verdict:
+    def check_frozen(self) -> Verdict:
         parameters = dict(self.model.named_parameters())
         strayed = [name for name, digest in self.hashes.items() if tensor_sha256(parameters[name]) != digest]
         if strayed:
@@ -191,7 +191,7 @@ class StepWatch:
     """Feed it every step; `read` gives the values that have been read back since the last reading.
 
     `peaks` are the optimizer's peak rates, group by group, and `planned` the multiplier of all of them at a step. `consumed`
-    judges what the steps say they have read. Where steps are not `steady`, as of rollouts, neither the course of their losses
+    judges what the steps say they have read. Where steps are not `steady`, as of rollouts, neither the series of their losses
     nor their times say anything, and each is read as it comes.
     """
 

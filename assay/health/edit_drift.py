@@ -10,7 +10,7 @@ from assay.evaluation.loaded_model import LoadedModel
 from assay.generate.generation_request import Sampling
 from assay.health.generation_probe import Health, ModelGenerator, compare_health, probe
 from assay.health.probe_prompts import BUILT_IN_PROMPTS, TEXT_BEGINNINGS, ProbePrompt
-from assay.statistics.estimate import Estimate, clustered, paired, proportion
+from assay.statistics.estimate import Estimate, clustered_rate, paired
 from assay.verdict import Outcome, Verdict, unproven
 
 _TOKENS = 64  # enough for a loop to show; whether a text ends in time is not asked of so few
@@ -52,10 +52,10 @@ def probe_edit(before: LoadedModel, after: LoadedModel, *, rounds: int, seed: in
     return EditDrift(was, probe(child, asked, n=rounds, name="the edited model", surprise=parent.surprise, usual=usual))
 
 
-def fitting_prompts(opened: LoadedModel, prompts: Sequence[ProbePrompt], *, raw: bool) -> list[ProbePrompt]:
-    room = opened.model.config.max_length - _TOKENS
+def fitting_prompts(loaded: LoadedModel, prompts: Sequence[ProbePrompt], *, raw: bool) -> list[ProbePrompt]:
+    room = loaded.model.config.max_length - _TOKENS
     return [replace(prompt, expected=replace(prompt.expected, ends=False)) for prompt in prompts
-            if opened.length_of(prompt.text, raw=raw) <= room]
+            if loaded.length_of(prompt.text, raw=raw) <= room]
 
 
 def check_edit_drift(found: EditDrift | None) -> Verdict:
@@ -73,7 +73,7 @@ def check_edit_drift(found: EditDrift | None) -> Verdict:
 
 def malformed_share(health: Health) -> Estimate:
     wrong, prompts = zip(*((float(sample.wrong is not None), sample.prompt.id) for sample in health.samples), strict=True)
-    return clustered(wrong, prompts) if len(set(prompts)) < len(prompts) else proportion(health.bad, len(prompts))
+    return clustered_rate(wrong, prompts)
 
 
 def surprise_by_prompt(health: Health) -> dict[str, float]:

@@ -11,14 +11,16 @@ import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from assay.comparison.bisection import Bisection, bisect_first_bad
 from assay.comparison.pairwise import signed_estimate
 from assay.errors import AssayError, UsageError
+from assay.evaluation.loaded_model import PLAIN_SAMPLING, LoadedModel, prompt_token_ids
 from assay.generate.generation_request import Sampling
+from assay.generate.policy_logprobs import completion_logprobs
 from assay.health.degenerate import Cause, Malformed, malformed, same_everywhere, word_soup
 from assay.health.probe_prompts import ProbePrompt
 from assay.seeds import derive
@@ -179,52 +181,43 @@ def _soup(said: GeneratedText, usual: Sequence[float]) -> Malformed | None:
     return None if said.surprise is None else word_soup(said.surprise, usual)
 
 
-if TYPE_CHECKING:
-    from assay.evaluation.loaded_model import LoadedModel
-
 _SECONDS = 120.0
 
 
 class ModelGenerator:
-    """An opened artifact. A model without a chat template continues the prompt as text."""
+    """A loaded artifact. A model without a chat template continues the prompt as text."""
 
-    def __init__(self, opened: "LoadedModel", sampling: Sampling):
-        self.opened, self.sampling = opened, sampling
-        self.raw = opened.tokenizer.template is None
+    def __init__(self, loaded: LoadedModel, sampling: Sampling):
+        self.loaded, self.sampling = loaded, sampling
+        self.raw = loaded.tokenizer.template is None
 
     def __call__(self, prompts: Sequence[ProbePrompt], round: int) -> list[GeneratedText]:
         """One sample of each; a round draws at an address of its own."""
-        longest = max(self.opened.length_of(prompt.text, raw=self.raw) for prompt in prompts)
-        room = self.opened.model.config.max_length - longest
+        longest = max(self.loaded.length_of(prompt.text, raw=self.raw) for prompt in prompts)
+        room = self.loaded.model.config.max_length - longest
         if room < 1:
             raise UsageError(f"the longest prompt has {longest} tokens and the model's context is {longest + room}; give shorter --prompts")
         sampling = replace(self.sampling, seed=derive(self.sampling.seed, "probe", round), max_new=min(self.sampling.max_new, room))
-        found = self.opened.generate_until({prompt.id: prompt.text for prompt in prompts}, sampling, k=1, stop=(), raw=self.raw)
+        found = self.loaded.generate_until({prompt.id: prompt.text for prompt in prompts}, sampling, k=1, stop=(), raw=self.raw)
         completions = [found[prompt.id][0] for prompt in prompts]
         return [GeneratedText(completion.text or "", completion.ended, completion.ids) for completion in completions]
 
     def surprise(self, prompts: Sequence[ProbePrompt], said: Sequence[GeneratedText]) -> list[float]:
         """Nats per token of texts, whoever said them, after their prompts; 0 where nothing was said."""
-        from assay.evaluation.loaded_model import PLAIN_SAMPLING, prompt_token_ids
-        from assay.generate.policy_logprobs import completion_logprobs
-
-        tokenizer, limit = self.opened.tokenizer, self.opened.model.config.max_length
+        tokenizer, limit = self.loaded.tokenizer, self.loaded.model.config.max_length
         pairs = [(prompt_token_ids(tokenizer, prompt.text, raw=self.raw), tuple(tokenizer.encode(one.text)))
                  for prompt, one in zip(prompts, said, strict=True)]
         fitting = [(asked, text[: limit - len(asked)]) for asked, text in pairs]
         spoken = [i for i, (_, text) in enumerate(fitting) if text]
         values = [0.0] * len(said)
-        for i, found in zip(spoken, completion_logprobs(self.opened.model, [fitting[i] for i in spoken], PLAIN_SAMPLING), strict=True):
+        for i, found in zip(spoken, completion_logprobs(self.loaded.model, [fitting[i] for i in spoken], PLAIN_SAMPLING), strict=True):
             values[i] = -float(found.double().mean())
         return values
 
     def reading(self, prompts: Sequence[ProbePrompt]) -> list[float]:
         """Nats per token of the prompts themselves, as texts, after the first token of each: what real words cost this model."""
-        from assay.evaluation.loaded_model import PLAIN_SAMPLING
-        from assay.generate.policy_logprobs import completion_logprobs
-
-        texts = [tuple(self.opened.tokenizer.encode(prompt.text))[: self.opened.model.config.max_length] for prompt in prompts]
-        return [-float(found.double().mean()) for found in completion_logprobs(self.opened.model, [(ids[:1], ids[1:]) for ids in texts],
+        texts = [tuple(self.loaded.tokenizer.encode(prompt.text))[: self.loaded.model.config.max_length] for prompt in prompts]
+        return [-float(found.double().mean()) for found in completion_logprobs(self.loaded.model, [(ids[:1], ids[1:]) for ids in texts],
                                                                                PLAIN_SAMPLING)]
 
 

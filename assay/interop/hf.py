@@ -61,8 +61,8 @@ class Prove(TrainerCallback):
             return
         folder = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
         model = given["model"]
-        accounted = [check_weights(model)] if self.account is None else [self.account.moved(), self.account.frozen(), check_weights(model)]
-        verdicts = [*accounted, *prove_folder(folder, model, self.against, self.base)]
+        accounted = [] if self.account is None else [self.account.check_moved(), self.account.check_frozen()]
+        verdicts = [*accounted, check_weights(model), *prove_folder(folder, model, self.against, self.base)]
         write_proof(folder, verdicts)
         self._judge(folder.name, verdicts)
 

@@ -1,10 +1,12 @@
-"""The options of reinforcement learning: what is sampled, how it is rewarded, what is learned from it, how far the policy may go."""
+"""Options of reinforcement learning: what is sampled, how it is rewarded, what is learned from it, how far the policy may go."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from assay.config import option
-from assay.recipes.options import Trained
+from assay.recipes.options import ByForm, Trained
+
+POLICY_RATES = ByForm(whole=1e-6, adapter=2e-5)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,53 +16,69 @@ class Grpo(Trained):
     A step is one update. A rollout draws --group completions of each of --prompts prompts and is learned from --inner times.
     """
 
-    data: tuple[str, ...] = option("prompts with what their rewards need: .jsonl(.gz), .parquet or .csv; answers in it are not learned")
+    RATES: ClassVar[ByForm] = POLICY_RATES
+
+    data: tuple[str, ...] = option("prompts with what their rewards need: .jsonl(.gz), .parquet or .csv; answers in it are not learned",
+                                   group="data", metavar="FILE")
     reward: tuple[str, ...] = option("NAME[OPTION=VALUE]:WEIGHT, as in answer:1 format:0.1, FILE.py:FUNCTION:WEIGHT, or a judge behind "
-                                     "an OpenAI-compatible endpoint, judge[model=NAME,url=http://…/v1]:1, its key from the environment")
-    metric: str | None = option("what is wanted, on held-out prompts, beside what is rewarded: another reward; the heaviest rule of "
-                                "--reward", default=None)
-    prompts: int = option("prompts a rollout", default=16)
-    group: int = option("completions of each prompt", default=8)
-    max_new: int = option("tokens a completion has at most", default=256)
-    max_prompt: int | None = option("tokens; longer prompts are dropped and counted (what the context leaves)", least=1, default=None)
-    temperature: float = option("of the sampling, and of what is learned", default=1.0)
-    gsm8k: Literal["plain", "think"] = option("GSM8K rows: as in assay sft", default="plain")
-    held_out: float = option("share of the prompts that is never trained on, by what they say", least=0, below=1, default=0.05)
-    held_out_data: str | None = option("score these instead, and hold nothing else out", default=None)
-    epochs: int = option("how often the prompts are read, reshuffled each time", least=1, default=1)
-    steps: int | None = option("stop after so many updates; otherwise the epochs decide", least=1, default=None)
+                                     "an OpenAI-compatible endpoint, judge[model=NAME,url=http://…/v1]:1, its key from the environment",
+                                     group="rewards")
+    metric: str | None = option("another reward that says what is wanted on held-out prompts", group="evaluation", metavar="REWARD",
+                                default=None, default_text="the heaviest rule of --reward")
+    prompts: int = option("prompts in a rollout", group="generation", default=16)
+    group: int = option("completions of each prompt", group="generation", default=8)
+    max_new: int = option("the most tokens of a completion", group="generation", default=256)
+    max_prompt: int | None = option("the most tokens of a prompt; longer ones are dropped and counted", group="data", least=1,
+                                    default=None, default_text="what the context leaves")
+    temperature: float = option("temperature of the sampling, and of the distribution that is learned", group="generation", default=1.0)
+    gsm8k: Literal["plain", "think"] = option("GSM8K rows: as in assay sft", group="data", default="plain")
+    held_out: float = option("share of the prompts that is never trained on, chosen by what they say", group="evaluation", least=0, below=1,
+                             default=0.05)
+    held_out_data: str | None = option("score these prompts instead, and hold nothing else out", group="evaluation", metavar="FILE",
+                                       default=None)
+    epochs: int = option("how often the prompts are read, reshuffled each time", group="budget", least=1, default=1)
+    steps: int | None = option("stop after so many updates", group="budget", least=1, default=None, default_text="the epochs decide")
 
-    ratio: Literal["token", "sequence", "cispo"] = option("PPO's, GSPO's, or CISPO's", default="token")
-    epsilon: float = option("how far below 1 a ratio is learned from", above=0, default=0.2)
-    epsilon_high: float | None = option("how far above (as far as below)", above=0, default=None)
+    ratio: Literal["token", "sequence", "cispo"] = option("importance ratio: of tokens (PPO), of sequences (GSPO), or capped and not "
+                                                          "learned from (CISPO)", group="method", default="token")
+    epsilon: float = option("how far below 1 a ratio is learned from", group="method", above=0, default=0.2)
+    epsilon_high: float | None = option("how far above 1 a ratio is learned from", group="method", above=0, default=None,
+                                        default_text="as --epsilon")
     normalise: Literal["token", "sequence", "constant"] = option("what counts alike: tokens, completions, or tokens over completions × "
-                                                                 "--max-new (Dr. GRPO)", default="token")
+                                                                 "--max-new (Dr. GRPO)", group="method", default="token")
     scale: Literal["group", "batch", "none"] = option("advantages in standard deviations of the group, of the batch, or plain",
-                                                      default="group")
-    kl: Literal["none", "k1", "k2", "k3", "shift"] = option("distance to the reference: in the loss, or as a shift of the advantages",
-                                                            default="k3")
-    kl_weight: float = option("of that distance", least=0, default=0.01)
-    kl_window: int = option("the reference trails by so many steps, from checkpoint to checkpoint; 0: it stays at the fork", default=0)
-    entropy_weight: float = option("bonus for entropy", default=0.0)
-    entropy_decay: float = option("the bonus is this many times the one of the step before", least=0, default=1.0)
-    inner: int = option("updates a rollout", default=1)
-    micro: int = option("completions that go through the model at a time; changes nothing but memory", default=32)
-    refill: int = option("draw other prompts up to so many times where all of a group get the same reward; 0: never", default=0)
-    overlong: int = option("take up to 1 off the reward over the last so many tokens before --max-new; 0: nothing", default=0)
-    mask_truncated: bool = option("learn nothing from completions that hit --max-new", default=False)
+                                                      group="method", default="group")
+    kl: Literal["none", "k1", "k2", "k3", "shift"] = option("distance to the reference: an estimator in the loss, or a shift of the "
+                                                            "advantages", group="method", default="k3")
+    kl_weight: float = option("weight of that distance", group="method", least=0, default=0.01)
+    kl_window: int = option("the reference trails by so many steps, from checkpoint to checkpoint; 0: it stays at the fork",
+                            group="method", default=0)
+    entropy_weight: float = option("weight of a bonus for entropy", group="method", default=0.0)
+    entropy_decay: float = option("the bonus is this many times the one of the step before", group="method", least=0, default=1.0)
+    inner: int = option("updates on each rollout", group="method", default=1)
+    micro: int = option("completions that go through the model at a time; changes nothing but memory", group="memory", default=32)
+    refill: int = option("draw other prompts up to so many times where all of a group get the same reward; 0: never", group="generation",
+                         default=0)
+    overlong: int = option("take up to 1 off the reward over the last so many tokens before --max-new; 0: nothing", group="rewards",
+                           default=0)
+    mask_truncated: bool = option("learn nothing from completions that hit --max-new", group="method", default=False)
 
-    lr: float | None = option("peak learning rate (whole model 1e-6, adapter 2e-5)", above=0, default=None)
-    schedule: Literal["wsd", "cosine"] = option("flat, and down at the end; or down to a tenth over a cosine", default="wsd")
-    warmup: int = option("steps", least=0, default=5)
-    decay: float = option("share of the run over which wsd goes down", least=0, most=1, default=0.1)
-    checkpoint_every: int = option("steps between checkpoints, the first after step 1; 0: none but the first and the last",
-                                   least=0, default=20)
-    eval_every: int = option("steps between looks at held-out prompts, each with a checkpoint; 0: as --checkpoint-every",
-                             least=0, default=0)
-    eval_samples: int = option("completions of each held-out prompt, at --temperature; 0: one, greedy", default=0)
-    look_prompts: int = option("held-out prompts a look scores; what is handed over is scored on all", least=2, default=128)
-    samples: int = option("completions of each rollout that are kept in RUN/samples.jsonl", default=8)
-    reward_errors: float = option("share of completions whose reward may fail before the run stops", least=0, most=1, default=0.05)
-    reward_workers: int = option("processes that score", least=1, default=2)
-    reward_seconds: float = option("that scoring one completion may take", above=0, default=30.0)
-    sampler_device: str | None = option("where to sample, as in cuda:1 (where the trainer is, on its own weights)", default=None)
+    lr: float | None = option("peak learning rate", group="optimizer", above=0, default=None, default_text=str(POLICY_RATES))
+    schedule: Literal["wsd", "cosine"] = option("learning rate after the warm-up: flat and down at the end (wsd), or a cosine down to a "
+                                                "tenth", group="optimizer", default="wsd")
+    warmup: int = option("steps in which the learning rate rises", group="optimizer", least=0, default=5)
+    decay: float = option("share of the run over which wsd goes down", group="optimizer", least=0, most=1, default=0.1)
+    checkpoint_every: int = option("steps between checkpoints, the first after step 1; 0: only the first and the last",
+                                   group="checkpoints", least=0, default=20)
+    eval_every: int = option("steps between evaluations on held-out prompts, each with a checkpoint; 0: as --checkpoint-every",
+                             group="evaluation", least=0, default=0)
+    eval_samples: int = option("completions of each held-out prompt, at --temperature; 0: one, greedy", group="evaluation", default=0)
+    look_prompts: int = option("held-out prompts that an evaluation scores; what is handed over is scored on all", group="evaluation",
+                               least=2, default=128)
+    samples: int = option("completions of each rollout that are kept in RUN/samples.jsonl", group="checkpoints", default=8)
+    reward_errors: float = option("share of completions whose reward may fail before the run stops", group="rewards", least=0, most=1,
+                                  default=0.05)
+    reward_workers: int = option("processes that score", group="rewards", least=1, default=2)
+    reward_seconds: float = option("the most seconds that scoring one completion may take", group="rewards", above=0, default=30.0)
+    sampler_device: str | None = option("where to sample, as in cuda:1", group="run", metavar="DEVICE", default=None,
+                                        default_text="where the trainer is, on its own weights")

@@ -149,7 +149,7 @@ class Trainer:
         self._columns[step.index], self._shown = columns, shown
         rates = [group["lr"] for group in self.optimizer.param_groups]
         self._write(self.watch.feed(step, rates))
-        self._account.stepped(step.multiplier, min(rates))
+        self._account.record_step(step.multiplier, min(rates))
         if self.ema is not None:
             self.ema.update(step.index)
         self.run.check()
@@ -189,9 +189,10 @@ class Trainer:
         if self.done == self.start:
             return
         still = not self.steady and not self._informed
-        moved = unproven("movement", "no step since the last account had a gradient", optional=True) if still else self._account.moved()
+        nothing_due = unproven("movement", "no step since the last account had a gradient", optional=True)
+        moved = nothing_due if still else self._account.check_moved()
         applied = check_steps(self.optimizer, self.done + self.steps_before)
-        self.run.judge(Event.ACCOUNT, [moved, self._account.frozen(), applied, check_weights(self.model)])
+        self.run.judge(Event.ACCOUNT, [moved, self._account.check_frozen(), applied, check_weights(self.model)])
         if not still:
             self._informed = False
             if self.schedule.multiplier(self.done - 1) >= LEARNING_SHARE:

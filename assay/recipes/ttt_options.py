@@ -1,4 +1,4 @@
-"""The options of test-time training, apart from the recipe itself, so that `--help` loads no torch."""
+"""Options of test-time training, apart from the recipe itself, so that `--help` loads no torch."""
 
 from dataclasses import dataclass
 
@@ -12,24 +12,29 @@ class Ttt:
     leaves the model as it was. The tokenizer is the model's own."""
 
     path: str = argument("checkpoint, Hugging Face folder, GGUF file or fetched name")
-    text: str = option("the documents: rows of .jsonl or .parquet, or plain text cut into --document-bytes")
-    out: str = option("folder of the run")
-    document_bytes: int = option("plain text: a document ends at the first line end at or after so many bytes", least=1, default=8192)
-    documents: int | None = option("read the first so many documents", least=1, default=None)
-    chunk: int = option("tokens that are scored, and then learned from, at once", least=1, default=256)
-    context: int | None = option("tokens of a window: a chunk and what it sees before it (4 chunks, or the model's most)",
-                                 least=2, default=None)
-    steps: int = option("gradient steps on each chunk", least=1, default=1)
-    rank: int = option("of the patch", least=1, default=8)
-    scale: float = option("of the patch: weight + scale · left · right", default=1.0)
-    targets: tuple[str, ...] = option("what is patched: some of q k v o mlp head", default=("q", "k", "v", "o", "mlp", "head"))
-    lr: float = option("learning rate of AdamW", least=0, default=1e-3)
-    betas: tuple[float, ...] = option("of AdamW", default=(0.9, 0.95))
-    weight_decay: float = option("of AdamW, on both factors", least=0, default=0.0)
-    warm_start: bool = option("a document begins with the right factors of the one before it, left ones at 0 (else reset)", default=False)
-    batch: int = option("documents that are read side by side, each with a patch of its own", least=1, default=8)
-    max_regression: float = option("how much more a document may cost than without, as a share", least=0, default=0.05)
-    max_drift: float = option("how many times larger or smaller than at first the kept factors may become", above=1, default=4.0)
-    seed: int = option("seed of the first right factors", default=0)
-    device: str | None = option("cpu or cuda (cuda where there is one)", default=None)
-    json: bool = option("print verdicts, estimates and documents as JSON", default=False)
+    text: str = option("the documents: rows of .jsonl or .parquet, or plain text cut into --document-bytes", group="data", metavar="FILE")
+    out: str = option("folder of the run", group="run", metavar="FOLDER")
+    document_bytes: int = option("plain text: a document ends at the first line end at or after so many bytes", group="data", least=1,
+                                 default=8192)
+    documents: int | None = option("read the first so many documents", group="data", least=1, default=None, default_text="all")
+    chunk: int = option("tokens that are scored, and then learned from, at once", group="method", least=1, default=256)
+    context: int | None = option("tokens of a window: a chunk and what it sees before it", group="method", least=2, default=None,
+                                 default_text="4 chunks, or the model's context if less")
+    steps: int = option("gradient steps on each chunk", group="method", least=1, default=1)
+    rank: int = option("rank of the patch", group="method", least=1, default=8)
+    scale: float = option("scale of the patch: weight + scale · left · right", group="method", default=1.0)
+    targets: tuple[str, ...] = option("what is patched: some of q k v o mlp head", group="method", metavar="NAME",
+                                      default=("q", "k", "v", "o", "mlp", "head"))
+    lr: float = option("learning rate of AdamW", group="optimizer", least=0, default=1e-3)
+    betas: tuple[float, ...] = option("betas of AdamW", group="optimizer", default=(0.9, 0.95))
+    weight_decay: float = option("weight decay of AdamW, on both factors", group="optimizer", least=0, default=0.0)
+    warm_start: bool = option("a document begins with the right factors of the one before it, and left ones of 0, instead of fresh ones",
+                              group="method", default=False)
+    batch: int = option("documents that are read side by side, each with a patch of its own", group="memory", least=1, default=8)
+    max_regression: float = option("how much more a document may cost than without, as a share", group="evaluation", least=0, default=0.05)
+    max_drift: float = option("how many times larger or smaller than at first the kept factors may become", group="evaluation", above=1,
+                              default=4.0)
+    seed: int = option("seed of the first right factors", group="run", default=0)
+    device: str | None = option("where to compute: cpu or cuda", group="run", default=None,
+                                default_text="a GPU where there is one, else cpu")
+    json: bool = option("print verdicts, estimates and documents as JSON", group="run", default=False)

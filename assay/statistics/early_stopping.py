@@ -60,14 +60,10 @@ class StoppingRule:
 
     def __post_init__(self) -> None:
         if not (self.min_improvement > 0 and self.patience >= 1 and 0 < self.level < 1):
-            raise UsageError(
-                f"a stopping rule needs min_improvement > 0, patience >= 1 and a level between 0 and 1, found {self}"
-            )
+            raise UsageError(f"a stopping rule needs min_improvement > 0, patience >= 1 and a level between 0 and 1, found {self}")
         if self.evaluations <= self.before_first_look:
-            raise UsageError(
-                f"{self.evaluations} evaluations leave no look for a patience of {self.patience}; evaluate at least "
-                f"{self.before_first_look + 1} times"
-            )
+            raise UsageError(f"{self.evaluations} evaluations leave no look for a patience of {self.patience}; evaluate at least "
+                             f"{self.before_first_look + 1} times")
 
     @property
     def before_first_look(self) -> int:
@@ -110,9 +106,7 @@ def paired_noise(before: ArrayLike, after: ArrayLike) -> Noise:
     return Noise(float(change.std(ddof=1)), change.size)
 
 
-def plan_stopping(
-    noise: Noise, min_improvement: float, *, patience: int, evaluations: int, level: float = 0.95
-) -> StoppingRule:
+def plan_stopping(noise: Noise, min_improvement: float, *, patience: int, evaluations: int, level: float = 0.95) -> StoppingRule:
     """The rule, or a refusal where `noise` is too large for `min_improvement` to be told from none.
 
     Accepted only if a look would stop a run that improves no more 8 times in 10, as far as the sequences decide that;
@@ -122,12 +116,10 @@ def plan_stopping(
     reach = _normal(1 - rule.risk) + _normal(STOPPING_POWER)
     needed = math.ceil((reach * noise.per_sequence / min_improvement) ** 2)
     if needed > noise.sequences:
-        raise UsageError(
-            f"stopping refused: the mean over {noise.sequences} held-out sequences moves by ±{noise.of_mean:.2g} "
-            f"between evaluations by chance, so an improvement of {min_improvement:g} cannot be told from none and a "
-            f"patience of {patience} would stop on noise; hold out at least {needed} sequences, or ask for a "
-            f"min_improvement of {reach * noise.of_mean:.2g}"
-        )
+        raise UsageError(f"stopping refused: the mean over {noise.sequences} held-out sequences moves by ±{noise.of_mean:.2g} between "
+                         f"evaluations by chance, so an improvement of {min_improvement:g} cannot be told from none and a patience of "
+                         f"{patience} would stop on noise; hold out at least {needed} sequences, or ask for a min_improvement of "
+                         f"{reach * noise.of_mean:.2g}")
     return rule
 
 
@@ -145,10 +137,8 @@ def should_stop(history: Sequence[ArrayLike], rule: StoppingRule) -> Decision:
         return Decision(False, f"evaluation {seen}: looks are planned from {first} to {last}", {})
     improvement = _trend_improvement(losses_ES, rule.patience, 1 - 2 * rule.risk)
     evidence = {"evaluations": seen, "improvement": improvement, "min_improvement": rule.min_improvement}
-    found = (
-        f"over the last {rule.patience} evaluations the held-out loss improved by {improvement.mean:.3g}, "
-        f"by {improvement.high:.3g} at most"
-    )
+    found = (f"over the last {rule.patience} evaluations the held-out loss improved by {improvement.mean:.3g}, "
+             f"by {improvement.high:.3g} at most")
     if improvement.high < rule.min_improvement:
         return Decision(True, f"{found}: less than the {rule.min_improvement:g} asked for", evidence)
     return Decision(False, f"{found}; a stop needs that below {rule.min_improvement:g}", evidence)

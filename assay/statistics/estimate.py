@@ -11,7 +11,7 @@ estimated. How often the intervals cover the truth was computed or simulated: se
 import math
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -33,9 +33,7 @@ class Estimate:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.mean) and self.low <= self.mean <= self.high):
-            raise DataError(
-                f"an estimate needs a finite mean inside its interval, found {self.mean} in [{self.low}, {self.high}]"
-            )
+            raise DataError(f"an estimate needs a finite mean inside its interval, found {self.mean} in [{self.low}, {self.high}]")
 
     def contains(self, value: float) -> bool:
         return self.low <= value <= self.high
@@ -49,9 +47,8 @@ class Estimate:
 def proportion(successes: int, n: int, *, level: float = 0.95) -> Estimate:
     """How often: the exact (Clopper–Pearson) interval, which covers any true rate at least `level` of the time.
 
-    Wilson's does not: near 0 and 1 its coverage falls to 0.83 at every n from 5 to 2,000, and with its outermost
-    intervals replaced by exact ones it still stays under 0.94 for some rates. The price is a width 23 % larger at
-    n = 5, 6 % at 100, 1 % at 2,000.
+    Wilson's does not: near 0 and 1 its coverage falls to 0.83 at every n from 5 to 2,000, and with its outermost intervals replaced
+    by exact ones it still stays under 0.94 for some rates. The price is a width 23 % larger at n = 5, 6 % at 100, 1 % at 2,000.
     """
     if not (n >= 1 and 0 <= successes <= n and successes == int(successes) and n == int(n)):
         raise DataError(f"a proportion needs whole counts, 0 <= successes <= n and n >= 1, not {successes} of {n}")
@@ -110,13 +107,16 @@ def clustered(scores: ArrayLike, clusters: Sequence[Hashable], *, level: float =
     return _clustered_proportion(sums, sizes, level) if _binary(values) else ratio(sums, sizes, level=level)
 
 
-def paired(
-    after: ArrayLike,
-    before: ArrayLike,
-    ids: tuple[Sequence[Hashable], Sequence[Hashable]] | None = None,
-    *,
-    level: float = 0.95,
-) -> Estimate:
+def clustered_rate(scores: ArrayLike, clusters: Sequence[Hashable], *, level: float = 0.95) -> Estimate:
+    """`clustered`, of scores between 0 and 1: `mean_rate` where each is a cluster by itself, and never outside 0 to 1."""
+    if len(set(clusters)) == len(clusters):
+        return mean_rate(scores, level=level)
+    found = clustered(scores, clusters, level=level)
+    return replace(found, low=max(found.low, 0.0), high=min(found.high, 1.0))
+
+
+def paired(after: ArrayLike, before: ArrayLike, ids: tuple[Sequence[Hashable], Sequence[Hashable]] | None = None, *,
+           level: float = 0.95) -> Estimate:
     """The mean change, after − before, over the same examples.
 
     `ids` names the examples of each side, (of after, of before), and matches them; without it both sides hold the same
@@ -142,10 +142,8 @@ def ratio(numerators: ArrayLike, denominators: ArrayLike, *, level: float = 0.95
     if above.size != below.size:
         raise DataError(f"{above.size} numerators came with {below.size} denominators; give one of each per unit")
     if above.size < 2:
-        raise DataError(
-            "one unit alone shows no spread, so no interval can be given; give at least 2 (a single long document can "
-            "be scored as blocks)"
-        )
+        raise DataError("one unit alone shows no spread, so no interval can be given; give at least 2 (a single long document can be "
+                        "scored as blocks)")
     if (below < 0).any() or (below.sum() - below <= 0).any():
         raise DataError("the denominators must not be negative, nor sum to 0 when any one unit is left out")
     value = above.sum() / below.sum()
@@ -153,9 +151,7 @@ def ratio(numerators: ArrayLike, denominators: ArrayLike, *, level: float = 0.95
     return Estimate(float(value), float(value - half), float(value + half), above.size, level)
 
 
-def bits_per_byte(
-    nll_nats_per_document: ArrayLike, bytes_per_document: ArrayLike, *, level: float = 0.95
-) -> Estimate:
+def bits_per_byte(nll_nats_per_document: ArrayLike, bytes_per_document: ArrayLike, *, level: float = 0.95) -> Estimate:
     """Σ nll / (ln 2 · Σ raw bytes), independent of the tokenizer; the unit of its interval is the document."""
     nll = finite_vector("document's nll", nll_nats_per_document)
     if (nll < 0).any():
@@ -198,10 +194,8 @@ def finite_vector(what: str, values: ArrayLike) -> Array:
         raise DataError(f"expected a list of at least one {what}, found shape {vector.shape}")
     bad = np.flatnonzero(~np.isfinite(vector))
     if bad.size:
-        raise DataError(
-            f"{what} {bad[0]} is {vector[bad[0]]} ({bad.size} of {vector.size} are not finite); find out why, a mean "
-            "without them would be of other data"
-        )
+        raise DataError(f"{what} {bad[0]} is {vector[bad[0]]} ({bad.size} of {vector.size} are not finite); find out why, a mean without "
+                        "them would be of other data")
     return vector
 
 

@@ -96,29 +96,16 @@ class SeedsVerdict:
         return "; ".join(parts)
 
     def verdict(self) -> Verdict:
-        evidence = {
-            "metric": self.metric,
-            "n": self.n,
-            "noise": self.noise,
-            "worst_seed": self.worst_seed,
-            "collapsed": list(self.collapsed),
-            "modes": [str(mode) for mode in self.modes],
-            "departures": [str(departure) for departure in self.departures],
-        }
+        evidence = {"metric": self.metric, "n": self.n, "noise": self.noise, "worst_seed": self.worst_seed,
+                    "collapsed": list(self.collapsed), "modes": list(map(str, self.modes)), "departures": list(map(str, self.departures))}
         if self.collapsed:
             return refuted("seeds", self.sentence, **evidence)
         judged = self.n > 1 and self.modes
         return (proven if judged else unproven)("seeds", self.sentence, **evidence)
 
 
-def stability(
-    final: Mapping[int, float],
-    curves: Curves | None = None,
-    *,
-    metric: str = "loss",
-    lower_is_better: bool = True,
-    noise: float | None = None,
-) -> SeedsVerdict:
+def stability(final: Mapping[int, float], curves: Curves | None = None, *, metric: str = "loss", lower_is_better: bool = True,
+              noise: float | None = None) -> SeedsVerdict:
     """One final value of `metric` per seed, and the curves of any metrics: {metric: {seed: [(step, value), …]}}.
 
     `noise` is the standard deviation between healthy seeds, evaluation included. Without it a metric that is better
@@ -128,10 +115,7 @@ def stability(
     if not final:
         raise DataError("stability needs the final value of at least one seed")
     curves = curves or {}
-    best_first = sorted(
-        (seed for seed in final if math.isfinite(final[seed])),
-        key=lambda seed: final[seed] if lower_is_better else -final[seed],
-    )
+    best_first = sorted((seed for seed in final if math.isfinite(final[seed])), key=lambda seed: final[seed], reverse=not lower_is_better)
     lost = tuple(seed for seed in final if seed not in best_first)
     if noise is None:
         noise = _ordinary_noise(final, best_first, curves.get(metric, {}), lower_is_better)
@@ -168,9 +152,8 @@ def _mode(final: Mapping[int, float], seeds: Sequence[int]) -> Mode:
     return Mode(tuple(sorted(seeds)), float(np.mean(values)), min(values), max(values))
 
 
-def _ordinary_noise(
-    final: Mapping[int, float], best_first: Sequence[int], curves: Mapping[int, _Curve], lower_is_better: bool
-) -> float | None:
+def _ordinary_noise(final: Mapping[int, float], best_first: Sequence[int], curves: Mapping[int, _Curve],
+                    lower_is_better: bool) -> float | None:
     """How far healthy seeds may end apart: a share of a loss, and at least the scatter of the metric's own curves."""
     known = [NOISE_OF_A_LOSS * abs(final[best_first[0]])] if lower_is_better and best_first else []
     long_enough = [curves[seed] for seed in best_first if len(curves.get(seed, ())) >= FEWEST_FOR_JITTER]

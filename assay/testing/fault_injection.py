@@ -1,18 +1,23 @@
 """Fault injection: a registry of silent failures, each with the job that shows it and the check that must catch it.
 
-    @fault("flipped bit", rows=("C03",), stage="load", check="whole", job=prove_a_checkpoint)
-    @contextmanager
-    def flipped_bit(folder: Path) -> Iterator[None]:
-        ...change something in the folder, or in the code, and restore it afterwards...
+    @fault("answer read twice", rows=("E05",), stage="eval", check="gold answers", job=an_evaluation)
+    @in_place_of(gsm8k, "read_answer")
+    def answer_read_twice(usual: Any, text: str) -> str:
+        return usual(usual(text))
+
+    fault("flipped bit", rows=("C03",), stage="load", check="whole", job=a_checkpoint())(
+        on_disk(lambda folder: flip_bit(folder / WEIGHTS_FILE, -1001)))
 
 A job builds what it needs in an empty folder, enters `plant(folder)` where the fault would strike, and returns verdicts. The
 clean twin is the same job with nothing planted: there, nothing may be refuted.
 """
 
 import contextlib
+import functools
+import importlib.util
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,3 +92,51 @@ def observe(fault: Fault) -> Sighting:
     with tempfile.TemporaryDirectory() as planted, tempfile.TemporaryDirectory() as clean:
         verdicts = fault.job(Path(planted), fault.plant), fault.job(Path(clean), nothing)
     return Sighting(fault, *verdicts, time.perf_counter() - start)
+
+# ---------------------------------------------------------------- ways to plant
+
+
+def fault_if_installed(package: str) -> Callable[..., Callable[[Plant], Plant]]:
+    """`fault`, where the package is installed: what cannot be read on this machine cannot fail on it."""
+    return fault if importlib.util.find_spec(package) else lambda name, **facts: lambda plant: plant
+
+
+def on_disk(strike: Callable[[Path], object]) -> Plant:
+    """A plant that changes bytes; the folder goes when the job is done, so nothing is put back."""
+    @contextlib.contextmanager
+    @functools.wraps(strike)
+    def plant(folder: Path) -> Iterator[None]:
+        strike(folder)
+        yield
+    return plant
+
+
+def in_place_of(owner: Any, name: str) -> Callable[[Callable[..., Any]], Plant]:
+    """A plant in which the decorated function takes the place of `owner.name`; its first argument is the usual one."""
+    def decorate(other: Callable[..., Any]) -> Plant:
+        @functools.wraps(other)
+        def plant(_: Path) -> AbstractContextManager[None]:
+            usual = getattr(owner, name)
+            return swap(owner, name, lambda *given, **named: other(usual, *given, **named))
+        return plant
+    return decorate
+
+
+@contextlib.contextmanager
+def swap(owner: Any, name: str, other: Any) -> Iterator[None]:
+    """`owner.name` is another for the length of the block."""
+    kept = getattr(owner, name)
+    setattr(owner, name, other)
+    try:
+        yield
+    finally:
+        setattr(owner, name, kept)
+
+
+@contextlib.contextmanager
+def together(*managers: AbstractContextManager[Any]) -> Iterator[None]:
+    """All of them at once."""
+    with contextlib.ExitStack() as stack:
+        for manager in managers:
+            stack.enter_context(manager)
+        yield

@@ -1,6 +1,5 @@
 """Tiny model of known facts, made up and trained in seconds: the subject of editing in tests and the demo."""
 
-import copy
 import functools
 import itertools
 from collections.abc import Iterator
@@ -16,10 +15,10 @@ from assay.edit.subject_tokens import leading_special_ids
 from assay.learn import loop, objectives
 from assay.learn.optim import adamw
 from assay.model.attention import PADDING
-from assay.model.tokenizer import BYTE_OF, Tokenizer
+from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import ModelConfig, Transformer, initialised
 from assay.seeds import generator
-from assay.testing.tiny_models import TINY_SPECIAL_TOKENS, tiny_config, tiny_tokenizer
+from assay.testing.tiny_models import tiny_config, tiny_tokenizer
 
 PEOPLE = ("Borin", "Ulla", "Tamsin Rook", "Quillon", "Marwen", "Osk", "Edda Vey", "Pelham Dree", "Zarah", "Ivo Lint", "Kestrel", "Noor")
 TOWNS = ("Lund", "Oran", "Perth", "Quito")
@@ -29,23 +28,14 @@ CRAFT, CRAFT_AGAIN = "The trade of {} is", "They say that {} works as"
 FACTS_DEPTH, _STEPS, LR = 4, 150, 6e-3
 EDITABLE = 6  # of the names; the others are neighbours
 # What says next to nothing: what is known of a subject must be looked up where the subject stands, by the first layer's MLP.
-_SILENT = ("blocks.0.attn.out.weight", "blocks.1.attn.out.weight", "blocks.1.mlp.down.weight")
+_SILENT = ("blocks.0.attn.out.weight", "blocks.1.attn.out.weight", *(f"blocks.{layer}.mlp.down.weight" for layer in (1, 2, 3)))
 
 
 @functools.cache
 def facts_tokenizer() -> Tokenizer:
     """Bytes, and the words of this world as one token each where they follow a space."""
-    document = copy.deepcopy(tiny_tokenizer().document)
-    vocab = {token: id for token, id in document["model"]["vocab"].items() if id < len(BYTE_OF) + len(TINY_SPECIAL_TOKENS)}
-    merges: list[list[str]] = []
     spoken = " ".join((*PEOPLE, *TOWNS, *CRAFTS, HOME, HOME_AGAIN, CRAFT, CRAFT_AGAIN)).replace("{}", "").split()
-    for word in ("The", "They", *(f"Ġ{word}" for word in spoken)):
-        for end in range(2, len(word) + 1):
-            if word[:end] not in vocab:
-                vocab[word[:end]] = len(vocab)
-                merges.append([word[: end - 1], word[end - 1]])
-    document["model"] |= {"vocab": vocab, "merges": merges}
-    return Tokenizer.from_parts(document, None, bos_token=None, eos_token=TINY_SPECIAL_TOKENS[0], pad_token=TINY_SPECIAL_TOKENS[0])
+    return tiny_tokenizer(template=False, words=("The", "They", *(f"Ġ{word}" for word in spoken)))
 
 
 def home_of(name: str) -> str:

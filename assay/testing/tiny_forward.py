@@ -22,8 +22,8 @@ from assay.model.kv_cache import DecodeLayer, LayerCacheView
 from assay.model.transformer import Transformer
 from assay.seeds import generator
 from assay.testing import tiny_forward as here
-from assay.testing.fault_injection import Plant, fault
-from assay.testing.tiny_models import swap, tiny_model
+from assay.testing.fault_injection import Plant, fault, swap
+from assay.testing.tiny_models import tiny_model
 from assay.tracing.first_divergence import ReferencePass, check_forward, compare_passes, run_reference, weight_changes
 from assay.tracing.forward_modes import ForwardMode, batched_forward, cached_forward, plain_forward
 from assay.verdict import Verdict
@@ -48,7 +48,7 @@ FORWARD_FAULTS: dict[str, ForwardFault] = {}
 
 
 def forward_fault(name: str, *right: str, family: str = "llama", way: str = "plainly", rows: tuple[str, ...] = ()) -> Callable[[Break],
-                                                                                                                               Break]:
+                  Break]:
     def register(breaks: Break) -> Break:
         assert name not in FORWARD_FAULTS, f"two plantings are called {name!r}"
         FORWARD_FAULTS[name] = ForwardFault(name, right, breaks, family, way, rows)
@@ -133,7 +133,7 @@ def unchanged(*values: Any) -> Any:
 
 def change_attention(model: Transformer, layer: int, *, heads: Callable = unchanged, turn: Callable = rotate,
                      turn_key: Callable | None = None,
-              look: Callable = attend, joined: Callable = torch.flatten, late_norm: bool = False, no_norm: bool = False) -> None:
+                     look: Callable = attend, joined: Callable = torch.flatten, late_norm: bool = False, no_norm: bool = False) -> None:
     """The layer's attention, written out again with some of its steps exchanged."""
     one = block(model, layer).attn
 

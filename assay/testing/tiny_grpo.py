@@ -180,7 +180,7 @@ def sequence_ids(prompt: Sequence[int], completion: Completion) -> list[int]:
 
 
 def assemble_batch(plan: TinyGrpo, prompts: PromptIds, groups: CompletionGroups, values: list[list[float]], known: list[bool],
-             reference: Transformer) -> tuple[Batch, list[bool]]:
+                   reference: Transformer) -> tuple[Batch, list[bool]]:
     """One row a completion, and which of them count."""
     flat = [(prompt, c, value) for prompt, group, row in zip(prompts, groups, values, strict=True)
             for c, value in zip(group, row, strict=True)]

@@ -4,13 +4,10 @@ A job that saves, merges or exports enters `plant` around that act alone: what i
 whole again, is the bytes. A job on bytes enters it once they lie on the disk.
 """
 
-import contextlib
 import functools
-import importlib.util
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +29,7 @@ from assay.store.artifact import build_model, open_artifact
 from assay.store.checkpoint import Checkpoint
 from assay.store.safetensors_files import read_tensors, write_sharded, write_tensors
 from assay.store.saving import Ancestor, Lineage, adapter_contents, model_contents, model_files
-from assay.testing.fault_injection import Job, Plant, fault
+from assay.testing.fault_injection import Job, Plant, on_disk
 from assay.verdict import Verdict, proven, refuted
 
 TINY_SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -65,11 +62,11 @@ def tiny_config(family: str = "llama", vocab: int = 320) -> ModelConfig:
     return variants[family]
 
 
-def tiny_tokenizer(template: bool = True) -> Tokenizer:
-    """Bytes, a few merges, three special tokens and ChatML: real in kind, small in size."""
+def tiny_tokenizer(template: bool = True, words: Iterable[str] = ("Ġthe", "Ġand", "Ġis", "ing", "er")) -> Tokenizer:
+    """Bytes, a few words of one token each, three special tokens and ChatML: real in kind, small in size."""
     vocab = dict(BYTE_OF) | {token: 256 + i for i, token in enumerate(TINY_SPECIAL_TOKENS)}
     merges: list[list[str]] = []
-    for word in ("Ġthe", "Ġand", "Ġis", "ing", "er"):
+    for word in words:
         for end in range(2, len(word) + 1):
             if word[:end] not in vocab:
                 vocab[word[:end]] = len(vocab)
@@ -113,10 +110,11 @@ def nudge(model: Transformer, far: float = 1e-3, seed: int = 0) -> Transformer:
     return model
 
 
-def save_model(where: Path, model: Transformer, lineage: Lineage | None = None, *, sharded: bool = False,
-         **parts: Any) -> Checkpoint:
+def save_model(where: Path, model: Transformer, lineage: Lineage | None = None, *, tokenizer: Tokenizer | None = None,
+               sharded: bool = False, **parts: Any) -> Checkpoint:
     """A checkpoint of ours."""
-    contents = model_contents(model, *tokenizer_and_stops(), lineage or Lineage(), **parts)
+    words = (tokenizer, resolve_special_tokens(tokenizer, {}, {})) if tokenizer else tokenizer_and_stops()
+    contents = model_contents(model, *words, lineage or Lineage(), **parts)
     return checkpoint.write_checkpoint(where, contents, max_shard_bytes=_SHARD_BYTES if sharded else 10**9)
 
 
@@ -131,7 +129,7 @@ def save_hf_folder(where: Path, model: Transformer, *, sharded: bool = False) ->
 
 
 def adapted_model(base: Path, *, far: float = 0.05, rslora: bool = False,
-            replaced: tuple[str, ...] = ()) -> tuple[Transformer, Patch]:
+                  replaced: tuple[str, ...] = ()) -> tuple[Transformer, Patch]:
     """A trained adapter on `base`, live, and the patch that it is; `replaced` names tensors that were trained whole."""
     artifact = open_artifact(base)
     scale = ALPHA / (_RANK**0.5 if rslora else _RANK)
@@ -238,52 +236,6 @@ def a_finetuned_folder(folder: Path, plant: Plant) -> list[Verdict]:
 # ---------------------------------------------------------------- tools to plant with
 
 
-def fault_if_installed(package: str) -> Callable[..., Callable[[Plant], Plant]]:
-    """`fault`, where the package is installed: what cannot be read on this machine cannot fail on it."""
-    return fault if importlib.util.find_spec(package) else lambda name, **facts: lambda plant: plant
-
-
-def on_disk(strike: Callable[[Path], object]) -> Plant:
-    """A plant that changes bytes; the folder goes when the job is done, so nothing is put back."""
-    @contextlib.contextmanager
-    @functools.wraps(strike)
-    def plant(folder: Path) -> Iterator[None]:
-        strike(folder)
-        yield
-    return plant
-
-
-def in_place_of(owner: Any, name: str) -> Callable[[Callable[..., Any]], Plant]:
-    """A plant in which the decorated function takes the place of `owner.name`; its first argument is the usual one."""
-    def decorate(other: Callable[..., Any]) -> Plant:
-        @functools.wraps(other)
-        def plant(_: Path) -> AbstractContextManager[None]:
-            usual = getattr(owner, name)
-            return swap(owner, name, lambda *given, **named: other(usual, *given, **named))
-        return plant
-    return decorate
-
-
-@contextlib.contextmanager
-def swap(owner: Any, name: str, other: Any) -> Iterator[None]:
-    """`owner.name` is another for the length of the block."""
-    kept = getattr(owner, name)
-    setattr(owner, name, other)
-    try:
-        yield
-    finally:
-        setattr(owner, name, kept)
-
-
-@contextlib.contextmanager
-def together(*managers: AbstractContextManager[Any]) -> Iterator[None]:
-    """All of them at once."""
-    with contextlib.ExitStack() as stack:
-        for manager in managers:
-            stack.enter_context(manager)
-        yield
-
-
 def rewrite_tensors(file: Path, change: Callable[[dict[str, Tensor]], Mapping[str, Tensor]]) -> None:
     """A valid safetensors file of changed tensors in the place of the old one."""
     tensors = {name: tensor.clone() for name, tensor in read_tensors(file).items()}
@@ -293,6 +245,16 @@ def rewrite_tensors(file: Path, change: Callable[[dict[str, Tensor]], Mapping[st
 
 def edit_json(file: Path, change: Callable[[dict[str, Any]], Mapping[str, Any]]) -> None:
     file.write_text(json.dumps(change(json.loads(file.read_text()))))
+
+
+def changed_tensors(name: str, change: Callable[[dict[str, Tensor]], Mapping[str, Tensor]]) -> Plant:
+    """A file of the folder holds other tensors."""
+    return on_disk(functools.wraps(change)(lambda folder: rewrite_tensors(folder / name, change)))  # it is of the module that changes
+
+
+def changed_json(name: str, change: Callable[[dict[str, Any]], Mapping[str, Any]]) -> Plant:
+    """A file of the folder holds other fields."""
+    return on_disk(functools.wraps(change)(lambda folder: edit_json(folder / name, change)))
 
 
 def flip_bit(file: Path, byte: int, bit: int = 6) -> None:

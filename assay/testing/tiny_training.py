@@ -6,10 +6,9 @@ A job enters `plant` around everything that the fault could touch: what a run do
 import copy
 import functools
 import json
-import math
 import random
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -37,6 +36,7 @@ from assay.guard.training_guards import StepWatch, UpdateAccount, check_optimize
 from assay.learn import distillation, loop, objectives
 from assay.learn.distillation import DistillationSettings
 from assay.learn.lr_schedule import cosine
+from assay.learn.objectives import Objective
 from assay.learn.optim import adamw
 from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import Transformer
@@ -121,27 +121,33 @@ class TinyRun:
                 parameter.copy_(parameter.bfloat16())
         return model
 
+    def train(self, model: Transformer, objective: Objective | None = None) -> Iterator[loop.Step]:
+        """Its steps at a constant rate, without guards."""
+        order = self.order()
+        batches = (order.batch(step) for step in range(self.steps))
+        return loop.train(model, make_optimizer(model, self.lr), batches, objective or objectives.next_token, micro=self.micro)
 
-def run_guarded(practice: TinyRun) -> list[Verdict]:
+
+def run_guarded(run: TinyRun) -> list[Verdict]:
     """What the guards of a run say of it: those that read its steps, and those that account for its updates."""
-    model, order = practice.model(), practice.order()
+    model, order = run.model(), run.order()
     trained = [name for name, _ in model.named_parameters()]
-    optimizer = make_optimizer(model, practice.lr)
-    watch = StepWatch([group["lr"] for group in optimizer.param_groups], practice.multiplier, vocab=model.config.vocab,
-                  consumed=partial(check_consumed, order=order))
+    optimizer = make_optimizer(model, run.lr)
+    watch = StepWatch([group["lr"] for group in optimizer.param_groups], run.multiplier, vocab=model.config.vocab,
+                      consumed=partial(check_consumed, order=order))
     held, account = check_optimizer(model, optimizer, trained), UpdateAccount(model)
     taken, stopped = 0, []
     batches = data_order.corpus_batches(order.corpus, seed=order.seed, rows=order.rows, length=TINY_LENGTH, epochs=order.epochs,
-                                        stop=practice.steps)
+                                        stop=run.steps)
     try:
-        for step in loop.train(model, optimizer, batches, objectives.next_token, micro=practice.micro, schedule=practice.multiplier):
+        for step in loop.train(model, optimizer, batches, objectives.next_token, micro=run.micro, schedule=run.multiplier):
             taken = step.index + 1
             watch.feed(step, [group["lr"] for group in optimizer.param_groups])
         watch.read()
     except GuardStop as stop:
         seen = any(verdict.outcome is Outcome.REFUTED for verdict in watch.verdicts)
         stopped = [] if seen else [refuted("finite", str(stop))]  # else it was the loop itself, before its step
-    return [held, *stopped, *watch.verdicts, account.moved(), check_steps(optimizer, taken), check_weights(model)]
+    return [held, *stopped, *watch.verdicts, account.check_moved(), check_steps(optimizer, taken), check_weights(model)]
 
 
 def make_optimizer(model: Transformer, lr: float) -> torch.optim.Optimizer:
@@ -167,6 +173,19 @@ def decides_to_stop(history: Sequence[NDArray[np.float64]], evaluations: int) ->
     except UsageError:
         return False
     return should_stop(history, rule).stop
+
+class NoProver:
+    """In the place of `Prover`: saves stay without a hallmark."""
+
+    busy = False
+
+    def start(self, folder: Path, **_: Any) -> None:
+        pass
+
+    def finished(self) -> list[tuple[Path, list[Verdict]]]:
+        return []
+
+    close = finished
 
 # ---------------------------------------------------------------- jobs
 
@@ -205,10 +224,8 @@ TEACHER_STEPS = 40  # after which the teacher knows more than its student
 @functools.cache
 def teacher_weights() -> dict[str, Tensor]:
     """The teacher's weights."""
-    course = TinyRun(steps=TEACHER_STEPS, lr=5e-3, epochs=4, rows=8)
-    model, order = tiny_model("assay", 1), course.order()
-    batches = (order.batch(step) for step in range(course.steps))
-    for _ in loop.train(model, make_optimizer(model, course.lr), batches, objectives.next_token, micro=course.rows):
+    model = tiny_model("assay", 1)
+    for _ in TinyRun(steps=TEACHER_STEPS, lr=5e-3, epochs=4, rows=8, micro=8).train(model):
         pass
     return model.state_dict()
 
@@ -273,26 +290,23 @@ def answers_read_back(folder: Path, plant: Plant) -> list[Verdict]:
     batch = TinyRun().order().batch(0)
     store_answers(folder, batch)
     with plant(folder):
-        return [check_accepted("stored", lambda: open_teacher(folder / "answers",
-                                                              tokenizer=tokenizer_digest("student")).streams_for(student_text(batch)))]
+        return [check_accepted("stored", lambda: open_teacher(
+            folder / "answers", tokenizer=tokenizer_digest("student")).streams_for(student_text(batch)))]
 
 
 def a_short_distillation(folder: Path, plant: Plant) -> list[Verdict]:
-    """A few steps, and what is told of them."""
+    """A few steps, and the loss that is reported of them."""
     with plant(folder):
-        teacher, course, last = tiny_teacher(), TinyRun(steps=3), math.nan
-        before, order, student = parameter_digests(teacher), course.order(), half_depth_student(teacher)
-        batches = (order.batch(step) for step in range(course.steps))
-        for step in loop.train(student, make_optimizer(student, course.lr), batches, distillation.distillation(teacher, SOFT_BLEND),
-                               micro=MICRO_ROWS):
-            last = float(step.loss)
+        teacher = tiny_teacher()
+        before, student = parameter_digests(teacher), half_depth_student(teacher)
+        *_, last = TinyRun(steps=3).train(student, distillation.distillation(teacher, SOFT_BLEND))
         found = measure_agreement(student, teacher, held_out_document_batches(tiny_corpus(), rows=8, length=TINY_LENGTH))
-        told = reported_loss(last_batch=last, held_out=found.estimates()["student_ce"].mean)
-    return [check_teacher_frozen(teacher, before), check_reported_loss(told, found.student_ce, found.tokens)]
+        reported = reported_loss(last_batch=float(last.loss), held_out=found.estimates()["student_ce"].mean)
+    return [check_teacher_frozen(teacher, before), check_reported_loss(reported, found.student_ce, found.tokens)]
 
 
 def reported_loss(*, last_batch: float, held_out: float) -> float:
-    """Which of the two is told."""
+    """Which of the two is reported."""
     return held_out
 
 

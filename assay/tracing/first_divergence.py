@@ -44,8 +44,8 @@ class SiteGap:
     bound: float  # on introduced.worst
 
     @property
-    def parts(self) -> bool:
-        return not self.introduced.worst <= self.bound  # NaN parts
+    def diverges(self) -> bool:
+        return not self.introduced.worst <= self.bound  # NaN diverges
 
     @property
     def excess(self) -> float:
@@ -74,12 +74,12 @@ class PassDivergence:
     infinite: list[Site]  # sites where A itself is not finite
 
     @property
-    def parted(self) -> list[SiteGap]:
-        return [gap for gap in self.gaps if gap.parts]
+    def diverging(self) -> list[SiteGap]:
+        return [gap for gap in self.gaps if gap.diverges]
 
     @property
     def first(self) -> SiteGap | None:
-        return next(iter(self.parted), None)
+        return next(iter(self.diverging), None)
 
 
 class WeightChange(NamedTuple):
@@ -158,14 +158,14 @@ def check_forward(found: PassDivergence, moved: list[WeightChange] | None = None
     if first is None:
         return proven("forward", f"{len(found.gaps)} sites agree: the most that any introduces is {nearest.introduced.worst:.1e}, "
                                  f"bound {nearest.bound:.1e} ({nearest.site})", unseen=[str(site) for site in found.unseen])
-    return refuted("forward", f"{first.site} is the first that parts: from the same inputs it is {first.introduced.worst:.1e} away "
+    return refuted("forward", f"{first.site} is the first that diverges: from the same inputs it is {first.introduced.worst:.1e} away "
                               f"(token {first.introduced.token}), bound {first.bound:.1e}{_weights(moved)}",
-                   first=str(first.site), parted=[str(gap.site) for gap in found.parted], introduced=str(first.introduced.worst))
+                   first=str(first.site), diverging=[str(gap.site) for gap in found.diverging], introduced=str(first.introduced.worst))
 
 
 def gap_json(gap: SiteGap) -> dict[str, Any]:
     return {"site": str(gap.site), "layer": gap.site.layer, "name": gap.site.name, "error": gap.free.error, "cosine": gap.free.cosine,
-            "introduced": gap.introduced.worst, "token": gap.introduced.token, "bound": gap.bound, "parts": gap.parts}
+            "introduced": gap.introduced.worst, "token": gap.introduced.token, "bound": gap.bound, "diverges": gap.diverges}
 
 
 def _weights(moved: list[WeightChange] | None) -> str:

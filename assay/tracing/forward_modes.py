@@ -14,27 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
-from assay.edit.block_hooks import hooked
 from assay.errors import UsageError
 from assay.model.attention import PADDING
 from assay.model.kv_cache import DecodeView, PrefillView, SlotCache
-from assay.model.transformer import ModelConfig, Transformer, qkv_rows
+from assay.model.transformer import ModelConfig, Transformer
 from assay.seeds import generator
-from assay.tracing.hooks import (
-    EMBEDDING,
-    FINAL_NORM,
-    LOGITS,
-    AttentionObserver,
-    Site,
-    SiteObserver,
-    input_hook,
-    observe_attention,
-    observe_sites,
-    output_hook,
-    split_output_hook,
-)
+from assay.tracing.hooks import LOGITS, Site, SiteModules, SiteObserver, observe_modules, observe_sites
 
 PassObserver = Callable[[Site, Tensor, int], Tensor | None]
 ForwardMode = Callable[[Tensor, PassObserver], None]
@@ -100,15 +86,14 @@ def cropped_observer(look: PassObserver, rows: slice = EVERYTHING, columns: slic
     return see
 
 
-# site → module in a layer, and whether the site is what enters it
-LLAMA_SITES = {"attn norm": "input_layernorm", "q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj",
-         "attended": ">self_attn.o_proj", "attn out": "self_attn.o_proj", "middle": ">post_attention_layernorm",
-         "mlp norm": "post_attention_layernorm", "gate": "mlp.gate_proj", "up": "mlp.up_proj", "act": "mlp.act_fn",
-         "product": ">mlp.down_proj", "down": "mlp.down_proj", "residual": ""}
-GPT2_SITES = {"attn norm": "ln_1", "attended": ">attn.c_proj", "attn out": "attn.c_proj", "middle": ">ln_2", "mlp norm": "ln_2",
-        "up": "mlp.c_fc", "act": "mlp.act", "down": "mlp.c_proj", "residual": ""}
-# layers, final norm, attention in a layer
-TRANSFORMERS_MODULES = {"llama": ("model.layers", "model.norm", "self_attn"), "gpt2": ("transformer.h", "transformer.ln_f", "attn")}
+LLAMA_MODULES = SiteModules("model.layers", "model.norm", "self_attn", {
+    "attn norm": "input_layernorm", "q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj",
+    "attended": ">self_attn.o_proj", "attn out": "self_attn.o_proj", "middle": ">post_attention_layernorm",
+    "mlp norm": "post_attention_layernorm", "gate": "mlp.gate_proj", "up": "mlp.up_proj", "act": "mlp.act_fn",
+    "product": ">mlp.down_proj", "down": "mlp.down_proj", "residual": ""}, {})
+GPT2_MODULES = SiteModules("transformer.h", "transformer.ln_f", "attn", {
+    "attn norm": "ln_1", "attended": ">attn.c_proj", "attn out": "attn.c_proj", "middle": ">ln_2", "mlp norm": "ln_2",
+    "up": "mlp.c_fc", "act": "mlp.act", "down": "mlp.c_proj", "residual": ""}, {"attn.c_attn": ("q", "k", "v")})
 
 
 def load_with_transformers(path: Path, dtype: torch.dtype) -> nn.Module:
@@ -134,36 +119,11 @@ def transformers_forward(model: nn.Module, config: ModelConfig) -> ForwardMode:
     if config.family not in ("gpt2", "llama", "mistral", "qwen2", "qwen3"):
         raise UsageError(f"transformers has no {config.family!r} architecture; only Assay runs it")
 
+    modules = GPT2_MODULES if config.family == "gpt2" else LLAMA_MODULES
+
     def run(tokens_BT: Tensor, look: PassObserver) -> None:
         see = cropped_observer(look)
-        attention = AttentionObserver(see, config.kv_heads)
-        layers, _, attn = TRANSFORMERS_MODULES[_kind(config)]
-        attentions = [model.get_submodule(f"{layers}.{layer}.{attn}") for layer in range(config.depth)]
-        with torch.no_grad(), hooked(_hooks(model, config, see)), observe_attention(attention, attentions):
+        with torch.no_grad(), observe_modules(model, config, modules, see):
             see(Site(None, LOGITS), model(tokens_BT, use_cache=False).logits)
 
     return run
-
-
-def _kind(config: ModelConfig) -> str:
-    return "gpt2" if config.family == "gpt2" else "llama"
-
-
-def _hooks(model: nn.Module, config: ModelConfig, see: SiteObserver) -> list[RemovableHandle]:
-    gpt2 = config.family == "gpt2"
-    layers, norm, _ = TRANSFORMERS_MODULES[_kind(config)]
-    handles = [model.get_submodule(f"{layers}.0").register_forward_pre_hook(input_hook(see, Site(None, EMBEDDING))),
-               model.get_submodule(norm).register_forward_hook(output_hook(see, Site(None, FINAL_NORM)))]
-    for layer in range(config.depth):
-        at = model.get_submodule(f"{layers}.{layer}")
-        handles += [_hook(at, module, see, Site(layer, name)) for name, module in (GPT2_SITES if gpt2 else LLAMA_SITES).items()]
-        if gpt2:
-            fused = split_output_hook(see, [Site(layer, part) for part in "qkv"], qkv_rows(config))
-            handles.append(at.get_submodule("attn.c_attn").register_forward_hook(fused))
-    return handles
-
-
-def _hook(layer: nn.Module, name: str, see: SiteObserver, site: Site) -> RemovableHandle:
-    module = layer.get_submodule(name.removeprefix(">"))
-    hook: Callable[..., Any] = input_hook(see, site) if name.startswith(">") else output_hook(see, site)
-    return module.register_forward_pre_hook(hook) if name.startswith(">") else module.register_forward_hook(hook)

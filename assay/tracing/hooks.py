@@ -60,8 +60,7 @@ def forward_sites(config: ModelConfig) -> Iterator[Site]:
 
 def _absent(config: ModelConfig, layer: int) -> set[str]:
     """The sites that this layer has not."""
-    here = {"gate": config.gated, "product": config.gated, "value": config.value_residual and layer > 0,
-            "head gate": config.attention_gate}
+    here = {"gate": config.gated, "product": config.gated, "value": config.value_residual and layer > 0, "head gate": config.attention_gate}
     return {name for name, found in here.items() if not found}
 
 
@@ -101,16 +100,39 @@ _UNSEEN = -1e30  # a score that no softmax notices
 NO_CHANCE = -80.0  # below the largest score: a chance of 1e-35; where exp underflows it takes four times as long
 
 
+class SiteModules(NamedTuple):
+    """Where a model has its sites. `>` before a module: what enters it; `fused`: modules whose output is several sites side by side."""
+
+    layers: str
+    norm: str
+    attention: str  # in a layer, as all that follow
+    sites: Mapping[str, str]
+    fused: Mapping[str, tuple[str, ...]]
+
+
+ASSAY_MODULES = SiteModules("blocks", "norm", "attn", {
+    "attn norm": "attn_norm", "value": "attn.mix", "head gate": "attn.gate", "attended": ">attn.out", "attn out": "attn.out",
+    "middle": ">mlp_norm", "mlp norm": "mlp_norm", "product": ">mlp.down", "down": "mlp.down", "residual": ""},
+    {"attn.qkv": ("q", "k", "v"), "mlp.up": ("gate", "up")})
+
+
 @contextlib.contextmanager
 def observe_sites(model: Transformer, see: SiteObserver) -> Iterator["AttentionObserver"]:
     """Hooks are gone afterwards, whatever happened. The logits have no module: whoever runs the model shows them to `see`."""
-    attention = AttentionObserver(see, model.config.kv_heads)
-    handles = [block(model, 0).register_forward_pre_hook(input_hook(see, Site(None, EMBEDDING))),
-               model.norm.register_forward_hook(output_hook(see, Site(None, FINAL_NORM)))]
-    for layer in range(model.config.depth):
-        handles += _layer_hooks(model, layer, see)
-    attentions = [block(model, layer).attn for layer in range(model.config.depth)]
-    with hooked(handles), _activations(model, see), observe_attention(attention, attentions):
+    with observe_modules(model, model.config, ASSAY_MODULES, see) as attention, _activations(model, see):
+        yield attention
+
+
+@contextlib.contextmanager
+def observe_modules(model: nn.Module, config: ModelConfig, modules: SiteModules, see: SiteObserver) -> Iterator["AttentionObserver"]:
+    """The same of any model whose sites are those of `modules`; what is no module is not seen, but for attention."""
+    attention = AttentionObserver(see, config.kv_heads)
+    layers = [model.get_submodule(f"{modules.layers}.{layer}") for layer in range(config.depth)]
+    handles = [layers[0].register_forward_pre_hook(input_hook(see, Site(None, EMBEDDING))),
+               model.get_submodule(modules.norm).register_forward_hook(output_hook(see, Site(None, FINAL_NORM)))]
+    for number, layer in enumerate(layers):
+        handles += _layer_hooks(layer, number, config, modules, see)
+    with hooked(handles), observe_attention(attention, [layer.get_submodule(modules.attention) for layer in layers]):
         yield attention
 
 
@@ -247,30 +269,18 @@ def split_output_hook(see: SiteObserver, parts: Sequence[Site], rows: Sequence[i
     return hook
 
 
-def _layer_hooks(model: Transformer, layer: int, see: SiteObserver) -> list[RemovableHandle]:
-    one, hidden = block(model, layer), model.config.hidden
-    gated = ("gate", "up") if model.config.gated else ("up",)
-
-    def at(name: str) -> Site:
-        return Site(layer, name)
-
-    handles = [
-        one.register_forward_hook(output_hook(see, at("residual"))),
-        one.attn_norm.register_forward_hook(output_hook(see, at("attn norm"))),
-        one.attn.qkv.register_forward_hook(split_output_hook(see, [at("q"), at("k"), at("v")], one.attn.rows)),
-        one.attn.out.register_forward_pre_hook(input_hook(see, at("attended"))),
-        one.attn.out.register_forward_hook(output_hook(see, at("attn out"))),
-        one.mlp_norm.register_forward_pre_hook(input_hook(see, at("middle"))),
-        one.mlp_norm.register_forward_hook(output_hook(see, at("mlp norm"))),
-        one.mlp.up.register_forward_hook(split_output_hook(see, [at(name) for name in gated], [hidden] * len(gated))),
-        one.mlp.down.register_forward_hook(output_hook(see, at("down"))),
-    ]
-    if model.config.gated:
-        handles.append(one.mlp.down.register_forward_pre_hook(input_hook(see, at("product"))))
-    if one.attn.mix is not None:
-        handles.append(one.attn.mix.register_forward_hook(output_hook(see, at("value"))))
-    if one.attn.gate is not None:
-        handles.append(one.attn.gate.register_forward_hook(output_hook(see, at("head gate"))))
+def _layer_hooks(layer: nn.Module, number: int, config: ModelConfig, modules: SiteModules, see: SiteObserver) -> list[RemovableHandle]:
+    absent, handles = _absent(config, number), []
+    for name, path in modules.sites.items():
+        if name in absent:
+            continue
+        module, site = layer.get_submodule(path.removeprefix(">")), Site(number, name)
+        handles.append(module.register_forward_pre_hook(input_hook(see, site)) if path.startswith(">") else
+                       module.register_forward_hook(output_hook(see, site)))
+    for path, names in modules.fused.items():
+        parts = [Site(number, name) for name in names if name not in absent]
+        rows = qkv_rows(config) if "q" in names else [config.hidden] * len(parts)
+        handles.append(layer.get_submodule(path).register_forward_hook(split_output_hook(see, parts, rows)))
     return handles
 
 

@@ -19,45 +19,66 @@ Panel = tuple[str, Cells, str, float | None]  # title, values, colours, and how 
 
 
 def draw_activations(seen: Trace, where: Path) -> None:
-    """A PNG at `where`, whole or not at all."""
-    panels: list[Panel] = [
+    """Sites down, layers across, by size and by largest value. Every plot is a PNG at `where`, whole or not at all."""
+    largest = {site: _log(stats.max / stats.rms) if stats.rms else math.nan for site, stats in seen.items()}
+    _draw_maps(where, f"{len(seen)} sites", [
         ("root mean square (log10)", {site: _log(stats.rms) for site, stats in seen.items()}, "viridis", None),
-        ("largest value over root mean square (log10)", {s: _log(t.max / t.rms) if t.rms else math.nan for s, t in seen.items()},
-         "magma", None)]
-    durable.replace_file(where, _rendered(panels, f"{len(seen)} sites"))
+        ("largest value over root mean square (log10)", largest, "magma", None)])
 
 
 def draw_divergence(found: PassDivergence, where: Path) -> None:
+    """Shaded by how far each site is above or below its bound, and by the error that it has from its own inputs."""
+    title = "no site diverges"
+    if (first := found.first) is not None:
+        title = f"{first.site} is the first that diverges: {first.introduced.worst:.1e}, bound {first.bound:.1e}"
     introduced = {gap.site: _log(gap.excess) for gap in found.gaps}
-    free = {gap.site: _log(gap.free.error) for gap in found.gaps}
-    first = found.first
-    title = "no site parts"
-    if first is not None:
-        title = f"{first.site} is the first that parts: {first.introduced.worst:.1e}, bound {first.bound:.1e}"
-    panels: list[Panel] = [
-        ("introduced at the site, over its bound (log10): above 0 it parts", introduced, "coolwarm", 6.0),
-        ("relative error, each from its own inputs (log10)", free, "viridis", None)]
-    durable.replace_file(where, _rendered(panels, title))
+    _draw_maps(where, title, [
+        ("introduced at the site, over its bound (log10): above 0 it diverges", introduced, "coolwarm", 6.0),
+        ("relative error, each from its own inputs (log10)", {gap.site: _log(gap.free.error) for gap in found.gaps}, "viridis", None)])
 
 
-def _rendered(panels: Sequence[Panel], title: str) -> bytes:
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UsageError("matplotlib draws the map and is not installed; pip install matplotlib, or use --json") from None
-    figure = Figure(figsize=(13, 4.6), layout="constrained")
-    FigureCanvasAgg(figure)
+def draw_causal_trace(effects: IndirectEffects, chosen: list[int], where: Path) -> None:
+    """Groups of tokens down, layers across, indirect effect as shade."""
+    figure = _figure(13, 3.6)
+    titles = (("one state put back", effects.state), (f"{effects.window} MLPs put back, from this layer on", effects.mlp))
+    for axes, (title, table) in zip(figure.subplots(1, 2), titles, strict=True):
+        numbers = [[math.nan if value is None else value for value in row] for row in table]
+        image = axes.imshow(numbers, aspect="auto", cmap="Purples", interpolation="nearest", vmin=0)
+        axes.set_title(title, fontsize=10)
+        axes.set_xlabel("layer")
+        axes.set_yticks(range(len(GROUPS)), GROUPS, fontsize=8)
+        figure.colorbar(image, ax=axes, label="indirect effect")
+    axes.axvline(chosen[0], color="tab:red", linewidth=1)
+    figure.suptitle(f"{len(effects.facts)} facts: probability of the answer {effects.clean:.2f}, subject blurred {effects.blurred:.2f}; "
+                    f"layers {chosen[0]} to {chosen[-1]} chosen", fontsize=10)
+    _write(figure, where)
+
+
+def draw_ttt_savings(saved: Sequence[float], mean: Estimate, where: Path) -> None:
+    """Bits per byte that test-time training saved, a bar per document."""
+    figure = _figure(9, 3.4)
+    axes = figure.subplots()
+    axes.bar(range(1, len(saved) + 1), saved, color=["tab:purple" if value >= 0 else "tab:red" for value in saved])
+    axes.axhspan(mean.low, mean.high, color="tab:gray", alpha=0.3, linewidth=0)
+    axes.axhline(mean.mean, color="black", linewidth=1)
+    axes.axhline(0, color="black", linewidth=0.5)
+    axes.set_xlabel("document, in order")
+    axes.set_ylabel("bits per byte saved")
+    worse = sum(value < 0 for value in saved)
+    axes.set_title(f"test-time training saved {mean} bits per byte; {worse} of {len(saved)} documents got worse", fontsize=10)
+    _write(figure, where)
+
+
+def _draw_maps(where: Path, title: str, panels: Sequence[Panel]) -> None:
+    figure = _figure(13, 4.6)
     for axes, panel in zip(figure.subplots(1, len(panels)), panels, strict=True):
-        _panel(figure, axes, *panel)
+        _draw_map(figure, axes, *panel)
     figure.suptitle(title, fontsize=10)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=120)
-    return buffer.getvalue()
+    _write(figure, where)
 
 
-def _panel(figure: Any, axes: Any, title: str, cells: Cells, colours: str, around: float | None) -> None:
-    """One map; `around`: shades are even on both sides of 0, up to this."""
+def _draw_map(figure: Any, axes: Any, title: str, cells: Cells, colours: str, around: float | None) -> None:
+    """Sites of a layer down, layers across; `around`: shades are even on both sides of 0, up to this."""
     layers = [site.layer for site in cells if site.layer is not None]
     names = [name for name in IN_LAYER if any(site.name == name for site in cells)]
     table = [[cells.get(Site(layer, name), math.nan) for layer in range(max(layers) + 1)] for name in names]
@@ -70,64 +91,25 @@ def _panel(figure: Any, axes: Any, title: str, cells: Cells, colours: str, aroun
     figure.colorbar(image, ax=axes)
 
 
-def _log(value: float) -> float:
-    """Of nothing and of what is not finite: the ends of any scale."""
-    if not math.isfinite(value):
-        return 12.0
-    return math.log10(value) if value > 0 else -12.0
-
-
-def draw_causal_trace(effects: IndirectEffects, chosen: list[int], where: Path) -> None:
-    """A PNG at `where`, whole or not at all."""
-    durable.replace_file(where, causal_trace_png(effects, chosen))
-
-
-def causal_trace_png(effects: IndirectEffects, chosen: list[int]) -> bytes:
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UsageError("matplotlib draws the map and is not installed; pip install matplotlib, or read the JSON") from None
-    figure = Figure(figsize=(13, 3.6), layout="constrained")
-    FigureCanvasAgg(figure)
-    titles = (("one state put back", effects.state), (f"{effects.window} MLPs put back, from this layer on", effects.mlp))
-    for axes, (title, table) in zip(figure.subplots(1, 2), titles, strict=True):
-        numbers = [[float("nan") if value is None else value for value in row] for row in table]
-        image = axes.imshow(numbers, aspect="auto", cmap="Purples", interpolation="nearest", vmin=0)
-        axes.set_title(title, fontsize=10)
-        axes.set_xlabel("layer")
-        axes.set_yticks(range(len(GROUPS)), GROUPS, fontsize=8)
-        figure.colorbar(image, ax=axes, label="indirect effect")
-    axes.axvline(chosen[0], color="tab:red", linewidth=1)
-    figure.suptitle(f"{len(effects.facts)} facts: probability of the answer {effects.clean:.2f}, subject blurred {effects.blurred:.2f}; "
-                    f"layers {chosen[0]} to {chosen[-1]} chosen", fontsize=10)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=120)
-    return buffer.getvalue()
-
-
-def draw_ttt_savings(saved: Sequence[float], mean: Estimate, where: Path) -> None:
-    """A PNG at `where`, whole or not at all."""
-    durable.replace_file(where, ttt_savings_png(saved, mean))
-
-
-def ttt_savings_png(saved: Sequence[float], mean: Estimate) -> bytes:
+def _figure(width: float, height: float) -> Any:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
         raise UsageError("matplotlib draws the picture and is not installed; pip install matplotlib, or read the JSON") from None
-    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    axes.bar(range(1, len(saved) + 1), saved, color=["tab:purple" if value >= 0 else "tab:red" for value in saved])
-    axes.axhspan(mean.low, mean.high, color="tab:gray", alpha=0.3, linewidth=0)
-    axes.axhline(mean.mean, color="black", linewidth=1)
-    axes.axhline(0, color="black", linewidth=0.5)
-    axes.set_xlabel("document, in order")
-    axes.set_ylabel("bits per byte saved")
-    worse = sum(value < 0 for value in saved)
-    axes.set_title(f"test-time training saved {mean} bits per byte; {worse} of {len(saved)} documents got worse", fontsize=10)
+    return figure
+
+
+def _write(figure: Any, where: Path) -> None:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=120)
-    return buffer.getvalue()
+    durable.replace_file(where, buffer.getvalue())
+
+
+def _log(value: float) -> float:
+    """Of nothing and of what is not finite: the ends of any scale."""
+    if not math.isfinite(value):
+        return 12.0
+    return math.log10(value) if value > 0 else -12.0

@@ -32,8 +32,8 @@ class FLAGS:
       step    when it was measured: such rows are a series and get a verdict on its trend
     or one row per arm: arm, count, n, and runs where the count comes from several."""
 
-    results: tuple[str, ...] = argument("what is compared; the first is what the others are held against")
-    metric: str | None = option("the metric, where there are several", default=None)
+    results: tuple[str, ...] = argument("results to compare; the first is what the others are held against")
+    metric: str | None = option("the metric, where there are several", default=None, default_text="the only one")
     level: float = option("how often a claim may be wrong, over all comparisons together", default=0.05)
     lower_is_better: bool = option("lower scores are better; known of losses, perplexities, errors and malformed rates", default=False)
     per_completion: bool = option("show the p-value that takes every completion for independent, struck through", default=False)

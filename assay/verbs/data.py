@@ -30,22 +30,26 @@ class FLAGS:
     action: Literal["check", "gym"] = argument("what to do: check or gym")
     file: str = argument(".jsonl, .jsonl.gz, .parquet or .csv with messages, prompt and completion, text, or Alpaca, ShareGPT, GSM8K rows; "
                          "for gym: a dataset's name, as in chain_sum")
-    model: str | None = option("check: checkpoint, folder, adapter, GGUF file or fetched name whose template and tokenizer are used",
-                               default=None)
-    n: int = option("gym: how many problems", least=1, default=1000)
-    seed: int = option("gym: what they are made from", default=0)
-    out: str | None = option("gym: the .jsonl to write", default=None)
-    show: int = option("rows to show as tokens", least=0, default=3)
-    roles: tuple[str, ...] = option("whose messages are learned", default=("assistant",))
-    length: int | None = option("most tokens of a row (default: the model's own)", least=1, default=None)
-    over: Literal["drop", "truncate", "error"] = option("what to do with longer rows", default="drop")
-    turns: Literal["together", "apart"] = option("one row a conversation, or one for every turn that is learned", default="together")
-    layout: str | None = option("the layout of the rows, where their columns allow two", default=None)
-    gsm8k: Literal["plain", "think"] = option("answers of GSM8K as they are, or as <think>…</think><answer>…</answer>", default="plain")
-    new_tokens: tuple[str, ...] = option("tokens to add to the vocabulary", default=())
-    held_out: str | None = option("rows on which the model will be judged: none of them may be trained on", default=None)
-    base: str | None = option("an adapter's base, where the adapter does not name it", default=None)
-    json: bool = option("print JSON", default=False)
+    model: str | None = option("with check: checkpoint, folder, adapter, GGUF file or fetched name whose template and tokenizer are used; "
+                               "required there", group="model", default=None)
+    n: int = option("with gym: how many problems", group="data", least=1, default=1000)
+    seed: int = option("with gym: seed that the problems are made from", group="data", default=0)
+    out: str | None = option("with gym: the .jsonl to write; required there", group="run", metavar="FILE", default=None)
+    show: int = option("with check: rows to show as tokens", group="run", least=0, default=3)
+    roles: tuple[str, ...] = option("with check: whose messages are learned", group="data", metavar="ROLE", default=("assistant",))
+    length: int | None = option("with check: the most tokens of a row", group="data", least=1, default=None, default_text="the model's own")
+    over: Literal["drop", "truncate", "error"] = option("with check: what happens to longer rows", group="data", default="drop")
+    turns: Literal["together", "apart"] = option("with check: one row of a conversation, or one of every turn that is learned (apart)",
+                                                 group="data", default="together")
+    layout: str | None = option("with check: the layout of the rows, where their columns allow two", group="data", default=None,
+                                default_text="read from the columns")
+    gsm8k: Literal["plain", "think"] = option("with check: answers of GSM8K as they are, or in <think> and <answer>", group="data",
+                                              default="plain")
+    new_tokens: tuple[str, ...] = option("with check: tokens to add to the vocabulary", group="model", metavar="TEXT", default=())
+    held_out: str | None = option("with check: rows on which the model will be judged, none of which may be trained on", group="data",
+                                  metavar="FILE", default=None)
+    base: str | None = option("an adapter's base, where the adapter does not name it", group="model", metavar="MODEL", default=None)
+    json: bool = option("print JSON", group="run", default=False)
 
 
 EXAMPLES = """  assay data check train.jsonl --model smollm2-135m

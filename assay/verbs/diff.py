@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from assay.comparison.weights_diff import TensorDiff, WeightsDiff
     from assay.store.artifact import Artifact
 
-SHOWN = 24
+_SHOWN = 24
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class FLAGS:
 
     a: str = argument("checkpoint, folder, adapter, GGUF file or fetched name")
     b: str = argument("another")
-    base: str | None = option("the base of A, where A is an adapter that does not name it", default=None)
-    b_base: str | None = option("the same for B", default=None)
+    base: str | None = option("the base of A, where A is an adapter that does not name it", metavar="MODEL", default=None)
+    b_base: str | None = option("the base of B, where B is an adapter that does not name it", metavar="MODEL", default=None)
     all_: bool = option("show every tensor, those that did not move included", default=False)
     json: bool = option("print JSON, every tensor included", default=False)
 
@@ -56,13 +56,13 @@ def hf_tensors(artifact: "Artifact") -> "dict[str, Tensor]":
 
 def print_diff(found: "WeightsDiff", *, every: bool) -> None:
     moved = [one for one in found.tensors if one.moved > 0]
-    shown = found.tensors if every else moved[:SHOWN]
+    shown = found.tensors if every else moved[:_SHOWN]
     if shown:
         print_table(["tensor", "relative", "cosine", "moved", "rank", "‖a‖", "‖b‖", "largest"], [row(one) for one in shown])
     for names, what in ((found.only_a, "only in A"), (found.only_b, "only in B"), (found.other_shape, "of another shape")):
         if names:
             print(f"{len(names)} {what}: {', '.join(names[:6])}{' …' if len(names) > 6 else ''}")
-    left = "" if every or len(moved) <= SHOWN else f", the {SHOWN} furthest shown; --all shows the rest"
+    left = "" if every or len(moved) <= _SHOWN else f", the {_SHOWN} furthest shown; --all shows the rest"
     print(f"{len(moved)} of {len(found.tensors)} tensors differ{left}")
 
 

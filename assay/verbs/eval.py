@@ -21,23 +21,27 @@ class FLAGS:
     """Evaluate a model on a task. The same command goes on where it was interrupted."""
 
     path: str = argument("checkpoint, folder, adapter, GGUF file or fetched name")
-    task: str = option("gsm8k, arithmetic, humaneval, mbpp, choices, text, counterfact, instructions, reasoning_gym or graded")
-    out: str = option("folder for scores.jsonl and eval.json")
-    data: str | None = option("the task's data; nothing is bundled", default=None)
-    k: int = option("samples per example", short="-k", default=1)
-    temperature: float = option("0 is greedy", default=0.0)
-    max_new: int = option("most tokens per sample", default=256)
-    top_k: int = option("sample among the k likeliest; 0: all", default=0)
-    top_p: float = option("sample within this probability mass", default=1.0)
-    seed: int = option("seed; the same seed gives the same samples", default=0)
-    limit: int | None = option("only the first so many examples", default=None)
-    grader: str | None = option("for task graded: a reward's name or FILE.py:FUNCTION; for reasoning_gym: a dataset's name", default=None)
-    raw: bool = option("no chat template", default=False)
-    trained_on: tuple[str, ...] = option("training files, looked through for the examples", default=())
-    base: str | None = option("an adapter's base, where the adapter does not name it", default=None)
-    device: str | None = option("cpu or cuda; default: a GPU where there is one", default=None)
-    dtype: Literal["float32", "bfloat16", "float16"] | None = option("default: bfloat16 on a GPU, float32 elsewhere", default=None)
-    json: bool = option("print JSON", default=False)
+    task: str = option("the task: gsm8k, arithmetic, humaneval, mbpp, choices, text, counterfact, instructions, reasoning_gym or "
+                       "graded", group="data")
+    out: str = option("folder for scores.jsonl and eval.json", group="run", metavar="FOLDER")
+    data: str | None = option("the task's data; nothing is bundled", group="data", metavar="FILE", default=None)
+    k: int = option("samples per example", group="generation", short="-k", default=1)
+    temperature: float = option("temperature of the sampling; 0: greedy", group="generation", default=0.0)
+    max_new: int = option("the most tokens of a sample", group="generation", default=256)
+    top_k: int = option("sample among the k likeliest tokens; 0: all", group="generation", default=0)
+    top_p: float = option("sample within this probability mass", group="generation", default=1.0)
+    seed: int = option("seed; the same seed gives the same samples", group="generation", default=0)
+    limit: int | None = option("only the first so many examples", group="data", default=None, default_text="all")
+    grader: str | None = option("task graded: a reward's name or FILE.py:FUNCTION; reasoning_gym: a dataset's name", group="data",
+                                default=None)
+    raw: bool = option("use no chat template", group="generation", default=False)
+    trained_on: tuple[str, ...] = option("training files, looked through for the examples", group="data", metavar="FILE", default=())
+    base: str | None = option("an adapter's base, where the adapter does not name it", group="model", metavar="MODEL", default=None)
+    device: str | None = option("where to compute: cpu or cuda", group="run", default=None,
+                                default_text="a GPU where there is one, else cpu")
+    dtype: Literal["float32", "bfloat16", "float16"] | None = option("number format to compute in", group="model", default=None,
+                                                                     default_text="bfloat16 on a GPU, float32 elsewhere")
+    json: bool = option("print JSON", group="run", default=False)
 
 
 EXAMPLES = """  assay eval runs/a/checkpoints/step-000500 --task gsm8k --data test.jsonl -k 16 --temperature 0.7 --out evals/a
@@ -65,7 +69,7 @@ def run(flags: FLAGS) -> int:
     with progress_line() as show:
         found = evaluate(opened, task, Path(flags.out), k=flags.k, sampling=sampling, raw=flags.raw,
                          trained_on=training_texts(map(Path, flags.trained_on)),
-                         said=lambda done, of: show(f"{task.name}: {done} of {of} examples", last=done == of))
+                         progress=lambda done, of: show(f"{task.name}: {done} of {of} examples", last=done == of))
     print(json.dumps(found.to_json(), indent=1) if flags.json else evaluation_text(found, Path(flags.out)))
     return 3 if overall(found.verdicts) is Outcome.REFUTED else 0
 
@@ -96,5 +100,5 @@ def plain_text(file: Path) -> str:
 def evaluation_text(found: "Evaluation", folder: Path) -> str:
     width = max(map(len, found.estimates))
     lines = [f"{name:{width}}  {estimate}" for name, estimate in found.estimates.items()]
-    lines += [f"strict and lenient reading differ on {len(found.apart)} samples" if found.apart else ""]
+    lines += [f"strict and lenient reading differ on {len(found.disagreements)} samples" if found.disagreements else ""]
     return "\n".join([*filter(None, lines), *(f"  {verdict}" for verdict in found.verdicts), f"kept in {folder}"])

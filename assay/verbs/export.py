@@ -1,6 +1,5 @@
 """assay export: write a model in another format, proven against the source before it counts."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -16,9 +15,10 @@ class FLAGS:
 
     path: str = argument("checkpoint, Hugging Face or PEFT folder, or GGUF file")
     to: Literal["hf", "peft", "gguf", "merged"] = option("what to write")
-    out: str = option("folder (hf, peft, merged) or file (gguf) to write; it must not exist")
-    dtype: str | None = option("hf, merged: float32, bfloat16 or float16 (as stored); gguf: f16, bf16 or q8_0 (f16)", default=None)
-    base: str | None = option("an adapter's base, where the adapter does not name it", default=None)
+    out: str = option("folder (hf, peft, merged) or file (gguf) to write; it must not exist", metavar="PATH")
+    dtype: str | None = option("number format: float32, bfloat16 or float16; for gguf f16, bf16 or q8_0", default=None,
+                               default_text="as stored; for gguf f16")
+    base: str | None = option("an adapter's base, where the adapter does not name it", metavar="MODEL", default=None)
     json: bool = option("print verdicts as JSON", default=False)
 
 
@@ -32,7 +32,7 @@ def run(flags: FLAGS) -> int:
     from assay.store.artifact import open_artifact
     from assay.store.checkpoint import open_checkpoint
     from assay.store.export_artifact import export_artifact
-    from assay.verbs.prove import conclusion, exit_code, proof_summary
+    from assay.verbs.prove import exit_code, print_proof
 
     source, where = open_artifact(flags.path, base=flags.base), Path(flags.out)
     bound = export_artifact(source, flags.to, where, flags.dtype)
@@ -40,12 +40,7 @@ def run(flags: FLAGS) -> int:
     verdicts = prove(ProofRequest(str(where), str(source.path), base, "same", bound, against_base=flags.base))
     if flags.to != "gguf":
         hallmark_or_quarantine(open_checkpoint(where), verdicts)
-    outcome = conclusion(verdicts)
-    if flags.json:
-        print(json.dumps({"path": str(where), "outcome": str(outcome), "verdicts": [v.to_json() for v in verdicts]}, indent=1))
-    else:
-        print("\n".join(map(str, verdicts)))
-        print(f"\n{proof_summary(where.name, outcome, verdicts)}")
+    outcome = print_proof(where, verdicts, as_json=flags.json)
     if outcome is Outcome.REFUTED and flags.to == "gguf":
         where.rename(where.with_name(where.name + ".refuted"))  # a GGUF file has no room for a quarantine note
     return exit_code(outcome)

@@ -23,22 +23,28 @@ class FLAGS:
     --against), wrong script, code or sums where prose was asked, missing tags, cap hits, empty, the same whatever is asked. The
     rate has an interval that holds however often it is looked at; sampling ends as soon as it is shown to be too high."""
 
-    artifact: str | None = argument("checkpoint, folder, adapter, GGUF file, fetched name, or http(s)://…/v1", default=None)
-    against: str | None = option("its parent: compared prompt by prompt, and the judge of word soup", default=None)
-    history: str | None = option("a run: find the first of its checkpoints that is malformed", default=None)
+    artifact: str | None = argument("checkpoint, folder, adapter, GGUF file, fetched name, or http(s)://…/v1; required without "
+                                    "--history", default=None)
+    against: str | None = option("its parent: compared prompt by prompt, and the judge of word soup", group="method", metavar="MODEL",
+                                 default=None)
+    history: str | None = option("a run: find the first of its checkpoints that is malformed", group="method", metavar="RUN", default=None)
     prompts: str | None = option("your own prompts: JSON lines with `prompt`, and id, domain, and what is expected: script, code, numbers, "
-                                 "short, tags, ends; or .txt, one a line", default=None)
-    n: int | None = option("samples of each prompt; by default so many that clean ones exclude 10 %", short="-n", least=1, default=None)
-    max_new: int = option("most tokens per sample", least=1, default=512)
-    temperature: float = option("0 is greedy, and then one sample of each prompt is all there is", least=0, default=0.7)
-    top_p: float = option("sample within this probability mass", above=0, most=1, default=1.0)
-    seed: int = option("seed", default=0)
-    tolerate: float = option("a share of malformed texts that is no alarm", least=0, below=1, default=0.05)
-    base: str | None = option("an adapter's base, where the adapter does not name it", default=None)
-    device: str | None = option("cpu, cuda, …; by default a GPU where there is one", default=None)
-    model: str | None = option("of an endpoint that serves several", default=None)
-    key_env: str | None = option("the environment variable that holds an endpoint's key", default=None)
-    json: bool = option("print JSON, every text included", default=False)
+                                 "short, tags, ends; or .txt, one a line", group="data", metavar="FILE", default=None,
+                                 default_text="ours, of several domains")
+    n: int | None = option("samples of each prompt", group="generation", short="-n", least=1, default=None,
+                           default_text="as many as exclude 10 % where all are clean")
+    max_new: int = option("the most tokens of a sample", group="generation", least=1, default=512)
+    temperature: float = option("temperature of the sampling; 0: greedy, and then one sample of each prompt is all there is",
+                                group="generation", least=0, default=0.7)
+    top_p: float = option("sample within this probability mass", group="generation", above=0, most=1, default=1.0)
+    seed: int = option("seed of the sampling", group="generation", default=0)
+    tolerate: float = option("a share of malformed texts that is no alarm", group="method", least=0, below=1, default=0.05)
+    base: str | None = option("an adapter's base, where the adapter does not name it", group="model", metavar="MODEL", default=None)
+    device: str | None = option("where to compute: cpu or cuda", group="run", default=None,
+                                default_text="a GPU where there is one, else cpu")
+    model: str | None = option("the model's name at an endpoint that serves several", group="model", metavar="NAME", default=None)
+    key_env: str | None = option("the environment variable that holds an endpoint's key", group="model", metavar="NAME", default=None)
+    json: bool = option("print JSON, every text included", group="run", default=False)
 
 
 EXAMPLES = """  assay probe runs/a/checkpoints/step-000500 --against smollm2-135m
@@ -61,17 +67,17 @@ def run_one(flags: FLAGS, sampling: "Sampling") -> int:
     from assay.health.generation_probe import compare_health, probe
 
     assert flags.artifact is not None
-    speaker = generator_of(flags.artifact, flags, sampling)
-    prompts = prompts_for(flags, speaker)
+    generator = generator_of(flags.artifact, flags, sampling)
+    prompts = prompts_for(flags, generator)
     n, verdicts, parent = rounds(flags, len(prompts)), [], None
     if flags.against is not None:
         other = load_generator(flags.against, flags, sampling, base=None)
         parent = probe(other, prompts, n=n, name=flags.against, surprise=other.surprise, tolerated=flags.tolerate)
         usual = [sample.said.surprise for sample in parent.samples if sample.said.surprise is not None]
-        health = probe(speaker, prompts, n=n, name=flags.artifact, surprise=other.surprise, usual=usual, tolerated=flags.tolerate)
+        health = probe(generator, prompts, n=n, name=flags.artifact, surprise=other.surprise, usual=usual, tolerated=flags.tolerate)
         verdicts = [health.verdict(), compare_health(health, parent)[1]]
     else:
-        health = probe(speaker, prompts, n=n, name=flags.artifact, tolerated=flags.tolerate)
+        health = probe(generator, prompts, n=n, name=flags.artifact, tolerated=flags.tolerate)
         verdicts = [health.verdict()]
     facts = {"artifact": flags.artifact, "verdicts": [verdict.to_json() for verdict in verdicts], "health": as_json(health),
              "parent": None if parent is None else as_json(parent)}
@@ -90,9 +96,9 @@ def run_history(flags: FLAGS, sampling: "Sampling") -> int:
     names = sorted(child.name for child in folder.iterdir() if child.is_dir() and not child.name.startswith("."))
 
     def look(name: str) -> "Health":
-        speaker = load_generator(str(folder / name), flags, sampling, base=flags.base)
-        prompts = prompts_for(flags, speaker)
-        probed[name] = probe(speaker, prompts, n=rounds(flags, len(prompts)), name=name, tolerated=flags.tolerate)
+        generator = load_generator(str(folder / name), flags, sampling, base=flags.base)
+        prompts = prompts_for(flags, generator)
+        probed[name] = probe(generator, prompts, n=rounds(flags, len(prompts)), name=name, tolerated=flags.tolerate)
         line_printer(json=flags.json)(f"{name}: {probed[name].sentence}")
         return probed[name]
 
@@ -122,14 +128,14 @@ def load_generator(name: str, flags: FLAGS, sampling: "Sampling", base: str | No
     return ModelGenerator(LoadedModel(open_artifact(name, base=base), device=device), sampling)
 
 
-def prompts_for(flags: FLAGS, speaker: "ModelGenerator | EndpointGenerator") -> "tuple[ProbePrompt, ...]":
+def prompts_for(flags: FLAGS, generator: "ModelGenerator | EndpointGenerator") -> "tuple[ProbePrompt, ...]":
     """The user's prompts, else ours: questions for a model that answers, beginnings for one that continues."""
     from assay.health.generation_probe import ModelGenerator
     from assay.health.probe_prompts import BUILT_IN_PROMPTS, TEXT_BEGINNINGS, read_probe_prompts
 
     if flags.prompts is not None:
         return read_probe_prompts(flags.prompts)
-    return TEXT_BEGINNINGS if isinstance(speaker, ModelGenerator) and speaker.raw else BUILT_IN_PROMPTS
+    return TEXT_BEGINNINGS if isinstance(generator, ModelGenerator) and generator.raw else BUILT_IN_PROMPTS
 
 
 def rounds(flags: FLAGS, prompts: int) -> int:

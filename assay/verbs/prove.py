@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from assay.config import argument, option
@@ -17,13 +18,14 @@ class FLAGS:
     be proven is; the rest is UNPROVEN, in words. A squeezed file must hold what rounding makes of --against, bit for bit."""
 
     path: str = argument("checkpoint, Hugging Face or PEFT folder, GGUF or squeezed file")
-    against: str | None = option("parent (or source, with --expect same) to compare with", default=None)
-    base: str | None = option("an adapter's base, where the adapter does not name it", default=None)
+    against: str | None = option("parent (or source, with --expect same) to compare with", metavar="MODEL", default=None,
+                                 default_text="the parent that PATH names")
+    base: str | None = option("an adapter's base, where the adapter does not name it", metavar="MODEL", default=None)
     expect: Literal["moved", "same"] | None = option("how it should stand to --against: trained on from it, or equal to it", default=None)
-    probe_samples: int = option("texts to each of eight prompts by which its health may be judged; clean ones are enough after one; "
-                                "0: none", least=0, default=4)
-    device: str = option("where those texts are sampled: cpu, cuda, …", default="cpu")
-    strict: bool = option("exit 3 also where something is UNPROVEN", default=False)
+    probe_samples: int = option("texts to each of eight prompts by which its health may be judged; where the first of each are clean, they "
+                                "are enough; 0: none", least=0, default=4)
+    device: str = option("where those texts are sampled: cpu or cuda", default="cpu")
+    strict: bool = option("exit with 3 also where something is UNPROVEN", default=False)
     json: bool = option("print verdicts as JSON", default=False)
 
 
@@ -48,27 +50,24 @@ def run(flags: FLAGS) -> int:
     else:
         bound = place.format.bound(place.path) if place.format.bound and flags.expect == "same" else None  # a rounded copy is a copy
         verdicts = prove(ProofRequest(str(place.path), flags.against, flags.base, flags.expect, bound, probing=probing))
-    outcome = conclusion(verdicts)
-    if flags.json:
-        print(json.dumps({"path": str(place.path), "outcome": str(outcome), "verdicts": [v.to_json() for v in verdicts]}, indent=1))
-    else:
-        print("\n".join(map(str, verdicts)))
-        print(f"\n{proof_summary(place.path.name, outcome, verdicts)}")
-    return exit_code(outcome, strict=flags.strict)
+    return exit_code(print_proof(place.path, verdicts, as_json=flags.json), strict=flags.strict)
 
 
-def conclusion(verdicts: list[Verdict]) -> Outcome:
+def print_proof(path: Path, verdicts: list[Verdict], *, as_json: bool) -> Outcome:
+    """Every verdict, and what they come to together."""
     from assay.guard.proof import without_optional
 
-    return overall(without_optional(verdicts))
-
-
-def proof_summary(name: str, outcome: Outcome, verdicts: list[Verdict]) -> str:
+    outcome = overall(without_optional(verdicts))
+    if as_json:
+        print(json.dumps({"path": str(path), "outcome": str(outcome), "verdicts": [v.to_json() for v in verdicts]}, indent=1))
+        return outcome
     count = {kind: sum(v.outcome is kind for v in verdicts) for kind in Outcome}
     counts = f"{count[Outcome.PROVEN]} proven, {count[Outcome.REFUTED]} refuted, {count[Outcome.UNPROVEN]} could not be checked"
     meaning = {Outcome.PROVEN: "everything that was asked of it holds", Outcome.REFUTED: "do not use it",
                Outcome.UNPROVEN: "nothing speaks against it, but it is not proven"}[outcome]
-    return f"{name}: {outcome} ({counts}): {meaning}"
+    print("\n".join(map(str, verdicts)))
+    print(f"\n{path.name}: {outcome} ({counts}): {meaning}")
+    return outcome
 
 
 def exit_code(outcome: Outcome, *, strict: bool = False) -> int:

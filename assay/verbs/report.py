@@ -14,9 +14,11 @@ class FLAGS:
     holds what `assay probe --history RUN --json` printed, it is shown. Exits with 0 once the page is written, whatever it says."""
 
     run: str = argument("folder of a run")
-    out: str | None = option("where to write (RUN/report.html)", default=None)
-    against: str | None = option("the parent's run: its samples stand beside this run's, its checkpoints in the lineage", default=None)
-    evals: tuple[str, ...] = option("folders of assay eval, the parent's first: shown side by side, example by example", default=())
+    out: str | None = option("file to write", metavar="FILE", default=None, default_text="RUN/report.html")
+    against: str | None = option("the parent's run: its samples stand beside this run's, its checkpoints in the lineage", metavar="RUN",
+                                 default=None)
+    evals: tuple[str, ...] = option("folders of assay eval, the parent's first: shown side by side, example by example", metavar="FOLDER",
+                                    default=())
     json: bool = option("print where the page is and how the run stands, as JSON", default=False)
 
 

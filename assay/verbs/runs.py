@@ -17,7 +17,7 @@ class FLAGS:
     """A table of the runs under a folder: recipe, how each stands and why, steps, held-out score with its interval, the last proven
     checkpoint, and what it came from. Reads ledgers, metrics and manifests; changes nothing."""
 
-    folder: str = argument("where to look (here)", default=".")
+    folder: str = argument("folder to look in", default=".", default_text="here")
     json: bool = option("print JSON", default=False)
 
 

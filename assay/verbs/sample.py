@@ -22,22 +22,25 @@ class FLAGS:
     """Generate text. A model with a chat template gets the prompt as a user's message, unless --raw."""
 
     path: str = argument("checkpoint, folder, adapter, GGUF file or fetched name")
-    prompt: tuple[str, ...] = option("what to continue or answer", default=())
-    n: int = option("samples per prompt", default=1)
-    max_new: int = option("most tokens per sample", default=64)
-    temperature: float = option("0 is greedy", default=0.7)
-    top_k: int = option("sample among the k likeliest; 0: all", default=0)
-    top_p: float = option("sample within this probability mass", default=1.0)
-    min_p: float = option("leave out tokens less likely than this share of the likeliest", default=0.0)
-    repetition_penalty: float = option("above 1: what was said already becomes less likely", default=1.0)
-    stop: tuple[str, ...] = option("texts that end a sample, which stops before them", default=())
-    seed: int = option("seed; the same seed gives the same text", default=0)
-    raw: bool = option("no chat template", default=False)
-    tokens: bool = option("print the token-level transcript: position, id, text, log-probability, special tokens marked", default=False)
-    base: str | None = option("an adapter's base, where the adapter does not name it", default=None)
-    device: str | None = option("cpu, cuda or cuda:N; a GPU where there is one", default=None)
-    dtype: Literal["float32", "bfloat16", "float16"] | None = option("default: bfloat16 on a GPU, float32 elsewhere", default=None)
-    json: bool = option("print JSON", default=False)
+    prompt: tuple[str, ...] = option("texts to continue or answer", group="generation", default=(), default_text="an empty one")
+    n: int = option("samples per prompt", group="generation", default=1)
+    max_new: int = option("the most tokens of a sample", group="generation", default=64)
+    temperature: float = option("temperature of the sampling; 0: greedy", group="generation", default=0.7)
+    top_k: int = option("sample among the k likeliest tokens; 0: all", group="generation", default=0)
+    top_p: float = option("sample within this probability mass", group="generation", default=1.0)
+    min_p: float = option("leave out tokens less likely than this share of the likeliest", group="generation", default=0.0)
+    repetition_penalty: float = option("above 1: what was said already becomes less likely", group="generation", default=1.0)
+    stop: tuple[str, ...] = option("texts that end a sample, which stops before them", group="generation", metavar="TEXT", default=())
+    seed: int = option("seed; the same seed gives the same text", group="generation", default=0)
+    raw: bool = option("use no chat template", group="generation", default=False)
+    tokens: bool = option("print the token-level transcript: position, id, text, log-probability, special tokens marked", group="run",
+                          default=False)
+    base: str | None = option("an adapter's base, where the adapter does not name it", group="model", metavar="MODEL", default=None)
+    device: str | None = option("where to compute: cpu, cuda or cuda:N", group="run", default=None,
+                                default_text="a GPU where there is one, else cpu")
+    dtype: Literal["float32", "bfloat16", "float16"] | None = option("number format to compute in", group="model", default=None,
+                                                                     default_text="bfloat16 on a GPU, float32 elsewhere")
+    json: bool = option("print JSON", group="run", default=False)
 
 
 EXAMPLES = """  assay sample smollm2-135m --prompt 'Why is the sky blue?' --n 3
@@ -106,11 +109,11 @@ def ending(completion: "Completion") -> str:
 
 
 def encode_text(artifact: "Artifact", text: str, *, raw: bool) -> list[int]:
+    from assay.evaluation.loaded_model import prompt_token_ids
+
     if artifact.tokenizer is None:
         raise UsageError(f"{artifact.path}: there is no tokenizer here, so text means nothing to it; add tokenizer.json")
-    if artifact.tokenizer.template is not None and not raw:
-        return artifact.tokenizer.encode(artifact.tokenizer.render([{"role": "user", "content": text}], add_generation_prompt=True))
-    ids = artifact.tokenizer.encode(text, special=True)
+    ids = list(prompt_token_ids(artifact.tokenizer, text, raw=raw))
     if not ids and artifact.stops.bos is None and artifact.stops.eos is None:
         raise UsageError("an empty prompt needs a BOS or EOS token to begin from; give --prompt")
     return ids or [next(id for id in (artifact.stops.bos, artifact.stops.eos) if id is not None)]

@@ -24,11 +24,12 @@ class FLAGS:
     not run again; one that was interrupted goes on where it stopped."""
 
     recipe: Literal["pretrain", "ttt"] = argument("the recipe; what it takes may follow")
-    seeds: tuple[int, ...] = option("two or more")
-    out: str = option("folder: a run per seed, and seeds.json; with --over a folder of these per value")
+    seeds: tuple[int, ...] = option("two or more seeds", metavar="SEED")
+    out: str = option("folder: a run per seed, and seeds.json; with --over a folder of these per value", metavar="FOLDER")
     json: bool = option("print seeds.json", default=False)
     options: tuple[str, ...] = passed_on()
-    over: str | None = option("a set of seeds for each value of one of the recipe's options, as weight-decay=0.5,1,2", default=None)
+    over: str | None = option("a set of seeds for each value of one of the recipe's options, as weight-decay=0.5,1,2",
+                              metavar="OPTION=VALUE,…", default=None)
 
 
 EXAMPLES = """  assay seeds pretrain --corpus corpus --depth 6 --minutes 5 --seeds 42 314 1337 --out runs/three

@@ -23,20 +23,23 @@ class FLAGS:
     """
 
     path: str = argument("checkpoint, folder, adapter, GGUF file or fetched name")
-    host: str = option("address to listen on; any that others can reach needs a token", default="127.0.0.1")
-    port: int = option("port; 0: any that is free", least=0, most=65535, default=8000)
-    name: str | None = option("what clients call the model (default: the last part of its path)", default=None)
-    adapter: tuple[str, ...] = option("proven adapters to serve too, as NAME=PATH", default=())
-    base: str | None = option("an adapter's base, where the adapter does not name it", default=None)
-    slots: int = option("completions of one model that are made at a time", least=1, default=16)
-    length: int | None = option("most tokens of a prompt with its completion (default: 2048, or the model's context if less)",
-                                least=1, default=None)
-    queue: int = option("completions of one model that may wait; beyond it clients get 429", least=0, default=256)
+    host: str = option("address to listen on; any that others can reach needs a token", group="run", default="127.0.0.1")
+    port: int = option("port to listen on; 0: any that is free", group="run", least=0, most=65535, default=8000)
+    name: str | None = option("what clients call the model", group="model", default=None, default_text="the last part of its path")
+    adapter: tuple[str, ...] = option("proven adapters to serve too", group="model", metavar="NAME=PATH", default=())
+    base: str | None = option("an adapter's base, where the adapter does not name it", group="model", metavar="MODEL", default=None)
+    slots: int = option("completions of one model that are made at a time", group="generation", least=1, default=16)
+    length: int | None = option("the most tokens of a prompt with its completion", group="generation", least=1, default=None,
+                                default_text="2048, or the model's context if less")
+    queue: int = option("completions of one model that may wait; beyond it clients get 429", group="generation", least=0, default=256)
     token: str | None = option("Bearer token of the clients, of 16 characters or more beyond loopback; better set as ASSAY_TOKEN, "
-                               "which no process list shows", default=None)
-    device: str | None = option("cpu, cuda or cuda:N (default: cuda where there is one)", default=None)
-    dtype: Literal["auto", "float32", "bfloat16"] = option("in what to compute; auto: bfloat16 on cuda, float32 elsewhere", default="auto")
-    grace: float = option("seconds that answers under way have to finish when the server is told to stop", least=0, default=10.0)
+                               "which no process list shows", group="run", default=None)
+    device: str | None = option("where to compute: cpu, cuda or cuda:N", group="run", default=None,
+                                default_text="a GPU where there is one, else cpu")
+    dtype: Literal["auto", "float32", "bfloat16"] = option("number format to compute in; auto: bfloat16 on a GPU, float32 elsewhere",
+                                                           group="model", default="auto")
+    grace: float = option("seconds that answers under way have to finish when the server is told to stop", group="run", least=0,
+                          default=10.0)
 
 
 EXAMPLES = """  assay serve smollm2-135m

@@ -12,14 +12,13 @@ class FLAGS:
     """Train a byte-level BPE tokenizer on text and write tokenizer.json and tokenizer_config.json."""
 
     text: tuple[str, ...] = argument(".txt, .jsonl (also .gz), .parquet, or folders of these")
-    out: str = option("folder to write; must not exist")
+    out: str = option("folder to write; it must not exist", metavar="FOLDER")
     size: int = option("tokens in all, special ones included", default=8192)
-    digits: int = option("most digits in one token: 1, 2 or 3", default=1)
+    digits: int = option("the most digits in one token: 1, 2 or 3", default=1)
     field: str = option("text field of JSONL rows, column of parquet", default="text")
-    document_bytes: int = option("text files are read in chunks of so many bytes, lengthened to the line end",
-                                 default=16384)
-    skip_invalid: bool = option("leave out documents that are not UTF-8 instead of refusing", default=False)
-    seed: int = option("chooses the documents kept from training to measure compression", default=0)
+    document_bytes: int = option("text files are read in chunks of so many bytes, lengthened to the line end", default=16384)
+    skip_invalid: bool = option("leave out documents that are not UTF-8 instead of refusing them", default=False)
+    seed: int = option("seed that chooses the documents kept from training to measure compression", default=0)
     json: bool = option("print JSON", default=False)
 
 

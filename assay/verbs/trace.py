@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from assay.tracing.forward_modes import ForwardMode
 
 GEOMETRY = ("vocab", "width", "depth", "heads", "kv_heads", "head_dim", "hidden", "gated", "qk_norm", "value_residual", "attention_gate")
-NEAREST = 5  # sites shown beside those that part
+NEAREST = 5  # sites shown beside those that diverge
 
 
 @dataclass(frozen=True)
@@ -27,21 +27,25 @@ class FLAGS:
     """Record every site of a forward pass; with B, or another dtype or way to run A, find the first site that parts."""
 
     a: str = argument("checkpoint, folder, adapter, GGUF file or fetched name")
-    b: str | None = argument("another, to compare with A; left out: A itself, in --b-dtype or --through", default=None)
-    prompt: str | None = option("text to run; without it and --tokens, fixed tokens", default=None)
-    tokens: str | None = option("a JSON file: a list of token ids, or lists of the same length", default=None)
-    length: int = option("most tokens of the prompt", default=512)
-    dtype: Literal["float32", "float64", "bfloat16", "float16"] = option("what A computes in", default="float32")
-    b_dtype: Literal["float32", "float64", "bfloat16", "float16"] | None = option("what B computes in; A's unless given", default=None)
+    b: str | None = argument("another, to compare with A", default=None, default_text="A itself, in --b-dtype or --through")
+    prompt: str | None = option("text to run", group="data", default=None, default_text="fixed tokens")
+    tokens: str | None = option("instead of --prompt, a JSON file: a list of token ids, or lists of the same length", group="data",
+                                metavar="FILE", default=None)
+    length: int = option("the most tokens of the prompt", group="data", default=512)
+    dtype: Literal["float32", "float64", "bfloat16", "float16"] = option("number format that A computes in", group="model",
+                                                                         default="float32")
+    b_dtype: Literal["float32", "float64", "bfloat16", "float16"] | None = option("number format that B computes in", group="model",
+                                                                                  default=None, default_text="A's")
     through: Literal["plainly", "company", "cache", "transformers"] = option(
-        "how B is run: plainly, in company of other rows, from the cache, or by transformers", default="plainly")
-    tolerance: float | None = option("bound on what any site may introduce, in place of what rounding explains", default=None)
-    base: str | None = option("the base of A, where A is an adapter that does not name it", default=None)
-    b_base: str | None = option("the same for B", default=None)
-    device: str = option("where to run", default="cpu")
-    all_: bool = option("show every site", default=False)
-    picture: str | None = option("write a heat-map here, as PNG", default=None)
-    json: bool = option("print JSON, every site included", default=False)
+        "how B is run: plainly, in company of other rows, from the cache, or by transformers", group="method", default="plainly")
+    tolerance: float | None = option("bound on what any site may introduce", group="method", default=None,
+                                     default_text="what rounding explains")
+    base: str | None = option("the base of A, where A is an adapter that does not name it", group="model", metavar="MODEL", default=None)
+    b_base: str | None = option("the base of B, where B is an adapter that does not name it", group="model", metavar="MODEL", default=None)
+    device: str = option("where to compute: cpu or cuda", group="run", default="cpu")
+    all_: bool = option("show every site", group="run", default=False)
+    picture: str | None = option("write a heat-map here, as PNG", group="run", metavar="FILE", default=None)
+    json: bool = option("print JSON, every site included", group="run", default=False)
 
 
 EXAMPLES = """  assay trace smollm2-135m --prompt 'The capital of France is' --picture trace.png
@@ -204,9 +208,9 @@ def print_activations(seen: "Trace", *, every: bool) -> None:
 
 
 def print_divergence(found: "PassDivergence", *, every: bool) -> None:
-    """Those that part, as many again that came nearest to it, and the logits; or every site."""
-    near = sorted(found.gaps, key=lambda gap: -gap.excess)[: len(found.parted[: 2 * NEAREST]) + NEAREST]
+    """Those that diverge, as many again that came nearest to it, and the logits; or every site."""
+    near = sorted(found.gaps, key=lambda gap: -gap.excess)[: len(found.diverging[: 2 * NEAREST]) + NEAREST]
     chosen = [gap for gap in found.gaps if every or gap in near or gap.site.name == "logits"]
     rows = [[str(gap.site), f"{gap.free.error:.1e}", f"{gap.free.cosine:.6f}", f"{gap.introduced.worst:.1e}", f"{gap.bound:.1e}",
-             "PARTS" if gap.parts else ""] for gap in chosen]
+             "DIVERGES" if gap.diverges else ""] for gap in chosen]
     print_table(["site", "error", "cosine", "introduced", "bound", ""], rows)

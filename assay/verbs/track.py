@@ -13,7 +13,8 @@ class FLAGS:
 
     run: str = argument("folder of a run")
     to: Literal["hf", "tensorboard", "wandb", "trackio"] = option("whose page", default="hf")
-    out: str | None = option("where to write (hf: RUN/trainer_state.json, tensorboard: RUN/tensorboard)", default=None)
+    out: str | None = option("where to write", metavar="PATH", default=None,
+                             default_text="RUN/trainer_state.json for hf, RUN/tensorboard for tensorboard")
     project: str = option("name of the project, for wandb and trackio", default="assay")
 
 

@@ -10,7 +10,7 @@ EXAMPLES = """  assay ttt smollm2-135m --text wiki.txt --documents 20 --out runs
   assay ttt runs/a/model --text docs.jsonl --targets q v head --rank 4 --lr 3e-3 --out runs/ttt-b
   assay ttt runs/a/model --text wiki.txt --warm-start --weight-decay 1 --out runs/ttt-c
   assay seeds ttt runs/a/model --text wiki.txt --warm-start --seeds 42 314 1337 --over weight-decay=0.5,1,2 --out runs/ttt-d"""
-SHOWN = 5  # documents at each end of the table
+_SHOWN = 5  # documents at each end of the table
 
 __all__ = ["EXAMPLES", "FLAGS", "run"]
 
@@ -27,7 +27,7 @@ def run(flags: FLAGS) -> int:
                           "verdicts": [verdict.to_json() for verdict in outcome.verdicts]}, indent=1))
         return outcome.exit_code
     best_first = sorted(outcome.documents, key=lambda text: -text.saved)
-    shown = best_first if len(best_first) <= 2 * SHOWN else [*best_first[:SHOWN], *best_first[-SHOWN:]]
+    shown = best_first if len(best_first) <= 2 * _SHOWN else [*best_first[:_SHOWN], *best_first[-_SHOWN:]]
     for text in shown:
         print(f"  {text.name:44} {text.without / text.bytes:.4f} → {text.with_ / text.bytes:.4f}  saved {text.saved:+.4f}")
     for name, estimate in outcome.results.items():

@@ -17,7 +17,7 @@ class FLAGS:
     """Plant faults one by one, each beside its clean twin, on the CPU. A fault that is missed, or a clean twin that raises an
     alarm, is exit code 3."""
 
-    only: tuple[str, ...] = option("names of faults (see --list)", default=())
+    only: tuple[str, ...] = option("names of the faults to plant (see --list)", metavar="NAME", default=(), default_text="all")
     list: bool = option("show the faults without planting them", default=False)
     json: bool = option("print JSON", default=False)
 

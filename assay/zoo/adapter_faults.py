@@ -25,23 +25,21 @@ from assay.store import artifact, checkpoint, export_artifact, saving
 from assay.store.artifact import Artifact, build_model, merged_tensors, open_artifact
 from assay.store.saving import Ancestor, Lineage, adapter_contents
 from assay.testing import tiny_models
-from assay.testing.fault_injection import Job, Plant, fault
+from assay.testing.fault_injection import Job, Plant, fault, in_place_of, on_disk, swap
 from assay.testing.tiny_models import (
     ADAPTED_LAYERS,
     ADAPTER_FILE,
+    changed_tensors,
     edit_json,
     examine_folder,
-    in_place_of,
     live_patch,
     nudge,
-    on_disk,
     rewrite_tensors,
     rounded_to_four_bits,
     save_adapter,
     save_and_examine,
     save_model,
     save_peft_folder,
-    swap,
     tiny_model,
     tokenizer_and_stops,
 )
@@ -120,12 +118,11 @@ fault("empty adapter", rows=("Seen: empty adapter", "C01"), stage="load", check=
 fault("adapter not gathered", rows=("C01",), stage="save", check="save", job=an_adapter_save())(
     lambda _: saving_adapter(lambda fields, tensors: (fields, {name: t.new_empty(0) for name, t in tensors.items()})))
 fault("all-NaN adapter", rows=("Seen: all-NaN adapter",), stage="load", check="architecture", job=a_peft_folder())(
-    on_disk(lambda folder: rewrite_tensors(folder / ADAPTER_FILE,
-                                           lambda tensors: {name: torch.full_like(t, math.nan) for name, t in tensors.items()})))
+    changed_tensors(ADAPTER_FILE, lambda tensors: {name: torch.full_like(t, math.nan) for name, t in tensors.items()}))
 fault("adapter without effect", rows=("C14",), stage="load", check="architecture", job=a_peft_folder())(
     # As initialised: every B is zero.
-    on_disk(lambda folder: rewrite_tensors(folder / ADAPTER_FILE, lambda tensors: {
-        name: torch.zeros_like(t) if "lora_B" in name else t for name, t in tensors.items()})))
+    changed_tensors(ADAPTER_FILE, lambda tensors: {
+        name: torch.zeros_like(t) if "lora_B" in name else t for name, t in tensors.items()}))
 
 
 @fault("adapter on another base", rows=("Seen: other base",), stage="load", check="architecture", job=an_adapter())
@@ -145,7 +142,7 @@ def adapter_of_another_width(folder: Path) -> None:
 
 
 fault("layer left out", rows=("C09", "M06"), stage="save", check="architecture", job=a_peft_folder())(
-    on_disk(lambda folder: rewrite_tensors(folder / ADAPTER_FILE, lambda tensors: without(tensors, "layers.0.self_attn.q_proj"))))
+    changed_tensors(ADAPTER_FILE, lambda tensors: without(tensors, "layers.0.self_attn.q_proj")))
 fault("flipped bit in an adapter", rows=("Seen: flipped bit",), stage="load", check="whole", job=an_adapter())(
     on_disk(lambda folder: tiny_models.flip_bit(folder / ADAPTER_FILE, -101)))
 
@@ -157,7 +154,7 @@ fault("trained head under its wrapper's name", rows=("C08",), stage="load", chec
     # A loader that does not rename it leaves the head as it was initialised.
     on_disk(lambda folder: renamed(folder, lambda name: name.replace("lm_head.weight", "lm_head.modules_to_save.default.weight"))))
 fault("trained head not in the file", rows=("C09",), stage="save", check="architecture", job=a_peft_folder(**_HEAD))(
-    on_disk(lambda folder: rewrite_tensors(folder / ADAPTER_FILE, lambda tensors: without(tensors, "lm_head"))))
+    changed_tensors(ADAPTER_FILE, lambda tensors: without(tensors, "lm_head")))
 fault("modules_to_save dropped", rows=("C09",), stage="save", check="answers", job=an_adapter_save(**_HEAD))(
     # Neither the config nor the file knows that the head was trained.
     lambda _: saving_adapter(lambda fields, tensors: (fields | {"modules_to_save": None}, without(tensors, "lm_head"))))

@@ -18,13 +18,13 @@ from assay.guard.example_audit import audit_examples, check_batch
 from assay.model import resize_embeddings
 from assay.model.special_tokens import resolve_special_tokens
 from assay.model.tokenizer import Tokenizer
-from assay.testing.fault_injection import Job, Plant, fault
-from assay.testing.tiny_models import TINY_CHAT_TEMPLATE, in_place_of, swap, tiny_model, tiny_tokenizer
+from assay.testing.fault_injection import Job, Plant, fault, in_place_of, swap
+from assay.testing.tiny_models import TINY_CHAT_TEMPLATE, tiny_model, tiny_tokenizer
 from assay.testing.tiny_training import TINY_WORDS
 from assay.verdict import Verdict
 
 BOS = "<|endoftext|>"
-CONVERSATIONS = 24  # conversations of a lesson
+CONVERSATIONS = 24  # in a data file
 
 # ---------------------------------------------------------------- lessons
 
@@ -89,7 +89,7 @@ class ChatData:
     length: int = 200
     new_tokens: tuple[str, ...] = ()
 
-    def taught(self, folder: Path) -> list[Verdict]:
+    def audit(self, folder: Path) -> list[Verdict]:
         before = self.words()
         words = resize_embeddings.with_new_tokens(before, self.new_tokens) if self.new_tokens else before
         stops, model = resolve_special_tokens(words, {}, {}), tiny_model()
@@ -107,7 +107,7 @@ class ChatData:
 def a_chat_audit(of: ChatData | None = None) -> Job:
     def job(folder: Path, plant: Plant) -> list[Verdict]:
         with plant(folder):
-            return (of or ChatData()).taught(folder)
+            return (of or ChatData()).audit(folder)
     return job
 
 # ---------------------------------------------------------------- masks

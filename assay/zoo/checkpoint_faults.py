@@ -20,7 +20,7 @@ from assay.store.artifact import open_artifact
 from assay.store.export_artifact import export_artifact
 from assay.store.saving import Contents, Lineage
 from assay.testing import tiny_models
-from assay.testing.fault_injection import Plant, fault
+from assay.testing.fault_injection import Plant, fault, fault_if_installed, in_place_of, on_disk, swap, together
 from assay.testing.tiny_models import (
     INDEX_FILE,
     WEIGHTS_FILE,
@@ -29,26 +29,24 @@ from assay.testing.tiny_models import (
     a_finetuned_folder,
     a_folder,
     a_save,
+    changed_json,
+    changed_tensors,
     edit_json,
     examine_folder,
     exchange_files,
-    fault_if_installed,
     flip_bit,
-    in_place_of,
     nudge,
-    on_disk,
     rewrite_tensors,
     save_and_examine,
     save_model,
     shard_files,
-    swap,
     tiny_model,
-    together,
     truncate,
 )
 from assay.verdict import Verdict, proven
 
 _Weights = dict[str, Tensor]
+UP = "blocks.0.mlp.up.weight"  # in the live model; the others as the file has them
 EMBED, NORM, DOWN = "model.embed_tokens.weight", "model.norm.weight", "model.layers.1.mlp.down_proj.weight"
 
 # ---------------------------------------------------------------- jobs of their own
@@ -118,14 +116,14 @@ fault("weights not gathered", rows=("C01",), stage="save", check="save", job=a_s
     # A sharded trainer leaves placeholders of no elements where its ranks hold the rest.
     lambda _: saving_weights(lambda weights: {name: t if t.dim() == 1 else t.new_empty(0) for name, t in weights.items()}))
 fault("placeholders in a folder", rows=("C01",), stage="load", check="architecture", job=a_folder())(
-    on_disk(lambda folder: rewrite_tensors(folder / WEIGHTS_FILE, lambda weights: {
-        name: tensor if "layers.1" in name else tensor.new_empty(0) for name, tensor in weights.items()})))
+    changed_tensors(WEIGHTS_FILE, lambda weights: {
+        name: tensor if "layers.1" in name else tensor.new_empty(0) for name, tensor in weights.items()}))
 fault("matrix never filled", rows=("C01", "C03"), stage="save", check="values", job=a_folder())(
-    on_disk(lambda folder: rewrite_tensors(folder / WEIGHTS_FILE, lambda weights: weights | {DOWN: torch.zeros_like(weights[DOWN])})))
+    changed_tensors(WEIGHTS_FILE, lambda weights: weights | {DOWN: torch.zeros_like(weights[DOWN])}))
 fault("hole in a matrix", rows=("C03",), stage="load", check="values", job=a_folder())(
     # The last fifth of one matrix was reserved on the disk and never written.
-    on_disk(lambda folder: rewrite_tensors(folder / WEIGHTS_FILE, lambda weights: weights | {
-        DOWN: torch.cat([weights[DOWN][:-len(weights[DOWN]) // 5], torch.zeros_like(weights[DOWN][-len(weights[DOWN]) // 5:])])})))
+    changed_tensors(WEIGHTS_FILE, lambda weights: weights | {
+        DOWN: torch.cat([weights[DOWN][:-len(weights[DOWN]) // 5], torch.zeros_like(weights[DOWN][-len(weights[DOWN]) // 5:])])}))
 fault("NaN weights", rows=("Seen: NaN head",), stage="save", check="values", job=a_save())(
     lambda _: saving_weights(lambda weights: weights | {EMBED: torch.full_like(weights[EMBED], float("nan"))}))
 
@@ -209,8 +207,7 @@ fault("bit flipped before the save", rows=("Seen: flipped bit",), stage="save", 
 fault("wrapper's prefix in the names", rows=("C12",), stage="save", check="architecture", job=a_save())(
     lambda _: saving_weights(lambda weights: {f"_orig_mod.{name}": tensor for name, tensor in weights.items()}))
 fault("wrapper's prefix in a folder", rows=("C12",), stage="load", check="architecture", job=a_folder())(
-    on_disk(lambda folder: rewrite_tensors(folder / WEIGHTS_FILE,
-                                           lambda weights: {f"module.{name}": tensor for name, tensor in weights.items()})))
+    changed_tensors(WEIGHTS_FILE, lambda weights: {f"module.{name}": tensor for name, tensor in weights.items()}))
 fault("loader that forgives its writer", rows=("C12",), stage="save", check="architecture", job=a_proof_in_a_fresh_process)(
     # The same process reads back what it wrote under wrong names; nobody else can.
     lambda folder: together(
@@ -219,12 +216,12 @@ fault("loader that forgives its writer", rows=("C12",), stage="save", check="arc
             config, layout, {name.removeprefix("module."): tensor for name, tensor in foreign.items()}, where))(folder)))
 fault("quantisation state dropped", rows=("C13",), stage="load", check="architecture", job=a_folder())(
     # Two 4-bit codes a byte, and the scales that gave them meaning are gone.
-    on_disk(lambda folder: rewrite_tensors(folder / WEIGHTS_FILE, lambda weights: {
-        name: t if t.dim() == 1 else torch.zeros(t.numel() // 2, 1, dtype=torch.uint8) for name, t in weights.items()})))
+    changed_tensors(WEIGHTS_FILE, lambda weights: {
+        name: t if t.dim() == 1 else torch.zeros(t.numel() // 2, 1, dtype=torch.uint8) for name, t in weights.items()}))
 fault("scales dropped", rows=("C13",), stage="load", check="architecture", job=a_folder())(
     # Eight-bit floats in the right shape: every name is there but those of the scales.
-    on_disk(lambda folder: rewrite_tensors(folder / WEIGHTS_FILE, lambda weights: {
-        name: t if t.dim() == 1 else (t / t.abs().max()).to(torch.float8_e4m3fn) for name, t in weights.items()})))
+    changed_tensors(WEIGHTS_FILE, lambda weights: {
+        name: t if t.dim() == 1 else (t / t.abs().max()).to(torch.float8_e4m3fn) for name, t in weights.items()}))
 
 # ---------------------------------------------------------------- what the config says
 
@@ -235,7 +232,7 @@ fault("trained head dropped as tied", rows=("C07",), stage="save", check="answer
     lambda _: together(saying(lambda fields: fields | {"tie_word_embeddings": True}),
                        saving_weights(lambda weights: {n: t for n, t in weights.items() if n != "lm_head.weight"})))
 fault("tied in a folder, heads differ", rows=("C07",), stage="load", check="architecture", job=a_folder("llama3"))(
-    on_disk(lambda folder: edit_json(folder / "config.json", lambda fields: fields | {"tie_word_embeddings": True})))
+    changed_json("config.json", lambda fields: fields | {"tie_word_embeddings": True}))
 
 
 @fault_if_installed("transformers")("tied head left unsaid", rows=("C07",), stage="export", check="consumer", job=a_folder())
@@ -252,11 +249,11 @@ fault("rope base defaulted", rows=("L14",), stage="load", check="answers", job=a
     # The field moved, and a reader with a default never noticed.
     in_place_of(families, "_read_rope")(lambda usual, fields: replace(usual(fields), base=10000.0)))
 fault("rope base missing", rows=("L14",), stage="load", check="architecture", job=a_folder())(
-    on_disk(lambda folder: edit_json(folder / "config.json", lambda fields: {
-        name: value for name, value in fields.items() if not name.startswith("rope_")})))
+    changed_json("config.json", lambda fields: {
+        name: value for name, value in fields.items() if not name.startswith("rope_")}))
 fault("rope fields disagree", rows=("L14",), stage="load", check="architecture", job=a_folder("llama3"))(
     # A tool changed the old field, and readers of the new one see the old value.
-    on_disk(lambda folder: edit_json(folder / "config.json", lambda fields: fields | {"rope_theta": 10000.0})))
+    changed_json("config.json", lambda fields: fields | {"rope_theta": 10000.0}))
 
 
 @fault("stale EOS in both configs", rows=("D09",), stage="export", check="fields", job=a_folder())
@@ -267,7 +264,7 @@ def stale_eos_in_both_configs(folder: Path) -> None:
 
 
 fault("stale EOS in generation_config", rows=("D09",), stage="export", check="fields", job=a_folder())(
-    on_disk(lambda folder: edit_json(folder / "generation_config.json", lambda fields: fields | {"eos_token_id": 256})))
+    changed_json("generation_config.json", lambda fields: fields | {"eos_token_id": 256}))
 
 
 @fault("stop token lost", rows=("D08", "D09"), stage="export", check="generations", job=a_model_that_stops)
@@ -311,7 +308,6 @@ def layers_exchanged(folder: Path) -> None:
 
 fault("frozen tensor moved", rows=("M04",), stage="save", check="lineage", job=a_child(frozen=("norm.weight",)))(
     lambda _: touching(lambda model: model.get_parameter("norm.weight").data.add_(1e-3)))
-UP = "blocks.0.mlp.up.weight"
 fault("re-initialised while training", rows=("C11", "C12"), stage="save", check="lineage", job=a_child())(
     # Farther from the parent than the optimizer could have gone.
     lambda _: touching(lambda model: model.get_parameter(UP).data.copy_(tiny_model(seed=9).get_parameter(UP))))

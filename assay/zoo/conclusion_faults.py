@@ -17,14 +17,13 @@ from assay.evaluation.held_out_loss import HeldOut, score_corpus
 from assay.guard.conclusion_checks import check_claim, check_early_stopping, check_generalisation_gap, check_rise
 from assay.health.generation_probe import GeneratedText, compare_health, probe
 from assay.health.probe_prompts import BUILT_IN_PROMPTS, ProbePrompt
-from assay.learn import loop, objectives
+from assay.learn import objectives
 from assay.model.transformer import Transformer
 from assay.seeds import derive, generator
 from assay.statistics.seed_stability import stability
 from assay.testing import tiny_training
-from assay.testing.fault_injection import Plant, fault
-from assay.testing.tiny_models import in_place_of, swap
-from assay.testing.tiny_training import LEAST_IMPROVEMENT, PATIENCE, TINY_LENGTH, TinyRun, make_optimizer, tiny_corpus
+from assay.testing.fault_injection import Plant, fault, in_place_of, swap
+from assay.testing.tiny_training import LEAST_IMPROVEMENT, PATIENCE, ROWS_A_STEP, TINY_LENGTH, TinyRun, tiny_corpus
 from assay.verdict import Verdict
 from assay.zoo import conclusion_faults as own
 
@@ -47,12 +46,9 @@ def a_noisy_validation(folder: Path, plant: Plant) -> list[Verdict]:
 def a_run_with_evaluations(folder: Path, plant: Plant) -> list[Verdict]:
     """Twice over the corpus, and held-out text every few steps."""
     with plant(folder):
-        course = TinyRun(steps=HELD_OUT_SCORES * STEPS_BETWEEN, lr=3e-3, epochs=2)
-        order, model = course.order(), course.model()
-        optimizer, held_out, train = make_optimizer(model, course.lr), [], []
-        losses: list[float] = []
-        batches = (order.batch(step) for step in range(course.steps))
-        for step in loop.train(model, optimizer, batches, objectives.next_token, micro=course.rows):
+        run = TinyRun(steps=HELD_OUT_SCORES * STEPS_BETWEEN, lr=3e-3, epochs=2, micro=ROWS_A_STEP)
+        model, held_out, train, losses = run.model(), list[float](), list[float](), list[float]()
+        for step in run.train(model):
             losses.append(float(step.loss))
             if len(losses) == STEPS_BETWEEN:
                 train.append(float(np.mean(losses)))
@@ -67,10 +63,9 @@ def three_seeds(folder: Path, plant: Plant) -> list[Verdict]:
 
 
 def final_loss(seed: int) -> float:
-    course = TinyRun(steps=10, lr=3e-3, seed=seed)
-    order, model = course.order(), course.model()
-    batches = (order.batch(step) for step in range(course.steps))
-    for _ in loop.train(model, make_optimizer(model, course.lr), batches, objectives.next_token, micro=course.rows):
+    run = TinyRun(steps=10, lr=3e-3, seed=seed, micro=ROWS_A_STEP)
+    model = run.model()
+    for _ in run.train(model):
         pass
     return held_out_score(model).loss
 

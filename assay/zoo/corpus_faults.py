@@ -25,8 +25,8 @@ from assay.model.tokenizer import Tokenizer
 from assay.seeds import derive
 from assay.store.durable import hash_file
 from assay.testing import tiny_training
-from assay.testing.fault_injection import Job, Plant, fault
-from assay.testing.tiny_models import edit_json, in_place_of, on_disk, swap, tiny_tokenizer
+from assay.testing.fault_injection import Job, Plant, fault, in_place_of, on_disk, swap
+from assay.testing.tiny_models import edit_json, tiny_tokenizer
 from assay.testing.tiny_training import TinyRun, a_loss_preflight, a_training_run, check_accepted, make_corpus, tiny_corpus, tiny_documents
 from assay.verdict import Verdict
 

@@ -17,8 +17,8 @@ from assay.learn.distillation import DistillationSettings, DivergenceFunction, T
 from assay.learn.objectives import Loss, Objective
 from assay.model.transformer import Transformer
 from assay.testing import tiny_training
-from assay.testing.fault_injection import fault
-from assay.testing.tiny_models import flip_bit, in_place_of, on_disk, swap, together
+from assay.testing.fault_injection import fault, in_place_of, on_disk, swap, together
+from assay.testing.tiny_models import flip_bit
 from assay.testing.tiny_training import a_distillation_preflight, a_short_distillation, a_stored_preflight, answers_read_back
 
 # ---------------------------------------------------------------- the teacher is not heard

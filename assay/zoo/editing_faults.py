@@ -26,15 +26,12 @@ from assay.generate import policy_logprobs
 from assay.health import edit_drift
 from assay.model.attention import documents_from_lengths
 from assay.model.patch import Patch, patched
-from assay.model.special_tokens import resolve_special_tokens
 from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import Mlp, Transformer
-from assay.store import checkpoint
 from assay.store.artifact import open_artifact
-from assay.store.saving import Lineage, model_contents
 from assay.testing import tiny_facts
-from assay.testing.fault_injection import Plant, fault
-from assay.testing.tiny_models import in_place_of, swap, tiny_model
+from assay.testing.fault_injection import Plant, fault, in_place_of, swap
+from assay.testing.tiny_models import save_model, tiny_model
 from assay.verdict import Verdict
 
 LAYER = 0  # where the tiny model looks its facts up
@@ -83,8 +80,8 @@ def a_score_before_any_edit(folder: Path, plant: Plant) -> list[Verdict]:
              for fact in tiny_facts.fact_edits(6)]
     tokenizer = tiny_facts.facts_tokenizer()
     with plant(folder):
-        return [edit_evaluation.check_control(q.ask_questions(tiny_facts.facts_model(), tokenizer, fact_questions(facts),
-                                                              stop_ids(tokenizer)))]
+        replies = q.ask_questions(tiny_facts.facts_model(), tokenizer, fact_questions(facts), stop_ids(tokenizer))
+        return [edit_evaluation.check_control(replies)]
 
 
 def two_edits_of_one_subject(folder: Path, plant: Plant) -> list[Verdict]:
@@ -100,8 +97,8 @@ def two_edits_of_one_subject(folder: Path, plant: Plant) -> list[Verdict]:
 def a_batch_of_questions(folder: Path, plant: Plant) -> list[Verdict]:
     tokenizer = tiny_facts.facts_tokenizer()
     with plant(folder):
-        return [edit_preflight.check_batching(tiny_facts.facts_model(), tokenizer, fact_questions(tiny_facts.fact_edits(2)),
-                                              stop_ids(tokenizer))]
+        questions = fact_questions(tiny_facts.fact_edits(2))
+        return [edit_preflight.check_batching(tiny_facts.facts_model(), tokenizer, questions, stop_ids(tokenizer))]
 
 
 def texts_beside_an_edit(folder: Path, plant: Plant) -> list[Verdict]:
@@ -118,9 +115,7 @@ def texts_beside_an_edit(folder: Path, plant: Plant) -> list[Verdict]:
 
 def opened_facts_model(folder: Path) -> LoadedModel:
     """As read back from a checkpoint."""
-    tokenizer = tiny_facts.facts_tokenizer()
-    checkpoint.write_checkpoint(folder, model_contents(tiny_facts.facts_model(), tokenizer, resolve_special_tokens(tokenizer, {}, {}),
-                                                       Lineage()))
+    save_model(folder, tiny_facts.facts_model(), tokenizer=tiny_facts.facts_tokenizer())
     return LoadedModel(open_artifact(folder))
 
 

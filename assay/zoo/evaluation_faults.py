@@ -17,19 +17,16 @@ from assay.evaluation.evaluate import Unsound, evaluate
 from assay.evaluation.loaded_model import LoadedModel
 from assay.evaluation.soundness import check_dataset, check_pass_at_k
 from assay.evaluation.task import GenerationTask, TaskExample, check_scoring
-from assay.evaluation.tasks import TaskRequest, gsm8k, open_task
+from assay.evaluation.tasks import TaskRequest, answers, open_task
 from assay.generate.engine import ActiveCompletion
 from assay.generate.generation_request import Sampling
-from assay.model.special_tokens import resolve_special_tokens
 from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import Transformer
 from assay.seeds import generator
 from assay.statistics.estimate import pass_at_k
-from assay.store import checkpoint
 from assay.store.artifact import build_model, open_artifact
-from assay.store.saving import Lineage, model_contents
-from assay.testing.fault_injection import Plant, fault, nothing
-from assay.testing.tiny_models import in_place_of, on_disk, swap, tiny_model, tiny_tokenizer
+from assay.testing.fault_injection import Plant, fault, in_place_of, nothing, on_disk, swap
+from assay.testing.tiny_models import save_model, tiny_model, tiny_tokenizer
 from assay.verdict import Verdict
 
 _ROWS = [{"question": f"Ann has {n} figs and buys {2 * n} more. How many figs has she then, all in all?",
@@ -48,11 +45,9 @@ def oracles_of_a_task(folder: Path, plant: Plant) -> list[Verdict]:
 
 def an_evaluation(folder: Path, plant: Plant) -> list[Verdict]:
     """A tiny model whose tokenizer begins every text with a token of its own."""
-    data, training = write_examples(folder / "test.jsonl", _ROWS), write_examples(folder / "train.jsonl",
-                                                                                  [{"text": "Figs ripen late. " * 9}])
-    tokenizer = with_bos()
-    checkpoint.write_checkpoint(folder / "model", model_contents(tiny_model(), tokenizer, resolve_special_tokens(tokenizer, {}, {}),
-                                                                 Lineage()))
+    data = write_examples(folder / "test.jsonl", _ROWS)
+    training = write_examples(folder / "train.jsonl", [{"text": "Figs ripen late. " * 9}])
+    save_model(folder / "model", tiny_model(), tokenizer=with_bos())
     with plant(folder):
         opened, task = LoadedModel(open_artifact(folder / "model")), open_task(TaskRequest("gsm8k", data))
         try:
@@ -92,14 +87,14 @@ def with_bos() -> Tokenizer:
 
 
 @fault("stop string taken letter by letter", rows=("E04",), stage="eval", check="gold answers", job=oracles_of_a_task)
-@in_place_of(gsm8k, "number_problems")
+@in_place_of(answers, "number_problems")
 def stop_by_letters(usual: Any, name: str, examples: tuple[TaskExample, ...]) -> GenerationTask:
     """A stop string was passed where a list of them belongs, so every text ends at the first of its letters."""
     return replace(usual(name, examples), stop=tuple("She says:"))
 
 
 @fault("first number taken for the answer", rows=("E05",), stage="eval", check="wrong answers", job=oracles_of_a_task)
-@in_place_of(gsm8k, "read_answer")
+@in_place_of(answers, "read_answer")
 def first_number(_: Any, text: str, how: str) -> str | None:
     """What is echoed or tried first is scored, not what is answered."""
     found = re.search(r"\d+", text)
@@ -107,7 +102,7 @@ def first_number(_: Any, text: str, how: str) -> str | None:
 
 
 fault("grader that always says yes", rows=(), stage="eval", check="wrong answers", job=oracles_of_a_task)(
-    lambda _: swap(gsm8k, "same_answer", lambda answer, gold: True))
+    lambda _: swap(answers, "same_answer", lambda answer, gold: True))
 
 # ---------------------------------------------------------------- faults of the model's side
 

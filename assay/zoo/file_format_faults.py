@@ -22,20 +22,16 @@ from assay.store.checkpoint import write_checkpoint
 from assay.store.export_artifact import export_artifact
 from assay.store.safetensors_files import read_tensors, tensor_sha256, write_tensors
 from assay.store.saving import Lineage, model_contents
-from assay.testing.fault_injection import Job, Plant, fault
+from assay.testing.fault_injection import Job, Plant, fault, fault_if_installed, in_place_of, on_disk, swap
 from assay.testing.tiny_models import (
     INDEX_FILE,
     WEIGHTS_FILE,
     a_folder,
     edit_json,
     examine_folder,
-    fault_if_installed,
-    in_place_of,
-    on_disk,
     rounded_to_four_bits,
     save_hf_folder,
     shard_files,
-    swap,
     tiny_model,
     tiny_tokenizer,
     truncate,
@@ -133,8 +129,8 @@ def with_numbers() -> Tokenizer:
 
 fault("duplicate key in a header", rows=("C04",), stage="load", check="whole", job=a_folder())(
     # Two readers would see two models.
-    on_disk(lambda folder: rewrite_header(folder / WEIGHTS_FILE, lambda header: header.replace(b'"model.layers.1.self_attn.k_proj.weight"',
-                                                                   b'"model.layers.1.self_attn.v_proj.weight"'))))
+    on_disk(lambda folder: rewrite_header(folder / WEIGHTS_FILE, lambda header: header.replace(
+        b'"model.layers.1.self_attn.k_proj.weight"', b'"model.layers.1.self_attn.v_proj.weight"'))))
 
 
 @fault("duplicate key in config.json", rows=("L14",), stage="load", check="whole", job=a_folder())
@@ -155,8 +151,8 @@ def climbing_name_in_an_index(folder: Path) -> None:
 
 
 fault("climbing name in a header", rows=("C04",), stage="load", check="whole", job=a_folder())(
-    on_disk(lambda folder: rewrite_header(folder / WEIGHTS_FILE,
-                                          lambda header: header.replace(b'"model.norm.weight"', b'"../../norm.weight"'))))
+    on_disk(lambda folder: rewrite_header(folder / WEIGHTS_FILE, lambda header: header.replace(
+        b'"model.norm.weight"', b'"../../norm.weight"'))))
 
 
 @fault("header of 97 MB", rows=("C03",), stage="load", check="whole", job=a_folder_on_the_clock)
@@ -217,8 +213,8 @@ gguf_fault("GGUF cut short", rows=("C03",), stage="load", check="whole", job=a_g
 
 fault("squeezed out of four bits", rows=("M10",), stage="export", check="lineage", job=a_squeezed_file)(
     # Its header says 127 levels.
-    in_place_of(assayz, "rounded_rows")(lambda usual, matrix,
-                                        levels: usual(rounded_to_four_bits(torch.from_numpy(matrix)).numpy(), levels)))
+    in_place_of(assayz, "rounded_rows")(lambda usual, matrix, levels: usual(
+        rounded_to_four_bits(torch.from_numpy(matrix)).numpy(), levels)))
 
 
 @fault("squeezed file damaged", rows=("C03",), stage="export", check="whole", job=a_squeezed_file)

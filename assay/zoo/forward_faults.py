@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from assay.edit.block_hooks import block
@@ -85,12 +86,8 @@ def norm_that_keeps_the_mean(model: Transformer, layer: int) -> None:
     put_forward(norm, lambda x: torch.rms_norm(x, x.shape[-1:], norm.weight, 1e-5) + norm.bias)
 
 
-@forward_fault("norm of the other half", "mlp norm")
-def norm_of_the_other_half(model: Transformer, layer: int) -> None:
-    one = block(model, layer)
-    put_forward(one.mlp_norm, one.attn_norm.forward)
-
-
+forward_fault("norm of the other half", "mlp norm")(
+    lambda model, layer: put_forward(block(model, layer).mlp_norm, block(model, layer).attn_norm.forward))
 forward_fault("norm in bf16", "attn norm", rows=("S6",))(lambda model, layer: round_to_bf16(block(model, layer).attn_norm))
 
 
@@ -108,11 +105,7 @@ def attention_residual_lost(model: Transformer, layer: int) -> None:
 @forward_fault("MLP's residual lost", "residual")
 def mlp_residual_lost(model: Transformer, layer: int) -> None:
     one = block(model, layer)
-
-    def forward(x: Tensor, *given: Any) -> Tensor:
-        return one.mlp(one.mlp_norm(x + one.attn(one.attn_norm(x), *given)))
-
-    put_forward(one, forward)
+    put_forward(one, lambda x, *given: one.mlp(one.mlp_norm(x + one.attn(one.attn_norm(x), *given))))
 
 
 @forward_fault("halves side by side", "middle")
@@ -170,47 +163,24 @@ def one_row_of_up_lost(model: Transformer, layer: int) -> None:
 forward_fault("gated product off by one", "product", rows=("S7",))(
     lambda model, layer: change_mlp(model, layer, product=lambda act, up: act * up.roll(-1, -1)))
 forward_fault("gate and up added", "product")(lambda model, layer: change_mlp(model, layer, product=torch.add))
-forward_fault("gate and up exchanged", "act", "gate", rows=("S7",))(lambda model,
-                                                                    layer: change_mlp(model, layer, halves=lambda gate, up: (up, gate)))
-
-
-@forward_fault("another activation", "act")
-def another_activation(model: Transformer, layer: int) -> None:
-    block(model, layer).mlp.activation = gelu_tanh
-
-
-@forward_fault("activation by erf", "act", family="gpt2")
-def activation_by_erf(model: Transformer, layer: int) -> None:
-    block(model, layer).mlp.activation = torch.nn.functional.gelu
-
-
-@forward_fault("relu not squared", "act", family="assay")
-def relu_not_squared(model: Transformer, layer: int) -> None:
-    block(model, layer).mlp.activation = torch.relu
+forward_fault("gate and up exchanged", "act", "gate", rows=("S7",))(
+    lambda model, layer: change_mlp(model, layer, halves=lambda gate, up: (up, gate)))
+forward_fault("another activation", "act")(lambda model, layer: setattr(block(model, layer).mlp, "activation", gelu_tanh))
+forward_fault("activation by erf", "act", family="gpt2")(lambda model, layer: setattr(block(model, layer).mlp, "activation", F.gelu))
+forward_fault("relu not squared", "act", family="assay")(lambda model, layer: setattr(block(model, layer).mlp, "activation", torch.relu))
 
 # ---------------------------------------------------------------- rotation
 
 
-@forward_fault("another model's rotary base", "query", rows=("L14",))
-def another_rotary_base(model: Transformer, _: int) -> None:
-    model.frequencies = inverse_frequencies(Rope(500000.0), model.config.head_dim)
-
-
-@forward_fault("rope scaling left out", "query", family="llama3", rows=("L13",))
-def rope_scaling_left_out(model: Transformer, _: int) -> None:
-    model.frequencies = inverse_frequencies(Rope(500000.0), model.config.head_dim)
-
-
-@forward_fault("pairs side by side", "query", rows=("M08",))
-def pairs_side_by_side(model: Transformer, layer: int) -> None:
-    def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return rotate(x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2), cos, sin).unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
-
-    change_attention(model, layer, turn=turn)
-
-
-forward_fault("rotated backwards", "query")(lambda model,
-                                            layer: change_attention(model, layer, turn=lambda x, cos, sin: rotate(x, cos, -sin)))
+forward_fault("another model's rotary base", "query", rows=("L14",))(
+    lambda model, _: setattr(model, "frequencies", inverse_frequencies(Rope(500000.0), model.config.head_dim)))
+forward_fault("rope scaling left out", "query", family="llama3", rows=("L13",))(
+    lambda model, _: setattr(model, "frequencies", inverse_frequencies(Rope(500000.0), model.config.head_dim)))
+forward_fault("pairs side by side", "query", rows=("M08",))(
+    lambda model, layer: change_attention(model, layer, turn=lambda x, cos, sin: rotate(
+        x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2), cos, sin).unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)))
+forward_fault("rotated backwards", "query")(
+    lambda model, layer: change_attention(model, layer, turn=lambda x, cos, sin: rotate(x, cos, -sin)))
 forward_fault("keys one position late", "key")(
     lambda model, layer: change_attention(model, layer, turn_key=lambda x, cos, sin: rotate(x, cos.roll(1, 1), sin.roll(1, 1))))
 forward_fault("angles in bf16", "query", rows=("S6",))(
@@ -221,15 +191,14 @@ forward_fault("norm of heads after rotation", "query", family="qwen3")(lambda mo
 # ---------------------------------------------------------------- attention
 
 
-forward_fault("scale left out", "scores")(lambda model,
-                                          layer: change_attention(model, layer, look=lambda q, k, v,
-                                                                  _: attention_kernel(q, k, v, scale=1.0)))
+forward_fault("scale left out", "scores")(
+    lambda model, layer: change_attention(model, layer, look=lambda q, k, v, _: attention_kernel(q, k, v, scale=1.0)))
 forward_fault("one token of the future", "scores")(
-    lambda model, layer: change_attention(model, layer, look=lambda q, k, v, _: attention_kernel(q, k, v, sight_mask(q.shape[1],
-                                                                                                                     nearest=-1))))
+    lambda model, layer: change_attention(model, layer, look=lambda q, k, v, _: attention_kernel(
+        q, k, v, sight_mask(q.shape[1], nearest=-1))))
 forward_fault("window off by one", "scores", family="mistral", rows=("L12",))(
-    lambda model, layer: change_attention(model, layer, look=lambda q, k, v, _: attention_kernel(q, k, v, sight_mask(q.shape[1],
-                                                                                                                     furthest=25))))
+    lambda model, layer: change_attention(model, layer, look=lambda q, k, v, _: attention_kernel(
+        q, k, v, sight_mask(q.shape[1], furthest=25))))
 forward_fault("kernel that knows no window", "attended", family="mistral", rows=("L12",))(
     lambda model, layer: change_attention(model, layer, look=lambda q, k, v, _: attention_by_hand(q, k, v, torch.float32)))
 forward_fault("keys dealt out in turns", "key", "scores", rows=("M08",))(
@@ -256,17 +225,9 @@ def position_not_carried_on(model: Transformer, _: int) -> None:
     wrap_method(model, "rotary", rotary)
 
 
-@forward_fault("padding seen", "scores", way="in company", rows=("D24",))
-def padding_seen(model: Transformer, _: int) -> None:
-    def hidden(usual: Any, tokens: Tensor, documents: Tensor) -> Tensor:
-        return usual(tokens, documents=torch.zeros_like(documents), positions=positions_in_document(documents))
-
-    wrap_method(model, "hidden", hidden)
-
-
-@forward_fault("padding counted as positions", "query", way="in company", rows=("D24",))
-def _padding_counted(model: Transformer, _: int) -> None:
-    def hidden(usual: Any, tokens: Tensor, documents: Tensor) -> Tensor:
-        return usual(tokens, documents=documents, positions=torch.arange(tokens.shape[1]).expand_as(tokens))
-
-    wrap_method(model, "hidden", hidden)
+forward_fault("padding seen", "scores", way="in company", rows=("D24",))(
+    lambda model, _: wrap_method(model, "hidden", lambda usual, tokens, documents: usual(
+        tokens, documents=torch.zeros_like(documents), positions=positions_in_document(documents))))
+forward_fault("padding counted as positions", "query", way="in company", rows=("D24",))(
+    lambda model, _: wrap_method(model, "hidden", lambda usual, tokens, documents: usual(
+        tokens, documents=documents, positions=torch.arange(tokens.shape[1]).expand_as(tokens))))

@@ -16,8 +16,7 @@ from assay.reward.llm_judge import Judge, Judged, JudgeGroup, Scores, Sheet, jud
 from assay.reward.reward_functions import parse_rewards
 from assay.reward.worker_pool import RewardWorkers, ScoredItem
 from assay.seeds import derive
-from assay.testing.fault_injection import Plant, fault
-from assay.testing.tiny_models import in_place_of, on_disk, swap
+from assay.testing.fault_injection import Plant, fault, in_place_of, on_disk, swap
 from assay.verdict import Verdict
 
 REWARDS, _ROWS, MINE = "rewards.json", "rows.jsonl", "mine.py"

@@ -22,9 +22,9 @@ from assay.learn.objectives import Loss, Objective
 from assay.model.transformer import Transformer
 from assay.seeds import generator
 from assay.testing import tiny_grpo
-from assay.testing.fault_injection import Plant, fault
+from assay.testing.fault_injection import Plant, fault, in_place_of, swap, together
 from assay.testing.tiny_grpo import GROUP_SIZE, CompletionGroups, PromptIds, TinyGrpo, a_grpo_run
-from assay.testing.tiny_models import in_place_of, nudge, swap, together, tokenizer_and_stops
+from assay.testing.tiny_models import nudge, tokenizer_and_stops
 from assay.verdict import Verdict
 
 # ---------------------------------------------------------------- a job of its own

@@ -31,13 +31,14 @@ from assay.recipes.trainer import Trainer
 from assay.store.checkpoint import Contents
 from assay.store.ledger import Ledger
 from assay.testing import tiny_training
-from assay.testing.fault_injection import Plant, fault
-from assay.testing.tiny_models import copy_folder, in_place_of, save_model, swap, tiny_model
-from assay.testing.tiny_training import make_corpus, tiny_corpus, tiny_documents
+from assay.testing.fault_injection import Plant, fault, in_place_of, swap
+from assay.testing.tiny_models import copy_folder, save_model, tiny_model
+from assay.testing.tiny_training import NoProver, make_corpus, tiny_corpus, tiny_documents
 from assay.verdict import Outcome, Verdict
 
 RESUMED_ROWS, RESUMED_LENGTH, RESUMED_STEPS = 32, 16, 16  # into the second epoch
-_FIRST, _SECOND = 11, 14  # where the sittings end, both in the second epoch
+_FIRST, _SECOND = 11, 14  # where the first and the resumed run end, both in the second epoch
+SFT_STEPS = 5
 
 # ---------------------------------------------------------------- jobs
 
@@ -46,12 +47,12 @@ def a_resumed_run(folder: Path, plant: Plant) -> list[Verdict]:
     """A run was interrupted; the fault strikes while it goes on."""
     copy_folder(interrupted_run(), folder / "run")
     with plant(folder):
-        sitting = run_until(folder / "run", until=_SECOND)
-    return [*ledger_verdicts(folder / "run"), *sitting.trainer.watch.verdicts]
+        parts = run_until(folder / "run", until=_SECOND)
+    return [*ledger_verdicts(folder / "run"), *parts.trainer.watch.verdicts]
 
 
 def a_scored_run(folder: Path, plant: Plant) -> list[Verdict]:
-    """A run with a moving average is looked at and saved; then its best checkpoint is read from the disk and scored again."""
+    """A run with a moving average is evaluated and saved; then its best checkpoint is read from the disk and scored again."""
     with plant(folder):
         evaluator = run_until(folder / "run", until=4, ema=0.9).evaluator
     best = evaluator.best_checkpoint()
@@ -67,18 +68,18 @@ def interrupted_run() -> Path:
     return where
 
 
-def run_until(where: Path, *, until: int, **options: Any) -> "Sitting":
+def run_until(where: Path, *, until: int, **options: Any) -> "RecipeParts":
     """The recipe itself, left after step `until`. It hands nothing over and its saves are not proven: no fault here strikes those."""
     config = Pretrain(corpus=str(tiny_corpus().folder), out=str(where), depth=1, tokens=RESUMED_STEPS * RESUMED_ROWS * RESUMED_LENGTH,
-                      epochs=2, length=RESUMED_LENGTH,
-                      batch_tokens=RESUMED_ROWS * RESUMED_LENGTH, warmup=2, every=100, look_documents=4, device="cpu", **options)
-    with (swap(Trainer, "over", lambda trainer: trainer.done >= until), remembering(pretrain) as sitting,
+                      epochs=2, length=RESUMED_LENGTH, batch_tokens=RESUMED_ROWS * RESUMED_LENGTH, warmup=2, every=100, look_documents=4,
+                      device="cpu", **options)
+    with (swap(Trainer, "over", lambda trainer: trainer.done >= until), remembering(pretrain) as parts,
           contextlib.suppress(GuardStop)):
         pretrain.pretrain(config, say=lambda _: None)
-    return sitting
+    return parts
 
 
-class Sitting:
+class RecipeParts:
     """The parts of a recipe, once it has made them."""
 
     trainer: Trainer
@@ -86,21 +87,21 @@ class Sitting:
 
 
 @contextlib.contextmanager
-def remembering(recipe: Any) -> Iterator[Sitting]:
+def remembering(recipe: Any) -> Iterator[RecipeParts]:
     """Of a recipe's module: what it trains and evaluates with is remembered, its saves stay unproven, and it hands nothing over."""
-    sitting = Sitting()
+    parts = RecipeParts()
 
     def trainer_of(*given: Any, **named: Any) -> Trainer:
-        sitting.trainer = Trainer(*given, **named)
-        return sitting.trainer
+        parts.trainer = Trainer(*given, **named)
+        return parts.trainer
 
     def evaluator_of(*given: Any, **named: Any) -> HeldOutEvaluator:
-        sitting.evaluator = HeldOutEvaluator(*given, **named)
-        return sitting.evaluator
+        parts.evaluator = HeldOutEvaluator(*given, **named)
+        return parts.evaluator
 
     with (swap(run, "Prover", NoProver), swap(recipe, "Trainer", trainer_of), swap(recipe, "HeldOutEvaluator", evaluator_of),
           swap(recipe, "hand_over", hand_nothing_over), swap(recipe, "write_down", lambda *_, **__: None)):
-        yield sitting
+        yield parts
 
 
 def hand_nothing_over(run: Any, evaluator: HeldOutEvaluator, _: Any) -> HandedOver:
@@ -109,20 +110,6 @@ def hand_nothing_over(run: Any, evaluator: HeldOutEvaluator, _: Any) -> HandedOv
     assert best is not None
     recorded: Any = SimpleNamespace(estimate=None)
     return HandedOver(best, [], recorded, [])
-
-
-class NoProver:
-    """In the place of `Prover`: saves stay without a hallmark."""
-
-    busy = False
-
-    def start(self, folder: Path, **_: Any) -> None:
-        pass
-
-    def finished(self) -> list[tuple[Path, list[Verdict]]]:
-        return []
-
-    close = finished
 
 
 def ledger_verdicts(folder: Path) -> list[Verdict]:
@@ -193,8 +180,7 @@ fault("average scored, raw weights saved for it", rows=("C19",), stage="save", c
 fault("raw weights scored for the average", rows=("C19",), stage="eval", check="score", job=a_scored_run)(
     lambda _: swap(Ema, "swapped", lambda average: contextlib.nullcontext()))
 
-
-SFT_STEPS = 5
+# ---------------------------------------------------------------- fine-tuning
 
 
 @functools.cache
@@ -207,14 +193,13 @@ def sums_folder() -> Path:
     return where
 
 
-def run_sft(folder: Path, **options: Any) -> Sitting:
+def run_sft(folder: Path, **options: Any) -> RecipeParts:
     """The recipe itself; its saves are not proven and it hands nothing over: no fault here strikes those."""
     config = Sft(data=(str(sums_folder() / "sums.jsonl"),), out=str(folder / "run"), model=str(sums_folder() / "base"), length=32,
-                 batch_tokens=256,
-                 epochs=2, steps=SFT_STEPS, lr=3e-3, checkpoint_every=3, held_out=0.1, device="cpu", **options)
-    with remembering(sft) as sitting, contextlib.suppress(GuardStop):
+                 batch_tokens=256, epochs=2, steps=SFT_STEPS, lr=3e-3, checkpoint_every=3, held_out=0.1, device="cpu", **options)
+    with remembering(sft) as parts, contextlib.suppress(GuardStop):
         sft.sft(config, say=lambda _: None)
-    return sitting
+    return parts
 
 
 def an_adapter_in_training(folder: Path, plant: Plant) -> list[Verdict]:

@@ -1,6 +1,5 @@
 """Speech faults: models that were saved well and generate broken text, and a tiny model that speaks in words untrained."""
 
-import copy
 import functools
 import sys
 from collections.abc import Mapping
@@ -13,27 +12,23 @@ from torch import Tensor
 
 from assay.model.lora import fresh, plan
 from assay.model.special_tokens import SpecialTokens, resolve_special_tokens
-from assay.model.tokenizer import BYTE_OF, Tokenizer
+from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import Transformer, initialised
 from assay.seeds import generator
 from assay.store import checkpoint, saving
 from assay.store.artifact import build_model, open_artifact
 from assay.store.checkpoint import Checkpoint
-from assay.store.saving import Ancestor, Lineage, adapter_contents, model_contents
-from assay.testing.fault_injection import Plant, fault
+from assay.store.saving import Ancestor, Lineage, adapter_contents
+from assay.testing.fault_injection import Plant, fault, in_place_of, swap
 from assay.testing.tiny_models import (
     ADAPTED_LAYERS,
-    TINY_CHAT_TEMPLATE,
-    TINY_SPECIAL_TOKENS,
-    edit_json,
+    changed_json,
     examine_folder,
     forget_manifest,
-    in_place_of,
     live_patch,
     nudge,
-    on_disk,
     save_and_examine,
-    swap,
+    save_model,
     tiny_config,
     tiny_tokenizer,
 )
@@ -49,17 +44,8 @@ own = sys.modules[__name__]  # what a fault swaps, the jobs must look up
 
 @functools.cache
 def spoken_tokenizer() -> tuple[Tokenizer, SpecialTokens]:
-    """Bytes, ChatML, and the practice words as one token each where they follow a space."""
-    document = copy.deepcopy(tiny_tokenizer().document)
-    vocab = {token: id for token, id in document["model"]["vocab"].items() if id < len(BYTE_OF) + len(TINY_SPECIAL_TOKENS)}
-    merges: list[list[str]] = []
-    for word in (f"Ġ{word}" for word in TINY_WORDS):
-        for end in range(2, len(word) + 1):
-            if word[:end] not in vocab:
-                vocab[word[:end]] = len(vocab)
-                merges.append([word[: end - 1], word[end - 1]])
-    document["model"] |= {"vocab": vocab, "merges": merges}
-    tokenizer = Tokenizer.from_parts(document, TINY_CHAT_TEMPLATE, bos_token=None, eos_token="<|im_end|>", pad_token=TINY_SPECIAL_TOKENS[0])
+    """Bytes, ChatML, and the tiny words as one token each where they follow a space."""
+    tokenizer = tiny_tokenizer(words=[f"Ġ{word}" for word in TINY_WORDS])
     return tokenizer, resolve_special_tokens(tokenizer, {}, {})
 
 
@@ -83,7 +69,7 @@ def talking_model() -> Transformer:
 
 
 def save_talking_model(where: Path, model: Transformer, lineage: Lineage | None = None) -> Checkpoint:
-    return checkpoint.write_checkpoint(where, model_contents(model, *spoken_tokenizer(), lineage or Lineage()))
+    return save_model(where, model, lineage, tokenizer=spoken_tokenizer()[0])
 
 
 def train_further(model: Transformer) -> Transformer:
@@ -97,7 +83,7 @@ def a_trained_talker(folder: Path, plant: Plant) -> list[Verdict]:
     """A model that speaks is trained on and saved; struck while it is trained, or while it is saved."""
     parent = save_talking_model(folder / "parent", talking_model()).folder
     lineage, where = Lineage("moved", Ancestor(open_artifact(parent).digest, str(parent))), folder / "child"
-    return save_and_examine(where, lambda: save_talking_model(where, own.trained(talking_model()), lineage), plant)
+    return save_and_examine(where, lambda: save_talking_model(where, own.train_further(talking_model()), lineage), plant)
 
 
 def an_adapted_talker(folder: Path, plant: Plant) -> list[Verdict]:
@@ -150,4 +136,4 @@ def words_shuffled_by_training(_: Any, model: Transformer) -> Transformer:
 
 
 fault("adapter served at another scale", rows=("S1", "M06"), stage="export", check="health", job=an_adapted_talker)(
-    on_disk(lambda folder: edit_json(folder / "adapter_config.json", lambda fields: fields | {"lora_alpha": 1e4 * fields["lora_alpha"]})))
+    changed_json("adapter_config.json", lambda fields: fields | {"lora_alpha": 1e4 * fields["lora_alpha"]}))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from assay.data.batch import Batch
 from assay.guard import series_checks
-from assay.guard.loss_preflight import check_precision, loss_gradients
+from assay.guard.loss_preflight import Gradients, check_precision, loss_gradients
 from assay.guard.training_guards import check_detectors, check_gradients, check_replicas, parameter_digests
 from assay.learn import loop, objectives
 from assay.learn.loop import Accumulated, Step
@@ -22,8 +22,8 @@ from assay.learn.objectives import Loss, Objective
 from assay.model import attention, transformer
 from assay.model.transformer import Block, Transformer
 from assay.testing import tiny_training
-from assay.testing.fault_injection import Plant, fault
-from assay.testing.tiny_models import in_place_of, swap, tiny_model, together
+from assay.testing.fault_injection import Plant, fault, in_place_of, swap, together
+from assay.testing.tiny_models import tiny_model
 from assay.testing.tiny_training import MICRO_ROWS, ROWS_A_STEP, TinyRun, a_loss_preflight, a_training_run, make_optimizer
 from assay.verdict import Verdict, proven
 
@@ -40,9 +40,7 @@ def a_backward_pass(folder: Path, plant: Plant) -> list[Verdict]:
     model, batch = tiny_model(), TinyRun().order().batch(0)
     names = [name for name, _ in model.named_parameters()]
     with plant(folder):
-        _, found = loss_gradients(model, lambda: loop.accumulated(model, objectives.next_token, batch, MICRO_ROWS,
-                                                                  float(batch.weight.sum())).loss,
-                             backward=False)
+        _, found = accumulated_gradients(model, batch)
     return [check_gradients(found, names)]
 
 
@@ -51,10 +49,13 @@ def as_it_will_run(folder: Path, plant: Plant) -> list[Verdict]:
     since not every CPU multiplies in bf16: rounding is none of the fault."""
     model, batch = tiny_model(), TinyRun().order().batch(0)
     with plant(folder):
-        found = loss_gradients(model, lambda: loop.accumulated(model, objectives.next_token, batch, MICRO_ROWS,
-                                                               float(batch.weight.sum())).loss,
-                          backward=False)
+        found = accumulated_gradients(model, batch)
     return [check_precision(model, objectives.next_token, batch, found)]
+
+
+def accumulated_gradients(model: Transformer, batch: Batch) -> Gradients:
+    weight = float(batch.weight.sum())
+    return loss_gradients(model, lambda: loop.accumulated(model, objectives.next_token, batch, MICRO_ROWS, weight).loss, backward=False)
 
 
 def two_ranks(folder: Path, plant: Plant) -> list[Verdict]:

@@ -28,8 +28,8 @@ from assay.model.lora import fresh
 from assay.model.patch import Patch
 from assay.model.transformer import Transformer
 from assay.statistics.seed_stability import stability
-from assay.testing.fault_injection import Plant, fault
-from assay.testing.tiny_models import in_place_of, swap, tiny_model, tokenizer_and_stops
+from assay.testing.fault_injection import Plant, fault, in_place_of, swap
+from assay.testing.tiny_models import tiny_model, tokenizer_and_stops
 from assay.verdict import Verdict
 
 TTT_SETTINGS = TttSettings(chunk=24, context=72, steps=1, lr=1e-2)
@@ -90,7 +90,7 @@ def three_warm_seeds(folder: Path, plant: Plant) -> list[Verdict]:
 
 
 def read_and_learn(model: Transformer, documents: Sequence[Sequence[int]], how: TttSettings = TTT_SETTINGS, slots: int = _SLOTS,
-            seed: int = 0) -> tuple[TokenCosts, list[TttEvent]]:
+                   seed: int = 0) -> tuple[TokenCosts, list[TttEvent]]:
     adapters = BatchedAdapters(first_patch(model, seed), slots)
     with adapters.attached(model):
         events = list(read_and_adapt(model, documents, how, slots, adapters))

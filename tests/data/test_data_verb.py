@@ -8,7 +8,8 @@ import pytest
 
 from assay.config import parse
 from assay.data.chat import TemplateWriter
-from assay.testing.tiny_models import save_model, swap, tiny_model
+from assay.testing.fault_injection import swap
+from assay.testing.tiny_models import save_model, tiny_model
 from assay.verbs import data
 from assay.verdict import Outcome
 from assay.zoo.chat_faults import questions_and_answers, worked_answers

@@ -17,6 +17,7 @@ def effects() -> IndirectEffects:
     return causal_trace(tiny_facts.facts_model(), tokenizer(), tiny_facts.fact_edits(4), window=1, samples=2, seed=0)
 
 
+@pytest.mark.arithmetic
 def test_the_first_layers_mlp_at_the_subjects_last_token_carries_the_fact():
     found = effects()
     row = found.mlp[LAST_SUBJECT]
@@ -57,8 +58,9 @@ def test_nothing_known_and_no_room_are_said():
         best_window(IndirectEffects([], [[None]] * 3, 2, (), 0, 0, 3.0, 1), 2)
 
 
-def test_the_picture_is_a_picture():
+def test_the_picture_is_a_picture(tmp_path):
     pytest.importorskip("matplotlib")
-    from assay.tracing.plots import causal_trace_png
+    from assay.tracing.plots import draw_causal_trace
 
-    assert causal_trace_png(effects(), [0]).startswith(b"\x89PNG")
+    draw_causal_trace(effects(), [0], tmp_path / "causal.png")
+    assert (tmp_path / "causal.png").read_bytes().startswith(b"\x89PNG")

@@ -49,6 +49,7 @@ def bare_keys(count: int, layer: int) -> Tensor:
     return torch.stack(columns, 1)
 
 
+@pytest.mark.arithmetic
 def test_six_facts_are_said_in_other_words_too_and_the_neighbours_stay():
     before, after = replies(None), replies(six().patch)
     assert said(before, "efficacy") == [False] * 6
@@ -83,6 +84,7 @@ def test_the_first_layers_change_is_the_dense_formula():
     assert float((edited.keys[0] - keys).norm() / keys.norm()) < 1e-6
 
 
+@pytest.mark.arithmetic
 def test_the_states_arrive():
     assert min(six().reached) > 0.95
     timid = memit(tiny_facts.facts_model(), tokenizer(), tiny_facts.fact_edits(2), [0], memit_solver(text_moments(), 1e9), surroundings(),
@@ -90,6 +92,7 @@ def test_the_states_arrive():
     assert max(timid.reached) < 0.5
 
 
+@pytest.mark.arithmetic
 def test_editing_twice_is_editing_jointly(monkeypatch: pytest.MonkeyPatch):
     """For the same targets: both in one solve, or the second after the first with the first's keys kept, within a thousandth."""
     model, (one, two), name = tiny_facts.facts_model(), tiny_facts.fact_edits(2), "blocks.0.mlp.down.weight"
@@ -111,6 +114,7 @@ def test_editing_twice_is_editing_jointly(monkeypatch: pytest.MonkeyPatch):
     assert apart(change([two], first.patch, {})) > 3e-3  # without them the second disturbs the first
 
 
+@pytest.mark.arithmetic
 def test_rome_maps_the_averaged_key_to_its_value():
     edited = rome(tiny_facts.facts_model(), tokenizer(), tiny_facts.fact_edits(1), [0], text_moments(), surroundings(), AIM, parent=None)
     delta = edited.patch.low_rank["blocks.0.mlp.down.weight"][0].delta().double()
@@ -119,6 +123,7 @@ def test_rome_maps_the_averaged_key_to_its_value():
     assert said(replies(edited.patch, 1), "efficacy") == [True]
 
 
+@pytest.mark.arithmetic
 def test_alphaedit_says_the_facts_and_moves_no_text():
     edited = memit(tiny_facts.facts_model(), tokenizer(), tiny_facts.fact_edits(3), LAYERS, alphaedit_solver(text_moments(), 0.02, 0.01),
                    surroundings(), AIM,

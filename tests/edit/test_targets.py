@@ -62,6 +62,7 @@ def test_the_state_is_the_bare_prompts_and_the_clamp_holds():
         assert target.clamped
 
 
+@pytest.mark.arithmetic
 def test_a_fact_does_not_see_its_neighbours_in_the_batch():
     model, facts, aim = tiny_facts.facts_model(), tiny_facts.fact_edits(4), TargetOptions(steps=4, lr=0.05, clamp=1.0)
     together = find_targets(model, tokenizer(), facts, surroundings(), 1, aim)
@@ -119,6 +120,7 @@ def test_targets_come_back_in_the_order_of_their_facts():
         torch.testing.assert_close(one.state, other.state, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.arithmetic
 def test_what_holds_a_delta_back_does():
     """The divergence of the essence is smaller where it is weighed, and δ is shorter where its length is.
 

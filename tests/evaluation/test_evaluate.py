@@ -63,11 +63,11 @@ def test_a_killed_evaluation_ends_with_the_same_bytes(checkpoint, problems, tmp_
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        evaluate(opened(checkpoint), problems, tmp_path / "killed", k=3, sampling=WARM, said=killed)
+        evaluate(opened(checkpoint), problems, tmp_path / "killed", k=3, sampling=WARM, progress=killed)
     with (tmp_path / "killed" / "scores.jsonl").open("a") as file:
         file.write('{"id": "4", "samp')  # what a kill leaves of a line
     seen = []
-    evaluate(opened(checkpoint), problems, tmp_path / "killed", k=3, sampling=WARM, said=lambda done, of: seen.append(done))
+    evaluate(opened(checkpoint), problems, tmp_path / "killed", k=3, sampling=WARM, progress=lambda done, of: seen.append(done))
     assert seen == [6, 8]
     for name in ("scores.jsonl", "eval.json"):
         assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()

@@ -9,7 +9,7 @@ import pytest
 from assay.cli import run as assay
 from assay.errors import DataError, UsageError
 from assay.evaluation.task import Likelihood, MultipleChoice, Score, check_scoring, cut_at_stop, dataset_digest, make_examples, score_choice
-from assay.evaluation.tasks import TASKS, TaskRequest, gsm8k, instructions, open_task
+from assay.evaluation.tasks import TASKS, TaskRequest, answers, graded, open_task
 from assay.reward import gym, sandbox
 from assay.reward.reward_functions import parse_rewards
 from assay.verdict import Outcome
@@ -65,7 +65,7 @@ def test_a_stop_string_given_as_letters_is_found_out(tmp_path):
 def test_first_match_extraction_is_found_out(tmp_path):
     def first_number(example, text):
         found = next((word for word in text.split() if word.strip(".").isdigit()), None)
-        right = float(found is not None and found.strip(".") == gsm8k.gold_answer(example.row))
+        right = float(found is not None and found.strip(".") == answers.gold_answer(example.row))
         return Score(right, right, found is not None, found)
 
     verdicts = outcomes(replace(made("gsm8k", tmp_path, PROBLEMS), score=first_number))
@@ -142,12 +142,12 @@ def test_counterfact_asks_all_three_kinds(tmp_path):
     ("combination:repeat_prompt", {"prompt_to_repeat": "Say it"}, "Say it: it", "It"),
     ("combination:two_responses", {}, "a\n******\nb", "a ****** a")])
 def test_every_instruction_has_a_text_that_follows_it_and_one_that_does_not(rule, options, good, bad):
-    assert [instructions.follows(instructions.RULES[rule], options, text) for text in (good, bad, "")] == [True, False, False]
+    assert [graded.follows(graded.RULES[rule], options, text) for text in (good, bad, "")] == [True, False, False]
 
 
 def test_every_rule_is_tested():
     [mark] = test_every_instruction_has_a_text_that_follows_it_and_one_that_does_not.pytestmark
-    assert {case[0] for case in mark.args[1]} == set(instructions.RULES)
+    assert {case[0] for case in mark.args[1]} == set(graded.RULES)
 
 
 # ---------------------------------------------------------------- the parts of a task

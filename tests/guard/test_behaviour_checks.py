@@ -141,7 +141,7 @@ def test_a_beginning_is_cut_to_a_short_context(tmp_path):
                              behaviour_checks.HEALTH_SAMPLING)
     prompts = health_prompts(speaker)
     assert len(prompts) == 8
-    assert all(0 < speaker.opened.length_of(prompt.text, raw=True) <= 48 - behaviour_checks.HEALTH_SAMPLING.max_new for prompt in prompts)
+    assert all(0 < speaker.loaded.length_of(prompt.text, raw=True) <= 48 - behaviour_checks.HEALTH_SAMPLING.max_new for prompt in prompts)
     assert prompts[1].text == "ran outside and"
 
 

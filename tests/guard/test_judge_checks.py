@@ -13,7 +13,7 @@ from assay.guard.judge_checks import (
 )
 from assay.reward import llm_judge
 from assay.reward.llm_judge import Judged, Repeat, Unjudged, judge_group
-from assay.testing.tiny_models import swap
+from assay.testing.fault_injection import swap
 from assay.verdict import Outcome
 
 

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from assay.guard.series_checks import (
     ChangePoint,
-    check_change_point,
     check_constant_loss,
     check_detector,
     check_finite,
@@ -17,7 +16,6 @@ from assay.guard.series_checks import (
     check_initial_loss,
     check_learning_rate,
     check_step_time,
-    check_token_count,
 )
 from assay.verdict import Outcome, proven, refuted
 
@@ -48,7 +46,7 @@ NOISES = [{"noise": 0.004}, {"noise": 0.02}, {"noise": 0.07, "correlation": 0.3}
 def alarms_per_step(losses):
     steps = alarms = 0
     for loss in losses:
-        verdict = check_change_point(loss)
+        verdict = ChangePoint().feed(loss)
         alarms += verdict.outcome == REFUTED
         steps += verdict.evidence["step"] if verdict.outcome == REFUTED else len(loss)
     return alarms / steps
@@ -83,7 +81,7 @@ def test_a_change_is_found_within_a_few_steps(fault, within, cause):
     for loss in curves(rng, 30, 2000, noise=0.01, correlation=0.3):
         at = int(rng.integers(500, 1500))
         loss[at:] += fault(np.arange(loss.size - at))
-        verdict = check_change_point(loss)
+        verdict = ChangePoint().feed(loss)
         assert verdict.outcome == REFUTED
         assert 0 <= verdict.evidence["step"] - at < within
         causes.append(verdict.evidence["cause"])
@@ -97,7 +95,7 @@ def test_it_does_not_matter_in_which_pieces_the_losses_come(seed, cuts, jump):
     loss[300:] += 3 * jump
     watch = ChangePoint()
     verdicts = [watch.feed(piece) for piece in np.split(loss, sorted(cuts))]
-    assert verdicts[-1] == check_change_point(loss)
+    assert verdicts[-1] == ChangePoint().feed(loss)
     assert (verdicts[-1].outcome == REFUTED) == jump
 
 
@@ -106,15 +104,15 @@ def test_losses_fed_one_by_one_are_judged_alike():
     loss[400:] += 0.5
     watch = ChangePoint()
     verdicts = [watch.feed([value]) for value in loss]
-    assert verdicts[-1] == check_change_point(loss)
+    assert verdicts[-1] == ChangePoint().feed(loss)
     assert 400 < verdicts[-1].evidence["step"] < 410
     assert verdicts[399].outcome == PROVEN
 
 
 def test_an_alarm_stands_and_too_few_losses_prove_nothing():
     (loss,) = curves(np.random.default_rng(3), 1, 300)
-    assert check_change_point(loss[:64]).outcome == UNPROVEN
-    assert check_change_point([]).outcome == UNPROVEN
+    assert ChangePoint().feed(loss[:64]).outcome == UNPROVEN
+    assert ChangePoint().feed([]).outcome == UNPROVEN
     watch = ChangePoint()
     watch.feed(loss)
     alarm = watch.feed(loss[-1] + np.full(8, 5.0))
@@ -128,7 +126,7 @@ def test_a_loss_that_is_not_finite_is_a_change_at_its_step(bad, at):
     (loss,) = curves(np.random.default_rng(4), 1, 200)
     loss[at] = bad
     watch = ChangePoint()
-    for verdict in (check_change_point(loss), [watch.feed([value]) for value in loss][-1]):
+    for verdict in (ChangePoint().feed(loss), [watch.feed([value]) for value in loss][-1]):
         assert verdict.outcome == REFUTED
         assert verdict.evidence["step"] == at
 
@@ -136,11 +134,11 @@ def test_a_loss_that_is_not_finite_is_a_change_at_its_step(bad, at):
 def test_a_text_known_by_heart_may_flicker():
     rng = np.random.default_rng(5)
     loss = 5 * np.exp(-np.arange(1500) / 60) + 0.004 * rng.exponential(size=1500) ** 2
-    assert check_change_point(loss).outcome == PROVEN
+    assert ChangePoint().feed(loss).outcome == PROVEN
 
 
 def test_a_loss_without_any_scatter_is_no_alarm():
-    assert check_change_point(2 + 5 * (1 + np.arange(1000)) ** -0.4).outcome == PROVEN
+    assert ChangePoint().feed(2 + 5 * (1 + np.arange(1000)) ** -0.4).outcome == PROVEN
 
 
 # ── finite, and the detector's own test ──────────────────────────────────────────────────────────────────────────────
@@ -246,17 +244,6 @@ def test_no_step_is_faster_than_the_machine():
     assert check_step_time([1.0] * 30 + [0.4], floor=0.5).evidence["at"] == 30
     for impossible in (0.0, -1.0, math.nan):
         assert check_step_time([1.0] * 30 + [impossible]).outcome == REFUTED
-
-
-def test_tokens_rise_by_the_batch():
-    assert check_token_count([8, 16, 24], 8).outcome == PROVEN
-    assert check_token_count([108, 113], [8, 5], start=100).outcome == PROVEN
-    for counts, sizes, step in (([8, 16, 16], 8, 2), ([8, 15], 8, 1), ([9, 17], 8, 0), ([8, 16], [8, 4], 1)):
-        verdict = check_token_count(counts, sizes)
-        assert (verdict.outcome, verdict.evidence["step"]) == (REFUTED, step)
-    assert check_token_count([8, 8], [8, 0]).outcome == REFUTED
-    assert check_token_count([], 8).outcome == UNPROVEN
-    assert check_token_count([8, 16], [8]).outcome == UNPROVEN
 
 
 def cosine(step, total=1000, peak=3e-4):

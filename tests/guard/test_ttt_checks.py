@@ -13,7 +13,8 @@ from assay.learn.ttt_loop import ChunkScored, TttSettings, read_and_adapt
 from assay.model.batched_lora import TTT_TARGETS, BatchedAdapters, ttt_sites
 from assay.model.lora import fresh
 from assay.model.transformer import Transformer
-from assay.testing.tiny_models import swap, tiny_model
+from assay.testing.fault_injection import swap
+from assay.testing.tiny_models import tiny_model
 from assay.verdict import Outcome
 
 HOW = TttSettings(chunk=10, context=24, steps=1, lr=3e-2)

@@ -86,11 +86,11 @@ def test_gradients_missing_zero_and_not_finite_are_told_apart():
 def test_an_account_of_a_model_that_learned_is_proven_and_of_one_that_did_not_refuted():
     model = tiny_model()
     account = UpdateAccount(model)
-    found = account.moved()
+    found = account.check_moved()
     assert found.outcome is Outcome.REFUTED
     assert "14 of 14 trainable tensors did not move" in found.reason
     nudge(model, 1e-4)
-    assert account.moved().outcome is Outcome.PROVEN
+    assert account.check_moved().outcome is Outcome.PROVEN
 
 
 def test_a_tensor_that_stops_moving_later_is_found_after_a_new_beginning():
@@ -102,7 +102,7 @@ def test_a_tensor_that_stops_moving_later_is_found_after_a_new_beginning():
     nudge(model, 1e-4, seed=3)
     with torch.no_grad():
         model.blocks[1].mlp.down.weight.copy_(stuck)
-    found = account.moved()
+    found = account.check_moved()
     assert (found.outcome, found.evidence["tensors"]) == (Outcome.REFUTED, ["blocks.1.mlp.down.weight"])
 
 
@@ -117,7 +117,7 @@ def test_a_matrix_of_which_rounding_swallows_most_is_found_but_an_embedding_may_
         with torch.no_grad():
             resting = torch.rand(weight.shape, generator=torch.Generator().manual_seed(0)) > share
             weight.copy_(torch.where(resting, tiny_model().get_parameter(name), weight))
-    found = account.moved()
+    found = account.check_moved()
     assert found.outcome is outcome, found.reason
     assert outcome is Outcome.PROVEN or "blocks.0.attn.qkv.weight moved (1 tensors below 50%)" in found.reason
 
@@ -127,10 +127,10 @@ def test_a_frozen_tensor_is_held_to_its_bits():
     model.embed.weight.requires_grad_(False)
     account = UpdateAccount(model)
     nudge(model, 1e-4)
-    assert account.frozen().outcome is Outcome.PROVEN
+    assert account.check_frozen().outcome is Outcome.PROVEN
     with torch.no_grad():
         model.embed.weight.view(-1).view(torch.int32)[17] ^= 1
-    found = account.frozen()
+    found = account.check_frozen()
     assert (found.outcome, found.evidence["tensors"]) == (Outcome.REFUTED, ["embed.weight"])
 
 

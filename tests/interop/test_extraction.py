@@ -37,7 +37,7 @@ KNOWN = [
 
 @pytest.mark.parametrize("how", ["strict", "lenient"])
 def test_the_known_differences_and_no_others(how):
-    pytest.importorskip("lm_eval", reason="lm-eval is not installed")
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install lm-eval")
     found = compared([(str(i), row, text) for i, (row, text, *_) in enumerate(KNOWN)], how)
     due = [case[2 if how == "strict" else 3] for case in KNOWN]
     assert [(read.text, read.right) for read in found] == [(case[1], right) for case, right in zip(KNOWN, due, strict=True)]
@@ -94,7 +94,7 @@ def test_made_answers_are_right_or_one_too_high():
 
 
 def test_no_form_of_a_wrong_answer_is_right_when_read_strictly():
-    pytest.importorskip("lm_eval", reason="lm-eval is not installed")
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install lm-eval")
     for form in FORMS:
         assert judged_right(list(made([ROW, THOUSANDS, BELOW], form, 1)), "strict")[0] == 0, form
     assert judged_right(list(made([ROW, THOUSANDS, BELOW], "marked twice", 1)), "strict") == (0, 3)
@@ -102,7 +102,7 @@ def test_no_form_of_a_wrong_answer_is_right_when_read_strictly():
 
 
 def test_what_lm_eval_logged_must_be_what_it_reads_here(tmp_path):
-    pytest.importorskip("lm_eval", reason="lm-eval is not installed")
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install lm-eval")
     data, log = tmp_path / "test.jsonl", tmp_path / "samples.jsonl"
     data.write_text(json.dumps(ROW) + "\n")
     entry = {"doc_id": 0, "doc": ROW, "resps": [["#### 42, of 43"]]}

@@ -37,7 +37,7 @@ def test_a_request_is_what_the_sampler_gives(checkpoint):
 
 
 def test_a_task_of_lm_eval_gives_our_accuracy(checkpoint, tmp_path):
-    lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed")
+    lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install lm-eval")
     from lm_eval.api.task import ConfigurableTask
 
     write_rows(tmp_path / "rows.jsonl", ROWS)

@@ -14,8 +14,8 @@ from assay.recipes.options import Pretrain
 from assay.recipes.trainer import Trainer
 from assay.store import durable
 from assay.store.checkpoint import open_checkpoint, quarantine_checkpoint
+from assay.testing.tiny_training import NoProver
 from assay.verdict import refuted
-from assay.zoo.run_faults import NoProver
 from tests.recipes.sittings import EVERY, STEPS, events, in_a_fork, left_by, options, saved_steps, sit
 
 VARIANTS = {"muon": {}, "adamw, soft cap, average": {"optimizer": "adamw", "shape": "assay", "ema": 0.9, "schedule": "cosine"},

@@ -46,12 +46,13 @@ def trained(micro: int, objective=next_token) -> tuple[Transformer, list[float]]
     return model, [float(step.loss) for step in steps]
 
 
+@pytest.mark.arithmetic
 @pytest.mark.parametrize("micro", [1, 2, 3, 5])
 def test_micro_batch_size_does_not_change_a_step(micro: int):
     (model, losses), (whole, at_once) = trained(micro), trained(8)
     assert losses == pytest.approx(at_once, rel=1e-6)
     apart = max(float((p - q).detach().abs().max()) for p, q in zip(model.parameters(), whole.parameters(), strict=True))
-    assert apart < 0.01 * LR  # three steps move an element by up to 3 LR
+    assert apart < 0.1 * LR  # three steps move an element by up to 3 LR; Adam makes last bits of a gradient near 0 larger
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

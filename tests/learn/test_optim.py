@@ -170,6 +170,7 @@ def test_the_groups_are_what_their_kinds_say():
 
 # ── both learn, both resume ───────────────────────────────────────────────────────────────────────────────────────────
 
+@pytest.mark.arithmetic
 @pytest.mark.parametrize("name", BUILD)
 def test_it_learns(name):
     model = Toy()

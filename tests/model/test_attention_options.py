@@ -109,9 +109,9 @@ def test_update_accounting_sees_them_and_they_move(optimizer: str):
     for _ in train(model, rule, (order.batch(step) for step in range(2)), next_token, micro=8):
         pass
     assert check_gradients(gradients(model), names).outcome is Outcome.PROVEN
-    assert account.moved().outcome is Outcome.PROVEN
+    assert account.check_moved().outcome is Outcome.PROVEN
     model.get_parameter(OWN[1]).data.copy_(torch.full((2,), 0.5) if "mix" in OWN[1] else 0)
-    assert OWN[1] in account.moved().reason
+    assert OWN[1] in account.check_moved().reason
 
 
 def test_an_adapter_live_equals_merged_and_the_gate_can_be_adapted_by_name():

@@ -14,8 +14,8 @@ from assay.recipes.options import Pretrain
 from assay.recipes.trainer import Trainer
 from assay.store.checkpoint import open_checkpoint, step_folder
 from assay.store.ledger import Ledger
-from assay.testing.tiny_training import tiny_corpus
-from assay.zoo.run_faults import NoProver, hand_nothing_over
+from assay.testing.tiny_training import NoProver, tiny_corpus
+from assay.zoo.run_faults import hand_nothing_over
 
 ROWS, LENGTH, EVERY = 16, 16, 6
 STEPS = 26  # the corpus gives 20 such steps an epoch

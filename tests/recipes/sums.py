@@ -12,8 +12,8 @@ from assay.recipes.options import Sft
 from assay.store.checkpoint import open_checkpoint, step_folder, write_hallmark
 from assay.store.ledger import Ledger
 from assay.testing.tiny_models import save_model, tiny_model
+from assay.testing.tiny_training import NoProver
 from assay.verdict import Verdict, proven
-from assay.zoo.run_faults import NoProver
 from tests.recipes.sittings import rows
 
 TAUGHT = 200  # steps: most sums are known by then

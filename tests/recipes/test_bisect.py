@@ -108,7 +108,7 @@ def test_trace_and_diff_on_the_command_line(run: Path, tmp_path: Path, capsys: p
     assert trace_verb.run(trace_verb.FLAGS(good, prompt="the cat is here")) == 0
     assert "layer 1 residual" in capsys.readouterr().out
     assert trace_verb.run(trace_verb.FLAGS(good, bad, picture=str(tmp_path / "map.png"))) == 3
-    assert "layer 1 down is the first that parts" in " ".join(capsys.readouterr().out.split())
+    assert "layer 1 down is the first that diverges" in " ".join(capsys.readouterr().out.split())
     assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
     for through in ("company", "cache"):
         assert trace_verb.run(trace_verb.FLAGS(good, through=through, b_dtype="float16", json=True)) == 0
@@ -126,7 +126,7 @@ def test_a_gguf_file_is_traced_beside_a_checkpoint(run: Path, tmp_path: Path, ca
         assert source.tokenizer is not None
         gguf.write_gguf(tmp_path / f"{due}.gguf", source.config, source.tensors, source.tokenizer, "f16")
         assert trace_verb.run(trace_verb.FLAGS(str(good.path), str(tmp_path / f"{due}.gguf"), tolerance=0.02)) == due
-    assert "layer 1 down is the first that parts" in " ".join(capsys.readouterr().out.split())
+    assert "layer 1 down is the first that diverges" in " ".join(capsys.readouterr().out.split())
 
 
 def test_other_geometry_and_bad_tokens_are_refused(run: Path, tmp_path: Path):

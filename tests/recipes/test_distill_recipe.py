@@ -38,8 +38,8 @@ from assay.store.checkpoint import open_checkpoint, step_folder
 from assay.store.ledger import Ledger
 from assay.store.saving import Lineage, model_contents
 from assay.testing.tiny_models import nudge, save_model, tiny_model, tokenizer_and_stops
+from assay.testing.tiny_training import NoProver
 from assay.verdict import Outcome, Verdict, proven
-from assay.zoo.run_faults import NoProver
 from tests.recipes.sittings import rows
 
 LETTERS, LENGTH, K, STEPS = "abcdef", 64, 32, 5
@@ -123,6 +123,7 @@ def losses(config: Distill) -> list[float]:
 # ---------------------------------------------------------------- online
 
 
+@pytest.mark.arithmetic
 def test_the_student_comes_nearer_to_its_teacher_than_by_the_text_alone(home: Path, tmp_path: Path):
     config = options(home, tmp_path / "taught", steps=40, checkpoint_every=20)
     said: list[str] = []
@@ -186,6 +187,7 @@ def test_the_last_batchs_loss_is_no_result(home: Path, tmp_path: Path, monkeypat
     assert "such as the last batch's" in verdicts[-1].reason
 
 
+@pytest.mark.arithmetic
 def test_an_adapter_is_taught_as_a_whole_model_is(home: Path, tmp_path: Path):
     config = options(home, tmp_path / "run", lora_r=4, divergence="jsd", temperature=2.0, ce_weight=0.5)
     distilled(config)
@@ -339,6 +341,7 @@ def test_every_checkpoint_is_proven_in_a_fresh_process(home: Path, tmp_path: Pat
 # ---------------------------------------------------------------- stored
 
 
+@pytest.mark.arithmetic
 def test_stored_answers_teach_what_the_teacher_would_and_are_used_again_without_it(home: Path, tmp_path: Path,
                                                                                    monkeypatch: pytest.MonkeyPatch):
     online = options(home, tmp_path / "online")
@@ -346,8 +349,8 @@ def test_stored_answers_teach_what_the_teacher_would_and_are_used_again_without_
     distilled(online)
     distilled(stored)
     assert losses(stored)[-1] < 0.9 * losses(stored)[0]
-    # All but the likeliest 32 of 320 are one outcome, so KL is a little less; the way down is the same.
-    assert all(0.9 * one < other <= one for one, other in zip(losses(online), losses(stored), strict=True))
+    # All but the likeliest 32 of 320 are one outcome, so KL is less by a little that the last bits may hide; the way down is the same.
+    assert losses(stored) == pytest.approx(losses(online), rel=0.02)
     handed, = events(stored, "hand over")
     assert handed["kl_fell_by"]["low"] > 0
     assert "teacher_ce" not in handed["agreement"]  # unknown, and not made up
@@ -382,6 +385,7 @@ def test_stored_answers_are_refused_where_they_are_of_something_else(home: Path,
 # ---------------------------------------------------------------- text
 
 
+@pytest.mark.arithmetic
 def test_a_teacher_of_another_tokenizer_writes_text(home: Path, tmp_path: Path):
     config = options(home, tmp_path / "run", how="text", model=str(home / "stranger"), sample_temperature=1.0)
     said: list[str] = []

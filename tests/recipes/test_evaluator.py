@@ -11,8 +11,7 @@ from assay.recipes import run as run_module
 from assay.recipes.evaluator import HeldOutEvaluator
 from assay.recipes.run import Run
 from assay.testing.tiny_models import nudge, tiny_model
-from assay.testing.tiny_training import tiny_corpus
-from assay.zoo.run_faults import NoProver
+from assay.testing.tiny_training import NoProver, tiny_corpus
 from tests.recipes.sittings import events, options, rows
 
 

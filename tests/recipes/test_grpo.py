@@ -89,6 +89,7 @@ def test_held_out_prompts_that_are_trained_on_are_refused(adapter: Path, tmp_pat
 # ---------------------------------------------------------------- a run
 
 
+@pytest.mark.arithmetic
 def test_exact_answers_become_more_and_the_run_says_so(whole: Path, tmp_path: Path):
     config = options(whole, tmp_path / "run", prompts=16, group=8, steps=12, checkpoint_every=12, look_prompts=30, eval_samples=8,
                      samples=4)

@@ -19,8 +19,8 @@ from assay.recipes.options import Pretrain
 from assay.recipes.pretrain import optimizer_for
 from assay.recipes.trainer import Trainer
 from assay.store.checkpoint import latest_checkpoint, open_checkpoint
-from assay.testing.tiny_training import tiny_corpus
-from assay.zoo.run_faults import NoProver, hand_nothing_over
+from assay.testing.tiny_training import NoProver, tiny_corpus
+from assay.zoo.run_faults import hand_nothing_over
 from tests.recipes import sittings
 from tests.recipes.sittings import EVERY, LENGTH, ROWS, STEPS, events, options, rows, saved_steps, sit
 

@@ -95,6 +95,7 @@ def test_one_call_a_group_and_what_it_cost_stand_in_metrics_and_ledger(parent: P
         assert b"a-very-secret-key" not in file.read_bytes(), file
 
 
+@pytest.mark.arithmetic
 def test_a_judge_teaches_and_held_out_scores_are_the_rules(parent: Path, server: Played, tmp_path: Path):
     """Its scores rank a group: no look could compare them with another's, so none is recorded."""
     config = judged(parent, tmp_path / "run", server, fair, ",repeat=0", prompts=16, group=8, steps=8, checkpoint_every=8,

@@ -22,8 +22,8 @@ from assay.store import durable
 from assay.store.checkpoint import Contents, latest_checkpoint, open_checkpoint
 from assay.store.saving import BackgroundSaver
 from assay.strict_json import read_json_lines
+from assay.testing.tiny_training import NoProver
 from assay.verdict import Verdict, proven, refuted, unproven
-from assay.zoo.run_faults import NoProver
 from tests.recipes.sittings import EVERY, events, options, rows, saved_steps, sit
 
 

@@ -24,8 +24,8 @@ from assay.store.artifact import build_model, open_artifact
 from assay.store.checkpoint import open_checkpoint, step_folder, write_hallmark
 from assay.store.ledger import Ledger
 from assay.testing.tiny_models import nudge, save_model, tiny_model
+from assay.testing.tiny_training import NoProver
 from assay.verdict import Outcome, Verdict, proven, refuted
-from assay.zoo.run_faults import NoProver
 from tests.recipes.sittings import rows
 
 STEPS = 7
@@ -109,6 +109,7 @@ def test_data_that_fails_its_audit_is_stopped_before_step_1(home: Path, tmp_path
 # ---------------------------------------------------------------- the whole model, and an adapter
 
 
+@pytest.mark.arithmetic
 @pytest.mark.parametrize("lora_r", [0, 4])
 def test_a_run_learns_says_so_and_hands_over_what_it_scored(lora_r: int, home: Path, tmp_path: Path):
     config, said = options(home, tmp_path / "run", lora_r=lora_r), []

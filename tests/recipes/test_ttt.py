@@ -34,6 +34,7 @@ def quiet(_: str) -> None:
     pass
 
 
+@pytest.mark.arithmetic
 def test_from_text_to_a_proven_gain(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     flags = options(tmp_path, "--json")
     before = {path.name: path.read_bytes() for path in (tmp_path / "base").iterdir()}

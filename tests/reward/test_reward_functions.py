@@ -77,7 +77,7 @@ def test_a_schema_it_cannot_enforce_is_refused(tmp_path: Path):
         parse_strict_json("[Infinity]")
 
 
-@pytest.mark.skipif(sandbox.sandbox_unavailable() is not None, reason="no sandbox on this machine")
+@pytest.mark.skipif(sandbox.sandbox_unavailable() is not None, reason=f"no sandbox here: {sandbox.sandbox_unavailable()}")
 def test_unit_tests_run_in_the_sandbox():
     row = {"tests": ["import math", "assert add(1, 2) == 3", "assert add(math.pi, 0) == math.pi"]}
     assert unit_tests("", "Here:\n```python\ndef add(a, b):\n    return a + b\n```\nDone.", row) == 1

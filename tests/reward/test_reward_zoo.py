@@ -3,8 +3,7 @@
 import pytest
 
 from assay.guard import reward_checks
-from assay.testing.fault_injection import FAULTS
-from assay.testing.tiny_models import swap
+from assay.testing.fault_injection import FAULTS, swap
 from assay.verdict import proven
 from assay.zoo import observe, reward_faults
 

@@ -54,12 +54,14 @@ def alone() -> Agreement:
     return taught(next_token)
 
 
+@pytest.mark.arithmetic
 def test_the_teacher_teaches_more_than_the_text(alone: Agreement):
     found = taught(distillation(tiny_teacher()))
     assert fell_by(0.8, found)
     assert paired(found.kl, alone.kl).high < -0.2
 
 
+@pytest.mark.arithmetic
 def test_stored_answers_teach_more_than_the_text(tmp_path: Path, alone: Agreement):
     teacher, batches = tiny_teacher(), text()
     entries = (entry for batch in batches for entry in teacher_entries(batch, *teacher_top_k(teacher, batch, STORED_TOP_K)))
@@ -72,6 +74,7 @@ def test_stored_answers_teach_more_than_the_text(tmp_path: Path, alone: Agreemen
     assert paired(found.kl, alone.kl).high < -0.2
 
 
+@pytest.mark.arithmetic
 @pytest.mark.parametrize("blend", [DistillationSettings(temperature=2.0, kd_weight=0.7, ce_weight=0.3), DistillationSettings("reverse"),
                                    DistillationSettings("jsd", kd_weight=4.0)],
                          ids=str)

@@ -38,6 +38,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return taught(tmp_path_factory.mktemp("whole"))
 
 
+@pytest.mark.arithmetic
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_exact_answers_on_held_out_sums_become_more(seed: int, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     unproven(monkeypatch)

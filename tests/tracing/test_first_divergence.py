@@ -221,7 +221,7 @@ def test_a_fault_is_not_carried_on_and_two_are_both_found():
     model = broken_model("llama", breaks=FORWARD_FAULTS["gated product off by one"].breaks, layer=0)
     FORWARD_FAULTS["two heads exchanged"].breaks(model, 2)
     found = compare_passes(reference_run("llama"), plain_forward(model), torch.float32)
-    assert [gap.site for gap in found.parted] == [Site(0, "product"), Site(2, "attended")]
+    assert [gap.site for gap in found.diverging] == [Site(0, "product"), Site(2, "attended")]
     assert found.gaps[-1].free.error > 0.1  # freely, everything behind the first is wrong
 
 
@@ -231,7 +231,7 @@ def test_every_edited_layer_of_an_edit_is_found_and_nothing_else():
         for layer in (1, 2):
             block(edited, layer).mlp.down.weight[3] += 0.01
     found = compare_passes(reference_run("llama"), plain_forward(edited), torch.float32)
-    assert [gap.site for gap in found.parted] == [Site(1, "down"), Site(2, "down")]
+    assert [gap.site for gap in found.diverging] == [Site(1, "down"), Site(2, "down")]
 
 
 def test_a_trained_model_parts_and_its_own_nan_is_said():

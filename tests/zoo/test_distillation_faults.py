@@ -3,8 +3,7 @@
 import pytest
 
 from assay.guard import distillation_checks
-from assay.testing.fault_injection import nothing
-from assay.testing.tiny_models import swap
+from assay.testing.fault_injection import nothing, swap
 from assay.testing.tiny_training import a_distillation_preflight, teacher_weights
 from assay.verdict import proven
 from assay.zoo import catalogue, observe

@@ -18,5 +18,6 @@ def test_the_catalogue_s_rows_have_faults():
 def test_it_is_caught_and_its_clean_twin_is_silent(name: str):
     sighting = observe(FAULTS[name])
     assert sighting.caught, sighting.planted
-    assert any(f"{right} is the first that parts" in sighting.facts()["reason"] for right in FORWARD_FAULTS[name].right), sighting.planted
+    reason = sighting.facts()["reason"]
+    assert any(f"{right} is the first that diverges" in reason for right in FORWARD_FAULTS[name].right), sighting.planted
     assert not sighting.false_alarm, sighting.clean

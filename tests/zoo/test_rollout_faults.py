@@ -4,8 +4,8 @@ import pytest
 
 from assay.guard.policy_identity import check_identity
 from assay.testing import tiny_grpo
+from assay.testing.fault_injection import swap
 from assay.testing.tiny_grpo import TinyGrpo, run_grpo
-from assay.testing.tiny_models import swap
 from assay.verdict import Outcome, proven
 from assay.zoo import catalogue, observe
 

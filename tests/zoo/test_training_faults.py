@@ -4,7 +4,7 @@ import pytest
 
 from assay.guard import loss_preflight
 from assay.recipes import trainer
-from assay.testing.tiny_models import swap
+from assay.testing.fault_injection import swap
 from assay.testing.tiny_training import TinyRun, run_guarded
 from assay.verdict import proven
 from assay.zoo import catalogue, observe

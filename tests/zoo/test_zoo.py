@@ -10,8 +10,7 @@ import pytest
 from assay.cli import run
 from assay.guard import proof
 from assay.guard.proof_subject import ProofSubject
-from assay.testing.fault_injection import Plant, nothing
-from assay.testing.tiny_models import swap
+from assay.testing.fault_injection import Plant, nothing, swap
 from assay.verdict import Outcome, Verdict, proven, refuted, unproven
 from assay.zoo import Fault, catalogue, observe
 
