@@ -43,7 +43,6 @@ def options(tmp_path: Path, *rows: dict[str, Any], more: str = "") -> Edit:
     return parse(Edit, [str(tmp_path / "base"), *f"{files} {TUNED} {more}".split()], prog="assay edit")
 
 
-@pytest.mark.arithmetic
 def test_from_facts_to_a_proven_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setenv("ASSAY_CACHE", str(tmp_path / "cache"))
     base(tmp_path)
