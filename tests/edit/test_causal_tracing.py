@@ -44,8 +44,8 @@ def test_it_has_an_address_and_leaves_the_model_alone():
 
 
 def test_where_a_token_belongs():
-    spot = SubjectSpan((1, 2, 3, 4, 5, 6, 7, 8), 1, 3)
-    assert [GROUPS[token_group(spot, token)] for token in range(1, 8)] == [
+    span = SubjectSpan((1, 2, 3, 4, 5, 6, 7, 8), 1, 3)
+    assert [GROUPS[token_group(span, token)] for token in range(1, 8)] == [
         "first subject token", "middle subject tokens", "last subject token", "first token after", "further tokens", "further tokens",
         "last token"]
 

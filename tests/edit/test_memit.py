@@ -41,10 +41,10 @@ def bare_keys(count: int, layer: int) -> Tensor:
     model, columns = tiny_facts.facts_model(), []
     for fact in tiny_facts.fact_edits(count):
         seen: list[Tensor] = []
-        for spot in surroundings().spots(tokenizer(), fact):
+        for span in surroundings().spans(tokenizer(), fact):
             with hooked([down_projection(model, layer).register_forward_pre_hook(
-                    lambda _, inputs, at=spot.last: seen.append(inputs[0][0, at].double()))]), torch.no_grad():  # noqa: B023
-                model.hidden(torch.tensor([spot.ids]))
+                    lambda _, inputs, at=span.last: seen.append(inputs[0][0, at].double()))]), torch.no_grad():  # noqa: B023
+                model.hidden(torch.tensor([span.ids]))
         columns.append(0.5 * seen[0] + 0.5 * torch.stack(seen[1:]).mean(0))
     return torch.stack(columns, 1)
 
