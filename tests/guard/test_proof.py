@@ -211,7 +211,8 @@ def test_a_proof_ends_with_who_asked_for_it(tmp_path):
                        "sys.argv = sys.argv[2:]\nproof.main()\n")
     wrapper.write_text(f'#!/bin/sh\nexec {sys.executable} {endless} "$@"\n')
     wrapper.chmod(0o755)
-    asking.write_text(f"import sys\nfrom assay.guard.proof import ProofRequest, prove\nsys.executable = {str(wrapper)!r}\nprove(ProofRequest('x'))\n")
+    asking.write_text(f"import sys\nfrom assay.guard.proof import ProofRequest, prove\n"
+                      f"sys.executable = {str(wrapper)!r}\nprove(ProofRequest('x'))\n")
     with subprocess.Popen([sys.executable, str(asking)]) as parent:
         deadline = time.monotonic() + 120
         while not (begun.exists() and begun.read_text().endswith(".")) and parent.poll() is None and time.monotonic() < deadline:

@@ -22,8 +22,8 @@ from assay.testing import tiny_facts
 from assay.verbs import edit as verb
 from tests.edit.test_memit import six
 
-TUNED = ("--lr 0.1 --clamp 1 --steps 60 --kl 0 --weight 10 --max-update 10 --prefixes 3 --prefix-tokens 8 --drift-tokens 1000 "
-         "--trace-facts 2")
+TUNED = ("--v-lr 0.1 --clamp-norm-factor 1 --v-num-grad-steps 60 --kl-factor 0 --mom2-update-weight 10 --max-update 10 --prefixes 3 "
+         "--prefix-tokens 8 --drift-tokens 1000 --trace-facts 2")
 
 
 def row(fact: Any) -> dict[str, Any]:
