@@ -3,17 +3,17 @@
 import pytest
 import torch
 
-from assay.edit.block_hooks import block, hooked, padded
-from assay.edit.contexts import Contexts, sample_contexts
-from assay.edit.facts import Fact, make_fact
-from assay.edit.subject_tokens import answer_ids, locate_subject
-from assay.edit.targets import Deltas, TargetOptions, find_targets, read_prefix
+from assay.editing.block_hooks import block, hooked, padded
+from assay.editing.contexts import Contexts, sample_contexts
+from assay.editing.facts import Fact, make_fact
+from assay.editing.subject_tokens import answer_ids, locate_subject
+from assay.editing.targets import Deltas, TargetOptions, find_targets, read_prefix
 from assay.errors import DataError
 from assay.model.transformer import Transformer, initialised
 from assay.store.digests import weights_digest
 from assay.testing import tiny_facts
 from assay.testing.tiny_models import tiny_config
-from tests.edit.world import surroundings, tokenizer
+from tests.editing.world import surroundings, tokenizer
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt2", "qwen3"])

@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from assay.edit import memit as memit_module
-from assay.edit.block_hooks import down_projection, hooked
-from assay.edit.fact_questions import FactReply, ask_questions, fact_questions
-from assay.edit.facts import Fact, make_fact
-from assay.edit.memit import EditResult, alphaedit_solver, memit, memit_solver, rome
+from assay.editing import memit as memit_module
+from assay.editing.block_hooks import down_projection, hooked
+from assay.editing.fact_questions import FactReply, ask_questions, fact_questions
+from assay.editing.facts import Fact, make_fact
+from assay.editing.memit import EditResult, alphaedit_solver, memit, memit_solver, rome
 from assay.errors import ArtifactError, UsageError
 from assay.model.patch import Patch, patched, patched_tensors
 from assay.store.digests import weights_digest
 from assay.testing import tiny_facts
-from tests.edit.world import AIM, LAYERS, surroundings, text_moments, tokenizer
+from tests.editing.world import AIM, LAYERS, surroundings, text_moments, tokenizer
 
 WEIGHT = 10.0
 
