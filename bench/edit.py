@@ -2,7 +2,7 @@
 
     python bench/edit.py --facts counterfact.json --text wiki.txt                                  # smollm2-135m from the cache
     python bench/edit.py --model SmolLM2.gguf --facts counterfact.json --text wiki.txt --device cuda
-    python bench/edit.py --facts counterfact.json --text wiki.txt --many 0 --try '--layers 3-7' '--layers 3-7 --weight 8000'
+    python bench/edit.py --facts counterfact.json --text wiki.txt --many 0 --try '--layers 3-7' '--layers 3-7 --mom2-update-weight 8000'
 
 `--try` edits other facts that the model knows, those after the first --known, once for each set of options of `assay edit`: for
 choosing options without looking at the facts that are reported. Nothing is written and nothing comes from the cache; `assay edit`
@@ -98,10 +98,10 @@ def edited(bench: Bench, config: Edit, facts: Sequence[Fact], name: str, *, verd
     watch.lap("scores before")
     around = sample_contexts(model, tokenizer, count=config.prefixes, length=config.prefix_tokens, seed=config.seed)
     watch.lap("prefixes")
-    aim = TargetOptions(config.steps, config.lr, config.kl, config.decay, config.clamp)
+    aim = TargetOptions(config.v_num_grad_steps, config.v_lr, config.kl_factor, config.v_weight_decay, config.clamp_norm_factor)
     targets = find_targets(model, tokenizer, facts, around, layers[-1], aim)
     watch.lap("targets")
-    found = spread_over_layers(model, tokenizer, facts, targets, layers, memit_solver(bench.moments, config.weight), around,
+    found = spread_over_layers(model, tokenizer, facts, targets, layers, memit_solver(bench.moments, config.mom2_update_weight), around,
                                parent=bench.source.digest)
     watch.lap("solve")
     with patched(model, found.patch):

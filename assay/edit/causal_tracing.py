@@ -60,26 +60,26 @@ class CleanRun(NamedTuple):
 
 
 def causal_trace(model: Transformer, tokenizer: Tokenizer, facts: Sequence[Fact], *, window: int, samples: int, seed: int,
-          noise: float = 3.0) -> IndirectEffects:
+                 noise: float = 3.0) -> IndirectEffects:
     """Over facts that the model knows; their answer is the model's own. `noise` is in standard deviations of the embeddings."""
     if not facts:
         raise DataError("no fact is known to this model, so nothing can be traced; name the layers, as in --layers 3-8")
     sums: dict[tuple[Kind, int, int], list[float]] = {}
-    clean, blurred = [], []
-    spots = [locate_subject(tokenizer, fact.prompt, fact.start, fact.subject, fact.name) for fact in facts]
-    scale = noise * _spread(model, spots)
-    for fact, spot in zip(facts, spots, strict=True):
-        course = clean_run(model, spot)
-        shape = (spot.last + 1 - spot.first, model.config.width)
+    clean_chances, blurred_chances = [], []
+    spans = [locate_subject(tokenizer, fact.prompt, fact.start, fact.subject, fact.name) for fact in facts]
+    scale = noise * _spread(model, spans)
+    for fact, span in zip(facts, spans, strict=True):
+        clean = clean_run(model, span)
+        shape = (span.last + 1 - span.first, model.config.width)
         blur = scale * torch.stack([torch.randn(shape, generator=generator(seed, "blur", fact.name, s)) for s in range(samples)])
         blur = blur.to(model.embed.weight)
-        plain = [_probability(model, spot, course, blur, [Restored("state", -1, 0, s)], window)[0] for s in range(samples)]
-        clean.append(course.probability)
-        blurred.append(sum(plain) / samples)
-        for run, probability in _runs(model, spot, course, blur, window, samples):
-            sums.setdefault((run.kind, token_group(spot, run.token), run.layer), []).append(probability - plain[run.sample])
+        plain = [_probability(model, span, clean, blur, [Restored("state", -1, 0, s)], window)[0] for s in range(samples)]
+        clean_chances.append(clean.probability)
+        blurred_chances.append(sum(plain) / samples)
+        for run, probability in _runs(model, span, clean, blur, window, samples):
+            sums.setdefault((run.kind, token_group(span, run.token), run.layer), []).append(probability - plain[run.sample])
     return IndirectEffects(_table(sums, "state", model.config.depth), _table(sums, "mlp", model.config.depth - window + 1), window,
-                   tuple(fact.name for fact in facts), sum(clean) / len(clean), sum(blurred) / len(blurred), noise, samples)
+                           tuple(fact.name for fact in facts), _mean(clean_chances), _mean(blurred_chances), noise, samples)
 
 
 def best_window(effects: IndirectEffects, depth: int) -> list[int]:
@@ -92,16 +92,16 @@ def best_window(effects: IndirectEffects, depth: int) -> list[int]:
     return list(range(start, start + effects.window))
 
 
-def token_group(spot: SubjectSpan, token: int) -> int:
+def token_group(span: SubjectSpan, token: int) -> int:
     """Which of GROUPS a token belongs to; a leading special token counts with the text before, which is not traced."""
-    end = len(spot.ids) - 1
-    if token <= spot.last:
-        return LAST_SUBJECT if token == spot.last else 0 if token == spot.first else 1
-    return 5 if token == end else 3 if token == spot.last + 1 else 4
+    end = len(span.ids) - 1
+    if token <= span.last:
+        return LAST_SUBJECT if token == span.last else 0 if token == span.first else 1
+    return 5 if token == end else 3 if token == span.last + 1 else 4
 
 
 @torch.no_grad()
-def clean_run(model: Transformer, spot: SubjectSpan) -> CleanRun:
+def clean_run(model: Transformer, span: SubjectSpan) -> CleanRun:
     states: list[Tensor] = []
     values: list[Tensor] = []
     depth = model.config.depth
@@ -109,26 +109,26 @@ def clean_run(model: Transformer, spot: SubjectSpan) -> CleanRun:
     handles += [down_projection(model, layer).register_forward_hook(lambda _, __, output: values.append(output[0]))
                 for layer in range(depth)]
     with hooked(handles):
-        tokens = torch.tensor([spot.ids], device=model.embed.weight.device)
+        tokens = torch.tensor([span.ids], device=model.embed.weight.device)
         chances = model.logits(model.hidden(tokens)[0, -1]).float().softmax(-1)
     answer = int(chances.argmax())
     return CleanRun(states, values, answer, float(chances[answer]))
 
 
-def _runs(model: Transformer, spot: SubjectSpan, course: CleanRun, blur: Tensor, window: int,
+def _runs(model: Transformer, span: SubjectSpan, clean: CleanRun, blur: Tensor, window: int,
           samples: int) -> Iterator[tuple[Restored, float]]:
     """Every layer and token, from the subject on, in batches."""
     depth, at_once = model.config.depth, _ROWS.get(model.embed.weight.device.type, _MANY)
     layers: dict[Kind, int] = {"state": depth, "mlp": depth - window + 1}
     runs = [Restored(kind, layer, token, sample) for kind, count in layers.items() for layer in range(count)
-            for token in range(spot.first, len(spot.ids)) for sample in range(samples)]
+            for token in range(span.first, len(span.ids)) for sample in range(samples)]
     for start in range(0, len(runs), at_once):
         part = runs[start : start + at_once]
-        yield from zip(part, _probability(model, spot, course, blur, part, window), strict=True)
+        yield from zip(part, _probability(model, span, clean, blur, part, window), strict=True)
 
 
 @torch.no_grad()
-def _probability(model: Transformer, spot: SubjectSpan, course: CleanRun, blur: Tensor, runs: Sequence[Restored],
+def _probability(model: Transformer, span: SubjectSpan, clean: CleanRun, blur: Tensor, runs: Sequence[Restored],
                  window: int) -> list[float]:
     """The answer's probability in each run."""
     device = model.embed.weight.device
@@ -136,7 +136,7 @@ def _probability(model: Transformer, spot: SubjectSpan, course: CleanRun, blur: 
 
     def blurred(_: nn.Module, arguments: tuple) -> tuple:
         x_BTD = arguments[0].clone()
-        x_BTD[:, spot.first : spot.last + 1] += chosen.to(x_BTD.dtype)
+        x_BTD[:, span.first : span.last + 1] += chosen.to(x_BTD.dtype)
         return (x_BTD, *arguments[1:])
 
     def put_back(rows: list[int], whole_TD: Tensor) -> Callable[[nn.Module, object, Tensor], Tensor]:
@@ -152,23 +152,25 @@ def _probability(model: Transformer, spot: SubjectSpan, course: CleanRun, blur: 
     handles = [block(model, 0).register_forward_pre_hook(blurred)]
     for layer in range(model.config.depth):
         if rows := [i for i, run in enumerate(runs) if run.kind == "state" and run.layer == layer]:
-            handles.append(block(model, layer).register_forward_hook(put_back(rows, course.states[layer])))
+            handles.append(block(model, layer).register_forward_hook(put_back(rows, clean.states[layer])))
         if rows := [i for i, run in enumerate(runs) if run.kind == "mlp" and run.layer <= layer < run.layer + window]:
-            handles.append(down_projection(model, layer).register_forward_hook(put_back(rows, course.values[layer])))
+            handles.append(down_projection(model, layer).register_forward_hook(put_back(rows, clean.values[layer])))
     with hooked(handles):
-        tokens = torch.tensor([spot.ids], device=device).expand(len(runs), -1)
+        tokens = torch.tensor([span.ids], device=device).expand(len(runs), -1)
         chances = model.logits(model.hidden(tokens)[:, -1]).float().softmax(-1)
-    return chances[:, course.answer].tolist()
+    return chances[:, clean.answer].tolist()
 
 
-def _spread(model: Transformer, spots: Sequence[SubjectSpan]) -> float:
+def _spread(model: Transformer, spans: Sequence[SubjectSpan]) -> float:
     """The standard deviation of the embeddings of all subjects' tokens."""
-    ids = sorted({id for spot in spots for id in spot.ids[spot.first : spot.last + 1]})
+    ids = sorted({id for span in spans for id in span.ids[span.first : span.last + 1]})
     return float(model.embed.weight.detach()[ids].float().std())
 
 
 def _table(sums: dict[tuple[Kind, int, int], list[float]], kind: Kind, layers: int) -> list[list[float | None]]:
-    def mean(values: list[float] | None) -> float | None:
-        return sum(values) / len(values) if values else None
+    return [[_mean(found) if (found := sums.get((kind, of_group, layer))) else None for layer in range(layers)]
+            for of_group in range(len(GROUPS))]
 
-    return [[mean(sums.get((kind, of_group, layer))) for layer in range(layers)] for of_group in range(len(GROUPS))]
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

@@ -36,7 +36,7 @@ class Contexts:
         halves = [0.5, *(0.5 / others for _ in range(others))] if others else [1.0]
         return torch.tensor(halves, dtype=torch.float64)
 
-    def spots(self, tokenizer: Tokenizer, fact: Fact) -> list[SubjectSpan]:
+    def spans(self, tokenizer: Tokenizer, fact: Fact) -> list[SubjectSpan]:
         return [locate_subject(tokenizer, prefix + fact.prompt, len(prefix) + fact.start, fact.subject, fact.name)
                 for prefix in self.prefixes]
 
@@ -52,12 +52,12 @@ def sample_contexts(model: Transformer, tokenizer: Tokenizer, *, count: int, len
     return Contexts((BARE, *(f"{text.strip()}. " for text in texts)))
 
 
-def averaged_keys(model: Transformer, spots: Sequence[Sequence[SubjectSpan]], weights: Tensor, layer: int, top: int) -> tuple[Tensor,
+def averaged_keys(model: Transformer, spans: Sequence[Sequence[SubjectSpan]], weights: Tensor, layer: int, top: int) -> tuple[Tensor,
                                                                                                                               Tensor]:
     """(keys_Fn averaged over contexts, states_Dn of the bare prompts after block `top`), float64 on the CPU."""
-    flat = [spot for of_fact in spots for spot in of_fact]
+    flat = [span for of_fact in spans for span in of_fact]
     at_once = _ROWS.get(model.embed.weight.device.type, _MANY)
     batches = [flat[start : start + at_once] for start in range(0, len(flat), at_once)]
-    parts = [keys_and_state(model, [spot.ids for spot in batch], [spot.last for spot in batch], layer, top) for batch in batches]
-    keys, states = (torch.cat(tensors).double().cpu().unflatten(0, (len(spots), -1)) for tensors in zip(*parts, strict=True))
+    parts = [keys_and_state(model, [span.ids for span in batch], [span.last for span in batch], layer, top) for batch in batches]
+    keys, states = (torch.cat(tensors).double().cpu().unflatten(0, (len(spans), -1)) for tensors in zip(*parts, strict=True))
     return torch.einsum("ncf,c->fn", keys, weights), states[:, 0].T

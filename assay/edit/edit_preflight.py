@@ -21,9 +21,9 @@ def check_spans(tokenizer: Tokenizer, facts: Sequence[Fact]) -> Verdict:
     """Where each fact will be edited, decoded: the tokens up to there end with the subject, and with nothing but it."""
     wrong = []
     for fact in facts:
-        spot = subject_tokens.locate_subject(tokenizer, fact.prompt, fact.start, fact.subject, fact.name)
-        if tokenizer.decode(spot.ids[spot.first : spot.last + 1]).lstrip() != fact.subject:
-            wrong.append(f"{fact.name}: {tokenizer.decode(spot.ids[spot.first : spot.last + 1])!r} for {fact.subject!r}")
+        span = subject_tokens.locate_subject(tokenizer, fact.prompt, fact.start, fact.subject, fact.name)
+        if tokenizer.decode(span.ids[span.first : span.last + 1]).lstrip() != fact.subject:
+            wrong.append(f"{fact.name}: {tokenizer.decode(span.ids[span.first : span.last + 1])!r} for {fact.subject!r}")
     if wrong:
         words = f"{len(wrong)} of {len(facts)} edits would strike another place than their subject"
         return refuted("spans", f"{words}: {wrong[0]}", wrong=wrong)

@@ -97,7 +97,7 @@ def greedy_texts(model: Transformer, tokenizer: Tokenizer, prompts: Sequence[str
 
 
 def greedy_ids(model: Transformer, tokenizer: Tokenizer, prompts: Sequence[str], new: int,
-                  stop_ids: Collection[int]) -> list[tuple[int, ...]]:
+               stop_ids: Collection[int]) -> list[tuple[int, ...]]:
     """Greedy, by one engine for all prompts: those of like length stand beside each other."""
     ids = [encode_prompt(tokenizer, prompt) for prompt in prompts]
     order, greedily = sorted(range(len(ids)), key=lambda i: len(ids[i])), Sampling(max_new=new, temperature=0)

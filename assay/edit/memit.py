@@ -35,29 +35,29 @@ class EditResult:
 
 
 def memit(model: Transformer, tokenizer: Tokenizer, facts: Sequence[Fact], layers: Sequence[int], solve: Solver,
-          surroundings: Contexts, aim: TargetOptions, *, parent: str | None) -> EditResult:
+          contexts: Contexts, options: TargetOptions, *, parent: str | None) -> EditResult:
     """Targets at the last layer, and then towards them."""
     layers = checked_layers(model, layers)
-    targets = find_targets(model, tokenizer, facts, surroundings, layers[-1], aim)
-    return spread_over_layers(model, tokenizer, facts, targets, layers, solve, surroundings, parent=parent)
+    targets = find_targets(model, tokenizer, facts, contexts, layers[-1], options)
+    return spread_over_layers(model, tokenizer, facts, targets, layers, solve, contexts, parent=parent)
 
 
 def spread_over_layers(model: Transformer, tokenizer: Tokenizer, facts: Sequence[Fact], targets: list[Target], layers: Sequence[int],
                        solve: Solver,
-            surroundings: Contexts, *, parent: str | None) -> EditResult:
+                       contexts: Contexts, *, parent: str | None) -> EditResult:
     """First layer to last, each takes its share of what is missing now, after those before it. Targets are of the last layer."""
     layers = checked_layers(model, layers)
     top = layers[-1]
-    spots = [surroundings.spots(tokenizer, fact) for fact in facts]
+    spans = [contexts.spans(tokenizer, fact) for fact in facts]
     parts: dict[str, tuple[LowRank, ...]] = {}
     kept: dict[int, Tensor] = {}
     for done, layer in enumerate(layers):
         with patched(model, Patch(None, parts)):
-            kept[layer], states_Dn = averaged_keys(model, spots, surroundings.weights(), layer, top)
+            kept[layer], states_Dn = averaged_keys(model, spans, contexts.weights(), layer, top)
         missing_Dn = _columns(targets) - states_Dn
         parts[down_projection_name(layer)] = (as_low_rank(solve(layer, missing_Dn / (len(layers) - done), kept[layer])),)
     with patched(model, Patch(None, parts)):
-        _, states_Dn = averaged_keys(model, [of_fact[:1] for of_fact in spots], torch.ones(1, dtype=torch.float64), top, top)
+        _, states_Dn = averaged_keys(model, [of_fact[:1] for of_fact in spans], torch.ones(1, dtype=torch.float64), top, top)
     lacking = (_columns(targets) - states_Dn).norm(dim=0)
     reached = [1 - float(lack / target.delta.norm().clamp(min=1e-12)) for lack, target in zip(lacking, targets, strict=True)]
     return EditResult(Patch(parent, parts), targets, kept, reached)
@@ -96,7 +96,7 @@ def _columns(targets: Sequence[Target]) -> Tensor:
 
 
 def rome(model: Transformer, tokenizer: Tokenizer, facts: Sequence[Fact], layers: Sequence[int], moments: Mapping[int, Tensor],
-         surroundings: Contexts, aim: TargetOptions, *, parent: str | None) -> EditResult:
+         contexts: Contexts, options: TargetOptions, *, parent: str | None) -> EditResult:
     """Each fact is solved on the model that has the ones before it; nothing protects those, which is ROME's known limit."""
     layers = checked_layers(model, layers)
     if len(layers) != 1:
@@ -106,8 +106,8 @@ def rome(model: Transformer, tokenizer: Tokenizer, facts: Sequence[Fact], layers
     reached: list[float] = []
     for fact in facts:
         with patched(model, _patch(None, layer, parts)):
-            target = find_targets(model, tokenizer, [fact], surroundings, layer, aim)[0]
-            keys_Fn, _ = averaged_keys(model, [surroundings.spots(tokenizer, fact)], surroundings.weights(), layer, layer)
+            target = find_targets(model, tokenizer, [fact], contexts, layer, options)[0]
+            keys_Fn, _ = averaged_keys(model, [contexts.spans(tokenizer, fact)], contexts.weights(), layer, layer)
         factors = solve_rome(target.delta, keys_Fn[:, 0], moments[layer])
         parts.append(as_low_rank(factors))
         targets.append(target)

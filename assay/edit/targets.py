@@ -132,8 +132,8 @@ class TargetRows:
     essence: Tensor  # (n, 2) row and column of every fact's essence
 
 
-def find_targets(model: Transformer, tokenizer: Tokenizer, facts: Sequence[Fact], surroundings: Contexts, layer: int,
-                 aim: TargetOptions) -> list[Target]:
+def find_targets(model: Transformer, tokenizer: Tokenizer, facts: Sequence[Fact], contexts: Contexts, layer: int,
+                 options: TargetOptions) -> list[Target]:
     """One target a fact, for the state after `layer`. The model is as it was afterwards: only δ is optimised."""
     at_once = _AT_ONCE.get(model.embed.weight.device.type, _MANY)
     order = sorted(range(len(facts)), key=lambda i: _length(tokenizer, facts[i]))  # like lengths together: little padding
@@ -141,27 +141,27 @@ def find_targets(model: Transformer, tokenizer: Tokenizer, facts: Sequence[Fact]
     with frozen_parameters(model):
         for start in range(0, len(order), at_once):
             part = order[start : start + at_once]
-            rows = _rows(model, tokenizer, [facts[i] for i in part], surroundings)
-            found |= zip(part, _search(model, rows, layer, aim), strict=True)
+            rows = _rows(model, tokenizer, [facts[i] for i in part], contexts)
+            found |= zip(part, _search(model, rows, layer, options), strict=True)
     return [found[i] for i in range(len(facts))]
 
 
-def _search(model: Transformer, rows: TargetRows, layer: int, aim: TargetOptions) -> list[Target]:
+def _search(model: Transformer, rows: TargetRows, layer: int, options: TargetOptions) -> list[Target]:
     """All facts of the rows at once. A fact that has arrived stays where it is, and its rows are computed no longer."""
     initial_nD, essence_nV = _initial(model, rows, layer)
     lengths_n = initial_nD.norm(dim=-1)
-    deltas = Deltas(initial_nD, aim.lr, aim.clamp * lengths_n)
+    deltas = Deltas(initial_nD, options.lr, options.clamp * lengths_n)
     seeking, here = list(range(len(initial_nD))), rows
     ends: dict[int, tuple[float, float, int]] = {}
-    for step in range(aim.steps + 1):
+    for step in range(options.steps + 1):
         sought_aD = deltas.value_nD[seeking].requires_grad_()
         nll_a, kl_a = _losses(model, here, sought_aD, essence_nV[seeking], layer)
-        losses_a = nll_a + aim.kl * kl_a + aim.decay * sought_aD.norm(dim=-1) / lengths_n[seeking].square()
+        losses_a = nll_a + options.kl * kl_a + options.decay * sought_aD.norm(dim=-1) / lengths_n[seeking].square()
         losses, surprises = torch.stack([losses_a.detach(), nll_a.detach()]).tolist()  # the one look at the device of a step
         for i, loss, surprise in zip(seeking, losses, surprises, strict=True):
             if not math.isfinite(loss):
                 raise DataError(f"the search for target {i} met a loss of {loss}; lower its learning rate or the weights of its terms")
-            if loss < aim.enough or step == aim.steps:
+            if loss < options.enough or step == options.steps:
                 ends[i] = (surprise, loss, step)
         if len(ends) == len(initial_nD):
             break
@@ -171,7 +171,7 @@ def _search(model: Transformer, rows: TargetRows, layer: int, aim: TargetOptions
             seeking, gradient_aD = [seeking[place] for place in going], gradient_aD[going]
             here = _chosen(rows, seeking)
         deltas.step(seeking, gradient_aD, step + 1)
-    return _targets(initial_nD, deltas.value_nD, ends, aim.clamp * lengths_n)
+    return _targets(initial_nD, deltas.value_nD, ends, options.clamp * lengths_n)
 
 
 class Deltas:
@@ -228,26 +228,26 @@ def _logprobs(model: Transformer, states_BTD: Tensor, places: Tensor) -> Tensor:
 # ---------------------------------------------------------------- rows
 
 
-def _rows(model: Transformer, tokenizer: Tokenizer, facts: Sequence[Fact], surroundings: Contexts) -> TargetRows:
+def _rows(model: Transformer, tokenizer: Tokenizer, facts: Sequence[Fact], contexts: Contexts) -> TargetRows:
     heads: list[Sequence[int]] = []
     tails: list[Sequence[int]] = []
     owner, bare, asked, share, essence = [], [], [], [], []
     due: list[int] = []
     for number, fact in enumerate(facts):
-        target, spots = answer_ids(tokenizer, fact.target), surroundings.spots(tokenizer, fact)
+        target, spans = answer_ids(tokenizer, fact.target), contexts.spans(tokenizer, fact)
         bare.append(len(heads))
-        for spot in spots:
-            row, ends = len(heads), len(spot.ids) - spot.last - 1
-            heads.append(spot.ids[: spot.last])
-            tails.append((*spot.ids[spot.last :], *target[:-1]))
+        for span in spans:
+            row, ends = len(heads), len(span.ids) - span.last - 1
+            heads.append(span.ids[: span.last])
+            tails.append((*span.ids[span.last :], *target[:-1]))
             asked += [(row, ends + i) for i in range(len(target))]
             due += target
-            share += [1 / (len(spots) * len(target))] * len(target)
-        spot = _essence(tokenizer, fact)
-        essence.append((len(heads), len(spot.ids) - spot.last - 1))
-        heads.append(spot.ids[: spot.last])
-        tails.append(spot.ids[spot.last :])
-        owner += [number] * (len(spots) + 1)
+            share += [1 / (len(spans) * len(target))] * len(target)
+        span = _essence(tokenizer, fact)
+        essence.append((len(heads), len(span.ids) - span.last - 1))
+        heads.append(span.ids[: span.last])
+        tails.append(span.ids[span.last :])
+        owner += [number] * (len(spans) + 1)
     device = model.embed.weight.device
     tokens, documents = padded(tails, device)
     listed = (torch.tensor(values, device=device) for values in (owner, bare, asked, due, share, essence))
@@ -256,8 +256,8 @@ def _rows(model: Transformer, tokenizer: Tokenizer, facts: Sequence[Fact], surro
 
 def _length(tokenizer: Tokenizer, fact: Fact) -> int:
     """Tokens that a step computes for a row of this fact."""
-    spot = locate_subject(tokenizer, fact.prompt, fact.start, fact.subject, fact.name)
-    return len(spot.ids) - spot.last + len(answer_ids(tokenizer, fact.target))
+    span = locate_subject(tokenizer, fact.prompt, fact.start, fact.subject, fact.name)
+    return len(span.ids) - span.last + len(answer_ids(tokenizer, fact.target))
 
 
 def _essence(tokenizer: Tokenizer, fact: Fact) -> SubjectSpan:
@@ -281,7 +281,7 @@ def _chosen(rows: TargetRows, facts: list[int]) -> TargetRows:
 
     width = int((rows.documents[keep] != PADDING).sum(1).max())
     return TargetRows(rows.before.chosen(keep), rows.tokens[keep, :width], rows.documents[keep, :width], number[rows.fact[keep]],
-                place[rows.bare[facts]], moved(rows.asked[mine]), rows.due[mine], rows.share[mine], moved(rows.essence[facts]))
+                      place[rows.bare[facts]], moved(rows.asked[mine]), rows.due[mine], rows.share[mine], moved(rows.essence[facts]))
 
 
 @contextlib.contextmanager

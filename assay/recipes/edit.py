@@ -232,15 +232,16 @@ def solve_edits(config: Edit, model: Transformer, source: Artifact, facts: Seque
     moments = second_moments(model, reading, layers, source.digest)
     watch.lap("second moments")
     around: Contexts = sample_contexts(model, tokenizer, count=config.prefixes, length=config.prefix_tokens, seed=config.seed)
-    aim = TargetOptions(config.steps, config.lr, config.kl, config.decay, config.clamp)
+    aim = TargetOptions(config.v_num_grad_steps, config.v_lr, config.kl_factor, config.v_weight_decay, config.clamp_norm_factor)
     if config.method == "rome":
         edited = rome(model, tokenizer, facts, layers, moments, around, aim, parent=source.digest)
     else:
         layers = checked_layers(model, layers)
         targets = find_targets(model, tokenizer, facts, around, layers[-1], aim)
         watch.lap("targets")
-        solve = memit_solver(moments, config.weight) if config.method == "memit" else alphaedit_solver(moments, config.null_share,
-                                                                                                       config.ridge)
+        solve = memit_solver(moments, config.mom2_update_weight) if config.method == "memit" else alphaedit_solver(moments,
+                                                                                                                   config.null_share,
+                                                                                                                   config.ridge)
         edited = spread_over_layers(model, tokenizer, facts, targets, layers, solve, around, parent=source.digest)
     watch.lap("solve")
     return edited

@@ -20,14 +20,14 @@ FEW_POINTS = 60  # at most so many are marked one by one
 NO_CURVES = {"step", "data", "num_tokens", "epoch", "seconds", "supervised_tokens", "eval_low", "eval_high", "eval_documents",
              "eval_prompts", "eval_weight_set", "groups"}
 _NAMES = {"loss": "training loss", "eval_loss": "held-out loss", "grad_norm": "gradient norm", "learning_rate": "learning rate",
-         "kl": "KL to the reference", "frac_reward_zero_std": "groups without signal (share)", "eval_reward": "held-out reward",
-         "completions/mean_length": "completion length (mean)", "completions/clipped_ratio": "completions that hit the cap (share)",
-         "kd": "divergence from the teacher (kd)", "ce": "cross-entropy (ce)",
-         "eval_teacher_kl": "held-out KL to the teacher", "eval_teacher_top1": "held-out top-1 agreement with the teacher"}
+          "kl": "KL to the reference", "frac_reward_zero_std": "groups without signal (share)", "eval_reward": "held-out reward",
+          "completions/mean_length": "completion length (mean)", "completions/clipped_ratio": "completions that hit the cap (share)",
+          "kd": "divergence from the teacher (kd)", "ce": "cross-entropy (ce)",
+          "eval_teacher_kl": "held-out KL to the teacher", "eval_teacher_top1": "held-out top-1 agreement with the teacher"}
 _TOGETHER = (("Loss", ("loss", "eval_loss", "ce", "eval_ce")), ("The teacher's term", ("kd", "eval_teacher_kl")),
-            ("Reward", ("reward", "eval_reward")), ("KL to the reference", ("kl",)),
-            ("Entropy", ("entropy",)), ("Gradient norm", ("grad_norm",)), ("Learning rate", ("learning_rate",)),
-            ("Completion length", ("completions/mean_length",)))
+             ("Reward", ("reward", "eval_reward")), ("KL to the reference", ("kl",)),
+             ("Entropy", ("entropy",)), ("Gradient norm", ("grad_norm",)), ("Learning rate", ("learning_rate",)),
+             ("Completion length", ("completions/mean_length",)))
 BETWEEN = {"completions/mean_length": ("completions/min_length", "completions/max_length")}  # mean → least, greatest
 PICTURE_LIMIT = 8 << 20  # bytes of one picture
 PNG = b"\x89PNG\r\n\x1a\n"

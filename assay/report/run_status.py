@@ -101,7 +101,7 @@ def held_out_scores(rows: Sequence[Mapping[str, Any]]) -> list[HeldOutScore]:
         mean = finite_number(row[key])
         assert mean is not None, "`_scored` names a number"
         found.append(HeldOutScore(row["step"] + 1, key.removeprefix("eval_").replace("_", " "), mean, low, high,
-                          n if isinstance(n, int) else None, HIGHER in row))
+                                  n if isinstance(n, int) else None, HIGHER in row))
     return found
 
 

@@ -110,7 +110,7 @@ def connected(endpoint: Endpoint) -> Iterator[Post]:
 
 
 def ask_endpoint(post: Post, payload: dict[str, Any], read: Callable[[str], T], *, tries: int, sleep: Callable[[float], None],
-        seed: int, address: tuple[str | int, ...]) -> EndpointAnswer[T]:
+                 seed: int, address: tuple[str | int, ...]) -> EndpointAnswer[T]:
     """`read` takes the message's text and raises Unreadable where it is not what was asked for."""
     faults: list[str] = []
     cost, wait = Cost(), 0.0

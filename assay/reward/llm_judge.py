@@ -124,7 +124,7 @@ class Judge:
             payload["response_format"] = response_format(len(rests))
         try:
             answer = ask_endpoint(self.post, payload, partial(read_scores, count=len(rests)), tries=self.tries, sleep=self.sleep,
-                         seed=self.seed, address=("judge", group.id, round))
+                                  seed=self.seed, address=("judge", group.id, round))
         except Unanswered as failed:
             return failed
         self.formats = self.formats and "response_format" in answer.payload

@@ -95,7 +95,7 @@ def judge_program(program: str, tests: str, *, names: Sequence[str], setup: str 
         (asked, asking), (answered, answering) = _pipe(stack), _pipe(stack)
         program_box = Sandbox(stack, "host", {"program": program}, limits, questions=asked.fileno(), answers=answering.fileno())
         examiner = Sandbox(stack, "examine", {"tests": tests, "setup": setup, "names": list(names)}, limits,
-                       questions=asking.fileno(), answers=answered.fileno())
+                           questions=asking.fileno(), answers=answered.fileno())
         for end in (asked, asking, answered, answering):  # now theirs alone: the end of one is seen by the other
             end.close()
         ended = watched([examiner, program_box], limits)

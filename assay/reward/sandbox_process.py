@@ -266,7 +266,7 @@ def rebuilt(wire: Any, kept: Any) -> Any:
 
 
 _SCALARS: dict[str, Any] = {"bytes": bytes.fromhex, "bytearray": bytearray.fromhex, "complex": lambda parts: complex(*parts),
-                           "Decimal": decimal.Decimal, "Fraction": fractions.Fraction, "range": lambda parts: range(*parts)}
+                            "Decimal": decimal.Decimal, "Fraction": fractions.Fraction, "range": lambda parts: range(*parts)}
 SEQUENCES: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "iterator": lambda items: iter(list(items))}
 
 

@@ -3,7 +3,7 @@
 from assay.recipes.options import Sft as FLAGS
 
 EXAMPLES = """  assay sft --model smollm2-135m --data gsm8k.jsonl --out runs/sft
-  assay sft --model smollm2-135m --data chats.jsonl --out runs/lora --lora-r 16 --epochs 2
+  assay sft --model smollm2-135m --data chats.jsonl --out runs/lora --lora-r 16 --num-train-epochs 2
   assay sft --from runs/lora/checkpoints/step-000200 --optimizer-state fresh --data more.jsonl --out runs/fork"""
 
 __all__ = ["EXAMPLES", "FLAGS", "run"]

@@ -41,10 +41,10 @@ def merged(*tokens: str, bos: bool = False) -> Tokenizer:
 def test_the_span_decodes_to_the_subject(prompt: str, subject: str):
     tokenizer = facts_tokenizer()
     fact = make_fact("x", prompt, subject, "Oran")
-    spot = locate_subject(tokenizer, fact.prompt, fact.start, fact.subject, "x")
-    assert tokenizer.decode(spot.ids[spot.first : spot.last + 1]).lstrip() == subject
-    assert tokenizer.decode(spot.ids[: spot.last + 1]) == prompt[: fact.start + len(subject)]
-    assert tokenizer.decode(spot.ids) == prompt
+    span = locate_subject(tokenizer, fact.prompt, fact.start, fact.subject, "x")
+    assert tokenizer.decode(span.ids[span.first : span.last + 1]).lstrip() == subject
+    assert tokenizer.decode(span.ids[: span.last + 1]) == prompt[: fact.start + len(subject)]
+    assert tokenizer.decode(span.ids) == prompt
 
 
 def test_a_token_that_reaches_beyond_the_subject_is_refused_by_name():
@@ -73,8 +73,8 @@ def test_tokens_before_the_text_shift_the_place():
 
 def test_the_place_is_right_after_every_prefix():
     tokenizer, fact, prefixes = facts_tokenizer(), make_fact("x", "{} lives in", "Borin", "Oran"), ("", "They say Osk. ", "Borin\n")
-    for prefix, spot in zip(prefixes, Contexts(prefixes).spots(tokenizer, fact), strict=True):
-        assert tokenizer.decode(spot.ids[: spot.last + 1]) == f"{prefix}Borin"
+    for prefix, span in zip(prefixes, Contexts(prefixes).spans(tokenizer, fact), strict=True):
+        assert tokenizer.decode(span.ids[: span.last + 1]) == f"{prefix}Borin"
 
 
 def test_an_answer_brings_its_space():

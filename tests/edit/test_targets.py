@@ -34,17 +34,17 @@ def test_the_probability_is_what_a_plain_forward_pass_gives_with_the_state_put_t
     targets = find_targets(model, tokenizer(), facts, surroundings(), 1, TargetOptions(steps=12, lr=0.1, clamp=1.0))
     for fact, target in zip(facts, targets, strict=True):
         surprise = 0.0
-        for spot in surroundings().spots(tokenizer(), fact):
+        for span in surroundings().spans(tokenizer(), fact):
             answer = answer_ids(tokenizer(), fact.target)
 
-            def put(_, __, output, at=spot.last, delta=target.delta):
+            def put(_, __, output, at=span.last, delta=target.delta):
                 output = output.clone()
                 output[0, at] += delta.float()
                 return output
 
             with hooked([block(model, 1).register_forward_hook(put)]), torch.no_grad():
-                logprobs = model(torch.tensor([[*spot.ids, *answer]]))[0].log_softmax(-1)
-            surprise -= float(logprobs[len(spot.ids) - 1 : -1].gather(-1, torch.tensor(answer)[:, None]).mean())
+                logprobs = model(torch.tensor([[*span.ids, *answer]]))[0].log_softmax(-1)
+            surprise -= float(logprobs[len(span.ids) - 1 : -1].gather(-1, torch.tensor(answer)[:, None]).mean())
         assert target.probability == pytest.approx(torch.tensor(-surprise / len(surroundings().prefixes)).exp().item(), rel=1e-3)
 
 
@@ -53,10 +53,10 @@ def test_the_state_is_the_bare_prompts_and_the_clamp_holds():
     targets = find_targets(model, tokenizer(), facts, surroundings(), 1, TargetOptions(steps=15, lr=0.5, clamp=0.25))
     for fact, target in zip(facts, targets, strict=True):
         seen: list[torch.Tensor] = []
-        spot = surroundings().spots(tokenizer(), fact)[0]
+        span = surroundings().spans(tokenizer(), fact)[0]
         with hooked([block(model, 1).register_forward_hook(lambda _, __, output: seen.append(output[0]))]), torch.no_grad():  # noqa: B023
-            model.hidden(torch.tensor([spot.ids]))
-        state = seen[0][spot.last].double()
+            model.hidden(torch.tensor([span.ids]))
+        state = seen[0][span.last].double()
         torch.testing.assert_close(target.state - target.delta, state, atol=1e-4, rtol=1e-4)
         assert float(target.delta.norm()) <= 0.2501 * float(state.norm())
         assert target.clamped
@@ -142,15 +142,15 @@ def test_what_holds_a_delta_back_does():
 
 def essence_moved(model: Transformer, fact: Fact, delta: torch.Tensor) -> float:
     """How far the next word after "SUBJECT is a" moves when δ is added at the subject's last token."""
-    spot = locate_subject(tokenizer(), fact.subject + " is a", 0, fact.subject, fact.name)
+    span = locate_subject(tokenizer(), fact.subject + " is a", 0, fact.subject, fact.name)
 
     def put(_, __, output):
         output = output.clone()
-        output[0, spot.last] += delta.float()
+        output[0, span.last] += delta.float()
         return output
 
     with torch.no_grad():
-        before = model(torch.tensor([spot.ids]))[0, -1].log_softmax(-1)
+        before = model(torch.tensor([span.ids]))[0, -1].log_softmax(-1)
         with hooked([block(model, 1).register_forward_hook(put)]):
-            after = model(torch.tensor([spot.ids]))[0, -1].log_softmax(-1)
+            after = model(torch.tensor([span.ids]))[0, -1].log_softmax(-1)
     return float((before.exp() * (before - after)).sum())
