@@ -48,7 +48,7 @@ def test_another_process_that_was_quicker_is_no_error(when: str, tmp_path: Path,
     """It computes the same while this one computes, or writes."""
     monkeypatch.setenv("ASSAY_CACHE", str(tmp_path))
     model, reading, ours = initialised(tiny_config(), 0), tokenized_text(ROWS), []
-    name = "computed" if when == "compute" else "write_tensors"
+    name = "compute_moments" if when == "compute" else "write_tensors"
     function = getattr(moments, name)
 
     def quicker(*arguments, **options):
