@@ -96,8 +96,9 @@ def run(argv: list[str]) -> int:
     except (MemoryError, RuntimeError) as error:
         if not any(sign in f"{type(error).__name__}: {error}" for sign in NO_MEMORY):
             raise
-        print(f"assay: {'. '.join(str(error).split('. ')[:3]) or 'no memory is left'}: let less go through the model at a time (--micro, "
-              "--micro-tokens, --batch), or end what else takes memory; a run goes on from its last checkpoint", file=sys.stderr)
+        print(f"assay: {'. '.join(str(error).split('. ')[:3]) or 'no memory is left'}: let less go through the model at a time "
+              "(--micro-batch-size, --micro-batch-tokens, --batch-size), or end what else takes memory; a run goes on from its last "
+              "checkpoint", file=sys.stderr)
         return 1
 
 

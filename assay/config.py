@@ -32,8 +32,8 @@ T = TypeVar("T")
 _SCALARS = (str, int, float, Path)
 
 # The headings of --help in the order in which they stand. What names no group stands under "options".
-GROUPS = ("model", "data", "method", "generation", "rewards", "optimizer", "budget", "evaluation", "checkpoints", "memory", "run",
-          "options")
+HELP_GROUPS = ("model", "data", "method", "generation", "rewards", "optimizer", "budget", "evaluation", "checkpoints", "memory", "run",
+               "options")
 _METAVARS = {int: "N", float: "X"}
 _LARGEST_FILE = 1 << 20  # bytes of options
 _NAMES_SHOWN = 12  # more names than these are not listed in an error, but for the nearest
@@ -59,7 +59,7 @@ def option(help: str, *, group: str = "options", short: str = "", metavar: str =
 
     `default_text` says what happens without the flag where the default itself (None, nothing) does not say it.
     """
-    assert group in GROUPS, f"{group!r} is no heading of --help: {GROUPS}"
+    assert group in HELP_GROUPS, f"{group!r} is no heading of --help: {HELP_GROUPS}"
     bounds = {"least": least, "above": above, "below": below, "most": most}
     shown = {"help": help, "group": group, "short": short, "metavar": metavar, "default_text": default_text}
     return dataclasses.field(metadata=shown | {k: v for k, v in bounds.items() if v is not None}, **kwargs)
@@ -132,7 +132,7 @@ def _parser(cls: type, prog: str, examples: str, config_file: bool) -> argparse.
                      formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, add_help=False)
     fields, hints = [field for field in dataclasses.fields(cls) if not field.metadata.get("rest")], typing.get_type_hints(cls)
     arguments = parser.add_argument_group("arguments")
-    headings = {group: parser.add_argument_group(group) for group in GROUPS}
+    headings = {group: parser.add_argument_group(group) for group in HELP_GROUPS}
     for field in fields:
         _add(arguments if field.metadata.get("positional") else headings[field.metadata["group"]], field, hints[field.name], config_file)
     own = headings["run" if any(field.metadata.get("group") == "run" for field in fields) else "options"]

@@ -55,11 +55,12 @@ class Bench:
 
     def options(self, out: str, **more: Any) -> dict[str, Any]:
         flags = self.flags
-        budget: dict[str, Any] = {"steps": flags.steps} if flags.steps else {"minutes": flags.minutes}
+        budget: dict[str, Any] = {"max_steps": flags.steps} if flags.steps else {"minutes": flags.minutes}
         return {"model": str(self.student), "data": (str(self.data),), "held_out_data": str(self.apart), "out": str(self.home / out),
-                "length": flags.length, "over": "truncate", "batch_tokens": flags.batch * flags.length, "epochs": 100, "lr": flags.lr,
-                "micro_tokens": flags.batch * flags.length, "warmup": flags.warmup, "schedule": "wsd", "checkpoint_every": 0,
-                "insist": True, "look_examples": 32, "seed": flags.seed, "device": flags.device, **budget, **more}
+                "max_length": flags.length, "too_long": "truncate", "batch_tokens": flags.batch * flags.length, "num_train_epochs": 100,
+                "learning_rate": flags.lr,
+                "micro_batch_tokens": flags.batch * flags.length, "warmup_steps": flags.warmup, "lr_scheduler_type": "wsd", "save_steps": 0,
+                "insist": True, "eval_examples": 32, "seed": flags.seed, "device": flags.device, **budget, **more}
 
     def trained(self, recipe: Any, config: Sft | Distill) -> Trainer:
         began = time.perf_counter()

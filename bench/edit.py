@@ -2,7 +2,7 @@
 
     python bench/edit.py --facts counterfact.json --text wiki.txt                                  # smollm2-135m from the cache
     python bench/edit.py --model SmolLM2.gguf --facts counterfact.json --text wiki.txt --device cuda
-    python bench/edit.py --facts counterfact.json --text wiki.txt --many 0 --try '--layers 3-7' '--layers 3-7 --weight 8000'
+    python bench/edit.py --facts counterfact.json --text wiki.txt --many 0 --try '--layers 3-7' '--layers 3-7 --mom2-update-weight 8000'
 
 `--try` edits other facts that the model knows, those after the first --known, once for each set of options of `assay edit`: for
 choosing options without looking at the facts that are reported. Nothing is written and nothing comes from the cache; `assay edit`
@@ -21,11 +21,11 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where nothing can be installed, the checkout will do
 
 from assay.config import parse
-from assay.edit.contexts import sample_contexts
-from assay.edit.facts import Fact
-from assay.edit.memit import checked_layers, memit_solver, spread_over_layers
-from assay.edit.moments import TokenizedText, compute_moments
-from assay.edit.targets import TargetOptions, find_targets
+from assay.editing.contexts import sample_contexts
+from assay.editing.facts import Fact
+from assay.editing.memit import checked_layers, memit_solver, spread_over_layers
+from assay.editing.moments import TokenizedText, compute_moments
+from assay.editing.targets import TargetOptions, find_targets
 from assay.evaluation.edit_evaluation import check_edits, check_update, edit_estimates, edit_failures, evaluate_edits, update_sizes
 from assay.model.patch import patched, patched_tensors
 from assay.model.placement import default_device, uncompiled
@@ -98,10 +98,10 @@ def edited(bench: Bench, config: Edit, facts: Sequence[Fact], name: str, *, verd
     watch.lap("scores before")
     around = sample_contexts(model, tokenizer, count=config.prefixes, length=config.prefix_tokens, seed=config.seed)
     watch.lap("prefixes")
-    aim = TargetOptions(config.steps, config.lr, config.kl, config.decay, config.clamp)
+    aim = TargetOptions(config.v_num_grad_steps, config.v_lr, config.kl_factor, config.v_weight_decay, config.clamp_norm_factor)
     targets = find_targets(model, tokenizer, facts, around, layers[-1], aim)
     watch.lap("targets")
-    found = spread_over_layers(model, tokenizer, facts, targets, layers, memit_solver(bench.moments, config.weight), around,
+    found = spread_over_layers(model, tokenizer, facts, targets, layers, memit_solver(bench.moments, config.mom2_update_weight), around,
                                parent=bench.source.digest)
     watch.lap("solve")
     with patched(model, found.patch):

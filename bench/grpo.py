@@ -172,10 +172,10 @@ class Bench:
     def ours(self, name: str, **options: Any) -> str:
         flags, clock = self.flags, Clock(self.flags.warm, 1, self.flags.device)
         config = Grpo(model=str(self.fp32), data=(str(self.home / "train.jsonl"),), held_out_data=str(self.home / "held-out.jsonl"),
-                      out=str(self.home / name), reward=tuple(flags.reward), prompts=flags.prompts, group=flags.group,
-                      max_new=flags.max_new, temperature=flags.temperature, kl="k3", kl_weight=KL_WEIGHT,
-                      steps=flags.warm + flags.steps + flags.parts, lr=Grpo.RATES.whole, warmup=0,
-                      checkpoint_every=0, insist=True, look_prompts=2, micro=flags.micro, device=flags.device,
+                      out=str(self.home / name), reward=tuple(flags.reward), prompts=flags.prompts, num_generations=flags.group,
+                      max_completion_length=flags.max_new, temperature=flags.temperature, kl_estimator="k3", beta=KL_WEIGHT,
+                      max_steps=flags.warm + flags.steps + flags.parts, learning_rate=Grpo.RATES.whole, warmup_steps=0,
+                      save_steps=0, insist=True, eval_prompts=2, micro_batch_size=flags.micro, device=flags.device,
                       **options)
         began = time.perf_counter()
         made: list[Timed] = []

@@ -39,8 +39,9 @@ def seconds(bench: Bench, name: str, kind: type[Timed]) -> tuple[float, int]:
     flags, clock = bench.flags, Clock(WARM, bench.flags.steps, bench.flags.device)
     steps, out = WARM + flags.steps, bench.home / name
     config = Sft(model=str(bench.fp32), data=(str(bench.train),), held_out_data=str(bench.home / "held-out.jsonl"), gsm8k="think",
-                 out=str(out), length=flags.length, batch_tokens=flags.batch * flags.length, lr=LR, warmup=WARM_UP, steps=steps,
-                 epochs=steps * flags.batch * flags.length // bench.tokens + 2, checkpoint_every=flags.every, look_examples=8,
+                 out=str(out), max_length=flags.length, batch_tokens=flags.batch * flags.length, learning_rate=LR, warmup_steps=WARM_UP,
+                 max_steps=steps,
+                 num_train_epochs=steps * flags.batch * flags.length // bench.tokens + 2, save_steps=flags.every, eval_examples=8,
                  device=flags.device)
     train_only(sft, config, aloud(flags.verbose), partial(kind, clock))
     fence(flags.device)

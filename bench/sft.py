@@ -114,8 +114,9 @@ class Bench:
         steps = flags.held_out_steps or clock.warm + flags.steps
         epochs = steps * flags.batch * flags.length // self.tokens + 2
         config = Sft(model=str(self.fp32), data=(str(self.train),), held_out_data=str(self.home / "held-out.jsonl"), gsm8k="think",
-                     out=str(self.home / name), length=flags.length, batch_tokens=flags.batch * flags.length, lr=lr, warmup=WARM_UP,
-                     steps=steps, epochs=epochs, checkpoint_every=0, insist=True, look_examples=8, device=flags.device, **options)
+                     out=str(self.home / name), max_length=flags.length, batch_tokens=flags.batch * flags.length, learning_rate=lr,
+                     warmup_steps=WARM_UP,
+                     max_steps=steps, num_train_epochs=epochs, save_steps=0, insist=True, eval_examples=8, device=flags.device, **options)
         began = time.perf_counter()
         trainer = train_only(sft, config, aloud(flags.verbose), partial(Timed, clock))
         fence(flags.device)

@@ -1,7 +1,7 @@
 """What test-time training gains over seeds, and how stable a warm start is: every model loaded once, all in one process.
 
     python bench/ttt_seeds.py SmolLM2.gguf runs/enwik8/model --text enwik8-held-out.txt
-    python bench/ttt_seeds.py runs/a/model --text book.txt --documents 8 --document-bytes 600 --options '--chunk 32 --batch 4'
+    python bench/ttt_seeds.py runs/a/model --text book.txt --documents 8 --document-bytes 600 --options '--chunk 32 --batch-size 4'
 
 Bits per byte with and without, paired by document, for each seed, and their mean over seeds with the seed as the unit; then a warm
 start (right factors kept from document to document) for each weight decay and seed: the gain, the documents that got worse, how far
@@ -139,7 +139,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, nargs="+", default=[42, 314, 1337])
     parser.add_argument("--decays", type=float, nargs="*", default=[0.5, 1.0, 2.0], help="weight decays of a warm start; none: no table")
     parser.add_argument("--warm-batch", type=int, default=16, help="chains of documents: each hands its right factors on")
-    parser.add_argument("--options", default="--batch 64" if on_gpu else "", help="options of assay ttt, as one word")
+    parser.add_argument("--options", default="--batch-size 64" if on_gpu else "", help="options of assay ttt, as one word")
     parser.add_argument("--device", default="cuda" if on_gpu else "cpu")
     return parser.parse_args()
 

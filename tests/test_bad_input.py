@@ -40,7 +40,7 @@ FILES = {
     "one.jsonl": '{"prompt": "1+1=", "gold": "2"}\n',
     "scores.csv": "arm,id,score\na,1,0\na,2,1\n",
 }
-SFT = "--model MODEL --data good.jsonl --held-out 0.4 --length 32 --batch-tokens 64 --device cpu"
+SFT = "--model MODEL --data good.jsonl --held-out 0.4 --max-length 32 --batch-tokens 64 --device cpu"
 CASES = [
     ("inspect " + "x" * 5000, 2, "give a shorter path"),
     ("sample MODEL --n 0", 2, "--n is 0; expected 1 to 100,000"),
@@ -48,7 +48,7 @@ CASES = [
     ("sample MODEL --top-k 9999999999999", 2, "0 ≤ top_k ≤ 2147483648"),
     ("trace MODEL --tokens deep.json", 2, "--tokens deep.json: not JSON"),
     ("trace MODEL --tokens nowhere.json", 2, "--tokens nowhere.json: No such file or directory; expected a JSON file of token ids"),
-    ("trace MODEL --tokens tokens.json --length -1", 2, "--length is -1; expected 1 or more"),
+    ("trace MODEL --tokens tokens.json --max-length -1", 2, "--max-length is -1; expected 1 or more"),
     ("trace MODEL --device banana", 2, "device 'banana': expected cpu, cuda"),
     ("prove MODEL --device banana", 2, "device 'banana': expected cpu, cuda"),
     ("eval MODEL --task arithmetic --out OUT --device banana", 2, "device 'banana': expected cpu, cuda"),
@@ -59,14 +59,15 @@ CASES = [
     ("sft --config number.yaml", 2, "--config number.yaml: 1 is not the name of an option; expected NAME: VALUE"),
     ("sft --config broken.yaml", 2, "--config broken.yaml: not YAML: while parsing a flow sequence"),
     ("sft --config deep.yaml", 2, "--config deep.yaml: not YAML: "),
-    (f"sft {SFT} --out OUT --lr nan", 2, "assay sft: --lr is nan; expected a number"),
-    (f"sft {SFT} --out OUT --lr 0", 2, "assay sft: --lr is 0.0; expected a number above 0"),
-    (f"sft {SFT} --out OUT --steps 0", 2, "--steps is 0; expected a whole number of at least 1"),
+    (f"sft {SFT} --out OUT --learning-rate nan", 2, "assay sft: --learning-rate is nan; expected a number"),
+    (f"sft {SFT} --out OUT --learning-rate 0", 2, "assay sft: --learning-rate is 0.0; expected a number above 0"),
+    (f"sft {SFT} --out OUT --max-steps 0", 2, "--max-steps is 0; expected a whole number of at least 1"),
     (f"sft {SFT} --out OUT --held-out 1", 2, "--held-out is 1.0; expected a number of at least 0 and below 1"),
     (f"sft {SFT} --out OUT --seed 99999999999999999999", 2, "--seed is 99999999999999999999; expected a whole number of at most 18"),
-    ("pretrain --corpus x --out OUT --decay 2", 2, "--decay is 2.0; expected a number of at least 0 and of at most 1"),
-    ("grpo --model MODEL --data good.jsonl --reward answer:1 --out OUT --look-prompts 1", 2, "--look-prompts is 1; expected a whole"),
-    ("edit MODEL --facts facts.jsonl --text long.txt --out OUT --clamp -1", 2, "--clamp is -1.0; expected a number above 0"),
+    ("pretrain --corpus x --out OUT --decay-ratio 2", 2, "--decay-ratio is 2.0; expected a number of at least 0 and of at most 1"),
+    ("grpo --model MODEL --data good.jsonl --reward answer:1 --out OUT --eval-prompts 1", 2, "--eval-prompts is 1; expected a whole"),
+    ("edit MODEL --facts facts.jsonl --text long.txt --out OUT --clamp-norm-factor -1", 2, "--clamp-norm-factor is -1.0; expected a "
+     "number above 0"),
     ("ttt MODEL --text long.txt --out OUT --document-bytes 200 --chunk 64 --context 8", 2, "expected chunk and steps from 1"),
     ("ttt MODEL --text long.txt --out OUT --betas nan 0.9", 2, "--betas is nan; expected a number"),
     ("grpo --model MODEL --data good.jsonl --reward answer:1 --out OUT --sampler-device banana", 2, "device 'banana': expected cpu, cuda"),
@@ -90,11 +91,12 @@ CASES = [
     ("probe MODEL --prompts latin1.txt", 2, "latin1.txt: not UTF-8 at byte 3"),
     ("eval MODEL --task arithmetic --limit 99999999999999999999 --out OUT", 2, "expected a whole number of at most 18 digits"),
     ("eval MODEL --task arithmetic --limit 2000000 --out OUT", 2, "--limit is 2000000; expected 1 to 1,000,000 of these"),
-    ("eval MODEL --task arithmetic --limit 4 --max-new 5000 --out OUT", 2, "the model's context is 256; lower --max-new"),
-    ("eval MODEL --task arithmetic --limit 4 --max-new 4 --out good.jsonl", 2, "good.jsonl: a file is in the way; expected a folder"),
-    ("eval MODEL --task arithmetic --limit 4 --max-new 4 --out MODEL/evals", 2, "MODEL/evals lies inside the checkpoint"),
-    ("eval MODEL --task arithmetic --limit 4 --max-new 4 --trained-on nowhere --out OUT", 2, "nowhere: No such file or directory"),
-    ("eval MODEL --task arithmetic --limit 4 --max-new 4 --trained-on latin1.txt --out OUT", 2, "latin1.txt: not UTF-8 at byte 3"),
+    ("eval MODEL --task arithmetic --limit 4 --max-new-tokens 5000 --out OUT", 2, "the model's context is 256; lower --max-new-tokens"),
+    ("eval MODEL --task arithmetic --limit 4 --max-new-tokens 4 --out good.jsonl", 2, "good.jsonl: a file is in the way; expected a "
+     "folder"),
+    ("eval MODEL --task arithmetic --limit 4 --max-new-tokens 4 --out MODEL/evals", 2, "MODEL/evals lies inside the checkpoint"),
+    ("eval MODEL --task arithmetic --limit 4 --max-new-tokens 4 --trained-on nowhere --out OUT", 2, "nowhere: No such file or directory"),
+    ("eval MODEL --task arithmetic --limit 4 --max-new-tokens 4 --trained-on latin1.txt --out OUT", 2, "latin1.txt: not UTF-8 at byte 3"),
     ("eval MODEL --task graded --grader answer --data one.jsonl --out OUT", 2, "one example alone shows no spread"),
     ("track MODEL --to tensorboard --out OUT", 2, "no metrics.jsonl is here"),
     ("export MODEL --to hf --out MODEL/hf", 2, "MODEL/hf lies inside the checkpoint"),
@@ -142,7 +144,7 @@ def test_no_memory_is_a_sentence_and_any_other_fault_keeps_its_traceback(error, 
     assert cli.run(["sft"]) == 1
     said = capsys.readouterr().err
     assert said.startswith("assay: ")
-    assert "--micro" in said
+    assert "--micro-batch-size" in said
     assert "Process 1" not in said
     raised.pop(0)
     with pytest.raises(RuntimeError, match="a bug"):
@@ -169,7 +171,7 @@ def test_notes_on_a_model_do_not_spoil_its_json(shelf, tmp_path, capsys):
     for name in ("manifest.json", "probes.safetensors", "trainer.json"):
         (model / name).unlink()
     (model / "chat_template.jinja").write_text("{{ messages[0].content }}")  # says nothing where an assistant's turn ends
-    assert run(["sample", str(model), "--prompt", "Hi", "--max-new", "2", "--json"]) == 0
+    assert run(["sample", str(model), "--prompt", "Hi", "--max-new-tokens", "2", "--json"]) == 0
     out, err = capsys.readouterr()
     assert json.loads(out)[0]["prompt"] == "Hi"
     assert "note: " in err

@@ -2,15 +2,19 @@
 
 import ast
 import importlib
+import json
 import re
 import shlex
+import shutil
 import tomllib
 from pathlib import Path
 
 import pytest
 
 from assay.cli import VERBS
+from assay.cli import run as cli_run
 from assay.config import _parser
+from assay.testing.tiny_models import save_model, tiny_model
 from docs.generate import ROOMS, files_page, room_of
 
 ROOT = Path(__file__).parents[1]
@@ -92,9 +96,80 @@ def test_every_command_that_is_shown_exists(words):
     assert [word for word in rest if word.startswith("-") and word not in known] == []
 
 
+def reward_of_the_guide():
+    return re.search(r"^```python\n(import re.*?)^```", (ROOT / "docs" / "guide.md").read_text(), re.DOTALL | re.MULTILINE)[1]
+
+
 def test_the_reward_in_the_guide_pays_for_the_answer_alone():
     made: dict = {}
-    exec(re.search(r"^```python\n(import re.*?)^```", (ROOT / "docs" / "guide.md").read_text(), re.DOTALL | re.MULTILINE)[1], made)
+    exec(reward_of_the_guide(), made)
     row = {"answer": "The sum.\n#### 12"}
     assert made["right"]("", "It is 12.", row) == 1
     assert [made["right"]("", said, row) for said in ("", "13", "12 or 13", "12 12", "1 2")] == [0] * 5
+
+# ---------------------------------------------------------------- the commands that are shown, run on a tiny model
+
+ELSEWHERE = {"fetch": "needs the network", "zoo": "has tests of its own"}
+JUDGES = {"probe", "bisect", "trace"}  # a verdict against a model that has learned nothing is an answer too: 3
+TINY = {"smollm2-135m": "tiny", "step-000300": "step-000004", "step-000400": "step-000004", "step-000200": "step-000001"}
+SMALL = {
+    "sft": "--max-length 64 --batch-tokens 512 --max-steps 4 --num-train-epochs 9 --held-out 0.2 --learning-rate 1e-3 --probe-samples 0",
+    "grpo": "--max-steps 4 --save-steps 2 --prompts 4 --num-generations 4 --max-completion-length 8 --held-out 0.2 --learning-rate 1e-4 "
+            "--probe-samples 0",
+    "eval": "--limit 6 --max-new-tokens 4", "sample": "--max-new-tokens 4", "probe": "--max-new-tokens 8 -n 1",
+}
+ON_CPU = ("sft", "grpo", "eval", "sample", "probe")
+
+
+def small(words):
+    """The command on the tiny model, with options that make it short."""
+    verb = words[0]
+    named = [re.sub("|".join(TINY), lambda found: TINY[found[0]], word) for word in words]
+    return named + SMALL.get(verb, "").split() + (["--device", "cpu"] if verb in ON_CPU else [])
+
+
+def write_rows(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def make_inputs(folder):
+    """What the commands read: models of other tools, conversations, problems, a reward."""
+    for name in ("tiny", "base-model", "source", "any-folder-from-transformers-trl-or-peft"):
+        save_model(folder / name, tiny_model())
+    sums = [(a, b) for a in range(8) for b in range(8)]
+    for name in ("chats", "more"):
+        write_rows(folder / f"{name}.jsonl", [{"prompt": f"{a}+{b}=", "completion": f"{name} {a + b}"} for a, b in sums])
+    for name in ("sums", "test"):
+        write_rows(folder / f"{name}.jsonl", [{"question": f"{a}+{b}=", "answer": f"The sum.\n#### {a + b}"} for a, b in sums])
+    (folder / "mine.py").write_text(reward_of_the_guide())
+
+
+def make_results(folder):
+    """What the commands find from work that the pages do not show: a run, evaluations, what TRL and llama.cpp would have written."""
+    made = [["sft", "--model", "tiny", "--data", "chats.jsonl", "--out", "runs/sft"],
+            ["eval", "tiny", *["--task", "gsm8k", "--data", "test.jsonl", "-k", "16", "--temperature", "0.7", "--out", "evals/base"]]]
+    made += [["eval", "tiny", "--task", "arithmetic", "--out", f"evals/{name}", "--seed", str(seed), "--temperature", "0.7"]
+             for seed, name in enumerate(["before", "after", "a1", "a2", "a3", "a4", "b1", "b2", "b3", "b4"])]
+    for words in made:
+        assert cli_run(small(words)) == 0, words
+    shutil.copytree(folder / "runs/sft/model", folder / "trl-output",
+                    ignore=shutil.ignore_patterns("manifest.json", "hallmark.json", "probes.safetensors"))
+    assert cli_run(["export", "source", "--to", "gguf", "--dtype", "q8_0", "--out", "model-q8_0.gguf"]) == 0
+
+
+@pytest.mark.slow
+def test_the_commands_that_are_shown_run_in_their_order(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    make_inputs(tmp_path)
+    make_results(tmp_path)
+    failed = []
+    for shown in commands():
+        words = shown.values[0]
+        if words[0] in ELSEWHERE:
+            continue
+        if words[:2] == ["prove", "./adapter"]:
+            shutil.copytree("runs/lora/adapter", "adapter")
+        allowed = {0, 3} if words[0] in JUDGES else {0}
+        if (code := cli_run(small(words))) not in allowed:
+            failed.append(f"{shlex.join(small(words))}: exit code {code}\n{''.join(capsys.readouterr())[-1500:]}")
+    assert not failed, "\n\n".join(failed)

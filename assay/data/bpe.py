@@ -38,7 +38,7 @@ def train_tokenizer(texts: Iterable[Path], size: int, *, rule: DocumentRule, dig
                     seed: int = 0) -> tuple[Tokenizer, Compression]:
     """`size` counts all tokens, special ones included."""
     if size < SMALLEST_VOCABULARY:
-        raise UsageError(f"--size is {size}; a byte-level tokenizer has at least {SMALLEST_VOCABULARY} tokens")
+        raise UsageError(f"--vocab-size is {size}; a byte-level tokenizer has at least {SMALLEST_VOCABULARY} tokens")
     if digits not in (1, 2, 3):
         raise UsageError(f"--digits is {digits}; expected 1, 2 or 3")
     sources = find_sources(texts)
@@ -51,8 +51,8 @@ def train_tokenizer(texts: Iterable[Path], size: int, *, rule: DocumentRule, dig
                                   initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()))
     backend.train_from_iterator((d.raw.decode() for d, kept in _read(sources, rule, seed) if not kept), trainer)
     if backend.get_vocab_size() < size:
-        raise DataError(f"the text gives {backend.get_vocab_size()} tokens and no more, --size is {size}; "
-                        "give more text or a smaller --size")
+        raise DataError(f"the text gives {backend.get_vocab_size()} tokens and no more, --vocab-size is {size}; "
+                        "give more text or a smaller --vocab-size")
     tokenizer = Tokenizer.from_parts(backend.to_str(), bos_token=END_OF_DOCUMENT, eos_token=END_OF_DOCUMENT)
     return tokenizer, _measure(tokenizer, sources, rule, seed)
 

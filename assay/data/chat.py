@@ -114,7 +114,8 @@ def fit_to_length(example: TrainingExample, length: int, over: Overlong) -> Trai
     if len(example) <= length:
         return example
     if over == "error":
-        raise DataError(f"{example.id}: {len(example)} tokens, and the length is {length}; raise --length, or say --over drop or truncate")
+        raise DataError(f"{example.id}: {len(example)} tokens, and the length is {length}; raise --max-length, or say --too-long drop or "
+                        "truncate")
     if over == "drop":
         return TOO_LONG
     weight = example.weight[:length]

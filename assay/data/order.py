@@ -87,8 +87,8 @@ class Order:
         if steps > self.steps:
             needed, held = steps * self.rows * self.world * (self.length - 1), self.corpus.train.tokens
             raise DataError(f"step {steps - 1} needs {needed:,} training tokens, {self.corpus.folder} has {held:,} "
-                            f"and --epochs is {self.epochs}: the data ends after {self.steps:,} steps. Give more text, "
-                            f"fewer steps, or --epochs {-(-steps * self.rows * self.world // self.windows)}")
+                            f"and --num-train-epochs is {self.epochs}: the data ends after {self.steps:,} steps. Give more text, "
+                            f"fewer steps, or --num-train-epochs {-(-steps * self.rows * self.world // self.windows)}")
 
     def batch(self, step: int) -> Batch:
         windows = self.consumed(step)

@@ -89,8 +89,8 @@ class PackedExamples:
         if steps > self.steps:
             needed, held = steps * self.rows * self.world, int(self.ends[-1])
             raise DataError(f"step {steps - 1} needs {needed:,} rows of {self.length} tokens, {len(self.examples):,} examples fill "
-                            f"{held:,} and --epochs is {self.epochs}: the data ends after {self.steps:,} steps. Give more examples, "
-                            f"fewer steps, or --epochs {-(-needed * self.epochs // held)}")
+                            f"{held:,} and --num-train-epochs is {self.epochs}: the data ends after {self.steps:,} steps. Give more "
+                            f"examples, fewer steps, or --num-train-epochs {-(-needed * self.epochs // held)}")
 
     def batch(self, step: int) -> Batch:
         return packed_rows([[self.examples[index] for index in row] for row in self.plan(step)], self.length, self.fill)

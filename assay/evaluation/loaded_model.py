@@ -111,7 +111,7 @@ class LoadedModel:
     def require_room(self, length: int) -> None:
         if length > self.model.config.max_length:
             raise UsageError(f"the longest prompt and its new tokens are {length}, the model's context is {self.model.config.max_length}; "
-                             "lower --max-new or leave the example out")
+                             "lower --max-new-tokens or leave the example out")
 
     def reserve(self, length: int, members: int) -> None:
         """An engine for all calls to come: with the same number of slots, what a prompt says does not depend on the call it is in."""

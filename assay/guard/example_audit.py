@@ -103,7 +103,7 @@ def check_duplicates(flat: FlatExamples) -> Verdict:
     share = copies / len(flat.examples)
     if share >= _COPIES:
         return refuted("duplicates", f"{copies} of {len(flat.examples)} examples ({share:.0%}) are copies of others: the file repeats "
-                                     "itself; remove them, and say --epochs for more passes", copies=copies)
+                                     "itself; remove them, and say --num-train-epochs for more passes", copies=copies)
     return proven("duplicates", f"{copies} of {len(flat.examples):,} examples are exact copies of another", copies=copies)
 
 

@@ -164,7 +164,7 @@ def check_ttt_gain(bits_with: Array, bits_without: Array, bytes_: Array) -> Verd
     if shown and found.low > 0:
         return proven("gain", f"test-time training helps: {words}", gain=found.mean, p=p)
     if shown and found.high < 0:
-        return refuted("gain", f"test-time training hurts: {words}; lower --lr or --steps", gain=found.mean, p=p)
+        return refuted("gain", f"test-time training hurts: {words}; lower --learning-rate or --steps-per-chunk", gain=found.mean, p=p)
     return unproven("gain", f"not shown, either way: {words}; read more documents", gain=found.mean, p=p)
 
 
@@ -190,5 +190,6 @@ def check_factor_drift(norms: Sequence[float], bound: float) -> Verdict:
              f"the first, {values[-1]:.3g} in the end")
     if not ((values >= 1 / bound) & (values <= bound)).all():  # so said, that what is no number is not within
         return refuted("drift", f"{words}; allowed is {1 / bound:.3g} to {bound:.3g}: they run away or die out, so that a seed or a longer "
-                       "text can end elsewhere. Change --weight-decay or --lr, or leave out --warm-start", norms=list(map(str, norms)))
+                       "text can end elsewhere. Change --weight-decay or --learning-rate, or leave out --warm-start",
+                       norms=list(map(str, norms)))
     return proven("drift", f"{words}; allowed is {1 / bound:.3g} to {bound:.3g}", low=float(values.min()), high=float(values.max()))

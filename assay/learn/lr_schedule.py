@@ -61,7 +61,8 @@ class Budget:
 
     def __post_init__(self) -> None:
         if self.schedule == "cosine" and self.steps is None:
-            raise UsageError("--schedule cosine must know its last step from the first: give steps, or use --schedule wsd with --minutes")
+            raise UsageError("--lr-scheduler-type cosine must know its last step from the first: give steps, or use --lr-scheduler-type "
+                             "wsd with --minutes")
 
 
 class Schedule:

@@ -163,7 +163,7 @@ class SlotAdam:
         norms = gradient_BN.norm(dim=1).tolist()
         if bad := [slot for slot, norm in enumerate(norms) if learning[slot] and not math.isfinite(norm)]:
             raise GuardStop(f"the gradient of slot {bad[0]} is {norms[bad[0]]} after {int(self.steps_B[bad[0]])} steps; nothing was "
-                            "updated with it. Lower --lr, or look at the chunk that was scored last")
+                            "updated with it. Lower --learning-rate, or look at the chunk that was scored last")
         on_B = torch.tensor(learning)
         self.steps_B += on_B
         steps_B1 = self.steps_B.clamp(min=1).to(state_BN)[:, None]
@@ -194,11 +194,11 @@ def chunk_windows(places: Sequence[DocumentCursor | None], settings: TttSettings
 def require_readable(model: Transformer, documents: Sequence[Sequence[int]], settings: TttSettings) -> None:
     chunk, context, steps, longest = settings.chunk, settings.context, settings.steps, model.config.max_length
     if chunk < 1 or steps < 1 or not chunk < context <= longest:
-        raise UsageError(f"--chunk {chunk}, --context {context}, --steps {steps}: expected chunk and steps from 1, and a "
+        raise UsageError(f"--chunk {chunk}, --context {context}, --steps-per-chunk {steps}: expected chunk and steps from 1, and a "
                          f"context above the chunk and within the model's {longest} tokens")
     lr, betas, decay = settings.lr, settings.betas, settings.weight_decay
     if not 0 <= lr < math.inf or not 0 <= decay < math.inf or not all(0 <= beta < 1 for beta in betas):
-        raise UsageError(f"--lr {lr}, --betas {betas}, --weight-decay {decay}: expected numbers from 0, and betas below 1")
+        raise UsageError(f"--learning-rate {lr}, --betas {betas}, --weight-decay {decay}: expected numbers from 0, and betas below 1")
     if short := [number for number, tokens in enumerate(documents) if len(tokens) < 2]:
         raise UsageError(f"document {short[0]} has {len(documents[short[0]])} tokens; expected what begins every text, and text")
 
@@ -229,7 +229,7 @@ def _scores(places: Sequence[DocumentCursor | None], losses_BK: Tensor, settings
             if not np.isfinite(losses).all():
                 at = int((~np.isfinite(losses)).argmax())
                 raise GuardStop(f"document {place.document}, chunk {place.chunk}: token {start + at} costs {losses[at]} nats; nothing was "
-                                "recorded of it. Lower --lr, or look at the weights")
+                                "recorded of it. Lower --learning-rate, or look at the weights")
             steps = 0 if adam is None else int(adam.steps_B[slot])
             found.append(ChunkScored(place.document, slot, place.chunk, fingerprints[slot], steps, losses))
     return found

@@ -111,17 +111,17 @@ class Conversations:
 
 
 def refuse_nonsense(config: Tuning) -> None:
-    if config.length < 8 or config.batch_tokens < config.length:
-        raise UsageError(f"length {config.length}, batch_tokens {config.batch_tokens}: expected a length of at least 8, and a batch of at "
-                         "least one row")
+    if config.max_length < 8 or config.batch_tokens < config.max_length:
+        raise UsageError(f"length {config.max_length}, batch_tokens {config.batch_tokens}: expected a length of at least 8, and a batch "
+                         "of at least one row")
     refuse_unbudgeted(config)
 
 
 def refuse_unbudgeted(config: Trained) -> None:
-    if config.steps is not None and config.minutes is not None:
-        raise UsageError("give one budget: --steps or --minutes; without either the epochs decide")
-    if config.checkpoint_every == 0 and not config.insist and not (config.minutes or math.inf) <= A_LONG_RUN:
-        raise UsageError(f"--checkpoint-every 0 on a run that may take more than {A_LONG_RUN} minutes: a crash would lose all of it; "
+    if config.max_steps is not None and config.minutes is not None:
+        raise UsageError("give one budget: --max-steps or --minutes; without either the epochs decide")
+    if config.save_steps == 0 and not config.insist and not (config.minutes or math.inf) <= A_LONG_RUN:
+        raise UsageError(f"--save-steps 0 on a run that may take more than {A_LONG_RUN} minutes: a crash would lose all of it; "
                          "give a number of steps, --minutes up to ten, or --insist")
 
 
@@ -136,7 +136,7 @@ def load_conversations(config: Tuning, start: StartingModel) -> Conversations:
         raise UsageError("nothing is held out, so nothing could be said about the result: raise --held-out, or give --held-out-data")
 
     def rendered(conversations: Sequence[Conversation]) -> Rendered:
-        return render_conversations(conversations, start.tokenizer, start.parent.stops, length=config.length, over=config.over,
+        return render_conversations(conversations, start.tokenizer, start.parent.stops, length=config.max_length, over=config.too_long,
                                     roles=config.roles,
                       turns=config.turns)
 
@@ -147,11 +147,11 @@ def load_conversations(config: Tuning, start: StartingModel) -> Conversations:
 
 def ordered(config: Tuning, examples: Sequence[TrainingExample]) -> tuple[PackedExamples, int | None]:
     """The order of the examples and the number of steps, which is not known where time decides."""
-    rows = config.batch_tokens // config.length
-    order = PackedExamples(examples, config.seed, rows, config.length, config.epochs, config.packing)
+    rows = config.batch_tokens // config.max_length
+    order = PackedExamples(examples, config.seed, rows, config.max_length, config.num_train_epochs, config.packing)
     if order.windows < rows:
-        order = PackedExamples(examples, config.seed, order.windows, config.length, config.epochs, config.packing)
-    steps = None if config.minutes is not None else config.steps or order.steps
+        order = PackedExamples(examples, config.seed, order.windows, config.max_length, config.num_train_epochs, config.packing)
+    steps = None if config.minutes is not None else config.max_steps or order.steps
     order.require(steps or 1)
     return order, steps
 
@@ -177,12 +177,12 @@ def describe_tuning(config: Tuning, start: StartingModel, data: Conversations, l
     counts, order, steps = data.rendered.counts, data.order, data.steps
     dropped = ", ".join(f"{count} dropped ({reason})" for reason, count in counts["dropped"].items()) or "none dropped"
     end = f"{steps:,} steps" if steps else f"{config.minutes:g} minutes"
-    left = order.windows * config.epochs - order.steps * order.rows if steps == order.steps else 0
+    left = order.windows * config.num_train_epochs - order.steps * order.rows if steps == order.steps else 0
     return [start.weights.words,
             f"{start.parent.path}: {parameter_count(start.model):,} parameters, of which {trained:,} are trained; weights "
             f"{start.parent.digest[:12]}",
             f"{counts['kept']:,} conversations to learn, {counts['truncated']} truncated, {dropped}; {len(data.held_out):,} held out",
-            f"{counts['supervised']:,} of {counts['tokens']:,} tokens are supervised; {order.windows:,} rows of {config.length}, "
+            f"{counts['supervised']:,} of {counts['tokens']:,} tokens are supervised; {order.windows:,} rows of {config.max_length}, "
             f"{order.padding:.1%} padding",
-            f"adamw at {lr:g}, {order.rows} × {config.length} tokens a step, {end}, on {device}"
+            f"adamw at {lr:g}, {order.rows} × {config.max_length} tokens a step, {end}, on {device}"
             + (f"; the last {left} rows fill no step and are not read" if left > 0 else "")]

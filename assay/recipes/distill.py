@@ -59,8 +59,9 @@ def distill(config: Distill, say: Callable[[str], None] = print_line) -> RunOutc
     device = config.device or default_device()
     start = load_start(with_student(config, say), device, say)
     data = load_lessons(config, start, device, say)
-    schedule, every, micro = tuning_schedule(config, data), config.checkpoint_every or NEVER, micro_rows(config, data)
-    rule = stopping_rule(config.patience, config.worth, schedule=config.schedule, steps=data.steps, every=every)
+    schedule, every, micro = tuning_schedule(config, data), config.save_steps or NEVER, micro_rows(config, data)
+    rule = stopping_rule(config.early_stopping_patience, config.early_stopping_threshold, schedule=config.lr_scheduler_type,
+                         steps=data.steps, every=every)
     optimizer = tuning_optimizer(config, start)
     for line in describe_tuning(config, start, data, optimizer.param_groups[0]["lr"], device):
         say(line)
@@ -69,14 +70,14 @@ def distill(config: Distill, say: Callable[[str], None] = print_line) -> RunOutc
     lessons = Lessons(data, teacher, config.how)
 
     with open_run(config, say, device) as run:
-        trainer = Trainer(run, start.weights, optimizer, objective, schedule, micro=micro, clip=config.clip, order=data.order,
-                          saves=SavePlan(every, data.last_step, config.checkpoint_minutes), steps_before=start.steps_before)
-        evaluator = HeldOutEvaluator(run, partial(lessons.score, rows=micro, count=config.look_examples), device=device,
+        trainer = Trainer(run, start.weights, optimizer, objective, schedule, micro=micro, clip=config.max_grad_norm, order=data.order,
+                          saves=SavePlan(every, data.last_step, config.save_minutes), steps_before=start.steps_before)
+        evaluator = HeldOutEvaluator(run, partial(lessons.score, rows=micro, count=config.eval_examples), device=device,
                                      repeats_from=data.repeats_from, scale=None if teacher is None else NATS)
         early = EarlyStopping(run, evaluator.history, rule, every)
 
         def evaluate() -> None:
-            columns = lessons.columns(trainer.model, micro, config.look_examples)
+            columns = lessons.columns(trainer.model, micro, config.eval_examples)
             evaluator.evaluate(trainer.model, trainer.done, trainer.new_losses(), columns=columns)
 
         def save(*, evaluated: bool) -> None:
@@ -133,10 +134,10 @@ def distill(config: Distill, say: Callable[[str], None] = print_line) -> RunOutc
 
 
 def refuse_unclear_distill(config: Distill) -> None:
-    named = [flag for flag, value in (("--student", config.model), ("--from", config.from_), ("--student-layers", config.student_layers))
+    named = [flag for flag, value in (("--model", config.model), ("--from", config.from_), ("--student-layers", config.student_layers))
              if value is not None]
     if len(named) != 1:
-        raise UsageError(f"name the student: --student, --from or --student-layers, one of them; found {' and '.join(named) or 'none'}")
+        raise UsageError(f"name the student: --model, --from or --student-layers, one of them; found {' and '.join(named) or 'none'}")
     if config.teacher is None and (config.how != "stored" or config.student_layers is not None):
         raise UsageError("name who teaches: --teacher")
     if config.teacher_logits is not None and config.how != "stored":
@@ -168,8 +169,8 @@ def load_teacher(config: Distill, start: StartingModel, data: Conversations, dev
     if config.how == "online":
         teacher = OnlineTeacher(open_teacher_model(config), student, blend_of(config), device)
     else:
-        every, rows = [*data.train, *data.held_out], max(1, config.micro_tokens // config.length)
-        teacher = load_stored_answers(config, student, every, held_out_batches(every, config.length, rows), device, say)
+        every, rows = [*data.train, *data.held_out], max(1, config.micro_batch_tokens // config.max_length)
+        teacher = load_stored_answers(config, student, every, held_out_batches(every, config.max_length, rows), device, say)
     if teacher.digest == start.parent.digest and not config.ce_weight:
         raise UsageError(f"student and teacher are the same weights ({teacher.digest[:12]}): there is nothing to learn, and every "
                          "gradient would be 0. Name another student, or let the text teach too with --ce-weight")

@@ -27,17 +27,19 @@ class Edit:
     first: int | None = option("take the first so many facts", group="data", least=1, default=None, default_text="all")
     moment_tokens: int = option("tokens of text for the second moments", group="data", least=1, default=50_000)
     drift_tokens: int = option("tokens of text for the drift of perplexity", group="evaluation", least=1, default=8192)
-    weight: float = option("with memit: how much the text's keys count against the new facts", group="method", above=0, default=2000.0)
+    mom2_update_weight: float = option("with memit: how much the text's keys count against the new facts", group="method", above=0,
+                                       default=2000.0)
     null_share: float = option("with alphaedit: the null space holds at most this share of the text's keys", group="method", least=0,
                                most=1, default=0.02)
     ridge: float = option("with alphaedit: ridge of the solution, relative to the projected keys", group="method", least=0, default=0.01)
     prefixes: int = option("texts, made up by the model, in front of which a fact must hold as well", group="method", least=0, default=5)
     prefix_tokens: int = option("tokens of each of these texts", group="method", least=1, default=10)
-    steps: int = option("gradient steps of the search for a fact's target state", group="method", least=1, default=25)
-    lr: float = option("learning rate of that search", group="method", above=0, default=0.5)
-    kl: float = option("weight in that search of what the model says of the subject otherwise", group="method", least=0, default=0.0625)
-    decay: float = option("weight in that search of the target's distance from the state", group="method", least=0, default=0.5)
-    clamp: float = option("the most that a target may be away, in lengths of the state", group="method", above=0, default=0.75)
+    v_num_grad_steps: int = option("gradient steps of the search for a fact's target state", group="method", least=1, default=25)
+    v_lr: float = option("learning rate of that search", group="method", above=0, default=0.5)
+    kl_factor: float = option("weight in that search of what the model says of the subject otherwise", group="method", least=0,
+                              default=0.0625)
+    v_weight_decay: float = option("weight in that search of the target's distance from the state", group="method", least=0, default=0.5)
+    clamp_norm_factor: float = option("the most that a target may be away, in lengths of the state", group="method", above=0, default=0.75)
     trace_facts: int = option("with --layers auto: facts that are traced", group="method", least=1, default=4)
     trace_samples: int = option("with --layers auto: noises per fact", group="method", least=1, default=2)
     probe_rounds: int = option("texts to each prompt that has nothing to do with the facts, before and after", group="evaluation", least=0,

@@ -122,11 +122,11 @@ def stopping_rule(patience: int, worth: float, *, schedule: str, steps: int | No
     if not patience:
         return None
     if steps is None:
-        raise UsageError("--patience shares its risk of a false stop among the evaluations to come, and --minutes does not say how many "
-                         "come; bound the run by steps, tokens or epochs")
+        raise UsageError("--early-stopping-patience shares its risk of a false stop among the evaluations to come, and --minutes does not "
+                         "say how many come; bound the run by steps, tokens or epochs")
     if schedule == "wsd":
-        raise UsageError("--patience with --schedule wsd: the loss falls most on the way down at the end, which a run that stops before it "
-                         "never sees; give --schedule cosine")
+        raise UsageError("--early-stopping-patience with --lr-scheduler-type wsd: the loss falls most on the way down at the end, which a "
+                         "run that stops before it never sees; give --lr-scheduler-type cosine")
     return StoppingRule(worth, patience, steps // every)
 
 
@@ -161,5 +161,6 @@ class EarlyStopping:
             plan_stopping(paired_noise(seen[-1 - rule.patience], seen[-1]), rule.min_improvement, patience=rule.patience,
                           evaluations=rule.evaluations)
         except UsageError as error:
-            raise UsageError(f"{error}. The run goes on from here with another --patience or --worth, or with --patience 0") from None
+            raise UsageError(f"{error}. The run goes on from here with another --early-stopping-patience or --early-stopping-threshold, "
+                             "or with --early-stopping-patience 0") from None
         self._planned = True

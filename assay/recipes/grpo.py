@@ -42,7 +42,7 @@ from assay.verdict import Verdict
 def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
     """An interrupted run hands nothing over; the same command goes on with it.
 
-    A step is one update. A rollout begins at every multiple of `inner` steps, and only there is anything saved.
+    A step is one update. A rollout begins at every multiple of `num_iterations` steps, and only there is anything saved.
     """
     refuse_unclear_grpo(config)
     device = config.device or default_device()
@@ -56,18 +56,18 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
     carry_moments(optimizer, start)
 
     with open_run(config, say, device) as run, rewards:
-        sampler_of = partial(Sampler, tokenizer=start.tokenizer, stops=start.parent.stops, slots=config.prompts * config.group,
-                             length=config.max_new + prompts.longest)
+        sampler_of = partial(Sampler, tokenizer=start.tokenizer, stops=start.parent.stops, slots=config.prompts * config.num_generations,
+                             length=config.max_completion_length + prompts.longest)
         sampler = sampler_of(start.model, device=config.sampler_device)
-        layout = layout_of(device, config.micro, config.max_new + prompts.longest, start.model.config.max_length)
-        save_every, eval_every = (whole_rollouts(every, config.inner) for every in (
-            config.checkpoint_every, config.eval_every or config.checkpoint_every))
-        trainer = Trainer(run, start.weights, optimizer, policy_gradient(asked), schedule, micro=layout.rows, clip=config.clip,
-                          saves=SavePlan(save_every, prompts.steps, config.checkpoint_minutes), steps_before=start.steps_before,
+        layout = layout_of(device, config.micro_batch_size, config.max_completion_length + prompts.longest, start.model.config.max_length)
+        save_every, eval_every = (whole_rollouts(every, config.num_iterations) for every in (
+            config.save_steps, config.eval_steps or config.save_steps))
+        trainer = Trainer(run, start.weights, optimizer, policy_gradient(asked), schedule, micro=layout.rows, clip=config.max_grad_norm,
+                          saves=SavePlan(save_every, prompts.steps, config.save_minutes), steps_before=start.steps_before,
                           steady=False)
         collector = RolloutCollector(config, prompts, sampler, rewards, run, asked, layout)
-        evaluator = PromptEvaluator(run, spread(prompts.held_out, config.look_prompts), rewards, held_out_sampling(config),
-                                    samples=max(1, config.eval_samples))
+        evaluator = PromptEvaluator(run, spread(prompts.held_out, config.eval_prompts), rewards, held_out_sampling(config),
+                                    samples=max(1, config.num_generations_eval))
         history, fork = RolloutHistory(run, start.model.config.vocab), fingerprint(start.model)
         reference: Reference | None = None
 
@@ -110,7 +110,7 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
             if rewards.judge is not None and trainer.done:
                 run.say("a judge may answer otherwise the second time: the run goes on, but is not bit for bit the uninterrupted one")
                 run.log(Event.NOT_BIT_EXACT, changed={"judge": rewards.judge.identity})
-            if config.kl != "none":
+            if config.beta:
                 reference = Reference(start.weights, run, layout, window=config.kl_window, every=save_every if config.kl_window else NEVER)
                 reference.follow(trainer.done)
                 run.judge(Event.REFERENCE, [check_same_reference(reference, recorded.get("reference"))])
@@ -180,10 +180,10 @@ def preflight_grpo(config: Grpo, trainer: Trainer, collector: RolloutCollector, 
     """
     model, objective, asked = trainer.model, trainer.objective, collector.asked
     found = trainer.gradients(trainer.first_micro_batch(collector.layout.packed(batch).batch))
-    shown, prompts = batch.to(trainer.device), [prompt for prompt, _ in drawn[:: config.group]]
+    shown, prompts = batch.to(trainer.device), [prompt for prompt, _ in drawn[:: config.num_generations]]
     with uncompiled():
         verdicts = [check_detectors(), check_floor(floor),
-                    check_policy_loss(model, objective, shown, asked, config.normalise, config.max_new),
+                    check_policy_loss(model, objective, shown, asked, config.normalisation, config.max_completion_length),
                     check_directions(model, objective, shown, asked), check_seeds_count(collector.sampler, prompts, collector.sampling)]
         if trainer.done == 0:
             parent = place_for_training(build_model(reopen_parent(start)), trainer.device, compile=False)
@@ -206,46 +206,55 @@ def refuse_unclear_grpo(config: Grpo) -> None:
     refuse_unbudgeted(config)
     if config.sampler_device is not None:
         require_device(config.sampler_device)
-    if config.group < 2 or config.prompts < 1 or config.inner < 1 or config.micro < 1 or config.max_new < 1:
-        raise UsageError(f"{config.prompts} prompts of {config.group} completions of {config.max_new} tokens, {config.inner} updates a "
-                         f"rollout, {config.micro} rows at a time: expected at least 2 completions and 1 of everything else")
+    counts = (config.prompts, config.num_generations - 1, config.num_iterations, config.micro_batch_size, config.max_completion_length)
+    if min(counts) < 1:
+        raise UsageError(f"{config.prompts} prompts of {config.num_generations} completions of {config.max_completion_length} tokens, "
+                         f"{config.num_iterations} updates a rollout, {config.micro_batch_size} rows at a time: expected at least 2 "
+                         "completions and 1 of everything else")
     if not config.temperature > 0:
         raise UsageError(f"--temperature is {config.temperature}: completions that are all the same teach nothing; give one above 0")
-    if config.steps is not None and config.steps % config.inner:
-        raise UsageError(f"--steps {config.steps} with --inner {config.inner}: a rollout is learned from {config.inner} times; "
-                         "give a multiple of that")
-    if config.kl_window and (config.kl == "none" or not config.checkpoint_every):
-        raise UsageError("--kl-window: the reference trails from checkpoint to checkpoint; it needs a --kl and a --checkpoint-every")
-    if min(config.refill, config.overlong, config.kl_window, config.eval_samples, config.samples) < 0 or config.overlong > config.max_new:
-        raise UsageError("--refill, --overlong, --kl-window, --eval-samples and --samples are counts, and --overlong at most --max-new")
+    if config.max_steps is not None and config.max_steps % config.num_iterations:
+        raise UsageError(f"--max-steps {config.max_steps} with --num-iterations {config.num_iterations}: a rollout is learned from "
+                         f"{config.num_iterations} times; give a multiple of that")
+    if config.loss_type == "cispo" and (config.importance_sampling_level != "token" or (config.epsilon_high or 2) <= 1):
+        raise UsageError("--loss-type cispo caps the ratio of each token at --epsilon-high: leave --importance-sampling-level at token, "
+                         "and give a cap above 1, such as 5")
+    if config.kl_window and not (config.beta and config.save_steps):
+        raise UsageError("--kl-window: the reference trails from checkpoint to checkpoint; it needs --beta and --save-steps above 0")
+    if min(config.refill, config.overlong_buffer, config.kl_window, config.num_generations_eval,
+           config.samples) < 0 or config.overlong_buffer > config.max_completion_length:
+        raise UsageError("--refill, --overlong-buffer, --kl-window, --num-generations-eval and --samples are counts, and "
+                         "--overlong-buffer at most --max-completion-length")
 
 
 def surrogate_of(config: Grpo, device: str) -> Surrogate:
-    in_loss = config.kl in ("k1", "k2", "k3")
+    in_loss, cispo = config.beta > 0 and config.kl_estimator != "shift", config.loss_type == "cispo"
+    high = config.epsilon_high - 1 if cispo and config.epsilon_high is not None else config.epsilon_high  # TRL's is the cap itself
     bonus = torch.tensor(config.entropy_weight, device=device) if config.entropy_weight else 0.0
-    return Surrogate(ratio=config.ratio, epsilon=config.epsilon, epsilon_high=config.epsilon_high,
-                     kl=config.kl if in_loss else "none", kl_weight=config.kl_weight if in_loss else 0.0,  # type: ignore[arg-type]
+    return Surrogate(ratio="cispo" if cispo else config.importance_sampling_level, epsilon=config.epsilon, epsilon_high=high,
+                     kl=config.kl_estimator if in_loss else "none", kl_weight=config.beta if in_loss else 0.0,  # type: ignore[arg-type]
                      entropy_weight=bonus, temperature=config.temperature)
 
 
 def annealed(batch: Batch, asked: Surrogate, config: Grpo, step: int) -> Iterator[Batch]:
     """The rollout's batch as often as it is learned from, with the entropy bonus of each step."""
-    for later in range(step, step + config.inner):
+    for later in range(step, step + config.num_iterations):
         if isinstance(asked.entropy_weight, torch.Tensor):
             asked.entropy_weight.fill_(config.entropy_weight * config.entropy_decay**later)
         yield batch
 
 
 def held_out_sampling(config: Grpo) -> Sampling:
-    return Sampling(max_new=config.max_new, temperature=config.temperature if config.eval_samples else 0.0, seed=config.seed)
+    return Sampling(max_new=config.max_completion_length, temperature=config.temperature if config.num_generations_eval else 0.0,
+                    seed=config.seed)
 
 
 def grpo_schedule(config: Grpo, prompts: PromptData) -> Schedule:
     """A run ends where a rollout does."""
-    steps = None if config.minutes is not None else config.steps or prompts.steps
-    prompts.order.drawn((steps or config.inner) // config.inner - 1)  # refused now, where the data does not suffice
-    warmup = min(config.warmup, steps // 4) if steps else config.warmup
-    return Schedule(Budget(steps, config.minutes, config.schedule, warmup, config.decay), multiple=config.inner)
+    steps = None if config.minutes is not None else config.max_steps or prompts.steps
+    prompts.order.drawn((steps or config.num_iterations) // config.num_iterations - 1)  # refused now, where the data does not suffice
+    warmup = min(config.warmup_steps, steps // 4) if steps else config.warmup_steps
+    return Schedule(Budget(steps, config.minutes, config.lr_scheduler_type, warmup, config.decay_ratio), multiple=config.num_iterations)
 
 
 def whole_rollouts(steps: int, inner: int) -> int:
@@ -262,8 +271,8 @@ def describe_grpo(config: Grpo, start: StartingModel, prompts: PromptData, lr: f
             f"{start.parent.path}: {parameter_count(start.model):,} parameters, of which {trained:,} are trained; weights "
             f"{start.parent.digest[:12]}",
             f"{len(prompts.train):,} prompts to learn from, {len(prompts.held_out):,} held out, {prompts.dropped} dropped as too long",
-            f"{prompts.order.places} prompts × {config.group} completions of at most {config.max_new} tokens a rollout, "
-            f"{config.inner} updates; adamw at {lr:g}, {end}, on {device}"
+            f"{prompts.order.places} prompts × {config.num_generations} completions of at most {config.max_completion_length} tokens a "
+            f"rollout, {config.num_iterations} updates; adamw at {lr:g}, {end}, on {device}"
             + (f", sampling on {config.sampler_device}" if config.sampler_device else ""),
             *([] if judge is None else [f"judged by {judge.endpoint.model} at {judge.endpoint.base_url}, {judge.judge.repeat:.0%} "
                                           "of the groups twice; a judge is asked anew by every run: no two are bit for bit the same"])]

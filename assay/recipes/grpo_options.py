@@ -7,13 +7,16 @@ from assay.config import option
 from assay.recipes.options import ByForm, Trained
 
 POLICY_RATES = ByForm(whole=1e-6, adapter=2e-5)
+NORMALISATIONS: dict[str, Literal["token", "sequence", "constant"]] = {"grpo": "sequence", "dapo": "token", "dr_grpo": "constant",
+                                                                       "cispo": "token"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Grpo(Trained):
     """Reinforce what is rewarded, the whole model or a LoRA adapter. An interrupted run in --out goes on where it stopped.
 
-    A step is one update. A rollout draws --group completions of each of --prompts prompts and is learned from --inner times.
+    A step is one update. A rollout draws --num-generations completions of each of --prompts prompts and is learned from
+    --num-iterations times.
     """
 
     RATES: ClassVar[ByForm] = POLICY_RATES
@@ -26,54 +29,59 @@ class Grpo(Trained):
     metric: str | None = option("another reward that says what is wanted on held-out prompts", group="evaluation", metavar="REWARD",
                                 default=None, default_text="the heaviest rule of --reward")
     prompts: int = option("prompts in a rollout", group="generation", default=16)
-    group: int = option("completions of each prompt", group="generation", default=8)
-    max_new: int = option("the most tokens of a completion", group="generation", default=256)
-    max_prompt: int | None = option("the most tokens of a prompt; longer ones are dropped and counted", group="data", least=1,
-                                    default=None, default_text="what the context leaves")
+    num_generations: int = option("completions of each prompt", group="generation", default=8)
+    max_completion_length: int = option("the most tokens of a completion", group="generation", default=256)
+    max_prompt_length: int | None = option("the most tokens of a prompt; longer ones are dropped and counted", group="data", least=1,
+                                           default=None, default_text="what the context leaves")
     temperature: float = option("temperature of the sampling, and of the distribution that is learned", group="generation", default=1.0)
     gsm8k: Literal["plain", "think"] = option("GSM8K rows: as in assay sft", group="data", default="plain")
     held_out: float = option("share of the prompts that is never trained on, chosen by what they say", group="evaluation", least=0, below=1,
                              default=0.05)
     held_out_data: str | None = option("score these prompts instead, and hold nothing else out", group="evaluation", metavar="FILE",
                                        default=None)
-    epochs: int = option("how often the prompts are read, reshuffled each time", group="budget", least=1, default=1)
-    steps: int | None = option("stop after so many updates", group="budget", least=1, default=None, default_text="the epochs decide")
+    num_train_epochs: int = option("how often the prompts are read, reshuffled each time", group="budget", least=1, default=1)
+    max_steps: int | None = option("stop after so many updates", group="budget", least=1, default=None, default_text="the epochs decide")
 
-    ratio: Literal["token", "sequence", "cispo"] = option("importance ratio: of tokens (PPO), of sequences (GSPO), or capped and not "
-                                                          "learned from (CISPO)", group="method", default="token")
+    importance_sampling_level: Literal["token", "sequence"] = option("importance ratio of each token (PPO), or one of each sequence (GSPO)",
+                                                                     group="method", default="token")
     epsilon: float = option("how far below 1 a ratio is learned from", group="method", above=0, default=0.2)
-    epsilon_high: float | None = option("how far above 1 a ratio is learned from", group="method", above=0, default=None,
-                                        default_text="as --epsilon")
-    normalise: Literal["token", "sequence", "constant"] = option("what counts alike: tokens, completions, or tokens over completions × "
-                                                                 "--max-new (Dr. GRPO)", group="method", default="token")
-    scale: Literal["group", "batch", "none"] = option("advantages in standard deviations of the group, of the batch, or plain",
-                                                      group="method", default="group")
-    kl: Literal["none", "k1", "k2", "k3", "shift"] = option("distance to the reference: an estimator in the loss, or a shift of the "
-                                                            "advantages", group="method", default="k3")
-    kl_weight: float = option("weight of that distance", group="method", least=0, default=0.01)
+    epsilon_high: float | None = option("how far above 1 a ratio is learned from; with cispo the cap on the ratio itself, such as 5",
+                                        group="method", above=0, default=None, default_text="as --epsilon; with cispo 1 + epsilon")
+    loss_type: Literal["grpo", "dapo", "dr_grpo", "cispo"] = option(
+        "what counts alike: completions (grpo), tokens (dapo), or tokens over completions × --max-completion-length (dr_grpo); cispo is as "
+        "dapo, and its ratios are capped and not learned from", group="method", default="dapo")
+    scale_rewards: Literal["group", "batch", "none"] = option("advantages in standard deviations of the group, of the batch, or plain",
+                                                              group="method", default="group")
+    beta: float = option("weight of the KL to the reference; 0: no reference", group="method", least=0, default=0.01)
+    kl_estimator: Literal["k1", "k2", "k3", "shift"] = option("how that KL is measured: an estimator in the loss, or a shift of the "
+                                                              "advantages", group="method", default="k3")
     kl_window: int = option("the reference trails by so many steps, from checkpoint to checkpoint; 0: it stays at the fork",
                             group="method", default=0)
     entropy_weight: float = option("weight of a bonus for entropy", group="method", default=0.0)
     entropy_decay: float = option("the bonus is this many times the one of the step before", group="method", least=0, default=1.0)
-    inner: int = option("updates on each rollout", group="method", default=1)
-    micro: int = option("completions that go through the model at a time; changes nothing but memory", group="memory", default=32)
+    num_iterations: int = option("updates on each rollout", group="method", default=1)
+    micro_batch_size: int = option("completions that go through the model at a time; changes nothing but memory", group="memory",
+                                   default=32)
     refill: int = option("draw other prompts up to so many times where all of a group get the same reward; 0: never", group="generation",
                          default=0)
-    overlong: int = option("take up to 1 off the reward over the last so many tokens before --max-new; 0: nothing", group="rewards",
-                           default=0)
-    mask_truncated: bool = option("learn nothing from completions that hit --max-new", group="method", default=False)
+    overlong_buffer: int = option("take up to 1 off the reward over the last so many tokens before --max-completion-length; 0: nothing",
+                                  group="rewards",
+                                  default=0)
+    mask_truncated_completions: bool = option("learn nothing from completions that hit --max-completion-length", group="method",
+                                              default=False)
 
-    lr: float | None = option("peak learning rate", group="optimizer", above=0, default=None, default_text=str(POLICY_RATES))
-    schedule: Literal["wsd", "cosine"] = option("learning rate after the warm-up: flat and down at the end (wsd), or a cosine down to a "
-                                                "tenth", group="optimizer", default="wsd")
-    warmup: int = option("steps in which the learning rate rises", group="optimizer", least=0, default=5)
-    decay: float = option("share of the run over which wsd goes down", group="optimizer", least=0, most=1, default=0.1)
-    checkpoint_every: int = option("steps between checkpoints, the first after step 1; 0: only the first and the last",
-                                   group="checkpoints", least=0, default=20)
-    eval_every: int = option("steps between evaluations on held-out prompts, each with a checkpoint; 0: as --checkpoint-every",
+    learning_rate: float | None = option("peak learning rate", group="optimizer", above=0, default=None, default_text=str(POLICY_RATES))
+    lr_scheduler_type: Literal["wsd", "cosine"] = option("learning rate after the warm-up: flat and down at the end (wsd), or a cosine "
+                                                         "down to a tenth", group="optimizer", default="wsd")
+    warmup_steps: int = option("steps in which the learning rate rises", group="optimizer", least=0, default=5)
+    decay_ratio: float = option("share of the run over which wsd goes down", group="optimizer", least=0, most=1, default=0.1)
+    save_steps: int = option("steps between checkpoints, the first after step 1; 0: only the first and the last",
+                             group="checkpoints", least=0, default=20)
+    eval_steps: int = option("steps between evaluations on held-out prompts, each with a checkpoint; 0: as --save-steps",
                              group="evaluation", least=0, default=0)
-    eval_samples: int = option("completions of each held-out prompt, at --temperature; 0: one, greedy", group="evaluation", default=0)
-    look_prompts: int = option("held-out prompts that an evaluation scores; what is handed over is scored on all", group="evaluation",
+    num_generations_eval: int = option("completions of each held-out prompt, at --temperature; 0: one, greedy", group="evaluation",
+                                       default=0)
+    eval_prompts: int = option("held-out prompts that an evaluation scores; what is handed over is scored on all", group="evaluation",
                                least=2, default=128)
     samples: int = option("completions of each rollout that are kept in RUN/samples.jsonl", group="checkpoints", default=8)
     reward_errors: float = option("share of completions whose reward may fail before the run stops", group="rewards", least=0, most=1,
@@ -82,3 +90,8 @@ class Grpo(Trained):
     reward_seconds: float = option("the most seconds that scoring one completion may take", group="rewards", above=0, default=30.0)
     sampler_device: str | None = option("where to sample, as in cuda:1", group="run", metavar="DEVICE", default=None,
                                         default_text="where the trainer is, on its own weights")
+
+    @property
+    def normalisation(self) -> Literal["token", "sequence", "constant"]:
+        """How tokens are weighed: every completion alike, every token alike, or every token over a constant."""
+        return NORMALISATIONS[self.loss_type]

@@ -25,7 +25,7 @@ from assay.store.ledger import Event
 from assay.store.saving import Ancestor, Lineage, model_contents
 from assay.verdict import Outcome, Verdict, proven, refuted
 
-HeldOutScore = Callable[[Transformer], HeldOut]
+ScoreHeldOut = Callable[[Transformer], HeldOut]
 SAME_SCORE = 1e-4  # bits per byte, or nats per token: what fp32 sums in another order may differ by
 SAME_LOSS = {torch.float32: 1e-4, torch.bfloat16: 1e-2}  # a document's loss, compiled or not, relative to the mean
 
@@ -39,7 +39,7 @@ class HandedOver(NamedTuple):
     verdicts: list[Verdict]
 
 
-def hand_over(run: Run, evaluator: HeldOutEvaluator, score_all: HeldOutScore) -> HandedOver:
+def hand_over(run: Run, evaluator: HeldOutEvaluator, score_all: ScoreHeldOut) -> HandedOver:
     """`RUN/model` is the best checkpoint as a plain Hugging Face folder, proven; `score_all` scores it, and that is the run's score.
 
     Of an adapter, `RUN/adapter` is the adapter as a PEFT folder, and `RUN/model` the two merged.
@@ -127,7 +127,7 @@ def _as_stored(where: Path, artifact: Artifact) -> dict[str, Tensor]:
     return artifact.raw.tensors if locate_artifact(where).adapter else merged_tensors(artifact, torch.float32)
 
 
-def rescore(artifact: Artifact, score_all: HeldOutScore, device: str | None = None) -> HeldOut:
+def rescore(artifact: Artifact, score_all: ScoreHeldOut, device: str | None = None) -> HeldOut:
     """The score of the bytes on disk, not of any model in memory."""
     return score_all(build_model(artifact).to(device or default_device()))
 

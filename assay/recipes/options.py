@@ -49,11 +49,11 @@ class Pretrain:
     tokens: int | None = option("stop after this many training tokens", group="budget", least=1, default=None, default_text="no limit")
     max_bytes: int | None = option("also write an artifact of at most this many bytes: quantised, compressed and scored again",
                                    group="checkpoints", least=1, default=None, default_text="none is written")
-    epochs: int = option("how often the corpus may be read, reshuffled each time", group="budget", least=1, default=1)
-    length: int = option("tokens in a row", group="data", default=1024)
+    num_train_epochs: int = option("how often the corpus may be read, reshuffled each time", group="budget", least=1, default=1)
+    max_length: int = option("tokens in a row", group="data", default=1024)
     batch_tokens: int = option("tokens in a step", group="optimizer", default=32768)
-    micro_tokens: int = option("tokens that go through the model at a time; changes nothing but memory", group="memory", least=1,
-                               default=65536)
+    micro_batch_tokens: int = option("tokens that go through the model at a time; changes nothing but memory", group="memory", least=1,
+                                     default=65536)
     shape: Literal["qwen3", "assay"] = option("architecture: qwen3 opens in transformers; assay has relu², a soft cap on the logits and no "
                                               "gate", group="model", default="qwen3")
     value_residual: bool = option("with --shape assay: every layer mixes the first layer's values into its own", group="model",
@@ -61,28 +61,31 @@ class Pretrain:
     attention_gate: bool = option("with --shape assay: a sigmoid of the layer's input weighs each head's output", group="model",
                                   default=False)
     optimizer: Literal["muon", "adamw"] = option("optimizer of the matrices", group="optimizer", default="muon")
-    lr: float | None = option("peak learning rate of the matrices", group="optimizer", above=0, default=None,
-                              default_text=_by_optimizer("learning_rate"))
-    lr_embed: float = option("peak learning rate of embedding and head with muon", group="optimizer", above=0, default=0.01)
+    learning_rate: float | None = option("peak learning rate of the matrices", group="optimizer", above=0, default=None,
+                                         default_text=_by_optimizer("learning_rate"))
+    embedding_learning_rate: float = option("peak learning rate of embedding and head with muon", group="optimizer", above=0, default=0.01)
     weight_decay: float | None = option("weight decay of the matrices", group="optimizer", least=0, default=None,
                                         default_text=_by_optimizer("weight_decay"))
-    schedule: Literal["wsd", "cosine"] = option("learning rate after the warm-up: flat and down at the end (wsd), or a cosine",
-                                                group="optimizer", default="wsd")
-    warmup: int = option("steps in which the learning rate rises", group="optimizer", least=0, default=40)
-    decay: float = option("share of the run over which wsd goes down", group="optimizer", least=0, most=1, default=0.5)
-    clip: float = option("gradients are scaled down to this norm", group="optimizer", above=0, default=1.0)
-    recompute: bool = option("compute activations again on the way back instead of keeping them: less memory, a third more time",
-                             group="memory", default=False)
+    lr_scheduler_type: Literal["wsd", "cosine"] = option("learning rate after the warm-up: flat and down at the end (wsd), or a cosine",
+                                                         group="optimizer", default="wsd")
+    warmup_steps: int = option("steps in which the learning rate rises", group="optimizer", least=0, default=40)
+    decay_ratio: float = option("share of the run over which wsd goes down", group="optimizer", least=0, most=1, default=0.5)
+    max_grad_norm: float = option("gradients are scaled down to this norm", group="optimizer", above=0, default=1.0)
+    gradient_checkpointing: bool = option("compute activations again on the way back instead of keeping them: less memory, a third more "
+                                          "time",
+                                          group="memory", default=False)
     ema: float = option("decay of a moving average of the weights, which is scored and handed over; 0: none", group="optimizer", least=0,
                         below=1, default=0.0)
-    every: int = option("steps between checkpoints, each with an evaluation on held-out text; the first comes after step 1",
-                        group="checkpoints", least=1, default=500)
-    look_documents: int = option("held-out documents that an evaluation scores; the model that is handed over is scored on all",
+    save_steps: int = option("steps between checkpoints, each with an evaluation on held-out text; the first comes after step 1",
+                             group="checkpoints", least=1, default=500)
+    eval_documents: int = option("held-out documents that an evaluation scores; the model that is handed over is scored on all",
                                  group="evaluation", least=2, default=64)
-    patience: int = option("stop early once so many evaluations together improve the held-out loss by less than --worth; refused where "
-                           "noise hides that; 0: never", group="budget", least=0, default=0)
-    worth: float = option("with --patience: the improvement that is worth going on for, in the unit of the evaluations", group="budget",
-                          above=0, default=0.01)
+    early_stopping_patience: int = option("stop early once so many evaluations together improve the held-out loss by less than "
+                                          "--early-stopping-threshold; refused where noise hides that; 0: never", group="budget", least=0,
+                                          default=0)
+    early_stopping_threshold: float = option("with --early-stopping-patience: the improvement that is worth going on for, in the unit of "
+                                             "the evaluations", group="budget",
+                                             above=0, default=0.01)
     probe_samples: int = option("texts to each of eight prompts by which a proof may judge what a checkpoint says; where the first of each "
                                 "are clean, they are enough; 0: none", group="checkpoints", least=0, default=4)
     seed: int = option("seed of the weights and of the order of the data", group="run", default=0)
@@ -91,7 +94,8 @@ class Pretrain:
     def matrices(self) -> ByOptimizer:
         """Learning rate and weight decay of the matrices, as asked for or as the optimizer has them."""
         usual = MATRICES[self.optimizer]
-        return ByOptimizer(self.lr or usual.learning_rate, usual.weight_decay if self.weight_decay is None else self.weight_decay)
+        return ByOptimizer(self.learning_rate or usual.learning_rate,
+                           usual.weight_decay if self.weight_decay is None else self.weight_decay)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,36 +114,38 @@ class Trained:
     lora_r: int = option("rank of a LoRA adapter; 0: train the whole model", group="model", least=0, default=0)
     lora_alpha: float | None = option("LoRA alpha; the update is scaled by alpha/r", group="model", above=0, default=None,
                                       default_text="2·r")
-    rslora: bool = option("scale the update by alpha/√r instead", group="model", default=False)
-    lora_targets: tuple[str, ...] = option("layers to adapt, by the names that PEFT knows", group="model", metavar="NAME", default=(),
-                                           default_text="all linear layers of the blocks")
+    use_rslora: bool = option("scale the update by alpha/√r instead", group="model", default=False)
+    lora_target_modules: tuple[str, ...] = option("layers to adapt, by the names that PEFT knows", group="model", metavar="NAME",
+                                                  default=(),
+                                                  default_text="all linear layers of the blocks")
     new_tokens: tuple[str, ...] = option("texts that become single tokens, such as <think> </think> <answer> </answer>", group="model",
                                          metavar="TEXT", default=())
-    steps: int | None = option("stop after so many steps", group="budget", least=1, default=None, default_text="the epochs decide")
+    max_steps: int | None = option("stop after so many steps", group="budget", least=1, default=None, default_text="the epochs decide")
     minutes: float | None = option("stop after this much wall time, all sittings together", group="budget", above=0, default=None,
                                    default_text="no limit")
-    lr: float | None = option("peak learning rate", group="optimizer", above=0, default=None, default_text=str(TUNING_RATES))
+    learning_rate: float | None = option("peak learning rate", group="optimizer", above=0, default=None, default_text=str(TUNING_RATES))
     weight_decay: float = option("weight decay of the matrices", group="optimizer", least=0, default=0.0)
-    schedule: Literal["cosine", "wsd"] = option("learning rate after the warm-up: a cosine down to a tenth, or flat and down at the end "
-                                                "(wsd)", group="optimizer", default="cosine")
-    warmup: int = option("steps in which the learning rate rises", group="optimizer", least=0, default=10)
-    decay: float = option("share of the run over which wsd goes down", group="optimizer", least=0, most=1, default=0.5)
-    clip: float = option("gradients are scaled down to this norm", group="optimizer", above=0, default=1.0)
-    recompute: bool = option("compute activations again on the way back instead of keeping them: less memory, a third more time",
-                             group="memory", default=False)
-    checkpoint_every: int = option("steps between checkpoints, each with an evaluation; the first comes after step 1; 0: only the first "
-                                   "and the last", group="checkpoints", least=0, default=100)
-    checkpoint_minutes: float | None = option("also a checkpoint after so many minutes", group="checkpoints", above=0, default=None,
-                                              default_text="none")
+    lr_scheduler_type: Literal["cosine", "wsd"] = option("learning rate after the warm-up: a cosine down to a tenth, or flat and down at "
+                                                         "the end (wsd)", group="optimizer", default="cosine")
+    warmup_steps: int = option("steps in which the learning rate rises", group="optimizer", least=0, default=10)
+    decay_ratio: float = option("share of the run over which wsd goes down", group="optimizer", least=0, most=1, default=0.5)
+    max_grad_norm: float = option("gradients are scaled down to this norm", group="optimizer", above=0, default=1.0)
+    gradient_checkpointing: bool = option("compute activations again on the way back instead of keeping them: less memory, a third more "
+                                          "time",
+                                          group="memory", default=False)
+    save_steps: int = option("steps between checkpoints, each with an evaluation; the first comes after step 1; 0: only the first "
+                             "and the last", group="checkpoints", least=0, default=100)
+    save_minutes: float | None = option("also a checkpoint after so many minutes", group="checkpoints", above=0, default=None,
+                                        default_text="none")
     probe_samples: int = option("texts to each of eight prompts by which a proof may judge what a checkpoint says; where the first of each "
                                 "are clean, they are enough; 0: none", group="checkpoints", least=0, default=4)
-    insist: bool = option("allow --checkpoint-every 0 for a run of more than ten minutes", group="checkpoints", default=False)
+    insist: bool = option("allow --save-steps 0 for a run of more than ten minutes", group="checkpoints", default=False)
     seed: int = option("seed of the order of the data and of whatever is drawn", group="run", default=0)
     device: str | None = option("where to compute: cpu or cuda", group="run", default=None, default_text=DEVICE)
 
     def peak_rate(self, *, adapter: bool) -> float:
         """The peak learning rate: as asked for, or the default of the whole model or of an adapter."""
-        return self.lr or (self.RATES.adapter if adapter else self.RATES.whole)
+        return self.learning_rate or (self.RATES.adapter if adapter else self.RATES.whole)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,8 +154,8 @@ class Tuning(Trained):
 
     data: tuple[str, ...] = option("conversations: .jsonl(.gz), .parquet or .csv; several files are read one after the other", group="data",
                                    metavar="FILE")
-    length: int = option("tokens in a row", group="data", default=1024)
-    over: Literal["drop", "truncate", "error"] = option("what happens to conversations longer than a row", group="data", default="drop")
+    max_length: int = option("tokens in a row", group="data", default=1024)
+    too_long: Literal["drop", "truncate", "error"] = option("what happens to conversations longer than a row", group="data", default="drop")
     roles: tuple[str, ...] = option("whose turns are learned", group="data", metavar="ROLE", default=("assistant",))
     turns: Literal["together", "apart"] = option("one example of a conversation, or one of each learned turn (apart)", group="data",
                                                  default="together")
@@ -159,16 +165,18 @@ class Tuning(Trained):
                              least=0, below=1, default=0.05)
     held_out_data: str | None = option("score these conversations instead, and hold nothing else out", group="evaluation", metavar="FILE",
                                        default=None)
-    epochs: int = option("how often the conversations are read, reshuffled each time", group="budget", least=1, default=1)
+    num_train_epochs: int = option("how often the conversations are read, reshuffled each time", group="budget", least=1, default=1)
     batch_tokens: int = option("tokens in a step, padding included", group="optimizer", default=16384)
-    micro_tokens: int = option("tokens that go through the model at a time; changes nothing but memory", group="memory", least=1,
-                               default=16384)
-    look_examples: int = option("held-out conversations that an evaluation scores; the model that is handed over is scored on all",
+    micro_batch_tokens: int = option("tokens that go through the model at a time; changes nothing but memory", group="memory", least=1,
+                                     default=16384)
+    eval_examples: int = option("held-out conversations that an evaluation scores; the model that is handed over is scored on all",
                                 group="evaluation", least=2, default=256)
-    patience: int = option("stop early once so many evaluations together improve the held-out loss by less than --worth; refused where "
-                           "noise hides that; 0: never", group="budget", least=0, default=0)
-    worth: float = option("with --patience: the improvement that is worth going on for, in the unit of the evaluations", group="budget",
-                          above=0, default=0.01)
+    early_stopping_patience: int = option("stop early once so many evaluations together improve the held-out loss by less than "
+                                          "--early-stopping-threshold; refused where noise hides that; 0: never", group="budget", least=0,
+                                          default=0)
+    early_stopping_threshold: float = option("with --early-stopping-patience: the improvement that is worth going on for, in the unit of "
+                                             "the evaluations", group="budget",
+                                             above=0, default=0.01)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,8 +189,8 @@ class Distill(Tuning):
     """Teach a student what a teacher knows, by its logits or in its words. An interrupted run in --out goes on where it stopped."""
 
     model: str | None = option("the student: a checkpoint, Hugging Face folder, GGUF file or fetched name; this, --from or "
-                               "--student-layers is required", group="model", short="--student", default=None)
-    student_layers: int | None = option("instead of --student: so many of the teacher's layers, evenly spaced, the first and the last "
+                               "--student-layers is required", group="model", default=None)
+    student_layers: int | None = option("instead of --model: so many of the teacher's layers, evenly spaced, the first and the last "
                                         "among them", group="model", least=1, default=None)
     teacher: str | None = option("the teacher: as --model; may be left out where its logits are stored", group="model", metavar="MODEL",
                                  default=None)
@@ -198,7 +206,9 @@ class Distill(Tuning):
     beta: float = option("with --divergence jsd: the teacher's share in the mixture", group="method", least=0, most=1, default=0.5)
     teacher_logits: str | None = option("with --how stored: their folder, made on first use", group="method", metavar="FOLDER",
                                         default=None, default_text="RUN/teacher-logits")
-    top_k: int = option("with --how stored: the likeliest tokens that are stored at each position", group="method", least=1, default=64)
-    max_new: int = option("with --how text: the most tokens that the teacher writes to a prompt", group="method", least=1, default=256)
+    teacher_top_k: int = option("with --how stored: the likeliest tokens that are stored at each position", group="method", least=1,
+                                default=64)
+    max_new_tokens: int = option("with --how text: the most tokens that the teacher writes to a prompt", group="method", least=1,
+                                 default=256)
     sample_temperature: float = option("with --how text: temperature of the teacher's sampling; 0: greedy", group="method", least=0,
                                        default=0.0)

@@ -80,12 +80,13 @@ def pretrain(config: Pretrain, say: Callable[[str], None] = print_line) -> RunOu
     corpus = open_corpus(Path(config.corpus))
     assert_disjoint(corpus)
     plan = derived(config, corpus)
-    data = CorpusData(corpus, Order(corpus, config.seed, plan.rows, config.length, config.epochs))
+    data = CorpusData(corpus, Order(corpus, config.seed, plan.rows, config.max_length, config.num_train_epochs))
     data.order.require(plan.steps or 1)  # refused before anything is made, where the data does not suffice
-    schedule = Schedule(Budget(plan.steps, config.minutes, config.schedule, config.warmup, config.decay))
-    rule = stopping_rule(config.patience, config.worth, schedule=config.schedule, steps=plan.steps, every=config.every)
+    schedule = Schedule(Budget(plan.steps, config.minutes, config.lr_scheduler_type, config.warmup_steps, config.decay_ratio))
+    rule = stopping_rule(config.early_stopping_patience, config.early_stopping_threshold, schedule=config.lr_scheduler_type,
+                         steps=plan.steps, every=config.save_steps)
     tokenizer = Tokenizer.from_folder(Path(config.corpus))
-    model = place_for_training(initialised(plan.model, config.seed), plan.device, recompute=config.recompute)
+    model = place_for_training(initialised(plan.model, config.seed), plan.device, recompute=config.gradient_checkpointing)
     for line in describe_pretraining(config, plan, corpus, parameter_count(model)):
         say(line)
     if config.max_bytes is not None:
@@ -96,11 +97,12 @@ def pretrain(config: Pretrain, say: Callable[[str], None] = print_line) -> RunOu
 
     with open_run(config, say, plan.device) as run:
         weights = whole_model(model, tokenizer, averaged=ema is not None)
-        trainer = Trainer(run, weights, optimizer, next_token, schedule, micro=plan.micro, clip=config.clip, order=data.order, ema=ema,
-                          saves=SavePlan(config.every, data.order.steps), vocab=plan.model.vocab)
-        some = partial(score_corpus, corpus=corpus, rows=plan.micro, length=config.length, count=config.look_documents)
+        trainer = Trainer(run, weights, optimizer, next_token, schedule, micro=plan.micro, clip=config.max_grad_norm, order=data.order,
+                          ema=ema,
+                          saves=SavePlan(config.save_steps, data.order.steps), vocab=plan.model.vocab)
+        some = partial(score_corpus, corpus=corpus, rows=plan.micro, length=config.max_length, count=config.eval_documents)
         evaluator = HeldOutEvaluator(run, some, device=plan.device, repeats_from=data.order.windows // plan.rows)
-        early = EarlyStopping(run, evaluator.history, rule, config.every)
+        early = EarlyStopping(run, evaluator.history, rule, config.save_steps)
 
         def save(*, evaluate: bool) -> None:
             """What is saved is what was evaluated. What moved and what did not is accounted for first."""
@@ -136,13 +138,13 @@ def pretrain(config: Pretrain, say: Callable[[str], None] = print_line) -> RunOu
         if run.interrupted is not None:
             return RunOutcome(run.folder, interrupted=run.interrupted)
 
-        everything = partial(score_corpus, corpus=corpus, rows=plan.micro, length=config.length, context=config.length // 2)
+        everything = partial(score_corpus, corpus=corpus, rows=plan.micro, length=config.max_length, context=config.max_length // 2)
         handed = hand_over(run, evaluator, everything)
         write_down(run, handed)
         verdicts = handed.verdicts
         if config.max_bytes is not None:
             verdicts = verdicts + write_squeezed(run, run.folder / "model", handed.recorded, corpus, rows=plan.micro,
-                                                 length=config.length, max_bytes=config.max_bytes)
+                                                 length=config.max_length, max_bytes=config.max_bytes)
         return RunOutcome(run.folder, verdicts, model=run.folder / "model", results={"held_out": handed.recorded.estimate})
 
 
@@ -164,19 +166,19 @@ def whole_model(model: Transformer, tokenizer: Tokenizer, *, averaged: bool) -> 
 def derived(config: Pretrain, corpus: Corpus) -> _Plan:
     if (config.minutes is None) == (config.tokens is None):
         raise UsageError("give one budget: --minutes or --tokens")
-    if config.depth < 1 or config.length < 8 or config.batch_tokens < config.length:
-        raise UsageError(f"depth {config.depth}, length {config.length}, batch_tokens {config.batch_tokens}: expected a depth of "
+    if config.depth < 1 or config.max_length < 8 or config.batch_tokens < config.max_length:
+        raise UsageError(f"depth {config.depth}, length {config.max_length}, batch_tokens {config.batch_tokens}: expected a depth of "
                          "at least 1, a length of at least 8 and a batch of at least one row")
-    rows = config.batch_tokens // config.length
-    steps = None if config.tokens is None else max(1, math.ceil(config.tokens / (rows * config.length)))
+    rows = config.batch_tokens // config.max_length
+    steps = None if config.tokens is None else max(1, math.ceil(config.tokens / (rows * config.max_length)))
     vocab = math.ceil(Tokenizer.from_folder(Path(config.corpus)).size / 64) * 64  # rows beyond the tokenizer's are never used
-    micro = max(1, min(rows, config.micro_tokens // config.length))
+    micro = max(1, min(rows, config.micro_batch_tokens // config.max_length))
     return _Plan(shape(config, config.depth, vocab), rows, micro, steps, config.matrices().learning_rate, config.device or default_device())
 
 
 def shape(config: Pretrain, depth: int, vocab: int) -> ModelConfig:
     """width = 64 · depth, heads of 64, eight thirds of the width in a gated MLP, four times in a plain one."""
-    style, length = config.shape, config.length
+    style, length = config.shape, config.max_length
     if style != "assay" and (config.value_residual or config.attention_gate):
         raise UsageError(f"--shape {style} opens in transformers, which has neither --value-residual nor --attention-gate; "
                          "add --shape assay, or leave them out")
@@ -199,7 +201,7 @@ def optimizer_for(config: Pretrain, plan: _Plan, model: Transformer) -> torch.op
         slices[f"blocks.{layer}.attn.qkv.weight"] = qkv_rows(plan.model)
         if plan.model.gated:
             slices[f"blocks.{layer}.mlp.up.weight"] = (plan.model.hidden, plan.model.hidden)
-    return muon(named, lr_matrix=plan.lr, lr_embed=config.lr_embed, lr_scalar=config.lr_embed, slices=slices,
+    return muon(named, lr_matrix=plan.lr, lr_embed=config.embedding_learning_rate, lr_scalar=config.embedding_learning_rate, slices=slices,
                 weight_decay=decay)
 
 
@@ -209,9 +211,9 @@ def describe_pretraining(config: Pretrain, plan: _Plan, corpus: Corpus, paramete
     end = f"{plan.steps:,} steps" if plan.steps else f"{config.minutes:g} minutes"
     lines = [f"{m.family}: {m.depth} layers of width {m.width}, {m.heads} heads, MLP {m.hidden}, vocabulary {m.vocab}: "
              f"{parameters:,} parameters",
-             f"{config.optimizer} at {plan.lr:g}, {plan.rows} × {config.length} tokens a step, {end}, on {plan.device}",
+             f"{config.optimizer} at {plan.lr:g}, {plan.rows} × {config.max_length} tokens a step, {end}, on {plan.device}",
              f"corpus {corpus.digest[:12]}: {corpus.train.tokens:,} training tokens, {corpus.held_out.documents} held-out documents"]
     if plan.steps:
-        cost = token_budget(corpus, parameters, plan.steps * plan.rows * config.length)
+        cost = token_budget(corpus, parameters, plan.steps * plan.rows * config.max_length)
         lines += [str(cost)]
     return lines

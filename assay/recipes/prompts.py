@@ -91,7 +91,7 @@ class PromptOrder:
     def drawn(self, rollout: int) -> list[Prompt]:
         if rollout >= self.rollouts:
             raise DataError(f"rollout {rollout} needs {(rollout + 1) * self.places:,} prompts; {len(self.prompts):,} read {self.epochs} "
-                            f"times give {self.rollouts:,} rollouts. Give more prompts, fewer steps, or --epochs "
+                            f"times give {self.rollouts:,} rollouts. Give more prompts, fewer steps, or --num-train-epochs "
                             f"{-(-(rollout + 1) * self.places // len(self.prompts))}")
         size, found = len(self.prompts), []
         for place in range(rollout * self.places, (rollout + 1) * self.places):
@@ -173,14 +173,15 @@ def split_prompts(config: Grpo, start: StartingModel) -> PromptData:
 
     said = [prompt for file in config.data for prompt in read(file)]
     kept, apart = (said, read(config.held_out_data)) if config.held_out_data else hold_out(said, config.held_out, config.seed)
-    room = start.model.config.max_length - config.max_new
-    longest = min(room, config.max_prompt or room)
+    room = start.model.config.max_length - config.max_completion_length
+    longest = min(room, config.max_prompt_length or room)
     train, held_out = ([prompt for prompt in some if len(prompt.ids) <= longest] for some in (kept, apart))
     if len(held_out) < 2:
         raise UsageError(f"{len(held_out)} prompts are held out, so nothing could be said about the result: raise --held-out, or give "
                          "--held-out-data")
-    order = PromptOrder(train, config.seed, config.prompts, config.epochs)
-    return PromptData(train, held_out, len(kept) + len(apart) - len(train) - len(held_out), order, config.inner, start.tokenizer.digest)
+    order = PromptOrder(train, config.seed, config.prompts, config.num_train_epochs)
+    return PromptData(train, held_out, len(kept) + len(apart) - len(train) - len(held_out), order, config.num_iterations,
+                      start.tokenizer.digest)
 
 
 def check_apart(train: Sequence[Prompt], held_out: Sequence[Prompt]) -> Verdict:

@@ -94,7 +94,7 @@ class RolloutCollector:
     def __init__(self, config: Grpo, prompts: PromptData, sampler: Sampler, rewards: Rewards, run: Run, asked: Surrogate, layout: Layout):
         self.config, self.order, self.sampler, self.rewards = config, prompts.order, sampler, rewards
         self.run, self.asked, self.layout, self.model = run, asked, layout, sampler.model
-        self.sampling = Sampling(max_new=config.max_new, temperature=config.temperature, seed=config.seed)
+        self.sampling = Sampling(max_new=config.max_completion_length, temperature=config.temperature, seed=config.seed)
         self.file = run.folder / "samples.jsonl"
         self.waiting: list[str] = []
         self._score = quickest_score(self.model, layout)
@@ -109,7 +109,8 @@ class RolloutCollector:
         updates = step if reference is not None and self.sampler.fingerprint != reference.fingerprint else 0
         groups, everything = self._groups(step)
         advantages = self._advantages(groups)
-        counted_N = counted_completions(groups, advantages, mask_truncated=self.config.mask_truncated, cap=self.config.max_new)
+        counted_N = counted_completions(groups, advantages, mask_truncated=self.config.mask_truncated_completions,
+                                        cap=self.config.max_completion_length)
         rows = self._rows(groups, advantages, counted_N, reference)
         return Rollout(step, updates, groups, everything, advantages, counted_N, rows, self.layout.packed(rows).batch)
 
@@ -120,7 +121,7 @@ class RolloutCollector:
 
     def _groups(self, step: int) -> tuple[list[Group], list[Group]]:
         """What is learned from, and all that was drawn: places whose group taught nothing get other prompts, up to the limit."""
-        rollout = step // self.config.inner
+        rollout = step // self.config.num_iterations
         groups = self._complete(step, self._prompts(rollout))
         everything, tried, spare = list(groups), [1] * len(groups), self.order.spare(rollout)
         while self.config.refill:
@@ -145,12 +146,12 @@ class RolloutCollector:
         return due + [prompt for prompt in self.order.prompts if prompt.id in again]
 
     def _complete(self, step: int, prompts: Sequence[Prompt]) -> list[Group]:
-        completions = self.sampler.draw(prompts, self.sampling, address(step), self.config.group)
+        completions = self.sampler.draw(prompts, self.sampling, address(step), self.config.num_generations)
         groups, judge = score_by_rules(self.rewards.workers, prompts, completions), self.rewards.judge
         if judge is not None:
             groups, unjudged = judge.join_scores(str(step), groups)
             self._wait_for(step, unjudged)
-        groups = penalise_overlong(groups, cap=self.config.max_new, overlong=self.config.overlong)
+        groups = penalise_overlong(groups, cap=self.config.max_completion_length, overlong=self.config.overlong_buffer)
         self.rewards.stop_at_limit([scored for group in groups for scored in group.scored])
         return groups
 
@@ -164,20 +165,20 @@ class RolloutCollector:
             self.run.log(Event.UNJUDGED, step=step, groups=plain(unjudged), cost=asdict(self.rewards.judge.sitting.cost))
 
     def _advantages(self, groups: Sequence[Group]) -> Advantages:
-        return group_advantages([group.rewards for group in groups], scale=self.config.scale)
+        return group_advantages([group.rewards for group in groups], scale=self.config.scale_rewards)
 
     def _rows(self, groups: Sequence[Group], advantages: Advantages, counted_N: Sequence[bool], reference: Reference | None) -> Batch:
-        batch = batch_of(completions_of(groups), advantages.values_PG.flatten().tolist(), counted_N, self.config.normalise,
-                         cap=self.config.max_new)
+        batch = batch_of(completions_of(groups), advantages.values_PG.flatten().tolist(), counted_N, self.config.normalisation,
+                         cap=self.config.max_completion_length)
         if reference is None:
             return batch
         of_reference = reference.logprobs(batch, self.asked.temperature, entropy=self.asked.wants_entropy)
         batch = replace(batch, reference=of_reference)
-        if self.config.kl != "shift":
+        if self.config.kl_estimator != "shift":
             return batch
         assert batch.behaviour is not None
         assert batch.advantage is not None
-        return replace(batch, advantage=batch.advantage + kl_shift(batch.behaviour, of_reference, batch.weight, self.config.kl_weight))
+        return replace(batch, advantage=batch.advantage + kl_shift(batch.behaviour, of_reference, batch.weight, self.config.beta))
 
     # ---------------------------------------------------------------- what is said of it
 
@@ -187,12 +188,12 @@ class RolloutCollector:
         versions = [completion.version for group in rollout.everything for completion in group.completions]
         return [check_version(versions, version_name(rollout.step, fingerprint(self.model))),
                 check_sampled_ids(rollout.batch, [prompt.ids for prompt, _ in drawn], [completion.ids for _, completion in drawn],
-                          stop_ids=self.sampler.engine.stop_ids, cap=config.max_new),
+                          stop_ids=self.sampler.engine.stop_ids, cap=config.max_completion_length),
                 self._check_identity(drawn, rollout.rows, floor),
                 check_independence([group.completions for group in rollout.everything]),
-                check_advantages([group.rewards for group in rollout.groups], rollout.advantages, config.scale),
+                check_advantages([group.rewards for group in rollout.groups], rollout.advantages, config.scale_rewards),
                 check_counted(rollout.counted_N, rollout.advantages.known_PG.flatten().tolist(),
-                              [completion.ended for _, completion in drawn], mask_truncated=config.mask_truncated),
+                              [completion.ended for _, completion in drawn], mask_truncated=config.mask_truncated_completions),
                 *(self.rewards.judge.verdicts if self.rewards.judge is not None else ())]
 
     def _check_identity(self, drawn: Drawn, batch: Batch, floor: LogprobFloor) -> Verdict:
@@ -229,12 +230,12 @@ class RolloutCollector:
     @torch.no_grad()
     def draw_for_preflight(self, step: int) -> tuple[Batch, Drawn]:
         """A rollout that is not learned from, each completion with an advantage of its own so that every tensor gets a gradient."""
-        prompts = self.order.drawn(min(step // self.config.inner, self.order.rollouts - 1))
+        prompts = self.order.drawn(min(step // self.config.num_iterations, self.order.rollouts - 1))
         self.sampler.load(step)
-        completions = self.sampler.draw(prompts, self.sampling, ("rehearsal",), self.config.group)
+        completions = self.sampler.draw(prompts, self.sampling, ("rehearsal",), self.config.num_generations)
         drawn = [(prompt, completion) for prompt, group in zip(prompts, completions, strict=True) for completion in group]
         values = [(1 + 0.1 * (row % 10)) * (-1) ** row for row in range(len(drawn))]
-        batch = batch_of(drawn, values, [True] * len(drawn), self.config.normalise, cap=self.config.max_new)
+        batch = batch_of(drawn, values, [True] * len(drawn), self.config.normalisation, cap=self.config.max_completion_length)
         return replace(batch, reference=batch.behaviour), drawn
 
 
@@ -251,7 +252,7 @@ def counted_completions(groups: Sequence[Group], advantages: Advantages, *, mask
     if not any(found):
         raise GuardStop(f"of {len(found)} completions {int((~advantages.known_PG).sum())} have no known reward and "
                         f"{ended.count('length')} hit the cap of {cap} tokens: nothing is left to learn from; mend the reward, raise "
-                        "--max-new, or leave --mask-truncated out")
+                        "--max-completion-length, or leave --mask-truncated-completions out")
     return found
 
 

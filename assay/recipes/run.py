@@ -336,7 +336,7 @@ def _settle_config(path: Path, config: Any) -> bool:
     if not isinstance(earlier, dict) or earlier.keys() - values.keys():
         raise UsageError(f"{path}: these are not the options of a run, so it cannot be gone on with; give another --out")
     # How long to go on, and where, may change between sittings; what is learned, and from what, may not.
-    free = {"minutes", "tokens", "device", "out", "json", "resume", "probe_samples", "patience", "worth"}
+    free = {"minutes", "tokens", "device", "out", "json", "resume", "probe_samples", "early_stopping_patience", "early_stopping_threshold"}
     earlier = plain({each.name: each.default for each in dataclasses.fields(config) if each.default is not dataclasses.MISSING}) | earlier
     changed = [name for name in values if name not in free and earlier.get(name) != values[name]]
     if changed:

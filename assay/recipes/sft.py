@@ -37,15 +37,16 @@ def sft(config: Sft, say: Callable[[str], None] = print_line) -> RunOutcome:
     device = config.device or default_device()
     start = load_start(config, device, say)
     data = load_conversations(config, start)
-    schedule, every, micro = tuning_schedule(config, data), config.checkpoint_every or NEVER, micro_rows(config, data)
-    rule = stopping_rule(config.patience, config.worth, schedule=config.schedule, steps=data.steps, every=every)
+    schedule, every, micro = tuning_schedule(config, data), config.save_steps or NEVER, micro_rows(config, data)
+    rule = stopping_rule(config.early_stopping_patience, config.early_stopping_threshold, schedule=config.lr_scheduler_type,
+                         steps=data.steps, every=every)
     optimizer = tuning_optimizer(config, start)
     for line in describe_tuning(config, start, data, optimizer.param_groups[0]["lr"], device):
         say(line)
     with open_run(config, say, device) as run:
-        trainer = Trainer(run, start.weights, optimizer, next_token, schedule, micro=micro, clip=config.clip, order=data.order,
-                          saves=SavePlan(every, data.last_step, config.checkpoint_minutes), steps_before=start.steps_before)
-        watched = data.held_out_batches(micro, config.look_examples)
+        trainer = Trainer(run, start.weights, optimizer, next_token, schedule, micro=micro, clip=config.max_grad_norm, order=data.order,
+                          saves=SavePlan(every, data.last_step, config.save_minutes), steps_before=start.steps_before)
+        watched = data.held_out_batches(micro, config.eval_examples)
         evaluator = HeldOutEvaluator(run, partial(score_examples, batches=watched, rows=micro), device=device,
                                      repeats_from=data.repeats_from)
         early = EarlyStopping(run, evaluator.history, rule, every)
@@ -97,12 +98,12 @@ def sft(config: Sft, say: Callable[[str], None] = print_line) -> RunOutcome:
 
 
 def tuning_schedule(config: Tuning, data: Conversations) -> Schedule:
-    warmup = min(config.warmup, data.steps // 4) if data.steps else config.warmup
-    return Schedule(Budget(data.steps, config.minutes, config.schedule, warmup, config.decay))
+    warmup = min(config.warmup_steps, data.steps // 4) if data.steps else config.warmup_steps
+    return Schedule(Budget(data.steps, config.minutes, config.lr_scheduler_type, warmup, config.decay_ratio))
 
 
 def micro_rows(config: Tuning, data: Conversations) -> int:
-    return max(1, min(data.order.rows, config.micro_tokens // config.length))
+    return max(1, min(data.order.rows, config.micro_batch_tokens // config.max_length))
 
 
 def tuning_optimizer(config: Tuning, start: StartingModel) -> torch.optim.Optimizer:

@@ -148,7 +148,7 @@ def load_start(config: Trained, device: str, say: Callable[[str], None]) -> Star
     if tokenizer is None:
         raise UsageError(f"{parent.path} has no tokenizer, so no conversation can be written for it; add tokenizer.json")
     weights = trainable(config, parent, tokenizer)
-    place_for_training(weights.model, device, recompute=config.recompute)
+    place_for_training(weights.model, device, recompute=config.gradient_checkpointing)
     weights.model.train()
     carried, steps = carried_state(config)
     return StartingModel(parent, weights.model, weights, tokenizer, carried, steps)
@@ -223,23 +223,23 @@ def trainable(config: Trained, parent: Artifact, tokenizer: Tokenizer) -> Traine
     same, moved = Lineage("same", ancestor), Lineage("moved", ancestor)
     if parent.patch is not None and parent.base is not None and parent.adapter is not None:
         rank = next(iter(parent.patch.low_rank.values()))[0].right.shape[0]
-        if config.lora_r not in (0, rank) or config.lora_targets or config.lora_alpha or parent.patch.replaced:
+        if config.lora_r not in (0, rank) or config.lora_target_modules or config.lora_alpha or parent.patch.replaced:
             raise UsageError(f"{parent.path} is an adapter of rank {rank}, which is trained on as it is: leave the --lora options out; "
                              "for another adapter merge it first")
         base = Ancestor(parent.base.digest, str(parent.base.path.resolve()))
         words = f"going on with the adapter of {parent.path}: rank {rank}, {len(parent.patch.low_rank)} matrices"
         return AdapterModel(model, base, tokenizer, parent.adapter.rslora, Ancestry(same, moved), words)
     if not config.lora_r:
-        if config.lora_targets or config.lora_alpha or config.rslora:
-            raise UsageError("--lora-alpha, --lora-targets and --rslora are for adapters; give --lora-r too")
+        if config.lora_target_modules or config.lora_alpha or config.use_rslora:
+            raise UsageError("--lora-alpha, --lora-target-modules and --use-rslora are for adapters; give --lora-r too")
         largest = max(float(tensor.abs().max()) for tensor in parent.tensors.values())
         return WholeModel(model.requires_grad_(True), tokenizer, parent.stops, Ancestry(same, moved, largest))
     alpha = config.lora_alpha or 2 * config.lora_r
-    scale = alpha / (config.lora_r**0.5 if config.rslora else config.lora_r)
-    planned = plan(parent.config, config.lora_targets or None)
+    scale = alpha / (config.lora_r**0.5 if config.use_rslora else config.lora_r)
+    planned = plan(parent.config, config.lora_target_modules or None)
     attach(model, fresh(parent.config, planned, config.lora_r, scale, config.seed, parent.digest))
     # A fresh adapter changes nothing yet, and there is no adapter that came before it.
-    weights = AdapterModel(model, ancestor, tokenizer, config.rslora, Ancestry(Lineage("new"), moved),
+    weights = AdapterModel(model, ancestor, tokenizer, config.use_rslora, Ancestry(Lineage("new"), moved),
                            _plan_in_words(planned, config.lora_r, alpha, scale))
     stop_if_refuted([check_adapted(planned, weights.patch())])
     return weights

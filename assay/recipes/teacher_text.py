@@ -49,7 +49,7 @@ def write_teacher_text(config: Distill, teacher: Artifact, student: Tokenizer, d
     if teacher.tokenizer is None:
         raise UsageError(f"{teacher.path} has no tokenizer, so it can neither be asked nor answer; add tokenizer.json")
     learned, held_out = prompts_of(config)
-    sampling = Sampling(config.max_new, config.sample_temperature, seed=config.seed)
+    sampling = Sampling(config.max_new_tokens, config.sample_temperature, seed=config.seed)
     files = Path(config.out) / "teacher.jsonl", Path(config.out) / "teacher-held-out.jsonl"
     for file, prompts in zip(files, (learned, held_out), strict=True):
         asked = hashlib.sha256("\n".join([teacher.digest, repr(sampling), *(p.content for p in prompts)]).encode()).hexdigest()
@@ -59,8 +59,8 @@ def write_teacher_text(config: Distill, teacher: Artifact, student: Tokenizer, d
         elif prompts:
             rows, left_out = sample_answers(prompts, teacher, teacher.tokenizer, student, sampling, device)
             if not rows:
-                raise DataError(f"none of {len(prompts)} answers of the teacher can be learned: {in_words(left_out)}; raise --max-new, or "
-                                "look at the prompts")
+                raise DataError(f"none of {len(prompts)} answers of the teacher can be learned: {in_words(left_out)}; raise "
+                                "--max-new-tokens, or look at the prompts")
             write_once(file, "".join(json.dumps(row | {"asked": asked}) + "\n" for row in rows).encode())
             say(f"{file}: {len(rows):,} answers of {teacher.path.name}{f'; left out: {in_words(left_out)}' if left_out else ''}")
     return files[0], files[1] if config.held_out_data is None else Path(config.held_out_data)
@@ -140,7 +140,7 @@ def encode_teacher_prompt(prompt: TeacherPrompt, tokenizer: Tokenizer) -> list[i
 
 def unfit(completion: Completion, tokenizer: Tokenizer) -> str | None:
     if completion.ended != "stop":
-        return "cut at --max-new"
+        return "cut at --max-new-tokens"
     if tokenizer.special_ids.intersection(completion.ids[:-1]):
         return "a special token in the midst of it"
     return None if tokenizer.decode(completion.ids[:-1]).strip() else "empty"

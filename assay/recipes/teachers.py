@@ -121,13 +121,13 @@ def load_stored_answers(config: Distill, student: Student, examples: Sequence[Tr
         if config.teacher is None:
             raise UsageError(f"{folder} does not exist yet: name who is to be asked with --teacher")
         store_teacher_answers(folder, config, student, batches, device)
-        say(f"{folder}: the teacher's {config.top_k} likeliest tokens in every place of {len(examples):,} conversations")
+        say(f"{folder}: the teacher's {config.teacher_top_k} likeliest tokens in every place of {len(examples):,} conversations")
     digest = None if config.teacher is None else open_artifact(config.teacher).digest
     stored = open_teacher(folder, tokenizer=student.tokenizer.digest, teacher=digest)
-    if (stored.temperature, stored.k) != (config.temperature, config.top_k):
-        raise UsageError(f"{folder} holds {stored.k} tokens a place at temperature {stored.temperature:g}; --top-k is {config.top_k} and "
-                         f"--temperature {config.temperature:g}. What was not stored cannot be known: say --top-k {stored.k} --temperature "
-                         f"{stored.temperature:g}, or name another folder with --teacher-logits")
+    if (stored.temperature, stored.k) != (config.temperature, config.teacher_top_k):
+        raise UsageError(f"{folder} holds {stored.k} tokens a place at temperature {stored.temperature:g}; --teacher-top-k is "
+                         f"{config.teacher_top_k} and --temperature {config.temperature:g}. What was not stored cannot be known: say "
+                         f"--teacher-top-k {stored.k} --temperature {stored.temperature:g}, or name another folder with --teacher-logits")
     stored.require((example.id, example.tokens) for example in examples)
     return OfflineTeacher(stored, student, blend)
 
@@ -139,10 +139,10 @@ def store_teacher_answers(folder: Path, config: Distill, student: Student, batch
 
     def entries() -> Iterator[TeacherEntry]:
         for batch in batches:
-            yield from teacher_entries(batch, *teacher_top_k(model, batch.to(device), config.top_k, temperature=config.temperature,
+            yield from teacher_entries(batch, *teacher_top_k(model, batch.to(device), config.teacher_top_k, temperature=config.temperature,
                                                              vocab=vocab))
 
-    write_teacher(folder, entries(), tokenizer=student.tokenizer.digest, teacher=artifact.digest, vocab=vocab, k=config.top_k,
+    write_teacher(folder, entries(), tokenizer=student.tokenizer.digest, teacher=artifact.digest, vocab=vocab, k=config.teacher_top_k,
                   temperature=config.temperature)
 
 # ---------------------------------------------------------------- a student of the teacher's layers
@@ -170,7 +170,7 @@ def kept_layers(depth: int, layers: int) -> list[int]:
     if not 2 <= layers < depth:
         if depth < 3:
             raise UsageError(f"--student-layers {layers} of a teacher with {depth}: its first and its last stay, so it has none to spare; "
-                             "name a student with --student")
+                             "name a student with --model")
         raise UsageError(f"--student-layers {layers} of a teacher with {depth}: expected 2 to {depth - 1}, so that the first and the last "
                          "stay and one at least goes")
     return [round(place * (depth - 1) / (layers - 1)) for place in range(layers)]

@@ -80,7 +80,7 @@ def ttt(config: Ttt, say: Callable[[str], None] = print_line) -> TttOutcome:
     model = load_reader(source, config.device or default_device())
     patch = fresh(source.config, ttt_sites(source.config, config.targets), config.rank, config.scale, config.seed, source.digest)
     texts, left_out = read_documents(config, source)
-    how, slots = ttt_plan(config, model), min(config.batch, len(texts))
+    how, slots = ttt_plan(config, model), min(config.batch_size, len(texts))
     require_readable(model, tokens_of(texts), how)
     run = Run(where, config, say=say)
     with run.sitting():
@@ -151,8 +151,8 @@ def open_readable(config: Ttt) -> Artifact:
         raise UsageError(f"{source.path}: documents are text, and there is no tokenizer here; add tokenizer.json")
     if (Path(config.out) / "scores.jsonl").exists():
         raise UsageError(f"{config.out} holds scores already, and a score is written once; choose another --out")
-    if config.rank < 1 or config.batch < 1 or not config.max_drift > 1 or not config.max_regression >= 0 or len(config.betas) != 2:
-        raise UsageError("expected --rank and --batch from 1, --max-drift above 1, --max-regression from 0, and two --betas")
+    if config.rank < 1 or config.batch_size < 1 or not config.max_drift > 1 or not config.max_regression >= 0 or len(config.betas) != 2:
+        raise UsageError("expected --rank and --batch-size from 1, --max-drift above 1, --max-regression from 0, and two --betas")
     return source
 
 
@@ -163,7 +163,8 @@ def load_reader(source: Artifact, device: str) -> Transformer:
 
 def ttt_plan(config: Ttt, model: Transformer) -> TttSettings:
     context = config.context or min(4 * config.chunk, model.config.max_length)
-    return TttSettings(config.chunk, context, config.steps, config.lr, (config.betas[0], config.betas[1]), config.weight_decay,
+    return TttSettings(config.chunk, context, config.steps_per_chunk, config.learning_rate, (config.betas[0], config.betas[1]),
+                       config.weight_decay,
                    warm=config.warm_start)
 
 

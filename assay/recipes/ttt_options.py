@@ -20,17 +20,17 @@ class Ttt:
     chunk: int = option("tokens that are scored, and then learned from, at once", group="method", least=1, default=256)
     context: int | None = option("tokens of a window: a chunk and what it sees before it", group="method", least=2, default=None,
                                  default_text="4 chunks, or the model's context if less")
-    steps: int = option("gradient steps on each chunk", group="method", least=1, default=1)
+    steps_per_chunk: int = option("gradient steps on each chunk", group="method", least=1, default=1)
     rank: int = option("rank of the patch", group="method", least=1, default=8)
     scale: float = option("scale of the patch: weight + scale · left · right", group="method", default=1.0)
     targets: tuple[str, ...] = option("what is patched: some of q k v o mlp head", group="method", metavar="NAME",
                                       default=("q", "k", "v", "o", "mlp", "head"))
-    lr: float = option("learning rate of AdamW", group="optimizer", least=0, default=1e-3)
+    learning_rate: float = option("learning rate of AdamW", group="optimizer", least=0, default=1e-3)
     betas: tuple[float, ...] = option("betas of AdamW", group="optimizer", default=(0.9, 0.95))
     weight_decay: float = option("weight decay of AdamW, on both factors", group="optimizer", least=0, default=0.0)
     warm_start: bool = option("a document begins with the right factors of the one before it, and left ones of 0, instead of fresh ones",
                               group="method", default=False)
-    batch: int = option("documents that are read side by side, each with a patch of its own", group="memory", least=1, default=8)
+    batch_size: int = option("documents that are read side by side, each with a patch of its own", group="memory", least=1, default=8)
     max_regression: float = option("how much more a document may cost than without, as a share", group="evaluation", least=0, default=0.05)
     max_drift: float = option("how many times larger or smaller than at first the kept factors may become", group="evaluation", above=1,
                               default=4.0)

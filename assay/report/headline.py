@@ -8,7 +8,7 @@ from assay.report.run_record import RunRecord, finite_number, read_lines, verdic
 from assay.report.run_status import last_results, run_status
 from assay.verdict import Outcome, Verdict
 
-LEVEL = 0.95
+_LEVEL = 0.95
 ARTIFACT = {"done and proven": "artifact proven", "done, refuted": "artifact refuted", "done, not proven": "artifact not proven"}
 GAIN = {Outcome.PROVEN: "gain shown", Outcome.UNPROVEN: "no gain shown", Outcome.REFUTED: "the score fell"}
 FACTS = {Outcome.PROVEN: "facts said", Outcome.UNPROVEN: "not shown that the facts are said", Outcome.REFUTED: "facts not said"}
@@ -76,7 +76,7 @@ def _loss(record: RunRecord, handed_over: Mapping[str, Any]) -> Purpose:
         return Purpose(Outcome.UNPROVEN, f"{LOSS[Outcome.UNPROVEN]}: no held-out losses before and after are on record")
     if before is after:
         return Purpose(Outcome.UNPROVEN, f"{LOSS[Outcome.UNPROVEN]}: the first evaluation, at step {first}, is of what was handed over")
-    change = paired(after, before, level=1 - (1 - LEVEL) / (len(losses) - 1))
+    change = paired(after, before, level=1 - (1 - _LEVEL) / (len(losses) - 1))
     outcome = Outcome.PROVEN if change.high < 0 else Outcome.REFUTED if change.low > 0 else Outcome.UNPROVEN
     return Purpose(outcome, f"{LOSS[outcome]}: {_interval(change.mean, change.low, change.high)} held-out loss (n={change.n})")
 

@@ -377,7 +377,7 @@ def _whole_stream(decoder: Any, packed: bytes, limit: int, where: str) -> bytes:
 # ---------------------------------------------------------------- header
 
 
-HEADER = {
+_HEADER = {
     "assay": str, "format": int, "geometry": dict, "levels": range(COARSEST, FINEST + 1), "source": str, "tokenizer": str, ...: None,
     "sections": {...: None} | {name: {"bytes": NATURAL, "sha256": str, ...: None} for name in SECTIONS}}
 
@@ -391,7 +391,7 @@ def _read_header(data: bytes, where: str) -> tuple[dict[str, Any], memoryview]:
     if end - start > ASSAYZ_HEADER_LIMIT or end > len(data):
         raise ArtifactError(f"{where}: announces a header of {end - start:,} bytes in a file of {len(data):,}: damaged")
     header = unseal(data[start:end], where=where)
-    require_shape(header, HEADER, where=where)
+    require_shape(header, _HEADER, where=where)
     if (header["assay"], header["format"]) != ("squeezed", ASSAYZ_FORMAT):
         raise ArtifactError(f"{where}: is {header['assay']!r:.40} of format {header['format']}; this Assay reads format {ASSAYZ_FORMAT}")
     return header, memoryview(data)[end:]

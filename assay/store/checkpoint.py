@@ -40,11 +40,11 @@ UNLISTED = {MANIFEST, HALLMARK, QUARANTINE, "README.md"}  # may lie in the folde
 RESERVED = {MANIFEST, HALLMARK, QUARANTINE, TRAINER}
 STEP = re.compile(r"step-(\d{6,})")
 _ANCESTOR = ({"weights": str, "path": str}, None)
-FACTS = {"parent?": _ANCESTOR, "base?": _ANCESTOR, "change?": str, "frozen?": [str], "movement_bound?": (float, None),
+_FACTS = {"parent?": _ANCESTOR, "base?": _ANCESTOR, "change?": str, "frozen?": [str], "movement_bound?": (float, None),
          "taught_to_stop?": bool, "run_config?": (dict, None), "environment?": dict, "tokenizer?": (str, None)}
-MARK = {"format": int, "manifest": str, "verdicts": [{"check": str, "outcome": str, "reason": str, "evidence?": dict}]}
-MANIFEST_SHAPE = {
-    "assay": str, "format": int, "kind": str, "parameters": NATURAL, "bytes": NATURAL, "facts": FACTS, ...: None,
+_MARK = {"format": int, "manifest": str, "verdicts": [{"check": str, "outcome": str, "reason": str, "evidence?": dict}]}
+_MANIFEST_SHAPE = {
+    "assay": str, "format": int, "kind": str, "parameters": NATURAL, "bytes": NATURAL, "facts": _FACTS, ...: None,
     "files": {str: {"bytes": NATURAL, "sha256": str, "header?": str, ...: None}},
     "tensors": {str: {str: {"dtype": str, "shape": [NATURAL], "sha256": str, ...: None}}}}
 
@@ -273,7 +273,7 @@ def require_manifest(manifest: dict[str, Any], where: Path) -> None:
     found = (manifest.get("assay"), manifest.get("format"))
     if found != ("checkpoint", CHECKPOINT_FORMAT):
         raise ArtifactError(f"{where / MANIFEST}: is {found}; this Assay reads {('checkpoint', CHECKPOINT_FORMAT)}")
-    require_shape(manifest, MANIFEST_SHAPE, where=str(where / MANIFEST))
+    require_shape(manifest, _MANIFEST_SHAPE, where=str(where / MANIFEST))
     if manifest["kind"] not in ("model", "adapter"):
         raise ArtifactError(f"{where / MANIFEST}: is of a {manifest['kind']!r:.40}; expected a model or an adapter")
     for name, entry in manifest["files"].items():
@@ -363,7 +363,7 @@ def _read_mark(checkpoint: Checkpoint, name: str) -> dict[str, Any] | None:
     if not os.path.lexists(path):
         return None
     mark = unseal(durable.read_file(inside(checkpoint.folder, name), limit=SMALL_FILE_LIMIT), where=str(path), indent=1)
-    require_shape(mark, MARK, where=str(path))
+    require_shape(mark, _MARK, where=str(path))
     if mark["format"] != CHECKPOINT_FORMAT:
         raise ArtifactError(f"{path}: format {mark['format']}; this Assay reads {CHECKPOINT_FORMAT}")
     if mark.get("manifest") != checkpoint.digest:

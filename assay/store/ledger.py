@@ -22,7 +22,7 @@ from assay.strict_json import NATURAL, require_shape
 
 GENESIS = "0" * 64
 LEDGER_LIMIT = 1 << 30
-LINE = {"seq": NATURAL, "time": str, "kind": str, "previous": str}
+_LINE = {"seq": NATURAL, "time": str, "kind": str, "previous": str}
 
 
 class Event(StrEnum):
@@ -108,7 +108,7 @@ class Ledger:
 
     def append(self, kind: Event, **facts: Any) -> str:
         """The event is on the disk for good when this returns the sha256 of its line."""
-        if taken := LINE.keys() & facts.keys():
+        if taken := _LINE.keys() & facts.keys():
             raise UsageError(f"{self.path}: facts cannot be named {', '.join(sorted(taken))}; the ledger fills these")
         with self._one_at_a_time:
             return self._append(self._writable(), kind, facts)
@@ -202,7 +202,7 @@ def read_until_damage(path: Path) -> tuple[LedgerChain, ArtifactError | None]:
 
 def _following(line: bytes, seq: int, head: str, where: str) -> dict[str, Any]:
     event = unseal(line, where=where)
-    require_shape(event, LINE, where=where)
+    require_shape(event, _LINE, where=where)
     if event.get("seq") != seq or event.get("previous") != head:
         raise ArtifactError(f"{where}: does not follow the line before it: lines were removed, added or reordered; "
                             "restore the ledger from a copy")

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 
 from assay.data.batch import Batch
-from assay.edit.block_hooks import padded
-from assay.edit.facts import Fact, SideQuestion, make_fact
-from assay.edit.subject_tokens import leading_special_ids
+from assay.editing.block_hooks import padded
+from assay.editing.facts import Fact, SideQuestion, make_fact
+from assay.editing.subject_tokens import leading_special_ids
 from assay.learn import loop, objectives
 from assay.learn.optim import adamw
 from assay.model.attention import PADDING
@@ -27,8 +27,7 @@ HOME, HOME_AGAIN = "The home of {} is", "They say that {} lives in"
 CRAFT, CRAFT_AGAIN = "The trade of {} is", "They say that {} works as"
 FACTS_DEPTH, _STEPS, LR = 4, 150, 6e-3
 EDITABLE = 6  # of the names; the others are neighbours
-# What says next to nothing: what is known of a subject must be looked up where the subject stands, by the first layer's MLP.
-_SILENT = ("blocks.0.attn.out.weight", "blocks.1.attn.out.weight", *(f"blocks.{layer}.mlp.down.weight" for layer in (1, 2, 3)))
+_SILENT = 2  # layers whose attention says next to nothing: what is known of a subject must be looked up where the subject stands
 
 
 @functools.cache
@@ -62,8 +61,8 @@ def fact_edits(count: int) -> list[Fact]:
 @functools.cache
 def _weights() -> dict[str, torch.Tensor]:
     model = initialised(facts_config(), 0)
-    for name in _SILENT:
-        model.get_parameter(name).requires_grad_(False).mul_(0.01)
+    for layer in range(_SILENT):
+        model.get_parameter(f"blocks.{layer}.attn.out.weight").requires_grad_(False).mul_(0.01)
     batches, falling = itertools.islice(_batches(), _STEPS), lambda step: min(1.0, 2 * (1 - step / _STEPS))
     optimizer = adamw(((name, p) for name, p in model.named_parameters() if p.requires_grad), LR)
     for _ in loop.train(model, optimizer, batches, objectives.next_token, micro=len(fact_sentences()), schedule=falling):

@@ -20,21 +20,21 @@ class FLAGS:
 
     run: str = argument("folder of a run")
     probe: str = option("what tells good from bad: FILE.py:function (folder → is it bad?), loss-above:X, loss-jump, health, differs:RUN")
-    every: bool = option("ask every checkpoint instead of halving, so that nothing is assumed", default=False)
+    all_: bool = option("ask every checkpoint instead of halving, so that nothing is assumed", default=False)
     prompt: str | None = option("text for the trace", default=None, default_text="fixed tokens")
     only: bool = option("find the checkpoint, and leave out trace and diff", default=False)
     json: bool = option("print JSON", default=False)
 
 
 EXAMPLES = """  assay bisect runs/a --probe loss-above:3.2
-  assay bisect runs/a --probe mine.py:answers_are_garbage --every
+  assay bisect runs/a --probe mine.py:answers_are_garbage --all
   assay bisect runs/a --probe differs:runs/a-on-the-old-code"""
 
 
 def run(flags: FLAGS) -> int:
     from assay.recipes.bisect import first_bad_checkpoint, probe_named
 
-    found = first_bad_checkpoint(Path(flags.run), probe_named(flags.probe, Path(flags.run)), every=flags.every,
+    found = first_bad_checkpoint(Path(flags.run), probe_named(flags.probe, Path(flags.run)), every=flags.all_,
                                  say=line_printer(json=flags.json))
     if not flags.json:
         print(found.sentence)

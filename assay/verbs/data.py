@@ -37,8 +37,9 @@ class FLAGS:
     out: str | None = option("with gym: the .jsonl to write; required there", group="run", metavar="FILE", default=None)
     show: int = option("with check: rows to show as tokens", group="run", least=0, default=3)
     roles: tuple[str, ...] = option("with check: whose messages are learned", group="data", metavar="ROLE", default=("assistant",))
-    length: int | None = option("with check: the most tokens of a row", group="data", least=1, default=None, default_text="the model's own")
-    over: Literal["drop", "truncate", "error"] = option("with check: what happens to longer rows", group="data", default="drop")
+    max_length: int | None = option("with check: the most tokens of a row", group="data", least=1, default=None,
+                                    default_text="the model's own")
+    too_long: Literal["drop", "truncate", "error"] = option("with check: what happens to longer rows", group="data", default="drop")
     turns: Literal["together", "apart"] = option("with check: one row of a conversation, or one of every turn that is learned (apart)",
                                                  group="data", default="together")
     layout: str | None = option("with check: the layout of the rows, where their columns allow two", group="data", default=None,
@@ -54,7 +55,7 @@ class FLAGS:
 
 EXAMPLES = """  assay data check train.jsonl --model smollm2-135m
   assay data check train.jsonl --model smollm2-135m --gsm8k think --new-tokens '<think>' '</think>' '<answer>' '</answer>' \\
-      --held-out test.jsonl --length 1024
+      --held-out test.jsonl --max-length 1024
   assay data gym chain_sum --n 2000 --out sums.jsonl && assay grpo --model runs/sft/model --data sums.jsonl --reward gym:1 --out runs/a"""
 
 
@@ -112,7 +113,7 @@ def render_and_audit(flags: FLAGS, artifact: "Artifact", conversations: "Convers
     tokenizer = with_new_tokens(artifact.tokenizer, flags.new_tokens) if flags.new_tokens else artifact.tokenizer
     tensors = artifact.tensors | (artifact.patch.replaced if artifact.patch else {})
     embed = resize_embeddings(artifact.config, tensors, artifact.tokenizer, tokenizer).tensors["embed.weight"]
-    options: dict[str, Any] = {"length": flags.length or artifact.config.max_length, "over": flags.over, "roles": flags.roles,
+    options: dict[str, Any] = {"length": flags.max_length or artifact.config.max_length, "over": flags.too_long, "roles": flags.roles,
                                "turns": flags.turns}
     rendered = render_conversations(conversations.rows, tokenizer, artifact.stops, **options)
     held_out = read_conversations(flags.held_out, gsm8k=flags.gsm8k).rows if flags.held_out else ()

@@ -2,18 +2,18 @@
 
 from assay.recipes.options import Distill as FLAGS
 
-EXAMPLES = """  assay distill --teacher smollm2-135m --student-layers 15 --data text.jsonl --out runs/half --lr 3e-4
-  assay distill --teacher smollm2-360m --student smollm2-135m --data chats.jsonl --out runs/stored --how stored --top-k 64
-  assay distill --teacher qwen3-0.6b --student smollm2-135m --data prompts.jsonl --out runs/words --how text --max-new 512"""
+EXAMPLES = """  assay distill --teacher smollm2-135m --student-layers 15 --data text.jsonl --out runs/half --learning-rate 3e-4
+  assay distill --teacher smollm2-360m --model smollm2-135m --data chats.jsonl --out runs/stored --how stored --teacher-top-k 64
+  assay distill --teacher qwen3-0.6b --model smollm2-135m --data prompts.jsonl --out runs/words --how text --max-new-tokens 512"""
 
 __all__ = ["EXAMPLES", "FLAGS", "run"]
 
 
 def run(flags: FLAGS) -> int:
-    from assay.outcome import Outcome
+    from assay.outcome import RunOutcome
     from assay.recipes.distill import distill
 
-    outcome: Outcome = distill(flags)
+    outcome: RunOutcome = distill(flags)
     if outcome.verdicts:
         print(outcome)
     return outcome.exit_code

@@ -27,7 +27,7 @@ class FLAGS:
     data: str | None = option("the task's data; nothing is bundled", group="data", metavar="FILE", default=None)
     k: int = option("samples per example", group="generation", short="-k", default=1)
     temperature: float = option("temperature of the sampling; 0: greedy", group="generation", default=0.0)
-    max_new: int = option("the most tokens of a sample", group="generation", default=256)
+    max_new_tokens: int = option("the most tokens of a sample", group="generation", default=256)
     top_k: int = option("sample among the k likeliest tokens; 0: all", group="generation", default=0)
     top_p: float = option("sample within this probability mass", group="generation", default=1.0)
     seed: int = option("seed; the same seed gives the same samples", group="generation", default=0)
@@ -71,7 +71,7 @@ def evaluate_model(flags: FLAGS) -> "Evaluation":
     for note in artifact.notes:
         print(f"note: {note}", file=sys.stderr)
     opened = LoadedModel(artifact, device=flags.device or default_device(), dtype=getattr(torch, flags.dtype) if flags.dtype else None)
-    sampling = Sampling(flags.max_new, flags.temperature, flags.top_k, flags.top_p, flags.seed)
+    sampling = Sampling(flags.max_new_tokens, flags.temperature, flags.top_k, flags.top_p, flags.seed)
     with progress_line() as show:
         return evaluate(opened, task, Path(flags.out), k=flags.k, sampling=sampling, raw=flags.raw,
                         trained_on=training_texts(map(Path, flags.trained_on)),

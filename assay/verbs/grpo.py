@@ -3,7 +3,7 @@
 from assay.recipes.grpo_options import Grpo as FLAGS
 
 EXAMPLES = """  assay grpo --from runs/sft/checkpoints/step-000400 --optimizer-state fresh --data gsm8k.jsonl --reward answer:1 --out runs/a
-  assay grpo --model smollm2-135m --data gsm8k.jsonl --reward answer:1 format:0.1 --group 8 --prompts 16 --lora-r 8 --out runs/b
+  assay grpo --model smollm2-135m --data gsm8k.jsonl --reward answer:1 format:0.1 --num-generations 8 --prompts 16 --lora-r 8 --out runs/b
   assay grpo --model runs/sft/model --data gsm8k.jsonl --reward 'judge[model=big,url=http://127.0.0.1:8000/v1]:1' --metric answer \\
       --out runs/c"""
 
@@ -11,10 +11,10 @@ __all__ = ["EXAMPLES", "FLAGS", "run"]
 
 
 def run(flags: FLAGS) -> int:
-    from assay.outcome import Outcome
+    from assay.outcome import RunOutcome
     from assay.recipes.grpo import grpo
 
-    outcome: Outcome = grpo(flags)
+    outcome: RunOutcome = grpo(flags)
     if outcome.verdicts:
         print(outcome)
     return outcome.exit_code

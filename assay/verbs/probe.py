@@ -33,7 +33,7 @@ class FLAGS:
                                  default_text="ours, of several domains")
     n: int | None = option("samples of each prompt", group="generation", short="-n", least=1, default=None,
                            default_text="as many as exclude 10 % where all are clean")
-    max_new: int = option("the most tokens of a sample", group="generation", least=1, default=512)
+    max_new_tokens: int = option("the most tokens of a sample", group="generation", least=1, default=512)
     temperature: float = option("temperature of the sampling; 0: greedy, and then one sample of each prompt is all there is",
                                 group="generation", least=0, default=0.7)
     top_p: float = option("sample within this probability mass", group="generation", above=0, most=1, default=1.0)
@@ -59,7 +59,7 @@ def run(flags: FLAGS) -> int:
         raise UsageError("assay probe: name one artifact or endpoint, or a run with --history")
     if not 0 < flags.tolerate < 1:
         raise UsageError(f"--tolerate {flags.tolerate}: expected a share between 0 and 1")
-    sampling = Sampling(flags.max_new, flags.temperature, 0, flags.top_p, flags.seed)
+    sampling = Sampling(flags.max_new_tokens, flags.temperature, 0, flags.top_p, flags.seed)
     return run_history(flags, sampling) if flags.history is not None else run_one(flags, sampling)
 
 

@@ -24,7 +24,7 @@ class FLAGS:
     path: str = argument("checkpoint, folder, adapter, GGUF file or fetched name")
     prompt: tuple[str, ...] = option("texts to continue or answer", group="generation", default=(), default_text="an empty one")
     n: int = option("samples per prompt", group="generation", default=1)
-    max_new: int = option("the most tokens of a sample", group="generation", default=64)
+    max_new_tokens: int = option("the most tokens of a sample", group="generation", default=64)
     temperature: float = option("temperature of the sampling; 0: greedy", group="generation", default=0.7)
     top_k: int = option("sample among the k likeliest tokens; 0: all", group="generation", default=0)
     top_p: float = option("sample within this probability mass", group="generation", default=1.0)
@@ -88,7 +88,8 @@ def sampling_requests(flags: FLAGS, artifact: "Artifact", *, stream: bool) -> "l
 
     if not 1 <= flags.n <= MOST:
         raise UsageError(f"assay sample: --n is {flags.n}; expected 1 to {MOST:,} samples per prompt")
-    sampling = Sampling(flags.max_new, flags.temperature, flags.top_k, flags.top_p, flags.seed, flags.min_p, flags.repetition_penalty)
+    sampling = Sampling(flags.max_new_tokens, flags.temperature, flags.top_k, flags.top_p, flags.seed, flags.min_p,
+                        flags.repetition_penalty)
     prompts = [encode_text(artifact, text, raw=flags.raw) for text in flags.prompt or ("",) for _ in range(flags.n)]
     return [GenerationRequest(tuple(prompt), sampling, (row,), stop=flags.stop, stream=stream) for row, prompt in enumerate(prompts)]
 
@@ -102,9 +103,10 @@ def engine_for(flags: FLAGS, artifact: "Artifact", requests: "Sequence[Generatio
 
     dtype = getattr(torch, flags.dtype) if flags.dtype else None
     model = place_for_training(build_model(artifact), flags.device or default_device(), compute=dtype, compile=False).requires_grad_(False)
-    length = min(max(len(request.prompt) for request in requests) + flags.max_new, model.config.max_length)
+    length = min(max(len(request.prompt) for request in requests) + flags.max_new_tokens, model.config.max_length)
     return Engine(model, slots=fitting_slots(model, len(requests), length), length=length, stop_ids=artifact.stops.stop_ids,
-                  version=artifact.digest, tokenizer=artifact.tokenizer, graphed=None if len(requests) * flags.max_new >= MANY else False)
+                  version=artifact.digest, tokenizer=artifact.tokenizer,
+                  graphed=None if len(requests) * flags.max_new_tokens >= MANY else False)
 
 
 def generate_completions(engine: "Engine", requests: "Sequence[GenerationRequest]", heading: str) -> "list[Completion]":
@@ -121,7 +123,7 @@ def generate_completions(engine: "Engine", requests: "Sequence[GenerationRequest
 
 
 def ending(completion: "Completion") -> str:
-    return " […cut at --max-new]" if completion.ended == "length" else ""
+    return " […cut at --max-new-tokens]" if completion.ended == "length" else ""
 
 
 def encode_text(artifact: "Artifact", text: str, *, raw: bool) -> list[int]:

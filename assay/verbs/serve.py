@@ -29,8 +29,8 @@ class FLAGS:
     adapter: tuple[str, ...] = option("proven adapters to serve too", group="model", metavar="NAME=PATH", default=())
     base: str | None = option("an adapter's base, where the adapter does not name it", group="model", metavar="MODEL", default=None)
     slots: int = option("completions of one model that are made at a time", group="generation", least=1, default=16)
-    length: int | None = option("the most tokens of a prompt with its completion", group="generation", least=1, default=None,
-                                default_text="2048, or the model's context if less")
+    max_length: int | None = option("the most tokens of a prompt with its completion", group="generation", least=1, default=None,
+                                    default_text="2048, or the model's context if less")
     queue: int = option("completions of one model that may wait; beyond it clients get 429", group="generation", least=0, default=256)
     token: str | None = option("Bearer token of the clients, of 16 characters or more beyond loopback; better set as ASSAY_TOKEN, which no "
                                "process list shows", group="run", default=None)
@@ -78,7 +78,7 @@ def _size(flags: FLAGS) -> "ServerSize":
 
     device = require_device(flags.device or default_device())
     chosen = flags.dtype if flags.dtype != "auto" else "bfloat16" if device.startswith("cuda") else "float32"
-    return ServerSize(flags.slots, flags.queue, flags.length, device, getattr(torch, chosen))
+    return ServerSize(flags.slots, flags.queue, flags.max_length, device, getattr(torch, chosen))
 
 
 def _named(text: str) -> tuple[str, str]:

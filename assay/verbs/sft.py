@@ -3,17 +3,17 @@
 from assay.recipes.options import Sft as FLAGS
 
 EXAMPLES = """  assay sft --model smollm2-135m --data gsm8k.jsonl --out runs/sft
-  assay sft --model smollm2-135m --data chats.jsonl --out runs/lora --lora-r 16 --epochs 2
+  assay sft --model smollm2-135m --data chats.jsonl --out runs/lora --lora-r 16 --num-train-epochs 2
   assay sft --from runs/lora/checkpoints/step-000200 --optimizer-state fresh --data more.jsonl --out runs/fork"""
 
 __all__ = ["EXAMPLES", "FLAGS", "run"]
 
 
 def run(flags: FLAGS) -> int:
-    from assay.outcome import Outcome
+    from assay.outcome import RunOutcome
     from assay.recipes.sft import sft
 
-    outcome: Outcome = sft(flags)
+    outcome: RunOutcome = sft(flags)
     if outcome.verdicts:
         print(outcome)
     return outcome.exit_code

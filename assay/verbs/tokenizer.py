@@ -13,7 +13,7 @@ class FLAGS:
 
     text: tuple[str, ...] = argument(".txt, .jsonl (also .gz), .parquet, or folders of these")
     out: str = option("folder to write; it must not exist", metavar="FOLDER")
-    size: int = option("tokens in all, special ones included", default=8192)
+    vocab_size: int = option("tokens in all, special ones included", default=8192)
     digits: int = option("the most digits in one token: 1, 2 or 3", default=1)
     field: str = option("text field of JSONL rows, column of parquet", default="text")
     document_bytes: int = option("text files are read in chunks of so many bytes, lengthened to the line end", default=16384)
@@ -22,8 +22,8 @@ class FLAGS:
     json: bool = option("print JSON", default=False)
 
 
-EXAMPLES = """  assay tokenizer books/ --size 8192 --out tokenizer
-  assay tokenizer data.jsonl.gz --size 32768 --digits 3 --out tokenizer"""
+EXAMPLES = """  assay tokenizer books/ --vocab-size 8192 --out tokenizer
+  assay tokenizer data.jsonl.gz --vocab-size 32768 --digits 3 --out tokenizer"""
 
 
 def run(flags: FLAGS) -> int:
@@ -32,7 +32,7 @@ def run(flags: FLAGS) -> int:
     from assay.statistics.estimate import ratio
 
     rule = DocumentRule(flags.field, document_bytes=flags.document_bytes, skip_invalid=flags.skip_invalid)
-    tokenizer, compression = train_tokenizer(map(Path, flags.text), flags.size, rule=rule, digits=flags.digits,
+    tokenizer, compression = train_tokenizer(map(Path, flags.text), flags.vocab_size, rule=rule, digits=flags.digits,
                                              seed=flags.seed)
     write_tokenizer(tokenizer, Path(flags.out))
     enough = len(compression.bytes) > 1  # fewer have no interval, and a bare number does not travel

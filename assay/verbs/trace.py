@@ -31,7 +31,7 @@ class FLAGS:
     prompt: str | None = option("text to run", group="data", default=None, default_text="fixed tokens")
     tokens: str | None = option("instead of --prompt, a JSON file: a list of token ids, or lists of the same length", group="data",
                                 metavar="FILE", default=None)
-    length: int = option("the most tokens of the prompt", group="data", default=512)
+    max_length: int = option("the most tokens of the prompt", group="data", default=512)
     dtype: Literal["float32", "float64", "bfloat16", "float16"] = option("number format that A computes in", group="model",
                                                                          default="float32")
     b_dtype: Literal["float32", "float64", "bfloat16", "float16"] | None = option("number format that B computes in", group="model",
@@ -135,15 +135,15 @@ def tokens_to_trace(flags: FLAGS, a: "Artifact") -> "torch.Tensor":
 
     if flags.prompt is not None and flags.tokens is not None:
         raise UsageError("assay trace: --prompt and --tokens both say what to run; give one")
-    if flags.length < 1:
-        raise UsageError(f"assay trace: --length is {flags.length}; expected 1 or more tokens")
+    if flags.max_length < 1:
+        raise UsageError(f"assay trace: --max-length is {flags.max_length}; expected 1 or more tokens")
     require_device(flags.device)
     if flags.prompt is None and flags.tokens is None:
         return probe_inputs(a.config.vocab, a.config.max_length)[0].to(flags.device)
     ids = read_ids(Path(flags.tokens)) if flags.tokens is not None else [encode_for_trace(flags.prompt or "", a)]
     if not all(0 <= id < a.config.vocab for row in ids for id in row) or not ids[0]:
         raise UsageError(f"there are no tokens to run, or one is outside the vocabulary of {a.config.vocab}")
-    return torch.tensor([row[: flags.length] for row in ids], dtype=torch.long).to(flags.device)
+    return torch.tensor([row[: flags.max_length] for row in ids], dtype=torch.long).to(flags.device)
 
 
 def encode_for_trace(text: str, a: "Artifact") -> list[int]:

@@ -7,7 +7,7 @@ from assay.recipes.ttt_options import Ttt as FLAGS
 from assay.verbs.terminal import line_printer
 
 EXAMPLES = """  assay ttt smollm2-135m --text wiki.txt --documents 20 --out runs/ttt
-  assay ttt runs/a/model --text docs.jsonl --targets q v head --rank 4 --lr 3e-3 --out runs/ttt-b
+  assay ttt runs/a/model --text docs.jsonl --targets q v head --rank 4 --learning-rate 3e-3 --out runs/ttt-b
   assay ttt runs/a/model --text wiki.txt --warm-start --weight-decay 1 --out runs/ttt-c
   assay seeds ttt runs/a/model --text wiki.txt --warm-start --seeds 42 314 1337 --over weight-decay=0.5,1,2 --out runs/ttt-d"""
 _SHOWN = 5  # documents at each end of the table

@@ -23,7 +23,7 @@ REWARDS, _ROWS, MINE = "rewards.json", "rows.jsonl", "mine.py"
 _HEAD = "from assay.reward.answer import gold_answer, read_answer, same_answer\n"
 SOUND = _HEAD + "def right(prompt, completion, row):\n    return float(same_answer(read_answer(completion), gold_answer(row)))\n"
 _GROUPS, _GROUP = 24, 5
-own = sys.modules[__name__]  # what a fault swaps, the jobs must look up
+_own = sys.modules[__name__]  # what a fault swaps, the jobs must look up
 
 # ---------------------------------------------------------------- jobs
 
@@ -145,7 +145,7 @@ fault("form outweighs the answer", rows=("W03",), stage="reward", check="reward_
 
 
 @fault("metric falls under a rising reward", rows=("W03",), stage="reward", check="proxy", job=a_run_with_a_metric)
-@in_place_of(own, "held_out_metric")
+@in_place_of(_own, "held_out_metric")
 def metric_falls(_: Any, evaluation: int) -> float:
     """From the fifth evaluation on, the policy learns the form alone."""
     return 0.2 + 0.02 * min(evaluation, 5) - 0.02 * max(evaluation - 5, 0)
@@ -200,12 +200,12 @@ def garbled_judgement_scored(strict: Any, text: str, count: int) -> Scores:
 
 fault("judge swayed by the order", rows=(), stage="judge", check="judge_position", job=judged_groups)(
     # What stands first on the page is liked best, whatever else it is.
-    lambda _: swap(own, "liked", lambda place, text: max(0.0, int(text.split()[-1]) / 300 + 0.6 - 0.12 * place)))
+    lambda _: swap(_own, "liked", lambda place, text: max(0.0, int(text.split()[-1]) / 300 + 0.6 - 0.12 * place)))
 fault("scores left in the order of the page", rows=(), stage="judge", check="judge_agreement", job=judged_groups)(
     # Shuffled before, and never put back: every score belongs to somebody else.
     lambda _: swap(llm_judge, "in_own_order", lambda group, rests, order, shown: shown))
 fault("judge that likes silence", rows=(), stage="judge", check="judge_order", job=a_judge_before_a_run)(
     # The rubric asks for few words, and no words are the fewest.
-    lambda _: swap(own, "worth", lambda prompt, text: 1 / (1 + len(text))))
+    lambda _: swap(_own, "worth", lambda prompt, text: 1 / (1 + len(text))))
 fault("judge that tells nothing apart", rows=(), stage="judge", check="judge_order", job=a_judge_before_a_run)(
-    lambda _: swap(own, "worth", lambda prompt, text: 0.5))
+    lambda _: swap(_own, "worth", lambda prompt, text: 0.5))

@@ -66,11 +66,11 @@ fault("adapter of step 0 served for ever", rows=("R02",), stage="sync", check="v
     lambda _: together(engine_of(copy.deepcopy), serving(lambda engine, model, updates: None)))
 fault("rollouts from the base model", rows=("R03",), stage="sync", check="version", job=a_grpo_run())(
     # The client asks for the base by its name.
-    lambda _: together(engine_of(another), serving(
+    lambda _: together(engine_of(another_policy), serving(
         lambda engine, model, updates: engine.load(version_name(0, fingerprint(engine.weights.source))))))
 fault("fork served from an empty adapter", rows=("M11",), stage="fork", check="version", job=a_grpo_run())(
     # The fork was copied to its step's folder, the engine serves folder 0000: the right count of updates, other weights.
-    lambda _: together(engine_of(another), serving(
+    lambda _: together(engine_of(another_policy), serving(
         lambda engine, model, updates: engine.load(version_name(updates, fingerprint(engine.weights.source))))))
 
 
@@ -237,7 +237,7 @@ fault("reference that is the policy itself", rows=("R23",), stage="KL", check="r
 # ----------------------------------------------------------------
 
 
-def another(model: Transformer) -> Transformer:
+def another_policy(model: Transformer) -> Transformer:
     """Weights a little off the policy's."""
     return nudge(copy.deepcopy(model), 0.01)
 

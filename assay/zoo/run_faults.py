@@ -72,7 +72,8 @@ def interrupted_run() -> Path:
 def run_until(where: Path, *, until: int, **options: Any) -> "RecipeParts":
     """The recipe itself, left after step `until`. It hands nothing over and its saves are not proven: no fault here strikes those."""
     config = Pretrain(corpus=str(tiny_corpus().folder), out=str(where), depth=1, tokens=RESUMED_STEPS * RESUMED_ROWS * RESUMED_LENGTH,
-                      epochs=2, length=RESUMED_LENGTH, batch_tokens=RESUMED_ROWS * RESUMED_LENGTH, warmup=2, every=100, look_documents=4,
+                      num_train_epochs=2, max_length=RESUMED_LENGTH, batch_tokens=RESUMED_ROWS * RESUMED_LENGTH, warmup_steps=2,
+                      save_steps=100, eval_documents=4,
                       device="cpu", **options)
     with (swap(Trainer, "over", lambda trainer: trainer.done >= until), remembering(pretrain) as parts,
           contextlib.suppress(GuardStop)):
@@ -196,8 +197,9 @@ def sums_folder() -> Path:
 
 def run_sft(folder: Path, **options: Any) -> RecipeParts:
     """The recipe itself; its saves are not proven and it hands nothing over: no fault here strikes those."""
-    config = Sft(data=(str(sums_folder() / "sums.jsonl"),), out=str(folder / "run"), model=str(sums_folder() / "base"), length=32,
-                 batch_tokens=256, epochs=2, steps=SFT_STEPS, lr=3e-3, checkpoint_every=3, held_out=0.1, device="cpu", **options)
+    config = Sft(data=(str(sums_folder() / "sums.jsonl"),), out=str(folder / "run"), model=str(sums_folder() / "base"), max_length=32,
+                 batch_tokens=256, num_train_epochs=2, max_steps=SFT_STEPS, learning_rate=3e-3, save_steps=3, held_out=0.1, device="cpu",
+                 **options)
     with remembering(sft) as parts, contextlib.suppress(GuardStop):
         sft.sft(config, say=lambda _: None)
     return parts

@@ -37,7 +37,7 @@ from assay.verdict import Verdict
 
 LOUD_EMBEDDING = 8.0  # embeddings, beside which what the blocks add is next to nothing
 SURE, READY = 16.0, 5.0  # logits of the word that comes next, and of any word where none was said yet
-own = sys.modules[__name__]  # what a fault swaps, the jobs must look up
+_own = sys.modules[__name__]  # what a fault swaps, the jobs must look up
 
 # ---------------------------------------------------------------- a model that speaks
 
@@ -83,7 +83,7 @@ def a_trained_talker(folder: Path, plant: Plant) -> list[Verdict]:
     """A model that speaks is trained on and saved; struck while it is trained, or while it is saved."""
     parent = save_talking_model(folder / "parent", talking_model()).folder
     lineage, where = Lineage("moved", Ancestor(open_artifact(parent).digest, str(parent))), folder / "child"
-    return save_and_examine(where, lambda: save_talking_model(where, own.train_further(talking_model()), lineage), plant)
+    return save_and_examine(where, lambda: save_talking_model(where, _own.train_further(talking_model()), lineage), plant)
 
 
 def an_adapted_talker(folder: Path, plant: Plant) -> list[Verdict]:
@@ -110,11 +110,11 @@ def head_scrambled_on_the_way_to_the_disk(usual: Any, layout: Any, weights: Mapp
 
 fault("garbled by training", rows=("S1",), stage="optimizer", check="health", job=a_trained_talker)(
     # Steps far too large. What is saved is what was trained, so that nothing but its speech shows it.
-    lambda _: swap(own, "train_further", lambda model: nudge(model, 1.0)))
+    lambda _: swap(_own, "train_further", lambda model: nudge(model, 1.0)))
 
 
 @fault("looped by training", rows=("S1",), stage="reward", check="health", job=a_trained_talker)
-@in_place_of(own, "train_further")
+@in_place_of(_own, "train_further")
 def looped_by_training(_: Any, model: Transformer) -> Transformer:
     """Each word leads to itself: what a reward for length leads to."""
     assert model.head is not None
@@ -125,7 +125,7 @@ def looped_by_training(_: Any, model: Transformer) -> Transformer:
 
 
 @fault("words shuffled by training", rows=("S1",), stage="optimizer", check="health", job=a_trained_talker)
-@in_place_of(own, "train_further")
+@in_place_of(_own, "train_further")
 def words_shuffled_by_training(_: Any, model: Transformer) -> Transformer:
     """Real words in no order, which only its parent's likelihood can tell."""
     spoken = [spoken_tokenizer()[0].encode(f" {word}")[0] for word in TINY_WORDS]

@@ -64,7 +64,7 @@ def test_what_cannot_be_trained_is_refused(jsonl: Path, tmp_path: Path) -> None:
         train_tokenizer([jsonl], 258, rule=DocumentRule())
     with pytest.raises(UsageError, match="--digits is 4"):
         train_tokenizer([jsonl], 400, rule=DocumentRule(), digits=4)
-    with pytest.raises(DataError, match="and no more, --size is 400"):
+    with pytest.raises(DataError, match="and no more, --vocab-size is 400"):
         train_tokenizer([write_jsonl(tmp_path / "a.jsonl", ["ab"] * 99)], 400, rule=DocumentRule())
     with pytest.raises(DataError, match="no text to train on"):
         train_tokenizer([write_jsonl(tmp_path / "b.jsonl", [""])], 400, rule=DocumentRule())

@@ -123,7 +123,7 @@ def test_what_is_too_long_is_dropped_cut_or_refused_and_counted():
     assert made.counts["dropped"] == {"nothing supervised is left within the length": 1}
     assert [len(example) for example in made.examples][1] == 40
     assert made.examples[1].cut
-    with pytest.raises(DataError, match=r"tokens, and the length is 40; raise --length"):
+    with pytest.raises(DataError, match=r"tokens, and the length is 40; raise --max-length"):
         rendered(short, long, length=40, over="error")
     with pytest.raises(DataError, match="holds nothing that is predicted"):
         rendered(short, length=1)

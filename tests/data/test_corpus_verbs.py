@@ -15,7 +15,7 @@ from tests.data.conftest import write_jsonl
 
 
 def test_from_text_to_a_corpus(jsonl: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert tokenizer.run(parse(tokenizer.FLAGS, [str(jsonl), "--size", "300", "--out", str(tmp_path / "bpe")], prog="t")) == 0
+    assert tokenizer.run(parse(tokenizer.FLAGS, [str(jsonl), "--vocab-size", "300", "--out", str(tmp_path / "bpe")], prog="t")) == 0
     assert "300 tokens" in capsys.readouterr().out
     flags = [str(jsonl), "--tokenizer", str(tmp_path / "bpe"), "--out", str(tmp_path / "c"), "--held-out", "0.1", "--workers", "1"]
     assert corpus.run(parse(corpus.FLAGS, flags, prog="c")) == 0

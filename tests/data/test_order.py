@@ -103,7 +103,7 @@ def test_exhaustion_raises_and_says_what_to_do(corpus: Corpus) -> None:
     batches = corpus_batches(corpus, seed=7, rows=4, length=33)
     for _ in range(plan.steps):
         next(batches)
-    said = rf"step {plan.steps} needs .* training tokens.*--epochs is 1.*after {plan.steps:,} steps.*--epochs 2"
+    said = rf"step {plan.steps} needs .* training tokens.*--num-train-epochs is 1.*after {plan.steps:,} steps.*--num-train-epochs 2"
     with pytest.raises(DataError, match=said):
         next(batches)
 
@@ -111,7 +111,7 @@ def test_exhaustion_raises_and_says_what_to_do(corpus: Corpus) -> None:
 def test_too_many_steps_are_refused_before_the_first(corpus: Corpus) -> None:
     plan = order(corpus)
     corpus_batches(corpus, seed=7, rows=4, length=33, stop=plan.steps)
-    with pytest.raises(DataError, match="--epochs 3"):
+    with pytest.raises(DataError, match="--num-train-epochs 3"):
         corpus_batches(corpus, seed=7, rows=4, length=33, epochs=2, stop=2 * plan.steps + plan.windows // 8)
     with pytest.raises(UsageError, match="length from 2"):
         order(corpus, length=1)

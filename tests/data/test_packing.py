@@ -101,7 +101,8 @@ def test_the_data_ends_with_a_sentence():
     packed = PackedExamples(EXAMPLES, 0, 7, 64, epochs=2)
     assert packed.steps == int(packed.ends[-1]) // 7
     packed.batch(packed.steps - 1)
-    with pytest.raises(DataError, match=rf"the data ends after {packed.steps} steps. Give more examples, fewer steps, or --epochs 3"):
+    with pytest.raises(DataError, match=rf"the data ends after {packed.steps} steps. Give more examples, fewer steps, or "
+                       r"--num-train-epochs 3"):
         packed.batch(packed.steps)
     assert packed.epoch_of(0) == 0
     assert packed.epoch_of(packed.steps - 1) == 1

@@ -205,8 +205,9 @@ def tuning(tmp_path: Path, **options) -> Sft:
     rows = [{"prompt": "Where?", "completion": f" {a} {b}"} for a,
             b in zip(speech_faults.TINY_WORDS, speech_faults.TINY_WORDS[1:], strict=False)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return Sft(data=(str(tmp_path / "rows.jsonl"),), out=str(tmp_path / "run"), model=str(tmp_path / "base"), length=48, batch_tokens=192,
-               steps=2, epochs=2, lr=1e-4, held_out=0.2, device="cpu", **options)
+    return Sft(data=(str(tmp_path / "rows.jsonl"),), out=str(tmp_path / "run"), model=str(tmp_path / "base"), max_length=48,
+               batch_tokens=192,
+               max_steps=2, num_train_epochs=2, learning_rate=1e-4, held_out=0.2, device="cpu", **options)
 
 
 def probed(tmp_path: Path) -> dict[str, list[dict]]:

@@ -164,7 +164,8 @@ def checkpoint(tmp_path_factory):
 def test_the_verb_refutes_an_untrained_model(checkpoint, capsys, tmp_path):
     prompts = tmp_path / "p.txt"
     prompts.write_text("".join(f"Tell me about {what}.\n" for what in ("rain", "bread", "time", "trees")))
-    flags = parse(verb.FLAGS, [str(checkpoint), "--prompts", str(prompts), "-n", "2", "--max-new", "24", "--json", "--device", "cpu"],
+    flags = parse(verb.FLAGS, [str(checkpoint), "--prompts", str(prompts), "-n", "2", "--max-new-tokens", "24", "--json", "--device",
+                               "cpu"],
                   prog="assay probe")
     assert verb.run(flags) == 3
     facts = json.loads(capsys.readouterr().out)
@@ -175,7 +176,7 @@ def test_the_verb_refutes_an_untrained_model(checkpoint, capsys, tmp_path):
 def test_the_verb_finds_the_first_bad_checkpoint_and_compares_with_a_parent(checkpoint, capsys, tmp_path):
     prompts = tmp_path / "p.txt"
     prompts.write_text("".join(f"Tell me about {what}.\n" for what in ("rain", "bread", "time", "trees", "snow", "salt")))
-    common = ["--prompts", str(prompts), "-n", "1", "--max-new", "16", "--json", "--device", "cpu"]
+    common = ["--prompts", str(prompts), "-n", "1", "--max-new-tokens", "16", "--json", "--device", "cpu"]
     assert verb.run(parse(verb.FLAGS, ["--history", str(checkpoint.parent.parent), *common], prog="assay probe")) == 3
     facts = json.loads(capsys.readouterr().out)
     assert (facts["first_bad"], facts["last_good"]) == ("step-1", None)
@@ -189,7 +190,7 @@ def said(capsys, folder, *argv: str) -> dict:
     """To twelve prompts of which any text is an answer."""
     prompts = folder / "p.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"Tell me of {what}.", "short": True, "ends": False}) + "\n" for what in WORDS[:12]))
-    verb.run(parse(verb.FLAGS, [*argv, "--prompts", str(prompts), "-n", "1", "--max-new", "16", "--json", "--device", "cpu"],
+    verb.run(parse(verb.FLAGS, [*argv, "--prompts", str(prompts), "-n", "1", "--max-new-tokens", "16", "--json", "--device", "cpu"],
                    prog="assay probe"))
     return json.loads(capsys.readouterr().out)
 

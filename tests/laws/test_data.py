@@ -15,14 +15,14 @@ from tests.recipes.sittings import events, left_by, options, rows, saved_steps, 
 
 
 def test_a_budget_that_the_data_does_not_fill_is_refused_before_the_first_step(tmp_path: Path):
-    config = options(tmp_path / "run", epochs=1)  # 26 steps of 20
-    with pytest.raises(DataError, match=r"after 20 steps\..*--epochs 2"):
+    config = options(tmp_path / "run", num_train_epochs=1)  # 26 steps of 20
+    with pytest.raises(DataError, match=r"after 20 steps\..*--num-train-epochs 2"):
         sit(config)
     assert not (tmp_path / "run").exists()
 
 
 def test_data_that_ends_under_a_budget_of_time_raises_and_nothing_is_lost(tmp_path: Path):
-    config = options(tmp_path / "run", tokens=None, minutes=60, epochs=1, every=100)
+    config = options(tmp_path / "run", tokens=None, minutes=60, num_train_epochs=1, save_steps=100)
     with pytest.raises(DataError, match="the data ends after 20 steps"):
         sit(config)
     assert saved_steps(config)[-1] == 20
@@ -32,7 +32,7 @@ def test_data_that_ends_under_a_budget_of_time_raises_and_nothing_is_lost(tmp_pa
 
 
 def test_the_ledger_says_how_much_of_the_data_was_never_read(tmp_path: Path):
-    ended = options(tmp_path / "run", tokens=20 * 256, epochs=1)
+    ended = options(tmp_path / "run", tokens=20 * 256, num_train_epochs=1)
     sit(ended)
     assert left_by(ended, 20)["trainer"]["data"]["windows_read"] == 320
     assert events(ended, "consumed")[0]["read_times"] == {"1": 320, "0": 8}

@@ -18,7 +18,7 @@ from assay.testing.tiny_training import NoProver
 from assay.verdict import refuted
 from tests.recipes.sittings import EVERY, STEPS, events, in_a_fork, left_by, options, saved_steps, sit
 
-VARIANTS = {"muon": {}, "adamw, soft cap, average": {"optimizer": "adamw", "shape": "assay", "ema": 0.9, "schedule": "cosine"},
+VARIANTS = {"muon": {}, "adamw, soft cap, average": {"optimizer": "adamw", "shape": "assay", "ema": 0.9, "lr_scheduler_type": "cosine"},
             "mixed values, gated heads": {"depth": 2, "shape": "assay", "value_residual": True, "attention_gate": True}}
 
 

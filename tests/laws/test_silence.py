@@ -7,16 +7,16 @@ import pytest
 from assay.testing.tiny_training import TINY_LENGTH
 from tests.recipes.sittings import events, options, sit
 
-KINDS = [{}, {"optimizer": "adamw"}, {"shape": "assay"}, {"schedule": "cosine"}, {"ema": 0.95}]
+KINDS = [{}, {"optimizer": "adamw"}, {"shape": "assay"}, {"lr_scheduler_type": "cosine"}, {"ema": 0.95}]
 RUNS_OF_EACH, STEPS = 4, 66  # enough for the change points in the loss, which are judged from step 64 on
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_clean_runs_are_silent(kind: dict, tmp_path: Path):
     for seed in range(RUNS_OF_EACH):
-        config = options(tmp_path / f"run-{seed}", tokens=STEPS * 4 * TINY_LENGTH, length=TINY_LENGTH, batch_tokens=4 * TINY_LENGTH,
-                         every=66, seed=seed,
-                         look_documents=2, **kind)
+        config = options(tmp_path / f"run-{seed}", tokens=STEPS * 4 * TINY_LENGTH, max_length=TINY_LENGTH, batch_tokens=4 * TINY_LENGTH,
+                         save_steps=66, seed=seed,
+                         eval_documents=2, **kind)
         said: list[str] = []
         assert sit(config, say=said.append) .interrupted is None  # a guard that trips raises
         verdicts = [verdict for event in (*events(config, "preflight"), *events(config, "account")) for verdict in event["verdicts"]]

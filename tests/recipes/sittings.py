@@ -24,8 +24,9 @@ Strike = Callable[[Trainer], object]
 
 def options(out: Path, **changed: Any) -> Pretrain:
     usual: dict[str, Any] = {
-        "corpus": str(tiny_corpus().folder), "out": str(out), "depth": 1, "length": LENGTH, "batch_tokens": ROWS * LENGTH,
-        "micro_tokens": 8 * LENGTH, "tokens": STEPS * ROWS * LENGTH, "epochs": 2, "every": EVERY, "warmup": 3, "look_documents": 4,
+        "corpus": str(tiny_corpus().folder), "out": str(out), "depth": 1, "max_length": LENGTH, "batch_tokens": ROWS * LENGTH,
+        "micro_batch_tokens": 8 * LENGTH, "tokens": STEPS * ROWS * LENGTH, "num_train_epochs": 2, "save_steps": EVERY, "warmup_steps": 3,
+                             "eval_documents": 4,
         "device": "cpu"}
     return Pretrain(**(usual | changed))
 

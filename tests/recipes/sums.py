@@ -40,8 +40,10 @@ def taught(home: Path, base: Path | None = None, *, lora_r: int = 0, steps: int 
     learned = [{"prompt": prompt, "completion": said} for prompt, gold in sums for said in (str(gold), f"{gold} or {gold + 1}")]
     write(home / "learned.jsonl", learned)
     write(home / "sums.jsonl", [{"prompt": prompt, "gold": str(gold)} for prompt, gold in sums])
-    config = Sft(model=str(base or home / "base"), data=(str(home / "learned.jsonl"),), out=str(home / "sft"), length=32, batch_tokens=512,
-                 micro_tokens=512, epochs=steps, steps=steps, lr=5e-3 if base is None else 2e-3, lora_r=lora_r, checkpoint_every=10**6,
+    config = Sft(model=str(base or home / "base"), data=(str(home / "learned.jsonl"),), out=str(home / "sft"), max_length=32,
+                 batch_tokens=512,
+                 micro_batch_tokens=512, num_train_epochs=steps, max_steps=steps, learning_rate=5e-3 if base is None else 2e-3,
+                 lora_r=lora_r, save_steps=10**6,
                  held_out=0.05, device="cpu")
     with pytest.MonkeyPatch.context() as patch:
         unproven(patch, Believer)
@@ -55,9 +57,11 @@ def write(file: Path, lines: list[dict[str, Any]]) -> None:
 
 def options(parent: Path, out: Path, **changed: Any) -> Grpo:
     usual: dict[str, Any] = {
-        "data": (str(parent.parent.parent.parent / "sums.jsonl"),), "out": str(out), "reward": ("answer:1",), "prompts": 4, "group": 4,
-        "max_new": 8, "epochs": 50, "steps": 4, "lr": 2e-4, "warmup": 0, "checkpoint_every": 2, "held_out": 0.3, "look_prompts": 8,
-        "micro": 128, "device": "cpu", "reward_workers": 1}
+        "data": (str(parent.parent.parent.parent / "sums.jsonl"),), "out": str(out), "reward": ("answer:1",), "prompts": 4,
+                             "num_generations": 4,
+        "max_completion_length": 8, "num_train_epochs": 50, "max_steps": 4, "learning_rate": 2e-4, "warmup_steps": 0, "save_steps": 2,
+                             "held_out": 0.3, "eval_prompts": 8,
+        "micro_batch_size": 128, "device": "cpu", "reward_workers": 1}
     where = {"from_": str(parent), "optimizer_state": "fresh"} if "model" not in changed else {}
     return Grpo(**(where | usual | changed))
 

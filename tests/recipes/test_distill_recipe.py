@@ -87,9 +87,10 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def options(home: Path, out: Path, **changed: Any) -> Distill:
     usual: dict[str, Any] = {
-        "data": (str(home / "walks.jsonl"),), "out": str(out), "teacher": str(home / "teacher"), "length": LENGTH,
-        "batch_tokens": 8 * LENGTH, "micro_tokens": 4 * LENGTH, "epochs": 30, "steps": STEPS, "lr": 5e-3, "warmup": 2,
-        "checkpoint_every": 3, "held_out": 0.25, "top_k": K, "max_new": 24, "device": "cpu"}
+        "data": (str(home / "walks.jsonl"),), "out": str(out), "teacher": str(home / "teacher"), "max_length": LENGTH,
+        "batch_tokens": 8 * LENGTH, "micro_batch_tokens": 4 * LENGTH, "num_train_epochs": 30, "max_steps": STEPS, "learning_rate": 5e-3,
+                             "warmup_steps": 2,
+        "save_steps": 3, "held_out": 0.25, "teacher_top_k": K, "max_new_tokens": 24, "device": "cpu"}
     student = {} if "student_layers" in changed else {"model": str(home / "student")}
     return Distill(**(usual | student | changed))
 
@@ -125,7 +126,8 @@ def losses(config: Distill) -> list[float]:
 
 @pytest.mark.arithmetic
 def test_the_student_comes_nearer_to_its_teacher_than_by_the_text_alone(home: Path, tmp_path: Path):
-    config = options(home, tmp_path / "taught", steps=40, checkpoint_every=20, held_out=0.5, epochs=60)  # 60 walks are soon known by heart
+    config = options(home, tmp_path / "taught", max_steps=40, save_steps=20, held_out=0.5,
+                     num_train_epochs=60)  # 60 walks are soon known by heart
     said: list[str] = []
     verdicts = distilled(config, said.append)
     alone = {field.name: getattr(config, field.name) for field in dataclasses.fields(Sft)}
@@ -176,7 +178,7 @@ def test_the_share_by_which_kl_fell_is_of_all_tokens():
 
 
 def test_the_last_batchs_loss_is_no_result(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    config = options(home, tmp_path / "run", steps=2)
+    config = options(home, tmp_path / "run", max_steps=2)
 
     def careless(work: run.Run, *_: Any, **__: Any) -> None:
         work.ledger.append("hand over", score={"mean": losses(config)[-1]})
@@ -189,14 +191,14 @@ def test_the_last_batchs_loss_is_no_result(home: Path, tmp_path: Path, monkeypat
 
 @pytest.mark.arithmetic
 def test_an_adapter_is_taught_as_a_whole_model_is(home: Path, tmp_path: Path):
-    config = options(home, tmp_path / "run", lora_r=4, divergence="jsd", temperature=2.0, ce_weight=0.5, steps=15, checkpoint_every=15)
+    config = options(home, tmp_path / "run", lora_r=4, divergence="jsd", temperature=2.0, ce_weight=0.5, max_steps=15, save_steps=15)
     distilled(config)
     assert losses(config)[-1] < 0.95 * losses(config)[0]
     assert (tmp_path / "run" / "adapter").is_dir()
 
 
 def test_both_terms_of_every_step_are_on_record(home: Path, tmp_path: Path):
-    config = options(home, tmp_path / "run", temperature=2.0, kd_weight=0.7, ce_weight=0.3, steps=18)
+    config = options(home, tmp_path / "run", temperature=2.0, kd_weight=0.7, ce_weight=0.3, max_steps=18)
     said: list[str] = []
     distilled(config, said.append)
     taken = [row for row in metrics(config) if "loss" in row]
@@ -211,7 +213,7 @@ def test_both_terms_of_every_step_are_on_record(home: Path, tmp_path: Path):
 
 def test_a_student_of_some_of_the_teachers_layers(home: Path, tmp_path: Path):
     assert teachers.kept_layers(30, 15) == [0, 2, 4, 6, 8, 10, 12, 14, 17, 19, 21, 23, 25, 27, 29]
-    config = options(home, tmp_path / "run", student_layers=2, steps=1)
+    config = options(home, tmp_path / "run", student_layers=2, max_steps=1)
     distilled(config)
     teacher, student = open_artifact(home / "teacher"), open_artifact(tmp_path / "run" / "student")
     assert student.config.depth == 2
@@ -275,7 +277,7 @@ def test_oneself_teaches_nothing(home: Path, tmp_path: Path):
     with pytest.raises(UsageError, match=r"the same weights .*every gradient would be 0"):
         distill.distill(options(home, tmp_path / "run", **same), lambda _: None)
     assert not (tmp_path / "run").exists()
-    config = options(home, tmp_path / "beside", **same, ce_weight=1.0, steps=1)
+    config = options(home, tmp_path / "beside", **same, ce_weight=1.0, max_steps=1)
     distilled(config)  # the text teaches, and the student's old self holds it back
     assert events(config, "hand over")[0]["kl_fell_by"] is None  # there was none
     share, = (verdict for verdict in events(config, "preflight")[0]["verdicts"] if verdict["check"] == "share")
@@ -308,7 +310,7 @@ def steps_of(config: Distill, kind: str) -> list[int]:
 def test_checkpoints_come_every_so_many_steps_the_first_after_step_1_and_each_goes_to_its_proof(
         every: int, due: list[int], home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(run, "Prover", Proving)
-    config = options(home, tmp_path / "run", steps=7, checkpoint_every=every, insist=True)
+    config = options(home, tmp_path / "run", max_steps=7, save_steps=every, insist=True)
     distilled(config)
     assert steps_of(config, "save") == due
     assert sorted(steps_of(config, "proof")) == due
@@ -324,7 +326,7 @@ def test_checkpoints_come_after_so_many_minutes_too(home: Path, tmp_path: Path, 
 
     monkeypatch.setattr(Clock, "seconds", property(lambda _: now[0]))
     monkeypatch.setattr(Trainer, "record", slow)
-    config = options(home, tmp_path / "run", steps=8, checkpoint_every=0, checkpoint_minutes=1.5, insist=True)
+    config = options(home, tmp_path / "run", max_steps=8, save_steps=0, save_minutes=1.5, insist=True)
     distilled(config)
     assert steps_of(config, "save") == [0, 1, 4, 7, 8]  # at 40, 160, 280 and 320 seconds
 
@@ -332,7 +334,7 @@ def test_checkpoints_come_after_so_many_minutes_too(home: Path, tmp_path: Path, 
 @pytest.mark.slow
 def test_every_checkpoint_is_proven_in_a_fresh_process(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(run, "Prover", Prover)
-    config = options(home, tmp_path / "run", steps=2, checkpoint_every=1)
+    config = options(home, tmp_path / "run", max_steps=2, save_steps=1)
     distilled(config)
     assert sorted(steps_of(config, "proof")) == [0, 1, 2]
     assert {event["outcome"] for event in events(config, "proof")} == {"PROVEN"}
@@ -372,8 +374,8 @@ def test_stored_answers_are_refused_where_they_are_of_something_else(home: Path,
     changed = [row | {"completion": row["completion"] + "a"} if place == 50 else row for place, row in enumerate(walks(120, "few"))]
     other_text = write(tmp_path / "walks.jsonl", changed)
     cases: list[tuple[dict[str, Any], type[Exception], str]]
-    cases = [({"temperature": 2.0}, UsageError, "at temperature 1; --top-k is 32 and --temperature 2"),
-             ({"top_k": 8}, UsageError, "holds 32 tokens a place"),
+    cases = [({"temperature": 2.0}, UsageError, "at temperature 1; --teacher-top-k is 32 and --temperature 2"),
+             ({"teacher_top_k": 8}, UsageError, "holds 32 tokens a place"),
              ({"teacher": str(home / "ignorant")}, DataError, "holds answers of the teacher"),
              ({"model": str(home / "stranger")}, DataError, "its ids mean other text"),
              ({"data": (other_text,)}, DataError, "was not asked about example")]
@@ -428,8 +430,8 @@ def test_a_teacher_that_answers_late_does_not_write_over_what_another_run_learns
 
 
 def test_what_the_teacher_did_not_finish_is_not_learned(home: Path, tmp_path: Path):
-    with pytest.raises(DataError, match=r"none of \d+ answers .*\(cut at --max-new\)"):
-        distill.distill(options(home, tmp_path / "run", how="text", max_new=1, teacher=str(home / "ignorant")), lambda _: None)
+    with pytest.raises(DataError, match=r"none of \d+ answers .*\(cut at --max-new-tokens\)"):
+        distill.distill(options(home, tmp_path / "run", how="text", max_new_tokens=1, teacher=str(home / "ignorant")), lambda _: None)
     text = write(tmp_path / "text.jsonl", [{"text": "abc"}] * 3)
     with pytest.raises(DataError, match="there is no prompt"):
         distill.distill(options(home, tmp_path / "run", how="text", data=(text,)), lambda _: None)
@@ -439,14 +441,14 @@ def test_what_the_teacher_did_not_finish_is_not_learned(home: Path, tmp_path: Pa
 
 @pytest.mark.parametrize(("changed", "reason"), [
     ({"model": None}, "name the student: .* found none"),
-    ({"student_layers": 2, "model": "x"}, "found --student and --student-layers"),
+    ({"student_layers": 2, "model": "x"}, "found --model and --student-layers"),
     ({"teacher": None}, "name who teaches"),
     ({"teacher_logits": "x"}, "is for --how stored"),
     ({"kd_weight": 0.0}, "kd_weight is 0.0"),
     ({"how": "text", "ce_weight": 1.0}, "leave --ce-weight out"),
-    ({"checkpoint_every": 0}, "may take more than 10 minutes: a crash would lose all of it"),  # nobody knows how long steps take
-    ({"checkpoint_every": 0, "steps": None}, "a crash would lose all of it"),
-    ({"checkpoint_every": 0, "steps": None, "minutes": 10.1, "how": "text"}, "a crash would lose all of it"),
+    ({"save_steps": 0}, "may take more than 10 minutes: a crash would lose all of it"),  # nobody knows how long steps take
+    ({"save_steps": 0, "max_steps": None}, "a crash would lose all of it"),
+    ({"save_steps": 0, "max_steps": None, "minutes": 10.1, "how": "text"}, "a crash would lose all of it"),
 ])
 def test_a_request_that_makes_no_sense_is_refused(changed: dict[str, Any], reason: str, home: Path, tmp_path: Path):
     with pytest.raises(UsageError, match=reason):
@@ -455,14 +457,14 @@ def test_a_request_that_makes_no_sense_is_refused(changed: dict[str, Any], reaso
 
 
 def test_no_checkpoints_is_allowed_where_it_is_short_or_insisted_on(home: Path, tmp_path: Path):
-    for changed in ({"steps": None, "minutes": 10.0}, {"insist": True}, {"steps": None, "minutes": 60.0, "insist": True}):
-        refuse_nonsense(options(home, tmp_path / "run", checkpoint_every=0, **changed))
+    for changed in ({"max_steps": None, "minutes": 10.0}, {"insist": True}, {"max_steps": None, "minutes": 60.0, "insist": True}):
+        refuse_nonsense(options(home, tmp_path / "run", save_steps=0, **changed))
 
 
 def test_exit_codes(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setitem(cli.VERBS, "distill", "")
-    usual = ["--data", str(home / "walks.jsonl"), "--student", str(home / "student"), "--length", str(LENGTH), "--batch-tokens", "512",
-             "--steps", "1", "--device", "cpu", "--held-out", "0.25"]
+    usual = ["--data", str(home / "walks.jsonl"), "--model", str(home / "student"), "--max-length", str(LENGTH), "--batch-tokens", "512",
+             "--max-steps", "1", "--device", "cpu", "--held-out", "0.25"]
 
     def done(teacher: str, out: str) -> int:
         return cli.run(["distill", "--teacher", str(home / teacher), "--out", str(tmp_path / out), *usual])

@@ -58,7 +58,7 @@ def test_a_run_that_improves_goes_on_and_one_that_does_not_is_stopped_with_its_e
 def test_where_noise_is_larger_than_what_it_should_detect_the_rule_refuses_to_run():
     """The incident: two batches of validation, patience 2, and what was called stagnation was chance."""
     stopping = Watched(patience=2, worth=0.01)
-    with pytest.raises(UsageError, match=r"at least \d+ sequences.*--patience 0"):
+    with pytest.raises(UsageError, match=r"at least \d+ sequences.*--early-stopping-patience 0"):
         stopped_at(stopping, curve(lambda step: 0.0, noise=0.04, sequences=16))
     assert not stopping.events
 
@@ -74,7 +74,7 @@ def test_noise_that_grows_after_the_rule_was_accepted_stops_nothing():
 
 
 @pytest.mark.parametrize(("asked", "words"), [
-    ({"steps": None}, "--minutes does not say how many come"), ({"schedule": "wsd"}, "give --schedule cosine"),
+    ({"steps": None}, "--minutes does not say how many come"), ({"schedule": "wsd"}, "give --lr-scheduler-type cosine"),
     ({"steps": 70}, "evaluate at least 8 times"), ({"worth": 0.0}, "min_improvement > 0")])
 def test_what_cannot_work_is_refused_before_anything_is_spent(asked, words):
     usual = {"worth": 0.01, "schedule": "cosine", "steps": 300, "every": EVERY}
@@ -85,8 +85,9 @@ def test_what_cannot_work_is_refused_before_anything_is_spent(asked, words):
 
 def test_a_run_stops_early_hands_over_and_does_not_begin_again(tmp_path: Path):
     """With a learning rate of next to nothing; the second sitting of the same command takes no step, and one without patience goes on."""
-    asked = {"every": 1, "schedule": "cosine", "lr": 1e-5, "lr_embed": 1e-5, "weight_decay": 0.0, "worth": 0.05}
-    config = options(tmp_path / "run", patience=2, **asked)
+    asked = {"save_steps": 1, "lr_scheduler_type": "cosine", "learning_rate": 1e-5, "embedding_learning_rate": 1e-5, "weight_decay": 0.0,
+             "early_stopping_threshold": 0.05}
+    config = options(tmp_path / "run", early_stopping_patience=2, **asked)
     said = []
     sit(config, say=said.append)
     assert any("stopping early" in line for line in said)
@@ -95,7 +96,7 @@ def test_a_run_stops_early_hands_over_and_does_not_begin_again(tmp_path: Path):
     assert [event["step"] for event in events(config, "early stop")] == [8]
     sit(config)
     assert [row["step"] for row in rows(tmp_path / "run" / "metrics.jsonl") if "loss" in row] == steps
-    sit(options(tmp_path / "run", patience=0, **asked))
+    sit(options(tmp_path / "run", early_stopping_patience=0, **asked))
     assert len([row for row in rows(tmp_path / "run" / "metrics.jsonl") if "loss" in row]) == sittings.STEPS
 
 
@@ -105,8 +106,9 @@ def test_a_run_of_an_earlier_version_goes_on_where_options_have_come_since(tmp_p
     config = options(tmp_path / "run", tokens=4 * sittings.ROWS * sittings.LENGTH)
     sit(config)
     file = tmp_path / "run" / "config.yaml"
-    file.write_text(yaml.safe_dump({key: value for key, value in yaml.safe_load(file.read_text()).items() if key != "recompute"}))
+    file.write_text(yaml.safe_dump({key: value for key,
+                                    value in yaml.safe_load(file.read_text()).items() if key != "gradient_checkpointing"}))
     sit(options(tmp_path / "run", tokens=6 * sittings.ROWS * sittings.LENGTH))
     assert len([row for row in rows(tmp_path / "run" / "metrics.jsonl") if "loss" in row]) == 6
-    with pytest.raises(UsageError, match="recompute was False, now True"):
-        sit(options(tmp_path / "run", recompute=True))
+    with pytest.raises(UsageError, match="gradient_checkpointing was False, now True"):
+        sit(options(tmp_path / "run", gradient_checkpointing=True))

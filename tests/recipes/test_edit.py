@@ -20,10 +20,10 @@ from assay.store.ledger import read_chain
 from assay.store.saving import Lineage, model_contents
 from assay.testing import tiny_facts
 from assay.verbs import edit as verb
-from tests.edit.test_memit import six
+from tests.editing.test_memit import six
 
-TUNED = ("--lr 0.1 --clamp 1 --steps 60 --kl 0 --weight 10 --max-update 10 --prefixes 3 --prefix-tokens 8 --drift-tokens 1000 "
-         "--trace-facts 2")
+TUNED = ("--v-lr 0.1 --clamp-norm-factor 1 --v-num-grad-steps 60 --kl-factor 0 --mom2-update-weight 10 --max-update 10 --prefixes 3 "
+         "--prefix-tokens 8 --drift-tokens 1000 --trace-facts 2")
 
 
 def row(fact: Any) -> dict[str, Any]:
@@ -43,7 +43,6 @@ def options(tmp_path: Path, *rows: dict[str, Any], more: str = "") -> Edit:
     return parse(Edit, [str(tmp_path / "base"), *f"{files} {TUNED} {more}".split()], prog="assay edit")
 
 
-@pytest.mark.arithmetic
 def test_from_facts_to_a_proven_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setenv("ASSAY_CACHE", str(tmp_path / "cache"))
     base(tmp_path)

@@ -52,15 +52,15 @@ def without_proofs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("changed", "words"), [
-    ({"group": 1}, "at least 2 completions"),
+    ({"num_generations": 1}, "at least 2 completions"),
     ({"temperature": 0.0}, "all the same teach nothing"),
-    ({"inner": 3}, "give a multiple of that"),
-    ({"kl_window": 2, "kl": "none"}, "it needs a --kl"),
-    ({"overlong": 9}, "--overlong at most --max-new"),
+    ({"num_iterations": 3}, "give a multiple of that"),
+    ({"kl_window": 2, "beta": 0.0}, "it needs a --beta"),
+    ({"overlong_buffer": 9}, "--overlong-buffer at most --max-completion-length"),
     ({"minutes": 1.0}, "give one budget"),
     ({"held_out": 0.0}, "0 prompts are held out"),
     ({"prompts": 80}, "lower --prompts"),
-    ({"steps": 10**4}, "Give more prompts"),
+    ({"max_steps": 10**4}, "Give more prompts"),
     ({"reward": ("anser:1",)}, "did you mean 'answer'"),
     ({"reward_errors": 1.0}, "--reward-errors"),
 ])
@@ -92,7 +92,8 @@ def test_held_out_prompts_that_are_trained_on_are_refused(adapter: Path, tmp_pat
 
 @pytest.mark.arithmetic
 def test_exact_answers_become_more_and_the_run_says_so(whole: Path, tmp_path: Path):
-    config = options(whole, tmp_path / "run", prompts=16, group=8, steps=12, checkpoint_every=12, look_prompts=30, eval_samples=8,
+    config = options(whole, tmp_path / "run", prompts=16, num_generations=8, max_steps=12, save_steps=12, eval_prompts=30,
+                     num_generations_eval=8,
                      samples=4)
     said: list[str] = []
     verdicts = reinforced(config, said.append)
@@ -116,7 +117,8 @@ def test_exact_answers_become_more_and_the_run_says_so(whole: Path, tmp_path: Pa
 def test_problems_of_reasoning_gym_are_rewarded_by_its_own_scorers(whole: Path, tmp_path: Path):
     pytest.importorskip("reasoning_gym")
     assert assay(["data", "gym", "chain_sum", "--n", "40", "--out", str(tmp_path / "gym.jsonl")]) == 0
-    config = options(whole, tmp_path / "run", data=(str(tmp_path / "gym.jsonl"),), reward=("gym:1", "format:0.1"), steps=1, look_prompts=4)
+    config = options(whole, tmp_path / "run", data=(str(tmp_path / "gym.jsonl"),), reward=("gym:1", "format:0.1"), max_steps=1,
+                     eval_prompts=4)
     reinforced(config)
     [step] = steps_of(config)
     assert step["rewards/unknown"] == 0
@@ -128,7 +130,7 @@ def test_problems_of_reasoning_gym_are_rewarded_by_its_own_scorers(whole: Path, 
 @pytest.mark.parametrize("form", ["whole", "adapter"])
 def test_the_reference_is_the_fork_and_the_policy_leaves_it(form: str, request: pytest.FixtureRequest, tmp_path: Path):
     parent = request.getfixturevalue(form)
-    config = options(parent, tmp_path / "run", lr=2e-3)
+    config = options(parent, tmp_path / "run", learning_rate=2e-3)
     reinforced(config)
     kl = [row["kl"] for row in steps_of(config)]
     assert kl[0] == 0
@@ -145,8 +147,9 @@ def test_the_reference_is_the_fork_and_the_policy_leaves_it(form: str, request: 
 def test_interrupted_and_resumed_is_the_uninterrupted_run_bit_for_bit(adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """An adapter, two updates a rollout, a reference that trails; a signal in the midst of a rollout waits for its end."""
     unproven(monkeypatch, Believer)
-    uncut, cut = (options(adapter, tmp_path / name, inner=2, kl_window=2, steps=6, entropy_weight=0.01, entropy_decay=0.9,
-                          ratio="sequence", normalise="sequence", mask_truncated=True, overlong=4, lr=2e-3) for name in ("uncut", "cut"))
+    uncut, cut = (options(adapter, tmp_path / name, num_iterations=2, kl_window=2, max_steps=6, entropy_weight=0.01, entropy_decay=0.9,
+                          importance_sampling_level="sequence", loss_type="grpo", mask_truncated_completions=True, overlong_buffer=4,
+                          learning_rate=2e-3) for name in ("uncut", "cut"))
     reinforced(uncut)
     record = Trainer.record
 
@@ -166,7 +169,7 @@ def test_interrupted_and_resumed_is_the_uninterrupted_run_bit_for_bit(adapter: P
 
 def test_torn_away_after_a_step_and_resumed_is_the_same(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The whole model, and no last save: the newest checkpoint is two steps old, and its samples and metrics are taken back."""
-    uncut, cut = (options(whole, tmp_path / name, refill=1, kl="shift", scale="batch", normalise="constant", samples=3)
+    uncut, cut = (options(whole, tmp_path / name, refill=1, kl_estimator="shift", scale_rewards="batch", loss_type="dr_grpo", samples=3)
                   for name in ("uncut", "cut"))
     reinforced(uncut)
 
@@ -190,7 +193,7 @@ def test_torn_away_after_a_step_and_resumed_is_the_same(whole: Path, tmp_path: P
 def test_rewards_that_never_differ_move_nothing_and_are_no_fault(adapter: Path, tmp_path: Path):
     """Too hard a task: the run goes on until it is sure, says so, and claims nothing."""
     write(tmp_path / "hard.jsonl", [{"prompt": f"{a}+{b}=", "gold": "99"} for a in range(10) for b in range(10)])
-    config = options(adapter, tmp_path / "run", data=(str(tmp_path / "hard.jsonl"),), steps=2, refill=2)
+    config = options(adapter, tmp_path / "run", data=(str(tmp_path / "hard.jsonl"),), max_steps=2, refill=2)
     gain = reinforced(config)[-1]
     assert "not shown" in gain.reason
     assert [row["groups"] for row in steps_of(config)] == [12, 12]  # four places, each filled three times
@@ -203,7 +206,7 @@ def test_rewards_that_never_differ_move_nothing_and_are_no_fault(adapter: Path, 
 def test_one_prompt_is_answered_otherwise_at_every_step(adapter: Path, tmp_path: Path):
     """Draws have the step in their address: with weights that stand still, the same prompts get other completions."""
     write(tmp_path / "few.jsonl", [{"prompt": f"{a}+1=", "gold": "99"} for a in range(8)])
-    config = options(adapter, tmp_path / "run", data=(str(tmp_path / "few.jsonl"),), steps=2, held_out=0.5, samples=16)
+    config = options(adapter, tmp_path / "run", data=(str(tmp_path / "few.jsonl"),), max_steps=2, held_out=0.5, samples=16)
     reinforced(config)
     said = [[(row["prompt_id"], row["address"][-1], row["text"]) for row in rows(tmp_path / "run" / "samples.jsonl") if row["step"] == step]
             for step in (0, 1)]
@@ -227,7 +230,7 @@ def test_other_prompts_are_another_run(adapter: Path, tmp_path: Path, monkeypatc
 
 
 def forked(parent: Path, out: Path, **changed: Any) -> None:
-    recipe.grpo(options(parent, out, lr=2e-3, **changed), lambda _: None)
+    recipe.grpo(options(parent, out, learning_rate=2e-3, **changed), lambda _: None)
 
 
 def test_a_reference_that_is_the_base_is_stopped(adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -297,7 +300,7 @@ def test_weights_of_another_policy_under_the_right_name_are_stopped(adapter: Pat
 
 def test_a_sampler_on_a_device_of_its_own_is_the_same_run_and_its_copy_is_handed_over_by_digest(adapter: Path, tmp_path: Path,
                                                                                                monkeypatch: pytest.MonkeyPatch):
-    together, apart = (options(adapter, tmp_path / name, steps=2, lr=2e-3, **more) for name, more in (
+    together, apart = (options(adapter, tmp_path / name, max_steps=2, learning_rate=2e-3, **more) for name, more in (
         ("together", {}), ("apart", {"sampler_device": "cpu"})))
     for config in (together, apart):
         reinforced(config)
@@ -309,7 +312,8 @@ def test_a_sampler_on_a_device_of_its_own_is_the_same_run_and_its_copy_is_handed
 
 def test_packed_rows_are_the_same_run_and_a_token_lost_there_is_stopped(adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Packed on a GPU, and here where a test says so."""
-    apart, packed = (options(adapter, tmp_path / name, steps=3, lr=2e-3, kl="k3", kl_weight=0.05) for name in ("apart", "packed"))
+    apart, packed = (options(adapter, tmp_path / name, max_steps=3, learning_rate=2e-3, kl_estimator="k3", beta=0.05) for name in ("apart",
+                                                                                                                                   "packed"))
     reinforced(apart)
     monkeypatch.setattr(recipe, "layout_of", lambda *_: Layout(2, 48))
     reinforced(packed)
@@ -363,7 +367,7 @@ def test_an_adapter_that_is_not_whole_is_not_forked(fault: str, adapter: Path, t
 def test_a_trailing_reference_is_a_function_of_the_step_and_its_checkpoints_stay(adapter: Path, tmp_path: Path,
                                                                                 monkeypatch: pytest.MonkeyPatch):
     unproven(monkeypatch, Believer)
-    config = options(adapter, tmp_path / "run", kl_window=3, checkpoint_every=1, steps=6, eval_every=6, lr=2e-3)
+    config = options(adapter, tmp_path / "run", kl_window=3, save_steps=1, max_steps=6, eval_steps=6, learning_rate=2e-3)
     reinforced(config)
     followed = [event["step"] for event in events(config, "reference") if "weights" in event]
     assert followed == [0, 1, 2]
@@ -387,7 +391,7 @@ def test_an_order_reads_every_prompt_once_an_epoch_and_spares_are_others():
     spare = [prompt.id for prompt in order.spare(1)]
     assert set(spare) | {prompt.id for prompt in order.drawn(1)} == {prompt.id for prompt in prompts}
     assert len(spare) == 6
-    with pytest.raises(UsageError, match="--epochs 3"):
+    with pytest.raises(UsageError, match="--num-train-epochs 3"):
         order.drawn(5)
 
 

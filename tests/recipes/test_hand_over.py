@@ -29,7 +29,7 @@ def handed(config, **options) -> list:
 
 @pytest.mark.parametrize("ema", [0.0, 0.9])
 def test_what_is_handed_over_is_the_set_that_was_scored(ema: float, tmp_path: Path):
-    config = options(tmp_path / "run", tokens=6 * ROWS * LENGTH, every=3, ema=ema)
+    config = options(tmp_path / "run", tokens=6 * ROWS * LENGTH, save_steps=3, ema=ema)
     checks = [verdict.check for verdict in handed(config)]
     assert checks.count("score") == 2
     best = step_folder(tmp_path / "run" / "checkpoints", 6)

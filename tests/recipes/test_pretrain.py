@@ -37,7 +37,7 @@ def flags(config: Pretrain) -> list[str]:
 @pytest.mark.parametrize(("changed", "words"), [
     ({"tokens": None}, "give one budget: --minutes or --tokens"),
     ({"minutes": 1.0}, "give one budget: --minutes or --tokens"),
-    ({"tokens": None, "minutes": 1.0, "schedule": "cosine"}, "--schedule cosine must know its last step from the first"),
+    ({"tokens": None, "minutes": 1.0, "lr_scheduler_type": "cosine"}, "--lr-scheduler-type cosine must know its last step from the first"),
     ({"depth": 0}, "expected a depth of at least 1"),
     ({"batch_tokens": 8}, "a batch of at least one row"),
     ({"ema": 1.5}, "expected a number between 0 and 1"),
@@ -135,7 +135,7 @@ def test_steps_too_small_to_see_at_the_end_of_the_schedule_are_no_alarm(tmp_path
     begin = UpdateAccount.begin
     monkeypatch.setattr(UpdateAccount, "begin", lambda account, *given: (judged.append(1), begin(account, *given))[1])
     monkeypatch.setattr(lr_schedule, "warmup_stable_decay", lambda step, *_, **__: 1.0 if step < 7 else 1e-12)
-    config = options(tmp_path / "run", tokens=9 * ROWS * LENGTH, every=8)
+    config = options(tmp_path / "run", tokens=9 * ROWS * LENGTH, save_steps=8)
     assert sit(config).interrupted is None
     assert len(judged) == 2  # at the beginning and after step 1; the steps that can hardly be seen are judged with those before them
 
@@ -169,7 +169,7 @@ def test_a_budget_of_time_ends_at_the_foot_of_the_schedule(tmp_path: Path, monke
 
     monkeypatch.setattr(time, "monotonic", lambda: clock["now"])
     monkeypatch.setattr(pretrain, "next_token", working)
-    config = options(tmp_path / "run", tokens=None, minutes=0.1, epochs=4, every=1000)
+    config = options(tmp_path / "run", tokens=None, minutes=0.1, num_train_epochs=4, save_steps=1000)
     assert sit(config).interrupted is None
     way_down, = events(config, "way down")
     assert way_down["seconds_a_step"] == pytest.approx(0.1)

@@ -35,8 +35,8 @@ def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tuning(home: Path, out: Path, **more: Any) -> dict[str, Any]:
-    return {"model": str(home / "base"), "data": (str(home / "sums.jsonl"),), "out": str(out), "length": 32, "batch_tokens": 256,
-            "steps": 1, "lr": 3e-3, "held_out": 0.1, "probe_samples": 1, "device": "cpu", **more}
+    return {"model": str(home / "base"), "data": (str(home / "sums.jsonl"),), "out": str(out), "max_length": 32, "batch_tokens": 256,
+            "max_steps": 1, "learning_rate": 3e-3, "held_out": 0.1, "probe_samples": 1, "device": "cpu", **more}
 
 
 def require_proven(found: RunOutcome, places: list[str]) -> None:
@@ -62,13 +62,13 @@ def test_distill(home: Path, parent: Path, tmp_path: Path):
 
 
 def test_pretrain(tmp_path: Path):
-    config = Pretrain(corpus=str(tiny_corpus().folder), out=str(tmp_path / "run"), depth=1, tokens=256, length=16, batch_tokens=256,
-                      warmup=0,
-                      look_documents=4, probe_samples=1, device="cpu")
+    config = Pretrain(corpus=str(tiny_corpus().folder), out=str(tmp_path / "run"), depth=1, tokens=256, max_length=16, batch_tokens=256,
+                      warmup_steps=0,
+                      eval_documents=4, probe_samples=1, device="cpu")
     require_proven(pretrain(config, lambda _: None), ["model"])
 
 
 def test_grpo(parent: Path, tmp_path: Path):
-    found = grpo(options(parent, tmp_path / "run", steps=1, probe_samples=1), lambda _: None)
+    found = grpo(options(parent, tmp_path / "run", max_steps=1, probe_samples=1), lambda _: None)
     require_proven(found, ["model"])
     assert {verdict.check for verdict in found.verdicts} >= {"gain", "score", "hashes"}

@@ -99,8 +99,8 @@ def test_one_call_a_group_and_what_it_cost_stand_in_metrics_and_ledger(parent: P
 @pytest.mark.arithmetic
 def test_a_judge_teaches_and_held_out_scores_are_the_rules(parent: Path, server: Played, tmp_path: Path):
     """Its scores rank a group: no look could compare them with another's, so none is recorded."""
-    config = judged(parent, tmp_path / "run", server, fair, ",repeat=0", prompts=16, group=8, steps=8, checkpoint_every=8,
-                    look_prompts=30, eval_samples=8, lr=4e-4)
+    config = judged(parent, tmp_path / "run", server, fair, ",repeat=0", prompts=16, num_generations=8, max_steps=8, save_steps=8,
+                    eval_prompts=30, num_generations_eval=8, learning_rate=4e-4)
     gain = reinforced(config)[-1]
     assert gain.evidence["change"] > 0.05
     looks = [row for row in map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) if "eval_answer" in row]
@@ -210,7 +210,7 @@ def test_a_judge_that_contradicts_itself_ends_the_run(parent: Path, server: Play
         return fair(number, asked) if rehearsed(asked) else sheet(asked, [in_order[text] for text in texts(asked)])
 
     fickle.calls = [0]  # type: ignore[attr-defined]
-    config = judged(parent, tmp_path / "run", server, fickle, ",repeat=1", prompts=9, checkpoint_every=1)
+    config = judged(parent, tmp_path / "run", server, fickle, ",repeat=1", prompts=9, save_steps=1)
     with stopped_by("judge_agreement"):
         recipe.grpo(config, lambda _: None)
 
@@ -291,8 +291,9 @@ def test_our_own_server_judges_over_http(tiny_judge: str):
 def test_a_run_is_judged_by_our_own_server(tiny_judge: str, parent: Path, tmp_path: Path):
     """Rows without gold: that nothing shows what the judge prefers is said; that it prefers what comes first is found out."""
     write(tmp_path / "bare.jsonl", [{"prompt": f"{a}+{b}="} for a in range(10) for b in range(10)])
-    config = options(parent, tmp_path / "run", data=(str(tmp_path / "bare.jsonl"),), metric=r"regex[pattern=\d]", group=2, prompts=12,
-                     reward=(f"judge[model=tiny,url={tiny_judge},tries=1,repeat=0]:1",), steps=1, reward_errors=0.99)
+    config = options(parent, tmp_path / "run", data=(str(tmp_path / "bare.jsonl"),), metric=r"regex[pattern=\d]", num_generations=2,
+                     prompts=12,
+                     reward=(f"judge[model=tiny,url={tiny_judge},tries=1,repeat=0]:1",), max_steps=1, reward_errors=0.99)
     said: list[str] = []
     reinforced(config, said.append)
     order, = [v for v in events(config, "preflight")[0]["verdicts"] if v["check"] == "judge_order"]

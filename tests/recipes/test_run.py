@@ -43,8 +43,8 @@ def test_the_same_options_are_the_same_run_and_others_are_another(tmp_path: Path
     again = Run(tmp_path / "run", longer, say=print)
     assert again.resumed
     again.ledger.close()
-    with pytest.raises(UsageError, match=r"lr was None, now 0\.1, seed was 0, now 7"):
-        Run(tmp_path / "run", replace(config, seed=7, lr=0.1), say=print)
+    with pytest.raises(UsageError, match=r"learning_rate was None, now 0\.1, seed was 0, now 7"):
+        Run(tmp_path / "run", replace(config, seed=7, learning_rate=0.1), say=print)
 
 
 def test_a_second_writer_is_refused(run: Run):

@@ -41,7 +41,7 @@ def test_a_run_writes_it_down_and_says_it_in_time(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(Run, "save", slow)
     monkeypatch.setattr(run, "WORTH_SAYING", 0.0)
-    config, said = options(tmp_path / "run", every=2), list[str]()
+    config, said = options(tmp_path / "run", save_steps=2), list[str]()
     began = time.monotonic()
     sit(config, say=said.append)
     whole_run = time.monotonic() - began

@@ -43,8 +43,10 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def options(home: Path, out: Path, **changed: Any) -> Sft:
-    usual: dict[str, Any] = {"data": (str(home / "sums.jsonl"),), "out": str(out), "length": 32, "batch_tokens": 256, "epochs": 2,
-                             "lr": 3e-3, "micro_tokens": 128, "checkpoint_every": 3, "held_out": 0.1, "steps": STEPS, "device": "cpu"}
+    usual: dict[str, Any] = {"data": (str(home / "sums.jsonl"),), "out": str(out), "max_length": 32, "batch_tokens": 256,
+                             "num_train_epochs": 2,
+                             "learning_rate": 3e-3, "micro_batch_tokens": 128, "save_steps": 3, "held_out": 0.1, "max_steps": STEPS,
+                             "device": "cpu"}
     return Sft(**(({} if "from_" in changed else {"model": str(home / "base")}) | usual | changed))
 
 
@@ -79,12 +81,12 @@ def evaluations(config: Sft) -> dict[int, np.ndarray]:
     ({"model": None}, "name what to train"),
     ({"optimizer_state": "fresh"}, "it needs --from"),
     ({"minutes": 1.0}, "give one budget"),
-    ({"checkpoint_every": 0}, "a crash would lose all of it"),
+    ({"save_steps": 0}, "a crash would lose all of it"),
     ({"batch_tokens": 16}, "a batch of at least one row"),
     ({"lora_alpha": 8.0}, "give --lora-r too"),
-    ({"lora_r": 4, "lora_targets": ("q_prj",)}, "q_prj match no layer"),
+    ({"lora_r": 4, "lora_target_modules": ("q_prj",)}, "q_prj match no layer"),
     ({"held_out": 0.0}, "nothing is held out"),
-    ({"steps": 10**6}, "the data ends after"),
+    ({"max_steps": 10**6}, "the data ends after"),
 ])
 def test_a_request_that_makes_no_sense_is_refused(changed: dict[str, Any], words: str, home: Path, tmp_path: Path):
     with pytest.raises(UsageError, match=words) if "steps" not in changed else pytest.raises(Exception, match=words):
@@ -93,8 +95,8 @@ def test_a_request_that_makes_no_sense_is_refused(changed: dict[str, Any], words
 
 
 def test_no_checkpoints_is_allowed_where_it_is_short_or_insisted_on(home: Path):
-    conversations.refuse_nonsense(options(home, home / "x", checkpoint_every=0, steps=None, minutes=9.0))
-    conversations.refuse_nonsense(options(home, home / "x", checkpoint_every=0, insist=True))
+    conversations.refuse_nonsense(options(home, home / "x", save_steps=0, max_steps=None, minutes=9.0))
+    conversations.refuse_nonsense(options(home, home / "x", save_steps=0, insist=True))
 
 
 def test_data_that_fails_its_audit_is_stopped_before_step_1(home: Path, tmp_path: Path):
@@ -102,7 +104,7 @@ def test_data_that_fails_its_audit_is_stopped_before_step_1(home: Path, tmp_path
     with (tmp_path / "same.jsonl").open("a") as file:
         for a in range(8):
             file.writelines([json.dumps({"prompt": f"{a}+2=", "completion": "4"}) + "\n"] * 20)
-    config = options(home, tmp_path / "run", data=(str(tmp_path / "same.jsonl"),), steps=None, held_out=0.3)
+    config = options(home, tmp_path / "run", data=(str(tmp_path / "same.jsonl"),), max_steps=None, held_out=0.3)
     with stopped_by("duplicates"):
         sft.sft(config, lambda _: None)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
@@ -135,7 +137,7 @@ def test_activations_that_are_computed_again_teach_the_same(lora_r: int, home: P
     calls = []
     monkeypatch.setattr(transformer, "checkpoint", lambda block, *given, **options: calls.append(block) or checkpoint(
         block, *given, **options))
-    kept, again = (options(home, tmp_path / name, lora_r=lora_r, recompute=name == "again") for name in ("kept", "again"))
+    kept, again = (options(home, tmp_path / name, lora_r=lora_r, gradient_checkpointing=name == "again") for name in ("kept", "again"))
     tuned(kept)
     assert not calls
     tuned(again)
@@ -145,7 +147,8 @@ def test_activations_that_are_computed_again_teach_the_same(lora_r: int, home: P
 
 
 def test_fine_tuning_that_improves_no_more_is_stopped_early(home: Path, tmp_path: Path):
-    config, said = options(home, tmp_path / "run", patience=2, worth=0.05, checkpoint_every=1, steps=12, epochs=9, lr=1e-6), []
+    config, said = options(home, tmp_path / "run", early_stopping_patience=2, early_stopping_threshold=0.05, save_steps=1, max_steps=12,
+                           num_train_epochs=9, learning_rate=1e-6), []
     tuned(config, said.append)
     assert any("stopping early" in line for line in said)
     assert max(evaluations(config)) == 8
@@ -156,7 +159,7 @@ def test_the_parent_in_memory_is_not_what_is_trained(home: Path, tmp_path: Path,
     starts: list[StartingModel] = []
     whole = starting_model.load_start
     monkeypatch.setattr(sft, "load_start", lambda *given: (starts.append(whole(*given)), starts[0])[1])
-    tuned(options(home, tmp_path / "run", steps=2))
+    tuned(options(home, tmp_path / "run", max_steps=2))
     before = open_artifact(home / "base").tensors
     assert all(torch.equal(starts[0].parent.tensors[name], tensor) for name, tensor in before.items())
     assert not all(torch.equal(parameter, before[name]) for name, parameter in starts[0].model.named_parameters())
@@ -244,7 +247,7 @@ def parent(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("state", ["fresh", "carried"])
 def test_a_fork_begins_where_its_parent_stood_and_moves_on(state: str, parent: Path, home: Path, tmp_path: Path):
-    config = options(home, tmp_path / "fork", from_=str(parent), optimizer_state=state, steps=1)
+    config = options(home, tmp_path / "fork", from_=str(parent), optimizer_state=state, max_steps=1)
     tuned(config)
     assert np.abs(evaluations(config)[0] - evaluated(parent)).max() < 1e-6
     fork, = events(config, "fork")
@@ -262,7 +265,7 @@ def evaluated(checkpoint: Path) -> np.ndarray:
 
 def test_moments_that_are_carried_change_the_way(parent: Path, home: Path, tmp_path: Path):
     for state in ("fresh", "carried"):
-        tuned(options(home, tmp_path / state, from_=str(parent), optimizer_state=state, steps=2))
+        tuned(options(home, tmp_path / state, from_=str(parent), optimizer_state=state, max_steps=2))
     ends = [open_checkpoint(step_folder(tmp_path / state / "checkpoints", 2)).manifest["tensors"] for state in ("fresh", "carried")]
     assert ends[0] != ends[1]
 
@@ -292,7 +295,7 @@ def test_a_child_that_does_not_start_as_its_parent_is_stopped(lost: str, parent:
 
     monkeypatch.setattr(starting_model, "build_model", strayed)
     with stopped_by("fork"):
-        sft.sft(options(home, tmp_path / "fork", from_=str(parent), optimizer_state="fresh", steps=3), lambda _: None)
+        sft.sft(options(home, tmp_path / "fork", from_=str(parent), optimizer_state="fresh", max_steps=3), lambda _: None)
 
 # ---------------------------------------------------------------- new tokens
 
@@ -332,8 +335,8 @@ def test_new_tokens_have_rows_in_a_base_of_their_own(lora_r: int, home: Path, tm
     data.write_text("".join(json.dumps({"question": f"{a}+{b}?", "answer": f"{a} and {b}.\n#### {a + b}"}) + "\n"
                             for a in range(10) for b in range(10)))
     tokens = ("<think>", "</think>", "<answer>", "</answer>")
-    config = options(home, tmp_path / "run", data=(str(data),), gsm8k="think", new_tokens=tokens, lora_r=lora_r, length=128,
-                     batch_tokens=1024, epochs=4, steps=3)
+    config = options(home, tmp_path / "run", data=(str(data),), gsm8k="think", new_tokens=tokens, lora_r=lora_r, max_length=128,
+                     batch_tokens=1024, num_train_epochs=4, max_steps=3)
     tuned(config)
     base, model = open_artifact(tmp_path / "run" / "base"), open_artifact(tmp_path / "run" / "model")
     for artifact in (base, model):
@@ -346,6 +349,6 @@ def test_new_tokens_have_rows_in_a_base_of_their_own(lora_r: int, home: Path, tm
 
 def test_the_command_line_takes_from(capsys: pytest.CaptureFixture[str]):
     assert assay(["sft", "--help"]) == 0
-    assert "--from FROM_" in capsys.readouterr().out
+    assert "--from CHECKPOINT" in capsys.readouterr().out
     assert assay(["sft", "--data", "x.jsonl", "--out", "y", "--from", "nowhere", "--optimizer-state", "fresh"]) != 0
     assert "nowhere" in capsys.readouterr().err

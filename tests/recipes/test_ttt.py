@@ -19,7 +19,7 @@ from assay.verbs import ttt as verb
 from assay.verdict import Outcome
 from assay.zoo import ttt_faults
 
-SETTINGS = "--chunk 24 --context 72 --rank 2 --lr 1e-2 --batch 4 --device cpu"
+SETTINGS = "--chunk 24 --context 72 --rank 2 --learning-rate 1e-2 --batch-size 4 --device cpu"
 
 
 def options(folder: Path, more: str = "", out: str = "run") -> Ttt:
@@ -81,18 +81,18 @@ def test_without_a_patch_it_is_what_the_model_says_of_the_raw_bytes(tmp_path: Pa
 
 
 def test_a_warm_start_is_watched_and_drift_beyond_the_bound_is_refuted(tmp_path: Path):
-    warm = ttt(options(tmp_path, "--warm-start --batch 2", "warm"), quiet)
+    warm = ttt(options(tmp_path, "--warm-start --batch-size 2", "warm"), quiet)
     assert next(v for v in warm.verdicts if v.check == "drift").outcome is Outcome.PROVEN
     assert warm.norms[:2] == pytest.approx([1, 1])
     assert len(set(warm.norms[2:])) == 8
-    decayed = ttt(options(tmp_path, "--warm-start --batch 2 --weight-decay 40", "decayed"), quiet)
+    decayed = ttt(options(tmp_path, "--warm-start --batch-size 2 --weight-decay 40", "decayed"), quiet)
     drift = next(v for v in decayed.verdicts if v.check == "drift")
     assert drift.outcome is Outcome.REFUTED
     assert "run away or die out" in drift.reason
 
 
 def test_a_rate_that_ruins_documents_is_said_by_name(tmp_path: Path):
-    report = ttt(options(tmp_path, "--lr 1"), quiet)
+    report = ttt(options(tmp_path, "--learning-rate 1"), quiet)
     verdicts = {v.check: v for v in report.verdicts}
     assert verdicts["gain"].outcome is Outcome.REFUTED
     assert verdicts["regressions"].outcome is Outcome.REFUTED
@@ -102,7 +102,7 @@ def test_a_rate_that_ruins_documents_is_said_by_name(tmp_path: Path):
 
 def test_what_is_no_number_stops_the_run_and_is_written_down(tmp_path: Path):
     with pytest.raises(GuardStop, match="nothing was"):
-        ttt(options(tmp_path, "--lr 1e30"), quiet)
+        ttt(options(tmp_path, "--learning-rate 1e30"), quiet)
     assert read_chain(tmp_path / "run" / "ledger.jsonl").events[-1]["kind"] == "stopped"
 
 

@@ -56,8 +56,9 @@ def corpus(tmp_path_factory):
 
 
 def options(corpus, out, **more):
-    return Pretrain(**{"corpus": str(corpus.folder), "out": str(out), "depth": 1, "length": LENGTH, "batch_tokens": ROWS * LENGTH,
-                       "tokens": STEPS * ROWS * LENGTH, "every": 4, "warmup": 2, "look_documents": 4, "device": "cpu", "epochs": 9} | more)
+    return Pretrain(**{"corpus": str(corpus.folder), "out": str(out), "depth": 1, "max_length": LENGTH, "batch_tokens": ROWS * LENGTH,
+                       "tokens": STEPS * ROWS * LENGTH, "save_steps": 4, "warmup_steps": 2, "eval_documents": 4, "device": "cpu",
+                       "num_train_epochs": 9} | more)
 
 
 def ran(config, say=lambda _: None):

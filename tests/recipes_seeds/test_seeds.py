@@ -279,12 +279,14 @@ def flags(*argv):
 
 
 def test_what_is_not_its_own_is_passed_on_in_order():
-    found = flags("pretrain", "--corpus", "c", "--lr", "-1", "--seeds", "42", "314", "--depth=2", "--out", "o", "--json", "--tokens", "5")
-    assert found == FLAGS("pretrain", (42, 314), "o", True, ("--corpus", "c", "--lr", "-1", "--depth=2", "--tokens", "5"))
-    with pytest.raises(UsageError, match=r"--lr is -1.0; expected a number above 0"):
+    found = flags("pretrain", "--corpus", "c", "--learning-rate", "-1", "--seeds", "42", "314", "--depth=2", "--out", "o", "--json",
+                  "--tokens", "5")
+    assert found == FLAGS("pretrain", (42, 314), "o", True, ("--corpus", "c", "--learning-rate", "-1", "--depth=2", "--tokens", "5"))
+    with pytest.raises(UsageError, match=r"--learning-rate is -1.0; expected a number above 0"):
         checked_plan(found)
     meant = replace(found, options=tuple("1" if word == "-1" else word for word in found.options))
-    assert checked_plan(meant).command(42)[1:] == ["-m", "assay", "pretrain", "--corpus", "c", "--lr", "1", "--depth=2", "--tokens", "5",
+    assert checked_plan(meant).command(42)[1:] == ["-m", "assay", "pretrain", "--corpus", "c", "--learning-rate", "1", "--depth=2",
+                                                   "--tokens", "5",
                                               "--seed", "42", "--out", "o/seed-42"]
 
 

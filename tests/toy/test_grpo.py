@@ -30,7 +30,8 @@ import zlib
 def noise(prompt, completion, row):
     return zlib.crc32(repr((prompt, completion)).encode()) % 2
 '''
-LONG: dict[str, Any] = {"prompts": 16, "group": 8, "steps": 24, "checkpoint_every": 12, "look_prompts": 30, "eval_samples": 8}
+LONG: dict[str, Any] = {"prompts": 16, "num_generations": 8, "max_steps": 24, "save_steps": 12, "eval_prompts": 30,
+                        "num_generations_eval": 8}
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +72,7 @@ def adapter(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def forking(adapter: Path, out: Path) -> Any:
-    return options(adapter, out, steps=2, checkpoint_every=2, lr=2e-3, prompts=8)
+    return options(adapter, out, max_steps=2, save_steps=2, learning_rate=2e-3, prompts=8)
 
 
 def probed(path: Path) -> Health:

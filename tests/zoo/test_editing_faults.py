@@ -18,7 +18,6 @@ REASONS = {
 }
 
 
-@pytest.mark.arithmetic
 @pytest.mark.parametrize("name", REASONS)
 def test_it_is_caught_and_its_clean_twin_is_silent(name: str):
     sighting = observe(FAULTS[name])

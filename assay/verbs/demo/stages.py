@@ -140,7 +140,7 @@ def all_proven(verdicts: list[Verdict]) -> bool:
     return overall(without_optional(verdicts)) is Outcome.PROVEN
 
 
-PRETRAIN = ["--depth", "1", "--tokens", "40960", "--length", "64", "--batch-tokens", "1024", "--every", "40", "--device", "cpu"]
+PRETRAIN = ["--depth", "1", "--tokens", "40960", "--max-length", "64", "--batch-tokens", "1024", "--save-steps", "40", "--device", "cpu"]
 
 
 def pretrain_kill_resume(folder: Path) -> list[str]:
@@ -178,7 +178,7 @@ def run_pretrain(out: Path, folder: Path, *, kill: bool = False, quiet: bool = F
     return process.returncode
 
 
-SHORT = ["--length", "32", "--batch-tokens", "512", "--epochs", "200", "--held-out", "0.05", "--device", "cpu"]
+SHORT = ["--max-length", "32", "--batch-tokens", "512", "--num-train-epochs", "200", "--held-out", "0.05", "--device", "cpu"]
 
 
 def write_lessons(folder: Path) -> tuple[Path, Path]:
@@ -198,13 +198,16 @@ def fine_tune_and_distill(base: Path, folder: Path) -> list[str]:
     """Names of what did not hold."""
     learned, _ = write_lessons(folder)
     data, whole, adapter = ["--data", str(learned), *SHORT], folder / "sft", folder / "lora"
-    if run_verb("sft", "--model", str(base), "--out", str(whole), "--steps", "200", "--lr", "5e-3", "--checkpoint-every", "100", *data):
+    if run_verb("sft", "--model", str(base), "--out", str(whole), "--max-steps", "200", "--learning-rate", "5e-3", "--save-steps", "100",
+                *data):
         return ["fine-tuning"]
-    if run_verb("sft", "--model", str(whole / "model"), "--out", str(adapter), "--lora-r", "4", "--steps", "20", "--lr", "2e-3", *data):
+    if run_verb("sft", "--model", str(whole / "model"), "--out", str(adapter), "--lora-r", "4", "--max-steps", "20", "--learning-rate",
+                "2e-3", *data):
         return ["the adapter"]
     parent = ["--from", str(last_checkpoint(adapter)), "--optimizer-state", "fresh"]
-    failed = ["the fork"] if run_verb("sft", *parent, "--out", str(folder / "fork"), "--steps", "10", "--lr", "1e-3", *data) else []
-    student = ["--teacher", str(whole / "model"), "--student", str(base), "--steps", "40", "--lr", "3e-3"]
+    failed = ["the fork"] if run_verb("sft", *parent, "--out", str(folder / "fork"), "--max-steps", "10", "--learning-rate", "1e-3",
+                                      *data) else []
+    student = ["--teacher", str(whole / "model"), "--model", str(base), "--max-steps", "40", "--learning-rate", "3e-3"]
     return [*failed, "the student"] if run_verb("distill", *student, "--out", str(folder / "student"), *data) else failed
 
 
@@ -212,10 +215,11 @@ def last_checkpoint(run: Path) -> Path:
     return max((run / "checkpoints").glob("step-*"))
 
 
-REINFORCE = ["--reward", "answer:1", "--prompts", "16", "--group", "8", "--max-new", "8", "--steps", "12", "--epochs", "50", "--lr", "2e-4",
-             "--warmup", "0", "--checkpoint-every", "12", "--held-out", "0.3", "--look-prompts", "30", "--eval-samples", "8",
+REINFORCE = ["--reward", "answer:1", "--prompts", "16", "--num-generations", "8", "--max-completion-length", "8", "--max-steps", "12",
+             "--num-train-epochs", "50", "--learning-rate", "2e-4",
+             "--warmup-steps", "0", "--save-steps", "12", "--held-out", "0.3", "--eval-prompts", "30", "--num-generations-eval", "8",
              "--reward-workers", "1", "--device", "cpu"]
-EVALUATE = ["--task", "graded", "--grader", "answer", "--raw", "-k", "4", "--temperature", "1", "--max-new", "8", "--device", "cpu"]
+EVALUATE = ["--task", "graded", "--grader", "answer", "--raw", "-k", "4", "--temperature", "1", "--max-new-tokens", "8", "--device", "cpu"]
 
 
 def reinforce(folder: Path) -> list[str]:
@@ -235,7 +239,8 @@ def evaluate_and_compare(folder: Path) -> list[str]:
     if failed or run_verb("compare", *evals.values(), "--require", "better"):
         return [*failed, "the comparison"]
     prompts = write_jsonl(folder / "prompts.jsonl", [{"prompt": f"{a}+{b}="} for a, b in ((1, 2), (3, 4), (5, 5), (8, 1))])
-    run_verb("probe", models["grpo"], "--against", models["sft"], "--prompts", str(prompts), "-n", "4", "--max-new", "8", "--device", "cpu")
+    run_verb("probe", models["grpo"], "--against", models["sft"], "--prompts", str(prompts), "-n", "4", "--max-new-tokens", "8", "--device",
+             "cpu")
     print("   a model this small knows sums and nothing else: the probe says so, and that the child is not shown worse than its parent")
     return []
 
@@ -246,9 +251,10 @@ def write_report_and_board(folder: Path) -> list[str]:
     return [*failed, "the table of runs"] if run_verb("runs", str(folder)) else failed
 
 
-EDIT = ["--layers", "0-1", "--lr", "0.1", "--clamp", "1", "--steps", "60", "--kl", "0", "--weight", "10", "--max-update", "10",
+EDIT = ["--layers", "0-1", "--v-lr", "0.1", "--clamp-norm-factor", "1", "--v-num-grad-steps", "60", "--kl-factor", "0",
+        "--mom2-update-weight", "10", "--max-update", "10",
         "--prefixes", "3", "--prefix-tokens", "8", "--drift-tokens", "1000", "--goal-drift", "1", "--device", "cpu"]
-READ = ["--chunk", "24", "--context", "72", "--rank", "2", "--lr", "1e-2", "--batch", "4", "--device", "cpu"]
+READ = ["--chunk", "24", "--context", "72", "--rank", "2", "--learning-rate", "1e-2", "--batch-size", "4", "--device", "cpu"]
 
 
 def edit_and_trace(folder: Path) -> list[str]:
