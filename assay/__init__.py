@@ -14,6 +14,6 @@ def __getattr__(name: str) -> Any:
     """The API on first use: importing assay loads no torch."""
     if name in __all__:
         function = getattr(importlib.import_module("assay.api"), name)
-        globals()[name] = function  # a package of the same name (assay.edit), imported later, must not take its place
+        globals()[name] = function  # a package of the same name (assay.editing), imported later, must not take its place
         return function
     raise AttributeError(f"module 'assay' has no attribute {name!r}")

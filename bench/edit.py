@@ -21,11 +21,11 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where nothing can be installed, the checkout will do
 
 from assay.config import parse
-from assay.edit.contexts import sample_contexts
-from assay.edit.facts import Fact
-from assay.edit.memit import checked_layers, memit_solver, spread_over_layers
-from assay.edit.moments import TokenizedText, compute_moments
-from assay.edit.targets import TargetOptions, find_targets
+from assay.editing.contexts import sample_contexts
+from assay.editing.facts import Fact
+from assay.editing.memit import checked_layers, memit_solver, spread_over_layers
+from assay.editing.moments import TokenizedText, compute_moments
+from assay.editing.targets import TargetOptions, find_targets
 from assay.evaluation.edit_evaluation import check_edits, check_update, edit_estimates, edit_failures, evaluate_edits, update_sizes
 from assay.model.patch import patched, patched_tensors
 from assay.model.placement import default_device, uncompiled

@@ -13,11 +13,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from assay.edit import fact_questions as q
-from assay.edit.fact_questions import FactReply, QuestionKind
-from assay.edit.facts import Fact, RefusedFact
-from assay.edit.memit import EditResult
-from assay.edit.moments import TokenizedText
+from assay.editing import fact_questions as q
+from assay.editing.fact_questions import FactReply, QuestionKind
+from assay.editing.facts import Fact, RefusedFact
+from assay.editing.memit import EditResult
+from assay.editing.moments import TokenizedText
 from assay.generate.policy_logprobs import completion_logprobs
 from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import Transformer

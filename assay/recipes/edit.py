@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
-from assay.edit.causal_tracing import IndirectEffects, best_window, causal_trace
-from assay.edit.contexts import Contexts, sample_contexts
-from assay.edit.edit_preflight import check_batching, check_keys, check_spans, check_targets
-from assay.edit.fact_questions import ask_questions, begins_with, fact_questions, greedy_texts
-from assay.edit.facts import Fact, RefusedFact, read_facts
-from assay.edit.memit import EditResult, alphaedit_solver, checked_layers, memit_solver, rome, spread_over_layers
-from assay.edit.moments import ROW_LENGTH, TokenizedText, read_text, second_moments, split_text
-from assay.edit.subject_tokens import encode_prompt, placeable_facts
-from assay.edit.targets import TargetOptions, find_targets
+from assay.editing.causal_tracing import IndirectEffects, best_window, causal_trace
+from assay.editing.contexts import Contexts, sample_contexts
+from assay.editing.edit_preflight import check_batching, check_keys, check_spans, check_targets
+from assay.editing.fact_questions import ask_questions, begins_with, fact_questions, greedy_texts
+from assay.editing.facts import Fact, RefusedFact, read_facts
+from assay.editing.memit import EditResult, alphaedit_solver, checked_layers, memit_solver, rome, spread_over_layers
+from assay.editing.moments import ROW_LENGTH, TokenizedText, read_text, second_moments, split_text
+from assay.editing.subject_tokens import encode_prompt, placeable_facts
+from assay.editing.targets import TargetOptions, find_targets
 from assay.errors import DataError, UsageError
 from assay.evaluation.edit_evaluation import (
     EditedReplies,

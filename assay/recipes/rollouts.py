@@ -188,12 +188,12 @@ class RolloutCollector:
         versions = [completion.version for group in rollout.everything for completion in group.completions]
         return [check_version(versions, version_name(rollout.step, fingerprint(self.model))),
                 check_sampled_ids(rollout.batch, [prompt.ids for prompt, _ in drawn], [completion.ids for _, completion in drawn],
-                          stop_ids=self.sampler.engine.stop_ids, cap=config.max_new),
+                          stop_ids=self.sampler.engine.stop_ids, cap=config.max_completion_length),
                 self._check_identity(drawn, rollout.rows, floor),
                 check_independence([group.completions for group in rollout.everything]),
-                check_advantages([group.rewards for group in rollout.groups], rollout.advantages, config.scale),
+                check_advantages([group.rewards for group in rollout.groups], rollout.advantages, config.scale_rewards),
                 check_counted(rollout.counted_N, rollout.advantages.known_PG.flatten().tolist(),
-                              [completion.ended for _, completion in drawn], mask_truncated=config.mask_truncated),
+                              [completion.ended for _, completion in drawn], mask_truncated=config.mask_truncated_completions),
                 *(self.rewards.judge.verdicts if self.rewards.judge is not None else ())]
 
     def _check_identity(self, drawn: Drawn, batch: Batch, floor: LogprobFloor) -> Verdict:

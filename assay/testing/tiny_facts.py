@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 
 from assay.data.batch import Batch
-from assay.edit.block_hooks import padded
-from assay.edit.facts import Fact, SideQuestion, make_fact
-from assay.edit.subject_tokens import leading_special_ids
+from assay.editing.block_hooks import padded
+from assay.editing.facts import Fact, SideQuestion, make_fact
+from assay.editing.subject_tokens import leading_special_ids
 from assay.learn import loop, objectives
 from assay.learn.optim import adamw
 from assay.model.attention import PADDING

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from assay.edit.block_hooks import block
+from assay.editing.block_hooks import block
 from assay.kernels.rotary import rotate
 from assay.model.attention import AttentionMask, attend
 from assay.model.kv_cache import DecodeLayer, LayerCacheView

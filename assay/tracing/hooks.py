@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from assay.edit.block_hooks import block, hooked
+from assay.editing.block_hooks import block, hooked
 from assay.kernels.rotary import rotate
 from assay.model.families import parameter_shapes
 from assay.model.kv_cache import DecodeLayer, attend_slots

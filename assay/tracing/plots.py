@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from assay.edit.causal_tracing import GROUPS, IndirectEffects
+from assay.editing.causal_tracing import GROUPS, IndirectEffects
 from assay.errors import UsageError
 from assay.statistics.estimate import Estimate
 from assay.store import durable

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from assay.edit import edit_preflight, memit, moments, solve, subject_tokens, targets
-from assay.edit import fact_questions as q
-from assay.edit import facts as fact_rows
-from assay.edit.contexts import averaged_keys, sample_contexts
-from assay.edit.fact_questions import FactReply, fact_questions
-from assay.edit.facts import Fact, make_fact
-from assay.edit.memit import EditResult
-from assay.edit.targets import TargetOptions
+from assay.editing import edit_preflight, memit, moments, solve, subject_tokens, targets
+from assay.editing import fact_questions as q
+from assay.editing import facts as fact_rows
+from assay.editing.contexts import averaged_keys, sample_contexts
+from assay.editing.fact_questions import FactReply, fact_questions
+from assay.editing.facts import Fact, make_fact
+from assay.editing.memit import EditResult
+from assay.editing.targets import TargetOptions
 from assay.errors import DataError
 from assay.evaluation import edit_evaluation
 from assay.evaluation.loaded_model import LoadedModel

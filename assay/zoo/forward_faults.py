@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from assay.edit.block_hooks import block
+from assay.editing.block_hooks import block
 from assay.kernels.rotary import rotate
 from assay.model.attention import TokenLayout, positions_in_document
 from assay.model.transformer import LayerNorm, RmsNorm, Rope, Transformer, gelu_tanh, inverse_frequencies, softcap

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from assay.edit.edit_preflight import check_batching, check_keys
-from assay.edit.fact_questions import (
+from assay.editing.edit_preflight import check_batching, check_keys
+from assay.editing.fact_questions import (
     FactQuestion,
     FactReply,
     QuestionKind,
@@ -18,10 +18,10 @@ from assay.edit.fact_questions import (
     fact_questions,
     ngram_entropy,
 )
-from assay.edit.facts import RefusedFact, make_fact
-from assay.edit.memit import EditResult
-from assay.edit.moments import tokenized_text
-from assay.edit.targets import Target
+from assay.editing.facts import RefusedFact, make_fact
+from assay.editing.memit import EditResult
+from assay.editing.moments import tokenized_text
+from assay.editing.targets import Target
 from assay.evaluation.edit_evaluation import (
     EditedReplies,
     EditGoals,

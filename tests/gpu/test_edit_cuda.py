@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from assay.edit.fact_questions import greedy_texts
-from assay.edit.memit import memit, memit_solver
-from assay.edit.moments import compute_moments, tokenized_text
+from assay.editing.fact_questions import greedy_texts
+from assay.editing.memit import memit, memit_solver
+from assay.editing.moments import compute_moments, tokenized_text
 from assay.evaluation.edit_evaluation import evaluate_edits
 from assay.model.patch import patched
 from assay.model.placement import uncompiled
 from assay.testing import tiny_facts
-from tests.edit.world import AIM, LAYERS, surroundings, text_moments, tokenizer
+from tests.editing.world import AIM, LAYERS, surroundings, text_moments, tokenizer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 

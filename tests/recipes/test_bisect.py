@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from assay.edit.block_hooks import block
+from assay.editing.block_hooks import block
 from assay.errors import UsageError
 from assay.recipes.bisect import first_bad_checkpoint, is_malformed, probe_named, shelf
 from assay.store import checkpoint, gguf

@@ -20,7 +20,7 @@ from assay.store.ledger import read_chain
 from assay.store.saving import Lineage, model_contents
 from assay.testing import tiny_facts
 from assay.verbs import edit as verb
-from tests.edit.test_memit import six
+from tests.editing.test_memit import six
 
 TUNED = ("--v-lr 0.1 --clamp-norm-factor 1 --v-num-grad-steps 60 --kl-factor 0 --mom2-update-weight 10 --max-update 10 --prefixes 3 "
          "--prefix-tokens 8 --drift-tokens 1000 --trace-facts 2")

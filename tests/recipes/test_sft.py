@@ -349,6 +349,6 @@ def test_new_tokens_have_rows_in_a_base_of_their_own(lora_r: int, home: Path, tm
 
 def test_the_command_line_takes_from(capsys: pytest.CaptureFixture[str]):
     assert assay(["sft", "--help"]) == 0
-    assert "--from FROM_" in capsys.readouterr().out
+    assert "--from CHECKPOINT" in capsys.readouterr().out
     assert assay(["sft", "--data", "x.jsonl", "--out", "y", "--from", "nowhere", "--optimizer-state", "fresh"]) != 0
     assert "nowhere" in capsys.readouterr().err

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 import torch
 
-from assay.edit.block_hooks import block
+from assay.editing.block_hooks import block
 from assay.model.families import parameter_shapes
 from assay.seeds import generator
 from assay.testing.tiny_forward import random_model, traced_tokens

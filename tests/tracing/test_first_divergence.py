@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from assay.edit.block_hooks import block
+from assay.editing.block_hooks import block
 from assay.model.lora import attach, fresh, plan
 from assay.model.patch import patched_tensors
 from assay.model.transformer import Transformer

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from assay.data.data_files import DocumentRule, TextSource, iter_documents
-from assay.edit.fact_questions import FactQuestion, fact_questions
-from assay.edit.facts import read_facts, with_leading_space
+from assay.editing.fact_questions import FactQuestion, fact_questions
+from assay.editing.facts import read_facts, with_leading_space
 from assay.errors import DataError, UsageError
 from assay.evaluation.task import MultipleChoice, MultipleChoiceTask, PerplexityTask, TaskExample, make_examples, text_column
 from assay.evaluation.tasks import TASKS, TaskRequest

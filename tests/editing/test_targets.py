@@ -3,17 +3,17 @@
 import pytest
 import torch
 
-from assay.edit.block_hooks import block, hooked, padded
-from assay.edit.contexts import Contexts, sample_contexts
-from assay.edit.facts import Fact, make_fact
-from assay.edit.subject_tokens import answer_ids, locate_subject
-from assay.edit.targets import Deltas, TargetOptions, find_targets, read_prefix
+from assay.editing.block_hooks import block, hooked, padded
+from assay.editing.contexts import Contexts, sample_contexts
+from assay.editing.facts import Fact, make_fact
+from assay.editing.subject_tokens import answer_ids, locate_subject
+from assay.editing.targets import Deltas, TargetOptions, find_targets, read_prefix
 from assay.errors import DataError
 from assay.model.transformer import Transformer, initialised
 from assay.store.digests import weights_digest
 from assay.testing import tiny_facts
 from assay.testing.tiny_models import tiny_config
-from tests.edit.world import surroundings, tokenizer
+from tests.editing.world import surroundings, tokenizer
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt2", "qwen3"])
@@ -129,13 +129,13 @@ def test_what_holds_a_delta_back_does():
     model, facts = tiny_facts.facts_model(), tiny_facts.fact_edits(2)
 
     def sought(**terms: float) -> tuple[float, float]:
-        aim = TargetOptions(steps=12, lr=0.1, enough=-1.0, **({"kl": 0.0, "decay": 0.0, "clamp": 9.0} | terms))
+        aim = TargetOptions(steps=40, lr=0.1, enough=-1.0, **({"kl": 0.0, "decay": 0.0, "clamp": 9.0} | terms))
         found = find_targets(model, tokenizer(), facts, surroundings(), 1, aim)
         moved = sum(essence_moved(model, fact, target.delta) for fact, target in zip(facts, found, strict=True))
         return moved, sum(float(target.delta.norm()) for target in found)
 
     moved, length = sought()
-    assert sought(kl=100 / moved)[0] < 0.2 * moved
+    assert sought(kl=100 / moved)[0] < 0.3 * moved
     assert sought(decay=500.0)[1] < 0.5 * length
     assert sought(clamp=0.1)[1] < 0.5 * length
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from assay.data.data_files import DocumentRule, find_sources, iter_documents
-from assay.edit.block_hooks import padded, watch_keys
-from assay.edit.subject_tokens import leading_special_ids
+from assay.editing.block_hooks import padded, watch_keys
+from assay.editing.subject_tokens import leading_special_ids
 from assay.errors import DataError, StoreError, UsageError
 from assay.model.attention import PADDING
 from assay.model.tokenizer import Tokenizer

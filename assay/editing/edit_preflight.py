@@ -5,10 +5,10 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from assay.edit import block_hooks, subject_tokens, targets
-from assay.edit import fact_questions as q
-from assay.edit.fact_questions import FactQuestion
-from assay.edit.facts import Fact, with_leading_space
+from assay.editing import block_hooks, subject_tokens, targets
+from assay.editing import fact_questions as q
+from assay.editing.fact_questions import FactQuestion
+from assay.editing.facts import Fact, with_leading_space
 from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import Mlp, Transformer
 from assay.verdict import Verdict, proven, refuted

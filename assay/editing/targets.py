@@ -17,10 +17,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from assay.edit.block_hooks import block, down_projection, hooked, padded
-from assay.edit.contexts import Contexts
-from assay.edit.facts import Fact
-from assay.edit.subject_tokens import SubjectSpan, answer_ids, locate_subject
+from assay.editing.block_hooks import block, down_projection, hooked, padded
+from assay.editing.contexts import Contexts
+from assay.editing.facts import Fact
+from assay.editing.subject_tokens import SubjectSpan, answer_ids, locate_subject
 from assay.errors import DataError
 from assay.model.attention import PADDING, AttentionMask, TokenLayout, attend, document_causal_mask, positions_in_document, token_layout
 from assay.model.tokenizer import Tokenizer

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from assay.edit.facts import Fact, RefusedFact, with_leading_space
+from assay.editing.facts import Fact, RefusedFact, with_leading_space
 from assay.errors import DataError
 from assay.model.tokenizer import Tokenizer
 

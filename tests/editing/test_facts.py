@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from assay.edit.facts import Fact, SideQuestion, make_fact, read_facts
+from assay.editing.facts import Fact, SideQuestion, make_fact, read_facts
 from assay.errors import DataError
 
 

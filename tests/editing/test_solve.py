@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from assay.edit.solve import FLOOR, as_low_rank, moment_penalty, null_space_projector, solve_alphaedit, solve_memit, solve_rome
+from assay.editing.solve import FLOOR, as_low_rank, moment_penalty, null_space_projector, solve_alphaedit, solve_memit, solve_rome
 from assay.errors import DataError
 from assay.seeds import generator
 

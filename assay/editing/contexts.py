@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from assay.edit.block_hooks import keys_and_state
-from assay.edit.facts import Fact
-from assay.edit.subject_tokens import SubjectSpan, locate_subject
+from assay.editing.block_hooks import keys_and_state
+from assay.editing.facts import Fact
+from assay.editing.subject_tokens import SubjectSpan, locate_subject
 from assay.generate.engine import sample
 from assay.generate.generation_request import Sampling
 from assay.model.tokenizer import Tokenizer

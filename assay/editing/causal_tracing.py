@@ -12,9 +12,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from assay.edit.block_hooks import block, down_projection, hooked
-from assay.edit.facts import Fact
-from assay.edit.subject_tokens import SubjectSpan, locate_subject
+from assay.editing.block_hooks import block, down_projection, hooked
+from assay.editing.facts import Fact
+from assay.editing.subject_tokens import SubjectSpan, locate_subject
 from assay.errors import DataError, UsageError
 from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import Transformer

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from assay.edit import moments
-from assay.edit.block_hooks import down_projection
-from assay.edit.moments import compute_moments, read_text, second_moments, split_text, tokenized_text
+from assay.editing import moments
+from assay.editing.block_hooks import down_projection
+from assay.editing.moments import compute_moments, read_text, second_moments, split_text, tokenized_text
 from assay.errors import ArtifactError, DataError
 from assay.model.transformer import Transformer, initialised
 from assay.testing.tiny_models import tiny_config, tiny_tokenizer

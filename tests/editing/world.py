@@ -6,9 +6,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from assay.edit.contexts import Contexts, sample_contexts
-from assay.edit.moments import compute_moments, read_text
-from assay.edit.targets import TargetOptions
+from assay.editing.contexts import Contexts, sample_contexts
+from assay.editing.moments import compute_moments, read_text
+from assay.editing.targets import TargetOptions
 from assay.model.tokenizer import Tokenizer
 from assay.testing import tiny_facts
 

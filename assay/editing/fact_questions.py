@@ -10,8 +10,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from assay.edit.facts import Fact
-from assay.edit.subject_tokens import answer_ids, encode_prompt
+from assay.editing.facts import Fact
+from assay.editing.subject_tokens import answer_ids, encode_prompt
 from assay.generate.engine import generate
 from assay.generate.generation_request import GenerationRequest, Sampling
 from assay.generate.policy_logprobs import completion_logprobs

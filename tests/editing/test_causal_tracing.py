@@ -6,11 +6,11 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from assay.edit.causal_tracing import GROUPS, LAST_SUBJECT, IndirectEffects, best_window, causal_trace, token_group
-from assay.edit.subject_tokens import SubjectSpan
+from assay.editing.causal_tracing import GROUPS, LAST_SUBJECT, IndirectEffects, best_window, causal_trace, token_group
+from assay.editing.subject_tokens import SubjectSpan
 from assay.errors import DataError, UsageError
 from assay.testing import tiny_facts
-from tests.edit.world import tokenizer
+from tests.editing.world import tokenizer
 
 
 def effects() -> IndirectEffects:

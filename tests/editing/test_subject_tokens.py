@@ -4,9 +4,9 @@ import copy
 
 import pytest
 
-from assay.edit.contexts import Contexts
-from assay.edit.facts import make_fact
-from assay.edit.subject_tokens import answer_ids, encode_prompt, leading_special_ids, locate_subject, placeable_facts
+from assay.editing.contexts import Contexts
+from assay.editing.facts import make_fact
+from assay.editing.subject_tokens import answer_ids, encode_prompt, leading_special_ids, locate_subject, placeable_facts
 from assay.errors import DataError
 from assay.model.tokenizer import Tokenizer
 from assay.testing.tiny_facts import facts_tokenizer

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from assay.edit.block_hooks import down_projection_name
-from assay.edit.contexts import Contexts, averaged_keys
-from assay.edit.facts import Fact
-from assay.edit.solve import Factors, as_low_rank, moment_penalty, null_space_projector, solve_alphaedit, solve_memit, solve_rome
-from assay.edit.targets import Target, TargetOptions, find_targets
+from assay.editing.block_hooks import down_projection_name
+from assay.editing.contexts import Contexts, averaged_keys
+from assay.editing.facts import Fact
+from assay.editing.solve import Factors, as_low_rank, moment_penalty, null_space_projector, solve_alphaedit, solve_memit, solve_rome
+from assay.editing.targets import Target, TargetOptions, find_targets
 from assay.errors import UsageError
 from assay.model.patch import LowRank, Patch, patched
 from assay.model.tokenizer import Tokenizer
