@@ -146,9 +146,10 @@ def make_inputs(folder):
 
 def make_results(folder):
     """What the commands find from work that the pages do not show: a run, evaluations, what TRL and llama.cpp would have written."""
+    problems = ["--task", "gsm8k", "--data", "test.jsonl"]
     made = [["sft", "--model", "tiny", "--data", "chats.jsonl", "--out", "runs/sft"],
-            ["eval", "tiny", *["--task", "gsm8k", "--data", "test.jsonl", "-k", "16", "--temperature", "0.7", "--out", "evals/base"]]]
-    made += [["eval", "tiny", "--task", "arithmetic", "--out", f"evals/{name}", "--seed", str(seed), "--temperature", "0.7"]
+            ["eval", "tiny", *problems, "-k", "16", "--temperature", "0.7", "--out", "evals/base"]]
+    made += [["eval", "tiny", *problems, "--out", f"evals/{name}", "--seed", str(seed), "--temperature", "0.7"]
              for seed, name in enumerate(["before", "after", "a1", "a2", "a3", "a4", "b1", "b2", "b3", "b4"])]
     for words in made:
         assert cli_run(small(words)) == 0, words
