@@ -55,7 +55,7 @@ def without_proofs(monkeypatch: pytest.MonkeyPatch) -> None:
     ({"num_generations": 1}, "at least 2 completions"),
     ({"temperature": 0.0}, "all the same teach nothing"),
     ({"num_iterations": 3}, "give a multiple of that"),
-    ({"kl_window": 2, "beta": 0.0}, "it needs a --beta"),
+    ({"kl_window": 2, "beta": 0.0}, "it needs --beta"),
     ({"overlong_buffer": 9}, "--overlong-buffer at most --max-completion-length"),
     ({"minutes": 1.0}, "give one budget"),
     ({"held_out": 0.0}, "0 prompts are held out"),
