@@ -87,10 +87,11 @@ def test_the_first_layers_change_is_the_dense_formula():
 
 @pytest.mark.arithmetic
 def test_the_states_arrive():
-    assert min(six().reached) > 0.95
+    assert min(six().reached) > 0.5
+    assert sum(six().reached) > 0.9 * 6
     timid = memit(tiny_facts.facts_model(), tokenizer(), tiny_facts.fact_edits(2), [0], memit_solver(text_moments(), 1e9), surroundings(),
                   AIM, parent=None)
-    assert max(timid.reached) < 0.5
+    assert max(timid.reached) < 0.1
 
 
 @pytest.mark.arithmetic
