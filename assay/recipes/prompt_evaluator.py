@@ -1,5 +1,7 @@
 """Evaluation of a policy during a run: held-out prompts answered, the same ones each time; what is wanted beside what is rewarded."""
 
+import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +16,7 @@ from assay.recipes.evaluator import EvalHistory
 from assay.recipes.prompts import Prompt
 from assay.recipes.rewards import Rewards, item
 from assay.recipes.rollouts import Sampler
-from assay.recipes.run import Run
+from assay.recipes.run import Run, plain
 from assay.reward.worker_pool import ScoredItem
 from assay.statistics.early_stopping import choose_best
 from assay.statistics.effects import paired_effect
@@ -33,6 +35,7 @@ class Answered:
 
     wanted: NDArray[np.float64]
     rewarded: NDArray[np.float64] | None
+    digest: str | None = None  # of the prompts
 
     @property
     def estimate(self) -> Estimate:
@@ -58,7 +61,7 @@ class PromptEvaluator:
         sampler.load(step)
         found = self.answer(sampler, self.prompts)
         reward = None if found.rewarded is None else float(found.rewarded.mean())
-        self.history.add(step, -found.wanted, 0.0, reward=reward)
+        self.history.add(step, -found.wanted, 0.0, found.digest, reward=reward)
         scored = found.estimate
         self.run.record(step - 1, **{f"eval_{self.name}": scored.mean, "eval_low": scored.low, "eval_high": scored.high,
                                      "eval_prompts": scored.n} | ({} if reward is None else {"eval_reward": reward}))
@@ -77,7 +80,7 @@ class PromptEvaluator:
         wanted = scored if rewards.metric_workers is None else rewards.metric_workers.score(items)
         rewards.stop_at_limit(scored)
         rewarded = None if rewards.judge is not None else self._means(prompts, [each.value for each in scored], scored)
-        return Answered(self._means(prompts, [each.components[self.name] for each in wanted], wanted), rewarded)
+        return Answered(self._means(prompts, [each.components[self.name] for each in wanted], wanted), rewarded, prompts_digest(prompts))
 
     def _means(self, asked: Sequence[Prompt], values: Sequence[float | None], scored: Sequence[ScoredItem]) -> NDArray[np.float64]:
         """Of what is known; a prompt of which nothing is known would be another set of prompts than the last time's."""
@@ -113,6 +116,12 @@ class PromptEvaluator:
         if verdict.outcome is Outcome.REFUTED:
             self.run.say(f"step {step}: {verdict.reason}")
             self.run.log(Event.PROXY, step=step, verdicts=[verdict.to_json()])
+
+
+def prompts_digest(prompts: Sequence[Prompt]) -> str:
+    """Of what is asked and of the rows that decide what is right, in their order."""
+    asked = [[prompt.id, prompt.ids, plain(prompt.row)] for prompt in prompts]
+    return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
 
 
 def check_same_answers(what: str, recorded: NDArray[np.float64], found: NDArray[np.float64]) -> Verdict:
