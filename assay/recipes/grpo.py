@@ -26,8 +26,8 @@ from assay.recipes.conversations import NEVER, refuse_unbudgeted
 from assay.recipes.grpo_options import Grpo
 from assay.recipes.grpo_preflight import check_forked_policy, check_seeds_count, rollout_floor
 from assay.recipes.hand_over import export_best
-from assay.recipes.prompt_evaluator import PromptEvaluator, check_gain, check_same_answers, prompts_digest
-from assay.recipes.prompts import PromptData, split_prompts, spread
+from assay.recipes.prompt_evaluator import PromptEvaluator, check_gain, check_same_answers
+from assay.recipes.prompts import PromptData, prompts_digest, split_prompts, spread
 from assay.recipes.reference import Reference, check_same_reference
 from assay.recipes.rewards import JudgeReward, Rewards
 from assay.recipes.rollout_batch import Drawn, layout_of

@@ -1,7 +1,5 @@
 """Evaluation of a policy during a run: held-out prompts answered, the same ones each time; what is wanted beside what is rewarded."""
 
-import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +11,10 @@ from assay.errors import GuardStop
 from assay.generate.generation_request import Sampling
 from assay.guard.reward_checks import check_proxy
 from assay.recipes.evaluator import EvalHistory
-from assay.recipes.prompts import Prompt
+from assay.recipes.prompts import Prompt, prompts_digest
 from assay.recipes.rewards import Rewards, item
 from assay.recipes.rollouts import Sampler
-from assay.recipes.run import Run, plain
+from assay.recipes.run import Run
 from assay.reward.worker_pool import ScoredItem
 from assay.statistics.early_stopping import choose_best
 from assay.statistics.effects import paired_effect
@@ -116,12 +114,6 @@ class PromptEvaluator:
         if verdict.outcome is Outcome.REFUTED:
             self.run.say(f"step {step}: {verdict.reason}")
             self.run.log(Event.PROXY, step=step, verdicts=[verdict.to_json()])
-
-
-def prompts_digest(prompts: Sequence[Prompt]) -> str:
-    """Of what is asked and of the rows that decide what is right, in their order."""
-    asked = [[prompt.id, prompt.ids, plain(prompt.row)] for prompt in prompts]
-    return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
 
 
 def check_same_answers(what: str, recorded: NDArray[np.float64], found: NDArray[np.float64]) -> Verdict:
