@@ -1,5 +1,6 @@
 """Held-out loss of a model: an estimate with its interval over documents, and a loss per document for pairing."""
 
+import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -27,6 +28,7 @@ class HeldOut:
     per_document: NDArray[np.float64]  # nats per token of each document, in the same order at every evaluation
     documents: DocumentLosses | None = None  # of a corpus, whose raw bytes are known
     tokens: NDArray[np.float64] | None = None  # that counted in each conversation
+    digest: str | None = None  # of the text that was scored: two evaluations compare where it is the same
 
     @property
     def bits_per_byte(self) -> Estimate:
@@ -37,16 +39,18 @@ class HeldOut:
 def score_corpus(model: Transformer, corpus: Corpus, *, rows: int, length: int, context: int = 1, count: int | None = None) -> HeldOut:
     """`count` documents, or all. A document longer than a row is read in pieces that see `context` tokens of the one before."""
     batches = held_out_document_batches(corpus, rows=rows, length=length, context=context, documents=measurable_documents(corpus, count))
-    losses = document_losses(corpus, _scored(model, batches, rows))
+    read = hashlib.sha256()
+    losses = document_losses(corpus, _scored(model, _noted(batches, read), rows))
     mean = float(losses.nll.sum() / losses.tokens.sum())
-    return HeldOut(bits_per_byte(losses.nll, losses.bytes), "bits per byte", mean, losses.nll / losses.tokens, losses)
+    return HeldOut(bits_per_byte(losses.nll, losses.bytes), "bits per byte", mean, losses.nll / losses.tokens, losses,
+                   digest=read.hexdigest())
 
 
 def score_examples(model: Transformer, batches: Iterable[Batch], *, rows: int, objective: Objective = next_token,
                    unit: Literal["nats per token", "blended nats per token"] = "nats per token") -> HeldOut:
     """Conversations, each a packed document of its row: what each one's supervised tokens cost, the estimate over conversations."""
-    nll, tokens = [], []
-    for batch, losses in _scored(model, iter(batches), rows, objective):
+    nll, tokens, read = [], [], hashlib.sha256()
+    for batch, losses in _scored(model, _noted(batches, read), rows, objective):
         documents = batch.documents if batch.documents is not None else torch.zeros_like(batch.tokens, dtype=torch.int32)
         places = documents.long() + (int(documents.max()) + 1) * torch.arange(len(batch))[:, None]
         used = documents != PADDING
@@ -56,7 +60,15 @@ def score_examples(model: Transformer, batches: Iterable[Batch], *, rows: int, o
         tokens.append(sums.index_add_(0, places[used], weight[used]))
     cost, count = (torch.cat(parts).numpy() for parts in (nll, tokens))
     cost, count = cost[count > 0], count[count > 0]
-    return HeldOut(ratio(cost, count), unit, float(cost.sum() / count.sum()), cost / count, tokens=count)
+    return HeldOut(ratio(cost, count), unit, float(cost.sum() / count.sum()), cost / count, tokens=count, digest=read.hexdigest())
+
+
+def _noted(batches: Iterable[Batch], read: "hashlib._Hash") -> Iterator[Batch]:
+    """Every token that is read and how much it counts goes into the digest `read`."""
+    for batch in batches:
+        for stream in (batch.tokens, batch.weight):
+            read.update(f"{tuple(stream.shape)}".encode() + stream.cpu().contiguous().numpy().tobytes())
+        yield batch
 
 
 @torch.no_grad()

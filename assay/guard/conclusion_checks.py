@@ -10,7 +10,17 @@ from assay.comparison.read_results import Arm, Series
 from assay.comparison.trend import trend
 from assay.errors import DataError, UsageError
 from assay.statistics.early_stopping import paired_noise, plan_stopping, should_stop, widening_gap
-from assay.verdict import Verdict, proven, refuted
+from assay.verdict import Verdict, proven, refuted, unproven
+
+
+def check_same_held_out(before: str | None, now: str | None) -> Verdict:
+    """Two evaluations, each with the digest of what it scored, are of the same set: else neither is better, and nothing has improved."""
+    if before is None or now is None:
+        return unproven("held_out_set", "an evaluation does not say what it scored", optional=True)
+    words = f"the evaluation scored the set {now[:12]}, and the one before it {before[:12]}"
+    if before != now:
+        return refuted("held_out_set", f"{words}: other text or prompts, so the two do not compare; score the same set each time")
+    return proven("held_out_set", words, digest=now)
 
 
 def check_early_stopping(history: Sequence[ArrayLike], *, planned: int, min_improvement: float, patience: int) -> Verdict:

@@ -1,15 +1,61 @@
-"""Resume checks: the state in memory is what was saved, bit for bit, and a rotation leaves the checkpoints that must stay."""
+"""Resume checks: the checkpoint is this run's own, the state in memory is what was saved, and a rotation leaves what must stay."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from assay.errors import AssayError
 from assay.store.checkpoint import OPTIMIZER, Checkpoint, latest_checkpoint, open_checkpoint, step_folders
 from assay.store.digests import recorded_tensors
+from assay.store.ledger import Event
 from assay.store.safetensors_files import tensor_sha256
 from assay.verdict import Verdict, proven, refuted, unproven
+
+
+def check_own_checkpoint(found: Checkpoint, events: Iterable[Mapping[str, Any]], changed: Iterable[str]) -> Verdict:
+    """The run's ledger names this checkpoint by its digest. `changed` says which options its manifest has otherwise than the run.
+
+    A run that was killed may have written its last save without having named it: then the manifest must hold, word for word, the
+    options of the sitting that began to save it, folder included.
+    """
+    name, changed = found.folder.name, list(changed)
+    digests, begun = saves_on_record(events)
+    if changed:
+        return refuted("own", f"{name} was saved with other options than this run's: {', '.join(changed)}; move it away", changed=changed)
+    if not digests and not begun:
+        return unproven("own", f"the ledger names no save, so nothing says that {name} is this run's", optional=True)
+    if name in digests:
+        same = digests[name] == found.digest
+        words = f"{name} is {found.digest[:12]}, and the ledger says that {digests[name][:12]} was saved"
+        return proven("own", words, digest=found.digest) if same else refuted(
+            "own", f"{words}: it is another run's, or was replaced; move it away, or put the one that was saved back", digest=found.digest)
+    if name not in begun:
+        return refuted("own", f"the ledger names no save of {name}: it is another run's; move it away", digest=found.digest)
+    if found.facts.get("run_config") != begun[name]:
+        return refuted("own", f"{name} does not hold the options of the sitting that began to save it: it is another run's; move it away",
+                       digest=found.digest)
+    return proven("own", f"{name} was written before its digest could be: its options and folder are this run's", digest=found.digest)
+
+
+def saves_on_record(events: Iterable[Mapping[str, Any]]) -> tuple[dict[str, str], dict[str, Any]]:
+    """By name: the digests of what a ledger says was saved; and of what was begun and is not known to be done, its sitting's options."""
+    digests: dict[str, str] = {}
+    begun: dict[str, Any] = {}
+    options: Any = None
+    for event in events:
+        kind, name = event["kind"], event.get("checkpoint") or event.get("path")
+        if kind in (Event.START, Event.RESUME):
+            options = event.get("config")
+        elif kind in (Event.SAVE, Event.SAVED, Event.RETIRE, Event.SET_ASIDE):
+            digests.pop(name, None)
+            begun.pop(name, None)
+            if kind == Event.SAVE:
+                begun[name] = options
+            elif kind == Event.SAVED:
+                digests[name] = event["digest"]
+    return digests, begun
 
 
 def check_resumed(weights: Mapping[str, Tensor], state: Mapping[str, Tensor], found: Checkpoint) -> Verdict:

@@ -8,7 +8,7 @@ import numpy as np
 
 from assay.errors import UsageError
 from assay.evaluation.held_out_loss import HeldOut
-from assay.guard.conclusion_checks import check_early_stopping, check_generalisation_gap
+from assay.guard.conclusion_checks import check_early_stopping, check_generalisation_gap, check_same_held_out
 from assay.model.transformer import Transformer
 from assay.recipes.run import Run, append_json_rows, rewrite_json_rows
 from assay.statistics.early_stopping import StoppingRule, choose_best, paired_noise, plan_stopping, should_stop
@@ -28,25 +28,35 @@ class EvalHistory:
         self.steps: list[int] = []
         self.losses: list[np.ndarray] = []  # per document
         self.train: list[float] = []  # mean training loss since the evaluation before
+        self.digest: str | None = None  # of what was scored, the same each time
 
     @property
     def latest_step(self) -> int | None:
         return self.steps[-1] if self.steps else None
 
-    def add(self, step: int, per_document: np.ndarray, train: float, **more: Any) -> None:
+    def add(self, step: int, per_document: np.ndarray, train: float, digest: str | None, **more: Any) -> None:
+        """`digest` is of what was scored: where it is not what was scored before, the run stops and nothing is decided by it."""
+        self._require_same(digest)
         self._remember(step, per_document, train)
-        append_json_rows(self.file, [{"step": step, "train": train, "per_document": per_document.tolist(), **more}])
+        append_json_rows(self.file, [{"step": step, "train": train, "held_out": digest, "per_document": per_document.tolist(), **more}])
 
     def recall(self) -> list[dict[str, Any]]:
         """What was seen before the run was interrupted, up to the step it goes on from."""
         rows = [row for row in read_json_lines(self.file) if row["step"] <= self.run.going_on_from]
         rewrite_json_rows(self.file, rows)
         for row in rows:
+            self._require_same(row.get("held_out"))
             self._remember(row["step"], np.array(row["per_document"]), row["train"])
         return rows
 
     def at(self, step: int) -> np.ndarray:
         return self.losses[self.steps.index(step)]
+
+    def _require_same(self, digest: str | None) -> None:
+        verdict = check_same_held_out(self.digest, digest)
+        if verdict.outcome is not Outcome.UNPROVEN:
+            self.run.judge(Event.HELD_OUT, [verdict])
+        self.digest = digest or self.digest
 
     def _remember(self, step: int, per_document: np.ndarray, train: float) -> None:
         self.steps.append(step)
@@ -77,7 +87,7 @@ class HeldOutEvaluator:
         found = self.score(model)
         since, self._since = [*self._since, *losses], []
         train = sum(since) / len(since) if since else found.loss
-        self.history.add(step, found.per_document, train)
+        self.history.add(step, found.per_document, train, found.digest)
         named = {} if weight_set is None else {"eval_weight_set": weight_set}
         scored, unit = found.estimate, found.unit.replace(" ", "_")
         self.run.record(step - 1, eval_loss=found.loss, **named, **{f"eval_{unit}": scored.mean}, eval_low=scored.low,

@@ -11,6 +11,7 @@ from assay.data.batch import Batch
 from assay.errors import GuardStop, UsageError
 from assay.generate.generation_request import Sampling
 from assay.generate.sampler_weights import fingerprint
+from assay.guard.conclusion_checks import check_same_held_out
 from assay.guard.policy_identity import LogprobFloor, check_floor, check_on_policy, check_reference
 from assay.guard.policy_loss_checks import check_directions, check_policy_loss
 from assay.guard.training_guards import check_detectors
@@ -26,7 +27,7 @@ from assay.recipes.grpo_options import Grpo
 from assay.recipes.grpo_preflight import check_forked_policy, check_seeds_count, rollout_floor
 from assay.recipes.hand_over import export_best
 from assay.recipes.prompt_evaluator import PromptEvaluator, check_gain, check_same_answers
-from assay.recipes.prompts import PromptData, split_prompts, spread
+from assay.recipes.prompts import PromptData, prompts_digest, split_prompts, spread
 from assay.recipes.reference import Reference, check_same_reference
 from assay.recipes.rewards import JudgeReward, Rewards
 from assay.recipes.rollout_batch import Drawn, layout_of
@@ -161,7 +162,9 @@ def hand_over_best(run: Run, evaluator: PromptEvaluator, prompts: PromptData, st
     watched = {prompt.id for prompt in evaluator.prompts}
     evaluated = np.array([prompt.id in watched for prompt in prompts.held_out])
     recorded = -evaluator.best_losses()
-    verdicts += [check_same_answers(f"{best.name} as evaluated and as saved", recorded, saved.wanted[evaluated]),
+    again = prompts_digest([prompt for prompt in prompts.held_out if prompt.id in watched])
+    verdicts += [check_same_held_out(evaluator.history.digest, again),
+                 check_same_answers(f"{best.name} as evaluated and as saved", recorded, saved.wanted[evaluated]),
                  check_same_answers(f"{best.name} as saved and as handed over", saved.wanted, after.wanted),
                  check_gain(metric, before.wanted, after.wanted, len(evaluator.history.steps) - 1)]
     run.log(Event.HAND_OVER, checkpoint=best.name, metric=metric, before=float(before.wanted.mean()),

@@ -11,7 +11,7 @@ from assay.errors import GuardStop
 from assay.generate.generation_request import Sampling
 from assay.guard.reward_checks import check_proxy
 from assay.recipes.evaluator import EvalHistory
-from assay.recipes.prompts import Prompt
+from assay.recipes.prompts import Prompt, prompts_digest
 from assay.recipes.rewards import Rewards, item
 from assay.recipes.rollouts import Sampler
 from assay.recipes.run import Run
@@ -33,6 +33,7 @@ class Answered:
 
     wanted: NDArray[np.float64]
     rewarded: NDArray[np.float64] | None
+    digest: str | None = None  # of the prompts
 
     @property
     def estimate(self) -> Estimate:
@@ -58,7 +59,7 @@ class PromptEvaluator:
         sampler.load(step)
         found = self.answer(sampler, self.prompts)
         reward = None if found.rewarded is None else float(found.rewarded.mean())
-        self.history.add(step, -found.wanted, 0.0, reward=reward)
+        self.history.add(step, -found.wanted, 0.0, found.digest, reward=reward)
         scored = found.estimate
         self.run.record(step - 1, **{f"eval_{self.name}": scored.mean, "eval_low": scored.low, "eval_high": scored.high,
                                      "eval_prompts": scored.n} | ({} if reward is None else {"eval_reward": reward}))
@@ -77,7 +78,7 @@ class PromptEvaluator:
         wanted = scored if rewards.metric_workers is None else rewards.metric_workers.score(items)
         rewards.stop_at_limit(scored)
         rewarded = None if rewards.judge is not None else self._means(prompts, [each.value for each in scored], scored)
-        return Answered(self._means(prompts, [each.components[self.name] for each in wanted], wanted), rewarded)
+        return Answered(self._means(prompts, [each.components[self.name] for each in wanted], wanted), rewarded, prompts_digest(prompts))
 
     def _means(self, asked: Sequence[Prompt], values: Sequence[float | None], scored: Sequence[ScoredItem]) -> NDArray[np.float64]:
         """Of what is known; a prompt of which nothing is known would be another set of prompts than the last time's."""

@@ -20,10 +20,11 @@ from typing import Any
 from assay.errors import ArtifactError, AssayError, GuardStop, UsageError
 from assay.guard.proof import Prover
 from assay.guard.proof_subject import DEFAULT_SAMPLING, ProofSampling
+from assay.guard.resume_checks import check_kept_checkpoints, check_newest_checkpoint, check_own_checkpoint
 from assay.guard.training_guards import stop_if_refuted
 from assay.store import durable
 from assay.store.checkpoint import Checkpoint, Contents, delete_old_checkpoints, latest_checkpoint, step_folder, step_folders
-from assay.store.ledger import Event, Ledger
+from assay.store.ledger import Event, Ledger, read_chain
 from assay.store.saving import BackgroundSaver
 from assay.strict_json import parse_yaml, read_json_lines, read_small_file
 from assay.verdict import Outcome, Verdict, overall, without_optional
@@ -34,6 +35,8 @@ WORTH_SAYING = 60.0  # seconds of loop; shorter ones say nothing of how it would
 FEW = 3  # checkpoints: the first and the last come anyway
 WRITTEN_EVERY = 50  # judgements of a step or rollout between two that are written down while they prove
 _SHOWN = 4  # options that differ, where a folder holds another run
+# How long to go on, and where, may change between sittings; what is learned, and from what, may not.
+FREE = {"minutes", "tokens", "device", "out", "json", "resume", "probe_samples", "early_stopping_patience", "early_stopping_threshold"}
 
 
 class SaveCost:
@@ -83,7 +86,9 @@ class Run:
         self.going_on_from = 0
         self._told = 0.0
         self.needed: set[str] = set()  # digests that retention may not delete
-        self._retired: list[Path] = []  # beside the loop, and not yet written down
+        self._saved: list[Checkpoint] = []  # beside the loop, and not yet written down
+        self._retired: list[Path] = []  # likewise
+        self._kept: list[tuple[Verdict, bool]] = []  # likewise, of what had to stay, and whether all of it is there
         self._saver, self._prover, self.probing = BackgroundSaver(), Prover(), probing
         self.save_cost = SaveCost()
         self._looping = True  # until `end_loop`
@@ -113,6 +118,10 @@ class Run:
             self.set_aside(path)
         if found is None:
             self.rewind(0)
+        else:
+            changed = changed_options(self.config, found.facts.get("run_config") or {})
+            own = check_own_checkpoint(found, read_chain(self.ledger.path).events, changed)
+            self.judge(Event.NEWEST, [check_newest_checkpoint(self.checkpoints), own])
         return found
 
     def set_aside(self, path: Path) -> None:
@@ -163,6 +172,8 @@ class Run:
     def save(self, step: int, contents: Contents, *, best: Path | None, against: str | None = None) -> Path:
         """Snapshot now; write, retire what is old and prove beside the loop. Raises what an earlier save or proof found.
 
+        The ledger says that a save begins before it does, and its digest when the loop next looks: what it never named is not the run's.
+
         Nothing is retired while a proof is reading, which is asked when it is about to be: a save that this one waited for may just
         have begun its own. What else may go is settled now.
         """
@@ -170,23 +181,28 @@ class Run:
         where, needed = step_folder(self.checkpoints, step), frozenset(self.needed)
 
         def after(written: Checkpoint) -> None:
+            self._saved.append(written)
             if not self._prover.busy:
-                self._retired += delete_old_checkpoints(self.checkpoints, self.kept, best, needed)
+                self._retire(best, needed)
             self._prover.start(written.folder, against=against, probing=self.probing, beside=self._looping)
 
-        self._saver.save(where, contents, after=after)
+        self._saver.wait()
+        self._write_down_saved()
         self.ledger.append(Event.SAVE, step=step, checkpoint=where.name)
+        self._saver.save(where, contents, after=after)
         return where
 
     def check(self) -> None:
         """Surface what happened beside the loop. Never waits."""
         self._saver.check()
+        self._write_down_saved()
         self._write_down_retired()
         self._judge_proofs(self._prover.finished())
 
     def settle(self, *, proofs: bool = False) -> None:
         """Wait until what was saved lies on the disk; with `proofs`, until it is proven too."""
         self._saver.wait()
+        self._write_down_saved()
         while proofs and self._prover.busy:
             self._judge_proofs(self._prover.finished())
             time.sleep(0.05)
@@ -202,19 +218,41 @@ class Run:
     def finish(self) -> None:
         """Wait for the last save and its proof."""
         self._saver.close()
+        self._write_down_saved()
         self._write_down_retired()
         self._judge_proofs(self._prover.close())
 
     def tidy(self, best: Path | None) -> None:
         """Retire old checkpoints once the run has finished: nothing is written or proven any more."""
         assert not self._prover.busy
-        self._retired += delete_old_checkpoints(self.checkpoints, self.kept, best, self.needed)
+        self._retire(best, self.needed)
         self._write_down_retired()
 
-    def _write_down_retired(self) -> None:
+    def _retire(self, best: Path | None, needed: Iterable[str]) -> None:
+        """Old checkpoints go. Of those that were there and had to stay, it is asked afterwards whether they are there and verify."""
+        before = step_folders(self.checkpoints)
+        gone = delete_old_checkpoints(self.checkpoints, self.kept, best, needed)
+        self._retired += gone
+        if gone:
+            due = [path for path in before if path in before[-self.kept :] or path == best]
+            self._kept.append((check_kept_checkpoints(due), all(path.is_dir() for path in due)))
+
+    def _write_down_saved(self) -> None:
         """In the loop's own thread: a ledger has one writer."""
+        while self._saved:
+            written = self._saved.pop(0)
+            self.ledger.append(Event.SAVED, checkpoint=written.folder.name, digest=written.digest)
+
+    def _write_down_retired(self) -> None:
         while self._retired:
             self.ledger.append(Event.RETIRE, checkpoint=self._retired.pop(0).name)
+        while self._kept:
+            verdict, there = self._kept.pop(0)
+            if verdict.outcome is Outcome.REFUTED and there:  # damaged, which no rotation does: newer ones stand, and training goes on
+                self.say(str(verdict))
+                self.log(Event.WARNING, reason=str(verdict))
+            else:
+                self.judge(Event.KEPT, [verdict])
 
     def _judge_proofs(self, proofs: Iterable[tuple[Path, list[Verdict]]]) -> None:
         for folder, verdicts in proofs:
@@ -244,7 +282,7 @@ class Run:
             self.ledger.close()
 
     def _stopped(self, error: AssayError) -> None:
-        for wait in (self._saver.close, self._write_down_retired, lambda: self._judge_proofs(self._prover.close())):
+        for wait in (self._saver.close, self._write_down_saved, self._write_down_retired, lambda: self._judge_proofs(self._prover.close())):
             self._also(wait)
         while self._prover.busy:  # those behind one that was refuted
             self._also(self.check)
@@ -335,12 +373,15 @@ def _settle_config(path: Path, config: Any) -> bool:
         earlier = None
     if not isinstance(earlier, dict) or earlier.keys() - values.keys():
         raise UsageError(f"{path}: these are not the options of a run, so it cannot be gone on with; give another --out")
-    # How long to go on, and where, may change between sittings; what is learned, and from what, may not.
-    free = {"minutes", "tokens", "device", "out", "json", "resume", "probe_samples", "early_stopping_patience", "early_stopping_threshold"}
-    earlier = plain({each.name: each.default for each in dataclasses.fields(config) if each.default is not dataclasses.MISSING}) | earlier
-    changed = [name for name in values if name not in free and earlier.get(name) != values[name]]
-    if changed:
-        said = ", ".join(f"{name} was {earlier.get(name)!r}, now {values[name]!r}" for name in changed[:_SHOWN])
+    if changed := changed_options(config, earlier):
+        said = ", ".join(changed[:_SHOWN])
         said += f" and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
         raise UsageError(f"{path.parent} is another run: {said}; give the same options, or another --out")
     return True
+
+
+def changed_options(config: Any, earlier: Mapping[str, Any]) -> list[str]:
+    """What makes `earlier` another run than `config`, in words; what it does not say has its default."""
+    defaults = plain({each.name: each.default for each in dataclasses.fields(config) if each.default is not dataclasses.MISSING})
+    values, was = plain(dataclasses.asdict(config)), defaults | dict(earlier)
+    return [f"{name} was {was.get(name)!r}, now {values[name]!r}" for name in values if name not in FREE and was.get(name) != values[name]]

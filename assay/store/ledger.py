@@ -33,6 +33,7 @@ class Event(StrEnum):
     RESUME = "resume"
     PASSED_OVER = "passed over"  # a checkpoint that does not verify
     SET_ASIDE = "set aside"
+    NEWEST = "newest"  # what is resumed from is the newest, and the run's own
     RESUMED = "resumed"
     NOT_BIT_EXACT = "not bit-exact"
     TORN = "torn"  # what a crash left of a line
@@ -57,15 +58,18 @@ class Event(StrEnum):
     STEP = "step"
     ACCOUNT = "account"
     WAY_DOWN = "way down"
+    HELD_OUT = "held out"  # evaluations are of one set
     GAP = "gap"
     PROXY = "proxy"
     JUDGE = "judge"
     JUDGE_COST = "judge cost"
     UNJUDGED = "unjudged"
     # checkpoints
-    SAVE = "save"
+    SAVE = "save"  # about to be written
+    SAVED = "saved"  # written, with its digest
     SAVING = "saving"
     RETIRE = "retire"
+    KEPT = "kept"  # what had to stay when others were retired
     PROOF = "proof"
     # results
     LAYERS = "layers"

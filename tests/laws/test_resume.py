@@ -1,7 +1,9 @@
 """A run that was struck down and resumed is, bit for bit, the run that was not: weights, moments, data, metrics."""
 
 import os
+import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from assay.recipes import pretrain, run
 from assay.recipes.options import Pretrain
 from assay.recipes.trainer import Trainer
 from assay.store import durable
-from assay.store.checkpoint import open_checkpoint, quarantine_checkpoint
+from assay.store.checkpoint import open_checkpoint, quarantine_checkpoint, step_folder
 from assay.testing.tiny_training import NoProver
 from assay.verdict import refuted
 from tests.recipes.sittings import EVERY, STEPS, events, in_a_fork, left_by, options, saved_steps, sit
@@ -218,3 +220,55 @@ def test_the_same_environment_is_not_marked(tmp_path: Path):
     sit(config, after={7: terminate})
     sit(config)
     assert events(config, "not bit-exact") == []
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_another_runs_checkpoint_of_the_same_step_is_refused(named: bool, tmp_path: Path, uninterrupted: dict):
+    """With a digest in the ledger, and where the run was killed before it wrote one; once it is moved away, the run goes on as ever."""
+    config, other = options(tmp_path / "run"), options(tmp_path / "other", **({} if named else {"tokens": 20 * 256}))
+    sit(config, after={2 * EVERY: terminate}) if named else in_a_fork(lambda: sit_with_a_deadly_save(config, "after the rename", 2 * EVERY))
+    sit(replace(other, seed=7) if named else other, after={2 * EVERY: terminate})
+    name = f"step-{2 * EVERY:06d}"
+    mine, theirs = (Path(each.out) / "checkpoints" / name for each in (config, other))
+    shutil.rmtree(mine)
+    shutil.copytree(theirs, mine)
+    with pytest.raises(GuardStop, match=r"own: .*it is another run's|own: .*seed was 7, now 0"):
+        sit(config)
+    shutil.rmtree(mine)
+    sit(config)
+    assert left_by(config) == uninterrupted["muon"]
+
+
+def test_another_run_of_the_same_options_is_told_by_its_digest(tmp_path: Path):
+    config, other = options(tmp_path / "run"), options(tmp_path / "other", tokens=20 * 256)
+    for each in (config, other):
+        sit(each, after={2 * EVERY: terminate})
+    name = f"checkpoints/step-{2 * EVERY:06d}"
+    shutil.rmtree(Path(config.out) / name)
+    shutil.copytree(Path(other.out) / name, Path(config.out) / name)
+    with pytest.raises(GuardStop, match=r"and the ledger says that .* was saved: it is another run's, or was replaced"):
+        sit(config)
+
+
+def test_a_save_is_named_by_its_digest_and_a_checkpoint_the_ledger_never_began_is_refused(tmp_path: Path):
+    config = options(tmp_path / "run")
+    sit(config, after={EVERY + 1: terminate})
+    saved = {event["checkpoint"]: event["digest"] for event in events(config, "saved")}
+    folder = Path(config.out) / "checkpoints"
+    assert [event["checkpoint"] for event in events(config, "save")] == list(saved)
+    assert saved.items() >= {step_folder(folder, step).name: open_checkpoint(step_folder(folder, step)).digest
+                             for step in saved_steps(config)}.items()
+    longer = options(tmp_path / "longer")
+    sit(longer, after={2 * EVERY: terminate})
+    shutil.copytree(step_folder(Path(longer.out) / "checkpoints", 2 * EVERY), step_folder(folder, 2 * EVERY))
+    with pytest.raises(GuardStop, match="the ledger names no save of step-000012"):
+        sit(config)
+
+
+def test_a_run_that_was_moved_goes_on(tmp_path: Path, uninterrupted: dict):
+    config = options(tmp_path / "run")
+    in_a_fork(lambda: sit_with_a_deadly_save(config, "after the rename", 2 * EVERY))
+    Path(config.out).rename(tmp_path / "moved")
+    moved = replace(config, out=str(tmp_path / "moved"))
+    sit(moved)
+    assert left_by(moved) == uninterrupted["muon"]

@@ -8,11 +8,12 @@ import pytest
 
 from assay.evaluation.held_out_loss import score_corpus
 from assay.recipes import run as run_module
-from assay.recipes.evaluator import HeldOutEvaluator
+from assay.recipes.evaluator import EvalHistory, HeldOutEvaluator
 from assay.recipes.run import Run
 from assay.testing.tiny_models import nudge, tiny_model
 from assay.testing.tiny_training import NoProver, tiny_corpus
 from tests.recipes.sittings import events, options, rows
+from tests.refusals import stopped_by
 
 
 @pytest.fixture
@@ -79,3 +80,31 @@ def test_a_gap_is_spoken_of_only_once_text_is_read_again(repeats_from: int, said
     run.ledger.close()
     assert bool(events(run.config, "gap")) is said_so
     assert any("learned by heart" in line or "over-fitting" in line for line in said) is said_so
+
+
+def test_other_documents_than_the_last_time_stop_the_run_before_anything_is_decided(run: Run):
+    counts = iter([3, 3, 4])
+    evaluator = HeldOutEvaluator(run, lambda model: score_corpus(model, tiny_corpus(), rows=8, length=32, count=next(counts)),
+                                 repeats_from=100, device="cpu")
+    for step in (10, 20):
+        evaluator.evaluate(tiny_model(), step, [])
+    with stopped_by("held_out_set"):
+        evaluator.evaluate(tiny_model(), 30, [])
+    run.ledger.close()
+    assert evaluator.history.steps == [10, 20]
+    assert len({row["held_out"] for row in rows(run.folder / "eval.jsonl")}) == 1
+    assert [event["verdicts"][0]["outcome"] for event in events(run.config, "held out")] == ["PROVEN", "REFUTED"]
+
+
+def test_what_is_recalled_must_be_of_one_set_and_old_lines_may_say_nothing(run: Run):
+    evaluator_of(run).history.add(1, np.zeros(3), 0.0, None)
+    for step, digest in ((2, "a" * 64), (3, "b" * 64)):
+        EvalHistory(run).add(step, np.zeros(3), 0.0, digest)
+    run.going_on_from = 2
+    evaluator = evaluator_of(run)
+    evaluator.recall()
+    assert evaluator.history.digest == "a" * 64
+    EvalHistory(run).add(3, np.zeros(3), 0.0, "b" * 64)
+    run.going_on_from = 3
+    with stopped_by("held_out_set"):
+        evaluator_of(run).recall()

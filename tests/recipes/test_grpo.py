@@ -229,6 +229,20 @@ def test_other_prompts_are_another_run(adapter: Path, tmp_path: Path, monkeypatc
 # ---------------------------------------------------------------- the fork experiment: every suspected cause, by name
 
 
+def test_other_held_out_prompts_than_the_last_time_stop_the_run(adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    whole = PromptEvaluator.evaluate
+
+    def others(evaluator: PromptEvaluator, sampler: Any, step: int) -> Answered:
+        evaluator.prompts = evaluator.prompts[1:] if step else evaluator.prompts
+        return whole(evaluator, sampler, step)
+
+    monkeypatch.setattr(PromptEvaluator, "evaluate", others)
+    config = options(adapter, tmp_path / "run")
+    with stopped_by("held_out_set"):
+        reinforced(config)
+    assert [row["step"] for row in rows(tmp_path / "run" / "eval.jsonl")] == [0]
+
+
 def forked(parent: Path, out: Path, **changed: Any) -> None:
     recipe.grpo(options(parent, out, learning_rate=2e-3, **changed), lambda _: None)
 

@@ -4,6 +4,7 @@ import errno
 import io
 import json
 import os
+import shutil
 import signal
 import threading
 from dataclasses import replace
@@ -19,7 +20,7 @@ from assay.guard.proof import Prover, hallmark_or_quarantine
 from assay.recipes import run as run_module
 from assay.recipes.run import Run, plain, rewrite_json_rows
 from assay.store import durable
-from assay.store.checkpoint import Contents, latest_checkpoint, open_checkpoint
+from assay.store.checkpoint import Contents, latest_checkpoint, open_checkpoint, step_folders
 from assay.store.saving import BackgroundSaver
 from assay.strict_json import read_json_lines
 from assay.testing.tiny_training import NoProver
@@ -161,6 +162,33 @@ def test_nothing_is_retired_while_a_proof_is_reading(tmp_path: Path, monkeypatch
     sit(config, after={25: lambda work: (work.run.settle(), present.extend(saved_steps(config)))})
     assert present == [0, 1, 6, 12, 18, 24]
     assert saved_steps(config) == [24, 26]  # once it is over
+
+
+def test_a_rotation_that_takes_what_had_to_stay_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    whole = run_module.delete_old_checkpoints
+
+    def greedy(folder: Path, keep: int, *given: Any) -> list[Path]:
+        gone = whole(folder, keep, *given)
+        if gone:
+            shutil.rmtree(step_folders(folder)[-2])
+        return gone
+
+    monkeypatch.setattr(run_module, "delete_old_checkpoints", greedy)
+    with stopped_by("kept"):
+        sit(options(tmp_path / "run"))
+
+
+def test_what_stays_is_asked_for_after_a_rotation_and_damage_to_an_older_one_is_said(run: Run):
+    for step in range(3):
+        run.save(step, Contents("model", {"w": torch.ones(3)}), best=None)
+    run.finish()
+    damaged = run.checkpoints / "step-000001" / "model.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"\x55")
+    run._retired, run._kept = [], [(run_module.check_kept_checkpoints(step_folders(run.checkpoints)), True)]
+    run._write_down_retired()
+    run.ledger.close()
+    assert [event["verdicts"][0]["outcome"] for event in events(run.config, "kept")] == ["PROVEN"]
+    assert "gone or damaged" in events(run.config, "warning")[0]["reason"]
 
 
 class Late(NoProver):
