@@ -12,7 +12,7 @@ import contextlib
 import importlib.util
 import io
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -40,6 +40,9 @@ SAME_WEIGHTS = 2e-4
 TEXTS = ("The capital of France is", "def add(a, b):\n", "Once upon a time")
 QUESTIONS = ("Say yes.", "What is 2 + 2? Reply with the number only.", "Name one colour, in one word.")  # short answers end soon
 NEW_TOKENS, AGAIN = 32, 8
+MORE_TOKENS = 256  # for a model that may have learned to say more than its parent
+KNOWN_STOP = 0.1  # a parent that gives its stop token less came upon it by chance
+STOP_SHARE = 0.1  # of the parent's probability: a child that leaves its stop token less has lost it
 
 
 def check_answers(subject: ProofSubject) -> Verdict:
@@ -85,20 +88,77 @@ def check_generations(subject: ProofSubject) -> Verdict:
     texts = [artifact.tokenizer.decode(list(c.ids)) if artifact.tokenizer else str(c.ids[:12]) for c in completions]
     words = f"{ended} of {len(completions)} greedy generations ended within {max(len(c.ids) for c in completions)} tokens"
     evidence = {"ended": ended, "n": len(completions), "texts": texts}
-    if ended or subject.facts.get("taught_to_stop") is False:
-        return proven("generations", words if ended else f"{words}; nothing has taught this model to stop yet", **evidence)
-    if subject.facts.get("taught_to_stop") or (subject.against is not None
-                                               and _ended(greedy_completions(subject.against_model, subject.against))):
+    if ended:
+        return proven("generations", words, **evidence)
+    if subject.facts.get("taught_to_stop"):
         return refuted("generations", f"{words}, though the model was taught to stop: the stop token or the template was lost", **evidence)
+    if subject.against is not None and (verdict := _held_to_parent(subject, subject.against, words, evidence)) is not None:
+        return verdict
     if subject.is_copy:
         return proven("generations", f"{words}; the source's do not end either", **evidence)
+    if subject.facts.get("taught_to_stop") is False:
+        before = "nothing has taught this model to stop yet" if subject.against is None else "its parent's do not end either"
+        return proven("generations", f"{words}; {before}", **evidence)
     reason = "whether it was taught to stop is not recorded" if artifact.stops.stop_ids else "no stop id is known"
     return unproven("generations", f"{words}; {reason}", **evidence)
 
 
-def greedy_completions(model: Transformer, artifact: Artifact, new: int = NEW_TOKENS) -> list[Completion]:
+def _held_to_parent(subject: ProofSubject, parent: Artifact, words: str, evidence: dict[str, Any]) -> Verdict | None:
+    """Of a model whose texts do not end: whether it lost what its parent knew. None where the parent's do not end either.
+
+    A model that learned to say more ends later. So it is given more room, and a stop is lost only where it is no longer likely where
+    the parent's own texts ended.
+    """
+    if _template_lost(subject.artifact, parent):
+        if _ended(greedy_completions(subject.against_model, parent)):
+            return refuted("generations", f"{words}, and its parent's end: the chat template was lost", **evidence)
+        return None
+    ends = _ends_of_parent(subject, parent)
+    known = _stop_likelihood(subject.against_model, ends, parent.stops.stop_ids)
+    if known < KNOWN_STOP:
+        return None
+    later = _ended(greedy_completions(subject.model, subject.artifact, MORE_TOKENS, room_for=MORE_TOKENS))
+    if later:
+        return proven("generations", f"{words}, {later} within {MORE_TOKENS}", **evidence)
+    left = _stop_likelihood(subject.model, ends, subject.artifact.stops.stop_ids)
+    words = (f"{words} nor within {MORE_TOKENS}; where its parent's texts end, a stop token has probability {left:.2g}, "
+             f"the parent gives it {known:.2g}")
+    evidence = evidence | {"stop_likelihood": left, "stop_likelihood_of_parent": known}
+    if left < known * STOP_SHARE:
+        return refuted("generations", f"{words}: training or saving has lost the stop token; see that the data ends its answers with "
+                                      "one, and that it is learned from", **evidence)
+    return unproven("generations", f"{words}: longer texts, or texts without an end", optional=True, **evidence)
+
+
+def _template_lost(artifact: Artifact, parent: Artifact) -> bool:
+    tokenizers = (artifact.tokenizer, parent.tokenizer)
+    return [tokenizer is not None and tokenizer.template is not None for tokenizer in tokenizers] == [False, True]
+
+
+def _ends_of_parent(subject: ProofSubject, parent: Artifact) -> list[list[int]]:
+    """The prompts as the child takes them with what its parent says to them, up to where a stop token came."""
+    longest = min(parent.config.max_length, subject.artifact.config.max_length)
+    room = longest - min(NEW_TOKENS, longest // 2)
+    prompts, vocab = short_prompts(subject.artifact, room), min(parent.config.vocab, subject.artifact.config.vocab)
+    if max(map(max, prompts)) >= vocab:
+        return []  # tokens that the parent does not have
+    said = sample(subject.against_model, prompts, parent.stops.stop_ids, Sampling(max_new=longest - room, temperature=0))
+    ends = [[*prompt, *completion.ids[:-1]] for prompt, completion in zip(prompts, said, strict=True) if completion.ended == "stop"]
+    return [end for end in ends if max(end) < vocab]
+
+
+@torch.no_grad()
+def _stop_likelihood(model: Transformer, ends: list[list[int]], stop_ids: Collection[int]) -> float:
+    """How likely any stop token is at the end of these texts, on average; 0 where there are none."""
+    if not ends or not stop_ids:
+        return 0.0
+    found = [model.logits(model.hidden(torch.tensor([end])))[0, -1].float().softmax(-1)[list(stop_ids)].sum() for end in ends]
+    return float(torch.stack(found).mean())
+
+
+def greedy_completions(model: Transformer, artifact: Artifact, new: int = NEW_TOKENS, *, room_for: int = NEW_TOKENS) -> list[Completion]:
     longest = artifact.config.max_length
-    room = longest - min(NEW_TOKENS, longest // 2)  # the same prompts, however much is generated
+    room = longest - min(room_for, longest // 2)  # the same prompts, however much is generated
     return sample(model, short_prompts(artifact, room), artifact.stops.stop_ids,
                   Sampling(max_new=min(new, longest - room), temperature=0))
 

@@ -24,7 +24,7 @@ from assay.model.transformer import Transformer
 from assay.outcome import RunOutcome
 from assay.recipes.conversations import NEVER, Conversations, describe_tuning, held_out_batches, load_conversations, refuse_nonsense
 from assay.recipes.evaluator import EarlyStopping, HeldOutEvaluator, stopping_rule
-from assay.recipes.hand_over import hand_over, write_down
+from assay.recipes.hand_over import hand_over, void_if_refuted, write_down
 from assay.recipes.options import Distill
 from assay.recipes.run import Run, open_run, plain, print_line
 from assay.recipes.sft import check_forked_loss, micro_rows, parent_loss, tuning_optimizer, tuning_schedule
@@ -127,7 +127,8 @@ def distill(config: Distill, say: Callable[[str], None] = print_line) -> RunOutc
         handed = hand_over(run, evaluator, partial(lessons.score, rows=micro))
         told = {} if teacher is None else compare_agreement(run, teacher, start, data, trainer)
         write_down(run, handed, **told)
-        verdicts = [*handed.verdicts, check_told(run, handed.recorded, len(data.held_out))]
+        verdicts = [*handed.verdicts, told_right := check_told(run, handed.recorded, len(data.held_out))]
+        void_if_refuted(run, handed.places, [told_right])
         return RunOutcome(run.folder, verdicts, model=run.folder / "model", results={"held_out": handed.recorded.estimate, **told})
 
 # ---------------------------------------------------------------- what is learned, and from whom

@@ -25,7 +25,7 @@ from assay.outcome import RunOutcome
 from assay.recipes.conversations import NEVER, refuse_unbudgeted
 from assay.recipes.grpo_options import Grpo
 from assay.recipes.grpo_preflight import check_forked_policy, check_seeds_count, rollout_floor
-from assay.recipes.hand_over import export_best
+from assay.recipes.hand_over import export_best, void_if_refuted
 from assay.recipes.prompt_evaluator import PromptEvaluator, check_gain, check_same_answers
 from assay.recipes.prompts import PromptData, prompts_digest, split_prompts, spread
 from assay.recipes.reference import Reference, check_same_reference
@@ -167,6 +167,7 @@ def hand_over_best(run: Run, evaluator: PromptEvaluator, prompts: PromptData, st
                  check_same_answers(f"{best.name} as evaluated and as saved", recorded, saved.wanted[evaluated]),
                  check_same_answers(f"{best.name} as saved and as handed over", saved.wanted, after.wanted),
                  check_gain(metric, before.wanted, after.wanted, len(evaluator.history.steps) - 1)]
+    void_if_refuted(run, places, verdicts)
     run.log(Event.HAND_OVER, checkpoint=best.name, metric=metric, before=float(before.wanted.mean()),
                       after=float(after.wanted.mean()), verdicts=plain([verdict.to_json() for verdict in verdicts]))
     run.say(f"{', '.join(map(str, places))}: {verdicts[-1].reason}")

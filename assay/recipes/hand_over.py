@@ -19,7 +19,7 @@ from assay.recipes.evaluator import HeldOutEvaluator
 from assay.recipes.run import Run, plain
 from assay.store import checkpoint
 from assay.store.artifact import Artifact, build_model, locate_artifact, merged_tensors, open_artifact
-from assay.store.checkpoint import open_checkpoint
+from assay.store.checkpoint import open_checkpoint, quarantine_checkpoint
 from assay.store.export_artifact import export_artifact
 from assay.store.ledger import Event
 from assay.store.saving import Ancestor, Lineage, model_contents
@@ -51,7 +51,16 @@ def hand_over(run: Run, evaluator: HeldOutEvaluator, score_all: ScoreHeldOut) ->
     recorded = rescore(scored_set(open_artifact(best)), score_all, evaluator.device)
     places, found = export_best(run, best)
     verdicts += [*found, check_exported_score(recorded, rescore(open_artifact(run.folder / "model"), score_all, evaluator.device))]
+    void_if_refuted(run, places, verdicts)
     return HandedOver(best, places, recorded, verdicts)
+
+
+def void_if_refuted(run: Run, places: list[Path], verdicts: list[Verdict]) -> None:
+    """Each place was proven by itself. Where a verdict of the hand-over goes against it, its hallmark is taken back."""
+    against = [verdict for verdict in verdicts if verdict.outcome is Outcome.REFUTED]
+    for where in places if against else []:
+        quarantine_checkpoint(open_checkpoint(where), against)
+        run.say(f"{where} is quarantined: {'; '.join(verdict.reason for verdict in against)}")
 
 
 def write_down(run: Run, handed: HandedOver, **more: Any) -> None:

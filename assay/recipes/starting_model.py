@@ -162,12 +162,20 @@ def given(config: Trained) -> Artifact:
         if config.optimizer_state is not None:
             raise UsageError("--optimizer-state says what a fork does with its parent's moments; it needs --from")
         assert config.model is not None
-        return open_artifact(config.model)
+        return refuse_quarantined(open_artifact(config.model))
     if config.optimizer_state is None:
         raise UsageError("--from: say what becomes of the parent's moments: --optimizer-state fresh or carried")
     if open_checkpoint(Path(config.from_)).hallmark is None:
         raise UsageError(f"{config.from_} carries no hallmark: nothing has proven it; run assay prove {config.from_}, then fork")
     return open_artifact(config.from_)
+
+
+def refuse_quarantined(source: Artifact) -> Artifact:
+    marked = source.raw.checkpoint.quarantined if source.raw.checkpoint else None
+    if marked is None:
+        return source
+    reasons = "; ".join(verdict["reason"] for verdict in marked["verdicts"] if verdict["outcome"] == "REFUTED")
+    raise UsageError(f"{source.path} is quarantined: {reasons}. Train on another model, or remove its quarantine.json on purpose")
 
 
 def prepared(config: Trained, source: Artifact, say: Callable[[str], None]) -> Artifact:

@@ -10,7 +10,7 @@ import torch
 from assay.errors import GuardStop, UsageError
 from assay.evaluation.loaded_model import LoadedModel
 from assay.guard import behaviour_checks, proof
-from assay.guard.behaviour_checks import check_health, health_prompts
+from assay.guard.behaviour_checks import check_generations, check_health, health_prompts
 from assay.guard.proof import ProofRequest, examine_artifact
 from assay.guard.proof_subject import ProofSampling, ProofSubject
 from assay.health.generation_probe import ModelGenerator
@@ -19,9 +19,9 @@ from assay.recipes.options import Sft
 from assay.store import checkpoint
 from assay.store.artifact import open_artifact
 from assay.store.ledger import Ledger
-from assay.store.saving import Lineage, model_contents
+from assay.store.saving import Ancestor, Lineage, model_contents
 from assay.testing.fault_injection import FAULTS, observe
-from assay.testing.tiny_models import nudge, save_model, tiny_model, tiny_tokenizer, tokenizer_and_stops
+from assay.testing.tiny_models import forget_manifest, nudge, save_model, tiny_model, tiny_tokenizer, tokenizer_and_stops
 from assay.verdict import Outcome, Verdict, without_optional
 from assay.zoo import speech_faults
 from assay.zoo.speech_faults import save_talking_model, talking_model
@@ -245,3 +245,72 @@ def test_no_samples_reach_no_proof_of_the_run(tmp_path, monkeypatch):
     assert len(asked) == 4
     found = [verdict["reason"] for verdicts in probed(tmp_path).values() for verdict in verdicts]
     assert set(found) == {"no texts were asked for (--probe-samples 0)"}
+
+# ---------------------------------------------------------------- the stop token
+
+
+def without_a_stop(model):
+    """Its words go round: what ended a text leads to the first word."""
+    tokenizer, stops = speech_faults.spoken_tokenizer()
+    first = tokenizer.encode(f" {speech_faults.TINY_WORDS[0]}")[0]
+    with torch.no_grad():
+        model.head.weight[first] += sum(model.head.weight[id] for id in stops.stop_ids)
+        model.head.weight[list(stops.stop_ids)] = -model.head.weight[list(stops.stop_ids)]
+    return model
+
+
+def child_of(parent: Path, where: Path, model) -> Path:
+    """As a fine-tuning saves it, with nothing on record of stop tokens."""
+    return save_talking_model(where, model, Lineage("moved", Ancestor(open_artifact(parent).digest, str(parent)))).folder
+
+
+def test_a_model_that_unlearned_its_stop_token_is_refuted_as_a_checkpoint_and_as_a_foreign_folder(tmp_path):
+    parent = save_talking_model(tmp_path / "parent", talking_model()).folder
+    child = child_of(parent, tmp_path / "child", without_a_stop(talking_model()))
+    for where in (child, forget_manifest(child)):
+        verdict = check_generations(subject(where, parent))
+        assert verdict.outcome is Outcome.REFUTED, verdict
+        assert "lost the stop token" in verdict.reason
+
+
+def test_a_model_that_still_ends_or_never_did_is_not_refuted(tmp_path):
+    parent = save_talking_model(tmp_path / "parent", talking_model()).folder
+    assert check_generations(subject(child_of(parent, tmp_path / "a", nudge(talking_model())), parent)).outcome is Outcome.PROVEN
+    endless = save_talking_model(tmp_path / "endless", without_a_stop(talking_model())).folder
+    verdict = check_generations(subject(child_of(endless, tmp_path / "b", nudge(without_a_stop(talking_model()))), endless))
+    assert verdict.outcome is Outcome.PROVEN
+    assert "its parent's do not end either" in verdict.reason
+
+
+def test_a_model_that_learned_to_say_more_is_given_more_room(tmp_path, monkeypatch):
+    """Nothing ends within two tokens, and everything within more: no stop token was lost."""
+    parent = save_talking_model(tmp_path / "parent", talking_model()).folder
+    child = subject(child_of(parent, tmp_path / "child", nudge(talking_model())), parent)
+    real = behaviour_checks.greedy_completions
+    monkeypatch.setattr(behaviour_checks, "greedy_completions", lambda model, artifact, new=2, **room: real(model, artifact, new, **room))
+    monkeypatch.setattr(behaviour_checks, "AGAIN", 2)
+    verdict = check_generations(child)
+    assert verdict.outcome is Outcome.PROVEN
+    assert "within 256" in verdict.reason
+
+
+def test_a_longer_speaker_that_knows_where_its_parent_ended_is_unproven_and_not_stopped(tmp_path, monkeypatch):
+    parent = save_talking_model(tmp_path / "parent", talking_model()).folder
+    monkeypatch.setattr(behaviour_checks, "_ended", lambda completions: 0)
+    verdict = check_generations(subject(child_of(parent, tmp_path / "child", nudge(talking_model())), parent))
+    assert verdict.outcome is Outcome.UNPROVEN
+    assert without_optional([verdict]) == []
+
+
+def test_a_fine_tuning_that_unlearns_the_stop_token_is_stopped(tmp_path, monkeypatch):
+    in_this_process(monkeypatch)
+    real = sft.tuning_optimizer
+
+    def unlearning(config, start):
+        optimizer = real(config, start)
+        optimizer.register_step_post_hook(lambda *_: without_a_stop(start.model) and None)
+        return optimizer
+
+    monkeypatch.setattr(sft, "tuning_optimizer", unlearning)
+    with pytest.raises(GuardStop, match="lost the stop token"):
+        sft.sft(tuning(tmp_path, save_steps=1), lambda _: None)

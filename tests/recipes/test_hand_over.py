@@ -5,10 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from assay.errors import ArtifactError, UsageError
+from assay.guard import proof
 from assay.recipes import hand_over
 from assay.recipes.hand_over import check_evaluated, check_weight_set, handed_over_before
+from assay.recipes.options import Sft
+from assay.recipes.starting_model import given
 from assay.store.artifact import open_artifact
-from assay.store.checkpoint import step_folder
+from assay.store.checkpoint import open_checkpoint, step_folder
 from assay.testing.tiny_models import rewrite_tensors
 from assay.verdict import Outcome, proven
 from tests.recipes.sittings import LENGTH, ROWS, events, options, sit
@@ -76,3 +80,21 @@ def test_a_checkpoint_that_is_not_what_was_scored_is_refuted(tmp_path: Path, mon
     found = check_evaluated(evaluator, best, *rest)
     assert found.outcome is Outcome.REFUTED
     assert "what was saved is not what was scored" in found.reason
+
+
+def test_a_hand_over_that_is_refuted_takes_the_hallmark_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The folder was proven by itself before the scores were compared; after that nothing says PROVEN of it, nor trains on it."""
+    config, model = options(tmp_path / "run", tokens=6 * ROWS * LENGTH), tmp_path / "run" / "model"
+    monkeypatch.setattr(hand_over, "SAME_SCORE", -1.0)
+    assert sit(config, handing_over=True).exit_code == 3
+    assert not (model / "hallmark.json").exists()
+    assert "exported bytes score" in str(open_checkpoint(model).quarantined)
+    monkeypatch.setattr(proof, "prove", lambda *_, **__: [proven("whole", "not looked at")])
+    with pytest.raises(ArtifactError, match="is quarantined"):
+        proof.prove_checkpoint(model)
+    with pytest.raises(UsageError, match="is quarantined: exported bytes score"):
+        given(Sft(model=str(model), data=("rows.jsonl",), out=str(tmp_path / "tuned")))
+    monkeypatch.setattr(hand_over, "SAME_SCORE", 1e-4)
+    handed(config)  # the next sitting sets it aside, and makes a good one
+    assert open_checkpoint(model).hallmark is not None
+    assert open_checkpoint(tmp_path / "run" / "earlier-1-model").quarantined
