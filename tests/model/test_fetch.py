@@ -192,5 +192,5 @@ def test_a_name_that_was_not_fetched_yet_says_how(tmp_path, monkeypatch):
         with pytest.raises(UsageError, match=f"{name}: no such file or folder; .*assay fetch {name}$"):
             open_artifact(name)
     (tmp_path / "runs").mkdir()
-    with pytest.raises(UsageError, match="runs/modle: no such file or folder$"):  # a path, mistyped
+    with pytest.raises(UsageError, match=r"runs/modle: no such file or folder$"):  # a path, mistyped
         open_artifact("runs/modle")
