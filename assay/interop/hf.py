@@ -97,7 +97,8 @@ class TrainerAccount(UpdateAccount):
 
     def __init__(self, model: nn.Module):
         super().__init__(model)
-        self.updates, self.peak = 0, None
+        self.updates = 0
+        self.peak: float | None = None
         zero = {name for name, watched in self.before.items() if not watched.any()}
         self.late = self.before.keys() - zero if zero else set()  # a factor has no gradient while the other one is 0
 

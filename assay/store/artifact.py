@@ -103,8 +103,8 @@ def locate_artifact(path: str | Path) -> ArtifactPlace:
     if "checkpoints" in names:
         found = sorted(child.name for child in (path / "checkpoints").iterdir() if child.is_dir() and not child.name.startswith("."))
         raise UsageError(f"{path} is a run; name one of its checkpoints: {', '.join(found[-4:]) or 'it has none'}")
-    if found := trainer_checkpoints(path):
-        raise UsageError(f"{path} is a trainer's output; name one of its checkpoints: {', '.join(place.name for place in found[:4])}")
+    if places := trainer_checkpoints(path):
+        raise UsageError(f"{path} is a trainer's output; name one of its checkpoints: {', '.join(place.name for place in places[:4])}")
     raise UsageError(f"{path}: neither manifest.json, config.json nor adapter_config.json is here; this is not a model folder")
 
 
