@@ -71,6 +71,8 @@ def entry(options: str, flag: str) -> tuple[str, str]:
 @pytest.mark.parametrize(("argv", "code", "sentence"), [
     (["prov"], 2, "unknown verb 'prov'; did you mean 'prove'?"), (["prove"], 2, "required: path"),
     (["prove", "nowhere"], 2, "nowhere: no such file or folder"),
+    (["prove", "nobody/no-such-model"], 2, "nobody/no-such-model: no such file or folder; if it is a model on the hub, get it first: "
+                                           "assay fetch nobody/no-such-model"),
     (["sample", "x", "--temprature", "1"], 2, "did you mean '--temperature'?"),
     (["export", "x", "--to", "zip", "--out", "y"], 2, "invalid choice: 'zip'"), (["fetch", "smollm3-135m"], 2, "smollm2-135m"),
     (["zoo", "--only", "fliped bit"], 2, "did you mean"), ([], 2, None)])

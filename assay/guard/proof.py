@@ -23,6 +23,7 @@ from assay.guard.behaviour_checks import check_answers, check_consumer, check_ge
 from assay.guard.proof_subject import DEFAULT_SAMPLING, Expectation, ProofSampling, ProofSubject
 from assay.store.artifact import Artifact, interpret_artifact, locate_artifact, open_artifact, read_artifact
 from assay.store.checkpoint import Checkpoint, open_checkpoint, quarantine_checkpoint, write_hallmark
+from assay.store.export_artifact import rounding_bound
 from assay.verdict import Outcome, Verdict, overall, proven, refuted, unproven, without_optional
 
 PROOF_CHECKS: tuple[Callable[[ProofSubject], Verdict], ...] = (
@@ -170,7 +171,7 @@ def _subject(request: ProofRequest, artifact: Artifact) -> ProofSubject:
     parent = None if against is None else open_artifact(against, base=against_base if locate_artifact(against).adapter else None)
     copied = facts.get("change") == "same" or artifact.raw.place.format.rounding is not None
     expect = request.expect or ("same" if copied else "moved")
-    return ProofSubject(artifact.raw, artifact, parent, expect, request.bound or 2e-4, request.probing)
+    return ProofSubject(artifact.raw, artifact, parent, expect, request.bound or rounding_bound(artifact), request.probing)
 
 
 def _ran(check: Callable[[ProofSubject], Verdict], subject: ProofSubject) -> Verdict:

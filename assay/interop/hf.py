@@ -5,10 +5,15 @@
 Before the first step: every trainable tensor is in the optimizer. At every save: what moved and what did not is accounted for,
 a fresh process opens the written folder and proves what can be proven of it, its answers are those of the live model, and
 `assay-proof.json` in the folder holds the sha256 of every file and every verdict. What is refuted stops the training.
+
+What has not had its chance is not held against a run: rates of 0 in a warm-up, steps that a loss scaler skipped, and tensors that get
+no gradient while their partner is still 0 (LoRA's A in the first step). What Assay cannot open, a family or an adapter that it does
+not know, is UNPROVEN: said, written beside the checkpoint, and training goes on.
 """
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +21,7 @@ import torch
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from assay.errors import ArtifactError
+from assay.errors import ArtifactError, AssayError
 from assay.guard.proof import ProofRequest, prove
 from assay.guard.series_checks import check_constant_loss, check_finite
 from assay.guard.training_guards import UpdateAccount, check_optimizer, check_weights, stop_if_refuted
@@ -41,14 +46,19 @@ class Prove(TrainerCallback):
         self.against, self.base, self.stop = against, base, stop
         self.proofs: dict[str, list[Verdict]] = {}  # checkpoint → what was said of it
         self.losses: list[float] = []
-        self.account: UpdateAccount | None = None
+        self.account: TrainerAccount | None = None
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
         model, optimizer = given["model"], given.get("optimizer")
-        self.account = UpdateAccount(model)
+        self.account = TrainerAccount(model)
         if optimizer is not None:
             held = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
             self._judge("before step 1", [check_optimizer(model, held, [n for n, p in model.named_parameters() if p.requires_grad])])
+
+    def on_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
+        """After the update and before the schedule goes on: these are the rates that the step was taken at."""
+        if self.account is not None and given.get("optimizer") is not None:
+            self.account.record_update(given["optimizer"])
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, Any] | None = None,
                **given: Any) -> None:
@@ -60,9 +70,11 @@ class Prove(TrainerCallback):
         if not state.is_world_process_zero:
             return
         folder = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
-        model = given["model"]
-        accounted = [] if self.account is None else [self.account.check_moved(), self.account.check_frozen()]
-        verdicts = [*accounted, check_weights(model), *prove_folder(folder, model, self.against, self.base)]
+        model, account = given["model"], self.account
+        accounted = [] if account is None else [account.check_moved(), account.check_frozen()]
+        verdicts = [*accounted, check_weights(model), *_supported(folder, model, self.against, self.base)]
+        if account is not None and account.waiting and state.global_step < state.max_steps:
+            verdicts = [_excused(verdict) for verdict in verdicts]
         write_proof(folder, verdicts)
         self._judge(folder.name, verdicts)
 
@@ -74,10 +86,64 @@ class Prove(TrainerCallback):
         if what.startswith("checkpoint-"):
             self.proofs[what] = verdicts
         against = [verdict for verdict in verdicts if verdict.outcome is Outcome.REFUTED]
-        for verdict in against:
+        for verdict in (*against, *(verdict for verdict in verdicts if verdict.check == "support")):
             print(f"assay: {what}: {verdict}", flush=True)
         if self.stop:
             stop_if_refuted(against)
+
+
+class TrainerAccount(UpdateAccount):
+    """Update accounting that knows which updates of a trainer's could move what: `updates` counts those at a rate above 0."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__(model)
+        self.updates = 0
+        self.peak: float | None = None
+        zero = {name for name, watched in self.before.items() if not watched.any()}
+        self.late = self.before.keys() - zero if zero else set()  # a factor has no gradient while the other one is 0
+
+    def record_update(self, optimizer: Any) -> None:
+        groups = optimizer.param_groups
+        self.peak = max(float(group.get("initial_lr", group["lr"])) for group in groups)
+        rates = [float(group["lr"]) for group in groups]
+        if max(rates) > 0 and not getattr(optimizer, "step_was_skipped", False):  # as a loss scaler does in its first steps
+            self.updates += 1
+            self.record_step(max(rates) / self.peak if self.peak else 1.0, min(rates))
+
+    @property
+    def waiting(self) -> bool:
+        """No update could have moved anything yet, and one will."""
+        return self.updates == 0 and self.peak is not None and self.peak > 0
+
+    def check_moved(self) -> Verdict:
+        whole = self.before
+        if self.updates == 1:
+            self.before = {name: watched for name, watched in whole.items() if name not in self.late}
+        try:
+            return super().check_moved()
+        finally:
+            self.before = whole
+
+    def _matrices(self) -> set[str]:
+        """Tables of embeddings move where their tokens occurred, whatever they are called."""
+        tables = {f"{name}.weight" for name, module in self.model.named_modules() if isinstance(module, nn.Embedding)}
+        return {name for name in super()._matrices() - tables if "lora_embedding" not in name}
+
+
+def _excused(verdict: Verdict) -> Verdict:
+    """Before the first update that could move anything, that nothing moved says nothing."""
+    unmoved = verdict.check in ("movement", "lineage") or (verdict.check == "architecture" and "has no effect" in verdict.reason)
+    if verdict.outcome is not Outcome.REFUTED or not unmoved:
+        return verdict
+    return replace(verdict, outcome=Outcome.UNPROVEN, reason=f"no update was taken at a rate above 0 yet; {verdict.reason}")
+
+
+def _supported(folder: Path, model: nn.Module, against: str | None, base: str | None) -> list[Verdict]:
+    """A checkpoint that Assay cannot open is no fault of the training."""
+    try:
+        return prove_folder(folder, model, against, base)
+    except AssayError as error:
+        return [unproven("support", f"Assay cannot open {folder.name}, so nothing is proven of it: {error}")]
 
 
 def prove_folder(folder: Path, model: nn.Module, against: str | None = None, base: str | None = None) -> list[Verdict]:

@@ -5,6 +5,7 @@ Three stages, each refusing what it exists to refuse: `locate_artifact` (what is
 """
 
 import itertools
+import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from assay.store.peft import LoraAdapter, config_with, read_adapter
 from assay.store.safetensors_files import folder_shards, inside, read_folder_tensors, read_safetensors_header
 from assay.strict_json import read_json
 
+TRAINER_CHECKPOINT = re.compile(r"checkpoint-(\d{1,18})")
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 
@@ -83,7 +85,7 @@ def open_artifact(path: str | Path, *, base: str | Path | None = None) -> Artifa
 
 
 def locate_artifact(path: str | Path) -> ArtifactPlace:
-    path = model_cache.cached_model(str(path)) or Path(path)
+    name, path = str(path), model_cache.cached_model(str(path)) or Path(path)
     if path.is_file():
         if (format := next((one for one in FORMATS.values() if one.suffix == path.suffix), None)) is not None and path.suffix:
             return ArtifactPlace(path, format, adapter=False)
@@ -91,7 +93,7 @@ def locate_artifact(path: str | Path) -> ArtifactPlace:
                "give the folder that holds it, or a .gguf or .assayz file"
         raise UsageError(f"{path}: a single {path.suffix or 'nameless'} file is not a model; {hint}")
     if not path.is_dir():
-        raise UsageError(f"{path}: no such file or folder")
+        raise UsageError(f"{path}: no such file or folder{model_cache.fetch_hint(name)}")
     names = {child.name for child in path.iterdir()}
     adapter = "adapter_config.json" in names
     if "manifest.json" in names:
@@ -101,7 +103,17 @@ def locate_artifact(path: str | Path) -> ArtifactPlace:
     if "checkpoints" in names:
         found = sorted(child.name for child in (path / "checkpoints").iterdir() if child.is_dir() and not child.name.startswith("."))
         raise UsageError(f"{path} is a run; name one of its checkpoints: {', '.join(found[-4:]) or 'it has none'}")
+    if places := trainer_checkpoints(path):
+        raise UsageError(f"{path} is a trainer's output; name one of its checkpoints: {', '.join(place.name for place in places[:4])}")
     raise UsageError(f"{path}: neither manifest.json, config.json nor adapter_config.json is here; this is not a model folder")
+
+
+def trainer_checkpoints(path: Path) -> list[Path]:
+    """Folders checkpoint-N of transformers' or TRL's output folder that is no model itself, newest first."""
+    if not path.is_dir() or any((path / name).exists() for name in (MANIFEST, "config.json", "adapter_config.json")):
+        return []
+    numbered = {int(found[1]): child for child in path.iterdir() if child.is_dir() and (found := TRAINER_CHECKPOINT.fullmatch(child.name))}
+    return [numbered[step] for step in sorted(numbered, reverse=True)]
 
 
 def read_artifact(place: ArtifactPlace, *, every_byte: bool = False) -> RawArtifact:
@@ -236,8 +248,9 @@ def _open_base(adapter: Path, given: str | Path | None, recorded: str | None, na
                     raise UsageError(f"{path}: the base of {adapter} is an adapter itself; merge it first")
                 return artifact
         if candidate is given:
-            raise UsageError(f"--base {given}: no such file or folder")
-    raise UsageError(f"{adapter}: an adapter needs its base, and {named!r} is not here; name it with --base PATH")
+            raise UsageError(f"--base {given}: no such file or folder{model_cache.fetch_hint(str(given))}")
+    raise UsageError(f"{adapter}: an adapter needs its base, and {named!r} is not here; name it with --base PATH"
+                     f"{model_cache.fetch_hint(str(named))}")
 
 
 def _refuse_pickles(folder: Path) -> None:

@@ -41,7 +41,7 @@ RESERVED = {MANIFEST, HALLMARK, QUARANTINE, TRAINER}
 STEP = re.compile(r"step-(\d{6,})")
 _ANCESTOR = ({"weights": str, "path": str}, None)
 _FACTS = {"parent?": _ANCESTOR, "base?": _ANCESTOR, "change?": str, "frozen?": [str], "movement_bound?": (float, None),
-         "taught_to_stop?": bool, "run_config?": (dict, None), "environment?": dict, "tokenizer?": (str, None)}
+         "taught_to_stop?": bool, "rounded?": (str, None), "run_config?": (dict, None), "environment?": dict, "tokenizer?": (str, None)}
 _MARK = {"format": int, "manifest": str, "verdicts": [{"check": str, "outcome": str, "reason": str, "evidence?": dict}]}
 _MANIFEST_SHAPE = {
     "assay": str, "format": int, "kind": str, "parameters": NATURAL, "bytes": NATURAL, "facts": _FACTS, ...: None,

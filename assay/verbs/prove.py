@@ -1,13 +1,13 @@
 """assay prove: run every check in a fresh process, on our checkpoints and on what other tools wrote."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from assay.config import argument, option
 from assay.errors import UsageError
-from assay.verdict import Outcome, Verdict, overall
+from assay.verdict import Outcome, Verdict, overall, unproven, without_optional
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class FLAGS:
     hallmark or is quarantined. Of a folder that another tool wrote (transformers, TRL, unsloth, axolotl, PEFT, GGUF) what can
     be proven is; the rest is UNPROVEN, in words. A squeezed file must hold what rounding makes of --against, bit for bit."""
 
-    path: str = argument("checkpoint, Hugging Face or PEFT folder, GGUF or squeezed file")
+    path: str = argument("checkpoint, Hugging Face or PEFT folder, GGUF or squeezed file; of a trainer's output folder each checkpoint-N")
     against: str | None = option("parent (or source, with --expect same) to compare with", metavar="MODEL", default=None,
                                  default_text="the parent that PATH names")
     base: str | None = option("an adapter's base, where the adapter does not name it", metavar="MODEL", default=None)
@@ -37,7 +37,31 @@ EXAMPLES = """  assay prove runs/a/checkpoints/step-000500
 
 
 def run(flags: FLAGS) -> int:
+    from assay.store.artifact import trainer_checkpoints
+
+    if places := trainer_checkpoints(Path(flags.path)):
+        return _prove_each(flags, places)
     return exit_code(print_proof(Path(flags.path), prove_artifact(flags), as_json=flags.json), strict=flags.strict)
+
+
+def _prove_each(flags: FLAGS, places: list[Path]) -> int:
+    """One that cannot be opened does not hide the others; where none can, that is the answer."""
+    proofs: dict[Path, list[Verdict]] = {}
+    refusals: list[UsageError] = []
+    for place in places:
+        try:
+            proofs[place] = prove_artifact(replace(flags, path=str(place)))
+        except UsageError as error:
+            refusals.append(error)
+            proofs[place] = [unproven("support", str(error))]
+        if not flags.json:
+            print_proof(place, proofs[place], as_json=False)
+            print(flush=True)
+    if len(refusals) == len(places):
+        raise refusals[0]
+    if flags.json:
+        print(json.dumps([proof_document(place, verdicts) for place, verdicts in proofs.items()], indent=1))
+    return max(exit_code(overall(without_optional(verdicts)), strict=flags.strict) for verdicts in proofs.values())
 
 
 def prove_artifact(flags: FLAGS) -> list[Verdict]:
@@ -58,11 +82,9 @@ def prove_artifact(flags: FLAGS) -> list[Verdict]:
 
 def print_proof(path: Path, verdicts: list[Verdict], *, as_json: bool) -> Outcome:
     """Every verdict, and what they come to together."""
-    from assay.verdict import without_optional
-
     outcome = overall(without_optional(verdicts))
     if as_json:
-        print(json.dumps({"path": str(path), "outcome": str(outcome), "verdicts": [v.to_json() for v in verdicts]}, indent=1))
+        print(json.dumps(proof_document(path, verdicts), indent=1))
         return outcome
     count = {kind: sum(v.outcome is kind for v in verdicts) for kind in Outcome}
     counts = f"{count[Outcome.PROVEN]} proven, {count[Outcome.REFUTED]} refuted, {count[Outcome.UNPROVEN]} could not be checked"
@@ -71,6 +93,10 @@ def print_proof(path: Path, verdicts: list[Verdict], *, as_json: bool) -> Outcom
     print("\n".join(map(str, verdicts)))
     print(f"\n{path.name}: {outcome} ({counts}): {meaning}")
     return outcome
+
+
+def proof_document(path: Path, verdicts: list[Verdict]) -> dict[str, Any]:
+    return {"path": str(path), "outcome": str(overall(without_optional(verdicts))), "verdicts": [v.to_json() for v in verdicts]}
 
 
 def exit_code(outcome: Outcome, *, strict: bool = False) -> int:

@@ -1,16 +1,19 @@
 """Proofs on our checkpoints and on what transformers and PEFT wrote: what holds is PROVEN, what does not is REFUTED by name."""
 
 import json
+import shutil
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from assay.cli import run as assay
 from assay.guard import proof
 from assay.guard.proof import ProofRequest, Prover, examine_artifact, prove, prove_checkpoint
 from assay.model.probe_logits import probe_inputs
@@ -18,7 +21,8 @@ from assay.model.special_tokens import resolve_special_tokens
 from assay.model.transformer import initialised
 from assay.store import checkpoint
 from assay.store.artifact import build_model, open_artifact
-from assay.store.export_artifact import export_artifact
+from assay.store.export_artifact import EXPORT_ROUNDING, export_artifact, rounding_bound
+from assay.store.gguf import EXPORT_EXACT
 from assay.store.saving import Lineage, model_contents
 from assay.testing.tiny_models import tiny_config, tiny_tokenizer
 from assay.verdict import Outcome, overall, without_optional
@@ -153,6 +157,54 @@ def test_our_adapter_goes_back_to_peft(foreign, tmp_path):
     live = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(foreign), tmp_path / "again").eval()
     with torch.no_grad():
         torch.testing.assert_close(live(tokens).logits, build_model(source)(tokens), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_rounded_export_is_proven_again_by_what_it_records(tmp_path, dtype):
+    """The rounding that an export was allowed was forgotten: the next proof called the same folder another model."""
+    save(tmp_path / "source")
+    assert assay(["export", str(tmp_path / "source"), "--to", "hf", "--out", str(tmp_path / "out"), "--dtype", dtype]) == 0
+    assert checkpoint.open_checkpoint(tmp_path / "out").facts["rounded"] == dtype
+    lineage = next(v for v in examine_artifact(ProofRequest(str(tmp_path / "out"))) if v.check == "lineage")
+    assert (lineage.outcome, lineage.evidence["bound"]) == (Outcome.PROVEN, EXPORT_ROUNDING[dtype]), lineage
+    assert lineage.evidence["error"] > EXPORT_EXACT or dtype == "float16"
+    assert assay(["prove", str(tmp_path / "out")]) == 0
+
+
+def test_what_was_not_rounded_is_held_to_the_exact_bound(tmp_path):
+    """Neither a lossless export nor a manifest that claims a rounding which its weights do not show widens the bound."""
+    save(tmp_path / "source")
+    export_artifact(open_artifact(tmp_path / "source"), "hf", tmp_path / "out", "float32")
+    assert checkpoint.open_checkpoint(tmp_path / "out").facts["rounded"] is None
+    claimed = save(tmp_path / "claimed", lineage=Lineage("same", rounded="bfloat16"))
+    assert [rounding_bound(open_artifact(folder)) for folder in (tmp_path / "out", claimed.folder)] == [EXPORT_EXACT] * 2
+
+
+def trainer_output(foreign, folder):
+    for step in (9, 10):
+        shutil.copytree(foreign, folder / f"checkpoint-{step}")
+    (folder / "checkpoint-11").mkdir()  # a save that was cut off
+    return folder
+
+
+def test_each_checkpoint_in_a_trainers_output_is_proven_newest_first(foreign, tmp_path, capsys):
+    out = trainer_output(foreign, tmp_path / "out")
+    data = (out / "checkpoint-9" / "model.safetensors").read_bytes()
+    (out / "checkpoint-9" / "model.safetensors").write_bytes(data[:-8])
+    assert assay(["prove", str(out), "--json", "--probe-samples", "0"]) == 3
+    proofs = json.loads(capsys.readouterr().out)
+    assert [(Path(proof["path"]).name, proof["outcome"]) for proof in proofs] == [
+        ("checkpoint-11", "UNPROVEN"), ("checkpoint-10", "UNPROVEN"), ("checkpoint-9", "REFUTED")]
+    assert "not a model folder" in proofs[0]["verdicts"][0]["reason"]
+    assert "consumer" in {v["check"] for v in proofs[1]["verdicts"] if v["outcome"] == "PROVEN"}
+    assert assay(["inspect", str(out)]) == 2
+    assert "name one of its checkpoints: checkpoint-11, checkpoint-10" in capsys.readouterr().err
+
+
+def test_a_trainers_output_of_which_nothing_opens_is_a_sentence(tmp_path, capsys):
+    (tmp_path / "out" / "checkpoint-1").mkdir(parents=True)
+    assert assay(["prove", str(tmp_path / "out")]) == 2
+    assert "checkpoint-1: neither manifest.json" in capsys.readouterr().err
 
 
 def test_an_adapter_that_was_never_trained_is_refused_by_name(foreign, tmp_path):

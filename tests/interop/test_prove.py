@@ -9,7 +9,8 @@ import torch
 
 from assay.cli import run as assay
 from assay.errors import GuardStop
-from assay.interop import Prove
+from assay.guard.proof import examine_artifact
+from assay.interop import Prove, hf
 from assay.interop.hf import PROOF, verify_proof
 from assay.interop.trackers import trainer_state
 from assay.store.artifact import open_artifact
@@ -34,6 +35,12 @@ class Rows(torch.utils.data.Dataset):
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
     return save_hf_folder(tmp_path / "base", tiny_model("llama"))
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same checks without a process for each: what is asked here is what the callback makes of them."""
+    monkeypatch.setattr(hf, "prove", examine_artifact)
 
 
 def trainer(base: Path, out: Path, callback: Any, **options: Any) -> Any:
@@ -93,6 +100,54 @@ def test_a_tensor_that_the_optimizer_does_not_hold_is_found_before_step_1(base: 
     work.optimizer = torch.optim.AdamW(held, 1e-3)
     with pytest.raises(GuardStop, match=r"down_proj.* they will never move"):
         work.train()
+
+
+@pytest.mark.usefixtures("here")
+def test_a_warm_up_that_begins_at_rate_0_is_no_fault(base: Path, tmp_path: Path):
+    """Step 1 is taken at rate 0: nothing moved, the folder equals its parent, and the run is sound."""
+    callback = Prove(against=str(base))
+    trainer(base, tmp_path / "run", callback, lr_scheduler_type="linear", warmup_steps=1).train()
+    first, second = ({verdict.check: verdict for verdict in callback.proofs[f"checkpoint-{step}"]} for step in (1, 2))
+    assert [first[name].outcome for name in ("movement", "lineage", "live")] == [Outcome.UNPROVEN, Outcome.UNPROVEN, Outcome.PROVEN]
+    assert "at a rate above 0" in first["movement"].reason
+    assert [second[name].outcome for name in ("movement", "lineage", "live")] == [Outcome.PROVEN] * 3
+
+
+def adapted(base: Path, out: Path, callback: Any, **options: Any) -> Any:
+    """The trainer above, with an adapter as PEFT attaches it: every B is 0."""
+    peft = pytest.importorskip("peft")
+    work = trainer(base, out, callback)
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", **options)
+    return transformers.Trainer(peft.get_peft_model(work.model, lora), work.args, train_dataset=Rows(), callbacks=[callback])
+
+
+@pytest.mark.usefixtures("here")
+def test_an_adapters_a_may_stand_still_in_step_1_and_not_in_step_2(base: Path, tmp_path: Path):
+    callback = Prove(base=str(base))
+    adapted(base, tmp_path / "run", callback).train()
+    movement = [next(v for v in callback.proofs[f"checkpoint-{step}"] if v.check == "movement") for step in (1, 2)]
+    assert [verdict.outcome for verdict in movement] == [Outcome.PROVEN] * 2
+    assert ["all 4 " in movement[0].reason, "all 8 " in movement[1].reason] == [True, True]
+
+
+@pytest.mark.usefixtures("here")
+def test_an_a_that_never_moves_is_found_in_step_2(base: Path, tmp_path: Path):
+    work = adapted(base, tmp_path / "run", Prove(base=str(base)))
+    still = next(p for name, p in work.model.named_parameters() if "lora_A" in name)
+    still.register_hook(torch.zeros_like)
+    with stopped_by("movement"):
+        work.train()
+    assert (tmp_path / "run" / "checkpoint-2" / PROOF).exists()
+
+
+@pytest.mark.usefixtures("here")
+def test_an_adapter_that_assay_does_not_know_costs_no_run(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    callback = Prove(base=str(base))
+    adapted(base, tmp_path / "run", callback, use_dora=True).train()
+    support = next(v for v in callback.proofs["checkpoint-2"] if v.check == "support")
+    assert (support.outcome, "use_dora" in support.reason) == (Outcome.UNPROVEN, True)
+    assert "assay: checkpoint-2: UNPROVEN" in capsys.readouterr().out
+    assert "cannot open" in verify_proof(tmp_path / "run" / "checkpoint-2").reason
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ import pytest
 
 from assay.errors import ArtifactError, AssayError, UsageError
 from assay.store import model_cache
+from assay.store.artifact import open_artifact
 
 MEMBER, DATA = "made_model/weights.gguf", bytes(range(256)) * 9000
 SIZE = len(DATA)
@@ -182,3 +183,14 @@ def test_a_hub_that_does_not_answer_is_said(cache):
     code = "from assay.store.model_cache import fetch_model; fetch_model('owner/model')"
     done = run(code, HF_ENDPOINT="http://127.0.0.1:9", HF_HOME=str(cache))
     assert "AssayError: owner/model could not be fetched from the hub" in done.stderr
+
+
+def test_a_name_that_was_not_fetched_yet_says_how(tmp_path, monkeypatch):
+    monkeypatch.setenv("ASSAY_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    for name in ("smollm2-135m", "HuggingFaceTB/SmolLM2-135M"):
+        with pytest.raises(UsageError, match=f"{name}: no such file or folder; .*assay fetch {name}$"):
+            open_artifact(name)
+    (tmp_path / "runs").mkdir()
+    with pytest.raises(UsageError, match=r"runs/modle: no such file or folder$"):  # a path, mistyped
+        open_artifact("runs/modle")
