@@ -21,7 +21,7 @@ from assay.verdict import Verdict, proven, refuted, unproven
 
 _CHANCE = 1e-9  # below this, identical samples are no accident
 DRAWN, LONGEST_DRAWN = 64, 512  # samples that are scored again, and tokens of each
-FLOOR = -12.0  # nats: less likely tokens count as this likely, so that no single one decides
+LEAST_LIKELY = -12.0  # nats: less likely tokens count as this likely, so that no single one decides
 _LOGIT_ROWS = 256  # of logits alive at once
 LEAKED = 0.01  # share of the examples, or of their runs of 13 words, that may stand in training text by accident
 
@@ -70,19 +70,19 @@ def _chance_of_so_many(count: int, n: int, expected: float) -> float:
 
 
 @dataclass(frozen=True)
-class Surprise:
+class DrawnTokens:
     """Of drawn tokens: how far their log-probabilities lie above what draws from the stated distribution have on average."""
 
     tokens: int = 0
-    above: float = 0.0  # Σ (log p of what was drawn − its mean under p), each floored at FLOOR
+    above: float = 0.0  # Σ (log p of what was drawn − its mean under p), each floored at LEAST_LIKELY
     greedy: float = 0.0  # what the likeliest tokens would have come to in the same places
     variance: float = 0.0
     highest: float = 0.0  # the most that one token can lie above the mean
     lowest: float = 0.0  # and below it
     cut_off: int = 0  # tokens that truncation should have ruled out
 
-    def __add__(self, other: "Surprise") -> "Surprise":
-        return Surprise(self.tokens + other.tokens, self.above + other.above, self.greedy + other.greedy, self.variance + other.variance,
+    def __add__(self, other: "DrawnTokens") -> "DrawnTokens":
+        return DrawnTokens(self.tokens + other.tokens, self.above + other.above, self.greedy + other.greedy, self.variance + other.variance,
                         max(self.highest, other.highest), max(self.lowest, other.lowest), self.cut_off + other.cut_off)
 
     def chance(self, above: float) -> float:
@@ -101,9 +101,9 @@ def check_draws(loaded: LoadedModel, rows: _Rows, sampling: Sampling, *, raw: bo
         greedy = sampling.temperature == 0
         return unproven("draws", "greedy decoding draws nothing" if greedy else "asked of sampling without a repetition penalty only")
     samples = [(row, sample["ids"]) for row in rows for sample in row["samples"] if sample["ids"]]
-    found = Surprise()
+    found = DrawnTokens()
     for row, ids in samples[:: max(1, -(-len(samples) // DRAWN))]:
-        found += surprise(loaded.model, loaded.ids_of(row["prompt"], raw=raw), ids[:LONGEST_DRAWN], sampling)
+        found += rescored_draws(loaded.model, loaded.ids_of(row["prompt"], raw=raw), ids[:LONGEST_DRAWN], sampling)
     evidence = asdict(found)
     if found.cut_off > max(10, 0.05 * found.tokens):
         return refuted("draws", f"{found.cut_off} of {found.tokens} tokens lie outside top-k {sampling.top_k} and top-p {sampling.top_p}: "
@@ -121,19 +121,19 @@ def check_draws(loaded: LoadedModel, rows: _Rows, sampling: Sampling, *, raw: bo
 
 
 @torch.no_grad()
-def surprise(model: Transformer, prompt: Sequence[int], ids: Sequence[int], sampling: Sampling) -> Surprise:
-    device, found = model.embed.weight.device, Surprise()
+def rescored_draws(model: Transformer, prompt: Sequence[int], ids: Sequence[int], sampling: Sampling) -> DrawnTokens:
+    device, found = model.embed.weight.device, DrawnTokens()
     states_ND = model.hidden(torch.tensor([[*prompt, *ids]], device=device))[0, len(prompt) - 1 : -1]
     for start in range(0, len(ids), _LOGIT_ROWS):
         logprobs_NV = sampled_distribution(policy_logits(model, states_ND[start : start + _LOGIT_ROWS]), sampling).double()
         drawn_N = logprobs_NV.gather(-1, torch.tensor(ids[start : start + _LOGIT_ROWS], device=device)[:, None]).squeeze(-1)
-        p_NV, kept_NV = logprobs_NV.exp(), logprobs_NV.clamp(min=FLOOR)
+        p_NV, kept_NV = logprobs_NV.exp(), logprobs_NV.clamp(min=LEAST_LIKELY)
         mean_N = (p_NV * kept_NV).sum(-1)
         likely = drawn_N > -math.inf
-        above_N = (drawn_N.clamp(min=FLOOR) - mean_N)[likely]
+        above_N = (drawn_N.clamp(min=LEAST_LIKELY) - mean_N)[likely]
         variance_N, most_N = (p_NV * (kept_NV - mean_N[:, None]).square()).sum(-1), kept_NV.amax(-1) - mean_N
-        found += Surprise(len(drawn_N), float(above_N.sum()), float(most_N.sum()), float(variance_N.sum()), float(most_N.max()),
-                          float((mean_N - FLOOR).max()), int((~likely).sum()))
+        found += DrawnTokens(len(drawn_N), float(above_N.sum()), float(most_N.sum()), float(variance_N.sum()), float(most_N.max()),
+                          float((mean_N - LEAST_LIKELY).max()), int((~likely).sum()))
     return found
 
 

@@ -11,9 +11,8 @@ from typing import Any
 from assay.errors import DataError, UsageError
 from assay.evaluation.task import GenerationTask, Score, TaskExample, evenly_spaced, make_examples, text_column
 from assay.evaluation.tasks import TaskRequest
-from assay.guard.reward_checks import KNOW_THE_ANSWER
 from assay.reward.answer import gold_answer, read_number
-from assay.reward.canary import GOLD_COMPLETION
+from assay.reward.canary import GOLD_COMPLETION, KNOW_THE_ANSWER
 from assay.reward.reward_functions import parse_rewards
 from assay.reward.worker_pool import RewardItem, RewardWorkers
 from assay.verdict import Verdict, proven, refuted, unproven
@@ -22,7 +21,7 @@ from assay.verdict import Verdict, proven, refuted, unproven
 
 GRADERS = 2
 CANARY_ROWS = 16
-FAR = 1000  # no tolerance takes three times a number and this much more for the number
+FAR_OFF = 1000  # no tolerance takes three times a number and this much more for the number
 
 
 def make_graded(request: TaskRequest) -> GenerationTask:
@@ -128,7 +127,7 @@ def wrong_answers(example: TaskExample, text: str, others: Sequence[TaskExample]
     if stating(example, text, "\0") == text:
         return []
     if (number := read_number(right)) is not None:
-        return [_decimal(each) for each in (number + 1, number + 10, 3 * abs(number) + FAR)]
+        return [_decimal(each) for each in (number + 1, number + 10, 3 * abs(number) + FAR_OFF)]
     elsewhere = dict.fromkeys(gold_answer(other.row) for other in others)
     return [each for each in elsewhere if each.lower() not in right.lower() and right.lower() not in each.lower()][:2]
 
