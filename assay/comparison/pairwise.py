@@ -14,13 +14,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from assay.comparison.read_results import Arm
+from assay.comparison.read_results import Arm, refuse_copies
 from assay.errors import DataError, UsageError
 from assay.statistics.effects import POWER, Effect, counts_effect, fewest_runs, holm, paired_effect, runs_effect, welch_p
 from assay.statistics.estimate import Array, Estimate, mean, mean_rate, proportion
 from assay.statistics.seed_stability import SeedsVerdict, stability
 
 SUGGESTIVE = 0.2  # a p-value above the level and up to here is worth a second look, and no more
+FAIR_TO_COMPARE = {"dtype", "k"}  # of one model: its number format, and how many samples were drawn
 Claim = Literal["shown better", "shown worse", "not shown"]
 
 
@@ -40,6 +41,7 @@ class Comparison:
     needed: int | None
     notes: tuple[str, ...]
     per_completion_p: float | None
+    same_weights: bool = False  # on both sides: what differs is the asking
 
     @property
     def sentence(self) -> str:
@@ -49,6 +51,8 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
+        if self.same_weights:
+            return "not shown: both sides are the same weights, asked twice; a difference is the asking's and no model's"
         if self.claim != "not shown":
             return self.claim
         suggestive = "suggestive at most, " if self.p <= SUGGESTIVE else ""
@@ -65,7 +69,7 @@ class Comparison:
             "before": self.before, "after": self.after, "metric": self.metric, "group": self.group or None,
             "effect": {"mean": self.effect.mean, "low": _or_none(self.effect.low), "high": _or_none(self.effect.high),
                        "level": self.effect.level}, "n": self.effect.n, "unit": self.unit, "p": self.p, "claim": self.claim,
-            "needed": self.needed, "power": POWER, "sentence": self.sentence, "notes": list(self.notes)}
+            "needed": self.needed, "power": POWER, "sentence": self.sentence, "notes": list(self.notes), "same_weights": self.same_weights}
         if self.per_completion_p is not None:
             facts["per_completion"] = {"p": self.per_completion_p, "valid": False, "why": NOT_INDEPENDENT}
         return facts
@@ -125,18 +129,21 @@ def _concluded(before: Arm, after: Arm, judged: ArmEffect, adjusted: float, shar
     if adjusted > level and not interval.contains(0):  # an earlier one of Holm's steps failed, so this one claims nothing
         interval = Estimate(interval.mean, min(interval.low, 0.0), max(interval.high, 0.0), interval.n, interval.level)
     claim: Claim = "not shown"
-    if adjusted <= level:
+    same = _same_weights_asked_twice(before, after)
+    if adjusted <= level and not same:
         claim = "shown worse" if (effect.mean > 0) == judged.lower_is_better else "shown better"
     return Comparison(before.name, after.name, judged.metric, before.group, judged.lower_is_better, interval, adjusted, effect.unit, claim,
-                      effect.needed(1 - share), (*before.notes, *after.notes, *judged.notes), per_completion_p(before, after))
+                      effect.needed(1 - share), (*before.notes, *after.notes, *judged.notes), per_completion_p(before, after), same)
 
 
 def _judged(before: Arm, after: Arm) -> ArmEffect:
     """The unit is the run where either arm has several, else the problem."""
     refuse_unlike(before, after)
-    if len(before.runs) == len(after.runs) == 1:
-        judged = _of_problems(before, after)
-        return replace(judged, notes=(*judged.notes, *_asked_otherwise(before, after)))
+    judged = _of_problems(before, after) if len(before.runs) == len(after.runs) == 1 else _of_runs(before, after)
+    return replace(judged, notes=(*judged.notes, *_asked_otherwise(before, after)))
+
+
+def _of_runs(before: Arm, after: Arm) -> ArmEffect:
     old, new = (np.array([run.score for run in arm.runs]) for arm in (before, after))
     seen = [_modes(arm, values) for arm, values in ((before, old), (after, new))]
     if any(one is not None and one.collapsed for one in seen):
@@ -197,12 +204,22 @@ def refuse_unlike(before: Arm, after: Arm) -> None:
         if strangers := problems ^ set(run.scores):
             some = ", ".join(sorted(map(repr, strangers))[:3])
             raise DataError(f"{both}: {len(strangers)} problem(s) were scored in one of them only ({some}); score the same in both")
+    if len(before.runs) + len(after.runs) > 2 and before.data.get("how") == after.data.get("how"):
+        refuse_copies((*before.runs, *after.runs), both)
 
 
 def _asked_otherwise(before: Arm, after: Arm) -> list[str]:
     """The same questions asked in another way: allowed, and said."""
     old, new = before.data.get("how", {}), after.data.get("how", {})
     return [f"asked with {key} {new[key]} against {old[key]}" for key in sorted(old.keys() & new.keys()) if old[key] != new[key]]
+
+
+def _same_weights_asked_twice(before: Arm, after: Arm) -> bool:
+    """Some weights stand on both sides, asked with another sampling, template, stop or seed. Another number format alone is fair."""
+    shared = {run.weights for run in before.runs} & {run.weights for run in after.runs} - {""}
+    old, new = before.data.get("how", {}), after.data.get("how", {})
+    otherwise = {key for key in old.keys() & new.keys() if old[key] != new[key]}
+    return bool(shared) and (not otherwise or not otherwise <= FAIR_TO_COMPARE)
 
 
 def per_completion_p(before: Arm, after: Arm) -> float | None:

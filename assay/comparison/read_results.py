@@ -27,7 +27,7 @@ LOWER_IS_BETTER = ("loss", "nll", "perplexity", "ppl", "bits", "bpb", "error", "
 Samples = tuple[float, ...]
 SAME_ON_BOTH: tuple[str, ...] = ("task", "dataset", "prompts")  # in eval.json: must be the same on both sides
 MAY_DIFFER: tuple[str, ...] = ("k", "raw", "stop", "dtype")  # may differ, and is then said
-_EVAL_FACTS = {"examples?": NATURAL, "sampling?": dict, "scores_sha256?": (str, None)}
+_EVAL_FACTS = {"checkpoint?": str, "examples?": NATURAL, "sampling?": dict, "scores_sha256?": (str, None)}
 _SAMPLE = {"score": object, "answer?": (str, float, bool, None), "ended?": str, "ids?": list, "measures?": {str: (float, bool)}}
 _EVAL_ROWS = {  # by what a row of its kind of task holds
     "samples": {"id": str, "unit?": (str, None), "samples": [_SAMPLE]}, "scores": {"id": str, "unit?": (str, None), "scores": dict},
@@ -46,6 +46,8 @@ class ScoredRun:
 
     name: str
     scores: Mapping[str, Samples]
+    weights: str = ""  # digest of the weights that were scored, where it is known
+    source: str = ""  # digest of the scores as Assay wrote them: the same is one result twice
 
     @property
     def score(self) -> float:
@@ -113,11 +115,22 @@ def read_seeds(folder: Path) -> Arm:
     facts = read_json(folder / "seeds.json", SEEDS, error=DataError)
     if not facts.get("scores") or not {"metric", "recipe"} <= facts.keys():
         raise DataError(f"{folder / 'seeds.json'}: the set has not finished; run `assay seeds` again with the same options")
-    runs = []
+    runs, digest = [], hash_file(folder / "seeds.json")
     for seed, score in facts["scores"].items():
         ended = facts["seeds"].get(seed, {}).get("exit_code") in (0, 3)
-        runs.append(ScoredRun(seed, {"": (float(score["mean"]) if score and ended else math.nan,)}))
+        runs.append(ScoredRun(seed, {"": (float(score["mean"]) if score and ended else math.nan,)}, source=f"{digest} {seed}"))
     return Arm(folder.name, str(facts["metric"]), tuple(runs), True, data={"recipe": facts["recipe"]})
+
+
+def refuse_copies(runs: Sequence[ScoredRun], said: str) -> None:
+    """Every run counts once: a copied folder is no second run, and neither are the same weights asked again."""
+    for number, run in enumerate(runs):
+        for earlier in runs[:number]:
+            if run.source and run.source == earlier.source:
+                raise DataError(f"{said}: {run.name} is a copy of {earlier.name}, and one run counted twice is no second run")
+            if run.weights and run.weights == earlier.weights:
+                raise DataError(f"{said}: {run.name} and {earlier.name} are the same weights ({run.weights[:12]}), evaluated twice: one "
+                                "run; give other training runs, or more samples of each with -k")
 
 
 def arm_of_counts(row: Mapping[str, Any], path: Path, metric: str | None, lower_is_better: bool | None) -> Arm:
@@ -245,7 +258,8 @@ def read_eval(folder: Path, metric: str | None, lower_is_better: bool | None) ->
     data = {key: facts[key] for key in SAME_ON_BOTH if key in facts}
     how = {key: facts[key] for key in MAY_DIFFER if key in facts} | {
         key: value for key, value in facts.get("sampling", {}).items() if key != "seed"}
-    return Arm(folder.name, chosen, (ScoredRun(folder.name, scores),), is_lower_better(chosen, lower_is_better), data=data | {"how": how})
+    run = ScoredRun(folder.name, scores, facts.get("checkpoint", ""), hash_file(folder / "scores.jsonl"))
+    return Arm(folder.name, chosen, (run,), is_lower_better(chosen, lower_is_better), data=data | {"how": how})
 
 
 def _headline(row: Mapping[str, Any]) -> str:

@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -13,10 +14,15 @@ from assay.data.overlap import measure_overlap
 from assay.errors import AssayError
 from assay.evaluation.loaded_model import LoadedModel, encode_continuation, prompt_token_ids
 from assay.evaluation.task import Task, TaskExample, dataset_digest
+from assay.generate.generation_request import Sampling
+from assay.generate.policy_logprobs import policy_logits, sampled_distribution
 from assay.model.transformer import Transformer
 from assay.verdict import Verdict, proven, refuted, unproven
 
 _CHANCE = 1e-9  # below this, identical samples are no accident
+DRAWN, LONGEST_DRAWN = 64, 512  # samples that are scored again, and tokens of each
+LEAST_LIKELY = -12.0  # nats: less likely tokens count as this likely, so that no single one decides
+_LOGIT_ROWS = 256  # of logits alive at once
 LEAKED = 0.01  # share of the examples, or of their runs of 13 words, that may stand in training text by accident
 
 _Rows = Sequence[Mapping[str, Any]]
@@ -44,11 +50,91 @@ def check_sample_seeds(rows: _Rows, temperature: float) -> Verdict:
     if any(first["seed"] == second["seed"] for first, second in pairs):
         return refuted("seeds", "two samples of one prompt were drawn at the same seed")
     equal = [first["logprob"] for first, second in pairs if first["ids"] == second["ids"]]
-    chance = min(1.0, math.exp(min(equal, default=0.0)) * len(pairs))
+    expected = math.fsum(min(1.0, math.exp(first["logprob"])) for first, _ in pairs)  # given the first, the second is it with its chance
+    chance = min(1.0, math.exp(min(equal, default=0.0)) * len(pairs), _chance_of_so_many(len(equal), len(pairs), expected))
     if chance < _CHANCE:
-        return refuted("seeds", f"{len(equal)} of {len(pairs)} prompts got the same text twice, one of them at a chance of {chance:.1g}: "
-                       "the seeds do not reach the sampler", equal=len(equal), pairs=len(pairs))
-    return proven("seeds", f"samples of one prompt differ as their log-probabilities say ({len(equal)} of {len(pairs)} pairs are equal)")
+        return refuted("seeds", f"{len(equal)} of {len(pairs)} prompts got the same text twice, {expected:.1f} expected, at a chance of "
+                       f"{chance:.1g}: the seeds do not reach the sampler", equal=len(equal), pairs=len(pairs), expected=expected)
+    return proven("seeds", f"samples of one prompt differ as their log-probabilities say ({len(equal)} of {len(pairs)} pairs are equal, "
+                  f"{expected:.1f} expected)")
+
+
+def _chance_of_so_many(count: int, n: int, expected: float) -> float:
+    """Hoeffding's bound for so many or more of n independent events, of which `expected` are expected."""
+    if count <= expected:
+        return 1.0
+    if expected == 0:
+        return 0.0
+    missed = (n - count) * math.log((n - count) / (n - expected)) if count < n else 0.0
+    return math.exp(-count * math.log(count / expected) - missed)
+
+
+@dataclass(frozen=True)
+class DrawnTokens:
+    """Of drawn tokens: how far their log-probabilities lie above what draws from the stated distribution have on average."""
+
+    tokens: int = 0
+    above: float = 0.0  # Σ (log p of what was drawn − its mean under p), each floored at LEAST_LIKELY
+    greedy: float = 0.0  # what the likeliest tokens would have come to in the same places
+    variance: float = 0.0
+    highest: float = 0.0  # the most that one token can lie above the mean
+    lowest: float = 0.0  # and below it
+    cut_off: int = 0  # tokens that truncation should have ruled out
+
+    def __add__(self, other: "DrawnTokens") -> "DrawnTokens":
+        return DrawnTokens(self.tokens + other.tokens, self.above + other.above, self.greedy + other.greedy, self.variance + other.variance,
+                        max(self.highest, other.highest), max(self.lowest, other.lowest), self.cut_off + other.cut_off)
+
+    def chance(self, above: float) -> float:
+        """Freedman's inequality for sums of bounded martingale differences: it holds for tokens that depend on those before."""
+        bound = self.highest if above > 0 else self.lowest
+        return math.exp(-above**2 / (2 * (self.variance + bound * abs(above) / 3))) if above else 1.0
+
+
+def check_draws(loaded: LoadedModel, rows: _Rows, sampling: Sampling, *, raw: bool) -> Verdict:
+    """Samples look like draws from the stated distribution: scored again, without a cache, at its temperature, top-k and top-p.
+
+    Greedy text, or text of a lower temperature, is likelier than draws are; text of a higher one less likely. The chance is a bound,
+    not an approximation, so that a sound evaluation is refused less than once in 10⁹.
+    """
+    if sampling.temperature == 0 or sampling.repetition_penalty != 1:
+        greedy = sampling.temperature == 0
+        return unproven("draws", "greedy decoding draws nothing" if greedy else "asked of sampling without a repetition penalty only")
+    samples = [(row, sample["ids"]) for row in rows for sample in row["samples"] if sample["ids"]]
+    found = DrawnTokens()
+    for row, ids in samples[:: max(1, -(-len(samples) // DRAWN))]:
+        found += rescored_draws(loaded.model, loaded.ids_of(row["prompt"], raw=raw), ids[:LONGEST_DRAWN], sampling)
+    evidence = asdict(found)
+    if found.cut_off > max(10, 0.05 * found.tokens):
+        return refuted("draws", f"{found.cut_off} of {found.tokens} tokens lie outside top-k {sampling.top_k} and top-p {sampling.top_p}: "
+                       "the samples were not truncated as stated", **evidence)
+    if (chance := 2 * found.chance(found.above)) < _CHANCE:
+        how = "likelier: greedy, or of a lower temperature" if found.above > 0 else "less likely: of a higher temperature, or not truncated"
+        return refuted("draws", f"{found.tokens} tokens scored again at temperature {sampling.temperature} are by "
+                       f"{abs(found.above) / found.tokens:.2g} nats each {how}; draws do so at a chance of {chance:.1g}: the samples are "
+                       "not from the stated distribution", **evidence)
+    if 2 * found.chance(found.greedy) >= _CHANCE:
+        return unproven("draws", f"{found.tokens} tokens leave too little choice to tell draws from greedy decoding; more samples would",
+                        **evidence)
+    return proven("draws", f"{found.tokens} tokens scored again look like draws at temperature {sampling.temperature} ({found.above:+.1f} "
+                  f"nats from their mean; greedy decoding would be {found.greedy:+.1f})", **evidence)
+
+
+@torch.no_grad()
+def rescored_draws(model: Transformer, prompt: Sequence[int], ids: Sequence[int], sampling: Sampling) -> DrawnTokens:
+    device, found = model.embed.weight.device, DrawnTokens()
+    states_ND = model.hidden(torch.tensor([[*prompt, *ids]], device=device))[0, len(prompt) - 1 : -1]
+    for start in range(0, len(ids), _LOGIT_ROWS):
+        logprobs_NV = sampled_distribution(policy_logits(model, states_ND[start : start + _LOGIT_ROWS]), sampling).double()
+        drawn_N = logprobs_NV.gather(-1, torch.tensor(ids[start : start + _LOGIT_ROWS], device=device)[:, None]).squeeze(-1)
+        p_NV, kept_NV = logprobs_NV.exp(), logprobs_NV.clamp(min=LEAST_LIKELY)
+        mean_N = (p_NV * kept_NV).sum(-1)
+        likely = drawn_N > -math.inf
+        above_N = (drawn_N.clamp(min=LEAST_LIKELY) - mean_N)[likely]
+        variance_N, most_N = (p_NV * (kept_NV - mean_N[:, None]).square()).sum(-1), kept_NV.amax(-1) - mean_N
+        found += DrawnTokens(len(drawn_N), float(above_N.sum()), float(most_N.sum()), float(variance_N.sum()), float(most_N.max()),
+                          float((mean_N - LEAST_LIKELY).max()), int((~likely).sum()))
+    return found
 
 
 def check_dataset(recorded: str, examples: Sequence[TaskExample]) -> Verdict:

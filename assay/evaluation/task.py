@@ -61,6 +61,7 @@ class GenerationTask:
     raw: bool = False  # the prompt is a text to be continued, not a message to be answered
     votes: bool = False  # equal answers can be counted, so that the majority has one
     scorers: int = 1  # threads: more where a score waits for a process
+    canaries: Callable[[], list[Verdict]] = list  # further checks of the scoring, of a task whose grader is not Assay's own
     kind: Literal["generation"] = "generation"
 
 
@@ -167,7 +168,8 @@ def score_all(task: GenerationTask, texts: Sequence[tuple[TaskExample, str]]) ->
 def check_scoring(task: Task) -> list[Verdict]:
     """Whether the scoring can be believed, found out on answers whose worth is known, before any model is asked."""
     if isinstance(task, GenerationTask):
-        return _text_oracles(task, evenly_spaced(task.examples, MOST_ORACLES if task.scorers == 1 else MOST_SLOW_ORACLES))
+        most = MOST_ORACLES if task.scorers == 1 else MOST_SLOW_ORACLES
+        return [*_text_oracles(task, evenly_spaced(task.examples, most)), *task.canaries()]
     return [_choice_oracle(task)] if isinstance(task, MultipleChoiceTask) else [_reading_oracle(task)]
 
 

@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike
 
 from assay.errors import DataError
 from assay.reward.answer import gold_answer, read_answer, same_answer
-from assay.reward.canary import GOLD_COMPLETION, AnswerStyle, CanaryKind, canaries, gold_completion
+from assay.reward.canary import GOLD_COMPLETION, KNOW_THE_ANSWER, AnswerStyle, CanaryKind, canaries, gold_completion
 from assay.reward.reward_functions import RewardSpec
 from assay.reward.worker_pool import RewardItem, RewardWorkers, ScoredItem
 from assay.statistics.early_stopping import mann_kendall_p
@@ -20,7 +20,6 @@ _Rows = Sequence[Mapping[str, Any]]
 
 _SAMPLE = 16  # rows whose canaries are scored
 _SAME = 1e-9  # a difference in reward that is none
-KNOW_THE_ANSWER = {"answer", "unit_tests", "gym"}
 _KINDS: dict[CanaryKind, str] = {
     "wrong": "a wrong answer", "empty": "no answer", "all_options": "a list of several answers",
     "repeated": "the same text again and again",

@@ -11,6 +11,7 @@ CanaryKind = Literal["wrong", "empty", "all_options", "repeated", "truncated", "
 STYLES = {"tag": "<think>{working}</think>\n<answer>{stated}</answer>", "hash": "{working}\n#### {stated}",
           "boxed": "{working}\n\\boxed{{{stated}}}", "plain": "{stated}"}
 GOLD_COMPLETION = "gold_completion"  # a column that holds a right completion whole, where an answer alone is none (code, JSON)
+KNOW_THE_ANSWER = {"answer", "unit_tests", "gym"}  # the rewards that tell a right answer from a wrong one
 REPETITIONS = 3
 
 

@@ -79,7 +79,7 @@ def read_arms(flags: FLAGS) -> "tuple[list[Arm], list[Series]]":
 
 def arms_of(given: str, metric: str | None, lower: bool | None) -> "Sequence[Arm | Series]":
     """name=PATH,PATH…: one arm of several runs; a single path may hold several arms."""
-    from assay.comparison.read_results import Arm, read_results
+    from assay.comparison.read_results import Arm, read_results, refuse_copies
 
     name, named, paths = given.rpartition("=") if not Path(given).exists() else ("", "", given)
     parts = [path for path in paths.split(",") if path] if not Path(paths).exists() else [paths]
@@ -97,6 +97,7 @@ def arms_of(given: str, metric: str | None, lower: bool | None) -> "Sequence[Arm
         if (arm.metric, arm.data) != (arms[0].metric, arms[0].data):
             raise UsageError(f"{given}: {arms[0].name} and {arm.name} were not asked the same, so they are not runs of one arm")
     runs = tuple(replace(one, name=path) for arm, path in zip(arms, parts, strict=True) for one in arm.runs)
+    refuse_copies(runs, given)
     return [replace(arms[0], name=name or arms[0].name, runs=runs)]
 
 
@@ -113,6 +114,9 @@ def struck(text: str) -> str:
 
 
 def satisfied(require: str | None, found: "Sequence[Comparison]") -> bool:
+    """The same weights asked twice show nothing about a model, so they satisfy no requirement."""
+    if require is not None and any(one.same_weights for one in found):
+        return False
     if require == "better":
         return bool(found) and all(one.claim == "shown better" for one in found)
     return require is None or all(one.claim != "shown worse" for one in found)

@@ -1,6 +1,7 @@
 """Comparing arms: what is claimed, what is not, and what is refused."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -138,7 +139,8 @@ def test_one_arm_and_twins_are_refused():
 def eval_folder(path, scores, **facts):
     path.mkdir()
     rows = [{"id": str(i), "samples": [{"score": s, "lenient": s, "parsed": True, "ended": "stop", "answer": str(s), "measures": {},
-                                        "ids": [1]} for s in samples]} for i, samples in enumerate(scores)]
+                                        "ids": [1]} for s in samples],
+             "checkpoint": facts.get("checkpoint", path.name)} for i, samples in enumerate(scores)]
     (path / "scores.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (path / "eval.json").write_text(json.dumps({"task": "t", "dataset": "d", "examples": len(rows), **facts}))
     return path
@@ -156,11 +158,48 @@ def test_eval_folders_are_paired_by_id(tmp_path, capsys):
 
 
 def test_several_folders_are_runs_of_one_arm(tmp_path, capsys):
-    folders = [eval_folder(tmp_path / f"r{i}", [[i % 2], [1], [0]]) for i in range(8)]
+    folders = [eval_folder(tmp_path / f"r{i}", [[i % 2], [1], [0]], checkpoint=f"weights-{i}") for i in range(8)]
     joined = [",".join(str(f) for f in folders[:4]), ",".join(str(f) for f in folders[4:])]
     assert run(f"old={joined[0]}", f"new={joined[1]}", "--json") == 0
     found = json.loads(capsys.readouterr().out)["comparisons"][0]
     assert (found["before"], found["after"], found["unit"], found["n"]) == ("old", "new", "runs", 8)
+
+
+def test_copies_of_one_result_are_not_runs(tmp_path, capsys):
+    """Four copies of one result a side were p = 0.029."""
+    for side, score in (("a", 0), ("b", 1)):
+        first = eval_folder(tmp_path / f"{side}0", [[score], [1], [0]], checkpoint=side)
+        for i in range(1, 4):
+            shutil.copytree(first, tmp_path / f"{side}{i}")
+    old, new = (",".join(str(tmp_path / f"{side}{i}") for i in range(4)) for side in "ab")
+    with pytest.raises(DataError, match=r"a1 is a copy of .*a0, and one run counted twice is no second run"):
+        run(f"old={old}", f"new={new}", "--require", "better")
+    with pytest.raises(DataError, match="is a copy of"):
+        run(f"old={old}")
+    again = eval_folder(tmp_path / "again", [[1], [1], [0]], checkpoint="a", sampling={"seed": 1})
+    with pytest.raises(DataError, match=r"are the same weights .* one run; give other training runs"):
+        run(f"old={tmp_path / 'a0'},{again}", str(tmp_path / "b0"))
+    with pytest.raises(DataError, match=r"a1 is a copy of .*a0"):  # across the arms
+        run(f"old={tmp_path / 'a0'},{tmp_path / 'b0'}", f"new={tmp_path / 'a1'},{tmp_path / 'b1'}")
+
+
+def test_the_same_weights_at_two_temperatures_are_no_better_model(tmp_path, capsys):
+    warm, cold, other, half = (
+        eval_folder(tmp_path / name, scores, checkpoint=weights, sampling={"temperature": t, "seed": 0}, dtype=dtype)
+        for name, scores, weights, t, dtype in (
+            ("warm", [[0]] * 12, "w", 1.0, "float32"), ("cold", [[1]] * 12, "w", 0.1, "float32"),
+            ("other", [[1]] * 12, "v", 0.1, "float32"), ("half", [[0]] * 12, "w", 1.0, "bfloat16")))
+    assert run(str(warm), str(cold), "--json") == 0
+    found = json.loads(capsys.readouterr().out)["comparisons"][0]
+    assert (found["claim"], found["same_weights"]) == ("not shown", True)
+    assert "both sides are the same weights, asked twice" in found["sentence"]
+    assert "asked with temperature 0.1 against 1.0" in found["sentence"]
+    assert run(str(warm), str(cold), "--require", "better") == 3
+    assert run(str(warm), str(cold), "--require", "not worse") == 3
+    again = eval_folder(tmp_path / "again", [[1]] * 12, checkpoint="w", sampling={"temperature": 1.0, "seed": 1}, dtype="float32")
+    assert run(str(warm), str(again), "--require", "better") == 3  # another seed is no other model
+    assert run(str(warm), str(other), "--require", "better") == 0  # the clean twin: another model
+    assert run(str(warm), str(half), "--require", "not worse") == 0  # another number format is a fair question
 
 
 def test_evaluations_of_other_data_or_with_lost_rows_are_refused(tmp_path):

@@ -10,6 +10,7 @@ import torch
 
 from assay.errors import DataError, UsageError
 from assay.evaluation import evaluate as module
+from assay.evaluation import soundness
 from assay.evaluation.eval_folder import EvalFolder
 from assay.evaluation.evaluate import Unsound, evaluate
 from assay.evaluation.loaded_model import LoadedModel, encode_continuation, prompt_token_ids, rolling_windows
@@ -189,6 +190,37 @@ def test_an_exception_is_never_a_score(model, problems, tmp_path):
     with pytest.raises(ZeroDivisionError):
         evaluate(model, replace(problems, score=broken), tmp_path / "out", sampling=WARM)
     assert not (tmp_path / "out" / "eval.json").exists()
+
+
+@pytest.mark.parametrize(("asked", "drawn"), [
+    (WARM, replace(WARM, temperature=0.0)), (WARM, replace(WARM, top_k=2)), (replace(WARM, temperature=0.3), WARM),
+    (replace(WARM, top_k=2), WARM)])
+def test_samples_that_are_no_draws_of_the_stated_distribution_are_refused(asked, drawn, model, problems, tmp_path, monkeypatch):
+    """Greedy at k = 8 was "PROVEN: samples differ as their log-probabilities say (8 of 8 pairs are equal)"."""
+    made = LoadedModel.generate_until
+    monkeypatch.setattr(LoadedModel, "generate_until", lambda self, prompts, sampling, **rest: made(self, prompts, drawn, **rest))
+    with pytest.raises(Unsound, match=r"not from the stated distribution|not truncated as stated"):
+        evaluate(model, problems, tmp_path / "out", k=8, sampling=asked)
+
+
+@pytest.mark.parametrize("sampling", [WARM, replace(WARM, top_k=5), replace(WARM, top_p=0.7), replace(WARM, temperature=0.05),
+                                      replace(WARM, temperature=0.5, seed=1), replace(WARM, temperature=2.0)])
+def test_true_draws_raise_no_alarm(sampling, model, problems, tmp_path):
+    found = {verdict.check: verdict for verdict in evaluate(model, problems, tmp_path / "out", k=8, sampling=sampling).verdicts}
+    assert found["draws"].outcome is not Outcome.REFUTED
+    assert found["seeds"].outcome is Outcome.PROVEN
+    if sampling.temperature >= 0.5:
+        assert found["draws"].outcome is Outcome.PROVEN
+
+
+def test_many_equal_pairs_of_likely_texts_are_no_accident():
+    """Each pair alone may well be equal, all forty not."""
+    def row(same):
+        return {"samples": [{"seed": 1, "ids": [1, 2], "logprob": math.log(0.3)},
+                            {"seed": 2, "ids": [1, 2] if same else [3], "logprob": math.log(0.3)}]}
+
+    assert soundness.check_sample_seeds([row(True)] * 40, 1.0).outcome is Outcome.REFUTED
+    assert soundness.check_sample_seeds([row(i < 14) for i in range(40)], 1.0).outcome is Outcome.PROVEN
 
 
 def test_training_text_that_holds_the_examples_is_a_leak(model, problems, tmp_path):

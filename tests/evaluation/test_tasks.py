@@ -33,9 +33,10 @@ ALL_PROVEN = dict.fromkeys(("gold answers", "wrong answers", "two readings"), Ou
 @pytest.mark.parametrize(("name", "rows", "more"), [
     ("gsm8k", PROBLEMS, {}), ("arithmetic", None, {"limit": 30}), ("instructions", [INSTRUCTED], {}),
     pytest.param("humaneval", [FUNCTION], {}, marks=needs_bwrap), pytest.param("mbpp", [SHADOWED], {}, marks=needs_bwrap),
-    ("graded", [{"prompt": "Say 7.", "answer": "7"}], {"grader": "answer"})])
+    ("graded", [{"prompt": "Say 7.", "answer": "7"}], {"grader": "answer"}), ("graded", PROBLEMS, {"grader": "answer"})])
 def test_the_oracles_of_a_generation_task_hold(name, rows, more, tmp_path):
-    assert outcomes(made(name, tmp_path, rows, **more)) == ALL_PROVEN
+    canaries = {"grader": Outcome.PROVEN} if name == "graded" else {}
+    assert outcomes(made(name, tmp_path, rows, **more)) == ALL_PROVEN | canaries
 
 
 @pytest.mark.parametrize(("name", "row"), [("choices", QUESTION), ("counterfact", FACT), ("text", {"text": "Some words."})])
@@ -47,6 +48,37 @@ def test_a_grader_that_always_says_yes_is_found_out(tmp_path):
     (tmp_path / "yes.py").write_text("def yes(prompt, completion, row):\n    return 1.0\n")
     task = made("graded", tmp_path, [{"prompt": "Say 7.", "answer": "7"}], grader=f"{tmp_path}/yes.py:yes")
     assert outcomes(task)["wrong answers"] is Outcome.REFUTED
+
+
+GRADERS = {  # body of a user's grader → what its canaries come to
+    "any number counts": ("return float(any(letter.isdigit() for letter in completion) and completion != prompt)", Outcome.REFUTED),
+    "the number is in it": ("return float(row['answer'] in completion.split() and completion != prompt)", Outcome.UNPROVEN),
+    "within a fifth": ("from contextlib import suppress\n    with suppress(ValueError):\n"
+                       "        return float(abs(float(completion) / float(row['answer']) - 1) < 0.2)\n    return 0.0", Outcome.UNPROVEN),
+    "right or wrong": ("return float(completion.strip() == row['answer'])", Outcome.PROVEN),
+    "a little for trying": ("return 1.0 if completion.strip() == row['answer'] else 0.0 if completion in ('', prompt) else 0.2",
+                            Outcome.PROVEN)}
+
+
+@pytest.mark.parametrize("name", GRADERS)
+def test_a_lenient_grader_is_found_out_and_a_sound_one_is_not(name, tmp_path):
+    """Nothing and the prompt score 0 under every one of them, so only a wrong answer tells them apart."""
+    body, due = GRADERS[name]
+    (tmp_path / "mine.py").write_text(f"def grade(prompt, completion, row):\n    {body}\n")
+    rows = [{"prompt": f"Say {n}.", "answer": str(n)} for n in (7, 12, 40, 900)]
+    assert outcomes(made("graded", tmp_path, rows, grader=f"{tmp_path}/mine.py:grade")) == ALL_PROVEN | {"grader": due}
+
+
+@pytest.mark.parametrize("rows", [
+    [{"prompt": "1+1?", "answer": "2", "gold_completion": "So it is 2."}, {"prompt": "1+2?", "answer": "3", "gold_completion": "So 3."}],
+    [{"prompt": "Capital of Italy?", "answer": "Rome"}, {"prompt": "Of France?", "answer": "Paris"}],
+    [{"prompt": "a?", "answer": "yes"}, {"prompt": "b?", "answer": "yes"}], [{"prompt": "c?", "gold_completion": "Well."}],
+    [{"prompt": "Half?", "answer": "0.5", "gold_completion": "0.5"}, {"prompt": "More?", "answer": "-2.25"}]])
+def test_canaries_raise_no_alarm_over_a_grader_of_last_words(rows, tmp_path):
+    """A list of several answers that ends with the right one scores, and is said; or no wrong answer is known. Nothing is refused."""
+    (tmp_path / "mine.py").write_text("def grade(prompt, completion, row):\n    words = completion.removesuffix('.').split()\n"
+                                      "    return float(words[-1:] == [row.get('answer', 'Well')])\n")
+    assert outcomes(made("graded", tmp_path, rows, grader=f"{tmp_path}/mine.py:grade"))["grader"] is Outcome.UNPROVEN
 
 
 def test_a_grader_that_fails_is_an_error_and_no_score(tmp_path):

@@ -89,4 +89,4 @@ def test_the_verb_writes_rows_once_and_the_graded_task_reads_them(tmp_path: Path
     assert assay(["data", "check", str(file)]) == 2
     assert "give --model" in capsys.readouterr().err
     task = open_task(TaskRequest("graded", file, grader="gym"))
-    assert [verdict.outcome for verdict in check_scoring(task)] == [Outcome.PROVEN] * 3
+    assert {verdict.outcome for verdict in check_scoring(task)} == {Outcome.PROVEN}

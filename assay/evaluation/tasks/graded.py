@@ -3,19 +3,25 @@
 import atexit
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 from assay.errors import DataError, UsageError
-from assay.evaluation.task import GenerationTask, Score, TaskExample, make_examples, text_column
+from assay.evaluation.task import GenerationTask, Score, TaskExample, evenly_spaced, make_examples, text_column
 from assay.evaluation.tasks import TaskRequest
-from assay.reward.canary import GOLD_COMPLETION
+from assay.reward.answer import gold_answer, read_number
+from assay.reward.canary import GOLD_COMPLETION, KNOW_THE_ANSWER
 from assay.reward.reward_functions import parse_rewards
 from assay.reward.worker_pool import RewardItem, RewardWorkers
+from assay.verdict import Verdict, proven, refuted, unproven
 
 # ---------------------------------------------------------------- graded
 
 GRADERS = 2
+CANARY_ROWS = 16
+FAR_OFF = 1000  # no tolerance takes three times a number and this much more for the number
 
 
 def make_graded(request: TaskRequest) -> GenerationTask:
@@ -36,7 +42,11 @@ def make_graded(request: TaskRequest) -> GenerationTask:
             raise DataError(f"the grader gave example {example.id} {found.value}; expected a number from 0 to 1")
         return Score(found.value, found.value, parsed=bool(text.strip()))
 
-    return GenerationTask("graded", examples, _graded_prompt, score, _graded_gold, _graded_wrong)
+    def canaries() -> list[Verdict]:
+        looks = rewards[0].file is not None or rewards[0].name in KNOW_THE_ANSWER
+        return check_grader(examples, score) if looks else []
+
+    return GenerationTask("graded", examples, _graded_prompt, score, _graded_gold, _graded_wrong, canaries=canaries)
 
 
 def _graded_prompt(example: TaskExample) -> str:
@@ -51,6 +61,84 @@ def _graded_gold(example: TaskExample) -> str | None:
 def _graded_wrong(example: TaskExample) -> list[str]:
     """Nothing, and the prompt said back: what no grader should pay for."""
     return ["", _graded_prompt(example)]
+
+# ---------------------------------------------------------------- canaries
+
+
+def check_grader(examples: Sequence[TaskExample], score: Callable[[TaskExample, str], Score]) -> list[Verdict]:
+    """GRPO's canaries for a grader: a wrong answer, in the very form of the right one, gets less; and so does a list of several.
+
+    A tolerance may take a near number for right, and some graders take an answer named among others; both are said. Where every
+    wrong answer of a row gets what the right one gets, the score says nothing: refuted.
+    """
+    picked = evenly_spaced([example for example in examples if has_answer(example.row)], CANARY_ROWS)
+    tried = [(example, text, wrong) for example in picked if (text := _graded_gold(example))
+             and (wrong := wrong_answers(example, text, picked))]
+    if not tried:
+        return [unproven("grader", "graded: no row has a gold answer that others differ from, so no wrong answer is known; add `gold`")]
+    found = [_tried(example, text, wrong, score) for example, text, wrong in tried]
+    texts, near = sum(len(wrong) for _, _, wrong in tried), [(one.id, answer) for one in found for answer in one.passed]
+    blind, lists = [one for one in found if one.blind], sum(one.lists for one in found)
+    evidence = {"rows": len(tried), "texts": texts, "passed": len(near), "blind": len(blind), "lists": lists}
+    if any(one.certain for one in blind) or 2 * len(blind) > len(tried):
+        first = blind[0]
+        return [refuted("grader", f"graded: every wrong answer gets what the right one gets in {len(blind)} of {len(tried)} rows (example "
+                        f"{first.id}: {first.passed[-1]!r} for {first.right!r}): a wrong answer would be marked right; mend the grader, or "
+                        "take `gold` and `answer` out of the rows where form alone is graded", **evidence)]
+    if near or lists:
+        said = f"{len(near)} of {texts} wrong answers" + (f" (example {near[0][0]}: {near[0][1]!r})" if near else "")
+        return [unproven("grader", f"graded: {said} and {lists} of {len(tried)} lists of several answers get what the right one gets: "
+                         "a tolerance or a lenient reading, and a way to score without knowing", **evidence)]
+    return [proven("grader", f"graded: {texts} wrong answers and {len(tried)} lists of several get less than the right one", **evidence)]
+
+
+@dataclass(frozen=True)
+class TriedRow:
+    """`passed`: the wrong answers that got what the right one gets. `certain`: nothing but the answer stands in the right text."""
+
+    id: str
+    right: str
+    passed: tuple[str, ...]
+    blind: bool
+    lists: bool
+    certain: bool
+
+
+def _tried(example: TaskExample, text: str, wrong: Sequence[str], score: Callable[[TaskExample, str], Score]) -> TriedRow:
+    due, right = score(example, text).value, gold_answer(example.row)
+    passed = tuple(answer for answer in wrong if score(example, stating(example, text, answer)).value >= due)
+    several = score(example, stating(example, text, " or ".join([*wrong, right]))).value >= due
+    return TriedRow(example.id, right, passed, len(passed) == len(wrong), several, GOLD_COMPLETION not in example.row)
+
+
+def has_answer(row: Mapping[str, Any]) -> bool:
+    """Whether it has a gold answer, not a right text alone."""
+    try:
+        gold_answer(row)
+    except DataError:
+        return False
+    return True
+
+
+def wrong_answers(example: TaskExample, text: str, others: Sequence[TaskExample]) -> list[str]:
+    """Two near numbers and a far one; or what is right elsewhere, unless the one contains the other. None where the text does not
+    state the answer in so many words."""
+    right = gold_answer(example.row)
+    if stating(example, text, "\0") == text:
+        return []
+    if (number := read_number(right)) is not None:
+        return [_decimal(each) for each in (number + 1, number + 10, 3 * abs(number) + FAR_OFF)]
+    elsewhere = dict.fromkeys(gold_answer(other.row) for other in others)
+    return [each for each in elsewhere if each.lower() not in right.lower() and right.lower() not in each.lower()][:2]
+
+
+def stating(example: TaskExample, text: str, answer: str) -> str:
+    """The right text with another answer wherever it states its own."""
+    return re.sub(rf"(?<!\w){re.escape(gold_answer(example.row))}(?!\w)", lambda _: answer, text)
+
+
+def _decimal(number: Fraction) -> str:
+    return str(number) if number.denominator == 1 else f"{float(number):.10g}"
 
 # ---------------------------------------------------------------- instructions
 
