@@ -72,6 +72,8 @@ def entry(options: str, flag: str) -> tuple[str, str]:
     (["prov"], 2, "unknown verb 'prov'; did you mean 'prove'?"), (["prove"], 2, "required: path"),
     (["prove", "nowhere"], 2, "nowhere: no such file or folder"),
     (["sample", "x", "--temprature", "1"], 2, "did you mean '--temperature'?"),
+    (["sft", "--lr", "1"], 2, "unknown argument '--lr'; did you mean '--learning-rate'?"),
+    (["grpo", "--max-prompt", "9"], 2, "did you mean '--max-prompt-length'?"), (["grpo", "--inner", "2"], 2, "unknown argument '--inner'"),
     (["export", "x", "--to", "zip", "--out", "y"], 2, "invalid choice: 'zip'"), (["fetch", "smollm3-135m"], 2, "smollm2-135m"),
     (["zoo", "--only", "fliped bit"], 2, "did you mean"), ([], 2, None)])
 def test_mistakes_are_sentences_with_exit_code_2(argv, code, sentence, capsys):
