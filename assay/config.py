@@ -103,7 +103,8 @@ def from_mapping(cls: type[T], values: Mapping[str, Any], *, where: str) -> T:
 def nearest(word: str, known: typing.Iterable[str]) -> str:
     """'; did you mean …?' for an error about a mistyped name, or the names themselves where none is near."""
     known = list(known)
-    close = [name for name in known if _initials(name) == word.strip("-_")] or difflib.get_close_matches(word, known, n=1)
+    meant = [name for name in known if _initials(name) == word.strip("-_")]
+    close = sorted(meant, key=len, reverse=True) or difflib.get_close_matches(word, known, n=1)
     if close:
         return f"; did you mean {close[0]!r}?"
     if len(known) > _NAMES_SHOWN:

@@ -74,6 +74,8 @@ def entry(options: str, flag: str) -> tuple[str, str]:
     (["prove", "nobody/no-such-model"], 2, "nobody/no-such-model: no such file or folder; if it is a model on the hub, get it first: "
                                            "assay fetch nobody/no-such-model"),
     (["sample", "x", "--temprature", "1"], 2, "did you mean '--temperature'?"),
+    (["sft", "--lr", "1"], 2, "unknown argument '--lr'; did you mean '--learning-rate'?"),
+    (["grpo", "--max-prompt", "9"], 2, "did you mean '--max-prompt-length'?"), (["grpo", "--inner", "2"], 2, "unknown argument '--inner'"),
     (["export", "x", "--to", "zip", "--out", "y"], 2, "invalid choice: 'zip'"), (["fetch", "smollm3-135m"], 2, "smollm2-135m"),
     (["zoo", "--only", "fliped bit"], 2, "did you mean"), ([], 2, None)])
 def test_mistakes_are_sentences_with_exit_code_2(argv, code, sentence, capsys):

@@ -56,6 +56,8 @@ def without_proofs(monkeypatch: pytest.MonkeyPatch) -> None:
     ({"temperature": 0.0}, "all the same teach nothing"),
     ({"num_iterations": 3}, "give a multiple of that"),
     ({"kl_window": 2, "beta": 0.0}, "it needs --beta"),
+    ({"loss_type": "cispo", "importance_sampling_level": "sequence"}, "leave --importance-sampling-level at token"),
+    ({"loss_type": "cispo", "epsilon_high": 0.28}, "give a cap above 1"),
     ({"overlong_buffer": 9}, "--overlong-buffer at most --max-completion-length"),
     ({"minutes": 1.0}, "give one budget"),
     ({"held_out": 0.0}, "0 prompts are held out"),
@@ -68,6 +70,25 @@ def test_a_request_that_makes_no_sense_is_refused(changed: dict[str, Any], words
     with pytest.raises(UsageError, match=words):
         recipe.grpo(options(adapter, tmp_path / "run", **changed), lambda _: None)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("changed", "ratio", "cap", "weighed"), [
+    ({}, "token", 1.2, "token"), ({"loss_type": "grpo", "importance_sampling_level": "sequence"}, "sequence", 1.2, "sequence"),
+    ({"loss_type": "dr_grpo", "epsilon_high": 0.28}, "token", 1.28, "constant"), ({"loss_type": "cispo"}, "cispo", 1.2, "token"),
+    ({"loss_type": "cispo", "epsilon_high": 5.0}, "cispo", 5.0, "token")])
+def test_loss_types_mean_what_they_mean_in_trl(changed: dict[str, Any], ratio: str, cap: float, weighed: str, tmp_path: Path):
+    """With cispo `epsilon_high` is the cap itself."""
+    config = options(tmp_path, tmp_path / "run", **changed)
+    asked = recipe.surrogate_of(config, "cpu")
+    assert (asked.ratio, 1 + asked.high, config.normalisation) == (ratio, pytest.approx(cap), weighed)
+
+
+@pytest.mark.parametrize(("changed", "kl", "weight"), [
+    ({"beta": 0.3, "kl_estimator": "k2"}, "k2", 0.3), ({"beta": 0.0, "kl_estimator": "k3"}, "none", 0.0),
+    ({"beta": 0.3, "kl_estimator": "shift"}, "none", 0.0)])
+def test_beta_weighs_the_estimator_in_the_loss(changed: dict[str, Any], kl: str, weight: float, tmp_path: Path):
+    asked = recipe.surrogate_of(options(tmp_path, tmp_path / "run", **changed), "cpu")
+    assert (asked.kl, asked.kl_weight) == (kl, weight)
 
 
 def test_rewards_that_do_not_reward_the_answer_are_refused_before_the_first_rollout(adapter: Path, tmp_path: Path):
@@ -326,8 +347,8 @@ def test_a_sampler_on_a_device_of_its_own_is_the_same_run_and_its_copy_is_handed
 
 def test_packed_rows_are_the_same_run_and_a_token_lost_there_is_stopped(adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Packed on a GPU, and here where a test says so."""
-    apart, packed = (options(adapter, tmp_path / name, max_steps=3, learning_rate=2e-3, kl_estimator="k3", beta=0.05) for name in ("apart",
-                                                                                                                                   "packed"))
+    apart, packed = (options(adapter, tmp_path / name, max_steps=3, learning_rate=2e-3, kl_estimator="k3", beta=0.05)
+                     for name in ("apart", "packed"))
     reinforced(apart)
     monkeypatch.setattr(recipe, "layout_of", lambda *_: Layout(2, 48))
     reinforced(packed)
