@@ -45,7 +45,7 @@ def saves_on_record(events: Iterable[Mapping[str, Any]]) -> tuple[dict[str, str]
     begun: dict[str, Any] = {}
     options: Any = None
     for event in events:
-        kind, name = event["kind"], event.get("checkpoint") or event.get("path")
+        kind, name = event["kind"], str(event.get("checkpoint") or event.get("path"))
         if kind in (Event.START, Event.RESUME):
             options = event.get("config")
         elif kind in (Event.SAVE, Event.SAVED, Event.RETIRE, Event.SET_ASIDE):
