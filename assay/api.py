@@ -120,7 +120,7 @@ def _options(cls: type, given: Mapping[str, Any], out: Path) -> Any:
     """Options of the command line's own type, with what was given in memory written to OUT/inputs."""
     from assay.reward.callable_reward import reward_spec
 
-    values = dict(given)
+    values = {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
     inputs = out / "inputs"
     for name in ("data", "held_out_data", "facts", "text"):
         if name in values:

@@ -95,7 +95,7 @@ def test_the_verb_hands_over_to_trace_and_diff(run: Path, capsys: pytest.Capture
     assert verb.run(verb.FLAGS(str(run), probe="loss-above:4", json=True)) == 3
     facts = json.loads(capsys.readouterr().out)
     assert facts["first_bad"].endswith("step-000040")
-    assert facts["verdict"]["evidence"]["parted"] == ["layer 1 down"]
+    assert facts["verdict"]["evidence"]["diverging"] == ["layer 1 down"]
     assert "blocks.1.mlp.down.weight (5.0e-01)" in facts["verdict"]["reason"]
     moved = [one for one in facts["diff"]["tensors"] if one["moved"]]
     assert [one["name"] for one in moved] == ["model.layers.1.mlp.down_proj.weight"]
