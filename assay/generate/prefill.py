@@ -40,7 +40,8 @@ class Prefill:
     def __init__(self, weights: SamplerWeights, cache: SlotCache, *, graphed: bool):
         self.weights, self.cache = weights, cache
         half = weights.dtype in (torch.bfloat16, torch.float16)  # all that the kernel takes
-        self.packs = weights.device.type == "cuda" and half and variable_length_kernel() is not None
+        fused = weights.model.config.fused_attention  # one long row of many prompts is for a kernel that knows no caps and no sinks
+        self.packs = weights.device.type == "cuda" and half and fused and variable_length_kernel() is not None
         self.graphed = graphed and self.packs
         self._graphs: dict[int, Callable[[PrefillBatch], None] | None] = {}  # by width; None: was needed once
 

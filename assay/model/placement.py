@@ -47,8 +47,9 @@ def place_for_training(model: Transformer, device: str, *, compute: torch.dtype 
         warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # fp32 is asked for where it is meant
         warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")  # what ours remember never changes
         # Block by block: all layers share one compiled graph, so that compilation takes seconds, whatever the depth.
-        for block in model.blocks:
-            block.compile(dynamic=False)
+        # Of a layer with experts the attention alone: its router is read on the host, in another shape at every step.
+        for layer, block in enumerate(model.blocks):
+            (block.attn if model.config.mixture_at(layer) else block).compile(dynamic=False)  # type: ignore[operator,union-attr]
     return model
 
 

@@ -265,7 +265,7 @@ class ExpertLinear(Linear):
 
 
 class Mixture(nn.Module):
-    """A mixture of experts. Which experts a token goes to is read on the host: no graph can hold it, and a compiler stops here."""
+    """A mixture of experts. Which experts a token goes to is read on the host: no graph can hold it, and it is not compiled."""
 
     def __init__(self, c: ModelConfig):
         super().__init__()
@@ -292,7 +292,6 @@ class Mixture(nn.Module):
             shares_NA = shares_NA / shares_NA.sum(-1, keepdim=True)
         return shares_NA.to(logits_NE.dtype), chosen_NA
 
-    @torch.compiler.disable
     def mix(self, x_ND: Tensor, shares_NA: Tensor, chosen_NA: Tensor) -> Tensor:
         """Tokens sorted by expert, each expert's in one product, and put back; no sum depends on the order of anything."""
         order = chosen_NA.flatten().argsort(stable=True)

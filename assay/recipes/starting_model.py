@@ -117,9 +117,7 @@ class AdapterModel:
         for name, parts in patch.low_rank.items():
             module = self.model.get_submodule(name.removesuffix(".weight"))
             assert isinstance(module, LoraLinear), f"{name} has no adapter here"
-            for part, left, right in zip(parts, module.lefts, module.rights, strict=True):
-                left.copy_(part.left)
-                right.copy_(part.right)
+            module.load(parts)
 
 
 TrainedWeights = WholeModel | AdapterModel
