@@ -119,10 +119,13 @@ def low_rank_output(x: Tensor, width: int, ranges: Sequence[tuple[int, int, floa
 
 def lora_sites(config: ModelConfig) -> dict[str, LoraSite]:
     """Every layer that LoRA can adapt, under its foreign name. Of a mixture's MLPs the experts alone: PEFT takes the same names in a
-    dense layer or a shared expert for experts, and drops what it was given for them without a word."""
+    dense layer or a shared expert for experts, and drops what it was given for them without a word; where the family has shared
+    experts, it drops what it was given for the others too."""
     found = linear_layers(config)
-    return found if config.experts is None else {
-        name: site for name, site in found.items() if ".mlp." not in site.parameter or experts_in(config, site.parameter) > 1}
+    if config.experts is None:
+        return found
+    return {name: site for name, site in found.items() if ".mlp." not in site.parameter or (
+        experts_in(config, site.parameter) > 1 and config.experts.shared_hidden is None)}
 
 
 def linear_layers(config: ModelConfig) -> dict[str, LoraSite]:

@@ -34,7 +34,8 @@ def without(name: str, family: str = "llama"):
     (fields(hidden_act="gelu"), "hidden_act"), (fields(num_attention_heads=0), "num_attention_heads"),
     (fields(hidden_size="64"), "hidden_size"),
     (fields(rope_scaling={"rope_type": "yarn", "factor": 2.0}, rope_parameters=None), "original_max_position_embeddings"),
-    (fields(rope_scaling={"rope_type": "dynamic", "factor": 2.0}, rope_parameters=None), "dynamic"), (fields(auto_map={"a": "b"}), "auto_map"),
+    (fields(rope_scaling={"rope_type": "dynamic", "factor": 2.0}, rope_parameters=None), "dynamic"),
+    (fields(auto_map={"a": "b"}), "auto_map"),
     (fields(rope_scaling={"rope_type": "llama3", "factor": 2.0}, rope_parameters=None), "low_freq_factor"),
     (fields("qwen2", layer_types=["sliding_attention", "full_attention"]), "sliding_window"),
     (fields(quantization_config={"bits": 4}), "quantization")])
