@@ -61,7 +61,7 @@ FAMILIES = {
         Family("smollm3", "SmolLM3ForCausalLM", "smollm3", True, LLAMA_LAYERS),
         Family("granite", "GraniteForCausalLM", "granite", True, LLAMA_LAYERS),
         Family("qwen3_moe", "Qwen3MoeForCausalLM", "qwen3moe", False, LLAMA_LAYERS),
-        Family("qwen2_moe", "Qwen2MoeForCausalLM", "qwen2moe", False, LLAMA_LAYERS[:4]),
+        Family("qwen2_moe", "Qwen2MoeForCausalLM", None, False, LLAMA_LAYERS[:4]),
         Family("gpt_oss", "GptOssForCausalLM", None, False, LLAMA_LAYERS[:4]),
         # Ours: what no foreign architecture can express (soft cap, relu², …). Only Assay loads it.
         Family("assay", "AssayForCausalLM", None, False, LLAMA_LAYERS),
@@ -604,18 +604,25 @@ def hf_layout(config: ModelConfig) -> dict[str, list[ForeignTensor]]:
 
 def gguf_layout(config: ModelConfig) -> dict[str, list[ForeignTensor]]:
     """Our parameter name → the GGUF tensors that hold its rows, in order."""
-    q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    q, kv, e = config.heads * config.head_dim, config.kv_heads * config.head_dim, config.experts
     q_heads = config.heads if FAMILIES[config.family].gguf_interleaves_heads else None
     k_heads = config.kv_heads if FAMILIES[config.family].gguf_interleaves_heads else None
     split = {"attn.qkv": [ForeignTensor("attn_q", q, heads=q_heads), ForeignTensor("attn_k", kv, heads=k_heads),
                           ForeignTensor("attn_v", kv)],
              "mlp.up": [ForeignTensor("ffn_gate", config.hidden), ForeignTensor("ffn_up", config.hidden)]}
-    whole = {"attn_norm": "attn_norm", "mlp_norm": "ffn_norm", "attn.out": "attn_output", "mlp.down": "ffn_down",
+    whole = {"attn.out": "attn_output", "mlp.down": "ffn_down"}
+    norms = {"attn_norm": "attn_norm", "mlp_norm": "ffn_norm", "attn_post_norm": "post_attention_norm", "mlp_post_norm": "post_ffw_norm",
              "attn.q_norm": "attn_q_norm", "attn.k_norm": "attn_k_norm"}
-    if config.family == "gpt2":
+    if config.family in ("gpt2", "phi3"):
         split, whole = {}, whole | {"attn.qkv": "attn_qkv", "mlp.up": "ffn_up"}
     top = {"embed": "token_embd", "position": "position_embd", "norm": "output_norm", "head": "output"}
-    return _layout(config, top, split | {ours: [ForeignTensor(name, None)] for ours, name in whole.items()}, "blk.{layer}.{leaf}")
+    leaves = split | {ours: [ForeignTensor(name, None)] for ours, name in whole.items()}
+    leaves |= {ours: [ForeignTensor(name, None, offset=float(config.norm_plus_one))] for ours, name in norms.items()}
+    mixture = {} if e is None else {
+        "mlp.router": [ForeignTensor("ffn_gate_inp", None)],
+        "mlp.up": [ForeignTensor(f"ffn_{name}_exps", e.hidden, experts=e.count) for name in ("gate", "up")],
+        "mlp.down": [ForeignTensor("ffn_down_exps", config.width, experts=e.count)]}
+    return _layout(config, top, leaves, "blk.{layer}.{leaf}", mixture)
 
 
 def _llama_layout(config: ModelConfig) -> dict[str, list[ForeignTensor]]:
