@@ -138,6 +138,37 @@ def _known_code(family: Family, auto_map: Any) -> bool:
         key == "AutoTokenizer" or str(value).rpartition(".")[2] in known for key, value in auto_map.items())
 
 
+def scaled_context(config: ModelConfig, scaling: str) -> ModelConfig:
+    """The same model with a longer context by a stated scaling of its rotary positions: linear:F, yarn:F, or long, which takes the
+    long factors that a LongRoPE model has."""
+    kind, _, factor = scaling.partition(":")
+    rope = config.rope
+    if rope is None:
+        raise UsageError(f"--rope-scaling {scaling}: {config.family} learns its positions, and there is nothing to scale")
+    if kind == "long":
+        if rope.kind != "longrope" or factor:
+            raise UsageError(f"--rope-scaling {scaling}: only a LongRoPE model has long factors; give linear:F or yarn:F")
+        assert rope.longest is not None
+        return dataclasses.replace(config, rope=dataclasses.replace(rope, short_factor=rope.long_factor), max_length=rope.longest)
+    if kind not in ("linear", "yarn") or not _above_one(factor):
+        raise UsageError(f"--rope-scaling {scaling!r}: expected linear:F or yarn:F with a factor above 1, or long")
+    if rope.kind != "default" or config.family == "phi3":
+        raise UsageError(f"--rope-scaling {scaling}: the model's positions are of kind {rope.kind!r} already, or take no other; "
+                         "change its config.json on purpose")
+    times, original = float(factor), config.max_length
+    longer = Rope(rope.base, "linear", times) if kind == "linear" else Rope(
+        rope.base, "yarn", times, original_length=original, beta_fast=32.0, beta_slow=1.0, attention_factor=_attention_growth(times),
+        truncate=True)
+    return dataclasses.replace(config, rope=longer, max_length=int(original * times))
+
+
+def _above_one(text: str) -> bool:
+    try:
+        return 1 < float(text) < math.inf
+    except ValueError:
+        return False
+
+
 ROPE_KINDS = {int: "a whole number", float: "a number with a point", (int, float): "a number", bool: "true or false", str: "text",
          list: "a list", dict: "an object"}
 

@@ -16,7 +16,7 @@ from assay.data.layouts import Conversation, read_conversations
 from assay.data.packing import PackedExamples, hold_out
 from assay.errors import UsageError
 from assay.guard.example_audit import audit_examples, check_batch, check_packing
-from assay.model.transformer import parameter_count
+from assay.model.transformer import ModelConfig, parameter_count
 from assay.recipes.options import Trained, Tuning
 from assay.recipes.run import Run
 from assay.recipes.starting_model import AdapterModel, StartingModel
@@ -140,9 +140,19 @@ def load_conversations(config: Tuning, start: StartingModel) -> Conversations:
                                     roles=config.roles,
                       turns=config.turns)
 
-    train = rendered(kept)
+    train, apart_rendered = rendered(kept), rendered(apart)
+    refuse_beyond_context([*train.examples, *apart_rendered.examples], start.model.config)
     order, steps = ordered(config, train.examples)
-    return Conversations(train.examples, rendered(apart).examples, train, order, steps, start.tokenizer.digest)
+    return Conversations(train.examples, apart_rendered.examples, train, order, steps, start.tokenizer.digest)
+
+
+def refuse_beyond_context(examples: Sequence[TrainingExample], model: ModelConfig) -> None:
+    """Rows may be longer than the context, since positions count anew in each conversation; a conversation may not."""
+    longest = max((len(example.tokens) for example in examples), default=0)
+    if longest > model.max_length:
+        raise UsageError(f"a conversation has {longest:,} tokens, and the model's config has a context of {model.max_length:,}: beyond it "
+                         f"positions mean nothing to the model; give --max-length {model.max_length}, or state a scaling, such as "
+                         f"--rope-scaling yarn:{math.ceil(longest / model.max_length)}")
 
 
 def ordered(config: Tuning, examples: Sequence[TrainingExample]) -> tuple[PackedExamples, int | None]:
