@@ -222,6 +222,9 @@ class SqueezeSource:
 
     def __init__(self, artifact: "Artifact", tokenizer: Tokenizer):
         self.artifact, self.config, self.tokenizer = artifact, artifact.config, tokenizer
+        rope = self.config.rope
+        if self.config.experts is not None or self.config.local_rope is not None or (rope is not None and not _whole(rope)):
+            raise UsageError(f"{artifact.path}: a {self.config.family} with experts, two rotary bases or YaRN or LongRoPE is not squeezed")
         for name, tensor in artifact.tensors.items():
             if not torch.isfinite(tensor).all():
                 raise ArtifactError(f"{artifact.path}: {name} holds values that are not finite; it cannot be rounded")
@@ -436,5 +439,5 @@ def read_geometry(fields: dict[str, Any], where: str) -> ModelConfig:
 
 def _whole(rope: Rope) -> bool:
     needed = {"default": [], "linear": [rope.factor],
-              "llama3": [rope.factor, rope.low_freq_factor, rope.high_freq_factor, rope.original_length]}[rope.kind]
+              "llama3": [rope.factor, rope.low_freq_factor, rope.high_freq_factor, rope.original_length]}.get(rope.kind, [None])
     return all(value is not None and math.isfinite(value) and value > 0 for value in [rope.base, *needed])

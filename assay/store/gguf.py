@@ -125,7 +125,8 @@ def _features(family: str, keys: ConfigFields, common: Mapping[str, Any]) -> dic
                                  "windows": tuple(None if (layer + 1) % every == 0 else window for layer in range(depth))}
         if family == "gemma3_text":
             return found | {"local_rope": Rope(GEMMA3_LOCAL_BASE)}
-        return found | {"rope": Rope(GEMMA2_BASE), "softcap": keys.need("final_logit_softcapping", float),
+        base = keys.maybe("rope.freq_base", (int, float)) or GEMMA2_BASE  # the first files have none
+        return found | {"rope": Rope(float(base)), "softcap": keys.need("final_logit_softcapping", float),
                         "attention_softcap": keys.need("attn_logit_softcapping", float)}
     if family == "phi3":
         turned, window = keys.need("rope.dimension_count"), keys.maybe("attention.sliding_window")
@@ -264,8 +265,8 @@ def _refuse_inexpressible(config: ModelConfig) -> None:
         "biases in a Llama": family.gguf == "llama" and biased,
         f"a scale of scores in {config.family}": own_scale,
         f"YaRN with these constants in {config.family}": yarn,
-        "another rotary base": (config.family == "gemma2" and rope != Rope(GEMMA2_BASE)) or (
-            config.local_rope is not None and config.local_rope != Rope(GEMMA3_LOCAL_BASE)),
+        "another local rotary base": config.local_rope is not None and config.local_rope != Rope(GEMMA3_LOCAL_BASE),
+        "a rope scaling in gemma2": config.family == "gemma2" and rope is not None and rope.kind != "default",
         "these layers without positions": config.family == "smollm3" and config.unrotated != tuple(
             range(SMOLLM3_EVERY - 1, config.depth, SMOLLM3_EVERY)),
         "these experts": e is not None and (bool(e.dense_layers) or not e.normalised),
