@@ -588,7 +588,7 @@ def _write_features(config: ModelConfig) -> dict[str, Any]:
         return found
     if config.family == "phi3":
         share = (config.rotary_dim or config.head_dim) / config.head_dim
-        ropes = {name: _write_rope(rope) | {"partial_rotary_factor": share} for name in ("rope_parameters", "rope_scaling")}
+        ropes: dict[str, Any] = {name: _write_rope(rope) | {"partial_rotary_factor": share} for name in ("rope_parameters", "rope_scaling")}
         ropes = ropes if rope.kind == "longrope" else ropes | {"rope_scaling": None}
         return {"partial_rotary_factor": share, "original_max_position_embeddings": rope.original_length or config.max_length, **ropes}
     if config.family == "granite":

@@ -49,7 +49,7 @@ def place_for_training(model: Transformer, device: str, *, compute: torch.dtype 
         # Block by block: all layers share one compiled graph, so that compilation takes seconds, whatever the depth.
         # Of a layer with experts the attention alone: its router is read on the host, in another shape at every step.
         for layer, block in enumerate(model.blocks):
-            (block.attn if model.config.mixture_at(layer) else block).compile(dynamic=False)  # type: ignore[operator,union-attr]
+            (block.attn if model.config.mixture_at(layer) else block).compile(dynamic=False)  # type: ignore[union-attr]
     return model
 
 

@@ -35,9 +35,9 @@ def test_a_family_is_tuned_and_every_guard_is_silent(family, lora_r, tmp_path):
     found = sft.sft(options(tmp_path, tiny_model(family), 12, lora_r=lora_r), lambda _: None)
     assert all(verdict.outcome is Outcome.PROVEN for verdict in found.verdicts), str(found)
     assert found.exit_code == 0
-    patch = open_artifact(tmp_path / "run" / "model").patch
-    adapted = set() if patch is None else {name for name, parts in patch.low_rank.items() if any(part.left.any() for part in parts)}
-    assert ("blocks.1.mlp.down.weight" in adapted) == (family == "qwen3_moe")
+    before, after = (open_artifact(tmp_path / name).tensors["blocks.1.mlp.down.weight"] for name in ("model", "run/model"))
+    moved = (before != after).view(tiny_config(family).experts.count if tiny_config(family).experts else 1, -1).any(1)
+    assert bool(moved.all()) == (family != "gpt_oss"), "every expert was adapted, or none"
 
 
 def test_a_conversation_beyond_the_context_is_refused(tmp_path):
