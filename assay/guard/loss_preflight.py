@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from assay.data.batch import Batch
 from assay.kernels.rotary import rotate
@@ -162,9 +163,13 @@ def check_determinism(model: Transformer, objective: Objective, batch: Batch) ->
 def naive_loss(model: Transformer, batch: Batch) -> Tensor:
     """−Σ weight · log p(next token) / Σ weight, with whole fp32 logits and an explicit shift by one."""
     states = model.hidden(batch.tokens, documents=batch.documents, positions=batch.positions)
-    logprobs = model.logits(states[:, :-1]).float().log_softmax(-1)
-    taken = logprobs.gather(-1, batch.tokens[:, 1:, None]).squeeze(-1)
-    return -(taken * batch.weight[:, 1:]).sum() / batch.weight.sum()
+
+    def row_logprobs(states_TD: Tensor, tokens_T: Tensor) -> Tensor:
+        return model.logits(states_TD[:-1]).float().log_softmax(-1).gather(-1, tokens_T[1:, None]).squeeze(-1)
+
+    # A row at a time, its logits made again on the way back: of 151,936 ids those of four rows alone would take ten gigabytes.
+    taken = [checkpoint(row_logprobs, *row, use_reentrant=False) for row in zip(states, batch.tokens, strict=True)]
+    return -(torch.stack(taken) * batch.weight[:, 1:]).sum() / batch.weight.sum()
 
 
 def batch_logits(model: Transformer, batch: Batch) -> Tensor:
@@ -178,8 +183,9 @@ def naive_logits(model: Transformer, row: Batch) -> Tensor:
     documents = row.documents if row.documents is not None else torch.zeros_like(row.tokens)
     distance = positions[:, :, None] - positions[:, None, :]
     seen = (documents[:, :, None] == documents[:, None, :]) & (distance >= 0)
-    x = model.embed.weight[row.tokens] if model.position is None else model.embed.weight[row.tokens] + model.position.weight[positions]
-    x = x.to(model.compute_dtype or x.dtype)
+    x = model.embed.weight[row.tokens]
+    x = x if model.position is None else x.float() + model.position.weight[positions].float()
+    x = x.to(model.compute_dtype or model.embed.weight.dtype)
     values: list[Tensor] = []  # of the layers so far
     for block, window in zip(cast(Iterable[Block], model.blocks), config.windows, strict=True):
         within = seen if window is None else seen & (distance < window)

@@ -13,7 +13,7 @@ from assay.evaluation.held_out_loss import HeldOut
 from assay.guard.proof import ProofRequest, hallmark_or_quarantine, prove
 from assay.guard.proof_subject import DEFAULT_SAMPLING, ProofSampling
 from assay.learn.ema import ema_weights
-from assay.model.placement import default_device, place_for_training
+from assay.model.placement import default_device, place_for_inference
 from assay.model.transformer import Transformer
 from assay.recipes.evaluator import HeldOutEvaluator
 from assay.recipes.run import Run, plain
@@ -143,7 +143,7 @@ def rescore(artifact: Artifact, score_all: ScoreHeldOut, device: str | None = No
 
 def check_evaluated(evaluator: HeldOutEvaluator, best: Path) -> Verdict:
     """The bytes of the best checkpoint score what was recorded of the live model: they are the weights that were scored."""
-    model = place_for_training(build_model(scored_set(open_artifact(best))), evaluator.device, compile=False)
+    model = place_for_inference(build_model(scored_set(open_artifact(best)), None), evaluator.device)
     found, recorded = evaluator.score(model).per_document, evaluator.best_losses()
     bound, scale = SAME_LOSS[model.compute_dtype or torch.float32], evaluator.scale or recorded.mean()
     error = float(abs(found - recorded).max() / scale)

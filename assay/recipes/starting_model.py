@@ -16,14 +16,14 @@ from assay.learn.optim import load_state_tensors
 from assay.model.families import hf_layout, to_foreign
 from assay.model.lora import LoraLinear, LoraSite, attach, fresh, plan
 from assay.model.patch import Patch
-from assay.model.placement import place_for_training
+from assay.model.placement import frozen_tensors, place_for_training
 from assay.model.resize_embeddings import resize_embeddings, with_new_tokens
 from assay.model.special_tokens import SpecialTokens, resolve_special_tokens
 from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import Transformer
 from assay.recipes.options import Trained
 from assay.store import checkpoint
-from assay.store.artifact import Artifact, assemble_model, build_model, open_artifact
+from assay.store.artifact import Artifact, Destination, assemble_model, build_model, locate_artifact, open_artifact
 from assay.store.checkpoint import Checkpoint, Contents, open_checkpoint
 from assay.store.peft import write_adapter
 from assay.store.saving import Ancestor, Lineage, adapter_contents, model_contents
@@ -143,10 +143,11 @@ class StartingModel:
 
 
 def load_start(config: Trained, device: str, say: Callable[[str], None]) -> StartingModel:
-    parent = prepared(config, given(config), say)
+    parent = prepared(config, given(config, _destination(config, device)), say, device)
     tokenizer = parent.tokenizer
     if tokenizer is None:
         raise UsageError(f"{parent.path} has no tokenizer, so no conversation can be written for it; add tokenizer.json")
+    refuse_more_ids_than_rows(parent, tokenizer)
     weights = trainable(config, parent, tokenizer)
     place_for_training(weights.model, device, recompute=config.gradient_checkpointing)
     weights.model.train()
@@ -154,7 +155,35 @@ def load_start(config: Trained, device: str, say: Callable[[str], None]) -> Star
     return StartingModel(parent, weights.model, weights, tokenizer, carried, steps)
 
 
-def given(config: Trained) -> Artifact:
+def _destination(config: Trained, device: str) -> Destination | None:
+    """An adapter's base goes to a GPU as it is opened, tensor by tensor, and stays what it is. What has to be changed first, or is
+    trained whole, is opened where it lies."""
+    named = config.from_ or config.model
+    changed = bool(config.new_tokens) or str(named).endswith(".gguf")
+    adapter = named is not None and (config.lora_r or locate_artifact(named).adapter)
+    return Destination(device) if device.startswith("cuda") and adapter and not changed else None
+
+
+def refuse_more_ids_than_rows(parent: Artifact, tokenizer: Tokenizer) -> None:
+    """Every id that the tokenizer can say has a row: a proof would find it, after the first steps."""
+    if (ids := tokenizer.highest_id + 1) > parent.config.vocab:
+        raise UsageError(f"{parent.path}: its tokenizer has ids up to {ids - 1:,}, and the model has {parent.config.vocab:,} rows: "
+                         "the tokenizer is another model's, or tokens were added to it alone; give back the right tokenizer.json, or name "
+                         "the added ones with --new-tokens on a tokenizer without them")
+
+
+def reopen_parent(start: StartingModel) -> Artifact:
+    """Anew: what a run is compared with is what lies on the disk. What the live model holds of it in the same bits is shared with it."""
+    parent, device = start.parent, start.model.embed.weight.device
+    held = frozen_tensors(start.model)
+    to = Destination(str(device), held) if device.type == "cuda" and held else None
+    found = open_artifact(parent.path, base=None if parent.base is None else parent.base.path, to=to)
+    if found.digest != parent.digest:
+        raise GuardStop(f"{parent.path} holds weights {found.digest[:12]}, the run began with {parent.digest[:12]}: it was changed")
+    return found
+
+
+def given(config: Trained, to: Destination | None = None) -> Artifact:
     """The model that was named. A fork's parent must be proven: what is wrong with it would be wrong with everything after it."""
     if (config.model is None) == (config.from_ is None):
         raise UsageError("name what to train: --model for a model, or --from for a checkpoint of a run")
@@ -162,12 +191,12 @@ def given(config: Trained) -> Artifact:
         if config.optimizer_state is not None:
             raise UsageError("--optimizer-state says what a fork does with its parent's moments; it needs --from")
         assert config.model is not None
-        return refuse_quarantined(open_artifact(config.model))
+        return refuse_quarantined(open_artifact(config.model, to=to))
     if config.optimizer_state is None:
         raise UsageError("--from: say what becomes of the parent's moments: --optimizer-state fresh or carried")
     if open_checkpoint(Path(config.from_)).hallmark is None:
         raise UsageError(f"{config.from_} carries no hallmark: nothing has proven it; run assay prove {config.from_}, then fork")
-    return open_artifact(config.from_)
+    return open_artifact(config.from_, to=to)
 
 
 def refuse_quarantined(source: Artifact) -> Artifact:
@@ -178,7 +207,7 @@ def refuse_quarantined(source: Artifact) -> Artifact:
     raise UsageError(f"{source.path} is quarantined: {reasons}. Train on another model, or remove its quarantine.json on purpose")
 
 
-def prepared(config: Trained, source: Artifact, say: Callable[[str], None]) -> Artifact:
+def prepared(config: Trained, source: Artifact, say: Callable[[str], None], device: str = "cpu") -> Artifact:
     """The source itself, or RUN/base: a folder that others can open, with rows for new tokens, proven before it is trained on."""
     grows = bool(config.new_tokens) and source.tokenizer is not None
     if not grows and not (config.lora_r and source.raw.place.kind == "gguf"):
@@ -191,7 +220,7 @@ def prepared(config: Trained, source: Artifact, say: Callable[[str], None]) -> A
     else:
         write_proven(base, _based(config, source, say), against=against)
         say(f"{base}: {source.path.name} as a folder that other tools open, proven")
-    return open_artifact(base)
+    return open_artifact(base, to=Destination(device) if device.startswith("cuda") and config.lora_r else None)
 
 
 def write_proven(where: Path, contents: checkpoint.Contents, *, against: str | None = None) -> None:
@@ -225,8 +254,10 @@ def _based(config: Trained, source: Artifact, say: Callable[[str], None]) -> che
 
 
 def trainable(config: Trained, parent: Artifact, tokenizer: Tokenizer) -> TrainedWeights:
-    model, ancestor = build_model(parent), Ancestor(parent.digest, str(parent.path.resolve()))
-    for parameter in model.parameters():  # memory of its own: what is learned must not change the parent it is held against
+    whole = parent.patch is None and not config.lora_r
+    model, ancestor = build_model(parent, torch.float32 if whole else None), Ancestor(parent.digest, str(parent.path.resolve()))
+    # Memory of its own where all is trained: what is learned must not change the parent it is held against.
+    for parameter in model.parameters() if whole else ():
         parameter.data = parameter.data.clone()
     same, moved = Lineage("same", ancestor), Lineage("moved", ancestor)
     if parent.patch is not None and parent.base is not None and parent.adapter is not None:

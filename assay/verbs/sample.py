@@ -98,11 +98,11 @@ def engine_for(flags: FLAGS, artifact: "Artifact", requests: "Sequence[Generatio
     import torch
 
     from assay.generate.engine import Engine, fitting_slots
-    from assay.model.placement import default_device, place_for_training
+    from assay.model.placement import default_device, place_for_inference
     from assay.store.artifact import build_model
 
     dtype = getattr(torch, flags.dtype) if flags.dtype else None
-    model = place_for_training(build_model(artifact), flags.device or default_device(), compute=dtype, compile=False).requires_grad_(False)
+    model = place_for_inference(build_model(artifact, None), flags.device or default_device(), compute=dtype)
     length = min(max(len(request.prompt) for request in requests) + flags.max_new_tokens, model.config.max_length)
     return Engine(model, slots=fitting_slots(model, len(requests), length), length=length, stop_ids=artifact.stops.stop_ids,
                   version=artifact.digest, tokenizer=artifact.tokenizer,
