@@ -114,7 +114,8 @@ def memory(flags: argparse.Namespace) -> dict[str, float]:
     host = {"host GiB": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2)}
     if not flags.device.startswith("cuda"):
         return host
-    return {"peak GiB": round(torch.cuda.max_memory_allocated() / GIB, 2), "held GiB": round(torch.cuda.max_memory_reserved() / GIB, 2)} | host
+    used = {"peak GiB": torch.cuda.max_memory_allocated(), "held GiB": torch.cuda.max_memory_reserved()}
+    return {name: round(size / GIB, 2) for name, size in used.items()} | host
 
 
 def ready(flags: argparse.Namespace) -> float:

@@ -25,7 +25,7 @@ from assay.learn import loop
 from assay.learn.loop import Accumulate
 from assay.learn.objectives import Objective
 from assay.model.placement import fp32_uncompiled
-from assay.model.transformer import Attention, Block, Transformer
+from assay.model.transformer import Attention, Block, Transformer, parameter_count
 from assay.verdict import Outcome, Verdict, proven, refuted
 
 Gradients = tuple[float, dict[str, Tensor]]  # the loss, and the gradient of each parameter that has one
@@ -41,6 +41,8 @@ GPU_GRADIENT = 5e-3
 _ROUNDING, TIMES = 0.5, (0.8, 1.25)
 NONE = 1e-6  # of the whole gradient's norm: a kind of tensor that has less of it has none
 PREFLIGHT_ROWS = 4  # of the batch: enough to have ragged parts
+LARGE = 10**9  # parameters, from which on fp32 costs minutes: two rows of fewer columns then show the same
+_ENOUGH = 256, 8  # columns, and weighted tokens of each row that must be among them
 _LOUD = 0.2  # for the checks that must see them: standard deviation of the logits in soft caps, largest weight of a gate
 _COLUMNS = 2048  # of a row that attention is written out for: its cost grows with their square
 
@@ -53,6 +55,7 @@ def preflight_loss(model: Transformer, objective: Objective, batch: Batch, accum
     out; without it, next-token cross-entropy. `teacher` is another model that the objective asks.
     """
     batch = sample_rows(batch)
+    batch = batch if parameter_count(model) < LARGE else first_columns(batch)
     with fp32_uncompiled(model, *([] if teacher is None else [teacher])):
         exact = [check_attention(model, batch), check_loss(model, objective, batch, naive),
                  check_accumulation(model, objective, batch, accumulate)]
@@ -252,6 +255,17 @@ def amplified(model: Transformer, batch: Batch) -> Iterator[None]:
 
 def sample_rows(batch: Batch) -> Batch:
     return next(batch.split(PREFLIGHT_ROWS))
+
+
+def first_columns(batch: Batch) -> Batch:
+    """Two rows, and of them as many columns as hold something to learn in each."""
+    columns, tokens = _ENOUGH
+    part = next(batch.split(2))
+    counted = (part.weight != 0).cumsum(1)
+    due = counted[:, -1:].clamp(max=tokens)
+    needed = int((counted < due).sum(1).max()) + 1
+    cut: dict[str, Any] = {name: stream[:, : max(columns, needed)].cpu() for name, stream in part.streams().items()}
+    return replace(part, **cut, ids=(), starts=None).to(batch.tokens.device)
 
 
 def _accumulation(model: Transformer, objective: Objective, batch: Batch, accumulate: Accumulate, *, rows: int) -> Verdict:
