@@ -161,12 +161,15 @@ def row_lora(flags: argparse.Namespace, folder: Path) -> dict[str, float]:
     from assay.learn.cuda_graph import GraphedAccumulate
     from assay.learn.objectives import next_token
     from assay.learn.optim import adamw
+    from assay.recipes.memory_plan import PlannedWork, plan_memory, planned_model
     from assay.recipes.options import Sft
     from assay.recipes.starting_model import load_start
 
     ready(flags)
     began = time.perf_counter()
-    options = Sft(model=str(folder), data=(), out=str(folder.parent / "never"), lora_r=16, gradient_checkpointing=flags.checkpointing)
+    options = Sft(model=str(folder), data=(), out=str(folder.parent / "never"), lora_r=16, max_length=flags.length,
+                  batch_tokens=flags.rows * flags.length, micro_batch_tokens=flags.micro * flags.length,
+                  gradient_checkpointing=flags.checkpointing)
     start = load_start(options, flags.device, print)
     fence(flags)
     opened = round(time.perf_counter() - began, 2)
@@ -177,7 +180,8 @@ def row_lora(flags: argparse.Namespace, folder: Path) -> dict[str, float]:
     accumulate = GraphedAccumulate() if flags.device.startswith("cuda") else loop.accumulated
     steps = loop.train(start.model, adamw(start.model.named_parameters(), 1e-4), iter(lambda: batch, None), next_token, micro=flags.micro,
                        accumulate=accumulate)
-    return {"open s": opened} | timed_steps(flags, lambda: next(steps)) | memory(flags)
+    planned = plan_memory(planned_model(folder), PlannedWork(flags.micro, flags.length, 16, checkpointing=flags.checkpointing))
+    return {"open s": opened} | timed_steps(flags, lambda: next(steps)) | memory(flags) | {"plan GiB": round(planned.total / GIB, 2)}
 
 
 def row_sft(flags: argparse.Namespace, folder: Path) -> dict[str, float]:
@@ -371,7 +375,7 @@ def in_a_process(row: str, folder: Path) -> dict[str, Any]:
 
 
 def print_table(rows: list[tuple[str, str, dict[str, Any]]]) -> None:
-    columns = ["open s", "first step s", "step s", "tokens/s", "floor", "whole s", "peak GiB", "held GiB", "host GiB"]
+    columns = ["open s", "first step s", "step s", "tokens/s", "floor", "whole s", "peak GiB", "plan GiB", "held GiB", "host GiB"]
     print("\n| shape | row | " + " | ".join(columns) + " |\n|" + "---|" * (len(columns) + 2))
     for name, row, result in rows:
         cells = [str(result.get(column, "")) for column in columns]

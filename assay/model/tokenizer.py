@@ -170,11 +170,6 @@ class Tokenizer:
         return None if content is None else self.ids[content]
 
     @cached_property
-    def highest_id(self) -> int:
-        """Of all that it can say, added tokens among them."""
-        return max(self.ids.values(), default=-1)
-
-    @cached_property
     def added_ids(self) -> frozenset[int]:
         return frozenset(token["id"] for token in self.document["added_tokens"])
 

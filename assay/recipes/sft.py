@@ -20,6 +20,7 @@ from assay.outcome import RunOutcome
 from assay.recipes.conversations import NEVER, Conversations, describe_tuning, load_conversations, refuse_nonsense
 from assay.recipes.evaluator import EarlyStopping, HeldOutEvaluator, stopping_rule
 from assay.recipes.hand_over import SAME_LOSS, hand_over, write_down
+from assay.recipes.memory_plan import record_use
 from assay.recipes.options import Sft, Tuning
 from assay.recipes.run import open_run, print_line
 from assay.recipes.starting_model import AdapterModel, StartingModel, carry_moments, load_start, reopen_parent
@@ -82,6 +83,7 @@ def sft(config: Sft, say: Callable[[str], None] = print_line) -> RunOutcome:
                     if trainer.save_due():
                         save(evaluate=True)
             trainer.end_loop()
+            record_use(run, start.memory, device)
             if run.interrupted is not None and trainer.saved != trainer.done:
                 save(evaluate=False)  # the uninterrupted run would not have been evaluated here
             elif run.interrupted is None and evaluator.latest_step != trainer.done:

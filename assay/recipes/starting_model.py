@@ -21,6 +21,7 @@ from assay.model.resize_embeddings import resize_embeddings, with_new_tokens
 from assay.model.special_tokens import SpecialTokens, resolve_special_tokens
 from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import Transformer
+from assay.recipes.memory_plan import MemoryPlan, refuse_unfit
 from assay.recipes.options import Trained
 from assay.store import checkpoint
 from assay.store.artifact import Artifact, Destination, assemble_model, build_model, locate_artifact, open_artifact
@@ -140,9 +141,11 @@ class StartingModel:
     tokenizer: Tokenizer
     carried: dict[str, Tensor]  # the parent's moments, where they are carried on
     steps_before: int  # that those moments have seen
+    memory: MemoryPlan | None = None  # what was planned, where a GPU bounds it
 
 
 def load_start(config: Trained, device: str, say: Callable[[str], None]) -> StartingModel:
+    memory = refuse_unfit(config, device)
     parent = prepared(config, given(config, _destination(config, device)), say, device)
     tokenizer = parent.tokenizer
     if tokenizer is None:
@@ -152,7 +155,7 @@ def load_start(config: Trained, device: str, say: Callable[[str], None]) -> Star
     place_for_training(weights.model, device, recompute=config.gradient_checkpointing)
     weights.model.train()
     carried, steps = carried_state(config)
-    return StartingModel(parent, weights.model, weights, tokenizer, carried, steps)
+    return StartingModel(parent, weights.model, weights, tokenizer, carried, steps, memory)
 
 
 def _destination(config: Trained, device: str) -> Destination | None:
@@ -166,8 +169,8 @@ def _destination(config: Trained, device: str) -> Destination | None:
 
 def refuse_more_ids_than_rows(parent: Artifact, tokenizer: Tokenizer) -> None:
     """Every id that the tokenizer can say has a row: a proof would find it, after the first steps."""
-    if (ids := tokenizer.highest_id + 1) > parent.config.vocab:
-        raise UsageError(f"{parent.path}: its tokenizer has ids up to {ids - 1:,}, and the model has {parent.config.vocab:,} rows: "
+    if tokenizer.size > parent.config.vocab:
+        raise UsageError(f"{parent.path}: its tokenizer has ids up to {tokenizer.size - 1}, and the model has {parent.config.vocab} rows: "
                          "the tokenizer is another model's, or tokens were added to it alone; give back the right tokenizer.json, or name "
                          "the added ones with --new-tokens on a tokenizer without them")
 
