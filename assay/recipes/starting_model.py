@@ -24,7 +24,7 @@ from assay.model.transformer import Transformer
 from assay.recipes.memory_plan import MemoryPlan, refuse_unfit
 from assay.recipes.options import Trained
 from assay.store import checkpoint
-from assay.store.artifact import Artifact, Destination, assemble_model, build_model, locate_artifact, open_artifact
+from assay.store.artifact import Artifact, Destination, assemble_model, build_model, locate_artifact, open_artifact, straight_to
 from assay.store.checkpoint import Checkpoint, Contents, open_checkpoint
 from assay.store.peft import write_adapter
 from assay.store.saving import Ancestor, Lineage, adapter_contents, model_contents
@@ -164,7 +164,7 @@ def _destination(config: Trained, device: str) -> Destination | None:
     named = config.from_ or config.model
     changed = bool(config.new_tokens) or str(named).endswith(".gguf")
     adapter = named is not None and (config.lora_r or locate_artifact(named).adapter)
-    return Destination(device) if device.startswith("cuda") and adapter and not changed else None
+    return straight_to(device) if adapter and not changed else None
 
 
 def refuse_more_ids_than_rows(parent: Artifact, tokenizer: Tokenizer) -> None:
@@ -179,8 +179,8 @@ def reopen_parent(start: StartingModel) -> Artifact:
     """Anew: what a run is compared with is what lies on the disk. What the live model holds of it in the same bits is shared with it."""
     parent, device = start.parent, start.model.embed.weight.device
     held = frozen_tensors(start.model)
-    to = Destination(str(device), held) if device.type == "cuda" and held else None
-    found = open_artifact(parent.path, base=None if parent.base is None else parent.base.path, to=to)
+    found = open_artifact(parent.path, base=None if parent.base is None else parent.base.path,
+                          to=straight_to(str(device), held) if held else None)
     if found.digest != parent.digest:
         raise GuardStop(f"{parent.path} holds weights {found.digest[:12]}, the run began with {parent.digest[:12]}: it was changed")
     return found
@@ -223,7 +223,7 @@ def prepared(config: Trained, source: Artifact, say: Callable[[str], None], devi
     else:
         write_proven(base, _based(config, source, say), against=against)
         say(f"{base}: {source.path.name} as a folder that other tools open, proven")
-    return open_artifact(base, to=Destination(device) if device.startswith("cuda") and config.lora_r else None)
+    return open_artifact(base, to=straight_to(device) if config.lora_r else None)
 
 
 def write_proven(where: Path, contents: checkpoint.Contents, *, against: str | None = None) -> None:

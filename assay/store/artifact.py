@@ -101,6 +101,11 @@ class Destination:
         return there if same and there is not None else tensor
 
 
+def straight_to(device: str, held: Mapping[str, Tensor] | None = None) -> Destination | None:
+    """A GPU, which has memory of its own; on a CPU a mapped file is where it shall be."""
+    return Destination(device, held or {}) if device.startswith("cuda") else None
+
+
 def open_artifact(path: str | Path, *, base: str | Path | None = None, to: Destination | None = None) -> Artifact:
     """There is no unverified load. `base` names an adapter's base where the adapter does not, or names one that moved. `to` takes the
     tensors to a device as they are read; without it they stay what the file maps."""

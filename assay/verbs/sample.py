@@ -53,17 +53,19 @@ MANY = 16_384  # tokens to make, from which on a GPU's steps are worth compiling
 
 def sample_texts(flags: FLAGS) -> "list[Completion]":
     """Completions, prompt by prompt, and nothing printed."""
-    from assay.store.artifact import open_artifact
+    from assay.model.placement import default_device
+    from assay.store.artifact import open_artifact, straight_to
 
-    artifact = open_artifact(flags.path, base=flags.base)
+    artifact = open_artifact(flags.path, base=flags.base, to=straight_to(flags.device or default_device()))
     requests = sampling_requests(flags, artifact, stream=False)
     return generate_completions(engine_for(flags, artifact, requests), requests, "")
 
 
 def run(flags: FLAGS) -> int:
-    from assay.store.artifact import open_artifact
+    from assay.model.placement import default_device
+    from assay.store.artifact import open_artifact, straight_to
 
-    artifact = open_artifact(flags.path, base=flags.base)
+    artifact = open_artifact(flags.path, base=flags.base, to=straight_to(flags.device or default_device()))
     for note in artifact.notes:
         print(f"note: {note}", file=sys.stderr if flags.json else sys.stdout)
     texts = [text for text in flags.prompt or ("",) for _ in range(flags.n)]
