@@ -13,6 +13,8 @@ linear layers, --rows × --length tokens a step, --micro rows at a time, AdamW. 
     lora         training steps as a run makes them (compiled, captured), without what a run does around them
     sft          `assay sft` whole: preflight, first save, steps, proofs and hand-over; first step counts from the command
     sample       --streams requests of --prompt + --new tokens; `floor` is the share of the bandwidth bound by weights alone
+    same         losses of LoRA steps on the base in its file's dtype and on the same base in fp32, three seeds: the worst difference.
+                 With --weights FOLDER --text FILE of a real model, on real text
     peer-lora    transformers + PEFT, eager, bf16
     peer-sample  transformers' generate
 """
@@ -184,6 +186,44 @@ def row_lora(flags: argparse.Namespace, folder: Path) -> dict[str, float]:
     return {"open s": opened} | timed_steps(flags, lambda: next(steps)) | memory(flags) | {"plan GiB": round(planned.total / GIB, 2)}
 
 
+def row_same(flags: argparse.Namespace, folder: Path) -> dict[str, float]:
+    from assay.data.batch import Batch
+    from assay.learn import loop
+    from assay.learn.cuda_graph import GraphedAccumulate
+    from assay.learn.objectives import next_token
+    from assay.learn.optim import adamw
+    from assay.model.lora import attach, fresh, plan
+    from assay.model.placement import place_for_training
+    from assay.store.artifact import build_model, open_artifact
+
+    ready(flags)
+    source = open_artifact(folder)
+    tokens = text_tokens(flags, source) if flags.text else random_tokens(flags, source.config.vocab)
+
+    def losses(dtype: torch.dtype | None, seed: int) -> list[float]:
+        model = build_model(source, dtype)
+        attach(model, fresh(source.config, plan(source.config), 16, 2.0, seed, source.digest))
+        place_for_training(model, flags.device).train()
+        weight = torch.ones(tokens.shape)
+        weight[:, 0] = 0
+        accumulate = GraphedAccumulate() if flags.device.startswith("cuda") else loop.accumulated
+        steps = loop.train(model, adamw(model.named_parameters(), 3e-4), [Batch(tokens, weight)] * (WARM + flags.steps), next_token,
+                           micro=flags.micro, accumulate=accumulate)
+        return [float(step.loss) for step in steps]
+
+    worst = 0.0
+    for seed in (0, 1, 2):
+        kept, wide = losses(None, seed), losses(torch.float32, seed)
+        worst = max([worst, *(abs(a - b) / b for a, b in zip(kept, wide, strict=True))])
+        print(f"seed {seed}: {kept[0]:.6f} to {kept[-1]:.6f}, in fp32 {wide[0]:.6f} to {wide[-1]:.6f}", flush=True)
+    return {"worst": worst, "first": kept[0], "last": kept[-1]}
+
+
+def text_tokens(flags: argparse.Namespace, source: Any) -> torch.Tensor:
+    ids = source.tokenizer.encode(Path(flags.text).read_text()[: 40 * flags.rows * flags.length])
+    return torch.tensor(ids[: flags.rows * flags.length]).view(flags.rows, flags.length)
+
+
 def row_sft(flags: argparse.Namespace, folder: Path) -> dict[str, float]:
     from assay.recipes import sft
     from assay.recipes.options import Sft
@@ -319,7 +359,7 @@ def row_peer_sample(flags: argparse.Namespace, folder: Path) -> dict[str, float]
 
 
 ROWS: dict[str, Callable[[argparse.Namespace, Path], dict[str, float]]] = {
-    "open": row_open, "lora": row_lora, "sft": row_sft, "sample": row_sample, "peer-lora": row_peer_lora, "peer-sample": row_peer_sample}
+    "open": row_open, "lora": row_lora, "sft": row_sft, "sample": row_sample, "same": row_same, "peer-lora": row_peer_lora, "peer-sample": row_peer_sample}
 
 # ---------------------------------------------------------------- the table
 
@@ -342,18 +382,18 @@ def measured_rows(flags: argparse.Namespace, place: Path) -> Iterator[tuple[str,
         raise SystemExit(f"--only: {', '.join(sorted(unknown))}? expected shapes ({', '.join(SHAPES)}) and rows ({', '.join(ROWS)})")
     shapes = [name for name in SHAPES if name in asked] or [name for name in SHAPES if name != "tiny"]
     for name in shapes:
-        folder = place / name
+        folder = Path(flags.weights) if flags.weights else place / name
         if not folder.exists():
             seconds = make_folder(SHAPES[name], folder, flags.device)
             print(f"{name}: random weights written in {seconds:.1f} s", flush=True)
             gc.collect()
             if flags.device.startswith("cuda"):
                 torch.cuda.empty_cache()
-        for row in [row for row in ROWS if row in asked] or list(ROWS):
+        for row in [row for row in ROWS if row in asked] or [row for row in ROWS if row != "same"]:
             result = in_a_process(row, folder)
             print(f"{name} {row}: {result}", flush=True)
             yield name, row, result
-        if not flags.home:
+        if not flags.home and not flags.weights:
             shutil.rmtree(folder)
 
 
@@ -375,7 +415,7 @@ def in_a_process(row: str, folder: Path) -> dict[str, Any]:
 
 
 def print_table(rows: list[tuple[str, str, dict[str, Any]]]) -> None:
-    columns = ["open s", "first step s", "step s", "tokens/s", "floor", "whole s", "peak GiB", "plan GiB", "held GiB", "host GiB"]
+    columns = ["open s", "first step s", "step s", "tokens/s", "floor", "whole s", "peak GiB", "plan GiB", "held GiB", "host GiB", "worst"]
     print("\n| shape | row | " + " | ".join(columns) + " |\n|" + "---|" * (len(columns) + 2))
     for name, row, result in rows:
         cells = [str(result.get(column, "")) for column in columns]
@@ -406,6 +446,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--only", default="", help="shapes and rows, separated by commas")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--home", default="", help="keep the weights here")
+    parser.add_argument("--weights", default="", help="a real model's folder, in the place of random weights")
+    parser.add_argument("--text", default="", help="for the row `same`: real text to learn")
     parser.add_argument("--limit", type=float, default=420, help="seconds that a row may take")
     parser.add_argument("--cap-gib", type=float, default=0, help="GPU memory that a row may hold")
     parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing")

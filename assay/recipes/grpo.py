@@ -19,7 +19,7 @@ from assay.learn.lr_schedule import Budget, Schedule
 from assay.learn.objectives import averages
 from assay.learn.optim import adamw
 from assay.learn.policy import Surrogate, policy_gradient
-from assay.model.placement import default_device, place_for_inference, require_device, uncompiled
+from assay.model.placement import default_device, frozen_tensors, place_for_inference, require_device, uncompiled
 from assay.model.transformer import Transformer, parameter_count
 from assay.outcome import RunOutcome
 from assay.recipes.conversations import NEVER, refuse_unbudgeted
@@ -36,7 +36,7 @@ from assay.recipes.rollouts import RolloutCollector, RolloutHistory, Sampler
 from assay.recipes.run import Run, open_run, plain, print_line
 from assay.recipes.starting_model import AdapterModel, StartingModel, carry_moments, load_start, reopen_parent
 from assay.recipes.trainer import SavePlan, Trainer
-from assay.store.artifact import build_model, open_artifact
+from assay.store.artifact import build_model, open_artifact, straight_to
 from assay.store.ledger import Event
 from assay.verdict import Verdict
 
@@ -157,10 +157,11 @@ def hand_over_best(run: Run, evaluator: PromptEvaluator, prompts: PromptData, st
     assert best is not None, "a run ends with an evaluation"
     run.say(f"best: {best.name}; {evaluator.best_in_words()}")
     places, verdicts = export_best(run, best)
+    to = straight_to(device, frozen_tensors(start.model))
     before, saved, after = (
         evaluator.answer(sampler_of(place_for_inference(build_model(artifact, None), device)),
                          prompts.held_out)  # the bytes on disk
-        for artifact in (reopen_parent(start), open_artifact(best), open_artifact(run.folder / "model")))
+        for artifact in (reopen_parent(start), open_artifact(best, to=to), open_artifact(run.folder / "model", to=to)))
     watched = {prompt.id for prompt in evaluator.prompts}
     evaluated = np.array([prompt.id in watched for prompt in prompts.held_out])
     recorded = -evaluator.best_losses()

@@ -108,7 +108,8 @@ class AdapterModel:
                                 run_config=run_config, trainer=trainer, optimizer=optimizer)
 
     def restore(self, found: Checkpoint) -> None:
-        patch = open_artifact(found.folder, base=self.base.path).patch
+        held = straight_to(str(self.model.embed.weight.device), frozen_tensors(self.model))
+        patch = open_artifact(found.folder, base=self.base.path, to=held).patch
         assert patch is not None, "a run that trains an adapter saves adapters"
         self.load(patch)
 

@@ -48,7 +48,8 @@ def batch(vocab: int, rows: int = 4, length: int = 1024) -> Batch:
 
 
 def losses(model, given: Batch, steps: int = 4) -> list[float]:
-    made = train(model, adamw(model.named_parameters(), 1e-3), [given] * steps, next_token, micro=len(given), accumulate=GraphedAccumulate())
+    optimizer = adamw(model.named_parameters(), 1e-3)
+    made = train(model, optimizer, [given] * steps, next_token, micro=len(given), accumulate=GraphedAccumulate())
     return [float(step.loss) for step in made]
 
 
