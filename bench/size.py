@@ -359,7 +359,8 @@ def row_peer_sample(flags: argparse.Namespace, folder: Path) -> dict[str, float]
 
 
 ROWS: dict[str, Callable[[argparse.Namespace, Path], dict[str, float]]] = {
-    "open": row_open, "lora": row_lora, "sft": row_sft, "sample": row_sample, "same": row_same, "peer-lora": row_peer_lora, "peer-sample": row_peer_sample}
+    "open": row_open, "lora": row_lora, "sft": row_sft, "sample": row_sample, "same": row_same,
+    "peer-lora": row_peer_lora, "peer-sample": row_peer_sample}
 
 # ---------------------------------------------------------------- the table
 
