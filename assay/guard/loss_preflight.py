@@ -99,7 +99,7 @@ def check_precision(model: Transformer, objective: Objective, batch: Batch, foun
     with fp32_uncompiled(model, *others):
         due = loss_gradients(model, lambda: loop.accumulated(model, objective, batch, 1, float(batch.weight.sum())).loss, backward=False)
     what = f"the loss in {model.compute_dtype or torch.float32} as it will run, and in fp32"
-    near = _compared("precision", what, *_together(found, due), PARITY_BOUNDS[torch.bfloat16], _ROUNDING)
+    near = _compared("precision", what, found, due, PARITY_BOUNDS[torch.bfloat16], _ROUNDING, together=True)
     if near.outcome is Outcome.REFUTED:
         return near
     times = _times(found[1], due[1])
@@ -171,7 +171,8 @@ def naive_loss(model: Transformer, batch: Batch) -> Tensor:
         return model.logits(states_TD[:-1]).float().log_softmax(-1).gather(-1, tokens_T[1:, None]).squeeze(-1)
 
     # A row at a time, its logits made again on the way back: of 151,936 ids those of four rows alone would take ten gigabytes.
-    taken = [checkpoint(row_logprobs, *row, use_reentrant=False) for row in zip(states, batch.tokens, strict=True)]
+    rows = zip(states, batch.tokens, strict=True)
+    taken = [checkpoint(row_logprobs, *row, use_reentrant=False, preserve_rng_state=False) for row in rows]
     return -(torch.stack(taken) * batch.weight[:, 1:]).sum() / batch.weight.sum()
 
 
@@ -296,25 +297,21 @@ def compare_gradients(check: str, what: str, one: Gradients, two: Gradients, mod
     gradient by more than any bound, so that all are taken together."""
     value = _bound(model)
     if value > PARITY_BOUNDS[torch.float32]:
-        return _compared(check, what, *_together(one, two), value, value)
+        return _compared(check, what, one, two, value, value, together=True)
     return _compared(check, what, one, two, value, GPU_GRADIENT if model.embed.weight.is_cuda else value)
 
 
-def _together(one: Gradients, two: Gradients) -> tuple[Gradients, Gradients]:
-    """All of each as one, where both are of the same tensors."""
-    if one[1].keys() != two[1].keys():
-        return one, two
-    first, second = ((loss, {"all together": torch.cat([found[name].float().flatten() for name in sorted(found)])})
-                     for loss, found in (one, two))
-    return first, second
-
-
-def _compared(check: str, what: str, one: Gradients, two: Gradients, value_bound: float, gradient_bound: float) -> Verdict:
+def _compared(check: str, what: str, one: Gradients, two: Gradients, value_bound: float, gradient_bound: float, *,
+              together: bool = False) -> Verdict:
+    """Tensor by tensor, or all of them `together` as if they were one."""
     if one[1].keys() != two[1].keys():
         return refuted(check, f"{what} reach different parameters: {sorted(one[1].keys() ^ two[1].keys())[:3]}")
     value = abs(one[0] - two[0]) / max(abs(two[0]), 1e-9)
-    errors = {name: float((gradient.float() - two[1][name].float()).norm() / (two[1][name].float().norm() + 1e-20))
-              for name, gradient in one[1].items()}
+    norms = {name: (float((gradient.float() - two[1][name].float()).norm()), float(two[1][name].float().norm()))
+             for name, gradient in one[1].items()}
+    if together:  # from the norms of each: a copy of all would take as much again
+        norms = {"all together": (math.hypot(*(apart for apart, _ in norms.values())), math.hypot(*(due for _, due in norms.values())))}
+    errors = {name: apart / (due + 1e-20) for name, (apart, due) in norms.items()}
     worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
     words = (f"{what}: loss {one[0]:.5f} and {two[0]:.5f}, gradients apart by at most {errors[worst]:.1e} (relative, {worst}), "
              f"bound {gradient_bound:.0e}")
