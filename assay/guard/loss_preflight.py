@@ -259,14 +259,14 @@ def sample_rows(batch: Batch) -> Batch:
 
 
 def first_columns(batch: Batch) -> Batch:
-    """Two rows, and of them as many columns as hold something to learn in each."""
+    """The two rows with most to learn, and as many columns of them as hold some of it in each."""
     columns, tokens = _ENOUGH
-    part = next(batch.split(2))
-    counted = (part.weight != 0).cumsum(1)
+    rows = (batch.weight != 0).sum(1).argsort(descending=True, stable=True)[:2]
+    counted = (batch.weight[rows] != 0).cumsum(1)
     due = counted[:, -1:].clamp(max=tokens)
     needed = int((counted < due).sum(1).max()) + 1
-    cut: dict[str, Any] = {name: stream[:, : max(columns, needed)].cpu() for name, stream in part.streams().items()}
-    return replace(part, **cut, ids=(), starts=None).to(batch.tokens.device)
+    cut: dict[str, Any] = {name: stream[rows, : max(columns, needed)].cpu() for name, stream in batch.streams().items()}
+    return replace(batch, **cut, ids=(), starts=None).to(batch.tokens.device)
 
 
 def _accumulation(model: Transformer, objective: Objective, batch: Batch, accumulate: Accumulate, *, rows: int) -> Verdict:
