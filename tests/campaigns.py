@@ -35,6 +35,8 @@ import torch
 
 from assay.verbs.demo import stages
 
+REINFORCE = ("--reward", "answer:1", "--prompts", "8", "--num-train-epochs", "20", "--num-generations", "4", "--max-completion-length", "8",
+             "--max-steps", "12", "--save-steps", "4", "--held-out", "0.2", "--learning-rate", "1e-4", "--device", "cpu")
 LIMIT = 300.0  # seconds that one command may take, undisturbed
 
 
@@ -74,16 +76,14 @@ def made_jobs(folder: Path) -> list[Job]:
     fit = ("--data", str(learned), *stages.SHORT, "--save-steps", "30")
     model, weights = ("model/*.safetensors",), ("model/*.safetensors", "adapter/*.safetensors")
     taught = folder / "taught"
-    subprocess.run([sys.executable, "-m", "assay", "sft", "--model", str(base), *fit, "--max-steps", "120", "--learning-rate", "5e-3", "--out",
-                    str(taught)], check=True, stdout=subprocess.DEVNULL)
+    teach = ["sft", "--model", str(base), *fit, "--max-steps", "120", "--learning-rate", "5e-3", "--out", str(taught)]
+    subprocess.run([sys.executable, "-m", "assay", *teach], check=True, stdout=subprocess.DEVNULL)
     return [
         Job("sft", ("sft", "--model", str(base), *fit, "--max-steps", "60", "--learning-rate", "5e-3"), model),
         Job("sft, LoRA", ("sft", "--model", str(base), *fit, "--max-steps", "60", "--lora-r", "4"), weights),
         Job("distill", ("distill", "--model", str(base), "--teacher", str(taught / "model"), *fit, "--max-steps", "60"), model),
         Job("pretrain", ("pretrain", *stages.PRETRAIN, "--num-train-epochs", "3", "--corpus", str(folder / "text" / "corpus")), model),
-        Job("grpo", ("grpo", "--model", str(taught / "model"), "--data", str(sums), "--reward", "answer:1", "--prompts", "8", "--num-train-epochs", "20",
-                     "--num-generations", "4", "--max-completion-length", "8", "--max-steps", "12", "--save-steps", "4", "--held-out", "0.2",
-                     "--learning-rate", "1e-4", "--device", "cpu"), model),
+        Job("grpo", ("grpo", "--model", str(taught / "model"), "--data", str(sums), *REINFORCE), model),
         Job("corpus", ("corpus", str(folder / "plain.jsonl"), "--tokenizer", str(base)), ("**/*.bin", "**/*.safetensors")),
     ]
 
@@ -143,7 +143,8 @@ def campaign_of_kills(kills: int, jobs: int, seed: int) -> int:
     with tempfile.TemporaryDirectory(prefix="campaign-") as place, concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         folder = Path(place)
         todo = made_jobs(folder)
-        alone = dict(zip([job.name for job in todo], pool.map(lambda job: undisturbed(job, folder / f"alone-{job.name}"), todo), strict=True))
+        results = pool.map(lambda job: undisturbed(job, folder / f"alone-{job.name}"), todo)
+        alone = dict(zip([job.name for job in todo], results, strict=True))
         tallies = {job.name: Killed(job.name) for job in todo}
         order = itertools.cycle(todo)
         number = itertools.count()
@@ -167,7 +168,7 @@ def campaign_of_kills(kills: int, jobs: int, seed: int) -> int:
 
 
 def temporary_files() -> list[Path]:
-    return [path for path in Path(tempfile.gettempdir()).glob("assay*")]
+    return list(Path(tempfile.gettempdir()).glob("assay*"))
 
 
 # ---- soak
@@ -233,7 +234,8 @@ def print_soak(readings: dict[str, list[Reading]], codes: dict[str, int]) -> int
     grown = []
     for name, all_readings in readings.items():
         for reading in all_readings[:: max(1, len(all_readings) // 12)]:
-            print(f"{name:8} {reading.minute:7.1f} {reading.memory / 2**20:11.0f} {reading.descriptors:12} {reading.threads:8} {reading.temporary:10}")
+            print(f"{name:8} {reading.minute:7.1f} {reading.memory / 2**20:11.0f} {reading.descriptors:12} {reading.threads:8} "
+                  f"{reading.temporary:10}")
         settled = all_readings[len(all_readings) // 4 :]
         half = len(settled) // 2
         if half:
@@ -265,7 +267,8 @@ def serving(model: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
 def ask(port: int, kind: str, number: int) -> str:
     """One request of a client of that kind; what came of it in a word."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
-    body = json.dumps({"model": "tiny", "prompt": f"{number % 10}+{number % 7}=", "max_tokens": 6, "seed": number, "stream": kind != "whole"})
+    asked = {"model": "tiny", "prompt": f"{number % 10}+{number % 7}=", "max_tokens": 6, "seed": number, "stream": kind != "whole"}
+    body = json.dumps(asked)
     try:
         connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
         if kind == "leaves":
@@ -302,7 +305,8 @@ def campaign_of_server(requests: int, clients: int) -> int:
             seconds = time.monotonic() - since
             time.sleep(3)
             after, alive = read_process(process.pid, since), ask(port, "whole", 1)
-    assert before is not None and after is not None
+    assert before is not None
+    assert after is not None
     print(f"{requests:,} requests of {clients} clients in {seconds:.0f} s; the first answer {first}, the last {alive}")
     for name, count in sorted(met.items()):
         print(f"    {name:28} {count:,}")
