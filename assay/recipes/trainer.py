@@ -42,14 +42,14 @@ from assay.guard.training_guards import (
     check_weights,
     stop_if_refuted,
 )
-from assay.learn import loop
-from assay.learn.cuda_graph import GraphedAccumulate
 from assay.learn.ema import Ema, split_ema_state
-from assay.learn.loop import Accumulate, Step, train
+from assay.learn.loop import Step, train
 from assay.learn.lr_schedule import Schedule
 from assay.learn.objectives import Objective
 from assay.learn.optim import largest_quotient, load_state_tensors, state_tensors
 from assay.model.transformer import Transformer
+from assay.model.world import World
+from assay.recipes.processes import accumulate_together
 from assay.recipes.run import Run, plain
 from assay.recipes.starting_model import TrainedWeights
 from assay.store.checkpoint import Checkpoint, Contents
@@ -75,13 +75,13 @@ class Trainer:
 
     def __init__(self, run: Run, weights: TrainedWeights, optimizer: torch.optim.Optimizer, objective: Objective, schedule: Schedule, *,
                  micro: int, clip: float, saves: SavePlan, order: Order | PackedExamples | None = None, vocab: int | None = None,
-                 ema: Ema | None = None, steps_before: int = 0, steady: bool = True):
+                 ema: Ema | None = None, steps_before: int = 0, steady: bool = True, world: World | None = None):
         self.run, self.weights, self.model, self.optimizer, self.objective = run, weights, weights.model, optimizer, objective
         self.schedule, self.micro, self.clip, self.saves, self.order = schedule, micro, clip, saves, order
         self.ema, self.steps_before, self.steady = ema, steps_before, steady
         self.watch = StepWatch([group["lr"] for group in optimizer.param_groups], schedule.multiplier, vocab=vocab, steady=steady)
         self.device = str(self.model.embed.weight.device)
-        self.accumulate: Accumulate = GraphedAccumulate() if self.device.startswith("cuda") else loop.accumulated
+        self.accumulate = accumulate_together(world, run.config.shards, self.model, objective, self.device)
         self.start = self.done = 0  # steps taken before this sitting, and in all
         self.saved: int | None = None  # the step of the newest checkpoint
         self._saved_at = 0.0  # seconds of the run
