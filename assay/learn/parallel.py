@@ -7,6 +7,7 @@ processes there are, and not of what another process remembers from the step bef
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,8 @@ from assay.learn.loop import Accumulate, Accumulated
 from assay.learn.objectives import Objective
 from assay.model.transformer import Transformer
 from assay.model.world import World
+
+Digests = Callable[[nn.Module], dict[str, str]]  # of every tensor, by name
 
 
 class ShardSum(NamedTuple):
@@ -55,9 +58,13 @@ class ParallelAccumulate:
         return share.hand_back(total)
 
 
-def answer_calls(world: World, inner: Accumulate, model: Transformer, objective: Objective) -> None:
+def answer_calls(world: World, inner: Accumulate, model: Transformer, objective: Objective, digests: Digests) -> None:
     """What every process but the first does until the run ends."""
     for call in world.calls():
+        if call.get("digests"):
+            send_weights(world, model)
+            world.reply(digests(model))
+            continue
         model.compute_dtype = getattr(torch, call["compute"]) if call["compute"] else None
         model.train(call["training"])
         send_weights(world, model)
@@ -65,6 +72,13 @@ def answer_calls(world: World, inner: Accumulate, model: Transformer, objective:
         Share(inner, world, call["shards"], model, objective, call["micro"], call["weight"]).total(batch)
         for parameter in model.parameters():
             parameter.grad = None
+
+
+def replica_digests(world: World, model: Transformer, digests: Digests) -> list[dict[str, str]]:
+    """What every process holds, by rank, once it was sent the weights of this moment. Asked in process 0."""
+    world.announce({"digests": True})
+    send_weights(world, model)
+    return [digests(model), *world.replies()]
 
 
 class Share:

@@ -68,6 +68,16 @@ class World:
                 return
             yield call
 
+    def reply(self, value: Any) -> None:
+        self._store.set(f"reply {self.rank}", json.dumps(value))
+
+    def replies(self) -> list[Any]:
+        """Of all others, in order of rank."""
+        found = [json.loads(self._store.get(f"reply {rank}")) for rank in range(1, self.size)]
+        for rank in range(1, self.size):
+            self._store.delete_key(f"reply {rank}")
+        return found
+
     def _next(self, key: str) -> bytes:
         beats, heard = -1, time.monotonic()
         while True:

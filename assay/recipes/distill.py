@@ -242,12 +242,13 @@ def preflight_distill(trainer: Trainer, lessons: Lessons, start: StartingModel) 
     asked = [] if teacher is None or teacher.model is None else [teacher.model]
     with uncompiled():
         if teacher is None:
-            of_loss = loss_preflight.preflight_loss(trainer.model, trainer.objective, shown, trainer.accumulate)
+            of_loss = loss_preflight.preflight_loss(trainer.model, trainer.objective, shown, trainer.accumulate_alone)
         else:
             of_loss = guard.preflight_distillation(trainer.model, teacher.objective, shown, teacher.blend, teacher=teacher.model,
-                                      accumulate=trainer.accumulate, tokenizers=(start.tokenizer.digest, teacher.tokenizer),
+                                      accumulate=trainer.accumulate_alone, tokenizers=(start.tokenizer.digest, teacher.tokenizer),
                                       reachable=trainer.weights.reachable())
         return [check_detectors(), *of_loss, *trainer.check_precision(batch, found, *asked), *trainer.check_reach(found),
+                *trainer.check_world(lessons.batch(0)),
                 *lessons.data.audit(start)]
 
 # ---------------------------------------------------------------- what is told of it

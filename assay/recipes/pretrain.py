@@ -157,8 +157,9 @@ def preflight_pretrain(trainer: Trainer, data: CorpusData) -> list[Verdict]:
     batch = trainer.first_micro_batch(data.order.batch(0))
     found = trainer.gradients(batch)
     with uncompiled():
-        return [check_detectors(), *preflight_loss(trainer.model, trainer.objective, sample_rows(batch), trainer.accumulate),
-                *trainer.check_precision(batch, found), *trainer.check_reach(found), *data.audit()]
+        return [check_detectors(), *preflight_loss(trainer.model, trainer.objective, sample_rows(batch), trainer.accumulate_alone),
+                *trainer.check_precision(batch, found), *trainer.check_reach(found), *trainer.check_world(data.order.batch(0)),
+                *data.audit()]
 
 
 def whole_model(model: Transformer, tokenizer: Tokenizer, *, averaged: bool) -> WholeModel:

@@ -1,24 +1,34 @@
 """Processes of one run: started by `--gpus`, joined as torchrun's variables say, and what those do that do not run the recipe."""
 
+import math
 import os
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
+from torch import Tensor
+
+from assay.data.batch import Batch
 from assay.errors import UsageError
+from assay.guard.loss_preflight import loss_gradients
+from assay.guard.training_guards import check_replicas, parameter_digests
 from assay.learn import loop
 from assay.learn.cuda_graph import GraphedAccumulate
 from assay.learn.loop import Accumulate
 from assay.learn.objectives import Objective
-from assay.learn.parallel import ParallelAccumulate, answer_calls
+from assay.learn.parallel import ParallelAccumulate, answer_calls, replica_digests
 from assay.model.transformer import Transformer
 from assay.model.world import World, join_world
 from assay.outcome import RunOutcome
+from assay.verdict import Verdict, proven, refuted
 
+PARITY = 1e-2  # of the gradient's norm; sums of bf16 products in another order differ by 1e-3, a share left out by 0.1 or more
 GRACE = 30.0  # seconds that the others have to end once process 0 has
 
 
@@ -52,8 +62,35 @@ def accumulate_together(world: World | None, shards: int, model: Transformer, ob
 def follow(world: World, model: Transformer, objective: Objective, folder: str) -> RunOutcome:
     """What every process but the first does: compute what it is asked for until the run ends."""
     with world:
-        answer_calls(world, accumulate_on(world.device), model, objective)
+        answer_calls(world, accumulate_on(world.device), model, objective, parameter_digests)
     return RunOutcome(Path(folder), followed=True)
+
+
+def check_processes(accumulate: Accumulate) -> list[Verdict]:
+    """Whether all processes hold the same tensors, those that are frozen too; nothing where there is one process."""
+    if not isinstance(accumulate, ParallelAccumulate) or accumulate.world.size == 1:
+        return []
+    return [check_replicas(replica_digests(accumulate.world, accumulate.model, parameter_digests))]
+
+
+def check_world_parity(accumulate: Accumulate, batch: Batch, micro: int) -> list[Verdict]:
+    """Whether the processes together make of a batch what one alone makes of it: nothing is divided twice, left out or summed in part."""
+    if not isinstance(accumulate, ParallelAccumulate):
+        return []
+    weight = float(batch.weight.sum())
+    (together, summed), (alone, plain) = (
+        loss_gradients(accumulate.model, partial(_loss_of, compute, accumulate.model, accumulate.objective, batch, micro, weight),
+                       backward=False) for compute in (accumulate, accumulate.inner))
+    scale = max(1e-30, math.sqrt(sum(float(gradient.float().square().sum()) for gradient in plain.values())))
+    apart = math.sqrt(sum(float((summed[name].float() - gradient.float()).square().sum()) for name, gradient in plain.items())) / scale
+    words = (f"gradients of {accumulate.world.size} processes and {accumulate.shards} shards, and of one process, differ by {apart:.1e} of "
+             f"their norm, bound {PARITY:.0e}; losses {together:.6f} and {alone:.6f}")
+    close = apart <= PARITY and abs(together - alone) <= PARITY * max(1.0, abs(alone)) and summed.keys() == plain.keys()
+    return [(proven if close else refuted)("world_parity", words, apart=apart, shards=accumulate.shards)]
+
+
+def _loss_of(compute: Accumulate, *given: Any) -> Tensor:
+    return compute(*given).loss
 
 
 def launch_processes(words: Sequence[str], count: int) -> int:

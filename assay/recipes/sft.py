@@ -124,8 +124,9 @@ def preflight_sft(trainer: Trainer, data: Conversations, start: StartingModel) -
     batch = trainer.first_micro_batch(data.batch(0))
     found = trainer.gradients(batch)
     with uncompiled():
-        return [check_detectors(), *preflight_loss(trainer.model, trainer.objective, sample_rows(batch), trainer.accumulate),
-                *trainer.check_precision(batch, found), *trainer.check_reach(found), *data.audit(start)]
+        return [check_detectors(), *preflight_loss(trainer.model, trainer.objective, sample_rows(batch), trainer.accumulate_alone),
+                *trainer.check_precision(batch, found), *trainer.check_reach(found),
+                *trainer.check_world(data.batch(0)), *data.audit(start)]
 
 
 @torch.no_grad()

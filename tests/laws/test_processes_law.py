@@ -2,6 +2,8 @@
 
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from assay.errors import GuardStop
+from assay.errors import AssayError, GuardStop
 from assay.learn import parallel
 from assay.model.world import World
 from assay.outcome import RunOutcome
@@ -61,6 +63,8 @@ def compute_together(recipe: Recipe, count: int) -> list[int]:
             except GuardStop as stop:
                 print(stop)
                 code = stop.exit_code
+            except AssayError as error:
+                print(error, file=sys.stderr, flush=True)
             finally:
                 os._exit(code)
         children.append(child)
@@ -91,7 +95,7 @@ def recipes(home: Path, out: Path) -> dict[str, Recipe]:
 def test_any_number_of_processes_gives_the_same_bits(name: str, home: Path, tmp_path: Path):
     recipes(home, tmp_path / "1")[name]()
     alone = digests(tmp_path / "1")
-    for count in (2, 3) if name.startswith("sft") else (2,):
+    for count in (3, 4) if name == "sft" else (2,):
         assert compute_together(recipes(home, tmp_path / str(count))[name], count) == [0] * count
         assert digests(tmp_path / str(count)) == alone
 
@@ -148,3 +152,60 @@ def test_one_process_and_one_shard_are_a_plain_accumulation():
 
     model = tiny_model("llama")
     assert accumulate_together(World(0, 1, "cpu"), 1, model, sft.next_token, "cpu") is accumulate_on("cpu")
+
+
+def test_gradients_that_are_divided_twice_are_stopped_before_step_1(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    right = parallel.ShardSum.plus
+    monkeypatch.setattr(parallel.ShardSum, "plus", lambda self, other: (both := right(self, other))._replace(gradients=both.gradients / 2))
+    with pytest.raises(GuardStop, match="world_parity"):
+        recipes(home, tmp_path / "run")["sft"]()
+
+
+def test_a_process_with_other_frozen_weights_is_stopped(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    right = sft.load_start
+
+    def load_another(*given: Any) -> Any:
+        start = right(*given)
+        if os.environ.get("RANK") == "1":
+            with torch.no_grad():
+                next(p for p in start.model.parameters() if not p.requires_grad).mul_(1.0001)
+        return start
+
+    monkeypatch.setattr(sft, "load_start", load_another)
+    assert compute_together(recipes(home, tmp_path / "run")["sft, LoRA"], 2)[0] == GuardStop.exit_code
+
+
+def test_a_process_that_dies_ends_the_run_in_a_sentence_and_nothing_is_lost(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                                             capfd: pytest.CaptureFixture[str]):
+    right = parallel.rows_of
+    calls = []
+
+    def die(*given: Any) -> Any:
+        calls.append(0)
+        if os.environ.get("RANK") == "1" and len(calls) > 8:
+            os._exit(77)
+        return right(*given)
+
+    recipes(home, tmp_path / "alone")["sft"]()
+    with monkeypatch.context() as patch:
+        patch.setattr(parallel, "rows_of", die)
+        codes = compute_together(recipes(home, tmp_path / "run")["sft"], 2)
+    assert codes == [99, 77]  # 99: an error that is no guard's
+    assert "another process died" in capfd.readouterr().err
+    recipes(home, tmp_path / "run")["sft"]()
+    assert digests(tmp_path / "run") == digests(tmp_path / "alone")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launch", [["-m", "assay"], ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "assay"]])
+def test_the_command_starts_its_processes_or_is_started_by_torchrun(launch: list[str], home: Path, tmp_path: Path):
+    words = ["sft", "--model", str(home / "base"), "--data", str(home / "learned.jsonl"), "--max-length", "32", "--batch-tokens", "256",
+             "--num-train-epochs", "2", "--max-steps", "5", "--held-out", "0.1", "--learning-rate", "3e-3", "--device", "cpu",
+             "--micro-batch-tokens", "64", "--save-steps", "3", "--shards", "4", "--out", str(tmp_path / "run")]
+    gpus = ["--gpus", "2"] if launch == ["-m", "assay"] else []
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    found = subprocess.run([sys.executable, *launch, *words, *gpus], capture_output=True, text=True, env=environment, timeout=300)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.count("2 processes compute 4 shards") == 1
+    recipes(home, tmp_path / "alone")["sft"]()
+    assert digests(tmp_path / "run") == digests(tmp_path / "alone")
