@@ -29,7 +29,7 @@ from assay.outcome import RunOutcome
 from assay.verdict import Verdict, proven, refuted
 
 PARITY = 1e-2  # of the gradient's norm; sums of bf16 products in another order differ by 1e-3, a share left out by 0.1 or more
-GRACE = 30.0  # seconds that the others have to end once process 0 has
+SECONDS_TO_END = 30.0  # seconds that the others have to end once process 0 has
 
 
 def join_processes(device: str | None, shards: int, say: Callable[[str], None]) -> tuple[World, Callable[[str], None]]:
@@ -124,7 +124,7 @@ def _exit_code(code: int) -> int:
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
     try:
-        process.wait(GRACE)
+        process.wait(SECONDS_TO_END)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
