@@ -178,8 +178,9 @@ def interpret_artifact(raw: RawArtifact, *, base: str | Path | None = None, to: 
                         notes=list(whole.stops.disagreements))
     config = config_from_hf(raw.fields, raw.tensors.keys(), str(raw.place.path / "config.json"))
     digest = _digest(raw)  # of what is then carried: each tensor is hashed before it travels
-    tensors = from_foreign(config, hf_layout(config), raw.tensors, str(raw.place.path), **({} if to is None else {
-        "moved": to.moved, "kept": to.kept}))
+    layout, where = hf_layout(config), str(raw.place.path)
+    tensors = from_foreign(config, layout, raw.tensors, where) if to is None else \
+        from_foreign(config, layout, raw.tensors, where, to.moved, to.kept)
     tokenizer = read_tokenizer(raw.place.path)
     stops = read_artifact_stops(tokenizer, raw.fields, raw.generation)
     return Artifact(raw, config, tensors, digest, tokenizer, stops, notes=list(stops.disagreements))

@@ -28,7 +28,7 @@ EXAMPLES = """  assay plan sft --model ./qwen3-8b --lora-r 16 --micro-batch-toke
   assay plan sft --model smollm2-135m --memory 16
   assay plan grpo --model ./qwen3-8b --lora-r 16 --prompts 16 --num-generations 8 --memory 80
   assay plan pretrain --corpus corpus --depth 12 --minutes 5"""
-RECIPES: dict[str, type[Sft] | type[Grpo] | type[Distill] | type[Pretrain]] = {
+PLANNED_RECIPES: dict[str, type[Sft] | type[Grpo] | type[Distill] | type[Pretrain]] = {
     "sft": Sft, "grpo": Grpo, "distill": Distill, "pretrain": Pretrain}
 # What a recipe requires and a plan does not ask about.
 UNASKED = {"sft": ("--data", "--out"), "distill": ("--data", "--out"), "grpo": ("--data", "--out", "--reward"), "pretrain": ("--out",)}
@@ -58,7 +58,7 @@ def planned(flags: FLAGS) -> tuple["MemoryPlan", str]:
 
     given = {word.partition("=")[0] for word in flags.options}
     filled = [word for name in UNASKED[flags.recipe] if name not in given and "--config" not in given for word in (name, "unasked")]
-    config = parse(RECIPES[flags.recipe], [*flags.options, *filled], prog=f"assay plan {flags.recipe}", config_file=True)
+    config = parse(PLANNED_RECIPES[flags.recipe], [*flags.options, *filled], prog=f"assay plan {flags.recipe}", config_file=True)
     device = config.device or ("cuda" if flags.memory is not None else default_device())
     if isinstance(config, Pretrain):
         from pathlib import Path
