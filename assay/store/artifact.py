@@ -18,6 +18,7 @@ from assay.errors import ArtifactError, UsageError
 from assay.model.families import config_from_hf, from_foreign, hf_layout
 from assay.model.lora import LoraLinear, attach
 from assay.model.patch import Patch, patched_tensors
+from assay.model.placement import require_device
 from assay.model.special_tokens import SpecialTokens, resolve_special_tokens
 from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import ModelConfig, Transformer
@@ -103,7 +104,7 @@ class Destination:
 
 def straight_to(device: str, held: Mapping[str, Tensor] | None = None) -> Destination | None:
     """A GPU, which has memory of its own; on a CPU a mapped file is where it shall be."""
-    return Destination(device, held or {}) if device.startswith("cuda") else None
+    return Destination(require_device(device), held or {}) if device.startswith("cuda") else None
 
 
 def open_artifact(path: str | Path, *, base: str | Path | None = None, to: Destination | None = None) -> Artifact:

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from assay.store.artifact import Destination, open_artifact
+from assay.errors import UsageError
+from assay.store.artifact import Destination, open_artifact, straight_to
 from assay.store.mapped_pages import carried_to, hashed_in_passing, release_pages
 from assay.store.safetensors_files import read_tensors, tensor_sha256, write_tensors
 from assay.testing.tiny_models import save_hf_folder, tiny_model
@@ -73,6 +74,12 @@ def test_pages_that_were_written_to_keep_what_was_written(file: Path):
     heap = torch.full((1 << 20,), 3.0)
     assert release_pages(heap) == 0
     assert bool((heap == 3).all())
+
+
+def test_a_device_that_is_not_here_is_refused_before_anything_is_opened(tmp_path: Path):
+    with pytest.raises(UsageError, match="torch sees"):
+        open_artifact(tmp_path, to=straight_to("cuda:77"))
+    assert straight_to("cpu") is None
 
 
 def test_what_lies_on_the_device_in_the_same_bits_is_shared(tmp_path: Path):
