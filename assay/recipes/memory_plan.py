@@ -32,7 +32,7 @@ NEAR = 0.10  # predicted and used agree to this share
 CERTAIN = 0.85  # of what is predicted: what no run was seen to do with less of, so that nothing sound is refused
 KEPT_CHECKPOINTS = 4  # the newest two, the best, and one that is being written
 MASTER = 4  # bytes of an fp32 number
-_PROMPT = 512  # tokens of the longest prompt, where no option bounds them
+_PROMPT = 512  # tokens of the longest prompt, where --max-prompt-length does not say it
 
 
 @dataclass(frozen=True)
@@ -266,13 +266,13 @@ def refuse_unfit(config: Trained, device: str) -> MemoryPlan | None:
         return None
     if config.model is None and config.from_ is None:
         return None  # which is refused, in its own words, by whoever opens it
-    found = plan_tuning(config, device)
-    require_fit(found, available, device)
-    return found
+    shortest = replace(config, max_prompt_length=config.max_prompt_length or 1) if isinstance(config, Grpo) else config
+    require_fit(plan_tuning(shortest, device), available, device)  # prompts that no option bounds may be short
+    return plan_tuning(config, device)
 
 
 def require_fit(found: MemoryPlan, available: int, device: str) -> None:
-    if CERTAIN * found.total <= available:
+    if CERTAIN * (found.total - found.parts["cache"]) <= available:  # a sampler takes fewer slots where there is less room
         return
     fitting = alternatives(found, available)
     instead = f"these would fit: {'; '.join(fitting)}" if fitting else "nothing that leaves the model as it is would fit"
