@@ -22,7 +22,7 @@ from assay.recipes.grpo_options import Grpo
 from assay.recipes.options import Distill, Pretrain, Trained, Tuning
 from assay.recipes.run import Run
 from assay.store import model_cache
-from assay.store.artifact import locate_artifact
+from assay.store.artifact import ArtifactPlace, locate_artifact
 from assay.store.ledger import Event
 from assay.store.safetensors_files import SAFETENSORS_DTYPES, folder_shards, inside, read_safetensors_header
 from assay.strict_json import read_json
@@ -171,13 +171,10 @@ def planned_model(name: str | Path) -> PlannedModel:
         return PlannedModel(config, dtype.itemsize * PlannedModel(config, 0).parameters)
     place = locate_artifact(path)
     if place.adapter:
-        fields = read_json(place.path / "adapter_config.json")
-        base = Path(str(fields.get("base_model_name_or_path")))
-        places = (model_cache.cached_model(str(base)), base, place.path / base)
-        found = next((one for one in places if one is not None and one.exists()), None)
-        if found is None:
-            raise UsageError(f"{place.path}: an adapter is planned with its base, and {base} is not here")
-        return replace(planned_model(found), rank=int(fields["r"]))
+        fields, base = read_json(place.path / "adapter_config.json"), _base_of(place)
+        if base is None:
+            raise UsageError(f"{place.path}: an adapter is planned with its base, and {fields.get('base_model_name_or_path')} is not here")
+        return replace(planned_model(base), rank=int(fields["r"]))
     if place.format.read is not None:
         raise UsageError(f"{place.path}: a plan is made from a folder; a {place.kind} file says its sizes only when it is opened. "
                          "Write it as a folder with assay export --to hf")
@@ -186,6 +183,12 @@ def planned_model(name: str | Path) -> PlannedModel:
     config = config_from_hf(read_json(place.path / "config.json"), entries.keys(), str(place.path / "config.json"))
     stored = sum(SAFETENSORS_DTYPES[entry.dtype].itemsize * math.prod(entry.shape) for entry in entries.values())
     return PlannedModel(config, stored)
+
+
+def _base_of(place: ArtifactPlace) -> Path | None:
+    named = Path(str(read_json(place.path / "adapter_config.json").get("base_model_name_or_path")))
+    places = (model_cache.cached_model(str(named)), named, place.path / named)
+    return next((one for one in places if one is not None and one.exists()), None)
 
 
 def planned_work(config: Tuning | Grpo, model: PlannedModel, device: str) -> PlannedWork:
@@ -261,11 +264,12 @@ def refuse_unfit(config: Trained, device: str) -> MemoryPlan | None:
 
     None where nothing bounds it, or where its sizes are only known once it is opened: grown by new tokens, or one file.
     """
-    available, name = device_memory(device), str(config.model or config.from_)
-    if available is None or not isinstance(config, Tuning | Grpo) or config.new_tokens or name.endswith((".gguf", ".assayz")):
+    available, name = device_memory(device), config.model or config.from_
+    if available is None or not isinstance(config, Tuning | Grpo) or config.new_tokens or name is None:
+        return None  # a run of no model is refused, in its own words, by whoever opens it
+    place = locate_artifact(name)
+    if place.format.read is not None or (place.adapter and _base_of(place) is None):
         return None
-    if config.model is None and config.from_ is None:
-        return None  # which is refused, in its own words, by whoever opens it
     shortest = replace(config, max_prompt_length=config.max_prompt_length or 1) if isinstance(config, Grpo) else config
     require_fit(plan_tuning(shortest, device), available, device)  # prompts that no option bounds may be short
     return plan_tuning(config, device)
