@@ -18,12 +18,13 @@ from tests.mutants import forked_runs, line_coverage, reference_runs
 from tests.mutants.forked_runs import Ended, ForkedRun
 from tests.mutants.reference_runs import REFERENCE_RUNS, ReferenceRun
 from tests.mutants.rules import Mutant, is_python, mutants_of
-from tests.mutants.sorting import Reference, left_in, sort_run, verdicts_in, volatile_keys
+from tests.mutants.sorting import Reference, Sorted, left_in, sort_run, verdicts_in, volatile_keys
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ("kernels", "model", "data", "learn", "generate", "reward", "store", "editing", "evaluation", "recipes", "statistics", "comparison")
 DECLARED = ("options.py", "__init__.py")  # defaults that a user sees: another default is another program, not a mistake in this one
 LIMIT = 60.0  # seconds of one run
+ELSEWHERE = 1  # other runs, the slowest first, that a silent mutant is shown to
 CLEAN = 3  # clean runs by which each reference is known
 
 
@@ -107,6 +108,10 @@ class Bench:
         used = {name for file in names.glob("*.txt") for name in file.read_text().splitlines()}
         forked_runs.preload(sorted(used - sys.modules.keys()))
         self.say(f"fixtures: {done.seconds:.0f} s")
+        for run in list(self.runs.values()):
+            if missing := [name for name in run.needs if not (self.fixtures / name).exists()]:
+                self.say(f"reference {run.name} is left out: {missing[0]} could not be made: {done.err.strip()[-400:]}")
+                del self.runs[run.name]
 
     def _make_references(self) -> None:
         """Each several times, from packages that differ by a comment, so that the digest of the code is known to differ; once traced."""
@@ -124,8 +129,10 @@ class Bench:
         def end(item: tuple[ReferenceRun, int], slot: Slot, forked: ForkedRun, ended: Ended) -> None:
             run, number = item
             if ended.code:
-                raise SystemExit(f"the reference run {run.name} ended with {ended.code}:\n{ended.out[-1500:]}\n{ended.err[-1500:]}")
-            if number < self.clean:
+                words = f"{ended.out.strip()[-600:]} {ended.err.strip()[-600:]}"
+                self.say(f"reference {run.name} is left out: it ended with {ended.code}: {words}")
+                self.runs.pop(run.name, None)
+            elif number < self.clean:
                 left = left_in(forked.folder, ended, run.said)
                 clean[run.name].append((left, verdicts_in(left, ended), ended.seconds))
             slot.restore("assay/__main__.py")
@@ -138,18 +145,21 @@ class Bench:
                 verdicts |= {check: outcome for check, outcome in said.items() if verdicts.get(check) in (None, "PROVEN")}
             fastest = min(seconds for _, _, seconds in clean[run.name])
             self.references[run.name] = Reference(lefts[0], verdicts, volatile_keys(lefts), fastest)
+            if broken := [file for file, key in self.references[run.name].volatile if key == "bytes" and not file.endswith(".json")]:
+                self.say(f"reference {run.name}: clean runs do not give the same bytes of {sorted(broken)}")
             self.reached[run.name] = _lines_reached(self.scratch / "coverage" / run.name)
             self.say(f"reference {run.name}: {self.references[run.name].seconds:.1f} s, "
                      f"{sum(map(len, self.reached[run.name].values()))} lines, {len(lefts[0])} files, "
                      f"{len(self.references[run.name].volatile)} keys that differ between clean runs")
 
     def runs_for(self, mutant: Mutant) -> list[str]:
-        """Runs that reach the mutant, the fastest first; of one outside functions, those that use the most of its file."""
+        """Runs that reach the mutant, the fastest first; of one outside functions, those that use the most of its file. Commands that only
+        print something, and so claim nothing proven, come last."""
         lines = {name: files.get(mutant.file, set()) for name, files in self.reached.items()}
         if not mutant.within:
-            return sorted((name for name in lines if lines[name]), key=lambda name: (-len(lines[name]), self.references[name].seconds))
+            return sorted((name for name in lines if lines[name]), key=lambda name: (self.runs[name].said, -len(lines[name])))
         found = [name for name in lines if lines[name] & set(range(mutant.line, mutant.last + 1))]
-        return sorted(found, key=lambda name: self.references[name].seconds)
+        return sorted(found, key=lambda name: (self.runs[name].said, self.references[name].seconds))
 
 
 def _lines_reached(folder: Path) -> dict[str, set[int]]:
@@ -251,6 +261,8 @@ def run_mutants(bench: Bench, mutants: Iterator[Mutant], results: Path, *, until
     done = {json.loads(line)["id"] for line in results.read_text().splitlines()} if results.exists() else set()
     count = 0
     tried: dict[str, list[str]] = {}
+    silent: dict[str, tuple[str, Sorted]] = {}
+    elsewhere: dict[str, dict[str, str]] = {}
 
     def forked(mutant: Mutant, slot: Slot, name: str) -> ForkedRun:
         tried.setdefault(mutant.id, []).append(name)
@@ -269,12 +281,20 @@ def run_mutants(bench: Bench, mutants: Iterator[Mutant], results: Path, *, until
         name = tried[mutant.id][-1]
         found = sort_run(bench.references[name], left_in(run.folder, ended, bench.runs[name].said), ended)
         others = [one for one in bench.runs_for(mutant) if one not in tried[mutant.id]]
-        if found.kind == "equivalent" and others and len(tried[mutant.id]) < tries:
+        if found.kind == "equivalent" and mutant.id not in silent and others and len(tried[mutant.id]) < tries:
             return forked(mutant, slot, others[0])
+        if mutant.id in silent:
+            elsewhere.setdefault(mutant.id, {})[name] = f"{found.kind} {found.check}".strip()
+        elif found.kind == "silent":
+            silent[mutant.id] = (name, found)
+        if mutant.id in silent and len(elsewhere.get(mutant.id, {})) < ELSEWHERE and others:
+            return forked(mutant, slot, max(others, key=lambda one: (not bench.runs[one].said, bench.references[one].seconds)))
+        name, found = silent.get(mutant.id, (name, found))
         slot.restore(mutant.file)
         room = mutant.file.split("/")[1]
         row = {"id": mutant.id, "room": room, "file": mutant.file, "line": mutant.line, "rule": mutant.rule, "before": mutant.before[:300],
-               "after": mutant.after[:300], "run": name, "runs": len(tried[mutant.id]), "seconds": round(ended.seconds, 2), **asdict(found)}
+               "after": mutant.after[:300], "run": name, "runs": len(tried[mutant.id]), "seconds": round(ended.seconds, 2),
+               **asdict(found), "elsewhere": elsewhere.get(mutant.id, {})}
         with open(results, "a") as file:
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
         count += 1

@@ -55,10 +55,13 @@ class Ended:
 
 def preload(names: Iterable[str] = ALWAYS) -> None:
     """What is not installed here is missing in every run alike."""
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     for name in names:
         if name.partition(".")[0] not in ("assay", "tests", "__main__", "sitecustomize"):
             with contextlib.suppress(Exception):  # a module that cannot be imported alone is imported by whoever needs it
                 importlib.import_module(name)
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
 
 
 def start(run: ForkedRun) -> int:

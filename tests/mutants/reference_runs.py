@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,22 +63,18 @@ def make_fixtures(home: Path, needed: set[str]) -> None:
     from assay.testing.tiny_models import save_adapter, save_model, tiny_model
     from assay.zoo.ttt_faults import repetitive_texts
 
+    os.chdir(home)
     save_model(home / "base", tiny_model("llama"))
     _write_sums(home)
     write_lines(home / "chants.jsonl", [{"text": text} for text in repetitive_texts(6)])
-    if "adapter" in needed:
-        save_adapter(home / "adapter", home / "base")
-    if needed & {"corpus", "words"}:
-        _make_corpus(home)
-    if "lore" in needed:
-        _make_lore(home)
-    os.chdir(home)
-    if needed & {"taught", "after"}:
-        _teach(home)
-    if "before" in needed:
-        _evaluate()
-    if "run" in needed:
-        _interrupt()
+    makers = {"adapter": lambda: save_adapter(home / "adapter", home / "base"), "corpus": lambda: _make_corpus(home),
+              "lore": lambda: _make_lore(home), "taught": lambda: _teach(home), "before": _evaluate, "run": _interrupt}
+    for name, make in makers.items():
+        if name in needed:
+            try:
+                make()
+            except Exception:  # runs that need it are left out, and that is said
+                traceback.print_exc()
 
 
 def _make_corpus(home: Path) -> None:

@@ -17,6 +17,7 @@ IGNORED = (".html", ".png", ".svg", ".log", ".lock", ".yaml", ".py")
 RECORDS = ("ledger.jsonl", "manifest.json", "hallmark.json", "quarantine.json", "trainer.json")
 OUTCOMES = ("PROVEN", "UNPROVEN", "REFUTED")  # the worse, the later
 VERDICT = re.compile(r"\b(PROVEN|REFUTED|UNPROVEN)\s+([a-z@][\w@ ]*?):")
+CLOCK = re.compile(r"\bseconds\b|_seconds\b|^[a-z ]+\.(seq|time|self|previous)=")  # clean runs may agree on these by chance
 SHOWN = 3  # differences that are kept of each mutant
 Left = dict[str, dict[str, Any]]
 
@@ -100,7 +101,7 @@ def differences(reference: Left, left: Left, volatile: set[tuple[str, str]]) -> 
     for name in sorted(reference.keys() | left.keys()):
         one, two = reference.get(name, {}), left.get(name, {})
         keys = [key for key in sorted(one.keys() | two.keys())
-                if one.get(key) != two.get(key) and (_file_pattern(name), pattern(key)) not in volatile]
+                if one.get(key) != two.get(key) and not CLOCK.search(key) and (_file_pattern(name), pattern(key)) not in volatile]
         meaning = _meaning(name)
         found[meaning] += [f"{name} {key}: {_short(one.get(key))} → {_short(two.get(key))}" for key in keys[:2]]
     return found

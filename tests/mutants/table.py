@@ -96,7 +96,8 @@ def _clean(rows: list[Row]) -> str:
 def _listed(rows: list[Row], kind: str) -> str:
     found = sorted((row for row in rows if row["kind"] == kind), key=lambda row: (row["file"], row["line"]))
     lines = ["\n".join([f"{row['file']}:{row['line']} [{row['id']}] {row['rule']} ({row['run']})", f"    {_one_line(row['before'])}",
-                        f"  → {_one_line(row['after'])}", *(f"    {text}" for text in row["changed"][:2])]) for row in found]
+                        f"  → {_one_line(row['after'])}", *(f"    {text}" for text in row["changed"][:2]),
+                        *(f"    in {run}: {kind}" for run, kind in row.get("elsewhere", {}).items())]) for row in found]
     return "\n".join([f"every mutant of kind {kind} ({len(found)})", *lines])
 
 
