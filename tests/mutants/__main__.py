@@ -8,6 +8,7 @@ Slow, resumable (what results/mutants.jsonl has is not run again) and determinis
 import argparse
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -41,6 +42,7 @@ def options() -> argparse.Namespace:
 
 def main() -> None:
     chosen = options()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that nothing is left behind
     until = None if chosen.minutes is None else time.monotonic() + 60 * chosen.minutes - 20
     if not chosen.only_table:
         scratch = Path(tempfile.mkdtemp(prefix="assay-mutants-"))

@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from tests.mutants import line_coverage
 
@@ -78,17 +78,19 @@ def start(run: ForkedRun) -> int:
         libc.prctl(SUBREAPER, 1, 0, 0, 0)
         libc.prctl(DEATH_SIGNAL, int(signal.SIGTERM), 0, 0, 0)
         _keep(run)
-    except KeyboardInterrupt:
-        pass
     except BaseException:
         traceback.print_exc()
     finally:
+        _leave()
+
+
+def _leave(*_: object) -> NoReturn:
+    """With all that was started. Nothing is raised: what this process would unwind is the campaign's own."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
         _end_descendants()
+    finally:
         os._exit(0)
-
-
-def _leave(_: int, __: object) -> None:
-    raise KeyboardInterrupt
 
 
 def ended(run: ForkedRun) -> Ended:
