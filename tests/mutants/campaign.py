@@ -266,7 +266,7 @@ def run_mutants(bench: Bench, mutants: Iterator[Mutant], results: Path, *, until
 
     def forked(mutant: Mutant, slot: Slot, name: str) -> ForkedRun:
         tried.setdefault(mutant.id, []).append(name)
-        limit = max(LIMIT / 2, min(LIMIT * 2, 10 * bench.references[name].seconds))
+        limit = max(LIMIT / 3, min(LIMIT * 2, 10 * bench.references[name].seconds))
         return ForkedRun(bench.runs[name].words, slot.work(bench.runs[name], bench.fixtures), slot.code, limit)
 
     def begin(mutant: Mutant, slot: Slot) -> ForkedRun | None:
