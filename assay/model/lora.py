@@ -114,7 +114,7 @@ def low_rank_output(x: Tensor, width: int, ranges: Sequence[tuple[int, int, floa
         done = stop
     if done < width:
         found.append(x.new_zeros(()).expand(*x.shape[:-1], width - done))
-    return torch.cat(found, -1)
+    return torch.cat(found, -1) if len(found) > 1 else found[0]
 
 
 def lora_sites(config: ModelConfig) -> dict[str, LoraSite]:

@@ -359,7 +359,8 @@ class Transformer(nn.Module):
         kernel_takes = half and c.fused_attention  # the kernels of variable length
         layout = layout_of(tokens_BT, documents, positions, set(c.windows), starts if kernel_takes else None)
         x_BTD = F.embedding(tokens_BT, self.embed.weight)
-        if self.position is not None:
+        if self.position is not None:  # added up in the wider of both dtypes
+            x_BTD = x_BTD.to(torch.promote_types(x_BTD.dtype, self.compute_dtype or x_BTD.dtype))
             x_BTD = x_BTD + F.embedding(layout.positions, self.position.weight)
         x_BTD = x_BTD.to(self.compute_dtype or x_BTD.dtype)
         if c.embedding_scale is not None:
