@@ -130,7 +130,7 @@ def check_isolation(model: Transformer, batch: Batch) -> Verdict:
     leak = float((before - after).norm() / before.norm())
     allowed = 0.0 if model.config.experts is None else _bound(model)  # an expert's products are rounded by how many tokens it has
     if not leak <= allowed:
-        return refuted("isolation", f"changing one packed document moves another's states by {leak:.1e} (relative): packing leaks", leak=leak)
+        return refuted("isolation", f"changing one packed document moves another's states by {leak:.1e}: packing leaks", leak=leak)
     words = "bit for bit" if leak == 0 else f"as they are, but for {leak:.1e} (relative) of rounding in its experts, bound {allowed:.0e}"
     return proven("isolation", f"changing one packed document leaves the other's states {words}")
 
