@@ -245,6 +245,8 @@ def _qwen2_features(fields: ConfigFields, common: Mapping[str, Any]) -> dict[str
 
 def _gemma_features(fields: ConfigFields, common: Mapping[str, Any]) -> dict[str, Any]:
     fields.read.add("hidden_act")  # an older name, which nobody reads where the newer one stands
+    if fields.maybe("sliding_window_size") not in (None, fields.fields.get("sliding_window")):
+        raise UsageError(f"{fields.where}: sliding_window and sliding_window_size differ; keep the one that is meant")
     scalar = float(fields.need("query_pre_attn_scalar", (int, float)))
     return {
         "activation": _activation(fields, "hidden_activation", {"gelu_pytorch_tanh": "gelu_tanh"}), "post_norms": True,
@@ -301,6 +303,7 @@ def _granite_features(fields: ConfigFields, common: Mapping[str, Any]) -> dict[s
 
 def _smollm3_features(fields: ConfigFields, common: Mapping[str, Any]) -> dict[str, Any]:
     depth, every = common["depth"], fields.maybe("no_rope_layer_interval") or 4
+    fields.read.add("pretraining_tp")  # how it was trained; its class does not look at it
     turned = fields.maybe("no_rope_layers", list) or [int((layer + 1) % every != 0) for layer in range(depth)]
     if len(turned) < depth or set(turned) - {0, 1}:
         raise UsageError(f"{fields.where}: no_rope_layers {turned} does not say 0 or 1 for each of {depth} layers")

@@ -54,6 +54,29 @@ def test_harmless_fields_are_let_through():
     assert config_from_hf(fields(**extra), [], "config.json") == tiny_config("llama")
 
 
+@pytest.mark.parametrize(("family", "published"), [
+    ("smollm3", {"pretraining_tp": 2, "max_window_layers": 28}),
+    ("gemma2", {"sliding_window_size": 20, "cache_implementation": "hybrid"}),
+    ("gemma3_text", {"_sliding_window_pattern": 6, "use_bidirectional_attention": False}),
+    ("phi3", {"auto_map": {"AutoConfig": "configuration_phi3.Phi3Config", "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM",
+                           "AutoTokenizer": "Xenova/gpt-4o"}, "full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False}),
+    ("gpt_oss", {"experts_per_token": 2, "initial_context_length": 4096}), ("qwen2_moe", {"sliding_window": 0, "max_window_layers": 21})])
+def test_configs_open_as_their_families_publish_them(family, published):
+    assert config_from_hf(fields(family, **published), [] if tiny_config(family).tied else ["lm_head.weight"], "c") == tiny_config(family)
+
+
+@pytest.mark.parametrize(("config", "names"), [
+    (fields("phi3", auto_map={"AutoModelForCausalLM": "modeling_other.Other"}), "auto_map"),
+    (fields("gemma2", sliding_window_size=21), "sliding_window_size"), (without("final_logit_softcapping", "gemma2"), "softcapping"),
+    (fields("gemma3_text", attn_logit_softcapping=50.0), "gemma3_text has none"),
+    (without("norm_topk_prob", "qwen3_moe"), "norm_topk_prob"),
+    (fields("qwen3_moe", use_sliding_window=True), "use_sliding_window"), (without("residual_multiplier", "granite"), "residual_multiplier"),
+    (fields(model_type="mamba"), "those that are: gpt2, llama, .*gpt_oss")])
+def test_what_a_family_leaves_open_is_refused_by_name(config, names):
+    with pytest.raises(UsageError, match=names):
+        config_from_hf(config, ["lm_head.weight"], "config.json")
+
+
 def test_a_silent_config_is_settled_by_the_tensors():
     assert config_from_hf(without("tie_word_embeddings"), ["lm_head.weight"], "c").tied is False
     assert config_from_hf(without("tie_word_embeddings"), [], "c").tied is True
