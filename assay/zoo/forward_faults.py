@@ -278,7 +278,8 @@ def sinks_dropped(model: Transformer, layer: int) -> None:
 
 
 def mixture(model: Transformer, layer: int) -> Mixture:
-    found = block(model, layer).mlp
+    """The layer's, or the next one's where it has a plain MLP."""
+    found = block(model, layer if model.config.mixture_at(layer) else layer + 1).mlp
     assert isinstance(found, Mixture)
     return found
 

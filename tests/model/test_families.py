@@ -70,7 +70,8 @@ def test_configs_open_as_their_families_publish_them(family, published):
     (fields("gemma2", sliding_window_size=21), "sliding_window_size"), (without("final_logit_softcapping", "gemma2"), "softcapping"),
     (fields("gemma3_text", attn_logit_softcapping=50.0), "gemma3_text has none"),
     (without("norm_topk_prob", "qwen3_moe"), "norm_topk_prob"),
-    (fields("qwen3_moe", use_sliding_window=True), "use_sliding_window"), (without("residual_multiplier", "granite"), "residual_multiplier"),
+    (fields("qwen3_moe", use_sliding_window=True), "use_sliding_window"),
+    (without("residual_multiplier", "granite"), "residual_multiplier"),
     (fields(model_type="mamba"), "those that are: gpt2, llama, .*gpt_oss")])
 def test_what_a_family_leaves_open_is_refused_by_name(config, names):
     with pytest.raises(UsageError, match=names):
