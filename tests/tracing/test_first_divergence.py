@@ -37,8 +37,9 @@ def named_rightly(name: str, layer: int) -> bool:
     found = compare_passes(reference_run(planting.family),
                            RUNNERS[planting.way](broken_model(planting.family, breaks=planting.breaks, layer=layer)), torch.float32)
     first = found.first
+    everywhere = name in IN_EVERY_LAYER or name in OF_THE_CONFIG
     return first is not None and first.site.name in planting.right and first.site.layer in (
-        (None,) if planting.right[0] in ("embedding", "final norm", "logits") else (0,) if name in (*IN_EVERY_LAYER, *OF_THE_CONFIG) else (layer,))
+        (None,) if planting.right[0] in ("embedding", "final norm", "logits") else (0,) if everywhere else (layer,))
 
 
 def test_planted_faults_are_found_where_they_are():
