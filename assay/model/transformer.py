@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -310,6 +310,9 @@ class Mixture(nn.Module):
 
 
 class Block(nn.Module):
+    attn_norm: Any  # a norm, as `mlp_norm`; None where the model has none there
+    mlp_norm: Any
+
     def __init__(self, c: ModelConfig, layer: int):
         super().__init__()
         self.attn_norm, self.mlp_norm = (make_norm(c) if c.pre_norms else None for _ in range(2))

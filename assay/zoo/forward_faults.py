@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from assay.editing.block_hooks import block
 from assay.kernels.rotary import rotate
@@ -235,8 +235,10 @@ def in_the_config(name: str, right: str, family: str, row: str, change: Callable
 in_the_config("Gemma's window off by one", "scores", "gemma3_text", "L12",
               lambda c: {"windows": tuple(window and window + 1 for window in c.windows)})
 in_the_config("local layers turned as global ones are", "query", "gemma3_text", "L14", lambda c: {"local_rope": None})
-in_the_config("YaRN's attention factor missed", "query", "yarn", "L13", lambda c: {"rope": replace(c.rope, attention_factor=None)})
-in_the_config("LongRoPE's attention factor missed", "query", "phi3", "L13", lambda c: {"rope": replace(c.rope, attention_factor=None)})
+in_the_config("YaRN's attention factor missed", "query", "yarn", "L13",
+              lambda c: {"rope": replace(cast(Rope, c.rope), attention_factor=None)})
+in_the_config("LongRoPE's attention factor missed", "query", "phi3", "L13",
+              lambda c: {"rope": replace(cast(Rope, c.rope), attention_factor=None)})
 in_the_config("positions in a layer that has none", "query", "smollm3", "L13", lambda c: {"unrotated": ()})
 in_the_config("scale of logits left out", "logits", "granite", "L12", lambda c: {"logit_scale": None})
 in_the_config("embedding not scaled", "embedding", "granite", "L12", lambda c: {"embedding_scale": None})
@@ -293,7 +295,7 @@ forward_fault("shares of experts made whole", "mixed", family="qwen2_moe", rows=
 forward_fault("experts' activation not clamped", "mixed", family="gpt_oss", rows=("L12",))(
     lambda model, layer: setattr(mixture(model, layer), "rule", replace(mixture(model, layer).rule, clamp=1e9)))
 forward_fault("shared expert without its gate", "mixed", family="qwen2_moe", rows=("L12",))(
-    lambda model, layer: put_forward(mixture(model, layer).shared_gate, lambda x: x[..., :1] * 0 + 30))
+    lambda model, layer: put_forward(cast(nn.Module, mixture(model, layer).shared_gate), lambda x: x[..., :1] * 0 + 30))
 
 # ---------------------------------------------------------------- cache and batch
 
