@@ -39,6 +39,7 @@ from assay.recipes.teachers import (
     make_student,
     open_teacher_model,
 )
+from assay.recipes.time_spent import TimeSpent
 from assay.recipes.trainer import SavePlan, Trainer
 from assay.statistics.estimate import Estimate, ratio
 from assay.store.artifact import build_model, open_artifact
@@ -54,6 +55,7 @@ def distill(config: Distill, say: Callable[[str], None] = print_line) -> RunOutc
     What is minimised is what an evaluation scores and what the best checkpoint is chosen by: the blend of teacher and text, or, where the
     teacher writes the text, next-token loss.
     """
+    spent = TimeSpent()
     refuse_unclear_distill(config)
     refuse_nonsense(config)
     device = config.device or default_device()
@@ -69,7 +71,7 @@ def distill(config: Distill, say: Callable[[str], None] = print_line) -> RunOutc
     objective = next_token if teacher is None else teacher.objective
     lessons = Lessons(data, teacher, config.how)
 
-    with open_run(config, say, device) as run:
+    with open_run(config, say, device, spent) as run:
         trainer = Trainer(run, start.weights, optimizer, objective, schedule, micro=micro, clip=config.max_grad_norm, order=data.order,
                           saves=SavePlan(every, data.last_step, config.save_minutes), steps_before=start.steps_before)
         evaluator = HeldOutEvaluator(run, partial(lessons.score, rows=micro, count=config.eval_examples), device=device,

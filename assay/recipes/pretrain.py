@@ -33,6 +33,7 @@ from assay.recipes.options import Pretrain
 from assay.recipes.run import Run, open_run, print_line
 from assay.recipes.size_limit import require_room, write_squeezed
 from assay.recipes.starting_model import Ancestry, WholeModel
+from assay.recipes.time_spent import TimeSpent
 from assay.recipes.trainer import SavePlan, Trainer
 from assay.store.ledger import Event
 from assay.store.saving import Lineage
@@ -77,6 +78,7 @@ class CorpusData:
 
 def pretrain(config: Pretrain, say: Callable[[str], None] = print_line) -> RunOutcome:
     """An interrupted run hands nothing over; the same command goes on with it."""
+    spent = TimeSpent()
     corpus = open_corpus(Path(config.corpus))
     assert_disjoint(corpus)
     plan = derived(config, corpus)
@@ -95,7 +97,7 @@ def pretrain(config: Pretrain, say: Callable[[str], None] = print_line) -> RunOu
     ema = Ema(model, config.ema) if config.ema else None
     scored_set = None if ema is None else "ema"
 
-    with open_run(config, say, plan.device) as run:
+    with open_run(config, say, plan.device, spent) as run:
         weights = whole_model(model, tokenizer, averaged=ema is not None)
         trainer = Trainer(run, weights, optimizer, next_token, schedule, micro=plan.micro, clip=config.max_grad_norm, order=data.order,
                           ema=ema,

@@ -20,8 +20,10 @@ from typing import Any
 from assay.errors import ArtifactError, AssayError, GuardStop, UsageError
 from assay.guard.proof import Prover
 from assay.guard.proof_subject import DEFAULT_SAMPLING, ProofSampling
+from assay.guard.proving_process import PROVING_PROCESSES
 from assay.guard.resume_checks import check_kept_checkpoints, check_newest_checkpoint, check_own_checkpoint
 from assay.guard.training_guards import stop_if_refuted
+from assay.recipes.time_spent import TimeSpent
 from assay.store import durable
 from assay.store.checkpoint import Checkpoint, Contents, delete_old_checkpoints, latest_checkpoint, step_folder, step_folders
 from assay.store.ledger import Event, Ledger, read_chain
@@ -79,7 +81,8 @@ def _round_up(steps: float) -> int:
 class Run:
     """One execution of a recipe. `kept` is how many checkpoints stay besides the best; `probing` is how its proofs sample texts."""
 
-    def __init__(self, folder: Path, config: Any, *, kept: int = 2, say: Callable[[str], None], probing: ProofSampling = DEFAULT_SAMPLING):
+    def __init__(self, folder: Path, config: Any, *, kept: int = 2, say: Callable[[str], None], probing: ProofSampling = DEFAULT_SAMPLING,
+                 spent: TimeSpent | None = None):
         self.folder, self.config, self.kept, self.say = folder, config, kept, say
         self.checkpoints = folder / "checkpoints"
         self.interrupted: int | None = None
@@ -90,8 +93,10 @@ class Run:
         self._retired: list[Path] = []  # likewise
         self._kept: list[tuple[Verdict, bool]] = []  # likewise, of what had to stay, and whether all of it is there
         self._saver, self._prover, self.probing = BackgroundSaver(), Prover(), probing
-        self.save_cost = SaveCost()
+        self.save_cost, self.spent = SaveCost(), spent or TimeSpent()
+        self.spent.phase("preflight")
         self._looping = True  # until `end_loop`
+        self.headroom = 0  # bytes of the GPU that the run will still take: a proof leaves them free
         self._judged_often = 0
         durable.require_outside_checkpoints(folder / "config.yaml")
         durable.make_folder(folder)
@@ -184,7 +189,7 @@ class Run:
             self._saved.append(written)
             if not self._prover.busy:
                 self._retire(best, needed)
-            self._prover.start(written.folder, against=against, probing=self.probing, beside=self._looping)
+            self._prover.start(written.folder, against=against, probing=self.probing, beside=self._looping, headroom=self.headroom)
 
         self._saver.wait()
         self._write_down_saved()
@@ -210,6 +215,7 @@ class Run:
     def end_loop(self, steps: int) -> None:
         """After so many steps of this sitting: what saving cost is written down, and proofs may take more of the machine from here on."""
         self._looping = False
+        self.spent.phase("proving")
         cost = self.save_cost
         self.ledger.append(Event.SAVING, seconds=cost.seconds, checkpoints=cost.times, loop=cost.loop)
         if (advice := cost.advice(steps)) is not None:
@@ -217,7 +223,8 @@ class Run:
 
     def finish(self) -> None:
         """Wait for the last save and its proof."""
-        self._saver.close()
+        with self.spent.part("saving"):
+            self._saver.close()
         self._write_down_saved()
         self._write_down_retired()
         self._judge_proofs(self._prover.close())
@@ -273,13 +280,17 @@ class Run:
     @contextlib.contextmanager
     def sitting(self) -> Iterator[None]:
         """Around everything: what ends the run early is written down, once what was begun beside it is done."""
-        try:
-            yield
-        except AssayError as error:
-            self._stopped(error)
-            raise
-        finally:
-            self.ledger.close()
+        with PROVING_PROCESSES.keeping():
+            self._prover.start_early(self.probing.device)
+            try:
+                yield
+            except AssayError as error:
+                self._stopped(error)
+                raise
+            finally:
+                self.ledger.append(Event.TIME, seconds=self.spent.so_far())
+                self.say(self.spent.sentence())
+                self.ledger.close()
 
     def _stopped(self, error: AssayError) -> None:
         for wait in (self._saver.close, self._write_down_saved, self._write_down_retired, lambda: self._judge_proofs(self._prover.close())):
@@ -326,9 +337,9 @@ class Run:
 
 
 @contextlib.contextmanager
-def open_run(config: Any, say: Callable[[str], None], device: str) -> Iterator[Run]:
-    """The run in --out, begun or gone on with. A request that is refused before this leaves no folder."""
-    run = Run(Path(config.out), config, say=say, probing=ProofSampling(config.probe_samples, device))
+def open_run(config: Any, say: Callable[[str], None], device: str, spent: TimeSpent | None = None) -> Iterator[Run]:
+    """The run in --out, begun or gone on with. A request that is refused before this leaves no folder. `spent` counts from its start."""
+    run = Run(Path(config.out), config, say=say, probing=ProofSampling(config.probe_samples, device), spent=spent)
     with run.sitting():
         yield run
 

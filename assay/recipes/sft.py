@@ -23,6 +23,7 @@ from assay.recipes.hand_over import SAME_LOSS, hand_over, write_down
 from assay.recipes.options import Sft, Tuning
 from assay.recipes.run import open_run, print_line
 from assay.recipes.starting_model import AdapterModel, StartingModel, carry_moments, load_start
+from assay.recipes.time_spent import TimeSpent
 from assay.recipes.trainer import SavePlan, Trainer
 from assay.store.artifact import build_model
 from assay.store.checkpoint import open_checkpoint
@@ -33,6 +34,7 @@ from assay.verdict import Verdict, proven, refuted, unproven
 
 def sft(config: Sft, say: Callable[[str], None] = print_line) -> RunOutcome:
     """An interrupted run hands nothing over; the same command goes on with it."""
+    spent = TimeSpent()
     refuse_nonsense(config)
     device = config.device or default_device()
     start = load_start(config, device, say)
@@ -43,7 +45,7 @@ def sft(config: Sft, say: Callable[[str], None] = print_line) -> RunOutcome:
     optimizer = tuning_optimizer(config, start)
     for line in describe_tuning(config, start, data, optimizer.param_groups[0]["lr"], device):
         say(line)
-    with open_run(config, say, device) as run:
+    with open_run(config, say, device, spent) as run:
         trainer = Trainer(run, start.weights, optimizer, next_token, schedule, micro=micro, clip=config.max_grad_norm, order=data.order,
                           saves=SavePlan(every, data.last_step, config.save_minutes), steps_before=start.steps_before)
         watched = data.held_out_batches(micro, config.eval_examples)

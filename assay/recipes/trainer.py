@@ -118,7 +118,8 @@ class Trainer:
     def gradients(self, batch: Batch) -> Gradients:
         """Of one micro-batch that goes through as all of the run's will: what is compiled and captured for it serves them too."""
         whole = len(batch), float(batch.weight.sum())
-        return loss_gradients(self.model, lambda: self.accumulate(self.model, self.objective, batch, *whole).loss, backward=False)
+        with self.run.spent.part("compile" if self.device.startswith("cuda") else "preflight"):
+            return loss_gradients(self.model, lambda: self.accumulate(self.model, self.objective, batch, *whole).loss, backward=False)
 
     def check_precision(self, batch: Batch, found: Gradients, *others: Transformer) -> list[Verdict]:
         """Where the run computes in less than fp32, that what it makes of a batch is near what fp32 makes of it."""
@@ -134,6 +135,7 @@ class Trainer:
         self._account = UpdateAccount(self.model, self.weights.reachable())
         self.run.log(Event.DATA, **facts, windows=parts, from_step=self.done)
         self.run.save_cost.begin()
+        self.run.spent.phase("steps")
         self.watch.begin()
 
     # ---------------------------------------------------------------- the loop
@@ -216,9 +218,15 @@ class Trainer:
             self.saved, self._saved_at = self.done, self.schedule.clock.seconds
             bound = None if self.weights.ancestry.largest is None else self._reach(self.weights.ancestry.largest)
             lineage = self.weights.ancestry.lineage(moved=moved and self.done > 0, bound=bound)
-            with self.run.save_cost.saving():
+            self.run.headroom = self._moments_to_come()
+            with self.run.save_cost.saving(), self.run.spent.part("saving"):
                 self.run.save(self.done, self._contents(facts, lineage), best=best)
         self.watch.begin()
+
+    def _moments_to_come(self) -> int:
+        """Bytes that the first step will take for the optimizer's moments."""
+        trained = sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
+        return 0 if self.done else 8 * trained + (4 * trained if self.ema is not None else 0)
 
     def _contents(self, facts: Mapping[str, Any], lineage: Lineage) -> Contents:
         """Live tensors: the save copies them before the loop goes on."""

@@ -175,6 +175,9 @@ class WhenAsked:
     def busy(self) -> bool:
         return bool(self.pending)
 
+    def start_early(self, device: str) -> None:
+        pass
+
     def start(self, folder: Path, **options) -> None:
         self.pending.append((folder, options))
 

@@ -1,0 +1,135 @@
+"""Kept artifacts: what a proving process has opened and may use again while its files are untouched: a parent, or an adapter's base.
+
+Nothing of the artifact that is being proven is ever kept: its bytes are read anew for each proof.
+"""
+
+import os
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from assay.model.patch import LowRank, Patch
+from assay.model.transformer import Transformer
+from assay.store.artifact import Artifact, build_model, locate_artifact, open_artifact
+
+MOST_KEPT = 2  # artifacts: a parent and a base
+SPARE = 8  # one in so many bytes of a GPU is left free
+MOST_HOST_BYTES = 4 << 30  # of a kept model; the tensors of its files are mapped, and cost nothing
+WORKSPACE = 1 << 30  # bytes of a GPU that a proof takes beside its models
+
+FileStamps = tuple[tuple[str, int, int, int, int], ...]
+
+
+@dataclass
+class PlacedArtifact:
+    """An artifact as it was read, and what was made of it on a device."""
+
+    read: Artifact
+    stamps: FileStamps = ()
+    proofs: int = 0  # that have used it
+    _placed: dict[str, Artifact] = field(default_factory=dict)
+    _models: dict[str, Transformer] = field(default_factory=dict)
+
+    def on(self, device: str) -> Artifact:
+        if device == "cpu":
+            return self.read
+        if device not in self._placed:
+            self._placed[device] = replace(self.read, tensors={name: tensor.to(device) for name, tensor in self.read.tensors.items()})
+        return self._placed[device]
+
+    def model(self, device: str) -> Transformer:
+        if device not in self._models:
+            self._models[device] = build_model(self.on(device)).to(device)
+        return self._models[device]
+
+    def leave(self, device: str) -> None:
+        """Its memory there is given back once nobody else holds it."""
+        self._placed.pop(device, None)
+        self._models.pop(device, None)
+
+
+class KeptArtifacts:
+    """Whole models alone: an adapter is small, and opened anew on the base that is kept."""
+
+    def __init__(self, most: int = MOST_KEPT) -> None:
+        self.most = most
+        self._kept: list[PlacedArtifact] = []
+        self.reused: list[Path] = []  # by the proof under way, though an earlier one opened them
+
+    def open(self, path: str | Path, base: str | Path | None = None) -> Artifact:
+        """As `open_artifact`. One that was opened before, and whose files are the same files since, is not read again."""
+        place = locate_artifact(path)
+        if place.adapter:
+            return open_artifact(path, base=base, opened=self.open)
+        stamps = file_stamps(place.path)
+        for kept in self._kept:
+            if kept.read.path == place.path and kept.stamps == stamps:
+                if kept.proofs and place.path not in self.reused:
+                    self.reused.append(place.path)
+                return kept.read
+        artifact = open_artifact(path, base=base)
+        self._kept = [kept for kept in self._kept if kept.read.path != place.path]
+        if stamps == file_stamps(place.path):
+            self._kept.append(PlacedArtifact(artifact, stamps))
+        return artifact
+
+    def place(self, artifact: Artifact) -> PlacedArtifact:
+        """The kept one, if this is it."""
+        return next((kept for kept in self._kept if kept.read is artifact), None) or PlacedArtifact(artifact)
+
+    def begin(self) -> None:
+        self.reused = []
+
+    def end(self) -> None:
+        """After a proof: the oldest go, and on a GPU nothing stays that another program may need."""
+        self._kept = self._kept[-self.most:]
+        for kept in self._kept:
+            kept.proofs += 1
+            if fp32_bytes(kept.read.tensors) > MOST_HOST_BYTES:
+                kept.leave("cpu")
+        if torch.cuda.is_initialized():
+            free, total = torch.cuda.mem_get_info()
+            if free < total // 4:
+                for kept in self._kept:
+                    kept.leave("cuda")
+            torch.cuda.empty_cache()
+
+
+def file_stamps(path: Path) -> FileStamps:
+    """Name, size, times and inode of every file of a model."""
+    files = [path] if path.is_file() else sorted(child for child in path.iterdir() if child.is_file())
+    found = [(file.name, os.stat(file)) for file in files]
+    return tuple((name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino) for name, stat in found)
+
+
+def place_adapter(artifact: Artifact, base: PlacedArtifact, device: str) -> Artifact:
+    """The adapter on a device, over the tensors that its base has there."""
+    if device == "cpu" or artifact.patch is None:
+        return artifact
+    placed = base.on(device)
+    return replace(artifact, tensors=placed.tensors, patch=_patch_on(artifact.patch, device), base=placed)
+
+
+def _patch_on(patch: Patch, device: str) -> Patch:
+    def moved(part: LowRank) -> LowRank:
+        return replace(part, left=part.left.to(device), right=part.right.to(device))
+
+    return replace(patch, low_rank={name: tuple(map(moved, parts)) for name, parts in patch.low_rank.items()},
+                   replaced={name: tensor.to(device) for name, tensor in patch.replaced.items()})
+
+
+def proof_device(asked: str, needed: int, headroom: int = 0) -> tuple[str, str | None]:
+    """Where a proof runs: on the GPU it may use, if so many bytes are free there beside what the run still needs; else here, and why."""
+    if asked == "cpu":
+        return "cpu", None
+    free, total = torch.cuda.mem_get_info(asked)
+    if free - needed - headroom >= total // SPARE:
+        return asked, None
+    return "cpu", (f"proven on the CPU: {needed / 2**30:.1f} GiB are needed on {asked}, {free / 2**30:.1f} of {total / 2**30:.0f} GiB are "
+                   f"free, and the run may take {(headroom + total // SPARE) / 2**30:.1f} of them")
+
+
+def fp32_bytes(tensors: dict[str, Tensor]) -> int:
+    return 4 * sum(tensor.numel() for tensor in tensors.values())
