@@ -5,6 +5,7 @@ verdict for every check. A check that crashes is refuted, not forgotten. `prove_
 hallmark.json where everything required is PROVEN, quarantine.json otherwise. `Prover` does so beside a training loop.
 """
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -280,11 +281,12 @@ def main() -> None:
 
 def _warm_up(device: list[str], requests: "queue.SimpleQueue[bytes]") -> None:
     """What the first proof would wait for, as long as nobody waits."""
-    if device and device[0] != "cpu":
-        torch.ones(8, 8, device=device[0]).mm(torch.ones(8, 8, device=device[0]))
-    for name in ("transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama", "peft") if device else ():
-        if requests.empty() and importlib.util.find_spec(name.partition(".")[0]) is not None:
-            importlib.import_module(name)
+    with contextlib.suppress(ImportError, RuntimeError):  # what fails here fails the proof, in its own words
+        if device and device[0] != "cpu":
+            torch.ones(8, 8, device=device[0]).mm(torch.ones(8, 8, device=device[0]))
+        for name in ("transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama", "peft") if device else ():
+            if requests.empty() and importlib.util.find_spec(name.partition(".")[0]) is not None:
+                importlib.import_module(name)
 
 
 def _answer(line: bytes, kept: KeptArtifacts) -> dict[str, Any]:
