@@ -22,7 +22,14 @@ from assay.learn.objectives import next_token
 from assay.model.placement import default_device, uncompiled
 from assay.model.transformer import Transformer
 from assay.outcome import RunOutcome
-from assay.recipes.conversations import NEVER, Conversations, describe_tuning, held_out_batches, load_conversations, refuse_nonsense
+from assay.recipes.conversations import (
+    Conversations,
+    describe_tuning,
+    evaluated_every,
+    held_out_batches,
+    load_conversations,
+    refuse_nonsense,
+)
 from assay.recipes.evaluator import EarlyStopping, HeldOutEvaluator, stopping_rule
 from assay.recipes.hand_over import hand_over, void_if_refuted, write_down
 from assay.recipes.options import Distill
@@ -61,7 +68,7 @@ def distill(config: Distill, say: Callable[[str], None] = print_line) -> RunOutc
     device = config.device or default_device()
     start = load_start(with_student(config, say), device, say)
     data = load_lessons(config, start, device, say)
-    schedule, every, micro = tuning_schedule(config, data), config.save_steps or NEVER, micro_rows(config, data)
+    schedule, every, micro = tuning_schedule(config, data), evaluated_every(config.save_steps), micro_rows(config, data)
     rule = stopping_rule(config.early_stopping_patience, config.early_stopping_threshold, schedule=config.lr_scheduler_type,
                          steps=data.steps, every=every)
     optimizer = tuning_optimizer(config, start)
@@ -73,7 +80,8 @@ def distill(config: Distill, say: Callable[[str], None] = print_line) -> RunOutc
 
     with open_run(config, say, device, spent) as run:
         trainer = Trainer(run, start.weights, optimizer, objective, schedule, micro=micro, clip=config.max_grad_norm, order=data.order,
-                          saves=SavePlan(every, data.last_step, config.save_minutes), steps_before=start.steps_before)
+                          saves=SavePlan(every, data.last_step, config.save_minutes, paced=config.save_steps is None),
+                          steps_before=start.steps_before)
         evaluator = HeldOutEvaluator(run, partial(lessons.score, rows=micro, count=config.eval_examples), device=device,
                                      repeats_from=data.repeats_from, scale=None if teacher is None else NATS)
         early = EarlyStopping(run, evaluator.history, rule, every)
@@ -115,6 +123,8 @@ def distill(config: Distill, say: Callable[[str], None] = print_line) -> RunOutc
                     trainer.record(step, epoch=data.epoch_of(step.index), supervised_tokens=step.weight)
                     if trainer.save_due():
                         save(evaluated=True)
+                    elif trainer.extra_save_due():
+                        save(evaluated=False)
             if teacher is not None and (frozen := teacher.unmoved()):
                 run.judge(Event.TEACHER_UNMOVED, frozen)
             trainer.end_loop()

@@ -51,6 +51,8 @@ class _Plan:
     lr: float
     device: str
 
+PRETRAINING_EVALUATED_EVERY = 500  # steps, where no --save-steps is given
+
 
 @dataclass(frozen=True)
 class CorpusData:
@@ -85,8 +87,9 @@ def pretrain(config: Pretrain, say: Callable[[str], None] = print_line) -> RunOu
     data = CorpusData(corpus, Order(corpus, config.seed, plan.rows, config.max_length, config.num_train_epochs))
     data.order.require(plan.steps or 1)  # refused before anything is made, where the data does not suffice
     schedule = Schedule(Budget(plan.steps, config.minutes, config.lr_scheduler_type, config.warmup_steps, config.decay_ratio))
+    every = config.save_steps or PRETRAINING_EVALUATED_EVERY
     rule = stopping_rule(config.early_stopping_patience, config.early_stopping_threshold, schedule=config.lr_scheduler_type,
-                         steps=plan.steps, every=config.save_steps)
+                         steps=plan.steps, every=every)
     tokenizer = Tokenizer.from_folder(Path(config.corpus))
     model = place_for_training(initialised(plan.model, config.seed), plan.device, recompute=config.gradient_checkpointing)
     for line in describe_pretraining(config, plan, corpus, parameter_count(model)):
@@ -101,10 +104,10 @@ def pretrain(config: Pretrain, say: Callable[[str], None] = print_line) -> RunOu
         weights = whole_model(model, tokenizer, averaged=ema is not None)
         trainer = Trainer(run, weights, optimizer, next_token, schedule, micro=plan.micro, clip=config.max_grad_norm, order=data.order,
                           ema=ema,
-                          saves=SavePlan(config.save_steps, data.order.steps), vocab=plan.model.vocab)
+                          saves=SavePlan(every, data.order.steps, paced=config.save_steps is None), vocab=plan.model.vocab)
         some = partial(score_corpus, corpus=corpus, rows=plan.micro, length=config.max_length, count=config.eval_documents)
         evaluator = HeldOutEvaluator(run, some, device=plan.device, repeats_from=data.order.windows // plan.rows)
-        early = EarlyStopping(run, evaluator.history, rule, config.save_steps)
+        early = EarlyStopping(run, evaluator.history, rule, every)
 
         def save(*, evaluate: bool) -> None:
             """What is saved is what was evaluated. What moved and what did not is accounted for first."""
@@ -131,6 +134,8 @@ def pretrain(config: Pretrain, say: Callable[[str], None] = print_line) -> RunOu
                     trainer.record(step, epoch=data.order.epoch_of(step.index))
                     if trainer.save_due():
                         save(evaluate=True)
+                    elif trainer.extra_save_due():
+                        save(evaluate=False)
             trainer.end_loop()
             if run.interrupted is not None and trainer.saved != trainer.done:
                 save(evaluate=False)  # the uninterrupted run would not have been evaluated here

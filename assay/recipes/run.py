@@ -23,6 +23,7 @@ from assay.guard.proof_subject import DEFAULT_SAMPLING, ProofSampling
 from assay.guard.proving_process import PROVING_PROCESSES
 from assay.guard.resume_checks import check_kept_checkpoints, check_newest_checkpoint, check_own_checkpoint
 from assay.guard.training_guards import stop_if_refuted
+from assay.recipes.save_pace import LITTLE
 from assay.recipes.time_spent import TimeSpent
 from assay.store import durable
 from assay.store.checkpoint import Checkpoint, Contents, delete_old_checkpoints, latest_checkpoint, step_folder, step_folders
@@ -32,7 +33,6 @@ from assay.strict_json import parse_yaml, read_json_lines, read_small_file
 from assay.verdict import Outcome, Verdict, overall, without_optional
 
 TELL_EVERY = 5.0  # seconds
-LITTLE = 0.02  # of the loop's time: what saving may cost
 WORTH_SAYING = 60.0  # seconds of loop; shorter ones say nothing of how it would go on
 FEW = 3  # checkpoints: the first and the last come anyway
 WRITTEN_EVERY = 50  # judgements of a step or rollout between two that are written down while they prove
@@ -48,13 +48,14 @@ class SaveCost:
         self.begin()
 
     def begin(self) -> None:
-        self.seconds, self.times, self._began = 0.0, 0, time.monotonic()
+        self.seconds, self.times, self.latest, self._began = 0.0, 0, 0.0, time.monotonic()
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
         began = time.monotonic()
         yield
-        self.seconds += time.monotonic() - began
+        self.latest = time.monotonic() - began
+        self.seconds += self.latest
         self.times += 1
 
     @property
@@ -194,7 +195,7 @@ class Run:
         self._saver.wait()
         self._write_down_saved()
         self.ledger.append(Event.SAVE, step=step, checkpoint=where.name)
-        self._saver.save(where, contents, after=after)
+        self._saver.save(where, contents, after=after, headroom=self.headroom)
         return where
 
     def check(self) -> None:

@@ -17,7 +17,7 @@ from assay.learn.objectives import Objective, next_token
 from assay.learn.optim import adamw
 from assay.model.placement import default_device, place_for_training, uncompiled
 from assay.outcome import RunOutcome
-from assay.recipes.conversations import NEVER, Conversations, describe_tuning, load_conversations, refuse_nonsense
+from assay.recipes.conversations import Conversations, describe_tuning, evaluated_every, load_conversations, refuse_nonsense
 from assay.recipes.evaluator import EarlyStopping, HeldOutEvaluator, stopping_rule
 from assay.recipes.hand_over import SAME_LOSS, hand_over, write_down
 from assay.recipes.options import Sft, Tuning
@@ -39,7 +39,7 @@ def sft(config: Sft, say: Callable[[str], None] = print_line) -> RunOutcome:
     device = config.device or default_device()
     start = load_start(config, device, say)
     data = load_conversations(config, start)
-    schedule, every, micro = tuning_schedule(config, data), config.save_steps or NEVER, micro_rows(config, data)
+    schedule, every, micro = tuning_schedule(config, data), evaluated_every(config.save_steps), micro_rows(config, data)
     rule = stopping_rule(config.early_stopping_patience, config.early_stopping_threshold, schedule=config.lr_scheduler_type,
                          steps=data.steps, every=every)
     optimizer = tuning_optimizer(config, start)
@@ -47,7 +47,8 @@ def sft(config: Sft, say: Callable[[str], None] = print_line) -> RunOutcome:
         say(line)
     with open_run(config, say, device, spent) as run:
         trainer = Trainer(run, start.weights, optimizer, next_token, schedule, micro=micro, clip=config.max_grad_norm, order=data.order,
-                          saves=SavePlan(every, data.last_step, config.save_minutes), steps_before=start.steps_before)
+                          saves=SavePlan(every, data.last_step, config.save_minutes, paced=config.save_steps is None),
+                          steps_before=start.steps_before)
         watched = data.held_out_batches(micro, config.eval_examples)
         evaluator = HeldOutEvaluator(run, partial(score_examples, batches=watched, rows=micro), device=device,
                                      repeats_from=data.repeats_from)
@@ -83,6 +84,8 @@ def sft(config: Sft, say: Callable[[str], None] = print_line) -> RunOutcome:
                     trainer.record(step, epoch=data.epoch_of(step.index), supervised_tokens=step.weight)
                     if trainer.save_due():
                         save(evaluate=True)
+                    elif trainer.extra_save_due():
+                        save(evaluate=False)
             trainer.end_loop()
             if run.interrupted is not None and trainer.saved != trainer.done:
                 save(evaluate=False)  # the uninterrupted run would not have been evaluated here
