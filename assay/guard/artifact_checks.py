@@ -9,7 +9,7 @@ from assay.model.gguf_tokenizer import HARD
 from assay.model.probe_logits import compute_probe_logits, probe_distance, share_of_change
 from assay.model.tokenizer import Tokenizer
 from assay.store.artifact import Artifact, build_model, merged_tensors
-from assay.store.digests import recorded_tensors, tensor_digests, tensor_facts
+from assay.store.digests import recorded_tensors, tensor_facts
 from assay.store.peft import config_with
 from assay.verdict import Verdict, proven, refuted, unproven
 
@@ -37,7 +37,7 @@ def check_loaded(subject: ProofSubject) -> Verdict:
     if names := sorted(expected.keys() ^ found.keys()):
         return refuted("loaded", f"{len(names)} parameters or tensors have no counterpart: {', '.join(names[:3])}",
                        tensors=names)
-    live = tensor_digests({name: found[name].detach().to(dtype) for name, (dtype, _) in expected.items()})
+    live = subject.live_digests()
     wrong = sorted(name for name, (_, sha256) in expected.items() if live[name] != sha256)
     if wrong:
         return refuted("loaded", f"{len(wrong)} parameter(s) of the live model are not what the files hold: "

@@ -65,11 +65,12 @@ def check_consumer(subject: ProofSubject) -> Verdict:
     name = "peft" if subject.raw.place.adapter else "transformers"
     with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):  # their progress bars and advice
         warnings.simplefilter("ignore")
-        model, problems = _load_with_peft(subject.artifact) if subject.raw.place.adapter else _load_with_transformers(subject.artifact)
+        model, problems = _load_with_peft(subject) if subject.raw.place.adapter else _load_with_transformers(subject.artifact)
     if problems:
         return refuted("consumer", f"{name} does not load it whole: {'; '.join(problems)}", problems=problems)
     tokens, ids = probe_inputs(subject.artifact.config.vocab, subject.artifact.config.max_length)
     error = probe_distance(_consumer_answers(model, tokens, ids, subject.device), subject.answers)
+    _give_base_back(subject, model)
     words = f"through {name} the answers differ by {error:.1e} (relative), bound {SAME_WEIGHTS:.0e}"
     if not error <= SAME_WEIGHTS:
         return refuted("consumer", f"{words}: {name} makes another model of these files", error=str(error), bound=SAME_WEIGHTS)
@@ -220,11 +221,19 @@ def _load_with_transformers(artifact: Artifact) -> tuple[torch.nn.Module, list[s
     return model.eval(), problems
 
 
-def _load_with_peft(artifact: Artifact) -> tuple[torch.nn.Module, list[str]]:
+def _load_with_peft(subject: ProofSubject) -> tuple[torch.nn.Module, list[str]]:
     import peft
 
+    artifact, problems = subject.artifact, list[str]()
     assert artifact.base is not None
-    base, problems = _load_with_transformers(artifact.base)
+    assert subject.read.base is not None
+
+    def load(of: Artifact = artifact.base) -> torch.nn.Module:
+        model, found = _load_with_transformers(of)
+        problems.extend(found)
+        return model.to(subject.device)
+
+    base = subject.kept.place(subject.read.base).lend_consumer(subject.device, load)
     if artifact.config.vocab != artifact.base.config.vocab:
         cast(Any, base).resize_token_embeddings(artifact.config.vocab)
     with warnings.catch_warnings(record=True) as caught:
@@ -232,6 +241,15 @@ def _load_with_peft(artifact: Artifact) -> tuple[torch.nn.Module, list[str]]:
         model = peft.PeftModel.from_pretrained(base, str(artifact.path))
     problems += [str(w.message).split("\n")[0][:160] for w in caught if "missing" in str(w.message) or "unexpected" in str(w.message)]
     return model.eval(), problems
+
+
+def _give_base_back(subject: ProofSubject, model: torch.nn.Module) -> None:
+    """On a GPU the base that transformers loaded serves the next adapter, once this one is taken off it."""
+    artifact = subject.read
+    if artifact.base is not None and subject.device != "cpu" and artifact.config.vocab == artifact.base.config.vocab:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            subject.kept.place(artifact.base).take_back(subject.device, cast(Any, model).unload())
 
 
 PROMPT_NAMES = ("chat-greeting", "chat-explain", "short-colour", "reasoning-order", "code-function", "other-sea", "other-soup",

@@ -3,19 +3,29 @@
 Nothing of the artifact that is being proven is ever kept: its bytes are read anew for each proof.
 """
 
+import contextlib
+import fcntl
 import os
+import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from assay.generate.sampler_weights import fingerprint
 from assay.model.patch import LowRank, Patch
 from assay.model.transformer import Transformer
 from assay.store.artifact import Artifact, build_model, locate_artifact, open_artifact
+from assay.store.digests import tensor_digests
+from assay.store.safetensors_files import tensor_bytes
 
 MOST_KEPT = 2  # artifacts: a parent and a base
-SPARE = 8  # one in so many bytes of a GPU is left free
+MUCH_OF_GPU = 16  # one in so many bytes of a GPU is much for one proof of several
+SPARE_OF_GPU = 8  # one in so many bytes of a GPU is left free
 MOST_HOST_BYTES = 4 << 30  # of a kept model; the tensors of its files are mapped, and cost nothing
 WORKSPACE = 1 << 30  # bytes of a GPU that a proof takes beside its models
 
@@ -31,6 +41,9 @@ class PlacedArtifact:
     proofs: int = 0  # that have used it
     _placed: dict[str, Artifact] = field(default_factory=dict)
     _models: dict[str, Transformer] = field(default_factory=dict)
+    _live: dict[str, tuple[str, dict[str, str]]] = field(default_factory=dict)  # fingerprint and digests of a model's parameters
+    _consumers: dict[str, nn.Module] = field(default_factory=dict)  # another library's models of it
+    _lent: dict[str, str] = field(default_factory=dict)  # the fingerprints of those when they were loaded
 
     def on(self, device: str) -> Artifact:
         if device == "cpu":
@@ -44,10 +57,50 @@ class PlacedArtifact:
             self._models[device] = build_model(self.on(device)).to(device)
         return self._models[device]
 
+    @cached_property
+    def digests(self) -> dict[str, str]:
+        """name → sha256 of the tensors as they were read."""
+        return tensor_digests(self.read.tensors)
+
+    def live_digests(self, device: str) -> dict[str, str]:
+        """name → sha256 of the model's parameters there, each as its file's dtype holds it. Hashed again unless no bit has changed."""
+        model = self.model(device)
+        mark = fingerprint(model)
+        if self._live.get(device, ("",))[0] != mark:
+            stored = {name: parameter.detach().to(self.read.tensors[name].dtype) for name, parameter in model.named_parameters()}
+            self._live[device] = mark, tensor_digests(stored)
+        return self._live[device][1]
+
+    def lend_consumer(self, device: str, load: Callable[[], nn.Module]) -> nn.Module:
+        """Another library's model of it, for `take_back`; on a GPU the one that was lent before, if it came back as it was."""
+        model = self._consumers.pop(device, None)
+        if model is None:
+            model = load()
+            self._lent[device] = "" if device == "cpu" else fingerprint(model)
+        return model
+
+    def take_back(self, device: str, model: nn.Module) -> None:
+        """One that is not what was lent, or is elsewhere, is not kept."""
+        there = all(parameter.device.type == torch.device(device).type for parameter in model.parameters())
+        if device != "cpu" and there and fingerprint(model) == self._lent[device]:
+            self._consumers[device] = model
+
+    def bytes_on(self, device: str) -> int:
+        """What it takes there now."""
+        models = [where[device] for where in (self._models, self._consumers) if device in where]
+        tensors = [tensor for model in models for tensor in model.parameters()]
+        tensors += self._placed[device].tensors.values() if device in self._placed else []
+        return sum({tensor.data_ptr(): tensor_bytes(tensor) for tensor in tensors}.values())
+
     def leave(self, device: str) -> None:
         """Its memory there is given back once nobody else holds it."""
-        self._placed.pop(device, None)
-        self._models.pop(device, None)
+        made: tuple[dict[str, Any], ...] = (self._placed, self._models, self._live, self._consumers, self._lent)
+        for kept in made:
+            kept.pop(device, None)
+
+    @property
+    def devices(self) -> set[str]:
+        return self._placed.keys() | self._models.keys() | self._consumers.keys()
 
 
 class KeptArtifacts:
@@ -79,6 +132,9 @@ class KeptArtifacts:
         """The kept one, if this is it."""
         return next((kept for kept in self._kept if kept.read is artifact), None) or PlacedArtifact(artifact)
 
+    def bytes_on(self, device: str) -> int:
+        return sum(kept.bytes_on(device) for kept in self._kept)
+
     def begin(self) -> None:
         self.reused = []
 
@@ -91,9 +147,10 @@ class KeptArtifacts:
                 kept.leave("cpu")
         if torch.cuda.is_initialized():
             free, total = torch.cuda.mem_get_info()
-            if free < total // 4:
+            if free < total // SPARE_OF_GPU:
                 for kept in self._kept:
-                    kept.leave("cuda")
+                    for device in kept.devices - {"cpu"}:
+                        kept.leave(device)
             torch.cuda.empty_cache()
 
 
@@ -125,10 +182,21 @@ def proof_device(asked: str, needed: int, headroom: int = 0) -> tuple[str, str |
     if asked == "cpu":
         return "cpu", None
     free, total = torch.cuda.mem_get_info(asked)
-    if free - needed - headroom >= total // SPARE:
+    if free - needed - headroom >= total // SPARE_OF_GPU:
         return asked, None
     return "cpu", (f"proven on the CPU: {needed / 2**30:.1f} GiB are needed on {asked}, {free / 2**30:.1f} of {total / 2**30:.0f} GiB are "
-                   f"free, and the run may take {(headroom + total // SPARE) / 2**30:.1f} of them")
+                   f"free, and the run may take {(headroom + total // SPARE_OF_GPU) / 2**30:.1f} of them")
+
+
+@contextlib.contextmanager
+def gpu_turn(device: str, needed: int) -> Iterator[None]:
+    """Proofs side by side each ask what is free: those that take much of a GPU go one after another, whoever asked for them."""
+    if device == "cpu" or needed <= torch.cuda.mem_get_info(device)[1] // MUCH_OF_GPU:
+        yield
+        return
+    with (Path(tempfile.gettempdir()) / f"assay-proofs-{os.getuid()}").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def fp32_bytes(tensors: dict[str, Tensor]) -> int:

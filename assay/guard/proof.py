@@ -24,7 +24,7 @@ import torch
 from assay.errors import ArtifactError, AssayError, UsageError
 from assay.guard.artifact_checks import check_fields, check_hashes, check_lineage, check_loaded, check_tokenizer, check_values
 from assay.guard.behaviour_checks import check_answers, check_consumer, check_generations, check_health
-from assay.guard.kept_artifacts import WORKSPACE, KeptArtifacts, fp32_bytes, proof_device
+from assay.guard.kept_artifacts import WORKSPACE, KeptArtifacts, fp32_bytes, gpu_turn, proof_device
 from assay.guard.proof_subject import DEFAULT_SAMPLING, Expectation, ProofSampling, ProofSubject
 from assay.guard.proving_process import PROVING_PROCESSES, ProvingProcess
 from assay.store.artifact import Artifact, interpret_artifact, locate_artifact, read_artifact
@@ -193,8 +193,9 @@ def _examined(request: ProofRequest, kept: KeptArtifacts) -> list[Verdict]:
     fits = proven("architecture", f"{artifact.config.family}, {artifact.config.depth} layers of width {artifact.config.width}: "
                                   f"exactly the tensors it demands, in shape ({_parameters(artifact):,} parameters)")
     parent = _parent(request, artifact, kept)
-    device, why = _device(request, artifact, parent)
-    checked = _checked(_subject(request, artifact, parent, device, kept))
+    with gpu_turn(request.probing.device, _bytes_needed(artifact, parent)):
+        device, why = _device(request, artifact, parent, kept)
+        checked = _checked(_subject(request, artifact, parent, device, kept))
     if checked is None:
         device, why = "cpu", f"proven on the CPU, since the proof on {device} died"
         checked = _checked(_subject(request, artifact, parent, device, kept))
@@ -220,14 +221,20 @@ def _facts(artifact: Artifact) -> dict[str, Any]:
     return artifact.raw.checkpoint.facts if artifact.raw.checkpoint else {}
 
 
-def _device(request: ProofRequest, artifact: Artifact, parent: Artifact | None) -> tuple[str, str | None]:
+def _device(request: ProofRequest, artifact: Artifact, parent: Artifact | None, kept: KeptArtifacts) -> tuple[str, str | None]:
     """A folder of tensors is compared where there is room: itself, its parent or base, and the same through transformers."""
     folders = all(one is None or one.raw.whole is None for one in (artifact, parent, artifact.base))
     if request.probing.device == "cpu" or not folders:
         return "cpu", None
+    needed = max(0, _bytes_needed(artifact, parent) - kept.bytes_on(request.probing.device))
+    return proof_device(request.probing.device, needed + WORKSPACE, request.headroom)
+
+
+def _bytes_needed(artifact: Artifact, parent: Artifact | None) -> int:
+    """Of a GPU: tensors as they are stored, and in fp32 for the model, its parent and the same through transformers."""
     models = [artifact.tensors, artifact.tensors, *([] if parent is None or parent.tensors is artifact.tensors else [parent.tensors])]
     stored = {id(tensors): sum(map(tensor_bytes, tensors.values())) for tensors in models}
-    return proof_device(request.probing.device, sum(map(fp32_bytes, models)) + sum(stored.values()) + WORKSPACE, request.headroom)
+    return sum(map(fp32_bytes, models)) + sum(stored.values())
 
 
 def _subject(request: ProofRequest, artifact: Artifact, parent: Artifact | None, device: str, kept: KeptArtifacts) -> ProofSubject:

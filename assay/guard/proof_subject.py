@@ -71,9 +71,23 @@ class ProofSubject:
     @cached_property
     def tensors(self) -> dict[str, tuple[torch.dtype, str]]:
         """dtype and sha256 of every tensor of the files, under its name in the live model."""
-        live = live_tensors(self.read)
-        digests = tensor_digests(live)
-        return {name: (tensor.dtype, digests[name]) for name, tensor in live.items()}
+        live, known = live_tensors(self.read), {}
+        if self.read.base is not None:  # a base that is kept was hashed when it was opened, and its files are as they were
+            digests = self.kept.place(self.read.base).digests
+            known = {id(tensor): digests[name] for name, tensor in self.read.base.tensors.items()}
+        anew = tensor_digests({name: tensor for name, tensor in live.items() if id(tensor) not in known})
+        return {name: (tensor.dtype, anew.get(name) or known[id(tensor)]) for name, tensor in live.items()}
+
+    def live_digests(self) -> dict[str, str]:
+        """sha256 of every parameter of the live model, as its file's dtype holds it. What it shares with a base's model on a GPU is
+        hashed there once, and again where a bit of it has changed since."""
+        parameters, shared = dict(self.model.named_parameters()), {}
+        if self.device != "cpu" and self.read.base is not None:
+            base = self.kept.place(self.read.base)
+            digests = base.live_digests(self.device)
+            shared = {(of.data_ptr(), of.shape): digests[name] for name, of in base.model(self.device).named_parameters()}
+        known = {name: shared[place] for name, of in parameters.items() if (place := (of.data_ptr(), of.shape)) in shared}
+        return known | tensor_digests({name: of.detach().to(self.tensors[name][0]) for name, of in parameters.items() if name not in known})
 
     @cached_property
     def model(self) -> Transformer:

@@ -96,6 +96,7 @@ class Run:
         self._saver, self._prover, self.probing = BackgroundSaver(), Prover(), probing
         self.save_cost, self.spent = SaveCost(), spent or TimeSpent()
         self.spent.phase("preflight")
+        self._told_time = False
         self._looping = True  # until `end_loop`
         self.headroom = 0  # bytes of the GPU that the run will still take: a proof leaves them free
         self._judged_often = 0
@@ -145,8 +146,17 @@ class Run:
         rewrite_json_rows(self.metrics_file, [row for row in read_json_lines(self.metrics_file) if row["step"] < step])
 
     def log(self, kind: Event, **facts: Any) -> None:
-        """One line of the ledger."""
+        """One line of the ledger. The one that says what a run came to is its last."""
+        if kind is Event.HAND_OVER:
+            self._tell_time()
         self.ledger.append(kind, **facts)
+
+    def _tell_time(self) -> None:
+        """Once, at the end of a sitting."""
+        if not self._told_time:
+            self._told_time = True
+            self.ledger.append(Event.TIME, seconds=self.spent.so_far())
+            self.say(self.spent.sentence())
 
     def judge(self, what: Event, verdicts: list[Verdict]) -> None:
         """Verdicts are written down, whatever they say; one that refutes stops the run."""
@@ -289,8 +299,7 @@ class Run:
                 self._stopped(error)
                 raise
             finally:
-                self.ledger.append(Event.TIME, seconds=self.spent.so_far())
-                self.say(self.spent.sentence())
+                self._tell_time()
                 self.ledger.close()
 
     def _stopped(self, error: AssayError) -> None:
@@ -300,6 +309,7 @@ class Run:
             self._also(self.check)
         good, _ = latest_checkpoint(self.checkpoints)
         stands = good.folder.name if good else None
+        self._tell_time()
         self.ledger.append(Event.STOPPED, reason=str(error), exit_code=error.exit_code, stands=stands)
         self.say(f"stopped; {stands or 'no checkpoint'} stands")
 

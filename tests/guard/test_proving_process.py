@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from assay.guard import proof
+from assay.guard import behaviour_checks, proof
 from assay.guard.kept_artifacts import KeptArtifacts, proof_device
 from assay.guard.proof import ProofRequest, examine_artifact, prove, prove_checkpoint
 from assay.guard.proof_subject import ProofSampling
@@ -140,6 +140,20 @@ def test_on_another_device_the_verdicts_are_the_same(base: Path, adapter: Path, 
     there = [examine_artifact(request, kept) for request in (*requests, requests[0])]
     assert [outcomes(verdicts) for verdicts in there] == [*here, here[0]]
     assert {verdict.evidence["device"] for verdicts in there for verdict in verdicts if verdict.check == "whole"} == {"cpu:0"}
+
+
+def test_a_kept_base_is_loaded_once_by_either_library(base: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch):
+    loaded, load = [], behaviour_checks._load_with_transformers
+    monkeypatch.setattr(behaviour_checks, "_load_with_transformers", lambda artifact: loaded.append(artifact.path) or load(artifact))
+    monkeypatch.setattr(proof, "_device", lambda *_: ("cpu:0", None))
+    kept, request = KeptArtifacts(), ProofRequest(str(adapter), str(base), probing=QUICK)
+    first, second = examine_artifact(request, kept), examine_artifact(request, kept)
+    assert loaded == [base]
+    assert outcomes(first) == outcomes(second)
+    assert outcomes(second)["consumer"] is Outcome.PROVEN
+    with torch.no_grad():  # a bit of the base that is kept in memory changes between two proofs
+        kept._kept[0].model("cpu:0").get_parameter("norm.weight")[0] += 1
+    assert "norm.weight" in reasons(examine_artifact(request, kept))["loaded"]
 
 
 def test_a_device_that_fails_says_nothing_of_the_artifact(base: Path, monkeypatch: pytest.MonkeyPatch):
