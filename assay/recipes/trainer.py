@@ -142,6 +142,8 @@ class Trainer:
 
     def start_loop(self, facts: Mapping[str, Any], parts: int) -> None:
         """`parts` of the data are read in an epoch, each once. From here on everything that moves is accounted for, and time counts."""
+        if isinstance(self.accumulate, GraphedAccumulate):
+            self.accumulate.keep_only(self.model.compute_dtype)
         self._account = UpdateAccount(self.model, self.weights.reachable())
         self.run.log(Event.DATA, **facts, windows=parts, from_step=self.done)
         self.run.save_cost.begin()
