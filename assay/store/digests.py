@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 import assay
-from assay.store.safetensors_files import DTYPE_NAMES, tensor_sha256
+from assay.store.mapped_pages import PART_BYTES, hashed_in_passing
+from assay.store.safetensors_files import DTYPE_NAMES, tensor_bytes
 
 WEIGHT_FILES = ("model", "adapter_model")
 MOST_HASHERS = 16
@@ -33,7 +34,8 @@ def tensor_facts(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
 def tensor_digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """name → sha256, several at a time: hashing holds no lock of Python's."""
     with ThreadPoolExecutor(min(MOST_HASHERS, len(os.sched_getaffinity(0))), "sha256") as hashers:
-        return dict(zip(tensors, hashers.map(tensor_sha256, tensors.values()), strict=True))
+        many = sum(map(tensor_bytes, tensors.values())) > PART_BYTES
+        return dict(zip(tensors, (hashers.map if many else map)(hashed_in_passing, tensors.values()), strict=True))
 
 
 def recorded_tensors(manifest: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -316,7 +316,7 @@ def _version_that_answers(serving: EngineThread, name: str) -> str:
 
 fault("adapter joined, base served", rows=("M06",), stage="serve", check="fingerprint", job=versions_join)(
     # The load says 200 OK, and its layers match nothing.
-    lambda _: swap(hosted_model, "build_model", lambda artifact: build_model(artifact.base or artifact)))
+    lambda _: swap(hosted_model, "build_model", lambda artifact, *dtype: build_model(artifact.base or artifact, *dtype)))
 
 
 @fault("adapter served twice over", rows=("M03",), stage="serve", check="fingerprint", job=versions_join)
