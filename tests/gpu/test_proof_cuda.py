@@ -14,7 +14,7 @@ from assay.store.export_artifact import export_artifact
 from assay.store.saving import BackgroundSaver, owned_contents
 from assay.testing.tiny_models import save_adapter, save_model, tiny_model
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = pytest.mark.gpu
 
 
 def test_a_proof_on_the_gpu_has_the_verdicts_of_one_on_the_cpu(tmp_path: Path):
