@@ -88,7 +88,7 @@ class PlacedArtifact:
     def bytes_on(self, device: str) -> int:
         """What it takes there now."""
         models = [where[device] for where in (self._models, self._consumers) if device in where]
-        tensors = [tensor for model in models for tensor in model.parameters()]
+        tensors: list[Tensor] = [tensor for model in models for tensor in model.parameters()]
         tensors += self._placed[device].tensors.values() if device in self._placed else []
         return sum({tensor.data_ptr(): tensor_bytes(tensor) for tensor in tensors}.values())
 
