@@ -54,7 +54,7 @@ class PlacedArtifact:
 
     def model(self, device: str) -> Transformer:
         if device not in self._models:
-            self._models[device] = build_model(self.on(device)).to(device)
+            self._models[device] = build_on(self.on(device), device)
         return self._models[device]
 
     @cached_property
@@ -167,6 +167,15 @@ def place_adapter(artifact: Artifact, base: PlacedArtifact, device: str) -> Arti
         return artifact
     placed = base.on(device)
     return replace(artifact, tensors=placed.tensors, patch=_patch_on(artifact.patch, device), base=placed)
+
+
+def build_on(artifact: Artifact, device: str) -> Transformer:
+    """The model over tensors that lie there already: its parameters are those very tensors where they are fp32, and only tables move."""
+    model = build_model(artifact)
+    for module in model.modules():
+        for name, table in module.named_buffers(recurse=False):
+            setattr(module, name, table.to(device))
+    return model
 
 
 def _patch_on(patch: Patch, device: str) -> Patch:
