@@ -54,7 +54,7 @@ class PlacedArtifact:
 
     def model(self, device: str) -> Transformer:
         if device not in self._models:
-            self._models[device] = build_model(self.on(device)).to(device)
+            self._models[device] = build_on(self.on(device), device)
         return self._models[device]
 
     @cached_property
@@ -88,7 +88,7 @@ class PlacedArtifact:
     def bytes_on(self, device: str) -> int:
         """What it takes there now."""
         models = [where[device] for where in (self._models, self._consumers) if device in where]
-        tensors = [tensor for model in models for tensor in model.parameters()]
+        tensors: list[Tensor] = [tensor for model in models for tensor in model.parameters()]
         tensors += self._placed[device].tensors.values() if device in self._placed else []
         return sum({tensor.data_ptr(): tensor_bytes(tensor) for tensor in tensors}.values())
 
@@ -167,6 +167,15 @@ def place_adapter(artifact: Artifact, base: PlacedArtifact, device: str) -> Arti
         return artifact
     placed = base.on(device)
     return replace(artifact, tensors=placed.tensors, patch=_patch_on(artifact.patch, device), base=placed)
+
+
+def build_on(artifact: Artifact, device: str) -> Transformer:
+    """The model over tensors that lie there already: its parameters are those very tensors where they are fp32, and only tables move."""
+    model = build_model(artifact)
+    for module in model.modules():
+        for name, table in module.named_buffers(recurse=False):
+            setattr(module, name, table.to(device))
+    return model
 
 
 def _patch_on(patch: Patch, device: str) -> Patch:

@@ -135,8 +135,8 @@ class Prover:
         self._changing = threading.Lock()
 
     def start_early(self, device: str = "cpu") -> None:
-        """A process that is ready for the first proof, where there are cores for it now."""
-        if usable_cores() >= CORES_A_PROOF:
+        """A process that is ready for the first proof, where there are cores for it now; or two: the first two saves come together."""
+        for _ in range(min(2, usable_cores() // (2 * CORES_A_PROOF))):
             PROVING_PROCESSES.start_early(proof_threads(beside=False), device)
 
     def start(self, folder: Path, *, against: str | None = None, base: str | None = None, probing: ProofSampling = DEFAULT_SAMPLING,

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from assay.errors import UsageError
-from assay.guard.kept_artifacts import KeptArtifacts, PlacedArtifact, place_adapter
+from assay.guard.kept_artifacts import KeptArtifacts, PlacedArtifact, build_on, place_adapter
 from assay.model.probe_logits import ProbeLogits, compute_probe_logits
 from assay.model.transformer import Transformer
-from assay.store.artifact import Artifact, RawArtifact, build_model, with_untied_head
+from assay.store.artifact import Artifact, RawArtifact, with_untied_head
 from assay.store.digests import tensor_digests
 
 Expectation = Literal["moved", "same"]
@@ -114,7 +114,7 @@ class ProofSubject:
         if self.device != "cpu" and read is not None and read.base is not None:
             base = self.kept.place(read.base).model(self.device)
             artifact = replace(artifact, tensors={name: parameter.detach() for name, parameter in base.named_parameters()})
-        return build_model(artifact).to(self.device)
+        return build_on(artifact, self.device)
 
     @property
     def is_copy(self) -> bool:

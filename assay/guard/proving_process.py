@@ -83,9 +83,9 @@ class KeptProcesses:
                 process.stop()
 
     def start_early(self, threads: int, device: str) -> None:
-        """One that imports all it will need and waits, where none does and somebody keeps it. It will prove on `device`."""
+        """One that imports all it will need and waits, where somebody keeps it. It will prove on `device`."""
         with self._changing:
-            if self._keepers and not self._idle:
+            if self._keepers:
                 self._idle.append(ProvingProcess(threads, device))
 
     def take(self, threads: int) -> ProvingProcess:
