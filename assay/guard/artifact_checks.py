@@ -3,11 +3,9 @@
 import torch
 from torch import Tensor
 
-from assay.errors import DataError
 from assay.guard.proof_subject import ProofSubject
-from assay.model.gguf_tokenizer import HARD
+from assay.guard.tokenizer_comparison import compare_tokenizers
 from assay.model.probe_logits import compute_probe_logits, probe_distance, share_of_change
-from assay.model.tokenizer import Tokenizer
 from assay.store.artifact import Artifact, build_model, merged_tensors
 from assay.store.digests import recorded_tensors
 from assay.store.peft import config_with
@@ -83,41 +81,25 @@ def check_fields(subject: ProofSubject) -> Verdict:
                             f"{'tied' if artifact.config.tied else 'separate'} head", stop_ids=stop_ids)
 
 
-CHAT = ({"role": "user", "content": "Is it so?"}, {"role": "assistant", "content": "It is."})
-
-
 def check_tokenizer(subject: ProofSubject) -> Verdict:
     """A wrong split gives plausible ids that the model has never seen, and everything else still looks right."""
     tokenizer = subject.artifact.tokenizer
     if tokenizer is None:
+        if subject.is_copy and subject.raw.checkpoint is not None and subject.against.tokenizer is not None:  # type: ignore[union-attr]
+            return refuted("tokenizer", "there is none here, and its source has one: it was lost in the export")
         return unproven("tokenizer", "there is none here", optional=True)
     if subject.facts.get("tokenizer", tokenizer.digest) != tokenizer.digest:
         return refuted("tokenizer", f"its manifest records tokenizer {subject.facts['tokenizer'][:12]}, "
                                     f"the files make {tokenizer.digest[:12]}")
+    if subject.facts.get("template", tokenizer.template_digest) != tokenizer.template_digest:
+        return refuted("tokenizer", f"its manifest records the chat template {str(subject.facts['template'])[:12]}, the files hold "
+                                    f"{str(tokenizer.template_digest)[:12]}")
     if subject.against is None or subject.against.tokenizer is None:
         if subject.facts.get("tokenizer"):
             return proven("tokenizer", f"the files make the tokenizer that was saved, {tokenizer.digest[:12]}")
         return unproven("tokenizer", "there is none to compare it with; name a parent with --against", optional=True)
-    return _compared(tokenizer, subject.against.tokenizer, subject.expect == "same", subject.against.path.name)
-
-
-def _compared(ours: Tokenizer, theirs: Tokenizer, same: bool, name: str) -> Verdict:
-    for text in HARD:
-        found, due = (tokenizer.encode(text, special=same) for tokenizer in (ours, theirs))
-        if found != due:
-            return refuted("tokenizer", f"{text!r} becomes {found[:12]} here and {due[:12]} in {name}", text=text)
-    if same and _rendered(ours) != _rendered(theirs):  # training may bring a template, an export may not
-        return refuted("tokenizer", f"a chat is rendered as {_rendered(ours)!r} here, {_rendered(theirs)!r} in {name}")
-    return proven("tokenizer", f"{len(HARD)} hard texts have the ids that they have in {name}", texts=len(HARD))
-
-
-def _rendered(tokenizer: Tokenizer) -> str | None:
-    if tokenizer.template is None:
-        return None
-    try:
-        return tokenizer.render(CHAT)
-    except DataError as error:
-        return f"({error})"
+    return compare_tokenizers(tokenizer, subject.against.tokenizer, subject.against.path.name, same=subject.expect == "same",
+                              exact=subject.raw.checkpoint is not None)
 
 
 _ROUNDING = 1e-6  # of an element's own size: what storing it may add to a movement
