@@ -167,6 +167,14 @@ def check_batch(batch: Batch, examples: Mapping[str, TrainingExample]) -> Verdic
     return proven("batch", f"{sum(map(len, batch.ids))} examples in {len(batch)} rows, as they were audited", rows=len(batch))
 
 
+def check_supervised_weight(step: int, learned: float, due: float) -> Verdict:
+    """Of a step that was taken."""
+    words = f"step {step} learned from tokens that weigh {learned:g}, its audited examples weigh {due:g}"
+    if abs(learned - due) > 1e-4 * due:
+        return refuted("batch", f"{words}: something between the batch and the loss masks or adds tokens", step=step)
+    return proven("batch", words, step=step)
+
+
 def check_packing(packed: PackedExamples) -> Verdict:
     """Every epoch reads each example once, in an order of its own."""
     due = Counter(example.id for example in packed.examples)

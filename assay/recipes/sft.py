@@ -78,6 +78,7 @@ def sft(config: Sft, say: Callable[[str], None] = print_line) -> RunOutcome:
             with closing(trainer.steps(data.batches(run, trainer.done))) as steps:
                 while not (trainer.over() or early.reason):
                     step = next(steps)
+                    data.judge_step(run, step)
                     trainer.record(step, epoch=data.epoch_of(step.index), supervised_tokens=step.weight)
                     if trainer.save_due():
                         save(evaluate=True)
