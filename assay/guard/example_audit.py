@@ -17,6 +17,7 @@ from assay.data.chat import TrainingExample
 from assay.data.layouts import Conversation
 from assay.data.overlap import measure_overlap
 from assay.data.packing import PackedExamples
+from assay.guard.corpus_checks import COPIES_REFUSED, COPIES_SAID
 from assay.guard.example_checks import (
     FlatExamples,
     check_bos,
@@ -31,7 +32,6 @@ from assay.model.special_tokens import SpecialTokens
 from assay.model.tokenizer import Tokenizer
 from assay.verdict import Verdict, proven, refuted, unproven
 
-_COPIES = 0.5  # share of rows that repeat another from which on they are refused
 SHARED = 0.05  # share of the evaluation's 13-grams that may stand in the training text
 _FAINT = 1e-3  # an embedding row this much shorter than the median was never trained
 
@@ -98,13 +98,25 @@ def check_lengths(flat: FlatExamples, length: int | None) -> Verdict:
 
 
 def check_duplicates(flat: FlatExamples) -> Verdict:
-    """Copies are an epoch in disguise. A few are normal, and said; a file that holds itself twice is a mistake."""
-    copies = len(flat.examples) - len({_print(example) for example in flat.examples})
+    """Copies are an epoch in disguise. A few are normal, many are a doubt, and a file that holds itself twice is a mistake."""
+    rows: dict[bytes, list[int]] = {}
+    for row, example in enumerate(flat.examples):
+        rows.setdefault(_print(example), []).append(row)
+    copies = len(flat.examples) - len(rows)
     share = copies / len(flat.examples)
-    if share >= _COPIES:
-        return refuted("duplicates", f"{copies} of {len(flat.examples)} examples ({share:.0%}) are copies of others: the file repeats "
-                                     "itself; remove them, and say --num-train-epochs for more passes", copies=copies)
-    return proven("duplicates", f"{copies} of {len(flat.examples):,} examples are exact copies of another", copies=copies)
+    if share < COPIES_SAID:
+        return proven("duplicates", f"{copies} of {len(flat.examples):,} examples are exact copies of another", copies=copies)
+    most = max(rows.values(), key=len)
+    words = (f"{copies} of {len(flat.examples)} examples ({share:.0%}) are copies of others, such as "
+             f"{' and '.join(_place(flat.examples[row]) for row in most[:2])} ({len(most)} times in all)")
+    advice = "remove them, and say --num-train-epochs for more passes"
+    if share >= COPIES_REFUSED:
+        return refuted("duplicates", f"{words}: the file repeats itself; {advice}", copies=copies)
+    return unproven("duplicates", f"{words}: they are read more often than the epochs say; {advice}", copies=copies)
+
+
+def _place(example: TrainingExample) -> str:
+    return example.conversation.where if example.conversation is not None else example.id
 
 
 def check_overlap(flat: FlatExamples, held_out: Sequence[TrainingExample] | None, evaluation: Sequence[str]) -> Verdict:

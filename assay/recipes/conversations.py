@@ -15,6 +15,7 @@ from assay.data.data_ledger import check_data_ledger
 from assay.data.layouts import Conversation, read_conversations
 from assay.data.packing import PackedExamples, hold_out
 from assay.errors import UsageError
+from assay.guard.corpus_checks import require_held_out
 from assay.guard.example_audit import audit_examples, check_batch, check_packing, check_supervised_weight
 from assay.learn.loop import Step
 from assay.model.transformer import parameter_count
@@ -150,9 +151,11 @@ def load_conversations(config: Tuning, start: StartingModel) -> Conversations:
                                     roles=config.roles,
                       turns=config.turns)
 
-    train = rendered(kept)
+    train, held_out = rendered(kept), rendered(apart).examples
+    require_held_out(config.held_out_data or ", ".join(map(str, config.data)), len(held_out), "conversation",
+                     "raise --held-out, give --held-out-data with more of them, or raise --max-length where they were dropped as too long")
     order, steps = ordered(config, train.examples)
-    return Conversations(train.examples, rendered(apart).examples, train, order, steps, start.tokenizer.digest)
+    return Conversations(train.examples, held_out, train, order, steps, start.tokenizer.digest)
 
 
 def ordered(config: Tuning, examples: Sequence[TrainingExample]) -> tuple[PackedExamples, int | None]:

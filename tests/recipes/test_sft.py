@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,24 @@ def test_rows_whose_calls_the_template_loses_are_refused_by_file_and_line(home: 
     (tmp_path / "calls.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(DataError, match=r"calls.jsonl:7: the chat template does not write tool_calls \('add'\) of turn 1"):
         sft.sft(options(home, tmp_path / "run", data=(str(tmp_path / "calls.jsonl"),), max_length=64), lambda _: None)
+
+
+def test_one_held_out_conversation_is_refused_before_anything_is_made(home: Path, tmp_path: Path):
+    (tmp_path / "one.jsonl").write_text(json.dumps({"prompt": "99+1=", "completion": "100"}) + "\n")
+    with pytest.raises(DataError, match=r"one.jsonl: 1 held-out conversation; one alone shows no spread"):
+        sft.sft(options(home, tmp_path / "run", held_out_data=str(tmp_path / "one.jsonl")), lambda _: None)
+    assert not (tmp_path / "run").exists()
+
+
+def test_many_copies_are_said_with_their_places(home: Path, tmp_path: Path):
+    rows = [{"prompt": f"{a}+{a}=", "completion": str(2 * a)} for a in range(40)] + [{"prompt": "1+1=", "completion": "2"}] * 20
+    (tmp_path / "copies.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config, said = options(home, tmp_path / "run", data=(str(tmp_path / "copies.jsonl"),), max_steps=1), []
+    sft.sft(config, said.append)
+    (found,) = [verdict for event in events(config, "preflight") for verdict in event["verdicts"] if verdict["check"] == "duplicates"]
+    assert found["outcome"] == "UNPROVEN"
+    assert re.search(r"20 of \d+ examples \(\d+%\) are copies of others, such as \S*copies.jsonl:2 and \S*copies.jsonl:41", found["reason"])
+    assert found["reason"] in "\n".join(said)
 
 # ---------------------------------------------------------------- the whole model, and an adapter
 
