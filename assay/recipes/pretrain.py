@@ -15,6 +15,7 @@ from assay.data.order import Order, iterate_batches
 from assay.data.token_corpus import Corpus, assert_disjoint, open_corpus, token_budget
 from assay.errors import UsageError
 from assay.evaluation.held_out_loss import score_corpus
+from assay.guard.conclusion_checks import check_budget
 from assay.guard.corpus_checks import check_document_copies, require_held_out_documents
 from assay.guard.data_order_checks import check_epoch_order, check_same_data
 from assay.guard.loss_preflight import preflight_loss, sample_rows
@@ -142,6 +143,7 @@ def pretrain(config: Pretrain, say: Callable[[str], None] = print_line) -> RunOu
 
         everything = partial(score_corpus, corpus=corpus, rows=plan.micro, length=config.max_length, context=config.max_length // 2)
         handed = hand_over(run, evaluator, everything)
+        handed.verdicts.append(check_budget(trainer.schedule, trainer.done, early.reason))
         write_down(run, handed)
         verdicts = handed.verdicts
         if config.max_bytes is not None:

@@ -134,6 +134,8 @@ class Trainer:
         self._account = UpdateAccount(self.model, self.weights.reachable())
         self.run.log(Event.DATA, **facts, windows=parts, from_step=self.done)
         self.run.save_cost.begin()
+        self.schedule.begin()
+        self._saved_at = self.schedule.clock.seconds
         self.watch.begin()
 
     # ---------------------------------------------------------------- the loop

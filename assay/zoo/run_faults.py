@@ -300,6 +300,11 @@ def masked_after_the_batch(usual: Any, model: Any, optimizer: Any, batches: Any,
     return usual(model, optimizer, masked(), *given, **named)
 
 
+fault("another alpha than was asked for", rows=("C09",), stage="LoRA", check="adapter scale", job=an_adapter_in_training)(
+    # The default is taken where an alpha was given: 8 asked for, 16 trained and written.
+    lambda _: swap(starting_model, "fresh", lambda config, planned, rank, scale, *given: fresh(config, planned, rank, 2 * scale, *given)))
+
+
 @fault("alpha taken for the scale", rows=("C09",), stage="save", check="score", job=a_saved_adapter_run)
 @in_place_of(starting_model, "adapter_contents")
 def alpha_taken_for_the_scale(usual: Any, *given: Any, **options: Any) -> Contents:

@@ -84,6 +84,20 @@ def test_a_run_whose_only_checkpoint_is_bad_says_that_none_is_left(tmp_path: Pat
     assert found.outcome is Outcome.REFUTED
     assert "none to resume from" in found.reason
 
+
+@pytest.mark.parametrize(("kept", "outcome"), [(0.16, Outcome.PROVEN), (0.0, Outcome.REFUTED)])
+def test_a_model_that_was_trained_hard_is_its_parents_without_a_manifest_too(tmp_path: Path, kept: float, outcome: Outcome):
+    parent, child, other = tiny_model(), tiny_model(), tiny_model(seed=5)
+    with torch.no_grad():
+        for name, parameter in child.named_parameters():
+            if parameter.dim() == 2:
+                noise = other.get_parameter(name) * parameter.norm() / other.get_parameter(name).norm()
+                parameter.mul_(kept).add_((1 - kept**2) ** 0.5 * noise)
+    folders = [save_model(tmp_path / name, model).folder for name, model in (("parent", parent), ("child", child))]
+    (folders[1] / "manifest.json").unlink()
+    found = verdict("lineage", examine_folder(folders[1], against=str(folders[0])))
+    assert found.outcome is outcome, found.reason
+
 # ---------------------------------------------------------------- the tokenizer of a copy
 
 

@@ -205,6 +205,34 @@ def test_a_budget_of_time_ends_at_the_foot_of_the_schedule(tmp_path: Path, monke
     assert rates[-1] < 0.05 * rates[way_down["step"]]
 
 
+@pytest.mark.parametrize(("seconds", "steps", "words"), [
+    (0.05, None, None), (4.0, 1, "1 step taken, the last at 25%"), (0.4, 8, "ran out")])
+def test_minutes_begin_with_the_first_step_and_a_run_that_they_cut_short_says_so(seconds: float, steps: int | None, words: str | None,
+                                                                                tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """By a clock that moves with the work alone: the preflight takes longer than the budget, and a step `seconds` twice."""
+    clock, whole, preflight = {"now": 1000.0}, pretrain.next_token, pretrain.preflight_pretrain
+
+    def working(model: Transformer, batch: Any) -> Any:
+        clock["now"] += seconds
+        return whole(model, batch)
+
+    def checked_slowly(*given: Any) -> Any:
+        found = preflight(*given)
+        clock["now"] += 100
+        return found
+
+    monkeypatch.setattr(time, "monotonic", lambda: clock["now"])
+    monkeypatch.setattr(pretrain, "next_token", working)
+    monkeypatch.setattr(pretrain, "preflight_pretrain", checked_slowly)
+    config = options(tmp_path / "run", tokens=None, minutes=0.1, num_train_epochs=4, save_steps=1000)
+    outcome = sit(config)
+    (found,) = [verdict for verdict in outcome.verdicts if verdict.check == "budget"]
+    assert found.outcome is (Outcome.PROVEN if words is None else Outcome.UNPROVEN), found.reason
+    assert (words or "") in found.reason
+    taken = len([row for row in rows(tmp_path / "run" / "metrics.jsonl") if "loss" in row])
+    assert taken > 40 if steps is None else taken <= steps
+
+
 # ---------------------------------------------------------------- the whole of it, with fresh processes
 
 

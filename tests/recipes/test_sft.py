@@ -380,3 +380,53 @@ def test_the_command_line_takes_from(capsys: pytest.CaptureFixture[str]):
     assert "--from CHECKPOINT" in capsys.readouterr().out
     assert assay(["sft", "--data", "x.jsonl", "--out", "y", "--from", "nowhere", "--optimizer-state", "fresh"]) != 0
     assert "nowhere" in capsys.readouterr().err
+
+# ---------------------------------------------------------------- which is the best, and whether it is better
+
+
+def scored(config: Sft, monkeypatch: pytest.MonkeyPatch, losses: list[list[float]], tokens: list[int]) -> tuple[Any, list[str]]:
+    """The run, with evaluations that find what is given, one after the other; scored again, a checkpoint scores what it did."""
+    from assay.evaluation.held_out_loss import HeldOut
+    from assay.statistics.estimate import ratio
+
+    found, weights, said = iter(losses), np.array(tokens, float), []
+    monkeypatch.setattr(hand_over, "check_evaluated", lambda *_: proven("score", "not looked at"))
+
+    def score(model: Any, **_: Any) -> HeldOut:
+        each = np.array(next(found, losses[-1]))
+        estimate = ratio(each * weights, weights)
+        return HeldOut(estimate, "nats per token", estimate.mean, each, tokens=weights)
+
+    monkeypatch.setattr(sft, "score_examples", score)
+    return sft.sft(config, said.append), said
+
+
+def test_the_best_is_the_best_by_the_score_that_is_printed(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A long conversation outweighs the short ones in the loss over tokens, and is one of five in a mean over conversations."""
+    losses = [[2.0, 2.0, 2.0, 2.0, 2.0], [1.0, 1.9, 1.9, 1.9, 1.9], [1.9, 0.1, 0.1, 0.1, 0.1], [1.9, 1.9, 1.9, 1.9, 1.9]]
+    config = options(home, tmp_path / "run", max_steps=4, save_steps=2)
+    outcome, said = scored(config, monkeypatch, losses, [100, 1, 1, 1, 1])
+    printed = {int(line.split()[1].rstrip(":")): float(line.split("held-out ")[1].split()[0]) for line in said if "held-out " in line
+               and line.startswith("step")}
+    best = next(line for line in said if line.startswith("best: "))
+    assert best.startswith(f"best: step-{min(printed, key=lambda step: printed[step]):06d}"), (printed, best)
+    assert printed == {0: 2.0, 1: pytest.approx(1.0346, abs=1e-3), 2: pytest.approx(1.83, abs=1e-2), 4: 1.9}
+    assert "improvement" in [verdict.check for verdict in outcome.verdicts]
+
+
+def test_a_run_that_made_its_model_worse_says_so(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    losses = [[1.0, 1.1, 1.2, 1.0, 1.1], [2.0, 2.1, 2.2, 2.0, 2.1]]
+    outcome, said = scored(options(home, tmp_path / "run", max_steps=4, save_steps=2), monkeypatch, losses, [1, 1, 1, 1, 1])
+    (found,) = [verdict for verdict in outcome.verdicts if verdict.check == "improvement"]
+    assert found.outcome is Outcome.UNPROVEN
+    assert "no checkpoint scores better than the model that the run began with" in found.reason
+    assert any("training has made it worse" in line for line in said)
+    assert outcome.exit_code == 3
+
+
+def test_an_adapter_with_another_alpha_than_was_asked_for_is_refuted(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    usual = starting_model.fresh
+    monkeypatch.setattr(starting_model, "fresh",
+                        lambda config, planned, rank, scale, *given: usual(config, planned, rank, 2 * scale, *given))
+    with stopped_by("adapter scale"):
+        sft.sft(options(home, tmp_path / "run", lora_r=4, lora_alpha=8.0), lambda _: None)
