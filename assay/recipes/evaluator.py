@@ -27,7 +27,7 @@ class EvalHistory:
         self.run, self.file = run, run.folder / "eval.jsonl"
         self.steps: list[int] = []
         self.losses: list[np.ndarray] = []  # per document, nats a token
-        self.scores: list[np.ndarray] = []  # per document, weighed so that their mean is the loss over all tokens, which is printed
+        self.tokens: np.ndarray | None = None  # that count in each document, the same each time, where the printed score weighs by them
         self.train: list[float] = []  # mean training loss since the evaluation before
         self.digest: str | None = None  # of what was scored, the same each time
 
@@ -64,13 +64,18 @@ class EvalHistory:
             self.run.judge(Event.HELD_OUT, [verdict])
         self.digest = digest or self.digest
 
+    @property
+    def scores(self) -> list[np.ndarray]:
+        """Losses per document, weighed so that their mean is the loss over all tokens, which is printed."""
+        return [losses if self.tokens is None else losses * self.tokens / self.tokens.mean() for losses in self.losses]
+
     def score_at(self, step: int) -> np.ndarray:
         return self.scores[self.steps.index(step)]
 
     def _remember(self, step: int, per_document: np.ndarray, train: float, tokens: np.ndarray | None = None) -> None:
         self.steps.append(step)
         self.losses.append(per_document)
-        self.scores.append(per_document if tokens is None else per_document * tokens / tokens.mean())
+        self.tokens = tokens if tokens is not None else self.tokens
         self.train.append(train)
 
 

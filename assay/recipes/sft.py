@@ -67,7 +67,7 @@ def sft(config: Sft, say: Callable[[str], None] = print_line) -> RunOutcome:
                 trainer.resume(saved, data.check_same((saved.trainer() or {})["data"]))
             evaluator.recall()
             early.judge(trainer.done)
-            run.preflight([*preflight_sft(trainer, data, start), *check_scale(config, start)])
+            run.preflight([*preflight_sft(trainer, data, start), *check_asked_scale(config, start)])
             trainer.save(data.facts(trainer.done))  # where nothing is saved yet: a save is made and proven before step 1
             if trainer.done == 0:
                 if not evaluator.history.steps:
@@ -129,7 +129,7 @@ def preflight_sft(trainer: Trainer, data: Conversations, start: StartingModel) -
                 *trainer.check_precision(batch, found), *trainer.check_reach(found), *data.audit(start)]
 
 
-def check_scale(config: Sft, start: StartingModel) -> list[Verdict]:
+def check_asked_scale(config: Sft, start: StartingModel) -> list[Verdict]:
     """Of an adapter that the options ask for; one that a run goes on with is as it is."""
     if not config.lora_r or not isinstance(start.weights, AdapterModel) or start.parent.patch is not None:
         return []
