@@ -21,6 +21,7 @@ VERBS = {
     "sft": "fine-tune a model on conversations, the whole of it or an adapter",
     "distill": "teach a student what a teacher knows, by its logits or in its words",
     "grpo": "reinforce what is rewarded: groups of completions by the policy itself",
+    "plan": "say what a run would take, by part, and what would fit, without loading a weight",
     "seeds": "run a recipe once per seed, and judge what the seeds show together",
     "corpus": "turn text into hashed token shards, held-out documents apart",
     "demo": "build, save, prove, export and break a tiny model, on the CPU",
@@ -122,6 +123,10 @@ def _dispatch(argv: list[str]) -> int:
         flags = parse(module.FLAGS, rest, prog=f"assay {verb}", examples=module.EXAMPLES, config_file=verb in _RECIPES)
     except SystemExit as done:  # argparse ends the process after --help
         return int(done.code or 0)
+    if getattr(flags, "gpus", 1) > 1 and "WORLD_SIZE" not in os.environ:
+        from assay.recipes.processes import launch_processes
+
+        return launch_processes(argv, flags.gpus)
     return module.run(flags)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from assay.data.batch import Batch
-from assay.errors import GuardStop, UsageError
+from assay.errors import UsageError
 from assay.generate.generation_request import Sampling
 from assay.generate.sampler_weights import fingerprint
 from assay.guard.conclusion_checks import check_same_held_out
@@ -19,13 +19,15 @@ from assay.learn.lr_schedule import Budget, Schedule
 from assay.learn.objectives import averages
 from assay.learn.optim import adamw
 from assay.learn.policy import Surrogate, policy_gradient
-from assay.model.placement import default_device, place_for_training, require_device, uncompiled
+from assay.model.placement import frozen_tensors, place_for_inference, require_device, uncompiled
 from assay.model.transformer import Transformer, parameter_count
 from assay.outcome import RunOutcome
 from assay.recipes.conversations import NEVER, refuse_unbudgeted
 from assay.recipes.grpo_options import Grpo
 from assay.recipes.grpo_preflight import check_forked_policy, check_seeds_count, rollout_floor
 from assay.recipes.hand_over import export_best, void_if_refuted
+from assay.recipes.memory_plan import record_use
+from assay.recipes.processes import follow, join_processes
 from assay.recipes.prompt_evaluator import PromptEvaluator, check_gain, check_same_answers
 from assay.recipes.prompts import PromptData, prompts_digest, split_prompts, spread
 from assay.recipes.reference import Reference, check_same_reference
@@ -33,9 +35,9 @@ from assay.recipes.rewards import JudgeReward, Rewards
 from assay.recipes.rollout_batch import Drawn, layout_of
 from assay.recipes.rollouts import RolloutCollector, RolloutHistory, Sampler
 from assay.recipes.run import Run, open_run, plain, print_line
-from assay.recipes.starting_model import AdapterModel, StartingModel, carry_moments, load_start
+from assay.recipes.starting_model import AdapterModel, StartingModel, carry_moments, load_start, reopen_parent
 from assay.recipes.trainer import SavePlan, Trainer
-from assay.store.artifact import Artifact, build_model, open_artifact
+from assay.store.artifact import build_model, open_artifact, straight_to
 from assay.store.ledger import Event
 from assay.verdict import Verdict
 
@@ -46,26 +48,31 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
     A step is one update. A rollout begins at every multiple of `num_iterations` steps, and only there is anything saved.
     """
     refuse_unclear_grpo(config)
-    device = config.device or default_device()
+    world, say = join_processes(config.device, config.shards, say)
+    device = world.device
     start = load_start(config, device, say)
+    asked = surrogate_of(config, device)
+    objective = policy_gradient(asked)
+    if world.rank > 0:
+        return follow(world, start.model, objective, config.out)
     prompts = split_prompts(config, start)
-    schedule, rewards, asked = grpo_schedule(config, prompts), Rewards(config), surrogate_of(config, device)
+    schedule, rewards = grpo_schedule(config, prompts), Rewards(config)
     lr = config.peak_rate(adapter=isinstance(start.weights, AdapterModel))
     for line in describe_grpo(config, start, prompts, lr, schedule, device, rewards.judge):
         say(line)
     optimizer = adamw(start.model.named_parameters(), lr, weight_decay=config.weight_decay)
     carry_moments(optimizer, start)
 
-    with open_run(config, say, device) as run, rewards:
+    with world, open_run(config, say, device) as run, rewards:
         sampler_of = partial(Sampler, tokenizer=start.tokenizer, stops=start.parent.stops, slots=config.prompts * config.num_generations,
                              length=config.max_completion_length + prompts.longest)
         sampler = sampler_of(start.model, device=config.sampler_device)
         layout = layout_of(device, config.micro_batch_size, config.max_completion_length + prompts.longest, start.model.config.max_length)
         save_every, eval_every = (whole_rollouts(every, config.num_iterations) for every in (
             config.save_steps, config.eval_steps or config.save_steps))
-        trainer = Trainer(run, start.weights, optimizer, policy_gradient(asked), schedule, micro=layout.rows, clip=config.max_grad_norm,
+        trainer = Trainer(run, start.weights, optimizer, objective, schedule, micro=layout.rows, clip=config.max_grad_norm,
                           saves=SavePlan(save_every, prompts.steps, config.save_minutes), steps_before=start.steps_before,
-                          steady=False)
+                          steady=False, world=world)
         collector = RolloutCollector(config, prompts, sampler, rewards, run, asked, layout)
         evaluator = PromptEvaluator(run, spread(prompts.held_out, config.eval_prompts), rewards, held_out_sampling(config),
                                     samples=max(1, config.num_generations_eval))
@@ -138,6 +145,7 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
                 if trainer.save_due() or trainer.done % eval_every == 0:
                     floor = save(evaluate=trainer.done % eval_every == 0)
             trainer.end_loop()
+            record_use(run, start.memory, device)
             if run.interrupted is not None and trainer.saved != trainer.done:
                 save(evaluate=False)  # the uninterrupted run would not have been evaluated here
             elif run.interrupted is None and evaluator.latest_step != trainer.done:
@@ -155,10 +163,11 @@ def hand_over_best(run: Run, evaluator: PromptEvaluator, prompts: PromptData, st
     assert best is not None, "a run ends with an evaluation"
     run.say(f"best: {best.name}; {evaluator.best_in_words()}")
     places, verdicts = export_best(run, best)
+    to = straight_to(device, frozen_tensors(start.model))
     before, saved, after = (
-        evaluator.answer(sampler_of(place_for_training(build_model(artifact), device, compile=False)),
+        evaluator.answer(sampler_of(place_for_inference(build_model(artifact, None), device)),
                          prompts.held_out)  # the bytes on disk
-        for artifact in (reopen_parent(start), open_artifact(best), open_artifact(run.folder / "model")))
+        for artifact in (reopen_parent(start), open_artifact(best, to=to), open_artifact(run.folder / "model", to=to)))
     watched = {prompt.id for prompt in evaluator.prompts}
     evaluated = np.array([prompt.id in watched for prompt in prompts.held_out])
     recorded = -evaluator.best_losses()
@@ -190,24 +199,18 @@ def preflight_grpo(config: Grpo, trainer: Trainer, collector: RolloutCollector, 
                     check_policy_loss(model, objective, shown, asked, config.normalisation, config.max_completion_length),
                     check_directions(model, objective, shown, asked), check_seeds_count(collector.sampler, prompts, collector.sampling)]
         if trainer.done == 0:
-            parent = place_for_training(build_model(reopen_parent(start)), trainer.device, compile=False)
+            parent = place_for_inference(build_model(reopen_parent(start), None), trainer.device)
             verdicts.append(check_forked_policy(parent, model, shown, drawn, config.temperature, floor))
         return [*verdicts, *trainer.check_reach(found)]
 
-
-def reopen_parent(start: StartingModel) -> Artifact:
-    """Anew: what a gain is measured from is what lies on the disk."""
-    parent = start.parent
-    found = open_artifact(parent.path, base=None if parent.base is None else parent.base.path)
-    if found.digest != parent.digest:
-        raise GuardStop(f"{parent.path} holds weights {found.digest[:12]}, the run began with {parent.digest[:12]}: it was changed")
-    return found
 
 # ---------------------------------------------------------------- what the options come to
 
 
 def refuse_unclear_grpo(config: Grpo) -> None:
     refuse_unbudgeted(config)
+    if config.shards > 1 and config.entropy_weight:
+        raise UsageError("--shards with --entropy-weight: the bonus changes from step to step in one process alone; give one of them")
     if config.sampler_device is not None:
         require_device(config.sampler_device)
     counts = (config.prompts, config.num_generations - 1, config.num_iterations, config.micro_batch_size, config.max_completion_length)
