@@ -141,8 +141,9 @@ def differs_from(other: Path) -> Probe:
 
 
 def evaluated_losses(run: Path) -> dict[int, np.ndarray]:
-    """Step → the loss of every held-out document."""
-    found = {row["step"]: np.array(row["per_document"]) for row in read_json_lines(run / "eval.jsonl")}
+    """Step → the loss of every held-out document, weighed so that their mean is the printed one, over all tokens."""
+    found = {row["step"]: np.array(row["per_document"]) * (np.array(row["tokens"]) / np.mean(row["tokens"]) if "tokens" in row else 1)
+             for row in read_json_lines(run / "eval.jsonl")}
     if not found:
         raise UsageError(f"{run}: no held-out evaluation is on record (eval.jsonl), so a probe of the loss has nothing to read")
     return found

@@ -57,6 +57,8 @@ REASONS = {
     "rope fields disagree": "rope_theta 10000.0",
     "stale EOS in both configs": "config.json with '<|endoftext|>'",
     "stale EOS in generation_config": "generation_config.json with '<|endoftext|>'",
+    "tokenizer rule changed at export": "normalizer differ, and an export changes nothing of it",
+    "generation prompt lost at export": "a chat with its generation prompt is rendered as",
     "stop token lost": "though the model was taught to stop",
     "re-initialised after loading": "probe logits differ",
     "rows re-initialised after loading": "not what the files hold: embed.weight",
