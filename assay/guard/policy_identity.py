@@ -175,6 +175,17 @@ def check_reference(kl: float, updates: int, floor: LogprobFloor, recorded: str,
     return proven("reference", words, kl=kl, digest=used)
 
 
+def check_reference_again(first: Logprobs, again: Logprobs, floor: LogprobFloor) -> Verdict:
+    """Asked about the same completions twice, the reference says the same, to the floor."""
+    apart = [np.abs(one - two) for one, two in zip(_arrays(first), _arrays(again), strict=True)]
+    mean, alone = float(np.concatenate(apart).mean()), max(float(each.mean()) for each in apart)
+    words = (f"asked twice, the reference differs by {mean:.1e} nats a token, {alone:.1e} in one completion; the floor allows "
+             f"{floor.bound:.1e} and {floor.bound_alone:.1e}")
+    if not (mean <= floor.bound and alone <= floor.bound_alone):
+        return refuted("reference_again", f"{words}: there is noise in what the policy is compared with", mean=str(mean))
+    return proven("reference_again", words, mean=mean)
+
+
 def check_sampled_ids(batch: Batch, prompts: Sequence[Ids], completions: Sequence[Ids], *, stop_ids: Collection[int], cap: int) -> Verdict:
     """The batch holds the sampled ids and nothing else, one document each; of a completion every token counts or none does.
 

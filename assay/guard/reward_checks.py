@@ -162,6 +162,19 @@ def check_flat(tried: Sequence[ScoredCanaries]) -> Verdict:
     return proven("reward_flat", f"{count} completions get {len(distinct)} different rewards", distinct=len(distinct))
 
 
+def check_reward_repeat(pairs: Sequence[tuple[ScoredItem, ScoredItem]]) -> Verdict:
+    """The same completion gets the same reward the second time. What does not is noise, which a group takes for a difference."""
+    apart = [abs(one.value - two.value) for one, two in pairs if one.value is not None and two.value is not None]
+    if not apart:
+        return unproven("reward_repeat", f"none of {len(pairs)} completions could be scored twice")
+    noise, differ = max(apart), sum(each > _SAME for each in apart)
+    if differ:
+        return unproven("reward_repeat", f"asked twice about the same {len(apart)} completions, the reward of {differ} differs, by up to "
+                        f"{noise:.4g}: groups of equal completions are told apart by noise, and learned from; make the reward a function "
+                        "of the text alone, or round it", noise=noise, differ=differ)
+    return proven("reward_repeat", f"{len(apart)} completions get the same reward the second time", noise=0.0)
+
+
 def check_scale(rewards: Sequence[RewardSpec], tried: Sequence[ScoredCanaries], known: bool) -> Verdict:
     """What tells right from wrong outweighs all that does not: else the best form with a wrong answer beats a right answer."""
     if not known or not any(one.others.get("wrong") for one in tried):
