@@ -128,24 +128,29 @@ def judge_draws(found: DrawnTokens, sampling: Sampling, looks: int = 1) -> Verdi
 
 
 def check_rescored(loaded: LoadedModel, rows: _Rows, sampling: Sampling, *, raw: bool) -> Verdict:
-    """Samples are what the model says: each alone through the whole model, without a cache, has the log-probability that was recorded,
-    and greedy tokens are the likeliest. A cache that holds another text, or a slot that was not emptied, shows here."""
+    """Some samples of an evaluation, spread over it."""
+    samples = [(loaded.ids_of(row["prompt"], raw=raw), sample["ids"], sample["logprob"]) for row in rows for sample in row["samples"]]
+    return judge_rescored(loaded.model, samples, sampling)
+
+
+def judge_rescored(model: Transformer, samples: Sequence[tuple[Sequence[int], Sequence[int], float]], sampling: Sampling) -> Verdict:
+    """Samples (prompt, ids, log-probability) are what the model says: each alone through the whole model, without a cache, has the
+    log-probability that was recorded, and greedy tokens are the likeliest. A slot that was not emptied, or stale keys, show here."""
     if sampling.temperature == 0 and sampling.repetition_penalty != 1:
         return unproven("rescored", "greedy decoding with a repetition penalty is not scored again")
-    samples = [(row, sample) for row in rows for sample in row["samples"] if 0 < len(sample["ids"]) <= LONGEST_DRAWN]
-    if not samples:
+    usable = [sample for sample in samples if 0 < len(sample[1]) <= LONGEST_DRAWN]
+    if not usable:
         return unproven("rescored", f"no sample has 1 to {LONGEST_DRAWN} tokens to score again")
-    chosen = samples[:: max(1, -(-len(samples) // DRAWN))]
-    texts = [(loaded.ids_of(row["prompt"], raw=raw), sample["ids"]) for row, sample in chosen]
+    chosen = usable[:: max(1, -(-len(usable) // DRAWN))]
     if sampling.temperature == 0:
-        apart = [nats_below_likeliest(loaded.model, *text) for text in texts]
+        apart = [nats_below_likeliest(model, prompt, ids) for prompt, ids, _ in chosen]
     else:
-        apart = [abs(float(found.double().sum()) - sample["logprob"])
-                 for found, (_, sample) in zip(completion_logprobs(loaded.model, texts, sampling), chosen, strict=True)]
-    known = [(nats, len(ids)) for nats, (_, ids) in zip(apart, texts, strict=True) if math.isfinite(nats)]  # what is cut off is counted above
+        found = completion_logprobs(model, [(prompt, ids) for prompt, ids, _ in chosen], sampling)
+        apart = [abs(float(logprobs.double().sum()) - recorded) for logprobs, (*_, recorded) in zip(found, chosen, strict=True)]
+    known = [(nats, len(ids)) for nats, (_, ids, _) in zip(apart, chosen, strict=True) if math.isfinite(nats)]
     if not known:
-        return unproven("rescored", "every sample holds a token that truncation rules out; the draws say whether that is rounding")
-    bound = RESCORED if (loaded.model.compute_dtype or loaded.model.embed.weight.dtype) == torch.float32 else RESCORED_BF16
+        return unproven("rescored", "every sample holds a token that truncation rules out; `draws` says whether that is rounding")
+    bound = RESCORED if (model.compute_dtype or model.embed.weight.dtype) == torch.float32 else RESCORED_BF16
     mean, alone = sum(nats for nats, _ in known) / sum(n for _, n in known), max(nats / n for nats, n in known)
     words = f"{len(known)} samples scored again without a cache are {mean:.1e} nats a token from what was recorded, {alone:.1e} in one"
     if not (mean <= bound and alone <= 10 * bound):

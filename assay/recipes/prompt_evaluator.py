@@ -60,7 +60,7 @@ class PromptEvaluator:
         sampler.load(step)
         found = self.answer(sampler, self.prompts)
         reward = None if found.rewarded is None else float(found.rewarded.mean())
-        self.history.add(step, -found.wanted, 0.0, found.digest, reward=reward)
+        self.history.add(step, -found.wanted, 0.0, found.digest, reward=reward, metric=self.name)
         scored = found.estimate
         self.run.record(step - 1, **{f"eval_{self.name}": scored.mean, "eval_low": scored.low, "eval_high": scored.high,
                                      "eval_prompts": scored.n} | ({} if reward is None else {"eval_reward": reward}))

@@ -16,7 +16,14 @@ import numpy as np
 
 from assay.errors import UsageError
 from assay.generate.generation_request import Completion
-from assay.guard.judge_checks import check_groups_judged, check_judge_agreement, check_judge_order, check_judge_parser, check_position_bias
+from assay.guard.judge_checks import (
+    check_groups_judged,
+    check_judge_agreement,
+    check_judge_order,
+    check_judge_parser,
+    check_judge_places,
+    check_position_bias,
+)
 from assay.guard.reward_checks import check_reward_repeat, completion_style, preflight_rewards
 from assay.guard.rollout_checks import check_rewards_again
 from assay.learn.advantage import RewardValue as Value
@@ -84,7 +91,7 @@ class Rewards:
             self.noise = float(repeat.evidence.get("noise", 0.0))
             verdicts.append(repeat)
         if self.judge is not None:
-            verdicts += [check_judge_parser(), check_judge_order(self.judge.ask, rows, texts, completion_style(self.rules, rows))]
+            verdicts += [check_judge_parser(), check_judge_places(self.judge.judge), check_judge_order(self.judge.ask, rows, texts, completion_style(self.rules, rows))]
         return verdicts
 
 
@@ -272,7 +279,9 @@ class JudgeReward:
         """What it said and cost in this sitting is written down. A judge that contradicts itself ends the run; one that is swayed by
         the order of the page is worth a warning, because that order is another one each time."""
         run.log(Event.JUDGE_COST, step=step, **self.identity, **self.sitting.counts())
-        run.judge(Event.JUDGE, [check_judge_agreement(self.sitting.repeats)])
+        agreement = check_judge_agreement(self.sitting.repeats)
+        run.say(f"step {step}: {agreement}")
+        run.judge(Event.JUDGE, [agreement])
         position = check_position_bias(self.sitting.shown)
         return position.reason if position.outcome is Outcome.REFUTED else ""
 

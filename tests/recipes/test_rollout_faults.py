@@ -163,7 +163,7 @@ def test_a_reward_with_noise_is_said_and_what_is_noise_alone_is_counted(whole: P
     said: list[str] = []
     config = options(whole, tmp_path / "run", reward=(f"{tmp_path / 'noisy.py'}:noisy:1",), metric="answer", max_steps=2, eval_prompts=4)
     reinforced(config, said.append)
-    assert any("UNPROVEN" in line and "reward_repeat: asked twice about the same 16 completions" in line
+    assert any("UNPROVEN" in line and "reward_repeat: asked twice about the same 15 completions" in line
                for text in said for line in text.splitlines()), said
     assert any("by no more than the reward's own noise" in line for line in said)
     assert all(0 < row["rewards/noise_alone"] <= 1 for row in steps_of(config))
@@ -191,13 +191,26 @@ def test_completions_that_no_longer_end_are_stopped_within_six_steps(whole: Path
 
 
 def test_what_no_longer_ends_is_not_handed_over(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    answer, times = PromptEvaluator.answer, list[int]()
+    """The parent is answered first when a run hands over, then what was saved, and what is handed over."""
+    answer, of_all = PromptEvaluator.answer, list[int]()
 
-    def cut(self: PromptEvaluator, *given: Any) -> Any:
-        times.append(1)
-        found = answer(self, *given)
-        return replace(found, cut=np.ones_like(found.cut)) if len(times) > 4 else found
+    def cut(self: PromptEvaluator, sampler: Any, prompts: Any) -> Any:
+        found = answer(self, sampler, prompts)
+        of_all.append(len(prompts) > len(self.prompts))
+        return replace(found, cut=np.full_like(found.cut, float(sum(of_all) > 1)))
 
     monkeypatch.setattr(PromptEvaluator, "answer", cut)
     verdicts = reinforced(options(whole, tmp_path / "run", max_steps=2, eval_steps=2))
     assert [str(verdict.outcome) for verdict in verdicts if verdict.check == "endings"] == ["REFUTED"]
+
+# ---------------------------------------------------------------- the last line
+
+
+def test_the_commands_last_line_says_first_that_no_gain_was_shown(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                                   capsys: pytest.CaptureFixture[str]):
+    from assay.verbs import grpo as verb
+
+    assert verb.run(options(whole, tmp_path / "run", max_steps=1, learning_rate=1e-6, eval_prompts=4)) == 0
+    *_, last = capsys.readouterr().out.splitlines()
+    assert last.startswith("no gain shown: "), last
+    assert last.endswith("; artifact proven"), last
