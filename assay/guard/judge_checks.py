@@ -87,7 +87,7 @@ def check_judge_places(judge: Judge) -> Verdict:
             if found != due:
                 return refuted("judge_places", f"completions of known scores {due} came back as {found}: scores are given to other "
                                "completions than the judge gave them to")
-    return proven("judge_places", f"{len(groups)} groups of {PLACES} completions, each asked about in two orders, got their own scores back")
+    return proven("judge_places", f"{len(groups)} groups of {PLACES} completions, each asked about in two orders, got their own scores")
 
 
 def _scores_by_number(payload: Mapping[str, Any]) -> HttpReply:

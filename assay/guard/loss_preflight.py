@@ -296,7 +296,7 @@ def compare_gradients(check: str, what: str, one: Gradients, two: Gradients, mod
         return found
     values, errors = zip(*cast(list[tuple[float, dict[str, float]]], again), strict=True)
     allowed = lambda *roundings: min(MOST_ROUNDING, max(value, REORDERED * max(roundings)))  # noqa: E731
-    return _compared(check, f"{what}, by the rounding measured on this model", one, two, allowed(*values),
+    return _compared(check, what, one, two, allowed(*values),
                      {name: allowed(*(each.get(name, 0.0) for each in errors)) for name in two[1]})
 
 
@@ -319,7 +319,7 @@ def _compared(check: str, what: str, one: Gradients, two: Gradients, value_bound
     bounds = gradient_bound if isinstance(gradient_bound, Mapping) else dict.fromkeys(errors, gradient_bound)
     worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name] / bounds[name])
     words = (f"{what}: loss {one[0]:.5f} and {two[0]:.5f}, gradients apart by at most {errors[worst]:.1e} (relative, {worst}), "
-             f"bound {bounds[worst]:.0e}")
+             f"bound {bounds[worst]:.0e}{' by the rounding measured on this model' if isinstance(gradient_bound, Mapping) else ''}")
     if not (value <= value_bound and errors[worst] <= bounds[worst]):
         return refuted(check, words, value_error=str(value), gradient_error=str(errors[worst]), tensor=worst)
     return proven(check, words, value_error=value, gradient_error=errors[worst], bound=bounds[worst])

@@ -140,7 +140,7 @@ def check_made_gold(rewards: Sequence[RewardSpec], rows: _Rows, tried: Sequence[
     if not silent or len(silent) < len(rewards) or any(GOLD_COMPLETION in rows[one.number] for one in tried):
         return None
     made = gold_completion(rows[tried[0].number], style)
-    return refuted("reward_gold", f"{silent[0]} gives {seen[silent[0]].pop():.4g} to every completion that was tried, right, wrong and empty. "
+    return refuted("reward_gold", f"{silent[0]} gives {seen[silent[0]].pop():.4g} to every completion tried, right, wrong and empty. "
                    f"The right one was made from the row's answer alone: {made[-120:]!r}. Where a right completion must look otherwise, a "
                    f"sentence around the answer for one, add a column {GOLD_COMPLETION!r} that holds a right completion whole; where it "
                    "need not, the reward does not look at the answer", component=silent[0])

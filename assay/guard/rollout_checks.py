@@ -263,8 +263,9 @@ class SiblingCounts:
         """The chance is a bound for each two members, times how many there are, times the looks squared: over all looks it adds up."""
         if not self.pairs:
             return unproven("independence", "there are no two completions of one prompt to compare")
-        chances = {(one, other): self.looks**2 * len(self.same_GG)**2 * _chernoff_above(self.same_GG[one, other], self.expected_GG[one, other])
-                   for one, other in itertools.combinations(range(len(self.same_GG)), 2)}
+        tried = self.looks**2 * len(self.same_GG)**2
+        chances = {pair: tried * _chernoff_above(self.same_GG[pair], self.expected_GG[pair])
+                   for pair in itertools.combinations(range(len(self.same_GG)), 2)}
         (one, other), chance = min(chances.items(), key=lambda item: item[1])
         same, expected = int(self.same_GG.sum()), float(self.expected_GG.sum())
         words = f"over {self.looks} rollouts {same} of {self.pairs} pairs of siblings are identical, {expected:.3g} expected by chance"

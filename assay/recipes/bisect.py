@@ -153,7 +153,7 @@ def differs_from(other: Path) -> Probe:
 def evaluated_losses(run: Path) -> dict[int, np.ndarray]:
     """Step → the loss of every held-out document. A run that is scored by a reward has no loss."""
     if (metric := scored_by(run)) is not None:
-        raise UsageError(f"{run}: its evaluations are of {metric!r}, a score that is better higher, and no loss; give --probe score-below:X")
+        raise UsageError(f"{run}: its evaluations are of {metric!r}, a score, better higher, and no loss; give --probe score-below:X")
     return _evaluations(run)
 
 

@@ -198,7 +198,7 @@ def check_apart(train: Sequence[Prompt], held_out: Sequence[Prompt]) -> Verdict:
 
 
 def check_prompt_ledger(metrics: Path, prompts: PromptData, steps: int) -> Verdict:
-    """What every rollout of all sittings wrote down of the prompts it drew is what was planned for it: none lost, skipped or taken again."""
+    """What every rollout of all sittings wrote down of the prompts it drew is what was planned: none lost, skipped or taken again."""
     written = {row["step"]: row["prompts_digest"] for row in read_json_lines(metrics) if "prompts_digest" in row}
     for step in range(0, steps, prompts.updates):
         due = ids_digest((tuple(prompt.id for prompt in prompts.order.drawn(step // prompts.updates)),))

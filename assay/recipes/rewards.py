@@ -91,7 +91,8 @@ class Rewards:
             self.noise = float(repeat.evidence.get("noise", 0.0))
             verdicts.append(repeat)
         if self.judge is not None:
-            verdicts += [check_judge_parser(), check_judge_places(self.judge.judge), check_judge_order(self.judge.ask, rows, texts, completion_style(self.rules, rows))]
+            verdicts += [check_judge_parser(), check_judge_places(self.judge.judge),
+                         check_judge_order(self.judge.ask, rows, texts, completion_style(self.rules, rows))]
         return verdicts
 
 

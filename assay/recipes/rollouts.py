@@ -54,7 +54,7 @@ from assay.verdict import Verdict
 
 COMPARED = 16  # completions of a rollout whose log-probabilities are computed anew before the update; after it, all are compared
 RESCORED_A_ROLLOUT = 8  # completions whose draws are scored again by the plain model; their sum over rollouts is what is judged
-ASKED_TWICE, ASKED_EVERY = 4, 8  # rollouts of a sitting, from the first on, in which rewards and reference are asked twice; then every so many
+FIRST_ASKED, ASKED_EVERY = 4, 8  # the first rollouts of a sitting in which rewards and reference are asked twice, and then every so many
 SAID_AGAIN = 50  # steps after which a warning is repeated
 PROGRESS_METRICS = {"reward": "reward", "±": "reward_std", "length": "completions/mean_length", "kl": "kl", "entropy": "entropy"}
 
@@ -228,7 +228,7 @@ class RolloutCollector:
                 check_advantages([group.rewards for group in rollout.groups], rollout.advantages, config.scale_rewards),
                 check_counted(rollout.counted_N, rollout.advantages.known_PG.flatten().tolist(),
                               [completion.ended for _, completion in drawn], mask_truncated=config.mask_truncated_completions),
-                *(self._ask_twice(rollout, floor, reference) if self.looks <= ASKED_TWICE or self.looks % ASKED_EVERY == 0 else ()),
+                *(self._ask_twice(rollout, floor, reference) if self.looks <= FIRST_ASKED or self.looks % ASKED_EVERY == 0 else ()),
                 *(self.rewards.judge.verdicts if self.rewards.judge is not None else ())]
 
     def due_prompts(self, rollout: Rollout) -> list[str]:
@@ -256,7 +256,7 @@ class RolloutCollector:
                 again = batch_logprobs(reference.model, part, self.asked.temperature, Layout(COMPARED), entropy=self.asked.wants_entropy)
             prompts = [prompt.ids for prompt, _ in drawn]
             assert part.reference is not None
-            verdicts.append(check_reference_again(of_completions(part.reference, part, prompts), of_completions(again, part, prompts), floor))
+            verdicts.append(check_reference_again(*(of_completions(said, part, prompts) for said in (part.reference, again)), floor))
         return verdicts
 
     def _check_identity(self, drawn: Drawn, batch: Batch, floor: LogprobFloor) -> Verdict:

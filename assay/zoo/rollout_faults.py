@@ -202,7 +202,7 @@ fault("order that begins again after a resume", rows=(), stage="resume", check="
     in_place_of(PromptOrder, "drawn")(lambda usual, order, rollout: usual(order, max(0, rollout - RESUMED_AT))))
 fault("held-out prompts in the second epoch", rows=(), stage="data", check="held_out", job=resumed_rollouts)(
     in_place_of(PromptOrder, "drawn")(lambda usual, order, rollout: [
-        numbered_prompt(len(order.prompts)) if rollout * order.places >= len(order.prompts) else prompt for prompt in usual(order, rollout)]))
+        numbered_prompt(10) if rollout * order.places >= len(order.prompts) else prompt for prompt in usual(order, rollout)]))
 fault("completions that no longer end", rows=(), stage="rollout", check="endings", job=many_groups)(
     lambda _: swap(own, "ended_at", lambda step: "stop" if step < 2 else "length"))
 

@@ -226,8 +226,8 @@ def test_a_slot_that_keeps_what_another_prompt_left_in_it_is_refused(sampling, m
     fill = Engine._fill_prefixes
     monkeypatch.setattr(Engine, "_fill_prefixes", lambda self, wanted: None if any(self._prefixes) else fill(self, wanted))
     monkeypatch.setattr(loaded_model, "SLOTS_ON_CPU", 2)
+    model.engine = None
     with pytest.raises(Unsound, match=r"are not what this model says|not from the stated"):
-        model.engine = None
         evaluate(model, problems, tmp_path / "out", sampling=sampling)
 
 

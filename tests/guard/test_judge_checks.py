@@ -145,9 +145,10 @@ def test_the_right_completion_stands_at_any_place_when_a_judge_is_tried():
     places = []
 
     def asked(groups):
-        places.extend([[c[-1]["content"] for c in group.conversations].index(group.conversations[0][0]["content"][:-1]) for group in groups])
-        return Judged(scores={group.id: tuple(float(c[-1]["content"] == group.conversations[0][0]["content"][:-1])
-                                              for c in group.conversations) for group in groups})
+        scores = {group.id: tuple(float(said["content"] == prompt["content"][:-1]) for prompt, said in group.conversations)
+                  for group in groups}
+        places.extend(each.index(1.0) for each in scores.values())
+        return Judged(scores=scores)
 
     rows = [{"gold": str(n)} for n in range(100, 140)]
     assert check_judge_order(asked, rows, [f"{n}=" for n in range(100, 140)], "plain").outcome is Outcome.PROVEN

@@ -31,7 +31,8 @@ def without_proofs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(parent: Path, out: Path, **changed: Any) -> None:
-    recipe.grpo(options(parent, out, **{"learning_rate": 1e-3, "eval_steps": 100, "save_steps": 100, "eval_prompts": 4} | changed), lambda _: None)
+    usual = {"learning_rate": 1e-3, "eval_steps": 100, "save_steps": 100, "eval_prompts": 4}
+    recipe.grpo(options(parent, out, **usual | changed), lambda _: None)
 
 
 def interrupted(config: Any, after: int, patch: pytest.MonkeyPatch) -> None:
@@ -52,7 +53,7 @@ def interrupted(config: Any, after: int, patch: pytest.MonkeyPatch) -> None:
 
 def test_a_reference_that_is_anchored_anew_is_stopped_though_its_fingerprint_goes_along(whole: Path, tmp_path: Path,
                                                                                        monkeypatch: pytest.MonkeyPatch):
-    """Onto the policy itself: its KL is exactly 0. Onto the policy of a step before: the bytes on the disk tell, before anything is saved."""
+    """Onto the policy itself: its KL is exactly 0. Onto the one of a step before: the bytes on the disk tell, before a save."""
     follow, kept = Reference.follow, list[dict[str, torch.Tensor]]()
 
     def anchored(lag: int) -> Any:
@@ -66,7 +67,8 @@ def test_a_reference_that_is_anchored_anew_is_stopped_though_its_fingerprint_goe
 
     policies: list[torch.nn.Module] = []
     load = Sampler.__init__
-    monkeypatch.setattr(Sampler, "__init__", lambda self, model, *rest, **more: (policies.append(model), load(self, model, *rest, **more))[1])
+    monkeypatch.setattr(Sampler, "__init__", lambda self, model, *rest, **more: (
+        policies.append(model), load(self, model, *rest, **more))[1])
     for lag, check in ((0, "reference"), (1, "pinned")):
         policies.clear(), kept.clear()
         monkeypatch.setattr(Reference, "follow", anchored(lag))
@@ -78,7 +80,7 @@ def test_noise_in_the_reference_after_a_resume_is_stopped(whole: Path, tmp_path:
     config = options(whole, tmp_path / "run", max_steps=4, learning_rate=1e-3, eval_prompts=4)
     interrupted(config, 2, monkeypatch)
     sound = Reference.logprobs
-    monkeypatch.setattr(Reference, "logprobs", lambda self, *given, **more: (found := sound(self, *given, **more)) + 0.01 * torch.randn_like(found))
+    monkeypatch.setattr(Reference, "logprobs", lambda self, *given, **more: torch.normal(sound(self, *given, **more), 0.01))
     with stopped_by("reference_again"):
         recipe.grpo(config, lambda _: None)
 
