@@ -6,6 +6,7 @@ completions of it, because the old ones are no longer the policy's. What waits s
 """
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
@@ -106,16 +107,29 @@ class Rewards:
     def ask_again(self, groups: "Sequence[Group]") -> Verdict:
         """One group of a rollout, of those whose rewards differ most: its completions scored anew, from their text alone."""
         widest = max(groups, key=lambda group: _range(group.rewards))
-        again = self.workers.score([item(widest.prompt, completion) for completion in widest.completions])
         names = [reward.name for reward in self.rules]
-        return check_rewards_again([{name: scored.components[name] for name in names} for scored in widest.scored],
-                                   [scored.components for scored in again], self.noise)
+        first = [{name: scored.components[name] for name in names} for scored in widest.scored]
+
+        def second() -> list[Mapping[str, Value]]:
+            return [scored.components for scored in self.workers.score([item(widest.prompt, said) for said in widest.completions])]
+
+        found = check_rewards_again(first, again := second(), self.noise)
+        if found.outcome is not Outcome.REFUTED:
+            return found
+        # A test that ran out of time once is no fault: what agrees with the first answer in either of two more is taken.
+        both = [{name: min((one[name], two[name]), key=lambda value, said=said[name]: _distance(value, said)) for name in names}
+                for said, one, two in zip(first, again, second(), strict=True)]
+        return check_rewards_again(first, both, self.noise)
 
     def noise_metrics(self, groups: "Sequence[Group]") -> dict[str, float]:
         """rewards/noise_alone: the share of groups whose rewards differ, and by no more than two answers about one completion do."""
         if not self.noise:
             return {}
         return {"rewards/noise_alone": float(np.mean([0 < _range(group.rewards) <= 2 * self.noise for group in groups]))}
+
+
+def _distance(value: Value, said: Value) -> float:
+    return math.inf if value is None or said is None else abs(value - said)
 
 
 def _range(rewards: Sequence[Value]) -> float:
