@@ -143,7 +143,7 @@ def test_sampling_shows_tokens(tmp_path, capsys):
 
 
 def test_samples_that_are_no_draws_of_what_was_asked_for_are_refused(tmp_path, capsys, monkeypatch):
-    """Drawn at half the temperature, with the log-probabilities of the whole one."""
+    """Drawn at a tenth of the temperature, with the log-probabilities of the whole one."""
     from dataclasses import replace
 
     from assay.generate.policy_logprobs import completion_logprobs
@@ -157,7 +157,7 @@ def test_samples_that_are_no_draws_of_what_was_asked_for_are_refused(tmp_path, c
 
     def colder(engine, requests, heading):
         sampling = requests[0].sampling
-        found = drawn(engine, [replace(each, sampling=replace(sampling, temperature=0.5)) for each in requests], heading)
+        found = drawn(engine, [replace(each, sampling=replace(sampling, temperature=0.1)) for each in requests], heading)
         scored = completion_logprobs(engine.weights.source, [(r.prompt, c.ids) for r, c in zip(requests, found, strict=True)], sampling)
         return [replace(c, logprobs=tuple(logprobs.tolist())) for c, logprobs in zip(found, scored, strict=True)]
 

@@ -336,20 +336,23 @@ def _apart(one: Gradients, two: Gradients) -> tuple[float, dict[str, float]] | N
 
 @contextlib.contextmanager
 def nudged_norms(model: Transformer, draw: int = 0) -> Iterator[None]:
-    """Every gain and bias moved by its last bits, so that each layer rounds otherwise; put back by the bits afterwards."""
+    """Every gain and bias moved by its last bits, so that each layer rounds otherwise; put back by the bits afterwards.
+
+    Through `data`, which counts as no write: a sampler that holds these weights has still what it loaded.
+    """
     chance = generator(draw, "last bits")
     vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]
     kept = [parameter.detach().clone() for parameter in vectors]
     with torch.no_grad():
         for parameter in vectors:
             noise = torch.randn(parameter.shape, generator=chance).to(parameter.device)
-            parameter.mul_(1 + _LAST_BITS * noise.to(parameter.dtype))
+            parameter.data.mul_(1 + _LAST_BITS * noise.to(parameter.dtype))
     try:
         yield
     finally:
         with torch.no_grad():
             for parameter, before in zip(vectors, kept, strict=True):
-                parameter.copy_(before)
+                parameter.data.copy_(before)
 
 
 def _bound(model: Transformer) -> float:

@@ -26,7 +26,7 @@ from assay.seeds import generator
 from assay.statistics.estimate import pass_at_k
 from assay.store.artifact import build_model, open_artifact
 from assay.testing.fault_injection import Plant, fault, in_place_of, nothing, on_disk, swap, together
-from assay.testing.tiny_models import save_model, tiny_model, tiny_tokenizer
+from assay.testing.tiny_models import nudge, save_model, tiny_model, tiny_tokenizer
 from assay.verdict import Verdict
 
 _ROWS = [{"question": f"Ann has {n} figs and buys {2 * n} more. How many figs has she then, all in all?",
@@ -43,15 +43,11 @@ def oracles_of_a_task(folder: Path, plant: Plant) -> list[Verdict]:
         return check_scoring(open_task(TaskRequest("gsm8k", data)))
 
 
-def an_evaluation(folder: Path, plant: Plant, sampling: Sampling = WARM, k: int = _SAMPLES, attention: float = 1.0) -> list[Verdict]:
+def an_evaluation(folder: Path, plant: Plant, sampling: Sampling = WARM, k: int = _SAMPLES, moved: float = 0.0) -> list[Verdict]:
     """A tiny model whose tokenizer begins every text with a token of its own."""
     data = write_examples(folder / "test.jsonl", _ROWS)
     training = write_examples(folder / "train.jsonl", [{"text": "Figs ripen late. " * 9}])
-    model = tiny_model()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.mul_(attention if name.endswith("attn.out.weight") else 1.0)
-    save_model(folder / "model", model, tokenizer=with_bos())
+    save_model(folder / "model", nudge(tiny_model(), moved), tokenizer=with_bos())
     with plant(folder):
         opened, task = LoadedModel(open_artifact(folder / "model")), open_task(TaskRequest("gsm8k", data))
         try:
@@ -62,7 +58,7 @@ def an_evaluation(folder: Path, plant: Plant, sampling: Sampling = WARM, k: int 
 
 def a_greedy_evaluation(folder: Path, plant: Plant) -> list[Verdict]:
     """Nothing is drawn, so that no statistic of draws can tell. In a fresh model the words before hardly matter; in this one they do."""
-    return an_evaluation(folder, plant, Sampling(max_new=8, temperature=0.0), 1, attention=20.0)
+    return an_evaluation(folder, plant, Sampling(max_new=8, temperature=0.0), 1, moved=0.3)
 
 
 def two_evaluations(folder: Path, plant: Plant) -> list[Verdict]:

@@ -22,6 +22,7 @@ from assay.generate.generation_request import Sampling
 from assay.kernels import draw_tokens
 from assay.store import durable
 from assay.store.artifact import open_artifact
+from assay.testing.tiny_models import nudge
 from assay.verbs import eval as verb
 from assay.verdict import Outcome
 from tests.evaluation.eval_fixtures import FACT, PROBLEMS, QUESTION, opened, saved, write_rows
@@ -218,9 +219,7 @@ def test_true_draws_raise_no_alarm(sampling, model, problems, tmp_path):
 @pytest.mark.parametrize("sampling", [WARM, replace(WARM, temperature=0.0), replace(WARM, top_p=0.9)])
 def test_a_slot_that_keeps_what_another_prompt_left_in_it_is_refused(sampling, model, problems, tmp_path, monkeypatch):
     """Its text follows from another prompt's keys and values, and is scored as an answer to its own; greedy decoding has no draws."""
-    with torch.no_grad():
-        for name, parameter in model.model.named_parameters():  # in a fresh model the words before hardly matter
-            parameter.mul_(20 if name.endswith("attn.out.weight") else 1)
+    nudge(model.model, 0.3)  # in a fresh model the words before hardly matter
     sound = {verdict.check: verdict for verdict in evaluate(model, problems, tmp_path / "sound", sampling=sampling).verdicts}
     assert sound["rescored"].outcome is Outcome.PROVEN, sound["rescored"].reason
     fill = Engine._fill_prefixes

@@ -110,7 +110,7 @@ def test_a_reward_that_wants_a_sentence_around_the_answer_is_told_what_is_missin
     with RewardWorkers(parse_rewards([f"{file}:in_a_sentence:1"]), count=1) as workers:
         against = {verdict.check: verdict.reason for verdict in preflight_rewards(workers.rewards, ROWS, workers)
                    if verdict.outcome is Outcome.REFUTED}
-        assert "in_a_sentence gives 0 to every completion that was tried" in against["reward_gold"]
+        assert "in_a_sentence gives 0 to every completion tried" in against["reward_gold"]
         assert "add a column 'gold_completion' that holds a right completion whole" in against["reward_gold"]
         assert "reward_wrong" not in against, "of canaries in another form nothing can be said"
         whole = [{**row, "gold_completion": f"The answer is {row['answer'].rpartition(' ')[2]}."} for row in ROWS]
