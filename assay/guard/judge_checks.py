@@ -20,7 +20,7 @@ FEWEST_GROUPS = 8
 POSITION_LEVEL = 0.999
 LEAST_AGREEMENT = 0.5
 TRIED, LEAST_RIGHT = 8, 0.75  # rows before a run, and the share of them in which a right completion must stand above a wrong one
-PLACES = 6  # completions of a group whose scores are known: an order of so many is seldom its own inverse
+_PLACES = 6  # completions of a group whose scores are known: an order of so many is seldom its own inverse
 _TWO = '{{"scores": [{{"id": "1", "score": 0.5}}, {{"id": "2", "score": {second}}}]}}'
 BAD_ANSWERS = ("", "The second is better.", "{}", '{"scores": []}', '{"scores": [{"id": "1", "score": 0.5}]}',
                _TWO.format(second=0.5).replace('"2"', '"1"'),
@@ -78,7 +78,7 @@ def check_judge_places(judge: Judge) -> Verdict:
     the endpoint that scores each completion by the number it is. A score of another place of the page would be no error anywhere."""
     tried = copy.copy(judge)
     tried.post, tried.pending, tried.repeat, tried._rounds = _scores_by_number, {}, 1.0, {}
-    groups = {f"places/{number}": [str((5 * place + number) % PLACES / PLACES) for place in range(PLACES)] for number in range(TRIED)}
+    groups = {f"places/{number}": [str((5 * place + number) % _PLACES / _PLACES) for place in range(_PLACES)] for number in range(TRIED)}
     judged = tried.score([judge_group(id, "Which number is largest?", said) for id, said in groups.items()])
     for id, said in groups.items():
         due = tuple(map(float, said))
@@ -87,7 +87,7 @@ def check_judge_places(judge: Judge) -> Verdict:
             if found != due:
                 return refuted("judge_places", f"completions of known scores {due} came back as {found}: scores are given to other "
                                "completions than the judge gave them to")
-    return proven("judge_places", f"{len(groups)} groups of {PLACES} completions, each asked about in two orders, got their own scores")
+    return proven("judge_places", f"{len(groups)} groups of {_PLACES} completions, each asked about in two orders, got their own scores")
 
 
 def _scores_by_number(payload: Mapping[str, Any]) -> HttpReply:

@@ -30,7 +30,7 @@ Logprobs = Sequence[Sequence[float]]
 _ROWS, _COLUMNS = 4, 64  # of real rollouts, to measure the floor on: enough tokens for a mean, few enough to decode one by one
 # Beyond the floor: the mean is over many more tokens than the floor's was, of other texts; a single completion may be one token long.
 SLACK, ALONE = 3.0, 10.0
-SURE = 3.0  # standard errors of its mean that a floor is given: it may come from a handful of tokens
+_SURE = 3.0  # standard errors of its mean that a floor is given: it may come from a handful of tokens
 RARER = 2.0  # a reference finds what the policy says rarer than the policy does, and the floor grows with that
 TINY = 2e-6  # nats: the last bits of an fp32 log-probability of a rare token
 # What two honest paths may differ by where nothing is rounded but fp32's sums; in bf16 what bf16 itself does to them comes on top.
@@ -52,7 +52,7 @@ class LogprobFloor:
     @property
     def likely_most(self) -> float:
         """The most that the mean may be, as far as so few tokens tell."""
-        return self.mean + SURE * self.spread / math.sqrt(max(1, self.tokens))
+        return self.mean + _SURE * self.spread / math.sqrt(max(1, self.tokens))
 
     @property
     def bound(self) -> float:
