@@ -53,8 +53,8 @@ def check_judge_order(asked: Callable[[Sequence[JudgeGroup]], Judged], rows: Seq
     picked = [known[i] for i in sorted({round(at) for at in np.linspace(0, len(known) - 1, TRIED)})]
     pages = {f"preflight/{number}": _known_worth(rows, picked, number, prompts[number], style) for number in picked}
     places = {id: derive(number, "right place") % len(pages[id]) for id, number in zip(pages, picked, strict=True)}
-    for id, (right, *others) in list(pages.items()):
-        pages[id] = [*others[: places[id]], right, *others[places[id] :]]
+    for id, (gold, *others) in list(pages.items()):
+        pages[id] = [*others[: places[id]], gold, *others[places[id] :]]
     judged = asked([judge_group(id, prompts[number], pages[id]) for id, number in zip(pages, picked, strict=True)])
     if 2 * len(judged.unjudged) > len(pages):
         return refuted("judge_order", f"{len(judged.unjudged)} of {len(pages)} groups of known worth could not be judged: "

@@ -108,7 +108,7 @@ def check_endings(history: Sequence[Metrics]) -> Verdict:
 
 def check_still_ends(before: ArrayLike, after: ArrayLike) -> Verdict:
     """What is handed over ends its answers where its parent did. The share of each held-out prompt's completions that hit the cap."""
-    was, now = float(np.mean(before)), float(np.mean(after))
+    was, now = (float(np.asarray(cut, np.float64).mean()) for cut in (before, after))
     words = f"{now:.0%} of held-out completions hit the cap, of the parent's {was:.0%}"
     if now >= CAP_HITS and was < CAP_HITS_BEFORE:
         return refuted("endings", f"{words}: the policy has forgotten how to end", before=was, after=now)
