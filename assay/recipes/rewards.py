@@ -6,7 +6,6 @@ completions of it, because the old ones are no longer the policy's. What waits s
 """
 
 import hashlib
-import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
@@ -117,7 +116,7 @@ class Rewards:
         if found.outcome is not Outcome.REFUTED:
             return found
         # A test that ran out of time once is no fault: what agrees with the first answer in either of two more is taken.
-        both = [{name: min((one[name], two[name]), key=lambda value, said=said[name]: _distance(value, said)) for name in names}
+        both = [{name: _nearer(said[name], one[name], two[name]) for name in names}
                 for said, one, two in zip(first, again, second(), strict=True)]
         return check_rewards_again(first, both, self.noise)
 
@@ -128,8 +127,11 @@ class Rewards:
         return {"rewards/noise_alone": float(np.mean([0 < _range(group.rewards) <= 2 * self.noise for group in groups]))}
 
 
-def _distance(value: Value, said: Value) -> float:
-    return math.inf if value is None or said is None else abs(value - said)
+def _nearer(said: Value, one: Value, two: Value) -> Value:
+    """Which of two later answers is nearer to the first; one that is unknown is far from anything."""
+    if said is None or one is None or two is None:
+        return two if one is None else one
+    return one if abs(one - said) <= abs(two - said) else two
 
 
 def _range(rewards: Sequence[Value]) -> float:

@@ -256,7 +256,8 @@ class RolloutCollector:
                 again = batch_logprobs(reference.model, part, self.asked.temperature, Layout(COMPARED), entropy=self.asked.wants_entropy)
             prompts = [prompt.ids for prompt, _ in drawn]
             assert part.reference is not None
-            verdicts.append(check_reference_again(*(of_completions(said, part, prompts) for said in (part.reference, again)), floor))
+            first, second = (of_completions(said, part, prompts) for said in (part.reference, again))
+            verdicts.append(check_reference_again(first, second, floor))
         return verdicts
 
     def _check_identity(self, drawn: Drawn, batch: Batch, floor: LogprobFloor) -> Verdict:
