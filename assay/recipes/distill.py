@@ -25,6 +25,7 @@ from assay.outcome import RunOutcome
 from assay.recipes.conversations import NEVER, Conversations, describe_tuning, held_out_batches, load_conversations, refuse_nonsense
 from assay.recipes.evaluator import EarlyStopping, HeldOutEvaluator, stopping_rule
 from assay.recipes.hand_over import hand_over, void_if_refuted, write_down
+from assay.recipes.memory_plan import record_use
 from assay.recipes.options import Distill
 from assay.recipes.processes import follow, join_processes
 from assay.recipes.run import Run, open_run, plain, print_line
@@ -120,6 +121,7 @@ def distill(config: Distill, say: Callable[[str], None] = print_line) -> RunOutc
             if teacher is not None and (frozen := teacher.unmoved()):
                 run.judge(Event.TEACHER_UNMOVED, frozen)
             trainer.end_loop()
+            record_use(run, start.memory, device)
             if run.interrupted is not None and trainer.saved != trainer.done:
                 save(evaluated=False)  # the uninterrupted run would not have been evaluated here
             elif run.interrupted is None and evaluator.latest_step != trainer.done:

@@ -29,6 +29,7 @@ from assay.model.transformer import ModelConfig, Rope, Transformer, initialised,
 from assay.outcome import RunOutcome
 from assay.recipes.evaluator import EarlyStopping, HeldOutEvaluator, stopping_rule
 from assay.recipes.hand_over import hand_over, write_down
+from assay.recipes.memory_plan import device_memory, plan_pretraining, record_use, require_fit
 from assay.recipes.options import Pretrain
 from assay.recipes.processes import follow, join_processes
 from assay.recipes.run import Run, open_run, print_line
@@ -88,6 +89,9 @@ def pretrain(config: Pretrain, say: Callable[[str], None] = print_line) -> RunOu
     rule = stopping_rule(config.early_stopping_patience, config.early_stopping_threshold, schedule=config.lr_scheduler_type,
                          steps=plan.steps, every=config.save_steps)
     tokenizer = Tokenizer.from_folder(Path(config.corpus))
+    memory = plan_pretraining(config, plan.model, plan.device)
+    if (available := device_memory(plan.device)) is not None:
+        require_fit(memory, available, plan.device)
     model = place_for_training(initialised(plan.model, config.seed), plan.device, recompute=config.gradient_checkpointing)
     if world.rank > 0:
         return follow(world, model, next_token, config.out)
@@ -134,6 +138,7 @@ def pretrain(config: Pretrain, say: Callable[[str], None] = print_line) -> RunOu
                     if trainer.save_due():
                         save(evaluate=True)
             trainer.end_loop()
+            record_use(run, memory, plan.device)
             if run.interrupted is not None and trainer.saved != trainer.done:
                 save(evaluate=False)  # the uninterrupted run would not have been evaluated here
             elif run.interrupted is None and evaluator.latest_step != trainer.done:
@@ -176,9 +181,14 @@ def derived(config: Pretrain, corpus: Corpus, device: str) -> _Plan:
                          "at least 1, a length of at least 8 and a batch of at least one row")
     rows = config.batch_tokens // config.max_length
     steps = None if config.tokens is None else max(1, math.ceil(config.tokens / (rows * config.max_length)))
-    vocab = math.ceil(Tokenizer.from_folder(Path(config.corpus)).size / 64) * 64  # rows beyond the tokenizer's are never used
+    vocab = padded_vocab(Tokenizer.from_folder(Path(config.corpus)))
     micro = max(1, min(rows, config.micro_batch_tokens // config.max_length))
     return _Plan(shape(config, config.depth, vocab), rows, micro, steps, config.matrices().learning_rate, device)
+
+
+def padded_vocab(tokenizer: Tokenizer) -> int:
+    """Rows beyond the tokenizer's are never used."""
+    return math.ceil(tokenizer.size / 64) * 64
 
 
 def shape(config: Pretrain, depth: int, vocab: int) -> ModelConfig:

@@ -15,15 +15,16 @@ from assay.guard.training_guards import check_detectors
 from assay.learn.lr_schedule import Budget, Schedule
 from assay.learn.objectives import Objective, next_token
 from assay.learn.optim import adamw
-from assay.model.placement import place_for_training, uncompiled
+from assay.model.placement import place_for_inference, uncompiled
 from assay.outcome import RunOutcome
 from assay.recipes.conversations import NEVER, Conversations, describe_tuning, load_conversations, refuse_nonsense
 from assay.recipes.evaluator import EarlyStopping, HeldOutEvaluator, stopping_rule
 from assay.recipes.hand_over import SAME_LOSS, hand_over, write_down
+from assay.recipes.memory_plan import record_use
 from assay.recipes.options import Sft, Tuning
 from assay.recipes.processes import follow, join_processes
 from assay.recipes.run import open_run, print_line
-from assay.recipes.starting_model import AdapterModel, StartingModel, carry_moments, load_start
+from assay.recipes.starting_model import AdapterModel, StartingModel, carry_moments, load_start, reopen_parent
 from assay.recipes.trainer import SavePlan, Trainer
 from assay.store.artifact import build_model
 from assay.store.checkpoint import open_checkpoint
@@ -86,6 +87,7 @@ def sft(config: Sft, say: Callable[[str], None] = print_line) -> RunOutcome:
                     if trainer.save_due():
                         save(evaluate=True)
             trainer.end_loop()
+            record_use(run, start.memory, device)
             if run.interrupted is not None and trainer.saved != trainer.done:
                 save(evaluate=False)  # the uninterrupted run would not have been evaluated here
             elif run.interrupted is None and evaluator.latest_step != trainer.done:
@@ -132,7 +134,7 @@ def preflight_sft(trainer: Trainer, data: Conversations, start: StartingModel) -
 @torch.no_grad()
 def parent_loss(start: StartingModel, objective: Objective, batch: Batch, trainer: Trainer) -> float:
     """Of the parent, opened anew, on the first batch: a child's first loss is its parent's."""
-    parent = place_for_training(build_model(start.parent), trainer.device, compile=False)
+    parent = place_for_inference(build_model(reopen_parent(start), None), trainer.device)
     parts = [objective(parent, part.to(trainer.device)).total for part in batch.split(trainer.micro)]
     return float(torch.stack(parts).sum()) / float(batch.weight.sum())
 

@@ -42,6 +42,7 @@ from assay.guard.training_guards import (
     check_weights,
     stop_if_refuted,
 )
+from assay.learn.cuda_graph import GraphedAccumulate
 from assay.learn.ema import Ema, split_ema_state
 from assay.learn.loop import Accumulate, Step, train
 from assay.learn.lr_schedule import Schedule
@@ -142,6 +143,8 @@ class Trainer:
 
     def start_loop(self, facts: Mapping[str, Any], parts: int) -> None:
         """`parts` of the data are read in an epoch, each once. From here on everything that moves is accounted for, and time counts."""
+        if isinstance(alone := self.accumulate_alone, GraphedAccumulate):
+            alone.keep_only(self.model.compute_dtype)
         self._account = UpdateAccount(self.model, self.weights.reachable())
         self.run.log(Event.DATA, **facts, windows=parts, from_step=self.done)
         self.run.save_cost.begin()

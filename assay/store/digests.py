@@ -2,8 +2,10 @@
 
 import functools
 import hashlib
+import os
 import platform
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,8 @@ import torch
 from torch import Tensor
 
 import assay
-from assay.store.safetensors_files import DTYPE_NAMES, tensor_sha256
+from assay.store.mapped_pages import PART_BYTES, hashed_in_passing
+from assay.store.safetensors_files import DTYPE_NAMES, tensor_bytes
 
 WEIGHT_FILES = ("model", "adapter_model")
 
@@ -23,7 +26,10 @@ def weights_digest(tensors: Mapping[str, Tensor]) -> str:
 
 def tensor_facts(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
     """name → dtype, shape and sha256, as a manifest records them."""
-    return {name: {"dtype": DTYPE_NAMES[t.dtype], "shape": list(t.shape), "sha256": tensor_sha256(t)} for name, t in tensors.items()}
+    with ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0))), "sha256") as hashers:
+        digests = list((hashers.map if sum(map(tensor_bytes, tensors.values())) > PART_BYTES else map)(hashed_in_passing, tensors.values()))
+    return {name: {"dtype": DTYPE_NAMES[t.dtype], "shape": list(t.shape), "sha256": digest}
+            for (name, t), digest in zip(tensors.items(), digests, strict=True)}
 
 
 def recorded_tensors(manifest: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

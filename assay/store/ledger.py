@@ -60,6 +60,7 @@ class Event(StrEnum):
     WAY_DOWN = "way down"
     HELD_OUT = "held out"  # evaluations are of one set
     GAP = "gap"
+    MEMORY = "memory"  # used, beside what was planned
     PROXY = "proxy"
     JUDGE = "judge"
     JUDGE_COST = "judge cost"
