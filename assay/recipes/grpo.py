@@ -37,6 +37,7 @@ from assay.recipes.rollout_batch import Drawn, layout_of
 from assay.recipes.rollouts import RolloutCollector, RolloutHistory, Sampler
 from assay.recipes.run import Run, open_run, plain, print_line
 from assay.recipes.starting_model import AdapterModel, StartingModel, carry_moments, load_start, reopen_parent
+from assay.recipes.time_spent import TimeSpent
 from assay.recipes.trainer import SavePlan, Trainer
 from assay.store.artifact import build_model, open_artifact, straight_to
 from assay.store.ledger import Event
@@ -48,6 +49,7 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
 
     A step is one update. A rollout begins at every multiple of `num_iterations` steps, and only there is anything saved.
     """
+    spent = TimeSpent()
     refuse_unclear_grpo(config)
     world, say = join_processes(config.device, config.shards, say)
     device = world.device
@@ -64,7 +66,7 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
     optimizer = adamw(start.model.named_parameters(), lr, weight_decay=config.weight_decay)
     carry_moments(optimizer, start)
 
-    with world, open_run(config, say, device) as run, rewards:
+    with world, open_run(config, say, device, spent) as run, rewards:
         sampler_of = partial(Sampler, tokenizer=start.tokenizer, stops=start.parent.stops, slots=config.prompts * config.num_generations,
                              length=config.max_completion_length + prompts.longest)
         sampler = sampler_of(start.model, device=config.sampler_device)

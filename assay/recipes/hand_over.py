@@ -1,6 +1,7 @@
 """Hand-over: the best checkpoint is exported, its bytes are read back, and they must score what was recorded."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -47,11 +48,18 @@ def hand_over(run: Run, evaluator: HeldOutEvaluator, score_all: ScoreHeldOut) ->
     best = evaluator.best_checkpoint()
     assert best is not None, "a run ends with an evaluation"
     run.say(f"best: {best.name}; {evaluator.best_in_words()}")
-    verdicts = [check_evaluated(evaluator, best)]
+    run.spent.phase("hand-over")
+    with run.spent.part("evaluation"):
+        verdicts = [check_evaluated(evaluator, best)]
     to = straight_to(evaluator.device or default_device())
-    recorded = rescore(scored_set(open_artifact(best, to=to)), score_all, evaluator.device)
-    places, found = export_best(run, best)
-    exported = rescore(open_artifact(run.folder / "model", to=to), score_all, evaluator.device)
+    with ThreadPoolExecutor(1, "export") as beside:
+        exporting = beside.submit(export_best, run, best)  # written and proven while the checkpoint is scored
+        with run.spent.part("evaluation"):
+            recorded = rescore(scored_set(open_artifact(best, to=to)), score_all, evaluator.device)
+        with run.spent.part("proving"):
+            places, found = exporting.result()
+    with run.spent.part("evaluation"):
+        exported = rescore(open_artifact(run.folder / "model", to=to), score_all, evaluator.device)
     verdicts += [*found, check_exported_score(recorded, exported)]
     void_if_refuted(run, places, verdicts)
     return HandedOver(best, places, recorded, verdicts)

@@ -6,8 +6,9 @@ Three stages, each refusing what it exists to refuse: `locate_artifact` (what is
 
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -107,10 +108,17 @@ def straight_to(device: str, held: Mapping[str, Tensor] | None = None) -> Destin
     return Destination(require_device(device), held or {}) if device.startswith("cuda") else None
 
 
-def open_artifact(path: str | Path, *, base: str | Path | None = None, to: Destination | None = None) -> Artifact:
+def open_artifact(path: str | Path, *, base: str | Path | None = None, to: Destination | None = None,
+                  opened: "OpenBase | None" = None) -> Artifact:
     """There is no unverified load. `base` names an adapter's base where the adapter does not, or names one that moved. `to` takes the
-    tensors to a device as they are read; without it they stay what the file maps."""
-    return interpret_artifact(read_artifact(locate_artifact(path)), base=base, to=to)
+    tensors to a device as they are read; without it they stay what the file maps.
+
+    `opened` is asked for that base: whoever opens many adapters on one base may keep it.
+    """
+    return interpret_artifact(read_artifact(locate_artifact(path)), base=base, to=to, opened=opened)
+
+
+OpenBase = Callable[[Path], Artifact]
 
 
 def locate_artifact(path: str | Path) -> ArtifactPlace:
@@ -168,10 +176,11 @@ def read_artifact(place: ArtifactPlace, *, every_byte: bool = False) -> RawArtif
     return RawArtifact(place, fields, generation, read_folder_tensors(place.path, stem="adapter_model" if place.adapter else "model"))
 
 
-def interpret_artifact(raw: RawArtifact, *, base: str | Path | None = None, to: Destination | None = None) -> Artifact:
+def interpret_artifact(raw: RawArtifact, *, base: str | Path | None = None, to: Destination | None = None,
+                       opened: "OpenBase | None" = None) -> Artifact:
     """The model that the tensors make. Raises ArtifactError where they do not fit, UsageError where we know no such model."""
     if raw.place.adapter:
-        return _adapted(raw, base, to)
+        return _adapted(raw, base, opened or partial(open_artifact, to=to))
     if base is not None:
         raise UsageError(f"{raw.place.path} is a whole model; --base is for adapters")
     if (whole := raw.whole) is not None:
@@ -256,10 +265,10 @@ def _digest(raw: RawArtifact) -> str:
     return weights_digest(raw.tensors) if raw.checkpoint is None else recorded_digest(raw.checkpoint.manifest)
 
 
-def _adapted(raw: RawArtifact, base: str | Path | None, to: Destination | None) -> Artifact:
+def _adapted(raw: RawArtifact, base: str | Path | None, opened: OpenBase) -> Artifact:
     where, facts = raw.place.path, raw.checkpoint.facts if raw.checkpoint else {}
     recorded = facts.get("base") or {}
-    foundation = _open_base(where, base, recorded.get("path"), raw.fields.get("base_model_name_or_path"), to)
+    foundation = _open_base(where, base, recorded.get("path"), raw.fields.get("base_model_name_or_path"), opened)
     if recorded.get("weights") not in (None, foundation.digest):
         raise ArtifactError(f"{where}: the adapter was trained on weights {recorded['weights'][:12]}, {foundation.path} holds "
                             f"{foundation.digest[:12]}; name the right base with --base")
@@ -271,7 +280,7 @@ def _adapted(raw: RawArtifact, base: str | Path | None, to: Destination | None) 
                     adapter.patch, adapter, foundation, list(stops.disagreements))
 
 
-def _open_base(adapter: Path, given: str | Path | None, recorded: str | None, named: str | None, to: Destination | None) -> Artifact:
+def _open_base(adapter: Path, given: str | Path | None, recorded: str | None, named: str | None, opened: OpenBase) -> Artifact:
     for candidate in (given, recorded, named):
         if candidate is None:
             continue
@@ -280,7 +289,7 @@ def _open_base(adapter: Path, given: str | Path | None, recorded: str | None, na
         beside = adapter / str(candidate)  # a relative name may be meant from the adapter's own folder
         for path in (model_cache.cached_model(str(candidate)) or Path(candidate), beside):
             if path.exists():
-                artifact = open_artifact(path, to=to)
+                artifact = opened(path)
                 if artifact.patch is not None:
                     raise UsageError(f"{path}: the base of {adapter} is an adapter itself; merge it first")
                 return artifact
