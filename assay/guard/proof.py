@@ -21,6 +21,7 @@ from assay.errors import ArtifactError, AssayError, UsageError
 from assay.guard.artifact_checks import check_fields, check_hashes, check_lineage, check_loaded, check_tokenizer, check_values
 from assay.guard.behaviour_checks import check_answers, check_consumer, check_generations, check_health
 from assay.guard.proof_subject import DEFAULT_SAMPLING, Expectation, ProofSampling, ProofSubject
+from assay.guard.unknown_adapter import examine_unknown_adapter, why_unknown
 from assay.store.artifact import Artifact, interpret_artifact, locate_artifact, open_artifact, read_artifact
 from assay.store.checkpoint import Checkpoint, open_checkpoint, quarantine_checkpoint, write_hallmark
 from assay.store.export_artifact import rounding_bound
@@ -153,6 +154,8 @@ def examine_artifact(request: ProofRequest) -> list[Verdict]:
     except ArtifactError as error:
         return [refuted("whole", str(error)), *_not_run("the bytes were refused")]
     whole = proven("whole", f"every file is there, of its size, with strict headers: {len(raw.tensors)} tensors")
+    if (why := why_unknown(raw)) is not None:
+        return [whole, *examine_unknown_adapter(raw, why, request.base)]
     try:
         artifact = interpret_artifact(raw, base=request.base)
     except ArtifactError as error:

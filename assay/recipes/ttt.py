@@ -47,7 +47,7 @@ from assay.tracing.plots import draw_ttt_savings
 from assay.verdict import Verdict
 
 PREFLIGHT_TOKENS = 32  # tokens of a chunk, at most, while causality is checked
-REPORT_FILE, SCORES_FILE = "ttt.json", "scores.jsonl"  # the report is written last: a folder without one was killed on the way
+TTT_REPORT, TTT_SCORES = "ttt.json", "scores.jsonl"  # the report is written last: a folder without one was killed on the way
 _KINDS = {DocumentBegun: Event.BEGIN, ChunkScored: Event.SCORE}  # else: update
 
 
@@ -104,7 +104,7 @@ def ttt(config: Ttt, say: Callable[[str], None] = print_line) -> TttOutcome:
 
 def begin_again(run: Run) -> None:
     """Scores of a reading that was killed are of a patch that is gone: they are kept aside, and all is read from the start."""
-    run.set_aside(run.folder / SCORES_FILE)
+    run.set_aside(run.folder / TTT_SCORES)
     run.rewind(0)
 
 
@@ -118,7 +118,7 @@ class Notes:
     """What was read so far. An event is on the disk before the next one is asked for: a score before the step that follows it."""
 
     def __init__(self, run: Run, texts: Sequence[Read], without: TokenCosts):
-        self.run, self.ledger = run, Ledger(run.folder / SCORES_FILE)
+        self.run, self.ledger = run, Ledger(run.folder / TTT_SCORES)
         self.texts = [replace(text, without=bits(alone)) for text, alone in zip(texts, without, strict=True)]
         self.norms: list[float] = []
         self._costs: dict[int, list[NDArray[np.float32]]] = {}
@@ -158,7 +158,7 @@ def open_readable(config: Ttt) -> Artifact:
         raise UsageError(f"{source.path} is an adapter; export it --to merged, and read with that")
     if source.tokenizer is None:
         raise UsageError(f"{source.path}: documents are text, and there is no tokenizer here; add tokenizer.json")
-    if (Path(config.out) / REPORT_FILE).exists():
+    if (Path(config.out) / TTT_REPORT).exists():
         raise UsageError(f"{config.out} holds scores already, and a score is written once; choose another --out")
     if config.rank < 1 or config.batch_size < 1 or not config.max_drift > 1 or not config.max_regression >= 0 or len(config.betas) != 2:
         raise UsageError("expected --rank and --batch-size from 1, --max-drift above 1, --max-regression from 0, and two --betas")
@@ -257,7 +257,7 @@ def write_ttt_report(run: Run, outcome: TttOutcome) -> None:
         run.say(str(error))
     run.log(Event.TTT, score=found["bits per byte, with"], estimates=plain(found), norms=plain(outcome.norms),
                       verdicts=plain([verdict.to_json() for verdict in outcome.verdicts]))
-    durable.replace_file(run.folder / REPORT_FILE, (json.dumps(plain(document), indent=1) + "\n").encode())
+    durable.replace_file(run.folder / TTT_REPORT, (json.dumps(plain(document), indent=1) + "\n").encode())
 
 # ---------------------------------------------------------------- small things
 

@@ -16,8 +16,8 @@ from assay.zoo.editing_faults import opened_facts_model
 def health(wrong: int, surprise: float, uneven: float = 0.0) -> Health:
     """`uneven`: every other prompt's texts cost so much more than the mean, and the others so much less."""
     bad = Malformed("repetition", "again and again")
-    return Health("a model", tuple(ProbeSample(prompt, 0, GeneratedText("words", "length", (), surprise + 0.01 * i + uneven * (-1) ** i), bad if i < wrong
-                                               else None)
+    said = [GeneratedText("words", "length", (), surprise + 0.01 * i + uneven * (-1) ** i) for i in range(len(BUILT_IN_PROMPTS))]
+    return Health("a model", tuple(ProbeSample(prompt, 0, said[i], bad if i < wrong else None)
                                    for i, prompt in enumerate(BUILT_IN_PROMPTS)))
 
 
