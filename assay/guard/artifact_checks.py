@@ -8,7 +8,7 @@ from assay.guard.proof_subject import ProofSubject
 from assay.model.gguf_tokenizer import HARD
 from assay.model.probe_logits import compute_probe_logits, probe_distance, share_of_change
 from assay.model.tokenizer import Tokenizer
-from assay.store.artifact import Artifact, build_model, merged_tensors
+from assay.store.artifact import Artifact, build_model, merged_tensors, with_untied_head
 from assay.store.digests import recorded_tensors
 from assay.store.peft import config_with
 from assay.store.safetensors_files import DTYPE_NAMES, tensor_sha256
@@ -266,5 +266,5 @@ def _plausible(subject: ProofSubject, movement: dict[str, tuple[Tensor, Tensor]]
 
 
 def _pairs(parent: Artifact, child: Artifact) -> list[tuple[str, Tensor, Tensor]]:
-    before, after = merged_tensors(parent), merged_tensors(child)
+    before, after = with_untied_head(merged_tensors(parent), child.config), merged_tensors(child)
     return [(name, before[name], after[name]) for name in before]

@@ -76,8 +76,10 @@ def through_peft(raw: RawArtifact, base: Artifact) -> list[Verdict]:
 def not_taken_over(file: dict[str, Tensor], live: dict[str, Tensor]) -> list[str]:
     """Tensors of the file that the live model does not hold, and the other way round."""
     found = [f"{name} is in the {'file' if name in file else 'live model'} alone" for name in sorted(file.keys() ^ live.keys())]
-    return found + [f"{name} has other values in the live model" for name in sorted(file.keys() & live.keys())
-                    if not torch.equal(file[name].float(), live[name].float().cpu())]
+    both = [name for name in sorted(file.keys() & live.keys()) if file[name].shape == live[name].shape]
+    found += [f"{name} has another shape in the live model" for name in sorted((file.keys() & live.keys()) - set(both))]
+    return found + [f"{name} has other values in the live model" for name in both
+                    if not torch.allclose(file[name].float(), live[name].float().cpu(), rtol=0, atol=0, equal_nan=True)]
 
 
 def check_adapter_movement(before: Tensor, after: Tensor) -> Verdict:

@@ -29,6 +29,7 @@ from assay.cli import run as assay
 from assay.errors import UsageError
 from assay.guard import proof
 from assay.guard.proof import ProofRequest, Prover, examine_artifact, prove, prove_checkpoint
+from assay.guard.proof_subject import ProofSampling
 from assay.model.probe_logits import probe_inputs
 from assay.model.special_tokens import resolve_special_tokens
 from assay.model.transformer import initialised
@@ -78,7 +79,8 @@ def adapter(foreign, folder, *, train=True, **options):
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if parameter.requires_grad:
-                    parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))) * 0.05)
+                    far = 0.001 if "lora_embedding" in name else 0.05  # PEFT begins with an embedding's B of size 1
+                    parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))) * far)
     model.save_pretrained(folder)
     return folder
 
@@ -105,6 +107,15 @@ def test_what_equals_its_parent_though_it_should_have_moved_is_quarantined(tmp_p
     assert found is not None
     assert found.folder == parent.folder
     assert "quarantined" in passed_over[0]
+
+
+def test_a_hallmark_copied_onto_other_bytes_is_refuted(tmp_path):
+    """The same command that would have proven either of them."""
+    for seed in (0, 1):
+        prove_checkpoint(save(tmp_path / f"step-{seed:06d}", seed=seed).folder, probing=ProofSampling(0))
+    shutil.copy(tmp_path / "step-000000" / "hallmark.json", tmp_path / "step-000001" / "hallmark.json")
+    assert "speaks of the checkpoint" in refuted(examine_artifact(ProofRequest(str(tmp_path / "step-000001"))))["whole"]
+    assert assay(["prove", str(tmp_path / "step-000001"), "--probe-samples", "0"]) == 3
 
 
 def test_movement_beyond_what_the_optimizer_could_do_is_refuted(tmp_path):

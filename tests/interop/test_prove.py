@@ -156,7 +156,7 @@ def test_dora_is_proven_live(base: Path, tmp_path: Path):
     callback = Prove(base=str(base))
     adapted(base, tmp_path / "run", callback, use_dora=True).train()
     found = {v.check: v.outcome for v in callback.proofs["checkpoint-2"]}
-    assert [found[name] for name in ("live", "consumer", "lineage")] == [Outcome.PROVEN] * 3
+    assert [found[name] for name in ("live", "consumer", "architecture")] == [Outcome.PROVEN] * 3
 
 
 @pytest.mark.slow
