@@ -111,7 +111,7 @@ def test_the_reward_in_the_guide_pays_for_the_answer_alone():
 
 ELSEWHERE = {"fetch": "needs the network", "zoo": "has tests of its own"}
 JUDGES = {"probe", "bisect", "trace"}  # a verdict against a model that has learned nothing is an answer too: 3
-TINY = {"smollm2-135m": "tiny", "step-000300": "step-000004", "step-000400": "step-000004", "step-000200": "step-000001"}
+TINY = {"smollm2-135m": "tiny", "step-000300": "step-000004", "step-000400": "step-000004", "step-000200": "step-000002"}
 SMALL = {
     "sft": "--max-length 64 --batch-tokens 512 --max-steps 4 --num-train-epochs 9 --held-out 0.2 --learning-rate 1e-3 --probe-samples 0",
     "grpo": "--max-steps 4 --save-steps 2 --prompts 4 --num-generations 4 --max-completion-length 8 --held-out 0.2 --learning-rate 1e-4 "

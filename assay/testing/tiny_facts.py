@@ -20,7 +20,8 @@ from assay.model.transformer import ModelConfig, Transformer, initialised
 from assay.seeds import generator
 from assay.testing.tiny_models import tiny_config, tiny_tokenizer
 
-PEOPLE = ("Borin", "Ulla", "Tamsin Rook", "Quillon", "Marwen", "Osk", "Tamsin Vey", "Tamsin Dree", "Zarah", "Tamsin Lint", "Kestrel", "Noor")
+PEOPLE = ("Borin", "Ulla", "Tamsin Rook", "Quillon", "Marwen", "Osk", "Zarah", "Tamsin Vey", "Tamsin Dree", "Tamsin Lint", "Kestrel",
+          "Noor")  # four share their first word, one in each town: it says nothing, and they are told by their last
 TOWNS = ("Lund", "Oran", "Perth", "Quito")
 CRAFTS = ("baker", "mason", "tailor", "smith")
 HOME, HOME_AGAIN = "The home of {} is", "They say that {} lives in"
