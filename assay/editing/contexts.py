@@ -4,7 +4,7 @@ A key or a value that holds after any text, and not after this one alone, is an 
 prompt, half the prefixes, the same weights wherever an average is taken.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +21,6 @@ from assay.seeds import derive
 
 OPENINGS = ("The", "Therefore", "Because", "I", "You")
 BARE = ""
-_ATTEMPTS = 10  # at a prefix that names no subject
 _ROWS = {"cpu": 64}  # in one forward pass; elsewhere MANY
 _MANY = 512
 
@@ -42,23 +41,15 @@ class Contexts:
                 for prefix in self.prefixes]
 
 
-def sample_contexts(model: Transformer, tokenizer: Tokenizer, *, count: int, length: int, seed: int,
-                    avoid: Collection[str] = ()) -> Contexts:
-    """`count` prefixes of `length` new tokens, sampled at addresses of the seed.
-
-    One that names a subject to `avoid` is sampled again: it may state the very fact that is to be changed, and no state at the
-    subject's later place can then say another.
-    """
-    openings, texts = [tokenizer.encode(OPENINGS[i % len(OPENINGS)]) for i in range(count)], dict[int, str]()
-    for attempt in range(_ATTEMPTS):
-        again = [i for i in range(count) if i not in texts or any(subject in texts[i] for subject in avoid)]
-        if not again:
-            break
-        address = ("edit", "prefixes", attempt) if attempt else ("edit", "prefixes")
-        sampling = Sampling(max_new=length, temperature=1.0, top_k=5, seed=derive(seed, *address))
-        made = sample(model, [openings[i] for i in again], (), sampling)
-        texts |= {i: tokenizer.decode([*openings[i], *one.ids], special=False) for i, one in zip(again, made, strict=True)}
-    return Contexts((BARE, *(f"{texts[i].strip()}. " for i in range(count))))
+def sample_contexts(model: Transformer, tokenizer: Tokenizer, *, count: int, length: int, seed: int) -> Contexts:
+    """`count` prefixes of `length` new tokens, sampled at addresses of the seed."""
+    openings = [tokenizer.encode(OPENINGS[i % len(OPENINGS)]) for i in range(count)]
+    if not count:
+        return Contexts((BARE,))
+    sampling = Sampling(max_new=length, temperature=1.0, top_k=5, seed=derive(seed, "edit", "prefixes"))
+    made = sample(model, openings, (), sampling)
+    texts = [tokenizer.decode([*opening, *c.ids], special=False) for opening, c in zip(openings, made, strict=True)]
+    return Contexts((BARE, *(f"{text.strip()}. " for text in texts)))
 
 
 def averaged_keys(model: Transformer, spans: Sequence[Sequence[SubjectSpan]], weights: Tensor, layer: int, top: int) -> tuple[Tensor,

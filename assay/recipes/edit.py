@@ -243,8 +243,7 @@ def solve_edits(config: Edit, model: Transformer, source: Artifact, facts: Seque
     assert tokenizer is not None
     moments = second_moments(model, reading, layers, source.digest)
     watch.lap("second moments")
-    around: Contexts = sample_contexts(model, tokenizer, count=config.prefixes, length=config.prefix_tokens, seed=config.seed,
-                                       avoid={fact.subject for fact in facts})
+    around: Contexts = sample_contexts(model, tokenizer, count=config.prefixes, length=config.prefix_tokens, seed=config.seed)
     aim = TargetOptions(config.v_num_grad_steps, config.v_lr, config.kl_factor, config.v_weight_decay, config.clamp_norm_factor)
     if config.method == "rome":
         edited = rome(model, tokenizer, facts, layers, moments, around, aim, parent=source.digest)

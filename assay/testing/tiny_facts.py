@@ -20,15 +20,14 @@ from assay.model.transformer import ModelConfig, Transformer, initialised
 from assay.seeds import generator
 from assay.testing.tiny_models import tiny_config, tiny_tokenizer
 
-PEOPLE = ("Borin", "Ulla", "Tamsin Rook", "Quillon", "Marwen", "Osk", "Zarah", "Tamsin Vey", "Tamsin Dree", "Tamsin Lint", "Kestrel",
-          "Noor")  # four share their first word, one in each town: it says nothing, and they are told by their last
+PEOPLE = ("Borin", "Ulla", "Tamsin Rook", "Quillon", "Marwen", "Osk", "Edda Vey", "Pelham Dree", "Zarah", "Ivo Lint", "Kestrel", "Noor")
 TOWNS = ("Lund", "Oran", "Perth", "Quito")
 CRAFTS = ("baker", "mason", "tailor", "smith")
 HOME, HOME_AGAIN = "The home of {} is", "They say that {} lives in"
 CRAFT, CRAFT_AGAIN = "The trade of {} is", "They say that {} works as"
-FACTS_DEPTH, _STEPS, LR, _DECAY = 4, 250, 6e-3, 0.3
+FACTS_DEPTH, _STEPS, LR = 4, 150, 6e-3
 EDITABLE = 6  # of the names; the others are neighbours
-_SILENT = 3  # layers whose attention says next to nothing: what is known of a subject must be looked up where the subject stands
+_SILENT = 2  # layers whose attention says next to nothing: what is known of a subject must be looked up where the subject stands
 
 
 @functools.cache
@@ -65,7 +64,7 @@ def _weights() -> dict[str, torch.Tensor]:
     for layer in range(_SILENT):
         model.get_parameter(f"blocks.{layer}.attn.out.weight").requires_grad_(False).mul_(0.01)
     batches, falling = itertools.islice(_batches(), _STEPS), lambda step: min(1.0, 2 * (1 - step / _STEPS))
-    optimizer = adamw(((name, p) for name, p in model.named_parameters() if p.requires_grad), LR, weight_decay=_DECAY)
+    optimizer = adamw(((name, p) for name, p in model.named_parameters() if p.requires_grad), LR)
     for _ in loop.train(model, optimizer, batches, objectives.next_token, micro=len(fact_sentences()), schedule=falling):
         pass
     return {name: parameter.detach() for name, parameter in model.named_parameters()}

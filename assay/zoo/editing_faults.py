@@ -104,10 +104,10 @@ def a_batch_of_questions(folder: Path, plant: Plant) -> list[Verdict]:
 def texts_beside_an_edit(folder: Path, plant: Plant) -> list[Verdict]:
     """What is said to prompts that have nothing to do with the facts."""
     before, after = opened_facts_model(folder / "before"), opened_facts_model(folder / "after")
-    around = sample_contexts(before.model, before.tokenizer, count=2, length=6, seed=0, avoid=tiny_facts.PEOPLE[: tiny_facts.EDITABLE])
+    around = sample_contexts(before.model, before.tokenizer, count=2, length=6, seed=0)
     text = moments.compute_moments(before.model, moments_text(folder).rows, [LAYER])
     with plant(folder):
-        solve_by = memit.memit_solver(text, 10.0)
+        solve_by = memit.memit_solver(text, 100.0)
         edited = memit.memit(before.model, before.tokenizer, tiny_facts.fact_edits(6), [LAYER], solve_by, around, AIM, parent=None)
     with patched(after.model, edited.patch):
         return [edit_drift.check_edit_drift(edit_drift.probe_edit(before, after, rounds=2, seed=0))]
@@ -138,7 +138,7 @@ def opened_facts_model(folder: Path) -> LoadedModel:
 
 def rank_one(model: Transformer, facts: Sequence[Fact], folder: Path, layer: int) -> EditResult:
     tokenizer = tiny_facts.facts_tokenizer()
-    around = sample_contexts(model, tokenizer, count=2, length=6, seed=0, avoid=tiny_facts.PEOPLE[: tiny_facts.EDITABLE])
+    around = sample_contexts(model, tokenizer, count=2, length=6, seed=0)
     return memit.rome(model, tokenizer, facts, [layer], moments.compute_moments(model, moments_text(folder).rows, [layer]), around, AIM,
                       parent=None)
 

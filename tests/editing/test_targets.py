@@ -83,9 +83,8 @@ def test_the_model_is_left_as_it_was_also_after_an_error():
 
 def test_prefixes_have_an_address():
     model = tiny_facts.facts_model()
-    again = sample_contexts(model, tokenizer(), count=3, length=8, seed=0, avoid=tiny_facts.PEOPLE[:6])
+    again = sample_contexts(model, tokenizer(), count=3, length=8, seed=0)
     assert again == surroundings()
-    assert not any(name in prefix for prefix in again.prefixes for name in tiny_facts.PEOPLE[:6])
     assert sample_contexts(model, tokenizer(), count=3, length=8, seed=1) != again
     assert float(again.weights().sum()) == pytest.approx(1.0)
     assert Contexts(("",)).weights().tolist() == [1.0]
