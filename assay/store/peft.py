@@ -137,7 +137,7 @@ def write_adapter(config: ModelConfig, patch: Patch, base_name: str, *, rslora: 
     if not ranks:
         raise UsageError("the patch has no low-rank part, so that it is no LoRA adapter; merge it instead")
     tensors |= {PEFT_PREFIX + _foreign(config, name): tensor for name, tensor in patch.replaced.items()}
-    rank, alpha = (Counter(values.values()).most_common(1)[0][0] for values in (ranks, alphas))
+    rank, alpha = Counter(ranks.values()).most_common(1)[0][0], Counter(alphas.values()).most_common(1)[0][0]
     return {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base_name, "r": rank,
         "rank_pattern": {name: value for name, value in ranks.items() if value != rank}, "lora_alpha": alpha,
