@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from assay.model.probe_logits import probe_inputs
-from assay.store.artifact import Artifact, RawArtifact, open_adapter_base
+from assay.store.artifact import Artifact, RawArtifact, open_adapter_base, open_artifact
 from assay.store.peft import unsupported_adapter
 from assay.verdict import Verdict, proven, refuted, unproven
 
@@ -29,7 +29,7 @@ def examine_unknown_adapter(raw: RawArtifact, why: str, base: str | Path | None)
                        peft_type=str(kind))
     found = [support, check_adapter_values(raw.tensors)]
     missing = [name for name in ("transformers", "peft") if importlib.util.find_spec(name) is None]
-    foundation = open_adapter_base(raw, base)
+    foundation = open_adapter_base(raw, base, open_artifact)
     if missing or foundation.raw.place.kind not in ("hf", "checkpoint"):
         absent = f"{' and '.join(missing)} not installed (pip install 'assay[hf]')"
         told = absent if missing else "its base is no folder that PEFT can adapt"
