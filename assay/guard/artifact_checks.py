@@ -6,7 +6,7 @@ from torch import Tensor
 from assay.guard.proof_subject import ProofSubject
 from assay.guard.tokenizer_comparison import compare_tokenizers
 from assay.model.probe_logits import compute_probe_logits, probe_distance, share_of_change
-from assay.store.artifact import Artifact, build_model, merged_tensors
+from assay.store.artifact import Artifact, build_model, merged_tensors, with_untied_head
 from assay.store.digests import recorded_tensors, tensor_facts
 from assay.store.peft import config_with
 from assay.verdict import Verdict, proven, refuted, unproven
@@ -261,5 +261,5 @@ def _unrelated(movement: dict[str, tuple[Tensor, Tensor]]) -> tuple[str, float] 
 
 
 def _pairs(parent: Artifact, child: Artifact) -> list[tuple[str, Tensor, Tensor]]:
-    before, after = merged_tensors(parent), merged_tensors(child)
+    before, after = with_untied_head(merged_tensors(parent), child.config), merged_tensors(child)
     return [(name, before[name], after[name]) for name in before]

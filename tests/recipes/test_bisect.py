@@ -126,7 +126,7 @@ def test_trace_and_diff_on_the_command_line(run: Path, tmp_path: Path, capsys: p
     assert trace_verb.run(trace_verb.FLAGS(good, bad, picture=str(tmp_path / "map.png"))) == 3
     assert "layer 1 down is the first that diverges" in " ".join(capsys.readouterr().out.split())
     assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
-    for through in ("company", "cache"):
+    for through in ("batched", "cache"):
         assert trace_verb.run(trace_verb.FLAGS(good, through=through, b_dtype="float16", json=True)) == 0
         assert json.loads(capsys.readouterr().out)["verdict"]["outcome"] == "PROVEN"
     assert diff_verb.run(diff_verb.FLAGS(good, bad)) == 0

@@ -77,6 +77,7 @@ REASONS = {
     "adapter without effect": "every product B·A is zero",
     "adapter on another base": "was trained on weights",
     "adapter of another width": "need [4, 128]",
+    "magnitudes of DoRA left out": "layers.1.self_attn.q_proj.lora_magnitude_vector is missing",
     "layer left out": "layers.0.self_attn.q_proj.lora_A.weight is missing",
     "flipped bit in an adapter": "its bytes hash to",
     "trained head under its wrapper's name": "modules_to_save names 'lm_head'",
