@@ -13,6 +13,9 @@ from assay.errors import UsageError
 from assay.kernels import cached_attention, gated_activation, linear, rms_norm, rotary
 from assay.model.transformer import Transformer
 
+# How a CUDA graph is captured: what other threads do meanwhile, such as a save that leaves the GPU, does not invalidate it.
+BESIDE_OTHERS = "thread_local"
+
 
 def default_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
