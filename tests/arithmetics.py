@@ -3,9 +3,11 @@
     OMP_NUM_THREADS=1 python -m tests.arithmetics > results/arithmetics.txt
 
 runs every test marked `arithmetic` (those that judge what a tiny model has learned) under each of them and prints a table;
-names given behind it choose some. tests/conftest.py calls `switch_on` in a process that was asked for one.
+names given behind it choose some, and `--jobs 8` runs eight at a time (rows come in the table's order).
+tests/conftest.py calls `switch_on` in a process that was asked for one.
 """
 
+import argparse
 import functools
 import hashlib
 import os
@@ -15,6 +17,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -100,22 +103,34 @@ def _replace(name: str, first: int, change: Callable[[Tensor, Tensor], tuple[Ten
 # ---------------------------------------------------------------- the table
 
 
-def main(chosen: list[str]) -> int:
-    print("command   OMP_NUM_THREADS=1 python -m tests.arithmetics", *(f'"{name}"' for name in chosen))
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.arithmetics")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="rows to run: " + ", ".join(ARITHMETICS))
+    parser.add_argument("--jobs", type=int, default=1, help="rows to run at a time; leave two threads for each. Default: 1")
+    given = parser.parse_args(arguments)
+    if unknown := sorted(set(given.names) - set(ARITHMETICS)):
+        parser.error(f"no arithmetic is called {unknown[0]!r}; there are {', '.join(ARITHMETICS)}")
+    chosen, jobs = given.names or list(ARITHMETICS), max(1, given.jobs)
+    print("command   OMP_NUM_THREADS=1 python -m tests.arithmetics", *(f'"{name}"' for name in given.names), f"--jobs {jobs}")
     print(f"versions  Python {platform.python_version()}, torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, "
           f"{platform.machine()}\ndate      {time.strftime('%Y-%m-%d')}\n")
     marked = [str(file) for file in sorted(Path("tests").rglob("test_*.py")) if "pytest.mark.arithmetic" in file.read_text()]
     failures = 0
-    for name in chosen or ARITHMETICS:
-        said = subprocess.run([*PYTEST, "-m", "arithmetic and not gpu and not slow", *marked], env=os.environ | ARITHMETICS[name],
-                              capture_output=True, text=True, check=False).stdout.splitlines()
-        told = next((line for line in said if " passed" in line or " failed" in line), "no test ran")
-        print(f"{name:<20} {told}", flush=True)
-        against = [line.split(" - ")[0] for line in said if line.startswith(("FAILED", "ERROR"))]
-        print("".join(f"    {line}\n" for line in against), end="")
-        failures += bool(against) or " passed" not in told
-    print(f"\n{failures} of {len(chosen or ARITHMETICS)} arithmetics failed a test")
+    with ThreadPoolExecutor(jobs) as pool:
+        for name, said in zip(chosen, pool.map(lambda name: run_row(name, marked), chosen), strict=True):
+            told = next((line for line in said if " passed" in line or " failed" in line), "no test ran")
+            print(f"{name:<20} {told}", flush=True)
+            against = [line.split(" - ")[0] for line in said if line.startswith(("FAILED", "ERROR"))]
+            print("".join(f"    {line}\n" for line in against), end="")
+            failures += bool(against) or " passed" not in told
+    print(f"\n{failures} of {len(chosen)} arithmetics failed a test")
     return int(failures > 0)
+
+
+def run_row(name: str, marked: list[str]) -> list[str]:
+    """What pytest says of all marked tests under one arithmetic, in a process of its own."""
+    return subprocess.run([*PYTEST, "-m", "arithmetic and not gpu and not slow", *marked], env=os.environ | ARITHMETICS[name],
+                          capture_output=True, text=True, check=False).stdout.splitlines()
 
 
 if __name__ == "__main__":
