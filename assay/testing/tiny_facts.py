@@ -31,7 +31,7 @@ _ALONE = 20  # steps on sentences that nothing stands before; then each has anot
 _BESIDE = 0.1  # what a token that is no answer weighs
 EDITABLE = 6  # of the names; the others are neighbours
 _SILENT = 2  # layers whose attention says next to nothing: what is known of a subject must be looked up where the subject stands
-_UNTAUGHT = (1, 2)  # layers whose MLP stays as it began: the first looks the facts up
+_UNTAUGHT = (1, 2, 3)  # layers whose MLP stays as it began: the first looks the facts up
 
 
 @functools.cache
