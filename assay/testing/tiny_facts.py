@@ -20,18 +20,14 @@ from assay.model.transformer import ModelConfig, Transformer, initialised
 from assay.seeds import generator
 from assay.testing.tiny_models import tiny_config, tiny_tokenizer
 
-PEOPLE = ("Borin", "Ulla", "Tamsin Rook", "Quillon", "Marwen", "Osk", "Zarah", "Tamsin Vey", "Tamsin Dree", "Tamsin Lint", "Kestrel",
-          "Noor")  # four share their first word, one in each town: it says nothing, and they are told by their last
+PEOPLE = ("Borin", "Ulla", "Tamsin Rook", "Quillon", "Marwen", "Osk", "Edda Vey", "Pelham Dree", "Zarah", "Ivo Lint", "Kestrel", "Noor")
 TOWNS = ("Lund", "Oran", "Perth", "Quito")
 CRAFTS = ("baker", "mason", "tailor", "smith")
 HOME, HOME_AGAIN = "The home of {} is", "They say that {} lives in"
 CRAFT, CRAFT_AGAIN = "The trade of {} is", "They say that {} works as"
-FACTS_DEPTH, _STEPS, LR = 4, 70, 6e-3
-_ALONE = 20  # steps on sentences that nothing stands before; then each has another before it
-_BESIDE = 0.1  # what a token that is no answer weighs
+FACTS_DEPTH, _STEPS, LR = 4, 150, 6e-3
 EDITABLE = 6  # of the names; the others are neighbours
 _SILENT = 2  # layers whose attention says next to nothing: what is known of a subject must be looked up where the subject stands
-_UNTAUGHT = (1, 2, 3)  # layers whose MLP stays as it began: the first looks the facts up
 
 
 @functools.cache
@@ -64,26 +60,14 @@ def fact_edits(count: int) -> list[Fact]:
 
 @functools.cache
 def _weights() -> dict[str, torch.Tensor]:
-    model = _beginner()
+    model = initialised(facts_config(), 0)
+    for layer in range(_SILENT):
+        model.get_parameter(f"blocks.{layer}.attn.out.weight").requires_grad_(False).mul_(0.01)
     batches, falling = itertools.islice(_batches(), _STEPS), lambda step: min(1.0, 2 * (1 - step / _STEPS))
     optimizer = adamw(((name, p) for name, p in model.named_parameters() if p.requires_grad), LR)
     for _ in loop.train(model, optimizer, batches, objectives.next_token, micro=len(fact_sentences()), schedule=falling):
         pass
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
-
-
-def _beginner() -> Transformer:
-    """Initial weights of the size that a width of 64 asks for: from much smaller ones, when the facts are learned is a matter of luck."""
-    model = initialised(facts_config(), 0)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() == 2:
-                parameter.mul_(3.0 if name.startswith("blocks.") else 5.0)
-    for layer in range(_SILENT):
-        model.get_parameter(f"blocks.{layer}.attn.out.weight").requires_grad_(False).mul_(0.001)
-    for layer in _UNTAUGHT:
-        model.get_submodule(f"blocks.{layer}.mlp").requires_grad_(False)
-    return model
 
 
 def facts_config() -> ModelConfig:
@@ -107,16 +91,13 @@ def write_facts_text(where: Path) -> Path:
 
 
 def _batches() -> Iterator[Batch]:
-    """All sentences in another order each step, alone and then in pairs: what comes before a sentence must not matter to it."""
+    """All sentences, each step after other lines: what comes before a sentence must not matter to it."""
     tokenizer = facts_tokenizer()
-    lines = [tokenizer.encode(f"{line}\n") for line in fact_sentences()]
-    answers = torch.tensor([tokenizer.encode(f" {word}")[0] for word in (*TOWNS, *CRAFTS)])
+    lines = fact_sentences()
     for step in itertools.count():
         order = torch.randperm(len(lines), generator=generator(0, "lines", step)).tolist()
-        together = 1 if step < _ALONE else 2
-        rows = [[*leading_special_ids(tokenizer), *itertools.chain(*(lines[i] for i in order[first : first + together]))]
-                for first in range(0, len(lines), together)]
+        rows = [[*leading_special_ids(tokenizer), *tokenizer.encode(f"{lines[i]}\n{line}\n")] for i, line in zip(order, lines, strict=True)]
         tokens, documents = padded(rows, torch.device("cpu"))
-        weight = (documents != PADDING).float() * torch.isin(tokens, answers).float().clamp(min=_BESIDE)
+        weight = (documents != PADDING).float()
         weight[:, 0] = 0
         yield Batch(tokens, weight, documents.int())

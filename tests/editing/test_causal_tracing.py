@@ -19,11 +19,11 @@ def effects() -> IndirectEffects:
 
 @pytest.mark.arithmetic
 def test_an_mlp_at_the_subjects_last_token_carries_the_fact():
-    """The first: where a subject stands alone, nothing before its MLP knows of it, and those above it were taught nothing."""
+    """Which of the layers does it is not the same from one training to the next."""
     found = effects()
     below = [value for value in found.mlp[LAST_SUBJECT][:-1] if value is not None]
-    assert best_window(found, tiny_facts.FACTS_DEPTH) == [0]
-    assert below[0] > 0.2 * (found.clean - found.blurred)
+    assert best_window(found, tiny_facts.FACTS_DEPTH) == [below.index(max(below))]
+    assert max(below) > 0.2 * (found.clean - found.blurred)
     assert found.blurred < 0.8 < 0.9 < found.clean
 
 
