@@ -3,9 +3,9 @@
 import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -17,7 +17,7 @@ from assay.data.packing import PackedExamples, hold_out
 from assay.errors import UsageError
 from assay.guard.example_audit import audit_examples, check_batch, check_packing
 from assay.model.transformer import parameter_count
-from assay.recipes.options import Trained, Tuning
+from assay.recipes.options import Trained, Tuned, Tuning
 from assay.recipes.run import Run
 from assay.recipes.starting_model import AdapterModel, StartingModel
 from assay.store.ledger import Event
@@ -26,6 +26,7 @@ from assay.verdict import Verdict, proven, refuted
 A_LONG_RUN = 10  # minutes
 AUDITED_STEPS = 50  # one step in so many is compared with the audited examples, token for token
 NEVER = 10**12
+Spread = TypeVar("Spread")
 
 
 @dataclass(frozen=True)
@@ -110,9 +111,9 @@ class Conversations:
         return held_out_batches(chosen, self.order.length, rows)
 
 
-def refuse_nonsense(config: Tuning) -> None:
-    if config.max_length < 8 or config.batch_tokens < config.max_length:
-        raise UsageError(f"length {config.max_length}, batch_tokens {config.batch_tokens}: expected a length of at least 8, and a batch "
+def refuse_nonsense(config: Tuned) -> None:
+    if config.max_length < 8 or config.batch_tokens < config.row_length:
+        raise UsageError(f"rows of {config.row_length} tokens, batch_tokens {config.batch_tokens}: expected a length of at least 8, and a batch "
                          "of at least one row")
     refuse_unbudgeted(config)
 
@@ -145,28 +146,33 @@ def load_conversations(config: Tuning, start: StartingModel) -> Conversations:
     return Conversations(train.examples, rendered(apart).examples, train, order, steps, start.tokenizer.digest)
 
 
-def ordered(config: Tuning, examples: Sequence[TrainingExample]) -> tuple[PackedExamples, int | None]:
+def ordered(config: Tuned, examples: Sequence[Any], packed: type[PackedExamples] = PackedExamples) -> tuple[PackedExamples, int | None]:
     """The order of the examples and the number of steps, which is not known where time decides."""
-    rows = config.batch_tokens // config.max_length
-    order = PackedExamples(examples, config.seed, rows, config.max_length, config.num_train_epochs, config.packing)
+    rows = config.batch_tokens // config.row_length
+    order = packed(examples, config.seed, rows, config.row_length, config.num_train_epochs, config.packing)
     if order.windows < rows:
-        order = PackedExamples(examples, config.seed, order.windows, config.max_length, config.num_train_epochs, config.packing)
+        order = replace(order, rows=order.windows)
     steps = None if config.minutes is not None else config.max_steps or order.steps
     order.require(steps or 1)
     return order, steps
 
 
 def held_out_batches(examples: Sequence[TrainingExample], length: int, rows: int) -> list[Batch]:
-    order = PackedExamples(examples, 0, 1, length)
+    return joined_rows(PackedExamples(examples, 0, 1, length), rows)
+
+
+def joined_rows(order: PackedExamples, rows: int) -> list[Batch]:
+    """All rows of an order of one row a step, in batches of `rows`."""
     return [_joined([order.batch(step) for step in range(at, min(at + rows, order.steps))]) for at in range(0, order.steps, rows)]
 
 
 def _joined(batches: Sequence[Batch]) -> Batch:
     streams: dict[str, Any] = {name: torch.cat([batch.streams()[name] for batch in batches]) for name in batches[0].streams()}
-    return Batch(**streams, ids=tuple(row for batch in batches for row in batch.ids))
+    divisors = [batch.divisor for batch in batches if batch.divisor is not None]
+    return Batch(**streams, ids=tuple(row for batch in batches for row in batch.ids), divisor=sum(divisors) if divisors else None)
 
 
-def evenly(examples: Sequence[TrainingExample], count: int) -> list[TrainingExample]:
+def evenly(examples: Sequence[Spread], count: int) -> list[Spread]:
     """`count` of them, spread over all; their order is of no meaning, because they were chosen by what they say."""
     return list(examples[:: max(1, -(-len(examples) // count))])
 

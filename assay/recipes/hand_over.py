@@ -26,7 +26,7 @@ from assay.store.saving import Ancestor, Lineage, model_contents
 from assay.verdict import Outcome, Verdict, proven, refuted
 
 ScoreHeldOut = Callable[[Transformer], HeldOut]
-SAME_SCORE = 1e-4  # bits per byte, or nats per token: what fp32 sums in another order may differ by
+SAME_SCORE = 1e-4  # in the unit of the score, or of a score above 1 that share: what fp32 sums in another order may differ by
 SAME_LOSS = {torch.float32: 1e-4, torch.bfloat16: 1e-2}  # a document's loss, compiled or not, relative to the mean
 
 
@@ -159,4 +159,5 @@ def check_evaluated(evaluator: HeldOutEvaluator, best: Path) -> Verdict:
 def check_exported_score(recorded: HeldOut, found: HeldOut) -> Verdict:
     difference = abs(recorded.estimate.mean - found.estimate.mean)
     words = f"exported bytes score {found.estimate} {found.unit}, recorded {recorded.estimate.mean:.6f}"
-    return proven("score", words, difference=difference) if difference <= SAME_SCORE else refuted("score", words, difference=difference)
+    same = difference <= SAME_SCORE * max(1.0, abs(recorded.estimate.mean))
+    return (proven if same else refuted)("score", words, difference=difference)

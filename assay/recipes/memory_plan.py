@@ -19,7 +19,7 @@ from assay.model.families import config_from_hf, parameter_shapes
 from assay.model.lora import plan
 from assay.model.transformer import ModelConfig, qkv_rows
 from assay.recipes.grpo_options import Grpo
-from assay.recipes.options import Distill, Pretrain, Trained, Tuning
+from assay.recipes.options import Distill, Pretrain, Trained, Tuned
 from assay.recipes.run import Run
 from assay.store import model_cache
 from assay.store.artifact import ArtifactPlace, locate_artifact
@@ -191,7 +191,7 @@ def _base_of(place: ArtifactPlace) -> Path | None:
     return next((one for one in places if one is not None and one.exists()), None)
 
 
-def planned_work(config: Tuning | Grpo, model: PlannedModel, device: str) -> PlannedWork:
+def planned_work(config: Tuned | Grpo, model: PlannedModel, device: str) -> PlannedWork:
     compute = 2 if device.startswith("cuda") else MASTER
     common = PlannedWork(1, 1, config.lora_r, config.lora_target_modules, config.gradient_checkpointing, compute)
     if isinstance(config, Grpo):
@@ -201,13 +201,13 @@ def planned_work(config: Tuning | Grpo, model: PlannedModel, device: str) -> Pla
         layout = layout_of(device, config.micro_batch_size, longest, model.config.max_length)
         return replace(common, rows=layout.rows, length=layout.width or longest, slots=min(1024, config.prompts * config.num_generations),
                        slot_length=longest, reference=config.beta > 0)
-    rows = max(1, min(config.batch_tokens, config.micro_batch_tokens) // config.max_length)
+    rows = max(1, min(config.batch_tokens, config.micro_batch_tokens) // config.row_length)
     online = isinstance(config, Distill) and config.how == "online" and config.teacher is not None
     teacher = planned_model(str(config.teacher)).stored if online and isinstance(config, Distill) else 0
-    return replace(common, rows=rows, length=config.max_length, teacher=teacher)
+    return replace(common, rows=rows, length=config.row_length, teacher=teacher)
 
 
-def plan_tuning(config: Tuning | Grpo, device: str) -> MemoryPlan:
+def plan_tuning(config: Tuned | Grpo, device: str) -> MemoryPlan:
     name = config.model or config.from_
     if name is None:
         raise UsageError("name what to plan for: --model for a model, or --from for a checkpoint of a run")
@@ -265,7 +265,7 @@ def refuse_unfit(config: Trained, device: str) -> MemoryPlan | None:
     None where nothing bounds it, or where its sizes are only known once it is opened: grown by new tokens, or one file.
     """
     available, name = device_memory(device), config.model or config.from_
-    if available is None or not isinstance(config, Tuning | Grpo) or config.new_tokens or name is None:
+    if available is None or not isinstance(config, Tuned | Grpo) or config.new_tokens or name is None:
         return None  # a run of no model is refused, in its own words, by whoever opens it
     place = locate_artifact(name)
     if place.format.read is not None or (place.adapter and _base_of(place) is None):

@@ -21,7 +21,7 @@ from assay.recipes.conversations import NEVER, Conversations, describe_tuning, l
 from assay.recipes.evaluator import EarlyStopping, HeldOutEvaluator, stopping_rule
 from assay.recipes.hand_over import SAME_LOSS, hand_over, write_down
 from assay.recipes.memory_plan import record_use
-from assay.recipes.options import Sft, Tuning
+from assay.recipes.options import Sft, Tuned
 from assay.recipes.processes import follow, join_processes
 from assay.recipes.run import open_run, print_line
 from assay.recipes.starting_model import AdapterModel, StartingModel, carry_moments, load_start, reopen_parent
@@ -103,16 +103,16 @@ def sft(config: Sft, say: Callable[[str], None] = print_line) -> RunOutcome:
 # ---------------------------------------------------------------- what is derived
 
 
-def tuning_schedule(config: Tuning, data: Conversations) -> Schedule:
+def tuning_schedule(config: Tuned, data: Conversations) -> Schedule:
     warmup = min(config.warmup_steps, data.steps // 4) if data.steps else config.warmup_steps
     return Schedule(Budget(data.steps, config.minutes, config.lr_scheduler_type, warmup, config.decay_ratio))
 
 
-def micro_rows(config: Tuning, data: Conversations) -> int:
-    return max(1, min(data.order.rows, config.micro_batch_tokens // config.max_length))
+def micro_rows(config: Tuned, data: Conversations) -> int:
+    return max(1, min(data.order.rows, config.micro_batch_tokens // data.order.length))
 
 
-def tuning_optimizer(config: Tuning, start: StartingModel) -> torch.optim.Optimizer:
+def tuning_optimizer(config: Tuned, start: StartingModel) -> torch.optim.Optimizer:
     lr = config.peak_rate(adapter=isinstance(start.weights, AdapterModel))
     optimizer = adamw(start.model.named_parameters(), lr, weight_decay=config.weight_decay)
     carry_moments(optimizer, start)
