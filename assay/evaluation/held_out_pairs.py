@@ -14,7 +14,7 @@ from assay.learn.preference import PAIR_LOSSES, PreferenceSettings, pair_rewards
 from assay.model.placement import uncompiled
 from assay.model.transformer import Transformer
 from assay.statistics.correlation import correlation
-from assay.statistics.estimate import Estimate, mean, proportion
+from assay.statistics.estimate import Estimate, proportion, ratio
 
 Values = NDArray[np.float64]
 
@@ -35,7 +35,7 @@ class ScoredPairs:
 
     @property
     def margin(self) -> Estimate:
-        return mean(self.margins)
+        return mean_of(self.margins)
 
     @property
     def accuracy(self) -> Estimate:
@@ -49,8 +49,13 @@ class ScoredPairs:
 
     @property
     def held_out(self) -> HeldOut:
-        return HeldOut(mean(self.losses), "loss per pair", float(self.losses.mean()), self.losses, tokens=np.ones_like(self.losses),
+        return HeldOut(mean_of(self.losses), "loss per pair", float(self.losses.mean()), self.losses, tokens=np.ones_like(self.losses),
                        digest=self.digest)
+
+
+def mean_of(values: Values) -> Estimate:
+    """With its t-interval, also where all are 0 or 1: a loss is no rate."""
+    return ratio(values, np.ones_like(values))
 
 
 @torch.no_grad()

@@ -113,7 +113,7 @@ class Conversations:
 
 def refuse_nonsense(config: Tuned) -> None:
     if config.max_length < 8 or config.batch_tokens < config.row_length:
-        raise UsageError(f"rows of {config.row_length} tokens, batch_tokens {config.batch_tokens}: expected a length of at least 8, and a batch "
+        raise UsageError(f"rows of {config.row_length} tokens, batch_tokens {config.batch_tokens}: expected at least 8, and a batch "
                          "of at least one row")
     refuse_unbudgeted(config)
 

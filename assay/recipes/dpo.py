@@ -98,7 +98,7 @@ def dpo(config: Dpo, say: Callable[[str], None] = print_line) -> RunOutcome:
                 while not (trainer.over() or early.reason):
                     step = next(steps)
                     trainer.record(step, epoch=data.epoch_of(step.index), supervised_tokens=step.weight,
-                                   pairs=sum(len(row) for row in step.ids))
+                                   pairs=pairs_in(step.ids))
                     if trainer.save_due():
                         save(evaluate=True)
             trainer.end_loop()
@@ -191,13 +191,12 @@ class WatchedPairs:
 
 
 def compare_with_parent(run: Run, data: PreferenceData, start: StartingModel, trainer: Trainer) -> tuple[Verdict, dict[str, Any]]:
-    """Of the bytes on disk, on all pairs held out, beside the parent: whether what is preferred was learned."""
-    before = data.score(reference_model(start), trainer.micro)
+    """On all pairs held out, beside the parent: whether training went the right way, and what the bytes that were handed over prefer."""
+    before, trained = data.score(reference_model(start), trainer.micro), data.score(trainer.model, trainer.micro)
     after = data.score(build_model(open_artifact(run.folder / "model"), None).to(trainer.device), trainer.micro)
-    verdict = check_direction(before, after)
-    run.say(f"margin {before.margin} → {after.margin}, chosen preferred {after.accuracy}; {verdict}")
-    said = doubts(before, after)
-    for sentence in said:
+    verdict, said = check_direction(before, trained), doubts(before, after)
+    run.say(f"margin {before.margin} → {after.margin}, chosen preferred {after.accuracy}")
+    for sentence in (verdict.reason, *said):
         run.say(sentence)
     bias = after.length_bias
     return verdict, {"margin": asdict(after.margin), "accuracy": asdict(after.accuracy), "margin_before": asdict(before.margin),
