@@ -110,8 +110,8 @@ def check_direction(before: ScoredPairs, after: ScoredPairs) -> Verdict:
     share, doubt = proportion(rose, rose + fell), proportion(rose, rose + fell, level=DOUBT)
     words = f"training raised the margin of {share} of the held-out pairs, by {paired(after.margins, before.margins)} in the mean"
     if doubt.high < 0.5:
-        return refuted("direction", f"{words}: it learned to prefer what is rejected there. Chosen and rejected are swapped in the data, or "
-                                    "in what is held out", share=share.mean)
+        return refuted("direction", f"{words}: it learned to prefer what is rejected there. Chosen and rejected are swapped in the data "
+                                    "or in what is held out", share=share.mean)
     if share.low <= 0.5:
         return unproven("direction", f"{words}: nothing shows that what is preferred was learned", optional=True)
     return proven("direction", words, share=share.mean)
