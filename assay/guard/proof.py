@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -43,11 +43,12 @@ class ProofRequest:
     bound: float | None = None  # how far answers may be off where `same` is expected
     against_base: str | None = None  # the base of `against`, where that is an adapter
     probing: ProofSampling = DEFAULT_SAMPLING
+    records: tuple[str, ...] = ()  # kept steps of the run, which the witness replays in the same process
 
     @classmethod
     def from_json(cls, text: str) -> "ProofRequest":
         fields = json.loads(text)
-        return cls(**fields | {"probing": ProofSampling(**fields["probing"])})
+        return cls(**fields | {"probing": ProofSampling(**fields["probing"]), "records": tuple(fields["records"])})
 
 
 def prove(request: ProofRequest, *, timeout: float = PROOF_TIMEOUT, beside: bool = False) -> list[Verdict]:
@@ -63,6 +64,8 @@ def prove(request: ProofRequest, *, timeout: float = PROOF_TIMEOUT, beside: bool
             done = subprocess.run(command, stdin=reading, capture_output=True, text=True, timeout=timeout, env=environment,
                                   start_new_session=True)
         except subprocess.TimeoutExpired:
+            if answer.exists():  # all but what the witness says
+                return _verdicts(answer)
             return [unproven("process", f"the fresh process did not finish within {timeout:g} s, which says nothing of the artifact; "
                                         "prove it again where the machine is less busy")]
         finally:
@@ -76,13 +79,18 @@ def prove(request: ProofRequest, *, timeout: float = PROOF_TIMEOUT, beside: bool
         if not answer.exists():
             tail = done.stderr.strip().splitlines()[-1:] or ["no output"]
             return [refuted("process", f"the fresh process died with exit code {done.returncode}: {tail[0]}", stderr=done.stderr[-2000:])]
-        return [Verdict(v["check"], Outcome(v["outcome"]), v["reason"], v["evidence"]) for v in json.loads(answer.read_text())]
+        return _verdicts(answer)
+
+
+def _verdicts(answer: Path) -> list[Verdict]:
+    return [Verdict(v["check"], Outcome(v["outcome"]), v["reason"], v["evidence"]) for v in json.loads(answer.read_text())]
 
 
 def prove_checkpoint(folder: Path, *, against: str | None = None, base: str | None = None, probing: ProofSampling = DEFAULT_SAMPLING,
-                     timeout: float = PROOF_TIMEOUT, beside: bool = False) -> list[Verdict]:
+                     timeout: float = PROOF_TIMEOUT, beside: bool = False, records: Sequence[Path] = ()) -> list[Verdict]:
     """Prove a checkpoint of ours and write the outcome into it. Bytes that do not even open stay as they are."""
-    verdicts = prove(ProofRequest(str(folder), against=against, base=base, probing=probing), timeout=timeout, beside=beside)
+    request = ProofRequest(str(folder), against=against, base=base, probing=probing, records=tuple(map(str, records)))
+    verdicts = prove(request, timeout=timeout, beside=beside)
     try:
         checkpoint = open_checkpoint(folder)
     except ArtifactError:
@@ -113,14 +121,16 @@ class Prover:
     """Proofs beside a training loop, one at a time or, where there are cores to spare, a few; the loop asks for what is finished and
     never waits. They are begun in the saver's thread and asked for in the loop's: without a lock one begun meanwhile would be lost."""
 
+    witnesses = True  # kept steps are replayed with the next proof
+
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(max(1, min(MOST_PROOFS, usable_cores() // CORES_A_PROOF)), "prove")
         self._pending: list[tuple[Path, Future[list[Verdict]]]] = []
         self._changing = threading.Lock()
 
     def start(self, folder: Path, *, against: str | None = None, base: str | None = None, probing: ProofSampling = DEFAULT_SAMPLING,
-              beside: bool = True) -> None:
-        future = self._pool.submit(prove_checkpoint, folder, against=against, base=base, probing=probing, beside=beside)
+              beside: bool = True, records: Sequence[Path] = ()) -> None:
+        future = self._pool.submit(prove_checkpoint, folder, against=against, base=base, probing=probing, beside=beside, records=records)
         with self._changing:
             self._pending.append((folder, future))
 
@@ -202,6 +212,21 @@ def main() -> None:
         print(f"assay: {error}", file=sys.stderr)
         sys.exit(UsageError.exit_code)
     answer.write_text(json.dumps([verdict.to_json() for verdict in verdicts], default=str))
+    if request.records:
+        verdicts.append(_replayed(request.records))
+        written = answer.with_suffix(".part")
+        written.write_text(json.dumps([verdict.to_json() for verdict in verdicts], default=str))
+        written.rename(answer)
+
+
+def _replayed(records: Sequence[str]) -> Verdict:
+    """What the witness says. Where it dies it has not spoken: that is UNPROVEN, and said, because a sound run must not fall with it."""
+    from assay.witness.replay import replay_steps
+
+    try:
+        return replay_steps([Path(record) for record in records])
+    except Exception as error:
+        return unproven("witness", f"the witness itself died: {type(error).__name__}: {error}", optional=True)
 
 
 def _end_with_parent() -> None:

@@ -22,6 +22,7 @@ from assay.guard.proof import Prover
 from assay.guard.proof_subject import DEFAULT_SAMPLING, ProofSampling
 from assay.guard.resume_checks import check_kept_checkpoints, check_newest_checkpoint, check_own_checkpoint
 from assay.guard.training_guards import stop_if_refuted
+from assay.recipes.witness_records import pending_records
 from assay.store import durable
 from assay.store.checkpoint import Checkpoint, Contents, delete_old_checkpoints, latest_checkpoint, step_folder, step_folders
 from assay.store.ledger import Event, Ledger, read_chain
@@ -36,7 +37,8 @@ FEW = 3  # checkpoints: the first and the last come anyway
 WRITTEN_EVERY = 50  # judgements of a step or rollout between two that are written down while they prove
 _SHOWN = 4  # options that differ, where a folder holds another run
 # How long to go on, and where, may change between sittings; what is learned, and from what, may not.
-FREE = {"minutes", "tokens", "device", "out", "json", "resume", "probe_samples", "early_stopping_patience", "early_stopping_threshold"}
+FREE = {"minutes", "tokens", "device", "out", "json", "resume", "probe_samples", "witness", "early_stopping_patience",
+        "early_stopping_threshold"}
 
 
 class SaveCost:
@@ -138,6 +140,11 @@ class Run:
         self.going_on_from = step
         rewrite_json_rows(self.metrics_file, [row for row in read_json_lines(self.metrics_file) if row["step"] < step])
 
+    @property
+    def witnesses(self) -> bool:
+        """Its proofs replay the steps that were kept for them."""
+        return self._prover.witnesses
+
     def log(self, kind: Event, **facts: Any) -> None:
         """One line of the ledger."""
         self.ledger.append(kind, **facts)
@@ -184,7 +191,8 @@ class Run:
             self._saved.append(written)
             if not self._prover.busy:
                 self._retire(best, needed)
-            self._prover.start(written.folder, against=against, probing=self.probing, beside=self._looping)
+            self._prover.start(written.folder, against=against, probing=self.probing, beside=self._looping,
+                               records=pending_records(self.folder))
 
         self._saver.wait()
         self._write_down_saved()

@@ -177,7 +177,7 @@ def decides_to_stop(history: Sequence[NDArray[np.float64]], evaluations: int) ->
 class NoProver:
     """In the place of `Prover`: saves stay without a hallmark."""
 
-    busy = False
+    busy = witnesses = False
 
     def start(self, folder: Path, **_: Any) -> None:
         pass
