@@ -101,7 +101,8 @@ def prove_checkpoint(folder: Path, *, against: str | None = None, base: str | No
 
 def hallmark_or_quarantine(checkpoint: Checkpoint, verdicts: list[Verdict]) -> None:
     if overall(without_optional(verdicts)) is Outcome.PROVEN:
-        write_hallmark(checkpoint, without_optional(verdicts))
+        silent = [verdict for verdict in verdicts if verdict.check == "witness" and verdict.outcome is Outcome.UNPROVEN]
+        write_hallmark(checkpoint, without_optional(verdicts), unproven=silent)
     elif overall(without_optional(verdicts)) is Outcome.REFUTED:
         quarantine_checkpoint(checkpoint, verdicts)
 

@@ -92,6 +92,7 @@ class Run:
         self._retired: list[Path] = []  # likewise
         self._kept: list[tuple[Verdict, bool]] = []  # likewise, of what had to stay, and whether all of it is there
         self._saver, self._prover, self.probing = BackgroundSaver(), Prover(), probing
+        self._replaying: set[Path] = set()  # kept steps that a proof of this sitting replays
         self.save_cost = SaveCost()
         self._looping = True  # until `end_loop`
         self._judged_often = 0
@@ -191,8 +192,9 @@ class Run:
             self._saved.append(written)
             if not self._prover.busy:
                 self._retire(best, needed)
-            self._prover.start(written.folder, against=against, probing=self.probing, beside=self._looping,
-                               records=pending_records(self.folder))
+            records = [record for record in pending_records(self.folder) if record not in self._replaying]
+            self._replaying.update(records)
+            self._prover.start(written.folder, against=against, probing=self.probing, beside=self._looping, records=records)
 
         self._saver.wait()
         self._write_down_saved()

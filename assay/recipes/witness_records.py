@@ -95,8 +95,10 @@ def pending_records(run: Path) -> list[Path]:
     return sorted(path.parent for path in (run / WITNESS_FOLDER).glob(f"step-*/{RECORD}") if not (path.parent / SAID).exists())
 
 
-def witness_verdict(run: Path) -> Verdict:
-    """What the witness said of all kept steps of a run."""
+def witness_verdict(run: Path, asked: str) -> Verdict:
+    """What the witness said of all kept steps of a run. `asked` is --witness."""
+    if asked == "off":
+        return unproven("witness", "--witness off: no step was replayed by code that did not take it", optional=True)
     said = [json.loads(path.read_text()) for path in sorted((run / WITNESS_FOLDER).glob(f"step-*/{SAID}"))]
     waiting = [unproven("witness", f"{path.name} was kept and not replayed", optional=True) for path in pending_records(run)]
     return summary([Verdict(v["check"], Outcome(v["outcome"]), v["reason"], v["evidence"]) for v in said] + waiting)

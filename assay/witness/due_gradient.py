@@ -108,7 +108,7 @@ def padded(texts: Sequence[DueText]) -> tuple[Tensor, Tensor]:
 def due_gradient(twin: TwinModel, trained: Mapping[str, Tensor], frozen: Mapping[str, Tensor], adapter: Adapter | None,
                  texts: Sequence[DueText]) -> DueGradient:
     """Of the mean over all learned tokens of the step: one sum, divided once."""
-    leaves = {name: tensor.to(twin.dtype).requires_grad_() for name, tensor in trained.items()}
+    leaves = {name: tensor.to(twin.dtype, copy=True).requires_grad_() for name, tensor in trained.items()}
     texts = [text for text in texts if any(text.weights)]
     weight, total = sum(sum(text.weights) for text in texts), 0.0
     for start in range(0, len(texts), ROWS_TOGETHER):
