@@ -8,7 +8,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -75,12 +74,12 @@ class WitnessRecords:
 
     def _facts(self, taken: Any) -> dict[str, Any]:
         trainer, lineage = self.trainer, self.trainer.weights.ancestry.later
-        base, compute = getattr(trainer.weights, "base", None), trainer.model.compute_dtype or torch.float32
+        base = getattr(trainer.weights, "base", None)
         return {"recipe": type(trainer.run.config).__name__, "step": taken.index, "first": taken.index == trainer.start,
                 "loss": float(taken.loss), "weight": taken.weight, "ids": [list(map(str, row)) for row in taken.ids],
                 "stop_at": trainer.schedule.stop_at, "decay_from": trainer.schedule.decay_from, "steps_before": trainer.steps_before,
                 "parent": "" if lineage.parent is None else lineage.parent.path, "base": None if base is None else base.path,
-                "device": trainer.device, "compute": str(compute).removeprefix("torch.")}
+                "device": trainer.device}
 
     def _state(self) -> dict[str, Tensor]:
         """What is trained and the optimizer's moments, in memory of their own."""

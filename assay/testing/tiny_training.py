@@ -187,6 +187,12 @@ class NoProver:
 
     close = finished
 
+
+class RecordingProver(NoProver):
+    """The same, in a run whose witness records are replayed by whoever asks for them."""
+
+    witnesses = True
+
 # ---------------------------------------------------------------- jobs
 
 

@@ -64,6 +64,11 @@ class KeptStep:
         return self.step + 1 + self.facts["steps_before"]
 
     @property
+    def compute(self) -> str:
+        """The dtype of the forward pass: bf16 on a GPU, fp32 elsewhere. Weights and moments are fp32 everywhere."""
+        return "bfloat16" if self.facts["device"].startswith("cuda") else "float32"
+
+    @property
     def folder_of_model(self) -> Path:
         return Path(self.facts["base"] or self.facts["parent"])
 
@@ -158,10 +163,10 @@ def model_fields(kept: KeptStep) -> dict[str, Any]:
 def judge_step(kept: KeptStep, rows: list[list[DueText]], steps: int | None) -> Verdict:
     """Every difference in words; the first of them is usually the cause of the others."""
     fields, adapter = model_fields(kept), asked_adapter(kept)
-    exact, rounded = TwinModel(fields, torch.float64), TwinModel(fields, getattr(torch, kept.facts["compute"]))
+    exact, rounded = TwinModel(fields, torch.float64), TwinModel(fields, getattr(torch, kept.compute))
     frozen = {} if adapter is None else read_safetensors(kept.folder_of_model)
     trained, texts = kept.weights(kept.before), [text for row in rows for text in row]
-    against = [*wrong_rows(kept, rows), *wrong_tensors(exact, trained, adapter), *wrong_beginning(kept, exact, adapter)]
+    against = [*wrong_rows(kept, rows), *wrong_tensors(kept, exact, trained, adapter), *wrong_beginning(kept, exact, adapter)]
     if any("tensors" in each for each in against):
         return refuted("witness", f"step {kept.step + 1}: {'; '.join(against)}", step=kept.step + 1)
     due = due_gradient(exact, trained, frozen, adapter, texts)
@@ -188,7 +193,7 @@ def wrong_rows(kept: KeptStep, rows: list[list[DueText]]) -> list[str]:
             f"{shown(due[wrong[0]])}"] if wrong else []
 
 
-def wrong_tensors(twin: TwinModel, trained: Mapping[str, Tensor], adapter: Adapter | None) -> list[str]:
+def wrong_tensors(kept: KeptStep, twin: TwinModel, trained: Mapping[str, Tensor], adapter: Adapter | None) -> list[str]:
     """What is trained is what the options ask for: every tensor of the model, or both factors of every adapted layer."""
     if adapter is None:
         due, found = set(twin.shapes), {each for name in trained for each in twin.foreign(name)}
@@ -201,6 +206,9 @@ def wrong_tensors(twin: TwinModel, trained: Mapping[str, Tensor], adapter: Adapt
             found |= {layers[number] for number in held}
             if len(held) != len(layers) or f"{stem}.lefts.{len(layers)}" in trained:
                 return [f"{stem} does not carry the adapters that the options ask for: other tensors are trained"]
+    idle = [name for name in trained if not any(key.startswith(f"state/{name}/") for key in kept.before)]
+    if idle:
+        return [f"the optimizer does not hold {len(idle)} tensors that are to be trained ({shown(idle)})"]
     missing, extra = sorted(due - found), sorted(found - due)
     return [f"the tensors that are trained are not those that were due: {len(missing)} missing ({shown(missing)}), {len(extra)} too many "
             f"({shown(extra)})"] if missing or extra else []
@@ -230,7 +238,7 @@ def wrong_loss(kept: KeptStep, due: DueGradient) -> list[str]:
     against, loss = [], kept.facts["loss"]
     if kept.facts["weight"] != due.weight:
         against.append(f"{kept.facts['weight']:g} tokens were learned from, {due.weight:g} were due")
-    if not abs(loss - due.loss) <= SAME_LOSS[kept.facts["compute"]] * max(1.0, abs(due.loss)):
+    if not abs(loss - due.loss) <= SAME_LOSS[kept.compute] * max(1.0, abs(due.loss)):
         against.append(f"its loss was {loss:.6f}, due was {due.loss:.6f}")
     return against
 
@@ -257,7 +265,7 @@ def gradient_errors(kept: KeptStep, due: DueGradient, ours: DueGradient, scaled:
 
     Our own rounding of the same gradient is measured: the distance of the run's dtype from double precision.
     """
-    clip, times, shares = min(1.0, kept.options["max_grad_norm"] / (norm + 1e-6)), OWN_ERRORS[kept.facts["compute"]], {}
+    clip, times, shares = min(1.0, kept.options["max_grad_norm"] / (norm + 1e-6)), OWN_ERRORS[kept.compute], {}
     for name, gradient in scaled.items():
         own = float((ours.gradients[name] - due.gradients[name]).norm()) * clip
         key, stays = first_moment(kept, name)
