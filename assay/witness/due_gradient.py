@@ -7,12 +7,12 @@ Here they are leaves of the autograd graph, and transformers' parameters are vie
 import contextlib
 import importlib.util
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor
 
@@ -86,16 +86,42 @@ class TwinModel:
         return {name for name, shape in self.shapes.items() if len(shape) == 2 and not name.endswith(("embed_tokens.weight", "wte.weight"))
                 and {name.removesuffix(".weight"), name.split(".")[-2]} & {*adapter.targets}}
 
-    def losses(self, weights: Mapping[str, Tensor], texts: Sequence[DueText]) -> Iterator[Tensor]:
-        """Summed weighted cross-entropy of a few texts at a time. Padding stands behind a text, where a causal model never looks."""
+    def logits(self, weights: Mapping[str, Tensor], tokens: Tensor) -> Tensor:
+        """(B, T, V) in double precision, whatever they were computed in."""
         parameters = dict(weights)
         if "lm_head.weight" not in parameters:
             parameters["lm_head.weight"] = parameters[TOP_GPT2["embed"] + ".weight" if self.gpt2 else TOP["embed"] + ".weight"]
-        for start in range(0, len(texts), ROWS_TOGETHER):
-            tokens, learned = padded(texts[start:start + ROWS_TOGETHER])
-            logits = torch.func.functional_call(self.model, parameters, (tokens,), {"use_cache": False}).logits
-            losses = F.cross_entropy(logits[:, :-1].flatten(0, 1).double(), tokens[:, 1:].flatten(), reduction="none")
-            yield (losses * learned[:, 1:].flatten()).sum()
+        return torch.func.functional_call(self.model, parameters, (tokens,), {"use_cache": False}).logits.double()
+
+
+# (the student's logits, tokens, the texts) → (B, T − 1): what predicting each token but the first costs
+TokenCosts = Callable[[Tensor, Tensor, Sequence[DueText]], Tensor]
+
+
+def cross_entropy(logits: Tensor, tokens: Tensor, _: Sequence[DueText]) -> Tensor:
+    return -logits[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1)
+
+
+def blended(teacher: TwinModel, theirs: Mapping[str, Tensor], options: Mapping[str, Any], vocab: int | None) -> TokenCosts:
+    """kd_weight · τ² · D(teacher, student) + ce_weight · cross-entropy, both distributions over the ids that the tokenizer has."""
+    theirs, hot, share = {name: tensor.to(teacher.dtype) for name, tensor in theirs.items()}, options["temperature"], options["beta"]
+
+    def costs(logits: Tensor, tokens: Tensor, texts: Sequence[DueText]) -> Tensor:
+        with torch.no_grad():
+            taught = (teacher.logits(theirs, tokens)[:, :-1, :vocab] / hot).log_softmax(-1)
+        learned = (logits[:, :-1, :vocab] / hot).log_softmax(-1)
+        mixed = torch.logaddexp(taught + math.log(share), learned + math.log1p(-share)) if options["divergence"] == "jsd" else learned
+        if options["divergence"] == "jsd":
+            apart = share * kl(taught, mixed) + (1 - share) * kl(learned, mixed)
+        else:
+            apart = kl(taught, learned) if options["divergence"] == "forward" else kl(learned, taught)
+        return options["kd_weight"] * hot**2 * apart + options["ce_weight"] * cross_entropy(logits, tokens, texts)
+    return costs
+
+
+def kl(one: Tensor, other: Tensor) -> Tensor:
+    """KL(one ‖ other), of log-probabilities."""
+    return (one.exp() * (one - other)).sum(-1)
 
 
 def padded(texts: Sequence[DueText]) -> tuple[Tensor, Tensor]:
@@ -106,15 +132,17 @@ def padded(texts: Sequence[DueText]) -> tuple[Tensor, Tensor]:
 
 
 def due_gradient(twin: TwinModel, trained: Mapping[str, Tensor], frozen: Mapping[str, Tensor], adapter: Adapter | None,
-                 texts: Sequence[DueText]) -> DueGradient:
-    """Of the mean over all learned tokens of the step: one sum, divided once."""
+                 texts: Sequence[DueText], costs: TokenCosts = cross_entropy) -> DueGradient:
+    """Of the mean over all learned tokens of the step: one sum, divided once. Padding stands behind a text, where no model looks."""
     leaves = {name: tensor.to(twin.dtype, copy=True).requires_grad_() for name, tensor in trained.items()}
     texts = [text for text in texts if any(text.weights)]
     weight, total = sum(sum(text.weights) for text in texts), 0.0
     for start in range(0, len(texts), ROWS_TOGETHER):
-        for loss in twin.losses(live_weights(twin, leaves, frozen, adapter), texts[start:start + ROWS_TOGETHER]):
-            (loss / weight).backward()
-            total += float(loss.detach())
+        some = texts[start:start + ROWS_TOGETHER]
+        tokens, learned = padded(some)
+        loss = (costs(twin.logits(live_weights(twin, leaves, frozen, adapter), tokens), tokens, some) * learned[:, 1:]).sum()
+        (loss / weight).backward()
+        total += float(loss.detach())
     zeros = {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
     return DueGradient(total / weight, weight, {name: (zeros[name] if leaf.grad is None else leaf.grad).double()
                                                 for name, leaf in leaves.items()})

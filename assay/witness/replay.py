@@ -17,9 +17,9 @@ from torch import Tensor
 
 from assay.strict_json import parse_yaml
 from assay.verdict import Outcome, Verdict, proven, refuted, unproven
-from assay.witness.due_gradient import Adapter, DueGradient, TwinModel, due_gradient, read_safetensors
+from assay.witness.due_gradient import Adapter, DueGradient, TokenCosts, TwinModel, blended, cross_entropy, due_gradient, read_safetensors
 from assay.witness.due_rows import CorpusPlan, DueText, PackedPlan
-from assay.witness.due_texts import NotWitnessed, read_fields, training_texts
+from assay.witness.due_texts import NotWitnessed, Renderer, read_fields, training_texts
 from assay.witness.due_update import (
     BETAS,
     MOMENTUM,
@@ -72,6 +72,12 @@ class KeptStep:
     def folder_of_model(self) -> Path:
         return Path(self.facts["base"] or self.facts["parent"])
 
+    @property
+    def tokenizer_folder(self) -> Path:
+        """An adapter's own, where it has one."""
+        own = Path(self.facts["parent"])
+        return own if (own / "tokenizer.json").is_file() else self.folder_of_model
+
 
 def replay_step(folder: Path) -> Verdict:
     """What the witness says of one kept step; a setting that it does not know is UNPROVEN."""
@@ -119,10 +125,11 @@ def due_texts(kept: KeptStep) -> tuple[list[list[DueText]], int | None]:
         corpus = CorpusPlan(Path(options["corpus"]), options)
         steps = None if options["tokens"] is None else max(1, math.ceil(options["tokens"] / (corpus.rows * options["max_length"])))
         return corpus.due(kept.step), steps
-    if kept.recipe != "Sft":
+    if kept.recipe not in ("Sft", "Distill"):
         raise NotWitnessed(f"the witness does not know {kept.recipe.lower()}")
-    own = Path(kept.facts["parent"])
-    packed = PackedPlan(training_texts(own if (own / "tokenizer.json").is_file() else kept.folder_of_model, options), options)
+    if options.get("how") == "text":
+        options = options | {"data": [str(kept.run / "teacher.jsonl")], "held_out_data": str(kept.run / "teacher-held-out.jsonl")}
+    packed = PackedPlan(training_texts(kept.tokenizer_folder, options), options)
     return packed.due(kept.step), None if options["minutes"] is not None else options["max_steps"] or packed.steps
 
 
@@ -157,6 +164,20 @@ def model_fields(kept: KeptStep) -> dict[str, Any]:
             "head_dim": 64, "hidden_act": "silu", "max_position_embeddings": max(options["max_length"], 64), "rms_norm_eps": 1e-6,
             "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}, "tie_word_embeddings": True, "attention_bias": False}
 
+def due_costs(kept: KeptStep, twin: TwinModel) -> TokenCosts:
+    """What predicting a token costs: its cross-entropy, or what the teacher has to say of it."""
+    options = kept.options
+    if options.get("how", "text") == "text":
+        return cross_entropy
+    if options["how"] == "stored":
+        raise NotWitnessed("--how stored: the teacher's stored logits are not made again here")
+    folder = Path(options["teacher"])
+    if not (fields := read_fields(folder / "config.json")):
+        raise NotWitnessed(f"the teacher {folder} is no Hugging Face folder")
+    same = fields["vocab_size"] == twin.model.config.vocab_size
+    vocab = None if same else max(Renderer(kept.tokenizer_folder, options).vocabulary.get_vocab(True).values()) + 1
+    return blended(TwinModel(fields, twin.dtype), read_safetensors(folder), options, vocab)
+
 # ---------------------------------------------------------------- what was found
 
 
@@ -169,8 +190,7 @@ def judge_step(kept: KeptStep, rows: list[list[DueText]], steps: int | None) -> 
     against = [*wrong_rows(kept, rows), *wrong_tensors(kept, exact, trained, adapter), *wrong_beginning(kept, exact, adapter)]
     if any("tensors" in each for each in against):
         return refuted("witness", f"step {kept.step + 1}: {'; '.join(against)}", step=kept.step + 1)
-    due = due_gradient(exact, trained, frozen, adapter, texts)
-    ours = due_gradient(rounded, trained, frozen, adapter, texts)
+    due, ours = (due_gradient(twin, trained, frozen, adapter, texts, due_costs(kept, twin)) for twin in (exact, rounded))
     against += wrong_loss(kept, due)
     scaled, norm = clipped(due.gradients, kept.options["max_grad_norm"])
     found = found_gradients(kept)
