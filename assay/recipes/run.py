@@ -187,13 +187,13 @@ class Run:
         """
         self.check()
         where, needed = step_folder(self.checkpoints, step), frozenset(self.needed)
+        records = [record for record in pending_records(self.folder) if record not in self._replaying]
+        self._replaying.update(records)
 
         def after(written: Checkpoint) -> None:
             self._saved.append(written)
             if not self._prover.busy:
                 self._retire(best, needed)
-            records = [record for record in pending_records(self.folder) if record not in self._replaying]
-            self._replaying.update(records)
             self._prover.start(written.folder, against=against, probing=self.probing, beside=self._looping, records=records)
 
         self._saver.wait()
