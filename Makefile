@@ -4,7 +4,7 @@ VENV   := .venv
 RUN    := OMP_NUM_THREADS=1 $(VENV)/bin/python
 AS_ROOT = $(if $(filter 0,$(shell id -u)),,sudo -n) env DEBIAN_FRONTEND=noninteractive timeout 300
 
-.PHONY: demo test test-all arithmetics lint types unit sandbox docs campaign-store clean
+.PHONY: demo test test-all arithmetics lint types unit sandbox docs campaign-store campaigns clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -44,6 +44,10 @@ docs:   ## regenerate docs/files.md
 
 campaign-store: $(VENV)/.ready   ## the full crash campaign on the store; writes results/
 	$(RUN) -m tests.store.campaign --full
+
+campaigns: $(VENV)/.ready   ## kills of every recipe, a soak, a crowd at the server; hours on two cores; the tables go to results/
+	$(RUN) -m tests.campaigns kills > results/kills.txt; $(RUN) -m tests.campaigns server > results/server.txt
+	$(RUN) -m tests.campaigns soak > results/soak.txt; cat results/kills.txt results/server.txt results/soak.txt
 
 clean:
 	rm -rf $(VENV) demo-run

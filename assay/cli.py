@@ -122,6 +122,10 @@ def _dispatch(argv: list[str]) -> int:
         flags = parse(module.FLAGS, rest, prog=f"assay {verb}", examples=module.EXAMPLES, config_file=verb in _RECIPES)
     except SystemExit as done:  # argparse ends the process after --help
         return int(done.code or 0)
+    if getattr(flags, "gpus", 1) > 1 and "WORLD_SIZE" not in os.environ:
+        from assay.recipes.processes import launch_processes
+
+        return launch_processes(argv, flags.gpus)
     return module.run(flags)
 
 

@@ -18,6 +18,7 @@ class RunOutcome:
     folder: Path
     verdicts: list[Verdict] = field(default_factory=list)
     interrupted: int | None = None
+    followed: bool = False  # of several processes, one that only computed for the first
     model: Path | None = None
     results: Mapping[str, Any] = field(default_factory=dict)
 
@@ -31,7 +32,7 @@ class RunOutcome:
         """0 done and proven, 3 a verdict went against it, 128 + signal interrupted, after a good save."""
         if self.interrupted is not None:
             return 128 + self.interrupted
-        return 0 if self.standing is Outcome.PROVEN else 3
+        return 0 if self.followed or self.standing is Outcome.PROVEN else 3
 
     def __str__(self) -> str:
         return "\n".join(f"  {verdict}" for verdict in self.verdicts)

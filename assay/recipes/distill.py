@@ -18,14 +18,15 @@ from assay.guard import loss_preflight
 from assay.guard.conclusion_checks import check_reported_loss
 from assay.guard.loss_preflight import sample_rows
 from assay.guard.training_guards import check_detectors
-from assay.learn.objectives import next_token
-from assay.model.placement import default_device, uncompiled
+from assay.learn.objectives import Objective, next_token
+from assay.model.placement import uncompiled
 from assay.model.transformer import Transformer
 from assay.outcome import RunOutcome
 from assay.recipes.conversations import NEVER, Conversations, describe_tuning, held_out_batches, load_conversations, refuse_nonsense
 from assay.recipes.evaluator import EarlyStopping, HeldOutEvaluator, stopping_rule
 from assay.recipes.hand_over import hand_over, void_if_refuted, write_down
 from assay.recipes.options import Distill
+from assay.recipes.processes import follow, join_processes
 from assay.recipes.run import Run, open_run, plain, print_line
 from assay.recipes.sft import check_forked_loss, micro_rows, parent_loss, tuning_optimizer, tuning_schedule
 from assay.recipes.starting_model import StartingModel, load_start
@@ -56,8 +57,11 @@ def distill(config: Distill, say: Callable[[str], None] = print_line) -> RunOutc
     """
     refuse_unclear_distill(config)
     refuse_nonsense(config)
-    device = config.device or default_device()
+    world, say = join_processes(config.device, config.shards, say)
+    device = world.device
     start = load_start(with_student(config, say), device, say)
+    if world.rank > 0:
+        return follow(world, start.model, objective_alone(config, start, device), config.out)
     data = load_lessons(config, start, device, say)
     schedule, every, micro = tuning_schedule(config, data), config.save_steps or NEVER, micro_rows(config, data)
     rule = stopping_rule(config.early_stopping_patience, config.early_stopping_threshold, schedule=config.lr_scheduler_type,
@@ -69,9 +73,9 @@ def distill(config: Distill, say: Callable[[str], None] = print_line) -> RunOutc
     objective = next_token if teacher is None else teacher.objective
     lessons = Lessons(data, teacher, config.how)
 
-    with open_run(config, say, device) as run:
+    with world, open_run(config, say, device) as run:
         trainer = Trainer(run, start.weights, optimizer, objective, schedule, micro=micro, clip=config.max_grad_norm, order=data.order,
-                          saves=SavePlan(every, data.last_step, config.save_minutes), steps_before=start.steps_before)
+                          saves=SavePlan(every, data.last_step, config.save_minutes), steps_before=start.steps_before, world=world)
         evaluator = HeldOutEvaluator(run, partial(lessons.score, rows=micro, count=config.eval_examples), device=device,
                                      repeats_from=data.repeats_from, scale=None if teacher is None else NATS)
         early = EarlyStopping(run, evaluator.history, rule, every)
@@ -134,6 +138,14 @@ def distill(config: Distill, say: Callable[[str], None] = print_line) -> RunOutc
 # ---------------------------------------------------------------- what is learned, and from whom
 
 
+def objective_alone(config: Distill, start: StartingModel, device: str) -> Objective:
+    """For a process that only computes: what is minimised, without the data."""
+    if config.how == "text":
+        return next_token
+    student = Student(start.parent.config.vocab, start.tokenizer)
+    return OnlineTeacher(open_teacher_model(config), student, blend_of(config), device).objective
+
+
 def refuse_unclear_distill(config: Distill) -> None:
     named = [flag for flag, value in (("--model", config.model), ("--from", config.from_), ("--student-layers", config.student_layers))
              if value is not None]
@@ -143,6 +155,8 @@ def refuse_unclear_distill(config: Distill) -> None:
         raise UsageError("name who teaches: --teacher")
     if config.teacher_logits is not None and config.how != "stored":
         raise UsageError(f"--teacher-logits is for --how stored, and --how is {config.how}")
+    if config.shards > 1 and config.how == "stored":
+        raise UsageError("--how stored with --shards: stored logits are read by one process; give --how online, or leave --shards at 1")
     if config.ce_weight and config.how == "text":
         raise UsageError("--how text learns the teacher's text by its cross-entropy alone: leave --ce-weight out")
 
@@ -228,12 +242,13 @@ def preflight_distill(trainer: Trainer, lessons: Lessons, start: StartingModel) 
     asked = [] if teacher is None or teacher.model is None else [teacher.model]
     with uncompiled():
         if teacher is None:
-            of_loss = loss_preflight.preflight_loss(trainer.model, trainer.objective, shown, trainer.accumulate)
+            of_loss = loss_preflight.preflight_loss(trainer.model, trainer.objective, shown, trainer.accumulate_alone)
         else:
             of_loss = guard.preflight_distillation(trainer.model, teacher.objective, shown, teacher.blend, teacher=teacher.model,
-                                      accumulate=trainer.accumulate, tokenizers=(start.tokenizer.digest, teacher.tokenizer),
+                                      accumulate=trainer.accumulate_alone, tokenizers=(start.tokenizer.digest, teacher.tokenizer),
                                       reachable=trainer.weights.reachable())
         return [check_detectors(), *of_loss, *trainer.check_precision(batch, found, *asked), *trainer.check_reach(found),
+                *trainer.check_world(lessons.batch(0)),
                 *lessons.data.audit(start)]
 
 # ---------------------------------------------------------------- what is told of it

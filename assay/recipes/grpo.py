@@ -19,13 +19,14 @@ from assay.learn.lr_schedule import Budget, Schedule
 from assay.learn.objectives import averages
 from assay.learn.optim import adamw
 from assay.learn.policy import Surrogate, policy_gradient
-from assay.model.placement import default_device, place_for_training, require_device, uncompiled
+from assay.model.placement import place_for_training, require_device, uncompiled
 from assay.model.transformer import Transformer, parameter_count
 from assay.outcome import RunOutcome
 from assay.recipes.conversations import NEVER, refuse_unbudgeted
 from assay.recipes.grpo_options import Grpo
 from assay.recipes.grpo_preflight import check_forked_policy, check_seeds_count, rollout_floor
 from assay.recipes.hand_over import export_best, void_if_refuted
+from assay.recipes.processes import follow, join_processes
 from assay.recipes.prompt_evaluator import PromptEvaluator, check_gain, check_same_answers
 from assay.recipes.prompts import PromptData, prompts_digest, split_prompts, spread
 from assay.recipes.reference import Reference, check_same_reference
@@ -46,26 +47,31 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
     A step is one update. A rollout begins at every multiple of `num_iterations` steps, and only there is anything saved.
     """
     refuse_unclear_grpo(config)
-    device = config.device or default_device()
+    world, say = join_processes(config.device, config.shards, say)
+    device = world.device
     start = load_start(config, device, say)
+    asked = surrogate_of(config, device)
+    objective = policy_gradient(asked)
+    if world.rank > 0:
+        return follow(world, start.model, objective, config.out)
     prompts = split_prompts(config, start)
-    schedule, rewards, asked = grpo_schedule(config, prompts), Rewards(config), surrogate_of(config, device)
+    schedule, rewards = grpo_schedule(config, prompts), Rewards(config)
     lr = config.peak_rate(adapter=isinstance(start.weights, AdapterModel))
     for line in describe_grpo(config, start, prompts, lr, schedule, device, rewards.judge):
         say(line)
     optimizer = adamw(start.model.named_parameters(), lr, weight_decay=config.weight_decay)
     carry_moments(optimizer, start)
 
-    with open_run(config, say, device) as run, rewards:
+    with world, open_run(config, say, device) as run, rewards:
         sampler_of = partial(Sampler, tokenizer=start.tokenizer, stops=start.parent.stops, slots=config.prompts * config.num_generations,
                              length=config.max_completion_length + prompts.longest)
         sampler = sampler_of(start.model, device=config.sampler_device)
         layout = layout_of(device, config.micro_batch_size, config.max_completion_length + prompts.longest, start.model.config.max_length)
         save_every, eval_every = (whole_rollouts(every, config.num_iterations) for every in (
             config.save_steps, config.eval_steps or config.save_steps))
-        trainer = Trainer(run, start.weights, optimizer, policy_gradient(asked), schedule, micro=layout.rows, clip=config.max_grad_norm,
+        trainer = Trainer(run, start.weights, optimizer, objective, schedule, micro=layout.rows, clip=config.max_grad_norm,
                           saves=SavePlan(save_every, prompts.steps, config.save_minutes), steps_before=start.steps_before,
-                          steady=False)
+                          steady=False, world=world)
         collector = RolloutCollector(config, prompts, sampler, rewards, run, asked, layout)
         evaluator = PromptEvaluator(run, spread(prompts.held_out, config.eval_prompts), rewards, held_out_sampling(config),
                                     samples=max(1, config.num_generations_eval))
@@ -208,6 +214,8 @@ def reopen_parent(start: StartingModel) -> Artifact:
 
 def refuse_unclear_grpo(config: Grpo) -> None:
     refuse_unbudgeted(config)
+    if config.shards > 1 and config.entropy_weight:
+        raise UsageError("--shards with --entropy-weight: the bonus changes from step to step in one process alone; give one of them")
     if config.sampler_device is not None:
         require_device(config.sampler_device)
     counts = (config.prompts, config.num_generations - 1, config.num_iterations, config.micro_batch_size, config.max_completion_length)

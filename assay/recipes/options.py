@@ -93,6 +93,10 @@ class Pretrain:
     witness: str = option(WITNESS_HELP, group="checkpoints", metavar="STEPS", default="2")
     seed: int = option("seed of the weights and of the order of the data", group="run", default=0)
     device: str | None = option("where to compute: cpu or cuda", group="run", default=None, default_text=DEVICE)
+    gpus: int = option("processes of this machine that compute the run together, one on each GPU; torchrun starts them on several machines",
+                       group="run", least=1, default=1)
+    shards: int = option("parts that a step is cut into for several processes; the result depends on it, and not on how many there are",
+                         group="optimizer", least=1, default=1)
 
     def matrices(self) -> ByOptimizer:
         """Learning rate and weight decay of the matrices, as asked for or as the optimizer has them."""
@@ -146,6 +150,10 @@ class Trained:
     witness: str = option(WITNESS_HELP, group="checkpoints", metavar="STEPS", default="2")
     seed: int = option("seed of the order of the data and of whatever is drawn", group="run", default=0)
     device: str | None = option("where to compute: cpu or cuda", group="run", default=None, default_text=DEVICE)
+    gpus: int = option("processes of this machine that compute the run together, one on each GPU; torchrun starts them on several machines",
+                       group="run", least=1, default=1)
+    shards: int = option("parts that a step is cut into for several processes; the result depends on it, and not on how many there are",
+                         group="optimizer", least=1, default=1)
 
     def peak_rate(self, *, adapter: bool) -> float:
         """The peak learning rate: as asked for, or the default of the whole model or of an adapter."""

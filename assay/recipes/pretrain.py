@@ -22,7 +22,7 @@ from assay.learn.ema import Ema
 from assay.learn.lr_schedule import Budget, Schedule
 from assay.learn.objectives import next_token
 from assay.learn.optim import adamw, muon
-from assay.model.placement import default_device, place_for_training, uncompiled
+from assay.model.placement import place_for_training, uncompiled
 from assay.model.special_tokens import resolve_special_tokens
 from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import ModelConfig, Rope, Transformer, initialised, parameter_count, qkv_rows
@@ -30,6 +30,7 @@ from assay.outcome import RunOutcome
 from assay.recipes.evaluator import EarlyStopping, HeldOutEvaluator, stopping_rule
 from assay.recipes.hand_over import hand_over, write_down
 from assay.recipes.options import Pretrain
+from assay.recipes.processes import follow, join_processes
 from assay.recipes.run import Run, open_run, print_line
 from assay.recipes.size_limit import require_room, write_squeezed
 from assay.recipes.starting_model import Ancestry, WholeModel
@@ -77,9 +78,10 @@ class CorpusData:
 
 def pretrain(config: Pretrain, say: Callable[[str], None] = print_line) -> RunOutcome:
     """An interrupted run hands nothing over; the same command goes on with it."""
+    world, say = join_processes(config.device, config.shards, say)
     corpus = open_corpus(Path(config.corpus))
     assert_disjoint(corpus)
-    plan = derived(config, corpus)
+    plan = derived(config, corpus, world.device)
     data = CorpusData(corpus, Order(corpus, config.seed, plan.rows, config.max_length, config.num_train_epochs))
     data.order.require(plan.steps or 1)  # refused before anything is made, where the data does not suffice
     schedule = Schedule(Budget(plan.steps, config.minutes, config.lr_scheduler_type, config.warmup_steps, config.decay_ratio))
@@ -87,6 +89,8 @@ def pretrain(config: Pretrain, say: Callable[[str], None] = print_line) -> RunOu
                          steps=plan.steps, every=config.save_steps)
     tokenizer = Tokenizer.from_folder(Path(config.corpus))
     model = place_for_training(initialised(plan.model, config.seed), plan.device, recompute=config.gradient_checkpointing)
+    if world.rank > 0:
+        return follow(world, model, next_token, config.out)
     for line in describe_pretraining(config, plan, corpus, parameter_count(model)):
         say(line)
     if config.max_bytes is not None:
@@ -95,11 +99,11 @@ def pretrain(config: Pretrain, say: Callable[[str], None] = print_line) -> RunOu
     ema = Ema(model, config.ema) if config.ema else None
     scored_set = None if ema is None else "ema"
 
-    with open_run(config, say, plan.device) as run:
+    with world, open_run(config, say, plan.device) as run:
         weights = whole_model(model, tokenizer, averaged=ema is not None)
         trainer = Trainer(run, weights, optimizer, next_token, schedule, micro=plan.micro, clip=config.max_grad_norm, order=data.order,
                           ema=ema,
-                          saves=SavePlan(config.save_steps, data.order.steps), vocab=plan.model.vocab)
+                          saves=SavePlan(config.save_steps, data.order.steps), vocab=plan.model.vocab, world=world)
         some = partial(score_corpus, corpus=corpus, rows=plan.micro, length=config.max_length, count=config.eval_documents)
         evaluator = HeldOutEvaluator(run, some, device=plan.device, repeats_from=data.order.windows // plan.rows)
         early = EarlyStopping(run, evaluator.history, rule, config.save_steps)
@@ -153,8 +157,9 @@ def preflight_pretrain(trainer: Trainer, data: CorpusData) -> list[Verdict]:
     batch = trainer.first_micro_batch(data.order.batch(0))
     found = trainer.gradients(batch)
     with uncompiled():
-        return [check_detectors(), *preflight_loss(trainer.model, trainer.objective, sample_rows(batch), trainer.accumulate),
-                *trainer.check_precision(batch, found), *trainer.check_reach(found), *data.audit()]
+        return [check_detectors(), *preflight_loss(trainer.model, trainer.objective, sample_rows(batch), trainer.accumulate_alone),
+                *trainer.check_precision(batch, found), *trainer.check_reach(found), *trainer.check_world(data.order.batch(0)),
+                *data.audit()]
 
 
 def whole_model(model: Transformer, tokenizer: Tokenizer, *, averaged: bool) -> WholeModel:
@@ -163,7 +168,7 @@ def whole_model(model: Transformer, tokenizer: Tokenizer, *, averaged: bool) -> 
     return WholeModel(model, tokenizer, resolve_special_tokens(tokenizer, {}, {}), Ancestry(lineage, lineage))
 
 
-def derived(config: Pretrain, corpus: Corpus) -> _Plan:
+def derived(config: Pretrain, corpus: Corpus, device: str) -> _Plan:
     if (config.minutes is None) == (config.tokens is None):
         raise UsageError("give one budget: --minutes or --tokens")
     if config.depth < 1 or config.max_length < 8 or config.batch_tokens < config.max_length:
@@ -173,7 +178,7 @@ def derived(config: Pretrain, corpus: Corpus) -> _Plan:
     steps = None if config.tokens is None else max(1, math.ceil(config.tokens / (rows * config.max_length)))
     vocab = math.ceil(Tokenizer.from_folder(Path(config.corpus)).size / 64) * 64  # rows beyond the tokenizer's are never used
     micro = max(1, min(rows, config.micro_batch_tokens // config.max_length))
-    return _Plan(shape(config, config.depth, vocab), rows, micro, steps, config.matrices().learning_rate, config.device or default_device())
+    return _Plan(shape(config, config.depth, vocab), rows, micro, steps, config.matrices().learning_rate, device)
 
 
 def shape(config: Pretrain, depth: int, vocab: int) -> ModelConfig:

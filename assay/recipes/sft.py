@@ -15,12 +15,13 @@ from assay.guard.training_guards import check_detectors
 from assay.learn.lr_schedule import Budget, Schedule
 from assay.learn.objectives import Objective, next_token
 from assay.learn.optim import adamw
-from assay.model.placement import default_device, place_for_training, uncompiled
+from assay.model.placement import place_for_training, uncompiled
 from assay.outcome import RunOutcome
 from assay.recipes.conversations import NEVER, Conversations, describe_tuning, load_conversations, refuse_nonsense
 from assay.recipes.evaluator import EarlyStopping, HeldOutEvaluator, stopping_rule
 from assay.recipes.hand_over import SAME_LOSS, hand_over, write_down
 from assay.recipes.options import Sft, Tuning
+from assay.recipes.processes import follow, join_processes
 from assay.recipes.run import open_run, print_line
 from assay.recipes.starting_model import AdapterModel, StartingModel, carry_moments, load_start
 from assay.recipes.trainer import SavePlan, Trainer
@@ -34,8 +35,11 @@ from assay.verdict import Verdict, proven, refuted, unproven
 def sft(config: Sft, say: Callable[[str], None] = print_line) -> RunOutcome:
     """An interrupted run hands nothing over; the same command goes on with it."""
     refuse_nonsense(config)
-    device = config.device or default_device()
+    world, say = join_processes(config.device, config.shards, say)
+    device = world.device
     start = load_start(config, device, say)
+    if world.rank > 0:
+        return follow(world, start.model, next_token, config.out)
     data = load_conversations(config, start)
     schedule, every, micro = tuning_schedule(config, data), config.save_steps or NEVER, micro_rows(config, data)
     rule = stopping_rule(config.early_stopping_patience, config.early_stopping_threshold, schedule=config.lr_scheduler_type,
@@ -43,9 +47,9 @@ def sft(config: Sft, say: Callable[[str], None] = print_line) -> RunOutcome:
     optimizer = tuning_optimizer(config, start)
     for line in describe_tuning(config, start, data, optimizer.param_groups[0]["lr"], device):
         say(line)
-    with open_run(config, say, device) as run:
+    with world, open_run(config, say, device) as run:
         trainer = Trainer(run, start.weights, optimizer, next_token, schedule, micro=micro, clip=config.max_grad_norm, order=data.order,
-                          saves=SavePlan(every, data.last_step, config.save_minutes), steps_before=start.steps_before)
+                          saves=SavePlan(every, data.last_step, config.save_minutes), steps_before=start.steps_before, world=world)
         watched = data.held_out_batches(micro, config.eval_examples)
         evaluator = HeldOutEvaluator(run, partial(score_examples, batches=watched, rows=micro), device=device,
                                      repeats_from=data.repeats_from)
@@ -120,8 +124,9 @@ def preflight_sft(trainer: Trainer, data: Conversations, start: StartingModel) -
     batch = trainer.first_micro_batch(data.batch(0))
     found = trainer.gradients(batch)
     with uncompiled():
-        return [check_detectors(), *preflight_loss(trainer.model, trainer.objective, sample_rows(batch), trainer.accumulate),
-                *trainer.check_precision(batch, found), *trainer.check_reach(found), *data.audit(start)]
+        return [check_detectors(), *preflight_loss(trainer.model, trainer.objective, sample_rows(batch), trainer.accumulate_alone),
+                *trainer.check_precision(batch, found), *trainer.check_reach(found),
+                *trainer.check_world(data.batch(0)), *data.audit(start)]
 
 
 @torch.no_grad()

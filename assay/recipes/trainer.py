@@ -42,14 +42,15 @@ from assay.guard.training_guards import (
     check_weights,
     stop_if_refuted,
 )
-from assay.learn import loop
-from assay.learn.cuda_graph import GraphedAccumulate
 from assay.learn.ema import Ema, split_ema_state
 from assay.learn.loop import Accumulate, Step, train
 from assay.learn.lr_schedule import Schedule
 from assay.learn.objectives import Objective
 from assay.learn.optim import largest_quotient, load_state_tensors, state_tensors
+from assay.learn.parallel import ParallelAccumulate
 from assay.model.transformer import Transformer
+from assay.model.world import World
+from assay.recipes.processes import accumulate_together, check_processes, check_world_parity
 from assay.recipes.run import Run, plain
 from assay.recipes.starting_model import TrainedWeights
 from assay.recipes.witness_records import WitnessRecords
@@ -76,13 +77,13 @@ class Trainer:
 
     def __init__(self, run: Run, weights: TrainedWeights, optimizer: torch.optim.Optimizer, objective: Objective, schedule: Schedule, *,
                  micro: int, clip: float, saves: SavePlan, order: Order | PackedExamples | None = None, vocab: int | None = None,
-                 ema: Ema | None = None, steps_before: int = 0, steady: bool = True):
+                 ema: Ema | None = None, steps_before: int = 0, steady: bool = True, world: World | None = None):
         self.run, self.weights, self.model, self.optimizer, self.objective = run, weights, weights.model, optimizer, objective
         self.schedule, self.micro, self.clip, self.saves, self.order = schedule, micro, clip, saves, order
         self.ema, self.steps_before, self.steady = ema, steps_before, steady
         self.watch = StepWatch([group["lr"] for group in optimizer.param_groups], schedule.multiplier, vocab=vocab, steady=steady)
         self.device = str(self.model.embed.weight.device)
-        self.accumulate: Accumulate = GraphedAccumulate() if self.device.startswith("cuda") else loop.accumulated
+        self.accumulate = accumulate_together(world, run.config.shards, self.model, objective, self.device)
         self.start = self.done = 0  # steps taken before this sitting, and in all
         self.saved: int | None = None  # the step of the newest checkpoint
         self._saved_at = 0.0  # seconds of the run
@@ -130,7 +131,17 @@ class Trainer:
 
     def check_reach(self, found: Gradients) -> list[Verdict]:
         """Every tensor that is to be trained gets a gradient, and the optimizer holds it."""
-        return [check_gradients(found[1], self.weights.reachable()), check_optimizer(self.model, self.optimizer, self.weights.trained())]
+        return [check_gradients(found[1], self.weights.reachable()), check_optimizer(self.model, self.optimizer, self.weights.trained()),
+                *check_processes(self.accumulate)]
+
+    def check_world(self, batch: Batch) -> list[Verdict]:
+        """Where several processes compute, or a step is cut into shards: that they make of a batch what one process makes of it."""
+        return check_world_parity(self.accumulate, batch, self.micro)
+
+    @property
+    def accumulate_alone(self) -> Accumulate:
+        """In this process, without shards."""
+        return self.accumulate.inner if isinstance(self.accumulate, ParallelAccumulate) else self.accumulate
 
     def start_loop(self, facts: Mapping[str, Any], parts: int) -> None:
         """`parts` of the data are read in an epoch, each once. From here on everything that moves is accounted for, and time counts."""
@@ -211,7 +222,8 @@ class Trainer:
         nothing_due = unproven("movement", "no step since the last account had a gradient", optional=True)
         moved = nothing_due if still else self._account.check_moved()
         applied = check_steps(self.optimizer, self.done + self.steps_before)
-        self.run.judge(Event.ACCOUNT, [moved, self._account.check_frozen(), applied, check_weights(self.model)])
+        self.run.judge(Event.ACCOUNT, [moved, self._account.check_frozen(), applied, check_weights(self.model),
+                                       *check_processes(self.accumulate)])
         if not still:
             self._informed = False
             if self.schedule.multiplier(self.done - 1) >= LEARNING_SHARE:

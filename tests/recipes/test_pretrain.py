@@ -54,7 +54,7 @@ def test_a_request_that_makes_no_sense_is_refused(changed: dict[str, Any], words
                                             ({"optimizer": "adamw", "weight_decay": 0.7}, 0.7)])
 def test_matrices_decay_as_the_optimizer_asks_unless_told_otherwise(given: dict[str, Any], due: float, tmp_path: Path):
     config = options(tmp_path / "run", **given)
-    plan = pretrain.derived(config, tiny_corpus())
+    plan = pretrain.derived(config, tiny_corpus(), "cpu")
     optimizer = optimizer_for(config, plan, initialised(plan.model, 0))
     assert optimizer.param_groups[0]["weight_decay"] == due
 
