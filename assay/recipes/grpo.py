@@ -129,6 +129,7 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
                 rollout = collector.collect(trainer.done, reference)  # prompts → completions → rewards → advantages
                 run.judge_often(Event.ROLLOUT, collector.check(rollout, floor))
                 collector.keep_samples(rollout)
+                trainer.records.rollout = rollout
                 for step in trainer.steps(annealed(rollout.batch, asked, config, trainer.done)):
                     measured = collector.measure(rollout) if step.index == rollout.step else None
                     found, verdicts = averages(step.metrics), list[Verdict]()  # waits for the GPU

@@ -132,19 +132,20 @@ def padded(texts: Sequence[DueText]) -> tuple[Tensor, Tensor]:
 
 
 def due_gradient(twin: TwinModel, trained: Mapping[str, Tensor], frozen: Mapping[str, Tensor], adapter: Adapter | None,
-                 texts: Sequence[DueText], costs: TokenCosts = cross_entropy) -> DueGradient:
+                 texts: Sequence[DueText], costs: TokenCosts = cross_entropy, divisor: float | None = None) -> DueGradient:
     """Of the mean over all learned tokens of the step: one sum, divided once. Padding stands behind a text, where no model looks."""
     leaves = {name: tensor.to(twin.dtype, copy=True).requires_grad_() for name, tensor in trained.items()}
     texts = [text for text in texts if any(text.weights)]
     weight, total = sum(sum(text.weights) for text in texts), 0.0
+    divisor = divisor or weight
     for start in range(0, len(texts), ROWS_TOGETHER):
         some = texts[start:start + ROWS_TOGETHER]
         tokens, learned = padded(some)
         loss = (costs(twin.logits(live_weights(twin, leaves, frozen, adapter), tokens), tokens, some) * learned[:, 1:]).sum()
-        (loss / weight).backward()
+        (loss / divisor).backward()
         total += float(loss.detach())
     zeros = {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
-    return DueGradient(total / weight, weight, {name: (zeros[name] if leaf.grad is None else leaf.grad).double()
+    return DueGradient(total / divisor, weight, {name: (zeros[name] if leaf.grad is None else leaf.grad).double()
                                                 for name, leaf in leaves.items()})
 
 

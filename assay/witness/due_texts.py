@@ -19,9 +19,9 @@ from assay.witness.due_rows import DueText, kept_contents
 
 COLUMNS = {"messages": ("messages", "tools"), "prompt-completion": ("prompt", "completion"), "text": ("text",),
            "alpaca": ("instruction", "output", "input", "system"), "sharegpt": ("conversations", "system"),
-           "gsm8k": ("question", "answer")}
+           "gsm8k": ("question", "answer"), "prompt": ("prompt",)}
 NEEDED = {"messages": ("messages",), "prompt-completion": ("prompt", "completion"), "text": ("text",),
-          "alpaca": ("instruction", "output"), "sharegpt": ("conversations",), "gsm8k": ("question", "answer")}
+          "alpaca": ("instruction", "output"), "sharegpt": ("conversations",), "gsm8k": ("question", "answer"), "prompt": ("prompt",)}
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant", "model": "assistant",
          "system": "system", "tool": "tool", "observation": "tool", "function_response": "tool"}
 PROBE = "\ue000witness\ue000"  # stands in a turn's place, to see what the template writes after it
@@ -36,6 +36,8 @@ class Row:
 
     def __init__(self, file: str, number: int, values: Mapping[str, Any], gsm8k: str):
         layouts = [name for name, needed in NEEDED.items() if all(values.get(column) is not None for column in needed)]
+        if "prompt" in layouts and len(layouts) > 1:
+            layouts.remove("prompt")
         if len(layouts) != 1:
             raise NotWitnessed(f"{file}: row {number} has the columns {', '.join(values)}, which the witness does not know")
         columns = {name: value for name, value in values.items() if name in COLUMNS[layouts[0]] and value}
@@ -60,6 +62,13 @@ class Row:
         else:
             self.messages = [plain_message(turn) for turn in (*values["prompt"], *values["completion"])]
             self.learned_from = len(values["prompt"])
+
+    def _prompt(self, values: Mapping[str, Any], _: str) -> None:
+        if isinstance(values["prompt"], str):
+            self.plain = values["prompt"], ""
+        else:
+            self.messages = [plain_message(turn) for turn in values["prompt"]]
+            self.learned_from = len(self.messages)
 
     def _text(self, values: Mapping[str, Any], _: str) -> None:
         self.plain = "", values["text"]

@@ -8,7 +8,9 @@ does not turn the rounding of a tiny gradient into a step of full length.
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from torch import Tensor
 from assay.strict_json import parse_yaml
 from assay.verdict import Outcome, Verdict, proven, refuted, unproven
 from assay.witness.due_gradient import Adapter, DueGradient, TokenCosts, TwinModel, blended, cross_entropy, due_gradient, read_safetensors
+from assay.witness.due_rollout import DueRollout, PromptPlan, due_rollout, fork_weights, policy_costs, wrong_prompts
 from assay.witness.due_rows import CorpusPlan, DueText, PackedPlan
 from assay.witness.due_texts import NotWitnessed, Renderer, read_fields, training_texts
 from assay.witness.due_update import (
@@ -72,6 +75,15 @@ class KeptStep:
     def folder_of_model(self) -> Path:
         return Path(self.facts["base"] or self.facts["parent"])
 
+    @cached_property
+    def rollout(self) -> DueRollout:
+        return due_rollout(self.facts["rollout"], self.options)
+
+    @cached_property
+    def prompts(self) -> PromptPlan:
+        fields = read_fields(self.folder_of_model / "config.json")
+        return PromptPlan(self.tokenizer_folder, self.options, fields.get("max_position_embeddings") or fields["n_positions"])
+
     @property
     def tokenizer_folder(self) -> Path:
         """An adapter's own, where it has one."""
@@ -125,6 +137,9 @@ def due_texts(kept: KeptStep) -> tuple[list[list[DueText]], int | None]:
         corpus = CorpusPlan(Path(options["corpus"]), options)
         steps = None if options["tokens"] is None else max(1, math.ceil(options["tokens"] / (corpus.rows * options["max_length"])))
         return corpus.due(kept.step), steps
+    if kept.recipe == "Grpo":
+        steps = None if options["minutes"] is not None else options["max_steps"] or kept.prompts.steps
+        return [[text] for text in kept.rollout.texts], steps
     if kept.recipe not in ("Sft", "Distill"):
         raise NotWitnessed(f"the witness does not know {kept.recipe.lower()}")
     if options.get("how") == "text":
@@ -164,9 +179,14 @@ def model_fields(kept: KeptStep) -> dict[str, Any]:
             "head_dim": 64, "hidden_act": "silu", "max_position_embeddings": max(options["max_length"], 64), "rms_norm_eps": 1e-6,
             "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}, "tie_word_embeddings": True, "attention_bias": False}
 
-def due_costs(kept: KeptStep, twin: TwinModel) -> TokenCosts:
-    """What predicting a token costs: its cross-entropy, or what the teacher has to say of it."""
+def due_costs(kept: KeptStep, twin: TwinModel, adapter: Adapter | None) -> TokenCosts:
+    """What predicting a token costs: its cross-entropy, what the teacher has to say of it, or what a completion was worth."""
     options = kept.options
+    if kept.recipe == "Grpo":
+        earlier = Path(kept.facts["parent"]) / "adapter_model.safetensors"
+        factors = read_safetensors(earlier.parent, earlier.name) if earlier.is_file() else {}
+        fork = fork_weights(twin, read_safetensors(kept.folder_of_model), factors, adapter)
+        return policy_costs(kept.rollout, options, kept.step, twin, fork)
     if options.get("how", "text") == "text":
         return cross_entropy
     if options["how"] == "stored":
@@ -190,7 +210,8 @@ def judge_step(kept: KeptStep, rows: list[list[DueText]], steps: int | None) -> 
     against = [*wrong_rows(kept, rows), *wrong_tensors(kept, exact, trained, adapter), *wrong_beginning(kept, exact, adapter)]
     if any("tensors" in each for each in against):
         return refuted("witness", f"step {kept.step + 1}: {'; '.join(against)}", step=kept.step + 1)
-    due, ours = (due_gradient(twin, trained, frozen, adapter, texts, due_costs(kept, twin)) for twin in (exact, rounded))
+    divisor = kept.rollout.divisor if kept.recipe == "Grpo" else None
+    due, ours = (due_gradient(twin, trained, frozen, adapter, texts, due_costs(kept, twin, adapter), divisor) for twin in (exact, rounded))
     against += wrong_loss(kept, due)
     scaled, norm = clipped(due.gradients, kept.options["max_grad_norm"])
     found = found_gradients(kept)
@@ -205,6 +226,12 @@ def judge_step(kept: KeptStep, rows: list[list[DueText]], steps: int | None) -> 
 
 
 def wrong_rows(kept: KeptStep, rows: list[list[DueText]]) -> list[str]:
+    if kept.recipe == "Grpo":
+        groups = kept.facts["rollout"]
+        learned = Counter(name for row in kept.facts["ids"] for name in row)
+        if learned != Counter(group["prompt"] for group in groups for _ in group["completions"]):
+            return ["the step learned from other completions than those that were kept of its rollout"]
+        return wrong_prompts(kept.prompts, kept.step, groups)
     read, due = [[str(name) for name in row] for row in kept.facts["ids"]], [list(dict.fromkeys(text.name for text in row)) for row in rows]
     wrong = [number for number, (one, other) in enumerate(zip(read, due, strict=False)) if one != other]
     if len(read) != len(due):
@@ -256,7 +283,7 @@ def wrong_beginning(kept: KeptStep, twin: TwinModel, adapter: Adapter | None) ->
 
 def wrong_loss(kept: KeptStep, due: DueGradient) -> list[str]:
     against, loss = [], kept.facts["loss"]
-    if kept.facts["weight"] != due.weight:
+    if not math.isclose(kept.facts["weight"], due.weight, rel_tol=1e-5):
         against.append(f"{kept.facts['weight']:g} tokens were learned from, {due.weight:g} were due")
     if not abs(loss - due.loss) <= SAME_LOSS[kept.compute] * max(1.0, abs(due.loss)):
         against.append(f"its loss was {loss:.6f}, due was {due.loss:.6f}")
@@ -291,9 +318,10 @@ def gradient_errors(kept: KeptStep, due: DueGradient, ours: DueGradient, scaled:
         key, stays = first_moment(kept, name)
         kept_digits = 4 * ULP / (1 - stays) * float(kept.moment(kept.before, name, key).norm())
         allowed = times * own + LEAST_ERROR * (float(gradient.norm()) + 0.01 * norm * clip) + kept_digits
-        shares[name] = float((found[name] - gradient).norm()) / allowed if allowed else math.inf * float(found[name].norm())
+        error = float((found[name] - gradient).norm())
+        shares[name] = (error / allowed if allowed else math.inf) if error else 0.0
     worst = max(shares, key=lambda name: shares[name])
-    error = float((found[worst] - scaled[worst]).norm() / scaled[worst].norm())
+    error = float((found[worst] - scaled[worst]).norm()) / (float(scaled[worst].norm()) or math.inf)
     return shares[worst], (f"the gradient that the optimizer took is off by {error:.1e} at most (relative, {worst}), {shares[worst]:.2g} "
                            f"of what rounding may do" if shares[worst] <= 1 else
                            f"the gradients of {sum(share > 1 for share in shares.values())} of {len(shares)} tensors are not those of "
