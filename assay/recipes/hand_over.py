@@ -76,16 +76,16 @@ def write_down(run: Run, handed: HandedOver, **more: Any) -> None:
 def export_best(run: Run, best: Path) -> tuple[list[Path], list[Verdict]]:
     """`RUN/model`, and of an adapter `RUN/adapter` before it: written, and proven in a fresh process."""
     places = [run.folder / name for name in (("adapter", "model") if locate_artifact(best).adapter else ("model",))]
-    verdicts, witness = [], witness_verdict(run.folder, run.config.witness)
+    verdicts, witness = [], [witness_verdict(run.folder, run.config.witness)] if run.witnesses else []
     for where in places:
         if handed_over_before(best, where):
             verdicts.append(check_weight_set(best, where))
         else:
             run.set_aside(where)
             found = export_proven(best, where, "peft" if where.name == "adapter" else None, run.probing)
-            hallmark_or_quarantine(open_checkpoint(where), [*found, witness])
+            hallmark_or_quarantine(open_checkpoint(where), [*found, *witness])
             verdicts += found
-    return places, [*verdicts, witness]
+    return places, [*verdicts, *witness]
 
 
 def handed_over_before(best: Path, where: Path) -> bool:

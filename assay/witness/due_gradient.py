@@ -95,14 +95,14 @@ class TwinModel:
 
 
 # (the student's logits, tokens, the texts) → (B, T − 1): what predicting each token but the first costs
-TokenCosts = Callable[[Tensor, Tensor, Sequence[DueText]], Tensor]
+CostOfTokens = Callable[[Tensor, Tensor, Sequence[DueText]], Tensor]
 
 
 def cross_entropy(logits: Tensor, tokens: Tensor, _: Sequence[DueText]) -> Tensor:
     return -logits[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1)
 
 
-def blended(teacher: TwinModel, theirs: Mapping[str, Tensor], options: Mapping[str, Any], vocab: int | None) -> TokenCosts:
+def blended(teacher: TwinModel, theirs: Mapping[str, Tensor], options: Mapping[str, Any], vocab: int | None) -> CostOfTokens:
     """kd_weight · τ² · D(teacher, student) + ce_weight · cross-entropy, both distributions over the ids that the tokenizer has."""
     theirs, hot, share = {name: tensor.to(teacher.dtype) for name, tensor in theirs.items()}, options["temperature"], options["beta"]
 
@@ -124,7 +124,7 @@ def kl(one: Tensor, other: Tensor) -> Tensor:
     return (one.exp() * (one - other)).sum(-1)
 
 
-def padded(texts: Sequence[DueText]) -> tuple[Tensor, Tensor]:
+def right_padded(texts: Sequence[DueText]) -> tuple[Tensor, Tensor]:
     longest = max(len(text.tokens) for text in texts)
     tokens = torch.tensor([text.tokens + [0] * (longest - len(text.tokens)) for text in texts])
     learned = torch.tensor([text.weights + [0.0] * (longest - len(text.weights)) for text in texts], dtype=torch.float64)
@@ -132,7 +132,7 @@ def padded(texts: Sequence[DueText]) -> tuple[Tensor, Tensor]:
 
 
 def due_gradient(twin: TwinModel, trained: Mapping[str, Tensor], frozen: Mapping[str, Tensor], adapter: Adapter | None,
-                 texts: Sequence[DueText], costs: TokenCosts = cross_entropy, divisor: float | None = None) -> DueGradient:
+                 texts: Sequence[DueText], costs: CostOfTokens = cross_entropy, divisor: float | None = None) -> DueGradient:
     """Of the mean over all learned tokens of the step: one sum, divided once. Padding stands behind a text, where no model looks."""
     leaves = {name: tensor.to(twin.dtype, copy=True).requires_grad_() for name, tensor in trained.items()}
     texts = [text for text in texts if any(text.weights)]
@@ -140,7 +140,7 @@ def due_gradient(twin: TwinModel, trained: Mapping[str, Tensor], frozen: Mapping
     divisor = divisor or weight
     for start in range(0, len(texts), ROWS_TOGETHER):
         some = texts[start:start + ROWS_TOGETHER]
-        tokens, learned = padded(some)
+        tokens, learned = right_padded(some)
         loss = (costs(twin.logits(live_weights(twin, leaves, frozen, adapter), tokens), tokens, some) * learned[:, 1:]).sum()
         (loss / divisor).backward()
         total += float(loss.detach())

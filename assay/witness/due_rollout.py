@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from assay.witness.due_gradient import Adapter, TokenCosts, TwinModel, padded
+from assay.witness.due_gradient import Adapter, CostOfTokens, TwinModel, right_padded
 from assay.witness.due_rows import DueText, seed_at, shuffled_place
 from assay.witness.due_texts import NotWitnessed, Renderer, Row, training_rows
 
@@ -113,7 +113,7 @@ def due_rollout(groups: Sequence[Mapping[str, Any]], options: Mapping[str, Any])
 # ---------------------------------------------------------------- what a token costs
 
 
-def policy_costs(rollout: DueRollout, options: Mapping[str, Any], step: int, twin: TwinModel, fork: Mapping[str, Tensor]) -> TokenCosts:
+def policy_costs(rollout: DueRollout, options: Mapping[str, Any], step: int, twin: TwinModel, fork: Mapping[str, Tensor]) -> CostOfTokens:
     """−surrogate + beta · KL · ratio − bonus · entropy, as PPO, GSPO, DAPO and CISPO write it."""
     if options["beta"] and (options["kl_estimator"] == "shift" or options["kl_window"]):
         raise NotWitnessed("--kl-estimator shift and --kl-window are not replayed")
@@ -123,7 +123,7 @@ def policy_costs(rollout: DueRollout, options: Mapping[str, Any], step: int, twi
     bonus = options["entropy_weight"] * options["entropy_decay"] ** step
 
     def costs(logits: Tensor, tokens: Tensor, texts: Sequence[DueText]) -> Tensor:
-        every, (_, learned) = (logits[:, :-1] / options["temperature"]).log_softmax(-1), padded(texts)
+        every, (_, learned) = (logits[:, :-1] / options["temperature"]).log_softmax(-1), right_padded(texts)
         counts = learned[:, 1:] != 0
         logp = every.gather(-1, tokens[:, 1:, None]).squeeze(-1)
         better = torch.tensor([[rollout.advantages[text.name]] for text in texts], dtype=torch.float64)

@@ -126,7 +126,7 @@ class PackedPlan:
 # ---------------------------------------------------------------- a corpus of token shards
 
 
-class CorpusPlan:
+class WindowPlan:
     """Windows of the training stream, in the order that the seed gives each epoch."""
 
     def __init__(self, folder: Path, options: dict[str, Any]):

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as Vocabulary
 
 from assay.witness.due_rows import DueText, kept_contents
 
-COLUMNS = {"messages": ("messages", "tools"), "prompt-completion": ("prompt", "completion"), "text": ("text",),
+LAYOUT_COLUMNS = {"messages": ("messages", "tools"), "prompt-completion": ("prompt", "completion"), "text": ("text",),
            "alpaca": ("instruction", "output", "input", "system"), "sharegpt": ("conversations", "system"),
            "gsm8k": ("question", "answer"), "prompt": ("prompt",)}
 NEEDED = {"messages": ("messages",), "prompt-completion": ("prompt", "completion"), "text": ("text",),
@@ -40,7 +40,7 @@ class Row:
             layouts.remove("prompt")
         if len(layouts) != 1:
             raise NotWitnessed(f"{file}: row {number} has the columns {', '.join(values)}, which the witness does not know")
-        columns = {name: value for name, value in values.items() if name in COLUMNS[layouts[0]] and value}
+        columns = {name: value for name, value in values.items() if name in LAYOUT_COLUMNS[layouts[0]] and value}
         self.content = hashlib.sha256(json.dumps(columns, sort_keys=True, default=str).encode()).hexdigest()[:16]
         self.name = f"{file}:{number}:{self.content}"
         self.messages: list[dict[str, Any]] = []
@@ -239,7 +239,7 @@ def fitted(text: DueText, length: int, too_long: str) -> DueText | None:
     return DueText(text.name, text.tokens[:length], text.weights[:length])
 
 
-def training_texts(folder: Path, options: Mapping[str, Any]) -> list[DueText]:
+def texts_to_learn(folder: Path, options: Mapping[str, Any]) -> list[DueText]:
     """Everything that the options say is learned from, in the order of the files."""
     renderer = Renderer(folder, options)
     rendered = [text for row in training_rows(options) for text in renderer.texts(row)]

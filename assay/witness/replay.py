@@ -19,10 +19,10 @@ from torch import Tensor
 
 from assay.strict_json import parse_yaml
 from assay.verdict import Outcome, Verdict, proven, refuted, unproven
-from assay.witness.due_gradient import Adapter, DueGradient, TokenCosts, TwinModel, blended, cross_entropy, due_gradient, read_safetensors
+from assay.witness.due_gradient import Adapter, CostOfTokens, DueGradient, TwinModel, blended, cross_entropy, due_gradient, read_safetensors
 from assay.witness.due_rollout import DueRollout, PromptPlan, due_rollout, fork_weights, policy_costs, wrong_prompts
-from assay.witness.due_rows import CorpusPlan, DueText, PackedPlan
-from assay.witness.due_texts import NotWitnessed, Renderer, read_fields, training_texts
+from assay.witness.due_rows import DueText, PackedPlan, WindowPlan
+from assay.witness.due_texts import NotWitnessed, Renderer, read_fields, texts_to_learn
 from assay.witness.due_update import (
     BETAS,
     MOMENTUM,
@@ -40,7 +40,7 @@ from assay.witness.due_update import (
 WITNESS_FOLDER, RECORD, BEFORE, AFTER, SAID = "witness", "record.json", "before.safetensors", "after.safetensors", "verdict.json"
 LEAST_ERROR, OWN_ERRORS = 1e-4, {"float32": 30.0, "bfloat16": 6.0}  # of a tensor's gradient: always allowed; times our own rounding
 UPDATE_ERROR, MUON_ERROR = 1e-4, 1e-2  # of a weight's step; of a matrix's
-SAME_LOSS = {"float32": 1e-4, "bfloat16": 2e-2}
+LOSS_ERROR = {"float32": 1e-4, "bfloat16": 2e-2}
 ULP = 2.0**-23
 _NAMED = 3  # tensors, rows or ids that a sentence names
 
@@ -134,7 +134,7 @@ def due_texts(kept: KeptStep) -> tuple[list[list[DueText]], int | None]:
     """The rows of the step, and how many steps the run takes where options and data say."""
     options = kept.options
     if kept.recipe == "Pretrain":
-        corpus = CorpusPlan(Path(options["corpus"]), options)
+        corpus = WindowPlan(Path(options["corpus"]), options)
         steps = None if options["tokens"] is None else max(1, math.ceil(options["tokens"] / (corpus.rows * options["max_length"])))
         return corpus.due(kept.step), steps
     if kept.recipe == "Grpo":
@@ -144,7 +144,7 @@ def due_texts(kept: KeptStep) -> tuple[list[list[DueText]], int | None]:
         raise NotWitnessed(f"the witness does not know {kept.recipe.lower()}")
     if options.get("how") == "text":
         options = options | {"data": [str(kept.run / "teacher.jsonl")], "held_out_data": str(kept.run / "teacher-held-out.jsonl")}
-    packed = PackedPlan(training_texts(kept.tokenizer_folder, options), options)
+    packed = PackedPlan(texts_to_learn(kept.tokenizer_folder, options), options)
     return packed.due(kept.step), None if options["minutes"] is not None else options["max_steps"] or packed.steps
 
 
@@ -179,7 +179,7 @@ def model_fields(kept: KeptStep) -> dict[str, Any]:
             "head_dim": 64, "hidden_act": "silu", "max_position_embeddings": max(options["max_length"], 64), "rms_norm_eps": 1e-6,
             "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}, "tie_word_embeddings": True, "attention_bias": False}
 
-def due_costs(kept: KeptStep, twin: TwinModel, adapter: Adapter | None) -> TokenCosts:
+def due_costs(kept: KeptStep, twin: TwinModel, adapter: Adapter | None) -> CostOfTokens:
     """What predicting a token costs: its cross-entropy, what the teacher has to say of it, or what a completion was worth."""
     options = kept.options
     if kept.recipe == "Grpo":
@@ -285,7 +285,7 @@ def wrong_loss(kept: KeptStep, due: DueGradient) -> list[str]:
     against, loss = [], kept.facts["loss"]
     if not math.isclose(kept.facts["weight"], due.weight, rel_tol=1e-5):
         against.append(f"{kept.facts['weight']:g} tokens were learned from, {due.weight:g} were due")
-    if not abs(loss - due.loss) <= SAME_LOSS[kept.compute] * max(1.0, abs(due.loss)):
+    if not abs(loss - due.loss) <= LOSS_ERROR[kept.compute] * max(1.0, abs(due.loss)):
         against.append(f"its loss was {loss:.6f}, due was {due.loss:.6f}")
     return against
 

@@ -34,7 +34,7 @@ from assay.witness.replay import replay_step
 from assay.zoo.run_faults import hand_nothing_over, sums_folder
 
 WITNESSED_STEPS, _INTERRUPTED_AFTER = 4, 2
-STOP = 258  # <|im_end|> of the tiny tokenizer
+STOP_ID = 258  # <|im_end|> of the tiny tokenizer
 
 # ---------------------------------------------------------------- jobs
 
@@ -114,7 +114,7 @@ def a_held_out_sum() -> list[int]:
     """The tokens of a sum that is never trained on; its answer has one digit."""
     rows = read_conversations(sums_folder() / "sums.jsonl").rows
     texts = [row.plain for row in hold_out(rows, 0.1, 0)[1] if row.plain is not None and len(row.plain[1]) == 1]
-    return [*"".join(texts[0]).encode(), STOP]
+    return [*"".join(texts[0]).encode(), STOP_ID]
 
 
 def with_a_held_out_row(order: PackedExamples, step: int, found: Batch) -> Batch:
@@ -123,7 +123,7 @@ def with_a_held_out_row(order: PackedExamples, step: int, found: Batch) -> Batch
         for at in range(tokens.shape[1] - len(held) + 1):
             here = slice(at, at + len(held))
             assert found.positions is not None
-            if found.positions[row, at] == 0 and tokens[row, at + len(held) - 1] == STOP:
+            if found.positions[row, at] == 0 and tokens[row, at + len(held) - 1] == STOP_ID:
                 tokens[row, here] = torch.tensor(held)
                 return replace(found, tokens=tokens)
     return found
@@ -136,7 +136,7 @@ def of_another_seed(order: PackedExamples, step: int) -> Batch:
 
 witnessed("a held-out row trained on under a planned id", "data")(from_the_second_step(with_a_held_out_row))
 witnessed("stop token masked from step 2 on", "data")(
-    from_the_second_step(lambda order, step, found: replace(found, weight=found.weight * (found.tokens != STOP))))
+    from_the_second_step(lambda order, step, found: replace(found, weight=found.weight * (found.tokens != STOP_ID))))
 witnessed("another seed's order under the planned ids", "data")(
     from_the_second_step(lambda order, step, found: replace(of_another_seed(order, step), ids=found.ids)))
 witnessed("prompts learned from step 2 on", "data")(

@@ -24,8 +24,8 @@ from assay.testing.tiny_models import save_model, tiny_model, tokenizer_and_stop
 from assay.testing.tiny_training import RecordingProver, tiny_corpus
 from assay.verdict import Outcome, proven
 from assay.witness import replay
-from assay.witness.due_rows import CorpusPlan, DueText, PackedPlan, seed_at, shuffled_place
-from assay.witness.due_texts import training_texts
+from assay.witness.due_rows import DueText, PackedPlan, WindowPlan, seed_at, shuffled_place
+from assay.witness.due_texts import texts_to_learn
 from assay.witness.due_update import Budgeted, rate_share
 from assay.witness.replay import replay_step, replay_steps
 
@@ -64,7 +64,7 @@ def test_rows_are_those_that_are_trained_on(packing: bool):
 def test_windows_are_those_that_are_trained_on():
     corpus = tiny_corpus()
     order = Order(corpus, 3, 4, 16, 2)
-    plan = CorpusPlan(corpus.folder, {"max_length": 16, "seed": 3, "batch_tokens": 64, "num_train_epochs": 2})
+    plan = WindowPlan(corpus.folder, {"max_length": 16, "seed": 3, "batch_tokens": 64, "num_train_epochs": 2})
     for step in (0, 1, order.steps - 1):
         batch = order.batch(step)
         for row, pieces in enumerate(plan.due(step)):
@@ -91,7 +91,7 @@ def test_texts_and_masks_are_those_that_are_trained_on(layout: str, tmp_path: Pa
     for roles, turns in ((("assistant",), "together"), (("assistant", "user"), "apart")):
         kept, _ = hold_out(read_conversations(tmp_path / "rows.jsonl", gsm8k="think").rows, 0.25, 7)
         due = render_conversations(kept, tokenizer, stops, length=48, over="truncate", roles=roles, turns=turns).examples  # type: ignore[arg-type]
-        found = training_texts(tmp_path / "base", {"data": [str(tmp_path / "rows.jsonl")], "held_out_data": None, "held_out": 0.25,
+        found = texts_to_learn(tmp_path / "base", {"data": [str(tmp_path / "rows.jsonl")], "held_out_data": None, "held_out": 0.25,
                                                    "seed": 7, "gsm8k": "think", "max_length": 48, "too_long": "truncate",
                                                    "roles": list(roles), "turns": turns})
         assert [(text.name, text.tokens, text.weights) for text in found] == [
