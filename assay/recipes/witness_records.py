@@ -18,7 +18,7 @@ from assay.store import durable
 from assay.verdict import Outcome, Verdict, unproven
 from assay.witness.replay import AFTER, BEFORE, RECORD, SAID, WITNESS_FOLDER, summary
 
-MOST_WORK, MOST_BYTES = 2e13, 4 << 30  # floating-point operations of one replay; bytes of one record
+MOST_WORK, MOST_BYTES = 3e12, 4 << 30  # floating-point operations of one replay; bytes of one record
 COPIES = 6  # weights and two moments, before and after
 
 
@@ -33,11 +33,13 @@ class WitnessRecords:
         self.off = "--witness off" if drawn == "off" else None if witnesses else "this run is not proven"
         self.rollout: Any = None  # what is learned from, where a run draws it itself
         self.drawn, self._before = 0 if self.off else int(drawn), dict[str, Tensor]()
+        self._end: tuple[int | None, int | None] = None, None
 
     def begin_step(self, step: int) -> None:
         """Copy the state, where step `step` (counted from 0) is one that is kept."""
         if self.off is None and self.due(step):
-            self._before = self._state()
+            schedule = self.trainer.schedule  # which may decide, once this step is taken, when the run ends
+            self._before, self._end = self._state(), (schedule.stop_at, schedule.decay_from)
 
     def due(self, step: int) -> bool:
         last = self.trainer.schedule.stop_at
@@ -78,7 +80,7 @@ class WitnessRecords:
         base = getattr(trainer.weights, "base", None)
         return {"recipe": type(trainer.run.config).__name__, "step": taken.index, "first": taken.index == trainer.start,
                 "loss": float(taken.loss), "weight": taken.weight, "ids": [list(map(str, row)) for row in taken.ids],
-                "stop_at": trainer.schedule.stop_at, "decay_from": trainer.schedule.decay_from, "steps_before": trainer.steps_before,
+                "stop_at": self._end[0], "decay_from": self._end[1], "steps_before": trainer.steps_before,
                 "parent": "" if lineage.parent is None else lineage.parent.path, "base": None if base is None else base.path,
                 "device": trainer.device, "rollout": None if self.rollout is None else rollout_facts(self.rollout)}
 

@@ -8,7 +8,7 @@ import contextlib
 import importlib.util
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,9 +17,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from assay.witness.due_rows import DueText
-from assay.witness.due_texts import NotWitnessed
+from assay.witness.due_texts import NotWitnessed, read_fields
 
-ROWS_TOGETHER = 16
+TOKENS_TOGETHER = 1024  # go through the model at a time
 KNOWN_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
 # Our leaf, and the leaves that transformers keeps for its rows, in order.
 SPLIT = {"attn.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "mlp.up": ("mlp.gate_proj", "mlp.up_proj"),
@@ -46,19 +46,23 @@ class DueGradient(NamedTuple):
 
 
 class TwinModel:
-    """transformers' model of a config, fed with whatever weights are asked about."""
+    """transformers' model of a folder's config, or of one that is given, fed with whatever weights are asked about."""
 
-    def __init__(self, config: Mapping[str, Any], dtype: torch.dtype):
+    def __init__(self, config: Mapping[str, Any] | Path, dtype: torch.dtype):
         if not importlib.util.find_spec("transformers"):
             raise NotWitnessed("transformers is not installed; pip install 'assay[hf]'")
-        if config["model_type"] not in KNOWN_FAMILIES:
-            raise NotWitnessed(f"transformers has no model of the family {config['model_type']}")
+        fields = config if isinstance(config, Mapping) else read_fields(config / "config.json")
+        if not fields:
+            raise NotWitnessed(f"{config} is no Hugging Face folder")
+        if fields.get("model_type") not in KNOWN_FAMILIES:
+            raise NotWitnessed(f"the witness has no model of the family {fields.get('model_type')}")
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        fields = {name: value for name, value in config.items() if name not in ("model_type", "architectures", "dtype", "torch_dtype")}
-        known = AutoConfig.for_model(config["model_type"], **fields)
+        given = {name: value for name, value in fields.items() if name != "model_type"}
+        known = AutoConfig.for_model(fields["model_type"], **given) if isinstance(config, Mapping) else AutoConfig.from_pretrained(config)
+        known.dtype = torch.float32
         self.model = AutoModelForCausalLM.from_config(known, attn_implementation="eager").to(dtype).eval().requires_grad_(False)
-        self.dtype, self.gpt2 = dtype, config["model_type"] == "gpt2"
+        self.dtype, self.gpt2 = dtype, fields["model_type"] == "gpt2"
         self.shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
 
     def foreign(self, name: str) -> list[str]:
@@ -88,9 +92,11 @@ class TwinModel:
 
     def logits(self, weights: Mapping[str, Tensor], tokens: Tensor) -> Tensor:
         """(B, T, V) in double precision, whatever they were computed in."""
-        parameters = dict(weights)
-        if "lm_head.weight" not in parameters:
-            parameters["lm_head.weight"] = parameters[TOP_GPT2["embed"] + ".weight" if self.gpt2 else TOP["embed"] + ".weight"]
+        embedding = f"{(TOP_GPT2 if self.gpt2 else TOP)['embed']}.weight"
+        parameters = {name: tensor for name, tensor in weights.items() if name in self.shapes}
+        if missing := sorted(self.shapes.keys() - parameters.keys()):
+            raise NotWitnessed(f"the files do not hold {missing[0]} under the name that transformers has for it")
+        parameters["lm_head.weight"] = weights["lm_head.weight"] if "lm_head.weight" in self.shapes else parameters[embedding]
         return torch.func.functional_call(self.model, parameters, (tokens,), {"use_cache": False}).logits.double()
 
 
@@ -124,6 +130,17 @@ def kl(one: Tensor, other: Tensor) -> Tensor:
     return (one.exp() * (one - other)).sum(-1)
 
 
+def a_few_at_a_time(texts: Sequence[DueText]) -> Iterator[list[DueText]]:
+    """By length, so that little is padding."""
+    some: list[DueText] = []
+    for text in sorted(texts, key=lambda text: len(text.tokens)):
+        if some and (len(some) + 1) * len(text.tokens) > TOKENS_TOGETHER:
+            yield some
+            some = []
+        some.append(text)
+    yield some
+
+
 def right_padded(texts: Sequence[DueText]) -> tuple[Tensor, Tensor]:
     longest = max(len(text.tokens) for text in texts)
     tokens = torch.tensor([text.tokens + [0] * (longest - len(text.tokens)) for text in texts])
@@ -138,8 +155,7 @@ def due_gradient(twin: TwinModel, trained: Mapping[str, Tensor], frozen: Mapping
     texts = [text for text in texts if any(text.weights)]
     weight, total = sum(sum(text.weights) for text in texts), 0.0
     divisor = divisor or weight
-    for start in range(0, len(texts), ROWS_TOGETHER):
-        some = texts[start:start + ROWS_TOGETHER]
+    for some in a_few_at_a_time(texts):
         tokens, learned = right_padded(some)
         loss = (costs(twin.logits(live_weights(twin, leaves, frozen, adapter), tokens), tokens, some) * learned[:, 1:]).sum()
         (loss / divisor).backward()
