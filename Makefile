@@ -4,7 +4,7 @@ VENV   := .venv
 RUN    := OMP_NUM_THREADS=1 $(VENV)/bin/python
 AS_ROOT = $(if $(filter 0,$(shell id -u)),,sudo -n) env DEBIAN_FRONTEND=noninteractive timeout 300
 
-.PHONY: demo test test-all arithmetics lint types unit sandbox docs campaign-store campaigns clean
+.PHONY: demo test test-all arithmetics lint types unit sandbox docs campaign-store campaigns mutants clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -44,6 +44,9 @@ docs:   ## regenerate docs/files.md
 
 campaign-store: $(VENV)/.ready   ## the full crash campaign on the store; writes results/
 	$(RUN) -m tests.store.campaign --full
+
+mutants: $(VENV)/.ready   ## small mistakes planted in the code, 2,000 of them, and how many get past the guards; hours; results/mutants.txt
+	$(RUN) -m tests.mutants --count 2000 --clean 200 $(MUTANTS)
 
 campaigns: $(VENV)/.ready   ## kills of every recipe, a soak, a crowd at the server; hours on two cores; the tables go to results/
 	$(RUN) -m tests.campaigns kills > results/kills.txt; $(RUN) -m tests.campaigns server > results/server.txt

@@ -1,0 +1,349 @@
+"""Mutation campaign: mutants are drawn by seed over all rooms and rules, run, sorted, and written down one by one."""
+
+import compileall
+import json
+import os
+import py_compile
+import random
+import shutil
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.mutants import forked_runs, line_coverage, reference_runs
+from tests.mutants.forked_runs import Ended, ForkedRun
+from tests.mutants.reference_runs import REFERENCE_RUNS, ReferenceRun
+from tests.mutants.rules import Mutant, is_python, mutants_of
+from tests.mutants.sorting import Reference, Sorted, left_in, sort_run, verdicts_in, volatile_keys
+
+ROOT = Path(__file__).resolve().parents[2]
+ROOMS = ("kernels", "model", "data", "learn", "generate", "reward", "store", "editing", "evaluation", "recipes", "statistics", "comparison")
+DECLARED = ("options.py", "__init__.py")  # defaults that a user sees: another default is another program, not a mistake in this one
+LIMIT = 60.0  # seconds of one run
+ELSEWHERE = 1  # other runs, the slowest first, that a silent mutant is shown to
+CLEAN = 3  # clean runs by which each reference is known
+
+
+@dataclass
+class Slot:
+    """A place of its own for each job: a copy of the package, and a folder for its runs."""
+
+    place: Path
+    master: Path
+
+    @property
+    def code(self) -> Path:
+        return self.place / "code"
+
+    def made(self) -> "Slot":
+        if not self.code.exists():
+            shutil.copytree(self.master, self.code)
+        return self
+
+    def work(self, run: ReferenceRun, fixtures: Path) -> Path:
+        folder = self.place / "work"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        for name in run.needs:
+            (shutil.copytree if (fixtures / name).is_dir() else shutil.copy2)(fixtures / name, folder / name)
+        return folder
+
+    def plant(self, file: str, source: str) -> None:
+        """The compiled file goes too: it would be believed."""
+        (self.code / file).write_text(source)
+        self.compiled(self.code, file).unlink(missing_ok=True)
+
+    def restore(self, file: str) -> None:
+        shutil.copy2(self.master / file, self.code / file)
+        compiled = self.compiled(self.master, file)
+        shutil.copy2(compiled, self.compiled(self.code, file))
+        shutil.rmtree(self.place / "work", ignore_errors=True)
+
+    @staticmethod
+    def compiled(code: Path, file: str) -> Path:
+        path = code / file
+        return path.parent / "__pycache__" / f"{path.stem}.{sys.implementation.cache_tag}.pyc"
+
+
+class Bench:
+    """Everything that is made once: a clean copy of the package, fixtures, reference runs, and which lines each of them reaches."""
+
+    def __init__(self, scratch: Path, jobs: int, runs: Sequence[ReferenceRun] = REFERENCE_RUNS, say: Callable[[str], None] = print, *,
+                 clean: int = CLEAN) -> None:
+        self.scratch, self.jobs, self.say, self.clean = scratch, jobs, say, clean
+        self.runs = {run.name: run for run in runs}
+        self.master, self.fixtures = scratch / "code", scratch / "fixtures"
+        self.references: dict[str, Reference] = {}
+        self.reached: dict[str, dict[str, set[int]]] = {}  # run → file → lines within functions
+
+    def prepare(self) -> None:
+        shutil.rmtree(self.scratch, ignore_errors=True)
+        self.scratch.mkdir(parents=True)
+        shutil.copytree(ROOT / "assay", self.master / "assay", ignore=shutil.ignore_patterns("__pycache__"))
+        begin = (f"import os\nif os.environ.get({line_coverage.FOLDER!r}):\n    import sys\n    sys.path.append({str(ROOT)!r})\n"
+                 "    from tests.mutants.line_coverage import begin\n    begin()\n    sys.path.pop()\n")
+        (self.master / "sitecustomize.py").write_text(begin)
+        compileall.compile_dir(self.master, quiet=2, invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH)
+        self._make_fixtures()
+        self._make_references()
+
+    def slot(self, number: int) -> Slot:
+        return Slot(self.scratch / f"slot-{number}", self.master).made()
+
+    def _make_fixtures(self) -> None:
+        self.fixtures.mkdir()
+        names = self.scratch / "modules"
+        names.mkdir()
+        making = self.scratch / "making"
+        making.mkdir()
+        needed = sorted({name for run in self.runs.values() for name in run.needs})
+        done = forked_runs.wait(ForkedRun((str(self.fixtures), *needed), making, self.master, 10 * LIMIT, module=reference_runs.__name__,
+                                          modules=names))
+        if done.code:
+            raise SystemExit(f"the fixtures could not be made:\n{done.out[-3000:]}\n{done.err[-3000:]}")
+        used = {name for file in names.glob("*.txt") for name in file.read_text().splitlines()}
+        forked_runs.preload(sorted(used - sys.modules.keys()))
+        self.say(f"fixtures: {done.seconds:.0f} s")
+        for run in list(self.runs.values()):
+            if missing := [name for name in run.needs if not (self.fixtures / name).exists()]:
+                self.say(f"reference {run.name} is left out: {missing[0]} could not be made: {done.err.strip()[-400:]}")
+                del self.runs[run.name]
+
+    def _make_references(self) -> None:
+        """Each several times, from packages that differ by a comment, so that the digest of the code is known to differ; once traced."""
+        work = [(run, number) for run in self.runs.values() for number in range(self.clean + 1)]
+        clean: dict[str, list[Any]] = defaultdict(list)
+
+        def begin(item: tuple[ReferenceRun, int], slot: Slot) -> ForkedRun:
+            run, number = item
+            slot.plant("assay/__main__.py", (self.master / "assay/__main__.py").read_text() + f"# {slot.place.name} {number}\n")
+            cover = self.scratch / "coverage" / run.name if number == self.clean else None
+            if cover:
+                cover.mkdir(parents=True)
+            return ForkedRun(run.words, slot.work(run, self.fixtures), slot.code, 5 * LIMIT, cover)
+
+        def end(item: tuple[ReferenceRun, int], slot: Slot, forked: ForkedRun, ended: Ended) -> None:
+            run, number = item
+            if ended.code:
+                words = f"{ended.out.strip()[-600:]} {ended.err.strip()[-600:]}"
+                self.say(f"reference {run.name} is left out: it ended with {ended.code}: {words}")
+                self.runs.pop(run.name, None)
+            elif number < self.clean:
+                left = left_in(forked.folder, ended, run.said)
+                clean[run.name].append((left, verdicts_in(left, ended), ended.seconds))
+            slot.restore("assay/__main__.py")
+
+        run_all(self, iter(work), begin, end)
+        for run in self.runs.values():
+            lefts = [left for left, _, _ in clean[run.name]]
+            verdicts: dict[str, str] = {}
+            for _, said, _ in clean[run.name]:
+                verdicts |= {check: outcome for check, outcome in said.items() if verdicts.get(check) in (None, "PROVEN")}
+            fastest = min(seconds for _, _, seconds in clean[run.name])
+            self.references[run.name] = Reference(lefts[0], verdicts, volatile_keys(lefts), fastest)
+            if broken := [file for file, key in self.references[run.name].volatile if key == "bytes" and not file.endswith(".json")]:
+                self.say(f"reference {run.name}: clean runs do not give the same bytes of {sorted(broken)}")
+            self.reached[run.name] = _lines_reached(self.scratch / "coverage" / run.name)
+            self.say(f"reference {run.name}: {self.references[run.name].seconds:.1f} s, "
+                     f"{sum(map(len, self.reached[run.name].values()))} lines, {len(lefts[0])} files, "
+                     f"{len(self.references[run.name].volatile)} keys that differ between clean runs")
+
+    def runs_for(self, mutant: Mutant) -> list[str]:
+        """Runs that reach the mutant, the fastest first; of one outside functions, those that use the most of its file. Commands that only
+        print something, and so claim nothing proven, come last."""
+        lines = {name: files.get(mutant.file, set()) for name, files in self.reached.items()}
+        if not mutant.within:
+            return sorted((name for name in lines if lines[name]), key=lambda name: (self.runs[name].said, -len(lines[name])))
+        found = [name for name in lines if lines[name] & set(range(mutant.line, mutant.last + 1))]
+        return sorted(found, key=lambda name: (self.runs[name].said, self.references[name].seconds))
+
+
+def _lines_reached(folder: Path) -> dict[str, set[int]]:
+    found: dict[str, set[int]] = defaultdict(set)
+    for file in folder.glob("*.txt"):
+        for line in file.read_text().splitlines():
+            name, number, within = line.split("\t")
+            if within == "1":
+                found["assay/" + name.rpartition("/code/assay/")[2]].add(int(number))
+    return dict(found)
+
+
+def run_all(bench: Bench, items: Iterator[Any], begin: Callable[[Any, Slot], ForkedRun | None],
+            end: Callable[[Any, Slot, ForkedRun, Ended], Any], until: float | None = None) -> None:
+    """Items side by side, each in a slot. After `until` nothing is begun, and what is still going a little later is given up.
+    `end` may return a run to go on with in the same slot."""
+    free = [bench.slot(number) for number in range(bench.jobs)]
+    going: dict[int, tuple[Any, Slot, ForkedRun]] = {}
+    more = True
+    try:
+        while more or going:
+            while more and free and not (until and time.monotonic() > until):
+                item = next(items, None)
+                if item is None:
+                    more = False
+                    break
+                forked = begin(item, free[-1])
+                if forked is not None:
+                    going[forked_runs.start(forked)] = (item, free.pop(), forked)
+            if until and time.monotonic() > until:
+                more = False
+                if time.monotonic() > until + 15:
+                    return
+            if not going:
+                continue
+            pid, _ = os.waitpid(-1, os.WNOHANG)
+            if pid not in going:
+                time.sleep(0.01)
+                continue
+            item, slot, forked = going.pop(pid)
+            again = end(item, slot, forked, forked_runs.ended(forked))
+            if again is None:
+                free.append(slot)
+            else:
+                going[forked_runs.start(again)] = (item, slot, again)
+    finally:
+        for pid in going:
+            os.kill(pid, 15)
+        for pid in going:
+            os.waitpid(pid, 0)
+
+
+def candidates(bench: Bench, rooms: tuple[str, ...]) -> dict[str, dict[str, list[Mutant]]]:
+    """Room → rule → mutants that some reference run reaches, and how many none does."""
+    found: dict[str, dict[str, list[Mutant]]] = {}
+    for room in rooms:
+        found[room] = defaultdict(list)
+        for file in sorted((bench.master / "assay" / room).rglob("*.py")):
+            if file.name.endswith(DECLARED):
+                continue
+            name = file.relative_to(bench.master).as_posix()
+            if not any(name in files for files in bench.reached.values()):
+                continue
+            for mutant in mutants_of(name, file.read_text()):
+                if bench.runs_for(mutant):
+                    found[room][mutant.rule].append(mutant)
+    return found
+
+
+def drawn(found: dict[str, dict[str, list[Mutant]]], seed: int) -> Iterator[Mutant]:
+    """In turn from every room, and within it from every rule: any beginning of the campaign is a sample of the whole."""
+    rooms = {}
+    for room, rules in found.items():
+        lists = []
+        for rule in sorted(rules):
+            mutants = sorted(rules[rule], key=lambda mutant: mutant.id)
+            random.Random(f"{seed} {room} {rule}").shuffle(mutants)
+            lists.append(mutants)
+        random.Random(f"{seed} {room}").shuffle(lists)
+        rooms[room] = _in_turn(lists)
+    yield from _in_turn(rooms.values())
+
+
+def _in_turn(sources: Any) -> Iterator[Mutant]:
+    left = [iter(source) for source in sources]
+    while left:
+        for source in list(left):
+            mutant = next(source, None)
+            if mutant is None:
+                left.remove(source)
+            else:
+                yield mutant
+
+
+def run_mutants(bench: Bench, mutants: Iterator[Mutant], results: Path, *, until: float | None = None, tries: int = 1,
+                say: Callable[[str], None] = print) -> int:
+    """One line of `results` for each; how many were run. What `results` has already is skipped; an equivalent one is tried on up to
+    `tries` runs that reach it."""
+    done = {json.loads(line)["id"] for line in results.read_text().splitlines()} if results.exists() else set()
+    count = 0
+    tried: dict[str, list[str]] = {}
+    silent: dict[str, tuple[str, Sorted]] = {}
+    elsewhere: dict[str, dict[str, str]] = {}
+
+    def forked(mutant: Mutant, slot: Slot, name: str) -> ForkedRun:
+        tried.setdefault(mutant.id, []).append(name)
+        limit = max(LIMIT / 3, min(LIMIT * 2, 10 * bench.references[name].seconds))
+        return ForkedRun(bench.runs[name].words, slot.work(bench.runs[name], bench.fixtures), slot.code, limit)
+
+    def begin(mutant: Mutant, slot: Slot) -> ForkedRun | None:
+        planted = mutant.planted_in((bench.master / mutant.file).read_text())
+        if mutant.id in done or not is_python(planted):
+            return None
+        slot.plant(mutant.file, planted)
+        return forked(mutant, slot, bench.runs_for(mutant)[0])
+
+    def end(mutant: Mutant, slot: Slot, run: ForkedRun, ended: Ended) -> ForkedRun | None:
+        nonlocal count
+        name = tried[mutant.id][-1]
+        found = sort_run(bench.references[name], left_in(run.folder, ended, bench.runs[name].said), ended)
+        others = [one for one in bench.runs_for(mutant) if one not in tried[mutant.id]]
+        if found.kind == "equivalent" and mutant.id not in silent and others and len(tried[mutant.id]) < tries:
+            return forked(mutant, slot, others[0])
+        if mutant.id in silent:
+            elsewhere.setdefault(mutant.id, {})[name] = f"{found.kind} {found.check}".strip()
+        elif found.kind == "silent":
+            silent[mutant.id] = (name, found)
+        if mutant.id in silent and len(elsewhere.get(mutant.id, {})) < ELSEWHERE and others:
+            return forked(mutant, slot, max(others, key=lambda one: (not bench.runs[one].said, bench.references[one].seconds)))
+        name, found = silent.get(mutant.id, (name, found))
+        slot.restore(mutant.file)
+        room = mutant.file.split("/")[1]
+        row = {"id": mutant.id, "room": room, "file": mutant.file, "line": mutant.line, "rule": mutant.rule, "before": mutant.before[:300],
+               "after": mutant.after[:300], "run": name, "runs": len(tried[mutant.id]), "seconds": round(ended.seconds, 2),
+               **asdict(found), "elsewhere": elsewhere.get(mutant.id, {})}
+        with open(results, "a") as file:
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        count += 1
+        if found.kind in ("silent", "timeout") or count % 50 == 0:
+            say(f"{count}: {found.kind} {mutant.file}:{mutant.line} {mutant.rule}: {mutant.before[:60]!r} → {mutant.after[:60]!r} ({name}) "
+                f"{'; '.join(found.changed)[:160]}")
+        return None
+
+    run_all(bench, mutants, begin, end, until)
+    return count
+
+
+SETTINGS: dict[str, tuple[str, ...]] = {
+    "--learning-rate": ("1e-3", "3e-3", "5e-4"), "--batch-tokens": ("128", "256"), "--warmup-steps": ("0", "1", "2"),
+    "--max-steps": ("2", "4", "6"), "--held-out": ("0.1", "0.2", "0.3"), "--lora-r": ("1", "2", "4"), "--num-generations": ("4", "6"),
+    "--max-completion-length": ("6", "8"), "--temperature": ("1", "0.8"), "--limit": ("16", "24"), "--rank": ("1", "2", "4"),
+    "--batch-size": ("2", "4"), "--top-p": ("0.8", "0.9", "1"), "--ce-weight": ("0", "0.3", "0.5"), "--teacher-top-k": ("4", "8")}
+SEEDED = ("sft", "lora", "pretrain", "distill", "distill-stored", "grpo", "eval", "edit", "ttt", "sample")
+
+
+def run_clean(bench: Bench, count: int, results: Path, seed: int, *, until: float | None = None,
+              say: Callable[[str], None] = print) -> None:
+    """Clean runs with other seeds and settings: whatever stops one is a false alarm."""
+    done = {json.loads(line)["id"] for line in results.read_text().splitlines()} if results.exists() else set()
+
+    def begin(number: int, slot: Slot) -> ForkedRun | None:
+        if f"clean-{seed}-{number}" in done:
+            return None
+        run = clean_words(number, seed, bench)
+        return ForkedRun(run.words, slot.work(run, bench.fixtures), slot.code, 2 * LIMIT)
+
+    def end(number: int, slot: Slot, run: ForkedRun, ended: Ended) -> None:
+        kind = "clean" if ended.code == 0 else "timeout" if ended.code == forked_runs.TIMED_OUT else "false alarm"
+        words = "" if ended.code == 0 else f"exit {ended.code}: " + (ended.err.strip() or ended.out.strip())[-400:]
+        row = {"id": f"clean-{seed}-{number}", "kind": kind, "words": words, "command": " ".join(run.words),
+               "seconds": round(ended.seconds, 2)}
+        with open(results, "a") as file:
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        if kind != "clean":
+            say(f"{kind}: {row['command']}: {words}")
+
+    run_all(bench, iter(range(1, count + 1)), begin, end, until)  # from 1: a job that is 0 would not differ from the end
+
+
+def clean_words(number: int, seed: int, bench: Bench) -> ReferenceRun:
+    chance = random.Random(f"clean {seed} {number}")
+    run = chance.choice([run for run in bench.runs.values() if run.name in SEEDED])
+    words = list(run.words)
+    for place, word in enumerate(words):
+        if word in SETTINGS:
+            words[place + 1] = chance.choice(SETTINGS[word])
+    return ReferenceRun(run.name, (*words, "--seed", str(chance.randrange(1, 10**6))), run.needs, run.said)

@@ -1,0 +1,154 @@
+"""Reference runs: the shortest commands that reach the code that makes results, each with its real proof; and what they start from."""
+
+import json
+import os
+import signal
+import sys
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class ReferenceRun:
+    """`needs` are fixtures that are copied beside it; `said` is true where the result is what is printed."""
+
+    name: str
+    words: tuple[str, ...]
+    needs: tuple[str, ...]
+    said: bool = False
+
+
+TUNE = ("--max-length", "32", "--batch-tokens", "128", "--micro-batch-tokens", "64", "--max-steps", "3", "--learning-rate", "3e-3",
+        "--warmup-steps", "1", "--held-out", "0.1", "--save-steps", "1000", "--probe-samples", "1", "--device", "cpu")
+GRPO = ("--reward", "answer:1", "--prompts", "4", "--num-generations", "4", "--max-completion-length", "8", "--num-train-epochs", "50",
+        "--max-steps", "2", "--learning-rate", "2e-4", "--warmup-steps", "0", "--save-steps", "1000", "--held-out", "0.3",
+        "--eval-prompts", "8", "--micro-batch-size", "8", "--reward-workers", "1", "--probe-samples", "1", "--device", "cpu")
+EDIT = ("--layers", "0-1", "--v-lr", "0.1", "--clamp-norm-factor", "1", "--v-num-grad-steps", "40", "--kl-factor", "0.01",
+        "--mom2-update-weight", "10", "--max-update", "10", "--prefixes", "2", "--prefix-tokens", "6", "--moment-tokens", "1500",
+        "--drift-tokens", "500", "--goal-drift", "1", "--probe-rounds", "1", "--probe-samples", "1", "--device", "cpu")
+EVAL = ("--data", "sums.jsonl", "--task", "graded", "--grader", "answer", "--raw", "-k", "2", "--temperature", "1", "--max-new-tokens", "6",
+        "--limit", "24", "--device", "cpu")
+
+REFERENCE_RUNS = (
+    ReferenceRun("sft", ("sft", "--model", "base", "--data", "learned.jsonl", "--out", "run", *TUNE), ("base", "learned.jsonl")),
+    ReferenceRun("lora", ("sft", "--model", "base", "--data", "chats.jsonl", "--out", "run", "--lora-r", "2", *TUNE),
+                 ("base", "chats.jsonl")),
+    ReferenceRun("resume", ("sft", "--model", "base", "--data", "learned.jsonl", "--out", "run", *TUNE), ("base", "learned.jsonl", "run")),
+    ReferenceRun("pretrain", ("pretrain", "--corpus", "corpus", "--out", "run", "--depth", "1", "--tokens", "1024", "--max-length", "16",
+                              "--batch-tokens", "256", "--micro-batch-tokens", "128", "--warmup-steps", "1", "--eval-documents", "4",
+                              "--probe-samples", "1", "--device", "cpu"), ("corpus",)),
+    ReferenceRun("distill", ("distill", "--teacher", "taught", "--model", "base", "--data", "learned.jsonl", "--out", "run", "--ce-weight",
+                             "0.3", "--divergence", "jsd", *TUNE), ("base", "taught", "learned.jsonl")),
+    ReferenceRun("distill-stored", ("distill", "--teacher", "taught", "--model", "base", "--data", "learned.jsonl", "--out", "run", "--how",
+                                    "stored", "--teacher-top-k", "8", *TUNE), ("base", "taught", "learned.jsonl")),
+    ReferenceRun("grpo", ("grpo", "--model", "taught", "--data", "sums.jsonl", "--out", "run", *GRPO), ("taught", "sums.jsonl")),
+    ReferenceRun("eval", ("eval", "taught", "--out", "scores", *EVAL), ("taught", "sums.jsonl")),
+    ReferenceRun("edit", ("edit", "lore", "--facts", "facts.jsonl", "--text", "lore.txt", "--out", "run", *EDIT),
+                 ("lore", "facts.jsonl", "lore.txt")),
+    ReferenceRun("ttt", ("ttt", "base", "--text", "chants.jsonl", "--out", "run", "--chunk", "24", "--context", "72", "--rank", "2",
+                         "--learning-rate", "1e-2", "--batch-size", "4", "--device", "cpu"), ("base", "chants.jsonl")),
+    ReferenceRun("export", ("export", "taught", "--to", "gguf", "--out", "model.gguf", "--dtype", "q8_0"), ("taught",)),
+    ReferenceRun("merge", ("export", "adapter", "--base", "base", "--to", "merged", "--out", "merged"), ("base", "adapter")),
+    ReferenceRun("sample", ("sample", "taught", "--prompt", "2+3=", "4+4=", "--raw", "--n", "2", "--max-new-tokens", "6", "--top-p", "0.9",
+                            "--json", "--device", "cpu"), ("taught",), said=True),
+    ReferenceRun("corpus", ("corpus", "text.jsonl", "--tokenizer", "words", "--out", "made", "--held-out", "0.25"),
+                 ("text.jsonl", "words")),
+    ReferenceRun("compare", ("compare", "before", "after", "--json"), ("before", "after"), said=True),
+)
+
+
+def make_fixtures(home: Path, needed: set[str]) -> None:
+    """With the package as it is; in a process of its own."""
+    from assay.testing.tiny_models import save_adapter, save_model, tiny_model
+    from assay.zoo.ttt_faults import repetitive_texts
+
+    os.chdir(home)
+    save_model(home / "base", tiny_model("llama"))
+    _write_sums(home)
+    write_lines(home / "chants.jsonl", [{"text": text} for text in repetitive_texts(6)])
+    makers = {"adapter": lambda: save_adapter(home / "adapter", home / "base"), "corpus": lambda: _make_corpus(home),
+              "lore": lambda: _make_lore(home), "taught": lambda: _teach(home), "before": _evaluate, "run": _interrupt}
+    for name, make in makers.items():
+        if name in needed:
+            try:
+                make()
+            except Exception:  # runs that need it are left out, and that is said
+                traceback.print_exc()
+
+
+def _make_corpus(home: Path) -> None:
+    from assay.testing.tiny_training import make_corpus, tiny_documents
+
+    corpus = make_corpus(home / "making", tiny_documents())
+    corpus.folder.rename(home / "corpus")
+    (home / "making" / "tokenizer").rename(home / "words")
+    (home / "making" / "text.jsonl").rename(home / "text.jsonl")
+
+
+def _make_lore(home: Path) -> None:
+    """A model that knows a few made-up facts; where two people live is to be changed."""
+    from assay.model.special_tokens import resolve_special_tokens
+    from assay.store.checkpoint import write_checkpoint
+    from assay.store.saving import Lineage, model_contents
+    from assay.testing import tiny_facts
+
+    tokenizer, facts = tiny_facts.facts_tokenizer(), tiny_facts.fact_edits(2)
+    stops = resolve_special_tokens(tokenizer, {}, {})
+    write_checkpoint(home / "lore", model_contents(tiny_facts.facts_model(), tokenizer, stops, Lineage()))
+    write_lines(home / "facts.jsonl", [
+        {"prompt": fact.prompt, "subject": fact.subject, "target": fact.target, "old": fact.old, "paraphrases": list(fact.paraphrases),
+         "neighbourhood": [{"prompt": near.prompt, "answer": near.answer} for near in fact.neighbourhood]} for fact in facts])
+    tiny_facts.write_facts_text(home / "lore.txt")
+
+
+def _write_sums(home: Path) -> None:
+    sums = [(f"{a}+{b}=", a + b) for a in range(10) for b in range(10)]
+    write_lines(home / "sums.jsonl", [{"prompt": prompt, "gold": str(gold)} for prompt, gold in sums])
+    write_lines(home / "learned.jsonl", [{"prompt": prompt, "completion": said} for prompt, gold in sums
+                                         for said in (str(gold), f"{gold} or {gold + 1}")])
+    write_lines(home / "chats.jsonl", [{"messages": [{"role": "user", "content": f"{a}?"}, {"role": "assistant", "content": str(a * 2)}]}
+                                       for a in range(60)])
+
+
+def _teach(home: Path) -> None:
+    """A model that can add, more or less."""
+    from assay.cli import run
+
+    taught = list(TUNE)
+    for name, value in {"--max-steps": "150", "--batch-tokens": "512", "--micro-batch-tokens": "512", "--learning-rate": "5e-3"}.items():
+        taught[taught.index(name) + 1] = value
+    assert run(["sft", "--model", "base", "--data", "learned.jsonl", "--out", "teaching", "--num-train-epochs", "200", *taught]) == 0
+    (home / "teaching" / "model").rename(home / "taught")
+
+
+def _evaluate() -> None:
+    from assay.cli import run
+
+    for name, model in {"before": "base", "after": "taught"}.items():
+        assert run(["eval", model, "--out", name, *EVAL]) == 0
+
+
+def _interrupt() -> None:
+    """A run that a signal ended after two of its steps."""
+    from assay.cli import run
+    from assay.recipes.trainer import Trainer
+
+    over = Trainer.over
+
+    def struck(trainer: Trainer) -> bool:
+        if trainer.done == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return over(trainer)
+
+    Trainer.over = struck  # type: ignore[method-assign]
+    code = run(list(next(one.words for one in REFERENCE_RUNS if one.name == "resume")))
+    assert code == 128 + signal.SIGTERM, code
+
+
+def write_lines(file: Path, rows: list[dict]) -> None:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+if __name__ == "__main__":
+    make_fixtures(Path(sys.argv[1]), set(sys.argv[2:]))

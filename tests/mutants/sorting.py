@@ -1,0 +1,168 @@
+"""Sorting of mutants: what a run left is compared with what the reference run left, file by file and key by key.
+
+What differs between clean runs (times, paths, the digest of the code) is left out: those keys are found by comparing clean runs.
+"""
+
+import hashlib
+import json
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.mutants.forked_runs import TIMED_OUT, Ended
+
+IGNORED = (".html", ".png", ".svg", ".log", ".lock", ".yaml", ".py")
+RECORDS = ("ledger.jsonl", "manifest.json", "hallmark.json", "quarantine.json", "trainer.json")
+OUTCOMES = ("PROVEN", "UNPROVEN", "REFUTED")  # the worse, the later
+VERDICT = re.compile(r"\b(PROVEN|REFUTED|UNPROVEN)\s+([a-z@][\w@ ]*?):")
+CLOCK = re.compile(r"\bseconds\b|_seconds\b|^[a-z ]+\.(seq|time|self|previous)=")  # clean runs may agree on these by chance
+SHOWN = 3  # differences that are kept of each mutant
+Left = dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Sorted:
+    """`kind` is crashed, stopped, timeout, equivalent, said, record or silent."""
+
+    kind: str
+    check: str = ""
+    step: int = 0
+    words: str = ""
+    changed: list[str] = field(default_factory=list)
+
+
+def left_in(folder: Path, ended: Ended, said: bool) -> Left:
+    """Every file that a run left, as its sha256 or, where it is JSON, as keys and values."""
+    found: Left = {}
+    for file in sorted(path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()):
+        name = file.relative_to(folder).as_posix()
+        if name.startswith(".") or file.suffix in IGNORED:
+            continue
+        found[name] = _file_content(file, str(folder))
+    if said:
+        found["stdout.json"] = _flat(_parsed(ended.out.replace(str(folder), "@")))
+    return found
+
+
+def _file_content(file: Path, root: str) -> dict[str, Any]:
+    data = file.read_bytes()
+    if file.suffix not in (".json", ".jsonl") or file.name.startswith("tokenizer"):
+        return {"bytes": hashlib.sha256(data).hexdigest()}
+    text = data.decode(errors="replace").replace(root, "@")
+    if file.suffix == ".json":
+        return _flat(_parsed(text))
+    rows = [_parsed(line) for line in text.splitlines()]
+    if file.name != "ledger.jsonl":
+        return {f"{number}.{key}": value for number, row in enumerate(rows) for key, value in _flat(row).items()}
+    # Proofs end when they end: events are compared as a heap, not in their order.
+    heap = Counter((f"{row.get('kind')}.{pattern(key)}", value) for row in rows if isinstance(row, dict)
+                   for key, value in _flat(row).items())
+    return {f"{key}={value}": f"{number} times" for (key, value), number in heap.items()}
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _flat(value: Any, at: str = "") -> dict[str, Any]:
+    if isinstance(value, dict | list) and value:
+        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        return {key: leaf for name, part in pairs for key, leaf in _flat(part, f"{at}.{name}" if at else str(name)).items()}
+    return {at: json.dumps(value)}
+
+
+def pattern(key: str) -> str:
+    """A key with its numbers left out."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", key.partition("=")[0])
+
+
+def volatile_keys(clean: list[Left]) -> set[tuple[str, str]]:
+    """What two clean runs do not agree on."""
+    found: set[tuple[str, str]] = set()
+    for other in clean[1:]:
+        for name in clean[0].keys() | other.keys():
+            one, two = clean[0].get(name, {}), other.get(name, {})
+            found |= {(_file_pattern(name), pattern(key)) for key in one.keys() | two.keys() if one.get(key) != two.get(key)}
+    return found
+
+
+def _file_pattern(name: str) -> str:
+    return re.sub(r"\d+", "*", name)
+
+
+def differences(reference: Left, left: Left, volatile: set[tuple[str, str]]) -> dict[str, list[str]]:
+    """By what they mean: weights and whatever else is handed over, scores, or only the record."""
+    found: dict[str, list[str]] = {"weights": [], "scores": [], "record": []}
+    for name in sorted(reference.keys() | left.keys()):
+        one, two = reference.get(name, {}), left.get(name, {})
+        keys = [key for key in sorted(one.keys() | two.keys())
+                if one.get(key) != two.get(key) and not CLOCK.search(key) and (_file_pattern(name), pattern(key)) not in volatile]
+        meaning = _meaning(name)
+        found[meaning] += [f"{name} {key}: {_short(one.get(key))} → {_short(two.get(key))}" for key in keys[:2]]
+    return found
+
+
+def _meaning(name: str) -> str:
+    base = name.rpartition("/")[2]
+    if base in RECORDS:
+        return "record"
+    is_score = base.endswith((".json", ".jsonl")) and not base.startswith(("config", "generation_config", "tokenizer", "special", "adapter",
+                                                                           "model.safetensors", "chat_template", "added"))
+    return "scores" if is_score else "weights"
+
+
+def _short(value: Any) -> str:
+    return "nothing" if value is None else str(value)[:60]
+
+
+def verdicts_in(left: Left, ended: Ended) -> dict[str, str]:
+    """The worst outcome of every check, from what was printed and from the files."""
+    said = [(check, outcome) for outcome, check in VERDICT.findall(f"{ended.out}\n{ended.err}")]
+    for content in left.values():
+        for key, value in content.items():
+            if key.endswith("check") and (outcome := content.get(key.removesuffix("check") + "outcome")):
+                said.append((value.strip('"'), outcome.strip('"')))
+    worst: dict[str, str] = {}
+    for check, outcome in said:
+        if outcome in OUTCOMES and OUTCOMES.index(outcome) >= OUTCOMES.index(worst.get(check, "PROVEN")):
+            worst[check] = outcome
+    return worst
+
+
+def steps_done(left: Left) -> int:
+    steps = [json.loads(value) for name, content in left.items() if name.endswith("metrics.jsonl")
+             for key, value in content.items() if key.endswith(".step")]
+    return max((step for step in steps if isinstance(step, int)), default=0)
+
+
+@dataclass(frozen=True)
+class Reference:
+    left: Left
+    verdicts: dict[str, str]
+    volatile: set[tuple[str, str]]
+    seconds: float
+
+
+def sort_run(reference: Reference, left: Left, ended: Ended) -> Sorted:
+    verdicts, step = verdicts_in(left, ended), steps_done(left)
+    worse = {check: outcome for check, outcome in verdicts.items()
+             if OUTCOMES.index(outcome) > OUTCOMES.index(reference.verdicts.get(check, "PROVEN"))}
+    if ended.code == TIMED_OUT:
+        return Sorted("timeout", step=step)
+    if ended.code in (3, 4):
+        check = next((name for name, outcome in worse.items() if outcome == "REFUTED"), next(iter(worse), "refused"))
+        return Sorted("stopped", check, step, ["", *(ended.err.strip() or ended.out.strip()).splitlines()][-1][:200])
+    if ended.code != 0:
+        return Sorted("crashed", step=step, words=f"exit {ended.code}: {(ended.err.strip().splitlines() or [''])[-1][:200]}")
+    found = differences(reference.left, left, reference.volatile)
+    changed = [f"{meaning}: {text}" for meaning, texts in found.items() for text in texts[:SHOWN]]
+    if not changed:
+        return Sorted("equivalent")
+    if worse:
+        return Sorted("said", next(iter(worse)), step, f"{next(iter(worse.values()))}", changed)
+    return Sorted("silent" if found["weights"] or found["scores"] else "record", step=step, changed=changed)
