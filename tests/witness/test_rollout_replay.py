@@ -40,7 +40,7 @@ def test_clean_steps_are_proven(parent: Path, tmp_path: Path):
 
 def test_advantages_of_another_formula_are_seen(parent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(rollouts, "group_advantages", lambda rewards, scale: group_advantages(rewards, scale=scale, leave_one_out=True))
-    said = replayed(parent, tmp_path / "run")
+    said = replayed(parent, tmp_path / "run", max_grad_norm=100.0)  # clipped, all that are in proportion are the same
     assert any("are not those of these texts" in verdict.reason for verdict in said), "\n".join(map(str, said))
 
 
