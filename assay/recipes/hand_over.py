@@ -76,7 +76,8 @@ def write_down(run: Run, handed: HandedOver, **more: Any) -> None:
 def export_best(run: Run, best: Path) -> tuple[list[Path], list[Verdict]]:
     """`RUN/model`, and of an adapter `RUN/adapter` before it: written, and proven in a fresh process."""
     places = [run.folder / name for name in (("adapter", "model") if locate_artifact(best).adapter else ("model",))]
-    verdicts, witness = [], [witness_verdict(run.folder, run.config.witness)] if run.witnesses else []
+    verdicts = list[Verdict]()
+    witness = [witness_verdict(run.folder, run.config.witness)] if run.witnesses else []
     for where in places:
         if handed_over_before(best, where):
             verdicts.append(check_weight_set(best, where))

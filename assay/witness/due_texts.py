@@ -43,8 +43,7 @@ class Row:
         columns = {name: value for name, value in values.items() if name in LAYOUT_COLUMNS[layouts[0]] and value}
         self.content = hashlib.sha256(json.dumps(columns, sort_keys=True, default=str).encode()).hexdigest()[:16]
         self.name = f"{file}:{number}:{self.content}"
-        self.messages: list[dict[str, Any]] = []
-        self.learned_from, self.plain, self.tools = 0, None, None
+        self.messages, self.learned_from, self.plain, self.tools = [], 0, None, None
         getattr(self, "_" + layouts[0].replace("-", "_"))(values, gsm8k)
 
     messages: list[dict[str, Any]]

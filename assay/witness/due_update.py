@@ -25,13 +25,14 @@ class Budgeted(NamedTuple):
 
 def rate_share(step: int, options: Mapping[str, Any], steps: int | None, end: Budgeted, *, tuning: bool) -> float:
     """Of the peak rate at `step`, counted from 0: linear warm-up, then half a cosine to a tenth, or flat and linearly to 0."""
-    warmup = options["warmup_steps"]
+    warmup: int = options["warmup_steps"]
+    down: int | None = None
     if tuning and steps:
         warmup = min(warmup, steps // 4)
     if end.stop_at is None:
         return min(1.0, (step + 1) / (warmup + 1))
     if options["lr_scheduler_type"] == "cosine":
-        warmup, floor, down = min(warmup, end.stop_at // 2), 0.1, None
+        warmup, floor = min(warmup, end.stop_at // 2), 0.1
     else:
         down = max(1, round(options["decay_ratio"] * end.stop_at)) if end.decay_from is None else end.stop_at - end.decay_from
         warmup, floor = min(warmup, end.stop_at - down), 0.0

@@ -1,11 +1,13 @@
 """Learning steps of GRPO, replayed from the kept rollout: clean ones are proven, and what is made of the rewards is worked out again."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from assay.data.batch import Batch
 from assay.learn.advantage import group_advantages
 from assay.recipes import grpo, hand_over, rollouts, run
 from assay.recipes.prompts import Prompt, PromptOrder
@@ -38,10 +40,17 @@ def test_clean_steps_are_proven(parent: Path, tmp_path: Path):
     assert said[1].evidence["norm"] > 0
 
 
-def test_advantages_of_another_formula_are_seen(parent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(rollouts, "group_advantages", lambda rewards, scale: group_advantages(rewards, scale=scale, leave_one_out=True))
-    said = replayed(parent, tmp_path / "run", max_grad_norm=100.0)  # clipped, all that are in proportion are the same
-    assert any("are not those of these texts" in verdict.reason for verdict in said), "\n".join(map(str, said))
+def test_a_last_token_that_is_not_learned_is_seen(parent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    usual = rollouts.batch_of
+
+    def cut_short(*given: Any, **named: Any) -> Batch:
+        batch = usual(*given, **named)
+        last = batch.weight.shape[1] - 1 - (batch.weight != 0).flip(1).int().argmax(1)
+        return replace(batch, weight=batch.weight.scatter(1, last[:, None], 0.0))
+
+    monkeypatch.setattr(rollouts, "batch_of", cut_short)
+    said = replayed(parent, tmp_path / "run", max_steps=1)
+    assert "tokens were learned from" in said[0].reason, str(said[0])
 
 
 def test_prompts_in_another_order_are_seen(parent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
