@@ -1,7 +1,6 @@
 """Learning steps of GRPO, replayed from the kept rollout: clean ones are proven, and what is made of the rewards is worked out again."""
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ import pytest
 
 from assay.data.batch import Batch
 from assay.learn.advantage import group_advantages
-from assay.recipes import grpo, hand_over, rollouts, run
+from assay.recipes import grpo, hand_over, run
 from assay.recipes.prompts import Prompt, PromptOrder
 from assay.recipes.witness_records import pending_records
 from assay.testing.tiny_training import RecordingProver
@@ -40,17 +39,15 @@ def test_clean_steps_are_proven(parent: Path, tmp_path: Path):
     assert said[1].evidence["norm"] > 0
 
 
-def test_a_last_token_that_is_not_learned_is_seen(parent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    usual = rollouts.batch_of
+def test_completions_that_are_not_learned_from_are_seen(parent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    usual = Batch.split
 
-    def cut_short(*given: Any, **named: Any) -> Batch:
-        batch = usual(*given, **named)
-        last = batch.weight.shape[1] - 1 - (batch.weight != 0).flip(1).int().argmax(1)
-        return replace(batch, weight=batch.weight.scatter(1, last[:, None], 0.0))
+    def last_dropped(batch: Batch, rows: int) -> Iterator[Batch]:
+        return (part for part in usual(batch, rows) if len(part) == min(rows, len(batch)))
 
-    monkeypatch.setattr(rollouts, "batch_of", cut_short)
-    said = replayed(parent, tmp_path / "run", max_steps=1)
-    assert "tokens were learned from" in said[0].reason, str(said[0])
+    monkeypatch.setattr(Batch, "split", last_dropped)
+    said = replayed(parent, tmp_path / "run", micro_batch_size=6, max_steps=3)
+    assert any("are not those of these texts" in verdict.reason for verdict in said), "\n".join(map(str, said))
 
 
 def test_prompts_in_another_order_are_seen(parent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
