@@ -276,13 +276,16 @@ def generate(model: Transformer, requests: Sequence[GenerationRequest], *, stop_
 
 
 def sample(model: Transformer, prompts: Sequence[Sequence[int]], stop_ids: Collection[int], sampling: Sampling,
-           on_token: Callable[[int, int], None] | None = None, version: str = "") -> list[Completion]:
-    """One completion per prompt, all prompts at once; prompt i draws at address i. `on_token(i, id)` is called as tokens come."""
+           on_token: Callable[[int, int], None] | None = None, version: str = "", graphed: bool | None = None) -> list[Completion]:
+    """One completion per prompt, all prompts at once; prompt i draws at address i. `on_token(i, id)` is called as tokens come.
+
+    `graphed`: as `Engine` has it.
+    """
     length = max((len(prompt) for prompt in prompts), default=1) + sampling.max_new
     if length > model.config.max_length:
         raise UsageError(f"a prompt has {length - sampling.max_new} tokens and {sampling.max_new} new ones are asked for; "
                          f"the model's context is {model.config.max_length}")
-    engine = Engine(model, slots=max(1, len(prompts)), length=length, stop_ids=stop_ids, version=version)
+    engine = Engine(model, slots=max(1, len(prompts)), length=length, stop_ids=stop_ids, version=version, graphed=graphed)
     row_of = {engine.submit(GenerationRequest(tuple(prompt), sampling, (row,))): row for row, prompt in enumerate(prompts)}
     done: dict[int, Completion] = {}
     while not engine.idle:

@@ -9,9 +9,8 @@ from assay.model.gguf_tokenizer import HARD
 from assay.model.probe_logits import compute_probe_logits, probe_distance, share_of_change
 from assay.model.tokenizer import Tokenizer
 from assay.store.artifact import Artifact, build_model, merged_tensors
-from assay.store.digests import recorded_tensors
+from assay.store.digests import recorded_tensors, tensor_facts
 from assay.store.peft import config_with
-from assay.store.safetensors_files import DTYPE_NAMES, tensor_sha256
 from assay.verdict import Verdict, proven, refuted, unproven
 
 HOLE = 0.1  # of a matrix's rows may be zero throughout: rows that pad a vocabulary or a width are fewer
@@ -25,8 +24,7 @@ def check_hashes(subject: ProofSubject) -> Verdict:
         return unproven("hashes", "nothing recorded the hashes when this was written; a checkpoint of Assay's has a manifest.json",
                         optional=subject.is_copy)
     recorded = recorded_tensors(subject.raw.checkpoint.manifest)
-    found = {name: {"dtype": DTYPE_NAMES[t.dtype], "shape": list(t.shape), "sha256": tensor_sha256(t)} for name,
-             t in subject.raw.tensors.items()}
+    found = tensor_facts(subject.raw.tensors)
     if wrong := sorted(name for name in recorded.keys() | found.keys() if recorded.get(name) != found.get(name)):
         return refuted("hashes", f"{len(wrong)} tensor(s) are not what was written: {', '.join(wrong[:3])}", tensors=wrong)
     files = subject.raw.checkpoint.manifest["files"]
@@ -39,7 +37,8 @@ def check_loaded(subject: ProofSubject) -> Verdict:
     if names := sorted(expected.keys() ^ found.keys()):
         return refuted("loaded", f"{len(names)} parameters or tensors have no counterpart: {', '.join(names[:3])}",
                        tensors=names)
-    wrong = sorted(name for name, (dtype, sha256) in expected.items() if tensor_sha256(found[name].to(dtype)) != sha256)
+    live = subject.live_digests()
+    wrong = sorted(name for name, (_, sha256) in expected.items() if live[name] != sha256)
     if wrong:
         return refuted("loaded", f"{len(wrong)} parameter(s) of the live model are not what the files hold: "
                                  f"{', '.join(wrong[:3])}", tensors=wrong)
@@ -50,7 +49,8 @@ def check_loaded(subject: ProofSubject) -> Verdict:
 def check_values(subject: ProofSubject) -> Verdict:
     """Finite everywhere, and no matrix with a hole in it: the mark of a shard that was never filled."""
     bad, empty, count = [], [], 0
-    for name, tensor in subject.raw.tensors.items():
+    for name, read in subject.raw.tensors.items():
+        tensor = read.to(subject.device)
         count += tensor.numel()
         if not torch.isfinite(tensor).all():
             bad.append(f"{name} ({int((~torch.isfinite(tensor)).sum())} of {tensor.numel()})")
@@ -196,7 +196,8 @@ def _not_merged(subject: ProofSubject, source: Artifact) -> str | None:
                 f"it changes {len(idle)} are the base's ({', '.join(idle[:3])})")
     if source.config.vocab != source.base.config.vocab:
         return None  # the base has no answer for tokens it lacks
-    part, (least, most) = share_of_change(subject.answers, compute_probe_logits(build_model(source.base)), subject.against_answers), MERGED
+    of_base = compute_probe_logits(build_model(source.base).to(subject.device))
+    part, (least, most) = share_of_change(subject.answers, of_base, subject.against_answers), MERGED
     if least <= part <= most:
         return None
     return f"{part:.0%} of the adapter's effect on the answers is here: " + (

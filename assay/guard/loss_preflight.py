@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from assay.data.batch import Batch
 from assay.kernels.rotary import rotate
@@ -24,7 +25,7 @@ from assay.learn import loop
 from assay.learn.loop import Accumulate
 from assay.learn.objectives import Objective
 from assay.model.placement import fp32_uncompiled
-from assay.model.transformer import Attention, Block, Transformer
+from assay.model.transformer import Attention, Block, Transformer, parameter_count
 from assay.verdict import Outcome, Verdict, proven, refuted
 
 Gradients = tuple[float, dict[str, Tensor]]  # the loss, and the gradient of each parameter that has one
@@ -40,6 +41,8 @@ GPU_GRADIENT = 5e-3
 _ROUNDING, TIMES = 0.5, (0.8, 1.25)
 NONE = 1e-6  # of the whole gradient's norm: a kind of tensor that has less of it has none
 PREFLIGHT_ROWS = 4  # of the batch: enough to have ragged parts
+LARGE = 10**9  # parameters, from which on fp32 costs minutes: two rows of fewer columns then show the same
+_ENOUGH = 256, 8  # columns, and weighted tokens of each row that must be among them
 _LOUD = 0.2  # for the checks that must see them: standard deviation of the logits in soft caps, largest weight of a gate
 _COLUMNS = 2048  # of a row that attention is written out for: its cost grows with their square
 
@@ -52,6 +55,7 @@ def preflight_loss(model: Transformer, objective: Objective, batch: Batch, accum
     out; without it, next-token cross-entropy. `teacher` is another model that the objective asks.
     """
     batch = sample_rows(batch)
+    batch = batch if parameter_count(model) < LARGE else first_columns(batch)
     with fp32_uncompiled(model, *([] if teacher is None else [teacher])):
         exact = [check_attention(model, batch), check_loss(model, objective, batch, naive),
                  check_accumulation(model, objective, batch, accumulate)]
@@ -95,7 +99,7 @@ def check_precision(model: Transformer, objective: Objective, batch: Batch, foun
     with fp32_uncompiled(model, *others):
         due = loss_gradients(model, lambda: loop.accumulated(model, objective, batch, 1, float(batch.weight.sum())).loss, backward=False)
     what = f"the loss in {model.compute_dtype or torch.float32} as it will run, and in fp32"
-    near = _compared("precision", what, *_together(found, due), PARITY_BOUNDS[torch.bfloat16], _ROUNDING)
+    near = _compared("precision", what, found, due, PARITY_BOUNDS[torch.bfloat16], _ROUNDING, together=True)
     if near.outcome is Outcome.REFUTED:
         return near
     times = _times(found[1], due[1])
@@ -162,9 +166,14 @@ def check_determinism(model: Transformer, objective: Objective, batch: Batch) ->
 def naive_loss(model: Transformer, batch: Batch) -> Tensor:
     """−Σ weight · log p(next token) / Σ weight, with whole fp32 logits and an explicit shift by one."""
     states = model.hidden(batch.tokens, documents=batch.documents, positions=batch.positions)
-    logprobs = model.logits(states[:, :-1]).float().log_softmax(-1)
-    taken = logprobs.gather(-1, batch.tokens[:, 1:, None]).squeeze(-1)
-    return -(taken * batch.weight[:, 1:]).sum() / batch.weight.sum()
+
+    def row_logprobs(states_TD: Tensor, tokens_T: Tensor) -> Tensor:
+        return model.logits(states_TD[:-1]).float().log_softmax(-1).gather(-1, tokens_T[1:, None]).squeeze(-1)
+
+    # A row at a time, its logits made again on the way back: of 151,936 ids those of four rows alone would take ten gigabytes.
+    rows = zip(states, batch.tokens, strict=True)
+    taken = [checkpoint(row_logprobs, *row, use_reentrant=False, preserve_rng_state=False) for row in rows]
+    return -(torch.stack(taken) * batch.weight[:, 1:]).sum() / batch.weight.sum()
 
 
 def batch_logits(model: Transformer, batch: Batch) -> Tensor:
@@ -178,8 +187,9 @@ def naive_logits(model: Transformer, row: Batch) -> Tensor:
     documents = row.documents if row.documents is not None else torch.zeros_like(row.tokens)
     distance = positions[:, :, None] - positions[:, None, :]
     seen = (documents[:, :, None] == documents[:, None, :]) & (distance >= 0)
-    x = model.embed.weight[row.tokens] if model.position is None else model.embed.weight[row.tokens] + model.position.weight[positions]
-    x = x.to(model.compute_dtype or x.dtype)
+    x = model.embed.weight[row.tokens]
+    x = x if model.position is None else x.float() + model.position.weight[positions].float()
+    x = x.to(model.compute_dtype or model.embed.weight.dtype)
     values: list[Tensor] = []  # of the layers so far
     for block, window in zip(cast(Iterable[Block], model.blocks), config.windows, strict=True):
         within = seen if window is None else seen & (distance < window)
@@ -248,6 +258,17 @@ def sample_rows(batch: Batch) -> Batch:
     return next(batch.split(PREFLIGHT_ROWS))
 
 
+def first_columns(batch: Batch) -> Batch:
+    """The two rows with most to learn, and as many columns of them as hold some of it in each."""
+    columns, tokens = _ENOUGH
+    rows = (batch.weight != 0).sum(1).argsort(descending=True, stable=True)[:2]
+    counted = (batch.weight[rows] != 0).cumsum(1)
+    due = counted[:, -1:].clamp(max=tokens)
+    needed = int((counted < due).sum(1).max()) + 1
+    cut: dict[str, Any] = {name: stream[rows, : max(columns, needed)].cpu() for name, stream in batch.streams().items()}
+    return replace(batch, **cut, ids=(), starts=None).to(batch.tokens.device)
+
+
 def _accumulation(model: Transformer, objective: Objective, batch: Batch, accumulate: Accumulate, *, rows: int) -> Verdict:
     """The first rows one by one, against the whole batch with the other rows' weight at 0: both mean the same."""
     taken = torch.arange(len(batch), device=batch.weight.device)[:, None] < rows
@@ -276,25 +297,21 @@ def compare_gradients(check: str, what: str, one: Gradients, two: Gradients, mod
     gradient by more than any bound, so that all are taken together."""
     value = _bound(model)
     if value > PARITY_BOUNDS[torch.float32]:
-        return _compared(check, what, *_together(one, two), value, value)
+        return _compared(check, what, one, two, value, value, together=True)
     return _compared(check, what, one, two, value, GPU_GRADIENT if model.embed.weight.is_cuda else value)
 
 
-def _together(one: Gradients, two: Gradients) -> tuple[Gradients, Gradients]:
-    """All of each as one, where both are of the same tensors."""
-    if one[1].keys() != two[1].keys():
-        return one, two
-    first, second = ((loss, {"all together": torch.cat([found[name].float().flatten() for name in sorted(found)])})
-                     for loss, found in (one, two))
-    return first, second
-
-
-def _compared(check: str, what: str, one: Gradients, two: Gradients, value_bound: float, gradient_bound: float) -> Verdict:
+def _compared(check: str, what: str, one: Gradients, two: Gradients, value_bound: float, gradient_bound: float, *,
+              together: bool = False) -> Verdict:
+    """Tensor by tensor, or all of them `together` as if they were one."""
     if one[1].keys() != two[1].keys():
         return refuted(check, f"{what} reach different parameters: {sorted(one[1].keys() ^ two[1].keys())[:3]}")
     value = abs(one[0] - two[0]) / max(abs(two[0]), 1e-9)
-    errors = {name: float((gradient.float() - two[1][name].float()).norm() / (two[1][name].float().norm() + 1e-20))
-              for name, gradient in one[1].items()}
+    norms = {name: (float((gradient.float() - two[1][name].float()).norm()), float(two[1][name].float().norm()))
+             for name, gradient in one[1].items()}
+    if together:  # from the norms of each: a copy of all would take as much again
+        norms = {"all together": (math.hypot(*(apart for apart, _ in norms.values())), math.hypot(*(due for _, due in norms.values())))}
+    errors = {name: apart / (due + 1e-20) for name, (apart, due) in norms.items()}
     worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
     words = (f"{what}: loss {one[0]:.5f} and {two[0]:.5f}, gradients apart by at most {errors[worst]:.1e} (relative, {worst}), "
              f"bound {gradient_bound:.0e}")

@@ -33,6 +33,11 @@ class GraphedAccumulate:
         self._more: dict[tuple, _Captured] = {}
         self._pool: Any = None
 
+    def keep_only(self, compute: torch.dtype | None) -> None:
+        """Lets go of the graphs of other dtypes: a preflight's in fp32, and the gradients that they hold, serve no step."""
+        self._first = {key: graph for key, graph in self._first.items() if key[0] == compute}
+        self._more = {key: graph for key, graph in self._more.items() if key[0] == compute}
+
     def __call__(self, model: Transformer, objective: Objective, batch: Batch, micro: int, weight: float) -> Accumulated:
         device = model.embed.weight.device
         total, metrics = torch.zeros((), device=device), dict[str, Tensor]()

@@ -8,7 +8,7 @@ is an error that names it.
 import dataclasses
 import functools
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
@@ -410,9 +410,13 @@ def to_foreign(layout: dict[str, list[ForeignTensor]], tensors: Mapping[str, Ten
     return foreign
 
 
-def from_foreign(config: ModelConfig, layout: dict[str, list[ForeignTensor]], foreign: Mapping[str, Tensor], where: str) -> dict[str,
-                                                                                                                                 Tensor]:
-    """Strict: every expected tensor once and in the right shape, nothing unknown, a redundant tied head equal to the embedding."""
+def from_foreign(config: ModelConfig, layout: dict[str, list[ForeignTensor]], foreign: Mapping[str, Tensor], where: str,
+                 moved: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+                 kept: Callable[[str, Tensor], Tensor] = lambda _, tensor: tensor) -> dict[str, Tensor]:
+    """Strict: every expected tensor once and in the right shape, nothing unknown, a redundant tied head equal to the embedding.
+
+    `moved` brings a foreign tensor to where ours shall be, `kept` says what is held of ours: each is asked tensor by tensor.
+    """
     foreign = _without_redundant(config, layout, foreign, where)
     expected = {piece.name for pieces in layout.values() for piece in pieces}
     for problem, names in (("missing", expected - foreign.keys()), ("not part of this architecture", foreign.keys() - expected)):
@@ -422,8 +426,8 @@ def from_foreign(config: ModelConfig, layout: dict[str, list[ForeignTensor]], fo
                                 f"a {config.family} of {config.depth} layers has exactly {len(expected)}")
     wanted, ours_by_name = parameter_shapes(config), {}
     for ours, pieces in layout.items():
-        parts = [_piece(foreign[piece.name], piece, wanted[ours], where) for piece in pieces]
-        ours_by_name[ours] = parts[0] if len(parts) == 1 else torch.cat(parts)
+        parts = [_piece(moved(foreign[piece.name]), piece, wanted[ours], where) for piece in pieces]
+        ours_by_name[ours] = kept(ours, parts[0] if len(parts) == 1 else torch.cat(parts))
     return ours_by_name
 
 

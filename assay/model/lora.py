@@ -47,7 +47,7 @@ class LoraLinear(nn.Module):
             done = stop
         if done < out.shape[-1]:
             deltas.append(out.new_zeros(()).expand(*out.shape[:-1], out.shape[-1] - done))
-        return out + torch.cat(deltas, -1)
+        return out + (torch.cat(deltas, -1) if len(deltas) > 1 else deltas[0])
 
     def parts(self) -> tuple[LowRank, ...]:
         return tuple(LowRank(start, stop, left.detach(), right.detach(), scale)

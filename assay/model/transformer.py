@@ -207,7 +207,8 @@ class Transformer(nn.Module):
         layout_of = token_layout if cache is None else cache.layout
         layout = layout_of(tokens_BT, documents, positions, set(self.config.windows), starts if half else None)
         x_BTD = F.embedding(tokens_BT, self.embed.weight)
-        if self.position is not None:
+        if self.position is not None:  # added up in the wider of both dtypes
+            x_BTD = x_BTD.to(torch.promote_types(x_BTD.dtype, self.compute_dtype or x_BTD.dtype))
             x_BTD = x_BTD + F.embedding(layout.positions, self.position.weight)
         x_BTD = x_BTD.to(self.compute_dtype or x_BTD.dtype)
         rotary = self.rotary(layout)

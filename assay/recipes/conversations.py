@@ -26,6 +26,7 @@ from assay.verdict import Verdict, proven, refuted
 A_LONG_RUN = 10  # minutes
 AUDITED_STEPS = 50  # one step in so many is compared with the audited examples, token for token
 NEVER = 10**12
+EVALUATED_EVERY = 100  # steps, where no --save-steps is given
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Conversations:
 
     def audit(self, start: StartingModel) -> list[Verdict]:
         rows: frozenset[int] | Literal["all"] = frozenset() if isinstance(start.weights, AdapterModel) else "all"
-        embed = start.model.embed.weight.detach().float().cpu()
+        embed = start.model.embed.weight.detach().cpu().float()  # widened on the host, where there is room
         return [*audit_examples(self.train, start.tokenizer, start.parent.stops, embed=embed, trainable=rows, held_out=self.held_out,
                        length=self.order.length, seed=self.order.seed), check_packing(self.order)]
 
@@ -123,6 +124,11 @@ def refuse_unbudgeted(config: Trained) -> None:
     if config.save_steps == 0 and not config.insist and not (config.minutes or math.inf) <= A_LONG_RUN:
         raise UsageError(f"--save-steps 0 on a run that may take more than {A_LONG_RUN} minutes: a crash would lose all of it; "
                          "give a number of steps, --minutes up to ten, or --insist")
+
+
+def evaluated_every(save_steps: int | None) -> int:
+    """Steps between two evaluations, each with a checkpoint or, where the cost decides, perhaps one."""
+    return EVALUATED_EVERY if save_steps is None else save_steps or NEVER
 
 
 def load_conversations(config: Tuning, start: StartingModel) -> Conversations:

@@ -84,7 +84,8 @@ class HeldOutEvaluator:
                  columns: Mapping[str, float] | None = None) -> HeldOut:
         """`losses` are those of training since the last time, `weight_set` what the model holds now where a run keeps two sets,
         `columns` more of the line of metrics."""
-        found = self.score(model)
+        with self.run.spent.part("evaluation"):
+            found = self.score(model)
         since, self._since = [*self._since, *losses], []
         train = sum(since) / len(since) if since else found.loss
         self.history.add(step, found.per_document, train, found.digest)

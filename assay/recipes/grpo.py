@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from assay.data.batch import Batch
-from assay.errors import GuardStop, UsageError
+from assay.errors import UsageError
 from assay.generate.generation_request import Sampling
 from assay.generate.sampler_weights import fingerprint
 from assay.guard.conclusion_checks import check_same_held_out
@@ -19,13 +19,14 @@ from assay.learn.lr_schedule import Budget, Schedule
 from assay.learn.objectives import averages
 from assay.learn.optim import adamw
 from assay.learn.policy import Surrogate, policy_gradient
-from assay.model.placement import place_for_training, require_device, uncompiled
+from assay.model.placement import frozen_tensors, place_for_inference, require_device, uncompiled
 from assay.model.transformer import Transformer, parameter_count
 from assay.outcome import RunOutcome
 from assay.recipes.conversations import NEVER, refuse_unbudgeted
 from assay.recipes.grpo_options import Grpo
 from assay.recipes.grpo_preflight import check_forked_policy, check_seeds_count, rollout_floor
 from assay.recipes.hand_over import export_best, void_if_refuted
+from assay.recipes.memory_plan import record_use
 from assay.recipes.processes import follow, join_processes
 from assay.recipes.prompt_evaluator import PromptEvaluator, check_gain, check_same_answers
 from assay.recipes.prompts import PromptData, prompts_digest, split_prompts, spread
@@ -34,9 +35,10 @@ from assay.recipes.rewards import JudgeReward, Rewards
 from assay.recipes.rollout_batch import Drawn, layout_of
 from assay.recipes.rollouts import RolloutCollector, RolloutHistory, Sampler
 from assay.recipes.run import Run, open_run, plain, print_line
-from assay.recipes.starting_model import AdapterModel, StartingModel, carry_moments, load_start
+from assay.recipes.starting_model import AdapterModel, StartingModel, carry_moments, load_start, reopen_parent
+from assay.recipes.time_spent import TimeSpent
 from assay.recipes.trainer import SavePlan, Trainer
-from assay.store.artifact import Artifact, build_model, open_artifact
+from assay.store.artifact import build_model, open_artifact, straight_to
 from assay.store.ledger import Event
 from assay.verdict import Verdict
 
@@ -46,6 +48,7 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
 
     A step is one update. A rollout begins at every multiple of `num_iterations` steps, and only there is anything saved.
     """
+    spent = TimeSpent()
     refuse_unclear_grpo(config)
     world, say = join_processes(config.device, config.shards, say)
     device = world.device
@@ -62,7 +65,7 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
     optimizer = adamw(start.model.named_parameters(), lr, weight_decay=config.weight_decay)
     carry_moments(optimizer, start)
 
-    with world, open_run(config, say, device) as run, rewards:
+    with world, open_run(config, say, device, spent) as run, rewards:
         sampler_of = partial(Sampler, tokenizer=start.tokenizer, stops=start.parent.stops, slots=config.prompts * config.num_generations,
                              length=config.max_completion_length + prompts.longest)
         sampler = sampler_of(start.model, device=config.sampler_device)
@@ -145,6 +148,7 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
                 if trainer.save_due() or trainer.done % eval_every == 0:
                     floor = save(evaluate=trainer.done % eval_every == 0)
             trainer.end_loop()
+            record_use(run, start.memory, device)
             if run.interrupted is not None and trainer.saved != trainer.done:
                 save(evaluate=False)  # the uninterrupted run would not have been evaluated here
             elif run.interrupted is None and evaluator.latest_step != trainer.done:
@@ -162,10 +166,11 @@ def hand_over_best(run: Run, evaluator: PromptEvaluator, prompts: PromptData, st
     assert best is not None, "a run ends with an evaluation"
     run.say(f"best: {best.name}; {evaluator.best_in_words()}")
     places, verdicts = export_best(run, best)
+    to = straight_to(device, frozen_tensors(start.model))
     before, saved, after = (
-        evaluator.answer(sampler_of(place_for_training(build_model(artifact), device, compile=False)),
+        evaluator.answer(sampler_of(place_for_inference(build_model(artifact, None), device)),
                          prompts.held_out)  # the bytes on disk
-        for artifact in (reopen_parent(start), open_artifact(best), open_artifact(run.folder / "model")))
+        for artifact in (reopen_parent(start), open_artifact(best, to=to), open_artifact(run.folder / "model", to=to)))
     watched = {prompt.id for prompt in evaluator.prompts}
     evaluated = np.array([prompt.id in watched for prompt in prompts.held_out])
     recorded = -evaluator.best_losses()
@@ -197,18 +202,10 @@ def preflight_grpo(config: Grpo, trainer: Trainer, collector: RolloutCollector, 
                     check_policy_loss(model, objective, shown, asked, config.normalisation, config.max_completion_length),
                     check_directions(model, objective, shown, asked), check_seeds_count(collector.sampler, prompts, collector.sampling)]
         if trainer.done == 0:
-            parent = place_for_training(build_model(reopen_parent(start)), trainer.device, compile=False)
+            parent = place_for_inference(build_model(reopen_parent(start), None), trainer.device)
             verdicts.append(check_forked_policy(parent, model, shown, drawn, config.temperature, floor))
         return [*verdicts, *trainer.check_reach(found)]
 
-
-def reopen_parent(start: StartingModel) -> Artifact:
-    """Anew: what a gain is measured from is what lies on the disk."""
-    parent = start.parent
-    found = open_artifact(parent.path, base=None if parent.base is None else parent.base.path)
-    if found.digest != parent.digest:
-        raise GuardStop(f"{parent.path} holds weights {found.digest[:12]}, the run began with {parent.digest[:12]}: it was changed")
-    return found
 
 # ---------------------------------------------------------------- what the options come to
 

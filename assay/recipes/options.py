@@ -78,8 +78,9 @@ class Pretrain:
                                           group="memory", default=False)
     ema: float = option("decay of a moving average of the weights, which is scored and handed over; 0: none", group="optimizer", least=0,
                         below=1, default=0.0)
-    save_steps: int = option("steps between checkpoints, each with an evaluation on held-out text; the first comes after step 1",
-                             group="checkpoints", least=1, default=500)
+    save_steps: int | None = option("steps between checkpoints, each with an evaluation on held-out text; the first comes after step 1",
+                                    group="checkpoints", least=1, default=None,
+                                    default_text="an evaluation every 500, and checkpoints that take at most a fiftieth of the time")
     eval_documents: int = option("held-out documents that an evaluation scores; the model that is handed over is scored on all",
                                  group="evaluation", least=2, default=64)
     early_stopping_patience: int = option("stop early once so many evaluations together improve the held-out loss by less than "
@@ -140,8 +141,9 @@ class Trained:
     gradient_checkpointing: bool = option("compute activations again on the way back instead of keeping them: less memory, a third more "
                                           "time",
                                           group="memory", default=False)
-    save_steps: int = option("steps between checkpoints, each with an evaluation; the first comes after step 1; 0: only the first "
-                             "and the last", group="checkpoints", least=0, default=100)
+    save_steps: int | None = option("steps between checkpoints, each with an evaluation; the first comes after step 1; 0: only the first "
+                                    "and the last", group="checkpoints", least=0, default=None,
+                                    default_text="an evaluation every 100, and checkpoints that take at most a fiftieth of the time")
     save_minutes: float | None = option("also a checkpoint after so many minutes", group="checkpoints", above=0, default=None,
                                         default_text="none")
     probe_samples: int = option("texts to each of eight prompts by which a proof may judge what a checkpoint says; where the first of each "

@@ -56,8 +56,9 @@ class PromptEvaluator:
 
     def evaluate(self, sampler: Sampler, step: int) -> Answered:
         """The weights as they are now, after so many updates."""
-        sampler.load(step)
-        found = self.answer(sampler, self.prompts)
+        with self.run.spent.part("evaluation"):
+            sampler.load(step)
+            found = self.answer(sampler, self.prompts)
         reward = None if found.rewarded is None else float(found.rewarded.mean())
         self.history.add(step, -found.wanted, 0.0, found.digest, reward=reward)
         scored = found.estimate

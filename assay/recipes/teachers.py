@@ -94,7 +94,7 @@ def open_teacher_model(config: Distill) -> Artifact:
 
 def place_teacher(artifact: Artifact, device: str) -> Transformer:
     """Where the student computes, in what it computes, and with nothing to learn."""
-    return place_for_training(build_model(artifact), device).eval().requires_grad_(False)
+    return place_for_training(build_model(artifact, None).requires_grad_(False), device).eval()
 
 
 def refuse_other_tokenizer(teacher: Artifact, student: Student) -> None:

@@ -179,6 +179,9 @@ class NoProver:
 
     busy = witnesses = False
 
+    def start_early(self, device: str) -> None:
+        pass
+
     def start(self, folder: Path, **_: Any) -> None:
         pass
 

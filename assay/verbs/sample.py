@@ -53,17 +53,19 @@ MANY = 16_384  # tokens to make, from which on a GPU's steps are worth compiling
 
 def sample_texts(flags: FLAGS) -> "list[Completion]":
     """Completions, prompt by prompt, and nothing printed."""
-    from assay.store.artifact import open_artifact
+    from assay.model.placement import default_device
+    from assay.store.artifact import open_artifact, straight_to
 
-    artifact = open_artifact(flags.path, base=flags.base)
+    artifact = open_artifact(flags.path, base=flags.base, to=straight_to(flags.device or default_device()))
     requests = sampling_requests(flags, artifact, stream=False)
     return generate_completions(engine_for(flags, artifact, requests), requests, "")
 
 
 def run(flags: FLAGS) -> int:
-    from assay.store.artifact import open_artifact
+    from assay.model.placement import default_device
+    from assay.store.artifact import open_artifact, straight_to
 
-    artifact = open_artifact(flags.path, base=flags.base)
+    artifact = open_artifact(flags.path, base=flags.base, to=straight_to(flags.device or default_device()))
     for note in artifact.notes:
         print(f"note: {note}", file=sys.stderr if flags.json else sys.stdout)
     texts = [text for text in flags.prompt or ("",) for _ in range(flags.n)]
@@ -98,11 +100,11 @@ def engine_for(flags: FLAGS, artifact: "Artifact", requests: "Sequence[Generatio
     import torch
 
     from assay.generate.engine import Engine, fitting_slots
-    from assay.model.placement import default_device, place_for_training
+    from assay.model.placement import default_device, place_for_inference
     from assay.store.artifact import build_model
 
     dtype = getattr(torch, flags.dtype) if flags.dtype else None
-    model = place_for_training(build_model(artifact), flags.device or default_device(), compute=dtype, compile=False).requires_grad_(False)
+    model = place_for_inference(build_model(artifact, None), flags.device or default_device(), compute=dtype)
     length = min(max(len(request.prompt) for request in requests) + flags.max_new_tokens, model.config.max_length)
     return Engine(model, slots=fitting_slots(model, len(requests), length), length=length, stop_ids=artifact.stops.stop_ids,
                   version=artifact.digest, tokenizer=artifact.tokenizer,

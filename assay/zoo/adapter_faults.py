@@ -316,14 +316,14 @@ def _version_that_answers(serving: EngineThread, name: str) -> str:
 
 fault("adapter joined, base served", rows=("M06",), stage="serve", check="fingerprint", job=versions_join)(
     # The load says 200 OK, and its layers match nothing.
-    lambda _: swap(hosted_model, "build_model", lambda artifact: build_model(artifact.base or artifact)))
+    lambda _: swap(hosted_model, "build_model", lambda artifact, *dtype: build_model(artifact.base or artifact, *dtype)))
 
 
 @fault("adapter served twice over", rows=("M03",), stage="serve", check="fingerprint", job=versions_join)
 @in_place_of(hosted_model, "build_model")
-def served_twice(_: Any, artifact: Artifact) -> Transformer:
+def served_twice(_: Any, artifact: Artifact, *dtype: Any) -> Transformer:
     """Merged into the base, and attached to it."""
-    return build_model(replace(artifact, tensors=merged_tensors(artifact)))
+    return build_model(replace(artifact, tensors=merged_tensors(artifact)), *dtype)
 
 
 fault("new version under the old name", rows=("R07",), stage="serve", check="name", job=versions_join)(

@@ -259,8 +259,8 @@ def test_a_proof_ends_with_who_asked_for_it(tmp_path):
     """A second Ctrl-C, a kill: nobody is left to be answered, and a check may take half an hour."""
     begun, wrapper, asking, endless = (tmp_path / name for name in ("begun", "python", "asking.py", "endless.py"))
     endless.write_text(f"import os, sys, time\nfrom pathlib import Path\nfrom assay.guard import proof\n"
-                       f"proof.examine_artifact = lambda _: (Path({str(begun)!r}).write_text(f'{{os.getpid()}}.'), time.sleep(600))\n"
-                       "sys.argv = sys.argv[2:]\nproof.main()\n")
+                       f"proof.examine_artifact = lambda *_: (Path({str(begun)!r}).write_text(f'{{os.getpid()}}.'), time.sleep(600))\n"
+                       "proof.main()\n")
     wrapper.write_text(f'#!/bin/sh\nexec {sys.executable} {endless} "$@"\n')
     wrapper.chmod(0o755)
     asking.write_text(f"import sys\nfrom assay.guard.proof import ProofRequest, prove\n"

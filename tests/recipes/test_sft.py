@@ -284,8 +284,8 @@ def test_what_was_never_proven_is_not_forked(parent: Path, home: Path, tmp_path:
 def test_a_child_that_does_not_start_as_its_parent_is_stopped(lost: str, parent: Path, home: Path, tmp_path: Path,
                                                               monkeypatch: pytest.MonkeyPatch):
     """The parent's adapter is not loaded, or is loaded and something else with it."""
-    def strayed(artifact: Any) -> Any:
-        model = build_model(artifact)
+    def strayed(artifact: Any, *dtype: Any) -> Any:
+        model = build_model(artifact, *dtype)
         layers = [module for module in model.modules() if isinstance(module, LoraLinear)]
         with torch.no_grad():
             for layer in layers if lost == "adapter" else []:
