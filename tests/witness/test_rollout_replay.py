@@ -1,12 +1,13 @@
 """Learning steps of GRPO, replayed from the kept rollout: clean ones are proven, and what is made of the rewards is worked out again."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from assay.data.batch import Batch
+from assay.learn import loop
 from assay.learn.advantage import group_advantages
 from assay.recipes import grpo, hand_over, run
 from assay.recipes.prompts import Prompt, PromptOrder
@@ -40,13 +41,13 @@ def test_clean_steps_are_proven(parent: Path, tmp_path: Path):
 
 
 def test_completions_that_are_not_learned_from_are_seen(parent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    usual = Batch.split
+    usual = loop.accumulated
 
-    def last_dropped(batch: Batch, rows: int) -> Iterator[Batch]:
-        return (part for part in usual(batch, rows) if len(part) == min(rows, len(batch)))
+    def of_the_first(model: Any, objective: Any, batch: Batch, micro: int, weight: float) -> loop.Accumulated:
+        return usual(model, objective, next(batch.split(12)), micro, weight)
 
-    monkeypatch.setattr(Batch, "split", last_dropped)
-    said = replayed(parent, tmp_path / "run", micro_batch_size=6, max_steps=3)
+    monkeypatch.setattr(loop, "accumulated", of_the_first)
+    said = replayed(parent, tmp_path / "run", max_steps=3)
     assert any("are not those of these texts" in verdict.reason for verdict in said), "\n".join(map(str, said))
 
 
