@@ -184,7 +184,7 @@ def read_safetensors(folder: Path, single: str = "model.safetensors") -> dict[st
     files = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else [single]
     if not all((folder / file).is_file() for file in files):
         raise NotWitnessed(f"{folder} holds no {single}")
-    found = {}
+    found: dict[str, Tensor] = {}
     with contextlib.ExitStack() as open_files:
         for file in files:
             handle = open_files.enter_context(safe_open(str(folder / file), "pt"))

@@ -205,14 +205,15 @@ class Renderer:
         return next((around[:i] for i in range(len(around)) if around[i:i + len(alone)] == alone), [])
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Any = None, *, prompt: bool = False) -> str:
-        tokens = {name: token for name in ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
-                  if (token := named(self.settings.get(name)))}
+        assert self.template is not None
+        names = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+        tokens: dict[str, Any] = {name: token for name in names if (token := named(self.settings.get(name)))}
         if importlib.util.find_spec("transformers"):
             from transformers.utils.chat_template_utils import render_jinja_template
 
-            found, _ = render_jinja_template([list(messages)], tools=tools, chat_template=self.template, add_generation_prompt=prompt,
-                                             **tokens)
-            return found[0]
+            found: Any = render_jinja_template([[dict(turn) for turn in messages]], tools=tools, chat_template=self.template,
+                                               add_generation_prompt=prompt, **tokens)
+            return found[0][0]
         from jinja2.ext import loopcontrols
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
