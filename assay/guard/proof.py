@@ -27,6 +27,7 @@ from assay.guard.behaviour_checks import check_answers, check_consumer, check_ge
 from assay.guard.kept_artifacts import WORKSPACE, KeptArtifacts, fp32_bytes, gpu_turn, proof_device
 from assay.guard.proof_subject import DEFAULT_SAMPLING, Expectation, ProofSampling, ProofSubject
 from assay.guard.proving_process import PROVING_PROCESSES, ProvingProcess
+from assay.guard.unknown_adapter import examine_unknown_adapter, why_unknown
 from assay.store.artifact import Artifact, interpret_artifact, locate_artifact, read_artifact
 from assay.store.checkpoint import Checkpoint, open_checkpoint, quarantine_checkpoint, write_hallmark
 from assay.store.export_artifact import rounding_bound
@@ -207,6 +208,8 @@ def _examined(request: ProofRequest, kept: KeptArtifacts) -> list[Verdict]:
     except ArtifactError as error:
         return [refuted("whole", str(error)), *_not_run("the bytes were refused")]
     whole = proven("whole", f"every file is there, of its size, with strict headers: {len(raw.tensors)} tensors")
+    if (why := why_unknown(raw)) is not None:
+        return [whole, *examine_unknown_adapter(raw, why, request.base)]
     try:
         artifact = interpret_artifact(raw, base=request.base, opened=kept.open)
     except ArtifactError as error:

@@ -49,6 +49,15 @@ class LoraLinear(nn.Module):
             deltas.append(out.new_zeros(()).expand(*out.shape[:-1], out.shape[-1] - done))
         return out + (torch.cat(deltas, -1) if len(deltas) > 1 else deltas[0])
 
+    @property
+    def weight(self) -> Tensor:
+        """The matrix that it amounts to, for whoever takes a head's matrix together with the states; gradients pass."""
+        whole, done, pieces = self.base.weight, 0, []
+        for (start, stop, scale), left, right in zip(self.ranges, self.lefts, self.rights, strict=True):
+            pieces += [whole[done:start], whole[start:stop] + scale * (left @ right).to(whole.dtype)]
+            done = stop
+        return torch.cat([*pieces, whole[done:]])
+
     def parts(self) -> tuple[LowRank, ...]:
         return tuple(LowRank(start, stop, left.detach(), right.detach(), scale)
                      for (start, stop, scale), left, right in zip(self.ranges, self.lefts, self.rights, strict=True))

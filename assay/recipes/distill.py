@@ -15,7 +15,7 @@ from assay.evaluation.held_out_loss import HeldOut, score_examples
 from assay.evaluation.teacher_agreement import Agreement
 from assay.guard import distillation_checks as guard
 from assay.guard import loss_preflight
-from assay.guard.conclusion_checks import check_reported_loss
+from assay.guard.conclusion_checks import check_budget, check_reported_loss
 from assay.guard.loss_preflight import sample_rows
 from assay.guard.training_guards import check_detectors
 from assay.learn.objectives import Objective, next_token
@@ -144,6 +144,7 @@ def distill(config: Distill, say: Callable[[str], None] = print_line) -> RunOutc
 
         handed = hand_over(run, evaluator, partial(lessons.score, rows=micro))
         told = {} if teacher is None else compare_agreement(run, teacher, start, data, trainer)
+        handed.verdicts.append(check_budget(trainer.schedule, trainer.done, early.reason))
         write_down(run, handed, **told)
         verdicts = [*handed.verdicts, told_right := check_told(run, handed.recorded, len(data.held_out))]
         void_if_refuted(run, handed.places, [told_right])

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from assay.errors import ArtifactError
 from assay.evaluation.held_out_loss import HeldOut
+from assay.guard.conclusion_checks import check_improvement
 from assay.guard.proof import ProofRequest, hallmark_or_quarantine, prove
 from assay.guard.proof_subject import DEFAULT_SAMPLING, ProofSampling
 from assay.learn.ema import ema_weights
@@ -51,7 +52,7 @@ def hand_over(run: Run, evaluator: HeldOutEvaluator, score_all: ScoreHeldOut) ->
     run.say(f"best: {best.name}; {evaluator.best_in_words()}")
     run.spent.phase("hand-over")
     with run.spent.part("evaluation"):
-        verdicts = [check_evaluated(evaluator, best)]
+        verdicts = [check_evaluated(evaluator, best), *check_improved(evaluator)]
     to = straight_to(evaluator.device or default_device())
     with ThreadPoolExecutor(1, "export") as beside:
         exporting = beside.submit(export_best, run, best)  # written and proven while the checkpoint is scored
@@ -64,6 +65,17 @@ def hand_over(run: Run, evaluator: HeldOutEvaluator, score_all: ScoreHeldOut) ->
     verdicts += [*found, check_exported_score(recorded, exported)]
     void_if_refuted(run, places, verdicts)
     return HandedOver(best, places, recorded, verdicts)
+
+
+def check_improved(evaluator: HeldOutEvaluator) -> list[Verdict]:
+    """Where the model that the run began with was scored: whether what is handed over is better, and a word where it is not."""
+    history, best = evaluator.history, evaluator.best_step()
+    if not history.steps or history.steps[0] != 0 or history.steps[-1] == 0:
+        return []
+    verdict = check_improvement(best, history.score_at(0), history.score_at(best))
+    if verdict.outcome is not Outcome.PROVEN:
+        evaluator.run.say(f"{verdict}")
+    return [verdict]
 
 
 def void_if_refuted(run: Run, places: list[Path], verdicts: list[Verdict]) -> None:

@@ -46,8 +46,8 @@ class Pretrain:
     corpus: str = option("folder that assay corpus made", group="data", metavar="FOLDER")
     out: str = option("folder of the run", group="run", metavar="FOLDER")
     depth: int = option("layers; the width is 64 times as much, and the rest follows", group="model", default=6)
-    minutes: float | None = option("stop after this much wall time, all sittings together", group="budget", above=0, default=None,
-                                   default_text="no limit")
+    minutes: float | None = option("stop after this much wall time of training, all sittings together; what is checked before step 1 "
+                                   "is not counted", group="budget", above=0, default=None, default_text="no limit")
     tokens: int | None = option("stop after this many training tokens", group="budget", least=1, default=None, default_text="no limit")
     max_bytes: int | None = option("also write an artifact of at most this many bytes: quantised, compressed and scored again",
                                    group="checkpoints", least=1, default=None, default_text="none is written")
@@ -129,8 +129,8 @@ class Trained:
     new_tokens: tuple[str, ...] = option("texts that become single tokens, such as <think> </think> <answer> </answer>", group="model",
                                          metavar="TEXT", default=())
     max_steps: int | None = option("stop after so many steps", group="budget", least=1, default=None, default_text="the epochs decide")
-    minutes: float | None = option("stop after this much wall time, all sittings together", group="budget", above=0, default=None,
-                                   default_text="no limit")
+    minutes: float | None = option("stop after this much wall time of training, all sittings together; what is checked before step 1 "
+                                   "is not counted", group="budget", above=0, default=None, default_text="no limit")
     learning_rate: float | None = option("peak learning rate", group="optimizer", above=0, default=None, default_text=str(TUNING_RATES))
     weight_decay: float = option("weight decay of the matrices", group="optimizer", least=0, default=0.0)
     lr_scheduler_type: Literal["cosine", "wsd"] = option("learning rate after the warm-up: a cosine down to a tenth, or flat and down at "

@@ -15,6 +15,8 @@ from assay.data.order import Order, iterate_batches
 from assay.data.token_corpus import Corpus, assert_disjoint, open_corpus, token_budget
 from assay.errors import UsageError
 from assay.evaluation.held_out_loss import score_corpus
+from assay.guard.conclusion_checks import check_budget
+from assay.guard.corpus_checks import check_document_copies, require_held_out_documents
 from assay.guard.data_order_checks import check_epoch_order, check_same_data
 from assay.guard.loss_preflight import preflight_loss, sample_rows
 from assay.guard.training_guards import check_detectors
@@ -71,7 +73,7 @@ class CorpusData:
         return check_same_data(recorded["corpus"], self.corpus)
 
     def audit(self) -> list[Verdict]:
-        return [check_epoch_order(self.order)]
+        return [check_epoch_order(self.order), check_document_copies(self.corpus)]
 
     def times_read(self, run: Run, steps: int) -> dict[int, int]:
         """How many windows all steps so far have read how often, {times: windows}: counted from what they wrote down, and judged."""
@@ -86,6 +88,7 @@ def pretrain(config: Pretrain, say: Callable[[str], None] = print_line) -> RunOu
     world, say = join_processes(config.device, config.shards, say)
     corpus = open_corpus(Path(config.corpus))
     assert_disjoint(corpus)
+    require_held_out_documents(corpus)
     plan = derived(config, corpus, world.device)
     data = CorpusData(corpus, Order(corpus, config.seed, plan.rows, config.max_length, config.num_train_epochs))
     data.order.require(plan.steps or 1)  # refused before anything is made, where the data does not suffice
@@ -156,6 +159,7 @@ def pretrain(config: Pretrain, say: Callable[[str], None] = print_line) -> RunOu
 
         everything = partial(score_corpus, corpus=corpus, rows=plan.micro, length=config.max_length, context=config.max_length // 2)
         handed = hand_over(run, evaluator, everything)
+        handed.verdicts.append(check_budget(trainer.schedule, trainer.done, early.reason))
         write_down(run, handed)
         verdicts = handed.verdicts
         if config.max_bytes is not None:

@@ -265,8 +265,11 @@ def trainable(config: Trained, parent: Artifact, tokenizer: Tokenizer) -> Traine
         parameter.data = parameter.data.clone()
     same, moved = Lineage("same", ancestor), Lineage("moved", ancestor)
     if parent.patch is not None and parent.base is not None and parent.adapter is not None:
+        if parent.patch.replaced:
+            raise UsageError(f"{parent.path} is an adapter that changes whole tensors ({', '.join(sorted(parent.patch.replaced)[:3])}), "
+                             "which cannot be trained on as one; export it --to merged, and train that")
         rank = next(iter(parent.patch.low_rank.values()))[0].right.shape[0]
-        if config.lora_r not in (0, rank) or config.lora_target_modules or config.lora_alpha or parent.patch.replaced:
+        if config.lora_r not in (0, rank) or config.lora_target_modules or config.lora_alpha:
             raise UsageError(f"{parent.path} is an adapter of rank {rank}, which is trained on as it is: leave the --lora options out; "
                              "for another adapter merge it first")
         base = Ancestor(parent.base.digest, str(parent.base.path.resolve()))

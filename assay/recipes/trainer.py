@@ -163,6 +163,8 @@ class Trainer:
         self.run.log(Event.DATA, **facts, windows=parts, from_step=self.done)
         self.run.save_cost.begin()
         self.run.spent.phase("steps")
+        self.schedule.begin()
+        self._saved_at = self.schedule.clock.seconds
         self.watch.begin()
 
     # ---------------------------------------------------------------- the loop

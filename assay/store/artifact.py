@@ -267,17 +267,22 @@ def _digest(raw: RawArtifact) -> str:
 
 def _adapted(raw: RawArtifact, base: str | Path | None, opened: OpenBase) -> Artifact:
     where, facts = raw.place.path, raw.checkpoint.facts if raw.checkpoint else {}
-    recorded = facts.get("base") or {}
-    foundation = _open_base(where, base, recorded.get("path"), raw.fields.get("base_model_name_or_path"), opened)
+    recorded, foundation = facts.get("base") or {}, open_adapter_base(raw, base, opened)
     if recorded.get("weights") not in (None, foundation.digest):
         raise ArtifactError(f"{where}: the adapter was trained on weights {recorded['weights'][:12]}, {foundation.path} holds "
                             f"{foundation.digest[:12]}; name the right base with --base")
-    adapter = read_adapter(foundation.config, raw.fields, raw.tensors, str(where), parent=recorded.get("weights"),
-                           may_be_idle=facts.get("change") == "new")
+    adapter = read_adapter(foundation.config, foundation.tensors, raw.fields, raw.tensors, str(where),
+                           parent=recorded.get("weights"), may_be_idle=facts.get("change") == "new")
     tokenizer = read_tokenizer(where) or foundation.tokenizer
     stops = read_artifact_stops(tokenizer, foundation.raw.fields, raw.generation or foundation.raw.generation)
     return Artifact(raw, config_with(foundation.config, adapter.patch), foundation.tensors, _digest(raw), tokenizer, stops,
                     adapter.patch, adapter, foundation, list(stops.disagreements))
+
+
+def open_adapter_base(raw: RawArtifact, given: str | Path | None, opened: OpenBase) -> Artifact:
+    """The one that was named, else that of the manifest, else that of the adapter itself."""
+    recorded = (raw.checkpoint.facts.get("base") or {} if raw.checkpoint else {}).get("path")
+    return _open_base(raw.place.path, given, recorded, raw.fields.get("base_model_name_or_path"), opened)
 
 
 def _open_base(adapter: Path, given: str | Path | None, recorded: str | None, named: str | None, opened: OpenBase) -> Artifact:
@@ -318,7 +323,8 @@ def _describe_folder(path: Path) -> Description:
     if adapter:
         fields = read_json(path / "adapter_config.json")
         shown = ("base_model_name_or_path", "r", "lora_alpha", "use_rslora", "target_modules", "modules_to_save")
-        geometry = {"family": "LoRA"} | {name: fields[name] for name in shown if fields.get(name)}
+        kind = fields.get("peft_type")
+        geometry = {"family": "LoRA" if kind in (None, "LORA") else str(kind)} | {name: fields[name] for name in shown if fields.get(name)}
     else:
         geometry = shown_geometry(config_from_hf(read_json(path / "config.json"), tensors.keys(), str(path / "config.json")))
     if checkpoint is None:

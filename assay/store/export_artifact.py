@@ -64,6 +64,8 @@ def _export_model(source: Artifact, where: Path, dtype: str | None) -> float:
 def _export_adapter(source: Artifact, where: Path, dtype: str | None) -> float:
     if source.patch is None or source.base is None or source.adapter is None:
         raise UsageError(f"{source.path} is a whole model, not an adapter; export it --to hf")
+    if not source.patch.low_rank:
+        raise UsageError(f"{source.path} changes whole tensors of its base, and is no plain LoRA adapter; export it --to merged")
     if dtype is not None:
         raise UsageError("an adapter is exported in the dtype it has; --dtype is for hf, merged and gguf")
     base = Ancestor(source.base.digest, str(source.base.path))

@@ -135,7 +135,7 @@ def of_another_seed(order: PackedExamples, step: int) -> Batch:
 
 
 witnessed("a held-out row trained on under a planned id", "data")(from_the_second_step(with_a_held_out_row))
-witnessed("stop token masked from step 2 on", "data")(
+witnessed("stop token never learned after step 1", "data")(
     from_the_second_step(lambda order, step, found: replace(found, weight=found.weight * (found.tokens != STOP_ID))))
 witnessed("another seed's order under the planned ids", "data")(
     from_the_second_step(lambda order, step, found: replace(of_another_seed(order, step), ids=found.ids)))

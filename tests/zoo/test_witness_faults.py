@@ -6,7 +6,7 @@ from assay.zoo import catalogue, observe
 
 REASONS = {
     "a held-out row trained on under a planned id": "step 4: the gradients of 14 of 14 tensors are not those of these texts",
-    "stop token masked from step 2 on": "tokens were learned from, 88 were due",
+    "stop token never learned after step 1": "tokens were learned from, 88 were due",
     "another seed's order under the planned ids": "tokens were learned from, 88 were due",
     "prompts learned from step 2 on": "196 tokens were learned from",
     "packed texts see each other": "the gradients of 14 of 14 tensors",
