@@ -20,8 +20,10 @@ from assay.errors import GuardStop
 from assay.learn import loop
 from assay.learn.lr_schedule import Schedule
 from assay.learn.objectives import Objective
+from assay.model.lora import LoraLinear
 from assay.model.transformer import Transformer
 from assay.recipes import pretrain, run, sft, starting_model
+from assay.recipes.conversations import Conversations
 from assay.recipes.options import Pretrain, Sft
 from assay.recipes.trainer import Trainer
 from assay.recipes.witness_records import pending_records
@@ -40,7 +42,7 @@ STOP_ID = 258  # <|im_end|> of the tiny tokenizer
 
 
 def a_witnessed_run(recipe: str = "sft", *, resumed: bool = False, **options: Any) -> Job:
-    """A run without its preflight, so that nothing stops it before it is done; then every kept step is replayed."""
+    """A run without its preflight and its look at each batch, so that nothing stops it before it is done; then every kept step is replayed."""
     def job(folder: Path, plant: Plant) -> list[Verdict]:
         if plant is nothing:
             return list(clean_verdicts(recipe, resumed, tuple(sorted(options.items()))))
@@ -91,7 +93,7 @@ def _train(where: Path, recipe: str, **options: Any) -> None:
     module: Any = sft if recipe == "sft" else pretrain
     with (swap(run, "Prover", RecordingProver), swap(module, "hand_over", hand_nothing_over),
           swap(module, "write_down", lambda *_, **__: None), swap(module, f"preflight_{recipe}", lambda *_: []),
-          contextlib.suppress(GuardStop)):
+          swap(Conversations, "_judge", lambda *_: None), contextlib.suppress(GuardStop)):
         getattr(module, recipe)(config, say=lambda _: None)
 
 
@@ -236,9 +238,9 @@ def norm_left_out(usual: Any, named: Any, *given: Any, **options: Any) -> torch.
 
 
 @witnessed("adapter learned at twice its scale", "LoRA", lora_r=4, lora_alpha=8.0)
-@in_place_of(starting_model, "fresh")
-def twice_the_scale(usual: Any, config: Any, planned: Any, rank: int, scale: float, *given: Any) -> Any:
-    return usual(config, planned, rank, 2 * scale, *given)
+@in_place_of(LoraLinear, "forward")
+def twice_the_scale(usual: Any, layer: LoraLinear, x: Tensor) -> Tensor:
+    return 2 * usual(layer, x) - layer.base(x)
 
 
 @witnessed("q, k and v orthogonalised as one matrix", "optimizer", recipe="pretrain")
