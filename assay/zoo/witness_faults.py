@@ -42,7 +42,7 @@ STOP_ID = 258  # <|im_end|> of the tiny tokenizer
 
 
 def a_witnessed_run(recipe: str = "sft", *, resumed: bool = False, **options: Any) -> Job:
-    """A run without its preflight and its look at each batch, so that nothing stops it before it is done; then every kept step is replayed."""
+    """A run without preflight and without its look at each batch, so that nothing stops it; then every kept step is replayed."""
     def job(folder: Path, plant: Plant) -> list[Verdict]:
         if plant is nothing:
             return list(clean_verdicts(recipe, resumed, tuple(sorted(options.items()))))
