@@ -119,6 +119,9 @@ class Trained:
                                metavar="CHECKPOINT", default=None)
     optimizer_state: Literal["fresh", "carried"] | None = option("with --from, where it is required: begin with new moments, or with the "
                                                                  "parent's", group="model", default=None)
+    rope_scaling: str | None = option("lengthen the model's context: linear:F or yarn:F, by a factor F; long, by the long factors of a "
+                                      "LongRoPE model. A base with this in its config is written to RUN/base, and trained on",
+                                      group="model", metavar="KIND", default=None, default_text="the context of its config")
     lora_r: int = option("rank of a LoRA adapter; 0: train the whole model", group="model", least=0, default=0)
     lora_alpha: float | None = option("LoRA alpha; the update is scaled by alpha/r", group="model", above=0, default=None,
                                       default_text="2·r")
