@@ -154,6 +154,9 @@ def asked_adapter(kept: KeptStep) -> Adapter | None:
     if kept.recipe == "Pretrain":
         return None
     earlier = read_fields(Path(kept.facts["parent"]) / "adapter_config.json")
+    odd = [name for name in ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "layers_to_transform") if earlier.get(name)]
+    if odd or earlier.get("bias", "none") != "none" or isinstance(earlier.get("target_modules"), str):
+        raise NotWitnessed(f"{kept.facts['parent']} is an adapter of a kind that is not replayed ({shown(odd)})")
     rank, alpha = (earlier["r"], earlier["lora_alpha"]) if earlier else (options["lora_r"], options["lora_alpha"] or 2 * options["lora_r"])
     if not rank:
         return None
