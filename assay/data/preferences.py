@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from assay.data.batch import Batch
 from assay.data.chat import NOTHING_LEFT, Overlong, Rendered, TrainingExample, fit_to_length, render_conversations
 from assay.data.data_files import DataRow, read_rows
-from assay.data.layouts import Conversation, Message, content_of, messages_of, tools_of
+from assay.data.layouts import Conversation, Message, content_of, messages_of, refuse_odd_turns, tools_of
 from assay.data.packing import PackedExamples, packed_rows
 from assay.errors import DataError
 from assay.model.special_tokens import SpecialTokens
@@ -201,6 +201,7 @@ def _refuse_empty(row: DataRow, **sides: Any) -> None:
 def _side(row: DataRow, id: str, prompt: Any, said: Any) -> Conversation:
     if isinstance(said, str):
         return Conversation(id, row.where, plain=(prompt, said))
+    refuse_odd_turns(row, (*prompt, *said), len(prompt))
     return Conversation(id, row.where, (*prompt, *said), learned_from=len(prompt), tools=tools_of(row))
 
 
@@ -226,7 +227,7 @@ def render_pairs(said: Sequence[SaidPair], tokenizer: Tokenizer, stops: SpecialT
             dropped[kept] += 1
     kept_sides = [side for pair in pairs for side in pair.sides]
     cut = sum(pair.chosen.cut or pair.rejected.cut for pair in pairs)
-    return pairs, Rendered(kept_sides, dict(dropped), cut, sides.seams)
+    return pairs, Rendered(kept_sides, dict(dropped), cut, sides.seams, sides.unread)
 
 
 def fit_pair(pair: PreferencePair, length: int, over: Overlong) -> PreferencePair | str:

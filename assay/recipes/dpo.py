@@ -9,6 +9,7 @@ from typing import Any
 
 from assay.evaluation.held_out_loss import HeldOut
 from assay.evaluation.held_out_pairs import ScoredPairs
+from assay.guard.conclusion_checks import check_budget
 from assay.guard.loss_preflight import Gradients, sample_rows
 from assay.guard.preference_checks import check_direction, check_loss_at_reference, check_loss_moves, doubts, preflight_preference
 from assay.guard.training_guards import LEARNING_SHARE, check_detectors
@@ -16,7 +17,7 @@ from assay.learn.preference import preference
 from assay.model.placement import uncompiled
 from assay.model.transformer import Transformer
 from assay.outcome import RunOutcome
-from assay.recipes.conversations import NEVER, refuse_nonsense
+from assay.recipes.conversations import evaluated_every, refuse_nonsense
 from assay.recipes.dpo_options import Dpo
 from assay.recipes.evaluator import EarlyStopping, HeldOutEvaluator, stopping_rule
 from assay.recipes.hand_over import hand_over, void_if_refuted, write_down
@@ -32,8 +33,9 @@ from assay.recipes.preference_data import (
 )
 from assay.recipes.processes import follow, join_processes
 from assay.recipes.run import Run, open_run, print_line
-from assay.recipes.sft import check_forked_loss, micro_rows, tuning_optimizer, tuning_schedule
+from assay.recipes.sft import check_asked_scale, check_forked_loss, judge_written_adapter, micro_rows, tuning_optimizer, tuning_schedule
 from assay.recipes.starting_model import StartingModel, load_start
+from assay.recipes.time_spent import TimeSpent
 from assay.recipes.trainer import SavePlan, Trainer
 from assay.store.artifact import build_model, open_artifact
 from assay.store.ledger import Event
@@ -42,6 +44,7 @@ from assay.verdict import Verdict, unproven
 
 def dpo(config: Dpo, say: Callable[[str], None] = print_line) -> RunOutcome:
     """An interrupted run hands nothing over; the same command goes on with it."""
+    spent = TimeSpent()
     refuse_nonsense(config)
     settings = settings_of(config)
     objective = preference(settings)
@@ -51,16 +54,17 @@ def dpo(config: Dpo, say: Callable[[str], None] = print_line) -> RunOutcome:
     if world.rank > 0:
         return follow(world, start.model, objective, config.out)
     pairs = load_preferences(config, start)
-    schedule, every, micro = tuning_schedule(config, pairs), config.save_steps or NEVER, micro_rows(config, pairs)
+    schedule, every, micro = tuning_schedule(config, pairs), evaluated_every(config.save_steps), micro_rows(config, pairs)
     rule = stopping_rule(config.early_stopping_patience, config.early_stopping_threshold, schedule=config.lr_scheduler_type,
                          steps=pairs.steps, every=every)
     optimizer = tuning_optimizer(config, start)
     for line in describe_pairs(config, start, pairs, optimizer.param_groups[0]["lr"], device):
         say(line)
-    with world, open_run(config, say, device) as run:
+    with world, open_run(config, say, device, spent) as run:
         data = ask_reference(pairs, start, run.folder, micro, say)
         trainer = Trainer(run, start.weights, optimizer, objective, schedule, micro=micro, clip=config.max_grad_norm, order=data.order,
-                          saves=SavePlan(every, data.last_step, config.save_minutes), steps_before=start.steps_before, world=world,
+                          saves=SavePlan(every, data.last_step, config.save_minutes, paced=config.save_steps is None),
+                          steps_before=start.steps_before, world=world,
                           steady=settings.loss != "hinge")  # whose loss is 0, and stays it, where every margin is wide enough
         watched = WatchedPairs(run, data, micro, config.eval_examples)
         evaluator = HeldOutEvaluator(run, watched.score, device=device, repeats_from=data.repeats_from,
@@ -84,7 +88,7 @@ def dpo(config: Dpo, say: Callable[[str], None] = print_line) -> RunOutcome:
                 trainer.resume(saved, data.check_same((saved.trainer() or {})["data"]))
             evaluator.recall()
             early.judge(trainer.done)
-            run.preflight(preflight_dpo(trainer, data, start))
+            run.preflight([*preflight_dpo(trainer, data, start), *check_asked_scale(config, start)])
             trainer.save(data.facts(trainer.done))  # where nothing is saved yet: a save is made and proven before step 1
             if trainer.done == 0:
                 if not evaluator.history.steps:
@@ -97,10 +101,13 @@ def dpo(config: Dpo, say: Callable[[str], None] = print_line) -> RunOutcome:
             with closing(trainer.steps(data.batches(run, trainer.done))) as steps:
                 while not (trainer.over() or early.reason):
                     step = next(steps)
+                    data.judge_step(run, step)
                     trainer.record(step, epoch=data.epoch_of(step.index), supervised_tokens=step.weight,
                                    pairs=pairs_in(step.ids))
                     if trainer.save_due():
                         save(evaluate=True)
+                    elif trainer.extra_save_due():
+                        save(evaluate=False)
             trainer.end_loop()
             record_use(run, start.memory, device)
             if run.interrupted is not None and trainer.saved != trainer.done:
@@ -113,11 +120,12 @@ def dpo(config: Dpo, say: Callable[[str], None] = print_line) -> RunOutcome:
 
         run.judge(Event.REFERENCE, check_parent_reference(data, start))
         handed = hand_over(run, evaluator, partial(score_all, data=data, rows=micro))
+        judge_written_adapter(config, run, handed)
         direction, told = compare_with_parent(run, data, start, trainer)
         void_if_refuted(run, handed.places, [direction])
+        handed.verdicts.extend([direction, check_budget(trainer.schedule, trainer.done, early.reason)])
         write_down(run, handed, **told)
-        return RunOutcome(run.folder, [*handed.verdicts, direction], model=run.folder / "model",
-                          results={"held_out": handed.recorded.estimate, **told})
+        return RunOutcome(run.folder, handed.verdicts, model=run.folder / "model", results={"held_out": handed.recorded.estimate, **told})
 
 # ---------------------------------------------------------------- what is checked before step 1
 

@@ -8,6 +8,7 @@ from assay.recipes.options import ByForm, Tuned
 
 PREFERENCE_RATES = ByForm(whole=1e-6, adapter=1e-5)
 BETA, SIMPO_BETA = 0.1, 2.0
+ROW_SIDES = 4  # sides of full length that a packed row has room for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +24,7 @@ class Dpo(Tuned):
     data: tuple[str, ...] = option("pairs: .jsonl(.gz), .parquet or .csv with prompt, chosen and rejected, texts or lists of messages, or "
                                    "chosen and rejected that begin alike; several files are read one after the other", group="data",
                                    metavar="FILE")
-    max_length: int = option("most tokens of a prompt with one of its completions; a row has room for twice as many", group="data",
+    max_length: int = option("most tokens of a prompt with one of its completions; a row has room for two to four of them", group="data",
                              default=1024)
     too_long: Literal["drop", "truncate", "error"] = option("what happens to pairs with a longer side; both sides are cut at the end",
                                                             group="data", default="drop")
@@ -48,8 +49,8 @@ class Dpo(Tuned):
 
     @property
     def row_length(self) -> int:
-        """A row holds a pair at least."""
-        return 2 * self.max_length
+        """A row holds a pair at least; in rows of two full pairs, where a step has as many tokens, the shorter ones leave less padding."""
+        return self.max_length * max(2, min(ROW_SIDES if self.packing else 2, self.batch_tokens // self.max_length))
 
     def strength(self) -> float:
         """Beta, as asked for or as the loss has it."""

@@ -14,6 +14,7 @@ from assay.generate.sampler_weights import fingerprint
 from assay.guard.conclusion_checks import check_same_held_out
 from assay.guard.policy_identity import LogprobFloor, check_floor, check_on_policy, check_reference
 from assay.guard.policy_loss_checks import check_directions, check_policy_loss
+from assay.guard.rollout_checks import check_still_ends
 from assay.guard.training_guards import check_detectors
 from assay.learn.lr_schedule import Budget, Schedule
 from assay.learn.objectives import averages
@@ -29,13 +30,14 @@ from assay.recipes.hand_over import export_best, void_if_refuted
 from assay.recipes.memory_plan import record_use
 from assay.recipes.processes import follow, join_processes
 from assay.recipes.prompt_evaluator import PromptEvaluator, check_gain, check_same_answers
-from assay.recipes.prompts import PromptData, prompts_digest, split_prompts, spread
-from assay.recipes.reference import Reference, check_same_reference
+from assay.recipes.prompts import PromptData, check_prompt_ledger, prompts_digest, split_prompts, spread
+from assay.recipes.reference import Reference, check_pinned, check_same_reference
 from assay.recipes.rewards import JudgeReward, Rewards
 from assay.recipes.rollout_batch import Drawn, layout_of
 from assay.recipes.rollouts import RolloutCollector, RolloutHistory, Sampler
 from assay.recipes.run import Run, open_run, plain, print_line
 from assay.recipes.starting_model import AdapterModel, StartingModel, carry_moments, load_start, reopen_parent
+from assay.recipes.time_spent import TimeSpent
 from assay.recipes.trainer import SavePlan, Trainer
 from assay.store.artifact import build_model, open_artifact, straight_to
 from assay.store.ledger import Event
@@ -47,6 +49,7 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
 
     A step is one update. A rollout begins at every multiple of `num_iterations` steps, and only there is anything saved.
     """
+    spent = TimeSpent()
     refuse_unclear_grpo(config)
     world, say = join_processes(config.device, config.shards, say)
     device = world.device
@@ -63,7 +66,7 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
     optimizer = adamw(start.model.named_parameters(), lr, weight_decay=config.weight_decay)
     carry_moments(optimizer, start)
 
-    with world, open_run(config, say, device) as run, rewards:
+    with world, open_run(config, say, device, spent) as run, rewards:
         sampler_of = partial(Sampler, tokenizer=start.tokenizer, stops=start.parent.stops, slots=config.prompts * config.num_generations,
                              length=config.max_completion_length + prompts.longest)
         sampler = sampler_of(start.model, device=config.sampler_device)
@@ -78,6 +81,7 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
                                     samples=max(1, config.num_generations_eval))
         history, fork = RolloutHistory(run, start.model.config.vocab), fingerprint(start.model)
         reference: Reference | None = None
+        collector.fingerprints[0] = fork
 
         def facts() -> dict[str, Any]:
             followed = None if reference is None else reference.facts()
@@ -88,6 +92,7 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
             if reference is not None:
                 run.settle()
                 reference.keep_needed()
+                run.judge(Event.REFERENCE, [check_pinned(reference, trainer.done - config.num_iterations)])
             trainer.account()
             if evaluate:
                 evaluator.evaluate(sampler, trainer.done)
@@ -128,10 +133,12 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
                 if reference is not None:
                     reference.follow(trainer.done)
                 rollout = collector.collect(trainer.done, reference)  # prompts → completions → rewards → advantages
-                run.judge_often(Event.ROLLOUT, collector.check(rollout, floor))
+                run.judge_often(Event.ROLLOUT, collector.check(rollout, floor, reference))
                 collector.keep_samples(rollout)
+                trainer.records.rollout = rollout
                 for step in trainer.steps(annealed(rollout.batch, asked, config, trainer.done)):
-                    measured = collector.measure(rollout) if step.index == rollout.step else None
+                    first = step.index == rollout.step
+                    measured = collector.measure(rollout) if first else None
                     found, verdicts = averages(step.metrics), list[Verdict]()  # waits for the GPU
                     if measured is not None:
                         verdicts.append(check_on_policy(found, floor, config.epsilon))
@@ -141,7 +148,7 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
                     run.judge_often(Event.STEP, [*verdicts, *history.verdicts()])
                     history.say_warnings(step.index)
                     trainer.record(step, shown=history.line(), epoch=prompts.epoch_of(step.index), num_tokens=history.tokens,
-                                   **(measured or {}))
+                                   **(measured or {}), **({"prompts_digest": collector.prompts_digest(rollout)} if first else {}))
                 if trainer.save_due() or trainer.done % eval_every == 0:
                     floor = save(evaluate=trainer.done % eval_every == 0)
             trainer.end_loop()
@@ -150,6 +157,8 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
                 save(evaluate=False)  # the uninterrupted run would not have been evaluated here
             elif run.interrupted is None and evaluator.latest_step != trainer.done:
                 save(evaluate=True)
+            if run.interrupted is None:
+                run.judge(Event.DATA_LEDGER, [check_prompt_ledger(run.metrics_file, prompts, trainer.done)])
             trainer.finish(prompts.times_read(trainer.done), len(prompts.train), evaluator.best_checkpoint())
         if run.interrupted is not None:
             return RunOutcome(run.folder, interrupted=run.interrupted)
@@ -175,6 +184,7 @@ def hand_over_best(run: Run, evaluator: PromptEvaluator, prompts: PromptData, st
     verdicts += [check_same_held_out(evaluator.history.digest, again),
                  check_same_answers(f"{best.name} as evaluated and as saved", recorded, saved.wanted[evaluated]),
                  check_same_answers(f"{best.name} as saved and as handed over", saved.wanted, after.wanted),
+                 check_still_ends(before.cut, after.cut),
                  check_gain(metric, before.wanted, after.wanted, len(evaluator.history.steps) - 1)]
     void_if_refuted(run, places, verdicts)
     run.log(Event.HAND_OVER, checkpoint=best.name, metric=metric, before=float(before.wanted.mean()),

@@ -1,6 +1,7 @@
 """Hand-over: the best checkpoint is exported, its bytes are read back, and they must score what was recorded."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from assay.errors import ArtifactError
 from assay.evaluation.held_out_loss import HeldOut
+from assay.guard.conclusion_checks import check_improvement
 from assay.guard.proof import ProofRequest, hallmark_or_quarantine, prove
 from assay.guard.proof_subject import DEFAULT_SAMPLING, ProofSampling
 from assay.learn.ema import ema_weights
@@ -17,6 +19,7 @@ from assay.model.placement import default_device, place_for_inference
 from assay.model.transformer import Transformer
 from assay.recipes.evaluator import HeldOutEvaluator
 from assay.recipes.run import Run, plain
+from assay.recipes.witness_records import witness_verdict
 from assay.store import checkpoint
 from assay.store.artifact import Artifact, build_model, locate_artifact, merged_tensors, open_artifact, straight_to
 from assay.store.checkpoint import open_checkpoint, quarantine_checkpoint
@@ -47,14 +50,32 @@ def hand_over(run: Run, evaluator: HeldOutEvaluator, score_all: ScoreHeldOut) ->
     best = evaluator.best_checkpoint()
     assert best is not None, "a run ends with an evaluation"
     run.say(f"best: {best.name}; {evaluator.best_in_words()}")
-    verdicts = [check_evaluated(evaluator, best)]
+    run.spent.phase("hand-over")
+    with run.spent.part("evaluation"):
+        verdicts = [check_evaluated(evaluator, best), *check_improved(evaluator)]
     to = straight_to(evaluator.device or default_device())
-    recorded = rescore(scored_set(open_artifact(best, to=to)), score_all, evaluator.device)
-    places, found = export_best(run, best)
-    exported = rescore(open_artifact(run.folder / "model", to=to), score_all, evaluator.device)
+    with ThreadPoolExecutor(1, "export") as beside:
+        exporting = beside.submit(export_best, run, best)  # written and proven while the checkpoint is scored
+        with run.spent.part("evaluation"):
+            recorded = rescore(scored_set(open_artifact(best, to=to)), score_all, evaluator.device)
+        with run.spent.part("proving"):
+            places, found = exporting.result()
+    with run.spent.part("evaluation"):
+        exported = rescore(open_artifact(run.folder / "model", to=to), score_all, evaluator.device)
     verdicts += [*found, check_exported_score(recorded, exported)]
     void_if_refuted(run, places, verdicts)
     return HandedOver(best, places, recorded, verdicts)
+
+
+def check_improved(evaluator: HeldOutEvaluator) -> list[Verdict]:
+    """Where the model that the run began with was scored: whether what is handed over is better, and a word where it is not."""
+    history, best = evaluator.history, evaluator.best_step()
+    if not history.steps or history.steps[0] != 0 or history.steps[-1] == 0:
+        return []
+    verdict = check_improvement(best, history.score_at(0), history.score_at(best))
+    if verdict.outcome is not Outcome.PROVEN:
+        evaluator.run.say(f"{verdict}")
+    return [verdict]
 
 
 def void_if_refuted(run: Run, places: list[Path], verdicts: list[Verdict]) -> None:
@@ -77,16 +98,17 @@ def write_down(run: Run, handed: HandedOver, **more: Any) -> None:
 def export_best(run: Run, best: Path) -> tuple[list[Path], list[Verdict]]:
     """`RUN/model`, and of an adapter `RUN/adapter` before it: written, and proven in a fresh process."""
     places = [run.folder / name for name in (("adapter", "model") if locate_artifact(best).adapter else ("model",))]
-    verdicts = []
+    verdicts = list[Verdict]()
+    witness = [witness_verdict(run.folder, run.config.witness)] if run.witnesses else []
     for where in places:
         if handed_over_before(best, where):
             verdicts.append(check_weight_set(best, where))
         else:
             run.set_aside(where)
             found = export_proven(best, where, "peft" if where.name == "adapter" else None, run.probing)
-            hallmark_or_quarantine(open_checkpoint(where), found)
+            hallmark_or_quarantine(open_checkpoint(where), [*found, *witness])
             verdicts += found
-    return places, verdicts
+    return places, [*verdicts, *witness]
 
 
 def handed_over_before(best: Path, where: Path) -> bool:

@@ -10,11 +10,12 @@ import torch
 from numpy.typing import NDArray
 
 from assay.data.batch import Batch
+from assay.data.chat import unread_in_words
 from assay.data.packing import hold_out
 from assay.data.preferences import PackedPairs, PreferencePair, SaidPair, by_prompt, pair_rows, read_preferences, render_pairs
 from assay.data.reference_store import StoredReference, open_reference, pair_answers, write_reference
-from assay.errors import UsageError
 from assay.evaluation.held_out_pairs import ScoredPairs, score_pairs
+from assay.guard.corpus_checks import require_held_out
 from assay.guard.example_audit import audit_each, check_duplicates, check_overlap, check_packing
 from assay.guard.example_checks import FlatExamples
 from assay.guard.preference_checks import check_pairs, check_reference
@@ -22,7 +23,7 @@ from assay.learn.policy import token_logprobs
 from assay.learn.preference import PreferenceSettings
 from assay.model.placement import place_for_training
 from assay.model.transformer import Transformer, parameter_count
-from assay.recipes.conversations import Conversations, evenly, joined_rows, ordered
+from assay.recipes.conversations import Conversations, evenly, joined_rows, ordered, refuse_beyond_context
 from assay.recipes.dpo_options import Dpo
 from assay.recipes.run import Run
 from assay.recipes.starting_model import AdapterModel, StartingModel, reopen_parent
@@ -106,9 +107,9 @@ def load_preferences(config: Dpo, start: StartingModel) -> PreferenceData:
         return render_pairs(pairs, start.tokenizer, start.parent.stops, length=config.max_length, over=config.too_long)
 
     (train, counted), (held_out, _) = rendered(kept), rendered(apart)
-    if len(held_out) < 2:
-        raise UsageError(f"{len(held_out)} pairs are held out, so nothing could be said about the result: raise --held-out, or give "
-                         "--held-out-data")
+    require_held_out(config.held_out_data or ", ".join(map(str, config.data)), len(held_out), "pair",
+                     "raise --held-out, give --held-out-data with more of them, or raise --max-length where they were dropped as too long")
+    refuse_beyond_context([side for pair in (*train, *held_out) for side in pair.sides], start.model.config)
     order, steps = ordered(config, train, PackedPairs)
     scored_as = f"{settings.loss} preference loss, beta {settings.beta:g}, smoothing {settings.label_smoothing:g}, gamma {settings.gamma:g}"
     return PreferenceData(train, held_out, counted, order, steps, start.tokenizer.digest, scored_as, settings=settings,
@@ -127,6 +128,7 @@ def describe_pairs(config: Dpo, start: StartingModel, data: PreferenceData, lr: 
             f"{start.parent.digest[:12]}",
             f"{len(data.train):,} pairs to learn, {counts['truncated']} truncated, {dropped}; {len(data.held_out):,} held out, of other "
             "prompts",
+            *unread_in_words(data.rendered.unread),
             f"{settings.loss} loss, beta {settings.beta:g}; {against}",
             f"{counts['supervised']:,} of {counts['tokens']:,} tokens are learned from; {order.windows:,} rows of {order.length}, "
             f"{order.padding:.1%} padding, {len(data.train) / order.windows:.1f} pairs a row",

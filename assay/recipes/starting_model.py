@@ -13,7 +13,7 @@ from assay.guard.proof import prove_checkpoint
 from assay.guard.proof_subject import ProofSampling
 from assay.guard.training_guards import check_adapted, stop_if_refuted
 from assay.learn.optim import load_state_tensors
-from assay.model.families import hf_layout, to_foreign
+from assay.model.families import hf_layout, scaled_context, to_foreign
 from assay.model.lora import LoraLinear, LoraSite, attach, fresh, plan
 from assay.model.patch import Patch
 from assay.model.placement import frozen_tensors, place_for_training
@@ -119,9 +119,7 @@ class AdapterModel:
         for name, parts in patch.low_rank.items():
             module = self.model.get_submodule(name.removesuffix(".weight"))
             assert isinstance(module, LoraLinear), f"{name} has no adapter here"
-            for part, left, right in zip(parts, module.lefts, module.rights, strict=True):
-                left.copy_(part.left)
-                right.copy_(part.right)
+            module.load(parts)
 
 
 TrainedWeights = WholeModel | AdapterModel
@@ -213,11 +211,11 @@ def refuse_quarantined(source: Artifact) -> Artifact:
 
 def prepared(config: Trained, source: Artifact, say: Callable[[str], None], device: str = "cpu") -> Artifact:
     """The source itself, or RUN/base: a folder that others can open, with rows for new tokens, proven before it is trained on."""
-    grows = bool(config.new_tokens) and source.tokenizer is not None
+    grows = (bool(config.new_tokens) and source.tokenizer is not None) or config.rope_scaling is not None
     if not grows and not (config.lora_r and source.raw.place.kind == "gguf"):
         return source
     if source.patch is not None:
-        raise UsageError(f"{source.path} is an adapter: new tokens need rows of their own in its base; merge it first")
+        raise UsageError(f"{source.path} is an adapter: new tokens and another context change its base; merge it first")
     base, against = Path(config.out) / "base", None if grows else str(source.path)
     if base.exists():
         require_proven(base, against=against)
@@ -244,6 +242,11 @@ def require_proven(where: Path, *, against: str | None = None) -> None:
 
 def _based(config: Trained, source: Artifact, say: Callable[[str], None]) -> checkpoint.Contents:
     tokenizer = source.tokenizer
+    if config.rope_scaling is not None:
+        source = replace(source, config=scaled_context(source.config, config.rope_scaling))
+        say(f"--rope-scaling {config.rope_scaling}: a context of {source.config.max_length:,} tokens")
+        if not config.new_tokens or tokenizer is None:
+            return model_contents(build_model(source), tokenizer, source.stops, Lineage("new"))
     if not config.new_tokens or tokenizer is None:
         lineage = Lineage("same", Ancestor(source.digest, str(source.path.resolve())))
         return model_contents(build_model(source), tokenizer, source.stops, lineage)
@@ -265,8 +268,11 @@ def trainable(config: Trained, parent: Artifact, tokenizer: Tokenizer) -> Traine
         parameter.data = parameter.data.clone()
     same, moved = Lineage("same", ancestor), Lineage("moved", ancestor)
     if parent.patch is not None and parent.base is not None and parent.adapter is not None:
+        if parent.patch.replaced:
+            raise UsageError(f"{parent.path} is an adapter that changes whole tensors ({', '.join(sorted(parent.patch.replaced)[:3])}), "
+                             "which cannot be trained on as one; export it --to merged, and train that")
         rank = next(iter(parent.patch.low_rank.values()))[0].right.shape[0]
-        if config.lora_r not in (0, rank) or config.lora_target_modules or config.lora_alpha or parent.patch.replaced:
+        if config.lora_r not in (0, rank) or config.lora_target_modules or config.lora_alpha:
             raise UsageError(f"{parent.path} is an adapter of rank {rank}, which is trained on as it is: leave the --lora options out; "
                              "for another adapter merge it first")
         base = Ancestor(parent.base.digest, str(parent.base.path.resolve()))

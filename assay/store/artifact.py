@@ -6,8 +6,9 @@ Three stages, each refusing what it exists to refuse: `locate_artifact` (what is
 
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -107,10 +108,17 @@ def straight_to(device: str, held: Mapping[str, Tensor] | None = None) -> Destin
     return Destination(require_device(device), held or {}) if device.startswith("cuda") else None
 
 
-def open_artifact(path: str | Path, *, base: str | Path | None = None, to: Destination | None = None) -> Artifact:
+def open_artifact(path: str | Path, *, base: str | Path | None = None, to: Destination | None = None,
+                  opened: "OpenBase | None" = None) -> Artifact:
     """There is no unverified load. `base` names an adapter's base where the adapter does not, or names one that moved. `to` takes the
-    tensors to a device as they are read; without it they stay what the file maps."""
-    return interpret_artifact(read_artifact(locate_artifact(path)), base=base, to=to)
+    tensors to a device as they are read; without it they stay what the file maps.
+
+    `opened` is asked for that base: whoever opens many adapters on one base may keep it.
+    """
+    return interpret_artifact(read_artifact(locate_artifact(path)), base=base, to=to, opened=opened)
+
+
+OpenBase = Callable[[Path], Artifact]
 
 
 def locate_artifact(path: str | Path) -> ArtifactPlace:
@@ -168,10 +176,11 @@ def read_artifact(place: ArtifactPlace, *, every_byte: bool = False) -> RawArtif
     return RawArtifact(place, fields, generation, read_folder_tensors(place.path, stem="adapter_model" if place.adapter else "model"))
 
 
-def interpret_artifact(raw: RawArtifact, *, base: str | Path | None = None, to: Destination | None = None) -> Artifact:
+def interpret_artifact(raw: RawArtifact, *, base: str | Path | None = None, to: Destination | None = None,
+                       opened: "OpenBase | None" = None) -> Artifact:
     """The model that the tensors make. Raises ArtifactError where they do not fit, UsageError where we know no such model."""
     if raw.place.adapter:
-        return _adapted(raw, base, to)
+        return _adapted(raw, base, opened or partial(open_artifact, to=to))
     if base is not None:
         raise UsageError(f"{raw.place.path} is a whole model; --base is for adapters")
     if (whole := raw.whole) is not None:
@@ -256,22 +265,27 @@ def _digest(raw: RawArtifact) -> str:
     return weights_digest(raw.tensors) if raw.checkpoint is None else recorded_digest(raw.checkpoint.manifest)
 
 
-def _adapted(raw: RawArtifact, base: str | Path | None, to: Destination | None) -> Artifact:
+def _adapted(raw: RawArtifact, base: str | Path | None, opened: OpenBase) -> Artifact:
     where, facts = raw.place.path, raw.checkpoint.facts if raw.checkpoint else {}
-    recorded = facts.get("base") or {}
-    foundation = _open_base(where, base, recorded.get("path"), raw.fields.get("base_model_name_or_path"), to)
+    recorded, foundation = facts.get("base") or {}, open_adapter_base(raw, base, opened)
     if recorded.get("weights") not in (None, foundation.digest):
         raise ArtifactError(f"{where}: the adapter was trained on weights {recorded['weights'][:12]}, {foundation.path} holds "
                             f"{foundation.digest[:12]}; name the right base with --base")
-    adapter = read_adapter(foundation.config, raw.fields, raw.tensors, str(where), parent=recorded.get("weights"),
-                           may_be_idle=facts.get("change") == "new")
+    adapter = read_adapter(foundation.config, foundation.tensors, raw.fields, raw.tensors, str(where),
+                           parent=recorded.get("weights"), may_be_idle=facts.get("change") == "new")
     tokenizer = read_tokenizer(where) or foundation.tokenizer
     stops = read_artifact_stops(tokenizer, foundation.raw.fields, raw.generation or foundation.raw.generation)
     return Artifact(raw, config_with(foundation.config, adapter.patch), foundation.tensors, _digest(raw), tokenizer, stops,
                     adapter.patch, adapter, foundation, list(stops.disagreements))
 
 
-def _open_base(adapter: Path, given: str | Path | None, recorded: str | None, named: str | None, to: Destination | None) -> Artifact:
+def open_adapter_base(raw: RawArtifact, given: str | Path | None, opened: OpenBase) -> Artifact:
+    """The one that was named, else that of the manifest, else that of the adapter itself."""
+    recorded = (raw.checkpoint.facts.get("base") or {} if raw.checkpoint else {}).get("path")
+    return _open_base(raw.place.path, given, recorded, raw.fields.get("base_model_name_or_path"), opened)
+
+
+def _open_base(adapter: Path, given: str | Path | None, recorded: str | None, named: str | None, opened: OpenBase) -> Artifact:
     for candidate in (given, recorded, named):
         if candidate is None:
             continue
@@ -280,7 +294,7 @@ def _open_base(adapter: Path, given: str | Path | None, recorded: str | None, na
         beside = adapter / str(candidate)  # a relative name may be meant from the adapter's own folder
         for path in (model_cache.cached_model(str(candidate)) or Path(candidate), beside):
             if path.exists():
-                artifact = open_artifact(path, to=to)
+                artifact = opened(path)
                 if artifact.patch is not None:
                     raise UsageError(f"{path}: the base of {adapter} is an adapter itself; merge it first")
                 return artifact
@@ -309,7 +323,8 @@ def _describe_folder(path: Path) -> Description:
     if adapter:
         fields = read_json(path / "adapter_config.json")
         shown = ("base_model_name_or_path", "r", "lora_alpha", "use_rslora", "target_modules", "modules_to_save")
-        geometry = {"family": "LoRA"} | {name: fields[name] for name in shown if fields.get(name)}
+        kind = fields.get("peft_type")
+        geometry = {"family": "LoRA" if kind in (None, "LORA") else str(kind)} | {name: fields[name] for name in shown if fields.get(name)}
     else:
         geometry = shown_geometry(config_from_hf(read_json(path / "config.json"), tensors.keys(), str(path / "config.json")))
     if checkpoint is None:

@@ -38,6 +38,7 @@ class Event(StrEnum):
     NOT_BIT_EXACT = "not bit-exact"
     TORN = "torn"  # what a crash left of a line
     WARNING = "warning"
+    TIME = "time"  # where it went, when a sitting ends
     STOPPED = "stopped"
     ALSO_FOUND = "also found"  # on the way out
     EARLY_STOP = "early stop"

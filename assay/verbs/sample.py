@@ -72,7 +72,8 @@ def run(flags: FLAGS) -> int:
     live = len(texts) == 1 and not (flags.json or flags.tokens)
     requests = sampling_requests(flags, artifact, stream=live)
     prompts = [list(request.prompt) for request in requests]
-    completions = generate_completions(engine_for(flags, artifact, requests), requests, f"> {texts[0]}\n" if live else "")
+    engine = engine_for(flags, artifact, requests)
+    completions = generate_completions(engine, requests, f"> {texts[0]}\n" if live else "")
     if flags.json:
         print(json.dumps([as_json(artifact, *row) for row in zip(texts, prompts, completions, strict=True)], indent=1))
     elif flags.tokens:
@@ -81,7 +82,24 @@ def run(flags: FLAGS) -> int:
         print(f"{ending(completions[0])}\n")
     else:
         print("\n".join(f"> {text}\n{said.text}{ending(said)}\n" for text, said in zip(texts, completions, strict=True)))
+    stop_if_not_drawn(engine, requests, completions)
     return 0
+
+
+def stop_if_not_drawn(engine: "Engine", requests: "Sequence[GenerationRequest]", completions: "Sequence[Completion]") -> None:
+    """Samples look like draws of the stated distribution, and have its probabilities without a cache: else they are no samples of it."""
+    from assay.evaluation.soundness import DRAWN, DrawnTokens, judge_draws, judge_rescored, rescored_draws
+    from assay.guard.training_guards import stop_if_refuted
+
+    model, sampling = engine.weights.source, requests[0].sampling
+    samples = [(request.prompt, said.ids, sum(said.logprobs)) for request, said in zip(requests, completions, strict=True)]
+    verdicts = [judge_rescored(model, samples, sampling)]
+    if sampling.temperature > 0 and sampling.repetition_penalty == 1:
+        found = DrawnTokens()
+        for prompt, ids, _ in samples[:: max(1, -(-len(samples) // DRAWN))]:
+            found += rescored_draws(model, prompt, ids, sampling) if ids else DrawnTokens()
+        verdicts.append(judge_draws(found, sampling))
+    stop_if_refuted(verdicts)
 
 
 def sampling_requests(flags: FLAGS, artifact: "Artifact", *, stream: bool) -> "list[GenerationRequest]":
