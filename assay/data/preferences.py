@@ -130,9 +130,9 @@ def read_pair(row: DataRow, name: str) -> SaidPair:
     prompt, chosen, rejected = _text_sides(row, columns) if _all_text(columns) else _message_sides(row, columns)
     digest = hashlib.sha256(json.dumps(columns, sort_keys=True, default=str).encode()).hexdigest()[:16]
     id = f"{name}:{row.number}:{digest}"
-    sides = [_side(row, f"{id}#{side}", prompt, said) for side, said in (("chosen", chosen), ("rejected", rejected))]
+    better, worse = (_side(row, f"{id}#{side}", prompt, said) for side, said in (("chosen", chosen), ("rejected", rejected)))
     asked = hashlib.sha256(json.dumps(prompt, sort_keys=True, default=str).encode()).hexdigest()[:16]
-    return SaidPair(id, *sides, asked)
+    return SaidPair(id, better, worse, asked)
 
 
 def refuse_swapped(row: DataRow) -> None:

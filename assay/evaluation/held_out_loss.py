@@ -83,14 +83,14 @@ def _scored(model: Transformer, batches: Iterator[Batch], rows: int, objective: 
     try:
         for batch in batches:
             with uncompiled():
-                result = objective(model, padded_rows(batch, rows).to(device))
+                result = objective(model, with_padding_rows(batch, rows).to(device))
             assert result.losses is not None
             yield batch, result.losses[: len(batch)]
     finally:
         model.train(training)
 
 
-def padded_rows(batch: Batch, rows: int) -> Batch:
+def with_padding_rows(batch: Batch, rows: int) -> Batch:
     """The last batch with rows of padding: of another shape, products would be rounded otherwise."""
     missing = rows - len(batch)
     if not missing:

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from assay.data.batch import Batch
-from assay.evaluation.held_out_loss import HeldOut, noted_batches, padded_rows
+from assay.evaluation.held_out_loss import HeldOut, noted_batches, with_padding_rows
 from assay.learn.preference import PAIR_LOSSES, PreferenceSettings, pair_rewards, pair_scores
 from assay.model.placement import uncompiled
 from assay.model.transformer import Transformer
@@ -67,7 +67,7 @@ def score_pairs(model: Transformer, batches: Iterable[Batch], settings: Preferen
     try:
         for batch in noted_batches(batches, read):
             with uncompiled():
-                scores = pair_scores(model, padded_rows(batch, rows).to(device), settings)
+                scores = pair_scores(model, with_padding_rows(batch, rows).to(device), settings)
             rewards = pair_rewards(settings, scores)
             columns = (PAIR_LOSSES[settings.loss](settings, scores), rewards[0] - rewards[1], scores.chosen, scores.rejected, *rewards,
                        scores.chosen_tokens - scores.rejected_tokens)
@@ -77,4 +77,5 @@ def score_pairs(model: Transformer, batches: Iterable[Batch], settings: Preferen
         model.train(training)
     values = np.concatenate(found, 1)
     assert values.shape[1] == len(ids), "every pair counts"
-    return ScoredPairs(*values, ids=tuple(ids), digest=read.hexdigest())
+    losses, margins, chosen, rejected, chosen_rewards, rejected_rewards, longer = values
+    return ScoredPairs(losses, margins, chosen, rejected, chosen_rewards, rejected_rewards, longer, tuple(ids), read.hexdigest())

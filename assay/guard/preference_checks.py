@@ -1,6 +1,6 @@
 """Preference checks: both sides of a pair answer one prompt, the reference is the parent and stays it, and what was preferred is learned.
 
-`preflight_preference` runs before step 1; `check_reference` again at hand-over, from the parent's bytes on disk.
+`preflight_preference` runs before step 1; `check_pair_reference` again at hand-over, from the parent's bytes on disk.
 """
 
 from collections.abc import Sequence
@@ -70,7 +70,7 @@ def check_loss_at_reference(loss: float, settings: PreferenceSettings, compute: 
 
 
 @torch.no_grad()
-def check_reference(batch: Batch, parent: Transformer, weights: str) -> Verdict:
+def check_pair_reference(batch: Batch, parent: Transformer, weights: str) -> Verdict:
     """What the batch says of the reference is what the parent's bytes on disk say now, a token of each completion for a token."""
     assert batch.documents is not None
     if batch.reference is None:

@@ -102,9 +102,9 @@ def pair_scores(model: Transformer, batch: Batch, settings: PreferenceSettings) 
     policy, reference, tokens = (document_sums(torch.where(learned_BT, batch.weight * values, 0.0), batch.documents)
                                  for values in (logp_BT, reference_BT, torch.ones_like(logp_BT)))
     counts = (tokens[:, 0::2] > 0) & (tokens[:, 1::2] > 0)
-    sides = [torch.where(counts, sums[:, side::2], empty) for sums, empty in ((policy, -1.0), (reference, 0.0), (tokens, 1.0))
-             for side in (0, 1)]
-    return PairScores(*sides, counts)
+    places = [torch.where(counts, sums[:, side::2], empty) for sums, empty in ((policy, -1.0), (reference, 0.0), (tokens, 1.0))
+              for side in (0, 1)]
+    return PairScores._make([*places, counts])
 
 
 def document_sums(values_BT: Tensor, documents_BT: Tensor) -> Tensor:

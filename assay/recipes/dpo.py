@@ -119,7 +119,7 @@ def dpo(config: Dpo, say: Callable[[str], None] = print_line) -> RunOutcome:
             return RunOutcome(run.folder, interrupted=run.interrupted)
 
         run.judge(Event.REFERENCE, check_parent_reference(data, start))
-        handed = hand_over(run, evaluator, partial(score_all, data=data, rows=micro))
+        handed = hand_over(run, evaluator, partial(score_all_pairs, data=data, rows=micro))
         judge_written_adapter(config, run, handed)
         direction, told = compare_with_parent(run, data, start, trainer)
         void_if_refuted(run, handed.places, [direction])
@@ -160,7 +160,7 @@ def reached(trainer: Trainer, found: Gradients) -> list[Verdict]:
 # ---------------------------------------------------------------- evaluations
 
 
-def score_all(model: Transformer, data: PreferenceData, rows: int) -> HeldOut:
+def score_all_pairs(model: Transformer, data: PreferenceData, rows: int) -> HeldOut:
     return data.score(model, rows).held_out
 
 

@@ -18,7 +18,7 @@ from assay.evaluation.held_out_pairs import ScoredPairs, score_pairs
 from assay.guard.corpus_checks import require_held_out
 from assay.guard.example_audit import audit_each, check_duplicates, check_overlap, check_packing
 from assay.guard.example_checks import FlatExamples
-from assay.guard.preference_checks import check_pairs, check_reference
+from assay.guard.preference_checks import check_pair_reference, check_pairs
 from assay.learn.policy import token_logprobs
 from assay.learn.preference import PreferenceSettings
 from assay.model.placement import place_for_training
@@ -151,7 +151,7 @@ def ask_reference(data: PreferenceData, start: StartingModel, folder: Path, rows
     if not where.exists():
         model, answers = reference_model(start), dict[str, NDArray[np.float32]]()
         for batch in joined_rows(PackedPairs(every, 0, 1, data.order.length), rows):
-            said = asked(model, batch)
+            said = said_by(model, batch)
             answers.update(zip([str(id) for row in batch.ids for id in row], pair_answers(batch, said), strict=True))
         write_reference(where, (answers[pair.id] for pair in every), weights=start.parent.digest, data=data.digest)
         say(f"{where}: log-probabilities of {len(every):,} pairs by the parent {start.parent.digest[:12]}")
@@ -159,10 +159,10 @@ def ask_reference(data: PreferenceData, start: StartingModel, folder: Path, rows
 
 
 @torch.no_grad()
-def asked(model: Transformer, batch: Batch) -> torch.Tensor:
+def said_by(model: Transformer, batch: Batch) -> torch.Tensor:
     return token_logprobs(model, batch.to(model.embed.weight.device))[0]
 
 
 def check_parent_reference(data: PreferenceData, start: StartingModel) -> list[Verdict]:
     """Of a few pairs, the parent is asked again, from its bytes on disk; nothing where there is no reference."""
-    return [] if data.reference is None else [check_reference(data.sample(), reference_model(start), data.reference.weights)]
+    return [] if data.reference is None else [check_pair_reference(data.sample(), reference_model(start), data.reference.weights)]

@@ -14,8 +14,8 @@ from assay.guard.preference_checks import (
     check_direction,
     check_loss_at_reference,
     check_loss_moves,
+    check_pair_reference,
     check_pairs,
-    check_reference,
     preflight_preference,
 )
 from assay.learn import loop, preference
@@ -75,7 +75,7 @@ def a_preference_preflight(settings: PreferenceSettings | None = None) -> Job:
             stored = asked_reference(folder, pairs, reference_for(policy))
             batch, objective = stored.attached(PackedPairs(pairs, 0, 4, 2 * SIDE_TOKENS).batch(0)), preference.preference(asked)
             loss = float(objective(policy, batch).total.detach()) / (batch.divisor or 0.0)
-            return [check_pairs(pairs), check_loss_at_reference(loss, asked, None), check_reference(batch, parent_model(), WEIGHTS),
+            return [check_pairs(pairs), check_loss_at_reference(loss, asked, None), check_pair_reference(batch, parent_model(), WEIGHTS),
                     *preflight_preference(policy, objective, batch, asked)]
     return job
 
@@ -106,7 +106,7 @@ def a_preference_run(folder: Path, plant: Plant) -> list[Verdict]:
     judged = asked_reference(folder / "held", held_out, parent_model())
     batches = [judged.attached(pair_rows([[pair] for pair in held_out], 2 * SIDE_TOKENS))]
     before, after = (score_pairs(model, batches, settings, rows=len(held_out)) for model in (parent_model(), policy))
-    return [check_loss_moves(losses[1:], settings), check_direction(before, after), check_reference(sample, parent_model(), WEIGHTS)]
+    return [check_loss_moves(losses[1:], settings), check_direction(before, after), check_pair_reference(sample, parent_model(), WEIGHTS)]
 
 
 def preference_steps(policy: Transformer, pairs: Sequence[PreferencePair], stored: StoredReference,
