@@ -13,7 +13,7 @@ from assay.comparison.read_results import Arm
 from assay.verdict import Verdict, proven, refuted
 
 ENOUGH = 10  # problems: below it a t-test is no yardstick
-FAR = 4.0  # times: half-widths of intervals; and, of p-values, their logarithms
+TIMES_APART = 4.0  # times: half-widths of intervals; and, of p-values, their logarithms
 FAINT, CLEAR = 0.3, 1e-5  # p-values between which two tests of the same scores may differ
 
 
@@ -54,5 +54,5 @@ def _unlike_scipy(one: Comparison, arms: dict[tuple[str, str], Arm], together: i
     wide, usual, plain = one.effect.high - one.effect.low, float(interval.high - interval.low), float(test.pvalue)
     apart = (plain > FAINT and one.p < plain / 10) or (one.p > FAINT and plain * together < CLEAR)
     return [sentence for sentence, so in (
-        (f"the interval is {wide / usual:.1f} times as wide as a t-test's", not usual / FAR <= wide <= usual * FAR),
+        (f"the interval is {wide / usual:.1f} times as wide as a t-test's", not usual / TIMES_APART <= wide <= usual * TIMES_APART),
         (f"p = {one.p:.2g}, by a t-test {plain:.2g}", apart)) if so]

@@ -12,7 +12,7 @@ from assay.verdict import Verdict, proven, refuted
 
 EQUAL = 1e-9  # of a mean: sums in another order
 NARROWEST, WIDEST = 0.3, 6.0  # an interval's half-width, in those of a normal approximation over examples; exact ones are wider
-FEW = 10  # examples: below it, and where all examples score alike, an approximation says nothing of the width
+TOO_FEW = 10  # examples: below it, and where all examples score alike, an approximation says nothing of the width
 
 _OF_SAMPLES = {
     "pass@1": lambda sample: float(sample["score"]), "pass@1 read leniently": lambda sample: float(sample["lenient"]),
@@ -39,12 +39,12 @@ def _unlike(name: str, rows: Sequence[Mapping[str, Any]], value: Any, printed: E
     centre = sum(of_examples) / len(of_examples)
     spread = math.sqrt(sum((one - centre) ** 2 for one in of_examples) / max(1, len(of_examples) - 1))
     usual, half = 1.96 * spread / math.sqrt(len(of_examples)), (printed.high - printed.low) / 2
-    if len(of_examples) >= FEW and spread > 0 and not NARROWEST * usual <= half <= max(WIDEST * usual, 3.7 / len(of_examples)):
+    if len(of_examples) >= TOO_FEW and spread > 0 and not NARROWEST * usual <= half <= max(WIDEST * usual, 3.7 / len(of_examples)):
         return f"{name} is printed as {printed}, and its rows scatter by ± {usual:.2g}"
     return None
 
 
-def check_endings(rows: Sequence[Mapping[str, Any]], stop_ids: Collection[int], most: int) -> Verdict:
+def check_sample_endings(rows: Sequence[Mapping[str, Any]], stop_ids: Collection[int], most: int) -> Verdict:
     """`stop`: the last token is one that ends; `length`: none does, and the cap is reached; a stop string ends where neither is so."""
     samples = [(row["id"], sample) for row in rows for sample in row["samples"]]
     wrong = [f"{name}: {sample['ended']!r} after {len(sample['ids'])} of {most} tokens" for name, sample in samples

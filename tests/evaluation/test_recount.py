@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from assay.evaluation.recount import check_endings, check_figures
+from assay.evaluation.recount import check_sample_endings, check_figures
 from assay.statistics.estimate import Estimate, clustered_rate, mean
 from assay.verdict import Outcome
 
@@ -41,7 +41,7 @@ def figures(given: list[dict[str, Any]]) -> dict[str, Estimate]:
 def test_right_figures_and_endings_are_proven(seed: int, k: int):
     given = rows(seed=seed, k=k)
     assert check_figures(given, figures(given)).outcome is Outcome.PROVEN
-    assert check_endings(given, {STOP}, CAP).outcome is Outcome.PROVEN
+    assert check_sample_endings(given, {STOP}, CAP).outcome is Outcome.PROVEN
 
 
 @pytest.mark.parametrize("fault", ["another mean", "vanished", "an interval of nothing", "an interval of everything"])
@@ -60,4 +60,4 @@ def test_wrong_figures_are_refuted(fault: str):
 @pytest.mark.parametrize("change", [{"ended": "stop"}, {"ids": [1, 1]}, {"ids": [1, 1, 1, STOP, 1, 1]}])
 def test_a_sample_that_did_not_end_as_it_says_is_refuted(change: dict[str, Any]):
     given = [{"id": "a", "samples": [{"ids": [1] * CAP, "ended": "length"} | change]}]
-    assert check_endings(given, {STOP}, CAP).outcome is Outcome.REFUTED
+    assert check_sample_endings(given, {STOP}, CAP).outcome is Outcome.REFUTED
