@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from assay.evaluation.recount import check_sample_endings, check_figures
+from assay.evaluation.recount import check_figures, check_sample_endings
 from assay.statistics.estimate import Estimate, clustered_rate, mean
 from assay.verdict import Outcome
 
