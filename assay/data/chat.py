@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from tokenizers import Encoding
 
 from assay.data.layouts import Conversation, content_of
+from assay.data.message_fields import is_written, other_fields, unwritten_fields
 from assay.errors import DataError
 from assay.model.special_tokens import SpecialTokens
 from assay.model.tokenizer import Tokenizer
@@ -69,12 +70,14 @@ class Rendered:
     dropped: dict[str, int] = field(default_factory=dict)  # reason → conversations
     truncated: int = 0
     seams: int = 0  # examples whose text was cut at a seam and tokenised in parts
+    unread: dict[str, int] = field(default_factory=dict)  # what stands in conversations and is neither learned nor asked → how often
 
     @property
     def counts(self) -> dict[str, Any]:
         tokens = sum(map(len, self.examples))
+        supervised = int(sum(np.count_nonzero(example.weight) for example in self.examples))
         return {"kept": len(self.examples), "truncated": self.truncated, "dropped": dict(self.dropped), "seams": self.seams,
-                "tokens": tokens, "supervised": int(sum(np.count_nonzero(example.weight) for example in self.examples))}
+                "unread": dict(self.unread), "tokens": tokens, "supervised": supervised}
 
 
 class Draft(NamedTuple):
@@ -106,7 +109,13 @@ def render_conversations(conversations: Iterable[Conversation], tokenizer: Token
             examples.append(kept)
         else:
             dropped[kept] += 1
-    return Rendered(examples, dict(dropped), sum(example.cut for example in examples), seams)
+    return Rendered(examples, dict(dropped), sum(example.cut for example in examples), seams, dict(writer.unread))
+
+
+def unread_in_words(unread: Mapping[str, int]) -> list[str]:
+    """A line on what stands in the data and the model never sees, where there is any."""
+    found = ", ".join(f"{count:,} {what}" for what, count in unread.items())
+    return [f"in the data, and neither asked nor learned: {found}"] if found else []
 
 
 def fit_to_length(example: TrainingExample, length: int, over: Overlong) -> TrainingExample | str:
@@ -143,6 +152,7 @@ class TemplateWriter:
         self.ends = [tokenizer.tokens[id] for id in sorted(ends) if id in tokenizer.tokens]
         self.eos = None if stops.eos is None else tokenizer.tokens[stops.eos]
         self.tails: dict[str, str] = {}
+        self.unread: Counter[str] = Counter()
 
     def drafts(self, conversation: Conversation) -> Iterator[Draft]:
         if conversation.prompt_only:
@@ -170,6 +180,7 @@ class TemplateWriter:
             raise DataError(f"{conversation.where}: nothing to learn: its messages are of {', '.join(found)}, and what is learned "
                             f"are those of {', '.join(sorted(self.roles))}")
         written = [self.turn(conversation, k) for k in learned]
+        self.note_unread(conversation, learned, written[-1][0])
         if self.turns == "apart":
             for k, (text, span) in zip(learned, written, strict=True):
                 yield Draft(f"{conversation.id}#{k}", text, [span], False, conversation)
@@ -190,8 +201,29 @@ class TemplateWriter:
         if not text.endswith(tail) or content.strip() not in body:
             raise DataError(f"{conversation.where}: the chat template does not write turn {k} ({message['role']}) as content and "
                             f"{tail!r}: it ends with {text[-60:]!r}; there is no telling what is to be learned")
-        end = len(body) + len(self.until_stop(tail))
-        return text[:end], (self.begin(conversation, k, text, body), end)
+        begin, end = self.begin(conversation, k, text, body), len(body) + len(self.until_stop(tail))
+        if lost := unwritten_fields(message, text[self.begin_of_content(conversation, k, body, begin) :]):
+            raise DataError(f"{conversation.where}: the chat template does not write {' and '.join(lost)} of turn {k} ({message['role']}), "
+                            f"which would be taught without; it writes {text[begin:end][:80]!r}. Give the model a template that writes "
+                            "it (chat_template.jinja in its folder), or put what is to be learned into the content")
+        return text[:end], (begin, end)
+
+    def begin_of_content(self, conversation: Conversation, k: int, body: str, begin: int) -> int:
+        """Where turn k's words begin: within the generation prompt, where that has the first of them (an opened thought, say)."""
+        at = body.rfind(conversation.messages[k]["content"].strip())
+        return at if at < begin and at >= len(self.write(conversation.messages[:k], conversation.tools)) else begin
+
+    def note_unread(self, conversation: Conversation, learned: Sequence[int], text: str) -> None:
+        """What the data has and the model never sees: counted, so that it can be said."""
+        messages, last = conversation.messages, learned[-1]
+        if last + 1 < len(messages):
+            self.unread["last turns that nothing answers"] += 1
+        self.unread.update(f"message field {name!r}" for k in learned for name in other_fields(messages[k]))
+        for message in messages[:last]:
+            if message["role"] not in ("assistant", *self.roles) and unwritten_fields(message, text):
+                self.unread[f"earlier turns of {message['role']} that the chat template does not write"] += 1
+        if conversation.tools and not any(is_written(tool.get("function", tool).get("name"), text) for tool in conversation.tools):
+            self.unread["rows whose tools the chat template does not write"] += 1
 
     def begin(self, conversation: Conversation, k: int, text: str, body: str) -> int:
         """Where turn k begins: after the generation prompt for what a model writes, at the content for what it is told."""

@@ -22,6 +22,7 @@ from typing import Any, Literal, NamedTuple
 
 from assay.config import nearest
 from assay.data.data_files import DataRow, read_rows
+from assay.data.message_fields import says_nothing
 from assay.errors import DataError, UsageError
 from assay.strict_json import parse_json, require_shape
 
@@ -99,7 +100,23 @@ def _conversation(row: DataRow, name: str, layout: str, gsm8k: Gsm8k) -> Convers
     """Its digest is of the columns as they stand in the file, so that another rendering of them is the same conversation."""
     columns = {key: value for key, value in row.values.items() if key in CONVERSATION_LAYOUTS[layout].columns and value}
     digest = hashlib.sha256(json.dumps(columns, sort_keys=True, default=str).encode()).hexdigest()[:16]  # parquet may hold dates
-    return Conversation(f"{name}:{row.number}:{digest}", row.where, *CONVERSATION_LAYOUTS[layout].read(row, gsm8k))
+    content = CONVERSATION_LAYOUTS[layout].read(row, gsm8k)
+    _refuse_odd_turns(row, content.messages, content.learned_from)
+    return Conversation(f"{name}:{row.number}:{digest}", row.where, *content)
+
+
+def _refuse_odd_turns(row: DataRow, messages: tuple[Message, ...], learned_from: int) -> None:
+    """Of the turns that may be learned: each says something, and answers another speaker. A prompt may be whatever it is."""
+    for k, message in enumerate(messages[learned_from:], learned_from):
+        role, before = message["role"], messages[k - 1]["role"] if k else "system"
+        if role == "assistant" and says_nothing(message):
+            raise DataError(f"{row.where}: turn {k} (assistant) is empty, and would teach to say nothing and stop; remove it, or say what "
+                            "it should")
+        if role == before and role in ("user", "assistant"):
+            raise DataError(f"{row.where}: turns {k - 1} and {k} are both of {role}; join them into one, or remove the one that is amiss")
+        if role == "assistant" and before in ("system", "developer") and learned_from == 0:
+            raise DataError(f"{row.where}: the assistant speaks first, and so answers nothing; put before it what it answers, or give the "
+                            "row as prompt (its beginning) and completion (what is to be learned)")
 
 
 def _layout(row: DataRow, asked: str | None) -> str:

@@ -3,14 +3,16 @@
 The mask is not believed: the supervised tokens are decoded and compared with the intended text. Counts are taken on whole arrays.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from assay.data.chat import TrainingExample, divergence_excerpts, text_prefix_ids
+from assay.data.message_fields import says_more_than_content, unwritten_fields
 from assay.errors import ArtifactError, DataError
 from assay.model.special_tokens import SpecialTokens
 from assay.model.tokenizer import Tokenizer
@@ -128,12 +130,16 @@ def _said(example: TrainingExample, marks: tuple[str, ...]) -> bool:
     if not source.messages:
         completion = _without_end((source.plain or ("", ""))[1], marks)
         return texts == [completion] or (not example.asked and completion.endswith(texts[0]))  # nothing predicts the first token
-    said = iter(message["content"].strip() for message in source.messages[source.learned_from :])
-    return all(any(_teaches(text, content, marks) for content in said) for text in texts)
+    said = iter(source.messages[source.learned_from :])
+    return all(any(_teaches(text, message, marks) for message in said) for text in texts)
 
 
-def _teaches(text: str, content: str, marks: tuple[str, ...]) -> bool:
-    """The content alone, or after words that the template puts before it, which are never the marks of another turn."""
+def _teaches(text: str, message: Mapping[str, Any], marks: tuple[str, ...]) -> bool:
+    """The content alone, or after words that the template puts before it, which are never the marks of another turn. Of a message
+    that says more than its content, all of it."""
+    if says_more_than_content(message):
+        return not unwritten_fields(message, text)
+    content = message["content"].strip()
     return text.endswith(content) and not any(mark in text[: len(text) - len(content)] for mark in marks)
 
 

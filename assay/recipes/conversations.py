@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from assay.data.batch import Batch
-from assay.data.chat import Rendered, TrainingExample, render_conversations
+from assay.data.chat import Rendered, TrainingExample, render_conversations, unread_in_words
 from assay.data.data_ledger import check_data_ledger
 from assay.data.layouts import Conversation, read_conversations
 from assay.data.packing import PackedExamples, hold_out
@@ -182,6 +182,7 @@ def describe_tuning(config: Tuning, start: StartingModel, data: Conversations, l
             f"{start.parent.path}: {parameter_count(start.model):,} parameters, of which {trained:,} are trained; weights "
             f"{start.parent.digest[:12]}",
             f"{counts['kept']:,} conversations to learn, {counts['truncated']} truncated, {dropped}; {len(data.held_out):,} held out",
+            *unread_in_words(counts["unread"]),
             f"{counts['supervised']:,} of {counts['tokens']:,} tokens are supervised; {order.windows:,} rows of {config.max_length}, "
             f"{order.padding:.1%} padding",
             f"adamw at {lr:g}, {order.rows} × {config.max_length} tokens a step, {end}, on {device}"

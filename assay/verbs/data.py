@@ -127,6 +127,8 @@ def print_check(conversations: "ConversationFile", rendered: "Rendered", tokeniz
                 show: int) -> None:
     from rich.console import Console
 
+    from assay.data.chat import unread_in_words
+
     console = Console(highlight=False, soft_wrap=True)
     coloured = console.is_terminal and sys.stdout.isatty()
     print(f"{conversations.path}: {len(conversations.rows):,} rows, layout {conversations.layout}")
@@ -142,6 +144,8 @@ def print_check(conversations: "ConversationFile", rendered: "Rendered", tokeniz
     counts = rendered.counts
     dropped = "; ".join(f"{count:,} {reason}" for reason, count in counts["dropped"].items()) or "0"
     print(f"\nkept {counts['kept']:,}, truncated {counts['truncated']:,}, dropped {dropped}, tokenised in parts {counts['seams']:,}")
+    for line in unread_in_words(counts["unread"]):
+        print(line)
     print("\n".join(map(str, verdicts)))
 
 

@@ -1,7 +1,7 @@
 """Chat data faults: masks lost or misplaced, ends never taught, BOS twice or not at all, templates and rows forgotten."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from assay.data import chat, packing
+from assay.data import chat, layouts, packing
 from assay.data.batch import Batch
 from assay.data.chat import Draft, TemplateWriter, TrainingExample
+from assay.data.data_files import DataRow
 from assay.data.layouts import Conversation, read_conversations
+from assay.errors import DataError
 from assay.guard.example_audit import audit_examples, check_batch
 from assay.model import resize_embeddings
 from assay.model.special_tokens import resolve_special_tokens
@@ -21,7 +23,7 @@ from assay.model.tokenizer import Tokenizer
 from assay.testing.fault_injection import Job, Plant, fault, in_place_of, swap
 from assay.testing.tiny_models import TINY_CHAT_TEMPLATE, tiny_model, tiny_tokenizer
 from assay.testing.tiny_training import TINY_WORDS
-from assay.verdict import Verdict
+from assay.verdict import Verdict, proven, refuted
 
 BOS = "<|endoftext|>"
 CONVERSATIONS = 24  # in a data file
@@ -219,6 +221,59 @@ def new_tokens_without_rows(usual: Any, table: Tensor, vocab: int, known: int, p
 fault("held-out conversation trained on", rows=("D19",), stage="data", check="overlap", job=a_chat_audit())(
     # Rows are held out by their number, and the file holds some of them twice.
     lambda _: swap(packing, "hold_out", lambda examples, count, seed: (list(examples), list(examples)[:count])))
+
+# ---------------------------------------------------------------- what a message says beside its content
+
+CALLER = """{% for m in messages %}<|im_start|>{{ m.role }}
+{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}\
+{% for call in m.tool_calls or [] %}<call>{{ call.function | tojson }}</call>{% endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+def calls_and_thoughts() -> list[dict[str, Any]]:
+    """Every answer is thought about, and calls a tool."""
+    rows = [{"messages": row["messages"][:2]} for row in questions_and_answers()]
+    for number, row in enumerate(rows):
+        call = {"type": "function", "function": {"name": "look_up", "arguments": {"word": f"n{number}"}}}
+        row["messages"][1] |= {"reasoning_content": f"it may be {number}.", "tool_calls": [call]}
+    return rows
+
+
+def words_with_calls() -> Tokenizer:
+    plain = tiny_tokenizer()
+    return Tokenizer(plain.document, plain.settings, {"default": CALLER})
+
+
+def a_chat_reading(folder: Path, plant: Plant) -> list[Verdict]:
+    """As the audit, with a row that is refused as a verdict."""
+    try:
+        return [*a_chat_audit(ChatData(rows=calls_and_thoughts, words=words_with_calls))(folder, plant),
+                proven("conversations", "every row was read and written")]
+    except DataError as error:
+        return [refuted("conversations", str(error))]
+
+
+def field_lost(name: str) -> Plant:
+    """The template was written before such a field was."""
+    def without(usual: Any, writer: TemplateWriter, messages: Sequence[Any], *given: Any, **options: Any) -> str:
+        return usual(writer, [{key: value for key, value in message.items() if key != name} for message in messages], *given, **options)
+
+    return in_place_of(TemplateWriter, "write")(without)
+
+
+fault("tool calls lost by the template", rows=("D26",), stage="template", check="conversations", job=a_chat_reading)(
+    field_lost("tool_calls"))
+fault("reasoning lost by the template", rows=("D26",), stage="template", check="conversations", job=a_chat_reading)(
+    field_lost("reasoning_content"))
+
+
+@fault("empty answers taught", rows=("D27",), stage="data", check="conversations", job=a_chat_reading)
+@in_place_of(layouts, "read_rows")
+def empty_answers_taught(usual: Any, path: Path) -> Iterator[DataRow]:
+    """An export that lost what was said: the model would learn to say nothing and stop."""
+    for row in usual(path):
+        yield replace(row, values={"messages": [row.values["messages"][0], {"role": "assistant", "content": ""}]})
 
 # ---------------------------------------------------------------- tools to plant with
 

@@ -9,9 +9,11 @@ import pytest
 from assay.data.chat import Rendered, TrainingExample, render_conversations, supervised_runs
 from assay.data.layouts import Conversation
 from assay.errors import DataError
+from assay.guard.example_audit import audit_examples
 from assay.model.special_tokens import resolve_special_tokens
 from assay.model.tokenizer import Tokenizer
 from assay.testing.tiny_models import TINY_CHAT_TEMPLATE, tiny_tokenizer
+from assay.verdict import Outcome
 from assay.zoo.chat_faults import words_with_bos
 
 TALK = (("system", "Be brief."), ("user", "Is the river long?"), ("assistant", "the river is."), ("user", "Why?"),
@@ -169,3 +171,62 @@ def test_an_example_is_checked_and_never_changes():
         TrainingExample("a:1:0", (1, 2), (1, 1), ("x",), 1)  # type: ignore[arg-type]
     with pytest.raises(DataError, match="expected one weight a token"):
         TrainingExample("a:1:0", (1, 2), (0,), ("x",), 1)  # type: ignore[arg-type]
+
+# ---------------------------------------------------------------- what a message says beside its content
+
+CALL = {"type": "function", "id": "c1",
+        "function": {"name": "get_weather", "arguments": {"city": "Köln", "days": [1, 2.5], "hourly": True}}}
+CALLER = """{% for m in messages %}<|im_start|>{{ m.role }}
+{% if m.reasoning_content %}<think>{{ m.reasoning_content | trim }}</think>{% endif %}{{ m.content }}\
+{% for call in m.tool_calls or [] %}<call>CALL</call>{% endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+WAYS = ("{{ call | tojson }}", "{{ call.function.name }} {{ call.function.arguments | tojson(indent=2, ensure_ascii=True) }}",
+        "{{ call.function.name }} {{ call.function.arguments }}",
+        "{{ call.function.name }}{% for k, v in call.function.arguments.items() %}<{{ k }}>{{ v }}</{{ k }}>{% endfor %}")
+
+
+def asked(**message: Any) -> Conversation:
+    return Conversation("made:1:0", "made:1", ({"role": "user", "content": "Weather?"}, {"role": "assistant", "content": "", **message}))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("said", ["", "I call get_weather for Köln."])
+def test_calls_and_reasoning_that_the_template_writes_are_taught(way: str, said: str):
+    words = with_template(CALLER.replace("CALL", way))
+    conversation = asked(content=said, tool_calls=[CALL], reasoning_content=" rain? ")
+    found = rendered(conversation, words=words)
+    assert "get_weather" in found.examples[0].intended[0]
+    assert "<think>rain?</think>" in found.examples[0].intended[0]
+    verdicts = audit_examples(found.examples, words, resolve_special_tokens(words, {}, {}))
+    assert [verdict.check for verdict in verdicts if verdict.outcome is Outcome.REFUTED] == []
+
+
+def test_arguments_as_json_in_a_text_are_found_as_they_are_and_escaped_again():
+    for way in ("{{ call.function.name }}{{ call.function.arguments }}", "{{ call | tojson }}"):
+        calls = [{"function": {"name": "get_weather", "arguments": '{"city":"K\\u00f6ln",  "note": "a \\"b\\""}'}}]
+        assert rendered(asked(tool_calls=calls), words=with_template(CALLER.replace("CALL", way))).examples
+
+
+@pytest.mark.parametrize(("template", "message", "lost"), [
+    (TINY_CHAT_TEMPLATE, {"tool_calls": [CALL]}, r"tool_calls \('get_weather'\)"),
+    (TINY_CHAT_TEMPLATE, {"tool_calls": [CALL], "content": "I call get_weather."}, "tool_calls"),
+    (TINY_CHAT_TEMPLATE, {"reasoning_content": "rain?", "content": "Wet."}, r"reasoning_content \('rain\?'\)"),
+    (TINY_CHAT_TEMPLATE, {"thinking": "rain?", "content": "Wet."}, "thinking"),
+    (CALLER.replace("CALL", "{{ call.function.name }}"), {"tool_calls": [CALL]}, "tool_calls .'city'"),
+    (CALLER.replace("{{ m.content }}", "{% if not m.tool_calls %}{{ m.content }}{% endif %}"),
+     {"content": "Weather?", "tool_calls": [CALL]}, "content"),
+])
+def test_a_field_that_the_template_loses_is_refused_with_its_place(template: str, message: dict[str, Any], lost: str):
+    with pytest.raises(DataError, match=f"^made:1: the chat template does not write {lost}.* of turn 1"):
+        rendered(asked(**message), words=with_template(template))
+
+
+def test_what_the_model_never_sees_is_counted():
+    turns = ({"role": "user", "content": "Weather?"}, {"role": "assistant", "content": "Wet.", "train": 1},
+             {"role": "user", "content": "Why?"})
+    tools = ({"type": "function", "function": {"name": "get_weather"}},)
+    found = rendered(Conversation("made:1:0", "made:1", turns, tools=tools))
+    assert found.unread == {"last turns that nothing answers": 1, "message field 'train'": 1,
+                            "rows whose tools the chat template does not write": 1}
+    assert rendered(talk()).unread == {}

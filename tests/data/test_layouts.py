@@ -139,3 +139,31 @@ def test_a_layout_can_be_named(tmp_path: Path):
         read_conversations(path, layout="alpacca")
     with pytest.raises(DataError, match="the layout messages needs messages"):
         read_conversations(path, layout="messages")
+
+
+EMPTY = {"role": "assistant", "content": " \n"}
+
+
+@pytest.mark.parametrize(("row", "words"), [
+    ({"messages": [ASKED, EMPTY]}, r"rows.jsonl:1: turn 1 \(assistant\) is empty"),
+    ({"conversations": [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": ""}]}, "turn 1 .assistant. is empty"),
+    ({"prompt": [ASKED], "completion": [EMPTY]}, "turn 1 .assistant. is empty"),
+    ({"messages": [ASKED, ASKED, ANSWERED]}, "turns 0 and 1 are both of user"),
+    ({"messages": [ASKED, ANSWERED, ANSWERED]}, "turns 1 and 2 are both of assistant"),
+    ({"messages": [ANSWERED, ASKED]}, "the assistant speaks first"),
+    ({"messages": [{"role": "system", "content": "Be brief."}, ANSWERED, ASKED, ANSWERED]}, "the assistant speaks first"),
+])
+def test_turns_that_teach_nothing_or_answer_nobody_are_refused(tmp_path: Path, row: dict[str, Any], words: str):
+    with pytest.raises(DataError, match=words):
+        read_conversations(jsonl(tmp_path, row))
+
+
+@pytest.mark.parametrize("row", [
+    {"prompt": [ANSWERED, ASKED, ASKED], "completion": [ANSWERED]},  # a prompt may be whatever it is
+    {"messages": [ASKED, {"role": "assistant", "tool_calls": [{"function": {"name": "why"}}]}, {"role": "tool", "content": "1"},
+                  {"role": "tool", "content": "2"}, ANSWERED]},
+    {"messages": [ASKED, {"role": "assistant", "content": "", "reasoning_content": "Hm."}]},
+    {"messages": [ASKED, ANSWERED, ASKED]},
+])
+def test_turns_that_are_in_order_are_not_refused(tmp_path: Path, row: dict[str, Any]):
+    assert only(jsonl(tmp_path, row))

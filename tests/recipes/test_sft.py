@@ -11,7 +11,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from assay.cli import run as assay
-from assay.errors import GuardStop, UsageError
+from assay.errors import DataError, GuardStop, UsageError
 from assay.generate.engine import sample
 from assay.generate.generation_request import Sampling
 from assay.model import transformer
@@ -108,6 +108,15 @@ def test_data_that_fails_its_audit_is_stopped_before_step_1(home: Path, tmp_path
     with stopped_by("duplicates"):
         sft.sft(config, lambda _: None)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_rows_whose_calls_the_template_loses_are_refused_by_file_and_line(home: Path, tmp_path: Path):
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]}
+    answers = [{"role": "assistant", "content": f"{number}."} for number in range(20)]
+    rows = [{"messages": [{"role": "user", "content": f"{n}?"}, call if n == 6 else answer]} for n, answer in enumerate(answers)]
+    (tmp_path / "calls.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(DataError, match=r"calls.jsonl:7: the chat template does not write tool_calls \('add'\) of turn 1"):
+        sft.sft(options(home, tmp_path / "run", data=(str(tmp_path / "calls.jsonl"),), max_length=64), lambda _: None)
 
 # ---------------------------------------------------------------- the whole model, and an adapter
 

@@ -19,6 +19,9 @@ REASONS = {
     "rows written with another template": "is not what its conversation becomes: it reads '_start|>vter",
     "new tokens without rows": "4 tokens in the data have an empty embedding row that is frozen: '<think>'",
     "held-out conversation trained on": "4 of 4 held-out examples are trained on",
+    "tool calls lost by the template": "rows.jsonl:1: the chat template does not write tool_calls ('look_up') of turn 1 (assistant)",
+    "reasoning lost by the template": "does not write reasoning_content ('it may be 0.') of turn 1",
+    "empty answers taught": "rows.jsonl:1: turn 1 (assistant) is empty",
 }
 WANTED = {*(f"D{i:02d}" for i in range(1, 9)), "D10", "D11", "D12", "D13", "D15"}  # D09 strikes an export: see checkpoints
 
