@@ -82,6 +82,9 @@ def _check_parts(schema: Any, dialect: Any) -> None:
         part, resolver = waiting.pop()
         if isinstance(part.contents, Mapping):
             _check_words(part.contents, dialect)
+            if isinstance(part.contents.get("extends"), Mapping) and "extends" in dialect.VALIDATORS:
+                raise DataError("the schema has draft 3's `extends` with one schema, whose references cannot be followed here; give a list "
+                                "of one, or allOf in a later draft")
             for reference in (part.contents[key] for key in REFERENCES if isinstance(part.contents.get(key), str)):
                 try:
                     resolver.lookup(reference)
