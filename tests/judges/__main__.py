@@ -6,7 +6,6 @@ import importlib
 import json
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,12 @@ JUDGES = {"chat_templates": "chat templates, transformers' renderer", "sft_masks
           "gguf_vocabularies": "llama.cpp's vocabularies", "broken_gguf": "llama.cpp's broken GGUF files",
           "safetensors_attacks": "safetensors' attack files", "trl_rewards": "TRL's rewards", "lm_eval_graders": "lm-eval's graders",
           "gym_datasets": "reasoning-gym", "peft_adapters": "PEFT's adapters"}
+HEAD = """# Scorecard
+
+Other people's tests, run by `make judges JUDGES=FOLDER` at pinned versions in an environment of their own; their files come from PyPI or
+from checkouts that the user names, and are not kept here. Right: the answer is the judge's. Refused in words: we answer nothing and say
+why, or differ for a reason that is stated. **Wrong**: another answer, or a crash; the goal is 0 everywhere.
+"""
 SHOWN = 12  # refusals and mistakes of a judge that are written out
 
 
@@ -46,7 +51,7 @@ def ask(name: str, folder: Path) -> dict[str, Any]:
         score: Score = module.judge(folder)
     except AbsentJudge as absence:
         return {"asks": module.ASKS, "absent": str(absence), "date": day}
-    return {"asks": module.ASKS, "date": day, "seconds": round(time.monotonic() - began, 1), **asdict(score)}
+    return {"asks": module.ASKS, "date": day, "seconds": round(time.monotonic() - began, 1), **vars(score)}
 
 
 def in_words(record: dict[str, Any]) -> str:
@@ -58,10 +63,7 @@ def in_words(record: dict[str, Any]) -> str:
 
 def scorecard(kept: dict[str, Any]) -> str:
     """The page: one table, then what was skipped, refused and wrong, by judge."""
-    lines = ["# Scorecard", "", "Other people's tests, run by `make judges JUDGES=FOLDER` at pinned versions in an environment of their own; their files "
-             "come from PyPI or from", "checkouts that the user names, and are not kept here. Right: the answer is the judge's. Refused in words: we "
-             "answer nothing, and say why.", "**Wrong**: another answer, or a crash; the goal is 0 everywhere.", "",
-             "| judge | what it asks | n | right | refused in words | wrong | version | date |", "|---|---|--:|--:|--:|--:|---|---|"]
+    lines = [HEAD, "| judge | what it asks | n | right | refused in words | wrong | version | date |", "|---|---|--:|--:|--:|--:|---|---|"]
     known = [name for name in JUDGES if name in kept]
     lines += [row(JUDGES[name], kept[name]) for name in known]
     for name in known:

@@ -1,6 +1,6 @@
 """Broken GGUF files: the kinds that llama.cpp's tests/test-gguf.cpp makes by hand, made again here; each must be refused, or read.
 
-That program writes into temporary files, so there is nothing to point at: what it writes for each kind is written here from its description,
+That program writes into temporary files, so there is nothing to point at: what it writes for each kind is written here by ourselves,
 with two keys and two tensors instead of a hundred. A kind that llama.cpp's checkout no longer names is not tried.
 """
 
@@ -59,7 +59,7 @@ def number(name: str, value: int, kind: int = U32) -> bytes:
 
 
 def tensor(name: str, *, shape: tuple[int, ...] = (8, 2), dimensions: int | None = None, kind: int = F32, offset: int = 0) -> bytes:
-    return text(name) + struct.pack("<I", dimensions or len(shape)) + struct.pack(f"<{len(shape)}q", *shape) + struct.pack("<iQ", kind, offset)
+    return text(name) + struct.pack(f"<I{len(shape)}qiQ", dimensions or len(shape), *shape, kind, offset)
 
 
 def padded(data: bytes, alignment: int = 32) -> bytes:
@@ -93,7 +93,7 @@ KINDS: dict[str, Callable[[], bytes]] = {
     "KV_BAD_ALIGN": keyed(number("my_key_0", 7), ALIGN_13),
     "KV_WRONG_TYPE_ALIGN": keyed(number("my_key_0", 7), number("general.alignment", 32, kind=I32)),
     "KV_SUCCESS": keyed(number("my_key_0", 7), number("my_key_1", 8)),
-    "TENSORS_BAD_NAME_SIZE": tabled(tensor("my_tensor_0_with_a_name_that_is_longer_than_the_sixty_three_bytes_that_ggml_has_for_it"), data=64),
+    "TENSORS_BAD_NAME_SIZE": tabled(tensor("my_tensor_0" + "_and_so_on" * 7), data=64),
     "TENSORS_BAD_N_DIMS": tabled(tensor("my_tensor_0", dimensions=5), data=64),
     "TENSORS_BAD_SHAPE": tabled(tensor("my_tensor_0", shape=(-1, -1)), data=64),
     "TENSORS_ZERO_DIM": tabled(tensor("my_tensor_0", shape=(8, 0))),

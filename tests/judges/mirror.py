@@ -12,9 +12,11 @@ import contextlib
 import datetime
 import io
 import json
+import logging
 import shutil
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +31,18 @@ from assay.guard.example_audit import audit_examples
 from assay.model.special_tokens import resolve_special_tokens
 from assay.model.tokenizer import Tokenizer
 from assay.testing import tiny_models
-from assay.testing.tiny_models import ADAPTER_FILE, INDEX_FILE, WEIGHTS_FILE, edit_json, flip_bit, nudge, rewrite_tensors, shard_files, tiny_model, truncate
+from assay.testing.tiny_models import (
+    ADAPTER_FILE,
+    INDEX_FILE,
+    WEIGHTS_FILE,
+    edit_json,
+    flip_bit,
+    nudge,
+    rewrite_tensors,
+    shard_files,
+    tiny_model,
+    truncate,
+)
 from assay.verdict import Outcome, Verdict
 from tests.judges.score import first_words, packages
 
@@ -61,8 +74,8 @@ def swapped_tokens(folder: Path) -> None:
 
 def other_stop(folder: Path) -> None:
     for name, value in (("tokenizer_config.json", "<|endoftext|>"), ("generation_config.json", 256), ("config.json", 256)):
-        if (folder / name).exists():
-            edit_json(folder / name, lambda fields, value=value: fields | {"eos_token" if isinstance(value, str) else "eos_token_id": value})
+        key = "eos_token" if isinstance(value, str) else "eos_token_id"
+        edit_json(folder / name, lambda fields, named={key: value}: fields | named)
 
 
 def renamed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -93,7 +106,7 @@ MODEL_FAULTS: dict[str, tuple[bool, Plant]] = {  # sharded?, plant
     "one tensor empty": (False, changed(lambda tensors: tensors | {DOWN: torch.empty(0)})),
     "one tensor all zero": (False, changed(lambda tensors: tensors | {DOWN: torch.zeros_like(tensors[DOWN])})),
     "a NaN in a norm": (False, changed(lambda tensors: tensors | {NORM: tensors[NORM].clone().fill_(float("nan"))})),
-    "one tensor transposed and reshaped": (False, changed(lambda tensors: tensors | {UP: tensors[UP].T.reshape(tensors[UP].shape).contiguous()})),
+    "one tensor in the order of its transpose": (False, changed(lambda tensors: tensors | {UP: tensors[UP].T.reshape(tensors[UP].shape)})),
     "a shard missing": (True, lambda folder: shard_files(folder)[1].unlink()),
     "two shards exchanged": (True, lambda folder: tiny_models.exchange_files(*shard_files(folder)[1:3])),
     "index names a tensor that no shard has": (True, lambda folder: edit_json(folder / INDEX_FILE, lambda index: index | {
@@ -113,13 +126,13 @@ def other_rope(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def model_rows(scratch: Path) -> Iterator[Row]:
-    parent = tiny_models.save_model(scratch / "parent", tiny_model()).folder
+    parent, usual = tiny_models.save_model(scratch / "parent", tiny_model()).folder, set[str]()
     for number, (name, (sharded, plant)) in enumerate(MODEL_FAULTS.items()):
         ours = tiny_models.save_model(scratch / f"model-{number}", nudge(tiny_model()), sharded=sharded).folder
         bare = tiny_models.forget_manifest(Path(shutil.copytree(ours, scratch / f"bare-{number}")))
         for folder in (ours, bare):
             plant(folder)
-        yield Row(name, "transformers: from_pretrained, generate", outcome(lambda bare=bare: run_transformers(bare)),
+        yield Row(name, "transformers: from_pretrained, generate", outcome(lambda bare=bare: run_transformers(bare), usual),
                   proven_or_not(ours), proven_or_not(bare, against=str(parent)))
 
 
@@ -161,13 +174,13 @@ ADAPTER_FAULTS: dict[str, Plant] = {
 
 
 def adapter_rows(scratch: Path) -> Iterator[Row]:
-    base = tiny_models.save_model(scratch / "base", tiny_model()).folder
+    base, usual = tiny_models.save_model(scratch / "base", tiny_model()).folder, set[str]()
     for number, (name, plant) in enumerate(ADAPTER_FAULTS.items()):
         ours = tiny_models.save_adapter(scratch / f"adapter-{number}", base).folder
         bare = tiny_models.forget_manifest(Path(shutil.copytree(ours, scratch / f"bare-adapter-{number}")))
         for folder in (ours, bare):
             plant(folder)
-        yield Row(name, "PEFT: PeftModel.from_pretrained, forward", outcome(lambda bare=bare: run_peft(base, bare)),
+        yield Row(name, "PEFT: PeftModel.from_pretrained, forward", outcome(lambda bare=bare: run_peft(base, bare), usual),
                   proven_or_not(ours), proven_or_not(bare, base=str(base)))
 
 
@@ -197,12 +210,12 @@ DATA_FAULTS = {
 
 
 def data_rows(scratch: Path) -> Iterator[Row]:
-    base = tiny_models.forget_manifest(tiny_models.save_model(scratch / "sft", tiny_model()).folder)
+    base, usual = tiny_models.forget_manifest(tiny_models.save_model(scratch / "sft", tiny_model()).folder), set[str]()
     for number, (name, rows) in enumerate(DATA_FAULTS.items()):
         file = scratch / f"rows-{number}.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        yield Row(name, "TRL: SFTTrainer, two steps on assistant_only-style rows", outcome(lambda f=file, n=number: run_trl(base, f, scratch / f"trl-{n}")),
-                  data_check(base, file))
+        trained = outcome(lambda file=file, number=number: run_trl(base, file, scratch / f"trl-{number}"), usual)
+        yield Row(name, "TRL: SFTTrainer, two steps", trained, data_check(base, file))
 
 
 def run_trl(base: Path, file: Path, out: Path) -> None:
@@ -247,13 +260,14 @@ metric_list: [{{metric: exact_match}}]
 
 
 def eval_rows(scratch: Path) -> Iterator[Row]:
-    base = tiny_models.forget_manifest(tiny_models.save_model(scratch / "evaluated", tiny_model()).folder)
+    base, usual = tiny_models.forget_manifest(tiny_models.save_model(scratch / "evaluated", tiny_model()).folder), set[str]()
     for number, (name, rows) in enumerate(EVAL_FAULTS.items()):
         folder = scratch / f"task-{number}"
         folder.mkdir()
         (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         (folder / "task.yaml").write_text(TASK.format(file=folder / "rows.jsonl"))
-        yield Row(name, "lm-eval: simple_evaluate", outcome(lambda folder=folder: run_lm_eval(base, folder)), eval_check(base, folder))
+        evaluated = outcome(lambda folder=folder: run_lm_eval(base, folder), usual)
+        yield Row(name, "lm-eval: simple_evaluate", evaluated, eval_check(base, folder))
 
 
 def run_lm_eval(base: Path, folder: Path) -> None:
@@ -269,58 +283,87 @@ def eval_check(base: Path, folder: Path) -> str:
 
     heard = io.StringIO()
     with contextlib.redirect_stdout(heard), contextlib.redirect_stderr(heard):
-        code = run(["eval", str(base), "--task", "gsm8k", "--data", str(folder / "rows.jsonl"), "--max-new-tokens", "4", "--device", "cpu", "--out", str(folder / "eval")])
+        code = run(["eval", str(base), "--task", "gsm8k", "--data", str(folder / "rows.jsonl"), "--max-new-tokens", "4", "--device", "cpu",
+                    "--out", str(folder / "eval")])
     words = [line for line in heard.getvalue().splitlines() if line.strip()]
-    said = next((line for line in words if "REFUTED" in line), next((line for line in words if "UNPROVEN" in line), words[-1] if words else ""))
+    said = next((line for kind in ("REFUTED", "UNPROVEN", "") for line in words if kind in line), "")
     return f"exit {code}: {first_words(ValueError(said.replace(str(folder) + '/', '')), 150)}"
 
 # ---------------------------------------------------------------- what they say
 
 
-def outcome(act: Callable[[], object]) -> str:
-    """Whether a tool's call returned."""
+def outcome(act: Callable[[], object], usual: set[str]) -> str:
+    """Whether a tool's call returned, and whether it warned of more than is `usual`, as of the clean twin, which comes first."""
+    heard = LogKeeper()
+    loggers = [logging.getLogger(name) for name in (None, "transformers", "peft", "trl", "lm_eval")]
+    for logger in loggers:
+        logger.addHandler(heard)
     try:
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()), \
+                warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
             act()
     except Exception as error:  # whatever the tool raises is its objection
         return f"error: {type(error).__name__}"
-    return "no error"
+    finally:
+        for logger in loggers:
+            logger.removeHandler(heard)
+    messages = heard.messages | {str(warning.message)[:40] for warning in warned}
+    more, first = messages - usual, not usual
+    usual |= messages | {""}  # no longer empty
+    return "no error, a warning" if more and not first else "no error"
+
+
+class LogKeeper(logging.Handler):
+    """Keeps how the warnings of a tool's log begin; what follows are paths and numbers."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: set[str] = set()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.add(record.getMessage()[:40])
 
 
 def proven_or_not(folder: Path, **request: Any) -> str:
     try:
-        return worst(tiny_models.examine_folder(folder, **request))
+        return worst(tiny_models.examine_folder(folder, **request)).replace(f"{folder}/", "").replace(f"{folder}: ", "")
     except AssayError as error:
-        return f"refused: {first_words(error, 160).replace(str(folder), '')}"
+        return f"refused: {first_words(error, 160)}".replace(f"{folder}/", "")
 
 
 def worst(verdicts: list[Verdict]) -> str:
     refuted = [verdict for verdict in verdicts if verdict.outcome is Outcome.REFUTED]
     if refuted:
-        return "REFUTED: " + first_words(ValueError(str(refuted[0]).replace("REFUTED", "").strip()), 130)
+        return "REFUTED: " + first_words(ValueError(str(refuted[0]).replace("REFUTED", "").strip()), 200)
     return "not refuted" if any(verdict.outcome is Outcome.UNPROVEN for verdict in verdicts) else "PROVEN"
 
 
+HEAD = """# The mirror
+
+Faults of the zoo that can be planted in plain folders and files, given to the tools of the field, beside what `assay prove` (`data check`,
+`eval`) says of the same bytes. "No error": the tool's call returned; that it warned where it did not warn of the clean twin is said.
+To load what a folder says is a loader's job, to doubt it is a proof's. Without a manifest there is no record of the bytes: what such a
+folder cannot show is "not refuted", and UNPROVEN.
+"""
+
+
 def page(rows: list[Row]) -> str:
-    planted = [row for row in rows if not row.fault.startswith("none")]
-    silent = [row for row in planted if row.tool == "no error"]
-    noticed = [row for row in silent if noticed_by_us(row)]
-    clean = [row for row in rows if row.fault.startswith("none")]
-    alarms = sum(noticed_by_us(row) for row in clean)
-    lines = ["# The mirror", "", "Faults of the zoo that can be planted in plain folders and files, given to the tools of the field, beside what "
-             "`assay prove` (`data check`, `eval`)", "says of the same bytes. \"No error\": the tool's call returned; a warning in its log is no "
-             "error. To load what a folder says is a loader's job;", "to doubt it is a proof's. Without a manifest there is no record of the bytes: "
-             "what a folder cannot show is not refuted, and UNPROVEN.", "",
-             f"{len(silent)} of {len(planted)} faults pass without an error; of those Assay objects to {len(noticed)}. Clean twins: {len(clean)}, "
-             f"objections to them: {alarms}.", "",
-             f"Versions: {packages('transformers', 'peft', 'trl', 'lm-eval', 'torch')}. Made {datetime.date.today().isoformat()} by "
-             "`tests/judges/mirror.py`.", "", "| fault | tool and call | it says | Assay | the same without our manifest |", "|---|---|---|---|---|"]
+    clean, planted = ([row for row in rows if row.fault.startswith("none") == twin] for twin in (True, False))
+    silent = [row for row in planted if row.tool.startswith("no error")]
+    warned = sum("warning" in row.tool for row in silent)
+    ours, without = (sum(objects(words) for words in said) for said in ([row.ours for row in silent], [row.without or row.ours for row in silent]))
+    alarms = sum(objects(row.ours) or objects(row.without) for row in clean)
+    lines = [HEAD, f"{len(silent)} of {len(planted)} faults pass without an error ({warned} of them with a warning). To these {len(silent)} Assay objects "
+             f"{ours} times, and {without} times where the folder has no manifest. Clean twins: {len(clean)}, objections to them: {alarms}.", "",
+             f"Versions: {packages('transformers', 'peft', 'trl', 'lm-eval', 'torch')}. Made {datetime.date.today().isoformat()} by `make mirror` "
+             "(`tests/judges/mirror.py`).", "", "| fault | tool and call | it says | Assay | the same without our manifest |", "|---|---|---|---|---|"]
     lines += [f"| {row.fault} | {row.asked} | {row.tool} | {flat(row.ours)} | {flat(row.without)} |" for row in rows]
     return "\n".join(lines) + "\n"
 
 
-def noticed_by_us(row: Row) -> bool:
-    return any(words.startswith(("REFUTED", "refused", "exit 2", "exit 3", "exit 4")) for words in (row.ours, row.without))
+def objects(words: str) -> bool:
+    return words.startswith(("REFUTED", "refused", "exit 2", "exit 3", "exit 4"))
 
 
 def flat(text: str) -> str:

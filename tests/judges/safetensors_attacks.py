@@ -20,8 +20,8 @@ def judge(folder: Path) -> Score:
     with tempfile.TemporaryDirectory() as scratch:
         for name, data in files.items():
             try_bytes(score, name, data, Path(scratch) / "attack.safetensors")
-    score.notes.append("attempt 2 of attacks/ with 100,000 tensors over the same bytes, not ten million; attempts at other formats (pickle, "
-                       "npz, h5) have no reader here")
+    score.notes.append("attempt 2 of attacks/ with 100,000 tensors over the same bytes, not ten million; attempts at other formats "
+                       "(pickle, npz, h5) have no reader here")
     return score
 
 

@@ -5,11 +5,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from assay.data.chat import render_conversations
+from assay.data.chat import render_conversations, supervised_runs
 from assay.data.layouts import read_conversations
 from assay.errors import AssayError
 from assay.guard.example_audit import audit_examples
-from assay.guard.example_checks import FlatExamples
 from assay.model.special_tokens import resolve_special_tokens
 from assay.model.tokenizer import Tokenizer
 from assay.verdict import Outcome
@@ -18,7 +17,6 @@ from tests.judges.conversations import LEARNED, templates, tokenizer_for
 from tests.judges.score import Score, first_words, packages
 
 ASKS = "is what is supervised the assistant's turn as the template writes it, call and reasoning included, or is the row refused?"
-SAID = "assay-turn"
 PIECES = {"tools": ("weigh_bar", "number seven"), "reasoning": ("Sterling silver is 92.5 percent pure.",)}
 
 
@@ -45,7 +43,7 @@ def try_row(score: Score, case: str, kind: str, ours: Tokenizer, theirs: Any, ro
     try:
         learned = supervised(ours, row, scratch)
     except AssayError as error:
-        score.refusals[in_kind(str(error))] += 1
+        score.refusals[f"{kind}: {in_kind(str(error))}"] += 1
         return
     expected = expected_turns(theirs, row, ours)
     lost = [piece for piece in PIECES.get(kind, ()) if not any(piece in text for text in learned)]
@@ -61,14 +59,8 @@ def supervised(ours: Tokenizer, row: dict[str, Any], scratch: Path) -> list[str]
     for verdict in audit_examples(rendered.examples, ours, stops):
         if verdict.outcome is Outcome.REFUTED:
             raise AssayError(str(verdict))
-    flat = FlatExamples(rendered.examples)
-    return [ours.decode(run) for run in supervised_ids(flat)]
-
-
-def supervised_ids(flat: FlatExamples) -> list[list[int]]:
-    from assay.data.chat import supervised_runs
-
-    return [example.tokens[start:stop].tolist() for example in flat.examples for start, stop in supervised_runs(example.weight)]
+    return [ours.decode(example.tokens[start:stop].tolist())
+            for example in rendered.examples for start, stop in supervised_runs(example.weight)]
 
 
 def expected_turns(theirs: Any, row: dict[str, Any], ours: Tokenizer) -> list[str] | None:
@@ -87,6 +79,10 @@ def expected_turns(theirs: Any, row: dict[str, Any], ours: Tokenizer) -> list[st
 
 def in_kind(words: str) -> str:
     """A refusal without its file and its quotations, so that alike ones count together."""
-    kinds = ("does not write", "generation prompt has", "writes an earlier turn differently", "does not accept this conversation",
-             "no token that ends", "never", "nothing marks")
-    return next((kind for kind in kinds if kind in words), first_words(ValueError(words)))
+    kinds = {"does not write": "the template does not write what the row says",
+             "generation prompt has": "answers do not begin with the template's own generation prompt",
+             "writes an earlier turn differently": "an earlier turn is written differently once another follows (--turns apart)",
+             "does not accept this conversation": "the template itself objects",
+             "mean to teach what": "the template puts words into the answer that the row does not have",
+             "end with no supervised stop token": "the answer ends with no stop token", "stop token before": "a stop token in mid-answer"}
+    return next((told for kind, told in kinds.items() if kind in words), first_words(ValueError(words)))

@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from assay.errors import DataError
 from assay.reward.json_schema import check_schema
 from tests.judges import broken_gguf, json_schema, safetensors_attacks
@@ -12,7 +14,8 @@ from tests.judges.score import Score, checkout_version
 SUITE = [{"description": "numbers", "schema": {"type": "integer"}, "tests": [
     {"description": "one", "data": 1, "valid": True}, {"description": "text", "data": "1", "valid": False},
     {"description": "the judge is wrong", "data": "1", "valid": True}]},
-    {"description": "elsewhere", "schema": {"$ref": "http://localhost/other.json"}, "tests": [{"description": "any", "data": 1, "valid": True}]}]
+    {"description": "elsewhere", "schema": {"$ref": "http://localhost/other.json"}, "tests": [
+        {"description": "any", "data": 1, "valid": True}]}]
 
 
 def suite(folder: Path) -> Path:
@@ -30,7 +33,7 @@ def test_what_is_there_is_asked_and_what_is_not_is_said(tmp_path, capsys):
     page = out.read_text()
     assert "| 4 | 2 | 1 | **1** | JSON-Schema-Test-Suite, files " in page
     assert "not run: llama.cpp/models is not in the folder of judges: git clone it there, at b21e4de74567" in page
-    assert "**wrong**: draft7/numbers.json: numbers: the judge is wrong: said the document: '1' is not of type 'integer', expected valid" in page
+    assert "**wrong**: draft7/numbers.json: numbers: the judge is wrong: said the document: '1' is not of type 'integer'," in page
     assert "4 asked, 2 right, 1 refused in words, 1 wrong" in capsys.readouterr().out
 
 
@@ -60,10 +63,8 @@ def test_attack_files_of_safetensors_are_refused_as_the_library_refuses_them(tmp
 
 def test_a_schema_of_draft_3_that_extends_one_other_is_refused_in_words():
     one = json_schema.in_dialect({"extends": {"type": "string"}}, json_schema.DIALECTS["draft3"])
-    try:
+    with pytest.raises(DataError, match="`extends`"):
         check_schema(one)
-    except DataError as error:
-        assert "`extends`" in str(error)
     check_schema(one | {"extends": [{"type": "string"}]})
     check_schema({"$schema": json_schema.DIALECTS["draft7"], "extends": {"type": "string"}})
 
