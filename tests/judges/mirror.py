@@ -294,6 +294,9 @@ def eval_check(base: Path, folder: Path) -> str:
 
 def outcome(act: Callable[[], object], usual: set[str]) -> str:
     """Whether a tool's call returned, and whether it warned of more than is `usual`, as of the clean twin, which comes first."""
+    from transformers.utils import logging as transformers_log
+
+    transformers_log.set_verbosity_warning()  # our own proofs turn it down
     heard = LogKeeper()
     loggers = [logging.getLogger(name) for name in (None, "transformers", "peft", "trl", "lm_eval")]
     for logger in loggers:
@@ -352,12 +355,13 @@ def page(rows: list[Row]) -> str:
     clean, planted = ([row for row in rows if row.fault.startswith("none") == twin] for twin in (True, False))
     silent = [row for row in planted if row.tool.startswith("no error")]
     warned = sum("warning" in row.tool for row in silent)
-    ours, without = (sum(objects(words) for words in said) for said in ([row.ours for row in silent], [row.without or row.ours for row in silent]))
+    ours, without = sum(objects(row.ours) for row in silent), sum(objects(row.without or row.ours) for row in silent)
     alarms = sum(objects(row.ours) or objects(row.without) for row in clean)
-    lines = [HEAD, f"{len(silent)} of {len(planted)} faults pass without an error ({warned} of them with a warning). To these {len(silent)} Assay objects "
-             f"{ours} times, and {without} times where the folder has no manifest. Clean twins: {len(clean)}, objections to them: {alarms}.", "",
-             f"Versions: {packages('transformers', 'peft', 'trl', 'lm-eval', 'torch')}. Made {datetime.date.today().isoformat()} by `make mirror` "
-             "(`tests/judges/mirror.py`).", "", "| fault | tool and call | it says | Assay | the same without our manifest |", "|---|---|---|---|---|"]
+    lines = [HEAD, f"{len(silent)} of {len(planted)} faults pass without an error ({warned} of them with a warning). To these {len(silent)} "
+             f"Assay objects {ours} times, and {without} times where the folder has no manifest. Clean twins: {len(clean)}, objections to them: "
+             f"{alarms}.", "", f"Versions: {packages('transformers', 'peft', 'trl', 'lm-eval', 'torch')}. Made "
+             f"{datetime.date.today().isoformat()} by `make mirror` (`tests/judges/mirror.py`).", "",
+             "| fault | tool and call | it says | Assay | the same without our manifest |", "|---|---|---|---|---|"]
     lines += [f"| {row.fault} | {row.asked} | {row.tool} | {flat(row.ours)} | {flat(row.without)} |" for row in rows]
     return "\n".join(lines) + "\n"
 
