@@ -357,12 +357,13 @@ def page(rows: list[Row]) -> str:
     warned = sum("warning" in row.tool for row in silent)
     ours, without = sum(objects(row.ours) for row in silent), sum(objects(row.without or row.ours) for row in silent)
     alarms = sum(objects(row.ours) or objects(row.without) for row in clean)
-    found = (f"{len(silent)} of {len(planted)} faults pass without an error ({warned} of them with a warning). To these {len(silent)} Assay "
-             f"objects {ours} times, and {without} times where the folder has no manifest. Clean twins: {len(clean)}, objections to them: "
+    found = (f"{len(silent)} of {len(planted)} faults pass without an error ({warned} of them with a warning). To these {len(silent)} "
+             f"Assay objects {ours} times, and {without} times where the folder has no manifest. Clean twins: {len(clean)}, objections to them: "
              f"{alarms}.")
-    made = (f"Versions: {packages('transformers', 'peft', 'trl', 'lm-eval', 'torch')}. Made {datetime.date.today().isoformat()} by `make mirror` "
-            "(`tests/judges/mirror.py`).")
-    lines = [HEAD, found, "", made, "", "| fault | tool and call | it says | Assay | the same without our manifest |", "|---|---|---|---|---|"]
+    made = (f"Versions: {packages('transformers', 'peft', 'trl', 'lm-eval', 'torch')}. Made {datetime.date.today().isoformat()} by "
+            "`make mirror` (`tests/judges/mirror.py`).")
+    lines = [HEAD, found, "", made, "",
+             "| fault | tool and call | it says | Assay | the same without our manifest |", "|---|---|---|---|---|"]
     lines += [f"| {row.fault} | {row.asked} | {row.tool} | {flat(row.ours)} | {flat(row.without)} |" for row in rows]
     return "\n".join(lines) + "\n"
 
