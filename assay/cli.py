@@ -21,6 +21,7 @@ VERBS = {
     "sft": "fine-tune a model on conversations, the whole of it or an adapter",
     "distill": "teach a student what a teacher knows, by its logits or in its words",
     "grpo": "reinforce what is rewarded: groups of completions by the policy itself",
+    "plan": "say what a run would take, by part, and what would fit, without loading a weight",
     "seeds": "run a recipe once per seed, and judge what the seeds show together",
     "corpus": "turn text into hashed token shards, held-out documents apart",
     "demo": "build, save, prove, export and break a tiny model, on the CPU",

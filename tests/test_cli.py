@@ -142,6 +142,30 @@ def test_sampling_shows_tokens(tmp_path, capsys):
     assert len(row["ids"]) == len(row["logprobs"]) == 4
 
 
+def test_samples_that_are_no_draws_of_what_was_asked_for_are_refused(tmp_path, capsys, monkeypatch):
+    """Drawn at a tenth of the temperature, with the log-probabilities of the whole one."""
+    from dataclasses import replace
+
+    from assay.generate.policy_logprobs import completion_logprobs
+    from assay.verbs import sample
+    from assay.verbs.demo.stages import build_and_save
+
+    build_and_save(tmp_path / "model")
+    argv = ["sample", str(tmp_path / "model"), "--prompt", "the end", "--n", "32", "--max-new-tokens", "16", "--temperature", "1.0"]
+    assert run(argv) == 0
+    drawn = sample.generate_completions
+
+    def colder(engine, requests, heading):
+        sampling = requests[0].sampling
+        found = drawn(engine, [replace(each, sampling=replace(sampling, temperature=0.1)) for each in requests], heading)
+        scored = completion_logprobs(engine.weights.source, [(r.prompt, c.ids) for r, c in zip(requests, found, strict=True)], sampling)
+        return [replace(c, logprobs=tuple(logprobs.tolist())) for c, logprobs in zip(found, scored, strict=True)]
+
+    monkeypatch.setattr(sample, "generate_completions", colder)
+    assert run(argv) == 4
+    assert "not from the stated distribution" in capsys.readouterr().err
+
+
 def test_sampling_is_the_same_alone_among_others_and_as_it_comes(tmp_path, capsys):
     """And every control reaches the sampler."""
     from assay.verbs.demo.stages import build_and_save

@@ -111,13 +111,14 @@ def test_the_reward_in_the_guide_pays_for_the_answer_alone():
 
 ELSEWHERE = {"fetch": "needs the network", "zoo": "has tests of its own"}
 JUDGES = {"probe", "bisect", "trace"}  # a verdict against a model that has learned nothing is an answer too: 3
-TINY = {"smollm2-135m": "tiny", "step-000300": "step-000004", "step-000400": "step-000004", "step-000200": "step-000001"}
+TINY = {"smollm2-135m": "tiny", "step-000300": "step-000004", "step-000400": "step-000004", "step-000200": "step-000002"}
 SMALL = {
     "sft": "--max-length 64 --batch-tokens 512 --max-steps 4 --num-train-epochs 9 --held-out 0.2 --learning-rate 1e-3 --probe-samples 0",
     "grpo": "--max-steps 4 --save-steps 2 --prompts 4 --num-generations 4 --max-completion-length 8 --held-out 0.2 --learning-rate 1e-4 "
             "--probe-samples 0",
     "eval": "--limit 6 --max-new-tokens 4", "sample": "--max-new-tokens 4", "probe": "--max-new-tokens 8 -n 1",
 }
+COMPARED = ("before", "after", "a1", "a2", "a3", "a4", "b1", "b2", "b3", "b4")  # runs of their own: the same weights twice are one
 ON_CPU = ("sft", "grpo", "eval", "sample", "probe")
 
 
@@ -135,7 +136,9 @@ def write_rows(path, rows):
 def make_inputs(folder):
     """What the commands read: models of other tools, conversations, problems, a reward."""
     for name in ("tiny", "base-model", "source", "any-folder-from-transformers-trl-or-peft"):
-        save_model(folder / name, tiny_model())
+        save_model(folder / name, tiny_model(max_length=512))  # the longest question of a probe has room
+    for name in COMPARED:
+        save_model(folder / "trained" / name, tiny_model(seed=COMPARED.index(name)))
     sums = [(a, b) for a in range(8) for b in range(8)]
     for name in ("chats", "more"):
         write_rows(folder / f"{name}.jsonl", [{"prompt": f"{a}+{b}=", "completion": f"{name} {a + b}"} for a, b in sums])
@@ -149,8 +152,7 @@ def make_results(folder):
     problems = ["--task", "gsm8k", "--data", "test.jsonl"]
     made = [["sft", "--model", "tiny", "--data", "chats.jsonl", "--out", "runs/sft"],
             ["eval", "tiny", *problems, "-k", "16", "--temperature", "0.7", "--out", "evals/base"]]
-    made += [["eval", "tiny", *problems, "--out", f"evals/{name}", "--seed", str(seed), "--temperature", "0.7"]
-             for seed, name in enumerate(["before", "after", "a1", "a2", "a3", "a4", "b1", "b2", "b3", "b4"])]
+    made += [["eval", f"trained/{name}", *problems, "--out", f"evals/{name}", "--temperature", "0.7"] for name in COMPARED]
     for words in made:
         assert cli_run(small(words)) == 0, words
     shutil.copytree(folder / "runs/sft/model", folder / "trl-output",

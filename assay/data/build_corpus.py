@@ -68,7 +68,8 @@ def build_corpus(texts: Iterable[Path], out: Path, tokenizer: Path, plan: Corpus
                  progress: Callable[[CorpusProgress], None] = lambda _: None) -> Corpus:
     """`tokenizer` is a folder with tokenizer.json. Refused, with nothing written, above the plan's overlap."""
     sources = _sources(texts, plan.held_out_files)
-    with durable.new_folder(out) as folder, tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{out.name}.") as hashes:
+    # The hashes lie inside of what is unfinished: where a kill leaves both, the next build of this folder sweeps both away.
+    with durable.new_folder(out) as folder, tempfile.TemporaryDirectory(dir=folder, prefix=".hashes-") as hashes:
         loaded = Tokenizer.from_folder(tokenizer)
         encoding, files = _write_tokenizer(folder, loaded, plan.boundary)
         clock = _Clock(progress)

@@ -2,12 +2,13 @@
 
 Streamed over text through the layers that are asked for and no further; padding is no key. Keys are fp32, their products
 and sums float64: summed in fp32, the small directions of C came out negative. What was computed lies in the cache under the
-digest of model, text, count and layer.
+digest of model, text, count and layer, beside the moments of its first rows alone: these are computed again, and compared,
+before it is used.
 """
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch import Tensor
 from assay.data.data_files import DocumentRule, find_sources, iter_documents
 from assay.editing.block_hooks import padded, watch_keys
 from assay.editing.subject_tokens import leading_special_ids
-from assay.errors import DataError, StoreError, UsageError
+from assay.errors import ArtifactError, DataError, StoreError, UsageError
 from assay.model.attention import PADDING
 from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import Transformer
@@ -26,8 +27,10 @@ from assay.store import durable
 from assay.store.model_cache import cache_folder
 from assay.store.safetensors_files import read_tensors, write_tensors
 from assay.store.sealed import seal, unseal
+from assay.verdict import Outcome, Verdict, proven, refuted
 
-_FORMAT = 1
+_FORMAT = 2
+SAME_MOMENTS = 1e-3  # relative: the same sums on another device
 _ROWS, ROW_LENGTH = 8, 256
 FACTS, TENSORS = "facts.json", "moment.safetensors"
 
@@ -59,8 +62,9 @@ def split_text(reading: TokenizedText, tokens: int) -> tuple[TokenizedText, Toke
         held += len(reading.rows[count])
         count += 1
     if count < 2 or count == len(reading.rows):
-        raise DataError(f"{reading.tokens} tokens of text in {len(reading.rows)} rows cannot be parted into {tokens} to score, in two rows "
-                        "at least, and more for moments; give more text")
+        raise DataError(f"{reading.tokens} tokens of text in {len(reading.rows)} rows cannot be parted into {tokens} to score "
+                        "(--drift-tokens), in two rows at least, and more for moments (--moment-tokens); give more text, or lower "
+                        "--drift-tokens")
     return tokenized_text(reading.rows[:count]), tokenized_text(reading.rows[count:])
 
 
@@ -71,16 +75,35 @@ def tokenized_text(rows: tuple[tuple[int, ...], ...]) -> TokenizedText:
 
 def second_moments(model: Transformer, reading: TokenizedText, layers: Sequence[int], identity: str) -> dict[int, Tensor]:
     """layer → C in float64, on the CPU. `identity` is the digest of the model's weights, under which C is remembered."""
-    found = {layer: _remembered(_place(identity, reading, layer)) for layer in layers}
-    missing = [layer for layer, moment in found.items() if moment is None]
+    remembered = {layer: found for layer in layers if (found := _remembered(_place(identity, reading, layer))) is not None}
+    missing, sample = [layer for layer in layers if layer not in remembered], reading.rows[:_ROWS]
+    verdict = check_remembered_moments(compute_moments(model, sample, list(remembered)),
+                                       {layer: tensors["sample"] for layer, tensors in remembered.items()})
+    if verdict.outcome is Outcome.REFUTED:
+        places = ", ".join(str(_place(identity, reading, layer)) for layer in verdict.evidence["layers"])
+        raise ArtifactError(f"{verdict.reason}; delete {places}, and they are computed anew")
     if missing:
+        samples = compute_moments(model, sample, missing)
         for layer, moment in compute_moments(model, reading.rows, missing).items():
-            _remember(_place(identity, reading, layer), moment)
-            found[layer] = moment
-    return {layer: moment for layer, moment in found.items() if moment is not None}
+            _remember(_place(identity, reading, layer), moment, samples[layer])
+            remembered[layer] = {"moment": moment}
+    return {layer: remembered[layer]["moment"] for layer in layers}
+
+
+def check_remembered_moments(computed: Mapping[int, Tensor], remembered: Mapping[int, Tensor]) -> Verdict:
+    """Moments of a few rows, as this model gives them now and as they lie in the cache: those of another model are others."""
+    apart = {layer: float((remembered[layer] - due).norm() / due.norm()) for layer, due in computed.items()}
+    wrong = [layer for layer, distance in apart.items() if not distance <= SAME_MOMENTS]
+    if wrong:
+        return refuted("moments", f"the second moments in the cache are not this model's: layer {wrong[0]}'s differ by "
+                       f"{apart[wrong[0]]:.2g} on the first rows of the text, bound {SAME_MOMENTS:g}", layers=wrong)
+    return proven("moments", f"the second moments of {len(apart)} layers in the cache are this model's on the first rows of the text",
+                  apart=max(apart.values(), default=0.0))
 
 
 def compute_moments(model: Transformer, rows: Sequence[Sequence[int]], layers: Sequence[int]) -> dict[int, Tensor]:
+    if not layers:
+        return {}
     device, size = model.embed.weight.device, model.config.hidden
     sums = {layer: torch.zeros(size, size, dtype=torch.float64, device=device) for layer in layers}
     count = sum(map(len, rows))
@@ -126,19 +149,19 @@ def _place(identity: str, reading: TokenizedText, layer: int) -> Path:
     return cache_folder() / "moments" / hashlib.sha256(address.encode()).hexdigest()
 
 
-def _remembered(place: Path) -> Tensor | None:
+def _remembered(place: Path) -> dict[str, Tensor] | None:
     """What lies in the cache is checked against its hash each time: a damaged one is refused, never recomputed in silence."""
     if not place.exists():
         return None
     facts = unseal(durable.read_file(place / FACTS, limit=1 << 20), where=str(place / FACTS))
-    return read_tensors(place / TENSORS, facts["sha256"])["moment"]
+    return read_tensors(place / TENSORS, facts["sha256"])
 
 
-def _remember(place: Path, moment: Tensor) -> None:
+def _remember(place: Path, moment: Tensor, sample: Tensor) -> None:
     """Another process may have computed the same meanwhile: what it wrote is whole, and stays."""
     try:
         with durable.new_folder(place) as folder:
-            facts = write_tensors(folder / TENSORS, {"moment": moment})
+            facts = write_tensors(folder / TENSORS, {"moment": moment, "sample": sample})
             durable.write_file(folder / FACTS, [seal({"sha256": facts.sha256}, where=str(place / FACTS))])
     except (StoreError, UsageError):
         if not place.exists():

@@ -126,6 +126,7 @@ def _after(setup: EvalSetup, rows: Sequence[Mapping[str, Any]], dataset: str) ->
     if isinstance(setup.task, GenerationTask):
         verdicts.append(soundness.check_sample_seeds(rows, setup.sampling.temperature))
         verdicts.append(soundness.check_draws(setup.loaded, rows, setup.sampling, raw=setup.raw))
+        verdicts.append(soundness.check_rescored(setup.loaded, rows, setup.sampling, raw=setup.raw))
     if setup.k > 1:
         verdicts.append(soundness.check_pass_at_k(summary.pass_at_k))
     return stop_if_unsound(verdicts)

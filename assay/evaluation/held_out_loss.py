@@ -31,6 +31,11 @@ class HeldOut:
     digest: str | None = None  # of the text that was scored: two evaluations compare where it is the same
 
     @property
+    def token_counts(self) -> NDArray[np.float64] | None:
+        """Tokens that counted in each document: with them as weights the mean of `per_document` is `loss`."""
+        return self.documents.tokens.astype(np.float64) if self.documents is not None else self.tokens
+
+    @property
     def bits_per_byte(self) -> Estimate:
         assert self.unit == "bits per byte", f"scored in {self.unit}"
         return self.estimate

@@ -9,19 +9,21 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from assay.data.overlap import measure_overlap
 from assay.errors import AssayError
 from assay.evaluation.loaded_model import LoadedModel, encode_continuation, prompt_token_ids
 from assay.evaluation.task import Task, TaskExample, dataset_digest
 from assay.generate.generation_request import Sampling
-from assay.generate.policy_logprobs import policy_logits, sampled_distribution
+from assay.generate.policy_logprobs import completion_logprobs, policy_logits
 from assay.model.transformer import Transformer
 from assay.verdict import Verdict, proven, refuted, unproven
 
 _CHANCE = 1e-9  # below this, identical samples are no accident
 DRAWN, LONGEST_DRAWN = 64, 512  # samples that are scored again, and tokens of each
 LEAST_LIKELY = -12.0  # nats: less likely tokens count as this likely, so that no single one decides
+RESCORED, RESCORED_BF16 = 1e-3, 0.1  # nats a token that rounding explains, over all samples scored again; of one alone ten times that
 _LOGIT_ROWS = 256  # of logits alive at once
 LEAKED = 0.01  # share of the examples, or of their runs of 13 words, that may stand in training text by accident
 
@@ -104,20 +106,82 @@ def check_draws(loaded: LoadedModel, rows: _Rows, sampling: Sampling, *, raw: bo
     found = DrawnTokens()
     for row, ids in samples[:: max(1, -(-len(samples) // DRAWN))]:
         found += rescored_draws(loaded.model, loaded.ids_of(row["prompt"], raw=raw), ids[:LONGEST_DRAWN], sampling)
-    evidence = asdict(found)
+    return judge_draws(found, sampling)
+
+
+def judge_draws(found: DrawnTokens, sampling: Sampling, looks: int = 1) -> Verdict:
+    """Of tokens scored again, in one go or summed over `looks` rollouts, each of which might have raised the alarm by chance."""
+    evidence, chances = asdict(found), 2 * looks * looks
     if found.cut_off > max(10, 0.05 * found.tokens):
         return refuted("draws", f"{found.cut_off} of {found.tokens} tokens lie outside top-k {sampling.top_k} and top-p {sampling.top_p}: "
                        "the samples were not truncated as stated", **evidence)
-    if (chance := 2 * found.chance(found.above)) < _CHANCE:
+    if (chance := chances * found.chance(found.above)) < _CHANCE:
         how = "likelier: greedy, or of a lower temperature" if found.above > 0 else "less likely: of a higher temperature, or not truncated"
         return refuted("draws", f"{found.tokens} tokens scored again at temperature {sampling.temperature} are by "
                        f"{abs(found.above) / found.tokens:.2g} nats each {how}; draws do so at a chance of {chance:.1g}: the samples are "
                        "not from the stated distribution", **evidence)
-    if 2 * found.chance(found.greedy) >= _CHANCE:
+    if chances * found.chance(found.greedy) >= _CHANCE:
         return unproven("draws", f"{found.tokens} tokens leave too little choice to tell draws from greedy decoding; more samples would",
                         **evidence)
     return proven("draws", f"{found.tokens} tokens scored again look like draws at temperature {sampling.temperature} ({found.above:+.1f} "
                   f"nats from their mean; greedy decoding would be {found.greedy:+.1f})", **evidence)
+
+
+def check_rescored(loaded: LoadedModel, rows: _Rows, sampling: Sampling, *, raw: bool) -> Verdict:
+    """Some samples of an evaluation, spread over it."""
+    samples = [(loaded.ids_of(row["prompt"], raw=raw), sample["ids"], sample["logprob"]) for row in rows for sample in row["samples"]]
+    return judge_rescored(loaded.model, samples, sampling)
+
+
+def judge_rescored(model: Transformer, samples: Sequence[tuple[Sequence[int], Sequence[int], float]], sampling: Sampling) -> Verdict:
+    """Samples (prompt, ids, log-probability) are what the model says: each alone through the whole model, without a cache, has the
+    log-probability that was recorded, and greedy tokens are the likeliest. A slot that was not emptied, or stale keys, show here."""
+    if sampling.temperature == 0 and sampling.repetition_penalty != 1:
+        return unproven("rescored", "greedy decoding with a repetition penalty is not scored again")
+    usable = [sample for sample in samples if 0 < len(sample[1]) <= LONGEST_DRAWN]
+    if not usable:
+        return unproven("rescored", f"no sample has 1 to {LONGEST_DRAWN} tokens to score again")
+    chosen = usable[:: max(1, -(-len(usable) // DRAWN))]
+    if sampling.temperature == 0:
+        apart = [nats_below_likeliest(model, prompt, ids) for prompt, ids, _ in chosen]
+    else:
+        found = completion_logprobs(model, [(prompt, ids) for prompt, ids, _ in chosen], sampling)
+        apart = [abs(float(logprobs.double().sum()) - recorded) for logprobs, (*_, recorded) in zip(found, chosen, strict=True)]
+    known = [(nats, len(ids)) for nats, (_, ids, _) in zip(apart, chosen, strict=True) if math.isfinite(nats)]
+    if not known:
+        return unproven("rescored", "every sample holds a token that truncation rules out; `draws` says whether that is rounding")
+    bound = RESCORED if (model.compute_dtype or model.embed.weight.dtype) == torch.float32 else RESCORED_BF16
+    mean, alone = sum(nats for nats, _ in known) / sum(n for _, n in known), max(nats / n for nats, n in known)
+    words = f"{len(known)} samples scored again without a cache are {mean:.1e} nats a token from what was recorded, {alone:.1e} in one"
+    if not (mean <= bound and alone <= 10 * bound):
+        return refuted("rescored", f"{words}; rounding explains {bound:.0e} and {10 * bound:.0e}: the samples are not what this model says",
+                       mean=mean, alone=alone)
+    return proven("rescored", words, mean=mean, alone=alone, samples=len(known))
+
+
+@torch.no_grad()
+def nats_below_likeliest(model: Transformer, prompt: Sequence[int], ids: Sequence[int]) -> float:
+    """Summed over the tokens: how far each lies below the likeliest in its place."""
+    tokens = torch.tensor([[*prompt, *ids]], device=model.embed.weight.device)
+    logits_NV = policy_logits(model, model.hidden(tokens)[0, len(prompt) - 1 : -1])
+    said_N = logits_NV.gather(-1, tokens[0, len(prompt):, None]).squeeze(-1)
+    return float((logits_NV.amax(-1) - said_N).double().sum())
+
+
+def stated_distribution(logits_NV: Tensor, sampling: Sampling) -> Tensor:
+    """Temperature, then top-k, then top-p of what is left, and min-p, as they are documented, written out apart from the sampler's code."""
+    scaled_NV = logits_NV.double() / sampling.temperature
+    kept_NV = scaled_NV >= scaled_NV.amax(-1, keepdim=True) + math.log(sampling.min_p) if sampling.min_p else scaled_NV > -math.inf
+    if 0 < sampling.top_k < scaled_NV.shape[-1]:
+        kept_NV = kept_NV & (scaled_NV >= scaled_NV.topk(sampling.top_k, -1).values[:, -1:])
+    if sampling.top_p < 1:
+        limited_NV = scaled_NV.masked_fill(scaled_NV < scaled_NV.topk(sampling.top_k, -1).values[:, -1:], -math.inf) \
+            if 0 < sampling.top_k < scaled_NV.shape[-1] else scaled_NV
+        ranked_NV = limited_NV.sort(-1, descending=True).values
+        mass_NV = ranked_NV.softmax(-1)
+        last_N1 = ((mass_NV.cumsum(-1) - mass_NV) < sampling.top_p).sum(-1, keepdim=True).clamp(min=1) - 1
+        kept_NV = kept_NV & (scaled_NV >= ranked_NV.gather(-1, last_N1))
+    return scaled_NV.masked_fill(~kept_NV, -math.inf).log_softmax(-1)
 
 
 @torch.no_grad()
@@ -125,7 +189,7 @@ def rescored_draws(model: Transformer, prompt: Sequence[int], ids: Sequence[int]
     device, found = model.embed.weight.device, DrawnTokens()
     states_ND = model.hidden(torch.tensor([[*prompt, *ids]], device=device))[0, len(prompt) - 1 : -1]
     for start in range(0, len(ids), _LOGIT_ROWS):
-        logprobs_NV = sampled_distribution(policy_logits(model, states_ND[start : start + _LOGIT_ROWS]), sampling).double()
+        logprobs_NV = stated_distribution(policy_logits(model, states_ND[start : start + _LOGIT_ROWS]), sampling)
         drawn_N = logprobs_NV.gather(-1, torch.tensor(ids[start : start + _LOGIT_ROWS], device=device)[:, None]).squeeze(-1)
         p_NV, kept_NV = logprobs_NV.exp(), logprobs_NV.clamp(min=LEAST_LIKELY)
         mean_N = (p_NV * kept_NV).sum(-1)

@@ -103,7 +103,10 @@ class Engine:
                              f"{model.config.max_length} tokens, the model's context")
         self.weights = SamplerWeights(model, device)
         on_gpu = self.weights.device.type == "cuda"
-        graphed = on_gpu if graphed is None else graphed
+        mixture = model.config.experts is not None  # which experts a token goes to is read on the host, so no graph can hold a step
+        if mixture and graphed:
+            raise UsageError("a mixture of experts is sampled without CUDA graphs; leave graphed=True out")
+        graphed = on_gpu and not mixture if graphed is None else graphed
         self.slots = Slots(self.weights, slots, length, steps or (STEPS_PER_LAUNCH if on_gpu else 1), graphed=graphed)
         self.length, self.stop_ids, self.version, self.tokenizer = length, tuple(stop_ids), version, tokenizer
         self._launches_ahead = 2 if on_gpu else 1  # launches under way at once: a GPU has work while the host reads what it did before
@@ -276,13 +279,16 @@ def generate(model: Transformer, requests: Sequence[GenerationRequest], *, stop_
 
 
 def sample(model: Transformer, prompts: Sequence[Sequence[int]], stop_ids: Collection[int], sampling: Sampling,
-           on_token: Callable[[int, int], None] | None = None, version: str = "") -> list[Completion]:
-    """One completion per prompt, all prompts at once; prompt i draws at address i. `on_token(i, id)` is called as tokens come."""
+           on_token: Callable[[int, int], None] | None = None, version: str = "", graphed: bool | None = None) -> list[Completion]:
+    """One completion per prompt, all prompts at once; prompt i draws at address i. `on_token(i, id)` is called as tokens come.
+
+    `graphed`: as `Engine` has it.
+    """
     length = max((len(prompt) for prompt in prompts), default=1) + sampling.max_new
     if length > model.config.max_length:
         raise UsageError(f"a prompt has {length - sampling.max_new} tokens and {sampling.max_new} new ones are asked for; "
                          f"the model's context is {model.config.max_length}")
-    engine = Engine(model, slots=max(1, len(prompts)), length=length, stop_ids=stop_ids, version=version)
+    engine = Engine(model, slots=max(1, len(prompts)), length=length, stop_ids=stop_ids, version=version, graphed=graphed)
     row_of = {engine.submit(GenerationRequest(tuple(prompt), sampling, (row,))): row for row, prompt in enumerate(prompts)}
     done: dict[int, Completion] = {}
     while not engine.idle:

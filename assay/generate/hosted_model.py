@@ -16,7 +16,7 @@ from assay.generate.engine import Engine
 from assay.generate.generation_request import GenerationRequest, Sampling
 from assay.generate.policy_logprobs import completion_logprobs, policy_logits, sampled_distribution, tokens_seen_before
 from assay.model.kv_cache import DecodeView, SlotCache
-from assay.model.placement import place_for_training, uncompiled
+from assay.model.placement import place_for_inference, uncompiled
 from assay.model.probe_logits import ProbeLogits, compute_probe_logits, probe_distance, probe_inputs, share_of_change
 from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import Transformer
@@ -84,7 +84,7 @@ def has_hallmark(artifact: Artifact) -> bool:
 
 def host_model(name: str, artifact: Artifact, *, slots: int, length: int, device: str, dtype: torch.dtype) -> HostedModel:
     """A model that is ready for requests; ArtifactError where its engine does not answer as the checkpoint recorded."""
-    model = place_for_training(build_model(artifact), device, compute=dtype, compile=False).requires_grad_(False)
+    model = place_for_inference(build_model(artifact, None), device, compute=dtype)
     engine = Engine(model, slots=slots, length=length, stop_ids=artifact.stops.stop_ids, version=artifact.digest,
                     tokenizer=artifact.tokenizer)
     verdicts = (check_served_fingerprint(engine, artifact), check_serving_path(engine))

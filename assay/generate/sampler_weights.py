@@ -2,7 +2,7 @@
 
 import copy
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,13 @@ def fingerprint(model: nn.Module) -> str:
         alike.setdefault((parameter.element_size(), parameter.device), []).append(parameter)
     sums = [_checksum(tensors).tolist() for tensors in alike.values()]
     return hashlib.sha256("\n".join([*lines, *map(str, sums)]).encode()).hexdigest()
+
+
+@torch.no_grad()
+def tensor_checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Of each alone, made where it lies; one wait for all of them."""
+    sums = [_checksum([tensor]) for tensor in tensors.values()]
+    return dict(zip(tensors, torch.stack([total.cpu() for total in sums]).tolist(), strict=True)) if sums else {}
 
 
 def _checksum(tensors: Sequence[Tensor]) -> Tensor:

@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from assay.evaluation.loaded_model import LoadedModel
 from assay.generate.engine import sample
@@ -26,7 +27,6 @@ from assay.guard.proof_subject import ProofSubject
 from assay.health.degenerate import Expected
 from assay.health.generation_probe import Health, ModelGenerator, compare_health, probe
 from assay.health.probe_prompts import BUILT_IN_PROMPTS, TEXT_BEGINNINGS, ProbePrompt
-from assay.model.families import FAMILIES
 from assay.model.probe_logits import ProbeLogits, probe_distance, probe_inputs
 from assay.model.transformer import Transformer
 from assay.statistics.sequential import SEQUENTIAL_LEVEL
@@ -64,17 +64,26 @@ def check_consumer(subject: ProofSubject) -> Verdict:
     name = "peft" if subject.raw.place.adapter else "transformers"
     with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):  # their progress bars and advice
         warnings.simplefilter("ignore")
-        model, problems = _load_with_peft(subject.artifact) if subject.raw.place.adapter else _load_with_transformers(subject.artifact)
+        model, problems = _load_with_peft(subject) if subject.raw.place.adapter else _load_with_transformers(subject.artifact)
     if problems:
         return refuted("consumer", f"{name} does not load it whole: {'; '.join(problems)}", problems=problems)
     tokens, ids = probe_inputs(subject.artifact.config.vocab, subject.artifact.config.max_length)
-    with torch.no_grad():
-        logits = model(tokens).logits.float()
-    error = probe_distance(ProbeLogits(logits[..., ids], logits.logsumexp(-1)), subject.answers)
+    error = probe_distance(_consumer_answers(model, tokens, ids, subject.device), subject.answers)
+    _give_base_back(subject, model)
     words = f"through {name} the answers differ by {error:.1e} (relative), bound {SAME_WEIGHTS:.0e}"
     if not error <= SAME_WEIGHTS:
         return refuted("consumer", f"{words}: {name} makes another model of these files", error=str(error), bound=SAME_WEIGHTS)
     return proven("consumer", words, error=error, bound=SAME_WEIGHTS)
+
+
+@torch.no_grad()
+def _consumer_answers(model: torch.nn.Module, tokens: Tensor, ids: Tensor, device: str) -> ProbeLogits:
+    """On the CPU where the device has no room for one more model: whatever is proven beside it stays there."""
+    try:
+        logits = model.to(device)(tokens.to(device)).logits.float().cpu()
+    except torch.OutOfMemoryError:
+        logits = model.to("cpu")(tokens).logits.float()
+    return ProbeLogits(logits[..., ids], logits.logsumexp(-1))
 
 
 def check_generations(subject: ProofSubject) -> Verdict:
@@ -142,7 +151,7 @@ def _ends_of_parent(subject: ProofSubject, parent: Artifact) -> list[list[int]]:
     prompts, vocab = short_prompts(subject.artifact, room), min(parent.config.vocab, subject.artifact.config.vocab)
     if max(map(max, prompts)) >= vocab:
         return []  # tokens that the parent does not have
-    said = sample(subject.against_model, prompts, parent.stops.stop_ids, Sampling(max_new=longest - room, temperature=0))
+    said = sample(subject.against_model, prompts, parent.stops.stop_ids, Sampling(max_new=longest - room, temperature=0), graphed=False)
     ends = [[*prompt, *completion.ids[:-1]] for prompt, completion in zip(prompts, said, strict=True) if completion.ended == "stop"]
     return [end for end in ends if max(end) < vocab]
 
@@ -152,7 +161,8 @@ def _stop_likelihood(model: Transformer, ends: list[list[int]], stop_ids: Collec
     """How likely any stop token is at the end of these texts, on average; 0 where there are none."""
     if not ends or not stop_ids:
         return 0.0
-    found = [model.logits(model.hidden(torch.tensor([end])))[0, -1].float().softmax(-1)[list(stop_ids)].sum() for end in ends]
+    tokens = [torch.tensor([end], device=model.embed.weight.device) for end in ends]
+    found = [model.logits(model.hidden(end))[0, -1].float().softmax(-1)[list(stop_ids)].sum() for end in tokens]
     return float(torch.stack(found).mean())
 
 
@@ -160,7 +170,7 @@ def greedy_completions(model: Transformer, artifact: Artifact, new: int = NEW_TO
     longest = artifact.config.max_length
     room = longest - min(room_for, longest // 2)  # the same prompts, however much is generated
     return sample(model, short_prompts(artifact, room), artifact.stops.stop_ids,
-                  Sampling(max_new=min(new, longest - room), temperature=0))
+                  Sampling(max_new=min(new, longest - room), temperature=0), graphed=False)
 
 
 def short_prompts(artifact: Artifact, room: int) -> list[list[int]]:
@@ -187,7 +197,7 @@ def _no_consumer(subject: ProofSubject) -> str | None:
         return f"{' and '.join(missing)} not installed (pip install 'assay[hf]'), so only Assay's own loader has read it"
     if subject.raw.place.format.unreadable is not None:
         return subject.raw.place.format.unreadable
-    if FAMILIES[subject.artifact.config.family].gguf is None:
+    if subject.artifact.config.family == "assay":
         return f"transformers has no {subject.artifact.config.family!r} architecture; only Assay loads it"
     if subject.artifact.base is not None and subject.artifact.base.raw.place.kind == "gguf":
         return "the base is a GGUF file, which PEFT cannot adapt as it is"
@@ -210,11 +220,19 @@ def _load_with_transformers(artifact: Artifact) -> tuple[torch.nn.Module, list[s
     return model.eval(), problems
 
 
-def _load_with_peft(artifact: Artifact) -> tuple[torch.nn.Module, list[str]]:
+def _load_with_peft(subject: ProofSubject) -> tuple[torch.nn.Module, list[str]]:
     import peft
 
+    artifact, problems = subject.artifact, list[str]()
     assert artifact.base is not None
-    base, problems = _load_with_transformers(artifact.base)
+    assert subject.read.base is not None
+
+    def load(of: Artifact = artifact.base) -> torch.nn.Module:
+        model, found = _load_with_transformers(of)
+        problems.extend(found)
+        return model.to(subject.device)
+
+    base = subject.kept.place(subject.read.base).lend_consumer(subject.device, load)
     if artifact.config.vocab != artifact.base.config.vocab:
         cast(Any, base).resize_token_embeddings(artifact.config.vocab)
     with warnings.catch_warnings(record=True) as caught:
@@ -222,6 +240,15 @@ def _load_with_peft(artifact: Artifact) -> tuple[torch.nn.Module, list[str]]:
         model = peft.PeftModel.from_pretrained(base, str(artifact.path))
     problems += [str(w.message).split("\n")[0][:160] for w in caught if "missing" in str(w.message) or "unexpected" in str(w.message)]
     return model.eval(), problems
+
+
+def _give_base_back(subject: ProofSubject, model: torch.nn.Module) -> None:
+    """On a GPU the base that transformers loaded serves the next adapter, once this one is taken off it."""
+    artifact = subject.read
+    if artifact.base is not None and subject.device != "cpu" and artifact.config.vocab == artifact.base.config.vocab:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            subject.kept.place(artifact.base).take_back(subject.device, cast(Any, model).unload())
 
 
 PROMPT_NAMES = ("chat-greeting", "chat-explain", "short-colour", "reasoning-order", "code-function", "other-sea", "other-soup",
@@ -241,17 +268,20 @@ def check_health(subject: ProofSubject) -> Verdict:
     try:
         return _judged(subject, subject.probing.device)
     except torch.OutOfMemoryError:  # the run that is proven here may fill its GPU
+        if subject.device != "cpu":
+            raise  # then all of the proof is made on the CPU
         return _judged(subject, "cpu")
 
 
 def _judged(subject: ProofSubject, device: str) -> Verdict:
-    child = _speaker(subject.artifact, lambda: subject.model, device)
+    built = device == subject.device  # the proof has built both there already
+    child = _speaker(subject.artifact, subject.model if built else None, device)
     prompts = health_prompts(child)
     if len(prompts) < _FEWEST:
         return unproven("health", f"a context of {subject.artifact.config.max_length} tokens has no room for our questions", optional=True)
     parent = None
     if subject.against is not None and subject.against.tokenizer is not None:
-        parent = _speaker(subject.against, lambda: subject.against_model, device)
+        parent = _speaker(subject.against, subject.against_model if built else None, device)
     # What it was not taught surprises a parent; words in no order do so far more than our prompts, which are in order.
     of_parent: dict[str, Any] = {"surprise": parent.surprise, "usual": parent.reading(prompts)} if parent else {}
     probed = partial(probe, child, prompts, n=subject.probing.samples, bound=BOUND, **of_parent)
@@ -307,6 +337,6 @@ def _end(text: str, speaker: ModelGenerator, room: int) -> str:
     return next((end for end in fitting if speaker.loaded.length_of(end, raw=True) <= room), "")
 
 
-def _speaker(artifact: Artifact, built: Callable[[], Transformer], device: str) -> ModelGenerator:
-    """Nothing is compiled: a few hundred tokens are over sooner. On the CPU the proof has built the model already."""
-    return ModelGenerator(LoadedModel(artifact, device=device, model=built() if device == "cpu" else None, graphed=False), HEALTH_SAMPLING)
+def _speaker(artifact: Artifact, built: Transformer | None, device: str) -> ModelGenerator:
+    """Nothing is compiled: a few hundred tokens are over sooner."""
+    return ModelGenerator(LoadedModel(artifact, device=device, model=built, graphed=False), HEALTH_SAMPLING)

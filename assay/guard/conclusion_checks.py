@@ -9,8 +9,12 @@ from assay.comparison.pairwise import Claim, compare
 from assay.comparison.read_results import Arm, Series
 from assay.comparison.trend import trend
 from assay.errors import DataError, UsageError
+from assay.learn.lr_schedule import Schedule
 from assay.statistics.early_stopping import paired_noise, plan_stopping, should_stop, widening_gap
+from assay.statistics.estimate import paired
 from assay.verdict import Verdict, proven, refuted, unproven
+
+NEAR_THE_FOOT = 0.1  # of the peak rate: where a schedule that time has ended should be
 
 
 def check_same_held_out(before: str | None, now: str | None) -> Verdict:
@@ -35,6 +39,33 @@ def check_early_stopping(history: Sequence[ArrayLike], *, planned: int, min_impr
         return refuted("stopping", f"{stopped}, by a rule that could not know: {error}")
     decision = should_stop(history, rule)
     return (proven if decision.stop else refuted)("stopping", f"{stopped}: {decision.reason}")
+
+
+def check_budget(schedule: Schedule, done: int, stopped_early: str | None = None) -> Verdict:
+    """A run that time has ended was at the foot of its schedule: at a high rate a model is not yet what the schedule makes of it."""
+    if stopped_early is not None:
+        return proven("budget", f"{done} steps, then stopped early: {stopped_early}", steps=done)
+    last = schedule.multiplier(done - 1) if done else 0.0
+    words = f"{done} step{'' if done == 1 else 's'} taken, the last at {last:.0%} of the peak learning rate"
+    if schedule.budget.minutes is None or (last <= NEAR_THE_FOOT and schedule.stop_at is not None):
+        return proven("budget", words, steps=done, share=last)
+    ran_out = "before the way down began" if schedule.stop_at is None else f"on the way down to step {schedule.stop_at}"
+    return unproven("budget", f"{words}: --minutes {schedule.budget.minutes:g} ran out {ran_out}; give more minutes, or a budget of steps",
+                    steps=done, share=last)
+
+
+def check_improvement(step: int, before: ArrayLike, after: ArrayLike) -> Verdict:
+    """What is handed over, of `step`, against what the run began with, document by document, by the score that is printed."""
+    if step == 0:
+        return unproven("improvement", "no checkpoint scores better than the model that the run began with, so that its own weights are "
+                                       "handed over: training has made it worse on what is held out")
+    change = paired(after, before)
+    words = f"held-out loss {change} against step 0"
+    if change.low > 0:
+        return refuted("improvement", f"{words}: what is handed over is shown worse than what the run began with", change=change.mean)
+    if change.high < 0:
+        return proven("improvement", words, change=change.mean)
+    return unproven("improvement", f"{words}: not shown better than what the run began with", optional=True, change=change.mean)
 
 
 def check_generalisation_gap(train: ArrayLike, held_out: ArrayLike) -> Verdict:

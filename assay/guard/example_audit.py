@@ -17,6 +17,7 @@ from assay.data.chat import TrainingExample
 from assay.data.layouts import Conversation
 from assay.data.overlap import measure_overlap
 from assay.data.packing import PackedExamples
+from assay.guard.corpus_checks import COPIES_REFUSED, COPIES_SAID
 from assay.guard.example_checks import (
     FlatExamples,
     check_bos,
@@ -31,7 +32,6 @@ from assay.model.special_tokens import SpecialTokens
 from assay.model.tokenizer import Tokenizer
 from assay.verdict import Verdict, proven, refuted, unproven
 
-_COPIES = 0.5  # share of rows that repeat another from which on they are refused
 SHARED = 0.05  # share of the evaluation's 13-grams that may stand in the training text
 _FAINT = 1e-3  # an embedding row this much shorter than the median was never trained
 
@@ -98,13 +98,25 @@ def check_lengths(flat: FlatExamples, length: int | None) -> Verdict:
 
 
 def check_duplicates(flat: FlatExamples) -> Verdict:
-    """Copies are an epoch in disguise. A few are normal, and said; a file that holds itself twice is a mistake."""
-    copies = len(flat.examples) - len({_print(example) for example in flat.examples})
+    """Copies are an epoch in disguise. A few are normal, many are a doubt, and a file that holds itself twice is a mistake."""
+    rows: dict[bytes, list[int]] = {}
+    for row, example in enumerate(flat.examples):
+        rows.setdefault(_print(example), []).append(row)
+    copies = len(flat.examples) - len(rows)
     share = copies / len(flat.examples)
-    if share >= _COPIES:
-        return refuted("duplicates", f"{copies} of {len(flat.examples)} examples ({share:.0%}) are copies of others: the file repeats "
-                                     "itself; remove them, and say --num-train-epochs for more passes", copies=copies)
-    return proven("duplicates", f"{copies} of {len(flat.examples):,} examples are exact copies of another", copies=copies)
+    if share < COPIES_SAID:
+        return proven("duplicates", f"{copies} of {len(flat.examples):,} examples are exact copies of another", copies=copies)
+    most = max(rows.values(), key=len)
+    words = (f"{copies} of {len(flat.examples)} examples ({share:.0%}) are copies of others, such as "
+             f"{' and '.join(_place(flat.examples[row]) for row in most[:2])} ({len(most)} times in all)")
+    advice = "remove them, and say --num-train-epochs for more passes"
+    if share >= COPIES_REFUSED:
+        return refuted("duplicates", f"{words}: the file repeats itself; {advice}", copies=copies)
+    return unproven("duplicates", f"{words}: they are read more often than the epochs say; {advice}", copies=copies)
+
+
+def _place(example: TrainingExample) -> str:
+    return example.conversation.where if example.conversation is not None else example.id
 
 
 def check_overlap(flat: FlatExamples, held_out: Sequence[TrainingExample] | None, evaluation: Sequence[str]) -> Verdict:
@@ -165,6 +177,14 @@ def check_batch(batch: Batch, examples: Mapping[str, TrainingExample]) -> Verdic
         if batch.weight[row, at:].any():
             return refuted("batch", f"row {row}: padding has weight", row=row)
     return proven("batch", f"{sum(map(len, batch.ids))} examples in {len(batch)} rows, as they were audited", rows=len(batch))
+
+
+def check_supervised_weight(step: int, learned: float, due: float) -> Verdict:
+    """Of a step that was taken."""
+    words = f"step {step} learned from tokens that weigh {learned:g}, its audited examples weigh {due:g}"
+    if abs(learned - due) > 1e-4 * due:
+        return refuted("batch", f"{words}: something between the batch and the loss masks or adds tokens", step=step)
+    return proven("batch", words, step=step)
 
 
 def check_packing(packed: PackedExamples) -> Verdict:

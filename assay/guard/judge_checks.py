@@ -1,5 +1,7 @@
 """Judge checks: unusable answers are no scores, no group vanishes, position does not matter, asked twice it agrees."""
 
+import copy
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -8,7 +10,9 @@ import numpy as np
 from assay.guard.reward_checks import has_gold
 from assay.reward import llm_judge
 from assay.reward.canary import AnswerStyle, canaries, gold_completion
-from assay.reward.llm_judge import Judged, JudgeGroup, Repeat, judge_group, rank_agreement
+from assay.reward.endpoint import HttpReply
+from assay.reward.llm_judge import Judge, Judged, JudgeGroup, Repeat, judge_group, rank_agreement
+from assay.seeds import derive
 from assay.statistics.estimate import mean
 from assay.verdict import Verdict, proven, refuted, unproven
 
@@ -16,6 +20,7 @@ FEWEST_GROUPS = 8
 POSITION_LEVEL = 0.999
 LEAST_AGREEMENT = 0.5
 TRIED, LEAST_RIGHT = 8, 0.75  # rows before a run, and the share of them in which a right completion must stand above a wrong one
+_PLACES = 6  # completions of a group whose scores are known: an order of so many is seldom its own inverse
 _TWO = '{{"scores": [{{"id": "1", "score": 0.5}}, {{"id": "2", "score": {second}}}]}}'
 BAD_ANSWERS = ("", "The second is better.", "{}", '{"scores": []}', '{"scores": [{"id": "1", "score": 0.5}]}',
                _TWO.format(second=0.5).replace('"2"', '"1"'),
@@ -47,11 +52,15 @@ def check_judge_order(asked: Callable[[Sequence[JudgeGroup]], Judged], rows: Seq
         return unproven("judge_order", f"none of {len(rows)} rows has a gold answer, so nothing shows that the judge prefers what is right")
     picked = [known[i] for i in sorted({round(at) for at in np.linspace(0, len(known) - 1, TRIED)})]
     pages = {f"preflight/{number}": _known_worth(rows, picked, number, prompts[number], style) for number in picked}
+    places = {id: derive(number, "right place") % len(pages[id]) for id, number in zip(pages, picked, strict=True)}
+    for id, (gold, *others) in list(pages.items()):
+        pages[id] = [*others[: places[id]], gold, *others[places[id] :]]
     judged = asked([judge_group(id, prompts[number], pages[id]) for id, number in zip(pages, picked, strict=True)])
     if 2 * len(judged.unjudged) > len(pages):
         return refuted("judge_order", f"{len(judged.unjudged)} of {len(pages)} groups of known worth could not be judged: "
                        f"{judged.unjudged[0].faults[0]}", unjudged=len(judged.unjudged))
-    right = sum(scores[0] > max(scores[1:]) for scores in judged.scores.values())
+    right = sum(all(scores[places[id]] > score for place, score in enumerate(scores) if place != places[id])
+                for id, scores in judged.scores.items())
     words = f"in {right} of {len(judged.scores)} rows the judge puts the right completion above a wrong one and none at all"
     if right < LEAST_RIGHT * len(judged.scores):
         return refuted("judge_order", f"{words}; at least {LEAST_RIGHT:.0%} are asked for: it does not reward what is right", right=right)
@@ -59,9 +68,34 @@ def check_judge_order(asked: Callable[[Sequence[JudgeGroup]], Judged], rows: Seq
 
 
 def _known_worth(rows: Sequence[Mapping[str, Any]], picked: Sequence[int], number: int, prompt: str, style: AnswerStyle) -> list[str]:
-    """The right completion first."""
+    """The right completion first; where it stands among them when the judge is asked is another matter."""
     made = canaries(rows[number], [rows[i] for i in picked], style, prompt)
-    return [gold_completion(rows[number], style), *made["wrong"][:1], ""]
+    return [gold_completion(rows[number], style), *made["wrong"][:2], ""]
+
+
+def check_judge_places(judge: Judge) -> Verdict:
+    """A score goes back to the completion that got it, whatever the order of the page: through the run's own code, with a stand-in for
+    the endpoint that scores each completion by the number it is. A score of another place of the page would be no error anywhere."""
+    tried = copy.copy(judge)
+    tried.post, tried.pending, tried.repeat, tried._rounds = _scores_by_number, {}, 1.0, {}
+    groups = {f"places/{number}": [str((5 * place + number) % _PLACES / _PLACES) for place in range(_PLACES)] for number in range(TRIED)}
+    judged = tried.score([judge_group(id, "Which number is largest?", said) for id, said in groups.items()])
+    for id, said in groups.items():
+        due = tuple(map(float, said))
+        again = [repeat.second for repeat in judged.repeats if repeat.id == id]
+        for found in (judged.scores.get(id), *again):
+            if found != due:
+                return refuted("judge_places", f"completions of known scores {due} came back as {found}: scores are given to other "
+                               "completions than the judge gave them to")
+    return proven("judge_places", f"{len(groups)} groups of {_PLACES} completions, each asked about in two orders, got their own scores")
+
+
+def _scores_by_number(payload: Mapping[str, Any]) -> HttpReply:
+    """What an endpoint would say that takes each completion for its score."""
+    page = str(payload["messages"][-1]["content"])
+    shown = json.loads(page.rpartition("The completions:\n")[2])
+    scores = [{"id": each["id"], "explanation": "", "score": float(each["messages"][-1]["content"])} for each in shown]
+    return HttpReply(200, json.dumps({"choices": [{"message": {"content": json.dumps({"scores": scores})}, "finish_reason": "stop"}]}))
 
 
 def check_groups_judged(asked: Iterable[str], judged: Judged) -> Verdict:

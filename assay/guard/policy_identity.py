@@ -3,6 +3,7 @@
 Log-probabilities are given as one list a completion, of the sampled ids alone, at the temperature in use.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ Logprobs = Sequence[Sequence[float]]
 _ROWS, _COLUMNS = 4, 64  # of real rollouts, to measure the floor on: enough tokens for a mean, few enough to decode one by one
 # Beyond the floor: the mean is over many more tokens than the floor's was, of other texts; a single completion may be one token long.
 SLACK, ALONE = 3.0, 10.0
+_SURE = 3.0  # standard errors of its mean that a floor is given: it may come from a handful of tokens
+RARER = 2.0  # a reference finds what the policy says rarer than the policy does, and the floor grows with that
 TINY = 2e-6  # nats: the last bits of an fp32 log-probability of a rare token
 # What two honest paths may differ by where nothing is rounded but fp32's sums; in bf16 what bf16 itself does to them comes on top.
 # Of SmolLM2 that is 0.02 nats a sampled token and 0.05 a token of a prompt, which is rarer; a rollout engine in bf16 that was right
@@ -44,15 +47,23 @@ class LogprobFloor:
     most: float
     tokens: int
     rounding: float = 0.0  # of that, how far the compute dtype alone moves what training sees from what fp32 would
+    spread: float = 0.0  # standard deviation of what single tokens are apart
+
+    @property
+    def likely_most(self) -> float:
+        """The most that the mean may be, as far as so few tokens tell."""
+        return self.mean + _SURE * self.spread / math.sqrt(max(1, self.tokens))
 
     @property
     def bound(self) -> float:
-        return SLACK * self.mean + TINY
+        """Two paths that each round to the compute dtype may be as far apart as rounding moves one of them, where it happened to
+        round both alike on the few tokens that the floor was measured on."""
+        return max(SLACK * self.likely_most, self.rounding) + TINY
 
     @property
     def bound_alone(self) -> float:
         """For one completion."""
-        return max(ALONE * self.mean, SLACK * self.most) + TINY
+        return max(ALONE * self.likely_most, SLACK * max(self.most, self.rounding)) + TINY
 
 
 def version_name(updates: int, fingerprint: str) -> str:
@@ -73,7 +84,8 @@ def measure_logprob_floor(model: Transformer, sequences: Sequence[Ids], temperat
     with fp32_uncompiled(model):
         exact = token_logprobs(model, batch, temperature)[0][:, prompt:]
     apart = (at_once - _one_by_one(model, tokens, prompt, temperature)).abs()
-    return LogprobFloor(float(apart.mean()), float(apart.max()), apart.numel(), float((at_once - exact).abs().mean()))
+    return LogprobFloor(float(apart.mean()), float(apart.max()), apart.numel(), float((at_once - exact).abs().mean()),
+                        float(apart.std(correction=0)))
 
 
 def check_floor(floor: LogprobFloor) -> Verdict:
@@ -162,6 +174,18 @@ def check_reference(kl: float, updates: int, floor: LogprobFloor, recorded: str,
     if updates > 0 and kl == 0:
         return refuted("reference", f"{words}, exactly: the reference is the policy itself", kl=kl)
     return proven("reference", words, kl=kl, digest=used)
+
+
+def check_reference_again(first: Logprobs, again: Logprobs, floor: LogprobFloor) -> Verdict:
+    """Asked about the same completions twice, the reference says the same, to the floor."""
+    apart = [np.abs(one - two) for one, two in zip(_arrays(first), _arrays(again), strict=True)]
+    mean, alone = float(np.concatenate(apart).mean()), max(float(each.mean()) for each in apart)
+    bounds = RARER * floor.bound, RARER * floor.bound_alone
+    words = (f"asked twice, the reference differs by {mean:.1e} nats a token, {alone:.1e} in one completion; the floor allows "
+             f"{bounds[0]:.1e} and {bounds[1]:.1e}")
+    if not (mean <= bounds[0] and alone <= bounds[1]):
+        return refuted("reference_again", f"{words}: there is noise in what the policy is compared with", mean=str(mean))
+    return proven("reference_again", words, mean=mean)
 
 
 def check_sampled_ids(batch: Batch, prompts: Sequence[Ids], completions: Sequence[Ids], *, stop_ids: Collection[int], cap: int) -> Verdict:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from assay.data.batch import Batch
 from assay.errors import DataError
-from assay.guard.loss_preflight import PREFLIGHT_ROWS, batch_logits, compare_gradients, loss_gradients
+from assay.guard.loss_preflight import PREFLIGHT_ROWS, Gradients, batch_logits, compare_gradients, loss_gradients, nudged_norms
 from assay.learn.advantage import STD_FLOOR, Advantages, Normalise, RewardValue
 from assay.learn.objectives import Objective
 from assay.learn.policy import Surrogate
@@ -66,9 +66,25 @@ def check_policy_loss(model: Transformer, objective: Objective, batch: Batch, as
     with fp32_uncompiled(model):
         shown = _shown(model, _few(batch), asked.temperature)
         weight = float(shown.weight.sum()) if shown.divisor is None else shown.divisor
-        ours = loss_gradients(model, lambda: objective(model, shown).total / weight)
-        naive = loss_gradients(model, lambda: naive_policy_loss(model, shown, asked, normalise, cap))
-        return compare_gradients("policy_loss", "the objective and the surrogate that was asked for", ours, naive, model)
+
+        def ours(rows: Batch) -> Gradients:
+            return loss_gradients(model, lambda: objective(model, rows).total / weight)
+
+        def naive(rows: Batch) -> Gradients:
+            return loss_gradients(model, lambda: naive_policy_loss(model, rows, asked, normalise, cap))
+
+        def reordered(draw: int) -> tuple[Gradients, Gradients]:
+            with nudged_norms(model, draw):
+                return ours(_turned(shown)), naive(_turned(shown))
+
+        return compare_gradients("policy_loss", "the objective and the surrogate that was asked for", ours(shown), naive(shown), model,
+                                 reordered)
+
+
+def _turned(shown: Batch) -> Batch:
+    """The same rows from the last to the first: sums over them are taken in another order."""
+    streams: dict[str, Any] = {name: stream.flip(0).cpu() for name, stream in shown.streams().items()}
+    return replace(Batch(**streams).to(shown.tokens.device), divisor=shown.divisor)
 
 
 def check_directions(model: Transformer, objective: Objective, batch: Batch, asked: Surrogate) -> Verdict:

@@ -1,29 +1,37 @@
 """Proofs: a fresh process that knows nothing but the bytes on disk, and earns a checkpoint its hallmark.
 
-`prove` starts `python -m assay.guard.proof`, which opens the artifact through our loader and other people's, and returns a
+`prove` asks `python -m assay.guard.proof`, which opens the artifact through our loader and other people's, and returns a
 verdict for every check. A check that crashes is refuted, not forgotten. `prove_checkpoint` also writes the outcome down:
 hallmark.json where everything required is PROVEN, quarantine.json otherwise. `Prover` does so beside a training loop.
 """
 
+import contextlib
+import importlib.util
 import json
 import os
+import queue
 import signal
-import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from assay.errors import ArtifactError, AssayError, UsageError
 from assay.guard.artifact_checks import check_fields, check_hashes, check_lineage, check_loaded, check_tokenizer, check_values
 from assay.guard.behaviour_checks import check_answers, check_consumer, check_generations, check_health
+from assay.guard.kept_artifacts import WORKSPACE, KeptArtifacts, fp32_bytes, gpu_turn, proof_device
 from assay.guard.proof_subject import DEFAULT_SAMPLING, Expectation, ProofSampling, ProofSubject
-from assay.store.artifact import Artifact, interpret_artifact, locate_artifact, open_artifact, read_artifact
+from assay.guard.proving_process import PROVING_PROCESSES, ProvingProcess
+from assay.guard.unknown_adapter import examine_unknown_adapter, why_unknown
+from assay.store.artifact import Artifact, interpret_artifact, locate_artifact, read_artifact
 from assay.store.checkpoint import Checkpoint, open_checkpoint, quarantine_checkpoint, write_hallmark
 from assay.store.export_artifact import rounding_bound
+from assay.store.safetensors_files import tensor_bytes
 from assay.verdict import Outcome, Verdict, overall, proven, refuted, unproven, without_optional
 
 PROOF_CHECKS: tuple[Callable[[ProofSubject], Verdict], ...] = (
@@ -44,47 +52,56 @@ class ProofRequest:
     against_base: str | None = None  # the base of `against`, where that is an adapter
     probing: ProofSampling = DEFAULT_SAMPLING
 
+    headroom: int = 0  # bytes of the GPU that the run will still take
+
     @classmethod
-    def from_json(cls, text: str) -> "ProofRequest":
-        fields = json.loads(text)
+    def from_fields(cls, fields: dict[str, Any]) -> "ProofRequest":
         return cls(**fields | {"probing": ProofSampling(**fields["probing"])})
 
 
 def prove(request: ProofRequest, *, timeout: float = PROOF_TIMEOUT, beside: bool = False) -> list[Verdict]:
-    """Every check in a fresh process, which takes few cores where it runs `beside` a training loop. Raises UsageError where the
-    request itself makes no sense."""
-    with tempfile.TemporaryDirectory() as scratch:
-        answer = Path(scratch) / "verdicts.json"
-        command = [sys.executable, "-m", "assay.guard.proof", json.dumps(asdict(request)), str(answer)]
-        environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": str(proof_threads(beside))}
-        reading, writing = os.pipe()
-        try:
-            # A process group of its own: a Ctrl-C that ends the run must not look like a proof that failed.
-            done = subprocess.run(command, stdin=reading, capture_output=True, text=True, timeout=timeout, env=environment,
-                                  start_new_session=True)
-        except subprocess.TimeoutExpired:
-            return [unproven("process", f"the fresh process did not finish within {timeout:g} s, which says nothing of the artifact; "
-                                        "prove it again where the machine is less busy")]
-        finally:
-            os.close(reading)
-            os.close(writing)
-        if done.returncode == UsageError.exit_code:
-            raise UsageError(done.stderr.strip().removeprefix("assay: "))
-        if -done.returncode in ENDED_FROM_OUTSIDE:
-            return [unproven("process", f"the fresh process was ended by signal {-done.returncode} before it could say anything; "
-                                        "prove it again")]
-        if not answer.exists():
-            tail = done.stderr.strip().splitlines()[-1:] or ["no output"]
-            return [refuted("process", f"the fresh process died with exit code {done.returncode}: {tail[0]}", stderr=done.stderr[-2000:])]
-        return [Verdict(v["check"], Outcome(v["outcome"]), v["reason"], v["evidence"]) for v in json.loads(answer.read_text())]
+    """Every check in a process that no trainer has touched: one that is kept for this, or a fresh one; it takes few cores where it runs
+    `beside` a training loop. Raises UsageError where the request itself makes no sense."""
+    process = PROVING_PROCESSES.take(proof_threads(beside=False))
+    found = _ask(process, request, timeout, beside)
+    if found is None and process.asked > 1:  # what it did before may have killed it: a fresh one has nothing but the artifact
+        process.stop()
+        process = ProvingProcess(proof_threads(beside=False))
+        found = _ask(process, request, timeout, beside)
+    if found is None:
+        return [_death(process)]
+    PROVING_PROCESSES.give_back(process)
+    if "refused" in found:
+        raise UsageError(found["refused"])
+    return [Verdict(v["check"], Outcome(v["outcome"]), v["reason"], v["evidence"]) for v in found["verdicts"]]
+
+
+def _ask(process: ProvingProcess, request: ProofRequest, timeout: float, beside: bool) -> dict[str, Any] | None:
+    """None where the process died."""
+    try:
+        return process.answer(asdict(request) | {"threads": proof_threads(beside)}, timeout)
+    except TimeoutError:
+        late = unproven("process", f"the proving process did not finish within {timeout:g} s, which says nothing of the artifact; "
+                                   "prove it again where the machine is less busy")
+        return {"verdicts": [late.to_json()]}
+
+
+def _death(process: ProvingProcess) -> Verdict:
+    code, words = process.ended(), process.last_words()
+    if -code in ENDED_FROM_OUTSIDE:
+        return unproven("process", f"the fresh process was ended by signal {-code} before it could say anything; prove it again")
+    tail = words.splitlines()[-1:] or ["no output"]
+    return refuted("process", f"the fresh process died with exit code {code}: {tail[0]}", stderr=words)
 
 
 def prove_checkpoint(folder: Path, *, against: str | None = None, base: str | None = None, probing: ProofSampling = DEFAULT_SAMPLING,
-                     timeout: float = PROOF_TIMEOUT, beside: bool = False) -> list[Verdict]:
+                     timeout: float = PROOF_TIMEOUT, beside: bool = False, headroom: int = 0) -> list[Verdict]:
     """Prove a checkpoint of ours and write the outcome into it. Bytes that do not even open stay as they are."""
-    verdicts = prove(ProofRequest(str(folder), against=against, base=base, probing=probing), timeout=timeout, beside=beside)
+    request = ProofRequest(str(folder), against=against, base=base, probing=probing, headroom=headroom)
+    verdicts = prove(request, timeout=timeout, beside=beside)
+    hashed = any(v.check == "whole" and v.outcome is Outcome.PROVEN for v in verdicts)  # every byte, by the proof itself
     try:
-        checkpoint = open_checkpoint(folder)
+        checkpoint = open_checkpoint(folder, verify=not hashed)
     except ArtifactError:
         return verdicts  # nothing here can carry a mark: the store refuses it already
     hallmark_or_quarantine(checkpoint, verdicts)
@@ -118,9 +135,14 @@ class Prover:
         self._pending: list[tuple[Path, Future[list[Verdict]]]] = []
         self._changing = threading.Lock()
 
+    def start_early(self, device: str = "cpu") -> None:
+        """A process that is ready for the first proof, where there are cores for it now; or two: the first two saves come together."""
+        for _ in range(min(2, usable_cores() // (2 * CORES_A_PROOF))):
+            PROVING_PROCESSES.start_early(proof_threads(beside=False), device)
+
     def start(self, folder: Path, *, against: str | None = None, base: str | None = None, probing: ProofSampling = DEFAULT_SAMPLING,
-              beside: bool = True) -> None:
-        future = self._pool.submit(prove_checkpoint, folder, against=against, base=base, probing=probing, beside=beside)
+              beside: bool = True, headroom: int = 0) -> None:
+        future = self._pool.submit(prove_checkpoint, folder, against=against, base=base, probing=probing, beside=beside, headroom=headroom)
         with self._changing:
             self._pending.append((folder, future))
 
@@ -145,33 +167,93 @@ class Prover:
             return None if place is None else self._pending.pop(place)
 
 
-def examine_artifact(request: ProofRequest) -> list[Verdict]:
-    """The checks themselves, in this process. A stage that refuses the artifact refutes it, and what could not run is UNPROVEN."""
+def examine_artifact(request: ProofRequest, kept: KeptArtifacts | None = None) -> list[Verdict]:
+    """The checks themselves, in this process. A stage that refuses the artifact refutes it, and what could not run is UNPROVEN.
+
+    `kept` holds what earlier proofs of this process have opened.
+    """
+    kept = kept or KeptArtifacts()
+    kept.begin()
+    try:
+        return _examined(request, kept)
+    finally:
+        kept.end()
+
+
+def _examined(request: ProofRequest, kept: KeptArtifacts) -> list[Verdict]:
     place = locate_artifact(request.path)
     try:
         raw = read_artifact(place, every_byte=True)
     except ArtifactError as error:
         return [refuted("whole", str(error)), *_not_run("the bytes were refused")]
     whole = proven("whole", f"every file is there, of its size, with strict headers: {len(raw.tensors)} tensors")
+    if (why := why_unknown(raw)) is not None:
+        return [whole, *examine_unknown_adapter(raw, why, request.base)]
     try:
-        artifact = interpret_artifact(raw, base=request.base)
+        artifact = interpret_artifact(raw, base=request.base, opened=kept.open)
     except ArtifactError as error:
         return [whole, refuted("architecture", str(error)), *_not_run("the tensors do not make the model that the config describes")]
     fits = proven("architecture", f"{artifact.config.family}, {artifact.config.depth} layers of width {artifact.config.width}: "
                                   f"exactly the tensors it demands, in shape ({_parameters(artifact):,} parameters)")
-    subject = _subject(request, artifact)
-    return [whole, fits, *(_ran(check, subject) for check in PROOF_CHECKS)]
+    parent = _parent(request, artifact, kept)
+    with gpu_turn(request.probing.device, _bytes_needed(artifact, parent)):
+        device, why = _device(request, artifact, parent, kept)
+        checked = _checked(_subject(request, artifact, parent, device, kept))
+    if checked is None:
+        device, why = "cpu", f"proven on the CPU, since the proof on {device} died"
+        checked = _checked(_subject(request, artifact, parent, device, kept))
+    assert checked is not None
+    return [_with_surroundings(whole, kept.reused, device, why), fits, *checked]
 
 
-def _subject(request: ProofRequest, artifact: Artifact) -> ProofSubject:
-    facts = artifact.raw.checkpoint.facts if artifact.raw.checkpoint else {}
-    recorded = facts.get("parent")
+def _with_surroundings(whole: Verdict, reused: list[Path], device: str, why: str | None) -> Verdict:
+    """What a reader of the hallmark should know of the process that earned it."""
+    told = [f"{path} is as it was when an earlier proof of this process hashed it" for path in reused]
+    return Verdict(whole.check, whole.outcome, "; ".join([whole.reason, *told, *([why] if why else [])]),
+                   whole.evidence | {"device": device, "kept_open": [str(path) for path in reused]})
+
+
+def _parent(request: ProofRequest, artifact: Artifact, kept: KeptArtifacts) -> Artifact | None:
+    recorded = _facts(artifact).get("parent")
     against = request.against or (recorded["path"] if recorded and Path(recorded["path"]).exists() else None)
     against_base = request.against_base or request.base
-    parent = None if against is None else open_artifact(against, base=against_base if locate_artifact(against).adapter else None)
-    copied = facts.get("change") == "same" or artifact.raw.place.format.rounding is not None
+    return None if against is None else kept.open(against, against_base if locate_artifact(against).adapter else None)
+
+
+def _facts(artifact: Artifact) -> dict[str, Any]:
+    return artifact.raw.checkpoint.facts if artifact.raw.checkpoint else {}
+
+
+def _device(request: ProofRequest, artifact: Artifact, parent: Artifact | None, kept: KeptArtifacts) -> tuple[str, str | None]:
+    """A folder of tensors is compared where there is room: itself, its parent or base, and the same through transformers."""
+    folders = all(one is None or one.raw.whole is None for one in (artifact, parent, artifact.base))
+    if request.probing.device == "cpu" or not folders:
+        return "cpu", None
+    needed = max(0, _bytes_needed(artifact, parent) - kept.bytes_on(request.probing.device))
+    return proof_device(request.probing.device, needed + WORKSPACE, request.headroom)
+
+
+def _bytes_needed(artifact: Artifact, parent: Artifact | None) -> int:
+    """Of a GPU: tensors as they are stored, and in fp32 for the model, its parent and the same through transformers."""
+    models = [artifact.tensors, artifact.tensors, *([] if parent is None or parent.tensors is artifact.tensors else [parent.tensors])]
+    stored = {id(tensors): sum(map(tensor_bytes, tensors.values())) for tensors in models}
+    return sum(map(fp32_bytes, models)) + sum(stored.values())
+
+
+def _subject(request: ProofRequest, artifact: Artifact, parent: Artifact | None, device: str, kept: KeptArtifacts) -> ProofSubject:
+    copied = _facts(artifact).get("change") == "same" or artifact.raw.place.format.rounding is not None
     expect = request.expect or ("same" if copied else "moved")
-    return ProofSubject(artifact.raw, artifact, parent, expect, request.bound or rounding_bound(artifact), request.probing)
+    return ProofSubject(artifact.raw, artifact, parent, expect, request.bound or rounding_bound(artifact), request.probing, device, kept)
+
+
+def _checked(subject: ProofSubject) -> list[Verdict] | None:
+    """None where a GPU failed the proof: that says nothing of the artifact."""
+    try:
+        return [_ran(check, subject) for check in PROOF_CHECKS]
+    except RuntimeError:
+        if subject.device == "cpu":
+            raise
+        return None
 
 
 def _ran(check: Callable[[ProofSubject], Verdict], subject: ProofSubject) -> Verdict:
@@ -181,6 +263,8 @@ def _ran(check: Callable[[ProofSubject], Verdict], subject: ProofSubject) -> Ver
     except AssayError as error:
         return refuted(name, str(error))
     except Exception as error:  # a check that dies proves nothing: the reason becomes a verdict, never a pass
+        if subject.device != "cpu" and isinstance(error, RuntimeError):
+            raise
         return refuted(name, f"the check itself died: {type(error).__name__}: {error}")
 
 
@@ -193,20 +277,40 @@ def _parameters(artifact: Artifact) -> int:
 
 
 def main() -> None:
-    request, answer = ProofRequest.from_json(sys.argv[1]), Path(sys.argv[2])
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    """One answer a line to each request a line, until the input ends: then whoever asked is gone, and nobody is left to be answered."""
+    answers = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)  # what a library prints is no answer
+    requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(requests,), daemon=True).start()
     os.nice(5)  # beside a training loop: it comes first
+    _warm_up(sys.argv[1:], requests)
+    kept = KeptArtifacts()
+    while True:
+        answers.write(json.dumps(_answer(requests.get(), kept), default=str).encode() + b"\n")
+
+
+def _warm_up(device: list[str], requests: "queue.SimpleQueue[bytes]") -> None:
+    """What the first proof would wait for, as long as nobody waits."""
+    with contextlib.suppress(ImportError, RuntimeError):  # what fails here fails the proof, in its own words
+        if device and device[0] != "cpu":
+            torch.ones(8, 8, device=device[0]).mm(torch.ones(8, 8, device=device[0]))
+        for name in ("transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama", "peft") if device else ():
+            if requests.empty() and importlib.util.find_spec(name.partition(".")[0]) is not None:
+                importlib.import_module(name)
+
+
+def _answer(line: bytes, kept: KeptArtifacts) -> dict[str, Any]:
+    fields = json.loads(line)
+    torch.set_num_threads(fields.pop("threads"))
     try:
-        verdicts = examine_artifact(request)
+        return {"verdicts": [verdict.to_json() for verdict in examine_artifact(ProofRequest.from_fields(fields), kept)]}
     except AssayError as error:
-        print(f"assay: {error}", file=sys.stderr)
-        sys.exit(UsageError.exit_code)
-    answer.write_text(json.dumps([verdict.to_json() for verdict in verdicts], default=str))
+        return {"refused": str(error)}
 
 
-def _end_with_parent() -> None:
-    """Nothing is ever written to stdin: it ends when whoever asked is gone, and nobody is left to be answered."""
-    os.read(0, 1)
+def _listen(requests: "queue.SimpleQueue[bytes]") -> None:
+    for line in sys.stdin.buffer:
+        requests.put(line)
     os._exit(1)
 
 

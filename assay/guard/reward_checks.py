@@ -65,6 +65,8 @@ def preflight_rewards(rewards: Sequence[RewardSpec], rows: _Rows, workers: Rewar
     verdicts += [check_scored(tried)]
     if any(scored.value is None for each in tried for scored in each.all()):
         return verdicts  # what is compared below would be missing
+    if (unrewarded := check_made_gold(rewards, rows, tried, style)) is not None:
+        return [*verdicts, unrewarded, check_flat(tried)]
     canary = [check_canary(kind, tried, answer_components(rewards, tried)) if known or kind not in NEED_THE_ANSWER else
               unproven(f"reward_{kind}", "no reward of this run looks at the answer; form alone is rewarded") for kind in _KINDS]
     return [*verdicts, check_gold(rewards, tried), *canary, check_flat(tried), check_scale(rewards, tried, known)]
@@ -129,6 +131,21 @@ def check_gold(rewards: Sequence[RewardSpec], tried: Sequence[ScoredCanaries]) -
     return proven("reward_gold", f"{len(tried)} right completions get full marks", rows=len(tried))
 
 
+def check_made_gold(rewards: Sequence[RewardSpec], rows: _Rows, tried: Sequence[ScoredCanaries], style: AnswerStyle) -> Verdict | None:
+    """A user's reward that gives nothing to any completion made here may want another form, such as a sentence around the answer: then
+    the canaries say nothing of it, and that is what is said. None where some completion is rewarded."""
+    own = [reward for reward in rewards if reward.file and reward.weight > 0]
+    seen = {reward.name: {scored.components[reward.name] for one in tried for scored in one.all()} for reward in own}
+    silent = [name for name, values in seen.items() if len(values) == 1]
+    if not silent or len(silent) < len(rewards) or any(GOLD_COMPLETION in rows[one.number] for one in tried):
+        return None
+    made = gold_completion(rows[tried[0].number], style)
+    return refuted("reward_gold", f"{silent[0]} gives {seen[silent[0]].pop():.4g} to every completion tried, right, wrong and empty. "
+                   f"The right one was made from the row's answer alone: {made[-120:]!r}. Where a right completion must look otherwise, a "
+                   f"sentence around the answer for one, add a column {GOLD_COMPLETION!r} that holds a right completion whole; where it "
+                   "need not, the reward does not look at the answer", component=silent[0])
+
+
 def answer_components(rewards: Sequence[RewardSpec], tried: Sequence[ScoredCanaries]) -> list[str]:
     """The components that tell a right answer from a wrong one; a user's is known by its doing so."""
     return [reward.name for reward in rewards if reward.weight > 0 and (reward.name in KNOW_THE_ANSWER or _gap(reward.name, tried) > _SAME)]
@@ -160,6 +177,19 @@ def check_flat(tried: Sequence[ScoredCanaries]) -> Verdict:
     if len(distinct) == 1:
         return refuted("reward_flat", f"all {count} completions, right, wrong and empty, get {distinct.pop()}: there is nothing to learn")
     return proven("reward_flat", f"{count} completions get {len(distinct)} different rewards", distinct=len(distinct))
+
+
+def check_reward_repeat(pairs: Sequence[tuple[ScoredItem, ScoredItem]]) -> Verdict:
+    """The same completion gets the same reward the second time. What does not is noise, which a group takes for a difference."""
+    apart = [abs(one.value - two.value) for one, two in pairs if one.value is not None and two.value is not None]
+    if not apart:
+        return unproven("reward_repeat", f"none of {len(pairs)} completions could be scored twice")
+    noise, differ = max(apart), sum(each > _SAME for each in apart)
+    if differ:
+        return unproven("reward_repeat", f"asked twice about the same {len(apart)} completions, the reward of {differ} differs, by up to "
+                        f"{noise:.4g}: groups of equal completions are told apart by noise, and learned from; make the reward a function "
+                        "of the text alone, or round it", noise=noise, differ=differ)
+    return proven("reward_repeat", f"{len(apart)} completions get the same reward the second time", noise=0.0)
 
 
 def check_scale(rewards: Sequence[RewardSpec], tried: Sequence[ScoredCanaries], known: bool) -> Verdict:

@@ -7,13 +7,17 @@ the middle of the first steps: a rule about change asks where this run came from
 Shapes: P prompts, G completions of each.
 """
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
+from numpy.typing import ArrayLike
 
+from assay.data.order import permuted_places
 from assay.generate.generation_request import Completion
 from assay.learn.advantage import Advantages, RewardValue, reward_std
+from assay.seeds import derive
 from assay.verdict import Verdict, proven, refuted, unproven
 
 Metrics = Mapping[str, float]
@@ -33,6 +37,8 @@ ENTROPY_LOST = 0.1  # of where it began
 UNIQUE_LOST = 0.5  # of the different completions of a prompt, against where it began: half of the group's draws say nothing new
 LENGTH_TIMES = 3.0  # longer or shorter than it began: a reward that pays for length, or for none, is learned long before an answer
 TOWARDS_NOISE = 0.5  # of the way from where entropy began to that of noise
+ROUNDED_CHANCES = 0.02  # by which a completion's probability may be too low, summed from rounded log-probabilities
+NOISY_TIMES, _SAME_REWARD = 5.0, 1e-9  # how many times the noise that was measured a reward may differ from itself
 _CHANCE = 1e-9  # of a false alarm by coincidence: a run of 10,000 steps has one in 100,000
 
 # ---------------------------------------------------------------- what is measured
@@ -94,8 +100,19 @@ def check_reward_signal(history: Sequence[Metrics]) -> Verdict:
 
 
 def check_endings(history: Sequence[Metrics]) -> Verdict:
+    """Asked from the fourth step on: in a run of a few, the first half says how it began, and two steps in a row decide."""
+    few = len([step for step in history if "completions/clipped_ratio" in step]) < BEGINNING + _STEPS
     return _risen(history, "endings", "completions/clipped_ratio", CAP_HITS, CAP_HITS_BEFORE,
-                  "of completions hit the cap: the policy has forgotten how to end")
+                  "of completions hit the cap: the policy has forgotten how to end", **({"beginning": 2, "steps": 2} if few else {}))
+
+
+def check_still_ends(before: ArrayLike, after: ArrayLike) -> Verdict:
+    """What is handed over ends its answers where its parent did. The share of each held-out prompt's completions that hit the cap."""
+    was, now = (float(np.asarray(cut, np.float64).mean()) for cut in (before, after))
+    words = f"{now:.0%} of held-out completions hit the cap, of the parent's {was:.0%}"
+    if now >= CAP_HITS and was < CAP_HITS_BEFORE:
+        return refuted("endings", f"{words}: the policy has forgotten how to end", before=was, after=now)
+    return proven("endings", words, before=was, after=now)
 
 
 def check_looping(history: Sequence[Metrics]) -> Verdict:
@@ -150,6 +167,9 @@ def rollout_warnings(history: Sequence[Metrics]) -> list[str]:
                      "or turn on dynamic sampling")
     if len(history) == 1 and now.get("completions/clipped_ratio", 0) >= CAP_HITS:
         found.append(f"{now['completions/clipped_ratio']:.0%} of the first completions hit the cap: raise it, or teach the model to end")
+    if (noise := now.get("rewards/noise_alone", 0)) > 0:
+        found.append(f"{noise:.0%} of groups have rewards that differ by no more than the reward's own noise: they are learned from as if "
+                     "one completion were better; round the reward, or make it a function of the text alone")
     if now.get("rewards/unknown", 0) > 0:
         found.append(f"{now['rewards/unknown']:.1%} of rewards are unknown: the reward function failed or timed out there")
     entropies = [step["entropy"] for step in history if "entropy" in step]
@@ -167,6 +187,46 @@ def rollout_warnings(history: Sequence[Metrics]) -> list[str]:
         found.append(f"{now['clip_ratio/region_mean']:.0%} of tokens are clipped: the inner updates are too large")
     return found
 
+# ---------------------------------------------------------------- prompts and rewards
+
+
+def check_planned_prompts(drawn: Sequence[str], train: Sequence[str], *, seed: int, rollout: int) -> Verdict:
+    """The ids that a rollout drew are those that the documented order has for it: epoch by epoch each prompt once, permuted by
+    derive(seed, "prompts", epoch); after a resume too."""
+    places, size = range(rollout * len(drawn), (rollout + 1) * len(drawn)), len(train)
+    due = [train[int(permuted_places(np.array([place % size]), size, derive(seed, "prompts", place // size))[0])] for place in places]
+    if list(drawn) != due:
+        wrong = next(number for number, (found, planned) in enumerate(zip(drawn, due, strict=True)) if found != planned)
+        return refuted("prompt_order", f"rollout {rollout} drew {drawn[wrong]!r} at place {wrong}, the plan has {due[wrong]!r}: the order "
+                       "was lost, reset, or is of other prompts", rollout=rollout)
+    return proven("prompt_order", f"rollout {rollout} drew the {len(due)} prompts that were planned for it", rollout=rollout)
+
+
+def check_none_held_out(drawn: Mapping[str, Collection[str]], held_out: Collection[str]) -> Verdict:
+    """`drawn`: of each prompt by its id, what it says and the hash of it; `held_out` holds the same of what is never trained on."""
+    leaked = [id for id, contents in drawn.items() if any(content in held_out for content in contents)]
+    if leaked:
+        return refuted("held_out", f"{len(leaked)} of {len(drawn)} prompts of a rollout are held out ({leaked[0]}): a gain on them would "
+                       "say nothing", prompts=leaked[:20])
+    return proven("held_out", f"none of the {len(drawn)} prompts of a rollout is held out")
+
+
+def check_rewards_again(first: Sequence[Mapping[str, float | None]], again: Sequence[Mapping[str, float | None]], noise: float) -> Verdict:
+    """The same completions, scored a second time from their text, get what they got: each component, of those known both times.
+
+    `noise` is how far apart two answers about one completion were before the run: a rule's is 0.
+    """
+    apart = [(abs(one[name] - two[name]), place, name) for place, (one, two) in enumerate(zip(first, again, strict=True))  # type: ignore[operator]
+             for name in one.keys() & two.keys() if one[name] is not None and two[name] is not None]
+    if not apart:
+        return unproven("rewards_again", "no completion has a known reward to be asked about again")
+    most, place, name = max(apart)
+    words = f"{len(first)} completions scored again from their text differ by at most {most:.4g}"
+    if most > NOISY_TIMES * noise + _SAME_REWARD:
+        return refuted("rewards_again", f"{words} ({name}: {first[place][name]:.4g} and then {again[place][name]:.4g}); asked twice before "
+                       f"the run they differed by {noise:.4g}: rewards went to other completions, or were not computed", most=most)
+    return proven("rewards_again", words, most=most, completions=len(first))
+
 # ---------------------------------------------------------------- coincidence
 
 
@@ -178,6 +238,47 @@ def check_independence(groups: Groups) -> Verdict:
     """
     pairs = [(group[i], group[i + 1]) for group in groups for i in range(0, len(group) - 1, 2)]
     return _coincidence("independence", pairs, "siblings", "they share a seed")
+
+
+class SiblingCounts:
+    """Over all rollouts so far, and for every two members of a group: how often they said the same, and how often chance would have it.
+
+    One rollout seldom shows that two members share a seed; their sum over rollouts does, whichever two they are.
+    """
+
+    def __init__(self, members: int):
+        self.same_GG, self.expected_GG = np.zeros((members, members)), np.zeros((members, members))
+        self.pairs = self.looks = 0
+
+    def add(self, groups: Groups) -> None:
+        self.looks += 1
+        for group in groups:
+            likely = [math.exp(min(0.0, sum(completion.logprobs))) for completion in group]
+            for one, other in itertools.combinations(range(len(group)), 2):
+                self.same_GG[one, other] += group[one].ids == group[other].ids
+                self.expected_GG[one, other] += likely[one]
+                self.pairs += 1
+
+    def check(self) -> Verdict:
+        """The chance is a bound for each two members, times how many there are, times the looks squared: over all looks it adds up."""
+        if not self.pairs:
+            return unproven("independence", "there are no two completions of one prompt to compare")
+        tried = self.looks**2 * len(self.same_GG)**2
+        chances = {pair: tried * _chernoff_above(self.same_GG[pair], self.expected_GG[pair])
+                   for pair in itertools.combinations(range(len(self.same_GG)), 2)}
+        (one, other), chance = min(chances.items(), key=lambda item: item[1])
+        same, expected = int(self.same_GG.sum()), float(self.expected_GG.sum())
+        words = f"over {self.looks} rollouts {same} of {self.pairs} pairs of siblings are identical, {expected:.3g} expected by chance"
+        if chance < _CHANCE:
+            return refuted("independence", f"{words}; members {one} and {other} were {int(self.same_GG[one, other])} times, "
+                           f"{self.expected_GG[one, other]:.3g} expected: they share a seed", same=same, expected=expected)
+        return proven("independence", words, same=same, expected=expected)
+
+
+def _chernoff_above(count: float, expected: float) -> float:
+    """The bound, with what rounding may have taken from the probabilities that `expected` is the sum of."""
+    generous = expected * (1 + ROUNDED_CHANCES) + 1e-12
+    return _chernoff(count, generous) if count > generous else 1.0
 
 
 def check_rollout_seeds(one: Sequence[Completion], other: Sequence[Completion]) -> Verdict:
@@ -196,7 +297,7 @@ def _coincidence(check: str, pairs: Sequence[tuple[Completion, Completion]], wha
     return proven(check, words, same=same, expected=expected)
 
 
-def _chernoff(count: int, expected: float) -> float:
+def _chernoff(count: float, expected: float) -> float:
     """A bound on the probability of `count` or more independent events, where `expected` (fewer) are."""
     return math.exp(count - expected + count * math.log(max(expected, 1e-300) / count))
 
@@ -225,12 +326,13 @@ def _recent(history: Sequence[Metrics], name: str, steps: int) -> list[float]:
     return [step[name] for step in history[-steps:] if name in step]
 
 
-def _risen(history: Sequence[Metrics], check: str, name: str, bound: float, before: float, words: str) -> Verdict:
+def _risen(history: Sequence[Metrics], check: str, name: str, bound: float, before: float, words: str, *, beginning: int = BEGINNING,
+           steps: int = _STEPS) -> Verdict:
     """It began below `before` and now stands at `bound` or above."""
     values = [step[name] for step in history if name in step]
-    if len(values) < BEGINNING + _STEPS:
-        return unproven(check, f"{len(values)} steps are too few; {BEGINNING + _STEPS} are needed")
-    began, recent = float(np.median(values[:BEGINNING])), values[-_STEPS:]
+    if len(values) < beginning + steps:
+        return unproven(check, f"{len(values)} steps are too few; {beginning + steps} are needed")
+    began, recent = float(np.median(values[:beginning])), values[-steps:]
     if min(recent) >= bound and began < before:
         return refuted(check, f"{min(recent):.0%} {words} (it began at {began:.0%})", began=began, now=recent[-1])
     return proven(check, f"{recent[-1]:.1%}, began at {began:.1%}", began=began, now=recent[-1])

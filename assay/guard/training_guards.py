@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from assay.errors import GuardStop
+from assay.generate.sampler_weights import tensor_checksums
 from assay.guard import series_checks
 from assay.learn import loop
 from assay.learn.loop import Step
@@ -78,7 +79,7 @@ class UpdateAccount:
 
     def __init__(self, model: nn.Module, reachable: Collection[str] | None = None):
         self.model = model
-        self.hashes = {name: tensor_sha256(p) for name, p in model.named_parameters() if not p.requires_grad}
+        self.checksums = self._frozen_checksums()
         self.begin(reachable)
 
     def begin(self, reachable: Collection[str] | None = None) -> None:
@@ -115,11 +116,15 @@ class UpdateAccount:
         return float(before.abs().float().median()) * torch.finfo(before.dtype).eps
 
     def check_frozen(self) -> Verdict:
-        parameters = dict(self.model.named_parameters())
-        strayed = [name for name, digest in self.hashes.items() if tensor_sha256(parameters[name]) != digest]
+        now = tensor_checksums({name: p for name, p in self.model.named_parameters() if name in self.checksums})
+        strayed = [name for name, checksum in self.checksums.items() if now.get(name) != checksum]
         if strayed:
             return refuted("frozen", f"{len(strayed)} frozen tensor(s) changed: {_some(strayed)}", tensors=strayed)
-        return proven("frozen", f"all {len(self.hashes)} frozen tensors have their old bits", tensors=len(self.hashes))
+        return proven("frozen", f"all {len(self.checksums)} frozen tensors have their old bits", tensors=len(self.checksums))
+
+    def _frozen_checksums(self) -> dict[str, int]:
+        """Exact sums over every bit and its place, made on the device: no gigabytes travel to be hashed at every save."""
+        return tensor_checksums({name: p for name, p in self.model.named_parameters() if not p.requires_grad})
 
     def _moved_shares(self) -> dict[str, float]:
         parameters = dict(self.model.named_parameters())
@@ -145,7 +150,7 @@ def check_steps(optimizer: torch.optim.Optimizer, taken: int) -> Verdict:
 def check_weights(model: nn.Module) -> Verdict:
     """Every weight is a number: a loss can stay finite for a while after a weight that few tokens use is not."""
     named = dict(model.named_parameters())
-    sums = torch.stack([p.detach().float().abs().sum() for p in named.values()]).tolist()  # one wait for all of them
+    sums = torch.stack([torch.linalg.vector_norm(p.detach(), 1, dtype=torch.float32) for p in named.values()]).tolist()  # one wait for all
     if bad := [name for name, total in zip(named, sums, strict=True) if not math.isfinite(total)]:
         return refuted("weights", f"{len(bad)} tensor(s) hold values that are not finite: {_some(bad)}", tensors=bad)
     return proven("weights", f"all {len(named)} tensors are finite", tensors=len(named))

@@ -59,16 +59,21 @@ def fitting_prompts(loaded: LoadedModel, prompts: Sequence[ProbePrompt], *, raw:
 
 
 def check_edit_drift(found: EditDrift | None) -> Verdict:
-    """Texts on other prompts are not shown to be malformed more often than they were, nor to be ones that the model before would
-    hardly have said."""
+    """Texts on other prompts are not shown to be malformed more often than they were, and are shown to be ones that the model before
+    would have said: the whole interval of their drift lies below the bound. Where it lies on both sides, nothing is shown."""
     if found is None:
         return unproven("probe", f"fewer than two prompts and {_TOKENS} new tokens fit into this model's context, so whether its texts are "
                                  "still healthy was not asked; use assay probe with prompts of your own")
     verdict, drift = compare_health(found.after, found.before)[1], found.drift()
     words = (f"{found.after.bad} of {len(found.after.samples)} texts on other prompts are malformed, {found.before.bad} of "
              f"{len(found.before.samples)} were before; they cost the model before {drift} nats a token more than its own")
-    outcome = Outcome.REFUTED if drift.low > LARGEST_DRIFT else verdict.outcome
-    return Verdict("probe", outcome, f"{words}, bound {LARGEST_DRIFT:g}; {verdict.reason}", verdict.evidence | {"drift": asdict(drift)})
+    outcome, shown = verdict.outcome, ""
+    if drift.low > LARGEST_DRIFT:
+        outcome = Outcome.REFUTED
+    elif outcome is Outcome.PROVEN and not drift.high <= LARGEST_DRIFT:
+        outcome, shown = Outcome.UNPROVEN, " (not shown to be below it; raise --probe-rounds)"
+    return Verdict("probe", outcome, f"{words}, bound {LARGEST_DRIFT:g}{shown}; {verdict.reason}",
+                   verdict.evidence | {"drift": asdict(drift)})
 
 
 def malformed_share(health: Health) -> Estimate:

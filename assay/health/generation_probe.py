@@ -100,7 +100,7 @@ class Health:
     def sentence(self) -> str:
         low, high = self.interval
         found = (f"{self.bad} of {len(self.samples)} texts are malformed, a rate of {low:.1%} to {high:.1%} "
-                 f"({SEQUENTIAL_LEVEL:.0%}, at every look)")
+                 f"({SEQUENTIAL_LEVEL:.0%}, at every evaluation)")
         if self.bad:
             return f"{found}: {', '.join(f'{cause} {count}' for cause, count in self.causes.items())}"
         needed = ", ".join(f"{clean_samples_needed(rate)} at {rate:.0%}" for rate in RATES)

@@ -149,7 +149,8 @@ def _supported(folder: Path, model: nn.Module, against: str | None, base: str | 
 def prove_folder(folder: Path, model: nn.Module, against: str | None = None, base: str | None = None) -> list[Verdict]:
     """What a fresh process says of the folder, and whether its bytes answer as the live model does."""
     verdicts = prove(ProofRequest(str(folder), against=against, base=base))
-    if any(v.outcome is Outcome.REFUTED and v.check in ("whole", "architecture", "process") for v in verdicts):
+    unopened = any(v.outcome is Outcome.REFUTED and v.check in ("whole", "architecture", "process") for v in verdicts)
+    if unopened or any(v.check == "support" for v in verdicts):
         return verdicts
     return [*verdicts, check_live(model, open_artifact(folder, base=base))]
 

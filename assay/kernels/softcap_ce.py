@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 IGNORE = -100
 IGNORE_NONE = torch.iinfo(torch.int64).min  # the target that no token has
-_CHUNK_BYTES = 3 << 27  # of logits alive at once: 4,096 tokens of 49,152 logits in bf16, enough rows to keep cuBLAS busy
+CHUNK_BYTES = 3 << 27  # of logits alive at once: 4,096 tokens of 49,152 logits in bf16, enough rows to keep cuBLAS busy
 LANES = 64             # rows of logits are padded to a multiple of this: aligned for cuBLAS and for 16-byte accesses
 MAX_BLOCK = 4096       # logits that one program holds at a time
 
@@ -205,7 +205,7 @@ def launch_shape(vocab: int) -> tuple[int, int]:
 
 def even_chunk(N: int, V: int, bytes_per_logit: int) -> int:
     """Tokens a chunk, so that its logits stay within CHUNK_BYTES and the last chunk is about as long as the others."""
-    most = max(128, _CHUNK_BYTES // (bytes_per_logit * V))
+    most = max(128, CHUNK_BYTES // (bytes_per_logit * V))
     even = math.ceil(N / math.ceil(N / most)) if N else 1
     return min(most, math.ceil(even / 128) * 128)
 

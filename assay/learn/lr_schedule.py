@@ -71,9 +71,14 @@ class Schedule:
     def __init__(self, budget: Budget, multiple: int = 1):
         self.budget, self.multiple, self.clock = budget, multiple, Clock()
         self.stop_at, self.decay_from = budget.steps, None
+        self._spent = 0.0  # seconds of earlier sittings
 
     stop_at: int | None
     decay_from: int | None
+
+    def begin(self) -> None:
+        """The clock counts from here: what was loaded, checked and saved before the first step is none of the budget's time."""
+        self.clock = Clock(self._spent)
 
     def multiplier(self, step: int) -> float:
         """Of every peak rate: a pure function of the step, once it is known when the way down begins."""
@@ -105,7 +110,8 @@ class Schedule:
         return {"seconds": self.clock.seconds, "decay_from": self.decay_from, "stop_at": self.stop_at, "schedule": self.budget.schedule}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self.clock, self.decay_from = Clock(state["seconds"]), state["decay_from"]
+        self._spent, self.decay_from = state["seconds"], state["decay_from"]
+        self.clock = Clock(self._spent)
         self.stop_at = self.budget.steps or state["stop_at"]
 
 

@@ -13,6 +13,9 @@ from assay.errors import UsageError
 from assay.kernels import cached_attention, gated_activation, linear, rms_norm, rotary
 from assay.model.transformer import Transformer
 
+# How a CUDA graph is captured: what other threads do meanwhile, such as a save that leaves the GPU, does not invalidate it.
+BESIDE_OTHERS = "thread_local"
+
 
 def default_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
@@ -31,12 +34,16 @@ def require_device(device: str) -> str:
 
 def place_for_training(model: Transformer, device: str, *, compute: torch.dtype | None = None, compile: bool | None = None,
                        recompute: bool = False) -> Transformer:
-    """fp32 master weights everywhere; on a GPU bf16 compute and torch.compile, unless told otherwise."""
+    """On a GPU bf16 compute and torch.compile, unless told otherwise. What is trained has fp32 masters; what is frozen keeps the dtype
+    that it came in where the model computes in half precision, and is widened, exactly and once, where it computes in fp32."""
     require_device(device)
     on_gpu = device.startswith("cuda")
-    model.to(device, torch.float32)
     model.compute_dtype = compute or (torch.bfloat16 if on_gpu else torch.float32)
     model.recompute = recompute
+    model.to(device)
+    for parameter in model.parameters():
+        if parameter.requires_grad or model.compute_dtype == torch.float32:
+            parameter.data = parameter.data.to(torch.float32)
     cached_attention.register_cached_attention()
     if on_gpu:
         gated_activation.register_gated_backward()
@@ -47,9 +54,20 @@ def place_for_training(model: Transformer, device: str, *, compute: torch.dtype 
         warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # fp32 is asked for where it is meant
         warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")  # what ours remember never changes
         # Block by block: all layers share one compiled graph, so that compilation takes seconds, whatever the depth.
-        for block in model.blocks:
-            block.compile(dynamic=False)
+        # Of a layer with experts the attention alone: its router is read on the host, in another shape at every step.
+        for layer, block in enumerate(model.blocks):
+            (block.attn if model.config.mixture_at(layer) else block).compile(dynamic=False)  # type: ignore[union-attr]
     return model
+
+
+def place_for_inference(model: Transformer, device: str, *, compute: torch.dtype | None = None) -> Transformer:
+    """As a run computes, uncompiled, with nothing to train: every tensor stays in the dtype that it came in, where that can be."""
+    return place_for_training(model.requires_grad_(False), device, compute=compute, compile=False)
+
+
+def frozen_tensors(model: Transformer) -> dict[str, Tensor]:
+    """What no training changes, under the names that it has where no layer is adapted."""
+    return {name.replace(".base.", "."): parameter.detach() for name, parameter in model.named_parameters() if not parameter.requires_grad}
 
 
 @contextlib.contextmanager
@@ -64,16 +82,21 @@ def uncompiled() -> Iterator[None]:
 
 @contextlib.contextmanager
 def fp32_uncompiled(*models: Transformer) -> Iterator[None]:
-    """The models compute in fp32 and uncompiled inside the block: two ways to compute one thing then hardly differ by rounding."""
-    kept = [model.compute_dtype for model in models]
+    """The models compute in fp32 and uncompiled inside the block: two ways to compute one thing then hardly differ by rounding.
+
+    On a GPU activations are made again on the way back, which changes no bit: in fp32 they, and the frozen weights that each layer
+    widens for itself, would take several times what the run itself takes.
+    """
+    kept = [(model.compute_dtype, model.recompute) for model in models]
     for model in models:
         model.compute_dtype = torch.float32
+        model.recompute |= model.embed.weight.is_cuda
     try:
         with uncompiled():
             yield
     finally:
-        for model, dtype in zip(models, kept, strict=True):
-            model.compute_dtype = dtype
+        for model, (dtype, recompute) in zip(models, kept, strict=True):
+            model.compute_dtype, model.recompute = dtype, recompute
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:

@@ -19,7 +19,7 @@ from assay.store.digests import recorded_digest
 from assay.strict_json import read_json_lines
 
 Probe = Callable[[Path], bool]
-_KNOWN = "FILE.py:function, loss-above:X, loss-jump, health or differs:RUN"
+_KNOWN = "FILE.py:function, loss-above:X, loss-jump, score-below:X, health or differs:RUN"
 
 
 def first_bad_checkpoint(run: Path, bad: Probe, *, every: bool = False, say: Callable[[str], None] = print) -> Bisection[Path]:
@@ -61,6 +61,8 @@ def probe_named(text: str, run: Path) -> Probe:
         return from_file(Path(kind), rest)
     if kind == "loss-above":
         return loss_above(run, _number(rest))
+    if kind == "score-below":
+        return score_below(run, _number(rest))
     if kind == "differs":
         return differs_from(Path(rest))
     if text == "loss-jump":
@@ -102,6 +104,14 @@ def loss_above(run: Path, limit: float) -> Probe:
     return lambda checkpoint: bool(_look(losses, checkpoint).mean() > limit)
 
 
+def score_below(run: Path, limit: float) -> Probe:
+    """By the held-out scores that a run with a reward wrote down: higher is better there."""
+    if scored_by(run) is None:
+        raise UsageError(f"{run}: its evaluations are of a loss, which is better lower; give --probe loss-above:X or loss-jump")
+    scores = {step: -negated for step, negated in _evaluations(run).items()}
+    return lambda checkpoint: bool(_look(scores, checkpoint).mean() < limit)
+
+
 def loss_jump(run: Path) -> Probe:
     """Worse on the same documents, by an interval that excludes 0, than the best evaluation before it."""
     losses = evaluated_losses(run)
@@ -141,8 +151,21 @@ def differs_from(other: Path) -> Probe:
 
 
 def evaluated_losses(run: Path) -> dict[int, np.ndarray]:
-    """Step → the loss of every held-out document."""
-    found = {row["step"]: np.array(row["per_document"]) for row in read_json_lines(run / "eval.jsonl")}
+    """Step → the loss of every held-out document. A run that is scored by a reward has no loss."""
+    if (metric := scored_by(run)) is not None:
+        raise UsageError(f"{run}: its evaluations are of {metric!r}, a score, better higher, and no loss; give --probe score-below:X")
+    return _evaluations(run)
+
+
+def scored_by(run: Path) -> str | None:
+    """The reward that a run's evaluations are of; None where they are of a loss."""
+    return next((str(row["metric"]) for row in read_json_lines(run / "eval.jsonl") if row.get("metric")), None)
+
+
+def _evaluations(run: Path) -> dict[int, np.ndarray]:
+    """Step → what every held-out document or prompt scored; losses weighed so that their mean is the printed one, over all tokens."""
+    found = {row["step"]: np.array(row["per_document"]) * (np.array(row["tokens"]) / np.mean(row["tokens"]) if "tokens" in row else 1)
+             for row in read_json_lines(run / "eval.jsonl")}
     if not found:
         raise UsageError(f"{run}: no held-out evaluation is on record (eval.jsonl), so a probe of the loss has nothing to read")
     return found
@@ -167,7 +190,7 @@ def _number(text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise UsageError(f"--probe loss-above:{text}: expected a number, as in loss-above:3.2") from None
+        raise UsageError(f"--probe …:{text}: expected a number, as in loss-above:3.2 or score-below:0.4") from None
 
 
 def _failure(error: BaseException) -> str:

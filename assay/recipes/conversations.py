@@ -15,17 +15,20 @@ from assay.data.data_ledger import check_data_ledger
 from assay.data.layouts import Conversation, read_conversations
 from assay.data.packing import PackedExamples, hold_out
 from assay.errors import UsageError
-from assay.guard.example_audit import audit_examples, check_batch, check_packing
-from assay.model.transformer import parameter_count
+from assay.guard.corpus_checks import require_held_out
+from assay.guard.example_audit import audit_examples, check_batch, check_packing, check_supervised_weight
+from assay.learn.loop import Step
+from assay.model.transformer import ModelConfig, parameter_count
 from assay.recipes.options import Trained, Tuning
 from assay.recipes.run import Run
 from assay.recipes.starting_model import AdapterModel, StartingModel
 from assay.store.ledger import Event
-from assay.verdict import Verdict, proven, refuted
+from assay.verdict import Outcome, Verdict, proven, refuted
 
 A_LONG_RUN = 10  # minutes
-AUDITED_STEPS = 50  # one step in so many is compared with the audited examples, token for token
+WRITTEN_STEPS = 50  # every batch is compared with the audited examples; one in so many is written down
 NEVER = 10**12
+EVALUATED_EVERY = 100  # steps, where no --save-steps is given
 
 
 @dataclass(frozen=True)
@@ -63,19 +66,28 @@ class Conversations:
 
     def audit(self, start: StartingModel) -> list[Verdict]:
         rows: frozenset[int] | Literal["all"] = frozenset() if isinstance(start.weights, AdapterModel) else "all"
-        embed = start.model.embed.weight.detach().float().cpu()
+        embed = start.model.embed.weight.detach().cpu().float()  # widened on the host, where there is room
         return [*audit_examples(self.train, start.tokenizer, start.parent.stops, embed=embed, trainable=rows, held_out=self.held_out,
                        length=self.order.length, seed=self.order.seed), check_packing(self.order)]
 
     def batches(self, run: Run, start: int) -> Iterator[Batch]:
-        """Those of step `start` and all later ones. One in so many is compared with the audited examples before it is learned from."""
+        """Those of step `start` and all later ones, each compared with the audited examples before it is learned from: a batch may name
+        what was planned and hold something else, a held-out conversation or a mask without its end, and from any step on."""
         examples, step = {example.id: example for example in self.train}, start
         while True:
             batch = self.order.batch(step)
-            if step % AUDITED_STEPS == 0:
-                run.judge(Event.BATCH, [check_batch(batch, examples)])
+            self._judge(run, step, check_batch(batch, examples))
             yield batch
             step += 1
+
+    def judge_step(self, run: Run, step: Step) -> None:
+        """As much was learned from as the audited examples of the step weigh: what came after the batch has masked nothing."""
+        due = sum(float(self.order.examples[index].weight.sum()) for row in self.order.plan(step.index) for index in row)
+        self._judge(run, step.index, check_supervised_weight(step.index, step.weight, due))
+
+    def _judge(self, run: Run, step: int, verdict: Verdict) -> None:
+        if step % WRITTEN_STEPS == 0 or verdict.outcome is Outcome.REFUTED:
+            run.judge(Event.BATCH, [verdict])
 
     def batch(self, step: int) -> Batch:
         return self.order.batch(step)
@@ -125,6 +137,11 @@ def refuse_unbudgeted(config: Trained) -> None:
                          "give a number of steps, --minutes up to ten, or --insist")
 
 
+def evaluated_every(save_steps: int | None) -> int:
+    """Steps between two evaluations, each with a checkpoint or, where the cost decides, perhaps one."""
+    return EVALUATED_EVERY if save_steps is None else save_steps or NEVER
+
+
 def load_conversations(config: Tuning, start: StartingModel) -> Conversations:
     """Who is held out is decided on the conversations, before anything is rendered."""
     said = [row for file in config.data for row in read_conversations(file, gsm8k=config.gsm8k).rows]
@@ -140,9 +157,21 @@ def load_conversations(config: Tuning, start: StartingModel) -> Conversations:
                                     roles=config.roles,
                       turns=config.turns)
 
-    train = rendered(kept)
+    train, held_out = rendered(kept), rendered(apart).examples
+    require_held_out(config.held_out_data or ", ".join(map(str, config.data)), len(held_out), "conversation",
+                     "raise --held-out, give --held-out-data with more of them, or raise --max-length where they were dropped as too long")
+    refuse_beyond_context([*train.examples, *held_out], start.model.config)
     order, steps = ordered(config, train.examples)
-    return Conversations(train.examples, rendered(apart).examples, train, order, steps, start.tokenizer.digest)
+    return Conversations(train.examples, held_out, train, order, steps, start.tokenizer.digest)
+
+
+def refuse_beyond_context(examples: Sequence[TrainingExample], model: ModelConfig) -> None:
+    """Rows may be longer than the context, since positions count anew in each conversation; a conversation may not."""
+    longest = max((len(example.tokens) for example in examples), default=0)
+    if longest > model.max_length:
+        raise UsageError(f"a conversation has {longest:,} tokens, and the model's config has a context of {model.max_length:,}: beyond it "
+                         f"positions mean nothing to the model; give --max-length {model.max_length}, or state a scaling, such as "
+                         f"--rope-scaling yarn:{math.ceil(longest / model.max_length)}")
 
 
 def ordered(config: Tuning, examples: Sequence[TrainingExample]) -> tuple[PackedExamples, int | None]:

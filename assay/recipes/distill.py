@@ -15,16 +15,24 @@ from assay.evaluation.held_out_loss import HeldOut, score_examples
 from assay.evaluation.teacher_agreement import Agreement
 from assay.guard import distillation_checks as guard
 from assay.guard import loss_preflight
-from assay.guard.conclusion_checks import check_reported_loss
+from assay.guard.conclusion_checks import check_budget, check_reported_loss
 from assay.guard.loss_preflight import sample_rows
 from assay.guard.training_guards import check_detectors
 from assay.learn.objectives import Objective, next_token
 from assay.model.placement import uncompiled
 from assay.model.transformer import Transformer
 from assay.outcome import RunOutcome
-from assay.recipes.conversations import NEVER, Conversations, describe_tuning, held_out_batches, load_conversations, refuse_nonsense
+from assay.recipes.conversations import (
+    Conversations,
+    describe_tuning,
+    evaluated_every,
+    held_out_batches,
+    load_conversations,
+    refuse_nonsense,
+)
 from assay.recipes.evaluator import EarlyStopping, HeldOutEvaluator, stopping_rule
 from assay.recipes.hand_over import hand_over, void_if_refuted, write_down
+from assay.recipes.memory_plan import record_use
 from assay.recipes.options import Distill
 from assay.recipes.processes import follow, join_processes
 from assay.recipes.run import Run, open_run, plain, print_line
@@ -40,6 +48,7 @@ from assay.recipes.teachers import (
     make_student,
     open_teacher_model,
 )
+from assay.recipes.time_spent import TimeSpent
 from assay.recipes.trainer import SavePlan, Trainer
 from assay.statistics.estimate import Estimate, ratio
 from assay.store.artifact import build_model, open_artifact
@@ -55,6 +64,7 @@ def distill(config: Distill, say: Callable[[str], None] = print_line) -> RunOutc
     What is minimised is what an evaluation scores and what the best checkpoint is chosen by: the blend of teacher and text, or, where the
     teacher writes the text, next-token loss.
     """
+    spent = TimeSpent()
     refuse_unclear_distill(config)
     refuse_nonsense(config)
     world, say = join_processes(config.device, config.shards, say)
@@ -63,7 +73,7 @@ def distill(config: Distill, say: Callable[[str], None] = print_line) -> RunOutc
     if world.rank > 0:
         return follow(world, start.model, objective_alone(config, start, device), config.out)
     data = load_lessons(config, start, device, say)
-    schedule, every, micro = tuning_schedule(config, data), config.save_steps or NEVER, micro_rows(config, data)
+    schedule, every, micro = tuning_schedule(config, data), evaluated_every(config.save_steps), micro_rows(config, data)
     rule = stopping_rule(config.early_stopping_patience, config.early_stopping_threshold, schedule=config.lr_scheduler_type,
                          steps=data.steps, every=every)
     optimizer = tuning_optimizer(config, start)
@@ -73,9 +83,10 @@ def distill(config: Distill, say: Callable[[str], None] = print_line) -> RunOutc
     objective = next_token if teacher is None else teacher.objective
     lessons = Lessons(data, teacher, config.how)
 
-    with world, open_run(config, say, device) as run:
+    with world, open_run(config, say, device, spent) as run:
         trainer = Trainer(run, start.weights, optimizer, objective, schedule, micro=micro, clip=config.max_grad_norm, order=data.order,
-                          saves=SavePlan(every, data.last_step, config.save_minutes), steps_before=start.steps_before, world=world)
+                          saves=SavePlan(every, data.last_step, config.save_minutes, paced=config.save_steps is None),
+                          steps_before=start.steps_before, world=world)
         evaluator = HeldOutEvaluator(run, partial(lessons.score, rows=micro, count=config.eval_examples), device=device,
                                      repeats_from=data.repeats_from, scale=None if teacher is None else NATS)
         early = EarlyStopping(run, evaluator.history, rule, every)
@@ -117,9 +128,12 @@ def distill(config: Distill, say: Callable[[str], None] = print_line) -> RunOutc
                     trainer.record(step, epoch=data.epoch_of(step.index), supervised_tokens=step.weight)
                     if trainer.save_due():
                         save(evaluated=True)
+                    elif trainer.extra_save_due():
+                        save(evaluated=False)
             if teacher is not None and (frozen := teacher.unmoved()):
                 run.judge(Event.TEACHER_UNMOVED, frozen)
             trainer.end_loop()
+            record_use(run, start.memory, device)
             if run.interrupted is not None and trainer.saved != trainer.done:
                 save(evaluated=False)  # the uninterrupted run would not have been evaluated here
             elif run.interrupted is None and evaluator.latest_step != trainer.done:
@@ -130,6 +144,7 @@ def distill(config: Distill, say: Callable[[str], None] = print_line) -> RunOutc
 
         handed = hand_over(run, evaluator, partial(lessons.score, rows=micro))
         told = {} if teacher is None else compare_agreement(run, teacher, start, data, trainer)
+        handed.verdicts.append(check_budget(trainer.schedule, trainer.done, early.reason))
         write_down(run, handed, **told)
         verdicts = [*handed.verdicts, told_right := check_told(run, handed.recorded, len(data.held_out))]
         void_if_refuted(run, handed.places, [told_right])

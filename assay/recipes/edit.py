@@ -15,7 +15,7 @@ from assay.editing.contexts import Contexts, sample_contexts
 from assay.editing.edit_preflight import check_batching, check_keys, check_spans, check_targets
 from assay.editing.fact_questions import ask_questions, begins_with, fact_questions, greedy_texts
 from assay.editing.facts import Fact, RefusedFact, read_facts
-from assay.editing.memit import EditResult, alphaedit_solver, checked_layers, memit_solver, rome, spread_over_layers
+from assay.editing.memit import EditResult, alphaedit_solver, checked_layers, memit_solver, refuse_uneditable, rome, spread_over_layers
 from assay.editing.moments import ROW_LENGTH, TokenizedText, read_text, second_moments, split_text
 from assay.editing.subject_tokens import encode_prompt, placeable_facts
 from assay.editing.targets import TargetOptions, find_targets
@@ -53,6 +53,7 @@ from assay.store.saving import Ancestor, Lineage, model_contents
 from assay.tracing.plots import draw_causal_trace
 from assay.verdict import Verdict
 
+EDIT_REPORT = "edits.json"
 _AT_ONCE = {"cpu": 64}  # facts that are asked together while looking for known ones; elsewhere MANY
 _MANY = 1024
 
@@ -69,19 +70,24 @@ class EditOutcome(RunOutcome):
 
 
 def edit(config: Edit, say: Callable[[str], None] = print_line) -> EditOutcome:
+    """What was killed on the way begins again by the same command, and comes to the same; the report is written last."""
     source, device = open_editable(config), require_device(config.device or default_device())
+    text = edit_texts(config, source)
     with uncompiled():
-        return edit_opened(config, source, build_model(source).to(device), say)
+        return edit_opened(config, source, build_model(source).to(device), text, say)
 
 
-def edit_opened(config: Edit, source: Artifact, model: Transformer, say: Callable[[str], None]) -> EditOutcome:
+def edit_opened(config: Edit, source: Artifact, model: Transformer, text: tuple[TokenizedText, TokenizedText],
+                say: Callable[[str], None]) -> EditOutcome:
     where, device, tokenizer = Path(config.out) / "model", model.embed.weight.device, source.tokenizer
     assert tokenizer is not None
-    scored, reading = texts(config, model, tokenizer)
+    scored, reading = text
     facts, refused = chosen_facts(config, model, source, say)
     probing = ProofSampling(config.probe_samples, str(device))
     run, watch = Run(Path(config.out), config, say=say, probing=probing), Stopwatch()
     with run.sitting():
+        run.set_aside(where)  # of a sitting that was killed before it had measured what it wrote
+        run.rewind(0)
         run.judge(Event.PREFLIGHT, preflight_edit(model, source, facts))
         before = evaluate_edits(model, tokenizer, facts, scored, source.stops.stop_ids)
         watch.lap("scores before")
@@ -126,13 +132,19 @@ def apply_patch(source: Artifact, patch: Patch, where: Path, *, taught: bool, pr
 
 
 def open_editable(config: Edit) -> Artifact:
-    if (where := Path(config.out) / "model").exists():
-        raise UsageError(f"{where} exists, and what was edited is never overwritten; choose another --out")
+    """What cannot be edited, or measured afterwards, is refused before the weights are built."""
+    out = Path(config.out)
+    if (out / EDIT_REPORT).exists() or ((out / "model").exists() and not (out / "ledger.jsonl").exists()):
+        raise UsageError(f"{out / 'model'} exists, and what was edited is never overwritten; choose another --out")
+    if config.probe_rounds < 1:
+        raise UsageError(f"--probe-rounds {config.probe_rounds}: expected at least 1; without texts to other prompts nothing says what "
+                         "the edit did to them")
     source = open_artifact(config.path)
     if source.patch is not None:
         raise UsageError(f"{source.path} is an adapter; export it --to merged, and edit that")
     if source.tokenizer is None:
         raise UsageError(f"{source.path}: facts are text, and there is no tokenizer here; add tokenizer.json")
+    refuse_uneditable(source.config)
     return source
 
 
@@ -149,10 +161,11 @@ def ends(model: Transformer, source: Artifact) -> bool:
     return any(completion.ended == "stop" for completion in greedy_completions(model, source))
 
 
-def texts(config: Edit, model: Transformer, tokenizer: Tokenizer) -> tuple[TokenizedText, TokenizedText]:
+def edit_texts(config: Edit, source: Artifact) -> tuple[TokenizedText, TokenizedText]:
     """(to score, for moments)"""
-    whole = read_text(Path(config.text), tokenizer, config.moment_tokens + config.drift_tokens,
-                      length=min(ROW_LENGTH, model.config.max_length))
+    assert source.tokenizer is not None
+    whole = read_text(Path(config.text), source.tokenizer, config.moment_tokens + config.drift_tokens,
+                      length=min(ROW_LENGTH, source.config.max_length))
     return split_text(whole, config.drift_tokens)
 
 
@@ -283,11 +296,11 @@ def write_edit_report(run: Run, outcome: EditOutcome, facts: Sequence[Fact], edi
     document = {"layers": outcome.layers, "estimates": found, "sizes": outcome.sizes, "failed": outcome.failed, "seconds": outcome.seconds,
                 "refused": [asdict(one) for one in outcome.refused], "verdicts": [verdict.to_json() for verdict in outcome.verdicts],
                 "facts": rows, "replies": replies, "probe": None if texts_beside is None else texts_beside.to_json()}
-    durable.replace_file(run.folder / "edits.json", (json.dumps(plain(document), indent=1) + "\n").encode())
     run.log(Event.EDITS, layers=outcome.layers, estimates=plain(found), sizes=plain(outcome.sizes), failed=plain(outcome.failed),
                       refused=plain([asdict(one) for one in outcome.refused]),
                       verdicts=plain([verdict.to_json() for verdict in outcome.verdicts]))
     run.record(0, **{name: estimate.mean for name, estimate in outcome.results.items()})
+    durable.replace_file(run.folder / EDIT_REPORT, (json.dumps(plain(document), indent=1) + "\n").encode())
 
 
 def _reply(reply: Any) -> dict[str, Any]:

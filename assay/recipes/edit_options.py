@@ -42,7 +42,7 @@ class Edit:
     clamp_norm_factor: float = option("the most that a target may be away, in lengths of the state", group="method", above=0, default=0.75)
     trace_facts: int = option("with --layers auto: facts that are traced", group="method", least=1, default=4)
     trace_samples: int = option("with --layers auto: noises per fact", group="method", least=1, default=2)
-    probe_rounds: int = option("texts to each prompt that has nothing to do with the facts, before and after", group="evaluation", least=0,
+    probe_rounds: int = option("texts to each prompt that has nothing to do with the facts, before and after", group="evaluation", least=1,
                                default=2)
     max_update: float = option("the most that one matrix may move, as a share of itself", group="method", above=0, default=0.5)
     goal_efficacy: float = option("share of facts whose target must be likelier than the old answer", group="evaluation", least=0, most=1,

@@ -26,7 +26,8 @@ class EvalHistory:
     def __init__(self, run: Run):
         self.run, self.file = run, run.folder / "eval.jsonl"
         self.steps: list[int] = []
-        self.losses: list[np.ndarray] = []  # per document
+        self.losses: list[np.ndarray] = []  # per document, nats a token
+        self.tokens: np.ndarray | None = None  # that count in each document, the same each time, where the printed score weighs by them
         self.train: list[float] = []  # mean training loss since the evaluation before
         self.digest: str | None = None  # of what was scored, the same each time
 
@@ -34,11 +35,15 @@ class EvalHistory:
     def latest_step(self) -> int | None:
         return self.steps[-1] if self.steps else None
 
-    def add(self, step: int, per_document: np.ndarray, train: float, digest: str | None, **more: Any) -> None:
-        """`digest` is of what was scored: where it is not what was scored before, the run stops and nothing is decided by it."""
+    def add(self, step: int, per_document: np.ndarray, train: float, digest: str | None, *, tokens: np.ndarray | None = None,
+            **more: Any) -> None:
+        """`digest` is of what was scored: where it is not what was scored before, the run stops and nothing is decided by it. `tokens`
+        counted in each document, where the printed score weighs them by it."""
         self._require_same(digest)
-        self._remember(step, per_document, train)
-        append_json_rows(self.file, [{"step": step, "train": train, "held_out": digest, "per_document": per_document.tolist(), **more}])
+        self._remember(step, per_document, train, tokens)
+        counted = {} if tokens is None else {"tokens": tokens.tolist()}
+        append_json_rows(self.file, [{"step": step, "train": train, "held_out": digest, "per_document": per_document.tolist(), **counted,
+                                      **more}])
 
     def recall(self) -> list[dict[str, Any]]:
         """What was seen before the run was interrupted, up to the step it goes on from."""
@@ -46,7 +51,8 @@ class EvalHistory:
         rewrite_json_rows(self.file, rows)
         for row in rows:
             self._require_same(row.get("held_out"))
-            self._remember(row["step"], np.array(row["per_document"]), row["train"])
+            tokens = row.get("tokens")
+            self._remember(row["step"], np.array(row["per_document"]), row["train"], None if tokens is None else np.array(tokens))
         return rows
 
     def at(self, step: int) -> np.ndarray:
@@ -58,9 +64,18 @@ class EvalHistory:
             self.run.judge(Event.HELD_OUT, [verdict])
         self.digest = digest or self.digest
 
-    def _remember(self, step: int, per_document: np.ndarray, train: float) -> None:
+    @property
+    def scores(self) -> list[np.ndarray]:
+        """Losses per document, weighed so that their mean is the loss over all tokens, which is printed."""
+        return [losses if self.tokens is None else losses * self.tokens / self.tokens.mean() for losses in self.losses]
+
+    def score_at(self, step: int) -> np.ndarray:
+        return self.scores[self.steps.index(step)]
+
+    def _remember(self, step: int, per_document: np.ndarray, train: float, tokens: np.ndarray | None = None) -> None:
         self.steps.append(step)
         self.losses.append(per_document)
+        self.tokens = tokens if tokens is not None else self.tokens
         self.train.append(train)
 
 
@@ -84,10 +99,11 @@ class HeldOutEvaluator:
                  columns: Mapping[str, float] | None = None) -> HeldOut:
         """`losses` are those of training since the last time, `weight_set` what the model holds now where a run keeps two sets,
         `columns` more of the line of metrics."""
-        found = self.score(model)
+        with self.run.spent.part("evaluation"):
+            found = self.score(model)
         since, self._since = [*self._since, *losses], []
         train = sum(since) / len(since) if since else found.loss
-        self.history.add(step, found.per_document, train, found.digest)
+        self.history.add(step, found.per_document, train, found.digest, tokens=found.token_counts)
         named = {} if weight_set is None else {"eval_weight_set": weight_set}
         scored, unit = found.estimate, found.unit.replace(" ", "_")
         self.run.record(step - 1, eval_loss=found.loss, **named, **{f"eval_{unit}": scored.mean}, eval_low=scored.low,
@@ -98,7 +114,7 @@ class HeldOutEvaluator:
         return found
 
     def best_step(self) -> int:
-        return self.history.steps[choose_best(self.history.losses).best]
+        return self.history.steps[choose_best(self.history.scores).best]
 
     @property
     def latest_step(self) -> int | None:
@@ -111,7 +127,7 @@ class HeldOutEvaluator:
         return step_folder(self.run.checkpoints, self.best_step()) if self.history.steps else None
 
     def best_in_words(self) -> str:
-        return choose_best(self.history.losses).reason if len(self.history.losses) > 1 else "there was one evaluation"
+        return choose_best(self.history.scores).reason if len(self.history.scores) > 1 else "there was one evaluation"
 
     def _say_gap(self, step: int) -> None:
         """Of text that is new nothing can be learned by heart: a gap can open only once the corpus is read again."""
@@ -119,7 +135,7 @@ class HeldOutEvaluator:
         since = [i for i, seen in enumerate(history.steps) if seen > self.repeats_from]
         if len(since) < ENOUGH_FOR_A_TREND:
             return
-        verdict = check_generalisation_gap([history.train[i] for i in since], [float(history.losses[i].mean()) for i in since])
+        verdict = check_generalisation_gap([history.train[i] for i in since], [float(history.scores[i].mean()) for i in since])
         if verdict.outcome is Outcome.REFUTED:
             self.run.say(f"step {step}: {verdict.reason}")
             self.run.log(Event.GAP, step=step, verdicts=[verdict.to_json()])
@@ -154,7 +170,7 @@ class EarlyStopping:
 
     def judge(self, step: int) -> None:
         """After every evaluation, and after those of earlier sittings were recalled: a function of them alone."""
-        rule, seen = self.rule, [self.history.at(step) for step in self.history.steps if step and step % self.every == 0]
+        rule, seen = self.rule, [self.history.score_at(step) for step in self.history.steps if step and step % self.every == 0]
         if rule is None or self.reason is not None or len(seen) < rule.before_first_look:
             return
         if not self._planned:

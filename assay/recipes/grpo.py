@@ -8,35 +8,38 @@ import numpy as np
 import torch
 
 from assay.data.batch import Batch
-from assay.errors import GuardStop, UsageError
+from assay.errors import UsageError
 from assay.generate.generation_request import Sampling
 from assay.generate.sampler_weights import fingerprint
 from assay.guard.conclusion_checks import check_same_held_out
 from assay.guard.policy_identity import LogprobFloor, check_floor, check_on_policy, check_reference
 from assay.guard.policy_loss_checks import check_directions, check_policy_loss
+from assay.guard.rollout_checks import check_still_ends
 from assay.guard.training_guards import check_detectors
 from assay.learn.lr_schedule import Budget, Schedule
 from assay.learn.objectives import averages
 from assay.learn.optim import adamw
 from assay.learn.policy import Surrogate, policy_gradient
-from assay.model.placement import place_for_training, require_device, uncompiled
+from assay.model.placement import frozen_tensors, place_for_inference, require_device, uncompiled
 from assay.model.transformer import Transformer, parameter_count
 from assay.outcome import RunOutcome
 from assay.recipes.conversations import NEVER, refuse_unbudgeted
 from assay.recipes.grpo_options import Grpo
 from assay.recipes.grpo_preflight import check_forked_policy, check_seeds_count, rollout_floor
 from assay.recipes.hand_over import export_best, void_if_refuted
+from assay.recipes.memory_plan import record_use
 from assay.recipes.processes import follow, join_processes
 from assay.recipes.prompt_evaluator import PromptEvaluator, check_gain, check_same_answers
-from assay.recipes.prompts import PromptData, prompts_digest, split_prompts, spread
-from assay.recipes.reference import Reference, check_same_reference
+from assay.recipes.prompts import PromptData, check_prompt_ledger, prompts_digest, split_prompts, spread
+from assay.recipes.reference import Reference, check_pinned, check_same_reference
 from assay.recipes.rewards import JudgeReward, Rewards
 from assay.recipes.rollout_batch import Drawn, layout_of
 from assay.recipes.rollouts import RolloutCollector, RolloutHistory, Sampler
 from assay.recipes.run import Run, open_run, plain, print_line
-from assay.recipes.starting_model import AdapterModel, StartingModel, carry_moments, load_start
+from assay.recipes.starting_model import AdapterModel, StartingModel, carry_moments, load_start, reopen_parent
+from assay.recipes.time_spent import TimeSpent
 from assay.recipes.trainer import SavePlan, Trainer
-from assay.store.artifact import Artifact, build_model, open_artifact
+from assay.store.artifact import build_model, open_artifact, straight_to
 from assay.store.ledger import Event
 from assay.verdict import Verdict
 
@@ -46,6 +49,7 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
 
     A step is one update. A rollout begins at every multiple of `num_iterations` steps, and only there is anything saved.
     """
+    spent = TimeSpent()
     refuse_unclear_grpo(config)
     world, say = join_processes(config.device, config.shards, say)
     device = world.device
@@ -62,7 +66,7 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
     optimizer = adamw(start.model.named_parameters(), lr, weight_decay=config.weight_decay)
     carry_moments(optimizer, start)
 
-    with world, open_run(config, say, device) as run, rewards:
+    with world, open_run(config, say, device, spent) as run, rewards:
         sampler_of = partial(Sampler, tokenizer=start.tokenizer, stops=start.parent.stops, slots=config.prompts * config.num_generations,
                              length=config.max_completion_length + prompts.longest)
         sampler = sampler_of(start.model, device=config.sampler_device)
@@ -77,6 +81,7 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
                                     samples=max(1, config.num_generations_eval))
         history, fork = RolloutHistory(run, start.model.config.vocab), fingerprint(start.model)
         reference: Reference | None = None
+        collector.fingerprints[0] = fork
 
         def facts() -> dict[str, Any]:
             followed = None if reference is None else reference.facts()
@@ -87,6 +92,7 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
             if reference is not None:
                 run.settle()
                 reference.keep_needed()
+                run.judge(Event.REFERENCE, [check_pinned(reference, trainer.done - config.num_iterations)])
             trainer.account()
             if evaluate:
                 evaluator.evaluate(sampler, trainer.done)
@@ -127,10 +133,11 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
                 if reference is not None:
                     reference.follow(trainer.done)
                 rollout = collector.collect(trainer.done, reference)  # prompts → completions → rewards → advantages
-                run.judge_often(Event.ROLLOUT, collector.check(rollout, floor))
+                run.judge_often(Event.ROLLOUT, collector.check(rollout, floor, reference))
                 collector.keep_samples(rollout)
                 for step in trainer.steps(annealed(rollout.batch, asked, config, trainer.done)):
-                    measured = collector.measure(rollout) if step.index == rollout.step else None
+                    first = step.index == rollout.step
+                    measured = collector.measure(rollout) if first else None
                     found, verdicts = averages(step.metrics), list[Verdict]()  # waits for the GPU
                     if measured is not None:
                         verdicts.append(check_on_policy(found, floor, config.epsilon))
@@ -140,14 +147,17 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
                     run.judge_often(Event.STEP, [*verdicts, *history.verdicts()])
                     history.say_warnings(step.index)
                     trainer.record(step, shown=history.line(), epoch=prompts.epoch_of(step.index), num_tokens=history.tokens,
-                                   **(measured or {}))
+                                   **(measured or {}), **({"prompts_digest": collector.prompts_digest(rollout)} if first else {}))
                 if trainer.save_due() or trainer.done % eval_every == 0:
                     floor = save(evaluate=trainer.done % eval_every == 0)
             trainer.end_loop()
+            record_use(run, start.memory, device)
             if run.interrupted is not None and trainer.saved != trainer.done:
                 save(evaluate=False)  # the uninterrupted run would not have been evaluated here
             elif run.interrupted is None and evaluator.latest_step != trainer.done:
                 save(evaluate=True)
+            if run.interrupted is None:
+                run.judge(Event.DATA_LEDGER, [check_prompt_ledger(run.metrics_file, prompts, trainer.done)])
             trainer.finish(prompts.times_read(trainer.done), len(prompts.train), evaluator.best_checkpoint())
         if run.interrupted is not None:
             return RunOutcome(run.folder, interrupted=run.interrupted)
@@ -161,10 +171,11 @@ def hand_over_best(run: Run, evaluator: PromptEvaluator, prompts: PromptData, st
     assert best is not None, "a run ends with an evaluation"
     run.say(f"best: {best.name}; {evaluator.best_in_words()}")
     places, verdicts = export_best(run, best)
+    to = straight_to(device, frozen_tensors(start.model))
     before, saved, after = (
-        evaluator.answer(sampler_of(place_for_training(build_model(artifact), device, compile=False)),
+        evaluator.answer(sampler_of(place_for_inference(build_model(artifact, None), device)),
                          prompts.held_out)  # the bytes on disk
-        for artifact in (reopen_parent(start), open_artifact(best), open_artifact(run.folder / "model")))
+        for artifact in (reopen_parent(start), open_artifact(best, to=to), open_artifact(run.folder / "model", to=to)))
     watched = {prompt.id for prompt in evaluator.prompts}
     evaluated = np.array([prompt.id in watched for prompt in prompts.held_out])
     recorded = -evaluator.best_losses()
@@ -172,6 +183,7 @@ def hand_over_best(run: Run, evaluator: PromptEvaluator, prompts: PromptData, st
     verdicts += [check_same_held_out(evaluator.history.digest, again),
                  check_same_answers(f"{best.name} as evaluated and as saved", recorded, saved.wanted[evaluated]),
                  check_same_answers(f"{best.name} as saved and as handed over", saved.wanted, after.wanted),
+                 check_still_ends(before.cut, after.cut),
                  check_gain(metric, before.wanted, after.wanted, len(evaluator.history.steps) - 1)]
     void_if_refuted(run, places, verdicts)
     run.log(Event.HAND_OVER, checkpoint=best.name, metric=metric, before=float(before.wanted.mean()),
@@ -196,18 +208,10 @@ def preflight_grpo(config: Grpo, trainer: Trainer, collector: RolloutCollector, 
                     check_policy_loss(model, objective, shown, asked, config.normalisation, config.max_completion_length),
                     check_directions(model, objective, shown, asked), check_seeds_count(collector.sampler, prompts, collector.sampling)]
         if trainer.done == 0:
-            parent = place_for_training(build_model(reopen_parent(start)), trainer.device, compile=False)
+            parent = place_for_inference(build_model(reopen_parent(start), None), trainer.device)
             verdicts.append(check_forked_policy(parent, model, shown, drawn, config.temperature, floor))
         return [*verdicts, *trainer.check_reach(found)]
 
-
-def reopen_parent(start: StartingModel) -> Artifact:
-    """Anew: what a gain is measured from is what lies on the disk."""
-    parent = start.parent
-    found = open_artifact(parent.path, base=None if parent.base is None else parent.base.path)
-    if found.digest != parent.digest:
-        raise GuardStop(f"{parent.path} holds weights {found.digest[:12]}, the run began with {parent.digest[:12]}: it was changed")
-    return found
 
 # ---------------------------------------------------------------- what the options come to
 

@@ -1,6 +1,7 @@
 """Hand-over: the best checkpoint is exported, its bytes are read back, and they must score what was recorded."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -10,15 +11,16 @@ from torch import Tensor
 
 from assay.errors import ArtifactError
 from assay.evaluation.held_out_loss import HeldOut
+from assay.guard.conclusion_checks import check_improvement
 from assay.guard.proof import ProofRequest, hallmark_or_quarantine, prove
 from assay.guard.proof_subject import DEFAULT_SAMPLING, ProofSampling
 from assay.learn.ema import ema_weights
-from assay.model.placement import default_device, place_for_training
+from assay.model.placement import default_device, place_for_inference
 from assay.model.transformer import Transformer
 from assay.recipes.evaluator import HeldOutEvaluator
 from assay.recipes.run import Run, plain
 from assay.store import checkpoint
-from assay.store.artifact import Artifact, build_model, locate_artifact, merged_tensors, open_artifact
+from assay.store.artifact import Artifact, build_model, locate_artifact, merged_tensors, open_artifact, straight_to
 from assay.store.checkpoint import open_checkpoint, quarantine_checkpoint
 from assay.store.export_artifact import export_artifact
 from assay.store.ledger import Event
@@ -47,12 +49,32 @@ def hand_over(run: Run, evaluator: HeldOutEvaluator, score_all: ScoreHeldOut) ->
     best = evaluator.best_checkpoint()
     assert best is not None, "a run ends with an evaluation"
     run.say(f"best: {best.name}; {evaluator.best_in_words()}")
-    verdicts = [check_evaluated(evaluator, best)]
-    recorded = rescore(scored_set(open_artifact(best)), score_all, evaluator.device)
-    places, found = export_best(run, best)
-    verdicts += [*found, check_exported_score(recorded, rescore(open_artifact(run.folder / "model"), score_all, evaluator.device))]
+    run.spent.phase("hand-over")
+    with run.spent.part("evaluation"):
+        verdicts = [check_evaluated(evaluator, best), *check_improved(evaluator)]
+    to = straight_to(evaluator.device or default_device())
+    with ThreadPoolExecutor(1, "export") as beside:
+        exporting = beside.submit(export_best, run, best)  # written and proven while the checkpoint is scored
+        with run.spent.part("evaluation"):
+            recorded = rescore(scored_set(open_artifact(best, to=to)), score_all, evaluator.device)
+        with run.spent.part("proving"):
+            places, found = exporting.result()
+    with run.spent.part("evaluation"):
+        exported = rescore(open_artifact(run.folder / "model", to=to), score_all, evaluator.device)
+    verdicts += [*found, check_exported_score(recorded, exported)]
     void_if_refuted(run, places, verdicts)
     return HandedOver(best, places, recorded, verdicts)
+
+
+def check_improved(evaluator: HeldOutEvaluator) -> list[Verdict]:
+    """Where the model that the run began with was scored: whether what is handed over is better, and a word where it is not."""
+    history, best = evaluator.history, evaluator.best_step()
+    if not history.steps or history.steps[0] != 0 or history.steps[-1] == 0:
+        return []
+    verdict = check_improvement(best, history.score_at(0), history.score_at(best))
+    if verdict.outcome is not Outcome.PROVEN:
+        evaluator.run.say(f"{verdict}")
+    return [verdict]
 
 
 def void_if_refuted(run: Run, places: list[Path], verdicts: list[Verdict]) -> None:
@@ -138,12 +160,12 @@ def _as_stored(where: Path, artifact: Artifact) -> dict[str, Tensor]:
 
 def rescore(artifact: Artifact, score_all: ScoreHeldOut, device: str | None = None) -> HeldOut:
     """The score of the bytes on disk, not of any model in memory."""
-    return score_all(build_model(artifact).to(device or default_device()))
+    return score_all(build_model(artifact, None).to(device or default_device()))
 
 
 def check_evaluated(evaluator: HeldOutEvaluator, best: Path) -> Verdict:
     """The bytes of the best checkpoint score what was recorded of the live model: they are the weights that were scored."""
-    model = place_for_training(build_model(scored_set(open_artifact(best))), evaluator.device, compile=False)
+    model = place_for_inference(build_model(scored_set(open_artifact(best, to=straight_to(evaluator.device))), None), evaluator.device)
     found, recorded = evaluator.score(model).per_document, evaluator.best_losses()
     bound, scale = SAME_LOSS[model.compute_dtype or torch.float32], evaluator.scale or recorded.mean()
     error = float(abs(found - recorded).max() / scale)

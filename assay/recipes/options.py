@@ -44,8 +44,8 @@ class Pretrain:
     corpus: str = option("folder that assay corpus made", group="data", metavar="FOLDER")
     out: str = option("folder of the run", group="run", metavar="FOLDER")
     depth: int = option("layers; the width is 64 times as much, and the rest follows", group="model", default=6)
-    minutes: float | None = option("stop after this much wall time, all sittings together", group="budget", above=0, default=None,
-                                   default_text="no limit")
+    minutes: float | None = option("stop after this much wall time of training, all sittings together; what is checked before step 1 "
+                                   "is not counted", group="budget", above=0, default=None, default_text="no limit")
     tokens: int | None = option("stop after this many training tokens", group="budget", least=1, default=None, default_text="no limit")
     max_bytes: int | None = option("also write an artifact of at most this many bytes: quantised, compressed and scored again",
                                    group="checkpoints", least=1, default=None, default_text="none is written")
@@ -76,8 +76,9 @@ class Pretrain:
                                           group="memory", default=False)
     ema: float = option("decay of a moving average of the weights, which is scored and handed over; 0: none", group="optimizer", least=0,
                         below=1, default=0.0)
-    save_steps: int = option("steps between checkpoints, each with an evaluation on held-out text; the first comes after step 1",
-                             group="checkpoints", least=1, default=500)
+    save_steps: int | None = option("steps between checkpoints, each with an evaluation on held-out text; the first comes after step 1",
+                                    group="checkpoints", least=1, default=None,
+                                    default_text="an evaluation every 500, and checkpoints that take at most a fiftieth of the time")
     eval_documents: int = option("held-out documents that an evaluation scores; the model that is handed over is scored on all",
                                  group="evaluation", least=2, default=64)
     early_stopping_patience: int = option("stop early once so many evaluations together improve the held-out loss by less than "
@@ -115,6 +116,9 @@ class Trained:
                                metavar="CHECKPOINT", default=None)
     optimizer_state: Literal["fresh", "carried"] | None = option("with --from, where it is required: begin with new moments, or with the "
                                                                  "parent's", group="model", default=None)
+    rope_scaling: str | None = option("lengthen the model's context: linear:F or yarn:F, by a factor F; long, by the long factors of a "
+                                      "LongRoPE model. A base with this in its config is written to RUN/base, and trained on",
+                                      group="model", metavar="KIND", default=None, default_text="the context of its config")
     lora_r: int = option("rank of a LoRA adapter; 0: train the whole model", group="model", least=0, default=0)
     lora_alpha: float | None = option("LoRA alpha; the update is scaled by alpha/r", group="model", above=0, default=None,
                                       default_text="2·r")
@@ -125,8 +129,8 @@ class Trained:
     new_tokens: tuple[str, ...] = option("texts that become single tokens, such as <think> </think> <answer> </answer>", group="model",
                                          metavar="TEXT", default=())
     max_steps: int | None = option("stop after so many steps", group="budget", least=1, default=None, default_text="the epochs decide")
-    minutes: float | None = option("stop after this much wall time, all sittings together", group="budget", above=0, default=None,
-                                   default_text="no limit")
+    minutes: float | None = option("stop after this much wall time of training, all sittings together; what is checked before step 1 "
+                                   "is not counted", group="budget", above=0, default=None, default_text="no limit")
     learning_rate: float | None = option("peak learning rate", group="optimizer", above=0, default=None, default_text=str(TUNING_RATES))
     weight_decay: float = option("weight decay of the matrices", group="optimizer", least=0, default=0.0)
     lr_scheduler_type: Literal["cosine", "wsd"] = option("learning rate after the warm-up: a cosine down to a tenth, or flat and down at "
@@ -137,8 +141,9 @@ class Trained:
     gradient_checkpointing: bool = option("compute activations again on the way back instead of keeping them: less memory, a third more "
                                           "time",
                                           group="memory", default=False)
-    save_steps: int = option("steps between checkpoints, each with an evaluation; the first comes after step 1; 0: only the first "
-                             "and the last", group="checkpoints", least=0, default=100)
+    save_steps: int | None = option("steps between checkpoints, each with an evaluation; the first comes after step 1; 0: only the first "
+                                    "and the last", group="checkpoints", least=0, default=None,
+                                    default_text="an evaluation every 100, and checkpoints that take at most a fiftieth of the time")
     save_minutes: float | None = option("also a checkpoint after so many minutes", group="checkpoints", above=0, default=None,
                                         default_text="none")
     probe_samples: int = option("texts to each of eight prompts by which a proof may judge what a checkpoint says; where the first of each "

@@ -15,6 +15,8 @@ from assay.data.order import Order, iterate_batches
 from assay.data.token_corpus import Corpus, assert_disjoint, open_corpus, token_budget
 from assay.errors import UsageError
 from assay.evaluation.held_out_loss import score_corpus
+from assay.guard.conclusion_checks import check_budget
+from assay.guard.corpus_checks import check_document_copies, require_held_out_documents
 from assay.guard.data_order_checks import check_epoch_order, check_same_data
 from assay.guard.loss_preflight import preflight_loss, sample_rows
 from assay.guard.training_guards import check_detectors
@@ -29,11 +31,13 @@ from assay.model.transformer import ModelConfig, Rope, Transformer, initialised,
 from assay.outcome import RunOutcome
 from assay.recipes.evaluator import EarlyStopping, HeldOutEvaluator, stopping_rule
 from assay.recipes.hand_over import hand_over, write_down
+from assay.recipes.memory_plan import device_memory, plan_pretraining, record_use, require_fit
 from assay.recipes.options import Pretrain
 from assay.recipes.processes import follow, join_processes
 from assay.recipes.run import Run, open_run, print_line
 from assay.recipes.size_limit import require_room, write_squeezed
 from assay.recipes.starting_model import Ancestry, WholeModel
+from assay.recipes.time_spent import TimeSpent
 from assay.recipes.trainer import SavePlan, Trainer
 from assay.store.ledger import Event
 from assay.store.saving import Lineage
@@ -51,6 +55,8 @@ class _Plan:
     lr: float
     device: str
 
+PRETRAINING_EVALUATED_EVERY = 500  # steps, where no --save-steps is given
+
 
 @dataclass(frozen=True)
 class CorpusData:
@@ -67,7 +73,7 @@ class CorpusData:
         return check_same_data(recorded["corpus"], self.corpus)
 
     def audit(self) -> list[Verdict]:
-        return [check_epoch_order(self.order)]
+        return [check_epoch_order(self.order), check_document_copies(self.corpus)]
 
     def times_read(self, run: Run, steps: int) -> dict[int, int]:
         """How many windows all steps so far have read how often, {times: windows}: counted from what they wrote down, and judged."""
@@ -78,16 +84,22 @@ class CorpusData:
 
 def pretrain(config: Pretrain, say: Callable[[str], None] = print_line) -> RunOutcome:
     """An interrupted run hands nothing over; the same command goes on with it."""
+    spent = TimeSpent()
     world, say = join_processes(config.device, config.shards, say)
     corpus = open_corpus(Path(config.corpus))
     assert_disjoint(corpus)
+    require_held_out_documents(corpus)
     plan = derived(config, corpus, world.device)
     data = CorpusData(corpus, Order(corpus, config.seed, plan.rows, config.max_length, config.num_train_epochs))
     data.order.require(plan.steps or 1)  # refused before anything is made, where the data does not suffice
     schedule = Schedule(Budget(plan.steps, config.minutes, config.lr_scheduler_type, config.warmup_steps, config.decay_ratio))
+    every = config.save_steps or PRETRAINING_EVALUATED_EVERY
     rule = stopping_rule(config.early_stopping_patience, config.early_stopping_threshold, schedule=config.lr_scheduler_type,
-                         steps=plan.steps, every=config.save_steps)
+                         steps=plan.steps, every=every)
     tokenizer = Tokenizer.from_folder(Path(config.corpus))
+    memory = plan_pretraining(config, plan.model, plan.device)
+    if (available := device_memory(plan.device)) is not None:
+        require_fit(memory, available, plan.device)
     model = place_for_training(initialised(plan.model, config.seed), plan.device, recompute=config.gradient_checkpointing)
     if world.rank > 0:
         return follow(world, model, next_token, config.out)
@@ -99,14 +111,14 @@ def pretrain(config: Pretrain, say: Callable[[str], None] = print_line) -> RunOu
     ema = Ema(model, config.ema) if config.ema else None
     scored_set = None if ema is None else "ema"
 
-    with world, open_run(config, say, plan.device) as run:
+    with world, open_run(config, say, plan.device, spent) as run:
         weights = whole_model(model, tokenizer, averaged=ema is not None)
         trainer = Trainer(run, weights, optimizer, next_token, schedule, micro=plan.micro, clip=config.max_grad_norm, order=data.order,
                           ema=ema,
-                          saves=SavePlan(config.save_steps, data.order.steps), vocab=plan.model.vocab, world=world)
+                          saves=SavePlan(every, data.order.steps, paced=config.save_steps is None), vocab=plan.model.vocab, world=world)
         some = partial(score_corpus, corpus=corpus, rows=plan.micro, length=config.max_length, count=config.eval_documents)
         evaluator = HeldOutEvaluator(run, some, device=plan.device, repeats_from=data.order.windows // plan.rows)
-        early = EarlyStopping(run, evaluator.history, rule, config.save_steps)
+        early = EarlyStopping(run, evaluator.history, rule, every)
 
         def save(*, evaluate: bool) -> None:
             """What is saved is what was evaluated. What moved and what did not is accounted for first."""
@@ -133,7 +145,10 @@ def pretrain(config: Pretrain, say: Callable[[str], None] = print_line) -> RunOu
                     trainer.record(step, epoch=data.order.epoch_of(step.index))
                     if trainer.save_due():
                         save(evaluate=True)
+                    elif trainer.extra_save_due():
+                        save(evaluate=False)
             trainer.end_loop()
+            record_use(run, memory, plan.device)
             if run.interrupted is not None and trainer.saved != trainer.done:
                 save(evaluate=False)  # the uninterrupted run would not have been evaluated here
             elif run.interrupted is None and evaluator.latest_step != trainer.done:
@@ -144,6 +159,7 @@ def pretrain(config: Pretrain, say: Callable[[str], None] = print_line) -> RunOu
 
         everything = partial(score_corpus, corpus=corpus, rows=plan.micro, length=config.max_length, context=config.max_length // 2)
         handed = hand_over(run, evaluator, everything)
+        handed.verdicts.append(check_budget(trainer.schedule, trainer.done, early.reason))
         write_down(run, handed)
         verdicts = handed.verdicts
         if config.max_bytes is not None:
@@ -176,9 +192,14 @@ def derived(config: Pretrain, corpus: Corpus, device: str) -> _Plan:
                          "at least 1, a length of at least 8 and a batch of at least one row")
     rows = config.batch_tokens // config.max_length
     steps = None if config.tokens is None else max(1, math.ceil(config.tokens / (rows * config.max_length)))
-    vocab = math.ceil(Tokenizer.from_folder(Path(config.corpus)).size / 64) * 64  # rows beyond the tokenizer's are never used
+    vocab = padded_vocab(Tokenizer.from_folder(Path(config.corpus)))
     micro = max(1, min(rows, config.micro_batch_tokens // config.max_length))
     return _Plan(shape(config, config.depth, vocab), rows, micro, steps, config.matrices().learning_rate, device)
+
+
+def padded_vocab(tokenizer: Tokenizer) -> int:
+    """Rows beyond the tokenizer's are never used."""
+    return math.ceil(tokenizer.size / 64) * 64
 
 
 def shape(config: Pretrain, depth: int, vocab: int) -> ModelConfig:

@@ -1,7 +1,7 @@
 """Evaluation of a policy during a run: held-out prompts answered, the same ones each time; what is wanted beside what is rewarded."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +34,7 @@ class Answered:
     wanted: NDArray[np.float64]
     rewarded: NDArray[np.float64] | None
     digest: str | None = None  # of the prompts
+    cut: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))  # the share of completions that hit the cap
 
     @property
     def estimate(self) -> Estimate:
@@ -56,10 +57,11 @@ class PromptEvaluator:
 
     def evaluate(self, sampler: Sampler, step: int) -> Answered:
         """The weights as they are now, after so many updates."""
-        sampler.load(step)
-        found = self.answer(sampler, self.prompts)
+        with self.run.spent.part("evaluation"):
+            sampler.load(step)
+            found = self.answer(sampler, self.prompts)
         reward = None if found.rewarded is None else float(found.rewarded.mean())
-        self.history.add(step, -found.wanted, 0.0, found.digest, reward=reward)
+        self.history.add(step, -found.wanted, 0.0, found.digest, reward=reward, metric=self.name)
         scored = found.estimate
         self.run.record(step - 1, **{f"eval_{self.name}": scored.mean, "eval_low": scored.low, "eval_high": scored.high,
                                      "eval_prompts": scored.n} | ({} if reward is None else {"eval_reward": reward}))
@@ -78,7 +80,9 @@ class PromptEvaluator:
         wanted = scored if rewards.metric_workers is None else rewards.metric_workers.score(items)
         rewards.stop_at_limit(scored)
         rewarded = None if rewards.judge is not None else self._means(prompts, [each.value for each in scored], scored)
-        return Answered(self._means(prompts, [each.components[self.name] for each in wanted], wanted), rewarded, prompts_digest(prompts))
+        cut = np.array([np.mean([completion.ended == "length" for completion in group]) for group in groups])
+        return Answered(self._means(prompts, [each.components[self.name] for each in wanted], wanted), rewarded, prompts_digest(prompts),
+                        cut)
 
     def _means(self, asked: Sequence[Prompt], values: Sequence[float | None], scored: Sequence[ScoredItem]) -> NDArray[np.float64]:
         """Of what is known; a prompt of which nothing is known would be another set of prompts than the last time's."""

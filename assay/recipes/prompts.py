@@ -7,12 +7,14 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from assay.data.chat import text_prefix_ids
 from assay.data.data_files import read_rows
+from assay.data.data_ledger import ids_digest
 from assay.data.layouts import Conversation, content_of, read_conversations
 from assay.data.order import permuted_places
 from assay.data.packing import hold_out
@@ -21,6 +23,7 @@ from assay.model.tokenizer import Tokenizer
 from assay.recipes.grpo_options import Grpo
 from assay.recipes.starting_model import StartingModel
 from assay.seeds import derive
+from assay.strict_json import read_json_lines
 from assay.verdict import Verdict, proven, refuted
 
 
@@ -192,6 +195,17 @@ def check_apart(train: Sequence[Prompt], held_out: Sequence[Prompt]) -> Verdict:
         return refuted("held_out", f"{len(both)} held-out prompts are trained on too: a gain on them would say nothing; remove them",
                        prompts=len(both))
     return proven("held_out", f"none of {len(held_out)} held-out prompts is among the {len(train)} that are trained on")
+
+
+def check_prompt_ledger(metrics: Path, prompts: PromptData, steps: int) -> Verdict:
+    """What every rollout of all sittings wrote down of the prompts it drew is what was planned: none lost, skipped or taken again."""
+    written = {row["step"]: row["prompts_digest"] for row in read_json_lines(metrics) if "prompts_digest" in row}
+    for step in range(0, steps, prompts.updates):
+        due = ids_digest((tuple(prompt.id for prompt in prompts.order.drawn(step // prompts.updates)),))
+        if written.get(step) != due:
+            return refuted("prompt_ledger", f"step {step} wrote down the prompts {written.get(step, 'of no rollout')}, the plan has {due}: "
+                           "the order was lost between two sittings, or a rollout was", step=step)
+    return proven("prompt_ledger", f"{steps // prompts.updates} rollouts drew the prompts that were planned for them")
 
 
 def spread(prompts: Sequence[Prompt], count: int) -> list[Prompt]:

@@ -95,6 +95,19 @@ class Reference:
         return fingerprint(self.model)
 
 
+def check_pinned(reference: Reference, step: int) -> Verdict:
+    """What is in memory are the bytes of the checkpoint that is due at this step, by the digest in its file: not what memory says of it."""
+    folder = step_folder(reference.run.checkpoints, reference.due(step))
+    due = recorded_digest(open_checkpoint(folder, verify=False).manifest)
+    asked = copy.copy(reference.weights)
+    asked.model = reference.model  # what is asked, whatever else is kept beside it
+    held = weights_digest({name: tensor.cpu() for name, tensor in asked.weights().items()})
+    words = f"the reference in memory is {held[:12]}, {folder.name} on the disk holds {due[:12]}"
+    if held != due:
+        return refuted("pinned", f"{words}: it was moved, or taken from the policy", held=held, due=due)
+    return proven("pinned", words, weights=held)
+
+
 def check_same_reference(reference: Reference, recorded: Mapping[str, Any] | None) -> Verdict:
     """A run that goes on is pulled towards what it was pulled towards. `recorded` stands in the checkpoint that it goes on from."""
     if recorded is None or recorded["step"] != reference.step:

@@ -16,8 +16,16 @@ import numpy as np
 
 from assay.errors import UsageError
 from assay.generate.generation_request import Completion
-from assay.guard.judge_checks import check_groups_judged, check_judge_agreement, check_judge_order, check_judge_parser, check_position_bias
-from assay.guard.reward_checks import completion_style, preflight_rewards
+from assay.guard.judge_checks import (
+    check_groups_judged,
+    check_judge_agreement,
+    check_judge_order,
+    check_judge_parser,
+    check_judge_places,
+    check_position_bias,
+)
+from assay.guard.reward_checks import check_reward_repeat, completion_style, preflight_rewards
+from assay.guard.rollout_checks import check_rewards_again
 from assay.learn.advantage import RewardValue as Value
 from assay.learn.advantage import overlong_penalty
 from assay.model.tokenizer import Tokenizer
@@ -34,6 +42,7 @@ from assay.verdict import Outcome, Verdict, refuted
 
 NAME = "judge"
 OVERLONG = "overlong"
+ASKED_TWICE = 16  # completions that are scored twice before a run, to measure a reward's noise
 
 
 class Rewards:
@@ -46,6 +55,7 @@ class Rewards:
         self.workers = RewardWorkers(self.rules, count=config.reward_workers, seconds=config.reward_seconds)
         self.metric_workers = None if config.metric is None else RewardWorkers([self.metric], count=1, seconds=config.reward_seconds)
         self.limit = ErrorLimit(config.reward_errors)
+        self.noise = 0.0  # how far apart two answers about one completion were
         self._open = ExitStack()
 
     def __enter__(self) -> "Rewards":
@@ -77,9 +87,56 @@ class Rewards:
         if self.rules:
             verdicts += preflight_rewards(self.rules, rows, self.workers, prompts=texts,
                                           count_tokens=lambda text: len(tokenizer.encode(text)))
+            repeat = check_reward_repeat(self._asked_twice(every, tokenizer))
+            self.noise = float(repeat.evidence.get("noise", 0.0))
+            verdicts.append(repeat)
         if self.judge is not None:
-            verdicts += [check_judge_parser(), check_judge_order(self.judge.ask, rows, texts, completion_style(self.rules, rows))]
+            verdicts += [check_judge_parser(), check_judge_places(self.judge.judge),
+                         check_judge_order(self.judge.ask, rows, texts, completion_style(self.rules, rows))]
         return verdicts
+
+
+    def _asked_twice(self, prompts: Sequence[Prompt], tokenizer: Tokenizer) -> list[tuple[ScoredItem, ScoredItem]]:
+        """The prompts themselves as completions, which any reward can score, in two calls and in two orders."""
+        some = prompts[:: max(1, -(-len(prompts) // ASKED_TWICE))]
+        items = [RewardItem(prompt.text, prompt.text, {**prompt.row, "completion_tokens": len(tokenizer.encode(prompt.text))})
+                 for prompt in some]
+        return list(zip(self.workers.score(items), reversed(self.workers.score(items[::-1])), strict=True))
+
+    def ask_again(self, groups: "Sequence[Group]") -> Verdict:
+        """One group of a rollout, of those whose rewards differ most: its completions scored anew, from their text alone."""
+        widest = max(groups, key=lambda group: _range(group.rewards))
+        names = [reward.name for reward in self.rules]
+        first = [{name: scored.components[name] for name in names} for scored in widest.scored]
+
+        def second() -> list[Mapping[str, Value]]:
+            return [scored.components for scored in self.workers.score([item(widest.prompt, said) for said in widest.completions])]
+
+        found = check_rewards_again(first, again := second(), self.noise)
+        if found.outcome is not Outcome.REFUTED:
+            return found
+        # A test that ran out of time once is no fault: what agrees with the first answer in either of two more is taken.
+        both = [{name: _nearer(said[name], one[name], two[name]) for name in names}
+                for said, one, two in zip(first, again, second(), strict=True)]
+        return check_rewards_again(first, both, self.noise)
+
+    def noise_metrics(self, groups: "Sequence[Group]") -> dict[str, float]:
+        """rewards/noise_alone: the share of groups whose rewards differ, and by no more than two answers about one completion do."""
+        if not self.noise:
+            return {}
+        return {"rewards/noise_alone": float(np.mean([0 < _range(group.rewards) <= 2 * self.noise for group in groups]))}
+
+
+def _nearer(said: Value, one: Value, two: Value) -> Value:
+    """Which of two later answers is nearer to the first; one that is unknown is far from anything."""
+    if said is None or one is None or two is None:
+        return two if one is None else one
+    return one if abs(one - said) <= abs(two - said) else two
+
+
+def _range(rewards: Sequence[Value]) -> float:
+    known = [reward for reward in rewards if reward is not None]
+    return max(known) - min(known) if known else 0.0
 
 
 def chosen_metric(config: Grpo) -> RewardSpec:
@@ -239,7 +296,9 @@ class JudgeReward:
         """What it said and cost in this sitting is written down. A judge that contradicts itself ends the run; one that is swayed by
         the order of the page is worth a warning, because that order is another one each time."""
         run.log(Event.JUDGE_COST, step=step, **self.identity, **self.sitting.counts())
-        run.judge(Event.JUDGE, [check_judge_agreement(self.sitting.repeats)])
+        agreement = check_judge_agreement(self.sitting.repeats)
+        run.say(f"step {step}: {agreement}")
+        run.judge(Event.JUDGE, [agreement])
         position = check_position_bias(self.sitting.shown)
         return position.reason if position.outcome is Outcome.REFUTED else ""
 

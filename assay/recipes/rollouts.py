@@ -11,16 +11,34 @@ import numpy as np
 import torch
 
 from assay.data.batch import Batch
+from assay.data.data_ledger import ids_digest
 from assay.errors import GuardStop
+from assay.evaluation.soundness import DrawnTokens, judge_draws, rescored_draws
 from assay.generate.engine import Engine, fitting_slots
 from assay.generate.generation_request import Completion, GenerationRequest, Sampling
 from assay.generate.sampler_weights import fingerprint
-from assay.guard.policy_identity import LogprobFloor, check_identity, check_sampled_ids, check_version, naive_logprobs, version_name
+from assay.guard.policy_identity import (
+    LogprobFloor,
+    check_identity,
+    check_reference_again,
+    check_sampled_ids,
+    check_version,
+    naive_logprobs,
+    version_name,
+)
 from assay.guard.policy_loss_checks import check_advantages, check_counted
-from assay.guard.rollout_checks import check_collapse, check_independence, rollout_metrics, rollout_warnings
+from assay.guard.rollout_checks import (
+    SiblingCounts,
+    check_collapse,
+    check_none_held_out,
+    check_planned_prompts,
+    rollout_metrics,
+    rollout_warnings,
+)
 from assay.learn.advantage import Advantages, group_advantages, kl_shift, refill, untruncated
 from assay.learn.loop import Step
 from assay.learn.policy import Surrogate
+from assay.model.placement import uncompiled
 from assay.model.special_tokens import SpecialTokens
 from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import Transformer
@@ -35,6 +53,8 @@ from assay.strict_json import read_json_lines
 from assay.verdict import Verdict
 
 COMPARED = 16  # completions of a rollout whose log-probabilities are computed anew before the update; after it, all are compared
+RESCORED_A_ROLLOUT = 8  # completions whose draws are scored again by the plain model; their sum over rollouts is what is judged
+FIRST_ASKED, ASKED_EVERY = 4, 8  # the first rollouts of a sitting in which rewards and reference are asked twice, and then every so many
 SAID_AGAIN = 50  # steps after which a warning is repeated
 PROGRESS_METRICS = {"reward": "reward", "±": "reward_std", "length": "completions/mean_length", "kl": "kl", "entropy": "entropy"}
 
@@ -98,6 +118,10 @@ class RolloutCollector:
         self.file = run.folder / "samples.jsonl"
         self.waiting: list[str] = []
         self._score = quickest_score(self.model, layout)
+        self.train_ids = [prompt.id for prompt in prompts.train]
+        self.held_out = frozenset(said for prompt in prompts.held_out for said in (prompt.content, prompt.text))
+        self.fingerprints: dict[int, str] = {}  # of the policy after so many updates, as far as this sitting saw it
+        self.draws, self.siblings, self.looks = DrawnTokens(), SiblingCounts(config.num_generations), 0
 
     def forget_after(self, step: int) -> None:
         """Samples of steps that are about to be taken again."""
@@ -106,13 +130,19 @@ class RolloutCollector:
     def collect(self, step: int, reference: Reference | None) -> Rollout:
         """Prompts, completions, rewards, advantages, and the batch to learn from."""
         self.sampler.load(step)
-        updates = step if reference is not None and self.sampler.fingerprint != reference.fingerprint else 0
+        self.fingerprints.setdefault(step, self.sampler.fingerprint)
+        updates = step if reference is not None and self._left(reference) else 0
         groups, everything = self._groups(step)
         advantages = self._advantages(groups)
         counted_N = counted_completions(groups, advantages, mask_truncated=self.config.mask_truncated_completions,
                                         cap=self.config.max_completion_length)
         rows = self._rows(groups, advantages, counted_N, reference)
         return Rollout(step, updates, groups, everything, advantages, counted_N, rows, self.layout.packed(rows).batch)
+
+    def _left(self, reference: Reference) -> bool:
+        """Whether the policy has moved from what its reference should be: by its own record, and by the reference's where it has none."""
+        assert reference.step is not None
+        return self.sampler.fingerprint != self.fingerprints.get(reference.step, reference.fingerprint)
 
     def facts(self) -> dict[str, list[str]]:
         return {} if self.rewards.judge is None else {"waiting": list(self.waiting)}
@@ -182,34 +212,73 @@ class RolloutCollector:
 
     # ---------------------------------------------------------------- what is said of it
 
-    def check(self, rollout: Rollout, floor: LogprobFloor) -> list[Verdict]:
+    def check(self, rollout: Rollout, floor: LogprobFloor, reference: Reference | None = None) -> list[Verdict]:
         """It came from the weights as they are, with the probabilities that the trainer gives; its advantages are what was asked for."""
-        drawn, config = rollout.drawn, self.config
-        versions = [completion.version for group in rollout.everything for completion in group.completions]
+        drawn, config, everything = rollout.drawn, self.config, rollout.everything
+        self.looks += 1
+        self.siblings.add([group.completions for group in everything])
+        versions = [completion.version for group in everything for completion in group.completions]
         return [check_version(versions, version_name(rollout.step, fingerprint(self.model))),
                 check_sampled_ids(rollout.batch, [prompt.ids for prompt, _ in drawn], [completion.ids for _, completion in drawn],
                           stop_ids=self.sampler.engine.stop_ids, cap=config.max_completion_length),
-                self._check_identity(drawn, rollout.rows, floor),
-                check_independence([group.completions for group in rollout.everything]),
+                self._check_identity(drawn, rollout.rows, floor), self._check_draws(everything), self.siblings.check(),
+                check_planned_prompts(self.due_prompts(rollout), self.train_ids, seed=config.seed,
+                                      rollout=rollout.step // config.num_iterations),
+                check_none_held_out({group.prompt.id: (group.prompt.content, group.prompt.text) for group in everything}, self.held_out),
                 check_advantages([group.rewards for group in rollout.groups], rollout.advantages, config.scale_rewards),
                 check_counted(rollout.counted_N, rollout.advantages.known_PG.flatten().tolist(),
                               [completion.ended for _, completion in drawn], mask_truncated=config.mask_truncated_completions),
+                *(self._ask_twice(rollout, floor, reference) if self.looks <= FIRST_ASKED or self.looks % ASKED_EVERY == 0 else ()),
                 *(self.rewards.judge.verdicts if self.rewards.judge is not None else ())]
+
+    def due_prompts(self, rollout: Rollout) -> list[str]:
+        """The ids that were drawn because it was their turn: those that wait for a judge, or take a silent one's place, come after."""
+        return [group.prompt.id for group in rollout.everything[: self.order.places]]
+
+    def prompts_digest(self, rollout: Rollout) -> str:
+        """Written down with the step, so that all sittings together can be held against the plan."""
+        return ids_digest(((*self.due_prompts(rollout),),))
+
+    def _check_draws(self, groups: Sequence[Group]) -> Verdict:
+        """Whether tokens look drawn from the stated distribution, over all rollouts of this sitting. Of what was drawn, not of what was
+        kept: that is chosen by its rewards."""
+        drawn = completions_of(groups)
+        with uncompiled():  # one by one, every length would be compiled anew
+            for prompt, completion in drawn[:: max(1, -(-len(drawn) // RESCORED_A_ROLLOUT))]:
+                self.draws += rescored_draws(self.model, prompt.ids, completion.ids, self.sampling)
+        return judge_draws(self.draws, self.sampling, self.looks)
+
+    def _ask_twice(self, rollout: Rollout, floor: LogprobFloor, reference: Reference | None) -> list[Verdict]:
+        verdicts = [self.rewards.ask_again(rollout.everything)] if self.rewards.rules else []
+        if reference is not None and rollout.rows.reference is not None:
+            part, drawn = self._compared(rollout.drawn, rollout.rows)
+            with uncompiled():
+                again = batch_logprobs(reference.model, part, self.asked.temperature, Layout(COMPARED), entropy=self.asked.wants_entropy)
+            prompts = [prompt.ids for prompt, _ in drawn]
+            assert part.reference is not None
+            first, second = (of_completions(said, part, prompts) for said in (part.reference, again))
+            verdicts.append(check_reference_again(first, second, floor))
+        return verdicts
 
     def _check_identity(self, drawn: Drawn, batch: Batch, floor: LogprobFloor) -> Verdict:
         """Some completions, spread over the rollout: the trainer gives them the probabilities that they were drawn with."""
-        chosen = sorted({round(place * (len(drawn) - 1) / (COMPARED - 1)) for place in range(COMPARED)})
-        part = Batch(**{name: stream[chosen] for name, stream in batch.streams().items()})  # type: ignore[arg-type]
-        prompts, said = [drawn[i][0].ids for i in chosen], [drawn[i][1] for i in chosen]
+        part, chosen = self._compared(drawn, batch)
+        prompts, said = [prompt.ids for prompt, _ in chosen], [completion for _, completion in chosen]
         trainer = batch_logprobs(self.model, part, self.asked.temperature, self.layout, entropy=self.asked.wants_entropy, score=self._score)
         written_out = lambda: naive_logprobs(self.model, prompts, [c.ids for c in said], self.asked.temperature)  # noqa: E731
         return check_identity([c.logprobs for c in said], of_completions(trainer, part, prompts), floor, written_out)
+
+    def _compared(self, drawn: Drawn, batch: Batch) -> tuple[Batch, Drawn]:
+        """Some completions, spread over the rollout, as rows and as they were drawn."""
+        chosen = sorted({round(place * (len(drawn) - 1) / (COMPARED - 1)) for place in range(COMPARED)})
+        part = Batch(**{name: stream[chosen] for name, stream in batch.streams().items()})  # type: ignore[arg-type]
+        return part, [drawn[i] for i in chosen]
 
     def measure(self, rollout: Rollout) -> dict[str, float]:
         """Asked for while a GPU is learning from it, it costs no time."""
         groups, judge = rollout.everything, self.rewards.judge
         found = rollout_metrics([group.completions for group in groups], [group.rewards for group in groups], self._advantages(groups))
-        found |= component_metrics(groups)
+        found |= component_metrics(groups) | self.rewards.noise_metrics(groups)
         for reward in (reward for reward in self.rewards.rules if reward.name == "answer" and reward.file is None):
             found |= reading_metrics(groups, reward.options.get("form", "any"))
         return found if judge is None else found | {f"judge/{name}": value for name, value in judge.rollout.counts().items()}

@@ -20,8 +20,11 @@ from typing import Any
 from assay.errors import ArtifactError, AssayError, GuardStop, UsageError
 from assay.guard.proof import Prover
 from assay.guard.proof_subject import DEFAULT_SAMPLING, ProofSampling
+from assay.guard.proving_process import PROVING_PROCESSES
 from assay.guard.resume_checks import check_kept_checkpoints, check_newest_checkpoint, check_own_checkpoint
 from assay.guard.training_guards import stop_if_refuted
+from assay.recipes.save_pace import LITTLE
+from assay.recipes.time_spent import TimeSpent
 from assay.store import durable
 from assay.store.checkpoint import Checkpoint, Contents, delete_old_checkpoints, latest_checkpoint, step_folder, step_folders
 from assay.store.ledger import Event, Ledger, read_chain
@@ -30,7 +33,6 @@ from assay.strict_json import parse_yaml, read_json_lines, read_small_file
 from assay.verdict import Outcome, Verdict, overall, without_optional
 
 TELL_EVERY = 5.0  # seconds
-LITTLE = 0.02  # of the loop's time: what saving may cost
 WORTH_SAYING = 60.0  # seconds of loop; shorter ones say nothing of how it would go on
 FEW = 3  # checkpoints: the first and the last come anyway
 WRITTEN_EVERY = 50  # judgements of a step or rollout between two that are written down while they prove
@@ -47,13 +49,14 @@ class SaveCost:
         self.begin()
 
     def begin(self) -> None:
-        self.seconds, self.times, self._began = 0.0, 0, time.monotonic()
+        self.seconds, self.times, self.latest, self._began = 0.0, 0, 0.0, time.monotonic()
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
         began = time.monotonic()
         yield
-        self.seconds += time.monotonic() - began
+        self.latest = time.monotonic() - began
+        self.seconds += self.latest
         self.times += 1
 
     @property
@@ -80,7 +83,8 @@ def _round_up(steps: float) -> int:
 class Run:
     """One execution of a recipe. `kept` is how many checkpoints stay besides the best; `probing` is how its proofs sample texts."""
 
-    def __init__(self, folder: Path, config: Any, *, kept: int = 2, say: Callable[[str], None], probing: ProofSampling = DEFAULT_SAMPLING):
+    def __init__(self, folder: Path, config: Any, *, kept: int = 2, say: Callable[[str], None], probing: ProofSampling = DEFAULT_SAMPLING,
+                 spent: TimeSpent | None = None):
         self.folder, self.config, self.kept, self.say = folder, config, kept, say
         self.checkpoints = folder / "checkpoints"
         self.interrupted: int | None = None
@@ -91,8 +95,11 @@ class Run:
         self._retired: list[Path] = []  # likewise
         self._kept: list[tuple[Verdict, bool]] = []  # likewise, of what had to stay, and whether all of it is there
         self._saver, self._prover, self.probing = BackgroundSaver(), Prover(), probing
-        self.save_cost = SaveCost()
+        self.save_cost, self.spent = SaveCost(), spent or TimeSpent()
+        self.spent.phase("preflight")
+        self._told_time = False
         self._looping = True  # until `end_loop`
+        self.headroom = 0  # bytes of the GPU that the run will still take: a proof leaves them free
         self._judged_often = 0
         durable.require_outside_checkpoints(folder / "config.yaml")
         durable.make_folder(folder)
@@ -140,8 +147,17 @@ class Run:
         rewrite_json_rows(self.metrics_file, [row for row in read_json_lines(self.metrics_file) if row["step"] < step])
 
     def log(self, kind: Event, **facts: Any) -> None:
-        """One line of the ledger."""
+        """One line of the ledger. The one that says what a run came to is its last."""
+        if kind is Event.HAND_OVER:
+            self._tell_time()
         self.ledger.append(kind, **facts)
+
+    def _tell_time(self) -> None:
+        """Once, at the end of a sitting."""
+        if not self._told_time:
+            self._told_time = True
+            self.ledger.append(Event.TIME, seconds=self.spent.so_far())
+            self.say(self.spent.sentence())
 
     def judge(self, what: Event, verdicts: list[Verdict]) -> None:
         """Verdicts are written down, whatever they say; one that refutes stops the run."""
@@ -185,12 +201,12 @@ class Run:
             self._saved.append(written)
             if not self._prover.busy:
                 self._retire(best, needed)
-            self._prover.start(written.folder, against=against, probing=self.probing, beside=self._looping)
+            self._prover.start(written.folder, against=against, probing=self.probing, beside=self._looping, headroom=self.headroom)
 
         self._saver.wait()
         self._write_down_saved()
         self.ledger.append(Event.SAVE, step=step, checkpoint=where.name)
-        self._saver.save(where, contents, after=after)
+        self._saver.save(where, contents, after=after, headroom=self.headroom)
         return where
 
     def check(self) -> None:
@@ -211,6 +227,7 @@ class Run:
     def end_loop(self, steps: int) -> None:
         """After so many steps of this sitting: what saving cost is written down, and proofs may take more of the machine from here on."""
         self._looping = False
+        self.spent.phase("proving")
         cost = self.save_cost
         self.ledger.append(Event.SAVING, seconds=cost.seconds, checkpoints=cost.times, loop=cost.loop)
         if (advice := cost.advice(steps)) is not None:
@@ -218,7 +235,8 @@ class Run:
 
     def finish(self) -> None:
         """Wait for the last save and its proof."""
-        self._saver.close()
+        with self.spent.part("saving"):
+            self._saver.close()
         self._write_down_saved()
         self._write_down_retired()
         self._judge_proofs(self._prover.close())
@@ -274,13 +292,16 @@ class Run:
     @contextlib.contextmanager
     def sitting(self) -> Iterator[None]:
         """Around everything: what ends the run early is written down, once what was begun beside it is done."""
-        try:
-            yield
-        except AssayError as error:
-            self._stopped(error)
-            raise
-        finally:
-            self.ledger.close()
+        with PROVING_PROCESSES.keeping():
+            self._prover.start_early(self.probing.device)
+            try:
+                yield
+            except AssayError as error:
+                self._stopped(error)
+                raise
+            finally:
+                self._tell_time()
+                self.ledger.close()
 
     def _stopped(self, error: AssayError) -> None:
         for wait in (self._saver.close, self._write_down_saved, self._write_down_retired, lambda: self._judge_proofs(self._prover.close())):
@@ -289,6 +310,7 @@ class Run:
             self._also(self.check)
         good, _ = latest_checkpoint(self.checkpoints)
         stands = good.folder.name if good else None
+        self._tell_time()
         self.ledger.append(Event.STOPPED, reason=str(error), exit_code=error.exit_code, stands=stands)
         self.say(f"stopped; {stands or 'no checkpoint'} stands")
 
@@ -327,9 +349,9 @@ class Run:
 
 
 @contextlib.contextmanager
-def open_run(config: Any, say: Callable[[str], None], device: str) -> Iterator[Run]:
-    """The run in --out, begun or gone on with. A request that is refused before this leaves no folder."""
-    run = Run(Path(config.out), config, say=say, probing=ProofSampling(config.probe_samples, device))
+def open_run(config: Any, say: Callable[[str], None], device: str, spent: TimeSpent | None = None) -> Iterator[Run]:
+    """The run in --out, begun or gone on with. A request that is refused before this leaves no folder. `spent` counts from its start."""
+    run = Run(Path(config.out), config, say=say, probing=ProofSampling(config.probe_samples, device), spent=spent)
     with run.sitting():
         yield run
 

@@ -10,30 +10,35 @@ import torch
 
 from assay.data.batch import Batch
 from assay.evaluation.held_out_loss import score_examples
+from assay.guard.adapter_checks import check_adapter_scale, check_written_adapter
+from assay.guard.conclusion_checks import check_budget
 from assay.guard.loss_preflight import preflight_loss, sample_rows
 from assay.guard.training_guards import check_detectors
 from assay.learn.lr_schedule import Budget, Schedule
 from assay.learn.objectives import Objective, next_token
 from assay.learn.optim import adamw
-from assay.model.placement import place_for_training, uncompiled
+from assay.model.placement import place_for_inference, uncompiled
 from assay.outcome import RunOutcome
-from assay.recipes.conversations import NEVER, Conversations, describe_tuning, load_conversations, refuse_nonsense
+from assay.recipes.conversations import Conversations, describe_tuning, evaluated_every, load_conversations, refuse_nonsense
 from assay.recipes.evaluator import EarlyStopping, HeldOutEvaluator, stopping_rule
-from assay.recipes.hand_over import SAME_LOSS, hand_over, write_down
+from assay.recipes.hand_over import SAME_LOSS, HandedOver, hand_over, void_if_refuted, write_down
+from assay.recipes.memory_plan import record_use
 from assay.recipes.options import Sft, Tuning
 from assay.recipes.processes import follow, join_processes
-from assay.recipes.run import open_run, print_line
-from assay.recipes.starting_model import AdapterModel, StartingModel, carry_moments, load_start
+from assay.recipes.run import Run, open_run, print_line
+from assay.recipes.starting_model import AdapterModel, StartingModel, carry_moments, load_start, reopen_parent
+from assay.recipes.time_spent import TimeSpent
 from assay.recipes.trainer import SavePlan, Trainer
 from assay.store.artifact import build_model
 from assay.store.checkpoint import open_checkpoint
 from assay.store.ledger import Event
-from assay.strict_json import read_json_lines
+from assay.strict_json import read_json, read_json_lines
 from assay.verdict import Verdict, proven, refuted, unproven
 
 
 def sft(config: Sft, say: Callable[[str], None] = print_line) -> RunOutcome:
     """An interrupted run hands nothing over; the same command goes on with it."""
+    spent = TimeSpent()
     refuse_nonsense(config)
     world, say = join_processes(config.device, config.shards, say)
     device = world.device
@@ -41,15 +46,16 @@ def sft(config: Sft, say: Callable[[str], None] = print_line) -> RunOutcome:
     if world.rank > 0:
         return follow(world, start.model, next_token, config.out)
     data = load_conversations(config, start)
-    schedule, every, micro = tuning_schedule(config, data), config.save_steps or NEVER, micro_rows(config, data)
+    schedule, every, micro = tuning_schedule(config, data), evaluated_every(config.save_steps), micro_rows(config, data)
     rule = stopping_rule(config.early_stopping_patience, config.early_stopping_threshold, schedule=config.lr_scheduler_type,
                          steps=data.steps, every=every)
     optimizer = tuning_optimizer(config, start)
     for line in describe_tuning(config, start, data, optimizer.param_groups[0]["lr"], device):
         say(line)
-    with world, open_run(config, say, device) as run:
+    with world, open_run(config, say, device, spent) as run:
         trainer = Trainer(run, start.weights, optimizer, next_token, schedule, micro=micro, clip=config.max_grad_norm, order=data.order,
-                          saves=SavePlan(every, data.last_step, config.save_minutes), steps_before=start.steps_before, world=world)
+                          saves=SavePlan(every, data.last_step, config.save_minutes, paced=config.save_steps is None),
+                          steps_before=start.steps_before, world=world)
         watched = data.held_out_batches(micro, config.eval_examples)
         evaluator = HeldOutEvaluator(run, partial(score_examples, batches=watched, rows=micro), device=device,
                                      repeats_from=data.repeats_from)
@@ -69,7 +75,7 @@ def sft(config: Sft, say: Callable[[str], None] = print_line) -> RunOutcome:
                 trainer.resume(saved, data.check_same((saved.trainer() or {})["data"]))
             evaluator.recall()
             early.judge(trainer.done)
-            run.preflight(preflight_sft(trainer, data, start))
+            run.preflight([*preflight_sft(trainer, data, start), *check_asked_scale(config, start)])
             trainer.save(data.facts(trainer.done))  # where nothing is saved yet: a save is made and proven before step 1
             if trainer.done == 0:
                 if not evaluator.history.steps:
@@ -82,10 +88,14 @@ def sft(config: Sft, say: Callable[[str], None] = print_line) -> RunOutcome:
             with closing(trainer.steps(data.batches(run, trainer.done))) as steps:
                 while not (trainer.over() or early.reason):
                     step = next(steps)
+                    data.judge_step(run, step)
                     trainer.record(step, epoch=data.epoch_of(step.index), supervised_tokens=step.weight)
                     if trainer.save_due():
                         save(evaluate=True)
+                    elif trainer.extra_save_due():
+                        save(evaluate=False)
             trainer.end_loop()
+            record_use(run, start.memory, device)
             if run.interrupted is not None and trainer.saved != trainer.done:
                 save(evaluate=False)  # the uninterrupted run would not have been evaluated here
             elif run.interrupted is None and evaluator.latest_step != trainer.done:
@@ -95,6 +105,8 @@ def sft(config: Sft, say: Callable[[str], None] = print_line) -> RunOutcome:
             return RunOutcome(run.folder, interrupted=run.interrupted)
 
         handed = hand_over(run, evaluator, partial(score_examples, batches=data.held_out_batches(micro), rows=micro))
+        judge_written_adapter(config, run, handed)
+        handed.verdicts.append(check_budget(trainer.schedule, trainer.done, early.reason))
         write_down(run, handed)
         return RunOutcome(run.folder, handed.verdicts, model=run.folder / "model", results={"held_out": handed.recorded.estimate})
 
@@ -129,10 +141,27 @@ def preflight_sft(trainer: Trainer, data: Conversations, start: StartingModel) -
                 *trainer.check_world(data.batch(0)), *data.audit(start)]
 
 
+def check_asked_scale(config: Sft, start: StartingModel) -> list[Verdict]:
+    """Of an adapter that the options ask for; one that a run goes on with is as it is."""
+    if not config.lora_r or not isinstance(start.weights, AdapterModel) or start.parent.patch is not None:
+        return []
+    scales = [part.scale for parts in start.weights.patch().low_rank.values() for part in parts]
+    return [check_adapter_scale(config.lora_r, config.lora_alpha, config.use_rslora, scales)]
+
+
+def judge_written_adapter(config: Sft, run: Run, handed: HandedOver) -> None:
+    """The folder that is handed over says what was asked for: where it does not, nothing of it is left proven."""
+    place = run.folder / "adapter"
+    if config.lora_r and config.lora_alpha is not None and place in handed.places:
+        verdict = check_written_adapter(config.lora_r, config.lora_alpha, config.use_rslora, read_json(place / "adapter_config.json"))
+        handed.verdicts.append(verdict)
+        void_if_refuted(run, handed.places, [verdict])
+
+
 @torch.no_grad()
 def parent_loss(start: StartingModel, objective: Objective, batch: Batch, trainer: Trainer) -> float:
     """Of the parent, opened anew, on the first batch: a child's first loss is its parent's."""
-    parent = place_for_training(build_model(start.parent), trainer.device, compile=False)
+    parent = place_for_inference(build_model(reopen_parent(start), None), trainer.device)
     parts = [objective(parent, part.to(trainer.device)).total for part in batch.split(trainer.micro)]
     return float(torch.stack(parts).sum()) / float(batch.weight.sum())
 

@@ -13,17 +13,18 @@ from assay.guard.proof import prove_checkpoint
 from assay.guard.proof_subject import ProofSampling
 from assay.guard.training_guards import check_adapted, stop_if_refuted
 from assay.learn.optim import load_state_tensors
-from assay.model.families import hf_layout, to_foreign
+from assay.model.families import hf_layout, scaled_context, to_foreign
 from assay.model.lora import LoraLinear, LoraSite, attach, fresh, plan
 from assay.model.patch import Patch
-from assay.model.placement import place_for_training
+from assay.model.placement import frozen_tensors, place_for_training
 from assay.model.resize_embeddings import resize_embeddings, with_new_tokens
 from assay.model.special_tokens import SpecialTokens, resolve_special_tokens
 from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import Transformer
+from assay.recipes.memory_plan import MemoryPlan, refuse_unfit
 from assay.recipes.options import Trained
 from assay.store import checkpoint
-from assay.store.artifact import Artifact, assemble_model, build_model, open_artifact
+from assay.store.artifact import Artifact, Destination, assemble_model, build_model, locate_artifact, open_artifact, straight_to
 from assay.store.checkpoint import Checkpoint, Contents, open_checkpoint
 from assay.store.peft import write_adapter
 from assay.store.saving import Ancestor, Lineage, adapter_contents, model_contents
@@ -107,7 +108,8 @@ class AdapterModel:
                                 run_config=run_config, trainer=trainer, optimizer=optimizer)
 
     def restore(self, found: Checkpoint) -> None:
-        patch = open_artifact(found.folder, base=self.base.path).patch
+        held = straight_to(str(self.model.embed.weight.device), frozen_tensors(self.model))
+        patch = open_artifact(found.folder, base=self.base.path, to=held).patch
         assert patch is not None, "a run that trains an adapter saves adapters"
         self.load(patch)
 
@@ -117,9 +119,7 @@ class AdapterModel:
         for name, parts in patch.low_rank.items():
             module = self.model.get_submodule(name.removesuffix(".weight"))
             assert isinstance(module, LoraLinear), f"{name} has no adapter here"
-            for part, left, right in zip(parts, module.lefts, module.rights, strict=True):
-                left.copy_(part.left)
-                right.copy_(part.right)
+            module.load(parts)
 
 
 TrainedWeights = WholeModel | AdapterModel
@@ -140,21 +140,52 @@ class StartingModel:
     tokenizer: Tokenizer
     carried: dict[str, Tensor]  # the parent's moments, where they are carried on
     steps_before: int  # that those moments have seen
+    memory: MemoryPlan | None = None  # what was planned, where a GPU bounds it
 
 
 def load_start(config: Trained, device: str, say: Callable[[str], None]) -> StartingModel:
-    parent = prepared(config, given(config), say)
+    memory = refuse_unfit(config, device)
+    parent = prepared(config, given(config, _destination(config, device)), say, device)
     tokenizer = parent.tokenizer
     if tokenizer is None:
         raise UsageError(f"{parent.path} has no tokenizer, so no conversation can be written for it; add tokenizer.json")
+    refuse_more_ids_than_rows(parent, tokenizer)
     weights = trainable(config, parent, tokenizer)
     place_for_training(weights.model, device, recompute=config.gradient_checkpointing)
     weights.model.train()
     carried, steps = carried_state(config)
-    return StartingModel(parent, weights.model, weights, tokenizer, carried, steps)
+    return StartingModel(parent, weights.model, weights, tokenizer, carried, steps, memory)
 
 
-def given(config: Trained) -> Artifact:
+def _destination(config: Trained, device: str) -> Destination | None:
+    """An adapter's base goes to a GPU as it is opened, tensor by tensor, and stays what it is. What has to be changed first, or is
+    trained whole, is opened where it lies."""
+    named = config.from_ or config.model
+    changed = bool(config.new_tokens) or str(named).endswith(".gguf")
+    adapter = named is not None and (config.lora_r or locate_artifact(named).adapter)
+    return straight_to(device) if adapter and not changed else None
+
+
+def refuse_more_ids_than_rows(parent: Artifact, tokenizer: Tokenizer) -> None:
+    """Every id that the tokenizer can say has a row: a proof would find it, after the first steps."""
+    if tokenizer.size > parent.config.vocab:
+        raise UsageError(f"{parent.path}: its tokenizer has ids up to {tokenizer.size - 1}, and the model has {parent.config.vocab} rows: "
+                         "the tokenizer is another model's, or tokens were added to it alone; give back the right tokenizer.json, or name "
+                         "the added ones with --new-tokens on a tokenizer without them")
+
+
+def reopen_parent(start: StartingModel) -> Artifact:
+    """Anew: what a run is compared with is what lies on the disk. What the live model holds of it in the same bits is shared with it."""
+    parent, device = start.parent, start.model.embed.weight.device
+    held = frozen_tensors(start.model)
+    found = open_artifact(parent.path, base=None if parent.base is None else parent.base.path,
+                          to=straight_to(str(device), held) if held else None)
+    if found.digest != parent.digest:
+        raise GuardStop(f"{parent.path} holds weights {found.digest[:12]}, the run began with {parent.digest[:12]}: it was changed")
+    return found
+
+
+def given(config: Trained, to: Destination | None = None) -> Artifact:
     """The model that was named. A fork's parent must be proven: what is wrong with it would be wrong with everything after it."""
     if (config.model is None) == (config.from_ is None):
         raise UsageError("name what to train: --model for a model, or --from for a checkpoint of a run")
@@ -162,12 +193,12 @@ def given(config: Trained) -> Artifact:
         if config.optimizer_state is not None:
             raise UsageError("--optimizer-state says what a fork does with its parent's moments; it needs --from")
         assert config.model is not None
-        return refuse_quarantined(open_artifact(config.model))
+        return refuse_quarantined(open_artifact(config.model, to=to))
     if config.optimizer_state is None:
         raise UsageError("--from: say what becomes of the parent's moments: --optimizer-state fresh or carried")
     if open_checkpoint(Path(config.from_)).hallmark is None:
         raise UsageError(f"{config.from_} carries no hallmark: nothing has proven it; run assay prove {config.from_}, then fork")
-    return open_artifact(config.from_)
+    return open_artifact(config.from_, to=to)
 
 
 def refuse_quarantined(source: Artifact) -> Artifact:
@@ -178,20 +209,20 @@ def refuse_quarantined(source: Artifact) -> Artifact:
     raise UsageError(f"{source.path} is quarantined: {reasons}. Train on another model, or remove its quarantine.json on purpose")
 
 
-def prepared(config: Trained, source: Artifact, say: Callable[[str], None]) -> Artifact:
+def prepared(config: Trained, source: Artifact, say: Callable[[str], None], device: str = "cpu") -> Artifact:
     """The source itself, or RUN/base: a folder that others can open, with rows for new tokens, proven before it is trained on."""
-    grows = bool(config.new_tokens) and source.tokenizer is not None
+    grows = (bool(config.new_tokens) and source.tokenizer is not None) or config.rope_scaling is not None
     if not grows and not (config.lora_r and source.raw.place.kind == "gguf"):
         return source
     if source.patch is not None:
-        raise UsageError(f"{source.path} is an adapter: new tokens need rows of their own in its base; merge it first")
+        raise UsageError(f"{source.path} is an adapter: new tokens and another context change its base; merge it first")
     base, against = Path(config.out) / "base", None if grows else str(source.path)
     if base.exists():
         require_proven(base, against=against)
     else:
         write_proven(base, _based(config, source, say), against=against)
         say(f"{base}: {source.path.name} as a folder that other tools open, proven")
-    return open_artifact(base)
+    return open_artifact(base, to=straight_to(device) if config.lora_r else None)
 
 
 def write_proven(where: Path, contents: checkpoint.Contents, *, against: str | None = None) -> None:
@@ -211,6 +242,11 @@ def require_proven(where: Path, *, against: str | None = None) -> None:
 
 def _based(config: Trained, source: Artifact, say: Callable[[str], None]) -> checkpoint.Contents:
     tokenizer = source.tokenizer
+    if config.rope_scaling is not None:
+        source = replace(source, config=scaled_context(source.config, config.rope_scaling))
+        say(f"--rope-scaling {config.rope_scaling}: a context of {source.config.max_length:,} tokens")
+        if not config.new_tokens or tokenizer is None:
+            return model_contents(build_model(source), tokenizer, source.stops, Lineage("new"))
     if not config.new_tokens or tokenizer is None:
         lineage = Lineage("same", Ancestor(source.digest, str(source.path.resolve())))
         return model_contents(build_model(source), tokenizer, source.stops, lineage)
@@ -225,13 +261,18 @@ def _based(config: Trained, source: Artifact, say: Callable[[str], None]) -> che
 
 
 def trainable(config: Trained, parent: Artifact, tokenizer: Tokenizer) -> TrainedWeights:
-    model, ancestor = build_model(parent), Ancestor(parent.digest, str(parent.path.resolve()))
-    for parameter in model.parameters():  # memory of its own: what is learned must not change the parent it is held against
+    whole = parent.patch is None and not config.lora_r
+    model, ancestor = build_model(parent, torch.float32 if whole else None), Ancestor(parent.digest, str(parent.path.resolve()))
+    # Memory of its own where all is trained: what is learned must not change the parent it is held against.
+    for parameter in model.parameters() if whole else ():
         parameter.data = parameter.data.clone()
     same, moved = Lineage("same", ancestor), Lineage("moved", ancestor)
     if parent.patch is not None and parent.base is not None and parent.adapter is not None:
+        if parent.patch.replaced:
+            raise UsageError(f"{parent.path} is an adapter that changes whole tensors ({', '.join(sorted(parent.patch.replaced)[:3])}), "
+                             "which cannot be trained on as one; export it --to merged, and train that")
         rank = next(iter(parent.patch.low_rank.values()))[0].right.shape[0]
-        if config.lora_r not in (0, rank) or config.lora_target_modules or config.lora_alpha or parent.patch.replaced:
+        if config.lora_r not in (0, rank) or config.lora_target_modules or config.lora_alpha:
             raise UsageError(f"{parent.path} is an adapter of rank {rank}, which is trained on as it is: leave the --lora options out; "
                              "for another adapter merge it first")
         base = Ancestor(parent.base.digest, str(parent.base.path.resolve()))

@@ -94,7 +94,7 @@ def open_teacher_model(config: Distill) -> Artifact:
 
 def place_teacher(artifact: Artifact, device: str) -> Transformer:
     """Where the student computes, in what it computes, and with nothing to learn."""
-    return place_for_training(build_model(artifact), device).eval().requires_grad_(False)
+    return place_for_training(build_model(artifact, None).requires_grad_(False), device).eval()
 
 
 def refuse_other_tokenizer(teacher: Artifact, student: Student) -> None:
@@ -186,4 +186,7 @@ def with_layers(config: ModelConfig, tensors: dict[str, Tensor], kept: list[int]
             taken[name] = tensor
         elif parts[1] in place:
             taken[".".join(["blocks", place[parts[1]], *parts[2:]])] = tensor
-    return replace(config, depth=len(kept), windows=tuple(config.windows[layer] for layer in kept)), taken
+    at = {layer: place for place, layer in enumerate(kept)}
+    experts = config.experts and replace(config.experts, dense_layers=tuple(at[n] for n in config.experts.dense_layers if n in at))
+    return replace(config, depth=len(kept), windows=tuple(config.windows[layer] for layer in kept), experts=experts,
+                   unrotated=tuple(at[layer] for layer in config.unrotated if layer in at)), taken

@@ -28,6 +28,7 @@ from assay.data.batch import Batch
 from assay.data.data_ledger import ids_digest
 from assay.data.order import Order
 from assay.data.packing import PackedExamples
+from assay.errors import UsageError
 from assay.guard.data_order_checks import check_consumed
 from assay.guard.loss_preflight import Gradients, check_precision, loss_gradients
 from assay.guard.resume_checks import check_resumed
@@ -42,6 +43,7 @@ from assay.guard.training_guards import (
     check_weights,
     stop_if_refuted,
 )
+from assay.learn.cuda_graph import GraphedAccumulate
 from assay.learn.ema import Ema, split_ema_state
 from assay.learn.loop import Accumulate, Step, train
 from assay.learn.lr_schedule import Schedule
@@ -52,21 +54,29 @@ from assay.model.transformer import Transformer
 from assay.model.world import World
 from assay.recipes.processes import accumulate_together, check_processes, check_world_parity
 from assay.recipes.run import Run, plain
+from assay.recipes.save_pace import SavePace
 from assay.recipes.starting_model import TrainedWeights
-from assay.store.checkpoint import Checkpoint, Contents
+from assay.store import durable
+from assay.store.checkpoint import Checkpoint, Contents, step_folder
 from assay.store.digests import environment
 from assay.store.ledger import Event
 from assay.store.saving import Lineage
 from assay.verdict import Verdict, unproven
 
+MOST_BYTES_EARLY = 4 * 10**9  # of a checkpoint after step 1, where the cost decides: a larger one waits for its turn
+
 
 @dataclasses.dataclass(frozen=True)
 class SavePlan:
-    """A checkpoint after the first step (or rollout), every so many steps, after so many minutes, and where the data ends."""
+    """A checkpoint after the first step (or rollout), every so many steps, after so many minutes, and where the data ends.
+
+    `paced`: every so many steps only where it is the best so far or the cost allows, and between them where the cost allows.
+    """
 
     every: int
     last: int  # steps that the data gives: a next one would raise
     minutes: float | None = None
+    paced: bool = False
 
 
 class Trainer:
@@ -85,6 +95,7 @@ class Trainer:
         self.accumulate = accumulate_together(world, run.config.shards, self.model, objective, self.device)
         self.start = self.done = 0  # steps taken before this sitting, and in all
         self.saved: int | None = None  # the step of the newest checkpoint
+        self.pace, self._looped = SavePace(), False
         self._saved_at = 0.0  # seconds of the run
         self._losses: list[float] = []  # since they were last asked for
         self._columns: dict[int, dict[str, Any]] = {}  # of steps whose line is still to be written
@@ -119,7 +130,8 @@ class Trainer:
     def gradients(self, batch: Batch) -> Gradients:
         """Of one micro-batch that goes through as all of the run's will: what is compiled and captured for it serves them too."""
         whole = len(batch), float(batch.weight.sum())
-        return loss_gradients(self.model, lambda: self.accumulate(self.model, self.objective, batch, *whole).loss, backward=False)
+        with self.run.spent.part("compile" if self.device.startswith("cuda") else "preflight"):
+            return loss_gradients(self.model, lambda: self.accumulate(self.model, self.objective, batch, *whole).loss, backward=False)
 
     def check_precision(self, batch: Batch, found: Gradients, *others: Transformer) -> list[Verdict]:
         """Where the run computes in less than fp32, that what it makes of a batch is near what fp32 makes of it."""
@@ -142,9 +154,14 @@ class Trainer:
 
     def start_loop(self, facts: Mapping[str, Any], parts: int) -> None:
         """`parts` of the data are read in an epoch, each once. From here on everything that moves is accounted for, and time counts."""
+        if isinstance(alone := self.accumulate_alone, GraphedAccumulate):
+            alone.keep_only(self.model.compute_dtype)
         self._account = UpdateAccount(self.model, self.weights.reachable())
         self.run.log(Event.DATA, **facts, windows=parts, from_step=self.done)
         self.run.save_cost.begin()
+        self.run.spent.phase("steps")
+        self.schedule.begin()
+        self._saved_at = self.schedule.clock.seconds
         self.watch.begin()
 
     # ---------------------------------------------------------------- the loop
@@ -194,8 +211,14 @@ class Trainer:
         return self.run.interrupted is not None or self.schedule.over(self.done)
 
     def save_due(self) -> bool:
+        """With an evaluation. When, decides the step alone, unless minutes were asked for."""
         late = self.saves.minutes is not None and self.schedule.clock.seconds - self._saved_at >= 60 * self.saves.minutes
-        return late or self.done in (self.schedule.multiple, self.saves.last) or self.done % self.saves.every == 0
+        first = self.done == self.schedule.multiple and not (self.saves.paced and self._checkpoint_bytes() > MOST_BYTES_EARLY)
+        return late or first or self.done == self.saves.last or self.done % self.saves.every == 0
+
+    def extra_save_due(self) -> bool:
+        """Without an evaluation, so that little is lost: the clock may decide, since nothing else depends on it."""
+        return self.saves.paced and self.pace.due()
 
     def account(self) -> None:
         """Before an evaluation and a save: the last values are read and judged, what was to move did, what was frozen did not."""
@@ -224,13 +247,45 @@ class Trainer:
 
         What was `best` so far stays when old checkpoints are retired.
         """
-        if self.saved != self.done:
+        if self.saved is None and self.done == 0:
+            self._require_disk()
+        if self.saved != self.done and not self._needless(best):
             self.saved, self._saved_at = self.done, self.schedule.clock.seconds
             bound = None if self.weights.ancestry.largest is None else self._reach(self.weights.ancestry.largest)
             lineage = self.weights.ancestry.lineage(moved=moved and self.done > 0, bound=bound)
-            with self.run.save_cost.saving():
+            self.run.headroom = self._moments_to_come()
+            with self.run.save_cost.saving(), self.run.spent.part("saving"):
                 self.run.save(self.done, self._contents(facts, lineage), best=best)
+            self.pace.saved(self.run.save_cost.latest)
         self.watch.begin()
+
+    def _needless(self, best: Path | None) -> bool:
+        """Neither the best so far nor the last, in a run whose saves are paced, and too soon after the one before."""
+        if not self.saves.paced or self.done <= self.schedule.multiple or best is None or self._looped:
+            return False
+        last = self.over() or self.done == self.saves.last
+        return not last and best.name != step_folder(best.parent, self.done).name and not self.pace.due()
+
+    def _checkpoint_bytes(self) -> int:
+        """Of weights and moments in fp32, and their average where there is one."""
+        trained = sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
+        return (12 if self.ema is None else 16) * trained
+
+    def _require_disk(self) -> None:
+        """What the run will need at its fullest: the newest two checkpoints, the best and one that is being written, and RUN/model."""
+        each, model = self._checkpoint_bytes(), 4 * sum(parameter.numel() for parameter in self.model.parameters())
+        steps = self.schedule.stop_at
+        times = 4 if steps is None else min(4, 2 + steps // self.saves.every)
+        needed, free = each // 3 + (times - 1) * each + model, durable.free_space(self.run.folder)
+        if needed > free:
+            raise UsageError(f"{self.run.folder}: the disk has {free / 1e9:.1f} GB free, and the run will need {needed / 1e9:.1f}: up to "
+                             f"{times} checkpoints of {each / 1e9:.1f} GB, and the model; make room, give --out on another disk, or train "
+                             "an adapter (--lora-r)")
+
+    def _moments_to_come(self) -> int:
+        """Bytes that the first step will take for the optimizer's moments."""
+        trained = sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
+        return 0 if self.done else 8 * trained + (4 * trained if self.ema is not None else 0)
 
     def _contents(self, facts: Mapping[str, Any], lineage: Lineage) -> Contents:
         """Live tensors: the save copies them before the loop goes on."""
@@ -253,6 +308,7 @@ class Trainer:
     def end_loop(self) -> None:
         """Whatever ended it: the last values are judged. What is saved from here on is proven with more of the machine."""
         self.watch.begin()
+        self._looped = True
         self._write(self.watch.read())
         self.run.end_loop(self.done - self.start)
 

@@ -18,6 +18,7 @@ from assay.data.data_files import DocumentRule, find_sources, iter_documents
 from assay.errors import DataError, UsageError
 from assay.guard.ttt_checks import (
     TokenCosts,
+    causality_cuts,
     check_base_unchanged,
     check_causality,
     check_document_regressions,
@@ -46,6 +47,7 @@ from assay.tracing.plots import draw_ttt_savings
 from assay.verdict import Verdict
 
 PREFLIGHT_TOKENS = 32  # tokens of a chunk, at most, while causality is checked
+TTT_REPORT, TTT_SCORES = "ttt.json", "scores.jsonl"  # the report is written last: a folder without one was killed on the way
 _KINDS = {DocumentBegun: Event.BEGIN, ChunkScored: Event.SCORE}  # else: update
 
 
@@ -84,6 +86,7 @@ def ttt(config: Ttt, say: Callable[[str], None] = print_line) -> TttOutcome:
     require_readable(model, tokens_of(texts), how)
     run = Run(where, config, say=say)
     with run.sitting():
+        begin_again(run)
         run.log(Event.DOCUMENTS, count=len(texts), bytes=sum(text.bytes for text in texts), left_out=dict(left_out))
         run.judge(Event.PREFLIGHT, preflight_ttt(model, texts, how, patch))
         before, began = weights(model), time.monotonic()
@@ -99,6 +102,12 @@ def ttt(config: Ttt, say: Callable[[str], None] = print_line) -> TttOutcome:
     return outcome
 
 
+def begin_again(run: Run) -> None:
+    """Scores of a reading that was killed are of a patch that is gone: they are kept aside, and all is read from the start."""
+    run.set_aside(run.folder / TTT_SCORES)
+    run.rewind(0)
+
+
 def learn_and_note(model: Transformer, texts: Sequence[Read], how: TttSettings, adapters: BatchedAdapters, notes: "Notes") -> None:
     with adapters.attached(model), contextlib.closing(notes.ledger):
         for event in read_and_adapt(model, tokens_of(texts), how, adapters.slots, adapters):
@@ -109,7 +118,7 @@ class Notes:
     """What was read so far. An event is on the disk before the next one is asked for: a score before the step that follows it."""
 
     def __init__(self, run: Run, texts: Sequence[Read], without: TokenCosts):
-        self.run, self.ledger = run, Ledger(run.folder / "scores.jsonl")
+        self.run, self.ledger = run, Ledger(run.folder / TTT_SCORES)
         self.texts = [replace(text, without=bits(alone)) for text, alone in zip(texts, without, strict=True)]
         self.norms: list[float] = []
         self._costs: dict[int, list[NDArray[np.float32]]] = {}
@@ -149,7 +158,7 @@ def open_readable(config: Ttt) -> Artifact:
         raise UsageError(f"{source.path} is an adapter; export it --to merged, and read with that")
     if source.tokenizer is None:
         raise UsageError(f"{source.path}: documents are text, and there is no tokenizer here; add tokenizer.json")
-    if (Path(config.out) / "scores.jsonl").exists():
+    if (Path(config.out) / TTT_REPORT).exists():
         raise UsageError(f"{config.out} holds scores already, and a score is written once; choose another --out")
     if config.rank < 1 or config.batch_size < 1 or not config.max_drift > 1 or not config.max_regression >= 0 or len(config.betas) != 2:
         raise UsageError("expected --rank and --batch-size from 1, --max-drift above 1, --max-regression from 0, and two --betas")
@@ -199,10 +208,12 @@ def first_token(source: Artifact) -> int:
 
 
 def preflight_ttt(model: Transformer, texts: Sequence[Read], how: TttSettings, patch: Patch) -> list[Verdict]:
-    """Causality of this model, patch and plan, on the beginnings of two documents: cut within a chunk, and at a chunk's end."""
+    """Causality of this model, patch and plan, on the beginnings of two documents of three chunks: cut within every chunk, the last
+    and, in the second document, ragged one too."""
     chunk = min(how.chunk, PREFLIGHT_TOKENS)
     short = replace(how, chunk=chunk, context=min(how.context, 3 * chunk))
-    beginnings = sorted((text.tokens[: 1 + 3 * chunk] for text in texts[:8]), key=len, reverse=True)[:2]
+    one, two = sorted((text.tokens for text in texts[:8]), key=len, reverse=True)[:2]
+    beginnings = [one[: 1 + 3 * chunk], two[: 1 + 3 * chunk - chunk // 4]]
     length = len(beginnings[0])
 
     def reading(tokens: Sequence[Sequence[int]]) -> TokenCosts:
@@ -210,7 +221,7 @@ def preflight_ttt(model: Transformer, texts: Sequence[Read], how: TttSettings, p
         with adapters.attached(model):
             return token_costs(read_and_adapt(model, tokens, short, len(tokens), adapters), len(tokens))
 
-    cuts = [cut for cut in (1 + chunk + chunk // 2, 1 + 2 * chunk) if cut < length] or [max(1, length // 2)]
+    cuts = sorted({cut for tokens in beginnings for cut in causality_cuts(chunk, len(tokens))}) or [max(1, length // 2)]
     unlearned = [place for place in (1, chunk // 2, chunk) if 1 <= place < min(length, 1 + chunk)]
     return [check_causality(reading, beginnings, cuts, model.config.vocab),
             check_target_unseen(model, reading(beginnings)[0], beginnings[0], unlearned)]
@@ -240,13 +251,13 @@ def write_ttt_report(run: Run, outcome: TttOutcome) -> None:
              "saved_bits_per_byte": text.saved} for text in outcome.documents]
     document = {"estimates": found, "documents": rows, "left_out": outcome.left_out, "norms": outcome.norms, "seconds": outcome.seconds,
                 "environment": environment(), "verdicts": [verdict.to_json() for verdict in outcome.verdicts]}
-    durable.replace_file(run.folder / "ttt.json", (json.dumps(plain(document), indent=1) + "\n").encode())
     try:
         draw_ttt_savings([text.saved for text in outcome.documents], outcome.results["bits per byte, saved"], run.folder / "ttt.png")
     except UsageError as error:  # the picture is an extra, its numbers are there
         run.say(str(error))
     run.log(Event.TTT, score=found["bits per byte, with"], estimates=plain(found), norms=plain(outcome.norms),
                       verdicts=plain([verdict.to_json() for verdict in outcome.verdicts]))
+    durable.replace_file(run.folder / TTT_REPORT, (json.dumps(plain(document), indent=1) + "\n").encode())
 
 # ---------------------------------------------------------------- small things
 

@@ -68,7 +68,7 @@ def _loss(record: RunRecord, handed_over: Mapping[str, Any]) -> Purpose:
     from assay.statistics.estimate import paired
 
     rows = read_lines(record.folder / "eval.jsonl").rows
-    losses = {row.get("step"): row["per_document"] for row in rows if _numbers(row.get("per_document"))}
+    losses = {row.get("step"): _weighed(row["per_document"], row.get("tokens")) for row in rows if _numbers(row.get("per_document"))}
     step = str(handed_over["checkpoint"]).removeprefix("step-")
     first = min((at for at in losses if isinstance(at, int)), default=None)
     before, after = losses.get(first), losses.get(int(step)) if step.isdecimal() else None
@@ -79,6 +79,13 @@ def _loss(record: RunRecord, handed_over: Mapping[str, Any]) -> Purpose:
     change = paired(after, before, level=1 - (1 - _LEVEL) / (len(losses) - 1))
     outcome = Outcome.PROVEN if change.high < 0 else Outcome.REFUTED if change.low > 0 else Outcome.UNPROVEN
     return Purpose(outcome, f"{LOSS[outcome]}: {_interval(change.mean, change.low, change.high)} held-out loss (n={change.n})")
+
+
+def _weighed(losses: Sequence[float], tokens: object) -> Sequence[float]:
+    """So that their mean is the loss over all tokens, which the run printed and chose by; as they are where no counts are on record."""
+    if not isinstance(tokens, list) or not _numbers(tokens) or len(tokens) != len(losses) or not sum(tokens) > 0:
+        return losses
+    return [loss * count * len(tokens) / sum(tokens) for loss, count in zip(losses, tokens, strict=True)]
 
 
 def _interval(mean: Any, low: Any, high: Any) -> str | None:

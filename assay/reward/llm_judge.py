@@ -182,9 +182,11 @@ def shared_and_rests(group: JudgeGroup) -> tuple[tuple[_Message, ...], list[tupl
 
 
 def page_order(count: int, seed: int, id: str, round: int) -> list[int]:
-    """Which rest stands at each place of the page: another order for every group and round."""
+    """Which rest stands at each place of the page: another order for every group, and never that of the round before."""
     order = list(range(count))
     random.Random(derive(seed, "order", id, round)).shuffle(order)
+    if round and order == page_order(count, seed, id, round - 1):
+        return [*order[1:], *order[:1]]  # of two completions every other shuffle would be no other order
     return order
 
 

@@ -6,7 +6,9 @@ Three stages, each refusing what it exists to refuse: `locate_artifact` (what is
 
 import itertools
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from assay.errors import ArtifactError, UsageError
 from assay.model.families import config_from_hf, from_foreign, hf_layout
 from assay.model.lora import LoraLinear, attach
 from assay.model.patch import Patch, patched_tensors
+from assay.model.placement import require_device
 from assay.model.special_tokens import SpecialTokens, resolve_special_tokens
 from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import ModelConfig, Transformer
@@ -25,6 +28,7 @@ from assay.store.assayz import ASSAYZ
 from assay.store.checkpoint import MANIFEST, Checkpoint, open_checkpoint
 from assay.store.digests import recorded_digest, weights_digest
 from assay.store.gguf import GGUF
+from assay.store.mapped_pages import carried_to
 from assay.store.model_formats import Description, FileModel, ModelFormat, shown_geometry
 from assay.store.peft import LoraAdapter, config_with, read_adapter
 from assay.store.safetensors_files import folder_shards, inside, read_folder_tensors, read_safetensors_header
@@ -79,9 +83,42 @@ class Artifact:
         return self.raw.place.path
 
 
-def open_artifact(path: str | Path, *, base: str | Path | None = None) -> Artifact:
-    """There is no unverified load. `base` names an adapter's base where the adapter does not, or names one that moved."""
-    return interpret_artifact(read_artifact(locate_artifact(path)), base=base)
+@dataclass(frozen=True)
+class Destination:
+    """Where a model's tensors go as they are opened, one after the other, and those that may lie there already, under our names.
+
+    One that is there, of the same dtype and bit for bit what the file holds, is shared: then a model that was opened anew, and
+    compared in every bit with the live one, takes no memory of its own.
+    """
+
+    device: str
+    held: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def moved(self, tensor: Tensor) -> Tensor:
+        return carried_to(tensor, self.device)
+
+    def kept(self, name: str, tensor: Tensor) -> Tensor:
+        there = self.held.get(name)
+        same = there is not None and there.dtype == tensor.dtype and there.device == tensor.device and torch.equal(there, tensor)
+        return there if same and there is not None else tensor
+
+
+def straight_to(device: str, held: Mapping[str, Tensor] | None = None) -> Destination | None:
+    """A GPU, which has memory of its own; on a CPU a mapped file is where it shall be."""
+    return Destination(require_device(device), held or {}) if device.startswith("cuda") else None
+
+
+def open_artifact(path: str | Path, *, base: str | Path | None = None, to: Destination | None = None,
+                  opened: "OpenBase | None" = None) -> Artifact:
+    """There is no unverified load. `base` names an adapter's base where the adapter does not, or names one that moved. `to` takes the
+    tensors to a device as they are read; without it they stay what the file maps.
+
+    `opened` is asked for that base: whoever opens many adapters on one base may keep it.
+    """
+    return interpret_artifact(read_artifact(locate_artifact(path)), base=base, to=to, opened=opened)
+
+
+OpenBase = Callable[[Path], Artifact]
 
 
 def locate_artifact(path: str | Path) -> ArtifactPlace:
@@ -139,33 +176,42 @@ def read_artifact(place: ArtifactPlace, *, every_byte: bool = False) -> RawArtif
     return RawArtifact(place, fields, generation, read_folder_tensors(place.path, stem="adapter_model" if place.adapter else "model"))
 
 
-def interpret_artifact(raw: RawArtifact, *, base: str | Path | None = None) -> Artifact:
+def interpret_artifact(raw: RawArtifact, *, base: str | Path | None = None, to: Destination | None = None,
+                       opened: "OpenBase | None" = None) -> Artifact:
     """The model that the tensors make. Raises ArtifactError where they do not fit, UsageError where we know no such model."""
     if raw.place.adapter:
-        return _adapted(raw, base)
+        return _adapted(raw, base, opened or partial(open_artifact, to=to))
     if base is not None:
         raise UsageError(f"{raw.place.path} is a whole model; --base is for adapters")
     if (whole := raw.whole) is not None:
         return Artifact(raw, whole.config, whole.tensors, weights_digest(whole.tensors), whole.tokenizer, whole.stops,
                         notes=list(whole.stops.disagreements))
     config = config_from_hf(raw.fields, raw.tensors.keys(), str(raw.place.path / "config.json"))
-    tensors = from_foreign(config, hf_layout(config), raw.tensors, str(raw.place.path))
+    digest = _digest(raw)  # of what is then carried: each tensor is hashed before it travels
+    layout, where = hf_layout(config), str(raw.place.path)
+    tensors = from_foreign(config, layout, raw.tensors, where) if to is None else \
+        from_foreign(config, layout, raw.tensors, where, to.moved, to.kept)
     tokenizer = read_tokenizer(raw.place.path)
     stops = read_artifact_stops(tokenizer, raw.fields, raw.generation)
-    return Artifact(raw, config, tensors, _digest(raw), tokenizer, stops, notes=list(stops.disagreements))
+    return Artifact(raw, config, tensors, digest, tokenizer, stops, notes=list(stops.disagreements))
 
 
-def build_model(artifact: Artifact, dtype: torch.dtype = torch.float32) -> Transformer:
-    """The live model, its adapter attached as live layers. Every parameter comes from the files: none is initialised."""
+def build_model(artifact: Artifact, dtype: torch.dtype | None = torch.float32) -> Transformer:
+    """The live model, its adapter attached as live layers. Every parameter comes from the files: none is initialised.
+
+    With no `dtype` each has that of its file and shares its memory; the model computes in fp32 until it is placed.
+    """
     tensors = dict(artifact.tensors)
     if artifact.patch is not None:
         tensors = with_untied_head(tensors, artifact.config) | artifact.patch.replaced
     model = assemble_model(artifact.config, tensors, dtype)
     if artifact.patch is not None:
         attach(model, replace(artifact.patch, replaced={}))
-        for layer in model.modules():
+        for layer in model.modules() if dtype is not None else ():
             if isinstance(layer, LoraLinear):
                 layer.to(dtype)  # not the whole model: rotary frequencies stay in fp32
+    if dtype is None:
+        model.compute_dtype = torch.float32
     return model.eval()
 
 
@@ -184,10 +230,10 @@ def with_untied_head(tensors: dict[str, Tensor], config: ModelConfig) -> dict[st
     return tensors | ({"head.weight": tensors["embed.weight"]} if untied else {})
 
 
-def assemble_model(config: ModelConfig, tensors: dict[str, Tensor], dtype: torch.dtype) -> Transformer:
+def assemble_model(config: ModelConfig, tensors: dict[str, Tensor], dtype: torch.dtype | None) -> Transformer:
     with torch.device("meta"):
         model = Transformer(config)
-    model.load_state_dict({name: tensor.to(dtype) for name, tensor in tensors.items()}, strict=True, assign=True)
+    model.load_state_dict({name: tensor.to(dtype or tensor.dtype) for name, tensor in tensors.items()}, strict=True, assign=True)
     return model
 
 
@@ -219,22 +265,27 @@ def _digest(raw: RawArtifact) -> str:
     return weights_digest(raw.tensors) if raw.checkpoint is None else recorded_digest(raw.checkpoint.manifest)
 
 
-def _adapted(raw: RawArtifact, base: str | Path | None) -> Artifact:
+def _adapted(raw: RawArtifact, base: str | Path | None, opened: OpenBase) -> Artifact:
     where, facts = raw.place.path, raw.checkpoint.facts if raw.checkpoint else {}
-    recorded = facts.get("base") or {}
-    foundation = _open_base(where, base, recorded.get("path"), raw.fields.get("base_model_name_or_path"))
+    recorded, foundation = facts.get("base") or {}, open_adapter_base(raw, base, opened)
     if recorded.get("weights") not in (None, foundation.digest):
         raise ArtifactError(f"{where}: the adapter was trained on weights {recorded['weights'][:12]}, {foundation.path} holds "
                             f"{foundation.digest[:12]}; name the right base with --base")
-    adapter = read_adapter(foundation.config, raw.fields, raw.tensors, str(where), parent=recorded.get("weights"),
-                           may_be_idle=facts.get("change") == "new")
+    adapter = read_adapter(foundation.config, foundation.tensors, raw.fields, raw.tensors, str(where),
+                           parent=recorded.get("weights"), may_be_idle=facts.get("change") == "new")
     tokenizer = read_tokenizer(where) or foundation.tokenizer
     stops = read_artifact_stops(tokenizer, foundation.raw.fields, raw.generation or foundation.raw.generation)
     return Artifact(raw, config_with(foundation.config, adapter.patch), foundation.tensors, _digest(raw), tokenizer, stops,
                     adapter.patch, adapter, foundation, list(stops.disagreements))
 
 
-def _open_base(adapter: Path, given: str | Path | None, recorded: str | None, named: str | None) -> Artifact:
+def open_adapter_base(raw: RawArtifact, given: str | Path | None, opened: OpenBase) -> Artifact:
+    """The one that was named, else that of the manifest, else that of the adapter itself."""
+    recorded = (raw.checkpoint.facts.get("base") or {} if raw.checkpoint else {}).get("path")
+    return _open_base(raw.place.path, given, recorded, raw.fields.get("base_model_name_or_path"), opened)
+
+
+def _open_base(adapter: Path, given: str | Path | None, recorded: str | None, named: str | None, opened: OpenBase) -> Artifact:
     for candidate in (given, recorded, named):
         if candidate is None:
             continue
@@ -243,7 +294,7 @@ def _open_base(adapter: Path, given: str | Path | None, recorded: str | None, na
         beside = adapter / str(candidate)  # a relative name may be meant from the adapter's own folder
         for path in (model_cache.cached_model(str(candidate)) or Path(candidate), beside):
             if path.exists():
-                artifact = open_artifact(path)
+                artifact = opened(path)
                 if artifact.patch is not None:
                     raise UsageError(f"{path}: the base of {adapter} is an adapter itself; merge it first")
                 return artifact
@@ -272,7 +323,8 @@ def _describe_folder(path: Path) -> Description:
     if adapter:
         fields = read_json(path / "adapter_config.json")
         shown = ("base_model_name_or_path", "r", "lora_alpha", "use_rslora", "target_modules", "modules_to_save")
-        geometry = {"family": "LoRA"} | {name: fields[name] for name in shown if fields.get(name)}
+        kind = fields.get("peft_type")
+        geometry = {"family": "LoRA" if kind in (None, "LORA") else str(kind)} | {name: fields[name] for name in shown if fields.get(name)}
     else:
         geometry = shown_geometry(config_from_hf(read_json(path / "config.json"), tensors.keys(), str(path / "config.json")))
     if checkpoint is None:

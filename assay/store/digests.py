@@ -2,8 +2,10 @@
 
 import functools
 import hashlib
+import os
 import platform
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,11 @@ import torch
 from torch import Tensor
 
 import assay
-from assay.store.safetensors_files import DTYPE_NAMES, tensor_sha256
+from assay.store.mapped_pages import PART_BYTES, hashed_in_passing
+from assay.store.safetensors_files import DTYPE_NAMES, tensor_bytes
 
 WEIGHT_FILES = ("model", "adapter_model")
+MOST_HASHERS = 16
 
 
 def weights_digest(tensors: Mapping[str, Tensor]) -> str:
@@ -23,7 +27,15 @@ def weights_digest(tensors: Mapping[str, Tensor]) -> str:
 
 def tensor_facts(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
     """name → dtype, shape and sha256, as a manifest records them."""
-    return {name: {"dtype": DTYPE_NAMES[t.dtype], "shape": list(t.shape), "sha256": tensor_sha256(t)} for name, t in tensors.items()}
+    digests = tensor_digests(tensors)
+    return {name: {"dtype": DTYPE_NAMES[t.dtype], "shape": list(t.shape), "sha256": digests[name]} for name, t in tensors.items()}
+
+
+def tensor_digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """name → sha256, several at a time: hashing holds no lock of Python's."""
+    with ThreadPoolExecutor(min(MOST_HASHERS, len(os.sched_getaffinity(0))), "sha256") as hashers:
+        many = sum(map(tensor_bytes, tensors.values())) > PART_BYTES
+        return dict(zip(tensors, (hashers.map if many else map)(hashed_in_passing, tensors.values()), strict=True))
 
 
 def recorded_tensors(manifest: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -408,9 +408,14 @@ def _pieces_read(fd: int, start: int, stop: int, path: Path) -> Iterator[memoryv
         start += count
 
 
+def free_space(folder: Path) -> int:
+    """Bytes that may still be written there."""
+    space = os.statvfs(folder)
+    return space.f_bavail * space.f_frsize
+
+
 def _require_space(final: Path, needed: int) -> None:
-    space = os.statvfs(final.parent)
-    free = space.f_bavail * space.f_frsize
+    free = free_space(final.parent)
     if needed > free:
         raise StoreError(f"{final}: not saved: it needs {needed:,} bytes and the disk has {free:,} free; make room, or "
                          "keep fewer checkpoints, and save again. What was committed before is intact.")

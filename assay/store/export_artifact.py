@@ -64,6 +64,8 @@ def _export_model(source: Artifact, where: Path, dtype: str | None) -> float:
 def _export_adapter(source: Artifact, where: Path, dtype: str | None) -> float:
     if source.patch is None or source.base is None or source.adapter is None:
         raise UsageError(f"{source.path} is a whole model, not an adapter; export it --to hf")
+    if not source.patch.low_rank:
+        raise UsageError(f"{source.path} changes whole tensors of its base, and is no plain LoRA adapter; export it --to merged")
     if dtype is not None:
         raise UsageError("an adapter is exported in the dtype it has; --dtype is for hf, merged and gguf")
     base = Ancestor(source.base.digest, str(source.base.path))
@@ -77,7 +79,7 @@ def _export_gguf(source: Artifact, where: Path, dtype: str) -> float:
     if source.patch is not None:
         raise UsageError(f"{source.path} is an adapter; export it --to merged first, then that --to gguf")
     if FAMILIES[source.config.family].gguf is None:
-        raise UsageError(f"GGUF has no {source.config.family!r} architecture")
+        raise UsageError(f"Assay writes no GGUF file of the {source.config.family!r} architecture; export it --to hf")
     if source.tokenizer is None:
         raise UsageError(f"{source.path}: a GGUF file carries its tokenizer, and there is none here; add tokenizer.json")
     if dtype not in gguf.FILE_TYPES:

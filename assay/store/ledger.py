@@ -38,6 +38,7 @@ class Event(StrEnum):
     NOT_BIT_EXACT = "not bit-exact"
     TORN = "torn"  # what a crash left of a line
     WARNING = "warning"
+    TIME = "time"  # where it went, when a sitting ends
     STOPPED = "stopped"
     ALSO_FOUND = "also found"  # on the way out
     EARLY_STOP = "early stop"
@@ -60,6 +61,7 @@ class Event(StrEnum):
     WAY_DOWN = "way down"
     HELD_OUT = "held out"  # evaluations are of one set
     GAP = "gap"
+    MEMORY = "memory"  # used, beside what was planned
     PROXY = "proxy"
     JUDGE = "judge"
     JUDGE_COST = "judge cost"

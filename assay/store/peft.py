@@ -6,7 +6,8 @@ today take all of these in silence.
 
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,20 +16,30 @@ from torch import Tensor
 
 from assay.errors import ArtifactError, UsageError
 from assay.model.families import hf_layout, parameter_shapes
-from assay.model.lora import LoraSite, lora_sites
+from assay.model.lora import LoraSite, linear_layers, lora_sites
 from assay.model.patch import LowRank, Patch
 from assay.model.transformer import ModelConfig
+from assay.store.peft_whole import (
+    AdapterFile,
+    adapted_biases,
+    adapted_embedding,
+    is_idle,
+    needs_whole_matrices,
+    saved_base_layers,
+    trained_tokens,
+    whole_matrices,
+)
 
 PEFT_PREFIX = "base_model.model."
 # Fields whose other values change the arithmetic; anything not listed here and not read below says nothing about the result.
 SUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
-    "peft_type": ("LORA",), "bias": ("none",), "use_dora": (False, None), "lora_bias": (False, None), "rank_pattern": ({}, None),
-    "alpha_pattern": ({}, None), "trainable_token_indices": (None,), "megatron_config": (None,), "use_qalora": (False, None),
+    "peft_type": ("LORA",), "lora_bias": (False, None), "megatron_config": (None,), "use_qalora": (False, None),
     "target_parameters": (None, []), "layer_replication": (None,), "alora_invocation_tokens": (None,), "arrow_config": (None,),
     "use_bdlora": (False, None), "kasa": (False, None),
 }
-# Initialisations that also rewrite the base weights: the adapter is then meant for a base that no file holds.
-REWRITES_BASE = ("pissa", "olora", "loftq", "corda")
+# Initialisations that also rewrite the base weights, so that the adapter is meant for a base that no file holds. What PiSSA took
+# out of the base is computed again, as PEFT does when it loads one; the others draw at random, or need data.
+REWRITES_BASE = ("pissa_niter", "olora", "loftq", "corda")
 
 
 @dataclass(frozen=True)
@@ -40,35 +51,69 @@ class LoraAdapter:
     base_name: str | None  # where the writer says the base is
 
 
-def read_adapter(config: ModelConfig, fields: Mapping[str, Any], tensors: Mapping[str, Tensor], where: str,
+def read_adapter(config: ModelConfig, base: Mapping[str, Tensor], fields: Mapping[str, Any], tensors: Mapping[str, Tensor], where: str,
                  *, parent: str | None = None, may_be_idle: bool = False) -> LoraAdapter:
-    """`may_be_idle` accepts an adapter without effect, which only a checkpoint before its first step may be."""
+    """`base` are the base's tensors. `may_be_idle` accepts an adapter without effect, which only a checkpoint before its first step
+    may be."""
     _refuse_unsupported(fields, where)
-    rank, alpha = _positive(fields, "r", where), _positive(fields, "lora_alpha", where)
-    rslora = bool(fields.get("use_rslora"))
-    scale = alpha / (math.sqrt(rank) if rslora else rank)
+    rank, alpha, rslora = _positive(fields, "r", where), _positive(fields, "lora_alpha", where), bool(fields.get("use_rslora"))
     named = {_without_prefix(name, where): tensor for name, tensor in tensors.items()}
     _refuse_bad_values(named, where)
-    planned = _planned(config, fields, where)
-    parts = {site.foreign: _part(site, named, int(rank), scale, config, where) for site in planned}
-    replaced = _replaced(config, fields, named, where)
-    known = {f"{site}.lora_{side}.weight" for site in parts for side in "AB"} | {_foreign(config, ours) for ours in replaced}
+    file = AdapterFile(config, base, fields, named, where)
+    planned, embedding = _planned(file)
+    parts = [(site, _part(site, file, *site_scale(fields, site.foreign, where))) for site in planned]
+    saved = _replaced(config, fields, named, where)
+    computed, used = _computed(file, parts, embedding)
+    known = {f"{site.foreign}.lora_{side}.weight" for site in planned for side in "AB"} | used | {_foreign(config, ours) for ours in saved}
     if unknown := sorted(named.keys() - known):
         raise ArtifactError(f"{where}: {len(unknown)} tensor(s) belong to no module that target_modules or modules_to_save name: "
                             f"{', '.join(unknown[:3])}; they would be dropped in silence elsewhere")
-    if not may_be_idle and not replaced and all(not part.left.any() or not part.right.any() for part in parts.values()):
+    low_rank: dict[str, list[LowRank]] = {}
+    for site, part in parts:
+        if site.parameter not in computed:
+            low_rank.setdefault(site.parameter, []).append(part)
+    without_effect = all(not part.left.any() or not part.right.any() for of_one in low_rank.values() for part in of_one)
+    if not may_be_idle and not saved and without_effect and is_idle(file, computed):
         raise ArtifactError(f"{where}: the adapter has no effect, every product B·A is zero; it was never trained, "
                             "or not gathered before saving")
-    low_rank: dict[str, list[LowRank]] = {}
-    for site in planned:
-        low_rank.setdefault(site.parameter, []).append(parts[site.foreign])
-    patch = Patch(parent, {name: tuple(p) for name, p in low_rank.items()}, replaced)
-    return LoraAdapter(patch, int(rank), scale, rslora, fields.get("base_model_name_or_path"))
+    patch = Patch(parent, {name: tuple(p) for name, p in low_rank.items()}, computed | saved)
+    return LoraAdapter(patch, int(rank), alpha / (math.sqrt(rank) if rslora else rank), rslora, fields.get("base_model_name_or_path"))
+
+
+def _computed(file: AdapterFile, parts: Sequence[tuple[LoraSite, LowRank]], embedding: bool) -> tuple[dict[str, Tensor], set[str]]:
+    """Whole tensors that the adapter makes of the base's, and the names in the file that they came from."""
+    made = [adapted_biases(file, [site for site, _ in parts]), trained_tokens(file), ({}, saved_base_layers(file))]
+    if needs_whole_matrices(file.fields):
+        made.append(whole_matrices(file, parts))
+    if embedding:
+        made.append(adapted_embedding(file, *site_scale(file.fields, file.embedding, file.where)))
+    names = [name for tensors, _ in made for name in tensors]
+    if len(set(names)) < len(names):
+        raise UsageError(f"{file.where}: tokens and the whole embedding are both adapted, which is not supported; merge it with the tool "
+                         "that wrote it")
+    return {name: tensor for tensors, _ in made for name, tensor in tensors.items()}, set().union(*(used for _, used in made))
+
+
+def site_scale(fields: Mapping[str, Any], module: str, where: str) -> tuple[int, float]:
+    """Rank and scale of one module: rank_pattern and alpha_pattern hold those that differ from r and lora_alpha."""
+    rank = _positive(_by_pattern(fields, "r", "rank_pattern", module, where), "r", where)
+    alpha = _positive(_by_pattern(fields, "lora_alpha", "alpha_pattern", module, where), "lora_alpha", where)
+    return int(rank), alpha / (math.sqrt(rank) if fields.get("use_rslora") else rank)
+
+
+def _by_pattern(fields: Mapping[str, Any], field: str, patterns: str, module: str, where: str) -> dict[str, Any]:
+    """PEFT's own rule: the first key that, as a regular expression, is the module's name or its end."""
+    given = fields.get(patterns) or {}
+    try:
+        found = [value for key, value in given.items() if re.match(rf"(.*\.)?({key})$", module)]
+    except (AttributeError, re.error):
+        raise ArtifactError(f"{where}: {patterns} is {given!r}; expected names of modules with a number each") from None
+    return {field: found[0] if found else fields.get(field)}
 
 
 def config_with(config: ModelConfig, patch: Patch) -> ModelConfig:
-    """The geometry once the patch is applied: a saved head unties, a saved larger embedding grows the vocabulary."""
-    if "head.weight" in patch.replaced:
+    """The geometry once the patch is applied: a head of its own unties, a saved larger embedding grows the vocabulary."""
+    if "head.weight" in patch.names():
         config = replace(config, tied=False)
     if "embed.weight" in patch.replaced:
         config = replace(config, vocab=patch.replaced["embed.weight"].shape[0])
@@ -79,7 +124,7 @@ def write_adapter(config: ModelConfig, patch: Patch, base_name: str, *, rslora: 
     """adapter_config.json's fields and the tensors under PEFT's names."""
     by_rows = {(site.parameter, site.start, site.stop): site for site in lora_sites(config).values()}
     tensors: dict[str, Tensor] = {}
-    adapted, ranks, scales = [], set(), set()
+    ranks, alphas = dict[str, int](), dict[str, float]()
     for parameter, parts in patch.low_rank.items():
         for part in parts:
             site = by_rows.get((parameter, part.start, part.stop))
@@ -87,30 +132,37 @@ def write_adapter(config: ModelConfig, patch: Patch, base_name: str, *, rslora: 
                 raise UsageError(f"rows {part.start}:{part.stop} of {parameter} are no layer that PEFT knows; merge the patch instead")
             tensors[f"{PEFT_PREFIX}{site.foreign}.lora_A.weight"] = part.right
             tensors[f"{PEFT_PREFIX}{site.foreign}.lora_B.weight"] = part.left
-            adapted.append(site.foreign)
-            ranks.add(part.right.shape[0])
-            scales.add(part.scale)
-    if len(ranks) != 1 or len(scales) != 1:
-        raise UsageError(f"PEFT export needs one rank and one scale, found ranks {sorted(ranks)} and scales {sorted(scales)}; "
-                         "merge instead")
+            rank = ranks[site.foreign] = part.right.shape[0]
+            alphas[site.foreign] = part.scale * (math.sqrt(rank) if rslora else rank)
+    if not ranks:
+        raise UsageError("the patch has no low-rank part, so that it is no LoRA adapter; merge it instead")
     tensors |= {PEFT_PREFIX + _foreign(config, name): tensor for name, tensor in patch.replaced.items()}
-    (rank,), (scale,) = ranks, scales
+    rank, alpha = Counter(ranks.values()).most_common(1)[0][0], Counter(alphas.values()).most_common(1)[0][0]
     return {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base_name, "r": rank,
-        "lora_alpha": scale * (math.sqrt(rank) if rslora else rank), "use_rslora": rslora, "lora_dropout": 0.0, "bias": "none",
-        "target_modules": _shortest(adapted, lora_sites(config)), "fan_in_fan_out": config.family == "gpt2", "inference_mode": True,
+        "rank_pattern": {name: value for name, value in ranks.items() if value != rank}, "lora_alpha": alpha,
+        "alpha_pattern": {name: value for name, value in alphas.items() if value != alpha}, "use_rslora": rslora, "lora_dropout": 0.0,
+        "bias": "none", "target_modules": _shortest(list(ranks), linear_layers(config)), "fan_in_fan_out": config.family == "gpt2",
+        "inference_mode": True,
         "modules_to_save": [_foreign(config, name).removesuffix(".weight") for name in patch.replaced] or None,
     }, tensors
 
 
-def _refuse_unsupported(fields: Mapping[str, Any], where: str) -> None:
+def unsupported_adapter(fields: Mapping[str, Any], where: str) -> str | None:
+    """What an adapter asks for that cannot be read here, in words."""
     for name, allowed in SUPPORTED_FIELDS.items():
         if name in fields and fields[name] not in allowed:
-            raise UsageError(f"{where}: {name} = {fields[name]!r} is not supported; expected {allowed[0]!r}")
+            return f"{where}: {name} = {fields[name]!r} is not supported; expected {allowed[0]!r}"
     init = fields.get("init_lora_weights")
     if isinstance(init, str) and init.startswith(REWRITES_BASE):
-        raise UsageError(f"{where}: init_lora_weights = {init!r} rewrote the base weights, so the adapter alone does not say what the "
-                         "model is; merge it with the tool that wrote it")
+        return (f"{where}: init_lora_weights = {init!r} rewrote the base weights, so the adapter alone does not say what the "
+                "model is; merge it with the tool that wrote it")
+    return None
+
+
+def _refuse_unsupported(fields: Mapping[str, Any], where: str) -> None:
+    if (why := unsupported_adapter(fields, where)) is not None:
+        raise UsageError(why)
 
 
 def _positive(fields: Mapping[str, Any], name: str, where: str) -> float:
@@ -137,8 +189,9 @@ def _refuse_bad_values(named: Mapping[str, Tensor], where: str) -> None:
             raise ArtifactError(f"{where}: {name} has {bad} of {tensor.numel()} values that are NaN or infinite")
 
 
-def _planned(config: ModelConfig, fields: Mapping[str, Any], where: str) -> list[LoraSite]:
-    """Every layer of the base that target_modules names: all of them must be in the file (planned = adapted)."""
+def _planned(file: AdapterFile) -> tuple[list[LoraSite], bool]:
+    """Every layer of the base that target_modules names, and whether the embedding is one: all must be in the file (planned = adapted)."""
+    config, fields, where = file.config, file.fields, file.where
     targets, excluded = _modules(fields, "target_modules", where), _modules(fields, "exclude_modules", where)
     layers = fields.get("layers_to_transform")
     layers = [layers] if isinstance(layers, int) else layers
@@ -146,15 +199,15 @@ def _planned(config: ModelConfig, fields: Mapping[str, Any], where: str) -> list
         raise ArtifactError(f"{where}: layers_to_transform is {layers!r}; expected numbers of layers")
     if not targets:
         raise ArtifactError(f"{where}: target_modules is {targets!r}; an adapter says which layers it adapts")
-    every = lora_sites(config)
+    every = lora_sites(file.untied)
     if targets == "all-linear":
         targets = [name for name in every if name != "lm_head"]
-    chosen = [site for name, site in every.items() if _matches(name, targets) and not _matches(name, excluded)
+    chosen = [name for name in (*every, file.embedding) if _matches(name, targets) and not _matches(name, excluded)
               and (layers is None or _layer(name) in layers)]
     if not chosen:
         raise ArtifactError(f"{where}: target_modules {targets} match no layer of this {config.family}; "
                             "the adapter is for another architecture")
-    return chosen
+    return [every[name] for name in chosen if name in every], file.embedding in chosen
 
 
 def _modules(fields: Mapping[str, Any], field: str, where: str) -> str | list[str]:
@@ -181,17 +234,17 @@ def _matches(name: str, targets: str | Collection[str]) -> bool:
     return any(name == target or name.endswith(f".{target}") for target in targets)
 
 
-def _part(site: LoraSite, named: Mapping[str, Tensor], rank: int, scale: float, config: ModelConfig, where: str) -> LowRank:
-    pair = []
-    for side, shape in (("A", (rank, parameter_shapes(config)[site.parameter][1])), ("B", (site.stop - site.start, rank))):
+def _part(site: LoraSite, file: AdapterFile, rank: int, scale: float) -> LowRank:
+    pair, where = [], file.where
+    for side, shape in (("A", (rank, parameter_shapes(file.untied)[site.parameter][1])), ("B", (site.stop - site.start, rank))):
         name = f"{site.foreign}.lora_{side}.weight"
-        if name not in named:
+        if name not in file.named:
             raise ArtifactError(f"{where}: {PEFT_PREFIX}{name} is missing, though target_modules names this layer; "
                                 "the adapter would do less than it says")
-        if tuple(named[name].shape) != shape:
-            raise ArtifactError(f"{where}: {name} has shape {list(named[name].shape)}; this base and r = {rank} need {list(shape)}: "
+        if tuple(file.named[name].shape) != shape:
+            raise ArtifactError(f"{where}: {name} has shape {list(file.named[name].shape)}; this base and r = {rank} need {list(shape)}: "
                                 "the adapter is for another base or another rank")
-        pair.append(named[name])
+        pair.append(file.named[name])
     return LowRank(site.start, site.stop, pair[1], pair[0], scale)
 
 

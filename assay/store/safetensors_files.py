@@ -21,6 +21,7 @@ from torch import Tensor
 
 from assay.errors import ArtifactError, UsageError
 from assay.store import durable
+from assay.store.mapped_pages import PART_BYTES, hashed_in_passing
 from assay.store.sealed import canonical_json
 from assay.strict_json import as_artifact_error, open_regular, parse_json
 
@@ -89,15 +90,15 @@ def read_tensors(path: Path, expected: str | FileFacts | None = None) -> dict[st
         before = os.fstat(fd)
         infos, data_start = _read_header(fd, path)
         mapped = _map(fd, before.st_size, path)
+        content = torch.frombuffer(mapped, dtype=torch.uint8)
         if isinstance(expected, FileFacts):
-            _require_parts(memoryview(mapped), infos, data_start, expected, path)
+            _require_parts(content, infos, data_start, expected, path)
         elif expected is not None:
-            durable.require_hash(path, hashlib.sha256(mapped).hexdigest(), expected)
+            durable.require_hash(path, hashed_in_passing(content), expected)
         now = os.fstat(fd)
     if (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
         raise ArtifactError(f"{path}: another program changes it while it is read; wait until it is whole")
-    data = torch.frombuffer(mapped, dtype=torch.uint8)[data_start:]
-    return {name: _tensor(data, info) for name, info in infos.items()}
+    return {name: _tensor(content[data_start:], info) for name, info in infos.items()}
 
 
 def read_safetensors_header(path: Path) -> dict[str, SafetensorsEntry]:
@@ -266,28 +267,30 @@ def _read_header(fd: int, path: Path) -> tuple[dict[str, SafetensorsEntry], int]
 
 
 def _map(fd: int, size: int, path: Path) -> mmap.mmap:
-    """The file as memory; writing to it changes this process's copy alone."""
+    """The file as memory; writing to it changes this process's copy alone. All of it was read once, and a large one given back."""
     with as_artifact_error(path):
         mapped = mmap.mmap(fd, size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
         try:
-            mapped.madvise(MADV_POPULATE_READ)  # a disk that cannot read is an error here, and a SIGBUS later
+            for start in range(0, size, PART_BYTES):
+                length = min(PART_BYTES, size - start)
+                mapped.madvise(MADV_POPULATE_READ, start, length)  # a disk that cannot read is an error here, and a SIGBUS later
+                if size > PART_BYTES:
+                    mapped.madvise(mmap.MADV_DONTNEED, start, length)
         except OSError as error:
             if error.errno != errno.EINVAL:  # a kernel before 5.14 does not know it
                 raise OSError(errno.EIO, os.strerror(errno.EIO)) from None
     return mapped
 
 
-def _require_parts(content: memoryview, infos: Mapping[str, SafetensorsEntry], data_start: int, expected: FileFacts,
+def _require_parts(content: Tensor, infos: Mapping[str, SafetensorsEntry], data_start: int, expected: FileFacts,
                    path: Path) -> None:
     """Header and tensors are as they were written; the header was found to leave no byte between them."""
-    header = hashlib.sha256(content[:data_start]).hexdigest()
-    durable.require_hash(path, header, expected.header, what="the bytes of its header")
+    durable.require_hash(path, hashed_in_passing(content[:data_start]), expected.header, what="the bytes of its header")
 
     def check(name: str) -> None:
         start, stop = data_start + infos[name].start, data_start + infos[name].stop
         wanted = expected.tensors[name]["sha256"] if name in expected.tensors else "no such tensor"
-        digest = hashlib.sha256(content[start:stop]).hexdigest()
-        durable.require_hash(path, digest, wanted, what=f"the bytes of its tensor {name!r}")
+        durable.require_hash(path, hashed_in_passing(content[start:stop]), wanted, what=f"the bytes of its tensor {name!r}")
 
     with ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0))), "sha256") as hashers:
         list(hashers.map(check, infos))

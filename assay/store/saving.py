@@ -1,9 +1,10 @@
 """Saving a live model: its checkpoint contents (foreign names, config, lineage, probe answers), written in the background."""
 
+import contextlib
 import copy
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +24,9 @@ from assay.store import checkpoint
 from assay.store.checkpoint import Checkpoint, Contents
 from assay.store.digests import code_digest, environment
 from assay.store.peft import write_adapter
+from assay.store.safetensors_files import tensor_bytes
+
+SPARE_OF_DEVICE = 8  # one in so many bytes of a GPU stays free beside a snapshot
 
 
 @dataclass(frozen=True)
@@ -96,15 +100,17 @@ class BackgroundSaver:
         self._pending: Future[Checkpoint] | None = None
 
     def save(self, where: Path, contents: Contents | Callable[[], Contents],
-             after: Callable[[Checkpoint], object] | None = None) -> None:
+             after: Callable[[Checkpoint], object] | None = None, *, headroom: int = 0) -> None:
         """Return once nothing that the caller does later can change what is saved.
+
+        On a GPU the copies are made there, where so much more stays free, and leave it beside the loop.
 
         `contents` may hold live tensors, which are copied here; a function makes contents that are already its own, and
         is called here, when no other snapshot is held. `after` runs in the thread once the checkpoint is committed.
         """
         self.wait()
-        owned = contents() if callable(contents) else owned_contents(contents)
-        self._pending = self._writer.submit(_write, where, owned, after)
+        owned = contents() if callable(contents) else owned_contents(contents, headroom)
+        self._pending = self._writer.submit(_write, where, owned, after, _copied(owned))
 
     def check(self) -> None:
         """Raise what a finished save raised; never waits."""
@@ -137,16 +143,55 @@ def snapshot(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             for name, tensor in tensors.items()}
 
 
-def owned_contents(contents: Contents) -> Contents:
-    """The same contents in memory that nobody else can reach."""
-    return replace(contents, weights=snapshot(contents.weights), probes=snapshot(contents.probes),
-                   optimizer=None if contents.optimizer is None else snapshot(contents.optimizer),
+def owned_contents(contents: Contents, headroom: int = 0) -> Contents:
+    """The same contents in memory that nobody else can reach: on the GPU where they lie, if there is room, else on the CPU."""
+    if _room_on_device([*contents.weights.values(), *(contents.optimizer or {}).values()], headroom):
+        with contextlib.suppress(torch.OutOfMemoryError):
+            return _owned(contents, device_snapshot)
+    return _owned(contents, snapshot)
+
+
+def device_snapshot(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous copies where the originals lie: a GPU makes them in milliseconds, and the loop goes on."""
+    return {name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
+
+
+def _room_on_device(tensors: list[Tensor], headroom: int) -> bool:
+    on_device = [tensor for tensor in tensors if tensor.is_cuda]
+    if not on_device:
+        return False
+    free, total = torch.cuda.mem_get_info(on_device[0].device)
+    return sum(map(tensor_bytes, on_device)) + headroom + total // SPARE_OF_DEVICE <= free
+
+
+def _copied(contents: Contents) -> torch.cuda.Event | None:
+    """Happens when the copies on a GPU are made; None where there are none."""
+    there = next((tensor for tensor in contents.weights.values() if tensor.is_cuda), None)
+    return None if there is None else torch.cuda.current_stream(there.device).record_event()
+
+
+def _owned(contents: Contents, copied: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]) -> Contents:
+    return replace(contents, weights=copied(contents.weights), probes=copied(contents.probes),
+                   optimizer=None if contents.optimizer is None else copied(contents.optimizer),
                    files=dict(contents.files), facts=copy.deepcopy(contents.facts),
                    trainer=copy.deepcopy(contents.trainer))
 
 
-def _write(where: Path, contents: Contents, after: Callable[[Checkpoint], object] | None) -> Checkpoint:
-    written = checkpoint.write_checkpoint(where, contents)
+def _write(where: Path, contents: Contents, after: Callable[[Checkpoint], object] | None, copied: torch.cuda.Event | None) -> Checkpoint:
+    with _beside_the_loop(copied):
+        written = checkpoint.write_checkpoint(where, contents)
     if after is not None:
         after(written)
     return written
+
+
+@contextlib.contextmanager
+def _beside_the_loop(copied: torch.cuda.Event | None) -> Iterator[None]:
+    """A stream of its own, which begins when the copies are made: what it brings to the CPU waits for no step, and no step for it."""
+    if copied is None:
+        yield
+        return
+    stream = torch.cuda.Stream()
+    stream.wait_event(copied)
+    with torch.cuda.stream(stream):
+        yield

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from assay.data.batch import Batch
+from assay.evaluation.soundness import DrawnTokens, judge_draws, rescored_draws
 from assay.generate.engine import Engine
 from assay.generate.generation_request import Completion, GenerationRequest, Sampling
 from assay.generate.sampler_weights import fingerprint
@@ -29,7 +30,7 @@ from assay.guard.policy_identity import (
     version_name,
 )
 from assay.guard.policy_loss_checks import check_advantages, check_counted, check_directions, check_policy_loss
-from assay.guard.rollout_checks import check_collapse, check_independence, check_rollout_seeds, rollout_metrics
+from assay.guard.rollout_checks import SiblingCounts, check_collapse, check_rewards_again, check_rollout_seeds, rollout_metrics
 from assay.learn import advantage, loop, policy
 from assay.learn.advantage import Counting, Normalise, RewardValue
 from assay.learn.objectives import Objective, averages
@@ -81,11 +82,17 @@ def run_grpo(plan: TinyGrpo) -> list[Verdict]:
     objective = make_objective(plan.asked)
     prompts = make_prompts(model, plan.seed)
     floor = measure_logprob_floor(model, [[*p, *p] for p in prompts], plan.asked.temperature)
-    verdicts, history = [check_floor(floor)], []
+    verdicts, history, siblings, draws = [check_floor(floor)], [], SiblingCounts(GROUP_SIZE), DrawnTokens()
     for step in range(plan.steps):
         serve_weights(engine, model, step)
         groups = draw_groups(engine, prompts, plan.sampling, step)
-        rewards = score_groups(groups)
+        rewards = hand_out_rewards(score_groups(groups))
+        siblings.add(groups)
+        for prompt, completion in ((prompt, c) for prompt, group in zip(prompts, groups, strict=True) for c in group):
+            draws += rescored_draws(model, prompt, completion.ids, plan.sampling)
+        verdicts += [siblings.check(), judge_draws(draws, plan.sampling, step + 1), check_rewards_again(
+            [{"share": reward} for group in rewards for reward in group],
+            [{"share": reward} for group in score_groups(groups) for reward in group], 0.0)]
         found = advantage.group_advantages(rewards)
         batch, counted = assemble_batch(plan, prompts, groups, found.values_PG.tolist(), found.known_PG.flatten().tolist(), reference)
         verdicts += [check_version([c.version for group in groups for c in group], version_name(step, fingerprint(model))),
@@ -120,7 +127,7 @@ def check_trained_rows(model: Transformer, plan: TinyGrpo, prompts: PromptIds, g
     at = lambda temperature: lambda: naive_logprobs(model, asked, [c.ids for c in flat], temperature)  # noqa: E731
     trainer = trainer_logprobs(model, batch, plan.asked.temperature)
     return [check_identity([c.logprobs for c in flat], trainer, floor, at(plan.asked.temperature), {"temperature 1": at(1.0)}),
-            check_sampled_ids(batch, asked, [ids for _, ids in pairs], stop_ids=STOP_IDS, cap=CAP), check_independence(groups)]
+            check_sampled_ids(batch, asked, [ids for _, ids in pairs], stop_ids=STOP_IDS, cap=CAP)]
 
 # ---------------------------------------------------------------- the stages
 
@@ -173,6 +180,11 @@ def score_groups(groups: CompletionGroups) -> list[list[RewardValue]]:
     """The share of small ids in a completion; one completion cannot be scored."""
     rewards = [[sum(token < 100 for token in c.ids) / len(c.ids) for c in group] for group in groups]
     return [[None if (number, place) == (1, 2) else reward for place, reward in enumerate(group)] for number, group in enumerate(rewards)]
+
+
+def hand_out_rewards(rewards: list[list[RewardValue]]) -> list[list[RewardValue]]:
+    """From the workers to the completions they belong to."""
+    return rewards
 
 
 def sequence_ids(prompt: Sequence[int], completion: Completion) -> list[int]:

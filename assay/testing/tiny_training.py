@@ -67,7 +67,7 @@ def write_documents(where: Path, texts: Sequence[str]) -> Path:
     return where
 
 
-def _write_tokenizer(where: Path, tokenizer: Tokenizer) -> Path:
+def write_tiny_tokenizer(where: Path, tokenizer: Tokenizer) -> Path:
     where.mkdir()
     for name, data in tokenizer.files().items():
         write_entry(where / name, data)
@@ -77,7 +77,7 @@ def _write_tokenizer(where: Path, tokenizer: Tokenizer) -> Path:
 def make_corpus(where: Path, texts: Sequence[str], *, tokenizer: Tokenizer | None = None, seed: int = 0) -> Corpus:
     """`where`/corpus, a quarter of it held out, made from `where`/text.jsonl."""
     where.mkdir(parents=True, exist_ok=True)
-    words = _write_tokenizer(where / "tokenizer", tokenizer or tiny_tokenizer(template=False))
+    words = write_tiny_tokenizer(where / "tokenizer", tokenizer or tiny_tokenizer(template=False))
     return build_corpus([write_documents(where / "text.jsonl", texts)], where / "corpus", words, CorpusPlan(held_out=0.25, seed=seed))
 
 
@@ -178,6 +178,9 @@ class NoProver:
     """In the place of `Prover`: saves stay without a hallmark."""
 
     busy = False
+
+    def start_early(self, device: str) -> None:
+        pass
 
     def start(self, folder: Path, **_: Any) -> None:
         pass

@@ -19,7 +19,8 @@ class FLAGS:
     """Walk a run's proven checkpoints to the first bad one, taking what is bad to stay bad; hold it against the last good one."""
 
     run: str = argument("folder of a run")
-    probe: str = option("what tells good from bad: FILE.py:function (folder → is it bad?), loss-above:X, loss-jump, health, differs:RUN")
+    probe: str = option("what tells good from bad: FILE.py:function (folder → is it bad?), loss-above:X, loss-jump, score-below:X, health, "
+                        "differs:RUN")
     all_: bool = option("ask every checkpoint instead of halving, so that nothing is assumed", default=False)
     prompt: str | None = option("text for the trace", default=None, default_text="fixed tokens")
     only: bool = option("find the checkpoint, and leave out trace and diff", default=False)

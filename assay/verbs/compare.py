@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from assay.config import argument, option
 from assay.errors import UsageError
+from assay.verdict import Outcome, Verdict
 
 if TYPE_CHECKING:
     from assay.comparison.pairwise import Comparison
@@ -39,6 +40,8 @@ class FLAGS:
     per_completion: bool = option("show the p-value that takes every completion for independent, struck through", default=False)
     require: Literal["better", "not worse"] | None = option("exit with 3 unless every arm is shown better, or none is shown worse",
                                                             default=None)
+    claim: tuple[str, ...] = option("what is said of the results, as in new=better, new=worse, or of a series: grpo=passed; exit with 3 "
+                                    "where they do not show it", metavar="NAME=CLAIM", default=())
     json: bool = option("print JSON", default=False)
 
 
@@ -46,7 +49,8 @@ EXAMPLES = """  assay compare evals/before evals/after
   assay compare base=evals/a1,evals/a2,evals/a3,evals/a4 new=evals/b1,evals/b2,evals/b3,evals/b4
   assay compare runs/three-seeds runs/other-three
   assay compare theirs.csv --metric accuracy --require better
-  assay compare run/metrics.jsonl --metric reward"""
+  assay compare run/metrics.jsonl --metric reward
+  assay compare base=evals/before new=evals/after --claim new=better"""
 
 
 def run(flags: FLAGS) -> int:
@@ -58,15 +62,37 @@ def run(flags: FLAGS) -> int:
     alone = series if not arms else len(arms) == 1 and len(arms[0].runs) > 1  # what needs nothing to be held against
     found = [] if alone else compare(arms, level=flags.level)
     summaries = [(arm, arm_summary(arm)) for arm in arms]
+    claims = check_claims(flags, arms, series)
+    good = satisfied(flags.require, found) and all(verdict.outcome is Outcome.PROVEN for verdict in claims)
     if flags.json:
         print(json.dumps({"arms": [{"name": arm.name, "group": arm.group or None, "summary": words} for arm, words in summaries],
-                          "comparisons": [one.to_json() for one in found], "trends": [one.to_json() for one in trends]}, indent=1,
-                         allow_nan=False))
-        return 0 if satisfied(flags.require, found) else 3
+                          "comparisons": [one.to_json() for one in found], "trends": [one.to_json() for one in trends],
+                          "claims": [verdict.to_json() for verdict in claims]}, indent=1, allow_nan=False))
+        return 0 if good else 3
     for arm, words in summaries:
         print(f"{arm.name}{f' on {arm.group}' if arm.group else ''}: {words}")
-    print("\n".join([comparison_text(one, flags.per_completion) for one in found] + [one.sentence for one in trends]))
-    return 0 if satisfied(flags.require, found) else 3
+    told = [comparison_text(one, flags.per_completion) for one in found] + [one.sentence for one in trends]
+    print("\n".join([*told, *map(str, claims)]))
+    return 0 if good else 3
+
+
+def check_claims(flags: FLAGS, arms: "Sequence[Arm]", series: "Sequence[Series]") -> list[Verdict]:
+    """What is said of each named arm or series, against what the results show, with every arm that was given counted."""
+    from assay.guard.conclusion_checks import check_claim, check_rise
+
+    verdicts = []
+    for given in flags.claim:
+        name, _, said = given.rpartition("=")
+        curve = next((one for one in series if one.name == name), None)
+        if curve is not None and said == "passed":
+            verdicts.append(check_rise(curve, passed=True, level=flags.level))
+        elif name in [arm.name for arm in arms[1:]] and said in ("better", "worse"):
+            verdicts.append(check_claim(name, arms, "shown better" if said == "better" else "shown worse", level=flags.level))
+        else:
+            raise UsageError(f"--claim {given}: expected NAME=better or NAME=worse of an arm after the first "
+                             f"({', '.join(arm.name for arm in arms[1:]) or 'there is none'}), or NAME=passed of a series "
+                             f"({', '.join(one.name for one in series) or 'there is none'})")
+    return verdicts
 
 
 def read_arms(flags: FLAGS) -> "tuple[list[Arm], list[Series]]":

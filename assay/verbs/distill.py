@@ -1,6 +1,7 @@
 """assay distill: train a student on a teacher's logits or text."""
 
 from assay.recipes.options import Distill as FLAGS
+from assay.verbs.terminal import print_headline
 
 EXAMPLES = """  assay distill --teacher smollm2-135m --student-layers 15 --data text.jsonl --out runs/half --learning-rate 3e-4
   assay distill --teacher smollm2-360m --model smollm2-135m --data chats.jsonl --out runs/stored --how stored --teacher-top-k 64
@@ -16,4 +17,5 @@ def run(flags: FLAGS) -> int:
     outcome: RunOutcome = distill(flags)
     if outcome.verdicts:
         print(outcome)
+        print_headline(outcome.folder)
     return outcome.exit_code

@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict
 
 from assay.recipes.edit_options import Edit as FLAGS
-from assay.verbs.terminal import line_printer
+from assay.verbs.terminal import line_printer, print_headline
 
 EXAMPLES = """  assay edit smollm2-135m --facts counterfact.json --known 50 --text wiki.txt --out runs/edit
   assay edit runs/a/model --facts facts.jsonl --layers 3-8 --text wiki.txt --out runs/b
@@ -31,4 +31,5 @@ def run(flags: FLAGS) -> int:
         print(f"  failed: {failure['fact']}: says {failure['said']!r}; {failure['reason']}")
     print("  seconds: " + ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in outcome.seconds.items()))
     print("\n".join(map(str, outcome.verdicts)))
+    print_headline(outcome.folder)
     return outcome.exit_code

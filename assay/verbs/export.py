@@ -1,5 +1,6 @@
 """assay export: write a model in another format, proven against the source before it counts."""
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -27,6 +28,13 @@ EXAMPLES = """  assay export runs/a/checkpoints/step-000500 --to hf --out model 
   assay export ./adapter --base ./base --to merged --out ./merged"""
 
 
+def remove_export(where: Path) -> None:
+    if where.is_dir():
+        shutil.rmtree(where)
+    else:
+        where.unlink(missing_ok=True)
+
+
 def run(flags: FLAGS) -> int:
     from assay.guard.proof import ProofRequest, hallmark_or_quarantine, prove
     from assay.store.artifact import open_artifact
@@ -37,7 +45,11 @@ def run(flags: FLAGS) -> int:
     source, where = open_artifact(flags.path, base=flags.base), Path(flags.out)
     bound = export_artifact(source, flags.to, where, flags.dtype)
     base = flags.base if flags.to == "peft" else None
-    verdicts = prove(ProofRequest(str(where), str(source.path), base, "same", bound, against_base=flags.base))
+    try:
+        verdicts = prove(ProofRequest(str(where), str(source.path), base, "same", bound, against_base=flags.base))
+    except BaseException:  # refused or interrupted: what nobody has proven does not stay
+        remove_export(where)
+        raise
     if flags.to != "gguf":
         hallmark_or_quarantine(open_checkpoint(where), verdicts)
     outcome = print_proof(where, verdicts, as_json=flags.json)

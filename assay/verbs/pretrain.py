@@ -1,6 +1,7 @@
 """assay pretrain: train a model from scratch, with every check on."""
 
 from assay.recipes.options import Pretrain as FLAGS
+from assay.verbs.terminal import print_headline
 
 EXAMPLES = """  assay pretrain --corpus corpus --out runs/a --depth 6 --minutes 5
   assay pretrain --corpus corpus --out runs/b --depth 2 --tokens 2000000 --num-train-epochs 4 --device cpu
@@ -16,4 +17,5 @@ def run(flags: FLAGS) -> int:
     outcome: RunOutcome = pretrain(flags)
     if outcome.verdicts:
         print(outcome)
+        print_headline(outcome.folder)
     return outcome.exit_code

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from assay.config import argument, option
 from assay.errors import UsageError
+from assay.recipes.options import DEVICE
 from assay.verdict import Outcome, Verdict, overall, unproven, without_optional
 
 
@@ -24,7 +25,7 @@ class FLAGS:
     expect: Literal["moved", "same"] | None = option("how it should stand to --against: trained on from it, or equal to it", default=None)
     probe_samples: int = option("texts to each of eight prompts by which its health may be judged; where the first of each are clean, they "
                                 "are enough; 0: none", least=0, default=4)
-    device: str = option("where those texts are sampled: cpu or cuda", default="cpu")
+    device: str | None = option("where it is computed, if there is room: cpu or cuda", default=None, default_text=DEVICE)
     strict: bool = option("exit with 3 also where something is UNPROVEN", default=False)
     json: bool = option("print verdicts as JSON", default=False)
 
@@ -68,10 +69,10 @@ def prove_artifact(flags: FLAGS) -> list[Verdict]:
     """Every check in a fresh process; a checkpoint of ours that passes gets its hallmark."""
     from assay.guard.proof import ProofRequest, prove, prove_checkpoint
     from assay.guard.proof_subject import ProofSampling
-    from assay.model.placement import require_device
+    from assay.model.placement import default_device, require_device
     from assay.store.artifact import locate_artifact
 
-    place, probing = locate_artifact(flags.path), ProofSampling(flags.probe_samples, require_device(flags.device))
+    place, probing = locate_artifact(flags.path), ProofSampling(flags.probe_samples, require_device(flags.device or default_device()))
     if flags.against == "" or (flags.expect and flags.against is None and place.kind != "checkpoint"):
         raise UsageError(f"--against names what {place.path} is compared with, a model's path; nothing else here does")
     if place.kind == "checkpoint" and flags.expect is None:

@@ -53,24 +53,27 @@ MANY = 16_384  # tokens to make, from which on a GPU's steps are worth compiling
 
 def sample_texts(flags: FLAGS) -> "list[Completion]":
     """Completions, prompt by prompt, and nothing printed."""
-    from assay.store.artifact import open_artifact
+    from assay.model.placement import default_device
+    from assay.store.artifact import open_artifact, straight_to
 
-    artifact = open_artifact(flags.path, base=flags.base)
+    artifact = open_artifact(flags.path, base=flags.base, to=straight_to(flags.device or default_device()))
     requests = sampling_requests(flags, artifact, stream=False)
     return generate_completions(engine_for(flags, artifact, requests), requests, "")
 
 
 def run(flags: FLAGS) -> int:
-    from assay.store.artifact import open_artifact
+    from assay.model.placement import default_device
+    from assay.store.artifact import open_artifact, straight_to
 
-    artifact = open_artifact(flags.path, base=flags.base)
+    artifact = open_artifact(flags.path, base=flags.base, to=straight_to(flags.device or default_device()))
     for note in artifact.notes:
         print(f"note: {note}", file=sys.stderr if flags.json else sys.stdout)
     texts = [text for text in flags.prompt or ("",) for _ in range(flags.n)]
     live = len(texts) == 1 and not (flags.json or flags.tokens)
     requests = sampling_requests(flags, artifact, stream=live)
     prompts = [list(request.prompt) for request in requests]
-    completions = generate_completions(engine_for(flags, artifact, requests), requests, f"> {texts[0]}\n" if live else "")
+    engine = engine_for(flags, artifact, requests)
+    completions = generate_completions(engine, requests, f"> {texts[0]}\n" if live else "")
     if flags.json:
         print(json.dumps([as_json(artifact, *row) for row in zip(texts, prompts, completions, strict=True)], indent=1))
     elif flags.tokens:
@@ -79,7 +82,24 @@ def run(flags: FLAGS) -> int:
         print(f"{ending(completions[0])}\n")
     else:
         print("\n".join(f"> {text}\n{said.text}{ending(said)}\n" for text, said in zip(texts, completions, strict=True)))
+    stop_if_not_drawn(engine, requests, completions)
     return 0
+
+
+def stop_if_not_drawn(engine: "Engine", requests: "Sequence[GenerationRequest]", completions: "Sequence[Completion]") -> None:
+    """Samples look like draws of the stated distribution, and have its probabilities without a cache: else they are no samples of it."""
+    from assay.evaluation.soundness import DRAWN, DrawnTokens, judge_draws, judge_rescored, rescored_draws
+    from assay.guard.training_guards import stop_if_refuted
+
+    model, sampling = engine.weights.source, requests[0].sampling
+    samples = [(request.prompt, said.ids, sum(said.logprobs)) for request, said in zip(requests, completions, strict=True)]
+    verdicts = [judge_rescored(model, samples, sampling)]
+    if sampling.temperature > 0 and sampling.repetition_penalty == 1:
+        found = DrawnTokens()
+        for prompt, ids, _ in samples[:: max(1, -(-len(samples) // DRAWN))]:
+            found += rescored_draws(model, prompt, ids, sampling) if ids else DrawnTokens()
+        verdicts.append(judge_draws(found, sampling))
+    stop_if_refuted(verdicts)
 
 
 def sampling_requests(flags: FLAGS, artifact: "Artifact", *, stream: bool) -> "list[GenerationRequest]":
@@ -98,11 +118,11 @@ def engine_for(flags: FLAGS, artifact: "Artifact", requests: "Sequence[Generatio
     import torch
 
     from assay.generate.engine import Engine, fitting_slots
-    from assay.model.placement import default_device, place_for_training
+    from assay.model.placement import default_device, place_for_inference
     from assay.store.artifact import build_model
 
     dtype = getattr(torch, flags.dtype) if flags.dtype else None
-    model = place_for_training(build_model(artifact), flags.device or default_device(), compute=dtype, compile=False).requires_grad_(False)
+    model = place_for_inference(build_model(artifact, None), flags.device or default_device(), compute=dtype)
     length = min(max(len(request.prompt) for request in requests) + flags.max_new_tokens, model.config.max_length)
     return Engine(model, slots=fitting_slots(model, len(requests), length), length=length, stop_ids=artifact.stops.stop_ids,
                   version=artifact.digest, tokenizer=artifact.tokenizer,

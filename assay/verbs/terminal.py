@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Protocol
 
 SECONDS = 5.0  # between two lines of progress where there is no terminal
@@ -13,6 +14,15 @@ SECONDS = 5.0  # between two lines of progress where there is no terminal
 def line_printer(*, json: bool) -> Callable[[str], None]:
     """Prints a line at once; to stderr where stdout is kept for JSON."""
     return partial(print, file=sys.stderr if json else sys.stdout, flush=True)
+
+
+def print_headline(folder: Path) -> None:
+    """A command's last line: first whether the run's purpose was reached, then whether what it handed over is proven."""
+    from assay.report.headline import headline
+    from assay.report.run_record import is_run, read_run
+
+    if is_run(folder):
+        print(headline(read_run(folder)), flush=True)
 
 
 class ShowProgress(Protocol):

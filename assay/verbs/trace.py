@@ -24,7 +24,7 @@ NEAREST = 5  # sites shown beside those that diverge
 
 @dataclass(frozen=True)
 class FLAGS:
-    """Record every site of a forward pass; with B, or another dtype or way to run A, find the first site that parts."""
+    """Record every site of a forward pass; with B, or another dtype or way to run A, find the first site that diverges."""
 
     a: str = argument("checkpoint, folder, adapter, GGUF file or fetched name")
     b: str | None = argument("another, to compare with A", default=None, default_text="A itself, in --b-dtype or --through")
@@ -36,8 +36,9 @@ class FLAGS:
                                                                          default="float32")
     b_dtype: Literal["float32", "float64", "bfloat16", "float16"] | None = option("number format that B computes in", group="model",
                                                                                   default=None, default_text="A's")
-    through: Literal["plainly", "company", "cache", "transformers"] = option(
-        "how B is run: plainly, in company of other rows, from the cache, or by transformers", group="method", default="plainly")
+    through: Literal["plain", "batched", "cache", "transformers"] = option(
+        "how B is run: in one plain pass, in a batch with other rows, with the KV cache, or by transformers", group="method",
+        default="plain")
     tolerance: float | None = option("bound on what any site may introduce", group="method", default=None,
                                      default_text="what rounding explains")
     base: str | None = option("the base of A, where A is an adapter that does not name it", group="model", metavar="MODEL", default=None)
@@ -59,7 +60,7 @@ def run(flags: FLAGS) -> int:
 
     a = open_artifact(flags.a, base=flags.base)
     tokens = tokens_to_trace(flags, a)
-    if flags.b is None and flags.b_dtype is None and flags.through == "plainly":
+    if flags.b is None and flags.b_dtype is None and flags.through == "plain":
         return run_alone(flags, a, tokens)
     b = a if flags.b is None else open_artifact(flags.b, base=flags.b_base)
     require_same_geometry(a, b)
@@ -110,11 +111,12 @@ def forward_mode_of(b: "Artifact", dtype: str, flags: FLAGS, length: int) -> "Fo
     if flags.through == "transformers":
         if b.patch is not None:
             raise UsageError(f"{b.path} is an adapter; merge it (assay export --to merged) to run it by transformers")
-        return transformers_forward(load_with_transformers(b.path, getattr(torch, dtype)).to(flags.device), b.config)
+        loaded = load_with_transformers(b.path, getattr(torch, dtype), fused=b.config.fused_attention)
+        return transformers_forward(loaded.to(flags.device), b.config)
     model = load_on_device(b, dtype, flags.device)
     if flags.through == "cache":
         return forward_modes.cached_forward(model, filled=max(1, length - 16))
-    return forward_modes.batched_forward(model) if flags.through == "company" else forward_modes.plain_forward(model)
+    return forward_modes.batched_forward(model) if flags.through == "batched" else forward_modes.plain_forward(model)
 
 
 def load_on_device(artifact: "Artifact", dtype: str, device: str) -> "Any":
@@ -170,7 +172,8 @@ def require_same_geometry(a: "Artifact", b: "Artifact") -> None:
     for name in GEOMETRY:
         one, other = getattr(a.config, name), getattr(b.config, name)
         if one != other:
-            raise UsageError(f"{a.path} has {name} {one}, {b.path} has {other}: sites of different shape cannot be compared")
+            grown = "; where one was trained with --new-tokens, compare with RUN/base, which has their rows" if name == "vocab" else ""
+            raise UsageError(f"{a.path} has {name} {one}, {b.path} has {other}: sites of different shape cannot be compared{grown}")
 
 # ---------------------------------------------------------------- what is shown
 

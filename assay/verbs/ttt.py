@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict
 
 from assay.recipes.ttt_options import Ttt as FLAGS
-from assay.verbs.terminal import line_printer
+from assay.verbs.terminal import line_printer, print_headline
 
 EXAMPLES = """  assay ttt smollm2-135m --text wiki.txt --documents 20 --out runs/ttt
   assay ttt runs/a/model --text docs.jsonl --targets q v head --rank 4 --learning-rate 3e-3 --out runs/ttt-b
@@ -34,4 +34,5 @@ def run(flags: FLAGS) -> int:
         print(f"  {name:44} {estimate}")
     print("  seconds: " + ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in outcome.seconds.items()))
     print("\n".join(f"  {verdict}" for verdict in outcome.verdicts))
+    print_headline(outcome.folder)
     return outcome.exit_code

@@ -18,7 +18,7 @@ from assay.generate.engine_thread import EngineThread, PendingCall, ServerSize
 from assay.generate.generation_request import CompletionProgress, GenerationRequest, Sampling
 from assay.guard.policy_identity import check_version
 from assay.model import patch as patches
-from assay.model.lora import fresh, plan
+from assay.model.lora import fresh, lora_sites, plan
 from assay.model.patch import Patch
 from assay.model.transformer import Transformer
 from assay.store import artifact, checkpoint, export_artifact, saving
@@ -70,6 +70,24 @@ def a_peft_folder(family: str = "llama", **options: Any) -> Job:
         with plant(where):
             return examine_folder(where)
     return job
+
+
+def a_dora_folder(folder: Path, plant: Plant) -> list[Verdict]:
+    """Another tool's DoRA adapter: beside its factors, the length of every adapted row, here 1.05 times the base's."""
+    base = tiny_models.save_hf_folder(folder / "base", tiny_model())
+    where, weights = save_peft_folder(folder / "adapter", base), open_artifact(base).tensors
+    edit_json(where / "adapter_config.json", lambda fields: fields | {"use_dora": True})
+    sites = lora_sites(tiny_model().config)
+
+    def with_magnitudes(tensors: _Weights) -> _Weights:
+        layers = {name.partition(".lora_")[0] for name in tensors}
+        chosen = {layer: sites[layer.removeprefix("base_model.model.")] for layer in layers}
+        return tensors | {f"{layer}.lora_magnitude_vector": 1.05 * weights[site.parameter][site.start : site.stop].norm(dim=1)
+                          for layer, site in chosen.items()}
+
+    rewrite_tensors(where / ADAPTER_FILE, with_magnitudes)
+    with plant(where):
+        return examine_folder(where)
 
 
 def an_adapter_save(family: str = "llama", **options: Any) -> Job:
@@ -143,6 +161,9 @@ def adapter_of_another_width(folder: Path) -> None:
 
 fault("layer left out", rows=("C09", "M06"), stage="save", check="architecture", job=a_peft_folder())(
     changed_tensors(ADAPTER_FILE, lambda tensors: without(tensors, "layers.0.self_attn.q_proj")))
+fault("magnitudes of DoRA left out", rows=("C09",), stage="save", check="architecture", job=a_dora_folder)(
+    # Loaders that do not know them, or fill them in, serve another model.
+    changed_tensors(ADAPTER_FILE, lambda tensors: without(tensors, "layers.1.self_attn.q_proj.lora_magnitude_vector")))
 fault("flipped bit in an adapter", rows=("Seen: flipped bit",), stage="load", check="whole", job=an_adapter())(
     on_disk(lambda folder: tiny_models.flip_bit(folder / ADAPTER_FILE, -101)))
 
@@ -316,14 +337,14 @@ def _version_that_answers(serving: EngineThread, name: str) -> str:
 
 fault("adapter joined, base served", rows=("M06",), stage="serve", check="fingerprint", job=versions_join)(
     # The load says 200 OK, and its layers match nothing.
-    lambda _: swap(hosted_model, "build_model", lambda artifact: build_model(artifact.base or artifact)))
+    lambda _: swap(hosted_model, "build_model", lambda artifact, *dtype: build_model(artifact.base or artifact, *dtype)))
 
 
 @fault("adapter served twice over", rows=("M03",), stage="serve", check="fingerprint", job=versions_join)
 @in_place_of(hosted_model, "build_model")
-def served_twice(_: Any, artifact: Artifact) -> Transformer:
+def served_twice(_: Any, artifact: Artifact, *dtype: Any) -> Transformer:
     """Merged into the base, and attached to it."""
-    return build_model(replace(artifact, tensors=merged_tensors(artifact)))
+    return build_model(replace(artifact, tensors=merged_tensors(artifact)), *dtype)
 
 
 fault("new version under the old name", rows=("R07",), stage="serve", check="name", job=versions_join)(

@@ -14,8 +14,10 @@ from torch import Tensor
 from assay.guard.proof import ProofRequest, prove
 from assay.guard.resume_checks import check_kept_checkpoints, check_newest_checkpoint
 from assay.model import families
+from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import Rope, Transformer
 from assay.store import artifact, checkpoint, saving
+from assay.store import export_artifact as export_artifact_module
 from assay.store.artifact import open_artifact
 from assay.store.export_artifact import export_artifact
 from assay.store.saving import Contents, Lineage
@@ -273,6 +275,24 @@ def stop_token_lost(_: Path) -> AbstractContextManager[None]:
     tokenizer, stops = tiny_models.tokenizer_and_stops()
     other = tokenizer.from_parts(tokenizer.document, tokenizer.template, bos_token=None, eos_token="<|endoftext|>")
     return swap(tiny_models, "tokenizer_and_stops", lambda: (other, replace(stops, eos=256, stop_ids=(256,))))
+
+
+
+def exporting_tokenizer(change: Callable[[Tokenizer], Tokenizer]) -> AbstractContextManager[None]:
+    """The export writes another tokenizer than the source's, and records what it wrote."""
+    usual = saving.model_contents
+    return swap(export_artifact_module, "model_contents",
+                lambda model, words, *given, **named: usual(model, change(words), *given, **named))
+
+
+fault("tokenizer rule changed at export", rows=("D28",), stage="export", check="tokenizer", job=an_export_of_the_best)(
+    # A rule that none of the hard texts knows: ligatures are written out.
+    lambda _: exporting_tokenizer(lambda words: Tokenizer(words.document | {"normalizer": {
+        "type": "Replace", "pattern": {"String": "ﬄ"}, "content": "ffl"}}, words.settings, words.templates)))
+fault("generation prompt lost at export", rows=("D29",), stage="export", check="tokenizer", job=an_export_of_the_best)(
+    # Everything after the turns is gone from the template: chats are rendered as before, but no answer begins.
+    lambda _: exporting_tokenizer(lambda words: Tokenizer(words.document, words.settings, {
+        "default": (words.template or "").partition("{%- if add_generation_prompt")[0]})))
 
 # ---------------------------------------------------------------- what became of the weights
 

@@ -19,7 +19,7 @@ from assay.editing.fact_questions import FactReply, fact_questions
 from assay.editing.facts import Fact, make_fact
 from assay.editing.memit import EditResult
 from assay.editing.targets import TargetOptions
-from assay.errors import DataError
+from assay.errors import ArtifactError, DataError
 from assay.evaluation import edit_evaluation
 from assay.evaluation.loaded_model import LoadedModel
 from assay.generate import policy_logprobs
@@ -32,7 +32,7 @@ from assay.store.artifact import open_artifact
 from assay.testing import tiny_facts
 from assay.testing.fault_injection import Plant, fault, in_place_of, swap
 from assay.testing.tiny_models import save_model, tiny_model
-from assay.verdict import Verdict
+from assay.verdict import Verdict, proven, refuted
 
 LAYER = 0  # where the tiny model looks its facts up
 MIXED = 2  # where its keys already depend on what stands before the subject
@@ -108,9 +108,26 @@ def texts_beside_an_edit(folder: Path, plant: Plant) -> list[Verdict]:
     text = moments.compute_moments(before.model, moments_text(folder).rows, [LAYER])
     with plant(folder):
         solve_by = memit.memit_solver(text, 10.0)
-        edited = memit.memit(before.model, before.tokenizer, tiny_facts.fact_edits(6), [LAYER], solve_by, around, AIM, parent=None)
+        edited = memit.memit(before.model, before.tokenizer, tiny_facts.fact_edits(2), [LAYER], solve_by, around, AIM, parent=None)
     with patched(after.model, edited.patch):
         return [edit_drift.check_edit_drift(edit_drift.probe_edit(before, after, rounds=2, seed=0))]
+
+
+def moments_from_the_cache(folder: Path, plant: Plant) -> list[Verdict]:
+    """Written once, and read by the same model under the same digest."""
+    text = moments.tokenized_text(tuple(tuple(range(start, start + 20)) for start in range(0, 200, 10)))
+    with swap(moments, "cache_folder", lambda: folder):
+        with plant(folder):
+            moments.second_moments(writing_model(), text, [0, 1], "digest")
+        try:
+            moments.second_moments(tiny_model(), text, [0, 1], "digest")
+        except ArtifactError as error:
+            return [refuted("moments", str(error))]
+    return [proven("moments", "those in the cache were used")]
+
+
+def writing_model() -> Transformer:
+    return tiny_model()
 
 
 def opened_facts_model(folder: Path) -> LoadedModel:
@@ -217,6 +234,16 @@ def scored_too_early(usual: Any, model: Transformer, facts: Sequence[Fact], patc
 def _padding_counted(_: Path) -> AbstractContextManager[None]:
     """Rows are padded on the left, and are read as if they were padded on the right."""
     return swap(policy_logprobs, "documents_from_lengths", partial(documents_from_lengths, left=True))
+
+
+@fault("another model's moments under this one's digest", rows=(), stage="edit", check="moments", job=moments_from_the_cache)
+@in_place_of(sys.modules[__name__], "writing_model")
+def moments_of_another(usual: Any) -> Transformer:
+    """A model whose down-projections read other keys, as after a merge that forgot to write a new digest."""
+    model = usual()
+    with torch.no_grad():
+        model.blocks[0].mlp.up.weight.mul_(1.1)
+    return model
 
 
 @fault("text's moments left out of the solve", rows=(), stage="edit", check="probe", job=texts_beside_an_edit)

@@ -18,15 +18,15 @@ from assay.evaluation.loaded_model import LoadedModel
 from assay.evaluation.soundness import check_dataset, check_pass_at_k
 from assay.evaluation.task import GenerationTask, TaskExample, check_scoring
 from assay.evaluation.tasks import TaskRequest, answers, open_task
-from assay.generate.engine import ActiveCompletion
+from assay.generate.engine import ActiveCompletion, Engine
 from assay.generate.generation_request import Sampling
 from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import Transformer
 from assay.seeds import generator
 from assay.statistics.estimate import pass_at_k
 from assay.store.artifact import build_model, open_artifact
-from assay.testing.fault_injection import Plant, fault, in_place_of, nothing, on_disk, swap
-from assay.testing.tiny_models import save_model, tiny_model, tiny_tokenizer
+from assay.testing.fault_injection import Plant, fault, in_place_of, nothing, on_disk, swap, together
+from assay.testing.tiny_models import nudge, save_model, tiny_model, tiny_tokenizer
 from assay.verdict import Verdict
 
 _ROWS = [{"question": f"Ann has {n} figs and buys {2 * n} more. How many figs has she then, all in all?",
@@ -43,17 +43,22 @@ def oracles_of_a_task(folder: Path, plant: Plant) -> list[Verdict]:
         return check_scoring(open_task(TaskRequest("gsm8k", data)))
 
 
-def an_evaluation(folder: Path, plant: Plant) -> list[Verdict]:
+def an_evaluation(folder: Path, plant: Plant, sampling: Sampling = WARM, k: int = _SAMPLES, moved: float = 0.0) -> list[Verdict]:
     """A tiny model whose tokenizer begins every text with a token of its own."""
     data = write_examples(folder / "test.jsonl", _ROWS)
     training = write_examples(folder / "train.jsonl", [{"text": "Figs ripen late. " * 9}])
-    save_model(folder / "model", tiny_model(), tokenizer=with_bos())
+    save_model(folder / "model", nudge(tiny_model(), moved), tokenizer=with_bos())
     with plant(folder):
         opened, task = LoadedModel(open_artifact(folder / "model")), open_task(TaskRequest("gsm8k", data))
         try:
-            return evaluate(opened, task, folder / "out", k=_SAMPLES, sampling=WARM, raw=True, trained_on=[training.read_text()]).verdicts
+            return evaluate(opened, task, folder / "out", k=k, sampling=sampling, raw=True, trained_on=[training.read_text()]).verdicts
         except Unsound as found:
             return [found.verdict]
+
+
+def a_greedy_evaluation(folder: Path, plant: Plant) -> list[Verdict]:
+    """Nothing is drawn, so that no statistic of draws can tell. In a fresh model the words before hardly matter; in this one they do."""
+    return an_evaluation(folder, plant, Sampling(max_new=8, temperature=0.0), 1, moved=0.3)
 
 
 def two_evaluations(folder: Path, plant: Plant) -> list[Verdict]:
@@ -128,6 +133,14 @@ fault("evaluated in training mode", rows=("E02",), stage="eval", check="repeatab
 fault("seeds that do not reach the sampler", rows=(), stage="eval", check="seeds", job=an_evaluation)(
     # Sixteen samples of a problem are one sample sixteen times, and pass@16 is pass@1.
     lambda _: swap(ActiveCompletion, "key", property(lambda tenant: 7)))
+
+
+@fault("slot that keeps another prompt", rows=("R06",), stage="eval", check="rescored", job=a_greedy_evaluation)
+def slot_that_keeps_another_prompt(_: Path) -> AbstractContextManager[None]:
+    """Two slots serve eight prompts; the keys and values of the first ones stay."""
+    fill = Engine._fill_prefixes
+    return together(swap(loaded_model, "SLOTS_ON_CPU", 2), swap(
+        Engine, "_fill_prefixes", lambda engine, wanted: None if any(engine._prefixes) else fill(engine, wanted)))
 
 
 @fault("failed examples left out of the mean", rows=("E06",), stage="eval", check="every example", job=an_evaluation)

@@ -8,7 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from assay.guard.judge_checks import check_groups_judged, check_judge_agreement, check_judge_order, check_judge_parser, check_position_bias
+from assay.guard.judge_checks import (
+    check_groups_judged,
+    check_judge_agreement,
+    check_judge_order,
+    check_judge_parser,
+    check_judge_places,
+    check_position_bias,
+)
 from assay.guard.reward_checks import check_proxy, preflight_rewards
 from assay.reward import llm_judge, worker_pool
 from assay.reward.endpoint import HttpReply, Unanswered, Unreadable
@@ -70,7 +77,7 @@ def a_judge_before_a_run(folder: Path, plant: Plant) -> list[Verdict]:
     rows = [{"prompt": f"{number}+1=", "gold": str(number + 1)} for number in range(8)]
     with plant(folder):
         asked = Judge(marking, seed=1, tries=1, concurrency=1, repeat=0.0)
-        return [check_judge_order(asked.score, rows, [row["prompt"] for row in rows], "plain")]
+        return [check_judge_places(asked), check_judge_order(asked.score, rows, [row["prompt"] for row in rows], "plain")]
 
 
 def marking(payload: Mapping[str, Any]) -> HttpReply:
@@ -204,6 +211,10 @@ fault("judge swayed by the order", rows=(), stage="judge", check="judge_position
 fault("scores left in the order of the page", rows=(), stage="judge", check="judge_agreement", job=judged_groups)(
     # Shuffled before, and never put back: every score belongs to somebody else.
     lambda _: swap(llm_judge, "in_own_order", lambda group, rests, order, shown: shown))
+fault("scores by the inverse of the page's order", rows=(), stage="judge", check="judge_places", job=a_judge_before_a_run)(
+    # Of three completions or fewer, most orders are their own inverse: a judge that is tried on three passes.
+    in_place_of(llm_judge, "in_own_order")(lambda usual, group, rests, order, shown: usual(
+        group, rests, range(len(order)), tuple(shown[place] for place in order))))
 fault("judge that likes silence", rows=(), stage="judge", check="judge_order", job=a_judge_before_a_run)(
     # The rubric asks for few words, and no words are the fewest.
     lambda _: swap(_own, "worth", lambda prompt, text: 1 / (1 + len(text))))

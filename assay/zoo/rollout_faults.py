@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -15,17 +15,19 @@ from assay.generate.generation_request import Completion, GenerationRequest, Sam
 from assay.generate.policy_logprobs import completion_logprobs
 from assay.generate.sampler_weights import fingerprint
 from assay.guard.policy_identity import version_name
-from assay.guard.rollout_checks import check_collapse, rollout_metrics
+from assay.guard.rollout_checks import check_collapse, check_none_held_out, check_planned_prompts, rollout_metrics
 from assay.learn import advantage, policy
 from assay.learn.advantage import Advantages, Counting, RewardValue
 from assay.learn.objectives import Loss, Objective
 from assay.model.transformer import Transformer
+from assay.recipes.prompts import Prompt, PromptOrder
 from assay.seeds import generator
 from assay.testing import tiny_grpo
 from assay.testing.fault_injection import Plant, fault, in_place_of, swap, together
 from assay.testing.tiny_grpo import GROUP_SIZE, CompletionGroups, PromptIds, TinyGrpo, a_grpo_run
 from assay.testing.tiny_models import nudge, tokenizer_and_stops
 from assay.verdict import Verdict
+from assay.zoo import rollout_faults as own
 
 # ---------------------------------------------------------------- a job of its own
 
@@ -36,11 +38,35 @@ def many_groups(folder: Path, plant: Plant) -> list[Verdict]:
     with plant(folder):
         for step in range(5):
             chance = generator(step, "many groups")
-            groups = [[Completion(tuple(torch.randint(0, 320, (12,), generator=chance).tolist()), (-5.0,) * 12, "stop")
+            groups = [[Completion(tuple(torch.randint(0, 320, (12,), generator=chance).tolist()), (-5.0,) * 12, own.ended_at(step))
                        for _ in range(GROUP_SIZE)] for _ in range(64)]
             rewards = tiny_grpo.score_groups(groups)
             history.append(rollout_metrics(groups, rewards, advantage.group_advantages(rewards)) | {"kl": 0.01 * step})
     return check_collapse(history, 320)
+
+def ended_at(step: int) -> Literal["stop", "length"]:
+    """How the completions of a step end."""
+    return "stop"
+
+
+RESUMED_AT = 3
+
+
+def numbered_prompt(number: int) -> Prompt:
+    return Prompt(f"prompts.jsonl:{number}:{number}", (number,), f"prompt {number}", {})
+
+
+def resumed_rollouts(folder: Path, plant: Plant) -> list[Verdict]:
+    """The prompts of six rollouts, the last three of them after a resume, over two epochs of ten; the eleventh prompt is held out."""
+    order = PromptOrder([numbered_prompt(number) for number in range(10)], 0, 4, 3)
+    verdicts = []
+    with plant(folder):
+        for rollout in range(6):
+            drawn = order.drawn(rollout)
+            verdicts += [check_planned_prompts([prompt.id for prompt in drawn], [prompt.id for prompt in order.prompts], seed=0,
+                                               rollout=rollout),
+                         check_none_held_out({prompt.id: (prompt.content, prompt.text) for prompt in drawn}, {"prompt 10"})]
+    return tiny_grpo.decisive(verdicts)
 
 # ---------------------------------------------------------------- the sampler runs other weights
 
@@ -152,6 +178,33 @@ def one_seed_for_all(_: Any, engine: Engine, prompts: PromptIds, sampling: Sampl
                for number, p in enumerate(prompts) for place in range(GROUP_SIZE)}
     ended = {tickets[progress.ticket]: progress.completion for progress in engine.drain()}
     return [[c for place in range(GROUP_SIZE) if (c := ended[number, place]) is not None] for number in range(len(prompts))]
+
+
+fault("two members of a group share a seed", rows=("R13",), stage="rollout", check="independence", job=a_grpo_run())(
+    # The last worker begins where the second does: a quarter of the group is no new evidence.
+    in_place_of(tiny_grpo, "draw_groups")(lambda usual, *parts: [[*group[:-1], group[1]] for group in usual(*parts)]))
+
+
+@fault("drawn at half the temperature", rows=("R08", "R09"), stage="rollout", check="draws", job=a_grpo_run())
+@in_place_of(tiny_grpo, "draw_groups")
+def drawn_at_half_the_temperature(usual: Any, engine: Engine, prompts: PromptIds, sampling: Sampling, step: int) -> CompletionGroups:
+    """Their log-probabilities are computed anew at the whole one, so that sampler and trainer agree to the last bit."""
+    groups = usual(engine, prompts, replace(sampling, temperature=sampling.temperature / 2), step)
+    model = engine.weights.source
+    return [[replace(c, logprobs=tuple(completion_logprobs(model, [(prompt, c.ids)], sampling)[0].tolist())) for c in group]
+            for prompt, group in zip(prompts, groups, strict=True)]
+
+
+fault("rewards of the neighbours", rows=("R18",), stage="reward", check="rewards_again", job=a_grpo_run())(
+    # Workers finish in another order than they were asked, and nobody sorts.
+    lambda _: swap(tiny_grpo, "hand_out_rewards", lambda rewards: [[*group[1:], group[0]] for group in rewards]))
+fault("order that begins again after a resume", rows=(), stage="resume", check="prompt_order", job=resumed_rollouts)(
+    in_place_of(PromptOrder, "drawn")(lambda usual, order, rollout: usual(order, max(0, rollout - RESUMED_AT))))
+fault("held-out prompts in the second epoch", rows=(), stage="data", check="held_out", job=resumed_rollouts)(
+    in_place_of(PromptOrder, "drawn")(lambda usual, order, rollout: [
+        numbered_prompt(10) if rollout * order.places >= len(order.prompts) else prompt for prompt in usual(order, rollout)]))
+fault("completions that no longer end", rows=(), stage="rollout", check="endings", job=many_groups)(
+    lambda _: swap(own, "ended_at", lambda step: "stop" if step < 2 else "length"))
 
 
 fault("seed that never reaches the sampler", rows=("R14",), stage="rollout", check="seeds", job=a_grpo_run())(

@@ -15,6 +15,7 @@ import torch
 from assay.data.batch import Batch
 from assay.data.data_ledger import ids_digest
 from assay.data.order import Order
+from assay.data.packing import PackedExamples
 from assay.data.token_corpus import open_corpus
 from assay.errors import GuardStop
 from assay.guard.training_guards import check_adapted
@@ -256,6 +257,52 @@ def a_save_that_does_nothing(folder: Path) -> AbstractContextManager[None]:
         return replace(now, weights=kept[min(1, len(kept) - 1)].weights)
 
     return in_place_of(AdapterModel, "contents")(first_again)(folder)
+
+
+def a_whole_model_in_training(folder: Path, plant: Plant) -> list[Verdict]:
+    with plant(folder):
+        run_sft(folder)
+    return ledger_verdicts(folder / "run")
+
+
+def batches_from_step_2(change: Callable[[PackedExamples, Batch], Batch]) -> Plant:
+    """What is seen before step 1 and at step 0 is right."""
+    return in_place_of(PackedExamples, "batch")(
+        lambda usual, packed, step: change(packed, usual(packed, step)) if step >= 2 else usual(packed, step))
+
+
+@fault("stop token masked from step 2 on", rows=("D06",), stage="data", check="batch", job=a_whole_model_in_training)
+@batches_from_step_2
+def stop_masked_later(packed: PackedExamples, batch: Batch) -> Batch:
+    """The mask is made anew with every epoch, and once without the end."""
+    last = batch.weight * (torch.roll(batch.weight, -1, 1) == 0)
+    return replace(batch, weight=batch.weight - last)
+
+
+@fault("held-out row trained on under a planned id", rows=("D19",), stage="data", check="batch", job=a_whole_model_in_training)
+@batches_from_step_2
+def held_out_under_a_planned_id(packed: PackedExamples, batch: Batch) -> Batch:
+    """A cache by row number gives the row of another file: here, a sum that was held out."""
+    tokens = batch.tokens.clone()
+    tokens[0, 0] += 1
+    return replace(batch, tokens=tokens)
+
+
+@fault("tokens masked between the batch and the loss", rows=("D07",), stage="loss", check="batch", job=a_whole_model_in_training)
+@in_place_of(trainer, "train")
+def masked_after_the_batch(usual: Any, model: Any, optimizer: Any, batches: Any, *given: Any, **named: Any) -> Any:
+    """A collator of the loop's own: the last token of each row counts for nothing."""
+    def masked() -> Iterator[Batch]:
+        for number, batch in enumerate(batches):
+            weight = batch.weight * (torch.roll(batch.weight, -1, 1) != 0) if number >= 2 else batch.weight
+            yield replace(batch, weight=weight)
+
+    return usual(model, optimizer, masked(), *given, **named)
+
+
+fault("another alpha than was asked for", rows=("C09",), stage="LoRA", check="adapter scale", job=an_adapter_in_training)(
+    # The default is taken where an alpha was given: 8 asked for, 16 trained and written.
+    lambda _: swap(starting_model, "fresh", lambda config, planned, rank, scale, *given: fresh(config, planned, rank, 2 * scale, *given)))
 
 
 @fault("alpha taken for the scale", rows=("C09",), stage="save", check="score", job=a_saved_adapter_run)

@@ -12,6 +12,7 @@ from torch import Tensor
 from assay.data.batch import Batch
 from assay.guard.ttt_checks import (
     TokenCosts,
+    causality_cuts,
     check_base_unchanged,
     check_causality,
     check_document_regressions,
@@ -57,7 +58,8 @@ def a_causality_preflight(folder: Path, plant: Plant) -> list[Verdict]:
     """Two beginnings are read, with and without what comes after a cut."""
     model, documents = tiny_model(), [tokens[:73] for tokens in repetitive_ids(2)]
     with plant(folder):
-        verdict = check_causality(lambda given: read_and_learn(model, given, slots=2)[0], documents, (37, 49), model.config.vocab)
+        verdict = check_causality(lambda given: read_and_learn(model, given, slots=2)[0], documents,
+                                  causality_cuts(TTT_SETTINGS.chunk, len(documents[0])), model.config.vocab)
         recorded = read_and_learn(model, documents, slots=2)[0][0]
     return [verdict, check_target_unseen(model, recorded, documents[0], (1, 12, 24))]
 
@@ -125,6 +127,22 @@ def learned_first(usual: Any, model: Transformer, window: Batch, adam: SlotAdam 
     if adam is not None:
         ttt_loop.learn_from_chunks(model, window, usual(model, window, adam, [True]), adam, learning)
     return usual(model, window, adam, learning)
+
+
+@fault("the last chunk learned, scored and forgotten", rows=(), stage="ttt", check="causality", job=a_causality_preflight)
+@in_place_of(ttt_loop, "score_chunks")
+def last_chunk_learned(usual: Any, model: Transformer, window: Batch, adam: SlotAdam | None, learning: Sequence[bool]) -> Tensor:
+    """A step on the last chunk comes before its score and is undone after it: the ledger of scores shows no step at all."""
+    if adam is None or any(learning):
+        return usual(model, window, adam, learning)
+    state_BN, steps_B = adam.adapters.state_BN.detach().clone(), adam.steps_B.clone()
+    moments = adam.first_BN.clone(), adam.second_BN.clone()
+    ttt_loop.learn_from_chunks(model, window, usual(model, window, adam, [True]), adam, [True] * len(learning))
+    found = usual(model, window, adam, learning).detach()
+    with torch.no_grad():
+        adam.adapters.state_BN.copy_(state_BN)
+    adam.steps_B, (adam.first_BN, adam.second_BN) = steps_B, moments
+    return found
 
 
 @fault("sum over the batch in place of the document's own", rows=(), stage="ttt", check="causality", job=a_causality_preflight)

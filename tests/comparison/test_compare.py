@@ -273,6 +273,20 @@ def test_exit_codes_and_the_struck_out_p_value(tmp_path, capsys):
     assert run(str(table)) == 0
 
 
+def test_what_is_said_of_results_is_held_against_them(tmp_path, capsys):
+    table, reward = tmp_path / "t.csv", tmp_path / "reward.csv"
+    table.write_text("arm,id,score\n" + "".join(f"{a},{i},{int(a == 'b' or i % 9 == 0)}\n" for a in "ab" for i in range(40)))
+    assert run(str(table), "--claim", "b=better") == 0
+    assert run(str(table), "--claim", "b=worse") == 3
+    assert "REFUTED   claim: said to be shown worse" in capsys.readouterr().out
+    reward.write_text("arm,step,reward\n" + "".join(f"grpo,{step},{0.6 - 0.002 * step + 0.01 * (step % 3)}\n" for step in range(60)))
+    assert run(str(reward), "--metric", "reward") == 0
+    assert run(str(reward), "--metric", "reward", "--claim", "grpo=passed") == 3
+    assert "REFUTED   rise: declared passed" in capsys.readouterr().out
+    with pytest.raises(UsageError, match=r"expected NAME=better or NAME=worse of an arm after the first \(b\)"):
+        run(str(table), "--claim", "c=better")
+
+
 def test_bad_input_is_exit_2(tmp_path):
     with pytest.raises(UsageError, match="no such file") as refused:
         run(str(tmp_path / "nowhere.csv"))

@@ -271,3 +271,18 @@ with start_encoders(Encoding.of(Tokenizer.from_folder(folder), None, folder), fo
     pids = list(map(int, (tmp_path / "pids").read_text().split()))
     assert len(pids) == 2
     assert [pid for pid in pids if not ended(pid)] == []
+
+
+def test_what_a_killed_build_leaves_is_gone_after_the_next(jsonl: Path, tokenizer: Path, tmp_path: Path):
+    program = f"""
+import os, signal
+from pathlib import Path
+from assay.data import build_corpus as building
+building._take = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+building.build_corpus([Path({str(jsonl)!r})], Path({str(tmp_path / "made" / "corpus")!r}), Path({str(tokenizer)!r}), building.CorpusPlan())
+"""
+    assert subprocess.run([sys.executable, "-c", program], timeout=120).returncode == -signal.SIGKILL
+    assert [path.name.partition("-corpus")[0] for path in (tmp_path / "made").iterdir()] == [".partial"]
+    build_corpus([jsonl], tmp_path / "made" / "corpus", tokenizer, CorpusPlan())
+    assert [path.name for path in (tmp_path / "made").iterdir()] == ["corpus"]
+    assert [path.name for path in (tmp_path / "made" / "corpus").iterdir() if path.name.startswith(".")] == []

@@ -35,12 +35,27 @@ def test_they_are_those_of_every_row_by_itself(family: str):
         assert float(torch.linalg.eigvalsh(found).min()) > -1e-12 * float(found.trace())
 
 
-def test_they_are_remembered_and_not_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_they_are_remembered_and_only_the_first_rows_are_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("ASSAY_CACHE", str(tmp_path))
     model, reading = initialised(tiny_config(), 0), tokenized_text(ROWS)
     first = second_moments(model, reading, [0], "a model")
-    monkeypatch.setattr(moments, "watch_keys", lambda *_: pytest.fail("computed again"))
+    computed, whole = [], compute_moments
+
+    def counting(model, rows, layers):
+        computed.append((rows, layers))
+        return whole(model, rows, layers)
+
+    monkeypatch.setattr(moments, "compute_moments", counting)
     assert torch.equal(second_moments(model, reading, [0], "a model")[0], first[0])
+    assert computed == [(ROWS[:8], [0])]
+
+
+def test_those_of_another_model_under_this_ones_name_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("ASSAY_CACHE", str(tmp_path))
+    reading = tokenized_text(ROWS)
+    second_moments(initialised(tiny_config(), 1), reading, [0, 1], "a model")
+    with pytest.raises(ArtifactError, match=r"not this model's: layer 0's differ by .* delete "):
+        second_moments(initialised(tiny_config(), 0), reading, [0, 1], "a model")
 
 
 @pytest.mark.parametrize("when", ["compute", "write"])

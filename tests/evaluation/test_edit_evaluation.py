@@ -51,10 +51,10 @@ def reply(kind: QuestionKind, fact: str, right: bool, said: str | None = None, a
     return FactReply(FactQuestion(kind, fact, "?", answer, "Lund"), 1.0 if right else 3.0, 2.0, said)
 
 
-def examined(right: int, *, neighbours: int = 20, nll: float = 2.0) -> EditedReplies:
+def examined(right: int, *, neighbours: int = 20, nll: float = 2.0, uneven: float = 0.0) -> EditedReplies:
     replies = [reply("efficacy", str(i), i < right) for i in range(20)]
     replies += [reply("neighbourhood", str(i), i < neighbours) for i in range(20)]
-    rows = np.linspace(-0.01, 0.01, 8)
+    rows = np.linspace(-0.01, 0.01, 8) + uneven * (-1.0) ** np.arange(8)
     return EditedReplies(replies, [4.0 + 0.1 * i for i in range(20)], 100 * (nll + rows), np.full(8, 100.0))
 
 
@@ -74,7 +74,9 @@ def test_good_edits_are_proven():
     ("control", examined(2), examined(20), Outcome.PROVEN),
     ("locality", examined(0), examined(20, neighbours=8), Outcome.REFUTED),
     ("locality", examined(0), examined(20, neighbours=18), Outcome.PROVEN),
+    ("locality", examined(0), examined(20, neighbours=17), Outcome.UNPROVEN),  # 0.15 less of 20: neither shown nor excluded
     ("perplexity", examined(0), examined(20, nll=2.05), Outcome.REFUTED),
+    ("perplexity", examined(0), examined(20, nll=2.015, uneven=0.02), Outcome.UNPROVEN),  # 1.5 %, and an interval beyond 2 %
     ("perplexity", examined(0), examined(20, nll=2.015), Outcome.PROVEN),
 ])
 def test_each_number_sways_its_verdict(check: str, before: EditedReplies, after: EditedReplies, outcome: Outcome):

@@ -10,16 +10,19 @@ import torch
 
 from assay.errors import DataError, UsageError
 from assay.evaluation import evaluate as module
-from assay.evaluation import soundness
+from assay.evaluation import loaded_model, soundness
 from assay.evaluation.eval_folder import EvalFolder
 from assay.evaluation.evaluate import Unsound, evaluate
 from assay.evaluation.loaded_model import LoadedModel, encode_continuation, prompt_token_ids, rolling_windows
 from assay.evaluation.summary import pass_at_ks, summarise
 from assay.evaluation.task import Score
 from assay.evaluation.tasks import TaskRequest, open_task
+from assay.generate.engine import Engine
 from assay.generate.generation_request import Sampling
+from assay.kernels import draw_tokens
 from assay.store import durable
 from assay.store.artifact import open_artifact
+from assay.testing.tiny_models import nudge
 from assay.verbs import eval as verb
 from assay.verdict import Outcome
 from tests.evaluation.eval_fixtures import FACT, PROBLEMS, QUESTION, opened, saved, write_rows
@@ -211,6 +214,35 @@ def test_true_draws_raise_no_alarm(sampling, model, problems, tmp_path):
     assert found["seeds"].outcome is Outcome.PROVEN
     if sampling.temperature >= 0.5:
         assert found["draws"].outcome is Outcome.PROVEN
+
+
+@pytest.mark.parametrize("sampling", [WARM, replace(WARM, temperature=0.0), replace(WARM, top_p=0.9)])
+def test_a_slot_that_keeps_what_another_prompt_left_in_it_is_refused(sampling, model, problems, tmp_path, monkeypatch):
+    """Its text follows from another prompt's keys and values, and is scored as an answer to its own; greedy decoding has no draws."""
+    nudge(model.model, 0.3)  # in a fresh model the words before hardly matter
+    sound = {verdict.check: verdict for verdict in evaluate(model, problems, tmp_path / "sound", sampling=sampling).verdicts}
+    assert sound["rescored"].outcome is Outcome.PROVEN, sound["rescored"].reason
+    fill = Engine._fill_prefixes
+    monkeypatch.setattr(Engine, "_fill_prefixes", lambda self, wanted: None if any(self._prefixes) else fill(self, wanted))
+    monkeypatch.setattr(loaded_model, "SLOTS_ON_CPU", 2)
+    model.engine = None
+    with pytest.raises(Unsound, match=r"are not what this model says|not from the stated"):
+        evaluate(model, problems, tmp_path / "out", sampling=sampling)
+
+
+def test_a_sampler_that_cuts_off_before_it_divides_by_the_temperature_is_refused(model, problems, tmp_path, monkeypatch):
+    """Top-p of the plain distribution, not of the one at the stated temperature: drawn, and scored, by the same wrong function."""
+    sound = draw_tokens.least_kept
+    with torch.no_grad():
+        model.model.norm.weight.mul_(1.5)
+
+    def before(scaled_NV, rule):
+        kept = sound(scaled_NV * rule.temperature[:, None], rule)
+        return kept / rule.temperature
+
+    monkeypatch.setattr(draw_tokens, "least_kept", before)
+    with pytest.raises(Unsound, match=r"not from the stated distribution|not truncated as stated"):
+        evaluate(model, problems, tmp_path / "out", k=8, sampling=replace(WARM, temperature=0.4, top_p=0.8))
 
 
 def test_many_equal_pairs_of_likely_texts_are_no_accident():

@@ -31,7 +31,7 @@ def by_hand(student, teacher, batch: Batch, row: int, start: int, stop: int) -> 
 
 
 def test_every_document_has_the_sums_of_a_plain_loop(monkeypatch):
-    monkeypatch.setattr(softcap_ce, "_CHUNK_BYTES", 1)
+    monkeypatch.setattr(softcap_ce, "CHUNK_BYTES", 1)
     student, teacher, batches = tiny_model("assay", 1), tiny_model("llama", 2), held_out(rows=5)
     found = measure_agreement(student, teacher, batches)
     due: dict = {}

@@ -309,7 +309,7 @@ def test_what_is_not_proven_or_not_an_adapter_does_not_join(url, folders):
 def test_an_adapter_that_is_loaded_and_not_applied_takes_no_traffic(url, folders, monkeypatch):
     """Its bytes are proven; what the engine runs is the base."""
     whole = hosted_model.build_model
-    monkeypatch.setattr(hosted_model, "build_model", lambda artifact: whole(artifact.base or artifact))
+    monkeypatch.setattr(hosted_model, "build_model", lambda artifact, *dtype: whole(artifact.base or artifact, *dtype))
     reply = post(url, {"name": "a@idle", "path": str(folders["first"])}, "/adapters")
     assert reply.status_code == 400
     assert "other weights are served than were saved" in reply.json()["error"]["message"]
@@ -323,7 +323,7 @@ def test_a_young_adapter_that_is_not_applied_shows_too(folders, tmp_path, monkey
     whole = hosted_model.build_model
     options = {"slots": 1, "length": 64, "device": "cpu", "dtype": torch.float32}
     assert hosted_model.host_model("young", artifact, **options).verdicts[0].evidence["share"] == pytest.approx(1, abs=0.02)
-    monkeypatch.setattr(hosted_model, "build_model", lambda artifact: whole(artifact.base or artifact))
+    monkeypatch.setattr(hosted_model, "build_model", lambda artifact, *dtype: whole(artifact.base or artifact, *dtype))
     with pytest.raises(hosted_model.ArtifactError, match="change to its base shows"):
         hosted_model.host_model("young", artifact, **options)
 

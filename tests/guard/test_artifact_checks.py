@@ -1,17 +1,25 @@
 """Exports are their source, rounded; merges hold the adapter once; live parameters are the bytes of the files."""
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from assay.cli import run as assay
+from assay.errors import UsageError
+from assay.guard import proof
 from assay.guard.artifact_checks import check_loaded
 from assay.guard.proof_subject import ProofSubject
 from assay.guard.resume_checks import check_kept_checkpoints, check_newest_checkpoint
+from assay.guard.tokenizer_comparison import compare_tokenizers
+from assay.model.tokenizer import Tokenizer
+from assay.store import export_artifact as export_module
 from assay.store.artifact import open_artifact
-from assay.store.checkpoint import step_folder
+from assay.store.checkpoint import open_checkpoint, step_folder
 from assay.store.export_artifact import export_artifact
-from assay.testing.tiny_models import examine_folder, save_adapter, save_model, tiny_model
+from assay.testing.tiny_models import examine_folder, save_adapter, save_model, tiny_model, tiny_tokenizer
 from assay.verdict import Outcome, Verdict
 
 
@@ -75,3 +83,82 @@ def test_a_run_whose_only_checkpoint_is_bad_says_that_none_is_left(tmp_path: Pat
     found = check_newest_checkpoint(tmp_path)
     assert found.outcome is Outcome.REFUTED
     assert "none to resume from" in found.reason
+
+
+@pytest.mark.parametrize(("kept", "outcome"), [(0.16, Outcome.PROVEN), (0.0, Outcome.REFUTED)])
+def test_a_model_that_was_trained_hard_is_its_parents_without_a_manifest_too(tmp_path: Path, kept: float, outcome: Outcome):
+    parent, child, other = tiny_model(), tiny_model(), tiny_model(seed=5)
+    with torch.no_grad():
+        for name, parameter in child.named_parameters():
+            if parameter.dim() == 2:
+                noise = other.get_parameter(name) * parameter.norm() / other.get_parameter(name).norm()
+                parameter.mul_(kept).add_((1 - kept**2) ** 0.5 * noise)
+    folders = [save_model(tmp_path / name, model).folder for name, model in (("parent", parent), ("child", child))]
+    (folders[1] / "manifest.json").unlink()
+    found = verdict("lineage", examine_folder(folders[1], against=str(folders[0])))
+    assert found.outcome is outcome, found.reason
+
+# ---------------------------------------------------------------- the tokenizer of a copy
+
+
+def with_rule(words: Tokenizer) -> Tokenizer:
+    """Ligatures are written out: no hard text has one."""
+    rule = {"type": "Replace", "pattern": {"String": "ﬄ"}, "content": "ffl"}
+    return Tokenizer(words.document | {"normalizer": rule}, words.settings, words.templates)
+
+
+def without_generation_prompt(words: Tokenizer) -> Tokenizer:
+    assert words.template is not None
+    return Tokenizer(words.document, words.settings, {"default": words.template.partition("{%- if add_generation_prompt")[0]})
+
+
+def with_another_branch(words: Tokenizer) -> Tokenizer:
+    return Tokenizer(words.document, words.settings, {"default": f"{words.template}{{% if tools %}}!{{% endif %}}"})
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    (with_rule, "normalizer differ"), (without_generation_prompt, "with its generation prompt"), (with_another_branch, "is not that of x")])
+def test_a_copy_has_the_tokenizer_and_the_template_of_its_source(change: Callable[[Tokenizer], Tokenizer], words: str):
+    source = tiny_tokenizer()
+    found = compare_tokenizers(change(source), source, "x", same=True, exact=True)
+    assert found.outcome is Outcome.REFUTED
+    assert words in found.reason
+    assert compare_tokenizers(change(source), source, "x", same=False).outcome is Outcome.PROVEN  # training may bring a template
+
+
+def test_a_copy_that_another_tool_wrote_in_another_form_is_the_same():
+    source = tiny_tokenizer()
+    document = json.loads(source.backend.to_str())
+    document["model"]["merges"] = [" ".join(pair) for pair in document["model"]["merges"]]
+    document["added_tokens"] = document["added_tokens"][::-1]
+    document["decoder"] = document["decoder"] | {"use_regex": False}  # of no effect on ids
+    again = Tokenizer(document, source.settings, {"default": f"{source.template}\n"})
+    assert again.digest != source.digest
+    assert compare_tokenizers(again, source, "x", same=True).outcome is Outcome.PROVEN
+
+
+def test_a_rule_that_shows_in_no_hard_text_is_found_by_its_characters():
+    source = tiny_tokenizer()
+    rule = {"type": "Replace", "pattern": {"String": "ß"}, "content": "ss"}
+    other = Tokenizer(source.document | {"normalizer": rule}, source.settings, source.templates)
+    assert "'aßb ßß1' becomes" in compare_tokenizers(other, source, "x", same=True).reason
+
+
+def test_export_refutes_a_changed_tokenizer_rule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    source, usual = save_model(tmp_path / "source", tiny_model()).folder, export_module.model_contents
+    monkeypatch.setattr(export_module, "model_contents",
+                        lambda model, words, *given, **named: usual(model, with_rule(words), *given, **named))
+    assert assay(["export", str(source), "--to", "hf", "--out", str(tmp_path / "out")]) == 3
+    assert "normalizer differ" in capsys.readouterr().out
+    assert open_checkpoint(tmp_path / "out").hallmark is None
+
+
+def test_an_export_that_cannot_be_proven_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def refused(*_: object, **__: object) -> list[Verdict]:
+        raise UsageError("the request makes no sense")
+
+    source = save_model(tmp_path / "source", tiny_model()).folder
+    monkeypatch.setattr(proof, "prove", refused)
+    for form, name in (("hf", "out"), ("gguf", "out.gguf")):
+        assert assay(["export", str(source), "--to", form, "--out", str(tmp_path / name)]) == 2
+        assert not (tmp_path / name).exists()

@@ -160,7 +160,7 @@ def test_a_gpu_that_is_full_leaves_the_cpu(tmp_path, monkeypatch):
 
 def test_a_request_reaches_the_fresh_process_whole():
     request = ProofRequest("a", against="b", probing=ProofSampling(7, "cuda:1"))
-    assert ProofRequest.from_json(json.dumps(asdict(request))) == request
+    assert ProofRequest.from_fields(json.loads(json.dumps(asdict(request)))) == request
 
 # ---------------------------------------------------------------- in a recipe
 
@@ -174,6 +174,9 @@ class WhenAsked:
     @property
     def busy(self) -> bool:
         return bool(self.pending)
+
+    def start_early(self, device: str) -> None:
+        pass
 
     def start(self, folder: Path, **options) -> None:
         self.pending.append((folder, options))

@@ -9,10 +9,11 @@ from assay.guard.judge_checks import (
     check_judge_agreement,
     check_judge_order,
     check_judge_parser,
+    check_judge_places,
     check_position_bias,
 )
 from assay.reward import llm_judge
-from assay.reward.llm_judge import Judged, Repeat, Unjudged, judge_group
+from assay.reward.llm_judge import Judge, Judged, Repeat, Unjudged, judge_group, page_order
 from assay.testing.fault_injection import swap
 from assay.verdict import Outcome
 
@@ -114,3 +115,41 @@ def test_a_judge_that_can_not_judge_most_rows_is_refused_and_rows_without_gold_a
     without = check_judge_order(lambda groups: Judged(), [{"prompt": "x"}], ["x"], "plain")
     assert without.outcome is Outcome.UNPROVEN
     assert "nothing shows that the judge prefers what is right" in without.reason
+
+
+def test_scores_that_come_back_by_the_inverse_order_are_found_before_the_endpoint_is_asked():
+    """They are numbers between 0 and 1, one for each completion: nothing else is wrong with them."""
+    judge = Judge(lambda payload: pytest.fail("the endpoint was asked"))
+    assert check_judge_places(judge).outcome is Outcome.PROVEN
+    assert (judge.cost.calls, judge.pending) == (0, {})
+    sound = llm_judge.in_own_order
+
+    def inverse(group, rests, order, shown):
+        return sound(group, rests, range(len(order)), tuple(shown[i] for i in order))
+
+    with swap(llm_judge, "in_own_order", inverse):
+        verdict = check_judge_places(judge)
+    assert verdict.outcome is Outcome.REFUTED
+    assert "other completions than the judge gave them to" in verdict.reason
+
+
+def test_a_repeat_is_never_asked_in_the_order_of_the_first_time():
+    for count in (2, 3, 5):
+        for group in range(40):
+            first, second, third = (page_order(count, 0, str(group), round) for round in (0, 1, 2))
+            assert first != second != third
+            assert sorted(second) == list(range(count))
+
+
+def test_the_right_completion_stands_at_any_place_when_a_judge_is_tried():
+    places = []
+
+    def asked(groups):
+        scores = {group.id: tuple(float(said["content"] == prompt["content"][:-1]) for prompt, said in group.conversations)
+                  for group in groups}
+        places.extend(each.index(1.0) for each in scores.values())
+        return Judged(scores=scores)
+
+    rows = [{"gold": str(n)} for n in range(100, 140)]
+    assert check_judge_order(asked, rows, [f"{n}=" for n in range(100, 140)], "plain").outcome is Outcome.PROVEN
+    assert len(set(places)) > 1

@@ -75,6 +75,27 @@ def test_answers_after_long_prompts_are_enough(batch):
     assert check_accumulation(tiny_model(), next_token, late).outcome is Outcome.PROVEN
 
 
+def test_of_a_large_model_fewer_columns_say_as_much(batch, monkeypatch: pytest.MonkeyPatch):
+    """Also where answers come late, or a row has none; and what is wrong is still found."""
+    monkeypatch.setattr(loss_preflight, "LARGE", 0)
+    monkeypatch.setattr(loss_preflight, "_ENOUGH", (8, 4))
+    late = batch.weight * (torch.arange(batch.weight.shape[1]) >= 20)
+    late[0] = 0
+    for weight in (batch.weight, late):
+        given = replace(batch, weight=weight)
+        shown = loss_preflight.first_columns(given)
+        assert len(shown) == 2
+        assert shown.tokens.shape[1] < batch.tokens.shape[1]
+        assert bool(((shown.weight != 0).sum(1) >= 4).all())
+        assert {v.outcome for v in preflight_loss(tiny_model(), next_token, given)} == {Outcome.PROVEN}
+
+    def scaled(model, part):
+        loss = next_token(model, part)
+        return loss._replace(total=1.001 * loss.total)
+
+    assert any(v.outcome is Outcome.REFUTED for v in preflight_loss(tiny_model(), scaled, batch))
+
+
 def test_a_hair_more_than_rounding_is_found(batch):
     """One part in a thousand, in the value alone or in the gradient of one tensor alone."""
     def value(model, given):

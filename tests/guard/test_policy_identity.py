@@ -146,3 +146,21 @@ def test_ids():
     assert "was never sampled" in check(replace(batch, tokens=tokens + (torch.arange(9) == 3))).reason
     assert "1 of 2 sampled sequences are not in the batch" in check(Batch(tokens[:, :5], weight[:, :5], documents[:, :5])).reason
     assert "its stop token was cut off" in check(batch, [[5, 6, 9], [7]]).reason
+
+
+@torch.no_grad()
+def test_a_floor_of_a_handful_of_tokens_in_bf16_refuses_no_sound_rollout():
+    """Two honest paths of a small model round alike on a few tokens and otherwise on many."""
+    model = initialised(tiny_config(), 0)
+    model.norm.weight.mul_(10)
+    model.compute_dtype = torch.bfloat16
+    ids = torch.randint(0, 320, (64, 11), generator=torch.Generator().manual_seed(1))
+    at_once = token_logprobs(model, Batch(ids, torch.zeros(ids.shape)), 1.0)[0][:, 3:]
+    stepwise = guard._one_by_one(model, ids, 3, 1.0)
+    for first in range(0, 64, 4):
+        floor = measure_logprob_floor(model, ids[first : first + 4, :4].tolist(), 1.0, 3)
+        for other in range(0, 64, 16):
+            found = check_identity(stepwise[other : other + 16].tolist(), at_once[other : other + 16].tolist(), floor)
+            assert found.outcome is Outcome.PROVEN, found.reason
+        stale = check_identity((stepwise[:16] + 0.2).tolist(), at_once[:16].tolist(), floor)
+        assert stale.outcome is Outcome.REFUTED

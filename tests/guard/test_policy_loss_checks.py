@@ -8,7 +8,7 @@ import torch
 from assay.guard.policy_loss_checks import check_advantages, check_counted, check_directions, check_policy_loss
 from assay.learn.advantage import group_advantages
 from assay.learn.policy import Surrogate, policy_gradient
-from assay.model.transformer import initialised
+from assay.model.transformer import Transformer, initialised
 from assay.testing.tiny_models import tiny_config
 from assay.verdict import Outcome
 from tests.learn.made_up_rollouts import CAP, as_batch, made
@@ -39,6 +39,25 @@ def test_anything_else_is_refuted(other: dict):
         model.norm.weight.mul_(3)
     batch = as_batch(made(model), PACKED, "token")
     assert check_policy_loss(model, policy_gradient(replace(ASKED[0], **other)), batch, ASKED[0], "token", CAP).outcome is Outcome.REFUTED
+
+
+def with_one_loud_channel() -> Transformer:
+    """As trained models have: what all logits share is a hundred times what tells them apart, and gradients are sums that cancel."""
+    model = initialised(replace(tiny_config(), depth=8, windows=(None,) * 8), 4)
+    with torch.no_grad():
+        model.embed.weight[:, 3] += 4.0
+    return model
+
+
+def test_rounding_of_a_deep_model_with_a_loud_channel_is_no_fault_and_a_fault_there_is_one():
+    model = with_one_loud_channel()
+    batch, asked = as_batch(made(model), ALONE), Surrogate(kl="k3", kl_weight=0.04)
+    sound = check_policy_loss(model, policy_gradient(asked), batch, asked, "token", CAP)
+    assert sound.evidence["gradient_error"] > 1e-4, "else rounding is no matter here"
+    assert sound.outcome is Outcome.PROVEN, sound.reason
+    for other in ({"epsilon": 0.1}, {"kl": "k2"}, {"kl_weight": 0.05}, {"temperature": 1.01}):
+        wrong = policy_gradient(replace(asked, **other))
+        assert check_policy_loss(model, wrong, batch, asked, "token", CAP).outcome is Outcome.REFUTED, other
 
 
 @pytest.mark.parametrize(("made_for", "asked_for"), [

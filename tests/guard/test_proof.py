@@ -10,12 +10,26 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import (
+    AdaLoraConfig,
+    IA3Config,
+    LoHaConfig,
+    LoraConfig,
+    OFTConfig,
+    PeftModel,
+    PrefixTuningConfig,
+    TrainableTokensConfig,
+    VeraConfig,
+    get_peft_model,
+)
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from assay.cli import run as assay
+from assay.errors import UsageError
 from assay.guard import proof
 from assay.guard.proof import ProofRequest, Prover, examine_artifact, prove, prove_checkpoint
+from assay.guard.proof_subject import ProofSampling
 from assay.model.probe_logits import probe_inputs
 from assay.model.special_tokens import resolve_special_tokens
 from assay.model.transformer import initialised
@@ -65,7 +79,8 @@ def adapter(foreign, folder, *, train=True, **options):
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if parameter.requires_grad:
-                    parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))) * 0.05)
+                    far = 0.001 if "lora_embedding" in name else 0.05  # PEFT begins with an embedding's B of size 1
+                    parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))) * far)
     model.save_pretrained(folder)
     return folder
 
@@ -92,6 +107,15 @@ def test_what_equals_its_parent_though_it_should_have_moved_is_quarantined(tmp_p
     assert found is not None
     assert found.folder == parent.folder
     assert "quarantined" in passed_over[0]
+
+
+def test_a_hallmark_copied_onto_other_bytes_is_refuted(tmp_path):
+    """The same command that would have proven either of them."""
+    for seed in (0, 1):
+        prove_checkpoint(save(tmp_path / f"step-{seed:06d}", seed=seed).folder, probing=ProofSampling(0))
+    shutil.copy(tmp_path / "step-000000" / "hallmark.json", tmp_path / "step-000001" / "hallmark.json")
+    assert "speaks of the checkpoint" in refuted(examine_artifact(ProofRequest(str(tmp_path / "step-000001"))))["whole"]
+    assert assay(["prove", str(tmp_path / "step-000001"), "--probe-samples", "0"]) == 3
 
 
 def test_movement_beyond_what_the_optimizer_could_do_is_refuted(tmp_path):
@@ -128,7 +152,10 @@ def test_a_folder_of_transformers_is_refuted_where_it_is_wrong(foreign):
 
 @pytest.mark.parametrize("options", [
     {}, {"use_rslora": True}, {"targets": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]},
-    {"modules_to_save": ["lm_head"]}, {"targets": "all-linear"}, {"layers_to_transform": [1]}], ids=str)
+    {"modules_to_save": ["lm_head"]}, {"targets": "all-linear"}, {"layers_to_transform": [1]}, {"use_dora": True},
+    {"use_dora": True, "use_rslora": True, "init_lora_weights": "pissa"}, {"bias": "all"}, {"bias": "lora_only"},
+    {"rank_pattern": {"layers.0.self_attn.q_proj": 2, "v_proj": 3}, "alpha_pattern": {"v_proj": 32}}, {"init_lora_weights": "pissa"},
+    {"targets": ["q_proj", "embed_tokens"]}, {"targets": ["lm_head"]}, {"trainable_token_indices": [5, 9]}], ids=str)
 def test_an_adapter_of_peft_is_proven_and_merges_to_what_peft_computes(foreign, tmp_path, options):
     folder = adapter(foreign, tmp_path / "adapter", **options)
     verdicts = examine_artifact(ProofRequest(str(folder), against=str(foreign), base=str(foreign)))
@@ -147,8 +174,10 @@ def test_an_adapter_of_peft_is_proven_and_merges_to_what_peft_computes(foreign, 
         torch.testing.assert_close(theirs(tokens).logits, live(tokens).logits, atol=1e-4, rtol=1e-4)
 
 
-def test_our_adapter_goes_back_to_peft(foreign, tmp_path):
-    source = open_artifact(adapter(foreign, tmp_path / "adapter", use_rslora=True), base=foreign)
+@pytest.mark.parametrize("options", [{"use_rslora": True}, {
+    "rank_pattern": {"k_proj": 2}, "alpha_pattern": {"layers.1.self_attn.q_proj": 5}, "targets": ["q_proj", "k_proj"]}], ids=str)
+def test_our_adapter_goes_back_to_peft(foreign, tmp_path, options):
+    source = open_artifact(adapter(foreign, tmp_path / "adapter", **options), base=foreign)
     export_artifact(source, "peft", tmp_path / "again")
     assert overall(without_optional(examine_artifact(ProofRequest(str(tmp_path / "again"), str(tmp_path / "adapter"), expect="same",
                                                                   bound=2e-4,
@@ -157,6 +186,55 @@ def test_our_adapter_goes_back_to_peft(foreign, tmp_path):
     live = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(foreign), tmp_path / "again").eval()
     with torch.no_grad():
         torch.testing.assert_close(live(tokens).logits, build_model(source)(tokens), atol=1e-5, rtol=1e-5)
+
+
+PEFT_KINDS = {
+    "IA3": lambda: IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], task_type="CAUSAL_LM"),
+    "PREFIX_TUNING": lambda: PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
+    "ADALORA": lambda: AdaLoraConfig(init_r=4, target_r=2, total_step=10, target_modules=["q_proj"], task_type="CAUSAL_LM"),
+    "LOHA": lambda: LoHaConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM"),
+    "VERA": lambda: VeraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM"),
+    "OFT": lambda: OFTConfig(oft_block_size=8, target_modules=["q_proj"], task_type="CAUSAL_LM"),
+    "TRAINABLE_TOKENS": lambda: TrainableTokensConfig(token_indices=[3, 5], task_type="CAUSAL_LM"),
+}
+
+
+def of_another_kind(foreign, folder, kind, *, train=True):
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(foreign), PEFT_KINDS[kind]())
+    if train:
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if parameter.requires_grad:
+                    parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))) * 0.05)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("kind", PEFT_KINDS)
+def test_an_adapter_that_only_peft_knows_is_proven_through_peft(foreign, tmp_path, kind):
+    """Whole, finite, loaded and with an effect; that it cannot be merged here leaves it UNPROVEN."""
+    folder = of_another_kind(foreign, tmp_path / "adapter", kind)
+    verdicts = examine_artifact(ProofRequest(str(folder), base=str(foreign)))
+    assert outcomes(verdicts) == {"whole": Outcome.PROVEN, "support": Outcome.UNPROVEN, "values": Outcome.PROVEN,
+                                  "consumer": Outcome.PROVEN, "movement": Outcome.PROVEN}, verdicts
+    with pytest.raises(UsageError, match=f"peft_type = '{kind}' is not supported"):
+        open_artifact(folder, base=foreign)
+
+
+def test_an_adapter_that_only_peft_knows_is_refuted_where_it_is_wrong(foreign, tmp_path):
+    idle = of_another_kind(foreign, tmp_path / "idle", "IA3", train=False)
+    assert "has no effect" in refuted(examine_artifact(ProofRequest(str(idle), base=str(foreign))))["movement"]
+    file = of_another_kind(foreign, tmp_path / "bad", "IA3") / "adapter_model.safetensors"
+    tensors = load_file(file)
+    first = next(iter(tensors))
+    save_file(tensors | {first: tensors[first] * float("nan")}, file)
+    found = refuted(prove(ProofRequest(str(file.parent), base=str(foreign))))
+    assert first in found["values"]
+    assert "NaN" in found["movement"]
+    save_file({name: tensor for name, tensor in tensors.items() if name != first}, file)
+    assert first in refuted(examine_artifact(ProofRequest(str(file.parent), base=str(foreign))))["consumer"]
+    file.write_bytes(file.read_bytes()[:-8])
+    assert "whole" in refuted(examine_artifact(ProofRequest(str(file.parent), base=str(foreign))))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -259,8 +337,8 @@ def test_a_proof_ends_with_who_asked_for_it(tmp_path):
     """A second Ctrl-C, a kill: nobody is left to be answered, and a check may take half an hour."""
     begun, wrapper, asking, endless = (tmp_path / name for name in ("begun", "python", "asking.py", "endless.py"))
     endless.write_text(f"import os, sys, time\nfrom pathlib import Path\nfrom assay.guard import proof\n"
-                       f"proof.examine_artifact = lambda _: (Path({str(begun)!r}).write_text(f'{{os.getpid()}}.'), time.sleep(600))\n"
-                       "sys.argv = sys.argv[2:]\nproof.main()\n")
+                       f"proof.examine_artifact = lambda *_: (Path({str(begun)!r}).write_text(f'{{os.getpid()}}.'), time.sleep(600))\n"
+                       "proof.main()\n")
     wrapper.write_text(f'#!/bin/sh\nexec {sys.executable} {endless} "$@"\n')
     wrapper.chmod(0o755)
     asking.write_text(f"import sys\nfrom assay.guard.proof import ProofRequest, prove\n"

@@ -35,6 +35,7 @@ def swallowed(p, c, r):
 def of_the_prompt(p, c, r): return float(len(p) % 7)
 def raises_on_empty(p, c, r): return good(p, c, r) if c[0] else 0.0
 def inverted(p, c, r): return 1 - good(p, c, r)
+def in_a_sentence(p, c, r): return float(f'The answer is {gold_answer(r)}.' in c)
 '''
 
 
@@ -103,6 +104,18 @@ def test_rewards_of_form_alone_are_not_said_to_know_the_answer():
     assert outcomes["reward_wrong"] is outcomes["reward_scale"] is Outcome.UNPROVEN
     assert outcomes["reward_empty"] is outcomes["reward_flat"] is Outcome.PROVEN
     assert Outcome.REFUTED not in outcomes.values()
+
+
+def test_a_reward_that_wants_a_sentence_around_the_answer_is_told_what_is_missing(file: Path):
+    with RewardWorkers(parse_rewards([f"{file}:in_a_sentence:1"]), count=1) as workers:
+        against = {verdict.check: verdict.reason for verdict in preflight_rewards(workers.rewards, ROWS, workers)
+                   if verdict.outcome is Outcome.REFUTED}
+        assert "in_a_sentence gives 0 to every completion tried" in against["reward_gold"]
+        assert "add a column 'gold_completion' that holds a right completion whole" in against["reward_gold"]
+        assert "reward_wrong" not in against, "of canaries in another form nothing can be said"
+        whole = [{**row, "gold_completion": f"The answer is {row['answer'].rpartition(' ')[2]}."} for row in ROWS]
+        assert not [v for v in preflight_rewards(workers.rewards, whole, workers)
+                    if v.outcome is Outcome.REFUTED and v.check in ("reward_gold", "reward_flat", "reward_wrong")]
 
 
 def test_without_a_gold_nothing_is_proven():

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from assay.guard import ttt_checks as guard
-from assay.guard.ttt_checks import changed_from, check_causality, check_score_order, check_target_unseen, token_costs
+from assay.guard.ttt_checks import causality_cuts, changed_from, check_causality, check_score_order, check_target_unseen, token_costs
 from assay.learn import ttt_loop
 from assay.learn.ttt_loop import ChunkScored, TttSettings, read_and_adapt
 from assay.model.batched_lora import TTT_TARGETS, BatchedAdapters, ttt_sites
@@ -37,8 +37,14 @@ def judged():
 def test_past_scores_are_the_same_bits_whatever_comes():
     verdict = judged()
     assert verdict.outcome is Outcome.PROVEN
-    assert verdict.evidence["compared"] == 13 + 20 + 2 * 25
-    assert verdict.evidence["moved"] == 21 + 14
+    assert verdict.evidence["compared"] == 13 + 20 + 2 * 25 + 13 + 20 + 2 * 34  # each document is cut, beside the other
+    assert verdict.evidence["moved"] == 21 + 14 + 12 + 5
+
+
+@pytest.mark.parametrize(("chunk", "length", "cuts"), [(10, 31, [6, 16, 21, 26]), (10, 29, [6, 16, 21, 25]), (24, 12, [7]),
+                                                       (1, 4, [2, 3]), (10, 2, [])])
+def test_every_chunk_is_cut_and_the_last_one_too(chunk: int, length: int, cuts: list[int]):
+    assert causality_cuts(chunk, length) == cuts
 
 
 def test_learning_before_scoring_is_seen_within_the_chunk():

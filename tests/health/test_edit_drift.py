@@ -13,10 +13,11 @@ from assay.verdict import Outcome
 from assay.zoo.editing_faults import opened_facts_model
 
 
-def health(wrong: int, surprise: float) -> Health:
+def health(wrong: int, surprise: float, uneven: float = 0.0) -> Health:
+    """`uneven`: every other prompt's texts cost so much more than the mean, and the others so much less."""
     bad = Malformed("repetition", "again and again")
-    return Health("a model", tuple(ProbeSample(prompt, 0, GeneratedText("words", "length", (), surprise + 0.01 * i), bad if i < wrong
-                                               else None)
+    said = [GeneratedText("words", "length", (), surprise + 0.01 * i + uneven * (-1) ** i) for i in range(len(BUILT_IN_PROMPTS))]
+    return Health("a model", tuple(ProbeSample(prompt, 0, said[i], bad if i < wrong else None)
                                    for i, prompt in enumerate(BUILT_IN_PROMPTS)))
 
 
@@ -25,6 +26,10 @@ def health(wrong: int, surprise: float) -> Health:
     (health(1, 1.3), Outcome.PROVEN),  # one of sixteen shows nothing
     (health(9, 1.0), Outcome.REFUTED),
     (health(0, 1.0 + LARGEST_DRIFT + 0.1), Outcome.REFUTED),
+    (health(0, 1.0 + LARGEST_DRIFT, uneven=0.4), Outcome.UNPROVEN),  # 0.5 and an interval around it
+    (health(0, 1.0 + LARGEST_DRIFT - 0.1, uneven=0.4), Outcome.UNPROVEN),
+    (health(0, 1.2, uneven=0.4), Outcome.PROVEN),
+    (health(9, 1.0 + LARGEST_DRIFT, uneven=0.4), Outcome.REFUTED),
 ])
 def test_both_numbers_sway_the_verdict(after: Health, outcome: Outcome):
     verdict = check_edit_drift(EditDrift(health(0, 1.0), after))

@@ -143,11 +143,20 @@ def test_an_a_that_never_moves_is_found_in_step_2(base: Path, tmp_path: Path):
 @pytest.mark.usefixtures("here")
 def test_an_adapter_that_assay_does_not_know_costs_no_run(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     callback = Prove(base=str(base))
-    adapted(base, tmp_path / "run", callback, use_dora=True).train()
-    support = next(v for v in callback.proofs["checkpoint-2"] if v.check == "support")
-    assert (support.outcome, "use_dora" in support.reason) == (Outcome.UNPROVEN, True)
+    adapted(base, tmp_path / "run", callback, init_lora_weights="olora").train()
+    found = {v.check: v for v in callback.proofs["checkpoint-2"]}
+    assert (found["support"].outcome, "olora" in found["support"].reason) == (Outcome.UNPROVEN, True)
+    assert found["consumer"].outcome is Outcome.PROVEN
     assert "assay: checkpoint-2: UNPROVEN" in capsys.readouterr().out
-    assert "cannot open" in verify_proof(tmp_path / "run" / "checkpoint-2").reason
+    assert "cannot be merged" in verify_proof(tmp_path / "run" / "checkpoint-2").reason
+
+
+@pytest.mark.usefixtures("here")
+def test_dora_is_proven_live(base: Path, tmp_path: Path):
+    callback = Prove(base=str(base))
+    adapted(base, tmp_path / "run", callback, use_dora=True).train()
+    found = {v.check: v.outcome for v in callback.proofs["checkpoint-2"]}
+    assert [found[name] for name in ("live", "consumer", "architecture")] == [Outcome.PROVEN] * 3
 
 
 @pytest.mark.slow

@@ -81,7 +81,7 @@ BLENDS = [DistillationSettings(), DistillationSettings(temperature=3.0), Distill
 @pytest.mark.parametrize("blend", BLENDS, ids=str)
 @pytest.mark.parametrize("family", ["assay", "llama"])
 def test_value_and_gradient_are_those_of_the_formula(blend: DistillationSettings, family: str, monkeypatch):
-    monkeypatch.setattr(softcap_ce, "_CHUNK_BYTES", 1)  # 128 tokens a chunk: the last of these is short
+    monkeypatch.setattr(softcap_ce, "CHUNK_BYTES", 1)  # 128 tokens a chunk: the last of these is short
     student, teacher, b = model(1, family), model(2, "assay", depth=1, windows=(None,), width=32), batch(rows=25)
     loss, due = distillation(teacher, blend)(student, b), written_out(student, teacher, b, blend)
     assert float(loss.total) == pytest.approx(float(due), rel=1e-12)
@@ -217,7 +217,7 @@ def coarse_written_out(student: Transformer, b: Batch, temperature: float) -> Te
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 def test_stored_answers_have_the_value_and_gradient_of_the_coarse_formula(temperature: float, monkeypatch):
-    monkeypatch.setattr(softcap_ce, "_CHUNK_BYTES", 1)
+    monkeypatch.setattr(softcap_ce, "CHUNK_BYTES", 1)
     student, b = model(1), with_answers(batch(rows=25), model(2), 5, temperature)
     loss, due = stored_distillation(DistillationSettings(temperature=temperature))(student, b), coarse_written_out(student, b, temperature)
     assert float(loss.total) == pytest.approx(float(due), rel=1e-9)

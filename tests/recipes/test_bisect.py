@@ -1,6 +1,7 @@
 """A run is walked to its first bad checkpoint, and what changed there is named: by trace, by diff, on the command line."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,21 @@ def test_the_first_bad_one_is_found(run: Path, probe: str, tmp_path: Path):
         probe = f"{tmp_path / 'mine.py'}:bad"
     found = first_bad_checkpoint(run, probe_named(probe, run), say=silent)
     assert (found.last_good.name, found.first_bad.name) == ("step-000030", "step-000040")
+
+
+def test_a_run_that_is_scored_by_a_reward_has_no_loss_to_probe(run: Path, tmp_path: Path):
+    """GRPO keeps minus the score: taken for a loss, nothing is ever above a limit."""
+    shutil.copytree(run / "checkpoints", tmp_path / "checkpoints")
+    scored = [{"step": step, "train": 0.0, "metric": "answer", "per_document": [-(0.2 if step >= FIRST_BAD else 0.7)] * 8}
+              for step in STEPS]
+    (tmp_path / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in scored))
+    for probe in ("loss-above:-0.5", "loss-jump"):
+        with pytest.raises(UsageError, match=r"'answer', a score, better higher, and no loss; give --probe score-below:X"):
+            probe_named(probe, tmp_path)
+    found = first_bad_checkpoint(tmp_path, probe_named("score-below:0.5", tmp_path), say=silent)
+    assert (found.last_good.name, found.first_bad.name) == ("step-000030", "step-000040")
+    with pytest.raises(UsageError, match="give --probe loss-above:X"):
+        probe_named("score-below:0.5", run)
 
 
 def test_two_runs_part_where_their_digests_do(run: Path, tmp_path: Path):
@@ -110,7 +126,7 @@ def test_trace_and_diff_on_the_command_line(run: Path, tmp_path: Path, capsys: p
     assert trace_verb.run(trace_verb.FLAGS(good, bad, picture=str(tmp_path / "map.png"))) == 3
     assert "layer 1 down is the first that diverges" in " ".join(capsys.readouterr().out.split())
     assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
-    for through in ("company", "cache"):
+    for through in ("batched", "cache"):
         assert trace_verb.run(trace_verb.FLAGS(good, through=through, b_dtype="float16", json=True)) == 0
         assert json.loads(capsys.readouterr().out)["verdict"]["outcome"] == "PROVEN"
     assert diff_verb.run(diff_verb.FLAGS(good, bad)) == 0

@@ -106,7 +106,8 @@ def unproven(monkeypatch: pytest.MonkeyPatch) -> None:
 def distilled(config: Distill, say: Any = lambda _: None) -> list[Verdict]:
     found = distill.distill(config, say)
     assert found.interrupted is None
-    assert all(verdict.outcome is Outcome.PROVEN for verdict in found.verdicts), str(found)
+    # A run of one step, or one that learns from itself, makes no better student: that is said, and judged elsewhere.
+    assert all(verdict.outcome is Outcome.PROVEN for verdict in found.verdicts if verdict.check != "improvement"), str(found)
     return found.verdicts
 
 

@@ -11,6 +11,7 @@ import torch
 from assay.config import parse
 from assay.errors import ArtifactError, DataError, UsageError
 from assay.model.special_tokens import resolve_special_tokens
+from assay.recipes import edit as recipe
 from assay.recipes.edit import apply_patch, parsed_layers
 from assay.recipes.edit_options import Edit
 from assay.store import checkpoint
@@ -19,6 +20,7 @@ from assay.store.checkpoint import open_checkpoint
 from assay.store.ledger import read_chain
 from assay.store.saving import Lineage, model_contents
 from assay.testing import tiny_facts
+from assay.testing.fault_injection import swap
 from assay.verbs import edit as verb
 from tests.editing.test_memit import six
 
@@ -48,8 +50,10 @@ def test_from_facts_to_a_proven_checkpoint(tmp_path: Path, monkeypatch: pytest.M
     base(tmp_path)
     rows = [row(fact) for fact in tiny_facts.fact_edits(4)]
     flags = options(tmp_path, *rows, rows[0] | {"name": "ghost", "subject": "borin"}, more="--json --window 2")
+    killed_before_the_probe(flags)
     assert verb.run(flags) == 3  # a refused request is no success
     told = json.loads(capsys.readouterr().out)
+    assert open_checkpoint(tmp_path / "run" / "earlier-1-model").digest == open_checkpoint(tmp_path / "run" / "model").digest
     verdicts = {verdict["check"]: verdict["outcome"] for verdict in told["verdicts"]}
     assert {check for check, outcome in verdicts.items() if outcome != "PROVEN"} == {"subjects"}
     assert [one["name"] for one in told["refused"]] == ["ghost"]
@@ -66,9 +70,33 @@ def test_from_facts_to_a_proven_checkpoint(tmp_path: Path, monkeypatch: pytest.M
     assert (tmp_path / "run" / "causal.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads((tmp_path / "run" / "causal.json").read_text())["chosen"] == [0, 1]
     assert [event["kind"] for event in read_chain(tmp_path / "run" / "ledger.jsonl").events] == [
-        "start", "preflight", "layers", "proof", "edits"]
+        "start", "preflight", "layers", "proof", "resume", "set aside", "preflight", "layers", "proof", "edits"]
     with pytest.raises(UsageError, match="never overwritten"):
         verb.run(flags)
+
+
+def killed_before_the_probe(flags: Edit) -> None:
+    """The model was written and proven, and nothing was measured of it."""
+    def killed(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with swap(recipe, "probe_edit", killed), pytest.raises(KeyboardInterrupt):
+        verb.run(flags)
+
+
+def test_what_could_not_be_measured_is_refused_before_any_work(tmp_path: Path):
+    base(tmp_path)
+    rows = [row(fact) for fact in tiny_facts.fact_edits(2)]
+    with pytest.raises(UsageError, match="probe-rounds"):
+        options(tmp_path, *rows, more="--probe-rounds 0")
+    flags = options(tmp_path, *rows)
+    with swap(recipe, "build_model", lambda *_: pytest.fail("the model was built")):
+        with pytest.raises(UsageError, match="probe-rounds 0: expected at least 1"):
+            recipe.edit(replace(flags, probe_rounds=0))
+        (tmp_path / "text.txt").write_text("The home of Zarah is Lund.\n" * 40)
+        with pytest.raises(DataError, match="or lower --drift-tokens"):
+            recipe.edit(flags)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_patch_belongs_to_its_parent_and_frozen_tensors_stay(tmp_path: Path):

@@ -372,8 +372,8 @@ def test_packed_rows_are_the_same_run_and_a_token_lost_there_is_stopped(adapter:
 def test_a_parent_whose_adapter_is_not_loaded_is_stopped(adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from assay.recipes import starting_model
 
-    def without(artifact: Any) -> Any:
-        model = build(artifact)
+    def without(artifact: Any, *dtype: Any) -> Any:
+        model = build(artifact, *dtype)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if ".lefts." in name:

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from assay.cli import run as assay
+from assay.data.build_corpus import CorpusPlan, build_corpus
 from assay.data.data_ledger import ids_digest
 from assay.data.order import Order
-from assay.errors import GuardStop, UsageError
+from assay.errors import DataError, GuardStop, UsageError
+from assay.guard.corpus_checks import check_document_copies
 from assay.guard.training_guards import UpdateAccount
 from assay.learn import lr_schedule
 from assay.model.transformer import Transformer, initialised
@@ -19,7 +21,9 @@ from assay.recipes.options import Pretrain
 from assay.recipes.pretrain import optimizer_for
 from assay.recipes.trainer import Trainer
 from assay.store.checkpoint import latest_checkpoint, open_checkpoint
-from assay.testing.tiny_training import NoProver, tiny_corpus
+from assay.testing.tiny_models import tiny_tokenizer
+from assay.testing.tiny_training import NoProver, make_corpus, tiny_corpus, tiny_documents, write_documents, write_tiny_tokenizer
+from assay.verdict import Outcome
 from assay.zoo.run_faults import hand_nothing_over
 from tests.recipes import sittings
 from tests.recipes.sittings import EVERY, LENGTH, ROWS, STEPS, events, options, rows, saved_steps, sit
@@ -48,6 +52,28 @@ def test_a_request_that_makes_no_sense_is_refused(changed: dict[str, Any], words
     with pytest.raises(UsageError, match=words):
         sit(options(tmp_path / "run", **changed))
     assert not (tmp_path / "run").exists()
+
+
+def test_a_corpus_with_one_held_out_document_is_refused_with_its_place(tmp_path: Path):
+    corpus = make_corpus(tmp_path / "made", tiny_documents(4), seed=2)
+    assert corpus.held_out.documents == 1
+    with pytest.raises(DataError, match=r"made/corpus: 1 held-out document; one alone shows no spread.*--held-out"):
+        sit(options(tmp_path / "run", corpus=str(corpus.folder)))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_corpus_of_copies_is_said_and_one_that_repeats_itself_is_refused(tmp_path: Path):
+    texts = tiny_documents(60)
+    corpora = []
+    for name, copies in (("few", 1), ("many", 30), ("most", 90)):
+        words = write_tiny_tokenizer(tmp_path / f"{name}-words", tiny_tokenizer(template=False))
+        held, train = (write_documents(tmp_path / f"{name}-{side}.jsonl", part) for side, part in (
+            ("held", texts[:10]), ("train", [*texts[10:], *texts[10:11] * copies])))
+        corpora.append(build_corpus([train], tmp_path / name, words, CorpusPlan(held_out=0, held_out_files=(held,))))
+    found = [check_document_copies(corpus) for corpus in corpora]
+    assert [verdict.outcome for verdict in found] == [Outcome.PROVEN, Outcome.UNPROVEN, Outcome.REFUTED]
+    assert "30 of 80 training documents" in found[1].reason
+    assert "number 1)" in found[1].reason
 
 
 @pytest.mark.parametrize(("given", "due"), [({}, 0.3), ({"optimizer": "adamw"}, 0.1), ({"weight_decay": 0.0}, 0.0),
@@ -177,6 +203,34 @@ def test_a_budget_of_time_ends_at_the_foot_of_the_schedule(tmp_path: Path, monke
     assert 40 < len(rates) == way_down["stop_at"] <= 60
     assert rates[way_down["step"]] == pytest.approx(0.02)
     assert rates[-1] < 0.05 * rates[way_down["step"]]
+
+
+@pytest.mark.parametrize(("seconds", "steps", "words"), [
+    (0.05, None, None), (4.0, 1, "1 step taken, the last at 25%"), (0.4, 8, "ran out")])
+def test_minutes_begin_with_the_first_step_and_a_run_that_they_cut_short_says_so(seconds: float, steps: int | None, words: str | None,
+                                                                                tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """By a clock that moves with the work alone: the preflight takes longer than the budget, and a step `seconds` twice."""
+    clock, whole, preflight = {"now": 1000.0}, pretrain.next_token, pretrain.preflight_pretrain
+
+    def working(model: Transformer, batch: Any) -> Any:
+        clock["now"] += seconds
+        return whole(model, batch)
+
+    def checked_slowly(*given: Any) -> Any:
+        found = preflight(*given)
+        clock["now"] += 100
+        return found
+
+    monkeypatch.setattr(time, "monotonic", lambda: clock["now"])
+    monkeypatch.setattr(pretrain, "next_token", working)
+    monkeypatch.setattr(pretrain, "preflight_pretrain", checked_slowly)
+    config = options(tmp_path / "run", tokens=None, minutes=0.1, num_train_epochs=4, save_steps=1000)
+    outcome = sit(config)
+    (found,) = [verdict for verdict in outcome.verdicts if verdict.check == "budget"]
+    assert found.outcome is (Outcome.PROVEN if words is None else Outcome.UNPROVEN), found.reason
+    assert (words or "") in found.reason
+    taken = len([row for row in rows(tmp_path / "run" / "metrics.jsonl") if "loss" in row])
+    assert taken > 40 if steps is None else taken <= steps
 
 
 # ---------------------------------------------------------------- the whole of it, with fresh processes

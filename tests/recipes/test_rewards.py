@@ -91,6 +91,8 @@ def test_one_call_a_group_and_what_it_cost_stand_in_metrics_and_ledger(parent: P
     assert before["judge_order"] == before["judge_errors"] == "PROVEN"
     assert events(config, "judge")[-1]["verdicts"][0]["outcome"] == "PROVEN"
     assert any("judged by big at" in line for line in said)
+    assert any("judge_agreement: " in line for line in said), "printed, not only kept"
+    assert before["judge_places"] == "PROVEN"
     assert set(server.keys) == {"Bearer a-very-secret-key"}
     for file in (path for path in (tmp_path / "run").rglob("*") if path.is_file()):
         assert b"a-very-secret-key" not in file.read_bytes(), file

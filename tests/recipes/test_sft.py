@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,24 @@ def test_rows_whose_calls_the_template_loses_are_refused_by_file_and_line(home: 
     (tmp_path / "calls.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(DataError, match=r"calls.jsonl:7: the chat template does not write tool_calls \('add'\) of turn 1"):
         sft.sft(options(home, tmp_path / "run", data=(str(tmp_path / "calls.jsonl"),), max_length=64), lambda _: None)
+
+
+def test_one_held_out_conversation_is_refused_before_anything_is_made(home: Path, tmp_path: Path):
+    (tmp_path / "one.jsonl").write_text(json.dumps({"prompt": "99+1=", "completion": "100"}) + "\n")
+    with pytest.raises(DataError, match=r"one.jsonl: 1 held-out conversation; one alone shows no spread"):
+        sft.sft(options(home, tmp_path / "run", held_out_data=str(tmp_path / "one.jsonl")), lambda _: None)
+    assert not (tmp_path / "run").exists()
+
+
+def test_many_copies_are_said_with_their_places(home: Path, tmp_path: Path):
+    rows = [{"prompt": f"{a}+{a}=", "completion": str(2 * a)} for a in range(40)] + [{"prompt": "1+1=", "completion": "2"}] * 20
+    (tmp_path / "copies.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config, said = options(home, tmp_path / "run", data=(str(tmp_path / "copies.jsonl"),), max_steps=1), []
+    sft.sft(config, said.append)
+    (found,) = [verdict for event in events(config, "preflight") for verdict in event["verdicts"] if verdict["check"] == "duplicates"]
+    assert found["outcome"] == "UNPROVEN"
+    assert re.search(r"20 of \d+ examples \(\d+%\) are copies of others, such as \S*copies.jsonl:2 and \S*copies.jsonl:41", found["reason"])
+    assert found["reason"] in "\n".join(said)
 
 # ---------------------------------------------------------------- the whole model, and an adapter
 
@@ -293,8 +312,8 @@ def test_what_was_never_proven_is_not_forked(parent: Path, home: Path, tmp_path:
 def test_a_child_that_does_not_start_as_its_parent_is_stopped(lost: str, parent: Path, home: Path, tmp_path: Path,
                                                               monkeypatch: pytest.MonkeyPatch):
     """The parent's adapter is not loaded, or is loaded and something else with it."""
-    def strayed(artifact: Any) -> Any:
-        model = build_model(artifact)
+    def strayed(artifact: Any, *dtype: Any) -> Any:
+        model = build_model(artifact, *dtype)
         layers = [module for module in model.modules() if isinstance(module, LoraLinear)]
         with torch.no_grad():
             for layer in layers if lost == "adapter" else []:
@@ -361,3 +380,53 @@ def test_the_command_line_takes_from(capsys: pytest.CaptureFixture[str]):
     assert "--from CHECKPOINT" in capsys.readouterr().out
     assert assay(["sft", "--data", "x.jsonl", "--out", "y", "--from", "nowhere", "--optimizer-state", "fresh"]) != 0
     assert "nowhere" in capsys.readouterr().err
+
+# ---------------------------------------------------------------- which is the best, and whether it is better
+
+
+def scored(config: Sft, monkeypatch: pytest.MonkeyPatch, losses: list[list[float]], tokens: list[int]) -> tuple[Any, list[str]]:
+    """The run, with evaluations that find what is given, one after the other; scored again, a checkpoint scores what it did."""
+    from assay.evaluation.held_out_loss import HeldOut
+    from assay.statistics.estimate import ratio
+
+    found, weights, said = iter(losses), np.array(tokens, float), []
+    monkeypatch.setattr(hand_over, "check_evaluated", lambda *_: proven("score", "not looked at"))
+
+    def score(model: Any, **_: Any) -> HeldOut:
+        each = np.array(next(found, losses[-1]))
+        estimate = ratio(each * weights, weights)
+        return HeldOut(estimate, "nats per token", estimate.mean, each, tokens=weights)
+
+    monkeypatch.setattr(sft, "score_examples", score)
+    return sft.sft(config, said.append), said
+
+
+def test_the_best_is_the_best_by_the_score_that_is_printed(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A long conversation outweighs the short ones in the loss over tokens, and is one of five in a mean over conversations."""
+    losses = [[2.0, 2.0, 2.0, 2.0, 2.0], [1.0, 1.9, 1.9, 1.9, 1.9], [1.9, 0.1, 0.1, 0.1, 0.1], [1.9, 1.9, 1.9, 1.9, 1.9]]
+    config = options(home, tmp_path / "run", max_steps=4, save_steps=2)
+    outcome, said = scored(config, monkeypatch, losses, [100, 1, 1, 1, 1])
+    printed = {int(line.split()[1].rstrip(":")): float(line.split("held-out ")[1].split()[0]) for line in said if "held-out " in line
+               and line.startswith("step")}
+    best = next(line for line in said if line.startswith("best: "))
+    assert best.startswith(f"best: step-{min(printed, key=lambda step: printed[step]):06d}"), (printed, best)
+    assert printed == {0: 2.0, 1: pytest.approx(1.0346, abs=1e-3), 2: pytest.approx(1.83, abs=1e-2), 4: 1.9}
+    assert "improvement" in [verdict.check for verdict in outcome.verdicts]
+
+
+def test_a_run_that_made_its_model_worse_says_so(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    losses = [[1.0, 1.1, 1.2, 1.0, 1.1], [2.0, 2.1, 2.2, 2.0, 2.1]]
+    outcome, said = scored(options(home, tmp_path / "run", max_steps=4, save_steps=2), monkeypatch, losses, [1, 1, 1, 1, 1])
+    (found,) = [verdict for verdict in outcome.verdicts if verdict.check == "improvement"]
+    assert found.outcome is Outcome.UNPROVEN
+    assert "no checkpoint scores better than the model that the run began with" in found.reason
+    assert any("training has made it worse" in line for line in said)
+    assert outcome.exit_code == 3
+
+
+def test_an_adapter_with_another_alpha_than_was_asked_for_is_refuted(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    usual = starting_model.fresh
+    monkeypatch.setattr(starting_model, "fresh",
+                        lambda config, planned, rank, scale, *given: usual(config, planned, rank, 2 * scale, *given))
+    with stopped_by("adapter scale"):
+        sft.sft(options(home, tmp_path / "run", lora_r=4, lora_alpha=8.0), lambda _: None)

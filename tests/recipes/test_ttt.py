@@ -8,11 +8,14 @@ import torch
 
 from assay.config import parse
 from assay.errors import DataError, GuardStop, UsageError
+from assay.recipes.run import Run
 from assay.recipes.seeds import final_score
 from assay.recipes.ttt import ttt
 from assay.recipes.ttt_options import Ttt
 from assay.store.artifact import open_artifact
 from assay.store.ledger import read_chain
+from assay.strict_json import read_json_lines
+from assay.testing.fault_injection import swap
 from assay.testing.tiny_models import save_model, tiny_model
 from assay.verbs import seeds as seeds_verb
 from assay.verbs import ttt as verb
@@ -98,6 +101,31 @@ def test_a_rate_that_ruins_documents_is_said_by_name(tmp_path: Path):
     assert verdicts["regressions"].outcome is Outcome.REFUTED
     assert "text.jsonl:" in verdicts["regressions"].reason
     assert verdicts["base"].outcome is Outcome.PROVEN
+
+
+def test_a_last_chunk_that_was_learned_before_it_was_scored_stops_the_run(tmp_path: Path):
+    """The step is undone after the score, so that the ledger of scores shows none."""
+    with ttt_faults.last_chunk_learned(tmp_path), pytest.raises(GuardStop, match="had seen the future"):
+        ttt(options(tmp_path), quiet)
+    assert not (tmp_path / "run" / "scores.jsonl").exists()
+
+
+def test_a_reading_that_was_killed_begins_again_and_ends_as_one_that_was_not(tmp_path: Path):
+    whole = ttt(options(tmp_path, out="whole"), quiet)
+
+    def killed(_: Run, step: int, **__: object) -> None:
+        if step == 3:
+            raise KeyboardInterrupt
+
+    with swap(Run, "record", killed), pytest.raises(KeyboardInterrupt):
+        ttt(options(tmp_path), quiet)
+    again = ttt(options(tmp_path), quiet)
+    assert [(text.name, text.with_) for text in again.documents] == [(text.name, text.with_) for text in whole.documents]
+    assert [str(verdict) for verdict in again.verdicts] == [str(verdict) for verdict in whole.verdicts]
+    assert [row["step"] for row in read_json_lines(tmp_path / "run" / "metrics.jsonl")] == list(range(1, 11))
+    assert (tmp_path / "run" / "earlier-1-scores.jsonl").exists()
+    with pytest.raises(UsageError, match="holds scores already"):
+        ttt(options(tmp_path), quiet)
 
 
 def test_what_is_no_number_stops_the_run_and_is_written_down(tmp_path: Path):

@@ -8,6 +8,7 @@ from assay.verdict import proven
 from assay.zoo import observe, reward_faults
 
 REASONS = {
+    "scores by the inverse of the page's order": "other completions than the judge gave them to",
     "alarm in a thread swallowed": "a wrong answer gets 0.2, the right completion 0.2 (row 0)",
     "constant reward": "right, wrong and empty, get 1.0: there is nothing to learn",
     "empty answer rewarded": "no answer gets 1 for right, the right completion 1",

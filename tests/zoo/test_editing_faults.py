@@ -14,6 +14,7 @@ REASONS = {
     "teacher-forced score": "the score counts what it should not",
     "scored before the later edits": "of 2 edits that were said to hold, 1 do not hold in the final model (Borin)",
     "padding counted as text": "padding is counted",
+    "another model's moments under this one's digest": "the second moments in the cache are not this model's: layer 0's differ",
     "text's moments left out of the solve": "nats a token more than its own, bound 0.5",
 }
 

@@ -5,6 +5,7 @@ import pytest
 from assay.zoo import catalogue, observe
 
 REASONS = {
+    "slot that keeps another prompt": "the samples are not what this model says",
     "stop string taken letter by letter": "8 of 8 right texts do not score 1",
     "first number taken for the answer": "wrong texts score above 0",
     "grader that always says yes": "48 of 48 wrong texts score above 0",

@@ -6,6 +6,7 @@ from assay.zoo import catalogue, observe, ttt_faults
 
 REASONS = {
     "learned before it was scored": "it was scored by what had seen the future",
+    "the last chunk learned, scored and forgotten": "it was scored by what had seen the future",
     "sum over the batch in place of the document's own": "the score of document 1's token",
     "target within sight": "its score has seen the token itself",
     "patch not reset between documents": "what another document taught was still there",

@@ -1,0 +1,109 @@
+"""Proving process: a Python process that a trainer never touched, which answers one proof after another; and those kept for the next.
+
+Starting one costs its imports and a CUDA context, which is most of a small proof. So a run keeps its processes until it ends. What a
+kept process remembers between two proofs, it says in the proof; one that died or hung is gone, and the proof is made anew elsewhere.
+"""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from assay.json_child import JsonChild
+
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+_MOMENT = 10.0  # seconds
+_TOLD = 2000  # characters of what it wrote before it died
+
+
+class ProvingProcess(JsonChild):
+    """`python -m assay.guard.proof`, with a session of its own: a Ctrl-C that ends the run must not look like a proof that failed.
+
+    With a `device` it gets ready for proofs there before the first is asked for.
+    """
+
+    def __init__(self, threads: int, device: str | None = None) -> None:
+        self.threads, self.device, self.asked = threads, device, 0
+        self.errors = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the process
+        self.start()
+
+    def start(self) -> None:
+        environment = os.environ | ENVIRONMENT | {"OMP_NUM_THREADS": str(self.threads)}
+        self._unread = b""
+        early = [] if self.device is None else [self.device]
+        self.process = subprocess.Popen([sys.executable, "-m", "assay.guard.proof", *early], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                        stderr=self.errors, start_new_session=True, env=environment, bufsize=0)
+        os.set_blocking(self._pipes()[0], False)
+
+    def answer(self, request: Mapping[str, Any], seconds: float) -> dict[str, Any] | None:
+        """None where it died on the way; TimeoutError where nothing came in time, and then it is ended."""
+        self.asked += 1
+        return self.ask(json.dumps(request).encode() + b"\n", seconds)
+
+    @property
+    def alive(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    def ended(self) -> int:
+        """The status of one that died; what closed its output may take a moment to end."""
+        assert self.process is not None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(_MOMENT)
+        return self.stop()
+
+    def last_words(self) -> str:
+        self.errors.seek(0)
+        return self.errors.read().decode(errors="replace").strip()[-_TOLD:]
+
+
+class KeptProcesses:
+    """Processes that wait for the next proof of this program, from any thread, while somebody keeps them."""
+
+    def __init__(self) -> None:
+        self._idle: list[ProvingProcess] = []
+        self._keepers = 0
+        self._changing = threading.Lock()
+
+    @contextlib.contextmanager
+    def keeping(self) -> Iterator[None]:
+        with self._changing:
+            self._keepers += 1
+        try:
+            yield
+        finally:
+            with self._changing:
+                self._keepers -= 1
+                ended, self._idle = ([], self._idle) if self._keepers else (self._idle, [])
+            for process in ended:
+                process.stop()
+
+    def start_early(self, threads: int, device: str) -> None:
+        """One that imports all it will need and waits, where somebody keeps it. It will prove on `device`."""
+        with self._changing:
+            if self._keepers:
+                self._idle.append(ProvingProcess(threads, device))
+
+    def take(self, threads: int) -> ProvingProcess:
+        """One that waits, and the one that knows most; else a new one."""
+        with self._changing:
+            while self._idle:
+                process = self._idle.pop(max(range(len(self._idle)), key=lambda place: self._idle[place].asked))
+                if process.alive:
+                    return process
+                process.stop()
+        return ProvingProcess(threads)
+
+    def give_back(self, process: ProvingProcess) -> None:
+        with self._changing:
+            if self._keepers and process.alive:
+                self._idle.append(process)
+                return
+        process.stop()
+
+
+PROVING_PROCESSES = KeptProcesses()

@@ -1,0 +1,301 @@
+"""Memory plan: what a run will take on its device and its disk, by part, from config and headers alone; and what would fit instead.
+
+The arithmetic is of what must be held at once: everything that stays (weights, masters, gradients, moments, a cache) and the larger
+of what a step and what the preflight add for a while. What torch and CUDA take for themselves is not in it.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from assay.errors import UsageError
+from assay.guard.loss_preflight import LARGE
+from assay.kernels.softcap_ce import CHUNK_BYTES
+from assay.model.families import config_from_hf, parameter_shapes
+from assay.model.lora import plan
+from assay.model.transformer import ModelConfig, qkv_rows
+from assay.recipes.grpo_options import Grpo
+from assay.recipes.options import Distill, Pretrain, Trained, Tuning
+from assay.recipes.run import Run
+from assay.store import model_cache
+from assay.store.artifact import ArtifactPlace, locate_artifact
+from assay.store.ledger import Event
+from assay.store.safetensors_files import SAFETENSORS_DTYPES, folder_shards, inside, read_safetensors_header
+from assay.strict_json import read_json
+
+GIB = 2**30
+NEAR = 0.10  # predicted and used agree to this share
+CERTAIN = 0.85  # of what is predicted: what no run was seen to do with less of, so that nothing sound is refused
+KEPT_CHECKPOINTS = 4  # the newest two, the best, and one that is being written
+MASTER = 4  # bytes of an fp32 number
+_PROMPT = 512  # tokens of the longest prompt, where --max-prompt-length does not say it
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """A model as its config and its headers describe it. `rank` is of the adapter that it comes with, 0 where it has none."""
+
+    config: ModelConfig
+    stored: int  # bytes of the weights in their file
+    rank: int = 0
+
+    @property
+    def parameters(self) -> int:
+        return sum(math.prod(shape) for shape in parameter_shapes(self.config).values())
+
+
+@dataclass(frozen=True)
+class PlannedWork:
+    """What of a run decides on its memory. `rows` of `length` tokens go through the model at a time."""
+
+    rows: int
+    length: int
+    lora_r: int = 0
+    lora_targets: tuple[str, ...] = ()
+    checkpointing: bool = False
+    compute: int = 2  # bytes of a number in the stream
+    moments: int = 8  # bytes of the optimizer's state for each trained number
+    averaged: bool = False  # a moving average is kept
+    slots: int = 0  # of the sampler; 0: nothing is sampled
+    slot_length: int = 0
+    reference: bool = False
+    teacher: int = 0  # bytes of its weights
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.length
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes by part. The parts add up to the peak: what the preflight takes counts as far as a step does not take it later."""
+
+    model: PlannedModel
+    work: PlannedWork
+    parts: dict[str, int]
+    trained: int  # parameters
+    disk: int
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+    def lines(self) -> list[str]:
+        """For people."""
+        w, m = self.work, self.model
+        how = f"LoRA of rank {w.lora_r or m.rank}" if w.lora_r or m.rank else "the whole model"
+        again = ", activations made again" if w.checkpointing else ""
+        return [f"{m.parameters:,} parameters, {self.trained:,} trained ({how}); {w.rows} × {w.length} tokens at a time{again}",
+                *(f"  {name:12} {size / GIB:8.2f} GiB" for name, size in self.parts.items() if size),
+                f"  {'together':12} {self.total / GIB:8.2f} GiB on the device", f"  {'disk':12} {self.disk / GIB:8.2f} GiB in --out"]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"parameters": self.model.parameters, "trained": self.trained, "parts": self.parts, "device_bytes": self.total,
+                "disk_bytes": self.disk, "rows": self.work.rows, "length": self.work.length,
+                "gradient_checkpointing": self.work.checkpointing, "lora_r": self.work.lora_r or self.model.rank}
+
+# ---------------------------------------------------------------- the arithmetic
+
+
+def plan_memory(model: PlannedModel, work: PlannedWork) -> MemoryPlan:
+    config, adapter = model.config, bool(work.lora_r or model.rank)
+    trained = adapter_parameters(config, work.lora_r or model.rank, work.lora_targets) if adapter else model.parameters
+    wide = work.compute == MASTER  # fp32 compute widens what is frozen
+    frozen = (MASTER * model.parameters if wide else model.stored) if adapter else 0
+    stays = {"weights": frozen, "masters": MASTER * trained, "gradients": MASTER * trained,
+             "moments": work.moments * trained, "average": MASTER * trained * work.averaged,
+             "reference": (MASTER * trained) * work.reference,
+             "teacher": work.teacher, "sampler": work.compute * trained * bool(work.slots) * (not wide),
+             "cache": 2 * config.depth * config.kv_heads * config.head_dim * work.compute * work.slots * work.slot_length}
+    activations, logits = activation_bytes(config, work, whole=not adapter), logit_bytes(config, work, whole=not adapter)
+    preflight = preflight_bytes(config, work, trained, whole=not adapter)
+    stays |= {"activations": activations, "logits": logits, "preflight": max(0, preflight - activations - logits)}
+    a_checkpoint = (MASTER + work.moments + MASTER * work.averaged) * trained
+    handed_over = MASTER * model.parameters + (MASTER * trained if adapter else 0)
+    return MemoryPlan(model, work, stays, trained, KEPT_CHECKPOINTS * a_checkpoint + handed_over)
+
+
+def adapter_parameters(config: ModelConfig, rank: int, targets: tuple[str, ...] = ()) -> int:
+    shapes = parameter_shapes(config)
+    return sum(rank * (site.stop - site.start + shapes[site.parameter][1]) for site in plan(config, targets or None))
+
+
+def layer_entries(config: ModelConfig) -> int:
+    """Numbers that a layer keeps of each token for the way back: its two streams and their norms, q, k and v as they are made and as
+    they are attended with, what attention gives, and the MLP's inner states before and after its activation."""
+    q, k, v = qkv_rows(config)
+    inner = (3 if config.gated else 2) * config.hidden
+    turned = q + k if config.qk_norm or config.rope else 0
+    return 4 * config.width + (q + k + v) + turned + q + inner
+
+
+def activation_bytes(config: ModelConfig, work: PlannedWork, *, whole: bool) -> int:
+    a_layer = layer_entries(config) * work.compute * work.tokens
+    matrices = sum(math.prod(shape) for name, shape in parameter_shapes(config).items() if name.startswith("blocks.") and len(shape) == 2)
+    rounded = work.compute * matrices if whole and work.compute < MASTER else 0  # masters are rounded once for both ways
+    if work.checkpointing:  # the streams between layers; and one layer as it is made again, with the gradients that run through it
+        return config.depth * config.width * work.compute * work.tokens + 2 * a_layer + rounded // config.depth
+    return config.depth * a_layer + (a_layer // 2) + rounded
+
+
+def logit_bytes(config: ModelConfig, work: PlannedWork, *, whole: bool) -> int:
+    """A chunk of them, the states' gradient in fp32, and of a head that learns its rounded copy and its gradient."""
+    head = config.vocab * config.width
+    whole_logits = work.tokens * config.vocab * work.compute
+    chunk = min(CHUNK_BYTES, whole_logits) if work.compute < MASTER else 3 * whole_logits
+    return chunk + 2 * MASTER * work.tokens * config.width + ((work.compute + MASTER) * head if whole else 0)
+
+
+def preflight_bytes(config: ModelConfig, work: PlannedWork, trained: int, *, whole: bool) -> int:
+    """In fp32 a row at a time, activations made again; two more sets of gradients are held, and the logits of a row whole."""
+    row = min(work.length, 2048)
+    shown = row if sum(map(math.prod, parameter_shapes(config).values())) < LARGE else min(row, 256)
+    streams, a_layer = config.depth * config.width * MASTER * row, 2 * layer_entries(config) * MASTER * row
+    widened = MASTER * config.vocab * config.width + 2 * MASTER * config.width * config.hidden * (0 if whole else 3)
+    return 2 * MASTER * trained + streams + a_layer + 3 * MASTER * shown * config.vocab + widened
+
+# ---------------------------------------------------------------- from options
+
+
+def planned_model(name: str | Path) -> PlannedModel:
+    """From config.json and the headers of the weight files; where there are no weights yet, from config.json alone."""
+    path = model_cache.cached_model(str(name)) or Path(name)
+    if path.is_dir() and (path / "config.json").exists() and not any(path.glob("*.safetensors*")):
+        fields = read_json(path / "config.json")
+        config = config_from_hf(fields, (), str(path / "config.json"))
+        dtype = getattr(torch, str(fields.get("dtype") or fields.get("torch_dtype") or "float32"))
+        return PlannedModel(config, dtype.itemsize * PlannedModel(config, 0).parameters)
+    place = locate_artifact(path)
+    if place.adapter:
+        fields, base = read_json(place.path / "adapter_config.json"), _base_of(place)
+        if base is None:
+            raise UsageError(f"{place.path}: an adapter is planned with its base, and {fields.get('base_model_name_or_path')} is not here")
+        return replace(planned_model(base), rank=int(fields["r"]))
+    if place.format.read is not None:
+        raise UsageError(f"{place.path}: a plan is made from a folder; a {place.kind} file says its sizes only when it is opened. "
+                         "Write it as a folder with assay export --to hf")
+    entries = {tensor: entry for shard in folder_shards(place.path) for tensor, entry in
+               read_safetensors_header(inside(place.path, shard)).items()}
+    config = config_from_hf(read_json(place.path / "config.json"), entries.keys(), str(place.path / "config.json"))
+    stored = sum(SAFETENSORS_DTYPES[entry.dtype].itemsize * math.prod(entry.shape) for entry in entries.values())
+    return PlannedModel(config, stored)
+
+
+def _base_of(place: ArtifactPlace) -> Path | None:
+    named = Path(str(read_json(place.path / "adapter_config.json").get("base_model_name_or_path")))
+    places = (model_cache.cached_model(str(named)), named, place.path / named)
+    return next((one for one in places if one is not None and one.exists()), None)
+
+
+def planned_work(config: Tuning | Grpo, model: PlannedModel, device: str) -> PlannedWork:
+    compute = 2 if device.startswith("cuda") else MASTER
+    common = PlannedWork(1, 1, config.lora_r, config.lora_target_modules, config.gradient_checkpointing, compute)
+    if isinstance(config, Grpo):
+        from assay.recipes.rollout_batch import layout_of  # which begins with a starting model, and that with a plan
+
+        longest = min(model.config.max_length, (config.max_prompt_length or _PROMPT) + config.max_completion_length)
+        layout = layout_of(device, config.micro_batch_size, longest, model.config.max_length)
+        return replace(common, rows=layout.rows, length=layout.width or longest, slots=min(1024, config.prompts * config.num_generations),
+                       slot_length=longest, reference=config.beta > 0)
+    rows = max(1, min(config.batch_tokens, config.micro_batch_tokens) // config.max_length)
+    online = isinstance(config, Distill) and config.how == "online" and config.teacher is not None
+    teacher = planned_model(str(config.teacher)).stored if online and isinstance(config, Distill) else 0
+    return replace(common, rows=rows, length=config.max_length, teacher=teacher)
+
+
+def plan_tuning(config: Tuning | Grpo, device: str) -> MemoryPlan:
+    name = config.model or config.from_
+    if name is None:
+        raise UsageError("name what to plan for: --model for a model, or --from for a checkpoint of a run")
+    model = planned_model(name)
+    return plan_memory(model, planned_work(config, model, device))
+
+
+def plan_pretraining(config: Pretrain, shape: ModelConfig, device: str) -> MemoryPlan:
+    rows = max(1, min(config.batch_tokens, config.micro_batch_tokens) // config.max_length)
+    moments = 8 if config.optimizer == "adamw" else 5  # muon keeps one average of a matrix's gradients, AdamW the rest's
+    work = PlannedWork(rows, config.max_length, checkpointing=config.gradient_checkpointing, moments=moments, averaged=config.ema > 0,
+                       compute=2 if device.startswith("cuda") else MASTER)
+    return plan_memory(PlannedModel(shape, 0), work)
+
+# ---------------------------------------------------------------- does it fit?
+
+
+def device_memory(device: str) -> int | None:
+    """Bytes that a run may take on a GPU; None where nothing bounds it but the host."""
+    if not device.startswith("cuda") or not torch.cuda.is_available():
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    limited = getattr(torch.cuda, "get_per_process_memory_fraction", None)
+    share = limited(torch.device(device if ":" in device else f"{device}:0")) if limited is not None else 1.0
+    return min(free + torch.cuda.memory_reserved(device), int(share * total))
+
+
+def alternatives(found: MemoryPlan, available: int) -> list[str]:
+    """Settings that would fit, the least change first, in the options that say them."""
+    return [f"{words} ({made.total / GIB:.1f} GiB)" for words, made in _variants(found) if made.total <= available][:3]
+
+
+def _variants(found: MemoryPlan) -> Iterator[tuple[str, MemoryPlan]]:
+    model, work = found.model, found.work
+    fewer = [work.rows // 2**halved for halved in range(1, 12) if work.rows // 2**halved >= 1]
+    option: Callable[[int], str] = (lambda rows: f"--micro-batch-size {rows}") if work.slots else \
+        (lambda rows: f"--micro-batch-tokens {rows * work.length}")
+    for rows in fewer:
+        yield option(rows), plan_memory(model, replace(work, rows=rows))
+    if not work.checkpointing:
+        for rows in (work.rows, *fewer):
+            smaller = "" if rows == work.rows else f" {option(rows)}"
+            yield f"--gradient-checkpointing{smaller}", plan_memory(model, replace(work, rows=rows, checkpointing=True))
+    if not (work.lora_r or model.rank) and model.stored:
+        for rows in (work.rows, *fewer):
+            smaller = "" if rows == work.rows else f" {option(rows)}"
+            yield f"--lora-r 16{smaller}", plan_memory(model, replace(work, rows=rows, lora_r=16))
+        yield f"--lora-r 16 --gradient-checkpointing {option(1)}", plan_memory(
+            model, replace(work, rows=1, lora_r=16, checkpointing=True))
+
+
+def refuse_unfit(config: Trained, device: str) -> MemoryPlan | None:
+    """The plan of a run on a GPU, before anything is loaded. What certainly does not fit is refused, with what would.
+
+    None where nothing bounds it, or where its sizes are only known once it is opened: grown by new tokens, or one file.
+    """
+    available, name = device_memory(device), config.model or config.from_
+    if available is None or not isinstance(config, Tuning | Grpo) or config.new_tokens or name is None:
+        return None  # a run of no model is refused, in its own words, by whoever opens it
+    place = locate_artifact(name)
+    if place.format.read is not None or (place.adapter and _base_of(place) is None):
+        return None
+    shortest = replace(config, max_prompt_length=config.max_prompt_length or 1) if isinstance(config, Grpo) else config
+    require_fit(plan_tuning(shortest, device), available, device)  # prompts that no option bounds may be short
+    return plan_tuning(config, device)
+
+
+def require_fit(found: MemoryPlan, available: int, device: str) -> None:
+    if CERTAIN * (found.total - found.parts["cache"]) <= available:  # a sampler takes fewer slots where there is less room
+        return
+    fitting = alternatives(found, available)
+    instead = f"these would fit: {'; '.join(fitting)}" if fitting else "nothing that leaves the model as it is would fit"
+    largest = ", ".join(f"{part} {size / GIB:.1f}" for part, size in sorted(found.parts.items(), key=lambda part: -part[1])[:3])
+    raise UsageError(f"this run needs about {found.total / GIB:.1f} GiB ({largest}), and {device} has {available / GIB:.1f}; {instead}. "
+                     "assay plan shows every part")
+
+
+def compared_with_use(found: MemoryPlan, used: int) -> str:
+    """One sentence, for the log and the ledger."""
+    apart = found.total / used - 1 if used else math.inf
+    words = f"GPU memory: {used / GIB:.2f} GiB at the most, {found.total / GIB:.2f} planned ({apart:+.0%})"
+    return words if abs(apart) <= NEAR else f"{words}: the plan is off by more than {NEAR:.0%}"
+
+
+def record_use(run: Run, found: MemoryPlan | None, device: str) -> None:
+    """What was used on the GPU so far beside what was planned, said and written down."""
+    if found is None or not device.startswith("cuda"):
+        return
+    used = torch.cuda.max_memory_allocated(device)
+    run.say(compared_with_use(found, used))
+    run.log(Event.MEMORY, used=used, planned=found.total, parts=found.parts, near=abs(found.total / used - 1) <= NEAR)

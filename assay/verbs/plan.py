@@ -1,0 +1,71 @@
+"""assay plan: say what a run would take of a device and a disk, by part, from config and headers alone."""
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from assay.config import argument, option, parse, passed_on
+from assay.recipes.grpo_options import Grpo
+from assay.recipes.options import Distill, Pretrain, Sft
+
+if TYPE_CHECKING:
+    from assay.recipes.memory_plan import MemoryPlan
+
+
+@dataclass(frozen=True)
+class FLAGS:
+    """Say what a run would take: memory of the device by part, disk, and the settings that would fit where these do not. Every option
+    that is not listed here is the recipe's own; no weight is loaded, and nothing is written."""
+
+    recipe: Literal["sft", "grpo", "distill", "pretrain"] = argument("the recipe; what it takes may follow")
+    memory: float | None = option("plan for a device with so many GiB", group="memory", metavar="GIB", above=0, default=None,
+                                  default_text="the GPU that is here")
+    json: bool = option("print JSON", default=False)
+    options: tuple[str, ...] = passed_on()
+
+
+EXAMPLES = """  assay plan sft --model ./qwen3-8b --lora-r 16 --micro-batch-tokens 4096
+  assay plan sft --model smollm2-135m --memory 16
+  assay plan grpo --model ./qwen3-8b --lora-r 16 --prompts 16 --num-generations 8 --memory 80
+  assay plan pretrain --corpus corpus --depth 12 --minutes 5"""
+PLANNED_RECIPES: dict[str, type[Sft] | type[Grpo] | type[Distill] | type[Pretrain]] = {
+    "sft": Sft, "grpo": Grpo, "distill": Distill, "pretrain": Pretrain}
+# What a recipe requires and a plan does not ask about.
+UNASKED = {"sft": ("--data", "--out"), "distill": ("--data", "--out"), "grpo": ("--data", "--out", "--reward"), "pretrain": ("--out",)}
+
+
+def run(flags: FLAGS) -> int:
+    from assay.recipes.memory_plan import GIB, alternatives, device_memory
+
+    found, device = planned(flags)
+    available = device_memory(device) if flags.memory is None else int(flags.memory * GIB)
+    fits = None if available is None else found.total <= available
+    instead = alternatives(found, available) if available is not None and not fits else []
+    if flags.json:
+        print(json.dumps(found.to_json() | {"available": available, "fits": fits, "alternatives": instead}, indent=1))
+        return 0 if fits is not False else 3
+    print("\n".join(found.lines()))
+    if available is not None:
+        others = "; ".join(instead) or "nothing that leaves the model as it is"
+        print(f"  {available / GIB:.1f} GiB are there: it {'fits' if fits else f'does not fit; what would: {others}'}")
+    return 0 if fits is not False else 3
+
+
+def planned(flags: FLAGS) -> tuple["MemoryPlan", str]:
+    """The plan and the device that it is for: with --memory a GPU, whether or not one is here."""
+    from assay.model.placement import default_device
+    from assay.recipes.memory_plan import plan_pretraining, plan_tuning
+
+    given = {word.partition("=")[0] for word in flags.options}
+    filled = [word for name in UNASKED[flags.recipe] if name not in given and "--config" not in given for word in (name, "unasked")]
+    config = parse(PLANNED_RECIPES[flags.recipe], [*flags.options, *filled], prog=f"assay plan {flags.recipe}", config_file=True)
+    device = config.device or ("cuda" if flags.memory is not None else default_device())
+    if isinstance(config, Pretrain):
+        from pathlib import Path
+
+        from assay.model.tokenizer import Tokenizer
+        from assay.recipes.pretrain import padded_vocab, shape
+
+        vocab = padded_vocab(Tokenizer.from_folder(Path(config.corpus)))
+        return plan_pretraining(config, shape(config, config.depth, vocab), device), device
+    return plan_tuning(config, device), device

@@ -1,0 +1,60 @@
+"""Proofs and snapshots on a GPU: the verdicts of the CPU, and copies that later steps cannot touch."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from assay.data.batch import Batch
+from assay.guard.kept_artifacts import KeptArtifacts
+from assay.guard.proof import ProofRequest, examine_artifact
+from assay.guard.proof_subject import ProofSampling
+from assay.learn.cuda_graph import GraphedAccumulate
+from assay.learn.objectives import next_token
+from assay.model.placement import place_for_training
+from assay.store.artifact import open_artifact
+from assay.store.checkpoint import Contents, open_checkpoint
+from assay.store.export_artifact import export_artifact
+from assay.store.saving import BackgroundSaver, owned_contents
+from assay.testing.tiny_models import save_adapter, save_model, tiny_model
+
+pytestmark = pytest.mark.gpu
+
+
+def test_a_proof_on_the_gpu_has_the_verdicts_of_one_on_the_cpu(tmp_path: Path):
+    base = save_model(tmp_path / "base", tiny_model()).folder
+    adapter = save_adapter(tmp_path / "adapter", base).folder
+    bound = export_artifact(open_artifact(adapter), "merged", tmp_path / "merged", "float32")
+    asked = {"adapter": {"against": str(base)}, "merged": {"against": str(adapter), "expect": "same", "bound": bound}, "base": {}}
+    kept = KeptArtifacts()
+    for name, options in [*asked.items(), ("adapter", asked["adapter"])]:
+        here, there = (examine_artifact(ProofRequest(str(tmp_path / name), **options, probing=ProofSampling(4, device)), of)
+                       for device, of in (("cpu", None), ("cuda", kept)))
+        assert [(v.check, v.outcome) for v in here] == [(v.check, v.outcome) for v in there], (here, there)
+        assert there[0].evidence["device"] == "cuda", there[0]
+
+
+def test_a_snapshot_on_the_gpu_is_what_was_there_when_it_was_asked_for(tmp_path: Path):
+    weight = torch.arange(4_000_000.0, device="cuda")
+    before = weight.cpu()
+    contents = Contents("model", {"w": weight}, optimizer={"m": weight}, trainer={"step": 1})
+    assert owned_contents(contents).weights["w"].is_cuda
+    with BackgroundSaver() as saver:
+        saver.save(tmp_path / "c", contents)
+        for _ in range(50):
+            weight.mul_(1.5)
+    found = open_checkpoint(tmp_path / "c")
+    assert torch.equal(found.weights()["w"], before)
+    assert torch.equal((found.optimizer() or {})["m"], before)
+
+
+def test_a_graph_is_captured_while_a_save_leaves_the_gpu(tmp_path: Path):
+    """In torch's default mode of capture anything that another thread asks of the GPU may invalidate the graph."""
+    large = {"w": torch.ones(100_000_000, device="cuda")}
+    model, objective = place_for_training(tiny_model(), "cuda"), next_token
+    batch = Batch(torch.randint(0, 250, (4, 16)), torch.ones(4, 16).index_fill(1, torch.tensor([0]), 0.0))
+    with BackgroundSaver() as saver:
+        for number in range(4):
+            saver.save(tmp_path / str(number), Contents("model", large, trainer={"step": 1}))
+            found = GraphedAccumulate()(model, objective, batch, 2, float(batch.weight.sum()))
+            assert torch.isfinite(found.loss)

@@ -1,0 +1,173 @@
+"""Kept proving processes: the verdicts of a fresh one, what they remember and say so, and what becomes of one that dies or hangs."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from assay.guard import behaviour_checks, proof
+from assay.guard.kept_artifacts import KeptArtifacts, proof_device
+from assay.guard.proof import ProofRequest, examine_artifact, prove, prove_checkpoint
+from assay.guard.proof_subject import ProofSampling
+from assay.guard.proving_process import PROVING_PROCESSES, ProvingProcess
+from assay.store.artifact import open_artifact
+from assay.store.checkpoint import open_checkpoint
+from assay.store.export_artifact import export_artifact
+from assay.testing.tiny_models import save_adapter, save_model, tiny_model
+from assay.verdict import Outcome, Verdict, overall, without_optional
+
+QUICK = ProofSampling(samples=0)
+
+
+def outcomes(verdicts: list[Verdict]) -> dict[str, Outcome]:
+    return {verdict.check: verdict.outcome for verdict in verdicts}
+
+
+def reasons(verdicts: list[Verdict]) -> dict[str, str]:
+    return {verdict.check: verdict.reason for verdict in verdicts}
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    return save_model(tmp_path / "base", tiny_model()).folder
+
+
+@pytest.fixture
+def adapter(tmp_path: Path, base: Path) -> Path:
+    return save_adapter(tmp_path / "adapter", base).folder
+
+
+@pytest.fixture
+def kept() -> Iterator[ProvingProcess]:
+    with PROVING_PROCESSES.keeping():
+        PROVING_PROCESSES.start_early(1, "cpu")
+        yield PROVING_PROCESSES._idle[0]
+
+
+def test_a_kept_process_gives_a_fresh_ones_verdicts_and_says_what_it_kept(base: Path, adapter: Path, kept: ProvingProcess):
+    request = ProofRequest(str(adapter), against=str(base), probing=QUICK)
+    fresh = examine_artifact(request)
+    first, second = prove(request), prove_checkpoint(adapter, against=str(base), probing=QUICK)
+    assert kept.asked == 2
+    assert outcomes(first) == outcomes(second) == outcomes(fresh)
+    assert "earlier proof of this process" not in reasons(first)["whole"]
+    assert f"{base} is as it was when an earlier proof of this process hashed it" in reasons(second)["whole"]
+    mark = open_checkpoint(adapter).hallmark
+    assert mark is not None
+    assert mark["verdicts"][0]["evidence"]["kept_open"] == [str(base)]
+
+
+def test_what_changed_since_it_was_kept_is_read_again(base: Path, adapter: Path):
+    kept, request = KeptArtifacts(), ProofRequest(str(adapter), against=str(base), probing=QUICK)
+    assert Outcome.REFUTED not in outcomes(examine_artifact(request, kept)).values()
+    file = base / "model.safetensors"
+    before = file.stat()
+    with file.open("r+b") as weights:
+        weights.seek(-1, os.SEEK_END)
+        last = weights.read(1)
+        weights.seek(-1, os.SEEK_END)
+        weights.write(bytes([last[0] ^ 1]))
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))  # as a tool may that keeps times
+    assert "hash to" in reasons(examine_artifact(request, kept))["architecture"]
+
+
+def test_what_is_proven_is_never_kept(base: Path):
+    kept, request = KeptArtifacts(), ProofRequest(str(base), probing=QUICK)
+    examine_artifact(request, kept)
+    assert kept._kept == []
+
+
+def test_a_kept_process_that_dies_is_replaced_by_a_fresh_one(base: Path, kept: ProvingProcess):
+    request, kept.asked = ProofRequest(str(base), probing=QUICK), 1  # it has proven something before
+    assert kept.process is not None
+    pid = kept.process.pid
+    os.kill(pid, signal.SIGSTOP)
+    threading.Thread(target=lambda: (time.sleep(0.3), os.kill(pid, signal.SIGKILL))).start()
+    verdicts = prove(request)
+    assert kept.asked == 2
+    assert not kept.alive
+    assert overall(without_optional(verdicts)) is Outcome.PROVEN
+
+
+def test_a_process_that_dies_on_its_first_proof_proves_nothing(base: Path, kept: ProvingProcess):
+    assert kept.process is not None
+    pid = kept.process.pid
+    os.kill(pid, signal.SIGSTOP)
+    threading.Thread(target=lambda: (time.sleep(0.3), os.kill(pid, signal.SIGKILL))).start()
+    (verdict,) = prove(ProofRequest(str(base), probing=QUICK))
+    assert (verdict.check, verdict.outcome) == ("process", Outcome.UNPROVEN)
+
+
+def test_a_kept_process_that_hangs_proves_nothing_and_is_gone(base: Path, kept: ProvingProcess):
+    assert kept.process is not None
+    os.kill(kept.process.pid, signal.SIGSTOP)
+    (verdict,) = prove_checkpoint(base, timeout=0.3)
+    assert (verdict.check, verdict.outcome) == ("process", Outcome.UNPROVEN)
+    assert open_checkpoint(base).hallmark is None
+    assert not kept.alive
+    assert PROVING_PROCESSES._idle == []
+
+
+def test_processes_end_with_whoever_kept_them(kept: ProvingProcess):
+    process = kept.process
+    assert process is not None
+    with PROVING_PROCESSES.keeping():
+        pass
+    assert kept.alive
+    PROVING_PROCESSES._keepers -= 1
+    with PROVING_PROCESSES.keeping():
+        pass
+    PROVING_PROCESSES._keepers += 1
+    assert process.poll() is not None
+
+
+# ---------------------------------------------------------------- on another device
+
+
+def test_on_another_device_the_verdicts_are_the_same(base: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """`cpu:0` is another device by name: all that a GPU's proof moves, shares and keeps, is moved, shared and kept."""
+    bound = export_artifact(open_artifact(adapter), "merged", tmp_path / "merged", "float32")
+    requests = [ProofRequest(str(adapter), str(base), probing=QUICK),
+                ProofRequest(str(tmp_path / "merged"), str(adapter), expect="same", bound=bound, probing=QUICK)]
+    here = [outcomes(examine_artifact(request)) for request in requests]
+    monkeypatch.setattr(proof, "_device", lambda *_: ("cpu:0", None))
+    kept = KeptArtifacts()
+    there = [examine_artifact(request, kept) for request in (*requests, requests[0])]
+    assert [outcomes(verdicts) for verdicts in there] == [*here, here[0]]
+    assert {verdict.evidence["device"] for verdicts in there for verdict in verdicts if verdict.check == "whole"} == {"cpu:0"}
+
+
+def test_a_kept_base_is_loaded_once_by_either_library(base: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch):
+    loaded, load = [], behaviour_checks._load_with_transformers
+    monkeypatch.setattr(behaviour_checks, "_load_with_transformers", lambda artifact: loaded.append(artifact.path) or load(artifact))
+    monkeypatch.setattr(proof, "_device", lambda *_: ("cpu:0", None))
+    kept, request = KeptArtifacts(), ProofRequest(str(adapter), str(base), probing=QUICK)
+    first, second = examine_artifact(request, kept), examine_artifact(request, kept)
+    assert loaded == [base]
+    assert outcomes(first) == outcomes(second)
+    assert outcomes(second)["consumer"] is Outcome.PROVEN
+    with torch.no_grad():  # a bit of the base that is kept in memory changes between two proofs
+        kept._kept[0].model("cpu:0").get_parameter("norm.weight")[0] += 1
+    assert "norm.weight" in reasons(examine_artifact(request, kept))["loaded"]
+
+
+def test_a_device_that_fails_says_nothing_of_the_artifact(base: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(proof, "_device", lambda *_: ("meta", None))
+    verdicts = examine_artifact(ProofRequest(str(base), probing=QUICK))
+    assert overall(without_optional(verdicts)) is Outcome.PROVEN
+    assert "proven on the CPU, since the proof on meta died" in reasons(verdicts)["whole"]
+
+
+@pytest.mark.parametrize(("free", "headroom", "device"), [(60, 0, "cuda"), (29, 0, "cpu"), (60, 40, "cpu"), (31, 0, "cuda")])
+def test_a_proof_takes_the_gpu_only_where_the_run_will_not_miss_it(free: int, headroom: int, device: str, monkeypatch: pytest.MonkeyPatch):
+    gib = 2**30
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free * gib, 80 * gib))
+    found, why = proof_device("cuda", 20 * gib, headroom * gib)
+    assert found == device
+    assert (why is None) == (device == "cuda")
+    assert proof_device("cpu", 20 * gib) == ("cpu", None)

@@ -1,0 +1,135 @@
+"""Memory plans: parameters as the real models have them, parts that follow the options, and refusals that say what would fit."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from assay.cli import run as assay
+from assay.errors import UsageError
+from assay.model.families import config_from_hf
+from assay.recipes import memory_plan, sft
+from assay.recipes.memory_plan import (
+    GIB,
+    PlannedModel,
+    PlannedWork,
+    adapter_parameters,
+    alternatives,
+    compared_with_use,
+    plan_memory,
+    planned_model,
+    require_fit,
+)
+from assay.recipes.options import Sft
+from assay.testing.tiny_models import save_hf_folder, tiny_model, tiny_tokenizer
+
+QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "head_dim": 128,
+         "hidden_act": "silu", "max_position_embeddings": 40960, "num_key_value_heads": 8, "rms_norm_eps": 1e-6,
+         "rope_theta": 1000000, "vocab_size": 151936, "torch_dtype": "bfloat16"}
+REAL: dict[str, tuple[dict[str, Any], int]] = {
+    "Qwen3-8B": (QWEN3 | {"hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32, "num_hidden_layers": 36,
+                          "tie_word_embeddings": False}, 8_190_735_360),
+    "Qwen3-0.6B": (QWEN3 | {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_hidden_layers": 28,
+                            "tie_word_embeddings": True}, 596_049_920),
+    "SmolLM2-1.7B": ({"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "hidden_size": 2048,
+                      "intermediate_size": 8192, "max_position_embeddings": 8192, "num_attention_heads": 32, "num_hidden_layers": 24,
+                      "num_key_value_heads": 32, "rms_norm_eps": 1e-5, "rope_theta": 130000, "tie_word_embeddings": True,
+                      "torch_dtype": "bfloat16", "vocab_size": 49152}, 1_711_376_384),
+}
+
+
+def real(name: str) -> PlannedModel:
+    config = config_from_hf(REAL[name][0], (), name)
+    return PlannedModel(config, 2 * PlannedModel(config, 0).parameters)
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_parameters_are_those_of_the_real_models(name: str):
+    assert real(name).parameters == REAL[name][1]
+
+
+def test_an_adapter_has_as_many_parameters_as_peft_gives_it():
+    assert adapter_parameters(real("Qwen3-8B").config, 16) == 43_646_976  # what PEFT says of Qwen3-8B with r=16 on all linear layers
+    assert adapter_parameters(real("Qwen3-8B").config, 16, ("q_proj",)) == 36 * 16 * (4096 + 4096)
+
+
+def test_every_part_of_a_large_adapter_run():
+    found = plan_memory(real("Qwen3-8B"), PlannedWork(4, 1024, lora_r=16))
+    assert found.parts["weights"] == 2 * 8_190_735_360, "what is frozen stays in bf16, once"
+    assert found.parts["masters"] == found.parts["gradients"] == 4 * 43_646_976
+    assert found.parts["moments"] == 8 * 43_646_976
+    assert 15 * GIB < found.parts["activations"] < 25 * GIB
+    assert found.parts["logits"] < GIB, "never whole"
+    assert sum(found.parts.values()) == found.total
+    less = plan_memory(real("Qwen3-8B"), PlannedWork(1, 1024, lora_r=16, checkpointing=True))
+    assert less.total < 24 * GIB
+    whole = plan_memory(real("SmolLM2-1.7B"), PlannedWork(4, 1024))
+    assert whole.parts["weights"] == 0
+    assert whole.parts["moments"] == 8 * 1_711_376_384
+
+
+def test_what_does_not_fit_is_refused_with_what_would():
+    found = plan_memory(real("Qwen3-8B"), PlannedWork(16, 1024, lora_r=16))
+    require_fit(found, 139 * GIB, "cuda")
+    with pytest.raises(UsageError, match=r"cuda has 40\.0; these would fit: --micro-batch-tokens"):
+        require_fit(found, 40 * GIB, "cuda")
+    with pytest.raises(UsageError, match="nothing that leaves the model as it is would fit"):
+        require_fit(found, 4 * GIB, "cuda")
+    assert alternatives(plan_memory(real("Qwen3-8B"), PlannedWork(4, 1024)), 80 * GIB)[0].startswith("--lora-r 16")
+    long = plan_memory(real("Qwen3-8B"), PlannedWork(4, 4096, lora_r=16))
+    assert alternatives(long, 30 * GIB)[0].startswith("--gradient-checkpointing")
+
+
+def test_use_is_told_beside_the_plan():
+    found = plan_memory(real("Qwen3-0.6B"), PlannedWork(4, 1024, lora_r=16))
+    assert "off by more" not in compared_with_use(found, int(found.total * 1.05))
+    assert "off by more than 10%" in compared_with_use(found, int(found.total * 1.3))
+
+
+def test_a_run_that_cannot_fit_is_refused_before_a_weight_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from assay.recipes import starting_model
+
+    folder = save_hf_folder(tmp_path / "model", tiny_model("qwen3"))
+    monkeypatch.setattr(memory_plan, "device_memory", lambda _: 1 << 20)
+    monkeypatch.setattr(starting_model, "open_artifact", lambda *_, **__: pytest.fail("a weight was read"))
+    (tmp_path / "a.jsonl").write_text('{"prompt": "1", "completion": "2"}\n' * 9)
+    config = Sft(model=str(folder), data=(str(tmp_path / "a.jsonl"),), out=str(tmp_path / "run"), max_steps=1, device="cpu")
+    with pytest.raises(UsageError, match="this run needs about"):
+        sft.sft(config, lambda _: None)
+
+
+def test_a_tokenizer_with_more_ids_than_rows_is_found_before_step_1(tmp_path: Path):
+    folder = save_hf_folder(tmp_path / "model", tiny_model("llama"))
+    more = tiny_tokenizer(words=[f"word{i}" for i in range(400)])
+    for name, data in more.files().items():
+        (folder / name).write_bytes(data)
+    (tmp_path / "a.jsonl").write_text('{"prompt": "1", "completion": "2"}\n' * 9)
+    config = Sft(model=str(folder), data=(str(tmp_path / "a.jsonl"),), out=str(tmp_path / "run"), max_steps=1, device="cpu")
+    with pytest.raises(UsageError, match=r"tokenizer has ids up to \d+, and the model has 320 rows"):
+        sft.sft(config, lambda _: None)
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_verb_answers_from_a_config_alone(tmp_path: Path, capsys: pytest.CaptureFixture):
+    (tmp_path / "qwen").mkdir()
+    (tmp_path / "qwen" / "config.json").write_text(json.dumps(REAL["Qwen3-8B"][0]))
+    began = time.perf_counter()
+    assert assay(["plan", "sft", "--model", str(tmp_path / "qwen"), "--lora-r", "16", "--micro-batch-tokens", "4096", "--memory", "139",
+                  "--json"]) == 0
+    assert time.perf_counter() - began < 2
+    told = json.loads(capsys.readouterr().out)
+    assert (told["parameters"], told["trained"], told["fits"]) == (8_190_735_360, 43_646_976, True)
+    assert assay(["plan", "grpo", "--model", str(tmp_path / "qwen"), "--lora-r", "16", "--memory", "24"]) == 3
+    said = capsys.readouterr().out
+    assert "does not fit" in said
+    assert "cache" in said
+    assert list(tmp_path.iterdir()) == [tmp_path / "qwen"], "nothing is written"
+
+
+def test_headers_say_what_is_stored(tmp_path: Path):
+    model = tiny_model("qwen3")
+    assert planned_model(save_hf_folder(tmp_path / "model", model)).stored == sum(4 * p.numel() for p in model.parameters())
+    assert torch.float32.itemsize == 4
