@@ -58,7 +58,7 @@ build/judges/.ready: tests/judges/requirements.txt pyproject.toml
 	@touch $@
 
 judges: build/judges/.ready   ## other people's tests, from PyPI and from the checkouts in JUDGES=FOLDER; docs/scorecard.md
-	@test -n "$(JUDGES)" || { echo "make judges JUDGES=FOLDER, the folder with your checkouts of llama.cpp, JSON-Schema-Test-Suite, safetensors and trl"; exit 2; }
+	@test -n "$(JUDGES)" || { echo "make judges JUDGES=FOLDER, a folder with checkouts (see tests/judges/__init__.py)"; exit 2; }
 	OMP_NUM_THREADS=1 build/judges/bin/python -m tests.judges $(JUDGES)
 
 mirror: build/judges/.ready   ## faults of the zoo in plain folders, given to transformers, PEFT, TRL and lm-eval; docs/mirror.md

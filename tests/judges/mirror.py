@@ -120,9 +120,8 @@ MODEL_FAULTS: dict[str, tuple[bool, Plant]] = {  # sharded?, plant
 
 
 def other_rope(fields: dict[str, Any]) -> dict[str, Any]:
-    if isinstance(fields.get("rope_parameters"), dict):
-        return fields | {"rope_parameters": fields["rope_parameters"] | {"rope_theta": 500000.0}}
-    return fields | {"rope_theta": 500000.0}
+    newer = {"rope_parameters": fields["rope_parameters"] | {"rope_theta": 500000.0}} if "rope_parameters" in fields else {}
+    return fields | {"rope_theta": 500000.0} | newer
 
 
 def model_rows(scratch: Path) -> Iterator[Row]:
@@ -312,9 +311,9 @@ def outcome(act: Callable[[], object], usual: set[str]) -> str:
         for logger in loggers:
             logger.removeHandler(heard)
     messages = heard.messages | {str(warning.message)[:40] for warning in warned}
-    more, first = messages - usual, not usual
-    usual |= messages | {""}  # no longer empty
-    return "no error, a warning" if more and not first else "no error"
+    if not usual:
+        usual |= messages | {"the clean twin was heard"}
+    return "no error, a warning" if messages - usual else "no error"
 
 
 class LogKeeper(logging.Handler):
@@ -358,8 +357,8 @@ def page(rows: list[Row]) -> str:
     ours, without = sum(objects(row.ours) for row in silent), sum(objects(row.without or row.ours) for row in silent)
     alarms = sum(objects(row.ours) or objects(row.without) for row in clean)
     found = (f"{len(silent)} of {len(planted)} faults pass without an error ({warned} of them with a warning). To these {len(silent)} "
-             f"Assay objects {ours} times, and {without} times where the folder has no manifest. Clean twins: {len(clean)}, objections to them: "
-             f"{alarms}.")
+             f"Assay objects {ours} times, and {without} times where the folder has no manifest. Clean twins: "
+             f"{len(clean)}, objections to them: {alarms}.")
     made = (f"Versions: {packages('transformers', 'peft', 'trl', 'lm-eval', 'torch')}. Made {datetime.date.today().isoformat()} by "
             "`make mirror` (`tests/judges/mirror.py`).")
     lines = [HEAD, found, "", made, "",
