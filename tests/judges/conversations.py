@@ -38,6 +38,8 @@ LEARNED: dict[str, dict[str, Any]] = {"plain": {"messages": [ASK, ANSWER]}, "two
                                       "tools": {"messages": [ASK, CALLED], "tools": [TOOL]}, "reasoning": {"messages": [ASK, REASONED]}}
 SPECIAL = re.compile(r"<[|｜][^<>{}'\"\s]{1,60}[|｜]>|</?[A-Za-z_][\w:.-]{0,40}>|\[/?[A-Z_]{2,30}\]")
 
+PLAIN = re.compile(r"</?(?!s>|(?:start|end)_of_|eos|bos|user|assistant|system)[A-Za-z_][\w:.-]*>")  # as <think>: tokens, none special
+
 
 def templates(folder: Path) -> dict[str, str]:
     """Every different chat template of the checkouts, by the path below FOLDER."""
@@ -54,11 +56,12 @@ def templates(folder: Path) -> dict[str, str]:
 
 def tokenizer_for(template: str, eos: str = "</s>") -> Tokenizer:
     """A byte-level BPE that knows the special tokens that the template spells out."""
-    special = list(dict.fromkeys(["<s>", "</s>", eos, *SPECIAL.findall(template)]))
+    spelled = list(dict.fromkeys(["<s>", "</s>", eos, *SPECIAL.findall(template)]))
     document = json.loads(_alphabet())
     first = max(document["model"]["vocab"].values()) + 1
-    document["added_tokens"] = [{"id": first + k, "content": token, "special": True, "single_word": False, "lstrip": False, "rstrip": False,
-                                 "normalized": False} for k, token in enumerate(special)]
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    document["added_tokens"] = [{"id": first + k, "content": token, "special": token == eos or not PLAIN.fullmatch(token), **plain}
+                                for k, token in enumerate(spelled)]
     return Tokenizer.from_parts(document, chat_template=template, bos_token="<s>", eos_token=eos)
 
 

@@ -13,6 +13,7 @@ import datetime
 import io
 import json
 import logging
+import re
 import shutil
 import sys
 import tempfile
@@ -372,6 +373,7 @@ def objects(words: str) -> bool:
 
 
 def flat(text: str) -> str:
+    text = re.sub(r"\b([0-9a-f]{12})[0-9a-f]{20,52}", r"\1…", text)  # digests
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
 
 

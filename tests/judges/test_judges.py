@@ -7,8 +7,9 @@ import pytest
 
 from assay.errors import DataError
 from assay.reward.json_schema import check_schema
-from tests.judges import broken_gguf, json_schema, safetensors_attacks
+from tests.judges import broken_gguf, json_schema, safetensors_attacks, sft_masks
 from tests.judges.__main__ import main, scorecard
+from tests.judges.conversations import LEARNED, tokenizer_for
 from tests.judges.score import Score, checkout_version
 
 SUITE = [{"description": "numbers", "schema": {"type": "integer"}, "tests": [
@@ -67,6 +68,17 @@ def test_a_schema_of_draft_3_that_extends_one_other_is_refused_in_words():
         check_schema(one)
     check_schema(one | {"extends": [{"type": "string"}]})
     check_schema({"$schema": json_schema.DIALECTS["draft7"], "extends": {"type": "string"}})
+
+
+CHANNELS = """{%- for message in messages %}{%- if message.role == 'assistant' %}<|start|>assistant<|channel|>final<|message|>
+{{- message.content }}<|return|>{%- else %}<|start|>{{ message.role }}<|message|>{{ message.content }}<|end|>{%- endif %}{%- endfor %}
+{%- if add_generation_prompt %}<|start|>assistant{%- endif %}"""
+
+
+def test_marks_that_a_template_puts_before_every_answer_are_no_other_turns(tmp_path):
+    """gpt-oss writes a channel before an answer's words, and a plain row of its was refused."""
+    tokenizer = sft_masks.ended(tokenizer_for(CHANNELS))
+    assert sft_masks.supervised(tokenizer, LEARNED["plain"], tmp_path) == ["<|channel|>final<|message|>925 parts of 1000.<|return|>"]
 
 
 def test_a_page_has_a_line_for_a_judge_without_faults_and_quotes_markup_as_text():
