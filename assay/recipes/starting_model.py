@@ -261,8 +261,10 @@ def trainable(config: Trained, parent: Artifact, tokenizer: Tokenizer) -> Traine
     whole = parent.patch is None and not config.lora_r
     model, ancestor = build_model(parent, torch.float32 if whole else None), Ancestor(parent.digest, str(parent.path.resolve()))
     # Memory of its own where all is trained: what is learned must not change the parent it is held against.
+    given_away = {tensor.data_ptr() for tensor in parent.tensors.values()}
     for parameter in model.parameters() if whole else ():
-        parameter.data = parameter.data.clone()
+        if parameter.data_ptr() in given_away:  # others were widened, and are copies already
+            parameter.data = parameter.data.clone()
     same, moved = Lineage("same", ancestor), Lineage("moved", ancestor)
     if parent.patch is not None and parent.base is not None and parent.adapter is not None:
         if parent.patch.replaced:
@@ -278,7 +280,7 @@ def trainable(config: Trained, parent: Artifact, tokenizer: Tokenizer) -> Traine
     if not config.lora_r:
         if config.lora_target_modules or config.lora_alpha or config.use_rslora:
             raise UsageError("--lora-alpha, --lora-target-modules and --use-rslora are for adapters; give --lora-r too")
-        largest = max(float(tensor.abs().max()) for tensor in parent.tensors.values())
+        largest = max(float(max(end.abs() for end in tensor.aminmax())) for tensor in parent.tensors.values())
         return WholeModel(model.requires_grad_(True), tokenizer, parent.stops, Ancestry(same, moved, largest))
     alpha = config.lora_alpha or 2 * config.lora_r
     scale = alpha / (config.lora_r**0.5 if config.use_rslora else config.lora_r)
