@@ -144,7 +144,7 @@ def test_on_another_device_the_verdicts_are_the_same(base: Path, adapter: Path, 
 
 def test_a_kept_base_is_loaded_once_by_either_library(base: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch):
     loaded, load = [], behaviour_checks._load_with_transformers
-    monkeypatch.setattr(behaviour_checks, "_load_with_transformers", lambda artifact: loaded.append(artifact.path) or load(artifact))
+    monkeypatch.setattr(behaviour_checks, "_load_with_transformers", lambda artifact, **options: loaded.append(artifact.path) or load(artifact, **options))
     monkeypatch.setattr(proof, "_device", lambda *_: ("cpu:0", None))
     kept, request = KeptArtifacts(), ProofRequest(str(adapter), str(base), probing=QUICK)
     first, second = examine_artifact(request, kept), examine_artifact(request, kept)
