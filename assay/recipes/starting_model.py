@@ -30,6 +30,8 @@ from assay.store.peft import write_adapter
 from assay.store.saving import Ancestor, Lineage, adapter_contents, model_contents
 from assay.verdict import Outcome, overall, without_optional
 
+MERGED_UNASKED = 4 * 10**9  # bytes of a base
+
 # ---------------------------------------------------------------- trained weights
 
 
@@ -125,6 +127,13 @@ class AdapterModel:
 
 
 TrainedWeights = WholeModel | AdapterModel
+
+
+def writes_merged(config: Trained, base: str | Path) -> bool:
+    """Whether an adapter is handed over merged too: of a large base that takes minutes and twice its bytes, and PEFT, vLLM and
+    `assay serve` take RUN/adapter as it is."""
+    stored = sum(file.stat().st_size for file in Path(base).glob("*.safetensors"))
+    return stored <= MERGED_UNASKED if config.merge is None else config.merge == "always"
 
 # ---------------------------------------------------------------- the starting model
 
