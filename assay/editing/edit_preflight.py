@@ -1,6 +1,7 @@
 """Edit preflight: the right places, the right targets, keys that are the model's own, and padding that counts for nothing."""
 
 from collections.abc import Collection, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -53,7 +54,7 @@ def check_keys(model: Transformer, ids: Sequence[int]) -> Verdict:
     handles += [block.mlp.down.register_forward_pre_hook(lambda _, inputs: keys.append(inputs[0])) for block in blocks]
     with block_hooks.hooked(handles):
         model.hidden(torch.tensor([list(ids)], device=model.embed.weight.device))
-    cosines = [float(torch.nn.functional.cosine_similarity(key.double().flatten(), _key_by_rows(block.mlp, x).flatten(), dim=0))
+    cosines = [float(torch.nn.functional.cosine_similarity(key.double().flatten(), _key_by_rows(cast(Mlp, block.mlp), x).flatten(), dim=0))
                for block, x, key in zip(blocks, entering, keys, strict=True)]
     worst = min(range(len(cosines)), key=lambda layer: cosines[layer])
     words = f"the keys of {len(cosines)} layers agree with their weights by cosine {cosines[worst]:.6f} at the least (layer {worst})"

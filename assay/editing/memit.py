@@ -19,7 +19,7 @@ from assay.editing.targets import Target, TargetOptions, find_targets
 from assay.errors import UsageError
 from assay.model.patch import LowRank, Patch, patched
 from assay.model.tokenizer import Tokenizer
-from assay.model.transformer import Transformer
+from assay.model.transformer import ModelConfig, Transformer
 
 Solver = Callable[[int, Tensor, Tensor], Factors]  # (layer, residuals_Dn, keys_Fn)
 
@@ -82,7 +82,17 @@ def alphaedit_solver(moments: Mapping[int, Tensor], share: float, ridge: float, 
     return solve
 
 
+def refuse_uneditable(config: ModelConfig) -> None:
+    """An edit solves for what one matrix of a layer adds to the stream, which must be what the layer adds."""
+    if config.experts is not None:
+        raise UsageError(f"{config.family} has experts in the place of a layer's one MLP, and edits of those are not supported")
+    if config.post_norms or config.residual_scale is not None:
+        raise UsageError(f"{config.family} norms or scales what an MLP says before it is added, and edits solve for what is added as it "
+                         "is; such a model is not edited")
+
+
 def checked_layers(model: Transformer, layers: Sequence[int]) -> list[int]:
+    refuse_uneditable(model.config)
     ordered = sorted(set(layers))
     if not ordered or ordered[0] < 0 or ordered[-1] >= model.config.depth:
         raise UsageError(f"layers {list(layers)}: this model's are 0 to {model.config.depth - 1}; name at least one of them")

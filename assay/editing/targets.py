@@ -22,7 +22,17 @@ from assay.editing.contexts import Contexts
 from assay.editing.facts import Fact
 from assay.editing.subject_tokens import SubjectSpan, answer_ids, locate_subject
 from assay.errors import DataError
-from assay.model.attention import PADDING, AttentionMask, TokenLayout, attend, document_causal_mask, positions_in_document, token_layout
+from assay.model.attention import (
+    PADDING,
+    PLAIN_RULE,
+    AttentionMask,
+    AttentionRule,
+    TokenLayout,
+    attend,
+    document_causal_mask,
+    positions_in_document,
+    token_layout,
+)
 from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import Transformer
 
@@ -41,18 +51,18 @@ class RecordingCache(NamedTuple):
         assert len(self.keys) == index, "layers run in order"
         return self
 
-    def attend(self, q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, mask: AttentionMask) -> Tensor:
+    def attend(self, q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, mask: AttentionMask, rule: AttentionRule = PLAIN_RULE) -> Tensor:
         self.keys.append(k_BTKd)
         self.values.append(v_BTKd)
-        return attend(q_BTHd, k_BTKd, v_BTKd, mask)
+        return attend(q_BTHd, k_BTKd, v_BTKd, mask, rule)
 
 
 class PrefixCacheLayer(NamedTuple):
     keys_BSKd: Tensor
     values_BSKd: Tensor
 
-    def attend(self, q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, mask: AttentionMask) -> Tensor:
-        return attend(q_BTHd, torch.cat([self.keys_BSKd, k_BTKd], 1), torch.cat([self.values_BSKd, v_BTKd], 1), mask)
+    def attend(self, q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, mask: AttentionMask, rule: AttentionRule = PLAIN_RULE) -> Tensor:
+        return attend(q_BTHd, torch.cat([self.keys_BSKd, k_BTKd], 1), torch.cat([self.values_BSKd, v_BTKd], 1), mask, rule)
 
 
 class PrefixCache(NamedTuple):

@@ -103,7 +103,10 @@ class Engine:
                              f"{model.config.max_length} tokens, the model's context")
         self.weights = SamplerWeights(model, device)
         on_gpu = self.weights.device.type == "cuda"
-        graphed = on_gpu if graphed is None else graphed
+        mixture = model.config.experts is not None  # which experts a token goes to is read on the host, so no graph can hold a step
+        if mixture and graphed:
+            raise UsageError("a mixture of experts is sampled without CUDA graphs; leave graphed=True out")
+        graphed = on_gpu and not mixture if graphed is None else graphed
         self.slots = Slots(self.weights, slots, length, steps or (STEPS_PER_LAUNCH if on_gpu else 1), graphed=graphed)
         self.length, self.stop_ids, self.version, self.tokenizer = length, tuple(stop_ids), version, tokenizer
         self._launches_ahead = 2 if on_gpu else 1  # launches under way at once: a GPU has work while the host reads what it did before

@@ -18,7 +18,7 @@ from torch import Tensor
 from assay.generate.sampler_weights import SamplerWeights
 from assay.model.attention import PADDING, document_starts, documents_from_lengths, variable_length_kernel
 from assay.model.kv_cache import PrefillView, SlotCache
-from assay.model.placement import to_device, uncompiled
+from assay.model.placement import BESIDE_OTHERS, to_device, uncompiled
 
 LEAST, GROWTH = 512, 2  # widths of a packed row: the least, and how many times as much the next one takes
 
@@ -40,7 +40,8 @@ class Prefill:
     def __init__(self, weights: SamplerWeights, cache: SlotCache, *, graphed: bool):
         self.weights, self.cache = weights, cache
         half = weights.dtype in (torch.bfloat16, torch.float16)  # all that the kernel takes
-        self.packs = weights.device.type == "cuda" and half and variable_length_kernel() is not None
+        fused = weights.model.config.fused_attention  # one long row of many prompts is for a kernel that knows no caps and no sinks
+        self.packs = weights.device.type == "cuda" and half and fused and variable_length_kernel() is not None
         self.graphed = graphed and self.packs
         self._graphs: dict[int, Callable[[PrefillBatch], None] | None] = {}  # by width; None: was needed once
 
@@ -70,7 +71,7 @@ class Prefill:
         """No pass before it to warm up: one of this width has been made."""
         fixed = PrefillBatch(*(part.clone() for part in filled))
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, capture_error_mode=BESIDE_OTHERS):
             self.run(fixed)
         return functools.partial(_replay, graph, fixed)
 

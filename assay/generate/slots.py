@@ -20,8 +20,8 @@ from assay.kernels import cached_attention
 from assay.kernels.advance_slots import NO_TOKEN, SlotState, TokenLog, advance_slots
 from assay.kernels.draw_tokens import SamplingRule, draw_tokens
 from assay.model.kv_cache import DecodeView, SlotCache
-from assay.model.placement import to_device
-from assay.model.transformer import run_blocks
+from assay.model.placement import BESIDE_OTHERS, to_device
+from assay.model.transformer import ModelConfig, run_blocks
 
 INTS = ("token", "position", "end", "running", "key", "top_k")  # then the stop ids
 FLOATS = ("temperature", "top_p", "min_p", "penalty")
@@ -139,7 +139,7 @@ class Slots:
         """A few blocks at a time, so that all layers share one compiled graph, and what ends a block is fused with what begins the next."""
         model = self.weights.model
         cached_attention.register_cached_attention()
-        model.run, model.together = torch.compile(run_blocks, dynamic=False, **options), blocks_per_graph(model.config.windows)
+        model.run, model.together = torch.compile(run_blocks, dynamic=False, **options), blocks_per_graph(model.config)
 
     def _capture(self, penalise: bool) -> torch.cuda.CUDAGraph:
         """With every slot at rest, so that the steps of the warm-up change nothing. Training compiles the same code for its own shapes,
@@ -155,7 +155,7 @@ class Slots:
                 self.step(length, penalise)
         torch.cuda.current_stream(self.device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, capture_error_mode=BESIDE_OTHERS):
             self.step(length, penalise)
         self.running.copy_(resting)
         return graph
@@ -190,7 +190,7 @@ class Slots:
         return to_device(torch.tensor(values, dtype=torch.int64), self.device)
 
 
-def blocks_per_graph(windows: tuple[int | None, ...]) -> int:
-    """How many blocks to compile as one: a part of the depth after which windows repeat, so that one graph serves all parts."""
-    depth = len(windows)
-    return max((n for n in range(1, MOST_BLOCKS_PER_GRAPH + 1) if depth % n == 0 and windows[:n] * (depth // n) == windows), default=1)
+def blocks_per_graph(config: ModelConfig) -> int:
+    """How many blocks to compile as one: a part of the depth after which kinds of layers repeat, so that one graph serves all parts."""
+    depth, kinds = config.depth, [config.layer_kind(layer) for layer in range(config.depth)]
+    return max((n for n in range(1, MOST_BLOCKS_PER_GRAPH + 1) if depth % n == 0 and kinds[:n] * (depth // n) == kinds), default=1)

@@ -27,7 +27,6 @@ from assay.guard.proof_subject import ProofSubject
 from assay.health.degenerate import Expected
 from assay.health.generation_probe import Health, ModelGenerator, compare_health, probe
 from assay.health.probe_prompts import BUILT_IN_PROMPTS, TEXT_BEGINNINGS, ProbePrompt
-from assay.model.families import FAMILIES
 from assay.model.probe_logits import ProbeLogits, probe_distance, probe_inputs
 from assay.model.transformer import Transformer
 from assay.statistics.sequential import SEQUENTIAL_LEVEL
@@ -198,7 +197,7 @@ def _no_consumer(subject: ProofSubject) -> str | None:
         return f"{' and '.join(missing)} not installed (pip install 'assay[hf]'), so only Assay's own loader has read it"
     if subject.raw.place.format.unreadable is not None:
         return subject.raw.place.format.unreadable
-    if FAMILIES[subject.artifact.config.family].gguf is None:
+    if subject.artifact.config.family == "assay":
         return f"transformers has no {subject.artifact.config.family!r} architecture; only Assay loads it"
     if subject.artifact.base is not None and subject.artifact.base.raw.place.kind == "gguf":
         return "the base is a GGUF file, which PEFT cannot adapt as it is"

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from assay.errors import UsageError
 from assay.guard.kept_artifacts import KeptArtifacts, PlacedArtifact, build_on, place_adapter
+from assay.model.lora import experts_in, held_factors
 from assay.model.probe_logits import ProbeLogits, compute_probe_logits
 from assay.model.transformer import Transformer
 from assay.store.artifact import Artifact, RawArtifact, with_untied_head
@@ -132,6 +133,6 @@ def live_tensors(artifact: Artifact) -> dict[str, Tensor]:
         for kind in ("weight", "bias"):
             if (owned := f"{layer}.{kind}") in live:
                 live[f"{layer}.base.{kind}"] = live.pop(owned)
-        for i, part in enumerate(parts):
-            live |= {f"{layer}.lefts.{i}": part.left, f"{layer}.rights.{i}": part.right}
+        for i, (left, right) in enumerate(held_factors(parts, experts_in(artifact.config, name))):
+            live |= {f"{layer}.lefts.{i}": left, f"{layer}.rights.{i}": right}
     return live

@@ -42,37 +42,42 @@ NARROW = LAUNCH._replace(registers=80)  # up to 64 entries a head, in 2 bytes ea
 
 
 def cached_attention(q_SHd: Tensor, k_SKd: Tensor, v_SKd: Tensor, keys_SLKd: Tensor, values_SLKd: Tensor, positions_S: Tensor,
-                     window: int | None, horizon: int, rotary: Rotary | None = None) -> Tensor:
+                     window: int | None, horizon: int, rotary: Rotary | None = None, scale: float | None = None,
+                     softcap: float | None = None, sinks_H: Tensor | None = None) -> Tensor:
     """(S, H, d). Row s is stored at positions[s]; it sees the keys at 0 … positions[s], the last `window` of them where given.
 
-    With `rotary` q and k are turned by it first, and so stored. No position is at or beyond `horizon`, which lets the plain twin
-    read less; the kernel reads each slot's own length.
+    With `rotary` q and k are turned by it first, and so stored. `scale` is 1 / √d unless given; `softcap` bends scores, and `sinks_H`
+    take a share of each head's attention and give nothing, as in model/attention.py. No position is at or beyond `horizon`, which
+    lets the plain twin read less; the kernel reads each slot's own length.
     """
     if torch.compiler.is_compiling():  # a compiler cannot trace a registration: whoever compiles has registered before
         cos, sin = (None, None) if rotary is None else rotary
-        return torch.ops.assay.cached_attention(q_SHd, k_SKd, v_SKd, keys_SLKd, values_SLKd, positions_S, cos, sin, window, horizon)
+        return torch.ops.assay.cached_attention(q_SHd, k_SKd, v_SKd, keys_SLKd, values_SLKd, positions_S, cos, sin, window, horizon,
+                                                scale, softcap, sinks_H)
     attention = fused_cached_attention if q_SHd.is_cuda else plain_cached_attention
-    return attention(q_SHd, k_SKd, v_SKd, keys_SLKd, values_SLKd, positions_S, window, horizon, rotary)
+    return attention(q_SHd, k_SKd, v_SKd, keys_SLKd, values_SLKd, positions_S, window, horizon, rotary, scale, softcap, sinks_H)
 
 
 @functools.cache
 def register_cached_attention() -> None:
     """Makes `torch.ops.assay.cached_attention`, which compiled graphs call as it is, knowing that it writes to the cache."""
     def attention(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, positions: Tensor, cos: Tensor | None,
-                  sin: Tensor | None, window: int | None, horizon: int) -> Tensor:
+                  sin: Tensor | None, window: int | None, horizon: int, scale: float | None, softcap: float | None,
+                  sinks: Tensor | None) -> Tensor:
         rotary = None if cos is None or sin is None else (cos, sin)
-        return cached_attention(q, k, v, keys, values, positions, window, horizon, rotary)
+        return cached_attention(q, k, v, keys, values, positions, window, horizon, rotary, scale, softcap, sinks)
 
     operator = torch.library.custom_op("assay::cached_attention", attention, mutates_args=("keys", "values"), schema=(
         "(Tensor q, Tensor k, Tensor v, Tensor(a!) keys, Tensor(b!) values, Tensor positions, Tensor? cos, Tensor? sin, "
-        "int? window, int horizon) -> Tensor"))
+        "int? window, int horizon, float? scale, float? softcap, Tensor? sinks) -> Tensor"))
     operator.register_fake(lambda q, *_: q.new_empty(q.shape))
 
 
 # ── the plain twin ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 def plain_cached_attention(q_SHd: Tensor, k_SKd: Tensor, v_SKd: Tensor, keys_SLKd: Tensor, values_SLKd: Tensor, positions_S: Tensor,
-                           window: int | None, horizon: int, rotary: Rotary | None = None) -> Tensor:
+                           window: int | None, horizon: int, rotary: Rotary | None = None, scale: float | None = None,
+                           softcap: float | None = None, sinks_H: Tensor | None = None) -> Tensor:
     """What a slot does not see must still be finite: 0 · NaN is NaN."""
     if rotary is not None:
         q_SHd, k_SKd = (rotate(x, *(part[:, None] for part in rotary)) for x in (q_SHd, k_SKd))
@@ -81,15 +86,30 @@ def plain_cached_attention(q_SHd: Tensor, k_SKd: Tensor, v_SKd: Tensor, keys_SLK
     keys, values = keys_SLKd[:, :horizon].transpose(1, 2), values_SLKd[:, :horizon].transpose(1, 2)
     distance_SL = positions_S[:, None] - torch.arange(horizon, device=positions_S.device)
     seen_SL = (distance_SL >= 0) if window is None else (distance_SL >= 0) & (distance_SL < window)
-    out = F.scaled_dot_product_attention(q_SHd[:, :, None], keys, values, attn_mask=seen_SL[:, None, None],
+    if softcap is not None or sinks_H is not None:
+        return _plain_scores(q_SHd, keys, values, seen_SL, scale or q_SHd.shape[-1] ** -0.5, softcap, sinks_H)
+    out = F.scaled_dot_product_attention(q_SHd[:, :, None], keys, values, attn_mask=seen_SL[:, None, None], scale=scale,
                                          enable_gqa=q_SHd.shape[1] != keys.shape[1])
     return out[:, :, 0]
+
+
+def _plain_scores(q_SHd: Tensor, keys_SKLd: Tensor, values_SKLd: Tensor, seen_SL: Tensor, scale: float, softcap: float | None,
+                  sinks_H: Tensor | None) -> Tensor:
+    """What PyTorch's fused attention does not know: scores that are bent, and sinks beside them."""
+    (S, H, d), K = q_SHd.shape, keys_SKLd.shape[1]
+    scores = (q_SHd.view(S, K, H // K, d) @ keys_SKLd.mT).view(S, H, -1).float() * scale
+    scores = (scores if softcap is None else softcap * torch.tanh(scores / softcap)).masked_fill(~seen_SL[:, None], -torch.inf)
+    if sinks_H is not None:
+        scores = torch.cat([scores, sinks_H.float()[None, :, None].expand(S, H, 1)], -1)
+    shares = scores.softmax(-1)[..., : keys_SKLd.shape[2]].to(values_SKLd.dtype)
+    return (shares.view(S, K, H // K, -1) @ values_SKLd).view(S, H, d)
 
 
 # ── the fused path ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 def fused_cached_attention(q_SHd: Tensor, k_SKd: Tensor, v_SKd: Tensor, keys_SLKd: Tensor, values_SLKd: Tensor, positions_S: Tensor,
-                           window: int | None, horizon: int, rotary: Rotary | None = None, *, launch: Launch | None = None) -> Tensor:
+                           window: int | None, horizon: int, rotary: Rotary | None = None, scale: float | None = None,
+                           softcap: float | None = None, sinks_H: Tensor | None = None, *, launch: Launch | None = None) -> Tensor:
     """As `cached_attention`, on CUDA (or in Triton's interpreter): one program for each slot and key/value head.
 
     Programs of one slot stand side by side, since their keys do: a key's heads are one stretch of memory.
@@ -102,26 +122,33 @@ def fused_cached_attention(q_SHd: Tensor, k_SKd: Tensor, v_SKd: Tensor, keys_SLK
     assert keys_SLKd.is_contiguous() and values_SLKd.is_contiguous(), "the cache is one piece of memory a layer"  # noqa: PT018
     assert cos is None or sin is None or (cos.is_contiguous() and sin.is_contiguous()), "a slot's angles lie side by side"
     jitted(_attend)[(K, S)](
-        q_SHd, k_SKd, v_SKd, cos, sin, keys_SLKd, values_SLKd, positions_S, out_SHd, d**-0.5 * math.log2(math.e),
+        q_SHd, k_SKd, v_SKd, cos, sin, None if sinks_H is None else sinks_H.contiguous(), keys_SLKd, values_SLKd, positions_S, out_SHd,
+        *_as_powers_of_two(d**-0.5 if scale is None else scale, softcap),
         q_SHd.stride(0), q_SHd.stride(1), k_SKd.stride(0), k_SKd.stride(1), v_SKd.stride(0), v_SKd.stride(1),
-        L=L, K=K, D=d, PER=H // K, WINDOW=0 if window is None else window,
+        L=L, K=K, D=d, PER=H // K, WINDOW=0 if window is None else window, CAPPED=softcap is not None,
         GROUP=max(_LEAST, _power_of_two(H // K)), DIM=max(_LEAST, _power_of_two(d)), BLOCK=launch.block,
         num_warps=launch.warps, num_stages=launch.stages, maxnreg=launch.registers)
     return out_SHd
+
+
+def _as_powers_of_two(scale: float, softcap: float | None) -> tuple[float, float]:
+    """What products are multiplied by, and the cap: scores become powers of 2, by the one or, where there is a cap, by the other."""
+    return (scale * math.log2(math.e), 1.0) if softcap is None else (2 * scale / softcap, softcap * math.log2(math.e))
 
 
 def _power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def _attend(q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, keys_ptr, values_ptr, positions_ptr, out_ptr, scale,
+def _attend(q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, sinks_ptr, keys_ptr, values_ptr, positions_ptr, out_ptr, scale, cap,
             q_slot, q_head, k_slot, k_head, v_slot, v_head,
-            L: tl.constexpr, K: tl.constexpr, D: tl.constexpr, PER: tl.constexpr, WINDOW: tl.constexpr,
+            L: tl.constexpr, K: tl.constexpr, D: tl.constexpr, PER: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
             GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
     """Triton: the query heads that share one key/value head of one slot, with a running softmax over blocks of keys.
 
     The new key and value never come back from memory: the loop reads what was there before, and they close the softmax. Nothing
-    waits for them until then, so that the first blocks are on their way early. `scale` makes scores powers of 2.
+    waits for them until then, so that the first blocks are on their way early. `scale` makes scores powers of 2, or `cap` does, with
+    tanh(x) as 2 σ(2 x) − 1. A sink is where the softmax begins: a score whose value is nothing.
     """
     shared, slot = tl.program_id(0), tl.program_id(1).to(tl.int64)
     position = tl.load(positions_ptr + slot).to(tl.int32)
@@ -149,6 +176,9 @@ def _attend(q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, keys_ptr, values_ptr, positio
     values_ptr += slot * (L * K * D) + shared * D
     top = tl.full((GROUP,), float("-inf"), tl.float32)
     total = tl.zeros((GROUP,), tl.float32)
+    if sinks_ptr is not None:
+        top = tl.load(sinks_ptr + shared * PER + head, mask=head < PER, other=0.0).to(tl.float32) * 1.4426950408889634  # log2(e)
+        total += 1.0
     out = tl.zeros((GROUP, DIM), tl.float32)
     first = 0
     if WINDOW > 0:
@@ -159,6 +189,8 @@ def _attend(q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, keys_ptr, values_ptr, positio
         keys = tl.load(keys_ptr + place[None, :] * (K * D) + dim[:, None], mask=old[None, :] & real[:, None], other=0.0)
         values = tl.load(values_ptr + place[:, None] * (K * D) + dim[None, :], mask=old[:, None] & real[None, :], other=0.0)
         score = tl.dot(q, keys, input_precision="ieee") * scale
+        if CAPPED:
+            score = cap * (2 * tl.sigmoid(score) - 1)
         score = tl.where(old[None, :], score, float("-inf"))
         new_top = tl.maximum(top, tl.max(score, 1))
         share = tl.exp2(score - new_top[:, None])
@@ -170,6 +202,8 @@ def _attend(q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, keys_ptr, values_ptr, positio
     tl.store(keys_ptr + position * (K * D) + dim, k, mask=real)
     tl.store(values_ptr + position * (K * D) + dim, v, mask=real)
     score = tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], 1) * scale
+    if CAPPED:
+        score = cap * (2 * tl.sigmoid(score) - 1)
     new_top = tl.maximum(top, score)
     share = tl.exp2(score - new_top)
     fade = tl.exp2(top - new_top)

@@ -45,9 +45,12 @@ def plain_rotated(qkv_BTR: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_head
 
 
 def rotate(x_BTHd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn (x1, x2), the two halves of a head, by the position's angle; in fp32, since bf16 angles drift with length."""
-    x1, x2 = x_BTHd.float().chunk(2, -1)
-    return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1).to(x_BTHd.dtype)
+    """Turn (x1, x2), the two halves of a head, by the position's angle; in fp32, since bf16 angles drift with length.
+    Where there are fewer angles than pairs, what is left of the head stays as it is."""
+    turned = 2 * cos.shape[-1]
+    x1, x2 = x_BTHd[..., :turned].float().chunk(2, -1)
+    halves = torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1).to(x_BTHd.dtype)
+    return halves if turned == x_BTHd.shape[-1] else torch.cat([halves, x_BTHd[..., turned:]], -1)
 
 
 # ── the fused path ────────────────────────────────────────────────────────────────────────────────────────────────────

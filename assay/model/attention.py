@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from assay.errors import UsageError
 
@@ -27,6 +28,22 @@ class AttentionMask(NamedTuple):
     starts: Tensor | None = None  # where documents begin in the flattened rows, for kernels that take variable lengths
     window: int | None = None
     longest: int | None = None  # no document is longer, where that is known to be less than a row
+
+
+class AttentionRule(NamedTuple):
+    """How a layer turns products of queries and keys into shares; the default is what most models do."""
+
+    scale: float | None = None  # of the products; None: 1 / √d
+    softcap: float | None = None  # scores → cap · tanh(scores / cap), before the mask
+    sinks_H: Tensor | None = None  # a score a head that takes its share of attention and gives nothing
+
+    @property
+    def plain(self) -> bool:
+        """Whether PyTorch's fused attention computes it: it knows neither caps nor sinks."""
+        return self.softcap is None and self.sinks_H is None
+
+
+PLAIN_RULE = AttentionRule()
 
 
 class TokenLayout(NamedTuple):
@@ -73,22 +90,47 @@ def positions_in_document(documents: Tensor) -> Tensor:
     return torch.where(documents == PADDING, 0, index - start)
 
 
-def attend(q_BTHd: Tensor, k_BSKd: Tensor, v_BSKd: Tensor, mask: AttentionMask) -> Tensor:
-    if mask.starts is not None:
-        return attend_documents(q_BTHd, k_BSKd, v_BSKd, mask.starts, mask.window, mask.longest)
+def attend(q_BTHd: Tensor, k_BSKd: Tensor, v_BSKd: Tensor, mask: AttentionMask, rule: AttentionRule = PLAIN_RULE) -> Tensor:
+    if mask.starts is not None and rule.plain:
+        return attend_documents(q_BTHd, k_BSKd, v_BSKd, mask.starts, mask.window, mask.longest, rule.scale)
+    assert mask.starts is None, "a kernel of variable length knows neither soft caps nor sinks"
     q, k, v = (x.transpose(1, 2) for x in (q_BTHd, k_BSKd, v_BSKd))
     mask_B1TS = None if mask.mask_BTS is None else mask.mask_BTS[:, None]
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask_B1TS, is_causal=mask_B1TS is None, enable_gqa=q.shape[1] != k.shape[1])
+    if not rule.plain:
+        return ruled_attention(q, k, v, mask_B1TS, rule).transpose(1, 2)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask_B1TS, is_causal=mask_B1TS is None, scale=rule.scale,
+                                         enable_gqa=q.shape[1] != k.shape[1])
     return out.transpose(1, 2)
 
 
-def attend_documents(q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, starts: Tensor, window: int | None, longest: int | None) -> Tensor:
+def ruled_attention(q_BHTd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, mask: Tensor | None, rule: AttentionRule) -> Tensor:
+    """(B, H, T, d) with a soft cap or sinks, every score held in fp32. Without a mask it is causal."""
+    if has_torch_function_unary(q_BHTd):  # a trace looks on, as it does at PyTorch's own
+        return handle_torch_function(ruled_attention, (q_BHTd,), q_BHTd, k_BKSd, v_BKSd, mask, rule)
+    (B, H, T, d), (K, S) = q_BHTd.shape, k_BKSd.shape[1:3]
+    if mask is None:
+        mask = torch.ones(T, S, dtype=torch.bool, device=q_BHTd.device).tril_(S - T)
+    scores = (q_BHTd.reshape(B, K, H // K * T, d) @ k_BKSd.mT).view(B, H, T, S).float() * (rule.scale or d**-0.5)
+    scores = (scores if rule.softcap is None else rule.softcap * torch.tanh(scores / rule.softcap)).masked_fill(~mask, -torch.inf)
+    if rule.sinks_H is not None:
+        sinks = rule.sinks_H.float().view(1, H, 1, 1).expand(B, H, T, 1)
+        shares = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+    else:
+        shares = scores.softmax(-1)
+    return (shares.to(v_BKSd.dtype).view(B, K, H // K * T, S) @ v_BKSd).view(B, H, T, d)
+
+
+def attend_documents(q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, starts: Tensor, window: int | None, longest: int | None,
+                     scale: float | None = None) -> Tensor:
     """Each document of the flattened rows by itself: work grows with the documents' lengths, not with the row's square."""
     (B, T, H, d), kernel = q_BTHd.shape, variable_length_kernel()
     assert kernel is not None
+    if scale is not None and not kernel_takes_scale():
+        q_BTHd, scale = q_BTHd * (scale * d**0.5), None
     q, k, v = (x.reshape(B * T, -1, d) for x in (q_BTHd, k_BTKd, v_BTKd))
     most = longest or T
-    return kernel(q, k, v, starts, starts, most, most, window_size=(-1 if window is None else window - 1, 0)).view(B, T, H, d)
+    options = {} if scale is None else {"scale": scale}
+    return kernel(q, k, v, starts, starts, most, most, window_size=(-1 if window is None else window - 1, 0), **options).view(B, T, H, d)
 
 
 def mix_values(v_BTKd: Tensor, first_BTKd: Tensor, shares: Tensor) -> Tensor:
@@ -112,6 +154,14 @@ def variable_length_kernel() -> Callable[..., Any] | None:
         return None
     grouped = "enable_gqa" in inspect.signature(varlen_attn).parameters  # later releases ask for leave, earlier ones just do it
     return functools.partial(varlen_attn, enable_gqa=True) if grouped else varlen_attn
+
+
+@functools.cache
+def kernel_takes_scale() -> bool:
+    """Whether that kernel takes a scale of its own: the first releases have 1 / √d alone."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "scale" in inspect.signature(varlen_attn).parameters
 
 
 def document_starts(documents: Tensor) -> Tensor:

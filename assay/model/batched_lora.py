@@ -124,6 +124,8 @@ def ttt_sites(config: ModelConfig, targets: tuple[str, ...]) -> list[LoraSite]:
     unknown = [target for target in targets if target not in TTT_TARGETS]
     if unknown or not targets or len(set(targets)) < len(targets):
         raise UsageError(f"targets {' '.join(targets) or '(none)'}: expected some of {', '.join(TTT_TARGETS)}, each once")
+    if config.experts is not None and "mlp" in targets:
+        raise UsageError(f"targets {' '.join(targets)}: {config.family} has experts in the place of an MLP; leave mlp out")
     q, k, _ = qkv_rows(config)
     rows = {"q": ("attn.qkv", 0, q), "k": ("attn.qkv", q, q + k), "v": ("attn.qkv", q + k, q + 2 * k), "o": ("attn.out", 0, config.width)}
     inner = [("mlp.up", start, start + config.hidden) for start in ((0, config.hidden) if config.gated else (0,))]

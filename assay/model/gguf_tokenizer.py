@@ -223,6 +223,8 @@ def _document(normalizer: Any, pre_tokenizer: Any, decoder: Any, model: Any, rea
 
 def _post_processor(read: _Reader, adds_bos: bool) -> dict[str, Any] | None:
     """What goes around a text: the file says, or else the tokenizer's kind."""
+    if read.maybe("add_sep_token", bool):
+        raise UsageError(f"{read.where}: tokenizer.ggml.add_sep_token is true, which no model that continues text has")
     said = read.maybe("add_bos_token", bool)
     ends = (read.token("bos") if (adds_bos if said is None else said) else None,
             read.token("eos") if read.maybe("add_eos_token", bool) else None)

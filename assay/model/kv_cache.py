@@ -12,7 +12,16 @@ import torch
 from torch import Tensor
 
 from assay.kernels.cached_attention import Rotary, cached_attention
-from assay.model.attention import PADDING, AttentionMask, TokenLayout, attend, positions_in_document, token_layout
+from assay.model.attention import (
+    PADDING,
+    PLAIN_RULE,
+    AttentionMask,
+    AttentionRule,
+    TokenLayout,
+    attend,
+    positions_in_document,
+    token_layout,
+)
 
 
 class SlotCache:
@@ -67,16 +76,17 @@ class PrefillLayer(NamedTuple):
     values_PKd: Tensor
     places_N: Tensor
 
-    def attend(self, q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, mask: AttentionMask) -> Tensor:
+    def attend(self, q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, mask: AttentionMask, rule: AttentionRule = PLAIN_RULE) -> Tensor:
         self.keys_PKd.index_copy_(0, self.places_N, k_BTKd.flatten(0, 1))
         self.values_PKd.index_copy_(0, self.places_N, v_BTKd.flatten(0, 1))
-        return attend(q_BTHd, k_BTKd, v_BTKd, mask)
+        return attend(q_BTHd, k_BTKd, v_BTKd, mask, rule)
 
 
-def attend_slots(layer: "DecodeLayer", q_S1Hd: Tensor, k_S1Kd: Tensor, v_S1Kd: Tensor, window: int | None) -> Tensor:
+def attend_slots(layer: "DecodeLayer", q_S1Hd: Tensor, k_S1Kd: Tensor, v_S1Kd: Tensor, window: int | None,
+                 rule: AttentionRule = PLAIN_RULE) -> Tensor:
     angles = None if layer.rotary is None else (layer.rotary[0][:, 0, 0], layer.rotary[1][:, 0, 0])
     return cached_attention(q_S1Hd[:, 0], k_S1Kd[:, 0], v_S1Kd[:, 0], layer.keys_SLKd, layer.values_SLKd, layer.positions,
-                            window, layer.horizon, angles)[:, None]
+                            window, layer.horizon, angles, *rule)[:, None]
 
 
 class DecodeView(NamedTuple):
@@ -112,8 +122,8 @@ class DecodeLayer(NamedTuple):
     def with_rotary(self, rotary: Rotary | None) -> "DecodeLayer":
         return DecodeLayer(self.keys_SLKd, self.values_SLKd, self.positions, self.horizon, self.attention, rotary)
 
-    def attend(self, q_S1Hd: Tensor, k_S1Kd: Tensor, v_S1Kd: Tensor, mask: AttentionMask) -> Tensor:
-        return self.attention(self, q_S1Hd, k_S1Kd, v_S1Kd, mask.window)
+    def attend(self, q_S1Hd: Tensor, k_S1Kd: Tensor, v_S1Kd: Tensor, mask: AttentionMask, rule: AttentionRule = PLAIN_RULE) -> Tensor:
+        return self.attention(self, q_S1Hd, k_S1Kd, v_S1Kd, mask.window, rule)
 
 
 CacheView = PrefillView | DecodeView

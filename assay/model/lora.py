@@ -5,6 +5,7 @@ share one matrix.
 """
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from assay.errors import UsageError
 from assay.model.families import FAMILIES, hf_layout, parameter_shapes
 from assay.model.patch import LowRank, Patch
-from assay.model.transformer import Linear, ModelConfig, Transformer
+from assay.model.transformer import ExpertLinear, Linear, ModelConfig, Transformer
 from assay.seeds import generator
 
 
@@ -31,6 +32,8 @@ class LoraSite:
 class LoraLinear(nn.Module):
     """base(x) + scale · left (right x), for each adapted range of rows."""
 
+    experts = 1
+
     def __init__(self, base: Linear, parts: tuple[LowRank, ...]):
         super().__init__()
         self.base = base.requires_grad_(False)
@@ -39,15 +42,15 @@ class LoraLinear(nn.Module):
         self.rights = nn.ParameterList(part.right.clone() for part in parts)
 
     def forward(self, x: Tensor) -> Tensor:
-        out, done, deltas = self.base(x), 0, []
-        for (start, stop, scale), left, right in zip(self.ranges, self.lefts, self.rights, strict=True):
-            if start > done:
-                deltas.append(out.new_zeros(()).expand(*out.shape[:-1], start - done))
-            deltas.append(scale * F.linear(F.linear(x, right.to(x.dtype)), left.to(x.dtype)))
-            done = stop
-        if done < out.shape[-1]:
-            deltas.append(out.new_zeros(()).expand(*out.shape[:-1], out.shape[-1] - done))
-        return out + (torch.cat(deltas, -1) if len(deltas) > 1 else deltas[0])
+        out = self.base(x)
+        return out + low_rank_output(x, out.shape[-1], self.ranges, self.lefts, self.rights)
+
+    @torch.no_grad()
+    def load(self, parts: tuple[LowRank, ...]) -> None:
+        """Other values of the same layers, ranks and scales."""
+        for (left, right), own_left, own_right in zip(held_factors(parts, self.experts), self.lefts, self.rights, strict=True):
+            own_left.copy_(left)
+            own_right.copy_(right)
 
     @property
     def weight(self) -> Tensor:
@@ -63,11 +66,84 @@ class LoraLinear(nn.Module):
                      for (start, stop, scale), left, right in zip(self.ranges, self.lefts, self.rights, strict=True))
 
 
+class LoraExperts(LoraLinear):
+    """The same where the matrix holds one an expert: its tokens meet its own factors. Those of all experts are one tensor, so that
+    a step in which an expert has no tokens is a step of that tensor all the same."""
+
+    def __init__(self, base: ExpertLinear, parts: tuple[LowRank, ...]):
+        nn.Module.__init__(self)
+        self.base: ExpertLinear = base.requires_grad_(False)
+        self.experts, self.outer = base.experts, base.out_features // base.experts
+        several = len(parts) // base.experts
+        self.ranges = [(part.start, part.stop, part.scale) for part in parts[:several]]  # of the first expert
+        due = [(start + e * self.outer, stop + e * self.outer, scale) for e in range(base.experts) for start, stop, scale in self.ranges]
+        if [(part.start, part.stop, part.scale) for part in parts] != due:
+            raise UsageError(f"an adapter for some of {base.experts} experts, or for other matrices of each, is not supported; "
+                             "adapt the same matrices of all of them")
+        lefts, rights = zip(*held_factors(parts, base.experts), strict=True)
+        self.lefts, self.rights = nn.ParameterList(lefts), nn.ParameterList(rights)
+
+    def forward(self, x_ND: Tensor, counts: Sequence[int]) -> Tensor:  # type: ignore[override]
+        added = []
+        for expert, own in enumerate(x_ND.split(list(counts))):
+            lefts, rights = ([factors[expert] for factors in side] for side in (self.lefts, self.rights))
+            added.append(low_rank_output(own, self.outer, self.ranges, lefts, rights))
+        return self.base(x_ND, counts) + torch.cat(added)
+
+    def parts(self) -> tuple[LowRank, ...]:
+        return tuple(LowRank(start + e * self.outer, stop + e * self.outer, left[e].detach(), right[e].detach(), scale)
+                     for e in range(self.base.experts)
+                     for (start, stop, scale), left, right in zip(self.ranges, self.lefts, self.rights, strict=True))
+
+
+def held_factors(parts: tuple[LowRank, ...], experts: int) -> list[tuple[Tensor, Tensor]]:
+    """The factors as the live layer holds them: of a mixture's matrix, those of all experts in one tensor."""
+    if experts == 1:
+        return [(part.left, part.right) for part in parts]
+    several = len(parts) // experts
+    return [(torch.stack([part.left for part in parts[i::several]]), torch.stack([part.right for part in parts[i::several]]))
+            for i in range(several)]
+
+
+def experts_in(config: ModelConfig, parameter: str) -> int:
+    """How many matrices a parameter holds: one, or one for each expert."""
+    layer, _, leaf = parameter.removeprefix("blocks.").partition(".")
+    mixture = layer.isdigit() and config.mixture_at(int(layer)) and leaf in ("mlp.up.weight", "mlp.down.weight")
+    return config.experts.count if mixture and config.experts is not None else 1
+
+
+def low_rank_output(x: Tensor, width: int, ranges: Sequence[tuple[int, int, float]], lefts: Iterable[Tensor],
+                    rights: Iterable[Tensor]) -> Tensor:
+    """scale · left (right x) in the columns of each range, nothing in the others."""
+    done, found = 0, []
+    for (start, stop, scale), left, right in zip(ranges, lefts, rights, strict=True):
+        if start > done:
+            found.append(x.new_zeros(()).expand(*x.shape[:-1], start - done))
+        found.append(scale * F.linear(F.linear(x, right.to(x.dtype)), left.to(x.dtype)))
+        done = stop
+    if done < width:
+        found.append(x.new_zeros(()).expand(*x.shape[:-1], width - done))
+    return torch.cat(found, -1) if len(found) > 1 else found[0]
+
+
 def lora_sites(config: ModelConfig) -> dict[str, LoraSite]:
-    """Every layer that LoRA can adapt, under its foreign name."""
+    """Every layer that LoRA can adapt, under its foreign name. Of a mixture's MLPs the experts alone: PEFT takes the same names in a
+    dense layer or a shared expert for experts, and drops what it was given for them without a word; where the family has shared
+    experts, it drops what it was given for the others too."""
+    found = linear_layers(config)
+    if config.experts is None:
+        return found
+    return {name: site for name, site in found.items() if ".mlp." not in site.parameter or (
+        experts_in(config, site.parameter) > 1 and config.experts.shared_hidden is None)}
+
+
+def linear_layers(config: ModelConfig) -> dict[str, LoraSite]:
+    """Every linear layer that has a foreign name of its own."""
     found = {}
     for ours, pieces in hf_layout(config).items():
         if not ours.endswith(".weight") or len(parameter_shapes(config)[ours]) != 2 or ours.startswith(("embed", "position")):
+            continue
+        if pieces[0].experts is not None:  # one tensor of all experts
             continue
         start = 0
         for piece in pieces:
@@ -111,7 +187,8 @@ def attach(model: Transformer, patch: Patch) -> list[nn.Parameter]:
         if isinstance(base, LoraLinear):
             raise UsageError(f"{name} has an adapter already; detach or merge it before attaching another")
         assert isinstance(base, Linear), f"{name} is not a linear layer"
-        setattr(model.get_submodule(owner), leaf, LoraLinear(base, parts))
+        live = LoraExperts(base, parts) if isinstance(base, ExpertLinear) else LoraLinear(base, parts)
+        setattr(model.get_submodule(owner), leaf, live)
     with torch.no_grad():
         for name, tensor in patch.replaced.items():
             model.get_parameter(name).copy_(tensor)

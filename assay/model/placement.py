@@ -13,6 +13,9 @@ from assay.errors import UsageError
 from assay.kernels import cached_attention, gated_activation, linear, rms_norm, rotary
 from assay.model.transformer import Transformer
 
+# How a CUDA graph is captured: what other threads do meanwhile, such as a save that leaves the GPU, does not invalidate it.
+BESIDE_OTHERS = "thread_local"
+
 
 def default_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
@@ -51,8 +54,9 @@ def place_for_training(model: Transformer, device: str, *, compute: torch.dtype 
         warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # fp32 is asked for where it is meant
         warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")  # what ours remember never changes
         # Block by block: all layers share one compiled graph, so that compilation takes seconds, whatever the depth.
-        for block in model.blocks:
-            block.compile(dynamic=False)
+        # Of a layer with experts the attention alone: its router is read on the host, in another shape at every step.
+        for layer, block in enumerate(model.blocks):
+            (block.attn if model.config.mixture_at(layer) else block).compile(dynamic=False)  # type: ignore[union-attr]
     return model
 
 

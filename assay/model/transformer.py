@@ -1,15 +1,17 @@
-"""Transformer: one decoder class for GPT-2, Llama, Mistral, Qwen2 and Qwen3, which differ in their ModelConfig.
+"""Transformer: one decoder class for every family of families.py, which differ in their ModelConfig alone.
 
 One forward path serves training, sampling, evaluation, tracing, editing and test-time training:
 `hidden(tokens) → states`, `logits(states)`. Whoever wants a loss takes the states.
 
-Shapes: B rows, T time, S keys a query may look at, D width, H heads, K key/value heads, d head size, V vocabulary.
+Shapes: B rows, T time, S keys a query may look at, D width, H heads, K key/value heads, d head size, V vocabulary; N tokens of a batch,
+E experts, A experts that a token goes to.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -20,9 +22,11 @@ from assay.kernels.gated_activation import gated
 from assay.kernels.linear import linear
 from assay.kernels.rms_norm import fused_stream_and_norm, rms_norm, uses_fused_norm
 from assay.kernels.rotary import rotate, rotated
-from assay.model.attention import AttentionMask, TokenLayout, attend, gate_heads, mix_values, token_layout
+from assay.model.attention import AttentionMask, AttentionRule, TokenLayout, attend, gate_heads, mix_values, token_layout
 from assay.model.kv_cache import CacheView, DecodeLayer, LayerCacheView
 from assay.seeds import generator
+
+RotaryTable = tuple[Tensor, Tensor]  # cos and sin of each token's angles
 
 
 @dataclass(frozen=True)
@@ -30,16 +34,41 @@ class Rope:
     """Rotary positions. `kind` decides which of the factors count; the others must stay None."""
 
     base: float
-    kind: Literal["default", "linear", "llama3"] = "default"
+    kind: Literal["default", "linear", "llama3", "yarn", "longrope"] = "default"
     factor: float | None = None
     low_freq_factor: float | None = None
     high_freq_factor: float | None = None
     original_length: int | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    attention_factor: float | None = None  # YaRN and LongRoPE: what cos and sin are multiplied by
+    truncate: bool | None = None
+    short_factor: tuple[float, ...] | None = None  # LongRoPE: a divisor for each frequency, within the original length
+    long_factor: tuple[float, ...] | None = None  # beyond it; used only where whoever runs the model says so
+    longest: int | None = None  # what the long divisors reach to
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture in the place of the MLP: each token goes to `active` of `count` MLPs, and its router weighs what they say."""
+
+    count: int
+    active: int
+    hidden: int
+    normalised: bool  # the chosen experts' shares add up to 1
+    router_bias: bool
+    bias: bool  # in the experts' own matrices
+    shared_hidden: int | None  # of one more MLP that every token goes through, behind a gate of its own
+    dense_layers: tuple[int, ...]  # layers with a plain MLP
+    clamp: float | None  # gpt-oss: gate ≤ clamp and |up| ≤ clamp, then gate · σ(alpha · gate) · (up + 1)
+    alpha: float | None
+    balance: float  # how much the loss that keeps experts equally busy counts
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The geometry of a decoder. No field has a default: whoever builds one has read it somewhere."""
+    """The geometry of a decoder. What every decoder has is without a default: whoever builds one has read it somewhere.
+    What few have is off unless it is said."""
 
     family: str
     vocab: int
@@ -64,10 +93,36 @@ class ModelConfig:
     softcap: float | None  # logits → cap · tanh(logits / cap)
     value_residual: bool  # every layer mixes the first layer's values into its own
     attention_gate: bool  # each head's output counts as much as the layer's input says
+    rotary_dim: int | None = None  # how much of a head is turned; None: all of it
+    local_rope: Rope | None = None  # of the layers with a window, where it is another
+    unrotated: tuple[int, ...] = ()  # layers without positions (NoPE)
+    pre_norms: bool = True  # attention and MLP read the stream through a norm
+    post_norms: bool = False  # what they say goes through a norm before it is added
+    norm_plus_one: bool = False  # norms multiply by 1 + weight
+    qk_norm_whole: bool = False  # the norm of q and k is over all heads together
+    embedding_scale: float | None = None
+    residual_scale: float | None = None  # of what attention and MLP add to the stream
+    attention_scale: float | None = None  # of scores; None: 1 / √head_dim
+    attention_softcap: float | None = None  # scores → cap · tanh(scores / cap)
+    logit_scale: float | None = None
+    sinks: bool = False  # each head has a score that takes a share of its attention and gives nothing
+    experts: Experts | None = None
 
     def __post_init__(self) -> None:
         assert len(self.windows) == self.depth, "one window (or None) per layer"
         assert self.heads % self.kv_heads == 0, "query heads are shared out evenly over key/value heads"
+
+    @property
+    def fused_attention(self) -> bool:
+        """Whether PyTorch's kernels compute this model's attention: they know neither soft caps nor sinks."""
+        return self.attention_softcap is None and not self.sinks
+
+    def mixture_at(self, layer: int) -> bool:
+        return self.experts is not None and layer not in self.experts.dense_layers
+
+    def layer_kind(self, layer: int) -> tuple[int | None, bool, bool]:
+        """What sets a layer apart from others: its window, whether it is turned, whether it has experts."""
+        return self.windows[layer], layer in self.unrotated, self.mixture_at(layer)
 
 
 class Embedding(nn.Embedding):
@@ -95,6 +150,18 @@ class RmsNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
 
+class OffsetRmsNorm(nn.Module):
+    """Gemma's: the weight is what the factor differs from 1 by, and the product is rounded once, behind it."""
+
+    def __init__(self, width: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x.float(), 1 + self.weight.to(x.dtype).float(), self.eps).to(x.dtype)
+
+
 class LayerNorm(nn.LayerNorm):
     def forward(self, x: Tensor) -> Tensor:
         return F.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
@@ -111,73 +178,159 @@ class ValueMix(nn.Module):
         return mix_values(v, first, self.weight.to(v.dtype))
 
 
+class Sinks(nn.Module):
+    """A score a head, which takes a share of the head's attention and gives nothing."""
+
+    def __init__(self, heads: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(heads))
+
+
 class Attention(nn.Module):
     """q, k and v are rows of one matrix: one product instead of three. families.py splits it for the outside world."""
 
     def __init__(self, c: ModelConfig, layer: int):
         super().__init__()
-        self.head_dim = c.head_dim
+        self.head_dim, self.whole_head_turns = c.head_dim, c.rotary_dim is None
+        self.scale, self.softcap, self.norms_all_heads = c.attention_scale, c.attention_softcap, c.qk_norm_whole
         self.rows = qkv_rows(c)
         self.qkv = Linear(c.width, sum(self.rows), bias=c.qkv_bias)
         self.out = Linear(self.rows[0], c.width, bias=c.out_bias)
-        self.q_norm = RmsNorm(c.head_dim, c.norm_eps) if c.qk_norm else None
-        self.k_norm = RmsNorm(c.head_dim, c.norm_eps) if c.qk_norm else None
+        normed = (self.rows[0], self.rows[1]) if c.qk_norm_whole else (c.head_dim, c.head_dim)
+        self.q_norm = make_norm(c, normed[0]) if c.qk_norm else None
+        self.k_norm = make_norm(c, normed[1]) if c.qk_norm else None
         self.mix = ValueMix() if c.value_residual and layer > 0 else None
         self.gate = Linear(c.width, c.heads, bias=False) if c.attention_gate else None
+        self.sinks = Sinks(c.heads) if c.sinks else None
 
-    def forward(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor] | None, mask: AttentionMask, cache: LayerCacheView | None,
+    def forward(self, x_BTD: Tensor, rotary: RotaryTable | None, mask: AttentionMask, cache: LayerCacheView | None,
                 values: list[Tensor] | None = None) -> Tensor:
         """`values` begins with those of the first layer, which puts them there; None where no layer asks for them."""
         B, T, _ = x_BTD.shape
-        if isinstance(cache, DecodeLayer):
+        if isinstance(cache, DecodeLayer) and self.whole_head_turns:
             cache, rotary = cache.with_rotary(rotary), None
         q, k, v = self.split_heads(self.qkv(x_BTD), rotary)
         if self.mix is not None:
             v = self.mix(v, values[0])  # type: ignore[index]
         elif values is not None:
             values.append(v)
-        attended = attend(q, k, v, mask) if cache is None else cache.attend(q, k, v, mask)
+        rule = AttentionRule(self.scale, self.softcap, None if self.sinks is None else self.sinks.weight)
+        attended = attend(q, k, v, mask, rule) if cache is None else cache.attend(q, k, v, mask, rule)
         if self.gate is not None:
             attended = gate_heads(attended, self.gate(x_BTD))
         return self.out(attended.reshape(B, T, -1))
 
-    def split_heads(self, qkv_BTR: Tensor, rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
+    def split_heads(self, qkv_BTR: Tensor, rotary: RotaryTable | None) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v by heads, q and k normed and turned to their positions where the model does that."""
         heads, kv_heads, _ = (rows // self.head_dim for rows in self.rows)
-        if rotary is not None and self.q_norm is None:
+        if rotary is not None and self.q_norm is None and self.whole_head_turns:
             return rotated(qkv_BTR, *rotary, heads, kv_heads)
         q, k, v = qkv_BTR.unflatten(-1, (-1, self.head_dim)).split((heads, kv_heads, kv_heads), 2)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q, k = self._normed(q, self.q_norm), self._normed(k, self.k_norm)
         if rotary is not None:
             q, k = rotate(torch.cat([q, k], 2), *rotary).split((heads, kv_heads), 2)
         return q, k, v
 
+    def _normed(self, x_BTHd: Tensor, norm: nn.Module) -> Tensor:
+        return norm(x_BTHd.flatten(2)).view_as(x_BTHd) if self.norms_all_heads else norm(x_BTHd)
+
 
 class Mlp(nn.Module):
-    def __init__(self, c: ModelConfig):
+    def __init__(self, c: ModelConfig, hidden: int | None = None):
         super().__init__()
+        hidden = hidden or c.hidden
         self.gated, self.activation = c.gated, ACTIVATIONS[c.activation]
-        self.up = Linear(c.width, (2 if c.gated else 1) * c.hidden, bias=c.mlp_bias)  # gate rows first, then up rows
-        self.down = Linear(c.hidden, c.width, bias=c.mlp_bias)
+        self.up = Linear(c.width, (2 if c.gated else 1) * hidden, bias=c.mlp_bias)  # gate rows first, then up rows
+        self.down = Linear(hidden, c.width, bias=c.mlp_bias)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         inner = self.up(x_BTD)
         return self.down(gated(inner, self.activation) if self.gated else self.activation(inner))
 
 
+class ExpertLinear(Linear):
+    """One matrix an expert, all of them rows of one: expert e has the e-th stretch of rows, in files and adapters too."""
+
+    def __init__(self, experts: int, inner: int, outer: int, bias: bool):
+        super().__init__(inner, experts * outer, bias=bias)
+        self.experts = experts
+
+    def forward(self, x_ND: Tensor, counts: Sequence[int]) -> Tensor:  # type: ignore[override]
+        """The first counts[0] rows through the first expert, and so on."""
+        weights = self.weight.to(x_ND.dtype).chunk(self.experts)
+        biases = [None] * self.experts if self.bias is None else self.bias.to(x_ND.dtype).chunk(self.experts)
+        parts = zip(x_ND.split(list(counts)), weights, biases, strict=True)
+        return torch.cat([F.linear(part, weight, bias) for part, weight, bias in parts])
+
+
+class Mixture(nn.Module):
+    """A mixture of experts. Which experts a token goes to is read on the host: no graph can hold it, and it is not compiled."""
+
+    def __init__(self, c: ModelConfig):
+        super().__init__()
+        assert c.experts is not None
+        self.rule = e = c.experts
+        self.activation = ACTIVATIONS[c.activation]
+        self.router = Linear(c.width, e.count, bias=e.router_bias)
+        self.up = ExpertLinear(e.count, c.width, 2 * e.hidden, e.bias)  # of each expert gate rows first, then up rows
+        self.down = ExpertLinear(e.count, e.hidden, c.width, e.bias)
+        self.shared = Mlp(c, e.shared_hidden) if e.shared_hidden else None
+        self.shared_gate = Linear(c.width, 1, bias=False) if e.shared_hidden else None
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        shares_NA, chosen_NA = self.route(self.router(x_BTD).flatten(0, 1))
+        out_BTD = self.mix(x_BTD.flatten(0, 1), shares_NA, chosen_NA).view_as(x_BTD)
+        if self.shared is not None and self.shared_gate is not None:
+            out_BTD = out_BTD + self.shared_gate(x_BTD).sigmoid() * self.shared(x_BTD)
+        return out_BTD
+
+    def route(self, logits_NE: Tensor) -> tuple[Tensor, Tensor]:
+        """Each token's experts and what they count: shares of a softmax over all, or over the chosen alone."""
+        shares_NA, chosen_NA = logits_NE.float().softmax(-1).topk(self.rule.active, -1)
+        if self.rule.normalised:
+            shares_NA = shares_NA / shares_NA.sum(-1, keepdim=True)
+        return shares_NA.to(logits_NE.dtype), chosen_NA
+
+    def mix(self, x_ND: Tensor, shares_NA: Tensor, chosen_NA: Tensor) -> Tensor:
+        """Tokens sorted by expert, each expert's in one product, and put back; no sum depends on the order of anything."""
+        order = chosen_NA.flatten().argsort(stable=True)
+        counts = torch.bincount(chosen_NA.flatten(), minlength=self.rule.count).tolist()
+        sent = x_ND.repeat_interleave(self.rule.active, 0)[order]
+        said = self.down(self.gate(self.up(sent, counts)), counts)
+        back = torch.empty_like(said).index_copy(0, order, said)
+        return (back.view(*chosen_NA.shape, -1) * shares_NA[..., None]).sum(1)
+
+    def gate(self, inner: Tensor) -> Tensor:
+        if self.rule.clamp is None or self.rule.alpha is None:
+            return gated(inner, self.activation)
+        gate, up = inner.chunk(2, -1)
+        gate, up = gate.clamp(max=self.rule.clamp), up.clamp(-self.rule.clamp, self.rule.clamp)
+        return gate * torch.sigmoid(gate * self.rule.alpha) * (up + 1)
+
+
 class Block(nn.Module):
+    attn_norm: Any  # a norm, as `mlp_norm`; None where the model has none there
+    mlp_norm: Any
+
     def __init__(self, c: ModelConfig, layer: int):
         super().__init__()
-        self.attn_norm, self.mlp_norm = make_norm(c), make_norm(c)
-        self.attn, self.mlp = Attention(c, layer), Mlp(c)
+        self.attn_norm, self.mlp_norm = (make_norm(c) if c.pre_norms else None for _ in range(2))
+        self.attn_post_norm, self.mlp_post_norm = (make_norm(c) if c.post_norms else None for _ in range(2))
+        self.attn, self.mlp = Attention(c, layer), Mixture(c) if c.mixture_at(layer) else Mlp(c)
+        self.scale = c.residual_scale
 
-    def forward(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor] | None, mask: AttentionMask, cache: LayerCacheView | None,
+    def forward(self, x_BTD: Tensor, rotary: RotaryTable | None, mask: AttentionMask, cache: LayerCacheView | None,
                 *values: list[Tensor]) -> Tensor:
         x_BTD, normed = stream_and_norm(x_BTD, self.attn_norm)
-        x_BTD = x_BTD + self.attn(normed, rotary, mask, cache, *values)
+        x_BTD = x_BTD + self.addend(self.attn(normed, rotary, mask, cache, *values), self.attn_post_norm)
         x_BTD, normed = stream_and_norm(x_BTD, self.mlp_norm)
-        return x_BTD + self.mlp(normed)
+        return x_BTD + self.addend(self.mlp(normed), self.mlp_post_norm)
+
+    def addend(self, said_BTD: Tensor, post_norm: nn.Module | None) -> Tensor:
+        """What attention or MLP adds to the stream: normed or scaled first, where the model does that."""
+        said_BTD = said_BTD if post_norm is None else post_norm(said_BTD)
+        return said_BTD if self.scale is None else said_BTD * self.scale
 
 
 class Transformer(nn.Module):
@@ -190,42 +343,49 @@ class Transformer(nn.Module):
         self.norm = make_norm(config)
         self.head = None if config.tied else Linear(config.width, config.vocab, bias=False)
         # On the CPU even where parameters are built on "meta": the table is a function of the config, never of a file.
-        table = inverse_frequencies(config.rope, config.head_dim) if config.rope else None
-        self.register_buffer("frequencies", table, persistent=False)
+        turned = config.rotary_dim or config.head_dim
+        for name, rope in (("frequencies", config.rope), ("local_frequencies", config.local_rope)):
+            self.register_buffer(name, inverse_frequencies(rope, turned) if rope else None, persistent=False)
         self.compute_dtype: torch.dtype | None = None  # None: the parameters' own
         self.recompute = False  # gradient checkpointing: trade a second forward for activation memory
         self.run, self.together = run_blocks, 1  # so many blocks at a time: a compiler fuses across the bounds of those it sees at once
 
     def hidden(self, tokens_BT: Tensor, *, documents: Tensor | None = None, positions: Tensor | None = None,
                cache: CacheView | None = None, starts: Tensor | None = None) -> Tensor:
-        """States after the final norm. `documents` (B, T) keeps packed documents apart; -1 marks padding.
+        """States after the final norm, ready for the head. `documents` (B, T) keeps packed documents apart; -1 marks padding.
 
         Within a document positions count from 0, wherever it stands in its row, so left padding, right padding, packing
         and a cache all give a token the same state. `starts` repeats `documents` for kernels of variable length.
         """
-        half = (self.compute_dtype or self.embed.weight.dtype) in (torch.bfloat16, torch.float16)  # all that the kernels take
+        c, half = self.config, (self.compute_dtype or self.embed.weight.dtype) in (torch.bfloat16, torch.float16)
         layout_of = token_layout if cache is None else cache.layout
-        layout = layout_of(tokens_BT, documents, positions, set(self.config.windows), starts if half else None)
+        kernel_takes = half and c.fused_attention  # the kernels of variable length
+        layout = layout_of(tokens_BT, documents, positions, set(c.windows), starts if kernel_takes else None)
         x_BTD = F.embedding(tokens_BT, self.embed.weight)
         if self.position is not None:  # added up in the wider of both dtypes
             x_BTD = x_BTD.to(torch.promote_types(x_BTD.dtype, self.compute_dtype or x_BTD.dtype))
             x_BTD = x_BTD + F.embedding(layout.positions, self.position.weight)
         x_BTD = x_BTD.to(self.compute_dtype or x_BTD.dtype)
-        rotary = self.rotary(layout)
-        values: tuple[list[Tensor], ...] = ([],) if self.config.value_residual else ()
+        if c.embedding_scale is not None:
+            x_BTD = x_BTD * rounded(c.embedding_scale, x_BTD.dtype)
+        tables = self.rotary_tables(layout)
+        values: tuple[list[Tensor], ...] = ([],) if c.value_residual else ()
         recompute = self.recompute and torch.is_grad_enabled()
-        for first in range(0, self.config.depth, self.together):
-            layers = [(self.blocks[layer], layout.masks[self.config.windows[layer]], None if cache is None else cache.layer(layer))
+        for first in range(0, c.depth, self.together):
+            layers = [(self.blocks[layer], tables[layer], layout.masks[c.windows[layer]], None if cache is None else cache.layer(layer))
                       for layer in range(first, first + self.together)]
-            x_BTD = self.run(layers, x_BTD, rotary, values, recompute)
-        return self.norm(x_BTD)
+            x_BTD = self.run(layers, x_BTD, values, recompute)
+        states = self.norm(x_BTD)
+        return states if c.logit_scale is None else states * c.logit_scale  # here, so that no loss need know of it
 
-    def rotary(self, layout: TokenLayout) -> tuple[Tensor, Tensor] | None:
-        if self.frequencies is None:
-            return None
-        assert isinstance(self.frequencies, Tensor)
-        angles = layout.positions[..., None].float() * self.frequencies
-        return angles.cos()[:, :, None], angles.sin()[:, :, None]
+    def rotary_tables(self, layout: TokenLayout) -> list[RotaryTable | None]:
+        """What each layer turns its queries and keys by; None where it does not."""
+        c, everywhere = self.config, self.rotary(layout)
+        local = everywhere if c.local_rope is None else rotary_table(c.local_rope, self.local_frequencies, layout)
+        return [None if layer in c.unrotated else everywhere if c.windows[layer] is None else local for layer in range(c.depth)]
+
+    def rotary(self, layout: TokenLayout) -> RotaryTable | None:
+        return None if self.config.rope is None else rotary_table(self.config.rope, self.frequencies, layout)
 
     def logits(self, states: Tensor) -> Tensor:
         """Through the head's one matrix, or through the layer that stands in its place: an adapted head has no one matrix."""
@@ -241,10 +401,9 @@ class Transformer(nn.Module):
         return self.logits(self.hidden(tokens_BT))
 
 
-def run_blocks(layers: Sequence[tuple[nn.Module, AttentionMask, LayerCacheView | None]], x_BTD: Tensor,
-               rotary: tuple[Tensor, Tensor] | None,
+def run_blocks(layers: Sequence[tuple[nn.Module, RotaryTable | None, AttentionMask, LayerCacheView | None]], x_BTD: Tensor,
                values: tuple[list[Tensor], ...], recompute: bool) -> Tensor:
-    for block, mask, cache in layers:
+    for block, rotary, mask, cache in layers:
         arguments = (x_BTD, rotary, mask, cache, *values)
         # In a block nothing is drawn by lot, and asking for the generator's state would end a graph's capture.
         x_BTD = checkpoint(block, *arguments, use_reentrant=False, preserve_rng_state=False) if recompute else block(*arguments)
@@ -275,23 +434,61 @@ def qkv_rows(c: ModelConfig) -> tuple[int, int, int]:
     return c.heads * c.head_dim, c.kv_heads * c.head_dim, c.kv_heads * c.head_dim
 
 
-def make_norm(c: ModelConfig) -> nn.Module:
-    return RmsNorm(c.width, c.norm_eps) if c.norm == "rms" else LayerNorm(c.width, c.norm_eps)
+def make_norm(c: ModelConfig, width: int | None = None) -> nn.Module:
+    kind = LayerNorm if c.norm == "layer" else OffsetRmsNorm if c.norm_plus_one else RmsNorm
+    return kind(width or c.width, c.norm_eps)
 
 
-def stream_and_norm(x: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
+def stream_and_norm(x: Tensor, norm: nn.Module | None) -> tuple[Tensor, Tensor]:
     """x and its norm. An RMS norm in training on a GPU is a kernel's, which makes one gradient of both; no hook sees it at work."""
+    if norm is None:
+        return x, x
     if isinstance(norm, RmsNorm) and uses_fused_norm(x):
         return fused_stream_and_norm(x, norm.weight, norm.eps)
     return x, norm(x)
 
 
-def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
-    frequencies = rope.base ** -(torch.arange(0, head_dim, 2, device="cpu").float() / head_dim)
+@functools.cache
+def rounded(scale: float, dtype: torch.dtype) -> float:
+    """A factor in the precision of what it multiplies: Gemma was trained with √3072 = 55.5, which is what bf16 makes of 55.43."""
+    return float(torch.tensor(scale, dtype=dtype))
+
+
+def rotary_table(rope: Rope, frequencies: Tensor | nn.Module, layout: TokenLayout) -> RotaryTable:
+    """(1 or B, T, 1, d / 2) each."""
+    assert isinstance(frequencies, Tensor)
+    angles = layout.positions[..., None].float() * frequencies
+    cos, sin = angles.cos()[:, :, None], angles.sin()[:, :, None]
+    return (cos, sin) if rope.attention_factor is None else (cos * rope.attention_factor, sin * rope.attention_factor)
+
+
+def inverse_frequencies(rope: Rope, turned: int) -> Tensor:
+    """An angle a position for each pair of the `turned` entries of a head."""
+    frequencies = rope.base ** -(torch.arange(0, turned, 2, device="cpu").float() / turned)
     if rope.kind == "linear":
         assert rope.factor
         return frequencies / rope.factor
-    return llama3_frequencies(rope, frequencies) if rope.kind == "llama3" else frequencies
+    if rope.kind == "longrope":
+        assert rope.short_factor
+        return frequencies / torch.tensor(rope.short_factor, device="cpu")
+    scaled = {"llama3": llama3_frequencies, "yarn": yarn_frequencies}
+    return scaled[rope.kind](rope, frequencies) if rope.kind in scaled else frequencies
+
+
+def yarn_frequencies(rope: Rope, frequencies: Tensor) -> Tensor:
+    """YaRN (Peng et al., arXiv 2309.00071): pairs that turn often are kept, those that turn rarely stretched, a ramp between."""
+    assert rope.factor
+    assert rope.original_length
+    assert rope.beta_fast
+    assert rope.beta_slow
+    turned = 2 * len(frequencies)
+    ends = [turned * math.log(rope.original_length / (turns * 2 * math.pi)) / (2 * math.log(rope.base))
+            for turns in (rope.beta_fast, rope.beta_slow)]
+    low, high = (math.floor(ends[0]), math.ceil(ends[1])) if rope.truncate else ends
+    low, high = max(low, 0), min(high, turned - 1)
+    high += 0.001 if low == high else 0.0
+    stretched = ((torch.arange(len(frequencies), device="cpu").float() - low) / (high - low)).clamp(0, 1)
+    return frequencies * (1 - stretched) + frequencies / rope.factor * stretched
 
 
 def llama3_frequencies(rope: Rope, frequencies: Tensor) -> Tensor:

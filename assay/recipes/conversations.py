@@ -18,7 +18,7 @@ from assay.errors import UsageError
 from assay.guard.corpus_checks import require_held_out
 from assay.guard.example_audit import audit_examples, check_batch, check_packing, check_supervised_weight
 from assay.learn.loop import Step
-from assay.model.transformer import parameter_count
+from assay.model.transformer import ModelConfig, parameter_count
 from assay.recipes.options import Trained, Tuning
 from assay.recipes.run import Run
 from assay.recipes.starting_model import AdapterModel, StartingModel
@@ -160,8 +160,18 @@ def load_conversations(config: Tuning, start: StartingModel) -> Conversations:
     train, held_out = rendered(kept), rendered(apart).examples
     require_held_out(config.held_out_data or ", ".join(map(str, config.data)), len(held_out), "conversation",
                      "raise --held-out, give --held-out-data with more of them, or raise --max-length where they were dropped as too long")
+    refuse_beyond_context([*train.examples, *held_out], start.model.config)
     order, steps = ordered(config, train.examples)
     return Conversations(train.examples, held_out, train, order, steps, start.tokenizer.digest)
+
+
+def refuse_beyond_context(examples: Sequence[TrainingExample], model: ModelConfig) -> None:
+    """Rows may be longer than the context, since positions count anew in each conversation; a conversation may not."""
+    longest = max((len(example.tokens) for example in examples), default=0)
+    if longest > model.max_length:
+        raise UsageError(f"a conversation has {longest:,} tokens, and the model's config has a context of {model.max_length:,}: beyond it "
+                         f"positions mean nothing to the model; give --max-length {model.max_length}, or state a scaling, such as "
+                         f"--rope-scaling yarn:{math.ceil(longest / model.max_length)}")
 
 
 def ordered(config: Tuning, examples: Sequence[TrainingExample]) -> tuple[PackedExamples, int | None]:

@@ -15,7 +15,7 @@ from assay.editing.contexts import Contexts, sample_contexts
 from assay.editing.edit_preflight import check_batching, check_keys, check_spans, check_targets
 from assay.editing.fact_questions import ask_questions, begins_with, fact_questions, greedy_texts
 from assay.editing.facts import Fact, RefusedFact, read_facts
-from assay.editing.memit import EditResult, alphaedit_solver, checked_layers, memit_solver, rome, spread_over_layers
+from assay.editing.memit import EditResult, alphaedit_solver, checked_layers, memit_solver, refuse_uneditable, rome, spread_over_layers
 from assay.editing.moments import ROW_LENGTH, TokenizedText, read_text, second_moments, split_text
 from assay.editing.subject_tokens import encode_prompt, placeable_facts
 from assay.editing.targets import TargetOptions, find_targets
@@ -144,6 +144,7 @@ def open_editable(config: Edit) -> Artifact:
         raise UsageError(f"{source.path} is an adapter; export it --to merged, and edit that")
     if source.tokenizer is None:
         raise UsageError(f"{source.path}: facts are text, and there is no tokenizer here; add tokenizer.json")
+    refuse_uneditable(source.config)
     return source
 
 

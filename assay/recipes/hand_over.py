@@ -22,6 +22,7 @@ from assay.model.transformer import Transformer
 from assay.recipes.evaluator import HeldOutEvaluator
 from assay.recipes.run import Run, plain
 from assay.recipes.starting_model import writes_merged
+from assay.recipes.witness_records import witness_verdict
 from assay.store import checkpoint
 from assay.store.artifact import Artifact, Destination, build_model, locate_artifact, merged_tensors, open_artifact, straight_to
 from assay.store.checkpoint import open_checkpoint, quarantine_checkpoint
@@ -125,16 +126,17 @@ def handed_places(run: Run, best: Path) -> list[Path]:
 def export_best(run: Run, best: Path, opened: OpenedBases | None = None) -> tuple[list[Path], list[Verdict]]:
     """Every place that is handed over: written, and proven in a fresh process."""
     places, opened = handed_places(run, best), opened or OpenedBases(None)
-    verdicts = []
+    verdicts = list[Verdict]()
+    witness = [witness_verdict(run.folder, run.config.witness)] if run.witnesses else []
     for where in places:
         if handed_over_before(best, where):
             verdicts.append(check_weight_set(best, where))
         else:
             run.set_aside(where)
             found = export_proven(best, where, "peft" if where.name == "adapter" else None, run.probing, opened)
-            hallmark_or_quarantine(open_checkpoint(where), found)
+            hallmark_or_quarantine(open_checkpoint(where), [*found, *witness])
             verdicts += found
-    return places, verdicts
+    return places, [*verdicts, *witness]
 
 
 def handed_over_before(best: Path, where: Path) -> bool:

@@ -13,7 +13,7 @@ from assay.guard.proof import prove_checkpoint
 from assay.guard.proof_subject import ProofSampling
 from assay.guard.training_guards import check_adapted, stop_if_refuted
 from assay.learn.optim import load_state_tensors
-from assay.model.families import hf_layout, to_foreign
+from assay.model.families import hf_layout, scaled_context, to_foreign
 from assay.model.lora import LoraLinear, LoraSite, attach, fresh, plan
 from assay.model.patch import Patch
 from assay.model.placement import frozen_tensors, place_for_training
@@ -121,9 +121,7 @@ class AdapterModel:
         for name, parts in patch.low_rank.items():
             module = self.model.get_submodule(name.removesuffix(".weight"))
             assert isinstance(module, LoraLinear), f"{name} has no adapter here"
-            for part, left, right in zip(parts, module.lefts, module.rights, strict=True):
-                left.copy_(part.left)
-                right.copy_(part.right)
+            module.load(parts)
 
 
 TrainedWeights = WholeModel | AdapterModel
@@ -222,11 +220,11 @@ def refuse_quarantined(source: Artifact) -> Artifact:
 
 def prepared(config: Trained, source: Artifact, say: Callable[[str], None], device: str = "cpu") -> Artifact:
     """The source itself, or RUN/base: a folder that others can open, with rows for new tokens, proven before it is trained on."""
-    grows = bool(config.new_tokens) and source.tokenizer is not None
+    grows = (bool(config.new_tokens) and source.tokenizer is not None) or config.rope_scaling is not None
     if not grows and not (config.lora_r and source.raw.place.kind == "gguf"):
         return source
     if source.patch is not None:
-        raise UsageError(f"{source.path} is an adapter: new tokens need rows of their own in its base; merge it first")
+        raise UsageError(f"{source.path} is an adapter: new tokens and another context change its base; merge it first")
     base, against = Path(config.out) / "base", None if grows else str(source.path)
     if base.exists():
         require_proven(base, against=against)
@@ -253,6 +251,11 @@ def require_proven(where: Path, *, against: str | None = None) -> None:
 
 def _based(config: Trained, source: Artifact, say: Callable[[str], None]) -> checkpoint.Contents:
     tokenizer = source.tokenizer
+    if config.rope_scaling is not None:
+        source = replace(source, config=scaled_context(source.config, config.rope_scaling))
+        say(f"--rope-scaling {config.rope_scaling}: a context of {source.config.max_length:,} tokens")
+        if not config.new_tokens or tokenizer is None:
+            return model_contents(build_model(source), tokenizer, source.stops, Lineage("new"))
     if not config.new_tokens or tokenizer is None:
         lineage = Lineage("same", Ancestor(source.digest, str(source.path.resolve())))
         return model_contents(build_model(source), tokenizer, source.stops, lineage)

@@ -186,4 +186,7 @@ def with_layers(config: ModelConfig, tensors: dict[str, Tensor], kept: list[int]
             taken[name] = tensor
         elif parts[1] in place:
             taken[".".join(["blocks", place[parts[1]], *parts[2:]])] = tensor
-    return replace(config, depth=len(kept), windows=tuple(config.windows[layer] for layer in kept)), taken
+    at = {layer: place for place, layer in enumerate(kept)}
+    experts = config.experts and replace(config.experts, dense_layers=tuple(at[n] for n in config.experts.dense_layers if n in at))
+    return replace(config, depth=len(kept), windows=tuple(config.windows[layer] for layer in kept), experts=experts,
+                   unrotated=tuple(at[layer] for layer in config.unrotated if layer in at)), taken

@@ -27,7 +27,8 @@ import lzma
 import math
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass
+from dataclasses import fields as dataclass_fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -222,6 +223,9 @@ class SqueezeSource:
 
     def __init__(self, artifact: "Artifact", tokenizer: Tokenizer):
         self.artifact, self.config, self.tokenizer = artifact, artifact.config, tokenizer
+        rope = self.config.rope
+        if self.config.experts is not None or self.config.local_rope is not None or (rope is not None and not _whole(rope)):
+            raise UsageError(f"{artifact.path}: a {self.config.family} with experts, two rotary bases or YaRN or LongRoPE is not squeezed")
         for name, tensor in artifact.tensors.items():
             if not torch.isfinite(tensor).all():
                 raise ArtifactError(f"{artifact.path}: {name} holds values that are not finite; it cannot be rounded")
@@ -236,7 +240,7 @@ class SqueezeSource:
 
     def file(self, levels: int, sections: Mapping[str, bytes]) -> bytes:
         listed = {name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in sections.items()}
-        geometry = asdict(self.config) | {"windows": list(self.config.windows)}
+        geometry = compact_geometry(self.config)
         header = seal({"assay": "squeezed", "format": ASSAYZ_FORMAT, "geometry": geometry, "levels": levels, "sections": listed,
                        "source": self.artifact.digest, "tokenizer": self.tokenizer.digest}, where="header")
         return ASSAYZ_MAGIC + len(header).to_bytes(4, "little") + header + b"".join(sections[name] for name in SECTIONS)
@@ -248,6 +252,17 @@ class SqueezeSource:
                 raise UsageError(f"{self.artifact.path}: {name} has values beyond 65,504, which float16 cannot hold; it "
                                  "cannot be squeezed")
         return _deflated(b"".join(half.numpy().tobytes() for half in halves.values()))
+
+
+def compact_geometry(config: ModelConfig) -> dict[str, Any]:
+    """Without what few models have and this one has not: every byte counts."""
+    few = [field for field in dataclass_fields(ModelConfig) if field.default is not MISSING]
+    off = {field.name for field in few if getattr(config, field.name) == field.default}
+    geometry = {name: value for name, value in asdict(config).items() if name not in off} | {"windows": list(config.windows)}
+    if config.rope is not None:
+        usual = ("base", "kind", "factor", "low_freq_factor", "high_freq_factor", "original_length")
+        geometry["rope"] = {name: value for name, value in geometry["rope"].items() if name in usual or value is not None}
+    return geometry
 
 
 def matrices_and_vectors(config: ModelConfig) -> tuple[Shapes, Shapes]:
@@ -436,5 +451,5 @@ def read_geometry(fields: dict[str, Any], where: str) -> ModelConfig:
 
 def _whole(rope: Rope) -> bool:
     needed = {"default": [], "linear": [rope.factor],
-              "llama3": [rope.factor, rope.low_freq_factor, rope.high_freq_factor, rope.original_length]}[rope.kind]
+              "llama3": [rope.factor, rope.low_freq_factor, rope.high_freq_factor, rope.original_length]}.get(rope.kind, [None])
     return all(value is not None and math.isfinite(value) and value > 0 for value in [rope.base, *needed])

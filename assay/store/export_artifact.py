@@ -81,7 +81,7 @@ def _export_gguf(source: Artifact, where: Path, dtype: str) -> float:
     if source.patch is not None:
         raise UsageError(f"{source.path} is an adapter; export it --to merged first, then that --to gguf")
     if FAMILIES[source.config.family].gguf is None:
-        raise UsageError(f"GGUF has no {source.config.family!r} architecture")
+        raise UsageError(f"Assay writes no GGUF file of the {source.config.family!r} architecture; export it --to hf")
     if source.tokenizer is None:
         raise UsageError(f"{source.path}: a GGUF file carries its tokenizer, and there is none here; add tokenizer.json")
     if dtype not in gguf.FILE_TYPES:

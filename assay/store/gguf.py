@@ -5,6 +5,7 @@ Keys outside the architecture and the tokenizer (general.*, quantize.*, a publis
 """
 
 import contextlib
+import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -13,13 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from assay.config import nearest
 from assay.errors import ArtifactError, UsageError
 from assay.model.families import FAMILIES, ConfigFields, from_foreign, gguf_layout, to_foreign, unexportable_features
 from assay.model.gguf_tokenizer import generation_from_gguf, tokenizer_from_gguf, tokenizer_to_gguf
 from assay.model.special_tokens import SpecialTokens, resolve_special_tokens
 from assay.model.tokenizer import Tokenizer
-from assay.model.transformer import ModelConfig, Rope, inverse_frequencies
+from assay.model.transformer import Experts, ModelConfig, Rope, inverse_frequencies
 from assay.store import durable
 from assay.store.gguf_header import GgufHeader, GgufTensor, read_gguf_header
 from assay.store.model_formats import Description, FileModel, ModelFormat, shown_geometry
@@ -29,6 +29,9 @@ _LARGEST = 1 << 24  # of any number of the geometry
 Precision = Literal["f16", "bf16", "q8_0"]
 FILE_TYPES: dict[Precision, int] = {"f16": 1, "bf16": 32, "q8_0": 7}
 ROPE_FACTORS = "rope_freqs.weight"  # how llama.cpp stores Llama 3's scaling: a divisor for each frequency
+SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"  # and LongRoPE's
+FACTORS = (ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS)
+GEMMA2_BASE, GEMMA3_LOCAL_BASE, GEMMA3_EVERY, SMOLLM3_EVERY = 10000.0, 10000.0, 6, 4  # what llama.cpp has in its code, not in its files
 META_LLAMA3: dict[str, Any] = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_length": 8192}  # as released
 # Keys that could change the computation in a way we do not implement, with the value that changes nothing.
 _NEUTRAL = {"expert_count": 0, "expert_used_count": 0, "attention.causal": True, "rope.scaling.attn_factor": 1.0,
@@ -43,7 +46,7 @@ def read_gguf(path: Path) -> FileModel:
     """Every tensor once, in the right shape and finite, and the tokenizer that goes with them; else an error."""
     header = read_gguf_header(path)
     config = _config(header, path)
-    foreign = _dequantised(path, header, header.tensors.keys() - {ROPE_FACTORS})
+    foreign = _dequantised(path, header, header.tensors.keys() - set(FACTORS))
     tensors = from_foreign(config, gguf_layout(config), foreign, str(path))
     tokenizer = tokenizer_from_gguf(header.metadata, str(path))
     stops = resolve_special_tokens(tokenizer, {}, generation_from_gguf(header.metadata))
@@ -74,7 +77,8 @@ def write_gguf(path: Path, config: ModelConfig, tensors: Mapping[str, Tensor], t
     _refuse_inexpressible(config)
     layout = gguf_layout(config)
     foreign = to_foreign(layout, tensors) | _rope_factors(config)
-    exact = {ROPE_FACTORS, *(piece.name for piece in layout.get("position.weight", ()))}
+    kept = [ours for ours in layout if ours == "position.weight" or ours.endswith(".mlp.router.weight")]
+    exact = {*FACTORS, *(piece.name for ours in kept for piece in layout[ours])}
     types = {name: "F32" if tensor.ndim == 1 or name in exact else dtype.upper() for name, tensor in foreign.items()}
     metadata = _geometry(config, dtype) | tokenizer_to_gguf(tokenizer, config.vocab) | _ends(tokenizer, stops)
     with durable.new_file(path) as temporary:
@@ -94,18 +98,67 @@ def _config(header: GgufHeader, path: Path) -> ModelConfig:
            if f"blk.0.{leaf}" in header.tensors}
     kv_heads = heads if gpt2 else keys.need("attention.head_count_kv")
     _refuse_absurd(keys, header)
-    config = ModelConfig(
-        family=family, vocab=_vocab(keys, header.metadata), width=width, depth=depth, heads=heads, kv_heads=kv_heads,
-        head_dim=head_dim,
-        hidden=keys.need("feed_forward_length"), max_length=keys.need("context_length"),
-        norm="layer" if gpt2 else "rms",
-        norm_eps=keys.need("attention.layer_norm_epsilon" if gpt2 else "attention.layer_norm_rms_epsilon", float),
-        rope=None if gpt2 else _rope(keys, header, head_dim, path), activation="gelu_tanh" if gpt2 else "silu",
-        gated=not gpt2, qkv_bias=bool(has & {"attn_q.bias", "attn_qkv.bias"}), out_bias="attn_output.bias" in has,
-        mlp_bias="ffn_up.bias" in has, qk_norm="attn_q_norm.weight" in has, windows=(None,) * depth,
-        tied="output.weight" not in header.tensors, softcap=None, value_residual=False, attention_gate=False)
+    common: dict[str, Any] = {
+        "family": family, "vocab": _vocab(keys, header.metadata), "width": width, "depth": depth, "heads": heads, "kv_heads": kv_heads,
+        "head_dim": head_dim, "hidden": keys.need("feed_forward_length"), "max_length": keys.need("context_length"),
+        "norm": "layer" if gpt2 else "rms",
+        "norm_eps": keys.need("attention.layer_norm_epsilon" if gpt2 else "attention.layer_norm_rms_epsilon", float),
+        "activation": "gelu_tanh" if gpt2 or family.startswith("gemma") else "silu", "gated": not gpt2,
+        "qkv_bias": bool(has & {"attn_q.bias", "attn_qkv.bias"}), "out_bias": "attn_output.bias" in has,
+        "mlp_bias": "ffn_up.bias" in has, "qk_norm": "attn_q_norm.weight" in has, "windows": (None,) * depth,
+        "tied": "output.weight" not in header.tensors, "softcap": None, "value_residual": False, "attention_gate": False}
+    if family == "phi3":
+        common["rope"] = _phi3_rope(keys, header, path)
+    elif family != "gemma2":
+        common["rope"] = None if gpt2 else _rope(keys, header, head_dim, path)
+    config = ModelConfig(**(common | _features(family, keys, common)))
     _refuse_unread(keys, prefix)
     return config
+
+
+def _features(family: str, keys: ConfigFields, common: Mapping[str, Any]) -> dict[str, Any]:
+    """What an architecture of llama.cpp does beyond Llama's, from its keys or, where it has none for it, by its definition."""
+    depth, number = common["depth"], (int, float)
+    if family in ("gemma2", "gemma3_text"):
+        window, every = keys.need("attention.sliding_window"), 2 if family == "gemma2" else GEMMA3_EVERY
+        found: dict[str, Any] = {"post_norms": True, "norm_plus_one": True, "embedding_scale": common["width"] ** 0.5,
+                                 "windows": tuple(None if (layer + 1) % every == 0 else window for layer in range(depth))}
+        if family == "gemma3_text":
+            return found | {"local_rope": Rope(GEMMA3_LOCAL_BASE)}
+        base = keys.maybe("rope.freq_base", (int, float)) or GEMMA2_BASE  # the first files have none
+        return found | {"rope": Rope(float(base)), "softcap": keys.need("final_logit_softcapping", float),
+                        "attention_softcap": keys.need("attn_logit_softcapping", float)}
+    if family == "phi3":
+        turned, window = keys.need("rope.dimension_count"), keys.maybe("attention.sliding_window")
+        rope: Rope = common["rope"]
+        short = rope.kind == "longrope" and rope.short_factor != rope.long_factor
+        return {"rotary_dim": None if turned == common["head_dim"] else turned, "windows": (window,) * depth,
+                "max_length": rope.original_length if short else common["max_length"]}
+    if family == "olmo2":
+        return {"pre_norms": False, "post_norms": True, "qk_norm_whole": True}
+    if family == "granite":
+        return {"embedding_scale": keys.need("embedding_scale", number), "residual_scale": keys.need("residual_scale", number),
+                "attention_scale": keys.need("attention.scale", number), "logit_scale": 1 / keys.need("logit_scale", number)}
+    if family == "smollm3":
+        return {"unrotated": tuple(range(SMOLLM3_EVERY - 1, depth, SMOLLM3_EVERY))}
+    if family == "qwen3_moe":
+        return {"experts": Experts(
+            count=keys.need("expert_count"), active=keys.need("expert_used_count"), hidden=keys.need("expert_feed_forward_length"),
+            normalised=True, router_bias=False, bias=False, shared_hidden=None, dense_layers=(), clamp=None, alpha=None, balance=0.0)}
+    return {}
+
+
+def _phi3_rope(keys: ConfigFields, header: GgufHeader, path: Path) -> Rope:
+    base, longest = float(keys.need("rope.freq_base", (int, float))), keys.need("context_length")
+    original = keys.maybe("rope.scaling.original_context_length")
+    if SHORT_FACTORS not in header.tensors or LONG_FACTORS not in header.tensors:
+        return Rope(base)
+    if original is None:
+        raise UsageError(f"{path}: LongRoPE's factors without phi3.rope.scaling.original_context_length; geometry is never guessed")
+    factors = _dequantised(path, header, {SHORT_FACTORS, LONG_FACTORS})
+    short, long = (tuple(factors[name].tolist()) for name in (SHORT_FACTORS, LONG_FACTORS))
+    return Rope(base, "longrope", longest / original, original_length=original, short_factor=short, long_factor=long, longest=longest,
+                attention_factor=float(keys.need("rope.scaling.attn_factor", (int, float))))
 
 
 def _family(metadata: Mapping[str, Any], path: Path) -> str:
@@ -116,7 +169,7 @@ def _family(metadata: Mapping[str, Any], path: Path) -> str:
         raise UsageError(f"{path}: one of {metadata['split.count']} parts; join them with llama-gguf-split --merge")
     known = {family.gguf: name for name, family in reversed(FAMILIES.items()) if family.gguf}  # llama, not mistral
     if str(architecture) not in known:
-        raise UsageError(f"{path}: architecture {architecture!r} is not supported{nearest(str(architecture), known)}")
+        raise UsageError(f"{path}: architecture {architecture!r} is not supported; those that are: {', '.join(sorted(map(str, known)))}")
     return known[str(architecture)]
 
 
@@ -134,7 +187,9 @@ def _refuse_absurd(keys: ConfigFields, header: GgufHeader) -> None:
 
 def _head_dim(keys: ConfigFields, width: int, heads: int) -> int:
     """Absent means width / heads, in llama.cpp as in every family here; the whole of a head is rotated."""
-    names = ("attention.key_length", "attention.value_length", "rope.dimension_count")
+    names = ["attention.key_length", "attention.value_length", "rope.dimension_count"]
+    if "rope.scaling.original_context_length" in keys.fields and "rope.scaling.type" not in keys.fields:
+        names.remove("rope.dimension_count")  # Phi-3, of whose heads a part may be rotated
     said = {name: size for name in names if (size := keys.maybe(name)) is not None}
     if len(set(said.values())) > 1 or (not said and width % heads):
         raise UsageError(f"{keys.where}: {heads} heads in a width of {width} with {said} are not supported")
@@ -154,10 +209,18 @@ def _rope(keys: ConfigFields, header: GgufHeader, head_dim: int, path: Path) -> 
     factor = keys.maybe("rope.scaling.factor", (int, float))
     if kind in (None, "none") and factor is None:
         return _llama3(base, header, head_dim, path) if ROPE_FACTORS in header.tensors else Rope(base)
-    if kind != "linear" or factor is None or ROPE_FACTORS in header.tensors:
+    if kind not in ("linear", "yarn") or factor is None or ROPE_FACTORS in header.tensors:
         raise UsageError(f"{path}: rope.scaling.type {kind!r} with factor {factor!r} is not supported; "
-                         "expected none, linear with a factor, or Llama 3's table of factors")
-    return Rope(base, "linear", float(factor))
+                         "expected none, linear or yarn with a factor, or Llama 3's table of factors")
+    if kind == "linear":
+        return Rope(base, "linear", float(factor))
+    return _yarn(base, float(factor), keys.need("rope.scaling.original_context_length"))
+
+
+def _yarn(base: float, factor: float, original: int) -> Rope:
+    """With the paper's constants, which llama.cpp has in its code."""
+    growth = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
+    return Rope(base, "yarn", factor, original_length=original, beta_fast=32.0, beta_slow=1.0, attention_factor=growth, truncate=True)
 
 
 def _llama3(base: float, header: GgufHeader, head_dim: int, path: Path) -> Rope:
@@ -188,12 +251,26 @@ def _refuse_unread(keys: ConfigFields, prefix: str) -> None:
 
 
 def _refuse_inexpressible(config: ModelConfig) -> None:
-    family = FAMILIES[config.family]
+    family, rope, e = FAMILIES[config.family], config.rope, config.experts
     biased = config.qkv_bias or config.out_bias or config.mlp_bias
+    every = {"gemma2": 2, "gemma3_text": GEMMA3_EVERY, "phi3": config.depth + 1}.get(config.family)
+    windows = {window for window in config.windows if window is not None}
+    due = tuple(None if every is None or not windows or (layer + 1) % every == 0 else max(windows) for layer in range(config.depth))
+    own_scale = config.attention_scale is not None and config.family != "granite"
+    yarn = rope is not None and rope.kind == "yarn" and rope != _yarn(rope.base, rope.factor or 1.0, rope.original_length or 0)
     problems = {
         f"the {config.family} family": family.gguf is None,
-        "a sliding window": any(window is not None for window in config.windows),
+        "a sliding window": bool(windows) and every is None,
+        "sliding windows in this order": every is not None and config.windows != due,
         "biases in a Llama": family.gguf == "llama" and biased,
+        f"a scale of scores in {config.family}": own_scale,
+        f"YaRN with these constants in {config.family}": yarn,
+        "another local rotary base": config.local_rope is not None and config.local_rope != Rope(GEMMA3_LOCAL_BASE),
+        "a rope scaling in gemma2": config.family == "gemma2" and rope is not None and rope.kind != "default",
+        "these layers without positions": config.family == "smollm3" and config.unrotated != tuple(
+            range(SMOLLM3_EVERY - 1, config.depth, SMOLLM3_EVERY)),
+        "these experts": e is not None and (bool(e.dense_layers) or not e.normalised),
+        "half a soft cap": config.family == "gemma2" and (config.softcap is None or config.attention_softcap is None),
         **dict.fromkeys(unexportable_features(config), True),
     }
     for problem, found in problems.items():
@@ -211,12 +288,35 @@ def _geometry(config: ModelConfig, dtype: Precision) -> dict[str, Any]:
     else:
         own |= {"attention.head_count_kv": config.kv_heads, "attention.layer_norm_rms_epsilon": config.norm_eps,
                 "attention.key_length": config.head_dim, "attention.value_length": config.head_dim,
-                "rope.dimension_count": config.head_dim, "rope.freq_base": config.rope.base}
-        if config.rope.kind == "linear":
-            own |= {"rope.scaling.type": "linear", "rope.scaling.factor": config.rope.factor}
+                "rope.dimension_count": config.rotary_dim or config.head_dim, "rope.freq_base": config.rope.base}
+        if config.rope.kind in ("linear", "yarn"):
+            own |= {"rope.scaling.type": config.rope.kind, "rope.scaling.factor": config.rope.factor}
+        if config.rope.kind in ("yarn", "longrope"):
+            own["rope.scaling.original_context_length"] = config.rope.original_length
+    own |= _written_features(config)
     general = {"general.architecture": architecture, "general.type": "model", "general.file_type": FILE_TYPES[dtype],
                "general.quantization_version": 2}
     return general | {f"{architecture}.{key}": value for key, value in own.items()} | _llama3_rule(config.rope)
+
+
+def _written_features(config: ModelConfig) -> dict[str, Any]:
+    """What `_features` reads."""
+    window = max((window for window in config.windows if window is not None), default=None)
+    found: dict[str, Any] = {} if window is None else {"attention.sliding_window": window}
+    if config.family == "gemma2":
+        found |= {"attn_logit_softcapping": config.attention_softcap, "final_logit_softcapping": config.softcap}
+    if config.family == "phi3" and config.rope is not None:
+        found["rope.scaling.original_context_length"] = config.rope.original_length or config.max_length
+        if config.rope.kind == "longrope":
+            found |= {"context_length": config.rope.longest, "rope.scaling.attn_factor": config.rope.attention_factor}
+    if config.family == "granite":
+        assert config.logit_scale is not None
+        found |= {"embedding_scale": config.embedding_scale, "residual_scale": config.residual_scale,
+                  "attention.scale": config.attention_scale, "logit_scale": 1 / config.logit_scale}
+    if config.experts is not None:
+        found |= {"expert_count": config.experts.count, "expert_used_count": config.experts.active,
+                  "expert_feed_forward_length": config.experts.hidden}
+    return found
 
 
 def _llama3_rule(rope: Rope | None) -> dict[str, Any]:
@@ -227,9 +327,10 @@ def _llama3_rule(rope: Rope | None) -> dict[str, Any]:
 
 
 def _rope_factors(config: ModelConfig) -> dict[str, Tensor]:
-    if config.rope is None or config.rope.kind != "llama3":
-        return {}
-    return {ROPE_FACTORS: _divisors(config.rope, config.head_dim)}
+    rope = config.rope
+    if rope is not None and rope.short_factor is not None and rope.long_factor is not None:
+        return {SHORT_FACTORS: torch.tensor(rope.short_factor), LONG_FACTORS: torch.tensor(rope.long_factor)}
+    return {ROPE_FACTORS: _divisors(rope, config.head_dim)} if rope is not None and rope.kind == "llama3" else {}
 
 
 def _ends(tokenizer: Tokenizer, stops: SpecialTokens | None) -> dict[str, int]:

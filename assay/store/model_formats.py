@@ -55,7 +55,9 @@ class ModelFormat:
 
 
 def shown_geometry(config: ModelConfig) -> dict[str, Any]:
+    e = config.experts
+    mixture = {} if e is None else {"experts": f"{e.active} of {e.count}, each of {e.hidden}"}
     return {"family": config.family, "layers": config.depth, "width": config.width,
             "heads": f"{config.heads}/{config.kv_heads} of {config.head_dim}", "mlp": config.hidden, "vocabulary": config.vocab,
             "context": config.max_length, "rope base": config.rope.base if config.rope else "none",
-            "head": "tied" if config.tied else "separate"}
+            "head": "tied" if config.tied else "separate", **mixture}

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from assay.errors import ArtifactError, UsageError
 from assay.model.families import hf_layout, parameter_shapes
-from assay.model.lora import LoraSite, lora_sites
+from assay.model.lora import LoraSite, linear_layers, lora_sites
 from assay.model.patch import LowRank, Patch
 from assay.model.transformer import ModelConfig
 from assay.store.peft_whole import (
@@ -142,7 +142,7 @@ def write_adapter(config: ModelConfig, patch: Patch, base_name: str, *, rslora: 
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base_name, "r": rank,
         "rank_pattern": {name: value for name, value in ranks.items() if value != rank}, "lora_alpha": alpha,
         "alpha_pattern": {name: value for name, value in alphas.items() if value != alpha}, "use_rslora": rslora, "lora_dropout": 0.0,
-        "bias": "none", "target_modules": _shortest(list(ranks), lora_sites(config)), "fan_in_fan_out": config.family == "gpt2",
+        "bias": "none", "target_modules": _shortest(list(ranks), linear_layers(config)), "fan_in_fan_out": config.family == "gpt2",
         "inference_mode": True,
         "modules_to_save": [_foreign(config, name).removesuffix(".weight") for name in patch.replaced] or None,
     }, tensors

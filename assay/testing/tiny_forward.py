@@ -23,7 +23,7 @@ from assay.model.transformer import Transformer
 from assay.seeds import generator
 from assay.testing import tiny_forward as here
 from assay.testing.fault_injection import Plant, fault, swap
-from assay.testing.tiny_models import tiny_model
+from assay.testing.tiny_models import tiny_config, tiny_model
 from assay.tracing.first_divergence import ReferencePass, check_forward, compare_passes, run_reference, weight_changes
 from assay.tracing.forward_modes import ForwardMode, batched_forward, cached_forward, plain_forward
 from assay.verdict import Verdict
@@ -89,7 +89,7 @@ def broken_model(family: str, *, breaks: Break, layer: int) -> Transformer:
 
 def random_model(family: str) -> Transformer:
     """Three layers whose heads look somewhere, whose norms weigh and whose biases count: nothing hides in a fresh start."""
-    windows = {"mistral": (24,) * TRACE_DEPTH}.get(family, (None,) * TRACE_DEPTH)
+    windows = (tiny_config(family).windows * TRACE_DEPTH)[:TRACE_DEPTH]
     model = tiny_model(family, depth=TRACE_DEPTH, windows=windows)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

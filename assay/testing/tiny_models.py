@@ -22,7 +22,7 @@ from assay.model.lora import LoraLinear, fresh, plan
 from assay.model.patch import Patch
 from assay.model.special_tokens import SpecialTokens, resolve_special_tokens
 from assay.model.tokenizer import BYTE_OF, Tokenizer
-from assay.model.transformer import ModelConfig, Rope, Transformer, initialised
+from assay.model.transformer import Experts, ModelConfig, Rope, Transformer, initialised
 from assay.seeds import generator
 from assay.store import checkpoint
 from assay.store.artifact import build_model, open_artifact
@@ -57,9 +57,41 @@ def tiny_config(family: str = "llama", vocab: int = 320) -> ModelConfig:
         "gpt2": replace(llama, family="gpt2", kv_heads=4, hidden=256, norm="layer", rope=None, activation="gelu_tanh", gated=False,
                         qkv_bias=True, out_bias=True, mlp_bias=True),
         "assay": replace(llama, family="assay", qk_norm=True, activation="relu2", gated=False, softcap=15.0),
+        **_tiny_families(llama),
         "mixed": replace(llama, family="assay", depth=3, windows=(None, 24, None), value_residual=True, attention_gate=True),
     }
     return variants[family]
+
+
+def _tiny_families(llama: ModelConfig) -> dict[str, ModelConfig]:
+    """What later families do otherwise, each feature with a value at which its loss shows."""
+    small = replace(llama, width=32, head_dim=8, hidden=48)
+    gemma = replace(small, family="gemma2", norm_eps=1e-6, activation="gelu_tanh", post_norms=True, norm_plus_one=True,
+                    embedding_scale=32**0.5, attention_scale=12**-0.5, softcap=3.0, attention_softcap=2.0, windows=(20, None))
+    qwen = replace(small, family="qwen3_moe", qk_norm=True, tied=False, experts=Experts(
+        count=6, active=2, hidden=24, normalised=True, router_bias=False, bias=False, shared_hidden=None, dense_layers=(), clamp=None,
+        alpha=None, balance=0.001))
+    assert qwen.experts is not None
+    yarn = Rope(10000.0, "yarn", 4.0, original_length=64, beta_fast=32.0, beta_slow=1.0, attention_factor=1.1386294361119891, truncate=True)
+    divisors = tuple(1.0 + 0.25 * i for i in range(3))
+    longrope = Rope(10000.0, "longrope", 4.0, original_length=256, attention_factor=1.118033988749895, short_factor=divisors,
+                    long_factor=tuple(3 * divisor for divisor in divisors), longest=1024)
+    oss = replace(qwen.experts, router_bias=True, bias=True, clamp=1.5, alpha=1.702, hidden=48)
+    return {
+        "gemma2": gemma,
+        "gemma3_text": replace(gemma, family="gemma3_text", qk_norm=True, softcap=None, attention_softcap=None, attention_scale=None,
+                               rope=Rope(1000000.0, "linear", 8.0), local_rope=Rope(10000.0)),
+        "phi3": replace(small, family="phi3", rope=longrope, rotary_dim=6, tied=False),
+        "olmo2": replace(small, family="olmo2", pre_norms=False, post_norms=True, qk_norm=True, qk_norm_whole=True, tied=False),
+        "smollm3": replace(small, family="smollm3", unrotated=(1,)),
+        "granite": replace(small, family="granite", embedding_scale=12.0, residual_scale=0.22, attention_scale=0.5, logit_scale=1 / 8),
+        "qwen3_moe": qwen,
+        "qwen2_moe": replace(qwen, family="qwen2_moe", qk_norm=False, qkv_bias=True, experts=replace(
+            qwen.experts, normalised=False, shared_hidden=40, dense_layers=(0,))),
+        "gpt_oss": replace(qwen, family="gpt_oss", qk_norm=False, qkv_bias=True, out_bias=True, sinks=True, windows=(20, None),
+                           rope=replace(yarn, truncate=False), experts=oss),
+        "yarn": replace(small, family="qwen3", qk_norm=True, rope=yarn),
+    }
 
 
 def tiny_tokenizer(template: bool = True, words: Iterable[str] = ("Ġthe", "Ġand", "Ġis", "ing", "er")) -> Tokenizer:

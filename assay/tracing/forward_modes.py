@@ -90,14 +90,32 @@ LLAMA_MODULES = SiteModules("model.layers", "model.norm", "self_attn", {
     "attn norm": "input_layernorm", "q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj",
     "attended": ">self_attn.o_proj", "attn out": "self_attn.o_proj", "middle": ">post_attention_layernorm",
     "mlp norm": "post_attention_layernorm", "gate": "mlp.gate_proj", "up": "mlp.up_proj", "act": "mlp.act_fn",
-    "product": ">mlp.down_proj", "down": "mlp.down_proj", "residual": ""}, {})
+    "product": ">mlp.down_proj", "down": "mlp.down_proj", "mixed": "mlp", "residual": ""}, {})
+POST_NORMS = {"attn post norm": "post_attention_layernorm", "middle": ">pre_feedforward_layernorm", "mlp norm": "pre_feedforward_layernorm",
+              "mlp post norm": "post_feedforward_layernorm"}
 GPT2_MODULES = SiteModules("transformer.h", "transformer.ln_f", "attn", {
     "attn norm": "ln_1", "attended": ">attn.c_proj", "attn out": "attn.c_proj", "middle": ">ln_2", "mlp norm": "ln_2",
     "up": "mlp.c_fc", "act": "mlp.act", "down": "mlp.c_proj", "residual": ""}, {"attn.c_attn": ("q", "k", "v")})
 
 
-def load_with_transformers(path: Path, dtype: torch.dtype) -> nn.Module:
-    """The folder or GGUF file through transformers; never code from the folder."""
+def transformers_modules(config: ModelConfig) -> SiteModules:
+    """Where transformers has the sites of such a model. Its routers lay all tokens in one row, and are not looked at."""
+    if config.family == "gpt2":
+        return GPT2_MODULES
+    modules = LLAMA_MODULES
+    if config.post_norms:
+        others = POST_NORMS if config.pre_norms else POST_NORMS | {"middle": ">mlp"}
+        modules = modules._replace(sites={**modules.sites, **others})
+    if config.family == "phi3":
+        sites = {name: path for name, path in modules.sites.items() if name not in ("q", "k", "v", "gate", "up")}
+        modules = modules._replace(sites=sites | {"act": "mlp.activation_fn"}, fused={
+            "self_attn.qkv_proj": ("q", "k", "v"), "mlp.gate_up_proj": ("gate", "up")})
+    return modules
+
+
+def load_with_transformers(path: Path, dtype: torch.dtype, *, fused: bool = True) -> nn.Module:
+    """The folder or GGUF file through transformers; never code from the folder. `fused`: its attention is PyTorch's kernel, which knows
+    neither soft caps nor sinks."""
     try:
         import transformers
     except ImportError:
@@ -110,16 +128,16 @@ def load_with_transformers(path: Path, dtype: torch.dtype) -> nn.Module:
     loader: Any = transformers.AutoModelForCausalLM
     with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):  # their progress bars and advice
         warnings.simplefilter("ignore")
-        return loader.from_pretrained(**where, dtype=dtype, attn_implementation="sdpa", local_files_only=True,
+        return loader.from_pretrained(**where, dtype=dtype, attn_implementation="sdpa" if fused else "eager", local_files_only=True,
                                       trust_remote_code=False).eval()
 
 
 def transformers_forward(model: nn.Module, config: ModelConfig) -> ForwardMode:
     """A causal language model of transformers; `config` is the geometry as we read it from the same files."""
-    if config.family not in ("gpt2", "llama", "mistral", "qwen2", "qwen3"):
+    if config.family == "assay":
         raise UsageError(f"transformers has no {config.family!r} architecture; only Assay runs it")
 
-    modules = GPT2_MODULES if config.family == "gpt2" else LLAMA_MODULES
+    modules = transformers_modules(config)
 
     def run(tokens_BT: Tensor, look: PassObserver) -> None:
         see = cropped_observer(look)

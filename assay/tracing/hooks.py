@@ -17,15 +17,17 @@ from torch.utils.hooks import RemovableHandle
 
 from assay.editing.block_hooks import block, hooked
 from assay.kernels.rotary import rotate
+from assay.model.attention import AttentionRule, ruled_attention
 from assay.model.families import parameter_shapes
 from assay.model.kv_cache import DecodeLayer, attend_slots
 from assay.model.transformer import ModelConfig, Transformer, qkv_rows
 
 # In a layer. `query` and `key` are what attention is given, after norms of heads and rotation; `scores` are two numbers a
 # query and head, the log-sum and the entropy of what it looks at; `middle` is the residual stream between the two halves;
-# `value` is what attention is given where the first layer's values are mixed in, `head gate` what a gate's sigmoid is taken of.
-IN_LAYER = ("attn norm", "q", "k", "v", "value", "query", "key", "scores", "head gate", "attended", "attn out", "middle",
-            "mlp norm", "gate", "up", "act", "product", "down", "residual")
+# `value` is what attention is given where the first layer's values are mixed in, `head gate` what a gate's sigmoid is taken of;
+# a mixture of experts has `router`, before any softmax, and `mixed`, what its experts say together, in the place of `gate` to `down`.
+IN_LAYER = ("attn norm", "q", "k", "v", "value", "query", "key", "scores", "head gate", "attended", "attn out", "attn post norm", "middle",
+            "mlp norm", "router", "gate", "up", "act", "product", "down", "mixed", "mlp post norm", "residual")
 ROTATED = ("query", "key")
 EMBEDDING, FINAL_NORM, LOGITS = "embedding", "final norm", "logits"
 
@@ -60,7 +62,11 @@ def forward_sites(config: ModelConfig) -> Iterator[Site]:
 
 def _absent(config: ModelConfig, layer: int) -> set[str]:
     """The sites that this layer has not."""
-    here = {"gate": config.gated, "product": config.gated, "value": config.value_residual and layer > 0, "head gate": config.attention_gate}
+    mixture = config.mixture_at(layer)
+    here = {"value": config.value_residual and layer > 0, "head gate": config.attention_gate, "router": mixture, "mixed": mixture,
+            **dict.fromkeys(("gate", "product"), config.gated and not mixture), **dict.fromkeys(("up", "act", "down"), not mixture),
+            **dict.fromkeys(("attn norm", "mlp norm"), config.pre_norms),
+            **dict.fromkeys(("attn post norm", "mlp post norm"), config.post_norms)}
     return {name for name, found in here.items() if not found}
 
 
@@ -86,7 +92,10 @@ def _modules(site: Site, config: ModelConfig) -> list[tuple[str, tuple[int, int]
     fused = {"q": ("attn.qkv", (0, q)), "k": ("attn.qkv", (q, q + k)), "v": ("attn.qkv", (q + k, q + k + v)),
              "gate": ("mlp.up", (0, hidden)), "up": ("mlp.up", up)}
     whole = {"attn norm": "attn_norm", "value": "attn.mix", "query": "attn.q_norm", "key": "attn.k_norm", "head gate": "attn.gate",
-             "attn out": "attn.out", "mlp norm": "mlp_norm", "down": "mlp.down"}
+             "attn out": "attn.out", "mlp norm": "mlp_norm", "down": "mlp.down", "scores": "attn.sinks", "router": "mlp.router",
+             "attn post norm": "attn_post_norm", "mlp post norm": "mlp_post_norm"}
+    if site.name == "mixed":
+        return [(f"{block}.mlp.{part}", None) for part in ("up", "down", "shared.up", "shared.down", "shared_gate")]
     if site.name in fused:
         module, rows = fused[site.name]
         return [(f"{block}.{module}", rows)]
@@ -110,16 +119,18 @@ class SiteModules(NamedTuple):
     fused: Mapping[str, tuple[str, ...]]
 
 
-ASSAY_MODULES = SiteModules("blocks", "norm", "attn", {
-    "attn norm": "attn_norm", "value": "attn.mix", "head gate": "attn.gate", "attended": ">attn.out", "attn out": "attn.out",
-    "middle": ">mlp_norm", "mlp norm": "mlp_norm", "product": ">mlp.down", "down": "mlp.down", "residual": ""},
-    {"attn.qkv": ("q", "k", "v"), "mlp.up": ("gate", "up")})
+def assay_modules(config: ModelConfig) -> SiteModules:
+    return SiteModules("blocks", "norm", "attn", {
+        "attn norm": "attn_norm", "value": "attn.mix", "head gate": "attn.gate", "attended": ">attn.out", "attn out": "attn.out",
+        "attn post norm": "attn_post_norm", "middle": ">mlp_norm" if config.pre_norms else ">mlp", "mlp norm": "mlp_norm",
+        "router": "mlp.router", "product": ">mlp.down", "down": "mlp.down", "mixed": "mlp", "mlp post norm": "mlp_post_norm",
+        "residual": ""}, {"attn.qkv": ("q", "k", "v"), "mlp.up": ("gate", "up")})
 
 
 @contextlib.contextmanager
 def observe_sites(model: Transformer, see: SiteObserver) -> Iterator["AttentionObserver"]:
     """Hooks are gone afterwards, whatever happened. The logits have no module: whoever runs the model shows them to `see`."""
-    with observe_modules(model, model.config, ASSAY_MODULES, see) as attention, _activations(model, see):
+    with observe_modules(model, model.config, assay_modules(model.config), see) as attention, _activations(model, see):
         yield attention
 
 
@@ -152,32 +163,41 @@ class AttentionObserver(TorchFunctionMode):
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        if func is not F.scaled_dot_product_attention or self.layer is None:
+        if self.layer is None or func not in (F.scaled_dot_product_attention, ruled_attention):
             return func(*args, **kwargs)
-        return self._attend(func, *args, **kwargs)
+        return (self._attend_ruled if func is ruled_attention else self._attend)(func, *args, **kwargs)
+
+    def _attend_ruled(self, func: Callable, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: AttentionRule) -> Tensor:
+        q, k = self._shown(q, k)
+        self.see(Site(self.layer, "scores"), attention_statistics(q, k, mask, mask is None, rule))
+        return func(q, k, v, mask, rule)
 
     def _attend(self, func: Callable, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
                 is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False) -> Tensor:
-        assert self.layer is not None
+        q, k = self._shown(q, k)
+        self.see(Site(self.layer, "scores"), attention_statistics(q, k, attn_mask, is_causal, AttentionRule(scale)))
+        return func(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+    def _shown(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """The queries and keys to go on with."""
         if (other := self.see(Site(self.layer, "query"), q.transpose(1, 2))) is not None:
             q = other.transpose(1, 2)
         copies = k.shape[1] // self.kv_heads  # some callers repeat a key for each head that shares it
         if (other := self.see(Site(self.layer, "key"), k[:, ::copies].transpose(1, 2))) is not None:
             k = other.transpose(1, 2).repeat_interleave(copies, 1)
-        self.see(Site(self.layer, "scores"), attention_statistics(q, k, attn_mask, is_causal, scale))
-        return func(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        return q, k
 
-    def decoding(self, view: DecodeLayer, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    def decoding(self, view: DecodeLayer, q: Tensor, k: Tensor, v: Tensor, window: int | None, rule: AttentionRule) -> Tensor:
         """In the place of `attend_slots`: one more token a slot, against what the cache holds once it is stored."""
         layer, self.layer = self.layer, None  # what the plain kernel asks of torch is not seen a second time
         assert layer is not None
         q, k = (q, k) if view.rotary is None else (rotate(q, *view.rotary), rotate(k, *view.rotary))
         q, k = (x if (other := self.see(Site(layer, name), x)) is None else other for name, x in (("query", q), ("key", k)))
-        out = attend_slots(view.with_rotary(None), q, k, v, window)
+        out = attend_slots(view.with_rotary(None), q, k, v, window, rule)
         distance_SL = view.positions[:, None] - torch.arange(view.horizon, device=q.device)
         seen_SL = (distance_SL >= 0) & (distance_SL < (window or view.horizon))
         keys = view.keys_SLKd[:, : view.horizon].transpose(1, 2)
-        self.see(Site(layer, "scores"), attention_statistics(q.transpose(1, 2), keys, seen_SL[:, None, None], False, None))
+        self.see(Site(layer, "scores"), attention_statistics(q.transpose(1, 2), keys, seen_SL[:, None, None], False, rule))
         return out
 
 
@@ -195,7 +215,7 @@ def observe_attention(attention: AttentionObserver, modules: Sequence[nn.Module]
             module.__dict__.update({} if own is None else {"forward": own})
 
 
-def attention_statistics(q_BHTd: Tensor, k_BKSd: Tensor, mask: Tensor | None, causal: bool, scale: float | None) -> Tensor:
+def attention_statistics(q_BHTd: Tensor, k_BKSd: Tensor, mask: Tensor | None, causal: bool, rule: AttentionRule) -> Tensor:
     """(B, T, H, 2): the log-sum of a query's exponentiated scores, and the entropy of where it looks.
 
     By a product of its own, since kernels keep their scores to themselves; a few queries at a time, against the keys up to them.
@@ -203,7 +223,7 @@ def attention_statistics(q_BHTd: Tensor, k_BKSd: Tensor, mask: Tensor | None, ca
     (B, H, T, d), (K, S) = q_BHTd.shape, k_BKSd.shape[1:3]
     wide = torch.promote_types(q_BHTd.dtype, torch.float32)
     k_BKdS = k_BKSd.to(wide).transpose(2, 3)
-    q_BKGTd = (q_BHTd.to(wide) * (d**-0.5 if scale is None else scale)).reshape(B, K, H // K, T, d)
+    q_BKGTd = (q_BHTd.to(wide) * (rule.scale or d**-0.5)).reshape(B, K, H // K, T, d)
     hidden = None if mask is None else _hidden(mask).to(wide)
     triangle = _hidden(torch.ones(QUERIES, QUERIES, dtype=torch.bool, device=q_BHTd.device).tril_()).to(wide)
     found = q_BHTd.new_empty(B, T, H, 2, dtype=wide)
@@ -211,10 +231,14 @@ def attention_statistics(q_BHTd: Tensor, k_BKSd: Tensor, mask: Tensor | None, ca
         stop = min(start + QUERIES, T)
         keys, width = stop if causal else S, stop - start
         scores = (q_BKGTd[:, :, :, start:stop].flatten(2, 3) @ k_BKdS[..., :keys]).view(B, H, width, keys)
+        if rule.softcap is not None:
+            scores = rule.softcap * torch.tanh(scores / rule.softcap)
         if causal:
             scores[..., start:].add_(triangle[:width, :width])  # all that came before these queries is seen
         if hidden is not None:
             scores.add_(hidden[..., start:stop, :keys] if hidden.shape[-2] == T else hidden[..., :keys])
+        if rule.sinks_H is not None:
+            scores = torch.cat([scores, rule.sinks_H.to(wide).view(1, H, 1, 1).expand(B, H, width, 1)], -1)
         found[:, start:stop] = _log_sum_and_entropy(scores).transpose(1, 2)
     return found
 
@@ -279,6 +303,8 @@ def _layer_hooks(layer: nn.Module, number: int, config: ModelConfig, modules: Si
                        module.register_forward_hook(output_hook(see, site)))
     for path, names in modules.fused.items():
         parts = [Site(number, name) for name in names if name not in absent]
+        if not parts:
+            continue
         rows = qkv_rows(config) if "q" in names else [config.hidden] * len(parts)
         handles.append(layer.get_submodule(path).register_forward_hook(split_output_hook(see, parts, rows)))
     return handles
@@ -287,8 +313,8 @@ def _layer_hooks(layer: nn.Module, number: int, config: ModelConfig, modules: Si
 @contextlib.contextmanager
 def _activations(model: Transformer, see: SiteObserver) -> Iterator[None]:
     """An activation is a function and has no hooks: each layer's is wrapped for the length of the block."""
-    mlps = [block(model, layer).mlp for layer in range(model.config.depth)]
-    kept = [mlp.activation for mlp in mlps]
+    mlps = {layer: block(model, layer).mlp for layer in range(model.config.depth) if not model.config.mixture_at(layer)}
+    kept = {layer: mlp.activation for layer, mlp in mlps.items()}
 
     def watched(site: Site, function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         def activation(x: Tensor) -> Tensor:
@@ -299,9 +325,9 @@ def _activations(model: Transformer, see: SiteObserver) -> Iterator[None]:
         return activation
 
     try:
-        for layer, mlp in enumerate(mlps):
+        for layer, mlp in mlps.items():
             mlp.activation = watched(Site(layer, "act"), kept[layer])
         yield
     finally:
-        for mlp, function in zip(mlps, kept, strict=True):
-            mlp.activation = function
+        for layer, mlp in mlps.items():
+            mlp.activation = kept[layer]

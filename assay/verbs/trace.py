@@ -111,7 +111,8 @@ def forward_mode_of(b: "Artifact", dtype: str, flags: FLAGS, length: int) -> "Fo
     if flags.through == "transformers":
         if b.patch is not None:
             raise UsageError(f"{b.path} is an adapter; merge it (assay export --to merged) to run it by transformers")
-        return transformers_forward(load_with_transformers(b.path, getattr(torch, dtype)).to(flags.device), b.config)
+        loaded = load_with_transformers(b.path, getattr(torch, dtype), fused=b.config.fused_attention)
+        return transformers_forward(loaded.to(flags.device), b.config)
     model = load_on_device(b, dtype, flags.device)
     if flags.through == "cache":
         return forward_modes.cached_forward(model, filled=max(1, length - 16))

@@ -1,15 +1,28 @@
 """Forward-pass faults: some fifty small mistakes in a model's arithmetic, each with the site where a trace must find it."""
 
-from typing import Any
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from assay.editing.block_hooks import block
 from assay.kernels.rotary import rotate
 from assay.model.attention import TokenLayout, positions_in_document
-from assay.model.transformer import LayerNorm, RmsNorm, Rope, Transformer, gelu_tanh, inverse_frequencies, softcap
+from assay.model.transformer import (
+    LayerNorm,
+    Mixture,
+    ModelConfig,
+    OffsetRmsNorm,
+    RmsNorm,
+    Rope,
+    Transformer,
+    gelu_tanh,
+    inverse_frequencies,
+    softcap,
+)
 from assay.testing.tiny_forward import (
     attention_by_hand,
     attention_kernel,
@@ -209,6 +222,80 @@ forward_fault("two heads exchanged", "attended", rows=("S7",))(
     lambda model, layer: change_attention(model, layer, joined=lambda x, _: x[:, :, [1, 0, 2, 3]].flatten(2)))
 forward_fault("softmax in bf16", "attended", rows=("S6",))(
     lambda model, layer: change_attention(model, layer, look=lambda q, k, v, _: attention_by_hand(q, k, v, torch.bfloat16)))
+
+# ---------------------------------------------------------------- what later families do otherwise
+
+
+def in_the_config(name: str, right: str, family: str, row: str, change: Callable[[ModelConfig], dict[str, Any]]) -> None:
+    """A field of the config that the code does not look at."""
+    forward_fault(name, right, family=family, rows=(row,))(
+        lambda model, _: setattr(model, "config", replace(model.config, **change(model.config))))
+
+
+in_the_config("Gemma's window off by one", "scores", "gemma3_text", "L12",
+              lambda c: {"windows": tuple(window and window + 1 for window in c.windows)})
+in_the_config("local layers turned as global ones are", "query", "gemma3_text", "L14", lambda c: {"local_rope": None})
+in_the_config("YaRN's attention factor missed", "query", "yarn", "L13",
+              lambda c: {"rope": replace(cast(Rope, c.rope), attention_factor=None)})
+in_the_config("LongRoPE's attention factor missed", "query", "phi3", "L13",
+              lambda c: {"rope": replace(cast(Rope, c.rope), attention_factor=None)})
+in_the_config("positions in a layer that has none", "query", "smollm3", "L13", lambda c: {"unrotated": ()})
+in_the_config("scale of logits left out", "logits", "granite", "L12", lambda c: {"logit_scale": None})
+in_the_config("embedding not scaled", "embedding", "granite", "L12", lambda c: {"embedding_scale": None})
+forward_fault("embedding scaled twice", "embedding", family="gemma3_text", rows=("L12",))(
+    lambda model, _: block(model, 0).register_forward_pre_hook(lambda _, given: (given[0] * model.config.width**0.5, *given[1:])))
+forward_fault("soft cap of scores left out", "scores", family="gemma2", rows=("L12",))(
+    lambda model, layer: setattr(block(model, layer).attn, "softcap", None))
+forward_fault("scale of scores left out", "scores", family="granite", rows=("L12",))(
+    lambda model, layer: setattr(block(model, layer).attn, "scale", None))
+forward_fault("residual multiplier left out", "middle", family="granite", rows=("L12",))(
+    lambda model, layer: setattr(block(model, layer), "scale", None))
+
+
+@forward_fault("norms before and after exchanged", "attn norm", family="gemma2", rows=("L12",))
+def norms_before_and_after_exchanged(model: Transformer, layer: int) -> None:
+    one = block(model, layer)
+    one.attn_norm, one.attn_post_norm = one.attn_post_norm, one.attn_norm
+
+
+@forward_fault("norm that multiplies by its weight alone", "attn norm", family="gemma3_text", rows=("L12",))
+def norm_without_the_one(model: Transformer, layer: int) -> None:
+    norm = block(model, layer).attn_norm
+    assert isinstance(norm, OffsetRmsNorm)
+    put_forward(norm, lambda x: torch.rms_norm(x, x.shape[-1:], norm.weight, norm.eps))
+
+
+@forward_fault("sinks dropped", "scores", family="gpt_oss", rows=("L12",))
+def sinks_dropped(model: Transformer, layer: int) -> None:
+    attn = block(model, layer).attn
+
+    def without(usual: Any, *given: Any) -> Tensor:
+        sinks, attn.sinks = attn.sinks, None
+        try:
+            return usual(*given)
+        finally:
+            attn.sinks = sinks
+
+    wrap_method(attn, "forward", without)
+
+
+def mixture(model: Transformer, layer: int) -> Mixture:
+    """The layer's, or the next one's where it has a plain MLP."""
+    found = block(model, layer if model.config.mixture_at(layer) else layer + 1).mlp
+    assert isinstance(found, Mixture)
+    return found
+
+
+forward_fault("router's bias ignored", "router", family="gpt_oss", rows=("L12",))(
+    lambda model, layer: put_forward(mixture(model, layer).router, lambda x: F.linear(x, mixture(model, layer).router.weight)))
+forward_fault("shares of experts not made whole", "mixed", family="qwen3_moe", rows=("L12",))(
+    lambda model, layer: setattr(mixture(model, layer), "rule", replace(mixture(model, layer).rule, normalised=False)))
+forward_fault("shares of experts made whole", "mixed", family="qwen2_moe", rows=("L12",))(
+    lambda model, layer: setattr(mixture(model, layer), "rule", replace(mixture(model, layer).rule, normalised=True)))
+forward_fault("experts' activation not clamped", "mixed", family="gpt_oss", rows=("L12",))(
+    lambda model, layer: setattr(mixture(model, layer), "rule", replace(mixture(model, layer).rule, clamp=1e9)))
+forward_fault("shared expert without its gate", "mixed", family="qwen2_moe", rows=("L12",))(
+    lambda model, layer: put_forward(cast(nn.Module, mixture(model, layer).shared_gate), lambda x: x[..., :1] * 0 + 30))
 
 # ---------------------------------------------------------------- cache and batch
 

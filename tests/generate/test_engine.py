@@ -134,7 +134,7 @@ def test_a_compiled_stretch_copies_nothing_of_the_cache():
     ((None,) * 30, 6), ((None,) * 7, 1), ((None,) * 5, 5), ((4, None) * 6, 6), ((4, 4, 4, None) * 7, 4), ((4, None, None), 3),
     ((4,) * 9 + (None,), 1)])
 def test_stretches_are_alike(windows, blocks):
-    assert blocks_per_graph(windows) == blocks
+    assert blocks_per_graph(replace(tiny_config(), depth=len(windows), windows=windows)) == blocks
 
 
 def test_members_of_a_group_share_a_prefill_and_nothing_else(model, monkeypatch):

@@ -5,9 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from assay.data.batch import Batch
 from assay.guard.kept_artifacts import KeptArtifacts
 from assay.guard.proof import ProofRequest, examine_artifact
 from assay.guard.proof_subject import ProofSampling
+from assay.learn.cuda_graph import GraphedAccumulate
+from assay.learn.objectives import next_token
+from assay.model.placement import place_for_training
 from assay.store.artifact import open_artifact
 from assay.store.checkpoint import Contents, open_checkpoint
 from assay.store.export_artifact import export_artifact
@@ -42,3 +46,15 @@ def test_a_snapshot_on_the_gpu_is_what_was_there_when_it_was_asked_for(tmp_path:
     found = open_checkpoint(tmp_path / "c")
     assert torch.equal(found.weights()["w"], before)
     assert torch.equal((found.optimizer() or {})["m"], before)
+
+
+def test_a_graph_is_captured_while_a_save_leaves_the_gpu(tmp_path: Path):
+    """In torch's default mode of capture anything that another thread asks of the GPU may invalidate the graph."""
+    large = {"w": torch.ones(100_000_000, device="cuda")}
+    model, objective = place_for_training(tiny_model(), "cuda"), next_token
+    batch = Batch(torch.randint(0, 250, (4, 16)), torch.ones(4, 16).index_fill(1, torch.tensor([0]), 0.0))
+    with BackgroundSaver() as saver:
+        for number in range(4):
+            saver.save(tmp_path / str(number), Contents("model", large, trainer={"step": 1}))
+            found = GraphedAccumulate()(model, objective, batch, 2, float(batch.weight.sum()))
+            assert torch.isfinite(found.loss)

@@ -167,6 +167,21 @@ def test_attention_equals_its_twin(H, K, d, window, turned):
     assert torch.equal(torch.nan_to_num(keys[:, :, 0, 0]), torch.where(torch.arange(L) <= positions[:, None], twin[0][:, :, 0, 0], 0))
 
 
+@pytest.mark.parametrize(("scale", "softcap", "sinks"), [(0.4, None, False), (None, 1.5, False), (None, None, True), (0.3, 2.0, True)])
+def test_attention_with_a_cap_or_sinks_equals_its_twin(scale, softcap, sinks):
+    """A scale of its own (Granite), bent scores (Gemma 2) and sinks (gpt-oss), each against one softmax written out."""
+    S, L, H, K, d = 5, 40, 6, 2, 16
+    g = torch.Generator().manual_seed(5)
+    q, k, v = (torch.randn(S, heads, d, generator=g) for heads in (H, K, K))
+    keys, values = torch.randn(S, L, K, d, generator=g), torch.randn(S, L, K, d, generator=g)
+    positions, sink_H = torch.tensor([0, 3, 16, 33, 39]), torch.randn(H, generator=g) if sinks else None
+    plainly = plain_cached_attention(q, k, v, keys.clone(), values.clone(), positions, 20, L)
+    due = plain_cached_attention(q, k, v, keys.clone(), values.clone(), positions, 20, L, None, scale, softcap, sink_H)
+    found = fused_cached_attention(q, k, v, keys, values, positions, 20, L, None, scale, softcap, sink_H, launch=SMALL)
+    torch.testing.assert_close(found, due, atol=1e-5, rtol=1e-5)
+    assert (due - plainly).norm() > 0.05 * plainly.norm(), "what is asked for must show"
+
+
 def angles(positions, d):
     turns = positions[:, None] * 10000 ** -(torch.arange(0, d, 2) / d)
     return turns.cos(), turns.sin()

@@ -160,4 +160,4 @@ def test_what_a_foreign_architecture_cannot_say_is_refused(family: str, changed:
 def test_the_own_family_is_not_exported_to_gguf(tmp_path, capsys):
     save_model(tmp_path / "model", tiny_model("mixed"))
     assert assay(["export", str(tmp_path / "model"), "--to", "gguf", "--out", str(tmp_path / "model.gguf")]) == 2
-    assert "GGUF has no 'assay' architecture" in capsys.readouterr().err
+    assert "writes no GGUF file of the 'assay' architecture" in capsys.readouterr().err

@@ -33,7 +33,9 @@ def without(name: str, family: str = "llama"):
     (fields(kv_lora_rank=512), "unknown field 'kv_lora_rank'"), (fields(model_type="gemma9"), "'gemma9' is not supported"),
     (fields(hidden_act="gelu"), "hidden_act"), (fields(num_attention_heads=0), "num_attention_heads"),
     (fields(hidden_size="64"), "hidden_size"),
-    (fields(rope_scaling={"rope_type": "yarn", "factor": 2.0}, rope_parameters=None), "yarn"), (fields(auto_map={"a": "b"}), "auto_map"),
+    (fields(rope_scaling={"rope_type": "yarn", "factor": 2.0}, rope_parameters=None), "original_max_position_embeddings"),
+    (fields(rope_scaling={"rope_type": "dynamic", "factor": 2.0}, rope_parameters=None), "dynamic"),
+    (fields(auto_map={"a": "b"}), "auto_map"),
     (fields(rope_scaling={"rope_type": "llama3", "factor": 2.0}, rope_parameters=None), "low_freq_factor"),
     (fields("qwen2", layer_types=["sliding_attention", "full_attention"]), "sliding_window"),
     (fields(quantization_config={"bits": 4}), "quantization")])
@@ -50,6 +52,30 @@ def test_rope_fields_that_disagree_are_refused():
 def test_harmless_fields_are_let_through():
     extra = {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {}, "_name_or_path": "x", "pretraining_tp": 1}
     assert config_from_hf(fields(**extra), [], "config.json") == tiny_config("llama")
+
+
+@pytest.mark.parametrize(("family", "published"), [
+    ("smollm3", {"pretraining_tp": 2, "max_window_layers": 28}),
+    ("gemma2", {"sliding_window_size": 20, "cache_implementation": "hybrid"}),
+    ("gemma3_text", {"_sliding_window_pattern": 6, "use_bidirectional_attention": False}),
+    ("phi3", {"auto_map": {"AutoConfig": "configuration_phi3.Phi3Config", "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM",
+                           "AutoTokenizer": "Xenova/gpt-4o"}, "full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False}),
+    ("gpt_oss", {"experts_per_token": 2, "initial_context_length": 4096}), ("qwen2_moe", {"sliding_window": 0, "max_window_layers": 21})])
+def test_configs_open_as_their_families_publish_them(family, published):
+    assert config_from_hf(fields(family, **published), [] if tiny_config(family).tied else ["lm_head.weight"], "c") == tiny_config(family)
+
+
+@pytest.mark.parametrize(("config", "names"), [
+    (fields("phi3", auto_map={"AutoModelForCausalLM": "modeling_other.Other"}), "auto_map"),
+    (fields("gemma2", sliding_window_size=21), "sliding_window_size"), (without("final_logit_softcapping", "gemma2"), "softcapping"),
+    (fields("gemma3_text", attn_logit_softcapping=50.0), "gemma3_text has none"),
+    (without("norm_topk_prob", "qwen3_moe"), "norm_topk_prob"),
+    (fields("qwen3_moe", use_sliding_window=True), "use_sliding_window"),
+    (without("residual_multiplier", "granite"), "residual_multiplier"),
+    (fields(model_type="mamba"), "those that are: gpt2, llama, .*gpt_oss")])
+def test_what_a_family_leaves_open_is_refused_by_name(config, names):
+    with pytest.raises(UsageError, match=names):
+        config_from_hf(config, ["lm_head.weight"], "config.json")
 
 
 def test_a_silent_config_is_settled_by_the_tensors():

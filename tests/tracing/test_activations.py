@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from assay.editing.block_hooks import block
+from assay.model.attention import PLAIN_RULE
 from assay.model.families import parameter_shapes
 from assay.seeds import generator
 from assay.testing.tiny_forward import random_model, traced_tokens
@@ -77,8 +78,8 @@ def test_entropy_is_that_of_a_softmax_written_out(window: int | None):
     scores = (q @ k.repeat_interleave(2, 1).transpose(2, 3) / 4).masked_fill(~mask, -torch.inf).double()
     chances = scores.softmax(-1)
     entropy = torch.special.entr(chances).sum(-1)
-    for found in (attention_statistics(q, k, None if window is None else mask[None, None], window is None, None),
-                  attention_statistics(q, k, torch.zeros(150, 150).masked_fill(~mask, -torch.inf)[None, None], False, None)):
+    for found in (attention_statistics(q, k, None if window is None else mask[None, None], window is None, PLAIN_RULE),
+                  attention_statistics(q, k, torch.zeros(150, 150).masked_fill(~mask, -torch.inf)[None, None], False, PLAIN_RULE)):
         assert torch.allclose(found[..., ENTROPY].transpose(1, 2).double(), entropy, atol=1e-5)
         assert torch.allclose(found[..., 0].transpose(1, 2).double(), scores.logsumexp(-1), atol=1e-5)
 

@@ -10,7 +10,7 @@ import torch
 from assay.errors import ArtifactError, AssayError, StoreError, UsageError
 from assay.model.families import gguf_layout, to_foreign
 from assay.model.gguf_tokenizer import tokenizer_from_gguf
-from assay.model.transformer import Transformer
+from assay.model.transformer import Rope, Transformer
 from assay.store import gguf
 from assay.store.gguf_header import GGUF_TYPES
 from assay.store.model_formats import shown_geometry
@@ -45,12 +45,48 @@ def test_what_was_written_is_read(family, dtype, rounding, tmp_path):
     assert sorted(child.name for child in tmp_path.iterdir()) == ["model.gguf"]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gpt2"])
+def as_llama_cpp_has_it(family):
+    """A tiny model of the family with what llama.cpp has in its code, and numbers that float32 holds."""
+    config = tiny_config(family, vocab=VOCAB)
+    longrope = replace(tiny_config("phi3").rope, attention_factor=1.125)
+    changes = {
+        "gemma2": {"attention_scale": None}, "gemma3_text": {"windows": (20, 20)}, "granite": {"residual_scale": 0.25},
+        "phi3": {"rope": longrope, "windows": (40, 40)}, "smollm3": {"depth": 4, "windows": (None,) * 4, "unrotated": (3,)},
+        "qwen3_moe": {"experts": replace(tiny_config("qwen3_moe").experts, balance=0.0)}}
+    return replace(config, **changes.get(family, {}))
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "gemma2", "phi3", "olmo2", "smollm3", "granite", "qwen3_moe", "yarn"])
+def test_later_families_are_read_as_they_were_written(family, tmp_path):
+    config = as_llama_cpp_has_it(family)
+    weights = tensors(config)
+    gguf.write_gguf(tmp_path / "model.gguf", config, weights, byte_level(), "f16")
+    model = gguf.read_gguf(tmp_path / "model.gguf")
+    assert model.config == config
+    for name, tensor in weights.items():
+        error = (model.tensors[name] - tensor).abs().max() / tensor.abs().max()
+        assert error < (1e-6 if tensor.ndim == 1 else 2**-11), name
+
+
+@pytest.mark.parametrize(("family", "change", "words"), [
+    ("gemma3_text", {"local_rope": Rope(20000.0)}, "rotary base"), ("gemma3_text", {"windows": (20, None)}, "in this order"),
+    ("gemma2", {"attention_scale": 0.3}, "scale of scores"), ("smollm3", {"unrotated": (2,)}, "without positions"),
+    ("qwen2_moe", {}, "the qwen2_moe family"), ("gpt_oss", {}, "the gpt_oss family")])
+def test_what_llama_cpp_would_compute_otherwise_is_not_written(family, change, words, tmp_path):
+    config = replace(as_llama_cpp_has_it(family), **change)
+    with pytest.raises(UsageError, match=words):
+        gguf.write_gguf(tmp_path / "model.gguf", config, tensors(config), byte_level(), "f16")
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gpt2", "gemma3_text", "gemma2", "qwen3_moe"])
 def test_transformers_computes_the_same_from_our_file(family, tmp_path):
     """96 positions with grouped heads: a wrong rotary order of q and k would show (llama.cpp PR 3364)."""
     from transformers import AutoModelForCausalLM
 
-    config = tiny_config(family, vocab=VOCAB)
+    config = as_llama_cpp_has_it(family)
+    if family.startswith("gemma"):  # transformers reads neither scales, caps nor scalings, and takes those of the released ones
+        caps = {"softcap": 30.0, "attention_softcap": 50.0} if family == "gemma2" else {}
+        config = replace(config, head_dim=256, rope=Rope(config.rope.base), **caps)
     if family == "qwen3":  # transformers reads no head size for Qwen3 and takes the 128 of the released ones
         config = replace(config, head_dim=128)
     gguf.write_gguf(tmp_path / "model.gguf", config, tensors(config), byte_level(), "f16")
@@ -125,7 +161,7 @@ def test_missing_geometry_is_named(key, tmp_path):
 @pytest.mark.parametrize(("changes", "error", "words"), [
     ({"llama.attention.sliding_window": 64}, UsageError, "llama.attention.sliding_window = 64"),
     ({"llama.expert_count": 8}, UsageError, "llama.expert_count = 8"),
-    ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}, UsageError, "yarn"),
+    ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}, UsageError, "original_context_length"),
     ({"llama.rope.dimension_count": 8}, UsageError, "rope.dimension_count"),
     ({"llama.embedding_length": "64"}, UsageError, "embedding_length is '64'"),
     ({"llama.vocab_size": 500}, ArtifactError, "vocab_size is 500"),

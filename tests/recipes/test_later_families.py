@@ -1,0 +1,65 @@
+"""Runs of later families through `sft`, and the context: a longer conversation is refused, unless a rope scaling is stated."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from assay.errors import UsageError
+from assay.model.families import scaled_context
+from assay.recipes import hand_over, run, sft, starting_model
+from assay.store.artifact import open_artifact
+from assay.testing.tiny_models import save_model, tiny_config, tiny_model
+from assay.testing.tiny_training import NoProver
+from assay.verdict import Outcome, proven
+
+
+@pytest.fixture(autouse=True)
+def unproven(monkeypatch):
+    """What a fresh process says is the matter of tests/model/test_model_families.py."""
+    monkeypatch.setattr(run, "Prover", NoProver)
+    monkeypatch.setattr(hand_over, "prove", lambda request: [proven("whole", "not looked at")])
+    monkeypatch.setattr(starting_model, "prove_checkpoint", lambda folder, **_: [proven("whole", "not looked at")])
+
+
+def options(tmp_path, model, words, **more):
+    rows = [{"prompt": f"say {i}", "completion": " the" * (words + i % 3)} for i in range(60)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    save_model(tmp_path / "model", model)
+    return sft.Sft(model=str(tmp_path / "model"), data=(str(tmp_path / "data.jsonl"),), out=str(tmp_path / "run"), max_length=128,
+                   batch_tokens=512, max_steps=4, num_train_epochs=4, learning_rate=3e-3, held_out=0.2, device="cpu", **more)
+
+
+@pytest.mark.parametrize(("family", "lora_r"), [("qwen3_moe", 4), ("gpt_oss", 4), ("gemma2", 0)])
+def test_a_family_is_tuned_and_every_guard_is_silent(family, lora_r, tmp_path):
+    found = sft.sft(options(tmp_path, tiny_model(family), 12, lora_r=lora_r), lambda _: None)
+    assert all(verdict.outcome is Outcome.PROVEN for verdict in found.verdicts), str(found)
+    assert found.exit_code == 0
+    before, after = (open_artifact(tmp_path / name).tensors["blocks.1.mlp.down.weight"] for name in ("model", "run/model"))
+    moved = (before != after).view(tiny_config(family).experts.count if tiny_config(family).experts else 1, -1).any(1)
+    assert bool(moved.all()) == (family != "gpt_oss"), "every expert was adapted, or none"
+
+
+def test_a_conversation_beyond_the_context_is_refused(tmp_path):
+    with pytest.raises(UsageError, match=r"context of 64: .*--rope-scaling yarn:2"):
+        sft.sft(options(tmp_path, tiny_model(max_length=64), 70), lambda _: None)
+
+
+def test_a_stated_scaling_lengthens_the_context_and_is_written_down(tmp_path):
+    found = sft.sft(options(tmp_path, tiny_model(max_length=64), 70, rope_scaling="yarn:2", lora_r=4), lambda _: None)
+    assert found.exit_code == 0
+    written = json.loads((tmp_path / "run" / "base" / "config.json").read_text())
+    assert (written["max_position_embeddings"], written["rope_parameters"]["rope_type"]) == (128, "yarn")
+
+
+def test_scalings_in_words():
+    phi = tiny_config("phi3")
+    assert scaled_context(phi, "long").max_length == 1024
+    assert scaled_context(phi, "long").rope.short_factor == phi.rope.long_factor
+    assert scaled_context(tiny_config(), "linear:2").max_length == 512
+    for config, scaling, words in [
+        (tiny_config(), "long", "only a LongRoPE model"), (tiny_config("gpt2"), "yarn:2", "learns its positions"),
+        (tiny_config("llama3"), "yarn:2", "of kind 'llama3' already"), (tiny_config(), "yarn:0.5", "above 1"),
+        (replace(tiny_config(), family="phi3"), "yarn:2", "take no other")]:
+        with pytest.raises(UsageError, match=words):
+            scaled_context(config, scaling)
