@@ -67,7 +67,7 @@ class Conversations:
 
     def audit(self, start: StartingModel) -> list[Verdict]:
         rows: frozenset[int] | Literal["all"] = frozenset() if isinstance(start.weights, AdapterModel) else "all"
-        embed = start.model.embed.weight.detach().cpu().float()  # widened on the host, where there is room
+        embed = start.model.embed.weight.detach()  # where it lies: the rows that are looked at are few
         return [*audit_examples(self.train, start.tokenizer, start.parent.stops, embed=embed, trainable=rows, held_out=self.held_out,
                        length=self.order.length, seed=self.order.seed), check_packing(self.order)]
 

@@ -1,7 +1,8 @@
 """Memory plan: what a run will take on its device and its disk, by part, from config and headers alone; and what would fit instead.
 
-The arithmetic is of what must be held at once: everything that stays (weights, masters, gradients, moments, a cache) and the larger
-of what a step and what the preflight add for a while. What torch and CUDA take for themselves is not in it.
+The arithmetic is of what must be held at once: everything that stays (weights, masters, gradients, moments, a cache), the larger of
+what a step and what the preflight add for a while, and the copy of weights and moments that a save takes on the device where there is
+room. What torch and CUDA take for themselves is not in it.
 """
 
 import math
@@ -84,6 +85,11 @@ class MemoryPlan:
     def total(self) -> int:
         return sum(self.parts.values())
 
+    @property
+    def least(self) -> int:
+        """What it cannot do without: a sampler takes fewer slots, and a save copies to the host, where there is less room."""
+        return self.total - self.parts["cache"] - self.parts["saving"]
+
     def lines(self) -> list[str]:
         """For people."""
         w, m = self.work, self.model
@@ -113,8 +119,9 @@ def plan_memory(model: PlannedModel, work: PlannedWork) -> MemoryPlan:
              "cache": 2 * config.depth * config.kv_heads * config.head_dim * work.compute * work.slots * work.slot_length}
     activations, logits = activation_bytes(config, work, whole=not adapter), logit_bytes(config, work, whole=not adapter)
     preflight = preflight_bytes(config, work, trained, whole=not adapter)
-    stays |= {"activations": activations, "logits": logits, "preflight": max(0, preflight - activations - logits)}
     a_checkpoint = (MASTER + work.moments + MASTER * work.averaged) * trained
+    stays |= {"activations": activations, "logits": logits, "preflight": max(0, preflight - activations - logits),
+              "saving": 0 if wide else a_checkpoint}
     handed_over = MASTER * model.parameters + (MASTER * trained if adapter else 0)
     return MemoryPlan(model, work, stays, trained, KEPT_CHECKPOINTS * a_checkpoint + handed_over)
 
@@ -237,7 +244,8 @@ def device_memory(device: str) -> int | None:
 
 def alternatives(found: MemoryPlan, available: int) -> list[str]:
     """Settings that would fit, the least change first, in the options that say them."""
-    return [f"{words} ({made.total / GIB:.1f} GiB)" for words, made in _variants(found) if made.total <= available][:3]
+    return [f"{words} ({made.total / GIB:.1f} GiB)" for words, made in _variants(found)
+            if made.total - made.parts["saving"] <= available][:3]
 
 
 def _variants(found: MemoryPlan) -> Iterator[tuple[str, MemoryPlan]]:
@@ -276,7 +284,7 @@ def refuse_unfit(config: Trained, device: str) -> MemoryPlan | None:
 
 
 def require_fit(found: MemoryPlan, available: int, device: str) -> None:
-    if CERTAIN * (found.total - found.parts["cache"]) <= available:  # a sampler takes fewer slots where there is less room
+    if CERTAIN * found.least <= available:
         return
     fitting = alternatives(found, available)
     instead = f"these would fit: {'; '.join(fitting)}" if fitting else "nothing that leaves the model as it is would fit"

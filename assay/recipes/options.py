@@ -129,6 +129,8 @@ class Trained:
     lora_target_modules: tuple[str, ...] = option("layers to adapt, by the names that PEFT knows", group="model", metavar="NAME",
                                                   default=(),
                                                   default_text="all linear layers of the blocks")
+    merge: Literal["always", "never"] | None = option("beside RUN/adapter also RUN/model, adapter and base merged in fp32", group="model",
+                                                      default=None, default_text="where the base's files have at most 4 GB")
     new_tokens: tuple[str, ...] = option("texts that become single tokens, such as <think> </think> <answer> </answer>", group="model",
                                          metavar="TEXT", default=())
     max_steps: int | None = option("stop after so many steps", group="budget", least=1, default=None, default_text="the epochs decide")

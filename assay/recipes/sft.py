@@ -108,7 +108,7 @@ def sft(config: Sft, say: Callable[[str], None] = print_line) -> RunOutcome:
         judge_written_adapter(config, run, handed)
         handed.verdicts.append(check_budget(trainer.schedule, trainer.done, early.reason))
         write_down(run, handed)
-        return RunOutcome(run.folder, handed.verdicts, model=run.folder / "model", results={"held_out": handed.recorded.estimate})
+        return RunOutcome(run.folder, handed.verdicts, model=handed.places[-1], results={"held_out": handed.recorded.estimate})
 
 # ---------------------------------------------------------------- what is derived
 

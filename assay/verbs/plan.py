@@ -41,7 +41,7 @@ def run(flags: FLAGS) -> int:
 
     found, device = planned(flags)
     available = device_memory(device) if flags.memory is None else int(flags.memory * GIB)
-    fits = None if available is None else found.total <= available
+    fits = None if available is None else found.total - found.parts["saving"] <= available
     instead = alternatives(found, available) if available is not None and not fits else []
     if flags.json:
         print(json.dumps(found.to_json() | {"available": available, "fits": fits, "alternatives": instead}, indent=1))
