@@ -13,7 +13,7 @@ import queue
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,8 +26,16 @@ from assay.guard.artifact_checks import check_fields, check_hashes, check_lineag
 from assay.guard.behaviour_checks import check_answers, check_consumer, check_generations, check_health
 from assay.guard.kept_artifacts import WORKSPACE, KeptArtifacts, fp32_bytes, gpu_turn, proof_device
 from assay.guard.proof_subject import DEFAULT_SAMPLING, Expectation, ProofSampling, ProofSubject
-from assay.guard.proving_process import PROVING_PROCESSES, ProvingProcess
+from assay.guard.proving_process import (
+    CORES_A_PROOF,
+    PROVING_PROCESSES,
+    WHERE_THERE_IS_ONE,
+    ProvingProcess,
+    proof_threads,
+    usable_cores,
+)
 from assay.guard.unknown_adapter import examine_unknown_adapter, why_unknown
+from assay.model.placement import default_device
 from assay.store.artifact import Artifact, interpret_artifact, locate_artifact, read_artifact
 from assay.store.checkpoint import Checkpoint, open_checkpoint, quarantine_checkpoint, write_hallmark
 from assay.store.export_artifact import rounding_bound
@@ -38,7 +46,7 @@ PROOF_CHECKS: tuple[Callable[[ProofSubject], Verdict], ...] = (
     check_hashes, check_loaded, check_values, check_fields, check_tokenizer, check_answers, check_lineage, check_consumer,
     check_generations, check_health)
 PROOF_TIMEOUT = 1800.0
-CORES_A_PROOF, MOST_PROOFS = 4, 4  # a proof beside a loop takes one of so many cores, and there are never more
+MOST_PROOFS = 4  # at a time, beside a loop
 ENDED_FROM_OUTSIDE = {signal.SIGINT, signal.SIGTERM, signal.SIGKILL, signal.SIGHUP}  # says nothing about the artifact
 
 
@@ -95,10 +103,12 @@ def _death(process: ProvingProcess) -> Verdict:
 
 
 def prove_checkpoint(folder: Path, *, against: str | None = None, base: str | None = None, probing: ProofSampling = DEFAULT_SAMPLING,
-                     timeout: float = PROOF_TIMEOUT, beside: bool = False, headroom: int = 0) -> list[Verdict]:
-    """Prove a checkpoint of ours and write the outcome into it. Bytes that do not even open stay as they are."""
+                     timeout: float = PROOF_TIMEOUT, beside: bool = False, headroom: int = 0,
+                     records: Sequence[Path] = ()) -> list[Verdict]:
+    """Prove a checkpoint of ours and write the outcome into it. Bytes that do not even open stay as they are. `records` are steps that
+    led to it, kept for the witness."""
     request = ProofRequest(str(folder), against=against, base=base, probing=probing, headroom=headroom)
-    verdicts = prove(request, timeout=timeout, beside=beside)
+    verdicts = [*prove(request, timeout=timeout, beside=beside), *(ask_witness(records, beside=beside) if records else ())]
     hashed = any(v.check == "whole" and v.outcome is Outcome.PROVEN for v in verdicts)  # every byte, by the proof itself
     try:
         checkpoint = open_checkpoint(folder, verify=not hashed)
@@ -108,27 +118,34 @@ def prove_checkpoint(folder: Path, *, against: str | None = None, base: str | No
     return verdicts
 
 
+def ask_witness(records: Sequence[Path], *, timeout: float = PROOF_TIMEOUT, beside: bool = False) -> list[Verdict]:
+    """Kept steps replayed, in a process that no trainer has touched. Where it is late or dies it has not spoken: that is UNPROVEN."""
+    process = PROVING_PROCESSES.take(proof_threads(beside=False))
+    try:
+        found = process.answer({"records": [str(record) for record in records], "threads": proof_threads(beside)}, timeout)
+    except TimeoutError:
+        found = None
+    if found is None:
+        process.stop()
+        return [unproven("witness", f"{len(records)} kept step(s) were not replayed: the process died or took more than {timeout:g} s",
+                         optional=True)]
+    PROVING_PROCESSES.give_back(process)
+    return [Verdict(v["check"], Outcome(v["outcome"]), v["reason"], v["evidence"]) for v in found["verdicts"]]
+
+
 def hallmark_or_quarantine(checkpoint: Checkpoint, verdicts: list[Verdict]) -> None:
     if overall(without_optional(verdicts)) is Outcome.PROVEN:
-        write_hallmark(checkpoint, without_optional(verdicts))
+        silent = [verdict for verdict in verdicts if verdict.check == "witness" and verdict.outcome is Outcome.UNPROVEN]
+        write_hallmark(checkpoint, without_optional(verdicts), unproven=silent)
     elif overall(without_optional(verdicts)) is Outcome.REFUTED:
         quarantine_checkpoint(checkpoint, verdicts)
-
-
-def usable_cores() -> int:
-    """That this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def proof_threads(beside: bool) -> int:
-    """Of a proof, within what the environment allows. Threads that wait for a busy core are many times slower than one."""
-    share, allowed = usable_cores() // (2 * CORES_A_PROOF if beside else 2), os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
-    return max(1, min(share, int(allowed) if allowed.isdecimal() else share))
 
 
 class Prover:
     """Proofs beside a training loop, one at a time or, where there are cores to spare, a few; the loop asks for what is finished and
     never waits. They are begun in the saver's thread and asked for in the loop's: without a lock one begun meanwhile would be lost."""
+
+    witnesses = True  # kept steps are replayed with the next proof
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(max(1, min(MOST_PROOFS, usable_cores() // CORES_A_PROOF)), "prove")
@@ -141,8 +158,9 @@ class Prover:
             PROVING_PROCESSES.start_early(proof_threads(beside=False), device)
 
     def start(self, folder: Path, *, against: str | None = None, base: str | None = None, probing: ProofSampling = DEFAULT_SAMPLING,
-              beside: bool = True, headroom: int = 0) -> None:
-        future = self._pool.submit(prove_checkpoint, folder, against=against, base=base, probing=probing, beside=beside, headroom=headroom)
+              beside: bool = True, headroom: int = 0, records: Sequence[Path] = ()) -> None:
+        future = self._pool.submit(prove_checkpoint, folder, against=against, base=base, probing=probing, beside=beside, headroom=headroom,
+                                   records=records)
         with self._changing:
             self._pending.append((folder, future))
 
@@ -291,9 +309,10 @@ def main() -> None:
 
 def _warm_up(device: list[str], requests: "queue.SimpleQueue[bytes]") -> None:
     """What the first proof would wait for, as long as nobody waits."""
+    where = default_device() if device == [WHERE_THERE_IS_ONE] else "".join(device)
     with contextlib.suppress(ImportError, RuntimeError):  # what fails here fails the proof, in its own words
-        if device and device[0] != "cpu":
-            torch.ones(8, 8, device=device[0]).mm(torch.ones(8, 8, device=device[0]))
+        if where not in ("", "cpu"):
+            torch.ones(8, 8, device=where).mm(torch.ones(8, 8, device=where))
         for name in ("transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama", "peft") if device else ():
             if requests.empty() and importlib.util.find_spec(name.partition(".")[0]) is not None:
                 importlib.import_module(name)
@@ -302,10 +321,22 @@ def _warm_up(device: list[str], requests: "queue.SimpleQueue[bytes]") -> None:
 def _answer(line: bytes, kept: KeptArtifacts) -> dict[str, Any]:
     fields = json.loads(line)
     torch.set_num_threads(fields.pop("threads"))
+    if "records" in fields:
+        return {"verdicts": [_replayed(fields["records"]).to_json()]}
     try:
         return {"verdicts": [verdict.to_json() for verdict in examine_artifact(ProofRequest.from_fields(fields), kept)]}
     except AssayError as error:
         return {"refused": str(error)}
+
+
+def _replayed(records: Sequence[str]) -> Verdict:
+    """What the witness says. One that dies has not spoken, and a sound run must not fall with it."""
+    from assay.witness.replay import replay_steps
+
+    try:
+        return replay_steps([Path(record) for record in records])
+    except Exception as error:
+        return unproven("witness", f"the witness itself died: {type(error).__name__}: {error}", optional=True)
 
 
 def _listen(requests: "queue.SimpleQueue[bytes]") -> None:

@@ -18,12 +18,14 @@ def catalogue() -> dict[str, Fault]:
         evaluation_faults,
         file_format_faults,
         forward_faults,
+        preference_faults,
         reward_faults,
         rollout_faults,
         run_faults,
         speech_faults,
         training_faults,
         ttt_faults,
+        witness_faults,
     )
 
     return FAULTS
