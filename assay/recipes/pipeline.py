@@ -6,6 +6,7 @@ made in a stage's place is moved to `OUT/earlier`, and nothing is deleted.
 """
 
 import contextlib
+import ctypes
 import hashlib
 import itertools
 import json
@@ -22,7 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
-from assay.errors import ArtifactError, AssayError, GuardStop
+from assay.errors import ArtifactError, AssayError, GuardStop, UsageError
 from assay.recipes.pipeline_plan import Gate, PipelinePlan, Stage
 from assay.store import durable
 from assay.store.checkpoint import HALLMARK, QUARANTINE, open_checkpoint
@@ -34,7 +35,8 @@ from assay.verdict import Outcome, Verdict, overall, proven, refuted, unproven
 StageState = Literal["not begun", "running", "done", "failed", "stopped at a gate", "out of budget"]
 NOT_MADE = {HALLMARK, QUARANTINE, "report.html"}  # said of what a stage made, by whoever comes later
 NOT_HANDED_OVER = {"checkpoints"}  # of a run: what counts is what it hands over, and its ledger
-GRACE = 120.0  # seconds for a save, once a budget is spent
+GRACE = 120.0  # seconds for a save, once a stage was told to stop
+PR_SET_PDEATHSIG = 1  # of Linux's prctl
 MEANINGS = {1: "it failed", 2: "it was refused", 3: "a verdict went against it", GuardStop.exit_code: "stopped by a guard",
             130: "interrupted", 143: "interrupted"}
 _RECORD = {"format": range(1, 2), "stages": [{"name": str, "state": str, "seconds": float, "sittings": int, "key?": (str, None),
@@ -107,9 +109,14 @@ def _recalled(stage: Stage, out: Path, earlier: dict[str, Any] | None) -> StageR
 
 def run_pipeline(plan: PipelinePlan, say: Callable[[str], None], show: Callable[[], object] = lambda: None) -> int:
     """The exit code: 0 where every stage is done and every gate holds, else that of what stopped it. `show` is called at every change."""
-    record, processes = PipelineRecord(plan, show), StageProcesses(say)
-    with contextlib.closing(record.ledger), processes.forwarding_signals():
-        for stage in plan.stages:
+    record = PipelineRecord(plan, show)
+    with contextlib.closing(record.ledger), _stage_lock(plan.out / "logs" / "stage.lock", say) as lock:
+        return _run_stages(record, StageProcesses(say, lock), say)
+
+
+def _run_stages(record: PipelineRecord, processes: "StageProcesses", say: Callable[[str], None]) -> int:
+    with processes.forwarding_signals():
+        for stage in record.plan.stages:
             code = run_stage(stage, record, processes, say) or pass_gates(stage, record, processes, say)
             if processes.interrupted is not None:
                 return 128 + processes.interrupted
@@ -209,6 +216,8 @@ def _files_in(folder: Path) -> Iterator[Path]:
 def pass_gates(stage: Stage, record: PipelineRecord, processes: "StageProcesses", say: Callable[[str], None]) -> int:
     """0 where all hold. They are asked anew in every sitting: a model may have been damaged since."""
     found = [check_gate(gate, stage, record, processes) for gate in stage.gates if processes.interrupted is None]
+    if processes.interrupted is not None:  # an answer that was cut short is none
+        return 0
     for verdict in found:
         say(f"{stage.name}: {verdict}")
         record.ledger.append(Event.GATE, stage=stage.name, verdict=verdict.to_json())
@@ -318,8 +327,8 @@ class StageEnd:
 class StageProcesses:
     """One process at a time. A signal to us is passed on to it, so that it saves before it stops."""
 
-    def __init__(self, say: Callable[[str], None]):
-        self.say = say
+    def __init__(self, say: Callable[[str], None], lock: int | None = None):
+        self.say, self.lock = say, () if lock is None else (lock,)
         self.interrupted: int | None = None
         self._live: subprocess.Popen[str] | None = None
 
@@ -342,7 +351,7 @@ class StageProcesses:
             stdout: Any = subprocess.PIPE if printed is None else held.enter_context(printed.with_suffix(".part").open("wb"))
             process = held.enter_context(subprocess.Popen(
                 [sys.executable, "-m", "assay", *words], stdout=stdout, stderr=subprocess.STDOUT if printed is None else subprocess.PIPE,
-                text=True, errors="replace", start_new_session=True))
+                text=True, errors="replace", start_new_session=True, pass_fds=self.lock, preexec_fn=_end_with_parent()))
             held.callback(self._ended, process)
             self._live = process
             if self.interrupted is not None:  # it came while this one was being started
@@ -388,6 +397,34 @@ class StageProcesses:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _stage_lock(path: Path, say: Callable[[str], None]) -> Iterator[int]:
+    """Held by us and by the stage's process: where we are killed, the next sitting waits until what we began has saved and gone."""
+    fd = durable.disk.open_append(path)
+    try:
+        until, told = time.monotonic() + GRACE, False
+        while True:
+            try:
+                durable.disk.lock(fd)
+                break
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise UsageError(f"{path}: a stage of an earlier sitting is still running; wait for it, or stop it") from None
+                if not told:
+                    say("a stage of an earlier sitting is still saving; waiting for it")
+                    told = True
+                time.sleep(0.1)
+        yield fd
+    finally:
+        durable.disk.close(fd)
+
+
+def _end_with_parent() -> Callable[[], object] | None:
+    """Asks Linux to send the process SIGTERM when we die, so that it saves and goes; None on other systems."""
+    libc = ctypes.CDLL(None)
+    return (lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)) if hasattr(libc, "prctl") else None
 
 
 @contextlib.contextmanager

@@ -34,7 +34,7 @@ _BUDGET = re.compile(r"(\d+(?:\.\d+)?) *(s|min|h)")
 _SHOWN = re.compile(r"(shown better|not shown worse) than (\S+) on (.+)")
 GATES = "proven, not refuted, shown better than STAGE on NAME, not shown worse than STAGE on NAME"
 _STAGE = {"verb?": str, "options?": (dict, None), "require?": (str, [str]), "budget?": str, ...: None}
-_PLAN = {"purpose?": str, "budget?": str, "inputs?": {str: (str, float, bool)}, "stages": {str: (_STAGE, None)}, ...: None}
+_PLAN = {"purpose?": str, "budget?": str, "inputs?": {str: (str, float, bool)}, "stages": {str: (dict, None)}, ...: None}
 
 
 @dataclass(frozen=True)
@@ -153,6 +153,7 @@ def _inputs(named: dict[str, Any], given: Sequence[str], where: str) -> dict[str
 
 
 def _draft(name: str, said: dict[str, Any], inputs: Mapping[str, Any], where: str) -> _Draft:
+    require_shape(said, _STAGE, where=where, error=UsageError)
     if not STAGE_NAME.fullmatch(name) or name in RESERVED_STAGES:
         raise UsageError(f"{where}: not a name for a stage; expected letters, digits, - and _, and none of "
                          f"{', '.join(sorted(RESERVED_STAGES))}")

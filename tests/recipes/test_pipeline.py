@@ -5,13 +5,15 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from assay.cli import run as cli_run
 from assay.errors import UsageError
-from assay.recipes.pipeline import check_proven, digest_of_path, run_pipeline
+from assay.recipes.pipeline import StageProcesses, check_proven, digest_of_path, run_pipeline
 from assay.recipes.pipeline_plan import Gate, PipelinePlan, Stage, read_plan
 from assay.report.pipeline_page import pipeline_headline, pipeline_purpose, read_pipeline, render_pipeline, write_pipeline_page
 from assay.store.checkpoint import quarantine_checkpoint, write_hallmark
@@ -22,7 +24,7 @@ from assay.verbs.pipeline import flags_of
 from assay.verdict import Outcome, proven, refuted
 
 ROOT = Path(__file__).parents[2]
-TEXT = "\n".join(f"line {i} of {i * i}" for i in range(300)) + "\n"
+TEXT = "\n".join(f"line {i} of {i * i} is not the {i % 7}th of many others, nor the last one" for i in range(300)) + "\n"
 
 
 def plan(folder: Path, text: str, **changed: str) -> PipelinePlan:
@@ -83,7 +85,10 @@ def test_references_lead_to_what_the_stages_will_write_in_an_order_that_makes_it
     found = plan(tmp_path, """
 inputs: {data: d.jsonl, steps: 3}
 stages:
-  after: {verb: eval, options: {path: "${stages.tune.model}", task: graded, data: "${inputs.data}"}, require: not shown worse than before on graded}
+  after:
+    verb: eval
+    options: {path: "${stages.tune.model}", task: graded, data: "${inputs.data}"}
+    require: not shown worse than before on graded
   before: {verb: eval, options: {path: "${stages.base.model}", task: graded, data: "${inputs.data}"}}
   tune: {verb: sft, options: {model: "${stages.base.model}", data: "${stages.base.out}/learned.jsonl", max-steps: "${inputs.steps}"}}
   base: {verb: tiny, options: {what: sums}}
@@ -146,27 +151,26 @@ def test_marks_that_a_later_proof_leaves_are_no_change(tmp_path):
     assert digest_of_path(tmp_path / "m") != before
 
 
-def test_a_stage_that_was_stopped_goes_on_and_the_exit_code_passes_through(tmp_path):
-    """SIGTERM reaches the stage, which saves; the same command goes on from that save."""
-    from assay.testing.tiny_training import tiny_corpus
-
+def test_a_pipeline_that_was_killed_goes_on_where_it_stopped(tmp_path):
+    """What was done is not done again, and the stage that was cut short is run to its end."""
+    (tmp_path / "a.txt").write_text(TEXT)
     text = f"""
 stages:
-  pretrain:
-    options: {{corpus: {tiny_corpus().folder}, depth: 1, tokens: 6400, max-length: 16, batch-tokens: 256, num-train-epochs: 2, save-steps: 20,
-              eval-documents: 4, warmup-steps: 3, probe-samples: 0, device: cpu}}
+  first: {{verb: tokenizer, options: {{text: {tmp_path}/a.txt, vocab-size: 280}}}}
+  second: {{verb: tokenizer, options: {{text: {tmp_path}/a.txt, vocab-size: 281}}}}
 """
-    def stop(line: str) -> None:
-        if "step 1 " in line or "step 1:" in line:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    assert run_pipeline(plan(tmp_path, text), stop) == 143
-    assert record(tmp_path)["pretrain"]["state"] == "failed"
-    code = run_pipeline(plan(tmp_path, text), lambda _: None)
-    found = record(tmp_path)["pretrain"]
-    assert (code, found["state"], found["sittings"]) == (0, "done", 2)
-    kinds = [event["kind"] for event in Ledger(tmp_path / "out" / "pretrain" / "ledger.jsonl").events()]
-    assert {"resume", "resumed"} <= set(kinds)
+    plan(tmp_path, text)
+    command = [sys.executable, "-m", "assay", "pipeline", str(tmp_path / "p.yaml"), "--out", str(tmp_path / "out")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout:
+            if line.startswith("second: assay tokenizer"):
+                time.sleep(0.2)  # the stage has begun
+                process.kill()
+    assert record(tmp_path)["second"]["state"] == "running"
+    said: list[str] = []
+    assert run_pipeline(plan(tmp_path, text), said.append) == 0
+    assert "first: unchanged, not run again" in said
+    assert {name: stage["sittings"] for name, stage in record(tmp_path).items()} == {"first": 1, "second": 2}
 
 
 def test_a_stage_that_is_refused_ends_the_pipeline_with_its_code_and_its_sentence(tmp_path):
@@ -205,7 +209,10 @@ stages:
   compare: {{options: {{results: ["base={base}", "new={new}"]}}, require: shown better than base on score}}
   tokenizer: {{options: {{text: {tmp_path}/a.txt, vocab-size: 280}}}}
 """
-    show = lambda: write_pipeline_page(tmp_path / "out")  # noqa: E731
+
+    def show() -> None:
+        write_pipeline_page(tmp_path / "out")
+
     assert run_pipeline(plan(tmp_path, text), lambda _: None, show) == 3
     stages = record(tmp_path)
     assert (stages["compare"]["state"], stages["tokenizer"]["state"]) == ("stopped at a gate", "not begun")
@@ -245,6 +252,18 @@ def test_a_hallmark_opens_the_gate_and_a_quarantine_closes_it(tmp_path):
     assert (found.outcome, "it talks nonsense" in found.reason) == (Outcome.REFUTED, True)
 
 
+def test_no_stage_begins_on_an_export_of_200_bytes(tmp_path):
+    """There is no hallmark, so the gate asks for a proof, which refuses it."""
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "model.safetensors").write_bytes(bytes(200))
+    stage = Stage("x", "export", {}, (), (), (), str(tmp_path / "x"), str(tmp_path / "x"))
+    held = SimpleNamespace(plan=PipelinePlan("p.yaml", tmp_path, "", None, (stage,)))
+    found = check_proven(Gate("proven", "proven"), stage, held, StageProcesses(lambda _: None))
+    assert (found.outcome, "this is not a model folder" in found.reason) == (Outcome.REFUTED, True)
+
+
+@pytest.mark.slow
 def test_no_stage_begins_on_an_export_without_weights(tmp_path):
     """Forty bytes where the weights should be: there is no hallmark, so the gate proves, and refuses."""
     text = f"""
@@ -262,6 +281,30 @@ stages:
     stages = record(tmp_path)
     assert (stages["tiny"]["state"], stages["compare"]["state"]) == ("stopped at a gate", "not begun")
     assert stages["tiny"]["gates"][0]["outcome"] == "REFUTED"
+
+
+@pytest.mark.slow
+def test_a_stage_that_was_stopped_goes_on_and_the_exit_code_passes_through(tmp_path):
+    """SIGTERM reaches the stage, which saves; the same command goes on from that save."""
+    from assay.testing.tiny_training import tiny_corpus
+
+    text = f"""
+stages:
+  pretrain:
+    options: {{corpus: {tiny_corpus().folder}, depth: 1, tokens: 6400, max-length: 16, batch-tokens: 256, num-train-epochs: 2,
+              save-steps: 20, eval-documents: 4, warmup-steps: 3, probe-samples: 0, device: cpu}}
+"""
+    def stop(line: str) -> None:
+        if "step 1 " in line or "step 1:" in line:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    assert run_pipeline(plan(tmp_path, text), stop) == 143
+    assert record(tmp_path)["pretrain"]["state"] == "failed"
+    code = run_pipeline(plan(tmp_path, text), lambda _: None)
+    found = record(tmp_path)["pretrain"]
+    assert (code, found["state"], found["sittings"]) == (0, "done", 2)
+    kinds = [event["kind"] for event in Ledger(tmp_path / "out" / "pretrain" / "ledger.jsonl").events()]
+    assert {"resume", "resumed"} <= set(kinds)
 
 
 @pytest.mark.slow
