@@ -35,7 +35,7 @@ from assay.verdict import Outcome, Verdict, overall, proven, refuted, unproven
 StageState = Literal["not begun", "running", "done", "failed", "stopped at a gate", "out of budget"]
 NOT_MADE = {HALLMARK, QUARANTINE, "report.html"}  # said of what a stage made, by whoever comes later
 NOT_HANDED_OVER = {"checkpoints"}  # of a run: what counts is what it hands over, and its ledger
-GRACE = 120.0  # seconds for a save, once a stage was told to stop
+TIME_TO_SAVE = 120.0  # seconds for a save, once a stage was told to stop
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 MEANINGS = {1: "it failed", 2: "it was refused", 3: "a verdict went against it", GuardStop.exit_code: "stopped by a guard",
             130: "interrupted", 143: "interrupted"}
@@ -404,7 +404,7 @@ def _stage_lock(path: Path, say: Callable[[str], None]) -> Iterator[int]:
     """Held by us and by the stage's process: where we are killed, the next sitting waits until what we began has saved and gone."""
     fd = durable.disk.open_append(path)
     try:
-        until, told = time.monotonic() + GRACE, False
+        until, told = time.monotonic() + TIME_TO_SAVE, False
         while True:
             try:
                 durable.disk.lock(fd)
@@ -433,7 +433,7 @@ def _time_limit(process: subprocess.Popen[str], seconds: float | None, late: thr
         late.set()
         process.terminate()
 
-    timers = [] if seconds is None else [threading.Timer(seconds, stop), threading.Timer(seconds + GRACE, process.kill)]
+    timers = [] if seconds is None else [threading.Timer(seconds, stop), threading.Timer(seconds + TIME_TO_SAVE, process.kill)]
     for timer in timers:
         timer.start()
     try:

@@ -284,7 +284,7 @@ def _stage(draft: _Draft, drafts: Mapping[str, _Draft], places: Mapping[str, dic
     resolved = {key: _resolved(value, drafts, places, draft.where) for key, value in draft.said.items()}
     known = {one.name for one in dataclasses.fields(flags)}
     ours = ({"out": place["out"]} if "out" in known else {}) | ({"json": True} if kind.prints else {})
-    options = from_mapping(flags, resolved | ours, where=draft.where)
+    options: Any = from_mapping(flags, resolved | ours, where=draft.where)
     words = command_words(options, {*resolved, *ours}, where=draft.where)
     inputs = tuple(dict.fromkeys(_read_by(draft, resolved, drafts, places)))
     _require_inputs(draft, inputs, places)
