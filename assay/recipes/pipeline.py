@@ -32,7 +32,7 @@ from assay.store.model_cache import cached_model
 from assay.strict_json import read_json
 from assay.verdict import Outcome, Verdict, overall, proven, refuted, unproven
 
-StageState = Literal["not begun", "running", "done", "failed", "stopped at a gate", "out of budget"]
+StageState = Literal["not begun", "done before", "running", "done", "failed", "stopped at a gate", "out of budget"]
 NOT_MADE = {HALLMARK, QUARANTINE, "report.html"}  # said of what a stage made, by whoever comes later
 NOT_HANDED_OVER = {"checkpoints"}  # of a run: what counts is what it hands over, and its ledger
 TIME_TO_SAVE = 120.0  # seconds for a save, once a stage was told to stop
@@ -99,9 +99,9 @@ def _recalled(stage: Stage, out: Path, earlier: dict[str, Any] | None) -> StageR
                         str(out / "logs" / f"{stage.name}.log"))
     if earlier is None:
         return fresh
-    state: StageState = "done" if earlier["state"] in ("done", "stopped at a gate") else "not begun"
+    state: StageState = "done before" if earlier["state"] in ("done", "done before", "stopped at a gate") else "not begun"
     return replace(fresh, state=state, key=earlier.get("key"), made=earlier.get("made"), seconds=earlier["seconds"],
-                   sittings=earlier["sittings"])
+                   sittings=earlier["sittings"], sentence=str(earlier.get("sentence", "")) if earlier["state"].startswith("done") else "")
 
 
 # ---------------------------------------------------------------- the whole
@@ -128,9 +128,9 @@ def _run_stages(record: PipelineRecord, processes: "StageProcesses", say: Callab
 def run_stage(stage: Stage, record: PipelineRecord, processes: "StageProcesses", say: Callable[[str], None]) -> int:
     """0 where it is done: now, or before and nothing has changed since."""
     now, key = record.stages[stage.name], stage_key(stage)
-    if now.state == "done" and now.key == key and now.made == digest_of_made(stage):
+    if now.state == "done before" and now.key == key and now.made == digest_of_made(stage):
         say(f"{stage.name}: unchanged, not run again")
-        record.put(replace(now, ran_before=True, exit_code=0, sentence="unchanged since it ran"))
+        record.put(replace(now, state="done", ran_before=True, exit_code=0))
         return 0
     same = now.key == key
     make_room(stage, record, say, same=same)

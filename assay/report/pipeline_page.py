@@ -76,7 +76,8 @@ def pipeline_purpose(story: PipelineStory) -> Verdict:
                                            f"{stopped.facts.get('sentence') or 'it waits for those before'}")
     against = [one for one in found if one.outcome is not Outcome.PROVEN]
     shown = f"{len(found) - len(against)} of {len(found)} purposes and gates shown" if found else "no stage has a purpose or a gate"
-    first = against or found[-1:]
+    aims = [stage.purpose for stage in story.stages if stage.purpose is not None]
+    first = against or aims or found[-1:]  # what was reached, before what it was reached with
     words = f"{'not ' if against or not found else ''}reached: {shown}{''.join(f'; {one.check}: {one.reason}' for one in first)}"
     return Verdict("purpose", overall(found), words)
 

@@ -225,6 +225,10 @@ stages:
     assert run_pipeline(plan(tmp_path, text), lambda _: None, show) == 0
     assert pipeline_purpose(read_pipeline(tmp_path / "out")).outcome is Outcome.PROVEN
     assert pipeline_headline(read_pipeline(tmp_path / "out")).startswith("reached: 2 of 2 purposes and gates shown")
+    scores(new, [1.0, 0.0] * 20)
+    assert run_pipeline(plan(tmp_path, text), lambda _: None, show) == 3
+    assert record(tmp_path)["tokenizer"]["state"] == "done before"  # nobody has looked whether it still stands
+    assert pipeline_headline(read_pipeline(tmp_path / "out")).endswith("0 of 2 stages done")
 
 
 def test_a_hostile_record_stays_text(tmp_path):
