@@ -4,7 +4,7 @@ VENV   := .venv
 RUN    := OMP_NUM_THREADS=1 $(VENV)/bin/python
 AS_ROOT = $(if $(filter 0,$(shell id -u)),,sudo -n) env DEBIAN_FRONTEND=noninteractive timeout 300
 
-.PHONY: demo test test-all arithmetics lint types unit sandbox docs campaign-store campaigns mutants clean
+.PHONY: demo test test-all arithmetics lint types unit sandbox docs campaign-store campaigns mutants judges mirror clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -51,6 +51,18 @@ mutants: $(VENV)/.ready   ## small mistakes planted in the code, 2,000 of them, 
 campaigns: $(VENV)/.ready   ## kills of every recipe, a soak, a crowd at the server; hours on two cores; the tables go to results/
 	$(RUN) -m tests.campaigns kills > results/kills.txt; $(RUN) -m tests.campaigns server > results/server.txt
 	$(RUN) -m tests.campaigns soak > results/soak.txt; cat results/kills.txt results/server.txt results/soak.txt
+
+build/judges/.ready: tests/judges/requirements.txt pyproject.toml
+	$(PYTHON) -m venv build/judges
+	build/judges/bin/pip install -q -r tests/judges/requirements.txt -e .
+	@touch $@
+
+judges: build/judges/.ready   ## other people's tests, from PyPI and from the checkouts in JUDGES=FOLDER; docs/scorecard.md
+	@test -n "$(JUDGES)" || { echo "make judges JUDGES=FOLDER, a folder with checkouts (see tests/judges/__init__.py)"; exit 2; }
+	OMP_NUM_THREADS=1 build/judges/bin/python -m tests.judges $(JUDGES)
+
+mirror: build/judges/.ready   ## faults of the zoo in plain folders, given to transformers, PEFT, TRL and lm-eval; docs/mirror.md
+	OMP_NUM_THREADS=1 build/judges/bin/python -m tests.judges.mirror
 
 clean:
 	rm -rf $(VENV) demo-run

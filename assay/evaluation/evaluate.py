@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from assay.errors import GuardStop, UsageError
-from assay.evaluation import soundness, summary
+from assay.evaluation import recount, soundness, summary
 from assay.evaluation.eval_folder import EvalFolder
 from assay.evaluation.loaded_model import LoadedModel, prompt_token_ids
 from assay.evaluation.task import (
@@ -97,7 +97,9 @@ def evaluate(loaded: LoadedModel, task: Task, folder: Path, *, k: int = 1, sampl
         rows = [results.rows[example.id] for example in task.examples if example.id in results.rows]
         verdicts += _after(setup, rows, results.request["dataset"])
         verdicts += [soundness.check_leak(task.examples, training)] if training else []
-        found = Evaluation(summary.summarise(task, rows, k), verdicts, summary.sample_disagreements(rows), rows)
+        figures = summary.summarise(task, rows, k)
+        verdicts += stop_if_unsound([recount.check_figures(rows, figures)]) if isinstance(task, GenerationTask) else []
+        found = Evaluation(figures, verdicts, summary.sample_disagreements(rows), rows)
         results.finish({"path": str(loaded.artifact.path), **found.to_json(), "disagreements_listed": found.disagreements[:_LISTED],
                         "code": code_digest(), "environment": environment()})
     finally:
@@ -126,6 +128,7 @@ def _after(setup: EvalSetup, rows: Sequence[Mapping[str, Any]], dataset: str) ->
     if isinstance(setup.task, GenerationTask):
         verdicts.append(soundness.check_sample_seeds(rows, setup.sampling.temperature))
         verdicts.append(soundness.check_draws(setup.loaded, rows, setup.sampling, raw=setup.raw))
+        verdicts.append(recount.check_sample_endings(rows, setup.loaded.artifact.stops.stop_ids, setup.sampling.max_new))
         verdicts.append(soundness.check_rescored(setup.loaded, rows, setup.sampling, raw=setup.raw))
     if setup.k > 1:
         verdicts.append(soundness.check_pass_at_k(summary.pass_at_k))

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from assay.data.chat import TrainingExample, divergence_excerpts, text_prefix_ids
+from assay.data.chat import SENTINEL, TrainingExample, divergence_excerpts, text_prefix_ids
 from assay.data.message_fields import says_more_than_content, unwritten_fields
 from assay.errors import ArtifactError, DataError
 from assay.model.special_tokens import SpecialTokens
@@ -114,14 +114,28 @@ def check_intended(flat: FlatExamples, tokenizer: Tokenizer) -> Verdict:
         return refuted("intended", f"{len(bad)} of {len(texts)} supervised texts are not what was meant: {flat.id(int(rows[bad[0]]))} "
                                    f"supervises {shown!r}, meant was {meant!r}", texts=len(bad))
     marks = tuple(tokenizer.tokens[id] for id in tokenizer.special_ids)
-    strange = [example for example in flat.examples if not _said(example, marks)]
+    frame = _answer_frame(tokenizer)
+    strange = [example for example in flat.examples if not _said(example, marks, frame)]
     if strange:
         return refuted("intended", f"{len(strange)} examples mean to teach what their conversations do not say: {strange[0].id} teaches "
                                    f"{strange[0].intended[0][:80]!r}", rows=len(strange))
     return proven("intended", f"{len(texts):,} supervised texts decode to what was meant, byte for byte", texts=len(texts))
 
 
-def _said(example: TrainingExample, marks: tuple[str, ...]) -> bool:
+def _answer_frame(tokenizer: Tokenizer) -> str:
+    """What the template writes between its generation prompt and the words of any answer, such as gpt-oss's channel; often nothing."""
+    if tokenizer.template is None:
+        return ""
+    asked = [{"role": "user", "content": "?"}]
+    try:
+        before = tokenizer.render(asked, add_generation_prompt=True)
+        head, found, _ = tokenizer.render([*asked, {"role": "assistant", "content": SENTINEL}]).partition(SENTINEL)
+    except (DataError, ArtifactError):  # a template for other conversations than this one says nothing here
+        return ""
+    return head.removeprefix(before).strip() if found and head.startswith(before) else ""
+
+
+def _said(example: TrainingExample, marks: tuple[str, ...], frame: str) -> bool:
     """The intended texts are what the conversation says, in its order."""
     source = example.conversation
     if source is None or example.cut:
@@ -131,16 +145,17 @@ def _said(example: TrainingExample, marks: tuple[str, ...]) -> bool:
         completion = _without_end((source.plain or ("", ""))[1], marks)
         return texts == [completion] or (not example.asked and completion.endswith(texts[0]))  # nothing predicts the first token
     said = iter(source.messages[source.learned_from :])
-    return all(any(_teaches(text, message, marks) for message in said) for text in texts)
+    return all(any(_teaches(text, message, marks, frame) for message in said) for text in texts)
 
 
-def _teaches(text: str, message: Mapping[str, Any], marks: tuple[str, ...]) -> bool:
-    """The content alone, or after words that the template puts before it, which are never the marks of another turn. Of a message
-    that says more than its content, all of it."""
+def _teaches(text: str, message: Mapping[str, Any], marks: tuple[str, ...], frame: str) -> bool:
+    """The content alone, or after words that the template puts before it, which are never the marks of another turn, unless it puts
+    them before every answer. Of a message that says more than its content, all of it."""
     if says_more_than_content(message):
         return not unwritten_fields(message, text)
     content = message["content"].strip()
-    return text.endswith(content) and not any(mark in text[: len(text) - len(content)] for mark in marks)
+    before = text[: len(text) - len(content)].strip()
+    return text.endswith(content) and (before == frame or not any(mark in before for mark in marks))
 
 
 def _without_end(text: str, marks: tuple[str, ...]) -> str:

@@ -13,7 +13,7 @@ import queue
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -95,10 +95,12 @@ def _death(process: ProvingProcess) -> Verdict:
 
 
 def prove_checkpoint(folder: Path, *, against: str | None = None, base: str | None = None, probing: ProofSampling = DEFAULT_SAMPLING,
-                     timeout: float = PROOF_TIMEOUT, beside: bool = False, headroom: int = 0) -> list[Verdict]:
-    """Prove a checkpoint of ours and write the outcome into it. Bytes that do not even open stay as they are."""
+                     timeout: float = PROOF_TIMEOUT, beside: bool = False, headroom: int = 0,
+                     records: Sequence[Path] = ()) -> list[Verdict]:
+    """Prove a checkpoint of ours and write the outcome into it. Bytes that do not even open stay as they are. `records` are steps that
+    led to it, kept for the witness."""
     request = ProofRequest(str(folder), against=against, base=base, probing=probing, headroom=headroom)
-    verdicts = prove(request, timeout=timeout, beside=beside)
+    verdicts = [*prove(request, timeout=timeout, beside=beside), *(ask_witness(records, beside=beside) if records else ())]
     hashed = any(v.check == "whole" and v.outcome is Outcome.PROVEN for v in verdicts)  # every byte, by the proof itself
     try:
         checkpoint = open_checkpoint(folder, verify=not hashed)
@@ -108,9 +110,25 @@ def prove_checkpoint(folder: Path, *, against: str | None = None, base: str | No
     return verdicts
 
 
+def ask_witness(records: Sequence[Path], *, timeout: float = PROOF_TIMEOUT, beside: bool = False) -> list[Verdict]:
+    """Kept steps replayed, in a process that no trainer has touched. Where it is late or dies it has not spoken: that is UNPROVEN."""
+    process = PROVING_PROCESSES.take(proof_threads(beside=False))
+    try:
+        found = process.answer({"records": [str(record) for record in records], "threads": proof_threads(beside)}, timeout)
+    except TimeoutError:
+        found = None
+    if found is None:
+        process.stop()
+        return [unproven("witness", f"{len(records)} kept step(s) were not replayed: the process died or took more than {timeout:g} s",
+                         optional=True)]
+    PROVING_PROCESSES.give_back(process)
+    return [Verdict(v["check"], Outcome(v["outcome"]), v["reason"], v["evidence"]) for v in found["verdicts"]]
+
+
 def hallmark_or_quarantine(checkpoint: Checkpoint, verdicts: list[Verdict]) -> None:
     if overall(without_optional(verdicts)) is Outcome.PROVEN:
-        write_hallmark(checkpoint, without_optional(verdicts))
+        silent = [verdict for verdict in verdicts if verdict.check == "witness" and verdict.outcome is Outcome.UNPROVEN]
+        write_hallmark(checkpoint, without_optional(verdicts), unproven=silent)
     elif overall(without_optional(verdicts)) is Outcome.REFUTED:
         quarantine_checkpoint(checkpoint, verdicts)
 
@@ -130,6 +148,8 @@ class Prover:
     """Proofs beside a training loop, one at a time or, where there are cores to spare, a few; the loop asks for what is finished and
     never waits. They are begun in the saver's thread and asked for in the loop's: without a lock one begun meanwhile would be lost."""
 
+    witnesses = True  # kept steps are replayed with the next proof
+
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(max(1, min(MOST_PROOFS, usable_cores() // CORES_A_PROOF)), "prove")
         self._pending: list[tuple[Path, Future[list[Verdict]]]] = []
@@ -141,8 +161,9 @@ class Prover:
             PROVING_PROCESSES.start_early(proof_threads(beside=False), device)
 
     def start(self, folder: Path, *, against: str | None = None, base: str | None = None, probing: ProofSampling = DEFAULT_SAMPLING,
-              beside: bool = True, headroom: int = 0) -> None:
-        future = self._pool.submit(prove_checkpoint, folder, against=against, base=base, probing=probing, beside=beside, headroom=headroom)
+              beside: bool = True, headroom: int = 0, records: Sequence[Path] = ()) -> None:
+        future = self._pool.submit(prove_checkpoint, folder, against=against, base=base, probing=probing, beside=beside, headroom=headroom,
+                                   records=records)
         with self._changing:
             self._pending.append((folder, future))
 
@@ -302,10 +323,22 @@ def _warm_up(device: list[str], requests: "queue.SimpleQueue[bytes]") -> None:
 def _answer(line: bytes, kept: KeptArtifacts) -> dict[str, Any]:
     fields = json.loads(line)
     torch.set_num_threads(fields.pop("threads"))
+    if "records" in fields:
+        return {"verdicts": [_replayed(fields["records"]).to_json()]}
     try:
         return {"verdicts": [verdict.to_json() for verdict in examine_artifact(ProofRequest.from_fields(fields), kept)]}
     except AssayError as error:
         return {"refused": str(error)}
+
+
+def _replayed(records: Sequence[str]) -> Verdict:
+    """What the witness says. One that dies has not spoken, and a sound run must not fall with it."""
+    from assay.witness.replay import replay_steps
+
+    try:
+        return replay_steps([Path(record) for record in records])
+    except Exception as error:
+        return unproven("witness", f"the witness itself died: {type(error).__name__}: {error}", optional=True)
 
 
 def _listen(requests: "queue.SimpleQueue[bytes]") -> None:

@@ -135,6 +135,7 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
                 rollout = collector.collect(trainer.done, reference)  # prompts → completions → rewards → advantages
                 run.judge_often(Event.ROLLOUT, collector.check(rollout, floor, reference))
                 collector.keep_samples(rollout)
+                trainer.records.rollout = rollout
                 for step in trainer.steps(annealed(rollout.batch, asked, config, trainer.done)):
                     first = step.index == rollout.step
                     measured = collector.measure(rollout) if first else None

@@ -19,6 +19,7 @@ from assay.model.placement import default_device, place_for_inference
 from assay.model.transformer import Transformer
 from assay.recipes.evaluator import HeldOutEvaluator
 from assay.recipes.run import Run, plain
+from assay.recipes.witness_records import witness_verdict
 from assay.store import checkpoint
 from assay.store.artifact import Artifact, build_model, locate_artifact, merged_tensors, open_artifact, straight_to
 from assay.store.checkpoint import open_checkpoint, quarantine_checkpoint
@@ -97,16 +98,17 @@ def write_down(run: Run, handed: HandedOver, **more: Any) -> None:
 def export_best(run: Run, best: Path) -> tuple[list[Path], list[Verdict]]:
     """`RUN/model`, and of an adapter `RUN/adapter` before it: written, and proven in a fresh process."""
     places = [run.folder / name for name in (("adapter", "model") if locate_artifact(best).adapter else ("model",))]
-    verdicts = []
+    verdicts = list[Verdict]()
+    witness = [witness_verdict(run.folder, run.config.witness)] if run.witnesses else []
     for where in places:
         if handed_over_before(best, where):
             verdicts.append(check_weight_set(best, where))
         else:
             run.set_aside(where)
             found = export_proven(best, where, "peft" if where.name == "adapter" else None, run.probing)
-            hallmark_or_quarantine(open_checkpoint(where), found)
+            hallmark_or_quarantine(open_checkpoint(where), [*found, *witness])
             verdicts += found
-    return places, verdicts
+    return places, [*verdicts, *witness]
 
 
 def handed_over_before(best: Path, where: Path) -> bool:

@@ -30,6 +30,8 @@ class ByForm(NamedTuple):
 # A weight decay of 0.3: on enwik8, read five times in two minutes, it gave 1.145 bits per byte; 0.01 learned the text by heart.
 MATRICES = {"muon": ByOptimizer(0.02, 0.3), "adamw": ByOptimizer(0.002, 0.1)}
 TUNING_RATES = ByForm(whole=3e-5, adapter=3e-4)
+WITNESS_HELP = ("steps, drawn by the seed, that a fresh process replays from options and files alone, besides the first and the last; "
+                "off: none")
 DEVICE = "a GPU where there is one, else cpu"
 
 
@@ -89,6 +91,7 @@ class Pretrain:
                                              above=0, default=0.01)
     probe_samples: int = option("texts to each of eight prompts by which a proof may judge what a checkpoint says; where the first of each "
                                 "are clean, they are enough; 0: none", group="checkpoints", least=0, default=4)
+    witness: str = option(WITNESS_HELP, group="checkpoints", metavar="STEPS", default="2")
     seed: int = option("seed of the weights and of the order of the data", group="run", default=0)
     device: str | None = option("where to compute: cpu or cuda", group="run", default=None, default_text=DEVICE)
     gpus: int = option("processes of this machine that compute the run together, one on each GPU; torchrun starts them on several machines",
@@ -149,6 +152,7 @@ class Trained:
     probe_samples: int = option("texts to each of eight prompts by which a proof may judge what a checkpoint says; where the first of each "
                                 "are clean, they are enough; 0: none", group="checkpoints", least=0, default=4)
     insist: bool = option("allow --save-steps 0 for a run of more than ten minutes", group="checkpoints", default=False)
+    witness: str = option(WITNESS_HELP, group="checkpoints", metavar="STEPS", default="2")
     seed: int = option("seed of the order of the data and of whatever is drawn", group="run", default=0)
     device: str | None = option("where to compute: cpu or cuda", group="run", default=None, default_text=DEVICE)
     gpus: int = option("processes of this machine that compute the run together, one on each GPU; torchrun starts them on several machines",

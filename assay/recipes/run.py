@@ -25,6 +25,7 @@ from assay.guard.resume_checks import check_kept_checkpoints, check_newest_check
 from assay.guard.training_guards import stop_if_refuted
 from assay.recipes.save_pace import LITTLE
 from assay.recipes.time_spent import TimeSpent
+from assay.recipes.witness_records import pending_records
 from assay.store import durable
 from assay.store.checkpoint import Checkpoint, Contents, delete_old_checkpoints, latest_checkpoint, step_folder, step_folders
 from assay.store.ledger import Event, Ledger, read_chain
@@ -38,7 +39,7 @@ FEW = 3  # checkpoints: the first and the last come anyway
 WRITTEN_EVERY = 50  # judgements of a step or rollout between two that are written down while they prove
 _SHOWN = 4  # options that differ, where a folder holds another run
 # How long to go on, and where, may change between sittings; what is learned, and from what, may not.
-FREE = {"minutes", "tokens", "device", "gpus", "out", "json", "resume", "probe_samples",
+FREE = {"minutes", "tokens", "device", "gpus", "out", "json", "resume", "probe_samples", "witness",
         "early_stopping_patience", "early_stopping_threshold"}
 
 
@@ -95,6 +96,7 @@ class Run:
         self._retired: list[Path] = []  # likewise
         self._kept: list[tuple[Verdict, bool]] = []  # likewise, of what had to stay, and whether all of it is there
         self._saver, self._prover, self.probing = BackgroundSaver(), Prover(), probing
+        self._replaying: set[Path] = set()  # kept steps that a proof of this sitting replays
         self.save_cost, self.spent = SaveCost(), spent or TimeSpent()
         self.spent.phase("preflight")
         self._told_time = False
@@ -146,6 +148,11 @@ class Run:
         self.going_on_from = step
         rewrite_json_rows(self.metrics_file, [row for row in read_json_lines(self.metrics_file) if row["step"] < step])
 
+    @property
+    def witnesses(self) -> bool:
+        """Its proofs replay the steps that were kept for them."""
+        return self._prover.witnesses
+
     def log(self, kind: Event, **facts: Any) -> None:
         """One line of the ledger. The one that says what a run came to is its last."""
         if kind is Event.HAND_OVER:
@@ -196,12 +203,15 @@ class Run:
         """
         self.check()
         where, needed = step_folder(self.checkpoints, step), frozenset(self.needed)
+        records = [record for record in pending_records(self.folder) if record not in self._replaying]
+        self._replaying.update(records)
 
         def after(written: Checkpoint) -> None:
             self._saved.append(written)
             if not self._prover.busy:
                 self._retire(best, needed)
-            self._prover.start(written.folder, against=against, probing=self.probing, beside=self._looping, headroom=self.headroom)
+            self._prover.start(written.folder, against=against, probing=self.probing, beside=self._looping, headroom=self.headroom,
+                               records=records)
 
         self._saver.wait()
         self._write_down_saved()

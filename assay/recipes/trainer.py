@@ -56,6 +56,7 @@ from assay.recipes.processes import accumulate_together, check_processes, check_
 from assay.recipes.run import Run, plain
 from assay.recipes.save_pace import SavePace
 from assay.recipes.starting_model import TrainedWeights
+from assay.recipes.witness_records import WitnessRecords
 from assay.store import durable
 from assay.store.checkpoint import Checkpoint, Contents, step_folder
 from assay.store.digests import environment
@@ -102,6 +103,8 @@ class Trainer:
         self._shown = ""
         self.consumed: Verdict | None = None  # whether the steps that were last read back read what was planned
         self._informed = False  # a step since the last account had a gradient
+        self.records = WitnessRecords(self, witnesses=run.witnesses)
+        self._unkept: Step | None = None  # the last step, until it is known that nothing touches the weights after it
 
     # ---------------------------------------------------------------- before the first step
 
@@ -167,10 +170,22 @@ class Trainer:
     # ---------------------------------------------------------------- the loop
 
     def steps(self, batches: Iterable[Batch]) -> Generator[Step, None, None]:
-        for step in train(self.model, self.optimizer, batches, self.objective, micro=self.micro, schedule=self.schedule.multiplier,
-                          clip=self.clip, start=self.done, accumulate=self.accumulate):
-            self.done = step.index + 1
-            yield step
+        taken = train(self.model, self.optimizer, batches, self.objective, micro=self.micro, schedule=self.schedule.multiplier,
+                      clip=self.clip, start=self.done, accumulate=self.accumulate)
+        try:
+            self.records.begin_step(self.done)
+            for step in taken:
+                self.done, self._unkept = step.index + 1, step
+                yield step
+                self._keep_step()
+                self.records.begin_step(self.done)
+        finally:
+            self._keep_step()
+
+    def _keep_step(self) -> None:
+        """Where it is one that the witness replays: its record is written."""
+        self.records.end_step(self._unkept)
+        self._unkept = None
 
     def record(self, step: Step, *, shown: str = "", **columns: Any) -> None:
         """One line of metrics for the step, once its values have arrived and were judged. `shown` is what a progress line says of it."""
@@ -222,6 +237,7 @@ class Trainer:
 
     def account(self) -> None:
         """Before an evaluation and a save: the last values are read and judged, what was to move did, what was frozen did not."""
+        self._keep_step()
         self._write(self.watch.read())
         if self.done == self.start:
             return

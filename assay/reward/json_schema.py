@@ -11,6 +11,8 @@ from difflib import get_close_matches
 from typing import Any
 
 from assay.errors import DataError
+from assay.reward.ecma_pattern import python_pattern
+from assay.reward.json_schema_formats import format_checker
 
 ANNOTATIONS = {"$schema", "$id", "id", "$anchor", "$dynamicAnchor", "$recursiveAnchor", "$vocabulary", "$comment", "$defs", "definitions",
                "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "contentEncoding",
@@ -48,13 +50,13 @@ def _validator(text: str) -> Any:
     schema = json.loads(text)
     dialect = _dialect(schema)
     try:
-        dialect.check_schema(schema, format_checker=dialect.FORMAT_CHECKER)
+        dialect.check_schema(schema, format_checker=format_checker(dialect))
         _check_parts(schema, dialect)
     except SchemaError as error:
         raise DataError(f"the schema{error.json_path[1:]} is no JSON Schema: {error.message[:LONGEST_FAULT]}") from None
     except RecursionError:
         raise DataError("the schema is nested too deeply to be checked") from None
-    return dialect(schema, registry=REGISTRY, format_checker=dialect.FORMAT_CHECKER)
+    return dialect(schema, registry=REGISTRY, format_checker=format_checker(dialect))
 
 
 def _dialect(schema: Any) -> Any:
@@ -71,7 +73,8 @@ def _dialect(schema: Any) -> Any:
 
 
 def _check_parts(schema: Any, dialect: Any) -> None:
-    """Every part at every depth: references lead somewhere inside, formats have a check, keywords are no others misspelled."""
+    """Every part at every depth: references lead somewhere inside, formats have a check, keywords are no others misspelled. Its patterns,
+    which are ECMAScript's, become Python's."""
     from jsonschema_specifications import REGISTRY
     from referencing.exceptions import Unresolvable
     from referencing.jsonschema import specification_with
@@ -82,6 +85,9 @@ def _check_parts(schema: Any, dialect: Any) -> None:
         part, resolver = waiting.pop()
         if isinstance(part.contents, Mapping):
             _check_words(part.contents, dialect)
+            if isinstance(part.contents.get("extends"), Mapping) and "extends" in dialect.VALIDATORS:
+                raise DataError("the schema has draft 3's `extends` with one schema, whose references cannot be followed here; give a list "
+                                "of one, or allOf in a later draft")
             for reference in (part.contents[key] for key in REFERENCES if isinstance(part.contents.get(key), str)):
                 try:
                     resolver.lookup(reference)
@@ -89,6 +95,15 @@ def _check_parts(schema: Any, dialect: Any) -> None:
                     raise DataError(f"the schema refers to {reference!r}, which is not in it, and nothing is fetched; put what it means "
                                     "under $defs and refer to that") from None
         waiting += [(inner, resolver.in_subresource(inner)) for inner in part.subresources()]
+        if isinstance(part.contents, dict):
+            _translate_patterns(part.contents)
+
+
+def _translate_patterns(part: dict[str, Any]) -> None:
+    if isinstance(part.get("pattern"), str):
+        part["pattern"] = python_pattern(part["pattern"])
+    if isinstance(part.get("patternProperties"), dict):
+        part["patternProperties"] = {python_pattern(name): inner for name, inner in part["patternProperties"].items()}
 
 
 def _check_words(part: Mapping[str, Any], dialect: Any) -> None:
@@ -96,6 +111,9 @@ def _check_words(part: Mapping[str, Any], dialect: Any) -> None:
     for keyword in part.keys() - known:  # others are annotations, as the standard has it
         if meant := get_close_matches(keyword, known, 1, cutoff=0.85):
             raise DataError(f"the schema has the keyword {keyword!r}, which checks nothing; did you mean {meant[0]!r}?")
+    if "dependencies" in part and "dependencies" not in dialect.VALIDATORS:
+        raise DataError("the schema has the keyword 'dependencies', which checks nothing in its dialect; say dependentRequired or "
+                        "dependentSchemas")
     if isinstance(part.get("format"), str) and part["format"] not in dialect.FORMAT_CHECKER.checkers:
         raise DataError(f"the schema asks for format {part['format']!r}, which nothing checks here; pip install "
                         "'jsonschema[format-nongpl]' if it is a standard one, or write it as a pattern")

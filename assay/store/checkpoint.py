@@ -186,15 +186,15 @@ def delete_old_checkpoints(folder: Path, keep: int, best: Path | None = None, ne
     return doomed
 
 
-def write_hallmark(checkpoint: Checkpoint, verdicts: Iterable[Verdict]) -> dict[str, Any]:
-    """Write hallmark.json; refused unless there are verdicts and every one is PROVEN."""
+def write_hallmark(checkpoint: Checkpoint, verdicts: Iterable[Verdict], *, unproven: Iterable[Verdict] = ()) -> dict[str, Any]:
+    """Write hallmark.json; refused unless there are verdicts and every one is PROVEN. What is optional and `unproven` is said beside."""
     verdicts = list(verdicts)
     if overall(verdicts) is not Outcome.PROVEN:
         failing = "; ".join(map(str, (v for v in verdicts if v.outcome is not Outcome.PROVEN))) or "no check ran"
         raise ArtifactError(f"{checkpoint.folder}: earns no hallmark: {failing}")
     if checkpoint.quarantined:
         raise ArtifactError(f"{checkpoint.folder}: is quarantined; remove {QUARANTINE} on purpose to prove it again")
-    return _write_mark(checkpoint, HALLMARK, verdicts)
+    return _write_mark(checkpoint, HALLMARK, [*verdicts, *unproven])
 
 
 def quarantine_checkpoint(checkpoint: Checkpoint, verdicts: Iterable[Verdict]) -> dict[str, Any]:

@@ -19,8 +19,9 @@ from assay.strict_json import open_regular
 HEADER_BYTES = 256 << 20  # a vocabulary of 250,000 tokens takes 10 MiB
 ENTRIES = 1 << 16  # keys, or tensors
 NAME_BYTES = 1 << 10
+TENSOR_NAME_BYTES = 63  # ggml has no room for more
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # as in struct
-STRING, ARRAY = 8, 9
+UINT32, STRING, ARRAY = 4, 8, 9
 # Type id → name, elements in a block, bytes in a block.
 GGUF_TYPES = {0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22),
               8: ("Q8_0", 32, 34), 12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210),
@@ -120,15 +121,17 @@ def _decimal(value: float) -> float:
 def _metadata(cursor: _Cursor, count: int) -> dict[str, Any]:
     metadata: dict[str, Any] = {}
     for _ in range(count):
-        key = cursor.text(NAME_BYTES)
-        if key in metadata:
-            raise ArtifactError(f"{cursor.path}: key {key!r} stands twice")
-        metadata[key] = cursor.value(cursor.number("I"))
+        key, kind = cursor.text(NAME_BYTES), cursor.number("I")
+        if not key or key in metadata:
+            raise ArtifactError(f"{cursor.path}: key {key!r} {'stands twice' if key else 'has no name'}; it is damaged")
+        if key == "general.alignment" and kind != UINT32:
+            raise ArtifactError(f"{cursor.path}: general.alignment is of value type {kind}; expected {UINT32}, a uint32")
+        metadata[key] = cursor.value(kind)
     return metadata
 
 
 def _table_entry(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
-    name, dimensions = cursor.text(NAME_BYTES), cursor.number("I")
+    name, dimensions = cursor.text(TENSOR_NAME_BYTES), cursor.number("I")
     if not 1 <= dimensions <= 4:
         raise ArtifactError(f"{cursor.path}: {name} has {dimensions} dimensions; expected 1 to 4")
     shape = tuple(reversed(cursor.numbers("Q", dimensions)))

@@ -177,7 +177,7 @@ def decides_to_stop(history: Sequence[NDArray[np.float64]], evaluations: int) ->
 class NoProver:
     """In the place of `Prover`: saves stay without a hallmark."""
 
-    busy = False
+    busy = witnesses = False
 
     def start_early(self, device: str) -> None:
         pass
@@ -189,6 +189,12 @@ class NoProver:
         return []
 
     close = finished
+
+
+class RecordingProver(NoProver):
+    """The same, in a run whose witness records are replayed by whoever asks for them."""
+
+    witnesses = True
 
 # ---------------------------------------------------------------- jobs
 

@@ -55,6 +55,7 @@ EXAMPLES = """  assay compare evals/before evals/after
 
 def run(flags: FLAGS) -> int:
     from assay.comparison.pairwise import arm_summary, compare
+    from assay.comparison.second_opinion import check_comparisons
     from assay.comparison.trend import trend
 
     arms, series = read_arms(flags)
@@ -63,16 +64,19 @@ def run(flags: FLAGS) -> int:
     found = [] if alone else compare(arms, level=flags.level)
     summaries = [(arm, arm_summary(arm)) for arm in arms]
     claims = check_claims(flags, arms, series)
-    good = satisfied(flags.require, found) and all(verdict.outcome is Outcome.PROVEN for verdict in claims)
+    opinions = [check_comparisons(arms, found, flags.level)] if found else []
+    good = satisfied(flags.require, found) and all(verdict.outcome is Outcome.PROVEN for verdict in (*claims, *opinions))
     if flags.json:
         print(json.dumps({"arms": [{"name": arm.name, "group": arm.group or None, "summary": words} for arm, words in summaries],
                           "comparisons": [one.to_json() for one in found], "trends": [one.to_json() for one in trends],
-                          "claims": [verdict.to_json() for verdict in claims]}, indent=1, allow_nan=False))
+                          "claims": [verdict.to_json() for verdict in claims],
+                          "checks": [verdict.to_json() for verdict in opinions]}, indent=1, allow_nan=False))
         return 0 if good else 3
     for arm, words in summaries:
         print(f"{arm.name}{f' on {arm.group}' if arm.group else ''}: {words}")
     told = [comparison_text(one, flags.per_completion) for one in found] + [one.sentence for one in trends]
-    print("\n".join([*told, *map(str, claims)]))
+    refuted = [verdict for verdict in opinions if verdict.outcome is Outcome.REFUTED]
+    print("\n".join([*told, *map(str, [*claims, *refuted])]))
     return 0 if good else 3
 
 

@@ -24,6 +24,7 @@ def catalogue() -> dict[str, Fault]:
         speech_faults,
         training_faults,
         ttt_faults,
+        witness_faults,
     )
 
     return FAULTS

@@ -16,6 +16,7 @@ from assay.store.checkpoint import open_checkpoint, step_folders
 from assay.store.ledger import Ledger
 from assay.testing.tiny_models import save_model, tiny_model
 from assay.testing.tiny_training import tiny_corpus
+from assay.verdict import Outcome
 from tests.recipes.sums import options, taught
 
 
@@ -49,6 +50,9 @@ def require_proven(found: RunOutcome, places: list[str]) -> None:
     proofs = {event["checkpoint"]: event["outcome"] for event in Ledger(found.folder / "ledger.jsonl").events() if event["kind"] == "proof"}
     assert proofs == {checkpoint.name: "PROVEN" for checkpoint in saved}
     assert len(proofs) == 2  # before the first step, and after it
+    (witness,) = [verdict for verdict in found.verdicts if verdict.check == "witness"]
+    assert witness.outcome is Outcome.PROVEN, str(witness)
+    assert witness.evidence["steps"] == [1]
 
 
 @pytest.mark.parametrize(("lora_r", "places"), [(0, ["model"]), (4, ["adapter", "model"])])

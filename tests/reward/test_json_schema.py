@@ -69,3 +69,42 @@ def test_a_pattern_that_takes_forever_is_an_error_row_after_the_time_out():
     assert first.value is None
     assert "more than 3 s" in str(first.error)
     assert second.value == 1
+
+
+@pytest.mark.parametrize(("pattern", "fits", "not_fits"), [
+    (r"^\d+$", ["7", "42"], ["٧", "7\n", "x"]), (r"^\w$", ["a", "_"], ["é", "-"]), (r"^\W$", ["é", "-"], ["a"]),
+    (r"^[\D]$", ["٧", "x"], ["7"]),
+    (r"^\s$", [" ", "\ufeff", "\u00a0"], ["\x1c", "x"]), (r"^[\s\S]+$", ["a\n b\ufeff"], [""]), (r"^a$", ["a"], ["a\n"]),
+    (r"^(?<letter>[ab])\k<letter>$", ["aa", "bb"], ["ab"]), (r"^\cA$", ["\x01"], ["A", "cA"]), (r"^[^]$", ["\n", "x"], [""]),
+    (r"^[]$", [], ["", "x"]),
+    (r"^[[&~|]+$", ["[&~|"], ["x"]), (r"^\u{1F600}$", ["😀"], ["u"]), (r"(?<=\$)\d", ["$5"], ["5"]), (r"^[$]\/\-$", ["$/-"], ["/-"]),
+])
+def test_a_pattern_means_what_ecmascript_means_by_it(pattern, fits, not_fits):
+    for schema, wrapped in (({"pattern": pattern}, lambda text: text),
+                            ({"patternProperties": {pattern: {}}, "additionalProperties": False}, lambda text: {text: 1})):
+        assert [text for text in fits if schema_fault(wrapped(text), schema)] == []
+        assert [text for text in not_fits if not schema_fault(wrapped(text), schema)] == []
+
+
+@pytest.mark.parametrize("pattern", [r"\p{L}", r"\Aa", r"a\Z", "(?P<x>a)", "(?i)a", "(?#a)b", "(?<=a+)b", "(", "\\"])
+def test_a_pattern_that_python_has_no_equal_of_is_refused(pattern):
+    for schema in ({"pattern": pattern}, {"patternProperties": {pattern: {}}}):
+        with pytest.raises(DataError, match=r"pattern|no JSON Schema"):
+            check_schema(schema)
+
+
+@pytest.mark.parametrize(("format", "fits", "not_fits"), [
+    ("email", ["a.b@x.org", '"a b"@x.org', "a@[127.0.0.1]", "a@[IPv6:::1]"],
+     ["a", "@x.org", "a@", ".a@x.org", "a..b@x.org", "a b@x.org", "a@x@y.org"]),
+    ("uuid", ["2eb8aa08-aa98-11ea-b4aa-73b441d16380"], ["2eb8aa08aa9811eab4aa73b441d16380", "2eb8aa08-aa98-11ea-b4aa-73b441d1638_"]),
+    ("date", ["2026-01-31"], ["2026-02-30", "2026-01-31\n", "２０26-01-31"]), ("ipv4", ["10.0.0.1"], ["10.0.0.256", "10.0.0.1\n"]),
+])
+def test_formats_are_checked_to_the_last_character(format, fits, not_fits):
+    assert [text for text in fits if schema_fault(text, {"format": format})] == []
+    assert [text for text in not_fits if not schema_fault(text, {"format": format})] == []
+
+
+def test_a_keyword_that_checks_nothing_in_its_dialect_is_refused():
+    with pytest.raises(DataError, match="dependentRequired"):
+        check_schema({"dependencies": {"a": ["b"]}})
+    assert schema_fault({"a": 1}, {"$schema": "http://json-schema.org/draft-07/schema#", "dependencies": {"a": ["b"]}})

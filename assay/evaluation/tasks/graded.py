@@ -210,6 +210,19 @@ def paragraphs(text: str, divider: str) -> list[str]:
     return [part for part in re.split(divider, text.strip()) if part.strip()]
 
 
+def divided(text: str, options: Mapping[str, Any]) -> bool:
+    """So many paragraphs between ***; one that is empty between two dividers is none, and not what was asked for."""
+    parts = re.split(r"\s?\*\*\*\s?", text)
+    inner = [index for index, part in enumerate(parts) if part.strip() or 0 < index < len(parts) - 1]
+    return all(parts[index].strip() for index in inner) and len(inner) == options["num_paragraphs"]
+
+
+def postscript(text: str, options: Mapping[str, Any]) -> bool:
+    """As IFEval looks for it: anywhere, in any case; a space may follow a dot of P.S."""
+    spelled = {"P.S.": r"p\.\s?s\.", "P.P.S": r"p\.\s?p\.\s?s"}
+    return re.search(spelled.get(options["postscript_marker"], re.escape(options["postscript_marker"].lower())), text.lower()) is not None
+
+
 def sentences(text: str) -> int:
     return len(re.findall(r"[^.!?]*\w[^.!?]*(?:[.!?]+|$)", text))
 
@@ -231,7 +244,7 @@ RULES: dict[str, Rule] = {
     "punctuation:no_comma": lambda text, o: "," not in text,
     "length_constraints:number_words": lambda text, o: compared(len(re.findall(r"\w+", text)), o, "num_words"),
     "length_constraints:number_sentences": lambda text, o: compared(sentences(text), o, "num_sentences"),
-    "length_constraints:number_paragraphs": lambda text, o: len(paragraphs(text, r"\s?\*\*\*\s?")) == o["num_paragraphs"],
+    "length_constraints:number_paragraphs": divided,
     "keywords:existence": lambda text, o: all(has_words(text, o["keywords"])),
     "keywords:forbidden_words": lambda text, o: not any(has_words(text, o["forbidden_words"])),
     "keywords:frequency": lambda text, o: compared(len(re.findall(re.escape(o["keyword"]), text, re.IGNORECASE)), o, "frequency"),
@@ -247,7 +260,7 @@ RULES: dict[str, Rule] = {
     "detectable_format:number_highlighted_sections": lambda text, o: len(re.findall(r"\*[^\n*]+\*", text)) >= o["num_highlights"],
     "detectable_format:multiple_sections": sections,
     "detectable_content:number_placeholders": lambda text, o: len(re.findall(r"\[[^\[\]]+\]", text)) >= o["num_placeholders"],
-    "detectable_content:postscript": lambda text, o: re.search(rf"^\s*{re.escape(o['postscript_marker'])}", text, re.MULTILINE) is not None,
+    "detectable_content:postscript": postscript,
     "startend:quotation": lambda text, o: len(text.strip()) > 1 and text.strip()[0] == text.strip()[-1] == '"',
     "startend:end_checker": lambda text, o: text.strip().strip('"').lower().endswith(o["end_phrase"].strip().lower()),
     "combination:repeat_prompt": lambda text, o: text.strip().lower().startswith(o["prompt_to_repeat"].strip().lower()),

@@ -1,0 +1,167 @@
+"""Due rollout: from kept completions and rewards, the prompts that were due, the advantages, and what each token costs.
+
+The completions, the log-probabilities that they were drawn with and their rewards are the run's own; everything made of them is
+worked out again, and the reference's log-probabilities come from the fork's bytes.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from assay.witness.due_gradient import Adapter, CostOfTokens, TwinModel, right_padded
+from assay.witness.due_rows import DueText, seed_at, shuffled_place
+from assay.witness.due_texts import NotWitnessed, Renderer, Row, training_rows
+
+LEAST_SPREAD, EQUAL_REWARDS = 1e-4, 1e-8  # added to a group's standard deviation; closer than this, rewards are the same
+
+
+class DuePrompt(NamedTuple):
+    name: str
+    ids: list[int]
+
+
+class PromptPlan:
+    """The prompts that are trained on, in the order that the seed gives each epoch."""
+
+    def __init__(self, folder: Path, options: Mapping[str, Any], context: int):
+        renderer = Renderer(folder, options)
+        room = context - options["max_completion_length"]
+        longest = min(room, options["max_prompt_length"] or room)
+        found = [DuePrompt(row.name, prompt_ids(renderer, row)) for row in training_rows(options)]
+        self.prompts, self.options = [prompt for prompt in found if len(prompt.ids) <= longest], options
+        self.steps = options["num_train_epochs"] * len(self.prompts) // options["prompts"] * options["num_iterations"]
+
+    def due(self, step: int) -> list[DuePrompt]:
+        size, places = len(self.prompts), self.options["prompts"]
+        first = step // self.options["num_iterations"] * places
+        return [self.prompts[shuffled_place(place % size, size, seed_at(self.options["seed"], "prompts", place // size))]
+                for place in range(first, first + places)]
+
+
+def prompt_ids(renderer: Renderer, row: Row) -> list[int]:
+    """Up to the generation prompt; of a whole conversation, before its last answer."""
+    if row.messages and renderer.template is not None:
+        answers = [place for place, turn in enumerate(row.messages) if turn["role"] == "assistant"]
+        before = row.messages[:row.learned_from or (answers[-1] if answers else len(row.messages))]
+        return renderer.ids(renderer.render(before, row.tools, prompt=True))
+    if row.plain is None:
+        raise NotWitnessed(f"{row.name} has messages, and {renderer.folder} no template")
+    ids, begin = renderer.ids(row.plain[0]), renderer.prefix()
+    return ids if ids[:len(begin)] == begin else begin + ids
+
+
+def wrong_prompts(plan: PromptPlan, step: int, groups: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Prompts that were not due, and prompts whose ids are not what the template writes."""
+    options, known = plan.options, {prompt.name: prompt.ids for prompt in plan.prompts}
+    drawn, due = [group["prompt"] for group in groups], [prompt.name for prompt in plan.due(step)]
+    strangers = [name for name in drawn if name not in known]
+    if strangers:
+        return [f"{len(strangers)} of {len(drawn)} prompts are not among those that are trained on ({strangers[0]})"]
+    free = options["refill"] or any(reward.startswith("judge") for reward in options["reward"])
+    if not free and drawn != due:
+        return [f"the prompts are not those that were due: {drawn[0]}, … for {due[0]}, …"]
+    wrong = [group["prompt"] for group in groups if known[group["prompt"]] != group["ids"]]
+    return [f"{len(wrong)} prompts do not have the ids that they are rendered to ({wrong[0]})"] if wrong else []
+
+# ---------------------------------------------------------------- advantages and weights
+
+
+def advantages(groups: Sequence[Sequence[float | None]], scale: str) -> list[list[float]]:
+    """How much better than its group's mean; an unknown reward takes no part, and equal ones teach nothing."""
+    known = [[reward for reward in group if reward is not None] for group in groups]
+    everything = [reward for group in known for reward in group]
+    found = []
+    for group, rewards in zip(groups, known, strict=True):
+        mean = sum(rewards) / max(1, len(rewards))
+        silent = len(rewards) < 2 or max(rewards) - min(rewards) <= EQUAL_REWARDS * max(1.0, abs(max(rewards)))
+        unit = {"none": 1.0, "group": deviation(rewards) + LEAST_SPREAD, "batch": deviation(everything) + LEAST_SPREAD}[scale]
+        found.append([0.0 if silent or reward is None else (reward - mean) / unit for reward in group])
+    return found
+
+
+def deviation(values: Sequence[float]) -> float:
+    mean = sum(values) / max(1, len(values))
+    return math.sqrt(sum((value - mean) ** 2 for value in values) / max(1, len(values) - 1))
+
+
+class DueRollout(NamedTuple):
+    texts: list[DueText]
+    advantages: dict[str, float]  # by text
+    drawn_with: dict[str, list[float]]  # log-probabilities, one a token, 0 in the prompt
+    divisor: float
+
+
+def due_rollout(groups: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> DueRollout:
+    values = advantages([group["rewards"] for group in groups], options["scale_rewards"])
+    texts, better, drawn_with, counted = list[DueText](), dict[str, float](), dict[str, list[float]](), 0
+    for place, group in enumerate(groups):
+        for member, said in enumerate(group["completions"]):
+            name, prompt = f"{place}:{member}", len(group["ids"])
+            counts = group["rewards"][member] is not None and not (options["mask_truncated_completions"] and said["ended"] == "length")
+            weight = (1 / len(said["ids"]) if options["loss_type"] == "grpo" else 1.0) if counts else 0.0
+            texts.append(DueText(name, [*group["ids"], *said["ids"]], [0.0] * prompt + [weight] * len(said["ids"])))
+            better[name], drawn_with[name] = values[place][member], [0.0] * prompt + said["logprobs"]
+            counted += counts
+    constant = options["loss_type"] == "dr_grpo"
+    divisor = counted * options["max_completion_length"] if constant else sum(sum(text.weights) for text in texts)
+    return DueRollout(texts, better, drawn_with, divisor)
+
+# ---------------------------------------------------------------- what a token costs
+
+
+def policy_costs(rollout: DueRollout, options: Mapping[str, Any], step: int, twin: TwinModel, fork: Mapping[str, Tensor]) -> CostOfTokens:
+    """−surrogate + beta · KL · ratio − bonus · entropy, as PPO, GSPO, DAPO and CISPO write it."""
+    if options["beta"] and (options["kl_estimator"] == "shift" or options["kl_window"]):
+        raise NotWitnessed("--kl-estimator shift and --kl-window are not replayed")
+    low, high = options["epsilon"], options["epsilon"] if options["epsilon_high"] is None else options["epsilon_high"]
+    if options["loss_type"] == "cispo" and options["epsilon_high"] is not None:
+        high = options["epsilon_high"] - 1
+    bonus = options["entropy_weight"] * options["entropy_decay"] ** step
+
+    def costs(logits: Tensor, tokens: Tensor, texts: Sequence[DueText]) -> Tensor:
+        every, (_, learned) = (logits[:, :-1] / options["temperature"]).log_softmax(-1), right_padded(texts)
+        counts = learned[:, 1:] != 0
+        logp = every.gather(-1, tokens[:, 1:, None]).squeeze(-1)
+        better = torch.tensor([[rollout.advantages[text.name]] for text in texts], dtype=torch.float64)
+        apart = torch.where(counts, logp - aligned(texts, rollout.drawn_with), 0.0)
+        if options["importance_sampling_level"] == "sequence":
+            apart = (apart.sum(1, keepdim=True) / counts.sum(1, keepdim=True).clamp(min=1)).expand_as(apart)
+        ratio = apart.exp()
+        if options["loss_type"] == "cispo":
+            gained = ratio.detach().clamp(max=1 + high) * better * logp
+        else:
+            gained = torch.minimum(ratio * better, ratio.clamp(1 - low, 1 + high) * better)
+        loss = -gained
+        if options["beta"]:
+            with torch.no_grad():
+                theirs = (twin.logits(fork, tokens)[:, :-1] / options["temperature"]).log_softmax(-1).gather(-1, tokens[:, 1:, None])
+            gap = logp - theirs.squeeze(-1)
+            estimate = {"k1": gap, "k2": gap.square() / 2, "k3": torch.expm1(-gap) + gap}[options["kl_estimator"]]
+            loss = loss + options["beta"] * estimate * ratio
+        if bonus:
+            loss = loss + bonus * (every.exp() * every).sum(-1)
+        return torch.where(counts, loss, 0.0)
+    return costs
+
+
+def aligned(texts: Sequence[DueText], streams: Mapping[str, list[float]]) -> Tensor:
+    """(B, T − 1): of every token but the first."""
+    longest = max(len(text.tokens) for text in texts)
+    return torch.tensor([streams[text.name] + [0.0] * (longest - len(text.tokens)) for text in texts], dtype=torch.float64)[:, 1:]
+
+
+def fork_weights(twin: TwinModel, frozen: Mapping[str, Tensor], factors: Mapping[str, Tensor],
+                 adapter: Adapter | None) -> dict[str, Tensor]:
+    """What the run began with: the parent's weights, with the parent's adapter where it was one."""
+    weights = {name: tensor.to(twin.dtype) for name, tensor in frozen.items()}
+    for name in weights if adapter is not None else ():
+        stem = f"base_model.model.{name.removesuffix('.weight')}"
+        if f"{stem}.lora_A.weight" in factors:
+            assert adapter is not None
+            left, right = (factors[f"{stem}.lora_{side}.weight"].to(twin.dtype) for side in "BA")
+            weights[name] = weights[name] + (adapter.scale * left @ right if not twin.gpt2 else (adapter.scale * left @ right).t())
+    return weights

@@ -1,0 +1,167 @@
+"""Due rows: which data a step reads, recomputed from the documented order (docs/witness.md) and nothing else.
+
+The same words as in the document: an address becomes a number by SHA-256, a number and a size name a permutation, an epoch shuffles
+the examples, packs them into rows, shuffles the rows, and a step takes the next rows.
+"""
+
+import functools
+import hashlib
+import json
+import math
+import struct
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROUNDS = 6
+PACKED_TOGETHER = 4096
+MASK = (1 << 64) - 1
+
+
+class DueText(NamedTuple):
+    """One text that a step learns from, alone in its row. `weights[t]` is how much predicting token t counts."""
+
+    name: str
+    tokens: list[int]
+    weights: list[float]
+
+
+def seed_at(seed: int, *address: str | int) -> int:
+    """63 bits of the SHA-256 of the seed and its address, every part with its type, between unit separators."""
+    words = "\x1f".join(f"{type(part).__name__}:{part}" for part in (seed, *address))
+    return int.from_bytes(hashlib.sha256(words.encode()).digest()[:8], "big") >> 1
+
+
+def shuffled_place(place: int, size: int, key: int) -> int:
+    """Where `place` goes in the permutation of `size` that `key` names: a Feistel network on a board hardly larger than `size`."""
+    height = math.isqrt(size - 1) + 1
+    width = -(-size // height)
+    keys = round_keys(key)
+    while True:
+        y, x = divmod(place, width)
+        for number in range(0, ROUNDS, 2):
+            y = (y + mixed_bits(x, keys[number])) % height
+            x = (x + mixed_bits(y, keys[number + 1])) % width
+        place = y * width + x
+        if place < size:
+            return place
+
+
+@functools.lru_cache(8)
+def round_keys(key: int) -> list[int]:
+    return [seed_at(key, "round", number) for number in range(ROUNDS)]
+
+
+def mixed_bits(value: int, key: int) -> int:
+    mixed = (value ^ key) * 0xBF58476D1CE4E5B9 & MASK
+    return ((mixed ^ mixed >> 29) * 0x94D049BB133111EB & MASK) >> 32
+
+# ---------------------------------------------------------------- conversations
+
+
+def kept_contents(contents: Sequence[str], share: float, seed: int) -> set[str]:
+    """The conversations that are trained on: those that the seed does not hold out, copies together."""
+    ordered = sorted(set(contents), key=lambda content: seed_at(seed, "held-out", content))
+    return set(ordered[round(share * len(ordered)):])
+
+
+def epoch_rows(lengths: Sequence[int], room: int, seed: int, epoch: int, packing: bool) -> list[list[int]]:
+    """The examples, by number, in each row of an epoch."""
+    key, count = seed_at(seed, "order", epoch), len(lengths)
+    order = [0] * count
+    for example in range(count):
+        order[shuffled_place(example, count, key)] = example
+    if not packing:
+        return [[example] for example in order]
+    rows = [row for start in range(0, count, PACKED_TOGETHER) for row in filled(order[start:start + PACKED_TOGETHER], lengths, room)]
+    return [rows[shuffled_place(place, len(rows), seed_at(key, "rows"))] for place in range(len(rows))]
+
+
+def filled(order: Sequence[int], lengths: Sequence[int], room: int) -> Iterator[list[int]]:
+    """Rows, each begun with the longest example that is left; equal lengths in the order they came."""
+    stock: dict[int, list[int]] = {}
+    for example in order:
+        stock.setdefault(lengths[example], []).append(example)
+    while stock:
+        row, free, length = list[int](), room, max(stock)
+        while length:
+            row.append(stock[length].pop(0))
+            if not stock[length]:
+                del stock[length]
+            free -= length
+            length = best_filling(stock, free)
+        yield row
+
+
+def best_filling(stock: dict[int, list[int]], free: int) -> int:
+    """One that fills the row, one that fills it with another, the longest after which another fits, the longest that fits; else 0."""
+    fitting = sorted(length for length in stock if length <= free)
+    if not fitting:
+        return 0
+    paired = [length for length in fitting if free - length in stock]
+    roomy = [length for length in fitting if length <= free - fitting[0]]
+    return free if free in stock else (paired or roomy or fitting)[-1]
+
+
+class PackedPlan:
+    """Every epoch's rows, as the options say."""
+
+    def __init__(self, texts: Sequence[DueText], options: dict[str, Any]):
+        self.texts, lengths = texts, [len(text.tokens) for text in texts]
+        self.epochs = [epoch_rows(lengths, options["max_length"], options["seed"], epoch, options["packing"])
+                       for epoch in range(options["num_train_epochs"])]
+        self.rows = min(options["batch_tokens"] // options["max_length"], len(self.epochs[0]))
+
+    @property
+    def steps(self) -> int:
+        return sum(map(len, self.epochs)) // self.rows
+
+    def due(self, step: int) -> list[list[DueText]]:
+        """Row by row, the texts of step `step`, counted from 0."""
+        through = [row for epoch in self.epochs for row in epoch]
+        return [[self.texts[example] for example in row] for row in through[step * self.rows:(step + 1) * self.rows]]
+
+# ---------------------------------------------------------------- a corpus of token shards
+
+
+class WindowPlan:
+    """Windows of the training stream, in the order that the seed gives each epoch."""
+
+    def __init__(self, folder: Path, options: dict[str, Any]):
+        manifest = json.loads((folder / "manifest.json").read_text())
+        self.length, self.seed = options["max_length"], options["seed"]
+        self.rows, self.width = options["batch_tokens"] // self.length, int(manifest["dtype"].removeprefix("<u"))
+        self.shards = sorted(folder.glob("train-[0-9]*.bin"))
+        self.tokens = sum(shard.stat().st_size for shard in self.shards) // self.width
+        self.begins = [record[1] for record in struct.iter_unpack("<QQIIQQi", (folder / "train-index.bin").read_bytes())]
+        self.windows = -(-(self.tokens - 1) // (self.length - 1))
+        self.steps = options["num_train_epochs"] * self.windows // self.rows
+
+    def due(self, step: int) -> list[list[DueText]]:
+        """Each window's pieces of documents, every one alone. Column 0 repeats the window before and is context only."""
+        return [list(self.pieces(self.window(place))) for place in range(step * self.rows, (step + 1) * self.rows)]
+
+    def window(self, place: int) -> int:
+        epoch, within = divmod(place, self.windows)
+        return shuffled_place(within, self.windows, seed_at(self.seed, "order", epoch))
+
+    def pieces(self, window: int) -> Iterator[DueText]:
+        start = window * (self.length - 1)
+        stop = min(start + self.length, self.tokens)
+        cuts = [start, *self.begins[bisect_right(self.begins, start):bisect_left(self.begins, stop)], stop]
+        for begin, end in pairwise(cuts):
+            yield DueText(str(window), self.read(begin, end), [0.0] + [1.0] * (end - begin - 1))
+
+    def read(self, start: int, stop: int) -> list[int]:
+        """Ids start..stop of the stream, across shards."""
+        found, first = b"", 0
+        for shard in self.shards:
+            here = shard.stat().st_size // self.width
+            if start < first + here and stop > first:
+                with shard.open("rb") as file:
+                    file.seek(max(0, start - first) * self.width)
+                    found += file.read((min(stop, first + here) - max(start, first)) * self.width)
+            first += here
+        return [int.from_bytes(found[at:at + self.width], "little") for at in range(0, len(found), self.width)]

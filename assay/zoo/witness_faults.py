@@ -1,0 +1,255 @@
+"""Witness faults: a step that reads, masks, sums, clips, schedules, decays or averages wrongly, in a run whose other checks agree with it.
+
+Each strikes a function that the run and its own guards share. The kept steps are then replayed by the witness, which shares none.
+"""
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from assay.data.batch import Batch
+from assay.data.layouts import read_conversations
+from assay.data.packing import PackedExamples, hold_out, packed_rows
+from assay.errors import GuardStop
+from assay.learn import loop
+from assay.learn.lr_schedule import Schedule
+from assay.learn.objectives import Objective
+from assay.model.lora import LoraLinear
+from assay.model.transformer import Transformer
+from assay.recipes import pretrain, run, sft, starting_model
+from assay.recipes.conversations import Conversations
+from assay.recipes.options import Pretrain, Sft
+from assay.recipes.trainer import Trainer
+from assay.recipes.witness_records import pending_records
+from assay.testing import tiny_training
+from assay.testing.fault_injection import Job, Plant, fault, in_place_of, nothing, swap
+from assay.testing.tiny_models import copy_folder
+from assay.testing.tiny_training import RecordingProver, tiny_corpus
+from assay.verdict import Verdict
+from assay.witness.replay import replay_step
+from assay.zoo.run_faults import hand_nothing_over, sums_folder
+
+WITNESSED_STEPS, _INTERRUPTED_AFTER = 4, 2
+STOP_ID = 258  # <|im_end|> of the tiny tokenizer
+
+# ---------------------------------------------------------------- jobs
+
+
+def a_witnessed_run(recipe: str = "sft", *, resumed: bool = False, **options: Any) -> Job:
+    """A run without preflight and without its look at each batch, so that nothing stops it; then every kept step is replayed."""
+    def job(folder: Path, plant: Plant) -> list[Verdict]:
+        if plant is nothing:
+            return list(clean_verdicts(recipe, resumed, tuple(sorted(options.items()))))
+        return _witnessed(folder, plant, recipe, resumed, options)
+    return job
+
+
+@functools.cache
+def clean_verdicts(recipe: str, resumed: bool, options: tuple[tuple[str, Any], ...]) -> list[Verdict]:
+    """Of the clean twin, once for all faults that strike the same run."""
+    folder = Path(tiny_training.process_folder().name) / f"witnessed-{recipe}-{resumed}-{len(options)}-{abs(hash(options))}"
+    folder.mkdir()
+    return _witnessed(folder, nothing, recipe, resumed, dict(options))
+
+
+def _witnessed(folder: Path, plant: Plant, recipe: str, resumed: bool, options: dict[str, Any]) -> list[Verdict]:
+    if resumed:
+        copy_folder(struck_run(), folder / "run")
+    with plant(folder):
+        _train(folder / "run", recipe, **options)
+    records = pending_records(folder / "run")
+    assert records, "no step was kept"
+    return [replay_step(record) for record in records]
+
+
+@functools.cache
+def struck_run() -> Path:
+    """A fine-tuning that was left after two steps, made once; its own records are done with."""
+    where = Path(tiny_training.process_folder().name) / "struck"
+    with swap(Trainer, "over", lambda trainer: trainer.done >= _INTERRUPTED_AFTER):
+        _train(where, "sft")
+    for record in pending_records(where):
+        (record / "record.json").unlink()
+    return where
+
+
+def _train(where: Path, recipe: str, **options: Any) -> None:
+    common: dict[str, Any] = {"out": str(where), "warmup_steps": 1, "save_steps": 100, "witness": "0", "device": "cpu", "weight_decay": 0.1}
+    config: Any
+    if recipe == "sft":
+        folder = sums_folder()
+        config = Sft(**common | {"data": (str(folder / "sums.jsonl"),), "model": str(folder / "base"), "max_length": 32, "held_out": 0.1,
+                                 "batch_tokens": 256, "micro_batch_tokens": 96, "num_train_epochs": 2, "max_steps": WITNESSED_STEPS,
+                                 "learning_rate": 3e-3, **options})
+    else:
+        config = Pretrain(**common | {"corpus": str(tiny_corpus().folder), "depth": 1, "tokens": WITNESSED_STEPS * 256, "max_length": 16,
+                                      "batch_tokens": 256, "micro_batch_tokens": 96, "eval_documents": 4, **options})
+    module: Any = sft if recipe == "sft" else pretrain
+    with (swap(run, "Prover", RecordingProver), swap(module, "hand_over", hand_nothing_over),
+          swap(module, "write_down", lambda *_, **__: None), swap(module, f"preflight_{recipe}", lambda *_: []),
+          swap(Conversations, "_judge", lambda *_: None), contextlib.suppress(GuardStop)):
+        getattr(module, recipe)(config, say=lambda _: None)
+
+
+def witnessed(name: str, stage: str, *, rows: Sequence[str] = (), **run_of: Any) -> Any:
+    return fault(name, rows=rows or ("W01",), stage=stage, check="witness", job=a_witnessed_run(**run_of))
+
+
+def from_the_second_step(change: Any) -> Plant:
+    """A plant that gives `change(order, step, batch)` in the place of every batch but the first, whose audit would see it."""
+    def batch(usual: Any, order: PackedExamples, step: int) -> Batch:
+        found = usual(order, step)
+        return change(order, step, found) if step else found
+    return in_place_of(PackedExamples, "batch")(batch)
+
+# ---------------------------------------------------------------- data
+
+
+@functools.cache
+def a_held_out_sum() -> list[int]:
+    """The tokens of a sum that is never trained on; its answer has one digit."""
+    rows = read_conversations(sums_folder() / "sums.jsonl").rows
+    texts = [row.plain for row in hold_out(rows, 0.1, 0)[1] if row.plain is not None and len(row.plain[1]) == 1]
+    return [*"".join(texts[0]).encode(), STOP_ID]
+
+
+def with_a_held_out_row(order: PackedExamples, step: int, found: Batch) -> Batch:
+    held, tokens = a_held_out_sum(), found.tokens.clone()
+    for row in range(len(tokens)):
+        for at in range(tokens.shape[1] - len(held) + 1):
+            here = slice(at, at + len(held))
+            assert found.positions is not None
+            if found.positions[row, at] == 0 and tokens[row, at + len(held) - 1] == STOP_ID:
+                tokens[row, here] = torch.tensor(held)
+                return replace(found, tokens=tokens)
+    return found
+
+
+def of_another_seed(order: PackedExamples, step: int) -> Batch:
+    rows = replace(order, seed=order.seed + 1).plan(step)
+    return packed_rows([[order.examples[index] for index in row] for row in rows], order.length, order.fill)
+
+
+witnessed("a held-out row trained on under a planned id", "data")(from_the_second_step(with_a_held_out_row))
+witnessed("stop token never learned after step 1", "data")(
+    from_the_second_step(lambda order, step, found: replace(found, weight=found.weight * (found.tokens != STOP_ID))))
+witnessed("another seed's order under the planned ids", "data")(
+    from_the_second_step(lambda order, step, found: replace(of_another_seed(order, step), ids=found.ids)))
+witnessed("prompts learned from step 2 on", "data")(
+    from_the_second_step(lambda order, step, found: replace(found, weight=((found.positions > 0) & (found.documents >= 0)).float())))
+
+
+@witnessed("packed texts see each other", "forward")
+@in_place_of(Transformer, "hidden")
+def packed_texts_leak(usual: Any, model: Transformer, tokens: Tensor, **streams: Any) -> Tensor:
+    """Positions still begin anew; the mask does not."""
+    return usual(model, tokens, positions=streams.get("positions"))
+
+# ---------------------------------------------------------------- sums
+
+
+@witnessed("last ragged micro-batch dropped", "accumulation")
+@in_place_of(Batch, "split")
+def last_part_dropped(usual: Any, batch: Batch, rows: int) -> Iterator[Batch]:
+    return (part for part in usual(batch, rows) if len(part) == min(rows, len(batch)))
+
+
+@witnessed("mean of the micro-batches' means", "accumulation")
+@in_place_of(loop, "accumulated")
+def mean_of_means(usual: Any, model: Transformer, objective: Objective, batch: Batch, micro: int, weight: float) -> loop.Accumulated:
+    parts = list(batch.split(micro))
+    found = [usual(model, objective, part, micro, float(part.weight.sum()) * len(parts)) for part in parts]
+    return loop.Accumulated(torch.stack([each.loss for each in found]).sum(), found[0].metrics)
+
+
+witnessed("clipping computed and not applied", "optimizer")(
+    in_place_of(loop, "clip_gradients")(lambda usual, optimizer, parameters, clip: usual(optimizer, parameters, 1e9)))
+
+# ---------------------------------------------------------------- embedding rows
+
+
+def embeddings_of(optimizer: torch.optim.Optimizer) -> Tensor:
+    return max((p for group in optimizer.param_groups for p in group["params"]), key=len)
+
+
+@witnessed("gradients of half of the embedding rows lost", "optimizer", rows=("O05",))
+@in_place_of(loop, "clip_gradients")
+def rows_without_gradient(usual: Any, optimizer: torch.optim.Optimizer, *given: Any) -> Tensor:
+    table = embeddings_of(optimizer)
+    assert table.grad is not None
+    table.grad[1::2] = 0
+    return usual(optimizer, *given)
+
+
+@witnessed("half of the embedding rows put back after the step", "optimizer", rows=("O05",))
+@in_place_of(loop, "guarded_step")
+def rows_put_back(usual: Any, optimizer: torch.optim.Optimizer, alarm: loop.Alarm) -> None:
+    table = embeddings_of(optimizer)
+    kept = table.detach()[1::2].clone()
+    usual(optimizer, alarm)
+    with torch.no_grad():
+        table[1::2] = kept
+
+
+@witnessed("half of the embedding rows detached in the forward pass", "forward", rows=("O05",))
+@in_place_of(torch.nn.functional, "embedding")
+def rows_detached(usual: Any, tokens: Tensor, table: Tensor, *given: Any) -> Tensor:
+    """What they are as inputs teaches them nothing; as rows of the tied head they learn."""
+    found = usual(tokens, table, *given)
+    return torch.where((tokens % 2 == 1)[..., None], found.detach(), found)
+
+# ---------------------------------------------------------------- optimizer and schedule
+
+
+@witnessed("Adam's betas swapped on resume", "resume", resumed=True)
+@in_place_of(loop, "guarded_step")
+def betas_swapped(usual: Any, optimizer: torch.optim.Optimizer, alarm: loop.Alarm) -> None:
+    """The groups say the right ones, and the update unpacks them the other way round."""
+    for again in range(2):
+        for group in optimizer.param_groups:
+            group["betas"] = group["betas"][::-1]
+        if not again:
+            usual(optimizer, alarm)
+
+
+@witnessed("weight decay on norms and embeddings", "optimizer")
+@in_place_of(sft, "adamw")
+def everything_decays(usual: Any, *given: Any, weight_decay: float) -> torch.optim.Optimizer:
+    optimizer = usual(*given, weight_decay=weight_decay)
+    for group in optimizer.param_groups:
+        group["weight_decay"] = weight_decay
+    return optimizer
+
+
+witnessed("a warm-up that never ends", "schedule")(
+    lambda _: swap(Schedule, "multiplier", lambda schedule, step: 1 / (schedule.budget.warmup + 1)))
+
+
+@witnessed("a norm outside the optimizer", "optimizer")
+@in_place_of(sft, "adamw")
+def norm_left_out(usual: Any, named: Any, *given: Any, **options: Any) -> torch.optim.Optimizer:
+    return usual([(name, p) for name, p in named if name != "norm.weight"], *given, **options)
+
+
+@witnessed("adapter learned at twice its scale", "LoRA", lora_r=4, lora_alpha=8.0)
+@in_place_of(LoraLinear, "forward")
+def twice_the_scale(usual: Any, layer: LoraLinear, x: Tensor) -> Tensor:
+    return 2 * usual(layer, x) - layer.base(x)
+
+
+@witnessed("q, k and v orthogonalised as one matrix", "optimizer", recipe="pretrain")
+@in_place_of(pretrain, "muon")
+def sliced_as_one(usual: Any, *given: Any, **options: Any) -> torch.optim.Optimizer:
+    return usual(*given, **options | {"slices": {}})
+
+
+@witnessed("bf16 in the place of fp32", "forward")
+@in_place_of(starting_model, "place_for_training")
+def computed_in_bf16(usual: Any, *given: Any, **options: Any) -> Transformer:
+    return usual(*given, **options | {"compute": torch.bfloat16})

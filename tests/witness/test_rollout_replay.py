@@ -1,0 +1,68 @@
+"""Learning steps of GRPO, replayed from the kept rollout: clean ones are proven, and what is made of the rewards is worked out again."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from assay.data.batch import Batch
+from assay.learn import loop
+from assay.learn.advantage import group_advantages
+from assay.recipes import grpo, hand_over, run
+from assay.recipes.prompts import Prompt, PromptOrder
+from assay.recipes.witness_records import pending_records
+from assay.testing.tiny_training import RecordingProver
+from assay.verdict import Outcome, Verdict, proven
+from assay.witness.due_rollout import advantages
+from assay.witness.replay import replay_step
+from tests.recipes.sums import options, taught
+
+
+@pytest.fixture(scope="module")
+def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return taught(tmp_path_factory.mktemp("taught"), steps=120)
+
+
+def replayed(parent: Path, out: Path, **changed: Any) -> list[Verdict]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "Prover", RecordingProver)
+        patch.setattr(hand_over, "prove", lambda request: [proven("whole", "not looked at")])
+        grpo.grpo(options(parent, out, **{"max_steps": 2, "learning_rate": 5e-3, "witness": "0", "eval_prompts": 2} | changed),
+                  lambda _: None)
+    return [replay_step(record) for record in pending_records(out)]
+
+
+def test_clean_steps_are_proven(parent: Path, tmp_path: Path):
+    """The second update on one rollout: ratios have left 1, and the KL has left 0."""
+    said = replayed(parent, tmp_path / "run", num_iterations=2)
+    assert [verdict.outcome for verdict in said] == [Outcome.PROVEN] * 2, "\n".join(map(str, said))
+    assert said[1].evidence["norm"] > 0
+
+
+def test_completions_that_are_not_learned_from_are_seen(parent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    usual = loop.accumulated
+
+    def of_the_first(model: Any, objective: Any, batch: Batch, micro: int, weight: float) -> loop.Accumulated:
+        return usual(model, objective, next(batch.split(12)), micro, weight)
+
+    monkeypatch.setattr(loop, "accumulated", of_the_first)
+    said = replayed(parent, tmp_path / "run", max_steps=3)
+    assert any("are not those of these texts" in verdict.reason for verdict in said), "\n".join(map(str, said))
+
+
+def test_prompts_in_another_order_are_seen(parent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    usual = PromptOrder.drawn
+
+    def one_further(order: PromptOrder, rollout: int) -> Sequence[Prompt]:
+        return usual(order, rollout + 1)
+
+    monkeypatch.setattr(PromptOrder, "drawn", one_further)
+    assert "the prompts are not those that were due" in replayed(parent, tmp_path / "run")[0].reason
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_advantages_are_those_that_are_trained_by(scale: Any):
+    rewards = [[1.0, 0.0, 0.5], [None, 1.0, 1.0], [0.3, None, 0.1]]
+    due = group_advantages(rewards, scale=scale).values_PG
+    assert [value for group in advantages(rewards, scale) for value in group] == pytest.approx(due.flatten().tolist())
