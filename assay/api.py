@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from assay.config import from_mapping
 from assay.errors import UsageError
 from assay.outcome import RunOutcome
+from assay.recipes.dpo_options import Dpo
 from assay.recipes.edit_options import Edit
 from assay.recipes.grpo_options import Grpo
 from assay.recipes.options import Distill, Pretrain, Sft
@@ -42,6 +43,13 @@ def sft(*, say: Say | None = None, **options: Any) -> RunOutcome:
     from assay.recipes import sft as recipe
 
     return _run(recipe.sft, Sft, options, say)
+
+
+def dpo(*, say: Say | None = None, **options: Any) -> RunOutcome:
+    """Teach a model which of two answers is preferred, by DPO or a relative of it."""
+    from assay.recipes import dpo as recipe
+
+    return _run(recipe.dpo, Dpo, options, say)
 
 
 def grpo(*, say: Say | None = None, **options: Any) -> RunOutcome:
@@ -124,7 +132,7 @@ def _options(cls: type, given: Mapping[str, Any], out: Path) -> Any:
     inputs = out / "inputs"
     for name in ("data", "held_out_data", "facts", "text"):
         if name in values:
-            several = name == "data" and cls in (Sft, Grpo, Distill)
+            several = name == "data" and cls in (Sft, Dpo, Grpo, Distill)
             values[name] = _as_files(name, values[name], inputs) if several else _as_file(name, values[name], inputs)
     if "reward" in values:
         rewards = values["reward"] if isinstance(values["reward"], list) else [values["reward"]]
@@ -171,5 +179,5 @@ def _with_signature(function: Callable[..., Any], cls: type) -> None:
     function.__signature__ = inspect.Signature([*own, *more], return_annotation=RunOutcome)  # type: ignore[attr-defined]
 
 
-for _function, _cls in ((sft, Sft), (grpo, Grpo), (distill, Distill), (pretrain, Pretrain), (edit, Edit), (ttt, Ttt)):
+for _function, _cls in ((sft, Sft), (dpo, Dpo), (grpo, Grpo), (distill, Distill), (pretrain, Pretrain), (edit, Edit), (ttt, Ttt)):
     _with_signature(_function, _cls)

@@ -114,12 +114,13 @@ JUDGES = {"probe", "bisect", "trace"}  # a verdict against a model that has lear
 TINY = {"smollm2-135m": "tiny", "step-000300": "step-000004", "step-000400": "step-000004", "step-000200": "step-000002"}
 SMALL = {
     "sft": "--max-length 64 --batch-tokens 512 --max-steps 4 --num-train-epochs 9 --held-out 0.2 --learning-rate 1e-3 --probe-samples 0",
+    "dpo": "--max-length 48 --batch-tokens 768 --max-steps 4 --num-train-epochs 9 --held-out 0.2 --learning-rate 3e-3 --probe-samples 0",
     "grpo": "--max-steps 4 --save-steps 2 --prompts 4 --num-generations 4 --max-completion-length 8 --held-out 0.2 --learning-rate 1e-4 "
             "--probe-samples 0",
     "eval": "--limit 6 --max-new-tokens 4", "sample": "--max-new-tokens 4", "probe": "--max-new-tokens 8 -n 1",
 }
 COMPARED = ("before", "after", "a1", "a2", "a3", "a4", "b1", "b2", "b3", "b4")  # runs of their own: the same weights twice are one
-ON_CPU = ("sft", "grpo", "eval", "sample", "probe")
+ON_CPU = ("sft", "dpo", "grpo", "eval", "sample", "probe")
 
 
 def small(words):
@@ -144,6 +145,7 @@ def make_inputs(folder):
         write_rows(folder / f"{name}.jsonl", [{"prompt": f"{a}+{b}=", "completion": f"{name} {a + b}"} for a, b in sums])
     for name in ("sums", "test"):
         write_rows(folder / f"{name}.jsonl", [{"question": f"{a}+{b}=", "answer": f"The sum.\n#### {a + b}"} for a, b in sums])
+    write_rows(folder / "pairs.jsonl", [{"prompt": f"{a}+{b}=", "chosen": f"yes {a + b}", "rejected": f"no {a}"} for a, b in sums])
     (folder / "mine.py").write_text(reward_of_the_guide())
 
 

@@ -28,6 +28,7 @@ from assay.model.tokenizer import Tokenizer
 Overlong = Literal["drop", "truncate", "error"]
 Turns = Literal["together", "apart"]
 _CHUNK = 512  # conversations tokenised at a time
+_RENDERED_AHEAD = 128  # conversations rendered in one round trip
 SENTINEL = "assay-turn"
 TOO_LONG, NOTHING_LEFT = "longer than the length", "nothing supervised is left within the length"
 
@@ -98,7 +99,7 @@ def render_conversations(conversations: Iterable[Conversation], tokenizer: Token
     if length < 2:
         raise DataError(f"a length of {length} tokens holds nothing that is predicted; expected at least 2")
     writer = TemplateWriter(tokenizer, stops, frozenset(roles), turns)
-    drafts = (draft for conversation in conversations for draft in writer.drafts(conversation))
+    drafts = (draft for conversation in writer.rendered_ahead(conversations) for draft in writer.drafts(conversation))
     examples: list[TrainingExample] = []
     dropped: Counter[str] = Counter()
     seams = 0
@@ -153,6 +154,30 @@ class TemplateWriter:
         self.eos = None if stops.eos is None else tokenizer.tokens[stops.eos]
         self.tails: dict[str, str] = {}
         self.unread: Counter[str] = Counter()
+        self.ahead: dict[tuple[int, int, bool], str] = {}  # texts of the conversations at hand, by what `write` is asked
+
+    def rendered_ahead(self, conversations: Iterable[Conversation]) -> Iterator[Conversation]:
+        """The same, some at a time, with the texts that their turns will ask for rendered together: a round trip to the template's
+        process costs more than a rendering. A text that cannot be had is asked for again by its turn, which says why."""
+        left = iter(conversations)
+        while chunk := list(islice(left, _RENDERED_AHEAD)):
+            asked = [] if self.tokenizer.template is None else [(one, *text) for one in chunk for text in self.texts_of(one)]
+            chats = [(one.messages[:turns], one.tools, prompt) for one, turns, prompt in asked]
+            texts = self.tokenizer.render_batch(chats) if chats else []
+            self.ahead = {(id(one), turns, prompt): text for (one, turns, prompt), text in zip(asked, texts, strict=True)
+                          if text is not None}
+            yield from chunk
+
+    def texts_of(self, conversation: Conversation) -> Iterator[tuple[int, bool]]:
+        """How many of its messages, and whether with the generation prompt, for each text that `turn` needs."""
+        for k in self.learned(conversation):
+            yield k + 1, False
+            if conversation.messages[k]["role"] == "assistant":
+                yield k, True
+
+    def learned(self, conversation: Conversation) -> list[int]:
+        return [k for k, message in enumerate(conversation.messages)
+                if k >= conversation.learned_from and message["role"] in self.roles]
 
     def drafts(self, conversation: Conversation) -> Iterator[Draft]:
         if conversation.prompt_only:
@@ -174,7 +199,7 @@ class TemplateWriter:
         return Draft(conversation.id, text, [(len(prompt), len(text))], True, conversation)
 
     def templated(self, conversation: Conversation) -> Iterator[Draft]:
-        learned = [k for k, message in enumerate(conversation.messages) if k >= conversation.learned_from and message["role"] in self.roles]
+        learned = self.learned(conversation)
         if not learned:
             found = sorted({message["role"] for message in conversation.messages})
             raise DataError(f"{conversation.where}: nothing to learn: its messages are of {', '.join(found)}, and what is learned "
@@ -194,8 +219,8 @@ class TemplateWriter:
 
     def turn(self, conversation: Conversation, k: int) -> tuple[str, tuple[int, int]]:
         """The text up to the token that ends turn k, and which part of it is learned."""
-        message, tools = conversation.messages[k], conversation.tools
-        text, content = self.write(conversation.messages[: k + 1], tools), message["content"]
+        message = conversation.messages[k]
+        text, content = self.write(conversation, k + 1), message["content"]
         tail = self.tail(conversation, k)
         body = text.removesuffix(tail)
         if not text.endswith(tail) or content.strip() not in body:
@@ -211,7 +236,7 @@ class TemplateWriter:
     def begin_of_content(self, conversation: Conversation, k: int, body: str, begin: int) -> int:
         """Where turn k's words begin: within the generation prompt, where that has the first of them (an opened thought, say)."""
         at = body.rfind(conversation.messages[k]["content"].strip())
-        return at if at < begin and at >= len(self.write(conversation.messages[:k], conversation.tools)) else begin
+        return at if at < begin and at >= len(self.write(conversation, k)) else begin
 
     def note_unread(self, conversation: Conversation, learned: Sequence[int], text: str) -> None:
         """What the data has and the model never sees: counted, so that it can be said."""
@@ -230,7 +255,7 @@ class TemplateWriter:
         message = conversation.messages[k]
         if message["role"] != "assistant":
             return len(body) - len(message["content"] if body.endswith(message["content"]) else message["content"].strip())
-        before = self.write(conversation.messages[:k], conversation.tools, add_generation_prompt=True)
+        before = self.write(conversation, k, prompt=True)
         if not text.startswith(before):
             here, there = divergence_excerpts(before, text)
             raise DataError(f"{conversation.where}: before an answer the chat template's generation prompt has {here!r}, where its own "
@@ -242,7 +267,7 @@ class TemplateWriter:
         message = conversation.messages[k]
         if message["role"] not in self.tails:
             probe = {"role": message["role"], "content": SENTINEL}
-            text = self.write([*conversation.messages[:k], probe], conversation.tools)
+            text = self.tokenizer.render([*conversation.messages[:k], probe], tools=conversation.tools)
             _, found, self.tails[message["role"]] = text.rpartition(SENTINEL)
             if not found:
                 raise DataError(f"{conversation.where}: the chat template does not write what a turn of {message['role']} says")
@@ -253,8 +278,11 @@ class TemplateWriter:
         ends = [at + len(end) for end in self.ends if (at := tail.find(end)) >= 0]
         return tail[: min(ends, default=0)]
 
-    def write(self, messages: Sequence[Mapping[str, Any]], tools: Any, **options: Any) -> str:
-        return self.tokenizer.render(messages, tools=tools, **options)
+    def write(self, conversation: Conversation, turns: int, *, prompt: bool = False) -> str:
+        """The first `turns` messages, with the generation prompt where that is asked for."""
+        if (text := self.ahead.get((id(conversation), turns, prompt))) is not None:
+            return text
+        return self.tokenizer.render(conversation.messages[:turns], tools=conversation.tools, add_generation_prompt=prompt)
 
 
 def divergence_excerpts(one: str, other: str, *, before: int = 0, shown: int = 40) -> tuple[str, str]:

@@ -101,11 +101,11 @@ def _conversation(row: DataRow, name: str, layout: str, gsm8k: Gsm8k) -> Convers
     columns = {key: value for key, value in row.values.items() if key in CONVERSATION_LAYOUTS[layout].columns and value}
     digest = hashlib.sha256(json.dumps(columns, sort_keys=True, default=str).encode()).hexdigest()[:16]  # parquet may hold dates
     content = CONVERSATION_LAYOUTS[layout].read(row, gsm8k)
-    _refuse_odd_turns(row, content.messages, content.learned_from)
+    refuse_odd_turns(row, content.messages, content.learned_from)
     return Conversation(f"{name}:{row.number}:{digest}", row.where, *content)
 
 
-def _refuse_odd_turns(row: DataRow, messages: tuple[Message, ...], learned_from: int) -> None:
+def refuse_odd_turns(row: DataRow, messages: tuple[Message, ...], learned_from: int) -> None:
     """Of the turns that may be learned: each says something, and answers another speaker. A prompt may be whatever it is."""
     for k, message in enumerate(messages[learned_from:], learned_from):
         role, before = message["role"], messages[k - 1]["role"] if k else "system"
@@ -143,11 +143,15 @@ def _shown(row: DataRow) -> str:
 
 
 def _of_messages(row: DataRow, _: Gsm8k) -> RowContent:
+    return RowContent(messages_of(row, "messages"), tools=tools_of(row))
+
+
+def tools_of(row: DataRow) -> tuple[Mapping[str, Any], ...] | None:
     tools = row.values.get("tools")
     if isinstance(tools, str):  # parquet and CSV have no room for free structures: TRL's files hold them as JSON text
         tools = parse_json(tools, where=f"{row.where}: tools", error=DataError, advice="expected a list of tools")
     require_shape(tools, ([dict], None), where=f"{row.where}: tools", error=DataError)
-    return RowContent(_messages(row, "messages"), tools=tuple(tools) if tools else None)
+    return tuple(tools) if tools else None
 
 
 def _of_prompt_completion(row: DataRow, _: Gsm8k) -> RowContent:
@@ -158,14 +162,14 @@ def _of_prompt_completion(row: DataRow, _: Gsm8k) -> RowContent:
         if not isinstance(row.values[column], list) and isinstance(row.values[other], str | list):  # name the one that is amiss
             raise DataError(f"{row.where}: {column} is {_kind(row.values[column])} and {other} {_kind(row.values[other])}; expected text "
                             "in both, or a list of messages in both")
-    before = _messages(row, "prompt")
-    return RowContent(before + _messages(row, "completion"), learned_from=len(before))
+    before = messages_of(row, "prompt")
+    return RowContent(before + messages_of(row, "completion"), learned_from=len(before))
 
 
 def _of_prompt(row: DataRow, _: Gsm8k) -> RowContent:
     if isinstance(row.values["prompt"], str):
         return RowContent(plain=(_text(row, "prompt"), ""))
-    messages = _messages(row, "prompt")
+    messages = messages_of(row, "prompt")
     return RowContent(messages, learned_from=len(messages))
 
 
@@ -211,7 +215,7 @@ def _system(row: DataRow) -> tuple[Message, ...]:
     return ({"role": "system", "content": _text(row, "system")},) if row.values.get("system") else ()
 
 
-def _messages(row: DataRow, column: str) -> tuple[Message, ...]:
+def messages_of(row: DataRow, column: str) -> tuple[Message, ...]:
     messages = tuple({key: value for key, value in turn.items() if value is not None} for turn in _listed(row, column))
     for message in messages:
         if not isinstance(message.get("role"), str) or not (isinstance(message.get("content"), str) or message.get("tool_calls")):

@@ -23,7 +23,7 @@ from assay.statistics.estimate import Estimate, bits_per_byte, ratio
 @dataclass(frozen=True)
 class HeldOut:
     estimate: Estimate  # in `unit`
-    unit: Literal["bits per byte", "nats per token", "blended nats per token"]  # blended: a teacher's term is in it
+    unit: Literal["bits per byte", "nats per token", "blended nats per token", "loss per pair"]  # blended: a teacher's term is in it
     loss: float  # nats per token, over all tokens
     per_document: NDArray[np.float64]  # nats per token of each document, in the same order at every evaluation
     documents: DocumentLosses | None = None  # of a corpus, whose raw bytes are known
@@ -45,7 +45,7 @@ def score_corpus(model: Transformer, corpus: Corpus, *, rows: int, length: int, 
     """`count` documents, or all. A document longer than a row is read in pieces that see `context` tokens of the one before."""
     batches = held_out_document_batches(corpus, rows=rows, length=length, context=context, documents=measurable_documents(corpus, count))
     read = hashlib.sha256()
-    losses = document_losses(corpus, _scored(model, _noted(batches, read), rows))
+    losses = document_losses(corpus, _scored(model, noted_batches(batches, read), rows))
     mean = float(losses.nll.sum() / losses.tokens.sum())
     return HeldOut(bits_per_byte(losses.nll, losses.bytes), "bits per byte", mean, losses.nll / losses.tokens, losses,
                    digest=read.hexdigest())
@@ -55,7 +55,7 @@ def score_examples(model: Transformer, batches: Iterable[Batch], *, rows: int, o
                    unit: Literal["nats per token", "blended nats per token"] = "nats per token") -> HeldOut:
     """Conversations, each a packed document of its row: what each one's supervised tokens cost, the estimate over conversations."""
     nll, tokens, read = [], [], hashlib.sha256()
-    for batch, losses in _scored(model, _noted(batches, read), rows, objective):
+    for batch, losses in _scored(model, noted_batches(batches, read), rows, objective):
         documents = batch.documents if batch.documents is not None else torch.zeros_like(batch.tokens, dtype=torch.int32)
         places = documents.long() + (int(documents.max()) + 1) * torch.arange(len(batch))[:, None]
         used = documents != PADDING
@@ -68,7 +68,7 @@ def score_examples(model: Transformer, batches: Iterable[Batch], *, rows: int, o
     return HeldOut(ratio(cost, count), unit, float(cost.sum() / count.sum()), cost / count, tokens=count, digest=read.hexdigest())
 
 
-def _noted(batches: Iterable[Batch], read: "hashlib._Hash") -> Iterator[Batch]:
+def noted_batches(batches: Iterable[Batch], read: "hashlib._Hash") -> Iterator[Batch]:
     """Every token that is read and how much it counts goes into the digest `read`."""
     for batch in batches:
         for stream in (batch.tokens, batch.weight):
@@ -83,14 +83,14 @@ def _scored(model: Transformer, batches: Iterator[Batch], rows: int, objective: 
     try:
         for batch in batches:
             with uncompiled():
-                result = objective(model, _filled(batch, rows).to(device))
+                result = objective(model, with_padding_rows(batch, rows).to(device))
             assert result.losses is not None
             yield batch, result.losses[: len(batch)]
     finally:
         model.train(training)
 
 
-def _filled(batch: Batch, rows: int) -> Batch:
+def with_padding_rows(batch: Batch, rows: int) -> Batch:
     """The last batch with rows of padding: of another shape, products would be rounded otherwise."""
     missing = rows - len(batch)
     if not missing:

@@ -64,7 +64,7 @@ def check_consumer(subject: ProofSubject) -> Verdict:
     name = "peft" if subject.raw.place.adapter else "transformers"
     with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):  # their progress bars and advice
         warnings.simplefilter("ignore")
-        model, problems = _load_with_peft(subject) if subject.raw.place.adapter else _load_with_transformers(subject.artifact)
+        model, problems = _load_with_peft(subject) if subject.raw.place.adapter else _loaded(subject.artifact, subject.device)
     if problems:
         return refuted("consumer", f"{name} does not load it whole: {'; '.join(problems)}", problems=problems)
     tokens, ids = probe_inputs(subject.artifact.config.vocab, subject.artifact.config.max_length)
@@ -204,14 +204,25 @@ def _no_consumer(subject: ProofSubject) -> str | None:
     return None
 
 
-def _load_with_transformers(artifact: Artifact) -> tuple[torch.nn.Module, list[str]]:
+def _loaded(artifact: Artifact, device: str) -> tuple[torch.nn.Module, list[str]]:
+    """Straight onto a GPU, where `accelerate` is there for it and the GPU has room: an fp32 copy of a large model on the host takes
+    minutes."""
+    if device == "cpu" or importlib.util.find_spec("accelerate") is None:
+        return _load_with_transformers(artifact)
+    try:
+        return _load_with_transformers(artifact, device_map={"": device})
+    except torch.OutOfMemoryError:
+        return _load_with_transformers(artifact)
+
+
+def _load_with_transformers(artifact: Artifact, **options: Any) -> tuple[torch.nn.Module, list[str]]:
     import transformers
 
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    path, options = artifact.path, {}
+    path = artifact.path
     if artifact.raw.place.kind == "gguf":
-        path, options = path.parent, {"gguf_file": path.name}
+        path, options = path.parent, options | {"gguf_file": path.name}
     loader: Any = transformers.AutoModelForCausalLM  # its types do not know that it returns a pair here
     model, info = loader.from_pretrained(path, dtype=torch.float32, output_loading_info=True, local_files_only=True,
                                          trust_remote_code=False, attn_implementation="eager", **options)
@@ -228,7 +239,7 @@ def _load_with_peft(subject: ProofSubject) -> tuple[torch.nn.Module, list[str]]:
     assert subject.read.base is not None
 
     def load(of: Artifact = artifact.base) -> torch.nn.Module:
-        model, found = _load_with_transformers(of)
+        model, found = _loaded(of, subject.device)
         problems.extend(found)
         return model.to(subject.device)
 

@@ -43,10 +43,16 @@ def audit_examples(examples: Sequence[TrainingExample], tokenizer: Tokenizer, st
     if not examples:
         return [refuted("supervised", "there are no examples: none was read, or all were dropped")]
     flat = FlatExamples(examples)
+    return [*audit_each(flat, tokenizer, stops, embed=embed, trainable=trainable, length=length, seed=seed),
+            check_duplicates(flat), check_overlap(flat, held_out, evaluation)]
+
+
+def audit_each(flat: FlatExamples, tokenizer: Tokenizer, stops: SpecialTokens, *, embed: Tensor | None,
+               trainable: Collection[int] | Literal["all"], length: int | None, seed: int) -> list[Verdict]:
+    """What can be said of each example by itself."""
     return [check_supervised(flat), check_intended(flat, tokenizer), check_stop(flat, tokenizer, stops), check_bos(flat, tokenizer, stops),
             check_prompt(flat, tokenizer), check_pad(flat, tokenizer, stops), check_vocabulary(flat, tokenizer, embed),
-            check_embeddings(flat, tokenizer, embed, trainable), check_rendered(flat, tokenizer, stops, seed), check_lengths(flat, length),
-            check_duplicates(flat), check_overlap(flat, held_out, evaluation)]
+            check_embeddings(flat, tokenizer, embed, trainable), check_rendered(flat, tokenizer, stops, seed), check_lengths(flat, length)]
 
 # ---------------------------------------------------------------- what the model has for it
 

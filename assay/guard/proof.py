@@ -26,8 +26,16 @@ from assay.guard.artifact_checks import check_fields, check_hashes, check_lineag
 from assay.guard.behaviour_checks import check_answers, check_consumer, check_generations, check_health
 from assay.guard.kept_artifacts import WORKSPACE, KeptArtifacts, fp32_bytes, gpu_turn, proof_device
 from assay.guard.proof_subject import DEFAULT_SAMPLING, Expectation, ProofSampling, ProofSubject
-from assay.guard.proving_process import PROVING_PROCESSES, ProvingProcess
+from assay.guard.proving_process import (
+    CORES_A_PROOF,
+    PROVING_PROCESSES,
+    WHERE_THERE_IS_ONE,
+    ProvingProcess,
+    proof_threads,
+    usable_cores,
+)
 from assay.guard.unknown_adapter import examine_unknown_adapter, why_unknown
+from assay.model.placement import default_device
 from assay.store.artifact import Artifact, interpret_artifact, locate_artifact, read_artifact
 from assay.store.checkpoint import Checkpoint, open_checkpoint, quarantine_checkpoint, write_hallmark
 from assay.store.export_artifact import rounding_bound
@@ -38,7 +46,7 @@ PROOF_CHECKS: tuple[Callable[[ProofSubject], Verdict], ...] = (
     check_hashes, check_loaded, check_values, check_fields, check_tokenizer, check_answers, check_lineage, check_consumer,
     check_generations, check_health)
 PROOF_TIMEOUT = 1800.0
-CORES_A_PROOF, MOST_PROOFS = 4, 4  # a proof beside a loop takes one of so many cores, and there are never more
+MOST_PROOFS = 4  # at a time, beside a loop
 ENDED_FROM_OUTSIDE = {signal.SIGINT, signal.SIGTERM, signal.SIGKILL, signal.SIGHUP}  # says nothing about the artifact
 
 
@@ -131,17 +139,6 @@ def hallmark_or_quarantine(checkpoint: Checkpoint, verdicts: list[Verdict]) -> N
         write_hallmark(checkpoint, without_optional(verdicts), unproven=silent)
     elif overall(without_optional(verdicts)) is Outcome.REFUTED:
         quarantine_checkpoint(checkpoint, verdicts)
-
-
-def usable_cores() -> int:
-    """That this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def proof_threads(beside: bool) -> int:
-    """Of a proof, within what the environment allows. Threads that wait for a busy core are many times slower than one."""
-    share, allowed = usable_cores() // (2 * CORES_A_PROOF if beside else 2), os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
-    return max(1, min(share, int(allowed) if allowed.isdecimal() else share))
 
 
 class Prover:
@@ -312,9 +309,10 @@ def main() -> None:
 
 def _warm_up(device: list[str], requests: "queue.SimpleQueue[bytes]") -> None:
     """What the first proof would wait for, as long as nobody waits."""
+    where = default_device() if device == [WHERE_THERE_IS_ONE] else "".join(device)
     with contextlib.suppress(ImportError, RuntimeError):  # what fails here fails the proof, in its own words
-        if device and device[0] != "cpu":
-            torch.ones(8, 8, device=device[0]).mm(torch.ones(8, 8, device=device[0]))
+        if where not in ("", "cpu"):
+            torch.ones(8, 8, device=where).mm(torch.ones(8, 8, device=where))
         for name in ("transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama", "peft") if device else ():
             if requests.empty() and importlib.util.find_spec(name.partition(".")[0]) is not None:
                 importlib.import_module(name)

@@ -17,8 +17,21 @@ from typing import Any
 from assay.json_child import JsonChild
 
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+CORES_A_PROOF = 4  # a proof beside a loop takes one of so many cores
+WHERE_THERE_IS_ONE = "a GPU where there is one"  # the device of one that is started before anybody has asked torch for devices
 _MOMENT = 10.0  # seconds
 _TOLD = 2000  # characters of what it wrote before it died
+
+
+def usable_cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def proof_threads(beside: bool) -> int:
+    """Of a proof, within what the environment allows. Threads that wait for a busy core are many times slower than one."""
+    share, allowed = usable_cores() // (2 * CORES_A_PROOF if beside else 2), os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    return max(1, min(share, int(allowed) if allowed.isdecimal() else share))
 
 
 class ProvingProcess(JsonChild):

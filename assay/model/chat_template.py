@@ -4,7 +4,7 @@ A template is a program from a stranger. jinja2's immutable sandbox keeps it fro
 nested loops, a string doubled forty times or a list that holds another a billion times: those run inside C, where the
 interpreter calls no hook. So templates render in a child process (chat_template_worker.py) that the kernel ends when it uses
 more CPU time or memory than it was given. The child starts with the first template (about 0.1 s) and stays; a rendering
-then costs a round trip through a pipe. Any thread may ask; requests take turns.
+then costs a round trip through a pipe, or many together one. Any thread may ask; requests take turns.
 """
 
 import atexit
@@ -22,6 +22,7 @@ from assay.errors import ArtifactError, DataError
 from assay.json_child import JsonChild
 
 TEMPLATE_CHARS = 256 * 1024  # the longest in use are a tenth of this
+Chat = tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]] | None, bool]  # messages, tools, whether the answer's beginning too
 _LIMITS = {"cpu_seconds": 1.0, "memory_bytes": 512 * 2**20, "output_chars": 16 * 2**20}
 
 
@@ -32,19 +33,38 @@ def render_template(template: str, messages: Sequence[Mapping[str, Any]], *, too
     A conversation that the template rejects is a DataError; a template that is broken or exceeds its limits is an
     ArtifactError.
     """
-    if len(template) > TEMPLATE_CHARS:
-        raise ArtifactError(f"chat template: {len(template)} characters; expected at most {TEMPLATE_CHARS}")
-    context = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt}
-    try:
-        request = json.dumps({"template": template, "context": context | variables})
-    except (TypeError, ValueError) as error:
-        raise DataError(f"chat template: a conversation must be plain JSON: {error}") from None
-    answer = _renderer().ask(request.encode() + b"\n")
+    answer = _asked(template, [_context(messages, tools, add_generation_prompt) | variables])[0]
     if "refused" in answer:
         raise ArtifactError(f"chat template refused: {answer['refused']}")
     if "failed" in answer:
         raise DataError(f"the chat template does not accept this conversation: {answer['failed']}")
     return answer["text"]
+
+
+def render_templates(template: str, chats: Sequence[Chat], **variables: Any) -> list[str | None]:
+    """The texts of many conversations in one round trip; None where there is none, which `render_template` then says why."""
+    try:
+        answers = _asked(template, [_context(*chat) | variables for chat in chats])
+    except (ArtifactError, DataError):
+        answers = []
+    texts = [answer.get("text") for answer in answers]
+    return texts if len(texts) == len(chats) else [None] * len(chats)  # one of them ended the process
+
+
+def _context(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None,
+             add_generation_prompt: bool) -> dict[str, Any]:
+    return {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt}
+
+
+def _asked(template: str, contexts: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """An answer to each; a single one where the process died."""
+    if len(template) > TEMPLATE_CHARS:
+        raise ArtifactError(f"chat template: {len(template)} characters; expected at most {TEMPLATE_CHARS}")
+    try:
+        request = json.dumps({"template": template, "contexts": contexts})
+    except (TypeError, ValueError) as error:
+        raise DataError(f"chat template: a conversation must be plain JSON: {error}") from None
+    return _renderer().ask(request.encode() + b"\n")
 
 
 class TemplateProcess:
@@ -54,12 +74,12 @@ class TemplateProcess:
         self.lock = threading.Lock()
         self.child = JsonChild(Path(__file__).with_name("chat_template_worker.py"), json.dumps(_LIMITS | {"path": sys.path}))
 
-    def ask(self, request: bytes) -> dict[str, Any]:
+    def ask(self, request: bytes) -> list[dict[str, str]]:
         with self.lock:
             if self.child.process is None:
                 self.child.start()
             answer = self.child.ask(request)
-            return {"refused": _why_it_died(self.child.stop())} if answer is None else answer
+            return [{"refused": _why_it_died(self.child.stop())}] if answer is None else answer["answers"]
 
 
 @functools.cache

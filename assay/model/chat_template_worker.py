@@ -1,4 +1,4 @@
-"""Chat template child process: one JSON request a line in, one answer a line out, until its input ends.
+"""Chat template child process: one JSON request a line in, the texts it asks for in a line out, until its input ends.
 
 It imports nothing of Assay, so that it starts fast. The kernel bounds it: SIGPROF ends it after its CPU time, RLIMIT_AS
 makes it fail to allocate.
@@ -23,11 +23,17 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limits["memory_bytes"], limits["memory_bytes"]))
     for line in sys.stdin.buffer:
         request = json.loads(line)
-        signal.setitimer(signal.ITIMER_PROF, limits["cpu_seconds"])
-        answer = render(request["template"], request["context"], limits)
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
+        answers = [within_time(request["template"], context, limits) for context in request["contexts"]]
+        sys.stdout.buffer.write(json.dumps({"answers": answers}).encode() + b"\n")
         sys.stdout.buffer.flush()
+
+
+def within_time(source: str, context: dict[str, Any], limits: dict[str, Any]) -> dict[str, str]:
+    """Each rendering has all of the CPU time to itself."""
+    signal.setitimer(signal.ITIMER_PROF, limits["cpu_seconds"])
+    answer = render(source, context, limits)
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    return answer
 
 
 def render(source: str, context: dict[str, Any], limits: dict[str, Any]) -> dict[str, str]:

@@ -119,11 +119,20 @@ class Tokenizer:
     def render(self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None,
                add_generation_prompt: bool = False, **variables: Any) -> str:
         """The conversation through the model's own chat template."""
+        return chat_template.render_template(self._own_template(), messages, tools=tools, add_generation_prompt=add_generation_prompt,
+                                             **(self._named_texts() | variables))
+
+    def render_batch(self, chats: Sequence[chat_template.Chat]) -> list[str | None]:
+        """As `render`, many at a time; None where `render` raises an error."""
+        return chat_template.render_templates(self._own_template(), chats, **self._named_texts())
+
+    def _own_template(self) -> str:
         if self.template is None:
             raise UsageError("this tokenizer has no chat template; give text, or add chat_template.jinja to its folder")
-        named = {name: content for name in _NAMED if (content := _content(self.settings.get(name))) is not None}
-        return chat_template.render_template(self.template, messages, tools=tools, add_generation_prompt=add_generation_prompt,
-                               **(named | variables))
+        return self.template
+
+    def _named_texts(self) -> dict[str, str]:
+        return {name: content for name in _NAMED if (content := _content(self.settings.get(name))) is not None}
 
     # ---------------------------------------------------------------- what it is
 

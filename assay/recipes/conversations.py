@@ -3,9 +3,9 @@
 import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -19,7 +19,7 @@ from assay.guard.corpus_checks import require_held_out
 from assay.guard.example_audit import audit_examples, check_batch, check_packing, check_supervised_weight
 from assay.learn.loop import Step
 from assay.model.transformer import ModelConfig, parameter_count
-from assay.recipes.options import Trained, Tuning
+from assay.recipes.options import Trained, Tuned, Tuning
 from assay.recipes.run import Run
 from assay.recipes.starting_model import AdapterModel, StartingModel
 from assay.store.ledger import Event
@@ -29,6 +29,7 @@ A_LONG_RUN = 10  # minutes
 WRITTEN_STEPS = 50  # every batch is compared with the audited examples; one in so many is written down
 NEVER = 10**12
 EVALUATED_EVERY = 100  # steps, where no --save-steps is given
+Spread = TypeVar("Spread")
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class Conversations:
 
     def audit(self, start: StartingModel) -> list[Verdict]:
         rows: frozenset[int] | Literal["all"] = frozenset() if isinstance(start.weights, AdapterModel) else "all"
-        embed = start.model.embed.weight.detach().cpu().float()  # widened on the host, where there is room
+        embed = start.model.embed.weight.detach()  # where it lies: the rows that are looked at are few
         return [*audit_examples(self.train, start.tokenizer, start.parent.stops, embed=embed, trainable=rows, held_out=self.held_out,
                        length=self.order.length, seed=self.order.seed), check_packing(self.order)]
 
@@ -122,9 +123,9 @@ class Conversations:
         return held_out_batches(chosen, self.order.length, rows)
 
 
-def refuse_nonsense(config: Tuning) -> None:
-    if config.max_length < 8 or config.batch_tokens < config.max_length:
-        raise UsageError(f"length {config.max_length}, batch_tokens {config.batch_tokens}: expected a length of at least 8, and a batch "
+def refuse_nonsense(config: Tuned) -> None:
+    if config.max_length < 8 or config.batch_tokens < config.row_length:
+        raise UsageError(f"rows of {config.row_length} tokens, batch_tokens {config.batch_tokens}: expected at least 8, and a batch "
                          "of at least one row")
     refuse_unbudgeted(config)
 
@@ -174,28 +175,33 @@ def refuse_beyond_context(examples: Sequence[TrainingExample], model: ModelConfi
                          f"--rope-scaling yarn:{math.ceil(longest / model.max_length)}")
 
 
-def ordered(config: Tuning, examples: Sequence[TrainingExample]) -> tuple[PackedExamples, int | None]:
+def ordered(config: Tuned, examples: Sequence[Any], packed: type[PackedExamples] = PackedExamples) -> tuple[PackedExamples, int | None]:
     """The order of the examples and the number of steps, which is not known where time decides."""
-    rows = config.batch_tokens // config.max_length
-    order = PackedExamples(examples, config.seed, rows, config.max_length, config.num_train_epochs, config.packing)
+    rows = config.batch_tokens // config.row_length
+    order = packed(examples, config.seed, rows, config.row_length, config.num_train_epochs, config.packing)
     if order.windows < rows:
-        order = PackedExamples(examples, config.seed, order.windows, config.max_length, config.num_train_epochs, config.packing)
+        order = replace(order, rows=order.windows)
     steps = None if config.minutes is not None else config.max_steps or order.steps
     order.require(steps or 1)
     return order, steps
 
 
 def held_out_batches(examples: Sequence[TrainingExample], length: int, rows: int) -> list[Batch]:
-    order = PackedExamples(examples, 0, 1, length)
+    return joined_rows(PackedExamples(examples, 0, 1, length), rows)
+
+
+def joined_rows(order: PackedExamples, rows: int) -> list[Batch]:
+    """All rows of an order of one row a step, in batches of `rows`."""
     return [_joined([order.batch(step) for step in range(at, min(at + rows, order.steps))]) for at in range(0, order.steps, rows)]
 
 
 def _joined(batches: Sequence[Batch]) -> Batch:
     streams: dict[str, Any] = {name: torch.cat([batch.streams()[name] for batch in batches]) for name in batches[0].streams()}
-    return Batch(**streams, ids=tuple(row for batch in batches for row in batch.ids))
+    divisors = [batch.divisor for batch in batches if batch.divisor is not None]
+    return Batch(**streams, ids=tuple(row for batch in batches for row in batch.ids), divisor=sum(divisors) if divisors else None)
 
 
-def evenly(examples: Sequence[TrainingExample], count: int) -> list[TrainingExample]:
+def evenly(examples: Sequence[Spread], count: int) -> list[Spread]:
     """`count` of them, spread over all; their order is of no meaning, because they were chosen by what they say."""
     return list(examples[:: max(1, -(-len(examples) // count))])
 

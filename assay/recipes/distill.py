@@ -143,12 +143,12 @@ def distill(config: Distill, say: Callable[[str], None] = print_line) -> RunOutc
             return RunOutcome(run.folder, interrupted=run.interrupted)
 
         handed = hand_over(run, evaluator, partial(lessons.score, rows=micro))
-        told = {} if teacher is None else compare_agreement(run, teacher, start, data, trainer)
+        told = {} if teacher is None else compare_agreement(run, teacher, start, data, trainer, handed.places[-1])
         handed.verdicts.append(check_budget(trainer.schedule, trainer.done, early.reason))
         write_down(run, handed, **told)
         verdicts = [*handed.verdicts, told_right := check_told(run, handed.recorded, len(data.held_out))]
         void_if_refuted(run, handed.places, [told_right])
-        return RunOutcome(run.folder, verdicts, model=run.folder / "model", results={"held_out": handed.recorded.estimate, **told})
+        return RunOutcome(run.folder, verdicts, model=handed.places[-1], results={"held_out": handed.recorded.estimate, **told})
 
 # ---------------------------------------------------------------- what is learned, and from whom
 
@@ -277,11 +277,12 @@ def tell_worth(run: Run, teacher: Teacher, agreement: Agreement) -> None:
     run.say(f"nats per token of what is held out: {said}the student {found['student_ce']}; KL {found['kl']}")
 
 
-def compare_agreement(run: Run, teacher: Teacher, start: StartingModel, data: Conversations, trainer: Trainer) -> dict[str, Any]:
+def compare_agreement(run: Run, teacher: Teacher, start: StartingModel, data: Conversations, trainer: Trainer,
+                      written: Path) -> dict[str, Any]:
     """Of the bytes on disk, on everything held out, beside the student as it was before the first step."""
     parent = open_artifact(start.parent.path)  # anew: on a CPU the student has learned in the tensors that were opened first
     before, after = (teacher.agreement(build_model(artifact).to(trainer.device), data.held_out_batches(trainer.micro))
-                     for artifact in (parent, open_artifact(run.folder / "model")))
+                     for artifact in (parent, open_artifact(written)))
     was, now, fell = before.estimates(), after.estimates(), fall(before, after)
     share = f", down by {fell} of what it was" if fell else ""
     run.say(f"KL to the teacher {was['kl']} → {now['kl']} nats{share}; the same token likeliest {now['top1']}; cross-entropy "

@@ -176,7 +176,7 @@ def hand_over_best(run: Run, evaluator: PromptEvaluator, prompts: PromptData, st
     before, saved, after = (
         evaluator.answer(sampler_of(place_for_inference(build_model(artifact, None), device)),
                          prompts.held_out)  # the bytes on disk
-        for artifact in (reopen_parent(start), open_artifact(best, to=to), open_artifact(run.folder / "model", to=to)))
+        for artifact in (reopen_parent(start), open_artifact(best, to=to), open_artifact(places[-1], to=to)))
     watched = {prompt.id for prompt in evaluator.prompts}
     evaluated = np.array([prompt.id in watched for prompt in prompts.held_out])
     recorded = -evaluator.best_losses()
@@ -190,7 +190,7 @@ def hand_over_best(run: Run, evaluator: PromptEvaluator, prompts: PromptData, st
     run.log(Event.HAND_OVER, checkpoint=best.name, metric=metric, before=float(before.wanted.mean()),
                       after=float(after.wanted.mean()), verdicts=plain([verdict.to_json() for verdict in verdicts]))
     run.say(f"{', '.join(map(str, places))}: {verdicts[-1].reason}")
-    return RunOutcome(run.folder, verdicts, model=run.folder / "model", results={
+    return RunOutcome(run.folder, verdicts, model=places[-1], results={
         f"{metric} before": before.estimate, f"{metric} after": after.estimate, "gain": verdicts[-1].evidence})
 
 

@@ -1,5 +1,6 @@
 """Hand-over: the best checkpoint is exported, its bytes are read back, and they must score what was recorded."""
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
@@ -12,6 +13,7 @@ from torch import Tensor
 from assay.errors import ArtifactError
 from assay.evaluation.held_out_loss import HeldOut
 from assay.guard.conclusion_checks import check_improvement
+from assay.guard.kept_artifacts import FileStamps, file_stamps
 from assay.guard.proof import ProofRequest, hallmark_or_quarantine, prove
 from assay.guard.proof_subject import DEFAULT_SAMPLING, ProofSampling
 from assay.learn.ema import ema_weights
@@ -19,9 +21,10 @@ from assay.model.placement import default_device, place_for_inference
 from assay.model.transformer import Transformer
 from assay.recipes.evaluator import HeldOutEvaluator
 from assay.recipes.run import Run, plain
+from assay.recipes.starting_model import writes_merged
 from assay.recipes.witness_records import witness_verdict
 from assay.store import checkpoint
-from assay.store.artifact import Artifact, build_model, locate_artifact, merged_tensors, open_artifact, straight_to
+from assay.store.artifact import Artifact, Destination, build_model, locate_artifact, merged_tensors, open_artifact, straight_to
 from assay.store.checkpoint import open_checkpoint, quarantine_checkpoint
 from assay.store.export_artifact import export_artifact
 from assay.store.ledger import Event
@@ -29,7 +32,7 @@ from assay.store.saving import Ancestor, Lineage, model_contents
 from assay.verdict import Outcome, Verdict, proven, refuted
 
 ScoreHeldOut = Callable[[Transformer], HeldOut]
-SAME_SCORE = 1e-4  # bits per byte, or nats per token: what fp32 sums in another order may differ by
+SAME_SCORE = 1e-4  # in the unit of the score, or of a score above 1 that share: what fp32 sums in another order may differ by
 SAME_LOSS = {torch.float32: 1e-4, torch.bfloat16: 1e-2}  # a document's loss, compiled or not, relative to the mean
 
 
@@ -45,26 +48,43 @@ class HandedOver(NamedTuple):
 def hand_over(run: Run, evaluator: HeldOutEvaluator, score_all: ScoreHeldOut) -> HandedOver:
     """`RUN/model` is the best checkpoint as a plain Hugging Face folder, proven; `score_all` scores it, and that is the run's score.
 
-    Of an adapter, `RUN/adapter` is the adapter as a PEFT folder, and `RUN/model` the two merged.
+    Of an adapter, `RUN/adapter` is the adapter as a PEFT folder, and `RUN/model` the two merged, where that is wanted.
     """
     best = evaluator.best_checkpoint()
     assert best is not None, "a run ends with an evaluation"
     run.say(f"best: {best.name}; {evaluator.best_in_words()}")
     run.spent.phase("hand-over")
     with run.spent.part("evaluation"):
-        verdicts = [check_evaluated(evaluator, best), *check_improved(evaluator)]
-    to = straight_to(evaluator.device or default_device())
+        to = straight_to(evaluator.device or default_device())
+        opened = OpenedBases(to)
+        verdicts = [check_evaluated(evaluator, best, opened), *check_improved(evaluator)]
     with ThreadPoolExecutor(1, "export") as beside:
-        exporting = beside.submit(export_best, run, best)  # written and proven while the checkpoint is scored
+        exporting = beside.submit(export_best, run, best, opened)  # written and proven while the checkpoint is scored
         with run.spent.part("evaluation"):
-            recorded = rescore(scored_set(open_artifact(best, to=to)), score_all, evaluator.device)
+            recorded = rescore(scored_set(open_artifact(best, to=to, opened=opened)), score_all, evaluator.device)
         with run.spent.part("proving"):
             places, found = exporting.result()
     with run.spent.part("evaluation"):
-        exported = rescore(open_artifact(run.folder / "model", to=to), score_all, evaluator.device)
+        exported = rescore(open_artifact(places[-1], to=to, opened=opened), score_all, evaluator.device)
     verdicts += [*found, check_exported_score(recorded, exported)]
     void_if_refuted(run, places, verdicts)
     return HandedOver(best, places, recorded, verdicts)
+
+
+class OpenedBases:
+    """The base of adapters, opened once for all that a hand-over looks at while its files are the same; a large one takes seconds each
+    time. Adapters and whole models are read anew from the disk. Any thread may ask."""
+
+    def __init__(self, to: Destination | None) -> None:
+        self.to, self._opening = to, threading.Lock()
+        self._bases: dict[Path, tuple[FileStamps, Artifact]] = {}
+
+    def __call__(self, path: Path) -> Artifact:
+        with self._opening:
+            stamps = file_stamps(path)
+            if self._bases.get(path, ((),))[0] != stamps:
+                self._bases[path] = stamps, open_artifact(path, to=self.to)
+            return self._bases[path][1]
 
 
 def check_improved(evaluator: HeldOutEvaluator) -> list[Verdict]:
@@ -95,9 +115,17 @@ def write_down(run: Run, handed: HandedOver, **more: Any) -> None:
         run.say(f"{where}: {recorded.estimate} {recorded.unit} on all held-out text")
 
 
-def export_best(run: Run, best: Path) -> tuple[list[Path], list[Verdict]]:
-    """`RUN/model`, and of an adapter `RUN/adapter` before it: written, and proven in a fresh process."""
-    places = [run.folder / name for name in (("adapter", "model") if locate_artifact(best).adapter else ("model",))]
+def handed_places(run: Run, best: Path) -> list[Path]:
+    """`RUN/model`; of an adapter `RUN/adapter`, and `RUN/model` after it where it is merged too."""
+    if not locate_artifact(best).adapter:
+        return [run.folder / "model"]
+    merged = writes_merged(run.config, open_checkpoint(best, verify=False).facts["base"]["path"])
+    return [run.folder / name for name in (("adapter", "model") if merged else ("adapter",))]
+
+
+def export_best(run: Run, best: Path, opened: OpenedBases | None = None) -> tuple[list[Path], list[Verdict]]:
+    """Every place that is handed over: written, and proven in a fresh process."""
+    places, opened = handed_places(run, best), opened or OpenedBases(None)
     verdicts = list[Verdict]()
     witness = [witness_verdict(run.folder, run.config.witness)] if run.witnesses else []
     for where in places:
@@ -105,7 +133,7 @@ def export_best(run: Run, best: Path) -> tuple[list[Path], list[Verdict]]:
             verdicts.append(check_weight_set(best, where))
         else:
             run.set_aside(where)
-            found = export_proven(best, where, "peft" if where.name == "adapter" else None, run.probing)
+            found = export_proven(best, where, "peft" if where.name == "adapter" else None, run.probing, opened)
             hallmark_or_quarantine(open_checkpoint(where), [*found, *witness])
             verdicts += found
     return places, [*verdicts, *witness]
@@ -129,9 +157,10 @@ def scored_set(saved: Artifact) -> Artifact:
     return replace(saved, tensors=ema_weights(saved.raw.checkpoint.optimizer() or {}))
 
 
-def export_proven(best: Path, where: Path, form: Literal["peft"] | None = None, probing: ProofSampling = DEFAULT_SAMPLING) -> list[Verdict]:
+def export_proven(best: Path, where: Path, form: Literal["peft"] | None = None, probing: ProofSampling = DEFAULT_SAMPLING,
+                  opened: OpenedBases | None = None) -> list[Verdict]:
     """The scored set as a Hugging Face folder, proven in a fresh process: the checkpoint's model, or its average."""
-    saved = open_artifact(best)
+    saved = open_artifact(best, opened=opened if form == "peft" else None)
     if saved.patch is not None:
         bound = export_artifact(saved, "peft", where) if form == "peft" else export_artifact(saved, "merged", where, "float32")
         return prove(ProofRequest(str(where), str(best), expect="same", bound=bound, probing=probing))
@@ -165,9 +194,10 @@ def rescore(artifact: Artifact, score_all: ScoreHeldOut, device: str | None = No
     return score_all(build_model(artifact, None).to(device or default_device()))
 
 
-def check_evaluated(evaluator: HeldOutEvaluator, best: Path) -> Verdict:
+def check_evaluated(evaluator: HeldOutEvaluator, best: Path, opened: OpenedBases | None = None) -> Verdict:
     """The bytes of the best checkpoint score what was recorded of the live model: they are the weights that were scored."""
-    model = place_for_inference(build_model(scored_set(open_artifact(best, to=straight_to(evaluator.device))), None), evaluator.device)
+    saved = open_artifact(best, to=straight_to(evaluator.device), opened=opened)
+    model = place_for_inference(build_model(scored_set(saved), None), evaluator.device)
     found, recorded = evaluator.score(model).per_document, evaluator.best_losses()
     bound, scale = SAME_LOSS[model.compute_dtype or torch.float32], evaluator.scale or recorded.mean()
     error = float(abs(found - recorded).max() / scale)
@@ -181,4 +211,5 @@ def check_evaluated(evaluator: HeldOutEvaluator, best: Path) -> Verdict:
 def check_exported_score(recorded: HeldOut, found: HeldOut) -> Verdict:
     difference = abs(recorded.estimate.mean - found.estimate.mean)
     words = f"exported bytes score {found.estimate} {found.unit}, recorded {recorded.estimate.mean:.6f}"
-    return proven("score", words, difference=difference) if difference <= SAME_SCORE else refuted("score", words, difference=difference)
+    same = difference <= SAME_SCORE * max(1.0, abs(recorded.estimate.mean))
+    return (proven if same else refuted)("score", words, difference=difference)

@@ -1,7 +1,8 @@
 """Memory plan: what a run will take on its device and its disk, by part, from config and headers alone; and what would fit instead.
 
-The arithmetic is of what must be held at once: everything that stays (weights, masters, gradients, moments, a cache) and the larger
-of what a step and what the preflight add for a while. What torch and CUDA take for themselves is not in it.
+The arithmetic is of what must be held at once: everything that stays (weights, masters, gradients, moments, a cache), the larger of
+what a step and what the preflight add for a while, and the copy of weights and moments that a save takes on the device where there is
+room. What torch and CUDA take for themselves is not in it.
 """
 
 import math
@@ -19,7 +20,7 @@ from assay.model.families import config_from_hf, parameter_shapes
 from assay.model.lora import plan
 from assay.model.transformer import ModelConfig, qkv_rows
 from assay.recipes.grpo_options import Grpo
-from assay.recipes.options import Distill, Pretrain, Trained, Tuning
+from assay.recipes.options import Distill, Pretrain, Trained, Tuned
 from assay.recipes.run import Run
 from assay.store import model_cache
 from assay.store.artifact import ArtifactPlace, locate_artifact
@@ -84,6 +85,11 @@ class MemoryPlan:
     def total(self) -> int:
         return sum(self.parts.values())
 
+    @property
+    def least(self) -> int:
+        """What it cannot do without: a sampler takes fewer slots, and a save copies to the host, where there is less room."""
+        return self.total - self.parts["cache"] - self.parts["saving"]
+
     def lines(self) -> list[str]:
         """For people."""
         w, m = self.work, self.model
@@ -113,8 +119,9 @@ def plan_memory(model: PlannedModel, work: PlannedWork) -> MemoryPlan:
              "cache": 2 * config.depth * config.kv_heads * config.head_dim * work.compute * work.slots * work.slot_length}
     activations, logits = activation_bytes(config, work, whole=not adapter), logit_bytes(config, work, whole=not adapter)
     preflight = preflight_bytes(config, work, trained, whole=not adapter)
-    stays |= {"activations": activations, "logits": logits, "preflight": max(0, preflight - activations - logits)}
     a_checkpoint = (MASTER + work.moments + MASTER * work.averaged) * trained
+    stays |= {"activations": activations, "logits": logits, "preflight": max(0, preflight - activations - logits),
+              "saving": 0 if wide else a_checkpoint}
     handed_over = MASTER * model.parameters + (MASTER * trained if adapter else 0)
     return MemoryPlan(model, work, stays, trained, KEPT_CHECKPOINTS * a_checkpoint + handed_over)
 
@@ -191,7 +198,7 @@ def _base_of(place: ArtifactPlace) -> Path | None:
     return next((one for one in places if one is not None and one.exists()), None)
 
 
-def planned_work(config: Tuning | Grpo, model: PlannedModel, device: str) -> PlannedWork:
+def planned_work(config: Tuned | Grpo, model: PlannedModel, device: str) -> PlannedWork:
     compute = 2 if device.startswith("cuda") else MASTER
     common = PlannedWork(1, 1, config.lora_r, config.lora_target_modules, config.gradient_checkpointing, compute)
     if isinstance(config, Grpo):
@@ -201,13 +208,13 @@ def planned_work(config: Tuning | Grpo, model: PlannedModel, device: str) -> Pla
         layout = layout_of(device, config.micro_batch_size, longest, model.config.max_length)
         return replace(common, rows=layout.rows, length=layout.width or longest, slots=min(1024, config.prompts * config.num_generations),
                        slot_length=longest, reference=config.beta > 0)
-    rows = max(1, min(config.batch_tokens, config.micro_batch_tokens) // config.max_length)
+    rows = max(1, min(config.batch_tokens, config.micro_batch_tokens) // config.row_length)
     online = isinstance(config, Distill) and config.how == "online" and config.teacher is not None
     teacher = planned_model(str(config.teacher)).stored if online and isinstance(config, Distill) else 0
-    return replace(common, rows=rows, length=config.max_length, teacher=teacher)
+    return replace(common, rows=rows, length=config.row_length, teacher=teacher)
 
 
-def plan_tuning(config: Tuning | Grpo, device: str) -> MemoryPlan:
+def plan_tuning(config: Tuned | Grpo, device: str) -> MemoryPlan:
     name = config.model or config.from_
     if name is None:
         raise UsageError("name what to plan for: --model for a model, or --from for a checkpoint of a run")
@@ -237,7 +244,8 @@ def device_memory(device: str) -> int | None:
 
 def alternatives(found: MemoryPlan, available: int) -> list[str]:
     """Settings that would fit, the least change first, in the options that say them."""
-    return [f"{words} ({made.total / GIB:.1f} GiB)" for words, made in _variants(found) if made.total <= available][:3]
+    return [f"{words} ({made.total / GIB:.1f} GiB)" for words, made in _variants(found)
+            if made.total - made.parts["saving"] <= available][:3]
 
 
 def _variants(found: MemoryPlan) -> Iterator[tuple[str, MemoryPlan]]:
@@ -265,7 +273,7 @@ def refuse_unfit(config: Trained, device: str) -> MemoryPlan | None:
     None where nothing bounds it, or where its sizes are only known once it is opened: grown by new tokens, or one file.
     """
     available, name = device_memory(device), config.model or config.from_
-    if available is None or not isinstance(config, Tuning | Grpo) or config.new_tokens or name is None:
+    if available is None or not isinstance(config, Tuned | Grpo) or config.new_tokens or name is None:
         return None  # a run of no model is refused, in its own words, by whoever opens it
     place = locate_artifact(name)
     if place.format.read is not None or (place.adapter and _base_of(place) is None):
@@ -276,7 +284,7 @@ def refuse_unfit(config: Trained, device: str) -> MemoryPlan | None:
 
 
 def require_fit(found: MemoryPlan, available: int, device: str) -> None:
-    if CERTAIN * (found.total - found.parts["cache"]) <= available:  # a sampler takes fewer slots where there is less room
+    if CERTAIN * found.least <= available:
         return
     fitting = alternatives(found, available)
     instead = f"these would fit: {'; '.join(fitting)}" if fitting else "nothing that leaves the model as it is would fit"

@@ -129,6 +129,8 @@ class Trained:
     lora_target_modules: tuple[str, ...] = option("layers to adapt, by the names that PEFT knows", group="model", metavar="NAME",
                                                   default=(),
                                                   default_text="all linear layers of the blocks")
+    merge: Literal["always", "never"] | None = option("beside RUN/adapter also RUN/model, adapter and base merged in fp32", group="model",
+                                                      default=None, default_text="where the base's files have at most 4 GB")
     new_tokens: tuple[str, ...] = option("texts that become single tokens, such as <think> </think> <answer> </answer>", group="model",
                                          metavar="TEXT", default=())
     max_steps: int | None = option("stop after so many steps", group="budget", least=1, default=None, default_text="the epochs decide")
@@ -166,18 +168,14 @@ class Trained:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tuning(Trained):
-    """Options that fine-tuning and distillation have in common."""
+class Tuned(Trained):
+    """Options of every recipe that learns from examples, of which some are held out."""
 
     data: tuple[str, ...] = option("conversations: .jsonl(.gz), .parquet or .csv; several files are read one after the other", group="data",
                                    metavar="FILE")
     max_length: int = option("tokens in a row", group="data", default=1024)
     too_long: Literal["drop", "truncate", "error"] = option("what happens to conversations longer than a row", group="data", default="drop")
-    roles: tuple[str, ...] = option("whose turns are learned", group="data", metavar="ROLE", default=("assistant",))
-    turns: Literal["together", "apart"] = option("one example of a conversation, or one of each learned turn (apart)", group="data",
-                                                 default="together")
     packing: bool = option("several conversations share a row and do not see each other", group="data", default=True)
-    gsm8k: Literal["plain", "think"] = option("GSM8K rows: the answer as it is, or in <think> and <answer>", group="data", default="plain")
     held_out: float = option("share of the conversations that is never trained on and scored at every evaluation", group="evaluation",
                              least=0, below=1, default=0.05)
     held_out_data: str | None = option("score these conversations instead, and hold nothing else out", group="evaluation", metavar="FILE",
@@ -194,6 +192,21 @@ class Tuning(Trained):
     early_stopping_threshold: float = option("with --early-stopping-patience: the improvement that is worth going on for, in the unit of "
                                              "the evaluations", group="budget",
                                              above=0, default=0.01)
+
+    @property
+    def row_length(self) -> int:
+        """Tokens in a row."""
+        return self.max_length
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuning(Tuned):
+    """Options that fine-tuning and distillation have in common."""
+
+    roles: tuple[str, ...] = option("whose turns are learned", group="data", metavar="ROLE", default=("assistant",))
+    turns: Literal["together", "apart"] = option("one example of a conversation, or one of each learned turn (apart)", group="data",
+                                                 default="together")
+    gsm8k: Literal["plain", "think"] = option("GSM8K rows: the answer as it is, or in <think> and <answer>", group="data", default="plain")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ from assay.recipes.conversations import Conversations, describe_tuning, evaluate
 from assay.recipes.evaluator import EarlyStopping, HeldOutEvaluator, stopping_rule
 from assay.recipes.hand_over import SAME_LOSS, HandedOver, hand_over, void_if_refuted, write_down
 from assay.recipes.memory_plan import record_use
-from assay.recipes.options import Sft, Tuning
+from assay.recipes.options import Sft, Tuned
 from assay.recipes.processes import follow, join_processes
 from assay.recipes.run import Run, open_run, print_line
 from assay.recipes.starting_model import AdapterModel, StartingModel, carry_moments, load_start, reopen_parent
@@ -108,21 +108,21 @@ def sft(config: Sft, say: Callable[[str], None] = print_line) -> RunOutcome:
         judge_written_adapter(config, run, handed)
         handed.verdicts.append(check_budget(trainer.schedule, trainer.done, early.reason))
         write_down(run, handed)
-        return RunOutcome(run.folder, handed.verdicts, model=run.folder / "model", results={"held_out": handed.recorded.estimate})
+        return RunOutcome(run.folder, handed.verdicts, model=handed.places[-1], results={"held_out": handed.recorded.estimate})
 
 # ---------------------------------------------------------------- what is derived
 
 
-def tuning_schedule(config: Tuning, data: Conversations) -> Schedule:
+def tuning_schedule(config: Tuned, data: Conversations) -> Schedule:
     warmup = min(config.warmup_steps, data.steps // 4) if data.steps else config.warmup_steps
     return Schedule(Budget(data.steps, config.minutes, config.lr_scheduler_type, warmup, config.decay_ratio))
 
 
-def micro_rows(config: Tuning, data: Conversations) -> int:
-    return max(1, min(data.order.rows, config.micro_batch_tokens // config.max_length))
+def micro_rows(config: Tuned, data: Conversations) -> int:
+    return max(1, min(data.order.rows, config.micro_batch_tokens // data.order.length))
 
 
-def tuning_optimizer(config: Tuning, start: StartingModel) -> torch.optim.Optimizer:
+def tuning_optimizer(config: Tuned, start: StartingModel) -> torch.optim.Optimizer:
     lr = config.peak_rate(adapter=isinstance(start.weights, AdapterModel))
     optimizer = adamw(start.model.named_parameters(), lr, weight_decay=config.weight_decay)
     carry_moments(optimizer, start)
@@ -141,7 +141,7 @@ def preflight_sft(trainer: Trainer, data: Conversations, start: StartingModel) -
                 *trainer.check_world(data.batch(0)), *data.audit(start)]
 
 
-def check_asked_scale(config: Sft, start: StartingModel) -> list[Verdict]:
+def check_asked_scale(config: Tuned, start: StartingModel) -> list[Verdict]:
     """Of an adapter that the options ask for; one that a run goes on with is as it is."""
     if not config.lora_r or not isinstance(start.weights, AdapterModel) or start.parent.patch is not None:
         return []
@@ -149,7 +149,7 @@ def check_asked_scale(config: Sft, start: StartingModel) -> list[Verdict]:
     return [check_adapter_scale(config.lora_r, config.lora_alpha, config.use_rslora, scales)]
 
 
-def judge_written_adapter(config: Sft, run: Run, handed: HandedOver) -> None:
+def judge_written_adapter(config: Tuned, run: Run, handed: HandedOver) -> None:
     """The folder that is handed over says what was asked for: where it does not, nothing of it is left proven."""
     place = run.folder / "adapter"
     if config.lora_r and config.lora_alpha is not None and place in handed.places:

@@ -30,6 +30,8 @@ from assay.store.peft import write_adapter
 from assay.store.saving import Ancestor, Lineage, adapter_contents, model_contents
 from assay.verdict import Outcome, overall, without_optional
 
+MERGED_UNASKED = 4 * 10**9  # bytes of a base
+
 # ---------------------------------------------------------------- trained weights
 
 
@@ -123,6 +125,13 @@ class AdapterModel:
 
 
 TrainedWeights = WholeModel | AdapterModel
+
+
+def writes_merged(config: Trained, base: str | Path) -> bool:
+    """Whether an adapter is handed over merged too: of a large base that takes minutes and twice its bytes, and PEFT, vLLM and
+    `assay serve` take RUN/adapter as it is."""
+    stored = sum(file.stat().st_size for file in Path(base).glob("*.safetensors"))
+    return stored <= MERGED_UNASKED if config.merge is None else config.merge == "always"
 
 # ---------------------------------------------------------------- the starting model
 
@@ -264,8 +273,10 @@ def trainable(config: Trained, parent: Artifact, tokenizer: Tokenizer) -> Traine
     whole = parent.patch is None and not config.lora_r
     model, ancestor = build_model(parent, torch.float32 if whole else None), Ancestor(parent.digest, str(parent.path.resolve()))
     # Memory of its own where all is trained: what is learned must not change the parent it is held against.
+    given_away = {tensor.data_ptr() for tensor in parent.tensors.values()}
     for parameter in model.parameters() if whole else ():
-        parameter.data = parameter.data.clone()
+        if parameter.data_ptr() in given_away:  # others were widened, and are copies already
+            parameter.data = parameter.data.clone()
     same, moved = Lineage("same", ancestor), Lineage("moved", ancestor)
     if parent.patch is not None and parent.base is not None and parent.adapter is not None:
         if parent.patch.replaced:
@@ -281,7 +292,7 @@ def trainable(config: Trained, parent: Artifact, tokenizer: Tokenizer) -> Traine
     if not config.lora_r:
         if config.lora_target_modules or config.lora_alpha or config.use_rslora:
             raise UsageError("--lora-alpha, --lora-target-modules and --use-rslora are for adapters; give --lora-r too")
-        largest = max(float(tensor.abs().max()) for tensor in parent.tensors.values())
+        largest = max(float(max(end.abs() for end in tensor.aminmax())) for tensor in parent.tensors.values())
         return WholeModel(model.requires_grad_(True), tokenizer, parent.stops, Ancestry(same, moved, largest))
     alpha = config.lora_alpha or 2 * config.lora_r
     scale = alpha / (config.lora_r**0.5 if config.use_rslora else config.lora_r)

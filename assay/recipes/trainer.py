@@ -55,7 +55,7 @@ from assay.model.world import World
 from assay.recipes.processes import accumulate_together, check_processes, check_world_parity
 from assay.recipes.run import Run, plain
 from assay.recipes.save_pace import SavePace
-from assay.recipes.starting_model import TrainedWeights
+from assay.recipes.starting_model import AdapterModel, TrainedWeights, writes_merged
 from assay.recipes.witness_records import WitnessRecords
 from assay.store import durable
 from assay.store.checkpoint import Checkpoint, Contents, step_folder
@@ -289,7 +289,8 @@ class Trainer:
 
     def _require_disk(self) -> None:
         """What the run will need at its fullest: the newest two checkpoints, the best and one that is being written, and RUN/model."""
-        each, model = self._checkpoint_bytes(), 4 * sum(parameter.numel() for parameter in self.model.parameters())
+        merged = not isinstance(self.weights, AdapterModel) or writes_merged(self.run.config, self.weights.base.path)
+        each, model = self._checkpoint_bytes(), 4 * sum(parameter.numel() for parameter in self.model.parameters()) * merged
         steps = self.schedule.stop_at
         times = 4 if steps is None else min(4, 2 + steps // self.saves.every)
         needed, free = each // 3 + (times - 1) * each + model, durable.free_space(self.run.folder)

@@ -69,7 +69,9 @@ def _export_adapter(source: Artifact, where: Path, dtype: str | None) -> float:
     if dtype is not None:
         raise UsageError("an adapter is exported in the dtype it has; --dtype is for hf, merged and gguf")
     base = Ancestor(source.base.digest, str(source.base.path))
-    model, patch = build_model(source), replace(source.patch, parent=source.base.digest)
+    device = next(iter(source.base.tensors.values())).device
+    model = build_model(source, None).to(device)  # over the base's own tensors, where they lie: no copy of a large base is made
+    patch = replace(source.patch, parent=source.base.digest)
     checkpoint.write_checkpoint(where, adapter_contents(model, patch, base, source.tokenizer, _lineage(source),
                                                         rslora=source.adapter.rslora))
     return EXPORT_EXACT

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from assay.config import argument, option, parse, passed_on
+from assay.recipes.dpo_options import Dpo
 from assay.recipes.grpo_options import Grpo
 from assay.recipes.options import Distill, Pretrain, Sft
 
@@ -17,7 +18,7 @@ class FLAGS:
     """Say what a run would take: memory of the device by part, disk, and the settings that would fit where these do not. Every option
     that is not listed here is the recipe's own; no weight is loaded, and nothing is written."""
 
-    recipe: Literal["sft", "grpo", "distill", "pretrain"] = argument("the recipe; what it takes may follow")
+    recipe: Literal["sft", "dpo", "grpo", "distill", "pretrain"] = argument("the recipe; what it takes may follow")
     memory: float | None = option("plan for a device with so many GiB", group="memory", metavar="GIB", above=0, default=None,
                                   default_text="the GPU that is here")
     json: bool = option("print JSON", default=False)
@@ -28,10 +29,11 @@ EXAMPLES = """  assay plan sft --model ./qwen3-8b --lora-r 16 --micro-batch-toke
   assay plan sft --model smollm2-135m --memory 16
   assay plan grpo --model ./qwen3-8b --lora-r 16 --prompts 16 --num-generations 8 --memory 80
   assay plan pretrain --corpus corpus --depth 12 --minutes 5"""
-PLANNED_RECIPES: dict[str, type[Sft] | type[Grpo] | type[Distill] | type[Pretrain]] = {
-    "sft": Sft, "grpo": Grpo, "distill": Distill, "pretrain": Pretrain}
+PLANNED_RECIPES: dict[str, type[Sft] | type[Dpo] | type[Grpo] | type[Distill] | type[Pretrain]] = {
+    "sft": Sft, "dpo": Dpo, "grpo": Grpo, "distill": Distill, "pretrain": Pretrain}
 # What a recipe requires and a plan does not ask about.
-UNASKED = {"sft": ("--data", "--out"), "distill": ("--data", "--out"), "grpo": ("--data", "--out", "--reward"), "pretrain": ("--out",)}
+UNASKED = {"sft": ("--data", "--out"), "dpo": ("--data", "--out"), "distill": ("--data", "--out"),
+           "grpo": ("--data", "--out", "--reward"), "pretrain": ("--out",)}
 
 
 def run(flags: FLAGS) -> int:
@@ -39,7 +41,7 @@ def run(flags: FLAGS) -> int:
 
     found, device = planned(flags)
     available = device_memory(device) if flags.memory is None else int(flags.memory * GIB)
-    fits = None if available is None else found.total <= available
+    fits = None if available is None else found.total - found.parts["saving"] <= available
     instead = alternatives(found, available) if available is not None and not fits else []
     if flags.json:
         print(json.dumps(found.to_json() | {"available": available, "fits": fits, "alternatives": instead}, indent=1))

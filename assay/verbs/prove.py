@@ -66,7 +66,18 @@ def _prove_each(flags: FLAGS, places: list[Path]) -> int:
 
 
 def prove_artifact(flags: FLAGS) -> list[Verdict]:
-    """Every check in a fresh process; a checkpoint of ours that passes gets its hallmark."""
+    """Every check in a fresh process; a checkpoint of ours that passes gets its hallmark.
+
+    That process starts first: it imports torch and transformers while this one imports what asks it."""
+    from assay.guard.proving_process import PROVING_PROCESSES, WHERE_THERE_IS_ONE, proof_threads
+
+    with PROVING_PROCESSES.keeping():
+        if Path(flags.path).exists():
+            PROVING_PROCESSES.start_early(proof_threads(beside=False), flags.device or WHERE_THERE_IS_ONE)
+        return _proven(flags)
+
+
+def _proven(flags: FLAGS) -> list[Verdict]:
     from assay.guard.proof import ProofRequest, prove, prove_checkpoint
     from assay.guard.proof_subject import ProofSampling
     from assay.model.placement import default_device, require_device

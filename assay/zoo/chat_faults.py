@@ -256,8 +256,9 @@ def a_chat_reading(folder: Path, plant: Plant) -> list[Verdict]:
 
 def field_lost(name: str) -> Plant:
     """The template was written before such a field was."""
-    def without(usual: Any, writer: TemplateWriter, messages: Sequence[Any], *given: Any, **options: Any) -> str:
-        return usual(writer, [{key: value for key, value in message.items() if key != name} for message in messages], *given, **options)
+    def without(usual: Any, writer: TemplateWriter, conversation: Conversation, *given: Any, **options: Any) -> str:
+        messages = tuple({key: value for key, value in message.items() if key != name} for message in conversation.messages)
+        return usual(writer, replace(conversation, messages=messages), *given, **options)
 
     return in_place_of(TemplateWriter, "write")(without)
 

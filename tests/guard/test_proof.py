@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from assay.cli import run as assay
 from assay.errors import UsageError
-from assay.guard import proof
+from assay.guard import proof, proving_process
 from assay.guard.proof import ProofRequest, Prover, examine_artifact, prove, prove_checkpoint
 from assay.guard.proof_subject import ProofSampling
 from assay.model.probe_logits import probe_inputs
@@ -309,7 +309,7 @@ def test_a_proof_leaves_most_cores_to_the_loop(there, at_once, monkeypatch):
 
 @pytest.mark.parametrize(("there", "beside", "alone"), [(1, 1, 1), (2, 1, 1), (8, 1, 4), (16, 2, 8)])
 def test_a_proof_takes_more_threads_once_no_loop_needs_them(there, beside, alone, monkeypatch):
-    monkeypatch.setattr(proof, "usable_cores", lambda: there)
+    monkeypatch.setattr(proving_process, "usable_cores", lambda: there)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert (proof.proof_threads(beside=True), proof.proof_threads(beside=False)) == (beside, alone)
     monkeypatch.setenv("OMP_NUM_THREADS", "3,1")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from assay.guard import behaviour_checks, proof
+from assay.guard import artifact_checks, behaviour_checks, proof
 from assay.guard.kept_artifacts import KeptArtifacts, proof_device
 from assay.guard.proof import ProofRequest, examine_artifact, prove, prove_checkpoint
 from assay.guard.proof_subject import ProofSampling
@@ -142,9 +142,23 @@ def test_on_another_device_the_verdicts_are_the_same(base: Path, adapter: Path, 
     assert {verdict.evidence["device"] for verdicts in there for verdict in verdicts if verdict.check == "whole"} == {"cpu:0"}
 
 
+def test_an_exported_adapter_is_compared_part_by_part(base: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Its base, however large, is not merged for it; an adapter that differs in one number is another."""
+    bound = export_artifact(open_artifact(adapter), "peft", tmp_path / "peft")
+    request = ProofRequest(str(tmp_path / "peft"), str(adapter), expect="same", bound=bound, probing=QUICK)
+    with monkeypatch.context() as patched:
+        patched.setattr(artifact_checks, "merged_tensors", lambda *_: pytest.fail("the base was merged"))
+        assert outcomes(examine_artifact(request))["lineage"] is Outcome.PROVEN
+    one, other = open_artifact(adapter), open_artifact(tmp_path / "peft")
+    assert artifact_checks._same_adapter(one, other)
+    next(iter(other.patch.low_rank.values()))[0].right.view(-1)[0] += 1
+    assert not artifact_checks._same_adapter(one, other)
+
+
 def test_a_kept_base_is_loaded_once_by_either_library(base: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch):
     loaded, load = [], behaviour_checks._load_with_transformers
-    monkeypatch.setattr(behaviour_checks, "_load_with_transformers", lambda artifact: loaded.append(artifact.path) or load(artifact))
+    monkeypatch.setattr(behaviour_checks, "_load_with_transformers",
+                        lambda artifact, **options: loaded.append(artifact.path) or load(artifact, **options))
     monkeypatch.setattr(proof, "_device", lambda *_: ("cpu:0", None))
     kept, request = KeptArtifacts(), ProofRequest(str(adapter), str(base), probing=QUICK)
     first, second = examine_artifact(request, kept), examine_artifact(request, kept)

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from assay.errors import ArtifactError, DataError
-from assay.model.chat_template import render_template
+from assay.model.chat_template import render_template, render_templates
 
 CHATML = """{% for message in messages %}{% if loop.first and message.role != 'system' %}<|im_start|>system
 Be brief.<|im_end|>
@@ -139,6 +139,17 @@ def test_says_why_a_conversation_does_not_fit():
         render_template("{{ messages[0].content.text }}", [{"role": "user"}])
     with pytest.raises(DataError, match="plain JSON"):
         render_template(CHATML, [{"role": "user", "content": {1, 2}}])
+
+
+def test_many_conversations_in_one_round_trip_are_what_each_is_alone():
+    chats = [(CHAT, None, False), (CHAT[:1], None, True), (SYSTEM, None, False)]
+    alone = [render_template(CHATML, messages, add_generation_prompt=prompt) for messages, _, prompt in chats]
+    assert render_templates(CHATML, chats) == alone
+    assert render_templates(INSTRUCT, [chats[0], chats[2]], **NAMES) == [render_template(INSTRUCT, CHAT, **NAMES), None]
+    ends_its_process = "{% if messages[0].content == 'on' %}" + HOSTILE["nested loops"] + "{% endif %}"
+    assert render_templates(ends_its_process, [(CHAT, None, False), ([{"role": "user", "content": "on"}], None, False)]) == [None, None]
+    assert render_templates(CHATML, [(CHAT, None, False), ([{"role": "user", "content": {1, 2}}], None, False)]) == [None, None]
+    assert render_templates(CHATML, chats) == alone
 
 
 def test_any_thread_and_a_forked_child_may_render():

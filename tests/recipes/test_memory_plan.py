@@ -69,6 +69,8 @@ def test_every_part_of_a_large_adapter_run():
     whole = plan_memory(real("SmolLM2-1.7B"), PlannedWork(4, 1024))
     assert whole.parts["weights"] == 0
     assert whole.parts["moments"] == 8 * 1_711_376_384
+    assert whole.parts["saving"] == 12 * 1_711_376_384, "a save copies weights and moments on the device"
+    require_fit(whole, whole.total - whole.parts["saving"], "cuda")  # or, where there is no room, to the host
 
 
 def test_what_does_not_fit_is_refused_with_what_would():

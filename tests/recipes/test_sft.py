@@ -160,6 +160,22 @@ def test_a_run_learns_says_so_and_hands_over_what_it_scored(lora_r: int, home: P
     assert recorded["unit"] == "nats per token"
 
 
+def test_an_adapter_of_a_large_base_is_handed_over_alone(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    opened: list[Path] = []
+    usual = hand_over.open_artifact
+    monkeypatch.setattr(hand_over, "open_artifact", lambda path, **given: (opened.append(Path(path)), usual(path, **given))[1])
+    monkeypatch.setattr(starting_model, "MERGED_UNASKED", 1)
+    found = sft.sft(options(home, tmp_path / "run", lora_r=4), lambda _: None)
+    assert found.exit_code == 0
+    assert found.model == tmp_path / "run" / "adapter"
+    assert not (tmp_path / "run" / "model").exists()
+    assert open_checkpoint(tmp_path / "run" / "adapter").hallmark is not None
+    assert opened.count(home / "base") == 1, "the base is the same for all that is scored and written"
+    assert starting_model.writes_merged(options(home, tmp_path / "run", lora_r=4, merge="always"), home / "base")
+    monkeypatch.undo()
+    assert not starting_model.writes_merged(options(home, tmp_path / "run", lora_r=4, merge="never"), home / "base")
+
+
 @pytest.mark.parametrize("lora_r", [0, 4])
 def test_activations_that_are_computed_again_teach_the_same(lora_r: int, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     calls = []

@@ -1,6 +1,7 @@
-"""Our fine-tuning loss and gradients are TRL's on the same rows: rendered, masked, packed and counted alike."""
+"""Our losses and gradients are TRL's on the same rows, of fine-tuning and of preferences: rendered, masked, packed and counted alike."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,11 @@ import torch
 from assay.data.chat import render_conversations
 from assay.data.layouts import read_conversations
 from assay.data.packing import PackedExamples
+from assay.data.preferences import PackedPairs, read_preferences, render_pairs
 from assay.learn.loop import accumulated
-from assay.learn.objectives import next_token
+from assay.learn.objectives import averages, next_token
+from assay.learn.policy import token_logprobs
+from assay.learn.preference import PreferenceSettings, preference
 from assay.model.families import hf_layout, to_foreign
 from assay.store.artifact import build_model, open_artifact
 from assay.testing.tiny_models import save_hf_folder, tiny_model
@@ -60,3 +64,51 @@ def test_loss_and_gradients_are_those_of_trl(packing: bool, micro: int, base: Pa
     assert ours[1].keys() - theirs[1].keys() <= {"lm_head.weight"}  # tied: the embedding's gradient has it
     for name, gradient in theirs[1].items():
         assert (ours[1][name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+
+# ---------------------------------------------------------------- preferences
+
+PAIRS = [{"prompt": f"What is {a} and {b}? ", "chosen": f"{a} and {b} are {a + b}" + "!" * a, "rejected": f"I do not know {b}" + "?" * b}
+         for a in range(3) for b in range(3)]
+TRL_LOSSES = [("sigmoid", 0.1, 0.0), ("sigmoid_norm", 2.0, 0.0), ("ipo", 0.1, 0.0), ("hinge", 0.1, 0.0), ("robust", 0.3, 0.2)]
+
+
+@pytest.fixture(scope="module")
+def two_models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A policy that has left its reference, and the reference."""
+    folder = tmp_path_factory.mktemp("two")
+    return save_hf_folder(folder / "policy", tiny_model("llama")), save_hf_folder(folder / "reference", tiny_model("llama", 5))
+
+
+def trl_preference_step(policy: Path, reference: Path, out: Path,
+                        **options: Any) -> tuple[float, dict[str, torch.Tensor], dict[str, float]]:
+    trl, transformers, datasets = (pytest.importorskip(name) for name in ("trl", "transformers", "datasets"))
+    args = trl.DPOConfig(str(out), per_device_train_batch_size=len(PAIRS), report_to=[], use_cpu=True, bf16=False, disable_tqdm=True,
+                         gradient_checkpointing=False, max_length=128, **options)
+    models = [transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in (policy, reference)]
+    trainer = trl.DPOTrainer(models[0], models[1], args=args, train_dataset=datasets.Dataset.from_list(PAIRS),
+                             processing_class=transformers.AutoTokenizer.from_pretrained(policy))
+    models[0].train()
+    loss = trainer.compute_loss(models[0], next(iter(trainer.get_train_dataloader())))
+    loss.backward()
+    metrics = {name: values[-1] for name, values in trainer._metrics["train"].items() if name.startswith(("rewards/", "logps/"))}
+    return float(loss.detach()), {name: p.grad for name, p in models[0].named_parameters() if p.grad is not None}, metrics
+
+
+@pytest.mark.parametrize(("loss_type", "beta", "smoothing"), TRL_LOSSES)
+def test_preference_loss_gradients_and_metrics_are_those_of_trl(loss_type: Any, beta: float, smoothing: float,
+                                                               two_models: tuple[Path, Path], tmp_path: Path):
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PAIRS))
+    theirs = trl_preference_step(*two_models, tmp_path / "out", loss_type=[loss_type], beta=beta, label_smoothing=smoothing)
+    policy, reference = (open_artifact(folder) for folder in two_models)
+    assert policy.tokenizer is not None
+    pairs, _ = render_pairs(read_preferences(tmp_path / "pairs.jsonl"), policy.tokenizer, policy.stops, length=128)
+    order = PackedPairs(pairs, 0, 1, 256)
+    batch, model = PackedPairs(pairs, 0, order.windows, 256).batch(0), build_model(policy).requires_grad_(True)
+    with torch.no_grad():
+        batch = replace(batch, reference=token_logprobs(build_model(reference), batch)[0])
+    found = accumulated(model, preference(PreferenceSettings(loss_type, beta, smoothing)), batch, 2, batch.divisor or 0.0)
+    ours = to_foreign(hf_layout(model.config), {name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert float(found.loss) == pytest.approx(theirs[0], rel=1e-5)
+    assert averages(found.metrics) == pytest.approx(theirs[2], rel=1e-4, abs=1e-5)
+    for name, gradient in theirs[1].items():
+        assert (ours[name] - gradient).norm() <= 1e-5 * gradient.norm(), name

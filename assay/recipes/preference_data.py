@@ -1,0 +1,168 @@
+"""Preference pairs as the data of a run: read, split by prompt, rendered, packed and audited; and what the reference says of them."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from assay.data.batch import Batch
+from assay.data.chat import unread_in_words
+from assay.data.packing import hold_out
+from assay.data.preferences import PackedPairs, PreferencePair, SaidPair, by_prompt, pair_rows, read_preferences, render_pairs
+from assay.data.reference_store import StoredReference, open_reference, pair_answers, write_reference
+from assay.evaluation.held_out_pairs import ScoredPairs, score_pairs
+from assay.guard.corpus_checks import require_held_out
+from assay.guard.example_audit import audit_each, check_duplicates, check_overlap, check_packing
+from assay.guard.example_checks import FlatExamples
+from assay.guard.preference_checks import check_pair_reference, check_pairs
+from assay.learn.policy import token_logprobs
+from assay.learn.preference import PreferenceSettings
+from assay.model.placement import place_for_training
+from assay.model.transformer import Transformer, parameter_count
+from assay.recipes.conversations import Conversations, evenly, joined_rows, ordered, refuse_beyond_context
+from assay.recipes.dpo_options import Dpo
+from assay.recipes.run import Run
+from assay.recipes.starting_model import AdapterModel, StartingModel, reopen_parent
+from assay.store.artifact import build_model
+from assay.verdict import Verdict, refuted
+
+_ASKED_AGAIN = 8  # pairs of which the parent is asked anew whether the reference still says what it does
+REFERENCE_FOLDER = "reference"
+
+
+@dataclass(frozen=True)
+class PreferenceData(Conversations):
+    """`train` and `held_out` are pairs. Once the `reference` was asked, every batch carries what it says."""
+
+    train: Sequence[PreferencePair]  # type: ignore[assignment]
+    held_out: Sequence[PreferencePair]  # type: ignore[assignment]
+    settings: PreferenceSettings = field(kw_only=True)
+    length: int = field(kw_only=True)  # most tokens of a side
+    reference: StoredReference | None = None
+
+    def with_reference(self, found: StoredReference) -> "PreferenceData":
+        return replace(self, reference=found, scored_as=f"{self.scored_as} against {found.weights[:12]}")
+
+    def answered(self, batch: Batch) -> Batch:
+        return batch if self.reference is None else self.reference.attached(batch)
+
+    def batch(self, step: int) -> Batch:
+        return self.answered(super().batch(step))
+
+    def batches(self, run: Run, start: int) -> Iterator[Batch]:
+        return map(self.answered, super().batches(run, start))
+
+    def facts(self, step: int) -> dict[str, Any]:
+        told = {} if self.reference is None else {"reference": self.reference.weights, "reference_logprobs": self.reference.digest}
+        return super().facts(step) | told
+
+    def check_same(self, recorded: Mapping[str, Any]) -> Verdict:
+        if self.reference is not None and recorded.get("reference_logprobs") != self.reference.digest:
+            return refuted("same data", f"the reference's log-probabilities are {self.reference.digest[:12]} now, the run began with "
+                                        f"{str(recorded.get('reference_logprobs'))[:12]}; give them back, or begin a new run")
+        return super().check_same(recorded)
+
+    def audit(self, start: StartingModel) -> list[Verdict]:
+        """Of the sides as examples, and of the pairs as pairs: one good answer may stand in many of them."""
+        rows: frozenset[int] | Literal["all"] = frozenset() if isinstance(start.weights, AdapterModel) else "all"
+        embed = start.model.embed.weight.detach().cpu().float()
+        sides = FlatExamples([side for pair in self.train for side in pair.sides])
+        pairs = FlatExamples(self.train)  # type: ignore[arg-type]
+        return [*audit_each(sides, start.tokenizer, start.parent.stops, embed=embed, trainable=rows, length=self.length,
+                            seed=self.order.seed),
+                check_pairs([*self.train, *self.held_out]), check_duplicates(pairs),
+                check_overlap(pairs, self.held_out, ()), check_packing(self.order)]  # type: ignore[arg-type]
+
+    def held_out_batches(self, rows: int, count: int | None = None) -> list[Batch]:
+        chosen = list(self.held_out) if count is None else evenly(self.held_out, count)
+        return [self.answered(batch) for batch in joined_rows(PackedPairs(chosen, 0, 1, self.order.length), rows)]
+
+    def score(self, model: Transformer, rows: int, count: int | None = None) -> ScoredPairs:
+        return score_pairs(model, self.held_out_batches(rows, count), self.settings, rows=rows)
+
+    def sample(self) -> Batch:
+        """A few training pairs as a step would be given them."""
+        chosen = evenly(self.train, _ASKED_AGAIN)[:_ASKED_AGAIN]
+        return self.answered(pair_rows([[pair] for pair in chosen], self.order.length))
+
+
+def settings_of(config: Dpo) -> PreferenceSettings:
+    return PreferenceSettings(config.loss_type, config.strength(), config.label_smoothing, config.simpo_gamma)
+
+
+def load_preferences(config: Dpo, start: StartingModel) -> PreferenceData:
+    """Who is held out is decided on prompts, before anything is rendered."""
+    settings = settings_of(config)
+    said = [pair for file in config.data for pair in read_preferences(file)]
+    if config.held_out_data is not None:
+        kept, apart = said, read_preferences(config.held_out_data)
+    else:
+        kept, apart = hold_out(by_prompt(said), config.held_out, config.seed)
+
+    def rendered(pairs: Sequence[SaidPair]) -> tuple[list[PreferencePair], Any]:
+        return render_pairs(pairs, start.tokenizer, start.parent.stops, length=config.max_length, over=config.too_long)
+
+    (train, counted), (held_out, _) = rendered(kept), rendered(apart)
+    require_held_out(config.held_out_data or ", ".join(map(str, config.data)), len(held_out), "pair",
+                     "raise --held-out, give --held-out-data with more of them, or raise --max-length where they were dropped as too long")
+    refuse_beyond_context([side for pair in (*train, *held_out) for side in pair.sides], start.model.config)
+    order, steps = ordered(config, train, PackedPairs)
+    scored_as = f"{settings.loss} preference loss, beta {settings.beta:g}, smoothing {settings.label_smoothing:g}, gamma {settings.gamma:g}"
+    return PreferenceData(train, held_out, counted, order, steps, start.tokenizer.digest, scored_as, settings=settings,
+                          length=config.max_length)
+
+
+def describe_pairs(config: Dpo, start: StartingModel, data: PreferenceData, lr: float, device: str) -> list[str]:
+    """Everything that was derived, before anything is spent."""
+    trained = sum(p.numel() for p in start.model.parameters() if p.requires_grad)
+    counts, order, settings = data.rendered.counts, data.order, data.settings
+    dropped = ", ".join(f"{count} dropped ({reason})" for reason, count in counts["dropped"].items()) or "none dropped"
+    end = f"{data.steps:,} steps" if data.steps else f"{config.minutes:g} minutes"
+    against = f"the reference is {start.parent.digest[:12]}" if settings.needs_reference else "there is no reference"
+    return [start.weights.words,
+            f"{start.parent.path}: {parameter_count(start.model):,} parameters, of which {trained:,} are trained; weights "
+            f"{start.parent.digest[:12]}",
+            f"{len(data.train):,} pairs to learn, {counts['truncated']} truncated, {dropped}; {len(data.held_out):,} held out, of other "
+            "prompts",
+            *unread_in_words(data.rendered.unread),
+            f"{settings.loss} loss, beta {settings.beta:g}; {against}",
+            f"{counts['supervised']:,} of {counts['tokens']:,} tokens are learned from; {order.windows:,} rows of {order.length}, "
+            f"{order.padding:.1%} padding, {len(data.train) / order.windows:.1f} pairs a row",
+            f"adamw at {lr:g}, {order.rows} × {order.length} tokens a step, {end}, on {device}"]
+
+# ---------------------------------------------------------------- the reference
+
+
+def reference_model(start: StartingModel) -> Transformer:
+    """The parent, opened anew and held as the policy is: what it says is compared with what the policy says."""
+    device = str(start.model.embed.weight.device)
+    return place_for_training(build_model(reopen_parent(start), None).requires_grad_(False), device).eval()
+
+
+def ask_reference(data: PreferenceData, start: StartingModel, folder: Path, rows: int, say: Callable[[str], None]) -> PreferenceData:
+    """The data with what the reference says of every pair: asked once, and read back ever after."""
+    if not data.settings.needs_reference:
+        return data
+    every, where = [*data.train, *data.held_out], folder / REFERENCE_FOLDER
+    if not where.exists():
+        model, answers = reference_model(start), dict[str, NDArray[np.float32]]()
+        for batch in joined_rows(PackedPairs(every, 0, 1, data.order.length), rows):
+            said = said_by(model, batch)
+            answers.update(zip([str(id) for row in batch.ids for id in row], pair_answers(batch, said), strict=True))
+        write_reference(where, (answers[pair.id] for pair in every), weights=start.parent.digest, data=data.digest)
+        say(f"{where}: log-probabilities of {len(every):,} pairs by the parent {start.parent.digest[:12]}")
+    return data.with_reference(open_reference(where, every, weights=start.parent.digest, data=data.digest))
+
+
+@torch.no_grad()
+def said_by(model: Transformer, batch: Batch) -> torch.Tensor:
+    return token_logprobs(model, batch.to(model.embed.weight.device))[0]
+
+
+def check_parent_reference(data: PreferenceData, start: StartingModel) -> list[Verdict]:
+    """Of a few pairs, the parent is asked again, from its bytes on disk; nothing where there is no reference."""
+    return [] if data.reference is None else [check_pair_reference(data.sample(), reference_model(start), data.reference.weights)]

@@ -1,0 +1,19 @@
+"""assay dpo: teach a model which of two answers is preferred, the whole of it or an adapter."""
+
+from assay.recipes.dpo_options import Dpo as FLAGS
+
+EXAMPLES = """  assay dpo --model runs/sft/model --data pairs.jsonl --out runs/dpo
+  assay dpo --model smollm2-135m --data pairs.jsonl --out runs/lora --lora-r 16 --loss-type ipo --beta 0.2
+  assay dpo --model smollm2-135m --data pairs.jsonl --out runs/simpo --loss-type simpo --simpo-gamma 1"""
+
+__all__ = ["EXAMPLES", "FLAGS", "run"]
+
+
+def run(flags: FLAGS) -> int:
+    from assay.outcome import RunOutcome
+    from assay.recipes.dpo import dpo
+
+    outcome: RunOutcome = dpo(flags)
+    if outcome.verdicts:
+        print(outcome)
+    return outcome.exit_code

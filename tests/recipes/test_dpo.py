@@ -1,0 +1,249 @@
+"""Preference learning: what is preferred is learned against a reference that stays, and a run that shows nothing else says so."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from assay.data.batch import Batch
+from assay.data.chat import NOTHING_LEFT, TOO_LONG
+from assay.data.packing import hold_out
+from assay.data.preferences import ALIKE, by_prompt, read_preferences, render_pairs
+from assay.data.reference_store import StoredReference
+from assay.errors import ArtifactError, DataError
+from assay.evaluation.held_out_pairs import ScoredPairs
+from assay.guard.preference_checks import check_pairs, doubts
+from assay.learn import preference as preference_module
+from assay.model.special_tokens import resolve_special_tokens
+from assay.recipes import dpo, hand_over, preference_data, run, starting_model
+from assay.recipes.dpo_options import Dpo
+from assay.recipes.trainer import Trainer
+from assay.store.artifact import open_artifact
+from assay.store.checkpoint import open_checkpoint
+from assay.store.digests import weights_digest
+from assay.testing.tiny_models import flip_bit, save_model, tiny_model, tiny_tokenizer
+from assay.testing.tiny_training import NoProver
+from assay.verdict import Outcome, Verdict, proven
+from tests.recipes.sittings import rows
+from tests.refusals import stopped_by
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base model and pairs: the right sum is preferred to a wrong one."""
+    folder = tmp_path_factory.mktemp("dpo")
+    save_model(folder / "base", tiny_model("llama"))
+    write(folder / "pairs.jsonl", sums())
+    return folder
+
+
+def sums(**more: Any) -> list[dict[str, Any]]:
+    return [{"prompt": f"{a}+{b}=", "chosen": f"yes {a + b}", "rejected": f"no {a + b + 1}", **more} for a in range(12) for b in range(8)]
+
+
+def write(where: Path, said: list[dict[str, Any]]) -> Path:
+    where.write_text("".join(json.dumps(row) + "\n" for row in said))
+    return where
+
+
+def options(home: Path, out: Path, **changed: Any) -> Dpo:
+    usual: dict[str, Any] = {"data": (str(home / "pairs.jsonl"),), "out": str(out), "max_length": 24, "batch_tokens": 384,
+                             "num_train_epochs": 4, "learning_rate": 1e-2, "micro_batch_tokens": 192, "save_steps": 3, "held_out": 0.2,
+                             "max_steps": STEPS, "device": "cpu", "warmup_steps": 1}
+    return Dpo(**(({} if "from_" in changed else {"model": str(home / "base")}) | usual | changed))
+
+
+@pytest.fixture(autouse=True)
+def unproven(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a fresh process says is the matter of tests/guard/test_proof.py."""
+    monkeypatch.setattr(run, "Prover", NoProver)
+    monkeypatch.setattr(hand_over, "prove", lambda request: [proven("whole", "not looked at")])
+    monkeypatch.setattr(starting_model, "prove_checkpoint", lambda folder, **_: [proven("whole", "not looked at")])
+
+
+def preferred(config: Dpo, say: Any = lambda _: None) -> list[Verdict]:
+    found = dpo.dpo(config, say)
+    assert found.interrupted is None
+    assert all(verdict.outcome is Outcome.PROVEN for verdict in found.verdicts), str(found)
+    assert found.exit_code == 0
+    return found.verdicts
+
+
+def metrics(config: Dpo, name: str) -> list[float]:
+    return [row[name] for row in rows(Path(config.out) / "metrics.jsonl") if name in row]
+
+
+@pytest.mark.parametrize("changed", [{}, {"lora_r": 4}, {"loss_type": "ipo"}, {"loss_type": "simpo"}],
+                         ids=["sigmoid", "lora", "ipo", "simpo"])
+def test_a_run_learns_what_is_preferred_and_hands_it_over(changed: dict[str, Any], home: Path, tmp_path: Path):
+    config, said = options(home, tmp_path / "run", **changed), []
+    preferred(config, said.append)
+    margins, accuracy = metrics(config, "eval_margin"), metrics(config, "eval_accuracy")
+    assert margins[-1] > margins[0]
+    assert accuracy[-1] > 0.8
+    assert metrics(config, "rewards/margins")[-1] > metrics(config, "rewards/margins")[0]
+    if config.loss_type != "simpo":
+        assert margins[0] == pytest.approx(0, abs=1e-4)
+        assert any("PROVEN    initial loss" in line for line in said)
+        assert (tmp_path / "run" / "reference" / "manifest.json").exists()
+    assert (tmp_path / "run" / "model").exists()
+
+
+def test_interrupted_and_resumed_is_the_uninterrupted_run_bit_for_bit(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    whole, parts = options(home, tmp_path / "whole"), options(home, tmp_path / "parts")
+    preferred(whole)
+    over = Trainer.over
+
+    def interrupted(trainer: Trainer) -> bool:
+        if trainer.done == 4:
+            trainer.run.interrupted = 15
+        return over(trainer)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "over", interrupted)
+        assert dpo.dpo(parts, lambda _: None).exit_code == 143
+    asked = []
+    monkeypatch.setattr(preference_data, "write_reference", lambda *_, **__: asked.append(1))
+    preferred(parts)
+    assert not asked, "the reference is asked once"
+    assert metrics(parts, "loss") == metrics(whole, "loss")
+    digests = [weights_digest(open_artifact(Path(config.out) / "model").tensors) for config in (whole, parts)]
+    assert digests[0] == digests[1]
+
+
+def test_shards_compute_what_one_process_computes(home: Path, tmp_path: Path):
+    """The preflight compares their gradients; rows are pairs that no shard parts."""
+    alone, cut = options(home, tmp_path / "alone", max_steps=2), options(home, tmp_path / "cut", max_steps=2, shards=3)
+    preferred(alone)
+    preferred(cut)
+    assert metrics(cut, "loss") == pytest.approx(metrics(alone, "loss"), rel=1e-5)
+
+# ---------------------------------------------------------------- what is refused before anything is spent
+
+
+def chat(*turns: str) -> list[dict[str, str]]:
+    return [{"role": role, "content": said} for role, said in zip(("user", "assistant") * 3, turns, strict=False)]
+
+
+@pytest.mark.parametrize(("row", "words"), [
+    ({"prompt": "a", "chosen": "b", "rejected": "b"}, r"pairs.jsonl:2: chosen and rejected are the same"),
+    ({"prompt": "a", "chosen": " ", "rejected": "b"}, r"pairs.jsonl:2: chosen is empty"),
+    ({"prompt": "a", "chosen": "b", "rejected": ""}, r"pairs.jsonl:2: rejected is empty"),
+    ({"prompt": "a", "chosen": "b"}, r"pairs.jsonl:2: there is no rejected"),
+    ({"chosen": chat("a", "b"), "rejected": chat("c", "d")}, r"pairs.jsonl:2: .* answer different prompts"),
+    ({"chosen": "abc", "rejected": "xyz"}, r"pairs.jsonl:2: .* answer different prompts"),
+    ({"prompt": chat("a"), "chosen": chat("a", "b"), "rejected": chat("a", "c")}, r"chosen begins with a message of user"),
+    ({"prompt": "z", "chosen": chat("a", "b"), "rejected": chat("a", "c")}, r"expected the same question"),
+    ({"prompt": "a", "chosen": "b", "rejected": "c", "score_chosen": 1, "score_rejected": 8.5}, r"the wrong way round"),
+])
+def test_a_row_that_prefers_nothing_is_refused_by_file_and_line(row: dict[str, Any], words: str, tmp_path: Path):
+    first = {"prompt": "a", "chosen": "b", "rejected": "c"} if isinstance(row["chosen"], str) else {"chosen": chat("a", "b"),
+                                                                                                   "rejected": chat("a", "c")}
+    with pytest.raises(DataError, match=words):
+        read_preferences(write(tmp_path / "pairs.jsonl", [first, row]))
+
+
+def test_schemas_say_the_same_pair(tmp_path: Path):
+    """TRL's explicit and implicit prompts, and the text beside conversations that many files have."""
+    tokenizer = tiny_tokenizer()
+    stops = resolve_special_tokens(tokenizer, {}, {})
+    question, good, bad = "What is 2+2?", "It is 4.", "It is 5."
+    same = [{"prompt": chat(question), "chosen": [chat(question, good)[1]], "rejected": [chat(question, bad)[1]]},
+            {"chosen": chat(question, good), "rejected": chat(question, bad)},
+            {"prompt": question, "chosen": chat(question, good), "rejected": chat(question, bad)}]
+    found = [render_pairs(read_preferences(write(tmp_path / "pairs.jsonl", [row])), tokenizer, stops, length=128)[0][0] for row in same]
+    assert all(np.array_equal(found[0].tokens, other.tokens) and np.array_equal(found[0].weight, other.weight) for other in found)
+    texts = [{"prompt": "2+2=", "chosen": "4", "rejected": "5"}, {"chosen": "2+2=4", "rejected": "2+2=5"}]
+    plain = [render_pairs(read_preferences(write(tmp_path / "pairs.jsonl", [row])), tokenizer, stops, length=128)[0][0] for row in texts]
+    assert np.array_equal(plain[0].tokens, plain[1].tokens)
+
+
+def test_what_is_too_long_is_cut_alike_or_dropped(tmp_path: Path):
+    tokenizer = tiny_tokenizer()
+    stops, prompt = resolve_special_tokens(tokenizer, {}, {}), "ask " * 6
+    said = read_preferences(write(tmp_path / "pairs.jsonl", [
+        {"prompt": prompt, "chosen": "short", "rejected": "a much longer answer that does not fit"},
+        {"prompt": prompt, "chosen": "the same beginning, and then one end", "rejected": "the same beginning, and then another"},
+        {"prompt": prompt * 9, "chosen": "b", "rejected": "c"}]))
+    length = len(tokenizer.encode(prompt)) + 8
+    assert render_pairs(said, tokenizer, stops, length=length)[1].dropped == {TOO_LONG: 3}
+    pairs, counted = render_pairs(said, tokenizer, stops, length=length, over="truncate")
+    assert counted.dropped == {ALIKE: 1, NOTHING_LEFT: 1}
+    assert (len(pairs), pairs[0].rejected.cut, len(pairs[0].rejected)) == (1, True, length)
+    assert check_pairs(pairs).outcome is Outcome.PROVEN
+
+
+def test_pairs_of_one_prompt_are_held_out_together(home: Path, tmp_path: Path):
+    twice = [{**row, "rejected": row["rejected"] + again} for row in sums() for again in ("", "!")]
+    said = read_preferences(write(tmp_path / "pairs.jsonl", twice))
+    train, apart = hold_out(by_prompt(said), 0.25, 0)
+    assert not {pair.prompt for pair in train} & {pair.prompt for pair in apart}
+    assert len(apart) == 48
+    few = read_preferences(write(tmp_path / "few.jsonl", [{"prompt": "a", "chosen": f"b{n}", "rejected": "c"} for n in range(20)]))
+    assert len(hold_out(by_prompt(few), 0.25, 0)[1]) == 5
+
+# ---------------------------------------------------------------- what is caught
+
+
+def test_swapped_columns_are_caught_by_pairs_held_out(home: Path, tmp_path: Path):
+    """Trained on the one file, judged by the other: what it learned is the opposite."""
+    swapped = [{"prompt": f"{row['prompt']}?", "chosen": row["rejected"], "rejected": row["chosen"]} for row in sums()]
+    config = options(home, tmp_path / "run", held_out_data=str(write(tmp_path / "held.jsonl", swapped)))
+    found = dpo.dpo(config, lambda _: None)
+    assert found.exit_code == 3
+    against = [verdict.check for verdict in found.verdicts if verdict.outcome is Outcome.REFUTED]
+    assert against == ["direction"]
+    assert open_checkpoint(Path(config.out) / "model").quarantined is not None
+
+
+def test_a_reference_that_moves_is_stopped(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Halfway through, every batch is answered by another model."""
+    usual, asked = StoredReference.attached, []
+
+    def moving(self: StoredReference, batch: Batch) -> Batch:
+        asked.append(1)
+        found = usual(self, batch)
+        return found if len(asked) < 12 else replace(found, reference=found.reference - 0.5)  # type: ignore[operator]
+
+    monkeypatch.setattr(StoredReference, "attached", moving)
+    with stopped_by("reference"):
+        dpo.dpo(options(home, tmp_path / "run"), lambda _: None)
+    assert not (tmp_path / "run" / "model").exists()
+
+
+def test_a_changed_reference_file_or_parent_is_refused_on_resume(home: Path, tmp_path: Path):
+    config = options(home, tmp_path / "run", max_steps=3)
+    preferred(config)
+    flip_bit(tmp_path / "run" / "reference" / "logprobs.bin", 40)
+    with pytest.raises(ArtifactError, match=r"logprobs\.bin"):
+        dpo.dpo(config, lambda _: None)
+
+
+def test_ln_2_for_ever_is_stopped(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The reference is whatever the policy is, but for rounding: weights move, and the loss says nothing."""
+    usual, asked = preference_module.pair_scores, []
+
+    def following(model: Any, batch: Batch, settings: Any) -> Any:
+        found = usual(model, batch, settings)
+        asked.append(5e-6 * math.sin(len(asked)))
+        return found._replace(chosen_reference=found.chosen.detach() + asked[-1], rejected_reference=found.rejected.detach())
+
+    monkeypatch.setattr(preference_module, "pair_scores", following)
+    monkeypatch.setattr(dpo, "preflight_preference", lambda *_: [])  # whose formula written out would see it first
+    with stopped_by("loss moves"):
+        dpo.dpo(options(home, tmp_path / "run", max_steps=24, num_train_epochs=20, save_steps=20), lambda _: None)
+
+
+def test_both_answers_becoming_unlikely_and_length_bias_are_said():
+    longer = np.arange(-10.0, 10.0)
+    made = {"losses": longer, "chosen": -longer, "rejected": longer, "ids": tuple(map(str, range(20))), "digest": "", "longer": longer}
+    fallen = ScoredPairs(margins=longer + 0.01 * longer**2, chosen_rewards=np.full(20, -1.0), rejected_rewards=np.full(20, -3.0), **made)
+    assert [words for sentence in doubts(None, fallen) for words in ("both", "length") if words in sentence] == ["both", "length"]
+    sound = ScoredPairs(margins=np.tile([1.0, 2.0], 10), chosen_rewards=np.full(20, 1.0), rejected_rewards=np.full(20, -3.0), **made)
+    assert doubts(None, sound) == []

@@ -1,0 +1,35 @@
+"""Every fault of preference learning is caught by its check, for its own reason; its clean twin is silent."""
+
+import pytest
+
+from assay.zoo import catalogue, observe
+
+REASONS = {
+    "reference of another model": "the reference is not the model that is trained",
+    "reference's log-probabilities shifted by one": "the reference has moved, or is another model",
+    "reference that moves": "the reference has moved, or is another model",
+    "ln 2 for ever": "the weights move and the loss does not",
+    "swapped columns": "Chosen and rejected are swapped",
+    "chosen is rejected": "pairs.jsonl:25: chosen and rejected are the same",
+    "columns swapped against their scores": "score_chosen is 2 and score_rejected 9",
+    "both sides written from one": "chosen and rejected are the same tokens",
+    "prompt cut on one side only": "one side was cut or written differently",
+    "preference the wrong way round": "the objective and its formula written out",
+    "IPO by sums over tokens": "the objective and its formula written out",
+    "preference that takes a mean": "rows one at a time, and all at once",
+}
+
+
+def test_every_fault_of_preferences_has_its_reason():
+    here = {name: fault for name, fault in catalogue().items() if fault.plant.__module__ == "assay.zoo.preference_faults"}
+    assert here.keys() == REASONS.keys()
+    assert {"R22", "O10", "N33", "L03"} <= {row for fault in here.values() for row in fault.rows}
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_it_is_caught_and_its_clean_twin_is_silent(name: str):
+    sighting = observe(catalogue()[name])
+    shown = "\n".join(["planted:", *map(str, sighting.planted), "clean:", *map(str, sighting.clean)])
+    assert sighting.caught, f"{name} was missed\n{shown}"
+    assert not sighting.false_alarm, f"the clean twin of {name} is not silent\n{shown}"
+    assert REASONS[name] in sighting.facts()["reason"], shown
