@@ -57,6 +57,7 @@ KINDS = {
     "corpus": StageKind(("text", "tokenizer", "held_out_files")),
     "pretrain": StageKind(("corpus",), (), "model", goes_on=True),
     "sft": _TRAINING,
+    "dpo": _TRAINING,
     "distill": replace(_TRAINING, models=("model", "from_", "teacher")),
     "grpo": _TRAINING,
     "edit": StageKind(("facts", "text"), ("path",), "model", goes_on=True),

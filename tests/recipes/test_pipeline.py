@@ -1,5 +1,6 @@
 """Pipelines: mistakes are found before anything runs, what is unchanged is not run again, gates stop what does not hold."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -14,7 +15,7 @@ import pytest
 from assay.cli import run as cli_run
 from assay.errors import UsageError
 from assay.recipes.pipeline import StageProcesses, check_proven, digest_of_path, run_pipeline
-from assay.recipes.pipeline_plan import Gate, PipelinePlan, Stage, read_plan
+from assay.recipes.pipeline_plan import KINDS, Gate, PipelinePlan, Stage, read_plan
 from assay.report.pipeline_page import pipeline_headline, pipeline_purpose, read_pipeline, render_pipeline, write_pipeline_page
 from assay.store.checkpoint import quarantine_checkpoint, write_hallmark
 from assay.store.ledger import Ledger
@@ -99,6 +100,13 @@ stages:
     assert "--max-steps=3" in by_name["tune"].words
     assert by_name["after"].words[0] == f"{out}/tune/model"
     assert set(by_name["after"].needs) == {"tune", "before"}
+
+
+@pytest.mark.parametrize("verb", KINDS)
+def test_every_verb_of_a_stage_has_the_options_that_its_kind_names(verb):
+    named = {field.name for field in dataclasses.fields(flags_of(verb))}
+    assert {*KINDS[verb].files, *KINDS[verb].models} <= named
+    assert not KINDS[verb].prints or "json" in named
 
 
 @pytest.mark.parametrize("name", ["tiny", "reasoning", "distil"])
