@@ -25,6 +25,8 @@ VERBS = {
     "plan": "say what a run would take, by part, and what would fit, without loading a weight",
     "seeds": "run a recipe once per seed, and judge what the seeds show together",
     "corpus": "turn text into hashed token shards, held-out documents apart",
+    "pipeline": "run stages from a file one after another, with gates between them, and show the whole on one page",
+    "tiny": "make a tiny model and its data, to try the other verbs on a CPU",
     "demo": "build, save, prove, export and break a tiny model, on the CPU",
     "eval": "score a model on a task, example by example, with intervals",
     "compare": "say what two or more results show of each other",

@@ -293,7 +293,7 @@ def _require_within(value: Any, bounds: Mapping[str, Any], where: str) -> None:
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
-    """Options by name. `from` is no name for a field, and `max-length` is `max_length`."""
+    """Options by name."""
     try:
         with path.open("rb") as file:
             data = file.read(_LARGEST_FILE + 1)
@@ -301,16 +301,39 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         raise UsageError(f"--config {path}: {error.strerror}") from None
     if len(data) > _LARGEST_FILE:
         raise UsageError(f"--config {path}: more than {_LARGEST_FILE:,} bytes; expected NAME: VALUE on each line")
-    values = parse_yaml(data, where=f"--config {path}", error=UsageError)
+    return named_options(parse_yaml(data, where=f"--config {path}", error=UsageError), where=f"--config {path}")
+
+
+def named_options(values: Any, *, where: str) -> dict[str, Any]:
+    """What a YAML file gives, by the fields' names: `from` is no name for a field, and `max-length` is `max_length`."""
     if not isinstance(values, dict):
-        raise UsageError(f"--config {path}: expected a mapping of options, found {type(values).__name__}")
+        raise UsageError(f"{where}: expected a mapping of options, found {type(values).__name__}")
     named: dict[str, Any] = {}
     for key, value in values.items():
         if not isinstance(key, str):
-            raise UsageError(f"--config {path}: {_shown(key)} is not the name of an option; expected NAME: VALUE on each line")
+            raise UsageError(f"{where}: {_shown(key)} is not the name of an option; expected NAME: VALUE on each line")
         name = key.replace("-", "_")
         name = f"{name}_" if keyword.iskeyword(name) else name
         if name in named:
-            raise UsageError(f"--config {path}: {_shown(key)} stands there twice; give it once")
+            raise UsageError(f"{where}: {_shown(key)} stands there twice; give it once")
         named[name] = value
     return named
+
+
+def command_words(options: Any, given: typing.Iterable[str], *, where: str) -> list[str]:
+    """The words of a command line that give these options: read back by `parse`, they are the same."""
+    first, words = list[str](), list[str]()
+    for field in dataclasses.fields(options):
+        if field.name in given:
+            value = getattr(options, field.name)
+            texts = [str(one) for one in (value if isinstance(value, tuple) else (value,)) if one is not None]
+            if field.metadata.get("positional"):
+                first += texts
+            elif isinstance(value, bool):
+                words += [] if value == field.default else [f"--{'' if value else 'no-'}{_flag(field.name)}"]
+            elif texts:
+                words += [f"--{_flag(field.name)}", *texts] if len(texts) > 1 else [f"--{_flag(field.name)}={texts[0]}"]
+    if parse(type(options), [*first, *words], prog=where) != options:
+        raise UsageError(f"{where}: {' '.join([*first, *words])} does not say on the command line what the file says; change a value "
+                         "that begins with a dash")
+    return [*first, *words]

@@ -48,7 +48,7 @@ def render_report(record: RunRecord, parent: RunRecord | None = None, evaluation
         "lineage": lineage_section(saved, parents, parent.name if parent else None, wrong), "provenance": provenance_section(record, saved)}
     return templates().get_template("page.html.j2").render(
         record=record, status=run_status(record), headline=headline(record), facts=_facts(record, saved), contents=CONTENTS,
-        charts_json=charts_json(rows), **sections, **_assets())
+        charts_json=charts_json(rows), **sections, **page_assets())
 
 
 def _facts(record: RunRecord, saved: Sequence[SavedCheckpoint]) -> list[tuple[str, str]]:
@@ -73,7 +73,7 @@ def _not_recorded(record: RunRecord) -> list[str]:
     return [told[kind] for kind in due if kind not in kinds]
 
 
-def _assets() -> dict[str, Any]:
+def page_assets() -> dict[str, Any]:
     """Styles and scripts, which stand in the page as they are, and the policy that lets these scripts run and no others."""
     licensed = f"/*\n{_asset('uPlot-LICENSE')}*/\n{_asset('uPlot.iife.min.js')}"  # the licence asks to travel with every copy
     scripts = [licensed, _asset("page.js")]

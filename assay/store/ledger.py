@@ -79,6 +79,9 @@ class Event(StrEnum):
     TTT = "ttt"
     ARTIFACT = "artifact"
     HAND_OVER = "hand over"
+    # a pipeline's
+    STAGE = "stage"  # how it ended
+    GATE = "gate"
     # a ledger of test-time training's scores
     BEGIN = "begin"
     SCORE = "score"

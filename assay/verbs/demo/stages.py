@@ -257,19 +257,27 @@ EDIT = ["--layers", "0-1", "--v-lr", "0.1", "--clamp-norm-factor", "1", "--v-num
 READ = ["--chunk", "24", "--context", "72", "--rank", "2", "--learning-rate", "1e-2", "--batch-size", "4", "--device", "cpu"]
 
 
-def edit_and_trace(folder: Path) -> list[str]:
-    """Names of what did not hold. The model knows a few made-up facts; where two people live is changed."""
+def write_lore(folder: Path, name: str = "lore") -> Path:
+    """The model that knows a few made-up facts, and facts.jsonl, which moves two of its people."""
     from assay.model.special_tokens import resolve_special_tokens
     from assay.store import checkpoint
     from assay.store.saving import Lineage, model_contents
     from assay.testing import tiny_facts
 
-    tokenizer, facts = tiny_facts.facts_tokenizer(), tiny_facts.fact_edits(2)
+    tokenizer = tiny_facts.facts_tokenizer()
     contents = model_contents(tiny_facts.facts_model(), tokenizer, resolve_special_tokens(tokenizer, {}, {}), Lineage())
-    before = checkpoint.write_checkpoint(folder / "lore", contents).folder
     rows = [{"prompt": fact.prompt, "subject": fact.subject, "target": fact.target, "old": fact.old, "paraphrases": list(fact.paraphrases),
-             "neighbourhood": [{"prompt": near.prompt, "answer": near.answer} for near in fact.neighbourhood]} for fact in facts]
+             "neighbourhood": [{"prompt": near.prompt, "answer": near.answer} for near in fact.neighbourhood]}
+            for fact in tiny_facts.fact_edits(2)]
     (folder / "facts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return checkpoint.write_checkpoint(folder / name, contents).folder
+
+
+def edit_and_trace(folder: Path) -> list[str]:
+    """Names of what did not hold. The model knows a few made-up facts; where two people live is changed."""
+    from assay.testing import tiny_facts
+
+    before, facts = write_lore(folder), tiny_facts.fact_edits(2)
     files = ["--facts", str(folder / "facts.jsonl"), "--text", str(tiny_facts.write_facts_text(folder / "lore.txt")), "--out",
              str(folder / "edit")]
     if run_verb("edit", str(before), *files, *EDIT):

@@ -1,0 +1,169 @@
+"""Pipeline page: one HTML file that shows every stage with its purpose, verdicts, gates, times and paths; and the pipeline's headline.
+
+It is made of pipeline.json and of what the stages left: run folders, evaluations, comparisons, proofs. What is missing is said.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from assay.errors import ArtifactError
+from assay.report.headline import headline, purpose_of
+from assay.report.page import page_assets
+from assay.report.run_record import finite_number, is_run, read_json_or_remark, read_run, verdicts_of
+from assay.report.run_status import last_results, run_status
+from assay.report.templates import templates
+from assay.store import durable
+from assay.verdict import Outcome, Verdict, overall, without_optional
+
+_STATES = {"done": Outcome.PROVEN, "failed": Outcome.REFUTED, "stopped at a gate": Outcome.REFUTED, "out of budget": Outcome.REFUTED}
+_CLAIMS = {"shown better": Outcome.PROVEN, "shown worse": Outcome.REFUTED}
+
+
+@dataclass(frozen=True)
+class StageStory:
+    """What a stage was for and whether that was reached, where it says so; whether its artifact is proven; every verdict."""
+
+    facts: Mapping[str, Any]  # as pipeline.json has them
+    purpose: Verdict | None = None
+    artifact: Verdict | None = None
+    verdicts: list[Verdict] = field(default_factory=list)
+    figures: list[tuple[str, str]] = field(default_factory=list)
+    report: str | None = None  # of a run: its own page
+
+    @property
+    def state(self) -> Outcome:
+        return _STATES.get(str(self.facts.get("state")), Outcome.UNPROVEN)
+
+    @property
+    def gates(self) -> list[Verdict]:
+        return list(verdicts_of({"verdicts": self.facts.get("gates", [])}))
+
+
+@dataclass(frozen=True)
+class PipelineStory:
+    name: str
+    wanted: str  # the file's own sentence
+    stages: list[StageStory]
+    remark: str | None = None
+
+    @property
+    def purposes(self) -> list[Verdict]:
+        """What the pipeline was for: its gates, and what each stage was to reach."""
+        return [one for stage in self.stages for one in [*([stage.purpose] if stage.purpose else []), *stage.gates]]
+
+    @property
+    def stopped(self) -> StageStory | None:
+        return next((stage for stage in self.stages if stage.state is not Outcome.PROVEN), None)
+
+
+def read_pipeline(out: Path) -> PipelineStory:
+    document, remark = read_json_or_remark(out / "pipeline.json")
+    stages = (document or {}).get("stages", [])
+    return PipelineStory(out.resolve().name, str((document or {}).get("purpose", "")), [_story(facts) for facts in stages],
+                         remark or (None if document else "pipeline.json is not here"))
+
+
+def pipeline_purpose(story: PipelineStory) -> Verdict:
+    """Reached only where every stage is done, every gate holds, and every stage that has a purpose shows it."""
+    found = story.purposes
+    stopped = story.stopped
+    if stopped is not None:
+        outcome = Outcome.REFUTED if stopped.state is Outcome.REFUTED else Outcome.UNPROVEN
+        return Verdict("purpose", outcome, f"not reached: {stopped.facts.get('name')}: {stopped.facts.get('state')}: "
+                                           f"{stopped.facts.get('sentence') or 'it waits for those before'}")
+    against = [one for one in found if one.outcome is not Outcome.PROVEN]
+    shown = f"{len(found) - len(against)} of {len(found)} purposes and gates shown" if found else "no stage has a purpose or a gate"
+    aims = [stage.purpose for stage in story.stages if stage.purpose is not None]
+    first = against or aims or found[-1:]  # what was reached, before what it was reached with
+    words = f"{'not ' if against or not found else ''}reached: {shown}{''.join(f'; {one.check}: {one.reason}' for one in first)}"
+    return Verdict("purpose", overall(found), words)
+
+
+def artifacts_in_words(story: PipelineStory) -> str:
+    found = [stage.artifact for stage in story.stages if stage.artifact is not None]
+    good = sum(one.outcome is Outcome.PROVEN for one in found)
+    return f"{good} of {len(found)} artifacts proven" if found else "no artifact was handed over"
+
+
+def pipeline_headline(story: PipelineStory) -> str:
+    """The command's last line: the purpose first, then the artifacts and the stages."""
+    done = sum(stage.state is Outcome.PROVEN for stage in story.stages)
+    return f"{pipeline_purpose(story).reason}; {artifacts_in_words(story)}; {done} of {len(story.stages)} stages done"
+
+
+def write_pipeline_page(out: Path) -> PipelineStory:
+    story = read_pipeline(out)
+    durable.replace_file(out / "pipeline.html", render_pipeline(story, out).encode())
+    return story
+
+
+def render_pipeline(story: PipelineStory, out: Path) -> str:
+    seconds = [found for stage in story.stages if (found := finite_number(stage.facts.get("seconds"))) is not None]
+    done = sum(stage.state is Outcome.PROVEN for stage in story.stages)
+    facts = [("stages", f"{done} of {len(story.stages)} done"), ("artifacts", artifacts_in_words(story)),
+             ("gates", f"{sum(g.outcome is Outcome.PROVEN for s in story.stages for g in s.gates)} of "
+                       f"{sum(len(s.gates) for s in story.stages)} hold"), ("time", f"{sum(seconds):.1f} s"), ("folder", str(out))]
+    return templates().get_template("pipeline.html.j2").render(story=story, purpose=pipeline_purpose(story), facts=facts,
+                                                               link=lambda path: _link(path, out), **page_assets())
+
+
+def _link(path: object, out: Path) -> str | None:
+    """Relative to the page, where it lies beside it."""
+    place = Path(str(path))
+    return place.relative_to(out).as_posix() if path and place.is_relative_to(out) and place.exists() else None
+
+
+# ---------------------------------------------------------------- what a stage left
+
+
+def _story(facts: Mapping[str, Any]) -> StageStory:
+    """Nothing of a stage that did not end: what lies in its folder may be of an earlier sitting."""
+    name, out = str(facts.get("name")), Path(str(facts.get("out")))
+    if facts.get("state") not in ("done", "stopped at a gate", "failed"):
+        return StageStory(facts)
+    if out.is_dir() and is_run(out):
+        return _run_story(facts, name, out)
+    verdicts, figures = list[Verdict](), list[tuple[str, str]]()
+    purposes = list[Verdict]()
+    for path in (out / "eval.json", out if out.suffix == ".json" else out.with_suffix(".json")):
+        document, remark = read_json_or_remark(path)
+        if remark:
+            verdicts.append(Verdict(path.name, Outcome.UNPROVEN, remark))
+        if document:
+            verdicts += verdicts_of(document)
+            figures += list(_figures(document))
+            purposes += list(_compared(name, document))
+    proof = facts.get("verb") in ("export", "prove")
+    artifact = Verdict(name, overall(without_optional(verdicts)), "its proof") if proof and verdicts else None
+    purpose = Verdict(name, overall(purposes), "; ".join(one.reason for one in purposes)) if purposes else None
+    return StageStory(facts, purpose, artifact, [*purposes, *verdicts], figures)
+
+
+def _run_story(facts: Mapping[str, Any], name: str, out: Path) -> StageStory:
+    try:
+        record = read_run(out)
+    except (ArtifactError, OSError) as error:
+        return StageStory(facts, verdicts=[Verdict(name, Outcome.UNPROVEN, str(error))])
+    aim, status = purpose_of(record), run_status(record)
+    page = out / "report.html"
+    return StageStory(facts, None if aim is None else Verdict(name, aim.outcome, aim.sentence),
+                      Verdict(name, status.outcome, f"{headline(record).artifact}: {status.sentence}"),
+                      [verdict for event in last_results(record) for verdict in verdicts_of(event)],
+                      report=os.fspath(page) if page.is_file() else None)
+
+
+def _compared(name: str, document: Mapping[str, Any]) -> Iterator[Verdict]:
+    for one in document.get("comparisons") or []:
+        outcome = Outcome.UNPROVEN if one.get("same_weights") else _CLAIMS.get(str(one.get("claim")), Outcome.UNPROVEN)
+        yield Verdict(name, outcome, str(one.get("sentence")))
+
+
+def _figures(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    estimates = document.get("estimates")
+    for name, one in (estimates.items() if isinstance(estimates, dict) else ()):
+        numbers = [finite_number(one.get(key)) if isinstance(one, dict) else None for key in ("mean", "low", "high")]
+        shown = "unknown" if None in numbers else f"{numbers[0]:.4g} [{numbers[1]:.4g}, {numbers[2]:.4g}] (n={one.get('n', 'unknown')})"
+        yield str(name), shown

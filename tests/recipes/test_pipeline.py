@@ -1,0 +1,330 @@
+"""Pipelines: mistakes are found before anything runs, what is unchanged is not run again, gates stop what does not hold."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from assay.cli import run as cli_run
+from assay.errors import UsageError
+from assay.recipes.pipeline import StageProcesses, check_proven, digest_of_path, run_pipeline
+from assay.recipes.pipeline_plan import KINDS, Gate, PipelinePlan, Stage, read_plan
+from assay.report.pipeline_page import pipeline_headline, pipeline_purpose, read_pipeline, render_pipeline, write_pipeline_page
+from assay.store.checkpoint import quarantine_checkpoint, write_hallmark
+from assay.store.ledger import Ledger
+from assay.testing.tiny_models import save_model, tiny_model
+from assay.verbs.demo.stages import empty_weights_of_another_tool
+from assay.verbs.pipeline import flags_of
+from assay.verdict import Outcome, proven, refuted
+
+ROOT = Path(__file__).parents[2]
+TEXT = "\n".join(f"line {i} of {i * i} is not the {i % 7}th of many others, nor the last one" for i in range(300)) + "\n"
+
+
+def plan(folder: Path, text: str, **changed: str) -> PipelinePlan:
+    (folder / "p.yaml").write_text(text)
+    return read_plan(folder / "p.yaml", folder / "out", flags_of, [f"{name}={value}" for name, value in changed.items()])
+
+
+def scores(path: Path, values: list[float]) -> Path:
+    path.write_text("id,score\n" + "".join(f"{i},{value}\n" for i, value in enumerate(values)))
+    return path
+
+
+def record(folder: Path) -> dict[str, dict]:
+    return {stage["name"]: stage for stage in json.loads((folder / "out" / "pipeline.json").read_text())["stages"]}
+
+
+# ---------------------------------------------------------------- the plan
+
+
+@pytest.mark.parametrize(("text", "sentence"), [
+    ("stages: {}", "no stage stands under `stages`"),
+    ("stages: {a: {verb: sfft}}", "unknown verb 'sfft'; did you mean 'sft'?"),
+    ("stages: {../x: {verb: prove}}", "not a name for a stage"), ("stages: {'<b>': {verb: prove}}", "not a name for a stage"),
+    ("stages: {logs: {verb: prove}}", "not a name for a stage"),
+    ("stages: {a: {verb: prove, optoins: {}}}", "'optoins', which nothing asks for"),
+    ("stages: {prove: {options: {path: '${stages.b.model}'}}}", "no such stage"),
+    ("stages: {prove: {options: {path: '${stages.prove.model}'}}}", "assay prove hands over no model"),
+    ("stages: {prove: {options: {path: '${stages.prove.out}'}}}", "wait for one another"),
+    ("stages: {a: {verb: export, options: {path: '${stages.b.model}', to: hf}}, b: {verb: export, options: {path: '${stages.a.model}', "
+     "to: hf}}}", "the stages a, b wait for one another"),
+    ("stages: {prove: {options: {path: '${stage.x.model}'}}}", "is no reference; expected ${stages.NAME.model}"),
+    ("stages: {prove: {options: {path: '${inputs.x}'}}}", "no such input"),
+    ("stages: {prove: {options: {path: nowhere}}}", "nowhere: no such file or folder"),
+    ("stages: {compare: {options: {results: ['a=here.csv', 'b=nowhere.csv']}}}", "nowhere.csv: no such file or folder"),
+    ("stages: {tiny: {options: {what: sums, waht: 1}}}", "unknown option 'waht'; did you mean 'what'?"),
+    ("stages: {tiny: {options: {what: sum}}}", "what is 'sum'; expected one of sums, facts"),
+    ("stages: {tiny: {options: {}}}", "missing what"),
+    ("stages: {tiny: {options: {what: sums, out: x}}}", "out: the pipeline itself gives it"),
+    ("stages: {tiny: {options: {what: sums}, require: prooven}}", "is no gate; expected one of: proven"),
+    ("stages: {tiny: {options: {what: sums}, require: shown better than x on y}}", "scores nothing"),
+    ("stages: {compare: {options: {results: [here.csv]}, require: proven}}", "hands over no model"),
+    ("stages: {compare: {options: {results: [here.csv]}, require: shown better than base on score}}", "the first of `results`"),
+    ("stages: {tiny: {options: {what: sums}, budget: ten}}", "expected a time such as 90 s"),
+    ("stages: {tiny: {options: {what: sums}}, tiny: {options: {what: facts}}}", "stands twice"),
+    ("budget: 0 s\nstages: {tiny: {options: {what: sums}}}", "expected a time"), ("- a", "expected a JSON object"),
+])
+def test_mistakes_are_refused_before_anything_runs(text, sentence, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    scores(tmp_path / "here.csv", [1, 2])
+    with pytest.raises(UsageError, match=None) as error:
+        plan(tmp_path, text)
+    assert sentence in str(error.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_references_lead_to_what_the_stages_will_write_in_an_order_that_makes_it_first(tmp_path):
+    scores(tmp_path / "d.jsonl", [1])
+    found = plan(tmp_path, """
+inputs: {data: d.jsonl, steps: 3}
+stages:
+  after:
+    verb: eval
+    options: {path: "${stages.tune.model}", task: graded, data: "${inputs.data}"}
+    require: not shown worse than before on graded
+  before: {verb: eval, options: {path: "${stages.base.model}", task: graded, data: "${inputs.data}"}}
+  tune: {verb: sft, options: {model: "${stages.base.model}", data: "${stages.base.out}/learned.jsonl", max-steps: "${inputs.steps}"}}
+  base: {verb: tiny, options: {what: sums}}
+""", data=str(tmp_path / "d.jsonl"))
+    assert [stage.name for stage in found.stages] == ["base", "before", "tune", "after"]
+    by_name, out = {stage.name: stage for stage in found.stages}, tmp_path / "out"
+    assert f"--data={out}/base/learned.jsonl" in by_name["tune"].words
+    assert "--max-steps=3" in by_name["tune"].words
+    assert by_name["after"].words[0] == f"{out}/tune/model"
+    assert set(by_name["after"].needs) == {"tune", "before"}
+
+
+@pytest.mark.parametrize("verb", KINDS)
+def test_every_verb_of_a_stage_has_the_options_that_its_kind_names(verb):
+    named = {field.name for field in dataclasses.fields(flags_of(verb))}
+    assert {*KINDS[verb].files, *KINDS[verb].models} <= named
+    assert not KINDS[verb].prints or "json" in named
+
+
+@pytest.mark.parametrize("name", ["tiny", "reasoning", "distil"])
+def test_the_shipped_pipelines_read(name, tmp_path, monkeypatch, capsys):
+    """What they need from outside is named under `inputs`."""
+    monkeypatch.setenv("ASSAY_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    for file in ("gsm8k-train.jsonl", "gsm8k-test.jsonl", "counterfact.json", "wiki.txt", "chats.jsonl"):
+        (tmp_path / file).write_text("{}\n")
+    assert cli_run(["pipeline", str(ROOT / "pipelines" / f"{name}.yaml"), "--dry-run"]) == 0
+    assert "require: proven" in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------- what is run, and what is not run again
+
+
+def test_only_what_changed_and_what_reads_it_runs_again(tmp_path, monkeypatch):
+    """The corpus reads the tokenizer; the comparison reads neither."""
+    (tmp_path / "a.txt").write_text(TEXT)
+    (tmp_path / "b.txt").write_text(TEXT)
+    scores(tmp_path / "c.csv", [0.0, 1.0, 0.5] * 4)
+    text = f"""
+stages:
+  tokenizer: {{options: {{text: {tmp_path}/a.txt, vocab-size: 280}}}}
+  corpus: {{options: {{text: {tmp_path}/b.txt, tokenizer: "${{stages.tokenizer.out}}", document-bytes: 64, max-overlap: 1, workers: 1}}}}
+  compare: {{options: {{results: ["base={tmp_path}/c.csv", "new={tmp_path}/c.csv"]}}}}
+"""
+    assert run_pipeline(plan(tmp_path, text), lambda _: None) == 0
+    first = record(tmp_path)
+    assert [stage["sittings"] for stage in first.values()] == [1, 1, 1]
+    assert run_pipeline(plan(tmp_path, text), lambda _: None) == 0
+    assert all(stage["ran_before"] for stage in record(tmp_path).values())
+    (tmp_path / "b.txt").write_text(TEXT + "one more line\n")
+    assert run_pipeline(plan(tmp_path, text), lambda _: None) == 0
+    assert {name: stage["ran_before"] for name, stage in record(tmp_path).items()} == {"tokenizer": True, "corpus": False, "compare": True}
+    assert (tmp_path / "out" / "earlier" / "1-corpus").is_dir()
+    (tmp_path / "out" / "tokenizer" / "tokenizer.json").write_text("{}")  # what a stage made is not what it made any more
+    assert run_pipeline(plan(tmp_path, text.replace("280", "281")), lambda _: None) == 0
+    assert {name: stage["ran_before"] for name, stage in record(tmp_path).items()} == {"tokenizer": False, "corpus": False, "compare": True}
+    ran = [event["stage"] for event in Ledger(tmp_path / "out" / "pipeline.jsonl").events() if event["kind"] == "stage"]
+    assert ran == ["tokenizer", "corpus", "compare", "corpus", "tokenizer", "corpus"]
+
+
+def test_marks_that_a_later_proof_leaves_are_no_change(tmp_path):
+    checkpoint = save_model(tmp_path / "m", tiny_model())
+    before = digest_of_path(tmp_path / "m")
+    write_hallmark(checkpoint, [proven("x", "y")])
+    assert digest_of_path(tmp_path / "m") == before
+    (tmp_path / "m" / "config.json").write_text("{}")
+    assert digest_of_path(tmp_path / "m") != before
+
+
+def test_a_pipeline_that_was_killed_goes_on_where_it_stopped(tmp_path):
+    """What was done is not done again, and the stage that was cut short is run to its end."""
+    (tmp_path / "a.txt").write_text(TEXT)
+    text = f"""
+stages:
+  first: {{verb: tokenizer, options: {{text: {tmp_path}/a.txt, vocab-size: 280}}}}
+  second: {{verb: tokenizer, options: {{text: {tmp_path}/a.txt, vocab-size: 281}}}}
+"""
+    plan(tmp_path, text)
+    command = [sys.executable, "-m", "assay", "pipeline", str(tmp_path / "p.yaml"), "--out", str(tmp_path / "out")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout:
+            if line.startswith("second: assay tokenizer"):
+                time.sleep(0.2)  # the stage has begun
+                process.kill()
+    assert record(tmp_path)["second"]["state"] == "running"
+    said: list[str] = []
+    assert run_pipeline(plan(tmp_path, text), said.append) == 0
+    assert "first: unchanged, not run again" in said
+    assert {name: stage["sittings"] for name, stage in record(tmp_path).items()} == {"first": 1, "second": 2}
+
+
+def test_a_stage_that_is_refused_ends_the_pipeline_with_its_code_and_its_sentence(tmp_path):
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "a.csv").write_text("id,score\n1,0\n2,1\n")
+    found = plan(tmp_path, f"""
+stages:
+  tokenizer: {{options: {{text: {tmp_path}/empty.txt}}}}
+  compare: {{options: {{results: ["a={tmp_path}/a.csv", "b={tmp_path}/a.csv"]}}}}
+""")
+    assert run_pipeline(found, lambda _: None) == 2
+    stages = record(tmp_path)
+    assert stages["tokenizer"]["sentence"].startswith("it was refused: ")
+    assert stages["compare"]["state"] == "not begun"
+    assert pipeline_headline(read_pipeline(tmp_path / "out")).startswith("not reached: tokenizer: failed: it was refused")
+
+
+def test_a_budget_that_is_spent_stops_the_stage(tmp_path):
+    (tmp_path / "a.txt").write_text(TEXT)
+    found = plan(tmp_path, f"stages: {{tokenizer: {{options: {{text: {tmp_path}/a.txt}}, budget: 0.01 s}}}}")
+    assert run_pipeline(found, lambda _: None) == 4
+    assert record(tmp_path)["tokenizer"]["state"] == "out of budget"
+    assert "its budget is spent" in record(tmp_path)["tokenizer"]["sentence"]
+
+
+# ---------------------------------------------------------------- gates
+
+
+def test_what_is_not_shown_better_stops_the_pipeline_and_hostile_text_stays_text(tmp_path):
+    hostile = "<script>alert(1)</script>"
+    base, new = scores(tmp_path / "base.csv", [0.0, 1.0] * 20), scores(tmp_path / "new.csv", [1.0, 0.0] * 20)
+    (tmp_path / "a.txt").write_text(TEXT)
+    text = f"""
+purpose: "{hostile}"
+stages:
+  compare: {{options: {{results: ["base={base}", "new={new}"]}}, require: shown better than base on score}}
+  tokenizer: {{options: {{text: {tmp_path}/a.txt, vocab-size: 280}}}}
+"""
+
+    def show() -> None:
+        write_pipeline_page(tmp_path / "out")
+
+    assert run_pipeline(plan(tmp_path, text), lambda _: None, show) == 3
+    stages = record(tmp_path)
+    assert (stages["compare"]["state"], stages["tokenizer"]["state"]) == ("stopped at a gate", "not begun")
+    assert stages["compare"]["gates"][0]["outcome"] == "UNPROVEN"
+    page = (tmp_path / "out" / "pipeline.html").read_text()
+    assert hostile not in page
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
+    assert "not reached: compare: stopped at a gate" in page
+    scores(new, [1.0, 1.0] * 20)
+    assert run_pipeline(plan(tmp_path, text), lambda _: None, show) == 0
+    assert pipeline_purpose(read_pipeline(tmp_path / "out")).outcome is Outcome.PROVEN
+    assert pipeline_headline(read_pipeline(tmp_path / "out")).startswith("reached: 2 of 2 purposes and gates shown")
+    scores(new, [1.0, 0.0] * 20)
+    assert run_pipeline(plan(tmp_path, text), lambda _: None, show) == 3
+    assert record(tmp_path)["tokenizer"]["state"] == "done before"  # nobody has looked whether it still stands
+    assert pipeline_headline(read_pipeline(tmp_path / "out")).endswith("0 of 2 stages done")
+
+
+def test_a_hostile_record_stays_text(tmp_path):
+    hostile = "\"><img src=x onerror=alert(1)>\u202e"
+    facts = {"name": hostile, "verb": hostile, "command": [hostile], "out": hostile, "model": hostile, "log": "javascript:alert(1)",
+             "state": "failed", "sentence": hostile, "seconds": 1.0, "sittings": 1, "ran_before": False,
+             "gates": [{"check": hostile, "outcome": "REFUTED", "reason": hostile}]}
+    (tmp_path / "pipeline.json").write_text(json.dumps({"purpose": hostile, "stages": [facts]}))
+    page = render_pipeline(read_pipeline(tmp_path), tmp_path)
+    assert "<img" not in page
+    assert "\u202e" not in page
+    assert "href=\"javascript" not in page
+
+
+def stage_with(model: Path) -> Stage:
+    return Stage("x", "sft", {}, (), (), (), str(model.parent), str(model))
+
+
+def test_a_hallmark_opens_the_gate_and_a_quarantine_closes_it(tmp_path):
+    gate, checkpoint = Gate("proven", "proven"), save_model(tmp_path / "model", tiny_model())
+    write_hallmark(checkpoint, [proven("x", "y")])
+    assert check_proven(gate, stage_with(checkpoint.folder), None, None).outcome is Outcome.PROVEN
+    quarantine_checkpoint(checkpoint, [refuted("x", "it talks nonsense")])
+    found = check_proven(gate, stage_with(checkpoint.folder), None, None)
+    assert (found.outcome, "it talks nonsense" in found.reason) == (Outcome.REFUTED, True)
+
+
+def test_no_stage_begins_on_an_export_of_200_bytes(tmp_path):
+    """There is no hallmark, so the gate asks for a proof, which refuses it."""
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "model.safetensors").write_bytes(bytes(200))
+    stage = Stage("x", "export", {}, (), (), (), str(tmp_path / "x"), str(tmp_path / "x"))
+    held = SimpleNamespace(plan=PipelinePlan("p.yaml", tmp_path, "", None, (stage,)))
+    found = check_proven(Gate("proven", "proven"), stage, held, StageProcesses(lambda _: None))
+    assert (found.outcome, "this is not a model folder" in found.reason) == (Outcome.REFUTED, True)
+
+
+@pytest.mark.slow
+def test_no_stage_begins_on_an_export_without_weights(tmp_path):
+    """Forty bytes where the weights should be: there is no hallmark, so the gate proves, and refuses."""
+    text = f"""
+stages:
+  tiny: {{options: {{what: sums}}, require: proven}}
+  compare: {{options: {{results: ["a={scores(tmp_path / 'a.csv', [1, 0])}", "b={tmp_path}/a.csv"]}}}}
+"""
+    def empty(line: str) -> None:
+        if line.startswith("tiny: ") and line.endswith(" s)"):  # it has ended, and its gate is still to come
+            for name in ("hallmark.json", "trainer.json"):
+                (tmp_path / "out" / "tiny" / "model" / name).touch()
+            empty_weights_of_another_tool(tmp_path / "out" / "tiny" / "model")
+
+    assert run_pipeline(plan(tmp_path, text), empty) == 3
+    stages = record(tmp_path)
+    assert (stages["tiny"]["state"], stages["compare"]["state"]) == ("stopped at a gate", "not begun")
+    assert stages["tiny"]["gates"][0]["outcome"] == "REFUTED"
+
+
+@pytest.mark.slow
+def test_a_stage_that_was_stopped_goes_on_and_the_exit_code_passes_through(tmp_path):
+    """SIGTERM reaches the stage, which saves; the same command goes on from that save."""
+    from assay.testing.tiny_training import tiny_corpus
+
+    text = f"""
+stages:
+  pretrain:
+    options: {{corpus: {tiny_corpus().folder}, depth: 1, tokens: 6400, max-length: 16, batch-tokens: 256, num-train-epochs: 2,
+              save-steps: 20, eval-documents: 4, warmup-steps: 3, probe-samples: 0, device: cpu}}
+"""
+    def stop(line: str) -> None:
+        if "step 1 " in line or "step 1:" in line:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    assert run_pipeline(plan(tmp_path, text), stop) == 143
+    assert record(tmp_path)["pretrain"]["state"] == "failed"
+    code = run_pipeline(plan(tmp_path, text), lambda _: None)
+    found = record(tmp_path)["pretrain"]
+    assert (code, found["state"], found["sittings"]) == (0, "done", 2)
+    kinds = [event["kind"] for event in Ledger(tmp_path / "out" / "pretrain" / "ledger.jsonl").events()]
+    assert {"resume", "resumed"} <= set(kinds)
+
+
+@pytest.mark.slow
+def test_the_tiny_pipeline_runs_whole(tmp_path):
+    command = [sys.executable, "-m", "assay", "pipeline", str(ROOT / "pipelines" / "tiny.yaml"), "--out", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert "not reached" not in done.stdout.splitlines()[-1]
+    again = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert again.returncode == 0
+    assert again.stdout.count("unchanged, not run again") == 8
