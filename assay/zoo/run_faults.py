@@ -112,7 +112,7 @@ def hand_nothing_over(run: Any, evaluator: HeldOutEvaluator, _: Any) -> HandedOv
     best = evaluator.best_checkpoint()
     assert best is not None
     recorded: Any = SimpleNamespace(estimate=None)
-    return HandedOver(best, [], recorded, [])
+    return HandedOver(best, [run.folder / "model"], recorded, [])
 
 
 def ledger_verdicts(folder: Path) -> list[Verdict]:

@@ -168,6 +168,8 @@ def test_a_request_reaches_the_fresh_process_whole():
 class WhenAsked:
     """In the place of `Prover`: a proof is made when the loop asks for it, in the loop's own thread."""
 
+    witnesses = False
+
     def __init__(self):
         self.pending = []
 

@@ -172,7 +172,8 @@ stages:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         for line in process.stdout:
             if line.startswith("second: assay tokenizer"):
-                time.sleep(0.2)  # the stage has begun
+                while record(tmp_path)["second"]["state"] != "running":
+                    time.sleep(0.005)
                 process.kill()
     assert record(tmp_path)["second"]["state"] == "running"
     said: list[str] = []

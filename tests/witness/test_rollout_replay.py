@@ -9,7 +9,7 @@ import pytest
 from assay.data.batch import Batch
 from assay.learn import loop
 from assay.learn.advantage import group_advantages
-from assay.recipes import grpo, hand_over, run
+from assay.recipes import grpo, hand_over, rollouts, run
 from assay.recipes.prompts import Prompt, PromptOrder
 from assay.recipes.witness_records import pending_records
 from assay.testing.tiny_training import RecordingProver
@@ -58,6 +58,8 @@ def test_prompts_in_another_order_are_seen(parent: Path, tmp_path: Path, monkeyp
         return usual(order, rollout + 1)
 
     monkeypatch.setattr(PromptOrder, "drawn", one_further)
+    monkeypatch.setattr(rollouts, "check_planned_prompts", lambda *_, **__: proven("prompt_order", "not looked at"))
+    monkeypatch.setattr(grpo, "check_prompt_ledger", lambda *_: proven("prompt_ledger", "not looked at"))
     assert "the prompts are not those that were due" in replayed(parent, tmp_path / "run")[0].reason
 
 
