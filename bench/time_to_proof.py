@@ -27,7 +27,7 @@ import torch
 from assay.model.families import hf_layout, to_foreign
 from assay.model.special_tokens import resolve_special_tokens
 from assay.model.transformer import ModelConfig, Transformer
-from assay.recipes.time_spent import PARTS
+from assay.recipes.run import PARTS
 from assay.store.digests import environment
 from assay.store.ledger import Event, Ledger
 from assay.store.safetensors_files import write_sharded

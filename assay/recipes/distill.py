@@ -35,7 +35,7 @@ from assay.recipes.hand_over import hand_over, void_if_refuted, write_down
 from assay.recipes.memory_plan import record_use
 from assay.recipes.options import Distill
 from assay.recipes.processes import follow, join_processes
-from assay.recipes.run import Run, open_run, plain, print_line
+from assay.recipes.run import Run, TimeSpent, open_run, plain, print_line
 from assay.recipes.sft import check_forked_loss, micro_rows, parent_loss, tuning_optimizer, tuning_schedule
 from assay.recipes.starting_model import StartingModel, load_start
 from assay.recipes.teacher_text import write_teacher_text
@@ -48,7 +48,6 @@ from assay.recipes.teachers import (
     make_student,
     open_teacher_model,
 )
-from assay.recipes.time_spent import TimeSpent
 from assay.recipes.trainer import SavePlan, Trainer
 from assay.statistics.estimate import Estimate, ratio
 from assay.store.artifact import build_model, open_artifact

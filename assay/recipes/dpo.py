@@ -32,10 +32,9 @@ from assay.recipes.preference_data import (
     settings_of,
 )
 from assay.recipes.processes import follow, join_processes
-from assay.recipes.run import Run, open_run, print_line
+from assay.recipes.run import Run, TimeSpent, open_run, print_line
 from assay.recipes.sft import check_asked_scale, check_forked_loss, judge_written_adapter, micro_rows, tuning_optimizer, tuning_schedule
 from assay.recipes.starting_model import StartingModel, load_start
-from assay.recipes.time_spent import TimeSpent
 from assay.recipes.trainer import SavePlan, Trainer
 from assay.store.artifact import build_model, open_artifact
 from assay.store.ledger import Event

@@ -35,9 +35,8 @@ from assay.recipes.reference import Reference, check_pinned, check_same_referenc
 from assay.recipes.rewards import JudgeReward, Rewards
 from assay.recipes.rollout_batch import Drawn, layout_of
 from assay.recipes.rollouts import RolloutCollector, RolloutHistory, Sampler
-from assay.recipes.run import Run, open_run, plain, print_line
+from assay.recipes.run import Run, TimeSpent, open_run, plain, print_line
 from assay.recipes.starting_model import AdapterModel, StartingModel, carry_moments, load_start, reopen_parent
-from assay.recipes.time_spent import TimeSpent
 from assay.recipes.trainer import SavePlan, Trainer
 from assay.store.artifact import build_model, open_artifact, straight_to
 from assay.store.ledger import Event

@@ -34,10 +34,9 @@ from assay.recipes.hand_over import hand_over, write_down
 from assay.recipes.memory_plan import device_memory, plan_pretraining, record_use, require_fit
 from assay.recipes.options import Pretrain
 from assay.recipes.processes import follow, join_processes
-from assay.recipes.run import Run, open_run, print_line
+from assay.recipes.run import Run, TimeSpent, open_run, print_line
 from assay.recipes.size_limit import require_room, write_squeezed
 from assay.recipes.starting_model import Ancestry, WholeModel
-from assay.recipes.time_spent import TimeSpent
 from assay.recipes.trainer import SavePlan, Trainer
 from assay.store.ledger import Event
 from assay.store.saving import Lineage

@@ -24,7 +24,6 @@ from assay.guard.proving_process import PROVING_PROCESSES
 from assay.guard.resume_checks import check_kept_checkpoints, check_newest_checkpoint, check_own_checkpoint
 from assay.guard.training_guards import stop_if_refuted
 from assay.recipes.save_pace import LITTLE
-from assay.recipes.time_spent import TimeSpent
 from assay.recipes.witness_records import pending_records
 from assay.store import durable
 from assay.store.checkpoint import Checkpoint, Contents, delete_old_checkpoints, latest_checkpoint, step_folder, step_folders
@@ -41,6 +40,48 @@ _SHOWN = 4  # options that differ, where a folder holds another run
 # How long to go on, and where, may change between sittings; what is learned, and from what, may not.
 FREE = {"minutes", "tokens", "device", "gpus", "out", "json", "resume", "probe_samples", "witness",
         "early_stopping_patience", "early_stopping_threshold"}
+PARTS = ("open", "compile", "preflight", "steps", "evaluation", "saving", "proving", "hand-over")  # of a run's wall time
+
+
+class TimeSpent:
+    """A run is in one phase after another; a part takes its seconds out of the phase, or of the part, that it lies in.
+
+    For the loop's own thread: what is written and proven beside it costs the run only what it waits for.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self.seconds: dict[str, float] = {}
+        self._now, self._within = now, ["open"]
+        self._since = now()
+
+    def phase(self, name: str) -> None:
+        self._settle()
+        self._within[0] = name
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        self._settle()
+        self._within.append(name)
+        try:
+            yield
+        finally:
+            self._settle()
+            self._within.pop()
+
+    def so_far(self) -> dict[str, float]:
+        """Seconds of every part there was, in the order in which a run has them."""
+        self._settle()
+        named = [*PARTS, *(name for name in self.seconds if name not in PARTS)]
+        return {name: round(self.seconds[name], 3) for name in named if name in self.seconds}
+
+    def sentence(self) -> str:
+        spent = self.so_far()
+        return f"{sum(spent.values()):.1f} s: " + ", ".join(f"{name} {seconds:.1f}" for name, seconds in spent.items())
+
+    def _settle(self) -> None:
+        now, name = self._now(), self._within[-1]
+        self.seconds[name] = self.seconds.get(name, 0.0) + now - self._since
+        self._since = now
 
 
 class SaveCost:

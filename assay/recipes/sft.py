@@ -25,9 +25,8 @@ from assay.recipes.hand_over import SAME_LOSS, HandedOver, hand_over, void_if_re
 from assay.recipes.memory_plan import record_use
 from assay.recipes.options import Sft, Tuned
 from assay.recipes.processes import follow, join_processes
-from assay.recipes.run import Run, open_run, print_line
+from assay.recipes.run import Run, TimeSpent, open_run, print_line
 from assay.recipes.starting_model import AdapterModel, StartingModel, carry_moments, load_start, reopen_parent
-from assay.recipes.time_spent import TimeSpent
 from assay.recipes.trainer import SavePlan, Trainer
 from assay.store.artifact import build_model
 from assay.store.checkpoint import open_checkpoint
