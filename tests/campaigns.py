@@ -251,7 +251,7 @@ def print_soak(readings: dict[str, list[Reading]], codes: dict[str, int]) -> int
 
 @contextlib.contextmanager
 def serving(model: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    command = [sys.executable, "-m", "assay", "serve", str(model), "--name", "tiny", "--port", "0", "--queue", "64", "--device", "cpu"]
+    command = [sys.executable, "-m", "assay", "serve", str(model), "--name", "tiny", "--port", "0", "--queue", "512", "--device", "cpu"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}) as process:
         assert process.stdout is not None
         address = next((line for line in process.stdout if line.startswith("serving at ")), None)
