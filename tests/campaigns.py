@@ -114,13 +114,13 @@ def kill_and_finish(job: Job, folder: Path, chance: random.Random, alone: tuple[
     """Up to `most` kills at random moments of one run, then the rest of it: the result must be the undisturbed one."""
     out, log, outcome = folder / "out", folder / "log", Killed(job.name)
     folder.mkdir(parents=True)
-    for _ in range(most):
+    code: int | None = None
+    while code is None and outcome.kills < most:
         after = chance.uniform(0.3, alone[0])
-        if run_until(job.command(out), after, log) is not None:
-            break
-        outcome.kills += 1
-        outcome.moments.append(after)
-    code = run_until(job.command(out), LIMIT, log)
+        if (code := run_until(job.command(out), after, log)) is None:
+            outcome.kills += 1
+            outcome.moments.append(after)
+    code = run_until(job.command(out), LIMIT, log) if code is None else code
     if code != 0:
         outcome.broken.append(f"exit {code} after kills at {[round(moment, 1) for moment in outcome.moments]}: {log.read_text()[-300:]!r}")
     elif job.result(out) != alone[1]:
