@@ -230,16 +230,6 @@ def check_rewards_again(first: Sequence[Mapping[str, float | None]], again: Sequ
 # ---------------------------------------------------------------- coincidence
 
 
-def check_independence(groups: Groups) -> Verdict:
-    """Completions of one prompt are drawn independently: they coincide no more often than their own probabilities allow.
-
-    Given the first of two siblings, the second equals it with the first's probability, which the sampler returned. Siblings
-    are taken in disjoint pairs, so that the coincidences are independent and Chernoff's bound holds for their number.
-    """
-    pairs = [(group[i], group[i + 1]) for group in groups for i in range(0, len(group) - 1, 2)]
-    return _coincidence("independence", pairs, "siblings", "they share a seed")
-
-
 class SiblingCounts:
     """Over all rollouts so far, and for every two members of a group: how often they said the same, and how often chance would have it.
 

@@ -9,11 +9,12 @@ import pytest
 
 from assay.generate.generation_request import Completion
 from assay.guard.rollout_checks import (
+    Groups,
+    SiblingCounts,
     check_collapse,
     check_divergence,
     check_endings,
     check_entropy,
-    check_independence,
     check_looping,
     check_ratio,
     check_reward_signal,
@@ -23,7 +24,7 @@ from assay.guard.rollout_checks import (
     rollout_warnings,
 )
 from assay.learn.advantage import group_advantages
-from assay.verdict import Outcome
+from assay.verdict import Outcome, Verdict
 
 VOCAB = 320
 
@@ -138,14 +139,20 @@ def test_names_that_others_know_are_theirs():
     assert [name for name in sorted(names) if f'"{name}"' not in source] == []
 
 
+def siblings(groups: Groups) -> Verdict:
+    counts = SiblingCounts(len(groups[0]))
+    counts.add(groups)
+    return counts.check()
+
+
 def test_coincidence_is_judged_by_the_completions_own_probability():
     unlikely = [[said([1, 2, 3], -3.0)] * 2] * 3  # each e^-9
-    assert "they share a seed" in check_independence(unlikely).reason
+    assert "they share a seed" in siblings(unlikely).reason
     sure = [[said([1, 2, 3], -1e-4)] * 8] * 16  # a policy that has learned its answer
-    assert check_independence(sure).outcome is Outcome.PROVEN
+    assert siblings(sure).outcome is Outcome.PROVEN
     likely = [[said([1], math.log(0.5))] * 2] * 10 + [[said([1], math.log(0.5)), said([2], math.log(0.5))]] * 10
-    assert check_independence(likely).outcome is Outcome.PROVEN
-    assert check_independence([[said([1])]]).outcome is Outcome.UNPROVEN
+    assert siblings(likely).outcome is Outcome.PROVEN
+    assert siblings([[said([1])]]).outcome is Outcome.UNPROVEN
     assert "does not reach the sampler" in check_rollout_seeds(unlikely[0] * 2, unlikely[0] * 2).reason
 
 
@@ -154,4 +161,4 @@ def test_honest_draws_raise_no_alarm():
     chance, weights = random.Random(0), [0.6, 0.3, 0.09, 0.01]
     for _ in range(1000):
         groups = [[said([k], math.log(weights[k])) for k in chance.choices(range(4), weights, k=4)] for _ in range(8)]
-        assert check_independence(groups).outcome is Outcome.PROVEN
+        assert siblings(groups).outcome is Outcome.PROVEN
