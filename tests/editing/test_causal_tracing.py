@@ -24,7 +24,7 @@ def test_the_mlp_that_looks_the_fact_up_carries_it_at_the_subjects_last_token():
     lost, row = found.clean - found.blurred, found.mlp[LAST_SUBJECT]
     assert best_window(found, DEPTH) == [LOOKS_UP]
     assert row[LOOKS_UP] > 0.9 * lost
-    assert all(abs(row[layer]) < 0.1 * lost for layer in range(DEPTH) if layer != LOOKS_UP)
+    assert all(abs(row[layer]) < 0.25 * lost for layer in range(DEPTH) if layer != LOOKS_UP)
     assert found.blurred < 0.7 < 0.95 < found.clean
 
 
