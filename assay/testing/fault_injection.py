@@ -87,11 +87,18 @@ def nothing(_: Path) -> AbstractContextManager[None]:
     return contextlib.nullcontext()
 
 
-def observe(fault: Fault) -> Sighting:
+def run_clean(job: Job) -> list[Verdict]:
+    """The clean twin of every fault of this job."""
+    with tempfile.TemporaryDirectory() as folder:
+        return job(Path(folder), nothing)
+
+
+def observe(fault: Fault, clean: Callable[[Job], list[Verdict]] = run_clean) -> Sighting:
+    """The fault planted, then its clean twin."""
     start = time.perf_counter()
-    with tempfile.TemporaryDirectory() as planted, tempfile.TemporaryDirectory() as clean:
-        verdicts = fault.job(Path(planted), fault.plant), fault.job(Path(clean), nothing)
-    return Sighting(fault, *verdicts, time.perf_counter() - start)
+    with tempfile.TemporaryDirectory() as folder:
+        planted = fault.job(Path(folder), fault.plant)
+    return Sighting(fault, planted, clean(fault.job), time.perf_counter() - start)
 
 # ---------------------------------------------------------------- ways to plant
 
