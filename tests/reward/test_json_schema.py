@@ -6,7 +6,7 @@ import pytest
 
 from assay.errors import DataError
 from assay.reward.json_schema import check_schema, schema_fault
-from assay.reward.json_schema_formats import has_sound_address, is_hostname, is_plain_hostname
+from assay.reward.json_schema_formats import as_uri, has_sound_address, is_hostname, is_plain_hostname
 from assay.reward.reward_functions import parse_rewards
 from assay.reward.worker_pool import RewardItem, RewardWorkers
 
@@ -47,6 +47,7 @@ def test_hosts_and_addresses_are_those_of_their_standard():  # formats that json
     assert [name for name in ("a-b.org", "ab--cd.org", "-a") if is_plain_hostname(name)] == ["a-b.org", "ab--cd.org"]
     links = ["http://[::1]/a", "http://[::ffff:1.2.3.4]", "http://[::ffff:01.2.3.4]", "//[::g]", "a/b"]
     assert [link for link in links if not has_sound_address(link)] == ["http://[::ffff:01.2.3.4]"]
+    assert [as_uri(link) for link in ("http://ø/𐌀", "a?\ue000", "a\ue000", "\ufffe")] == ["http://%C3%B8/%F0%90%8C%80", "a?%EE%80%80", None, None]
 
 
 def test_a_fault_says_where():
