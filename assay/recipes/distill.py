@@ -52,6 +52,7 @@ from assay.recipes.trainer import SavePlan, Trainer
 from assay.statistics.estimate import Estimate, ratio
 from assay.store.artifact import build_model, open_artifact
 from assay.store.ledger import Event
+from assay.store.remote import local_path
 from assay.verdict import Verdict, refuted
 
 NATS = 1.0  # a divergence may come near 0, where a share of it is less than rounding
@@ -115,7 +116,7 @@ def distill(config: Distill, say: Callable[[str], None] = print_line) -> RunOutc
                     evaluate()
                 trainer.watch.parent_loss = parent_loss(start, objective, lessons.batch(0), trainer)
                 if config.from_ is not None:
-                    run.judge(Event.FORK, [check_forked_loss(Path(config.from_), lessons.data, evaluator, trainer)])
+                    run.judge(Event.FORK, [check_forked_loss(local_path(config.from_), lessons.data, evaluator, trainer)])
                 if teacher is not None:
                     tell_worth(run, teacher, teacher.agreement(trainer.model, data.held_out_batches(micro)))
 

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from assay.evaluation.held_out_loss import HeldOut
@@ -38,6 +37,7 @@ from assay.recipes.starting_model import StartingModel, load_start
 from assay.recipes.trainer import SavePlan, Trainer
 from assay.store.artifact import build_model, open_artifact
 from assay.store.ledger import Event
+from assay.store.remote import local_path
 from assay.verdict import Verdict, unproven
 
 
@@ -94,7 +94,7 @@ def dpo(config: Dpo, say: Callable[[str], None] = print_line) -> RunOutcome:
                     evaluator.evaluate(trainer.model, 0, [])
                     watched.record(0)
                 if config.from_ is not None:
-                    run.judge(Event.FORK, [check_forked_loss(Path(config.from_), data, evaluator, trainer)])
+                    run.judge(Event.FORK, [check_forked_loss(local_path(config.from_), data, evaluator, trainer)])
 
             trainer.start_loop(data.facts(trainer.done), data.rows)
             with closing(trainer.steps(data.batches(run, trainer.done))) as steps:

@@ -26,7 +26,7 @@ from assay.outcome import RunOutcome
 from assay.recipes.conversations import NEVER, refuse_unbudgeted
 from assay.recipes.grpo_options import Grpo
 from assay.recipes.grpo_preflight import check_forked_policy, check_seeds_count, rollout_floor
-from assay.recipes.hand_over import export_best, void_if_refuted
+from assay.recipes.hand_over import export_best, send_to_remote, void_if_refuted
 from assay.recipes.memory_plan import record_use
 from assay.recipes.processes import follow, join_processes
 from assay.recipes.prompt_evaluator import PromptEvaluator, check_gain, check_same_answers
@@ -186,10 +186,11 @@ def hand_over_best(run: Run, evaluator: PromptEvaluator, prompts: PromptData, st
                  check_still_ends(before.cut, after.cut),
                  check_gain(metric, before.wanted, after.wanted, len(evaluator.history.steps) - 1)]
     void_if_refuted(run, places, verdicts)
+    sent = send_to_remote(run, places)
     run.log(Event.HAND_OVER, checkpoint=best.name, metric=metric, before=float(before.wanted.mean()),
-                      after=float(after.wanted.mean()), verdicts=plain([verdict.to_json() for verdict in verdicts]))
+                      after=float(after.wanted.mean()), verdicts=plain([verdict.to_json() for verdict in [*verdicts, *sent]]))
     run.say(f"{', '.join(map(str, places))}: {verdicts[-1].reason}")
-    return RunOutcome(run.folder, verdicts, model=places[-1], results={
+    return RunOutcome(run.folder, [*verdicts, *sent], model=places[-1], results={
         f"{metric} before": before.estimate, f"{metric} after": after.estimate, "gain": verdicts[-1].evidence})
 
 

@@ -68,6 +68,7 @@ def hand_over(run: Run, evaluator: HeldOutEvaluator, score_all: ScoreHeldOut) ->
         exported = rescore(open_artifact(places[-1], to=to, opened=opened), score_all, evaluator.device)
     verdicts += [*found, check_exported_score(recorded, exported)]
     void_if_refuted(run, places, verdicts)
+    verdicts += send_to_remote(run, places)
     return HandedOver(best, places, recorded, verdicts)
 
 
@@ -104,6 +105,15 @@ def void_if_refuted(run: Run, places: list[Path], verdicts: list[Verdict]) -> No
     for where in places if against else []:
         quarantine_checkpoint(open_checkpoint(where), against)
         run.say(f"{where} is quarantined: {'; '.join(verdict.reason for verdict in against)}")
+
+
+def send_to_remote(run: Run, places: list[Path]) -> list[Verdict]:
+    """Where a --remote was named: whether what is handed over, hallmark or quarantine included, lies there."""
+    if run.remote is None:
+        return []
+    verdict = run.remote.send_model(places)
+    run.say(str(verdict))
+    return [verdict]
 
 
 def write_down(run: Run, handed: HandedOver, **more: Any) -> None:

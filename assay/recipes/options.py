@@ -30,6 +30,8 @@ class ByForm(NamedTuple):
 # A weight decay of 0.3: on enwik8, read five times in two minutes, it gave 1.145 bits per byte; 0.01 learned the text by heart.
 MATRICES = {"muon": ByOptimizer(0.02, 0.3), "adamw": ByOptimizer(0.002, 0.1)}
 TUNING_RATES = ByForm(whole=3e-5, adapter=3e-4)
+REMOTE_HELP = ("URL of an object store (s3://, gs://, hf://, file://) that every proven checkpoint and what is handed over are copied to; "
+               "a fresh machine with the same command goes on from it")
 WITNESS_HELP = ("steps, drawn by the seed, that a fresh process replays from options and files alone, besides the first and the last; "
                 "off: none")
 DEVICE = "a GPU where there is one, else cpu"
@@ -43,7 +45,7 @@ def _by_optimizer(name: str) -> str:
 class Pretrain:
     """Train a model from scratch on a corpus that `assay corpus` made. An interrupted run in --out goes on where it stopped."""
 
-    corpus: str = option("folder that assay corpus made", group="data", metavar="FOLDER")
+    corpus: str = option("folder that assay corpus made, or a URL of one", group="data", metavar="FOLDER")
     out: str = option("folder of the run", group="run", metavar="FOLDER")
     depth: int = option("layers; the width is 64 times as much, and the rest follows", group="model", default=6)
     minutes: float | None = option("stop after this much wall time of training, all sittings together; what is checked before step 1 "
@@ -91,6 +93,7 @@ class Pretrain:
                                              above=0, default=0.01)
     probe_samples: int = option("texts to each of eight prompts by which a proof may judge what a checkpoint says; where the first of each "
                                 "are clean, they are enough; 0: none", group="checkpoints", least=0, default=4)
+    remote: str | None = option(REMOTE_HELP, group="checkpoints", metavar="URL", default=None, default_text="none")
     witness: str = option(WITNESS_HELP, group="checkpoints", metavar="STEPS", default="2")
     seed: int = option("seed of the weights and of the order of the data", group="run", default=0)
     device: str | None = option("where to compute: cpu or cuda", group="run", default=None, default_text=DEVICE)
@@ -113,7 +116,8 @@ class Trained:
     RATES: ClassVar[ByForm] = TUNING_RATES
 
     out: str = option("folder of the run", group="run", metavar="FOLDER")
-    model: str | None = option("model to train: a checkpoint, Hugging Face folder, GGUF file or fetched name; this or --from is required",
+    model: str | None = option("model to train: a checkpoint, Hugging Face folder, GGUF file, URL of a checkpoint or fetched name; this "
+                               "or --from is required",
                                group="model", default=None)
     from_: str | None = option("instead of --model: fork this proven checkpoint of a run, adapter included", group="model",
                                metavar="CHECKPOINT", default=None)
@@ -154,6 +158,7 @@ class Trained:
     probe_samples: int = option("texts to each of eight prompts by which a proof may judge what a checkpoint says; where the first of each "
                                 "are clean, they are enough; 0: none", group="checkpoints", least=0, default=4)
     insist: bool = option("allow --save-steps 0 for a run of more than ten minutes", group="checkpoints", default=False)
+    remote: str | None = option(REMOTE_HELP, group="checkpoints", metavar="URL", default=None, default_text="none")
     witness: str = option(WITNESS_HELP, group="checkpoints", metavar="STEPS", default="2")
     seed: int = option("seed of the order of the data and of whatever is drawn", group="run", default=0)
     device: str | None = option("where to compute: cpu or cuda", group="run", default=None, default_text=DEVICE)

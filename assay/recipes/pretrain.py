@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,6 +38,7 @@ from assay.recipes.size_limit import require_room, write_squeezed
 from assay.recipes.starting_model import Ancestry, WholeModel
 from assay.recipes.trainer import SavePlan, Trainer
 from assay.store.ledger import Event
+from assay.store.remote import local_path
 from assay.store.saving import Lineage
 from assay.verdict import Verdict
 
@@ -85,7 +85,7 @@ def pretrain(config: Pretrain, say: Callable[[str], None] = print_line) -> RunOu
     """An interrupted run hands nothing over; the same command goes on with it."""
     spent = TimeSpent()
     world, say = join_processes(config.device, config.shards, say)
-    corpus = open_corpus(Path(config.corpus))
+    corpus = open_corpus(local_path(config.corpus))
     assert_disjoint(corpus)
     require_held_out_documents(corpus)
     plan = derived(config, corpus, world.device)
@@ -95,7 +95,7 @@ def pretrain(config: Pretrain, say: Callable[[str], None] = print_line) -> RunOu
     every = config.save_steps or PRETRAINING_EVALUATED_EVERY
     rule = stopping_rule(config.early_stopping_patience, config.early_stopping_threshold, schedule=config.lr_scheduler_type,
                          steps=plan.steps, every=every)
-    tokenizer = Tokenizer.from_folder(Path(config.corpus))
+    tokenizer = Tokenizer.from_folder(corpus.folder)
     memory = plan_pretraining(config, plan.model, plan.device)
     if (available := device_memory(plan.device)) is not None:
         require_fit(memory, available, plan.device)
@@ -191,7 +191,7 @@ def derived(config: Pretrain, corpus: Corpus, device: str) -> _Plan:
                          "at least 1, a length of at least 8 and a batch of at least one row")
     rows = config.batch_tokens // config.max_length
     steps = None if config.tokens is None else max(1, math.ceil(config.tokens / (rows * config.max_length)))
-    vocab = padded_vocab(Tokenizer.from_folder(Path(config.corpus)))
+    vocab = padded_vocab(Tokenizer.from_folder(corpus.folder))
     micro = max(1, min(rows, config.micro_batch_tokens // config.max_length))
     return _Plan(shape(config, config.depth, vocab), rows, micro, steps, config.matrices().learning_rate, device)
 

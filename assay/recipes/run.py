@@ -23,10 +23,11 @@ from assay.guard.proof_subject import DEFAULT_SAMPLING, ProofSampling
 from assay.guard.proving_process import PROVING_PROCESSES
 from assay.guard.resume_checks import check_kept_checkpoints, check_newest_checkpoint, check_own_checkpoint
 from assay.guard.training_guards import stop_if_refuted
+from assay.recipes.remote_run import RemoteRun, restore_run
 from assay.recipes.save_pace import LITTLE
 from assay.recipes.witness_records import pending_records
 from assay.store import durable
-from assay.store.checkpoint import Checkpoint, Contents, delete_old_checkpoints, latest_checkpoint, step_folder, step_folders
+from assay.store.checkpoint import MANIFEST, Checkpoint, Contents, delete_old_checkpoints, latest_checkpoint, step_folder, step_folders
 from assay.store.ledger import Event, Ledger, read_chain
 from assay.store.saving import BackgroundSaver
 from assay.strict_json import parse_yaml, read_json_lines, read_small_file
@@ -38,7 +39,7 @@ FEW = 3  # checkpoints: the first and the last come anyway
 WRITTEN_EVERY = 50  # judgements of a step or rollout between two that are written down while they prove
 _SHOWN = 4  # options that differ, where a folder holds another run
 # How long to go on, and where, may change between sittings; what is learned, and from what, may not.
-FREE = {"minutes", "tokens", "device", "gpus", "out", "json", "resume", "probe_samples", "witness",
+FREE = {"minutes", "tokens", "device", "gpus", "out", "remote", "json", "resume", "probe_samples", "witness",
         "early_stopping_patience", "early_stopping_threshold"}
 PARTS = ("open", "compile", "preflight", "steps", "evaluation", "saving", "proving", "hand-over")  # of a run's wall time
 
@@ -126,7 +127,7 @@ class Run:
     """One execution of a recipe. `kept` is how many checkpoints stay besides the best; `probing` is how its proofs sample texts."""
 
     def __init__(self, folder: Path, config: Any, *, kept: int = 2, say: Callable[[str], None], probing: ProofSampling = DEFAULT_SAMPLING,
-                 spent: TimeSpent | None = None):
+                 spent: TimeSpent | None = None, remote: RemoteRun | None = None):
         self.folder, self.config, self.kept, self.say = folder, config, kept, say
         self.checkpoints = folder / "checkpoints"
         self.interrupted: int | None = None
@@ -144,6 +145,7 @@ class Run:
         self._looping = True  # until `end_loop`
         self.headroom = 0  # bytes of the GPU that the run will still take: a proof leaves them free
         self._judged_often = 0
+        self.remote, self._best = remote, dict[Path, Path | None]()  # of each checkpoint, what was best when it was saved
         durable.require_outside_checkpoints(folder / "config.yaml")
         durable.make_folder(folder)
         self.ledger = Ledger(folder / "ledger.jsonl")
@@ -246,6 +248,7 @@ class Run:
         where, needed = step_folder(self.checkpoints, step), frozenset(self.needed)
         records = [record for record in pending_records(self.folder) if record not in self._replaying]
         self._replaying.update(records)
+        self._best[where] = best
 
         def after(written: Checkpoint) -> None:
             self._saved.append(written)
@@ -266,6 +269,7 @@ class Run:
         self._write_down_saved()
         self._write_down_retired()
         self._judge_proofs(self._prover.finished())
+        self._write_down_sent()
 
     def settle(self, *, proofs: bool = False) -> None:
         """Wait until what was saved lies on the disk; with `proofs`, until it is proven too."""
@@ -291,6 +295,7 @@ class Run:
         self._write_down_saved()
         self._write_down_retired()
         self._judge_proofs(self._prover.close())
+        self._wait_for_remote()
 
     def tidy(self, best: Path | None) -> None:
         """Retire old checkpoints once the run has finished: nothing is written or proven any more."""
@@ -301,7 +306,8 @@ class Run:
     def _retire(self, best: Path | None, needed: Iterable[str]) -> None:
         """Old checkpoints go. Of those that were there and had to stay, it is asked afterwards whether they are there and verify."""
         before = step_folders(self.checkpoints)
-        gone = delete_old_checkpoints(self.checkpoints, self.kept, best, needed)
+        sending = set() if self.remote is None else self.remote.holding()
+        gone = delete_old_checkpoints(self.checkpoints, self.kept, best, sending | set(needed))
         self._retired += gone
         if gone:
             due = [path for path in before if path in before[-self.kept :] or path == best]
@@ -333,6 +339,26 @@ class Run:
                 raise GuardStop(f"{folder.name} was refuted by its proof and is quarantined: {reasons}. Earlier checkpoints stand")
             told = [v for v in verdicts if v.outcome is not Outcome.PROVEN and (v in without_optional(verdicts) or v.evidence.get("bad"))]
             self.say(f"{folder.name}: {outcome}" + (f" ({'; '.join(map(str, told))})" if told else ""))
+            self._offer_to_remote(folder)
+
+    def _offer_to_remote(self, folder: Path) -> None:
+        """With what a run that goes on from it elsewhere would need: the best so far, and what later checkpoints refer to."""
+        if self.remote is not None:
+            best = self._best.get(folder)
+            held = step_folders(self.checkpoints) if self.needed else []
+            referred = [path for path in held if durable.hash_file(path / MANIFEST) in self.needed]
+            self.remote.offer(folder, [*referred, *([] if best is None else [best])])
+
+    def _wait_for_remote(self) -> None:
+        if self.remote is not None:
+            with self.spent.part("remote"):
+                self.remote.wait()
+            self._write_down_sent()
+
+    def _write_down_sent(self) -> None:
+        for verdict in [] if self.remote is None else self.remote.told():
+            self.say(str(verdict))
+            self.log(Event.REMOTE, verdicts=[verdict.to_json()])
 
     def progress(self, done: int, of: int | None, what: str, seconds: float) -> None:
         """A line every few seconds."""
@@ -353,12 +379,15 @@ class Run:
             finally:
                 self._tell_time()
                 self.ledger.close()
+                if self.remote is not None:
+                    self.remote.close()
 
     def _stopped(self, error: AssayError) -> None:
         for wait in (self._saver.close, self._write_down_saved, self._write_down_retired, lambda: self._judge_proofs(self._prover.close())):
             self._also(wait)
         while self._prover.busy:  # those behind one that was refuted
             self._also(self.check)
+        self._wait_for_remote()
         good, _ = latest_checkpoint(self.checkpoints)
         stands = good.folder.name if good else None
         self._tell_time()
@@ -402,7 +431,11 @@ class Run:
 @contextlib.contextmanager
 def open_run(config: Any, say: Callable[[str], None], device: str, spent: TimeSpent | None = None) -> Iterator[Run]:
     """The run in --out, begun or gone on with. A request that is refused before this leaves no folder. `spent` counts from its start."""
-    run = Run(Path(config.out), config, say=say, probing=ProofSampling(config.probe_samples, device), spent=spent)
+    folder, remote = Path(config.out), None
+    if config.remote is not None:
+        restore_run(config.remote, folder, lambda data: changed_options(config, parse_yaml(data, where=config.remote)), say)
+        remote = RemoteRun(config.remote, folder)
+    run = Run(folder, config, say=say, probing=ProofSampling(config.probe_samples, device), spent=spent, remote=remote)
     with run.sitting():
         yield run
 

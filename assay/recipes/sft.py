@@ -31,6 +31,7 @@ from assay.recipes.trainer import SavePlan, Trainer
 from assay.store.artifact import build_model
 from assay.store.checkpoint import open_checkpoint
 from assay.store.ledger import Event
+from assay.store.remote import local_path
 from assay.strict_json import read_json, read_json_lines
 from assay.verdict import Verdict, proven, refuted, unproven
 
@@ -81,7 +82,7 @@ def sft(config: Sft, say: Callable[[str], None] = print_line) -> RunOutcome:
                     evaluator.evaluate(trainer.model, 0, [])
                 trainer.watch.parent_loss = parent_loss(start, next_token, data.batch(0), trainer)
                 if config.from_ is not None:
-                    run.judge(Event.FORK, [check_forked_loss(Path(config.from_), data, evaluator, trainer)])
+                    run.judge(Event.FORK, [check_forked_loss(local_path(config.from_), data, evaluator, trainer)])
 
             trainer.start_loop(data.facts(trainer.done), data.rows)
             with closing(trainer.steps(data.batches(run, trainer.done))) as steps:

@@ -27,6 +27,7 @@ from assay.store import checkpoint
 from assay.store.artifact import Artifact, Destination, assemble_model, build_model, locate_artifact, open_artifact, straight_to
 from assay.store.checkpoint import Checkpoint, Contents, open_checkpoint
 from assay.store.peft import write_adapter
+from assay.store.remote import local_path
 from assay.store.saving import Ancestor, Lineage, adapter_contents, model_contents
 from assay.verdict import Outcome, overall, without_optional
 
@@ -205,7 +206,7 @@ def given(config: Trained, to: Destination | None = None) -> Artifact:
         return refuse_quarantined(open_artifact(config.model, to=to))
     if config.optimizer_state is None:
         raise UsageError("--from: say what becomes of the parent's moments: --optimizer-state fresh or carried")
-    if open_checkpoint(Path(config.from_)).hallmark is None:
+    if open_checkpoint(local_path(config.from_)).hallmark is None:
         raise UsageError(f"{config.from_} carries no hallmark: nothing has proven it; run assay prove {config.from_}, then fork")
     return open_artifact(config.from_, to=to)
 
@@ -308,7 +309,7 @@ def trainable(config: Trained, parent: Artifact, tokenizer: Tokenizer) -> Traine
 def carried_state(config: Trained) -> tuple[dict[str, Tensor], int]:
     if config.from_ is None or config.optimizer_state == "fresh":
         return {}, 0
-    found = open_checkpoint(Path(config.from_))
+    found = open_checkpoint(local_path(config.from_))
     state, trainer = found.optimizer(), found.trainer()
     if not state or not trainer:
         raise UsageError(f"{config.from_} holds no moments to carry on; use --optimizer-state fresh")

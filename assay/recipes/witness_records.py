@@ -15,6 +15,7 @@ from assay.errors import UsageError
 from assay.learn.optim import state_tensors
 from assay.seeds import derive
 from assay.store import durable
+from assay.store.remote import is_url, local_path
 from assay.verdict import Outcome, Verdict, unproven
 from assay.witness.replay import AFTER, BEFORE, RECORD, SAID, WITNESS_FOLDER, summary
 
@@ -82,7 +83,8 @@ class WitnessRecords:
                 "loss": float(taken.loss), "weight": taken.weight, "ids": [list(map(str, row)) for row in taken.ids],
                 "stop_at": self._end[0], "decay_from": self._end[1], "steps_before": trainer.steps_before,
                 "parent": "" if lineage.parent is None else lineage.parent.path, "base": None if base is None else base.path,
-                "device": trainer.device, "rollout": None if self.rollout is None else rollout_facts(self.rollout)}
+                "device": trainer.device, "local": local_copies(trainer.run.config),
+                "rollout": None if self.rollout is None else rollout_facts(self.rollout)}
 
     def _state(self) -> dict[str, Tensor]:
         """What is trained and the optimizer's moments, in memory of their own."""
@@ -90,6 +92,12 @@ class WitnessRecords:
         weights = {f"weights/{name}": p for name, p in named.items() if p.requires_grad}
         moments = {f"state/{name}": tensor for name, tensor in state_tensors(self.trainer.optimizer, named).items()}
         return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in (weights | moments).items()}
+
+
+def local_copies(config: Any) -> dict[str, str]:
+    """Options that name a URL, and where the run read what lies there."""
+    named = {name: getattr(config, name, None) for name in ("corpus", "teacher")}
+    return {name: str(local_path(value)) for name, value in named.items() if value is not None and is_url(value)}
 
 
 def rollout_facts(rollout: Any) -> list[dict[str, Any]]:

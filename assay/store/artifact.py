@@ -31,6 +31,7 @@ from assay.store.gguf import GGUF
 from assay.store.mapped_pages import carried_to
 from assay.store.model_formats import Description, FileModel, ModelFormat, shown_geometry
 from assay.store.peft import LoraAdapter, config_with, read_adapter
+from assay.store.remote import local_path
 from assay.store.safetensors_files import folder_shards, inside, read_folder_tensors, read_safetensors_header
 from assay.strict_json import read_json
 
@@ -122,7 +123,7 @@ OpenBase = Callable[[Path], Artifact]
 
 
 def locate_artifact(path: str | Path) -> ArtifactPlace:
-    name, path = str(path), model_cache.cached_model(str(path)) or Path(path)
+    name, path = str(path), model_cache.cached_model(str(path)) or local_path(path)
     if path.is_file():
         if (format := next((one for one in FORMATS.values() if one.suffix == path.suffix), None)) is not None and path.suffix:
             return ArtifactPlace(path, format, adapter=False)

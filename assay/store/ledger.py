@@ -73,6 +73,7 @@ class Event(StrEnum):
     RETIRE = "retire"
     KEPT = "kept"  # what had to stay when others were retired
     PROOF = "proof"
+    REMOTE = "remote"  # whether a checkpoint is at --remote
     # results
     LAYERS = "layers"
     EDITS = "edits"

@@ -63,11 +63,10 @@ def planned(flags: FLAGS) -> tuple["MemoryPlan", str]:
     config = parse(PLANNED_RECIPES[flags.recipe], [*flags.options, *filled], prog=f"assay plan {flags.recipe}", config_file=True)
     device = config.device or ("cuda" if flags.memory is not None else default_device())
     if isinstance(config, Pretrain):
-        from pathlib import Path
-
         from assay.model.tokenizer import Tokenizer
         from assay.recipes.pretrain import padded_vocab, shape
+        from assay.store.remote import local_path
 
-        vocab = padded_vocab(Tokenizer.from_folder(Path(config.corpus)))
+        vocab = padded_vocab(Tokenizer.from_folder(local_path(config.corpus)))
         return plan_pretraining(config, shape(config, config.depth, vocab), device), device
     return plan_tuning(config, device), device

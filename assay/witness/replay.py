@@ -52,6 +52,7 @@ class KeptStep:
         self.folder, self.run = folder, folder.parent.parent
         self.facts: dict[str, Any] = json.loads((folder / RECORD).read_text())
         self.options: dict[str, Any] = parse_yaml((self.run / "config.yaml").read_bytes(), where=str(self.run / "config.yaml"))
+        self.options |= self.facts.get("local", {})  # what was named by a URL lies here
         self.recipe, self.step = self.facts["recipe"], self.facts["step"]
         self.before, self.after = (read_safetensors(folder, name) for name in (BEFORE, AFTER))
 
