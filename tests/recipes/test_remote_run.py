@@ -1,4 +1,4 @@
-"""A run whose checkpoints are copied to a store: killed while one is sent, gone on with on a fresh machine, and what a bad store does to it."""
+"""A run copied to a store: killed while a checkpoint is sent, gone on with on a fresh machine; and what a bad store does to it."""
 
 import os
 from collections.abc import Iterator
@@ -101,18 +101,19 @@ def test_what_rots_in_the_store_is_passed_over_and_the_record_before_it_taken(tm
     assert outcome.exit_code == 143
     store, there = tmp_path / "store", RemoteFolder(config.remote)
     assert record_names(there) == ["step-000013", "step-000012"]
-    flip_bit(store / CHECKPOINTS / "step-000013" / "model.safetensors")
+    flip_bit(store / CHECKPOINTS / "step-000013" / "model.safetensors", byte=-1)
     said = list[str]()
     sit(tmp_path / "elsewhere", store, said, after=stop)
     assert any(line.startswith("passed over") and "hash to" in line for line in said), said
     assert any("going on from step 12" in line for line in said), said
     for name in record_names(there):
-        flip_bit(store / RECORDS / name / RECORD_INDEX)
+        flip_bit(store / RECORDS / name / RECORD_INDEX, byte=40)
     with pytest.raises(UsageError, match="nothing can be gone on with"):
         sit(tmp_path / "third", store)
 
 
-def test_a_store_that_fails_costs_the_run_nothing_and_is_said(tmp_path: Path, uninterrupted: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+def test_a_store_that_fails_costs_the_run_nothing_and_is_said(tmp_path: Path, uninterrupted: dict[str, Any],
+                                                              monkeypatch: pytest.MonkeyPatch):
     from fsspec.implementations.local import LocalFileSystem
 
     def refuse(*_: Any, **__: Any) -> None:

@@ -39,8 +39,8 @@ def bucket(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
             import s3fs
 
             s3fs.S3FileSystem.clear_instance_cache()
-            s3fs.S3FileSystem().mkdir("assay-test")
-            yield "s3://assay-test/runs"
+            s3fs.S3FileSystem().mkdir(f"assay-{port}")
+            yield f"s3://assay-{port}/runs"
         server.stop()
     else:
         yield f"file://{tmp_path}/bucket" if kind == "file" else f"memory://{tmp_path.name}"
@@ -160,9 +160,9 @@ def test_a_url_that_nothing_serves_is_refused_in_words(url: str, words: str):
 def test_the_package_that_a_store_needs_is_named(monkeypatch: pytest.MonkeyPatch):
     import sys
 
-    monkeypatch.setitem(sys.modules, "s3fs", None)
-    with pytest.raises(UsageError, match="pip install s3fs"):
-        RemoteFolder("s3://bucket/a")
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    with pytest.raises(UsageError, match="pip install gcsfs"):
+        RemoteFolder("gs://bucket/a")
 
 
 def test_a_manifest_that_leads_elsewhere_is_refused(bucket: str, saved: Path):
