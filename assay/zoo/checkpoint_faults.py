@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from assay.errors import ArtifactError
 from assay.guard.proof import ProofRequest, prove
 from assay.guard.resume_checks import check_kept_checkpoints, check_newest_checkpoint
 from assay.model import families
@@ -20,6 +21,7 @@ from assay.store import artifact, checkpoint, saving
 from assay.store import export_artifact as export_artifact_module
 from assay.store.artifact import open_artifact
 from assay.store.export_artifact import export_artifact
+from assay.store.remote import RemoteFolder, fetch_folder, send_folder
 from assay.store.saving import Contents, Lineage
 from assay.testing import tiny_models
 from assay.testing.fault_injection import Plant, fault, fault_if_installed, in_place_of, on_disk, swap, together
@@ -45,7 +47,7 @@ from assay.testing.tiny_models import (
     tiny_model,
     truncate,
 )
-from assay.verdict import Verdict, proven
+from assay.verdict import Verdict, proven, refuted
 
 _Weights = dict[str, Tensor]
 UP = "blocks.0.mlp.up.weight"  # in the live model; the others as the file has them
@@ -104,6 +106,19 @@ def a_checkpoint_with_optimizer(folder: Path, plant: Plant) -> list[Verdict]:
     where = save_model(folder / "checkpoint", tiny_model(), optimizer={"exp_avg": torch.ones(8)}).folder
     with plant(where):
         return examine_folder(where)
+
+
+def a_fetch_from_a_store(folder: Path, plant: Plant) -> list[Verdict]:
+    """Sent to a store, every byte read back; struck there, and fetched by another machine."""
+    store = RemoteFolder(f"file://{folder}/store/model")
+    send_folder(save_model(folder / "checkpoint", tiny_model()).folder, store)
+    with plant(folder / "store" / "model"):
+        manifest = store.read(checkpoint.MANIFEST)
+        try:
+            fetch_folder(store, manifest or b"{}", folder / "elsewhere")
+        except ArtifactError as error:
+            return [refuted("remote", str(error))]
+    return [proven("remote", "every byte that was fetched has the hash of its manifest"), *examine_folder(folder / "elsewhere")]
 
 # ---------------------------------------------------------------- weights that are not there
 
@@ -382,3 +397,13 @@ def with_flipped_bit(weights: _Weights) -> _Weights:
     damaged = weights[DOWN].detach().clone()
     damaged.view(torch.int32)[3, 5] ^= 1 << 24
     return weights | {DOWN: damaged}
+
+# ---------------------------------------------------------------- object stores
+
+fault("half-uploaded checkpoint", rows=("C04",), stage="remote", check="remote", job=a_fetch_from_a_store)(
+    # A copy that another tool broke off, the manifest before the weights.
+    on_disk(lambda folder: (folder / WEIGHTS_FILE).unlink()))
+fault("half-uploaded file", rows=("C04",), stage="remote", check="remote", job=a_fetch_from_a_store)(
+    on_disk(lambda folder: truncate(folder / WEIGHTS_FILE)))
+fault("flipped byte in the store", rows=("C03",), stage="remote", check="remote", job=a_fetch_from_a_store)(
+    on_disk(lambda folder: flip_bit(folder / WEIGHTS_FILE, -1001)))
