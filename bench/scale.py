@@ -24,7 +24,7 @@ PER_MACHINE = 8
 MEASURED = {  # on one H200, each from the file that is named
     "bf16 peak, FLOP/s": (786e12, "results/train.txt"),
     "share of it that training reaches": (0.458, "results/train.txt, SmolLM2-135M, 395 k tokens/s"),
-    "activations, bytes a token, layer and width": (33.0, "results/train.txt: 10.9 GiB of which 2.3 are weights and state, 16,384 tokens, 30 × 576"),
+    "activations, bytes a token, layer and width": (33.0, "results/train.txt: 10.9 GiB, 2.3 of them state; 16,384 tokens, 30 × 576"),
     "written and hashed, bytes/s": (0.74e9, "results/size.txt: 16.5 GB of 8B weights in 22.2 s"),
     "opened and verified, bytes/s": (3.4e9, "results/size.txt: 15.3 GiB of 8B in 4.81 s, 16 cores"),
     "a proof's fixed part, s": (19.0, "results/time-to-proof.txt: assay prove of 135M, 19.2 s, imports most of it"),
@@ -76,7 +76,7 @@ def activations(shape: Shape, *, recomputed: bool) -> float:
 
 
 def memory(shape: Shape, gpus: int, *, sharded: bool) -> float:
-    """State over the GPUs that share it, one gathered layer in bf16 (two, the next is on its way), and activations, recomputed if need be."""
+    """State over the GPUs that share it, two gathered layers in bf16 (the next is on its way), and activations, recomputed if need be."""
     state = STATE * shape.parameters / (gpus if sharded else 1)
     gathered = 4 * shape.parameters / shape.layers if sharded and gpus > 1 else 2 * shape.parameters
     kept = state + gathered + activations(shape, recomputed=False)

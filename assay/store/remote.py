@@ -27,7 +27,7 @@ T = TypeVar("T")
 URL = re.compile(r"([a-z][a-z0-9+.-]*)://.+", re.IGNORECASE)
 PLUG_INS = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "hf": "huggingface_hub", "az": "adlfs", "abfs": "adlfs"}
 PAUSES = (1.0, 5.0)  # seconds before the second and the third try
-PIECE_BYTES = 4 << 20
+FETCHED_BYTES = 4 << 20
 _FILES = {"files": {str: {"bytes": NATURAL, "sha256": str}}}
 
 
@@ -165,7 +165,7 @@ class RemoteFolder:
         self._store.invalidate_cache()
         try:
             with self._store.open(self._place(name), "rb") as file:
-                while piece := file.read(PIECE_BYTES):
+                while piece := file.read(FETCHED_BYTES):
                     yield piece
         except FileNotFoundError:
             raise _NotThere(name) from None
