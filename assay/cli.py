@@ -130,6 +130,9 @@ def _dispatch(argv: list[str]) -> int:
         from assay.recipes.processes import launch_processes
 
         return launch_processes(argv, flags.gpus)
+    from assay.store.scratch import sweep_scratch
+
+    sweep_scratch()
     return module.run(flags)
 
 

@@ -15,7 +15,6 @@ clean twin is the same job with nothing planted: there, nothing may be refuted.
 import contextlib
 import functools
 import importlib.util
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -23,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from assay.store.scratch import scratch_folder
 from assay.verdict import Outcome, Verdict
 
 Plant = Callable[[Path], AbstractContextManager[None]]
@@ -89,8 +89,8 @@ def nothing(_: Path) -> AbstractContextManager[None]:
 
 def observe(fault: Fault) -> Sighting:
     start = time.perf_counter()
-    with tempfile.TemporaryDirectory() as planted, tempfile.TemporaryDirectory() as clean:
-        verdicts = fault.job(Path(planted), fault.plant), fault.job(Path(clean), nothing)
+    with scratch_folder() as planted, scratch_folder() as clean:
+        verdicts = fault.job(planted, fault.plant), fault.job(clean, nothing)
     return Sighting(fault, *verdicts, time.perf_counter() - start)
 
 # ---------------------------------------------------------------- ways to plant

@@ -53,7 +53,7 @@ def a_witnessed_run(recipe: str = "sft", *, resumed: bool = False, **options: An
 @functools.cache
 def clean_verdicts(recipe: str, resumed: bool, options: tuple[tuple[str, Any], ...]) -> list[Verdict]:
     """Of the clean twin, once for all faults that strike the same run."""
-    folder = Path(tiny_training.process_folder().name) / f"witnessed-{recipe}-{resumed}-{len(options)}-{abs(hash(options))}"
+    folder = tiny_training.process_folder() / f"witnessed-{recipe}-{resumed}-{len(options)}-{abs(hash(options))}"
     folder.mkdir()
     return _witnessed(folder, nothing, recipe, resumed, dict(options))
 
@@ -71,7 +71,7 @@ def _witnessed(folder: Path, plant: Plant, recipe: str, resumed: bool, options: 
 @functools.cache
 def struck_run() -> Path:
     """A fine-tuning that was left after two steps, made once; its own records are done with."""
-    where = Path(tiny_training.process_folder().name) / "struck"
+    where = tiny_training.process_folder() / "struck"
     with swap(Trainer, "over", lambda trainer: trainer.done >= _INTERRUPTED_AFTER):
         _train(where, "sft")
     for record in pending_records(where):
