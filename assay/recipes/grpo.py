@@ -11,7 +11,7 @@ from assay.data.batch import Batch
 from assay.errors import UsageError
 from assay.generate.generation_request import Sampling
 from assay.generate.sampler_weights import fingerprint
-from assay.guard.conclusion_checks import check_same_held_out
+from assay.guard.conclusion_checks import check_budget, check_same_held_out
 from assay.guard.policy_identity import LogprobFloor, check_floor, check_on_policy, check_reference
 from assay.guard.policy_loss_checks import check_directions, check_policy_loss
 from assay.guard.rollout_checks import check_still_ends
@@ -161,11 +161,12 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
             trainer.finish(prompts.times_read(trainer.done), len(prompts.train), evaluator.best_checkpoint())
         if run.interrupted is not None:
             return RunOutcome(run.folder, interrupted=run.interrupted)
-        return hand_over_best(run, evaluator, prompts, start, sampler_of, device)
+        budget = check_budget(trainer.schedule, trainer.done, None)
+        return hand_over_best(run, evaluator, prompts, start, sampler_of, device, budget)
 
 
 def hand_over_best(run: Run, evaluator: PromptEvaluator, prompts: PromptData, start: StartingModel,
-                   sampler_of: Callable[[Transformer], Sampler], device: str) -> RunOutcome:
+                   sampler_of: Callable[[Transformer], Sampler], device: str, budget: Verdict) -> RunOutcome:
     """The best checkpoint, proven as `RUN/model` (and `RUN/adapter`), and whether it is better than its parent."""
     best, metric = evaluator.best_checkpoint(), evaluator.rewards.metric.name
     assert best is not None, "a run ends with an evaluation"
@@ -183,7 +184,7 @@ def hand_over_best(run: Run, evaluator: PromptEvaluator, prompts: PromptData, st
     verdicts += [check_same_held_out(evaluator.history.digest, again),
                  check_same_answers(f"{best.name} as evaluated and as saved", recorded, saved.wanted[evaluated]),
                  check_same_answers(f"{best.name} as saved and as handed over", saved.wanted, after.wanted),
-                 check_still_ends(before.cut, after.cut),
+                 check_still_ends(before.cut, after.cut), budget,
                  check_gain(metric, before.wanted, after.wanted, len(evaluator.history.steps) - 1)]
     void_if_refuted(run, places, verdicts)
     run.log(Event.HAND_OVER, checkpoint=best.name, metric=metric, before=float(before.wanted.mean()),

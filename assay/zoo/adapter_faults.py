@@ -29,6 +29,7 @@ from assay.testing.fault_injection import Job, Plant, fault, in_place_of, on_dis
 from assay.testing.tiny_models import (
     ADAPTED_LAYERS,
     ADAPTER_FILE,
+    changed_json,
     changed_tensors,
     edit_json,
     examine_folder,
@@ -195,6 +196,17 @@ fault("adapter's embedding dropped on save", rows=("C10",), stage="save", check=
       job=an_adapter_save("llama3", replaced=("embed.weight", "head.weight")))(
     lambda _: saving_adapter(lambda fields, tensors: (
         fields | {"modules_to_save": ["lm_head"]}, without(tensors, "embed_tokens"))))
+def a_documented_adapter(folder: Path, plant: Plant) -> list[Verdict]:
+    """Its trainer wrote the settings into the model card, as some do."""
+    base = save_model(folder / "base", tiny_model()).folder
+    where = save_peft_folder(folder / "adapter", base)
+    (where / "README.md").write_text("# An adapter\n\n```yaml\nadapter: lora\nlora_r: 4\nlora_alpha: 8\n```\n")
+    with plant(where):
+        return examine_folder(where, base=str(base))
+
+
+fault("alpha changed after the training", rows=("C09",), stage="export", check="fields", job=a_documented_adapter)(
+    changed_json("adapter_config.json", lambda fields: fields | {"lora_alpha": 16}))
 fault("rank scaling lost", rows=("C09",), stage="save", check="answers", job=an_adapter_save(rslora=True))(
     # Trained with alpha / sqrt(r), saved as if with alpha / r.
     lambda _: saving_adapter(lambda fields, tensors: (fields | {"use_rslora": False}, tensors)))
