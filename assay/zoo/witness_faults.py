@@ -22,9 +22,12 @@ from assay.learn.lr_schedule import Schedule
 from assay.learn.objectives import Objective
 from assay.model.lora import LoraLinear
 from assay.model.transformer import Transformer
-from assay.recipes import pretrain, run, sft, starting_model
+from assay.recipes import grpo, pretrain, rollouts, run, sft, starting_model
 from assay.recipes.conversations import Conversations
+from assay.recipes.grpo_options import Grpo
 from assay.recipes.options import Pretrain, Sft
+from assay.recipes.prompts import PromptOrder
+from assay.recipes.rewards import Rewards
 from assay.recipes.trainer import Trainer
 from assay.recipes.witness_records import pending_records
 from assay.testing import tiny_training
@@ -97,6 +100,34 @@ def _train(where: Path, recipe: str, **options: Any) -> None:
         getattr(module, recipe)(config, say=lambda _: None)
 
 
+def a_witnessed_rollout(folder: Path, plant: Plant) -> list[Verdict]:
+    """Reinforcement of an untaught model by a reward that means nothing, so that every group differs; then its steps are replayed."""
+    if plant is nothing:
+        return list(clean_rollout())
+    return _reinforced(folder, plant)
+
+
+@functools.cache
+def clean_rollout() -> list[Verdict]:
+    folder = tiny_training.process_folder() / "reinforced"
+    folder.mkdir()
+    return _reinforced(folder, nothing)
+
+
+def _reinforced(folder: Path, plant: Plant) -> list[Verdict]:
+    (folder / "spread.py").write_text("def spread(prompt, completion, row):\n    return sum(completion.encode()) % 7 / 6\n")
+    config = Grpo(model=str(sums_folder() / "base"), data=(str(sums_folder() / "sums.jsonl"),), out=str(folder / "run"), prompts=2,
+                  reward=(f"{folder / 'spread.py'}:spread:1",), num_generations=4, max_completion_length=6, max_steps=2, held_out=0.1,
+                  learning_rate=5e-3, warmup_steps=0, save_steps=100, eval_prompts=2, micro_batch_size=8, device="cpu", reward_workers=1,
+                  witness="0")
+    with (plant(folder), swap(run, "Prover", RecordingProver), swap(grpo, "hand_over_best", lambda *_: None),
+          swap(grpo, "preflight_grpo", lambda *_: []), swap(Rewards, "audit", lambda *_: []), contextlib.suppress(GuardStop)):
+        grpo.grpo(config, say=lambda _: None)
+    records = pending_records(folder / "run")
+    assert records, "no step was kept"
+    return [replay_step(record) for record in records]
+
+
 def witnessed(name: str, stage: str, *, rows: Sequence[str] = (), **run_of: Any) -> Any:
     return fault(name, rows=rows or ("W01",), stage=stage, check="witness", job=a_witnessed_run(**run_of))
 
@@ -150,6 +181,25 @@ witnessed("prompts learned from step 2 on", "data")(
 def packed_texts_leak(usual: Any, model: Transformer, tokens: Tensor, **streams: Any) -> Tensor:
     """Positions still begin anew; the mask does not."""
     return usual(model, tokens, positions=streams.get("positions"))
+
+# ---------------------------------------------------------------- rollouts
+
+
+@fault("completions drawn and not learned from", rows=("R08",), stage="accumulation", check="witness", job=a_witnessed_rollout)
+@in_place_of(loop, "accumulated")
+def half_of_the_rollout(usual: Any, model: Transformer, objective: Objective, batch: Batch, micro: int, weight: float) -> loop.Accumulated:
+    return usual(model, objective, next(batch.split(len(batch) // 2)), micro, weight)
+
+
+fault("the next rollout's prompts in this one's place", rows=("R08",), stage="data", check="witness", job=a_witnessed_rollout)(
+    # The order and whoever checks it share the function that draws.
+    in_place_of(PromptOrder, "drawn")(lambda usual, order, rollout: usual(order, rollout + 1)))
+fault("advantages of the wrong sign", rows=("R10",), stage="reward", check="witness", job=a_witnessed_rollout)(
+    in_place_of(rollouts, "group_advantages")(lambda usual, *given, **named: _turned(usual(*given, **named))))
+
+
+def _turned(found: Any) -> Any:
+    return replace(found, values_PG=-found.values_PG)
 
 # ---------------------------------------------------------------- sums
 
