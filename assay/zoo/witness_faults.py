@@ -17,24 +17,24 @@ from assay.data.batch import Batch
 from assay.data.layouts import read_conversations
 from assay.data.packing import PackedExamples, hold_out, packed_rows
 from assay.errors import GuardStop
-from assay.learn import loop
+from assay.learn import distillation, loop
 from assay.learn.lr_schedule import Schedule
 from assay.learn.objectives import Objective
 from assay.model.lora import LoraLinear
 from assay.model.transformer import Transformer
-from assay.recipes import grpo, pretrain, rollouts, run, sft, starting_model
+from assay.recipes import distill, grpo, pretrain, rollouts, run, sft, starting_model
 from assay.recipes.conversations import Conversations
 from assay.recipes.grpo_options import Grpo
-from assay.recipes.options import Pretrain, Sft
+from assay.recipes.options import Distill, Pretrain, Sft
 from assay.recipes.prompts import PromptOrder
 from assay.recipes.rewards import Rewards
 from assay.recipes.trainer import Trainer
 from assay.recipes.witness_records import pending_records
 from assay.testing import tiny_training
 from assay.testing.fault_injection import Job, Plant, fault, in_place_of, nothing, swap
-from assay.testing.tiny_models import copy_folder
+from assay.testing.tiny_models import copy_folder, save_model, tiny_model
 from assay.testing.tiny_training import RecordingProver, tiny_corpus
-from assay.verdict import Verdict
+from assay.verdict import Verdict, proven
 from assay.witness.replay import replay_step
 from assay.zoo.run_faults import hand_nothing_over, sums_folder
 
@@ -85,16 +85,18 @@ def struck_run() -> Path:
 def _train(where: Path, recipe: str, **options: Any) -> None:
     common: dict[str, Any] = {"out": str(where), "warmup_steps": 1, "save_steps": 100, "witness": "0", "device": "cpu", "weight_decay": 0.1}
     config: Any
-    if recipe == "sft":
+    if recipe in ("sft", "distill"):
         folder = sums_folder()
-        config = Sft(**common | {"data": (str(folder / "sums.jsonl"),), "model": str(folder / "base"), "max_length": 32, "held_out": 0.1,
-                                 "batch_tokens": 256, "micro_batch_tokens": 96, "num_train_epochs": 2, "max_steps": WITNESSED_STEPS,
-                                 "learning_rate": 3e-3, **options})
+        common |= {"data": (str(folder / "sums.jsonl"),), "model": str(folder / "base"), "max_length": 32, "held_out": 0.1,
+                   "batch_tokens": 256, "micro_batch_tokens": 96, "num_train_epochs": 2, "max_steps": WITNESSED_STEPS,
+                   "learning_rate": 3e-3, **options}
+        config = Sft(**common) if recipe == "sft" else Distill(**common, teacher=str(a_teacher()))
     else:
         config = Pretrain(**common | {"corpus": str(tiny_corpus().folder), "depth": 1, "tokens": WITNESSED_STEPS * 256, "max_length": 16,
                                       "batch_tokens": 256, "micro_batch_tokens": 96, "eval_documents": 4, **options})
-    module: Any = sft if recipe == "sft" else pretrain
-    with (swap(run, "Prover", RecordingProver), swap(module, "hand_over", hand_nothing_over),
+    module: Any = {"sft": sft, "distill": distill, "pretrain": pretrain}[recipe]
+    with (swap(distill, "compare_agreement", lambda *_: {}), swap(distill, "check_told", lambda *_: proven("told", "not looked at")),
+          swap(run, "Prover", RecordingProver), swap(module, "hand_over", hand_nothing_over),
           swap(module, "write_down", lambda *_, **__: None), swap(module, f"preflight_{recipe}", lambda *_: []),
           swap(Conversations, "_judge", lambda *_: None), contextlib.suppress(GuardStop)):
         getattr(module, recipe)(config, say=lambda _: None)
@@ -126,6 +128,12 @@ def _reinforced(folder: Path, plant: Plant) -> list[Verdict]:
     records = pending_records(folder / "run")
     assert records, "no step was kept"
     return [replay_step(record) for record in records]
+
+
+@functools.cache
+def a_teacher() -> Path:
+    """Another model than the student, made once; it knows as little."""
+    return save_model(tiny_training.process_folder() / "teacher", tiny_model("llama", seed=3)).folder
 
 
 def witnessed(name: str, stage: str, *, rows: Sequence[str] = (), **run_of: Any) -> Any:
@@ -181,6 +189,12 @@ witnessed("prompts learned from step 2 on", "data")(
 def packed_texts_leak(usual: Any, model: Transformer, tokens: Tensor, **streams: Any) -> Tensor:
     """Positions still begin anew; the mask does not."""
     return usual(model, tokens, positions=streams.get("positions"))
+
+# ---------------------------------------------------------------- teachers
+
+
+witnessed("the divergence turned round", "loss", rows=("L06",), recipe="distill")(
+    lambda _: swap(distillation, "forward_kl", distillation.reverse_kl))
 
 # ---------------------------------------------------------------- rollouts
 
