@@ -1,11 +1,12 @@
 """Artifact checks: recorded hashes, finite values, fields that agree, the tokenizer, and the distance from the parent."""
 
+from collections.abc import Iterator
 from itertools import zip_longest
 
 import torch
 from torch import Tensor
 
-from assay.guard.foreign_folder_checks import absurd_weights, adapter_scale_records, same_geometry, tensor_pairs, untrained_change
+from assay.guard.foreign_folder_checks import Pair, absurd_weights, adapter_scale_records, same_geometry, tensor_pairs, untrained_change
 from assay.guard.proof_subject import ProofSubject
 from assay.guard.tokenizer_comparison import compare_templates, compare_tokenizers, silent_generation_prompt
 from assay.model.probe_logits import compute_probe_logits, probe_distance, share_of_change
@@ -268,7 +269,7 @@ def _moved(subject: ProofSubject) -> Verdict:
     pairs = tensor_pairs(subject) if unrecorded else _pairs(subject.against, subject.artifact)
     movement = {name: (before, after) for name, before, after in pairs}
     moved = {name: float((after.float() - before.float()).abs().max())
-             for name, (before, after) in movement.items() if not torch.equal(before, after)}
+             for name, before, after in _carried(subject, movement) if not torch.equal(before, after)}
     if not moved:
         return refuted("lineage", f"every one of {len(movement)} tensors equals the parent's: nothing was learned, "
                                   "or the wrong weights were saved")
@@ -287,10 +288,15 @@ def _plausible(subject: ProofSubject, movement: dict[str, tuple[Tensor, Tensor]]
             return refuted("lineage", f"{words}; the optimizer could have moved an element by {bound:.2e}: {', '.join(beyond[:3])}",
                            tensors=beyond)
         return proven("lineage", f"{words}, within the optimizer's {bound:.2e}", moved=len(moved), farthest=moved[farthest], bound=bound)
-    if untrained := untrained_change((name, before, after) for name, (before, after) in movement.items()):
+    if untrained := untrained_change(_carried(subject, movement)):
         return refuted("lineage", untrained)
     return proven("lineage", f"{words}, and no tensor in a way that training does not; how far the optimizer could go is not recorded",
                   moved=len(moved), farthest=moved[farthest])
+
+
+def _carried(subject: ProofSubject, movement: dict[str, tuple[Tensor, Tensor]]) -> Iterator[Pair]:
+    """To where the proof computes, one after the other."""
+    return ((name, before.to(subject.device), after.to(subject.device)) for name, (before, after) in movement.items())
 
 
 def _pairs(parent: Artifact, child: Artifact) -> list[tuple[str, Tensor, Tensor]]:

@@ -37,14 +37,15 @@ def same_geometry(child: Artifact, parent: Artifact) -> bool:
 
 
 def tensor_pairs(subject: ProofSubject) -> list[Pair]:
-    """As the files hold them, where both are folders of one layout: fused in our model, a third of a matrix hides behind the rest."""
+    """As the files hold them, where both are folders of one layout: fused in our model, a third of a matrix hides behind the rest. They
+    stay where they are: a GPU may have no room for all of them once more."""
     parent, child = subject.against, subject.artifact
     assert parent is not None
     before, after = parent.raw.tensors, child.raw.tensors
     if child.patch is not None or parent.patch is not None or not after.keys() - {"lm_head.weight"} <= before.keys():
         before, after = with_untied_head(merged_tensors(parent), child.config), merged_tensors(child)
-    return [(name, *_common_rows(before[name].to(subject.device), after[name].to(subject.device)))
-            for name in before if name in after and before[name].shape[1:] == after[name].shape[1:]]
+    return [(name, *_common_rows(before[name], after[name])) for name in before
+            if name in after and before[name].shape[1:] == after[name].shape[1:]]
 
 
 def _common_rows(before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:

@@ -29,7 +29,8 @@ from assay.store.artifact import build_model, open_artifact
 from assay.store.checkpoint import Checkpoint
 from assay.store.safetensors_files import read_tensors, write_sharded, write_tensors
 from assay.store.saving import Ancestor, Lineage, adapter_contents, model_contents, model_files
-from assay.testing.fault_injection import Job, Plant, on_disk
+from assay.store.scratch import scratch_folder
+from assay.testing.fault_injection import Job, Plant, nothing, on_disk
 from assay.verdict import Verdict, proven, refuted
 
 TINY_SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -258,8 +259,22 @@ def a_child(*, frozen: tuple[str, ...] = (), far: float = 1e-3) -> Job:
         return save_and_examine(where, lambda: save_model(where, nudge(child, far), lineage), plant)
     return job
 
+
 def a_finetuned_folder(folder: Path, plant: Plant) -> list[Verdict]:
     """Another tool's, proven against the model that it was trained from; struck on the disk."""
+    if plant is nothing:
+        return list(_clean_finetuned_folder())
+    return _finetuned_folder(folder, plant)
+
+
+@functools.cache
+def _clean_finetuned_folder() -> list[Verdict]:
+    """Of the clean twin, once for all faults."""
+    with scratch_folder() as folder:
+        return _finetuned_folder(folder, nothing)
+
+
+def _finetuned_folder(folder: Path, plant: Plant) -> list[Verdict]:
     parent = save_hf_folder(folder / "parent", tiny_model())
     where = save_hf_folder(folder / "model", nudge(tiny_model()))
     with plant(where):

@@ -188,10 +188,10 @@ def a_probe(_: Path, plant: Plant) -> list[Verdict]:
     return [child.verdict(), compare_health(child, parent)[1]]
 
 
-def a_run_that_got_worse(_: Path, plant: Plant) -> list[Verdict]:
-    """Four evaluations of 40 documents: each is worse than the one before, and the first, before any step, is the best."""
+def a_run_with_a_best(_: Path, plant: Plant) -> list[Verdict]:
+    """Four evaluations of 40 documents: better after some steps than before the first, and then worse and worse."""
     noise = np.random.default_rng(derive(0, "evaluations"))
-    scores = [3.0 + 0.1 * step + 0.02 * noise.standard_normal(40) for step in range(4)]
+    scores = [loss + 0.02 * noise.standard_normal(40) for loss in (3.0, 2.8, 3.2, 3.3)]
     with plant(_):
         best = own.chosen(scores)
     return [check_improvement(best, scores[0], scores[best])]
@@ -266,7 +266,7 @@ fault("a fall called success", rows=("S8",), stage="reward", check="rise", job=a
     lambda _: swap(own, "declares_passed", lambda series: True))
 
 
-fault("the worst chosen for the best", rows=("C06",), stage="eval", check="improvement", job=a_run_that_got_worse)(
+fault("the worst chosen for the best", rows=("C06",), stage="eval", check="improvement", job=a_run_with_a_best)(
     in_place_of(own, "chosen")(lambda _, scores: int(np.argmax([losses.mean() for losses in scores]))))
 fault("p-values lost on the way", rows=("S8",), stage="eval", check="second opinion", job=a_second_opinion)(
     # The adjustment for many comparisons returns a list that nobody filled.

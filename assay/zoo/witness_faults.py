@@ -103,7 +103,8 @@ def _train(where: Path, recipe: str, **options: Any) -> None:
 
 
 def a_witnessed_rollout(folder: Path, plant: Plant) -> list[Verdict]:
-    """Reinforcement of an untaught model by a reward that means nothing, so that every group differs; then its steps are replayed."""
+    """Reinforcement of an untaught model by a reward that means nothing, so that every group differs, without preflight and without a look
+    at each rollout; then its steps are replayed."""
     if plant is nothing:
         return list(clean_rollout())
     return _reinforced(folder, plant)
@@ -123,7 +124,8 @@ def _reinforced(folder: Path, plant: Plant) -> list[Verdict]:
                   learning_rate=5e-3, warmup_steps=0, save_steps=100, eval_prompts=2, micro_batch_size=8, device="cpu", reward_workers=1,
                   witness="0")
     with (plant(folder), swap(run, "Prover", RecordingProver), swap(grpo, "hand_over_best", lambda *_: None),
-          swap(grpo, "preflight_grpo", lambda *_: []), swap(Rewards, "audit", lambda *_: []), contextlib.suppress(GuardStop)):
+          swap(grpo, "preflight_grpo", lambda *_: []), swap(Rewards, "audit", lambda *_: []),
+          swap(rollouts.RolloutCollector, "check", lambda *_: []), contextlib.suppress(GuardStop)):
         grpo.grpo(config, say=lambda _: None)
     records = pending_records(folder / "run")
     assert records, "no step was kept"

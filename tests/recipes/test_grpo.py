@@ -105,7 +105,7 @@ def test_rewards_that_do_not_reward_the_answer_are_refused_before_the_first_roll
 
 
 @pytest.mark.parametrize(("seconds", "outcome", "words"), [
-    (0.2, Outcome.PROVEN, "of the peak learning rate"), (4.0, Outcome.UNPROVEN, "ran out")])
+    (0.5, Outcome.PROVEN, "of the peak learning rate"), (4.0, Outcome.UNPROVEN, "ran out")])
 def test_minutes_begin_with_the_first_rollout_and_a_run_that_they_cut_short_says_so(
         seconds: float, outcome: Outcome, words: str, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """By a clock that moves with the work alone: the preflight takes longer than the budget of six seconds, and a rollout `seconds`."""
@@ -126,7 +126,7 @@ def test_minutes_begin_with_the_first_rollout_and_a_run_that_they_cut_short_says
     (found,) = [verdict for verdict in reinforced(config) if verdict.check == "budget"]
     assert found.outcome is outcome, found.reason
     assert words in found.reason
-    assert (len(steps_of(config)) > 20) is (outcome is Outcome.PROVEN)
+    assert (len(steps_of(config)) > 6) is (outcome is Outcome.PROVEN)
 
 
 def test_held_out_prompts_that_are_trained_on_are_refused(adapter: Path, tmp_path: Path):
