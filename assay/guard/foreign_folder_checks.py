@@ -61,9 +61,14 @@ def untrained_change(pairs: Iterable[Pair]) -> str | None:
             continue
         if words := _flipped_bits(name, before, after) or _another_matrix(name, before, after):
             return words
-        if before.dim() == 2 and before.any():
+        if before.dim() == 2 and _of_one_size(before, after):
             moved[name] = float((after.float() - before.float()).norm() / before.float().norm())
     return _strayed(moved)
+
+
+def _of_one_size(before: Tensor, after: Tensor) -> bool:
+    """What was exchanged or drawn anew is about as large as it was; what began near 0 grows, and moves far for its size."""
+    return bool(before.float().norm() / 2 < after.float().norm() < before.float().norm() * 2)
 
 
 def _another_matrix(name: str, before: Tensor, after: Tensor) -> str | None:

@@ -64,6 +64,15 @@ def test_a_matrix_that_was_zero_in_the_parent_has_no_direction_to_lose():
     assert untrained_change([("out", torch.zeros(16, 16), torch.randn(16, 16))]) is None
 
 
+def test_a_matrix_that_began_near_zero_may_move_far_for_its_size():
+    chance = torch.Generator().manual_seed(0)
+    kept = [torch.randn(32, 32, generator=chance) for _ in range(6)]
+    pairs = [(f"kept {number}", one, one + 1e-3 * torch.randn(32, 32, generator=chance)) for number, one in enumerate(kept)]
+    faint = 0.01 * kept[0]
+    assert untrained_change([*pairs, ("out", faint, faint + 0.05 * torch.randn(32, 32, generator=chance))]) is None
+    assert "were exchanged" in str(untrained_change([*pairs, ("out", kept[0], torch.cat([kept[0][:16], kept[1][:16]]))]))
+
+
 def test_a_child_with_rows_for_new_tokens_and_a_head_of_its_own_is_its_parents(tmp_path: Path):
     """Through the whole proof: neither geometry nor lineage objects, and a flipped bit is still seen."""
     parent, child = tiny_model(), tiny_model(vocab=328, tied=False)
