@@ -122,7 +122,8 @@ def test_minutes_begin_with_the_first_rollout_and_a_run_that_they_cut_short_says
     monkeypatch.setattr(time, "monotonic", lambda: clock["now"])
     monkeypatch.setattr(RolloutCollector, "collect", collected)
     monkeypatch.setattr(recipe, "preflight_grpo", checked_slowly)
-    config = options(adapter, tmp_path / "run", max_steps=None, minutes=0.1, save_steps=1000, eval_prompts=2, lr_scheduler_type="wsd")
+    config = options(adapter, tmp_path / "run", max_steps=None, minutes=0.1, save_steps=1000, eval_prompts=2, lr_scheduler_type="wsd",
+                     decay_ratio=0.4)
     (found,) = [verdict for verdict in reinforced(config) if verdict.check == "budget"]
     assert found.outcome is outcome, found.reason
     assert words in found.reason
