@@ -15,7 +15,6 @@ from assay.statistics.estimate import paired
 from assay.verdict import Verdict, proven, refuted, unproven
 
 NEAR_THE_FOOT = 0.1  # of the peak rate: where a schedule that time has ended should be
-WELL_DOWN = 0.5  # of the peak rate: where one of few steps may be after its last
 
 
 def check_same_held_out(before: str | None, now: str | None) -> Verdict:
@@ -48,18 +47,11 @@ def check_budget(schedule: Schedule, done: int, stopped_early: str | None = None
         return proven("budget", f"{done} steps, then stopped early: {stopped_early}", steps=done)
     last = schedule.multiplier(done - 1) if done else 0.0
     words = f"{done} step{'' if done == 1 else 's'} taken, the last at {last:.0%} of the peak learning rate"
-    if schedule.budget.minutes is None or _at_the_foot(schedule, done, last):
+    if schedule.budget.minutes is None or (last <= NEAR_THE_FOOT and schedule.stop_at is not None):
         return proven("budget", words, steps=done, share=last)
     ran_out = "before the way down began" if schedule.stop_at is None else f"on the way down to step {schedule.stop_at}"
     return unproven("budget", f"{words}: --minutes {schedule.budget.minutes:g} ran out {ran_out}; give more minutes, or a budget of steps",
                     steps=done, share=last)
-
-
-def _at_the_foot(schedule: Schedule, done: int, last: float) -> bool:
-    """Near it, or all the way down that was planned: of few steps the last is still some way above the foot."""
-    if schedule.stop_at is None:
-        return False
-    return last <= NEAR_THE_FOOT or (done >= schedule.stop_at and last <= WELL_DOWN)
 
 
 def check_improvement(step: int, before: ArrayLike, after: ArrayLike) -> Verdict:

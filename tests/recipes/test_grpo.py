@@ -105,7 +105,7 @@ def test_rewards_that_do_not_reward_the_answer_are_refused_before_the_first_roll
 
 
 @pytest.mark.parametrize(("seconds", "outcome", "words"), [
-    (0.5, Outcome.PROVEN, "of the peak learning rate"), (4.0, Outcome.UNPROVEN, "ran out")])
+    (0.4, Outcome.PROVEN, "of the peak learning rate"), (4.0, Outcome.UNPROVEN, "ran out")])
 def test_minutes_begin_with_the_first_rollout_and_a_run_that_they_cut_short_says_so(
         seconds: float, outcome: Outcome, words: str, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """By a clock that moves with the work alone: the preflight takes longer than the budget of six seconds, and a rollout `seconds`."""
@@ -123,7 +123,7 @@ def test_minutes_begin_with_the_first_rollout_and_a_run_that_they_cut_short_says
     monkeypatch.setattr(RolloutCollector, "collect", collected)
     monkeypatch.setattr(recipe, "preflight_grpo", checked_slowly)
     config = options(adapter, tmp_path / "run", max_steps=None, minutes=0.1, save_steps=1000, eval_prompts=2, lr_scheduler_type="wsd",
-                     decay_ratio=0.4)
+                     decay_ratio=0.9)
     (found,) = [verdict for verdict in reinforced(config) if verdict.check == "budget"]
     assert found.outcome is outcome, found.reason
     assert words in found.reason
