@@ -46,6 +46,7 @@ PROOF_CHECKS: tuple[Callable[[ProofSubject], Verdict], ...] = (
     check_hashes, check_loaded, check_values, check_fields, check_tokenizer, check_answers, check_lineage, check_consumer,
     check_generations, check_health)
 PROOF_TIMEOUT = 1800.0
+_REPLAY_WORKSPACE = 8 << 30  # bytes of a GPU
 MOST_PROOFS = 4  # at a time, beside a loop
 ENDED_FROM_OUTSIDE = {signal.SIGINT, signal.SIGTERM, signal.SIGKILL, signal.SIGHUP}  # says nothing about the artifact
 
@@ -108,7 +109,8 @@ def prove_checkpoint(folder: Path, *, against: str | None = None, base: str | No
     """Prove a checkpoint of ours and write the outcome into it. Bytes that do not even open stay as they are. `records` are steps that
     led to it, kept for the witness."""
     request = ProofRequest(str(folder), against=against, base=base, probing=probing, headroom=headroom)
-    verdicts = [*prove(request, timeout=timeout, beside=beside), *(ask_witness(records, beside=beside) if records else ())]
+    verdicts = [*prove(request, timeout=timeout, beside=beside),
+                *(ask_witness(records, probing.device, beside=beside, headroom=headroom) if records else ())]
     hashed = any(v.check == "whole" and v.outcome is Outcome.PROVEN for v in verdicts)  # every byte, by the proof itself
     try:
         checkpoint = open_checkpoint(folder, verify=not hashed)
@@ -118,11 +120,14 @@ def prove_checkpoint(folder: Path, *, against: str | None = None, base: str | No
     return verdicts
 
 
-def ask_witness(records: Sequence[Path], *, timeout: float = PROOF_TIMEOUT, beside: bool = False) -> list[Verdict]:
-    """Kept steps replayed, in a process that no trainer has touched. Where it is late or dies it has not spoken: that is UNPROVEN."""
+def ask_witness(records: Sequence[Path], device: str = "cpu", *, timeout: float = PROOF_TIMEOUT, beside: bool = False,
+                headroom: int = 0) -> list[Verdict]:
+    """Kept steps replayed on a device, in a process that no trainer has touched. Where it is late or dies it has not spoken: that is
+    UNPROVEN."""
     process = PROVING_PROCESSES.take(proof_threads(beside=False))
     try:
-        found = process.answer({"records": [str(record) for record in records], "threads": proof_threads(beside)}, timeout)
+        found = process.answer({"records": [str(record) for record in records], "device": device, "headroom": headroom,
+                                "threads": proof_threads(beside)}, timeout)
     except TimeoutError:
         found = None
     if found is None:
@@ -322,21 +327,31 @@ def _answer(line: bytes, kept: KeptArtifacts) -> dict[str, Any]:
     fields = json.loads(line)
     torch.set_num_threads(fields.pop("threads"))
     if "records" in fields:
-        return {"verdicts": [_replayed(fields["records"]).to_json()]}
+        return {"verdicts": [_replayed(fields["records"], fields["device"], fields["headroom"]).to_json()]}
     try:
         return {"verdicts": [verdict.to_json() for verdict in examine_artifact(ProofRequest.from_fields(fields), kept)]}
     except AssayError as error:
         return {"refused": str(error)}
 
 
-def _replayed(records: Sequence[str]) -> Verdict:
-    """What the witness says. One that dies has not spoken, and a sound run must not fall with it."""
+def _replayed(records: Sequence[str], asked: str, headroom: int) -> Verdict:
+    """What the witness says. One that dies has not spoken, and a sound run must not fall with it. What was kept for a GPU's replay
+    would take hours elsewhere."""
     from assay.witness.replay import replay_steps
 
+    folders = [Path(record) for record in records]
     try:
-        return replay_steps([Path(record) for record in records])
+        device, why = proof_device(asked, max(map(_replay_bytes, folders)), headroom)
+        if device != asked:
+            return unproven("witness", f"{len(folders)} kept step(s) were not replayed: {why}", optional=True)
+        return replay_steps(folders, device)
     except Exception as error:
         return unproven("witness", f"the witness itself died: {type(error).__name__}: {error}", optional=True)
+
+
+def _replay_bytes(record: Path) -> int:
+    """Of a GPU: the record, gradients in double precision, and the logits of a few texts."""
+    return 3 * sum(file.stat().st_size for file in record.iterdir()) + _REPLAY_WORKSPACE
 
 
 def _listen(requests: "queue.SimpleQueue[bytes]") -> None:

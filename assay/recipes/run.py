@@ -138,6 +138,7 @@ class Run:
         self._kept: list[tuple[Verdict, bool]] = []  # likewise, of what had to stay, and whether all of it is there
         self._saver, self._prover, self.probing = BackgroundSaver(), Prover(), probing
         self._replaying: set[Path] = set()  # kept steps that a proof of this sitting replays
+        self.settle_records: Callable[[], None] = lambda: None  # waits for kept steps that are being written
         self.save_cost, self.spent = SaveCost(), spent or TimeSpent()
         self.spent.phase("preflight")
         self._told_time = False
@@ -244,13 +245,15 @@ class Run:
         """
         self.check()
         where, needed = step_folder(self.checkpoints, step), frozenset(self.needed)
-        records = [record for record in pending_records(self.folder) if record not in self._replaying]
-        self._replaying.update(records)
 
         def after(written: Checkpoint) -> None:
             self._saved.append(written)
             if not self._prover.busy:
                 self._retire(best, needed)
+            self.settle_records()
+            led_here = [record for record in pending_records(self.folder) if record.name <= where.name]  # others came since
+            records = [record for record in led_here if record not in self._replaying]
+            self._replaying.update(records)
             self._prover.start(written.folder, against=against, probing=self.probing, beside=self._looping, headroom=self.headroom,
                                records=records)
 
@@ -288,6 +291,7 @@ class Run:
         """Wait for the last save and its proof."""
         with self.spent.part("saving"):
             self._saver.close()
+            self.settle_records()
         self._write_down_saved()
         self._write_down_retired()
         self._judge_proofs(self._prover.close())
