@@ -8,14 +8,17 @@ hallmark.json where everything required is PROVEN, quarantine.json otherwise. `P
 import contextlib
 import importlib.util
 import json
+import math
 import os
 import queue
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +31,11 @@ from assay.guard.kept_artifacts import WORKSPACE, KeptArtifacts, fp32_bytes, gpu
 from assay.guard.proof_subject import DEFAULT_SAMPLING, Expectation, ProofSampling, ProofSubject
 from assay.guard.proving_process import (
     CORES_A_PROOF,
+    MOST_PROOFS,
     PROVING_PROCESSES,
     WHERE_THERE_IS_ONE,
     ProvingProcess,
+    processes_early,
     proof_threads,
     usable_cores,
 )
@@ -47,7 +52,8 @@ PROOF_CHECKS: tuple[Callable[[ProofSubject], Verdict], ...] = (
     check_generations, check_health)
 PROOF_TIMEOUT = 1800.0
 _REPLAY_WORKSPACE = 8 << 30  # bytes of a GPU
-MOST_PROOFS = 4  # at a time, beside a loop
+SHORT_LOOP = 60.0  # seconds: a loop on a GPU that is over by then is proven afterwards
+_LOOK_AGAIN = 0.1  # seconds
 ENDED_FROM_OUTSIDE = {signal.SIGINT, signal.SIGTERM, signal.SIGKILL, signal.SIGHUP}  # says nothing about the artifact
 
 
@@ -148,26 +154,49 @@ def hallmark_or_quarantine(checkpoint: Checkpoint, verdicts: list[Verdict]) -> N
 
 class Prover:
     """Proofs beside a training loop, one at a time or, where there are cores to spare, a few; the loop asks for what is finished and
-    never waits. They are begun in the saver's thread and asked for in the loop's: without a lock one begun meanwhile would be lost."""
+    never waits. They are begun in the saver's thread and asked for in the loop's: without a lock one begun meanwhile would be lost.
+
+    Two processes on one GPU take turns, and a loop of small steps was five times slower beside a proof. So on a GPU a proof waits for
+    the end of the loop, unless that takes long: then they are made beside it, one at a time.
+    """
 
     witnesses = True  # kept steps are replayed with the next proof
 
-    def __init__(self) -> None:
+    def __init__(self, patience: float = SHORT_LOOP) -> None:
         self._pool = ThreadPoolExecutor(max(1, min(MOST_PROOFS, usable_cores() // CORES_A_PROOF)), "prove")
         self._pending: list[tuple[Path, Future[list[Verdict]]]] = []
-        self._changing = threading.Lock()
+        self._changing, self._turn = threading.Lock(), threading.Lock()
+        self._patience, self._until = patience, math.inf  # when those that wait for the loop's end wait no longer
+        self._no_waiting = threading.Event()
 
     def start_early(self, device: str = "cpu") -> None:
-        """A process that is ready for the first proof, where there are cores for it now; or two: the first two saves come together."""
-        for _ in range(min(2, usable_cores() // (2 * CORES_A_PROOF))):
-            PROVING_PROCESSES.start_early(proof_threads(beside=False), device)
+        """Processes that are ready for the first proofs, where there are cores for them now."""
+        PROVING_PROCESSES.start_early(proof_threads(beside=False), device, processes_early())
 
     def start(self, folder: Path, *, against: str | None = None, base: str | None = None, probing: ProofSampling = DEFAULT_SAMPLING,
               beside: bool = True, headroom: int = 0, records: Sequence[Path] = ()) -> None:
-        future = self._pool.submit(prove_checkpoint, folder, against=against, base=base, probing=probing, beside=beside, headroom=headroom,
-                                   records=records)
+        ask = partial(prove_checkpoint, folder, against=against, base=base, probing=probing, headroom=headroom, records=records)
         with self._changing:
-            self._pending.append((folder, future))
+            self._until = min(self._until, time.monotonic() + self._patience)
+            shares_gpu = beside and probing.device != "cpu"
+            self._pending.append((folder, self._pool.submit(self._in_turn, ask) if shares_gpu else self._pool.submit(ask, beside=beside)))
+            crowded = len(self._pending) > MOST_PROOFS  # nothing is retired while proofs wait, and a disk is finite
+        if crowded:
+            self._until = 0.0
+
+    def _in_turn(self, ask: Callable[..., list[Verdict]]) -> list[Verdict]:
+        while not self._no_waiting.is_set():
+            if time.monotonic() >= self._until and self._turn.acquire(blocking=False):
+                try:
+                    return ask(beside=True)
+                finally:
+                    self._turn.release()
+            self._no_waiting.wait(_LOOK_AGAIN)
+        return ask(beside=False)
+
+    def wait_no_longer(self) -> None:
+        """The loop is over, or stands still until its proofs are made."""
+        self._no_waiting.set()
 
     @property
     def busy(self) -> bool:
@@ -181,6 +210,7 @@ class Prover:
 
     def close(self) -> Iterator[tuple[Path, list[Verdict]]]:
         """Wait for every proof under way."""
+        self.wait_no_longer()
         self._pool.shutdown(wait=True)
         return self.finished()
 

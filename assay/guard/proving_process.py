@@ -18,6 +18,7 @@ from assay.json_child import JsonChild
 
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 CORES_A_PROOF = 4  # a proof beside a loop takes one of so many cores
+MOST_PROOFS = 3  # at a time
 WHERE_THERE_IS_ONE = "a GPU where there is one"  # the device of one that is started before anybody has asked torch for devices
 _MOMENT = 10.0  # seconds
 _TOLD = 2000  # characters of what it wrote before it died
@@ -32,6 +33,11 @@ def proof_threads(beside: bool) -> int:
     """Of a proof, within what the environment allows. Threads that wait for a busy core are many times slower than one."""
     share, allowed = usable_cores() // (2 * CORES_A_PROOF if beside else 2), os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     return max(1, min(share, int(allowed) if allowed.isdecimal() else share))
+
+
+def processes_early() -> int:
+    """How many may get ready while a run opens its model: with few cores, none, since that would take as long later."""
+    return max(0, min(MOST_PROOFS, usable_cores() // CORES_A_PROOF - 1))
 
 
 class ProvingProcess(JsonChild):
@@ -95,10 +101,10 @@ class KeptProcesses:
             for process in ended:
                 process.stop()
 
-    def start_early(self, threads: int, device: str) -> None:
-        """One that imports all it will need and waits, where somebody keeps it. It will prove on `device`."""
+    def start_early(self, threads: int, device: str, count: int = 1) -> None:
+        """So many that import all they will need and wait, where somebody keeps them. They will prove on `device`."""
         with self._changing:
-            if self._keepers:
+            while self._keepers and len(self._idle) < count:
                 self._idle.append(ProvingProcess(threads, device))
 
     def take(self, threads: int) -> ProvingProcess:

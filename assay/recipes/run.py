@@ -274,6 +274,8 @@ class Run:
         """Wait until what was saved lies on the disk; with `proofs`, until it is proven too."""
         self._saver.wait()
         self._write_down_saved()
+        if proofs:
+            self._prover.wait_no_longer()
         while proofs and self._prover.busy:
             self._judge_proofs(self._prover.finished())
             time.sleep(0.05)
@@ -281,6 +283,7 @@ class Run:
     def end_loop(self, steps: int) -> None:
         """After so many steps of this sitting: what saving cost is written down, and proofs may take more of the machine from here on."""
         self._looping = False
+        self._prover.wait_no_longer()
         self.spent.phase("proving")
         cost = self.save_cost
         self.ledger.append(Event.SAVING, seconds=cost.seconds, checkpoints=cost.times, loop=cost.loop)

@@ -183,6 +183,9 @@ class WhenAsked:
     def start(self, folder: Path, **options) -> None:
         self.pending.append((folder, options))
 
+    def wait_no_longer(self) -> None:
+        pass
+
     def finished(self):
         pending, self.pending = self.pending, []
         return [(folder, proof.prove_checkpoint(folder, **options)) for folder, options in pending]
