@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from assay.guard.kept_artifacts import WORKSPACE, KeptArtifacts, fp32_bytes, gpu
 from assay.guard.proof_subject import DEFAULT_SAMPLING, Expectation, ProofSampling, ProofSubject
 from assay.guard.proving_process import (
     CORES_A_PROOF,
+    LIBRARIES,
     MOST_PROOFS,
     PROVING_PROCESSES,
     WHERE_THERE_IS_ONE,
@@ -50,6 +51,8 @@ from assay.verdict import Outcome, Verdict, overall, proven, refuted, unproven, 
 PROOF_CHECKS: tuple[Callable[[ProofSubject], Verdict], ...] = (
     check_hashes, check_loaded, check_values, check_fields, check_tokenizer, check_answers, check_lineage, check_consumer,
     check_generations, check_health)
+OTHER_LIBRARY = "consumer"
+WARM_LIBRARIES = ("transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama", "peft")
 PROOF_TIMEOUT = 1800.0
 _REPLAY_WORKSPACE = 8 << 30  # bytes of a GPU
 SHORT_LOOP = 60.0  # seconds: a loop on a GPU that is over by then is proven afterwards
@@ -68,16 +71,41 @@ class ProofRequest:
     probing: ProofSampling = DEFAULT_SAMPLING
 
     headroom: int = 0  # bytes of the GPU that the run will still take
+    checks: tuple[str, ...] | None = None  # those that are made; None: all
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> "ProofRequest":
-        return cls(**fields | {"probing": ProofSampling(**fields["probing"])})
+        checks = fields.get("checks")
+        return cls(**fields | {"probing": ProofSampling(**fields["probing"]), "checks": None if checks is None else tuple(checks)})
+
+    @property
+    def wanted(self) -> tuple[Callable[[ProofSubject], Verdict], ...]:
+        return tuple(check for check in PROOF_CHECKS if self.checks is None or check_name(check) in self.checks)
+
+
+def check_name(check: Callable[[ProofSubject], Verdict]) -> str:
+    return check.__name__.removeprefix("check_")
+
+
+def prove_apart(request: ProofRequest, *, timeout: float = PROOF_TIMEOUT) -> list[Verdict]:
+    """As `prove`, with the check by another library in a process of its own, because importing that takes longer than all other checks:
+    both read the files for themselves."""
+    others = tuple(name for name in map(check_name, PROOF_CHECKS) if name != OTHER_LIBRARY)
+    with ThreadPoolExecutor(1, "consumer") as beside:
+        asked = beside.submit(prove, replace(request, checks=(OTHER_LIBRARY,)), timeout=timeout)
+        found = prove(replace(request, checks=others), timeout=timeout)
+        heard = asked.result()
+    known = {verdict.check for verdict in found if verdict.outcome is Outcome.REFUTED}
+    heard = [verdict for verdict in heard
+             if verdict.check == OTHER_LIBRARY or (verdict.outcome is Outcome.REFUTED and verdict.check not in known)]
+    place = next((place for place, verdict in enumerate(found) if verdict.check == "generations"), len(found))
+    return [*found[:place], *heard, *found[place:]]
 
 
 def prove(request: ProofRequest, *, timeout: float = PROOF_TIMEOUT, beside: bool = False) -> list[Verdict]:
     """Every check in a process that no trainer has touched: one that is kept for this, or a fresh one; it takes few cores where it runs
     `beside` a training loop. Raises UsageError where the request itself makes no sense."""
-    process = PROVING_PROCESSES.take(proof_threads(beside=False))
+    process = PROVING_PROCESSES.take(proof_threads(beside=False), libraries=request.checks is None or OTHER_LIBRARY in request.checks)
     found = _ask(process, request, timeout, beside)
     if found is None and process.asked > 1:  # what it did before may have killed it: a fresh one has nothing but the artifact
         process.stop()
@@ -111,11 +139,11 @@ def _death(process: ProvingProcess) -> Verdict:
 
 def prove_checkpoint(folder: Path, *, against: str | None = None, base: str | None = None, probing: ProofSampling = DEFAULT_SAMPLING,
                      timeout: float = PROOF_TIMEOUT, beside: bool = False, headroom: int = 0,
-                     records: Sequence[Path] = ()) -> list[Verdict]:
+                     records: Sequence[Path] = (), apart: bool = False) -> list[Verdict]:
     """Prove a checkpoint of ours and write the outcome into it. Bytes that do not even open stay as they are. `records` are steps that
-    led to it, kept for the witness."""
+    led to it, kept for the witness. `apart`: in two processes."""
     request = ProofRequest(str(folder), against=against, base=base, probing=probing, headroom=headroom)
-    verdicts = [*prove(request, timeout=timeout, beside=beside),
+    verdicts = [*(prove_apart(request, timeout=timeout) if apart else prove(request, timeout=timeout, beside=beside)),
                 *(ask_witness(records, probing.device, beside=beside, headroom=headroom) if records else ())]
     hashed = any(v.check == "whole" and v.outcome is Outcome.PROVEN for v in verdicts)  # every byte, by the proof itself
     try:
@@ -236,25 +264,26 @@ def examine_artifact(request: ProofRequest, kept: KeptArtifacts | None = None) -
 def _examined(request: ProofRequest, kept: KeptArtifacts) -> list[Verdict]:
     place = locate_artifact(request.path)
     try:
-        raw = read_artifact(place, every_byte=True)
+        raw = read_artifact(place, every_byte=request.checks != (OTHER_LIBRARY,))
     except ArtifactError as error:
-        return [refuted("whole", str(error)), *_not_run("the bytes were refused")]
+        return [refuted("whole", str(error)), *_not_run(request, "the bytes were refused")]
     whole = proven("whole", f"every file is there, of its size, with strict headers: {len(raw.tensors)} tensors")
     if (why := why_unknown(raw)) is not None:
         return [whole, *examine_unknown_adapter(raw, why, request.base)]
     try:
         artifact = interpret_artifact(raw, base=request.base, opened=kept.open)
     except ArtifactError as error:
-        return [whole, refuted("architecture", str(error)), *_not_run("the tensors do not make the model that the config describes")]
+        return [whole, refuted("architecture", str(error)),
+                *_not_run(request, "the tensors do not make the model that the config describes")]
     fits = proven("architecture", f"{artifact.config.family}, {artifact.config.depth} layers of width {artifact.config.width}: "
                                   f"exactly the tensors it demands, in shape ({_parameters(artifact):,} parameters)")
-    parent = _parent(request, artifact, kept)
+    parent = None if request.checks == (OTHER_LIBRARY,) else _parent(request, artifact, kept)
     with gpu_turn(request.probing.device, _bytes_needed(artifact, parent)):
         device, why = _device(request, artifact, parent, kept)
-        checked = _checked(_subject(request, artifact, parent, device, kept))
+        checked = _checked(_subject(request, artifact, parent, device, kept), request)
     if checked is None:
         device, why = "cpu", f"proven on the CPU, since the proof on {device} died"
-        checked = _checked(_subject(request, artifact, parent, device, kept))
+        checked = _checked(_subject(request, artifact, parent, device, kept), request)
     assert checked is not None
     return [_with_surroundings(whole, kept.reused, device, why), fits, *checked]
 
@@ -299,10 +328,10 @@ def _subject(request: ProofRequest, artifact: Artifact, parent: Artifact | None,
     return ProofSubject(artifact.raw, artifact, parent, expect, request.bound or rounding_bound(artifact), request.probing, device, kept)
 
 
-def _checked(subject: ProofSubject) -> list[Verdict] | None:
+def _checked(subject: ProofSubject, request: ProofRequest) -> list[Verdict] | None:
     """None where a GPU failed the proof: that says nothing of the artifact."""
     try:
-        return [_ran(check, subject) for check in PROOF_CHECKS]
+        return [_ran(check, subject) for check in request.wanted]
     except RuntimeError:
         if subject.device == "cpu":
             raise
@@ -310,7 +339,7 @@ def _checked(subject: ProofSubject) -> list[Verdict] | None:
 
 
 def _ran(check: Callable[[ProofSubject], Verdict], subject: ProofSubject) -> Verdict:
-    name = check.__name__.removeprefix("check_")
+    name = check_name(check)
     try:
         return check(subject)
     except AssayError as error:
@@ -321,8 +350,8 @@ def _ran(check: Callable[[ProofSubject], Verdict], subject: ProofSubject) -> Ver
         return refuted(name, f"the check itself died: {type(error).__name__}: {error}")
 
 
-def _not_run(why: str) -> list[Verdict]:
-    return [unproven(check.__name__.removeprefix("check_"), f"did not run: {why}") for check in PROOF_CHECKS]
+def _not_run(request: ProofRequest, why: str) -> list[Verdict]:
+    return [unproven(check_name(check), f"did not run: {why}") for check in request.wanted]
 
 
 def _parameters(artifact: Artifact) -> int:
@@ -342,13 +371,13 @@ def main() -> None:
         answers.write(json.dumps(_answer(requests.get(), kept), default=str).encode() + b"\n")
 
 
-def _warm_up(device: list[str], requests: "queue.SimpleQueue[bytes]") -> None:
+def _warm_up(early: list[str], requests: "queue.SimpleQueue[bytes]") -> None:
     """What the first proof would wait for, as long as nobody waits."""
-    where = default_device() if device == [WHERE_THERE_IS_ONE] else "".join(device)
+    where = default_device() if early[:1] == [WHERE_THERE_IS_ONE] else "".join(early[:1])
     with contextlib.suppress(ImportError, RuntimeError):  # what fails here fails the proof, in its own words
         if where not in ("", "cpu"):
             torch.ones(8, 8, device=where).mm(torch.ones(8, 8, device=where))
-        for name in ("transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama", "peft") if device else ():
+        for name in WARM_LIBRARIES if LIBRARIES in early else ():
             if requests.empty() and importlib.util.find_spec(name.partition(".")[0]) is not None:
                 importlib.import_module(name)
 

@@ -13,7 +13,7 @@ import torch
 
 from assay.guard import artifact_checks, behaviour_checks, proof
 from assay.guard.kept_artifacts import KeptArtifacts, proof_device
-from assay.guard.proof import ProofRequest, Prover, examine_artifact, prove, prove_checkpoint
+from assay.guard.proof import ProofRequest, Prover, examine_artifact, prove, prove_apart, prove_checkpoint
 from assay.guard.proof_subject import ProofSampling
 from assay.guard.proving_process import PROVING_PROCESSES, ProvingProcess
 from assay.store.artifact import open_artifact
@@ -186,6 +186,20 @@ def test_a_proof_takes_the_gpu_only_where_the_run_will_not_miss_it(free: int, he
     assert found == device
     assert (why is None) == (device == "cuda")
     assert proof_device("cpu", 20 * gib) == ("cpu", None)
+
+def test_a_proof_in_two_processes_says_what_one_says(base: Path):
+    """And where the bytes are damaged, both refuse them and it is said once."""
+    request = ProofRequest(str(base), probing=QUICK)
+    with PROVING_PROCESSES.keeping():
+        PROVING_PROCESSES.start_early(1, "cpu")
+        PROVING_PROCESSES.start_early(1, "cpu", 2, libraries=False)
+        apart = prove_apart(request)
+        assert [process.asked for process in PROVING_PROCESSES._idle] == [1, 1]
+        assert [(v.check, v.outcome) for v in apart] == [(v.check, v.outcome) for v in examine_artifact(request)]
+        weights = base / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+        assert [v.check for v in prove_apart(request) if v.outcome is Outcome.REFUTED] == ["whole"]
+
 
 # ---------------------------------------------------------------- beside a loop
 
