@@ -137,8 +137,8 @@ def _dispatch(argv: list[str]) -> int:
 
 @contextlib.contextmanager
 def _proofs_ready(verb: str, device: str | None) -> Iterator[None]:
-    """Of a verb that trains: the processes that will prove its checkpoints import what they need while it imports and opens its own."""
-    if verb not in _RECIPES or os.environ.get("RANK", "0") != "0":
+    """Of a verb that saves: the processes that will prove its checkpoints import what they need while it imports and opens its own."""
+    if verb not in _RECIPES - {"ttt"} or os.environ.get("RANK", "0") != "0":
         yield
         return
     from assay.guard.proving_process import PROVING_PROCESSES, WHERE_THERE_IS_ONE, processes_early, proof_threads
