@@ -185,6 +185,9 @@ class NoProver:
     def start(self, folder: Path, **_: Any) -> None:
         pass
 
+    def wait_no_longer(self) -> None:
+        pass
+
     def finished(self) -> list[tuple[Path, list[Verdict]]]:
         return []
 
