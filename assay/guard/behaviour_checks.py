@@ -86,8 +86,26 @@ def _consumer_answers(model: torch.nn.Module, tokens: Tensor, ids: Tensor, devic
     return ProbeLogits(logits[..., ids], logits.logsumexp(-1))
 
 
+def known_of_source(subject: ProofSubject, check: str) -> Verdict | None:
+    """What a proof has heard of the very same bytes: of a copy whose source, file for file the same and written by the same code, carries
+    a hallmark that says so. One model speaks alike wherever its files lie."""
+    source = None if subject.against is None or not subject.is_copy else subject.against.raw.checkpoint
+    mine = subject.raw.checkpoint
+    if source is None or mine is None or source.hallmark is None or mine.model_files() != source.model_files():
+        return None
+    if any(mine.facts.get(name) != source.facts.get(name) for name in ("code", "environment", "base")):
+        return None
+    said = next((verdict for verdict in source.hallmark["verdicts"] if verdict["check"] == check), None)
+    if said is None or said["outcome"] != Outcome.PROVEN:
+        return None
+    return proven(check, f"these are the files of {source.folder.name}, byte for byte, of which its hallmark says: {said['reason']}",
+                  **said["evidence"] | {"shared_with": source.digest})
+
+
 def check_generations(subject: ProofSubject) -> Verdict:
     """A few greedy texts: valid ids, the same twice, and ended by a stop token where the model was taught to stop."""
+    if (known := known_of_source(subject, "generations")) is not None:
+        return known
     artifact = subject.artifact
     completions = greedy_completions(subject.model, artifact)
     again = greedy_completions(subject.model, artifact, AGAIN)
@@ -276,6 +294,8 @@ def check_health(subject: ProofSubject) -> Verdict:
         return unproven("health", "no texts were asked for (--probe-samples 0)", optional=True)
     if subject.artifact.tokenizer is None:
         return unproven("health", "there is no tokenizer here, so nothing that it says is text", optional=True)
+    if (known := known_of_source(subject, "health")) is not None:
+        return known
     try:
         return _judged(subject, subject.probing.device)
     except torch.OutOfMemoryError:  # the run that is proven here may fill its GPU
@@ -286,13 +306,14 @@ def check_health(subject: ProofSubject) -> Verdict:
 
 def _judged(subject: ProofSubject, device: str) -> Verdict:
     built = device == subject.device  # the proof has built both there already
-    child = _speaker(subject.artifact, subject.model if built else None, device)
+    ahead = 1 if device == "cpu" else subject.probing.samples
+    child = _speaker(subject.artifact, subject.model if built else None, device, ahead)
     prompts = health_prompts(child)
     if len(prompts) < _FEWEST:
         return unproven("health", f"a context of {subject.artifact.config.max_length} tokens has no room for our questions", optional=True)
     parent = None
     if subject.against is not None and subject.against.tokenizer is not None:
-        parent = _speaker(subject.against, subject.against_model if built else None, device)
+        parent = _speaker(subject.against, subject.against_model if built else None, device, ahead)
     # What it was not taught surprises a parent; words in no order do so far more than our prompts, which are in order.
     of_parent: dict[str, Any] = {"surprise": parent.surprise, "usual": parent.reading(prompts)} if parent else {}
     probed = partial(probe, child, prompts, n=subject.probing.samples, bound=BOUND, **of_parent)
@@ -348,6 +369,6 @@ def _end(text: str, speaker: ModelGenerator, room: int) -> str:
     return next((end for end in fitting if speaker.loaded.length_of(end, raw=True) <= room), "")
 
 
-def _speaker(artifact: Artifact, built: Transformer | None, device: str) -> ModelGenerator:
+def _speaker(artifact: Artifact, built: Transformer | None, device: str, ahead: int = 1) -> ModelGenerator:
     """Nothing is compiled: a few hundred tokens are over sooner."""
-    return ModelGenerator(LoadedModel(artifact, device=device, model=built, graphed=False), HEALTH_SAMPLING)
+    return ModelGenerator(LoadedModel(artifact, device=device, model=built, graphed=False), HEALTH_SAMPLING, ahead=ahead)

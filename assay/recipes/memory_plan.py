@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from assay.errors import UsageError
-from assay.guard.loss_preflight import LARGE
+from assay.guard.loss_preflight import LARGE, TOKENS_TOGETHER_FP32
 from assay.kernels.softcap_ce import CHUNK_BYTES
 from assay.model.families import config_from_hf, parameter_shapes
 from assay.model.lora import plan
@@ -158,10 +158,11 @@ def logit_bytes(config: ModelConfig, work: PlannedWork, *, whole: bool) -> int:
 
 
 def preflight_bytes(config: ModelConfig, work: PlannedWork, trained: int, *, whole: bool) -> int:
-    """In fp32 a row at a time, activations made again; two more sets of gradients are held, and the logits of a row whole."""
+    """In fp32 a row or a few at a time, activations made again; two more sets of gradients are held, and the logits of a row whole."""
     row = min(work.length, 2048)
-    shown = row if sum(map(math.prod, parameter_shapes(config).values())) < LARGE else min(row, 256)
-    streams, a_layer = config.depth * config.width * MASTER * row, 2 * layer_entries(config) * MASTER * row
+    large = sum(map(math.prod, parameter_shapes(config).values())) >= LARGE
+    shown, together = (min(row, 256), row) if large else (row, max(row, min(work.tokens, TOKENS_TOGETHER_FP32)))
+    streams, a_layer = config.depth * config.width * MASTER * together, 2 * layer_entries(config) * MASTER * together
     widened = MASTER * config.vocab * config.width + 2 * MASTER * config.width * config.hidden * (0 if whole else 3)
     return 2 * MASTER * trained + streams + a_layer + 3 * MASTER * shown * config.vocab + widened
 

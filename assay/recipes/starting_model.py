@@ -1,7 +1,9 @@
 """Starting model of a fine-tuning, opened strictly; and the trained weights that a run saves: a whole model, or an adapter on its base."""
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +194,16 @@ def reopen_parent(start: StartingModel) -> Artifact:
     if found.digest != parent.digest:
         raise GuardStop(f"{parent.path} holds weights {found.digest[:12]}, the run began with {parent.digest[:12]}: it was changed")
     return found
+
+
+def reopen_beside(start: StartingModel) -> Callable[[], Artifact]:
+    """`reopen_parent`, on a GPU begun at once in a thread: reading and hashing a large base again takes seconds that a preflight has."""
+    if start.model.embed.weight.device.type == "cpu":
+        return partial(reopen_parent, start)
+    thread = ThreadPoolExecutor(1, "parent")
+    reopened = thread.submit(reopen_parent, start)
+    thread.shutdown(wait=False)
+    return reopened.result
 
 
 def given(config: Trained, to: Destination | None = None) -> Artifact:

@@ -87,11 +87,18 @@ def nothing(_: Path) -> AbstractContextManager[None]:
     return contextlib.nullcontext()
 
 
-def observe(fault: Fault) -> Sighting:
+def run_clean(job: Job) -> list[Verdict]:
+    """The clean twin of every fault of this job."""
+    with scratch_folder() as folder:
+        return job(folder, nothing)
+
+
+def observe(fault: Fault, clean: Callable[[Job], list[Verdict]] = run_clean) -> Sighting:
+    """The fault planted, then its clean twin."""
     start = time.perf_counter()
-    with scratch_folder() as planted, scratch_folder() as clean:
-        verdicts = fault.job(planted, fault.plant), fault.job(clean, nothing)
-    return Sighting(fault, *verdicts, time.perf_counter() - start)
+    with scratch_folder() as folder:
+        planted = fault.job(folder, fault.plant)
+    return Sighting(fault, planted, clean(fault.job), time.perf_counter() - start)
 
 # ---------------------------------------------------------------- ways to plant
 

@@ -221,6 +221,7 @@ def save_and_examine(where: Path, act: Callable[[], object], plant: Plant, **req
 # ---------------------------------------------------------------- jobs
 
 
+@functools.cache
 def a_checkpoint(family: str = "llama", *, sharded: bool = False) -> Job:
     """Ours, saved well; struck on the disk, or in our own code while it loads."""
     def job(folder: Path, plant: Plant) -> list[Verdict]:
@@ -230,6 +231,7 @@ def a_checkpoint(family: str = "llama", *, sharded: bool = False) -> Job:
     return job
 
 
+@functools.cache
 def a_folder(family: str = "llama", *, sharded: bool = False) -> Job:
     """Another tool's, struck on the disk: there is no manifest to help."""
     def job(folder: Path, plant: Plant) -> list[Verdict]:
@@ -239,6 +241,7 @@ def a_folder(family: str = "llama", *, sharded: bool = False) -> Job:
     return job
 
 
+@functools.cache
 def a_save(family: str = "llama") -> Job:
     """Struck while our own code saves."""
     def job(folder: Path, plant: Plant) -> list[Verdict]:

@@ -189,6 +189,9 @@ class NoProver:
     def start(self, folder: Path, **_: Any) -> None:
         pass
 
+    def wait_no_longer(self) -> None:
+        pass
+
     def finished(self) -> list[tuple[Path, list[Verdict]]]:
         return []
 
@@ -203,6 +206,7 @@ class RecordingProver(NoProver):
 # ---------------------------------------------------------------- jobs
 
 
+@functools.cache
 def a_training_run(of: TinyRun | None = None) -> Job:
     def job(folder: Path, plant: Plant) -> list[Verdict]:
         with plant(folder):
@@ -210,6 +214,7 @@ def a_training_run(of: TinyRun | None = None) -> Job:
     return job
 
 
+@functools.cache
 def a_loss_preflight(family: str = "llama") -> Job:
     """The checks before step 1, on the first batch of the corpus."""
     def job(folder: Path, plant: Plant) -> list[Verdict]:
@@ -277,6 +282,7 @@ def student_text(batch: Batch) -> Batch:
 # ---------------------------------------------------------------- jobs
 
 
+@functools.cache
 def a_distillation_preflight(blend: DistillationSettings = SOFT_BLEND) -> Job:
     """The checks before a distillation's first step, on the first batch."""
     def job(folder: Path, plant: Plant) -> list[Verdict]:

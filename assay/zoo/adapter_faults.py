@@ -1,5 +1,6 @@
 """Adapter faults: saved, loaded, resumed, merged and served, in PEFT folders and in our own checkpoints."""
 
+import functools
 import math
 import queue
 import sys
@@ -112,6 +113,7 @@ def a_resumed_adapter(folder: Path, plant: Plant) -> list[Verdict]:
     return examine_folder(checkpoint.write_checkpoint(folder / "step-000002", contents).folder)
 
 
+@functools.cache
 def a_merge(dtype: str | None = None, base_dtype: torch.dtype = torch.float32, far: float = 0.05) -> Job:
     """An adapter merged into its base and exported; struck while it is merged."""
     def job(folder: Path, plant: Plant) -> list[Verdict]:

@@ -1,4 +1,4 @@
-"""The block's Triton kernels in Triton's interpreter, on the CPU. Run by test_gated.py, in a process of its own.
+"""The block's Triton kernels in Triton's interpreter, on the CPU. Run by test_interpreted.py.
 
 Every comparison is with the plain twin in float64 on the same inputs.
 """

@@ -2,8 +2,9 @@
 
 import pytest
 
-from assay.testing.fault_injection import FAULTS, observe
+from assay.testing.fault_injection import FAULTS
 from assay.zoo import conclusion_faults  # noqa: F401 - importing registers
+from tests.zoo.sightings import sight
 
 REASONS = {
     "completions counted as runs": "said to be shown worse: new against old: malformed +0.500",
@@ -23,7 +24,7 @@ REASONS = {
 
 @pytest.mark.parametrize("name", REASONS)
 def test_every_conclusion_is_caught(name):
-    sighting = observe(FAULTS[name])
+    sighting = sight(FAULTS[name])
     assert sighting.caught, sighting.planted
     assert not sighting.false_alarm, sighting.clean
     assert REASONS[name] in str(sighting.facts()["reason"])

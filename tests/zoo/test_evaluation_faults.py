@@ -2,7 +2,8 @@
 
 import pytest
 
-from assay.zoo import catalogue, observe
+from assay.zoo import catalogue
+from tests.zoo.sightings import sight
 
 REASONS = {
     "slot that keeps another prompt": "the samples are not what this model says",
@@ -32,7 +33,7 @@ def test_every_fault_has_its_reason_and_every_row_a_fault():
 
 @pytest.mark.parametrize("name", REASONS)
 def test_it_is_caught_and_its_clean_twin_is_silent(name):
-    sighting = observe(catalogue()[name])
+    sighting = sight(catalogue()[name])
     shown = "\n".join(["planted:", *map(str, sighting.planted), "clean:", *map(str, sighting.clean)])
     assert sighting.caught, shown
     assert not sighting.false_alarm, shown

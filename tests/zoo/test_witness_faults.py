@@ -2,7 +2,8 @@
 
 import pytest
 
-from assay.zoo import catalogue, observe
+from assay.zoo import catalogue
+from tests.zoo.sightings import sight
 
 REASONS = {
     "a held-out row trained on under a planned id": "step 4: the gradients of 14 of 14 tensors are not those of these texts",
@@ -36,7 +37,7 @@ def test_every_fault_is_named_here():
 
 @pytest.mark.parametrize("name", REASONS)
 def test_it_is_caught_and_its_clean_twin_is_silent(name: str):
-    sighting = observe(catalogue()[name])
+    sighting = sight(catalogue()[name])
     shown = "\n".join(["planted:", *map(str, sighting.planted), "clean:", *map(str, sighting.clean)])
     assert sighting.caught, f"{name} was missed\n{shown}"
     assert not sighting.false_alarm, f"the clean twin of {name} is not silent\n{shown}"

@@ -13,6 +13,7 @@ from assay.guard.proof_subject import ProofSubject
 from assay.testing.fault_injection import Plant, nothing, swap
 from assay.verdict import Outcome, Verdict, proven, refuted, unproven
 from assay.zoo import Fault, catalogue, observe
+from tests.zoo.sightings import sight
 
 # What the refusal must speak of: a fault that is caught for another reason was planted badly.
 REASONS = {
@@ -132,7 +133,7 @@ def test_every_row_about_artifacts_has_a_fault():
 
 @pytest.mark.parametrize("name", REASONS)
 def test_it_is_caught_and_its_clean_twin_is_silent(name: str):
-    sighting = observe(catalogue()[name])
+    sighting = sight(catalogue()[name])
     shown = "\n".join(["planted:", *map(str, sighting.planted), "clean:", *map(str, sighting.clean)])
     assert sighting.caught, f"{name} was missed\n{shown}"
     assert not sighting.false_alarm, f"the clean twin of {name} is not silent\n{shown}"
