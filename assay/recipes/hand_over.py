@@ -77,14 +77,14 @@ class OpenedBases:
 
     def __init__(self, to: Destination | None) -> None:
         self.to, self._opening = to, threading.Lock()
-        self._bases: dict[Path, tuple[FileStamps, Artifact]] = {}
+        self._bases: dict[tuple[Path, str | None], tuple[FileStamps, Artifact]] = {}
 
-    def __call__(self, path: Path) -> Artifact:
+    def __call__(self, path: Path, /, *, held: str | None = None) -> Artifact:
         with self._opening:
-            stamps = file_stamps(path)
-            if self._bases.get(path, ((),))[0] != stamps:
-                self._bases[path] = stamps, open_artifact(path, to=self.to)
-            return self._bases[path][1]
+            stamps, key = file_stamps(path), (path, held)
+            if self._bases.get(key, ((),))[0] != stamps:
+                self._bases[key] = stamps, open_artifact(path, to=self.to, held=held)
+            return self._bases[key][1]
 
 
 def check_improved(evaluator: HeldOutEvaluator) -> list[Verdict]:

@@ -129,6 +129,9 @@ class Trained:
     lora_target_modules: tuple[str, ...] = option("layers to adapt, by the names that PEFT knows", group="model", metavar="NAME",
                                                   default=(),
                                                   default_text="all linear layers of the blocks")
+    base_dtype: Literal["bf16", "int8", "nf4"] | None = option(
+        "of an adapter: the dtype in which the frozen base's matrices are held, in 8 or 4 bits with a scale for 64 of them", group="memory",
+        default=None, default_text="as in its file")
     merge: Literal["always", "never"] | None = option("beside RUN/adapter also RUN/model, adapter and base merged in fp32", group="model",
                                                       default=None, default_text="where the base's files have at most 4 GB")
     new_tokens: tuple[str, ...] = option("texts that become single tokens, such as <think> </think> <answer> </answer>", group="model",

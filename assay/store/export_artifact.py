@@ -68,7 +68,7 @@ def _export_adapter(source: Artifact, where: Path, dtype: str | None) -> float:
         raise UsageError(f"{source.path} changes whole tensors of its base, and is no plain LoRA adapter; export it --to merged")
     if dtype is not None:
         raise UsageError("an adapter is exported in the dtype it has; --dtype is for hf, merged and gguf")
-    base = Ancestor(source.base.digest, str(source.base.path))
+    base = Ancestor(source.base.digest, str(source.base.path), source.base.held)
     device = next(iter(source.base.tensors.values())).device
     model = build_model(source, None).to(device)  # over the base's own tensors, where they lie: no copy of a large base is made
     patch = replace(source.patch, parent=source.base.digest)

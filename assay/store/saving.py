@@ -35,6 +35,7 @@ class Ancestor:
 
     weights: str
     path: str
+    held: str | None = None  # nf4, int8 or bf16, where `weights` is the digest of what those weights came to in that dtype
 
 
 @dataclass(frozen=True)
