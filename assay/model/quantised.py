@@ -30,8 +30,8 @@ NF4 = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.
 ROUNDED = 2.0**-8  # relative, to bf16
 # The farthest that a weight can be from what stands for it, as a share of its block's largest.
 FARTHEST = {"nf4": max(b - a for a, b in itertools.pairwise(NF4)) / 2 + ROUNDED, "int8": 0.5 / 127 + ROUNDED}
-STORED_BITS = {"nf4": 4 + 32 / BLOCK, "int8": 8 + 32 / BLOCK}  # of a weight, its share of a scale included
-_AT_ONCE = 1 << 24  # weights that are looked at together
+STORED_BITS = {"int8": 8 + 32 / BLOCK, "nf4": 4 + 32 / BLOCK}  # of a weight, its share of a scale included
+AT_ONCE = 1 << 24  # weights that are looked at together
 
 
 class QuantisedMatrix(NamedTuple):
@@ -90,7 +90,7 @@ def dequantised(matrix: QuantisedMatrix) -> Tensor:
 
 
 def _some_rows(tensor: Tensor, columns: int) -> Iterator[Tensor]:
-    return iter(tensor.split(max(1, _AT_ONCE // columns)))
+    return iter(tensor.split(max(1, AT_ONCE // columns)))
 
 
 @functools.cache
@@ -133,6 +133,7 @@ class QuantisedLinear(Linear):
         self.out_features, self.in_features = len(matrix.codes), matrix.columns
         self.codes, self.scale = (nn.Parameter(tensor, requires_grad=False) for tensor in matrix)
         self.register_parameter("bias", bias)
+        self.unlisted = self.out_features * self.in_features - self.codes.numel() - self.scale.numel()
 
     @property
     def matrix(self) -> QuantisedMatrix:

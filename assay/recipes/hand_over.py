@@ -12,6 +12,7 @@ from torch import Tensor
 
 from assay.errors import ArtifactError
 from assay.evaluation.held_out_loss import HeldOut
+from assay.guard.base_difference import state_base_difference
 from assay.guard.conclusion_checks import check_improvement
 from assay.guard.kept_artifacts import FileStamps, file_stamps
 from assay.guard.proof import ProofRequest, hallmark_or_quarantine, prove
@@ -136,7 +137,7 @@ def export_best(run: Run, best: Path, opened: OpenedBases | None = None) -> tupl
             found = export_proven(best, where, "peft" if where.name == "adapter" else None, run.probing, opened)
             hallmark_or_quarantine(open_checkpoint(where), [*found, *witness])
             verdicts += found
-    return places, [*verdicts, *witness]
+    return places, [*verdicts, *state_base_difference(best), *witness]
 
 
 def handed_over_before(best: Path, where: Path) -> bool:

@@ -139,6 +139,8 @@ class Trained:
     max_steps: int | None = option("stop after so many steps", group="budget", least=1, default=None, default_text="the epochs decide")
     minutes: float | None = option("stop after this much wall time of training, all sittings together; what is checked before step 1 "
                                    "is not counted", group="budget", above=0, default=None, default_text="no limit")
+    optim: Literal["adamw", "adamw_8bit"] = option("optimizer; adamw_8bit keeps the moments in 8 bits, a quarter of their memory",
+                                                   group="optimizer", default="adamw")
     learning_rate: float | None = option("peak learning rate", group="optimizer", above=0, default=None, default_text=str(TUNING_RATES))
     weight_decay: float = option("weight decay of the matrices", group="optimizer", least=0, default=0.0)
     lr_scheduler_type: Literal["cosine", "wsd"] = option("learning rate after the warm-up: a cosine down to a tenth, or flat and down at "

@@ -55,8 +55,7 @@ class WholeModel:
 
     def __init__(self, model: Transformer, tokenizer: Tokenizer, stops: SpecialTokens, ancestry: "Ancestry"):
         self.model, self.tokenizer, self.stops, self.ancestry = model, tokenizer, stops, ancestry
-
-    words = "the whole model is trained"
+        self.words = "the whole model is trained"
 
     def trained(self) -> list[str]:
         return [name for name, _ in self.model.named_parameters()]
@@ -166,6 +165,7 @@ def load_start(config: Trained, device: str, say: Callable[[str], None]) -> Star
         raise UsageError(f"{parent.path} has no tokenizer, so no conversation can be written for it; add tokenizer.json")
     refuse_more_ids_than_rows(parent, tokenizer)
     weights = trainable(config, parent, tokenizer)
+    weights.words += _held_in_words(parent.base or parent)
     place_for_training(weights.model, device, recompute=config.gradient_checkpointing)
     weights.model.train()
     carried, steps = carried_state(config)
@@ -349,6 +349,10 @@ def carried_state(config: Trained) -> tuple[dict[str, Tensor], int]:
 def carry_moments(optimizer: torch.optim.Optimizer, start: StartingModel) -> None:
     if start.carried:
         load_state_tensors(optimizer, dict(start.model.named_parameters()), start.carried)
+
+
+def _held_in_words(base: Artifact) -> str:
+    return "" if base.held is None else f"; the base is held in {base.held}, {base.rounding:.2%} from its file (norm of all differences)"
 
 
 def _plan_in_words(planned: list[LoraSite], rank: int, alpha: float, scale: float) -> str:

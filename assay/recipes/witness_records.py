@@ -13,6 +13,7 @@ from torch import Tensor
 
 from assay.errors import UsageError
 from assay.learn.optim import state_tensors
+from assay.model.transformer import parameter_count
 from assay.seeds import derive
 from assay.store import durable
 from assay.verdict import Outcome, Verdict, unproven
@@ -70,7 +71,7 @@ class WitnessRecords:
 
     def _too_much(self, tokens: int) -> str | None:
         trained = sum(p.numel() for p in self.trainer.model.parameters() if p.requires_grad)
-        work = 6.0 * tokens * sum(p.numel() for p in self.trainer.model.parameters())
+        work = 6.0 * tokens * parameter_count(self.trainer.model)
         if COPIES * 4 * trained > MOST_BYTES:
             return f"its record would hold {COPIES * 4 * trained / 2**30:.1f} GiB, more than {MOST_BYTES >> 30}"
         return f"a replay would take {work:.1e} operations, more than {MOST_WORK:.0e}" if work > MOST_WORK else None

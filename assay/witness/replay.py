@@ -211,6 +211,8 @@ def due_costs(kept: KeptStep, twin: TwinModel, adapter: Adapter | None) -> CostO
 
 def judge_step(kept: KeptStep, rows: list[list[DueText]], steps: int | None) -> Verdict:
     """Every difference in words; the first of them is usually the cause of the others."""
+    if (optim := kept.options.get("optim", "adamw")) != "adamw":
+        raise NotWitnessed(f"--optim {optim}: moments in 8 bits do not hold the gradient that a step took")
     shape, adapter = model_shape(kept), asked_adapter(kept)
     exact, rounded = TwinModel(shape, torch.float64), TwinModel(shape, getattr(torch, kept.compute))
     frozen = {} if adapter is None else base_weights(kept, exact)
