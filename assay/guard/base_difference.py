@@ -11,8 +11,8 @@ import torch
 
 from assay.model.probe_logits import compute_probe_logits, probe_distance, probe_inputs
 from assay.model.transformer import Transformer
-from assay.store.artifact import Artifact, OpenBase, build_model, open_artifact
-from assay.store.safetensors_files import tensor_bytes
+from assay.store.artifact import Artifact, OpenBase, build_model, locate_artifact, open_artifact
+from assay.store.checkpoint import open_checkpoint
 from assay.verdict import Verdict, unproven
 
 MOST_MEASURED = 4 * 10**9  # bytes of a base: a larger one is measured where it is asked for
@@ -46,12 +46,13 @@ def _log_probabilities(model: Transformer) -> torch.Tensor:
 
 def state_base_difference(path: Path, opened: OpenBase | None = None) -> list[Verdict]:
     """Of an adapter on a base that was held in few bits; nothing of any other artifact."""
-    as_trained = open_artifact(path, opened=opened)
-    if as_trained.base is None or as_trained.base.held is None:
+    place = locate_artifact(path)
+    base = open_checkpoint(place.path, verify=False).facts.get("base") if place.kind == "checkpoint" else None
+    if not base or not base.get("held"):
         return []
-    how = f"the adapter was trained on {as_trained.base.path.name} in {as_trained.base.held}; on the file itself, as PEFT loads it,"
-    if sum(map(tensor_bytes, as_trained.base.raw.tensors.values())) > MOST_MEASURED:
+    how = f"the adapter was trained on {Path(base['path']).name} in {base['held']}; on the file itself, as PEFT loads it,"
+    if sum(file.stat().st_size for file in Path(base["path"]).glob("*.safetensors")) > MOST_MEASURED:
         return [unproven("file base", f"{how} it is another model, which was not measured: the base has more than "
                                       f"{MOST_MEASURED / 1e9:.0f} GB; assay export --to merged --onto file does", optional=True)]
-    found = base_difference(as_trained, open_artifact(path, opened=opened, held="file"))
+    found = base_difference(open_artifact(path, opened=opened), open_artifact(path, opened=opened, held="file"))
     return [unproven("file base", f"{how} {found}", optional=True, **found._asdict())]

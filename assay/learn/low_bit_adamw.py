@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from assay.learn.optim import adamw, adamw_groups
 
-PER_SCALE = 256  # moments that share a scale
+MOMENTS_A_SCALE = 256  # moments that share a scale
 LEAST_CODED = 4096  # elements: what is smaller keeps its moments in fp32, as with bitsandbytes
 STRETCH = 2.0  # how much farther than AdamW's a step can be: the lowest decade of the map has one level
 _MOMENTS = {"exp_avg": True, "root_avg_sq": False}  # and whether it has a sign
@@ -76,17 +76,17 @@ TUNING_OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"adamw": a
 def _stored(name: str, values: Tensor, signed: bool) -> dict[str, Tensor]:
     if values.numel() < LEAST_CODED:
         return {name: values}
-    codes, scale = encode(values, signed)
+    codes, scale = encode_moments(values, signed)
     return {f"{name}_codes": codes, f"{name}_scale": scale}
 
 
 def _read(state: dict[str, Tensor], name: str, shape: torch.Size, signed: bool) -> Tensor:
-    return state[name] if name in state else decode(state[f"{name}_codes"], state[f"{name}_scale"], shape, signed)
+    return state[name] if name in state else decode_moments(state[f"{name}_codes"], state[f"{name}_scale"], shape, signed)
 
 
-def encode(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
+def encode_moments(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
     """Codes and scales of the values in order. With a sign to the nearest level, without one to the next above."""
-    flat = nn.functional.pad(values.flatten(), (0, -values.numel() % PER_SCALE)).view(-1, PER_SCALE)
+    flat = nn.functional.pad(values.flatten(), (0, -values.numel() % MOMENTS_A_SCALE)).view(-1, MOMENTS_A_SCALE)
     scale = flat.abs().amax(1)
     shares = flat / torch.where(scale > 0, scale, 1.0)[:, None]
     levels = dynamic_map(signed, values.device)
@@ -94,9 +94,9 @@ def encode(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
     return torch.bucketize(shares, bounds).to(torch.uint8).flatten()[: values.numel()], scale
 
 
-def decode(codes: Tensor, scale: Tensor, shape: torch.Size, signed: bool) -> Tensor:
+def decode_moments(codes: Tensor, scale: Tensor, shape: torch.Size, signed: bool) -> Tensor:
     levels = dynamic_map(signed, codes.device)[codes.int()]
-    return (levels * scale.repeat_interleave(PER_SCALE)[: len(levels)]).view(shape)
+    return (levels * scale.repeat_interleave(MOMENTS_A_SCALE)[: len(levels)]).view(shape)
 
 
 @functools.cache

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from assay.errors import ArtifactError, UsageError
+from assay.kernels.unpack_codes import unpacked
 from assay.model.transformer import ExpertLinear, Linear, Transformer
 
 QuantisedKind = Literal["nf4", "int8"]
@@ -31,7 +32,7 @@ ROUNDED = 2.0**-8  # relative, to bf16
 # The farthest that a weight can be from what stands for it, as a share of its block's largest.
 FARTHEST = {"nf4": max(b - a for a, b in itertools.pairwise(NF4)) / 2 + ROUNDED, "int8": 0.5 / 127 + ROUNDED}
 STORED_BITS = {"int8": 8 + 32 / BLOCK, "nf4": 4 + 32 / BLOCK}  # of a weight, its share of a scale included
-AT_ONCE = 1 << 24  # weights that are looked at together
+_AT_ONCE = 1 << 24  # weights that are looked at together
 
 
 class QuantisedMatrix(NamedTuple):
@@ -76,12 +77,22 @@ def _quantise_rows(rows: Tensor, kind: QuantisedKind) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def dequantised(matrix: QuantisedMatrix) -> Tensor:
-    """The matrix that the codes stand for, in bf16. The only temporaries are of some rows."""
+    """The matrix that the codes stand for, in bf16."""
+    codes, scale = matrix
+    if codes.is_cuda:
+        return unpacked(codes, scale, _levels(codes.device) if codes.dtype == torch.uint8 else None, BLOCK)
+    return plain_dequantised(matrix)
+
+
+@torch.no_grad()
+def plain_dequantised(matrix: QuantisedMatrix) -> Tensor:
+    """The kernel's twin. The only temporaries are of some rows."""
     codes, scale = matrix
     made = torch.empty(len(codes), matrix.columns, dtype=torch.bfloat16, device=codes.device)
     parts = zip(*(_some_rows(tensor, matrix.columns) for tensor in (made, codes, scale)), strict=True)
     for target, some, their in parts:
-        values = F.embedding(some.int(), _pairs(codes.device)).flatten(1) if codes.dtype == torch.uint8 else some.float()
+        packed = codes.dtype == torch.uint8
+        values = _levels(codes.device)[torch.stack([some >> 4, some & 15], -1).flatten(1).int()] if packed else some.float()
         if matrix.columns % BLOCK:
             target.copy_(values.mul_(their.repeat_interleave(BLOCK, 1)[:, : matrix.columns]))
         else:
@@ -90,22 +101,22 @@ def dequantised(matrix: QuantisedMatrix) -> Tensor:
 
 
 def _some_rows(tensor: Tensor, columns: int) -> Iterator[Tensor]:
-    return iter(tensor.split(max(1, AT_ONCE // columns)))
+    return iter(tensor.split(max(1, _AT_ONCE // columns)))
 
 
 @functools.cache
 def _halfway(device: torch.device) -> Tensor:
-    levels = torch.tensor(NF4)
+    levels = _levels(torch.device("cpu"))
     return ((levels[1:] + levels[:-1]) / 2).to(device)
 
 
 @functools.cache
-def _pairs(device: torch.device) -> Tensor:
-    """byte → the two levels that it stands for. On its device before a graph is captured there: a capture cannot copy from the host."""
-    return torch.tensor([(NF4[byte >> 4], NF4[byte & 15]) for byte in range(256)]).to(device)
+def _levels(device: torch.device) -> Tensor:
+    """On its device before a graph is captured there, since a capture cannot copy from the host: whoever captures warms up first."""
+    return torch.tensor(NF4).to(device)
 
 
-def refuse_unlike(name: str, weight: Tensor, made: Tensor, kind: QuantisedKind) -> float:
+def refuse_far_codes(name: str, weight: Tensor, made: Tensor, kind: QuantisedKind) -> float:
     """No weight farther from its file's than the levels of its own block allow: a scale of another block, or a wrong table, shows.
     Returns the summed square of all differences."""
     apart = 0.0

@@ -18,7 +18,7 @@ from assay.guard.loss_preflight import LARGE
 from assay.kernels.softcap_ce import CHUNK_BYTES
 from assay.model.families import config_from_hf, parameter_shapes
 from assay.model.lora import plan
-from assay.model.quantised import AT_ONCE, STORED_BITS, is_quantisable
+from assay.model.quantised import STORED_BITS, is_quantisable
 from assay.model.transformer import ModelConfig, qkv_rows
 from assay.recipes.grpo_options import Grpo
 from assay.recipes.options import Distill, Pretrain, Trained, Tuned
@@ -139,9 +139,9 @@ def base_bytes(model: PlannedModel, base_dtype: str | None, *, wide: bool) -> in
 
 
 def unpacked_bytes(config: ModelConfig, compute: int) -> int:
-    """The largest matrix of a quantised base as it is used, and what unpacking some rows of it takes."""
+    """The largest matrix of a quantised base as it is used."""
     largest = max(math.prod(shape) for name, shape in parameter_shapes(config).items() if is_quantisable(name, shape))
-    return largest * (2 if compute == 2 else 2 + compute) + 8 * AT_ONCE
+    return largest * (2 if compute == 2 else 2 + compute)
 
 
 def adapter_parameters(config: ModelConfig, rank: int, targets: tuple[str, ...] = ()) -> int:

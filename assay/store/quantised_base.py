@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from assay.model.families import ForeignTensor, to_foreign
-from assay.model.quantised import QuantisedMatrix, dequantised, is_quantisable, quantise, refuse_unlike
+from assay.model.quantised import QuantisedMatrix, dequantised, is_quantisable, quantise, refuse_far_codes
 from assay.store.digests import combined_digest, tensor_facts
 
 BASE_DTYPES = ("bf16", "int8", "nf4")
@@ -33,7 +33,7 @@ class QuantisedReader:
         kind = "nf4" if self.held == "nf4" else "int8"
         matrix = quantise(tensor, kind)  # type: ignore[arg-type]
         made = dequantised(matrix)
-        self._count(tensor, refuse_unlike(name, tensor, made, kind))  # type: ignore[arg-type]
+        self._count(tensor, refuse_far_codes(name, tensor, made, kind))  # type: ignore[arg-type]
         if self.dense:
             return self._shared(name, made)
         for leaf, part in matrix._asdict().items():

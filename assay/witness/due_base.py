@@ -10,7 +10,7 @@ from torch import Tensor
 
 from assay.witness.due_texts import NotWitnessed, read_fields
 
-PER_SCALE = 64
+SHARING_A_SCALE = 64
 # Quantiles of the normal distribution (QLoRA, arXiv 2305.14314, appendix E).
 LEVELS = np.array([-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
                    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
@@ -39,18 +39,18 @@ def due_base(weights: Mapping[str, Tensor], dtype: str | None, *, transposed: bo
 def rounded_matrix(weight: Tensor, dtype: str, transposed: bool) -> Tensor:
     rows = (weight.t() if transposed else weight).float().numpy()
     made = np.empty_like(rows)
-    for start in range(0, rows.shape[1], PER_SCALE):
-        block = rows[:, start : start + PER_SCALE]
+    for start in range(0, rows.shape[1], SHARING_A_SCALE):
+        block = rows[:, start : start + SHARING_A_SCALE]
         most = np.abs(block).max(1, keepdims=True)
         unit = most if dtype == "nf4" else most / np.float32(127)
         share = np.divide(block, unit, out=np.zeros_like(block), where=unit > 0)
-        level = nearest(share) if dtype == "nf4" else np.rint(share)
-        made[:, start : start + PER_SCALE] = level * unit
+        level = nearest_level(share) if dtype == "nf4" else np.rint(share)
+        made[:, start : start + SHARING_A_SCALE] = level * unit
     found = torch.from_numpy(made).bfloat16()
     return found.t() if transposed else found
 
 
-def nearest(share: np.ndarray) -> np.ndarray:
+def nearest_level(share: np.ndarray) -> np.ndarray:
     """The level next to each, one level after the other."""
     best, apart = np.full_like(share, LEVELS[0]), np.abs(share - LEVELS[0])
     for level in LEVELS[1:]:

@@ -5,7 +5,7 @@ import torch
 
 from assay.errors import ArtifactError
 from assay.guard.training_guards import check_steps
-from assay.learn.low_bit_adamw import LEAST_CODED, PER_SCALE, LowBitAdamW, adamw_8bit, decode, dynamic_map, encode
+from assay.learn.low_bit_adamw import LEAST_CODED, MOMENTS_A_SCALE, LowBitAdamW, adamw_8bit, decode_moments, dynamic_map, encode_moments
 from assay.learn.optim import adamw, largest_quotient, load_state_tensors, state_tensors
 from assay.verdict import Outcome
 
@@ -44,7 +44,7 @@ def test_the_state_is_a_quarter_and_small_tensors_keep_theirs():
     assert isinstance(optimizer, LowBitAdamW)
     (matrix, vector) = (optimizer.state[p] for group in optimizer.param_groups for p in group["params"])
     bytes_of = {name: t.numel() * t.element_size() for name, t in matrix.items()}
-    assert sum(bytes_of.values()) == 4 + 2 * (SIZE[0] * SIZE[1] + 4 * SIZE[0] * SIZE[1] // PER_SCALE)
+    assert sum(bytes_of.values()) == 4 + 2 * (SIZE[0] * SIZE[1] + 4 * SIZE[0] * SIZE[1] // MOMENTS_A_SCALE)
     assert SIZE[0] < LEAST_CODED
     assert {t.dtype for t in vector.values()} == {torch.float32}
 
@@ -55,10 +55,10 @@ def test_levels_are_the_paper_s_and_rounding_is_to_the_nearest_or_up():
     assert float(signed.min()) == pytest.approx(-0.99296875)
     assert float(unsigned[1]) == pytest.approx(3.25e-7)
     values = torch.randn(1000, generator=torch.Generator().manual_seed(1))
-    near = decode(*encode(values, True), values.shape, True)
+    near = decode_moments(*encode_moments(values, True), values.shape, True)
     assert float((near - values).abs().max()) < 0.012 * float(values.abs().max())
     roots = values.abs()
-    up = decode(*encode(roots, False), roots.shape, False)
+    up = decode_moments(*encode_moments(roots, False), roots.shape, False)
     assert bool((up >= roots * (1 - 1e-6)).all()), "a root that is rounded down makes a longer step"
     assert bool((up[roots > 0] > 0).all())
     functional = pytest.importorskip("bitsandbytes.functional")

@@ -16,7 +16,7 @@ from assay.learn.optim import adamw
 from assay.model import quantised
 from assay.model.lora import attach, fresh, plan
 from assay.model.placement import frozen_tensors, place_for_training
-from assay.model.quantised import BLOCK, NF4, QuantisedLinear, QuantisedMatrix, dequantised, quantise, quantised_linear, refuse_unlike
+from assay.model.quantised import BLOCK, NF4, QuantisedLinear, QuantisedMatrix, dequantised, quantise, quantised_linear, refuse_far_codes
 from assay.model.transformer import Transformer
 from assay.store.artifact import Artifact, Destination, build_model, open_artifact
 from assay.testing.tiny_models import nudge, save_hf_folder, tiny_model
@@ -147,6 +147,6 @@ def test_a_scale_of_another_block_is_refused():
     weight = draw(4, 256)
     for kind in KINDS:
         codes, scale = quantise(weight, kind)
-        refuse_unlike("blocks.0.mlp.up.weight", weight, dequantised(QuantisedMatrix(codes, scale)), kind)
+        refuse_far_codes("blocks.0.mlp.up.weight", weight, dequantised(QuantisedMatrix(codes, scale)), kind)
         with pytest.raises(ArtifactError, match="a scale or a code is another block's"):
-            refuse_unlike("blocks.0.mlp.up.weight", weight, dequantised(QuantisedMatrix(codes, scale.roll(1, 1))), kind)
+            refuse_far_codes("blocks.0.mlp.up.weight", weight, dequantised(QuantisedMatrix(codes, scale.roll(1, 1))), kind)
