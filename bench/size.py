@@ -206,7 +206,7 @@ def row_same(flags: argparse.Namespace, folder: Path) -> dict[str, float]:
     from assay.learn.optim import adamw
     from assay.model.lora import attach, fresh, plan
     from assay.model.placement import place_for_training
-    from assay.statistics.estimate import mean
+    from assay.statistics.estimate import ratio
 
     ready(flags)
     source = open_artifact(folder)
@@ -230,7 +230,7 @@ def row_same(flags: argparse.Namespace, folder: Path) -> dict[str, float]:
     for name in ("file", "bf16", "int8", "nf4"):
         base = source if name == "file" else open_artifact(folder, to=Destination(flags.device), held=name)
         each = [[(a - b) / b for a, b in zip(losses(base, None, seed), due, strict=True)] for seed, due in enumerate(wide)]
-        over = mean([statistics.mean(seed) for seed in each])
+        over = ratio([statistics.mean(seed) for seed in each], [1.0] * len(each))  # the mean over seeds, with its t-interval
         worst = max(abs(share) for seed in each for share in seed)
         print(f"{name}: {over} of the loss in fp32 at {len(each[0])} steps of {len(each)} seeds, worst {worst:.2e}", flush=True)
         found |= {f"{name} mean": f"{over.mean:+.1e} [{over.low:+.1e}, {over.high:+.1e}]", f"{name} worst": f"{worst:.1e}"}
