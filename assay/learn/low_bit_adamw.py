@@ -1,8 +1,9 @@
 """AdamW with its moments in 8 bits: a code for each and an fp32 scale for 256 of them (Dettmers et al., arXiv 2110.02861).
 
 The codes are levels of the paper's dynamic map, as in bitsandbytes and torchao, whose optimizers are not used: their states are tensor
-subclasses that no safetensors file holds, and neither knows `found_inf`. The first moment goes to its nearest level. Of the second its
-root is kept, rounded up: where a small one rounds to 0, as theirs may, its element takes a step of m / eps.
+subclasses that no safetensors file holds, and neither knows `found_inf`. Each moment goes to its nearest level. Of the second its root is
+kept, which spans half as many decades, and only 0 becomes 0: where a small one rounds to 0, as theirs may, its element takes a step of
+m / eps.
 """
 
 import functools
@@ -16,7 +17,7 @@ from assay.learn.optim import adamw, adamw_groups
 
 MOMENTS_A_SCALE = 256  # moments that share a scale
 LEAST_CODED = 4096  # elements: what is smaller keeps its moments in fp32, as with bitsandbytes
-STRETCH = 2.0  # how much farther than AdamW's a step can be: the lowest decade of the map has one level
+STRETCH = 4.0  # how much farther than AdamW's a step can be: the lowest decade of the map has one level, or two
 _MOMENTS = {"exp_avg": True, "root_avg_sq": False}  # and whether it has a sign
 
 
@@ -85,13 +86,14 @@ def _read(state: dict[str, Tensor], name: str, shape: torch.Size, signed: bool) 
 
 
 def encode_moments(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
-    """Codes and scales of the values in order. With a sign to the nearest level, without one to the next above."""
+    """Codes and scales of the values in order, each the nearest level; without a sign the lowest but 0 for all that are not 0."""
     flat = nn.functional.pad(values.flatten(), (0, -values.numel() % MOMENTS_A_SCALE)).view(-1, MOMENTS_A_SCALE)
     scale = flat.abs().amax(1)
     shares = flat / torch.where(scale > 0, scale, 1.0)[:, None]
     levels = dynamic_map(signed, values.device)
-    bounds = (levels[1:] + levels[:-1]) / 2 if signed else levels[:-1]  # v ≤ levels[i] and > levels[i − 1] goes to i
-    return torch.bucketize(shares, bounds).to(torch.uint8).flatten()[: values.numel()], scale
+    codes = torch.bucketize(shares, (levels[1:] + levels[:-1]) / 2)
+    codes = codes if signed else codes.maximum((shares > 0).to(codes.dtype))
+    return codes.to(torch.uint8).flatten()[: values.numel()], scale
 
 
 def decode_moments(codes: Tensor, scale: Tensor, shape: torch.Size, signed: bool) -> Tensor:

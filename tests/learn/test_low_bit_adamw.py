@@ -5,7 +5,16 @@ import torch
 
 from assay.errors import ArtifactError
 from assay.guard.training_guards import check_steps
-from assay.learn.low_bit_adamw import LEAST_CODED, MOMENTS_A_SCALE, LowBitAdamW, adamw_8bit, decode_moments, dynamic_map, encode_moments
+from assay.learn.low_bit_adamw import (
+    LEAST_CODED,
+    MOMENTS_A_SCALE,
+    STRETCH,
+    LowBitAdamW,
+    adamw_8bit,
+    decode_moments,
+    dynamic_map,
+    encode_moments,
+)
 from assay.learn.optim import adamw, largest_quotient, load_state_tensors, state_tensors
 from assay.verdict import Outcome
 
@@ -49,7 +58,7 @@ def test_the_state_is_a_quarter_and_small_tensors_keep_theirs():
     assert {t.dtype for t in vector.values()} == {torch.float32}
 
 
-def test_levels_are_the_paper_s_and_rounding_is_to_the_nearest_or_up():
+def test_levels_are_the_paper_s_and_only_0_becomes_0():
     signed, unsigned = (dynamic_map(sign, CPU) for sign in (True, False))
     assert len(signed) == len(unsigned) == 256
     assert float(signed.min()) == pytest.approx(-0.99296875)
@@ -59,8 +68,9 @@ def test_levels_are_the_paper_s_and_rounding_is_to_the_nearest_or_up():
     assert float((near - values).abs().max()) < 0.012 * float(values.abs().max())
     roots = values.abs()
     up = decode_moments(*encode_moments(roots, False), roots.shape, False)
-    assert bool((up >= roots * (1 - 1e-6)).all()), "a root that is rounded down makes a longer step"
-    assert bool((up[roots > 0] > 0).all())
+    assert float((up - roots).abs().max()) < 0.006 * float(roots.max())
+    tiny = torch.tensor([1.0, 1e-9, 0.0])
+    assert (decode_moments(*encode_moments(tiny, False), tiny.shape, False) > 0).tolist() == [True, True, False]
     functional = pytest.importorskip("bitsandbytes.functional")
     assert torch.allclose(functional.create_dynamic_map(signed=True), signed)
 
@@ -73,7 +83,7 @@ def test_a_small_gradient_beside_a_large_one_takes_no_longer_step_than_adamw_cou
     for _ in range(5):
         before, weight.grad = weight.detach().clone(), grad.clone()
         optimizer.step()
-        assert float((weight.detach() - before).abs().max()) <= 1e-3 * largest_quotient((0.9, 0.95)) * 1.01
+        assert float((weight.detach() - before).abs().max()) <= 1e-3 * largest_quotient((0.9, 0.95)) * STRETCH
 
 
 def test_a_step_to_be_skipped_moves_nothing():

@@ -1,6 +1,7 @@
 """Fine-tuning on a base in few bits: its manifest, a run that goes on, proof and witness on that base, and what a merge changes."""
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from assay.recipes import hand_over, run, sft
 from assay.recipes.memory_plan import PlannedWork, plan_memory, planned_model
 from assay.recipes.options import Sft
 from assay.recipes.starting_model import load_start
+from assay.recipes.trainer import Trainer
 from assay.store.artifact import open_artifact
 from assay.store.checkpoint import open_checkpoint
 from assay.testing.tiny_models import examine_folder, nudge, save_hf_folder, tiny_model
@@ -33,9 +35,16 @@ def options(home: Path, **changed: Any) -> Sft:
     return Sft(**(usual | changed))
 
 
-def tuned(config: Sft) -> tuple[Any, list[str]]:
-    said: list[str] = []
+def tuned(config: Sft, stop_after: int | None = None) -> tuple[Any, list[str]]:
+    said, over = list[str](), Trainer.over
+
+    def struck(trainer: Trainer) -> bool:
+        if trainer.done == stop_after:
+            trainer.run.interrupted = signal.SIGTERM
+        return over(trainer)
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "over", struck)
         patch.setattr(run, "Prover", NoProver)
         patch.setattr(hand_over, "prove", lambda request: [proven("whole", "not looked at")])
         return sft.sft(config, said.append), said
@@ -52,16 +61,16 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ran(home: Path) -> tuple[Any, list[str]]:
-    """Three steps, and then one more of the same run, with moments in 8 bits."""
-    tuned(options(home, optim="adamw_8bit"))
-    return tuned(options(home, optim="adamw_8bit", max_steps=4))
+    """Two steps, and then the third of the same run, with moments in 8 bits."""
+    tuned(options(home, optim="adamw_8bit"), stop_after=2)
+    return tuned(options(home, optim="adamw_8bit"))
 
 
 def test_the_manifest_names_the_weights_that_were_trained_on(home: Path, ran: tuple[Any, list[str]]):
     outcome, said = ran
     assert outcome.exit_code == 0
     assert any("the base is held in nf4" in line for line in said)
-    assert any("going on from step 3" in line for line in said)
+    assert any("going on from step 2" in line for line in said)
     assert any("adamw_8bit at" in line for line in said)
     recorded = open_checkpoint(home / "run" / "adapter").facts["base"]
     assert recorded == {"weights": open_artifact(home / "base", held="nf4").digest, "path": str(home / "base"), "held": "nf4"}
@@ -111,7 +120,7 @@ def test_what_is_frozen_takes_few_bits_and_is_planned_so(home: Path, tmp_path: P
     assert any(isinstance(module, QuantisedLinear) for module in start.model.modules())
     held = sum(p.numel() * p.element_size() for p in start.model.parameters() if not p.requires_grad)
     model, work = planned_model(home / "base"), PlannedWork(1, 32, 4, compute=4, base_dtype="nf4")
-    assert plan_memory(model, work).parts["weights"] == held
+    assert plan_memory(model, work).parts["weights"] == pytest.approx(held, rel=0.01)
     assert parameter_count(start.model) == model.parameters + sum(p.numel() for p in start.model.parameters() if p.requires_grad)
     whole = plan_memory(model, PlannedWork(1, 32, 4, compute=4))
     assert held < 0.6 * whole.parts["weights"]
