@@ -32,7 +32,7 @@ def unpacked(codes: Tensor, scale_OS: Tensor, levels: Tensor | None, per_scale: 
     columns = codes.shape[1] * (1 if levels is None else 2)
     made_OI = torch.empty(len(codes), columns, dtype=torch.bfloat16, device=codes.device)
     jitted(_unpack)[(math.ceil(made_OI.numel() / entries),)](
-        codes, scale_OS, codes if levels is None else levels, made_OI, made_OI.numel(), I=columns, S=scale_OS.shape[1], BLOCK=per_scale,
+        codes, scale_OS, codes if levels is None else levels, made_OI.view(torch.int16), made_OI.numel(), I=columns, S=scale_OS.shape[1], BLOCK=per_scale,
         PAIRS=levels is not None, ENTRIES=entries, num_warps=warps)
     return made_OI
 
@@ -50,4 +50,6 @@ def _unpack(codes_ptr, scale_ptr, levels_ptr, made_ptr, total, I: tl.constexpr, 
         level = tl.load(levels_ptr + code, mask=real, other=0.0)
     else:
         level = tl.load(codes_ptr + entry, mask=real, other=0).to(tl.float32)
-    tl.store(made_ptr + entry, (level * scale).to(tl.bfloat16), mask=real)
+    bits = (level * scale).to(tl.int32, bitcast=True)
+    nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # bf16, ties to even: written out, since a digest rests on it
+    tl.store(made_ptr + entry, nearest.to(tl.int16), mask=real)
