@@ -32,8 +32,8 @@ def unpacked(codes: Tensor, scale_OS: Tensor, levels: Tensor | None, per_scale: 
     columns = codes.shape[1] * (1 if levels is None else 2)
     made_OI = torch.empty(len(codes), columns, dtype=torch.bfloat16, device=codes.device)
     jitted(_unpack)[(math.ceil(made_OI.numel() / entries),)](
-        codes, scale_OS, codes if levels is None else levels, made_OI.view(torch.int16), made_OI.numel(), I=columns, S=scale_OS.shape[1], BLOCK=per_scale,
-        PAIRS=levels is not None, ENTRIES=entries, num_warps=warps)
+        codes, scale_OS, codes if levels is None else levels, made_OI.view(torch.int16), made_OI.numel(), I=columns, S=scale_OS.shape[1],
+        BLOCK=per_scale, PAIRS=levels is not None, ENTRIES=entries, num_warps=warps)
     return made_OI
 
 
