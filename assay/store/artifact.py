@@ -369,9 +369,8 @@ def _describe_folder(path: Path) -> Description:
 
 def _lineage(checkpoint: Checkpoint) -> dict[str, Any]:
     facts = checkpoint.facts
-    ancestors = {role: f"weights {facts[role]['weights'][:12]} at {facts[role]['path']}" + (f" in {held}" if (held := facts[role].get("held"))
-                                                                                            else "")
-                 for role in ("parent", "base") if facts.get(role)}
+    ancestors = {role: f"weights {found['weights'][:12]} at {found['path']}" + (f" in {found['held']}" if found.get("held") else "")
+                 for role in ("parent", "base") if (found := facts.get(role))}
     return {"checkpoint": checkpoint.digest[:12], "weights": recorded_digest(checkpoint.manifest)[:12], "step": checkpoint.step,
             "change": facts.get("change"), **ancestors, "code": str(facts.get("code"))[:12], "environment": facts.get("environment")}
 
