@@ -43,7 +43,7 @@ def test_it_learns_what_adamw_learns():
     few, optimizer, low = trained(adamw_8bit)
     assert low < 1.03 * loss
     apart = (few["blocks.0.mlp.up.weight"] - whole["blocks.0.mlp.up.weight"]).norm() / whole["blocks.0.mlp.up.weight"].norm()
-    assert float(apart) < 0.03
+    assert float(apart.detach()) < 0.03
     assert torch.allclose(few["blocks.0.norm.weight"], whole["blocks.0.norm.weight"], rtol=0.02)
     assert check_steps(optimizer, 30).outcome is Outcome.PROVEN
 
