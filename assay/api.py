@@ -18,6 +18,7 @@ from assay.outcome import RunOutcome
 from assay.recipes.dpo_options import Dpo
 from assay.recipes.edit_options import Edit
 from assay.recipes.grpo_options import Grpo
+from assay.recipes.kto_options import Kto
 from assay.recipes.options import Distill, Pretrain, Sft
 from assay.recipes.ttt_options import Ttt
 
@@ -50,6 +51,13 @@ def dpo(*, say: Say | None = None, **options: Any) -> RunOutcome:
     from assay.recipes import dpo as recipe
 
     return _run(recipe.dpo, Dpo, options, say)
+
+
+def kto(*, say: Say | None = None, **options: Any) -> RunOutcome:
+    """Teach a model from single answers that were called desirable or undesirable."""
+    from assay.recipes import kto as recipe
+
+    return _run(recipe.kto, Kto, options, say)
 
 
 def grpo(*, say: Say | None = None, **options: Any) -> RunOutcome:
@@ -132,7 +140,7 @@ def _options(cls: type, given: Mapping[str, Any], out: Path) -> Any:
     inputs = out / "inputs"
     for name in ("data", "held_out_data", "facts", "text"):
         if name in values:
-            several = name == "data" and cls in (Sft, Dpo, Grpo, Distill)
+            several = name == "data" and cls in (Sft, Dpo, Kto, Grpo, Distill)
             values[name] = _as_files(name, values[name], inputs) if several else _as_file(name, values[name], inputs)
     if "reward" in values:
         rewards = values["reward"] if isinstance(values["reward"], list) else [values["reward"]]
@@ -179,5 +187,5 @@ def _with_signature(function: Callable[..., Any], cls: type) -> None:
     function.__signature__ = inspect.Signature([*own, *more], return_annotation=RunOutcome)  # type: ignore[attr-defined]
 
 
-for _function, _cls in ((sft, Sft), (dpo, Dpo), (grpo, Grpo), (distill, Distill), (pretrain, Pretrain), (edit, Edit), (ttt, Ttt)):
+for _function, _cls in ((sft, Sft), (dpo, Dpo), (kto, Kto), (grpo, Grpo), (distill, Distill), (pretrain, Pretrain), (edit, Edit), (ttt, Ttt)):
     _with_signature(_function, _cls)

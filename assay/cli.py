@@ -20,6 +20,7 @@ VERBS = {
     "data": "check conversations: what is supervised, shown token by token and audited",
     "sft": "fine-tune a model on conversations, the whole of it or an adapter",
     "dpo": "teach a model which of two answers is preferred: DPO and its relatives",
+    "kto": "teach a model from single answers that were called desirable or undesirable",
     "distill": "teach a student what a teacher knows, by its logits or in its words",
     "grpo": "reinforce what is rewarded: groups of completions by the policy itself",
     "plan": "say what a run would take, by part, and what would fit, without loading a weight",
@@ -133,7 +134,7 @@ def _dispatch(argv: list[str]) -> int:
     return module.run(flags)
 
 
-_RECIPES = {"pretrain", "sft", "dpo", "distill", "grpo", "edit", "ttt"}  # verbs that also take --config FILE.yaml
+_RECIPES = {"pretrain", "sft", "dpo", "kto", "distill", "grpo", "edit", "ttt"}  # verbs that also take --config FILE.yaml
 
 
 def _help() -> str:
