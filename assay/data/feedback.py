@@ -90,8 +90,8 @@ def read_labelled(row: DataRow, name: str) -> list[SaidFeedback]:
         return [SaidFeedback(side.id, side, desirable, pair.prompt) for side, desirable in ((pair.chosen, True), (pair.rejected, False))]
     columns = {key: row.values.get(key) for key in ("prompt", "completion", "label")}
     if missing := [key for key, value in columns.items() if value is None]:
-        raise DataError(f"{row.where}: there is no {' and no '.join(missing)} among the columns {', '.join(row.values) or 'none'}; expected "
-                        "prompt, completion and label, or prompt, chosen and rejected")
+        raise DataError(f"{row.where}: there is no {' and no '.join(missing)} among the columns {', '.join(row.values) or 'none'}; "
+                        "expected prompt, completion and label, or prompt, chosen and rejected")
     label = columns["label"]
     if not isinstance(label, bool) and label not in (0, 1):
         raise DataError(f"{row.where}: label is {label!r}; expected true (desirable) or false (undesirable)")
@@ -108,7 +108,7 @@ def refuse_one_sided(said: Sequence[SaidFeedback], where: str) -> None:
     labels = Counter(each.desirable for each in said)
     if len(labels) < 2:
         every = "desirable" if labels[True] else "undesirable"
-        raise DataError(f"{where}: all {len(said)} rows are {every}: KTO weighs one kind against the other; add rows of the other label, or "
+        raise DataError(f"{where}: all {len(said)} rows are {every}: KTO weighs one kind against the other; add rows of the other, or "
                         "use assay sft for answers that are all good")
 
 

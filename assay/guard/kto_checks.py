@@ -56,8 +56,8 @@ def unbalanced(desirable: int, undesirable: int, settings: KtoSettings) -> str:
     share = settings.desirable_weight * desirable / max(settings.undesirable_weight * undesirable, 1e-12)
     if BALANCE[0] <= share <= BALANCE[1]:
         return ""
-    return (f"desirable examples weigh {share:.3g} times as much as undesirable ones ({desirable:,} and {undesirable:,}); with 1 to 4/3 both "
-            "count: set --desirable-weight or --undesirable-weight")
+    return (f"desirable examples weigh {share:.3g} times as much as undesirable ones ({desirable:,} and {undesirable:,}); with 1 to 4/3 "
+            "both count: set --desirable-weight or --undesirable-weight")
 
 
 def check_kto_loss_at_reference(loss: float, labels: Tensor, settings: KtoSettings, compute: torch.dtype | None) -> Verdict:

@@ -198,8 +198,8 @@ class WatchedFeedback:
     def judge_losses(self, trainer: Trainer, losses: list[float]) -> None:
         """Those since the last evaluation; the first step of all is taken at the reference."""
         first, settings = trainer.done - len(losses), self.data.settings
-        learning = [(loss, settings.at_reference(labels_of(self.data, self.data.order.ids(step)))) for step, loss in enumerate(losses, first)
-                    if step > 0 and trainer.schedule.multiplier(step) >= LEARNING_SHARE]
+        learning = [(loss, settings.at_reference(labels_of(self.data, self.data.order.ids(step))))
+                    for step, loss in enumerate(losses, first) if step > 0 and trainer.schedule.multiplier(step) >= LEARNING_SHARE]
         self.run.judge(Event.STEP, [check_kto_moves([loss for loss, _ in learning], [due for _, due in learning])])
 
 
