@@ -62,8 +62,8 @@ def preflight_distillation(student: Transformer, objective: Objective, batch: Ba
 
 
 def preflight_teachers(student: Transformer, teachers: Sequence[tuple[Objective, DistillationSettings, Transformer]],
-                       shares: Sequence[float], together: Objective, batch: Batch, *, tokenizers: tuple[str, str], accumulate: Accumulate | None = None,
-                       reachable: Collection[str] | None = None) -> list[Verdict]:
+                       shares: Sequence[float], together: Objective, batch: Batch, *, tokenizers: tuple[str, str],
+                       accumulate: Accumulate | None = None, reachable: Collection[str] | None = None) -> list[Verdict]:
     """Each of several teachers as if it were alone; and what is minimised is the weighted sum of what they ask for."""
     found = [verdict for objective, blend, teacher in teachers
              for verdict in preflight_distillation(student, objective, batch, blend, tokenizers=tokenizers, teacher=teacher,

@@ -43,8 +43,8 @@ def check_advantages(rewards_PG: Sequence[Sequence[RewardValue]], found: Advanta
         if not np.allclose(found.values_PG[prompt], due, rtol=1e-6, atol=1e-9):
             place = int(np.abs(found.values_PG[prompt] - due).argmax())
             return refuted("advantages", f"prompt {prompt}, completion {place}: the advantage is {found.values_PG[prompt][place]:.4g}, "
-                           f"{'the batch' if estimator == 'reinforce_pp' else 'its group by itself'} gives {due[place]:.4g}: the baseline is "
-                           "another group's, the batch's, or one rollout's")
+                           f"{'the batch' if estimator == 'reinforce_pp' else 'its group by itself'} gives {due[place]:.4g}: the baseline "
+                           "is another group's, the batch's, or one rollout's")
     return proven("advantages", f"{len(rewards_PG)} groups: every advantage is its own group's", groups=len(rewards_PG))
 
 

@@ -67,7 +67,10 @@ def naive_bradley_terry(settings: RewardModelSettings) -> NaiveLoss:
         for row in range(len(batch)):
             ends = [int((batch.documents[row] == number).nonzero()[-1]) for number in range(int(batch.documents[row].max()) + 1)]
             rewards = [model.logits(states[row, end].float())[settings.token] for end in ends]
-            for chosen, rejected in zip(rewards[0::2], rewards[1::2], strict=True):
+            learned = [bool(batch.weight[row][batch.documents[row] == number].any()) for number in range(len(ends))]
+            for chosen, rejected, counts in zip(rewards[0::2], rewards[1::2], zip(learned[0::2], learned[1::2], strict=True), strict=True):
+                if not all(counts):
+                    continue
                 total = total + F.softplus(rejected - chosen) + settings.center * (chosen + rejected) ** 2
         return total / batch.weight.sum()
 

@@ -56,12 +56,12 @@ def reward_losses(settings: RewardModelSettings, chosen: Tensor, rejected: Tenso
 
 
 def pair_of_rewards(model: Transformer, batch: Batch, token: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(chosen, rejected, which places hold a pair), each (B, P)."""
+    """(chosen, rejected, which places hold a pair), each (B, P). A pair counts where both of its completions have tokens that count."""
     if batch.documents is None:
         raise DataError("a reward model needs pairs as packed documents; this batch has " + ", ".join(batch.streams()))
     last_BT = last_tokens(batch.documents)
     rewards, texts = (document_sums(values, batch.documents) for values in
-                      (torch.where(last_BT, token_rewards(model, batch, token), 0.0), last_BT.float()))
+                      (torch.where(last_BT, token_rewards(model, batch, token), 0.0), (batch.weight != 0).float()))
     return rewards[:, 0::2], rewards[:, 1::2], (texts[:, 0::2] > 0) & (texts[:, 1::2] > 0)
 
 

@@ -273,7 +273,8 @@ def preflight_distill(trainer: Trainer, lessons: Lessons, start: StartingModel) 
             of_loss = loss_preflight.preflight_loss(trainer.model, trainer.objective, shown, trainer.accumulate_alone)
         elif isinstance(teacher, OnlineTeachers):
             of_loss = guard.preflight_teachers(trainer.model, [(each.objective, each.blend, each.model) for each in several],
-                                               teacher.shares, teacher.objective, shown, tokenizers=(start.tokenizer.digest, teacher.tokenizer),
+                                               teacher.shares, teacher.objective, shown,
+                                               tokenizers=(start.tokenizer.digest, teacher.tokenizer),
                                                accumulate=trainer.accumulate_alone, reachable=trainer.weights.reachable())
         else:
             of_loss = guard.preflight_distillation(trainer.model, teacher.objective, shown, teacher.blend, teacher=teacher.model,
