@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from assay.data.batch import Batch
 from assay.evaluation.held_out_loss import HeldOut, noted_batches, with_padding_rows
 from assay.evaluation.held_out_pairs import Values, mean_of
-from assay.learn.kto import KtoSettings, kto_losses, labelled_scores
+from assay.learn.unpaired import KtoSettings, kto_losses, labelled_scores
 from assay.model.placement import uncompiled
 from assay.model.transformer import Transformer
 from assay.statistics.correlation import correlation

@@ -9,8 +9,8 @@ import torch
 from assay.data.batch import Batch
 from assay.evaluation.held_out_loss import noted_batches, with_padding_rows
 from assay.evaluation.held_out_pairs import ScoredPairs, Values
+from assay.learn.bradley_terry import RewardModelSettings, pair_of_rewards, reward_losses
 from assay.learn.preference import document_sums
-from assay.learn.reward_model import RewardModelSettings, pair_of_rewards, reward_losses
 from assay.model.placement import uncompiled
 from assay.model.transformer import Transformer
 

@@ -12,9 +12,9 @@ from assay.data.feedback import LabelledPair
 from assay.evaluation.held_out_feedback import ScoredFeedback
 from assay.guard.loss_preflight import NaiveLoss, preflight_loss
 from assay.guard.preference_checks import AT_REFERENCE, BIASED, DOUBT, STILL, STILL_STEPS
-from assay.learn.kto import KtoSettings
 from assay.learn.loop import Accumulate
 from assay.learn.objectives import Objective
+from assay.learn.unpaired import KtoSettings
 from assay.model.transformer import Transformer
 from assay.statistics.effects import difference_of_means
 from assay.verdict import Verdict, proven, refuted, unproven

@@ -8,9 +8,9 @@ from assay.data.batch import Batch
 from assay.evaluation.held_out_pairs import ScoredPairs
 from assay.guard.loss_preflight import NaiveLoss, preflight_loss
 from assay.guard.preference_checks import BIASED, DOUBT
+from assay.learn.bradley_terry import REWARD_TOKEN, RewardModelSettings
 from assay.learn.loop import Accumulate
 from assay.learn.objectives import Objective
-from assay.learn.reward_model import REWARD_TOKEN, RewardModelSettings
 from assay.model.transformer import Transformer
 from assay.statistics.estimate import proportion
 from assay.store.artifact import Artifact

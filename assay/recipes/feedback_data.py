@@ -23,7 +23,7 @@ from assay.guard.corpus_checks import require_held_out
 from assay.guard.example_audit import audit_each, check_duplicates, check_overlap, check_packing
 from assay.guard.example_checks import FlatExamples
 from assay.guard.kto_checks import check_feedback, unbalanced
-from assay.learn.kto import KtoSettings, with_baseline
+from assay.learn.unpaired import KtoSettings, with_baseline
 from assay.model.transformer import Transformer, parameter_count
 from assay.recipes.conversations import evenly, joined_rows, ordered, refuse_beyond_context
 from assay.recipes.kto_options import Kto

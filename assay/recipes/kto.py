@@ -22,7 +22,7 @@ from assay.guard.kto_checks import (
 )
 from assay.guard.loss_preflight import sample_rows
 from assay.guard.training_guards import LEARNING_SHARE, check_detectors
-from assay.learn.kto import kto as kto_objective
+from assay.learn.unpaired import kto_objective
 from assay.model.placement import uncompiled
 from assay.model.transformer import Transformer
 from assay.outcome import RunOutcome

@@ -38,8 +38,8 @@ class OnPolicy:
                              "distribution, which the divergence is over; give a temperature above 0")
         self.max_new = config.max_new_tokens
         self.examples = {example.id: example for example in examples}
-        self.sampler = Sampler(start.model, start.tokenizer, start.parent.stops, slots=config.batch_tokens // config.max_length * 8,
-                               length=config.max_length)
+        self.sampler = Sampler(start.model, None, start.parent.stops, slots=config.batch_tokens // config.max_length * 8,
+                               length=config.max_length)  # ids alone: nobody reads the text
         self.learned: dict[int, int] = {}
 
     def due(self, step: int) -> bool:

@@ -17,7 +17,7 @@ from assay.guard.corpus_checks import require_held_out
 from assay.guard.loss_preflight import sample_rows
 from assay.guard.reward_model_checks import check_reward_accuracy, check_reward_head, preflight_reward_model, reward_doubts
 from assay.guard.training_guards import check_detectors
-from assay.learn.reward_model import REWARD_TOKEN, RewardModelSettings, bradley_terry
+from assay.learn.bradley_terry import REWARD_TOKEN, RewardModelSettings, reward_objective
 from assay.model.placement import uncompiled
 from assay.model.transformer import Transformer, parameter_count
 from assay.outcome import RunOutcome
@@ -47,7 +47,7 @@ def reward_model(config: RewardModel, say: Callable[[str], None] = print_line) -
     device = world.device
     start = load_start(replace(config, new_tokens=with_reward_token(config.new_tokens)), device, say)
     settings = RewardModelSettings(start.tokenizer.ids[REWARD_TOKEN], config.center_rewards_coefficient)
-    objective = bradley_terry(settings)
+    objective = reward_objective(settings)
     if world.rank > 0:
         return follow(world, start.model, objective, config.out)
     data, began = load_reward_pairs(config, start, settings), start.model.head_weight()[settings.token].detach().clone()

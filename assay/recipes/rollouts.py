@@ -62,7 +62,7 @@ PROGRESS_METRICS = {"reward": "reward", "±": "reward_std", "length": "completio
 class Sampler:
     """An engine on the trainer's own weights. What it draws carries the version that `load` last named."""
 
-    def __init__(self, model: Transformer, tokenizer: Tokenizer, stops: SpecialTokens, *, slots: int, length: int,
+    def __init__(self, model: Transformer, tokenizer: Tokenizer | None, stops: SpecialTokens, *, slots: int, length: int,
                  device: str | None = None):
         self.model, self.fingerprint = model, fingerprint(model)
         self.version = version_name(0, self.fingerprint)

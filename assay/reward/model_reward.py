@@ -7,7 +7,7 @@ import torch
 from assay.data.batch import Batch
 from assay.data.chat import text_prefix_ids
 from assay.errors import DataError, UsageError
-from assay.learn.reward_model import REWARD_TOKEN, token_rewards
+from assay.learn.bradley_terry import REWARD_TOKEN, token_rewards
 from assay.model.placement import place_for_inference
 from assay.model.transformer import Transformer
 from assay.store.artifact import Artifact, build_model, open_artifact

@@ -18,10 +18,10 @@ from assay.guard.distillation_checks import check_drawn_tokens, check_own_words_
 from assay.guard.kto_checks import check_feedback, check_feedback_direction, check_kl_estimate, check_kto_moves, preflight_kto
 from assay.guard.merge_checks import check_merged_bytes, check_relatives, check_same_shape
 from assay.guard.reward_model_checks import check_reward_head, preflight_reward_model
-from assay.learn import distillation, kto, loop, reward_model
+from assay.learn import bradley_terry, distillation, loop, unpaired
+from assay.learn.bradley_terry import REWARD_TOKEN, RewardModelSettings
 from assay.learn.distillation import DistillationSettings
-from assay.learn.kto import KtoSettings
-from assay.learn.reward_model import REWARD_TOKEN, RewardModelSettings
+from assay.learn.unpaired import KtoSettings
 from assay.model import merging
 from assay.model.merging import Merge
 from assay.model.resize_embeddings import resize_embeddings, with_new_tokens
@@ -72,8 +72,9 @@ def kto_steps(policy: Any, pairs: Sequence[LabelledPair], stored: StoredReferenc
     order = PackedFeedback(pairs, 0, 4, ROW, epochs=KTO_STEPS)
     labels = [[1.0 if order.examples[index].desirable else -1.0 for row in order.plan(step) for index in row] for step in range(KTO_STEPS)]
     due = [settings.at_reference(torch.tensor(each)) for each in labels]
-    batches = (kto.with_baseline(policy, stored.attached(order.batch(step)), 2) for step in range(KTO_STEPS))
-    return [float(step.loss) for step in loop.train(policy, make_optimizer(policy, 1e-3), batches, kto.kto(settings), micro=2)], due
+    batches = (unpaired.with_baseline(policy, stored.attached(order.batch(step)), 2) for step in range(KTO_STEPS))
+    steps = loop.train(policy, make_optimizer(policy, 1e-3), batches, unpaired.kto_objective(settings), micro=2)
+    return [float(step.loss) for step in steps], due
 
 
 def a_kto_preflight(folder: Path, plant: Plant) -> list[Verdict]:
@@ -82,17 +83,18 @@ def a_kto_preflight(folder: Path, plant: Plant) -> list[Verdict]:
     with plant(folder):
         pairs, policy = tiny_feedback(folder), tiny_model("llama", 3)
         stored = asked_reference(folder, pairs, parent_model())
-        batch = kto.with_baseline(policy, stored.attached(PackedFeedback(pairs, 0, 4, ROW).batch(0)), 2)
-        return [check_feedback(pairs), check_kl_estimate(policy, batch), *preflight_kto(policy, kto.kto(settings), batch, settings)]
+        batch = unpaired.with_baseline(policy, stored.attached(PackedFeedback(pairs, 0, 4, ROW).batch(0)), 2)
+        objective = unpaired.kto_objective(settings)
+        return [check_feedback(pairs), check_kl_estimate(policy, batch), *preflight_kto(policy, objective, batch, settings)]
 
 # ---------------------------------------------------------------- reward models
 
 
-def a_reward_preflight(folder: Path, plant: Plant) -> list[Verdict]:
+def a_score_head_preflight(folder: Path, plant: Plant) -> list[Verdict]:
     settings = RewardModelSettings(7)
     with plant(folder):
         batch = PackedPairs(tiny_pairs(folder), 0, 4, ROW).batch(0)
-        return preflight_reward_model(parent_model(), reward_model.bradley_terry(settings), batch, settings)
+        return preflight_reward_model(parent_model(), bradley_terry.reward_objective(settings), batch, settings)
 
 
 def a_written_reward_model(folder: Path, plant: Plant) -> list[Verdict]:
@@ -133,7 +135,7 @@ def own_words_preflight(folder: Path, plant: Plant) -> list[Verdict]:
 # ---------------------------------------------------------------- merges
 
 
-def a_merge(folder: Path, plant: Plant) -> list[Verdict]:
+def a_merge_of_models(folder: Path, plant: Plant) -> list[Verdict]:
     """A base, two models that moved from it, and their merge, where they may be merged."""
     asked = Merge("ties", (1.0, 1.0), density=0.3)
     with plant(folder):

@@ -14,9 +14,9 @@ from assay.data.feedback import LabelledPair, feedback_rows
 from assay.errors import DataError, UsageError
 from assay.guard.kto_checks import check_kl_estimate, naive_kto
 from assay.guard.loss_preflight import loss_gradients
-from assay.learn.kto import KtoSettings, kto, mismatch_kl, with_baseline
 from assay.learn.loop import accumulated
 from assay.learn.policy import token_logprobs
+from assay.learn.unpaired import KtoSettings, kto_objective, mismatch_kl, with_baseline
 from assay.model.families import config_to_hf, hf_layout, to_foreign
 from assay.model.transformer import Transformer
 from assay.testing.tiny_models import tiny_model, tiny_tokenizer
@@ -63,7 +63,7 @@ def test_the_objective_is_its_formula_in_value_and_gradient_whatever_the_packing
     for rows, length, micro in (([made], 60, 1), ([[one] for one in made], 16, 2), ([made[:2], made[2:]], 40, 1)):
         again = ready(model, rows, length)
         model.zero_grad()
-        found = accumulated(model, kto(settings), again, micro, again.divisor or 0.0)
+        found = accumulated(model, kto_objective(settings), again, micro, again.divisor or 0.0)
         assert float(found.loss) == pytest.approx(due[0], rel=1e-5)
         for name, parameter in model.named_parameters():
             assert (parameter.grad - due[1][name]).norm() <= 1e-5 * due[1][name].norm() + 1e-9, name
@@ -74,7 +74,7 @@ def test_a_policy_that_is_its_reference_pays_half_of_every_weight():
     batch, labels = ready(model, [examples()], 60), torch.tensor([1.0 if label else -1.0 for label in LABELS])
     for settings in ALL:
         with torch.no_grad():
-            assert float(kto(settings)(model, batch).total) / 5 == pytest.approx(settings.at_reference(labels), rel=1e-6)
+            assert float(kto_objective(settings)(model, batch).total) / 5 == pytest.approx(settings.at_reference(labels), rel=1e-6)
     assert ALL[0].at_reference(labels) == 0.5
 
 
@@ -85,7 +85,7 @@ def test_another_baseline_and_missing_streams_are_refused():
     assert check_kl_estimate(model, wrong).outcome is Outcome.REFUTED
     for missing in ("baseline", "advantage", "reference"):
         with pytest.raises(DataError, match="needs"):
-            kto(KtoSettings())(model, replace(batch, **{missing: None}))
+            kto_objective(KtoSettings())(model, replace(batch, **{missing: None}))
     with pytest.raises(UsageError, match="above 0"):
         KtoSettings(undesirable_weight=0)
 
@@ -96,7 +96,7 @@ def test_value_and_gradients_are_those_of_trl(settings: KtoSettings, tmp_path: P
     pytest.importorskip("trl")
     model = policy()
     batch = ready(model, [examples()], 60)
-    loss = kto(settings)(model, batch).total / 5
+    loss = kto_objective(settings)(model, batch).total / 5
     gradients = torch.autograd.grad(loss, list(model.parameters()))
     found = to_foreign(hf_layout(model.config), {n: g for (n, _), g in zip(model.named_parameters(), gradients, strict=True)})
     due, due_gradients = theirs(model, settings, tmp_path)

@@ -6,8 +6,8 @@ import torch
 from assay.data.preferences import PackedPairs, pair_rows
 from assay.guard.loss_preflight import loss_gradients
 from assay.guard.reward_model_checks import naive_bradley_terry
+from assay.learn.bradley_terry import RewardModelSettings, reward_objective
 from assay.learn.loop import accumulated
-from assay.learn.reward_model import RewardModelSettings, bradley_terry
 from assay.model.families import config_to_hf, hf_layout, to_foreign
 from assay.testing.tiny_models import tiny_model
 from tests.learn.test_preference import tiny_pairs
@@ -23,7 +23,7 @@ def test_the_objective_is_its_formula_in_value_and_gradient_whatever_the_packing
     order = PackedPairs(pairs, 0, 1, 40)
     for batch, micro in ((alone, 2), (PackedPairs(pairs, 0, order.windows, 40).batch(0), 1), (pair_rows([pairs], 200), 1)):
         model.zero_grad()
-        found = accumulated(model, bradley_terry(settings), batch, micro, batch.divisor or 0.0)
+        found = accumulated(model, reward_objective(settings), batch, micro, batch.divisor or 0.0)
         assert float(found.loss) == pytest.approx(due[0], rel=1e-5)
         for name, parameter in model.named_parameters():
             assert (parameter.grad - due[1][name]).norm() <= 1e-5 * due[1][name].norm() + 1e-9, name
@@ -35,7 +35,7 @@ def test_value_and_gradients_are_those_of_transformers_classifier_with_trls_loss
     transformers = pytest.importorskip("transformers")
     model, pairs, settings = tiny_model("llama").requires_grad_(True), tiny_pairs(), ALL[1]
     batch = pair_rows([pairs], 200)
-    loss = bradley_terry(settings)(model, batch).total / 5
+    loss = reward_objective(settings)(model, batch).total / 5
     head = model.head_weight()
     gradients = dict(zip(dict(model.named_parameters()), torch.autograd.grad(loss, list(model.parameters())), strict=True))
     twin = transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**config_to_hf(model.config, "float32"), num_labels=1,

@@ -9,7 +9,7 @@ import pytest
 from assay.data.feedback import read_feedback, refuse_one_sided, render_feedback
 from assay.errors import DataError
 from assay.guard.kto_checks import check_feedback
-from assay.learn import kto as kto_module
+from assay.learn import unpaired
 from assay.model.special_tokens import resolve_special_tokens
 from assay.recipes import hand_over, kto, run, starting_model
 from assay.recipes.kto_options import Kto
@@ -100,8 +100,8 @@ def test_flipped_labels_are_caught_by_answers_held_out(home: Path, tmp_path: Pat
 
 
 def test_a_kl_of_other_completions_is_stopped_before_step_1(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    usual = kto_module.mismatch_kl
-    monkeypatch.setattr(kto_module, "mismatch_kl", lambda model, parts: usual(model, parts) + 0.3)
+    usual = unpaired.mismatch_kl
+    monkeypatch.setattr(unpaired, "mismatch_kl", lambda model, parts: usual(model, parts) + 0.3)
     with stopped_by("kl"):
         kto.kto(options(home, tmp_path / "run"), lambda _: None)
 

@@ -10,7 +10,7 @@ import torch
 from assay.data.batch import Batch
 from assay.errors import UsageError
 from assay.guard.reward_model_checks import check_reward_head
-from assay.learn.reward_model import REWARD_TOKEN, token_rewards
+from assay.learn.bradley_terry import REWARD_TOKEN, token_rewards
 from assay.outcome import RunOutcome
 from assay.recipes import hand_over, reward_model, run, starting_model
 from assay.recipes.reward_model_options import RewardModel

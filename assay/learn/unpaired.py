@@ -56,7 +56,7 @@ class KtoSettings:
         return float(self.weight_of(labels).double().mean()) / 2
 
 
-def kto(settings: KtoSettings) -> Objective:
+def kto_objective(settings: KtoSettings) -> Objective:
     def objective(model: Transformer, batch: Batch) -> Loss:
         scores, labels_BP = labelled_scores(model, batch)
         losses_BP = torch.where(scores.counts, kto_losses(settings, scores.chosen_ratio, labels_BP, baseline_of(settings, batch)), 0.0)

@@ -38,7 +38,7 @@ class RewardModelSettings:
         return False
 
 
-def bradley_terry(settings: RewardModelSettings) -> Objective:
+def reward_objective(settings: RewardModelSettings) -> Objective:
     def objective(model: Transformer, batch: Batch) -> Loss:
         chosen_BP, rejected_BP, counts_BP = pair_of_rewards(model, batch, settings.token)
         losses_BP = torch.where(counts_BP, reward_losses(settings, chosen_BP, rejected_BP), 0.0)
