@@ -97,7 +97,11 @@ def parse_rewards(specs: Sequence[str], *, relative: bool = False) -> list[Rewar
 
 
 def built_in_reward(reward: RewardSpec) -> RewardFunction:
-    """The function of a reward without a file, its options bound."""
+    """The function of a reward without a file, its options bound; a model that it asks is opened now, not on the first item's time."""
+    if reward.learned:
+        from assay.reward.model_reward import loaded_reward_model
+
+        loaded_reward_model(reward.options["path"], reward.options.get("device", "cpu"))
     return partial(BUILT_IN_REWARDS[reward.name], **reward.options)
 
 # ---------------------------------------------------------------- built in

@@ -46,7 +46,7 @@ fault("KTO's completions not mismatched", rows=(), stage="data", check="feedback
                                                                                    weight=kept[place][1].weight)))
 
 
-@fault("KTO's KL of each micro-batch", rows=("L03",), stage="loss", check="kl", job=a_kto_preflight)
+@fault("KTO's KL of each micro-batch", rows=("L03", "N41"), stage="loss", check="kl", job=a_kto_preflight)
 @in_place_of(unpaired, "with_baseline")
 def kl_of_each_micro_batch(_: Any, model: Transformer, batch: Batch, micro: int) -> Batch:
     """As many trainers have it: how the step was cut decides what every example is compared with."""
