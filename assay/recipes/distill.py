@@ -35,7 +35,7 @@ from assay.recipes.evaluator import EarlyStopping, HeldOutEvaluator, stopping_ru
 from assay.recipes.grpo_preflight import rollout_floor
 from assay.recipes.hand_over import hand_over, void_if_refuted, write_down
 from assay.recipes.memory_plan import record_use
-from assay.recipes.on_policy import OnPolicy
+from assay.recipes.on_policy import OnPolicy, measured_words
 from assay.recipes.options import Distill
 from assay.recipes.processes import follow, join_processes
 from assay.recipes.run import Run, TimeSpent, open_run, plain, print_line
@@ -133,7 +133,7 @@ def distill(config: Distill, say: Callable[[str], None] = print_line) -> RunOutc
                 while not (trainer.over() or early.reason):
                     step = next(steps)
                     trainer.record(step, epoch=data.epoch_of(step.index), supervised_tokens=step.weight,
-                                   **({} if own_words is None else own_words.measured(step.index)))
+                                   **measured_words(own_words, step.index))
                     if trainer.save_due():
                         save(evaluated=True)
                     elif trainer.extra_save_due():

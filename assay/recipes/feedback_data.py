@@ -36,8 +36,8 @@ from assay.verdict import Verdict
 class FeedbackData(PreferenceData):
     """`train` and `held_out` are examples beside a mismatched completion. Batches that are learned from carry the KL of `policy`."""
 
-    train: Sequence[LabelledPair]  # type: ignore[assignment]
-    held_out: Sequence[LabelledPair]  # type: ignore[assignment]
+    train: Sequence[LabelledPair]
+    held_out: Sequence[LabelledPair]
     settings: KtoSettings = field(kw_only=True)  # type: ignore[assignment]
     policy: Transformer | None = None
     micro: int = 1

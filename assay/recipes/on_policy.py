@@ -7,6 +7,7 @@ do not fit into it, the last examples of the step are left out, and the metrics 
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -16,6 +17,9 @@ from assay.data.packing import fill_rows, packed_rows
 from assay.errors import UsageError
 from assay.evaluation.held_out_loss import with_padding_rows
 from assay.generate.generation_request import Completion, Sampling
+from assay.generate.sampler_weights import fingerprint
+from assay.guard.policy_identity import check_version, version_name
+from assay.guard.training_guards import stop_if_refuted
 from assay.recipes.options import Distill
 from assay.recipes.prompts import Prompt
 from assay.recipes.rollout_batch import Drawn
@@ -64,7 +68,8 @@ class OnPolicy:
         return replace(with_padding_rows(packed, len(batch)), ids=batch.ids)
 
     def draw(self, batch: Batch, step: int) -> Drawn:
-        """Prompts of the step's examples with what the student says to them now, in the order of the batch."""
+        """Prompts of the step's examples with what the student says to them now, in the order of the batch. The run stops where other
+        weights than the trainer's said it."""
         self.sampler.load(step)
         named = list(dict.fromkeys(str(id) for row in batch.ids for id in row))
         prompts = [Prompt(id, tuple(self.examples[id].tokens[: self.examples[id].prompt].tolist()), "", {}) for id in named]
@@ -74,6 +79,8 @@ class OnPolicy:
             sampling = Sampling(max_new=room, temperature=self.temperature, seed=self.seed)
             said |= {prompt.id: group[0] for prompt, group in zip(alike, self.sampler.draw(alike, sampling, ("on-policy", step), 1),
                                                                   strict=True)}
+        due = version_name(step, fingerprint(self.sampler.model))
+        stop_if_refuted([check_version([completion.version for completion in said.values()], due)])
         return [(prompt, said[prompt.id]) for prompt in prompts]
 
     def room(self, prompt: Prompt) -> int:
@@ -82,9 +89,13 @@ class OnPolicy:
         coarse = max(1, self.length // 16)
         return self.max_new if left >= self.max_new else max(1, left // coarse * coarse)
 
-    def measured(self, step: int) -> dict[str, int]:
-        """What a step's line of metrics says of it."""
-        return {"on_policy": int(self.due(step)), **({"on_policy_completions": self.learned.pop(step)} if step in self.learned else {})}
+
+def measured_words(own_words: OnPolicy | None, step: int) -> dict[str, Any]:
+    """What a step's line of metrics says of it; nothing where no step is on-policy."""
+    if own_words is None:
+        return {}
+    count = own_words.learned.pop(step, None)
+    return {"on_policy": int(own_words.due(step)), **({} if count is None else {"on_policy_completions": count})}
 
 
 def spoken(example: TrainingExample, said: Completion) -> TrainingExample:

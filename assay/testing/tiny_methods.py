@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from assay.data import feedback
@@ -123,7 +124,7 @@ def own_words_preflight(folder: Path, plant: Plant) -> list[Verdict]:
     tokenizer, stops = tokenizer_and_stops()
     student, teacher, blend = tiny_model("llama"), tiny_model("llama", 5).requires_grad_(False), DistillationSettings("reverse")
     prompts = [Prompt(str(n), tuple(tokenizer.encode(f"question {n}:")), "", {}) for n in range(4)]
-    examples = [TrainingExample(prompt.id, [*prompt.ids, 5], [0.0] * len(prompt.ids) + [1.0], (), len(prompt.ids)) for prompt in prompts]
+    examples = [prompt_alone(prompt) for prompt in prompts]
     sampler = Sampler(student, tokenizer, stops, slots=4, length=SIDE_TOKENS)
     drawn = [group[0] for group in sampler.draw(prompts, Sampling(max_new=12), ("own words",), 1)]
     with plant(folder):
@@ -131,6 +132,12 @@ def own_words_preflight(folder: Path, plant: Plant) -> list[Verdict]:
         batch = packed_rows([made[:2], made[2:]], 2 * SIDE_TOKENS, 0)
         return [check_drawn_tokens(batch, [(prompt.ids, said.ids) for prompt, said in zip(prompts, drawn, strict=True)]),
                 check_own_words_loss(student, distillation.distillation(teacher, blend), batch, blend, teacher)]
+
+
+def prompt_alone(prompt: Prompt) -> TrainingExample:
+    """With one token to learn, which the student's words take the place of."""
+    weight = np.array([0.0] * len(prompt.ids) + [1.0])
+    return TrainingExample(prompt.id, np.array([*prompt.ids, 5]), weight, (), len(prompt.ids))
 
 # ---------------------------------------------------------------- merges
 
@@ -154,5 +161,5 @@ def fine_tune(place: int) -> Any:
     model, draw = tiny_model("llama"), torch.Generator().manual_seed(place)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter += (0.02 * (place > 0)) * torch.randn(parameter.shape, generator=draw)
+            parameter.add_((0.02 * (place > 0)) * torch.randn(parameter.shape, generator=draw))
     return model

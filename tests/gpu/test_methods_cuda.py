@@ -78,8 +78,8 @@ def test_a_run_of_each_is_refuted_by_nothing(tmp_path: Path, monkeypatch: pytest
     answers = write(tmp_path / "answers.jsonl", [{"prompt": f"{a}+{b}=", "completion": f"{'yes' if (a + b) % 2 else 'no'} {a + b}",
                                                   "label": bool((a + b) % 2)} for a, b in sums])
     pairs = write(tmp_path / "pairs.jsonl", [{"prompt": f"{a}+{b}=", "chosen": f"yes {a + b}", "rejected": f"no {a}"} for a, b in sums])
-    common: dict[str, Any] = {"model": str(tmp_path / "base"), "max_length": 24, "batch_tokens": 384, "num_train_epochs": 4, "save_steps": 3,
-                              "held_out": 0.2, "max_steps": 6, "device": "cuda", "warmup_steps": 1, "learning_rate": 5e-3}
+    common: dict[str, Any] = {"model": str(tmp_path / "base"), "max_length": 24, "batch_tokens": 384, "num_train_epochs": 4,
+                              "save_steps": 3, "held_out": 0.2, "max_steps": 6, "device": "cuda", "warmup_steps": 1, "learning_rate": 5e-3}
     outcomes: list[RunOutcome] = [
         kto(Kto(data=answers, out=str(tmp_path / "kto"), **common)),
         reward_model(RewardModel(data=pairs, out=str(tmp_path / "reward"), **common))]
