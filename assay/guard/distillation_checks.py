@@ -73,7 +73,10 @@ def preflight_teachers(student: Transformer, teachers: Sequence[tuple[Objective,
     def naive(model: Transformer, read: Batch) -> Tensor:
         return torch.stack([share * part(model, read) for share, part in zip(shares, parts, strict=True)]).sum()
 
-    return [*found, *loss_preflight.preflight_loss(student, together, sample_rows(batch), accumulate, naive, *(t for *_, t in teachers))]
+    shown = sample_rows(batch)
+    with fp32_uncompiled(student, *(teacher for *_, teacher in teachers)):
+        return [*found, loss_preflight.check_loss(student, together, shown, naive),
+                loss_preflight.check_accumulation(student, together, shown, accumulate)]
 
 
 def check_drawn_tokens(batch: Batch, drawn: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Verdict:

@@ -15,6 +15,7 @@ from assay.evaluation.held_out_rewards import score_rewards
 from assay.guard.conclusion_checks import check_budget
 from assay.guard.corpus_checks import require_held_out
 from assay.guard.loss_preflight import sample_rows
+from assay.guard.preference_checks import check_direction
 from assay.guard.reward_model_checks import check_reward_accuracy, check_reward_head, preflight_reward_model, reward_doubts
 from assay.guard.training_guards import check_detectors
 from assay.learn.bradley_terry import REWARD_TOKEN, RewardModelSettings, reward_objective
@@ -26,7 +27,7 @@ from assay.recipes.dpo import pairs_in
 from assay.recipes.evaluator import EarlyStopping, HeldOutEvaluator, stopping_rule
 from assay.recipes.hand_over import hand_over, void_if_refuted, write_down
 from assay.recipes.memory_plan import record_use
-from assay.recipes.preference_data import PreferenceData
+from assay.recipes.preference_data import PreferenceData, reference_model
 from assay.recipes.processes import follow, join_processes
 from assay.recipes.reward_model_options import RewardModel
 from assay.recipes.run import Run, TimeSpent, open_run, print_line
@@ -109,7 +110,8 @@ def reward_model(config: RewardModel, say: Callable[[str], None] = print_line) -
         handed = hand_over(run, evaluator, partial(score_all_rewards, data=data, rows=micro))
         written = open_artifact(run.folder / "model")
         after = data.score(build_model(written, None).to(trainer.device), trainer.micro)
-        judged = [check_reward_head(written, began), check_reward_accuracy(after)]
+        before, trained = data.score(reference_model(start), trainer.micro), data.score(trainer.model, trainer.micro)
+        judged = [check_direction(before, trained), check_reward_head(written, began), check_reward_accuracy(after)]
         void_if_refuted(run, handed.places, judged)
         handed.verdicts.extend([*judged, check_budget(trainer.schedule, trainer.done, early.reason)])
         told = {"accuracy": asdict(after.accuracy), "margin": asdict(after.margin), "doubts": reward_doubts(after),

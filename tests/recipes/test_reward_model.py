@@ -1,6 +1,7 @@
 """A reward model learns to tell pairs apart, is proven on held-out ones, and scores the completions of a GRPO run."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ def trained(home: Path) -> RunOutcome:
 
 def test_it_tells_held_out_pairs_apart_and_its_head_was_learned(trained: RunOutcome, home: Path):
     assert all(verdict.outcome is Outcome.PROVEN for verdict in trained.verdicts), str(trained)
-    assert {"reward head", "accuracy"} <= {verdict.check for verdict in trained.verdicts}
+    assert {"reward head", "accuracy", "direction"} <= {verdict.check for verdict in trained.verdicts}
     written = open_artifact(home / "run" / "model")
     assert written.tokenizer is not None
     row = written.tensors["embed.weight"][written.tokenizer.ids[REWARD_TOKEN]]
@@ -90,8 +91,11 @@ def test_workers_score_texts_as_training_does_and_only_proven_reward_models_are_
     assert good.components["model"] == pytest.approx(float(due[0, -1]), rel=1e-4)
     with pytest.raises(UsageError, match="it is no reward model"):
         proven_reward_model(str(home / "base"))
+    assert proven_reward_model(path) == artifact.digest
+    shutil.copytree(path, home / "unproven")
+    (home / "unproven" / "hallmark.json").unlink()
     with pytest.raises(UsageError, match="has no hallmark"):
-        proven_reward_model(path)
+        proven_reward_model(str(home / "unproven"))
 
 
 def test_swapped_columns_are_caught_by_pairs_held_out(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -99,6 +103,6 @@ def test_swapped_columns_are_caught_by_pairs_held_out(home: Path, tmp_path: Path
     held_out = write(tmp_path / "held.jsonl", pairs(swapped=True, end=" = "))
     found = reward_model.reward_model(options(home, tmp_path / "run", held_out_data=str(held_out)), lambda _: None)
     assert found.exit_code == 3
-    assert [verdict.check for verdict in found.verdicts if verdict.outcome is Outcome.REFUTED] == ["accuracy"]
+    assert "direction" in [verdict.check for verdict in found.verdicts if verdict.outcome is Outcome.REFUTED]
     with pytest.raises(UsageError, match="leave it out"):
         reward_model.reward_model(options(home, tmp_path / "other", lora_r=4), lambda _: None)
