@@ -161,5 +161,5 @@ def fine_tune(place: int) -> Any:
     model, draw = tiny_model("llama"), torch.Generator().manual_seed(place)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_((0.02 * (place > 0)) * torch.randn(parameter.shape, generator=draw))
+            parameter.add_((0.004 * (place > 0)) * torch.randn(parameter.shape, generator=draw))
     return model

@@ -288,9 +288,7 @@ def test_a_teacher_that_scores_the_neighbours_of_the_students_words_is_stopped(h
 
 def test_two_teachers_teach_by_their_weights_and_one_that_is_a_stranger_is_refused(home: Path, tmp_path: Path):
     second = tmp_path / "second"
-    model = build_model(open_artifact(home / "teacher")).requires_grad_(False)
-    nudge(model, 0.02)
-    save_model(second, model)
+    save_model(second, nudge(build_model(open_artifact(home / "teacher")), 2e-3))
     config = options(home, tmp_path / "run", teacher=f"{home / 'teacher'}=0.7,{second}=0.3", max_steps=2, save_steps=2)
     distilled(config)
     [told] = events(config, "teacher")

@@ -33,7 +33,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         model = tiny_model("llama")
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter += 0.02 * torch.randn_like(parameter)
+                parameter += 0.004 * torch.randn_like(parameter)
         save_model(folder / name, model)
     save_model(folder / "stranger", tiny_model("llama", 9))
     (folder / "said.jsonl").write_text("".join(json.dumps({"prompt": f"{n}+1=", "completion": f"{n + 1}"}) + "\n" for n in range(24)))
