@@ -59,7 +59,7 @@ class QuantisedReader:
 
     def digest(self, tensors: Mapping[str, Tensor]) -> str:
         """Of the weights that the codes stand for, under their foreign names; one matrix at a time is made."""
-        facts = {}
+        facts: dict[str, Any] = {}
         for name, pieces in self.layout.items():
             facts |= tensor_facts(to_foreign({name: pieces}, {name: weight_in(tensors, name)}))
         return combined_digest(facts)
