@@ -3,11 +3,12 @@
 A job enters `plant` around everything that the fault could touch: what a run does wrong, its guards must see while it runs.
 """
 
+import atexit
+import contextlib
 import copy
 import functools
 import json
 import random
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -43,6 +44,7 @@ from assay.model.transformer import Transformer
 from assay.seeds import derive
 from assay.statistics.early_stopping import paired_noise, plan_stopping, should_stop
 from assay.store.durable import write_entry
+from assay.store.scratch import scratch_folder
 from assay.testing.fault_injection import Job, Plant
 from assay.testing.tiny_models import tiny_model, tiny_tokenizer
 from assay.verdict import Outcome, Verdict, proven, refuted
@@ -82,15 +84,17 @@ def make_corpus(where: Path, texts: Sequence[str], *, tokenizer: Tokenizer | Non
 
 
 @functools.cache
-def process_folder() -> tempfile.TemporaryDirectory:
+def process_folder() -> Path:
     """For what is made once in a process; gone when it ends."""
-    return tempfile.TemporaryDirectory(prefix="assay-zoo-")
+    stack = contextlib.ExitStack()
+    atexit.register(stack.close)
+    return stack.enter_context(scratch_folder())
 
 
 @functools.cache
 def tiny_corpus() -> Corpus:
     """Never changed: a fault that strikes a corpus makes its own."""
-    return make_corpus(Path(process_folder().name) / "practice", tiny_documents())
+    return make_corpus(process_folder() / "practice", tiny_documents())
 
 # ---------------------------------------------------------------- runs
 
@@ -183,6 +187,9 @@ class NoProver:
         pass
 
     def start(self, folder: Path, **_: Any) -> None:
+        pass
+
+    def wait_no_longer(self) -> None:
         pass
 
     def finished(self) -> list[tuple[Path, list[Verdict]]]:

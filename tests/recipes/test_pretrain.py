@@ -240,12 +240,14 @@ def hallmarked(folder: Path) -> bool:
     return open_checkpoint(folder).hallmark is not None
 
 
-def test_a_run_ends_proven(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """Nothing is stubbed: a fresh process proves each save and the model that is handed over."""
-    config = options(tmp_path / "run", tokens=ROWS * LENGTH)
+def test_a_run_ends_proven(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    """Nothing is stubbed: a fresh process proves each save and the model that is handed over, here and at a URL."""
+    monkeypatch.setenv("ASSAY_CACHE", str(tmp_path / "cache"))
+    config = options(tmp_path / "run", tokens=ROWS * LENGTH, remote=f"file://{tmp_path}/store", corpus=f"file://{tiny_corpus().folder}")
     assert assay(["pretrain", *flags(config)]) == 0, capsys.readouterr()
     assert [hallmarked(tmp_path / "run" / "checkpoints" / f"step-00000{step}") for step in (0, 1)] == [True, True]
     assert hallmarked(tmp_path / "run" / "model")
+    assert all(hallmarked(tmp_path / "store" / name) for name in ("model", "checkpoints/step-000001"))
     handed, = events(config, "hand over")
     not_proven = [(verdict["check"], verdict["outcome"]) for verdict in handed["verdicts"] if verdict["outcome"] != "PROVEN"]
     assert not_proven == [("health", "UNPROVEN")]  # after one step it babbles, which stops nothing

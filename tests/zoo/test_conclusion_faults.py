@@ -13,6 +13,8 @@ REASONS = {
     "best seed reported": "a mean is not a summary",
     "form taken for the answer": "shown worse",
     "compared on other problems": "150 problem(s) were scored in one of them only",
+    "the worst chosen for the best": "what is handed over is shown worse than what the run began with",
+    "p-values lost on the way": "p = 0.0: no test gives that",
     "a fall called success": "shown: it falls",
     "saved artifact loops": "repetition",
     "every question answered with sums": "numbers for prose",

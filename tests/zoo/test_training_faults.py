@@ -44,6 +44,7 @@ REASONS = {
     "NaN counter that never counts": "a planted nan went unnoticed",
     "alarm that never rings": "the loop would step on it",
     # corpora
+    "an epoch in disguise": "one of them 41 times",
     "cache of another tokenizer": "does not encode to its stored ids",
     "poisoned cache": "does not encode to its stored ids",
     "held-out text trained on": "11 of 13 held-out documents stand whole in training",
