@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,14 +11,16 @@ import pytest
 from assay.errors import UsageError
 from assay.outcome import RunOutcome
 from assay.recipes import remote_run
+from assay.recipes.hand_over import send_to_remote, void_if_refuted
 from assay.recipes.remote_run import CHECKPOINTS, RECORD_INDEX, RECORDS, RemoteRun, read_index, record_names
 from assay.store import remote
 from assay.store.artifact import open_artifact
+from assay.store.checkpoint import HALLMARK, QUARANTINE, write_hallmark
 from assay.store.remote import RemoteFolder, local_copy
 from assay.testing import tiny_training
 from assay.testing.tiny_models import flip_bit, save_model, tiny_model
 from assay.testing.tiny_training import tiny_corpus
-from assay.verdict import Outcome, Verdict, proven
+from assay.verdict import Outcome, Verdict, proven, refuted
 from tests.recipes import sittings
 from tests.recipes.sittings import STEPS, events, in_a_fork, left_by, options
 
@@ -147,6 +150,18 @@ def test_what_is_handed_over_is_at_the_url_or_the_verdict_says_that_it_is_not(tm
     verdict = kept.send_model([tmp_path / "run" / "model"])
     assert verdict.outcome is Outcome.UNPROVEN
     assert RunOutcome(tmp_path, [verdict]).exit_code == 3
+
+
+def test_a_hallmark_that_is_taken_back_here_is_taken_back_at_the_url(tmp_path: Path):
+    """Some recipes judge once more after the hand-over."""
+    place = tmp_path / "run" / "model"
+    write_hallmark(save_model(place, tiny_model()), [proven("whole", "made up for a test")])
+    run: Any = SimpleNamespace(remote=RemoteRun(f"file://{tmp_path}/store", tmp_path / "run"), say=lambda _: None)
+    send_to_remote(run, [place])
+    there = RemoteFolder(f"file://{tmp_path}/store/model")
+    assert HALLMARK in there.names()
+    void_if_refuted(run, [place], [refuted("direction", "made up for a test")])
+    assert (QUARANTINE in there.names(), HALLMARK in there.names()) == (True, False)
 
 
 def test_an_index_is_refused_that_does_not_name_its_own_checkpoint(tmp_path: Path):
