@@ -27,6 +27,7 @@ OPTIONAL = {
     "starlette": ("serve", "assay serve, with uvicorn"),
     "uvicorn": ("serve", "assay serve, with starlette"),
     "httpx": ("judge", "a judge, or a probe, behind an OpenAI-compatible endpoint"),
+    "fsspec": ("remote", "checkpoints, models and corpora at URLs; s3:// with s3fs, gs:// with gcsfs"),
     "matplotlib": ("plot", "pictures beside the numbers"),
     "triton": (None, "fused kernels on a GPU (comes with torch's CUDA builds)"),
 }

@@ -5,6 +5,7 @@ from assay.verbs.terminal import print_headline
 
 EXAMPLES = """  assay sft --model smollm2-135m --data gsm8k.jsonl --out runs/sft
   assay sft --model smollm2-135m --data chats.jsonl --out runs/lora --lora-r 16 --num-train-epochs 2
+  assay sft --model smollm2-135m --data chats.jsonl --out runs/a --remote s3://bucket/runs/a
   assay sft --from runs/lora/checkpoints/step-000200 --optimizer-state fresh --data more.jsonl --out runs/fork"""
 
 __all__ = ["EXAMPLES", "FLAGS", "run"]
