@@ -186,7 +186,7 @@ def refuse_more_ids_than_rows(parent: Artifact, tokenizer: Tokenizer) -> None:
 def reopen_parent(start: StartingModel) -> Artifact:
     """Anew: what a run is compared with is what lies on the disk. What the live model holds of it in the same bits is shared with it."""
     parent, device = start.parent, start.model.embed.weight.device
-    held = frozen_tensors(start.model)
+    held = {} if start.weights.model is not start.model else frozen_tensors(start.model)  # in parts, it shares nothing
     found = open_artifact(parent.path, base=None if parent.base is None else parent.base.path,
                           to=straight_to(str(device), held) if held else None)
     if found.digest != parent.digest:

@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,8 @@ def compute_together(recipe: Recipe, count: int) -> list[int]:
                 code = stop.exit_code
             except AssayError as error:
                 print(error, file=sys.stderr, flush=True)
+            except BaseException:
+                traceback.print_exc()
             finally:
                 os._exit(code)
         children.append(child)
