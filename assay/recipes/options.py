@@ -101,6 +101,8 @@ class Pretrain:
     shards: int = option("parts that a step is cut into for several processes; the result depends on it, and not on how many there are",
                          group="optimizer", least=1, default=1)
     fsdp: bool = option(FSDP_HELP, group="memory", default=False)
+    replay_steps: int = option("every so many steps one micro-batch is computed twice, and must give the same bits: a chip that computes "
+                               "wrong now and then is found; 0: never", group="checkpoints", least=0, default=0)
     process_timeout: float = option("seconds after which a process that does not answer the others counts as dead, and the run ends",
                                     group="run", least=1, default=120.0)
 
@@ -167,6 +169,8 @@ class Trained:
     shards: int = option("parts that a step is cut into for several processes; the result depends on it, and not on how many there are",
                          group="optimizer", least=1, default=1)
     fsdp: bool = option(FSDP_HELP, group="memory", default=False)
+    replay_steps: int = option("every so many steps one micro-batch is computed twice, and must give the same bits: a chip that computes "
+                               "wrong now and then is found; 0: never", group="checkpoints", least=0, default=0)
     process_timeout: float = option("seconds after which a process that does not answer the others counts as dead, and the run ends",
                                     group="run", least=1, default=120.0)
 

@@ -99,7 +99,8 @@ def pretrain(config: Pretrain, say: Callable[[str], None] = print_line) -> RunOu
     memory = plan_pretraining(config, plan.model, plan.device)
     if (available := device_memory(plan.device)) is not None:
         require_fit(memory, available, plan.device)
-    model = place_for_training(initialised(plan.model, config.seed), plan.device, recompute=config.gradient_checkpointing)
+    model = place_for_training(initialised(plan.model, config.seed), plan.device, recompute=config.gradient_checkpointing,
+                               compile=False if config.fsdp else None)
     if world.rank > 0:
         return follow(world, model, next_token, config, partial(optimizer_for, config, plan, model), config.ema)
     for line in describe_pretraining(config, plan, corpus, parameter_count(model)):

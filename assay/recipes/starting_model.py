@@ -160,7 +160,8 @@ def load_start(config: Trained, device: str, say: Callable[[str], None]) -> Star
         raise UsageError(f"{parent.path} has no tokenizer, so no conversation can be written for it; add tokenizer.json")
     refuse_more_ids_than_rows(parent, tokenizer)
     weights = trainable(config, parent, tokenizer)
-    place_for_training(weights.model, device, recompute=config.gradient_checkpointing)
+    # Hooks of FSDP that come after a compilation are not seen by it.
+    place_for_training(weights.model, device, recompute=config.gradient_checkpointing, compile=False if config.fsdp else None)
     weights.model.train()
     carried, steps = carried_state(config)
     return StartingModel(parent, weights.model, weights, tokenizer, carried, steps, memory)

@@ -66,6 +66,7 @@ from assay.recipes.processes import (
 from assay.recipes.run import Run, plain
 from assay.recipes.save_pace import SavePace
 from assay.recipes.starting_model import AdapterModel, TrainedWeights, writes_merged
+from assay.recipes.step_replay import StepReplay
 from assay.recipes.witness_records import WitnessRecords
 from assay.store import durable
 from assay.store.checkpoint import Checkpoint, Contents, step_folder
@@ -106,6 +107,7 @@ class Trainer:
         self.device = str(self.model.embed.weight.device)
         self.sharded = sharded_model(run.config, world, self.model, optimizer, objective, ema)
         self.accumulate = self.sharded or accumulate_together(world, run.config.shards, self.model, objective, self.device)
+        self.replay = StepReplay(run.config.replay_steps, self.accumulate, self.model, objective, micro)
         self._frozen_in_parts: list[Mapping[str, int]] = []
         self._shares = 0
         self.start = self.done = 0  # steps taken before this sitting, and in all
@@ -167,8 +169,8 @@ class Trainer:
         With FSDP the model is whole until here and lies in parts from here on; `weights` then reads process 0's copy in host memory.
         """
         if self.sharded is None:
-            return check_world_parity(self.accumulate, batch, self.micro)
-        verdicts = check_sharding(self.sharded, batch, self.micro)
+            return [*check_world_parity(self.accumulate, batch, self.micro), *self.replay.check_start(batch)]
+        verdicts = [*check_sharding(self.sharded, batch, self.micro), *self.replay.check_start(batch)]
         assert self.sharded.whole is not None, "process 0 keeps a copy"
         self.weights.model, self.optimizer = self.sharded.whole, ShardedOptimizer(self.sharded)
         if self.ema is not None:
@@ -196,8 +198,8 @@ class Trainer:
     # ---------------------------------------------------------------- the loop
 
     def steps(self, batches: Iterable[Batch]) -> Generator[Step, None, None]:
-        taken = train(self.model, self.optimizer, batches, self.objective, micro=self.micro, schedule=self.schedule.multiplier,
-                      clip=self.clip, start=self.done, accumulate=self.accumulate)
+        taken = train(self.model, self.optimizer, self._replayed(batches), self.objective, micro=self.micro,
+                      schedule=self.schedule.multiplier, clip=self.clip, start=self.done, accumulate=self.accumulate)
         try:
             self.records.begin_step(self.done)
             for step in taken:
@@ -208,6 +210,13 @@ class Trainer:
                 self.records.begin_step(self.done)
         finally:
             self._keep_step()
+
+    def _replayed(self, batches: Iterable[Batch]) -> Generator[Batch, None, None]:
+        """With --replay-steps: before such a step, one micro-batch of it is computed twice."""
+        for step, batch in enumerate(batches, self.done):
+            if self.replay.due(step):
+                self.run.judge_often(Event.STEP, [self.replay.check(step, batch)])
+            yield batch
 
     def _keep_step(self) -> None:
         """Where it is one that the witness replays: its record is written."""

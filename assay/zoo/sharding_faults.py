@@ -1,6 +1,9 @@
-"""Sharding faults: what goes wrong in silence where several processes hold one model in parts."""
+"""Sharding faults: what goes wrong in silence where several processes hold one model in parts, or one chip computes wrong."""
 
+import itertools
 import os
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -8,12 +11,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from assay.data.batch import Batch
-from assay.learn import sharded
+from assay.learn import loop, sharded
+from assay.learn.loop import Accumulated
+from assay.learn.objectives import next_token
 from assay.learn.sharded import ShardedModel
+from assay.model.transformer import Transformer
 from assay.model.world import World
+from assay.recipes.step_replay import StepReplay
 from assay.testing import two_processes
-from assay.testing.fault_injection import fault, in_place_of
+from assay.testing.fault_injection import Plant, fault, in_place_of, swap
+from assay.testing.tiny_models import tiny_model
+from assay.testing.tiny_training import MICRO_ROWS, TinyRun
 from assay.testing.two_processes import a_sharded_run
+from assay.verdict import Verdict
 
 
 def in_process_1() -> bool:
@@ -80,3 +90,25 @@ def zeros_for_moments(usual: Any, model: ShardedModel) -> dict[str, dict[str, Te
 def another_seed(usual: Any, rank: int) -> int:
     """What is trained is sent to all; what is frozen is each process's own."""
     return rank
+
+
+def a_replayed_step(folder: Path, plant: Plant) -> list[Verdict]:
+    """One micro-batch, three times before the first step and twice at a later one."""
+    model, batch = tiny_model(), TinyRun().order().batch(0)
+    with plant(folder):
+        replay = StepReplay(1, loop.accumulated, model, next_token, MICRO_ROWS)
+        return [*replay.check_start(batch), replay.check(7, batch)]
+
+
+@fault("a chip computes wrong now and then", rows=("N43",), stage="optimizer", check="replay", job=a_replayed_step)
+def wrong_now_and_then(_: Path) -> AbstractContextManager[None]:
+    """The fifth pass through it has one wrong bit."""
+    passes, usual = itertools.count(1), loop.accumulated
+
+    def accumulated(model: Transformer, *given: Any) -> Accumulated:
+        found = usual(model, *given)
+        if next(passes) == 5 and model.embed.weight.grad is not None:
+            model.embed.weight.grad.view(torch.int32)[7, 3] ^= 1
+        return found
+
+    return swap(loop, "accumulated", accumulated)
