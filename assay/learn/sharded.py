@@ -149,7 +149,7 @@ class ShardedModel:
         """Tensors whose parts, put together, are not bit for bit what was cut; found in process 0."""
         held = {} if self.whole is None else dict(self.whole.named_parameters())
         wrong = []
-        for name, part in (self.parts | self.own_state()).items():
+        for name, part in {**self.parts, **self.own_state()}.items():
             whole = self.gather_tensor(name, part, 0)
             if whole is not None and tensor_sha256(whole) != (
                     self._state_before[name] if name in self._state_before else tensor_sha256(held[name])):
@@ -206,7 +206,7 @@ class ShardedModel:
         """Sums of sums, and the largest of maxima. Only process 0's names count: an objective measures the same everywhere."""
         sums = {name: value for name, value in metrics.items() if not name.endswith("/max")}
         maxima = {name: value for name, value in metrics.items() if name.endswith("/max")}
-        found = {}
+        found: dict[str, Tensor] = {}
         for values, over in ((sums, self.world.sum), (maxima, self.world.largest)):
             if values:
                 found |= dict(zip(values, over(torch.stack([v.float() for v in values.values()])), strict=True))
@@ -456,7 +456,7 @@ def lies_in_parts(tensor: Tensor) -> bool:
 
 def own_part(tensor: Tensor) -> Tensor:
     assert lies_in_parts(tensor), "FSDP did not shard this tensor"
-    return tensor.detach().to_local()  # type: ignore[attr-defined,no-any-return]
+    return tensor.detach().to_local()  # type: ignore[attr-defined]
 
 
 def whole_copy(model: Transformer) -> Transformer:

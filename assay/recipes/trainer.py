@@ -130,7 +130,7 @@ class Trainer:
         self.weights.restore(found)
         moments, average = split_ema_state(found.optimizer() or {})
         load_state_tensors(self.optimizer, dict(self.model.named_parameters()), moments)
-        if self.ema is not None:
+        if isinstance(self.ema, Ema):
             self.ema.load(average)
         self.run.judge(Event.RESUMED, [check_resumed(self.weights.weights(), self._state(), found), *same_data,
                                    check_steps(self.optimizer, state["step"] + self.steps_before)])
@@ -382,7 +382,7 @@ class Trainer:
         if self.sharded is not None and self.sharded.parts:
             return self.sharded.gather_state()
         moments = state_tensors(self.optimizer, dict(self.model.named_parameters()))
-        return moments if self.ema is None else moments | self.ema.tensors()
+        return moments | self.ema.tensors() if isinstance(self.ema, Ema) else moments
 
     def _reach(self, largest: float) -> float:
         """How far AdamW can have moved an element until now, decay of the largest weight there is included."""
