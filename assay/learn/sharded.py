@@ -355,8 +355,8 @@ class ShardedModel:
         for name, part in self.parts.items():
             if (whole := self.gather_tensor(name, part, owners[name])) is not None:
                 weights[name] = whole.float()
-        for name, part in self.own_state().items():
-            if (whole := self.gather_tensor(name, part, owners[self.parameter_of(name)])) is not None:
+        for name, held in self.own_state().items():
+            if (whole := self.gather_tensor(name, held, owners[self.parameter_of(name)])) is not None:
                 state[name] = whole
         layout = {name: pieces for name, pieces in hf_layout(self.model.config).items() if name in weights}
         foreign = {name: tensor.contiguous() for name, tensor in to_foreign(layout, weights).items()}
