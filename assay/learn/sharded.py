@@ -1,6 +1,6 @@
 """Sharded training (FSDP2): parameters, gradients and moments lie in parts with all processes, and every step is computed by all.
 
-Process 0 runs the recipe. What it does with the weights, every process does with it: a method marked `together` is announced with its
+Process 0 runs the recipe. What it does with the weights, every process does with it: a method marked `in_all_processes` is announced with its
 arguments, and the others run it too (`ShardedModel.answer_calls`). Between such calls nothing moves, and nobody but process 0 decides.
 
 Rows r, r + W, r + 2W, … of a batch are process r's. The optimizer and the average work on each process's own rows of every tensor, as plain
@@ -38,7 +38,7 @@ from assay.store.shared_save import SharedSave
 Checksums = Callable[[Mapping[str, Tensor]], Mapping[str, int]]  # of every bit of each tensor, made where it lies
 
 
-def together(act: Callable[..., Any]) -> Callable[..., Any]:
+def in_all_processes(act: Callable[..., Any]) -> Callable[..., Any]:
     """A method that all processes run: process 0 announces it with its arguments, which are plain JSON."""
 
     @functools.wraps(act)
@@ -80,7 +80,7 @@ class ShardedModel:
 
     # ---------------------------------------------------------------- from whole to parts
 
-    @together
+    @in_all_processes
     def shard(self) -> None:
         """Process 0's weights, moments and average, cut into rows; from here on each process holds its own alone."""
         send_weights(self.world, self.model)
@@ -135,7 +135,7 @@ class ShardedModel:
             assert self.whole is not None
             _compute_as(self.whole, self.model, self.world.device)
 
-    @together
+    @in_all_processes
     def lend(self) -> None:
         # What the root gathered for the last pass would be used again, though it may have changed since.
         reshard(self.model)
@@ -144,7 +144,7 @@ class ShardedModel:
                 self.model.hidden(torch.zeros((1, 1), dtype=torch.int64, device=self.world.device))
             reshard(self.model)
 
-    @together
+    @in_all_processes
     def unlike_before(self) -> list[str]:
         """Tensors whose parts, put together, are not bit for bit what was cut; found in process 0."""
         held = {} if self.whole is None else dict(self.whole.named_parameters())
@@ -166,7 +166,7 @@ class ShardedModel:
         require_all_read(batch, read)
         return found
 
-    @together
+    @in_all_processes
     def accumulate_share(self, *, call: dict[str, Any]) -> tuple[Accumulated, Tensor]:
         """This process's rows forward and back. The gradients are summed as they are made, and each process keeps its own rows of them;
         loss and metrics are the sums over all processes, the same in each."""
@@ -212,7 +212,7 @@ class ShardedModel:
                 found |= dict(zip(values, over(torch.stack([v.float() for v in values.values()])), strict=True))
         return found
 
-    @together
+    @in_all_processes
     def clip_gradients(self, *, clip: float) -> Tensor:
         """The norm of the whole gradient, which counts as at most `clip`."""
         for name, parameter in self.model.named_parameters():
@@ -226,7 +226,7 @@ class ShardedModel:
         self.applied |= {"gradient norm": norm, "clip": clip}
         return norm
 
-    @together
+    @in_all_processes
     def take_step(self, *, rates: list[float]) -> None:
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
@@ -270,12 +270,12 @@ class ShardedModel:
 
     # ---------------------------------------------------------------- the average
 
-    @together
+    @in_all_processes
     def update_average(self, *, step: int) -> None:
         assert self.ema is not None
         self.ema.update(step)
 
-    @together
+    @in_all_processes
     def swap_average(self) -> None:
         """Into the model, or out of it again."""
         assert self.ema is not None
@@ -296,7 +296,7 @@ class ShardedModel:
 
     # ---------------------------------------------------------------- what process 0 sees of the whole
 
-    @together
+    @in_all_processes
     def refresh(self) -> None:
         """The trained weights of this moment into process 0's whole model, a tensor at a time."""
         reshard(self.model)
@@ -305,7 +305,7 @@ class ShardedModel:
             if part.requires_grad and (found := self.world.gather_rows(part, self.shapes[name][0], 0)) is not None:
                 there[name].data.copy_(found)
 
-    @together
+    @in_all_processes
     def gather_state(self) -> dict[str, Tensor]:
         """Moments and average, whole, on the CPU; in process 0 alone."""
         found = {}
@@ -332,7 +332,7 @@ class ShardedModel:
         name = name.removeprefix(EMA_PREFIX)
         return name if name in self.shapes else name.rpartition("/")[0]
 
-    @together
+    @in_all_processes
     def gather_gradients(self) -> dict[str, Tensor]:
         """Whole, on the CPU of process 0; they are gone afterwards."""
         found = {}
@@ -345,7 +345,7 @@ class ShardedModel:
 
     # ---------------------------------------------------------------- saves
 
-    @together
+    @in_all_processes
     def hold_shares(self, *, number: int) -> tuple[SharedSave, dict[str, Tensor], dict[str, Tensor]]:
         """Every tensor whole in the process that owns it, in memory of its own. The others write theirs beside the loop; process 0 gets
         its own: weights under the names of a checkpoint, and state."""
@@ -368,7 +368,7 @@ class ShardedModel:
 
     # ---------------------------------------------------------------- guards
 
-    @together
+    @in_all_processes
     def said_by_all(self) -> list[dict[str, Any]]:
         """What each process has: checksums of its rows of frozen tensors, steps that its optimizer counts, and its last step. By rank."""
         reshard(self.model)

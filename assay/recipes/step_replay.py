@@ -15,7 +15,7 @@ from assay.learn.sharded import ShardedModel
 from assay.model.transformer import Transformer
 from assay.verdict import Verdict, proven, refuted, unproven
 
-TIMES = 3  # before step 1
+FIRST_TIMES = 3  # before step 1
 
 
 class StepReplay:
@@ -28,11 +28,11 @@ class StepReplay:
         if not self.every:
             return []
         first = self._compute(batch)
-        if any(unlike(first, self._compute(batch)) for _ in range(TIMES - 1)):
+        if any(unlike(first, self._compute(batch)) for _ in range(FIRST_TIMES - 1)):
             self.every = 0
             return [unproven("replay", "the kernels of this run do not give the same bits twice: a replay would say nothing of the chip, "
                                        "and none is made", optional=True)]
-        return [proven("replay", f"one micro-batch, computed {TIMES} times, gave the same bits; every {self.every} steps one is computed "
+        return [proven("replay", f"one micro-batch, computed {FIRST_TIMES} times, gave the same bits; every {self.every} steps one is computed "
                                  "twice")]
 
     def due(self, step: int) -> bool:

@@ -23,7 +23,7 @@ from assay.testing.tiny_models import tiny_model
 from assay.verdict import Outcome, Verdict, proven, refuted
 
 FROZEN = "blocks.0.attn.qkv.weight"
-STEPS, PATIENCE, ANSWER = 2, 20.0, "verdicts.json"
+STEPS, SECONDS_TO_ANSWER, ANSWER = 2, 20.0, "verdicts.json"
 
 
 def seed_of_weights(rank: int) -> int:
@@ -71,7 +71,7 @@ def _exit_code(act: Callable[[], object]) -> int:
 
 def _take_part(folder: Path) -> None:
     torch.set_num_threads(1)
-    world = join_world("cpu", PATIENCE)
+    world = join_world("cpu", SECONDS_TO_ANSWER)
     model = tiny_model(seed=seed_of_weights(world.rank)).requires_grad_(True)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name != FROZEN)
