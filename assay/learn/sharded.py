@@ -1,7 +1,7 @@
 """Sharded training (FSDP2): parameters, gradients and moments lie in parts with all processes, and every step is computed by all.
 
-Process 0 runs the recipe. What it does with the weights, every process does with it: a method marked `in_all_processes` is announced with its
-arguments, and the others run it too (`ShardedModel.answer_calls`). Between such calls nothing moves, and nobody but process 0 decides.
+Process 0 runs the recipe. What it does with the weights, every process does with it: a method marked `in_all_processes` is announced with
+its arguments, and the others run it too (`ShardedModel.answer_calls`). Between such calls nothing moves, and nobody but process 0 decides.
 
 Rows r, r + W, r + 2W, … of a batch are process r's. The optimizer and the average work on each process's own rows of every tensor, as plain
 tensors; what is a property of a whole tensor (Muon's direction, the norm, a fingerprint) is gathered, one tensor at a time. The sums over

@@ -32,8 +32,8 @@ class StepReplay:
             self.every = 0
             return [unproven("replay", "the kernels of this run do not give the same bits twice: a replay would say nothing of the chip, "
                                        "and none is made", optional=True)]
-        return [proven("replay", f"one micro-batch, computed {FIRST_TIMES} times, gave the same bits; every {self.every} steps one is computed "
-                                 "twice")]
+        return [proven("replay", f"one micro-batch, computed {FIRST_TIMES} times, gave the same bits; every {self.every} steps one is "
+                                 "computed twice")]
 
     def due(self, step: int) -> bool:
         return self.every > 0 and step % self.every == 0
