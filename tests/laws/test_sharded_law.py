@@ -53,7 +53,7 @@ def fit(home: Path, out: Path, **changes: Any) -> Sft:
     given: dict[str, Any] = {
         "model": str(home / "base"), "out": str(out), "data": (str(home / "learned.jsonl"),), "max_length": 32, "batch_tokens": 224,
         "micro_batch_tokens": 64, "num_train_epochs": 2, "max_steps": 5, "save_steps": 3, "held_out": 0.1, "learning_rate": 3e-3,
-        "device": "cpu", "fsdp": True, "process_timeout": 30.0}
+        "device": "cpu", "fsdp": True, "process_timeout": 90.0}
     return Sft(**(given | changes))
 
 
@@ -140,7 +140,7 @@ def test_an_adapter_in_parts_is_near_one_in_one_piece(home: Path, tmp_path: Path
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
 def test_pretraining_in_parts_with_an_average(optimizer: str, tmp_path: Path):
     """The average is swapped in and out for every evaluation: what the next step gathers are the weights that are trained."""
-    config = partial(pretrain_options, tokens=6 * 256, ema=0.9, optimizer=optimizer, fsdp=True, process_timeout=30.0)
+    config = partial(pretrain_options, tokens=6 * 256, ema=0.9, optimizer=optimizer, fsdp=True, process_timeout=90.0)
     sit(config(tmp_path / "one"))
     assert fork_processes(partial(sit, config(tmp_path / "two")), 2) == [0, 0]
     assert_near(last(tmp_path / "two"), last(tmp_path / "one"))
