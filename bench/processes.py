@@ -109,8 +109,8 @@ def digest(out: Path) -> str:
 
 
 def seconds_a_step(out: Path) -> float:
-    """The middle of the times between lines of metrics, but for the first, which the loop writes several at a time."""
-    rows = read_json_lines(out / "metrics.jsonl")
+    """From the first line of metrics to the last, evaluations and saves between them included."""
+    rows = [row for row in read_json_lines(out / "metrics.jsonl") if "seconds" in row]
     return (rows[-1]["seconds"] - rows[0]["seconds"]) / max(1, rows[-1]["step"] - rows[0]["step"])
 
 
