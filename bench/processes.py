@@ -26,6 +26,7 @@ from assay.recipes.options import Distill, Sft
 from assay.recipes.trainer import Trainer
 from assay.store.checkpoint import open_checkpoint, step_folders
 from assay.store.digests import recorded_digest
+from assay.store.ledger import Event, read_chain
 from assay.strict_json import read_json_lines
 from assay.testing.tiny_models import save_model, tiny_model
 from assay.testing.tiny_training import NoProver
@@ -109,9 +110,9 @@ def digest(out: Path) -> str:
 
 
 def seconds_a_step(out: Path) -> float:
-    """From the first line of metrics to the last, evaluations and saves between them included."""
-    rows = [row for row in read_json_lines(out / "metrics.jsonl") if "seconds" in row]
-    return (rows[-1]["seconds"] - rows[0]["seconds"]) / max(1, rows[-1]["step"] - rows[0]["step"])
+    """Of the loop, its evaluations and saves included."""
+    loop = [event["loop"] for event in read_chain(out / "ledger.jsonl").events if event["kind"] == Event.SAVING][-1]
+    return loop / len(read_json_lines(out / "metrics.jsonl"))
 
 
 def memory(out: Path, count: int) -> str:
