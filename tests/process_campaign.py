@@ -1,9 +1,9 @@
-"""Campaign of kills on runs of several processes: any of them, at any disk operation or step; whoever is left goes on.
+"""Campaign of kills on runs of several processes: any of them, at any disk operation or transfer; whoever is left goes on.
 
     python -m tests.process_campaign --kills 60 > results/process_kills.txt        `make campaign-processes`
 
 A run is begun by two to four processes, replicated or sharded. One of them is killed, at a random operation on the disk (also in the
-middle of a save) or a random step; the same command goes on with another number of processes, is killed again, and at last finishes.
+middle of a save) or as a tensor travels; the same command goes on with another number of processes, is killed again, and at last finishes.
 It must end with the digest of the undisturbed run (replicated), or within rounding of it (sharded), and no checkpoint that was
 committed may be lost.
 """
@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
+from assay.model.world import World
 from assay.recipes import sft
 from assay.recipes.options import Sft
-from assay.recipes.trainer import Trainer
 from assay.store import durable
 from assay.store.checkpoint import open_checkpoint, step_folders
 from assay.store.digests import recorded_digest
@@ -95,26 +95,27 @@ def strike_until_done(home: Path, out: Path, options: dict[str, Any], due: Any, 
 
 
 def survived(out: Path, before: list[str]) -> bool:
-    """Of what was committed the newest is still there, and whatever is there verifies."""
+    """Nothing older than what was committed before is the newest now, and whatever is there verifies."""
     now = step_folders(out / "checkpoints")
     for folder in now:
         open_checkpoint(folder)
-    return not before or before[-1] in {folder.name for folder in now}
+    return not before or bool(now and now[-1].name >= before[-1])
 
 
 def struck(act: Callable[[], object], victim: int, moment: int) -> None:
-    """In process `victim`: killed at its disk operation of this number, or, if it makes fewer, at a step."""
+    """In process `victim`: killed at its disk operation of this number or, one time in three, when it has sent or been sent so much."""
     if int(os.environ["RANK"]) == victim:
-        durable.disk = Striking(moment)
-        if victim == 0:
-            over = Trainer.over
+        if moment % 3:
+            durable.disk = Striking(moment)
+        else:
+            usual, left = World.broadcast, iter(range(moment, -1, -1))
 
-            def strike(trainer: Trainer) -> bool:
-                if trainer.done == moment % STEPS and moment % 3 == 0:
+            def strike(world: World, tensor: torch.Tensor) -> None:
+                if next(left, 0) == 0:
                     os.kill(os.getpid(), signal.SIGKILL)
-                return over(trainer)
+                usual(world, tensor)
 
-            Trainer.over = strike  # type: ignore[method-assign]
+            World.broadcast = strike  # type: ignore[method-assign]
     act()
 
 
