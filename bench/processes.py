@@ -121,7 +121,7 @@ def memory(out: Path, count: int) -> str:
 
 def story(home: Path) -> None:
     """Begun by four processes, killed, continued by two, stopped, finished by one: the digest of the uninterrupted run."""
-    print("\nbegun on 4, killed after step 7 (SIGKILL of all), continued on 2, ended by SIGTERM after step 10, finished on 1")
+    print("\nbegun on 4, killed after step 7 (SIGKILL of process 0), continued on 2, ended by SIGTERM after step 10, finished on 1")
     recipe = recipes(home)["sft"]
     for options, how in (({"shards": SHARDS}, "replicated"), ({"fsdp": True}, "sharded")):
         with tempfile.TemporaryDirectory() as made:
