@@ -44,6 +44,8 @@ def join_processes(config: Trained | Pretrain, say: Callable[[str], None], *,
                          "give --shards for several processes. assay pretrain and assay sft shard their parameters")
     if config.fsdp and config.shards > 1:
         raise UsageError(f"--fsdp and --shards {config.shards}: with FSDP the processes are the shards; give one of them")
+    if config.fsdp and isinstance(config, Trained) and (config.optim == "adamw_8bit" or config.base_dtype is not None):
+        raise UsageError("--fsdp shards tensors of numbers, not of codes: leave --optim adamw_8bit and --base-dtype out")
     world = join_world(config.device, config.process_timeout)
     if world.size > config.shards and not config.fsdp:
         raise UsageError(f"{world.size} processes and --shards {config.shards}: a step is cut into shards, and every process takes at "
