@@ -50,13 +50,13 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
     """
     spent = TimeSpent()
     refuse_unclear_grpo(config)
-    world, say = join_processes(config.device, config.shards, say)
+    world, say = join_processes(config, say)
     device = world.device
     start = load_start(config, device, say)
     asked = surrogate_of(config, device)
     objective = policy_gradient(asked)
     if world.rank > 0:
-        return follow(world, start.model, objective, config.out)
+        return follow(world, start.model, objective, config)
     prompts = split_prompts(config, start)
     schedule, rewards = grpo_schedule(config, prompts), Rewards(config)
     lr = config.peak_rate(adapter=isinstance(start.weights, AdapterModel))

@@ -23,6 +23,7 @@ def catalogue() -> dict[str, Fault]:
         reward_faults,
         rollout_faults,
         run_faults,
+        sharding_faults,
         speech_faults,
         training_faults,
         ttt_faults,
