@@ -24,6 +24,8 @@ from assay.model.placement import frozen_tensors, place_for_inference, require_d
 from assay.model.transformer import Transformer, parameter_count
 from assay.outcome import RunOutcome
 from assay.recipes.conversations import NEVER, refuse_unbudgeted
+from assay.recipes.environment_tasks import EnvironmentTasks
+from assay.recipes.episode_rollouts import EpisodeCollector
 from assay.recipes.grpo_options import Grpo
 from assay.recipes.grpo_preflight import check_forked_policy, check_seeds_count, rollout_floor
 from assay.recipes.hand_over import export_best, void_if_refuted
@@ -57,8 +59,9 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
     objective = policy_gradient(asked)
     if world.rank > 0:
         return follow(world, start.model, objective, config.out)
-    prompts = split_prompts(config, start)
-    schedule, rewards = grpo_schedule(config, prompts), Rewards(config)
+    rewards = Rewards(config) if config.environment is None else EnvironmentTasks(config, start)
+    prompts = split_prompts(config, start) if isinstance(rewards, Rewards) else rewards.split()
+    schedule, longest = grpo_schedule(config, prompts), longest_sequence(config, prompts, rewards)
     lr = config.peak_rate(adapter=isinstance(start.weights, AdapterModel))
     for line in describe_grpo(config, start, prompts, lr, schedule, device, rewards.judge):
         say(line)
@@ -67,15 +70,17 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
 
     with world, open_run(config, say, device, spent) as run, rewards:
         sampler_of = partial(Sampler, tokenizer=start.tokenizer, stops=start.parent.stops, slots=config.prompts * config.num_generations,
-                             length=config.max_completion_length + prompts.longest)
+                             length=longest)
         sampler = sampler_of(start.model, device=config.sampler_device)
-        layout = layout_of(device, config.micro_batch_size, config.max_completion_length + prompts.longest, start.model.config.max_length)
+        layout = layout_of(device, config.micro_batch_size, longest, start.model.config.max_length)
         save_every, eval_every = (whole_rollouts(every, config.num_iterations) for every in (
             config.save_steps, config.eval_steps or config.save_steps))
         trainer = Trainer(run, start.weights, optimizer, objective, schedule, micro=layout.rows, clip=config.max_grad_norm,
                           saves=SavePlan(save_every, prompts.steps, config.save_minutes), steps_before=start.steps_before,
                           steady=False, world=world)
-        collector = RolloutCollector(config, prompts, sampler, rewards, run, asked, layout)
+        collector: RolloutCollector | EpisodeCollector = (
+            RolloutCollector(config, prompts, sampler, rewards, run, asked, layout) if isinstance(rewards, Rewards)
+            else EpisodeCollector(config, prompts, sampler, rewards, run, asked, layout))
         evaluator = PromptEvaluator(run, spread(prompts.held_out, config.eval_prompts), rewards, held_out_sampling(config),
                                     samples=max(1, config.num_generations_eval))
         history, fork = RolloutHistory(run, start.model.config.vocab), fingerprint(start.model)
@@ -193,7 +198,7 @@ def hand_over_best(run: Run, evaluator: PromptEvaluator, prompts: PromptData, st
         f"{metric} before": before.estimate, f"{metric} after": after.estimate, "gain": verdicts[-1].evidence})
 
 
-def preflight_grpo(config: Grpo, trainer: Trainer, collector: RolloutCollector, start: StartingModel, batch: Batch, drawn: Drawn,
+def preflight_grpo(config: Grpo, trainer: Trainer, collector: RolloutCollector | EpisodeCollector, start: StartingModel, batch: Batch, drawn: Drawn,
                         floor: LogprobFloor) -> list[Verdict]:
     """Sampler and trainer are one policy; the loss is the one that was asked for, and pulls the way it should; seeds count.
 
@@ -205,12 +210,12 @@ def preflight_grpo(config: Grpo, trainer: Trainer, collector: RolloutCollector, 
     shown, prompts = batch.to(trainer.device), [prompt for prompt, _ in drawn[:: config.num_generations]]
     with uncompiled():
         verdicts = [check_detectors(), check_floor(floor),
-                    check_policy_loss(model, objective, shown, asked, config.normalisation, config.max_completion_length),
+                    check_policy_loss(model, objective, shown, asked, config.normalisation, collector.cap),
                     check_directions(model, objective, shown, asked), check_seeds_count(collector.sampler, prompts, collector.sampling)]
         if trainer.done == 0:
             parent = place_for_inference(build_model(reopen_parent(start), None), trainer.device)
             verdicts.append(check_forked_policy(parent, model, shown, drawn, config.temperature, floor))
-        return [*verdicts, *trainer.check_reach(found)]
+        return [*verdicts, *collector.preflight(objective, shown), *trainer.check_reach(found)]
 
 
 # ---------------------------------------------------------------- what the options come to
@@ -218,6 +223,12 @@ def preflight_grpo(config: Grpo, trainer: Trainer, collector: RolloutCollector, 
 
 def refuse_unclear_grpo(config: Grpo) -> None:
     refuse_unbudgeted(config)
+    if config.environment is None and not (config.data and config.reward):
+        raise UsageError("give --data and --reward, or an --environment, which has tasks and rewards of its own")
+    if config.environment is not None and (config.data or config.reward or config.metric or config.held_out_data or config.refill
+                                           or config.overlong_buffer):
+        raise UsageError("--environment has tasks and rewards of its own: leave --data, --reward, --metric, --held-out-data, --refill and "
+                         "--overlong-buffer out")
     if config.shards > 1 and config.entropy_weight:
         raise UsageError("--shards with --entropy-weight: the bonus changes from step to step in one process alone; give one of them")
     if config.sampler_device is not None:
@@ -273,6 +284,11 @@ def grpo_schedule(config: Grpo, prompts: PromptData) -> Schedule:
     return Schedule(Budget(steps, config.minutes, config.lr_scheduler_type, warmup, config.decay_ratio), multiple=config.num_iterations)
 
 
+def longest_sequence(config: Grpo, prompts: PromptData, rewards: Rewards | EnvironmentTasks) -> int:
+    """Tokens of what is sampled and trained on in one row, at most."""
+    return config.max_completion_length + prompts.longest if isinstance(rewards, Rewards) else rewards.longest(prompts)
+
+
 def whole_rollouts(steps: int, inner: int) -> int:
     """So many steps, or the few more that end a rollout; 0 is never."""
     return -(-steps // inner) * inner or NEVER
@@ -287,8 +303,9 @@ def describe_grpo(config: Grpo, start: StartingModel, prompts: PromptData, lr: f
             f"{start.parent.path}: {parameter_count(start.model):,} parameters, of which {trained:,} are trained; weights "
             f"{start.parent.digest[:12]}",
             f"{len(prompts.train):,} prompts to learn from, {len(prompts.held_out):,} held out, {prompts.dropped} dropped as too long",
-            f"{prompts.order.places} prompts × {config.num_generations} completions of at most {config.max_completion_length} tokens a "
-            f"rollout, {config.num_iterations} updates; adamw at {lr:g}, {end}, on {device}"
+            f"{prompts.order.places} {'prompts' if config.environment is None else 'tasks of ' + config.environment} × "
+            f"{config.num_generations} {'completions' if config.environment is None else f'episodes of at most {config.max_turns} turns'} "
+            f"of at most {config.max_completion_length} tokens a rollout, {config.num_iterations} updates; adamw at {lr:g}, {end}, on {device}"
             + (f", sampling on {config.sampler_device}" if config.sampler_device else ""),
             *([] if judge is None else [f"judged by {judge.endpoint.model} at {judge.endpoint.base_url}, {judge.judge.repeat:.0%} "
                                           "of the groups twice; a judge is asked anew by every run: no two are bit for bit the same"])]

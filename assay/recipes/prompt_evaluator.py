@@ -1,44 +1,26 @@
 """Evaluation of a policy during a run: held-out prompts answered, the same ones each time; what is wanted beside what is rewarded."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from assay.errors import GuardStop
 from assay.generate.generation_request import Sampling
 from assay.guard.reward_checks import check_proxy
 from assay.recipes.evaluator import EvalHistory
-from assay.recipes.prompts import Prompt, prompts_digest
-from assay.recipes.rewards import Rewards, item
+from assay.recipes.prompts import Prompt
+from assay.recipes.rewards import Answered, Rewards
 from assay.recipes.rollouts import Sampler
 from assay.recipes.run import Run
-from assay.reward.worker_pool import ScoredItem
 from assay.statistics.early_stopping import choose_best
 from assay.statistics.effects import paired_effect
-from assay.statistics.estimate import Estimate, mean
 from assay.store.checkpoint import step_folder
 from assay.store.ledger import Event
 from assay.verdict import Outcome, Verdict, proven, refuted, unproven
 
 LEVEL = 0.05  # chance that a gain is claimed where there is none, over all evaluations together
 ANOTHER = 0.001  # what was saved scores otherwise than what was evaluated: rounding turns an answer now and then, either way
-
-
-@dataclass(frozen=True)
-class Answered:
-    """Per prompt, the means over its completions. `rewarded` is None where a judge rewards: its scores compare within a group alone."""
-
-    wanted: NDArray[np.float64]
-    rewarded: NDArray[np.float64] | None
-    digest: str | None = None  # of the prompts
-    cut: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))  # the share of completions that hit the cap
-
-    @property
-    def estimate(self) -> Estimate:
-        return mean(self.wanted)
 
 
 class PromptEvaluator:
@@ -73,27 +55,7 @@ class PromptEvaluator:
 
     def answer(self, sampler: Sampler, prompts: Sequence[Prompt]) -> Answered:
         """What the sampler's weights, as they were loaded, answer. The draws have the same addresses each time."""
-        groups = sampler.draw(prompts, self.sampling, ("held out",), self.samples)
-        items = [item(prompt, completion) for prompt, group in zip(prompts, groups, strict=True) for completion in group]
-        rewards = self.rewards
-        scored = rewards.workers.score(items)
-        wanted = scored if rewards.metric_workers is None else rewards.metric_workers.score(items)
-        rewards.stop_at_limit(scored)
-        rewarded = None if rewards.judge is not None else self._means(prompts, [each.value for each in scored], scored)
-        cut = np.array([np.mean([completion.ended == "length" for completion in group]) for group in groups])
-        return Answered(self._means(prompts, [each.components[self.name] for each in wanted], wanted), rewarded, prompts_digest(prompts),
-                        cut)
-
-    def _means(self, asked: Sequence[Prompt], values: Sequence[float | None], scored: Sequence[ScoredItem]) -> NDArray[np.float64]:
-        """Of what is known; a prompt of which nothing is known would be another set of prompts than the last time's."""
-        found = []
-        for place, prompt in enumerate(asked):
-            part = slice(place * self.samples, (place + 1) * self.samples)
-            known = [value for value in values[part] if value is not None]
-            if not known:
-                raise GuardStop(f"held-out prompt {prompt.id} could not be scored: {scored[part][0].error}; mend the reward, or the row")
-            found.append(float(np.mean(known)))
-        return np.array(found)
+        return self.rewards.answer(sampler, prompts, self.sampling, self.samples)
 
     def best_step(self) -> int:
         """Among those that have learned: whether that is better than the parent is another question."""

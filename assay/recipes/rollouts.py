@@ -6,6 +6,7 @@ Shapes: P prompts, G completions of each, N = P · G completions.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,6 +38,7 @@ from assay.guard.rollout_checks import (
 )
 from assay.learn.advantage import Advantages, group_advantages, kl_shift, refill, untruncated
 from assay.learn.loop import Step
+from assay.learn.objectives import Objective
 from assay.learn.policy import Surrogate
 from assay.model.placement import uncompiled
 from assay.model.special_tokens import SpecialTokens
@@ -103,6 +105,12 @@ class Rollout:
     def drawn(self) -> Drawn:
         return completions_of(self.groups)
 
+    def witness_facts(self) -> list[dict[str, Any]]:
+        """What the witness is shown of a step: prompts, completions with the log-probabilities that they were drawn with, and rewards."""
+        return [{"prompt": group.prompt.id, "ids": list(group.prompt.ids), "rewards": list(group.rewards),
+                 "completions": [{"ids": list(said.ids), "logprobs": list(said.logprobs), "ended": said.ended}
+                                 for said in group.completions]} for group in self.groups]
+
 
 def completions_of(groups: Sequence[Group]) -> Drawn:
     return [(group.prompt, completion) for group in groups for completion in group.completions]
@@ -115,6 +123,7 @@ class RolloutCollector:
         self.config, self.order, self.sampler, self.rewards = config, prompts.order, sampler, rewards
         self.run, self.asked, self.layout, self.model = run, asked, layout, sampler.model
         self.sampling = Sampling(max_new=config.max_completion_length, temperature=config.temperature, seed=config.seed)
+        self.cap = config.max_completion_length  # tokens that are sampled of one prompt
         self.file = run.folder / "samples.jsonl"
         self.waiting: list[str] = []
         self._score = quickest_score(self.model, layout)
@@ -306,6 +315,11 @@ class RolloutCollector:
         values = [(1 + 0.1 * (row % 10)) * (-1) ** row for row in range(len(drawn))]
         batch = batch_of(drawn, values, [True] * len(drawn), self.config.normalisation, cap=self.config.max_completion_length)
         return replace(batch, reference=batch.behaviour), drawn
+
+
+    def preflight(self, objective: Objective, batch: Batch) -> list[Verdict]:
+        """Nothing beyond what is asked of every policy: what is inserted here is the prompt alone."""
+        return []
 
 
 def address(step: int) -> tuple[str | int, ...]:

@@ -82,7 +82,7 @@ class WitnessRecords:
                 "loss": float(taken.loss), "weight": taken.weight, "ids": [list(map(str, row)) for row in taken.ids],
                 "stop_at": self._end[0], "decay_from": self._end[1], "steps_before": trainer.steps_before,
                 "parent": "" if lineage.parent is None else lineage.parent.path, "base": None if base is None else base.path,
-                "device": trainer.device, "rollout": None if self.rollout is None else rollout_facts(self.rollout)}
+                "device": trainer.device, "rollout": None if self.rollout is None else self.rollout.witness_facts()}
 
     def _state(self) -> dict[str, Tensor]:
         """What is trained and the optimizer's moments, in memory of their own."""
@@ -90,13 +90,6 @@ class WitnessRecords:
         weights = {f"weights/{name}": p for name, p in named.items() if p.requires_grad}
         moments = {f"state/{name}": tensor for name, tensor in state_tensors(self.trainer.optimizer, named).items()}
         return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in (weights | moments).items()}
-
-
-def rollout_facts(rollout: Any) -> list[dict[str, Any]]:
-    """Its groups: prompts, completions with the log-probabilities that they were drawn with, and rewards."""
-    return [{"prompt": group.prompt.id, "ids": list(group.prompt.ids), "rewards": list(group.rewards),
-             "completions": [{"ids": list(said.ids), "logprobs": list(said.logprobs), "ended": said.ended} for said in group.completions]}
-            for group in rollout.groups]
 
 
 def pending_records(run: Path) -> list[Path]:
