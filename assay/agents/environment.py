@@ -38,7 +38,7 @@ BUILT_IN = {"calculator": "assay.agents.environments.calculator:Calculator",
             "code": "assay.agents.environments.code_sandbox:CodeSandbox",
             "search": "assay.agents.environments.corpus_search:CorpusSearch",
             "game": "assay.agents.environments.sliding_tiles:SlidingTiles"}
-ADAPTERS = {"gym": "GymEnvironment", "verifiers": "VerifiersEnvironment", "openenv": "OpenEnvEnvironment"}
+ADAPTERS = {"gym": "GymEnvironment", "openenv": "OpenEnvEnvironment"}
 
 
 class Environment(Protocol):
@@ -90,7 +90,7 @@ def _answer(name: str, arguments: Mapping[str, Any], schemas: Mapping[str, Any],
 
 
 def open_environment(name: str, options: Mapping[str, Any]) -> Environment:
-    """A built-in one, an adapter's (gym:NAME, verifiers:NAME, openenv:URL), or CLASS of a module or a file: module:Class, file.py:Class."""
+    """A built-in one, an adapter's (gym:NAME, openenv:URL), or a class of a module or a file: module:Class, file.py:Class."""
     kind, _, rest = name.partition(":")
     if name in BUILT_IN:
         found = loaded_class(BUILT_IN[name])
@@ -99,15 +99,16 @@ def open_environment(name: str, options: Mapping[str, Any]) -> Environment:
     elif rest:
         found = loaded_class(name)
     else:
-        raise UsageError(f"--environment {name!r}: no such environment{nearest(name, BUILT_IN)}; your own is module:Class or file.py:Class, "
-                         "others are gym:NAME, verifiers:NAME and openenv:URL")
+        raise UsageError(f"--environment {name!r}: no such environment{nearest(name, BUILT_IN)}; your own is module:Class or "
+                         "file.py:Class, others are gym:NAME and openenv:URL")
     try:
         made = found(**options)
     except TypeError as error:
         raise UsageError(f"--environment {name}: it does not take these options: {error}") from None
     missing = [each for each in ("tools", "reset", "step") if not hasattr(made, each)]
     if missing:
-        raise UsageError(f"--environment {name}: it has no {', no '.join(missing)}; an environment has tools, reset(seed) and step(message)")
+        raise UsageError(f"--environment {name}: it has no {', no '.join(missing)}; an environment has tools, reset(seed) and "
+                         "step(message)")
     return made
 
 

@@ -170,8 +170,9 @@ def parse_gpt_oss(text: str) -> ParsedTurn:
 
 def write_gpt_oss(content: str, calls: Sequence[ToolCall]) -> str:
     spoken = [f"<|channel|>final<|message|>{content}"] if content or not calls else []
-    return "<|end|><|start|>assistant".join([*spoken, *(
-        f"<|channel|>commentary to=functions.{call.name} <|constrain|>json<|message|>{json.dumps(dict(call.arguments))}" for call in calls)])
+    asked = [f"<|channel|>commentary to=functions.{call.name} <|constrain|>json<|message|>{json.dumps(dict(call.arguments))}"
+             for call in calls]
+    return "<|end|><|start|>assistant".join([*spoken, *asked])
 
 # ---------------------------------------------------------------- one call
 

@@ -117,7 +117,7 @@ class Engine:
         self._waiting: deque[ActiveCompletion] = deque()
         self._in_slots: list[ActiveCompletion | None] = [None] * slots
         self._prefixes: list[tuple[int, ...]] = [()] * slots  # the prefix whose keys and values stand in each slot
-        self._kept: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = {}  # ticket and member of what ended: its slot, and what that holds
+        self._kept: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = {}  # of ticket and member that ended: its slot and what it holds
         self.forwarded = 0  # tokens that went through the model, since the engine was made
         self._reach = [1] * slots  # no slot stands at or beyond this place
         self._launched: deque[tuple[LaunchedSteps, list[ActiveCompletion | None]]] = deque()

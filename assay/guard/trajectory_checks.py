@@ -119,20 +119,22 @@ def check_trajectory_weights(batch: Batch, trajectories: Sequence[Trajectory], c
     return proven("trajectory_weights", f"{sum(counted_N)} of {len(counted_N)} trajectories count, each as one", counted=sum(counted_N))
 
 
-def check_episode_rewards(trajectories: Sequence[Trajectory], rewards: Sequence[float | None], given: Mapping[str, Sequence[float]]) -> Verdict:
+def check_episode_rewards(trajectories: Sequence[Trajectory], rewards: Sequence[float | None],
+                          given: Mapping[str, Sequence[float]]) -> Verdict:
     """Each episode's reward is the sum of what its environment gave, each step once; an error has none. `given` is the pool's record."""
     for trajectory, reward in zip(trajectories, rewards, strict=True):
         name = trajectory.episode
         if trajectory.error is not None:
             if reward is not None:
-                return refuted("episode_rewards", f"episode {name} ended with an error ({trajectory.error}) and has a reward of {reward:g}: "
-                               "an error is no reward", episode=name)
+                return refuted("episode_rewards", f"episode {name} ended with an error ({trajectory.error}) and has a reward of "
+                               f"{reward:g}: an error is no reward", episode=name)
             continue
         due = sum(given[name])
         if reward is None or abs(reward - due) > 1e-9 * max(1.0, abs(due)):
             return refuted("episode_rewards", f"episode {name} was given {len(given[name])} rewards that add up to {due:g}, and is learned "
                            f"from with {reward}: a reward was lost, or counted twice", episode=name)
-    return proven("episode_rewards", f"{len(trajectories)} episodes have the rewards that their environments gave", episodes=len(trajectories))
+    return proven("episode_rewards", f"{len(trajectories)} episodes have the rewards that their environments gave",
+                  episodes=len(trajectories))
 
 
 def check_kinds(dropped: Mapping[str, int], every: Mapping[str, int], allowed: float) -> Verdict:
@@ -141,8 +143,8 @@ def check_kinds(dropped: Mapping[str, int], every: Mapping[str, int], allowed: f
     words = "; ".join(f"{kind} {dropped.get(kind, 0)} of {count} dropped" for kind, count in every.items())
     over = [kind for kind, share in shares.items() if share > allowed]
     if over:
-        return refuted("episode_kinds", f"{words}; {allowed:.3g} are allowed: episodes {over[0]} are not learned from, and the policy would "
-                       "learn to do without", **{kind: dropped.get(kind, 0) for kind in every})
+        return refuted("episode_kinds", f"{words}; {allowed:.3g} are allowed: episodes {over[0]} are not learned from, and the policy "
+                       "would learn to do without", **{kind: dropped.get(kind, 0) for kind in every})
     if not any(every.values()):
         return unproven("episode_kinds", "there was no episode")
     return proven("episode_kinds", words or "there was no episode")

@@ -33,6 +33,7 @@ from assay.verdict import Verdict, proven, refuted, unproven
 
 SOLVED = 8  # tasks whose solution is played before a run
 SURE = 0.2  # p above which a solution that earns more than silence may be chance: of 8 tasks, a game's luck included
+ANSWER_TOKENS = 256  # of room for what an environment says to a turn, at least
 ASKED_AT_ONCE = 256  # tasks that are begun together while they are listed
 
 
@@ -106,7 +107,7 @@ class EnvironmentTasks:
     def longest(self, prompts: PromptData) -> int:
         """Tokens of an episode with everything in it."""
         config = self.config
-        usual = prompts.longest + 2 * config.max_turns * config.max_completion_length
+        usual = prompts.longest + config.max_turns * (config.max_completion_length + max(config.max_completion_length, ANSWER_TOKENS))
         return min(self.context, config.max_episode_length or usual)
 
     # ---------------------------------------------------------------- episodes
@@ -152,8 +153,8 @@ class EnvironmentTasks:
     def check_same(self, recorded: Mapping[str, Any]) -> list[Verdict]:
         if recorded["environment"] == self.identity:
             return []
-        return [refuted("same data", f"the environment is {self.identity} now, the run began with {recorded['environment']}; give that back, "
-                                     "or begin a new run")]
+        return [refuted("same data", f"the environment is {self.identity} now, the run began with {recorded['environment']}; give that "
+                                     "back, or begin a new run")]
 
     def audit(self, prompts: PromptData, tokenizer: Tokenizer) -> list[Verdict]:
         """A failure comes back as an error, the same seed is the same task twice, and solving one pays more than saying nothing."""
@@ -224,11 +225,11 @@ def check_repeatable(pool: EnvironmentPool, seeds: Sequence[int]) -> Verdict:
     seen = []
     for time in ("once", "twice"):
         names = {f"{time} {seed}": seed for seed in seeds}
-        opened, replies = pool.open(names), pool.step(dict.fromkeys(names, {"role": "assistant", "content": "?"}))
+        opened, replies = pool.open(names), pool.step({name: {"role": "assistant", "content": "?"} for name in names})
         pool.close(names)
         seen.append([(reply.messages, reply.reward, reply.done, reply.error) for part in (opened, replies) for reply in part.values()])
     others = sum(one != two for one, two in zip(*seen, strict=True))
     if others:
-        return unproven("repeatable", f"{others} of {len(seen[0])} answers of the environment differ when the same seed is played twice: the "
-                        "run goes on, but no two are bit for bit the same", optional=True, others=others)
+        return unproven("repeatable", f"{others} of {len(seen[0])} answers of the environment differ when the same seed is played twice: "
+                        "the run goes on, but no two are bit for bit the same", optional=True, others=others)
     return proven("repeatable", f"{len(seeds)} tasks, played twice, answer the same")

@@ -250,8 +250,9 @@ def counted_trajectories(trajectories: Sequence[Trajectory], *, mask_truncated: 
 
 def as_completions(rollout: EpisodeRollout) -> list[list[Completion]]:
     """Each trajectory as all that was sampled in it, for what is measured of completions."""
-    return [[Completion(tuple(token for turn in each.turns for token in turn.ids), tuple(value for turn in each.turns for value in turn.logprobs),
-                        "length" if was_cut(each) else "stop", next(iter(each.versions), "")) for each in group]
+    return [[Completion(tuple(token for turn in each.turns for token in turn.ids),
+                        tuple(value for turn in each.turns for value in turn.logprobs), "length" if was_cut(each) else "stop",
+                        next(iter(each.versions), "")) for each in group]
             for group in rollout.played.groups]
 
 

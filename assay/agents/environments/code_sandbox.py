@@ -1,4 +1,4 @@
-"""Code sandbox environment: write a function, try it out, hand it in; hidden tests decide. Programs run in bubblewrap (reward/sandbox.py)."""
+"""Code sandbox environment: write a function, try it out, hand it in; hidden tests decide. Programs run in reward/sandbox.py."""
 
 import random
 import re
@@ -21,7 +21,8 @@ class Task(NamedTuple):
 
 
 TASKS = (Task("add {n} to a number", "def f(x):\n    return x + {n}", "assert f(0) == {n}\nassert f(-7) == {n} - 7"),
-         Task("return the square of a number, plus {n}", "def f(x):\n    return x * x + {n}", "assert f(3) == 9 + {n}\nassert f(-2) == 4 + {n}"),
+         Task("return the square of a number, plus {n}", "def f(x):\n    return x * x + {n}",
+              "assert f(3) == 9 + {n}\nassert f(-2) == 4 + {n}"),
          Task("return the sum of a list of numbers, times {n}", "def f(x):\n    return sum(x) * {n}",
               "assert f([]) == 0\nassert f([1, 2]) == 3 * {n}"),
          Task("return a text {n} times in a row", "def f(x):\n    return x * {n}", "assert f('ab') == 'ab' * {n}\nassert f('') == ''"),

@@ -58,7 +58,8 @@ class CorpusSearch:
 
         def worth(words: Counter[str]) -> float:
             length = SATURATION * (1 - LENGTH_SHARE + LENGTH_SHARE * sum(words.values()) / usual)
-            return sum(self.rarity[word] * words[word] * (SATURATION + 1) / (words[word] + length) for word in words_of(query) if word in words)
+            return sum(self.rarity[word] * words[word] * (SATURATION + 1) / (words[word] + length)
+                       for word in words_of(query) if word in words)
 
         found = sorted(((worth(words), place) for place, words in enumerate(self.words)), key=lambda each: (-each[0], each[1]))
         best = [self.texts[place] for value, place in found[:SHOWN] if value > 0]
@@ -76,5 +77,6 @@ def made_up_rivers() -> list[dict[str, str]]:
         length, source = chance.randint(20, 999), chance.choice(SOURCES)
         text = f"The river {name} is {length} kilometres long and rises from a {source}."
         rows += [{"text": text, "question": f"How many kilometres long is the river {name}?", "answer": str(length)},
-                 {"text": f"Boats on the {name} are built of larch.", "question": f"From what does the river {name} rise?", "answer": source}]
+                 {"text": f"Boats on the {name} are built of larch.", "question": f"From what does the river {name} rise?",
+                  "answer": source}]
     return rows
