@@ -142,7 +142,7 @@ def sample_turns(engine: Engine, live: Sequence[_Episode], sampling: Sampling, a
 
 
 def take_replies(writer: ChatWriter, live: Sequence[_Episode], replies: Mapping[str, EnvironmentReply]) -> None:
-    answered: list[tuple[Transcript, Sequence[Message]]] = []
+    answered: list[tuple[_Episode, Sequence[Message]]] = []
     for episode in live:
         reply = replies[episode.name]
         episode.replayed |= reply.replayed
@@ -155,8 +155,11 @@ def take_replies(writer: ChatWriter, live: Sequence[_Episode], replies: Mapping[
         elif not reply.messages:
             episode.fail(EnvironmentReply(error="it went on and said nothing, so that there is no next turn", kind="error"))
         else:
-            answered.append((_written(episode), reply.messages))
-    writer.insert(answered)
+            answered.append((episode, reply.messages))
+    refused = writer.insert([(_written(episode), messages) for episode, messages in answered])
+    for (episode, _), why in zip(answered, refused, strict=True):
+        if why is not None:
+            episode.fail(EnvironmentReply(error=why, kind="error"))
 
 
 def play_solution(pool: EnvironmentPool, writer: ChatWriter, seed: int, turns: Sequence[str], name: str) -> EnvironmentReply:

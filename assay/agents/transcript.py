@@ -67,26 +67,47 @@ class ChatWriter:
                     for text, said in zip(texts, conversations, strict=True)]
         return [(self.pieces(text, said), text) for text, said in zip(self.rendered(conversations), conversations, strict=True)]
 
-    def insert(self, answered: Sequence[tuple[Transcript, Sequence[Message]]]) -> None:
-        """The environment's messages, after what was said: as the template goes on from there, or where it does not, in a new sequence."""
+    def insert(self, answered: Sequence[tuple[Transcript, Sequence[Message]]]) -> list[str | None]:
+        """The environment's messages, after what was said: as the template goes on from there, or where it does not, in a new sequence.
+
+        Of each, why the template does not take it, or None.
+        """
         if self.tokenizer.template is None:
             for transcript, messages in answered:
                 transcript.hear(messages, self.pieces("".join(each["content"] for each in messages), messages))
-            return
-        texts = self.rendered([[*transcript.messages, *messages] for transcript, messages in answered])
+            return [None] * len(answered)
+        texts = self._rendered([[*transcript.messages, *messages] for transcript, messages in answered])
         for (transcript, messages), whole in zip(answered, texts, strict=True):
+            if isinstance(whole, DataError):
+                continue
             said = self.tokenizer.decode(transcript.prompt)
             more = self.pieces(whole[len(said):], messages) if whole.startswith(said) else []
             if more and self.tokenizer.decode(token for piece in more for token in piece.ids) == whole[len(said):]:
                 transcript.hear(messages, more)
             else:
                 transcript.branch(messages, self.pieces(whole, [*transcript.messages, *messages]))
+        return [str(whole) if isinstance(whole, DataError) else None for whole in texts]
 
     def rendered(self, conversations: Sequence[Sequence[Message]]) -> list[str]:
+        """With the beginning of the next turn; a conversation that the template does not take is a DataError."""
+        found = []
+        for text in self._rendered(conversations):
+            if isinstance(text, DataError):
+                raise text
+            found.append(text)
+        return found
+
+    def _rendered(self, conversations: Sequence[Sequence[Message]]) -> list[str | DataError]:
         shown = [[self.format.history(each) if each["role"] == "assistant" else each for each in said] for said in conversations]
         texts = self.tokenizer.render_batch([(said, self.tools, True) for said in shown])
-        return [self.tokenizer.render(said, tools=self.tools, add_generation_prompt=True) if text is None else text
-                for text, said in zip(texts, shown, strict=True)]
+        return [self._alone(said) if text is None else text for text, said in zip(texts, shown, strict=True)]
+
+    def _alone(self, said: Sequence[Message]) -> str | DataError:
+        """A conversation that failed among others: its text, or what the template has against it."""
+        try:
+            return self.tokenizer.render(said, tools=self.tools, add_generation_prompt=True)
+        except DataError as error:
+            return error
 
     def pieces(self, text: str, messages: Sequence[Message]) -> list[Piece]:
         """A text's ids by source: what messages say is the environment's, what stands around it the template's, earlier turns that it

@@ -75,8 +75,8 @@ class PromptEvaluator:
                                      "eval_prompts": scored.n} | ({} if reward is None else {"eval_reward": reward}))
         self.run.say(f"step {step}: held-out {self.name} {scored}" + ("" if reward is None else f", reward {reward:.4f}"))
         if len(self.history.steps) == 1:
-            self.run.say(f"an evaluation of {scored.n} prompts shows changes from about {visible_change(found.wanted):.2g} on; smaller ones "
-                         "may be noise")
+            self.run.say(f"an evaluation of {scored.n} prompts shows changes from about {visible_change(found.wanted):.2g} on; smaller "
+                         "ones may be noise")
         if reward is not None:
             self.mean_rewards.append(reward)
             self._say_parting(step)

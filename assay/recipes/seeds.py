@@ -282,7 +282,8 @@ class Record:
 
     def __init__(self, plan: Plan):
         self.plan, self.path, self.endings = plan, Path(plan.out) / "seeds.json", dict[int, Ending]()
-        self.document: dict[str, Any] = {"recipe": plan.recipe, "options": list(plan.options), "metric": MEASURES[plan.recipe].metric, "seeds": {}}
+        metric = MEASURES[plan.recipe].metric
+        self.document: dict[str, Any] = {"recipe": plan.recipe, "options": list(plan.options), "metric": metric, "seeds": {}}
         durable.make_folder(self.path.parent)
         self._one_at_a_time = threading.Lock()
         if self.path.exists():

@@ -365,7 +365,7 @@ def conversation(engine, turns, max_new=6, *, follow=True, seed=3):
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mistral", "mixed", "gemma2", "gpt_oss"])
 def test_a_turn_that_goes_on_from_an_earlier_one_says_what_a_new_prompt_would(family):
     model = lively(family)
-    make = lambda: Engine(model, slots=2, length=120, version="v")  # noqa: E731
+    make = lambda: Engine(model, slots=2, length=120, version="v")
     (one, _), (two, _) = conversation(make(), 5), conversation(make(), 5, follow=False)
     assert [turn.ids for turn in one] == [turn.ids for turn in two]
     assert apart(one, two) < 1e-4
