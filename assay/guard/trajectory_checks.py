@@ -151,21 +151,19 @@ def check_kinds(dropped: Mapping[str, int], every: Mapping[str, int], allowed: f
 
 
 def check_inserted_tokens(model: Transformer, objective: Objective, batch: Batch, sampled_BT: torch.Tensor) -> Verdict:
-    """No gradient at what the policy did not sample: neither from its own predictions, nor from whatever stands in its streams.
-
-    The state that predicts an inserted token gets no gradient; and with other numbers at those places the loss is the same, bit for bit.
-    """
+    """No gradient at what the policy did not sample, though there be a large advantage at its places: the state that predicts an inserted
+    token gets none, and the loss is the same with it, bit for bit."""
     assert batch.documents is not None
     inserted = (~sampled_BT & (batch.documents != PADDING).cpu())[:, 1:]
     if not inserted.any() or not batch.weight.any():
         return unproven("inserted_tokens", "nothing was inserted, or nothing counts", optional=True)
-    total, gradient = _state_gradients(model, objective, batch)
+    assert batch.advantage is not None
+    total, _ = _state_gradients(model, objective, batch)
     strange = torch.where(sampled_BT.to(batch.tokens.device), 0.0, 100.0)
-    changed = {name: stream + strange for name in ("advantage", "behaviour", "reference") if (stream := getattr(batch, name)) is not None}
-    other, _ = _state_gradients(model, objective, replace(batch, **changed))
+    other, gradient = _state_gradients(model, objective, replace(batch, advantage=batch.advantage + strange))
     wrong = int((gradient[:, :-1].abs().amax(-1).cpu() != 0)[inserted].sum())
     if wrong or total != other:
-        return refuted("inserted_tokens", f"{wrong} of {int(inserted.sum())} inserted tokens are learned from, and with other numbers at "
+        return refuted("inserted_tokens", f"{wrong} of {int(inserted.sum())} inserted tokens are learned from, and with an advantage at "
                        f"their places the loss is {other:.6g} instead of {total:.6g}: a tool's result is trained on", tokens=wrong)
     learned = int((gradient[:, :-1].abs().amax(-1).cpu() != 0).sum())
     return proven("inserted_tokens", f"none of {int(inserted.sum())} inserted tokens gets a gradient, {learned} sampled ones do",

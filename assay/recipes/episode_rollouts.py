@@ -183,7 +183,7 @@ class EpisodeCollector:
 
     def measure(self, rollout: EpisodeRollout) -> dict[str, float]:
         """Asked for while a GPU is learning from it, it costs no time."""
-        every, counts = rollout.trajectories, self.environment.counts
+        every = rollout.trajectories
         found = rollout_metrics(as_completions(rollout), rollout.rewards, rollout.advantages)
         found |= {"episodes/turns": float(np.mean([len(each.turns) for each in every])),
                   "episodes/sequences": float(np.mean([len(each.sequences) for each in every])),
@@ -191,10 +191,10 @@ class EpisodeCollector:
                   "episodes/faults": float(np.mean([each.faults for each in every])),
                   "episodes/with_tools": float(np.mean([each.with_tools for each in every])),
                   "episodes/done": float(np.mean([each.ended == "done" for each in every]))}
-        for kind, played in counts.played.items():
-            name = kind.replace(" ", "_")
-            found |= {f"episodes/dropped_{name}": float(counts.dropped[kind]), f"episodes/replayed_{name}": float(counts.replayed[kind]),
-                      f"episodes/played_{name}": float(played)}
+        for kind in ("with tools", "without tools"):
+            mine, name = [each for each in every if kind_of(each) == kind], kind.replace(" ", "_")
+            found |= {f"episodes/dropped_{name}": float(sum(each.error is not None for each in mine)),
+                      f"episodes/replayed_{name}": float(sum(each.replayed for each in mine))}
         return found
 
     def keep_samples(self, rollout: EpisodeRollout) -> None:

@@ -51,7 +51,8 @@ def unmasked_objective(usual: Any, asked: Any) -> Any:
 @in_place_of(Transcript, "branch")
 def history_trained(usual: Any, self: Transcript, messages: Any, pieces: Sequence[Piece]) -> None:
     """After the template rewrote the history, all of it is taken for the policy's, because its role is assistant."""
-    usual(self, messages, [Piece("policy", piece.ids, (-1.0,) * len(piece.ids), "0", "stop") for piece in pieces])
+    taken = [Piece("policy", piece.ids, (-1.0,) * len(piece.ids), "0", "stop") for piece in pieces[1:]]
+    usual(self, messages, [*pieces[:1], *taken])
 
 
 @rollout_fault("history rewritten by the template", ("N18", "N19"), "template", "token_law")
