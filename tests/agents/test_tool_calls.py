@@ -38,7 +38,7 @@ def test_a_real_template_names_its_format_and_writes_what_the_parser_reads(name)
     said = {"role": "assistant", "content": "", "tool_calls": [
         {"id": "a1b2c3d4e", "type": "function", "function": {"name": "look", "arguments": {"name": "Ada"}}}]}
     asked = [{"role": "user", "content": "hi"}]
-    named = {"bos_token": "<s>", "eos_token": "</s>", "date_string": "today", "strftime_now": None}
+    named = {"bos_token": "<s>", "eos_token": "</s>", "date_string": "today"}
     before = render_template(template, asked, add_generation_prompt=True, **named)
     after = render_template(template, [*asked, said], **named)
     turn = after[len(before):] if after.startswith(before) else after
