@@ -59,7 +59,8 @@ def ours(flags: argparse.Namespace, home: Path) -> str:
     clock, made = Clock(flags.warm, 1, flags.device), list[Timed]()
     room = TURNS * (flags.max_new + 64) + 128
     config = Grpo(model=str(weights(flags.model, "float32", home, room)), environment=ENVIRONMENT, tasks=(flags.tasks + 8) * 4,
-                  out=str(home / "run"), prompts=flags.tasks, num_generations=flags.group, max_turns=TURNS, max_completion_length=flags.max_new,
+                  out=str(home / "run"), prompts=flags.tasks, num_generations=flags.group, max_turns=TURNS,
+                  max_completion_length=flags.max_new,
                   max_episode_length=room, num_train_epochs=1000, max_steps=flags.warm + flags.steps + flags.parts, warmup_steps=0,
                   learning_rate=Grpo.RATES.whole, save_steps=0, insist=True, eval_prompts=2, num_generations_eval=0,
                   micro_batch_size=flags.micro, device=flags.device)
