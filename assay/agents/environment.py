@@ -9,7 +9,7 @@
 
         def step(self, message):                # an assistant's turn → what is answered, its reward, whether the episode is over
             if message.get("tool_calls") or message.get("faults"):
-                return answer_calls(message, self.tools, {"look": COLOURS.get}), 0.0, False
+                return answer_tool_calls(message, self.tools, {"look": COLOURS.get}), 0.0, False
             return [], float(COLOURS[self.wanted] in message["content"]), True
 
         def solution(self):                     # optional: the turns of a right episode, for the preflight to play
@@ -27,12 +27,12 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from assay.agents.tool_calls import Message, ToolCall
+from assay.agents.tool_calls import ChatMessage, ToolCall
 from assay.config import nearest
 from assay.errors import AssayError, DataError, UsageError
 from assay.reward.json_schema import schema_fault
 
-Answer = tuple[Sequence[Message], float, bool]  # messages, the reward of this step, whether the episode is over
+Answer = tuple[Sequence[ChatMessage], float, bool]  # messages, the reward of this step, whether the episode is over
 BUILT_IN = {"calculator": "assay.agents.environments.calculator:Calculator",
             "kv": "assay.agents.environments.key_value_store:KeyValueStore",
             "code": "assay.agents.environments.code_sandbox:CodeSandbox",
@@ -46,9 +46,9 @@ class Environment(Protocol):
 
     tools: Sequence[Mapping[str, Any]]
 
-    def reset(self, seed: int) -> Sequence[Message]: ...
+    def reset(self, seed: int) -> Sequence[ChatMessage]: ...
 
-    def step(self, message: Message) -> Answer: ...
+    def step(self, message: ChatMessage) -> Answer: ...
 
 
 class ToolError(AssayError):
@@ -66,7 +66,8 @@ def call(name: str, **arguments: Any) -> ToolCall:
     return ToolCall(name, arguments)
 
 
-def answer_calls(message: Message, tools: Sequence[Mapping[str, Any]], functions: Mapping[str, Callable[..., Any]]) -> list[dict[str, Any]]:
+def answer_tool_calls(message: ChatMessage, tools: Sequence[Mapping[str, Any]],
+                      functions: Mapping[str, Callable[..., Any]]) -> list[dict[str, Any]]:
     """A message for each call, in order: what its function returns, or what is wrong with it. Faults come with the last, or alone."""
     schemas = {each["function"]["name"]: each["function"]["parameters"] for each in tools}
     answers = [{"role": "tool", "tool_call_id": each["id"], "name": each["function"]["name"],

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from assay.agents.environment import Answer
-from assay.agents.tool_calls import Message, ToolCall
+from assay.agents.tool_calls import ChatMessage, ToolCall
 from assay.errors import DataError, UsageError
 from assay.reward.answer import read_answer
 from assay.reward.gym import gym_problems, gym_score, reasoning_gym_package
@@ -20,11 +20,11 @@ class GymEnvironment:
         self.dataset = name
         reasoning_gym_package()
 
-    def reset(self, seed: int) -> Sequence[Message]:
+    def reset(self, seed: int) -> Sequence[ChatMessage]:
         [self.row] = gym_problems(self.dataset, 1, seed=seed)
         return [{"role": "user", "content": self.row["prompt"]}]
 
-    def step(self, message: Message) -> Answer:
+    def step(self, message: ChatMessage) -> Answer:
         return [], gym_score(self.row, read_answer(message["content"], form="tag") or ""), True
 
     def solution(self) -> Sequence[ToolCall | str]:
@@ -44,11 +44,11 @@ class OpenEnvEnvironment:
             raise UsageError("OpenEnv is not installed; pip install openenv-core") from None
         self.client, self.action, self.shown = GenericEnvClient(base_url=name).sync(), action, shown
 
-    def reset(self, seed: int) -> Sequence[Message]:
+    def reset(self, seed: int) -> Sequence[ChatMessage]:
         self.client.connect()
         return [self._message(self.client.reset(seed=seed).observation)]
 
-    def step(self, message: Message) -> Answer:
+    def step(self, message: ChatMessage) -> Answer:
         found = self.client.step({self.action: message["content"]})
         if found.done and found.reward is None:
             raise DataError("the server ended the episode without a reward, which is not known to be 0")

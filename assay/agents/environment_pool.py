@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from assay.agents.tool_calls import Message
+from assay.agents.tool_calls import ChatMessage
 from assay.errors import DataError, UsageError
 from assay.json_child import JsonChild
+from assay.reward.worker_pool import STARTING_SECONDS
 
-STARTING_SECONDS = 120.0  # a user's module may import much
-GRACE = 2.0  # seconds that a process is given to notice that its time is over, before it is killed
+KILL_GRACE = 2.0  # seconds that a process is given to notice that its time is over, before it is killed
 
 ErrorKind = Literal["error", "time-out", "crash", "not repeatable"]
 
@@ -31,7 +31,7 @@ ErrorKind = Literal["error", "time-out", "crash", "not repeatable"]
 class EnvironmentReply:
     """What an environment answered; with an `error`, nothing but that is known."""
 
-    messages: tuple[Message, ...] = ()
+    messages: tuple[ChatMessage, ...] = ()
     reward: float = 0.0
     done: bool = False
     error: str | None = None
@@ -46,7 +46,7 @@ class _Life:
     seed: int
     worker: int
     process: int  # number of the process, of those that its worker has had
-    played: list[tuple[Message | None, EnvironmentReply]] = field(default_factory=list)
+    played: list[tuple[ChatMessage | None, EnvironmentReply]] = field(default_factory=list)
 
 
 class EnvironmentPool:
@@ -81,7 +81,7 @@ class EnvironmentPool:
             self._next += 1
         return self._each(seeds, self._opened)
 
-    def step(self, messages: Mapping[str, Message]) -> dict[str, EnvironmentReply]:
+    def step(self, messages: Mapping[str, ChatMessage]) -> dict[str, EnvironmentReply]:
         """What each environment answers to a turn of its episode."""
         return self._each(messages, lambda episode: self._stepped(episode, messages[episode]))
 
@@ -110,7 +110,7 @@ class EnvironmentPool:
         life.process, life.played = worker.number, [(None, reply)]
         return reply
 
-    def _stepped(self, episode: str, message: Message) -> EnvironmentReply:
+    def _stepped(self, episode: str, message: ChatMessage) -> EnvironmentReply:
         life, worker = self._lives[episode], self._worker(episode)
         worker.start()
         replayed = life.process != worker.number
@@ -162,7 +162,7 @@ class _Worker:
         self.start()
         self.asked += 1
         try:
-            answer = self.child.ask(json.dumps({"id": self.asked, **request}).encode() + b"\n", self.seconds + GRACE)
+            answer = self.child.ask(json.dumps({"id": self.asked, **request}).encode() + b"\n", self.seconds + KILL_GRACE)
         except TimeoutError:
             return {"error": f"it took more than {self.seconds:g} s, and its process had to be killed", "kind": "time-out"}
         if answer is None or answer.pop("id") != self.asked:

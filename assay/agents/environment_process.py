@@ -58,10 +58,10 @@ def _answered(make: Any, episodes: dict[str, Any], request: Mapping[str, Any]) -
         turns = episodes[key].solution() if hasattr(episodes[key], "solution") else []
         return {"turns": [turn if isinstance(turn, str) else {"name": turn.name, "arguments": dict(turn.arguments)} for turn in turns]}
     messages, reward, done = episodes[key].step(request["message"])
-    return {"messages": checked_messages(messages, "step"), "reward": number(reward), "done": bool(done)}
+    return {"messages": checked_messages(messages, "step"), "reward": step_reward(reward), "done": bool(done)}
 
 
-def number(value: Any) -> float:
+def step_reward(value: Any) -> float:
     if isinstance(value, bool) or not hasattr(value, "__float__"):
         raise TypeError(f"the reward is {str(value)[:80]!r}, a {type(value).__name__}; expected a number")
     if not math.isfinite(float(value)):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from assay.agents.environment_pool import EnvironmentPool, EnvironmentReply
-from assay.agents.tool_calls import Message
+from assay.agents.tool_calls import ChatMessage
 from assay.agents.trajectory import EpisodeEnd, Trajectory
 from assay.agents.transcript import ChatWriter, Transcript
 from assay.errors import DataError
@@ -93,7 +93,7 @@ def play_episodes(engine: Engine, pool: EnvironmentPool, writer: ChatWriter, tas
         if not live:
             break
         drawn = sample_turns(engine, live, sampling, address, turn)
-        messages: dict[str, Message] = {}
+        messages: dict[str, ChatMessage] = {}
         for episode, (asked, said) in zip(live, drawn, strict=True):
             sampled.append(SampledTurn(asked, said))
             messages[episode.name] = message = writer.turn(said, f"{episode.name}/{turn}")
@@ -142,7 +142,7 @@ def sample_turns(engine: Engine, live: Sequence[_Episode], sampling: Sampling, a
 
 
 def take_replies(writer: ChatWriter, live: Sequence[_Episode], replies: Mapping[str, EnvironmentReply]) -> None:
-    answered: list[tuple[_Episode, Sequence[Message]]] = []
+    answered: list[tuple[_Episode, Sequence[ChatMessage]]] = []
     for episode in live:
         reply = replies[episode.name]
         episode.replayed |= reply.replayed

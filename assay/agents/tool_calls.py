@@ -18,7 +18,7 @@ from typing import Any
 from assay.errors import DataError, UsageError
 from assay.strict_json import parse_json
 
-Message = Mapping[str, Any]
+ChatMessage = Mapping[str, Any]
 MOST_CALLS = 64  # of one turn; what comes after is a fault
 
 
@@ -58,7 +58,7 @@ class ToolFormat:
             said |= {"content": parsed.content} | ({"thinking": parsed.thinking} if parsed.thinking else {})
         return said | ({"tool_calls": calls} if calls else {}) | ({"faults": list(parsed.faults)} if parsed.faults else {})
 
-    def history(self, message: Message) -> dict[str, Any]:
+    def history(self, message: ChatMessage) -> dict[str, Any]:
         """What a chat template is shown of an earlier turn: in most formats the very text that was said, calls and all."""
         shown = {key: value for key, value in message.items() if key != "faults"}
         return shown if self.structured else {key: value for key, value in shown.items() if key != "tool_calls"}
@@ -196,7 +196,7 @@ def read_calls(bodies: Sequence[str], key: str) -> tuple[tuple[ToolCall, ...], t
 
 
 HERMES = ToolFormat("hermes", "<tool_call>", parse_hermes, write_hermes)
-LLAMA3 = ToolFormat("llama3", "ipython", parse_llama3, write_llama3)
+LLAMA_3 = ToolFormat("llama3", "ipython", parse_llama3, write_llama3)
 MISTRAL = ToolFormat("mistral", "[TOOL_CALLS]", parse_mistral, write_mistral, structured=True)
 GPT_OSS = ToolFormat("gpt_oss", "<|channel|>", parse_gpt_oss, write_gpt_oss, structured=True)
-TOOL_FORMATS = {each.name: each for each in (HERMES, MISTRAL, GPT_OSS, LLAMA3)}
+TOOL_FORMATS = {each.name: each for each in (HERMES, MISTRAL, GPT_OSS, LLAMA_3)}

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from assay.agents.tool_calls import Message
+from assay.agents.tool_calls import ChatMessage
 
 Source = Literal["policy", "environment", "template"]
 EpisodeEnd = Literal["done", "turns", "length", "error"]  # by itself, out of turns, out of room, or with an error
@@ -66,7 +66,7 @@ class Trajectory:
     task: str
     member: int
     sequences: tuple[TokenSequence, ...]
-    messages: tuple[Message, ...]  # the whole conversation, as the environment and the template saw it
+    messages: tuple[ChatMessage, ...]  # the whole conversation, as the environment and the template saw it
     rewards: tuple[float, ...]  # of every step
     ended: EpisodeEnd
     error: str | None = None

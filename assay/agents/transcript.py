@@ -9,7 +9,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from assay.agents.tool_calls import Message, ToolFormat, format_for
+from assay.agents.tool_calls import ChatMessage, ToolFormat, format_for
 from assay.agents.trajectory import Piece, Source, TokenSequence, in_one_row
 from assay.data.chat import text_prefix_ids
 from assay.errors import DataError
@@ -20,7 +20,7 @@ from assay.model.tokenizer import Tokenizer
 class Transcript:
     """One episode's messages, and the sequences that they have become; the last one is where the next turn is sampled."""
 
-    def __init__(self, prompt: Sequence[Piece], messages: Sequence[Message]):
+    def __init__(self, prompt: Sequence[Piece], messages: Sequence[ChatMessage]):
         self.messages, self._sequences = [*messages], [[*prompt]]
 
     @property
@@ -33,15 +33,15 @@ class Transcript:
         """Those in which a turn was sampled, each up to the last one: what nobody has answered is not trained on."""
         return tuple(in_one_row(pieces[:-_unanswered(pieces) or None]) for pieces in self._sequences if _unanswered(pieces) < len(pieces))
 
-    def say(self, completion: Completion, message: Message) -> None:
+    def say(self, completion: Completion, message: ChatMessage) -> None:
         self._sequences[-1].append(Piece("policy", completion.ids, completion.logprobs, completion.version, completion.ended))
         self.messages.append(message)
 
-    def hear(self, messages: Sequence[Message], pieces: Sequence[Piece]) -> None:
+    def hear(self, messages: Sequence[ChatMessage], pieces: Sequence[Piece]) -> None:
         self.messages += messages
         self._sequences[-1] += pieces
 
-    def branch(self, messages: Sequence[Message], pieces: Sequence[Piece]) -> None:
+    def branch(self, messages: Sequence[ChatMessage], pieces: Sequence[Piece]) -> None:
         """From here on the policy sees another text: a sequence of its own, in which nothing that was said before is trained on again."""
         self.messages += messages
         self._sequences.append([*pieces])
@@ -59,7 +59,7 @@ class ChatWriter:
         ids = completion.ids[:-1] if completion.ended == "stop" else completion.ids
         return self.format.message(self.tokenizer.decode(ids), address)
 
-    def first(self, conversations: Sequence[Sequence[Message]]) -> list[tuple[list[Piece], str]]:
+    def first(self, conversations: Sequence[Sequence[ChatMessage]]) -> list[tuple[list[Piece], str]]:
         """Of each conversation that begins, its ids and its text."""
         if self.tokenizer.template is None:
             begin, texts = text_prefix_ids(self.tokenizer), ["".join(each["content"] for each in said) for said in conversations]
@@ -67,7 +67,7 @@ class ChatWriter:
                     for text, said in zip(texts, conversations, strict=True)]
         return [(self.pieces(text, said), text) for text, said in zip(self.rendered(conversations), conversations, strict=True)]
 
-    def insert(self, answered: Sequence[tuple[Transcript, Sequence[Message]]]) -> list[str | None]:
+    def insert(self, answered: Sequence[tuple[Transcript, Sequence[ChatMessage]]]) -> list[str | None]:
         """The environment's messages, after what was said: as the template goes on from there, or where it does not, in a new sequence.
 
         Of each, why the template does not take it, or None.
@@ -88,7 +88,7 @@ class ChatWriter:
                 transcript.branch(messages, self.pieces(whole, [*transcript.messages, *messages]))
         return [str(whole) if isinstance(whole, DataError) else None for whole in texts]
 
-    def rendered(self, conversations: Sequence[Sequence[Message]]) -> list[str]:
+    def rendered(self, conversations: Sequence[Sequence[ChatMessage]]) -> list[str]:
         """With the beginning of the next turn; a conversation that the template does not take is a DataError."""
         found = []
         for text in self._rendered(conversations):
@@ -97,19 +97,19 @@ class ChatWriter:
             found.append(text)
         return found
 
-    def _rendered(self, conversations: Sequence[Sequence[Message]]) -> list[str | DataError]:
+    def _rendered(self, conversations: Sequence[Sequence[ChatMessage]]) -> list[str | DataError]:
         shown = [[self.format.history(each) if each["role"] == "assistant" else each for each in said] for said in conversations]
         texts = self.tokenizer.render_batch([(said, self.tools, True) for said in shown])
         return [self._alone(said) if text is None else text for text, said in zip(texts, shown, strict=True)]
 
-    def _alone(self, said: Sequence[Message]) -> str | DataError:
+    def _alone(self, said: Sequence[ChatMessage]) -> str | DataError:
         """A conversation that failed among others: its text, or what the template has against it."""
         try:
             return self.tokenizer.render(said, tools=self.tools, add_generation_prompt=True)
         except DataError as error:
             return error
 
-    def pieces(self, text: str, messages: Sequence[Message]) -> list[Piece]:
+    def pieces(self, text: str, messages: Sequence[ChatMessage]) -> list[Piece]:
         """A text's ids by source: what messages say is the environment's, what stands around it the template's, earlier turns that it
         wrote anew too. A token that holds some of both is the environment's."""
         ids, offsets = self.tokenizer.offsets(text)

@@ -21,7 +21,7 @@ from assay.model.attention import PADDING
 from assay.model.transformer import Transformer
 from assay.verdict import Verdict, proven, refuted, unproven
 
-ALIKE = 1e-5  # relative: token weights are held in fp32
+SAME_WEIGHT = 1e-5  # relative: token weights are held in fp32
 HASH_BASE, HASH_MASK = 1_000_003, (1 << 61) - 1
 FEWEST_OF_A_KIND = 20  # episodes that a share of errors is at least taken of
 
@@ -109,11 +109,11 @@ def check_trajectory_weights(batch: Batch, trajectories: Sequence[Trajectory], c
         due = 0.0 if not counts else 1.0 if normalise == "sequence" else float(trajectory.tokens)
         shared = any(rows[sequence.ids] > 1 for sequence in trajectory.sequences)  # two that say the same may count differently
         found = sum(weights.get(sequence.ids, 0.0) for sequence in trajectory.sequences)
-        if not shared and abs(found - due) > ALIKE * max(1.0, due):
+        if not shared and abs(found - due) > SAME_WEIGHT * max(1.0, due):
             return refuted("trajectory_weights", f"episode {trajectory.episode} with {len(trajectory.sequences)} sequences "
                            f"and {trajectory.tokens} sampled tokens weighs {found:.4g} where {due:.4g} is due")
     divisor = float(sum(counted_N) * cap) if normalise == "constant" else None
-    if divisor is not None and (batch.divisor is None or abs(batch.divisor - divisor) > ALIKE * divisor):
+    if divisor is not None and (batch.divisor is None or abs(batch.divisor - divisor) > SAME_WEIGHT * divisor):
         return refuted("trajectory_weights", f"the batch is divided by {batch.divisor}, {sum(counted_N)} trajectories of at most {cap} "
                        f"tokens give {divisor:g}")
     return proven("trajectory_weights", f"{sum(counted_N)} of {len(counted_N)} trajectories count, each as one", counted=sum(counted_N))

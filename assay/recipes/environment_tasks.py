@@ -31,13 +31,13 @@ from assay.statistics.effects import paired_effect
 from assay.strict_json import parse_json
 from assay.verdict import Verdict, proven, refuted, unproven
 
-SOLVED = 8  # tasks whose solution is played before a run
+TASKS_SOLVED = 8  # tasks whose solution is played before a run
 SURE = 0.2  # p above which a solution that earns more than silence may be chance: of 8 tasks, a game's luck included
 ANSWER_TOKENS = 256  # of room for what an environment says to a turn, at least
 ASKED_AT_ONCE = 256  # tasks that are begun together while they are listed
 
 
-class Named(NamedTuple):
+class MetricName(NamedTuple):
     name: str
 
 
@@ -55,7 +55,7 @@ class EnvironmentTasks:
 
     judge = None
     rules = ()
-    metric = Named("reward")
+    metric = MetricName("reward")
 
     def __init__(self, config: Grpo, start: StartingModel):
         assert config.environment is not None
@@ -158,8 +158,9 @@ class EnvironmentTasks:
 
     def audit(self, prompts: PromptData, tokenizer: Tokenizer) -> list[Verdict]:
         """A failure comes back as an error, the same seed is the same task twice, and solving one pays more than saying nothing."""
-        some = prompts.train[:: max(1, len(prompts.train) // SOLVED)][:SOLVED]
-        return [check_failures(self.pool), check_repeatable(self.pool, [task.row["seed"] for task in some]), self._check_solutions(some)]
+        some = prompts.train[:: max(1, len(prompts.train) // TASKS_SOLVED)][:TASKS_SOLVED]
+        return [check_failures(self.pool), check_environment_repeats(self.pool, [task.row["seed"] for task in some]),
+                self._check_solutions(some)]
 
     def _check_solutions(self, tasks: Sequence[Prompt]) -> Verdict:
         solved, silent = list[float](), list[float]()
@@ -220,7 +221,7 @@ def check_failures(pool: EnvironmentPool) -> Verdict:
     return proven("environment_errors", f"a step that raises is an error row ({reply.error})")
 
 
-def check_repeatable(pool: EnvironmentPool, seeds: Sequence[int]) -> Verdict:
+def check_environment_repeats(pool: EnvironmentPool, seeds: Sequence[int]) -> Verdict:
     """The same seeds twice, and the same turn in each."""
     seen = []
     for time in ("once", "twice"):

@@ -24,7 +24,7 @@ class EpisodeRow(NamedTuple):
     trajectory: int
 
 
-def rows_of(trajectories: Sequence[Trajectory]) -> list[EpisodeRow]:
+def episode_rows(trajectories: Sequence[Trajectory]) -> list[EpisodeRow]:
     return [EpisodeRow(sequence, number) for number, trajectory in enumerate(trajectories) for sequence in trajectory.sequences]
 
 
@@ -35,7 +35,7 @@ def episode_batch(trajectories: Sequence[Trajectory], advantage_N: Sequence[floa
     spoken = [number for number, trajectory in enumerate(trajectories) if trajectory.tokens]
     counting = token_weights([trajectories[number].tokens for number in spoken], [counted_N[number] for number in spoken], normalise, cap)
     weight_of = dict(zip(spoken, counting.weight_N, strict=True))
-    rows = rows_of(trajectories)
+    rows = episode_rows(trajectories)
     lengths = [len(row.sequence) for row in rows]
     width = -(-max(lengths) // COLUMNS) * COLUMNS
     tokens_BT = np.zeros((len(rows), width), np.int64)

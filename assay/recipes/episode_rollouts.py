@@ -35,7 +35,7 @@ from assay.learn.objectives import Objective
 from assay.learn.policy import Surrogate
 from assay.model.placement import uncompiled
 from assay.recipes.environment_tasks import EnvironmentTasks, kind_of, was_cut
-from assay.recipes.episode_batch import EpisodeRow, episode_batch, of_turns, rows_of, sampled_mask
+from assay.recipes.episode_batch import EpisodeRow, episode_batch, episode_rows, of_turns, sampled_mask
 from assay.recipes.grpo_options import Grpo
 from assay.recipes.prompts import Prompt, PromptData
 from assay.recipes.reference import Reference
@@ -173,7 +173,7 @@ class EpisodeCollector:
 
     def _check_identity(self, rollout: EpisodeRollout, floor: LogprobFloor) -> Verdict:
         """Some sequences, spread over the rollout: the trainer gives their turns the probabilities that they were sampled with."""
-        rows = rows_of(rollout.trajectories)
+        rows = episode_rows(rollout.trajectories)
         chosen = sorted({round(place * (len(rows) - 1) / (COMPARED - 1)) for place in range(COMPARED)})
         part = Batch(**{name: stream[chosen] for name, stream in rollout.rows.streams().items()})  # type: ignore[arg-type]
         some = [rows[place] for place in chosen]
@@ -204,7 +204,7 @@ class EpisodeCollector:
                          strict=True))
         append_json_rows(self.file, (plain({
             "step": rollout.step, "prompt_id": each.task, "prompt": task.text, "ids": [list(sequence.ids) for sequence in each.sequences],
-            "text": in_words(each), "ended": each.ended, "reward": each.reward, "rewards": {"steps": list(each.rewards)},
+            "text": conversation_text(each), "ended": each.ended, "reward": each.reward, "rewards": {"steps": list(each.rewards)},
             "error": each.error, "advantage": advantage, "version": next(iter(each.versions), ""), "messages": list(each.messages),
             "kind": kind_of(each), "address": [self.config.seed, "sample", *address(rollout.step), each.task, each.member]})
             for each, advantage, task in pairs[:: max(1, -(-len(pairs) // max(1, self.config.samples)))]))
@@ -231,7 +231,7 @@ class EpisodeCollector:
 
     def preflight(self, objective: Objective, batch: Batch) -> list[Verdict]:
         """What is asked of episodes beyond what is asked of completions. `batch` is that of `draw_for_preflight`, on its device."""
-        rows = rows_of(self.rehearsed)
+        rows = episode_rows(self.rehearsed)
         order = sorted(range(len(rows)), key=lambda row: -len(rows[row].sequence.turns))[:PREFLIGHT_SEQUENCES]
         part = Batch(**{name: stream[order].cpu() for name, stream in batch.streams().items()}).to(batch.tokens.device)  # type: ignore[arg-type]
         return [check_inserted_tokens(self.model, objective, part, sampled_mask([rows[row] for row in order], part.tokens.shape[1]))]
@@ -269,7 +269,7 @@ def turns_of(rows: Sequence[EpisodeRow]) -> tuple[list[tuple[int, ...]], list[tu
     return before, said
 
 
-def in_words(trajectory: Trajectory) -> str:
+def conversation_text(trajectory: Trajectory) -> str:
     """What was said after the task."""
     first = next((place for place, message in enumerate(trajectory.messages) if message["role"] == "assistant"), 0)
     return "\n".join(f"[{message['role']}] {message['content']}" for message in trajectory.messages[first:])

@@ -30,14 +30,14 @@ from assay.learn.advantage import group_advantages
 from assay.learn.policy import Surrogate, policy_gradient
 from assay.model.tokenizer import Tokenizer
 from assay.recipes.environment_tasks import kind_of
-from assay.recipes.episode_batch import episode_batch, rows_of, sampled_mask
+from assay.recipes.episode_batch import episode_batch, episode_rows, sampled_mask
 from assay.testing.echo_environment import TURNS
 from assay.testing.fault_injection import Plant
 from assay.testing.tiny_models import tiny_model, tiny_tokenizer
 from assay.verdict import Verdict
 
 TASKS, MEMBERS, TURN_TOKENS, CONTEXT = 3, 4, 6, 250
-ENVIRONMENT = "assay.testing.echo_environment:Echo"
+ECHO = "assay.testing.echo_environment:Echo"
 # Earlier turns are written in brackets where they are long: whoever reads them again sees another text than was said.
 REWRITING_TEMPLATE = """{%- for message in messages -%}
 <|im_start|>{{ message.role }}
@@ -57,8 +57,8 @@ def run_episodes(template: str = REWRITING_TEMPLATE) -> list[Verdict]:
     """What the checks say of one rollout."""
     model, tokenizer = tiny_model(seed=0), templated(template)
     version = version_name(0, fingerprint(model))
-    engine = Engine(model, slots=TASKS * MEMBERS, length=CONTEXT, stop_ids=STOP_IDS, version=version, tokenizer=tokenizer)
-    with EnvironmentPool(ENVIRONMENT, {}, count=1, seconds=20) as pool:
+    engine = Engine(model, slots=TASKS * MEMBERS, length=CONTEXT, stop_ids=TURN_STOPS, version=version, tokenizer=tokenizer)
+    with EnvironmentPool(ECHO, {}, count=1, seconds=20) as pool:
         writer = ChatWriter(tokenizer, ())
         opened = pool.open({f"task {seed}": seed for seed in range(TASKS)})
         pool.close(opened)
@@ -71,20 +71,20 @@ def run_episodes(template: str = REWRITING_TEMPLATE) -> list[Verdict]:
     rewards = [[rewarded(trajectory) for trajectory in group] for group in by_task(trajectories)]
     advantages, counted = group_advantages(rewards), [trajectory.error is None for trajectory in trajectories]
     batch = assembled(trajectories, advantages.values_PG.flatten().tolist(), counted)
-    mask = sampled_mask(rows_of(trajectories), batch.tokens.shape[1])
+    mask = sampled_mask(episode_rows(trajectories), batch.tokens.shape[1])
     sequences = {sequence.ids for trajectory in trajectories if trajectory.error is None for sequence in trajectory.sequences}
     every = Counter(kind_of(each) for group in played.groups for each in group)
     dropped = every - Counter(kind_of(each) for each in trajectories if each.error is None)
     shown = replace(batch, reference=batch.behaviour)
     return [check_version([turn.completion.version for turn in played.sampled], version_name(0, fingerprint(model))),
             check_every_turn(played.sampled, trajectories),
-            check_token_law(batch, played.sampled, sequences, stop_ids=STOP_IDS, cap=TURN_TOKENS),
+            check_token_law(batch, played.sampled, sequences, stop_ids=TURN_STOPS, cap=TURN_TOKENS),
             check_trajectory_weights(batch, trajectories, counted, "sequence", TURNS * TURN_TOKENS),
             check_episode_rewards(trajectories, [reward for group in rewards for reward in group], played.given),
             check_kinds(dropped, every, 0.05), check_inserted_tokens(model, policy_gradient(Surrogate()), shown, mask)]
 
 
-STOP_IDS = tuple(range(250, 258))
+TURN_STOPS = tuple(range(250, 258))
 
 
 def templated(template: str) -> Tokenizer:

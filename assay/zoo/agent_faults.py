@@ -66,7 +66,7 @@ def no_branch(usual: Any, self: Transcript, messages: Any, pieces: Sequence[Piec
 
 @rollout_fault("sampled text encoded again", ("N18",), "tokens", "token_law")
 @in_place_of(tiny_episodes, "kept_trajectories")
-def encoded_again(usual: Any, trajectories: list[Trajectory]) -> list[Trajectory]:
+def turns_encoded_again(usual: Any, trajectories: list[Trajectory]) -> list[Trajectory]:
     """Ids are made from the decoded text: here a piece of a character, which decodes to a replacement character, becomes three bytes."""
     return [replace(each, sequences=tuple(_again(sequence) for sequence in each.sequences)) for each in usual(trajectories)]
 
@@ -85,7 +85,7 @@ def _again(sequence: TokenSequence) -> TokenSequence:
 @rollout_fault("episode error scored 0", ("N34", "W01"), "reward", "episode_rewards")
 def error_is_zero(folder: Any) -> Any:
     """A service that did not answer counts as a wrong answer."""
-    return together(swap(tiny_episodes, "ENVIRONMENT", FAILING), in_place_of(tiny_episodes, "rewarded")(
+    return together(swap(tiny_episodes, "ECHO", FAILING), in_place_of(tiny_episodes, "rewarded")(
         lambda usual, trajectory: 0.0 if trajectory.error is not None else usual(trajectory))(folder))
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from assay.agents.environment import answer_calls, open_environment, tool
+from assay.agents.environment import answer_tool_calls, open_environment, tool
 from assay.agents.environment_pool import EnvironmentPool
 from assay.agents.environments.calculator import calculate
 from assay.agents.environments.sliding_tiles import slid
@@ -80,8 +80,8 @@ def test_a_wrong_call_is_answered_in_words(call, words):
 
 def test_a_fault_is_answered_alone_or_with_the_last_call():
     tools = [tool("a", "A.", x="integer")]
-    assert answer_calls({"faults": ["it was no JSON"]}, tools, {}) == [{"role": "user", "content": "it was no JSON"}]
-    both = answer_calls({"faults": ["no JSON"], "tool_calls": [{"id": "1", "function": {"name": "a", "arguments": {"x": 2}}}]}, tools,
+    assert answer_tool_calls({"faults": ["it was no JSON"]}, tools, {}) == [{"role": "user", "content": "it was no JSON"}]
+    both = answer_tool_calls({"faults": ["no JSON"], "tool_calls": [{"id": "1", "function": {"name": "a", "arguments": {"x": 2}}}]}, tools,
                         {"a": lambda x: x + 1})
     assert [each["content"] for each in both] == ["3\nno JSON"]
 

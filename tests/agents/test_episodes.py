@@ -88,9 +88,9 @@ def test_episodes_are_the_same_whatever_the_workers_do_and_reuse_their_prefixes(
     model, tokenizer = tiny_model(seed=1), templated(TINY_CHAT_TEMPLATE)
 
     def once(workers):
-        engine = Engine(model, slots=8, length=250, stop_ids=tiny_episodes.STOP_IDS, version="v", tokenizer=tokenizer)
+        engine = Engine(model, slots=8, length=250, stop_ids=tiny_episodes.TURN_STOPS, version="v", tokenizer=tokenizer)
         writer = ChatWriter(tokenizer, ())
-        with EnvironmentPool(tiny_episodes.ENVIRONMENT, {}, count=workers) as pool:
+        with EnvironmentPool(tiny_episodes.ECHO, {}, count=workers) as pool:
             [(pieces, _)] = writer.first([pool.open({"x": 5})["x"].messages])
             pool.close(["x"])
             task = EpisodeTask("t", 5, tuple(token for piece in pieces for token in piece.ids))

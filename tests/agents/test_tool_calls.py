@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from assay.agents.tool_calls import GPT_OSS, HERMES, LLAMA3, MISTRAL, TOOL_FORMATS, ToolCall, format_for
+from assay.agents.tool_calls import GPT_OSS, HERMES, LLAMA_3, MISTRAL, TOOL_FORMATS, ToolCall, format_for
 from assay.errors import UsageError
 from assay.model.chat_template import render_template
 
@@ -52,8 +52,8 @@ def test_a_real_template_names_its_format_and_writes_what_the_parser_reads(name)
     (HERMES, '<tool_call>["a"]</tool_call>', "must be"),
     (HERMES, '<tool_call>{"name": "a", "arguments": [1]}</tool_call>', "must be"),
     (HERMES, '<tool_call>{"name": "a", "name": "b", "arguments": {}}</tool_call>', "twice"),
-    (LLAMA3, '<|python_tag|>look(1)', "a tool call"),
-    (LLAMA3, '{"name": "a", "parameters": 3}', "must be"),
+    (LLAMA_3, '<|python_tag|>look(1)', "a tool call"),
+    (LLAMA_3, '{"name": "a", "parameters": 3}', "must be"),
     (MISTRAL, "[TOOL_CALLS] look(1)", r"what follows \[TOOL_CALLS\]"),
     (MISTRAL, "[TOOL_CALLS]look[ARGS]{1}", "a tool call"),
     (GPT_OSS, "<|channel|>commentary to=functions.a <|constrain|>json<|message|>{<|call|>", "a tool call")])
@@ -70,7 +70,7 @@ def test_words_around_a_call_and_thinking_are_kept_apart():
     said = GPT_OSS.parse("<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>yes<|return|>")
     assert (said.thinking, said.content) == ("hm", "yes")
     assert MISTRAL.parse("[TOOL_CALLS]a[ARGS]{\"x\": 1}[TOOL_CALLS]b[ARGS]{}").calls == (ToolCall("a", {"x": 1}), ToolCall("b", {}))
-    assert LLAMA3.parse('{"answer": 3}').calls == ()
+    assert LLAMA_3.parse('{"answer": 3}').calls == ()
 
 
 def test_a_flood_of_calls_ends_and_is_said():

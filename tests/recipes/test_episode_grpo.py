@@ -14,6 +14,7 @@ from assay.recipes import grpo as recipe
 from assay.recipes import hand_over, run
 from assay.recipes.grpo_options import Grpo
 from assay.recipes.prompt_evaluator import PromptEvaluator, plan_evaluations
+from assay.recipes.seeds import final_score
 from assay.recipes.trainer import Trainer
 from assay.recipes.witness_records import pending_records
 from assay.store.checkpoint import step_folder
@@ -57,6 +58,9 @@ def test_a_run_over_episodes_holds_and_is_the_same_after_an_interruption(base: P
     assert set(judged.values()) == {"PROVEN"}
     first = {each["check"]: each["outcome"] for event in events(uncut, "preflight") for each in event["verdicts"]}
     assert first["inserted_tokens"] == first["environment_errors"] == first["repeatable"] == "PROVEN"
+    score = final_score(Path(uncut.out))
+    assert score is not None
+    assert score.n == 7
     kept = rows(tmp_path / "uncut" / "samples.jsonl")
     assert [message["role"] for message in kept[0]["messages"]][:3] == ["user", "assistant", "user"]
     assert sum(kept[0]["rewards"]["steps"]) == pytest.approx(kept[0]["reward"])

@@ -24,7 +24,7 @@ WORDS = ("tool", "call", "name", "calculate", "arguments", "expression", '{"', '
 DIGITS: dict[str, Any] = {"largest": 9, "operations": "+-", "terse": True}
 SHUFFLED = '''
 import random
-from assay.agents.environment import answer_calls
+from assay.agents.environment import answer_tool_calls
 from assay.agents.environments.calculator import Calculator, calculate
 
 class Shuffled(Calculator):
@@ -34,7 +34,7 @@ class Shuffled(Calculator):
         if message.get("tool_calls") or message.get("faults"):
             other = random.Random(self.expression).randint(-8, 18)
             wrong = lambda expression: other if other != calculate(self.expression) else other + 1
-            return answer_calls(message, self.tools, {"calculate": wrong}), 0.0, False
+            return answer_tool_calls(message, self.tools, {"calculate": wrong}), 0.0, False
         return super().step(message)
 '''
 

@@ -6,8 +6,8 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from assay.agents.environment import Answer, ToolError, answer_calls, call, tool
-from assay.agents.tool_calls import Message, ToolCall
+from assay.agents.environment import Answer, ToolError, answer_tool_calls, call, tool
+from assay.agents.tool_calls import ChatMessage, ToolCall
 from assay.errors import UsageError
 from assay.reward.answer import read_answer, same_answer
 
@@ -26,17 +26,17 @@ class Calculator:
             raise UsageError(f"calculator: largest is {largest} and operations {operations!r}; expected at least 1, and some of +-*")
         self.largest, self.operations, self.terse = largest, operations, terse
 
-    def reset(self, seed: int) -> Sequence[Message]:
+    def reset(self, seed: int) -> Sequence[ChatMessage]:
         chance = random.Random(seed)
         one, two = (chance.randint(max(1, self.largest // 10), self.largest) for _ in range(2))
         self.expression = f"{one}{chance.choice(self.operations)}{two}"
         asked = f"{self.expression}=" if self.terse else f"What is {self.expression}? Use the calculator, then say the number alone."
         return [{"role": "user", "content": asked}]
 
-    def step(self, message: Message) -> Answer:
+    def step(self, message: ChatMessage) -> Answer:
         """A call is computed; anything else is the answer, and right where it says the result and nothing else."""
         if message.get("tool_calls") or message.get("faults"):
-            return answer_calls(message, self.tools, {"calculate": calculate}), 0.0, False
+            return answer_tool_calls(message, self.tools, {"calculate": calculate}), 0.0, False
         return [], float(same_answer(read_answer(message["content"]), str(calculate(self.expression)))), True
 
     def solution(self) -> Sequence[ToolCall | str]:

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from assay.agents.environment import Answer, answer_calls, call, tool
-from assay.agents.tool_calls import Message, ToolCall
+from assay.agents.environment import Answer, answer_tool_calls, call, tool
+from assay.agents.tool_calls import ChatMessage, ToolCall
 from assay.errors import DataError
 from assay.reward.answer import same_answer
 from assay.strict_json import read_json_lines
 
 SATURATION, LENGTH_SHARE = 1.5, 0.75  # of BM25: how fast a repeated word stops counting, and how much a text's length does
-SHOWN = 3  # texts of one search
+TEXTS_SHOWN = 3  # texts of one search
 RIVERS = ("Aldra", "Besk", "Corin", "Dunne", "Eltz", "Farrow", "Gilde", "Harl", "Isen", "Jorva", "Kelt", "Lorne", "Marn", "Nessa", "Orl",
           "Pell")
 SOURCES = ("lake", "glacier", "spring", "moor", "cave", "marsh")
@@ -41,13 +41,13 @@ class CorpusSearch:
         self.rarity = {word: math.log(1 + len(self.texts) / sum(word in words for words in self.words))
                        for words in self.words for word in words}
 
-    def reset(self, seed: int) -> Sequence[Message]:
+    def reset(self, seed: int) -> Sequence[ChatMessage]:
         self.question = self.questions[seed % len(self.questions)]
         return [{"role": "user", "content": f"{self.question.asked} Search for it, then answer with one word or number."}]
 
-    def step(self, message: Message) -> Answer:
+    def step(self, message: ChatMessage) -> Answer:
         if message.get("tool_calls") or message.get("faults"):
-            return answer_calls(message, self.tools, {"search": self.search}), 0.0, False
+            return answer_tool_calls(message, self.tools, {"search": self.search}), 0.0, False
         return [], float(same_answer(message["content"], self.question.answer)), True
 
     def solution(self) -> Sequence[ToolCall | str]:
@@ -62,7 +62,7 @@ class CorpusSearch:
                        for word in words_of(query) if word in words)
 
         found = sorted(((worth(words), place) for place, words in enumerate(self.words)), key=lambda each: (-each[0], each[1]))
-        best = [self.texts[place] for value, place in found[:SHOWN] if value > 0]
+        best = [self.texts[place] for value, place in found[:TEXTS_SHOWN] if value > 0]
         return "\n".join(best) or "no text has these words"
 
 

@@ -3,8 +3,8 @@
 import random
 from collections.abc import Mapping, Sequence
 
-from assay.agents.environment import Answer, ToolError, answer_calls, call, tool
-from assay.agents.tool_calls import Message, ToolCall
+from assay.agents.environment import Answer, ToolError, answer_tool_calls, call, tool
+from assay.agents.tool_calls import ChatMessage, ToolCall
 from assay.errors import UsageError
 
 NAMES = ("amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "heron", "inlet", "jetty", "knoll", "larch")
@@ -20,16 +20,16 @@ class KeyValueStore:
             raise UsageError(f"kv: {pairs} pairs; expected 1 to {len(NAMES)}")
         self.pairs = pairs
 
-    def reset(self, seed: int) -> Sequence[Message]:
+    def reset(self, seed: int) -> Sequence[ChatMessage]:
         chance = random.Random(seed)
         self.told = [(name, str(chance.randint(100, 999))) for name in chance.sample(NAMES, self.pairs)]
         self.wanted, self.store, self.turn = chance.choice(self.told), dict[str, str](), 0
         return [{"role": "system", "content": "Store what you are told with put, and look it up with get. Answer with the value alone."},
                 self._telling()]
 
-    def step(self, message: Message) -> Answer:
+    def step(self, message: ChatMessage) -> Answer:
         if message.get("tool_calls") or message.get("faults"):
-            return answer_calls(message, self.tools, {"put": self._put, "get": self._get}), 0.0, False
+            return answer_tool_calls(message, self.tools, {"put": self._put, "get": self._get}), 0.0, False
         if self.turn < self.pairs:
             self.turn += 1
             return [self._telling()], 0.0, False

@@ -4,8 +4,8 @@ import math
 import random
 from collections.abc import Sequence
 
-from assay.agents.environment import Answer, answer_calls, call, tool
-from assay.agents.tool_calls import Message, ToolCall
+from assay.agents.environment import Answer, answer_tool_calls, call, tool
+from assay.agents.tool_calls import ChatMessage, ToolCall
 from assay.errors import UsageError
 
 MOVES = ("left", "right", "up", "down")
@@ -22,18 +22,19 @@ class SlidingTiles:
             raise UsageError(f"game: size {size} and goal {goal}; expected 2 to 6, and a power of two from 8 on")
         self.size, self.goal = size, goal
 
-    def reset(self, seed: int) -> Sequence[Message]:
+    def reset(self, seed: int) -> Sequence[ChatMessage]:
         self.chance, self.board = random.Random(seed), [[0] * self.size for _ in range(self.size)]
         self.best = 2
         for _ in range(2):
             self._drop()
-        return [{"role": "user", "content": f"Slide the tiles until one is {self.goal}. Say left, right, up or down.\n{shown(self.board)}"}]
+        return [{"role": "user", "content": f"Slide the tiles until one is {self.goal}. Say left, right, up or down.\n"
+                                            f"{drawn_board(self.board)}"}]
 
-    def step(self, message: Message) -> Answer:
+    def step(self, message: ChatMessage) -> Answer:
         if message.get("faults"):
-            return answer_calls(message, self.tools, {"move": self._move}), 0.0, self._over()
+            return answer_tool_calls(message, self.tools, {"move": self._move}), 0.0, self._over()
         if message.get("tool_calls"):
-            answers = answer_calls(message, self.tools, {"move": self._move})
+            answers = answer_tool_calls(message, self.tools, {"move": self._move})
         else:
             word = message["content"].strip().casefold()
             answers = [{"role": "user", "content": self._move(word) if word in MOVES else "Say left, right, up or down."}]
@@ -45,10 +46,10 @@ class SlidingTiles:
     def _move(self, direction: str) -> str:
         moved = slid(self.board, direction)
         if moved == self.board:
-            return f"nothing moves {direction}\n{shown(self.board)}"
+            return f"nothing moves {direction}\n{drawn_board(self.board)}"
         self.board = moved
         self._drop()
-        return shown(self.board)
+        return drawn_board(self.board)
 
     def _grown(self) -> float:
         """The share of the way from 2 to the goal, in doublings, that the largest tile has gone since the turn before."""
@@ -86,5 +87,5 @@ def _merged(row: list[int]) -> list[int]:
     return found + [0] * (len(row) - len(found))
 
 
-def shown(board: Board) -> str:
+def drawn_board(board: Board) -> str:
     return "\n".join(" ".join(str(tile or ".") for tile in row) for row in board)
