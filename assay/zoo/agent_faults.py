@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,10 +11,34 @@ from assay.agents.episodes import PlayedEpisodes
 from assay.agents.trajectory import Piece, TokenSequence, Trajectory
 from assay.agents.transcript import Transcript
 from assay.data.batch import Batch
+from assay.generate.engine import Engine
+from assay.generate.generation_request import GenerationRequest, Sampling
+from assay.guard.policy_identity import check_identity, measure_logprob_floor, naive_logprobs
 from assay.model.attention import PADDING
 from assay.testing import tiny_episodes
-from assay.testing.fault_injection import fault, in_place_of, swap, together
+from assay.testing.fault_injection import Plant, fault, in_place_of, swap, together
 from assay.testing.tiny_episodes import an_episode_rollout
+from assay.testing.tiny_models import nudge, tiny_model
+from assay.verdict import Verdict
+
+
+def a_turn_after_an_update(folder: Path, plant: Plant) -> list[Verdict]:
+    """A turn, an update of the weights, and a turn that goes on from the first."""
+    model, sampling = tiny_model(seed=0), Sampling(max_new=6, seed=0)
+    engine, prompt = Engine(model, slots=1, length=64, version="0"), tuple(range(40, 60))
+    floor = measure_logprob_floor(model, [prompt], 1.0)
+    with plant(folder):
+        ticket = engine.submit(GenerationRequest(prompt, sampling))
+        [first] = engine.drain()
+        nudge(model, far=0.05)
+        engine.load("1")
+        assert first.completion is not None
+        prompt = (*prompt, *first.completion.ids, 70, 71)
+        engine.submit(GenerationRequest(prompt, sampling, follows=(ticket, 0)))
+        [again] = engine.drain()
+    assert again.completion is not None
+    return [check_identity([again.completion.logprobs], naive_logprobs(model, [prompt], [again.completion.ids], 1.0), floor)]
+
 
 FAILING = "assay.testing.echo_environment:FailingEcho"
 
@@ -106,6 +131,16 @@ def tools_dropped(usual: Any, played: PlayedEpisodes) -> PlayedEpisodes:
     return replace(played, groups=groups)
 
 # ---------------------------------------------------------------- where it came from
+
+
+@fault("turn that goes on from the weights before", rows=("N26",), stage="sync", check="identity", job=a_turn_after_an_update)
+@in_place_of(Engine, "load")
+def stale_turn(usual: Any, self: Engine, version: str, **options: Any) -> None:
+    """What a slot holds of an earlier turn outlives the update: the next turn is sampled after keys of older weights."""
+    held, kept = dict(self._kept), self.slots.cache.all.clone()
+    usual(self, version, **options)
+    self._kept = held
+    self.slots.cache.all.copy_(kept)
 
 
 @rollout_fault("trajectory of another version", ("N39", "N26"), "sync", "version")
