@@ -26,37 +26,36 @@ HASH_BASE, HASH_MASK = 1_000_003, (1 << 61) - 1
 FEWEST_OF_A_KIND = 20  # episodes that a share of errors is at least taken of
 
 
-def check_token_law(batch: Batch, sampled: Sequence[SampledTurn], counted: Collection[tuple[int, ...]], *, stop_ids: Collection[int],
+def check_token_law(batch: Batch, sampled: Sequence[SampledTurn], counted: Counter[tuple[int, ...]], *, stop_ids: Collection[int],
                     cap: int) -> Verdict:
-    """Every sampled turn stands in the batch after the very ids that it was sampled after, once; what counts are sampled tokens.
+    """Every sequence of the batch ends with a turn that was sampled after what stands before it; what counts are sampled tokens.
 
-    `counted` are the token sequences of trajectories that are learned from. A turn shorter than the cap ends with a stop id.
+    `counted` are the token sequences of trajectories that are learned from, as often as they occur: of these every sampled token counts.
+    A turn shorter than the cap ends with a stop id.
     """
     for turn in sampled:
         said = turn.completion
         if len(said.ids) < cap and said.ids[-1] not in stop_ids:
             return refuted("token_law", f"a turn of {len(said.ids)} of {cap} tokens ends with id {said.ids[-1]}, which stops nothing: its "
                            "stop token was cut off")
-    rows, record = trained_documents(batch), SampledTurns(sampled)
-    begun, due = dict[tuple[int, ...], int](), Counter[tuple[int, ...]]()
-    for ids, _ in rows:
-        due[ids] += 1
+    rows, record, whole, tokens = trained_documents(batch), SampledTurns(sampled), Counter[tuple[int, ...]](), 0
     for ids, weight in rows:
         places = record.places(ids)
         if places is None:
             return refuted("token_law", f"a trained sequence of {len(ids)} ids has turns that were never sampled after what stands before "
                            "them: its history was written anew, or its text was encoded again")
-        begun[ids] = len(places)
         wrong = [place for place, value in enumerate(weight) if value and place not in places]
         if wrong:
             return refuted("token_law", f"{len(wrong)} tokens of a sequence of {len(ids)} are trained on that the policy did not sample "
                            f"(the first at place {wrong[0]}): an environment's or a template's words", tokens=len(wrong))
-        if ids in counted and any(not weight[place] for place in places):
-            return refuted("token_law", f"of {len(places)} sampled tokens of a sequence that counts, "
-                           f"{sum(not weight[place] for place in places)} do not: a turn is lost")
-    if missing := [ids for ids in counted if not due[ids]]:
-        return refuted("token_law", f"{len(missing)} of {len(counted)} sequences that count are not in the batch: a branch is lost")
-    tokens = sum(begun.values())
+        whole[ids] += all(weight[place] for place in places)
+        tokens += len(places)
+    if lost := counted - whole:
+        return refuted("token_law", f"{sum(lost.values())} of {counted.total()} sequences that count are not in the batch with all that was "
+                       "sampled in them: a branch or a turn is lost")
+    if more := whole - counted:
+        return refuted("token_law", f"{sum(more.values())} sequences are trained on that should not count: their episodes ended with an "
+                       "error, or hit a cap that is masked")
     return proven("token_law", f"{len(sampled)} turns were sampled; {len(rows)} sequences hold {tokens} of their tokens as they were, and "
                   "no other counts", turns=len(sampled), sequences=len(rows))
 

@@ -4,6 +4,7 @@ As `rollouts.py` for prompts and completions. A group's members are trajectories
 Shapes: P tasks, G episodes of each, N = P · G trajectories, B rows of one token sequence each.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -138,8 +139,8 @@ class EpisodeCollector:
         config, every, sampled = self.config, rollout.trajectories, rollout.played.sampled
         self.looks += 1
         self.siblings.add(as_completions(rollout))
-        counted = {sequence.ids for trajectory, counts in zip(every, rollout.counted_N, strict=True) if counts
-                   for sequence in trajectory.sequences}
+        counted = Counter(sequence.ids for trajectory, counts in zip(every, rollout.counted_N, strict=True) if counts
+                          for sequence in trajectory.sequences)
         flat = [reward for group in rollout.rewards for reward in group]
         return [check_version([turn.completion.version for turn in sampled], version_name(rollout.step, fingerprint(self.model))),
                 check_every_turn(sampled, every),

@@ -72,7 +72,7 @@ def run_episodes(template: str = REWRITING_TEMPLATE) -> list[Verdict]:
     advantages, counted = group_advantages(rewards), [trajectory.error is None for trajectory in trajectories]
     batch = assembled(trajectories, advantages.values_PG.flatten().tolist(), counted)
     mask = sampled_mask(episode_rows(trajectories), batch.tokens.shape[1])
-    sequences = {sequence.ids for trajectory in trajectories if trajectory.error is None for sequence in trajectory.sequences}
+    sequences = Counter(sequence.ids for trajectory in trajectories if trajectory.error is None for sequence in trajectory.sequences)
     every = Counter(kind_of(each) for group in played.groups for each in group)
     dropped = every - Counter(kind_of(each) for each in trajectories if each.error is None)
     shown = replace(batch, reference=batch.behaviour)

@@ -103,3 +103,21 @@ def test_episodes_are_the_same_whatever_the_workers_do_and_reuse_their_prefixes(
     assert len({trajectory.turns for trajectory in group}) == 4
     own = sum(len(trajectory.sequences[-1]) for trajectory in group)
     assert engine.forwarded <= 1.2 * own
+
+
+def test_two_episodes_that_say_the_same_may_differ_in_whether_they_count():
+    """One of them ended with an error: that it does not count is no loss of the other, and that it counts is a fault."""
+    from collections import Counter
+
+    from assay.agents.episodes import SampledTurn
+    from assay.agents.trajectory import Piece, TokenSequence, Trajectory
+    from assay.guard.trajectory_checks import check_token_law
+    from assay.recipes.episode_batch import episode_batch
+
+    said = Piece("policy", (5, 6), (-1.0, -1.0), "v", "stop")
+    sequence = TokenSequence((Piece("environment", (1, 2)), said))
+    both = [Trajectory(f"{number}", "t", number, (sequence,), (), (1.0,), "done", error=error) for number, error in ((0, None), (1, "late"))]
+    turns = [SampledTurn((1, 2), Completion((5, 6), (-1.0, -1.0), "stop", "v"))] * 2
+    judged = {counts: check_token_law(episode_batch(both, [1.0, -1.0], [True, counts], "token", cap=2), turns, Counter([sequence.ids]),
+                                      stop_ids=(6,), cap=2).outcome for counts in (False, True)}
+    assert judged == {False: Outcome.PROVEN, True: Outcome.REFUTED}
