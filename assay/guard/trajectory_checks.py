@@ -51,8 +51,8 @@ def check_token_law(batch: Batch, sampled: Sequence[SampledTurn], counted: Count
         whole[ids] += all(weight[place] for place in places)
         tokens += len(places)
     if lost := counted - whole:
-        return refuted("token_law", f"{sum(lost.values())} of {counted.total()} sequences that count are not in the batch with all that was "
-                       "sampled in them: a branch or a turn is lost")
+        return refuted("token_law", f"{sum(lost.values())} of {counted.total()} sequences that count are not in the batch with all that "
+                       "was sampled in them: a branch or a turn is lost")
     if more := whole - counted:
         return refuted("token_law", f"{sum(more.values())} sequences are trained on that should not count: their episodes ended with an "
                        "error, or hit a cap that is masked")
