@@ -37,7 +37,7 @@ from assay.recipes.prompts import PromptData, check_prompt_ledger, prompts_diges
 from assay.recipes.reference import Reference, check_pinned, check_same_reference
 from assay.recipes.rewards import JudgeReward, Rewards
 from assay.recipes.rollout_batch import Drawn, layout_of
-from assay.recipes.rollouts import RolloutCollector, RolloutHistory, Sampler
+from assay.recipes.rollouts import Collector, RolloutCollector, RolloutHistory, Sampler
 from assay.recipes.run import Run, TimeSpent, open_run, plain, print_line
 from assay.recipes.starting_model import AdapterModel, StartingModel, carry_moments, load_start, reopen_parent
 from assay.recipes.trainer import SavePlan, Trainer
@@ -61,7 +61,7 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
     objective = policy_gradient(asked)
     if world.rank > 0:
         return follow(world, start.model, objective, config.out)
-    rewards = Rewards(config) if config.environment is None else EnvironmentTasks(config, start)
+    rewards: Rewards | EnvironmentTasks = Rewards(config) if config.environment is None else EnvironmentTasks(config, start)
     prompts = split_prompts(config, start) if isinstance(rewards, Rewards) else rewards.split()
     schedule, longest = grpo_schedule(config, prompts), longest_sequence(config, prompts, rewards)
     lr = config.peak_rate(adapter=isinstance(start.weights, AdapterModel))
@@ -80,7 +80,7 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
         trainer = Trainer(run, start.weights, optimizer, objective, schedule, micro=layout.rows, clip=config.max_grad_norm,
                           saves=SavePlan(save_every, prompts.steps, config.save_minutes), steps_before=start.steps_before,
                           steady=False, world=world)
-        collector: RolloutCollector | EpisodeCollector = (
+        collector: Collector = (
             RolloutCollector(config, prompts, sampler, rewards, run, asked, layout) if isinstance(rewards, Rewards)
             else EpisodeCollector(config, prompts, sampler, rewards, run, asked, layout))
         looks = evaluation_plan(config, prompts, schedule, eval_every)
@@ -204,7 +204,7 @@ def hand_over_best(run: Run, evaluator: PromptEvaluator, prompts: PromptData, st
         f"{metric} before": before.estimate, f"{metric} after": after.estimate, "gain": verdicts[-1].evidence})
 
 
-def preflight_grpo(config: Grpo, trainer: Trainer, collector: RolloutCollector | EpisodeCollector, start: StartingModel, batch: Batch,
+def preflight_grpo(config: Grpo, trainer: Trainer, collector: Collector, start: StartingModel, batch: Batch,
                    drawn: Drawn, floor: LogprobFloor) -> list[Verdict]:
     """Sampler and trainer are one policy; the loss is the one that was asked for, and pulls the way it should; seeds count.
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +12,7 @@ from assay.generate.generation_request import Sampling
 from assay.guard.reward_checks import check_proxy
 from assay.recipes.evaluator import EvalHistory
 from assay.recipes.prompts import Prompt
-from assay.recipes.rewards import Answered, Rewards
+from assay.recipes.rewards import Answered
 from assay.recipes.rollouts import Sampler
 from assay.recipes.run import Run
 from assay.statistics.early_stopping import choose_best
@@ -49,13 +50,22 @@ def plan_evaluations(*, held_out: int, asked_prompts: int | None, asked_samples:
     return EvaluationPlan(prompts, max(1, samples), samples == 0, share)
 
 
+class HeldOutScorer(Protocol):
+    """Rewards of prompts, or an environment's tasks."""
+
+    @property
+    def metric(self) -> Any: ...
+
+    def answer(self, sampler: Sampler, prompts: Sequence[Prompt], sampling: Sampling, samples: int) -> Answered: ...
+
+
 class PromptEvaluator:
     """Scores `samples` completions of each of the `prompts` by the metric. Step 0 is the parent.
 
     In its history a loss is minus the score, so that the best is the lowest as elsewhere.
     """
 
-    def __init__(self, run: Run, prompts: Sequence[Prompt], rewards: Rewards, sampling: Sampling, samples: int):
+    def __init__(self, run: Run, prompts: Sequence[Prompt], rewards: HeldOutScorer, sampling: Sampling, samples: int):
         self.run, self.prompts, self.rewards, self.sampling, self.samples = run, prompts, rewards, sampling, samples
         self.history, self.name = EvalHistory(run), rewards.metric.name
         self.mean_rewards: list[float] = []

@@ -6,7 +6,7 @@ Shapes: P prompts, G completions of each, N = P · G completions.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -116,6 +116,36 @@ def completions_of(groups: Sequence[Group]) -> Drawn:
     return [(group.prompt, completion) for group in groups for completion in group.completions]
 
 
+class Collector(Protocol):
+    """What the recipe asks of whatever makes its rollouts: completions of prompts here, episodes in episode_rollouts.py."""
+
+    sampler: Sampler
+    sampling: Sampling
+    asked: Surrogate
+    layout: Layout
+    cap: int
+    waiting: list[str]
+    fingerprints: dict[int, str]
+
+    def collect(self, step: int, reference: Reference | None) -> Any: ...
+
+    def check(self, rollout: Any, floor: LogprobFloor, reference: Reference | None = None) -> list[Verdict]: ...
+
+    def measure(self, rollout: Any) -> dict[str, float]: ...
+
+    def keep_samples(self, rollout: Any) -> None: ...
+
+    def prompts_digest(self, rollout: Any) -> str: ...
+
+    def draw_for_preflight(self, step: int) -> tuple[Batch, Drawn]: ...
+
+    def preflight(self, objective: Objective, batch: Batch) -> list[Verdict]: ...
+
+    def forget_after(self, step: int) -> None: ...
+
+    def facts(self) -> dict[str, Any]: ...
+
+
 class RolloutCollector:
     """Draws rollouts with the weights as they are now. `waiting` are prompts whose group could not be judged: the next one draws them."""
 
@@ -153,7 +183,7 @@ class RolloutCollector:
         assert reference.step is not None
         return self.sampler.fingerprint != self.fingerprints.get(reference.step, reference.fingerprint)
 
-    def facts(self) -> dict[str, list[str]]:
+    def facts(self) -> dict[str, Any]:
         return {} if self.rewards.judge is None else {"waiting": list(self.waiting)}
 
     # ---------------------------------------------------------------- one rollout
