@@ -1,5 +1,8 @@
 """Built-in environments pay for solutions and not for silence; in worker processes errors, crashes and time-outs are rows of their own."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from assay.agents.environment import answer_tool_calls, open_environment, tool
@@ -99,6 +102,17 @@ def test_reasoning_gym_scores_its_own_problems():
     assert played(environment, environment.solution()) == (1.0, True)
     environment.reset(4)
     assert played(environment, ["<answer>no</answer>"])[0] < 1
+
+
+def test_the_environment_of_the_guide_works_as_it_stands(tmp_path):
+    guide = (Path(__file__).parents[2] / "docs" / "guide.md").read_text()
+    [block] = re.findall(r"```python\n(from assay.agents.environment import.*?)```", guide, re.DOTALL)
+    (tmp_path / "lookup.py").write_text(block)
+    environment = open_environment(f"{tmp_path / 'lookup.py'}:Lookup", {})
+    assert len({environment.reset(seed)[0]["content"] for seed in range(1000)}) == 200
+    for seed in range(5):
+        environment.reset(seed)
+        assert played(environment, environment.solution()) == (1.0, True)
 
 
 @pytest.mark.parametrize(("name", "options", "words"), [
