@@ -14,6 +14,7 @@ import torch
 from assay.agents.episodes import SampledTurn
 from assay.agents.trajectory import Trajectory
 from assay.data.batch import Batch
+from assay.guard.loss_preflight import loss_gradients
 from assay.guard.policy_identity import trained_documents
 from assay.learn.advantage import Normalise
 from assay.learn.objectives import Objective
@@ -179,10 +180,8 @@ def _state_gradients(model: Transformer, objective: Objective, batch: Batch) -> 
 
     handle = model.norm.register_forward_hook(keep)
     try:
-        total = objective(model, batch).total
-        total.backward()
+        total, _ = loss_gradients(model, lambda: objective(model, batch).total)
     finally:
         handle.remove()
-        model.zero_grad(set_to_none=True)
     gradient = held[-1].grad
-    return float(total.detach()), torch.zeros_like(held[-1]) if gradient is None else gradient
+    return total, torch.zeros_like(held[-1]) if gradient is None else gradient
