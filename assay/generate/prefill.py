@@ -84,8 +84,8 @@ class Prefill:
         slots, held = (torch.tensor(numbers) for numbers in zip(*((one.slot, one.held) for one in continued), strict=True))
         places = torch.where(documents == PADDING, self.cache.nowhere,
                              slots[:, None] * self.cache.length + held[:, None] + torch.arange(max(lengths)))
-        view = ExtendView(self.cache, *(to_device(part, device) for part in (slots, held, places)),
-                          horizon=max(one.held + len(one.ids) for one in continued))
+        slots, held, places = (to_device(part, device) for part in (slots, held, places))
+        view = ExtendView(self.cache, slots, held, places, max(one.held + len(one.ids) for one in continued))
         with uncompiled():
             self.weights.model.hidden(to_device(tokens, device), cache=view)
 

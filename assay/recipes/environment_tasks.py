@@ -77,14 +77,15 @@ class EnvironmentTasks:
     def split(self) -> PromptData:
         """Every seed's task, those that say the same once; who is held out is decided by what they say."""
         config, tasks = self.config, self._tasks()
-        train, held_out = hold_out(tasks, config.held_out, config.seed)
         room = self.context - config.max_completion_length
-        fitting = [[task for task in some if len(task.ids) <= min(room, config.max_prompt_length or room)] for some in (train, held_out)]
-        if len(fitting[1]) < 2:
-            raise UsageError(f"{len(fitting[1])} tasks of {config.environment} are held out, so nothing could be said about the result: "
+        train, held_out = ([task for task in some if len(task.ids) <= min(room, config.max_prompt_length or room)]
+                           for some in hold_out(tasks, config.held_out, config.seed))
+        if len(held_out) < 2:
+            raise UsageError(f"{len(held_out)} tasks of {config.environment} are held out, so nothing could be said about the result: "
                              "raise --tasks or --held-out")
-        order = PromptOrder(fitting[0], config.seed, config.prompts, config.num_train_epochs)
-        return PromptData(*fitting, len(tasks) - sum(map(len, fitting)), order, config.num_iterations, self.writer.tokenizer.digest)
+        order = PromptOrder(train, config.seed, config.prompts, config.num_train_epochs)
+        return PromptData(train, held_out, len(tasks) - len(train) - len(held_out), order, config.num_iterations,
+                          self.writer.tokenizer.digest)
 
     def _tasks(self) -> list[Prompt]:
         found: dict[str, Prompt] = {}

@@ -254,8 +254,8 @@ def refuse_unclear_grpo(config: Grpo) -> None:
                          "and give a cap above 1, such as 5")
     if config.kl_window and not (config.beta and config.save_steps):
         raise UsageError("--kl-window: the reference trails from checkpoint to checkpoint; it needs --beta and --save-steps above 0")
-    counts = (config.refill, config.overlong_buffer, config.kl_window, config.samples)
-    if min(counts) < 0 or config.overlong_buffer > config.max_completion_length:
+    least = min(config.refill, config.overlong_buffer, config.kl_window, config.samples)
+    if least < 0 or config.overlong_buffer > config.max_completion_length:
         raise UsageError("--refill, --overlong-buffer, --kl-window and --samples are counts, and --overlong-buffer at most "
                          "--max-completion-length")
 
