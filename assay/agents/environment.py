@@ -55,14 +55,14 @@ class ToolError(AssayError):
     """What a tool could not do, in words for the model: its answer, and no error of the episode."""
 
 
-def tool(name: str, description: str, **arguments: str | Mapping[str, Any]) -> dict[str, Any]:
+def tool(name: str, description: str, /, **arguments: str | Mapping[str, Any]) -> dict[str, Any]:
     """A tool's schema: each argument by its JSON type, or by a schema of its own; all are required."""
     properties = {key: {"type": kind} if isinstance(kind, str) else dict(kind) for key, kind in arguments.items()}
     return {"type": "function", "function": {"name": name, "description": description, "parameters": {
         "type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}}}
 
 
-def call(name: str, **arguments: Any) -> ToolCall:
+def call(name: str, /, **arguments: Any) -> ToolCall:
     return ToolCall(name, arguments)
 
 
