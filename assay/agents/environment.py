@@ -9,7 +9,7 @@
 
         def step(self, message):                # an assistant's turn → what is answered, its reward, whether the episode is over
             if message.get("tool_calls") or message.get("faults"):
-                return answer_tool_calls(message, self.tools, {"look": COLOURS.get}), 0.0, False
+                return answer_tool_calls(message, self.tools, {"look": lambda name: COLOURS[name]}), 0.0, False
             return [], float(COLOURS[self.wanted] in message["content"]), True
 
         def solution(self):                     # optional: the turns of a right episode, for the preflight to play
