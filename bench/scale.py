@@ -76,9 +76,9 @@ def activations(shape: Shape, *, recomputed: bool) -> float:
 
 
 def memory(shape: Shape, gpus: int, *, sharded: bool) -> float:
-    """State over the GPUs that share it, two gathered layers in bf16 (the next is on its way), and activations, recomputed if need be."""
+    """State over the GPUs that share it, two gathered layers in fp32 (the next is on its way), and activations, recomputed if need be."""
     state = STATE * shape.parameters / (gpus if sharded else 1)
-    gathered = 4 * shape.parameters / shape.layers if sharded and gpus > 1 else 2 * shape.parameters
+    gathered = 8 * shape.parameters / shape.layers if sharded and gpus > 1 else 2 * shape.parameters
     kept = state + gathered + activations(shape, recomputed=False)
     return kept if kept <= constant("GPU memory, bytes") else state + gathered + activations(shape, recomputed=True)
 
@@ -89,8 +89,8 @@ def replicated_bytes(shape: Shape, gpus: int) -> float:
 
 
 def sharded_bytes(shape: Shape, gpus: int) -> float:
-    """Into and out of each GPU in a step: bf16 weights gathered for both passes, fp32 gradients scattered."""
-    return (2 + 2 + 4) * shape.parameters * (gpus - 1) / gpus
+    """Into and out of each GPU in a step: weights gathered for both passes and gradients scattered, all in fp32."""
+    return (4 + 4 + 4) * shape.parameters * (gpus - 1) / gpus
 
 
 def exposed(shape: Shape, gpus: int, *, sharded: bool) -> float:
@@ -169,11 +169,13 @@ def tables() -> dict[str, str]:
 def limits() -> list[list[str]]:
     """From the same constants."""
     room, tokens = constant("GPU memory, bytes"), constant("tokens of a GPU in a step")
-    hidden = 8 * constant("bf16 peak, FLOP/s") * constant("share of it that training reaches") / 6 / link(1024)
+    hidden = 12 * constant("bf16 peak, FLOP/s") * constant("share of it that training reaches") / 6 / link(1024)
     least = [next((str(n) for n in range(1, 1025) if memory(shape, n, sharded=True) <= room), "more") for shape in SHAPES]
-    rows = [(room - 18 * shape.parameters / 1024 - 4 * shape.parameters / shape.layers) / (
+    rows = [(room - 18 * shape.parameters / 1024 - 8 * shape.parameters / shape.layers) / (
         2 * shape.layers * shape.width + constant("activations, bytes a token, layer and width") * shape.width) for shape in SHAPES]
+    parity = ["no" if 8 * shape.parameters > room else "yes" for shape in SHAPES]
     return [["GPUs from which the sharded state fits", *least],
+            ["model and gradients fit one GPU, as the comparison before step 1 needs", *parity],
             ["tokens a GPU and step below which FSDP waits for the network", *[f"{hidden:,.0f}"] * len(SHAPES)],
             ["GPUs from which the batch is larger than is useful: tensor parallelism",
              *[f"{constant('largest useful batch, tokens') / tokens:,.0f}"] * len(SHAPES)],

@@ -35,6 +35,8 @@ REMOTE_HELP = ("URL of an object store (s3://, gs://, hf://, file://) that every
                "a fresh machine with the same command goes on from it")
 WITNESS_HELP = ("steps, drawn by the seed, that a fresh process replays from options and files alone, besides the first and the last; "
                 "off: none")
+FSDP_HELP = ("with several processes: each holds a part of parameters, gradients and moments (FSDP2), which saves memory; the result "
+             "depends on the number of processes, by rounding alone")
 DEVICE = "a GPU where there is one, else cpu"
 
 
@@ -102,6 +104,11 @@ class Pretrain:
                        group="run", least=1, default=1)
     shards: int = option("parts that a step is cut into for several processes; the result depends on it, and not on how many there are",
                          group="optimizer", least=1, default=1)
+    fsdp: bool = option(FSDP_HELP, group="memory", default=False)
+    replay_steps: int = option("every so many steps one micro-batch is computed twice, and must give the same bits: a chip that computes "
+                               "wrong now and then is found; 0: never", group="checkpoints", least=0, default=0)
+    process_timeout: float = option("seconds after which a process that does not answer the others counts as dead, and the run ends",
+                                    group="run", least=1, default=120.0)
 
     def matrices(self) -> ByOptimizer:
         """Learning rate and weight decay of the matrices, as asked for or as the optimizer has them."""
@@ -172,6 +179,11 @@ class Trained:
                        group="run", least=1, default=1)
     shards: int = option("parts that a step is cut into for several processes; the result depends on it, and not on how many there are",
                          group="optimizer", least=1, default=1)
+    fsdp: bool = option(FSDP_HELP, group="memory", default=False)
+    replay_steps: int = option("every so many steps one micro-batch is computed twice, and must give the same bits: a chip that computes "
+                               "wrong now and then is found; 0: never", group="checkpoints", least=0, default=0)
+    process_timeout: float = option("seconds after which a process that does not answer the others counts as dead, and the run ends",
+                                    group="run", least=1, default=120.0)
 
     def peak_rate(self, *, adapter: bool) -> float:
         """The peak learning rate: as asked for, or the default of the whole model or of an adapter."""
