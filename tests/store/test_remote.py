@@ -28,8 +28,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def bucket(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     kind = getattr(request, "param", "file")
     if kind == "s3":
-        pytest.importorskip("s3fs")
-        server = pytest.importorskip("moto.server").ThreadedMotoServer(port=0)
+        why = "S3 is tested where s3fs and moto are: pip install s3fs 'moto[server]'"
+        pytest.importorskip("s3fs", reason=why)
+        server = pytest.importorskip("moto.server", reason=why).ThreadedMotoServer(port=0)
         server.start()
         host, port = server.get_host_and_port()
         with pytest.MonkeyPatch.context() as patch:
