@@ -27,6 +27,7 @@ from assay.evaluation.task import (
 )
 from assay.generate.generation_request import Completion, Sampling
 from assay.statistics.estimate import Estimate
+from assay.statistics.known_answers import check_statistics
 from assay.store.digests import code_digest, environment
 from assay.verdict import Outcome, Verdict
 
@@ -120,7 +121,7 @@ def stop_if_unsound(verdicts: list[Verdict]) -> list[Verdict]:
 def _before(setup: EvalSetup) -> list[Verdict]:
     loaded, some = setup.loaded, list(setup.texts.values())[:3]
     first = prompt_token_ids(loaded.tokenizer, some[0], raw=setup.raw)[: loaded.model.config.max_length]
-    return stop_if_unsound([soundness.check_text_start(loaded, some), soundness.check_repeatable(loaded.model, first)])
+    return stop_if_unsound([soundness.check_text_start(loaded, some), soundness.check_repeatable(loaded.model, first), check_statistics()])
 
 
 def _after(setup: EvalSetup, rows: Sequence[Mapping[str, Any]], dataset: str) -> list[Verdict]:

@@ -44,6 +44,7 @@ from assay.model.transformer import Transformer
 from assay.outcome import RunOutcome
 from assay.recipes.edit_options import Edit
 from assay.recipes.run import Run, plain, print_line
+from assay.statistics.known_answers import check_statistics
 from assay.store import checkpoint, durable
 from assay.store.artifact import Artifact, assemble_model, build_model, open_artifact
 from assay.store.checkpoint import open_checkpoint
@@ -88,7 +89,7 @@ def edit_opened(config: Edit, source: Artifact, model: Transformer, text: tuple[
     with run.sitting():
         run.set_aside(where)  # of a sitting that was killed before it had measured what it wrote
         run.rewind(0)
-        run.judge(Event.PREFLIGHT, preflight_edit(model, source, facts))
+        run.judge(Event.PREFLIGHT, [*preflight_edit(model, source, facts), check_statistics()])
         before = evaluate_edits(model, tokenizer, facts, scored, source.stops.stop_ids)
         watch.lap("scores before")
         layers, effects = chosen_layers(config, model, tokenizer, facts)

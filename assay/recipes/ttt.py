@@ -39,6 +39,7 @@ from assay.outcome import RunOutcome
 from assay.recipes.run import Run, plain, print_line
 from assay.recipes.ttt_options import Ttt
 from assay.statistics.estimate import Array, Estimate, bits_per_byte
+from assay.statistics.known_answers import check_statistics
 from assay.store import durable
 from assay.store.artifact import Artifact, build_model, open_artifact
 from assay.store.digests import environment, tensor_facts
@@ -88,7 +89,7 @@ def ttt(config: Ttt, say: Callable[[str], None] = print_line) -> TttOutcome:
     with run.sitting():
         begin_again(run)
         run.log(Event.DOCUMENTS, count=len(texts), bytes=sum(text.bytes for text in texts), left_out=dict(left_out))
-        run.judge(Event.PREFLIGHT, preflight_ttt(model, texts, how, patch))
+        run.judge(Event.PREFLIGHT, [*preflight_ttt(model, texts, how, patch), check_statistics()])
         before, began = weights(model), time.monotonic()
         without = token_costs(read_and_adapt(model, tokens_of(texts), how, slots), len(texts))
         halfway = time.monotonic()
