@@ -32,6 +32,7 @@ from assay.evaluation.edit_evaluation import (
     evaluate_edits,
     update_sizes,
 )
+from assay.evaluation.edit_recount import check_edit_figures, check_replies
 from assay.evaluation.loaded_model import LoadedModel
 from assay.guard.behaviour_checks import greedy_completions
 from assay.guard.proof import ProofRequest, hallmark_or_quarantine, prove
@@ -102,7 +103,8 @@ def edit_opened(config: Edit, source: Artifact, model: Transformer, text: tuple[
         run.log(Event.PROOF, checkpoint="model", verdicts=plain([verdict.to_json() for verdict in verdicts]))
         watch.lap("checkpoint and proof")
         reloaded = open_artifact(where)
-        after = evaluate_edits(build_model(reloaded).to(device), tokenizer, facts, scored, source.stops.stop_ids)
+        read_back = build_model(reloaded).to(device)
+        after = evaluate_edits(read_back, tokenizer, facts, scored, source.stops.stop_ids)
         watch.lap("scores after")
         texts_beside = probe_edit(LoadedModel(source, device=str(device), dtype=torch.float32),
                               LoadedModel(reloaded, device=str(device), dtype=torch.float32), rounds=config.probe_rounds, seed=config.seed)
@@ -112,7 +114,11 @@ def edit_opened(config: Edit, source: Artifact, model: Transformer, text: tuple[
         verdicts += [check_subjects(len(facts), unserved), *check_edits(before, after, goals(config)), check_edit_drift(texts_beside),
                      check_retest(claimed, after.replies),
                      check_update(sizes, edited.reached if config.method == "rome" else None, config.max_update)]
-        found = edit_estimates(before, after) | ({} if texts_beside is None else texts_beside.estimates())
+        scores = edit_estimates(before, after)
+        verdicts += [check_replies(model, tokenizer, before, scored, source.stops.stop_ids, "before"),
+                     check_replies(read_back, tokenizer, after, scored, source.stops.stop_ids, "after"),
+                     check_edit_figures(before, after, scores)]
+        found = scores | ({} if texts_beside is None else texts_beside.estimates())
         outcome = EditOutcome(run.folder, verdicts, model=where, results=found, failed=edit_failures(facts, edited, after), refused=refused,
                               layers=layers, sizes=sizes, seconds=watch.seconds)
         write_edit_report(run, outcome, facts, edited, before, after, texts_beside)
