@@ -22,7 +22,7 @@ ASKED_AGAIN = 6  # replies, spread over all
 ROWS_AGAIN = 2  # of text
 SAME_NATS = 2e-3  # a token: what fp32 differs by when other rows stand beside one, as the preflight allows
 CLOSE_CALL = 1e-3  # between the two likeliest tokens, below which greedy may take either
-EQUAL = 1e-9
+SAME_MEAN = 1e-9
 
 
 @torch.no_grad()
@@ -94,7 +94,7 @@ def check_edit_figures(before: EditedReplies, after: EditedReplies, estimates: M
     wrong = [words for name, scores in due.items() if (words := _unlike_scores(name, scores, estimates.get(name)))]
     nats = math.fsum(after.text_nll - before.text_nll) / math.fsum(before.text_tokens)
     drift = estimates["perplexity drift"]
-    if not math.isclose(math.log1p(drift.mean), nats, rel_tol=1e-6, abs_tol=EQUAL) or drift.n != len(before.text_nll):
+    if not math.isclose(math.log1p(drift.mean), nats, rel_tol=1e-6, abs_tol=SAME_MEAN) or drift.n != len(before.text_nll):
         wrong.append(f"perplexity drift is {math.expm1(nats):.6g} over {len(before.text_nll)} rows, printed {drift}")
     if wrong:
         return refuted("figures", f"the replies do not give what is printed: {'; '.join(wrong[:3])}", wrong=wrong)
@@ -135,7 +135,7 @@ def _unlike_scores(name: str, scores: Sequence[tuple[str, float]], printed: Esti
     units = len(facts) if len(facts) > 1 else len(scores)
     if printed is None:
         return f"{name} is {mean:.6g} and is not printed"
-    if not math.isclose(mean, printed.mean, rel_tol=EQUAL, abs_tol=EQUAL) or printed.n != units:
+    if not math.isclose(mean, printed.mean, rel_tol=SAME_MEAN, abs_tol=SAME_MEAN) or printed.n != units:
         return f"{name} is {mean:.6g} of {units}, printed {printed}"
     return None
 

@@ -53,7 +53,7 @@ from assay.statistics.seed_stability import collapse_bound, stability
 from assay.statistics.sequential import clean_samples_needed, sequential_bounds
 from assay.verdict import Verdict, proven, refuted
 
-EQUAL = 1e-6  # relative: the special functions of other versions of scipy differ in the last digits
+_CLOSE = 1e-6  # relative: the special functions of other versions of scipy differ in the last digits
 BY_DRAWS = 0.02  # of a p-value that is drawn
 
 NEW = [0.1, 0.3, 0.2, 0.6, 0.5, 0.9, 0.4, 0.8, 1.2, 0.7]
@@ -62,7 +62,7 @@ RIGHT, BEFORE = [1, 1, 1, 1, 0, 1, 0, 1], [0, 0, 1, 0, 0, 1, 1, 0]
 RATES, RATES_BEFORE = [0.5, 1, 0.25, 0.75, 1, 1, 0.5, 0.75], [0.25, 0.5, 0.25, 0.5, 0.75, 1, 0, 0.25]
 FALLING = [[3 - 0.2 * look + 0.05 * ((7 * look + place) % 5) for place in range(8)] for look in range(8)]
 LEVELLED = [FALLING[min(look, 4)] for look in range(9)]
-RULE = StoppingRule(0.3, 3, 20)
+_RULE = StoppingRule(0.3, 3, 20)
 
 KNOWN: dict[str, tuple[Callable[[], Any], Any]] = {
     "proportion": (lambda: proportion(7, 20), (0.35, 0.1539092048, 0.5921885345, 20)),
@@ -160,7 +160,7 @@ def _same(found: Any, due: Any) -> bool:
     if isinstance(due, tuple):
         return isinstance(found, tuple) and len(found) == len(due) and all(map(_same, found, due))
     if isinstance(due, float):
-        return isinstance(found, float) and math.isclose(found, due, rel_tol=EQUAL, abs_tol=1e-9)
+        return isinstance(found, float) and math.isclose(found, due, rel_tol=_CLOSE, abs_tol=1e-9)
     return type(found) is type(due) and bool(found == due)
 
 
@@ -170,5 +170,5 @@ def _chosen(history: list[list[float]]) -> tuple[int, int, tuple[int, ...]]:
 
 
 def _decided(history: list[list[float]]) -> tuple[Any, ...]:
-    found = should_stop(history, RULE)
+    found = should_stop(history, _RULE)
     return found.stop, *_plain(found.evidence["improvement"])
