@@ -24,6 +24,8 @@ from tests.mutants.sorting import Left, Reference, Sorted, left_in, sort_run, ve
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ("kernels", "model", "data", "learn", "generate", "reward", "store", "editing", "evaluation", "recipes", "statistics", "comparison")
 DECLARED = ("options.py", "__init__.py")  # defaults that a user sees: another default is another program, not a mistake in this one
+CHECKS = ("known_answers.py", "known_readings.py", "recount.py", "edit_recount.py", "edit_witness.py", "edit_preflight.py",
+          "second_opinion.py", "soundness.py")  # they make no results: a mistake in them is a false alarm, or one guard less
 LIMIT = 60.0  # seconds of one run
 ELSEWHERE = 1  # other runs, the slowest first, that a silent mutant is shown to
 SLOW = ("edit", "grpo", "distill-stored", "distill", "pretrain")  # of the reference runs
@@ -146,6 +148,10 @@ class Bench:
             folder = slot.work(run, self.fixtures)
             ended = forked_runs.run_command(ForkedRun(run.words, folder, slot.code, 5 * LIMIT, cover))
             left = left_in(folder, ended, run.said)
+            for file in folder.rglob("*.safetensors") if number == 0 else ():
+                kept = self.kept(run.name) / file.relative_to(folder)
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(file, kept)
             slot.restore("assay/__main__.py")
             return CleanRun(ended, left, verdicts_in(left, ended))
 
@@ -162,12 +168,16 @@ class Bench:
         for name in self.runs:
             self._keep_reference(name, clean[name])
 
+    def kept(self, name: str) -> Path:
+        """Where the tensors of a clean run lie."""
+        return self.scratch / "kept" / name
+
     def _keep_reference(self, name: str, clean: "list[CleanRun]") -> None:
         verdicts: dict[str, str] = {}
         for found in clean:
             verdicts |= {check: outcome for check, outcome in found.verdicts.items() if verdicts.get(check) in (None, "PROVEN")}
         lefts = [found.left for found in clean]
-        reference = Reference(lefts[0], verdicts, volatile_keys(lefts), min(found.ended.seconds for found in clean))
+        reference = Reference(lefts[0], verdicts, volatile_keys(lefts), min(found.ended.seconds for found in clean), self.kept(name))
         self.references[name] = reference
         if broken := [file for file, key in reference.volatile if key == "bytes" and not file.endswith(".json")]:
             self.say(f"reference {name}: clean runs do not give the same bytes of {sorted(broken)}")
@@ -235,7 +245,7 @@ def candidates(bench: Bench, rooms: tuple[str, ...]) -> dict[str, dict[str, list
     for room in rooms:
         found[room] = defaultdict(list)
         for file in sorted((bench.master / "assay" / room).rglob("*.py")):
-            if file.name.endswith(DECLARED):
+            if file.name.endswith(DECLARED) or file.name in CHECKS:
                 continue
             name = file.relative_to(bench.master).as_posix()
             if not any(name in files for files in bench.reached.values()):
@@ -319,7 +329,7 @@ def _sorted(bench: Bench, slot: Slot, name: str) -> Sorted:
     limit = max(LIMIT / 3, min(LIMIT * 2, 10 * bench.references[name].seconds))
     folder = slot.work(run, bench.fixtures)
     ended = forked_runs.run_command(ForkedRun(run.words, folder, slot.code, limit))
-    return sort_run(bench.references[name], left_in(folder, ended, run.said), ended)
+    return sort_run(bench.references[name], left_in(folder, ended, run.said), ended, folder)
 
 
 def _row(mutant: Mutant, name: str, found: Sorted, runs: int, seconds: float, elsewhere: dict[str, str]) -> dict[str, Any]:
@@ -328,11 +338,14 @@ def _row(mutant: Mutant, name: str, found: Sorted, runs: int, seconds: float, el
             **asdict(found), "elsewhere": elsewhere}
 
 
-SETTINGS: dict[str, tuple[str, ...]] = {
+SETTINGS: dict[str, tuple[str, ...]] = {  # those that a user could give to any of these commands, and it would be sound
     "--learning-rate": ("1e-3", "3e-3", "5e-4"), "--batch-tokens": ("128", "256"), "--warmup-steps": ("0", "1", "2"),
     "--max-steps": ("2", "4", "6"), "--held-out": ("0.1", "0.2", "0.3"), "--lora-r": ("1", "2", "4"), "--num-generations": ("4", "6"),
     "--max-completion-length": ("6", "8"), "--temperature": ("1", "0.8"), "--limit": ("16", "24"), "--rank": ("1", "2", "4"),
     "--batch-size": ("2", "4"), "--top-p": ("0.8", "0.9", "1"), "--ce-weight": ("0", "0.3", "0.5"), "--teacher-top-k": ("4", "8")}
+OF_A_RUN: dict[str, dict[str, tuple[str, ...]]] = {  # where others would not be
+    "grpo": {"--learning-rate": ("5e-5", "1e-4", "2e-4")}, "distill": {"--max-steps": ("2", "3", "4")},
+    "distill-stored": {"--max-steps": ("2", "3", "4")}}
 SEEDED = ("sft", "lora", "pretrain", "distill", "distill-stored", "grpo", "eval", "edit", "ttt", "sample")
 
 
@@ -368,5 +381,5 @@ def clean_words(number: int, seed: int, bench: Bench) -> ReferenceRun:
     words = list(run.words)
     for place, word in enumerate(words):
         if word in SETTINGS:
-            words[place + 1] = chance.choice(SETTINGS[word])
+            words[place + 1] = chance.choice((SETTINGS | OF_A_RUN.get(run.name, {}))[word])
     return ReferenceRun(run.name, (*words, "--seed", str(chance.randrange(1, 10**6))), run.needs, run.said)
