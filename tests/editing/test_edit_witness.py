@@ -36,7 +36,8 @@ def reading() -> TokenizedText:
 
 
 def solution(found: EditResult, how: EditMethod = MEMIT, contexts: Contexts | None = None):
-    return check_solution(tiny_facts.facts_model(), tokenizer(), tiny_facts.fact_edits(2), contexts or surroundings(), found, moments(), how)
+    around = contexts or surroundings()
+    return check_solution(tiny_facts.facts_model(), tokenizer(), tiny_facts.fact_edits(2), around, found, moments(), how)
 
 
 def search(found: EditResult, **other):
