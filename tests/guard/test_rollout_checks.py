@@ -165,7 +165,8 @@ def test_honest_draws_raise_no_alarm():
         assert siblings(groups).outcome is Outcome.PROVEN
 
 
-@pytest.mark.parametrize("wrong", [{"reward_std": 0.0}, {"reward": 0.3}, {"completions/mean_length": 9.0}, {"completions/clipped_ratio": 0.0}])
+@pytest.mark.parametrize("wrong", [{"reward_std": 0.0}, {"reward": 0.3}, {"completions/mean_length": 9.0},
+                                   {"completions/clipped_ratio": 0.0}])
 def test_figures_of_a_rollout_are_counted_again(wrong: dict[str, float]):
     groups = [[Completion((1, 2, 3), (0.0,) * 3, "length"), Completion((4,), (0.0,), "stop")]] * 2
     rewards = [[0.0, 1.0], [1.0, None]]
