@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from assay.editing.contexts import Contexts
+from assay.editing.contexts import OPENINGS, Contexts
 from assay.editing.facts import Fact, with_leading_space
 from assay.editing.memit import EditResult
 from assay.editing.moments import SAME_MOMENTS, TokenizedText
@@ -44,7 +44,8 @@ class EditMethod:
 def check_contexts(model: Transformer, tokenizer: Tokenizer, contexts: Contexts, count: int) -> Verdict:
     """The bare prompt comes first, then `count` prefixes that the model itself would say."""
     drawn = contexts.prefixes[1:]
-    shares = [_share_of_likeliest(model, _ids(tokenizer, prefix.removesuffix(". "))) for prefix in drawn]
+    shares = [_share_of_likeliest(model, _ids(tokenizer, prefix.removesuffix(". ")), len(_ids(tokenizer, OPENINGS[place % len(OPENINGS)])))
+              for place, prefix in enumerate(drawn)]
     weights = contexts.weights().tolist()
     due = [0.5, *[0.5 / count] * count] if count else [1.0]
     if contexts.prefixes[0] != "" or len(drawn) != count or any(abs(a - b) > 1e-9 for a, b in zip(weights, due, strict=True)):
@@ -58,9 +59,10 @@ def check_contexts(model: Transformer, tokenizer: Tokenizer, contexts: Contexts,
                               f"among the model's {LIKELIEST} likeliest")
 
 
-def _share_of_likeliest(model: Transformer, ids: Sequence[int]) -> float:
-    logits = model.logits(model.hidden(_row(model, ids)))[0, :-1].float()
-    said = torch.tensor(ids[1:], device=logits.device)
+def _share_of_likeliest(model: Transformer, ids: Sequence[int], given: int) -> float:
+    """Of the tokens after the `given` ones."""
+    logits = model.logits(model.hidden(_row(model, ids)))[0, given - 1 : -1].float()
+    said = torch.tensor(ids[given:], device=logits.device)
     better = (logits > logits.gather(-1, said[:, None])).sum(-1)
     return float((better < LIKELIEST).double().mean()) if len(said) else 1.0
 

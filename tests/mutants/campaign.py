@@ -345,7 +345,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {  # those that a user could give to any 
     "--batch-size": ("2", "4"), "--top-p": ("0.8", "0.9", "1"), "--ce-weight": ("0", "0.3", "0.5"), "--teacher-top-k": ("4", "8")}
 OF_A_RUN: dict[str, dict[str, tuple[str, ...]]] = {  # where others would not be
     "grpo": {"--learning-rate": ("5e-5", "1e-4", "2e-4")}, "distill": {"--max-steps": ("2", "3", "4")},
-    "distill-stored": {"--max-steps": ("2", "3", "4")}}
+    "distill-stored": {"--max-steps": ("2", "3", "4")}, "edit": {"--probe-rounds": ("3",)}}
 SEEDED = ("sft", "lora", "pretrain", "distill", "distill-stored", "grpo", "eval", "edit", "ttt", "sample")
 
 
@@ -380,6 +380,6 @@ def clean_words(number: int, seed: int, bench: Bench) -> ReferenceRun:
     run = chance.choice([run for run in bench.runs.values() if run.name in SEEDED])
     words = list(run.words)
     for place, word in enumerate(words):
-        if word in SETTINGS:
-            words[place + 1] = chance.choice((SETTINGS | OF_A_RUN.get(run.name, {}))[word])
+        if word in (settings := SETTINGS | OF_A_RUN.get(run.name, {})):
+            words[place + 1] = chance.choice(settings[word])
     return ReferenceRun(run.name, (*words, "--seed", str(chance.randrange(1, 10**6))), run.needs, run.said)
