@@ -20,7 +20,7 @@ from assay.verdict import Verdict, proven, refuted, unproven
 CHUNKS_AGAIN, TOKENS_READ_AGAIN = 4, 2048  # of a document, at most
 SAME_COST = {torch.float32: 2e-3, torch.bfloat16: 5e-2}  # of the mean of what the tokens cost
 
-Factors = list[tuple[str, int, int, float, Tensor, Tensor]]  # parameter, rows from and to, scale, left, right
+_Factors = list[tuple[str, int, int, float, Tensor, Tensor]]  # parameter, rows from and to, scale, left, right
 
 
 def check_sites(patch: Patch, config: ModelConfig, targets: Sequence[str]) -> Verdict:
@@ -53,7 +53,7 @@ def check_reading(model: Transformer, tokens: Sequence[int], costs: tuple[NDArra
 
 def _read_again(model: Transformer, tokens: Sequence[int], patch: Patch, how: TttSettings, *, learn: bool) -> list[float]:
     device = model.embed.weight.device
-    factors: Factors = [(name, part.start, part.stop, part.scale, part.left.detach().float().to(device).clone().requires_grad_(),
+    factors: _Factors = [(name, part.start, part.stop, part.scale, part.left.detach().float().to(device).clone().requires_grad_(),
                          part.right.detach().float().to(device).clone().requires_grad_())
                         for name, parts in patch.low_rank.items() for part in parts]
     learned = [factor for *_, left, right in factors for factor in (left, right)]
@@ -72,7 +72,7 @@ def _read_again(model: Transformer, tokens: Sequence[int], patch: Patch, how: Tt
     return found
 
 
-def _losses(model: Transformer, window: Tensor, chunk: int, factors: Factors) -> Tensor:
+def _losses(model: Transformer, window: Tensor, chunk: int, factors: _Factors) -> Tensor:
     parameters = dict(model.named_parameters())
     changed = dict[str, Tensor]()
     for name, start, stop, scale, left, right in factors:
