@@ -326,7 +326,7 @@ def mutant_row(bench: Bench, mutant: Mutant, slot: Slot, tries: int) -> dict[str
 
 def _sorted(bench: Bench, slot: Slot, name: str) -> Sorted:
     run = bench.runs[name]
-    limit = max(LIMIT / 3, min(LIMIT * 2, 10 * bench.references[name].seconds))
+    limit = max(LIMIT / 4, min(LIMIT * 2, 6 * bench.references[name].seconds))
     folder = slot.work(run, bench.fixtures)
     ended = forked_runs.run_command(ForkedRun(run.words, folder, slot.code, limit))
     return sort_run(bench.references[name], left_in(folder, ended, run.said), ended, folder)
