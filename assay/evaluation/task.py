@@ -170,7 +170,7 @@ def check_scoring(task: Task) -> list[Verdict]:
     """Whether the scoring can be believed, found out on answers whose worth is known, before any model is asked."""
     if isinstance(task, GenerationTask):
         most = MOST_ORACLES if task.scorers == 1 else MOST_SLOW_ORACLES
-        return [check_readings(), *_text_oracles(task, evenly_spaced(task.examples, most)), *task.canaries()]
+        return [*_text_oracles(task, evenly_spaced(task.examples, most)), *task.canaries(), check_readings()]
     return [_choice_oracle(task)] if isinstance(task, MultipleChoiceTask) else [_reading_oracle(task)]
 
 
