@@ -3,6 +3,7 @@
 Ours are exact, or corrected for small numbers, so the two differ; they do not differ by what a mistake makes.
 """
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -94,7 +95,8 @@ def _per_completion(old: Sequence[float], new: Sequence[float]) -> float | None:
     if all(score in (0, 1) for score in (*old, *new)):
         right = [sum(score == 1 for score in scores) for scores in (new, old)]
         return float(stats.fisher_exact([[right[0], len(new) - right[0]], [right[1], len(old) - right[1]]]).pvalue)
-    with np.errstate(divide="ignore", invalid="ignore"):
+    with np.errstate(divide="ignore", invalid="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of scores that hardly differ: then the p-value hardly matters
         found = float(stats.ttest_ind(new, old, equal_var=False).pvalue)
     return found if np.isfinite(found) else None if np.ptp(old) or np.ptp(new) else float(np.mean(old) == np.mean(new))
 
