@@ -27,7 +27,7 @@ TOKENS_AGAIN = 4096  # of text, whose moments are summed again
 LIKELIEST = 5  # a prefix is drawn from so many
 AMONG_THEM = 0.5  # of its tokens: text that is encoded again may be cut otherwise
 SAME_TARGET = 5e-3  # of a target's loss, and of a probability
-LEAST = 1e-3  # of what doing nothing costs: how far above its minimum an update may lie
+ABOVE_LEAST, FREE = 1e-3, 1e-5  # of the least cost: how far above it an update may lie; of what no update costs: added to the least
 
 
 @dataclass(frozen=True)
@@ -153,8 +153,8 @@ def check_solution(model: Transformer, tokenizer: Tokenizer, facts: Sequence[Fac
             penalty, keys_Fn = _penalty(moments[layer], keys_Fn, method)
             worst = max(worst, _above_least(delta, residual_Dn, keys_Fn, penalty))
             added.enter_context(_added(model, name, delta))
-    words = f"the updates of {len(layers)} layers cost at most {worst:.1e} more than the least, of what no update costs; bound {LEAST:g}"
-    return (proven if worst <= LEAST else refuted)("solution", words, above=worst)
+    words = f"the updates of {len(layers)} layers cost at most {worst:.1e} of the least more than the least; bound {ABOVE_LEAST:g}"
+    return (proven if worst <= ABOVE_LEAST else refuted)("solution", words, above=worst)
 
 
 def _above_least(delta: Tensor, residual: Tensor, keys: Tensor, penalty: Tensor) -> float:
@@ -162,7 +162,7 @@ def _above_least(delta: Tensor, residual: Tensor, keys: Tensor, penalty: Tensor)
         return float((update @ penalty * update).sum() + (update @ keys - residual).square().sum())
 
     least = torch.linalg.solve(penalty + keys @ keys.T, keys @ residual.T).T
-    return abs(cost(delta) - cost(least)) / cost(torch.zeros_like(least))
+    return abs(cost(delta) - cost(least)) / (cost(least) + FREE * cost(torch.zeros_like(least)))
 
 
 def _penalty(moment: Tensor, keys: Tensor, method: EditMethod) -> tuple[Tensor, Tensor]:
