@@ -5,12 +5,13 @@ It shares the model and the tokenizer with what it checks, and nothing else: no 
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
-from assay.editing.fact_questions import FactReply
-from assay.editing.facts import with_leading_space
+from assay.editing.fact_questions import FLUENT_TOKENS, FactReply
+from assay.editing.facts import Fact, with_leading_space
 from assay.editing.moments import TokenizedText
 from assay.evaluation.edit_evaluation import EditedReplies
 from assay.model.tokenizer import Tokenizer
@@ -38,6 +39,7 @@ def check_replies(model: Transformer, tokenizer: Tokenizer, found: EditedReplies
         if abs(nats - found.text_nll[number]) > SAME_NATS * len(row) or found.text_tokens[number] != len(row) - 1:
             wrong.append(f"row {number} of the text costs {nats:.4f} nats in {len(row) - 1} tokens, recorded {found.text_nll[number]:.4f} "
                          f"in {found.text_tokens[number]:.0f}")
+    wrong += _unlike_fluency(model, tokenizer, found, stop_ids)
     words = f"{when} the edit, {len(some)} replies and {len(rows[:ROWS_AGAIN])} rows of text were asked for again, each alone"
     if wrong or len(rows) != len(found.text_nll):
         return refuted("replies", f"{words}: {'; '.join(wrong[:3]) or f'{len(rows)} rows, {len(found.text_nll)} recorded'}", wrong=wrong)
@@ -54,6 +56,28 @@ def _unlike_reply(model: Transformer, tokenizer: Tokenizer, reply: FactReply, st
     if (said := _greedy(model, tokenizer, prompt, reply.said, stop_ids)) is not None:
         wrong.append(f"{asked.prompt!r} goes on with {said!r}, recorded {reply.said!r}")
     return wrong
+
+
+def _unlike_fluency(model: Transformer, tokenizer: Tokenizer, found: EditedReplies, stop_ids: Collection[int]) -> list[str]:
+    """Of the first fact: its text token by token, and the entropy of its pairs and triples by counting."""
+    prompt = _prompt_ids(tokenizer, found.of("efficacy")[0].question.prompt)
+    ids: list[int] = []
+    while len(ids) < FLUENT_TOKENS:
+        best = _next_logits(model, [*prompt, *ids]).topk(2)
+        if float(best.values[0] - best.values[1]) < CLOSE_CALL:
+            return []
+        if (token := int(best.indices[0])) in stop_ids:
+            return []  # whether what ends a text belongs to it is the engine's to say
+        ids.append(token)
+    pairs, triples = (Counter(zip(*(ids[first:] for first in range(size)), strict=False)) for size in (2, 3))
+    bits = (_bits(pairs) + 2 * _bits(triples)) / 3
+    return [] if math.isclose(bits, found.fluency[0], abs_tol=SAME_NATS) else [
+        f"the first text has {bits:.4f} bits of fluency, recorded {found.fluency[0]:.4f}"]
+
+
+def _bits(counts: "Counter[tuple[int, ...]]") -> float:
+    total = sum(counts.values())
+    return math.log2(total) - math.fsum(count * math.log2(count) for count in counts.values()) / total
 
 
 def _prompt_ids(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -88,10 +112,15 @@ def _logprobs(model: Transformer, prompt: Sequence[int], completion: Sequence[in
     return [float(table[place - 1, ids[place]]) for place in range(len(prompt), len(ids))]
 
 
-def check_edit_figures(before: EditedReplies, after: EditedReplies, estimates: Mapping[str, Estimate]) -> Verdict:
-    """Every score of an edit is the mean that its replies give; its n counts facts, or replies where they are all of one fact."""
+def check_edit_figures(facts: Sequence[Fact], before: EditedReplies, after: EditedReplies, estimates: Mapping[str, Estimate]) -> Verdict:
+    """All that the facts bring along was asked; every score is the mean that the replies give, and its n counts facts, or replies where
+    they are all of one fact."""
     due = _scores(before, after)
-    wrong = [words for name, scores in due.items() if (words := _unlike_scores(name, scores, estimates.get(name)))]
+    asked = {"efficacy": len(facts), "paraphrase": sum(len(fact.paraphrases) for fact in facts),
+             "neighbourhood": sum(len(fact.neighbourhood) for fact in facts), "portability": sum(len(fact.portability) for fact in facts)}
+    wrong = [f"{len(replies)} {kind} questions were asked, the facts bring {count}" for kind, count in asked.items()
+             for replies in (before.of(kind), after.of(kind)) if len(replies) != count]  # type: ignore[arg-type]
+    wrong += [words for name, scores in due.items() if (words := _unlike_scores(name, scores, estimates.get(name)))]
     nats = math.fsum(after.text_nll - before.text_nll) / math.fsum(before.text_tokens)
     drift = estimates["perplexity drift"]
     if not math.isclose(math.log1p(drift.mean), nats, rel_tol=1e-6, abs_tol=SAME_MEAN) or drift.n != len(before.text_nll):

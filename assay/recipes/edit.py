@@ -118,7 +118,7 @@ def edit_opened(config: Edit, source: Artifact, model: Transformer, text: tuple[
         scores = edit_estimates(before, after)
         verdicts += [*watched, check_replies(model, tokenizer, before, scored, source.stops.stop_ids, "before"),
                      check_replies(read_back, tokenizer, after, scored, source.stops.stop_ids, "after"),
-                     check_edit_figures(before, after, scores)]
+                     check_edit_figures(facts, before, after, scores)]
         found = scores | ({} if texts_beside is None else texts_beside.estimates())
         outcome = EditOutcome(run.folder, verdicts, model=where, results=found, failed=edit_failures(facts, edited, after), refused=refused,
                               layers=layers, sizes=sizes, seconds=watch.seconds)

@@ -90,3 +90,11 @@ def test_prefixes_that_the_model_would_not_say_are_refuted():
     found = check_contexts(tiny_facts.facts_model(), tokenizer(), odd, 3)
     assert found.outcome is Outcome.REFUTED, found.reason
     assert check_contexts(tiny_facts.facts_model(), tokenizer(), surroundings(), 4).outcome is Outcome.REFUTED
+
+
+def test_of_many_facts_the_keys_of_a_few_are_computed_again(monkeypatch):
+    monkeypatch.setattr(edit_witness, "MOST_PASSES", 1)
+    assert "the keys of 2 facts in 2 layers" in solution(edited()).reason
+    assert solution(edited()).outcome is Outcome.PROVEN
+    wrong = replace(edited(), keys={layer: 1.01 * keys for layer, keys in edited().keys.items()})
+    assert solution(wrong).outcome is Outcome.REFUTED

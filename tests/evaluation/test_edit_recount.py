@@ -28,7 +28,7 @@ def test_what_was_asked_comes_out_again(asked):
     model, tokenizer, found = asked
     verdict = check_replies(model, tokenizer, found, READING, (), "before")
     assert verdict.outcome is Outcome.PROVEN, verdict.reason
-    assert check_edit_figures(found, found, edit_estimates(found, found)).outcome is Outcome.PROVEN
+    assert check_edit_figures(FACTS, found, found, edit_estimates(found, found)).outcome is Outcome.PROVEN
 
 
 @pytest.mark.parametrize("wrong", [
@@ -36,6 +36,7 @@ def test_what_was_asked_comes_out_again(asked):
     lambda found: replace(found, replies=[replace(one, other_nll=None) for one in found.replies]),
     lambda found: replace(found, replies=[replace(one, said="Oran!" + one.said) for one in found.replies]),
     lambda found: replace(found, text_nll=found.text_nll + 1),
+    lambda found: replace(found, fluency=[bits + 0.1 for bits in found.fluency]),
     lambda found: replace(found, text_tokens=found.text_tokens + 1),
     lambda found: replace(found, text_nll=np.append(found.text_nll, 1.0), text_tokens=np.append(found.text_tokens, 1.0))])
 def test_a_reply_that_does_not_come_out_again_is_refuted(asked, wrong):
@@ -54,6 +55,14 @@ def test_a_figure_that_the_replies_do_not_give_is_refuted(asked, name, change):
         del estimates[name]
     else:
         estimates[name] = replace(estimates[name], **change)
-    verdict = check_edit_figures(found, found, estimates)
+    verdict = check_edit_figures(FACTS, found, found, estimates)
     assert verdict.outcome is Outcome.REFUTED
     assert name in verdict.reason
+
+
+def test_a_question_that_was_not_asked_is_missed(asked):
+    found: EditedReplies = asked[2]
+    fewer = replace(found, replies=[one for one in found.replies if one.question.kind != "paraphrase"])
+    verdict = check_edit_figures(FACTS, fewer, fewer, edit_estimates(fewer, fewer))
+    assert verdict.outcome is Outcome.REFUTED
+    assert "0 paraphrase questions were asked" in verdict.reason
