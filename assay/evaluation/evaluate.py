@@ -26,6 +26,7 @@ from assay.evaluation.task import (
     score_choice,
 )
 from assay.generate.generation_request import Completion, Sampling
+from assay.reward.known_readings import check_readings
 from assay.statistics.estimate import Estimate
 from assay.statistics.known_answers import check_statistics
 from assay.store.digests import code_digest, environment
@@ -124,7 +125,7 @@ def _before(setup: EvalSetup) -> list[Verdict]:
     loaded, some = setup.loaded, list(setup.texts.values())[:3]
     first = prompt_token_ids(loaded.tokenizer, some[0], raw=setup.raw)[: loaded.model.config.max_length]
     return stop_if_unsound([soundness.check_text_start(loaded, some), soundness.check_repeatable(loaded.model, first), check_statistics(),
-                            *soundness.check_recorded_answers(loaded)])
+                            check_readings(), *soundness.check_recorded_answers(loaded)])
 
 
 def _after(setup: EvalSetup, rows: Sequence[Mapping[str, Any]], dataset: str) -> list[Verdict]:

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from assay.errors import DataError
-from assay.reward.known_readings import check_readings
 from assay.verdict import Verdict, proven, refuted, unproven
 
 ID_COLUMNS = ("id", "task_id", "idx", "case_id")
@@ -170,7 +169,7 @@ def check_scoring(task: Task) -> list[Verdict]:
     """Whether the scoring can be believed, found out on answers whose worth is known, before any model is asked."""
     if isinstance(task, GenerationTask):
         most = MOST_ORACLES if task.scorers == 1 else MOST_SLOW_ORACLES
-        return [*_text_oracles(task, evenly_spaced(task.examples, most)), *task.canaries(), check_readings()]
+        return [*_text_oracles(task, evenly_spaced(task.examples, most)), *task.canaries()]
     return [_choice_oracle(task)] if isinstance(task, MultipleChoiceTask) else [_reading_oracle(task)]
 
 
