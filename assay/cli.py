@@ -1,12 +1,13 @@
 """The command line: one table, verb → module. A verb's module holds its flags, its examples and its `run`."""
 
+import contextlib
 import errno
 import importlib
 import io
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import FrameType
 
 from assay import __version__
@@ -130,7 +131,24 @@ def _dispatch(argv: list[str]) -> int:
         from assay.recipes.processes import launch_processes
 
         return launch_processes(argv, flags.gpus)
-    return module.run(flags)
+    from assay.store.scratch import sweep_scratch
+
+    sweep_scratch()
+    with _proofs_ready(verb, getattr(flags, "device", None)):
+        return module.run(flags)
+
+
+@contextlib.contextmanager
+def _proofs_ready(verb: str, device: str | None) -> Iterator[None]:
+    """Of a verb that saves: the processes that will prove its checkpoints import what they need while it imports and opens its own."""
+    if verb not in _RECIPES - {"ttt"} or os.environ.get("RANK", "0") != "0":
+        yield
+        return
+    from assay.guard.proving_process import PROVING_PROCESSES, WHERE_THERE_IS_ONE, processes_early, proof_threads
+
+    with PROVING_PROCESSES.keeping():
+        PROVING_PROCESSES.start_early(proof_threads(beside=False), device or WHERE_THERE_IS_ONE, processes_early())
+        yield
 
 
 _RECIPES = {"pretrain", "sft", "dpo", "distill", "grpo", "edit", "ttt"}  # verbs that also take --config FILE.yaml

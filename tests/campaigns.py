@@ -223,7 +223,7 @@ def campaign_of_soak(minutes: float) -> int:
 def start_endless(job: Job, out: Path, minutes: float) -> subprocess.Popen[bytes]:
     """The same recipe with more steps than it has time for."""
     words = list(job.command(out))
-    words[words.index("--max-steps") + 1] = "10000000"
+    words[words.index("--max-steps") + 1] = "100000"
     words[words.index("--save-steps") + 1] = "500"
     words += ["--num-train-epochs", "100000000"]
     return subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"})

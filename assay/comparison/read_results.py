@@ -96,18 +96,27 @@ def read_results(path: str | Path, *, metric: str | None = None, lower_is_better
         return [read_seeds(path)]
     if (path / "request.json").exists():
         raise UsageError(f"{path}: the evaluation has not finished; run `assay eval` again with the same options")
-    if path.is_dir():
-        raise UsageError(f"{path}: neither eval.json nor seeds.json is here; give what `assay eval` or `assay seeds` wrote, or a file")
     if not path.exists():
         raise UsageError(f"{path}: no such file or folder")
+    from assay.comparison.foreign_logs import read_foreign
+
+    if (found := read_foreign(path, metric, lower_is_better)) is not None:
+        return found
+    if path.is_dir():
+        raise UsageError(f"{path}: no results are here; give what `assay eval` or `assay seeds` wrote, the output of lm-eval (with its "
+                         "samples), a log of inspect-ai, a trainer's checkpoint, or a file")
     return read_plain(path, metric, lower_is_better)
 
 
 def read_plain(path: Path, metric: str | None, lower_is_better: bool | None) -> list[Arm | Series]:
+    from assay.comparison.foreign_logs import read_foreign_rows
+
     rows = read_values(path)
+    if (found := read_foreign_rows(rows, path, metric, lower_is_better)) is not None:
+        return found
     if {"count", "n"} <= rows[0].keys():
         return [arm_of_counts(row, path, metric, lower_is_better) for row in rows]
-    return _sorted_out(rows, path, metric or "score", lower_is_better)
+    return sorted_out(rows, path, metric or "score", lower_is_better)
 
 
 def read_seeds(folder: Path) -> Arm:
@@ -180,7 +189,7 @@ def is_lower_better(metric: str, said: bool | None) -> bool:
     return any(word in metric.lower() for word in LOWER_IS_BETTER) if said is None else said
 
 
-def _sorted_out(rows: Sequence[Mapping[str, Any]], path: Path, column: str, said: bool | None) -> list[Arm | Series]:
+def sorted_out(rows: Sequence[Mapping[str, Any]], path: Path, column: str, said: bool | None) -> list[Arm | Series]:
     """Rows into arms and series, in the order in which they first appear."""
     if not any(column in row for row in rows):
         raise DataError(f"{path}: no column {column!r}; found {', '.join(map(str, rows[0]))}. Name the column of scores with --metric")

@@ -178,12 +178,20 @@ def refuse_beyond_context(examples: Sequence[TrainingExample], model: ModelConfi
 def ordered(config: Tuned, examples: Sequence[Any], packed: type[PackedExamples] = PackedExamples) -> tuple[PackedExamples, int | None]:
     """The order of the examples and the number of steps, which is not known where time decides."""
     rows = config.batch_tokens // config.row_length
-    order = packed(examples, config.seed, rows, config.row_length, config.num_train_epochs, config.packing)
+    order = packed(examples, config.seed, rows, config.row_length, reachable_epochs(config, rows, examples), config.packing)
     if order.windows < rows:
         order = replace(order, rows=order.windows)
     steps = None if config.minutes is not None else config.max_steps or order.steps
     order.require(steps or 1)
     return order, steps
+
+
+def reachable_epochs(config: Tuned, rows: int, examples: Sequence[Any]) -> int:
+    """The epochs that --max-steps can reach: planning those after them would take time and memory for nothing."""
+    if config.max_steps is None:
+        return config.num_train_epochs
+    fewest = math.ceil(sum(map(len, examples)) / config.row_length) if config.packing else len(examples)  # rows of an epoch
+    return min(config.num_train_epochs, math.ceil(config.max_steps * rows / max(fewest, 1)))
 
 
 def held_out_batches(examples: Sequence[TrainingExample], length: int, rows: int) -> list[Batch]:
@@ -220,5 +228,5 @@ def describe_tuning(config: Tuning, start: StartingModel, data: Conversations, l
             *unread_in_words(counts["unread"]),
             f"{counts['supervised']:,} of {counts['tokens']:,} tokens are supervised; {order.windows:,} rows of {config.max_length}, "
             f"{order.padding:.1%} padding",
-            f"adamw at {lr:g}, {order.rows} × {config.max_length} tokens a step, {end}, on {device}"
+            f"{config.optim} at {lr:g}, {order.rows} × {config.max_length} tokens a step, {end}, on {device}"
             + (f"; the last {left} rows fill no step and are not read" if left > 0 else "")]

@@ -37,7 +37,7 @@ from assay.recipes.options import Distill
 from assay.recipes.processes import follow, join_processes
 from assay.recipes.run import Run, TimeSpent, open_run, plain, print_line
 from assay.recipes.sft import check_forked_loss, micro_rows, parent_loss, tuning_optimizer, tuning_schedule
-from assay.recipes.starting_model import StartingModel, load_start
+from assay.recipes.starting_model import StartingModel, load_start, reopen_parent
 from assay.recipes.teacher_text import write_teacher_text
 from assay.recipes.teachers import (
     OnlineTeacher,
@@ -113,7 +113,7 @@ def distill(config: Distill, say: Callable[[str], None] = print_line) -> RunOutc
             if trainer.done == 0:
                 if not evaluator.history.steps:
                     evaluate()
-                trainer.watch.parent_loss = parent_loss(start, objective, lessons.batch(0), trainer)
+                trainer.watch.parent_loss = parent_loss(reopen_parent(start), objective, lessons.batch(0), trainer)
                 if config.from_ is not None:
                     run.judge(Event.FORK, [check_forked_loss(Path(config.from_), lessons.data, evaluator, trainer)])
                 if teacher is not None:

@@ -11,14 +11,14 @@ from assay.data.batch import Batch
 from assay.errors import UsageError
 from assay.generate.generation_request import Sampling
 from assay.generate.sampler_weights import fingerprint
-from assay.guard.conclusion_checks import check_same_held_out
+from assay.guard.conclusion_checks import check_budget, check_same_held_out
 from assay.guard.policy_identity import LogprobFloor, check_floor, check_on_policy, check_reference
 from assay.guard.policy_loss_checks import check_directions, check_policy_loss
 from assay.guard.rollout_checks import check_measured, check_still_ends
 from assay.guard.training_guards import check_detectors
+from assay.learn.low_bit_adamw import TUNING_OPTIMIZERS
 from assay.learn.lr_schedule import Budget, Schedule
 from assay.learn.objectives import averages
-from assay.learn.optim import adamw
 from assay.learn.policy import Surrogate, policy_gradient
 from assay.model.placement import frozen_tensors, place_for_inference, require_device, uncompiled
 from assay.model.transformer import Transformer, parameter_count
@@ -62,7 +62,7 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
     lr = config.peak_rate(adapter=isinstance(start.weights, AdapterModel))
     for line in describe_grpo(config, start, prompts, lr, schedule, device, rewards.judge):
         say(line)
-    optimizer = adamw(start.model.named_parameters(), lr, weight_decay=config.weight_decay)
+    optimizer = TUNING_OPTIMIZERS[config.optim](start.model.named_parameters(), lr, weight_decay=config.weight_decay)
     carry_moments(optimizer, start)
 
     with world, open_run(config, say, device, spent) as run, rewards:
@@ -164,11 +164,12 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
             trainer.finish(prompts.times_read(trainer.done), len(prompts.train), evaluator.best_checkpoint())
         if run.interrupted is not None:
             return RunOutcome(run.folder, interrupted=run.interrupted)
-        return hand_over_best(run, evaluator, prompts, start, sampler_of, device)
+        budget = check_budget(trainer.schedule, trainer.done, None)
+        return hand_over_best(run, evaluator, prompts, start, sampler_of, device, budget)
 
 
 def hand_over_best(run: Run, evaluator: PromptEvaluator, prompts: PromptData, start: StartingModel,
-                   sampler_of: Callable[[Transformer], Sampler], device: str) -> RunOutcome:
+                   sampler_of: Callable[[Transformer], Sampler], device: str, budget: Verdict) -> RunOutcome:
     """The best checkpoint, proven as `RUN/model` (and `RUN/adapter`), and whether it is better than its parent."""
     best, metric = evaluator.best_checkpoint(), evaluator.rewards.metric.name
     assert best is not None, "a run ends with an evaluation"
@@ -186,7 +187,7 @@ def hand_over_best(run: Run, evaluator: PromptEvaluator, prompts: PromptData, st
     verdicts += [check_same_held_out(evaluator.history.digest, again),
                  check_same_answers(f"{best.name} as evaluated and as saved", recorded, saved.wanted[evaluated]),
                  check_same_answers(f"{best.name} as saved and as handed over", saved.wanted, after.wanted),
-                 check_still_ends(before.cut, after.cut),
+                 check_still_ends(before.cut, after.cut), budget,
                  check_gain(metric, before.wanted, after.wanted, len(evaluator.history.steps) - 1)]
     void_if_refuted(run, places, verdicts)
     run.log(Event.HAND_OVER, checkpoint=best.name, metric=metric, before=float(before.wanted.mean()),
@@ -291,7 +292,7 @@ def describe_grpo(config: Grpo, start: StartingModel, prompts: PromptData, lr: f
             f"{start.parent.digest[:12]}",
             f"{len(prompts.train):,} prompts to learn from, {len(prompts.held_out):,} held out, {prompts.dropped} dropped as too long",
             f"{prompts.order.places} prompts × {config.num_generations} completions of at most {config.max_completion_length} tokens a "
-            f"rollout, {config.num_iterations} updates; adamw at {lr:g}, {end}, on {device}"
+            f"rollout, {config.num_iterations} updates; {config.optim} at {lr:g}, {end}, on {device}"
             + (f", sampling on {config.sampler_device}" if config.sampler_device else ""),
             *([] if judge is None else [f"judged by {judge.endpoint.model} at {judge.endpoint.base_url}, {judge.judge.repeat:.0%} "
                                           "of the groups twice; a judge is asked anew by every run: no two are bit for bit the same"])]

@@ -129,6 +129,9 @@ class Trained:
     lora_target_modules: tuple[str, ...] = option("layers to adapt, by the names that PEFT knows", group="model", metavar="NAME",
                                                   default=(),
                                                   default_text="all linear layers of the blocks")
+    base_dtype: Literal["bf16", "int8", "nf4"] | None = option(
+        "of an adapter: the dtype in which the frozen base's matrices are held, in 8 or 4 bits with a scale for 64 of them", group="memory",
+        default=None, default_text="as in its file")
     merge: Literal["always", "never"] | None = option("beside RUN/adapter also RUN/model, adapter and base merged in fp32", group="model",
                                                       default=None, default_text="where the base's files have at most 4 GB")
     new_tokens: tuple[str, ...] = option("texts that become single tokens, such as <think> </think> <answer> </answer>", group="model",
@@ -136,6 +139,8 @@ class Trained:
     max_steps: int | None = option("stop after so many steps", group="budget", least=1, default=None, default_text="the epochs decide")
     minutes: float | None = option("stop after this much wall time of training, all sittings together; what is checked before step 1 "
                                    "is not counted", group="budget", above=0, default=None, default_text="no limit")
+    optim: Literal["adamw", "adamw_8bit"] = option("optimizer; adamw_8bit keeps the moments in 8 bits, a quarter of their memory",
+                                                   group="optimizer", default="adamw")
     learning_rate: float | None = option("peak learning rate", group="optimizer", above=0, default=None, default_text=str(TUNING_RATES))
     weight_decay: float = option("weight decay of the matrices", group="optimizer", least=0, default=0.0)
     lr_scheduler_type: Literal["cosine", "wsd"] = option("learning rate after the warm-up: a cosine down to a tenth, or flat and down at "

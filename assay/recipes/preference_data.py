@@ -132,7 +132,7 @@ def describe_pairs(config: Dpo, start: StartingModel, data: PreferenceData, lr: 
             f"{settings.loss} loss, beta {settings.beta:g}; {against}",
             f"{counts['supervised']:,} of {counts['tokens']:,} tokens are learned from; {order.windows:,} rows of {order.length}, "
             f"{order.padding:.1%} padding, {len(data.train) / order.windows:.1f} pairs a row",
-            f"adamw at {lr:g}, {order.rows} × {order.length} tokens a step, {end}, on {device}"]
+            f"{config.optim} at {lr:g}, {order.rows} × {order.length} tokens a step, {end}, on {device}"]
 
 # ---------------------------------------------------------------- the reference
 

@@ -19,6 +19,19 @@ _PIECE = re.compile(r"\\c[A-Za-z]|\\u\{[0-9A-Fa-f]+\}|\\k<\w+>|\\.|\(\?<(?![=!])
 @lru_cache(maxsize=1024)
 def python_pattern(pattern: str) -> str:
     """The same pattern for Python's `re`; a DataError where there is none."""
+    return _compiled(_pieces(pattern), pattern)
+
+
+def is_ecma_pattern(pattern: str) -> bool:
+    """Whether it is a pattern at all; a lookbehind of any width is one, though only those of a fixed width are one in Python."""
+    try:
+        _compiled([{"(?<=": "(?=", "(?<!": "(?!"}.get(piece, piece) for piece in _pieces(pattern)], pattern)
+    except DataError:
+        return False
+    return True
+
+
+def _pieces(pattern: str) -> list[str]:
     written, at, within = [], 0, False
     while at < len(pattern):
         piece = _PIECE.match(pattern, at)[0]  # type: ignore[index]
@@ -26,7 +39,11 @@ def python_pattern(pattern: str) -> str:
         part, piece, within = _translated(piece, within, pattern)
         written.append(part)
         at += len(piece)
-    found = "".join(written)
+    return written
+
+
+def _compiled(pieces: list[str], pattern: str) -> str:
+    found = "".join(pieces)
     try:
         re.compile(found)
     except (re.error, RecursionError, OverflowError) as error:

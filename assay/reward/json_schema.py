@@ -4,9 +4,10 @@ Draft 2020-12, or the dialect that the schema names in `$schema`. What could not
 reference to what is not in the schema, a format that nothing checks, a keyword that is another one misspelled.
 """
 
+import base64
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any
 
@@ -56,7 +57,42 @@ def _validator(text: str) -> Any:
         raise DataError(f"the schema{error.json_path[1:]} is no JSON Schema: {error.message[:LONGEST_FAULT]}") from None
     except RecursionError:
         raise DataError("the schema is nested too deeply to be checked") from None
-    return dialect(schema, registry=REGISTRY, format_checker=format_checker(dialect))
+    return _with_content(dialect)(schema, registry=REGISTRY, format_checker=format_checker(dialect))
+
+
+def _with_content(dialect: Any) -> Any:
+    """Draft 7 lets a validator look into strings that hold base64 or JSON; later drafts call these words annotations."""
+    from jsonschema import Draft7Validator
+    from jsonschema.validators import extend
+
+    checks = {"contentEncoding": _check_encoding, "contentMediaType": _check_media_type}
+    return extend(dialect, checks) if dialect is Draft7Validator else dialect
+
+
+def _check_encoding(validator: Any, encoding: str, value: Any, schema: Mapping[str, Any]) -> Iterator[Any]:
+    from jsonschema import ValidationError
+
+    if encoding == "base64" and isinstance(value, str) and _decoded(value) is None:
+        yield ValidationError(f"{value!r} is no base64")
+
+
+def _check_media_type(validator: Any, media_type: str, value: Any, schema: Mapping[str, Any]) -> Iterator[Any]:
+    from jsonschema import ValidationError
+
+    if media_type != "application/json" or not isinstance(value, str):
+        return
+    text = _decoded(value) if schema.get("contentEncoding") == "base64" else value.encode()
+    try:
+        json.loads(b"null" if text is None else text)  # what cannot be decoded is the encoding's fault
+    except ValueError:
+        yield ValidationError(f"{value!r} holds no JSON")
+
+
+def _decoded(text: str) -> bytes | None:
+    try:
+        return base64.b64decode(text, validate=True)
+    except ValueError:
+        return None
 
 
 def _dialect(schema: Any) -> Any:
@@ -97,6 +133,8 @@ def _check_parts(schema: Any, dialect: Any) -> None:
         waiting += [(inner, resolver.in_subresource(inner)) for inner in part.subresources()]
         if isinstance(part.contents, dict):
             _translate_patterns(part.contents)
+            if "additionalProperties" in part.contents:  # beside it nothing is left unevaluated; the library forgets that in 2019-09
+                part.contents.pop("unevaluatedProperties", None)
 
 
 def _translate_patterns(part: dict[str, Any]) -> None:

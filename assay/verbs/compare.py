@@ -23,8 +23,9 @@ class FLAGS:
     worse, or not shown and what it would take. With several runs per arm the run is the unit, not the completion. All
     comparisons made together hold at the level together (Holm). A comparison that could be made exits with 0, whatever it says.
 
-    Results are folders of `assay eval`, folders of `assay seeds`, or CSV and JSON lines of anybody's. name=PATH names an arm; paths
-    joined by commas are runs of one arm. Columns of a file:
+    Results are folders of `assay eval` and `assay seeds`; lm-eval's output (with its samples), inspect-ai's logs, trainer_state.json and
+    Weights & Biases' exports, as they come; or CSV and JSON lines of anybody's. name=PATH names an arm; paths joined by commas are runs of
+    one arm. Columns of a file:
       score   a number, or the column that --metric names (needed)
       arm     what is compared; without it the file is one arm
       run     the training run or seed; without it the arm is one run
@@ -50,6 +51,9 @@ EXAMPLES = """  assay compare evals/before evals/after
   assay compare runs/three-seeds runs/other-three
   assay compare theirs.csv --metric accuracy --require better
   assay compare run/metrics.jsonl --metric reward
+  assay compare before=lm-eval/base after=lm-eval/tuned --metric exact_match
+  assay compare logs/2026-01-31_base.eval logs/2026-01-31_tuned.eval
+  assay compare outputs/checkpoint-500 --metric eval_loss
   assay compare base=evals/before new=evals/after --claim new=better"""
 
 
@@ -121,7 +125,7 @@ def arms_of(given: str, metric: str | None, lower: bool | None) -> "Sequence[Arm
         raise UsageError(f"{given}: {twice[0]} stands there twice, and one run counted twice is no second run")
     found = [one for path in parts for one in read_results(path, metric=metric, lower_is_better=lower)]
     if len(parts) == 1:
-        return [replace(one, name=name) for one in found] if named and len(found) == 1 else found
+        return [replace(one, name=name) for one in found] if named and len({one.name for one in found}) == 1 else found
     arms = [one for one in found if isinstance(one, Arm)]
     if len(arms) != len(parts):
         raise UsageError(f"{given}: expected one result at each of the {len(parts)} paths, found {len(arms)}")

@@ -157,11 +157,11 @@ def aligned(texts: Sequence[DueText], streams: Mapping[str, list[float]]) -> Ten
 def fork_weights(twin: TwinModel, frozen: Mapping[str, Tensor], factors: Mapping[str, Tensor],
                  adapter: Adapter | None) -> dict[str, Tensor]:
     """What the run began with: the parent's weights, with the parent's adapter where it was one."""
-    weights = {name: tensor.to(twin.dtype) for name, tensor in frozen.items()}
+    weights = {name: tensor.to(twin.device, twin.dtype) for name, tensor in frozen.items()}
     for name in weights if adapter is not None else ():
         stem = f"base_model.model.{name.removesuffix('.weight')}"
         if f"{stem}.lora_A.weight" in factors:
             assert adapter is not None
-            left, right = (factors[f"{stem}.lora_{side}.weight"].to(twin.dtype) for side in "BA")
+            left, right = (factors[f"{stem}.lora_{side}.weight"].to(twin.device, twin.dtype) for side in "BA")
             weights[name] = weights[name] + (adapter.scale * left @ right if not twin.gpt2 else (adapter.scale * left @ right).t())
     return weights

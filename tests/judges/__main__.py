@@ -15,8 +15,10 @@ ROOT = Path(__file__).parents[2]
 JUDGES = {"chat_templates": "chat templates, transformers' renderer", "sft_masks": "SFT masks on the same templates",
           "json_schema": "JSON Schema Test Suite, required", "json_schema_optional": "JSON Schema Test Suite, optional",
           "gguf_vocabularies": "llama.cpp's vocabularies", "broken_gguf": "llama.cpp's broken GGUF files",
-          "safetensors_attacks": "safetensors' attack files", "trl_rewards": "TRL's rewards", "lm_eval_graders": "lm-eval's graders",
-          "gym_datasets": "reasoning-gym", "peft_adapters": "PEFT's adapters", "openai_schema": "OpenAI's schema, by schemathesis"}
+          "safetensors_attacks": "safetensors' attack files", "trl_rewards": "TRL's rewards", "trl_curves": "TRL's training curves",
+          "lm_eval_graders": "lm-eval's graders",
+          "gym_datasets": "reasoning-gym", "peft_adapters": "PEFT's adapters", "openai_schema": "OpenAI's schema, by schemathesis",
+          "human_eval_solutions": "HumanEval's canonical solutions"}
 HEAD = """# Scorecard
 
 Other people's tests, run by `make judges JUDGES=FOLDER` at pinned versions in an environment of their own; their files come from PyPI or

@@ -9,7 +9,7 @@ from pathlib import Path
 
 PINS = {"llama.cpp": "b21e4de74567f5eef213765c9476a843c2e43f0d", "JSON-Schema-Test-Suite": "44401e0c046704b476ec9d2e2fccdaee618f259d",
         "safetensors": "24b0b2857fef49be734b9ab72ce97c09bb25f5b9", "trl": "f2cd57710ae345ea6428ae95363267fcf38a3dc8",
-        "openai-openapi": "f85dbe223d40e1a31cba812ab2d755c7e98a92a3"}
+        "openai-openapi": "f85dbe223d40e1a31cba812ab2d755c7e98a92a3", "human-eval": "6d43fb980f9fee3c892a914eda09951f772ad10d"}
 
 
 class AbsentJudge(Exception):

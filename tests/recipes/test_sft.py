@@ -3,6 +3,7 @@
 import contextlib
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from assay.cli import run as assay
+from assay.data.chat import TrainingExample
 from assay.errors import DataError, GuardStop, UsageError
 from assay.generate.engine import sample
 from assay.generate.generation_request import Sampling
@@ -49,6 +51,15 @@ def options(home: Path, out: Path, **changed: Any) -> Sft:
                              "learning_rate": 3e-3, "micro_batch_tokens": 128, "save_steps": 3, "held_out": 0.1, "max_steps": STEPS,
                              "device": "cpu"}
     return Sft(**(({} if "from_" in changed else {"model": str(home / "base")}) | usual | changed))
+
+
+def test_epochs_that_no_step_reaches_are_not_planned():
+    examples = [TrainingExample(str(n), (1,) * (3 + n % 5), (0,) + (1,) * (2 + n % 5), ("a",), 1) for n in range(40)]
+    for packing in (True, False):
+        asked = Sft(data=(), out="", max_length=16, batch_tokens=64, max_steps=30, packing=packing)
+        few, many = (conversations.ordered(replace(asked, num_train_epochs=epochs), examples)[0] for epochs in (60, 10**9))
+        assert many.epochs < 20
+        assert [many.plan(step) for step in range(30)] == [few.plan(step) for step in range(30)]
 
 
 @pytest.fixture(autouse=True)

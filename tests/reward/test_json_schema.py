@@ -6,9 +6,11 @@ import pytest
 
 from assay.errors import DataError
 from assay.reward.json_schema import check_schema, schema_fault
+from assay.reward.json_schema_formats import as_uri, has_sound_address, is_hostname, is_plain_hostname
 from assay.reward.reward_functions import parse_rewards
 from assay.reward.worker_pool import RewardItem, RewardWorkers
 
+DRAFT_2019 = "https://json-schema.org/draft/2019-09/schema"
 DRAFT_7 = "http://json-schema.org/draft-07/schema#"
 TREE = {"type": "object", "required": ["name"], "properties": {"name": {"type": "string"}, "inside": {"items": {"$ref": "#"}}}}
 
@@ -30,10 +32,23 @@ TREE = {"type": "object", "required": ["name"], "properties": {"name": {"type": 
     ({"$defs": {"n": {"type": "integer"}}, "items": {"$ref": "#/$defs/n"}}, [[1]], [["x"]]),
     (TREE, [{"name": "a", "inside": [{"name": "b"}]}], [{"name": "a", "inside": [{}]}]), (True, [1], []), (False, [], [1, None]),
     ({"format": "date"}, ["2024-02-29", 7], ["2023-02-29"]), ({"format": "ipv4"}, ["127.0.0.1"], ["256.0.0.1"]),
+    ({"$schema": DRAFT_2019, "additionalProperties": {"type": "integer"}, "unevaluatedProperties": False}, [{"a": 1}], [{"a": "x"}]),
+    ({"$schema": DRAFT_7, "contentMediaType": "application/json"}, ['{"a": 1}', 5], ["{", ""]),
+    ({"$schema": DRAFT_7, "contentMediaType": "application/json", "contentEncoding": "base64"}, ["e30="], ["e30", "ew==", "{}"]),
+    ({"format": "regex"}, ["(?<=a+)b", "a"], ["(?<=a", "("]), ({"format": "idn-hostname"}, ["אב.com"], ["0a.אב", "אב."]),
     ({"multipleOf": 0.5}, [1.5], [float("inf")]), ({"nullable": True, "x-order": 3}, [1], [])])
 def test_values_fit_or_break_a_schema_as_the_standard_says(schema: object, fits: list[object], breaks: list[object]):
     assert [schema_fault(value, schema) for value in fits] == [None] * len(fits)
     assert all(schema_fault(value, schema) for value in breaks)
+
+
+def test_hosts_and_addresses_are_those_of_their_standard():  # formats that jsonschema checks only with its extras installed
+    assert [name for name in ("a-b.org", "ab--cd.org", "xn--", "-a") if is_hostname(name)] == ["a-b.org"]
+    assert [name for name in ("a-b.org", "ab--cd.org", "-a") if is_plain_hostname(name)] == ["a-b.org", "ab--cd.org"]
+    links = ["http://[::1]/a", "http://[::ffff:1.2.3.4]", "http://[::ffff:01.2.3.4]", "//[::g]", "a/b"]
+    assert [link for link in links if not has_sound_address(link)] == ["http://[::ffff:01.2.3.4]"]
+    assert [as_uri(link) for link in ("http://ø/𐌀", "a?\ue000")] == ["http://%C3%B8/%F0%90%8C%80", "a?%EE%80%80"]
+    assert as_uri("a\ue000") is as_uri("\ufffe") is None
 
 
 def test_a_fault_says_where():
