@@ -10,7 +10,6 @@ from numpy.typing import ArrayLike
 from assay.errors import DataError
 from assay.reward.answer import gold_answer, read_answer, same_answer
 from assay.reward.canary import GOLD_COMPLETION, KNOW_THE_ANSWER, AnswerStyle, CanaryKind, canaries, gold_completion
-from assay.reward.known_readings import check_readings
 from assay.reward.reward_functions import RewardSpec
 from assay.reward.worker_pool import RewardItem, RewardWorkers, ScoredItem
 from assay.statistics.early_stopping import mann_kendall_p
@@ -56,7 +55,7 @@ def preflight_rewards(rewards: Sequence[RewardSpec], rows: _Rows, workers: Rewar
     prompts = [str(row.get("prompt", row.get("question", ""))) for row in rows] if prompts is None else prompts
     known = any(reward.file or reward.name in KNOW_THE_ANSWER for reward in rewards)
     verdicts = [check_golds(rows, style) if known else unproven("reward_golds", "no reward of this run looks at the answer"),
-                check_reward_errors(workers), check_readings()]
+                check_reward_errors(workers)]
     usable = [number for number, row in enumerate(rows) if has_gold(row)]
     if not usable:
         return [*verdicts, unproven("reward_gold", f"none of {len(rows)} rows has a gold answer, so no completion is known to be right; "

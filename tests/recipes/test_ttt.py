@@ -43,7 +43,8 @@ def test_from_text_to_a_proven_gain(tmp_path: Path, capsys: pytest.CaptureFixtur
     before = {path.name: path.read_bytes() for path in (tmp_path / "base").iterdir()}
     assert verb.run(flags) == 0
     told = json.loads(capsys.readouterr().out)
-    assert {v["check"]: v["outcome"] for v in told["verdicts"]} == dict.fromkeys(("order", "gain", "regressions", "base"), "PROVEN")
+    assert {v["check"]: v["outcome"] for v in told["verdicts"]} == dict.fromkeys(
+        ("order", "gain", "regressions", "base", "sites", "reading", "bits"), "PROVEN")
     saved = told["estimates"]["bits per byte, saved"]
     assert saved["n"] == len(told["documents"]) == 10
     assert saved["low"] > 0.05
