@@ -58,7 +58,8 @@ def test_from_text_to_a_proven_gain(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert nats == pytest.approx(sum(one["bits_with"] for one in told["documents"]) * 0.6931471805599453, rel=1e-9)
     assert (tmp_path / "run" / "ttt.png").read_bytes().startswith(b"\x89PNG")
     preflight = next(event for event in read_chain(tmp_path / "run" / "ledger.jsonl").events if event["kind"] == "preflight")
-    assert [(v["check"], v["outcome"]) for v in preflight["verdicts"]] == [("causality", "PROVEN"), ("sight", "PROVEN")]
+    assert [(v["check"], v["outcome"]) for v in preflight["verdicts"]] == [("causality", "PROVEN"), ("sight", "PROVEN"),
+                                                                                  ("statistics", "PROVEN")]
     score = final_score(tmp_path / "run")
     assert score is not None
     assert score.mean == means["with"]
