@@ -71,6 +71,7 @@ KNOWN: dict[str, tuple[Callable[[], Any], Any]] = {
     "mean": (lambda: mean(NEW), (0.57, 0.326708529, 0.813291471, 10)),
     "mean of zeros and ones": (lambda: mean([1, 0, 1, 1]), (0.75, 0.1941204497, 0.9936905368, 4)),
     "mean rate": (lambda: mean_rate([0, 0.25, 0.5, 1, 1, 0.75, 0, 0.5]), (0.5, 0.2036548857, 0.7963451143, 8)),
+    "mean rate of zeros and ones": (lambda: mean_rate([1, 0, 1, 1]), (0.75, 0.1941204497, 0.9936905368, 4)),
     "clustered": (lambda: clustered([1, 0, 1, 1, 0, 1, 0, 0], "aabbbccd"), (0.5, 0.1570127705, 0.8429872295, 4)),
     "clustered scores": (lambda: clustered(NEW, "aabbbccddd"), (0.57, 0.0739906806, 1.0660093194, 4)),
     "clustered, all right": (lambda: clustered([1, 1, 1, 1], "aabb"), (1.0, 0.158113883, 1.0, 2)),
