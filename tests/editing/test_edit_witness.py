@@ -11,8 +11,10 @@ from assay.editing.contexts import Contexts
 from assay.editing.edit_witness import EditMethod, check_contexts, check_moments, check_search, check_solution
 from assay.editing.memit import EditResult, alphaedit_solver, memit, memit_solver
 from assay.editing.moments import TokenizedText, compute_moments, tokenized_text
+from assay.model.transformer import initialised
 from assay.testing import tiny_facts
 from assay.verdict import Outcome
+from tests.editing.lookup_model import lookup_model
 from tests.editing.world import AIM, LAYERS, surroundings, text_moments, tokenizer
 
 MEMIT, ALPHAEDIT = EditMethod("memit", 10.0, 0.02, 1e-2), EditMethod("alphaedit", 10.0, 0.1, 1e-2)
@@ -26,7 +28,7 @@ def moments() -> dict[int, torch.Tensor]:
 @functools.cache
 def edited(how: EditMethod = MEMIT) -> EditResult:
     solve = memit_solver(moments(), how.weight) if how is MEMIT else alphaedit_solver(moments(), how.null_share, how.ridge)
-    return memit(tiny_facts.facts_model(), tokenizer(), tiny_facts.fact_edits(2), LAYERS, solve, surroundings(), SHORT, parent="base")
+    return memit(lookup_model(), tokenizer(), tiny_facts.fact_edits(2), LAYERS, solve, surroundings(), SHORT, parent="base")
 
 
 @functools.cache
@@ -37,16 +39,16 @@ def reading() -> TokenizedText:
 
 def solution(found: EditResult, how: EditMethod = MEMIT, contexts: Contexts | None = None):
     around = contexts or surroundings()
-    return check_solution(tiny_facts.facts_model(), tokenizer(), tiny_facts.fact_edits(2), around, found, moments(), how)
+    return check_solution(lookup_model(), tokenizer(), tiny_facts.fact_edits(2), around, found, moments(), how)
 
 
 def search(found: EditResult, **other):
-    return check_search(tiny_facts.facts_model(), tokenizer(), tiny_facts.fact_edits(2), surroundings(), found.targets, LAYERS[-1],
+    return check_search(lookup_model(), tokenizer(), tiny_facts.fact_edits(2), surroundings(), found.targets, LAYERS[-1],
                         replace(SHORT, **other))
 
 
 def test_a_sound_edit_comes_out_again():
-    model = tiny_facts.facts_model()
+    model = lookup_model()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     found = [check_contexts(model, tokenizer(), surroundings(), 3), search(edited()), solution(edited()),
              solution(edited(ALPHAEDIT), ALPHAEDIT),
@@ -57,7 +59,7 @@ def test_a_sound_edit_comes_out_again():
 
 def test_of_a_long_text_the_first_rows_are_summed_again(monkeypatch):
     monkeypatch.setattr(edit_witness, "TOKENS_AGAIN", 80)
-    model = tiny_facts.facts_model()
+    model = lookup_model()
     due = compute_moments(model, reading().rows, LAYERS)
     assert "the first 74" in check_moments(model, reading(), due, compute_moments).reason
     wrong = check_moments(model, reading(), due, lambda *given: {layer: 1.01 * moment for layer, moment in compute_moments(*given).items()})
@@ -86,10 +88,10 @@ def test_a_search_with_other_settings_is_seen(other, words):
 
 
 def test_prefixes_that_the_model_would_not_say_are_refuted():
-    odd = Contexts(("", *(f"{text}. " for text in ("~}|{", "&%$#@", "zqxj"))))
-    found = check_contexts(tiny_facts.facts_model(), tokenizer(), odd, 3)
+    odd = Contexts(("", *(f"{text}. " for text in ("The~}|{&%$#@", "Thereforezqxjvkw", "Because]>?[<!="))))
+    found = check_contexts(initialised(tiny_facts.facts_config(), 0), tokenizer(), odd, 3)
     assert found.outcome is Outcome.REFUTED, found.reason
-    assert check_contexts(tiny_facts.facts_model(), tokenizer(), surroundings(), 4).outcome is Outcome.REFUTED
+    assert check_contexts(lookup_model(), tokenizer(), surroundings(), 4).outcome is Outcome.REFUTED
 
 
 def test_of_many_facts_the_keys_of_a_few_are_computed_again(monkeypatch):
