@@ -19,7 +19,7 @@ from assay.model.transformer import Transformer
 from assay.statistics.estimate import Estimate
 from assay.verdict import Verdict, proven, refuted
 
-ASKED_AGAIN = 6  # replies, spread over all
+REPLIES_AGAIN = 6  # replies, spread over all
 ROWS_AGAIN = 2  # of text
 SAME_NATS = 2e-3  # a token: what fp32 differs by when other rows stand beside one, as the preflight allows
 CLOSE_CALL = 1e-3  # between the two likeliest tokens, below which greedy may take either
@@ -30,7 +30,7 @@ SAME_MEAN = 1e-9
 def check_replies(model: Transformer, tokenizer: Tokenizer, found: EditedReplies, reading: TokenizedText, stop_ids: Collection[int],
                   when: str) -> Verdict:
     """A few replies and rows of text, each alone in a forward pass of its own."""
-    step = max(1, len(found.replies) // ASKED_AGAIN)
+    step = max(1, len(found.replies) // REPLIES_AGAIN)
     some = found.replies[::step]
     wrong = [words for reply in some for words in _unlike_reply(model, tokenizer, reply, stop_ids)]
     rows = [row for row in reading.rows if len(row) > 1]

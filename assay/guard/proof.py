@@ -303,8 +303,8 @@ def _parent(request: ProofRequest, artifact: Artifact, kept: KeptArtifacts) -> A
         return None
     if locate_artifact(against).adapter:  # on the base that it was trained on, unless this was merged into another on purpose
         return kept.open(against, against_base, held="file" if _facts(artifact).get("rebased") else None)
-    same = recorded is not None and Path(recorded["path"]).resolve() == Path(against).resolve()
-    return kept.open(against, held=recorded.get("held") if same else None)
+    same = recorded if recorded and Path(recorded["path"]).resolve() == Path(against).resolve() else {}
+    return kept.open(against, held=same.get("held"))
 
 
 def _facts(artifact: Artifact) -> dict[str, Any]:

@@ -205,7 +205,7 @@ class _Quantised(torch.autograd.Function):
         return _product(x)(x, codes, scale, bias, False)
 
     @staticmethod
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, None, None, None]:
         codes, scale = ctx.saved_tensors
         return _product(d_out)(d_out, codes, scale, None, True), None, None, None
 

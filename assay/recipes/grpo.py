@@ -239,6 +239,9 @@ def refuse_unclear_grpo(config: Grpo) -> None:
     if config.loss_type == "cispo" and (config.importance_sampling_level != "token" or (config.epsilon_high or 2) <= 1):
         raise UsageError("--loss-type cispo caps the ratio of each token at --epsilon-high: leave --importance-sampling-level at token, "
                          "and give a cap above 1, such as 5")
+    if config.advantage_estimator != "grpo" and config.scale_rewards != "group":
+        raise UsageError(f"--scale-rewards {config.scale_rewards} with --advantage-estimator {config.advantage_estimator}, which has a "
+                         "scale of its own; leave it out")
     if config.kl_window and not (config.beta and config.save_steps):
         raise UsageError("--kl-window: the reference trails from checkpoint to checkpoint; it needs --beta and --save-steps above 0")
     if min(config.refill, config.overlong_buffer, config.kl_window, config.num_generations_eval,

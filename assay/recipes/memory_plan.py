@@ -230,7 +230,7 @@ def planned_work(config: Tuned | Grpo, model: PlannedModel, device: str) -> Plan
                        slot_length=longest, reference=config.beta > 0)
     rows = max(1, min(config.batch_tokens, config.micro_batch_tokens) // config.row_length)
     online = isinstance(config, Distill) and config.how == "online" and config.teacher is not None
-    teacher = planned_model(str(config.teacher)).stored if online and isinstance(config, Distill) else 0
+    teacher = sum(planned_model(path).stored for path, _ in config.teachers()) if online and isinstance(config, Distill) else 0
     return replace(common, rows=rows, length=config.row_length, teacher=teacher)
 
 

@@ -30,7 +30,7 @@ from assay.recipes.starting_model import AdapterModel, StartingModel, reopen_par
 from assay.store.artifact import build_model
 from assay.verdict import Verdict, refuted
 
-_ASKED_AGAIN = 8  # pairs of which the parent is asked anew whether the reference still says what it does
+ASKED_AGAIN = 8  # pairs of which the parent is asked anew whether the reference still says what it does
 REFERENCE_FOLDER = "reference"
 
 
@@ -86,7 +86,7 @@ class PreferenceData(Conversations):
 
     def sample(self) -> Batch:
         """A few training pairs as a step would be given them."""
-        chosen = evenly(self.train, _ASKED_AGAIN)[:_ASKED_AGAIN]
+        chosen = evenly(self.train, ASKED_AGAIN)[:ASKED_AGAIN]
         return self.answered(pair_rows([[pair] for pair in chosen], self.order.length))
 
 

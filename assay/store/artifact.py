@@ -309,7 +309,7 @@ def _adapted(raw: RawArtifact, base: str | Path | None, opened: OpenBase, held: 
     tokenizer = read_tokenizer(where) or foundation.tokenizer
     stops = read_artifact_stops(tokenizer, foundation.raw.fields, raw.generation or foundation.raw.generation)
     return Artifact(raw, config_with(foundation.config, adapter.patch), foundation.tensors, _digest(raw), tokenizer, stops,
-                    adapter.patch, adapter, foundation, list(stops.disagreements))
+                    adapter.patch, adapter, foundation, notes=list(stops.disagreements))
 
 
 def open_adapter_base(raw: RawArtifact, given: str | Path | None, opened: OpenBase, held: str | None = None) -> Artifact:

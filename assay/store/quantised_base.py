@@ -1,6 +1,7 @@
 """Quantised base: a model's matrices rounded to nf4, int8 or bf16 as they are read, each held against its file; and their digest."""
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,7 +60,7 @@ class QuantisedReader:
 
     def digest(self, tensors: Mapping[str, Tensor]) -> str:
         """Of the weights that the codes stand for, under their foreign names; one matrix at a time is made."""
-        facts = {}
+        facts: dict[str, Any] = {}
         for name, pieces in self.layout.items():
             facts |= tensor_facts(to_foreign({name: pieces}, {name: weight_in(tensors, name)}))
         return combined_digest(facts)

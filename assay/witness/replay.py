@@ -148,6 +148,8 @@ def due_texts(kept: KeptStep) -> tuple[list[list[DueText]], int | None]:
         return [[text] for text in kept.rollout.texts], steps
     if kept.recipe not in ("Sft", "Distill"):
         raise NotWitnessed(f"the witness does not know {kept.recipe.lower()}")
+    if options.get("on_policy"):
+        raise NotWitnessed("--on-policy: what the student said at a step is not kept")
     if options.get("how") == "text":
         options = options | {"data": [str(kept.run / "teacher.jsonl")], "held_out_data": str(kept.run / "teacher-held-out.jsonl")}
     packed = PackedPlan(texts_to_learn(kept.tokenizer_folder, options), options)
@@ -204,6 +206,8 @@ def due_costs(kept: KeptStep, twin: TwinModel, adapter: Adapter | None) -> CostO
         return policy_costs(kept.rollout, options, kept.step, twin, fork)
     if options.get("how", "text") == "text":
         return cross_entropy
+    if "=" in options["teacher"]:
+        raise NotWitnessed("several teachers are not asked again here")
     if options["how"] == "stored":
         raise NotWitnessed("--how stored: the teacher's stored logits are not made again here")
     folder = Path(options["teacher"])
