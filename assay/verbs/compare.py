@@ -59,8 +59,9 @@ EXAMPLES = """  assay compare evals/before evals/after
 
 def run(flags: FLAGS) -> int:
     from assay.comparison.pairwise import arm_summary, compare
-    from assay.comparison.second_opinion import check_comparisons
+    from assay.comparison.second_opinion import check_comparisons, check_summaries
     from assay.comparison.trend import trend
+    from assay.statistics.known_answers import check_statistics
 
     arms, series = read_arms(flags)
     trends = [trend(one, level=flags.level) for one in series]
@@ -68,7 +69,8 @@ def run(flags: FLAGS) -> int:
     found = [] if alone else compare(arms, level=flags.level)
     summaries = [(arm, arm_summary(arm)) for arm in arms]
     claims = check_claims(flags, arms, series)
-    opinions = [check_comparisons(arms, found, flags.level)] if found else []
+    opinions = [check_statistics(of_counts=True), check_summaries(summaries, told=flags.lower_is_better),
+                *([check_comparisons(arms, found, flags.level)] if found else [])]
     good = satisfied(flags.require, found) and all(verdict.outcome is Outcome.PROVEN for verdict in (*claims, *opinions))
     if flags.json:
         print(json.dumps({"arms": [{"name": arm.name, "group": arm.group or None, "summary": words} for arm, words in summaries],
