@@ -21,7 +21,7 @@ NEVER_CHECKED = (
     "Whether the model is good at anything that no evaluation above measures, or safe to use for anything.",
     "Licences: neither of the weights it began with, nor of its data.",
     "What the data say; they are named by hash, and whoever has them can compare.",
-    "Who ran this, unless it is signed; and whether a forger with the key did.")
+    "Who made it, unless it is signed by a key that you know.")
 _EVALUATION = {"task": str, "dataset": str, "checkpoint": str, "k": int, "estimates": {str: dict}, "scores_sha256": str}
 
 
@@ -164,7 +164,8 @@ def _verdicts(source: CardSource) -> Iterator[str]:
     found = findings(source.record.events)
     against = [one for one in found if one.verdict.outcome is Outcome.REFUTED]
     good = sum(one.verdict.outcome is Outcome.PROVEN for one in found)
-    yield f"Of the run: {good} of {len(found)} checks proven at every time they ran" + (", refuted:" if against else ", none refuted.")
+    left = len(found) - good - len(against)
+    yield f"Of the run: {good} of {len(found)} checks proven every time they ran, {len(against)} refuted, {left} open."
     if against:
         yield verdict_table([one.verdict for one in against])
 
@@ -173,7 +174,7 @@ def _unchecked(source: CardSource, saved: Sequence[SavedCheckpoint]) -> Iterator
     remarks = source.record.remarks if source.record else ["No ledger: what happened during training was not looked at."]
     open_ = not_checked(source.record, saved, remarks) if source.record else [("", remark) for remark in remarks]
     said = [plain_text(f"{name}{sentence}") for name, sentence in open_]
-    yield "## What was *not* checked"
+    yield "## What was *not* checked, or not shown"
     yield "\n".join(f"- {sentence}" for sentence in [*dict.fromkeys(said), *NEVER_CHECKED])
 
 

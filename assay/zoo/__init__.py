@@ -19,6 +19,7 @@ def catalogue() -> dict[str, Fault]:
         file_format_faults,
         forward_faults,
         preference_faults,
+        publication_faults,
         reward_faults,
         rollout_faults,
         run_faults,
