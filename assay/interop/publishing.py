@@ -90,10 +90,10 @@ def check_fetched_back(target: Target, into: Path, files: Mapping[str, Path]) ->
 
 def _made_files(checkpoint: Checkpoint, request: PublishRequest, scratch: Path) -> dict[str, Path]:
     """Name → local file of all that is pushed; what publishing adds is made in `scratch`."""
-    gguf = _gguf_file(checkpoint, request.gguf, scratch) if request.gguf else None
+    gguf, said = _gguf_file(checkpoint, request.gguf, scratch) if request.gguf else (None, [])
     evaluations = [read_card_evaluation(folder, checkpoint) for folder in request.evaluations]
     name = request.name or request.to.rstrip("/").rsplit("/", 1)[-1]
-    source = CardSource(name, checkpoint, find_run(checkpoint, request.run), evaluations, gguf.name if gguf else None)
+    source = CardSource(name, checkpoint, find_run(checkpoint, request.run), evaluations, (gguf.name, said) if gguf else None)
     beside = {CARD: scratch / CARD} | ({gguf.name: gguf} if gguf else {})
     durable.write_file(scratch / CARD, [model_card(source).encode()])
     publication = publication_of(checkpoint, beside)
@@ -104,12 +104,11 @@ def _made_files(checkpoint: Checkpoint, request: PublishRequest, scratch: Path) 
     return {own: checkpoint.folder / own for own in (*checkpoint.manifest["files"], MANIFEST, HALLMARK)} | beside
 
 
-def _gguf_file(checkpoint: Checkpoint, dtype: str, scratch: Path) -> Path:
-    """Written, and proven against the checkpoint in a fresh process."""
+def _gguf_file(checkpoint: Checkpoint, dtype: str, scratch: Path) -> tuple[Path, list[Verdict]]:
+    """Written, and what a fresh process says of it against the checkpoint; one that is refuted ends it here."""
     where = scratch / f"model-{dtype}.gguf"
     bound = export_artifact(open_artifact(checkpoint.folder), "gguf", where, dtype)
-    against = [verdict for verdict in prove(ProofRequest(str(where), str(checkpoint.folder), None, "same", bound))
-               if verdict.outcome is Outcome.REFUTED]
-    if against:
+    verdicts = prove(ProofRequest(str(where), str(checkpoint.folder), None, "same", bound))
+    if against := [verdict for verdict in verdicts if verdict.outcome is Outcome.REFUTED]:
         raise ArtifactError(f"{where.name} is refuted, and nothing is published: {'; '.join(map(str, against))}")
-    return where
+    return where, verdicts

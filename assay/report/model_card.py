@@ -15,7 +15,7 @@ from assay.store.checkpoint import Checkpoint
 from assay.store.digests import recorded_digest, recorded_tensors
 from assay.store.durable import hash_file
 from assay.strict_json import read_json
-from assay.verdict import Outcome
+from assay.verdict import Outcome, Verdict
 
 NEVER_CHECKED = (
     "Whether the model is good at anything that no evaluation above measures, or safe to use for anything.",
@@ -41,7 +41,7 @@ class CardSource:
     checkpoint: Checkpoint
     record: RunRecord | None
     evaluations: Sequence[CardEvaluation] = ()
-    gguf: str | None = None
+    gguf: tuple[str, Sequence[Verdict]] | None = None  # the file's name, and what a proof against these weights said of it
 
 
 def find_run(checkpoint: Checkpoint, named: Path | None = None) -> RunRecord | None:
@@ -102,7 +102,7 @@ def _about(source: CardSource) -> Iterator[str]:
         ("parameters", f"{manifest['parameters']:,} in {', '.join(dtypes)}"),
         ("weights (digest)", code(recorded_digest(manifest))),
         ("manifest.json (sha256)", code(source.checkpoint.digest)),
-        *([("for llama.cpp", f"{code(source.gguf)}, proven against these weights")] if source.gguf else [])])
+        *([("for llama.cpp", code(source.gguf[0]))] if source.gguf else [])])
 
 
 def _ancestry(source: CardSource, saved: Sequence[SavedCheckpoint]) -> Iterator[str]:
@@ -159,6 +159,9 @@ def _verdicts(source: CardSource) -> Iterator[str]:
     yield "## What was proven"
     yield "Of these bytes, read back by a fresh process (`hallmark.json`):"
     yield verdict_table(verdicts_of(source.checkpoint.hallmark or {}))
+    if source.gguf:
+        yield f"Of {code(source.gguf[0])}, opened in a fresh process and held against these weights:"
+        yield verdict_table(source.gguf[1])
     if source.record is None:
         return
     found = findings(source.record.events)
@@ -180,8 +183,8 @@ def _unchecked(source: CardSource, saved: Sequence[SavedCheckpoint]) -> Iterator
 
 def _verification(source: CardSource) -> Iterator[str]:
     yield "## How to verify"
-    yield ("Download the whole folder. The first command hashes every file against `manifest.json`, `hallmark.json` and "
-           "`publication.json`, and checks a signature; the second loads it in a fresh process and proves it again.")
-    yield code_block("pip install assay\nassay verify FOLDER --signers allowed_signers    # without --signers where you know no key\n"
+    yield ("Download the whole folder. With Assay installed, the first command hashes every file against `manifest.json`, "
+           "`hallmark.json` and `publication.json`, and checks a signature; the second loads it in a fresh process and proves it again.")
+    yield code_block("assay verify FOLDER --signers allowed_signers    # without --signers where you know no key\n"
                      "assay prove FOLDER", "sh")
     yield f"The sha256 of `manifest.json` must be {code(source.checkpoint.digest)}; without Assay: `sha256sum manifest.json`."

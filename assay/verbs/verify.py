@@ -16,6 +16,8 @@ class FLAGS:
     path: str = argument("a downloaded folder; or hf://OWNER/NAME or s3://BUCKET/PATH, which is first downloaded to the temporary folder")
     signers: str | None = option("names and public keys that may have signed it, as ssh-keygen's ALLOWED SIGNERS; anything else is refuted",
                                  metavar="FILE", default=None, default_text="the key is named, and nobody says whose it is")
+    summary: str | None = option("file to which the verdicts are added as a Markdown table, as $GITHUB_STEP_SUMMARY", metavar="FILE",
+                                 default=None, default_text="none")
     json: bool = option("print verdicts as JSON", default=False)
 
 
@@ -27,12 +29,15 @@ EXAMPLES = """  assay verify ./downloaded
 def run(flags: FLAGS) -> int:
     from assay.guard.publication_checks import check_published
     from assay.interop.publish_targets import open_target
+    from assay.report.markdown import append_summary, plain_text, verdict_table
     from assay.store.scratch import scratch_folder
     from assay.verdict import Outcome, overall, without_optional
 
     with scratch_folder() as scratch:
         verdicts = check_published(open_target(flags.path).fetch(scratch), Path(flags.signers) if flags.signers else None)
     outcome = overall(without_optional(verdicts))
+    if flags.summary is not None:
+        append_summary(flags.summary, f"### assay verify {plain_text(flags.path)}: {outcome}\n\n{verdict_table(verdicts)}")
     if flags.json:
         print(json.dumps({"path": flags.path, "outcome": str(outcome), "verdicts": [verdict.to_json() for verdict in verdicts]}, indent=1))
     else:

@@ -240,6 +240,15 @@ def test_an_evaluation_of_other_weights_does_not_stand_on_the_card(run_folder, t
     assert "0.25 \\[0.2, 0.3\\] (n=100)" in (tmp_path / "out" / "README.md").read_text()
 
 
+@pytest.mark.slow
+def test_a_gguf_file_goes_along_with_what_was_proven_of_it(run_folder, tmp_path):
+    assert assay(["publish", str(run_folder / "model"), "--to", str(tmp_path / "out"), "--gguf", "q8_0"]) == 0
+    assert "Of `model-q8_0.gguf`, opened in a fresh process" in (tmp_path / "out" / "README.md").read_text()
+    assert "model-q8_0.gguf" in verified(tmp_path / "out")["publication"]
+    (tmp_path / "out" / "model-q8_0.gguf").unlink()
+    assert "not here, so not looked at: model-q8_0.gguf" in verified(tmp_path / "out")["publication"]
+
+
 def test_text_stays_text_in_markdown():
     assert plain_text("a|b <b> `c` @me") == "a\\|b &#60;b&#62; \\`c\\` &#64;me"
     assert code_block("a\n````\nb").startswith("`````\n")
