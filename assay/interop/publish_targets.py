@@ -19,7 +19,7 @@ _URL = re.compile(r"[a-z][a-z0-9+.-]*://")
 _CHUNK = 4 << 20  # bytes
 
 
-class Target(Protocol):
+class PublishTarget(Protocol):
     def names(self) -> list[str]:
         """What lies there; nothing where there is no such place."""
 
@@ -30,7 +30,7 @@ class Target(Protocol):
         """A folder with all that lies there, as it is read back: under `into`, or the place itself."""
 
 
-def open_target(place: str, *, public: bool = False) -> Target:
+def open_target(place: str, *, public: bool = False) -> PublishTarget:
     """hf://OWNER/NAME, SCHEME://… or a folder. Nothing is made or asked yet."""
     if place.startswith(HUB):
         return HubTarget(place.removeprefix(HUB), public=public)

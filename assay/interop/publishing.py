@@ -7,7 +7,7 @@ from pathlib import Path
 from assay.errors import ArtifactError, UsageError
 from assay.guard.proof import ProofRequest, prove
 from assay.guard.publication_checks import check_hallmark, check_published
-from assay.interop.publish_targets import Target, open_target
+from assay.interop.publish_targets import PublishTarget, open_target
 from assay.report.model_card import CardSource, find_run, model_card, read_card_evaluation
 from assay.store import durable
 from assay.store.artifact import open_artifact
@@ -77,7 +77,7 @@ def require_publishable(folder: Path) -> Checkpoint:
     return checkpoint
 
 
-def check_fetched_back(target: Target, into: Path, files: Mapping[str, Path]) -> list[Verdict]:
+def check_fetched_back(target: PublishTarget, into: Path, files: Mapping[str, Path]) -> list[Verdict]:
     """What lies at the target, read back, is byte for byte what was pushed; and what a stranger's `assay verify` would say of it."""
     back = target.fetch(into)
     for name, path in files.items():

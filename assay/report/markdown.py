@@ -13,7 +13,7 @@ _MARKUP = re.compile(r"[\\`*_\[\]<>|#&~!@$]")  # as Markdown, HTML, GitHub's men
 _SIGN = {Outcome.PROVEN: "✅", Outcome.REFUTED: "❌", Outcome.UNPROVEN: "⚠️"}
 
 
-def plain_text(value: Any) -> str:
+def markdown_text(value: Any) -> str:
     """One line that is shown as it is written, whatever a stranger wrote into it."""
     return _MARKUP.sub(lambda found: f"\\{found[0]}" if found[0] not in "<>&@" else f"&#{ord(found[0])};", " ".join(visible(value).split()))
 
@@ -41,7 +41,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def verdict_table(verdicts: Iterable[Verdict]) -> str:
     return table(("", "check", "what was found"),
-                 [(f"{_SIGN[one.outcome]} {one.outcome}", plain_text(one.check), plain_text(one.reason)) for one in verdicts])
+                 [(f"{_SIGN[one.outcome]} {one.outcome}", markdown_text(one.check), markdown_text(one.reason)) for one in verdicts])
 
 
 def append_summary(path: str, text: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from assay.errors import DataError, UsageError
 from assay.report.findings import estimate_text, findings, not_checked, results_section
 from assay.report.headline import headline
-from assay.report.markdown import code, code_block, plain_text, table, verdict_table
+from assay.report.markdown import code, code_block, markdown_text, table, verdict_table
 from assay.report.provenance import provenance_section
 from assay.report.run_record import RunRecord, SavedCheckpoint, is_run, read_run, saved_in, verdicts_of
 from assay.store.checkpoint import Checkpoint
@@ -74,7 +74,7 @@ def read_card_evaluation(folder: Path, checkpoint: Checkpoint) -> CardEvaluation
 def model_card(source: CardSource) -> str:
     """The same files give the same card."""
     saved = saved_in(source.record.folder)[0] if source.record else []
-    parts = [_front_matter(source), f"# {plain_text(source.name)}", _summary(source), *_about(source), *_ancestry(source, saved),
+    parts = [_front_matter(source), f"# {markdown_text(source.name)}", _summary(source), *_about(source), *_ancestry(source, saved),
              *_data(source.record, saved), *_training(source, saved), *_evaluations(source), *_verdicts(source), *_unchecked(source, saved),
              *_verification(source)]
     return "\n\n".join(parts) + "\n"
@@ -88,7 +88,7 @@ def _front_matter(source: CardSource) -> str:
 def _summary(source: CardSource) -> str:
     if source.record is None:
         return "Proven by Assay; the ledger of the run that made it is not at hand, so this card is made from its manifest and hallmark."
-    return f"Made by `assay {source.record.recipe}`: {plain_text(headline(source.record))}."
+    return f"Made by `assay {source.record.recipe}`: {markdown_text(headline(source.record))}."
 
 
 def _about(source: CardSource) -> Iterator[str]:
@@ -98,7 +98,7 @@ def _about(source: CardSource) -> Iterator[str]:
     yield "## What it is"
     yield table(("", ""), [
         ("kind", "an adapter; it needs its base" if source.checkpoint.kind == "adapter" else "a whole model"),
-        *([("shape", plain_text(shape))] if shape else []),
+        *([("shape", markdown_text(shape))] if shape else []),
         ("parameters", f"{manifest['parameters']:,} in {', '.join(dtypes)}"),
         ("weights (digest)", code(recorded_digest(manifest))),
         ("manifest.json (sha256)", code(source.checkpoint.digest)),
@@ -124,7 +124,7 @@ def _ancestry(source: CardSource, saved: Sequence[SavedCheckpoint]) -> Iterator[
 def _data(record: RunRecord | None, saved: Sequence[SavedCheckpoint]) -> Iterator[str]:
     rows = provenance_section(record, saved)["data"] if record else []
     yield "## Data"
-    cells = [(plain_text(kind), plain_text(name), code(value)) for kind, name, value in rows]
+    cells = [(markdown_text(kind), markdown_text(name), code(value)) for kind, name, value in rows]
     yield table(("event", "what", "value"), cells) if cells else "Unknown: no ledger says which data were read."
 
 
@@ -132,7 +132,7 @@ def _training(source: CardSource, saved: Sequence[SavedCheckpoint]) -> Iterator[
     yield "## How it was trained"
     facts = source.checkpoint.facts
     environment = facts.get("environment") or {}
-    rows = [(plain_text(name), code(value)) for name, value in sorted(environment.items())]
+    rows = [(markdown_text(name), code(value)) for name, value in sorted(environment.items())]
     rows += [("code (digest)", code(facts["code"]))] if facts.get("code") else []
     if source.record is None:
         yield "Unknown: the run's ledger and options are not at hand. What wrote the files:"
@@ -140,17 +140,17 @@ def _training(source: CardSource, saved: Sequence[SavedCheckpoint]) -> Iterator[
         rows += [("ledger (sha256 of its last event)", code(source.record.head))]
         yield "The options, as they were given; `assay " + source.record.recipe + " --config config.yaml --out AGAIN` runs it again."
         yield code_block(source.record.config_text or "# not on record", "yaml")
-        yield plain_text(provenance_section(source.record, saved)["promise"])
+        yield markdown_text(provenance_section(source.record, saved)["promise"])
     yield table(("", ""), rows)
 
 
 def _evaluations(source: CardSource) -> Iterator[str]:
-    rows = [(plain_text(f"the run's {kind}"), plain_text(name), plain_text(value))
+    rows = [(markdown_text(f"the run's {kind}"), markdown_text(name), markdown_text(value))
             for kind, name, value in (results_section(source.record) if source.record else [])]
     for one in source.evaluations:
         asked = f"{one.summary['task']} (k={one.summary['k']}, data {one.summary['dataset'][:12]}…)"
         found = one.summary["estimates"]
-        rows += [(plain_text(asked), plain_text(name), plain_text(estimate_text(value))) for name, value in found.items()]
+        rows += [(markdown_text(asked), markdown_text(name), markdown_text(estimate_text(value))) for name, value in found.items()]
     yield "## Evaluations"
     yield table(("of", "what", "estimate [interval] (n)"), rows) if rows else "None on record: nothing says what this model is worth."
 
@@ -176,7 +176,7 @@ def _verdicts(source: CardSource) -> Iterator[str]:
 def _unchecked(source: CardSource, saved: Sequence[SavedCheckpoint]) -> Iterator[str]:
     remarks = source.record.remarks if source.record else ["No ledger: what happened during training was not looked at."]
     open_ = not_checked(source.record, saved, remarks) if source.record else [("", remark) for remark in remarks]
-    said = [plain_text(f"{name}{sentence}") for name, sentence in open_]
+    said = [markdown_text(f"{name}{sentence}") for name, sentence in open_]
     yield "## What was *not* checked, or not shown"
     yield "\n".join(f"- {sentence}" for sentence in [*dict.fromkeys(said), *NEVER_CHECKED])
 

@@ -10,7 +10,6 @@ from assay.errors import ArtifactError, UsageError
 
 SIGNED_AS = "assay-hallmark"  # the namespace: a signature made for mail or git does not count here
 _PROGRAM = "ssh-keygen"
-_SECONDS = 60.0
 _KEY = re.compile(r"with (\S+ key SHA256:\S+)")
 
 
@@ -70,7 +69,7 @@ def _key(done: "subprocess.CompletedProcess[bytes]") -> str:
 def _ssh_keygen(words: list[str], data: bytes) -> "subprocess.CompletedProcess[bytes]":
     if not ssh_keygen_installed():
         raise UsageError(f"signatures are made and checked by {_PROGRAM}, which is not installed; install OpenSSH (openssh-client)")
-    return subprocess.run([_PROGRAM, "-Y", *words], input=data, capture_output=True, check=False, timeout=_SECONDS)
+    return subprocess.run([_PROGRAM, "-Y", *words], input=data, capture_output=True, check=False)
 
 
 def _last_words(done: "subprocess.CompletedProcess[bytes]") -> str:

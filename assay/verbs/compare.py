@@ -92,10 +92,10 @@ def run(flags: FLAGS) -> int:
 
 def append_comparison(path: str, arms: Sequence[tuple[str, str]], told: Sequence[str], verdicts: Sequence[Verdict]) -> None:
     """What is printed, as Markdown: arms with their scores, what they show of each other, and the verdicts on it."""
-    from assay.report.markdown import append_summary, plain_text, table, verdict_table
+    from assay.report.markdown import append_summary, markdown_text, table, verdict_table
 
-    parts = ["### assay compare", *(f"- {plain_text(sentence)}" for sentence in told)]
-    tables = [table(("arm", "score"), [(plain_text(name), plain_text(words)) for name, words in arms])] if arms else []
+    parts = ["### assay compare", *(f"- {markdown_text(sentence)}" for sentence in told)]
+    tables = [table(("arm", "score"), [(markdown_text(name), markdown_text(words)) for name, words in arms])] if arms else []
     append_summary(path, "\n\n".join([*parts, *tables, *([verdict_table(verdicts)] if verdicts else [])]))
 
 

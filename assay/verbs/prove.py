@@ -78,11 +78,11 @@ def _prove_each(flags: FLAGS, places: list[Path]) -> int:
 def _summarise(flags: FLAGS, proofs: Mapping[Path, list[Verdict]]) -> None:
     if flags.summary is None:
         return
-    from assay.report.markdown import append_summary, plain_text, verdict_table
+    from assay.report.markdown import append_summary, markdown_text, verdict_table
 
     for place, verdicts in proofs.items():
         outcome = overall(without_optional(verdicts))
-        append_summary(flags.summary, f"### assay prove {plain_text(place)}: {outcome}\n\n{verdict_table(verdicts)}")
+        append_summary(flags.summary, f"### assay prove {markdown_text(place)}: {outcome}\n\n{verdict_table(verdicts)}")
 
 
 def prove_artifact(flags: FLAGS) -> list[Verdict]:

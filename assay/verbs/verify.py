@@ -29,7 +29,7 @@ EXAMPLES = """  assay verify ./downloaded
 def run(flags: FLAGS) -> int:
     from assay.guard.publication_checks import check_published
     from assay.interop.publish_targets import open_target
-    from assay.report.markdown import append_summary, plain_text, verdict_table
+    from assay.report.markdown import append_summary, markdown_text, verdict_table
     from assay.store.scratch import scratch_folder
     from assay.verdict import Outcome, overall, without_optional
 
@@ -37,7 +37,7 @@ def run(flags: FLAGS) -> int:
         verdicts = check_published(open_target(flags.path).fetch(scratch), Path(flags.signers) if flags.signers else None)
     outcome = overall(without_optional(verdicts))
     if flags.summary is not None:
-        append_summary(flags.summary, f"### assay verify {plain_text(flags.path)}: {outcome}\n\n{verdict_table(verdicts)}")
+        append_summary(flags.summary, f"### assay verify {markdown_text(flags.path)}: {outcome}\n\n{verdict_table(verdicts)}")
     if flags.json:
         print(json.dumps({"path": flags.path, "outcome": str(outcome), "verdicts": [verdict.to_json() for verdict in verdicts]}, indent=1))
     else:

@@ -15,7 +15,7 @@ from assay.cli import run as assay
 from assay.guard.publication_checks import check_published
 from assay.interop.publish_targets import UrlTarget, open_target
 from assay.interop.publishing import PublishRequest, publish
-from assay.report.markdown import code_block, plain_text
+from assay.report.markdown import code_block, markdown_text
 from assay.report.model_card import CardSource, model_card
 from assay.store import ssh_signature
 from assay.store.artifact import open_artifact
@@ -250,5 +250,5 @@ def test_a_gguf_file_goes_along_with_what_was_proven_of_it(run_folder, tmp_path)
 
 
 def test_text_stays_text_in_markdown():
-    assert plain_text("a|b <b> `c` @me") == "a\\|b &#60;b&#62; \\`c\\` &#64;me"
+    assert markdown_text("a|b <b> `c` @me") == "a\\|b &#60;b&#62; \\`c\\` &#64;me"
     assert code_block("a\n````\nb").startswith("`````\n")
