@@ -70,7 +70,8 @@ class HubTarget:
     def __init__(self, repository: str, *, public: bool = False):
         if not HUB_ID.fullmatch(repository):
             raise UsageError(f"{HUB}{repository}: expected {HUB}OWNER/NAME")
-        self.repository, self.public, self.revision = repository, public, None
+        self.repository, self.public = repository, public
+        self.revision: str | None = None  # the commit that was pushed; None: the newest
 
     def names(self) -> list[str]:
         from huggingface_hub import HfApi
@@ -89,7 +90,7 @@ class HubTarget:
         with self._hub_errors():
             HfApi().create_repo(self.repository, private=not self.public, exist_ok=True)
             done = HfApi().create_commit(self.repository, added, commit_message="Publish a model proven by Assay")
-        self.revision: str | None = done.oid
+        self.revision = done.oid
         return f"{HUB}{self.repository} at commit {done.oid}"
 
     def fetch(self, into: Path) -> Path:
@@ -101,23 +102,23 @@ class HubTarget:
 
     @contextmanager
     def _hub_errors(self) -> Iterator[None]:
-        from huggingface_hub.errors import EntryNotFoundError
-
         try:
             yield
-        except (OSError, ValueError, EntryNotFoundError, *_http_errors()) as error:
+        except _hub_error_types() as error:
             said = (str(error).splitlines() or [type(error).__name__])[0]
             raise AssayError(f"{HUB}{self.repository}: the hub refused or could not be reached: {said}; check the name, the network and "
                              "`hf auth login`") from None
 
 
-def _http_errors() -> tuple[type[Exception], ...]:
-    """Of huggingface_hub from 1.0 on, which speaks HTTP by httpx; before, its errors were OSErrors."""
+def _hub_error_types() -> tuple[type[Exception], ...]:
+    """From 1.0 on huggingface_hub speaks HTTP by httpx; before, all of its network's errors were OSErrors."""
+    from huggingface_hub.errors import EntryNotFoundError
+
     if importlib.util.find_spec("httpx") is None:
-        return ()
+        return (OSError, ValueError, EntryNotFoundError)
     import httpx
 
-    return (httpx.HTTPError,)
+    return (OSError, ValueError, EntryNotFoundError, httpx.HTTPError)
 
 
 class UrlTarget:

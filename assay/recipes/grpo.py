@@ -16,9 +16,9 @@ from assay.guard.policy_identity import LogprobFloor, check_floor, check_on_poli
 from assay.guard.policy_loss_checks import check_directions, check_policy_loss
 from assay.guard.rollout_checks import check_still_ends
 from assay.guard.training_guards import check_detectors
+from assay.learn.low_bit_adamw import TUNING_OPTIMIZERS
 from assay.learn.lr_schedule import Budget, Schedule
 from assay.learn.objectives import averages
-from assay.learn.optim import adamw
 from assay.learn.policy import Surrogate, policy_gradient
 from assay.model.placement import frozen_tensors, place_for_inference, require_device, uncompiled
 from assay.model.transformer import Transformer, parameter_count
@@ -62,7 +62,7 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
     lr = config.peak_rate(adapter=isinstance(start.weights, AdapterModel))
     for line in describe_grpo(config, start, prompts, lr, schedule, device, rewards.judge):
         say(line)
-    optimizer = adamw(start.model.named_parameters(), lr, weight_decay=config.weight_decay)
+    optimizer = TUNING_OPTIMIZERS[config.optim](start.model.named_parameters(), lr, weight_decay=config.weight_decay)
     carry_moments(optimizer, start)
 
     with world, open_run(config, say, device, spent) as run, rewards:
@@ -236,6 +236,9 @@ def refuse_unclear_grpo(config: Grpo) -> None:
     if config.loss_type == "cispo" and (config.importance_sampling_level != "token" or (config.epsilon_high or 2) <= 1):
         raise UsageError("--loss-type cispo caps the ratio of each token at --epsilon-high: leave --importance-sampling-level at token, "
                          "and give a cap above 1, such as 5")
+    if config.advantage_estimator != "grpo" and config.scale_rewards != "group":
+        raise UsageError(f"--scale-rewards {config.scale_rewards} with --advantage-estimator {config.advantage_estimator}, which has a "
+                         "scale of its own; leave it out")
     if config.kl_window and not (config.beta and config.save_steps):
         raise UsageError("--kl-window: the reference trails from checkpoint to checkpoint; it needs --beta and --save-steps above 0")
     if min(config.refill, config.overlong_buffer, config.kl_window, config.num_generations_eval,
@@ -289,7 +292,7 @@ def describe_grpo(config: Grpo, start: StartingModel, prompts: PromptData, lr: f
             f"{start.parent.digest[:12]}",
             f"{len(prompts.train):,} prompts to learn from, {len(prompts.held_out):,} held out, {prompts.dropped} dropped as too long",
             f"{prompts.order.places} prompts × {config.num_generations} completions of at most {config.max_completion_length} tokens a "
-            f"rollout, {config.num_iterations} updates; adamw at {lr:g}, {end}, on {device}"
+            f"rollout, {config.num_iterations} updates; {config.optim} at {lr:g}, {end}, on {device}"
             + (f", sampling on {config.sampler_device}" if config.sampler_device else ""),
             *([] if judge is None else [f"judged by {judge.endpoint.model} at {judge.endpoint.base_url}, {judge.judge.repeat:.0%} "
                                           "of the groups twice; a judge is asked anew by every run: no two are bit for bit the same"])]

@@ -14,9 +14,9 @@ from assay.guard.adapter_checks import check_adapter_scale, check_written_adapte
 from assay.guard.conclusion_checks import check_budget
 from assay.guard.loss_preflight import preflight_loss, sample_rows
 from assay.guard.training_guards import check_detectors
+from assay.learn.low_bit_adamw import TUNING_OPTIMIZERS
 from assay.learn.lr_schedule import Budget, Schedule
 from assay.learn.objectives import Objective, next_token
-from assay.learn.optim import adamw
 from assay.model.placement import place_for_inference, uncompiled
 from assay.outcome import RunOutcome
 from assay.recipes.conversations import Conversations, describe_tuning, evaluated_every, load_conversations, refuse_nonsense
@@ -124,7 +124,7 @@ def micro_rows(config: Tuned, data: Conversations) -> int:
 
 def tuning_optimizer(config: Tuned, start: StartingModel) -> torch.optim.Optimizer:
     lr = config.peak_rate(adapter=isinstance(start.weights, AdapterModel))
-    optimizer = adamw(start.model.named_parameters(), lr, weight_decay=config.weight_decay)
+    optimizer = TUNING_OPTIMIZERS[config.optim](start.model.named_parameters(), lr, weight_decay=config.weight_decay)
     carry_moments(optimizer, start)
     return optimizer
 

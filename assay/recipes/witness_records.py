@@ -16,6 +16,7 @@ from torch import Tensor
 
 from assay.errors import UsageError
 from assay.learn.optim import state_tensors
+from assay.model.transformer import parameter_count
 from assay.seeds import derive
 from assay.store import durable
 from assay.store.saving import beside_the_loop, device_snapshot, room_on_device
@@ -85,7 +86,7 @@ class WitnessRecords:
         return COPIES * 4 * sum(p.numel() for p in self.trainer.model.parameters() if p.requires_grad)
 
     def _too_much(self, tokens: int) -> str | None:
-        work, most = 6.0 * tokens * sum(p.numel() for p in self.trainer.model.parameters()), MOST_WORK["cuda" if self.on_gpu else "cpu"]
+        work, most = 6.0 * tokens * parameter_count(self.trainer.model), MOST_WORK["cuda" if self.on_gpu else "cpu"]
         if self._bytes() > MOST_BYTES:
             return f"its record would hold {self._bytes() / 2**30:.1f} GiB, more than {MOST_BYTES >> 30}"
         return f"a replay would take {work:.1e} operations, more than {most:.0e}" if work > most else None
