@@ -16,9 +16,9 @@ from assay.store.checkpoint import (
     HALLMARK,
     HUB_OWN,
     MANIFEST,
-    OPTIMIZER,
     PUBLICATION,
     SIGNATURE,
+    STATE_STEM,
     Checkpoint,
     open_checkpoint,
 )
@@ -71,8 +71,8 @@ def require_publishable(folder: Path) -> Checkpoint:
     verdict = check_hallmark(checkpoint)
     if verdict.outcome is not Outcome.PROVEN:
         raise ArtifactError(f"{folder}: is not proven, and not published: {verdict.reason}")
-    if OPTIMIZER in checkpoint.manifest["files"]:
-        raise UsageError(f"{folder}: holds the state of a run ({OPTIMIZER}); publish what the run handed over (RUN/model, RUN/adapter), or "
+    if state := [name for name in checkpoint.manifest["files"] if name.startswith(STATE_STEM)]:
+        raise UsageError(f"{folder}: holds the state of a run ({state[0]}); publish what the run handed over (RUN/model, RUN/adapter), or "
                          f"write it without: assay export {folder} --to hf --out MODEL")
     return checkpoint
 

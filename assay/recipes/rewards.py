@@ -10,12 +10,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from assay.errors import UsageError
-from assay.generate.generation_request import Completion
+from assay.errors import GuardStop, UsageError
+from assay.generate.generation_request import Completion, Sampling
 from assay.guard.judge_checks import (
     check_groups_judged,
     check_judge_agreement,
@@ -30,7 +31,7 @@ from assay.learn.advantage import RewardValue as Value
 from assay.learn.advantage import overlong_penalty
 from assay.model.tokenizer import Tokenizer
 from assay.recipes.grpo_options import Grpo
-from assay.recipes.prompts import Prompt, PromptData
+from assay.recipes.prompts import Prompt, PromptData, prompts_digest
 from assay.recipes.run import Run
 from assay.reward.answer import AnswerForm, gold_answer, reading_disagreements, readings
 from assay.reward.endpoint import Cost, connected, endpoint_from_environment
@@ -38,12 +39,31 @@ from assay.reward.llm_judge import RUBRIC, Judge, Judged, Repeat, Scores, judge_
 from assay.reward.model_reward import reward_artifact
 from assay.reward.reward_functions import JudgeOptions, RewardSpec, parse_rewards
 from assay.reward.worker_pool import ErrorLimit, RewardItem, RewardWorkers, ScoredItem
+from assay.statistics.estimate import Estimate, mean
 from assay.store.ledger import Event
 from assay.verdict import Outcome, Verdict, refuted, unproven
 
+if TYPE_CHECKING:
+    from assay.recipes.rollouts import Sampler
+
+HELD_OUT_ADDRESS = ("held out",)
 NAME = "judge"
 OVERLONG = "overlong"
 ASKED_TWICE = 16  # completions that are scored twice before a run, to measure a reward's noise
+
+
+@dataclass(frozen=True)
+class Answered:
+    """Per prompt, the means over its completions. `rewarded` is None where a judge rewards: its scores compare within a group alone."""
+
+    wanted: NDArray[np.float64]
+    rewarded: NDArray[np.float64] | None
+    digest: str | None = None  # of the prompts
+    cut: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))  # the share of completions that hit the cap
+
+    @property
+    def estimate(self) -> Estimate:
+        return mean(self.wanted)
 
 
 class Rewards:
@@ -69,6 +89,18 @@ class Rewards:
 
     def __exit__(self, *_: object) -> None:
         self._open.close()
+
+    def answer(self, sampler: "Sampler", prompts: Sequence[Prompt], sampling: Sampling, samples: int) -> Answered:
+        """What the sampler's weights, as they were loaded, answer to held-out prompts. The draws have the same addresses each time."""
+        groups = sampler.draw(prompts, sampling, HELD_OUT_ADDRESS, samples)
+        items = [item(prompt, completion) for prompt, group in zip(prompts, groups, strict=True) for completion in group]
+        scored = self.workers.score(items)
+        wanted = scored if self.metric_workers is None else self.metric_workers.score(items)
+        self.stop_at_limit(scored)
+        rewarded = None if self.judge is not None else known_means(prompts, [each.value for each in scored], scored, samples)
+        cut = np.array([np.mean([completion.ended == "length" for completion in group]) for group in groups])
+        return Answered(known_means(prompts, [each.components[self.metric.name] for each in wanted], wanted, samples), rewarded,
+                        prompts_digest(prompts), cut)
 
     def stop_at_limit(self, scored: Sequence[ScoredItem]) -> None:
         """Where too many of all rewards so far have failed."""
@@ -142,6 +174,18 @@ class Rewards:
         if not self.noise:
             return {}
         return {"rewards/noise_alone": float(np.mean([0 < _range(group.rewards) <= 2 * self.noise for group in groups]))}
+
+
+def known_means(asked: Sequence[Prompt], values: Sequence[Value], scored: Sequence[ScoredItem], samples: int) -> NDArray[np.float64]:
+    """Of each prompt's `samples` what is known; one of which nothing is known would be another set of prompts than the last time's."""
+    found = []
+    for place, prompt in enumerate(asked):
+        part = slice(place * samples, (place + 1) * samples)
+        known = [value for value in values[part] if value is not None]
+        if not known:
+            raise GuardStop(f"held-out prompt {prompt.id} could not be scored: {scored[part][0].error}; mend the reward, or the row")
+        found.append(float(np.mean(known)))
+    return np.array(found)
 
 
 def _nearer(said: Value, one: Value, two: Value) -> Value:

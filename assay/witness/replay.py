@@ -144,6 +144,8 @@ def due_texts(kept: KeptStep) -> tuple[list[list[DueText]], int | None]:
         steps = None if options["tokens"] is None else max(1, math.ceil(options["tokens"] / (corpus.rows * options["max_length"])))
         return corpus.due(kept.step), steps
     if kept.recipe == "Grpo":
+        if options.get("environment") and not options["max_steps"] and options["minutes"] is None:
+            raise NotWitnessed("--environment without --max-steps: how many tasks there were is not kept")
         steps = None if options["minutes"] is not None else options["max_steps"] or kept.prompts.steps
         return [[text] for text in kept.rollout.texts], steps
     if kept.recipe not in ("Sft", "Distill"):
@@ -260,9 +262,9 @@ def wrong_rows(kept: KeptStep, rows: list[list[DueText]]) -> list[str]:
     if kept.recipe == "Grpo":
         groups = kept.facts["rollout"]
         learned = Counter(name for row in kept.facts["ids"] for name in row)
-        if learned != Counter(group["prompt"] for group in groups for _ in group["completions"]):
+        if learned != Counter(group["prompt"] for group in groups for said in group["completions"] for _ in said.get("sequences", [said])):
             return ["the step learned from other completions than those that were kept of its rollout"]
-        return wrong_prompts(kept.prompts, kept.step, groups)
+        return [] if kept.options.get("environment") else wrong_prompts(kept.prompts, kept.step, groups)
     read, due = [[str(name) for name in row] for row in kept.facts["ids"]], [list(dict.fromkeys(text.name for text in row)) for row in rows]
     wrong = [number for number, (one, other) in enumerate(zip(read, due, strict=False)) if one != other]
     if len(read) != len(due):
