@@ -167,7 +167,7 @@ def test_conversations_with_a_system_message_are_probed_as_they_stand(tmp_path, 
     speaker.raw = True
     with pytest.raises(UsageError, match="has no chat template"):
         speaker([prompt], 1)
-    assert open_endpoint(server, Sampling(32, 0.5))([prompt], 0)[0].text == "You said 'Be brief.' to tiny at 0.5."  # it tells the first message
+    assert open_endpoint(server, Sampling(32, 0.5))([prompt], 0)[0].text == "You said 'Be brief.' to tiny at 0.5."
 
 
 # ── through real models ──────────────────────────────────────────────────────────────────────────────────────────────
