@@ -11,6 +11,7 @@ Nothing on the page is fetched from elsewhere, and its policy forbids it. A chan
 
 import asyncio
 import json
+import socket
 import threading
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
@@ -25,6 +26,7 @@ from assay.report.live_runs import LiveRuns
 from assay.report.templates import templates
 
 if TYPE_CHECKING:
+    import uvicorn
     from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import Response
@@ -34,7 +36,8 @@ ASSETS = {"uPlot.iife.min.js": "text/javascript", "board.js": "text/javascript",
           "board.css": "text/css"}
 POLICY = ("default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
           "frame-ancestors 'none'")
-HEADERS = {"Content-Security-Policy": POLICY, "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", "Cache-Control": "no-store"}
+HEADERS = {"Content-Security-Policy": POLICY, "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer",
+           "Cache-Control": "no-store"}
 PAUSE, BEAT = 0.5, 15.0  # seconds between two looks for changes, and between two signs of life
 MOST_OVERLAID = 12  # runs in one chart
 
@@ -59,6 +62,19 @@ def board_application(runs: LiveRuns, token: str | None = None, *, loopback: boo
     return Starlette(routes=routes, middleware=[gate], lifespan=watching)
 
 
+def board_server(runs: LiveRuns, token: str | None = None, *, loopback: bool = True) -> "uvicorn.Server":
+    """To be run on a bound socket. Told to stop, it ends the pages' streams first, so that nothing is cut off."""
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            runs.close()
+            await super().shutdown(sockets)
+
+    application = board_application(runs, token, loopback=loopback)
+    return Server(uvicorn.Config(application, log_level="warning", access_log=False, ws="none", timeout_graceful_shutdown=5))
+
+
 class BoardGate(AccessGate):
     """A browser offers the token once in the address (/?token=…), and then by a cookie that no script reads."""
 
@@ -66,7 +82,8 @@ class BoardGate(AccessGate):
         from starlette.requests import Request
         from starlette.responses import RedirectResponse
 
-        if scope["type"] == "http" and scope["path"] == "/" and self.token is not None and (given := Request(scope).query_params.get("token")):
+        asked = scope["type"] == "http" and scope["path"] == "/" and self.token is not None
+        if asked and (given := Request(scope).query_params.get("token")):
             reply = RedirectResponse("/", status_code=303)
             reply.set_cookie(COOKIE, given, httponly=True, samesite="strict")
             await reply(scope, receive, send)
@@ -110,7 +127,7 @@ class BoardPages:
         """Everything, then what changed; a client that comes back after a break gets everything again."""
         sent: dict[str, int] = {}
         first, gpus, silent = True, None, 0.0
-        while first or not await request.is_disconnected():
+        while not (self.runs.closed or await request.is_disconnected()):
             shown = self.runs.shown()
             changed = [run.to_json() for run in shown if sent.get(run.id) != run.version]
             gone = sorted(sent.keys() - {run.id for run in shown})

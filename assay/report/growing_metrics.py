@@ -137,8 +137,8 @@ class GrowingMetrics:
     def known(self) -> Lines:
         """What a run's row is told from: the evaluations, and the last row."""
         rows = [*self.evaluated, *([self.newest] if self.newest else [])]
-        told = [f"{self.lines.left_out} lines of {self.lines.path.name} are no JSON objects and were left out"] if self.lines.left_out else []
-        return Lines(rows, None, told)
+        left_out = self.lines.left_out
+        return Lines(rows, None, [f"{left_out} lines of {self.lines.path.name} are no JSON objects and were left out"] if left_out else [])
 
     def _take(self, row: dict[str, Any]) -> None:
         step = row.get("step")

@@ -106,6 +106,10 @@ class LiveRuns:
     def close(self) -> None:
         self._over.set()
 
+    @property
+    def closed(self) -> bool:
+        return self._over.is_set()
+
     def look(self) -> None:
         """One round: runs that came or went, and what each has gained."""
         with self._one_at_a_time:

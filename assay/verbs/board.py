@@ -35,15 +35,12 @@ def run(flags: FLAGS) -> int:
         raise UsageError(f"{', '.join(absent)}: no such folder; give folders that hold runs")
     token = flags.token or os.environ.get("ASSAY_TOKEN") or None
 
-    import uvicorn
-
     from assay.generate.access import address_of, bind_listener, on_loopback
-    from assay.report.board_server import board_application
+    from assay.report.board_server import board_server
     from assay.report.live_runs import LiveRuns
 
     listener = bind_listener(flags.host, flags.port, token)
-    application = board_application(LiveRuns(folders), token, loopback=on_loopback(listener))
+    server = board_server(LiveRuns(folders), token, loopback=on_loopback(listener))
     print(f"board at {address_of(listener)}/{'?token=…' if token else ''}   (Ctrl-C ends it; the runs go on)", flush=True)
-    server = uvicorn.Server(uvicorn.Config(application, log_level="warning", access_log=False, ws="none", timeout_graceful_shutdown=1))
     server.run(sockets=[listener])
     return 0

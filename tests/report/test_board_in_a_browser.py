@@ -29,7 +29,8 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 def runs(tmp_path: Path) -> Path:
     """Two ordinary runs, and one whose every text would like to be a script."""
     for name in ("sft-a", "sft-b"):
-        a_run(tmp_path / "runs" / name, verdicts=some_verdicts(), ending="none" if name == "sft-b" else "hand over", config={"max_steps": 100})
+        a_run(tmp_path / "runs" / name, verdicts=some_verdicts(), ending="none" if name == "sft-b" else "hand over",
+              config={"max_steps": 100})
     bad = a_run(tmp_path / "runs" / HOSTILE_NAME, verdicts=some_verdicts(HOSTILE))
     (bad / "samples.jsonl").write_text(json.dumps({"step": 1, "prompt": HOSTILE, "text": HOSTILE}) + "\n")
     (bad / "metrics.jsonl").write_text("".join(json.dumps({**row, HOSTILE: 1.0}) + "\n" for row in metrics(40)))
@@ -44,7 +45,8 @@ def until(browser: Browser, script: str, seconds: float = 20) -> None:
 
 
 def tick(browser: Browser, name: str) -> None:
-    browser.run(f"[...document.querySelectorAll('#runs tr')].find(tr => tr.textContent.startsWith({name!r})).querySelector('input').click()")
+    row = f"[...document.querySelectorAll('#runs tr')].find(tr => tr.textContent.startsWith({name!r}))"
+    browser.run(f"{row}.querySelector('input').click()")
 
 
 @pytest.mark.parametrize("width", [1280, 400])
@@ -68,6 +70,7 @@ def test_it_loads_updates_and_overlays_and_hostile_text_stays_text(width: int, b
         assert browser.run(OVERFLOW) <= 0
         assert browser.complaints == []
         assert {url.startswith(str(client.base_url)) for url in browser.fetched} == {True}
+        browser.open("about:blank", width)
 
 
 def test_the_page_goes_on_when_its_server_comes_back(browser: Browser, runs: Path):
@@ -80,7 +83,7 @@ def test_the_page_goes_on_when_its_server_comes_back(browser: Browser, runs: Pat
     a_run(runs / "later")
     with served(runs, port=port):
         until(browser, f"{ROWS} === 4 && document.getElementById('link').textContent === 'live'", 40)
-        browser.run("0")
+        browser.open("about:blank", 1280)
 
 
 def test_two_hundred_runs_and_a_long_file_stay_fluid(browser: Browser, tmp_path: Path):
