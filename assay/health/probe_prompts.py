@@ -9,7 +9,7 @@ from assay.comparison.read_results import read_values
 from assay.errors import DataError
 from assay.health.degenerate import PROSE, Expected
 
-ROLES = ("system", "user", "assistant")
+PROBE_ROLES = ("system", "user", "assistant")
 
 
 @dataclass(frozen=True)
@@ -116,4 +116,4 @@ def _messages(prompt: Any) -> list[tuple[str, str]] | None:
     told = [(message.get("role"), message.get("content")) for message in prompt if isinstance(message, dict)] \
         if isinstance(prompt, list) else []
     whole = bool(told) and len(told) == len(prompt) and told[-1][0] == "user"
-    return told if whole and all(role in ROLES and isinstance(content, str) for role, content in told) else None
+    return told if whole and all(role in PROBE_ROLES and isinstance(content, str) for role, content in told) else None

@@ -25,7 +25,7 @@ ROUND_SECONDS = 1.0  # between two rounds through all runs
 LOOK_AROUND = 5.0  # between two looks for runs that are new
 SAMPLE_BYTES = 1 << 20  # of samples.jsonl, from its end
 MOST_FINDINGS, MOST_TEXT = 200, 4000
-QUERY = "index,name,utilization.gpu,memory.used,memory.total,temperature.gpu,power.draw"
+GPU_FIELDS = "index,name,utilization.gpu,memory.used,memory.total,temperature.gpu,power.draw"
 
 
 class LiveRun:
@@ -63,7 +63,12 @@ class LiveRun:
         assert self.row is not None
         told = {key: _shown(value) for key, value in self.row.to_json().items()}
         return {"id": self.id, "version": self.version, "running": self._writer is not None, "stopping": self.asked_to_stop is not None,
-                "left": budget_left(self.record.config if self.record else {}, self.metrics.newest), **told}
+                "left": self._left(), **told}
+
+    def _left(self) -> list[str]:
+        """Of a run that is over nothing is left to spend."""
+        going_on = self.row is not None and self.row.state in ("running", "no end on record", "interrupted")
+        return budget_left(self.record.config, self.metrics.newest) if going_on and self.record is not None else []
 
     def stop(self) -> int:
         """Once: a second signal would end it without a save."""
@@ -168,7 +173,7 @@ def gpu_readings() -> list[dict[str, Any]] | None:
     if (program := shutil.which("nvidia-smi")) is None:
         return None
     try:
-        told = subprocess.run([program, f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"], capture_output=True, text=True, timeout=5)
+        told = subprocess.run([program, f"--query-gpu={GPU_FIELDS}", "--format=csv,noheader,nounits"], capture_output=True, text=True, timeout=5)
     except (OSError, subprocess.TimeoutExpired):
         return None
     names = ("index", "name", "busy", "used", "total", "celsius", "watts")

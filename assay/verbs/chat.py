@@ -184,7 +184,7 @@ class Speaker:
         self.system = [] if flags.system is None else [{"role": "system", "content": flags.system}]
         self.said: list[dict[str, str]] = []
         self.last: Completion | None = None
-        self.engine = engine_of(self.artifact, flags)
+        self.engine = chat_engine(self.artifact, flags)
 
     @property
     def messages(self) -> list[dict[str, str]]:
@@ -238,7 +238,7 @@ class Speaker:
         return "\n".join([*rows, f"  {len(rows)} tokens, {whole:.3f} nats in all, ended by: {self.last.ended}"])
 
 
-def engine_of(artifact: "Artifact", flags: FLAGS) -> "Engine":
+def chat_engine(artifact: "Artifact", flags: FLAGS) -> "Engine":
     import torch
 
     from assay.generate.engine import Engine
