@@ -173,7 +173,8 @@ def gpu_readings() -> list[dict[str, Any]] | None:
     if (program := shutil.which("nvidia-smi")) is None:
         return None
     try:
-        told = subprocess.run([program, f"--query-gpu={GPU_FIELDS}", "--format=csv,noheader,nounits"], capture_output=True, text=True, timeout=5)
+        told = subprocess.run([program, f"--query-gpu={GPU_FIELDS}", "--format=csv,noheader,nounits"], capture_output=True, text=True,
+                              timeout=5)
     except (OSError, subprocess.TimeoutExpired):
         return None
     names = ("index", "name", "busy", "used", "total", "celsius", "watts")

@@ -41,12 +41,9 @@ def test_history_and_system_prompt_stand_in_the_saved_conversation(chat, tmp_pat
 
 def test_what_was_said_before_changes_the_answer_and_reset_forgets_it(chat):
     _, out, _ = chat("the", "/probs", "the", "/probs", "/reset", "the", "/probs")
-    tables = [part.split("\n")[0:6] for part in out.split("tokens,")]
-    _, alone, _ = chat("the", "/probs")
-    assert out.startswith(alone.split("tokens,")[0]), "the same message in the same place gets the same answer"
-    assert tables[0] != tables[1]
-    assert out.count("nats in all") == 3
-    assert "%" in out
+    first, second, third, _ = ([line for line in part.splitlines() if "%" in line] for part in out.split("nats in all"))
+    assert first == third != second
+    assert len(first) <= 6
 
 
 def test_an_adapter_is_loaded_in_the_midst_and_a_whole_model_is_not(chat, models, tmp_path):
