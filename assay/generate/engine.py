@@ -1,8 +1,9 @@
 """Sampling engine: continuous batching over fixed slots, through the one forward path, on the trainer's own weights.
 
 Requests wait in a queue; a free slot takes the next at once. A prompt is computed once and stored in the slots of all who share
-it. A step gives every running slot one token or, on CUDA, several. Keys and values belong to one version of the weights: `load`
-names the next one, and what was computed under the last is gone.
+it, and one that goes on from an earlier completion (`follows`) is computed from there. A step gives every running slot one token
+or, on CUDA, several. Keys and values belong to one version of the weights: `load` names the next one, and what was computed under
+the last is gone.
 
 Batch composition: a slot's draws depend on its own request alone. Its logits depend on its neighbours by rounding only, through
 the shape of the prefill and the number of slots: in fp32 on a CPU log-probabilities moved by at most 1e-5 in the tests.
@@ -18,6 +19,7 @@ from assay.errors import GuardStop, UsageError
 from assay.generate.detokenize import Detokenizer
 from assay.generate.generation_request import MOST_STOP_IDS, Completion, CompletionProgress, FinishReason, GenerationRequest, Sampling
 from assay.generate.policy_logprobs import batched_by_length
+from assay.generate.prefill import SlotExtension
 from assay.generate.sampler_weights import SamplerWeights, fingerprint
 from assay.generate.slots import NO_TOKEN, LaunchedSteps, SlotAssignment, Slots
 from assay.model.placement import to_device
@@ -115,6 +117,8 @@ class Engine:
         self._waiting: deque[ActiveCompletion] = deque()
         self._in_slots: list[ActiveCompletion | None] = [None] * slots
         self._prefixes: list[tuple[int, ...]] = [()] * slots  # the prefix whose keys and values stand in each slot
+        self._kept: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = {}  # of ticket and member that ended: its slot and what it holds
+        self.forwarded = 0  # tokens that went through the model, since the engine was made
         self._reach = [1] * slots  # no slot stands at or beyond this place
         self._launched: deque[tuple[LaunchedSteps, list[ActiveCompletion | None]]] = deque()
 
@@ -164,6 +168,7 @@ class Engine:
             self._waiting.appendleft(active)
         self._in_slots = [None] * len(self._in_slots)
         self._prefixes = [()] * len(self._prefixes)
+        self._kept.clear()
         self._launched.clear()
         self.slots.clear(recapture=self.weights.load())
         self.version = version
@@ -196,6 +201,7 @@ class Engine:
                 continue
             count = len(ids) if ids[-1] != NO_TOKEN else ids.index(NO_TOKEN)
             gained.append(active.gain(ids[:count], logprobs[:count], self.version))
+            self.forwarded += count
         self._free_slots()
         return gained
 
@@ -205,8 +211,10 @@ class Engine:
         unfinished = [slot for slot, active in over if active.ended not in ("stop", "length")]
         if unfinished:
             self.slots.stop(unfinished)
-        for slot, _ in over:
+        for slot, active in over:
             self._in_slots[slot] = None
+            if active.ids:  # the last one was drawn and not fed
+                self._kept[active.ticket, active.member] = slot, (*active.request.prompt, *active.ids[:-1])
 
     # ── admission ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -215,11 +223,47 @@ class Engine:
         if not self._waiting or len(free) < min(len(self._waiting), self._least_free):
             return
         self._refuse_other_weights(self.weights.replaced())
-        arrivals = [(slot, self._waiting.popleft()) for slot in free[: len(self._waiting)]]
-        self._fill_prefixes([(slot, active.prefix) for slot, active in arrivals])
+        arrivals = self._placed(free)
+        continued = [extension for slot, active in arrivals if (extension := self._continued(slot, active)) is not None]
+        again = {extension.slot for extension in continued}
+        self._fill_prefixes([(slot, active.prefix) for slot, active in arrivals if slot not in again])
+        self._extend([extension for extension in continued if extension.ids])
         self.slots.assign([SlotAssignment(slot, t.request.prompt, t.request.sampling, t.stop_ids, t.key) for slot, t in arrivals])
+        filled = {slot for slot, _ in arrivals}
+        self._kept = {said: kept for said, kept in self._kept.items() if kept[0] not in filled}
         for slot, active in arrivals:
             self._in_slots[slot], self._prefixes[slot], self._reach[slot] = active, active.prefix, len(active.request.prompt)
+
+    def _placed(self, free: list[int]) -> list[tuple[int, ActiveCompletion]]:
+        """The next requests with a slot each: the one that holds what a request goes on from, else one that nobody waits for, else any."""
+        arrivals, own, left = [self._waiting.popleft() for _ in free[: len(self._waiting)]], dict[int, int](), dict.fromkeys(free)
+        for place, active in enumerate(arrivals):
+            home = self._home(active)
+            if home in left:
+                own[place] = home
+                del left[home]
+        awaited = {self._home(active) for active in self._waiting}
+        others = iter(sorted(left, key=lambda slot: slot in awaited))
+        return [(own[place] if place in own else next(others), active) for place, active in enumerate(arrivals)]
+
+    def _home(self, active: ActiveCompletion) -> int:
+        """The slot that holds what a request goes on from; -1 where there is none."""
+        follows = active.request.follows
+        return -1 if follows is None else self._kept.get(follows, (-1, ()))[0]
+
+    def _continued(self, slot: int, active: ActiveCompletion) -> SlotExtension | None:
+        """What is left to compute where the slot holds the beginning of the request's prompt; None where it does not."""
+        if active.request.follows is None or self._home(active) != slot:
+            return None
+        held = self._kept[active.request.follows][1]
+        if active.prefix[: len(held)] != held:
+            return None
+        return SlotExtension(slot, len(held), active.prefix[len(held):])
+
+    def _extend(self, continued: Sequence[SlotExtension]) -> None:
+        for part in batched_by_length([len(one.ids) for one in continued], PREFILL_TOKENS):
+            self.slots.extend([continued[i] for i in part])
+            self.forwarded += sum(len(continued[i].ids) for i in part)
 
     def _fill_prefixes(self, wanted: list[tuple[int, tuple[int, ...]]]) -> None:
         """Every slot gets the keys and values of its prefix: its own, copied from another slot, or computed once for all who want it."""
@@ -235,6 +279,7 @@ class Engine:
         prefixes = list(absent)
         for part in batched_by_length([len(prefix) for prefix in prefixes], PREFILL_TOKENS):
             self.slots.fill([prefixes[i] for i in part], [absent[prefixes[i]][0] for i in part])
+            self.forwarded += sum(len(prefixes[i]) for i in part)
         if more := [(home, slot, len(prefix)) for prefix, (home, *others) in absent.items() for slot in others]:
             self._copy(more)
 

@@ -50,6 +50,7 @@ class GenerationRequest:
     stop_ids: tuple[int, ...] | None = None  # None: the engine's
     stop: tuple[str, ...] = ()  # stop strings: the text ends before the first of them; needs the engine's tokenizer
     stream: bool = False  # whether Progress carries text as it comes; needs the engine's tokenizer
+    follows: tuple[int, int] | None = None  # ticket and member of a completion that this prompt goes on from: its keys are used again
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Prefill: prompts computed in one pass into the KV cache, on CUDA packed into rows of few widths, each one graph.
+"""Prefill: prompts computed in one pass into the KV cache, on CUDA packed into rows of few widths, each one graph; and continued.
 
 A pass over a few prompts is hundreds of short kernels: on an H200 launching them one by one took 20 ms, computing them less
 than one. Where attention takes documents of any length side by side, prompts are packed into one row, padded to one of a few
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from assay.generate.sampler_weights import SamplerWeights
 from assay.model.attention import PADDING, document_starts, documents_from_lengths, variable_length_kernel
-from assay.model.kv_cache import PrefillView, SlotCache
+from assay.model.kv_cache import ExtendView, PrefillView, SlotCache
 from assay.model.placement import BESIDE_OTHERS, to_device, uncompiled
 
 LEAST, GROWTH = 512, 2  # widths of a packed row: the least, and how many times as much the next one takes
@@ -32,6 +32,14 @@ class PrefillBatch(NamedTuple):
     documents_BT: Tensor
     places_BT: Tensor
     starts: Tensor
+
+
+class SlotExtension(NamedTuple):
+    """A slot that holds the keys and values of `held` tokens, and the ids that come after them."""
+
+    slot: int
+    held: int
+    ids: tuple[int, ...]
 
 
 class Prefill:
@@ -66,6 +74,20 @@ class Prefill:
     def run(self, filled: PrefillBatch) -> None:
         view = PrefillView(self.cache, filled.places_BT)
         self.weights.model.hidden(filled.tokens_BT, documents=filled.documents_BT, cache=view, starts=filled.starts)
+
+    def extend(self, continued: Sequence[SlotExtension]) -> None:
+        """Several slots go on with tokens that were not drawn in them: what an environment answered. A pass of its own, without graphs."""
+        device, lengths = self.weights.device, [len(one.ids) for one in continued]
+        documents = documents_from_lengths(lengths, max(lengths))
+        tokens = torch.zeros(documents.shape, dtype=torch.long)
+        tokens[documents != PADDING] = concatenated([one.ids for one in continued], sum(lengths))
+        slots, held = (torch.tensor(numbers) for numbers in zip(*((one.slot, one.held) for one in continued), strict=True))
+        places = torch.where(documents == PADDING, self.cache.nowhere,
+                             slots[:, None] * self.cache.length + held[:, None] + torch.arange(max(lengths)))
+        slots, held, places = (to_device(part, device) for part in (slots, held, places))
+        view = ExtendView(self.cache, slots, held, places, max(one.held + len(one.ids) for one in continued))
+        with uncompiled():
+            self.weights.model.hidden(to_device(tokens, device), cache=view)
 
     def _capture(self, filled: PrefillBatch) -> Callable[[PrefillBatch], None]:
         """No pass before it to warm up: one of this width has been made."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from assay.generate.generation_request import MOST_STOP_IDS, Sampling
 from assay.generate.policy_logprobs import policy_logits, with_repetition_penalty
-from assay.generate.prefill import Prefill
+from assay.generate.prefill import Prefill, SlotExtension
 from assay.generate.sampler_weights import SamplerWeights
 from assay.kernels import cached_attention
 from assay.kernels.advance_slots import NO_TOKEN, SlotState, TokenLog, advance_slots
@@ -120,6 +120,12 @@ class Slots:
         """Compute prompts in one pass and store prompt i in slot slots[i]."""
         with self._on_own_gpu():
             self.prefill(prompts, slots)
+
+    @torch.no_grad()
+    def extend(self, continued: Sequence[SlotExtension]) -> None:
+        """Compute what comes after that which these slots hold."""
+        with self._on_own_gpu():
+            self.prefill.extend(continued)
 
     @torch.no_grad()
     def launch(self, steps: int, horizon: int, penalise: bool) -> LaunchedSteps:

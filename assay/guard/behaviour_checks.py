@@ -27,6 +27,7 @@ from assay.guard.proof_subject import ProofSubject
 from assay.health.degenerate import Expected
 from assay.health.generation_probe import Health, ModelGenerator, compare_health, probe
 from assay.health.probe_prompts import BUILT_IN_PROMPTS, TEXT_BEGINNINGS, ProbePrompt
+from assay.model.families import hf_layout, to_foreign
 from assay.model.probe_logits import ProbeLogits, probe_distance, probe_inputs
 from assay.model.transformer import Transformer
 from assay.statistics.sequential import SEQUENTIAL_LEVEL
@@ -219,6 +220,8 @@ def _no_consumer(subject: ProofSubject) -> str | None:
         return f"transformers has no {subject.artifact.config.family!r} architecture; only Assay loads it"
     if subject.artifact.base is not None and subject.artifact.base.raw.place.kind == "gguf":
         return "the base is a GGUF file, which PEFT cannot adapt as it is"
+    if subject.artifact.base is not None and subject.artifact.base.held and subject.artifact.config.experts is not None:
+        return f"PEFT was not shown it: a mixture's base in {subject.artifact.base.held} is not put into transformers' own model"
     return None
 
 
@@ -259,6 +262,8 @@ def _load_with_peft(subject: ProofSubject) -> tuple[torch.nn.Module, list[str]]:
     def load(of: Artifact = artifact.base) -> torch.nn.Module:
         model, found = _loaded(of, subject.device)
         problems.extend(found)
+        if of.held is not None:
+            problems.extend(_put_in(model, to_foreign(hf_layout(of.config), of.tensors)))
         return model.to(subject.device)
 
     base = subject.kept.place(subject.read.base).lend_consumer(subject.device, load)
@@ -269,6 +274,15 @@ def _load_with_peft(subject: ProofSubject) -> tuple[torch.nn.Module, list[str]]:
         model = peft.PeftModel.from_pretrained(base, str(artifact.path))
     problems += [str(w.message).split("\n")[0][:160] for w in caught if "missing" in str(w.message) or "unexpected" in str(w.message)]
     return model.eval(), problems
+
+
+@torch.no_grad()
+def _put_in(model: torch.nn.Module, weights: dict[str, Tensor]) -> list[str]:
+    """The weights that an adapter was trained on, where its base was held in few bits, in the place of their file's."""
+    state = model.state_dict()
+    for name in weights.keys() & state.keys():
+        state[name].copy_(weights[name])
+    return [f"no place for {name}" for name in sorted(weights.keys() - state.keys())[:3]]
 
 
 def _give_base_back(subject: ProofSubject, model: torch.nn.Module) -> None:

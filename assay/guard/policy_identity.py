@@ -199,7 +199,7 @@ def check_sampled_ids(batch: Batch, prompts: Sequence[Ids], completions: Sequenc
         if len(completion) < cap and completion[-1] not in stop_ids:
             return refuted("ids", f"completion {number} has {len(completion)} of {cap} tokens and ends with id {completion[-1]}, "
                            "which stops nothing: its stop token was cut off", completion=number)
-    for ids, weight in _documents(batch):
+    for ids, weight in trained_documents(batch):
         if not due[ids]:
             return refuted("ids", f"a trained sequence of {len(ids)} ids was never sampled: texts were decoded and encoded again, or cut")
         due[ids] -= 1
@@ -247,7 +247,7 @@ def _blame(sampler: Sequence[NDArray[np.float64]], trainer: Sequence[NDArray[np.
     return f"{' and '.join(off) or 'neither clearly'} {'are' if len(off) == 2 else 'is'} off ({far})"
 
 
-def _documents(batch: Batch) -> list[tuple[tuple[int, ...], list[float]]]:
+def trained_documents(batch: Batch) -> list[tuple[tuple[int, ...], list[float]]]:
     """The ids and weights of each packed document."""
     found = []
     documents = torch.zeros_like(batch.tokens) if batch.documents is None else batch.documents

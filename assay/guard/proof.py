@@ -299,7 +299,12 @@ def _parent(request: ProofRequest, artifact: Artifact, kept: KeptArtifacts) -> A
     recorded = _facts(artifact).get("parent")
     against = request.against or (recorded["path"] if recorded and Path(recorded["path"]).exists() else None)
     against_base = request.against_base or request.base
-    return None if against is None else kept.open(against, against_base if locate_artifact(against).adapter else None)
+    if against is None:
+        return None
+    if locate_artifact(against).adapter:  # on the base that it was trained on, unless this was merged into another on purpose
+        return kept.open(against, against_base, held="file" if _facts(artifact).get("rebased") else None)
+    same = recorded if recorded and Path(recorded["path"]).resolve() == Path(against).resolve() else {}
+    return kept.open(against, held=same.get("held"))
 
 
 def _facts(artifact: Artifact) -> dict[str, Any]:

@@ -113,7 +113,9 @@ def _messages(prompt: Any) -> list[tuple[str, str]] | None:
     """Role and content of each, the last the user's; None of what is neither a text nor such a list."""
     if isinstance(prompt, str):
         return [("user", prompt)]
-    told = [(message.get("role"), message.get("content")) for message in prompt if isinstance(message, dict)] \
-        if isinstance(prompt, list) else []
-    whole = bool(told) and len(told) == len(prompt) and told[-1][0] == "user"
-    return told if whole and all(role in PROBE_ROLES and isinstance(content, str) for role, content in told) else None
+    told = [(message["role"], message["content"]) for message in prompt if _is_message(message)] if isinstance(prompt, list) else []
+    return told if told and len(told) == len(prompt) and told[-1][0] == "user" else None
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and value.get("role") in PROBE_ROLES and isinstance(value.get("content"), str)

@@ -1,7 +1,8 @@
 """KV cache of fixed slots, one tensor a layer: prompts are filled in, then every slot decodes one token at a time.
 
-`model.hidden(tokens, cache=…)` takes one of two views. `PrefillView` stores a batch's tokens at given places and attends
-as if there were no cache; `DecodeView` gives every slot one token more and attends to what the slot holds.
+`model.hidden(tokens, cache=…)` takes one of three views. `PrefillView` stores a batch's tokens at given places and attends
+as if there were no cache; `ExtendView` adds several tokens to what some slots hold, and attends to both; `DecodeView` gives every
+slot one token more and attends to what the slot holds.
 Shapes: S slots, L capacity, P = S · L places and more, B rows, T time, N tokens, H heads, K key/value heads, d head size.
 """
 
@@ -19,6 +20,7 @@ from assay.model.attention import (
     AttentionRule,
     TokenLayout,
     attend,
+    document_causal_mask,
     positions_in_document,
     token_layout,
 )
@@ -82,6 +84,45 @@ class PrefillLayer(NamedTuple):
         return attend(q_BTHd, k_BTKd, v_BTKd, mask, rule)
 
 
+class ExtendView(NamedTuple):
+    """The view of a continued prefill: row b goes on in slot slots_B[b], which holds held_B[b] tokens; its token t goes to
+    places_BT[b, t] of all slots' places. No row reaches `horizon`."""
+
+    cache: SlotCache
+    slots_B: Tensor
+    held_B: Tensor
+    places_BT: Tensor
+    horizon: int
+
+    def layout(self, tokens_BT: Tensor, documents: Tensor | None, positions: Tensor | None, windows: set[int | None],
+               starts: Tensor | None) -> TokenLayout:
+        assert positions is None, "a slot's place is the cache's to say"
+        (B, T), device = tokens_BT.shape, tokens_BT.device
+        places = (self.held_B[:, None] + torch.arange(T, device=device)).clamp(max=self.horizon - 1)  # beyond it there is only padding
+        keys = torch.arange(self.horizon, device=device).expand(B, self.horizon)
+        one = torch.zeros_like(places), torch.zeros_like(keys)  # a slot holds one document
+        return TokenLayout(one[0], places, {window: AttentionMask(document_causal_mask(one[0], places, one[1], keys, window))
+                                            for window in windows})
+
+    def layer(self, index: int) -> "ExtendLayer":
+        cache = self.cache
+        return ExtendLayer(cache.all[2 * index], cache.all[2 * index + 1], self.places_BT.flatten(), self.slots_B, self.horizon)
+
+
+class ExtendLayer(NamedTuple):
+    keys_SLKd: Tensor
+    values_SLKd: Tensor
+    places_N: Tensor
+    slots_B: Tensor
+    horizon: int
+
+    def attend(self, q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, mask: AttentionMask, rule: AttentionRule = PLAIN_RULE) -> Tensor:
+        self.keys_SLKd.flatten(0, 1).index_copy_(0, self.places_N, k_BTKd.flatten(0, 1))
+        self.values_SLKd.flatten(0, 1).index_copy_(0, self.places_N, v_BTKd.flatten(0, 1))
+        keys, values = (held[self.slots_B, : self.horizon] for held in (self.keys_SLKd, self.values_SLKd))
+        return attend(q_BTHd, keys, values, mask, rule)
+
+
 def attend_slots(layer: "DecodeLayer", q_S1Hd: Tensor, k_S1Kd: Tensor, v_S1Kd: Tensor, window: int | None,
                  rule: AttentionRule = PLAIN_RULE) -> Tensor:
     angles = None if layer.rotary is None else (layer.rotary[0][:, 0, 0], layer.rotary[1][:, 0, 0])
@@ -126,5 +167,5 @@ class DecodeLayer(NamedTuple):
         return self.attention(self, q_S1Hd, k_S1Kd, v_S1Kd, mask.window, rule)
 
 
-CacheView = PrefillView | DecodeView
-LayerCacheView = PrefillLayer | DecodeLayer
+CacheView = PrefillView | ExtendView | DecodeView
+LayerCacheView = PrefillLayer | ExtendLayer | DecodeLayer

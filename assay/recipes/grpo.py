@@ -1,6 +1,7 @@
 """Reinforcement learning: groups of completions by the policy itself, scored, and the better ones made likelier. GRPO and its family."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -16,29 +17,32 @@ from assay.guard.policy_identity import LogprobFloor, check_floor, check_on_poli
 from assay.guard.policy_loss_checks import check_directions, check_policy_loss
 from assay.guard.rollout_checks import check_still_ends
 from assay.guard.training_guards import check_detectors
+from assay.learn.low_bit_adamw import TUNING_OPTIMIZERS
 from assay.learn.lr_schedule import Budget, Schedule
 from assay.learn.objectives import averages
-from assay.learn.optim import adamw
 from assay.learn.policy import Surrogate, policy_gradient
 from assay.model.placement import frozen_tensors, place_for_inference, require_device, uncompiled
 from assay.model.transformer import Transformer, parameter_count
 from assay.outcome import RunOutcome
 from assay.recipes.conversations import NEVER, refuse_unbudgeted
+from assay.recipes.environment_tasks import EnvironmentTasks
+from assay.recipes.episode_rollouts import EpisodeCollector
 from assay.recipes.grpo_options import Grpo
 from assay.recipes.grpo_preflight import check_forked_policy, check_seeds_count, rollout_floor
 from assay.recipes.hand_over import export_best, void_if_refuted
 from assay.recipes.memory_plan import record_use
 from assay.recipes.processes import follow, join_processes
-from assay.recipes.prompt_evaluator import PromptEvaluator, check_gain, check_same_answers
+from assay.recipes.prompt_evaluator import EvaluationPlan, PromptEvaluator, check_gain, check_same_answers, plan_evaluations
 from assay.recipes.prompts import PromptData, check_prompt_ledger, prompts_digest, split_prompts, spread
 from assay.recipes.reference import Reference, check_pinned, check_same_reference
 from assay.recipes.rewards import JudgeReward, Rewards
 from assay.recipes.rollout_batch import Drawn, layout_of
-from assay.recipes.rollouts import RolloutCollector, RolloutHistory, Sampler
+from assay.recipes.rollouts import Collector, RolloutCollector, RolloutHistory, Sampler
 from assay.recipes.run import Run, TimeSpent, open_run, plain, print_line
 from assay.recipes.starting_model import AdapterModel, StartingModel, carry_moments, load_start, reopen_parent
 from assay.recipes.trainer import SavePlan, Trainer
 from assay.store.artifact import build_model, open_artifact, straight_to
+from assay.store.checkpoint import step_folder
 from assay.store.ledger import Event
 from assay.verdict import Verdict
 
@@ -50,34 +54,38 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
     """
     spent = TimeSpent()
     refuse_unclear_grpo(config)
-    world, say = join_processes(config.device, config.shards, say)
+    world, say = join_processes(config, say)
     device = world.device
     start = load_start(config, device, say)
     asked = surrogate_of(config, device)
     objective = policy_gradient(asked)
     if world.rank > 0:
-        return follow(world, start.model, objective, config.out)
-    prompts = split_prompts(config, start)
-    schedule, rewards = grpo_schedule(config, prompts), Rewards(config)
+        return follow(world, start.model, objective, config)
+    rewards: Rewards | EnvironmentTasks = Rewards(config) if config.environment is None else EnvironmentTasks(config, start)
+    prompts = split_prompts(config, start) if isinstance(rewards, Rewards) else rewards.split()
+    schedule, longest = grpo_schedule(config, prompts), longest_sequence(config, prompts, rewards)
     lr = config.peak_rate(adapter=isinstance(start.weights, AdapterModel))
     for line in describe_grpo(config, start, prompts, lr, schedule, device, rewards.judge):
         say(line)
-    optimizer = adamw(start.model.named_parameters(), lr, weight_decay=config.weight_decay)
+    optimizer = TUNING_OPTIMIZERS[config.optim](start.model.named_parameters(), lr, weight_decay=config.weight_decay)
     carry_moments(optimizer, start)
 
     with world, open_run(config, say, device, spent) as run, rewards:
         sampler_of = partial(Sampler, tokenizer=start.tokenizer, stops=start.parent.stops, slots=config.prompts * config.num_generations,
-                             length=config.max_completion_length + prompts.longest)
+                             length=longest)
         sampler = sampler_of(start.model, device=config.sampler_device)
-        layout = layout_of(device, config.micro_batch_size, config.max_completion_length + prompts.longest, start.model.config.max_length)
+        layout = layout_of(device, config.micro_batch_size, longest, start.model.config.max_length)
         save_every, eval_every = (whole_rollouts(every, config.num_iterations) for every in (
             config.save_steps, config.eval_steps or config.save_steps))
         trainer = Trainer(run, start.weights, optimizer, objective, schedule, micro=layout.rows, clip=config.max_grad_norm,
                           saves=SavePlan(save_every, prompts.steps, config.save_minutes), steps_before=start.steps_before,
                           steady=False, world=world)
-        collector = RolloutCollector(config, prompts, sampler, rewards, run, asked, layout)
-        evaluator = PromptEvaluator(run, spread(prompts.held_out, config.eval_prompts), rewards, held_out_sampling(config),
-                                    samples=max(1, config.num_generations_eval))
+        collector: Collector = (
+            RolloutCollector(config, prompts, sampler, rewards, run, asked, layout) if isinstance(rewards, Rewards)
+            else EpisodeCollector(config, prompts, sampler, rewards, run, asked, layout))
+        looks = evaluation_plan(config, prompts, schedule, eval_every)
+        run.say(words_of_plan(looks))
+        evaluator = PromptEvaluator(run, spread(prompts.held_out, looks.prompts), rewards, held_out_sampling(config, looks), looks.samples)
         history, fork = RolloutHistory(run, start.model.config.vocab), fingerprint(start.model)
         reference: Reference | None = None
         collector.fingerprints[0] = fork
@@ -167,35 +175,38 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
 
 def hand_over_best(run: Run, evaluator: PromptEvaluator, prompts: PromptData, start: StartingModel,
                    sampler_of: Callable[[Transformer], Sampler], device: str, budget: Verdict) -> RunOutcome:
-    """The best checkpoint, proven as `RUN/model` (and `RUN/adapter`), and whether it is better than its parent."""
-    best, metric = evaluator.best_checkpoint(), evaluator.rewards.metric.name
-    assert best is not None, "a run ends with an evaluation"
-    run.say(f"best: {best.name}; {evaluator.best_in_words()}")
-    places, verdicts = export_best(run, best)
+    """The chosen checkpoint, proven as `RUN/model` (and `RUN/adapter`), and whether it is better than its parent on prompts that nothing
+    was chosen by."""
+    (step, why), metric = evaluator.chosen(), evaluator.rewards.metric.name
+    chosen = step_folder(run.checkpoints, step)
+    run.say(f"handed over: {chosen.name}; {why}")
+    places, verdicts = export_best(run, chosen)
     to = straight_to(device, frozen_tensors(start.model))
     before, saved, after = (
         evaluator.answer(sampler_of(place_for_inference(build_model(artifact, None), device)),
                          prompts.held_out)  # the bytes on disk
-        for artifact in (reopen_parent(start), open_artifact(best, to=to), open_artifact(places[-1], to=to)))
+        for artifact in (reopen_parent(start), open_artifact(chosen, to=to), open_artifact(places[-1], to=to)))
     watched = {prompt.id for prompt in evaluator.prompts}
     evaluated = np.array([prompt.id in watched for prompt in prompts.held_out])
-    recorded = -evaluator.best_losses()
+    unseen = ~evaluated if (~evaluated).sum() > 1 else np.ones_like(evaluated)
+    recorded = -evaluator.history.at(step)
     again = prompts_digest([prompt for prompt in prompts.held_out if prompt.id in watched])
+    chances = 1 if not (unseen & evaluated).any() else len(evaluator.history.steps) - 1
     verdicts += [check_same_held_out(evaluator.history.digest, again),
-                 check_same_answers(f"{best.name} as evaluated and as saved", recorded, saved.wanted[evaluated]),
-                 check_same_answers(f"{best.name} as saved and as handed over", saved.wanted, after.wanted),
+                 check_same_answers(f"{chosen.name} as evaluated and as saved", recorded, saved.wanted[evaluated]),
+                 check_same_answers(f"{chosen.name} as saved and as handed over", saved.wanted, after.wanted),
                  check_still_ends(before.cut, after.cut), budget,
-                 check_gain(metric, before.wanted, after.wanted, len(evaluator.history.steps) - 1)]
+                 check_gain(metric, before.wanted[unseen], after.wanted[unseen], chances)]
     void_if_refuted(run, places, verdicts)
-    run.log(Event.HAND_OVER, checkpoint=best.name, metric=metric, before=float(before.wanted.mean()),
-                      after=float(after.wanted.mean()), verdicts=plain([verdict.to_json() for verdict in verdicts]))
+    run.log(Event.HAND_OVER, checkpoint=chosen.name, metric=metric, before=float(before.wanted.mean()), after=float(after.wanted.mean()),
+            score=plain(asdict(after.estimate)), chosen=why, verdicts=plain([verdict.to_json() for verdict in verdicts]))
     run.say(f"{', '.join(map(str, places))}: {verdicts[-1].reason}")
     return RunOutcome(run.folder, verdicts, model=places[-1], results={
         f"{metric} before": before.estimate, f"{metric} after": after.estimate, "gain": verdicts[-1].evidence})
 
 
-def preflight_grpo(config: Grpo, trainer: Trainer, collector: RolloutCollector, start: StartingModel, batch: Batch, drawn: Drawn,
-                        floor: LogprobFloor) -> list[Verdict]:
+def preflight_grpo(config: Grpo, trainer: Trainer, collector: Collector, start: StartingModel, batch: Batch,
+                   drawn: Drawn, floor: LogprobFloor) -> list[Verdict]:
     """Sampler and trainer are one policy; the loss is the one that was asked for, and pulls the way it should; seeds count.
 
     Precision is not asked about: before the first rewards a policy's gradient is the sum of terms that cancel, and rounding is what is
@@ -206,12 +217,12 @@ def preflight_grpo(config: Grpo, trainer: Trainer, collector: RolloutCollector, 
     shown, prompts = batch.to(trainer.device), [prompt for prompt, _ in drawn[:: config.num_generations]]
     with uncompiled():
         verdicts = [check_detectors(), check_floor(floor),
-                    check_policy_loss(model, objective, shown, asked, config.normalisation, config.max_completion_length),
+                    check_policy_loss(model, objective, shown, asked, config.normalisation, collector.cap),
                     check_directions(model, objective, shown, asked), check_seeds_count(collector.sampler, prompts, collector.sampling)]
         if trainer.done == 0:
             parent = place_for_inference(build_model(reopen_parent(start), None), trainer.device)
             verdicts.append(check_forked_policy(parent, model, shown, drawn, config.temperature, floor))
-        return [*verdicts, *trainer.check_reach(found)]
+        return [*verdicts, *collector.preflight(objective, shown), *trainer.check_reach(found)]
 
 
 # ---------------------------------------------------------------- what the options come to
@@ -219,6 +230,12 @@ def preflight_grpo(config: Grpo, trainer: Trainer, collector: RolloutCollector, 
 
 def refuse_unclear_grpo(config: Grpo) -> None:
     refuse_unbudgeted(config)
+    if config.environment is None and not (config.data and config.reward):
+        raise UsageError("give --data and --reward, or an --environment, which has tasks and rewards of its own")
+    if config.environment is not None and (config.data or config.reward or config.metric or config.held_out_data or config.refill
+                                           or config.overlong_buffer):
+        raise UsageError("--environment has tasks and rewards of its own: leave --data, --reward, --metric, --held-out-data, --refill and "
+                         "--overlong-buffer out")
     if config.shards > 1 and config.entropy_weight:
         raise UsageError("--shards with --entropy-weight: the bonus changes from step to step in one process alone; give one of them")
     if config.sampler_device is not None:
@@ -236,12 +253,15 @@ def refuse_unclear_grpo(config: Grpo) -> None:
     if config.loss_type == "cispo" and (config.importance_sampling_level != "token" or (config.epsilon_high or 2) <= 1):
         raise UsageError("--loss-type cispo caps the ratio of each token at --epsilon-high: leave --importance-sampling-level at token, "
                          "and give a cap above 1, such as 5")
+    if config.advantage_estimator != "grpo" and config.scale_rewards != "group":
+        raise UsageError(f"--scale-rewards {config.scale_rewards} with --advantage-estimator {config.advantage_estimator}, which has a "
+                         "scale of its own; leave it out")
     if config.kl_window and not (config.beta and config.save_steps):
         raise UsageError("--kl-window: the reference trails from checkpoint to checkpoint; it needs --beta and --save-steps above 0")
-    if min(config.refill, config.overlong_buffer, config.kl_window, config.num_generations_eval,
-           config.samples) < 0 or config.overlong_buffer > config.max_completion_length:
-        raise UsageError("--refill, --overlong-buffer, --kl-window, --num-generations-eval and --samples are counts, and "
-                         "--overlong-buffer at most --max-completion-length")
+    least = min(config.refill, config.overlong_buffer, config.kl_window, config.samples)
+    if least < 0 or config.overlong_buffer > config.max_completion_length:
+        raise UsageError("--refill, --overlong-buffer, --kl-window and --samples are counts, and --overlong-buffer at most "
+                         "--max-completion-length")
 
 
 def surrogate_of(config: Grpo, device: str) -> Surrogate:
@@ -261,9 +281,24 @@ def annealed(batch: Batch, asked: Surrogate, config: Grpo, step: int) -> Iterato
         yield batch
 
 
-def held_out_sampling(config: Grpo) -> Sampling:
-    return Sampling(max_new=config.max_completion_length, temperature=config.temperature if config.num_generations_eval else 0.0,
-                    seed=config.seed)
+def evaluation_plan(config: Grpo, prompts: PromptData, schedule: Schedule, every: int) -> EvaluationPlan:
+    """By what the run samples, where its length is known."""
+    steps = schedule.stop_at
+    rollouts = None if steps is None else steps // config.num_iterations
+    looks = 2 if steps is None else 1 + -(-steps // every)  # the parent, every so many steps, the last
+    return plan_evaluations(held_out=len(prompts.held_out), asked_prompts=config.eval_prompts, asked_samples=config.num_generations_eval,
+                            completions=None if rollouts is None else rollouts * config.prompts * config.num_generations,
+                            evaluations=looks)
+
+
+def words_of_plan(looks: EvaluationPlan) -> str:
+    how = "one greedy answer" if looks.greedy else f"{looks.samples} answers"
+    share = "" if looks.share is None else f", all evaluations together {looks.share:.1%} of what the run samples"
+    return f"an evaluation takes {how} to each of {looks.prompts} held-out prompts{share}"
+
+
+def held_out_sampling(config: Grpo, looks: EvaluationPlan) -> Sampling:
+    return Sampling(max_new=config.max_completion_length, temperature=0.0 if looks.greedy else config.temperature, seed=config.seed)
 
 
 def grpo_schedule(config: Grpo, prompts: PromptData) -> Schedule:
@@ -272,6 +307,11 @@ def grpo_schedule(config: Grpo, prompts: PromptData) -> Schedule:
     prompts.order.drawn((steps or config.num_iterations) // config.num_iterations - 1)  # refused now, where the data does not suffice
     warmup = min(config.warmup_steps, steps // 4) if steps else config.warmup_steps
     return Schedule(Budget(steps, config.minutes, config.lr_scheduler_type, warmup, config.decay_ratio), multiple=config.num_iterations)
+
+
+def longest_sequence(config: Grpo, prompts: PromptData, rewards: Rewards | EnvironmentTasks) -> int:
+    """Tokens of what is sampled and trained on in one row, at most."""
+    return config.max_completion_length + prompts.longest if isinstance(rewards, Rewards) else rewards.longest(prompts)
 
 
 def whole_rollouts(steps: int, inner: int) -> int:
@@ -284,12 +324,14 @@ def describe_grpo(config: Grpo, start: StartingModel, prompts: PromptData, lr: f
     """Everything that was derived, before anything is spent."""
     trained = sum(p.numel() for p in start.model.parameters() if p.requires_grad)
     end = f"{schedule.stop_at:,} steps" if schedule.stop_at else f"{config.minutes:g} minutes"
+    things = ("prompts", "completions") if config.environment is None else (f"tasks of {config.environment}",
+                                                                           f"episodes of at most {config.max_turns} turns")
     return [start.weights.words,
             f"{start.parent.path}: {parameter_count(start.model):,} parameters, of which {trained:,} are trained; weights "
             f"{start.parent.digest[:12]}",
             f"{len(prompts.train):,} prompts to learn from, {len(prompts.held_out):,} held out, {prompts.dropped} dropped as too long",
-            f"{prompts.order.places} prompts × {config.num_generations} completions of at most {config.max_completion_length} tokens a "
-            f"rollout, {config.num_iterations} updates; adamw at {lr:g}, {end}, on {device}"
+            f"{prompts.order.places} {things[0]} × {config.num_generations} {things[1]} of at most {config.max_completion_length} tokens a "
+            f"rollout, {config.num_iterations} updates; {config.optim} at {lr:g}, {end}, on {device}"
             + (f", sampling on {config.sampler_device}" if config.sampler_device else ""),
             *([] if judge is None else [f"judged by {judge.endpoint.model} at {judge.endpoint.base_url}, {judge.judge.repeat:.0%} "
                                           "of the groups twice; a judge is asked anew by every run: no two are bit for bit the same"])]

@@ -22,10 +22,25 @@ class Grpo(Trained):
     RATES: ClassVar[ByForm] = POLICY_RATES
 
     data: tuple[str, ...] = option("prompts with what their rewards need: .jsonl(.gz), .parquet or .csv; answers in it are not learned",
-                                   group="data", metavar="FILE")
+                                   group="data", metavar="FILE", default=(), default_text="none; then give --environment")
     reward: tuple[str, ...] = option("NAME[OPTION=VALUE]:WEIGHT, as in answer:1 format:0.1, FILE.py:FUNCTION:WEIGHT, or a judge behind "
                                      "an OpenAI-compatible endpoint, judge[model=NAME,url=http://…/v1]:1, its key from the environment",
-                                     group="rewards")
+                                     group="rewards", default=(), default_text="none; an environment rewards its own episodes")
+    environment: str | None = option("episodes of several turns with tools, in place of --data and --reward: calculator, kv, code, search, "
+                                     "game, gym:NAME, openenv:URL, or your own module:Class or file.py:Class",
+                                     group="data", metavar="NAME", default=None)
+    environment_options: tuple[str, ...] = option("options of the environment, as in largest=99", group="data", metavar="KEY=VALUE",
+                                                  default=(), default_text="its own defaults")
+    tasks: int = option("seeds of the environment, each a task; --held-out of them are never trained on", group="data", least=4,
+                        default=1000)
+    max_turns: int = option("the most turns of an episode, each of at most --max-completion-length tokens", group="generation", least=1,
+                            default=8)
+    max_episode_length: int | None = option("the most tokens of an episode with everything in it; one that fills them ends there",
+                                            group="generation", least=2, default=None,
+                                            default_text="room for the first messages, all turns, and 256 tokens or a turn's for "
+                                                         "each answer")
+    tool_format: Literal["hermes", "llama3", "mistral", "gpt_oss"] | None = option(
+        "how the model writes tool calls", group="data", default=None, default_text="as its chat template does")
     metric: str | None = option("another reward that says what is wanted on held-out prompts", group="evaluation", metavar="REWARD",
                                 default=None, default_text="the heaviest rule of --reward")
     prompts: int = option("prompts in a rollout", group="generation", default=16)
@@ -50,8 +65,11 @@ class Grpo(Trained):
     loss_type: Literal["grpo", "dapo", "dr_grpo", "cispo"] = option(
         "what counts alike: completions (grpo), tokens (dapo), or tokens over completions × --max-completion-length (dr_grpo); cispo is as "
         "dapo, and its ratios are capped and not learned from", group="method", default="dapo")
-    scale_rewards: Literal["group", "batch", "none"] = option("advantages in standard deviations of the group, of the batch, or plain",
-                                                              group="method", default="group")
+    advantage_estimator: Literal["grpo", "rloo", "reinforce_pp"] = option(
+        "what a completion is compared with: its group (grpo), its siblings alone, unscaled (rloo), or the whole batch (reinforce_pp, "
+        "REINFORCE++)", group="method", default="grpo")
+    scale_rewards: Literal["group", "batch", "none"] = option("with --advantage-estimator grpo: advantages in standard deviations of the "
+                                                              "group, of the batch, or plain", group="method", default="group")
     beta: float = option("weight of the KL to the reference; 0: no reference", group="method", least=0, default=0.01)
     kl_estimator: Literal["k1", "k2", "k3", "shift"] = option("how that KL is measured: an estimator in the loss, or a shift of the "
                                                               "advantages", group="method", default="k3")
@@ -79,10 +97,12 @@ class Grpo(Trained):
                              group="checkpoints", least=0, default=20)
     eval_steps: int = option("steps between evaluations on held-out prompts, each with a checkpoint; 0: as --save-steps",
                              group="evaluation", least=0, default=0)
-    num_generations_eval: int = option("completions of each held-out prompt, at --temperature; 0: one, greedy", group="evaluation",
-                                       default=0)
-    eval_prompts: int = option("held-out prompts that an evaluation scores; what is handed over is scored on all", group="evaluation",
-                               least=2, default=128)
+    num_generations_eval: int | None = option("completions of each held-out prompt, at --temperature; 0: one, greedy", group="evaluation",
+                                              least=0, default=None, default_text="as many as 5 % of what the run samples pay for; one, "
+                                                                                  "greedy, where that is less than two")
+    eval_prompts: int | None = option("held-out prompts that an evaluation scores, at most half of them: what is handed over is judged on "
+                                      "the others", group="evaluation", least=2, default=None,
+                                      default_text="as many as 5 % of what the run samples pay for")
     samples: int = option("completions of each rollout that are kept in RUN/samples.jsonl", group="checkpoints", default=8)
     reward_errors: float = option("share of completions whose reward may fail before the run stops", group="rewards", least=0, most=1,
                                   default=0.05)

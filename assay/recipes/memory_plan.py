@@ -6,6 +6,7 @@ room. What torch and CUDA take for themselves is not in it.
 """
 
 import math
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from assay.guard.loss_preflight import LARGE, TOKENS_TOGETHER_FP32
 from assay.kernels.softcap_ce import CHUNK_BYTES
 from assay.model.families import config_from_hf, parameter_shapes
 from assay.model.lora import plan
+from assay.model.quantised import STORED_BITS, is_quantisable
 from assay.model.transformer import ModelConfig, qkv_rows
 from assay.recipes.grpo_options import Grpo
 from assay.recipes.options import Distill, Pretrain, Trained, Tuned
@@ -65,6 +67,8 @@ class PlannedWork:
     slot_length: int = 0
     reference: bool = False
     teacher: int = 0  # bytes of its weights
+    processes: int = 1  # that hold the model in parts
+    base_dtype: str | None = None  # that a frozen base is held in; None: its file's
 
     @property
     def tokens(self) -> int:
@@ -111,7 +115,7 @@ def plan_memory(model: PlannedModel, work: PlannedWork) -> MemoryPlan:
     config, adapter = model.config, bool(work.lora_r or model.rank)
     trained = adapter_parameters(config, work.lora_r or model.rank, work.lora_targets) if adapter else model.parameters
     wide = work.compute == MASTER  # fp32 compute widens what is frozen
-    frozen = (MASTER * model.parameters if wide else model.stored) if adapter else 0
+    frozen = base_bytes(model, work.base_dtype, wide=wide) if adapter else 0
     stays = {"weights": frozen, "masters": MASTER * trained, "gradients": MASTER * trained,
              "moments": work.moments * trained, "average": MASTER * trained * work.averaged,
              "reference": (MASTER * trained) * work.reference,
@@ -120,10 +124,36 @@ def plan_memory(model: PlannedModel, work: PlannedWork) -> MemoryPlan:
     activations, logits = activation_bytes(config, work, whole=not adapter), logit_bytes(config, work, whole=not adapter)
     preflight = preflight_bytes(config, work, trained, whole=not adapter)
     a_checkpoint = (MASTER + work.moments + MASTER * work.averaged) * trained
+    if work.base_dtype in STORED_BITS:
+        activations += unpacked_bytes(config, work.compute)
     stays |= {"activations": activations, "logits": logits, "preflight": max(0, preflight - activations - logits),
               "saving": 0 if wide else a_checkpoint}
+    if work.processes > 1:
+        stays |= in_parts(stays, work.processes)
     handed_over = MASTER * model.parameters + (MASTER * trained if adapter else 0)
     return MemoryPlan(model, work, stays, trained, KEPT_CHECKPOINTS * a_checkpoint + handed_over)
+
+
+def in_parts(whole: dict[str, int], processes: int) -> dict[str, int]:
+    """What differs with --fsdp: each process holds its part of what stays, and copies to the host to save. Before step 1 process 0 holds
+    the model and its gradients whole, but no moments: what that takes more counts as the preflight's."""
+    parts = {name: -(-whole[name] // processes) for name in ("weights", "masters", "gradients", "moments", "average")}
+    before = sum(whole[name] for name in ("weights", "masters", "gradients", "average")) + whole["preflight"]
+    return parts | {"preflight": max(0, before - sum(parts.values())), "saving": 0}
+
+
+def base_bytes(model: PlannedModel, base_dtype: str | None, *, wide: bool) -> int:
+    """Of a frozen base: as in its file, or its matrices in few bits and the rest as in its file. fp32 compute widens what is no code."""
+    each = MASTER if wide else 2 if base_dtype == "bf16" else model.stored / max(1, model.parameters)
+    coded = sum(math.prod(shape) for name, shape in parameter_shapes(model.config).items() if is_quantisable(name, shape))
+    coded = coded if base_dtype in STORED_BITS else 0
+    return round(each * (model.parameters - coded) + coded * STORED_BITS.get(str(base_dtype), 0) / 8)
+
+
+def unpacked_bytes(config: ModelConfig, compute: int) -> int:
+    """The largest matrix of a quantised base as it is used."""
+    largest = max(math.prod(shape) for name, shape in parameter_shapes(config).items() if is_quantisable(name, shape))
+    return largest * (2 if compute == 2 else 2 + compute)
 
 
 def adapter_parameters(config: ModelConfig, rank: int, targets: tuple[str, ...] = ()) -> int:
@@ -201,7 +231,9 @@ def _base_of(place: ArtifactPlace) -> Path | None:
 
 def planned_work(config: Tuned | Grpo, model: PlannedModel, device: str) -> PlannedWork:
     compute = 2 if device.startswith("cuda") else MASTER
-    common = PlannedWork(1, 1, config.lora_r, config.lora_target_modules, config.gradient_checkpointing, compute)
+    common = PlannedWork(1, 1, config.lora_r, config.lora_target_modules, config.gradient_checkpointing, compute,
+                         moments=2 if config.optim == "adamw_8bit" else 8, base_dtype=config.base_dtype,
+                         processes=parting_processes(config))
     if isinstance(config, Grpo):
         from assay.recipes.rollout_batch import layout_of  # which begins with a starting model, and that with a plan
 
@@ -211,7 +243,7 @@ def planned_work(config: Tuned | Grpo, model: PlannedModel, device: str) -> Plan
                        slot_length=longest, reference=config.beta > 0)
     rows = max(1, min(config.batch_tokens, config.micro_batch_tokens) // config.row_length)
     online = isinstance(config, Distill) and config.how == "online" and config.teacher is not None
-    teacher = planned_model(str(config.teacher)).stored if online and isinstance(config, Distill) else 0
+    teacher = sum(planned_model(path).stored for path, _ in config.teachers()) if online and isinstance(config, Distill) else 0
     return replace(common, rows=rows, length=config.row_length, teacher=teacher)
 
 
@@ -227,8 +259,13 @@ def plan_pretraining(config: Pretrain, shape: ModelConfig, device: str) -> Memor
     rows = max(1, min(config.batch_tokens, config.micro_batch_tokens) // config.max_length)
     moments = 8 if config.optimizer == "adamw" else 5  # muon keeps one average of a matrix's gradients, AdamW the rest's
     work = PlannedWork(rows, config.max_length, checkpointing=config.gradient_checkpointing, moments=moments, averaged=config.ema > 0,
-                       compute=2 if device.startswith("cuda") else MASTER)
+                       compute=2 if device.startswith("cuda") else MASTER, processes=parting_processes(config))
     return plan_memory(PlannedModel(shape, 0), work)
+
+
+def parting_processes(config: Tuned | Grpo | Pretrain) -> int:
+    """With --fsdp: those that there are, or that --gpus would start."""
+    return int(os.environ.get("WORLD_SIZE", config.gpus)) if config.fsdp else 1
 
 # ---------------------------------------------------------------- does it fit?
 
@@ -260,6 +297,10 @@ def _variants(found: MemoryPlan) -> Iterator[tuple[str, MemoryPlan]]:
         for rows in (work.rows, *fewer):
             smaller = "" if rows == work.rows else f" {option(rows)}"
             yield f"--gradient-checkpointing{smaller}", plan_memory(model, replace(work, rows=rows, checkpointing=True))
+    if (work.lora_r or model.rank) and work.base_dtype not in STORED_BITS:
+        for dtype in STORED_BITS:
+            yield (f"--base-dtype {dtype} --gradient-checkpointing {option(1)}",
+                   plan_memory(model, replace(work, rows=1, base_dtype=dtype, checkpointing=True)))
     if not (work.lora_r or model.rank) and model.stored:
         for rows in (work.rows, *fewer):
             smaller = "" if rows == work.rows else f" {option(rows)}"

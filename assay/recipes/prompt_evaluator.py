@@ -1,44 +1,62 @@
 """Evaluation of a policy during a run: held-out prompts answered, the same ones each time; what is wanted beside what is rewarded."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from assay.errors import GuardStop
 from assay.generate.generation_request import Sampling
 from assay.guard.reward_checks import check_proxy
 from assay.recipes.evaluator import EvalHistory
-from assay.recipes.prompts import Prompt, prompts_digest
-from assay.recipes.rewards import Rewards, item
+from assay.recipes.prompts import Prompt
+from assay.recipes.rewards import Answered
 from assay.recipes.rollouts import Sampler
 from assay.recipes.run import Run
-from assay.reward.worker_pool import ScoredItem
 from assay.statistics.early_stopping import choose_best
-from assay.statistics.effects import paired_effect
-from assay.statistics.estimate import Estimate, mean
+from assay.statistics.effects import paired_effect, visible_change
 from assay.store.checkpoint import step_folder
 from assay.store.ledger import Event
 from assay.verdict import Outcome, Verdict, proven, refuted, unproven
 
+EVALUATION_SHARE = 0.05  # of all completions that a run samples: what evaluations may cost beside it
+USUAL_PROMPTS, FEWEST_PROMPTS, MOST_SAMPLES = 128, 8, 16  # of an evaluation: where the run's length is not known, at least, at most
 LEVEL = 0.05  # chance that a gain is claimed where there is none, over all evaluations together
 ANOTHER = 0.001  # what was saved scores otherwise than what was evaluated: rounding turns an answer now and then, either way
 
 
 @dataclass(frozen=True)
-class Answered:
-    """Per prompt, the means over its completions. `rewarded` is None where a judge rewards: its scores compare within a group alone."""
+class EvaluationPlan:
+    """What every evaluation scores, and the share of what the run samples that all of them take."""
 
-    wanted: NDArray[np.float64]
-    rewarded: NDArray[np.float64] | None
-    digest: str | None = None  # of the prompts
-    cut: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))  # the share of completions that hit the cap
+    prompts: int
+    samples: int  # completions of each; 1 is greedy where nothing else was asked for
+    greedy: bool
+    share: float | None  # None: how long the run will be is not known
+
+
+def plan_evaluations(*, held_out: int, asked_prompts: int | None, asked_samples: int | None, completions: int | None,
+                     evaluations: int) -> EvaluationPlan:
+    """As many prompts, then as many samples of each, as EVALUATION_SHARE of the run's `completions` pays for; half of what is held out
+    at most, so that the gain is measured on prompts that nothing was chosen by."""
+    most = max(2, held_out // 2)
+    paid = USUAL_PROMPTS if completions is None else int(EVALUATION_SHARE * completions / max(1, evaluations))
+    prompts = min(most, asked_prompts or max(FEWEST_PROMPTS, paid))
+    affordable = 1 if completions is None else min(MOST_SAMPLES, paid // prompts)
+    samples = asked_samples if asked_samples is not None else affordable if affordable > 1 else 0
+    share = None if completions is None else prompts * max(1, samples) * evaluations / completions
+    return EvaluationPlan(prompts, max(1, samples), samples == 0, share)
+
+
+class HeldOutScorer(Protocol):
+    """Rewards of prompts, or an environment's tasks."""
 
     @property
-    def estimate(self) -> Estimate:
-        return mean(self.wanted)
+    def metric(self) -> Any: ...
+
+    def answer(self, sampler: Sampler, prompts: Sequence[Prompt], sampling: Sampling, samples: int) -> Answered: ...
 
 
 class PromptEvaluator:
@@ -47,7 +65,7 @@ class PromptEvaluator:
     In its history a loss is minus the score, so that the best is the lowest as elsewhere.
     """
 
-    def __init__(self, run: Run, prompts: Sequence[Prompt], rewards: Rewards, sampling: Sampling, samples: int):
+    def __init__(self, run: Run, prompts: Sequence[Prompt], rewards: HeldOutScorer, sampling: Sampling, samples: int):
         self.run, self.prompts, self.rewards, self.sampling, self.samples = run, prompts, rewards, sampling, samples
         self.history, self.name = EvalHistory(run), rewards.metric.name
         self.mean_rewards: list[float] = []
@@ -66,6 +84,9 @@ class PromptEvaluator:
         self.run.record(step - 1, **{f"eval_{self.name}": scored.mean, "eval_low": scored.low, "eval_high": scored.high,
                                      "eval_prompts": scored.n} | ({} if reward is None else {"eval_reward": reward}))
         self.run.say(f"step {step}: held-out {self.name} {scored}" + ("" if reward is None else f", reward {reward:.4f}"))
+        if len(self.history.steps) == 1:
+            self.run.say(f"an evaluation of {scored.n} prompts shows changes from about {visible_change(found.wanted):.2g} on; smaller "
+                         "ones may be noise")
         if reward is not None:
             self.mean_rewards.append(reward)
             self._say_parting(step)
@@ -73,45 +94,30 @@ class PromptEvaluator:
 
     def answer(self, sampler: Sampler, prompts: Sequence[Prompt]) -> Answered:
         """What the sampler's weights, as they were loaded, answer. The draws have the same addresses each time."""
-        groups = sampler.draw(prompts, self.sampling, ("held out",), self.samples)
-        items = [item(prompt, completion) for prompt, group in zip(prompts, groups, strict=True) for completion in group]
-        rewards = self.rewards
-        scored = rewards.workers.score(items)
-        wanted = scored if rewards.metric_workers is None else rewards.metric_workers.score(items)
-        rewards.stop_at_limit(scored)
-        rewarded = None if rewards.judge is not None else self._means(prompts, [each.value for each in scored], scored)
-        cut = np.array([np.mean([completion.ended == "length" for completion in group]) for group in groups])
-        return Answered(self._means(prompts, [each.components[self.name] for each in wanted], wanted), rewarded, prompts_digest(prompts),
-                        cut)
-
-    def _means(self, asked: Sequence[Prompt], values: Sequence[float | None], scored: Sequence[ScoredItem]) -> NDArray[np.float64]:
-        """Of what is known; a prompt of which nothing is known would be another set of prompts than the last time's."""
-        found = []
-        for place, prompt in enumerate(asked):
-            part = slice(place * self.samples, (place + 1) * self.samples)
-            known = [value for value in values[part] if value is not None]
-            if not known:
-                raise GuardStop(f"held-out prompt {prompt.id} could not be scored: {scored[part][0].error}; mend the reward, or the row")
-            found.append(float(np.mean(known)))
-        return np.array(found)
+        return self.rewards.answer(sampler, prompts, self.sampling, self.samples)
 
     def best_step(self) -> int:
-        """Among those that have learned: whether that is better than the parent is another question."""
+        """The highest mean among those that have learned: kept while the run goes on, and not yet said to be better than the others."""
         history = self.history
         return history.steps[1 + choose_best(history.losses[1:]).best] if len(history.losses) > 1 else 0
+
+    def chosen(self) -> tuple[int, str]:
+        """The step that is handed over, and why: the last, unless the one with the highest mean is shown to be better than it."""
+        last, best, looks = self.history.steps[-1], self.best_step(), len(self.history.steps) - 1
+        if best == last:
+            return last, "the last evaluation has the highest mean"
+        effect = paired_effect(-self.history.at(best), -self.history.at(last))
+        p = min(1.0, effect.p * max(1, looks - 1))
+        words = (f"step {best} scored {effect.mean:.4f} more than the last, step {last}, on {effect.n} prompts (p = {p:.2g}, as the "
+                 f"highest of {looks})")
+        return (best, f"{words}: shown") if p < LEVEL and effect.mean > 0 else (last, f"{words}: not shown, so the last is handed over")
 
     @property
     def latest_step(self) -> int | None:
         return self.history.latest_step
 
-    def best_losses(self) -> np.ndarray:
-        return self.history.at(self.best_step())
-
     def best_checkpoint(self) -> Path | None:
         return step_folder(self.run.checkpoints, self.best_step()) if self.history.steps else None
-
-    def best_in_words(self) -> str:
-        return choose_best(self.history.losses[1:]).reason if len(self.history.losses) > 2 else "there was one evaluation"
 
     def _say_parting(self, step: int) -> None:
         verdict = check_proxy(self.mean_rewards, [-float(losses.mean()) for losses in self.history.losses])
@@ -129,14 +135,15 @@ def check_same_answers(what: str, recorded: NDArray[np.float64], found: NDArray[
     return proven("score", words, others=others)
 
 
-def check_gain(name: str, before: NDArray[np.float64], after: NDArray[np.float64], evaluations: int) -> Verdict:
-    """Did the held-out score rise from the parent's, prompt by prompt? The best of several evaluations has as many chances to look good."""
+def check_gain(name: str, before: NDArray[np.float64], after: NDArray[np.float64], chances: int = 1) -> Verdict:
+    """Did the held-out score rise from the parent's, prompt by prompt? On prompts that the checkpoint was also chosen by, the best of
+    several evaluations has as many `chances` to look good."""
     effect = paired_effect(after, before)
-    p = min(1.0, effect.p * max(1, evaluations))
-    change = effect.interval(1 - LEVEL / max(1, evaluations))
-    words = (f"held-out {name} went from {before.mean():.4f} to {after.mean():.4f} on {len(after)} prompts: {change} "
-             f"(p = {p:.2g}, the best of {evaluations} evaluations)")
-    evidence = {"p": p, "change": effect.mean, "low": change.low, "high": change.high, "prompts": len(after), "evaluations": evaluations}
+    p = min(1.0, effect.p * max(1, chances))
+    change = effect.interval(1 - LEVEL / max(1, chances))
+    how = "on prompts that nothing was chosen by" if chances == 1 else f"the best of {chances} evaluations"
+    words = (f"held-out {name} went from {before.mean():.4f} to {after.mean():.4f} on {len(after)} prompts: {change} (p = {p:.2g}, {how})")
+    evidence = {"p": p, "change": effect.mean, "low": change.low, "high": change.high, "prompts": len(after), "evaluations": chances}
     if p > LEVEL:
         return unproven("gain", f"{words}: not shown", optional=True, **evidence)
     if effect.mean < 0:

@@ -10,12 +10,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from assay.errors import UsageError
-from assay.generate.generation_request import Completion
+from assay.errors import GuardStop, UsageError
+from assay.generate.generation_request import Completion, Sampling
 from assay.guard.judge_checks import (
     check_groups_judged,
     check_judge_agreement,
@@ -24,25 +25,45 @@ from assay.guard.judge_checks import (
     check_judge_places,
     check_position_bias,
 )
-from assay.guard.reward_checks import check_reward_repeat, completion_style, preflight_rewards
+from assay.guard.reward_checks import check_reward_errors, check_reward_repeat, completion_style, preflight_rewards
 from assay.guard.rollout_checks import check_rewards_again
 from assay.learn.advantage import RewardValue as Value
 from assay.learn.advantage import overlong_penalty
 from assay.model.tokenizer import Tokenizer
 from assay.recipes.grpo_options import Grpo
-from assay.recipes.prompts import Prompt, PromptData
+from assay.recipes.prompts import Prompt, PromptData, prompts_digest
 from assay.recipes.run import Run
 from assay.reward.answer import AnswerForm, gold_answer, reading_disagreements, readings
 from assay.reward.endpoint import Cost, connected, endpoint_from_environment
 from assay.reward.llm_judge import RUBRIC, Judge, Judged, Repeat, Scores, judge_group, rank_agreement
+from assay.reward.model_reward import reward_artifact
 from assay.reward.reward_functions import JudgeOptions, RewardSpec, parse_rewards
 from assay.reward.worker_pool import ErrorLimit, RewardItem, RewardWorkers, ScoredItem
+from assay.statistics.estimate import Estimate, mean
 from assay.store.ledger import Event
-from assay.verdict import Outcome, Verdict, refuted
+from assay.verdict import Outcome, Verdict, refuted, unproven
 
+if TYPE_CHECKING:
+    from assay.recipes.rollouts import Sampler
+
+HELD_OUT_ADDRESS = ("held out",)
 NAME = "judge"
 OVERLONG = "overlong"
 ASKED_TWICE = 16  # completions that are scored twice before a run, to measure a reward's noise
+
+
+@dataclass(frozen=True)
+class Answered:
+    """Per prompt, the means over its completions. `rewarded` is None where a judge rewards: its scores compare within a group alone."""
+
+    wanted: NDArray[np.float64]
+    rewarded: NDArray[np.float64] | None
+    digest: str | None = None  # of the prompts
+    cut: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))  # the share of completions that hit the cap
+
+    @property
+    def estimate(self) -> Estimate:
+        return mean(self.wanted)
 
 
 class Rewards:
@@ -52,8 +73,10 @@ class Rewards:
         rewards, self.metric = parse_rewards(config.reward, relative=True), chosen_metric(config)
         self.rules = [reward for reward in rewards if not reward.relative]
         self.judge = next((JudgeReward(reward, config.seed) for reward in rewards if reward.relative), None)
+        self.seconds = config.reward_seconds
         self.workers = RewardWorkers(self.rules, count=config.reward_workers, seconds=config.reward_seconds)
         self.metric_workers = None if config.metric is None else RewardWorkers([self.metric], count=1, seconds=config.reward_seconds)
+        self.reward_model = next((proven_reward_model(rule.options["path"]) for rule in self.rules if rule.learned), None)
         self.limit = ErrorLimit(config.reward_errors)
         self.noise = 0.0  # how far apart two answers about one completion were
         self._open = ExitStack()
@@ -67,14 +90,30 @@ class Rewards:
     def __exit__(self, *_: object) -> None:
         self._open.close()
 
+    def answer(self, sampler: "Sampler", prompts: Sequence[Prompt], sampling: Sampling, samples: int) -> Answered:
+        """What the sampler's weights, as they were loaded, answer to held-out prompts. The draws have the same addresses each time."""
+        groups = sampler.draw(prompts, sampling, HELD_OUT_ADDRESS, samples)
+        items = [item(prompt, completion) for prompt, group in zip(prompts, groups, strict=True) for completion in group]
+        scored = self.workers.score(items)
+        wanted = scored if self.metric_workers is None else self.metric_workers.score(items)
+        self.stop_at_limit(scored)
+        rewarded = None if self.judge is not None else known_means(prompts, [each.value for each in scored], scored, samples)
+        cut = np.array([np.mean([completion.ended == "length" for completion in group]) for group in groups])
+        return Answered(known_means(prompts, [each.components[self.metric.name] for each in wanted], wanted, samples), rewarded,
+                        prompts_digest(prompts), cut)
+
     def stop_at_limit(self, scored: Sequence[ScoredItem]) -> None:
         """Where too many of all rewards so far have failed."""
         self.limit.feed(scored)
 
     def facts(self) -> dict[str, Any]:
-        return {} if self.judge is None else {"judge": self.judge.identity}
+        learned = {"reward_model": self.reward_model} if self.reward_model else {}
+        return learned | ({} if self.judge is None else {"judge": self.judge.identity})
 
     def check_same(self, recorded: Mapping[str, Any]) -> list[Verdict]:
+        if self.reward_model and recorded.get("reward_model") != self.reward_model:
+            return [refuted("same data", f"the reward model is {self.reward_model[:12]} now, the run began with "
+                                         f"{str(recorded.get('reward_model'))[:12]}; give it back, or begin a new run")]
         if self.judge is None or recorded["judge"] == self.judge.identity:
             return []
         return [refuted("same data", f"the judge is {self.judge.identity} now, the run began with {recorded['judge']}: scores of two "
@@ -85,8 +124,7 @@ class Rewards:
         every = (*prompts.train, *prompts.held_out)
         rows, texts, verdicts = [prompt.row for prompt in every], [prompt.text for prompt in every], list[Verdict]()
         if self.rules:
-            verdicts += preflight_rewards(self.rules, rows, self.workers, prompts=texts,
-                                          count_tokens=lambda text: len(tokenizer.encode(text)))
+            verdicts += self._canaries(rows, texts, tokenizer)
             repeat = check_reward_repeat(self._asked_twice(every, tokenizer))
             self.noise = float(repeat.evidence.get("noise", 0.0))
             verdicts.append(repeat)
@@ -95,6 +133,17 @@ class Rewards:
                          check_judge_order(self.judge.ask, rows, texts, completion_style(self.rules, rows))]
         return verdicts
 
+    def _canaries(self, rows: Sequence[Mapping[str, Any]], texts: Sequence[str], tokenizer: Tokenizer) -> list[Verdict]:
+        """Of the rules. What a reward model gives a right completion nobody knows: it was proven on pairs when it was made."""
+        count, plain_rules = (lambda text: len(tokenizer.encode(text))), [rule for rule in self.rules if not rule.learned]
+        if len(plain_rules) == len(self.rules):
+            return preflight_rewards(self.rules, rows, self.workers, prompts=texts, count_tokens=count)
+        said = unproven("reward_model", f"the reward model {str(self.reward_model)[:12]} is taken at its word: no completion is known to "
+                                        "be worth most to it; watch --metric, which is another", optional=True)
+        if not plain_rules:
+            return [check_reward_errors(self.workers), said]
+        with RewardWorkers(plain_rules, count=1, seconds=self.seconds) as workers:
+            return [*preflight_rewards(plain_rules, rows, workers, prompts=texts, count_tokens=count), said]
 
     def _asked_twice(self, prompts: Sequence[Prompt], tokenizer: Tokenizer) -> list[tuple[ScoredItem, ScoredItem]]:
         """The prompts themselves as completions, which any reward can score, in two calls and in two orders."""
@@ -127,6 +176,18 @@ class Rewards:
         return {"rewards/noise_alone": float(np.mean([0 < _range(group.rewards) <= 2 * self.noise for group in groups]))}
 
 
+def known_means(asked: Sequence[Prompt], values: Sequence[Value], scored: Sequence[ScoredItem], samples: int) -> NDArray[np.float64]:
+    """Of each prompt's `samples` what is known; one of which nothing is known would be another set of prompts than the last time's."""
+    found = []
+    for place, prompt in enumerate(asked):
+        part = slice(place * samples, (place + 1) * samples)
+        known = [value for value in values[part] if value is not None]
+        if not known:
+            raise GuardStop(f"held-out prompt {prompt.id} could not be scored: {scored[part][0].error}; mend the reward, or the row")
+        found.append(float(np.mean(known)))
+    return np.array(found)
+
+
 def _nearer(said: Value, one: Value, two: Value) -> Value:
     """Which of two later answers is nearer to the first; one that is unknown is far from anything."""
     if said is None or one is None or two is None:
@@ -137,6 +198,15 @@ def _nearer(said: Value, one: Value, two: Value) -> Value:
 def _range(rewards: Sequence[Value]) -> float:
     known = [reward for reward in rewards if reward is not None]
     return max(known) - min(known) if known else 0.0
+
+
+def proven_reward_model(path: str) -> str:
+    """Its digest. One that another tool made, or that is not proven, is refused: a reward that is noise is learned like any other."""
+    artifact = reward_artifact(path)
+    if artifact.raw.checkpoint is None or artifact.raw.checkpoint.hallmark is None:
+        raise UsageError(f"--reward model:{path} has no hallmark: nothing shows that it tells good answers from bad ones; make it with "
+                         "assay reward-model, or prove it with assay prove")
+    return artifact.digest
 
 
 def chosen_metric(config: Grpo) -> RewardSpec:

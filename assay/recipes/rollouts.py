@@ -6,6 +6,7 @@ Shapes: P prompts, G completions of each, N = P · G completions.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -35,8 +36,9 @@ from assay.guard.rollout_checks import (
     rollout_metrics,
     rollout_warnings,
 )
-from assay.learn.advantage import Advantages, group_advantages, kl_shift, refill, untruncated
+from assay.learn.advantage import Advantages, estimated_advantages, kl_shift, refill, untruncated
 from assay.learn.loop import Step
+from assay.learn.objectives import Objective
 from assay.learn.policy import Surrogate
 from assay.model.placement import uncompiled
 from assay.model.special_tokens import SpecialTokens
@@ -62,7 +64,7 @@ PROGRESS_METRICS = {"reward": "reward", "±": "reward_std", "length": "completio
 class Sampler:
     """An engine on the trainer's own weights. What it draws carries the version that `load` last named."""
 
-    def __init__(self, model: Transformer, tokenizer: Tokenizer, stops: SpecialTokens, *, slots: int, length: int,
+    def __init__(self, model: Transformer, tokenizer: Tokenizer | None, stops: SpecialTokens, *, slots: int, length: int,
                  device: str | None = None):
         self.model, self.fingerprint = model, fingerprint(model)
         self.version = version_name(0, self.fingerprint)
@@ -103,9 +105,45 @@ class Rollout:
     def drawn(self) -> Drawn:
         return completions_of(self.groups)
 
+    def witness_facts(self) -> list[dict[str, Any]]:
+        """What the witness is shown of a step: prompts, completions with the log-probabilities that they were drawn with, and rewards."""
+        return [{"prompt": group.prompt.id, "ids": list(group.prompt.ids), "rewards": list(group.rewards),
+                 "completions": [{"ids": list(said.ids), "logprobs": list(said.logprobs), "ended": said.ended}
+                                 for said in group.completions]} for group in self.groups]
+
 
 def completions_of(groups: Sequence[Group]) -> Drawn:
     return [(group.prompt, completion) for group in groups for completion in group.completions]
+
+
+class Collector(Protocol):
+    """What the recipe asks of whatever makes its rollouts: completions of prompts here, episodes in episode_rollouts.py."""
+
+    sampler: Sampler
+    sampling: Sampling
+    asked: Surrogate
+    layout: Layout
+    cap: int
+    waiting: list[str]
+    fingerprints: dict[int, str]
+
+    def collect(self, step: int, reference: Reference | None) -> Any: ...
+
+    def check(self, rollout: Any, floor: LogprobFloor, reference: Reference | None = None) -> list[Verdict]: ...
+
+    def measure(self, rollout: Any) -> dict[str, float]: ...
+
+    def keep_samples(self, rollout: Any) -> None: ...
+
+    def prompts_digest(self, rollout: Any) -> str: ...
+
+    def draw_for_preflight(self, step: int) -> tuple[Batch, Drawn]: ...
+
+    def preflight(self, objective: Objective, batch: Batch) -> list[Verdict]: ...
+
+    def forget_after(self, step: int) -> None: ...
+
+    def facts(self) -> dict[str, Any]: ...
 
 
 class RolloutCollector:
@@ -115,6 +153,7 @@ class RolloutCollector:
         self.config, self.order, self.sampler, self.rewards = config, prompts.order, sampler, rewards
         self.run, self.asked, self.layout, self.model = run, asked, layout, sampler.model
         self.sampling = Sampling(max_new=config.max_completion_length, temperature=config.temperature, seed=config.seed)
+        self.cap = config.max_completion_length  # tokens that are sampled of one prompt
         self.file = run.folder / "samples.jsonl"
         self.waiting: list[str] = []
         self._score = quickest_score(self.model, layout)
@@ -144,7 +183,7 @@ class RolloutCollector:
         assert reference.step is not None
         return self.sampler.fingerprint != self.fingerprints.get(reference.step, reference.fingerprint)
 
-    def facts(self) -> dict[str, list[str]]:
+    def facts(self) -> dict[str, Any]:
         return {} if self.rewards.judge is None else {"waiting": list(self.waiting)}
 
     # ---------------------------------------------------------------- one rollout
@@ -195,7 +234,7 @@ class RolloutCollector:
             self.run.log(Event.UNJUDGED, step=step, groups=plain(unjudged), cost=asdict(self.rewards.judge.sitting.cost))
 
     def _advantages(self, groups: Sequence[Group]) -> Advantages:
-        return group_advantages([group.rewards for group in groups], scale=self.config.scale_rewards)
+        return estimated_advantages([group.rewards for group in groups], self.config.advantage_estimator, self.config.scale_rewards)
 
     def _rows(self, groups: Sequence[Group], advantages: Advantages, counted_N: Sequence[bool], reference: Reference | None) -> Batch:
         batch = batch_of(completions_of(groups), advantages.values_PG.flatten().tolist(), counted_N, self.config.normalisation,
@@ -225,7 +264,8 @@ class RolloutCollector:
                 check_planned_prompts(self.due_prompts(rollout), self.train_ids, seed=config.seed,
                                       rollout=rollout.step // config.num_iterations),
                 check_none_held_out({group.prompt.id: (group.prompt.content, group.prompt.text) for group in everything}, self.held_out),
-                check_advantages([group.rewards for group in rollout.groups], rollout.advantages, config.scale_rewards),
+                check_advantages([group.rewards for group in rollout.groups], rollout.advantages, config.scale_rewards,
+                                 config.advantage_estimator),
                 check_counted(rollout.counted_N, rollout.advantages.known_PG.flatten().tolist(),
                               [completion.ended for _, completion in drawn], mask_truncated=config.mask_truncated_completions),
                 *(self._ask_twice(rollout, floor, reference) if self.looks <= FIRST_ASKED or self.looks % ASKED_EVERY == 0 else ()),
@@ -306,6 +346,11 @@ class RolloutCollector:
         values = [(1 + 0.1 * (row % 10)) * (-1) ** row for row in range(len(drawn))]
         batch = batch_of(drawn, values, [True] * len(drawn), self.config.normalisation, cap=self.config.max_completion_length)
         return replace(batch, reference=batch.behaviour), drawn
+
+
+    def preflight(self, objective: Objective, batch: Batch) -> list[Verdict]:
+        """Nothing beyond what is asked of every policy: what is inserted here is the prompt alone."""
+        return []
 
 
 def address(step: int) -> tuple[str | int, ...]:

@@ -39,7 +39,7 @@ FEW = 3  # checkpoints: the first and the last come anyway
 WRITTEN_EVERY = 50  # judgements of a step or rollout between two that are written down while they prove
 _SHOWN = 4  # options that differ, where a folder holds another run
 # How long to go on, and where, may change between sittings; what is learned, and from what, may not.
-FREE = {"minutes", "tokens", "device", "gpus", "out", "json", "resume", "probe_samples", "witness",
+FREE = {"minutes", "tokens", "device", "gpus", "process_timeout", "replay_steps", "out", "json", "resume", "probe_samples", "witness",
         "early_stopping_patience", "early_stopping_threshold"}
 PARTS = ("open", "compile", "preflight", "steps", "evaluation", "saving", "proving", "hand-over")  # of a run's wall time
 
@@ -238,7 +238,7 @@ class Run:
         """What each step of all sittings wrote down of the data that it read."""
         return {row["step"]: row["data"] for row in read_json_lines(self.metrics_file) if "data" in row}
 
-    def save(self, step: int, contents: Contents, *, best: Path | None, against: str | None = None) -> Path:
+    def save(self, step: int, contents: Contents | Callable[[], Contents], *, best: Path | None, against: str | None = None) -> Path:
         """Snapshot now; write, retire what is old and prove beside the loop. Raises what an earlier save or proof found.
 
         The ledger says that a save begins before it does, and its digest when the loop next looks: what it never named is not the run's.

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,14 +24,40 @@ from typing import Any
 from assay.errors import GuardStop, UsageError
 from assay.recipes.run import plain
 from assay.statistics.estimate import Estimate
-from assay.statistics.seed_stability import Curves, SeedsVerdict, collapse_bound, stability
+from assay.statistics.seed_stability import NOISE_OF_A_LOSS, Curves, SeedsVerdict, collapse_bound, stability
 from assay.store import durable
 from assay.store.ledger import Event, Ledger
 from assay.strict_json import read_json, read_json_lines
 from assay.verdict import Verdict, overall, proven, refuted
 
-METRIC = "bits per byte"
-CURVES = {"loss": "loss", METRIC: "eval_bits_per_byte"}  # our name → its key in metrics.jsonl
+NOISE_OF_A_SCORE = 0.03  # of a rate: what seeds of one reinforcement may well end apart, beside the error of measuring each
+EDITED = "efficacy, generated, after"
+NO_SCORE = {"eval_loss", "eval_weight_set"}  # columns of an evaluation that stand before its score
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What a recipe's runs are compared by. `own_held_out`: each seed holds out other data, so that scores differ by that too."""
+
+    metric: str
+    lower_is_better: bool = True
+    own_held_out: bool = False
+
+    def noise(self, scores: Iterable[Estimate | None]) -> float | None:
+        """How far healthy seeds may end apart; None: as far as losses on one held-out set do."""
+        known = [score for score in scores if score is not None and math.isfinite(score.mean)]
+        if not (self.own_held_out and known):
+            return None
+        error = math.sqrt(sum(((score.high - score.low) / 2 / TWO_SIDED) ** 2 for score in known) / len(known))
+        return max(error, NOISE_OF_A_LOSS * min(abs(score.mean) for score in known) if self.lower_is_better else NOISE_OF_A_SCORE)
+
+
+TWO_SIDED = 1.96  # standard errors from the mean to the end of an interval
+MEASURES = {"pretrain": Measure("bits per byte"), "ttt": Measure("bits per byte"), "sft": Measure("nats per token", own_held_out=True),
+            "distill": Measure("held-out loss", own_held_out=True), "dpo": Measure("loss per pair", own_held_out=True),
+            "kto": Measure("held-out loss", own_held_out=True), "reward-model": Measure("held-out loss", own_held_out=True),
+            "grpo": Measure("held-out score", lower_is_better=False, own_held_out=True),
+            "edit": Measure(EDITED, lower_is_better=False, own_held_out=True)}
 LAST = {0: "done and proven", 3: "a verdict went against it", GuardStop.exit_code: "stopped by a guard"}  # not run again
 
 
@@ -82,7 +108,7 @@ def run_seeds(plan: Plan, say: Callable[[str], None]) -> Found:
     if processes.interrupted is not None:
         return Found([], record.document, processes.interrupted)
     scores = {seed: final_score(plan.folder(seed)) for seed in plan.seeds}
-    verdicts, summary = judged({seed: record.endings[seed] for seed in plan.seeds}, scores, curves(plan))
+    verdicts, summary = judged({seed: record.endings[seed] for seed in plan.seeds}, scores, curves(plan), MEASURES[plan.recipe])
     record.write(summary)
     return Found(verdicts, record.document)
 
@@ -118,10 +144,11 @@ def run_all(plan: Plan, due: list[int], processes: "Processes", record: "Record"
         raise UsageError(refused[0])
 
 
-def judged(endings: dict[int, Ending], scores: dict[int, Estimate | None], curves: Curves) -> tuple[list[Verdict], dict[str, Any]]:
+def judged(endings: dict[int, Ending], scores: dict[int, Estimate | None], curves: Curves,
+           measure: Measure = MEASURES["pretrain"]) -> tuple[list[Verdict], dict[str, Any]]:
     """The verdicts, and what seeds.json says of them. A seed without a score has no number, and so collapsed."""
     final = {seed: _number(endings[seed], scores[seed]) for seed in endings}
-    found = stability(final, curves, metric=METRIC)
+    found = stability(final, curves, metric=measure.metric, lower_is_better=measure.lower_is_better, noise=measure.noise(scores.values()))
     verdicts = [check_runs(endings), found.verdict()]
     summary = _summary(found) | {
         "scores": {seed: None if score is None else asdict(score) for seed, score in scores.items()},
@@ -145,14 +172,21 @@ def final_score(folder: Path) -> Estimate | None:
     for kind in (Event.ARTIFACT, Event.HAND_OVER, Event.TTT):
         if reported := [event["score"] for event in events if event["kind"] == kind]:
             return Estimate(**reported[-1])
-    return None
+    edits = [event["estimates"] for event in events if event["kind"] == Event.EDITS]
+    return Estimate(**edits[-1][EDITED]) if edits and EDITED in edits[-1] else None
 
 
 def curves(plan: Plan) -> Curves:
     """From each run's metrics.jsonl, as far as it got."""
-    rows = {seed: read_json_lines(plan.folder(seed) / "metrics.jsonl") for seed in plan.seeds}
-    return {name: {seed: [(row["step"], float(row[key])) for row in rows[seed] if key in row] for seed in plan.seeds}
-            for name, key in CURVES.items()}
+    rows, metric = {seed: read_json_lines(plan.folder(seed) / "metrics.jsonl") for seed in plan.seeds}, MEASURES[plan.recipe].metric
+    losses = {seed: [(row["step"], float(row["loss"])) for row in rows[seed] if "loss" in row] for seed in plan.seeds}
+    scores = {seed: [(row["step"], score) for row in rows[seed] if (score := evaluated_score(row)) is not None] for seed in plan.seeds}
+    return {"loss": losses, metric: scores}
+
+
+def evaluated_score(row: Mapping[str, Any]) -> float | None:
+    """Of a row that an evaluation wrote: the first of its columns that is a score."""
+    return next((float(value) for name, value in row.items() if name.startswith("eval_") and name not in NO_SCORE), None)
 
 
 def gpus(device: str | None) -> list[str]:
@@ -249,7 +283,8 @@ class Record:
 
     def __init__(self, plan: Plan):
         self.plan, self.path, self.endings = plan, Path(plan.out) / "seeds.json", dict[int, Ending]()
-        self.document: dict[str, Any] = {"recipe": plan.recipe, "options": list(plan.options), "metric": METRIC, "seeds": {}}
+        metric = MEASURES[plan.recipe].metric
+        self.document: dict[str, Any] = {"recipe": plan.recipe, "options": list(plan.options), "metric": metric, "seeds": {}}
         durable.make_folder(self.path.parent)
         self._one_at_a_time = threading.Lock()
         if self.path.exists():

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from assay.errors import UsageError
-from assay.learn.optim import state_tensors
+from assay.model.transformer import parameter_count
 from assay.seeds import derive
 from assay.store import durable
 from assay.store.saving import beside_the_loop, device_snapshot, room_on_device
@@ -85,7 +85,7 @@ class WitnessRecords:
         return COPIES * 4 * sum(p.numel() for p in self.trainer.model.parameters() if p.requires_grad)
 
     def _too_much(self, tokens: int) -> str | None:
-        work, most = 6.0 * tokens * sum(p.numel() for p in self.trainer.model.parameters()), MOST_WORK["cuda" if self.on_gpu else "cpu"]
+        work, most = 6.0 * tokens * parameter_count(self.trainer.model), MOST_WORK["cuda" if self.on_gpu else "cpu"]
         if self._bytes() > MOST_BYTES:
             return f"its record would hold {self._bytes() / 2**30:.1f} GiB, more than {MOST_BYTES >> 30}"
         return f"a replay would take {work:.1e} operations, more than {most:.0e}" if work > most else None
@@ -97,13 +97,13 @@ class WitnessRecords:
                 "loss": float(taken.loss), "weight": taken.weight, "ids": [list(map(str, row)) for row in taken.ids],
                 "stop_at": self._end[0], "decay_from": self._end[1], "steps_before": trainer.steps_before,
                 "parent": "" if lineage.parent is None else lineage.parent.path, "base": None if base is None else base.path,
-                "device": trainer.device, "rollout": None if self.rollout is None else rollout_facts(self.rollout)}
+                "device": trainer.device, "rollout": None if self.rollout is None else self.rollout.witness_facts()}
 
     def _state(self) -> dict[str, Tensor]:
         """What is trained and the optimizer's moments, in memory of their own: on the GPU where there is room, else on the CPU."""
-        named = dict(self.trainer.model.named_parameters())
-        weights = {f"weights/{name}": p for name, p in named.items() if p.requires_grad}
-        moments = {f"state/{name}": tensor for name, tensor in state_tensors(self.trainer.optimizer, named).items()}
+        trained, state = self.trainer.state_now()
+        weights = {f"weights/{name}": p for name, p in trained.items()}
+        moments = {f"state/{name}": tensor for name, tensor in state.items()}
         if room_on_device([*weights.values(), *moments.values()]):
             return device_snapshot(weights | moments)
         return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in (weights | moments).items()}
@@ -117,13 +117,6 @@ def _write(where: Path, before: dict[str, Tensor], after: dict[str, Tensor], fac
             save_file({key: tensor.cpu() for key, tensor in state.items()}, where / name)
             state.clear()
     durable.replace_file(where / RECORD, json.dumps(facts).encode())
-
-
-def rollout_facts(rollout: Any) -> list[dict[str, Any]]:
-    """Its groups: prompts, completions with the log-probabilities that they were drawn with, and rewards."""
-    return [{"prompt": group.prompt.id, "ids": list(group.prompt.ids), "rewards": list(group.rewards),
-             "completions": [{"ids": list(said.ids), "logprobs": list(said.logprobs), "ended": said.ended} for said in group.completions]}
-            for group in rollout.groups]
 
 
 def pending_records(run: Path) -> list[Path]:

@@ -14,6 +14,8 @@ GAIN = {Outcome.PROVEN: "gain shown", Outcome.UNPROVEN: "no gain shown", Outcome
 FACTS = {Outcome.PROVEN: "facts said", Outcome.UNPROVEN: "not shown that the facts are said", Outcome.REFUTED: "facts not said"}
 LOSS = {Outcome.PROVEN: "loss lowered", Outcome.UNPROVEN: "no lower loss shown", Outcome.REFUTED: "the loss rose"}
 PREFERENCE = {Outcome.PROVEN: "preference learned", Outcome.UNPROVEN: "no preference shown", Outcome.REFUTED: "the rejected is preferred"}
+RANKING = {Outcome.PROVEN: "ranks better than a coin", Outcome.UNPROVEN: "not shown better than a coin",
+           Outcome.REFUTED: "ranks worse than a coin"}
 TEACHER = {Outcome.PROVEN: "nearer to the teacher", Outcome.UNPROVEN: "not shown nearer to the teacher",
            Outcome.REFUTED: "farther from the teacher"}
 
@@ -50,6 +52,8 @@ def purpose_of(record: RunRecord) -> Purpose | None:
         return Purpose(gain.outcome, f"{GAIN[gain.outcome]}: {_gain_text(gain, results[-1])}")
     if said := verdicts.get("generated") or verdicts.get("efficacy"):
         return Purpose(said.outcome, f"{FACTS[said.outcome]}: {said.reason}")
+    if "reward head" in verdicts and (ranks := verdicts.get("accuracy")):
+        return Purpose(ranks.outcome, f"{RANKING[ranks.outcome]}: {ranks.reason}")
     if learned := verdicts.get("direction"):
         return Purpose(learned.outcome, f"{PREFERENCE[learned.outcome]}: {learned.reason}")
     handed_over = next((event for event in reversed(results) if event.get("checkpoint")), None)

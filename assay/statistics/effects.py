@@ -169,6 +169,16 @@ def needed_pairs(effect: float, spread: float, *, level: float = 0.95, power: fl
     return max(2, math.ceil((_reach(level, power) * spread / effect) ** 2)) if effect else None
 
 
+def visible_change(scores: ArrayLike, *, level: float = 0.95, power: float = POWER) -> float:
+    """The mean change that a second look at as many problems would show 8 times in 10, if single scores changed at will.
+
+    Scores between 0 and 1 are given a right and a wrong one more: of a few that are all the same, the spread is not known to be 0.
+    """
+    found = finite_vector("score", scores)
+    known = np.append(found, [0.0, 1.0]) if found.min() >= 0 and found.max() <= 1 else found
+    return _reach(level, power) * math.sqrt(2) * float(known.std()) / math.sqrt(found.size)
+
+
 def needed_runs(effect: float, spread: float, *, level: float = 0.95, power: float = POWER) -> int | None:
     """Runs per arm; never fewer than a permutation test needs to reach the level at all."""
     if not effect:
@@ -232,6 +242,16 @@ def welch_p(after: ArrayLike, before: ArrayLike) -> float:
     """Two-sided, of the difference of two means of independent scores."""
     new, old = finite_vector("score after", after), finite_vector("score before", before)
     return _t_p(float(new.mean() - old.mean()), *_welch(new, old))
+
+
+def difference_of_means(one: ArrayLike, other: ArrayLike, *, level: float = 0.95) -> Estimate:
+    """one − other, of independent scores, with Welch's interval."""
+    new, old = finite_vector("score of one", one), finite_vector("score of the other", other)
+    if min(new.size, old.size) < 2:
+        raise DataError(f"{new.size} and {old.size} scores: a difference of means needs two of each at least")
+    centre = float(new.mean() - old.mean())
+    low, high = _t_bounds(centre, *_welch(new, old))(level)
+    return Estimate(centre, low, high, new.size + old.size, level)
 
 
 def _welch(new: Array, old: Array) -> tuple[float, float]:

@@ -35,6 +35,7 @@ class Ancestor:
 
     weights: str
     path: str
+    held: str | None = None  # nf4, int8 or bf16, where `weights` is the digest of what those weights came to in that dtype
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Lineage:
     taught_to_stop: bool = False  # the data ended its answers with a stop token, so generations must end
     weight_set: Literal["raw", "ema"] | None = None  # which of a run's two sets these weights are; None: there was one
     scored_set: Literal["raw", "ema"] | None = None  # which of them was scored; "ema" lies in the optimizer's file
+    rebased: Mapping[str, Any] | None = None  # of a merge into other weights than were trained on: which, and what it changed
     rounded: str | None = None  # dtype that the parent's values were rounded to, where not all of them fit it as they were
 
 

@@ -25,7 +25,7 @@ from assay.model.tokenizer import BYTE_OF, Tokenizer
 from assay.model.transformer import Experts, ModelConfig, Rope, Transformer, initialised
 from assay.seeds import generator
 from assay.store import checkpoint
-from assay.store.artifact import build_model, open_artifact
+from assay.store.artifact import Destination, build_model, open_artifact
 from assay.store.checkpoint import Checkpoint
 from assay.store.safetensors_files import read_tensors, write_sharded, write_tensors
 from assay.store.saving import Ancestor, Lineage, adapter_contents, model_contents, model_files
@@ -162,9 +162,10 @@ def save_hf_folder(where: Path, model: Transformer, *, sharded: bool = False) ->
 
 
 def adapted_model(base: Path, *, far: float = 0.05, rslora: bool = False,
-                  replaced: tuple[str, ...] = ()) -> tuple[Transformer, Patch]:
-    """A trained adapter on `base`, live, and the patch that it is; `replaced` names tensors that were trained whole."""
-    artifact = open_artifact(base)
+                  replaced: tuple[str, ...] = (), held: str | None = None) -> tuple[Transformer, Patch]:
+    """A trained adapter on `base`, live, and the patch that it is; `replaced` names tensors that were trained whole, `held` the dtype
+    that the base is held in."""
+    artifact = open_artifact(base, to=None if held is None else Destination("cpu"), held=held)
     scale = ALPHA / (_RANK**0.5 if rslora else _RANK)
     planned = fresh(artifact.config, plan(artifact.config, ADAPTED_LAYERS), _RANK, scale, 0, artifact.digest)
     whole = {name: artifact.tensors[name] + 0.01 for name in replaced}
@@ -178,10 +179,10 @@ def live_patch(model: Transformer, parent: str) -> Patch:
     return Patch(parent, {f"{name}.weight": layer.parts() for name, layer in layers.items()})
 
 
-def save_adapter(where: Path, base: Path, *, rslora: bool = False, **options: Any) -> Checkpoint:
+def save_adapter(where: Path, base: Path, *, rslora: bool = False, held: str | None = None, **options: Any) -> Checkpoint:
     """A checkpoint of ours that holds an adapter."""
-    model, patch = adapted_model(base, rslora=rslora, **options)
-    ground = Ancestor(open_artifact(base).digest, str(base))
+    model, patch = adapted_model(base, rslora=rslora, held=held, **options)
+    ground = Ancestor(open_artifact(base, held=held).digest, str(base), held)
     contents = adapter_contents(model, patch, ground, tokenizer_and_stops()[0], Lineage("moved", ground), rslora=rslora)
     return checkpoint.write_checkpoint(where, contents)
 

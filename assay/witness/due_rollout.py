@@ -70,16 +70,19 @@ def wrong_prompts(plan: PromptPlan, step: int, groups: Sequence[Mapping[str, Any
 # ---------------------------------------------------------------- advantages and weights
 
 
-def advantages(groups: Sequence[Sequence[float | None]], scale: str) -> list[list[float]]:
-    """How much better than its group's mean; an unknown reward takes no part, and equal ones teach nothing."""
+def advantages(groups: Sequence[Sequence[float | None]], scale: str, estimator: str = "grpo") -> list[list[float]]:
+    """How much better than its group's mean, its siblings' (rloo) or the batch's (reinforce_pp); an unknown reward takes no part, and
+    equal ones teach nothing."""
     known = [[reward for reward in group if reward is not None] for group in groups]
     everything = [reward for group in known for reward in group]
     found = []
-    for group, rewards in zip(groups, known, strict=True):
+    for group, rewards in zip(groups, [everything] * len(groups) if estimator == "reinforce_pp" else known, strict=True):
         mean = sum(rewards) / max(1, len(rewards))
         silent = len(rewards) < 2 or max(rewards) - min(rewards) <= EQUAL_REWARDS * max(1.0, abs(max(rewards)))
+        scale = {"rloo": "none", "reinforce_pp": "batch"}.get(estimator, scale)
+        own = len(rewards) / max(1, len(rewards) - 1) if estimator == "rloo" else 1.0  # r − mean of the others = (r − mean) · n / (n − 1)
         unit = {"none": 1.0, "group": deviation(rewards) + LEAST_SPREAD, "batch": deviation(everything) + LEAST_SPREAD}[scale]
-        found.append([0.0 if silent or reward is None else (reward - mean) / unit for reward in group])
+        found.append([0.0 if silent or reward is None else own * (reward - mean) / unit for reward in group])
     return found
 
 
@@ -95,19 +98,32 @@ class DueRollout(NamedTuple):
     divisor: float
 
 
+def sequences_of(prompt: Sequence[int], said: Mapping[str, Any]) -> list[tuple[list[int], list[bool], list[float]]]:
+    """Ids, which of them were sampled, and the log-probabilities that they were sampled with: one of a completion, any number of an
+    episode."""
+    if "sequences" in said:
+        return [(each["ids"], each["sampled"], each["logprobs"]) for each in said["sequences"]]
+    before, spoken = len(prompt), len(said["ids"])
+    return [([*prompt, *said["ids"]], [False] * before + [True] * spoken, [0.0] * before + said["logprobs"])]
+
+
 def due_rollout(groups: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> DueRollout:
-    values = advantages([group["rewards"] for group in groups], options["scale_rewards"])
+    values = advantages([group["rewards"] for group in groups], options["scale_rewards"], options.get("advantage_estimator", "grpo"))
     texts, better, drawn_with, counted = list[DueText](), dict[str, float](), dict[str, list[float]](), 0
     for place, group in enumerate(groups):
         for member, said in enumerate(group["completions"]):
-            name, prompt = f"{place}:{member}", len(group["ids"])
-            counts = group["rewards"][member] is not None and not (options["mask_truncated_completions"] and said["ended"] == "length")
-            weight = (1 / len(said["ids"]) if options["loss_type"] == "grpo" else 1.0) if counts else 0.0
-            texts.append(DueText(name, [*group["ids"], *said["ids"]], [0.0] * prompt + [weight] * len(said["ids"])))
-            better[name], drawn_with[name] = values[place][member], [0.0] * prompt + said["logprobs"]
+            sequences, counts = sequences_of(group["ids"], said), group["rewards"][member] is not None
+            tokens = sum(sum(sampled) for _, sampled, _ in sequences)
+            counts = counts and tokens > 0 and not (options["mask_truncated_completions"] and said["ended"] == "length")
+            weight = (1 / tokens if options["loss_type"] == "grpo" else 1.0) if counts else 0.0
+            for number, (ids, sampled, logprobs) in enumerate(sequences):
+                name = f"{place}:{member}:{number}"
+                texts.append(DueText(name, ids, [weight * each for each in sampled]))
+                better[name], drawn_with[name] = values[place][member], logprobs
             counted += counts
     constant = options["loss_type"] == "dr_grpo"
-    divisor = counted * options["max_completion_length"] if constant else sum(sum(text.weights) for text in texts)
+    cap = options["max_completion_length"] * (options["max_turns"] if options.get("environment") else 1)
+    divisor = counted * cap if constant else sum(sum(text.weights) for text in texts)
     return DueRollout(texts, better, drawn_with, divisor)
 
 # ---------------------------------------------------------------- what a token costs

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from assay.strict_json import parse_yaml
 from assay.verdict import Outcome, Verdict, proven, refuted, unproven
+from assay.witness.due_base import asked_base_dtype, due_base
 from assay.witness.due_gradient import Adapter, CostOfTokens, DueGradient, TwinModel, blended, cross_entropy, due_gradient, read_safetensors
 from assay.witness.due_rollout import DueRollout, PromptPlan, due_rollout, fork_weights, policy_costs, wrong_prompts
 from assay.witness.due_rows import DueText, PackedPlan, WindowPlan
@@ -143,10 +144,14 @@ def due_texts(kept: KeptStep) -> tuple[list[list[DueText]], int | None]:
         steps = None if options["tokens"] is None else max(1, math.ceil(options["tokens"] / (corpus.rows * options["max_length"])))
         return corpus.due(kept.step), steps
     if kept.recipe == "Grpo":
+        if options.get("environment") and not options["max_steps"] and options["minutes"] is None:
+            raise NotWitnessed("--environment without --max-steps: how many tasks there were is not kept")
         steps = None if options["minutes"] is not None else options["max_steps"] or kept.prompts.steps
         return [[text] for text in kept.rollout.texts], steps
     if kept.recipe not in ("Sft", "Distill"):
         raise NotWitnessed(f"the witness does not know {kept.recipe.lower()}")
+    if options.get("on_policy"):
+        raise NotWitnessed("--on-policy: what the student said at a step is not kept")
     if options.get("how") == "text":
         options = options | {"data": [str(kept.run / "teacher.jsonl")], "held_out_data": str(kept.run / "teacher-held-out.jsonl")}
     packed = PackedPlan(texts_to_learn(kept.tokenizer_folder, options), options)
@@ -185,16 +190,26 @@ def model_shape(kept: KeptStep) -> dict[str, Any] | Path:
             "head_dim": 64, "hidden_act": "silu", "max_position_embeddings": max(options["max_length"], 64), "rms_norm_eps": 1e-6,
             "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}, "tie_word_embeddings": True, "attention_bias": False}
 
+
+def base_weights(kept: KeptStep, twin: TwinModel) -> dict[str, Tensor]:
+    """Of the model's folder, in the dtype that an adapter's base is held in."""
+    dtype = asked_base_dtype(kept.options, Path(kept.facts["parent"]))
+    held = due_base(read_safetensors(kept.folder_of_model), dtype, transposed=twin.gpt2)
+    return {name: tensor.to(kept.device) for name, tensor in held.items()}
+
+
 def due_costs(kept: KeptStep, twin: TwinModel, adapter: Adapter | None) -> CostOfTokens:
     """What predicting a token costs: its cross-entropy, what the teacher has to say of it, or what a completion was worth."""
     options = kept.options
     if kept.recipe == "Grpo":
         earlier = Path(kept.facts["parent"]) / "adapter_model.safetensors"
         factors = read_safetensors(earlier.parent, earlier.name) if earlier.is_file() else {}
-        fork = fork_weights(twin, read_safetensors(kept.folder_of_model), factors, adapter)
+        fork = fork_weights(twin, base_weights(kept, twin), factors, adapter)
         return policy_costs(kept.rollout, options, kept.step, twin, fork)
     if options.get("how", "text") == "text":
         return cross_entropy
+    if "=" in options["teacher"]:
+        raise NotWitnessed("several teachers are not asked again here")
     if options["how"] == "stored":
         raise NotWitnessed("--how stored: the teacher's stored logits are not made again here")
     folder = Path(options["teacher"])
@@ -208,9 +223,11 @@ def due_costs(kept: KeptStep, twin: TwinModel, adapter: Adapter | None) -> CostO
 
 def judge_step(kept: KeptStep, rows: list[list[DueText]], steps: int | None) -> Verdict:
     """Every difference in words; the first of them is usually the cause of the others."""
+    if (optim := kept.options.get("optim", "adamw")) != "adamw":
+        raise NotWitnessed(f"--optim {optim}: moments in 8 bits do not hold the gradient that a step took")
     shape, adapter = model_shape(kept), asked_adapter(kept)
     exact, rounded = (TwinModel(shape, dtype, kept.device) for dtype in (kept.exact, getattr(torch, kept.compute)))
-    frozen = {} if adapter is None else read_safetensors(kept.folder_of_model, device=kept.device)
+    frozen = {} if adapter is None else base_weights(kept, exact)
     trained, texts = kept.weights(kept.before), [text for row in rows for text in row]
     against = [*wrong_rows(kept, rows), *wrong_tensors(kept, exact, trained, adapter), *wrong_beginning(kept, exact, adapter)]
     if any("tensors" in each for each in against):
@@ -245,9 +262,9 @@ def wrong_rows(kept: KeptStep, rows: list[list[DueText]]) -> list[str]:
     if kept.recipe == "Grpo":
         groups = kept.facts["rollout"]
         learned = Counter(name for row in kept.facts["ids"] for name in row)
-        if learned != Counter(group["prompt"] for group in groups for _ in group["completions"]):
+        if learned != Counter(group["prompt"] for group in groups for said in group["completions"] for _ in said.get("sequences", [said])):
             return ["the step learned from other completions than those that were kept of its rollout"]
-        return wrong_prompts(kept.prompts, kept.step, groups)
+        return [] if kept.options.get("environment") else wrong_prompts(kept.prompts, kept.step, groups)
     read, due = [[str(name) for name in row] for row in kept.facts["ids"]], [list(dict.fromkeys(text.name for text in row)) for row in rows]
     wrong = [number for number, (one, other) in enumerate(zip(read, due, strict=False)) if one != other]
     if len(read) != len(due):

@@ -9,6 +9,7 @@ def catalogue() -> dict[str, Fault]:
     """Every fault, registered on first use: importing the zoo plants nothing and loads no model."""
     from assay.zoo import (  # noqa: F401 - importing registers
         adapter_faults,
+        agent_faults,
         chat_faults,
         checkpoint_faults,
         conclusion_faults,
@@ -18,10 +19,12 @@ def catalogue() -> dict[str, Fault]:
         evaluation_faults,
         file_format_faults,
         forward_faults,
+        method_faults,
         preference_faults,
         reward_faults,
         rollout_faults,
         run_faults,
+        sharding_faults,
         speech_faults,
         training_faults,
         ttt_faults,

@@ -114,6 +114,19 @@ def stale_cache(usual: Any, self: Engine, version: str, **options: Any) -> None:
 # ---------------------------------------------------------------- log-probabilities of another law
 
 
+@fault("ratio of the policy with itself", rows=("N30",), stage="loss", check="policy_loss", job=a_grpo_run())
+@in_place_of(tiny_grpo, "make_objective")
+def ratio_of_itself(usual: Any, asked: Any) -> Objective:
+    """The ratio is taken to the policy's own log-probabilities, detached: it is always 1, and the clip never acts."""
+    objective = usual(asked)
+
+    def of_itself(model: Transformer, batch: Batch) -> Loss:
+        own, _ = policy.token_logprobs(model, batch, asked.temperature, entropy=True)
+        return objective(model, replace(batch, behaviour=own.detach()))
+
+    return of_itself
+
+
 fault("temperature missing in the trainer", rows=("R08",), stage="logprob", check="identity", job=a_grpo_run())(
     in_place_of(policy, "token_logprobs")(lambda usual, model, batch, temperature=1.0, **options: usual(model, batch, 1.0, **options)))
 

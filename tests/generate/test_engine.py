@@ -346,3 +346,77 @@ def test_what_cannot_be_served_is_refused(model, request_, sentence):
 def test_an_engine_that_cannot_be_is_refused(model, slots, length):
     with pytest.raises(UsageError, match=f"an engine of {slots} slots of {length} tokens"):
         Engine(model, slots=slots, length=length, version="v")
+
+# ---------------------------------------------------------------- several turns
+
+
+def conversation(engine, turns, max_new=6, *, follow=True, seed=3):
+    """Greedy turns, after each of which five tokens are inserted; the tokens of each turn and the last prompt."""
+    prompt, said, follows = tuple(range(40, 60)), [], None
+    for turn in range(turns):
+        ticket = engine.submit(GenerationRequest(prompt, Sampling(max_new=max_new, temperature=0.8, seed=seed), ("turn", turn),
+                                                 follows=follows))
+        [ended] = engine.drain()
+        said.append(ended.completion)
+        prompt, follows = (*prompt, *ended.completion.ids, *range(70 + turn, 75 + turn)), (ticket, 0) if follow else None
+    return said, prompt
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral", "mixed", "gemma2", "gpt_oss"])
+def test_a_turn_that_goes_on_from_an_earlier_one_says_what_a_new_prompt_would(family):
+    model = lively(family)
+    make = lambda: Engine(model, slots=2, length=120, version="v")
+    (one, _), (two, _) = conversation(make(), 5), conversation(make(), 5, follow=False)
+    assert [turn.ids for turn in one] == [turn.ids for turn in two]
+    assert apart(one, two) < 1e-4
+
+
+def test_five_turns_cost_little_more_than_their_own_tokens(model):
+    """Without reuse every turn computes all of the turns before it."""
+    engine, anew = (Engine(model, slots=2, length=120, version="v") for _ in range(2))
+    _, prompt = conversation(engine, 5)
+    conversation(anew, 5, follow=False)
+    assert engine.forwarded <= 1.2 * len(prompt)
+    assert anew.forwarded > 2 * len(prompt)
+
+
+def test_turns_of_several_keep_their_slots_and_lose_nothing_when_these_are_taken(model):
+    """Three conversations over two slots: some go on in place, some are computed anew, and all say the same."""
+    def all_turns(slots, follow):
+        engine, prompts = Engine(model, slots=slots, length=120, version="v"), [tuple(range(n, n + 9)) for n in (5, 6, 7)]
+        before, said = {}, []
+        for turn in range(3):
+            tickets = {engine.submit(GenerationRequest(prompt, Sampling(max_new=4, temperature=0), (turn, n),
+                                                       follows=before.get(n) if follow else None)): n for n, prompt in enumerate(prompts)}
+            ended = {tickets[each.ticket]: each.completion for each in engine.drain()}
+            before = {n: (ticket, 0) for ticket, n in tickets.items()}
+            prompts = [(*prompt, *ended[n].ids, 90 + turn) for n, prompt in enumerate(prompts)]
+            said.append([ended[n].ids for n in range(3)])
+        return said
+    assert all_turns(2, follow=True) == all_turns(3, follow=True) == all_turns(3, follow=False)
+
+
+def test_no_turn_goes_on_from_keys_of_an_earlier_version():
+    """Drawn, not greedy: of the likeliest token the reported log-probability is 0 whatever the keys."""
+    model, drawn = lively("llama"), Sampling(max_new=4, temperature=1.0, seed=1)
+    engine = Engine(model, slots=1, length=64, version="one")
+    ticket = engine.submit(GenerationRequest((5, 6, 7), drawn))
+    [first] = engine.drain()
+    nudged(model)
+    engine.load("two")
+    prompt = (5, 6, 7, *first.completion.ids, 9)
+    engine.submit(GenerationRequest(prompt, drawn, follows=(ticket, 0)))
+    [again] = engine.drain()
+    [due] = generate(model, [GenerationRequest(prompt, drawn)])
+    assert again.completion.ids == due.ids
+    assert apart([again.completion], [due]) < 1e-5
+
+
+def test_a_prompt_that_does_not_begin_with_what_it_follows_is_computed_whole(model):
+    engine = Engine(model, slots=1, length=64, version="v")
+    ticket = engine.submit(GenerationRequest((5, 6, 7), Sampling(max_new=4, temperature=0)))
+    engine.drain()
+    engine.submit(GenerationRequest((8, 6, 7, 9, 10, 11, 12, 13), Sampling(max_new=4, temperature=0), follows=(ticket, 0)))
+    [found] = engine.drain()
+    [due] = generate(model, [GenerationRequest((8, 6, 7, 9, 10, 11, 12, 13), Sampling(max_new=4, temperature=0))])
+    assert found.completion.ids == due.ids

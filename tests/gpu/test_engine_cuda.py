@@ -188,3 +188,20 @@ def test_a_trainers_compiled_model_is_sampled_from():
     model(torch.arange(64, device="cuda")[None])
     completions = generate(model, requests(Sampling(max_new=20, temperature=0.8)), version="v")
     assert all(len(c.ids) == 20 for c in completions)
+
+# ── several turns ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-3), (torch.bfloat16, 0.2)])
+def test_a_turn_that_goes_on_in_its_slot_is_the_same_as_one_from_the_beginning(family, dtype, bound):
+    """Its log-probabilities are those of the trainer's path over the whole text; fewer tokens are computed for them."""
+    model, sampling = lively(family, dtype), Sampling(max_new=12, temperature=0.9, seed=5)
+    engine, before, prompt = Engine(model, slots=3, length=128, version="v"), None, tuple(range(40, 60))
+    for turn in range(4):
+        ticket = engine.submit(GenerationRequest(prompt, sampling, ("turn", turn), follows=before))
+        [ended] = engine.drain()
+        [due] = completion_logprobs(model, [(prompt, ended.completion.ids)], sampling)
+        assert max(abs(a - b) for a, b in zip(ended.completion.logprobs, due.tolist(), strict=True)) < bound
+        before, prompt = (ticket, 0), (*prompt, *ended.completion.ids, *range(70, 75))
+    assert engine.forwarded <= 1.2 * len(prompt)

@@ -22,7 +22,7 @@ from assay.recipes import seeds
 from assay.recipes.seeds import Ending, Plan, ending_in_words, final_score, judged, run_seeds
 from assay.statistics.estimate import Estimate
 from assay.store.ledger import Ledger
-from assay.verbs.seeds import FLAGS, checked_plan
+from assay.verbs.seeds import FLAGS, RECIPES, checked_plan
 from assay.verdict import Outcome, overall
 
 RECIPE = Path(__file__).with_name("stand_in.py")
@@ -315,3 +315,36 @@ def test_exit_codes_and_json(tmp_path, monkeypatch, capfd):
         assert "seed 1: begins" in err
         if code != 2:
             assert json.loads(out)["outcome"] == {0: "PROVEN", 3: "REFUTED"}[code]
+
+# ---------------------------------------------------------------- every recipe
+
+
+def around(mean, far):
+    return Estimate(mean, mean - far, mean + far, 50)
+
+
+def test_every_recipe_has_a_measure():
+    assert set(RECIPES) == set(seeds.MEASURES)
+
+
+@pytest.mark.parametrize(("recipe", "means", "far", "collapsed"), [
+    ("grpo", {1: 0.62, 2: 0.58, 3: 0.05}, 0.05, [3]), ("grpo", {1: 0.62, 2: 0.58, 3: 0.52}, 0.05, []),
+    ("sft", {1: 1.44, 2: 1.50, 3: 1.56}, 0.1, []), ("sft", {1: 1.44, 2: 1.50, 3: 4.0}, 0.1, [3]),
+    ("edit", {1: 1.0, 2: 0.98, 3: 0.2}, 0.02, [3]), ("pretrain", {1: 1.44, 2: 1.4401, 3: 1.50}, 0.1, [3])])
+def test_seeds_are_compared_by_the_recipes_own_score(recipe, means, far, collapsed):
+    """Where each seed holds out other data, scores differ by that too, and it is no collapse."""
+    endings = {seed: Ending(0, "done and proven") for seed in means}
+    verdicts, summary = judged(endings, {seed: around(mean, far) for seed, mean in means.items()}, {}, seeds.MEASURES[recipe])
+    assert summary["collapsed"] == collapsed
+    assert (overall(verdicts) is Outcome.PROVEN) is (not collapsed)
+
+
+def test_the_score_of_a_policy_and_of_edits_is_found(tmp_path):
+    policy, edits = Ledger(tmp_path / "policy" / "ledger.jsonl"), Ledger(tmp_path / "edits" / "ledger.jsonl")
+    said = {"mean": 0.5, "low": 0.4, "high": 0.6, "n": 9, "level": 0.95}
+    policy.append("hand over", metric="answer", score=said)
+    edits.append("edits", estimates={seeds.EDITED: said})
+    assert final_score(tmp_path / "policy") == final_score(tmp_path / "edits") == Estimate(**said)
+    assert seeds.evaluated_score({"step": 1, "eval_loss": 2.0, "eval_weight_set": 1.0, "eval_nats_per_token": 3.0, "eval_low": 1.0}) == 3.0
+    assert seeds.evaluated_score({"step": 1, "eval_answer": 0.25, "eval_low": 0.1}) == 0.25
+    assert seeds.evaluated_score({"step": 1, "loss": 0.25}) is None

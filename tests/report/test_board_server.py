@@ -143,7 +143,8 @@ def test_a_run_is_stopped_once_and_only_its_own_process(tmp_path: Path):
     if not any(str(writer.pid) in line.split() for line in LOCKS.read_text().splitlines()):
         writer.kill()
         pytest.skip("this system's /proc/locks does not name the processes of a container")
-    with served(tmp_path) as client, writer:
+    with served(tmp_path) as client, contextlib.ExitStack() as stack:
+        stack.callback(writer.kill)
         by_name = {row["run"]: row for row in rows_until(client, lambda rows: any(row["running"] for row in rows))}
         assert by_name["a"]["headline"] == "running"
         stop = f"/api/runs/{by_name['a']['id']}/stop"

@@ -69,6 +69,12 @@ def test_preferences_are_headed_by_what_was_learned_to_be_preferred(verdict: Ver
     assert str(headline(read_run(run))) == words
 
 
+def test_a_reward_model_is_headed_by_how_well_it_ranks(tmp_path: Path):
+    verdicts = [proven("direction", "margins rose"), proven("reward head", "it moved"), unproven("accuracy", "0.53 of 30 pairs")]
+    run = ended(tmp_path / "run", "hand over", verdicts, checkpoint="step-000040")
+    assert str(headline(read_run(run))) == "not shown better than a coin: 0.53 of 30 pairs; artifact not proven"
+
+
 @pytest.mark.parametrize(("fell", "words"), [
     ({"mean": 0.4, "low": 0.31, "high": 0.48, "n": 10}, "nearer to the teacher: the KL fell by +0.400 [0.310, 0.480] of what it was"),
     ({"mean": 0.02, "low": -0.1, "high": 0.12, "n": 10}, "not shown nearer to the teacher: the KL fell by +0.020"),
@@ -83,7 +89,7 @@ def test_every_recipe_ends_with_its_headline():
     from assay.cli import _RECIPES
 
     verbs = Path(__file__).parents[2] / "assay" / "verbs"
-    assert [verb for verb in sorted(_RECIPES) if "print_headline(outcome.folder)" not in (verbs / f"{verb}.py").read_text()] == []
+    assert [verb for verb in sorted(_RECIPES) if "print_headline(outcome.folder)" not in (verbs / f"{verb.replace('-', '_')}.py").read_text()] == []
 
 
 @pytest.mark.parametrize(("after", "words"), [

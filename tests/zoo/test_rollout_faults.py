@@ -18,6 +18,7 @@ REASONS = {
     "fork served from an empty adapter": "the same version by name, and other weights",
     "keys and values of the weights before": "the sampler is off",
     "temperature missing in the trainer": "the trainer is off",
+    "ratio of the policy with itself": "the surrogate that was asked for: loss",
     "log-probabilities before the temperature": "the sampler's are those of temperature 1",
     "top-p renormalised in the sampler alone": "the sampler is off",
     "coarser numbers in the sampler": "the sampler is off",

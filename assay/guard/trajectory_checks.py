@@ -1,0 +1,187 @@
+"""Trajectory checks: what is trained on is what was sampled and nothing else, each reward once, and no kind of episode is lost.
+
+They are made from the engine's own record of every turn and the environments' own record of every reward, not from what the recipe
+made of them.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+import torch
+
+from assay.agents.episodes import SampledTurn
+from assay.agents.trajectory import Trajectory
+from assay.data.batch import Batch
+from assay.guard.loss_preflight import loss_gradients
+from assay.guard.policy_identity import trained_documents
+from assay.learn.advantage import Normalise
+from assay.learn.objectives import Objective
+from assay.model.attention import PADDING
+from assay.model.transformer import Transformer
+from assay.verdict import Verdict, proven, refuted, unproven
+
+SAME_WEIGHT = 1e-5  # relative: token weights are held in fp32
+HASH_BASE, HASH_MASK = 1_000_003, (1 << 61) - 1
+FEWEST_OF_A_KIND = 20  # episodes that a share of errors is at least taken of
+
+
+def check_token_law(batch: Batch, sampled: Sequence[SampledTurn], counted: Counter[tuple[int, ...]], *, stop_ids: Collection[int],
+                    cap: int) -> Verdict:
+    """Every sequence of the batch ends with a turn that was sampled after what stands before it; what counts are sampled tokens.
+
+    `counted` are the token sequences of trajectories that are learned from, as often as they occur: of these every sampled token counts.
+    A turn shorter than the cap ends with a stop id.
+    """
+    for turn in sampled:
+        said = turn.completion
+        if len(said.ids) < cap and said.ids[-1] not in stop_ids:
+            return refuted("token_law", f"a turn of {len(said.ids)} of {cap} tokens ends with id {said.ids[-1]}, which stops nothing: its "
+                           "stop token was cut off")
+    rows, record, whole, tokens = trained_documents(batch), SampledTurns(sampled), Counter[tuple[int, ...]](), 0
+    for ids, weight in rows:
+        places = record.places(ids)
+        if places is None:
+            return refuted("token_law", f"a trained sequence of {len(ids)} ids has turns that were never sampled after what stands before "
+                           "them: its history was written anew, or its text was encoded again")
+        wrong = [place for place, value in enumerate(weight) if value and place not in places]
+        if wrong:
+            return refuted("token_law", f"{len(wrong)} tokens of a sequence of {len(ids)} are trained on that the policy did not sample "
+                           f"(the first at place {wrong[0]}): an environment's or a template's words", tokens=len(wrong))
+        whole[ids] += all(weight[place] for place in places)
+        tokens += len(places)
+    if lost := counted - whole:
+        return refuted("token_law", f"{sum(lost.values())} of {counted.total()} sequences that count are not in the batch with all that "
+                       "was sampled in them: a branch or a turn is lost")
+    if more := whole - counted:
+        return refuted("token_law", f"{sum(more.values())} sequences are trained on that should not count: their episodes ended with an "
+                       "error, or hit a cap that is masked")
+    return proven("token_law", f"{len(sampled)} turns were sampled; {len(rows)} sequences hold {tokens} of their tokens as they were, and "
+                  "no other counts", turns=len(sampled), sequences=len(rows))
+
+
+class SampledTurns:
+    """The engine's record, to be asked which turns were sampled after the beginnings of a sequence."""
+
+    def __init__(self, sampled: Sequence[SampledTurn]):
+        self._after: dict[tuple[int, int], list[SampledTurn]] = {}
+        for turn in sampled:
+            self._after.setdefault((len(turn.prompt), prefix_hashes(turn.prompt)[-1]), []).append(turn)
+
+    def places(self, ids: tuple[int, ...]) -> set[int] | None:
+        """Where a sequence's sampled tokens stand; None where its last turn was not sampled after what stands before it."""
+        places, ended = set[int](), False
+        for begin, value in enumerate(prefix_hashes(ids), 1):
+            for prompt, said in self._after.get((begin, value), ()):
+                end = begin + len(said.ids)
+                if ids[:begin] == prompt and ids[begin:end] == said.ids:
+                    places |= set(range(begin, end))
+                    ended |= end == len(ids)
+        return places if ended else None
+
+
+def prefix_hashes(ids: Sequence[int]) -> list[int]:
+    """Of every beginning of the ids: they are many, and comparing each with each would take longer than a step."""
+    return list(accumulate(ids, lambda so_far, token: (so_far * HASH_BASE + token + 1) & HASH_MASK, initial=0))[1:]
+
+
+def check_every_turn(sampled: Sequence[SampledTurn], trajectories: Sequence[Trajectory]) -> Verdict:
+    """Each turn that the engine sampled stands in one trajectory, with its log-probabilities and its version as they were."""
+    due = Counter((turn.completion.ids, turn.completion.logprobs, turn.completion.version) for turn in sampled)
+    held = Counter((turn.ids, turn.logprobs, turn.version) for trajectory in trajectories for turn in trajectory.turns)
+    if lost := due - held:
+        return refuted("every_turn", f"{sum(lost.values())} of {len(sampled)} sampled turns are in no trajectory as they were sampled: a "
+                       "branch was lost, or a turn changed")
+    if more := held - due:
+        return refuted("every_turn", f"{sum(more.values())} turns of the trajectories were never sampled, or stand in two of them")
+    return proven("every_turn", f"{len(sampled)} sampled turns stand in {len(trajectories)} trajectories", turns=len(sampled))
+
+
+def check_trajectory_weights(batch: Batch, trajectories: Sequence[Trajectory], counted_N: Sequence[bool], normalise: Normalise,
+                             cap: int) -> Verdict:
+    """A trajectory weighs what it should with all its sequences together, and the batch is divided by what it should be."""
+    weights: dict[tuple[int, ...], float] = {}
+    for ids, weight in trained_documents(batch):
+        weights[ids] = weights.get(ids, 0.0) + sum(weight)
+    rows = Counter(sequence.ids for trajectory in trajectories for sequence in trajectory.sequences)
+    for trajectory, counts in zip(trajectories, counted_N, strict=True):
+        due = 0.0 if not counts else 1.0 if normalise == "sequence" else float(trajectory.tokens)
+        shared = any(rows[sequence.ids] > 1 for sequence in trajectory.sequences)  # two that say the same may count differently
+        found = sum(weights.get(sequence.ids, 0.0) for sequence in trajectory.sequences)
+        if not shared and abs(found - due) > SAME_WEIGHT * max(1.0, due):
+            return refuted("trajectory_weights", f"episode {trajectory.episode} with {len(trajectory.sequences)} sequences "
+                           f"and {trajectory.tokens} sampled tokens weighs {found:.4g} where {due:.4g} is due")
+    divisor = float(sum(counted_N) * cap) if normalise == "constant" else None
+    if divisor is not None and (batch.divisor is None or abs(batch.divisor - divisor) > SAME_WEIGHT * divisor):
+        return refuted("trajectory_weights", f"the batch is divided by {batch.divisor}, {sum(counted_N)} trajectories of at most {cap} "
+                       f"tokens give {divisor:g}")
+    return proven("trajectory_weights", f"{sum(counted_N)} of {len(counted_N)} trajectories count, each as one", counted=sum(counted_N))
+
+
+def check_episode_rewards(trajectories: Sequence[Trajectory], rewards: Sequence[float | None],
+                          given: Mapping[str, Sequence[float]]) -> Verdict:
+    """Each episode's reward is the sum of what its environment gave, each step once; an error has none. `given` is the pool's record."""
+    for trajectory, reward in zip(trajectories, rewards, strict=True):
+        name = trajectory.episode
+        if trajectory.error is not None:
+            if reward is not None:
+                return refuted("episode_rewards", f"episode {name} ended with an error ({trajectory.error}) and has a reward of "
+                               f"{reward:g}: an error is no reward", episode=name)
+            continue
+        due = sum(given[name])
+        if reward is None or abs(reward - due) > 1e-9 * max(1.0, abs(due)):
+            return refuted("episode_rewards", f"episode {name} was given {len(given[name])} rewards that add up to {due:g}, and is learned "
+                           f"from with {reward}: a reward was lost, or counted twice", episode=name)
+    return proven("episode_rewards", f"{len(trajectories)} episodes have the rewards that their environments gave",
+                  episodes=len(trajectories))
+
+
+def check_kinds(dropped: Mapping[str, int], every: Mapping[str, int], allowed: float) -> Verdict:
+    """Of no kind of episode (with tools, without) more is dropped than errors are allowed: else the other kind alone is learned from."""
+    shares = {kind: dropped.get(kind, 0) / max(count, FEWEST_OF_A_KIND) for kind, count in every.items()}
+    words = "; ".join(f"{kind} {dropped.get(kind, 0)} of {count} dropped" for kind, count in every.items())
+    over = [kind for kind, share in shares.items() if share > allowed]
+    if over:
+        return refuted("episode_kinds", f"{words}; {allowed:.3g} are allowed: episodes {over[0]} are not learned from, and the policy "
+                       "would learn to do without", **{kind: dropped.get(kind, 0) for kind in every})
+    if not any(every.values()):
+        return unproven("episode_kinds", "there was no episode")
+    return proven("episode_kinds", words or "there was no episode")
+
+
+def check_inserted_tokens(model: Transformer, objective: Objective, batch: Batch, sampled_BT: torch.Tensor) -> Verdict:
+    """No gradient at what the policy did not sample, though there be a large advantage at its places: the state that predicts an inserted
+    token gets none, and the loss is the same with it, bit for bit."""
+    assert batch.documents is not None
+    inserted = (~sampled_BT & (batch.documents != PADDING).cpu())[:, 1:]
+    if not inserted.any() or not batch.weight.any():
+        return unproven("inserted_tokens", "nothing was inserted, or nothing counts", optional=True)
+    assert batch.advantage is not None
+    total, _ = _state_gradients(model, objective, batch)
+    strange = torch.where(sampled_BT.to(batch.tokens.device), 0.0, 100.0)
+    other, gradient = _state_gradients(model, objective, replace(batch, advantage=batch.advantage + strange))
+    wrong = int((gradient[:, :-1].abs().amax(-1).cpu() != 0)[inserted].sum())
+    if wrong or total != other:
+        return refuted("inserted_tokens", f"{wrong} of {int(inserted.sum())} inserted tokens are learned from, and with an advantage at "
+                       f"their places the loss is {other:.6g} instead of {total:.6g}: a tool's result is trained on", tokens=wrong)
+    learned = int((gradient[:, :-1].abs().amax(-1).cpu() != 0).sum())
+    return proven("inserted_tokens", f"none of {int(inserted.sum())} inserted tokens gets a gradient, {learned} sampled ones do",
+                  inserted=int(inserted.sum()), sampled=learned)
+
+
+def _state_gradients(model: Transformer, objective: Objective, batch: Batch) -> tuple[float, torch.Tensor]:
+    """The loss, and its gradient at the state that predicts each token."""
+    held: list[torch.Tensor] = []
+
+    def keep(_: object, __: object, states: torch.Tensor) -> torch.Tensor:
+        held.append(states.detach().requires_grad_())
+        return held[-1]
+
+    handle = model.norm.register_forward_hook(keep)
+    try:
+        total, _ = loss_gradients(model, lambda: objective(model, batch).total)
+    finally:
+        handle.remove()
+    gradient = held[-1].grad
+    return total, torch.zeros_like(held[-1]) if gradient is None else gradient

@@ -1,0 +1,276 @@
+"""Rollouts of episodes: tasks played by the policy itself, made into a batch; what they must show, and what they measure.
+
+As `rollouts.py` for prompts and completions. A group's members are trajectories: rewards, advantages and normalisation are theirs.
+Shapes: P tasks, G episodes of each, N = P · G trajectories, B rows of one token sequence each.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from assay.agents.episodes import PlayedEpisodes
+from assay.agents.trajectory import Trajectory
+from assay.data.batch import Batch
+from assay.data.data_ledger import ids_digest
+from assay.errors import GuardStop
+from assay.evaluation.soundness import DrawnTokens, judge_draws, rescored_draws
+from assay.generate.generation_request import Completion, Sampling
+from assay.generate.sampler_weights import fingerprint
+from assay.guard.policy_identity import LogprobFloor, check_identity, check_version, naive_logprobs, version_name
+from assay.guard.policy_loss_checks import check_advantages, check_counted
+from assay.guard.rollout_checks import SiblingCounts, check_none_held_out, check_planned_prompts, rollout_metrics
+from assay.guard.trajectory_checks import (
+    check_episode_rewards,
+    check_every_turn,
+    check_inserted_tokens,
+    check_kinds,
+    check_token_law,
+    check_trajectory_weights,
+)
+from assay.learn.advantage import Advantages, estimated_advantages, kl_shift
+from assay.learn.objectives import Objective
+from assay.learn.policy import Surrogate
+from assay.model.placement import uncompiled
+from assay.recipes.environment_tasks import EnvironmentTasks, kind_of, was_cut
+from assay.recipes.episode_batch import EpisodeRow, episode_batch, episode_rows, of_turns, sampled_mask
+from assay.recipes.grpo_options import Grpo
+from assay.recipes.prompts import Prompt, PromptData
+from assay.recipes.reference import Reference
+from assay.recipes.rollout_batch import Drawn, Layout, batch_logprobs, quickest_score
+from assay.recipes.rollouts import COMPARED, RESCORED_A_ROLLOUT, Sampler, address
+from assay.recipes.run import Run, append_json_rows, plain, rewrite_json_rows
+from assay.strict_json import read_json_lines
+from assay.verdict import Verdict
+
+PREFLIGHT_SEQUENCES = 4  # on which the gradient at inserted tokens is looked at
+
+
+@dataclass(frozen=True)
+class EpisodeRollout:
+    """`rows` hold one token sequence each; `batch` is how they go through the model."""
+
+    step: int
+    updates: int  # since the reference, as far as they have moved the weights
+    tasks: list[Prompt]
+    played: PlayedEpisodes
+    rewards: list[list[float | None]]
+    advantages: Advantages
+    counted_N: list[bool]
+    rows: Batch
+    batch: Batch
+
+    @property
+    def trajectories(self) -> list[Trajectory]:
+        return [trajectory for group in self.played.groups for trajectory in group]
+
+    def witness_facts(self) -> list[dict[str, Any]]:
+        """What the witness is shown of a step: every group's rewards, and of each episode its sequences with what was sampled in them."""
+        return [{"prompt": task.id, "ids": list(task.ids), "rewards": list(rewards), "completions": [
+            {"ended": "length" if was_cut(episode) else "stop", "sequences": [
+                {"ids": list(each.ids), "sampled": list(each.sampled), "logprobs": list(each.logprobs)} for each in episode.sequences]}
+            for episode in group]} for task, rewards, group in zip(self.tasks, self.rewards, self.played.groups, strict=True)]
+
+
+class EpisodeCollector:
+    """Plays rollouts with the weights as they are now."""
+
+    def __init__(self, config: Grpo, prompts: PromptData, sampler: Sampler, environment: EnvironmentTasks, run: Run, asked: Surrogate,
+                 layout: Layout):
+        self.config, self.order, self.sampler, self.environment = config, prompts.order, sampler, environment
+        self.run, self.asked, self.layout, self.model = run, asked, layout, sampler.model
+        self.sampling = Sampling(max_new=config.max_completion_length, temperature=config.temperature, seed=config.seed)
+        self.cap = config.max_turns * config.max_completion_length  # tokens that one trajectory may sample
+        self.file = run.folder / "samples.jsonl"
+        self.waiting: list[str] = []
+        self._score = quickest_score(self.model, layout)
+        self.train_ids = [prompt.id for prompt in prompts.train]
+        self.held_out = frozenset(said for prompt in prompts.held_out for said in (prompt.content, prompt.text))
+        self.fingerprints: dict[int, str] = {}  # of the policy after so many updates, as far as this sitting saw it
+        self.draws, self.siblings, self.looks = DrawnTokens(), SiblingCounts(config.num_generations), 0
+
+    def forget_after(self, step: int) -> None:
+        """Samples of steps that are about to be taken again."""
+        rewrite_json_rows(self.file, [row for row in read_json_lines(self.file) if row["step"] < step])
+
+    def facts(self) -> dict[str, Any]:
+        return {}
+
+    def collect(self, step: int, reference: Reference | None) -> EpisodeRollout:
+        """Tasks, episodes, rewards, advantages, and the batch to learn from."""
+        config = self.config
+        self.sampler.load(step)
+        self.fingerprints.setdefault(step, self.sampler.fingerprint)
+        updates = step if reference is not None and self._left(reference) else 0
+        tasks = self.order.drawn(step // config.num_iterations)
+        played = self.environment.play(self.sampler, tasks, self.sampling, address(step), config.num_generations)
+        every = [trajectory for group in played.groups for trajectory in group]
+        self.environment.count(every)
+        rewards = [[trajectory.reward for trajectory in group] for group in played.groups]
+        advantages = estimated_advantages(rewards, config.advantage_estimator, config.scale_rewards)
+        counted_N = counted_trajectories(every, mask_truncated=config.mask_truncated_completions)
+        rows = episode_batch(every, advantages.values_PG.flatten().tolist(), counted_N, config.normalisation, cap=self.cap)
+        rows = self._referenced(rows, reference)
+        return EpisodeRollout(step, updates, tasks, played, rewards, advantages, counted_N, rows, self.layout.packed(rows).batch)
+
+    def _left(self, reference: Reference) -> bool:
+        """Whether the policy has moved from what its reference should be."""
+        assert reference.step is not None
+        return self.sampler.fingerprint != self.fingerprints.get(reference.step, reference.fingerprint)
+
+    def _referenced(self, batch: Batch, reference: Reference | None) -> Batch:
+        if reference is None:
+            return batch
+        of_reference = reference.logprobs(batch, self.asked.temperature, entropy=self.asked.wants_entropy)
+        batch = replace(batch, reference=of_reference)
+        if self.config.kl_estimator != "shift":
+            return batch
+        assert batch.behaviour is not None
+        assert batch.advantage is not None
+        return replace(batch, advantage=batch.advantage + kl_shift(batch.behaviour, of_reference, batch.weight, self.config.beta))
+
+    # ---------------------------------------------------------------- what is said of it
+
+    def check(self, rollout: EpisodeRollout, floor: LogprobFloor, reference: Reference | None = None) -> list[Verdict]:
+        """It came from the weights as they are, is trained on as it was sampled, and has the rewards that its environments gave."""
+        config, every, sampled = self.config, rollout.trajectories, rollout.played.sampled
+        self.looks += 1
+        self.siblings.add(as_completions(rollout))
+        counted = Counter(sequence.ids for trajectory, counts in zip(every, rollout.counted_N, strict=True) if counts
+                          for sequence in trajectory.sequences)
+        flat = [reward for group in rollout.rewards for reward in group]
+        return [check_version([turn.completion.version for turn in sampled], version_name(rollout.step, fingerprint(self.model))),
+                check_every_turn(sampled, every),
+                check_token_law(rollout.batch, sampled, counted, stop_ids=self.sampler.engine.stop_ids, cap=config.max_completion_length),
+                check_trajectory_weights(rollout.batch, every, rollout.counted_N, config.normalisation, self.cap),
+                check_episode_rewards(every, flat, rollout.played.given),
+                check_kinds(self.environment.counts.dropped, self.environment.counts.played, config.reward_errors),
+                self._check_identity(rollout, floor), self._check_draws(rollout), self.siblings.check(),
+                check_planned_prompts(self.due_prompts(rollout), self.train_ids, seed=config.seed,
+                                      rollout=rollout.step // config.num_iterations),
+                check_none_held_out({task.id: (task.content, task.text) for task in rollout.tasks}, self.held_out),
+                check_advantages(rollout.rewards, rollout.advantages, config.scale_rewards, config.advantage_estimator),
+                check_counted(rollout.counted_N, [trajectory.reward is not None for trajectory in every],
+                              ["length" if was_cut(trajectory) else "stop" for trajectory in every],
+                              mask_truncated=config.mask_truncated_completions)]
+
+    def due_prompts(self, rollout: EpisodeRollout) -> list[str]:
+        return [task.id for task in rollout.tasks]
+
+    def prompts_digest(self, rollout: EpisodeRollout) -> str:
+        """Written down with the step, so that all sittings together can be held against the plan."""
+        return ids_digest(((*self.due_prompts(rollout),),))
+
+    def _check_draws(self, rollout: EpisodeRollout) -> Verdict:
+        """Whether tokens look drawn from the stated distribution, over all rollouts of this sitting."""
+        sampled = rollout.played.sampled
+        with uncompiled():  # one by one, every length would be compiled anew
+            for prompt, completion in sampled[:: max(1, -(-len(sampled) // RESCORED_A_ROLLOUT))]:
+                self.draws += rescored_draws(self.model, prompt, completion.ids, self.sampling)
+        return judge_draws(self.draws, self.sampling, self.looks)
+
+    def _check_identity(self, rollout: EpisodeRollout, floor: LogprobFloor) -> Verdict:
+        """Some sequences, spread over the rollout: the trainer gives their turns the probabilities that they were sampled with."""
+        rows = episode_rows(rollout.trajectories)
+        chosen = sorted({round(place * (len(rows) - 1) / (COMPARED - 1)) for place in range(COMPARED)})
+        part = Batch(**{name: stream[chosen] for name, stream in rollout.rows.streams().items()})  # type: ignore[arg-type]
+        some = [rows[place] for place in chosen]
+        trainer = batch_logprobs(self.model, part, self.asked.temperature, self.layout, entropy=self.asked.wants_entropy, score=self._score)
+        written_out = lambda: naive_logprobs(self.model, *turns_of(some), self.asked.temperature)  # noqa: E731
+        return check_identity([turn.logprobs for row in some for turn in row.sequence.turns], of_turns(trainer, some), floor, written_out)
+
+    def measure(self, rollout: EpisodeRollout) -> dict[str, float]:
+        """Asked for while a GPU is learning from it, it costs no time."""
+        every = rollout.trajectories
+        found = rollout_metrics(as_completions(rollout), rollout.rewards, rollout.advantages)
+        found |= {"episodes/turns": float(np.mean([len(each.turns) for each in every])),
+                  "episodes/sequences": float(np.mean([len(each.sequences) for each in every])),
+                  "episodes/calls": float(np.mean([each.calls for each in every])),
+                  "episodes/faults": float(np.mean([each.faults for each in every])),
+                  "episodes/with_tools": float(np.mean([each.with_tools for each in every])),
+                  "episodes/done": float(np.mean([each.ended == "done" for each in every]))}
+        for kind in ("with tools", "without tools"):
+            mine, name = [each for each in every if kind_of(each) == kind], kind.replace(" ", "_")
+            found |= {f"episodes/dropped_{name}": float(sum(each.error is not None for each in mine)),
+                      f"episodes/replayed_{name}": float(sum(each.replayed for each in mine))}
+        return found
+
+    def keep_samples(self, rollout: EpisodeRollout) -> None:
+        """Some of the episodes, spread over the rollout, with all that says where they came from and what they were worth."""
+        values = rollout.advantages.values_PG.flatten().tolist()
+        pairs = list(zip(rollout.trajectories, values, [task for task in rollout.tasks for _ in range(self.config.num_generations)],
+                         strict=True))
+        append_json_rows(self.file, (plain({
+            "step": rollout.step, "prompt_id": each.task, "prompt": task.text, "ids": [list(sequence.ids) for sequence in each.sequences],
+            "text": conversation_text(each), "ended": each.ended, "reward": each.reward, "rewards": {"steps": list(each.rewards)},
+            "error": each.error, "advantage": advantage, "version": next(iter(each.versions), ""), "messages": list(each.messages),
+            "kind": kind_of(each), "address": [self.config.seed, "sample", *address(rollout.step), each.task, each.member]})
+            for each, advantage, task in pairs[:: max(1, -(-len(pairs) // max(1, self.config.samples)))]))
+
+    # ---------------------------------------------------------------- before the first step
+
+    @torch.no_grad()
+    def draw_for_preflight(self, step: int) -> tuple[Batch, Drawn]:
+        """Episodes that are not learned from, as rows of their own, each with an advantage of its own so that every tensor gets a
+        gradient; and the first turn of each."""
+        config = self.config
+        tasks = self.order.drawn(min(step // config.num_iterations, self.order.rollouts - 1))
+        self.sampler.load(step)
+        played = self.environment.play(self.sampler, tasks, self.sampling, ("rehearsal",), config.num_generations)
+        begun = [(task, trajectory) for task, group in zip(tasks, played.groups, strict=True) for trajectory in group if trajectory.turns]
+        if not begun:
+            raise GuardStop(f"none of {len(tasks) * config.num_generations} episodes could begin: {played.groups[0][0].error}")
+        self.rehearsed = [replace(trajectory, sequences=trajectory.sequences[:1]) for _, trajectory in begun]
+        values = [(1 + 0.1 * (row % 10)) * (-1) ** row for row in range(len(begun))]
+        batch = episode_batch(self.rehearsed, values, [True] * len(begun), config.normalisation, cap=self.cap)
+        drawn = [(task, Completion(turn.ids, turn.logprobs, "stop", turn.version)) for task, trajectory in begun
+                 for turn in trajectory.turns[:1]]
+        return replace(batch, reference=batch.behaviour), drawn
+
+    def preflight(self, objective: Objective, batch: Batch) -> list[Verdict]:
+        """What is asked of episodes beyond what is asked of completions. `batch` is that of `draw_for_preflight`, on its device."""
+        rows = episode_rows(self.rehearsed)
+        order = sorted(range(len(rows)), key=lambda row: -len(rows[row].sequence.turns))[:PREFLIGHT_SEQUENCES]
+        part = Batch(**{name: stream[order].cpu() for name, stream in batch.streams().items()}).to(batch.tokens.device)  # type: ignore[arg-type]
+        return [check_inserted_tokens(self.model, objective, part, sampled_mask([rows[row] for row in order], part.tokens.shape[1]))]
+
+
+def counted_trajectories(trajectories: Sequence[Trajectory], *, mask_truncated: bool) -> list[bool]:
+    """Which are learned from: those whose reward is known and, where asked, that hit no cap."""
+    found = [trajectory.reward is not None and bool(trajectory.turns) and not (mask_truncated and was_cut(trajectory))
+             for trajectory in trajectories]
+    if not any(found):
+        errors = [trajectory.error for trajectory in trajectories if trajectory.error is not None]
+        raise GuardStop(f"of {len(found)} episodes {len(errors)} ended with an error and the others hit a cap: nothing is left to learn "
+                        f"from. {errors[0] if errors else 'Raise --max-turns, --max-completion-length or --max-episode-length'}")
+    return found
+
+
+def as_completions(rollout: EpisodeRollout) -> list[list[Completion]]:
+    """Each trajectory as all that was sampled in it, for what is measured of completions."""
+    return [[Completion(tuple(token for turn in each.turns for token in turn.ids),
+                        tuple(value for turn in each.turns for value in turn.logprobs), "length" if was_cut(each) else "stop",
+                        next(iter(each.versions), "")) for each in group]
+            for group in rollout.played.groups]
+
+
+def turns_of(rows: Sequence[EpisodeRow]) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """What stands before each turn of some rows, and the turn."""
+    before, said = [], []
+    for row in rows:
+        ids, begin = row.sequence.ids, 0
+        for piece in row.sequence.pieces:
+            if piece.source == "policy":
+                before.append(ids[:begin])
+                said.append(piece.ids)
+            begin += len(piece.ids)
+    return before, said
+
+
+def conversation_text(trajectory: Trajectory) -> str:
+    """What was said after the task."""
+    first = next((place for place, message in enumerate(trajectory.messages) if message["role"] == "assistant"), 0)
+    return "\n".join(f"[{message['role']}] {message['content']}" for message in trajectory.messages[first:])
