@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 COMMANDS = """/save FILE     write the conversation as a row of chat data, which sft reads; a file that is there is not overwritten
 /load ADAPTER  go on with this adapter on the model; the conversation stays
 /reset         forget the conversation, not the system prompt
-/probs         tokens of the last answer, and the probability with which each was drawn
+/probs         tokens of the last answer, and how probable the model itself holds each, whatever --temperature
 /help          this list
 /quit          leave; so does the end of the input (Ctrl-D). Ctrl-C cuts an answer short"""
 
@@ -183,6 +183,7 @@ class Speaker:
             raise UsageError(f"{path}: it has no chat template, so there is no place for a system prompt; leave --system out")
         self.system = [] if flags.system is None else [{"role": "system", "content": flags.system}]
         self.said: list[dict[str, str]] = []
+        self.asked: tuple[int, ...] = ()  # the tokens that its newest completion followed
         self.last: Completion | None = None
         self.engine = chat_engine(self.artifact, flags)
 
@@ -205,7 +206,7 @@ class Speaker:
         """Prints the answer as it comes, and remembers it once it is shown to be a draw of the model."""
         from assay.verbs.sample import stop_if_not_drawn
 
-        self.last = self._streamed(request)
+        self.asked, self.last = request.prompt, self._streamed(request)
         if self.last.ended == "length":
             print(emphasised(" […cut at --max-new-tokens or --max-length]"), end="")
         self.said += [{"role": "user", "content": text}, {"role": "assistant", "content": self.last.text or ""}]
@@ -230,11 +231,16 @@ class Speaker:
         return tuple(self.tokenizer.encode(self.tokenizer.render(messages, add_generation_prompt=True)))
 
     def probabilities(self) -> str:
-        """One line a token of the last answer, with its probability under the distribution that was sampled from."""
+        """One line a token of the last answer, with its probability at temperature 1 and without truncation."""
+        from assay.evaluation.loaded_model import PLAIN_SAMPLING
+        from assay.generate.policy_logprobs import completion_logprobs
+
         assert self.last is not None
+        scored = completion_logprobs(self.engine.weights.source, [(self.asked, self.last.ids)], PLAIN_SAMPLING) if self.last.ids else []
+        logprobs = [value for found in scored for value in found.tolist()]
         rows = [f"  {math.exp(logprob):7.2%}  {seen(repr(self.tokenizer.piece(token)))}"
-                for token, logprob in zip(self.last.ids, self.last.logprobs, strict=True)]
-        whole = math.fsum(self.last.logprobs)
+                for token, logprob in zip(self.last.ids, logprobs, strict=True)]
+        whole = math.fsum(logprobs)
         return "\n".join([*rows, f"  {len(rows)} tokens, {whole:.3f} nats in all, ended by: {self.last.ended}"])
 
 

@@ -89,7 +89,8 @@ def test_every_recipe_ends_with_its_headline():
     from assay.cli import _RECIPES
 
     verbs = Path(__file__).parents[2] / "assay" / "verbs"
-    assert [verb for verb in sorted(_RECIPES) if "print_headline(outcome.folder)" not in (verbs / f"{verb.replace('-', '_')}.py").read_text()] == []
+    texts = {verb: (verbs / f"{verb.replace('-', '_')}.py").read_text() for verb in _RECIPES}
+    assert [verb for verb, text in sorted(texts.items()) if "print_headline(outcome.folder)" not in text] == []
 
 
 @pytest.mark.parametrize(("after", "words"), [
