@@ -19,7 +19,7 @@ from assay.guard.conclusion_checks import check_budget
 from assay.guard.corpus_checks import check_document_copies, require_held_out_documents
 from assay.guard.data_order_checks import check_epoch_order, check_same_data
 from assay.guard.loss_preflight import preflight_loss, sample_rows
-from assay.guard.training_guards import check_detectors
+from assay.guard.training_guards import check_detectors, check_initial_weights
 from assay.learn.ema import Ema
 from assay.learn.lr_schedule import Budget, Schedule
 from assay.learn.objectives import next_token
@@ -174,8 +174,9 @@ def preflight_pretrain(trainer: Trainer, data: CorpusData) -> list[Verdict]:
     found = trainer.gradients(batch)
     with uncompiled():
         return [check_detectors(), *preflight_loss(trainer.model, trainer.objective, sample_rows(batch), trainer.accumulate_alone),
-                *trainer.check_precision(batch, found), *trainer.check_reach(found), *data.audit(),
-                *trainer.check_world(data.order.batch(0))]  # last: with --fsdp nobody holds the whole model afterwards
+                *trainer.check_precision(batch, found), *trainer.check_reach(found),
+                *([] if trainer.done else [check_initial_weights(dict(trainer.model.named_parameters()), trainer.model.config.depth)]),
+                *data.audit(), *trainer.check_world(data.order.batch(0))]  # last: with --fsdp nobody holds the whole model afterwards
 
 
 def whole_model(model: Transformer, tokenizer: Tokenizer, *, averaged: bool) -> WholeModel:

@@ -26,6 +26,7 @@ from assay.guard.resume_checks import check_kept_checkpoints, check_newest_check
 from assay.guard.training_guards import stop_if_refuted
 from assay.recipes.save_pace import LITTLE
 from assay.recipes.witness_records import pending_records
+from assay.statistics.known_answers import check_statistics
 from assay.store import durable
 from assay.store.checkpoint import Checkpoint, Contents, delete_old_checkpoints, latest_checkpoint, step_folder, step_folders
 from assay.store.ledger import Event, Ledger, read_chain
@@ -226,7 +227,8 @@ class Run:
             stop_if_refuted(verdicts)
 
     def preflight(self, verdicts: list[Verdict]) -> None:
-        """What was checked before the first step of a sitting is said, and judged."""
+        """What was checked before the first step of a sitting is said, and judged; with the arithmetic of all that will be claimed."""
+        verdicts = [*verdicts, check_statistics()]
         self.say("\n".join(f"  {verdict}" for verdict in verdicts))
         self.judge(Event.PREFLIGHT, verdicts)
 

@@ -2,7 +2,7 @@
 
 The manifest is written last and names the sha256 of every file and tensor; its own sha256 is the checkpoint's digest.
 Beside it may come, later, `hallmark.json` (a fresh process proved these bytes) or `quarantine.json` (it refuted them);
-both name the digest, so that neither can be carried to another checkpoint.
+both name the digest, so that neither can be carried to another checkpoint. What publishing adds, publication.py says.
 """
 
 import hashlib
@@ -41,8 +41,11 @@ SMALL_FILE_LIMIT = 256 << 20
 MANIFEST, HALLMARK, QUARANTINE, TRAINER = "manifest.json", "hallmark.json", "quarantine.json", "trainer.json"
 STATE_STEM = "optimizer"
 OPTIMIZER, PROBES, ADAPTER = f"{STATE_STEM}.safetensors", "probes.safetensors", "adapter_model.safetensors"
-UNLISTED = {MANIFEST, HALLMARK, QUARANTINE, "README.md"}  # may lie in the folder without being in the manifest
-RESERVED = {MANIFEST, HALLMARK, QUARANTINE, TRAINER}
+PUBLICATION, SIGNATURE, CARD = "publication.json", "publication.json.sig", "README.md"
+HUB_OWN = {".gitattributes", ".cache"}  # what the Hugging Face hub and its client put beside a model
+UNLISTED = {MANIFEST, HALLMARK, QUARANTINE, PUBLICATION, SIGNATURE, CARD} | HUB_OWN  # may lie there without being in the manifest
+PUBLISHED_BESIDE = ".gguf"  # the same model for llama.cpp, which no reader of a folder opens
+RESERVED = {MANIFEST, HALLMARK, QUARANTINE, PUBLICATION, SIGNATURE, TRAINER}
 STEP = re.compile(r"step-(\d{6,})")
 _ANCESTOR = ({"weights": str, "path": str}, None)
 _FACTS = {"parent?": _ANCESTOR, "base?": _ANCESTOR, "change?": str, "frozen?": [str], "movement_bound?": (float, None),
@@ -312,7 +315,7 @@ def _check_listing(manifest: dict[str, Any], where: Path) -> None:
     if missing := sorted(listed - present):
         raise ArtifactError(f"{where}: lacks {', '.join(missing)}, which its manifest lists; restore it, or use "
                             "another checkpoint")
-    if extra := sorted(present - listed - UNLISTED):
+    if extra := sorted(name for name in present - listed - UNLISTED if not name.endswith(PUBLISHED_BESIDE)):
         raise ArtifactError(f"{where}: holds {', '.join(extra)}, which its manifest does not list; remove it")
     for name, entry in manifest["files"].items():
         with open_regular(inside(where, name)) as fd:

@@ -21,6 +21,7 @@ def catalogue() -> dict[str, Fault]:
         forward_faults,
         method_faults,
         preference_faults,
+        publication_faults,
         reward_faults,
         rollout_faults,
         run_faults,
