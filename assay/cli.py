@@ -43,6 +43,7 @@ VERBS = {
     "bisect": "find the first bad checkpoint of a run",
     "serve": "serve a model and its adapters to OpenAI clients, on loopback unless a token guards it",
     "report": "write a run as one self-contained page",
+    "board": "show runs live in the browser: curves, verdicts, samples, GPUs, what is left; stop one after a good save",
     "runs": "list runs: what they were, how they ended, what stands",
     "track": "hand a run's metrics to TensorBoard, W&B, trackio or transformers",
     "inspect": "show what a checkpoint, folder or GGUF file holds: architecture, tensors, lineage, verdict",
@@ -52,6 +53,7 @@ VERBS = {
     "verify": "hash what was downloaded against manifest, hallmark and signature, and say who proved it",
     "fetch": "get real weights into the cache",
     "sample": "generate text from a model",
+    "chat": "talk with a model, its parent beside it where asked",
     "zoo": "plant each known silent failure and show the check that catches it",
     "doctor": "show the environment, what is installed and what each missing part would enable",
 }

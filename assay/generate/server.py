@@ -12,9 +12,6 @@ Without a token only local names are answered, and only JSON is read, so that no
 
 import asyncio
 import contextlib
-import hmac
-import ipaddress
-import re
 import signal
 import socket
 import threading
@@ -23,22 +20,22 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from assay.errors import AssayError, UsageError
+from assay.errors import AssayError
+from assay.generate.access import AccessGate, AccessRefused, address_of, bind_listener, on_loopback
 from assay.generate.endpoints import Endpoints, error_response, internal_error_response, json_response
 from assay.generate.engine_thread import EngineThread
-from assay.generate.openai_protocol import RequestRefused, error_object, short_json
+from assay.generate.openai_protocol import error_object
 
 if TYPE_CHECKING:
     import uvicorn
     from starlette.applications import Starlette
 
-LEAST_TOKEN = 16  # characters, where others can reach the server
 GRACE = 10.0  # seconds that those under way have to finish when the server is told to stop
 
 
 def serve(serving: EngineThread, listener: socket.socket, *, token: str | None, ready: Callable[[str], None], grace: float = GRACE) -> int:
     """Serve until a signal; 128 + its number comes back, or 1 where the engine failed. `ready` is told the address."""
-    server = _server(serving, server_application(serving, token, loopback=_on_loopback(listener)), grace)
+    server = _server(serving, server_application(serving, token, loopback=on_loopback(listener)), grace)
     serving.on_failure = lambda: setattr(server, "should_exit", True)
     server.should_exit = serving.failed  # before anybody listened
     caught: list[int] = []
@@ -49,7 +46,7 @@ def serve(serving: EngineThread, listener: socket.socket, *, token: str | None, 
 
     handlers = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        ready(_address(listener))
+        ready(address_of(listener))
         server.run(sockets=[listener])  # it has handlers of its own, and afterwards hands on to ours what it caught
     finally:
         for number, handler in handlers.items():
@@ -68,41 +65,11 @@ def serve_in_background(serving: EngineThread, *, token: str | None = None, grac
     try:
         while not server.started and thread.is_alive():
             time.sleep(0.005)
-        yield f"{_address(listener)}/v1"
+        yield f"{address_of(listener)}/v1"
     finally:
         server.should_exit = True
         thread.join()
         serving.stop()
-
-
-def bind_listener(host: str, port: int, token: str | None) -> socket.socket:
-    """A bound socket; a host that others can reach needs a token."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        _refuse_weak_token(token, host, ipaddress.ip_address(address[0]).is_loopback)
-        return socket.create_server(address[:2], family=family)
-    except (OSError, OverflowError) as error:
-        raise UsageError(f"--host {host} --port {port}: {error}; choose another with --port, 0 for any that is free") from None
-
-
-def _refuse_weak_token(token: str | None, host: str, loopback: bool) -> None:
-    if token is None and not loopback:
-        raise UsageError(f"--host {host} can be reached by others, who must not use this model unasked: set ASSAY_TOKEN or --token, "
-                         "or stay on 127.0.0.1")
-    if token is not None and not re.fullmatch("[!-~]+", token):
-        raise UsageError("the token is blank, or holds spaces or characters that no header carries; expected printable ASCII alone")
-    if token is not None and len(token) < LEAST_TOKEN and not loopback:
-        raise UsageError(f"--host {host} can be reached by others, and a token of {len(token)} characters is soon guessed; expected at "
-                         f"least {LEAST_TOKEN}, such as those of `openssl rand -hex 16`")
-
-
-def _address(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def _on_loopback(listener: socket.socket) -> bool:
-    return ipaddress.ip_address(listener.getsockname()[0]).is_loopback
 
 
 def _server(serving: EngineThread, app: "Starlette", grace: float) -> "uvicorn.Server":
@@ -134,39 +101,9 @@ def server_application(serving: EngineThread, token: str | None = None, *, loopb
         Route("/v1/adapters", desk.load_adapter, methods=["POST"]),
         Route("/v1/adapters/{name:path}", desk.retire_adapter, methods=["DELETE"])]
     handlers: dict[Any, Any] = {AssayError: error_response, HTTPException: error_response, Exception: internal_error_response}
-    return Starlette(routes=routes, middleware=[Middleware(AccessGate, token=token, loopback=loopback)], exception_handlers=handlers)
+    gate = Middleware(AccessGate, token=token, loopback=loopback, refused=_refused)
+    return Starlette(routes=routes, middleware=[gate], exception_handlers=handlers)
 
 
-class AccessGate:
-    """Who may speak: the holder of the token; without a token, and about health, anybody, but on loopback only by a local name.
-
-    A page whose name was rebound to 127.0.0.1 after it was loaded speaks from the user's own browser, but under its own name.
-    """
-
-    def __init__(self, app: Any, token: str | None, loopback: bool):
-        self.app, self.token, self.loopback = app, token, loopback
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "http" and (found := self._refusal(scope)) is not None:
-            await json_response(found.status, error_object(str(found), status=found.status, code=found.code))(scope, receive, send)
-        else:
-            await self.app(scope, receive, send)
-
-    def _refusal(self, scope: Any) -> RequestRefused | None:
-        headers = dict(scope["headers"])
-        given, host = headers.get(b"authorization", b"").removeprefix(b"Bearer "), headers.get(b"host", b"").decode("latin-1")
-        if self.token is not None and hmac.compare_digest(given, self.token.encode()):
-            return None
-        if self.loopback and not _is_local(host):
-            return RequestRefused(f"the host {short_json(host)} is not this machine", status=403, code="wrong_host")
-        if self.token is None or scope["path"] == "/health":
-            return None
-        return RequestRefused("Incorrect API key provided; send Authorization: Bearer TOKEN", status=401, code="invalid_api_key")
-
-
-def _is_local(host: str) -> bool:
-    name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
-    try:
-        return name.lower() == "localhost" or ipaddress.ip_address(name.strip("[]")).is_loopback
-    except ValueError:
-        return False
+def _refused(found: AccessRefused) -> Any:
+    return json_response(found.status, error_object(found.sentence, status=found.status, code=found.code))

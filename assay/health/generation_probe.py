@@ -18,7 +18,7 @@ import numpy as np
 from assay.comparison.bisection import Bisection, bisect_first_bad
 from assay.comparison.pairwise import signed_estimate
 from assay.errors import AssayError, UsageError
-from assay.evaluation.loaded_model import PLAIN_SAMPLING, LoadedModel, prompt_token_ids
+from assay.evaluation.loaded_model import PLAIN_SAMPLING, LoadedModel
 from assay.generate.generation_request import Completion, GenerationRequest, Sampling
 from assay.generate.policy_logprobs import completion_logprobs
 from assay.health.degenerate import Cause, Malformed, malformed, same_everywhere, word_soup
@@ -203,21 +203,29 @@ class ModelGenerator:
         return [GeneratedText(completion.text or "", completion.ended, completion.ids) for completion in completions]
 
     def _draw(self, prompts: Sequence[ProbePrompt], rounds: Sequence[int]) -> None:
-        longest = max(self.loaded.length_of(prompt.text, raw=self.raw) for prompt in prompts)
+        ids = {prompt: self._ids_of(prompt) for prompt in prompts}
+        longest = max(map(len, ids.values()))
         room = self.loaded.model.config.max_length - longest
         if room < 1:
             raise UsageError(f"the longest prompt has {longest} tokens and the model's context is {longest + room}; give shorter --prompts")
         sampling = replace(self.sampling, max_new=min(self.sampling.max_new, room))
-        asked = [GenerationRequest(self.loaded.ids_of(prompt.text, raw=self.raw),
-                                   replace(sampling, seed=derive(self.sampling.seed, "probe", round)), (prompt.id,))
+        asked = [GenerationRequest(ids[prompt], replace(sampling, seed=derive(self.sampling.seed, "probe", round)), (prompt.id,))
                  for round in rounds for prompt in prompts]
         of = [(round, prompt) for round in rounds for prompt in prompts]
         self._drawn = dict(zip(of, self.loaded.complete(asked), strict=True))
 
+    def _ids_of(self, prompt: ProbePrompt) -> tuple[int, ...]:
+        if not prompt.before:
+            return self.loaded.ids_of(prompt.text, raw=self.raw)
+        if self.raw:
+            raise UsageError(f"prompt {prompt.id!r} is a conversation, and {self.loaded.artifact.path} has no chat template; give texts")
+        tokenizer = self.loaded.tokenizer
+        return tuple(tokenizer.encode(tokenizer.render(prompt.messages, add_generation_prompt=True)))
+
     def surprise(self, prompts: Sequence[ProbePrompt], said: Sequence[GeneratedText]) -> list[float]:
         """Nats per token of texts, whoever said them, after their prompts; 0 where nothing was said."""
         tokenizer, limit = self.loaded.tokenizer, self.loaded.model.config.max_length
-        pairs = [(prompt_token_ids(tokenizer, prompt.text, raw=self.raw), tuple(tokenizer.encode(one.text)))
+        pairs = [(self._ids_of(prompt), tuple(tokenizer.encode(one.text)))
                  for prompt, one in zip(prompts, said, strict=True)]
         fitting = [(asked, text[: limit - len(asked)]) for asked, text in pairs]
         spoken = [i for i, (_, text) in enumerate(fitting) if text]
@@ -246,7 +254,7 @@ class EndpointGenerator:
         return [self._said(prompt, derive(self.sampling.seed, "probe", round, prompt.id) % 2**31) for prompt in prompts]
 
     def _said(self, prompt: ProbePrompt, seed: int) -> GeneratedText:
-        body = {"model": self.model, "messages": [{"role": "user", "content": prompt.text}], "max_tokens": self.sampling.max_new,
+        body = {"model": self.model, "messages": prompt.messages, "max_tokens": self.sampling.max_new,
                 "temperature": self.sampling.temperature, "top_p": self.sampling.top_p, "seed": seed}
         answer = request_json(f"{self.url}/chat/completions", body, self.key)
         try:

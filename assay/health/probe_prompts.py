@@ -9,13 +9,22 @@ from assay.comparison.read_results import read_values
 from assay.errors import DataError
 from assay.health.degenerate import PROSE, Expected
 
+PROBE_ROLES = ("system", "user", "assistant")
+
 
 @dataclass(frozen=True)
 class ProbePrompt:
+    """`text` is what the user says last; `before` are the messages before it, each a role and what was said."""
+
     id: str
     domain: str
     text: str
     expected: Expected = PROSE
+    before: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        return [{"role": role, "content": text} for role, text in (*self.before, ("user", self.text))]
 
 
 SPOKEN = ("um so basically what we uh what we decided is that the the launch moves to thursday because because anna still needs the "
@@ -62,8 +71,8 @@ TEXT_BEGINNINGS = tuple(ProbePrompt(f"beginning-{i}", domain, text, replace(_OPE
 
 
 def read_probe_prompts(path: str | Path) -> tuple[ProbePrompt, ...]:
-    """JSON lines with `prompt`, and where wanted `id`, `domain`, and what is expected: script, code, numbers, short, tags, ends.
-    Of a .txt file every line that is not blank is a prompt."""
+    """JSON lines with `prompt`, a text or a list of messages, and where wanted `id`, `domain`, and what is expected: script, code,
+    numbers, short, tags, ends. Of a .txt file every line that is not blank is a prompt."""
     path = Path(path)
     if path.suffix == ".txt":
         lines = _text(path).splitlines() if path.is_file() else []
@@ -87,11 +96,26 @@ def _text(path: Path) -> str:
 def _prompt(row: Mapping[str, Any], i: int, path: Path) -> ProbePrompt:
     known = {field.name: field.default for field in fields(Expected)}
     strangers = row.keys() - known.keys() - {"prompt", "id", "domain"}
-    if not isinstance(row.get("prompt"), str) or strangers:
-        found = f"unknown {', '.join(sorted(strangers))}" if strangers else f"`prompt` is {row.get('prompt')!r}"
-        raise DataError(f"{path}, row {i + 1}: {found}; expected `prompt`, a text, and of id, domain, {', '.join(known)} what is wanted")
+    messages = _messages(row.get("prompt"))
+    if messages is None or strangers:
+        found = f"unknown {', '.join(sorted(strangers))}" if strangers else f"`prompt` is {str(row.get('prompt'))[:200]!r}"
+        raise DataError(f"{path}, row {i + 1}: {found}; expected `prompt`, a text or a list of messages (role system, user or assistant, "
+                        f"and content) that ends with the user's, and of id, domain, {', '.join(known)} what is wanted")
     wanted: dict[str, Any] = {name: tuple(row[name]) if name == "tags" else row[name] for name in known if name in row}
     for name, value in wanted.items():
         if type(value) is not type(known[name]):
             raise DataError(f"{path}, row {i + 1}: {name} is {value!r}; expected {type(known[name]).__name__}")
-    return ProbePrompt(str(row.get("id", f"{path.stem}-{i}")), str(row.get("domain", path.stem)), row["prompt"], Expected(**wanted))
+    return ProbePrompt(str(row.get("id", f"{path.stem}-{i}")), str(row.get("domain", path.stem)), messages[-1][1], Expected(**wanted),
+                       tuple(messages[:-1]))
+
+
+def _messages(prompt: Any) -> list[tuple[str, str]] | None:
+    """Role and content of each, the last the user's; None of what is neither a text nor such a list."""
+    if isinstance(prompt, str):
+        return [("user", prompt)]
+    told = [(message["role"], message["content"]) for message in prompt if _is_message(message)] if isinstance(prompt, list) else []
+    return told if told and len(told) == len(prompt) and told[-1][0] == "user" else None
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and value.get("role") in PROBE_ROLES and isinstance(value.get("content"), str)

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from assay.report.headline import headline
+from assay.report.run_process import ledger_locks, writer_of
 from assay.report.run_record import LEDGER, RunRecord, is_run, newest_manifest, read_run
 from assay.report.run_status import held_out_summary, last_proven, run_status, steps_taken
 
 _DEEPEST = 4  # folders below the one that was named
 NOT_RUNS = {"checkpoints", "model", "adapter", "base"}
-LOCKS = Path("/proc/locks")
 
 
 @dataclass(frozen=True)
@@ -56,13 +56,20 @@ def _row_of(path: Path, folder: Path) -> RunRow:
     try:
         return _read_row(path, name)
     except OSError as error:  # another user's run, or one that is being deleted: the others are still to be shown
-        return RunRow(name, "unknown", "unreadable", None, "unreadable", str(error), None, None, None, None, [])
+        return unreadable_row(name, error)
+
+
+def unreadable_row(name: str, error: OSError) -> RunRow:
+    return RunRow(name, "unknown", "unreadable", None, "unreadable", str(error), None, None, None, None, [])
 
 
 def _read_row(path: Path, name: str) -> RunRow:
-    record = read_run(path)
+    return run_row(read_run(path), name, running=written_now(path / LEDGER))
+
+
+def run_row(record: RunRecord, name: str, *, running: bool) -> RunRow:
     now, told = run_status(record), headline(record)
-    state = "running" if now.state == "no end on record" and written_now(path / LEDGER) else now.state
+    state = "running" if now.state == "no end on record" and running else now.state
     reason = "" if state in ("done and proven", "running") else now.sentence
     return RunRow(name, record.recipe, str(replace(told, artifact=state) if state == "running" else told),
                   None if told.purpose is None else str(told.purpose.outcome), state, reason, steps_taken(record), held_out_summary(record),
@@ -80,10 +87,5 @@ def parent_of(record: RunRecord) -> str | None:
 
 
 def written_now(ledger: Path) -> bool:
-    """Whether a process of this machine holds the ledger's lock. Looked up, not tried: trying could get in a starting run's way."""
-    try:
-        status, locks = ledger.stat(), LOCKS.read_text()
-    except OSError:  # no such table on this system: then it is unknown, and not said
-        return False
-    device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
-    return any("FLOCK" in line.split() and device in line.split() for line in locks.splitlines())
+    """Whether a process of this machine holds the ledger's lock."""
+    return writer_of(ledger.parent, ledger_locks()) is not None

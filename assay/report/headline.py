@@ -13,6 +13,11 @@ ARTIFACT = {"done and proven": "artifact proven", "done, refuted": "artifact ref
 GAIN = {Outcome.PROVEN: "gain shown", Outcome.UNPROVEN: "no gain shown", Outcome.REFUTED: "the score fell"}
 FACTS = {Outcome.PROVEN: "facts said", Outcome.UNPROVEN: "not shown that the facts are said", Outcome.REFUTED: "facts not said"}
 LOSS = {Outcome.PROVEN: "loss lowered", Outcome.UNPROVEN: "no lower loss shown", Outcome.REFUTED: "the loss rose"}
+PREFERENCE = {Outcome.PROVEN: "preference learned", Outcome.UNPROVEN: "no preference shown", Outcome.REFUTED: "the rejected is preferred"}
+RANKING = {Outcome.PROVEN: "ranks better than a coin", Outcome.UNPROVEN: "not shown better than a coin",
+           Outcome.REFUTED: "ranks worse than a coin"}
+TEACHER = {Outcome.PROVEN: "nearer to the teacher", Outcome.UNPROVEN: "not shown nearer to the teacher",
+           Outcome.REFUTED: "farther from the teacher"}
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,13 @@ def purpose_of(record: RunRecord) -> Purpose | None:
         return Purpose(gain.outcome, f"{GAIN[gain.outcome]}: {_gain_text(gain, results[-1])}")
     if said := verdicts.get("generated") or verdicts.get("efficacy"):
         return Purpose(said.outcome, f"{FACTS[said.outcome]}: {said.reason}")
+    if "reward head" in verdicts and (ranks := verdicts.get("accuracy")):
+        return Purpose(ranks.outcome, f"{RANKING[ranks.outcome]}: {ranks.reason}")
+    if learned := verdicts.get("direction"):
+        return Purpose(learned.outcome, f"{PREFERENCE[learned.outcome]}: {learned.reason}")
     handed_over = next((event for event in reversed(results) if event.get("checkpoint")), None)
+    if handed_over is not None and isinstance(fell := handed_over.get("kl_fell_by"), dict) and (nearer := _nearer(fell)):
+        return nearer
     return None if handed_over is None else _loss(record, handed_over)
 
 
@@ -61,6 +72,15 @@ def _gain_text(gain: Verdict, event: Mapping[str, Any]) -> str:
     if isinstance(saved, dict) and (change := _interval(saved.get("mean"), saved.get("low"), saved.get("high"))):
         return f"{change} bits per byte saved (n={saved.get('n', 'unknown')})"
     return gain.reason
+
+
+def _nearer(fell: Mapping[str, Any]) -> Purpose | None:
+    """By the share of its divergence from the teacher that a student lost; None where its interval is not on record."""
+    low, high = finite_number(fell.get("low")), finite_number(fell.get("high"))
+    if low is None or high is None or (change := _interval(fell.get("mean"), low, high)) is None:
+        return None
+    outcome = Outcome.PROVEN if low > 0 else Outcome.REFUTED if high < 0 else Outcome.UNPROVEN
+    return Purpose(outcome, f"{TEACHER[outcome]}: the KL fell by {change} of what it was (n={fell.get('n', 'unknown')})")
 
 
 def _loss(record: RunRecord, handed_over: Mapping[str, Any]) -> Purpose:

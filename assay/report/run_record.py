@@ -59,12 +59,13 @@ def is_run(folder: Path) -> bool:
     return (folder / LEDGER).is_file() or ((folder / CONFIG).is_file() and (folder / METRICS).is_file())
 
 
-def read_run(folder: Path) -> RunRecord:
+def read_run(folder: Path, metrics: Lines | None = None) -> RunRecord:
+    """`metrics` are those of whoever has read them already."""
     if not is_run(folder):
         raise UsageError(f"{folder}: not a run: there is neither {LEDGER} nor {CONFIG} with {METRICS}; give the folder of a run")
     events, head, damage, remarks = _read_ledger(folder / LEDGER)
     text, config, about_config = _read_config(folder / CONFIG)
-    metrics = read_lines(folder / METRICS)
+    metrics = read_lines(folder / METRICS) if metrics is None else metrics
     return RunRecord(folder, events, head, metrics, text, config, damage, [*remarks, *metrics.remarks, *about_config])
 
 

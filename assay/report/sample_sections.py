@@ -73,11 +73,14 @@ def samples_section(run: Path, parent: Path | None, evaluations: Sequence[Evalua
     """The section, and what there is none of."""
     own = read_lines(run / "samples.jsonl")
     edits, wrong = read_json_or_remark(run / "edits.json")
-    groups = [_rollouts(own, read_lines(parent / "samples.jsonl").rows if parent else [])] if own.rows else []
-    groups += [_edits(edits)] if edits else []
-    groups += _evaluations(evaluations)
+    groups = recorded_samples(own, read_lines(parent / "samples.jsonl").rows if parent else [], edits) + _evaluations(evaluations)
     hint = "no samples: none were recorded; assay eval of this run's model and of its parent, then assay report --evals, shows both"
     return {"groups": groups, "wrong": [wrong] if wrong else []}, [] if groups or wrong else [hint]
+
+
+def recorded_samples(own: Lines, parents: Sequence[dict[str, Any]], edits: Mapping[str, Any] | None) -> list[SampleGroup]:
+    """Rollouts beside the parent run's, and answers before and after an edit."""
+    return [*([_rollouts(own, parents)] if own.rows else []), *([_edits(edits)] if edits else [])]
 
 
 def probes_section(run: Path, events: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any] | None, list[str]]:

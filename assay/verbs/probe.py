@@ -28,8 +28,9 @@ class FLAGS:
     against: str | None = option("its parent: compared prompt by prompt, and the judge of word soup", group="method", metavar="MODEL",
                                  default=None)
     history: str | None = option("a run: find the first of its checkpoints that is malformed", group="method", metavar="RUN", default=None)
-    prompts: str | None = option("your own prompts: JSON lines with `prompt`, and id, domain, and what is expected: script, code, numbers, "
-                                 "short, tags, ends; or .txt, one a line", group="data", metavar="FILE", default=None,
+    prompts: str | None = option("your own prompts: JSON lines with `prompt`, a text or a list of messages (system, user, assistant) that "
+                                 "ends with the user's, and id, domain, and what is expected: script, code, numbers, short, tags, ends; or "
+                                 ".txt, one a line", group="data", metavar="FILE", default=None,
                                  default_text="ours, of several domains")
     n: int | None = option("samples of each prompt", group="generation", short="-n", least=1, default=None,
                            default_text="as many as exclude 10 % where all are clean")

@@ -1,6 +1,7 @@
 """assay reward-model: teach a model what an answer is worth, from pairs, for assay grpo --reward model:PATH."""
 
 from assay.recipes.reward_model_options import RewardModel as FLAGS
+from assay.verbs.terminal import print_headline
 
 EXAMPLES = """  assay reward-model --model smollm2-135m --data pairs.jsonl --out runs/reward
   assay reward-model --model runs/sft/model --data pairs.jsonl --out runs/reward --center-rewards-coefficient 0.01
@@ -16,4 +17,5 @@ def run(flags: FLAGS) -> int:
     outcome: RunOutcome = reward_model(flags)
     if outcome.verdicts:
         print(outcome)
+        print_headline(outcome.folder)
     return outcome.exit_code

@@ -55,8 +55,9 @@ def run(flags: FLAGS) -> int:
     token = flags.token or os.environ.get("ASSAY_TOKEN") or None
     adapters = [_named(text) for text in flags.adapter]
 
+    from assay.generate.access import bind_listener
     from assay.generate.engine_thread import EngineThread
-    from assay.generate.server import bind_listener, serve
+    from assay.generate.server import serve
 
     listener = bind_listener(flags.host, flags.port, token)  # refused before a model is read
     serving = EngineThread(_size(flags))

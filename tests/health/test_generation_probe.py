@@ -8,11 +8,13 @@ import pytest
 
 from assay.config import parse
 from assay.errors import AssayError, DataError, UsageError
-from assay.generate.generation_request import Sampling
+from assay.evaluation.loaded_model import LoadedModel
+from assay.generate.generation_request import GenerationRequest, Sampling
 from assay.health.generation_probe import (
     EndpointGenerator,
     GeneratedText,
     Health,
+    ModelGenerator,
     compare_health,
     first_malformed,
     judge_texts,
@@ -25,7 +27,7 @@ from assay.store import checkpoint as checkpoint_store
 from assay.store.artifact import build_model, open_artifact
 from assay.store.export_artifact import export_artifact
 from assay.store.saving import Ancestor, Lineage, adapter_contents
-from assay.testing.tiny_models import ADAPTED_LAYERS, live_patch, nudge
+from assay.testing.tiny_models import ADAPTED_LAYERS, live_patch, nudge, save_model, tiny_model
 from assay.verbs import probe as verb
 from assay.verdict import Outcome
 from assay.zoo import speech_faults
@@ -140,11 +142,32 @@ def test_users_prompts(tmp_path):
     lines = tmp_path / "mine.txt"
     lines.write_text("One?\n\nTwo?\n")
     assert [prompt.text for prompt in read_probe_prompts(lines)] == ["One?", "Two?"]
-    for wrong, says in (('{"text": "x"}', "unknown text"), ('{"prompt": 3}', "`prompt` is 3"),
-                        ('{"prompt": "x", "code": "yes"}', "expected bool")):
+    for wrong, says in (('{"text": "x"}', "unknown text"), ('{"prompt": 3}', "`prompt` is '3'"),
+                        ('{"prompt": "x", "code": "yes"}', "expected bool"),
+                        ('{"prompt": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}', "ends with the user's"),
+                        ('{"prompt": [{"role": "wizard", "content": "x"}]}', "role system, user or assistant")):
         rows.write_text(wrong + "\n")
         with pytest.raises(DataError, match=says):
             read_probe_prompts(rows)
+
+
+def test_conversations_with_a_system_message_are_probed_as_they_stand(tmp_path, server):
+    rows, told = tmp_path / "mine.jsonl", [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "the end"},
+                                           {"role": "assistant", "content": "is"}, {"role": "user", "content": "and"}]
+    rows.write_text(json.dumps({"id": "talk", "prompt": told}) + "\n")
+    prompt, = read_probe_prompts(rows)
+    assert (prompt.messages, prompt.text) == (told, "and")
+
+    folder = save_model(tmp_path / "model", tiny_model()).folder
+    speaker = ModelGenerator(LoadedModel(open_artifact(folder), device="cpu"), Sampling(2, 0.0))
+    tokenizer = speaker.loaded.tokenizer
+    asked = tuple(tokenizer.encode(tokenizer.render(told, add_generation_prompt=True)))
+    expected, = speaker.loaded.complete([GenerationRequest(asked, Sampling(2, 0.0), ("talk",))])
+    assert speaker([prompt], 0)[0].tokens == expected.ids
+    speaker.raw = True
+    with pytest.raises(UsageError, match="has no chat template"):
+        speaker([prompt], 1)
+    assert open_endpoint(server, Sampling(32, 0.5))([prompt], 0)[0].text == "You said 'Be brief.' to tiny at 0.5."
 
 
 # ── through real models ──────────────────────────────────────────────────────────────────────────────────────────────

@@ -38,12 +38,13 @@ class Browser:
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.ask(f"{domain}.enable")
 
-    def open(self, page: Path, width: int, *, height: int = 900, scheme: str = "light") -> None:
+    def open(self, page: Path | str, width: int, *, height: int = 900, scheme: str = "light") -> None:
+        """A file, or an address."""
         self.complaints, self.fetched = [], []
         self.ask("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600)
         self.ask("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
         before = self._loaded
-        self.ask("Page.navigate", url=page.resolve().as_uri())
+        self.ask("Page.navigate", url=page if isinstance(page, str) else page.resolve().as_uri())
         while self._loaded == before:
             self._take(self._message())
         self.run("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(0))))")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from assay.report import board as module
+from assay.report import run_process
 from assay.report.board import board
 from assay.report.page import render_report
 from assay.report.run_record import RunRecord, read_run
@@ -77,11 +78,11 @@ def test_before_the_end_the_best_look_counts_with_its_interval(tmp_path: Path):
 
 
 def test_a_run_that_is_being_written_is_running_and_looking_does_not_disturb_it(tmp_path: Path):
-    if not module.LOCKS.exists():
+    if not run_process.LOCKS.exists():
         pytest.skip("this system has no table of locks")
     ledger = Ledger(a_run(tmp_path / "run", ending="none") / "ledger.jsonl")
     ledger.append("save", step=41, checkpoint="step-000041")
-    if not any(str(os.getpid()) in line.split() for line in module.LOCKS.read_text().splitlines()):
+    if not any(str(os.getpid()) in line.split() for line in run_process.LOCKS.read_text().splitlines()):
         pytest.skip("this system's table of locks does not show our own")
     assert board(tmp_path)[0].state == "running"
     ledger.append("save", step=42, checkpoint="step-000042")

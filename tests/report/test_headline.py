@@ -60,6 +60,39 @@ def test_test_time_training_and_edits_are_headed_by_what_they_are_for(tmp_path: 
     assert str(headline(read_run(edit))) == "facts not said: 0.500 [0.158, 0.900] (n=4), goal 0.8; artifact refuted"
 
 
+@pytest.mark.parametrize(("verdict", "words"), [
+    (proven("direction", "0.81 of 64 margins rose"), "preference learned: 0.81 of 64 margins rose; artifact proven"),
+    (unproven("direction", "0.52 of 64 margins rose", optional=True), "no preference shown: 0.52 of 64 margins rose; artifact proven"),
+    (refuted("direction", "0.10 of 64 margins rose"), "the rejected is preferred: 0.10 of 64 margins rose; artifact refuted")])
+def test_preferences_are_headed_by_what_was_learned_to_be_preferred(verdict: Verdict, words: str, tmp_path: Path):
+    run = ended(tmp_path / "run", "hand over", [verdict], checkpoint="step-000040")
+    assert str(headline(read_run(run))) == words
+
+
+def test_a_reward_model_is_headed_by_how_well_it_ranks(tmp_path: Path):
+    verdicts = [proven("direction", "margins rose"), proven("reward head", "it moved"), unproven("accuracy", "0.53 of 30 pairs")]
+    run = ended(tmp_path / "run", "hand over", verdicts, checkpoint="step-000040")
+    assert str(headline(read_run(run))) == "not shown better than a coin: 0.53 of 30 pairs; artifact not proven"
+
+
+@pytest.mark.parametrize(("fell", "words"), [
+    ({"mean": 0.4, "low": 0.31, "high": 0.48, "n": 10}, "nearer to the teacher: the KL fell by +0.400 [0.310, 0.480] of what it was"),
+    ({"mean": 0.02, "low": -0.1, "high": 0.12, "n": 10}, "not shown nearer to the teacher: the KL fell by +0.020"),
+    ({"mean": -0.2, "low": -0.3, "high": -0.1, "n": 10}, "farther from the teacher: the KL fell by −0.200"),
+    ({"mean": "nan"}, "no lower loss shown"), (None, "no lower loss shown")])
+def test_distillation_is_headed_by_its_way_towards_the_teacher(fell: Any, words: str, tmp_path: Path):
+    run = ended(tmp_path / "run", "hand over", [], checkpoint="step-000040", kl_fell_by=fell)
+    assert str(headline(read_run(run))).startswith(words)
+
+
+def test_every_recipe_ends_with_its_headline():
+    from assay.cli import _RECIPES
+
+    verbs = Path(__file__).parents[2] / "assay" / "verbs"
+    texts = {verb: (verbs / f"{verb.replace('-', '_')}.py").read_text() for verb in _RECIPES}
+    assert [verb for verb, text in sorted(texts.items()) if "print_headline(outcome.folder)" not in text] == []
+
+
 @pytest.mark.parametrize(("after", "words"), [
     ([loss - 1 + 0.01 * i for i, loss in enumerate(LOSSES)], "loss lowered: −0.975 ["),
     ([loss + 1 - 0.01 * i for i, loss in enumerate(LOSSES)], "the loss rose: +0.975 ["),
