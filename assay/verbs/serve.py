@@ -10,8 +10,8 @@ from assay.config import argument, option
 from assay.errors import UsageError
 
 if TYPE_CHECKING:
-    from assay.generate.engine_thread import ServerSize
-    from assay.generate.hosted_model import HostedModel
+    from assay.serving.engine_thread import ServerSize
+    from assay.serving.hosted_model import HostedModel
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ def run(flags: FLAGS) -> int:
     token = flags.token or os.environ.get("ASSAY_TOKEN") or None
     adapters = [_named(text) for text in flags.adapter]
 
-    from assay.generate.engine_thread import EngineThread
-    from assay.generate.server import bind_listener, serve
+    from assay.serving.engine_thread import EngineThread
+    from assay.serving.server import bind_listener, serve
 
     listener = bind_listener(flags.host, flags.port, token)  # refused before a model is read
     serving = EngineThread(_size(flags))
@@ -73,8 +73,8 @@ def run(flags: FLAGS) -> int:
 def _size(flags: FLAGS) -> "ServerSize":
     import torch
 
-    from assay.generate.engine_thread import ServerSize
     from assay.model.placement import default_device, require_device
+    from assay.serving.engine_thread import ServerSize
 
     device = require_device(flags.device or default_device())
     chosen = flags.dtype if flags.dtype != "auto" else "bfloat16" if device.startswith("cuda") else "float32"

@@ -5,8 +5,8 @@ import queue
 import pytest
 import torch
 
-from assay.generate.engine_thread import EngineThread, PendingCall, ServerSize
 from assay.generate.generation_request import GenerationRequest, Sampling
+from assay.serving.engine_thread import EngineThread, PendingCall, ServerSize
 from assay.store import checkpoint
 from assay.testing.tiny_models import nudge, save_adapter, save_model, tiny_model
 from assay.verdict import Outcome, overall, proven

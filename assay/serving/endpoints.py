@@ -12,11 +12,11 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from assay.errors import AssayError, UsageError
-from assay.generate import openai_protocol
-from assay.generate.engine_thread import EngineThread, PendingCall
 from assay.generate.generation_request import Completion, CompletionProgress, GenerationRequest, Sampling
-from assay.generate.hosted_model import HostedModel, RankedTokens
-from assay.generate.openai_protocol import ApiReply, ApiRequest, RequestRefused, error_object, model_object
+from assay.serving import openai_protocol
+from assay.serving.engine_thread import EngineThread, PendingCall
+from assay.serving.hosted_model import HostedModel, RankedTokens
+from assay.serving.openai_protocol import ApiReply, ApiRequest, RequestRefused, error_object, model_object
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest

@@ -24,9 +24,9 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from assay.errors import AssayError, UsageError
-from assay.generate.endpoints import Endpoints, error_response, internal_error_response, json_response
-from assay.generate.engine_thread import EngineThread
-from assay.generate.openai_protocol import RequestRefused, error_object, short_json
+from assay.serving.endpoints import Endpoints, error_response, internal_error_response, json_response
+from assay.serving.engine_thread import EngineThread
+from assay.serving.openai_protocol import RequestRefused, error_object, short_json
 
 if TYPE_CHECKING:
     import uvicorn

@@ -18,13 +18,13 @@ import pytest
 import torch
 
 from assay.errors import AssayError, UsageError
-from assay.generate import hosted_model, openai_protocol
-from assay.generate.endpoints import BODY_BYTES, CompletionFlow
 from assay.generate.engine import sample
-from assay.generate.engine_thread import EngineThread, ServerSize
 from assay.generate.generation_request import Sampling
-from assay.generate.openai_protocol import ApiReply
-from assay.generate.server import bind_listener, serve, serve_in_background
+from assay.serving import hosted_model, openai_protocol
+from assay.serving.endpoints import BODY_BYTES, CompletionFlow
+from assay.serving.engine_thread import EngineThread, ServerSize
+from assay.serving.openai_protocol import ApiReply
+from assay.serving.server import bind_listener, serve, serve_in_background
 from assay.store import checkpoint
 from assay.store.artifact import build_model, open_artifact
 from assay.testing.tiny_models import nudge, save_adapter, save_model, tiny_model

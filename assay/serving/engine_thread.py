@@ -17,8 +17,8 @@ import torch
 
 from assay.errors import AssayError, UsageError
 from assay.generate.generation_request import CompletionProgress, GenerationRequest, Sampling
-from assay.generate.hosted_model import HostedModel, RankedTokens, host_model, open_for_serving, rank_tokens
-from assay.generate.openai_protocol import RequestRefused, short_json
+from assay.serving.hosted_model import HostedModel, RankedTokens, host_model, open_for_serving, rank_tokens
+from assay.serving.openai_protocol import RequestRefused, short_json
 
 MODEL_NAME = re.compile(r"\w[\w.:/@+-]{0,199}")
 MOST_MODELS = 64

@@ -19,8 +19,8 @@ from typing import Any, Literal
 
 from assay.errors import ArtifactError, UsageError
 from assay.generate.generation_request import MOST_TOP_K, Completion, CompletionProgress
-from assay.generate.hosted_model import HostedModel, RankedTokens
 from assay.model.tokenizer import Tokenizer
+from assay.serving.hosted_model import HostedModel, RankedTokens
 from assay.strict_json import parse_json
 
 MOST_CHOICES, MOST_PROMPTS = 128, 128
