@@ -8,15 +8,20 @@ import asyncio
 import contextlib
 import json
 import secrets
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from assay.errors import AssayError, UsageError
 from assay.generate.generation_request import Completion, CompletionProgress, GenerationRequest, Sampling
+from assay.generate.token_grammar import TokenGrammar
 from assay.serving import openai_protocol
 from assay.serving.engine_thread import EngineThread, PendingCall
 from assay.serving.hosted_model import HostedModel, RankedTokens
-from assay.serving.openai_protocol import ApiReply, ApiRequest, RequestRefused, error_object, model_object
+from assay.serving.metrics import CONTENT_TYPE, metrics_text
+from assay.serving.openai_protocol import ApiReply, ApiRequest, error_object, model_object
+from assay.serving.request_fields import RequestFields, RequestRefused
+from assay.serving.tool_protocol import render_chat, speech_grammar
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
@@ -37,6 +42,7 @@ class Endpoints:
 
     def __init__(self, serving: EngineThread):
         self.serving = serving
+        self.requests: Counter[tuple[str, int]] = Counter()  # by path and status
         self.joining = asyncio.Lock()
 
     async def health(self, request: "HttpRequest") -> "Response":
@@ -44,6 +50,11 @@ class Endpoints:
         broken = self.serving.failed or self.serving.closing or any(model.broken is not None for model in models)
         return json_response(503 if broken else 200, {"status": "unavailable" if broken else "ok", "models": len(models),
                                               "completions": self.serving.busy, "slots": self.serving.size.slots * len(models)})
+
+    async def metrics(self, request: "HttpRequest") -> "Response":
+        from starlette.responses import Response
+
+        return Response(metrics_text(self.serving, self.requests), headers={"content-type": CONTENT_TYPE})
 
     async def models(self, request: "HttpRequest") -> "Response":
         return json_response(200, {"object": "list", "data": [self._described(model) for model in list(self.serving.models.values())]})
@@ -58,7 +69,7 @@ class Endpoints:
         return await self._respond(request, openai_protocol.read_completion(await _body(request)))
 
     async def load_adapter(self, request: "HttpRequest") -> "Response":
-        fields = openai_protocol.RequestFields(await _body(request))
+        fields = RequestFields(await _body(request))
         name, path = fields.text("name"), fields.text("path")
         fields.rest()
         if not name or not path:
@@ -86,7 +97,8 @@ class Endpoints:
         model = self.serving.find(asked.model)
         prompts = await asyncio.to_thread(api_prompt_ids, model, asked)
         answer = ApiReply.to(asked, model, prompts, secrets.randbits(63) if asked.seed is None else asked.seed)
-        flow = CompletionFlow(self.serving, answer)
+        grammar = await asyncio.to_thread(api_grammar, model, asked)
+        flow = CompletionFlow(self.serving, answer, grammar)
         if asked.stream:
             return EventStream(flow)
         whole = await unless_disconnected(request.receive, flow.collect())
@@ -103,7 +115,7 @@ def api_prompt_ids(model: HostedModel, asked: ApiRequest) -> tuple[tuple[int, ..
     if asked.kind == "chat":
         if tokenizer.template is None:
             raise RequestRefused(f"{model.name!r} has no chat template; use /v1/completions", param="messages")
-        prompts = [tokenizer.encode(tokenizer.render(asked.messages, add_generation_prompt=True))]
+        prompts = [tokenizer.encode(render_chat(tokenizer, asked.messages, asked.form.tools, model.tool_format))]
     else:
         prompts = [tokenizer.encode(prompt, special=True) if isinstance(prompt, str) else list(prompt) for prompt in asked.prompts]
     beginning = [id for id in (stops.bos, stops.eos) if id is not None][:1]
@@ -116,11 +128,24 @@ def api_prompt_ids(model: HostedModel, asked: ApiRequest) -> tuple[tuple[int, ..
     return tuple(map(tuple, prompts))
 
 
+def api_grammar(model: HostedModel, asked: ApiRequest) -> TokenGrammar | None:
+    """The form that the answer must have; None where the model may say what it likes."""
+    if not asked.form.constrained:
+        return None
+    param = "tool_choice" if asked.form.called else "response_format"
+    try:
+        return speech_grammar(asked.form, model.forms, model.tool_format)
+    except RequestRefused:
+        raise
+    except UsageError as error:
+        raise RequestRefused(str(error), param=param, code="unsupported_parameter") from None
+
+
 class CompletionFlow:
     """The completions of one reply on their way from the engine. Whatever ends it early, they are cancelled."""
 
-    def __init__(self, serving: EngineThread, answer: ApiReply):
-        self.serving, self.answer, self.model = serving, answer, answer.model
+    def __init__(self, serving: EngineThread, answer: ApiReply, grammar: TokenGrammar | None = None):
+        self.serving, self.answer, self.model, self.grammar = serving, answer, answer.model, grammar
         self.members = answer.asked.n * len(answer.prompts)
 
     async def collect(self) -> dict[str, Any]:
@@ -154,6 +179,9 @@ class CompletionFlow:
                     raise item
                 if item.completion is not None and item.completion.ended == "cancelled":
                     raise RequestRefused("the server is shutting down", status=503, code="unavailable")
+                if item.completion is not None and item.completion.ended == "no token":
+                    raise RequestRefused("no token can follow in the form that was asked for; ask for a simpler one",
+                                         param="response_format", code="form_failed")
                 left -= item.completion is not None
                 yield index, item, scores
         finally:
@@ -165,7 +193,8 @@ class CompletionFlow:
         asked, first = self.answer.asked, number * self.answer.asked.n
         sampling = Sampling(asked.max_new or self.model.engine.length - len(prompt), asked.temperature, asked.top_k, asked.top_p,
                             self.answer.seed, asked.min_p, asked.repetition_penalty)
-        request = GenerationRequest(prompt, sampling, group=asked.n, first=first, stop=asked.stop, stream=asked.stream)
+        request = GenerationRequest(prompt, sampling, group=asked.n, first=first, stop=asked.stop, stream=asked.stream,
+                                    grammar=self.grammar)
         ranks = asked.logprobs and (asked.alternatives or asked.under == "model")
         under = sampling if asked.under == "sampled" else Sampling()
 

@@ -9,7 +9,7 @@ import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from assay.errors import AssayError, UsageError
 from assay.generate.generation_request import CompletionProgress, GenerationRequest, Sampling
 from assay.serving.hosted_model import HostedModel, RankedTokens, host_model, open_for_serving, rank_tokens
-from assay.serving.openai_protocol import RequestRefused, short_json
+from assay.serving.request_fields import RequestRefused, short_json
 
 MODEL_NAME = re.compile(r"\w[\w.:/@+-]{0,199}")
 MOST_MODELS = 64
@@ -221,6 +221,8 @@ class EngineThread:
                 source = call.model.engine.weights.source
                 scores = rank_tokens(source, call.request.prompt, progress.completion.ids, call.rank, call.alternatives)
             call.left -= 1
+            call.model.prompt_tokens += len(call.request.prompt)
+            call.model.completion_tokens += len(progress.completion.ids)
             if not call.left:
                 del self._calls[call.model, progress.ticket]
         call.deliver(progress, scores)
@@ -232,7 +234,8 @@ class EngineThread:
             self._calls.pop(key).deliver(AssayError(model.broken), None)
 
     def _submit(self, call: PendingCall) -> None:
-        call.ticket, call.left = call.model.engine.submit(call.request), call.request.group
+        engine = call.model.engine
+        call.ticket, call.left = engine.submit(replace(call.request, follows=engine.latest_before(call.request.prompt))), call.request.group
         self._calls[call.model, call.ticket] = call
 
     def _cancel(self, call: PendingCall) -> None:

@@ -4,6 +4,7 @@ Every name has weights, keys and values of its own: loading one touches no other
 Shapes: N places, V vocabulary.
 """
 
+import functools
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,10 +12,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from assay.agents.tool_calls import ToolFormat, format_for
 from assay.errors import ArtifactError, UsageError
 from assay.generate.engine import Engine
 from assay.generate.generation_request import GenerationRequest, Sampling
 from assay.generate.policy_logprobs import completion_logprobs, policy_logits, sampled_distribution, tokens_seen_before
+from assay.generate.token_grammar import GrammarVocabulary
 from assay.model.kv_cache import DecodeView, SlotCache
 from assay.model.placement import place_for_inference, uncompiled
 from assay.model.probe_logits import ProbeLogits, compute_probe_logits, probe_distance, probe_inputs, share_of_change
@@ -42,6 +45,8 @@ class HostedModel:
     verdicts: tuple[Verdict, ...]
     created: int = field(default_factory=lambda: int(time.time()))
     members: int = 0  # completions under way or waiting
+    prompt_tokens: int = 0  # of completions that ended
+    completion_tokens: int = 0
     broken: str | None = None  # why it serves no more
 
     @property
@@ -53,6 +58,15 @@ class HostedModel:
     def tokenizer(self) -> Tokenizer:
         assert self.artifact.tokenizer is not None, "opened() refuses a model without one"
         return self.artifact.tokenizer
+
+    @property
+    def tool_format(self) -> ToolFormat:
+        return format_for(self.tokenizer.template)
+
+    @functools.cached_property
+    def forms(self) -> GrammarVocabulary:
+        """Made when a form is first asked for: a large vocabulary takes a second."""
+        return GrammarVocabulary(self.tokenizer, vocab=self.engine.weights.model.config.vocab, stop_ids=self.engine.stop_ids)
 
     @property
     def proven(self) -> bool:

@@ -1,8 +1,9 @@
 """Server with OpenAI's HTTP interface in front of an `EngineThread`, on loopback unless a token guards it.
 
     GET  /health                  whether it serves, and how much is under way; needs no token
+    GET  /metrics                 counts for Prometheus
     GET  /v1/models[/NAME]        names, digests, whether proven, bytes held
-    POST /v1/chat/completions     whole or streamed
+    POST /v1/chat/completions     whole or streamed, with tools, or in the form of a JSON schema
     POST /v1/completions          text or token ids
     POST /v1/adapters             {"name", "path"}: a proven adapter joins under a name of its own, once its fingerprint agrees
     DELETE /v1/adapters/NAME      it takes no new requests and goes when those under way are over
@@ -26,7 +27,9 @@ from typing import TYPE_CHECKING, Any
 from assay.errors import AssayError, UsageError
 from assay.serving.endpoints import Endpoints, error_response, internal_error_response, json_response
 from assay.serving.engine_thread import EngineThread
-from assay.serving.openai_protocol import RequestRefused, error_object, short_json
+from assay.serving.metrics import RequestCounts
+from assay.serving.openai_protocol import error_object
+from assay.serving.request_fields import RequestRefused, short_json
 
 if TYPE_CHECKING:
     import uvicorn
@@ -129,12 +132,14 @@ def server_application(serving: EngineThread, token: str | None = None, *, loopb
 
     desk = Endpoints(serving)
     routes = [
-        Route("/health", desk.health), Route("/v1/models", desk.models), Route("/v1/models/{name:path}", desk.model),
+        Route("/health", desk.health), Route("/metrics", desk.metrics),
+        Route("/v1/models", desk.models), Route("/v1/models/{name:path}", desk.model),
         Route("/v1/chat/completions", desk.chat, methods=["POST"]), Route("/v1/completions", desk.completions, methods=["POST"]),
         Route("/v1/adapters", desk.load_adapter, methods=["POST"]),
         Route("/v1/adapters/{name:path}", desk.retire_adapter, methods=["DELETE"])]
     handlers: dict[Any, Any] = {AssayError: error_response, HTTPException: error_response, Exception: internal_error_response}
-    return Starlette(routes=routes, middleware=[Middleware(AccessGate, token=token, loopback=loopback)], exception_handlers=handlers)
+    middleware = [Middleware(RequestCounts, counts=desk.requests), Middleware(AccessGate, token=token, loopback=loopback)]
+    return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
 
 
 class AccessGate:

@@ -209,8 +209,8 @@ def test_an_unknown_model_is_not_found(client):
     ({"top_p": 0}, "top_p"), ({"seed": 1.5}, "seed"), ({"seed": 2**63}, "seed"), ({"stop": [""]}, "stop"), ({"stop": ["a"] * 5}, "stop"),
     ({"stop": 7}, "stop"), ({"max_tokens": 0}, "max_tokens"), ({"max_tokens": 255}, "messages"), ({"top_logprobs": 2}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"), ({"stream": "yes"}, "stream"), ({"stream_options": {}}, "stream_options"),
-    ({"logprobs": True, "top_logprobs": 2, "stream": True}, "stream"), ({"tools": [{"type": "function"}]}, "tools"),
-    ({"response_format": {"type": "json_object"}}, "response_format"), ({"frequency_penalty": 0.5}, "frequency_penalty"),
+    ({"logprobs": True, "top_logprobs": 2, "stream": True}, "stream"), ({"tools": [{"type": "function"}]}, "tools[0]"),
+    ({"response_format": {"type": "xml"}}, "response_format"), ({"frequency_penalty": 0.5}, "frequency_penalty"),
     ({"temprature": 0.5}, "temprature")])
 def test_bad_fields_are_400_and_named(url, change, param):
     body = json.dumps({"model": "base", "messages": HELLO, "max_tokens": 4} | change).replace("Infinity", "1e400")
