@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FLAGS:
-    """Serve a model: /v1/models, /v1/chat/completions, /v1/completions, /v1/adapters, /health.
+    """Serve a model: /v1/models, /v1/chat/completions (tools, JSON schemas), /v1/completions, /v1/adapters, /health, /metrics.
 
     Its name is --name, or the last part of its path; its weights' digest is every answer's system_fingerprint. Adapters must
     be proven (a hallmark), and join, at the start or later, once their answers through the server are those recorded.
@@ -46,7 +46,9 @@ EXAMPLES = """  assay serve smollm2-135m
   assay serve runs/a/checkpoints/step-000500 --name a --adapter a@600=runs/b/checkpoints/step-000100 --port 8001
   ASSAY_TOKEN=… assay serve smollm2-135m --host 0.0.0.0
   curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json' \\
-    -d '{"model": "smollm2-135m", "messages": [{"role": "user", "content": "Why is the sky blue?"}]}'"""
+    -d '{"model": "smollm2-135m", "messages": [{"role": "user", "content": "Why is the sky blue?"}]}'
+  curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json' \\
+    -d '{"model": "smollm2-135m", "messages": [{"role": "user", "content": "A colour?"}], "response_format": {"type": "json_object"}}'"""
 
 
 def run(flags: FLAGS) -> int:
