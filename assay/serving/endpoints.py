@@ -7,9 +7,10 @@ A client that leaves takes its request along.
 import asyncio
 import contextlib
 import json
+import math
 import secrets
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from assay.errors import AssayError, UsageError
@@ -20,6 +21,7 @@ from assay.serving.engine_thread import EngineThread, PendingCall
 from assay.serving.hosted_model import HostedModel, RankedTokens
 from assay.serving.metrics import CONTENT_TYPE, metrics_text
 from assay.serving.openai_protocol import ApiReply, ApiRequest, error_object, model_object
+from assay.serving.policy_training import ServedPolicy
 from assay.serving.request_fields import RequestFields, RequestRefused
 from assay.serving.tool_protocol import render_chat, speech_grammar
 
@@ -40,8 +42,8 @@ CLIENT_CLOSED = 499  # what a log shows for a client that did not wait
 class Endpoints:
     """The endpoints of one server. Adapters join one after another."""
 
-    def __init__(self, serving: EngineThread):
-        self.serving = serving
+    def __init__(self, serving: EngineThread, policy: ServedPolicy | None = None):
+        self.serving, self.policy = serving, policy
         self.requests: Counter[tuple[str, int]] = Counter()  # by path and status
         self.joining = asyncio.Lock()
 
@@ -93,13 +95,65 @@ class Endpoints:
         self.serving.retire(name)
         return json_response(200, {"id": name, "object": "model", "deleted": True})
 
+    def _policy(self) -> ServedPolicy:
+        if self.policy is None:
+            raise RequestRefused("this server does not train; start it with assay serve --train", status=409, code="not_training")
+        return self.policy
+
+    async def open_trajectory(self, request: "HttpRequest") -> "Response":
+        fields = RequestFields(await _body(request))
+        fields.rest()
+        return json_response(200, self._policy().open())
+
+    async def close_trajectory(self, request: "HttpRequest") -> "Response":
+        fields, name = RequestFields(await _body(request)), request.path_params["name"]
+        reward = fields.number("reward", -math.inf, math.inf, math.nan)
+        error = fields.text("error")
+        fields.rest()
+        self._policy().close(name, None if math.isnan(reward) else reward, error)
+        return json_response(200, {"id": name, "closed": True})
+
+    async def train(self, request: "HttpRequest") -> "Response":
+        fields = RequestFields(await _body(request))
+        groups, policy = fields.take("groups"), self._policy()
+        fields.rest()
+        if not isinstance(groups, list) or not groups or not all(
+                isinstance(group, list) and all(isinstance(name, str) for name in group) for group in groups):
+            raise RequestRefused("groups: expected lists of trajectories' ids", param="groups", code="invalid_type")
+        return json_response(200, await asyncio.wrap_future(self.serving.ask(lambda: policy.learn(groups))))
+
     async def _respond(self, request: "HttpRequest", asked: ApiRequest) -> Any:
         model = self.serving.find(asked.model)
+        trajectory = request.headers.get("x-assay-trajectory")
+        if trajectory is not None:
+            return await self._respond_in(trajectory, request, asked, model)
         prompts = await asyncio.to_thread(api_prompt_ids, model, asked)
         answer = ApiReply.to(asked, model, prompts, secrets.randbits(63) if asked.seed is None else asked.seed)
         grammar = await asyncio.to_thread(api_grammar, model, asked)
-        flow = CompletionFlow(self.serving, answer, grammar)
-        if asked.stream:
+        return await self._flow(request, CompletionFlow(self.serving, answer, grammar))
+
+    async def _respond_in(self, trajectory: str, request: "HttpRequest", asked: ApiRequest, model: HostedModel) -> Any:
+        """A turn that may be trained on: from the ids that were sampled and inserted before it, and kept as it is sampled."""
+        if asked.kind != "chat":
+            raise RequestRefused("trajectories are made of chat completions; leave X-Assay-Trajectory out", param="prompt")
+        policy = self._policy()
+        await asyncio.to_thread(api_prompt_ids, model, asked)  # what the template refuses or has no place for is refused here too
+        prompt = policy.begin_turn(trajectory, asked, model)
+        answer = ApiReply.to(asked, model, (prompt,), secrets.randbits(63) if asked.seed is None else asked.seed)
+
+        def ended(completion: Completion | None) -> None:
+            message = {} if completion is None else answer.message(0, completion)
+            policy.end_turn(trajectory, completion, message, f"{answer.id}/0")
+
+        try:
+            require_room((prompt,), asked, model)
+        except RequestRefused:
+            ended(None)
+            raise
+        return await self._flow(request, CompletionFlow(self.serving, answer, ended=ended))
+
+    async def _flow(self, request: "HttpRequest", flow: "CompletionFlow") -> Any:
+        if flow.answer.asked.stream:
             return EventStream(flow)
         whole = await unless_disconnected(request.receive, flow.collect())
         return json_response(CLIENT_CLOSED, {}) if whole is None else json_response(200, whole)
@@ -120,12 +174,16 @@ def api_prompt_ids(model: HostedModel, asked: ApiRequest) -> tuple[tuple[int, ..
         prompts = [tokenizer.encode(prompt, special=True) if isinstance(prompt, str) else list(prompt) for prompt in asked.prompts]
     beginning = [id for id in (stops.bos, stops.eos) if id is not None][:1]
     prompts = [prompt or beginning for prompt in prompts]
+    require_room(prompts, asked, model)
+    return tuple(map(tuple, prompts))
+
+
+def require_room(prompts: Sequence[Sequence[int]], asked: ApiRequest, model: HostedModel) -> None:
     for prompt in prompts:
         if len(prompt) + (asked.max_new or 1) > model.engine.length:
             raise RequestRefused(f"This model's maximum context length is {model.engine.length} tokens. However, you requested "
                           f"{len(prompt) + (asked.max_new or 1)} tokens ({len(prompt)} in the prompt, {asked.max_new or 1} in the "
                           "completion)", param="messages" if asked.kind == "chat" else "prompt", code="context_length_exceeded")
-    return tuple(map(tuple, prompts))
 
 
 def api_grammar(model: HostedModel, asked: ApiRequest) -> TokenGrammar | None:
@@ -144,8 +202,10 @@ def api_grammar(model: HostedModel, asked: ApiRequest) -> TokenGrammar | None:
 class CompletionFlow:
     """The completions of one reply on their way from the engine. Whatever ends it early, they are cancelled."""
 
-    def __init__(self, serving: EngineThread, answer: ApiReply, grammar: TokenGrammar | None = None):
+    def __init__(self, serving: EngineThread, answer: ApiReply, grammar: TokenGrammar | None = None,
+                 ended: Callable[[Completion | None], None] | None = None):
         self.serving, self.answer, self.model, self.grammar = serving, answer, answer.model, grammar
+        self.ended = ended  # told of the one completion when it is whole, or None where it came to nothing
         self.members = answer.asked.n * len(answer.prompts)
 
     async def collect(self) -> dict[str, Any]:
@@ -167,7 +227,13 @@ class CompletionFlow:
                 loop.call_soon_threadsafe(arrivals.put_nowait, item)
 
         calls = [self._call(index, prompt, arrive) for index, prompt in enumerate(self.answer.prompts)]
-        self.serving.admit(self.model, self.members)
+        told = self.ended
+        try:
+            self.serving.admit(self.model, self.members)
+        except RequestRefused:
+            if told is not None:
+                told(None)
+            raise
         try:
             for call in calls:
                 await asyncio.wrap_future(self.serving.submit(call))
@@ -183,8 +249,13 @@ class CompletionFlow:
                     raise RequestRefused("no token can follow in the form that was asked for; ask for a simpler one",
                                          param="response_format", code="form_failed")
                 left -= item.completion is not None
+                if item.completion is not None and told is not None:
+                    told(item.completion)
+                    told = None
                 yield index, item, scores
         finally:
+            if told is not None:
+                told(None)
             for call in calls:
                 self.serving.cancel(call)
             self.serving.release(self.model, self.members)

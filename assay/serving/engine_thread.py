@@ -76,9 +76,9 @@ class EngineThread:
 
     # ── models ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def open(self, name: str, path: str | Path, *, base: str | Path | None = None) -> HostedModel:
-        """The model that the server starts with: anything that Assay can open."""
-        return self._join(name, path, base, hallmark=False)
+    def open(self, name: str, path: str | Path, *, base: str | Path | None = None, learns: bool = False) -> HostedModel:
+        """The model that the server starts with: anything that Assay can open. `learns`: its weights are kept in fp32, to be trained."""
+        return self._join(name, path, base, hallmark=False, learns=learns)
 
     def open_adapter(self, name: str, path: str | Path) -> HostedModel:
         """A proven adapter on the weights that the server started with. It waits for the thread: not for an event loop."""
@@ -106,7 +106,8 @@ class EngineThread:
         del self.models[name]
         self.ask(lambda: None)  # the thread looks again at what is over
 
-    def _join(self, name: str, path: str | Path, base: str | Path | None, *, hallmark: bool) -> HostedModel:
+    def _join(self, name: str, path: str | Path, base: str | Path | None, *, hallmark: bool,
+              learns: bool = False) -> HostedModel:
         if not MODEL_NAME.fullmatch(name):
             raise RequestRefused(f"{short_json(name)} is no name for a model; expected letters, digits and . : / @ + - _", param="name")
         if len(self.models) >= MOST_MODELS:
@@ -119,7 +120,7 @@ class EngineThread:
         if name in self.models:
             return self.models[name]
         length = self.size.length or min(artifact.config.max_length, DEFAULT_LENGTH)
-        options = {"slots": self.size.slots, "length": length, "device": self.size.device, "dtype": self.size.dtype}
+        options = {"slots": self.size.slots, "length": length, "device": self.size.device, "dtype": self.size.dtype, "learns": learns}
         return self.ask(lambda: self._add(host_model(name, artifact, **options))).result()  # type: ignore[arg-type]
 
     def _add(self, model: HostedModel) -> HostedModel:

@@ -133,10 +133,10 @@ def _asked(fields: RequestFields, kind: EndpointKind, *, messages: tuple[dict[st
 def _messages(value: Any) -> tuple[dict[str, Any], ...]:
     if not isinstance(value, list) or not value:
         raise RequestRefused("messages: expected a list of at least one message", param="messages")
-    return tuple(_message(message, f"messages[{index}]") for index, message in enumerate(value))
+    return tuple(read_message(message, f"messages[{index}]") for index, message in enumerate(value))
 
 
-def _message(message: Any, where: str) -> dict[str, Any]:
+def read_message(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise RequestRefused(f"{where}: expected an object with a role and content", param=where, code="invalid_type")
     known = {"role", "content", "name", "refusal", *MESSAGE_FIELDS.get(message["role"], ())}
@@ -237,12 +237,12 @@ class ApiReply:
             return {"content": progress.text}
         if progress.completion is None:
             return {"content": ""}
-        message = self._message(index, progress.completion)
+        message = self.message(index, progress.completion)
         calls = [{"index": number, **call} for number, call in enumerate(message.get("tool_calls", ()))]
         return {name: value for name, value in message.items() if name in ("content", "tool_call_faults")} | (
             {"tool_calls": calls} if calls else {})
 
-    def _message(self, index: int, completion: Completion) -> dict[str, Any]:
+    def message(self, index: int, completion: Completion) -> dict[str, Any]:
         if not self.asked.form.tools:
             return {"role": "assistant", "content": completion.text, "refusal": None}
         return spoken_message(completion, self.model.tokenizer, self.model.tool_format, f"{self.id}/{index}")
@@ -263,7 +263,7 @@ class ApiReply:
     def _choice(self, index: int, completion: Completion, scores: RankedTokens | None) -> dict[str, Any]:
         said: dict[str, Any] = {"text": completion.text}
         if self.asked.kind == "chat":
-            said = {"message": self._message(index, completion)}
+            said = {"message": self.message(index, completion)}
         logprobs = self._logprobs(completion.ids, completion.logprobs, scores) if self.asked.logprobs else None
         choice = {"index": index, **said, "logprobs": logprobs, "finish_reason": self._reason(completion, said.get("message", {}))}
         if self.asked.token_ids:
