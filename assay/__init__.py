@@ -4,10 +4,28 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from assay.api import compare, distill, dpo, edit, evaluate, grpo, load, pretrain, prove, sample, sft, ttt
+    from assay.api import (
+        compare,
+        distill,
+        dpo,
+        edit,
+        evaluate,
+        grpo,
+        kto,
+        load,
+        merge,
+        pretrain,
+        prove,
+        prune,
+        reward_model,
+        sample,
+        sft,
+        ttt,
+    )
 
 __version__ = "0.1.0"
-__all__ = ["compare", "distill", "dpo", "edit", "evaluate", "grpo", "load", "pretrain", "prove", "sample", "sft", "ttt"]
+__all__ = ["compare", "distill", "dpo", "edit", "evaluate", "grpo", "kto", "load", "merge", "pretrain", "prove", "prune", "reward_model",
+           "sample", "sft", "ttt"]
 
 
 def __getattr__(name: str) -> Any:

@@ -18,7 +18,10 @@ from assay.outcome import RunOutcome
 from assay.recipes.dpo_options import Dpo
 from assay.recipes.edit_options import Edit
 from assay.recipes.grpo_options import Grpo
+from assay.recipes.kto_options import Kto
+from assay.recipes.merge_options import MergeModels, PruneLayers
 from assay.recipes.options import Distill, Pretrain, Sft
+from assay.recipes.reward_model_options import RewardModel
 from assay.recipes.ttt_options import Ttt
 
 if TYPE_CHECKING:
@@ -50,6 +53,20 @@ def dpo(*, say: Say | None = None, **options: Any) -> RunOutcome:
     from assay.recipes import dpo as recipe
 
     return _run(recipe.dpo, Dpo, options, say)
+
+
+def kto(*, say: Say | None = None, **options: Any) -> RunOutcome:
+    """Teach a model from single answers that were called desirable or undesirable."""
+    from assay.recipes import kto as recipe
+
+    return _run(recipe.kto, Kto, options, say)
+
+
+def reward_model(*, say: Say | None = None, **options: Any) -> RunOutcome:
+    """Teach a model what an answer is worth, from pairs of which one is preferred; it serves as a reward of `grpo`."""
+    from assay.recipes import reward_model as recipe
+
+    return _run(recipe.reward_model, RewardModel, options, say)
 
 
 def grpo(*, say: Say | None = None, **options: Any) -> RunOutcome:
@@ -85,6 +102,21 @@ def ttt(path: str | Path, *, say: Say | None = None, **options: Any) -> RunOutco
     from assay.recipes import ttt as recipe
 
     return _run(recipe.ttt, Ttt, {"path": str(path), **options}, say)
+
+
+def merge(*models: str | Path, out: str | Path, say: Say | None = None, **options: Any) -> RunOutcome:
+    """Merge fine-tunes of one model; a model may be PATH=WEIGHT."""
+    from assay.recipes import merge as recipe
+
+    return recipe.merge(_options(MergeModels, {"models": [str(model) for model in models], "out": str(out), **options}, Path(out)),
+                        say or _print_line)
+
+
+def prune(model: str | Path, *, out: str | Path, say: Say | None = None, **options: Any) -> RunOutcome:
+    """Take layers out of a model."""
+    from assay.recipes import merge as recipe
+
+    return recipe.prune(_options(PruneLayers, {"model": str(model), "out": str(out), **options}, Path(out)), say or _print_line)
 
 
 def evaluate(path: str | Path, *, out: str | Path, **options: Any) -> "Evaluation":
@@ -132,7 +164,7 @@ def _options(cls: type, given: Mapping[str, Any], out: Path) -> Any:
     inputs = out / "inputs"
     for name in ("data", "held_out_data", "facts", "text"):
         if name in values:
-            several = name == "data" and cls in (Sft, Dpo, Grpo, Distill)
+            several = name == "data" and cls in (Sft, Dpo, Kto, RewardModel, Grpo, Distill)
             values[name] = _as_files(name, values[name], inputs) if several else _as_file(name, values[name], inputs)
     if "reward" in values:
         rewards = values["reward"] if isinstance(values["reward"], list) else [values["reward"]]
@@ -179,5 +211,6 @@ def _with_signature(function: Callable[..., Any], cls: type) -> None:
     function.__signature__ = inspect.Signature([*own, *more], return_annotation=RunOutcome)  # type: ignore[attr-defined]
 
 
-for _function, _cls in ((sft, Sft), (dpo, Dpo), (grpo, Grpo), (distill, Distill), (pretrain, Pretrain), (edit, Edit), (ttt, Ttt)):
+for _function, _cls in ((sft, Sft), (dpo, Dpo), (kto, Kto), (reward_model, RewardModel),
+                       (grpo, Grpo), (distill, Distill), (pretrain, Pretrain), (edit, Edit), (ttt, Ttt)):
     _with_signature(_function, _cls)

@@ -1,12 +1,13 @@
 """The command line: one table, verb → module. A verb's module holds its flags, its examples and its `run`."""
 
+import contextlib
 import errno
 import importlib
 import io
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import FrameType
 
 from assay import __version__
@@ -20,6 +21,8 @@ VERBS = {
     "data": "check conversations: what is supervised, shown token by token and audited",
     "sft": "fine-tune a model on conversations, the whole of it or an adapter",
     "dpo": "teach a model which of two answers is preferred: DPO and its relatives",
+    "kto": "teach a model from single answers that were called desirable or undesirable",
+    "reward-model": "teach a model what an answer is worth, from pairs: a reward for assay grpo",
     "distill": "teach a student what a teacher knows, by its logits or in its words",
     "grpo": "reinforce what is rewarded: groups of completions by the policy itself",
     "plan": "say what a run would take, by part, and what would fit, without loading a weight",
@@ -32,6 +35,8 @@ VERBS = {
     "compare": "say what two or more results show of each other",
     "probe": "look whether what a saved artifact or an endpoint says is healthy",
     "edit": "write new facts into a model's weights, measured on the bytes that were written",
+    "merge": "merge fine-tunes of one model into one: linear, slerp, task vectors, TIES, DARE",
+    "prune": "take layers out of a model, those that do least or those that are named",
     "ttt": "read documents while learning from them, every chunk scored before it is learned from",
     "trace": "record every site of the forward pass, and find the first where two models part",
     "diff": "compare two models tensor by tensor",
@@ -121,7 +126,7 @@ def _dispatch(argv: list[str]) -> int:
     verb, rest = argv[0], argv[1:]
     if verb not in VERBS:
         raise UsageError(f"unknown verb {verb!r}{nearest(verb, VERBS)} (see assay --help)")
-    module = importlib.import_module(f"assay.verbs.{verb}")
+    module = importlib.import_module(f"assay.verbs.{verb.replace('-', '_')}")
     try:
         flags = parse(module.FLAGS, rest, prog=f"assay {verb}", examples=module.EXAMPLES, config_file=verb in _RECIPES)
     except SystemExit as done:  # argparse ends the process after --help
@@ -130,10 +135,27 @@ def _dispatch(argv: list[str]) -> int:
         from assay.recipes.processes import launch_processes
 
         return launch_processes(argv, flags.gpus)
-    return module.run(flags)
+    from assay.store.scratch import sweep_scratch
+
+    sweep_scratch()
+    with _proofs_ready(verb, getattr(flags, "device", None)):
+        return module.run(flags)
 
 
-_RECIPES = {"pretrain", "sft", "dpo", "distill", "grpo", "edit", "ttt"}  # verbs that also take --config FILE.yaml
+@contextlib.contextmanager
+def _proofs_ready(verb: str, device: str | None) -> Iterator[None]:
+    """Of a verb that saves: the processes that will prove its checkpoints import what they need while it imports and opens its own."""
+    if verb not in _RECIPES - {"ttt"} or os.environ.get("RANK", "0") != "0":
+        yield
+        return
+    from assay.guard.proving_process import PROVING_PROCESSES, WHERE_THERE_IS_ONE, processes_early, proof_threads
+
+    with PROVING_PROCESSES.keeping():
+        PROVING_PROCESSES.start_early(proof_threads(beside=False), device or WHERE_THERE_IS_ONE, processes_early())
+        yield
+
+
+_RECIPES = {"pretrain", "sft", "dpo", "kto", "reward-model", "distill", "grpo", "edit", "ttt"}  # verbs that also take --config FILE.yaml
 
 
 def _help() -> str:

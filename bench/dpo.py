@@ -1,12 +1,18 @@
-"""Preference-learning speed: the recipe of `assay dpo` beside TRL's DPOTrainer, same weights, same pairs, same run.
+"""Preference learning and on-policy distillation: `assay dpo` and `assay distill --on-policy 1` beside TRL's DPOTrainer and GKDTrainer.
 
     python bench/dpo.py                                       # SmolLM2-135M's shape, 16 pairs of at most 512 tokens a side a step, one GPU
-    python bench/dpo.py --shape tiny --device cpu --pairs 4 --length 96 --steps 4 --peer-steps 2 --rows 96
+    python bench/dpo.py --only on-policy                      # the rows of on-policy distillation alone
+    python bench/dpo.py --shape tiny --device cpu --pairs 4 --length 96 --steps 4 --peer-steps 2 --rows 96 --new-tokens 16
 
 Weights are drawn, and so are the texts: what is measured is the time of a step, and that the two losses are one. Rows: ours, packed,
 with the tokens that 16 full pairs take; ours with one pair a row, as many pairs a step as TRL; TRL as it comes (the reference is asked
 at every step), with its log-probabilities computed before, and without gradient checkpointing. Ours asks its reference once, before
 step 1, which is in "ready after". The loss at the end of both is of as many steps on the same pairs, in another order.
+
+On-policy distillation: 16 prompts a step, which the student answers with --new-tokens tokens each, and a teacher of the same shape scores
+by the generalised JSD with beta 0.5; GKDTrainer with lambda 1, the same temperature and its key-value cache on. Drawn weights hardly ever
+end a text, so that both draw and score as many tokens. The recipe's preflight would rightly refuse a teacher that knows nothing, and is
+left out here.
 """
 
 import argparse
@@ -39,10 +45,13 @@ from sft import block_of, telling
 
 from assay.data.batch import Batch
 from assay.learn.loop import Step
-from assay.recipes import dpo
+from assay.recipes import distill, dpo
 from assay.recipes.dpo_options import Dpo
+from assay.recipes.options import Distill
 from assay.seeds import derive
-from assay.testing.tiny_models import initialised, save_model
+from assay.store.artifact import open_artifact
+from assay.store.export_artifact import export_artifact
+from assay.testing.tiny_models import initialised, save_model, tiny_model
 
 LR, WARM_UP, BETA = 1e-6, 4, 0.1
 SYLLABLES = ("ba", "do", "ki", "lu", "me", "no", "pa", "ri", "so", "tu")
@@ -77,6 +86,8 @@ class Bench:
             save_model(home / "drawn", initialised(SMOLLM2, 0))
         self.model = TINY if flags.shape == TINY else str(home / "drawn")
         self.fp32 = weights(self.model, "float32", home, flags.length)
+        self.chats = [{"messages": [{"role": "user", "content": pair["prompt"]}, {"role": "assistant", "content": pair["chosen"]}]}
+                      for pair in (drawn_pair(number, flags.length // 2) for number in range(flags.rows))]
         self.said = [drawn_pair(number, flags.length) for number in range(flags.rows)]
         self.data = write_rows(home / "pairs.jsonl", self.said)
         self.held_out = write_rows(home / "held-out.jsonl", (drawn_pair(-1 - number, flags.length) for number in range(16)))
@@ -115,10 +126,61 @@ class Bench:
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         return self.line(clock, [flags.pairs] * steps, clock.marks[0] - began, losses)
 
-    def line(self, clock: Clock, pairs: list[int], first: float, losses: list[float]) -> str:
+    def teacher(self, dtype: str) -> Path:
+        """Of the same shape, with other weights, and the student's tokenizer."""
+        where = self.home / f"teacher-{dtype}"
+        if not where.exists():
+            source = self.home / "teacher"
+            shape = tiny_model("llama", 1, max_length=2 * self.flags.length) if self.flags.shape == TINY else initialised(SMOLLM2, 1)
+            save_model(source, shape)
+            export_artifact(open_artifact(str(source)), "hf", where, dtype)
+        return where
+
+    def ours_on_policy(self) -> str:
+        flags, clock = self.flags, self.clock(3, self.flags.peer_steps)
+        steps, chats = clock.warm + flags.peer_steps, write_rows(self.home / "chats.jsonl", self.chats)
+        config = Distill(model=str(self.fp32), teacher=str(self.teacher("float32")), data=(str(chats),), held_out=0.02,
+                         out=str(self.home / "own-words"), max_length=flags.length, packing=False, batch_tokens=flags.pairs * flags.length,
+                         micro_batch_tokens=flags.pairs * flags.length, learning_rate=LR, warmup_steps=WARM_UP, max_steps=steps,
+                         num_train_epochs=steps, save_steps=0, insist=True, eval_examples=2, device=flags.device, on_policy=1.0,
+                         divergence="jsd", beta=0.5, max_new_tokens=flags.new_tokens)
+        began, usual = time.perf_counter(), (distill.preflight_distill, distill.preflight_own_words)
+        distill.preflight_distill = distill.preflight_own_words = lambda *_: []  # type: ignore[assignment]
+        try:
+            trainer = train_only(distill, config, aloud(flags.verbose), partial(Counted, clock))
+        finally:
+            distill.preflight_distill, distill.preflight_own_words = usual
+        fence(flags.device)
+        return self.line(clock, trainer.pairs, clock.marks[0] - began, trainer.watch.losses, "prompts")
+
+    def theirs_on_policy(self) -> str:
+        import datasets
+        import transformers
+        from trl.experimental.gkd import GKDConfig, GKDTrainer
+
+        quiet()
+        flags, clock = self.flags, self.clock(2, self.flags.gkd_steps)
+        steps, began = clock.warm + flags.gkd_steps, time.perf_counter()
+        args = GKDConfig(str(self.home / "gkd"), per_device_train_batch_size=flags.pairs, max_length=flags.length, max_steps=steps,
+                         learning_rate=LR, warmup_steps=WARM_UP, lr_scheduler_type="cosine_with_min_lr",
+                         lr_scheduler_kwargs={"min_lr_rate": 0.1}, adam_beta1=0.9, adam_beta2=0.95, logging_steps=1, save_strategy="no",
+                         report_to=[], disable_tqdm=True, use_cpu=not self.on_gpu, bf16=self.on_gpu, lmbda=1.0, beta=0.5, temperature=1.0,
+                         max_new_tokens=flags.new_tokens, gradient_checkpointing=False)
+        dtype = "bfloat16" if self.on_gpu else "float32"
+        student = weights(self.model, dtype, self.home, flags.length)
+        words = transformers.AutoTokenizer.from_pretrained(student)
+        words.pad_token = words.pad_token or words.eos_token
+        load = partial(transformers.AutoModelForCausalLM.from_pretrained, dtype=dtype)
+        trainer = GKDTrainer(load(student), load(self.teacher(dtype)), args=args, train_dataset=datasets.Dataset.from_list(self.chats),
+                             processing_class=words, callbacks=[telling(clock)])
+        trainer.train()
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        return self.line(clock, [flags.pairs] * steps, clock.marks[0] - began, losses, "prompts")
+
+    def line(self, clock: Clock, pairs: list[int], first: float, losses: list[float], what: str = "pairs") -> str:
         a_step = pairs[clock.warm : clock.warm + clock.block * len(clock.blocks)]
-        return (f"{middle(clock.rates(pairs))} pairs/s  {1e3 * sum(clock.blocks) / len(a_step):8.1f} ms a step of "
-                f"{sum(a_step) / len(a_step):.1f} pairs  ready after {first:.1f} s  {peak_memory(self.flags.device)}  loss "
+        return (f"{middle(clock.rates(pairs))} {what}/s  {1e3 * sum(clock.blocks) / len(a_step):8.1f} ms a step of "
+                f"{sum(a_step) / len(a_step):.1f} {what}  ready after {first:.1f} s  {peak_memory(self.flags.device)}  loss "
                 f"{losses[0]:.4f} → {losses[-1]:.4f} ({len(losses)} steps)")
 
 
@@ -139,7 +201,8 @@ def rows_of(bench: Bench) -> dict[str, Callable[[], str]]:
         "TRL, as it comes": partial(bench.theirs, "trl"),
         "TRL, reference precomputed": partial(bench.theirs, "trl-precomputed", precompute_ref_log_probs=True),
         "TRL, precomputed, no checkpointing": partial(bench.theirs, "trl-tuned", precompute_ref_log_probs=True,
-                                                      gradient_checkpointing=False)}
+                                                      gradient_checkpointing=False),
+        "assay, on-policy distillation": bench.ours_on_policy, "TRL, on-policy distillation (GKD)": bench.theirs_on_policy}
     return {name: measure for name, measure in work.items() if bench.flags.only is None or bench.flags.only in name}
 
 
@@ -149,9 +212,11 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--pairs", type=int, default=16, help="pairs a step")
     parser.add_argument("--length", type=int, default=512, help="most tokens of a side")
-    parser.add_argument("--rows", type=int, default=2000, help="pairs to learn from")
-    parser.add_argument("--steps", type=int, default=40, help="measured, of ours")
-    parser.add_argument("--peer-steps", type=int, default=12, help="measured, of TRL's")
+    parser.add_argument("--rows", type=int, default=1000, help="pairs to learn from")
+    parser.add_argument("--steps", type=int, default=24, help="measured, of ours")
+    parser.add_argument("--peer-steps", type=int, default=8, help="measured, of TRL's DPOTrainer and of our on-policy distillation")
+    parser.add_argument("--gkd-steps", type=int, default=3, help="measured, of TRL's GKDTrainer")
+    parser.add_argument("--new-tokens", type=int, default=128, help="that the student writes to a prompt, on-policy")
     parser.add_argument("--only", help="rows whose name has this in it")
     parser.add_argument("--verbose", action="store_true", help="what the recipe says, too")
     flags = parser.parse_args()

@@ -3,6 +3,8 @@
     python bench/size.py                                  # 135m, 0.6b, 1.7b and 8b, every row, one table at the end
     python bench/size.py --only 8b,lora,peer-lora         # one shape, two rows
     python bench/size.py --only 8b,lora --checkpointing --micro 1 --cap-gib 24
+    python bench/size.py --only 8b,nf4-16gib,bf16-24gib   # one row of 1024 tokens at a time within 16 and 24 GiB
+    python bench/size.py --only 135m,same --weights SMOLLM2 --text FILE    # a folder, GGUF file or fetched name
     python bench/size.py --only tiny --device cpu --rows 2 --length 32 --micro 1 --streams 2 --prompt 8 --new 4    # a dry run
 
 Weights are drawn on the device and written as bf16 shards, once a shape, into --home (a temporary folder without it). Every row is
@@ -13,8 +15,10 @@ linear layers, --rows × --length tokens a step, --micro rows at a time, AdamW. 
     lora         training steps as a run makes them (compiled, captured), without what a run does around them
     sft          `assay sft` whole: preflight, first save, steps, proofs and hand-over; first step counts from the command
     sample       --streams requests of --prompt + --new tokens; `floor` is the share of the bandwidth bound by weights alone
-    same         losses of LoRA steps on the base in its file's dtype and on the same base in fp32, three seeds: the worst difference.
-                 With --weights FOLDER --text FILE of a real model, on real text
+    nf4-16gib    the same on a base in nf4, 1 × --length tokens a step with gradient checkpointing, in 16 GiB of GPU memory
+    bf16-24gib   the same on the base in bf16, in 24 GiB
+    same         losses of LoRA steps on the base in its file's dtype, in int8 and in nf4, beside the same base in fp32, three seeds: the
+                 mean difference with its interval over seeds, and the worst; with --weights and --text of a real model, on real text
     peer-lora    transformers + PEFT, eager, bf16
     peer-sample  transformers' generate
 """
@@ -39,6 +43,7 @@ from typing import Any
 import torch
 
 from assay.model.transformer import ModelConfig, Rope
+from assay.store.artifact import Artifact, Destination, build_model, open_artifact
 from assay.testing.tiny_models import tiny_config, tokenizer_and_stops
 
 GIB = 2**30
@@ -148,8 +153,6 @@ def random_tokens(flags: argparse.Namespace, vocab: int) -> torch.Tensor:
 
 
 def row_open(flags: argparse.Namespace, folder: Path) -> dict[str, float]:
-    from assay.store.artifact import Destination, open_artifact
-
     empty, began = ready(flags), time.perf_counter()
     open_artifact(folder, to=Destination(flags.device))
     fence(flags)
@@ -157,7 +160,7 @@ def row_open(flags: argparse.Namespace, folder: Path) -> dict[str, float]:
     return found | {"host GiB": round(found["host GiB"] - empty, 2)}
 
 
-def row_lora(flags: argparse.Namespace, folder: Path) -> dict[str, float]:
+def row_lora(flags: argparse.Namespace, folder: Path, base_dtype: str | None = None) -> dict[str, float]:
     from assay.data.batch import Batch
     from assay.learn import loop
     from assay.learn.cuda_graph import GraphedAccumulate
@@ -171,7 +174,7 @@ def row_lora(flags: argparse.Namespace, folder: Path) -> dict[str, float]:
     began = time.perf_counter()
     options = Sft(model=str(folder), data=(), out=str(folder.parent / "never"), lora_r=16, max_length=flags.length,
                   batch_tokens=flags.rows * flags.length, micro_batch_tokens=flags.micro * flags.length,
-                  gradient_checkpointing=flags.checkpointing)
+                  gradient_checkpointing=flags.checkpointing, base_dtype=base_dtype)  # type: ignore[arg-type]
     start = load_start(options, flags.device, print)
     fence(flags)
     opened = round(time.perf_counter() - began, 2)
@@ -182,8 +185,17 @@ def row_lora(flags: argparse.Namespace, folder: Path) -> dict[str, float]:
     accumulate = GraphedAccumulate() if flags.device.startswith("cuda") else loop.accumulated
     steps = loop.train(start.model, adamw(start.model.named_parameters(), 1e-4), iter(lambda: batch, None), next_token, micro=flags.micro,
                        accumulate=accumulate)
-    planned = plan_memory(planned_model(folder), PlannedWork(flags.micro, flags.length, 16, checkpointing=flags.checkpointing))
+    planned = plan_memory(planned_model(folder), PlannedWork(flags.micro, flags.length, 16, checkpointing=flags.checkpointing,
+                                                             base_dtype=base_dtype))
     return {"open s": opened} | timed_steps(flags, lambda: next(steps)) | memory(flags) | {"plan GiB": round(planned.total / GIB, 2)}
+
+
+def within(gib: float, base_dtype: str) -> Callable[[argparse.Namespace, Path], dict[str, float]]:
+    """One row at a time and a step, gradient checkpointing, no more GPU memory than so much."""
+    def row(flags: argparse.Namespace, folder: Path) -> dict[str, float]:
+        one = argparse.Namespace(**vars(flags) | {"rows": 1, "micro": 1, "checkpointing": True, "cap_gib": flags.cap_gib or gib})
+        return row_lora(one, folder, base_dtype)
+    return row
 
 
 def row_same(flags: argparse.Namespace, folder: Path) -> dict[str, float]:
@@ -194,15 +206,17 @@ def row_same(flags: argparse.Namespace, folder: Path) -> dict[str, float]:
     from assay.learn.optim import adamw
     from assay.model.lora import attach, fresh, plan
     from assay.model.placement import place_for_training
-    from assay.store.artifact import build_model, open_artifact
+    from assay.statistics.estimate import ratio
 
     ready(flags)
     source = open_artifact(folder)
+    if source.raw.whole is not None:  # codes are made of a folder
+        folder = written_as_folder(source, Path(tempfile.mkdtemp(prefix="size-")) / "folder")
     tokens = text_tokens(flags, source) if flags.text else random_tokens(flags, source.config.vocab)
 
-    def losses(dtype: torch.dtype | None, seed: int) -> list[float]:
-        model = build_model(source, dtype)
-        attach(model, fresh(source.config, plan(source.config), 16, 2.0, seed, source.digest))
+    def losses(base: Artifact, dtype: torch.dtype | None, seed: int) -> list[float]:
+        model = build_model(base, dtype)
+        attach(model, fresh(source.config, plan(source.config), 16, 2.0, seed, base.digest))
         place_for_training(model, flags.device).train()
         weight = torch.ones(tokens.shape)
         weight[:, 0] = 0
@@ -211,12 +225,25 @@ def row_same(flags: argparse.Namespace, folder: Path) -> dict[str, float]:
                            micro=flags.micro, accumulate=accumulate)
         return [float(step.loss) for step in steps]
 
-    worst = 0.0
-    for seed in (0, 1, 2):
-        kept, wide = losses(None, seed), losses(torch.float32, seed)
-        worst = max([worst, *(abs(a - b) / b for a, b in zip(kept, wide, strict=True))])
-        print(f"seed {seed}: {kept[0]:.6f} to {kept[-1]:.6f}, in fp32 {wide[0]:.6f} to {wide[-1]:.6f}", flush=True)
-    return {"worst": worst, "first": kept[0], "last": kept[-1]}
+    wide = [losses(source, torch.float32, seed) for seed in (0, 1, 2)]
+    found: dict[str, Any] = {"first": wide[0][0], "last": wide[0][-1]}
+    for name in ("file", "bf16", "int8", "nf4"):
+        base = source if name == "file" else open_artifact(folder, to=Destination(flags.device), held=name)
+        each = [[(a - b) / b for a, b in zip(losses(base, None, seed), due, strict=True)] for seed, due in enumerate(wide)]
+        over = ratio([statistics.mean(seed) for seed in each], [1.0] * len(each))  # the mean over seeds, with its t-interval
+        worst = max(abs(share) for seed in each for share in seed)
+        print(f"{name}: {over} of the loss in fp32 at {len(each[0])} steps of {len(each)} seeds, worst {worst:.2e}", flush=True)
+        found |= {f"{name} mean": f"{over.mean:+.1e} [{over.low:+.1e}, {over.high:+.1e}]", f"{name} worst": f"{worst:.1e}"}
+    return found | {"worst": found["nf4 worst"]}
+
+
+def written_as_folder(source: Artifact, where: Path) -> Path:
+    from assay.store.checkpoint import write_checkpoint
+    from assay.store.saving import Lineage, model_contents
+
+    model = build_model(source)
+    write_checkpoint(where, model_contents(model, source.tokenizer, source.stops, Lineage("new"), dtype=torch.float32))
+    return where
 
 
 def text_tokens(flags: argparse.Namespace, source: Any) -> torch.Tensor:
@@ -264,7 +291,6 @@ def row_sample(flags: argparse.Namespace, folder: Path) -> dict[str, float]:
     from assay.generate.engine import Engine
     from assay.generate.generation_request import GenerationRequest, Sampling
     from assay.model.placement import place_for_inference
-    from assay.store.artifact import Destination, build_model, open_artifact
 
     ready(flags)
     began = time.perf_counter()
@@ -359,8 +385,12 @@ def row_peer_sample(flags: argparse.Namespace, folder: Path) -> dict[str, float]
 
 
 ROWS: dict[str, Callable[[argparse.Namespace, Path], dict[str, float]]] = {
-    "open": row_open, "lora": row_lora, "sft": row_sft, "sample": row_sample, "same": row_same,
+    "open": row_open, "lora": row_lora, "nf4-16gib": within(16, "nf4"), "bf16-24gib": within(24, "bf16"), "sft": row_sft,
+    "sample": row_sample, "same": row_same,
     "peer-lora": row_peer_lora, "peer-sample": row_peer_sample}
+
+ALIASES = {"nf4": "nf4-16gib", "lora24": "bf16-24gib"}
+SEPARATE = ("same", "nf4-16gib", "bf16-24gib")  # rows that are asked for by name
 
 # ---------------------------------------------------------------- the table
 
@@ -378,19 +408,19 @@ def main() -> None:
 
 
 def measured_rows(flags: argparse.Namespace, place: Path) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    asked = set(flags.only.split(",")) if flags.only else set()
+    asked = {ALIASES.get(name, name) for name in flags.only.split(",")} if flags.only else set()
     if unknown := asked - SHAPES.keys() - ROWS.keys():
         raise SystemExit(f"--only: {', '.join(sorted(unknown))}? expected shapes ({', '.join(SHAPES)}) and rows ({', '.join(ROWS)})")
     shapes = [name for name in SHAPES if name in asked] or [name for name in SHAPES if name != "tiny"]
     for name in shapes:
         folder = Path(flags.weights) if flags.weights else place / name
-        if not folder.exists():
+        if not flags.weights and not folder.exists():
             seconds = make_folder(SHAPES[name], folder, flags.device)
             print(f"{name}: random weights written in {seconds:.1f} s", flush=True)
             gc.collect()
             if flags.device.startswith("cuda"):
                 torch.cuda.empty_cache()
-        for row in [row for row in ROWS if row in asked] or [row for row in ROWS if row != "same"]:
+        for row in [row for row in ROWS if row in asked] or [row for row in ROWS if row not in SEPARATE]:
             result = in_a_process(row, folder)
             print(f"{name} {row}: {result}", flush=True)
             yield name, row, result

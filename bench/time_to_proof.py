@@ -1,23 +1,28 @@
 """Time to a proven result: the whole command `assay sft`, from its start to its exit code, and where the time went.
 
     python bench/time_to_proof.py                                        # random weights of SmolLM2-135M's shape, made-up sums, one GPU
+    python bench/time_to_proof.py --runs 1 --limit 120 --profile         # cold alone, and the 40 costliest calls of the command
     python bench/time_to_proof.py --shape 1.7b --max-steps 15            # the whole model; --lora-r 16: an adapter
     python bench/time_to_proof.py --shape 8b --lora-r 16 --max-steps 6 --micro-batch-tokens 4096
     python bench/time_to_proof.py --model smollm2-135m --data gsm8k.jsonl
     python bench/time_to_proof.py --shape tiny --rows 200 --device cpu
 
-The first run has no compilation cache, the second has the first one's. `command` is the wall time from outside, with Python's start and
-imports; the line of parts is what the run itself says; `proofs` are the seconds of `assay prove` on RUN/model alone, in a process that
-begins with nothing. Goal on an H200: 135M, three epochs of GSM8K, at most 45 s cold and 30 s warm.
+The first run has no compilation cache, the second has the first one's. The table at the end has a row a run: the whole command from
+outside, with Python's start and imports; the first step; the parts that the run itself tells; how long the loop stood still for a
+checkpoint; what the witness said; and `assay prove` on what was handed over, alone, in a process that begins with nothing (of an adapter:
+its base is opened and hashed for it). `--limit` ends a command that takes longer, and the row says so. Goals on an H200: 135M, three epochs
+of GSM8K, 45 s cold and 30 s warm, its proof 4 s, 0.2 s a save; 8B LoRA, first step 45 s, its adapter's proof 10 s; 1.7B, 1 s a save.
 """
 
 import argparse
 import json
 import os
+import pstats
 import random
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -73,12 +78,15 @@ def sums(where: Path, rows: int) -> Path:
     return where
 
 
-def command_time(arguments: list[str], environ: dict[str, str], log: Path, quiet: bool) -> tuple[int, float, float | None]:
-    """Exit code, seconds in all, and seconds to the first line that tells of a step."""
-    began, first = time.perf_counter(), None
-    with log.open("w") as kept, subprocess.Popen([sys.executable, "-m", "assay", *arguments], env=os.environ | environ, text=True,
+def command_time(arguments: list[str], environ: dict[str, str], log: Path, flags: argparse.Namespace) -> tuple[int, float, float | None]:
+    """Exit code (-9 where it was ended after --limit seconds), seconds in all, and seconds to the first line that tells of a step."""
+    began, first, quiet = time.perf_counter(), None, flags.quiet
+    profile = ["-m", "cProfile", "-o", f"{log}.profile"] if flags.profile else []
+    with log.open("w") as kept, subprocess.Popen([sys.executable, *profile, "-m", "assay", *arguments], env=os.environ | environ, text=True,
                                                  stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
         assert process.stdout is not None
+        ending = threading.Timer(flags.limit, process.kill)
+        ending.start()
         for line in process.stdout:
             now = time.perf_counter() - began
             kept.write(f"{now:8.2f}  {line}")
@@ -86,12 +94,26 @@ def command_time(arguments: list[str], environ: dict[str, str], log: Path, quiet
                 print(f"{now:8.2f}  {line}", end="", flush=True)
             if first is None and line.startswith("step ") and not line.startswith("step 0"):
                 first = now
+    ending.cancel()
+    if flags.profile and Path(f"{log}.profile").exists():
+        pstats.Stats(f"{log}.profile").strip_dirs().sort_stats("cumulative").print_stats(40)
     return process.returncode, time.perf_counter() - began, first
 
 
-def parts_of(run: Path) -> dict[str, float]:
-    spent = next((event["seconds"] for event in Ledger(run / "ledger.jsonl").events() if event["kind"] == Event.TIME), {})
-    return {name: spent[name] for name in PARTS if name in spent}
+def told_by(run: Path) -> dict[str, str]:
+    """Columns of a row, from the run's own ledger."""
+    events = list(Ledger(run / "ledger.jsonl").events()) if (run / "ledger.jsonl").exists() else []
+    spent = next((event["seconds"] for event in events if event["kind"] == Event.TIME), {})
+    saving = next((event for event in events if event["kind"] == Event.SAVING), None)
+    handed = next((event for event in events if event["kind"] == Event.HAND_OVER), {"verdicts": []})
+    witness = next((verdict["outcome"] for verdict in handed["verdicts"] if verdict["check"] == "witness"), "-")
+    stall = "-" if saving is None or not saving["checkpoints"] else f"{saving['seconds'] / saving['checkpoints']:.2f}"
+    return {name: f"{spent[name]:.1f}" if name in spent else "-" for name in PARTS} | {"a save": stall, "witness": witness}
+
+
+def table(rows: list[dict[str, str]]) -> str:
+    lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def main() -> None:
@@ -103,6 +125,8 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--runs", type=int, default=2, help="the first without a compilation cache")
+    parser.add_argument("--limit", type=float, default=240.0, help="seconds after which a command is ended")
+    parser.add_argument("--profile", action="store_true", help="show where a command's own process spends its time; it takes longer so")
     parser.add_argument("--quiet", action="store_true", help="do not show what the command prints")
     parser.add_argument("--home", help="where to work; a temporary folder otherwise")
     flags, more = parser.parse_known_args()
@@ -111,20 +135,20 @@ def main() -> None:
     model = flags.model or str(random_model(home / "model", flags.shape, flags.device))
     data = flags.data or str(sums(home / "sums.jsonl", flags.rows))
     caches = {name: str(home / name.lower()) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
-    found = []
+    found = list[dict[str, str]]()
     for number in range(flags.runs):
         out = home / f"run-{number}"
         asked = ["sft", "--model", model, "--data", data, "--out", str(out), "--num-train-epochs", str(flags.epochs),
                  "--device", flags.device, *more]
-        code, seconds, first = command_time(asked, caches, home / f"run-{number}.log", flags.quiet)
-        found.append((code, seconds, first, parts_of(out)))
-        proof = command_time(["prove", str(out / "model"), "--device", flags.device], caches, home / f"proof-{number}.log", flags.quiet)
-        print(f"assay prove RUN/model alone: exit code {proof[0]}, {proof[1]:.1f} s", flush=True)
+        code, seconds, first = command_time(asked, caches, home / f"run-{number}.log", flags)
+        handed = next((out / name for name in ("model", "adapter") if (out / name).exists()), None)
+        proof = None if handed is None else command_time(["prove", str(handed), "--device", flags.device], caches,
+                                                         home / f"proof-{number}.log", flags)
+        found.append({"cache": "warm" if number else "cold", "command s": f"{seconds:.1f}", "exit": str(code),
+                      "first step s": "-" if first is None else f"{first:.1f}", **told_by(out),
+                      "prove alone s": "-" if proof is None else f"{proof[1]:.1f} (exit {proof[0]})"})
+        print(f"\n{table(found)}", flush=True)
     print(f"\n{environment()}\n{flags.model or flags.shape}: {' '.join(asked)}")
-    for number, (code, seconds, first, parts) in enumerate(found):
-        told = ", ".join(f"{name} {spent:.1f}" for name, spent in parts.items())
-        print(f"{'cold' if number == 0 else 'warm'}: command {seconds:.1f} s, exit code {code}; first step told of after "
-              f"{'-' if first is None else f'{first:.1f} s'}; {sum(parts.values()):.1f} s of the run: {told}")
 
 
 if __name__ == "__main__":

@@ -2,8 +2,9 @@
 
     OMP_NUM_THREADS=1 python -m tests.arithmetics > results/arithmetics.txt
 
-runs every test marked `arithmetic` (those that judge what a tiny model has learned) under each of them and prints a table;
-names given behind it choose some, and `--jobs 8` runs eight at a time (rows come in the table's order).
+runs every test marked `arithmetic` (those that judge what a tiny model has learned) under each of them and prints a table, in which
+a test that failed stands with what it asserted; names given behind it choose some rows, and `--jobs 8` runs eight at a time (they come
+in the table's order). A GPU is not used, where there is one.
 tests/conftest.py calls `switch_on` in a process that was asked for one.
 """
 
@@ -12,6 +13,7 @@ import functools
 import hashlib
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -36,7 +38,9 @@ ARITHMETICS = {
     **{f"sums in order {seed}": {ORDER: str(seed)} for seed in range(1, 11)},
     **{f"initial weights {seed}": {SEEDS: str(seed)} for seed in range(1, 11)},
 }
-PYTEST = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--tb=no")
+PYTEST = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--tb=short", "-rfE")
+PASSED, LINE = re.compile(r"\d+ passed"), re.compile(r"\S+\.py:\d+: ")
+TOLD = 12  # lines of a failed test's account in the table
 INITIAL = (b"init", b"nudge", b"lora")  # addresses of initial weights
 
 
@@ -118,19 +122,33 @@ def main(arguments: list[str]) -> int:
     failures = 0
     with ThreadPoolExecutor(jobs) as pool:
         for name, said in zip(chosen, pool.map(lambda name: run_row(name, marked), chosen), strict=True):
-            told = next((line for line in said if " passed" in line or " failed" in line), "no test ran")
-            print(f"{name:<20} {told}", flush=True)
-            against = [line.split(" - ")[0] for line in said if line.startswith(("FAILED", "ERROR"))]
-            print("".join(f"    {line}\n" for line in against), end="")
-            failures += bool(against) or " passed" not in told
+            told, against = read_row(said)
+            print(f"{name:<20} {told}", *against, sep="\n    ", flush=True)
+            failures += bool(against)
     print(f"\n{failures} of {len(chosen)} arithmetics failed a test")
     return int(failures > 0)
 
 
 def run_row(name: str, marked: list[str]) -> list[str]:
-    """What pytest says of all marked tests under one arithmetic, in a process of its own."""
-    return subprocess.run([*PYTEST, "-m", "arithmetic and not gpu and not slow", *marked], env=os.environ | ARITHMETICS[name],
-                          capture_output=True, text=True, check=False).stdout.splitlines()
+    """What pytest says of all marked tests under one arithmetic, in a process of its own that sees no GPU."""
+    done = subprocess.run([*PYTEST, "-m", "arithmetic and not gpu and not slow", *marked], capture_output=True, text=True, check=False,
+                          env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200"} | ARITHMETICS[name])
+    return [*done.stdout.splitlines(), *done.stderr.splitlines()]
+
+
+def read_row(said: list[str]) -> tuple[str, list[str]]:
+    """How many tests passed, and what is held against the row: each failed test, the line it failed in and what it asserted."""
+    told = next((line.strip("= ") for line in reversed(said) if PASSED.search(line)), "no test passed")
+    against = [line.split(" - ")[0] for line in said if line.startswith(("FAILED", "ERROR"))]
+    if not against:
+        return told, [] if told != "no test passed" else said[-TOLD:]
+    accounts = "\n".join(said).split("\n____")[1:]  # pytest draws a line with the test's name above each
+    return told, against + [line for account in accounts for line in _asserted(account.splitlines())]
+
+
+def _asserted(account: list[str]) -> list[str]:
+    told = [f"    {line}" for line in account if line.startswith(("E  ", ">  ")) or LINE.match(line)]
+    return [account[0].strip("_ ") + ":", *told[-TOLD:]]
 
 
 if __name__ == "__main__":

@@ -43,7 +43,8 @@ def test_help_loads_nothing_heavy():
 @pytest.mark.parametrize("verb", VERBS)
 def test_help_is_whole(verb, capsys, monkeypatch):
     """As a user reads it: a description, headings, each option with a sentence and its default or that it is required, and examples."""
-    fields = [field for field in dataclasses.fields(importlib.import_module(f"assay.verbs.{verb}").FLAGS) if not field.metadata.get("rest")]
+    module = importlib.import_module(f"assay.verbs.{verb.replace('-', '_')}")
+    fields = [field for field in dataclasses.fields(module.FLAGS) if not field.metadata.get("rest")]
     monkeypatch.setenv("COLUMNS", "100")
     assert run([verb, "--help"]) == 0
     shown, examples = capsys.readouterr().out.split("\nexamples:\n")

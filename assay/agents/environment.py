@@ -9,7 +9,7 @@
 
         def step(self, message):                # an assistant's turn → what is answered, its reward, whether the episode is over
             if message.get("tool_calls") or message.get("faults"):
-                return answer_tool_calls(message, self.tools, {"look": COLOURS.get}), 0.0, False
+                return answer_tool_calls(message, self.tools, {"look": lambda name: COLOURS[name]}), 0.0, False
             return [], float(COLOURS[self.wanted] in message["content"]), True
 
         def solution(self):                     # optional: the turns of a right episode, for the preflight to play
@@ -55,14 +55,14 @@ class ToolError(AssayError):
     """What a tool could not do, in words for the model: its answer, and no error of the episode."""
 
 
-def tool(name: str, description: str, **arguments: str | Mapping[str, Any]) -> dict[str, Any]:
+def tool(name: str, description: str, /, **arguments: str | Mapping[str, Any]) -> dict[str, Any]:
     """A tool's schema: each argument by its JSON type, or by a schema of its own; all are required."""
     properties = {key: {"type": kind} if isinstance(kind, str) else dict(kind) for key, kind in arguments.items()}
     return {"type": "function", "function": {"name": name, "description": description, "parameters": {
         "type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}}}
 
 
-def call(name: str, **arguments: Any) -> ToolCall:
+def call(name: str, /, **arguments: Any) -> ToolCall:
     return ToolCall(name, arguments)
 
 

@@ -178,7 +178,7 @@ def _inspect_arm(path: Path, head: Mapping[str, Any], samples: Sequence[Mapping[
         raise DataError(f"{path}: no samples are in it; a summary cannot be paired. Log samples and evaluate again")
     scorers = sorted({name for sample in samples for name in sample.get("scores") or {}})
     chosen = metric or _only_metric(scorers, path)
-    scores: dict[str, list[float]] = {}
+    scores: dict[str, list[Any]] = {}
     for sample in samples:
         where = f"{path}: sample {sample['id']!r}, epoch {sample.get('epoch', 1)}"
         if sample.get("error") or chosen not in (sample.get("scores") or {}):

@@ -34,6 +34,7 @@ class Batch:
     advantage: Tensor | None = None  # (B, T) float32: how much better than its group the completion of this token was
     behaviour: Tensor | None = None  # (B, T) float32: log-probability under the distribution the token was sampled from
     reference: Tensor | None = None  # (B, T) float32: log-probability under the reference policy
+    baseline: Tensor | None = None  # (B, T) float32: KTO's KL estimate, one number for the whole step, the same at every token
     teacher_ids: Tensor | None = None  # (B, T, K) int32: the teacher's K likeliest tokens in the place of this one
     teacher_logprobs: Tensor | None = None  # (B, T, K) float32: their log-probabilities
     divisor: float | None = None  # what the sum over this batch is divided by, where that is not the sum of its weights

@@ -259,7 +259,7 @@ class TemplateWriter:
         if not text.startswith(before):
             here, there = divergence_excerpts(before, text)
             raise DataError(f"{conversation.where}: before an answer the chat template's generation prompt has {here!r}, where its own "
-                            f"answers have {there!r}: no sampler will begin there; correct the template")
+                            f"answers have {there!r}: no sampler will begin there; {_way_out(here, there)}")
         return len(before)
 
     def tail(self, conversation: Conversation, k: int) -> str:
@@ -283,6 +283,19 @@ class TemplateWriter:
         if (text := self.ahead.get((id(conversation), turns, prompt))) is not None:
             return text
         return self.tokenizer.render(conversation.messages[:turns], tools=conversation.tools, add_generation_prompt=prompt)
+
+
+def _way_out(prompted: str, answered: str) -> str:
+    """What to do about a template whose generation prompt is not how its answers begin: by what the prompt has and the answer has not."""
+    mark = next((mark for mark in ("<think", "<|think", "[THINK", "<reason", "<thought", "<seed:think") if prompted.startswith(mark)), None)
+    if mark is not None:
+        return ("it opens a thought, and this answer has none: give the thoughts as reasoning_content in the row, or give the model "
+                "a template whose generation prompt opens none (chat_template.jinja in its folder)")
+    if not prompted:
+        return "the template writes nothing where an answer is asked for: let it end with the answer's opening if add_generation_prompt"
+    if prompted[:1].isspace() or answered[:1].isspace():
+        return "they differ in white space: let the template write the same before an answer as in its generation prompt"
+    return "let the template's generation prompt be what it writes before an answer (chat_template.jinja in the model's folder)"
 
 
 def divergence_excerpts(one: str, other: str, *, before: int = 0, shown: int = 40) -> tuple[str, str]:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 GRAM_WORDS = 13
 GRAM_CAPACITY = 1 << 18  # held-out 13-grams looked for at most
+COPIES_SAID, COPIES_REFUSED = 0.1, 0.5  # share of data that repeats other data: said from here, refused from here
 _NAMED = 5  # worst documents named in an error or a manifest
 Hashes = NDArray[np.uint64]
 

@@ -35,7 +35,7 @@ PAIR_COLUMNS = {"prompt", "chosen", "rejected", "tools"}
 SCORES = "score_chosen", "score_rejected"  # columns that say how good each side was, where a file has them
 ALIKE = "chosen and rejected are the same within the length"
 _UNBOUNDED = 10**9  # tokens: sides are rendered whole, and cut as pairs
-_ENOUGH_PROMPTS = 10  # different ones, from which on a prompt's pairs are held out together
+ENOUGH_PROMPTS = 10  # different ones, from which on a prompt's pairs are held out together
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def read_preferences(path: Path | str) -> list[SaidPair]:
 
 def by_prompt(pairs: Sequence[SaidPair]) -> list[SaidPair]:
     """Pairs of one prompt are held out together, but for data that has hardly any prompts: there each pair is by itself."""
-    if len({pair.prompt for pair in pairs}) >= _ENOUGH_PROMPTS:
+    if len({pair.prompt for pair in pairs}) >= ENOUGH_PROMPTS:
         return list(pairs)
     return [replace(pair, prompt=content_of(pair.id)) for pair in pairs]
 

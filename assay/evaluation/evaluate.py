@@ -83,7 +83,8 @@ def evaluate(loaded: LoadedModel, task: Task, folder: Path, *, k: int = 1, sampl
     if len(task.examples) < 2:
         raise UsageError(f"{task.name}: one example alone shows no spread, so no interval can be given; evaluate on 2 or more")
     training = list(trained_on)  # read before anything is paid for
-    verdicts = stop_if_unsound(check_scoring(task))  # a task whose own gold texts do not score says nothing about a model
+    # A task that repeats itself, or whose own gold texts do not score, says nothing about a model.
+    verdicts = stop_if_unsound([soundness.check_question_copies(task), *check_scoring(task)])
     texts = {example.id: _asked(task, example) for example in task.examples}
     setup = EvalSetup(loaded, task, texts, k, sampling, raw or not isinstance(task, GenerationTask) or task.raw)
     verdicts += _before(setup)

@@ -23,7 +23,8 @@ from assay.statistics.estimate import Estimate, bits_per_byte, ratio
 @dataclass(frozen=True)
 class HeldOut:
     estimate: Estimate  # in `unit`
-    unit: Literal["bits per byte", "nats per token", "blended nats per token", "loss per pair"]  # blended: a teacher's term is in it
+    # blended: a teacher's term is in it
+    unit: Literal["bits per byte", "nats per token", "blended nats per token", "loss per pair", "loss per example"]
     loss: float  # nats per token, over all tokens
     per_document: NDArray[np.float64]  # nats per token of each document, in the same order at every evaluation
     documents: DocumentLosses | None = None  # of a corpus, whose raw bytes are known

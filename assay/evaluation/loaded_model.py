@@ -43,18 +43,21 @@ class LoadedModel:
     def generate_until(self, prompts: Mapping[str, str], sampling: Sampling, *, k: int, stop: Sequence[str], raw: bool) \
             -> dict[str, list[Completion]]:
         """`k` completions of each prompt, in order. Member m of prompt `id` draws at derive(seed, "sample", id, m)."""
-        ids = {id: self.ids_of(text, raw=raw) for id, text in prompts.items()}
-        needed = max((len(prompt) for prompt in ids.values()), default=1) + sampling.max_new
+        found = self.complete([GenerationRequest(self.ids_of(text, raw=raw), sampling, (id,), group=k, stop=tuple(stop))
+                               for id, text in prompts.items()])
+        return {id: found[k * place : k * (place + 1)] for place, id in enumerate(prompts)}
+
+    def complete(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        """One completion per member, in the order of the requests and of their members."""
+        needed = max((len(request.prompt) + request.sampling.max_new for request in requests), default=1)
         if self.engine is None or self.engine.length < needed:
-            self.reserve(needed, len(prompts) * k)
+            self.reserve(needed, sum(request.group for request in requests))
         engine = self.engine
         assert engine is not None
-        tickets = {engine.submit(GenerationRequest(prompt, sampling, (id,), group=k, stop=tuple(stop))): id for id, prompt in ids.items()}
-        found: dict[str, dict[int, Completion]] = {id: {} for id in prompts}
-        for progress in engine.drain():
-            assert progress.completion is not None
-            found[tickets[progress.ticket]][progress.member] = progress.completion
-        return {id: [members[m] for m in range(k)] for id, members in found.items()}
+        tickets = [engine.submit(request) for request in requests]
+        ended = {(progress.ticket, progress.member): progress.completion for progress in engine.drain()}
+        found = [ended[ticket, member] for ticket, request in zip(tickets, requests, strict=True) for member in range(request.group)]
+        return [completion for completion in found if completion is not None]
 
     def loglikelihood(self, pairs: Sequence[tuple[str, str]]) -> list[Likelihood]:
         """Of each continuation after its context; the context begins as every text of this tokenizer begins.

@@ -2,22 +2,22 @@
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from assay.data.overlap import measure_overlap
+from assay.data.overlap import COPIES_REFUSED, COPIES_SAID, measure_overlap
 from assay.errors import AssayError
 from assay.evaluation.loaded_model import LoadedModel, encode_continuation, prompt_token_ids
-from assay.evaluation.task import Task, TaskExample, dataset_digest
+from assay.evaluation.task import ID_COLUMNS, MultipleChoiceTask, PerplexityTask, Task, TaskExample, dataset_digest
 from assay.generate.generation_request import Sampling
 from assay.generate.policy_logprobs import completion_logprobs, policy_logits
 from assay.model.transformer import Transformer
+from assay.store.scratch import scratch_folder
 from assay.verdict import Verdict, proven, refuted, unproven
 
 _CHANCE = 1e-9  # below this, identical samples are no accident
@@ -250,11 +250,42 @@ def check_text_start(loaded: LoadedModel, texts: Sequence[str]) -> Verdict:
     return proven("beginning", f"{len(texts)} prompts begin as the tokenizer begins a text, and none begins twice")
 
 
+def check_question_copies(task: Task) -> Verdict:
+    """Examples that ask what others ask, and are answered as they are. Copies stand or fall together: an interval that counts each of
+    them is narrower than the truth."""
+    first, times = dict[str, str](), Counter[str]()
+    for example in task.examples:
+        question = _question(task, example)
+        first.setdefault(question, example.id)
+        times[question] += 1
+    size, copies = len(task.examples), len(task.examples) - len(times)
+    words, share = f"{copies:,} of {size:,} examples are exact copies of another", copies / max(1, size)
+    if share < COPIES_SAID:
+        return proven("copies", words, copies=copies)
+    question, most = times.most_common(1)[0]
+    shown = f"{words} ({share:.0%}), {first[question]} stands there {most:,} times"
+    if share < COPIES_REFUSED:
+        return unproven("copies", f"{shown}: the intervals count copies as if each were new; remove them", copies=copies, share=share)
+    return refuted("copies", f"{shown}: the data repeats itself, and an interval over it is far too narrow; remove the copies",
+                   copies=copies, share=share)
+
+
+def _question(task: Task, example: TaskExample) -> str:
+    """All by which an example is asked and answered; what the task does not know of that may be in any column but the name."""
+    if isinstance(task, PerplexityTask):
+        return task.text(example)
+    if isinstance(task, MultipleChoiceTask):
+        return repr(task.choice(example))
+    gold = task.gold(example)
+    others = sorted((name, repr(value)) for name, value in example.row.items() if name not in ID_COLUMNS) if gold is None else gold
+    return repr((task.prompt(example), others))
+
+
 def check_leak(examples: Iterable[TaskExample], training: Iterable[str]) -> Verdict:
     """Whether the examples stand in the training text: whole, or in runs of 13 words."""
-    with TemporaryDirectory() as folder:
+    with scratch_folder() as folder:
         held_out = ((example.id, row_text(example.row).encode()) for example in examples)
-        found = measure_overlap((text.encode() for text in training), held_out, Path(folder))
+        found = measure_overlap((text.encode() for text in training), held_out, folder)
     if found.share > LEAKED:
         return refuted("leak", f"{found}: the model was trained on what it is tested on", **found.to_json())
     return proven("leak", str(found), **found.to_json())

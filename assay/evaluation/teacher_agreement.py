@@ -52,6 +52,13 @@ def measure_agreement(student: Transformer, teacher: Transformer, batches: Itera
     return _by_document(student, batches, lambda batch: compare_tokens(student, teacher, batch, vocab=vocab))
 
 
+def weighted_agreement(found: Sequence[Agreement], shares: Sequence[float]) -> Agreement:
+    """Of several teachers, on the same documents."""
+    assert all(each.ids == found[0].ids and each.teacher_ce is not None for each in found), "all read the same batches"
+    of = lambda name: np.tensordot(shares, np.stack([getattr(each, name) for each in found]), 1)  # noqa: E731
+    return Agreement(found[0].ids, found[0].tokens, *(of(name) for name in ("kl", "top1", "student_ce", "teacher_ce")))
+
+
 def measure_stored_agreement(student: Transformer, batches: Iterable[Batch], *, temperature: float, vocab: int | None = None) -> Agreement:
     """The same of answers that the batches carry. KL is over their K + 1 outcomes and at the temperature they were stored at."""
     return _by_document(student, batches, lambda batch: _compare_stored(student, batch, temperature, vocab or student.config.vocab))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from assay.errors import GuardStop, UsageError
+from assay.model.quantised import is_code
 from assay.model.transformer import Linear, Transformer
 
 _CHUNK = 1 << 22  # entries that are summed at once
@@ -135,7 +136,7 @@ class SamplerWeights:
         exact = {"embed.weight", "position.weight"} if learned else set()  # added up before they are cast
         memo: dict[int, nn.Parameter] = {}
         for name, parameter in self.source.named_parameters():
-            memo[id(parameter)] = self._shared_or_copied(name, parameter, parameter.dtype if name in exact else self.dtype)
+            memo[id(parameter)] = self._shared_or_copied(name, parameter, parameter.dtype if name in exact or is_code(name) else self.dtype)
         twin = copy.deepcopy(self.source, memo).to(self.device)  # what is left to move are tables that no training changes
         if learned and twin.head is None:
             twin.head = Linear(self.source.config.width, self.source.config.vocab, bias=False, device="meta")

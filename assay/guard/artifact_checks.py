@@ -1,17 +1,19 @@
 """Artifact checks: recorded hashes, finite values, fields that agree, the tokenizer, and the distance from the parent."""
 
+from collections.abc import Iterator
 from itertools import zip_longest
 
 import torch
 from torch import Tensor
 
+from assay.guard.foreign_folder_checks import Pair, absurd_weights, adapter_scale_records, same_geometry, tensor_pairs, untrained_change
 from assay.guard.proof_subject import ProofSubject
-from assay.guard.tokenizer_comparison import compare_tokenizers
+from assay.guard.tokenizer_comparison import compare_templates, compare_tokenizers, silent_generation_prompt
 from assay.model.probe_logits import compute_probe_logits, probe_distance, share_of_change
 from assay.store.artifact import Artifact, build_model, merged_tensors, with_untied_head
 from assay.store.digests import recorded_tensors, tensor_facts
 from assay.store.peft import config_with
-from assay.verdict import Verdict, proven, refuted, unproven
+from assay.verdict import Outcome, Verdict, proven, refuted, unproven
 
 HOLE = 0.1  # of a matrix's rows may be zero throughout: rows that pad a vocabulary or a width are fewer
 
@@ -21,8 +23,8 @@ def check_hashes(subject: ProofSubject) -> Verdict:
     if subject.raw.place.format.verified is not None:
         return proven("hashes", subject.raw.place.format.verified)
     if subject.raw.checkpoint is None:
-        return unproven("hashes", "nothing recorded the hashes when this was written; a checkpoint of Assay's has a manifest.json",
-                        optional=subject.is_copy)
+        return unproven("hashes", "nothing recorded the hashes when this was written, so small damage since then could not be checked; "
+                                  "a checkpoint of Assay's has a manifest.json", optional=subject.is_copy)
     recorded = recorded_tensors(subject.raw.checkpoint.manifest)
     found = tensor_facts(subject.raw.tensors)
     if wrong := sorted(name for name in recorded.keys() | found.keys() if recorded.get(name) != found.get(name)):
@@ -47,8 +49,9 @@ def check_loaded(subject: ProofSubject) -> Verdict:
 
 
 def check_values(subject: ProofSubject) -> Verdict:
-    """Finite everywhere, and no matrix with a hole in it: the mark of a shard that was never filled."""
-    bad, empty, count = [], [], 0
+    """Finite everywhere, and no matrix with a hole in it: the mark of a shard that was never filled. Without recorded hashes, no
+    weight that only a flipped bit makes."""
+    bad, empty, absurd, count = [], [], [], 0
     for name, read in subject.raw.tensors.items():
         tensor = read.to(subject.device)
         count += tensor.numel()
@@ -56,11 +59,16 @@ def check_values(subject: ProofSubject) -> Verdict:
             bad.append(f"{name} ({int((~torch.isfinite(tensor)).sum())} of {tensor.numel()})")
         elif tensor.dim() == 2 and not subject.raw.place.adapter and (share := _zero_rows(tensor)) > HOLE:
             empty.append(f"{name} ({share:.0%})")
+        elif subject.raw.checkpoint is None and (words := absurd_weights(tensor)):
+            absurd.append(f"{name} ({words})")
     if bad:
         return refuted("values", f"NaN or infinite values in {len(bad)} tensor(s): {', '.join(bad[:3])}", tensors=bad)
     if empty:
         return refuted("values", f"rows of zeros in {len(empty)} matrices: {', '.join(empty[:3])}; they were never filled",
                        tensors=empty)
+    if absurd:
+        return refuted("values", f"weights that no training makes in {len(absurd)} tensor(s): {', '.join(absurd[:3])}: bits were flipped",
+                       tensors=absurd)
     return proven("values", f"all {count:,} values of {len(subject.raw.tensors)} tensors are finite, and no matrix has "
                             "a hole of zeros", values=count)
 
@@ -75,12 +83,25 @@ def check_fields(subject: ProofSubject) -> Verdict:
     problems, stop_ids = list(artifact.notes), sorted(artifact.stops.stop_ids)
     if artifact.tokenizer is not None and artifact.tokenizer.size > artifact.config.vocab:
         problems.append(f"the tokenizer knows {artifact.tokenizer.size} ids, the model has {artifact.config.vocab} rows")
+    unrecorded = artifact.adapter is not None and subject.raw.checkpoint is None
+    agree, differ = adapter_scale_records(subject.path, subject.raw.fields) if unrecorded else ([], [])
+    problems += [f"adapter_config.json says {_scale(subject)}, {words}" for words in differ]
     if problems:
         return refuted("fields", "; ".join(problems), disagreements=problems)
     if artifact.tokenizer is None:
         return unproven("fields", "there is no tokenizer here, so nothing says which ids begin and end a text", stop_ids=stop_ids)
-    return proven("fields", f"tokenizer, config and generation config agree: BOS {artifact.stops.bos}, stop ids {stop_ids}, "
-                            f"{'tied' if artifact.config.tied else 'separate'} head", stop_ids=stop_ids)
+    words = f"tokenizer, config and generation config agree: BOS {artifact.stops.bos}, stop ids {stop_ids}, " \
+            f"{'tied' if artifact.config.tied else 'separate'} head"
+    if unrecorded and not agree:
+        return unproven("fields", f"{words}; how much the adapter counts ({_scale(subject)}) stands in adapter_config.json alone and could "
+                                  "not be checked", stop_ids=stop_ids)
+    return proven("fields", words + (f"; {_scale(subject)}, as {', '.join(agree)} says" if agree else ""), stop_ids=stop_ids)
+
+
+def _scale(subject: ProofSubject) -> str:
+    """Of an adapter, as its own file has it."""
+    fields = subject.raw.fields
+    return f"alpha {fields['lora_alpha']:g}, rank {fields['r']}, use_rslora {str(bool(fields.get('use_rslora'))).lower()}"
 
 
 def check_tokenizer(subject: ProofSubject) -> Verdict:
@@ -99,14 +120,17 @@ def check_tokenizer(subject: ProofSubject) -> Verdict:
     if subject.against is None or subject.against.tokenizer is None:
         if subject.facts.get("tokenizer"):
             return proven("tokenizer", f"the files make the tokenizer that was saved, {tokenizer.digest[:12]}")
+        if words := silent_generation_prompt(tokenizer):
+            return unproven("tokenizer", f"{words}: lost, or never there; name a parent with --against")
         return unproven("tokenizer", "there is none to compare it with; name a parent with --against", optional=True)
-    return compare_tokenizers(tokenizer, subject.against.tokenizer, subject.against.path.name, same=subject.expect == "same",
-                              exact=subject.raw.checkpoint is not None)
+    same, recorded, name = subject.expect == "same", subject.raw.checkpoint is not None, subject.against.path.name
+    found = compare_tokenizers(tokenizer, subject.against.tokenizer, name, same=same, exact=recorded)
+    if same or recorded or found.outcome is not Outcome.PROVEN:
+        return found
+    return compare_templates(tokenizer, subject.against.tokenizer, name) or found
 
 
 _ROUNDING = 1e-6  # of an element's own size: what storing it may add to a movement
-# Cosine with the parent below which a matrix is another one, not a trained one: so many times what chance gives, within bounds.
-CHANCE, LEAST_RELATED, UNRELATED = 6, 0.05, 0.2
 MERGED = (0.5, 1.5)  # the share of an adapter's effect on the answers that a merge must show
 TENSOR = 0.25  # of the answers' bound is a tensor's: through many layers rounding grows (5 to 9 times in SmolLM2-135M)
 NOT_MERGED = 0.1  # of an adapter's change to one tensor: less is none, and rounding
@@ -125,7 +149,8 @@ def _without_parent(subject: ProofSubject) -> Verdict:
         return proven("lineage", "nothing came before it")
     if (parent := subject.facts.get("parent")) is not None:
         return unproven("lineage", f"its parent, weights {parent['weights'][:12]}, is not at {parent['path']}; name it with --against")
-    return unproven("lineage", "no parent is known, so whether training changed anything cannot be said; name it with --against")
+    return unproven("lineage", "no parent is known, so whether training changed anything, and whether a matrix is transposed or another's, "
+                               "could not be checked; name it with --against")
 
 
 def _same(subject: ProofSubject) -> Verdict:
@@ -235,13 +260,16 @@ def _error(found: Tensor, due: Tensor) -> float:
 def _moved(subject: ProofSubject) -> Verdict:
     assert subject.against is not None
     patch = subject.artifact.patch
-    if subject.artifact.config != (subject.against.config if patch is None else config_with(subject.against.config, patch)):
+    unrecorded = subject.raw.checkpoint is None and patch is None
+    if not (same_geometry(subject.artifact, subject.against) if unrecorded else
+            subject.artifact.config == (subject.against.config if patch is None else config_with(subject.against.config, patch))):
         return refuted("lineage", f"the parent {subject.against.path} has another geometry; it cannot be the parent")
     if words := _another_parent(subject, subject.against):
         return refuted("lineage", words)
-    movement = {name: (before, after) for name, before, after in _pairs(subject.against, subject.artifact)}
+    pairs = tensor_pairs(subject) if unrecorded else _pairs(subject.against, subject.artifact)
+    movement = {name: (before, after) for name, before, after in pairs}
     moved = {name: float((after.float() - before.float()).abs().max())
-             for name, (before, after) in movement.items() if not torch.equal(before, after)}
+             for name, before, after in _carried(subject, movement) if not torch.equal(before, after)}
     if not moved:
         return refuted("lineage", f"every one of {len(movement)} tensors equals the parent's: nothing was learned, "
                                   "or the wrong weights were saved")
@@ -260,23 +288,15 @@ def _plausible(subject: ProofSubject, movement: dict[str, tuple[Tensor, Tensor]]
             return refuted("lineage", f"{words}; the optimizer could have moved an element by {bound:.2e}: {', '.join(beyond[:3])}",
                            tensors=beyond)
         return proven("lineage", f"{words}, within the optimizer's {bound:.2e}", moved=len(moved), farthest=moved[farthest], bound=bound)
-    if unrelated := _unrelated(movement):
-        name, cosine = unrelated
-        return refuted("lineage", f"{name} is unrelated to the parent's (cosine {cosine:.2f}): it was initialised anew "
-                                  "or is another model's")
-    return proven("lineage", f"{words}; how far the optimizer could go is not recorded", moved=len(moved), farthest=moved[farthest])
+    if untrained := untrained_change(_carried(subject, movement)):
+        return refuted("lineage", untrained)
+    return proven("lineage", f"{words}, and no tensor in a way that training does not; how far the optimizer could go is not recorded",
+                  moved=len(moved), farthest=moved[farthest])
 
 
-def _unrelated(movement: dict[str, tuple[Tensor, Tensor]]) -> tuple[str, float] | None:
-    """The first matrix whose direction is no more the parent's than chance would have it. A small model that was trained hard may
-    keep a sixth of its direction (0.16 was seen); of two that know nothing of each other the cosine is about 1/√n."""
-    for name, (before, after) in movement.items():
-        if before.dim() != 2:
-            continue
-        cosine = float(torch.nn.functional.cosine_similarity(before.float().flatten(), after.float().flatten(), dim=0))
-        if cosine < min(UNRELATED, max(LEAST_RELATED, CHANCE / before.numel() ** 0.5)):
-            return name, cosine
-    return None
+def _carried(subject: ProofSubject, movement: dict[str, tuple[Tensor, Tensor]]) -> Iterator[Pair]:
+    """To where the proof computes, one after the other."""
+    return ((name, before.to(subject.device), after.to(subject.device)) for name, (before, after) in movement.items())
 
 
 def _pairs(parent: Artifact, child: Artifact) -> list[tuple[str, Tensor, Tensor]]:

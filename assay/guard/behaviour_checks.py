@@ -27,6 +27,7 @@ from assay.guard.proof_subject import ProofSubject
 from assay.health.degenerate import Expected
 from assay.health.generation_probe import Health, ModelGenerator, compare_health, probe
 from assay.health.probe_prompts import BUILT_IN_PROMPTS, TEXT_BEGINNINGS, ProbePrompt
+from assay.model.families import hf_layout, to_foreign
 from assay.model.probe_logits import ProbeLogits, probe_distance, probe_inputs
 from assay.model.transformer import Transformer
 from assay.statistics.sequential import SEQUENTIAL_LEVEL
@@ -86,8 +87,26 @@ def _consumer_answers(model: torch.nn.Module, tokens: Tensor, ids: Tensor, devic
     return ProbeLogits(logits[..., ids], logits.logsumexp(-1))
 
 
+def known_of_source(subject: ProofSubject, check: str) -> Verdict | None:
+    """What a proof has heard of the very same bytes: of a copy whose source, file for file the same and written by the same code, carries
+    a hallmark that says so. One model speaks alike wherever its files lie."""
+    source = None if subject.against is None or not subject.is_copy else subject.against.raw.checkpoint
+    mine = subject.raw.checkpoint
+    if source is None or mine is None or source.hallmark is None or mine.model_files() != source.model_files():
+        return None
+    if any(mine.facts.get(name) != source.facts.get(name) for name in ("code", "environment", "base")):
+        return None
+    said = next((verdict for verdict in source.hallmark["verdicts"] if verdict["check"] == check), None)
+    if said is None or said["outcome"] != Outcome.PROVEN:
+        return None
+    return proven(check, f"these are the files of {source.folder.name}, byte for byte, of which its hallmark says: {said['reason']}",
+                  **said["evidence"] | {"shared_with": source.digest})
+
+
 def check_generations(subject: ProofSubject) -> Verdict:
     """A few greedy texts: valid ids, the same twice, and ended by a stop token where the model was taught to stop."""
+    if (known := known_of_source(subject, "generations")) is not None:
+        return known
     artifact = subject.artifact
     completions = greedy_completions(subject.model, artifact)
     again = greedy_completions(subject.model, artifact, AGAIN)
@@ -201,6 +220,8 @@ def _no_consumer(subject: ProofSubject) -> str | None:
         return f"transformers has no {subject.artifact.config.family!r} architecture; only Assay loads it"
     if subject.artifact.base is not None and subject.artifact.base.raw.place.kind == "gguf":
         return "the base is a GGUF file, which PEFT cannot adapt as it is"
+    if subject.artifact.base is not None and subject.artifact.base.held and subject.artifact.config.experts is not None:
+        return f"PEFT was not shown it: a mixture's base in {subject.artifact.base.held} is not put into transformers' own model"
     return None
 
 
@@ -241,6 +262,8 @@ def _load_with_peft(subject: ProofSubject) -> tuple[torch.nn.Module, list[str]]:
     def load(of: Artifact = artifact.base) -> torch.nn.Module:
         model, found = _loaded(of, subject.device)
         problems.extend(found)
+        if of.held is not None:
+            problems.extend(_put_in(model, to_foreign(hf_layout(of.config), of.tensors)))
         return model.to(subject.device)
 
     base = subject.kept.place(subject.read.base).lend_consumer(subject.device, load)
@@ -251,6 +274,15 @@ def _load_with_peft(subject: ProofSubject) -> tuple[torch.nn.Module, list[str]]:
         model = peft.PeftModel.from_pretrained(base, str(artifact.path))
     problems += [str(w.message).split("\n")[0][:160] for w in caught if "missing" in str(w.message) or "unexpected" in str(w.message)]
     return model.eval(), problems
+
+
+@torch.no_grad()
+def _put_in(model: torch.nn.Module, weights: dict[str, Tensor]) -> list[str]:
+    """The weights that an adapter was trained on, where its base was held in few bits, in the place of their file's."""
+    state = model.state_dict()
+    for name in weights.keys() & state.keys():
+        state[name].copy_(weights[name])
+    return [f"no place for {name}" for name in sorted(weights.keys() - state.keys())[:3]]
 
 
 def _give_base_back(subject: ProofSubject, model: torch.nn.Module) -> None:
@@ -276,6 +308,8 @@ def check_health(subject: ProofSubject) -> Verdict:
         return unproven("health", "no texts were asked for (--probe-samples 0)", optional=True)
     if subject.artifact.tokenizer is None:
         return unproven("health", "there is no tokenizer here, so nothing that it says is text", optional=True)
+    if (known := known_of_source(subject, "health")) is not None:
+        return known
     try:
         return _judged(subject, subject.probing.device)
     except torch.OutOfMemoryError:  # the run that is proven here may fill its GPU
@@ -286,13 +320,14 @@ def check_health(subject: ProofSubject) -> Verdict:
 
 def _judged(subject: ProofSubject, device: str) -> Verdict:
     built = device == subject.device  # the proof has built both there already
-    child = _speaker(subject.artifact, subject.model if built else None, device)
+    ahead = 1 if device == "cpu" else subject.probing.samples
+    child = _speaker(subject.artifact, subject.model if built else None, device, ahead)
     prompts = health_prompts(child)
     if len(prompts) < _FEWEST:
         return unproven("health", f"a context of {subject.artifact.config.max_length} tokens has no room for our questions", optional=True)
     parent = None
     if subject.against is not None and subject.against.tokenizer is not None:
-        parent = _speaker(subject.against, subject.against_model if built else None, device)
+        parent = _speaker(subject.against, subject.against_model if built else None, device, ahead)
     # What it was not taught surprises a parent; words in no order do so far more than our prompts, which are in order.
     of_parent: dict[str, Any] = {"surprise": parent.surprise, "usual": parent.reading(prompts)} if parent else {}
     probed = partial(probe, child, prompts, n=subject.probing.samples, bound=BOUND, **of_parent)
@@ -348,6 +383,6 @@ def _end(text: str, speaker: ModelGenerator, room: int) -> str:
     return next((end for end in fitting if speaker.loaded.length_of(end, raw=True) <= room), "")
 
 
-def _speaker(artifact: Artifact, built: Transformer | None, device: str) -> ModelGenerator:
+def _speaker(artifact: Artifact, built: Transformer | None, device: str, ahead: int = 1) -> ModelGenerator:
     """Nothing is compiled: a few hundred tokens are over sooner."""
-    return ModelGenerator(LoadedModel(artifact, device=device, model=built, graphed=False), HEALTH_SAMPLING)
+    return ModelGenerator(LoadedModel(artifact, device=device, model=built, graphed=False), HEALTH_SAMPLING, ahead=ahead)

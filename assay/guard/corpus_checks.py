@@ -5,12 +5,12 @@ from pathlib import Path
 import numpy as np
 
 from assay.data.held_out_documents import measurable_documents
+from assay.data.overlap import COPIES_REFUSED, COPIES_SAID
 from assay.data.token_corpus import Corpus
 from assay.errors import DataError
 from assay.verdict import Verdict, proven, refuted, unproven
 
 FEWEST_HELD_OUT = 2  # one alone shows no spread
-COPIES_SAID, COPIES_REFUSED = 0.1, 0.5  # share of the data that repeats other data
 
 
 def require_held_out(place: Path | str, count: int, of: str, advice: str) -> None:

@@ -5,7 +5,7 @@
 
 import contextlib
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -59,6 +59,52 @@ def preflight_distillation(student: Transformer, objective: Objective, batch: Ba
             check_teacher_frozen(teacher, before),
             check_self_distillation(student, batch, blend), check_teacher_share(student, teacher, objective, batch, blend),
             *parity_verdicts]
+
+
+def preflight_teachers(student: Transformer, teachers: Sequence[tuple[Objective, DistillationSettings, Transformer]],
+                       shares: Sequence[float], together: Objective, batch: Batch, *, tokenizers: tuple[str, str],
+                       accumulate: Accumulate | None = None, reachable: Collection[str] | None = None) -> list[Verdict]:
+    """Each of several teachers as if it were alone; and what is minimised is the weighted sum of what they ask for."""
+    found = [verdict for objective, blend, teacher in teachers
+             for verdict in preflight_distillation(student, objective, batch, blend, tokenizers=tokenizers, teacher=teacher,
+                                                   accumulate=accumulate, reachable=reachable)]
+    parts = [naive_distillation(teacher, blend) for _, blend, teacher in teachers]
+
+    def naive(model: Transformer, read: Batch) -> Tensor:
+        return torch.stack([share * part(model, read) for share, part in zip(shares, parts, strict=True)]).sum()
+
+    shown = sample_rows(batch)
+    with fp32_uncompiled(student, *(teacher for *_, teacher in teachers)):
+        return [*found, loss_preflight.check_loss(student, together, shown, naive),
+                loss_preflight.check_accumulation(student, together, shown, accumulate)]
+
+
+def check_drawn_tokens(batch: Batch, drawn: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Verdict:
+    """Every document of the batch is a prompt with exactly the ids that were drawn for it, and every drawn id counts, and no other."""
+    assert batch.documents is not None
+    due, seen = {(*prompt, *said): len(said) for prompt, said in drawn}, 0
+    documents, tokens, weight = batch.documents.cpu(), batch.tokens.cpu(), batch.weight.cpu()
+    for row in range(len(batch)):
+        for number in range(int(documents[row].max()) + 1):
+            here = documents[row] == number
+            ids, counts = tuple(tokens[row][here].tolist()), (weight[row][here] != 0).tolist()
+            if ids not in due or counts != [False] * (len(ids) - due[ids]) + [True] * due[ids]:
+                return refuted("own words", f"row {row}, document {number}: {len(ids)} tokens, {sum(counts)} counting, are no prompt with "
+                                            "what the student said to it: ids were retokenised, shifted or masked", row=row)
+            seen += 1
+    return proven("own words", f"{seen} of {len(drawn)} completions of the student stand in the batch, id for id, and each id counts",
+                  completions=seen)
+
+
+def check_own_words_loss(student: Transformer, objective: Objective, batch: Batch, blend: DistillationSettings,
+                         teacher: Transformer) -> Verdict:
+    """On the student's own words the loss is the divergence of both at the very tokens that were drawn, in value and in gradient."""
+    found = loss_preflight.preflight_loss(student, objective, batch, None, naive_distillation(teacher, blend), teacher)
+    against = [verdict for verdict in found if verdict.outcome is Outcome.REFUTED]
+    if against:
+        return refuted("own words' loss", f"{against[0].check}: {against[0].reason}: the teacher scores other tokens than those that were "
+                                          "drawn", of=against[0].check)
+    return proven("own words' loss", f"on the student's own words {found[0].reason}", checks=len(found))
 
 
 def check_same_vocabulary(student: str, teacher: str) -> Verdict:

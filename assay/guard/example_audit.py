@@ -1,10 +1,8 @@
 """Example audit before step 1 and on batches: what is supervised is what was meant, and the model has rows for it."""
 
 import hashlib
-import tempfile
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -15,9 +13,8 @@ from torch import Tensor
 from assay.data.batch import Batch
 from assay.data.chat import TrainingExample
 from assay.data.layouts import Conversation
-from assay.data.overlap import measure_overlap
+from assay.data.overlap import COPIES_REFUSED, COPIES_SAID, measure_overlap
 from assay.data.packing import PackedExamples
-from assay.guard.corpus_checks import COPIES_REFUSED, COPIES_SAID
 from assay.guard.example_checks import (
     FlatExamples,
     check_bos,
@@ -30,6 +27,7 @@ from assay.guard.example_checks import (
 )
 from assay.model.special_tokens import SpecialTokens
 from assay.model.tokenizer import Tokenizer
+from assay.store.scratch import scratch_folder
 from assay.verdict import Verdict, proven, refuted, unproven
 
 SHARED = 0.05  # share of the evaluation's 13-grams that may stand in the training text
@@ -136,8 +134,8 @@ def check_overlap(flat: FlatExamples, held_out: Sequence[TrainingExample] | None
                                   "held-out numbers would measure memory", examples=len(shared))
     if not evaluation:
         return proven("overlap", f"none of {len(held_out or ())} held-out examples is trained on", held_out=len(held_out or ()))
-    with tempfile.TemporaryDirectory() as folder:
-        found = measure_overlap(_said(flat.examples), ((f"text {i}", text.encode()) for i, text in enumerate(evaluation)), Path(folder))
+    with scratch_folder() as folder:
+        found = measure_overlap(_said(flat.examples), ((f"text {i}", text.encode()) for i, text in enumerate(evaluation)), folder)
     if found.exact or found.share > SHARED:
         return refuted("overlap", f"{found}: what the model is judged on is trained on", **found.to_json())
     return proven("overlap", str(found), **found.to_json())

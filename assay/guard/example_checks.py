@@ -186,9 +186,9 @@ def check_stop(flat: FlatExamples, tokenizer: Tokenizer, stops: SpecialTokens) -
     if open_runs.size:
         last = int(flat.tokens[ends[open_runs[0]] - 1])
         names = " or ".join(repr(tokenizer.piece(id)) for id in stops.stop_ids)
-        hint = f"; the chat template ends turns with {tokenizer.piece(last)!r}, which stops nothing" if last == stops.turn_end else ""
+        hint = _no_stop_hint(tokenizer, stops, last)
         return refuted("stop", f"{open_runs.size} of {len(ends)} completions end with no supervised stop token ({names}): "
-                               f"{flat.id(int(rows[open_runs[0]]))} ends with {tokenizer.piece(last)!r}{hint}. The model will not stop",
+                               f"{flat.id(int(rows[open_runs[0]]))} ends with {tokenizer.piece(last)!r}. The model will not stop: {hint}",
                        completions=int(open_runs.size))
     if (inside := _stops_inside(flat, is_stop)).size:
         return refuted("stop", f"{inside.size} answers hold a stop token before their end, first {flat.id(int(inside[0]))}: the text "
@@ -198,6 +198,16 @@ def check_stop(flat: FlatExamples, tokenizer: Tokenizer, stops: SpecialTokens) -
     if cut == len(ends):
         return refuted("stop", "no completion has its end within the length, so that none teaches to stop; raise the length")
     return proven("stop", f"{len(ends) - cut:,} completions end with a supervised stop token{kept}", completions=len(ends), cut=cut)
+
+
+def _no_stop_hint(tokenizer: Tokenizer, stops: SpecialTokens, last: int) -> str:
+    """What to do where an answer ends with `last`, which stops nothing."""
+    if last == stops.turn_end:
+        return (f"the chat template ends turns with {tokenizer.piece(last)!r}, which stops nothing; name it as eos_token in "
+                "tokenizer_config.json, or among eos_token_id in generation_config.json")
+    if tokenizer.template is not None and stops.turn_end is None:
+        return "the chat template writes no special token after an answer; let it write the model's stop token there (chat_template.jinja)"
+    return "end each answer with one, as the chat template does"
 
 
 def _stops_inside(flat: FlatExamples, is_stop: NDArray[np.bool_]) -> NDArray[np.int64]:

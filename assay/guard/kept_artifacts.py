@@ -38,6 +38,7 @@ class PlacedArtifact:
 
     read: Artifact
     stamps: FileStamps = ()
+    asked: str | None = None  # the dtype that it was to be held in
     proofs: int = 0  # that have used it
     _placed: dict[str, Artifact] = field(default_factory=dict)
     _models: dict[str, Transformer] = field(default_factory=dict)
@@ -111,21 +112,21 @@ class KeptArtifacts:
         self._kept: list[PlacedArtifact] = []
         self.reused: list[Path] = []  # by the proof under way, though an earlier one opened them
 
-    def open(self, path: str | Path, base: str | Path | None = None) -> Artifact:
+    def open(self, path: str | Path, base: str | Path | None = None, *, held: str | None = None) -> Artifact:
         """As `open_artifact`. One that was opened before, and whose files are the same files since, is not read again."""
         place = locate_artifact(path)
         if place.adapter:
-            return open_artifact(path, base=base, opened=self.open)
+            return open_artifact(path, base=base, opened=self.open, held=held)
         stamps = file_stamps(place.path)
         for kept in self._kept:
-            if kept.read.path == place.path and kept.stamps == stamps:
+            if kept.read.path == place.path and kept.asked == held and kept.stamps == stamps:
                 if kept.proofs and place.path not in self.reused:
                     self.reused.append(place.path)
                 return kept.read
-        artifact = open_artifact(path, base=base)
-        self._kept = [kept for kept in self._kept if kept.read.path != place.path]
+        artifact = open_artifact(path, base=base, held=held)
+        self._kept = [kept for kept in self._kept if (kept.read.path, kept.asked) != (place.path, held)]
         if stamps == file_stamps(place.path):
-            self._kept.append(PlacedArtifact(artifact, stamps))
+            self._kept.append(PlacedArtifact(artifact, stamps, held))
         return artifact
 
     def place(self, artifact: Artifact) -> PlacedArtifact:

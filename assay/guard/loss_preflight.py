@@ -47,6 +47,7 @@ _ROUNDING, TIMES = 0.5, (0.8, 1.25)
 NONE = 1e-6  # of the whole gradient's norm: a kind of tensor that has less of it has none
 PREFLIGHT_ROWS = 4  # of the batch: enough to have ragged parts
 LARGE = 10**9  # parameters, from which on fp32 costs minutes: two rows of fewer columns then show the same
+TOKENS_TOGETHER_FP32 = 4096  # of a smaller model: row by row, launching takes longer than computing
 _ENOUGH = 256, 8  # columns, and weighted tokens of each row that must be among them
 _LOUD = 0.2  # for the checks that must see them: standard deviation of the logits in soft caps, largest weight of a gate
 _COLUMNS = 2048  # of a row that attention is written out for: its cost grows with their square
@@ -100,9 +101,11 @@ def check_accumulation(model: Transformer, objective: Objective, batch: Batch, a
 
 
 def check_precision(model: Transformer, objective: Objective, batch: Batch, found: Gradients, *others: Transformer) -> Verdict:
-    """`found`, made as the run makes it of this batch's mean loss, is near what fp32 gives, row by row and uncompiled."""
+    """`found`, made as the run makes it of this batch's mean loss, is near what fp32 gives, a few rows at a time and uncompiled."""
+    together = TOKENS_TOGETHER_FP32 if parameter_count(model) < LARGE else 1
+    weight, rows = float(batch.weight.sum()), max(1, together // batch.tokens.shape[1])
     with fp32_uncompiled(model, *others):
-        due = loss_gradients(model, lambda: loop.accumulated(model, objective, batch, 1, float(batch.weight.sum())).loss, backward=False)
+        due = loss_gradients(model, lambda: loop.accumulated(model, objective, batch, rows, weight).loss, backward=False)
     what = f"the loss in {model.compute_dtype or torch.float32} as it will run, and in fp32"
     near = _compared("precision", what, found, due, PARITY_BOUNDS[torch.bfloat16], _ROUNDING, together=True)
     if near.outcome is Outcome.REFUTED:

@@ -28,18 +28,23 @@ from assay.verdict import Verdict, proven, refuted, unproven
 NOISE = 0.3  # nats by which behaviour and reference are moved from the policy's own: some ratios leave the corridor on either side
 
 
-def check_advantages(rewards_PG: Sequence[Sequence[RewardValue]], found: Advantages, scale: str, leave_one_out: bool = False) -> Verdict:
-    """Each group by itself: of its known rewards the mean is taken, and where asked the deviation; what is unknown has no part."""
+def check_advantages(rewards_PG: Sequence[Sequence[RewardValue]], found: Advantages, scale: str,
+                     estimator: str = "grpo") -> Verdict:
+    """Each group by itself: of its known rewards the mean is taken, and where asked the deviation; what is unknown has no part.
+
+    With REINFORCE++ the batch takes the place of the group.
+    """
     batch = [r for group in rewards_PG for r in group if r is not None]
     for prompt, group in enumerate(rewards_PG):
         if [r is not None for r in group] != found.known_PG[prompt].tolist():
             return refuted("advantages", f"prompt {prompt}: {sum(r is None for r in group)} rewards are unknown, and "
                            f"{int((~found.known_PG[prompt]).sum())} completions are left out: an error counts as a reward", prompt=prompt)
-        due = _naive_advantages(group, scale, leave_one_out, batch)
+        due = _naive_advantages(group, scale, estimator, batch)
         if not np.allclose(found.values_PG[prompt], due, rtol=1e-6, atol=1e-9):
             place = int(np.abs(found.values_PG[prompt] - due).argmax())
             return refuted("advantages", f"prompt {prompt}, completion {place}: the advantage is {found.values_PG[prompt][place]:.4g}, "
-                           f"its group by itself gives {due[place]:.4g}: the baseline is another group's, the batch's, or one rollout's")
+                           f"{'the batch' if estimator == 'reinforce_pp' else 'its group by itself'} gives {due[place]:.4g}: the baseline "
+                           "is another group's, the batch's, or one rollout's")
     return proven("advantages", f"{len(rewards_PG)} groups: every advantage is its own group's", groups=len(rewards_PG))
 
 
@@ -139,14 +144,17 @@ def _naive_sequence(asked: Surrogate, logprobs_NV: Tensor, logp: Tensor, advanta
     return -surrogate + asked.kl_weight * kl * (ratio if asked.kl_by_ratio else 1.0) - asked.entropy_weight * entropy
 
 
-def _naive_advantages(group: Sequence[RewardValue], scale: str, leave_one_out: bool, batch: list[float]) -> list[float]:
-    known = [r for r in group if r is not None]
+def _naive_advantages(group: Sequence[RewardValue], scale: str, estimator: str, batch: list[float]) -> list[float]:
+    if estimator == "reinforce_pp":
+        known, scale = batch, "batch"
+    else:
+        known, scale = [r for r in group if r is not None], "none" if estimator == "rloo" else scale
     if len(known) < 2 or max(known) - min(known) <= 1e-8 * max(1.0, abs(max(known))):
         return [0.0] * len(group)
     deviation = {"group": lambda: float(np.std(known, ddof=1)) + STD_FLOOR, "batch": lambda: float(np.std(batch, ddof=1)) + STD_FLOOR,
                  "none": lambda: 1.0}[scale]()
     mean = sum(known) / len(known)
-    baseline = lambda r: (sum(known) - r) / (len(known) - 1) if leave_one_out else mean  # noqa: E731
+    baseline = lambda r: (sum(known) - r) / (len(known) - 1) if estimator == "rloo" else mean  # noqa: E731
     return [0.0 if r is None else (r - baseline(r)) / deviation for r in group]
 
 

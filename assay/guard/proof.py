@@ -8,14 +8,17 @@ hallmark.json where everything required is PROVEN, quarantine.json otherwise. `P
 import contextlib
 import importlib.util
 import json
+import math
 import os
 import queue
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +31,12 @@ from assay.guard.kept_artifacts import WORKSPACE, KeptArtifacts, fp32_bytes, gpu
 from assay.guard.proof_subject import DEFAULT_SAMPLING, Expectation, ProofSampling, ProofSubject
 from assay.guard.proving_process import (
     CORES_A_PROOF,
+    LIBRARIES,
+    MOST_PROOFS,
     PROVING_PROCESSES,
     WHERE_THERE_IS_ONE,
     ProvingProcess,
+    processes_early,
     proof_threads,
     usable_cores,
 )
@@ -45,8 +51,12 @@ from assay.verdict import Outcome, Verdict, overall, proven, refuted, unproven, 
 PROOF_CHECKS: tuple[Callable[[ProofSubject], Verdict], ...] = (
     check_hashes, check_loaded, check_values, check_fields, check_tokenizer, check_answers, check_lineage, check_consumer,
     check_generations, check_health)
+OTHER_LIBRARY = "consumer"
+WARM_LIBRARIES = ("transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama", "peft")
 PROOF_TIMEOUT = 1800.0
-MOST_PROOFS = 4  # at a time, beside a loop
+_REPLAY_WORKSPACE = 8 << 30  # bytes of a GPU
+SHORT_LOOP = 60.0  # seconds: a loop on a GPU that is over by then is proven afterwards
+_LOOK_AGAIN = 0.1  # seconds
 ENDED_FROM_OUTSIDE = {signal.SIGINT, signal.SIGTERM, signal.SIGKILL, signal.SIGHUP}  # says nothing about the artifact
 
 
@@ -61,16 +71,41 @@ class ProofRequest:
     probing: ProofSampling = DEFAULT_SAMPLING
 
     headroom: int = 0  # bytes of the GPU that the run will still take
+    checks: tuple[str, ...] | None = None  # those that are made; None: all
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> "ProofRequest":
-        return cls(**fields | {"probing": ProofSampling(**fields["probing"])})
+        checks = fields.get("checks")
+        return cls(**fields | {"probing": ProofSampling(**fields["probing"]), "checks": None if checks is None else tuple(checks)})
+
+    @property
+    def wanted(self) -> tuple[Callable[[ProofSubject], Verdict], ...]:
+        return tuple(check for check in PROOF_CHECKS if self.checks is None or check_name(check) in self.checks)
+
+
+def check_name(check: Callable[[ProofSubject], Verdict]) -> str:
+    return check.__name__.removeprefix("check_")
+
+
+def prove_apart(request: ProofRequest, *, timeout: float = PROOF_TIMEOUT) -> list[Verdict]:
+    """As `prove`, with the check by another library in a process of its own, because importing that takes longer than all other checks:
+    both read the files for themselves."""
+    others = tuple(name for name in map(check_name, PROOF_CHECKS) if name != OTHER_LIBRARY)
+    with ThreadPoolExecutor(1, "consumer") as beside:
+        asked = beside.submit(prove, replace(request, checks=(OTHER_LIBRARY,)), timeout=timeout)
+        found = prove(replace(request, checks=others), timeout=timeout)
+        heard = asked.result()
+    known = {verdict.check for verdict in found if verdict.outcome is Outcome.REFUTED}
+    heard = [verdict for verdict in heard
+             if verdict.check == OTHER_LIBRARY or (verdict.outcome is Outcome.REFUTED and verdict.check not in known)]
+    place = next((place for place, verdict in enumerate(found) if verdict.check == "generations"), len(found))
+    return [*found[:place], *heard, *found[place:]]
 
 
 def prove(request: ProofRequest, *, timeout: float = PROOF_TIMEOUT, beside: bool = False) -> list[Verdict]:
     """Every check in a process that no trainer has touched: one that is kept for this, or a fresh one; it takes few cores where it runs
     `beside` a training loop. Raises UsageError where the request itself makes no sense."""
-    process = PROVING_PROCESSES.take(proof_threads(beside=False))
+    process = PROVING_PROCESSES.take(proof_threads(beside=False), libraries=request.checks is None or OTHER_LIBRARY in request.checks)
     found = _ask(process, request, timeout, beside)
     if found is None and process.asked > 1:  # what it did before may have killed it: a fresh one has nothing but the artifact
         process.stop()
@@ -104,11 +139,12 @@ def _death(process: ProvingProcess) -> Verdict:
 
 def prove_checkpoint(folder: Path, *, against: str | None = None, base: str | None = None, probing: ProofSampling = DEFAULT_SAMPLING,
                      timeout: float = PROOF_TIMEOUT, beside: bool = False, headroom: int = 0,
-                     records: Sequence[Path] = ()) -> list[Verdict]:
+                     records: Sequence[Path] = (), apart: bool = False) -> list[Verdict]:
     """Prove a checkpoint of ours and write the outcome into it. Bytes that do not even open stay as they are. `records` are steps that
-    led to it, kept for the witness."""
+    led to it, kept for the witness. `apart`: in two processes."""
     request = ProofRequest(str(folder), against=against, base=base, probing=probing, headroom=headroom)
-    verdicts = [*prove(request, timeout=timeout, beside=beside), *(ask_witness(records, beside=beside) if records else ())]
+    verdicts = [*(prove_apart(request, timeout=timeout) if apart else prove(request, timeout=timeout, beside=beside)),
+                *(ask_witness(records, probing.device, beside=beside, headroom=headroom) if records else ())]
     hashed = any(v.check == "whole" and v.outcome is Outcome.PROVEN for v in verdicts)  # every byte, by the proof itself
     try:
         checkpoint = open_checkpoint(folder, verify=not hashed)
@@ -118,11 +154,14 @@ def prove_checkpoint(folder: Path, *, against: str | None = None, base: str | No
     return verdicts
 
 
-def ask_witness(records: Sequence[Path], *, timeout: float = PROOF_TIMEOUT, beside: bool = False) -> list[Verdict]:
-    """Kept steps replayed, in a process that no trainer has touched. Where it is late or dies it has not spoken: that is UNPROVEN."""
+def ask_witness(records: Sequence[Path], device: str = "cpu", *, timeout: float = PROOF_TIMEOUT, beside: bool = False,
+                headroom: int = 0) -> list[Verdict]:
+    """Kept steps replayed on a device, in a process that no trainer has touched. Where it is late or dies it has not spoken: that is
+    UNPROVEN."""
     process = PROVING_PROCESSES.take(proof_threads(beside=False))
     try:
-        found = process.answer({"records": [str(record) for record in records], "threads": proof_threads(beside)}, timeout)
+        found = process.answer({"records": [str(record) for record in records], "device": device, "headroom": headroom,
+                                "threads": proof_threads(beside)}, timeout)
     except TimeoutError:
         found = None
     if found is None:
@@ -143,26 +182,49 @@ def hallmark_or_quarantine(checkpoint: Checkpoint, verdicts: list[Verdict]) -> N
 
 class Prover:
     """Proofs beside a training loop, one at a time or, where there are cores to spare, a few; the loop asks for what is finished and
-    never waits. They are begun in the saver's thread and asked for in the loop's: without a lock one begun meanwhile would be lost."""
+    never waits. They are begun in the saver's thread and asked for in the loop's: without a lock one begun meanwhile would be lost.
+
+    Two processes on one GPU take turns, and a loop of small steps was five times slower beside a proof. So on a GPU a proof waits for
+    the end of the loop, unless that takes long: then they are made beside it, one at a time.
+    """
 
     witnesses = True  # kept steps are replayed with the next proof
 
-    def __init__(self) -> None:
+    def __init__(self, patience: float = SHORT_LOOP) -> None:
         self._pool = ThreadPoolExecutor(max(1, min(MOST_PROOFS, usable_cores() // CORES_A_PROOF)), "prove")
         self._pending: list[tuple[Path, Future[list[Verdict]]]] = []
-        self._changing = threading.Lock()
+        self._changing, self._turn = threading.Lock(), threading.Lock()
+        self._patience, self._until = patience, math.inf  # when those that wait for the loop's end wait no longer
+        self._no_waiting = threading.Event()
 
     def start_early(self, device: str = "cpu") -> None:
-        """A process that is ready for the first proof, where there are cores for it now; or two: the first two saves come together."""
-        for _ in range(min(2, usable_cores() // (2 * CORES_A_PROOF))):
-            PROVING_PROCESSES.start_early(proof_threads(beside=False), device)
+        """Processes that are ready for the first proofs, where there are cores for them now."""
+        PROVING_PROCESSES.start_early(proof_threads(beside=False), device, processes_early())
 
     def start(self, folder: Path, *, against: str | None = None, base: str | None = None, probing: ProofSampling = DEFAULT_SAMPLING,
               beside: bool = True, headroom: int = 0, records: Sequence[Path] = ()) -> None:
-        future = self._pool.submit(prove_checkpoint, folder, against=against, base=base, probing=probing, beside=beside, headroom=headroom,
-                                   records=records)
+        ask = partial(prove_checkpoint, folder, against=against, base=base, probing=probing, headroom=headroom, records=records)
         with self._changing:
-            self._pending.append((folder, future))
+            self._until = min(self._until, time.monotonic() + self._patience)
+            shares_gpu = beside and probing.device != "cpu"
+            self._pending.append((folder, self._pool.submit(self._in_turn, ask) if shares_gpu else self._pool.submit(ask, beside=beside)))
+            crowded = len(self._pending) > MOST_PROOFS  # nothing is retired while proofs wait, and a disk is finite
+        if crowded:
+            self._until = 0.0
+
+    def _in_turn(self, ask: Callable[..., list[Verdict]]) -> list[Verdict]:
+        while not self._no_waiting.is_set():
+            if time.monotonic() >= self._until and self._turn.acquire(blocking=False):
+                try:
+                    return ask(beside=True)
+                finally:
+                    self._turn.release()
+            self._no_waiting.wait(_LOOK_AGAIN)
+        return ask(beside=False)
+
+    def wait_no_longer(self) -> None:
+        """The loop is over, or stands still until its proofs are made."""
+        self._no_waiting.set()
 
     @property
     def busy(self) -> bool:
@@ -176,6 +238,7 @@ class Prover:
 
     def close(self) -> Iterator[tuple[Path, list[Verdict]]]:
         """Wait for every proof under way."""
+        self.wait_no_longer()
         self._pool.shutdown(wait=True)
         return self.finished()
 
@@ -201,25 +264,26 @@ def examine_artifact(request: ProofRequest, kept: KeptArtifacts | None = None) -
 def _examined(request: ProofRequest, kept: KeptArtifacts) -> list[Verdict]:
     place = locate_artifact(request.path)
     try:
-        raw = read_artifact(place, every_byte=True)
+        raw = read_artifact(place, every_byte=request.checks != (OTHER_LIBRARY,))
     except ArtifactError as error:
-        return [refuted("whole", str(error)), *_not_run("the bytes were refused")]
+        return [refuted("whole", str(error)), *_not_run(request, "the bytes were refused")]
     whole = proven("whole", f"every file is there, of its size, with strict headers: {len(raw.tensors)} tensors")
     if (why := why_unknown(raw)) is not None:
         return [whole, *examine_unknown_adapter(raw, why, request.base)]
     try:
         artifact = interpret_artifact(raw, base=request.base, opened=kept.open)
     except ArtifactError as error:
-        return [whole, refuted("architecture", str(error)), *_not_run("the tensors do not make the model that the config describes")]
+        return [whole, refuted("architecture", str(error)),
+                *_not_run(request, "the tensors do not make the model that the config describes")]
     fits = proven("architecture", f"{artifact.config.family}, {artifact.config.depth} layers of width {artifact.config.width}: "
                                   f"exactly the tensors it demands, in shape ({_parameters(artifact):,} parameters)")
-    parent = _parent(request, artifact, kept)
+    parent = None if request.checks == (OTHER_LIBRARY,) else _parent(request, artifact, kept)
     with gpu_turn(request.probing.device, _bytes_needed(artifact, parent)):
         device, why = _device(request, artifact, parent, kept)
-        checked = _checked(_subject(request, artifact, parent, device, kept))
+        checked = _checked(_subject(request, artifact, parent, device, kept), request)
     if checked is None:
         device, why = "cpu", f"proven on the CPU, since the proof on {device} died"
-        checked = _checked(_subject(request, artifact, parent, device, kept))
+        checked = _checked(_subject(request, artifact, parent, device, kept), request)
     assert checked is not None
     return [_with_surroundings(whole, kept.reused, device, why), fits, *checked]
 
@@ -235,7 +299,12 @@ def _parent(request: ProofRequest, artifact: Artifact, kept: KeptArtifacts) -> A
     recorded = _facts(artifact).get("parent")
     against = request.against or (recorded["path"] if recorded and Path(recorded["path"]).exists() else None)
     against_base = request.against_base or request.base
-    return None if against is None else kept.open(against, against_base if locate_artifact(against).adapter else None)
+    if against is None:
+        return None
+    if locate_artifact(against).adapter:  # on the base that it was trained on, unless this was merged into another on purpose
+        return kept.open(against, against_base, held="file" if _facts(artifact).get("rebased") else None)
+    same = recorded if recorded and Path(recorded["path"]).resolve() == Path(against).resolve() else {}
+    return kept.open(against, held=same.get("held"))
 
 
 def _facts(artifact: Artifact) -> dict[str, Any]:
@@ -264,10 +333,10 @@ def _subject(request: ProofRequest, artifact: Artifact, parent: Artifact | None,
     return ProofSubject(artifact.raw, artifact, parent, expect, request.bound or rounding_bound(artifact), request.probing, device, kept)
 
 
-def _checked(subject: ProofSubject) -> list[Verdict] | None:
+def _checked(subject: ProofSubject, request: ProofRequest) -> list[Verdict] | None:
     """None where a GPU failed the proof: that says nothing of the artifact."""
     try:
-        return [_ran(check, subject) for check in PROOF_CHECKS]
+        return [_ran(check, subject) for check in request.wanted]
     except RuntimeError:
         if subject.device == "cpu":
             raise
@@ -275,7 +344,7 @@ def _checked(subject: ProofSubject) -> list[Verdict] | None:
 
 
 def _ran(check: Callable[[ProofSubject], Verdict], subject: ProofSubject) -> Verdict:
-    name = check.__name__.removeprefix("check_")
+    name = check_name(check)
     try:
         return check(subject)
     except AssayError as error:
@@ -286,8 +355,8 @@ def _ran(check: Callable[[ProofSubject], Verdict], subject: ProofSubject) -> Ver
         return refuted(name, f"the check itself died: {type(error).__name__}: {error}")
 
 
-def _not_run(why: str) -> list[Verdict]:
-    return [unproven(check.__name__.removeprefix("check_"), f"did not run: {why}") for check in PROOF_CHECKS]
+def _not_run(request: ProofRequest, why: str) -> list[Verdict]:
+    return [unproven(check_name(check), f"did not run: {why}") for check in request.wanted]
 
 
 def _parameters(artifact: Artifact) -> int:
@@ -307,13 +376,13 @@ def main() -> None:
         answers.write(json.dumps(_answer(requests.get(), kept), default=str).encode() + b"\n")
 
 
-def _warm_up(device: list[str], requests: "queue.SimpleQueue[bytes]") -> None:
+def _warm_up(early: list[str], requests: "queue.SimpleQueue[bytes]") -> None:
     """What the first proof would wait for, as long as nobody waits."""
-    where = default_device() if device == [WHERE_THERE_IS_ONE] else "".join(device)
+    where = default_device() if early[:1] == [WHERE_THERE_IS_ONE] else "".join(early[:1])
     with contextlib.suppress(ImportError, RuntimeError):  # what fails here fails the proof, in its own words
         if where not in ("", "cpu"):
             torch.ones(8, 8, device=where).mm(torch.ones(8, 8, device=where))
-        for name in ("transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama", "peft") if device else ():
+        for name in WARM_LIBRARIES if LIBRARIES in early else ():
             if requests.empty() and importlib.util.find_spec(name.partition(".")[0]) is not None:
                 importlib.import_module(name)
 
@@ -322,21 +391,31 @@ def _answer(line: bytes, kept: KeptArtifacts) -> dict[str, Any]:
     fields = json.loads(line)
     torch.set_num_threads(fields.pop("threads"))
     if "records" in fields:
-        return {"verdicts": [_replayed(fields["records"]).to_json()]}
+        return {"verdicts": [_replayed(fields["records"], fields["device"], fields["headroom"]).to_json()]}
     try:
         return {"verdicts": [verdict.to_json() for verdict in examine_artifact(ProofRequest.from_fields(fields), kept)]}
     except AssayError as error:
         return {"refused": str(error)}
 
 
-def _replayed(records: Sequence[str]) -> Verdict:
-    """What the witness says. One that dies has not spoken, and a sound run must not fall with it."""
+def _replayed(records: Sequence[str], asked: str, headroom: int) -> Verdict:
+    """What the witness says. One that dies has not spoken, and a sound run must not fall with it. What was kept for a GPU's replay
+    would take hours elsewhere."""
     from assay.witness.replay import replay_steps
 
+    folders = [Path(record) for record in records]
     try:
-        return replay_steps([Path(record) for record in records])
+        device, why = proof_device(asked, max(map(_replay_bytes, folders)), headroom)
+        if device != asked:
+            return unproven("witness", f"{len(folders)} kept step(s) were not replayed: {why}", optional=True)
+        return replay_steps(folders, device)
     except Exception as error:
         return unproven("witness", f"the witness itself died: {type(error).__name__}: {error}", optional=True)
+
+
+def _replay_bytes(record: Path) -> int:
+    """Of a GPU: the record, gradients in double precision, and the logits of a few texts."""
+    return 3 * sum(file.stat().st_size for file in record.iterdir()) + _REPLAY_WORKSPACE
 
 
 def _listen(requests: "queue.SimpleQueue[bytes]") -> None:

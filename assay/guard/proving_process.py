@@ -18,7 +18,9 @@ from assay.json_child import JsonChild
 
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 CORES_A_PROOF = 4  # a proof beside a loop takes one of so many cores
+MOST_PROOFS = 3  # at a time
 WHERE_THERE_IS_ONE = "a GPU where there is one"  # the device of one that is started before anybody has asked torch for devices
+LIBRARIES = "libraries"  # are imported early, which takes longer than all else
 _MOMENT = 10.0  # seconds
 _TOLD = 2000  # characters of what it wrote before it died
 
@@ -34,21 +36,26 @@ def proof_threads(beside: bool) -> int:
     return max(1, min(share, int(allowed) if allowed.isdecimal() else share))
 
 
+def processes_early() -> int:
+    """How many may get ready while a run opens its model: with few cores, none, since that would take as long later."""
+    return max(0, min(MOST_PROOFS, usable_cores() // CORES_A_PROOF - 1))
+
+
 class ProvingProcess(JsonChild):
     """`python -m assay.guard.proof`, with a session of its own: a Ctrl-C that ends the run must not look like a proof that failed.
 
-    With a `device` it gets ready for proofs there before the first is asked for.
+    With a `device` it gets ready for proofs there before the first is asked for; other `libraries` are imported then too, where asked.
     """
 
-    def __init__(self, threads: int, device: str | None = None) -> None:
-        self.threads, self.device, self.asked = threads, device, 0
+    def __init__(self, threads: int, device: str | None = None, *, libraries: bool = True) -> None:
+        self.threads, self.device, self.libraries, self.asked = threads, device, libraries, 0
         self.errors = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the process
         self.start()
 
     def start(self) -> None:
         environment = os.environ | ENVIRONMENT | {"OMP_NUM_THREADS": str(self.threads)}
         self._unread = b""
-        early = [] if self.device is None else [self.device]
+        early = [] if self.device is None else [self.device, *([LIBRARIES] if self.libraries else [])]
         self.process = subprocess.Popen([sys.executable, "-m", "assay.guard.proof", *early], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                         stderr=self.errors, start_new_session=True, env=environment, bufsize=0)
         os.set_blocking(self._pipes()[0], False)
@@ -95,17 +102,18 @@ class KeptProcesses:
             for process in ended:
                 process.stop()
 
-    def start_early(self, threads: int, device: str) -> None:
-        """One that imports all it will need and waits, where somebody keeps it. It will prove on `device`."""
+    def start_early(self, threads: int, device: str, count: int = 1, *, libraries: bool = True) -> None:
+        """So many that import all they will need and wait, where somebody keeps them. They will prove on `device`."""
         with self._changing:
-            if self._keepers:
-                self._idle.append(ProvingProcess(threads, device))
+            while self._keepers and len(self._idle) < count:
+                self._idle.append(ProvingProcess(threads, device, libraries=libraries))
 
-    def take(self, threads: int) -> ProvingProcess:
-        """One that waits, and the one that knows most; else a new one."""
+    def take(self, threads: int, *, libraries: bool = True) -> ProvingProcess:
+        """One that waits, with other libraries where they will be needed, and the one that knows most; else a new one."""
         with self._changing:
             while self._idle:
-                process = self._idle.pop(max(range(len(self._idle)), key=lambda place: self._idle[place].asked))
+                order = [(process.libraries == libraries, process.asked) for process in self._idle]
+                process = self._idle.pop(max(range(len(order)), key=lambda place: order[place]))
                 if process.alive:
                     return process
                 process.stop()

@@ -12,7 +12,7 @@ from typing import Any
 from assay.errors import ArtifactError, DataError
 from assay.model.gguf_tokenizer import HARD
 from assay.model.tokenizer import Tokenizer
-from assay.verdict import Verdict, proven, refuted
+from assay.verdict import Verdict, proven, refuted, unproven
 
 QUESTION = ({"role": "user", "content": "Is it so?"},)
 CHAT = (*QUESTION, {"role": "assistant", "content": "It is."})
@@ -92,6 +92,37 @@ def _other_chats(ours: Tokenizer, theirs: Tokenizer, name: str) -> str | None:
         wrong = sorted(key for key in texts[0].keys() | texts[1].keys() if texts[0].get(key) != texts[1].get(key))
         return f"the chat template is not that of {name} ({', '.join(wrong)}), though a short chat is rendered alike"
     return None
+
+
+def compare_templates(ours: Tokenizer, theirs: Tokenizer, name: str) -> Verdict | None:
+    """Of a trained folder that nothing recorded: its template against the parent's. Training may bring another, but not the parent's
+    own turns without the prompt that begins an answer. None where there is nothing to say."""
+    if theirs.template is None or (ours.template or "").strip() == theirs.template.strip():
+        return None
+    ids = f"the hard texts have the ids that they have in {name}"
+    if ours.template is None:
+        return unproven("tokenizer", f"{ids}, but {name} has a chat template and this has none: whether it was lost could not be checked")
+    if _generation_prompt(theirs) and _generation_prompt(ours) == "" and all(
+            _rendered(ours, chat, False) == _rendered(theirs, chat, False) for chat in (QUESTION, CHAT)):
+        return refuted("tokenizer", f"the chat template writes the turns of {name}, and lost the generation prompt: an answer begins with "
+                                    f"{_generation_prompt(theirs)!r} there and with nothing here")
+    return unproven("tokenizer", f"{ids}; the chat template is another one, and whether it is the one of the training could not be checked")
+
+
+def silent_generation_prompt(tokenizer: Tokenizer) -> str | None:
+    """Said of a template that opens an answer's turn with words of its own, and writes them only after the answer is there."""
+    asked, said = _rendered(tokenizer, QUESTION, True), _rendered(tokenizer, CHAT, False)
+    if asked is None or said is None or _generation_prompt(tokenizer) != "" or not said.startswith(asked):
+        return None
+    opening = said[len(asked):].partition(CHAT[-1]["content"])[0]
+    return f"answers begin with {opening!r}, and the chat template does not write it when asked for a generation prompt" \
+        if opening.strip() else None
+
+
+def _generation_prompt(tokenizer: Tokenizer) -> str | None:
+    """What it adds where an answer is asked for; None where that cannot be said."""
+    usual, prompted = (_rendered(tokenizer, QUESTION, wanted) for wanted in (False, True))
+    return prompted[len(usual):] if usual is not None and prompted is not None and prompted.startswith(usual) else None
 
 
 def _rendered(tokenizer: Tokenizer, chat: Sequence[Mapping[str, Any]], prompted: bool) -> str | None:

@@ -17,6 +17,8 @@ _Array = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 RewardValue = float | None  # None: nobody knows, because the reward function failed or the judge could not say
 Normalise = Literal["token", "sequence", "constant"]
+Scale = Literal["group", "batch", "none"]
+Estimator = Literal["grpo", "rloo", "reinforce_pp"]
 
 STD_FLOOR = 1e-4  # added to a group's standard deviation, as TRL does
 _EQUAL = 1e-8  # rewards closer than this are the same: a mean of floats must not make a signal
@@ -33,7 +35,27 @@ class Advantages:
         return float(self.silent_P.mean())
 
 
-def group_advantages(rewards_PG: Sequence[Sequence[RewardValue]], *, scale: Literal["group", "batch", "none"] = "group",
+def estimated_advantages(rewards_PG: Sequence[Sequence[RewardValue]], estimator: Estimator, scale: Scale = "group") -> Advantages:
+    """"grpo": against the group's mean, scaled as asked. "rloo": against the mean of the siblings alone, plain, whatever the scale.
+
+    "reinforce_pp" (REINFORCE++): against the mean of all rewards of the batch, in their standard deviations: a group whose rewards are
+    all equal still learns, where it did better or worse than the other prompts.
+    """
+    if estimator == "grpo":
+        return group_advantages(rewards_PG, scale=scale)
+    if estimator == "rloo":
+        return group_advantages(rewards_PG, scale="none", leave_one_out=True)
+    if estimator != "reinforce_pp":
+        raise UsageError(f"advantages: the estimator is {estimator!r}; expected 'grpo', 'rloo' or 'reinforce_pp'")
+    rewards = _as_array(rewards_PG)
+    known = ~np.isnan(rewards)
+    equal = not _spread(rewards.reshape(1, -1), known.reshape(1, -1))[0]
+    mean = 0.0 if equal else float(rewards[known].mean())
+    values = np.where(known & (not equal), (rewards - mean) / (reward_std(rewards_PG) + STD_FLOOR), 0.0)
+    return Advantages(values, known, np.full(len(rewards), equal) | ~known.any(1))
+
+
+def group_advantages(rewards_PG: Sequence[Sequence[RewardValue]], *, scale: Scale = "group",
                      leave_one_out: bool = False) -> Advantages:
     """How much better each completion was than its group's mean; in standard deviations of the group, or of the batch, or plain.
 

@@ -19,7 +19,7 @@ Shapes: N tokens, C tokens in a chunk, D student width, V vocabulary, K stored e
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -120,6 +120,18 @@ def stored_distillation(blend: DistillationSettings | None = None) -> Objective:
             return top_k_kl(log_student_CV, ids_NK[part], logprobs_NK[part])
 
         return _distilled(student, batch, blend, plain_chunk_terms(student, batch, blend, vocab, answers), BYTES_PER_LOGIT)
+
+    return objective
+
+
+def weighted_sum(objectives: Sequence[Objective], shares: Sequence[float]) -> Objective:
+    """Of several teachers: each token's loss is the weighted sum of its losses by each; what is measured likewise."""
+    def objective(student: Transformer, batch: Batch) -> Loss:
+        found = [each(student, batch) for each in objectives]
+        of = lambda values: sum(share * value for share, value in zip(shares, values, strict=True))  # noqa: E731
+        metrics = {name: of([(each.metrics or {})[name] for each in found]) for name in ("kd", "ce")}
+        return Loss(of([each.total for each in found]), found[0].weight, of([each.losses for each in found]),
+                    {TOKENS: batch.weight.sum(), **metrics})
 
     return objective
 

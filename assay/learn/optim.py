@@ -39,15 +39,21 @@ Named = Iterable[tuple[str, torch.nn.Parameter]]
 def adamw(named_params: Named, lr: float, betas: tuple[float, float] = (0.9, 0.95), weight_decay: float = 0.1,
           eps: float = 1e-8) -> torch.optim.AdamW:
     """AdamW over the trainable parameters; embeddings and everything that is not a matrix do not decay."""
-    params = _trainable(named_params)
-    decays = {name: parameter_kind(name, p) in ("matrix", "head") for name, p in params.items()}
-    groups = [{"params": [p for name, p in params.items() if decays[name] == decaying],
-               "weight_decay": weight_decay if decaying else 0.0} for decaying in (True, False)]
-    fused = _fused(params.values())
+    groups = adamw_groups(named_params, weight_decay)
+    params = [p for group in groups for p in group["params"]]
+    fused = _fused(params)
     optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=betas, eps=eps, fused=fused)
-    for p in params.values():
+    for p in params:
         optimizer.state[p] = _adamw_state(p, fused)
     return optimizer
+
+
+def adamw_groups(named_params: Named, weight_decay: float) -> list[dict[str, Any]]:
+    """What decays, and what does not."""
+    params = _trainable(named_params)
+    decays = {name: parameter_kind(name, p) in ("matrix", "head") for name, p in params.items()}
+    return [{"params": [p for name, p in params.items() if decays[name] == decaying],
+             "weight_decay": weight_decay if decaying else 0.0} for decaying in (True, False)]
 
 
 def largest_quotient(betas: tuple[float, float]) -> float:

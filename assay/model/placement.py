@@ -11,6 +11,7 @@ from torch import Tensor
 
 from assay.errors import UsageError
 from assay.kernels import cached_attention, gated_activation, linear, rms_norm, rotary
+from assay.model.quantised import is_code, register_quantised_product
 from assay.model.transformer import Transformer
 
 # How a CUDA graph is captured: what other threads do meanwhile, such as a save that leaves the GPU, does not invalidate it.
@@ -41,13 +42,14 @@ def place_for_training(model: Transformer, device: str, *, compute: torch.dtype 
     model.compute_dtype = compute or (torch.bfloat16 if on_gpu else torch.float32)
     model.recompute = recompute
     model.to(device)
-    for parameter in model.parameters():
-        if parameter.requires_grad or model.compute_dtype == torch.float32:
+    for name, parameter in model.named_parameters():
+        if not is_code(name) and (parameter.requires_grad or model.compute_dtype == torch.float32):
             parameter.data = parameter.data.to(torch.float32)
     cached_attention.register_cached_attention()
     if on_gpu:
         gated_activation.register_gated_backward()
         linear.register_weight_gradient()
+        register_quantised_product()
         rms_norm.register_norm_backward()
         rotary.register_rotated_backward()
     if compile or (compile is None and on_gpu):

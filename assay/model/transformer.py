@@ -133,6 +133,8 @@ class Embedding(nn.Embedding):
 class Linear(nn.Linear):
     """Computes in the dtype of its input, so that fp32 master weights serve a bf16 stream without autocast."""
 
+    unlisted = 0  # weights beyond the entries of its parameters, where those are codes
+
     def reset_parameters(self) -> None:
         """Nothing, as in Embedding."""
 
@@ -426,7 +428,8 @@ def initialised(config: ModelConfig, seed: int) -> Transformer:
 
 
 def parameter_count(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
+    listed = sum(parameter.numel() for parameter in model.parameters())
+    return listed + sum(module.unlisted for module in model.modules() if isinstance(module, Linear))
 
 
 def qkv_rows(c: ModelConfig) -> tuple[int, int, int]:

@@ -228,5 +228,5 @@ def describe_tuning(config: Tuning, start: StartingModel, data: Conversations, l
             *unread_in_words(counts["unread"]),
             f"{counts['supervised']:,} of {counts['tokens']:,} tokens are supervised; {order.windows:,} rows of {config.max_length}, "
             f"{order.padding:.1%} padding",
-            f"adamw at {lr:g}, {order.rows} × {config.max_length} tokens a step, {end}, on {device}"
+            f"{config.optim} at {lr:g}, {order.rows} × {config.max_length} tokens a step, {end}, on {device}"
             + (f"; the last {left} rows fill no step and are not read" if left > 0 else "")]

@@ -17,6 +17,7 @@ from assay.guard import distillation_checks as guard
 from assay.guard import loss_preflight
 from assay.guard.conclusion_checks import check_budget, check_reported_loss
 from assay.guard.loss_preflight import sample_rows
+from assay.guard.policy_identity import check_floor
 from assay.guard.training_guards import check_detectors
 from assay.learn.objectives import Objective, next_token
 from assay.model.placement import uncompiled
@@ -31,19 +32,21 @@ from assay.recipes.conversations import (
     refuse_nonsense,
 )
 from assay.recipes.evaluator import EarlyStopping, HeldOutEvaluator, stopping_rule
+from assay.recipes.grpo_preflight import rollout_floor
 from assay.recipes.hand_over import hand_over, void_if_refuted, write_down
 from assay.recipes.memory_plan import record_use
+from assay.recipes.on_policy import OnPolicy, measured_words
 from assay.recipes.options import Distill
 from assay.recipes.processes import follow, join_processes
 from assay.recipes.run import Run, TimeSpent, open_run, plain, print_line
 from assay.recipes.sft import check_forked_loss, micro_rows, parent_loss, tuning_optimizer, tuning_schedule
-from assay.recipes.starting_model import StartingModel, load_start
+from assay.recipes.starting_model import StartingModel, load_start, reopen_parent
 from assay.recipes.teacher_text import write_teacher_text
 from assay.recipes.teachers import (
-    OnlineTeacher,
+    OnlineTeachers,
     Student,
     Teacher,
-    blend_of,
+    load_online,
     load_stored_answers,
     make_student,
     open_teacher_model,
@@ -81,11 +84,12 @@ def distill(config: Distill, say: Callable[[str], None] = print_line) -> RunOutc
     teacher = None if config.how == "text" else load_teacher(config, start, data, device, say)
     objective = next_token if teacher is None else teacher.objective
     lessons = Lessons(data, teacher, config.how)
+    own_words = OnPolicy(config, start, data.train) if config.on_policy else None
 
     with world, open_run(config, say, device, spent) as run:
         trainer = Trainer(run, start.weights, optimizer, objective, schedule, micro=micro, clip=config.max_grad_norm, order=data.order,
                           saves=SavePlan(every, data.last_step, config.save_minutes, paced=config.save_steps is None),
-                          steps_before=start.steps_before, world=world)
+                          steps_before=start.steps_before, world=world, steady=own_words is None)
         evaluator = HeldOutEvaluator(run, partial(lessons.score, rows=micro, count=config.eval_examples), device=device,
                                      repeats_from=data.repeats_from, scale=None if teacher is None else NATS)
         early = EarlyStopping(run, evaluator.history, rule, every)
@@ -108,23 +112,28 @@ def distill(config: Distill, say: Callable[[str], None] = print_line) -> RunOutc
                 trainer.resume(saved, lessons.check_same((saved.trainer() or {})["data"]))
             evaluator.recall()
             early.judge(trainer.done)
-            run.preflight(preflight_distill(trainer, lessons, start))
+            run.preflight([*preflight_distill(trainer, lessons, start), *preflight_own_words(trainer, lessons, own_words)])
             trainer.save(lessons.facts(trainer.done))  # where nothing is saved yet: a save is made and proven before step 1
             if trainer.done == 0:
                 if not evaluator.history.steps:
                     evaluate()
-                trainer.watch.parent_loss = parent_loss(start, objective, lessons.batch(0), trainer)
+                if own_words is None or not own_words.due(0):
+                    trainer.watch.parent_loss = parent_loss(reopen_parent(start), objective, lessons.batch(0), trainer)
                 if config.from_ is not None:
                     run.judge(Event.FORK, [check_forked_loss(Path(config.from_), lessons.data, evaluator, trainer)])
                 if teacher is not None:
                     tell_worth(run, teacher, teacher.agreement(trainer.model, data.held_out_batches(micro)))
 
             trainer.start_loop(lessons.facts(trainer.done), data.rows)
-            answered = data.batches(run, trainer.done) if teacher is None else map(teacher.answered, data.batches(run, trainer.done))
+            planned = data.batches(run, trainer.done)
+            if own_words is not None:
+                planned = own_words.batches(planned, trainer.done)
+            answered = planned if teacher is None else map(teacher.answered, planned)
             with closing(trainer.steps(answered)) as steps:
                 while not (trainer.over() or early.reason):
                     step = next(steps)
-                    trainer.record(step, epoch=data.epoch_of(step.index), supervised_tokens=step.weight)
+                    trainer.record(step, epoch=data.epoch_of(step.index), supervised_tokens=step.weight,
+                                   **measured_words(own_words, step.index))
                     if trainer.save_due():
                         save(evaluated=True)
                     elif trainer.extra_save_due():
@@ -157,7 +166,7 @@ def objective_alone(config: Distill, start: StartingModel, device: str) -> Objec
     if config.how == "text":
         return next_token
     student = Student(start.parent.config.vocab, start.tokenizer)
-    return OnlineTeacher(open_teacher_model(config), student, blend_of(config), device).objective
+    return load_online(config, student, device).objective
 
 
 def refuse_unclear_distill(config: Distill) -> None:
@@ -171,6 +180,10 @@ def refuse_unclear_distill(config: Distill) -> None:
         raise UsageError(f"--teacher-logits is for --how stored, and --how is {config.how}")
     if config.shards > 1 and config.how == "stored":
         raise UsageError("--how stored with --shards: stored logits are read by one process; give --how online, or leave --shards at 1")
+    if config.on_policy and (config.how != "online" or config.ce_weight):
+        raise UsageError("--on-policy with " + (f"--how {config.how}: what the student says is not known before, so that its teacher must "
+                         "read along; give --how online" if config.how != "online" else "--ce-weight: the student would be taught its own "
+                         "words; leave it out"))
     if config.ce_weight and config.how == "text":
         raise UsageError("--how text learns the teacher's text by its cross-entropy alone: leave --ce-weight out")
 
@@ -196,7 +209,7 @@ def load_teacher(config: Distill, start: StartingModel, data: Conversations, dev
     student = Student(start.parent.config.vocab, start.tokenizer)
     teacher: Teacher
     if config.how == "online":
-        teacher = OnlineTeacher(open_teacher_model(config), student, blend_of(config), device)
+        teacher = load_online(config, student, device)
     else:
         every, rows = [*data.train, *data.held_out], max(1, config.micro_batch_tokens // config.max_length)
         teacher = load_stored_answers(config, student, every, held_out_batches(every, config.max_length, rows), device, say)
@@ -253,10 +266,16 @@ def preflight_distill(trainer: Trainer, lessons: Lessons, start: StartingModel) 
     """The loss is the loss, the teacher knows more than nothing, every tensor is reached and held, the data says what it should."""
     batch, teacher = trainer.first_micro_batch(lessons.batch(0)), lessons.teacher
     found, shown = trainer.gradients(batch), sample_rows(batch)
-    asked = [] if teacher is None or teacher.model is None else [teacher.model]
+    several = teacher.teachers if isinstance(teacher, OnlineTeachers) else ()
+    asked = [each.model for each in several] if several else [] if teacher is None or teacher.model is None else [teacher.model]
     with uncompiled():
         if teacher is None:
             of_loss = loss_preflight.preflight_loss(trainer.model, trainer.objective, shown, trainer.accumulate_alone)
+        elif isinstance(teacher, OnlineTeachers):
+            of_loss = guard.preflight_teachers(trainer.model, [(each.objective, each.blend, each.model) for each in several],
+                                               teacher.shares, teacher.objective, shown,
+                                               tokenizers=(start.tokenizer.digest, teacher.tokenizer),
+                                               accumulate=trainer.accumulate_alone, reachable=trainer.weights.reachable())
         else:
             of_loss = guard.preflight_distillation(trainer.model, teacher.objective, shown, teacher.blend, teacher=teacher.model,
                                       accumulate=trainer.accumulate_alone, tokenizers=(start.tokenizer.digest, teacher.tokenizer),
@@ -264,6 +283,23 @@ def preflight_distill(trainer: Trainer, lessons: Lessons, start: StartingModel) 
         return [check_detectors(), *of_loss, *trainer.check_precision(batch, found, *asked), *trainer.check_reach(found),
                 *trainer.check_world(lessons.batch(0)),
                 *lessons.data.audit(start)]
+
+
+def preflight_own_words(trainer: Trainer, lessons: Lessons, own_words: OnPolicy | None) -> list[Verdict]:
+    """Of a batch of the student's own words: sampler and trainer are one student, and every teacher is asked about the token that was
+    drawn, not about its neighbour."""
+    if own_words is None:
+        return []
+    planned, teacher = lessons.data.batch(0), lessons.teacher
+    drawn = own_words.draw(planned, trainer.done)
+    batch = own_words.packed(planned, drawn).to(trainer.device)
+    assert teacher is not None
+    teachers = teacher.teachers if isinstance(teacher, OnlineTeachers) else (teacher,)
+    with uncompiled():
+        return [check_floor(rollout_floor(trainer.model, drawn, own_words.temperature)),
+                guard.check_drawn_tokens(batch, [(prompt.ids, said.ids) for prompt, said in drawn]),
+                *(guard.check_own_words_loss(trainer.model, each.objective, sample_rows(batch), each.blend, each.model)
+                  for each in teachers if each.model is not None)]
 
 # ---------------------------------------------------------------- what is told of it
 

@@ -32,7 +32,7 @@ from assay.strict_json import parse_json
 from assay.verdict import Verdict, proven, refuted, unproven
 
 TASKS_SOLVED = 8  # tasks whose solution is played before a run
-SURE = 0.2  # p above which a solution that earns more than silence may be chance: of 8 tasks, a game's luck included
+MOST_BY_CHANCE = 0.2  # p above which a solution that earns more than silence may be chance: of 8 tasks, a game's luck included
 ANSWER_TOKENS = 256  # of room for what an environment says to a turn, at least
 ASKED_AT_ONCE = 256  # tasks that are begun together while they are listed
 
@@ -181,7 +181,7 @@ class EnvironmentTasks:
                 rewards.append(reply.reward)
         effect = paired_effect(np.array(solved), np.array(silent))
         words = f"solutions earn {np.mean(solved):.3g} on average, saying nothing {np.mean(silent):.3g} ({len(solved)} tasks)"
-        if not (effect.mean > 0 and effect.p < SURE):
+        if not (effect.mean > 0 and effect.p < MOST_BY_CHANCE):
             return refuted("environment_reward", f"{words}: what is wanted does not pay", solved=float(np.mean(solved)))
         return proven("environment_reward", words, solved=float(np.mean(solved)), silent=float(np.mean(silent)))
 

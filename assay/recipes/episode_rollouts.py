@@ -31,7 +31,7 @@ from assay.guard.trajectory_checks import (
     check_token_law,
     check_trajectory_weights,
 )
-from assay.learn.advantage import Advantages, group_advantages, kl_shift
+from assay.learn.advantage import Advantages, estimated_advantages, kl_shift
 from assay.learn.objectives import Objective
 from assay.learn.policy import Surrogate
 from assay.model.placement import uncompiled
@@ -110,7 +110,7 @@ class EpisodeCollector:
         every = [trajectory for group in played.groups for trajectory in group]
         self.environment.count(every)
         rewards = [[trajectory.reward for trajectory in group] for group in played.groups]
-        advantages = group_advantages(rewards, scale=config.scale_rewards)
+        advantages = estimated_advantages(rewards, config.advantage_estimator, config.scale_rewards)
         counted_N = counted_trajectories(every, mask_truncated=config.mask_truncated_completions)
         rows = episode_batch(every, advantages.values_PG.flatten().tolist(), counted_N, config.normalisation, cap=self.cap)
         rows = self._referenced(rows, reference)
@@ -152,7 +152,7 @@ class EpisodeCollector:
                 check_planned_prompts(self.due_prompts(rollout), self.train_ids, seed=config.seed,
                                       rollout=rollout.step // config.num_iterations),
                 check_none_held_out({task.id: (task.content, task.text) for task in rollout.tasks}, self.held_out),
-                check_advantages(rollout.rewards, rollout.advantages, config.scale_rewards),
+                check_advantages(rollout.rewards, rollout.advantages, config.scale_rewards, config.advantage_estimator),
                 check_counted(rollout.counted_N, [trajectory.reward is not None for trajectory in every],
                               ["length" if was_cut(trajectory) else "stop" for trajectory in every],
                               mask_truncated=config.mask_truncated_completions)]

@@ -12,14 +12,14 @@ from assay.data.batch import Batch
 from assay.errors import UsageError
 from assay.generate.generation_request import Sampling
 from assay.generate.sampler_weights import fingerprint
-from assay.guard.conclusion_checks import check_same_held_out
+from assay.guard.conclusion_checks import check_budget, check_same_held_out
 from assay.guard.policy_identity import LogprobFloor, check_floor, check_on_policy, check_reference
 from assay.guard.policy_loss_checks import check_directions, check_policy_loss
 from assay.guard.rollout_checks import check_still_ends
 from assay.guard.training_guards import check_detectors
+from assay.learn.low_bit_adamw import TUNING_OPTIMIZERS
 from assay.learn.lr_schedule import Budget, Schedule
 from assay.learn.objectives import averages
-from assay.learn.optim import adamw
 from assay.learn.policy import Surrogate, policy_gradient
 from assay.model.placement import frozen_tensors, place_for_inference, require_device, uncompiled
 from assay.model.transformer import Transformer, parameter_count
@@ -67,7 +67,7 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
     lr = config.peak_rate(adapter=isinstance(start.weights, AdapterModel))
     for line in describe_grpo(config, start, prompts, lr, schedule, device, rewards.judge):
         say(line)
-    optimizer = adamw(start.model.named_parameters(), lr, weight_decay=config.weight_decay)
+    optimizer = TUNING_OPTIMIZERS[config.optim](start.model.named_parameters(), lr, weight_decay=config.weight_decay)
     carry_moments(optimizer, start)
 
     with world, open_run(config, say, device, spent) as run, rewards:
@@ -169,11 +169,12 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
             trainer.finish(prompts.times_read(trainer.done), len(prompts.train), evaluator.best_checkpoint())
         if run.interrupted is not None:
             return RunOutcome(run.folder, interrupted=run.interrupted)
-        return hand_over_best(run, evaluator, prompts, start, sampler_of, device)
+        budget = check_budget(trainer.schedule, trainer.done, None)
+        return hand_over_best(run, evaluator, prompts, start, sampler_of, device, budget)
 
 
 def hand_over_best(run: Run, evaluator: PromptEvaluator, prompts: PromptData, start: StartingModel,
-                   sampler_of: Callable[[Transformer], Sampler], device: str) -> RunOutcome:
+                   sampler_of: Callable[[Transformer], Sampler], device: str, budget: Verdict) -> RunOutcome:
     """The chosen checkpoint, proven as `RUN/model` (and `RUN/adapter`), and whether it is better than its parent on prompts that nothing
     was chosen by."""
     (step, why), metric = evaluator.chosen(), evaluator.rewards.metric.name
@@ -194,7 +195,7 @@ def hand_over_best(run: Run, evaluator: PromptEvaluator, prompts: PromptData, st
     verdicts += [check_same_held_out(evaluator.history.digest, again),
                  check_same_answers(f"{chosen.name} as evaluated and as saved", recorded, saved.wanted[evaluated]),
                  check_same_answers(f"{chosen.name} as saved and as handed over", saved.wanted, after.wanted),
-                 check_still_ends(before.cut, after.cut),
+                 check_still_ends(before.cut, after.cut), budget,
                  check_gain(metric, before.wanted[unseen], after.wanted[unseen], chances)]
     void_if_refuted(run, places, verdicts)
     run.log(Event.HAND_OVER, checkpoint=chosen.name, metric=metric, before=float(before.wanted.mean()), after=float(after.wanted.mean()),
@@ -252,6 +253,9 @@ def refuse_unclear_grpo(config: Grpo) -> None:
     if config.loss_type == "cispo" and (config.importance_sampling_level != "token" or (config.epsilon_high or 2) <= 1):
         raise UsageError("--loss-type cispo caps the ratio of each token at --epsilon-high: leave --importance-sampling-level at token, "
                          "and give a cap above 1, such as 5")
+    if config.advantage_estimator != "grpo" and config.scale_rewards != "group":
+        raise UsageError(f"--scale-rewards {config.scale_rewards} with --advantage-estimator {config.advantage_estimator}, which has a "
+                         "scale of its own; leave it out")
     if config.kl_window and not (config.beta and config.save_steps):
         raise UsageError("--kl-window: the reference trails from checkpoint to checkpoint; it needs --beta and --save-steps above 0")
     least = min(config.refill, config.overlong_buffer, config.kl_window, config.samples)
@@ -327,7 +331,7 @@ def describe_grpo(config: Grpo, start: StartingModel, prompts: PromptData, lr: f
             f"{start.parent.digest[:12]}",
             f"{len(prompts.train):,} prompts to learn from, {len(prompts.held_out):,} held out, {prompts.dropped} dropped as too long",
             f"{prompts.order.places} {things[0]} × {config.num_generations} {things[1]} of at most {config.max_completion_length} tokens a "
-            f"rollout, {config.num_iterations} updates; adamw at {lr:g}, {end}, on {device}"
+            f"rollout, {config.num_iterations} updates; {config.optim} at {lr:g}, {end}, on {device}"
             + (f", sampling on {config.sampler_device}" if config.sampler_device else ""),
             *([] if judge is None else [f"judged by {judge.endpoint.model} at {judge.endpoint.base_url}, {judge.judge.repeat:.0%} "
                                           "of the groups twice; a judge is asked anew by every run: no two are bit for bit the same"])]

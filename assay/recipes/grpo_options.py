@@ -65,8 +65,11 @@ class Grpo(Trained):
     loss_type: Literal["grpo", "dapo", "dr_grpo", "cispo"] = option(
         "what counts alike: completions (grpo), tokens (dapo), or tokens over completions × --max-completion-length (dr_grpo); cispo is as "
         "dapo, and its ratios are capped and not learned from", group="method", default="dapo")
-    scale_rewards: Literal["group", "batch", "none"] = option("advantages in standard deviations of the group, of the batch, or plain",
-                                                              group="method", default="group")
+    advantage_estimator: Literal["grpo", "rloo", "reinforce_pp"] = option(
+        "what a completion is compared with: its group (grpo), its siblings alone, unscaled (rloo), or the whole batch (reinforce_pp, "
+        "REINFORCE++)", group="method", default="grpo")
+    scale_rewards: Literal["group", "batch", "none"] = option("with --advantage-estimator grpo: advantages in standard deviations of the "
+                                                              "group, of the batch, or plain", group="method", default="group")
     beta: float = option("weight of the KL to the reference; 0: no reference", group="method", least=0, default=0.01)
     kl_estimator: Literal["k1", "k2", "k3", "shift"] = option("how that KL is measured: an estimator in the loss, or a shift of the "
                                                               "advantages", group="method", default="k3")

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from assay.errors import ArtifactError
 from assay.evaluation.held_out_loss import HeldOut
+from assay.guard.base_difference import state_base_difference
 from assay.guard.conclusion_checks import check_improvement
 from assay.guard.kept_artifacts import FileStamps, file_stamps
 from assay.guard.proof import ProofRequest, hallmark_or_quarantine, prove
@@ -77,14 +78,14 @@ class OpenedBases:
 
     def __init__(self, to: Destination | None) -> None:
         self.to, self._opening = to, threading.Lock()
-        self._bases: dict[Path, tuple[FileStamps, Artifact]] = {}
+        self._bases: dict[tuple[Path, str | None], tuple[FileStamps, Artifact]] = {}
 
-    def __call__(self, path: Path) -> Artifact:
+    def __call__(self, path: Path, /, *, held: str | None = None) -> Artifact:
         with self._opening:
-            stamps = file_stamps(path)
-            if self._bases.get(path, ((),))[0] != stamps:
-                self._bases[path] = stamps, open_artifact(path, to=self.to)
-            return self._bases[path][1]
+            stamps, key = file_stamps(path), (path, held)
+            if self._bases.get(key, ((),))[0] != stamps:
+                self._bases[key] = stamps, open_artifact(path, to=self.to, held=held)
+            return self._bases[key][1]
 
 
 def check_improved(evaluator: HeldOutEvaluator) -> list[Verdict]:
@@ -136,7 +137,7 @@ def export_best(run: Run, best: Path, opened: OpenedBases | None = None) -> tupl
             found = export_proven(best, where, "peft" if where.name == "adapter" else None, run.probing, opened)
             hallmark_or_quarantine(open_checkpoint(where), [*found, *witness])
             verdicts += found
-    return places, [*verdicts, *witness]
+    return places, [*verdicts, *state_base_difference(best), *witness]
 
 
 def handed_over_before(best: Path, where: Path) -> bool:

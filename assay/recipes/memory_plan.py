@@ -14,10 +14,11 @@ from typing import Any
 import torch
 
 from assay.errors import UsageError
-from assay.guard.loss_preflight import LARGE
+from assay.guard.loss_preflight import LARGE, TOKENS_TOGETHER_FP32
 from assay.kernels.softcap_ce import CHUNK_BYTES
 from assay.model.families import config_from_hf, parameter_shapes
 from assay.model.lora import plan
+from assay.model.quantised import STORED_BITS, is_quantisable
 from assay.model.transformer import ModelConfig, qkv_rows
 from assay.recipes.grpo_options import Grpo
 from assay.recipes.options import Distill, Pretrain, Trained, Tuned
@@ -65,6 +66,7 @@ class PlannedWork:
     slot_length: int = 0
     reference: bool = False
     teacher: int = 0  # bytes of its weights
+    base_dtype: str | None = None  # that a frozen base is held in; None: its file's
 
     @property
     def tokens(self) -> int:
@@ -111,7 +113,7 @@ def plan_memory(model: PlannedModel, work: PlannedWork) -> MemoryPlan:
     config, adapter = model.config, bool(work.lora_r or model.rank)
     trained = adapter_parameters(config, work.lora_r or model.rank, work.lora_targets) if adapter else model.parameters
     wide = work.compute == MASTER  # fp32 compute widens what is frozen
-    frozen = (MASTER * model.parameters if wide else model.stored) if adapter else 0
+    frozen = base_bytes(model, work.base_dtype, wide=wide) if adapter else 0
     stays = {"weights": frozen, "masters": MASTER * trained, "gradients": MASTER * trained,
              "moments": work.moments * trained, "average": MASTER * trained * work.averaged,
              "reference": (MASTER * trained) * work.reference,
@@ -120,10 +122,26 @@ def plan_memory(model: PlannedModel, work: PlannedWork) -> MemoryPlan:
     activations, logits = activation_bytes(config, work, whole=not adapter), logit_bytes(config, work, whole=not adapter)
     preflight = preflight_bytes(config, work, trained, whole=not adapter)
     a_checkpoint = (MASTER + work.moments + MASTER * work.averaged) * trained
+    if work.base_dtype in STORED_BITS:
+        activations += unpacked_bytes(config, work.compute)
     stays |= {"activations": activations, "logits": logits, "preflight": max(0, preflight - activations - logits),
               "saving": 0 if wide else a_checkpoint}
     handed_over = MASTER * model.parameters + (MASTER * trained if adapter else 0)
     return MemoryPlan(model, work, stays, trained, KEPT_CHECKPOINTS * a_checkpoint + handed_over)
+
+
+def base_bytes(model: PlannedModel, base_dtype: str | None, *, wide: bool) -> int:
+    """Of a frozen base: as in its file, or its matrices in few bits and the rest as in its file. fp32 compute widens what is no code."""
+    each = MASTER if wide else 2 if base_dtype == "bf16" else model.stored / max(1, model.parameters)
+    coded = sum(math.prod(shape) for name, shape in parameter_shapes(model.config).items() if is_quantisable(name, shape))
+    coded = coded if base_dtype in STORED_BITS else 0
+    return round(each * (model.parameters - coded) + coded * STORED_BITS.get(str(base_dtype), 0) / 8)
+
+
+def unpacked_bytes(config: ModelConfig, compute: int) -> int:
+    """The largest matrix of a quantised base as it is used."""
+    largest = max(math.prod(shape) for name, shape in parameter_shapes(config).items() if is_quantisable(name, shape))
+    return largest * (2 if compute == 2 else 2 + compute)
 
 
 def adapter_parameters(config: ModelConfig, rank: int, targets: tuple[str, ...] = ()) -> int:
@@ -158,10 +176,11 @@ def logit_bytes(config: ModelConfig, work: PlannedWork, *, whole: bool) -> int:
 
 
 def preflight_bytes(config: ModelConfig, work: PlannedWork, trained: int, *, whole: bool) -> int:
-    """In fp32 a row at a time, activations made again; two more sets of gradients are held, and the logits of a row whole."""
+    """In fp32 a row or a few at a time, activations made again; two more sets of gradients are held, and the logits of a row whole."""
     row = min(work.length, 2048)
-    shown = row if sum(map(math.prod, parameter_shapes(config).values())) < LARGE else min(row, 256)
-    streams, a_layer = config.depth * config.width * MASTER * row, 2 * layer_entries(config) * MASTER * row
+    large = sum(map(math.prod, parameter_shapes(config).values())) >= LARGE
+    shown, together = (min(row, 256), row) if large else (row, max(row, min(work.tokens, TOKENS_TOGETHER_FP32)))
+    streams, a_layer = config.depth * config.width * MASTER * together, 2 * layer_entries(config) * MASTER * together
     widened = MASTER * config.vocab * config.width + 2 * MASTER * config.width * config.hidden * (0 if whole else 3)
     return 2 * MASTER * trained + streams + a_layer + 3 * MASTER * shown * config.vocab + widened
 
@@ -200,7 +219,8 @@ def _base_of(place: ArtifactPlace) -> Path | None:
 
 def planned_work(config: Tuned | Grpo, model: PlannedModel, device: str) -> PlannedWork:
     compute = 2 if device.startswith("cuda") else MASTER
-    common = PlannedWork(1, 1, config.lora_r, config.lora_target_modules, config.gradient_checkpointing, compute)
+    common = PlannedWork(1, 1, config.lora_r, config.lora_target_modules, config.gradient_checkpointing, compute,
+                         moments=2 if config.optim == "adamw_8bit" else 8, base_dtype=config.base_dtype)
     if isinstance(config, Grpo):
         from assay.recipes.rollout_batch import layout_of  # which begins with a starting model, and that with a plan
 
@@ -210,7 +230,7 @@ def planned_work(config: Tuned | Grpo, model: PlannedModel, device: str) -> Plan
                        slot_length=longest, reference=config.beta > 0)
     rows = max(1, min(config.batch_tokens, config.micro_batch_tokens) // config.row_length)
     online = isinstance(config, Distill) and config.how == "online" and config.teacher is not None
-    teacher = planned_model(str(config.teacher)).stored if online and isinstance(config, Distill) else 0
+    teacher = sum(planned_model(path).stored for path, _ in config.teachers()) if online and isinstance(config, Distill) else 0
     return replace(common, rows=rows, length=config.row_length, teacher=teacher)
 
 
@@ -259,6 +279,10 @@ def _variants(found: MemoryPlan) -> Iterator[tuple[str, MemoryPlan]]:
         for rows in (work.rows, *fewer):
             smaller = "" if rows == work.rows else f" {option(rows)}"
             yield f"--gradient-checkpointing{smaller}", plan_memory(model, replace(work, rows=rows, checkpointing=True))
+    if (work.lora_r or model.rank) and work.base_dtype not in STORED_BITS:
+        for dtype in STORED_BITS:
+            yield (f"--base-dtype {dtype} --gradient-checkpointing {option(1)}",
+                   plan_memory(model, replace(work, rows=1, base_dtype=dtype, checkpointing=True)))
     if not (work.lora_r or model.rank) and model.stored:
         for rows in (work.rows, *fewer):
             smaller = "" if rows == work.rows else f" {option(rows)}"

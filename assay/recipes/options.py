@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
 from assay.config import option
+from assay.errors import UsageError
 
 
 class ByOptimizer(NamedTuple):
@@ -129,6 +130,9 @@ class Trained:
     lora_target_modules: tuple[str, ...] = option("layers to adapt, by the names that PEFT knows", group="model", metavar="NAME",
                                                   default=(),
                                                   default_text="all linear layers of the blocks")
+    base_dtype: Literal["bf16", "int8", "nf4"] | None = option(
+        "of an adapter: the dtype in which the frozen base's matrices are held, in 8 or 4 bits with a scale for 64 of them", group="memory",
+        default=None, default_text="as in its file")
     merge: Literal["always", "never"] | None = option("beside RUN/adapter also RUN/model, adapter and base merged in fp32", group="model",
                                                       default=None, default_text="where the base's files have at most 4 GB")
     new_tokens: tuple[str, ...] = option("texts that become single tokens, such as <think> </think> <answer> </answer>", group="model",
@@ -136,6 +140,8 @@ class Trained:
     max_steps: int | None = option("stop after so many steps", group="budget", least=1, default=None, default_text="the epochs decide")
     minutes: float | None = option("stop after this much wall time of training, all sittings together; what is checked before step 1 "
                                    "is not counted", group="budget", above=0, default=None, default_text="no limit")
+    optim: Literal["adamw", "adamw_8bit"] = option("optimizer; adamw_8bit keeps the moments in 8 bits, a quarter of their memory",
+                                                   group="optimizer", default="adamw")
     learning_rate: float | None = option("peak learning rate", group="optimizer", above=0, default=None, default_text=str(TUNING_RATES))
     weight_decay: float = option("weight decay of the matrices", group="optimizer", least=0, default=0.0)
     lr_scheduler_type: Literal["cosine", "wsd"] = option("learning rate after the warm-up: a cosine down to a tenth, or flat and down at "
@@ -222,8 +228,8 @@ class Distill(Tuning):
                                "--student-layers is required", group="model", default=None)
     student_layers: int | None = option("instead of --model: so many of the teacher's layers, evenly spaced, the first and the last "
                                         "among them", group="model", least=1, default=None)
-    teacher: str | None = option("the teacher: as --model; may be left out where its logits are stored", group="model", metavar="MODEL",
-                                 default=None)
+    teacher: str | None = option("the teacher: as --model; several with weights that add up to 1: A=0.7,B=0.3; may be left out where its "
+                                 "logits are stored", group="model", metavar="MODEL", default=None)
     how: Literal["online", "stored", "text"] = option("learn from logits as the student reads, from stored ones, or from text that the "
                                                       "teacher writes to the data's prompts, which any tokenizer can read",
                                                       group="method", default="online")
@@ -234,11 +240,30 @@ class Distill(Tuning):
     kd_weight: float = option("weight of the teacher's term", group="method", least=0, default=1.0)
     ce_weight: float = option("weight of the text's own cross-entropy", group="method", least=0, default=0.0)
     beta: float = option("with --divergence jsd: the teacher's share in the mixture", group="method", least=0, most=1, default=0.5)
+    on_policy: float = option("share of the steps in which the student answers the prompts itself and its teacher scores what it said "
+                              "(GKD's lambda); the others read the data's answers", group="method", least=0, most=1, default=0.0)
     teacher_logits: str | None = option("with --how stored: their folder, made on first use", group="method", metavar="FOLDER",
                                         default=None, default_text="RUN/teacher-logits")
     teacher_top_k: int = option("with --how stored: the likeliest tokens that are stored at each position", group="method", least=1,
                                 default=64)
-    max_new_tokens: int = option("with --how text: the most tokens that the teacher writes to a prompt", group="method", least=1,
+    max_new_tokens: int = option("with --how text or --on-policy: the most tokens that are written to a prompt", group="method", least=1,
                                  default=256)
-    sample_temperature: float = option("with --how text: temperature of the teacher's sampling; 0: greedy", group="method", least=0,
-                                       default=0.0)
+    sample_temperature: float | None = option("temperature of what is written: with --how text by the teacher, 0 being greedy, with "
+                                              "--on-policy by the student", group="method", least=0, default=None,
+                                              default_text="0 with --how text, 1 with --on-policy")
+
+    def teachers(self) -> list[tuple[str, float]]:
+        """Those named, each with its weight: PATH, or PATH=WEIGHT,PATH=WEIGHT."""
+        if self.teacher is None:
+            raise UsageError("name who teaches: --teacher")
+        parts = [part.strip().rpartition("=") for part in self.teacher.split(",")]
+        if len(parts) == 1:
+            return [(self.teacher, 1.0)]
+        try:
+            found = [(path, float(weight)) for path, _, weight in parts]
+        except ValueError:
+            raise UsageError(f"--teacher {self.teacher}: expected one model, or several as PATH=WEIGHT,PATH=WEIGHT") from None
+        if not all(path and 0 < weight < 1 for path, weight in found) or abs(sum(weight for _, weight in found) - 1) > 1e-6:
+            raise UsageError(f"--teacher {self.teacher}: the weights are {', '.join(f'{weight:g}' for _, weight in found)}; expected "
+                             "numbers above 0 that add up to 1, each after the path of a model")
+        return found

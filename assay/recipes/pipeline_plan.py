@@ -58,6 +58,7 @@ KINDS = {
     "pretrain": StageKind(("corpus",), (), "model", goes_on=True),
     "sft": _TRAINING,
     "dpo": _TRAINING,
+    "kto": _TRAINING,
     "distill": replace(_TRAINING, models=("model", "from_", "teacher")),
     "grpo": _TRAINING,
     "edit": StageKind(("facts", "text"), ("path",), "model", goes_on=True),

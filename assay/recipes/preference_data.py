@@ -30,7 +30,7 @@ from assay.recipes.starting_model import AdapterModel, StartingModel, reopen_par
 from assay.store.artifact import build_model
 from assay.verdict import Verdict, refuted
 
-_ASKED_AGAIN = 8  # pairs of which the parent is asked anew whether the reference still says what it does
+ASKED_AGAIN = 8  # pairs of which the parent is asked anew whether the reference still says what it does
 REFERENCE_FOLDER = "reference"
 
 
@@ -86,7 +86,7 @@ class PreferenceData(Conversations):
 
     def sample(self) -> Batch:
         """A few training pairs as a step would be given them."""
-        chosen = evenly(self.train, _ASKED_AGAIN)[:_ASKED_AGAIN]
+        chosen = evenly(self.train, ASKED_AGAIN)[:ASKED_AGAIN]
         return self.answered(pair_rows([[pair] for pair in chosen], self.order.length))
 
 
@@ -132,7 +132,7 @@ def describe_pairs(config: Dpo, start: StartingModel, data: PreferenceData, lr: 
             f"{settings.loss} loss, beta {settings.beta:g}; {against}",
             f"{counts['supervised']:,} of {counts['tokens']:,} tokens are learned from; {order.windows:,} rows of {order.length}, "
             f"{order.padding:.1%} padding, {len(data.train) / order.windows:.1f} pairs a row",
-            f"adamw at {lr:g}, {order.rows} × {order.length} tokens a step, {end}, on {device}"]
+            f"{config.optim} at {lr:g}, {order.rows} × {order.length} tokens a step, {end}, on {device}"]
 
 # ---------------------------------------------------------------- the reference
 

@@ -25,7 +25,7 @@ from assay.guard.judge_checks import (
     check_judge_places,
     check_position_bias,
 )
-from assay.guard.reward_checks import check_reward_repeat, completion_style, preflight_rewards
+from assay.guard.reward_checks import check_reward_errors, check_reward_repeat, completion_style, preflight_rewards
 from assay.guard.rollout_checks import check_rewards_again
 from assay.learn.advantage import RewardValue as Value
 from assay.learn.advantage import overlong_penalty
@@ -36,11 +36,12 @@ from assay.recipes.run import Run
 from assay.reward.answer import AnswerForm, gold_answer, reading_disagreements, readings
 from assay.reward.endpoint import Cost, connected, endpoint_from_environment
 from assay.reward.llm_judge import RUBRIC, Judge, Judged, Repeat, Scores, judge_group, rank_agreement
+from assay.reward.model_reward import reward_artifact
 from assay.reward.reward_functions import JudgeOptions, RewardSpec, parse_rewards
 from assay.reward.worker_pool import ErrorLimit, RewardItem, RewardWorkers, ScoredItem
 from assay.statistics.estimate import Estimate, mean
 from assay.store.ledger import Event
-from assay.verdict import Outcome, Verdict, refuted
+from assay.verdict import Outcome, Verdict, refuted, unproven
 
 if TYPE_CHECKING:
     from assay.recipes.rollouts import Sampler
@@ -72,8 +73,10 @@ class Rewards:
         rewards, self.metric = parse_rewards(config.reward, relative=True), chosen_metric(config)
         self.rules = [reward for reward in rewards if not reward.relative]
         self.judge = next((JudgeReward(reward, config.seed) for reward in rewards if reward.relative), None)
+        self.seconds = config.reward_seconds
         self.workers = RewardWorkers(self.rules, count=config.reward_workers, seconds=config.reward_seconds)
         self.metric_workers = None if config.metric is None else RewardWorkers([self.metric], count=1, seconds=config.reward_seconds)
+        self.reward_model = next((proven_reward_model(rule.options["path"]) for rule in self.rules if rule.learned), None)
         self.limit = ErrorLimit(config.reward_errors)
         self.noise = 0.0  # how far apart two answers about one completion were
         self._open = ExitStack()
@@ -104,9 +107,13 @@ class Rewards:
         self.limit.feed(scored)
 
     def facts(self) -> dict[str, Any]:
-        return {} if self.judge is None else {"judge": self.judge.identity}
+        learned = {"reward_model": self.reward_model} if self.reward_model else {}
+        return learned | ({} if self.judge is None else {"judge": self.judge.identity})
 
     def check_same(self, recorded: Mapping[str, Any]) -> list[Verdict]:
+        if self.reward_model and recorded.get("reward_model") != self.reward_model:
+            return [refuted("same data", f"the reward model is {self.reward_model[:12]} now, the run began with "
+                                         f"{str(recorded.get('reward_model'))[:12]}; give it back, or begin a new run")]
         if self.judge is None or recorded["judge"] == self.judge.identity:
             return []
         return [refuted("same data", f"the judge is {self.judge.identity} now, the run began with {recorded['judge']}: scores of two "
@@ -117,8 +124,7 @@ class Rewards:
         every = (*prompts.train, *prompts.held_out)
         rows, texts, verdicts = [prompt.row for prompt in every], [prompt.text for prompt in every], list[Verdict]()
         if self.rules:
-            verdicts += preflight_rewards(self.rules, rows, self.workers, prompts=texts,
-                                          count_tokens=lambda text: len(tokenizer.encode(text)))
+            verdicts += self._canaries(rows, texts, tokenizer)
             repeat = check_reward_repeat(self._asked_twice(every, tokenizer))
             self.noise = float(repeat.evidence.get("noise", 0.0))
             verdicts.append(repeat)
@@ -127,6 +133,17 @@ class Rewards:
                          check_judge_order(self.judge.ask, rows, texts, completion_style(self.rules, rows))]
         return verdicts
 
+    def _canaries(self, rows: Sequence[Mapping[str, Any]], texts: Sequence[str], tokenizer: Tokenizer) -> list[Verdict]:
+        """Of the rules. What a reward model gives a right completion nobody knows: it was proven on pairs when it was made."""
+        count, plain_rules = (lambda text: len(tokenizer.encode(text))), [rule for rule in self.rules if not rule.learned]
+        if len(plain_rules) == len(self.rules):
+            return preflight_rewards(self.rules, rows, self.workers, prompts=texts, count_tokens=count)
+        said = unproven("reward_model", f"the reward model {str(self.reward_model)[:12]} is taken at its word: no completion is known to "
+                                        "be worth most to it; watch --metric, which is another", optional=True)
+        if not plain_rules:
+            return [check_reward_errors(self.workers), said]
+        with RewardWorkers(plain_rules, count=1, seconds=self.seconds) as workers:
+            return [*preflight_rewards(plain_rules, rows, workers, prompts=texts, count_tokens=count), said]
 
     def _asked_twice(self, prompts: Sequence[Prompt], tokenizer: Tokenizer) -> list[tuple[ScoredItem, ScoredItem]]:
         """The prompts themselves as completions, which any reward can score, in two calls and in two orders."""
@@ -181,6 +198,15 @@ def _nearer(said: Value, one: Value, two: Value) -> Value:
 def _range(rewards: Sequence[Value]) -> float:
     known = [reward for reward in rewards if reward is not None]
     return max(known) - min(known) if known else 0.0
+
+
+def proven_reward_model(path: str) -> str:
+    """Its digest. One that another tool made, or that is not proven, is refused: a reward that is noise is learned like any other."""
+    artifact = reward_artifact(path)
+    if artifact.raw.checkpoint is None or artifact.raw.checkpoint.hallmark is None:
+        raise UsageError(f"--reward model:{path} has no hallmark: nothing shows that it tells good answers from bad ones; make it with "
+                         "assay reward-model, or prove it with assay prove")
+    return artifact.digest
 
 
 def chosen_metric(config: Grpo) -> RewardSpec:

@@ -36,7 +36,7 @@ from assay.guard.rollout_checks import (
     rollout_metrics,
     rollout_warnings,
 )
-from assay.learn.advantage import Advantages, group_advantages, kl_shift, refill, untruncated
+from assay.learn.advantage import Advantages, estimated_advantages, kl_shift, refill, untruncated
 from assay.learn.loop import Step
 from assay.learn.objectives import Objective
 from assay.learn.policy import Surrogate
@@ -64,7 +64,7 @@ PROGRESS_METRICS = {"reward": "reward", "±": "reward_std", "length": "completio
 class Sampler:
     """An engine on the trainer's own weights. What it draws carries the version that `load` last named."""
 
-    def __init__(self, model: Transformer, tokenizer: Tokenizer, stops: SpecialTokens, *, slots: int, length: int,
+    def __init__(self, model: Transformer, tokenizer: Tokenizer | None, stops: SpecialTokens, *, slots: int, length: int,
                  device: str | None = None):
         self.model, self.fingerprint = model, fingerprint(model)
         self.version = version_name(0, self.fingerprint)
@@ -234,7 +234,7 @@ class RolloutCollector:
             self.run.log(Event.UNJUDGED, step=step, groups=plain(unjudged), cost=asdict(self.rewards.judge.sitting.cost))
 
     def _advantages(self, groups: Sequence[Group]) -> Advantages:
-        return group_advantages([group.rewards for group in groups], scale=self.config.scale_rewards)
+        return estimated_advantages([group.rewards for group in groups], self.config.advantage_estimator, self.config.scale_rewards)
 
     def _rows(self, groups: Sequence[Group], advantages: Advantages, counted_N: Sequence[bool], reference: Reference | None) -> Batch:
         batch = batch_of(completions_of(groups), advantages.values_PG.flatten().tolist(), counted_N, self.config.normalisation,
@@ -264,7 +264,8 @@ class RolloutCollector:
                 check_planned_prompts(self.due_prompts(rollout), self.train_ids, seed=config.seed,
                                       rollout=rollout.step // config.num_iterations),
                 check_none_held_out({group.prompt.id: (group.prompt.content, group.prompt.text) for group in everything}, self.held_out),
-                check_advantages([group.rewards for group in rollout.groups], rollout.advantages, config.scale_rewards),
+                check_advantages([group.rewards for group in rollout.groups], rollout.advantages, config.scale_rewards,
+                                 config.advantage_estimator),
                 check_counted(rollout.counted_N, rollout.advantages.known_PG.flatten().tolist(),
                               [completion.ended for _, completion in drawn], mask_truncated=config.mask_truncated_completions),
                 *(self._ask_twice(rollout, floor, reference) if self.looks <= FIRST_ASKED or self.looks % ASKED_EVERY == 0 else ()),

@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -137,7 +138,9 @@ class Run:
         self._retired: list[Path] = []  # likewise
         self._kept: list[tuple[Verdict, bool]] = []  # likewise, of what had to stay, and whether all of it is there
         self._saver, self._prover, self.probing = BackgroundSaver(), Prover(), probing
+        self._tidying: Future[None] | None = None
         self._replaying: set[Path] = set()  # kept steps that a proof of this sitting replays
+        self.settle_records: Callable[[], None] = lambda: None  # waits for kept steps that are being written
         self.save_cost, self.spent = SaveCost(), spent or TimeSpent()
         self.spent.phase("preflight")
         self._told_time = False
@@ -197,6 +200,7 @@ class Run:
     def log(self, kind: Event, **facts: Any) -> None:
         """One line of the ledger. The one that says what a run came to is its last."""
         if kind is Event.HAND_OVER:
+            self._tidied()
             self._tell_time()
         self.ledger.append(kind, **facts)
 
@@ -244,13 +248,15 @@ class Run:
         """
         self.check()
         where, needed = step_folder(self.checkpoints, step), frozenset(self.needed)
-        records = [record for record in pending_records(self.folder) if record not in self._replaying]
-        self._replaying.update(records)
 
         def after(written: Checkpoint) -> None:
             self._saved.append(written)
             if not self._prover.busy:
                 self._retire(best, needed)
+            self.settle_records()
+            led_here = [record for record in pending_records(self.folder) if record.name <= where.name]  # others came since
+            records = [record for record in led_here if record not in self._replaying]
+            self._replaying.update(records)
             self._prover.start(written.folder, against=against, probing=self.probing, beside=self._looping, headroom=self.headroom,
                                records=records)
 
@@ -271,6 +277,8 @@ class Run:
         """Wait until what was saved lies on the disk; with `proofs`, until it is proven too."""
         self._saver.wait()
         self._write_down_saved()
+        if proofs:
+            self._prover.wait_no_longer()
         while proofs and self._prover.busy:
             self._judge_proofs(self._prover.finished())
             time.sleep(0.05)
@@ -278,6 +286,7 @@ class Run:
     def end_loop(self, steps: int) -> None:
         """After so many steps of this sitting: what saving cost is written down, and proofs may take more of the machine from here on."""
         self._looping = False
+        self._prover.wait_no_longer()
         self.spent.phase("proving")
         cost = self.save_cost
         self.ledger.append(Event.SAVING, seconds=cost.seconds, checkpoints=cost.times, loop=cost.loop)
@@ -288,15 +297,24 @@ class Run:
         """Wait for the last save and its proof."""
         with self.spent.part("saving"):
             self._saver.close()
+            self.settle_records()
         self._write_down_saved()
         self._write_down_retired()
         self._judge_proofs(self._prover.close())
 
     def tidy(self, best: Path | None) -> None:
-        """Retire old checkpoints once the run has finished: nothing is written or proven any more."""
+        """Retire old checkpoints once the run has finished: nothing is written or proven any more. What stays is hashed for it, which
+        takes seconds, beside the hand-over; the run ends when that is done."""
         assert not self._prover.busy
-        self._retire(best, self.needed)
-        self._write_down_retired()
+        thread = ThreadPoolExecutor(1, "retire")
+        self._tidying = thread.submit(self._retire, best, frozenset(self.needed))
+        thread.shutdown(wait=False)
+
+    def _tidied(self) -> None:
+        tidying, self._tidying = self._tidying, None
+        if tidying is not None:
+            tidying.result()
+            self._write_down_retired()
 
     def _retire(self, best: Path | None, needed: Iterable[str]) -> None:
         """Old checkpoints go. Of those that were there and had to stay, it is asked afterwards whether they are there and verify."""
@@ -347,6 +365,7 @@ class Run:
             self._prover.start_early(self.probing.device)
             try:
                 yield
+                self._tidied()
             except AssayError as error:
                 self._stopped(error)
                 raise
@@ -355,7 +374,8 @@ class Run:
                 self.ledger.close()
 
     def _stopped(self, error: AssayError) -> None:
-        for wait in (self._saver.close, self._write_down_saved, self._write_down_retired, lambda: self._judge_proofs(self._prover.close())):
+        for wait in (self._saver.close, self._tidied, self._write_down_saved, self._write_down_retired,
+                     lambda: self._judge_proofs(self._prover.close())):
             self._also(wait)
         while self._prover.busy:  # those behind one that was refuted
             self._also(self.check)

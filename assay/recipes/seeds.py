@@ -55,6 +55,7 @@ class Measure:
 TWO_SIDED = 1.96  # standard errors from the mean to the end of an interval
 MEASURES = {"pretrain": Measure("bits per byte"), "ttt": Measure("bits per byte"), "sft": Measure("nats per token", own_held_out=True),
             "distill": Measure("held-out loss", own_held_out=True), "dpo": Measure("loss per pair", own_held_out=True),
+            "kto": Measure("held-out loss", own_held_out=True), "reward-model": Measure("held-out loss", own_held_out=True),
             "grpo": Measure("held-out score", lower_is_better=False, own_held_out=True),
             "edit": Measure(EDITED, lower_is_better=False, own_held_out=True)}
 LAST = {0: "done and proven", 3: "a verdict went against it", GuardStop.exit_code: "stopped by a guard"}  # not run again

@@ -14,9 +14,9 @@ from assay.guard.adapter_checks import check_adapter_scale, check_written_adapte
 from assay.guard.conclusion_checks import check_budget
 from assay.guard.loss_preflight import preflight_loss, sample_rows
 from assay.guard.training_guards import check_detectors
+from assay.learn.low_bit_adamw import TUNING_OPTIMIZERS
 from assay.learn.lr_schedule import Budget, Schedule
 from assay.learn.objectives import Objective, next_token
-from assay.learn.optim import adamw
 from assay.model.placement import place_for_inference, uncompiled
 from assay.outcome import RunOutcome
 from assay.recipes.conversations import Conversations, describe_tuning, evaluated_every, load_conversations, refuse_nonsense
@@ -26,9 +26,9 @@ from assay.recipes.memory_plan import record_use
 from assay.recipes.options import Sft, Tuned
 from assay.recipes.processes import follow, join_processes
 from assay.recipes.run import Run, TimeSpent, open_run, print_line
-from assay.recipes.starting_model import AdapterModel, StartingModel, carry_moments, load_start, reopen_parent
+from assay.recipes.starting_model import AdapterModel, StartingModel, carry_moments, load_start, reopen_beside
 from assay.recipes.trainer import SavePlan, Trainer
-from assay.store.artifact import build_model
+from assay.store.artifact import Artifact, build_model
 from assay.store.checkpoint import open_checkpoint
 from assay.store.ledger import Event
 from assay.strict_json import read_json, read_json_lines
@@ -74,12 +74,13 @@ def sft(config: Sft, say: Callable[[str], None] = print_line) -> RunOutcome:
                 trainer.resume(saved, data.check_same((saved.trainer() or {})["data"]))
             evaluator.recall()
             early.judge(trainer.done)
+            reopened = reopen_beside(start) if trainer.done == 0 else None
             run.preflight([*preflight_sft(trainer, data, start), *check_asked_scale(config, start)])
             trainer.save(data.facts(trainer.done))  # where nothing is saved yet: a save is made and proven before step 1
-            if trainer.done == 0:
+            if reopened is not None:
                 if not evaluator.history.steps:
                     evaluator.evaluate(trainer.model, 0, [])
-                trainer.watch.parent_loss = parent_loss(start, next_token, data.batch(0), trainer)
+                trainer.watch.parent_loss = parent_loss(reopened(), next_token, data.batch(0), trainer)
                 if config.from_ is not None:
                     run.judge(Event.FORK, [check_forked_loss(Path(config.from_), data, evaluator, trainer)])
 
@@ -123,7 +124,7 @@ def micro_rows(config: Tuned, data: Conversations) -> int:
 
 def tuning_optimizer(config: Tuned, start: StartingModel) -> torch.optim.Optimizer:
     lr = config.peak_rate(adapter=isinstance(start.weights, AdapterModel))
-    optimizer = adamw(start.model.named_parameters(), lr, weight_decay=config.weight_decay)
+    optimizer = TUNING_OPTIMIZERS[config.optim](start.model.named_parameters(), lr, weight_decay=config.weight_decay)
     carry_moments(optimizer, start)
     return optimizer
 
@@ -158,9 +159,9 @@ def judge_written_adapter(config: Tuned, run: Run, handed: HandedOver) -> None:
 
 
 @torch.no_grad()
-def parent_loss(start: StartingModel, objective: Objective, batch: Batch, trainer: Trainer) -> float:
+def parent_loss(reopened: Artifact, objective: Objective, batch: Batch, trainer: Trainer) -> float:
     """Of the parent, opened anew, on the first batch: a child's first loss is its parent's."""
-    parent = place_for_inference(build_model(reopen_parent(start), None), trainer.device)
+    parent = place_for_inference(build_model(reopened, None), trainer.device)
     parts = [objective(parent, part.to(trainer.device)).total for part in batch.split(trainer.micro)]
     return float(torch.stack(parts).sum()) / float(batch.weight.sum())
 

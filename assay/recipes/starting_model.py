@@ -1,7 +1,9 @@
 """Starting model of a fine-tuning, opened strictly; and the trained weights that a run saves: a whole model, or an adapter on its base."""
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from assay.learn.optim import load_state_tensors
 from assay.model.families import hf_layout, scaled_context, to_foreign
 from assay.model.lora import LoraLinear, LoraSite, attach, fresh, plan
 from assay.model.patch import Patch
-from assay.model.placement import frozen_tensors, place_for_training
+from assay.model.placement import frozen_tensors, place_for_training, require_device
 from assay.model.resize_embeddings import resize_embeddings, with_new_tokens
 from assay.model.special_tokens import SpecialTokens, resolve_special_tokens
 from assay.model.tokenizer import Tokenizer
@@ -55,8 +57,7 @@ class WholeModel:
 
     def __init__(self, model: Transformer, tokenizer: Tokenizer, stops: SpecialTokens, ancestry: "Ancestry"):
         self.model, self.tokenizer, self.stops, self.ancestry = model, tokenizer, stops, ancestry
-
-    words = "the whole model is trained"
+        self.words = "the whole model is trained"
 
     def trained(self) -> list[str]:
         return [name for name, _ in self.model.named_parameters()]
@@ -110,8 +111,7 @@ class AdapterModel:
                                 run_config=run_config, trainer=trainer, optimizer=optimizer)
 
     def restore(self, found: Checkpoint) -> None:
-        held = straight_to(str(self.model.embed.weight.device), frozen_tensors(self.model))
-        patch = open_artifact(found.folder, base=self.base.path, to=held).patch
+        patch = open_artifact(found.folder, base=self.base.path, to=beside_held(self.model, self.base)).patch
         assert patch is not None, "a run that trains an adapter saves adapters"
         self.load(patch)
 
@@ -125,6 +125,12 @@ class AdapterModel:
 
 
 TrainedWeights = WholeModel | AdapterModel
+
+
+def beside_held(model: Transformer, base: Ancestor) -> Destination | None:
+    """Where a base is opened anew beside the live one: what the two have in the same bits is shared."""
+    device, held = str(model.embed.weight.device), frozen_tensors(model)
+    return straight_to(device, held) if base.held is None else Destination(device, held, base.weights)
 
 
 def writes_merged(config: Trained, base: str | Path) -> bool:
@@ -154,12 +160,14 @@ class StartingModel:
 
 def load_start(config: Trained, device: str, say: Callable[[str], None]) -> StartingModel:
     memory = refuse_unfit(config, device)
+    refuse_base_dtype(config)
     parent = prepared(config, given(config, _destination(config, device)), say, device)
     tokenizer = parent.tokenizer
     if tokenizer is None:
         raise UsageError(f"{parent.path} has no tokenizer, so no conversation can be written for it; add tokenizer.json")
     refuse_more_ids_than_rows(parent, tokenizer)
     weights = trainable(config, parent, tokenizer)
+    weights.words += _held_in_words(parent.base or parent)
     place_for_training(weights.model, device, recompute=config.gradient_checkpointing)
     weights.model.train()
     carried, steps = carried_state(config)
@@ -172,7 +180,23 @@ def _destination(config: Trained, device: str) -> Destination | None:
     named = config.from_ or config.model
     changed = bool(config.new_tokens) or str(named).endswith(".gguf")
     adapter = named is not None and (config.lora_r or locate_artifact(named).adapter)
-    return straight_to(device) if adapter and not changed else None
+    if not adapter or changed:
+        return None
+    return Destination(require_device(device)) if config.base_dtype is not None else straight_to(device)
+
+
+def refuse_base_dtype(config: Trained) -> None:
+    """A base is held in few bits where it is frozen."""
+    named = config.from_ or config.model
+    if config.base_dtype is None or named is None:
+        return
+    place = locate_artifact(named)
+    if not config.lora_r and not place.adapter:
+        raise UsageError(f"--base-dtype {config.base_dtype} is for a frozen base, and the whole model is trained here; give --lora-r too")
+    recorded = (open_checkpoint(place.path, verify=False).facts.get("base") or {}).get("held") if place.kind == "checkpoint" else None
+    if place.adapter and recorded != config.base_dtype:
+        raise UsageError(f"{named} is an adapter that was trained on a base in {recorded or 'the dtype of its file'}, and goes on there; "
+                         "leave --base-dtype out, or merge it first")
 
 
 def refuse_more_ids_than_rows(parent: Artifact, tokenizer: Tokenizer) -> None:
@@ -185,13 +209,23 @@ def refuse_more_ids_than_rows(parent: Artifact, tokenizer: Tokenizer) -> None:
 
 def reopen_parent(start: StartingModel) -> Artifact:
     """Anew: what a run is compared with is what lies on the disk. What the live model holds of it in the same bits is shared with it."""
-    parent, device = start.parent, start.model.embed.weight.device
-    held = frozen_tensors(start.model)
-    found = open_artifact(parent.path, base=None if parent.base is None else parent.base.path,
-                          to=straight_to(str(device), held) if held else None)
+    parent, to = start.parent, None
+    if isinstance(start.weights, AdapterModel):
+        to = beside_held(start.model, start.weights.base)
+    found = open_artifact(parent.path, base=None if parent.base is None else parent.base.path, to=to, held=parent.held)
     if found.digest != parent.digest:
         raise GuardStop(f"{parent.path} holds weights {found.digest[:12]}, the run began with {parent.digest[:12]}: it was changed")
     return found
+
+
+def reopen_beside(start: StartingModel) -> Callable[[], Artifact]:
+    """`reopen_parent`, on a GPU begun at once in a thread: reading and hashing a large base again takes seconds that a preflight has."""
+    if start.model.embed.weight.device.type == "cpu":
+        return partial(reopen_parent, start)
+    thread = ThreadPoolExecutor(1, "parent")
+    reopened = thread.submit(reopen_parent, start)
+    thread.shutdown(wait=False)
+    return reopened.result
 
 
 def given(config: Trained, to: Destination | None = None) -> Artifact:
@@ -202,12 +236,19 @@ def given(config: Trained, to: Destination | None = None) -> Artifact:
         if config.optimizer_state is not None:
             raise UsageError("--optimizer-state says what a fork does with its parent's moments; it needs --from")
         assert config.model is not None
-        return refuse_quarantined(open_artifact(config.model, to=to))
+        return refuse_quarantined(open_artifact(config.model, to=to, held=_held_dtype(config)))
     if config.optimizer_state is None:
         raise UsageError("--from: say what becomes of the parent's moments: --optimizer-state fresh or carried")
     if open_checkpoint(Path(config.from_)).hallmark is None:
         raise UsageError(f"{config.from_} carries no hallmark: nothing has proven it; run assay prove {config.from_}, then fork")
-    return open_artifact(config.from_, to=to)
+    return open_artifact(config.from_, to=to, held=_held_dtype(config))
+
+
+def _held_dtype(config: Trained) -> str | None:
+    """Of a whole model that is opened to be a base as it is; an adapter's manifest says in which its own is held."""
+    named = str(config.from_ or config.model)
+    remade = config.new_tokens or config.rope_scaling or named.endswith(".gguf")
+    return None if remade or locate_artifact(named).adapter else config.base_dtype
 
 
 def refuse_quarantined(source: Artifact) -> Artifact:
@@ -231,7 +272,8 @@ def prepared(config: Trained, source: Artifact, say: Callable[[str], None], devi
     else:
         write_proven(base, _based(config, source, say), against=against)
         say(f"{base}: {source.path.name} as a folder that other tools open, proven")
-    return open_artifact(base, to=straight_to(device) if config.lora_r else None)
+    to = straight_to(device) if config.base_dtype is None else Destination(device)
+    return open_artifact(base, to=to if config.lora_r else None, held=config.base_dtype)
 
 
 def write_proven(where: Path, contents: checkpoint.Contents, *, against: str | None = None) -> None:
@@ -271,7 +313,8 @@ def _based(config: Trained, source: Artifact, say: Callable[[str], None]) -> che
 
 def trainable(config: Trained, parent: Artifact, tokenizer: Tokenizer) -> TrainedWeights:
     whole = parent.patch is None and not config.lora_r
-    model, ancestor = build_model(parent, torch.float32 if whole else None), Ancestor(parent.digest, str(parent.path.resolve()))
+    model, ancestor = build_model(parent, torch.float32 if whole else None), Ancestor(parent.digest, str(parent.path.resolve()),
+                                                                                           parent.held)
     # Memory of its own where all is trained: what is learned must not change the parent it is held against.
     given_away = {tensor.data_ptr() for tensor in parent.tensors.values()}
     for parameter in model.parameters() if whole else ():
@@ -286,7 +329,7 @@ def trainable(config: Trained, parent: Artifact, tokenizer: Tokenizer) -> Traine
         if config.lora_r not in (0, rank) or config.lora_target_modules or config.lora_alpha:
             raise UsageError(f"{parent.path} is an adapter of rank {rank}, which is trained on as it is: leave the --lora options out; "
                              "for another adapter merge it first")
-        base = Ancestor(parent.base.digest, str(parent.base.path.resolve()))
+        base = Ancestor(parent.base.digest, str(parent.base.path.resolve()), parent.base.held)
         words = f"going on with the adapter of {parent.path}: rank {rank}, {len(parent.patch.low_rank)} matrices"
         return AdapterModel(model, base, tokenizer, parent.adapter.rslora, Ancestry(same, moved), words)
     if not config.lora_r:
@@ -318,6 +361,10 @@ def carried_state(config: Trained) -> tuple[dict[str, Tensor], int]:
 def carry_moments(optimizer: torch.optim.Optimizer, start: StartingModel) -> None:
     if start.carried:
         load_state_tensors(optimizer, dict(start.model.named_parameters()), start.carried)
+
+
+def _held_in_words(base: Artifact) -> str:
+    return "" if base.held is None else f"; the base is held in {base.held}, {base.rounding:.2%} from its file (norm of all differences)"
 
 
 def _plan_in_words(planned: list[LoraSite], rank: int, alpha: float, scale: float) -> str:

@@ -49,7 +49,7 @@ def write_teacher_text(config: Distill, teacher: Artifact, student: Tokenizer, d
     if teacher.tokenizer is None:
         raise UsageError(f"{teacher.path} has no tokenizer, so it can neither be asked nor answer; add tokenizer.json")
     learned, held_out = prompts_of(config)
-    sampling = Sampling(config.max_new_tokens, config.sample_temperature, seed=config.seed)
+    sampling = Sampling(config.max_new_tokens, config.sample_temperature or 0.0, seed=config.seed)
     files = Path(config.out) / "teacher.jsonl", Path(config.out) / "teacher-held-out.jsonl"
     for file, prompts in zip(files, (learned, held_out), strict=True):
         asked = hashlib.sha256("\n".join([teacher.digest, repr(sampling), *(p.content for p in prompts)]).encode()).hexdigest()

@@ -1,6 +1,7 @@
 """Teachers of a distillation, online or by stored answers: each gives a loss and says how far the student agrees; and a student made of
 a teacher's layers."""
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +14,10 @@ from assay.data.batch import Batch
 from assay.data.chat import TrainingExample
 from assay.data.teacher_store import StoredTeacher, TeacherEntry, open_teacher, teacher_entries, write_teacher
 from assay.errors import UsageError
-from assay.evaluation.teacher_agreement import Agreement, measure_agreement, measure_stored_agreement
+from assay.evaluation.teacher_agreement import Agreement, measure_agreement, measure_stored_agreement, weighted_agreement
 from assay.guard.distillation_checks import check_teacher_frozen
 from assay.guard.training_guards import parameter_digests
-from assay.learn.distillation import DistillationSettings, distillation, stored_distillation, teacher_top_k
+from assay.learn.distillation import DistillationSettings, distillation, stored_distillation, teacher_top_k, weighted_sum
 from assay.model.placement import place_for_training
 from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import ModelConfig, Transformer
@@ -79,7 +80,38 @@ class OfflineTeacher:
         return []
 
 
-Teacher = OnlineTeacher | OfflineTeacher
+class OnlineTeachers:
+    """Several in memory: the loss is the weighted sum of what each asks for. With forward KL that is the KL to their mixture, but for a
+    constant."""
+
+    model = None
+
+    def __init__(self, teachers: Sequence[OnlineTeacher], shares: Sequence[float]):
+        self.teachers, self.shares = tuple(teachers), tuple(shares)
+        named = "\n".join(f"{teacher.digest} {share:g}" for teacher, share in zip(teachers, shares, strict=True))
+        self.digest, self.tokenizer, self.blend = hashlib.sha256(named.encode()).hexdigest(), teachers[0].tokenizer, teachers[0].blend
+        self.objective = weighted_sum([teacher.objective for teacher in teachers], shares)
+
+    def answered(self, batch: Batch) -> Batch:
+        return batch
+
+    def agreement(self, student: Transformer, batches: Iterable[Batch]) -> Agreement:
+        """The weighted mean of how far the student agrees with each."""
+        read = list(batches)
+        return weighted_agreement([teacher.agreement(student, read) for teacher in self.teachers], self.shares)
+
+    def unmoved(self) -> list[Verdict]:
+        return [verdict for teacher in self.teachers for verdict in teacher.unmoved()]
+
+
+Teacher = OnlineTeacher | OnlineTeachers | OfflineTeacher
+
+
+def load_online(config: Distill, student: Student, device: str) -> OnlineTeacher | OnlineTeachers:
+    """The teacher, or all of them, beside the student."""
+    named = config.teachers()
+    teachers = [OnlineTeacher(open_artifact(path), student, blend_of(config), device) for path, _ in named]
+    return teachers[0] if len(teachers) == 1 else OnlineTeachers(teachers, [share for _, share in named])
 
 
 def blend_of(config: Distill) -> DistillationSettings:
@@ -87,9 +119,11 @@ def blend_of(config: Distill) -> DistillationSettings:
 
 
 def open_teacher_model(config: Distill) -> Artifact:
-    if config.teacher is None:
-        raise UsageError("name who teaches: --teacher")
-    return open_artifact(config.teacher)
+    if len(named := config.teachers()) > 1:
+        raise UsageError(f"{len(named)} teachers with --how {config.how}"
+                         f"{' and --student-layers' if config.student_layers else ''}: several teach online alone, and a student is of "
+                         "one teacher's layers; name one, or give --how online and --model")
+    return open_artifact(named[0][0])
 
 
 def place_teacher(artifact: Artifact, device: str) -> Transformer:

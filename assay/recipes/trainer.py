@@ -46,11 +46,12 @@ from assay.guard.training_guards import (
 from assay.learn.cuda_graph import GraphedAccumulate
 from assay.learn.ema import Ema, split_ema_state
 from assay.learn.loop import Accumulate, Step, train
+from assay.learn.low_bit_adamw import STRETCH, LowBitAdamW
 from assay.learn.lr_schedule import Schedule
 from assay.learn.objectives import Objective
 from assay.learn.optim import largest_quotient, load_state_tensors, state_tensors
 from assay.learn.parallel import ParallelAccumulate
-from assay.model.transformer import Transformer
+from assay.model.transformer import Transformer, parameter_count
 from assay.model.world import World
 from assay.recipes.processes import accumulate_together, check_processes, check_world_parity
 from assay.recipes.run import Run, plain
@@ -104,6 +105,7 @@ class Trainer:
         self.consumed: Verdict | None = None  # whether the steps that were last read back read what was planned
         self._informed = False  # a step since the last account had a gradient
         self.records = WitnessRecords(self, witnesses=run.witnesses)
+        run.settle_records = self.records.settle
         self._unkept: Step | None = None  # the last step, until it is known that nothing touches the weights after it
 
     # ---------------------------------------------------------------- before the first step
@@ -290,7 +292,7 @@ class Trainer:
     def _require_disk(self) -> None:
         """What the run will need at its fullest: the newest two checkpoints, the best and one that is being written, and RUN/model."""
         merged = not isinstance(self.weights, AdapterModel) or writes_merged(self.run.config, self.weights.base.path)
-        each, model = self._checkpoint_bytes(), 4 * sum(parameter.numel() for parameter in self.model.parameters()) * merged
+        each, model = self._checkpoint_bytes(), 4 * parameter_count(self.model) * merged
         steps = self.schedule.stop_at
         times = 4 if steps is None else min(4, 2 + steps // self.saves.every)
         needed, free = each // 3 + (times - 1) * each + model, durable.free_space(self.run.folder)
@@ -320,7 +322,8 @@ class Trainer:
         groups = self.optimizer.param_groups
         betas, decay = groups[0]["betas"], max(group["weight_decay"] for group in groups)
         travelled = self.watch.peaks[0] * largest_quotient(betas) * sum(self.schedule.multiplier(taken) for taken in range(self.done))
-        return travelled * (1 + decay * (largest + travelled)) * 1.01
+        stretch = STRETCH if isinstance(self.optimizer, LowBitAdamW) else 1.01
+        return travelled * (1 + decay * (largest + travelled)) * stretch
 
     def end_loop(self) -> None:
         """Whatever ended it: the last values are judged. What is saved from here on is proven with more of the machine."""

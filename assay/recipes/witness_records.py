@@ -1,24 +1,30 @@
 """Witness records: the state before and after a few optimizer steps, kept beside the run for the witness to replay.
 
-Kept are the first step of each sitting, the last, and a few that the seed draws between them. The proof of the next checkpoint replays
-what is kept, in its fresh process (assay/witness/replay.py). What is not replayed is said, and why.
+Kept are the first step of each sitting, the last, and a few that the seed draws between them; of a large model on a GPU, whose state is
+gigabytes, the first and one that is drawn. The proof of the next checkpoint replays what is kept, in its fresh process and on the run's
+device (assay/witness/replay.py). What is not replayed is said, and why.
 """
 
 import json
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from assay.errors import UsageError
 from assay.learn.optim import state_tensors
+from assay.model.transformer import parameter_count
 from assay.seeds import derive
 from assay.store import durable
+from assay.store.saving import beside_the_loop, device_snapshot, room_on_device
 from assay.verdict import Outcome, Verdict, unproven
 from assay.witness.replay import AFTER, BEFORE, RECORD, SAID, WITNESS_FOLDER, summary
 
-MOST_WORK, MOST_BYTES = 3e12, 4 << 30  # floating-point operations of one replay; bytes of one record
+MOST_WORK = {"cpu": 3e12, "cuda": 1e14}  # floating-point operations of one replay, by where it runs: a minute or two, a few seconds
+MOST_BYTES, MUCH_BYTES = 4 << 30, 1 << 30  # of one record; of one that is kept less often on a GPU
 COPIES = 6  # weights and two moments, before and after
 
 
@@ -32,48 +38,58 @@ class WitnessRecords:
             raise UsageError(f"--witness is {drawn!r}; expected a number of steps to replay between the first and the last, or off")
         self.off = "--witness off" if drawn == "off" else None if witnesses else "this run is not proven"
         self.rollout: Any = None  # what is learned from, where a run draws it itself
-        self.drawn, self._before = 0 if self.off else int(drawn), dict[str, Tensor]()
+        self.drawn, self._before, self._begun = 0 if self.off else int(drawn), dict[str, Tensor](), False
         self._end: tuple[int | None, int | None] = None, None
+        self.on_gpu = trainer.device.startswith("cuda")
+        self._tokens = 0 if trainer.order is None else trainer.order.rows * trainer.order.length  # of a step, as far as is known
+        self._writer, self._writing = ThreadPoolExecutor(1, "witness"), list[Future[None]]()
 
     def begin_step(self, step: int) -> None:
-        """Copy the state, where step `step` (counted from 0) is one that is kept."""
-        if self.off is None and self.due(step):
+        """Copy the state, where step `step` (counted from 0) is one that is kept and can be replayed."""
+        self._begun = self.off is None and self.due(step)
+        if self._begun:
             schedule = self.trainer.schedule  # which may decide, once this step is taken, when the run ends
-            self._before, self._end = self._state(), (schedule.stop_at, schedule.decay_from)
+            self._end = schedule.stop_at, schedule.decay_from
+            self._before = {} if self._too_much(self._tokens) else self._state()
 
     def due(self, step: int) -> bool:
-        last = self.trainer.schedule.stop_at
-        if step == self.trainer.start or (last is not None and step == last - 1):
+        last, few = self.trainer.schedule.stop_at, self.on_gpu and self._bytes() > MUCH_BYTES
+        if step == self.trainer.start or (last is not None and step == last - 1 and not few):
             return True
-        drawn = [derive(self.trainer.run.config.seed, "witness", number) for number in range(self.drawn)]
+        drawn = [derive(self.trainer.run.config.seed, "witness", number) for number in range(min(self.drawn, 1) if few else self.drawn)]
         if last is None:  # time decides: one between 16 and 32, one between 256 and 512, …
             return step in {16 ** number + seed % 16 ** number for number, seed in enumerate(drawn, 1)}
         return step in {1 + seed % max(1, last - 1) for seed in drawn}
 
     def end_step(self, taken: Any) -> None:
-        """Write the record, once whatever else might touch the weights after the step has run."""
-        if self._before and taken is not None:
-            before, self._before = self._before, {}
-            self._write(before, self._state(), taken)
-
-    def _write(self, before: dict[str, Tensor], after: dict[str, Tensor], taken: Any) -> None:
+        """Write the record beside the loop, once whatever else might touch the weights after the step has run."""
+        if not self._begun or taken is None:
+            return
+        before, self._before, self._begun, self._tokens = self._before, {}, False, taken.tokens
         where = self.folder / f"step-{taken.index + 1:06d}"
         where.mkdir(parents=True, exist_ok=True)
         (where / SAID).unlink(missing_ok=True)
-        if (why := self._too_much(taken.tokens)) is not None:
-            said = unproven("witness", f"{where.name} was not replayed: {why}", optional=True)
+        if (why := self._too_much(taken.tokens)) is not None or not before:
+            said = unproven("witness", f"{where.name} was not replayed: {why or 'fewer tokens than were expected'}", optional=True)
             durable.replace_file(where / SAID, json.dumps(said.to_json()).encode())
             return
-        save_file(before, where / BEFORE)
-        save_file(after, where / AFTER)
-        durable.replace_file(where / RECORD, json.dumps(self._facts(taken)).encode())
+        after, facts = self._state(), self._facts(taken)
+        copied = torch.cuda.current_stream(self.trainer.device).record_event() if self.on_gpu else None
+        self._writing.append(self._writer.submit(_write, where, before, after, facts, copied))
+
+    def settle(self) -> None:
+        """Wait until every record is whole. From any thread; raises what a write raised."""
+        while self._writing:
+            self._writing.pop(0).result()
+
+    def _bytes(self) -> int:
+        return COPIES * 4 * sum(p.numel() for p in self.trainer.model.parameters() if p.requires_grad)
 
     def _too_much(self, tokens: int) -> str | None:
-        trained = sum(p.numel() for p in self.trainer.model.parameters() if p.requires_grad)
-        work = 6.0 * tokens * sum(p.numel() for p in self.trainer.model.parameters())
-        if COPIES * 4 * trained > MOST_BYTES:
-            return f"its record would hold {COPIES * 4 * trained / 2**30:.1f} GiB, more than {MOST_BYTES >> 30}"
-        return f"a replay would take {work:.1e} operations, more than {MOST_WORK:.0e}" if work > MOST_WORK else None
+        work, most = 6.0 * tokens * parameter_count(self.trainer.model), MOST_WORK["cuda" if self.on_gpu else "cpu"]
+        if self._bytes() > MOST_BYTES:
+            return f"its record would hold {self._bytes() / 2**30:.1f} GiB, more than {MOST_BYTES >> 30}"
+        return f"a replay would take {work:.1e} operations, more than {most:.0e}" if work > most else None
 
     def _facts(self, taken: Any) -> dict[str, Any]:
         trainer, lineage = self.trainer, self.trainer.weights.ancestry.later
@@ -85,11 +101,23 @@ class WitnessRecords:
                 "device": trainer.device, "rollout": None if self.rollout is None else self.rollout.witness_facts()}
 
     def _state(self) -> dict[str, Tensor]:
-        """What is trained and the optimizer's moments, in memory of their own."""
+        """What is trained and the optimizer's moments, in memory of their own: on the GPU where there is room, else on the CPU."""
         named = dict(self.trainer.model.named_parameters())
         weights = {f"weights/{name}": p for name, p in named.items() if p.requires_grad}
         moments = {f"state/{name}": tensor for name, tensor in state_tensors(self.trainer.optimizer, named).items()}
+        if room_on_device([*weights.values(), *moments.values()]):
+            return device_snapshot(weights | moments)
         return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in (weights | moments).items()}
+
+
+def _write(where: Path, before: dict[str, Tensor], after: dict[str, Tensor], facts: dict[str, Any],
+           copied: torch.cuda.Event | None) -> None:
+    """Whole when `record.json` is there. On a GPU once the copies are made."""
+    with beside_the_loop(copied):
+        for state, name in ((before, BEFORE), (after, AFTER)):
+            save_file({key: tensor.cpu() for key, tensor in state.items()}, where / name)
+            state.clear()
+    durable.replace_file(where / RECORD, json.dumps(facts).encode())
 
 
 def pending_records(run: Path) -> list[Path]:

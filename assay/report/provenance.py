@@ -13,7 +13,7 @@ from assay.store.ledger import Event
 
 ENVELOPE = {"seq", "time", "kind", "previous", "verdicts", "config"}  # of an event; the rest are its facts
 DATA_EVENTS = (Event.DATA, Event.TEACHER, Event.REFERENCE)  # they name by digest what was read
-REPEATABLE = {"pretrain", "sft", "dpo", "grpo", "distill", "edit", "ttt"}
+REPEATABLE = {"pretrain", "sft", "dpo", "kto", "reward_model", "grpo", "distill", "edit", "ttt"}
 BOX_WIDTH, BOX_HEIGHT, GAP_X, GAP_Y, MARGIN = 196, 66, 72, 18, 12  # of the boxes in the lineage's picture
 THIS_RUN, HANDED_OVER = "this run", ("model", "adapter")
 MOST_NODES = 24  # a run that kept more shows its newest

@@ -29,6 +29,7 @@ _Row = Mapping[str, Any]
 RewardFunction = Callable[[str, str, _Row], float]
 
 _SPEC = re.compile(r"(?P<name>[^\[\]]+?)(?:\[(?P<options>.*)\])?(?::(?P<weight>[-+.\deE]+))?", re.DOTALL)
+_MODEL = re.compile(r"model:(?P<path>[^\[\]]*[^\[\]\d.:][^\[\]:]*)(?::(?P<weight>[-+.\deE]+))?")
 _FENCED = re.compile(r"^```[^\n]*\n(.*?)^```[^\S\n]*$", re.DOTALL | re.MULTILINE)
 
 
@@ -47,9 +48,14 @@ class RewardSpec:
         return self.file is None and self.name in RELATIVE_REWARDS
 
     @property
+    def learned(self) -> bool:
+        """A model says it: nobody knows what a right completion gets."""
+        return self.file is None and self.name == "model"
+
+    @property
     def full_marks(self) -> float | None:
         """What a right completion gets, before the weight; None where only the author of the file knows."""
-        return FULL_MARKS[self.name] if self.file is None and not self.relative else None
+        return FULL_MARKS[self.name] if self.file is None and not (self.relative or self.learned) else None
 
     def to_json(self) -> dict[str, Any]:
         return {"name": self.name, "weight": self.weight, "options": dict(self.options), "file": self.file}
@@ -91,7 +97,11 @@ def parse_rewards(specs: Sequence[str], *, relative: bool = False) -> list[Rewar
 
 
 def built_in_reward(reward: RewardSpec) -> RewardFunction:
-    """The function of a reward without a file, its options bound."""
+    """The function of a reward without a file, its options bound; a model that it asks is opened now, not on the first item's time."""
+    if reward.learned:
+        from assay.reward.model_reward import loaded_reward_model
+
+        loaded_reward_model(reward.options["path"], reward.options.get("device", "cpu"))
     return partial(BUILT_IN_REWARDS[reward.name], **reward.options)
 
 # ---------------------------------------------------------------- built in
@@ -168,9 +178,16 @@ def gym_reward(prompt: str, completion: str, row: _Row, *, how: Strictness = "st
     return 0.0 if said is None else gym_score(row, said)
 
 
+def model_reward(prompt: str, completion: str, row: _Row, *, path: str, device: str = "cpu") -> float:
+    """What a reward model says: the logit of its <|reward|> at the end of the text; model:PATH is short for model[path=PATH]."""
+    from assay.reward.model_reward import text_reward
+
+    return text_reward(path, prompt, completion, device)
+
+
 BUILT_IN_REWARDS: dict[str, Callable[..., float]] = {
     "answer": answer_reward, "format": format_reward, "length": length_reward, "regex": regex_reward, "json_schema": json_schema_reward,
-    "unit_tests": unit_tests_reward, "gym": gym_reward}
+    "unit_tests": unit_tests_reward, "gym": gym_reward, "model": model_reward}
 RELATIVE_REWARDS: dict[str, Callable[..., Any]] = {"judge": JudgeOptions}  # of groups, not in the workers
 FULL_MARKS = dict.fromkeys(BUILT_IN_REWARDS, 1.0) | {"length": 0.0}
 
@@ -178,6 +195,8 @@ FULL_MARKS = dict.fromkeys(BUILT_IN_REWARDS, 1.0) | {"length": 0.0}
 
 
 def _parsed(spec: str) -> RewardSpec:
+    if (short := _MODEL.fullmatch(spec.strip())) is not None:
+        spec = f"model[path={short['path']}]:{short['weight'] or 1}"
     found = _SPEC.fullmatch(spec.strip())
     if found is None:
         raise UsageError(f"reward {spec}: expected NAME[OPTION=VALUE]:WEIGHT or FILE.py:FUNCTION:WEIGHT")

@@ -244,6 +244,16 @@ def welch_p(after: ArrayLike, before: ArrayLike) -> float:
     return _t_p(float(new.mean() - old.mean()), *_welch(new, old))
 
 
+def difference_of_means(one: ArrayLike, other: ArrayLike, *, level: float = 0.95) -> Estimate:
+    """one − other, of independent scores, with Welch's interval."""
+    new, old = finite_vector("score of one", one), finite_vector("score of the other", other)
+    if min(new.size, old.size) < 2:
+        raise DataError(f"{new.size} and {old.size} scores: a difference of means needs two of each at least")
+    centre = float(new.mean() - old.mean())
+    low, high = _t_bounds(centre, *_welch(new, old))(level)
+    return Estimate(centre, low, high, new.size + old.size, level)
+
+
 def _welch(new: Array, old: Array) -> tuple[float, float]:
     """The standard error of a difference of means, and its degrees of freedom."""
     parts = np.array([new.var(ddof=1) / new.size, old.var(ddof=1) / old.size])

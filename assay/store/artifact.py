@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from assay.model.families import config_from_hf, from_foreign, hf_layout
 from assay.model.lora import LoraLinear, attach
 from assay.model.patch import Patch, patched_tensors
 from assay.model.placement import require_device
+from assay.model.quantised import hold_quantised, is_code
 from assay.model.special_tokens import SpecialTokens, resolve_special_tokens
 from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import ModelConfig, Transformer
@@ -31,6 +32,7 @@ from assay.store.gguf import GGUF
 from assay.store.mapped_pages import carried_to
 from assay.store.model_formats import Description, FileModel, ModelFormat, shown_geometry
 from assay.store.peft import LoraAdapter, config_with, read_adapter
+from assay.store.quantised_base import BASE_DTYPES, QuantisedReader
 from assay.store.safetensors_files import folder_shards, inside, read_folder_tensors, read_safetensors_header
 from assay.strict_json import read_json
 
@@ -76,6 +78,8 @@ class Artifact:
     patch: Patch | None = None
     adapter: LoraAdapter | None = None
     base: "Artifact | None" = None
+    held: str | None = None  # "nf4", "int8" or "bf16" where its matrices are rounded to that and its digest is of what came of them
+    rounding: float = 0.0  # how far that is from the file: the norm of all differences over the norm of the weights
     notes: list[str] = field(default_factory=list)  # what the files do not agree on, in words
 
     @property
@@ -93,6 +97,7 @@ class Destination:
 
     device: str
     held: Mapping[str, Tensor] = field(default_factory=dict)
+    digest: str | None = None  # of a quantised base, where `held` has all of it
 
     def moved(self, tensor: Tensor) -> Tensor:
         return carried_to(tensor, self.device)
@@ -109,16 +114,19 @@ def straight_to(device: str, held: Mapping[str, Tensor] | None = None) -> Destin
 
 
 def open_artifact(path: str | Path, *, base: str | Path | None = None, to: Destination | None = None,
-                  opened: "OpenBase | None" = None) -> Artifact:
+                  opened: "OpenBase | None" = None, held: str | None = None) -> Artifact:
     """There is no unverified load. `base` names an adapter's base where the adapter does not, or names one that moved. `to` takes the
     tensors to a device as they are read; without it they stay what the file maps.
 
-    `opened` is asked for that base: whoever opens many adapters on one base may keep it.
+    `opened` is asked for that base: whoever opens many adapters on one base may keep it. `held` rounds a model's matrices to nf4, int8
+    or bf16, and its digest is of what came of them; an adapter's base is held as its manifest says, unless `held` is "file". With `to`
+    they stay codes, a live layer makes its matrix when it is used; without, they are what the codes stand for.
     """
-    return interpret_artifact(read_artifact(locate_artifact(path)), base=base, to=to, opened=opened)
+    return interpret_artifact(read_artifact(locate_artifact(path)), base=base, to=to, opened=opened, held=held)
 
 
-OpenBase = Callable[[Path], Artifact]
+class OpenBase(Protocol):
+    def __call__(self, path: Path, /, *, held: str | None = None) -> Artifact: ...
 
 
 def locate_artifact(path: str | Path) -> ArtifactPlace:
@@ -177,12 +185,16 @@ def read_artifact(place: ArtifactPlace, *, every_byte: bool = False) -> RawArtif
 
 
 def interpret_artifact(raw: RawArtifact, *, base: str | Path | None = None, to: Destination | None = None,
-                       opened: "OpenBase | None" = None) -> Artifact:
+                       opened: "OpenBase | None" = None, held: str | None = None) -> Artifact:
     """The model that the tensors make. Raises ArtifactError where they do not fit, UsageError where we know no such model."""
     if raw.place.adapter:
-        return _adapted(raw, base, opened or partial(open_artifact, to=to))
+        return _adapted(raw, base, opened or partial(open_artifact, to=to), held)
     if base is not None:
         raise UsageError(f"{raw.place.path} is a whole model; --base is for adapters")
+    if held not in (None, "file", *BASE_DTYPES):
+        raise ArtifactError(f"{raw.place.path}: a base in {held!r} is not known; expected one of: {', '.join(BASE_DTYPES)}")
+    if held in BASE_DTYPES:
+        return _held(raw, to, held)
     if (whole := raw.whole) is not None:
         return Artifact(raw, whole.config, whole.tensors, weights_digest(whole.tensors), whole.tokenizer, whole.stops,
                         notes=list(whole.stops.disagreements))
@@ -194,6 +206,24 @@ def interpret_artifact(raw: RawArtifact, *, base: str | Path | None = None, to: 
     tokenizer = read_tokenizer(raw.place.path)
     stops = read_artifact_stops(tokenizer, raw.fields, raw.generation)
     return Artifact(raw, config, tensors, digest, tokenizer, stops, notes=list(stops.disagreements))
+
+
+def _held(raw: RawArtifact, to: Destination | None, held: str) -> Artifact:
+    """Its matrices rounded one after the other as they are read; the digest is of what the codes stand for."""
+    if raw.whole is not None:
+        raise UsageError(f"{raw.place.path}: a base in {held} is made of a folder; write this {raw.place.kind} file as one with assay "
+                         "export --to hf")
+    plain = to or Destination("cpu")
+    config, where = config_from_hf(raw.fields, raw.tensors.keys(), str(raw.place.path / "config.json")), str(raw.place.path)
+    reader = QuantisedReader(held, hf_layout(config), plain.kept, dense=to is None)
+    read = from_foreign(config, reader.layout, raw.tensors, where, plain.moved if to else lambda tensor: tensor, reader.kept)
+    if reader.unchanged:  # a file that is in bf16 already
+        return interpret_artifact(raw, to=to)
+    tensors, tokenizer = reader.tensors(read), read_tokenizer(raw.place.path)
+    stops = read_artifact_stops(tokenizer, raw.fields, raw.generation)
+    known = plain.digest if reader.all_shared(tensors, plain.held) else None
+    return Artifact(raw, config, tensors, known or reader.digest(tensors), tokenizer, stops, held=held, rounding=reader.rounding,
+                    notes=list(stops.disagreements))
 
 
 def build_model(artifact: Artifact, dtype: torch.dtype | None = torch.float32) -> Transformer:
@@ -233,7 +263,9 @@ def with_untied_head(tensors: dict[str, Tensor], config: ModelConfig) -> dict[st
 def assemble_model(config: ModelConfig, tensors: dict[str, Tensor], dtype: torch.dtype | None) -> Transformer:
     with torch.device("meta"):
         model = Transformer(config)
-    model.load_state_dict({name: tensor.to(dtype or tensor.dtype) for name, tensor in tensors.items()}, strict=True, assign=True)
+    hold_quantised(model, tensors)
+    as_asked = {name: tensor if is_code(name) else tensor.to(dtype or tensor.dtype) for name, tensor in tensors.items()}
+    model.load_state_dict(as_asked, strict=True, assign=True)
     return model
 
 
@@ -265,27 +297,30 @@ def _digest(raw: RawArtifact) -> str:
     return weights_digest(raw.tensors) if raw.checkpoint is None else recorded_digest(raw.checkpoint.manifest)
 
 
-def _adapted(raw: RawArtifact, base: str | Path | None, opened: OpenBase) -> Artifact:
+def _adapted(raw: RawArtifact, base: str | Path | None, opened: OpenBase, held: str | None) -> Artifact:
     where, facts = raw.place.path, raw.checkpoint.facts if raw.checkpoint else {}
-    recorded, foundation = facts.get("base") or {}, open_adapter_base(raw, base, opened)
-    if recorded.get("weights") not in (None, foundation.digest):
+    recorded, foundation = facts.get("base") or {}, open_adapter_base(raw, base, opened, held)
+    elsewhere = held == "file" and recorded.get("held")  # asked for on other weights than it was trained on
+    if not elsewhere and recorded.get("weights") not in (None, foundation.digest):
         raise ArtifactError(f"{where}: the adapter was trained on weights {recorded['weights'][:12]}, {foundation.path} holds "
                             f"{foundation.digest[:12]}; name the right base with --base")
     adapter = read_adapter(foundation.config, foundation.tensors, raw.fields, raw.tensors, str(where),
-                           parent=recorded.get("weights"), may_be_idle=facts.get("change") == "new")
+                           parent=foundation.digest if elsewhere else recorded.get("weights"), may_be_idle=facts.get("change") == "new")
     tokenizer = read_tokenizer(where) or foundation.tokenizer
     stops = read_artifact_stops(tokenizer, foundation.raw.fields, raw.generation or foundation.raw.generation)
     return Artifact(raw, config_with(foundation.config, adapter.patch), foundation.tensors, _digest(raw), tokenizer, stops,
-                    adapter.patch, adapter, foundation, list(stops.disagreements))
+                    adapter.patch, adapter, foundation, notes=list(stops.disagreements))
 
 
-def open_adapter_base(raw: RawArtifact, given: str | Path | None, opened: OpenBase) -> Artifact:
-    """The one that was named, else that of the manifest, else that of the adapter itself."""
-    recorded = (raw.checkpoint.facts.get("base") or {} if raw.checkpoint else {}).get("path")
-    return _open_base(raw.place.path, given, recorded, raw.fields.get("base_model_name_or_path"), opened)
+def open_adapter_base(raw: RawArtifact, given: str | Path | None, opened: OpenBase, held: str | None = None) -> Artifact:
+    """The one that was named, else that of the manifest, else that of the adapter itself; in the dtype that the manifest names."""
+    recorded = raw.checkpoint.facts.get("base") or {} if raw.checkpoint else {}
+    as_trained = partial(opened, held=held or recorded.get("held"))
+    return _open_base(raw.place.path, given, recorded.get("path"), raw.fields.get("base_model_name_or_path"), as_trained)
 
 
-def _open_base(adapter: Path, given: str | Path | None, recorded: str | None, named: str | None, opened: OpenBase) -> Artifact:
+def _open_base(adapter: Path, given: str | Path | None, recorded: str | None, named: str | None,
+               opened: Callable[[Path], Artifact]) -> Artifact:
     for candidate in (given, recorded, named):
         if candidate is None:
             continue
@@ -334,7 +369,8 @@ def _describe_folder(path: Path) -> Description:
 
 def _lineage(checkpoint: Checkpoint) -> dict[str, Any]:
     facts = checkpoint.facts
-    ancestors = {role: f"weights {facts[role]['weights'][:12]} at {facts[role]['path']}" for role in ("parent", "base") if facts.get(role)}
+    ancestors = {role: f"weights {found['weights'][:12]} at {found['path']}" + (f" in {found['held']}" if found.get("held") else "")
+                 for role in ("parent", "base") if (found := facts.get(role))}
     return {"checkpoint": checkpoint.digest[:12], "weights": recorded_digest(checkpoint.manifest)[:12], "step": checkpoint.step,
             "change": facts.get("change"), **ancestors, "code": str(facts.get("code"))[:12], "environment": facts.get("environment")}
 

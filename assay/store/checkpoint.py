@@ -91,6 +91,10 @@ class Checkpoint:
     def quarantined(self) -> dict[str, Any] | None:
         return _read_mark(self, QUARANTINE)
 
+    def model_files(self) -> dict[str, Any]:
+        """File name → size and hashes of all that makes the model: weights, configs and tokenizer, not the state of a run."""
+        return {name: facts for name, facts in self.manifest["files"].items() if name not in (PROBES, OPTIMIZER, TRAINER)}
+
     def weights(self) -> dict[str, Tensor]:
         if self.kind == "adapter":
             return self.read_tensors(ADAPTER)

@@ -22,7 +22,7 @@ MOST_HASHERS = 16
 
 def weights_digest(tensors: Mapping[str, Tensor]) -> str:
     """The identity of weights under their foreign names, whatever files hold them and in whatever order."""
-    return _combined(tensor_facts(tensors))
+    return combined_digest(tensor_facts(tensors))
 
 
 def tensor_facts(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
@@ -46,7 +46,7 @@ def recorded_tensors(manifest: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 def recorded_digest(manifest: Mapping[str, Any]) -> str:
     """The same digest, from what the manifest recorded when the tensors were written."""
-    return _combined(recorded_tensors(manifest))
+    return combined_digest(recorded_tensors(manifest))
 
 
 @functools.cache
@@ -66,6 +66,6 @@ def environment() -> dict[str, str]:
             "machine": f"{platform.system()} {platform.machine()}", "threads": str(torch.get_num_threads())}
 
 
-def _combined(facts: Mapping[str, Mapping[str, Any]]) -> str:
+def combined_digest(facts: Mapping[str, Mapping[str, Any]]) -> str:
     lines = (f"{name} {fact['dtype']} {list(fact['shape'])} {fact['sha256']}" for name, fact in sorted(facts.items()))
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()

@@ -1,8 +1,9 @@
 """Export of a model to another format: the same numbers under other names, or fewer bits of them. Not yet proven."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,8 +20,10 @@ EXPORT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16"
 EXPORT_ROUNDING = {"float32": EXPORT_EXACT, "float16": GGUF_ROUNDING["f16"], "bfloat16": GGUF_ROUNDING["bf16"]}
 
 
-def export_artifact(source: Artifact, form: ExportFormat, where: Path, dtype: str | None = None) -> float:
-    """Write and return the bound within which the written model must answer as the source does."""
+def export_artifact(source: Artifact, form: ExportFormat, where: Path, dtype: str | None = None,
+                    rebased: Mapping[str, Any] | None = None) -> float:
+    """Write and return the bound within which the written model must answer as the source does. `rebased` says, of an adapter that was
+    opened on other weights than it was trained on, what that changes."""
     if form == "gguf":
         return _export_gguf(source, where, dtype or "f16")
     if form == "peft":
@@ -29,7 +32,7 @@ def export_artifact(source: Artifact, form: ExportFormat, where: Path, dtype: st
         raise UsageError(f"{source.path} is an adapter; export it --to peft, or --to merged with its base")
     if form == "merged" and source.patch is None:
         raise UsageError(f"{source.path} has no adapter to merge; export it --to hf")
-    return _export_model(source, where, dtype)
+    return _export_model(source, where, dtype, rebased)
 
 
 def majority_dtype(tensors: dict[str, Tensor]) -> str:
@@ -46,7 +49,7 @@ def rounding_bound(artifact: Artifact) -> float:
     return EXPORT_ROUNDING.get(recorded, EXPORT_EXACT) if recorded == majority_dtype(artifact.tensors) else EXPORT_EXACT
 
 
-def _export_model(source: Artifact, where: Path, dtype: str | None) -> float:
+def _export_model(source: Artifact, where: Path, dtype: str | None, rebased: Mapping[str, Any] | None) -> float:
     name = dtype or majority_dtype(source.tensors)
     if name not in EXPORT_DTYPES:
         raise UsageError(f"dtype {name!r} is not one for a Hugging Face folder; expected one of: {', '.join(EXPORT_DTYPES)}")
@@ -55,7 +58,7 @@ def _export_model(source: Artifact, where: Path, dtype: str | None) -> float:
     # A merge is rounded, and the live model it must equal is not.
     lossless = source.patch is None and all(torch.equal(rounded[key].to(t.dtype), t) for key, t in tensors.items())
     model = assemble_model(source.config, rounded, EXPORT_DTYPES[name])
-    lineage = replace(_lineage(source), rounded=None if lossless else name)
+    lineage = replace(_lineage(source), rounded=None if lossless else name, rebased=rebased)
     contents = model_contents(model, source.tokenizer, source.stops, lineage, dtype=EXPORT_DTYPES[name])
     checkpoint.write_checkpoint(where, contents)
     return EXPORT_EXACT if lossless else EXPORT_ROUNDING[name]
@@ -68,7 +71,7 @@ def _export_adapter(source: Artifact, where: Path, dtype: str | None) -> float:
         raise UsageError(f"{source.path} changes whole tensors of its base, and is no plain LoRA adapter; export it --to merged")
     if dtype is not None:
         raise UsageError("an adapter is exported in the dtype it has; --dtype is for hf, merged and gguf")
-    base = Ancestor(source.base.digest, str(source.base.path))
+    base = Ancestor(source.base.digest, str(source.base.path), source.base.held)
     device = next(iter(source.base.tensors.values())).device
     model = build_model(source, None).to(device)  # over the base's own tensors, where they lie: no copy of a large base is made
     patch = replace(source.patch, parent=source.base.digest)

@@ -46,8 +46,7 @@ def read_gguf(path: Path) -> FileModel:
     """Every tensor once, in the right shape and finite, and the tokenizer that goes with them; else an error."""
     header = read_gguf_header(path)
     config = _config(header, path)
-    foreign = _dequantised(path, header, header.tensors.keys() - set(FACTORS))
-    tensors = from_foreign(config, gguf_layout(config), foreign, str(path))
+    tensors = _weights(path, header, config)
     tokenizer = tokenizer_from_gguf(header.metadata, str(path))
     stops = resolve_special_tokens(tokenizer, {}, generation_from_gguf(header.metadata))
     return FileModel(config, tensors, tokenizer, stops, header.metadata)
@@ -348,6 +347,18 @@ def _ends(tokenizer: Tokenizer, stops: SpecialTokens | None) -> dict[str, int]:
 def _dequantised(path: Path, header: GgufHeader, names: Collection[str]) -> dict[str, Tensor]:
     with open_regular(path) as fd, open(fd, "rb", closefd=False) as file:
         return {name: _tensor(file, name, info, path) for name, info in header.tensors.items() if name in names}
+
+
+def _weights(path: Path, header: GgufHeader, config: ModelConfig) -> dict[str, Tensor]:
+    """Each tensor is read when ours of that name is made: of the file's own no more than one matrix's parts are held at a time."""
+    unread = {name: torch.empty(info.shape, device="meta") for name, info in header.tensors.items() if name not in FACTORS}
+    name_of = {id(tensor): name for name, tensor in unread.items()}
+    with open_regular(path) as fd, open(fd, "rb", closefd=False) as file:
+        def read(tensor: Tensor) -> Tensor:
+            name = name_of[id(tensor)]
+            return _tensor(file, name, header.tensors[name], path)
+
+        return from_foreign(config, gguf_layout(config), unread, str(path), read)
 
 
 def _tensor(file: BinaryIO, name: str, info: GgufTensor, path: Path) -> Tensor:

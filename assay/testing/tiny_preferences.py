@@ -1,5 +1,6 @@
 """Tiny preference runs: made-up pairs, a reference that is asked once, a few steps, and the checks that a real run has."""
 
+import functools
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -65,6 +66,7 @@ def reference_for(_: Transformer) -> Transformer:
 # ---------------------------------------------------------------- jobs
 
 
+@functools.cache
 def a_preference_preflight(settings: PreferenceSettings | None = None) -> Job:
     """The checks before the first step, on a first batch of two pairs a row."""
     asked = settings or PreferenceSettings()

@@ -3,11 +3,12 @@
 A job enters `plant` around everything that the fault could touch: what a run does wrong, its guards must see while it runs.
 """
 
+import atexit
+import contextlib
 import copy
 import functools
 import json
 import random
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -43,6 +44,7 @@ from assay.model.transformer import Transformer
 from assay.seeds import derive
 from assay.statistics.early_stopping import paired_noise, plan_stopping, should_stop
 from assay.store.durable import write_entry
+from assay.store.scratch import scratch_folder
 from assay.testing.fault_injection import Job, Plant
 from assay.testing.tiny_models import tiny_model, tiny_tokenizer
 from assay.verdict import Outcome, Verdict, proven, refuted
@@ -82,15 +84,17 @@ def make_corpus(where: Path, texts: Sequence[str], *, tokenizer: Tokenizer | Non
 
 
 @functools.cache
-def process_folder() -> tempfile.TemporaryDirectory:
+def process_folder() -> Path:
     """For what is made once in a process; gone when it ends."""
-    return tempfile.TemporaryDirectory(prefix="assay-zoo-")
+    stack = contextlib.ExitStack()
+    atexit.register(stack.close)
+    return stack.enter_context(scratch_folder())
 
 
 @functools.cache
 def tiny_corpus() -> Corpus:
     """Never changed: a fault that strikes a corpus makes its own."""
-    return make_corpus(Path(process_folder().name) / "practice", tiny_documents())
+    return make_corpus(process_folder() / "practice", tiny_documents())
 
 # ---------------------------------------------------------------- runs
 
@@ -185,6 +189,9 @@ class NoProver:
     def start(self, folder: Path, **_: Any) -> None:
         pass
 
+    def wait_no_longer(self) -> None:
+        pass
+
     def finished(self) -> list[tuple[Path, list[Verdict]]]:
         return []
 
@@ -199,6 +206,7 @@ class RecordingProver(NoProver):
 # ---------------------------------------------------------------- jobs
 
 
+@functools.cache
 def a_training_run(of: TinyRun | None = None) -> Job:
     def job(folder: Path, plant: Plant) -> list[Verdict]:
         with plant(folder):
@@ -206,6 +214,7 @@ def a_training_run(of: TinyRun | None = None) -> Job:
     return job
 
 
+@functools.cache
 def a_loss_preflight(family: str = "llama") -> Job:
     """The checks before step 1, on the first batch of the corpus."""
     def job(folder: Path, plant: Plant) -> list[Verdict]:
@@ -273,6 +282,7 @@ def student_text(batch: Batch) -> Batch:
 # ---------------------------------------------------------------- jobs
 
 
+@functools.cache
 def a_distillation_preflight(blend: DistillationSettings = SOFT_BLEND) -> Job:
     """The checks before a distillation's first step, on the first batch."""
     def job(folder: Path, plant: Plant) -> list[Verdict]:

@@ -3,10 +3,10 @@
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from assay.config import argument, option
-from assay.verdict import Outcome
+from assay.verdict import Outcome, Verdict, unproven
 
 
 @dataclass(frozen=True)
@@ -19,13 +19,17 @@ class FLAGS:
     out: str = option("folder (hf, peft, merged) or file (gguf) to write; it must not exist", metavar="PATH")
     dtype: str | None = option("number format: float32, bfloat16 or float16; for gguf f16, bf16 or q8_0", default=None,
                                default_text="as stored; for gguf f16")
+    onto: Literal["trained", "file"] = option("with --to merged, of an adapter whose base was held in few bits (--base-dtype): merge into "
+                                              "the weights it was trained on, or into the base as its file holds it; what that changes "
+                                              "is measured and said", default="trained")
     base: str | None = option("an adapter's base, where the adapter does not name it", metavar="MODEL", default=None)
     json: bool = option("print verdicts as JSON", default=False)
 
 
 EXAMPLES = """  assay export runs/a/checkpoints/step-000500 --to hf --out model --dtype bfloat16
   assay export runs/a/checkpoints/step-000500 --to gguf --out model-q8_0.gguf --dtype q8_0
-  assay export ./adapter --base ./base --to merged --out ./merged"""
+  assay export ./adapter --base ./base --to merged --out ./merged
+  assay export runs/nf4/adapter --to merged --onto file --out ./merged --dtype bfloat16"""
 
 
 def remove_export(where: Path) -> None:
@@ -36,17 +40,30 @@ def remove_export(where: Path) -> None:
 
 
 def run(flags: FLAGS) -> int:
+    from assay.errors import UsageError
+    from assay.guard.base_difference import base_difference
     from assay.guard.proof import ProofRequest, hallmark_or_quarantine, prove
     from assay.store.artifact import open_artifact
     from assay.store.checkpoint import open_checkpoint
     from assay.store.export_artifact import export_artifact
     from assay.verbs.prove import exit_code, print_proof
 
-    source, where = open_artifact(flags.path, base=flags.base), Path(flags.out)
-    bound = export_artifact(source, flags.to, where, flags.dtype)
+    source, where, stated = open_artifact(flags.path, base=flags.base), Path(flags.out), list[Verdict]()
+    rebased: dict[str, Any] | None = None
+    if flags.onto == "file":
+        if flags.to != "merged" or source.base is None or source.base.held is None:
+            raise UsageError("--onto file is for --to merged, of an adapter whose base was held in few bits when it was trained "
+                             "(--base-dtype); leave it out")
+        on_file = open_artifact(flags.path, base=flags.base, held="file")
+        found = base_difference(source, on_file)
+        rebased = {"trained_on": source.base.held, "merged_into": on_file.base.digest if on_file.base else None, **found._asdict()}
+        stated = [unproven("as trained", f"merged into {source.base.path.name} as its file holds it, and not in {source.base.held}, which "
+                                         f"it was trained on: {found}", optional=True, **found._asdict())]
+        source = on_file
+    bound = export_artifact(source, flags.to, where, flags.dtype, rebased)
     base = flags.base if flags.to == "peft" else None
     try:
-        verdicts = prove(ProofRequest(str(where), str(source.path), base, "same", bound, against_base=flags.base))
+        verdicts = stated + prove(ProofRequest(str(where), str(source.path), base, "same", bound, against_base=flags.base))
     except BaseException:  # refused or interrupted: what nobody has proven does not stay
         remove_export(where)
         raise

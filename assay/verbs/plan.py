@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 from assay.config import argument, option, parse, passed_on
 from assay.recipes.dpo_options import Dpo
 from assay.recipes.grpo_options import Grpo
+from assay.recipes.kto_options import Kto
 from assay.recipes.options import Distill, Pretrain, Sft
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ class FLAGS:
     """Say what a run would take: memory of the device by part, disk, and the settings that would fit where these do not. Every option
     that is not listed here is the recipe's own; no weight is loaded, and nothing is written."""
 
-    recipe: Literal["sft", "dpo", "grpo", "distill", "pretrain"] = argument("the recipe; what it takes may follow")
+    recipe: Literal["sft", "dpo", "kto", "grpo", "distill", "pretrain"] = argument("the recipe; what it takes may follow")
     memory: float | None = option("plan for a device with so many GiB", group="memory", metavar="GIB", above=0, default=None,
                                   default_text="the GPU that is here")
     json: bool = option("print JSON", default=False)
@@ -29,10 +30,10 @@ EXAMPLES = """  assay plan sft --model ./qwen3-8b --lora-r 16 --micro-batch-toke
   assay plan sft --model smollm2-135m --memory 16
   assay plan grpo --model ./qwen3-8b --lora-r 16 --prompts 16 --num-generations 8 --memory 80
   assay plan pretrain --corpus corpus --depth 12 --minutes 5"""
-PLANNED_RECIPES: dict[str, type[Sft] | type[Dpo] | type[Grpo] | type[Distill] | type[Pretrain]] = {
-    "sft": Sft, "dpo": Dpo, "grpo": Grpo, "distill": Distill, "pretrain": Pretrain}
+PLANNED_RECIPES: dict[str, type[Sft] | type[Dpo] | type[Kto] | type[Grpo] | type[Distill] | type[Pretrain]] = {
+    "sft": Sft, "dpo": Dpo, "kto": Kto, "grpo": Grpo, "distill": Distill, "pretrain": Pretrain}
 # What a recipe requires and a plan does not ask about.
-UNASKED = {"sft": ("--data", "--out"), "dpo": ("--data", "--out"), "distill": ("--data", "--out"),
+UNASKED = {"sft": ("--data", "--out"), "dpo": ("--data", "--out"), "kto": ("--data", "--out"), "distill": ("--data", "--out"),
            "grpo": ("--data", "--out", "--reward"), "pretrain": ("--out",)}
 
 

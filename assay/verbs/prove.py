@@ -30,6 +30,8 @@ class FLAGS:
     json: bool = option("print verdicts as JSON", default=False)
 
 
+READ_TWICE = 4 * 10**9  # bytes of a model that two processes may well read at once
+
 EXAMPLES = """  assay prove runs/a/checkpoints/step-000500
   assay prove ./trl-output --against ./base-model     # did training change anything?
   assay prove ./adapter --base ./base-model --json
@@ -68,17 +70,26 @@ def _prove_each(flags: FLAGS, places: list[Path]) -> int:
 def prove_artifact(flags: FLAGS) -> list[Verdict]:
     """Every check in a fresh process; a checkpoint of ours that passes gets its hallmark.
 
-    That process starts first: it imports torch and transformers while this one imports what asks it."""
-    from assay.guard.proving_process import PROVING_PROCESSES, WHERE_THERE_IS_ONE, proof_threads
+    That process starts first: it imports torch and transformers while this one imports what asks it. Where there are cores for two, and
+    the model may well be read twice, transformers has one of its own."""
+    from assay.guard.proving_process import PROVING_PROCESSES, WHERE_THERE_IS_ONE, processes_early, proof_threads
 
+    apart = processes_early() >= 2 and _small_and_whole(Path(flags.path))
     with PROVING_PROCESSES.keeping():
         if Path(flags.path).exists():
             PROVING_PROCESSES.start_early(proof_threads(beside=False), flags.device or WHERE_THERE_IS_ONE)
-        return _proven(flags)
+        if apart:
+            PROVING_PROCESSES.start_early(proof_threads(beside=False), flags.device or WHERE_THERE_IS_ONE, 2, libraries=False)
+        return _proven(flags, apart=apart)
 
 
-def _proven(flags: FLAGS) -> list[Verdict]:
-    from assay.guard.proof import ProofRequest, prove, prove_checkpoint
+def _small_and_whole(path: Path) -> bool:
+    files = list(path.glob("*.safetensors")) if path.is_dir() and not (path / "adapter_config.json").exists() else []
+    return 0 < sum(file.stat().st_size for file in files) <= READ_TWICE
+
+
+def _proven(flags: FLAGS, *, apart: bool = False) -> list[Verdict]:
+    from assay.guard.proof import ProofRequest, prove, prove_apart, prove_checkpoint
     from assay.guard.proof_subject import ProofSampling
     from assay.model.placement import default_device, require_device
     from assay.store.artifact import locate_artifact
@@ -87,9 +98,9 @@ def _proven(flags: FLAGS) -> list[Verdict]:
     if flags.against == "" or (flags.expect and flags.against is None and place.kind != "checkpoint"):
         raise UsageError(f"--against names what {place.path} is compared with, a model's path; nothing else here does")
     if place.kind == "checkpoint" and flags.expect is None:
-        return prove_checkpoint(place.path, against=flags.against, base=flags.base, probing=probing)
+        return prove_checkpoint(place.path, against=flags.against, base=flags.base, probing=probing, apart=apart)
     bound = place.format.bound(place.path) if place.format.bound and flags.expect == "same" else None  # a rounded copy is a copy
-    return prove(ProofRequest(str(place.path), flags.against, flags.base, flags.expect, bound, probing=probing))
+    return (prove_apart if apart else prove)(ProofRequest(str(place.path), flags.against, flags.base, flags.expect, bound, probing=probing))
 
 
 def print_proof(path: Path, verdicts: list[Verdict], *, as_json: bool) -> Outcome:

@@ -10,7 +10,9 @@ from assay.errors import UsageError
 from assay.recipes.dpo_options import Dpo
 from assay.recipes.edit_options import Edit
 from assay.recipes.grpo_options import Grpo
+from assay.recipes.kto_options import Kto
 from assay.recipes.options import Distill, Pretrain, Sft
+from assay.recipes.reward_model_options import RewardModel
 from assay.recipes.ttt_options import Ttt
 from assay.verbs.terminal import line_printer
 from assay.verdict import Outcome, Verdict, overall
@@ -26,7 +28,8 @@ class FLAGS:
     result excludes. Every option that is not listed here is the recipe's own and is passed on to it. A seed that finished is
     not run again; one that was interrupted goes on where it stopped."""
 
-    recipe: Literal["pretrain", "sft", "dpo", "grpo", "distill", "edit", "ttt"] = argument("the recipe; what it takes may follow")
+    recipe: Literal["pretrain", "sft", "dpo", "kto", "reward-model", "grpo", "distill", "edit", "ttt"] = argument(
+        "the recipe; what it takes may follow")
     seeds: tuple[int, ...] = option("two or more seeds", metavar="SEED")
     out: str = option("folder: a run per seed, and seeds.json; with --over a folder of these per value", metavar="FOLDER")
     json: bool = option("print seeds.json", default=False)
@@ -39,7 +42,8 @@ EXAMPLES = """  assay seeds pretrain --corpus corpus --depth 6 --minutes 5 --see
   assay seeds pretrain --config run.yaml --seeds 1 2 3 4 5 --out runs/five --json
   assay seeds grpo --model runs/sft/model --data gsm8k.jsonl --reward answer:1 --max-steps 100 --seeds 1 2 3 --out runs/rl
   assay seeds ttt runs/a/model --text wiki.txt --warm-start --seeds 42 314 1337 --over weight-decay=0.5,1,2 --out runs/table"""
-RECIPES: dict[str, type[Any]] = {"pretrain": Pretrain, "sft": Sft, "dpo": Dpo, "grpo": Grpo, "distill": Distill, "edit": Edit, "ttt": Ttt}
+RECIPES: dict[str, type[Any]] = {"pretrain": Pretrain, "sft": Sft, "dpo": Dpo, "kto": Kto, "reward-model": RewardModel, "grpo": Grpo,
+                                 "distill": Distill, "edit": Edit, "ttt": Ttt}
 
 
 def run(flags: FLAGS) -> int:

@@ -83,7 +83,7 @@ def run(flags: FLAGS) -> int:
         ended = serve(serving, listener, token=token, ready=lambda address: print(f"serving at {address}/v1", flush=True),
                       grace=flags.grace, policy=policy)
         if policy is not None and policy.updates:
-            print(f"{policy.updates} updates; UNPROVEN until you prove it: assay prove {policy.save().folder}")
+            print(f"updates: {policy.updates}; UNPROVEN until you prove it: assay prove {policy.save().folder}")
         return ended
     finally:
         listener.close()

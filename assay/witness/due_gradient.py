@@ -19,7 +19,7 @@ from torch import Tensor
 from assay.witness.due_rows import DueText
 from assay.witness.due_texts import NotWitnessed, read_fields
 
-TOKENS_TOGETHER = 1024  # go through the model at a time
+TOKENS_TOGETHER = {"cpu": 1024, "cuda": 4096}  # go through the model at a time
 KNOWN_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
 # Our leaf, and the leaves that transformers keeps for its rows, in order.
 SPLIT = {"attn.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "mlp.up": ("mlp.gate_proj", "mlp.up_proj"),
@@ -48,7 +48,7 @@ class DueGradient(NamedTuple):
 class TwinModel:
     """transformers' model of a folder's config, or of one that is given, fed with whatever weights are asked about."""
 
-    def __init__(self, config: Mapping[str, Any] | Path, dtype: torch.dtype):
+    def __init__(self, config: Mapping[str, Any] | Path, dtype: torch.dtype, device: str = "cpu"):
         if not importlib.util.find_spec("transformers"):
             raise NotWitnessed("transformers is not installed; pip install 'assay[hf]'")
         fields = config if isinstance(config, Mapping) else read_fields(config / "config.json")
@@ -61,8 +61,11 @@ class TwinModel:
         given = {name: value for name, value in fields.items() if name != "model_type"}
         known = AutoConfig.for_model(fields["model_type"], **given) if isinstance(config, Mapping) else AutoConfig.from_pretrained(config)
         known.dtype = torch.float32
-        self.model = AutoModelForCausalLM.from_config(known, attn_implementation="eager").to(dtype).eval().requires_grad_(False)
-        self.dtype, self.gpt2 = dtype, fields["model_type"] == "gpt2"
+        with torch.device(device):
+            self.model = AutoModelForCausalLM.from_config(known, attn_implementation="eager").eval().requires_grad_(False)
+        for parameter in self.model.parameters():
+            parameter.data = parameter.data.to(dtype)  # not the tables: rotary frequencies in bf16 would be other angles
+        self.dtype, self.device, self.gpt2 = dtype, device, fields["model_type"] == "gpt2"
         self.shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
 
     def foreign(self, name: str) -> list[str]:
@@ -110,7 +113,8 @@ def cross_entropy(logits: Tensor, tokens: Tensor, _: Sequence[DueText]) -> Tenso
 
 def blended(teacher: TwinModel, theirs: Mapping[str, Tensor], options: Mapping[str, Any], vocab: int | None) -> CostOfTokens:
     """kd_weight · τ² · D(teacher, student) + ce_weight · cross-entropy, both distributions over the ids that the tokenizer has."""
-    theirs, hot, share = {name: tensor.to(teacher.dtype) for name, tensor in theirs.items()}, options["temperature"], options["beta"]
+    theirs = {name: tensor.to(teacher.device, teacher.dtype) for name, tensor in theirs.items()}
+    hot, share = options["temperature"], options["beta"]
 
     def costs(logits: Tensor, tokens: Tensor, texts: Sequence[DueText]) -> Tensor:
         with torch.no_grad():
@@ -130,11 +134,11 @@ def kl(one: Tensor, other: Tensor) -> Tensor:
     return (one.exp() * (one - other)).sum(-1)
 
 
-def a_few_at_a_time(texts: Sequence[DueText]) -> Iterator[list[DueText]]:
-    """By length, so that little is padding."""
+def a_few_at_a_time(texts: Sequence[DueText], most: int) -> Iterator[list[DueText]]:
+    """By length, so that little is padding; at most so many tokens."""
     some: list[DueText] = []
     for text in sorted(texts, key=lambda text: len(text.tokens)):
-        if some and (len(some) + 1) * len(text.tokens) > TOKENS_TOGETHER:
+        if some and (len(some) + 1) * len(text.tokens) > most:
             yield some
             some = []
         some.append(text)
@@ -151,12 +155,12 @@ def right_padded(texts: Sequence[DueText]) -> tuple[Tensor, Tensor]:
 def due_gradient(twin: TwinModel, trained: Mapping[str, Tensor], frozen: Mapping[str, Tensor], adapter: Adapter | None,
                  texts: Sequence[DueText], costs: CostOfTokens = cross_entropy, divisor: float | None = None) -> DueGradient:
     """Of the mean over all learned tokens of the step: one sum, divided once. Padding stands behind a text, where no model looks."""
-    leaves = {name: tensor.to(twin.dtype, copy=True).requires_grad_() for name, tensor in trained.items()}
+    leaves = {name: tensor.to(twin.device, twin.dtype, copy=True).requires_grad_() for name, tensor in trained.items()}
     texts = [text for text in texts if any(text.weights)]
     weight, total = sum(sum(text.weights) for text in texts), 0.0
     divisor = divisor or weight
-    for some in a_few_at_a_time(texts):
-        tokens, learned = right_padded(some)
+    for some in a_few_at_a_time(texts, TOKENS_TOGETHER[twin.device.partition(":")[0]]):
+        tokens, learned = (part.to(twin.device) for part in right_padded(some))
         loss = (costs(twin.logits(live_weights(twin, leaves, frozen, adapter), tokens), tokens, some) * learned[:, 1:]).sum()
         (loss / divisor).backward()
         total += float(loss.detach())
@@ -168,7 +172,7 @@ def due_gradient(twin: TwinModel, trained: Mapping[str, Tensor], frozen: Mapping
 def live_weights(twin: TwinModel, leaves: Mapping[str, Tensor], frozen: Mapping[str, Tensor], adapter: Adapter | None) -> dict[str, Tensor]:
     if adapter is None:
         return {each: view for name, leaf in leaves.items() for each, view in twin.views(name, leaf).items()}
-    weights = {name: tensor.to(twin.dtype) for name, tensor in frozen.items()}
+    weights = {name: tensor.to(twin.device, twin.dtype) for name, tensor in frozen.items()}
     for stem in dict.fromkeys(name.rsplit(".", 2)[0] for name in leaves):
         for number, each in enumerate(twin.adapted(f"{stem}.weight", adapter)):
             change = adapter.scale * leaves[f"{stem}.lefts.{number}"] @ leaves[f"{stem}.rights.{number}"]
@@ -178,8 +182,8 @@ def live_weights(twin: TwinModel, leaves: Mapping[str, Tensor], frozen: Mapping[
 # ---------------------------------------------------------------- files
 
 
-def read_safetensors(folder: Path, single: str = "model.safetensors") -> dict[str, Tensor]:
-    """All tensors of a folder, sharded or not."""
+def read_safetensors(folder: Path, single: str = "model.safetensors", device: str = "cpu") -> dict[str, Tensor]:
+    """All tensors of a folder, sharded or not, on a device."""
     index = folder / f"{single}.index.json"
     files = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else [single]
     if not all((folder / file).is_file() for file in files):
@@ -187,6 +191,6 @@ def read_safetensors(folder: Path, single: str = "model.safetensors") -> dict[st
     found: dict[str, Tensor] = {}
     with contextlib.ExitStack() as open_files:
         for file in files:
-            handle = open_files.enter_context(safe_open(str(folder / file), "pt"))
+            handle = open_files.enter_context(safe_open(str(folder / file), "pt", device=device))
             found |= {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118 - not a dict
     return found

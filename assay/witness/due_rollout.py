@@ -70,16 +70,19 @@ def wrong_prompts(plan: PromptPlan, step: int, groups: Sequence[Mapping[str, Any
 # ---------------------------------------------------------------- advantages and weights
 
 
-def advantages(groups: Sequence[Sequence[float | None]], scale: str) -> list[list[float]]:
-    """How much better than its group's mean; an unknown reward takes no part, and equal ones teach nothing."""
+def advantages(groups: Sequence[Sequence[float | None]], scale: str, estimator: str = "grpo") -> list[list[float]]:
+    """How much better than its group's mean, its siblings' (rloo) or the batch's (reinforce_pp); an unknown reward takes no part, and
+    equal ones teach nothing."""
     known = [[reward for reward in group if reward is not None] for group in groups]
     everything = [reward for group in known for reward in group]
     found = []
-    for group, rewards in zip(groups, known, strict=True):
+    for group, rewards in zip(groups, [everything] * len(groups) if estimator == "reinforce_pp" else known, strict=True):
         mean = sum(rewards) / max(1, len(rewards))
         silent = len(rewards) < 2 or max(rewards) - min(rewards) <= EQUAL_REWARDS * max(1.0, abs(max(rewards)))
+        scale = {"rloo": "none", "reinforce_pp": "batch"}.get(estimator, scale)
+        own = len(rewards) / max(1, len(rewards) - 1) if estimator == "rloo" else 1.0  # r − mean of the others = (r − mean) · n / (n − 1)
         unit = {"none": 1.0, "group": deviation(rewards) + LEAST_SPREAD, "batch": deviation(everything) + LEAST_SPREAD}[scale]
-        found.append([0.0 if silent or reward is None else (reward - mean) / unit for reward in group])
+        found.append([0.0 if silent or reward is None else own * (reward - mean) / unit for reward in group])
     return found
 
 
@@ -105,7 +108,7 @@ def sequences_of(prompt: Sequence[int], said: Mapping[str, Any]) -> list[tuple[l
 
 
 def due_rollout(groups: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> DueRollout:
-    values = advantages([group["rewards"] for group in groups], options["scale_rewards"])
+    values = advantages([group["rewards"] for group in groups], options["scale_rewards"], options.get("advantage_estimator", "grpo"))
     texts, better, drawn_with, counted = list[DueText](), dict[str, float](), dict[str, list[float]](), 0
     for place, group in enumerate(groups):
         for member, said in enumerate(group["completions"]):
@@ -170,11 +173,11 @@ def aligned(texts: Sequence[DueText], streams: Mapping[str, list[float]]) -> Ten
 def fork_weights(twin: TwinModel, frozen: Mapping[str, Tensor], factors: Mapping[str, Tensor],
                  adapter: Adapter | None) -> dict[str, Tensor]:
     """What the run began with: the parent's weights, with the parent's adapter where it was one."""
-    weights = {name: tensor.to(twin.dtype) for name, tensor in frozen.items()}
+    weights = {name: tensor.to(twin.device, twin.dtype) for name, tensor in frozen.items()}
     for name in weights if adapter is not None else ():
         stem = f"base_model.model.{name.removesuffix('.weight')}"
         if f"{stem}.lora_A.weight" in factors:
             assert adapter is not None
-            left, right = (factors[f"{stem}.lora_{side}.weight"].to(twin.dtype) for side in "BA")
+            left, right = (factors[f"{stem}.lora_{side}.weight"].to(twin.device, twin.dtype) for side in "BA")
             weights[name] = weights[name] + (adapter.scale * left @ right if not twin.gpt2 else (adapter.scale * left @ right).t())
     return weights

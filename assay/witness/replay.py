@@ -19,6 +19,7 @@ from torch import Tensor
 
 from assay.strict_json import parse_yaml
 from assay.verdict import Outcome, Verdict, proven, refuted, unproven
+from assay.witness.due_base import asked_base_dtype, due_base
 from assay.witness.due_gradient import Adapter, CostOfTokens, DueGradient, TwinModel, blended, cross_entropy, due_gradient, read_safetensors
 from assay.witness.due_rollout import DueRollout, PromptPlan, due_rollout, fork_weights, policy_costs, wrong_prompts
 from assay.witness.due_rows import DueText, PackedPlan, WindowPlan
@@ -46,14 +47,14 @@ _NAMED = 3  # tensors, rows or ids that a sentence names
 
 
 class KeptStep:
-    """A record, opened."""
+    """A record, opened on the device where it is replayed."""
 
-    def __init__(self, folder: Path):
-        self.folder, self.run = folder, folder.parent.parent
+    def __init__(self, folder: Path, device: str = "cpu"):
+        self.folder, self.run, self.device = folder, folder.parent.parent, device
         self.facts: dict[str, Any] = json.loads((folder / RECORD).read_text())
         self.options: dict[str, Any] = parse_yaml((self.run / "config.yaml").read_bytes(), where=str(self.run / "config.yaml"))
         self.recipe, self.step = self.facts["recipe"], self.facts["step"]
-        self.before, self.after = (read_safetensors(folder, name) for name in (BEFORE, AFTER))
+        self.before, self.after = (read_safetensors(folder, name, device) for name in (BEFORE, AFTER))
 
     def weights(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name.removeprefix("weights/"): tensor for name, tensor in tensors.items() if name.startswith("weights/")}
@@ -70,6 +71,11 @@ class KeptStep:
     def compute(self) -> str:
         """The dtype of the forward pass: bf16 on a GPU, fp32 elsewhere. Weights and moments are fp32 everywhere."""
         return "bfloat16" if self.facts["device"].startswith("cuda") else "float32"
+
+    @property
+    def exact(self) -> torch.dtype:
+        """The dtype of the gradient that was due: on a GPU fp32, which is to the run's bf16 what double precision is to fp32."""
+        return torch.float64 if self.device == "cpu" else torch.float32
 
     @property
     def folder_of_model(self) -> Path:
@@ -91,18 +97,18 @@ class KeptStep:
         return own if (own / "tokenizer.json").is_file() else self.folder_of_model
 
 
-def replay_step(folder: Path) -> Verdict:
+def replay_step(folder: Path, device: str = "cpu") -> Verdict:
     """What the witness says of one kept step; a setting that it does not know is UNPROVEN."""
     try:
-        kept = KeptStep(folder)
+        kept = KeptStep(folder, device)
         return judge_step(kept, *due_texts(kept))
     except NotWitnessed as why:
         return unproven("witness", f"{folder.name} was not replayed: {why}", optional=True)
 
 
-def replay_steps(folders: Sequence[Path]) -> Verdict:
+def replay_steps(folders: Sequence[Path], device: str = "cpu") -> Verdict:
     """Of several kept steps; each verdict is left beside its record, whose tensors go where nothing is against them."""
-    said = [settle_record(folder, replay_step(folder)) for folder in folders]
+    said = [settle_record(folder, replay_step(folder, device)) for folder in folders]
     return summary(said)
 
 
@@ -144,6 +150,8 @@ def due_texts(kept: KeptStep) -> tuple[list[list[DueText]], int | None]:
         return [[text] for text in kept.rollout.texts], steps
     if kept.recipe not in ("Sft", "Distill"):
         raise NotWitnessed(f"the witness does not know {kept.recipe.lower()}")
+    if options.get("on_policy"):
+        raise NotWitnessed("--on-policy: what the student said at a step is not kept")
     if options.get("how") == "text":
         options = options | {"data": [str(kept.run / "teacher.jsonl")], "held_out_data": str(kept.run / "teacher-held-out.jsonl")}
     packed = PackedPlan(texts_to_learn(kept.tokenizer_folder, options), options)
@@ -182,20 +190,30 @@ def model_shape(kept: KeptStep) -> dict[str, Any] | Path:
             "head_dim": 64, "hidden_act": "silu", "max_position_embeddings": max(options["max_length"], 64), "rms_norm_eps": 1e-6,
             "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}, "tie_word_embeddings": True, "attention_bias": False}
 
+
+def base_weights(kept: KeptStep, twin: TwinModel) -> dict[str, Tensor]:
+    """Of the model's folder, in the dtype that an adapter's base is held in."""
+    dtype = asked_base_dtype(kept.options, Path(kept.facts["parent"]))
+    held = due_base(read_safetensors(kept.folder_of_model), dtype, transposed=twin.gpt2)
+    return {name: tensor.to(kept.device) for name, tensor in held.items()}
+
+
 def due_costs(kept: KeptStep, twin: TwinModel, adapter: Adapter | None) -> CostOfTokens:
     """What predicting a token costs: its cross-entropy, what the teacher has to say of it, or what a completion was worth."""
     options = kept.options
     if kept.recipe == "Grpo":
         earlier = Path(kept.facts["parent"]) / "adapter_model.safetensors"
         factors = read_safetensors(earlier.parent, earlier.name) if earlier.is_file() else {}
-        fork = fork_weights(twin, read_safetensors(kept.folder_of_model), factors, adapter)
+        fork = fork_weights(twin, base_weights(kept, twin), factors, adapter)
         return policy_costs(kept.rollout, options, kept.step, twin, fork)
     if options.get("how", "text") == "text":
         return cross_entropy
+    if "=" in options["teacher"]:
+        raise NotWitnessed("several teachers are not asked again here")
     if options["how"] == "stored":
         raise NotWitnessed("--how stored: the teacher's stored logits are not made again here")
     folder = Path(options["teacher"])
-    teacher = TwinModel(folder, twin.dtype)
+    teacher = TwinModel(folder, twin.dtype, twin.device)
     same = teacher.model.config.vocab_size == twin.model.config.vocab_size
     vocab = None if same else max(Renderer(kept.tokenizer_folder, options).vocabulary.get_vocab(True).values()) + 1
     return blended(teacher, read_safetensors(folder), options, vocab)
@@ -205,9 +223,11 @@ def due_costs(kept: KeptStep, twin: TwinModel, adapter: Adapter | None) -> CostO
 
 def judge_step(kept: KeptStep, rows: list[list[DueText]], steps: int | None) -> Verdict:
     """Every difference in words; the first of them is usually the cause of the others."""
+    if (optim := kept.options.get("optim", "adamw")) != "adamw":
+        raise NotWitnessed(f"--optim {optim}: moments in 8 bits do not hold the gradient that a step took")
     shape, adapter = model_shape(kept), asked_adapter(kept)
-    exact, rounded = TwinModel(shape, torch.float64), TwinModel(shape, getattr(torch, kept.compute))
-    frozen = {} if adapter is None else read_safetensors(kept.folder_of_model)
+    exact, rounded = (TwinModel(shape, dtype, kept.device) for dtype in (kept.exact, getattr(torch, kept.compute)))
+    frozen = {} if adapter is None else base_weights(kept, exact)
     trained, texts = kept.weights(kept.before), [text for row in rows for text in row]
     against = [*wrong_rows(kept, rows), *wrong_tensors(kept, exact, trained, adapter), *wrong_beginning(kept, exact, adapter)]
     if any("tensors" in each for each in against):
@@ -288,7 +308,7 @@ def wrong_beginning(kept: KeptStep, twin: TwinModel, adapter: Adapter | None) ->
         source = kept.folder_of_model
     if source is None:
         return []
-    saved = read_safetensors(source)
+    saved = read_safetensors(source, device=kept.device)
     wrong = [name for name, tensor in trained.items() for each, view in twin.views(name, tensor).items()
              if each in saved and not torch.equal(saved[each].to(view.dtype), view)]
     return [f"{len(wrong)} weights before the step are not those of {source} ({shown(wrong)})"] if wrong else []
@@ -323,7 +343,7 @@ def gradient_errors(kept: KeptStep, due: DueGradient, ours: DueGradient, scaled:
                     norm: float) -> tuple[float, str]:
     """The tensor whose gradient is farthest off, in shares of what rounding may do to it; and that in words.
 
-    Our own rounding of the same gradient is measured: the distance of the run's dtype from double precision.
+    Our own rounding of the same gradient is measured: the distance of the run's dtype from double precision, or on a GPU from fp32.
     """
     clip, times, shares = min(1.0, kept.options["max_grad_norm"] / (norm + 1e-6)), OWN_ERRORS[kept.compute], {}
     for name, gradient in scaled.items():

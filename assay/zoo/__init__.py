@@ -19,6 +19,7 @@ def catalogue() -> dict[str, Fault]:
         evaluation_faults,
         file_format_faults,
         forward_faults,
+        method_faults,
         preference_faults,
         reward_faults,
         rollout_faults,

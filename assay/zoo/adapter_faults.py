@@ -1,7 +1,9 @@
 """Adapter faults: saved, loaded, resumed, merged and served, in PEFT folders and in our own checkpoints."""
 
+import functools
 import math
 import queue
+import shutil
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -16,12 +18,14 @@ from assay.errors import ArtifactError, AssayError
 from assay.generate.generation_request import CompletionProgress, GenerationRequest, Sampling
 from assay.guard.policy_identity import check_version
 from assay.model import patch as patches
+from assay.model import quantised
 from assay.model.lora import fresh, lora_sites, plan
 from assay.model.patch import Patch
+from assay.model.quantised import QuantisedMatrix
 from assay.model.transformer import Transformer
 from assay.serving import hosted_model
 from assay.serving.engine_thread import EngineThread, PendingCall, ServerSize
-from assay.store import artifact, checkpoint, export_artifact, saving
+from assay.store import artifact, checkpoint, export_artifact, quantised_base, saving
 from assay.store.artifact import Artifact, build_model, merged_tensors, open_artifact
 from assay.store.saving import Ancestor, Lineage, adapter_contents
 from assay.testing import tiny_models
@@ -29,6 +33,7 @@ from assay.testing.fault_injection import Job, Plant, fault, in_place_of, on_dis
 from assay.testing.tiny_models import (
     ADAPTED_LAYERS,
     ADAPTER_FILE,
+    changed_json,
     changed_tensors,
     edit_json,
     examine_folder,
@@ -111,6 +116,7 @@ def a_resumed_adapter(folder: Path, plant: Plant) -> list[Verdict]:
     return examine_folder(checkpoint.write_checkpoint(folder / "step-000002", contents).folder)
 
 
+@functools.cache
 def a_merge(dtype: str | None = None, base_dtype: torch.dtype = torch.float32, far: float = 0.05) -> Job:
     """An adapter merged into its base and exported; struck while it is merged."""
     def job(folder: Path, plant: Plant) -> list[Verdict]:
@@ -195,6 +201,17 @@ fault("adapter's embedding dropped on save", rows=("C10",), stage="save", check=
       job=an_adapter_save("llama3", replaced=("embed.weight", "head.weight")))(
     lambda _: saving_adapter(lambda fields, tensors: (
         fields | {"modules_to_save": ["lm_head"]}, without(tensors, "embed_tokens"))))
+def a_documented_adapter(folder: Path, plant: Plant) -> list[Verdict]:
+    """Its trainer wrote the settings into the model card, as some do."""
+    base = save_model(folder / "base", tiny_model()).folder
+    where = save_peft_folder(folder / "adapter", base)
+    (where / "README.md").write_text("# An adapter\n\n```yaml\nadapter: lora\nlora_r: 4\nlora_alpha: 8\n```\n")
+    with plant(where):
+        return examine_folder(where, base=str(base))
+
+
+fault("alpha changed after the training", rows=("C09",), stage="export", check="fields", job=a_documented_adapter)(
+    changed_json("adapter_config.json", lambda fields: fields | {"lora_alpha": 16}))
 fault("rank scaling lost", rows=("C09",), stage="save", check="answers", job=an_adapter_save(rslora=True))(
     # Trained with alpha / sqrt(r), saved as if with alpha / r.
     lambda _: saving_adapter(lambda fields, tensors: (fields | {"use_rslora": False}, tensors)))
@@ -254,6 +271,53 @@ fault("rounding swallowed the adapter", rows=("M05", "O01"), stage="merge", chec
       job=a_merge("float32", base_dtype=torch.bfloat16, far=5e-5))(
     # Half the bytes, and the change is smaller than half a step of that dtype.
     in_place_of(export_artifact, "export_artifact")(lambda usual, source, form, where, dtype: usual(source, form, where, "bfloat16")))
+
+# ---------------------------------------------------------------- bases in few bits
+
+
+def a_quantised_merge(folder: Path, plant: Plant) -> list[Verdict]:
+    """An adapter that was trained on a base in nf4, merged and exported; struck while it is merged."""
+    base = save_model(folder / "base", tiny_model()).folder
+    source = open_artifact(save_adapter(folder / "adapter", base, held="nf4").folder)
+    with plant(folder):
+        bound = export_artifact.export_artifact(source, "merged", folder / "merged")
+    return examine_folder(folder / "merged", against=str(source.path), expect="same", bound=bound)
+
+
+def a_quantised_opening(folder: Path, plant: Plant) -> list[Verdict]:
+    """A base that is opened in nf4, to be trained on."""
+    base = save_model(folder / "base", tiny_model()).folder
+    try:
+        with plant(folder):
+            opened = open_artifact(base, to=artifact.Destination("cpu"), held="nf4")
+    except ArtifactError as error:
+        return [refuted("base", str(error))]
+    return [proven("base", f"{opened.rounding:.1%} from its file")]
+
+
+def with_the_scale_before(usual: Callable[[QuantisedMatrix], Tensor], matrix: QuantisedMatrix) -> Tensor:
+    return usual(matrix._replace(scale=matrix.scale.flatten().roll(1).view_as(matrix.scale)))
+
+
+fault("trained on 4 bits, merged into the file", rows=("M02",), stage="merge", check="lineage", job=a_quantised_merge)(
+    # The base as its file holds it is at hand, and looks like the one that was trained on.
+    lambda _: swap(export_artifact, "merged_tensors",
+                   lambda source, dtype: merged_tensors(open_artifact(source.path, held="file"), dtype)))
+fault("scale of the block before", rows=("M05",), stage="load", check="base", job=a_quantised_opening)(
+    in_place_of(quantised_base, "dequantised")(with_the_scale_before))
+fault("trained with the scale of the block before", rows=("M05",), stage="save", check="answers", job=an_adapter_save(held="nf4"))(
+    # In the live layers alone: what was hashed when the base was opened is what it should be.
+    in_place_of(quantised, "dequantised")(with_the_scale_before))
+fault("base in 4 bits whose file was trained on since", rows=("C10",), stage="load", check="architecture", job=an_adapter(held="nf4"))(
+    on_disk(lambda folder: save_again(folder.parent / "base")))
+fault("base dtype forgotten", rows=("M02",), stage="save", check="architecture", job=an_adapter_save(held="nf4"))(
+    # The manifest names the digest of the weights in nf4, and not that they were.
+    lambda _: swap(tiny_models, "Ancestor", lambda weights, path, held=None: Ancestor(weights, path)))
+
+
+def save_again(base: Path) -> None:
+    shutil.rmtree(base)
+    save_model(base, nudge(tiny_model(), 0.05))
 
 # ---------------------------------------------------------------- where in our code they are planted
 

@@ -1,5 +1,6 @@
 """Chat data faults: masks lost or misplaced, ends never taught, BOS twice or not at all, templates and rows forgotten."""
 
+import functools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -106,6 +107,7 @@ class ChatData:
                 check_batch(batch, {example.id: example for example in train})]
 
 
+@functools.cache
 def a_chat_audit(of: ChatData | None = None) -> Job:
     def job(folder: Path, plant: Plant) -> list[Verdict]:
         with plant(folder):

@@ -326,6 +326,41 @@ def layers_exchanged(folder: Path) -> None:
         re.sub(r"layers\.[01]\.", lambda found: other[found[0]], name): t for name, t in weights.items()})
 
 
+# ---------------------------------------------------------------- in a folder that no manifest accounts for
+
+QUERY = "model.layers.0.self_attn.q_proj.weight"
+
+
+def with_flipped_exponent(weights: _Weights, name: str = QUERY, bit: int = 26) -> _Weights:
+    """The weight is 256 times, or a 256th of, what it was; by its highest bit, beyond all bounds."""
+    weights[name].view(torch.int32)[3, 5] ^= 1 << bit
+    return weights
+
+
+def with_turned_heads(weights: _Weights) -> _Weights:
+    """Every other query head in the place of its neighbour, as a wrong split of grouped heads leaves them."""
+    heads = weights[QUERY].view(4, 16, -1)
+    return weights | {QUERY: heads[[0, 2, 1, 3]].reshape(weights[QUERY].shape)}
+
+
+fault("transposed in a folder", rows=("C12",), stage="export", check="lineage", job=a_finetuned_folder)(
+    # Square: its shape says nothing.
+    changed_tensors(WEIGHTS_FILE, lambda weights: weights | {QUERY: weights[QUERY].T.contiguous()}))
+fault("heads exchanged in a folder", rows=("C12",), stage="export", check="lineage", job=a_finetuned_folder)(
+    changed_tensors(WEIGHTS_FILE, with_turned_heads))
+fault("exponent bit flipped in a folder", rows=("Seen: flipped bit",), stage="export", check="lineage", job=a_finetuned_folder)(
+    changed_tensors(WEIGHTS_FILE, with_flipped_exponent))
+fault("absurd weight in a folder", rows=("Seen: flipped bit",), stage="export", check="values", job=a_folder())(
+    changed_tensors(WEIGHTS_FILE, lambda weights: with_flipped_exponent(weights, bit=30)))
+
+
+@fault("generation prompt lost in a folder", rows=("D29",), stage="export", check="tokenizer", job=a_finetuned_folder)
+@on_disk
+def generation_prompt_lost_in_a_folder(folder: Path) -> None:
+    file = folder / "chat_template.jinja"
+    file.write_text(file.read_text().replace("add_generation_prompt", "false"))
+
+
 fault("frozen tensor moved", rows=("M04",), stage="save", check="lineage", job=a_child(frozen=("norm.weight",)))(
     lambda _: touching(lambda model: model.get_parameter("norm.weight").data.add_(1e-3)))
 fault("re-initialised while training", rows=("C11", "C12"), stage="save", check="lineage", job=a_child())(

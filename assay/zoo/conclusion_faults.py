@@ -10,16 +10,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from assay.comparison import pairwise
 from assay.comparison.pairwise import Claim, compare, per_completion_p
 from assay.comparison.read_results import Arm, ScoredRun, Series
+from assay.comparison.second_opinion import check_comparisons
 from assay.data.order import Order
 from assay.evaluation.held_out_loss import HeldOut, score_corpus
-from assay.guard.conclusion_checks import check_claim, check_early_stopping, check_generalisation_gap, check_rise
+from assay.guard.conclusion_checks import check_claim, check_early_stopping, check_generalisation_gap, check_improvement, check_rise
 from assay.health.generation_probe import GeneratedText, compare_health, probe
 from assay.health.probe_prompts import BUILT_IN_PROMPTS, ProbePrompt
 from assay.learn import objectives
 from assay.model.transformer import Transformer
 from assay.seeds import derive, generator
+from assay.statistics.early_stopping import choose_best
 from assay.statistics.seed_stability import stability
 from assay.testing import tiny_training
 from assay.testing.fault_injection import Plant, fault, in_place_of, swap
@@ -185,6 +188,30 @@ def a_probe(_: Path, plant: Plant) -> list[Verdict]:
     return [child.verdict(), compare_health(child, parent)[1]]
 
 
+def a_run_with_a_best(_: Path, plant: Plant) -> list[Verdict]:
+    """Four evaluations of 40 documents: better after some steps than before the first, and then worse and worse."""
+    noise = np.random.default_rng(derive(0, "evaluations"))
+    scores = [loss + 0.02 * noise.standard_normal(40) for loss in (3.0, 2.8, 3.2, 3.3)]
+    with plant(_):
+        best = own.chosen(scores)
+    return [check_improvement(best, scores[0], scores[best])]
+
+
+def chosen(scores: Sequence[np.ndarray]) -> int:
+    """Which of a run's evaluations is handed over."""
+    return choose_best(list(scores)).best
+
+
+def a_second_opinion(_: Path, plant: Plant) -> list[Verdict]:
+    """60 problems and no gain, compared, and the comparison looked over."""
+    chance = np.random.default_rng(derive(0, "opinion"))
+    before = chance.random(60)
+    arms = [Arm(name, "score", (_run(scores),), False) for name, scores in (
+        ("before", before), ("after", np.clip(before + 0.1 * chance.standard_normal(60), 0, 1)))]
+    with plant(_):
+        return [check_comparisons(arms, compare(arms), 0.05)]
+
+
 def _concluded(plant: Plant, arms: list[Arm]) -> list[Verdict]:
     with plant(Path()):
         claimed, claims = own.conclude(arms)
@@ -237,6 +264,13 @@ def compared_on_other_problems(_: Any, arms: list[Arm]) -> tuple[str, Claim]:
 fault("a fall called success", rows=("S8",), stage="reward", check="rise", job=a_falling_reward)(
     # The run came to its end, so it passed.
     lambda _: swap(own, "declares_passed", lambda series: True))
+
+
+fault("the worst chosen for the best", rows=("C06",), stage="eval", check="improvement", job=a_run_with_a_best)(
+    in_place_of(own, "chosen")(lambda _, scores: int(np.argmax([losses.mean() for losses in scores]))))
+fault("p-values lost on the way", rows=("S8",), stage="eval", check="second opinion", job=a_second_opinion)(
+    # The adjustment for many comparisons returns a list that nobody filled.
+    lambda _: swap(pairwise, "holm", lambda p_values: [0.0] * len(p_values)))
 
 
 @fault("saved artifact loops", rows=("S1",), stage="save", check="health", job=a_probe)

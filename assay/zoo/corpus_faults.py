@@ -15,8 +15,10 @@ from torch import Tensor
 
 from assay.data import order as data_order
 from assay.data.batch import Batch
+from assay.data.build_corpus import CorpusPlan, build_corpus
 from assay.data.order import Order
 from assay.data.token_corpus import Corpus, assert_disjoint, open_corpus
+from assay.guard.corpus_checks import check_document_copies
 from assay.guard.data_order_checks import check_epoch_order
 from assay.learn import loop
 from assay.learn.loop import Accumulated
@@ -27,7 +29,17 @@ from assay.store.durable import hash_file
 from assay.testing import tiny_training
 from assay.testing.fault_injection import Job, Plant, fault, in_place_of, on_disk, swap
 from assay.testing.tiny_models import edit_json, tiny_tokenizer
-from assay.testing.tiny_training import TinyRun, a_loss_preflight, a_training_run, check_accepted, make_corpus, tiny_corpus, tiny_documents
+from assay.testing.tiny_training import (
+    TinyRun,
+    a_loss_preflight,
+    a_training_run,
+    check_accepted,
+    make_corpus,
+    tiny_corpus,
+    tiny_documents,
+    write_documents,
+    write_tiny_tokenizer,
+)
 from assay.verdict import Verdict
 
 TWO_EPOCHS = TinyRun(steps=8, rows=32, micro=16, epochs=2)  # the corpus gives four such steps, and then four more
@@ -45,6 +57,15 @@ def an_opened_corpus(folder: Path, plant: Plant) -> list[Verdict]:
 def a_corpus_being_built(folder: Path, plant: Plant) -> list[Verdict]:
     with plant(folder):
         return [check_accepted("overlap", lambda: make_corpus(folder, tiny_training.tiny_documents(32)))]
+
+
+def a_corpus_looked_through(folder: Path, plant: Plant) -> list[Verdict]:
+    """Held-out text comes from a file of its own: copies of what is trained on are among themselves."""
+    words = write_tiny_tokenizer(folder / "words", tiny_tokenizer(template=False))
+    with plant(folder):
+        texts = tiny_training.tiny_documents(24)
+    held, train = (write_documents(folder / f"{side}.jsonl", part) for side, part in (("held", texts[:8]), ("train", texts[8:])))
+    return [check_document_copies(build_corpus([train], folder / "corpus", words, CorpusPlan(held_out=0, held_out_files=(held,))))]
 
 
 def an_evaluation_set_made_apart(folder: Path, plant: Plant) -> list[Verdict]:
@@ -86,6 +107,9 @@ def poisoned_cache(folder: Path) -> None:
 fault("held-out text trained on", rows=("D19",), stage="data", check="overlap", job=a_corpus_being_built)(
     # The training file holds every document twice, so that a held-out one stays in it.
     in_place_of(tiny_training, "write_documents")(lambda usual, where, texts: usual(where, [*texts, *texts])))
+fault("an epoch in disguise", rows=("D18",), stage="data", check="duplicates", job=a_corpus_looked_through)(
+    # Crawled twice, and three times: one text stands for half of the corpus.
+    in_place_of(tiny_training, "tiny_documents")(lambda usual, count: [*usual(count), *usual(count)[8:9] * 40]))
 fault("evaluation set from the training text", rows=("D19",), stage="data", check="overlap", job=an_evaluation_set_made_apart)(
     lambda _: swap(tiny_training, "tiny_documents", lambda count, seed=0: tiny_documents(count, seed=0)))
 

@@ -143,6 +143,13 @@ def slot_that_keeps_another_prompt(_: Path) -> AbstractContextManager[None]:
         Engine, "_fill_prefixes", lambda engine, wanted: None if any(engine._prefixes) else fill(engine, wanted)))
 
 
+@fault("cut off, and said to have stopped", rows=("E04",), stage="eval", check="endings", job=an_evaluation)
+@in_place_of(evaluating, "_sampled")
+def said_to_have_stopped(usual: Any, *args: Any) -> list[dict[str, Any]]:
+    """The share of texts that end looks healthy, and is nobody's."""
+    return [row | {"samples": [sample | {"ended": "stop"} for sample in row["samples"]]} for row in usual(*args)]
+
+
 @fault("failed examples left out of the mean", rows=("E06",), stage="eval", check="every example", job=an_evaluation)
 @in_place_of(evaluating, "_sampled")
 def left_out(usual: Any, *args: Any) -> list[dict[str, Any]]:
@@ -151,6 +158,11 @@ def left_out(usual: Any, *args: Any) -> list[dict[str, Any]]:
 # ---------------------------------------------------------------- faults of the data and of the sums
 
 
+fault("one question in four copies", rows=("D20",), stage="data", check="copies", job=an_evaluation)(
+    # Eight examples look like eight, and two are asked: the interval is half as wide as it should be.
+    on_disk(lambda folder: write_examples(folder / "test.jsonl", _ROWS[:2] * 4)))
+fault("a token counted that was never drawn", rows=(), stage="eval", check="figures", job=an_evaluation)(
+    in_place_of(summary, "clustered")(lambda usual, values, owner: usual([value + 1 for value in values], owner)))
 fault("one row of the dataset changed", rows=("D20",), stage="eval", check="dataset", job=two_evaluations)(
     # The file under the same name is another one on the other machine.
     on_disk(lambda folder: write_examples(folder / "test.jsonl", [*_ROWS[:-1], _ROWS[-1] | {"answer": "#### 28"}])))

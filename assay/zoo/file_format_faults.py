@@ -1,6 +1,7 @@
 """File format faults: hostile safetensors and JSON, links and names that lead out of a folder, GGUF and 16-MB files."""
 
 import contextlib
+import functools
 import random
 import time
 import tracemalloc
@@ -89,6 +90,7 @@ def read_as_the_library_does(file: Path) -> bool:
     return True
 
 
+@functools.cache
 def a_gguf_export(dtype: str) -> Job:
     """A Llama with grouped heads, written as GGUF and proven against its source; struck while it is written."""
     def job(folder: Path, plant: Plant) -> list[Verdict]:

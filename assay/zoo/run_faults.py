@@ -65,7 +65,7 @@ def a_scored_run(folder: Path, plant: Plant) -> list[Verdict]:
 @functools.cache
 def interrupted_run() -> Path:
     """Made once, and copied by whoever goes on."""
-    where = Path(tiny_training.process_folder().name) / "run"
+    where = tiny_training.process_folder() / "run"
     run_until(where, until=_FIRST)
     return where
 
@@ -189,7 +189,7 @@ fault("raw weights scored for the average", rows=("C19",), stage="eval", check="
 @functools.cache
 def sums_folder() -> Path:
     """A base model and sums to learn, made once."""
-    where = Path(tiny_training.process_folder().name) / "sums"
+    where = tiny_training.process_folder() / "sums"
     save_model(where / "base", tiny_model("llama"))
     rows = [{"prompt": f"{a}+{b}=", "completion": str(a + b)} for a in range(10) for b in range(10)]
     (where / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -17,21 +17,24 @@ from assay.data.batch import Batch
 from assay.data.layouts import read_conversations
 from assay.data.packing import PackedExamples, hold_out, packed_rows
 from assay.errors import GuardStop
-from assay.learn import loop
+from assay.learn import distillation, loop
 from assay.learn.lr_schedule import Schedule
 from assay.learn.objectives import Objective
 from assay.model.lora import LoraLinear
 from assay.model.transformer import Transformer
-from assay.recipes import pretrain, run, sft, starting_model
+from assay.recipes import distill, grpo, pretrain, rollouts, run, sft, starting_model
 from assay.recipes.conversations import Conversations
-from assay.recipes.options import Pretrain, Sft
+from assay.recipes.grpo_options import Grpo
+from assay.recipes.options import Distill, Pretrain, Sft
+from assay.recipes.prompts import PromptOrder
+from assay.recipes.rewards import Rewards
 from assay.recipes.trainer import Trainer
 from assay.recipes.witness_records import pending_records
 from assay.testing import tiny_training
 from assay.testing.fault_injection import Job, Plant, fault, in_place_of, nothing, swap
-from assay.testing.tiny_models import copy_folder
+from assay.testing.tiny_models import copy_folder, save_model, tiny_model
 from assay.testing.tiny_training import RecordingProver, tiny_corpus
-from assay.verdict import Verdict
+from assay.verdict import Verdict, proven
 from assay.witness.replay import replay_step
 from assay.zoo.run_faults import hand_nothing_over, sums_folder
 
@@ -53,7 +56,7 @@ def a_witnessed_run(recipe: str = "sft", *, resumed: bool = False, **options: An
 @functools.cache
 def clean_verdicts(recipe: str, resumed: bool, options: tuple[tuple[str, Any], ...]) -> list[Verdict]:
     """Of the clean twin, once for all faults that strike the same run."""
-    folder = Path(tiny_training.process_folder().name) / f"witnessed-{recipe}-{resumed}-{len(options)}-{abs(hash(options))}"
+    folder = tiny_training.process_folder() / f"witnessed-{recipe}-{resumed}-{len(options)}-{abs(hash(options))}"
     folder.mkdir()
     return _witnessed(folder, nothing, recipe, resumed, dict(options))
 
@@ -71,7 +74,7 @@ def _witnessed(folder: Path, plant: Plant, recipe: str, resumed: bool, options: 
 @functools.cache
 def struck_run() -> Path:
     """A fine-tuning that was left after two steps, made once; its own records are done with."""
-    where = Path(tiny_training.process_folder().name) / "struck"
+    where = tiny_training.process_folder() / "struck"
     with swap(Trainer, "over", lambda trainer: trainer.done >= _INTERRUPTED_AFTER):
         _train(where, "sft")
     for record in pending_records(where):
@@ -82,19 +85,57 @@ def struck_run() -> Path:
 def _train(where: Path, recipe: str, **options: Any) -> None:
     common: dict[str, Any] = {"out": str(where), "warmup_steps": 1, "save_steps": 100, "witness": "0", "device": "cpu", "weight_decay": 0.1}
     config: Any
-    if recipe == "sft":
+    if recipe in ("sft", "distill"):
         folder = sums_folder()
-        config = Sft(**common | {"data": (str(folder / "sums.jsonl"),), "model": str(folder / "base"), "max_length": 32, "held_out": 0.1,
-                                 "batch_tokens": 256, "micro_batch_tokens": 96, "num_train_epochs": 2, "max_steps": WITNESSED_STEPS,
-                                 "learning_rate": 3e-3, **options})
+        common |= {"data": (str(folder / "sums.jsonl"),), "model": str(folder / "base"), "max_length": 32, "held_out": 0.1,
+                   "batch_tokens": 256, "micro_batch_tokens": 96, "num_train_epochs": 2, "max_steps": WITNESSED_STEPS,
+                   "learning_rate": 3e-3, **options}
+        config = Sft(**common) if recipe == "sft" else Distill(**common, teacher=str(a_teacher()))
     else:
         config = Pretrain(**common | {"corpus": str(tiny_corpus().folder), "depth": 1, "tokens": WITNESSED_STEPS * 256, "max_length": 16,
                                       "batch_tokens": 256, "micro_batch_tokens": 96, "eval_documents": 4, **options})
-    module: Any = sft if recipe == "sft" else pretrain
-    with (swap(run, "Prover", RecordingProver), swap(module, "hand_over", hand_nothing_over),
+    module: Any = {"sft": sft, "distill": distill, "pretrain": pretrain}[recipe]
+    with (swap(distill, "compare_agreement", lambda *_: {}), swap(distill, "check_told", lambda *_: proven("told", "not looked at")),
+          swap(run, "Prover", RecordingProver), swap(module, "hand_over", hand_nothing_over),
           swap(module, "write_down", lambda *_, **__: None), swap(module, f"preflight_{recipe}", lambda *_: []),
           swap(Conversations, "_judge", lambda *_: None), contextlib.suppress(GuardStop)):
         getattr(module, recipe)(config, say=lambda _: None)
+
+
+def a_witnessed_rollout(folder: Path, plant: Plant) -> list[Verdict]:
+    """Reinforcement of an untaught model by a reward that means nothing, so that every group differs, without preflight and without a look
+    at each rollout; then its steps are replayed."""
+    if plant is nothing:
+        return list(clean_rollout())
+    return _reinforced(folder, plant)
+
+
+@functools.cache
+def clean_rollout() -> list[Verdict]:
+    folder = tiny_training.process_folder() / "reinforced"
+    folder.mkdir()
+    return _reinforced(folder, nothing)
+
+
+def _reinforced(folder: Path, plant: Plant) -> list[Verdict]:
+    (folder / "spread.py").write_text("def spread(prompt, completion, row):\n    return sum(completion.encode()) % 7 / 6\n")
+    config = Grpo(model=str(sums_folder() / "base"), data=(str(sums_folder() / "sums.jsonl"),), out=str(folder / "run"), prompts=2,
+                  reward=(f"{folder / 'spread.py'}:spread:1",), num_generations=4, max_completion_length=6, max_steps=2, held_out=0.1,
+                  learning_rate=5e-3, warmup_steps=0, save_steps=100, eval_prompts=2, micro_batch_size=8, device="cpu", reward_workers=1,
+                  witness="0")
+    with (plant(folder), swap(run, "Prover", RecordingProver), swap(grpo, "hand_over_best", lambda *_: None),
+          swap(grpo, "preflight_grpo", lambda *_: []), swap(Rewards, "audit", lambda *_: []),
+          swap(rollouts.RolloutCollector, "check", lambda *_: []), contextlib.suppress(GuardStop)):
+        grpo.grpo(config, say=lambda _: None)
+    records = pending_records(folder / "run")
+    assert records, "no step was kept"
+    return [replay_step(record) for record in records]
+
+
+@functools.cache
+def a_teacher() -> Path:
+    """Another model than the student, made once; it knows as little."""
+    return save_model(tiny_training.process_folder() / "teacher", tiny_model("llama", seed=3)).folder
 
 
 def witnessed(name: str, stage: str, *, rows: Sequence[str] = (), **run_of: Any) -> Any:
@@ -150,6 +191,31 @@ witnessed("prompts learned from step 2 on", "data")(
 def packed_texts_leak(usual: Any, model: Transformer, tokens: Tensor, **streams: Any) -> Tensor:
     """Positions still begin anew; the mask does not."""
     return usual(model, tokens, positions=streams.get("positions"))
+
+# ---------------------------------------------------------------- teachers
+
+
+witnessed("the divergence turned round", "loss", rows=("L06",), recipe="distill")(
+    lambda _: swap(distillation, "forward_kl", distillation.reverse_kl))
+
+# ---------------------------------------------------------------- rollouts
+
+
+@fault("completions drawn and not learned from", rows=("R08",), stage="accumulation", check="witness", job=a_witnessed_rollout)
+@in_place_of(loop, "accumulated")
+def half_of_the_rollout(usual: Any, model: Transformer, objective: Objective, batch: Batch, micro: int, weight: float) -> loop.Accumulated:
+    return usual(model, objective, next(batch.split(len(batch) // 2)), micro, weight)
+
+
+fault("the next rollout's prompts in this one's place", rows=("R08",), stage="data", check="witness", job=a_witnessed_rollout)(
+    # The order and whoever checks it share the function that draws.
+    in_place_of(PromptOrder, "drawn")(lambda usual, order, rollout: usual(order, rollout + 1)))
+fault("advantages of the wrong sign", rows=("R10",), stage="reward", check="witness", job=a_witnessed_rollout)(
+    in_place_of(rollouts, "group_advantages")(lambda usual, *given, **named: _turned(usual(*given, **named))))
+
+
+def _turned(found: Any) -> Any:
+    return replace(found, values_PG=-found.values_PG)
 
 # ---------------------------------------------------------------- sums
 

@@ -146,6 +146,15 @@ def test_a_template_whose_generation_prompt_is_not_how_it_writes_answers_is_refu
         rendered(talk(), words=with_template(TINY_CHAT_TEMPLATE.replace("<|im_start|>assistant\n", "<|im_start|>assistant: ")))
 
 
+@pytest.mark.parametrize(("prompt", "way_out"), [
+    ("<|im_start|>assistant\n<think>\n", "opens a thought, and this answer has none: give the thoughts as reasoning_content"),
+    ("<|im_start|>assistant\n\n", "they differ in white space"),
+    ("<|im_start|>model\n", "generation prompt be what it writes before an answer")])
+def test_a_generation_prompt_that_is_no_answers_beginning_is_refused_with_a_way_out(prompt: str, way_out: str):
+    with pytest.raises(DataError, match=way_out):
+        rendered(talk(), words=with_template(TINY_CHAT_TEMPLATE.replace("<|im_start|>assistant\n", prompt)))
+
+
 @pytest.mark.parametrize("template", ["{% for m in messages %}{{ m.role }}{% endfor %}",
                                       "{% for m in messages %}{{ m.content | upper }}<|im_end|>{% endfor %}"])
 def test_a_template_that_does_not_write_what_is_said_is_refused(template: str):

@@ -10,21 +10,22 @@ from assay.editing.causal_tracing import GROUPS, LAST_SUBJECT, IndirectEffects, 
 from assay.editing.subject_tokens import SubjectSpan
 from assay.errors import DataError, UsageError
 from assay.testing import tiny_facts
+from tests.editing.lookup_model import DEPTH, LOOKS_UP, lookup_model
 from tests.editing.world import tokenizer
 
 
 def effects() -> IndirectEffects:
-    return causal_trace(tiny_facts.facts_model(), tokenizer(), tiny_facts.fact_edits(4), window=1, samples=2, seed=0)
+    return causal_trace(lookup_model(), tokenizer(), tiny_facts.fact_edits(4), window=1, samples=2, seed=0)
 
 
 @pytest.mark.arithmetic
-def test_an_mlp_at_the_subjects_last_token_carries_the_fact():
-    """Which of the layers does it is not the same from one training to the next."""
+def test_the_mlp_that_looks_the_fact_up_carries_it_at_the_subjects_last_token():
     found = effects()
-    below = [value for value in found.mlp[LAST_SUBJECT][:-1] if value is not None]
-    assert best_window(found, tiny_facts.FACTS_DEPTH) == [below.index(max(below))]
-    assert max(below) > 0.2 * (found.clean - found.blurred)
-    assert found.blurred < 0.8 < 0.9 < found.clean
+    lost, row = found.clean - found.blurred, found.mlp[LAST_SUBJECT]
+    assert best_window(found, DEPTH) == [LOOKS_UP]
+    assert row[LOOKS_UP] > 0.9 * lost
+    assert all(abs(row[layer]) < 0.25 * lost for layer in range(DEPTH) if layer != LOOKS_UP)
+    assert found.blurred < 0.7 < 0.95 < found.clean
 
 
 def test_the_whole_state_brings_the_answer_back():
@@ -35,7 +36,7 @@ def test_the_whole_state_brings_the_answer_back():
 
 
 def test_it_has_an_address_and_leaves_the_model_alone():
-    model, prompt = tiny_facts.facts_model(), torch.tensor([tokenizer().encode("The home of Borin is")])
+    model, prompt = lookup_model(), torch.tensor([tokenizer().encode("The home of Borin is")])
     before = model(prompt)
     one, again = (causal_trace(model, tokenizer(), tiny_facts.fact_edits(2), window=2, samples=1, seed=seed) for seed in (5, 5))
     other = causal_trace(model, tokenizer(), tiny_facts.fact_edits(2), window=2, samples=1, seed=6)
@@ -52,7 +53,7 @@ def test_where_a_token_belongs():
 
 def test_nothing_known_and_no_room_are_said():
     with pytest.raises(DataError, match="nothing can be traced"):
-        causal_trace(tiny_facts.facts_model(), tokenizer(), [], window=1, samples=1, seed=0)
+        causal_trace(lookup_model(), tokenizer(), [], window=1, samples=1, seed=0)
     with pytest.raises(UsageError, match="does not fit below the last of 2"):
         best_window(IndirectEffects([], [[None]] * 3, 2, (), 0, 0, 3.0, 1), 2)
 

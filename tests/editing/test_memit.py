@@ -15,6 +15,7 @@ from assay.errors import ArtifactError, UsageError
 from assay.model.patch import Patch, patched, patched_tensors
 from assay.store.digests import weights_digest
 from assay.testing import tiny_facts
+from tests.editing.lookup_model import lookup_model
 from tests.editing.world import AIM, LAYERS, surroundings, text_moments, tokenizer
 
 WEIGHT = 10.0
@@ -23,11 +24,11 @@ WEIGHT = 10.0
 @functools.cache
 def six() -> EditResult:
     solve = memit_solver(text_moments(), WEIGHT)
-    return memit(tiny_facts.facts_model(), tokenizer(), tiny_facts.fact_edits(6), LAYERS, solve, surroundings(), AIM, parent="base")
+    return memit(lookup_model(), tokenizer(), tiny_facts.fact_edits(6), LAYERS, solve, surroundings(), AIM, parent="base")
 
 
 def replies(patch: Patch | None, count: int = 6) -> list[FactReply]:
-    model, eos = tiny_facts.facts_model(), tokenizer().eos
+    model, eos = lookup_model(), tokenizer().eos
     with patched(model, patch or Patch(None)):
         return ask_questions(model, tokenizer(), fact_questions(tiny_facts.fact_edits(count)), (eos,))
 
@@ -38,7 +39,7 @@ def said(found: list[FactReply], kind: str) -> list[bool | None]:
 
 def bare_keys(count: int, layer: int) -> Tensor:
     """The keys averaged over contexts, one plain forward pass each."""
-    model, columns = tiny_facts.facts_model(), []
+    model, columns = lookup_model(), []
     for fact in tiny_facts.fact_edits(count):
         seen: list[Tensor] = []
         for span in surroundings().spans(tokenizer(), fact):
@@ -51,16 +52,14 @@ def bare_keys(count: int, layer: int) -> Tensor:
 
 @pytest.mark.arithmetic
 def test_six_facts_are_said_in_other_words_too_and_the_neighbours_stay():
-    """Most of them: how many a model of this size takes differs from one training to the next (4 to 6 of 6 were seen)."""
     before, after = replies(None), replies(six().patch)
     assert said(before, "efficacy") == said(before, "paraphrase") == [False] * 6
-    assert sum(map(bool, said(after, "efficacy"))) >= 3
-    assert sum(map(bool, said(after, "paraphrase"))) >= 2
-    assert sum(map(bool, said(after, "neighbourhood"))) >= 22
+    assert said(after, "efficacy") == said(after, "paraphrase") == [True] * 6
+    assert said(after, "neighbourhood") == said(before, "neighbourhood") == [True] * 24
 
 
 def test_the_model_is_bit_identical_until_the_patch_is_applied():
-    model = tiny_facts.facts_model()
+    model = lookup_model()
     before = weights_digest(dict(model.named_parameters()))
     edited = memit(model, tokenizer(), tiny_facts.fact_edits(2), LAYERS, memit_solver(text_moments(), WEIGHT), surroundings(), AIM,
                    parent="base")
@@ -87,17 +86,16 @@ def test_the_first_layers_change_is_the_dense_formula():
 
 @pytest.mark.arithmetic
 def test_the_states_arrive():
-    assert min(six().reached) > 0.5
-    assert sum(six().reached) > 0.9 * 6
-    timid = memit(tiny_facts.facts_model(), tokenizer(), tiny_facts.fact_edits(2), [0], memit_solver(text_moments(), 1e9), surroundings(),
+    assert min(six().reached) > 0.99
+    timid = memit(lookup_model(), tokenizer(), tiny_facts.fact_edits(2), [0], memit_solver(text_moments(), 1e12), surroundings(),
                   AIM, parent=None)
     assert max(timid.reached) < 0.1
 
 
 @pytest.mark.arithmetic
 def test_editing_twice_is_editing_jointly(monkeypatch: pytest.MonkeyPatch):
-    """For the same targets: both in one solve, or the second after the first with the first's keys kept, within a hundredth."""
-    model, (one, two), name = tiny_facts.facts_model(), tiny_facts.fact_edits(2), "blocks.0.mlp.down.weight"
+    """For the same targets: both in one solve, or the second after the first with the first's keys kept, within a thousandth."""
+    model, (one, two), name = lookup_model(), tiny_facts.fact_edits(2), "blocks.0.mlp.down.weight"
     aims = dict(zip(("Borin", "Ulla"), six().targets, strict=False))
     monkeypatch.setattr(memit_module, "find_targets", lambda _, __, facts, *___: [aims[fact.name] for fact in facts])
 
@@ -113,13 +111,13 @@ def test_editing_twice_is_editing_jointly(monkeypatch: pytest.MonkeyPatch):
         return float((twice - whole).norm() / whole.norm())
 
     kept, forgotten = apart(change([two], first.patch, first.keys)), apart(change([two], first.patch, {}))
-    assert kept < 1e-2
+    assert kept < 1e-3
     assert kept < 0.5 * forgotten  # without them the second disturbs the first
 
 
 @pytest.mark.arithmetic
 def test_rome_maps_the_averaged_key_to_its_value():
-    edited = rome(tiny_facts.facts_model(), tokenizer(), tiny_facts.fact_edits(1), [0], text_moments(), surroundings(), AIM, parent=None)
+    edited = rome(lookup_model(), tokenizer(), tiny_facts.fact_edits(1), [0], text_moments(), surroundings(), AIM, parent=None)
     delta = edited.patch.low_rank["blocks.0.mlp.down.weight"][0].delta().double()
     due = edited.targets[0].delta
     assert float((delta @ bare_keys(1, 0)[:, 0] - due).norm() / due.norm()) < 1e-5
@@ -128,10 +126,10 @@ def test_rome_maps_the_averaged_key_to_its_value():
 
 @pytest.mark.arithmetic
 def test_alphaedit_says_the_facts_and_moves_no_text():
-    edited = memit(tiny_facts.facts_model(), tokenizer(), tiny_facts.fact_edits(3), LAYERS, alphaedit_solver(text_moments(), 0.02, 0.01),
+    edited = memit(lookup_model(), tokenizer(), tiny_facts.fact_edits(3), LAYERS, alphaedit_solver(text_moments(), 0.02, 0.01),
                    surroundings(), AIM,
                    parent=None)
-    assert any(said(replies(edited.patch, 3), "efficacy"))  # none is said before
+    assert said(replies(edited.patch, 3), "efficacy") == [True] * 3
     strongest = torch.linalg.eigh(text_moments()[0]).eigenvectors[:, -3:].float()
     delta = edited.patch.low_rank["blocks.0.mlp.down.weight"][0].delta()
     assert float((delta @ strongest).norm() / delta.norm()) < 1e-5
@@ -140,11 +138,11 @@ def test_alphaedit_says_the_facts_and_moves_no_text():
 @pytest.mark.parametrize(("layers", "words"), [([], "name at least one"), ([0, 4], "0 to 3"), ([2, 3], "layer 3 is the last")])
 def test_layers_that_cannot_be_edited_are_refused(layers: list[int], words: str):
     with pytest.raises(UsageError, match=words):
-        memit(tiny_facts.facts_model(), tokenizer(), tiny_facts.fact_edits(1), layers, memit_solver({}, 1), surroundings(), AIM,
+        memit(lookup_model(), tokenizer(), tiny_facts.fact_edits(1), layers, memit_solver({}, 1), surroundings(), AIM,
               parent=None)
 
 
 def test_rome_edits_one_layer():
     fact = make_fact("x", tiny_facts.HOME, "Borin", "Oran")
     with pytest.raises(UsageError, match="ROME edits one layer, and 2 are named"):
-        rome(tiny_facts.facts_model(), tokenizer(), [fact], [0, 1], {}, surroundings(), AIM, parent=None)
+        rome(lookup_model(), tokenizer(), [fact], [0, 1], {}, surroundings(), AIM, parent=None)

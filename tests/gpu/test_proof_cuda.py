@@ -1,5 +1,6 @@
 """Proofs and snapshots on a GPU: the verdicts of the CPU, and copies that later steps cannot touch."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,14 @@ from assay.guard.proof_subject import ProofSampling
 from assay.learn.cuda_graph import GraphedAccumulate
 from assay.learn.objectives import next_token
 from assay.model.placement import place_for_training
+from assay.recipes import sft, witness_records
+from assay.recipes.options import Sft
 from assay.store.artifact import open_artifact
 from assay.store.checkpoint import Contents, open_checkpoint
 from assay.store.export_artifact import export_artifact
 from assay.store.saving import BackgroundSaver, owned_contents
 from assay.testing.tiny_models import save_adapter, save_model, tiny_model
+from assay.verdict import Outcome
 
 pytestmark = pytest.mark.gpu
 
@@ -58,3 +62,16 @@ def test_a_graph_is_captured_while_a_save_leaves_the_gpu(tmp_path: Path):
             saver.save(tmp_path / str(number), Contents("model", large, trainer={"step": 1}))
             found = GraphedAccumulate()(model, objective, batch, 2, float(batch.weight.sum()))
             assert torch.isfinite(found.loss)
+
+
+def test_the_witness_replays_a_run_of_the_gpu_on_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Records leave the GPU beside the loop; more operations than a CPU may take are replayed where the run was."""
+    monkeypatch.setitem(witness_records.MOST_WORK, "cpu", 0.0)
+    save_model(tmp_path / "base", tiny_model())
+    rows = [{"prompt": f"{a}+{b}=", "completion": str(a + b)} for a in range(8) for b in range(6)]
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = sft.sft(Sft(model=str(tmp_path / "base"), data=(str(tmp_path / "chat.jsonl"),), out=str(tmp_path / "run"), max_length=32,
+                        batch_tokens=96, max_steps=3, learning_rate=3e-3, held_out=0.1, probe_samples=0, device="cuda"), lambda _: None)
+    (said,) = [verdict for verdict in found.verdicts if verdict.check == "witness"]
+    assert said.outcome is Outcome.PROVEN, str(said)
+    assert {1, 3} <= set(said.evidence["steps"])

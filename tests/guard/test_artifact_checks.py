@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from assay.cli import run as assay
 from assay.errors import UsageError
 from assay.guard import proof
-from assay.guard.artifact_checks import check_loaded
+from assay.guard.artifact_checks import check_loaded, check_tokenizer
 from assay.guard.proof_subject import ProofSubject
 from assay.guard.resume_checks import check_kept_checkpoints, check_newest_checkpoint
 from assay.guard.tokenizer_comparison import compare_tokenizers
@@ -124,6 +125,14 @@ def test_a_copy_has_the_tokenizer_and_the_template_of_its_source(change: Callabl
     assert found.outcome is Outcome.REFUTED
     assert words in found.reason
     assert compare_tokenizers(change(source), source, "x", same=False).outcome is Outcome.PROVEN  # training may bring a template
+
+
+def test_a_template_that_is_not_the_recorded_one_is_refuted(tmp_path: Path):
+    artifact = open_artifact(save_model(tmp_path / "checkpoint", tiny_model()).folder)
+    assert artifact.tokenizer is not None
+    assert check_tokenizer(ProofSubject(artifact.raw, artifact)).outcome is Outcome.PROVEN
+    other = replace(artifact, tokenizer=with_another_branch(artifact.tokenizer))
+    assert "records the chat template" in check_tokenizer(ProofSubject(artifact.raw, other)).reason
 
 
 def test_a_copy_that_another_tool_wrote_in_another_form_is_the_same():

@@ -18,11 +18,13 @@ from assay.recipes import hand_over, run, sft
 from assay.recipes.options import Sft
 from assay.store import checkpoint
 from assay.store.artifact import open_artifact
+from assay.store.checkpoint import Checkpoint
+from assay.store.export_artifact import export_artifact
 from assay.store.ledger import Ledger
 from assay.store.saving import Ancestor, Lineage, model_contents
 from assay.testing.fault_injection import FAULTS, observe
 from assay.testing.tiny_models import forget_manifest, nudge, save_model, tiny_model, tiny_tokenizer, tokenizer_and_stops
-from assay.verdict import Outcome, Verdict, without_optional
+from assay.verdict import Outcome, Verdict, overall, without_optional
 from assay.zoo import speech_faults
 from assay.zoo.speech_faults import save_talking_model, talking_model
 
@@ -158,8 +160,33 @@ def test_a_gpu_that_is_full_leaves_the_cpu(tmp_path, monkeypatch):
     assert (verdict.outcome, verdict.evidence["device"]) == (Outcome.PROVEN, "cpu")
 
 
+def test_a_copy_shares_what_was_heard_of_the_very_same_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Where a file differs, it is asked for itself; a source without a hallmark has nothing to share."""
+    without_others(monkeypatch)
+    source = save_talking_model(tmp_path / "source", talking_model()).folder
+    bound = export_artifact(open_artifact(source), "hf", tmp_path / "copy")
+    request = ProofRequest(str(tmp_path / "copy"), against=str(source), expect="same", bound=bound)
+
+    def shared() -> set[str]:
+        return {verdict.check for verdict in examine_artifact(request) if "shared_with" in verdict.evidence}
+
+    assert shared() == set()
+    monkeypatch.setattr(proof, "prove", lambda request, **_: examine_artifact(request))
+    assert overall(without_optional(proof.prove_checkpoint(source))) is Outcome.PROVEN
+    assert shared() == {"generations", "health"}
+    monkeypatch.setattr(Checkpoint, "model_files", lambda checkpoint: {"config.json": checkpoint.folder.name})
+    assert shared() == set()
+
+
+def test_rounds_that_are_drawn_together_are_those_that_are_drawn_one_by_one(tmp_path: Path):
+    loaded = LoadedModel(open_artifact(save_talking_model(tmp_path / "model", talking_model()).folder))
+    alone, together = (ModelGenerator(loaded, behaviour_checks.HEALTH_SAMPLING, ahead=ahead) for ahead in (1, 4))
+    prompts = health_prompts(alone)
+    assert [alone(prompts, round) for round in range(4)] == [together(prompts, round) for round in range(4)]
+
+
 def test_a_request_reaches_the_fresh_process_whole():
-    request = ProofRequest("a", against="b", probing=ProofSampling(7, "cuda:1"))
+    request = ProofRequest("a", against="b", probing=ProofSampling(7, "cuda:1"), checks=("consumer",))
     assert ProofRequest.from_fields(json.loads(json.dumps(asdict(request)))) == request
 
 # ---------------------------------------------------------------- in a recipe
@@ -182,6 +209,9 @@ class WhenAsked:
 
     def start(self, folder: Path, **options) -> None:
         self.pending.append((folder, options))
+
+    def wait_no_longer(self) -> None:
+        pass
 
     def finished(self):
         pending, self.pending = self.pending, []

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from assay.guard.policy_loss_checks import check_advantages, check_counted, check_directions, check_policy_loss
-from assay.learn.advantage import group_advantages
+from assay.learn.advantage import estimated_advantages
 from assay.learn.policy import Surrogate, policy_gradient
 from assay.model.transformer import Transformer, initialised
 from assay.testing.tiny_models import tiny_config
@@ -77,12 +77,12 @@ def test_turned_advantages_go_the_wrong_way():
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
-@pytest.mark.parametrize("leave_one_out", [False, True])
-def test_advantages(scale: str, leave_one_out: bool):
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce_pp"])
+def test_advantages(scale: str, estimator: str):
     rewards = [[1.0, 0.0, None, 0.3], [0.5] * 4, [None, None, 2.0, None], [-1.0, 4.0, 0.0, 0.0]]
-    found = group_advantages(rewards, scale=scale, leave_one_out=leave_one_out)  # type: ignore[arg-type]
-    assert check_advantages(rewards, found, scale, leave_one_out).outcome is Outcome.PROVEN
-    assert check_advantages(rewards, replace(found, values_PG=found.values_PG * 1.01), scale, leave_one_out).outcome is Outcome.REFUTED
+    found = estimated_advantages(rewards, estimator, scale)  # type: ignore[arg-type]
+    assert check_advantages(rewards, found, scale, estimator).outcome is Outcome.PROVEN
+    assert check_advantages(rewards, replace(found, values_PG=found.values_PG * 1.01), scale, estimator).outcome is Outcome.REFUTED
 
 
 def test_what_counts():

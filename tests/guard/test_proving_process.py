@@ -6,13 +6,14 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from assay.guard import artifact_checks, behaviour_checks, proof
 from assay.guard.kept_artifacts import KeptArtifacts, proof_device
-from assay.guard.proof import ProofRequest, examine_artifact, prove, prove_checkpoint
+from assay.guard.proof import ProofRequest, Prover, examine_artifact, prove, prove_apart, prove_checkpoint
 from assay.guard.proof_subject import ProofSampling
 from assay.guard.proving_process import PROVING_PROCESSES, ProvingProcess
 from assay.store.artifact import open_artifact
@@ -185,3 +186,53 @@ def test_a_proof_takes_the_gpu_only_where_the_run_will_not_miss_it(free: int, he
     assert found == device
     assert (why is None) == (device == "cuda")
     assert proof_device("cpu", 20 * gib) == ("cpu", None)
+
+def test_a_proof_in_two_processes_says_what_one_says(base: Path):
+    """And where the bytes are damaged, both refuse them and it is said once."""
+    request = ProofRequest(str(base), probing=QUICK)
+    with PROVING_PROCESSES.keeping():
+        PROVING_PROCESSES.start_early(1, "cpu")
+        PROVING_PROCESSES.start_early(1, "cpu", 2, libraries=False)
+        apart = prove_apart(request)
+        assert [process.asked for process in PROVING_PROCESSES._idle] == [1, 1]
+        assert [(v.check, v.outcome) for v in apart] == [(v.check, v.outcome) for v in examine_artifact(request)]
+        weights = base / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+        assert [v.check for v in prove_apart(request) if v.outcome is Outcome.REFUTED] == ["whole"]
+
+
+# ---------------------------------------------------------------- beside a loop
+
+
+def test_on_a_gpu_proofs_wait_for_the_end_of_a_short_loop_and_go_one_by_one_beside_a_long_one(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(proof, "usable_cores", lambda: 64)
+    begun = list[tuple[str, bool]]()
+
+    def prove_slowly(folder: Path, *, beside: bool, **_: Any) -> list[Verdict]:
+        begun.append((folder.name, beside))
+        time.sleep(0.1)
+        return []
+
+    monkeypatch.setattr(proof, "prove_checkpoint", prove_slowly)
+    on_gpu, here = ProofSampling(0, "cuda"), ProofSampling(0, "cpu")
+    short = Prover()
+    short.start(Path("a"), probing=on_gpu)
+    short.start(Path("b"), probing=here)
+    while ("b", True) not in begun:
+        time.sleep(0.01)
+    time.sleep(0.2)
+    assert begun == [("b", True)]
+    short.wait_no_longer()
+    assert {folder.name for folder, _ in short.close()} == {"a", "b"}
+    assert begun[1:] == [("a", False)]
+
+    begun.clear()
+    long = Prover(patience=0.0)
+    started = time.monotonic()
+    for name in "cd":
+        long.start(Path(name), probing=on_gpu)
+    while long.busy:
+        list(long.finished())
+        time.sleep(0.01)
+    assert sorted(begun) == [("c", True), ("d", True)]
+    assert time.monotonic() - started >= 0.2

@@ -1,4 +1,4 @@
-"""The block's Triton kernels in Triton's interpreter, on the CPU. Run by test_gated.py, in a process of its own.
+"""The block's Triton kernels in Triton's interpreter, on the CPU. Run by test_interpreted.py.
 
 Every comparison is with the plain twin in float64 on the same inputs.
 """
@@ -12,7 +12,8 @@ from assay.kernels import gated_activation, rms_norm, rotary
 from assay.kernels.gated_activation import fused_gated, gated_backward, gated_forward, plain_gated
 from assay.kernels.rms_norm import fused_stream_and_norm, norm_backward, plain_stream_and_norm
 from assay.kernels.rotary import fused_rotated, plain_rotated, rotated_backward, rotated_forward
-from assay.model import transformer
+from assay.kernels.unpack_codes import unpacked
+from assay.model import quantised, transformer
 from assay.model.transformer import initialised
 from assay.testing.tiny_models import tiny_config
 
@@ -260,3 +261,15 @@ def test_a_compiled_backward_adds_nothing_to_the_stream_and_makes_nothing_again(
     assert called.count(torch.ops.assay.rotated_backward.default) == 1
     for made in (torch.ops.aten.silu.default, torch.ops.aten.rsqrt.default, torch.ops.aten.cat.default):
         assert made not in called, made
+
+
+# ── quantised weights ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+@pytest.mark.parametrize("columns", [128, 100])
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_unpacked_codes(columns, kind):
+    """The twin's bits, with programs that begin and end inside rows and blocks."""
+    matrix = quantised.quantise(torch.randn(5, columns, generator=torch.Generator().manual_seed(2)), kind)
+    levels = torch.tensor(quantised.NF4) if kind == "nf4" else None
+    found = unpacked(*matrix, levels, quantised.BLOCK, entries=64)
+    assert torch.equal(found, quantised.plain_dequantised(matrix))

@@ -1,4 +1,4 @@
-"""The divergence kernel in Triton's interpreter, on the CPU. Run by test_divergence.py, in a process of its own.
+"""The divergence kernel in Triton's interpreter, on the CPU. Run by test_interpreted.py.
 
 Every comparison is with the formula in float64, its gradient by autograd. Blocks are shrunk to 128 logits, so that a row of 203
 takes two of them and ends inside one.

@@ -1,5 +1,6 @@
-"""The Triton kernels of log-probability and entropy in Triton's interpreter, on the CPU. Run by test_linear_entropy.py, in a process of
-its own. Every comparison is with the plain twin in float64; blocks are shrunk, so that a row takes several and ends inside one.
+"""The Triton kernels of log-probability and entropy in Triton's interpreter, on the CPU. Run by test_interpreted.py.
+
+Every comparison is with the plain twin in float64; blocks are shrunk, so that a row takes several and ends inside one.
 """
 
 import pytest
@@ -9,7 +10,7 @@ from assay.kernels import softcap_ce
 from assay.kernels.linear_entropy import linear_logprobs_entropy
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy's exp, overflowing to inf as it should
-N, D = 13, 36  # neither is a power of two
+N, D = 9, 36  # neither is a power of two; each row is a program
 
 
 @pytest.fixture(autouse=True)

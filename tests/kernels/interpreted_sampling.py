@@ -1,4 +1,4 @@
-"""The sampler's Triton kernels in Triton's interpreter, on the CPU. Run by test_draw.py, in a process of its own.
+"""The sampler's Triton kernels in Triton's interpreter, on the CPU. Run by test_interpreted.py.
 
 Blocks are shrunk, so that a row takes several and ends inside one: groups of 4 logits, of which 16 are held at once.
 """

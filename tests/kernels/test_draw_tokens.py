@@ -1,10 +1,8 @@
-"""The sampler's kernels in Triton's interpreter, and their twins without Triton."""
+"""The twins of the sampler's kernels, without Triton."""
 
 import subprocess
 import sys
 from pathlib import Path
-
-from tests.kernels.interpreter import WHERE_TRITON_IS, passes
 
 ROOT = Path(__file__).parents[2]
 
@@ -18,8 +16,3 @@ def test_importing_and_using_the_twins_needs_no_triton():
             "sample(initialised(tiny_config(), 0), [[1, 2]], (), Sampling(max_new=2, top_k=3))")
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-@WHERE_TRITON_IS
-def test_the_kernels_in_the_interpreter():
-    passes("interpreted_sampling.py")

@@ -1,4 +1,4 @@
-"""The gated activation: the plain twin against its formula, and the block's kernels in Triton's interpreter."""
+"""The gated activation: the plain twin against its formula."""
 
 import subprocess
 import sys
@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 
 from assay.kernels.gated_activation import gated, plain_gated
-from tests.kernels.interpreter import WHERE_TRITON_IS, passes
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,8 +43,3 @@ def test_training_on_the_cpu_needs_no_triton_and_registers_nothing():
             "assert not any(hasattr(torch.ops.assay, name) for name in made)")
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-@WHERE_TRITON_IS
-def test_the_kernels_in_the_interpreter():
-    passes("interpreted_block.py")

@@ -6,7 +6,6 @@ import torch
 from assay.errors import UsageError
 from assay.kernels.linear_entropy import linear_logprobs_entropy, plain_linear_logprobs_entropy
 from assay.kernels.softcap_ce import plain_linear_logprobs
-from tests.kernels.interpreter import WHERE_TRITON_IS, passes
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
@@ -31,8 +30,3 @@ def test_it_is_the_plain_twin(softcap: float | None, temperature: float, chunk: 
 def test_what_cannot_be_asked():
     with pytest.raises(UsageError, match="temperature is 0"):
         linear_logprobs_entropy(torch.ones(2, 3), torch.ones(4, 3), torch.zeros(2, dtype=torch.int64), temperature=0)
-
-
-@WHERE_TRITON_IS
-def test_the_kernels_in_the_interpreter():
-    passes("interpreted_entropy.py")

@@ -1,4 +1,4 @@
-"""RMS norm beside its stream: the plain twin against its formula. Its kernels are in interpreted_block.py, which test_gated.py runs."""
+"""RMS norm beside its stream: the plain twin against its formula. Its kernels: interpreted_block.py."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""From a fused product to q, k and v: the plain twin against its formula. Its kernel is in interpreted_block.py (see test_gated.py)."""
+"""From a fused product to q, k and v: the plain twin against its formula. Its kernel: interpreted_block.py."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Linear + soft-capped cross-entropy: the plain twin against its formula, and the kernel in Triton's interpreter."""
+"""Linear + soft-capped cross-entropy: the plain twin against its formula."""
 
 import subprocess
 import sys
@@ -18,7 +18,6 @@ from assay.kernels.softcap_ce import (
     plain_linear_cross_entropy,
     plain_linear_logprobs,
 )
-from tests.kernels.interpreter import WHERE_TRITON_IS, passes
 
 ROOT = Path(__file__).parents[2]
 
@@ -105,8 +104,3 @@ def test_no_temperature_of_zero_and_no_float16():
         linear_logprobs(hidden, head, targets, temperature=0)
     with pytest.raises(UsageError, match=r"would compute in torch\.float16"):
         fused_linear_cross_entropy(hidden.half(), head.half(), targets, weight)
-
-
-@WHERE_TRITON_IS
-def test_the_kernel_in_the_interpreter():
-    passes("interpreted_softcap_ce.py")

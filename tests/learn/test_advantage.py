@@ -1,11 +1,25 @@
 """Advantages and weights: what is unknown takes no part, what is silent is found, and every divisor counts what is used."""
 
+import statistics
+
 import numpy as np
 import pytest
 import torch
 
 from assay.errors import DataError, UsageError
-from assay.learn.advantage import Refill, group_advantages, kl_shift, overlong_penalty, refill, reward_std, token_weights, untruncated
+from assay.learn.advantage import (
+    STD_FLOOR,
+    Refill,
+    estimated_advantages,
+    group_advantages,
+    kl_shift,
+    overlong_penalty,
+    refill,
+    reward_std,
+    token_weights,
+    untruncated,
+)
+from assay.witness.due_rollout import advantages as witnessed
 
 
 def test_a_group_has_mean_0_and_deviation_1():
@@ -97,3 +111,32 @@ def test_groups_without_a_signal_are_sampled_anew_up_to_a_limit():
     assert refill([True, False, True, False], [1, 1, 3, 3], limit=3) == Refill(kept=(1, 3), again=(0,), given_up=(2,))
     with pytest.raises(DataError, match="2 groups but 1 counts"):
         refill([True, False], [1], 2)
+
+
+REWARDS = [[1.0, 0.0, None, 0.5], [3.0, 3.0, 3.0, 3.0], [0.0, -2.0, 4.0, None]]
+
+
+def test_rloo_compares_with_the_mean_of_the_siblings_alone_and_leaves_it_plain():
+    found = estimated_advantages(REWARDS, "rloo")
+    for values, group in zip(found.values_PG, REWARDS, strict=True):
+        for place, reward in enumerate(group):
+            others = [other for at, other in enumerate(group) if at != place and other is not None]
+            assert values[place] == pytest.approx(0.0 if reward is None else reward - sum(others) / len(others))
+    assert found.silent_P.tolist() == [False, True, False]
+
+
+def test_reinforce_pp_compares_with_the_whole_batch_so_that_equal_groups_learn_too():
+    found, known = estimated_advantages(REWARDS, "reinforce_pp"), [r for group in REWARDS for r in group if r is not None]
+    mean, deviation = statistics.mean(known), statistics.stdev(known) + STD_FLOOR
+    due = [[0.0 if reward is None else (reward - mean) / deviation for reward in group] for group in REWARDS]
+    assert found.values_PG == pytest.approx(np.array(due))
+    assert not found.silent_P.any()
+    assert found.values_PG[1][0] > 0
+    equal = estimated_advantages([[2.0, 2.0], [2.0, None]], "reinforce_pp")
+    assert equal.silent_P.all()
+    assert not equal.values_PG.any()
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce_pp"])
+def test_the_witness_works_out_the_same_advantages(estimator: str):
+    assert np.array(witnessed(REWARDS, "group", estimator)) == pytest.approx(estimated_advantages(REWARDS, estimator).values_PG)  # type: ignore[arg-type]

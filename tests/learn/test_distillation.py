@@ -20,6 +20,7 @@ from assay.learn.distillation import (
     stored_distillation,
     teacher_top_k,
     top_k_kl,
+    weighted_sum,
 )
 from assay.learn.objectives import next_token
 from assay.model.transformer import Transformer
@@ -292,3 +293,31 @@ def test_stored_distillation_refuses_what_it_cannot_know():
         replace(b, teacher_ids=torch.zeros(3, 12, dtype=torch.int32))
 
 
+
+
+def test_several_teachers_by_forward_kl_pull_towards_their_mixture():
+    student, b, shares = model(1), batch(), (0.7, 0.3)
+    teachers = [model(2), model(3)]
+    loss = weighted_sum([distillation(teacher) for teacher in teachers], shares)(student, b)
+    q = probabilities(student, b, 1.0)
+    mixture = sum(share * probabilities(teacher, b, 1.0).detach() for share, teacher in zip(shares, teachers, strict=True))
+    due = (b.weight[:, 1:, None] * mixture * (mixture.log() - q.log())).sum()
+    assert_same_gradients(gradients(student, loss.total), gradients(student, due), rtol=1e-5)
+    assert float(loss.metrics["kd"]) == pytest.approx(float(loss.total.detach()), rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("divergence", "beta"), [("forward", 0.0), ("reverse", 1.0), ("jsd", 0.5), ("jsd", 0.1)])
+def test_the_divergences_are_those_of_trls_gkd(divergence: str, beta: float):
+    """Over the tokens that count, in value and in gradient; at temperature 1, where TRL's loss and ours have the same scale."""
+    gkd = pytest.importorskip("trl.experimental.gkd")
+    student, teacher, b = model(1), model(2), batch()
+    blend = DistillationSettings(divergence, beta=beta if divergence == "jsd" else 0.5)  # type: ignore[arg-type]
+    weight = (b.weight != 0).float()
+    b = replace(b, weight=weight)
+    ours, theirs = (of(b.tokens, documents=b.documents, positions=b.positions) for of in (student.hidden, teacher.hidden))
+    labels = torch.where(weight[:, 1:] != 0, b.tokens[:, 1:], -100)
+    due = gkd.GKDTrainer.generalized_jsd_loss(student.logits(ours)[:, :-1], teacher.logits(theirs)[:, :-1].detach(), labels, beta=beta)
+    loss = distillation(teacher, blend)(student, b).total / weight.sum()
+    assert float(loss.detach()) == pytest.approx(float(due.detach()), rel=1e-5)
+    assert_same_gradients(gradients(student, loss), gradients(student, due), rtol=1e-5)

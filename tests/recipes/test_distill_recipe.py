@@ -25,7 +25,7 @@ from assay.learn.objectives import next_token
 from assay.learn.optim import adamw
 from assay.model.resize_embeddings import with_new_tokens
 from assay.model.transformer import Transformer
-from assay.recipes import distill, hand_over, run, sft, starting_model, teacher_text, teachers
+from assay.recipes import distill, hand_over, on_policy, run, sft, starting_model, teacher_text, teachers
 from assay.recipes.conversations import Conversations, held_out_batches, load_conversations, refuse_nonsense
 from assay.recipes.options import Distill, Sft
 from assay.recipes.starting_model import StartingModel
@@ -244,6 +244,66 @@ def test_interrupted_and_resumed_is_the_uninterrupted_run_bit_for_bit(home: Path
     assert metrics(whole) == metrics(parted)
 
 
+# ---------------------------------------------------------------- in the student's own words, and of several teachers
+
+
+def test_the_student_learns_from_its_teacher_in_its_own_words_and_goes_on_bit_for_bit(home: Path, tmp_path: Path,
+                                                                                      monkeypatch: pytest.MonkeyPatch):
+    """Interrupted between a step on the data and one on what it says itself."""
+    whole, parted = (options(home, tmp_path / name, on_policy=0.5, divergence="reverse") for name in ("whole", "parted"))
+    distilled(whole)
+    [preflight] = events(whole, "preflight")
+    assert {"own words", "own words' loss", "floor"} <= {verdict["check"] for verdict in preflight["verdicts"]}
+    drawn = [(row["on_policy"], row.get("on_policy_completions", 0)) for row in metrics(whole) if "on_policy" in row]
+    assert {due for due, _ in drawn} == {0, 1}
+    assert all((count > 0) == bool(due) for due, count in drawn)
+    kls = [row["eval_teacher_kl"] for row in metrics(whole) if "eval_teacher_kl" in row]
+    assert kls[-1] < kls[0]
+    over = Trainer.over
+
+    def struck(trainer: Trainer) -> bool:
+        trainer.run.interrupted = 15 if trainer.done == 2 else None
+        return over(trainer)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "over", struck)
+        assert distill.distill(parted, lambda _: None).interrupted == 15
+    distilled(parted)
+    assert metrics(whole) == metrics(parted)
+
+
+def test_a_teacher_that_scores_the_neighbours_of_the_students_words_is_stopped(home: Path, tmp_path: Path,
+                                                                              monkeypatch: pytest.MonkeyPatch):
+    """It reads every drawn text one token late; on the data's own text it reads as it should."""
+    usual = on_policy.spoken
+
+    def late(example: Any, completion: Any) -> Any:
+        made = usual(example, completion)
+        return dataclasses.replace(made, weight=np.concatenate([made.weight[1:], [0.0]]) * (np.arange(len(made)) > 0))
+
+    monkeypatch.setattr(on_policy, "spoken", late)
+    with pytest.raises(GuardStop, match="own words"):
+        distill.distill(options(home, tmp_path / "run", on_policy=1.0), lambda _: None)
+
+
+def test_two_teachers_teach_by_their_weights_and_one_that_is_a_stranger_is_refused(home: Path, tmp_path: Path):
+    second = tmp_path / "second"
+    save_model(second, nudge(build_model(open_artifact(home / "teacher")), 2e-3))
+    config = options(home, tmp_path / "run", teacher=f"{home / 'teacher'}=0.7,{second}=0.3", max_steps=2, save_steps=2)
+    distilled(config)
+    [told] = events(config, "teacher")
+    one, two = (open_artifact(path).digest for path in (home / "teacher", second))
+    assert told["digest"] not in (one, two)
+    start, data = loaded(config)
+    teacher = teachers.load_online(config, teachers.Student(start.parent.config.vocab, start.tokenizer), "cpu")
+    assert isinstance(teacher, teachers.OnlineTeachers)
+    batch = data.batch(0)
+    parts = [float(each.objective(start.model, batch).total.detach()) for each in teacher.teachers]
+    assert float(teacher.objective(start.model, batch).total.detach()) == pytest.approx(0.7 * parts[0] + 0.3 * parts[1], rel=1e-6)
+    with pytest.raises(UsageError, match="the same ids are another text to the teacher"):
+        distill.distill(options(home, tmp_path / "other", teacher=f"{home / 'teacher'}=0.5,{home / 'stranger'}=0.5"), lambda _: None)
+
+
 def test_a_run_does_not_go_on_with_another_teacher(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     config = options(home, tmp_path / "run")
     with monkeypatch.context() as patch:
@@ -447,6 +507,10 @@ def test_what_the_teacher_did_not_finish_is_not_learned(home: Path, tmp_path: Pa
     ({"teacher_logits": "x"}, "is for --how stored"),
     ({"kd_weight": 0.0}, "kd_weight is 0.0"),
     ({"how": "text", "ce_weight": 1.0}, "leave --ce-weight out"),
+    ({"on_policy": 0.5, "how": "text"}, "its teacher must read along"),
+    ({"on_policy": 0.5, "ce_weight": 1.0}, "taught its own words"),
+    ({"on_policy": 1.0, "sample_temperature": 0.0}, "give a temperature above 0"),
+    ({"teacher": "a=0.7,b=0.7"}, "that add up to 1"), ({"teacher": "a,b"}, "several as PATH=WEIGHT"),
     ({"save_steps": 0}, "may take more than 10 minutes: a crash would lose all of it"),  # nobody knows how long steps take
     ({"save_steps": 0, "max_steps": None}, "a crash would lose all of it"),
     ({"save_steps": 0, "max_steps": None, "minutes": 10.1, "how": "text"}, "a crash would lose all of it"),

@@ -1,6 +1,7 @@
 """Reinforcement: what is sampled, rewarded, learned, compared with and handed over is what was meant. The toy has the real proofs."""
 
 import shutil
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ from assay.recipes.prompts import Prompt, PromptOrder, asked, read_prompts
 from assay.recipes.reference import Reference
 from assay.recipes.rewards import Group, reading_metrics
 from assay.recipes.rollout_batch import Layout, Packed
-from assay.recipes.rollouts import RolloutHistory, Sampler
+from assay.recipes.rollouts import RolloutCollector, RolloutHistory, Sampler
 from assay.recipes.trainer import Trainer
 from assay.store.checkpoint import open_checkpoint, step_folder, step_folders
 from assay.testing.tiny_models import tiny_tokenizer
@@ -101,6 +102,32 @@ def test_rewards_that_do_not_reward_the_answer_are_refused_before_the_first_roll
         with pytest.raises(GuardStop, match=words):
             recipe.grpo(config, lambda _: None)
         assert not (tmp_path / name / "samples.jsonl").exists()
+
+
+@pytest.mark.parametrize(("seconds", "outcome", "words"), [
+    (0.4, Outcome.PROVEN, "of the peak learning rate"), (4.0, Outcome.UNPROVEN, "ran out")])
+def test_minutes_begin_with_the_first_rollout_and_a_run_that_they_cut_short_says_so(
+        seconds: float, outcome: Outcome, words: str, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """By a clock that moves with the work alone: the preflight takes longer than the budget of six seconds, and a rollout `seconds`."""
+    clock, collect, preflight = {"now": 1000.0}, RolloutCollector.collect, recipe.preflight_grpo
+
+    def collected(*given: Any) -> Any:
+        clock["now"] += seconds
+        return collect(*given)
+
+    def checked_slowly(*given: Any) -> Any:
+        clock["now"] += 100
+        return preflight(*given)
+
+    monkeypatch.setattr(time, "monotonic", lambda: clock["now"])
+    monkeypatch.setattr(RolloutCollector, "collect", collected)
+    monkeypatch.setattr(recipe, "preflight_grpo", checked_slowly)
+    config = options(adapter, tmp_path / "run", max_steps=None, minutes=0.1, save_steps=1000, eval_prompts=2, lr_scheduler_type="wsd",
+                     decay_ratio=0.9)
+    (found,) = [verdict for verdict in reinforced(config) if verdict.check == "budget"]
+    assert found.outcome is outcome, found.reason
+    assert words in found.reason
+    assert (len(steps_of(config)) > 6) is (outcome is Outcome.PROVEN)
 
 
 def test_held_out_prompts_that_are_trained_on_are_refused(adapter: Path, tmp_path: Path):

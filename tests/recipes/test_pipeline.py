@@ -109,7 +109,7 @@ def test_every_verb_of_a_stage_has_the_options_that_its_kind_names(verb):
     assert not KINDS[verb].prints or "json" in named
 
 
-@pytest.mark.parametrize("name", ["tiny", "reasoning", "distil"])
+@pytest.mark.parametrize("name", ["tiny", "reasoning", "distil", "chain"])
 def test_the_shipped_pipelines_read(name, tmp_path, monkeypatch, capsys):
     """What they need from outside is named under `inputs`."""
     monkeypatch.setenv("ASSAY_CACHE", str(tmp_path / "cache"))

@@ -139,6 +139,18 @@ def test_anything_else_is_tampering_and_named_by_its_line(three: Path, tamper, l
         Ledger(three).append("more")
 
 
+def test_a_line_of_another_run_in_the_same_place_is_tampering(three: Path, tmp_path: Path) -> None:
+    """Its seal and its number are right: that it does not name the line before it is all that tells."""
+    other = Ledger(tmp_path / "other" / "ledger.jsonl")
+    for number in range(3):
+        other.append("step", number=number, loss=0.1)
+    other.close()
+    lines = three.read_bytes().splitlines(keepends=True)
+    three.write_bytes(b"".join([*lines[:2], other.path.read_bytes().splitlines(keepends=True)[2]]))
+    with pytest.raises(ArtifactError, match="line 3: does not follow the line before it"):
+        Ledger(three).events()
+
+
 def test_a_last_newline_that_became_something_else_is_damage_and_no_torn_line(three: Path) -> None:
     three.write_bytes(three.read_bytes()[:-1] + b"x")
     with pytest.raises(ArtifactError, match="line 3"):

@@ -21,7 +21,7 @@ from tests.recipes.sums import Believer, reinforced, unproven
 pytestmark = pytest.mark.slow  # a minute or two
 
 WORDS = ("tool", "call", "name", "calculate", "arguments", "expression", '{"', '":', 'Ġ"', '",', 'Ġ{"', '"}}', "</", "user", "assistant")
-DIGITS: dict[str, Any] = {"largest": 9, "operations": "+-", "terse": True}
+DIGITS: dict[str, Any] = {"largest": 9, "operations": "+", "terse": True}
 SHUFFLED = '''
 import random
 from assay.agents.environment import answer_tool_calls
@@ -32,7 +32,7 @@ class Shuffled(Calculator):
 
     def step(self, message):
         if message.get("tool_calls") or message.get("faults"):
-            other = random.Random(self.expression).randint(-8, 18)
+            other = random.Random(self.expression).randint(2, 18)
             wrong = lambda expression: other if other != calculate(self.expression) else other + 1
             return answer_tool_calls(message, self.tools, {"calculate": wrong}), 0.0, False
         return super().step(message)
@@ -48,7 +48,7 @@ def taught(tmp_path_factory: pytest.TempPathFactory) -> Path:
         environment = Calculator(**DIGITS)
         asked = environment.reset(seed)
         asking, right = environment.solution()
-        wrong = chance.choice([number for number in range(-8, 19) if str(number) != right])
+        wrong = chance.choice([number for number in range(2, 19) if str(number) != right])
         rows[asked[0]["content"]] = [
             {"messages": [*asked, {"role": "assistant", "content": HERMES.write("", [asking])},  # type: ignore[list-item]
                           {"role": "tool", "content": right}, {"role": "assistant", "content": right}]},
@@ -57,7 +57,7 @@ def taught(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         unproven(patch, Believer)
         sft.sft(Sft(model=str(home / "base"), data=(str(home / "rows.jsonl"),), out=str(home / "sft"), max_length=128, batch_tokens=1024,
-                    micro_batch_tokens=1024, num_train_epochs=500, max_steps=500, learning_rate=5e-3, save_steps=10**6, held_out=0.02,
+                    micro_batch_tokens=1024, num_train_epochs=500, max_steps=450, learning_rate=5e-3, save_steps=10**6, held_out=0.02,
                     device="cpu"), lambda _: None)
     return home / "sft" / "model"
 
@@ -65,9 +65,9 @@ def taught(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def learned(taught: Path, out: Path, environment: str, monkeypatch: pytest.MonkeyPatch) -> Verdict:
     unproven(monkeypatch)
     given = tuple(f"{key}={json.dumps(value)}" for key, value in DIGITS.items())
-    config = Grpo(model=str(taught), environment=environment, environment_options=given, out=str(out), tasks=600, held_out=0.5, prompts=8,
+    config = Grpo(model=str(taught), environment=environment, environment_options=given, out=str(out), tasks=900, held_out=0.5, prompts=8,
                   num_generations=8, num_generations_eval=4, max_completion_length=48, max_turns=3, max_steps=20, num_train_epochs=50,
-                  learning_rate=1e-3, warmup_steps=0, save_steps=20, eval_prompts=20, device="cpu", reward_workers=1, micro_batch_size=128)
+                  learning_rate=3e-4, warmup_steps=0, save_steps=20, eval_prompts=8, device="cpu", reward_workers=1, micro_batch_size=128)
     return reinforced(config, print)[-1]
 
 

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from assay.data.packing import PackedExamples, hold_out
 from assay.errors import GuardStop, UsageError
 from assay.learn import loop
 from assay.learn.lr_schedule import Budget, Schedule
-from assay.recipes import hand_over, run, sft
+from assay.recipes import hand_over, run, sft, witness_records
 from assay.recipes.options import Sft
 from assay.recipes.trainer import Trainer
 from assay.recipes.witness_records import pending_records, witness_verdict
@@ -183,11 +184,28 @@ def test_weights_that_are_not_the_checkpoints_after_a_resume_are_seen(tmp_path: 
     assert "before the step are not those of" in said.reason
 
 
+@pytest.mark.usefixtures("recording")
+def test_a_checkpoint_is_proven_with_the_records_of_the_steps_that_led_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """They are written beside the loop: a save waits for its own, and takes no later one's."""
+    usual, asked = witness_records._write, dict[str, list[str]]()
+
+    def slowly(*given: Any) -> None:
+        time.sleep(0.3)
+        usual(*given)
+
+    monkeypatch.setattr(witness_records, "_write", slowly)
+    monkeypatch.setattr(RecordingProver, "start", lambda _, folder, *, records, **named: asked.update({folder.name: [
+        record.name for record in records]}))
+    sft.sft(options(tmp_path, witness="0"), lambda _: None)
+    assert asked == {"step-000000": [], "step-000001": ["step-000001"], "step-000003": ["step-000003"]}
+
+
 @pytest.mark.parametrize(("changed", "words"), [({"witness": "off"}, "--witness off"), ({}, "more than 0")])
 @pytest.mark.usefixtures("recording")
 def test_what_is_not_replayed_is_unproven_with_its_reason(changed: dict[str, Any], words: str, tmp_path: Path,
                                                          monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("assay.recipes.witness_records.MOST_BYTES", 0)
+    monkeypatch.delattr("assay.recipes.witness_records.WitnessRecords._state")  # what is not replayed is not copied either
     found = sft.sft(options(tmp_path, max_steps=1, **changed), lambda _: None)
     (said,) = [verdict for verdict in found.verdicts if verdict.check == "witness"]
     assert said.outcome is Outcome.UNPROVEN

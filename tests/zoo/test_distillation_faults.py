@@ -7,6 +7,7 @@ from assay.testing.fault_injection import nothing, swap
 from assay.testing.tiny_training import a_distillation_preflight, teacher_weights
 from assay.verdict import proven
 from assay.zoo import catalogue, observe
+from tests.zoo.sightings import sight
 
 REASONS = {
     "teacher's term missing": "and the gradient by 0.0%: the teacher's signal does not reach the student",
@@ -42,7 +43,7 @@ def test_every_row_about_distillation_has_a_fault_and_every_fault_its_reason():
 
 @pytest.mark.parametrize("name", REASONS)
 def test_it_is_caught_and_its_clean_twin_is_silent(name: str):
-    sighting = observe(catalogue()[name])
+    sighting = sight(catalogue()[name])
     shown = "\n".join(["planted:", *map(str, sighting.planted), "clean:", *map(str, sighting.clean)])
     assert sighting.caught, f"{name} was missed\n{shown}"
     assert not sighting.false_alarm, f"the clean twin of {name} is not silent\n{shown}"

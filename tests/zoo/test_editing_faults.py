@@ -4,7 +4,7 @@ import pytest
 
 from assay.testing.fault_injection import FAULTS
 from assay.zoo import editing_faults as _  # noqa: F401 - importing registers
-from assay.zoo import observe
+from tests.zoo.sightings import sight
 
 REASONS = {
     "product shifted by one": "multiplies other elements",
@@ -21,7 +21,7 @@ REASONS = {
 
 @pytest.mark.parametrize("name", REASONS)
 def test_it_is_caught_and_its_clean_twin_is_silent(name: str):
-    sighting = observe(FAULTS[name])
+    sighting = sight(FAULTS[name])
     assert sighting.caught, sighting.planted
     assert REASONS[name] in sighting.facts()["reason"]
     assert not sighting.false_alarm, sighting.clean

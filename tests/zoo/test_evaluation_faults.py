@@ -2,7 +2,8 @@
 
 import pytest
 
-from assay.zoo import catalogue, observe
+from assay.zoo import catalogue
+from tests.zoo.sightings import sight
 
 REASONS = {
     "slot that keeps another prompt": "the samples are not what this model says",
@@ -14,6 +15,9 @@ REASONS = {
     "evaluated in training mode": "the model is in training mode",
     "seeds that do not reach the sampler": "8 of 8 prompts got the same text twice",
     "failed examples left out of the mean": "3 of 8 examples have no score",
+    "cut off, and said to have stopped": "samples did not end as they say",
+    "one question in four copies": "6 of 8 examples are exact copies of another (75%), 0 stands there 4 times",
+    "a token counted that was never drawn": "tokens is",
     "one row of the dataset changed": "a row was changed, added, removed or moved",
     "trained on the test rows": "the model was trained on what it is tested on",
     "pass@k as if samples were put back": "by counting; the estimator says",
@@ -29,7 +33,7 @@ def test_every_fault_has_its_reason_and_every_row_a_fault():
 
 @pytest.mark.parametrize("name", REASONS)
 def test_it_is_caught_and_its_clean_twin_is_silent(name):
-    sighting = observe(catalogue()[name])
+    sighting = sight(catalogue()[name])
     shown = "\n".join(["planted:", *map(str, sighting.planted), "clean:", *map(str, sighting.clean)])
     assert sighting.caught, shown
     assert not sighting.false_alarm, shown

@@ -4,7 +4,8 @@ import pytest
 
 from assay.testing.fault_injection import FAULTS
 from assay.testing.tiny_forward import FORWARD_FAULTS
-from assay.zoo import forward_faults, observe
+from assay.zoo import forward_faults
+from tests.zoo.sightings import sight
 
 NAMES = [name for name, planting in FORWARD_FAULTS.items() if planting.rows]
 
@@ -16,7 +17,7 @@ def test_the_catalogue_s_rows_have_faults():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_it_is_caught_and_its_clean_twin_is_silent(name: str):
-    sighting = observe(FAULTS[name])
+    sighting = sight(FAULTS[name])
     assert sighting.caught, sighting.planted
     reason = sighting.facts()["reason"]
     assert any(f"{right} is the first that diverges" in reason for right in FORWARD_FAULTS[name].right), sighting.planted

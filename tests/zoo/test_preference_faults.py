@@ -2,7 +2,8 @@
 
 import pytest
 
-from assay.zoo import catalogue, observe
+from assay.zoo import catalogue
+from tests.zoo.sightings import sight
 
 REASONS = {
     "reference of another model": "the reference is not the model that is trained",
@@ -28,7 +29,7 @@ def test_every_fault_of_preferences_has_its_reason():
 
 @pytest.mark.parametrize("name", REASONS)
 def test_it_is_caught_and_its_clean_twin_is_silent(name: str):
-    sighting = observe(catalogue()[name])
+    sighting = sight(catalogue()[name])
     shown = "\n".join(["planted:", *map(str, sighting.planted), "clean:", *map(str, sighting.clean)])
     assert sighting.caught, f"{name} was missed\n{shown}"
     assert not sighting.false_alarm, f"the clean twin of {name} is not silent\n{shown}"

@@ -8,6 +8,7 @@ from assay.testing.fault_injection import swap
 from assay.testing.tiny_grpo import TinyGrpo, run_grpo
 from assay.verdict import Outcome, proven
 from assay.zoo import catalogue, observe
+from tests.zoo.sightings import sight
 
 REASONS = {
     "weights rolled back after a load": "the sampler is off",
@@ -58,7 +59,7 @@ def test_every_row_about_policies_has_a_fault_and_every_fault_its_reason():
 
 @pytest.mark.parametrize("name", REASONS)
 def test_it_is_caught_and_its_clean_twin_is_silent(name: str):
-    sighting = observe(catalogue()[name])
+    sighting = sight(catalogue()[name])
     shown = "\n".join(["planted:", *map(str, sighting.planted), "clean:", *map(str, sighting.clean)])
     assert sighting.caught, f"{name} was missed\n{shown}"
     assert not sighting.false_alarm, f"the clean twin of {name} is not silent\n{shown}"

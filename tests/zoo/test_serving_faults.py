@@ -2,15 +2,16 @@
 
 import pytest
 
-from assay.testing.fault_injection import FAULTS, observe
+from assay.testing.fault_injection import FAULTS
 from assay.zoo import adapter_faults
+from tests.zoo.sightings import sight
 
 MINE = [fault for fault in FAULTS.values() if fault.job is adapter_faults.versions_join]
 
 
 @pytest.mark.parametrize("fault", MINE, ids=lambda fault: fault.name)
 def test_a_fault_of_serving_is_caught(fault):
-    seen = observe(fault)
+    seen = sight(fault)
     assert seen.caught, seen.planted
     assert not seen.false_alarm, seen.clean
 

@@ -8,6 +8,7 @@ from assay.testing.fault_injection import swap
 from assay.testing.tiny_training import TinyRun, run_guarded
 from assay.verdict import proven
 from assay.zoo import catalogue, observe
+from tests.zoo.sightings import sight
 from tests.zoo.test_conclusion_faults import REASONS as OF_CONCLUSIONS
 from tests.zoo.test_serving_faults import MINE as OF_SERVING
 from tests.zoo.test_sft_faults import REASONS as OF_SFT
@@ -43,6 +44,7 @@ REASONS = {
     "NaN counter that never counts": "a planted nan went unnoticed",
     "alarm that never rings": "the loop would step on it",
     # corpora
+    "an epoch in disguise": "one of them 41 times",
     "cache of another tokenizer": "does not encode to its stored ids",
     "poisoned cache": "does not encode to its stored ids",
     "held-out text trained on": "11 of 13 held-out documents stand whole in training",
@@ -84,7 +86,7 @@ def test_every_row_about_training_has_a_fault_and_every_fault_its_reason():
 
 @pytest.mark.parametrize("name", REASONS)
 def test_it_is_caught_and_its_clean_twin_is_silent(name: str):
-    sighting = observe(catalogue()[name])
+    sighting = sight(catalogue()[name])
     shown = "\n".join(["planted:", *map(str, sighting.planted), "clean:", *map(str, sighting.clean)])
     assert sighting.caught, f"{name} was missed\n{shown}"
     assert not sighting.false_alarm, f"the clean twin of {name} is not silent\n{shown}"

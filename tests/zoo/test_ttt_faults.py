@@ -2,7 +2,8 @@
 
 import pytest
 
-from assay.zoo import catalogue, observe, ttt_faults
+from assay.zoo import catalogue, ttt_faults
+from tests.zoo.sightings import sight
 
 REASONS = {
     "learned before it was scored": "it was scored by what had seen the future",
@@ -28,7 +29,7 @@ def test_every_fault_has_its_reason():
 
 @pytest.mark.parametrize("name", REASONS)
 def test_it_is_caught_and_its_clean_twin_is_silent(name: str):
-    sighting = observe(own()[name])
+    sighting = sight(own()[name])
     shown = "\n".join(["planted:", *map(str, sighting.planted), "clean:", *map(str, sighting.clean)])
     assert sighting.caught, f"{name} was missed\n{shown}"
     assert not sighting.false_alarm, f"the clean twin of {name} is not silent\n{shown}"

@@ -2,7 +2,8 @@
 
 import pytest
 
-from assay.zoo import catalogue, observe
+from assay.zoo import catalogue
+from tests.zoo.sightings import sight
 
 REASONS = {
     "a held-out row trained on under a planned id": "step 4: the gradients of 14 of 14 tensors are not those of these texts",
@@ -10,6 +11,10 @@ REASONS = {
     "another seed's order under the planned ids": "tokens were learned from, 88 were due",
     "prompts learned from step 2 on": "196 tokens were learned from",
     "packed texts see each other": "the gradients of 14 of 14 tensors",
+    "the divergence turned round": "its loss was",
+    "completions drawn and not learned from": "are not those of these texts",
+    "the next rollout's prompts in this one's place": "the prompts are not those that were due",
+    "advantages of the wrong sign": "are not those of these texts",
     "last ragged micro-batch dropped": "its loss was 4.3",
     "mean of the micro-batches' means": "the gradients of 14 of 14 tensors",
     "clipping computed and not applied": "clipped to 1: embed.weight is off by 3.2e+00",
@@ -32,7 +37,7 @@ def test_every_fault_is_named_here():
 
 @pytest.mark.parametrize("name", REASONS)
 def test_it_is_caught_and_its_clean_twin_is_silent(name: str):
-    sighting = observe(catalogue()[name])
+    sighting = sight(catalogue()[name])
     shown = "\n".join(["planted:", *map(str, sighting.planted), "clean:", *map(str, sighting.clean)])
     assert sighting.caught, f"{name} was missed\n{shown}"
     assert not sighting.false_alarm, f"the clean twin of {name} is not silent\n{shown}"

@@ -13,6 +13,7 @@ from assay.guard.proof_subject import ProofSubject
 from assay.testing.fault_injection import Plant, nothing, swap
 from assay.verdict import Outcome, Verdict, proven, refuted, unproven
 from assay.zoo import Fault, catalogue, observe
+from tests.zoo.sightings import sight
 
 # What the refusal must speak of: a fault that is caught for another reason was planted badly.
 REASONS = {
@@ -64,7 +65,13 @@ REASONS = {
     "rows re-initialised after loading": "not what the files hold: embed.weight",
     "the last, not the best": "as parent",
     "nothing learned": "every one of 14 tensors equals the parent's",
-    "untrained folder": "every one of 14 tensors equals the parent's",
+    "untrained folder": "every one of 20 tensors equals the parent's",
+    "transposed in a folder": "q_proj.weight is in the order of its transpose",
+    "heads exchanged in a folder": "parts of it were exchanged or initialised anew",
+    "exponent bit flipped in a folder": "1 of 4,096 weights moved by",
+    "absurd weight in a folder": "weights that no training makes",
+    "generation prompt lost in a folder": "lost the generation prompt: an answer begins with '<|im_start|>assistant",
+    "alpha changed after the training": "adapter_config.json says alpha 16, rank 4, use_rslora false, README.md says alpha 8",
     "layers exchanged": "is unrelated to the parent's",
     "frozen tensor moved": "frozen have moved: norm.weight",
     "re-initialised while training": "the optimizer could have moved an element by 1.00e-03: blocks.0.mlp.up.weight",
@@ -107,6 +114,11 @@ REASONS = {
     "q and k not permuted": "blocks.0.attn.qkv.weight",
     "k permuted by q's heads": "blocks.0.attn.qkv.weight",
     "wrong pre-tokenizer tag": "'x = 3.14159 + 1,000' becomes",
+    "trained on 4 bits, merged into the file": "are not those of adapter",
+    "scale of the block before": "a scale or a code is another block's",
+    "trained with the scale of the block before": "the model computes something else",
+    "base in 4 bits whose file was trained on since": "the adapter was trained on weights",
+    "base dtype forgotten": "the adapter was trained on weights",
     "chat template lost": "rendered as None here",
     "quantised twice": "tensor(s) are not those of source",
     "one tensor badly quantised": "1 tensor(s) are not those of source, rounded: blocks.1.attn.qkv.weight",
@@ -126,7 +138,7 @@ def test_every_row_about_artifacts_has_a_fault():
 
 @pytest.mark.parametrize("name", REASONS)
 def test_it_is_caught_and_its_clean_twin_is_silent(name: str):
-    sighting = observe(catalogue()[name])
+    sighting = sight(catalogue()[name])
     shown = "\n".join(["planted:", *map(str, sighting.planted), "clean:", *map(str, sighting.clean)])
     assert sighting.caught, f"{name} was missed\n{shown}"
     assert not sighting.false_alarm, f"the clean twin of {name} is not silent\n{shown}"

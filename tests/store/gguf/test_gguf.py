@@ -1,5 +1,6 @@
 """GGUF in and out: one model for us and for transformers, in every type; nothing defaulted, guessed or half-written."""
 
+import weakref
 from dataclasses import replace
 
 import gguf as package
@@ -281,3 +282,21 @@ def test_a_file_is_never_overwritten_and_a_failing_disk_leaves_nothing(tmp_path,
     with pytest.raises(UsageError, match="never overwritten"):
         made(path)
     assert path.read_bytes() == before
+
+
+def test_a_file_is_read_tensor_by_tensor(tmp_path, monkeypatch):
+    """Parts that are joined into one matrix are let go of before the next is read: the file is never held beside the model."""
+    made(path := tmp_path / "model.gguf")
+    usual, alive, most = gguf._tensor, [], []
+
+    def counted(*given):
+        most.append(sum(part() is not None for part in alive))
+        tensor = usual(*given)
+        if given[1].rpartition(".")[0].endswith(("attn_q", "attn_k", "attn_v", "ffn_gate", "ffn_up")):
+            alive.append(weakref.ref(tensor))
+        return tensor
+
+    monkeypatch.setattr(gguf, "_tensor", counted)
+    gguf.read_gguf(path)
+    assert len(alive) == 10
+    assert max(most) <= 2

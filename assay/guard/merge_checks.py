@@ -1,0 +1,122 @@
+"""Merge checks: parents that come from one model, bytes that are what the arithmetic gives, and what the merge did to held-out loss."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from assay.evaluation.held_out_loss import HeldOut
+from assay.model.merging import Merge, matrices_cosine
+from assay.statistics.estimate import paired
+from assay.store.artifact import Artifact, merged_tensors
+from assay.verdict import Verdict, proven, refuted, unproven
+
+RELATED = 0.5  # cosine of all matrices; of fine-tunes it is above 0.9, of models that began apart below 0.05
+SAME_VALUES = 1e-4  # of a tensor's norm, between what was written and what the formula gives
+SURE = 0.999
+
+
+def check_same_shape(parents: Sequence[Artifact]) -> Verdict:
+    """One geometry and one tokenizer: otherwise no entry of one tensor means what it means in the other."""
+    first = parents[0]
+    for other in parents[1:]:
+        if other.config != first.config:
+            return refuted("parents", f"{first.path} and {other.path} have different geometries: their tensors cannot be added")
+        digests = [None if each.tokenizer is None else each.tokenizer.digest for each in (first, other)]
+        if digests[0] != digests[1]:
+            return refuted("parents", f"{first.path} and {other.path} have different tokenizers ({str(digests[0])[:12]} and "
+                                      f"{str(digests[1])[:12]}): the same row is another word to each")
+    return proven("parents", f"{len(parents)} models of one geometry and one tokenizer", models=len(parents))
+
+
+def check_relatives(parents: Sequence[Artifact]) -> Verdict:
+    """All come from one model: their matrices point the same way. The first, a base where there is one, is compared with the others."""
+    first, found = merged_tensors(parents[0]), {}
+    for other in parents[1:]:
+        found[str(other.path)] = matrices_cosine(first, merged_tensors(other))
+    least = min(found, key=lambda path: found[path])
+    words = f"the matrices of {parents[0].path} and {least} have a cosine of {found[least]:.3f}"
+    if not found[least] >= RELATED:
+        return refuted("relatives", f"{words}: they were not trained from one model, and what lies between them is no model. Merge "
+                                    "fine-tunes of one base", cosine=str(found[least]))
+    if all(cosine == 1.0 or math.isclose(cosine, 1.0, abs_tol=1e-15) for cosine in found.values()):
+        return unproven("relatives", f"{words}: the models are the same, and merging them does nothing")
+    return proven("relatives", f"{words}, the least of all: they come from one model", cosines=found)
+
+
+def check_ancestry(parents: Sequence[Artifact], base: Artifact | None) -> Verdict:
+    """What the parents' own manifests say of where they come from."""
+    recorded = {str(each.path): ancestor_digest(each) for each in parents}
+    if any(digest is None for digest in recorded.values()):
+        return unproven("ancestry", "not every parent says where it comes from (files of another tool); their matrices speak for them",
+                        optional=True)
+    due = {base.digest} if base is not None else set(recorded.values())
+    strangers = [path for path, digest in recorded.items() if digest not in due]
+    if base is not None and strangers and base.digest not in {each.digest for each in parents}:
+        return unproven("ancestry", f"{strangers[0]} was made from {str(recorded[strangers[0]])[:12]}, the base is {base.digest[:12]}: a "
+                                    "generation may lie between them", optional=True)
+    return proven("ancestry", f"all {len(parents)} parents were made from {', '.join(sorted(str(d)[:12] for d in set(recorded.values())))}",
+                  ancestors=sorted(set(map(str, recorded.values()))))
+
+
+def ancestor_digest(artifact: Artifact) -> str | None:
+    """Of the weights that a checkpoint's manifest names as its parent."""
+    if artifact.raw.checkpoint is None:
+        return None
+    parent = artifact.raw.checkpoint.facts.get("parent")
+    return None if not parent else parent.get("weights") or parent.get("digest")
+
+
+def check_merged_bytes(written: Mapping[str, Tensor], asked: Merge, models: Sequence[Mapping[str, Tensor]],
+                       base: Mapping[str, Tensor] | None) -> Verdict:
+    """What was written, read back, against the formula written out in double precision; of DARE, whose draws are its own, the mean."""
+    worst, where = 0.0, ""
+    for name, tensor in written.items():
+        due = naive_merge(asked, [model[name] for model in models], None if base is None else base[name])
+        apart = abs(float((tensor.double() - due).mean())) if asked.method == "dare" else float((tensor.double() - due).norm())
+        share = apart / max(float(due.norm()), 1e-30)
+        worst, where = max((worst, where), (share, name))
+    words = f"the written tensors are {worst:.1e} (relative, {where}) from {asked.method} written out, bound {SAME_VALUES:.0e}"
+    if not worst <= SAME_VALUES:
+        return refuted("arithmetic", f"{words}: weights, signs or densities are others than were asked for", worst=str(worst))
+    return proven("arithmetic", words, worst=worst, tensor=where)
+
+
+def naive_merge(asked: Merge, tensors: Sequence[Tensor], base: Tensor | None) -> Tensor:
+    """Entry by entry, in double precision."""
+    values = [tensor.double() for tensor in tensors]
+    if asked.method == "linear":
+        return sum((weight * value for weight, value in zip(asked.weights, values, strict=True)), torch.zeros_like(values[0]))
+    if asked.method == "slerp":
+        one, other = values
+        cosine = float((one * other).sum() / (one.norm() * other.norm()).clamp_min(1e-30))
+        if 1 - abs(cosine) < 1e-4:
+            return one + asked.weights[1] * (other - one)
+        angle = math.acos(cosine)
+        return math.sin(asked.weights[0] * angle) / math.sin(angle) * one + math.sin(asked.weights[1] * angle) / math.sin(angle) * other
+    assert base is not None
+    tasks = [(value.float() - base.float()).double() for value in values]
+    if asked.method == "ties":
+        tasks = [_largest(task, asked.density) for task in tasks]
+        scaled = np.stack([weight * task.numpy() for weight, task in zip(asked.weights, tasks, strict=True)])
+        sign = np.sign(scaled.astype(np.float32).sum(0))
+        agree = (np.sign(scaled) == sign) & (scaled != 0)
+        return base.double() + torch.from_numpy(np.where(agree, scaled, 0).sum(0) / np.maximum(agree.sum(0), 1))
+    return base.double() + sum((weight * task for weight, task in zip(asked.weights, tasks, strict=True)), torch.zeros_like(tasks[0]))
+
+
+def _largest(task: Tensor, density: float) -> Tensor:
+    ordered = task.abs().flatten().sort(descending=True).values
+    return torch.where(task.abs() >= ordered[max(1, round(density * task.numel())) - 1], task, torch.zeros_like(task))
+
+
+def check_effect(parents: Mapping[str, HeldOut], merged: HeldOut) -> Verdict:
+    """Held-out loss of the merge beside each parent's, on the same conversations. Worse than every one of them is no merge."""
+    apart = {name: paired(merged.per_document, found.per_document) for name, found in parents.items()}
+    said = ", ".join(f"{change} beside {name}" for name, change in apart.items())
+    words = f"held-out loss {merged.estimate}: {said}"
+    if all(paired(merged.per_document, found.per_document, level=SURE).low > 0 for found in parents.values()):
+        return refuted("effect", f"{words}: the merge is worse than each of what it was made of", loss=merged.loss)
+    return proven("effect", words, loss=merged.loss, apart={name: change.mean for name, change in apart.items()})

@@ -1,0 +1,77 @@
+"""Reward-model checks: the loss is Bradley and Terry's, the score head is there and was learned, and held-out pairs are told apart."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from assay.data.batch import Batch
+from assay.evaluation.held_out_pairs import ScoredPairs
+from assay.guard.loss_preflight import NaiveLoss, preflight_loss
+from assay.guard.preference_checks import BIASED, DOUBT
+from assay.learn.bradley_terry import REWARD_TOKEN, RewardModelSettings
+from assay.learn.loop import Accumulate
+from assay.learn.objectives import Objective
+from assay.model.transformer import Transformer
+from assay.statistics.estimate import proportion
+from assay.store.artifact import Artifact
+from assay.verdict import Verdict, proven, refuted, unproven
+
+
+def preflight_reward_model(model: Transformer, objective: Objective, batch: Batch, settings: RewardModelSettings,
+                           accumulate: Accumulate | None = None) -> list[Verdict]:
+    return preflight_loss(model, objective, batch, accumulate, naive_bradley_terry(settings))
+
+
+def check_reward_head(artifact: Artifact, before: Tensor) -> Verdict:
+    """The token of the score is one id of the tokenizer, has a row in the head, and that row is not the one that training began with."""
+    id = None if artifact.tokenizer is None else artifact.tokenizer.ids.get(REWARD_TOKEN)
+    rows = artifact.tensors.get("head.weight", artifact.tensors["embed.weight"])
+    if id is None or id >= len(rows):
+        return refuted("reward head", f"{artifact.path} has no token {REWARD_TOKEN}, or no row for it: no reward model. Make one with "
+                                      "assay reward-model", path=str(artifact.path))
+    moved = float((rows[id].float().cpu() - before.float().cpu()).norm() / before.float().norm().clamp_min(1e-12))
+    words = f"{REWARD_TOKEN} is id {id}, and its row of the head moved by {moved:.1%} of its length"
+    if not moved > 0:
+        return refuted("reward head", f"{words}: the score head is the one that it began with, and rewards are noise", id=id)
+    return proven("reward head", words, id=id, moved=moved)
+
+
+def check_reward_accuracy(found: ScoredPairs) -> Verdict:
+    """Of held-out pairs, in how many the chosen answer is worth more: by chance it is half of them."""
+    right = int((found.margins > 0).sum())
+    share, doubt = proportion(right, len(found.margins)), proportion(right, len(found.margins), level=DOUBT)
+    words = f"the chosen answer is worth more in {share} of the held-out pairs, by {found.margin} in the mean"
+    if doubt.high < 0.5:
+        return refuted("accuracy", f"{words}: it prefers what is rejected. Chosen and rejected are swapped in the data, or in what is held "
+                                   "out", share=share.mean)
+    if share.low <= 0.5:
+        return unproven("accuracy", f"{words}: no better than a coin is shown; a reward that is noise must not be trained on",
+                        share=share.mean)
+    return proven("accuracy", words, share=share.mean, low=share.low)
+
+
+def reward_doubts(found: ScoredPairs) -> list[str]:
+    bias = found.length_bias
+    if bias is None or (bias.high > -BIASED and bias.low < BIASED):
+        return []
+    return [f"the reward goes with length: the correlation of its margin with how much longer the chosen answer is, is {bias}; whoever is "
+            "trained on it will learn to be long or short"]
+
+
+def naive_bradley_terry(settings: RewardModelSettings) -> NaiveLoss:
+    """From whole fp32 logits, document by document; over the batch's weight."""
+    def loss(model: Transformer, batch: Batch) -> Tensor:
+        assert batch.documents is not None
+        states, total = model.hidden(batch.tokens, documents=batch.documents, positions=batch.positions), torch.zeros(
+            (), device=batch.tokens.device)
+        for row in range(len(batch)):
+            ends = [int((batch.documents[row] == number).nonzero()[-1]) for number in range(int(batch.documents[row].max()) + 1)]
+            rewards = [model.logits(states[row, end].float())[settings.token] for end in ends]
+            learned = [bool(batch.weight[row][batch.documents[row] == number].any()) for number in range(len(ends))]
+            for chosen, rejected, counts in zip(rewards[0::2], rewards[1::2], zip(learned[0::2], learned[1::2], strict=True), strict=True):
+                if not all(counts):
+                    continue
+                total = total + F.softplus(rejected - chosen) + settings.center * (chosen + rejected) ** 2
+        return total / batch.weight.sum()
+
+    return loss

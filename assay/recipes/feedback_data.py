@@ -1,0 +1,128 @@
+"""Feedback as the data of a KTO run: read, split by prompt, rendered, packed and audited; and its KL, estimated anew at every step."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from assay.data.batch import Batch
+from assay.data.chat import unread_in_words
+from assay.data.feedback import (
+    LabelledPair,
+    PackedFeedback,
+    SaidFeedback,
+    feedback_rows,
+    read_feedback,
+    refuse_one_sided,
+    render_feedback,
+)
+from assay.data.layouts import content_of
+from assay.data.packing import hold_out
+from assay.data.preferences import ENOUGH_PROMPTS
+from assay.evaluation.held_out_feedback import ScoredFeedback, score_feedback
+from assay.guard.corpus_checks import require_held_out
+from assay.guard.example_audit import audit_each, check_duplicates, check_overlap, check_packing
+from assay.guard.example_checks import FlatExamples
+from assay.guard.kto_checks import check_feedback, unbalanced
+from assay.learn.unpaired import KtoSettings, with_baseline
+from assay.model.transformer import Transformer, parameter_count
+from assay.recipes.conversations import evenly, joined_rows, ordered, refuse_beyond_context
+from assay.recipes.kto_options import Kto
+from assay.recipes.preference_data import ASKED_AGAIN, PreferenceData
+from assay.recipes.starting_model import AdapterModel, StartingModel
+from assay.verdict import Verdict
+
+
+@dataclass(frozen=True)
+class FeedbackData(PreferenceData):
+    """`train` and `held_out` are examples beside a mismatched completion. Batches that are learned from carry the KL of `policy`."""
+
+    train: Sequence[LabelledPair]
+    held_out: Sequence[LabelledPair]
+    settings: KtoSettings = field(kw_only=True)  # type: ignore[assignment]
+    policy: Transformer | None = None
+    micro: int = 1
+
+    def followed(self, policy: Transformer, micro: int) -> "FeedbackData":
+        """The same data, whose batches are given the KL of this policy when they are asked for."""
+        return replace(self, policy=policy, micro=micro)
+
+    def answered(self, batch: Batch) -> Batch:
+        found = super().answered(batch)
+        if self.policy is None or found.reference is None or not self.settings.has_baseline:
+            return found
+        return with_baseline(self.policy, found, self.micro)
+
+    def audit(self, start: StartingModel) -> list[Verdict]:
+        rows: frozenset[int] | Literal["all"] = frozenset() if isinstance(start.weights, AdapterModel) else "all"
+        own, held_out = FlatExamples([pair.chosen for pair in self.train]), [pair.chosen for pair in self.held_out]
+        embed = start.model.embed.weight.detach().cpu().float()
+        return [*audit_each(own, start.tokenizer, start.parent.stops, embed=embed, trainable=rows, length=self.length,
+                            seed=self.order.seed),
+                check_feedback(self.train), check_duplicates(own), check_overlap(own, held_out, ()), check_packing(self.order)]
+
+    def held_out_batches(self, rows: int, count: int | None = None) -> list[Batch]:
+        """With the reference, and without a KL: an evaluation estimates its own, of the model that it scores."""
+        chosen = list(self.held_out) if count is None else evenly(self.held_out, count)
+        return [super(FeedbackData, self).answered(batch) for batch in joined_rows(PackedFeedback(chosen, 0, 1, self.order.length), rows)]
+
+    def score(self, model: Transformer, rows: int, count: int | None = None) -> ScoredFeedback:  # type: ignore[override]
+        return score_feedback(model, self.held_out_batches(rows, count), self.settings, rows=rows)
+
+    def sample(self) -> Batch:
+        chosen = evenly(self.train, ASKED_AGAIN)[:ASKED_AGAIN]
+        return self.answered(feedback_rows([[pair] for pair in chosen], self.order.length))
+
+
+def kto_settings(config: Kto) -> KtoSettings:
+    return KtoSettings(config.loss_type, config.beta, config.desirable_weight, config.undesirable_weight)
+
+
+def by_asked(said: Sequence[SaidFeedback]) -> list[SaidFeedback]:
+    """Answers to one prompt are held out together, but for data that has hardly any prompts: there each answer is by itself."""
+    if len({each.prompt for each in said}) >= ENOUGH_PROMPTS:
+        return list(said)
+    return [replace(each, prompt=content_of(each.id)) for each in said]
+
+
+def load_feedback(config: Kto, start: StartingModel) -> FeedbackData:
+    """Who is held out is decided on prompts, before anything is rendered."""
+    settings, named = kto_settings(config), ", ".join(map(str, config.data))
+    said = [each for file in config.data for each in read_feedback(file)]
+    refuse_one_sided(said, named)
+    if config.held_out_data is not None:
+        kept, apart = said, read_feedback(config.held_out_data)
+    else:
+        kept, apart = hold_out(by_asked(said), config.held_out, config.seed)
+
+    def rendered(each: Sequence[SaidFeedback]) -> tuple[list[LabelledPair], Any]:
+        return render_feedback(each, start.tokenizer, start.parent.stops, length=config.max_length, over=config.too_long)
+
+    (train, counted), (held_out, _) = rendered(kept), rendered(apart)
+    require_held_out(config.held_out_data or named, len(held_out), "example",
+                     "raise --held-out, give --held-out-data with more of them, or raise --max-length where they were dropped as too long")
+    refuse_beyond_context([side for pair in (*train, *held_out) for side in pair.sides], start.model.config)
+    order, steps = ordered(config, train, PackedFeedback)
+    scored_as = (f"{settings.loss} loss, beta {settings.beta:g}, weights {settings.desirable_weight:g} and "
+                 f"{settings.undesirable_weight:g}")
+    return FeedbackData(train, held_out, counted, order, steps, start.tokenizer.digest, scored_as, settings=settings,
+                        length=config.max_length)
+
+
+def describe_feedback(config: Kto, start: StartingModel, data: FeedbackData, lr: float, device: str) -> list[str]:
+    """Everything that was derived, before anything is spent."""
+    trained = sum(p.numel() for p in start.model.parameters() if p.requires_grad)
+    counts, order, settings = data.rendered.counts, data.order, data.settings
+    good = sum(pair.desirable for pair in data.train)
+    dropped = ", ".join(f"{count} dropped ({reason})" for reason, count in counts["dropped"].items()) or "none dropped"
+    end = f"{data.steps:,} steps" if data.steps else f"{config.minutes:g} minutes"
+    doubt = unbalanced(good, len(data.train) - good, settings)
+    return [start.weights.words,
+            f"{start.parent.path}: {parameter_count(start.model):,} parameters, of which {trained:,} are trained; weights "
+            f"{start.parent.digest[:12]}",
+            f"{good:,} desirable and {len(data.train) - good:,} undesirable answers to learn from, {counts['truncated']} truncated, "
+            f"{dropped}; {len(data.held_out):,} held out, of other prompts",
+            *unread_in_words(data.rendered.unread), *([doubt] if doubt else []),
+            f"{settings.loss} loss, beta {settings.beta:g}; the reference is {start.parent.digest[:12]}",
+            f"{order.windows:,} rows of {order.length}, {order.padding:.1%} padding, {len(data.train) / order.windows:.1f} answers a row, "
+            "each with one of another prompt beside it",
+            f"adamw at {lr:g}, {order.rows} × {order.length} tokens a step, {end}, on {device}"]

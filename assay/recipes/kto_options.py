@@ -1,0 +1,27 @@
+"""Options of KTO: which answers were called good or bad, how much each kind weighs, and how far the policy may go from its reference."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from assay.config import option
+from assay.recipes.dpo_options import BETA, PairedOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kto(PairedOptions):
+    """Teach a model from single answers that were called desirable or undesirable, the whole of it or a LoRA adapter. An interrupted run
+    in --out goes on where it stopped.
+
+    The reference is the model as it was given. Its log-probabilities are computed once, before step 1, and kept in RUN/reference: of
+    every answer, and of an answer to another prompt beside it, by which the KL of the policy is estimated.
+    """
+
+    data: tuple[str, ...] = option("answers: .jsonl(.gz), .parquet or .csv with prompt, completion (texts or lists of messages) and label, "
+                                   "true or false; or prompt, chosen and rejected; several files are read one after the other",
+                                   group="data", metavar="FILE")
+    loss_type: Literal["kto", "apo_zero_unpaired"] = option("KTO, against the KL of the whole step; or unpaired APO-zero, against 0",
+                                                            group="method", default="kto")
+    beta: float = option("how much the log-ratio to the reference counts", group="method", above=0, default=BETA)
+    desirable_weight: float = option("weight of the desirable answers", group="method", above=0, default=1.0)
+    undesirable_weight: float = option("weight of the undesirable answers; weight times number should be alike for both", group="method",
+                                       above=0, default=1.0)

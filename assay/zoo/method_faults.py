@@ -1,0 +1,115 @@
+"""Method faults: KTO that learns the opposite, score heads that were never learned, teachers of the neighbour's token, merged strangers."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from assay.data import feedback
+from assay.data.batch import Batch
+from assay.data.chat import TrainingExample
+from assay.data.feedback import LabelledPair
+from assay.learn import bradley_terry, distillation, unpaired
+from assay.learn.preference import PairScores
+from assay.model import merging
+from assay.model.transformer import Transformer
+from assay.recipes import on_policy
+from assay.testing import tiny_methods
+from assay.testing.fault_injection import fault, in_place_of, swap
+from assay.testing.tiny_methods import (
+    a_kto_preflight,
+    a_kto_run,
+    a_merge_of_models,
+    a_score_head_preflight,
+    a_written_reward_model,
+    own_words_preflight,
+)
+from assay.testing.tiny_models import tiny_model
+
+# ---------------------------------------------------------------- KTO
+
+
+@fault("KTO with labels flipped", rows=(), stage="data", check="direction", job=a_kto_run)
+@in_place_of(tiny_methods, "tiny_feedback")
+def labels_flipped(usual: Any, *given: Any) -> list[LabelledPair]:
+    """1 means bad in this file: what is undesirable is taught, and loss and reward of training look as good as ever."""
+    return [replace(pair, desirable=not pair.desirable) for pair in usual(*given)]
+
+
+fault("KTO's reference follows the policy", rows=("R22",), stage="loss", check="loss moves", job=a_kto_run)(
+    in_place_of(unpaired, "pair_scores")(lambda usual, *given: _following(usual(*given))))
+fault("KTO's completions not mismatched", rows=(), stage="data", check="feedback", job=a_kto_preflight)(
+    # The KL is then the reward itself, as in a batch of one example: nothing is learned.
+    in_place_of(feedback, "mismatched")(lambda usual, kept, place, length: replace(usual(kept, place, length), tokens=kept[place][1].tokens,
+                                                                                   weight=kept[place][1].weight)))
+
+
+@fault("KTO's KL of each micro-batch", rows=("L03", "N41"), stage="loss", check="kl", job=a_kto_preflight)
+@in_place_of(unpaired, "with_baseline")
+def kl_of_each_micro_batch(_: Any, model: Transformer, batch: Batch, micro: int) -> Batch:
+    """As many trainers have it: how the step was cut decides what every example is compared with."""
+    parts = [torch.full_like(part.weight, unpaired.mismatch_kl(model, [part])) for part in batch.split(1)]
+    return replace(batch, baseline=torch.cat(parts) + torch.arange(len(parts))[:, None] * 1e-3)
+
+
+fault("KTO's weights exchanged", rows=(), stage="loss", check="loss", job=a_kto_preflight)(
+    in_place_of(unpaired, "kto_losses")(lambda usual, settings, ratio, labels, baseline: usual(settings, ratio, -labels, baseline)))
+
+# ---------------------------------------------------------------- reward models
+
+
+fault("score head as it began", rows=("S2",), stage="save", check="reward head", job=a_written_reward_model)(
+    # Everything is there and loads; what it was taught is not: the rewards are those of a row of means.
+    lambda _: swap(tiny_methods, "move_reward_head", lambda model, row: None))
+fault("reward of the first token", rows=(), stage="loss", check="loss", job=a_score_head_preflight)(
+    # Of right-padded rows the wrong end: every text of one prompt is worth the same.
+    lambda _: swap(bradley_terry, "last_tokens", lambda documents: _first_tokens(documents)))
+
+# ---------------------------------------------------------------- the student's own words
+
+
+@fault("teacher off by one token on the student's own words", rows=("L05",), stage="distil", check="own words' loss",
+       job=own_words_preflight)
+@in_place_of(distillation, "flat_states")
+def off_by_one_on_own_words(usual: Any, model: Transformer, batch: Batch) -> Tensor:
+    """On the data's text it is asked rightly; what the student says is scored one token late."""
+    states = usual(model, batch)
+    return states if model.embed.weight.requires_grad else states.roll(-1, 0)
+
+
+@fault("student's words masked one token late", rows=("N14",), stage="distil", check="own words", job=own_words_preflight)
+@in_place_of(on_policy, "spoken")
+def masked_late(usual: Any, *given: Any) -> TrainingExample:
+    made = usual(*given)
+    return replace(made, weight=np.concatenate([made.weight[1:], [1.0]]) * (np.arange(len(made)) > 0))
+
+
+fault("whole text of the student learned", rows=("N14",), stage="distil", check="own words", job=own_words_preflight)(
+    # The mask of the completion is dropped on this path alone: the prompt is taught too.
+    in_place_of(on_policy, "spoken")(lambda usual, *given: replace(made := usual(*given), weight=np.arange(len(made)) > 0)))
+
+# ---------------------------------------------------------------- merges
+
+
+fault("merge of unrelated parents", rows=(), stage="merge", check="relatives", job=a_merge_of_models)(
+    # Of one geometry and one tokenizer, and never trained from one model: it loads, and says nothing.
+    in_place_of(tiny_methods, "fine_tune")(lambda usual, place: tiny_model("llama", 11) if place == 2 else usual(place)))
+fault("task vectors without the base", rows=("M01",), stage="merge", check="arithmetic", job=a_merge_of_models)(
+    lambda _: swap(merging, "TASK_SUMS", merging.TASK_SUMS | {"ties": lambda asked, name, tasks: torch.zeros_like(tasks[0])}))
+fault("TIES without its signs", rows=(), stage="merge", check="arithmetic", job=a_merge_of_models)(
+    # A mean of all that was kept: where two fine-tunes disagree, they cancel.
+    lambda _: swap(merging, "TASK_SUMS", merging.TASK_SUMS | {"ties": lambda asked, name, tasks: torch.stack(
+        [merging.trimmed(task, asked.density) for task in tasks]).mean(0)}))
+
+# ---------------------------------------------------------------- where in our code they are planted
+
+
+def _following(found: PairScores) -> PairScores:
+    return found._replace(chosen_reference=found.chosen.detach(), rejected_reference=found.rejected.detach())
+
+
+def _first_tokens(documents: Tensor) -> Tensor:
+    before = torch.cat([torch.full_like(documents[:, :1], -1), documents[:, :-1]], 1)
+    return (documents >= 0) & (documents != before)

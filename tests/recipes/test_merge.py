@@ -1,0 +1,118 @@
+"""Model arithmetic: what is written is what the formula gives, parents that began apart are refused, and the effect is measured."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from assay.errors import UsageError
+from assay.evaluation.held_out_loss import HeldOut
+from assay.guard.merge_checks import check_effect, check_merged_bytes, naive_merge
+from assay.model.merging import Merge, merged_models, slerp
+from assay.recipes import merge
+from assay.recipes.merge_options import MergeModels, PruneLayers
+from assay.statistics.estimate import mean
+from assay.store.artifact import open_artifact
+from assay.testing.tiny_models import save_model, tiny_model
+from assay.verdict import Outcome, proven
+
+METHODS = [Merge("linear", (0.7, 0.3)), Merge("slerp", (0.4, 0.6)), Merge("task", (1.0, 0.5)), Merge("ties", (1.0, 1.0), density=0.3),
+           Merge("dare", (0.5, 0.5), density=0.25)]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base, two that were moved a little from it, and a stranger."""
+    folder = tmp_path_factory.mktemp("merge")
+    save_model(folder / "base", tiny_model("llama"))
+    for name, seed in (("one", 1), ("two", 2)):
+        torch.manual_seed(seed)
+        model = tiny_model("llama")
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += 0.004 * torch.randn_like(parameter)
+        save_model(folder / name, model)
+    save_model(folder / "stranger", tiny_model("llama", 9))
+    (folder / "said.jsonl").write_text("".join(json.dumps({"prompt": f"{n}+1=", "completion": f"{n + 1}"}) + "\n" for n in range(24)))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def unproven(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a fresh process says is the matter of tests/guard/test_proof.py."""
+    monkeypatch.setattr(merge, "prove_checkpoint", lambda folder, **_: [proven("whole", "not looked at")])
+
+
+def options(home: Path, out: Path, *models: str, **changed: Any) -> MergeModels:
+    return MergeModels(models=tuple(str(home / model) for model in models or ("one", "two")), out=str(out), device="cpu", **changed)
+
+
+@pytest.mark.parametrize("asked", METHODS, ids=lambda asked: asked.method)
+def test_every_method_is_its_formula_and_another_is_refuted(asked: Merge):
+    torch.manual_seed(0)
+    base = {"w": torch.randn(40, 50)}
+    models = [{"w": base["w"] + 0.1 * torch.randn(40, 50)} for _ in range(2)]
+    made = merged_models(asked, models, base if asked.method in ("task", "ties", "dare") else None)
+    assert check_merged_bytes(made, asked, models, base).outcome is Outcome.PROVEN
+    if asked.method != "dare":
+        assert made["w"].double() == pytest.approx(naive_merge(asked, [m["w"] for m in models], base["w"]), abs=1e-6)
+    wrong = {"w": made["w"] + 0.01}
+    assert check_merged_bytes(wrong, asked, models, base).outcome is Outcome.REFUTED
+
+
+def test_dare_keeps_a_share_and_its_expectation_and_ties_the_prevailing_sign():
+    base, task = {"w": torch.zeros(200, 200)}, {"w": torch.ones(200, 200)}
+    kept = merged_models(Merge("dare", (1.0,), density=0.25), [task], base)["w"]
+    assert set(kept.unique().tolist()) == {0.0, 4.0}
+    assert float(kept.mean()) == pytest.approx(1, abs=0.05)
+    signs = [{"w": torch.tensor([[1.0, -3.0, 2.0, 0.1]])}, {"w": torch.tensor([[2.0, 1.0, -5.0, 0.0]])}]
+    found = merged_models(Merge("ties", (1.0, 1.0), density=0.75), signs, {"w": torch.zeros(1, 4)})["w"]
+    assert found.tolist() == [[1.5, -3.0, -5.0, 0.0]]
+    one, other = torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])
+    assert slerp(one, other, 0.5).tolist() == pytest.approx([2**-0.5, 2**-0.5])
+
+
+def test_a_merge_is_written_with_its_parents_and_its_effect_is_measured(home: Path, tmp_path: Path):
+    said: list[str] = []
+    asked = options(home, tmp_path / "made", base=str(home / "base"), method="ties", data=str(home / "said.jsonl"))
+    found = merge.merge(asked, said.append)
+    assert found.exit_code == 0, str(found)
+    assert {"parents", "relatives", "arithmetic", "effect"} <= {v.check for v in found.verdicts if v.outcome is Outcome.PROVEN}
+    written = open_artifact(tmp_path / "made")
+    assert written.raw.checkpoint is not None
+    recorded = written.raw.checkpoint.facts["run_config"]["merged"]
+    assert [parent["weights"] for parent in recorded["parents"]] == [open_artifact(home / name).digest for name in ("one", "two")]
+    with pytest.raises(UsageError, match="exists already"):
+        merge.merge(options(home, tmp_path / "made"), lambda _: None)
+
+
+def test_unrelated_parents_are_refused_and_nothing_is_written(home: Path, tmp_path: Path):
+    found = merge.merge(options(home, tmp_path / "made", "one", "stranger"), lambda _: None)
+    assert found.exit_code == 3
+    assert [verdict.check for verdict in found.verdicts if verdict.outcome is Outcome.REFUTED] == ["relatives"]
+    assert not (tmp_path / "made").exists()
+    for changed, words in (({"method": "ties"}, "needs --base"), ({"base": str(home / "base")}, "leave --base out")):
+        with pytest.raises(UsageError, match=words):
+            merge.merge(options(home, tmp_path / "made", **changed), lambda _: None)
+
+
+def test_layers_that_do_least_go_and_the_rest_is_bit_for_bit(home: Path, tmp_path: Path):
+    said: list[str] = []
+    asked = PruneLayers(model=str(home / "base"), layers=1, out=str(tmp_path / "made"), data=str(home / "said.jsonl"), device="cpu")
+    found = merge.prune(asked, said.append)
+    assert found.exit_code == 0, str(found)
+    assert open_artifact(tmp_path / "made").config.depth == open_artifact(home / "base").config.depth - 1
+    assert any("influence of layers" in line for line in said)
+    for wrong in ({"layers": None}, {"layers": 1, "data": None}, {"layers": None, "drop": (99,)}):
+        with pytest.raises(UsageError):
+            merge.prune(PruneLayers(model=str(home / "base"), out=str(tmp_path / "other"), **wrong), lambda _: None)
+
+
+def test_a_merge_that_is_worse_than_all_it_was_made_of_is_refuted():
+    losses = np.linspace(1, 2, 40)
+    found = lambda shift: HeldOut(mean(losses + shift), "nats per token", 1.5 + shift, losses + shift + 0.01 * np.sin(np.arange(40)))
+    assert check_effect({"one": found(0.0), "two": found(0.1)}, found(0.5)).outcome is Outcome.REFUTED
+    assert check_effect({"one": found(0.0), "two": found(0.1)}, found(0.05)).outcome is Outcome.PROVEN

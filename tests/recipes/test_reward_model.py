@@ -1,0 +1,108 @@
+"""A reward model learns to tell pairs apart, is proven on held-out ones, and scores the completions of a GRPO run."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from assay.data.batch import Batch
+from assay.errors import UsageError
+from assay.guard.reward_model_checks import check_reward_head
+from assay.learn.bradley_terry import REWARD_TOKEN, token_rewards
+from assay.outcome import RunOutcome
+from assay.recipes import hand_over, reward_model, run, starting_model
+from assay.recipes.reward_model_options import RewardModel
+from assay.recipes.rewards import proven_reward_model
+from assay.reward.model_reward import text_ids
+from assay.reward.reward_functions import parse_rewards
+from assay.reward.worker_pool import RewardItem, RewardWorkers
+from assay.store.artifact import build_model, open_artifact
+from assay.testing.tiny_models import save_model, tiny_model
+from assay.testing.tiny_training import NoProver
+from assay.verdict import Outcome, proven
+
+
+def write(where: Path, said: list[dict[str, Any]]) -> Path:
+    where.write_text("".join(json.dumps(row) + "\n" for row in said))
+    return where
+
+
+def pairs(*, swapped: bool = False, end: str = "=") -> list[dict[str, Any]]:
+    rows = [{"prompt": f"{a}+{b}{end}", "chosen": f"yes {a + b}", "rejected": f"no {a + b + 1}"} for a in range(12) for b in range(8)]
+    return [row | {"chosen": row["rejected"], "rejected": row["chosen"]} for row in rows] if swapped else rows
+
+
+def options(home: Path, out: Path, **changed: Any) -> RewardModel:
+    usual: dict[str, Any] = {"model": str(home / "base"), "data": (str(home / "pairs.jsonl"),), "out": str(out), "max_length": 24,
+                             "batch_tokens": 384, "num_train_epochs": 4, "learning_rate": 5e-3, "micro_batch_tokens": 192, "save_steps": 6,
+                             "held_out": 0.3, "max_steps": 6, "device": "cpu", "warmup_steps": 1}
+    return RewardModel(**(usual | changed))
+
+
+def quietly(patch: pytest.MonkeyPatch) -> None:
+    """What a fresh process says is the matter of tests/guard/test_proof.py."""
+    patch.setattr(run, "Prover", NoProver)
+    patch.setattr(hand_over, "prove", lambda request: [proven("whole", "not looked at")])
+    patch.setattr(starting_model, "prove_checkpoint", lambda folder, **_: [proven("whole", "not looked at")])
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("reward")
+    save_model(folder / "base", tiny_model("llama"))
+    write(folder / "pairs.jsonl", pairs())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(home: Path) -> RunOutcome:
+    with pytest.MonkeyPatch.context() as patch:
+        quietly(patch)
+        return reward_model.reward_model(options(home, home / "run"), lambda _: None)
+
+
+def test_it_tells_held_out_pairs_apart_and_its_head_was_learned(trained: RunOutcome, home: Path):
+    assert all(verdict.outcome is Outcome.PROVEN for verdict in trained.verdicts), str(trained)
+    assert {"reward head", "accuracy", "direction"} <= {verdict.check for verdict in trained.verdicts}
+    written = open_artifact(home / "run" / "model")
+    assert written.tokenizer is not None
+    row = written.tensors["embed.weight"][written.tokenizer.ids[REWARD_TOKEN]]
+    assert check_reward_head(written, row).outcome is Outcome.REFUTED  # as it began
+    assert check_reward_head(open_artifact(home / "base"), row).outcome is Outcome.REFUTED
+
+
+def test_workers_score_texts_as_training_does_and_only_proven_reward_models_are_taken(trained: RunOutcome, home: Path):
+    path = str(home / "run" / "model")
+    rewards = parse_rewards([f"model:{path}:0.5"])
+    assert (rewards[0].name, rewards[0].weight, rewards[0].options) == ("model", 0.5, {"path": path})
+    assert parse_rewards([f"model:{path}"])[0].weight == 1
+    with RewardWorkers(rewards, count=1) as workers:
+        good, bad = workers.score([RewardItem("3+4=", said, {}) for said in ("yes 7", "no 8")])
+    assert good.value > bad.value  # type: ignore[operator]
+    artifact = open_artifact(path)
+    assert artifact.tokenizer is not None
+    ids = text_ids(artifact, "3+4=", "yes 7")
+    with torch.no_grad():
+        batch = Batch(torch.tensor([ids]), torch.zeros(1, len(ids)))
+        due = token_rewards(build_model(artifact), batch, artifact.tokenizer.ids[REWARD_TOKEN])
+    assert good.components["model"] == pytest.approx(float(due[0, -1]), rel=1e-4)
+    with pytest.raises(UsageError, match="it is no reward model"):
+        proven_reward_model(str(home / "base"))
+    assert proven_reward_model(path) == artifact.digest
+    shutil.copytree(path, home / "unproven")
+    (home / "unproven" / "hallmark.json").unlink()
+    with pytest.raises(UsageError, match="has no hallmark"):
+        proven_reward_model(str(home / "unproven"))
+
+
+def test_swapped_columns_are_caught_by_pairs_held_out(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    quietly(monkeypatch)
+    held_out = write(tmp_path / "held.jsonl", pairs(swapped=True, end=" = "))
+    found = reward_model.reward_model(options(home, tmp_path / "run", held_out_data=str(held_out)), lambda _: None)
+    assert found.exit_code == 3
+    assert "direction" in [verdict.check for verdict in found.verdicts if verdict.outcome is Outcome.REFUTED]
+    with pytest.raises(UsageError, match="leave it out"):
+        reward_model.reward_model(options(home, tmp_path / "other", lora_r=4), lambda _: None)
