@@ -120,7 +120,8 @@ class ServedPolicy:
         writer = found.writer if found.writer is not None and found.tools == asked.form.tools else ChatWriter(model.tokenizer,
                                                                                                               asked.form.tools)
         more = asked.messages[len(found.seen):]
-        if found.transcript is not None and found.writer is writer and more and asked.messages[: len(found.seen)] == found.seen:
+        goes_on = bool(found.seen and more) and found.writer is writer and asked.messages[: len(found.seen)] == found.seen
+        if found.transcript is not None and goes_on:
             refused = writer.insert([(found.transcript, more)])[0]
             if refused is not None:
                 raise RequestRefused(refused, param="messages", code="invalid_value")

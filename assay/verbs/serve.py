@@ -1,5 +1,6 @@
 """assay serve: an OpenAI-compatible server for a model and its adapters, on loopback unless a token guards it."""
 
+import functools
 import importlib.util
 import os
 from dataclasses import dataclass
@@ -77,7 +78,7 @@ def run(flags: FLAGS) -> int:
         policy = None
         _told(model := serving.open(flags.name or Path(flags.path).name, flags.path, base=flags.base, learns=flags.train))
         if flags.out is not None:
-            policy = serving.ask(lambda: ServedPolicy(model, Path(flags.out), flags.learning_rate)).result()
+            policy = serving.ask(functools.partial(ServedPolicy, model, Path(flags.out), flags.learning_rate)).result()
         for name, path in adapters:
             _told(serving.open_adapter(name, path))
         ended = serve(serving, listener, token=token, ready=lambda address: print(f"serving at {address}/v1", flush=True),

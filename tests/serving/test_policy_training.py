@@ -83,7 +83,7 @@ def test_what_is_of_other_weights_or_has_no_reward_is_refused_and_nothing_moves(
         now = Policy(url).train([[each.id for each in new]])["version"]
         with pytest.raises(openai.ConflictError, match="other weights"):
             say(url, begun, [{"role": "user", "content": "hi"}, {"role": "user", "content": "again"}])
-    with pytest.raises(UsageError, match="not trained"):
+    with pytest.raises(UsageError, match="come from version"):
         Policy(url).train([[each.id for each in old]])
     with pytest.raises(UsageError, match="given once"):
         Policy(url)._post(f"/trajectories/{old[0].id}/close", {"reward": 1.0})
@@ -103,6 +103,15 @@ def test_a_history_that_the_client_rewrote_begins_a_sequence_in_which_it_is_not_
     assert len(second) == len(sequences[1].turns[0].ids)
     assert "never said" in policy.model.tokenizer.decode(sequences[1].ids)
     assert first.content is not None
+
+
+def test_a_turn_that_was_cancelled_was_never_said(policy, url):
+    with trajectory(url, reward=1.0) as made:
+        say(url, made, [{"role": "user", "content": "first"}], seed=1)
+        policy.end_turn(made.id, None, {}, "")  # as the server does for a client that left
+        say(url, made, [{"role": "user", "content": "first"}, {"role": "user", "content": "second"}], seed=2)
+    last = policy.model.tokenizer.decode(policy.find(made.id).finished().sequences[-1].ids)
+    assert last.count("first") == last.count("second") == 1
 
 
 def test_a_block_that_raises_gives_no_reward(policy, url):
