@@ -20,7 +20,7 @@ from typing import Any
 
 from assay.errors import UsageError
 
-SECONDS = 600.0  # that an update may take
+UPDATE_SECONDS = 600.0  # that an update may take
 
 
 @dataclass(eq=False)
@@ -66,7 +66,7 @@ class Policy:
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self.token}"} if self.token else {})
         request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)
         try:
-            with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=SECONDS) as reply:
+            with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=UPDATE_SECONDS) as reply:
                 return json.load(reply)
         except urllib.error.HTTPError as error:
             raise UsageError(f"{self.url}{path}: {json.loads(error.read())['error']['message']}") from None

@@ -146,7 +146,7 @@ class Endpoints:
             policy.end_turn(trajectory, completion, message, f"{answer.id}/0")
 
         try:
-            require_room((prompt,), asked, model)
+            require_context((prompt,), asked, model)
         except RequestRefused:
             ended(None)
             raise
@@ -174,11 +174,11 @@ def api_prompt_ids(model: HostedModel, asked: ApiRequest) -> tuple[tuple[int, ..
         prompts = [tokenizer.encode(prompt, special=True) if isinstance(prompt, str) else list(prompt) for prompt in asked.prompts]
     beginning = [id for id in (stops.bos, stops.eos) if id is not None][:1]
     prompts = [prompt or beginning for prompt in prompts]
-    require_room(prompts, asked, model)
+    require_context(prompts, asked, model)
     return tuple(map(tuple, prompts))
 
 
-def require_room(prompts: Sequence[Sequence[int]], asked: ApiRequest, model: HostedModel) -> None:
+def require_context(prompts: Sequence[Sequence[int]], asked: ApiRequest, model: HostedModel) -> None:
     for prompt in prompts:
         if len(prompt) + (asked.max_new or 1) > model.engine.length:
             raise RequestRefused(f"This model's maximum context length is {model.engine.length} tokens. However, you requested "

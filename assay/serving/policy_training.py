@@ -43,8 +43,8 @@ from assay.store.saving import Ancestor, Lineage, model_contents
 from assay.verdict import Outcome, Verdict
 
 MOST_TRAJECTORIES = 4096  # that are held at a time
-ROWS = 8  # of a micro-batch
-PLAIN_SAMPLING = {"n": 1, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "stop": ()}
+MICRO_ROWS = 8  # of a micro-batch
+TRAINED_SAMPLING = {"n": 1, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "stop": ()}
 
 
 @dataclass(eq=False)
@@ -196,12 +196,12 @@ class ServedPolicy:
 
     def _check_identity(self, batch: Batch, every: Sequence[Trajectory]) -> Verdict:
         with torch.no_grad():
-            scored = batch_logprobs(self.weights, batch, self.asked.temperature, Layout(ROWS), entropy=False)
+            scored = batch_logprobs(self.weights, batch, self.asked.temperature, Layout(MICRO_ROWS), entropy=False)
         said = [turn.logprobs for each in every for turn in each.turns]
         return check_identity(said, of_turns(scored, episode_rows(every)), self.floor)
 
     def _update(self, named: Sequence[str], every: Sequence[Trajectory], batch: Batch, verdicts: Sequence[Verdict]) -> dict[str, Any]:
-        (step,) = train(self.weights, self.optimizer, [batch], policy_gradient(self.asked), micro=ROWS, start=self.updates)
+        (step,) = train(self.weights, self.optimizer, [batch], policy_gradient(self.asked), micro=MICRO_ROWS, start=self.updates)
         before = self.model.engine.version
         self.updates += 1
         self.model.engine.load(version_name(self.updates, fingerprint(self.weights)))
@@ -227,7 +227,7 @@ class ServedPolicy:
 
 def _refuse_other_sampling(asked: ApiRequest) -> None:
     """A ratio is between log-probabilities of one distribution: the plain softmax, which is the trainer's."""
-    for name, due in PLAIN_SAMPLING.items():
+    for name, due in TRAINED_SAMPLING.items():
         if getattr(asked, name) != due:
             raise RequestRefused(f"{name} is {getattr(asked, name)}; a trajectory that is to be trained on is sampled with {due or 'none'}",
                                  param=name, code="unsupported_parameter")
