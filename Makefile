@@ -4,7 +4,7 @@ VENV   := .venv
 RUN    := OMP_NUM_THREADS=1 $(VENV)/bin/python
 AS_ROOT = $(if $(filter 0,$(shell id -u)),,sudo -n) env DEBIAN_FRONTEND=noninteractive timeout 300
 
-.PHONY: demo test test-all arithmetics lint types unit sandbox docs campaign-store campaigns mutants judges mirror clean
+.PHONY: demo test test-all arithmetics lint types unit sandbox docs campaign-store campaign-processes campaigns mutants judges mirror clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -44,6 +44,9 @@ docs:   ## regenerate docs/files.md
 
 campaign-store: $(VENV)/.ready   ## the full crash campaign on the store; writes results/
 	$(RUN) -m tests.store.campaign --full
+
+campaign-processes: $(VENV)/.ready   ## kills of any process of a run of several, in any phase of a save; an hour; results/process_kills.txt
+	$(RUN) -m tests.process_campaign > results/process_kills.txt; status=$$?; cat results/process_kills.txt; exit $$status
 
 mutants: $(VENV)/.ready   ## small mistakes planted in the code, 2,000 of them, and how many get past the guards; hours; results/mutants.txt
 	$(RUN) -m tests.mutants --count 2000 --clean 200 $(MUTANTS)

@@ -48,6 +48,8 @@ VERBS = {
     "inspect": "show what a checkpoint, folder or GGUF file holds: architecture, tensors, lineage, verdict",
     "prove": "prove a checkpoint, or what can be proven of a folder another tool wrote",
     "export": "write a model as hf, peft, gguf or merged, and prove the written bytes against the source",
+    "publish": "push a proven model with a card made from its ledger, fetch it back and hash it before it says done",
+    "verify": "hash what was downloaded against manifest, hallmark and signature, and say who proved it",
     "fetch": "get real weights into the cache",
     "sample": "generate text from a model",
     "zoo": "plant each known silent failure and show the check that catches it",

@@ -26,7 +26,9 @@ from assay.evaluation.task import (
     score_choice,
 )
 from assay.generate.generation_request import Completion, Sampling
+from assay.reward.known_readings import check_readings
 from assay.statistics.estimate import Estimate
+from assay.statistics.known_answers import check_statistics
 from assay.store.digests import code_digest, environment
 from assay.verdict import Outcome, Verdict
 
@@ -99,10 +101,12 @@ def evaluate(loaded: LoadedModel, task: Task, folder: Path, *, k: int = 1, sampl
         verdicts += _after(setup, rows, results.request["dataset"])
         verdicts += [soundness.check_leak(task.examples, training)] if training else []
         figures = summary.summarise(task, rows, k)
-        verdicts += stop_if_unsound([recount.check_figures(rows, figures)]) if isinstance(task, GenerationTask) else []
+        verdicts += stop_if_unsound([recount.check_figures(rows, figures, votes=task.votes)]) if isinstance(task, GenerationTask) else []
         found = Evaluation(figures, verdicts, summary.sample_disagreements(rows), rows)
         results.finish({"path": str(loaded.artifact.path), **found.to_json(), "disagreements_listed": found.disagreements[:_LISTED],
                         "code": code_digest(), "environment": environment()})
+        asked = {"task": task.name, "examples": len(task.examples), "checkpoint": loaded.identity}
+        stop_if_unsound([recount.check_read_back(folder, rows, figures, asked | ({"k": k} if isinstance(task, GenerationTask) else {}))])
     finally:
         results.close()
     return found
@@ -121,7 +125,8 @@ def stop_if_unsound(verdicts: list[Verdict]) -> list[Verdict]:
 def _before(setup: EvalSetup) -> list[Verdict]:
     loaded, some = setup.loaded, list(setup.texts.values())[:3]
     first = prompt_token_ids(loaded.tokenizer, some[0], raw=setup.raw)[: loaded.model.config.max_length]
-    return stop_if_unsound([soundness.check_text_start(loaded, some), soundness.check_repeatable(loaded.model, first)])
+    return stop_if_unsound([soundness.check_text_start(loaded, some), soundness.check_repeatable(loaded.model, first), check_statistics(),
+                            check_readings(), *soundness.check_recorded_answers(loaded)])
 
 
 def _after(setup: EvalSetup, rows: Sequence[Mapping[str, Any]], dataset: str) -> list[Verdict]:

@@ -1,6 +1,7 @@
 """Held-out loss of a model: an estimate with its interval over documents, and a loss per document for pairing."""
 
 import hashlib
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -13,11 +14,14 @@ from torch import Tensor
 from assay.data.batch import Batch
 from assay.data.held_out_documents import DocumentLosses, document_losses, held_out_document_batches, measurable_documents
 from assay.data.token_corpus import Corpus
+from assay.errors import GuardStop
 from assay.learn.objectives import Objective, next_token
 from assay.model.attention import PADDING
 from assay.model.placement import uncompiled
 from assay.model.transformer import Transformer
 from assay.statistics.estimate import Estimate, bits_per_byte, ratio
+
+SAME_SUM = 1e-6  # relative: sums in another order
 
 
 @dataclass(frozen=True)
@@ -46,17 +50,22 @@ def score_corpus(model: Transformer, corpus: Corpus, *, rows: int, length: int, 
     """`count` documents, or all. A document longer than a row is read in pieces that see `context` tokens of the one before."""
     batches = held_out_document_batches(corpus, rows=rows, length=length, context=context, documents=measurable_documents(corpus, count))
     read = hashlib.sha256()
-    losses = document_losses(corpus, _scored(model, noted_batches(batches, read), rows))
+    tally = HeldOutTally()
+    losses = document_losses(corpus, tally.counted(_scored(model, noted_batches(batches, read), rows)))
     mean = float(losses.nll.sum() / losses.tokens.sum())
-    return HeldOut(bits_per_byte(losses.nll, losses.bytes), "bits per byte", mean, losses.nll / losses.tokens, losses,
-                   digest=read.hexdigest())
+    found = HeldOut(bits_per_byte(losses.nll, losses.bytes), "bits per byte", mean, losses.nll / losses.tokens, losses,
+                    digest=read.hexdigest())
+    tally.require_same(found)
+    if count is not None and found.estimate.n > count:
+        raise GuardStop(f"held-out loss: {found.estimate.n} documents were scored, {count} were asked for")
+    return found
 
 
 def score_examples(model: Transformer, batches: Iterable[Batch], *, rows: int, objective: Objective = next_token,
                    unit: Literal["nats per token", "blended nats per token"] = "nats per token") -> HeldOut:
     """Conversations, each a packed document of its row: what each one's supervised tokens cost, the estimate over conversations."""
-    nll, tokens, read = [], [], hashlib.sha256()
-    for batch, losses in _scored(model, noted_batches(batches, read), rows, objective):
+    nll, tokens, read, tally = [], [], hashlib.sha256(), HeldOutTally()
+    for batch, losses in tally.counted(_scored(model, noted_batches(batches, read), rows, objective)):
         documents = batch.documents if batch.documents is not None else torch.zeros_like(batch.tokens, dtype=torch.int32)
         places = documents.long() + (int(documents.max()) + 1) * torch.arange(len(batch))[:, None]
         used = documents != PADDING
@@ -66,7 +75,32 @@ def score_examples(model: Transformer, batches: Iterable[Batch], *, rows: int, o
         tokens.append(sums.index_add_(0, places[used], weight[used]))
     cost, count = (torch.cat(parts).numpy() for parts in (nll, tokens))
     cost, count = cost[count > 0], count[count > 0]
-    return HeldOut(ratio(cost, count), unit, float(cost.sum() / count.sum()), cost / count, tokens=count, digest=read.hexdigest())
+    found = HeldOut(ratio(cost, count), unit, float(cost.sum() / count.sum()), cost / count, tokens=count, digest=read.hexdigest())
+    tally.require_same(found)
+    return found
+
+
+class HeldOutTally:
+    """Losses summed a second time, over batches and no documents: what is told of documents must come to the same."""
+
+    def __init__(self) -> None:
+        self.nll, self.weight = 0.0, 0.0
+
+    def counted(self, scored: Iterable[tuple[Batch, Tensor]]) -> Iterator[tuple[Batch, Tensor]]:
+        for batch, losses in scored:
+            weight = batch.weight.double().cpu()
+            self.nll += float(torch.where(weight > 0, losses.double().cpu() * weight, 0.0).sum())
+            self.weight += float(weight.sum())
+            yield batch, losses
+
+    def require_same(self, found: HeldOut) -> None:
+        """Of the loss that is printed, and of the documents' losses, weighed by their tokens."""
+        due, tokens = self.nll / self.weight, found.token_counts
+        assert tokens is not None
+        for name, loss in (("the loss", found.loss), ("the documents' losses", float((found.per_document * tokens).sum() / tokens.sum()))):
+            if not math.isclose(loss, due, rel_tol=SAME_SUM, abs_tol=SAME_SUM):
+                raise GuardStop(f"held-out loss: {name} came to {loss:.6g} nats a token, and the batches to {due:.6g}: they were not "
+                                "added up as they were scored")
 
 
 def noted_batches(batches: Iterable[Batch], read: "hashlib._Hash") -> Iterator[Batch]:

@@ -1,10 +1,14 @@
-"""Recount: the figures of an evaluation computed once more from its rows, by plain sums; and how each sample ended, from its tokens.
+"""Recount: the figures of an evaluation computed once more from its rows, by plain sums; how each sample ended, from its tokens; and what
+lies in its folder, read back.
 
 It shares nothing with `summary.py` and `statistics/`: a mistake there is not repeated here.
 """
 
+import hashlib
+import json
 import math
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from assay.statistics.estimate import Estimate
@@ -20,12 +24,50 @@ _OF_SAMPLES = {
     "stopped": lambda sample: float(sample["ended"] != "length"), "hit the cap": lambda sample: float(sample["ended"] == "length")}
 
 
-def check_figures(rows: Sequence[Mapping[str, Any]], estimates: Mapping[str, Estimate]) -> Verdict:
-    """Every mean of samples is the mean that its rows give, and its interval is about as wide as their scatter says."""
+def check_figures(rows: Sequence[Mapping[str, Any]], estimates: Mapping[str, Estimate], *, votes: bool = False) -> Verdict:
+    """Every mean of samples is the mean that its rows give, and its interval is about as wide as their scatter says; nothing that is due is
+    left out, and nothing is added. `votes`: the task's answers are counted as votes."""
+    k = len(rows[0]["samples"])
     wrong = [sentence for name, value in _OF_SAMPLES.items() if (sentence := _unlike(name, rows, value, estimates.get(name)))]
+    passed = _passed(rows, k)
+    wrong += [f"{name} is {due:.6g}, printed {estimates.get(name)}" for name, due in passed.items()
+              if name not in estimates or abs(estimates[name].mean - due) > EQUAL]
+    due = {*_OF_SAMPLES, *passed, *rows[0]["samples"][0].get("measures", {}), *([f"majority@{k}"] if votes and k > 1 else [])}
+    wrong += [f"{name} is {'printed, and was not asked for' if name in estimates else 'not printed'}" for name in due ^ estimates.keys()]
     if wrong:
         return refuted("figures", f"the rows of {len(rows)} examples do not give what is printed: {'; '.join(wrong)}", wrong=wrong)
-    return proven("figures", f"{len(_OF_SAMPLES)} figures are what {len(rows)} rows give when they are counted again")
+    return proven("figures", f"{len(due)} figures are what {len(rows)} rows give when they are counted again")
+
+
+def _passed(rows: Sequence[Mapping[str, Any]], k: int) -> dict[str, float]:
+    """pass@2, pass@4, … and pass@k, by counting subsets, where samples are right or wrong."""
+    if any(sample["score"] not in (0, 1) for row in rows for sample in row["samples"]):
+        return {}
+    right = [sum(sample["score"] for sample in row["samples"]) for row in rows]
+    drawn = [j for j in range(2, k + 1) if j == k or j & (j - 1) == 0]
+    return {f"pass@{j}": sum(1 - math.comb(k - int(each), j) / math.comb(k, j) for each in right) / len(rows) for j in drawn}
+
+
+def check_read_back(folder: Path, rows: Sequence[Mapping[str, Any]], estimates: Mapping[str, Estimate],
+                    asked: Mapping[str, Any]) -> Verdict:
+    """What lies in the folder, by nothing but the standard library: the rows, once each; what was asked; every figure; and the digest."""
+    scores = (folder / "scores.jsonl").read_bytes()
+    try:
+        written = json.loads((folder / "eval.json").read_bytes())
+        kept = [json.loads(line) for line in scores.splitlines()]
+    except ValueError as error:
+        return refuted("read back", f"{folder} is not readable: {error}")
+    figures = {name: {end: getattr(estimate, end) for end in ("mean", "low", "high", "n")} for name, estimate in estimates.items()}
+    found = {name: {end: values[end] for end in ("mean", "low", "high", "n")} for name, values in written["estimates"].items()}
+    wrong = [sentence for sentence, so in (
+        ("the digest of the scores is not that of the file", written["scores_sha256"] != hashlib.sha256(scores).hexdigest()),
+        (f"{len(kept)} rows are in scores.jsonl, {len(rows)} were scored",
+         sorted(row["id"] for row in kept) != sorted(row["id"] for row in rows)),
+        ("the figures are not those that were found", found != figures),
+        ("what was asked is not written down", any(written.get(name) != value for name, value in asked.items()))) if so]
+    if wrong:
+        return refuted("read back", f"{folder}: {'; '.join(wrong)}", wrong=wrong)
+    return proven("read back", f"{len(kept)} rows, {len(found)} figures and what was asked lie in the folder as they were found")
 
 
 def _unlike(name: str, rows: Sequence[Mapping[str, Any]], value: Any, printed: Estimate | None) -> str | None:

@@ -16,6 +16,7 @@ from assay.evaluation.loaded_model import LoadedModel, encode_continuation, prom
 from assay.evaluation.task import ID_COLUMNS, MultipleChoiceTask, PerplexityTask, Task, TaskExample, dataset_digest
 from assay.generate.generation_request import Sampling
 from assay.generate.policy_logprobs import completion_logprobs, policy_logits
+from assay.model.probe_logits import ProbeLogits, compute_probe_logits, probe_distance
 from assay.model.transformer import Transformer
 from assay.store.scratch import scratch_folder
 from assay.verdict import Verdict, proven, refuted, unproven
@@ -25,6 +26,7 @@ DRAWN, LONGEST_DRAWN = 64, 512  # samples that are scored again, and tokens of e
 LEAST_LIKELY = -12.0  # nats: less likely tokens count as this likely, so that no single one decides
 RESCORED, RESCORED_BF16 = 1e-3, 0.1  # nats a token that rounding explains, over all samples scored again; of one alone ten times that
 _LOGIT_ROWS = 256  # of logits alive at once
+RECORDED_ANSWERS, _LOOSELY = {torch.float32: 2e-4}, 1e-1  # relative distance of probe answers, as the server allows it; else
 LEAKED = 0.01  # share of the examples, or of their runs of 13 words, that may stand in training text by accident
 
 _Rows = Sequence[Mapping[str, Any]]
@@ -222,6 +224,17 @@ def check_pass_at_k(estimator: Callable[[int, int, int], float], n: int = 6) -> 
     except AssayError:
         return proven("pass@k", f"the estimator agrees with counting for all n, c, k up to {n}, and refuses k > n")
     return refuted("pass@k", f"pass@{n + 1} of {n} samples was answered with {beyond:.4f}; so many were never drawn")
+
+
+def check_recorded_answers(loaded: LoadedModel) -> list[Verdict]:
+    """The model answers the probe as it did when it was saved, where that was recorded: what is scored is what was proven."""
+    probes = loaded.artifact.raw.checkpoint.probes() if loaded.artifact.raw.checkpoint is not None else {}
+    if not probes:
+        return []
+    bound = RECORDED_ANSWERS.get(loaded.model.embed.weight.dtype, _LOOSELY)
+    error = probe_distance(compute_probe_logits(loaded.model), ProbeLogits(**probes))
+    words = f"probe logits differ from those that were recorded when the model was saved by {error:.1e} (relative), bound {bound:.0e}"
+    return [(proven if error <= bound else refuted)("answers", words, error=str(error))]
 
 
 @torch.no_grad()

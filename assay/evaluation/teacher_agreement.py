@@ -61,7 +61,7 @@ def weighted_agreement(found: Sequence[Agreement], shares: Sequence[float]) -> A
 
 def measure_stored_agreement(student: Transformer, batches: Iterable[Batch], *, temperature: float, vocab: int | None = None) -> Agreement:
     """The same of answers that the batches carry. KL is over their K + 1 outcomes and at the temperature they were stored at."""
-    return _by_document(student, batches, lambda batch: _compare_stored(student, batch, temperature, vocab or student.config.vocab))
+    return _by_document(student, batches, lambda batch: compare_stored_tokens(student, batch, temperature, vocab or student.config.vocab))
 
 
 def _by_document(student: Transformer, batches: Iterable[Batch], compared: Callable[[Batch], Sequence[Tensor]]) -> Agreement:
@@ -101,7 +101,7 @@ def compare_tokens(student: Transformer, teacher: Transformer, batch: Batch, *, 
 
 
 @torch.no_grad()
-def _compare_stored(student: Transformer, batch: Batch, temperature: float, vocab: int) -> list[Tensor]:
+def compare_stored_tokens(student: Transformer, batch: Batch, temperature: float, vocab: int) -> list[Tensor]:
     """KL, top-1 and the student's cross-entropy, as in Comparison."""
     assert batch.teacher_ids is not None
     assert batch.teacher_logprobs is not None

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from assay.data.batch import Batch
-from assay.evaluation.teacher_agreement import compare_tokens
+from assay.evaluation.teacher_agreement import compare_stored_tokens, compare_tokens
 from assay.guard import loss_preflight
 from assay.guard.loss_preflight import PARITY_BOUNDS, NaiveLoss, amplified, batch_logits, loss_gradients, sample_rows
 from assay.guard.training_guards import check_gradients, parameter_digests
@@ -26,6 +26,7 @@ from assay.seeds import generator
 from assay.verdict import Outcome, Verdict, proven, refuted, unproven
 
 KNOWS = 0.8  # of ln V: a teacher above this cross-entropy knows next to nothing of the text
+AGREED_TOKENS, SAME_AGREEMENT = 24, 1e-3  # tokens that are worked out again; relative, and absolute below 1
 _WORSE = 0.5  # nats that a teacher may pay more than its student before the first step
 CHANGES = 1e-6, 1e-2  # of loss and of gradient, relative, that other answers make: a student that knows nothing loses as much by any
 _SHARE = 1e-3  # of the loss: less than this is lost beside the cross-entropy
@@ -47,14 +48,16 @@ def preflight_distillation(student: Transformer, objective: Objective, batch: Ba
     trained = reachable or [name for name, parameter in student.named_parameters() if parameter.requires_grad]
     if teacher is None:
         mean = loss_gradients(student, lambda: objective(student, batch).total / batch.weight.sum())
-        return [vocabulary, check_stored_answers(student, batch, blend), check_teacher_signal(student, objective, batch),
+        return [vocabulary, check_stored_answers(student, batch, blend), check_agreement(student, None, batch, blend),
+                check_teacher_signal(student, objective, batch),
                 check_gradients(mean[1], trained),
                 *loss_preflight.preflight_loss(student, objective, batch, accumulate, naive_stored(blend))]
     before = parameter_digests(teacher)
     with amplified(teacher, batch):  # a missing soft cap of the teacher's must show too
         parity_verdicts = loss_preflight.preflight_loss(student, objective, batch, accumulate, naive_distillation(teacher, blend), teacher)
         mean = loss_gradients(student, lambda: objective(student, batch).total / batch.weight.sum())
-    return [vocabulary, check_teacher(student, teacher, batch, blend), check_teacher_deterministic(teacher, batch),
+    return [vocabulary, check_teacher(student, teacher, batch, blend), check_agreement(student, teacher, batch, blend),
+            check_teacher_deterministic(teacher, batch),
             check_teacher_signal(student, objective, batch, teacher), check_gradients(mean[1], trained),
             check_teacher_frozen(teacher, before),
             check_self_distillation(student, batch, blend), check_teacher_share(student, teacher, objective, batch, blend),
@@ -114,6 +117,48 @@ def check_same_vocabulary(student: str, teacher: str) -> Verdict:
                                      "text to the teacher, and its answers would be noise. Let the teacher write text, and fine-tune the "
                                      "student on that", student=student, teacher=teacher)
     return proven("vocabulary", f"student and teacher share the tokenizer {student[:12]}", tokenizer=student)
+
+
+@torch.no_grad()
+def check_agreement(student: Transformer, teacher: Transformer | None, batch: Batch, blend: DistillationSettings) -> Verdict:
+    """What will be told of the teacher (KL, the same token likeliest, cross-entropy), token by token as the words mean it, in float64."""
+    with fp32_uncompiled(student, *([] if teacher is None else [teacher])):
+        found = compare_stored_tokens(student, batch, blend.temperature, blend.vocab or student.config.vocab) if teacher is None else \
+            list(compare_tokens(student, teacher, batch, vocab=blend.vocab))[:3]
+        tables = [None if model is None else batch_logits(model, batch).double() for model in (student, teacher)]
+    places = (batch.weight[:, 1:] != 0).nonzero()[:AGREED_TOKENS].tolist()
+    due = torch.tensor([_agreement_at(row, column, tables, batch, blend) for row, column in places], dtype=torch.float64)
+    said = torch.tensor([[float(each[row, column + 1]) for each in found] for row, column in places], dtype=torch.float64)
+    apart = float(((said - due).abs() / due.abs().clamp(min=1.0)).nan_to_num(0.0).max()) if places else 0.0
+    words = (f"agreement with the teacher at {len(places)} tokens, worked out again one by one, differs by {apart:.1e}, "
+             f"bound {SAME_AGREEMENT:g}")
+    return (proven if apart <= SAME_AGREEMENT else refuted)("agreement", words, apart=apart)
+
+
+def _agreement_at(row: int, column: int, tables: list[Tensor | None], batch: Batch, blend: DistillationSettings) -> list[float]:
+    """(KL, same, cross-entropy) of the token after `column`."""
+    logits = tables[0][row, column][: blend.vocab]  # type: ignore[index]
+    own, token = logits.log_softmax(-1), int(batch.tokens[row, column + 1])
+    if tables[1] is not None:
+        teachers = tables[1][row, column][: len(logits)].log_softmax(-1)
+        own = own[: len(teachers)]
+        same = math.nan if _close_call(own) or _close_call(teachers) else float(int(own.argmax()) == int(teachers.argmax()))
+        return [float(sum(teachers.exp() * (teachers - own))), same, -float(own[token])]
+    assert batch.teacher_ids is not None
+    assert batch.teacher_logprobs is not None
+    ids, warm = batch.teacher_ids[row, column + 1].tolist(), (logits / blend.temperature).softmax(-1)
+    stored = [math.exp(float(each)) for each in batch.teacher_logprobs[row, column + 1]]
+    total = max(1.0, math.fsum(stored))
+    pairs = [(each / total, float(warm[id])) for id, each in zip(ids, stored, strict=True)]
+    pairs.append((max(0.0, 1 - math.fsum(p for p, _ in pairs)), max(1e-300, 1 - math.fsum(q for _, q in pairs))))
+    kl = math.fsum(p * (math.log(p) - math.log(q)) for p, q in pairs if p > 0)
+    return [kl, math.nan if _close_call(own) else float(int(logits.argmax()) == ids[0]), -float(own[token])]
+
+
+def _close_call(logprobs: Tensor) -> bool:
+    """Two tokens are as likely, but for rounding: which of them is the likeliest says nothing."""
+    best = logprobs.topk(2).values
+    return float(best[0] - best[1]) < SAME_AGREEMENT
 
 
 def check_teacher(student: Transformer, teacher: Transformer, batch: Batch, blend: DistillationSettings) -> Verdict:

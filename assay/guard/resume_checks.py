@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from assay.errors import AssayError
-from assay.store.checkpoint import OPTIMIZER, Checkpoint, latest_checkpoint, open_checkpoint, step_folders
+from assay.store.checkpoint import Checkpoint, latest_checkpoint, open_checkpoint, recorded_state, step_folders
 from assay.store.digests import recorded_tensors
 from assay.store.ledger import Event
 from assay.store.safetensors_files import tensor_sha256
@@ -61,7 +61,7 @@ def saves_on_record(events: Iterable[Mapping[str, Any]]) -> tuple[dict[str, str]
 def check_resumed(weights: Mapping[str, Tensor], state: Mapping[str, Tensor], found: Checkpoint) -> Verdict:
     """`weights` and `state` are what the run keeps in a checkpoint's weight and optimizer files, live, under the names they have there."""
     wrong = _unlike(weights, recorded_tensors(found.manifest))
-    cold = _unlike(state, found.manifest["tensors"].get(OPTIMIZER, {}))
+    cold = _unlike(state, recorded_state(found.manifest))
     of = f"those of {found.folder.name}"
     if wrong or cold:
         return refuted("resumed", f"{len(wrong)} weights and {len(cold)} tensors of the optimizer in memory are not {of}: "

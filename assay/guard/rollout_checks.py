@@ -9,6 +9,7 @@ Shapes: P prompts, G completions of each.
 
 import itertools
 import math
+import statistics
 from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
@@ -39,6 +40,7 @@ LENGTH_TIMES = 3.0  # longer or shorter than it began: a reward that pays for le
 TOWARDS_NOISE = 0.5  # of the way from where entropy began to that of noise
 ROUNDED_CHANCES = 0.02  # by which a completion's probability may be too low, summed from rounded log-probabilities
 NOISY_TIMES, _SAME_REWARD = 5.0, 1e-9  # how many times the noise that was measured a reward may differ from itself
+SAME_FIGURE = 1e-6  # relative, and absolute below 1
 _CHANCE = 1e-9  # of a false alarm by coincidence: a run of 10,000 steps has one in 100,000
 
 # ---------------------------------------------------------------- what is measured
@@ -68,6 +70,25 @@ def rollout_metrics(groups: Groups, rewards_PG: Sequence[Sequence[RewardValue]],
         if (signs == sign).any():
             found[f"completions/mean_length_{name}"] = lengths[signs == sign].mean()
     return {name: float(value) for name, value in found.items()}
+
+
+def check_measured(measured: Mapping[str, float], of_objective: Mapping[str, float], groups: Groups,
+                   rewards_PG: Sequence[Sequence[RewardValue]], *, entropy: bool) -> Verdict:
+    """Figures of a rollout that nothing decides by, counted again by the standard library; `entropy` says whether it is to be measured."""
+    known = [float(reward) for group in rewards_PG for reward in group if reward is not None]
+    every = [completion for group in groups for completion in group]
+    due = {"completions/mean_length": statistics.fmean(len(completion.ids) for completion in every),
+           "completions/max_length": float(max(len(completion.ids) for completion in every)),
+           "completions/clipped_ratio": sum(completion.ended == "length" for completion in every) / len(every)}
+    if known:
+        due |= {"reward": statistics.fmean(known), "reward_std": statistics.stdev(known) if len(known) > 1 else 0.0}
+    wrong = [f"{name} is {value:.6g}, written {measured.get(name)}" for name, value in due.items()
+             if name not in measured or not math.isclose(measured[name], value, rel_tol=SAME_FIGURE, abs_tol=SAME_FIGURE)]
+    if ("entropy" in of_objective) != entropy:
+        wrong.append(f"the entropy is {'written, and was not to be measured' if 'entropy' in of_objective else 'not written'}")
+    if wrong:
+        return refuted("measured", f"the rollout does not give what is written of it: {'; '.join(wrong)}", wrong=wrong)
+    return proven("measured", f"{len(due)} figures of {len(every)} completions are what they give when they are counted again")
 
 
 def is_looping(ids: Sequence[int]) -> bool:

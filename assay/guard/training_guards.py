@@ -26,6 +26,7 @@ from assay.model.patch import Patch
 from assay.store.safetensors_files import tensor_sha256
 from assay.verdict import Outcome, Verdict, proven, refuted, unproven
 
+UNLIKELY_SPREAD, SAME_DRAWS = 7.0, 8  # standard errors of a standard deviation; values that no two draws share by chance
 _SAMPLE = 2048  # elements of each tensor that are watched, spread evenly over it
 LEARNING_SHARE = 0.1  # multiplier of the peak rate below which steps may be too small to be told from rounding
 MOVED = 0.5  # share of a matrix's watched elements that an update must change: rounding may swallow a few, not most
@@ -311,6 +312,25 @@ def _alarmed(loss: float, norm: float) -> bool:
     except GuardStop:
         return True
     return False
+
+
+def check_initial_weights(parameters: Mapping[str, Tensor], depth: int) -> Verdict:
+    """Fresh matrices are draws of their own, as wide as documented: 0.02, what a layer adds to the stream less by √(2 · depth)."""
+    wrong, seen = [], dict[tuple[float, ...], str]()
+    for name, tensor in parameters.items():
+        if tensor.dim() != 2:
+            continue
+        adds = name.endswith(("attn.out.weight", "mlp.down.weight"))
+        due = 0.001 if name.endswith("attn.gate.weight") else 0.02 / math.sqrt(2 * depth) if adds else 0.02
+        values = tensor.detach().double().cpu().flatten()
+        if abs(float(values.std()) / due - 1) > UNLIKELY_SPREAD / math.sqrt(2 * len(values)):
+            wrong.append(f"{name} has a standard deviation of {float(values.std()):.3g}, due is {due:.3g}")
+        first = tuple(round(float(value) / due, 3) for value in values[:SAME_DRAWS])
+        if (twin := seen.setdefault(first, name)) != name:
+            wrong.append(f"{name} begins with the draws of {twin}")
+    if wrong:
+        return refuted("initial weights", f"{len(wrong)} matrices are not fresh draws: {'; '.join(wrong[:3])}", wrong=wrong)
+    return proven("initial weights", f"{len(seen)} matrices are draws of their own, of the spread that is documented")
 
 
 def stop_if_refuted(verdicts: Sequence[Verdict]) -> None:

@@ -115,7 +115,12 @@ class Alarm:
 
 
 def clip_gradients(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], clip: float) -> Tensor:
-    """The norm of all gradients, which count as at most `clip`: scaled here, or by torch's fused AdamW while it reads them anyway."""
+    """The norm of all gradients, which count as at most `clip`: scaled here, or by torch's fused AdamW while it reads them anyway.
+
+    An optimizer whose gradients lie in several processes (learn/sharded.py) does it with all of them.
+    """
+    if (with_all := getattr(optimizer, "clip_gradients", None)) is not None:
+        return with_all(clip)
     if not (isinstance(optimizer, torch.optim.AdamW) and all(group["fused"] for group in optimizer.param_groups)):
         return nn.utils.clip_grad_norm_(parameters, clip)
     norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])

@@ -37,14 +37,17 @@ Named = Iterable[tuple[str, torch.nn.Parameter]]
 # ── the two optimizers ────────────────────────────────────────────────────────────────────────────────────────────────
 
 def adamw(named_params: Named, lr: float, betas: tuple[float, float] = (0.9, 0.95), weight_decay: float = 0.1,
-          eps: float = 1e-8) -> torch.optim.AdamW:
-    """AdamW over the trainable parameters; embeddings and everything that is not a matrix do not decay."""
+          eps: float = 1e-8, moments: str | None = None) -> torch.optim.AdamW:
+    """AdamW over the trainable parameters; embeddings and everything that is not a matrix do not decay.
+
+    `moments` is where the moments lie before the first step, if not beside their parameters: those that are to be sharded wait on the CPU.
+    """
     groups = adamw_groups(named_params, weight_decay)
     params = [p for group in groups for p in group["params"]]
     fused = _fused(params)
     optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=betas, eps=eps, fused=fused)
     for p in params:
-        optimizer.state[p] = _adamw_state(p, fused)
+        optimizer.state[p] = _adamw_state(p, fused, moments)
     return optimizer
 
 
@@ -68,11 +71,11 @@ def largest_quotient(betas: tuple[float, float]) -> float:
 
 def muon(named_params: Named, *, lr_matrix: float, lr_embed: float, lr_scalar: float,
          slices: Mapping[str, tuple[int, ...]] | None = None, momentum: float = 0.95, weight_decay: float = 0.0,
-         betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8) -> "Muon":
+         betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, moments: str | None = None) -> "Muon":
     """Muon for the matrices within the blocks; AdamW for embeddings and head (`lr_embed`) and the rest (`lr_scalar`).
 
     `slices` names the matrices that hold several, one below the other, with the rows of each. `weight_decay` is for
-    the matrices alone.
+    the matrices alone. `moments` as for `adamw`.
     """
     named, slices = dict(named_params), slices or {}
     params = _trainable(named.items())
@@ -88,7 +91,7 @@ def muon(named_params: Named, *, lr_matrix: float, lr_embed: float, lr_scalar: f
          "lr": lr_matrix, "momentum": momentum, "weight_decay": weight_decay, "orthogonal": True},
         {"params": list(tables.values()), "lr": lr_embed, **adam},
         {"params": list(by_kind["vector"].values()), "lr": lr_scalar, **adam},
-    ])
+    ], moments)
 
 
 class Muon(torch.optim.Optimizer):
@@ -97,13 +100,13 @@ class Muon(torch.optim.Optimizer):
     found_inf: Tensor | None = None
     grad_scale: Tensor | None = None
 
-    def __init__(self, groups: list[dict[str, Any]]) -> None:
+    def __init__(self, groups: list[dict[str, Any]], moments: str | None = None) -> None:
         super().__init__([group for group in groups if group["params"]], {})
         for group in self.param_groups:
             group["fused"] = _fused(group["params"])
             for p in group["params"]:
-                orthogonal = group["orthogonal"]
-                self.state[p] = {"momentum": torch.zeros_like(p)} if orthogonal else _adamw_state(p, group["fused"])
+                alone = {"momentum": torch.zeros_like(p, device=moments)} if group["orthogonal"] else None
+                self.state[p] = alone or _adamw_state(p, group["fused"], moments)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
@@ -250,7 +253,7 @@ def _fused(params: Iterable[Tensor]) -> bool:
     return all(p.is_cuda for p in params)
 
 
-def _adamw_state(p: Tensor, fused: bool) -> dict[str, Tensor]:
+def _adamw_state(p: Tensor, fused: bool, where: str | None) -> dict[str, Tensor]:
     """As torch would make it on the first step; its fused kernel counts on the device, the plain loop on the host."""
     return {"step": torch.zeros((), device=p.device if fused else "cpu"),
-            "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+            "exp_avg": torch.zeros_like(p, device=where), "exp_avg_sq": torch.zeros_like(p, device=where)}

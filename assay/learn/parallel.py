@@ -19,6 +19,7 @@ from assay.learn.loop import Accumulate, Accumulated
 from assay.learn.objectives import Objective
 from assay.model.transformer import Transformer
 from assay.model.world import World
+from assay.verdict import refuted
 
 Digests = Callable[[nn.Module], dict[str, str]]  # of every tensor, by name
 
@@ -210,8 +211,9 @@ def require_all_read(batch: Batch, read: Tensor) -> None:
     """Every row of the batch went through exactly one process."""
     due = count_read(batch).cpu()
     if not torch.equal(due, read.cpu()):
-        raise GuardStop(f"the processes together read {_counted(read)}, the step has {_counted(due)}: a row was left out, read twice or "
-                        "changed on its way; the step was not taken")
+        found = refuted("rows", f"the processes together read {_counted(read)}, the step has {_counted(due)}: a row was left out, read "
+                                "twice or changed on its way; the step was not taken")
+        raise GuardStop(found.reason, [found])
 
 
 def _counted(read: Tensor) -> str:

@@ -69,11 +69,11 @@ def distill(config: Distill, say: Callable[[str], None] = print_line) -> RunOutc
     spent = TimeSpent()
     refuse_unclear_distill(config)
     refuse_nonsense(config)
-    world, say = join_processes(config.device, config.shards, say)
+    world, say = join_processes(config, say)
     device = world.device
     start = load_start(with_student(config, say), device, say)
     if world.rank > 0:
-        return follow(world, start.model, objective_alone(config, start, device), config.out)
+        return follow(world, start.model, objective_alone(config, start, device), config)
     data = load_lessons(config, start, device, say)
     schedule, every, micro = tuning_schedule(config, data), evaluated_every(config.save_steps), micro_rows(config, data)
     rule = stopping_rule(config.early_stopping_patience, config.early_stopping_threshold, schedule=config.lr_scheduler_type,

@@ -47,11 +47,11 @@ def dpo(config: Dpo, say: Callable[[str], None] = print_line) -> RunOutcome:
     refuse_nonsense(config)
     settings = settings_of(config)
     objective = preference(settings)
-    world, say = join_processes(config.device, config.shards, say)
+    world, say = join_processes(config, say)
     device = world.device
     start = load_start(config, device, say)
     if world.rank > 0:
-        return follow(world, start.model, objective, config.out)
+        return follow(world, start.model, objective, config)
     pairs = load_preferences(config, start)
     schedule, every, micro = tuning_schedule(config, pairs), evaluated_every(config.save_steps), micro_rows(config, pairs)
     rule = stopping_rule(config.early_stopping_patience, config.early_stopping_threshold, schedule=config.lr_scheduler_type,

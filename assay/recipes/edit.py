@@ -13,10 +13,11 @@ import torch
 from assay.editing.causal_tracing import IndirectEffects, best_window, causal_trace
 from assay.editing.contexts import Contexts, sample_contexts
 from assay.editing.edit_preflight import check_batching, check_keys, check_spans, check_targets
+from assay.editing.edit_witness import EditMethod, check_contexts, check_moments, check_search, check_solution
 from assay.editing.fact_questions import ask_questions, begins_with, fact_questions, greedy_texts
 from assay.editing.facts import Fact, RefusedFact, read_facts
 from assay.editing.memit import EditResult, alphaedit_solver, checked_layers, memit_solver, refuse_uneditable, rome, spread_over_layers
-from assay.editing.moments import ROW_LENGTH, TokenizedText, read_text, second_moments, split_text
+from assay.editing.moments import ROW_LENGTH, TokenizedText, compute_moments, read_text, second_moments, split_text
 from assay.editing.subject_tokens import encode_prompt, placeable_facts
 from assay.editing.targets import TargetOptions, find_targets
 from assay.errors import DataError, UsageError
@@ -32,6 +33,7 @@ from assay.evaluation.edit_evaluation import (
     evaluate_edits,
     update_sizes,
 )
+from assay.evaluation.edit_recount import check_edit_figures, check_replies
 from assay.evaluation.loaded_model import LoadedModel
 from assay.guard.behaviour_checks import greedy_completions
 from assay.guard.proof import ProofRequest, hallmark_or_quarantine, prove
@@ -44,6 +46,7 @@ from assay.model.transformer import Transformer
 from assay.outcome import RunOutcome
 from assay.recipes.edit_options import Edit
 from assay.recipes.run import Run, plain, print_line
+from assay.statistics.known_answers import check_statistics
 from assay.store import checkpoint, durable
 from assay.store.artifact import Artifact, assemble_model, build_model, open_artifact
 from assay.store.checkpoint import open_checkpoint
@@ -88,20 +91,21 @@ def edit_opened(config: Edit, source: Artifact, model: Transformer, text: tuple[
     with run.sitting():
         run.set_aside(where)  # of a sitting that was killed before it had measured what it wrote
         run.rewind(0)
-        run.judge(Event.PREFLIGHT, preflight_edit(model, source, facts))
+        run.judge(Event.PREFLIGHT, [*preflight_edit(model, source, facts), check_statistics()])
         before = evaluate_edits(model, tokenizer, facts, scored, source.stops.stop_ids)
         watch.lap("scores before")
         layers, effects = chosen_layers(config, model, tokenizer, facts)
         tell_layers(run, layers, effects)
         watch.lap("causal trace")
-        edited = solve_edits(config, model, source, facts, layers, reading, watch)
+        edited, watched = solve_edits(config, model, source, facts, layers, reading, watch)
         with patched(model, edited.patch):
             claimed = ask_questions(model, tokenizer, [q for q in fact_questions(facts) if q.kind == "efficacy"], source.stops.stop_ids)
         verdicts = apply_patch(source, edited.patch, where, taught=ends(model, source), probing=probing)
         run.log(Event.PROOF, checkpoint="model", verdicts=plain([verdict.to_json() for verdict in verdicts]))
         watch.lap("checkpoint and proof")
         reloaded = open_artifact(where)
-        after = evaluate_edits(build_model(reloaded).to(device), tokenizer, facts, scored, source.stops.stop_ids)
+        read_back = build_model(reloaded).to(device)
+        after = evaluate_edits(read_back, tokenizer, facts, scored, source.stops.stop_ids)
         watch.lap("scores after")
         texts_beside = probe_edit(LoadedModel(source, device=str(device), dtype=torch.float32),
                               LoadedModel(reloaded, device=str(device), dtype=torch.float32), rounds=config.probe_rounds, seed=config.seed)
@@ -111,7 +115,11 @@ def edit_opened(config: Edit, source: Artifact, model: Transformer, text: tuple[
         verdicts += [check_subjects(len(facts), unserved), *check_edits(before, after, goals(config)), check_edit_drift(texts_beside),
                      check_retest(claimed, after.replies),
                      check_update(sizes, edited.reached if config.method == "rome" else None, config.max_update)]
-        found = edit_estimates(before, after) | ({} if texts_beside is None else texts_beside.estimates())
+        scores = edit_estimates(before, after)
+        verdicts += [*watched, check_replies(model, tokenizer, before, scored, source.stops.stop_ids, "before"),
+                     check_replies(read_back, tokenizer, after, scored, source.stops.stop_ids, "after"),
+                     check_edit_figures(facts, before, after, scores)]
+        found = scores | ({} if texts_beside is None else texts_beside.estimates())
         outcome = EditOutcome(run.folder, verdicts, model=where, results=found, failed=edit_failures(facts, edited, after), refused=refused,
                               layers=layers, sizes=sizes, seconds=watch.seconds)
         write_edit_report(run, outcome, facts, edited, before, after, texts_beside)
@@ -239,12 +247,14 @@ def parsed_layers(text: str) -> list[int]:
 
 
 def solve_edits(config: Edit, model: Transformer, source: Artifact, facts: Sequence[Fact], layers: list[int], reading: TokenizedText,
-           watch: "Stopwatch") -> EditResult:
+                watch: "Stopwatch") -> tuple[EditResult, list[Verdict]]:
+    """The patch and its evidence, and what the witness makes of each part of them."""
     tokenizer = source.tokenizer
     assert tokenizer is not None
     moments = second_moments(model, reading, layers, source.digest)
     watch.lap("second moments")
     around: Contexts = sample_contexts(model, tokenizer, count=config.prefixes, length=config.prefix_tokens, seed=config.seed)
+    verdicts = [check_moments(model, reading, moments, compute_moments), check_contexts(model, tokenizer, around, config.prefixes)]
     aim = TargetOptions(config.v_num_grad_steps, config.v_lr, config.kl_factor, config.v_weight_decay, config.clamp_norm_factor)
     if config.method == "rome":
         edited = rome(model, tokenizer, facts, layers, moments, around, aim, parent=source.digest)
@@ -256,8 +266,11 @@ def solve_edits(config: Edit, model: Transformer, source: Artifact, facts: Seque
                                                                                                                    config.null_share,
                                                                                                                    config.ridge)
         edited = spread_over_layers(model, tokenizer, facts, targets, layers, solve, around, parent=source.digest)
+        how = EditMethod(config.method, config.mom2_update_weight, config.null_share, config.ridge)
+        verdicts += [check_search(model, tokenizer, facts, around, targets, layers[-1], aim),
+                     check_solution(model, tokenizer, facts, around, edited, moments, how)]
     watch.lap("solve")
-    return edited
+    return edited, verdicts
 
 # ---------------------------------------------------------------- what is written
 

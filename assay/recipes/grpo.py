@@ -15,7 +15,7 @@ from assay.generate.sampler_weights import fingerprint
 from assay.guard.conclusion_checks import check_budget, check_same_held_out
 from assay.guard.policy_identity import LogprobFloor, check_floor, check_on_policy, check_reference
 from assay.guard.policy_loss_checks import check_directions, check_policy_loss
-from assay.guard.rollout_checks import check_still_ends
+from assay.guard.rollout_checks import check_measured, check_still_ends
 from assay.guard.training_guards import check_detectors
 from assay.learn.low_bit_adamw import TUNING_OPTIMIZERS
 from assay.learn.lr_schedule import Budget, Schedule
@@ -54,13 +54,13 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
     """
     spent = TimeSpent()
     refuse_unclear_grpo(config)
-    world, say = join_processes(config.device, config.shards, say)
+    world, say = join_processes(config, say)
     device = world.device
     start = load_start(config, device, say)
     asked = surrogate_of(config, device)
     objective = policy_gradient(asked)
     if world.rank > 0:
-        return follow(world, start.model, objective, config.out)
+        return follow(world, start.model, objective, config)
     rewards: Rewards | EnvironmentTasks = Rewards(config) if config.environment is None else EnvironmentTasks(config, start)
     prompts = split_prompts(config, start) if isinstance(rewards, Rewards) else rewards.split()
     schedule, longest = grpo_schedule(config, prompts), longest_sequence(config, prompts, rewards)
@@ -148,7 +148,10 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
                     measured = collector.measure(rollout) if first else None
                     found, verdicts = averages(step.metrics), list[Verdict]()  # waits for the GPU
                     if measured is not None:
-                        verdicts.append(check_on_policy(found, floor, config.epsilon))
+                        everything = rollout.everything
+                        verdicts += [check_on_policy(found, floor, config.epsilon), check_measured(
+                            measured, found, [group.completions for group in everything], [group.rewards for group in everything],
+                            entropy=asked.wants_entropy)]
                     if measured is not None and reference is not None:
                         verdicts.append(check_reference(found["kl"], rollout.updates, floor, reference.fingerprint, reference.used))
                     history.add(step, found, measured)

@@ -30,6 +30,7 @@ from assay.store.checkpoint import open_checkpoint, quarantine_checkpoint
 from assay.store.export_artifact import export_artifact
 from assay.store.ledger import Event
 from assay.store.saving import Ancestor, Lineage, model_contents
+from assay.strict_json import read_json_lines
 from assay.verdict import Outcome, Verdict, proven, refuted
 
 ScoreHeldOut = Callable[[Transformer], HeldOut]
@@ -58,7 +59,7 @@ def hand_over(run: Run, evaluator: HeldOutEvaluator, score_all: ScoreHeldOut) ->
     with run.spent.part("evaluation"):
         to = straight_to(evaluator.device or default_device())
         opened = OpenedBases(to)
-        verdicts = [check_evaluated(evaluator, best, opened), *check_improved(evaluator)]
+        verdicts = [check_evaluated(evaluator, best, opened), *check_last_evaluated(run, evaluator), *check_improved(evaluator)]
     with ThreadPoolExecutor(1, "export") as beside:
         exporting = beside.submit(export_best, run, best, opened)  # written and proven while the checkpoint is scored
         with run.spent.part("evaluation"):
@@ -86,6 +87,15 @@ class OpenedBases:
             if self._bases.get(key, ((),))[0] != stamps:
                 self._bases[key] = stamps, open_artifact(path, to=self.to, held=held)
             return self._bases[key][1]
+
+
+def check_last_evaluated(run: Run, evaluator: HeldOutEvaluator) -> list[Verdict]:
+    """The last step that was taken was evaluated: the best is chosen among all that was learned."""
+    taken = max((row["step"] + 1 for row in read_json_lines(run.metrics_file) if "loss" in row), default=None)
+    if taken is None:
+        return []
+    words = f"{taken} steps were taken, the last evaluation was after {evaluator.latest_step}"
+    return [(proven if taken == evaluator.latest_step else refuted)("last evaluation", words)]
 
 
 def check_improved(evaluator: HeldOutEvaluator) -> list[Verdict]:

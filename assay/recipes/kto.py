@@ -53,11 +53,11 @@ def kto(config: Kto, say: Callable[[str], None] = print_line) -> RunOutcome:
     spent = TimeSpent()
     refuse_nonsense(config)
     objective = kto_objective(kto_settings(config))
-    world, say = join_processes(config.device, config.shards, say)
+    world, say = join_processes(config, say)
     device = world.device
     start = load_start(config, device, say)
     if world.rank > 0:
-        return follow(world, start.model, objective, config.out)
+        return follow(world, start.model, objective, config)
     examples = load_feedback(config, start)
     schedule, every, micro = tuning_schedule(config, examples), evaluated_every(config.save_steps), micro_rows(config, examples)
     rule = stopping_rule(config.early_stopping_patience, config.early_stopping_threshold, schedule=config.lr_scheduler_type,

@@ -6,6 +6,7 @@ room. What torch and CUDA take for themselves is not in it.
 """
 
 import math
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -66,6 +67,7 @@ class PlannedWork:
     slot_length: int = 0
     reference: bool = False
     teacher: int = 0  # bytes of its weights
+    processes: int = 1  # that hold the model in parts
     base_dtype: str | None = None  # that a frozen base is held in; None: its file's
 
     @property
@@ -126,8 +128,18 @@ def plan_memory(model: PlannedModel, work: PlannedWork) -> MemoryPlan:
         activations += unpacked_bytes(config, work.compute)
     stays |= {"activations": activations, "logits": logits, "preflight": max(0, preflight - activations - logits),
               "saving": 0 if wide else a_checkpoint}
+    if work.processes > 1:
+        stays |= in_parts(stays, work.processes)
     handed_over = MASTER * model.parameters + (MASTER * trained if adapter else 0)
     return MemoryPlan(model, work, stays, trained, KEPT_CHECKPOINTS * a_checkpoint + handed_over)
+
+
+def in_parts(whole: dict[str, int], processes: int) -> dict[str, int]:
+    """What differs with --fsdp: each process holds its part of what stays, and copies to the host to save. Before step 1 process 0 holds
+    the model and its gradients whole, but no moments: what that takes more counts as the preflight's."""
+    parts = {name: -(-whole[name] // processes) for name in ("weights", "masters", "gradients", "moments", "average")}
+    before = sum(whole[name] for name in ("weights", "masters", "gradients", "average")) + whole["preflight"]
+    return parts | {"preflight": max(0, before - sum(parts.values())), "saving": 0}
 
 
 def base_bytes(model: PlannedModel, base_dtype: str | None, *, wide: bool) -> int:
@@ -220,7 +232,8 @@ def _base_of(place: ArtifactPlace) -> Path | None:
 def planned_work(config: Tuned | Grpo, model: PlannedModel, device: str) -> PlannedWork:
     compute = 2 if device.startswith("cuda") else MASTER
     common = PlannedWork(1, 1, config.lora_r, config.lora_target_modules, config.gradient_checkpointing, compute,
-                         moments=2 if config.optim == "adamw_8bit" else 8, base_dtype=config.base_dtype)
+                         moments=2 if config.optim == "adamw_8bit" else 8, base_dtype=config.base_dtype,
+                         processes=parting_processes(config))
     if isinstance(config, Grpo):
         from assay.recipes.rollout_batch import layout_of  # which begins with a starting model, and that with a plan
 
@@ -246,8 +259,13 @@ def plan_pretraining(config: Pretrain, shape: ModelConfig, device: str) -> Memor
     rows = max(1, min(config.batch_tokens, config.micro_batch_tokens) // config.max_length)
     moments = 8 if config.optimizer == "adamw" else 5  # muon keeps one average of a matrix's gradients, AdamW the rest's
     work = PlannedWork(rows, config.max_length, checkpointing=config.gradient_checkpointing, moments=moments, averaged=config.ema > 0,
-                       compute=2 if device.startswith("cuda") else MASTER)
+                       compute=2 if device.startswith("cuda") else MASTER, processes=parting_processes(config))
     return plan_memory(PlannedModel(shape, 0), work)
+
+
+def parting_processes(config: Tuned | Grpo | Pretrain) -> int:
+    """With --fsdp: those that there are, or that --gpus would start."""
+    return int(os.environ.get("WORLD_SIZE", config.gpus)) if config.fsdp else 1
 
 # ---------------------------------------------------------------- does it fit?
 

@@ -33,6 +33,8 @@ MATRICES = {"muon": ByOptimizer(0.02, 0.3), "adamw": ByOptimizer(0.002, 0.1)}
 TUNING_RATES = ByForm(whole=3e-5, adapter=3e-4)
 WITNESS_HELP = ("steps, drawn by the seed, that a fresh process replays from options and files alone, besides the first and the last; "
                 "off: none")
+FSDP_HELP = ("with several processes: each holds a part of parameters, gradients and moments (FSDP2), which saves memory; the result "
+             "depends on the number of processes, by rounding alone")
 DEVICE = "a GPU where there is one, else cpu"
 
 
@@ -99,6 +101,11 @@ class Pretrain:
                        group="run", least=1, default=1)
     shards: int = option("parts that a step is cut into for several processes; the result depends on it, and not on how many there are",
                          group="optimizer", least=1, default=1)
+    fsdp: bool = option(FSDP_HELP, group="memory", default=False)
+    replay_steps: int = option("every so many steps one micro-batch is computed twice, and must give the same bits: a chip that computes "
+                               "wrong now and then is found; 0: never", group="checkpoints", least=0, default=0)
+    process_timeout: float = option("seconds after which a process that does not answer the others counts as dead, and the run ends",
+                                    group="run", least=1, default=120.0)
 
     def matrices(self) -> ByOptimizer:
         """Learning rate and weight decay of the matrices, as asked for or as the optimizer has them."""
@@ -167,6 +174,11 @@ class Trained:
                        group="run", least=1, default=1)
     shards: int = option("parts that a step is cut into for several processes; the result depends on it, and not on how many there are",
                          group="optimizer", least=1, default=1)
+    fsdp: bool = option(FSDP_HELP, group="memory", default=False)
+    replay_steps: int = option("every so many steps one micro-batch is computed twice, and must give the same bits: a chip that computes "
+                               "wrong now and then is found; 0: never", group="checkpoints", least=0, default=0)
+    process_timeout: float = option("seconds after which a process that does not answer the others counts as dead, and the run ends",
+                                    group="run", least=1, default=120.0)
 
     def peak_rate(self, *, adapter: bool) -> float:
         """The peak learning rate: as asked for, or the default of the whole model or of an adapter."""

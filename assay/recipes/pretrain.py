@@ -19,7 +19,7 @@ from assay.guard.conclusion_checks import check_budget
 from assay.guard.corpus_checks import check_document_copies, require_held_out_documents
 from assay.guard.data_order_checks import check_epoch_order, check_same_data
 from assay.guard.loss_preflight import preflight_loss, sample_rows
-from assay.guard.training_guards import check_detectors
+from assay.guard.training_guards import check_detectors, check_initial_weights
 from assay.learn.ema import Ema
 from assay.learn.lr_schedule import Budget, Schedule
 from assay.learn.objectives import next_token
@@ -33,7 +33,7 @@ from assay.recipes.evaluator import EarlyStopping, HeldOutEvaluator, stopping_ru
 from assay.recipes.hand_over import hand_over, write_down
 from assay.recipes.memory_plan import device_memory, plan_pretraining, record_use, require_fit
 from assay.recipes.options import Pretrain
-from assay.recipes.processes import follow, join_processes
+from assay.recipes.processes import follow, join_processes, moments_wait
 from assay.recipes.run import Run, TimeSpent, open_run, print_line
 from assay.recipes.size_limit import require_room, write_squeezed
 from assay.recipes.starting_model import Ancestry, WholeModel
@@ -84,7 +84,7 @@ class CorpusData:
 def pretrain(config: Pretrain, say: Callable[[str], None] = print_line) -> RunOutcome:
     """An interrupted run hands nothing over; the same command goes on with it."""
     spent = TimeSpent()
-    world, say = join_processes(config.device, config.shards, say)
+    world, say = join_processes(config, say, shardable=True)
     corpus = open_corpus(Path(config.corpus))
     assert_disjoint(corpus)
     require_held_out_documents(corpus)
@@ -99,9 +99,10 @@ def pretrain(config: Pretrain, say: Callable[[str], None] = print_line) -> RunOu
     memory = plan_pretraining(config, plan.model, plan.device)
     if (available := device_memory(plan.device)) is not None:
         require_fit(memory, available, plan.device)
-    model = place_for_training(initialised(plan.model, config.seed), plan.device, recompute=config.gradient_checkpointing)
+    model = place_for_training(initialised(plan.model, config.seed), plan.device, recompute=config.gradient_checkpointing,
+                               compile=False if config.fsdp else None)
     if world.rank > 0:
-        return follow(world, model, next_token, config.out)
+        return follow(world, model, next_token, config, partial(optimizer_for, config, plan, model), config.ema)
     for line in describe_pretraining(config, plan, corpus, parameter_count(model)):
         say(line)
     if config.max_bytes is not None:
@@ -173,8 +174,9 @@ def preflight_pretrain(trainer: Trainer, data: CorpusData) -> list[Verdict]:
     found = trainer.gradients(batch)
     with uncompiled():
         return [check_detectors(), *preflight_loss(trainer.model, trainer.objective, sample_rows(batch), trainer.accumulate_alone),
-                *trainer.check_precision(batch, found), *trainer.check_reach(found), *trainer.check_world(data.order.batch(0)),
-                *data.audit()]
+                *trainer.check_precision(batch, found), *trainer.check_reach(found),
+                *([] if trainer.done else [check_initial_weights(dict(trainer.model.named_parameters()), trainer.model.config.depth)]),
+                *data.audit(), *trainer.check_world(data.order.batch(0))]  # last: with --fsdp nobody holds the whole model afterwards
 
 
 def whole_model(model: Transformer, tokenizer: Tokenizer, *, averaged: bool) -> WholeModel:
@@ -220,14 +222,14 @@ def optimizer_for(config: Pretrain, plan: _Plan, model: Transformer) -> torch.op
     named = list(model.named_parameters())
     decay = config.matrices().weight_decay
     if config.optimizer == "adamw":
-        return adamw(named, plan.lr, weight_decay=decay)
+        return adamw(named, plan.lr, weight_decay=decay, moments=moments_wait(config))
     slices: dict[str, tuple[int, ...]] = {}
     for layer in range(plan.model.depth):  # q, k, v and gate, up are matrices of their own, stored as rows of one
         slices[f"blocks.{layer}.attn.qkv.weight"] = qkv_rows(plan.model)
         if plan.model.gated:
             slices[f"blocks.{layer}.mlp.up.weight"] = (plan.model.hidden, plan.model.hidden)
     return muon(named, lr_matrix=plan.lr, lr_embed=config.embedding_learning_rate, lr_scalar=config.embedding_learning_rate, slices=slices,
-                weight_decay=decay)
+                weight_decay=decay, moments=moments_wait(config))
 
 
 def describe_pretraining(config: Pretrain, plan: _Plan, corpus: Corpus, parameters: int) -> list[str]:

@@ -1,45 +1,59 @@
 """Processes of one run: started by `--gpus`, joined as torchrun's variables say, and what those do that do not run the recipe."""
 
-import math
 import os
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from assay.data.batch import Batch
-from assay.errors import UsageError
+from assay.errors import GuardStop, UsageError
+from assay.generate.sampler_weights import tensor_checksums
 from assay.guard.loss_preflight import loss_gradients
 from assay.guard.training_guards import check_replicas, parameter_digests
 from assay.learn import loop
 from assay.learn.cuda_graph import GraphedAccumulate
-from assay.learn.loop import Accumulate
+from assay.learn.ema import Ema
+from assay.learn.loop import Accumulate, Step
 from assay.learn.objectives import Objective
 from assay.learn.parallel import ParallelAccumulate, answer_calls, replica_digests
+from assay.learn.sharded import ShardedModel, gradient_distance, lies_in_parts
 from assay.model.transformer import Transformer
 from assay.model.world import World, join_world
 from assay.outcome import RunOutcome
+from assay.recipes.options import Pretrain, Trained
 from assay.verdict import Verdict, proven, refuted
 
 PARITY = 1e-2  # of the gradient's norm; sums of bf16 products in another order differ by 1e-3, a share left out by 0.1 or more
 SECONDS_TO_END = 30.0  # seconds that the others have to end once process 0 has
 
 
-def join_processes(device: str | None, shards: int, say: Callable[[str], None]) -> tuple[World, Callable[[str], None]]:
-    """This run's processes, and who speaks: the first alone."""
-    world = join_world(device)
-    if world.size > shards:
-        raise UsageError(f"{world.size} processes and --shards {shards}: a step is cut into shards, and every process takes at least one. "
-                         f"Give --shards {world.size} or more; the result depends on it, and not on the number of processes")
+def join_processes(config: Trained | Pretrain, say: Callable[[str], None], *,
+                   shardable: bool = False) -> tuple[World, Callable[[str], None]]:
+    """This run's processes, and who speaks: the first alone. `shardable` are the recipes whose steps FSDP computes."""
+    if config.fsdp and not shardable:
+        raise UsageError(f"--fsdp: assay {type(config).__name__.lower()} keeps the whole model in every process; leave --fsdp out and "
+                         "give --shards for several processes. assay pretrain and assay sft shard their parameters")
+    if config.fsdp and config.shards > 1:
+        raise UsageError(f"--fsdp and --shards {config.shards}: with FSDP the processes are the shards; give one of them")
+    if config.fsdp and isinstance(config, Trained) and (config.optim == "adamw_8bit" or config.base_dtype is not None):
+        raise UsageError("--fsdp shards tensors of numbers, not of codes: leave --optim adamw_8bit and --base-dtype out")
+    world = join_world(config.device, config.process_timeout)
+    if world.size > config.shards and not config.fsdp:
+        raise UsageError(f"{world.size} processes and --shards {config.shards}: a step is cut into shards, and every process takes at "
+                         f"least one. Give --shards {world.size} or more; the result depends on it, and not on the number of processes. Or "
+                         "give --fsdp, where one process cannot hold the model's moments")
     if world.size > 1 and world.rank == 0:
-        say(f"{world.size} processes compute {shards} shards of every step")
+        say(f"{world.size} processes hold the model in parts (FSDP)" if config.fsdp else
+            f"{world.size} processes compute {config.shards} shards of every step")
     return world, say if world.rank == 0 else _silent
 
 
@@ -59,11 +73,30 @@ def accumulate_together(world: World | None, shards: int, model: Transformer, ob
     return ParallelAccumulate(inner, world or World(0, 1, device), shards, model, objective)
 
 
-def follow(world: World, model: Transformer, objective: Objective, folder: str) -> RunOutcome:
+def sharded_model(config: Trained | Pretrain, world: World | None, model: Transformer, optimizer: torch.optim.Optimizer,
+                  objective: Objective, ema: Ema | None) -> ShardedModel | None:
+    """With --fsdp and several processes; one process holds all of it, and there is nothing to shard."""
+    if world is None or world.size == 1 or not config.fsdp:
+        return None
+    return ShardedModel(world, model, optimizer, objective, tensor_checksums, ema)
+
+
+def moments_wait(config: Trained | Pretrain) -> str | None:
+    """Where moments lie before step 1: on the CPU where they are to be sharded, so that no GPU ever holds them whole."""
+    return "cpu" if config.fsdp and int(os.environ.get("WORLD_SIZE", "1")) > 1 else None
+
+
+def follow(world: World, model: Transformer, objective: Objective, config: Trained | Pretrain,
+           optimizer: Callable[[], torch.optim.Optimizer] | None = None, ema: float = 0.0) -> RunOutcome:
     """What every process but the first does: compute what it is asked for until the run ends."""
     with world:
-        answer_calls(world, accumulate_on(world.device), model, objective, parameter_digests)
-    return RunOutcome(Path(folder), followed=True)
+        if config.fsdp and optimizer is not None:
+            sharded = sharded_model(config, world, model, optimizer(), objective, Ema(model, ema) if ema else None)
+            assert sharded is not None, "a process that follows is one of several"
+            sharded.answer_calls()
+        else:
+            answer_calls(world, accumulate_on(world.device), model, objective, parameter_digests)
+    return RunOutcome(Path(config.out), followed=True)
 
 
 def check_processes(accumulate: Accumulate) -> list[Verdict]:
@@ -81,12 +114,64 @@ def check_world_parity(accumulate: Accumulate, batch: Batch, micro: int) -> list
     (together, summed), (alone, plain) = (
         loss_gradients(accumulate.model, partial(_loss_of, compute, accumulate.model, accumulate.objective, batch, micro, weight),
                        backward=False) for compute in (accumulate, accumulate.inner))
-    scale = max(1e-30, math.sqrt(sum(float(gradient.float().square().sum()) for gradient in plain.values())))
-    apart = math.sqrt(sum(float((summed[name].float() - gradient.float()).square().sum()) for name, gradient in plain.items())) / scale
+    apart = gradient_distance(summed, plain)
     words = (f"gradients of {accumulate.world.size} processes and {accumulate.shards} shards, and of one process, differ by {apart:.1e} of "
              f"their norm, bound {PARITY:.0e}; losses {together:.6f} and {alone:.6f}")
-    close = apart <= PARITY and abs(together - alone) <= PARITY * max(1.0, abs(alone)) and summed.keys() == plain.keys()
+    close = apart <= PARITY and abs(together - alone) <= PARITY * max(1.0, abs(alone))
     return [(proven if close else refuted)("world_parity", words, apart=apart, shards=accumulate.shards)]
+
+
+def check_sharding(sharded: ShardedModel, batch: Batch, micro: int) -> list[Verdict]:
+    """One process's loss and gradients of a batch; then the model is cut into parts, and what all processes make of the same batch is held
+    against it. What was cut is, put together again, what it was: weights, moments and average."""
+    weight = float(batch.weight.sum())
+    compute = partial(_loss_of, loop.accumulated, sharded.model, sharded.objective, batch, micro, weight)
+    alone, plain = loss_gradients(sharded.model, compute, backward=False)
+    due = {name: gradient.cpu() for name, gradient in plain.items()}
+    del plain
+    sharded.shard()
+    together = float(sharded(sharded.model, sharded.objective, batch, micro, weight).loss)
+    apart, size = gradient_distance(sharded.gather_gradients(), due), sharded.world.size
+    words = (f"gradients of {size} processes that hold the model in parts, and of one that holds all of it, differ by {apart:.1e} of their "
+             f"norm, bound {PARITY:.0e}; losses {together:.6f} and {alone:.6f}")
+    close = apart <= PARITY and abs(together - alone) <= PARITY * max(1.0, abs(alone))
+    return [check_parts(sharded), (proven if close else refuted)("world_parity", words, apart=apart, processes=size)]
+
+
+def check_parts(sharded: ShardedModel) -> Verdict:
+    wrong, count = sharded.unlike_before(), len(sharded.parts) + len(sharded.own_state())
+    if wrong:
+        return refuted("sharded", f"{len(wrong)} of {count} tensors are not what was cut into parts: {', '.join(wrong[:3])}", tensors=wrong)
+    return proven("sharded", f"{count} tensors (weights, moments, average) lie in parts with {sharded.world.size} processes, and are "
+                             "together what they were, bit for bit", tensors=count)
+
+
+def check_ranks(said: Sequence[Mapping[str, Any]], frozen: Sequence[Mapping[str, int]], taken: int) -> list[Verdict]:
+    """What all processes say of themselves (`ShardedModel.said_by_all`): one step, one norm, one loss, and frozen rows as they were."""
+    strayed = sorted({name for now, before in zip(said, frozen, strict=True) for name in before if now["frozen"].get(name) != before[name]})
+    if strayed:
+        kept = refuted("frozen", f"{len(strayed)} frozen tensor(s) changed: {', '.join(strayed[:3])}", tensors=strayed)
+    else:
+        names = {name for rows in frozen for name in rows}
+        kept = proven("frozen", f"all {len(names)} frozen tensors have their old bits in all processes", tensors=len(names))
+    for rank, each in enumerate(said):
+        if each["steps"] not in ([], [taken]):
+            words = f"process {rank} counts {each['steps']} steps, the loop took {taken}: it skipped or repeated one"
+            return [kept, refuted("ranks", words, rank=rank)]
+        if each["applied"] != said[0]["applied"]:
+            words = (f"process {rank} says of its last step {each['applied']}, process 0 {said[0]['applied']}: a value of one process was "
+                     "taken for that of all")
+            return [kept, refuted("ranks", words, rank=rank)]
+    return [kept, proven("ranks", f"{len(said)} processes took the same {taken} steps, with the same loss and gradient norm in the last",
+                         processes=len(said))]
+
+
+def require_global(step: Step) -> None:
+    """What a step says is plain and of all processes: a DTensor would be one process's part of it."""
+    values = {"loss": step.loss, "grad_norm": step.grad_norm, **step.metrics}
+    if parts := [name for name, value in values.items() if lies_in_parts(value)]:
+        raise GuardStop(f"step {step.index}: {', '.join(parts)} is a part of a value that lies with several processes (DTensor); it must "
+                        "be gathered before it is written down")
 
 
 def _loss_of(compute: Accumulate, *given: Any) -> Tensor:

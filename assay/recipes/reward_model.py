@@ -44,13 +44,13 @@ def reward_model(config: RewardModel, say: Callable[[str], None] = print_line) -
     refuse_nonsense(config)
     if config.lora_r:
         raise UsageError("--lora-r: a reward model learns a row of its head, which an adapter does not hold; leave it out")
-    world, say = join_processes(config.device, config.shards, say)
+    world, say = join_processes(config, say)
     device = world.device
     start = load_start(replace(config, new_tokens=with_reward_token(config.new_tokens)), device, say)
     settings = RewardModelSettings(start.tokenizer.ids[REWARD_TOKEN], config.center_rewards_coefficient)
     objective = reward_objective(settings)
     if world.rank > 0:
-        return follow(world, start.model, objective, config.out)
+        return follow(world, start.model, objective, config)
     data, began = load_reward_pairs(config, start, settings), start.model.head_weight()[settings.token].detach().clone()
     schedule, every, micro = tuning_schedule(config, data), evaluated_every(config.save_steps), micro_rows(config, data)
     rule = stopping_rule(config.early_stopping_patience, config.early_stopping_threshold, schedule=config.lr_scheduler_type,

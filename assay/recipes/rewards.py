@@ -35,6 +35,7 @@ from assay.recipes.prompts import Prompt, PromptData, prompts_digest
 from assay.recipes.run import Run
 from assay.reward.answer import AnswerForm, gold_answer, reading_disagreements, readings
 from assay.reward.endpoint import Cost, connected, endpoint_from_environment
+from assay.reward.known_readings import check_readings
 from assay.reward.llm_judge import RUBRIC, Judge, Judged, Repeat, Scores, judge_group, rank_agreement
 from assay.reward.model_reward import reward_artifact
 from assay.reward.reward_functions import JudgeOptions, RewardSpec, parse_rewards
@@ -127,7 +128,7 @@ class Rewards:
             verdicts += self._canaries(rows, texts, tokenizer)
             repeat = check_reward_repeat(self._asked_twice(every, tokenizer))
             self.noise = float(repeat.evidence.get("noise", 0.0))
-            verdicts.append(repeat)
+            verdicts += [repeat, check_readings()]
         if self.judge is not None:
             verdicts += [check_judge_parser(), check_judge_places(self.judge.judge),
                          check_judge_order(self.judge.ask, rows, texts, completion_style(self.rules, rows))]

@@ -26,6 +26,7 @@ from assay.guard.resume_checks import check_kept_checkpoints, check_newest_check
 from assay.guard.training_guards import stop_if_refuted
 from assay.recipes.save_pace import LITTLE
 from assay.recipes.witness_records import pending_records
+from assay.statistics.known_answers import check_statistics
 from assay.store import durable
 from assay.store.checkpoint import Checkpoint, Contents, delete_old_checkpoints, latest_checkpoint, step_folder, step_folders
 from assay.store.ledger import Event, Ledger, read_chain
@@ -39,7 +40,7 @@ FEW = 3  # checkpoints: the first and the last come anyway
 WRITTEN_EVERY = 50  # judgements of a step or rollout between two that are written down while they prove
 _SHOWN = 4  # options that differ, where a folder holds another run
 # How long to go on, and where, may change between sittings; what is learned, and from what, may not.
-FREE = {"minutes", "tokens", "device", "gpus", "out", "json", "resume", "probe_samples", "witness",
+FREE = {"minutes", "tokens", "device", "gpus", "process_timeout", "replay_steps", "out", "json", "resume", "probe_samples", "witness",
         "early_stopping_patience", "early_stopping_threshold"}
 PARTS = ("open", "compile", "preflight", "steps", "evaluation", "saving", "proving", "hand-over")  # of a run's wall time
 
@@ -226,7 +227,8 @@ class Run:
             stop_if_refuted(verdicts)
 
     def preflight(self, verdicts: list[Verdict]) -> None:
-        """What was checked before the first step of a sitting is said, and judged."""
+        """What was checked before the first step of a sitting is said, and judged; with the arithmetic of all that will be claimed."""
+        verdicts = [*verdicts, check_statistics()]
         self.say("\n".join(f"  {verdict}" for verdict in verdicts))
         self.judge(Event.PREFLIGHT, verdicts)
 
@@ -238,7 +240,7 @@ class Run:
         """What each step of all sittings wrote down of the data that it read."""
         return {row["step"]: row["data"] for row in read_json_lines(self.metrics_file) if "data" in row}
 
-    def save(self, step: int, contents: Contents, *, best: Path | None, against: str | None = None) -> Path:
+    def save(self, step: int, contents: Contents | Callable[[], Contents], *, best: Path | None, against: str | None = None) -> Path:
         """Snapshot now; write, retire what is old and prove beside the loop. Raises what an earlier save or proof found.
 
         The ledger says that a save begins before it does, and its digest when the loop next looks: what it never named is not the run's.

@@ -17,6 +17,7 @@ from assay.guard.training_guards import check_detectors
 from assay.learn.low_bit_adamw import TUNING_OPTIMIZERS
 from assay.learn.lr_schedule import Budget, Schedule
 from assay.learn.objectives import Objective, next_token
+from assay.learn.optim import adamw
 from assay.model.placement import place_for_inference, uncompiled
 from assay.outcome import RunOutcome
 from assay.recipes.conversations import Conversations, describe_tuning, evaluated_every, load_conversations, refuse_nonsense
@@ -24,7 +25,7 @@ from assay.recipes.evaluator import EarlyStopping, HeldOutEvaluator, stopping_ru
 from assay.recipes.hand_over import SAME_LOSS, HandedOver, hand_over, void_if_refuted, write_down
 from assay.recipes.memory_plan import record_use
 from assay.recipes.options import Sft, Tuned
-from assay.recipes.processes import follow, join_processes
+from assay.recipes.processes import follow, join_processes, moments_wait
 from assay.recipes.run import Run, TimeSpent, open_run, print_line
 from assay.recipes.starting_model import AdapterModel, StartingModel, carry_moments, load_start, reopen_beside
 from assay.recipes.trainer import SavePlan, Trainer
@@ -39,11 +40,11 @@ def sft(config: Sft, say: Callable[[str], None] = print_line) -> RunOutcome:
     """An interrupted run hands nothing over; the same command goes on with it."""
     spent = TimeSpent()
     refuse_nonsense(config)
-    world, say = join_processes(config.device, config.shards, say)
+    world, say = join_processes(config, say, shardable=True)
     device = world.device
     start = load_start(config, device, say)
     if world.rank > 0:
-        return follow(world, start.model, next_token, config.out)
+        return follow(world, start.model, next_token, config, partial(tuning_optimizer, config, start))
     data = load_conversations(config, start)
     schedule, every, micro = tuning_schedule(config, data), evaluated_every(config.save_steps), micro_rows(config, data)
     rule = stopping_rule(config.early_stopping_patience, config.early_stopping_threshold, schedule=config.lr_scheduler_type,
@@ -124,7 +125,10 @@ def micro_rows(config: Tuned, data: Conversations) -> int:
 
 def tuning_optimizer(config: Tuned, start: StartingModel) -> torch.optim.Optimizer:
     lr = config.peak_rate(adapter=isinstance(start.weights, AdapterModel))
-    optimizer = TUNING_OPTIMIZERS[config.optim](start.model.named_parameters(), lr, weight_decay=config.weight_decay)
+    if (where := moments_wait(config)) is not None:  # --fsdp, which knows AdamW alone
+        optimizer: torch.optim.Optimizer = adamw(start.model.named_parameters(), lr, weight_decay=config.weight_decay, moments=where)
+    else:
+        optimizer = TUNING_OPTIMIZERS[config.optim](start.model.named_parameters(), lr, weight_decay=config.weight_decay)
     carry_moments(optimizer, start)
     return optimizer
 
@@ -137,8 +141,8 @@ def preflight_sft(trainer: Trainer, data: Conversations, start: StartingModel) -
     found = trainer.gradients(batch)
     with uncompiled():
         return [check_detectors(), *preflight_loss(trainer.model, trainer.objective, sample_rows(batch), trainer.accumulate_alone),
-                *trainer.check_precision(batch, found), *trainer.check_reach(found),
-                *trainer.check_world(data.batch(0)), *data.audit(start)]
+                *trainer.check_precision(batch, found), *trainer.check_reach(found), *data.audit(start),
+                *trainer.check_world(data.batch(0))]  # last: with --fsdp nobody holds the whole model afterwards
 
 
 def check_asked_scale(config: Tuned, start: StartingModel) -> list[Verdict]:

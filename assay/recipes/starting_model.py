@@ -168,7 +168,8 @@ def load_start(config: Trained, device: str, say: Callable[[str], None]) -> Star
     refuse_more_ids_than_rows(parent, tokenizer)
     weights = trainable(config, parent, tokenizer)
     weights.words += _held_in_words(parent.base or parent)
-    place_for_training(weights.model, device, recompute=config.gradient_checkpointing)
+    # Hooks of FSDP that come after a compilation are not seen by it.
+    place_for_training(weights.model, device, recompute=config.gradient_checkpointing, compile=False if config.fsdp else None)
     weights.model.train()
     carried, steps = carried_state(config)
     return StartingModel(parent, weights.model, weights, tokenizer, carried, steps, memory)
@@ -210,7 +211,7 @@ def refuse_more_ids_than_rows(parent: Artifact, tokenizer: Tokenizer) -> None:
 def reopen_parent(start: StartingModel) -> Artifact:
     """Anew: what a run is compared with is what lies on the disk. What the live model holds of it in the same bits is shared with it."""
     parent, to = start.parent, None
-    if isinstance(start.weights, AdapterModel):
+    if isinstance(start.weights, AdapterModel) and start.weights.model is start.model:  # in parts, it shares nothing
         to = beside_held(start.model, start.weights.base)
     found = open_artifact(parent.path, base=None if parent.base is None else parent.base.path, to=to, held=parent.held)
     if found.digest != parent.digest:

@@ -18,6 +18,7 @@ The loop itself (learn/loop.py) knows none of this, and this knows neither the d
 import contextlib
 import dataclasses
 from collections.abc import Generator, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,18 +52,28 @@ from assay.learn.lr_schedule import Schedule
 from assay.learn.objectives import Objective
 from assay.learn.optim import largest_quotient, load_state_tensors, state_tensors
 from assay.learn.parallel import ParallelAccumulate
+from assay.learn.sharded import ShardedEma, ShardedOptimizer
 from assay.model.transformer import Transformer, parameter_count
 from assay.model.world import World
-from assay.recipes.processes import accumulate_together, check_processes, check_world_parity
+from assay.recipes.processes import (
+    accumulate_together,
+    check_processes,
+    check_ranks,
+    check_sharding,
+    check_world_parity,
+    require_global,
+    sharded_model,
+)
 from assay.recipes.run import Run, plain
 from assay.recipes.save_pace import SavePace
 from assay.recipes.starting_model import AdapterModel, TrainedWeights, writes_merged
+from assay.recipes.step_replay import StepReplay
 from assay.recipes.witness_records import WitnessRecords
 from assay.store import durable
 from assay.store.checkpoint import Checkpoint, Contents, step_folder
 from assay.store.digests import environment
 from assay.store.ledger import Event
-from assay.store.saving import Lineage
+from assay.store.saving import Lineage, owned_contents
 from assay.verdict import Verdict, unproven
 
 MOST_BYTES_EARLY = 4 * 10**9  # of a checkpoint after step 1, where the cost decides: a larger one waits for its turn
@@ -91,10 +102,15 @@ class Trainer:
                  ema: Ema | None = None, steps_before: int = 0, steady: bool = True, world: World | None = None):
         self.run, self.weights, self.model, self.optimizer, self.objective = run, weights, weights.model, optimizer, objective
         self.schedule, self.micro, self.clip, self.saves, self.order = schedule, micro, clip, saves, order
-        self.ema, self.steps_before, self.steady = ema, steps_before, steady
+        self.ema: Ema | ShardedEma | None = ema
+        self.steps_before, self.steady = steps_before, steady
         self.watch = StepWatch([group["lr"] for group in optimizer.param_groups], schedule.multiplier, vocab=vocab, steady=steady)
         self.device = str(self.model.embed.weight.device)
-        self.accumulate = accumulate_together(world, run.config.shards, self.model, objective, self.device)
+        self.sharded = sharded_model(run.config, world, self.model, optimizer, objective, ema)
+        self.accumulate = self.sharded or accumulate_together(world, run.config.shards, self.model, objective, self.device)
+        self.replay = StepReplay(run.config.replay_steps, self.accumulate, self.model, objective, micro)
+        self._frozen_in_parts: list[Mapping[str, int]] = []
+        self._shares = 0
         self.start = self.done = 0  # steps taken before this sitting, and in all
         self.saved: int | None = None  # the step of the newest checkpoint
         self.pace, self._looped = SavePace(), False
@@ -116,7 +132,7 @@ class Trainer:
         self.weights.restore(found)
         moments, average = split_ema_state(found.optimizer() or {})
         load_state_tensors(self.optimizer, dict(self.model.named_parameters()), moments)
-        if self.ema is not None:
+        if isinstance(self.ema, Ema):
             self.ema.load(average)
         self.run.judge(Event.RESUMED, [check_resumed(self.weights.weights(), self._state(), found), *same_data,
                                    check_steps(self.optimizer, state["step"] + self.steps_before)])
@@ -124,7 +140,8 @@ class Trainer:
         self.schedule.restore(state)
         self.run.rewind(self.start)
         self.run.say(f"going on from step {self.start} ({found.folder.name})")
-        now, was = environment(), found.facts["environment"]
+        now = environment() | {"processes": str(self._parting_processes())}
+        was = {"processes": str(state.get("processes", 1))} | found.facts["environment"]
         if changed := {name: f"{was.get(name)} → {now[name]}" for name in now if was.get(name) != now[name]}:
             self.run.say(f"the environment changed ({changed}): the run goes on, but is not bit for bit the uninterrupted one")
             self.run.log(Event.NOT_BIT_EXACT, changed=changed)
@@ -149,8 +166,18 @@ class Trainer:
                 *check_processes(self.accumulate)]
 
     def check_world(self, batch: Batch) -> list[Verdict]:
-        """Where several processes compute, or a step is cut into shards: that they make of a batch what one process makes of it."""
-        return check_world_parity(self.accumulate, batch, self.micro)
+        """Where several processes compute, or a step is cut into shards: that they make of a batch what one process makes of it.
+
+        With FSDP the model is whole until here and lies in parts from here on; `weights` then reads process 0's copy in host memory.
+        """
+        if self.sharded is None:
+            return [*check_world_parity(self.accumulate, batch, self.micro), *self.replay.check_start(batch)]
+        verdicts = [*check_sharding(self.sharded, batch, self.micro), *self.replay.check_start(batch)]
+        assert self.sharded.whole is not None, "process 0 keeps a copy"
+        self.weights.model, self.optimizer = self.sharded.whole, ShardedOptimizer(self.sharded)
+        if self.ema is not None:
+            self.ema = ShardedEma(self.sharded)
+        return verdicts
 
     @property
     def accumulate_alone(self) -> Accumulate:
@@ -161,7 +188,8 @@ class Trainer:
         """`parts` of the data are read in an epoch, each once. From here on everything that moves is accounted for, and time counts."""
         if isinstance(alone := self.accumulate_alone, GraphedAccumulate):
             alone.keep_only(self.model.compute_dtype)
-        self._account = UpdateAccount(self.model, self.weights.reachable())
+        self._account = UpdateAccount(self.weights.model, self.weights.reachable())
+        self._frozen_in_parts = [each["frozen"] for each in self.sharded.said_by_all()] if self.sharded is not None else []
         self.run.log(Event.DATA, **facts, windows=parts, from_step=self.done)
         self.run.save_cost.begin()
         self.run.spent.phase("steps")
@@ -172,17 +200,25 @@ class Trainer:
     # ---------------------------------------------------------------- the loop
 
     def steps(self, batches: Iterable[Batch]) -> Generator[Step, None, None]:
-        taken = train(self.model, self.optimizer, batches, self.objective, micro=self.micro, schedule=self.schedule.multiplier,
-                      clip=self.clip, start=self.done, accumulate=self.accumulate)
+        taken = train(self.model, self.optimizer, self._replayed(batches), self.objective, micro=self.micro,
+                      schedule=self.schedule.multiplier, clip=self.clip, start=self.done, accumulate=self.accumulate)
         try:
             self.records.begin_step(self.done)
             for step in taken:
+                require_global(step)
                 self.done, self._unkept = step.index + 1, step
                 yield step
                 self._keep_step()
                 self.records.begin_step(self.done)
         finally:
             self._keep_step()
+
+    def _replayed(self, batches: Iterable[Batch]) -> Generator[Batch, None, None]:
+        """With --replay-steps: before such a step, one micro-batch of it is computed twice."""
+        for step, batch in enumerate(batches, self.done):
+            if self.replay.due(step):
+                self.run.judge_often(Event.STEP, [self.replay.check(step, batch)])
+            yield batch
 
     def _keep_step(self) -> None:
         """Where it is one that the witness replays: its record is written."""
@@ -243,16 +279,24 @@ class Trainer:
         self._write(self.watch.read())
         if self.done == self.start:
             return
+        if self.sharded is not None:
+            self.sharded.refresh()
         still = not self.steady and not self._informed
         nothing_due = unproven("movement", "no step since the last account had a gradient", optional=True)
         moved = nothing_due if still else self._account.check_moved()
         applied = check_steps(self.optimizer, self.done + self.steps_before)
-        self.run.judge(Event.ACCOUNT, [moved, self._account.check_frozen(), applied, check_weights(self.model),
+        self.run.judge(Event.ACCOUNT, [moved, *self._check_frozen(), applied, check_weights(self.weights.model),
                                        *check_processes(self.accumulate)])
         if not still:
             self._informed = False
             if self.schedule.multiplier(self.done - 1) >= LEARNING_SHARE:
                 self._account.begin()
+
+    def _check_frozen(self) -> list[Verdict]:
+        """Where parameters are sharded, each process looks at its own rows, and all say what step they took."""
+        if self.sharded is None:
+            return [self._account.check_frozen()]
+        return check_ranks(self.sharded.said_by_all(), self._frozen_in_parts, self.done + self.steps_before)
 
     def scored_weights(self) -> contextlib.AbstractContextManager[None]:
         """Inside, the model holds the weights that are evaluated: their moving average, where there is one."""
@@ -273,7 +317,8 @@ class Trainer:
             lineage = self.weights.ancestry.lineage(moved=moved and self.done > 0, bound=bound)
             self.run.headroom = self._moments_to_come()
             with self.run.save_cost.saving(), self.run.spent.part("saving"):
-                self.run.save(self.done, self._contents(facts, lineage), best=best)
+                contents = self._contents(facts, lineage) if self.sharded is None else partial(self._shared_contents, facts, lineage)
+                self.run.save(self.done, contents, best=best)
             self.pace.saved(self.run.save_cost.latest)
         self.watch.begin()
 
@@ -309,13 +354,37 @@ class Trainer:
     def _contents(self, facts: Mapping[str, Any], lineage: Lineage) -> Contents:
         """Live tensors: the save copies them before the loop goes on."""
         config = self.run.config
-        state = {"step": self.done, "steps_before": self.steps_before, **self.schedule.state(), "data": facts, "rng": {"seed": config.seed}}
+        state = {"step": self.done, "steps_before": self.steps_before, **self.schedule.state(), "data": facts, "rng": {"seed": config.seed},
+                 "processes": self._parting_processes()}
         return self.weights.contents(lineage, plain(dataclasses.asdict(config)), state, self._state())
+
+    def _parting_processes(self) -> int:
+        """How many the result depends on: one, unless parameters are sharded."""
+        return 1 if self.sharded is None else self.sharded.world.size
+
+    def _shared_contents(self, facts: Mapping[str, Any], lineage: Lineage) -> Contents:
+        """Of sharded parameters, in memory of its own: every process writes what it owns. An adapter is small, and process 0's alone."""
+        assert self.sharded is not None
+        self.sharded.refresh()
+        if isinstance(self.weights, AdapterModel):
+            return owned_contents(self._contents(facts, lineage))
+        self._shares += 1
+        shared, weights, state = self.sharded.hold_shares(number=self._shares)
+        return dataclasses.replace(self._contents(facts, lineage), weights=weights, optimizer=state, shared=shared)
+
+    def state_now(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """What is trained, under the model's own names, and the optimizer's moments, whole wherever they lie."""
+        if self.sharded is not None:
+            self.sharded.refresh()
+        trained = {name: p.detach() for name, p in self.weights.model.named_parameters() if p.requires_grad}
+        return trained, split_ema_state(self._state())[0]
 
     def _state(self) -> dict[str, Tensor]:
         """What a checkpoint's optimizer file holds, live."""
+        if self.sharded is not None and self.sharded.parts:
+            return self.sharded.gather_state()
         moments = state_tensors(self.optimizer, dict(self.model.named_parameters()))
-        return moments if self.ema is None else moments | self.ema.tensors()
+        return moments | self.ema.tensors() if isinstance(self.ema, Ema) else moments
 
     def _reach(self, largest: float) -> float:
         """How far AdamW can have moved an element until now, decay of the largest weight there is included."""

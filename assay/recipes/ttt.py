@@ -30,6 +30,7 @@ from assay.guard.ttt_checks import (
     ttt_gain,
 )
 from assay.learn.ttt_loop import AdapterUpdated, ChunkScored, DocumentBegun, TttEvent, TttSettings, read_and_adapt, require_readable
+from assay.learn.ttt_witness import check_reading, check_sites
 from assay.model.batched_lora import BatchedAdapters, ttt_sites
 from assay.model.lora import fresh
 from assay.model.patch import Patch
@@ -39,12 +40,13 @@ from assay.outcome import RunOutcome
 from assay.recipes.run import Run, plain, print_line
 from assay.recipes.ttt_options import Ttt
 from assay.statistics.estimate import Array, Estimate, bits_per_byte
+from assay.statistics.known_answers import check_statistics
 from assay.store import durable
 from assay.store.artifact import Artifact, build_model, open_artifact
 from assay.store.digests import environment, tensor_facts
 from assay.store.ledger import Event, Ledger
 from assay.tracing.plots import draw_ttt_savings
-from assay.verdict import Verdict
+from assay.verdict import Verdict, proven, refuted
 
 PREFLIGHT_TOKENS = 32  # tokens of a chunk, at most, while causality is checked
 TTT_REPORT, TTT_SCORES = "ttt.json", "scores.jsonl"  # the report is written last: a folder without one was killed on the way
@@ -88,14 +90,15 @@ def ttt(config: Ttt, say: Callable[[str], None] = print_line) -> TttOutcome:
     with run.sitting():
         begin_again(run)
         run.log(Event.DOCUMENTS, count=len(texts), bytes=sum(text.bytes for text in texts), left_out=dict(left_out))
-        run.judge(Event.PREFLIGHT, preflight_ttt(model, texts, how, patch))
+        run.judge(Event.PREFLIGHT, [*preflight_ttt(model, texts, how, patch), check_statistics()])
         before, began = weights(model), time.monotonic()
         without = token_costs(read_and_adapt(model, tokens_of(texts), how, slots), len(texts))
         halfway = time.monotonic()
         notes = Notes(run, texts, without)
         learn_and_note(model, texts, how, BatchedAdapters(patch, slots, model.embed.weight.device), notes)
         seconds = {"without": round(halfway - began, 2), "with": round(time.monotonic() - halfway, 2)}
-        verdicts = [*_judged(config, notes, slots), check_base_unchanged(before, weights(model))]
+        verdicts = [*_judged(config, notes, slots), check_base_unchanged(before, weights(model)),
+                    *witness_reading(model, config, notes, patch, how, without)]
         outcome = TttOutcome(run.folder, verdicts, results=estimates(notes.texts), documents=notes.texts, left_out=dict(left_out),
                              norms=notes.norms, seconds=seconds)
         write_ttt_report(run, outcome)
@@ -132,6 +135,10 @@ class Notes:
                 self.norms.append(one.right)
             elif isinstance(one, ChunkScored):
                 self._add(one)
+
+    def costs_of(self, document: int) -> NDArray[np.float32]:
+        """What its tokens cost with the patch, in nats."""
+        return np.concatenate(self._costs[document])
 
     def _add(self, scored: ChunkScored) -> None:
         parts = self._costs.setdefault(scored.document, [])
@@ -236,6 +243,27 @@ def _judged(config: Ttt, notes: Notes, slots: int) -> list[Verdict]:
                 check_ttt_gain(with_, without, sizes),
                 check_document_regressions(with_, without, [text.name for text in found], config.max_regression)]
     return [*verdicts, check_factor_drift(notes.norms[slots:], config.max_drift)] if config.warm_start else verdicts
+
+
+def witness_reading(model: Transformer, config: Ttt, notes: Notes, patch: Patch, how: TttSettings, without: TokenCosts) -> list[Verdict]:
+    """The shortest document of several chunks, read again; and what is told, from what the tokens cost."""
+    lengths = [len(text.tokens) for text in notes.texts]
+    number = min(range(len(lengths)), key=lambda place: (lengths[place] <= 1 + how.chunk, lengths[place]))
+    costs = without[number], notes.costs_of(number)
+    return [check_sites(patch, model.config, config.targets), check_reading(model, notes.texts[number].tokens, costs, patch, how),
+            check_bits_told(notes, without)]
+
+
+def check_bits_told(notes: Notes, without: TokenCosts) -> Verdict:
+    """Bits per byte of all documents together, summed from the tokens."""
+    learned, sizes, told = [notes.costs_of(number) for number in range(len(notes.texts))], sum(text.bytes for text in notes.texts), {
+        name: estimate.mean for name, estimate in estimates(notes.texts).items()}
+    bits = {name: math.fsum(float(cost) for costs in of for cost in costs) / 0.6931471805599453 / sizes
+            for name, of in (("bits per byte, without", without), ("bits per byte, with", learned))}
+    wrong = [f"{name} is {due:.6g}, told {told[name]:.6g}" for name, due in bits.items() if not math.isclose(due, told[name], rel_tol=1e-5)]
+    if wrong:
+        return refuted("bits", f"the tokens do not cost what is told: {'; '.join(wrong)}", wrong=wrong)
+    return proven("bits", f"{len(learned)} documents cost the bits that their tokens sum to")
 
 
 def estimates(texts: Sequence[Read]) -> dict[str, Estimate]:

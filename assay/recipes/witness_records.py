@@ -15,7 +15,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from assay.errors import UsageError
-from assay.learn.optim import state_tensors
 from assay.model.transformer import parameter_count
 from assay.seeds import derive
 from assay.store import durable
@@ -102,9 +101,9 @@ class WitnessRecords:
 
     def _state(self) -> dict[str, Tensor]:
         """What is trained and the optimizer's moments, in memory of their own: on the GPU where there is room, else on the CPU."""
-        named = dict(self.trainer.model.named_parameters())
-        weights = {f"weights/{name}": p for name, p in named.items() if p.requires_grad}
-        moments = {f"state/{name}": tensor for name, tensor in state_tensors(self.trainer.optimizer, named).items()}
+        trained, state = self.trainer.state_now()
+        weights = {f"weights/{name}": p for name, p in trained.items()}
+        moments = {f"state/{name}": tensor for name, tensor in state.items()}
         if room_on_device([*weights.values(), *moments.values()]):
             return device_snapshot(weights | moments)
         return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in (weights | moments).items()}

@@ -2,21 +2,23 @@
 
 The manifest is written last and names the sha256 of every file and tensor; its own sha256 is the checkpoint's digest.
 Beside it may come, later, `hallmark.json` (a fresh process proved these bytes) or `quarantine.json` (it refuted them);
-both name the digest, so that neither can be carried to another checkpoint.
+both name the digest, so that neither can be carried to another checkpoint. What publishing adds, publication.py says.
 """
 
 import hashlib
+import math
 import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
 from assay.errors import ArtifactError, UsageError
 from assay.store import durable
+from assay.store.digests import WEIGHT_FILES
 from assay.store.safetensors_files import (
     SHARD_BYTES,
     FileFacts,
@@ -31,12 +33,19 @@ from assay.store.sealed import canonical_json, seal, unseal
 from assay.strict_json import NATURAL, as_artifact_error, open_regular, parse_json, require_shape
 from assay.verdict import Outcome, Verdict, overall
 
+if TYPE_CHECKING:  # which knows processes: whoever only reads a checkpoint need not
+    from assay.store.shared_save import SharedSave
+
 CHECKPOINT_FORMAT = 1
 SMALL_FILE_LIMIT = 256 << 20
 MANIFEST, HALLMARK, QUARANTINE, TRAINER = "manifest.json", "hallmark.json", "quarantine.json", "trainer.json"
-OPTIMIZER, PROBES, ADAPTER = "optimizer.safetensors", "probes.safetensors", "adapter_model.safetensors"
-UNLISTED = {MANIFEST, HALLMARK, QUARANTINE, "README.md"}  # may lie in the folder without being in the manifest
-RESERVED = {MANIFEST, HALLMARK, QUARANTINE, TRAINER}
+STATE_STEM = "optimizer"
+OPTIMIZER, PROBES, ADAPTER = f"{STATE_STEM}.safetensors", "probes.safetensors", "adapter_model.safetensors"
+PUBLICATION, SIGNATURE, CARD = "publication.json", "publication.json.sig", "README.md"
+HUB_OWN = {".gitattributes", ".cache"}  # what the Hugging Face hub and its client put beside a model
+UNLISTED = {MANIFEST, HALLMARK, QUARANTINE, PUBLICATION, SIGNATURE, CARD} | HUB_OWN  # may lie there without being in the manifest
+PUBLISHED_BESIDE = ".gguf"  # the same model for llama.cpp, which no reader of a folder opens
+RESERVED = {MANIFEST, HALLMARK, QUARANTINE, PUBLICATION, SIGNATURE, TRAINER}
 STEP = re.compile(r"step-(\d{6,})")
 _ANCESTOR = ({"weights": str, "path": str}, None)
 _FACTS = {"parent?": _ANCESTOR, "base?": _ANCESTOR, "change?": str, "frozen?": [str], "movement_bound?": (float, None),
@@ -59,6 +68,7 @@ class Contents:
     probes: Mapping[str, Tensor] = field(default_factory=dict)
     optimizer: Mapping[str, Tensor] | None = None
     trainer: Mapping[str, Any] | None = None
+    shared: "SharedSave | None" = None  # several processes write it: the tensors here are those that this one owns
 
 
 @dataclass(frozen=True)
@@ -101,7 +111,9 @@ class Checkpoint:
         return read_folder_tensors(self.folder, {name: self._facts(name) for name in self.manifest["files"]})
 
     def optimizer(self) -> dict[str, Tensor] | None:
-        return self.read_tensors(OPTIMIZER) if OPTIMIZER in self.manifest["files"] else None
+        if not recorded_state(self.manifest):
+            return None
+        return read_folder_tensors(self.folder, {name: self._facts(name) for name in self.manifest["files"]}, stem=STATE_STEM)
 
     def probes(self) -> dict[str, Tensor]:
         return self.read_tensors(PROBES) if PROBES in self.manifest["files"] else {}
@@ -209,6 +221,11 @@ def quarantine_checkpoint(checkpoint: Checkpoint, verdicts: Iterable[Verdict]) -
     return mark
 
 
+def recorded_state(manifest: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """name → dtype, shape and sha256 of every tensor of the optimizer's state that a manifest records, in whatever files it lies."""
+    return {name: facts for file, tensors in manifest["tensors"].items() if file.startswith(STATE_STEM) for name, facts in tensors.items()}
+
+
 def step_folders(folder: Path) -> list[Path]:
     """The folders named `step-000123`, oldest first; whether they are good is another question."""
     if not folder.is_dir():
@@ -224,13 +241,15 @@ def step_folder(folder: Path, step: int) -> Path:
 
 def _write_parts(folder: Path, contents: Contents, max_shard_bytes: int) -> dict[str, FileFacts]:
     """Everything but the manifest, and what is to be said of it there."""
-    if contents.kind == "adapter":
+    if contents.shared is not None:
+        facts = contents.shared.write(folder, {"model": contents.weights, STATE_STEM: contents.optimizer or {}})
+    elif contents.kind == "adapter":
         facts = {ADAPTER: write_tensors(folder / ADAPTER, contents.weights)}
     else:
         facts = write_sharded(folder, contents.weights, max_shard_bytes)
     if contents.probes:
         facts[PROBES] = write_tensors(folder / PROBES, contents.probes)
-    if contents.optimizer is not None:
+    if contents.optimizer is not None and contents.shared is None:
         facts[OPTIMIZER] = write_tensors(folder / OPTIMIZER, contents.optimizer)
     files = dict(contents.files)
     if contents.trainer is not None:
@@ -246,7 +265,8 @@ def _manifest(contents: Contents, facts: Mapping[str, FileFacts]) -> dict[str, A
         "files": {name: {"sha256": fact.sha256, "bytes": fact.bytes} | ({"header": fact.header} if fact.header else {})
                   for name, fact in facts.items()},
         "tensors": {name: fact.tensors for name, fact in facts.items() if name.endswith(".safetensors")},
-        "parameters": sum(tensor.numel() for tensor in contents.weights.values()),
+        "parameters": sum(math.prod(entry["shape"]) for name, fact in facts.items() if name.startswith(WEIGHT_FILES)
+                          for entry in fact.tensors.values()),
         "bytes": sum(fact.bytes for fact in facts.values()),
         "facts": dict(contents.facts),
     }
@@ -270,7 +290,8 @@ def _require_writable(where: Path, contents: Contents) -> None:
 
 def _bytes_needed(contents: Contents) -> int:
     parts = [contents.weights, contents.probes, contents.optimizer or {}]
-    return sum(map(len, contents.files.values())) + sum(tensor_bytes(t) for part in parts for t in part.values())
+    own = sum(tensor_bytes(t) for part in parts for t in part.values())
+    return sum(map(len, contents.files.values())) + own * (1 if contents.shared is None else len(contents.shared.writers))
 
 
 def require_manifest(manifest: dict[str, Any], where: Path) -> None:
@@ -294,7 +315,7 @@ def _check_listing(manifest: dict[str, Any], where: Path) -> None:
     if missing := sorted(listed - present):
         raise ArtifactError(f"{where}: lacks {', '.join(missing)}, which its manifest lists; restore it, or use "
                             "another checkpoint")
-    if extra := sorted(present - listed - UNLISTED):
+    if extra := sorted(name for name in present - listed - UNLISTED if not name.endswith(PUBLISHED_BESIDE)):
         raise ArtifactError(f"{where}: holds {', '.join(extra)}, which its manifest does not list; remove it")
     for name, entry in manifest["files"].items():
         with open_regular(inside(where, name)) as fd:

@@ -20,7 +20,7 @@ from assay.store.scratch import scratch_folder
 
 _CHUNK_BYTES = 1 << 20
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
-HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "LICENSE*"]
+HUB_FILES = ["*.safetensors", "*.json", "*.json.sig", "*.jinja", "*.model", "LICENSE*", "README.md"]
 HUB_OTHERS = ["*/*.safetensors", "*/*.json"]  # the same model again, for other runtimes
 
 

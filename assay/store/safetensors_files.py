@@ -114,14 +114,27 @@ def write_sharded(folder: Path, tensors: Mapping[str, Tensor], max_shard_bytes: 
     shards = _shards(tensors, max_shard_bytes)
     if len(shards) == 1:
         return {f"{stem}.safetensors": write_tensors(folder / f"{stem}.safetensors", shards[0])}
-    named = {f"{stem}-{i:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards, 1)}
+    named = {shard_file_name(stem, i, len(shards)): shard for i, shard in enumerate(shards, 1)}
     facts = {name: write_tensors(folder / name, shard) for name, shard in named.items()}
-    index = {"metadata": {"total_size": sum(map(tensor_bytes, tensors.values()))},
-             "weight_map": {tensor: name for name, shard in named.items() for tensor in shard}}
+    return facts | write_index(folder, facts, stem)
+
+
+def shard_file_name(stem: str, part: int, parts: int) -> str:
+    return f"{stem}-{part:05d}-of-{parts:05d}.safetensors"
+
+
+def write_index(folder: Path, shards: Mapping[str, FileFacts], stem: str) -> dict[str, FileFacts]:
+    """Which file holds each tensor, as transformers reads it; the facts of the index by its name. A tensor in two files is refused."""
+    weight_map: dict[str, str] = {}
+    for file, facts in shards.items():
+        if twice := weight_map.keys() & facts.tensors.keys():
+            raise ArtifactError(f"{folder / file}: holds {min(twice)!r}, which another file of the same checkpoint holds too")
+        weight_map |= dict.fromkeys(facts.tensors, file)
+    sizes = (math.prod(entry["shape"]) * SAFETENSORS_DTYPES[entry["dtype"]].itemsize
+             for facts in shards.values() for entry in facts.tensors.values())
     index_path = folder / f"{stem}.safetensors.index.json"
-    data = canonical_json(index, where=str(index_path), indent=1)
-    facts[index_path.name] = FileFacts(durable.write_file(index_path, [data]), len(data))
-    return facts
+    data = canonical_json({"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}, where=str(index_path), indent=1)
+    return {index_path.name: FileFacts(durable.write_file(index_path, [data]), len(data))}
 
 
 def read_folder_tensors(folder: Path, expected: Mapping[str, FileFacts] | None = None,

@@ -43,6 +43,8 @@ class FLAGS:
                                                             default=None)
     claim: tuple[str, ...] = option("what is said of the results, as in new=better, new=worse, or of a series: grpo=passed; exit with 3 "
                                     "where they do not show it", metavar="NAME=CLAIM", default=())
+    summary: str | None = option("file to which the results are added as Markdown tables, as $GITHUB_STEP_SUMMARY", metavar="FILE",
+                                 default=None, default_text="none")
     json: bool = option("print JSON", default=False)
 
 
@@ -54,13 +56,15 @@ EXAMPLES = """  assay compare evals/before evals/after
   assay compare before=lm-eval/base after=lm-eval/tuned --metric exact_match
   assay compare logs/2026-01-31_base.eval logs/2026-01-31_tuned.eval
   assay compare outputs/checkpoint-500 --metric eval_loss
-  assay compare base=evals/before new=evals/after --claim new=better"""
+  assay compare base=evals/before new=evals/after --claim new=better
+  assay compare evals/before evals/after --require 'not worse' --summary $GITHUB_STEP_SUMMARY"""
 
 
 def run(flags: FLAGS) -> int:
     from assay.comparison.pairwise import arm_summary, compare
-    from assay.comparison.second_opinion import check_comparisons
+    from assay.comparison.second_opinion import check_comparisons, check_summaries
     from assay.comparison.trend import trend
+    from assay.statistics.known_answers import check_statistics
 
     arms, series = read_arms(flags)
     trends = [trend(one, level=flags.level) for one in series]
@@ -68,20 +72,33 @@ def run(flags: FLAGS) -> int:
     found = [] if alone else compare(arms, level=flags.level)
     summaries = [(arm, arm_summary(arm)) for arm in arms]
     claims = check_claims(flags, arms, series)
-    opinions = [check_comparisons(arms, found, flags.level)] if found else []
+    opinions = [check_statistics(of_counts=True), check_summaries(summaries, told=flags.lower_is_better),
+                *([check_comparisons(arms, found, flags.level)] if found else [])]
     good = satisfied(flags.require, found) and all(verdict.outcome is Outcome.PROVEN for verdict in (*claims, *opinions))
+    told = [comparison_text(one, flags.per_completion) for one in found] + [one.sentence for one in trends]
+    named = [f"{arm.name}{f' on {arm.group}' if arm.group else ''}" for arm in arms]
+    if flags.summary is not None:
+        append_comparison(flags.summary, list(zip(named, [words for _, words in summaries], strict=True)), told, [*claims, *opinions])
     if flags.json:
         print(json.dumps({"arms": [{"name": arm.name, "group": arm.group or None, "summary": words} for arm, words in summaries],
                           "comparisons": [one.to_json() for one in found], "trends": [one.to_json() for one in trends],
                           "claims": [verdict.to_json() for verdict in claims],
                           "checks": [verdict.to_json() for verdict in opinions]}, indent=1, allow_nan=False))
         return 0 if good else 3
-    for arm, words in summaries:
-        print(f"{arm.name}{f' on {arm.group}' if arm.group else ''}: {words}")
-    told = [comparison_text(one, flags.per_completion) for one in found] + [one.sentence for one in trends]
+    for name, (_, words) in zip(named, summaries, strict=True):
+        print(f"{name}: {words}")
     refuted = [verdict for verdict in opinions if verdict.outcome is Outcome.REFUTED]
     print("\n".join([*told, *map(str, [*claims, *refuted])]))
     return 0 if good else 3
+
+
+def append_comparison(path: str, arms: Sequence[tuple[str, str]], told: Sequence[str], verdicts: Sequence[Verdict]) -> None:
+    """What is printed, as Markdown: arms with their scores, what they show of each other, and the verdicts on it."""
+    from assay.report.markdown import append_summary, markdown_text, table, verdict_table
+
+    parts = ["### assay compare", *(f"- {markdown_text(sentence)}" for sentence in told)]
+    tables = [table(("arm", "score"), [(markdown_text(name), markdown_text(words)) for name, words in arms])] if arms else []
+    append_summary(path, "\n\n".join([*parts, *tables, *([verdict_table(verdicts)] if verdicts else [])]))
 
 
 def check_claims(flags: FLAGS, arms: "Sequence[Arm]", series: "Sequence[Series]") -> list[Verdict]:

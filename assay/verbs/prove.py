@@ -1,6 +1,7 @@
 """assay prove: run every check in a fresh process, on our checkpoints and on what other tools wrote."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -27,6 +28,8 @@ class FLAGS:
                                 "are enough; 0: none", least=0, default=4)
     device: str | None = option("where it is computed, if there is room: cpu or cuda", default=None, default_text=DEVICE)
     strict: bool = option("exit with 3 also where something is UNPROVEN", default=False)
+    summary: str | None = option("file to which the verdicts are added as a Markdown table, as $GITHUB_STEP_SUMMARY", metavar="FILE",
+                                 default=None, default_text="none")
     json: bool = option("print verdicts as JSON", default=False)
 
 
@@ -36,7 +39,8 @@ EXAMPLES = """  assay prove runs/a/checkpoints/step-000500
   assay prove ./trl-output --against ./base-model     # did training change anything?
   assay prove ./adapter --base ./base-model --json
   assay prove model-q8_0.gguf --against ./source --expect same
-  assay prove runs/a/model.assayz --against runs/a/model"""
+  assay prove runs/a/model.assayz --against runs/a/model
+  assay prove runs/a/model --strict --summary $GITHUB_STEP_SUMMARY"""
 
 
 def run(flags: FLAGS) -> int:
@@ -44,7 +48,10 @@ def run(flags: FLAGS) -> int:
 
     if places := trainer_checkpoints(Path(flags.path)):
         return _prove_each(flags, places)
-    return exit_code(print_proof(Path(flags.path), prove_artifact(flags), as_json=flags.json), strict=flags.strict)
+    verdicts = prove_artifact(flags)
+    outcome = print_proof(Path(flags.path), verdicts, as_json=flags.json)
+    _summarise(flags, {Path(flags.path): verdicts})
+    return exit_code(outcome, strict=flags.strict)
 
 
 def _prove_each(flags: FLAGS, places: list[Path]) -> int:
@@ -64,7 +71,18 @@ def _prove_each(flags: FLAGS, places: list[Path]) -> int:
         raise refusals[0]
     if flags.json:
         print(json.dumps([proof_document(place, verdicts) for place, verdicts in proofs.items()], indent=1))
+    _summarise(flags, proofs)
     return max(exit_code(overall(without_optional(verdicts)), strict=flags.strict) for verdicts in proofs.values())
+
+
+def _summarise(flags: FLAGS, proofs: Mapping[Path, list[Verdict]]) -> None:
+    if flags.summary is None:
+        return
+    from assay.report.markdown import append_summary, markdown_text, verdict_table
+
+    for place, verdicts in proofs.items():
+        outcome = overall(without_optional(verdicts))
+        append_summary(flags.summary, f"### assay prove {markdown_text(place)}: {outcome}\n\n{verdict_table(verdicts)}")
 
 
 def prove_artifact(flags: FLAGS) -> list[Verdict]:

@@ -22,8 +22,12 @@ from assay.generate.engine import ActiveCompletion, Engine
 from assay.generate.generation_request import Sampling
 from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import Transformer
+from assay.reward import answer as answer_reading
+from assay.reward.known_readings import check_readings
 from assay.seeds import generator
+from assay.statistics import estimate
 from assay.statistics.estimate import pass_at_k
+from assay.statistics.known_answers import check_statistics
 from assay.store.artifact import build_model, open_artifact
 from assay.testing.fault_injection import Plant, fault, in_place_of, nothing, on_disk, swap, together
 from assay.testing.tiny_models import nudge, save_model, tiny_model, tiny_tokenizer
@@ -70,6 +74,16 @@ def two_evaluations(folder: Path, plant: Plant) -> list[Verdict]:
         return [check_dataset(recorded, open_task(TaskRequest("gsm8k", data)).examples)]
 
 
+def intervals(folder: Path, plant: Plant) -> list[Verdict]:
+    with plant(folder):
+        return [check_statistics()]
+
+
+def readings_of_answers(folder: Path, plant: Plant) -> list[Verdict]:
+    with plant(folder):
+        return [check_readings()]
+
+
 def an_estimator(folder: Path, plant: Plant) -> list[Verdict]:
     with plant(folder):
         return [check_pass_at_k(summary.pass_at_k)]
@@ -105,6 +119,12 @@ def first_number(_: Any, text: str, how: str) -> str | None:
     found = re.search(r"\d+", text)
     return found and found[0]
 
+
+fault("intervals that know nothing of what was not seen", rows=(), stage="eval", check="statistics", job=intervals)(
+    lambda _: swap(estimate, "_unseen_variance", lambda rate, units: 0.0))
+
+fault("a lenient reading that takes the whole statement", rows=(), stage="eval", check="readings", job=readings_of_answers)(
+    lambda _: swap(answer_reading, "_leniently", lambda stated: stated or None))
 
 fault("grader that always says yes", rows=(), stage="eval", check="wrong answers", job=oracles_of_a_task)(
     lambda _: swap(answers, "same_answer", lambda answer, gold: True))

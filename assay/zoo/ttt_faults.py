@@ -24,6 +24,7 @@ from assay.guard.ttt_checks import (
 )
 from assay.learn import ttt_loop
 from assay.learn.ttt_loop import ChunkScored, DocumentBegun, SlotAdam, TttEvent, TttSettings, read_and_adapt
+from assay.learn.ttt_witness import check_reading
 from assay.model.batched_lora import TTT_TARGETS, BatchedAdapters, ttt_sites
 from assay.model.lora import fresh
 from assay.model.patch import Patch
@@ -72,7 +73,8 @@ def a_reading(folder: Path, plant: Plant) -> list[Verdict]:
     with plant(folder):
         with_, events = read_and_learn(model, documents)
     learned_sums, sums = (np.array([found.sum(dtype=np.float64) for found in side]) for side in (with_, without))
-    return [check_score_order(as_ledger(events), [len(tokens) - 1 for tokens in documents], warm=False),
+    return [check_reading(model, documents[0], (without[0], with_[0]), first_patch(model, 0), TTT_SETTINGS),
+            check_score_order(as_ledger(events), [len(tokens) - 1 for tokens in documents], warm=False),
             check_ttt_gain(learned_sums, sums, np.full(len(documents), 100.0)), check_base_unchanged(before, weight_bytes(model)),
             check_document_regressions(learned_sums, sums, [f"document {n}" for n in range(len(documents))], 0.05)]
 
@@ -180,6 +182,15 @@ def merged_into_base(usual: Any, model: Transformer, *rest: Any) -> None:
     usual(model, *rest)
     with torch.no_grad():
         model.get_parameter("blocks.0.attn.out.base.weight").add_(1e-4)
+
+
+@fault("an optimizer that counts no steps", rows=(), stage="ttt", check="reading", job=a_reading)
+@in_place_of(SlotAdam, "step")
+def uncounted_steps(usual: Any, adam: SlotAdam, gradient: Tensor, learning: Sequence[bool]) -> None:
+    """The moments are taken for those of the hundredth step: a smaller update, a smaller gain, and nothing else."""
+    adam.steps_B += 100
+    usual(adam, gradient, learning)
+    adam.steps_B -= 100
 
 
 @fault("a step too large for its documents", rows=("S6",), stage="ttt", check="regressions", job=a_reading)

@@ -9,9 +9,9 @@ import pytest
 
 from assay.cli import run as assay
 from assay.comparison import pairwise
-from assay.comparison.pairwise import compare
+from assay.comparison.pairwise import arm_summary, compare
 from assay.comparison.read_results import Arm, read_results
-from assay.comparison.second_opinion import check_comparisons
+from assay.comparison.second_opinion import check_comparisons, check_summaries
 from assay.statistics import effects
 from assay.statistics.estimate import Estimate
 from assay.verdict import Outcome
@@ -54,3 +54,27 @@ def test_what_is_said_otherwise_than_the_scores_is_refuted(change: dict, tmp_pat
     given = arms(tmp_path, gain=0.3)
     said = [replace(one, **change) for one in compare(given)]
     assert check_comparisons(given, said, 0.05).outcome is Outcome.REFUTED
+
+
+@pytest.mark.parametrize("change", [{"same_weights": True}, {"claim": "not shown"}, {"per_completion_p": None}, {"per_completion_p": 0.5},
+                                    {"effect": Estimate(0.25, 0.0, 0.3, 60)}, {"group": "other"}, {"after": "before"}])
+def test_what_is_told_of_a_pair_comes_from_its_arms(change: dict, tmp_path: Path):
+    given = arms(tmp_path, gain=0.3)
+    said = [replace(one, **change) for one in compare(given)]
+    assert check_comparisons(given, said, 0.05).outcome is Outcome.REFUTED
+
+
+def test_every_pair_is_compared_once(tmp_path: Path):
+    given = arms(tmp_path, gain=0.3)
+    found = compare(given)
+    assert check_comparisons(given, [], 0.05).outcome is check_comparisons(given, [*found, *found], 0.05).outcome is Outcome.REFUTED
+
+
+def test_an_arm_is_what_its_scores_say(tmp_path: Path):
+    given = [replace(arm, metric="accuracy") for arm in arms(tmp_path, gain=0.3)]
+    right = [(arm, arm_summary(arm)) for arm in given]
+    assert check_summaries(right, told=False).outcome is Outcome.PROVEN
+    assert check_summaries([(arm, words.replace("0.", "1.", 1)) for arm, words in right], told=False).outcome is Outcome.REFUTED
+    turned = [(replace(arm, lower_is_better=True), words) for arm, words in right]
+    assert check_summaries(turned, told=False).outcome is Outcome.REFUTED
+    assert check_summaries(turned, told=True).outcome is Outcome.PROVEN

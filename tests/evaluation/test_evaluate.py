@@ -220,6 +220,7 @@ def test_true_draws_raise_no_alarm(sampling, model, problems, tmp_path):
 def test_a_slot_that_keeps_what_another_prompt_left_in_it_is_refused(sampling, model, problems, tmp_path, monkeypatch):
     """Its text follows from another prompt's keys and values, and is scored as an answer to its own; greedy decoding has no draws."""
     nudge(model.model, 0.3)  # in a fresh model the words before hardly matter
+    monkeypatch.setattr(soundness, "check_recorded_answers", lambda loaded: [])  # it sees that these are not the weights that were saved
     sound = {verdict.check: verdict for verdict in evaluate(model, problems, tmp_path / "sound", sampling=sampling).verdicts}
     assert sound["rescored"].outcome is Outcome.PROVEN, sound["rescored"].reason
     fill = Engine._fill_prefixes
@@ -230,11 +231,18 @@ def test_a_slot_that_keeps_what_another_prompt_left_in_it_is_refused(sampling, m
         evaluate(model, problems, tmp_path / "out", sampling=sampling)
 
 
+def test_weights_that_are_not_those_that_were_saved_are_refused(model, problems, tmp_path):
+    nudge(model.model, 0.01)
+    with pytest.raises(Unsound, match="recorded when the model was saved"):
+        evaluate(model, problems, tmp_path / "out", sampling=WARM)
+
+
 def test_a_sampler_that_cuts_off_before_it_divides_by_the_temperature_is_refused(model, problems, tmp_path, monkeypatch):
     """Top-p of the plain distribution, not of the one at the stated temperature: drawn, and scored, by the same wrong function."""
     sound = draw_tokens.least_kept
     with torch.no_grad():
         model.model.norm.weight.mul_(1.5)
+    monkeypatch.setattr(soundness, "check_recorded_answers", lambda loaded: [])  # it sees that these are not the weights that were saved
 
     def before(scaled_NV, rule):
         kept = sound(scaled_NV * rule.temperature[:, None], rule)

@@ -1,12 +1,16 @@
 """The figures of an evaluation, counted again from its rows."""
 
+import hashlib
+import json
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from assay.evaluation.recount import check_figures, check_sample_endings
-from assay.statistics.estimate import Estimate, clustered_rate, mean
+from assay.evaluation.recount import check_figures, check_read_back, check_sample_endings
+from assay.statistics.estimate import Estimate, clustered_rate, mean, mean_rate, pass_at_k
 from assay.verdict import Outcome
 
 STOP, CAP = 9, 6
@@ -33,7 +37,12 @@ def figures(given: list[dict[str, Any]]) -> dict[str, Estimate]:
             "parsed": clustered_rate([float(s["parsed"]) for s in samples], owner),
             "pass@1 read leniently": clustered_rate([s["lenient"] for s in samples], owner), "hit the cap": clustered_rate(capped, owner),
             "stopped": clustered_rate([1 - value for value in capped], owner),
-            "tokens": mean([float(len(s["ids"])) for s in samples])}
+            "tokens": mean([float(len(s["ids"])) for s in samples])} | passed(given)
+
+
+def passed(given: list[dict[str, Any]]) -> dict[str, Estimate]:
+    k, right = len(given[0]["samples"]), [sum(s["score"] == 1 for s in row["samples"]) for row in given]
+    return {f"pass@{j}": mean_rate([pass_at_k(k, each, j) for each in right]) for j in (2, 4) if j <= k}
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -55,6 +64,35 @@ def test_wrong_figures_are_refuted(fault: str):
     changed = {name: value for name, value in found.items() if name != "hit the cap"} | (
         {"hit the cap": wrong[fault]} if fault in wrong else {})
     assert check_figures(given, changed).outcome is Outcome.REFUTED
+
+
+@pytest.mark.parametrize("name", ["pass@2", "majority@4"])
+def test_a_figure_that_is_left_out_or_added_is_refuted(name: str):
+    given = rows()
+    found = figures(given)
+    changed = {other: value for other, value in found.items() if other != name} if name in found else found | {name: found["parsed"]}
+    assert name in check_figures(given, changed).reason
+    assert check_figures(given, changed).outcome is Outcome.REFUTED
+
+
+def test_what_lies_in_the_folder_is_read_back(tmp_path: Path):
+    given = rows()
+    found = figures(given)
+    lines = "".join(json.dumps(row) + "\n" for row in given)
+    (tmp_path / "scores.jsonl").write_text(lines)
+
+    def write(**other: Any) -> Outcome:
+        document = {"estimates": {name: asdict(value) for name, value in found.items()}, "k": 4,
+                    "scores_sha256": hashlib.sha256(lines.encode()).hexdigest()} | other
+        (tmp_path / "eval.json").write_text(json.dumps(document))
+        return check_read_back(tmp_path, given, found, {"k": 4}).outcome
+
+    assert write() is Outcome.PROVEN
+    assert write(k=2) is write(scores_sha256="0") is write(estimates={}) is Outcome.REFUTED
+    (tmp_path / "scores.jsonl").write_text(lines + lines)
+    assert write(scores_sha256=hashlib.sha256((lines + lines).encode()).hexdigest()) is Outcome.REFUTED
+    (tmp_path / "eval.json").write_text("{}{}")
+    assert check_read_back(tmp_path, given, found, {}).outcome is Outcome.REFUTED
 
 
 @pytest.mark.parametrize("change", [{"ended": "stop"}, {"ids": [1, 1]}, {"ids": [1, 1, 1, STOP, 1, 1]}])

@@ -11,6 +11,7 @@ from assay.data.batch import Batch
 from assay.guard import distillation_checks as guard
 from assay.guard.conclusion_checks import check_reported_loss
 from assay.guard.distillation_checks import (
+    check_agreement,
     check_same_vocabulary,
     check_self_distillation,
     check_stored_answers,
@@ -160,3 +161,18 @@ def test_the_naive_twins_are_not_the_objectives(batch: Batch, monkeypatch):
     due = float(guard.naive_distillation(teacher, blend)(student, batch))
     monkeypatch.setattr("assay.learn.distillation.forward_kl", None)
     assert float(guard.naive_distillation(teacher, blend)(student, batch)) == due
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_agreement_is_what_its_words_mean(stored: bool, batch: Batch, monkeypatch):
+    student, teacher, blend = tiny_model(), tiny_teacher(), DistillationSettings(temperature=2.0)
+    ids, logprobs = teacher_top_k(teacher, batch, 8, temperature=2.0)
+    given = replace(batch, teacher_ids=ids, teacher_logprobs=logprobs) if stored else batch
+    asked = None if stored else teacher
+    assert check_agreement(student, asked, given, blend).outcome is Outcome.PROVEN
+    name = "compare_stored_tokens" if stored else "compare_tokens"
+    right = getattr(guard, name)
+    for place in range(3):
+        monkeypatch.setattr(guard, name, lambda *asked, place=place, **more: [
+            each + 0.01 * (number == place) for number, each in enumerate(right(*asked, **more))])
+        assert check_agreement(student, asked, given, blend).outcome is Outcome.REFUTED

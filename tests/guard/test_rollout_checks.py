@@ -16,6 +16,7 @@ from assay.guard.rollout_checks import (
     check_endings,
     check_entropy,
     check_looping,
+    check_measured,
     check_ratio,
     check_reward_signal,
     check_rollout_seeds,
@@ -162,3 +163,14 @@ def test_honest_draws_raise_no_alarm():
     for _ in range(1000):
         groups = [[said([k], math.log(weights[k])) for k in chance.choices(range(4), weights, k=4)] for _ in range(8)]
         assert siblings(groups).outcome is Outcome.PROVEN
+
+
+@pytest.mark.parametrize("wrong", [{"reward_std": 0.0}, {"reward": 0.3}, {"completions/mean_length": 9.0},
+                                   {"completions/clipped_ratio": 0.0}])
+def test_figures_of_a_rollout_are_counted_again(wrong: dict[str, float]):
+    groups = [[Completion((1, 2, 3), (0.0,) * 3, "length"), Completion((4,), (0.0,), "stop")]] * 2
+    rewards = [[0.0, 1.0], [1.0, None]]
+    measured = rollout_metrics(groups, rewards, group_advantages(rewards))
+    assert check_measured(measured, {"entropy": 1.0}, groups, rewards, entropy=True).outcome is Outcome.PROVEN
+    assert check_measured(measured | wrong, {"entropy": 1.0}, groups, rewards, entropy=True).outcome is Outcome.REFUTED
+    assert check_measured(measured, {}, groups, rewards, entropy=True).outcome is Outcome.REFUTED

@@ -20,6 +20,10 @@ from tests.mutants.campaign import ROOMS, ROOT, Bench, candidates, drawn, run_cl
 from tests.mutants.reference_runs import REFERENCE_RUNS
 from tests.mutants.table import write_table
 
+IN_MEMORY = Path("/dev/shm")
+ROOM_OF_A_JOB = 128 << 20  # bytes
+HASH_SEED = {"PYTHONHASHSEED": "0"}  # sets have one order in every campaign
+
 
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__,
@@ -34,6 +38,8 @@ def options() -> argparse.Namespace:
                         help="only this reference run (again for more)")
     parser.add_argument("--tries", type=int, default=1, help="reference runs on which a mutant that looks equivalent is tried")
     parser.add_argument("--clean", type=int, default=0, help="so many clean runs with other seeds and settings, before the mutants")
+    parser.add_argument("--scratch", type=Path, help="where everything is run; a disk that syncs is several times slower. "
+                                                     "Default: /dev/shm where it has the room, else the system's folder")
     parser.add_argument("--results", type=Path, default=ROOT / "results" / "mutants.jsonl")
     parser.add_argument("--table", type=Path, default=ROOT / "results" / "mutants.txt", help="where the table goes")
     parser.add_argument("--only-table", action="store_true", help="run nothing")
@@ -45,7 +51,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that nothing is left behind
     until = None if chosen.minutes is None else time.monotonic() + 60 * chosen.minutes - 20
     if not chosen.only_table:
-        scratch = Path(tempfile.mkdtemp(prefix="assay-mutants-"))
+        scratch = Path(tempfile.mkdtemp(prefix="assay-mutants-", dir=chosen.scratch or in_memory(chosen.jobs)))
         try:
             campaign(chosen, scratch, until)
         finally:
@@ -53,6 +59,10 @@ def main() -> None:
     if chosen.results.exists():
         write_table(chosen.results, chosen.table)
         print(f"table: {chosen.table}")
+
+
+def in_memory(jobs: int) -> Path | None:
+    return IN_MEMORY if IN_MEMORY.is_dir() and shutil.disk_usage(IN_MEMORY).free > (1 << 30) + jobs * ROOM_OF_A_JOB else None
 
 
 def campaign(chosen: argparse.Namespace, scratch: Path, until: float | None) -> None:
@@ -77,4 +87,6 @@ def say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    if os.environ.items() >= HASH_SEED.items():
+        sys.exit(main())
+    os.execve(sys.executable, [sys.executable, "-m", "tests.mutants", *sys.argv[1:]], os.environ | HASH_SEED)

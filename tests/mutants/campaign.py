@@ -11,6 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,16 @@ from tests.mutants import forked_runs, line_coverage, reference_runs
 from tests.mutants.forked_runs import Ended, ForkedRun
 from tests.mutants.reference_runs import REFERENCE_RUNS, ReferenceRun
 from tests.mutants.rules import Mutant, is_python, mutants_of
-from tests.mutants.sorting import Reference, Sorted, left_in, sort_run, verdicts_in, volatile_keys
+from tests.mutants.sorting import Left, Reference, Sorted, left_in, sort_run, verdicts_in, volatile_keys
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ("kernels", "model", "data", "learn", "generate", "reward", "store", "editing", "evaluation", "recipes", "statistics", "comparison")
 DECLARED = ("options.py", "__init__.py")  # defaults that a user sees: another default is another program, not a mistake in this one
+CHECKS = ("known_answers.py", "known_readings.py", "recount.py", "edit_recount.py", "edit_witness.py", "edit_preflight.py",
+          "second_opinion.py", "soundness.py")  # they make no results: a mistake in them is a false alarm, or one guard less
 LIMIT = 60.0  # seconds of one run
 ELSEWHERE = 1  # other runs, the slowest first, that a silent mutant is shown to
+SLOW = ("edit", "grpo", "distill-stored", "distill", "pretrain")  # of the reference runs
 CLEAN = 3  # clean runs by which each reference is known
 
 
@@ -38,6 +42,10 @@ class Slot:
     @property
     def code(self) -> Path:
         return self.place / "code"
+
+    @property
+    def answer(self) -> Path:
+        return self.place / "answer"
 
     def made(self) -> "Slot":
         if not self.code.exists():
@@ -67,6 +75,17 @@ class Slot:
     def compiled(code: Path, file: str) -> Path:
         path = code / file
         return path.parent / "__pycache__" / f"{path.stem}.{sys.implementation.cache_tag}.pyc"
+
+
+@dataclass(frozen=True)
+class CleanRun:
+    ended: Ended
+    left: Left
+    verdicts: dict[str, str]
+
+    @property
+    def words(self) -> str:
+        return f"{self.ended.out.strip()[-600:]} {self.ended.err.strip()[-600:]}"
 
 
 class Bench:
@@ -115,42 +134,56 @@ class Bench:
 
     def _make_references(self) -> None:
         """Each several times, from packages that differ by a comment, so that the digest of the code is known to differ; once traced."""
-        work = [(run, number) for run in self.runs.values() for number in range(self.clean + 1)]
-        clean: dict[str, list[Any]] = defaultdict(list)
+        traced = self.clean
+        runs = sorted(self.runs.values(), key=lambda run: run.name not in SLOW)  # the slowest first, so that none is waited for alone
+        work = [(run, number) for number in (traced, *range(self.clean)) for run in runs]
+        clean: dict[str, list[CleanRun]] = defaultdict(list)
 
-        def begin(item: tuple[ReferenceRun, int], slot: Slot) -> ForkedRun:
+        def job(item: tuple[ReferenceRun, int], slot: Slot) -> CleanRun:
             run, number = item
             slot.plant("assay/__main__.py", (self.master / "assay/__main__.py").read_text() + f"# {slot.place.name} {number}\n")
-            cover = self.scratch / "coverage" / run.name if number == self.clean else None
+            cover = self.scratch / "coverage" / run.name if number == traced else None
             if cover:
                 cover.mkdir(parents=True)
-            return ForkedRun(run.words, slot.work(run, self.fixtures), slot.code, 5 * LIMIT, cover)
-
-        def end(item: tuple[ReferenceRun, int], slot: Slot, forked: ForkedRun, ended: Ended) -> None:
-            run, number = item
-            if ended.code:
-                words = f"{ended.out.strip()[-600:]} {ended.err.strip()[-600:]}"
-                self.say(f"reference {run.name} is left out: it ended with {ended.code}: {words}")
-                self.runs.pop(run.name, None)
-            elif number < self.clean:
-                left = left_in(forked.folder, ended, run.said)
-                clean[run.name].append((left, verdicts_in(left, ended), ended.seconds))
+            folder = slot.work(run, self.fixtures)
+            ended = forked_runs.run_command(ForkedRun(run.words, folder, slot.code, 5 * LIMIT, cover))
+            left = left_in(folder, ended, run.said)
+            for file in folder.rglob("*.safetensors") if number == 0 else ():
+                kept = self.kept(run.name) / file.relative_to(folder)
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(file, kept)
             slot.restore("assay/__main__.py")
+            return CleanRun(ended, left, verdicts_in(left, ended))
 
-        run_all(self, iter(work), begin, end)
-        for run in self.runs.values():
-            lefts = [left for left, _, _ in clean[run.name]]
-            verdicts: dict[str, str] = {}
-            for _, said, _ in clean[run.name]:
-                verdicts |= {check: outcome for check, outcome in said.items() if verdicts.get(check) in (None, "PROVEN")}
-            fastest = min(seconds for _, _, seconds in clean[run.name])
-            self.references[run.name] = Reference(lefts[0], verdicts, volatile_keys(lefts), fastest)
-            if broken := [file for file, key in self.references[run.name].volatile if key == "bytes" and not file.endswith(".json")]:
-                self.say(f"reference {run.name}: clean runs do not give the same bytes of {sorted(broken)}")
-            self.reached[run.name] = _lines_reached(self.scratch / "coverage" / run.name)
-            self.say(f"reference {run.name}: {self.references[run.name].seconds:.1f} s, "
-                     f"{sum(map(len, self.reached[run.name].values()))} lines, {len(lefts[0])} files, "
-                     f"{len(self.references[run.name].volatile)} keys that differ between clean runs")
+        def take(item: tuple[ReferenceRun, int], found: CleanRun | None) -> None:
+            run, number = item
+            if found is None or found.ended.code:
+                words = "its job died" if found is None else f"it ended with {found.ended.code}: {found.words}"
+                self.say(f"reference {run.name} is left out: {words}")
+                self.runs.pop(run.name, None)
+            elif number != traced:
+                clean[run.name].append(found)
+
+        run_all(self, iter(work), job, take)
+        for name in self.runs:
+            self._keep_reference(name, clean[name])
+
+    def kept(self, name: str) -> Path:
+        """Where the tensors of a clean run lie."""
+        return self.scratch / "kept" / name
+
+    def _keep_reference(self, name: str, clean: "list[CleanRun]") -> None:
+        verdicts: dict[str, str] = {}
+        for found in clean:
+            verdicts |= {check: outcome for check, outcome in found.verdicts.items() if verdicts.get(check) in (None, "PROVEN")}
+        lefts = [found.left for found in clean]
+        reference = Reference(lefts[0], verdicts, volatile_keys(lefts), min(found.ended.seconds for found in clean), self.kept(name))
+        self.references[name] = reference
+        if broken := [file for file, key in reference.volatile if key == "bytes" and not file.endswith(".json")]:
+            self.say(f"reference {name}: clean runs do not give the same bytes of {sorted(broken)}")
+        self.reached[name] = _lines_reached(self.scratch / "coverage" / name)
+        self.say(f"reference {name}: {reference.seconds:.1f} s, {sum(map(len, self.reached[name].values()))} lines, {len(lefts[0])} files, "
+                 f"{len(reference.volatile)} keys that differ between clean runs")
 
     def runs_for(self, mutant: Mutant) -> list[str]:
         """Runs that reach the mutant, the fastest first; of one outside functions, those that use the most of its file. Commands that only
@@ -172,39 +205,33 @@ def _lines_reached(folder: Path) -> dict[str, set[int]]:
     return dict(found)
 
 
-def run_all(bench: Bench, items: Iterator[Any], begin: Callable[[Any, Slot], ForkedRun | None],
-            end: Callable[[Any, Slot, ForkedRun, Ended], Any], until: float | None = None) -> None:
-    """Items side by side, each in a slot. After `until` nothing is begun, and what is still going a little later is given up.
-    `end` may return a run to go on with in the same slot."""
+def run_all(bench: Bench, items: Iterator[Any], job: Callable[[Any, Slot], Any], take: Callable[[Any, Any], None],
+            until: float | None = None) -> None:
+    """`job` of each item in a process and a slot of its own, side by side; `take` gets what it returned, here. After `until` nothing is
+    begun, and what is still going a little later is given up."""
     free = [bench.slot(number) for number in range(bench.jobs)]
-    going: dict[int, tuple[Any, Slot, ForkedRun]] = {}
+    going: dict[int, tuple[Any, Slot]] = {}
     more = True
     try:
         while more or going:
-            while more and free and not (until and time.monotonic() > until):
+            late = until is not None and time.monotonic() > until
+            while more and free and not late:
                 item = next(items, None)
                 if item is None:
                     more = False
                     break
-                forked = begin(item, free[-1])
-                if forked is not None:
-                    going[forked_runs.start(forked)] = (item, free.pop(), forked)
-            if until and time.monotonic() > until:
-                more = False
-                if time.monotonic() > until + 15:
-                    return
-            if not going:
-                continue
-            pid, _ = os.waitpid(-1, os.WNOHANG)
+                slot = free.pop()
+                going[forked_runs.start_job(partial(job, item, slot), slot.answer)] = (item, slot)
+            more = more and not late
+            if until is not None and time.monotonic() > until + 15:
+                return
+            pid, _ = os.waitpid(-1, os.WNOHANG) if going else (0, 0)
             if pid not in going:
-                time.sleep(0.01)
+                time.sleep(0.005)
                 continue
-            item, slot, forked = going.pop(pid)
-            again = end(item, slot, forked, forked_runs.ended(forked))
-            if again is None:
-                free.append(slot)
-            else:
-                going[forked_runs.start(again)] = (item, slot, again)
+            item, slot = going.pop(pid)
+            take(item, forked_runs.job_answer(slot.answer))
+            free.append(slot)
     finally:
         for pid in going:
             os.kill(pid, 15)
@@ -218,7 +245,7 @@ def candidates(bench: Bench, rooms: tuple[str, ...]) -> dict[str, dict[str, list
     for room in rooms:
         found[room] = defaultdict(list)
         for file in sorted((bench.master / "assay" / room).rglob("*.py")):
-            if file.name.endswith(DECLARED):
+            if file.name.endswith(DECLARED) or file.name in CHECKS:
                 continue
             name = file.relative_to(bench.master).as_posix()
             if not any(name in files for files in bench.reached.values()):
@@ -260,58 +287,65 @@ def run_mutants(bench: Bench, mutants: Iterator[Mutant], results: Path, *, until
     `tries` runs that reach it."""
     done = {json.loads(line)["id"] for line in results.read_text().splitlines()} if results.exists() else set()
     count = 0
-    tried: dict[str, list[str]] = {}
-    silent: dict[str, tuple[str, Sorted]] = {}
-    elsewhere: dict[str, dict[str, str]] = {}
 
-    def forked(mutant: Mutant, slot: Slot, name: str) -> ForkedRun:
-        tried.setdefault(mutant.id, []).append(name)
-        limit = max(LIMIT / 3, min(LIMIT * 2, 10 * bench.references[name].seconds))
-        return ForkedRun(bench.runs[name].words, slot.work(bench.runs[name], bench.fixtures), slot.code, limit)
-
-    def begin(mutant: Mutant, slot: Slot) -> ForkedRun | None:
-        planted = mutant.planted_in((bench.master / mutant.file).read_text())
-        if mutant.id in done or not is_python(planted):
-            return None
-        slot.plant(mutant.file, planted)
-        return forked(mutant, slot, bench.runs_for(mutant)[0])
-
-    def end(mutant: Mutant, slot: Slot, run: ForkedRun, ended: Ended) -> ForkedRun | None:
+    def take(mutant: Mutant, row: dict[str, Any] | None) -> None:
         nonlocal count
-        name = tried[mutant.id][-1]
-        found = sort_run(bench.references[name], left_in(run.folder, ended, bench.runs[name].said), ended)
-        others = [one for one in bench.runs_for(mutant) if one not in tried[mutant.id]]
-        if found.kind == "equivalent" and mutant.id not in silent and others and len(tried[mutant.id]) < tries:
-            return forked(mutant, slot, others[0])
-        if mutant.id in silent:
-            elsewhere.setdefault(mutant.id, {})[name] = f"{found.kind} {found.check}".strip()
-        elif found.kind == "silent":
-            silent[mutant.id] = (name, found)
-        if mutant.id in silent and len(elsewhere.get(mutant.id, {})) < ELSEWHERE and others:
-            return forked(mutant, slot, max(others, key=lambda one: (not bench.runs[one].said, bench.references[one].seconds)))
-        name, found = silent.get(mutant.id, (name, found))
-        slot.restore(mutant.file)
-        room = mutant.file.split("/")[1]
-        row = {"id": mutant.id, "room": room, "file": mutant.file, "line": mutant.line, "rule": mutant.rule, "before": mutant.before[:300],
-               "after": mutant.after[:300], "run": name, "runs": len(tried[mutant.id]), "seconds": round(ended.seconds, 2),
-               **asdict(found), "elsewhere": elsewhere.get(mutant.id, {})}
+        row = row or _row(mutant, bench.runs_for(mutant)[0], Sorted("crashed", words="its job died"), 1, 0.0, {})
         with open(results, "a") as file:
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
         count += 1
-        if found.kind in ("silent", "timeout") or count % 50 == 0:
-            say(f"{count}: {found.kind} {mutant.file}:{mutant.line} {mutant.rule}: {mutant.before[:60]!r} → {mutant.after[:60]!r} ({name}) "
-                f"{'; '.join(found.changed)[:160]}")
-        return None
+        if row["kind"] in ("silent", "timeout") or count % 50 == 0:
+            say(f"{count}: {row['kind']} {mutant.file}:{mutant.line} {mutant.rule}: {mutant.before[:60]!r} → {mutant.after[:60]!r} "
+                f"({row['run']}) {'; '.join(row['changed'])[:160]}")
 
-    run_all(bench, mutants, begin, end, until)
+    new = (mutant for mutant in mutants if mutant.id not in done and is_python(mutant.planted_in((bench.master / mutant.file).read_text())))
+    run_all(bench, new, lambda mutant, slot: mutant_row(bench, mutant, slot, tries), take, until)
     return count
 
 
-SETTINGS: dict[str, tuple[str, ...]] = {
+def mutant_row(bench: Bench, mutant: Mutant, slot: Slot, tries: int) -> dict[str, Any]:
+    """The mutant in the fastest run that reaches it. One that looks equivalent is tried on more, up to `tries`; one that is silent is
+    shown to another, the slowest."""
+    slot.plant(mutant.file, mutant.planted_in((bench.master / mutant.file).read_text()))
+    began, names = time.monotonic(), bench.runs_for(mutant)
+    tried = 0
+    for name in names[:max(1, tries)]:
+        tried += 1
+        found = _sorted(bench, slot, name)
+        if found.kind != "equivalent":
+            break
+    elsewhere: dict[str, str] = {}
+    if found.kind == "silent":
+        others = sorted((one for one in names if one != name), key=lambda one: (bench.runs[one].said, -bench.references[one].seconds))
+        for other in others[:ELSEWHERE]:
+            there = _sorted(bench, slot, other)
+            elsewhere[other] = f"{there.kind} {there.check}".strip()
+    slot.restore(mutant.file)
+    return _row(mutant, name, found, tried + len(elsewhere), time.monotonic() - began, elsewhere)
+
+
+def _sorted(bench: Bench, slot: Slot, name: str) -> Sorted:
+    run = bench.runs[name]
+    limit = max(LIMIT / 4, min(LIMIT * 2, 6 * bench.references[name].seconds))
+    folder = slot.work(run, bench.fixtures)
+    ended = forked_runs.run_command(ForkedRun(run.words, folder, slot.code, limit))
+    return sort_run(bench.references[name], left_in(folder, ended, run.said), ended, folder)
+
+
+def _row(mutant: Mutant, name: str, found: Sorted, runs: int, seconds: float, elsewhere: dict[str, str]) -> dict[str, Any]:
+    return {"id": mutant.id, "room": mutant.file.split("/")[1], "file": mutant.file, "line": mutant.line, "rule": mutant.rule,
+            "before": mutant.before[:300], "after": mutant.after[:300], "run": name, "runs": runs, "seconds": round(seconds, 2),
+            **asdict(found), "elsewhere": elsewhere}
+
+
+SETTINGS: dict[str, tuple[str, ...]] = {  # those that a user could give to any of these commands, and it would be sound
     "--learning-rate": ("1e-3", "3e-3", "5e-4"), "--batch-tokens": ("128", "256"), "--warmup-steps": ("0", "1", "2"),
     "--max-steps": ("2", "4", "6"), "--held-out": ("0.1", "0.2", "0.3"), "--lora-r": ("1", "2", "4"), "--num-generations": ("4", "6"),
     "--max-completion-length": ("6", "8"), "--temperature": ("1", "0.8"), "--limit": ("16", "24"), "--rank": ("1", "2", "4"),
     "--batch-size": ("2", "4"), "--top-p": ("0.8", "0.9", "1"), "--ce-weight": ("0", "0.3", "0.5"), "--teacher-top-k": ("4", "8")}
+OF_A_RUN: dict[str, dict[str, tuple[str, ...]]] = {  # where others would not be
+    "grpo": {"--learning-rate": ("5e-5", "1e-4", "2e-4")}, "distill": {"--max-steps": ("2", "3", "4")},
+    "distill-stored": {"--max-steps": ("2", "3", "4")}, "edit": {"--probe-rounds": ("3",)}}
 SEEDED = ("sft", "lora", "pretrain", "distill", "distill-stored", "grpo", "eval", "edit", "ttt", "sample")
 
 
@@ -320,23 +354,25 @@ def run_clean(bench: Bench, count: int, results: Path, seed: int, *, until: floa
     """Clean runs with other seeds and settings: whatever stops one is a false alarm."""
     done = {json.loads(line)["id"] for line in results.read_text().splitlines()} if results.exists() else set()
 
-    def begin(number: int, slot: Slot) -> ForkedRun | None:
-        if f"clean-{seed}-{number}" in done:
-            return None
+    def job(number: int, slot: Slot) -> dict[str, Any]:
         run = clean_words(number, seed, bench)
-        return ForkedRun(run.words, slot.work(run, bench.fixtures), slot.code, 2 * LIMIT)
-
-    def end(number: int, slot: Slot, run: ForkedRun, ended: Ended) -> None:
+        ended = forked_runs.run_command(ForkedRun(run.words, slot.work(run, bench.fixtures), slot.code, 2 * LIMIT))
         kind = "clean" if ended.code == 0 else "timeout" if ended.code == forked_runs.TIMED_OUT else "false alarm"
         words = "" if ended.code == 0 else f"exit {ended.code}: " + (ended.err.strip() or ended.out.strip())[-400:]
-        row = {"id": f"clean-{seed}-{number}", "kind": kind, "words": words, "command": " ".join(run.words),
-               "seconds": round(ended.seconds, 2)}
+        return {"id": f"clean-{seed}-{number}", "kind": kind, "words": words, "command": " ".join(run.words),
+                "seconds": round(ended.seconds, 2)}
+
+    def take(number: int, row: dict[str, Any] | None) -> None:
+        if row is None:
+            say(f"clean run {number}: its job died")
+            return
         with open(results, "a") as file:
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
-        if kind != "clean":
-            say(f"{kind}: {row['command']}: {words}")
+        if row["kind"] != "clean":
+            say(f"{row['kind']}: {row['command']}: {row['words']}")
 
-    run_all(bench, iter(range(1, count + 1)), begin, end, until)  # from 1: a job that is 0 would not differ from the end
+    new = (number for number in range(count) if f"clean-{seed}-{number}" not in done)
+    run_all(bench, new, job, take, until)
 
 
 def clean_words(number: int, seed: int, bench: Bench) -> ReferenceRun:
@@ -344,6 +380,6 @@ def clean_words(number: int, seed: int, bench: Bench) -> ReferenceRun:
     run = chance.choice([run for run in bench.runs.values() if run.name in SEEDED])
     words = list(run.words)
     for place, word in enumerate(words):
-        if word in SETTINGS:
-            words[place + 1] = chance.choice(SETTINGS[word])
+        if word in (settings := SETTINGS | OF_A_RUN.get(run.name, {})):
+            words[place + 1] = chance.choice(settings[word])
     return ReferenceRun(run.name, (*words, "--seed", str(chance.randrange(1, 10**6))), run.needs, run.said)

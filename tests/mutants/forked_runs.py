@@ -1,24 +1,29 @@
 """Forked runs: an Assay command in a fork of a process that has torch imported, from any copy of the package, within a time limit.
 
-Importing torch and transformers takes longer than a tiny run. So the campaign's process imports them once (`preload`), never imports
-Assay itself, and forks for every command; the fork imports Assay from the copy it is given. The fresh process of a proof is forked in
-the same way, by a keeper that has not imported Assay either. Every other child is a real process, which finds the same copy by PYTHONPATH.
+Importing torch and transformers takes several times longer than a tiny run. So the campaign's process imports them once (`preload`), never
+imports Assay itself, and forks a job for every mutant, which forks every command; the command imports Assay from the copy it is given.
+Python processes that the command starts (proofs, reward workers, chat templates) are forked by the job in the same way: it has not imported
+Assay either, so that they know as little of the run as a new process would. Whatever else it starts is a real process.
 """
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import json
 import os
+import pickle
+import resource
 import runpy
 import select
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -26,10 +31,13 @@ from typing import Any, NoReturn
 from tests.mutants import line_coverage
 
 TIMED_OUT = 124
-PROOF = ("-m", "assay.guard.proof")
+LOOK = 0.01  # seconds between two looks for processes that have ended
 SUBREAPER, DEATH_SIGNAL = 36, 1  # of prctl: orphans become children of this process; it gets this signal when its parent is gone
-ALWAYS = ("torch", "numpy", "tokenizers", "safetensors.torch", "scipy.stats", "transformers", "peft", "jinja2", "yaml", "rich",
-          "jsonschema")
+ALWAYS = ("torch", "numpy", "tokenizers", "safetensors.torch", "scipy.stats", "transformers", "transformers.models.auto.modeling_auto",
+          "transformers.models.llama.modeling_llama", "peft", "jinja2.sandbox", "yaml", "rich", "jsonschema")
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"), "1")
+ENVIRONMENT = ONE_THREAD | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "COLUMNS": "200",
+                            "PYTHONDONTWRITEBYTECODE": "1"}
 
 
 @dataclass(frozen=True)
@@ -55,33 +63,53 @@ class Ended:
 
 def preload(names: Iterable[str] = ALWAYS) -> None:
     """What is not installed here is missing in every run alike."""
-    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    os.environ |= ENVIRONMENT
     for name in names:
         if name.partition(".")[0] not in ("assay", "tests", "__main__", "sitecustomize"):
             with contextlib.suppress(Exception):  # a module that cannot be imported alone is imported by whoever needs it
                 importlib.import_module(name)
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # a collection in a fork would touch, and so copy, every page of what stands here
 
 
-def start(run: ForkedRun) -> int:
-    """The process id of the keeper, which ends when everything that the run started has."""
+# ---------------------------------------------------------------- jobs: a process for each mutant
+
+def start_job(work: Callable[[], Any], answer: Path) -> int:
+    """The id of a process that does `work`, leaves what it returns in `answer`, and ends with all that it has started."""
     assert not any(name.partition(".")[0] == "assay" for name in sys.modules), "Assay is imported already: a fork would not see its copy"
+    answer.unlink(missing_ok=True)
     sys.stdout.flush()
-    keeper = os.fork()
-    if keeper:
-        return keeper
+    job = os.fork()
+    if job:
+        return job
     try:
         os.setsid()
         signal.signal(signal.SIGTERM, _leave)
         libc = ctypes.CDLL(None)
         libc.prctl(SUBREAPER, 1, 0, 0, 0)
         libc.prctl(DEATH_SIGNAL, int(signal.SIGTERM), 0, 0, 0)
-        _keep(run)
+        answer.write_bytes(pickle.dumps(work()))
     except BaseException:
         traceback.print_exc()
     finally:
         _leave()
+
+
+def job_answer(answer: Path) -> Any:
+    """None of a job that died."""
+    try:
+        return pickle.loads(answer.read_bytes())
+    except (OSError, EOFError, pickle.UnpicklingError):
+        return None
+
+
+def wait(run: ForkedRun) -> Ended:
+    """The run in a job of its own."""
+    answer = run.folder / ".answer"
+    os.waitpid(start_job(lambda: run_command(run), answer), 0)
+    return job_answer(answer) or Ended(1, "", "the job died", 0.0)
 
 
 def _leave(*_: object) -> NoReturn:
@@ -91,45 +119,6 @@ def _leave(*_: object) -> NoReturn:
         _end_descendants()
     finally:
         os._exit(0)
-
-
-def ended(run: ForkedRun) -> Ended:
-    """What the keeper wrote down; one that died itself is a crash."""
-    try:
-        code, seconds = json.loads((run.folder / ".ended").read_text())
-    except (OSError, ValueError):
-        code, seconds = 1, 0.0
-    texts = [file.read_text(errors="replace") if (file := run.folder / name).exists() else "" for name in (".stdout", ".stderr")]
-    return Ended(code, texts[0], texts[1], seconds)
-
-
-def wait(run: ForkedRun) -> Ended:
-    os.waitpid(start(run), 0)
-    return ended(run)
-
-
-def _keep(run: ForkedRun) -> None:
-    """Start the command, fork the proofs it asks for, and end everything at the time limit."""
-    began = time.monotonic()
-    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    main = _fork_command(run, run.module, run.words, there, (run.folder / ".stdout", run.folder / ".stderr"))
-    there.close()
-    proofs: dict[int, dict[str, Any]] = {}
-    code: int | None = None
-    while code is None:
-        if select.select([here], [], [], 0.005)[0] and (asked := here.recv(1 << 20)):
-            request = json.loads(asked)
-            proofs[_fork_command(run, request["module"], request["words"], None, request["files"], request["environment"],
-                                 Path(request["folder"]))] = request
-        with contextlib.suppress(ChildProcessError):
-            pid, status = os.waitpid(-1, os.WNOHANG)
-            if pid in proofs:
-                Path(proofs.pop(pid)["ended"]).write_text(str(os.waitstatus_to_exitcode(status)))
-            elif pid == main:
-                code = os.waitstatus_to_exitcode(status)
-        if time.monotonic() - began > run.seconds:
-            code = TIMED_OUT
-    (run.folder / ".ended").write_text(json.dumps([code, time.monotonic() - began]))
 
 
 def _end_descendants() -> None:
@@ -155,19 +144,65 @@ def _descendants(root: int) -> set[int]:
     return found - {root}
 
 
-def _fork_command(run: ForkedRun, module: str, words: Sequence[str], keeper: socket.socket | None, files: Sequence[Path | str],
-                  environment: dict[str, str] | None = None, folder: Path | None = None) -> int:
+# ---------------------------------------------------------------- a command, and the processes that it asks for
+
+def run_command(run: ForkedRun) -> Ended:
+    """In a job: start the command, fork what it asks for, and end everything when it ends or at the time limit."""
+    began = time.monotonic()
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    outputs = [os.open(run.folder / name, os.O_RDWR | os.O_CREAT | os.O_TRUNC) for name in (".stdout", ".stderr")]
+    nothing, _ = os.pipe()  # it stays open: a process whose input ends takes its parent for dead
+    main = _fork(run, ["-m", run.module, *run.words], (nothing, *outputs), there)
+    asked: dict[int, socket.socket] = {}
+    code: int | None = None
+    while code is None:
+        if select.select([here], [], [], LOOK)[0]:
+            words, reply, files, options = _request(here)
+            asked[_fork(run, words, files, there, options, reply)] = reply
+            for fd in files:
+                os.close(fd)
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == main:
+            code = os.waitstatus_to_exitcode(status)
+        elif pid in asked:
+            _tell(asked.pop(pid), status)
+        if code is None and time.monotonic() - began > run.seconds:
+            code = TIMED_OUT
+    here.close()
+    there.close()
+    _end_descendants()
+    texts = []
+    for fd in outputs:
+        texts.append(os.pread(fd, 1 << 24, 0).decode(errors="replace"))
+        os.close(fd)
+    os.close(nothing)
+    return Ended(code, texts[0], texts[1], time.monotonic() - began)
+
+
+def _request(here: socket.socket) -> tuple[list[str], socket.socket, list[int], dict[str, Any]]:
+    data, fds, _, _ = socket.recv_fds(here, 1 << 18, 4)
+    asked = json.loads(data)
+    return asked.pop("words"), socket.socket(fileno=fds[3]), fds[:3], asked
+
+
+def _tell(reply: socket.socket, number: int) -> None:
+    with contextlib.suppress(OSError):  # who asked may be gone
+        reply.send(str(number).encode())
+
+
+def _fork(run: ForkedRun, words: Sequence[str], files: Sequence[int], job: socket.socket, options: Mapping[str, Any] | None = None,
+          reply: socket.socket | None = None) -> int:
+    """`words` as Python's command line: `-m MODULE …` or `-P SCRIPT …`. `reply` is told the process's id."""
     pid = os.fork()
     if pid:
         return pid
     code = 70
     try:
-        _prepare(run, files, environment)
-        if folder is not None:
-            os.chdir(folder)
-        if keeper is not None:
-            _ask_keeper_for_proofs(keeper)
-        code = _command_code(module, words)
+        _prepare(run, files, options or {})
+        if reply is not None:
+            _tell(reply, os.getpid())
+        Forked.job, subprocess.Popen = job, Forked  # type: ignore[misc]
+        code = _command_code(words)
         if run.modules is not None:
             (run.modules / f"{os.getpid()}.txt").write_text("\n".join(sys.modules))
     except BaseException:
@@ -179,19 +214,22 @@ def _fork_command(run: ForkedRun, module: str, words: Sequence[str], keeper: soc
         os._exit(code)
 
 
-def _prepare(run: ForkedRun, files: Sequence[Path | str], environment: dict[str, str] | None) -> None:
+def _prepare(run: ForkedRun, files: Sequence[int], options: Mapping[str, Any]) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    for fd, file in zip((1, 2), files, strict=True):
-        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), fd)
-    os.dup2(os.pipe()[0], 0)  # nothing is ever written to it, and it stays open: a proof whose input ends takes its parent for dead
-    sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
-    os.chdir(run.folder)
-    own = {"PYTHONPATH": str(run.code), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
-           "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TMPDIR": str(run.folder / ".tmp"), "COLUMNS": "200"}
+    if options.get("session"):
+        os.setsid()
+    for fd, file in enumerate(files):
+        os.dup2(file, fd)
+    sys.stdin, sys.stdout, sys.stderr = (os.fdopen(fd, mode, closefd=False) for fd, mode in enumerate("rww"))
+    os.chdir(options.get("folder", run.folder))
     (run.folder / ".tmp").mkdir(exist_ok=True)
-    import tempfile
     tempfile.tempdir = None
-    os.environ.update(own | (environment or {}))
+    own = ENVIRONMENT | {"PYTHONPATH": str(run.code), "TMPDIR": str(run.folder / ".tmp"),
+                         "ASSAY_CACHE": str(run.folder / ".cache")}  # what another run remembered would hide a mistake, and keep it
+    if "environment" in options:
+        os.environ.clear()
+        own = options["environment"]
+    os.environ.update(own)
     sys.dont_write_bytecode = True
     root = Path(__file__).resolve().parents[2]
     sys.path[:] = [str(run.code), *(place for place in sys.path if place and Path(place).resolve() != root)]
@@ -201,11 +239,15 @@ def _prepare(run: ForkedRun, files: Sequence[Path | str], environment: dict[str,
         line_coverage.begin()
 
 
-def _command_code(module: str, words: Sequence[str]) -> int:
+def _command_code(words: Sequence[str]) -> int:
     """The exit code, as the interpreter would end with it."""
-    sys.argv = [module, *words]
+    sys.argv = list(words[1:])
     try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        if words[0] == "-m":
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            _allow_what_is_mapped()
+            runpy.run_path(words[1], run_name="__main__")
     except SystemExit as done:
         if isinstance(done.code, str):
             print(done.code, file=sys.stderr)
@@ -216,25 +258,48 @@ def _command_code(module: str, words: Sequence[str]) -> int:
     return 0
 
 
-def _ask_keeper_for_proofs(keeper: socket.socket) -> None:
-    """`subprocess.run` of a proof becomes a fork by the keeper: the same module in a process that has not imported Assay before."""
-    real = subprocess.run
+def _allow_what_is_mapped() -> None:
+    """A script that bounds its own memory does not know that torch is mapped here: that bound is left out."""
+    real = resource.setrlimit
+    resource.setrlimit = lambda which, limits: None if which == resource.RLIMIT_AS else real(which, limits)
 
-    def run(command: Any, *others: Any, **options: Any) -> Any:
-        if not isinstance(command, list) or tuple(command[1:3]) != PROOF:
-            return real(command, *others, **options)
-        place = Path(os.environ["TMPDIR"]) / f"proof-{time.monotonic_ns()}"
-        place.mkdir()
-        files = [str(place / "out"), str(place / "err")]
-        environment = {name: value for name, value in options["env"].items() if os.environ.get(name) != value}
-        keeper.send(json.dumps({"module": PROOF[1], "words": command[3:], "files": files, "ended": str(place / "ended"),
-                                "environment": environment, "folder": os.getcwd()}).encode())
-        until = time.monotonic() + options.get("timeout", 1e9)
-        while not (place / "ended").exists() or not (place / "ended").read_text():
-            if time.monotonic() > until:
-                raise subprocess.TimeoutExpired(command, options["timeout"])
-            time.sleep(0.01)
-        out, err = (Path(file).read_text(errors="replace") for file in files)
-        return subprocess.CompletedProcess(command, int((place / "ended").read_text()), out, err)
 
-    subprocess.run = run  # type: ignore[assignment]
+class Forked(subprocess.Popen):  # type: ignore[type-arg]
+    """A Python process that the job forks instead: the same module or script in a process that has not imported Assay before."""
+
+    job: socket.socket | None = None
+
+    def _execute_child(self, args: Any, *others: Any) -> None:  # type: ignore[override]
+        words = list(map(os.fspath, args)) if isinstance(args, list | tuple) else []
+        self._reply: socket.socket | None = None
+        if self.job is None or len(words) < 3 or words[0] != sys.executable or words[1] not in ("-m", "-P"):
+            super()._execute_child(args, *others)  # type: ignore[misc]
+            return
+        folder, environment, pipes, session = others[4], others[5], others[9:15], others[20]
+        standard = [pipes[0], pipes[3], pipes[5]]
+        self._reply, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        files = [own if given == -1 else given for own, given in enumerate(standard)]
+        request = {"words": words[1:], "folder": str(folder or os.getcwd()), "session": session,
+                   "environment": dict(os.environ if environment is None else environment)}
+        socket.send_fds(self.job, [json.dumps(request).encode()], [*files, theirs.fileno()])
+        theirs.close()
+        self._child_created = True
+        self.pid = int(self._reply.recv(64))
+        self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+
+    def _try_wait(self, flags: int) -> tuple[int, int]:
+        if self._reply is None:
+            return super()._try_wait(flags)  # type: ignore[misc,no-any-return]
+        try:
+            said = self._reply.recv(64, socket.MSG_DONTWAIT if flags & os.WNOHANG else 0)
+        except BlockingIOError:
+            return 0, 0
+        return self.pid, int(said or signal.SIGKILL)
+
+    def _internal_poll(self, _deadstate: Any = None, *others: Any) -> int | None:
+        if getattr(self, "_reply", None) is None:
+            return super()._internal_poll(_deadstate, *others)  # type: ignore[misc,no-any-return]
+        with self._waitpid_lock:  # type: ignore[attr-defined]
+            if self.returncode is None and (ended := self._try_wait(os.WNOHANG))[0]:
+                self._handle_exitstatus(ended[1])  # type: ignore[attr-defined]
+        return self.returncode

@@ -1,6 +1,7 @@
 """Sorting of mutants: what a run left is compared with what the reference run left, file by file and key by key.
 
-What differs between clean runs (times, paths, the digest of the code) is left out: those keys are found by comparing clean runs.
+What differs between clean runs (times, paths, the digest of the code) is left out: those keys are found by comparing clean runs. A number,
+or a tensor, that differs in its last digits alone is rounding: a product in another order is as good.
 """
 
 import hashlib
@@ -18,13 +19,15 @@ RECORDS = ("ledger.jsonl", "manifest.json", "hallmark.json", "quarantine.json", 
 OUTCOMES = ("PROVEN", "UNPROVEN", "REFUTED")  # the worse, the later
 VERDICT = re.compile(r"\b(PROVEN|REFUTED|UNPROVEN)\s+([a-z@][\w@ ]*?):")
 CLOCK = re.compile(r"\bseconds\b|_seconds\b|^[a-z ]+\.(seq|time|self|previous)=")  # clean runs may agree on these by chance
+DIGEST = re.compile(r'"(\d+@)?[0-9a-f]{12,64}"')
+SAME_NUMBER, SAME_TENSOR = 1e-5, 1e-4  # relative; of a tensor, to its largest value
 SHOWN = 3  # differences that are kept of each mutant
 Left = dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Sorted:
-    """`kind` is crashed, stopped, timeout, equivalent, said, record or silent."""
+    """`kind` is crashed, stopped, timeout, equivalent, said, record, rounding or silent."""
 
     kind: str
     check: str = ""
@@ -95,25 +98,55 @@ def _file_pattern(name: str) -> str:
     return re.sub(r"\d+", "*", name)
 
 
-def differences(reference: Left, left: Left, volatile: set[tuple[str, str]]) -> dict[str, list[str]]:
-    """By what they mean: weights and whatever else is handed over, scores, or only the record."""
-    found: dict[str, list[str]] = {"weights": [], "scores": [], "record": []}
+def differences(reference: Left, left: Left, volatile: set[tuple[str, str]],
+                folders: tuple[Path, Path] | None = None) -> dict[str, list[str]]:
+    """By what they mean: weights and whatever else is handed over, scores, only the record, or only the last digits. `folders` are where
+    the two runs' tensors lie."""
+    found: dict[str, list[str]] = {"weights": [], "scores": [], "record": [], "rounding": []}
     for name in sorted(reference.keys() | left.keys()):
         one, two = reference.get(name, {}), left.get(name, {})
         keys = [key for key in sorted(one.keys() | two.keys())
                 if one.get(key) != two.get(key) and not CLOCK.search(key) and (_file_pattern(name), pattern(key)) not in volatile]
-        meaning = _meaning(name)
-        found[meaning] += [f"{name} {key}: {_short(one.get(key))} → {_short(two.get(key))}" for key in keys[:2]]
+        shown = Counter[str]()
+        for key in keys:
+            meaning = _meaning(name, key, one.get(key), two.get(key), folders)
+            shown[meaning] += 1
+            if shown[meaning] <= 2:
+                found[meaning].append(f"{name} {key}: {_short(one.get(key))} → {_short(two.get(key))}")
     return found
 
 
-def _meaning(name: str) -> str:
+def _meaning(name: str, key: str, one: Any, two: Any, folders: tuple[Path, Path] | None) -> str:
+    """Verdicts and digests are the record, in whatever file they stand."""
     base = name.rpartition("/")[2]
-    if base in RECORDS:
+    if base in RECORDS or "/witness/" in f"/{name}" or key.startswith(("verdicts.", "checks.")):
         return "record"
+    if key != "bytes" and all(value in (None, "null") or DIGEST.fullmatch(value) for value in (one, two)):
+        return "record"
+    if _same_number(one, two) or (base.endswith(".safetensors") and folders is not None and _same_tensors(*(at / name for at in folders))):
+        return "rounding"
     is_score = base.endswith((".json", ".jsonl")) and not base.startswith(("config", "generation_config", "tokenizer", "special", "adapter",
                                                                            "model.safetensors", "chat_template", "added"))
     return "scores" if is_score else "weights"
+
+
+def _same_number(one: Any, two: Any) -> bool:
+    try:
+        a, b = json.loads(one), json.loads(two)
+    except (TypeError, ValueError):
+        return False
+    return all(type(value) is float for value in (a, b)) and abs(a - b) <= SAME_NUMBER * max(abs(a), abs(b)) + 1e-9
+
+
+def _same_tensors(one: Path, two: Path) -> bool:
+    from safetensors.numpy import load_file
+
+    if not (one.is_file() and two.is_file()):
+        return False
+    a, b = load_file(one), load_file(two)
+    return a.keys() == b.keys() and all(
+        a[name].shape == b[name].shape and abs(a[name].astype("f8") - b[name].astype("f8")).max(initial=0)
+        <= SAME_TENSOR * abs(a[name].astype("f8")).max(initial=1e-30) for name in a)
 
 
 def _short(value: Any) -> str:
@@ -146,9 +179,10 @@ class Reference:
     verdicts: dict[str, str]
     volatile: set[tuple[str, str]]
     seconds: float
+    folder: Path | None = None  # where its tensors are kept
 
 
-def sort_run(reference: Reference, left: Left, ended: Ended) -> Sorted:
+def sort_run(reference: Reference, left: Left, ended: Ended, folder: Path | None = None) -> Sorted:
     verdicts, step = verdicts_in(left, ended), steps_done(left)
     worse = {check: outcome for check, outcome in verdicts.items()
              if OUTCOMES.index(outcome) > OUTCOMES.index(reference.verdicts.get(check, "PROVEN"))}
@@ -159,10 +193,12 @@ def sort_run(reference: Reference, left: Left, ended: Ended) -> Sorted:
         return Sorted("stopped", check, step, ["", *(ended.err.strip() or ended.out.strip()).splitlines()][-1][:200])
     if ended.code != 0:
         return Sorted("crashed", step=step, words=f"exit {ended.code}: {(ended.err.strip().splitlines() or [''])[-1][:200]}")
-    found = differences(reference.left, left, reference.volatile)
+    folders = None if reference.folder is None or folder is None else (reference.folder, folder)
+    found = differences(reference.left, left, reference.volatile, folders)
     changed = [f"{meaning}: {text}" for meaning, texts in found.items() for text in texts[:SHOWN]]
     if not changed:
         return Sorted("equivalent")
     if worse:
         return Sorted("said", next(iter(worse)), step, f"{next(iter(worse.values()))}", changed)
-    return Sorted("silent" if found["weights"] or found["scores"] else "record", step=step, changed=changed)
+    kind = "silent" if found["weights"] or found["scores"] else "rounding" if found["rounding"] else "record"
+    return Sorted(kind, step=step, changed=changed)

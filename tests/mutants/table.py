@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-KINDS = ("crashed", "timeout", "stopped", "said", "record", "silent", "equivalent")
+KINDS = ("crashed", "timeout", "stopped", "said", "record", "rounding", "silent", "equivalent")
+NO_DIFFERENCE = ("equivalent", "record", "rounding")
 Row = dict[str, Any]
 
 
@@ -27,7 +28,7 @@ def table(rows: list[Row], command: str) -> str:
     mutants, clean = [row for row in rows if "rule" in row], [row for row in rows if "rule" not in row]
     parts = [_head(command), _legend(), _totals(mutants), _by(mutants, "room", lambda row: row["room"]),
              _by(mutants, "rule", lambda row: row["rule"]), _by(mutants, "reference run", lambda row: row["run"]), _checks(mutants),
-             _clean(clean), _listed(mutants, "silent"), _listed(mutants, "record")]
+             _clean(clean), _listed(mutants, "silent"), _listed(mutants, "rounding")]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
@@ -48,9 +49,11 @@ def _head(command: str) -> str:
 def _legend() -> str:
     return ("crashed: traceback, exit 1 or 2; timeout: no end within its time limit; stopped: a verdict ended it (exit 3 or 4);\n"
             "said: exit 0, but a check that was PROVEN is not any more; record: weights, scores and metrics equal bit for bit, another\n"
-            "ledger, manifest or hallmark;\n"
+            "ledger, manifest, hallmark, verdict's words or digest; rounding: equal but for the last digits (numbers to 1e-5, tensors to\n"
+            "1e-4 of their largest value);\n"
             "silent: other weights, scores or metrics, exit 0, every verdict as before; equivalent: everything equal bit for bit.\n"
-            "The share of silent ones is of those that are neither equivalent nor record, with its 95 % interval (Wilson).")
+            "The share of silent ones is of those that make a difference: not equivalent, record or rounding; with its 95 % interval\n"
+            "(Wilson).")
 
 
 def _totals(rows: list[Row]) -> str:
@@ -68,7 +71,7 @@ def _lines(groups: Iterable[tuple[str, list[Row]]], title: str) -> str:
     lines = [f"{title:28}" + f"{'n':>6}" + "".join(f"{kind:>12}" for kind in KINDS) + "  silent of the different"]
     for name, rows in groups:
         count = Counter(row["kind"] for row in rows)
-        of = len(rows) - count["equivalent"] - count["record"]
+        of = len(rows) - sum(count[kind] for kind in NO_DIFFERENCE)
         low, high = wilson(count["silent"], of)
         share = f"{count['silent'] / of:6.1%} [{low:.1%}, {high:.1%}]" if of else "     –"
         lines.append(f"{name:28}{len(rows):6}" + "".join(f"{count[kind]:12}" for kind in KINDS) + f"  {share} (n={of})")

@@ -43,7 +43,8 @@ def test_from_text_to_a_proven_gain(tmp_path: Path, capsys: pytest.CaptureFixtur
     before = {path.name: path.read_bytes() for path in (tmp_path / "base").iterdir()}
     assert verb.run(flags) == 0
     told = json.loads(capsys.readouterr().out)
-    assert {v["check"]: v["outcome"] for v in told["verdicts"]} == dict.fromkeys(("order", "gain", "regressions", "base"), "PROVEN")
+    assert {v["check"]: v["outcome"] for v in told["verdicts"]} == dict.fromkeys(
+        ("order", "gain", "regressions", "base", "sites", "reading", "bits"), "PROVEN")
     saved = told["estimates"]["bits per byte, saved"]
     assert saved["n"] == len(told["documents"]) == 10
     assert saved["low"] > 0.05
@@ -57,7 +58,8 @@ def test_from_text_to_a_proven_gain(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert nats == pytest.approx(sum(one["bits_with"] for one in told["documents"]) * 0.6931471805599453, rel=1e-9)
     assert (tmp_path / "run" / "ttt.png").read_bytes().startswith(b"\x89PNG")
     preflight = next(event for event in read_chain(tmp_path / "run" / "ledger.jsonl").events if event["kind"] == "preflight")
-    assert [(v["check"], v["outcome"]) for v in preflight["verdicts"]] == [("causality", "PROVEN"), ("sight", "PROVEN")]
+    assert [(v["check"], v["outcome"]) for v in preflight["verdicts"]] == [("causality", "PROVEN"), ("sight", "PROVEN"),
+                                                                                  ("statistics", "PROVEN")]
     score = final_score(tmp_path / "run")
     assert score is not None
     assert score.mean == means["with"]

@@ -45,7 +45,7 @@ def held_out(model: Transformer) -> Agreement:
 
 def fell_by(share: float, found: Agreement) -> bool:
     start = held_out(student())
-    return paired(found.kl, start.kl).high < -share * start.kl.mean() and found.top1.mean() > start.top1.mean() + 0.2
+    return paired(found.kl, start.kl).high < -share * start.kl.mean() and found.top1.mean() > start.top1.mean() + 0.1
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def test_stored_answers_teach_more_than_the_text(tmp_path: Path, alone: Agreemen
                                    DistillationSettings("jsd", kd_weight=4.0)],
                          ids=str)
 def test_other_blends_come_nearer_too(blend: DistillationSettings):
-    assert fell_by(0.4, taught(distillation(tiny_teacher(), blend)))
+    assert fell_by(0.6, taught(distillation(tiny_teacher(), blend)))
 
 
 def test_distilling_from_oneself_does_not_move_a_bit():

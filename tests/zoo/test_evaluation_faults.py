@@ -9,6 +9,8 @@ REASONS = {
     "slot that keeps another prompt": "the samples are not what this model says",
     "stop string taken letter by letter": "8 of 8 right texts do not score 1",
     "first number taken for the answer": "wrong texts score above 0",
+    "intervals that know nothing of what was not seen": "known answers do not come out",
+    "a lenient reading that takes the whole statement": "known answers are read otherwise",
     "grader that always says yes": "48 of 48 wrong texts score above 0",
     "beginning of text missing": "the tokenizer begins it with [256",
     "dropout while evaluating": "gave other logits the second time",

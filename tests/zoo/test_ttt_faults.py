@@ -13,6 +13,7 @@ REASONS = {
     "patch not reset between documents": "what another document taught was still there",
     "scores of a patch that was stepped meanwhile": "the one that the chunks before it left is",
     "patch merged into the base": "1 of 14 tensors of the model are not as they were: blocks.0.attn.out.weight",
+    "an optimizer that counts no steps": "read again alone, cost what was recorded but for",
     "a step too large for its documents": "documents got worse",
     "warm-started factors run away": "they run away or die out",
     "two seeds of three collapse while reading": "two modes: {42} near",

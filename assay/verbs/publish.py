@@ -1,0 +1,49 @@
+"""assay publish: push a proven model with a model card made from its ledger, and hash what is fetched back before it says done."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from assay.config import argument, option
+
+
+@dataclass(frozen=True)
+class FLAGS:
+    """Publish a checkpoint that carries a hallmark: its files as they are, a model card made from manifest, hallmark and ledger, and
+    publication.json, which names all of them by sha256 and which --sign signs. What lies at the target is then fetched back and hashed,
+    and only then it is done. A folder that is not proven is refused, and so is a target that holds anything."""
+
+    path: str = argument("a checkpoint of Assay's: RUN/model, RUN/adapter, or what assay export wrote")
+    to: str = option("where: hf://OWNER/NAME, a new folder, or s3://BUCKET/PATH (with s3fs installed)", metavar="TARGET")
+    run: str | None = option("the run whose ledger tells how it was trained", metavar="RUN", default=None,
+                             default_text="the run that it lies in")
+    evals: tuple[str, ...] = option("folders of `assay eval` of these very weights, for the card", metavar="FOLDER", default=(),
+                                    default_text="none")
+    gguf: str | None = option("publish a GGUF file too, in this number format (f16, bf16, q8_0), proven first", metavar="DTYPE",
+                              default=None, default_text="none")
+    sign: str | None = option("SSH key that signs it, by ssh-keygen, offline", metavar="KEY", default=None, default_text="unsigned")
+    name: str | None = option("the model's name on the card", default=None, default_text="the end of the target")
+    public: bool = option("let everybody see a new repository on the hub", default=False)
+    json: bool = option("print verdicts as JSON", default=False)
+
+
+EXAMPLES = """  assay publish runs/sft/model --to hf://me/my-model --sign ~/.ssh/id_ed25519
+  assay publish runs/sft/model --to ./published --evals evals/after
+  assay publish runs/sft/model --to s3://models/mine --gguf q8_0"""
+
+
+def run(flags: FLAGS) -> int:
+    from assay.interop.publishing import PublishRequest, publish
+    from assay.verdict import Outcome, overall, without_optional
+
+    done = publish(PublishRequest(
+        Path(flags.path), flags.to, run=Path(flags.run) if flags.run else None, evaluations=tuple(map(Path, flags.evals)), gguf=flags.gguf,
+        key=Path(flags.sign).expanduser() if flags.sign else None, public=flags.public, name=flags.name))
+    outcome = overall(without_optional(done.verdicts))
+    if flags.json:
+        print(json.dumps({"published": done.version, "outcome": str(outcome), "files": list(done.files),
+                          "verdicts": [verdict.to_json() for verdict in done.verdicts]}, indent=1))
+    else:
+        print("\n".join(map(str, done.verdicts)))
+        print(f"\n{done.version}: {'published, fetched back and verified' if outcome is Outcome.PROVEN else 'do not use what lies there'}")
+    return 0 if outcome is Outcome.PROVEN else 3

@@ -1,0 +1,47 @@
+"""assay verify: hash what was downloaded against manifest, hallmark and publication, and say who proved it."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from assay.config import argument, option
+
+
+@dataclass(frozen=True)
+class FLAGS:
+    """Hash every file of a published model against its manifest, and manifest, hallmark and model card against publication.json; say which
+    checks proved it, and whose signature holds. Nothing is loaded and nothing is run: `assay prove` does that. Exits with 0 where all of
+    it holds, with 3 where something does not, or where nobody proved it."""
+
+    path: str = argument("a downloaded folder; or hf://OWNER/NAME or s3://BUCKET/PATH, which is first downloaded to the temporary folder")
+    signers: str | None = option("names and public keys that may have signed it, as ssh-keygen's ALLOWED SIGNERS; anything else is refuted",
+                                 metavar="FILE", default=None, default_text="the key is named, and nobody says whose it is")
+    summary: str | None = option("file to which the verdicts are added as a Markdown table, as $GITHUB_STEP_SUMMARY", metavar="FILE",
+                                 default=None, default_text="none")
+    json: bool = option("print verdicts as JSON", default=False)
+
+
+EXAMPLES = """  assay verify ./downloaded
+  assay verify ./downloaded --signers allowed_signers
+  assay verify hf://me/my-model --json"""
+
+
+def run(flags: FLAGS) -> int:
+    from assay.guard.publication_checks import check_published
+    from assay.interop.publish_targets import open_target
+    from assay.report.markdown import append_summary, markdown_text, verdict_table
+    from assay.store.scratch import scratch_folder
+    from assay.verdict import Outcome, overall, without_optional
+
+    with scratch_folder() as scratch:
+        verdicts = check_published(open_target(flags.path).fetch(scratch), Path(flags.signers) if flags.signers else None)
+    outcome = overall(without_optional(verdicts))
+    if flags.summary is not None:
+        append_summary(flags.summary, f"### assay verify {markdown_text(flags.path)}: {outcome}\n\n{verdict_table(verdicts)}")
+    if flags.json:
+        print(json.dumps({"path": flags.path, "outcome": str(outcome), "verdicts": [verdict.to_json() for verdict in verdicts]}, indent=1))
+    else:
+        meaning = {Outcome.PROVEN: "what was proven is what lies here", Outcome.REFUTED: "do not use it", Outcome.UNPROVEN: "not proven"}
+        print("\n".join(map(str, verdicts)))
+        print(f"\n{flags.path}: {outcome}: {meaning[outcome]}")
+    return 0 if outcome is Outcome.PROVEN else 3

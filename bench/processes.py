@@ -1,0 +1,158 @@
+"""Several processes: recipe × processes, replicated and sharded: digest, seconds a step, memory; and a run that changes hands.
+
+    python bench/processes.py > results/processes.txt         a few minutes on two cores; gloo, tiny models
+
+Processes are forked here and share this machine's cores: seconds a step show what the protocol costs, not a speed-up. On GPUs
+`torchrun --nproc-per-node 8 -m assay sft … --shards 8`, or `--fsdp`, writes the same digests and steps beside their seconds into its
+run folder.
+"""
+
+import json
+import os
+import platform
+import resource
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from assay.outcome import RunOutcome
+from assay.recipes import distill, grpo, hand_over, run, sft, starting_model
+from assay.recipes.options import Distill, Sft
+from assay.recipes.trainer import Trainer
+from assay.store.checkpoint import open_checkpoint, step_folders
+from assay.store.digests import recorded_digest
+from assay.store.ledger import Event, read_chain
+from assay.strict_json import read_json_lines
+from assay.testing.tiny_models import save_model, tiny_model
+from assay.testing.tiny_training import NoProver
+from assay.testing.two_processes import fork_processes
+from assay.verdict import proven
+from tests.recipes import sums
+from tests.recipes.sittings import options as pretrain_options
+from tests.recipes.sittings import sit
+
+SHARDS = 4
+Recipe = Callable[[Path, dict[str, Any]], RunOutcome]
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    unprove()
+    print(f"torch {torch.__version__}, gloo, {platform.machine()}, {len(os.sched_getaffinity(0))} cores\n")
+    with tempfile.TemporaryDirectory() as made:
+        home = Path(made)
+        sums.taught(home, steps=40)
+        save_model(home / "student", tiny_model("llama", seed=1))
+        table(home)
+        cost_of_shards(home)
+        story(home)
+
+
+def unprove() -> None:
+    """A proof looks at bytes, not at processes."""
+    run.Prover = NoProver  # type: ignore[misc,assignment]
+    hand_over.prove = lambda request: [proven("whole", "not looked at")]  # type: ignore[assignment]
+    starting_model.prove_checkpoint = lambda folder, **_: [proven("whole", "not looked at")]  # type: ignore[assignment]
+
+
+def recipes(home: Path) -> dict[str, Recipe]:
+    fit: dict[str, Any] = {"data": (str(home / "learned.jsonl"),), "max_length": 32, "batch_tokens": 256, "micro_batch_tokens": 64,
+                           "num_train_epochs": 4, "max_steps": 12, "save_steps": 6, "held_out": 0.1, "learning_rate": 3e-3, "device": "cpu"}
+    base, taught, parent = home / "base", home / "sft" / "model", step_folders(home / "sft" / "checkpoints")[-1]
+    return {
+        "pretrain, Muon": lambda out, how: sit(pretrain_options(out, tokens=12 * 256, **how)),
+        "sft": lambda out, how: sft.sft(Sft(model=str(base), out=str(out), **fit, **how), lambda _: None),
+        "sft, LoRA": lambda out, how: sft.sft(Sft(model=str(base), lora_r=4, out=str(out), **fit, **how), lambda _: None),
+        "distill": lambda out, how: distill.distill(
+            Distill(model=str(home / "student"), teacher=str(taught), out=str(out), **fit, **how), lambda _: None),
+        "grpo": lambda out, how: grpo.grpo(sums.options(parent, out, max_steps=4, **how), lambda _: None),
+    }
+
+
+def table(home: Path) -> None:
+    print(f"{'recipe':16} {'processes':10} {'how':12} {'digest':14} {'ms a step':>10} {'MiB above the start, process 0 and last':>40}")
+    for name, recipe in recipes(home).items():
+        rows: list[tuple[int, dict[str, Any], str]] = [(count, {"shards": SHARDS}, "replicated") for count in (1, 2, 4)]
+        if name in ("pretrain, Muon", "sft", "sft, LoRA"):
+            rows += [(count, {"fsdp": True}, "sharded") for count in (1, 2, 4)]
+        for count, options, how in rows:
+            with tempfile.TemporaryDirectory() as made:
+                out = Path(made) / "run"
+                codes = fork_processes(lambda: measured(recipe, out, options), count)  # noqa: B023 - called at once
+                assert codes == [0] * count, codes
+                print(f"{name:16} {count:<10} {how:12} {digest(out)[:12]:14} {1000 * seconds_a_step(out):10.1f} {memory(out, count):>40}",
+                      flush=True)
+
+
+def cost_of_shards(home: Path) -> None:
+    """What a step costs one process that need not have been cut."""
+    print("\none process, sft: ms a step by --shards")
+    for shards in (1, 2, 4, 8):
+        with tempfile.TemporaryDirectory() as made:
+            recipes(home)["sft"](Path(made) / "run", {"shards": shards})
+            print(f"  --shards {shards}: {1000 * seconds_a_step(Path(made) / 'run'):.1f}", flush=True)
+
+
+def measured(recipe: Recipe, out: Path, options: dict[str, Any]) -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    recipe(out, options)
+    used = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    (out / f"memory-{os.environ['RANK']}.json").write_text(json.dumps(used))
+
+
+def digest(out: Path) -> str:
+    return recorded_digest(open_checkpoint(step_folders(out / "checkpoints")[-1]).manifest)
+
+
+def seconds_a_step(out: Path) -> float:
+    """Of the loop, its evaluations and saves included."""
+    loop = [event["loop"] for event in read_chain(out / "ledger.jsonl").events if event["kind"] == Event.SAVING][-1]
+    return loop / len(read_json_lines(out / "metrics.jsonl"))
+
+
+def memory(out: Path, count: int) -> str:
+    return "  ".join(f"{json.loads((out / f'memory-{rank}.json').read_text()):.1f}" for rank in sorted({0, count - 1}))
+
+
+def story(home: Path) -> None:
+    """Begun by four processes, killed, continued by two, stopped, finished by one: the digest of the uninterrupted run."""
+    print("\nbegun on 4, killed after step 7 (SIGKILL of process 0), continued on 2, ended by SIGTERM after step 10, finished on 1")
+    recipe = recipes(home)["sft"]
+    for options, how in (({"shards": SHARDS}, "replicated"), ({"fsdp": True}, "sharded")):
+        with tempfile.TemporaryDirectory() as made:
+            uninterrupted, out = Path(made) / "uninterrupted", Path(made) / "run"
+            recipe(uninterrupted, options)
+            codes = fork_processes(lambda: struck(recipe, out, options, 7, signal.SIGKILL), 4)  # noqa: B023
+            print(f"  {how}: 4 processes ended with {codes}; on the disk: {', '.join(f.name for f in step_folders(out / 'checkpoints'))}")
+            codes = fork_processes(lambda: struck(recipe, out, options, 10, signal.SIGTERM), 2)  # noqa: B023
+            print(f"  {how}: 2 processes ended with {codes}; on the disk: {', '.join(f.name for f in step_folders(out / 'checkpoints'))}")
+            recipe(out, options)
+            ends = [open_checkpoint(step_folders(place / "checkpoints")[-1]) for place in (out, uninterrupted)]
+            worst = max(float((ends[0].weights()[name] - due).abs().max()) for name, due in ends[1].weights().items())
+            print(f"  {how}: digest {digest(out)[:12]}, uninterrupted {digest(uninterrupted)[:12]}, weights differ by at most {worst:.1e}")
+
+
+def struck(recipe: Recipe, out: Path, options: dict[str, Any], step: int, number: signal.Signals) -> None:
+    over = Trainer.over
+
+    def strike(trainer: Trainer) -> bool:
+        if trainer.done == step:
+            if number is signal.SIGTERM:
+                trainer.run.interrupted = int(number)
+            else:
+                trainer.run.settle()
+                time.sleep(0.1)
+                os.kill(os.getpid(), number)
+        return over(trainer)
+
+    Trainer.over = strike  # type: ignore[method-assign]
+    recipe(out, options)
+
+
+if __name__ == "__main__":
+    main()

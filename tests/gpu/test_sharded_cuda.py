@@ -1,0 +1,47 @@
+"""Two processes that share one GPU, where gloo carries what they send through the host, compute what one process computes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from assay.store.checkpoint import open_checkpoint, step_folders
+from assay.store.digests import recorded_digest
+from assay.testing.tiny_models import save_model, tiny_model
+from tests.recipes import sums
+
+pytestmark = pytest.mark.gpu
+CLOSE = 2e-3  # after five steps in bf16
+
+
+def trained(home: Path, out: Path, *options: str) -> Path:
+    words = ["sft", "--model", str(home / "base"), "--data", str(home / "learned.jsonl"), "--max-length", "32", "--batch-tokens", "256",
+             "--num-train-epochs", "2", "--max-steps", "5", "--held-out", "0.1", "--learning-rate", "1e-3", "--device", "cuda",
+             "--micro-batch-tokens", "64", "--save-steps", "3", "--probe-samples", "0", "--out", str(out), *options]
+    found = subprocess.run([sys.executable, "-m", "assay", *words], capture_output=True, text=True, env=os.environ, timeout=400)
+    assert found.returncode == 0, found.stdout[-2000:] + found.stderr[-3000:]
+    return step_folders(out / "checkpoints")[-1]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("shared-gpu")
+    save_model(folder / "base", tiny_model("llama"))
+    sums.write(folder / "learned.jsonl", [{"prompt": f"{a}+{b}=", "completion": str(a + b)} for a in range(10) for b in range(10)])
+    return folder
+
+
+def test_replicated_processes_on_one_gpu_write_the_bits_of_one(home: Path, tmp_path: Path):
+    one, two = (trained(home, tmp_path / name, "--shards", "2", *more) for name, more in (("one", ()), ("two", ("--gpus", "2"))))
+    assert recorded_digest(open_checkpoint(two).manifest) == recorded_digest(open_checkpoint(one).manifest)
+
+
+@pytest.mark.parametrize("lora", [(), ("--lora-r", "4")])
+def test_sharded_processes_on_one_gpu_are_near_one(lora: tuple[str, ...], home: Path, tmp_path: Path):
+    one = open_checkpoint(trained(home, tmp_path / "one", "--fsdp", *lora)).weights()
+    two = open_checkpoint(trained(home, tmp_path / "two", "--fsdp", "--gpus", "2", *lora)).weights()
+    assert one.keys() == two.keys()
+    assert all(torch.allclose(two[name], one[name], atol=CLOSE) for name in one)

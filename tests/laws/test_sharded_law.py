@@ -1,0 +1,236 @@
+"""A run whose parameters lie in parts with several processes is the run of one process, up to rounding, and loses nothing."""
+
+import os
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from assay.errors import UsageError
+from assay.learn import sharded
+from assay.outcome import RunOutcome
+from assay.recipes import distill, dpo, grpo, hand_over, run, sft, starting_model
+from assay.recipes.options import Distill, Sft
+from assay.recipes.processes import require_global
+from assay.store import shared_save
+from assay.store.checkpoint import Checkpoint, open_checkpoint, step_folders
+from assay.store.digests import recorded_digest, weights_digest
+from assay.store.ledger import read_chain
+from assay.testing.tiny_models import save_model, tiny_model
+from assay.testing.tiny_training import NoProver
+from assay.testing.two_processes import fork_processes
+from assay.verdict import proven
+from tests.recipes import sums
+from tests.recipes.sittings import options as pretrain_options
+from tests.recipes.sittings import sit
+
+CLOSE = 2e-4  # of a weight after a few steps; a share left out or counted twice is 20 times as far
+
+
+@pytest.fixture(autouse=True)
+def unproven(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a fresh process says is the matter of tests/guard/test_proof.py and of the toy."""
+    monkeypatch.setattr(run, "Prover", NoProver)
+    monkeypatch.setattr(hand_over, "prove", lambda request: [proven("whole", "not looked at")])
+    monkeypatch.setattr(starting_model, "prove_checkpoint", lambda folder, **_: [proven("whole", "not looked at")])
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sharded")
+    save_model(folder / "base", tiny_model("llama"))
+    sums.write(folder / "learned.jsonl", [{"prompt": f"{a}+{b}=", "completion": said} for a in range(10) for b in range(10)
+                                          for said in (str(a + b), f"{a + b} or {a + b + 1}")])
+    return folder
+
+
+def fit(home: Path, out: Path, **changes: Any) -> Sft:
+    """Seven rows a step: no number of processes divides them."""
+    given: dict[str, Any] = {
+        "model": str(home / "base"), "out": str(out), "data": (str(home / "learned.jsonl"),), "max_length": 32, "batch_tokens": 224,
+        "micro_batch_tokens": 64, "num_train_epochs": 2, "max_steps": 5, "save_steps": 3, "held_out": 0.1, "learning_rate": 3e-3,
+        "device": "cpu", "fsdp": True, "process_timeout": 90.0}
+    return Sft(**(given | changes))
+
+
+def quietly(recipe: Callable[..., RunOutcome], config: Any) -> RunOutcome:
+    return recipe(config, lambda _: None)
+
+
+def last(out: Path) -> Checkpoint:
+    return open_checkpoint(step_folders(out / "checkpoints")[-1])
+
+
+def assert_near(found: Checkpoint, due: Checkpoint) -> None:
+    assert found.step == due.step
+    for one, other in ((found.weights(), due.weights()), (found.optimizer() or {}, due.optimizer() or {})):
+        assert one.keys() == other.keys()
+        assert all(torch.allclose(one[name], other[name], atol=CLOSE) for name in other)
+
+
+def digests(found: Checkpoint) -> tuple[str, dict[str, str]]:
+    """Of logical tensors, in whatever files they lie."""
+    return recorded_digest(found.manifest), {
+        name: facts["sha256"] for file, tensors in found.manifest["tensors"].items() if file.startswith("optimizer")
+        for name, facts in tensors.items()}
+
+
+def preflight_of(out: Path) -> dict[str, Any]:
+    events = [event for event in read_chain(out / "ledger.jsonl").events if event["kind"] == "preflight"]
+    return {verdict["check"]: verdict for verdict in events[-1]["verdicts"]}
+
+
+@pytest.fixture(scope="module")
+def whole(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sft with all options of the others, by one process."""
+    out = tmp_path_factory.mktemp("one") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        sums.unproven(patch)
+        quietly(sft.sft, fit(home, out))
+    return out
+
+
+def test_sft_in_parts_is_near_sft_in_one_piece_and_its_files_are_shared_out(home: Path, whole: Path, tmp_path: Path):
+    out = tmp_path / "run"
+    assert fork_processes(partial(quietly, sft.sft, fit(home, out)), 3) == [0, 0, 0]
+    found = last(out)
+    assert_near(found, last(whole))
+    assert {name for name in found.manifest["files"] if name.startswith("model-")} == {
+        f"model-0000{part}-of-00003.safetensors" for part in (1, 2, 3)}
+    assert weights_digest(found.weights()) == recorded_digest(found.manifest)
+    parity = preflight_of(out)["world_parity"]
+    assert parity["outcome"] == "PROVEN"
+    assert 0 < parity["evidence"]["apart"] < 1e-5
+    sizes = [found.manifest["files"][f"model-0000{part}-of-00003.safetensors"]["bytes"] for part in (1, 2, 3)]
+    assert max(sizes) < 0.6 * sum(sizes)
+
+
+@pytest.fixture(scope="module")
+def halves(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same by two processes, with one micro-batch computed twice in every other step."""
+    out = tmp_path_factory.mktemp("two") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        sums.unproven(patch)
+        assert fork_processes(partial(quietly, sft.sft, fit(home, out, replay_steps=2)), 2) == [0, 0]
+    return out
+
+
+def test_the_same_processes_give_the_same_bits(home: Path, halves: Path, tmp_path: Path):
+    assert fork_processes(partial(quietly, sft.sft, fit(home, tmp_path / "again")), 2) == [0, 0]
+    assert digests(last(halves)) == digests(last(tmp_path / "again"))
+    assert preflight_of(halves)["replay"]["outcome"] == "PROVEN"
+
+
+def test_other_tools_open_what_several_processes_wrote(halves: Path):
+    transformers = pytest.importorskip("transformers")
+    opened, due = transformers.AutoModelForCausalLM.from_pretrained(last(halves).folder), last(halves).weights()
+    assert all(torch.equal(tensor, due[name]) for name, tensor in opened.state_dict().items() if name in due)
+
+
+def test_an_adapter_in_parts_is_near_one_in_one_piece(home: Path, tmp_path: Path):
+    quietly(sft.sft, fit(home, tmp_path / "one", lora_r=4))
+    assert fork_processes(partial(quietly, sft.sft, fit(home, tmp_path / "two", lora_r=4)), 2) == [0, 0]
+    assert_near(last(tmp_path / "two"), last(tmp_path / "one"))
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_pretraining_in_parts_with_an_average(optimizer: str, tmp_path: Path):
+    """The average is swapped in and out for every evaluation: what the next step gathers are the weights that are trained."""
+    config = partial(pretrain_options, tokens=6 * 256, ema=0.9, optimizer=optimizer, fsdp=True, process_timeout=90.0)
+    sit(config(tmp_path / "one"))
+    assert fork_processes(partial(sit, config(tmp_path / "two")), 2) == [0, 0]
+    assert_near(last(tmp_path / "two"), last(tmp_path / "one"))
+
+
+def test_begun_by_two_processes_continued_by_three_and_finished_by_one(home: Path, whole: Path, tmp_path: Path):
+    """Within the distance of rounding; the ledger says that the bits are not those of the uninterrupted run."""
+    out = tmp_path / "run"
+    for count, step in ((2, 2), (3, 4)):
+        assert fork_processes(partial(_interrupted, fit(home, out), step), count) == [0] * count
+        assert last(out).step == step
+    quietly(sft.sft, fit(home, out))
+    assert_near(last(out), last(whole))
+    changed = [event["changed"] for event in read_chain(out / "ledger.jsonl").events if event["kind"] == "not bit-exact"]
+    assert changed == [{"processes": "2 → 3"}, {"processes": "3 → 1"}]
+
+
+def _interrupted(config: Sft, step: int) -> RunOutcome:
+    over = sft.Trainer.over
+
+    def stop(trainer: Any) -> bool:
+        if trainer.done == step:
+            trainer.run.interrupted = 15
+        return over(trainer)
+
+    sft.Trainer.over = stop  # type: ignore[method-assign]
+    return quietly(sft.sft, config)
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_process_that_dies_while_it_writes_costs_no_checkpoint(who: int, home: Path, whole: Path, tmp_path: Path,
+                                                                monkeypatch: pytest.MonkeyPatch):
+    right = shared_save.write_tensors
+    written: list[Path] = []
+
+    def die(path: Path, tensors: Any, *given: Any) -> Any:
+        written.append(path)
+        if os.environ.get("RANK") == str(who) and len(written) > 4:  # of the third save
+            path.write_bytes(b"half")
+            os._exit(77)
+        return right(path, tensors, *given)
+
+    out = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(shared_save, "write_tensors", die)
+        codes = fork_processes(partial(quietly, sft.sft, fit(home, out, process_timeout=5.0)), 2)
+    assert (codes[who], codes[1 - who]) == (77, 1)
+    assert [open_checkpoint(folder).step for folder in step_folders(out / "checkpoints")] == [0, 1]
+    assert fork_processes(partial(quietly, sft.sft, fit(home, out)), 2) == [0, 0]
+    assert_near(last(out), last(whole))
+
+
+def test_a_process_that_hangs_ends_the_run_within_the_stated_time(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                                  capfd: pytest.CaptureFixture[str]):
+    right = sharded.rows_of
+    calls: list[int] = []
+
+    def hang(*given: Any) -> Any:
+        calls.append(0)
+        if os.environ.get("RANK") == "1" and len(calls) > 4:
+            time.sleep(6)
+            os._exit(77)
+        return right(*given)
+
+    monkeypatch.setattr(sharded, "rows_of", hang)
+    codes = fork_processes(partial(quietly, sft.sft, fit(home, tmp_path / "run", process_timeout=3.0)), 2)
+    assert codes == [1, 77]
+    assert "another process died or did not answer within 3 s" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(("recipe", "options"), [
+    (distill.distill, partial(Distill, teacher="t")), (dpo.dpo, dpo.Dpo), (grpo.grpo, partial(grpo.Grpo, reward=("r",)))])
+def test_a_recipe_that_does_not_shard_says_so(recipe: Any, options: Any):
+    data = {"data": ("x.jsonl",)} if options is not None else {}
+    with pytest.raises(UsageError, match=r"--fsdp: assay (distill|dpo|grpo) keeps the whole model"):
+        recipe(options(model="m", out="o", fsdp=True, **data), lambda _: None)
+
+
+def test_processes_are_shards_under_fsdp(home: Path, tmp_path: Path):
+    with pytest.raises(UsageError, match="with FSDP the processes are the shards"):
+        quietly(sft.sft, fit(home, tmp_path / "run", shards=4))
+
+
+def test_a_part_of_a_value_is_no_metric():
+    from assay.errors import GuardStop
+    from assay.learn.loop import Step
+
+    class Part(torch.Tensor):
+        def to_local(self) -> torch.Tensor:
+            return self
+
+    with pytest.raises(GuardStop, match="grad_norm is a part of a value"):
+        require_global(Step(3, torch.tensor(1.0), torch.tensor(1.0).as_subclass(Part), 1.0, 1, 1.0))

@@ -1,0 +1,50 @@
+"""TTT witness: a sound reading comes out again, and one with other settings, factors or sites does not."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from assay.guard.ttt_checks import token_costs
+from assay.learn.ttt_loop import TttSettings, read_and_adapt
+from assay.learn.ttt_witness import check_reading, check_sites
+from assay.model.batched_lora import BatchedAdapters, ttt_sites
+from assay.model.lora import fresh
+from assay.testing.tiny_models import tiny_model
+from assay.verdict import Outcome
+
+HOW = TttSettings(8, 20, 2, 1e-2, weight_decay=0.1)
+TARGETS = ("q", "v", "o", "mlp", "head")
+
+
+@pytest.fixture(scope="module")
+def read():
+    model = tiny_model("llama").eval()
+    patch = fresh(model.config, ttt_sites(model.config, TARGETS), 2, 1.0, 0, "")
+    tokens = [tuple(torch.randint(3, 200, (length,), generator=torch.Generator().manual_seed(length)).tolist()) for length in (30, 41)]
+    adapters = BatchedAdapters(patch, 2)
+    with adapters.attached(model):
+        learned = token_costs(read_and_adapt(model, tokens, HOW, 2, adapters), 2)
+    return model, patch, tokens[1], (token_costs(read_and_adapt(model, tokens, HOW, 2), 2)[1], learned[1])
+
+
+def test_a_sound_reading_comes_out_again(read):
+    model, patch, tokens, costs = read
+    found = [check_reading(model, tokens, costs, patch, HOW), check_sites(patch, model.config, TARGETS)]
+    assert [verdict.outcome for verdict in found] == [Outcome.PROVEN] * 2, found
+
+
+@pytest.mark.parametrize("other", [{"lr": 2e-2}, {"steps": 1}, {"betas": (0.5, 0.95)}, {"weight_decay": 5.0}, {"chunk": 10},
+                                   {"context": 12}])
+def test_another_way_to_read_is_seen(read, other):
+    model, patch, tokens, costs = read
+    assert check_reading(model, tokens, costs, patch, replace(HOW, **other)).outcome is Outcome.REFUTED
+
+
+def test_other_costs_and_lost_sites_are_refuted(read):
+    model, patch, tokens, (without, learned) = read
+    assert check_reading(model, tokens, (without, np.roll(learned, 1)), patch, HOW).outcome is Outcome.REFUTED
+    assert check_reading(model, tokens, (learned, learned), patch, HOW).outcome is Outcome.REFUTED
+    fewer = replace(patch, low_rank={name: parts for name, parts in patch.low_rank.items() if "blocks.1" not in name})
+    assert check_sites(fewer, model.config, TARGETS).outcome is Outcome.REFUTED
