@@ -6,8 +6,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 ROOMS = [  # from the ground up
     "verdict", "errors", "strict_json", "json_child", "config", "seeds", "outcome", "witness", "kernels", "model", "store", "data", "learn",
-    "generate", "reward", "agents", "editing", "statistics", "comparison", "evaluation", "tracing", "health", "guard", "recipes", "report",
-    "interop", "testing", "zoo", "verbs", "api", "cli"]
+    "generate", "reward", "agents", "editing", "statistics", "comparison", "evaluation", "tracing", "health", "guard", "recipes", "serving",
+    "report", "interop", "testing", "zoo", "verbs", "client", "api", "cli"]
 
 
 def first_line(file: Path) -> str:

@@ -1,1 +1,1 @@
-"""Generation: the batched sampler on the trainer's own weights, and the OpenAI-compatible server."""
+"""Generation: the batched sampler on the trainer's own weights."""

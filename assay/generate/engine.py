@@ -22,6 +22,7 @@ from assay.generate.policy_logprobs import batched_by_length
 from assay.generate.prefill import SlotExtension
 from assay.generate.sampler_weights import SamplerWeights, fingerprint
 from assay.generate.slots import NO_TOKEN, LaunchedSteps, SlotAssignment, Slots
+from assay.generate.token_grammar import GrammarPath
 from assay.model.placement import to_device
 from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import Transformer
@@ -48,6 +49,7 @@ class ActiveCompletion:
         self.launched = 0  # steps that were launched for it, whether or not they have been read
         reads_text = self.tokenizer is not None and (self.request.stop or self.request.stream)
         self.detokenizer = Detokenizer(self.tokenizer, self.request.stop) if reads_text and self.tokenizer is not None else None
+        self.path = GrammarPath(self.request.grammar) if self.request.grammar is not None else None
 
     @property
     def key(self) -> int:
@@ -74,6 +76,9 @@ class ActiveCompletion:
             self.ended = "stop"
         elif self.ended is None and len(self.ids) == self.request.sampling.max_new:
             self.ended = "length"
+        if self.path is not None and self.ended is None:
+            self.path.take(ids)
+            self.ended = "no token" if self.path.allowed is None else None
         return self.progress(ids, logprobs, version)
 
     def progress(self, ids: Sequence[int], logprobs: Sequence[float], version: str) -> CompletionProgress:
@@ -119,6 +124,7 @@ class Engine:
         self._prefixes: list[tuple[int, ...]] = [()] * slots  # the prefix whose keys and values stand in each slot
         self._kept: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = {}  # of ticket and member that ended: its slot and what it holds
         self.forwarded = 0  # tokens that went through the model, since the engine was made
+        self.reused = 0  # prompt tokens whose keys and values were there from an earlier completion
         self._reach = [1] * slots  # no slot stands at or beyond this place
         self._launched: deque[tuple[LaunchedSteps, list[ActiveCompletion | None]]] = deque()
 
@@ -136,7 +142,7 @@ class Engine:
         """What came since the last call, at most one entry for each member that is served; [] where nothing is left to do."""
         self._refuse_other_weights(self.weights.written())
         self._admit()
-        while len(self._launched) < self._launches_ahead and any(active is not None and active.left > 0 for active in self._in_slots):
+        while self._may_launch() and any(active is not None and active.left > 0 for active in self._in_slots):
             self._launch()
         return self._collect(*self._launched.popleft()) if self._launched else []
 
@@ -173,21 +179,43 @@ class Engine:
         self.slots.clear(recapture=self.weights.load())
         self.version = version
 
+    def latest_before(self, prompt: tuple[int, ...]) -> tuple[int, int] | None:
+        """Ticket and member of the completion, of these weights, that the prompt goes on from the furthest; for `follows`."""
+        begun = {said: len(held) for said, (_, held) in self._kept.items() if len(held) < len(prompt) and prompt[: len(held)] == held}
+        return max(begun, key=lambda said: begun[said], default=None)
+
     @property
     def idle(self) -> bool:
         return not self._waiting and not self._launched and all(active is None for active in self._in_slots)
 
     # ── launches ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
+    def _may_launch(self) -> bool:
+        """What may come next in a grammar depends on what came, so nothing is launched ahead of it."""
+        awaited = any(active is not None and active.path is not None for _, launched in self._launched for active in launched)
+        return len(self._launched) < self._launches_ahead and not awaited
+
     def _launch(self) -> None:
         launched = [active if active is not None and active.left > 0 else None for active in self._in_slots]
-        steps = min(self.slots.steps, max(active.left for active in launched if active is not None))
+        allowed_SV = self._allowed(launched)
+        steps = 1 if allowed_SV is not None else min(self.slots.steps, max(active.left for active in launched if active is not None))
         for slot, active in enumerate(launched):
             if active is not None:
                 self._reach[slot] += min(steps, active.left)
                 active.launched += steps
         penalise = any(active is not None and active.request.sampling.repetition_penalty != 1 for active in launched)
-        self._launched.append((self.slots.launch(steps, min(max(self._reach), self.length), penalise), launched))
+        self._launched.append((self.slots.launch(steps, min(max(self._reach), self.length), penalise, allowed_SV), launched))
+
+    def _allowed(self, launched: Sequence[ActiveCompletion | None]) -> torch.Tensor | None:
+        """(S, V): which tokens each slot may draw; None where nobody follows a grammar."""
+        paths = {slot: active.path for slot, active in enumerate(launched) if active is not None and active.path is not None}
+        if not paths:
+            return None
+        allowed_SV = torch.ones(len(launched), self.weights.model.config.vocab, dtype=torch.bool)
+        for slot, path in paths.items():
+            assert path.allowed is not None, "a completion that nothing can follow has ended"
+            allowed_SV[slot] = path.allowed
+        return to_device(allowed_SV, self.weights.device)
 
     def _collect(self, steps: LaunchedSteps, launched: list[ActiveCompletion | None]) -> list[CompletionProgress]:
         gained: list[CompletionProgress] = []
@@ -226,6 +254,7 @@ class Engine:
         arrivals = self._placed(free)
         continued = [extension for slot, active in arrivals if (extension := self._continued(slot, active)) is not None]
         again = {extension.slot for extension in continued}
+        self.reused += sum(extension.held for extension in continued)
         self._fill_prefixes([(slot, active.prefix) for slot, active in arrivals if slot not in again])
         self._extend([extension for extension in continued if extension.ids])
         self.slots.assign([SlotAssignment(slot, t.request.prompt, t.request.sampling, t.stop_ids, t.key) for slot, t in arrivals])

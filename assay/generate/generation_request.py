@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from assay.errors import UsageError
+from assay.generate.token_grammar import TokenGrammar
 
-FinishReason = Literal["stop", "length", "stop string", "cancelled"]
+FinishReason = Literal["stop", "length", "stop string", "cancelled", "no token"]  # the last: nothing can follow in its grammar
 MOST_STOP_IDS = 8  # a slot compares its token with this many
 MOST_TOP_K = 2**31  # no vocabulary is as large
 
@@ -50,6 +51,7 @@ class GenerationRequest:
     stop_ids: tuple[int, ...] | None = None  # None: the engine's
     stop: tuple[str, ...] = ()  # stop strings: the text ends before the first of them; needs the engine's tokenizer
     stream: bool = False  # whether Progress carries text as it comes; needs the engine's tokenizer
+    grammar: TokenGrammar | None = None  # the form that every completion must have
     follows: tuple[int, int] | None = None  # ticket and member of a completion that this prompt goes on from: its keys are used again
 
 

@@ -128,9 +128,17 @@ class Slots:
             self.prefill.extend(continued)
 
     @torch.no_grad()
-    def launch(self, steps: int, horizon: int, penalise: bool) -> LaunchedSteps:
-        """`steps` steps of every slot; no slot gets to `horizon`. `penalise` where some running slot has a penalty."""
+    def launch(self, steps: int, horizon: int, penalise: bool, allowed_SV: Tensor | None = None) -> LaunchedSteps:
+        """`steps` steps of every slot; no slot gets to `horizon`. `penalise` where some running slot has a penalty.
+
+        `allowed_SV`: what each slot may draw, of one step, which is then not captured.
+        """
+        assert allowed_SV is None or steps == 1, "what may be drawn next depends on what was drawn"
         with self._on_own_gpu():
+            if allowed_SV is not None:
+                self.log.cursor.zero_()
+                self.step(self.cache.length if self.graphed else horizon, penalise, allowed_SV)
+                return LaunchedSteps.to_host(self.log.ids_CS[:1], self.log.logprobs_CS[:1])
             if self.graphed and penalise not in self._graphs:
                 self._graphs[penalise] = self._capture(penalise)
             self.log.cursor.zero_()
@@ -166,13 +174,15 @@ class Slots:
         self.running.copy_(resting)
         return graph
 
-    def step(self, horizon: int, penalise: bool) -> None:
+    def step(self, horizon: int, penalise: bool, allowed_SV: Tensor | None = None) -> None:
         model = self.weights.model
         states_SD = model.hidden(self.token[:, None], cache=DecodeView(self.cache, self.position, horizon))[:, 0]
         logits_SV = policy_logits(model, states_SD)
         if penalise:
             assert self.seen is not None
             logits_SV = with_repetition_penalty(logits_SV, self.seen, self.penalty[:, None])
+        if allowed_SV is not None:
+            logits_SV = logits_SV.masked_fill(~allowed_SV, float("-inf"))
         chosen, logprobs = draw_tokens(logits_SV, SamplingRule(self.temperature, self.top_k, self.top_p, self.min_p), self.key,
                                        self.position)
         if penalise:

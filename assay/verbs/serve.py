@@ -1,5 +1,6 @@
 """assay serve: an OpenAI-compatible server for a model and its adapters, on loopback unless a token guards it."""
 
+import functools
 import importlib.util
 import os
 from dataclasses import dataclass
@@ -10,16 +11,17 @@ from assay.config import argument, option
 from assay.errors import UsageError
 
 if TYPE_CHECKING:
-    from assay.generate.engine_thread import ServerSize
-    from assay.generate.hosted_model import HostedModel
+    from assay.serving.engine_thread import ServerSize
+    from assay.serving.hosted_model import HostedModel
 
 
 @dataclass(frozen=True)
 class FLAGS:
-    """Serve a model: /v1/models, /v1/chat/completions, /v1/completions, /v1/adapters, /health.
+    """Serve a model: /v1/models, /v1/chat/completions (tools, JSON schemas), /v1/completions, /v1/adapters, /health, /metrics.
 
     Its name is --name, or the last part of its path; its weights' digest is every answer's system_fingerprint. Adapters must
     be proven (a hallmark), and join, at the start or later, once their answers through the server are those recorded.
+    With --train the model is a policy: clients open trajectories, talk, close them with a reward and ask for an update.
     """
 
     path: str = argument("checkpoint, folder, adapter, GGUF file or fetched name")
@@ -28,6 +30,10 @@ class FLAGS:
     name: str | None = option("what clients call the model", group="model", default=None, default_text="the last part of its path")
     adapter: tuple[str, ...] = option("proven adapters to serve too", group="model", metavar="NAME=PATH", default=())
     base: str | None = option("an adapter's base, where the adapter does not name it", group="model", metavar="MODEL", default=None)
+    train: bool = option("hold a policy that learns from what its clients say with it (/v1/trajectories, /v1/train)", group="method",
+                         default=False)
+    learning_rate: float = option("learning rate of AdamW, with --train", group="method", above=0, default=1e-6)
+    out: str | None = option("folder for --train's updates, trajectories and, at the end, the checkpoint", group="run", default=None)
     slots: int = option("completions of one model that are made at a time", group="generation", least=1, default=16)
     max_length: int | None = option("the most tokens of a prompt with its completion", group="generation", least=1, default=None,
                                     default_text="2048, or the model's context if less")
@@ -44,9 +50,12 @@ class FLAGS:
 
 EXAMPLES = """  assay serve smollm2-135m
   assay serve runs/a/checkpoints/step-000500 --name a --adapter a@600=runs/b/checkpoints/step-000100 --port 8001
+  assay serve smollm2-135m --train --out runs/agent --learning-rate 1e-6
   ASSAY_TOKEN=… assay serve smollm2-135m --host 0.0.0.0
   curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json' \\
-    -d '{"model": "smollm2-135m", "messages": [{"role": "user", "content": "Why is the sky blue?"}]}'"""
+    -d '{"model": "smollm2-135m", "messages": [{"role": "user", "content": "Why is the sky blue?"}]}'
+  curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json' \\
+    -d '{"model": "smollm2-135m", "messages": [{"role": "user", "content": "A colour?"}], "response_format": {"type": "json_object"}}'"""
 
 
 def run(flags: FLAGS) -> int:
@@ -54,18 +63,30 @@ def run(flags: FLAGS) -> int:
         raise UsageError(f"assay serve needs {' and '.join(missing)}; pip install 'assay[serve]'")
     token = flags.token or os.environ.get("ASSAY_TOKEN") or None
     adapters = [_named(text) for text in flags.adapter]
+    if flags.train != (flags.out is not None):
+        raise UsageError("--train needs --out FOLDER, where what was learned goes" if flags.train else "--out is for --train alone")
+    if flags.out is not None and Path(flags.out).exists():
+        raise UsageError(f"--out {flags.out} is there already; give a folder of its own to every run")
 
     from assay.generate.access import bind_listener
-    from assay.generate.engine_thread import EngineThread
-    from assay.generate.server import serve
+    from assay.serving.engine_thread import EngineThread
+    from assay.serving.policy_training import ServedPolicy
+    from assay.serving.server import serve
 
     listener = bind_listener(flags.host, flags.port, token)  # refused before a model is read
     serving = EngineThread(_size(flags))
     try:
-        _told(serving.open(flags.name or Path(flags.path).name, flags.path, base=flags.base))
+        policy = None
+        _told(model := serving.open(flags.name or Path(flags.path).name, flags.path, base=flags.base, learns=flags.train))
+        if flags.out is not None:
+            policy = serving.ask(functools.partial(ServedPolicy, model, Path(flags.out), flags.learning_rate)).result()
         for name, path in adapters:
             _told(serving.open_adapter(name, path))
-        return serve(serving, listener, token=token, ready=lambda address: print(f"serving at {address}/v1", flush=True), grace=flags.grace)
+        ended = serve(serving, listener, token=token, ready=lambda address: print(f"serving at {address}/v1", flush=True),
+                      grace=flags.grace, policy=policy)
+        if policy is not None and policy.updates:
+            print(f"updates: {policy.updates}; UNPROVEN until you prove it: assay prove {policy.save().folder}")
+        return ended
     finally:
         listener.close()
         serving.stop()
@@ -74,8 +95,8 @@ def run(flags: FLAGS) -> int:
 def _size(flags: FLAGS) -> "ServerSize":
     import torch
 
-    from assay.generate.engine_thread import ServerSize
     from assay.model.placement import default_device, require_device
+    from assay.serving.engine_thread import ServerSize
 
     device = require_device(flags.device or default_device())
     chosen = flags.dtype if flags.dtype != "auto" else "bfloat16" if device.startswith("cuda") else "float32"

@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 
 from assay.errors import ArtifactError, AssayError
-from assay.generate import hosted_model
-from assay.generate.engine_thread import EngineThread, PendingCall, ServerSize
 from assay.generate.generation_request import CompletionProgress, GenerationRequest, Sampling
 from assay.guard.policy_identity import check_version
 from assay.model import patch as patches
@@ -25,6 +23,8 @@ from assay.model.lora import fresh, lora_sites, plan
 from assay.model.patch import Patch
 from assay.model.quantised import QuantisedMatrix
 from assay.model.transformer import Transformer
+from assay.serving import hosted_model
+from assay.serving.engine_thread import EngineThread, PendingCall, ServerSize
 from assay.store import artifact, checkpoint, export_artifact, quantised_base, saving
 from assay.store.artifact import Artifact, build_model, merged_tensors, open_artifact
 from assay.store.saving import Ancestor, Lineage, adapter_contents

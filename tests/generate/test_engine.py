@@ -107,7 +107,7 @@ def test_blocks_compiled_together_say_the_same(family, window, graphs, monkeypat
     monkeypatch.setattr("assay.generate.slots.MOST_BLOCKS_PER_GRAPH", 2)
     engine.slots.compile(backend="aot_eager", fullgraph=True)
     launch = engine.slots.launch
-    engine.slots.launch = lambda steps, horizon, penalise: launch(steps, 80, penalise)  # one shape
+    engine.slots.launch = lambda steps, horizon, penalise, allowed: launch(steps, 80, penalise, allowed)  # one shape
     tickets = [engine.submit(request) for request in requests(DRAWN)]
     found = {progress.ticket: progress.completion for progress in engine.drain()}
     assert [found[ticket].ids for ticket in tickets] == [c.ids for c in due]

@@ -1,14 +1,18 @@
 """Serving on CUDA: graphs are captured and replayed on the engine's own thread, and an adapter joins beside running requests."""
 
+import json
 import queue
 
 import pytest
 import torch
 
-from assay.generate.engine_thread import EngineThread, PendingCall, ServerSize
+from assay.generate.engine import generate
 from assay.generate.generation_request import GenerationRequest, Sampling
+from assay.generate.token_grammar import GrammarVocabulary
+from assay.model.placement import place_for_inference
+from assay.serving.engine_thread import EngineThread, PendingCall, ServerSize
 from assay.store import checkpoint
-from assay.testing.tiny_models import nudge, save_adapter, save_model, tiny_model
+from assay.testing.tiny_models import nudge, save_adapter, save_model, tiny_model, tiny_tokenizer
 from assay.verdict import Outcome, overall, proven
 
 pytestmark = pytest.mark.gpu
@@ -40,3 +44,19 @@ def test_an_adapter_joins_and_each_name_answers_with_its_own_weights(tmp_path, d
         assert len({completion.ids for _, completion in ended}) == 9
     finally:
         serving.stop()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_form_is_followed_beside_free_completions(dtype):
+    """Steps of a form are not captured; those of its neighbours before and after are, and say what they say alone."""
+    tokenizer, model = tiny_tokenizer(), place_for_inference(nudge(tiny_model("qwen3", vocab=270), 0.3), "cuda", compute=dtype)
+    schema = {"type": "object", "properties": {"dark": {"type": "boolean"}}, "required": ["dark"], "additionalProperties": False}
+    form = GrammarVocabulary(tokenizer, vocab=270, stop_ids=[tokenizer.eos]).json_schema(schema)
+    free = GenerationRequest((5, 6, 7), Sampling(60, seed=1), ("free",), stop_ids=())
+    bound = GenerationRequest((5, 6, 7), Sampling(40, seed=1), ("bound",), stop_ids=(tokenizer.eos,), grammar=form)
+    alone, = generate(model, [free], tokenizer=tokenizer, slots=2)
+    beside, shaped = generate(model, [free, bound], tokenizer=tokenizer, slots=2)
+    assert json.loads(shaped.text)["dark"] in (True, False)
+    assert all(value <= 0 for value in shaped.logprobs)
+    if dtype == torch.float32:
+        assert beside.ids == alone.ids

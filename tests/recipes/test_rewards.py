@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from assay.errors import GuardStop, UsageError
-from assay.generate.engine_thread import EngineThread, ServerSize
-from assay.generate.server import serve_in_background
 from assay.model.resize_embeddings import with_new_tokens
 from assay.recipes import grpo as recipe
 from assay.recipes.trainer import Trainer
 from assay.reward.answer import read_answer
 from assay.reward.endpoint import Endpoint, connected
 from assay.reward.llm_judge import Judge, judge_group
+from assay.serving.engine_thread import EngineThread, ServerSize
+from assay.serving.server import serve_in_background
 from assay.store import checkpoint
 from assay.store.saving import Lineage, model_contents
 from assay.testing.tiny_models import tiny_model, tokenizer_and_stops

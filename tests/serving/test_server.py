@@ -18,14 +18,14 @@ import pytest
 import torch
 
 from assay.errors import AssayError, UsageError
-from assay.generate import hosted_model, openai_protocol
 from assay.generate.access import bind_listener
-from assay.generate.endpoints import BODY_BYTES, CompletionFlow
 from assay.generate.engine import sample
-from assay.generate.engine_thread import EngineThread, ServerSize
 from assay.generate.generation_request import Sampling
-from assay.generate.openai_protocol import ApiReply
-from assay.generate.server import serve, serve_in_background
+from assay.serving import hosted_model, openai_protocol
+from assay.serving.endpoints import BODY_BYTES, CompletionFlow
+from assay.serving.engine_thread import EngineThread, ServerSize
+from assay.serving.openai_protocol import ApiReply
+from assay.serving.server import serve, serve_in_background
 from assay.store import checkpoint
 from assay.store.artifact import build_model, open_artifact
 from assay.testing.tiny_models import nudge, save_adapter, save_model, tiny_model
@@ -210,8 +210,8 @@ def test_an_unknown_model_is_not_found(client):
     ({"top_p": 0}, "top_p"), ({"seed": 1.5}, "seed"), ({"seed": 2**63}, "seed"), ({"stop": [""]}, "stop"), ({"stop": ["a"] * 5}, "stop"),
     ({"stop": 7}, "stop"), ({"max_tokens": 0}, "max_tokens"), ({"max_tokens": 255}, "messages"), ({"top_logprobs": 2}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"), ({"stream": "yes"}, "stream"), ({"stream_options": {}}, "stream_options"),
-    ({"logprobs": True, "top_logprobs": 2, "stream": True}, "stream"), ({"tools": [{"type": "function"}]}, "tools"),
-    ({"response_format": {"type": "json_object"}}, "response_format"), ({"frequency_penalty": 0.5}, "frequency_penalty"),
+    ({"logprobs": True, "top_logprobs": 2, "stream": True}, "stream"), ({"tools": [{"type": "function"}]}, "tools[0]"),
+    ({"response_format": {"type": "xml"}}, "response_format"), ({"frequency_penalty": 0.5}, "frequency_penalty"),
     ({"temprature": 0.5}, "temprature")])
 def test_bad_fields_are_400_and_named(url, change, param):
     body = json.dumps({"model": "base", "messages": HELLO, "max_tokens": 4} | change).replace("Infinity", "1e400")

@@ -9,7 +9,7 @@ import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,8 @@ import torch
 
 from assay.errors import AssayError, UsageError
 from assay.generate.generation_request import CompletionProgress, GenerationRequest, Sampling
-from assay.generate.hosted_model import HostedModel, RankedTokens, host_model, open_for_serving, rank_tokens
-from assay.generate.openai_protocol import RequestRefused, short_json
+from assay.serving.hosted_model import HostedModel, RankedTokens, host_model, open_for_serving, rank_tokens
+from assay.serving.request_fields import RequestRefused, short_json
 
 MODEL_NAME = re.compile(r"\w[\w.:/@+-]{0,199}")
 MOST_MODELS = 64
@@ -76,9 +76,9 @@ class EngineThread:
 
     # ── models ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def open(self, name: str, path: str | Path, *, base: str | Path | None = None) -> HostedModel:
-        """The model that the server starts with: anything that Assay can open."""
-        return self._join(name, path, base, hallmark=False)
+    def open(self, name: str, path: str | Path, *, base: str | Path | None = None, learns: bool = False) -> HostedModel:
+        """The model that the server starts with: anything that Assay can open. `learns`: its weights are kept in fp32, to be trained."""
+        return self._join(name, path, base, hallmark=False, learns=learns)
 
     def open_adapter(self, name: str, path: str | Path) -> HostedModel:
         """A proven adapter on the weights that the server started with. It waits for the thread: not for an event loop."""
@@ -106,7 +106,8 @@ class EngineThread:
         del self.models[name]
         self.ask(lambda: None)  # the thread looks again at what is over
 
-    def _join(self, name: str, path: str | Path, base: str | Path | None, *, hallmark: bool) -> HostedModel:
+    def _join(self, name: str, path: str | Path, base: str | Path | None, *, hallmark: bool,
+              learns: bool = False) -> HostedModel:
         if not MODEL_NAME.fullmatch(name):
             raise RequestRefused(f"{short_json(name)} is no name for a model; expected letters, digits and . : / @ + - _", param="name")
         if len(self.models) >= MOST_MODELS:
@@ -119,7 +120,7 @@ class EngineThread:
         if name in self.models:
             return self.models[name]
         length = self.size.length or min(artifact.config.max_length, DEFAULT_LENGTH)
-        options = {"slots": self.size.slots, "length": length, "device": self.size.device, "dtype": self.size.dtype}
+        options = {"slots": self.size.slots, "length": length, "device": self.size.device, "dtype": self.size.dtype, "learns": learns}
         return self.ask(lambda: self._add(host_model(name, artifact, **options))).result()  # type: ignore[arg-type]
 
     def _add(self, model: HostedModel) -> HostedModel:
@@ -221,6 +222,8 @@ class EngineThread:
                 source = call.model.engine.weights.source
                 scores = rank_tokens(source, call.request.prompt, progress.completion.ids, call.rank, call.alternatives)
             call.left -= 1
+            call.model.prompt_tokens += len(call.request.prompt)
+            call.model.completion_tokens += len(progress.completion.ids)
             if not call.left:
                 del self._calls[call.model, progress.ticket]
         call.deliver(progress, scores)
@@ -232,7 +235,8 @@ class EngineThread:
             self._calls.pop(key).deliver(AssayError(model.broken), None)
 
     def _submit(self, call: PendingCall) -> None:
-        call.ticket, call.left = call.model.engine.submit(call.request), call.request.group
+        engine = call.model.engine
+        call.ticket, call.left = engine.submit(replace(call.request, follows=engine.latest_before(call.request.prompt))), call.request.group
         self._calls[call.model, call.ticket] = call
 
     def _cancel(self, call: PendingCall) -> None:

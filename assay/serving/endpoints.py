@@ -7,16 +7,23 @@ A client that leaves takes its request along.
 import asyncio
 import contextlib
 import json
+import math
 import secrets
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from assay.errors import AssayError, UsageError
-from assay.generate import openai_protocol
-from assay.generate.engine_thread import EngineThread, PendingCall
 from assay.generate.generation_request import Completion, CompletionProgress, GenerationRequest, Sampling
-from assay.generate.hosted_model import HostedModel, RankedTokens
-from assay.generate.openai_protocol import ApiReply, ApiRequest, RequestRefused, error_object, model_object
+from assay.generate.token_grammar import TokenGrammar
+from assay.serving import openai_protocol
+from assay.serving.engine_thread import EngineThread, PendingCall
+from assay.serving.hosted_model import HostedModel, RankedTokens
+from assay.serving.metrics import CONTENT_TYPE, metrics_text
+from assay.serving.openai_protocol import ApiReply, ApiRequest, error_object, model_object
+from assay.serving.policy_training import ServedPolicy
+from assay.serving.request_fields import RequestFields, RequestRefused
+from assay.serving.tool_protocol import render_chat, speech_grammar
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
@@ -35,8 +42,9 @@ CLIENT_CLOSED = 499  # what a log shows for a client that did not wait
 class Endpoints:
     """The endpoints of one server. Adapters join one after another."""
 
-    def __init__(self, serving: EngineThread):
-        self.serving = serving
+    def __init__(self, serving: EngineThread, policy: ServedPolicy | None = None):
+        self.serving, self.policy = serving, policy
+        self.requests: Counter[tuple[str, int]] = Counter()  # by path and status
         self.joining = asyncio.Lock()
 
     async def health(self, request: "HttpRequest") -> "Response":
@@ -44,6 +52,11 @@ class Endpoints:
         broken = self.serving.failed or self.serving.closing or any(model.broken is not None for model in models)
         return json_response(503 if broken else 200, {"status": "unavailable" if broken else "ok", "models": len(models),
                                               "completions": self.serving.busy, "slots": self.serving.size.slots * len(models)})
+
+    async def metrics(self, request: "HttpRequest") -> "Response":
+        from starlette.responses import Response
+
+        return Response(metrics_text(self.serving, self.requests), headers={"content-type": CONTENT_TYPE})
 
     async def models(self, request: "HttpRequest") -> "Response":
         return json_response(200, {"object": "list", "data": [self._described(model) for model in list(self.serving.models.values())]})
@@ -58,7 +71,7 @@ class Endpoints:
         return await self._respond(request, openai_protocol.read_completion(await _body(request)))
 
     async def load_adapter(self, request: "HttpRequest") -> "Response":
-        fields = openai_protocol.RequestFields(await _body(request))
+        fields = RequestFields(await _body(request))
         name, path = fields.text("name"), fields.text("path")
         fields.rest()
         if not name or not path:
@@ -82,12 +95,65 @@ class Endpoints:
         self.serving.retire(name)
         return json_response(200, {"id": name, "object": "model", "deleted": True})
 
+    def _policy(self) -> ServedPolicy:
+        if self.policy is None:
+            raise RequestRefused("this server does not train; start it with assay serve --train", status=409, code="not_training")
+        return self.policy
+
+    async def open_trajectory(self, request: "HttpRequest") -> "Response":
+        fields = RequestFields(await _body(request))
+        fields.rest()
+        return json_response(200, self._policy().open())
+
+    async def close_trajectory(self, request: "HttpRequest") -> "Response":
+        fields, name = RequestFields(await _body(request)), request.path_params["name"]
+        reward = fields.number("reward", -math.inf, math.inf, math.nan)
+        error = fields.text("error")
+        fields.rest()
+        self._policy().close(name, None if math.isnan(reward) else reward, error)
+        return json_response(200, {"id": name, "closed": True})
+
+    async def train(self, request: "HttpRequest") -> "Response":
+        fields = RequestFields(await _body(request))
+        groups, policy = fields.take("groups"), self._policy()
+        fields.rest()
+        if not isinstance(groups, list) or not groups or not all(
+                isinstance(group, list) and all(isinstance(name, str) for name in group) for group in groups):
+            raise RequestRefused("groups: expected lists of trajectories' ids", param="groups", code="invalid_type")
+        return json_response(200, await asyncio.wrap_future(self.serving.ask(lambda: policy.learn(groups))))
+
     async def _respond(self, request: "HttpRequest", asked: ApiRequest) -> Any:
         model = self.serving.find(asked.model)
+        trajectory = request.headers.get("x-assay-trajectory")
+        if trajectory is not None:
+            return await self._respond_in(trajectory, request, asked, model)
         prompts = await asyncio.to_thread(api_prompt_ids, model, asked)
         answer = ApiReply.to(asked, model, prompts, secrets.randbits(63) if asked.seed is None else asked.seed)
-        flow = CompletionFlow(self.serving, answer)
-        if asked.stream:
+        grammar = await asyncio.to_thread(api_grammar, model, asked)
+        return await self._flow(request, CompletionFlow(self.serving, answer, grammar))
+
+    async def _respond_in(self, trajectory: str, request: "HttpRequest", asked: ApiRequest, model: HostedModel) -> Any:
+        """A turn that may be trained on: from the ids that were sampled and inserted before it, and kept as it is sampled."""
+        if asked.kind != "chat":
+            raise RequestRefused("trajectories are made of chat completions; leave X-Assay-Trajectory out", param="prompt")
+        policy = self._policy()
+        await asyncio.to_thread(api_prompt_ids, model, asked)  # what the template refuses or has no place for is refused here too
+        prompt = policy.begin_turn(trajectory, asked, model)
+        answer = ApiReply.to(asked, model, (prompt,), secrets.randbits(63) if asked.seed is None else asked.seed)
+
+        def ended(completion: Completion | None) -> None:
+            message = {} if completion is None else answer.message(0, completion)
+            policy.end_turn(trajectory, completion, message, f"{answer.id}/0")
+
+        try:
+            require_context((prompt,), asked, model)
+        except RequestRefused:
+            ended(None)
+            raise
+        return await self._flow(request, CompletionFlow(self.serving, answer, ended=ended))
+
+    async def _flow(self, request: "HttpRequest", flow: "CompletionFlow") -> Any:
+        if flow.answer.asked.stream:
             return EventStream(flow)
         whole = await unless_disconnected(request.receive, flow.collect())
         return json_response(CLIENT_CLOSED, {}) if whole is None else json_response(200, whole)
@@ -103,24 +169,43 @@ def api_prompt_ids(model: HostedModel, asked: ApiRequest) -> tuple[tuple[int, ..
     if asked.kind == "chat":
         if tokenizer.template is None:
             raise RequestRefused(f"{model.name!r} has no chat template; use /v1/completions", param="messages")
-        prompts = [tokenizer.encode(tokenizer.render(asked.messages, add_generation_prompt=True))]
+        prompts = [tokenizer.encode(render_chat(tokenizer, asked.messages, asked.form.tools, model.tool_format))]
     else:
         prompts = [tokenizer.encode(prompt, special=True) if isinstance(prompt, str) else list(prompt) for prompt in asked.prompts]
     beginning = [id for id in (stops.bos, stops.eos) if id is not None][:1]
     prompts = [prompt or beginning for prompt in prompts]
+    require_context(prompts, asked, model)
+    return tuple(map(tuple, prompts))
+
+
+def require_context(prompts: Sequence[Sequence[int]], asked: ApiRequest, model: HostedModel) -> None:
     for prompt in prompts:
         if len(prompt) + (asked.max_new or 1) > model.engine.length:
             raise RequestRefused(f"This model's maximum context length is {model.engine.length} tokens. However, you requested "
                           f"{len(prompt) + (asked.max_new or 1)} tokens ({len(prompt)} in the prompt, {asked.max_new or 1} in the "
                           "completion)", param="messages" if asked.kind == "chat" else "prompt", code="context_length_exceeded")
-    return tuple(map(tuple, prompts))
+
+
+def api_grammar(model: HostedModel, asked: ApiRequest) -> TokenGrammar | None:
+    """The form that the answer must have; None where the model may say what it likes."""
+    if not asked.form.constrained:
+        return None
+    param = "tool_choice" if asked.form.called else "response_format"
+    try:
+        return speech_grammar(asked.form, model.forms, model.tool_format)
+    except RequestRefused:
+        raise
+    except UsageError as error:
+        raise RequestRefused(str(error), param=param, code="unsupported_parameter") from None
 
 
 class CompletionFlow:
     """The completions of one reply on their way from the engine. Whatever ends it early, they are cancelled."""
 
-    def __init__(self, serving: EngineThread, answer: ApiReply):
-        self.serving, self.answer, self.model = serving, answer, answer.model
+    def __init__(self, serving: EngineThread, answer: ApiReply, grammar: TokenGrammar | None = None,
+                 ended: Callable[[Completion | None], None] | None = None):
+        self.serving, self.answer, self.model, self.grammar = serving, answer, answer.model, grammar
+        self.ended = ended  # told of the one completion when it is whole, or None where it came to nothing
         self.members = answer.asked.n * len(answer.prompts)
 
     async def collect(self) -> dict[str, Any]:
@@ -142,7 +227,13 @@ class CompletionFlow:
                 loop.call_soon_threadsafe(arrivals.put_nowait, item)
 
         calls = [self._call(index, prompt, arrive) for index, prompt in enumerate(self.answer.prompts)]
-        self.serving.admit(self.model, self.members)
+        told = self.ended
+        try:
+            self.serving.admit(self.model, self.members)
+        except RequestRefused:
+            if told is not None:
+                told(None)
+            raise
         try:
             for call in calls:
                 await asyncio.wrap_future(self.serving.submit(call))
@@ -154,9 +245,17 @@ class CompletionFlow:
                     raise item
                 if item.completion is not None and item.completion.ended == "cancelled":
                     raise RequestRefused("the server is shutting down", status=503, code="unavailable")
+                if item.completion is not None and item.completion.ended == "no token":
+                    raise RequestRefused("no token can follow in the form that was asked for; ask for a simpler one",
+                                         param="response_format", code="form_failed")
                 left -= item.completion is not None
+                if item.completion is not None and told is not None:
+                    told(item.completion)
+                    told = None
                 yield index, item, scores
         finally:
+            if told is not None:
+                told(None)
             for call in calls:
                 self.serving.cancel(call)
             self.serving.release(self.model, self.members)
@@ -165,7 +264,8 @@ class CompletionFlow:
         asked, first = self.answer.asked, number * self.answer.asked.n
         sampling = Sampling(asked.max_new or self.model.engine.length - len(prompt), asked.temperature, asked.top_k, asked.top_p,
                             self.answer.seed, asked.min_p, asked.repetition_penalty)
-        request = GenerationRequest(prompt, sampling, group=asked.n, first=first, stop=asked.stop, stream=asked.stream)
+        request = GenerationRequest(prompt, sampling, group=asked.n, first=first, stop=asked.stop, stream=asked.stream,
+                                    grammar=self.grammar)
         ranks = asked.logprobs and (asked.alternatives or asked.under == "model")
         under = sampling if asked.under == "sampled" else Sampling()
 

@@ -4,6 +4,7 @@ Every name has weights, keys and values of its own: loading one touches no other
 Shapes: N places, V vocabulary.
 """
 
+import functools
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,12 +12,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from assay.agents.tool_calls import ToolFormat, format_for
 from assay.errors import ArtifactError, UsageError
 from assay.generate.engine import Engine
 from assay.generate.generation_request import GenerationRequest, Sampling
 from assay.generate.policy_logprobs import completion_logprobs, policy_logits, sampled_distribution, tokens_seen_before
+from assay.generate.token_grammar import GrammarVocabulary
 from assay.model.kv_cache import DecodeView, SlotCache
-from assay.model.placement import place_for_inference, uncompiled
+from assay.model.placement import place_for_inference, place_for_training, uncompiled
 from assay.model.probe_logits import ProbeLogits, compute_probe_logits, probe_distance, probe_inputs, share_of_change
 from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import Transformer
@@ -42,6 +45,8 @@ class HostedModel:
     verdicts: tuple[Verdict, ...]
     created: int = field(default_factory=lambda: int(time.time()))
     members: int = 0  # completions under way or waiting
+    prompt_tokens: int = 0  # of completions that ended
+    completion_tokens: int = 0
     broken: str | None = None  # why it serves no more
 
     @property
@@ -53,6 +58,15 @@ class HostedModel:
     def tokenizer(self) -> Tokenizer:
         assert self.artifact.tokenizer is not None, "opened() refuses a model without one"
         return self.artifact.tokenizer
+
+    @property
+    def tool_format(self) -> ToolFormat:
+        return format_for(self.tokenizer.template)
+
+    @functools.cached_property
+    def forms(self) -> GrammarVocabulary:
+        """Made when a form is first asked for: a large vocabulary takes a second."""
+        return GrammarVocabulary(self.tokenizer, vocab=self.engine.weights.model.config.vocab, stop_ids=self.engine.stop_ids)
 
     @property
     def proven(self) -> bool:
@@ -82,9 +96,15 @@ def has_hallmark(artifact: Artifact) -> bool:
     return artifact.raw.checkpoint is not None and artifact.raw.checkpoint.hallmark is not None
 
 
-def host_model(name: str, artifact: Artifact, *, slots: int, length: int, device: str, dtype: torch.dtype) -> HostedModel:
+def host_model(name: str, artifact: Artifact, *, slots: int, length: int, device: str, dtype: torch.dtype,
+               learns: bool = False) -> HostedModel:
     """A model that is ready for requests; ArtifactError where its engine does not answer as the checkpoint recorded."""
-    model = place_for_inference(build_model(artifact, None), device, compute=dtype)
+    if learns and artifact.patch is not None:
+        raise UsageError(f"{artifact.path}: an adapter, and only whole models are trained while they are served; merge it first")
+    if learns:
+        model = place_for_training(build_model(artifact), device, compute=dtype, compile=False)
+    else:
+        model = place_for_inference(build_model(artifact, None), device, compute=dtype)
     engine = Engine(model, slots=slots, length=length, stop_ids=artifact.stops.stop_ids, version=artifact.digest,
                     tokenizer=artifact.tokenizer)
     verdicts = (check_served_fingerprint(engine, artifact), check_serving_path(engine))

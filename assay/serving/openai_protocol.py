@@ -9,39 +9,28 @@ them as they are; with `logprobs_under: "model"` they are under the plain softma
 drawn has none and is not listed. `system_fingerprint` is the digest of the weights that every token came from.
 """
 
-import json
 import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, Literal
 
-from assay.errors import ArtifactError, UsageError
+from assay.errors import ArtifactError
 from assay.generate.generation_request import MOST_TOP_K, Completion, CompletionProgress
-from assay.generate.hosted_model import HostedModel, RankedTokens
 from assay.model.tokenizer import Tokenizer
+from assay.serving.hosted_model import HostedModel, RankedTokens
+from assay.serving.request_fields import RequestFields, RequestRefused, short_json
+from assay.serving.tool_protocol import SpeechForm, read_speech_form, read_tool_calls, spoken_message
 from assay.strict_json import parse_json
 
 MOST_CHOICES, MOST_PROMPTS = 128, 128
 MOST_STOPS, LONGEST_STOP = 4, 256
 MOST_ALTERNATIVES = {"chat": 20, "text": 5}  # as OpenAI has them
 COMPLETION_TOKENS = 16  # /v1/completions without max_tokens, as OpenAI has it
-IGNORED_FIELDS = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}  # none of them changes an answer
-UNSUPPORTED_FIELDS: dict[str, Any] = {  # what we cannot do, and the value that asks for nothing
-    "frequency_penalty": 0, "presence_penalty": 0, "logit_bias": {}, "tools": [], "functions": [], "tool_choice": "none",
-    "response_format": {"type": "text"}, "modalities": ["text"], "echo": False, "suffix": ""}
+MESSAGE_FIELDS = {"assistant": ("tool_calls", "tool_call_faults"), "tool": ("tool_call_id",)}
 
 EndpointKind = Literal["chat", "text"]
-
-
-class RequestRefused(UsageError):
-    """A request that gets a 4xx or 503, with the fields of OpenAI's error objects."""
-
-    def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None,
-                 retry_after: int | None = None):
-        super().__init__(message)
-        self.status, self.param, self.code, self.retry_after = status, param, code, retry_after
 
 
 @dataclass(frozen=True)
@@ -67,6 +56,7 @@ class ApiRequest:
     alternatives: int  # how many of the likeliest tokens are named at each place
     under: Literal["sampled", "model"]  # whose log-probabilities: the distribution that was drawn from, or the plain softmax
     token_ids: bool
+    form: SpeechForm = field(default_factory=SpeechForm)  # of a chat
 
 
 def parse_body(body: bytes) -> dict[str, Any]:
@@ -79,14 +69,18 @@ def parse_body(body: bytes) -> dict[str, Any]:
 
 def read_chat(body: Mapping[str, Any]) -> ApiRequest:
     fields = RequestFields(body)
-    messages = _messages(fields.take("messages"))
+    messages, form = _messages(fields.take("messages")), read_speech_form(fields)
     limits = [fields.whole(name, 1) for name in ("max_completion_tokens", "max_tokens")]
     alternatives = fields.whole("top_logprobs", 0, MOST_ALTERNATIVES["chat"])
     logprobs = fields.flag("logprobs")
     if alternatives is not None and not logprobs:
         raise RequestRefused("top_logprobs needs logprobs to be true", param="top_logprobs")
-    return _asked(fields, "chat", messages=messages, max_new=next((limit for limit in limits if limit is not None), None),
-                  logprobs=logprobs, alternatives=alternatives or 0)
+    asked = _asked(fields, "chat", messages=messages, max_new=next((limit for limit in limits if limit is not None), None),
+                   logprobs=logprobs, alternatives=alternatives or 0)
+    if form.constrained and asked.alternatives and asked.under == "sampled":
+        raise RequestRefused("top_logprobs is not supported where tokens are drawn among those that a form allows; ask without, or with "
+                             "logprobs_under model", param="top_logprobs", code="unsupported_parameter")
+    return replace(asked, form=form)
 
 
 def read_completion(body: Mapping[str, Any]) -> ApiRequest:
@@ -105,62 +99,6 @@ def error_object(message: str, *, status: int, param: str | None = None, code: s
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
-
-class RequestFields:
-    """A request's fields, each taken once; `rest` refuses what nobody took."""
-
-    def __init__(self, body: Mapping[str, Any]):
-        self.left = {name: value for name, value in body.items() if value is not None}
-
-    def take(self, name: str) -> Any:
-        return self.left.pop(name, None)
-
-    def text(self, name: str) -> str | None:
-        return self._typed(name, str, "a string")
-
-    def flag(self, name: str) -> bool:
-        return bool(self._typed(name, bool, "true or false"))
-
-    def whole(self, name: str, low: int, high: int | None = None) -> int | None:
-        value = self._typed(name, int, "a whole number")
-        self._within(name, value, low, high)
-        return value
-
-    def number(self, name: str, low: float, high: float, default: float) -> float:
-        value = self._typed(name, (int, float), "a number")
-        self._within(name, value, low, high)
-        return default if value is None else float(value)
-
-    def choice(self, name: str, choices: tuple[str, ...]) -> str:
-        value = self.text(name)
-        if value is not None and value not in choices:
-            raise RequestRefused(f"{name} is {short_json(value)}; expected one of {', '.join(choices)}", param=name)
-        return value or choices[0]
-
-    def rest(self) -> None:
-        for name, value in self.left.items():
-            if name in UNSUPPORTED_FIELDS and value != UNSUPPORTED_FIELDS[name]:
-                raise RequestRefused(f"{name} is not supported by this server; leave it out", param=name, code="unsupported_parameter")
-            if name not in UNSUPPORTED_FIELDS and name not in IGNORED_FIELDS:
-                raise RequestRefused(f"Unrecognized request argument supplied: {short_json(name)}", param=name[:100],
-                                     code="unknown_parameter")
-
-    def _typed(self, name: str, kind: type | tuple[type, ...], words: str) -> Any:
-        value = self.take(name)
-        if value is not None and (not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)):
-            raise RequestRefused(f"{name} is {short_json(value)}; expected {words}", param=name, code="invalid_type")
-        return value
-
-    def _within(self, name: str, value: float | None, low: float, high: float | None) -> None:
-        if value is not None and (value < low or (high is not None and value > high)):
-            expected = f"at least {low:g}" if high is None else f"{low:g} to {high:g}"
-            raise RequestRefused(f"{name} is {short_json(value)}; expected {expected}", param=name, code="invalid_value")
-
-
-def short_json(value: Any) -> str:
-    """What a client sent, short enough for a sentence."""
-    text = json.dumps(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 # ----------------------------------------------------------------
 
@@ -195,16 +133,22 @@ def _asked(fields: RequestFields, kind: EndpointKind, *, messages: tuple[dict[st
 def _messages(value: Any) -> tuple[dict[str, Any], ...]:
     if not isinstance(value, list) or not value:
         raise RequestRefused("messages: expected a list of at least one message", param="messages")
-    return tuple(_message(message, f"messages[{index}]") for index, message in enumerate(value))
+    return tuple(read_message(message, f"messages[{index}]") for index, message in enumerate(value))
 
 
-def _message(message: Any, where: str) -> dict[str, Any]:
+def read_message(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise RequestRefused(f"{where}: expected an object with a role and content", param=where, code="invalid_type")
-    if others := [name for name, value in message.items() if value is not None and name not in ("role", "content", "name", "refusal")]:
+    known = {"role", "content", "name", "refusal", *MESSAGE_FIELDS.get(message["role"], ())}
+    if others := [name for name, value in message.items() if value is not None and name not in known]:
         raise RequestRefused(f"{where}: {short_json(others[0])} is not supported; expected role and content", param=where,
                              code="unsupported_parameter")
-    return {"role": message["role"], "content": _content(message.get("content"), where)}
+    said: dict[str, Any] = {"role": message["role"]}
+    if message.get("tool_calls"):
+        calls = read_tool_calls(message["tool_calls"], where)
+        return said | {"content": _content(message.get("content") or "", where), "tool_calls": calls}
+    answers = {name: message[name] for name in ("tool_call_id", "name") if message["role"] == "tool" and isinstance(message.get(name), str)}
+    return said | {"content": _content(message.get("content"), where)} | answers
 
 
 def _content(content: Any, where: str) -> str:
@@ -279,12 +223,34 @@ class ApiReply:
 
     def piece(self, index: int, progress: CompletionProgress) -> dict[str, Any]:
         """What came, and with the last of it why it ended."""
-        said = {"delta": {"content": progress.text}} if self.asked.kind == "chat" else {"text": progress.text}
+        said: dict[str, Any] = {"delta": self._delta(index, progress)} if self.asked.kind == "chat" else {"text": progress.text}
         if self.asked.logprobs and progress.ids:
-            said["logprobs"] = self._logprobs(progress.ids, progress.logprobs, None)  # type: ignore[assignment]
+            said["logprobs"] = self._logprobs(progress.ids, progress.logprobs, None)
         if self.asked.token_ids:
-            said["token_ids"] = list(progress.ids)  # type: ignore[assignment]
-        return self._piece(index, said, None if progress.completion is None else FINISH_REASONS[progress.completion.ended])
+            said["token_ids"] = list(progress.ids)
+        reason = None if progress.completion is None else self._reason(progress.completion, said.get("delta", {}))
+        return self._piece(index, said, reason)
+
+    def _delta(self, index: int, progress: CompletionProgress) -> dict[str, Any]:
+        """With tools a turn's text comes when it is whole: until then nobody knows what of it is a call."""
+        if not self.asked.form.tools:
+            return {"content": progress.text}
+        if progress.completion is None:
+            return {"content": ""}
+        message = self.message(index, progress.completion)
+        calls = [{"index": number, **call} for number, call in enumerate(message.get("tool_calls", ()))]
+        return {name: value for name, value in message.items() if name in ("content", "tool_call_faults")} | (
+            {"tool_calls": calls} if calls else {})
+
+    def message(self, index: int, completion: Completion) -> dict[str, Any]:
+        if not self.asked.form.tools:
+            return {"role": "assistant", "content": completion.text, "refusal": None}
+        return spoken_message(completion, self.model.tokenizer, self.model.tool_format, f"{self.id}/{index}")
+
+    @staticmethod
+    def _reason(completion: Completion, message: Mapping[str, Any]) -> str:
+        reason = FINISH_REASONS[completion.ended]
+        return "tool_calls" if reason == "stop" and message.get("tool_calls") else reason
 
     def last(self, completions: Iterable[Completion]) -> dict[str, Any]:
         return self._envelope(OBJECTS[self.asked.kind][2], []) | {"usage": self.usage(completions)}
@@ -297,9 +263,9 @@ class ApiReply:
     def _choice(self, index: int, completion: Completion, scores: RankedTokens | None) -> dict[str, Any]:
         said: dict[str, Any] = {"text": completion.text}
         if self.asked.kind == "chat":
-            said = {"message": {"role": "assistant", "content": completion.text, "refusal": None}}
+            said = {"message": self.message(index, completion)}
         logprobs = self._logprobs(completion.ids, completion.logprobs, scores) if self.asked.logprobs else None
-        choice = {"index": index, **said, "logprobs": logprobs, "finish_reason": FINISH_REASONS[completion.ended]}
+        choice = {"index": index, **said, "logprobs": logprobs, "finish_reason": self._reason(completion, said.get("message", {}))}
         if self.asked.token_ids:
             choice |= {"prompt_token_ids": list(self.prompts[index // self.asked.n]), "token_ids": list(completion.ids)}
         return choice

@@ -1,0 +1,80 @@
+"""Client of `assay serve --train`: trajectories opened, rewarded and trained on over HTTP, by code in any framework.
+
+    policy = assay.client.Policy("http://127.0.0.1:8000/v1")
+    with policy.trajectory(reward=score) as trajectory:
+        agent = OpenAI(base_url=policy.url, api_key="none", default_headers=trajectory.headers)
+        trajectory.answer = …                         # the agent's turns, as many as it likes
+    policy.train([[trajectory.id, …], …])             # one update on groups of trajectories of one task
+
+`reward` is a number, or a function of the trajectory that is asked when the block ends. A block that raises closes its trajectory with
+the error: its reward is then unknown, which is neither 0 nor learned from.
+"""
+
+import contextlib
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from assay.errors import UsageError
+
+UPDATE_SECONDS = 600.0  # that an update may take
+
+
+@dataclass(eq=False)
+class ClientTrajectory:
+    """`answer`: whatever the agent came to, for the reward to look at. A reward that is set here counts."""
+
+    id: str
+    version: str
+    answer: Any = None
+    reward: float | None = None
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Of every request that belongs to it."""
+        return {"X-Assay-Trajectory": self.id}
+
+
+@dataclass(frozen=True)
+class Policy:
+    url: str  # ends with /v1
+    token: str | None = None
+
+    @contextlib.contextmanager
+    def trajectory(self, reward: float | Callable[[ClientTrajectory], float] | None = None) -> Iterator[ClientTrajectory]:
+        made = ClientTrajectory(**self._post("/trajectories", {}))
+        try:
+            yield made
+            found = made.reward if made.reward is not None else reward(made) if callable(reward) else reward
+            if found is None:
+                raise UsageError(f"trajectory {made.id} has no reward; give trajectory(reward=…), or set its reward in the block")
+        except BaseException as error:
+            with contextlib.suppress(UsageError):  # nothing was said in it, or the server is gone: what the block raised matters more
+                self._post(f"/trajectories/{made.id}/close", {"error": f"{type(error).__name__}: {error}"[:500]})
+            raise
+        made.reward = float(found)
+        self._post(f"/trajectories/{made.id}/close", {"reward": made.reward})
+
+    def train(self, groups: Sequence[Sequence[str]]) -> dict[str, Any]:
+        """One update. What is not of the weights as they are now is refused, and nothing is learned."""
+        return self._post("/train", {"groups": [list(group) for group in groups]})
+
+    def _post(self, path: str, body: dict[str, Any]) -> Any:
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self.token}"} if self.token else {})
+        request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)
+        try:
+            with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=UPDATE_SECONDS) as reply:
+                return json.load(reply)
+        except urllib.error.HTTPError as error:
+            raise UsageError(f"{self.url}{path}: {json.loads(error.read())['error']['message']}") from None
+        except urllib.error.URLError as error:
+            raise UsageError(f"{self.url}{path}: {error.reason}; is assay serve --train running there?") from None
+
+
+def trajectory(url: str, reward: float | Callable[[ClientTrajectory], float] | None = None,
+               token: str | None = None) -> contextlib.AbstractContextManager[ClientTrajectory]:
+    """As `Policy(url, token).trajectory(reward)`."""
+    return Policy(url, token).trajectory(reward)

@@ -1,0 +1,1 @@
+"""Serving: models behind the HTTP interface of OpenAI."""

@@ -1,0 +1,245 @@
+"""Training of a served policy: what clients said with it is kept as it was sampled, and learned from on their word.
+
+    POST /v1/trajectories                   {}                            → {"id", "version"}
+    POST /v1/chat/completions               with the header X-Assay-Trajectory: ID, any number of turns
+    POST /v1/trajectories/ID/close          {"reward": 1.0}               or {"error": "…"}: then its reward is unknown, not 0
+    POST /v1/train                          {"groups": [[ID, …], …]}      one update; → its loss, verdicts and the new version
+
+Token ids, log-probabilities and versions are the server's own record: a client names trajectories and never sends tokens. A turn goes on
+from the very ids of the one before; where a client or a template writes the history anew, a new sequence begins, in which only what is
+sampled there is learned from. What was not said by the weights as they are now is refused.
+"""
+
+import math
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from assay.agents.tool_calls import ToolCall
+from assay.agents.trajectory import Trajectory
+from assay.agents.transcript import ChatWriter, Transcript
+from assay.data.batch import Batch
+from assay.errors import DataError, GuardStop
+from assay.generate.generation_request import Completion
+from assay.generate.sampler_weights import fingerprint
+from assay.guard.policy_identity import LogprobFloor, check_floor, check_identity, check_version, measure_logprob_floor, version_name
+from assay.learn.advantage import group_advantages
+from assay.learn.loop import train
+from assay.learn.optim import adamw
+from assay.learn.policy import Surrogate, policy_gradient
+from assay.model.probe_logits import probe_inputs
+from assay.recipes.episode_batch import episode_batch, episode_rows, of_turns
+from assay.recipes.rollout_batch import Layout, batch_logprobs
+from assay.recipes.run import append_json_rows
+from assay.serving.hosted_model import HostedModel
+from assay.serving.openai_protocol import ApiRequest, read_message
+from assay.serving.request_fields import RequestRefused
+from assay.store.checkpoint import Checkpoint, write_checkpoint
+from assay.store.saving import Ancestor, Lineage, model_contents
+from assay.verdict import Outcome, Verdict
+
+MOST_TRAJECTORIES = 4096  # that are held at a time
+MICRO_ROWS = 8  # of a micro-batch
+TRAINED_SAMPLING = {"n": 1, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "stop": ()}
+
+
+@dataclass(eq=False)
+class OpenTrajectory:
+    """One agent's conversation. `seen`: its messages as the client has them, with the last answer."""
+
+    id: str
+    transcript: Transcript | None = None
+    writer: ChatWriter | None = None
+    seen: tuple[dict[str, Any], ...] = ()
+    tools: tuple[dict[str, Any], ...] = ()
+    speaking: bool = False
+    closed: bool = False
+    reward: float | None = None
+    error: str | None = None
+
+    def finished(self) -> Trajectory:
+        assert self.transcript is not None
+        return Trajectory(self.id, self.id, 0, self.transcript.sequences, tuple(self.transcript.messages),
+                          () if self.reward is None else (self.reward,), "error" if self.error is not None else "done", self.error)
+
+
+@dataclass(eq=False)
+class ServedPolicy:
+    """A served model that learns. Trajectories are touched on the event loop, weights on the engine's thread, between two steps."""
+
+    model: HostedModel
+    folder: Path
+    learning_rate: float
+    updates: int = 0
+    trajectories: dict[str, OpenTrajectory] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.weights = self.model.engine.weights.source
+        self.optimizer = adamw(self.weights.named_parameters(), self.learning_rate, weight_decay=0.0)
+        self.asked = Surrogate(measure_entropy=False)
+        tokens, _ = probe_inputs(self.weights.config.vocab, self.model.engine.length)
+        self.floor: LogprobFloor = measure_logprob_floor(self.weights, tokens.tolist(), 1.0)
+        verdict = check_floor(self.floor)
+        if verdict.outcome is Outcome.REFUTED:
+            raise GuardStop(f"{self.model.name!r} is not trained: {verdict.reason}")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.model.engine.load(version_name(0, fingerprint(self.weights)))
+
+    # ── conversations ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def open(self) -> dict[str, Any]:
+        if len(self.trajectories) >= MOST_TRAJECTORIES:
+            raise RequestRefused(f"{len(self.trajectories)} trajectories are held already; train on them, or close them with an error",
+                                 status=429, code="too_many_trajectories")
+        made = OpenTrajectory(f"traj-{secrets.token_hex(8)}")
+        self.trajectories[made.id] = made
+        return {"id": made.id, "version": self.model.engine.version}
+
+    def find(self, name: str) -> OpenTrajectory:
+        if name not in self.trajectories:
+            raise RequestRefused(f"there is no trajectory {name[:60]!r}, or it was trained on already", status=404,
+                                 code="trajectory_not_found")
+        return self.trajectories[name]
+
+    def begin_turn(self, name: str, asked: ApiRequest, model: HostedModel) -> tuple[int, ...]:
+        """The ids that the turn is sampled after."""
+        found = self.find(name)
+        if found.closed or found.speaking:
+            raise RequestRefused(f"trajectory {name} " + ("is closed" if found.closed else "has a turn under way"), status=409,
+                                 code="trajectory_busy")
+        _refuse_other_sampling(asked)
+        if model is not self.model:
+            raise RequestRefused(f"trajectories are of the policy {self.model.name!r}", param="model", code="invalid_value")
+        if found.transcript is not None and {turn.version for each in found.transcript.sequences for turn in each.turns} - {
+                model.engine.version}:
+            raise RequestRefused(f"trajectory {name} began under other weights; open a new one", status=409, code="other_version")
+        writer = found.writer if found.writer is not None and found.tools == asked.form.tools else ChatWriter(model.tokenizer,
+                                                                                                              asked.form.tools)
+        more = asked.messages[len(found.seen):]
+        goes_on = bool(found.seen and more) and found.writer is writer and asked.messages[: len(found.seen)] == found.seen
+        if found.transcript is not None and goes_on:
+            refused = writer.insert([(found.transcript, more)])[0]
+            if refused is not None:
+                raise RequestRefused(refused, param="messages", code="invalid_value")
+        else:
+            self._begin_sequence(found, writer, asked)
+        found.writer, found.tools, found.seen, found.speaking = writer, asked.form.tools, asked.messages, True
+        assert found.transcript is not None
+        return found.transcript.prompt
+
+    def _begin_sequence(self, found: OpenTrajectory, writer: ChatWriter, asked: ApiRequest) -> None:
+        messages = [_inserted(message, writer) for message in asked.messages]
+        try:
+            ((pieces, _),) = writer.first([messages])
+        except DataError as error:
+            raise RequestRefused(str(error), param="messages", code="invalid_value") from None
+        if found.transcript is None:
+            found.transcript = Transcript(pieces, messages)
+        else:
+            found.transcript.messages = []
+            found.transcript.branch(messages, pieces)
+
+    def end_turn(self, name: str, completion: Completion | None, message: Mapping[str, Any], address: str) -> None:
+        """What was sampled, as it was; None where it was cancelled: then the turn was never said."""
+        found = self.find(name)
+        found.speaking = False
+        assert found.transcript is not None
+        assert found.writer is not None
+        if completion is None:
+            found.seen = ()  # the next request begins a sequence
+            return
+        found.transcript.say(completion, found.writer.turn(completion, address))
+        found.seen = (*found.seen, read_message(message, "the answer"))
+
+    def close(self, name: str, reward: float | None, error: str | None) -> None:
+        found = self.find(name)
+        if found.closed or found.speaking:
+            raise RequestRefused(f"trajectory {name} " + ("has its reward already; a reward is given once" if found.closed else
+                                                          "has a turn under way"), status=409, code="trajectory_busy")
+        if (reward is None) == (error is None) or (reward is not None and not math.isfinite(reward)):
+            raise RequestRefused('expected {"reward": a finite number} or {"error": "why there is none"}', param="reward")
+        if found.transcript is None or not found.transcript.sequences:
+            raise RequestRefused(f"nothing was said in trajectory {name}, so there is nothing to reward", status=409, param="reward")
+        found.closed, found.reward, found.error = True, reward, error
+
+    # ── an update, on the engine's thread ─────────────────────────────────────────────────────────────────────────────
+
+    def learn(self, groups: Sequence[Sequence[str]]) -> dict[str, Any]:
+        """One update on groups of closed trajectories. They are gone afterwards; what is refused leaves everything as it was."""
+        named = [name for group in groups for name in group]
+        if not named or any(len(group) != len(groups[0]) for group in groups) or len(groups[0]) < 2 or len(set(named)) < len(named):
+            raise RequestRefused("groups: expected lists of at least two trajectories each, all of one length, none twice", param="groups")
+        opened = [[self.find(name) for name in group] for group in groups]
+        if unclosed := [each.id for group in opened for each in group if not each.closed]:
+            raise RequestRefused(f"trajectory {unclosed[0]} is not closed: it has no reward yet", status=409, param="groups")
+        if not self.model.engine.idle:
+            raise RequestRefused("completions of the policy are under way; train when they are over", status=409, code="policy_busy")
+        every = [each.finished() for group in opened for each in group]
+        version = check_version([turn for each in every for turn in each.versions], self.model.engine.version)
+        if version.outcome is Outcome.REFUTED:
+            raise RequestRefused(f"not trained: {version.reason}", status=409, param="groups", code="other_version")
+        rewards = [[each.finished().reward for each in group] for group in opened]
+        advantages = group_advantages(rewards)
+        if advantages.silent_P.all():
+            raise RequestRefused("in every group all rewards are the same or unknown, so there is nothing to learn", status=409,
+                                 param="groups", code="nothing_to_learn")
+        counted = [each.error is None for each in every]
+        batch = episode_batch(every, advantages.values_PG.flatten().tolist(), counted, "token", cap=self.model.engine.length)
+        verdicts = [version, self._check_identity(batch, every)]
+        if verdicts[-1].outcome is Outcome.REFUTED:
+            raise GuardStop(f"not trained: {verdicts[-1].reason}")
+        return self._update(named, every, batch, verdicts)
+
+    def _check_identity(self, batch: Batch, every: Sequence[Trajectory]) -> Verdict:
+        with torch.no_grad():
+            scored = batch_logprobs(self.weights, batch, self.asked.temperature, Layout(MICRO_ROWS), entropy=False)
+        said = [turn.logprobs for each in every for turn in each.turns]
+        return check_identity(said, of_turns(scored, episode_rows(every)), self.floor)
+
+    def _update(self, named: Sequence[str], every: Sequence[Trajectory], batch: Batch, verdicts: Sequence[Verdict]) -> dict[str, Any]:
+        (step,) = train(self.weights, self.optimizer, [batch], policy_gradient(self.asked), micro=MICRO_ROWS, start=self.updates)
+        before = self.model.engine.version
+        self.updates += 1
+        self.model.engine.load(version_name(self.updates, fingerprint(self.weights)))
+        for name in named:
+            del self.trajectories[name]
+        told = {"update": self.updates, "trained": len(every), "tokens": sum(each.tokens for each in every), "loss": float(step.loss),
+                "grad_norm": float(step.grad_norm), "before": before, "version": self.model.engine.version,
+                "verdicts": [verdict.to_json() for verdict in verdicts]}
+        rows = [{"update": self.updates, "id": each.episode, "reward": each.reward, "error": each.error, "sequences": [
+            {"ids": list(one.ids), "sampled": list(one.sampled), "logprobs": list(one.logprobs)} for one in each.sequences]}
+            for each in every]
+        append_json_rows(self.folder / "trajectories.jsonl", rows)
+        append_json_rows(self.folder / "updates.jsonl", [told])
+        return told
+
+    def save(self) -> Checkpoint:
+        """The policy as it is now, under its number of updates; nobody has proven it yet."""
+        artifact = self.model.artifact
+        lineage = Lineage("moved" if self.updates else "same", Ancestor(artifact.digest, str(artifact.path.resolve())))
+        contents = model_contents(self.weights, artifact.tokenizer, artifact.stops, lineage)
+        return write_checkpoint(self.folder / "checkpoints" / f"step-{self.updates:06d}", contents)
+
+
+def _refuse_other_sampling(asked: ApiRequest) -> None:
+    """A ratio is between log-probabilities of one distribution: the plain softmax, which is the trainer's."""
+    for name, due in TRAINED_SAMPLING.items():
+        if getattr(asked, name) != due:
+            raise RequestRefused(f"{name} is {getattr(asked, name)}; a trajectory that is to be trained on is sampled with {due or 'none'}",
+                                 param=name, code="unsupported_parameter")
+    if asked.form.constrained:
+        raise RequestRefused("a form that is demanded (response_format, tool_choice required) is not supported in a trajectory: its tokens "
+                             "are drawn from another distribution than the one that learns", param="response_format",
+                             code="unsupported_parameter")
+
+
+def _inserted(message: Mapping[str, Any], writer: ChatWriter) -> dict[str, Any]:
+    """A message that the policy did not say here, as templates of its format are shown it."""
+    if not message.get("tool_calls") or writer.format.structured:
+        return dict(message)
+    calls = [ToolCall(each["function"]["name"], each["function"]["arguments"]) for each in message["tool_calls"]]
+    return {**message, "content": writer.format.write(message["content"], calls)}

@@ -1,0 +1,149 @@
+"""A served policy that learns from its clients: what they said is trained on as it was sampled, and nothing else is."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import openai
+import pytest
+import torch
+
+from assay.client import Policy, trajectory
+from assay.errors import UsageError
+from assay.serving.engine_thread import EngineThread, ServerSize
+from assay.serving.policy_training import ServedPolicy
+from assay.serving.server import serve_in_background
+from assay.store.artifact import build_model, open_artifact
+from assay.testing.tiny_models import nudge, save_model, tiny_model
+from tests.serving.test_tools import ADD, TOOL_TEMPLATE, WEB, with_template
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "tool_agent.py"
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    root = tmp_path_factory.mktemp("policy")
+    folder = save_model(root / "base", nudge(tiny_model("qwen3", vocab=270), 0.3), tokenizer=with_template(TOOL_TEMPLATE)).folder
+    serving = EngineThread(ServerSize(slots=2))
+    model = serving.open("policy", folder, learns=True)
+    policy = serving.ask(lambda: ServedPolicy(model, root / "out", 1e-3)).result()
+    with serve_in_background(serving, policy=policy) as url:
+        yield policy, url
+
+
+@pytest.fixture
+def policy(served):
+    return served[0]
+
+
+@pytest.fixture
+def url(served):
+    return served[1]
+
+
+def say(url, made, messages, **options):
+    client = openai.OpenAI(base_url=url, api_key="none", max_retries=0, http_client=WEB, default_headers=made.headers)
+    return client.chat.completions.create(model="policy", messages=messages, max_tokens=6, **options)
+
+
+def talk(url, reward, seed, turns=2):
+    """An agent of two turns, with a tool's answer between them."""
+    with trajectory(url, reward=reward) as made:
+        messages = [{"role": "user", "content": "1+3?"}]
+        for turn in range(turns):
+            said = say(url, made, messages, seed=seed + turn, tools=[ADD]).choices[0].message
+            messages += [said.model_dump(exclude_none=True), {"role": "user", "content": "and?"}]
+    return made
+
+
+def test_what_was_said_is_trained_on_as_it_was_sampled_and_the_version_moves(policy, url):
+    before, weights = policy.model.engine.version, [p.detach().clone() for p in policy.weights.parameters()]
+    made = [talk(url, float(seed % 2), seed) for seed in range(4)]
+    sampled = {each.id: [turn.ids for turn in policy.find(each.id).finished().turns] for each in made}
+    told = Policy(url).train([[each.id for each in made]])
+    assert (told["before"], told["version"]) == (before, policy.model.engine.version)
+    assert before != told["version"]
+    assert {verdict["check"]: verdict["outcome"] for verdict in told["verdicts"]} == {"version": "PROVEN", "identity": "PROVEN"}
+    assert any(not torch.equal(old, new) for old, new in zip(weights, policy.weights.parameters(), strict=True))
+    rows = [json.loads(line) for line in (policy.folder / "trajectories.jsonl").read_text().splitlines()]
+    for row in rows:
+        trained = [token for each in row["sequences"] for token, said in zip(each["ids"], each["sampled"], strict=True) if said]
+        assert trained == [token for turn in sampled[row["id"]] for token in turn]
+    with pytest.raises(UsageError, match="trained on already"):
+        Policy(url).train([[each.id for each in made]])
+
+
+def test_what_is_of_other_weights_or_has_no_reward_is_refused_and_nothing_moves(policy, url):
+    old = [talk(url, float(seed % 2), seed, turns=1) for seed in range(2)]
+    with trajectory(url, reward=1.0) as begun:
+        say(url, begun, [{"role": "user", "content": "hi"}])
+        with pytest.raises(UsageError, match="not closed"):
+            Policy(url).train([[begun.id, old[0].id]])
+        new = [talk(url, float(seed % 2), seed, turns=1) for seed in range(2)]
+        now = Policy(url).train([[each.id for each in new]])["version"]
+        with pytest.raises(openai.ConflictError, match="other weights"):
+            say(url, begun, [{"role": "user", "content": "hi"}, {"role": "user", "content": "again"}])
+    with pytest.raises(UsageError, match="come from version"):
+        Policy(url).train([[each.id for each in old]])
+    with pytest.raises(UsageError, match="given once"):
+        Policy(url)._post(f"/trajectories/{old[0].id}/close", {"reward": 1.0})
+    with pytest.raises(UsageError, match="all rewards are the same"):
+        Policy(url).train([[talk(url, 1.0, seed, turns=1).id for seed in range(2)]])
+    assert policy.model.engine.version == now
+
+
+def test_a_history_that_the_client_rewrote_begins_a_sequence_in_which_it_is_not_trained_on(policy, url):
+    with trajectory(url, reward=1.0) as made:
+        first = say(url, made, [{"role": "user", "content": "hi"}], seed=1).choices[0].message
+        say(url, made, [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "I never said this"},
+                        {"role": "user", "content": "go on"}], seed=2)
+    sequences = policy.find(made.id).finished().sequences
+    assert [len(each.turns) for each in sequences] == [1, 1]
+    second = [token for token, said in zip(sequences[1].ids, sequences[1].sampled, strict=True) if said]
+    assert len(second) == len(sequences[1].turns[0].ids)
+    assert "never said" in policy.model.tokenizer.decode(sequences[1].ids)
+    assert first.content is not None
+
+
+def test_a_turn_that_was_cancelled_was_never_said(policy, url):
+    with trajectory(url, reward=1.0) as made:
+        say(url, made, [{"role": "user", "content": "first"}], seed=1)
+        policy.end_turn(made.id, None, {}, "")  # as the server does for a client that left
+        say(url, made, [{"role": "user", "content": "first"}, {"role": "user", "content": "second"}], seed=2)
+    last = policy.model.tokenizer.decode(policy.find(made.id).finished().sequences[-1].ids)
+    assert last.count("first") == last.count("second") == 1
+
+
+def test_a_block_that_raises_gives_no_reward(policy, url):
+    made = None
+
+    def fails():
+        nonlocal made
+        with trajectory(url, reward=1.0) as made:
+            say(url, made, [{"role": "user", "content": "hi"}])
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fails()
+    closed = policy.find(made.id)
+    assert (closed.closed, closed.reward, closed.finished().reward) == (True, None, None)
+
+
+@pytest.mark.parametrize(("options", "param"), [
+    ({"temperature": 0.5}, "temperature"), ({"n": 2}, "n"), ({"response_format": {"type": "json_object"}}, "response_format")])
+def test_what_another_distribution_would_say_is_refused_by_name(url, options, param):
+    with trajectory(url, reward=1.0) as made:
+        say(url, made, [{"role": "user", "content": "hi"}])
+        with pytest.raises(openai.BadRequestError) as caught:
+            say(url, made, [{"role": "user", "content": "hi"}], **options)
+    assert caught.value.param == param
+
+
+def test_the_shipped_agent_runs_and_what_it_leaves_opens_again(policy, url, capsys):
+    spec = importlib.util.spec_from_file_location("tool_agent", EXAMPLE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.main(url, "policy", updates=1, groups=1, members=2)
+    assert capsys.readouterr().out
+    saved = open_artifact(policy.save().folder)
+    assert all(torch.equal(a, b) for a, b in zip(build_model(saved).parameters(), policy.weights.parameters(), strict=True))
