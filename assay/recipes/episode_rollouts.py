@@ -64,6 +64,11 @@ class EpisodeRollout:
     batch: Batch
 
     @property
+    def scored(self) -> tuple[list[list[Completion]], list[list[float | None]]]:
+        """Every episode as what was sampled in it, and what each was given."""
+        return as_completions(self), self.rewards
+
+    @property
     def trajectories(self) -> list[Trajectory]:
         return [trajectory for group in self.played.groups for trajectory in group]
 

@@ -148,10 +148,8 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
                     measured = collector.measure(rollout) if first else None
                     found, verdicts = averages(step.metrics), list[Verdict]()  # waits for the GPU
                     if measured is not None:
-                        everything = rollout.everything
-                        verdicts += [check_on_policy(found, floor, config.epsilon), check_measured(
-                            measured, found, [group.completions for group in everything], [group.rewards for group in everything],
-                            entropy=asked.wants_entropy)]
+                        verdicts += [check_on_policy(found, floor, config.epsilon),
+                                     check_measured(measured, found, *rollout.scored, entropy=asked.wants_entropy)]
                     if measured is not None and reference is not None:
                         verdicts.append(check_reference(found["kl"], rollout.updates, floor, reference.fingerprint, reference.used))
                     history.add(step, found, measured)

@@ -105,6 +105,11 @@ class Rollout:
     def drawn(self) -> Drawn:
         return completions_of(self.groups)
 
+    @property
+    def scored(self) -> tuple[list[list[Completion]], list[list[float | None]]]:
+        """Everything that was drawn, and what each was given."""
+        return [list(group.completions) for group in self.everything], [list(group.rewards) for group in self.everything]
+
     def witness_facts(self) -> list[dict[str, Any]]:
         """What the witness is shown of a step: prompts, completions with the log-probabilities that they were drawn with, and rewards."""
         return [{"prompt": group.prompt.id, "ids": list(group.prompt.ids), "rewards": list(group.rewards),

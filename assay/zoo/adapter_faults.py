@@ -77,6 +77,15 @@ def a_peft_folder(family: str = "llama", **options: Any) -> Job:
     return job
 
 
+def a_documented_adapter(folder: Path, plant: Plant) -> list[Verdict]:
+    """Its trainer wrote the settings into the model card, as some do."""
+    base = save_model(folder / "base", tiny_model()).folder
+    where = save_peft_folder(folder / "adapter", base)
+    (where / "README.md").write_text("# An adapter\n\n```yaml\nadapter: lora\nlora_r: 4\nlora_alpha: 8\n```\n")
+    with plant(where):
+        return examine_folder(where, base=str(base))
+
+
 def a_dora_folder(folder: Path, plant: Plant) -> list[Verdict]:
     """Another tool's DoRA adapter: beside its factors, the length of every adapted row, here 1.05 times the base's."""
     base = tiny_models.save_hf_folder(folder / "base", tiny_model())
@@ -187,7 +196,7 @@ fault("modules_to_save dropped", rows=("C09",), stage="save", check="answers", j
     lambda _: saving_adapter(lambda fields, tensors: (fields | {"modules_to_save": None}, without(tensors, "lm_head"))))
 
 
-@fault("resized embedding not saved", rows=("C10",), stage="save", check="fields", job=a_peft_folder())
+@fault("resized embedding not saved", rows=("C10",), stage="save", check="fields", job=a_documented_adapter)
 @on_disk
 def resized_embedding_not_saved(folder: Path) -> None:
     """The tokenizer has new tokens, the adapter was trained with rows for them, and no file holds those rows."""
@@ -201,15 +210,6 @@ fault("adapter's embedding dropped on save", rows=("C10",), stage="save", check=
       job=an_adapter_save("llama3", replaced=("embed.weight", "head.weight")))(
     lambda _: saving_adapter(lambda fields, tensors: (
         fields | {"modules_to_save": ["lm_head"]}, without(tensors, "embed_tokens"))))
-def a_documented_adapter(folder: Path, plant: Plant) -> list[Verdict]:
-    """Its trainer wrote the settings into the model card, as some do."""
-    base = save_model(folder / "base", tiny_model()).folder
-    where = save_peft_folder(folder / "adapter", base)
-    (where / "README.md").write_text("# An adapter\n\n```yaml\nadapter: lora\nlora_r: 4\nlora_alpha: 8\n```\n")
-    with plant(where):
-        return examine_folder(where, base=str(base))
-
-
 fault("alpha changed after the training", rows=("C09",), stage="export", check="fields", job=a_documented_adapter)(
     changed_json("adapter_config.json", lambda fields: fields | {"lora_alpha": 16}))
 fault("rank scaling lost", rows=("C09",), stage="save", check="answers", job=an_adapter_save(rslora=True))(

@@ -211,7 +211,7 @@ fault("the next rollout's prompts in this one's place", rows=("R08",), stage="da
     # The order and whoever checks it share the function that draws.
     in_place_of(PromptOrder, "drawn")(lambda usual, order, rollout: usual(order, rollout + 1)))
 fault("advantages of the wrong sign", rows=("R10",), stage="reward", check="witness", job=a_witnessed_rollout)(
-    in_place_of(rollouts, "group_advantages")(lambda usual, *given, **named: _turned(usual(*given, **named))))
+    in_place_of(rollouts, "estimated_advantages")(lambda usual, *given, **named: _turned(usual(*given, **named))))
 
 
 def _turned(found: Any) -> Any:
@@ -285,11 +285,11 @@ def betas_swapped(usual: Any, optimizer: torch.optim.Optimizer, alarm: loop.Alar
 
 
 @witnessed("weight decay on norms and embeddings", "optimizer")
-@in_place_of(sft, "adamw")
-def everything_decays(usual: Any, *given: Any, weight_decay: float) -> torch.optim.Optimizer:
-    optimizer = usual(*given, weight_decay=weight_decay)
+@in_place_of(sft, "tuning_optimizer")
+def everything_decays(usual: Any, config: Sft, start: Any) -> torch.optim.Optimizer:
+    optimizer = usual(config, start)
     for group in optimizer.param_groups:
-        group["weight_decay"] = weight_decay
+        group["weight_decay"] = config.weight_decay
     return optimizer
 
 
@@ -298,9 +298,12 @@ witnessed("a warm-up that never ends", "schedule")(
 
 
 @witnessed("a norm outside the optimizer", "optimizer")
-@in_place_of(sft, "adamw")
-def norm_left_out(usual: Any, named: Any, *given: Any, **options: Any) -> torch.optim.Optimizer:
-    return usual([(name, p) for name, p in named if name != "norm.weight"], *given, **options)
+@in_place_of(sft, "tuning_optimizer")
+def norm_left_out(usual: Any, config: Sft, start: Any) -> torch.optim.Optimizer:
+    optimizer = usual(config, start)
+    for group in optimizer.param_groups:
+        group["params"] = [p for p in group["params"] if p is not start.model.norm.weight]
+    return optimizer
 
 
 @witnessed("adapter learned at twice its scale", "LoRA", lora_r=4, lora_alpha=8.0)

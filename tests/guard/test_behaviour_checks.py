@@ -108,16 +108,15 @@ def test_every_other_text_is_enough(tmp_path, monkeypatch):
     good, bad = (save_talking_model(tmp_path / name, model).folder for name,
                  model in (("good", talking_model()), ("bad", looping(talking_model()))))
     well, badly = (LoadedModel(open_artifact(path)) for path in (good, bad))
-    real = LoadedModel.generate_until
+    real = LoadedModel.complete
 
-    def every_other(self, prompts, sampling, **options):
-        said = real(well, prompts, sampling, **options)
-        if self.identity == badly.identity:
-            ill = real(badly, prompts, sampling, **options)
-            said |= {id: ill[id] for i, id in enumerate(prompts) if (i + sampling.seed) % 2}
-        return said
+    def every_other(self, requests):
+        said, ill = real(well, requests), real(badly, requests)
+        if self.identity != badly.identity:
+            return said
+        return [(ill if (i + request.sampling.seed) % 2 else said)[i] for i, request in enumerate(requests)]
 
-    monkeypatch.setattr(LoadedModel, "generate_until", every_other)
+    monkeypatch.setattr(LoadedModel, "complete", every_other)
     verdict = check_health(subject(bad, good))
     assert verdict.outcome is Outcome.REFUTED, verdict
     assert 8 <= verdict.evidence["bad"] <= 24
@@ -150,10 +149,10 @@ def test_a_beginning_is_cut_to_a_short_context(tmp_path):
 def test_a_gpu_that_is_full_leaves_the_cpu(tmp_path, monkeypatch):
     real = behaviour_checks._speaker
 
-    def full(artifact, built, device):
+    def full(artifact, built, device, ahead):
         if device == "cuda":
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return real(artifact, built, device)
+        return real(artifact, built, device, ahead)
 
     monkeypatch.setattr(behaviour_checks, "_speaker", full)
     verdict = check_health(subject(save_talking_model(tmp_path / "model", talking_model()).folder, device="cuda"))

@@ -136,7 +136,7 @@ def test_old_checkpoints_are_retired_beside_the_loop_and_written_down_in_it(tmp_
     monkeypatch.setattr(run_module, "delete_old_checkpoints", watched)
     config = options(tmp_path / "run")
     sit(config)
-    assert [main for main, _ in where] == [False] * 7 + [True]  # steps 0, 1, 6, 12, 18, 24, 26; then once more at the end
+    assert [main for main, _ in where] == [False] * 8  # steps 0, 1, 6, 12, 18, 24, 26; then once more at the end
     retired = [event["checkpoint"] for event in events(config, "retire")]
     assert retired == [name for _, gone in where for name in gone]
     assert saved_steps(config) == [24, 26]

@@ -107,7 +107,7 @@ def test_copies_stay_where_they_are_only_where_there_is_room(monkeypatch: pytest
     weight = torch.arange(12.0).reshape(3, 4)
     contents = Contents("model", {"w": weight.t()}, optimizer={"m": weight})
     asked = []
-    monkeypatch.setattr(saving, "_room_on_device", lambda tensors, headroom: asked.append(headroom) or True)
+    monkeypatch.setattr(saving, "room_on_device", lambda tensors, headroom: asked.append(headroom) or True)
     owned = owned_contents(contents, headroom=7)
     assert asked == [7]
     assert torch.equal(owned.weights["w"], weight.t())
