@@ -311,7 +311,7 @@ def test_a_run_does_not_go_on_with_another_teacher(home: Path, tmp_path: Path, m
         distilled(config)
     elsewhere = open_artifact(save_model(tmp_path / "moved",
                                          nudge(build_model(open_artifact(home / "teacher")).requires_grad_(True))).folder)
-    monkeypatch.setattr(teachers, "open_teacher_model", lambda _: elsewhere)
+    monkeypatch.setattr(teachers, "open_artifact", lambda _: elsewhere)
     with pytest.raises(GuardStop, match=r"the teacher is .* now, the run began with"):
         distill.distill(config, lambda _: None)
 
