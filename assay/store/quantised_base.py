@@ -27,7 +27,8 @@ class QuantisedReader:
         if self.held == "bf16":
             self.unchanged &= tensor.dtype == torch.bfloat16
             made = tensor.to(torch.bfloat16)
-            self._count(tensor, float((made.float() - tensor.float()).square().sum()))
+            if made.dtype != tensor.dtype:  # else the file's own bits, and nothing to measure
+                self._count(tensor, float((made.float() - tensor.float()).square().sum()))
             return self._shared(name, made)
         if not is_quantisable(name, tensor.shape):
             return self._shared(name, tensor)
