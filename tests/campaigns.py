@@ -225,6 +225,7 @@ def start_endless(job: Job, out: Path, minutes: float) -> subprocess.Popen[bytes
     words = list(job.command(out))
     words[words.index("--max-steps") + 1] = "100000"
     words[words.index("--save-steps") + 1] = "500"
+    words[words.index("--learning-rate") + 1] = "1e-5"  # more would spoil the model in thousands of epochs
     words += ["--num-train-epochs", "100000000"]
     return subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"})
 

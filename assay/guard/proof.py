@@ -380,11 +380,11 @@ def _warm_up(early: list[str], requests: "queue.SimpleQueue[bytes]") -> None:
     """What the first proof would wait for, as long as nobody waits."""
     where = default_device() if early[:1] == [WHERE_THERE_IS_ONE] else "".join(early[:1])
     with contextlib.suppress(ImportError, RuntimeError):  # what fails here fails the proof, in its own words
-        if where not in ("", "cpu"):
-            torch.ones(8, 8, device=where).mm(torch.ones(8, 8, device=where))
         for name in WARM_LIBRARIES if LIBRARIES in early else ():
             if requests.empty() and importlib.util.find_spec(name.partition(".")[0]) is not None:
                 importlib.import_module(name)
+        if where not in ("", "cpu"):  # after the imports: contexts of one GPU are made one at a time, and the run's own comes first
+            torch.ones(8, 8, device=where).mm(torch.ones(8, 8, device=where))
 
 
 def _answer(line: bytes, kept: KeptArtifacts) -> dict[str, Any]:
