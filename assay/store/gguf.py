@@ -269,6 +269,7 @@ def _refuse_inexpressible(config: ModelConfig) -> None:
         "these layers without positions": config.family == "smollm3" and config.unrotated != tuple(
             range(SMOLLM3_EVERY - 1, config.depth, SMOLLM3_EVERY)),
         "these experts": e is not None and (bool(e.dense_layers) or not e.normalised),
+        "heads that are not width / heads wide in Qwen2": config.family == "qwen2" and config.heads * config.head_dim != config.width,
         "half a soft cap": config.family == "gemma2" and (config.softcap is None or config.attention_softcap is None),
         **dict.fromkeys(unexportable_features(config), True),
     }

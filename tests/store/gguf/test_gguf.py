@@ -72,7 +72,7 @@ def test_later_families_are_read_as_they_were_written(family, tmp_path):
 @pytest.mark.parametrize(("family", "change", "words"), [
     ("gemma3_text", {"local_rope": Rope(20000.0)}, "rotary base"), ("gemma3_text", {"windows": (20, None)}, "in this order"),
     ("gemma2", {"attention_scale": 0.3}, "scale of scores"), ("smollm3", {"unrotated": (2,)}, "without positions"),
-    ("qwen2_moe", {}, "the qwen2_moe family"), ("gpt_oss", {}, "the gpt_oss family")])
+    ("qwen2_moe", {}, "the qwen2_moe family"), ("gpt_oss", {}, "the gpt_oss family"), ("qwen2", {"head_dim": 64}, "width / heads")])
 def test_what_llama_cpp_would_compute_otherwise_is_not_written(family, change, words, tmp_path):
     config = replace(as_llama_cpp_has_it(family), **change)
     with pytest.raises(UsageError, match=words):
