@@ -71,7 +71,7 @@ def test_levels_are_the_paper_s_and_only_0_becomes_0():
     assert float((up - roots).abs().max()) < 0.006 * float(roots.max())
     tiny = torch.tensor([1.0, 1e-9, 0.0])
     assert (decode_moments(*encode_moments(tiny, False), tiny.shape, False) > 0).tolist() == [True, True, False]
-    functional = pytest.importorskip("bitsandbytes.functional")
+    functional = pytest.importorskip("bitsandbytes.functional", reason="bitsandbytes is not installed: pip install bitsandbytes")
     assert torch.allclose(functional.create_dynamic_map(signed=True), signed)
 
 

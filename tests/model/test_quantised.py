@@ -78,7 +78,7 @@ def test_rows_have_the_same_codes_alone_and_together(kind: quantised.QuantisedKi
 
 
 def test_values_are_those_of_the_libraries_that_are_installed():
-    functional = pytest.importorskip("bitsandbytes.functional")
+    functional = pytest.importorskip("bitsandbytes.functional", reason="bitsandbytes is not installed: pip install bitsandbytes")
     weight = draw(8, 256)
     theirs = functional.dequantize_4bit(*functional.quantize_4bit(weight, blocksize=BLOCK, quant_type="nf4"))
     assert torch.equal(dequantised(quantise(weight, "nf4")), theirs.bfloat16())
