@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from assay.learn.optim import adamw, adamw_groups
+from assay.learn.optim import adamw_groups
 
 MOMENTS_A_SCALE = 256  # moments that share a scale
 LEAST_CODED = 4096  # elements: what is smaller keeps its moments in fp32, as with bitsandbytes
@@ -66,10 +66,6 @@ class LowBitAdamW(torch.optim.Optimizer):
             for key, made in _stored(name, values, _MOMENTS[name]).items():
                 there = state[key]
                 there.copy_(made if self.found_inf is None else torch.where(self.found_inf > 0, there, made))
-
-
-# --optim → how the optimizer of a fine-tuning is made
-TUNING_OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"adamw": adamw, "adamw_8bit": adamw_8bit}
 
 # ---------------------------------------------------------------- codes
 

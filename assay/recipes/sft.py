@@ -14,7 +14,7 @@ from assay.guard.adapter_checks import check_adapter_scale, check_written_adapte
 from assay.guard.conclusion_checks import check_budget
 from assay.guard.loss_preflight import preflight_loss, sample_rows
 from assay.guard.training_guards import check_detectors
-from assay.learn.low_bit_adamw import TUNING_OPTIMIZERS
+from assay.learn.low_bit_adamw import adamw_8bit
 from assay.learn.lr_schedule import Budget, Schedule
 from assay.learn.objectives import Objective, next_token
 from assay.learn.optim import adamw
@@ -24,7 +24,7 @@ from assay.recipes.conversations import Conversations, describe_tuning, evaluate
 from assay.recipes.evaluator import EarlyStopping, HeldOutEvaluator, stopping_rule
 from assay.recipes.hand_over import SAME_LOSS, HandedOver, hand_over, void_if_refuted, write_down
 from assay.recipes.memory_plan import record_use
-from assay.recipes.options import Sft, Tuned
+from assay.recipes.options import Sft, Trained, Tuned
 from assay.recipes.processes import follow, join_processes, moments_wait
 from assay.recipes.run import Run, TimeSpent, open_run, print_line
 from assay.recipes.starting_model import AdapterModel, StartingModel, carry_moments, load_start, reopen_beside
@@ -124,12 +124,13 @@ def micro_rows(config: Tuned, data: Conversations) -> int:
     return max(1, min(data.order.rows, config.micro_batch_tokens // data.order.length))
 
 
-def tuning_optimizer(config: Tuned, start: StartingModel) -> torch.optim.Optimizer:
+def tuning_optimizer(config: Trained, start: StartingModel) -> torch.optim.Optimizer:
     lr = config.peak_rate(adapter=isinstance(start.weights, AdapterModel))
-    if (where := moments_wait(config)) is not None:  # --fsdp, which knows AdamW alone
-        optimizer: torch.optim.Optimizer = adamw(start.model.named_parameters(), lr, weight_decay=config.weight_decay, moments=where)
+    named = start.model.named_parameters()
+    if config.optim == "adamw_8bit":
+        optimizer: torch.optim.Optimizer = adamw_8bit(named, lr, weight_decay=config.weight_decay)
     else:
-        optimizer = TUNING_OPTIMIZERS[config.optim](start.model.named_parameters(), lr, weight_decay=config.weight_decay)
+        optimizer = adamw(named, lr, weight_decay=config.weight_decay, moments=moments_wait(config))
     carry_moments(optimizer, start)
     return optimizer
 
