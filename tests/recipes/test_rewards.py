@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -258,7 +259,10 @@ SAYS = ('{"scores": [{"id": "1", "score": 0.9}, ', '{"id": "2", "score": 0.1}]}'
 
 @pytest.fixture(scope="module")
 def tiny_judge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A real model behind our server that knows one sentence: whatever it is asked, the first of two is the better one."""
+    """A real model behind our server that knows one sentence: whatever it is asked, the first of two is the better one.
+
+    The sentence is two tokens that no grammar allows, so the server has none: it refuses a response_format, as many do.
+    """
     plain, stops = tokenizer_and_stops()
     tokenizer = with_new_tokens(plain, SAYS)
     model = tiny_model("llama", max_length=4096)
@@ -272,7 +276,8 @@ def tiny_judge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     checkpoint.write_checkpoint(folder, model_contents(model, tokenizer, stops, Lineage()))
     serving = EngineThread(ServerSize(slots=2, queue=32))
     serving.open("tiny", folder)
-    with serve_in_background(serving) as url:
+    with pytest.MonkeyPatch.context() as patch, serve_in_background(serving) as url:
+        patch.setitem(sys.modules, "llguidance", None)
         yield url
 
 

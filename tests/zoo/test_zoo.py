@@ -126,6 +126,9 @@ REASONS = {
     "GGUF cut short": "cut short",
     "squeezed out of four bits": "9 tensor(s) are not those of source, rounded",
     "squeezed file damaged": "the bytes of 'matrices' are not those that were written",
+    "half-uploaded checkpoint": "model.safetensors: is not there, and the manifest lists it",
+    "half-uploaded file": "model.safetensors: its bytes hash to",
+    "flipped byte in the store": "model.safetensors: its bytes hash to",
 }
 
 
