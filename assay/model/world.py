@@ -24,7 +24,8 @@ from assay.model.placement import default_device, require_device
 PATIENCE = 120.0  # seconds: a process that says nothing for so long has died or hangs; --process-timeout says another number
 BEAT = 2.0  # seconds between signs of life of process 0, which may evaluate, save and prove for longer than any patience
 LAST_WORD = 10.0  # seconds that process 0 waits at the end until the others know that it is one
-GLANCE, LONGEST_PAUSE = 0.0002, 0.01  # seconds between two looks for a call: at first, and where it is long in coming
+GLANCE, KEPT_CALLS = 1024
+LONGEST_PAUSE = 0.0002, 0.01  # seconds between two looks for a call: at first, and where it is long in coming
 LOST = ("connection", "gloo", "timed out", "timeout", "nccl", "socket", "broken pipe")  # what torch says of another process's end
 
 
@@ -67,8 +68,8 @@ class World:
         if self.size > 1:
             self._store.set(f"call {self._called}", json.dumps(call))
             self._called += 1
-            if self._called > 2:
-                self._store.delete_key(f"call {self._called - 3}")
+            if self._called > KEPT_CALLS:  # read long ago: whoever is called and does not answer holds process 0 up much sooner
+                self._store.delete_key(f"call {self._called - KEPT_CALLS - 1}")
 
     def calls(self) -> Iterator[dict[str, Any]]:
         """What process 0 asks for, until it ends."""
