@@ -24,8 +24,8 @@ from assay.model.placement import default_device, require_device
 PATIENCE = 120.0  # seconds: a process that says nothing for so long has died or hangs; --process-timeout says another number
 BEAT = 2.0  # seconds between signs of life of process 0, which may evaluate, save and prove for longer than any patience
 LAST_WORD = 10.0  # seconds that process 0 waits at the end until the others know that it is one
-GLANCE, KEPT_CALLS = 1024
-LONGEST_PAUSE = 0.0002, 0.01  # seconds between two looks for a call: at first, and where it is long in coming
+KEPT_CALLS = 1024
+GLANCE, LONGEST_PAUSE = 0.0002, 0.01  # seconds between two looks for a call: at first, and where it is long in coming
 LOST = ("connection", "gloo", "timed out", "timeout", "nccl", "socket", "broken pipe")  # what torch says of another process's end
 
 
