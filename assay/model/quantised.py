@@ -67,7 +67,7 @@ def _quantise_rows(rows: Tensor, kind: QuantisedKind) -> tuple[Tensor, Tensor]:
     columns = rows.shape[1]
     blocks = F.pad(rows.float(), (0, -columns % BLOCK)).unflatten(1, (-1, BLOCK))
     largest = blocks.abs().amax(-1)
-    scale = largest if kind == "nf4" else largest / torch.full_like(largest, 127.0)  # CUDA multiplies by 1/127 where that is a number
+    scale = largest if kind == "nf4" else largest / torch.full_like(largest, 127.0)  # by a tensor: CUDA may multiply by 1/127
     shares = blocks / torch.where(scale > 0, scale, 1.0)[..., None]
     if kind == "int8":
         return shares.round().to(torch.int8).flatten(1)[:, :columns].contiguous(), scale
