@@ -28,6 +28,7 @@ from assay.model.special_tokens import resolve_special_tokens
 from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import ModelConfig, Rope, Transformer, initialised, parameter_count, qkv_rows
 from assay.outcome import RunOutcome
+from assay.recipes.compute_dtype import asked_compute, refuse_fp16
 from assay.recipes.evaluator import EarlyStopping, HeldOutEvaluator, stopping_rule
 from assay.recipes.hand_over import hand_over, write_down
 from assay.recipes.memory_plan import device_memory, plan_pretraining, record_use, require_fit
@@ -99,7 +100,9 @@ def pretrain(config: Pretrain, say: Callable[[str], None] = print_line) -> RunOu
     memory = plan_pretraining(config, plan.model, plan.device)
     if (available := device_memory(plan.device)) is not None:
         require_fit(memory, available, plan.device)
-    model = place_for_training(initialised(plan.model, config.seed), plan.device, recompute=config.gradient_checkpointing,
+    refuse_fp16(config, plan.model)
+    model = place_for_training(initialised(plan.model, config.seed), plan.device, compute=asked_compute(config),
+                               recompute=config.gradient_checkpointing,
                                compile=False if config.fsdp else None)
     if world.rank > 0:
         return follow(world, model, next_token, config, partial(optimizer_for, config, plan, model), config.ema)
