@@ -24,6 +24,7 @@ from assay.guard.proof_subject import DEFAULT_SAMPLING, ProofSampling
 from assay.guard.proving_process import PROVING_PROCESSES
 from assay.guard.resume_checks import check_kept_checkpoints, check_newest_checkpoint, check_own_checkpoint
 from assay.guard.training_guards import stop_if_refuted
+from assay.recipes.child_runs import signals_handled
 from assay.recipes.remote_run import RemoteRun, restore_run
 from assay.recipes.save_pace import LITTLE
 from assay.recipes.witness_records import pending_records
@@ -442,12 +443,8 @@ class Run:
             with contextlib.suppress(RuntimeError):  # it came in the middle of a line: Python cannot print another one there
                 self.say(f"{signal.Signals(number).name}: saving, then stopping (again to stop at once)")
 
-        before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
+        with signals_handled(note):
             yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
 
 @contextlib.contextmanager
