@@ -39,7 +39,7 @@ from assay.recipes.rollout_batch import Drawn, layout_of
 from assay.recipes.rollouts import Collector, RolloutCollector, RolloutHistory, Sampler
 from assay.recipes.run import Run, TimeSpent, open_run, plain, print_line
 from assay.recipes.sft import tuning_optimizer
-from assay.recipes.starting_model import AdapterModel, StartingModel, load_start, reopen_parent
+from assay.recipes.starting_model import StartingModel, load_start, reopen_parent
 from assay.recipes.trainer import SavePlan, Trainer
 from assay.store.artifact import build_model, open_artifact, straight_to
 from assay.store.checkpoint import step_folder
@@ -64,10 +64,9 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
     rewards: Rewards | EnvironmentTasks = Rewards(config) if config.environment is None else EnvironmentTasks(config, start)
     prompts = split_prompts(config, start) if isinstance(rewards, Rewards) else rewards.split()
     schedule, longest = grpo_schedule(config, prompts), longest_sequence(config, prompts, rewards)
-    lr = config.peak_rate(adapter=isinstance(start.weights, AdapterModel))
-    for line in describe_grpo(config, start, prompts, lr, schedule, device, rewards.judge):
-        say(line)
     optimizer = tuning_optimizer(config, start)
+    for line in describe_grpo(config, start, prompts, optimizer.param_groups[0]["lr"], schedule, device, rewards.judge):
+        say(line)
 
     with world, open_run(config, say, device, spent) as run, rewards:
         sampler_of = partial(Sampler, tokenizer=start.tokenizer, stops=start.parent.stops, slots=config.prompts * config.num_generations,
@@ -141,7 +140,7 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
                 rollout = collector.collect(trainer.done, reference)  # prompts → completions → rewards → advantages
                 run.judge_often(Event.ROLLOUT, collector.check(rollout, floor, reference))
                 collector.keep_samples(rollout)
-                trainer.records.rollout = rollout
+                trainer.records.rollout = rollout.witness_facts()
                 for step in trainer.steps(annealed(rollout.batch, asked, config, trainer.done)):
                     first = step.index == rollout.step
                     measured = collector.measure(rollout) if first else None
@@ -189,7 +188,7 @@ def hand_over_best(run: Run, evaluator: PromptEvaluator, prompts: PromptData, st
     watched = {prompt.id for prompt in evaluator.prompts}
     evaluated = np.array([prompt.id in watched for prompt in prompts.held_out])
     unseen = ~evaluated if (~evaluated).sum() > 1 else np.ones_like(evaluated)
-    recorded = -evaluator.history.at(step)
+    recorded = evaluator.scores_at(step)
     again = prompts_digest([prompt for prompt in prompts.held_out if prompt.id in watched])
     chances = 1 if not (unseen & evaluated).any() else len(evaluator.history.steps) - 1
     verdicts += [check_same_held_out(evaluator.history.digest, again),
