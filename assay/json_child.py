@@ -57,15 +57,20 @@ class JsonChild:
 
     def stop(self) -> int:
         """Kills it and whatever it has started, and returns its status: one that was dead already has kept its own."""
+        self.kill()
         process, self.process, self._unread = self.process, None, b""
         if process is None:
             return 0
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # some systems say so of a group that is dead
-            os.killpg(process.pid, signal.SIGKILL)
         for pipe in (process.stdin, process.stdout):
             assert pipe is not None
             pipe.close()
         return process.wait()
+
+    def kill(self) -> None:
+        """Without a wait: where several end, all are told before the first is waited for."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # some systems say so of a group that is dead
+            if self.process is not None:
+                os.killpg(self.process.pid, signal.SIGKILL)
 
     def _pipes(self) -> tuple[int, int]:
         assert self.process is not None
