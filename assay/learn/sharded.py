@@ -62,6 +62,7 @@ class ShardedModel:
         self.world, self.model, self.optimizer, self.objective, self.ema = world, model, optimizer, objective, ema
         self.checksums = checksums
         self.whole: Transformer | None = None  # in process 0: the same model in host memory, as of the last `refresh`
+        self.gathered: Transformer | None = None  # the same tensors as `whole`, in a model that computes with them itself, alone
         self.parts: dict[str, nn.Parameter] = {}  # this process's rows of every parameter, over the memory that FSDP gathers from
         self.shapes: dict[str, torch.Size] = {name: p.shape for name, p in model.named_parameters()}
         self.applied: dict[str, Any] = {}  # of the last step, as this process had it
@@ -87,6 +88,7 @@ class ShardedModel:
         moments = self._own_moments()
         if self.world.rank == 0:
             self.whole = whole_copy(self.model)
+            self.gathered = around_same_tensors(self.whole)
             self._state_before = {name: tensor_sha256(tensor) for name, tensor in self._whole_state().items()}
         average = {} if self.ema is None else {name: self._own_rows(tensor) for name, tensor in self.ema.tensors().items()}
         names = {id(p): name for name, p in self.model.named_parameters()}
@@ -183,8 +185,8 @@ class ShardedModel:
                 found = self.objective(self.model, part.to(self.world.device, non_blocking=True))
                 (found.total / call["weight"]).backward()
                 loss += found.total.detach().double() / call["weight"]
-                if part.ids or part.weight.any():
-                    metrics = combined(metrics, found.metrics or {})
+                counts = bool(part.ids or part.weight.any())
+                metrics = combined(metrics, (found.metrics or {}) if counts else measured_nothing(found.metrics or {}))
         finally:
             self._computing = False
         mine = rows_of(batch, self.world.rank, self.world.size) if self.world.rank < len(batch) else None
@@ -200,7 +202,8 @@ class ShardedModel:
         yield from parts
         most = math.ceil(math.ceil(len(batch) / size) / micro)
         for _ in range(most - len(parts)):
-            yield dataclasses.replace(next(batch.split(1)).seen(), ids=())
+            row = next(batch.split(1))
+            yield dataclasses.replace(row, weight=torch.zeros_like(row.weight), ids=())
 
     def _over_processes(self, metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Sums of sums, and the largest of maxima. Only process 0's names count: an objective measures the same everywhere."""
@@ -464,6 +467,18 @@ def whole_copy(model: Transformer) -> Transformer:
     held: dict[int, Any] = {id(p): nn.Parameter(p.detach().to("cpu", copy=True), requires_grad=p.requires_grad) for p in model.parameters()}
     held |= {id(buffer): buffer.detach().to("cpu", copy=True) for buffer in model.buffers()}
     return copy.deepcopy(model, held)
+
+
+def around_same_tensors(model: Transformer) -> Transformer:
+    """Another module tree: what is put in the place of one's methods is not the other's."""
+    held: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, held)
+
+
+def measured_nothing(metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Under the same names, what changes neither a sum nor a maximum: every process sums the same values, whoever has rows."""
+    return {name: torch.full_like(value, -math.inf) if name.endswith("/max") else torch.zeros_like(value)
+            for name, value in metrics.items()}
 
 
 def _compute_as(whole: Transformer, sharded: Transformer, device: str) -> None:

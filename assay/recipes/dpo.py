@@ -47,11 +47,11 @@ def dpo(config: Dpo, say: Callable[[str], None] = print_line) -> RunOutcome:
     refuse_nonsense(config)
     settings = settings_of(config)
     objective = preference(settings)
-    world, say = join_processes(config, say)
+    world, say = join_processes(config, say, shardable=True)
     device = world.device
     start = load_start(config, device, say)
     if world.rank > 0:
-        return follow(world, start.model, objective, config)
+        return follow(world, start.model, objective, config, partial(tuning_optimizer, config, start))
     pairs = load_preferences(config, start)
     schedule, every, micro = tuning_schedule(config, pairs), evaluated_every(config.save_steps), micro_rows(config, pairs)
     rule = stopping_rule(config.early_stopping_patience, config.early_stopping_threshold, schedule=config.lr_scheduler_type,
@@ -138,7 +138,7 @@ def preflight_dpo(trainer: Trainer, data: PreferenceData, start: StartingModel) 
                 *check_parent_reference(data, start),
                 *preflight_preference(trainer.model, trainer.objective, sample_rows(batch), data.settings, trainer.accumulate_alone),
                 *trainer.check_precision(batch, found), *reached(trainer, found),
-                *trainer.check_world(data.batch(0)), *data.audit(start)]
+                *data.audit(start), *trainer.check_world(data.batch(0))]  # last: with --fsdp nobody holds the whole model afterwards
 
 
 def pairs_in(ids: tuple[Any, ...]) -> int:

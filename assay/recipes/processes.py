@@ -41,7 +41,7 @@ def join_processes(config: Trained | Pretrain, say: Callable[[str], None], *,
     """This run's processes, and who speaks: the first alone. `shardable` are the recipes whose steps FSDP computes."""
     if config.fsdp and not shardable:
         raise UsageError(f"--fsdp: assay {type(config).__name__.lower()} keeps the whole model in every process; leave --fsdp out and "
-                         "give --shards for several processes. assay pretrain and assay sft shard their parameters")
+                         "give --shards for several processes. assay pretrain, sft, distill, dpo, kto and grpo shard their parameters")
     if config.fsdp and config.shards > 1:
         raise UsageError(f"--fsdp and --shards {config.shards}: with FSDP the processes are the shards; give one of them")
     if config.fsdp and isinstance(config, Trained) and (config.optim == "adamw_8bit" or config.base_dtype is not None):

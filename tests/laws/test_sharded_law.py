@@ -13,7 +13,7 @@ import torch
 from assay.errors import UsageError
 from assay.learn import sharded
 from assay.outcome import RunOutcome
-from assay.recipes import distill, dpo, grpo, hand_over, run, sft, starting_model
+from assay.recipes import distill, dpo, grpo, hand_over, kto, reward_model, run, sft, starting_model
 from assay.recipes.options import Distill, Sft
 from assay.recipes.processes import require_global
 from assay.store import shared_save
@@ -45,6 +45,11 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_model(folder / "base", tiny_model("llama"))
     sums.write(folder / "learned.jsonl", [{"prompt": f"{a}+{b}=", "completion": said} for a in range(10) for b in range(10)
                                           for said in (str(a + b), f"{a + b} or {a + b + 1}")])
+    asked = [(f"{a}+{b}=", a + b) for a in range(8) for b in range(5)]
+    sums.write(folder / "pairs.jsonl", [{"prompt": prompt, "chosen": f"yes {due}", "rejected": f"no {due + 1}"} for prompt, due in asked])
+    sums.write(folder / "answers.jsonl", [{"prompt": prompt, "completion": str(due + due % 2), "label": due % 2 == 0}
+                                          for prompt, due in asked])
+    sums.write(folder / "sums.jsonl", [{"prompt": prompt, "gold": str(due)} for prompt, due in asked])
     return folder
 
 
@@ -94,6 +99,16 @@ def whole(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.fixture(scope="module")
+def teacher(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One who knows more than nothing."""
+    out = tmp_path_factory.mktemp("teacher") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        sums.unproven(patch)
+        quietly(sft.sft, fit(home, out, max_steps=12, learning_rate=1e-2, save_steps=12, fsdp=False, num_train_epochs=9))
+    return out / "model"
+
+
 def test_sft_in_parts_is_near_sft_in_one_piece_and_its_files_are_shared_out(home: Path, whole: Path, tmp_path: Path):
     out = tmp_path / "run"
     assert fork_processes(partial(quietly, sft.sft, fit(home, out)), 3) == [0, 0, 0]
@@ -135,6 +150,34 @@ def test_an_adapter_in_parts_is_near_one_in_one_piece(home: Path, tmp_path: Path
     quietly(sft.sft, fit(home, tmp_path / "one", lora_r=4))
     assert fork_processes(partial(quietly, sft.sft, fit(home, tmp_path / "two", lora_r=4)), 2) == [0, 0]
     assert_near(last(tmp_path / "two"), last(tmp_path / "one"))
+
+
+def lessons(home: Path, teacher: Path, out: Path, recipe: str) -> Callable[[], RunOutcome]:
+    """Five rows a step, of KTO two: one of three processes has none."""
+    tokens = {"distill": 120, "dpo": 480, "kto": 192}.get(recipe, 0)
+    given: dict[str, Any] = {"out": str(out), "max_length": 24, "batch_tokens": tokens, "micro_batch_tokens": 48, "num_train_epochs": 2,
+                             "max_steps": 3, "save_steps": 2, "held_out": 0.1, "learning_rate": 1e-3, "device": "cpu", "fsdp": True,
+                             "process_timeout": 90.0, "model": str(home / "base")}
+    if recipe == "distill":
+        return partial(quietly, distill.distill, Distill(**given, data=(str(home / "learned.jsonl"),), teacher=str(teacher)))
+    if recipe == "dpo":
+        return partial(quietly, dpo.dpo, dpo.Dpo(**given, data=(str(home / "pairs.jsonl"),), lora_r=4))
+    if recipe == "kto":
+        return partial(quietly, kto.kto, kto.Kto(**given, data=(str(home / "answers.jsonl"),)))
+    return partial(quietly, grpo.grpo, sums.options(home / "a" / "b" / "c", out, model=str(home / "base"), max_steps=2, prompts=3,
+                                                    num_generations=3, micro_batch_size=2, learning_rate=1e-4, fsdp=True,
+                                                    process_timeout=90.0))
+
+
+@pytest.mark.parametrize(("recipe", "processes"), [("distill", 2), ("dpo", 2), ("kto", 3), ("grpo", 2)])
+def test_other_recipes_in_parts_are_near_themselves_in_one_piece(recipe: str, processes: int, home: Path, teacher: Path, tmp_path: Path):
+    one, two = (lessons(home, teacher, tmp_path / name, recipe) for name in ("one", "two"))
+    one()
+    assert fork_processes(two, processes) == [0] * processes
+    assert_near(last(tmp_path / "two"), last(tmp_path / "one"))
+    parity = preflight_of(tmp_path / "two")["world_parity"]
+    assert parity["outcome"] == "PROVEN"
+    assert (recipe != "kto") == (0 < parity["evidence"]["apart"] < 1e-4)  # two rows are added in one order alone
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
@@ -211,12 +254,14 @@ def test_a_process_that_hangs_ends_the_run_within_the_stated_time(home: Path, tm
     assert "another process died or did not answer within 3 s" in capfd.readouterr().out
 
 
-@pytest.mark.parametrize(("recipe", "options"), [
-    (distill.distill, partial(Distill, teacher="t")), (dpo.dpo, dpo.Dpo), (grpo.grpo, partial(grpo.Grpo, reward=("r",)))])
-def test_a_recipe_that_does_not_shard_says_so(recipe: Any, options: Any):
-    data = {"data": ("x.jsonl",)} if options is not None else {}
-    with pytest.raises(UsageError, match=r"--fsdp: assay (distill|dpo|grpo) keeps the whole model"):
-        recipe(options(model="m", out="o", fsdp=True, **data), lambda _: None)
+@pytest.mark.parametrize(("recipe", "options", "said"), [
+    (reward_model.reward_model, reward_model.RewardModel, "--fsdp: assay rewardmodel keeps the whole model"),
+    (distill.distill, partial(Distill, teacher="t", how="stored"), "--fsdp with --how stored"),
+    (distill.distill, partial(Distill, teacher="t", on_policy=0.5), "--fsdp with --on-policy"),
+    (grpo.grpo, partial(grpo.Grpo, reward=("r",), entropy_weight=0.1), "--fsdp with --entropy-weight")])
+def test_what_does_not_shard_says_so(recipe: Any, options: Any, said: str):
+    with pytest.raises(UsageError, match=said):
+        recipe(options(model="m", out="o", fsdp=True, data=("x.jsonl",)), lambda _: None)
 
 
 def test_processes_are_shards_under_fsdp(home: Path, tmp_path: Path):
