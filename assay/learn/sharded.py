@@ -309,6 +309,22 @@ class ShardedModel:
                 there[name].data.copy_(found)
 
     @in_all_processes
+    def unlike_gathered(self) -> list[str]:
+        """Trained tensors of process 0's whole model that are not, bit for bit, what all processes hold now."""
+        reshard(self.model)
+        mine = dict(self.checksums({name: part for name, part in self.parts.items() if part.requires_grad and part.numel()}))
+        if self.world.rank > 0:
+            self.world.reply(mine)
+            return []
+        assert self.gathered is not None, "process 0 keeps a copy"
+        wrong: dict[str, None] = {}
+        for rank, held in enumerate([mine, *self.world.replies()]):
+            rows = {name: self.world.rows_held_by(rank, p.detach()) for name, p in self.gathered.named_parameters() if name in held}
+            found = self.checksums(rows)
+            wrong |= dict.fromkeys(name for name, due in held.items() if found[name] != due)
+        return list(wrong)
+
+    @in_all_processes
     def gather_state(self) -> dict[str, Tensor]:
         """Moments and average, whole, on the CPU; in process 0 alone."""
         found = {}

@@ -30,7 +30,7 @@ from assay.recipes.grpo_options import Grpo
 from assay.recipes.grpo_preflight import check_forked_policy, check_seeds_count, rollout_floor
 from assay.recipes.hand_over import export_best, send_to_remote, void_if_refuted
 from assay.recipes.memory_plan import record_use
-from assay.recipes.processes import follow, join_processes
+from assay.recipes.processes import check_gathered, follow, join_processes
 from assay.recipes.prompt_evaluator import EvaluationPlan, PromptEvaluator, check_gain, check_same_answers, plan_evaluations
 from assay.recipes.prompts import PromptData, check_prompt_ledger, prompts_digest, split_prompts, spread
 from assay.recipes.reference import Reference, check_pinned, check_same_reference
@@ -142,7 +142,7 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
                 if reference is not None:
                     reference.follow(trainer.done)
                 rollout = collector.collect(trainer.done, reference)  # prompts → completions → rewards → advantages
-                run.judge_often(Event.ROLLOUT, collector.check(rollout, floor, reference))
+                run.judge_often(Event.ROLLOUT, [*check_gathered(trainer.sharded), *collector.check(rollout, floor, reference)])
                 collector.keep_samples(rollout)
                 trainer.records.rollout = rollout
                 for step in trainer.steps(annealed(rollout.batch, asked, config, trainer.done)):

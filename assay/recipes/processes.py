@@ -12,13 +12,13 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from assay.data.batch import Batch
 from assay.errors import GuardStop, UsageError
 from assay.generate.sampler_weights import tensor_checksums
 from assay.guard.loss_preflight import loss_gradients
-from assay.guard.training_guards import check_replicas, parameter_digests
+from assay.guard.training_guards import check_replicas
 from assay.learn import loop
 from assay.learn.cuda_graph import GraphedAccumulate
 from assay.learn.ema import Ema
@@ -95,7 +95,7 @@ def follow(world: World, model: Transformer, objective: Objective, config: Train
             assert sharded is not None, "a process that follows is one of several"
             sharded.answer_calls()
         else:
-            answer_calls(world, accumulate_on(world.device), model, objective, parameter_digests)
+            answer_calls(world, accumulate_on(world.device), model, objective, replica_checksums)
     return RunOutcome(Path(config.out), followed=True)
 
 
@@ -103,7 +103,12 @@ def check_processes(accumulate: Accumulate) -> list[Verdict]:
     """Whether all processes hold the same tensors, those that are frozen too; nothing where there is one process."""
     if not isinstance(accumulate, ParallelAccumulate) or accumulate.world.size == 1:
         return []
-    return [check_replicas(replica_digests(accumulate.world, accumulate.model, parameter_digests))]
+    return [check_replicas(replica_digests(accumulate.world, accumulate.model, replica_checksums))]
+
+
+def replica_checksums(model: nn.Module) -> dict[str, str]:
+    """Of every bit of every tensor, made where it lies: cheap enough to ask for between steps."""
+    return {name: f"{total:x}" for name, total in tensor_checksums(dict(model.named_parameters())).items()}
 
 
 def check_world_parity(accumulate: Accumulate, batch: Batch, micro: int) -> list[Verdict]:
@@ -144,6 +149,19 @@ def check_parts(sharded: ShardedModel) -> Verdict:
         return refuted("sharded", f"{len(wrong)} of {count} tensors are not what was cut into parts: {', '.join(wrong[:3])}", tensors=wrong)
     return proven("sharded", f"{count} tensors (weights, moments, average) lie in parts with {sharded.world.size} processes, and are "
                              "together what they were, bit for bit", tensors=count)
+
+
+def check_gathered(sharded: ShardedModel | None) -> list[Verdict]:
+    """Whether what process 0 samples from is what all processes train; nothing where it samples from the trainer's own tensors."""
+    if sharded is None:
+        return []
+    trained = sum(part.requires_grad for part in sharded.parts.values())
+    if wrong := sharded.unlike_gathered():
+        return [refuted("gathered", f"{len(wrong)} of {trained} trained tensors that process 0 samples from are not what the processes hold "
+                                    f"now: {', '.join(wrong[:3])}; it sampled from an older policy, or rows were lost on their way",
+                        tensors=wrong)]
+    return [proven("gathered", f"all {trained} trained tensors that process 0 samples from are what {sharded.world.size} processes hold, "
+                               "bit for bit", tensors=trained)]
 
 
 def check_ranks(said: Sequence[Mapping[str, Any]], frozen: Sequence[Mapping[str, int]], taken: int) -> list[Verdict]:

@@ -219,7 +219,7 @@ class Trainer:
     # ---------------------------------------------------------------- the loop
 
     def steps(self, batches: Iterable[Batch]) -> Generator[Step, None, None]:
-        taken = train(self.model, self.optimizer, self._replayed(batches), self.objective, micro=self.micro,
+        taken = train(self.model, self.optimizer, self._replayed(self._compared(batches)), self.objective, micro=self.micro,
                       schedule=self.schedule.multiplier, clip=self.clip, start=self.done, accumulate=self.accumulate)
         try:
             self.records.begin_step(self.done)
@@ -238,6 +238,19 @@ class Trainer:
             if self.replay.due(step):
                 self.run.judge_often(Event.STEP, [self.replay.check(step, batch)])
             yield batch
+
+    def _compared(self, batches: Iterable[Batch]) -> Generator[Batch, None, None]:
+        """With several processes: every --replica-steps they say what they hold, before the next step is computed with it."""
+        every = self.run.config.replica_steps
+        for step, batch in enumerate(batches, self.done):
+            if every and step % every == 0 and step > self.start and (found := self._check_agreement()):
+                self.run.judge(Event.STEP, found)
+            yield batch
+
+    def _check_agreement(self) -> list[Verdict]:
+        if self.sharded is None:
+            return check_processes(self.accumulate)
+        return check_ranks(self.sharded.said_by_all(), self._frozen_in_parts, self.done + self.steps_before)
 
     def _keep_step(self) -> None:
         """Where it is one that the witness replays: its record is written."""

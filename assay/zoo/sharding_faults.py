@@ -92,6 +92,12 @@ def another_seed(usual: Any, rank: int) -> int:
     return rank
 
 
+@fault("an older policy is sampled from", rows=("R01", "R02"), stage="distributed", check="gathered", job=a_sharded_run)
+@in_place_of(ShardedModel, "refresh")
+def older_policy(usual: Any, model: ShardedModel) -> None:
+    """What lies with several processes is gathered for the first rollout, and never again."""
+
+
 def a_replayed_step(folder: Path, plant: Plant) -> list[Verdict]:
     """One micro-batch, three times before the first step and twice at a later one."""
     model, batch = tiny_model(), TinyRun().order().batch(0)
