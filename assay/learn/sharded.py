@@ -27,7 +27,7 @@ from assay.learn.ema import EMA_PREFIX, Ema
 from assay.learn.loop import Accumulated, accumulated
 from assay.learn.objectives import Objective, combined
 from assay.learn.optim import Muon, orthogonalised, state_tensors
-from assay.learn.parallel import count_read, described, empty_batch, require_all_read, rows_of, send_batch, send_weights
+from assay.learn.parallel import count_read, described, empty_batch, require_all_read, rows_of, send_batch
 from assay.model.families import hf_layout, to_foreign
 from assay.model.placement import uncompiled
 from assay.model.transformer import Transformer
@@ -83,21 +83,26 @@ class ShardedModel:
 
     @in_all_processes
     def shard(self) -> None:
-        """Process 0's weights, moments and average, cut into rows; from here on each process holds its own alone."""
-        send_weights(self.world, self.model)
-        moments = self._own_moments()
+        """Process 0's weights, moments and average, cut into rows and sent a tensor at a time: the others never hold more than their own,
+        and from here on nor does process 0's device."""
         if self.world.rank == 0:
             self.whole = whole_copy(self.model)
             self.gathered = around_same_tensors(self.whole)
             self._state_before = {name: tensor_sha256(tensor) for name, tensor in self._whole_state().items()}
+        rows = {name: self._own_rows(p.detach()) for name, p in self.model.named_parameters()}
+        moments = self._own_moments()
         average = {} if self.ema is None else {name: self._own_rows(tensor) for name, tensor in self.ema.tensors().items()}
         names = {id(p): name for name, p in self.model.named_parameters()}
         groups = [[names[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
         shard_parameters(self.model, self.world)
+        give_memory(self.model, self.world.device)
+        for name, p in self.model.named_parameters():
+            own_part(p).copy_(rows.pop(name))
         self.parts = {name: nn.Parameter(own_part(p), requires_grad=p.requires_grad) for name, p in self.model.named_parameters()}
         self.optimizer.state = defaultdict(dict)
         for group, held in zip(self.optimizer.param_groups, groups, strict=True):
             group["params"] = [self.parts[name] for name in held]
+            group["fused"] = self.world.device != "cpu"  # also where the model had no memory when its optimizer was made
             for name in held:
                 self.optimizer.state[self.parts[name]] = moments[name]
         if self.ema is not None:
@@ -110,9 +115,12 @@ class ShardedModel:
         found: dict[str, dict[str, Tensor]] = {}
         for name, tensor in state_tensors(self.optimizer, dict(self.model.named_parameters())).items():
             parameter, _, key = name.rpartition("/")
-            on_device = tensor.to(self.world.device) if tensor.dim() else tensor
-            self.world.broadcast(on_device)
-            found.setdefault(parameter, {})[key] = self.world.rows_held(on_device).clone() if tensor.dim() else tensor
+            if tensor.dim():
+                held = self._own_rows(tensor)
+            else:
+                held = tensor.clone() if self.world.device == "cpu" else tensor.to(self.world.device)
+                self.world.broadcast(held)
+            found.setdefault(parameter, {})[key] = held
         return found
 
     def _whole_state(self) -> dict[str, Tensor]:
@@ -120,8 +128,9 @@ class ShardedModel:
         return moments if self.ema is None else moments | self.ema.tensors()
 
     def _own_rows(self, tensor: Tensor) -> Tensor:
-        self.world.broadcast(tensor)
-        return self.world.rows_held(tensor).clone()
+        """This process's part of process 0's tensor; here the tensor may have a shape alone."""
+        like = torch.empty_like(self.world.rows_held(tensor), device=self.world.device)
+        return self.world.scatter_rows(tensor if self.world.rank == 0 else None, like, len(tensor), 0)
 
     def _lend_to_forward_passes(self) -> None:
         """Process 0's forward passes gather what the others hold: they make one of a single token beside each."""
@@ -459,6 +468,12 @@ def shard_parameters(model: Transformer, world: World) -> None:
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+
+
+def give_memory(model: Transformer, device: str) -> None:
+    """To the parts of a model that had shapes alone until here."""
+    if any(parameter.is_meta for parameter in model.parameters()):
+        model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
 
 
 def reshard(model: nn.Module) -> None:

@@ -182,8 +182,9 @@ def refuse_unclear_distill(config: Distill) -> None:
     if config.shards > 1 and config.how == "stored":
         raise UsageError("--how stored with --shards: stored logits are read by one process; give --how online, or leave --shards at 1")
     if config.fsdp and (config.how == "stored" or config.on_policy):
-        raise UsageError("--fsdp with " + ("--how stored: stored logits are read by one process; give --how online" if config.how == "stored"
-                         else "--on-policy: a student that lies in parts is not sampled from in every step; leave one of them out"))
+        raise UsageError("--fsdp with " + ("--how stored: stored logits are read by one process; give --how online"
+                         if config.how == "stored" else "--on-policy: a student that lies in parts is not sampled from in every step; "
+                         "leave one of them out"))
     if config.on_policy and (config.how != "online" or config.ce_weight):
         raise UsageError("--on-policy with " + (f"--how {config.how}: what the student says is not known before, so that its teacher must "
                          "read along; give --how online" if config.how != "online" else "--ce-weight: the student would be taught its own "

@@ -133,7 +133,8 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
                 run.say("a judge may answer otherwise the second time: the run goes on, but is not bit for bit the uninterrupted one")
                 run.log(Event.NOT_BIT_EXACT, changed={"judge": rewards.judge.identity})
             if config.beta:
-                reference = Reference(trainer.sampled_weights(), run, layout, device=device, window=config.kl_window, every=save_every if config.kl_window else NEVER)
+                reference = Reference(trainer.sampled_weights(), run, layout, device=device, window=config.kl_window,
+                                      every=save_every if config.kl_window else NEVER)
                 reference.follow(trainer.done)
                 run.judge(Event.REFERENCE, [check_same_reference(reference, recorded.get("reference"))])
 

@@ -82,8 +82,16 @@ def sharded_model(config: Trained | Pretrain, world: World | None, model: Transf
 
 
 def moments_wait(config: Trained | Pretrain) -> str | None:
-    """Where moments lie before step 1: on the CPU where they are to be sharded, so that no GPU ever holds them whole."""
+    """Where moments lie before step 1: on the CPU where they are to be sharded, so that no GPU ever holds them whole; nowhere in a process
+    that is sent its part."""
+    if holds_outline(config):
+        return "meta"
     return "cpu" if config.fsdp and int(os.environ.get("WORLD_SIZE", "1")) > 1 else None
+
+
+def holds_outline(config: Trained | Pretrain) -> bool:
+    """Every process but the first, with --fsdp: it needs shapes, and is sent its rows of every tensor."""
+    return config.fsdp and int(os.environ.get("WORLD_SIZE", "1")) > 1 and int(os.environ.get("RANK", "0")) > 0
 
 
 def follow(world: World, model: Transformer, objective: Objective, config: Trained | Pretrain,
@@ -157,8 +165,8 @@ def check_gathered(sharded: ShardedModel | None) -> list[Verdict]:
         return []
     trained = sum(part.requires_grad for part in sharded.parts.values())
     if wrong := sharded.unlike_gathered():
-        return [refuted("gathered", f"{len(wrong)} of {trained} trained tensors that process 0 samples from are not what the processes hold "
-                                    f"now: {', '.join(wrong[:3])}; it sampled from an older policy, or rows were lost on their way",
+        return [refuted("gathered", f"{len(wrong)} of {trained} trained tensors that process 0 samples from are not what the processes "
+                                    f"hold now: {', '.join(wrong[:3])}; it sampled from an older policy, or rows were lost on their way",
                         tensors=wrong)]
     return [proven("gathered", f"all {trained} trained tensors that process 0 samples from are what {sharded.world.size} processes hold, "
                                "bit for bit", tensors=trained)]

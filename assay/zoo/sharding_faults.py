@@ -2,7 +2,8 @@
 
 import itertools
 import os
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -86,10 +87,23 @@ def zeros_for_moments(usual: Any, model: ShardedModel) -> dict[str, dict[str, Te
 
 
 @fault("another seed in one process", rows=("O13",), stage="distributed", check="sharded", job=a_sharded_run)
-@in_place_of(two_processes, "seed_of_weights")
-def another_seed(usual: Any, rank: int) -> int:
+def another_seed(_: Path) -> AbstractContextManager[None]:
     """What is trained is sent to all; what is frozen is each process's own."""
-    return rank
+    usual = ShardedModel._own_rows
+
+    def own_rows(model: ShardedModel, tensor: Tensor) -> Tensor:
+        sent = usual(model, tensor)
+        frozen = tensor.shape == model.shapes[two_processes.FROZEN]
+        return model.world.rows_held(tensor).clone() if in_process_1() and frozen else sent
+
+    seeds = swap(two_processes, "seed_of_weights", lambda rank: rank)
+    return both(seeds, swap(ShardedModel, "_own_rows", own_rows))
+
+
+@contextmanager
+def both(one: AbstractContextManager[None], other: AbstractContextManager[None]) -> Iterator[None]:
+    with one, other:
+        yield
 
 
 @fault("an older policy is sampled from", rows=("R01", "R02"), stage="distributed", check="gathered", job=a_sharded_run)

@@ -1,8 +1,11 @@
 """A run whose parameters lie in parts with several processes is the run of one process, up to rounding, and loses nothing."""
 
+import contextlib
+import dataclasses
 import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,9 @@ import pytest
 import torch
 
 from assay.errors import UsageError
+from assay.generate.sampler_weights import tensor_checksums
 from assay.learn import sharded
+from assay.model.world import World, join_world
 from assay.outcome import RunOutcome
 from assay.recipes import distill, dpo, grpo, hand_over, kto, reward_model, run, sft, starting_model
 from assay.recipes.options import Distill, Sft
@@ -180,6 +185,60 @@ def test_other_recipes_in_parts_are_near_themselves_in_one_piece(recipe: str, pr
     assert (recipe != "kto") == (0 < parity["evidence"]["apart"] < 1e-4)  # two rows are added in one order alone
 
 
+def test_a_process_never_holds_more_than_its_part(home: Path, tmp_path: Path):
+    """Bytes of its own, at the most, from opening the model until it lies in parts: a third of weights and moments, and rows under way."""
+    model = tiny_model("llama", hidden=16384)
+    bytes_of_weights = 4 * sum(p.numel() for p in model.parameters())
+    save_model(tmp_path / "wide", model)
+    config = fit(home, tmp_path / "run", model=str(tmp_path / "wide"))
+    assert fork_processes(partial(_cut, config, home, tmp_path), 3) == [0, 0, 0]
+    most = [float((tmp_path / f"bytes-{rank}").read_text()) / bytes_of_weights for rank in range(3)]
+    assert most[0] > 3  # weights, and moments that are to be cut: what is measured is really there
+    assert max(most[1:]) < 2
+
+
+def _cut(config: Sft, home: Path, where: Path) -> None:
+    torch.set_num_threads(1)
+    world = join_world("cpu", 90.0)
+    with world:
+        _lie_in_parts(world, dataclasses.replace(config, model=str(home / "base")))  # what torch takes once is not counted
+        with most_memory() as most:
+            _lie_in_parts(world, config)
+    (where / f"bytes-{world.rank}").write_text(str(most[0]))
+
+
+def _lie_in_parts(world: World, config: Sft) -> None:
+    start = starting_model.load_start(config, "cpu", lambda _: None)
+    optimizer = sft.tuning_optimizer(config, start)
+    whole = sharded.ShardedModel(world, start.model, optimizer, sft.next_token, tensor_checksums)
+    world.announce = world.reply = lambda *_: None  # type: ignore[method-assign]  # every process knows what to do
+    whole.shard()
+    assert whole.unlike_before() == []
+
+
+@contextlib.contextmanager
+def most_memory() -> Iterator[list[int]]:
+    """Of this process alone, beyond what it had before; files that are mapped do not count."""
+    over, before = threading.Event(), own_memory()
+    most = [0]
+
+    def look() -> None:
+        while not over.wait(0.01):
+            most[0] = max(most[0], own_memory() - before)
+
+    watcher = threading.Thread(target=look)
+    watcher.start()
+    try:
+        yield most
+    finally:
+        over.set()
+        watcher.join()
+
+
+def own_memory() -> int:
+    return 1024 * next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+
+
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
 def test_pretraining_in_parts_with_an_average(optimizer: str, tmp_path: Path):
     """The average is swapped in and out for every evaluation: what the next step gathers are the weights that are trained."""
@@ -240,18 +299,27 @@ def test_a_process_that_hangs_ends_the_run_within_the_stated_time(home: Path, tm
                                                                   capfd: pytest.CaptureFixture[str]):
     right = sharded.rows_of
     calls: list[int] = []
+    hung, ended = tmp_path / "hung", tmp_path / "ended"
 
     def hang(*given: Any) -> Any:
         calls.append(0)
         if os.environ.get("RANK") == "1" and len(calls) > 4:
-            time.sleep(6)
+            hung.write_text(str(time.monotonic()))
+            while not ended.exists() and time.monotonic() < float(hung.read_text()) + 60:
+                time.sleep(0.05)
             os._exit(77)
         return right(*given)
 
+    def act() -> None:
+        try:
+            quietly(sft.sft, fit(home, tmp_path / "run", process_timeout=3.0))
+        finally:
+            ended.write_text(str(time.monotonic()))
+
     monkeypatch.setattr(sharded, "rows_of", hang)
-    codes = fork_processes(partial(quietly, sft.sft, fit(home, tmp_path / "run", process_timeout=3.0)), 2)
-    assert codes == [1, 77]
+    assert fork_processes(act, 2) == [1, 77]
     assert "another process died or did not answer within 3 s" in capfd.readouterr().out
+    assert float(ended.read_text()) - float(hung.read_text()) < 3 + 12  # the process that hangs is alive all the while
 
 
 @pytest.mark.parametrize(("recipe", "options", "said"), [
