@@ -21,7 +21,9 @@ from typing import Any
 import torch
 
 from assay.outcome import RunOutcome
-from assay.recipes import distill, grpo, hand_over, run, sft, starting_model
+from assay.recipes import distill, dpo, grpo, hand_over, kto, run, sft, starting_model
+from assay.recipes.dpo_options import Dpo
+from assay.recipes.kto_options import Kto
 from assay.recipes.options import Distill, Sft
 from assay.recipes.trainer import Trainer
 from assay.store.checkpoint import open_checkpoint, step_folders
@@ -48,6 +50,10 @@ def main() -> None:
         home = Path(made)
         sums.taught(home, steps=40)
         save_model(home / "student", tiny_model("llama", seed=1))
+        asked = [(f"{a}+{b}=", a + b) for a in range(12) for b in range(8)]
+        sums.write(home / "pairs.jsonl", [{"prompt": prompt, "chosen": f"yes {due}", "rejected": f"no {due + 1}"} for prompt, due in asked])
+        sums.write(home / "answers.jsonl", [{"prompt": prompt, "completion": f"{'no' if due % 2 else 'yes'} {due}", "label": due % 2 == 0}
+                                            for prompt, due in asked])
         table(home)
         cost_of_shards(home)
         story(home)
@@ -70,6 +76,10 @@ def recipes(home: Path) -> dict[str, Recipe]:
         "sft, LoRA": lambda out, how: sft.sft(Sft(model=str(base), lora_r=4, out=str(out), **fit, **how), lambda _: None),
         "distill": lambda out, how: distill.distill(
             Distill(model=str(home / "student"), teacher=str(taught), out=str(out), **fit, **how), lambda _: None),
+        "dpo": lambda out, how: dpo.dpo(Dpo(model=str(base), out=str(out), **(fit | {"data": (str(home / "pairs.jsonl"),)}), **how),
+                                        lambda _: None),
+        "kto": lambda out, how: kto.kto(Kto(model=str(base), out=str(out), **(fit | {"data": (str(home / "answers.jsonl"),)}), **how),
+                                        lambda _: None),
         "grpo": lambda out, how: grpo.grpo(sums.options(parent, out, max_steps=4, **how), lambda _: None),
     }
 
@@ -78,8 +88,7 @@ def table(home: Path) -> None:
     print(f"{'recipe':16} {'processes':10} {'how':12} {'digest':14} {'ms a step':>10} {'MiB above the start, process 0 and last':>40}")
     for name, recipe in recipes(home).items():
         rows: list[tuple[int, dict[str, Any], str]] = [(count, {"shards": SHARDS}, "replicated") for count in (1, 2, 4)]
-        if name in ("pretrain, Muon", "sft", "sft, LoRA"):
-            rows += [(count, {"fsdp": True}, "sharded") for count in (1, 2, 4)]
+        rows += [(count, {"fsdp": True}, "sharded") for count in (1, 2, 4)]
         for count, options, how in rows:
             with tempfile.TemporaryDirectory() as made:
                 out = Path(made) / "run"

@@ -68,12 +68,12 @@ def rows_of_another(usual: Any, batch: Batch, rank: int, size: int) -> Batch:
 
 
 @fault("tied embedding drifts where it is sharded", rows=("N11",), stage="distributed", check="sharded", job=a_sharded_run)
-@in_place_of(sharded, "shard_parameters")
-def embedding_drifts(usual: Any, model: Any, world: World) -> None:
+@in_place_of(ShardedModel, "_lend_to_forward_passes")
+def embedding_drifts(usual: Any, held: ShardedModel) -> None:
     """Memory was made anew for the part of one process, and filled for the head alone."""
-    usual(model, world)
+    usual(held)
     if in_process_1():
-        sharded.own_part(model.embed.weight).mul_(1.01)
+        sharded.own_part(held.model.embed.weight).mul_(1.01)
 
 
 @fault("moments filled with zeros on resharding", rows=("N21", "N22"), stage="distributed", check="sharded", job=a_sharded_run)
