@@ -25,6 +25,7 @@ from assay.store import shared_save
 from assay.store.checkpoint import Checkpoint, open_checkpoint, step_folders
 from assay.store.digests import recorded_digest, weights_digest
 from assay.store.ledger import read_chain
+from assay.strict_json import read_json_lines
 from assay.testing.tiny_models import save_model, tiny_model
 from assay.testing.tiny_training import NoProver
 from assay.testing.two_processes import fork_processes
@@ -169,9 +170,9 @@ def lessons(home: Path, teacher: Path, out: Path, recipe: str) -> Callable[[], R
         return partial(quietly, dpo.dpo, dpo.Dpo(**given, data=(str(home / "pairs.jsonl"),), lora_r=4))
     if recipe == "kto":
         return partial(quietly, kto.kto, kto.Kto(**given, data=(str(home / "answers.jsonl"),)))
-    return partial(quietly, grpo.grpo, sums.options(home / "a" / "b" / "c", out, model=str(home / "base"), max_steps=2, prompts=3,
-                                                    num_generations=3, micro_batch_size=2, learning_rate=1e-4, fsdp=True,
-                                                    process_timeout=90.0))
+    return partial(quietly, grpo.grpo, sums.options(home / "a" / "b" / "c", out, model=str(teacher), max_steps=2, prompts=3,
+                                                    num_generations=3, micro_batch_size=2, learning_rate=1e-3, fsdp=True,
+                                                    overlong_buffer=7, process_timeout=90.0))  # so that rewards differ by length
 
 
 @pytest.mark.parametrize(("recipe", "processes"), [("distill", 2), ("dpo", 2), ("kto", 3), ("grpo", 2)])
@@ -180,6 +181,7 @@ def test_other_recipes_in_parts_are_near_themselves_in_one_piece(recipe: str, pr
     one()
     assert fork_processes(two, processes) == [0] * processes
     assert_near(last(tmp_path / "two"), last(tmp_path / "one"))
+    assert all(row["grad_norm"] > 0 for row in read_json_lines(tmp_path / "two" / "metrics.jsonl") if "grad_norm" in row)
     parity = preflight_of(tmp_path / "two")["world_parity"]
     assert parity["outcome"] == "PROVEN"
     assert (recipe != "kto") == (0 < parity["evidence"]["apart"] < 1e-4)  # two rows are added in one order alone
