@@ -175,7 +175,8 @@ def lessons(home: Path, teacher: Path, out: Path, recipe: str) -> Callable[[], R
                                                     overlong_buffer=7, process_timeout=90.0))  # so that rewards differ by length
 
 
-@pytest.mark.parametrize(("recipe", "processes"), [("distill", 2), ("dpo", 2), ("kto", 3), ("grpo", 2)])
+@pytest.mark.parametrize(("recipe", "processes"), [
+    ("distill", 2), pytest.param("dpo", 2, marks=pytest.mark.slow), ("kto", 3), ("grpo", 2)])
 def test_other_recipes_in_parts_are_near_themselves_in_one_piece(recipe: str, processes: int, home: Path, teacher: Path, tmp_path: Path):
     one, two = (lessons(home, teacher, tmp_path / name, recipe) for name in ("one", "two"))
     one()
