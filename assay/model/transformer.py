@@ -412,6 +412,12 @@ def run_blocks(layers: Sequence[tuple[nn.Module, RotaryTable | None, AttentionMa
     return x_BTD
 
 
+def outlined(config: ModelConfig) -> Transformer:
+    """A model without memory for its weights, for a process that is sent its part of them."""
+    with torch.device("meta"):
+        return Transformer(config)
+
+
 def initialised(config: ModelConfig, seed: int) -> Transformer:
     """A fresh model whose every weight has an address in `seed`; no ambient RNG is touched."""
     model = Transformer(config)

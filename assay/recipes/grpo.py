@@ -30,7 +30,7 @@ from assay.recipes.grpo_options import Grpo
 from assay.recipes.grpo_preflight import check_forked_policy, check_seeds_count, rollout_floor
 from assay.recipes.hand_over import export_best, send_to_remote, void_if_refuted
 from assay.recipes.memory_plan import record_use
-from assay.recipes.processes import follow, join_processes
+from assay.recipes.processes import check_gathered, follow, join_processes
 from assay.recipes.prompt_evaluator import EvaluationPlan, PromptEvaluator, check_gain, check_same_answers, plan_evaluations
 from assay.recipes.prompts import PromptData, check_prompt_ledger, prompts_digest, split_prompts, spread
 from assay.recipes.reference import Reference, check_pinned, check_same_reference
@@ -54,13 +54,13 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
     """
     spent = TimeSpent()
     refuse_unclear_grpo(config)
-    world, say = join_processes(config, say)
+    world, say = join_processes(config, say, shardable=True)
     device = world.device
     start = load_start(config, device, say)
     asked = surrogate_of(config, device)
     objective = policy_gradient(asked)
     if world.rank > 0:
-        return follow(world, start.model, objective, config)
+        return follow(world, start.model, objective, config, partial(tuning_optimizer, config, start))
     rewards: Rewards | EnvironmentTasks = Rewards(config) if config.environment is None else EnvironmentTasks(config, start)
     prompts = split_prompts(config, start) if isinstance(rewards, Rewards) else rewards.split()
     schedule, longest = grpo_schedule(config, prompts), longest_sequence(config, prompts, rewards)
@@ -102,7 +102,7 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
             if evaluate:
                 evaluator.evaluate(sampler, trainer.done)
             # As long as no rewards differed, the weights are still the fork's, and a proof must not expect otherwise.
-            trainer.save(facts(), best=evaluator.best_checkpoint(), moved=fingerprint(start.model) != fork)
+            trainer.save(facts(), best=evaluator.best_checkpoint(), moved=fingerprint(sampler.model) != fork)
             floor = rollout_floor(start.model, drawn, config.temperature)
             run.judge(Event.FLOOR, [check_floor(floor)])
             if rewards.judge is not None and (swayed := rewards.judge.write_down(run, trainer.done)):
@@ -120,6 +120,9 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
             floor = rollout_floor(start.model, drawn, config.temperature)
             run.preflight(preflight_grpo(config, trainer, collector, start, batch, drawn, floor)
                           + prompts.audit() + rewards.audit(prompts, start.tokenizer))
+            if trainer.sharded is not None:  # from here on nobody holds the policy: it is gathered whenever it is sampled from
+                sampler = collector.sampler = sampler_of(trainer.sampled_weights().model, gather=trainer.sharded.refresh,
+                                                         device=config.sampler_device or (None if device == "cpu" else device))
             trainer.save(facts())  # where nothing is saved yet: a save is made and proven before step 1
             if not evaluator.history.steps:
                 evaluator.evaluate(sampler, trainer.done)
@@ -129,7 +132,8 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
                 run.say("a judge may answer otherwise the second time: the run goes on, but is not bit for bit the uninterrupted one")
                 run.log(Event.NOT_BIT_EXACT, changed={"judge": rewards.judge.identity})
             if config.beta:
-                reference = Reference(start.weights, run, layout, window=config.kl_window, every=save_every if config.kl_window else NEVER)
+                reference = Reference(trainer.sampled_weights(), run, layout, device=device, window=config.kl_window,
+                                      every=save_every if config.kl_window else NEVER)
                 reference.follow(trainer.done)
                 run.judge(Event.REFERENCE, [check_same_reference(reference, recorded.get("reference"))])
 
@@ -138,7 +142,7 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
                 if reference is not None:
                     reference.follow(trainer.done)
                 rollout = collector.collect(trainer.done, reference)  # prompts → completions → rewards → advantages
-                run.judge_often(Event.ROLLOUT, collector.check(rollout, floor, reference))
+                run.judge_often(Event.ROLLOUT, [*check_gathered(trainer.sharded), *collector.check(rollout, floor, reference)])
                 collector.keep_samples(rollout)
                 trainer.records.rollout = rollout.witness_facts()
                 for step in trainer.steps(annealed(rollout.batch, asked, config, trainer.done)):
@@ -180,7 +184,7 @@ def hand_over_best(run: Run, evaluator: PromptEvaluator, prompts: PromptData, st
     chosen = step_folder(run.checkpoints, step)
     run.say(f"handed over: {chosen.name}; {why}")
     places, verdicts = export_best(run, chosen)
-    to = straight_to(device, frozen_tensors(start.model))
+    to = straight_to(device, {} if run.config.fsdp else frozen_tensors(start.model))
     before, saved, after = (
         evaluator.answer(sampler_of(place_for_inference(build_model(artifact, None), device)),
                          prompts.held_out)  # the bytes on disk
@@ -222,7 +226,8 @@ def preflight_grpo(config: Grpo, trainer: Trainer, collector: Collector, start: 
         if trainer.done == 0:
             parent = place_for_inference(build_model(reopen_parent(start), None), trainer.device)
             verdicts.append(check_forked_policy(parent, model, shown, drawn, config.temperature, floor))
-        return [*verdicts, *collector.preflight(objective, shown), *trainer.check_reach(found)]
+        return [*verdicts, *collector.preflight(objective, shown), *trainer.check_reach(found),
+                *trainer.check_world(collector.layout.packed(batch).batch, torch.float32)]  # last: with --fsdp nobody holds the whole after
 
 
 # ---------------------------------------------------------------- what the options come to
@@ -238,6 +243,10 @@ def refuse_unclear_grpo(config: Grpo) -> None:
                          "--overlong-buffer out")
     if config.shards > 1 and config.entropy_weight:
         raise UsageError("--shards with --entropy-weight: the bonus changes from step to step in one process alone; give one of them")
+    if config.fsdp and (config.entropy_weight or config.environment is not None):
+        raise UsageError("--fsdp with " + ("--entropy-weight: the bonus changes from step to step in one process alone"
+                         if config.entropy_weight else "--environment: episodes are sampled from a policy that one process holds whole")
+                         + "; give one of them")
     if config.sampler_device is not None:
         require_device(config.sampler_device)
     counts = (config.prompts, config.num_generations - 1, config.num_iterations, config.micro_batch_size, config.max_completion_length)

@@ -37,6 +37,8 @@ WITNESS_HELP = ("steps, drawn by the seed, that a fresh process replays from opt
                 "off: none")
 FSDP_HELP = ("with several processes: each holds a part of parameters, gradients and moments (FSDP2), which saves memory; the result "
              "depends on the number of processes, by rounding alone")
+REPLICA_HELP = ("with several processes: every so many steps, and at every save, all of them say what they hold (each tensor by digest or, "
+                "with --fsdp, its own rows of what is frozen, its steps and its norm), and must agree; 0: at saves alone")
 DEVICE = "a GPU where there is one, else cpu"
 
 
@@ -107,6 +109,7 @@ class Pretrain:
     fsdp: bool = option(FSDP_HELP, group="memory", default=False)
     replay_steps: int = option("every so many steps one micro-batch is computed twice, and must give the same bits: a chip that computes "
                                "wrong now and then is found; 0: never", group="checkpoints", least=0, default=0)
+    replica_steps: int = option(REPLICA_HELP, group="checkpoints", least=0, default=100)
     process_timeout: float = option("seconds after which a process that does not answer the others counts as dead, and the run ends",
                                     group="run", least=1, default=120.0)
 
@@ -182,6 +185,7 @@ class Trained:
     fsdp: bool = option(FSDP_HELP, group="memory", default=False)
     replay_steps: int = option("every so many steps one micro-batch is computed twice, and must give the same bits: a chip that computes "
                                "wrong now and then is found; 0: never", group="checkpoints", least=0, default=0)
+    replica_steps: int = option(REPLICA_HELP, group="checkpoints", least=0, default=100)
     process_timeout: float = option("seconds after which a process that does not answer the others counts as dead, and the run ends",
                                     group="run", least=1, default=120.0)
 
