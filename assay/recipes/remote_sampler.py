@@ -46,7 +46,7 @@ from assay.recipes.starting_model import AdapterModel, StartingModel, TrainedWei
 from assay.store.checkpoint import write_checkpoint
 from assay.verdict import Verdict
 
-WriteWeights = Callable[[Path, int], None]  # a folder of the weights as they are now, after so many updates
+WriteWeights = Callable[[Path, str], object]  # a folder of the weights as they are now, which have this fingerprint
 
 
 def remote_sampler(config: Grpo, start: StartingModel, prompts: PromptData, run: Run, length: int) -> "RemoteSampler":
@@ -56,16 +56,17 @@ def remote_sampler(config: Grpo, start: StartingModel, prompts: PromptData, run:
     if length > server.length:
         raise UsageError(f"{server.words} holds {server.length} tokens of a prompt with its completion and this run needs {length}; start "
                          "it with a longer --max-model-len (assay serve: --max-length), or lower --max-completion-length")
-    return RemoteSampler(start.model, start.tokenizer, start.parent.stops, server, length=length,
-                         write=lambda folder, updates: write_weights(folder, start.weights, updates, probes=server.keeps_probes),
+    fork = fingerprint(start.model)  # nothing was restored yet, and as long as no rewards differed nothing has moved
+    return RemoteSampler(start.model, start.tokenizer, start.parent.stops, server,
+                         write=lambda folder, now: write_weights(folder, start.weights, moved=now != fork, probes=server.keeps_probes),
                          folder=run.folder / "handed_over", texts=[prompt.ids for prompt in prompts.train],
                          temperature=config.temperature,
                          cap=config.vllm_importance_sampling_clip_max if config.vllm_importance_sampling_correction else None)
 
 
-def write_weights(folder: Path, weights: TrainedWeights, updates: int, *, probes: bool) -> None:
+def write_weights(folder: Path, weights: TrainedWeights, *, moved: bool, probes: bool) -> None:
     """A whole model or an adapter, as a checkpoint has it and without the state of a run."""
-    contents = weights.contents(weights.ancestry.lineage(moved=updates > 0, bound=None), {}, {}, {})
+    contents = weights.contents(weights.ancestry.lineage(moved=moved, bound=None), {}, {}, {})
     write_checkpoint(folder, replace(contents, optimizer=None, trainer=None, probes=contents.probes if probes else {}))
 
 
@@ -75,7 +76,7 @@ class RemoteSampler(Sampler):
     `texts` are the run's prompts, of which the canaries are made.
     """
 
-    def __init__(self, model: Transformer, tokenizer: Tokenizer | None, stops: SpecialTokens, server: RemoteServer, *, length: int,
+    def __init__(self, model: Transformer, tokenizer: Tokenizer | None, stops: SpecialTokens, server: RemoteServer, *,
                  write: WriteWeights, folder: Path, texts: Sequence[Ids], temperature: float, cap: float | None):
         self.model, self.server, self.write, self.folder, self.cap = model, server, write, folder, cap
         self.remote = RemoteEngine(server, stop_ids=stops.stop_ids, length=server.length, tokenizer=tokenizer)
@@ -93,14 +94,16 @@ class RemoteSampler(Sampler):
         self.fingerprint = fingerprint(self.model)
         version = version_name(updates, self.fingerprint)
         if version != self.version:
-            self._hand_over(version, updates)
+            self._hand_over(version)
         return version
 
-    def _hand_over(self, version: str, updates: int) -> None:
+    def _hand_over(self, version: str) -> None:
         place = self.folder / version
         shutil.rmtree(place, ignore_errors=True)  # of a sitting that was interrupted
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.write(place, updates)
+        self.write(place, self.fingerprint)
+        if self.version:  # a cache holds them when the weights change, whatever was drawn since
+            self.remote.complete(self.canaries, self.sampling, ("canary",), 1)
         self.remote.load(version, place)
         self.version, self._shown = version, []
         for older in self.folder.iterdir():  # a server may read an adapter again as long as it serves it
