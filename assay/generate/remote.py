@@ -177,9 +177,12 @@ class VllmServer:
     words: str
     dtype: torch.dtype
     length: int
-    model: str
+    base: str  # its name for the weights that it was started with
     adapters: bool
     keeps_probes = False  # vLLM reads every safetensors file of a folder
+
+    def __post_init__(self) -> None:
+        self.model = self.base  # what is asked for
 
     @classmethod
     def asked(cls, http: "HttpServer", version: str, *, temperature: float, adapters: bool) -> "VllmServer":
@@ -203,15 +206,21 @@ class VllmServer:
     def take(self, folder: Path, version: str) -> None:
         """In this order: weights, cache, name. Nothing is asked of it before all three are done."""
         if self.adapters:
-            self.http.post("/v1/load_lora_adapter", {"lora_name": version, "lora_path": str(folder)})
-            before, self.model = self.model, version
-            if "@" in before:  # the name of an earlier version, not the base's
-                self.http.post("/v1/unload_lora_adapter", {"lora_name": before})
+            self._join(folder, version)
         else:
             self.http.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
         self._reset_cache()
         if not self.adapters:
             self.http.post("/update_weight_version", {"new_version": version})
+
+    def _join(self, folder: Path, version: str) -> None:
+        """An adapter of the same name is of a sitting that was interrupted: the one in the folder takes its place."""
+        if version in {model["id"] for model in self.http.get("/v1/models")["data"]}:
+            self.http.post("/v1/unload_lora_adapter", {"lora_name": version})
+        self.http.post("/v1/load_lora_adapter", {"lora_name": version, "lora_path": str(folder)})
+        before, self.model = self.model, version
+        if before not in (self.base, version):
+            self.http.post("/v1/unload_lora_adapter", {"lora_name": before})
 
     def _reset_cache(self) -> None:
         """Prefixes are cached by their ids alone: after a reload, keys and values of the old weights would answer."""

@@ -61,7 +61,7 @@ def test_a_run_drawn_by_a_server_learns_and_every_rollout_is_of_the_weights_that
 
 
 def test_an_adapter_is_handed_over_and_nothing_is_corrected_where_nothing_differs(whole: Path, server: str, tmp_path: Path):
-    config = options(whole, tmp_path / "run", model=str(whole), lora_r=4, vllm_server_base_url=server, max_steps=2,
+    config = options(whole, tmp_path / "run", model=str(whole), lora_r=4, vllm_server_base_url=server, max_steps=1,
                      vllm_importance_sampling_correction=False)
     assert not [verdict for verdict in reinforced(config) if verdict.outcome is Outcome.REFUTED]
     assert "sampling/kl" not in steps_of(config)[0]
@@ -70,8 +70,8 @@ def test_an_adapter_is_handed_over_and_nothing_is_corrected_where_nothing_differ
 
 
 @pytest.mark.parametrize(("name", "check"), [
-    ("prefix cache that outlives a reload", "canaries"), ("adapter name reused", "canaries"), ("reply of another version", "version"),
-    ("server's log-probabilities off by a little", "identity"), ("prompt encoded again by the server", "reply")])
+    ("prefix cache that outlives a reload", "canaries"), ("reply of another version", "version"),
+    ("prompt encoded again by the server", "reply")])
 def test_a_faulty_server_stops_the_run_before_anything_is_learned_from_it(name: str, check: str, whole: Path, server: str, tmp_path: Path):
     """The zoo's faults, in the recipe itself: at the first rollout that they show in, which may need one update."""
     config = options(whole, tmp_path / "run", vllm_server_base_url=server, max_steps=4)
