@@ -70,6 +70,12 @@ def served(model: Path, *more: str) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def exact(plain: Path) -> Iterator[str]:
+    with served(plain, "--dtype", "float32") as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def adaptable(plain: Path) -> Iterator[str]:
     with served(plain, "--dtype", "float32", "--enable-lora", "--max-lora-rank", "8") as url:
         yield url
 
@@ -125,28 +131,26 @@ def test_weights_that_are_not_reloaded_are_caught(whole: Path, exact: str, tmp_p
     print(stopped.value)
 
 
-def test_an_adapter_joins_under_a_name_of_its_own_at_every_version(whole: Path, plain: Path, exact: str, tmp_path: Path):
-    config = options(whole, tmp_path / "run", model=str(plain), lora_r=4, vllm_server_base_url=exact, max_steps=3, learning_rate=2e-3)
-    HttpServer(exact).post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(plain)}})  # the runs before
+def test_an_adapter_joins_under_a_name_of_its_own_at_every_version(whole: Path, plain: Path, adaptable: str, tmp_path: Path):
+    config = options(whole, tmp_path / "run", model=str(plain), lora_r=4, vllm_server_base_url=adaptable, max_steps=3, learning_rate=2e-3)
     assert not [verdict for verdict in reinforced(config) if verdict.outcome is Outcome.REFUTED]
     print(floor_in_words(config), judged(config)["canaries"]["reason"], sep="\n")
-    names = [model["id"] for model in HttpServer(exact).get("/v1/models")["data"]]
+    names = [model["id"] for model in HttpServer(adaptable).get("/v1/models")["data"]]
     assert len([name for name in names if "@" in name]) == 1  # the versions before are gone
 
 
-def test_an_adapter_name_that_is_used_again_is_refused_or_caught(whole: Path, plain: Path, exact: str, tmp_path: Path):
-    config = options(whole, tmp_path / "run", model=str(plain), lora_r=4, vllm_server_base_url=exact, max_steps=6, learning_rate=2e-3)
+def test_an_adapter_name_that_is_used_again_is_refused_or_caught(whole: Path, plain: Path, adaptable: str, tmp_path: Path):
+    config = options(whole, tmp_path / "run", model=str(plain), lora_r=4, vllm_server_base_url=adaptable, max_steps=6, learning_rate=2e-3)
     with swap(remote_sampler, "version_name", lambda updates, name: version_name(0, "again")), \
             pytest.raises(AssayError, match=r"version: |canaries: |refused with 400") as stopped:
         recipe.grpo(config, lambda _: None)
     print(stopped.value)
 
 
-def test_a_base_of_other_weights_is_refused_before_the_first_step(whole: Path, plain: Path, exact: str, tmp_path: Path):
+def test_a_base_of_other_weights_is_refused_before_the_first_step(whole: Path, adaptable: str, tmp_path: Path):
     """The server was started with another base than the adapter's."""
     other = save_hf_folder(tmp_path / "other", tiny_model("llama", head_dim=64, seed=5))
-    HttpServer(exact).post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(other)}})
-    config = options(whole, tmp_path / "run", model=str(plain), lora_r=4, vllm_server_base_url=exact, max_steps=2)
+    config = options(whole, tmp_path / "run", model=str(other), lora_r=4, vllm_server_base_url=adaptable, max_steps=2)
     with pytest.raises(GuardStop, match=r"engine_floor: .*another model") as stopped:
         recipe.grpo(config, lambda _: None)
     print(stopped.value)
