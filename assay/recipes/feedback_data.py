@@ -87,7 +87,7 @@ def by_asked(said: Sequence[SaidFeedback]) -> list[SaidFeedback]:
 def load_feedback(config: Kto, start: StartingModel) -> FeedbackData:
     """Who is held out is decided on prompts, before anything is rendered."""
     settings, named = kto_settings(config), ", ".join(map(str, config.data))
-    said = [each for file in config.data for each in read_feedback(file)]
+    said = [each for file in config.data for each in read_feedback(file, config.limit)]
     refuse_one_sided(said, named)
     if config.held_out_data is not None:
         kept, apart = said, read_feedback(config.held_out_data)

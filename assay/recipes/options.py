@@ -37,6 +37,7 @@ WITNESS_HELP = ("steps, drawn by the seed, that a fresh process replays from opt
                 "off: none")
 FSDP_HELP = ("with several processes: each holds a part of parameters, gradients and moments (FSDP2), which saves memory; the result "
              "depends on the number of processes, by rounding alone")
+LIMIT_HELP = "read only the first so many rows of each file of --data"
 DEVICE = "a GPU where there is one, else cpu"
 
 
@@ -50,6 +51,9 @@ class Pretrain:
 
     corpus: str = option("folder that assay corpus made, or a URL of one", group="data", metavar="FOLDER")
     out: str = option("folder of the run", group="run", metavar="FOLDER")
+    mix: tuple[str, ...] = option("other corpora of the same tokenizer, each with the share of the rows that come from it, as in code:0.2 "
+                                  "old:0.1; the rest is --corpus's, whose held-out documents are scored", group="data",
+                                  metavar="FOLDER:SHARE", default=())
     depth: int = option("layers; the width is 64 times as much, and the rest follows", group="model", default=6)
     minutes: float | None = option("stop after this much wall time of training, all sittings together; what is checked before step 1 "
                                    "is not counted", group="budget", above=0, default=None, default_text="no limit")
@@ -194,8 +198,10 @@ class Trained:
 class Tuned(Trained):
     """Options of every recipe that learns from examples, of which some are held out."""
 
-    data: tuple[str, ...] = option("conversations: .jsonl(.gz), .parquet or .csv; several files are read one after the other", group="data",
-                                   metavar="FILE")
+    data: tuple[str, ...] = option("conversations: .jsonl(.gz), .parquet or .csv, a folder or URL of these, or a dataset of the hub, "
+                                   "hf://OWNER/NAME[CONFIG][SPLIT]; several are read as one, or, each with the share of the rows that come "
+                                   "from it (a.jsonl:0.7 b.jsonl:0.3), as a mixture", group="data", metavar="FILE")
+    limit: int | None = option(LIMIT_HELP, group="data", least=1, default=None, default_text="all")
     max_length: int = option("tokens in a row", group="data", default=1024)
     too_long: Literal["drop", "truncate", "error"] = option("what happens to conversations longer than a row", group="data", default="drop")
     packing: bool = option("several conversations share a row and do not see each other", group="data", default=True)

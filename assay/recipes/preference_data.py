@@ -97,7 +97,7 @@ def settings_of(config: Dpo) -> PreferenceSettings:
 def load_preferences(config: Dpo, start: StartingModel) -> PreferenceData:
     """Who is held out is decided on prompts, before anything is rendered."""
     settings = settings_of(config)
-    said = [pair for file in config.data for pair in read_preferences(file)]
+    said = [pair for file in config.data for pair in read_preferences(file, config.limit)]
     if config.held_out_data is not None:
         kept, apart = said, read_preferences(config.held_out_data)
     else:

@@ -4,19 +4,21 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
 import torch
 
 from assay.data.data_ledger import check_data_ledger
+from assay.data.mixture import MixedOrder, weighted_sources, whole_shares
 from assay.data.order import Order, iterate_batches
 from assay.data.token_corpus import Corpus, assert_disjoint, open_corpus, token_budget
 from assay.errors import UsageError
 from assay.evaluation.held_out_loss import score_corpus
 from assay.guard.conclusion_checks import check_budget
 from assay.guard.corpus_checks import check_document_copies, require_held_out_documents
-from assay.guard.data_order_checks import check_epoch_order, check_same_data
+from assay.guard.data_order_checks import check_epoch_order, check_mixture, check_same_data
 from assay.guard.loss_preflight import preflight_loss, sample_rows
 from assay.guard.training_guards import check_detectors, check_initial_weights
 from assay.learn.ema import Ema
@@ -40,7 +42,7 @@ from assay.recipes.trainer import SavePlan, Trainer
 from assay.store.ledger import Event
 from assay.store.remote import local_path
 from assay.store.saving import Lineage
-from assay.verdict import Verdict
+from assay.verdict import Outcome, Verdict
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class _Plan:
     lr: float
     device: str
 
+AUDITED_ROWS = 4096  # of a mixture, before step 1
 PRETRAINING_EVALUATED_EVERY = 500  # steps, where no --save-steps is given
 
 
@@ -65,20 +68,60 @@ class CorpusData:
     order: Order
 
     def facts(self, step: int) -> dict[str, Any]:
+        others = {"mixed": [other.digest for other in self.others]} if self.others else {}
         return {"corpus": self.corpus.digest, "tokenizer": self.corpus.tokenizer_digest, "seed": self.order.seed,
-                "windows_read": step * self.order.rows}
+                "windows_read": step * self.order.rows} | others
+
+    def describe_mixture(self) -> list[str]:
+        if not isinstance(self.order, MixedOrder):
+            return []
+        total, order = sum(self.order.shares), self.order
+        return [f"mixture: {share / total:.1%} of the rows from {corpus.folder}, {alone.windows:,} windows"
+                for corpus, share, alone in zip(order.corpora, order.shares, order.orders, strict=True)]
+
+    @property
+    def others(self) -> tuple[Corpus, ...]:
+        return self.order.others if isinstance(self.order, MixedOrder) else ()
 
     def check_same(self, recorded: Mapping[str, Any]) -> Verdict:
-        return check_same_data(recorded["corpus"], self.corpus)
+        found = [check_same_data(recorded["corpus"], self.corpus)]
+        found += [check_same_data(digest, other) for digest, other in zip(recorded.get("mixed", []), self.others, strict=True)]
+        return next((verdict for verdict in found if verdict.outcome is Outcome.REFUTED), found[0])
 
     def audit(self) -> list[Verdict]:
-        return [check_epoch_order(self.order), check_document_copies(self.corpus)]
+        """Of a mixture the first rows are counted here, and all that were read at the end."""
+        some = max(1, min(self.order.steps, AUDITED_ROWS // self.order.rows))
+        order = check_mixture(self.order, some) if isinstance(self.order, MixedOrder) else check_epoch_order(self.order)
+        return [order, check_document_copies(self.corpus)]
 
     def times_read(self, run: Run, steps: int) -> dict[int, int]:
         """How many windows all steps so far have read how often, {times: windows}: counted from what they wrote down, and judged."""
         verdict, times = check_data_ledger(run.consumed(), self.order, steps)
-        run.judge(Event.DATA_LEDGER, [verdict])
+        mixture = [check_mixture(self.order, steps)] if isinstance(self.order, MixedOrder) and steps else []
+        run.judge(Event.DATA_LEDGER, [verdict, *mixture])
         return times
+
+    @property
+    def repeats_from(self) -> int:
+        """The step from which on windows are read again."""
+        rows = self.order.repeats_from_row if isinstance(self.order, MixedOrder) else self.order.windows
+        return rows // self.order.rows
+
+
+def corpus_order(config: Pretrain, corpus: Corpus, rows: int) -> Order:
+    """The windows of one corpus, or of several by their shares. No held-out document of --corpus may stand in another's training text."""
+    if not config.mix:
+        return Order(corpus, config.seed, rows, config.max_length, config.num_train_epochs)
+    sources = weighted_sources(config.mix, "--mix")
+    shares = [source.weight or Fraction(1) for source in sources]
+    if sources[0].weight is None or sum(shares) >= 1:
+        raise UsageError(f"--mix {' '.join(config.mix)}: expected FOLDER:SHARE, with shares that add up to less than 1; the rest is "
+                         "--corpus's")
+    others = tuple(open_corpus(local_path(source.name)) for source in sources)
+    for other in others:
+        assert_disjoint(other, corpus)
+    return MixedOrder(corpus, config.seed, rows, config.max_length, config.num_train_epochs, others=others,
+                      shares=whole_shares([1 - sum(shares), *shares]))
 
 
 def pretrain(config: Pretrain, say: Callable[[str], None] = print_line) -> RunOutcome:
@@ -89,7 +132,7 @@ def pretrain(config: Pretrain, say: Callable[[str], None] = print_line) -> RunOu
     assert_disjoint(corpus)
     require_held_out_documents(corpus)
     plan = derived(config, corpus, world.device)
-    data = CorpusData(corpus, Order(corpus, config.seed, plan.rows, config.max_length, config.num_train_epochs))
+    data = CorpusData(corpus, corpus_order(config, corpus, plan.rows))
     data.order.require(plan.steps or 1)  # refused before anything is made, where the data does not suffice
     schedule = Schedule(Budget(plan.steps, config.minutes, config.lr_scheduler_type, config.warmup_steps, config.decay_ratio))
     every = config.save_steps or PRETRAINING_EVALUATED_EVERY
@@ -103,7 +146,7 @@ def pretrain(config: Pretrain, say: Callable[[str], None] = print_line) -> RunOu
                                compile=False if config.fsdp else None)
     if world.rank > 0:
         return follow(world, model, next_token, config, partial(optimizer_for, config, plan, model), config.ema)
-    for line in describe_pretraining(config, plan, corpus, parameter_count(model)):
+    for line in (*describe_pretraining(config, plan, corpus, parameter_count(model)), *data.describe_mixture()):
         say(line)
     if config.max_bytes is not None:
         say(require_room(partial(shape, config, vocab=plan.model.vocab), config.depth, tokenizer, config.max_bytes))
@@ -117,7 +160,7 @@ def pretrain(config: Pretrain, say: Callable[[str], None] = print_line) -> RunOu
                           ema=ema,
                           saves=SavePlan(every, data.order.steps, paced=config.save_steps is None), vocab=plan.model.vocab, world=world)
         some = partial(score_corpus, corpus=corpus, rows=plan.micro, length=config.max_length, count=config.eval_documents)
-        evaluator = HeldOutEvaluator(run, some, device=plan.device, repeats_from=data.order.windows // plan.rows)
+        evaluator = HeldOutEvaluator(run, some, device=plan.device, repeats_from=data.repeats_from)
         early = EarlyStopping(run, evaluator.history, rule, every)
 
         def save(*, evaluate: bool) -> None:

@@ -140,7 +140,7 @@ class RewardPairs(PreferenceData):
 
 def load_reward_pairs(config: RewardModel, start: StartingModel, settings: RewardModelSettings) -> RewardPairs:
     """Who is held out is decided on prompts, before anything is rendered."""
-    said = [pair for file in config.data for pair in read_preferences(file)]
+    said = [pair for file in config.data for pair in read_preferences(file, config.limit)]
     kept, apart = (said, read_preferences(config.held_out_data)) if config.held_out_data is not None else hold_out(
         by_prompt(said), config.held_out, config.seed)
 
