@@ -225,8 +225,8 @@ class MixedOrder(Order):
         super().__post_init__()
         for other in self.others:
             if other.tokenizer_digest != self.corpus.tokenizer_digest or other.boundary != self.corpus.boundary:
-                raise UsageError(f"{other.folder} was made with another tokenizer than {self.corpus.folder}, or other boundaries; make both "
-                                 "with one: assay corpus --tokenizer")
+                raise UsageError(f"{other.folder} was made with another tokenizer than {self.corpus.folder}, or other boundaries; make "
+                                 "both with one: assay corpus --tokenizer")
 
     @property
     def corpora(self) -> tuple[Corpus, ...]:
