@@ -40,12 +40,19 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path | str) -> "Tokenizer":
-        """Reads tokenizer.json, tokenizer_config.json, special_tokens_map.json and the chat templates beside them."""
+        """Reads tokenizer.json (or SentencePiece's tokenizer.model where there is none), tokenizer_config.json, special_tokens_map.json
+        and the chat templates beside them."""
         folder = Path(folder)
         if folder.is_file():
             raise UsageError(f"{folder}: a file; expected the folder that holds tokenizer.json")
         settings = read_json_if_there(folder / "tokenizer_config.json") or {}
         document = read_json_if_there(folder / "tokenizer.json")
+        if document is None and (folder / "tokenizer.model").is_file():
+            from assay.model.sentencepiece_model import sentencepiece_document  # which imports what stands here
+
+            data = read_small_file(folder / "tokenizer.model")
+            document, named = sentencepiece_document(data, str(folder / "tokenizer.model"), settings)
+            settings = {"clean_up_tokenization_spaces": False} | named | settings
         if document is None:
             raise UsageError(f"{folder}: no tokenizer.json; transformers makes one: "
                              "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)")

@@ -25,6 +25,7 @@ from assay.model.transformer import ModelConfig, parameter_count
 from assay.recipes.options import Trained, Tuned, Tuning
 from assay.recipes.run import Run
 from assay.recipes.starting_model import AdapterModel, StartingModel
+from assay.recipes.suite import open_tasks, read_suite
 from assay.store.ledger import Event
 from assay.verdict import Outcome, Verdict, proven, refuted
 
@@ -144,6 +145,8 @@ def refuse_unbudgeted(config: Trained) -> None:
     if config.save_steps == 0 and not config.insist and not (config.minutes or math.inf) <= A_LONG_RUN:
         raise UsageError(f"--save-steps 0 on a run that may take more than {A_LONG_RUN} minutes: a crash would lose all of it; "
                          "give a number of steps, --minutes up to ten, or --insist")
+    if config.suite is not None:
+        open_tasks(read_suite(config.suite))
 
 
 def evaluated_every(save_steps: int | None) -> int:

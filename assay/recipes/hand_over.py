@@ -21,8 +21,10 @@ from assay.learn.ema import ema_weights
 from assay.model.placement import default_device, place_for_inference
 from assay.model.transformer import Transformer
 from assay.recipes.evaluator import HeldOutEvaluator
+from assay.recipes.options import Trained
 from assay.recipes.run import Run, plain
 from assay.recipes.starting_model import writes_merged
+from assay.recipes.suite import read_suite, run_suite
 from assay.recipes.witness_records import witness_verdict
 from assay.store import checkpoint
 from assay.store.artifact import Artifact, Destination, build_model, locate_artifact, merged_tensors, open_artifact, straight_to
@@ -68,10 +70,23 @@ def hand_over(run: Run, evaluator: HeldOutEvaluator, score_all: ScoreHeldOut) ->
             places, found = exporting.result()
     with run.spent.part("evaluation"):
         exported = rescore(open_artifact(places[-1], to=to, opened=opened), score_all, evaluator.device)
-    verdicts += [*found, check_exported_score(recorded, exported)]
+    verdicts += [*found, check_exported_score(recorded, exported), *check_forgetting(run, places[-1], evaluator.device)]
     void_if_refuted(run, places, verdicts)
     verdicts += send_to_remote(run, places)
     return HandedOver(best, places, recorded, verdicts)
+
+
+def check_forgetting(run: Run, place: Path, device: str | None) -> list[Verdict]:
+    """With --suite: what is handed over, read from its bytes, beside the model that the run began with, on the suite's tasks and probes."""
+    config = run.config
+    if not isinstance(config, Trained) or config.suite is None:
+        return []
+    with run.spent.part("evaluation"):
+        parent, child = open_artifact(str(config.from_ or config.model)), open_artifact(place)
+        found = run_suite(read_suite(config.suite), parent, child, run.folder / "suite" / child.digest[:12],
+                          device=device or default_device(), say=run.say)
+    run.say(str(found.verdict))
+    return [found.verdict]
 
 
 class OpenedBases:

@@ -65,8 +65,8 @@ class Pretrain:
     batch_tokens: int = option("tokens in a step", group="optimizer", default=32768)
     micro_batch_tokens: int = option("tokens that go through the model at a time; changes nothing but memory", group="memory", least=1,
                                      default=65536)
-    shape: Literal["qwen3", "assay"] = option("architecture: qwen3 opens in transformers; assay has relu², a soft cap on the logits and no "
-                                              "gate", group="model", default="qwen3")
+    shape: str = option("architecture: qwen3 opens in transformers; assay has relu², a soft cap on the logits and no gate; or the path of "
+                        "a Hugging Face config.json, which then says depth, width and all else", group="model", default="qwen3")
     value_residual: bool = option("with --shape assay: every layer mixes the first layer's values into its own", group="model",
                                   default=False)
     attention_gate: bool = option("with --shape assay: a sigmoid of the layer's input weighs each head's output", group="model",
@@ -174,6 +174,8 @@ class Trained:
                                         default_text="none")
     probe_samples: int = option("texts to each of eight prompts by which a proof may judge what a checkpoint says; where the first of each "
                                 "are clean, they are enough; 0: none", group="checkpoints", least=0, default=4)
+    suite: str | None = option("YAML of tasks and probes that parent and child are asked at the end: what the child is shown to have lost "
+                               "voids it", group="evaluation", metavar="FILE", default=None, default_text="forgetting is not measured")
     insist: bool = option("allow --save-steps 0 for a run of more than ten minutes", group="checkpoints", default=False)
     remote: str | None = option(REMOTE_HELP, group="checkpoints", metavar="URL", default=None, default_text="none")
     witness: str = option(WITNESS_HELP, group="checkpoints", metavar="STEPS", default="2")

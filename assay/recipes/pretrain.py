@@ -28,9 +28,10 @@ from assay.learn.optim import adamw, muon
 from assay.model.placement import place_for_training, uncompiled
 from assay.model.special_tokens import resolve_special_tokens
 from assay.model.tokenizer import Tokenizer
-from assay.model.transformer import ModelConfig, Rope, Transformer, initialised, parameter_count, qkv_rows
+from assay.model.transformer import InitialSpread, ModelConfig, Rope, Transformer, initialised, parameter_count, qkv_rows
 from assay.outcome import RunOutcome
 from assay.recipes.evaluator import EarlyStopping, HeldOutEvaluator, stopping_rule
+from assay.recipes.given_shape import GivenShape, is_given, read_shape
 from assay.recipes.hand_over import hand_over, write_down
 from assay.recipes.memory_plan import device_memory, plan_pretraining, record_use, require_fit
 from assay.recipes.options import Pretrain
@@ -55,6 +56,7 @@ class _Plan:
     steps: int | None  # None: time decides
     lr: float
     device: str
+    spread: InitialSpread
 
 AUDITED_ROWS = 4096  # of a mixture, before step 1
 PRETRAINING_EVALUATED_EVERY = 500  # steps, where no --save-steps is given
@@ -142,7 +144,7 @@ def pretrain(config: Pretrain, say: Callable[[str], None] = print_line) -> RunOu
     memory = plan_pretraining(config, plan.model, plan.device)
     if (available := device_memory(plan.device)) is not None:
         require_fit(memory, available, plan.device)
-    model = place_for_training(initialised(plan.model, config.seed), plan.device, recompute=config.gradient_checkpointing,
+    model = place_for_training(initialised(plan.model, config.seed, plan.spread), plan.device, recompute=config.gradient_checkpointing,
                                compile=False if config.fsdp else None)
     if world.rank > 0:
         return follow(world, model, next_token, config, partial(optimizer_for, config, plan, model), config.ema)
@@ -178,7 +180,7 @@ def pretrain(config: Pretrain, say: Callable[[str], None] = print_line) -> RunOu
                 trainer.resume(saved, data.check_same((saved.trainer() or {})["data"]))
             evaluator.recall()
             early.judge(trainer.done)
-            run.preflight(preflight_pretrain(trainer, data))
+            run.preflight(preflight_pretrain(trainer, data, plan.spread))
             trainer.save(data.facts(trainer.done))  # where nothing is saved yet: a save is made and proven before step 1
 
             trainer.start_loop(data.facts(trainer.done), data.order.windows)
@@ -211,14 +213,15 @@ def pretrain(config: Pretrain, say: Callable[[str], None] = print_line) -> RunOu
         return RunOutcome(run.folder, verdicts, model=run.folder / "model", results={"held_out": handed.recorded.estimate})
 
 
-def preflight_pretrain(trainer: Trainer, data: CorpusData) -> list[Verdict]:
+def preflight_pretrain(trainer: Trainer, data: CorpusData, spread: InitialSpread) -> list[Verdict]:
     """The loss is the loss, every tensor is reached and held, the alarms are awake, the corpus is read as planned."""
     batch = trainer.first_micro_batch(data.order.batch(0))
     found = trainer.gradients(batch)
     with uncompiled():
         return [check_detectors(), *preflight_loss(trainer.model, trainer.objective, sample_rows(batch), trainer.accumulate_alone),
                 *trainer.check_precision(batch, found), *trainer.check_reach(found),
-                *([] if trainer.done else [check_initial_weights(dict(trainer.model.named_parameters()), trainer.model.config.depth)]),
+                *([] if trainer.done else [check_initial_weights(dict(trainer.model.named_parameters()), trainer.model.config.depth,
+                                                                 spread.wide, divided=spread.divided)]),
                 *data.audit(), *trainer.check_world(data.order.batch(0))]  # last: with --fsdp nobody holds the whole model afterwards
 
 
@@ -236,9 +239,19 @@ def derived(config: Pretrain, corpus: Corpus, device: str) -> _Plan:
                          "at least 1, a length of at least 8 and a batch of at least one row")
     rows = config.batch_tokens // config.max_length
     steps = None if config.tokens is None else max(1, math.ceil(config.tokens / (rows * config.max_length)))
-    vocab = padded_vocab(Tokenizer.from_folder(corpus.folder))
     micro = max(1, min(rows, config.micro_batch_tokens // config.max_length))
-    return _Plan(shape(config, config.depth, vocab), rows, micro, steps, config.matrices().learning_rate, device)
+    chosen = chosen_shape(config, Tokenizer.from_folder(corpus.folder))
+    return _Plan(chosen.model, rows, micro, steps, config.matrices().learning_rate, device, chosen.spread)
+
+
+def chosen_shape(config: Pretrain, tokenizer: Tokenizer) -> GivenShape:
+    """What --depth makes, or what a config.json says."""
+    if not is_given(config.shape):
+        return GivenShape(shape(config, config.depth, padded_vocab(tokenizer)), InitialSpread())
+    if config.max_bytes is not None or config.value_residual or config.attention_gate:
+        raise UsageError(f"--shape {config.shape}: --max-bytes, --value-residual and --attention-gate belong to the shapes that --depth "
+                         "makes; leave them out")
+    return read_shape(config.shape, vocab=tokenizer.size, length=config.max_length)
 
 
 def padded_vocab(tokenizer: Tokenizer) -> int:

@@ -20,6 +20,7 @@ from assay.comparison.read_results import Arm, ScoredRun, read_eval
 from assay.errors import UsageError
 from assay.evaluation.evaluate import evaluate
 from assay.evaluation.loaded_model import LoadedModel
+from assay.evaluation.task import Task
 from assay.evaluation.tasks import TaskRequest, open_task
 from assay.generate.generation_request import Sampling
 from assay.health.generation_probe import Health, ModelGenerator, probe
@@ -81,11 +82,17 @@ def read_suite(path: str | Path) -> Suite:
                  file.absolute().parent)
 
 
+def open_tasks(suite: Suite) -> dict[str, Task]:
+    """Every task with its data: what is missing or amiss is said before anything is paid for."""
+    return {name: open_task(TaskRequest(task["task"], suite.folder / task["data"] if "data" in task else None, task.get("limit"),
+                                        task.get("grader"), task.get("seed", 0))) for name, task in suite.tasks.items()}
+
+
 def run_suite(suite: Suite, parent: Artifact, child: Artifact, out: Path, *, device: str,
               say: Callable[[str], None] = lambda _: None) -> SuiteResult:
     """Everything is asked of both, with the same seeds; OUT/parent and OUT/child hold every answer."""
     if parent.digest == child.digest:
-        raise UsageError(f"{child.path} has the weights of {parent.path}: parent and child are one model, and nothing can differ")
+        return SuiteResult([], proven("forgetting", f"{child.path} has the weights of {parent.path}: nothing of it is lost"))
     arms = {name: [*asked(suite, name, LoadedModel(artifact, device=device), out / name)]
             for name, artifact in (("parent", parent), ("child", child))}
     found = compare([*arms["parent"], *arms["child"]], level=suite.level)
@@ -97,12 +104,10 @@ def run_suite(suite: Suite, parent: Artifact, child: Artifact, out: Path, *, dev
 def asked(suite: Suite, who: str, loaded: LoadedModel, out: Path) -> list[Arm]:
     """What one of the two scores: an arm of each task."""
     arms = []
-    for name, task in suite.tasks.items():
-        data = task.get("data")
-        request = TaskRequest(task["task"], None if data is None else suite.folder / data, task.get("limit"), task.get("grader"),
-                              task.get("seed", 0))
+    for name, opened in open_tasks(suite).items():
+        task = suite.tasks[name]
         sampling = Sampling(task.get("max_new_tokens", 256), float(task.get("temperature", 0.0)), seed=task.get("seed", 0))
-        evaluate(loaded, open_task(request), out / name, k=task.get("k", 1), sampling=sampling, raw=task.get("raw", False))
+        evaluate(loaded, opened, out / name, k=task.get("k", 1), sampling=sampling, raw=task.get("raw", False))
         arms.append(replace(read_eval(out / name, None, None), name=who, group=name))
     if suite.probes is not None:
         arms.append(health_arm(probed(suite, loaded), who, loaded.identity))

@@ -193,8 +193,11 @@ def model_shape(kept: KeptStep) -> dict[str, Any] | Path:
     if kept.recipe != "Pretrain":
         return kept.folder_of_model
     options = kept.options
+    if options["shape"] == "assay":
+        raise NotWitnessed("transformers has no model of --shape assay")
     if options["shape"] != "qwen3":
-        raise NotWitnessed(f"transformers has no model of --shape {options['shape']}")
+        given = Path(options["shape"])
+        return read_fields(given / "config.json" if given.is_dir() else given)
     width = 64 * options["depth"]
     vocab = len(kept.weights(kept.before)["embed.weight"])
     return {"model_type": "qwen3", "vocab_size": vocab, "hidden_size": width, "intermediate_size": math.ceil(width * 8 / 3 / 64) * 64,
@@ -450,10 +453,14 @@ def moved_as_due(kept: KeptStep, name: str, before: Tensor, after: Tensor, due: 
 
 
 def matrix_rows(kept: KeptStep, name: str) -> tuple[int, ...]:
-    """q, k and v, and gate and up, are matrices of their own, stored one below the other: here all of equal height."""
-    rows = len(kept.before[f"weights/{name}"])
-    parts = 3 if name.endswith("attn.qkv.weight") else 2 if name.endswith("mlp.up.weight") else 1
-    return (rows // parts,) * parts
+    """q, k and v, and gate and up, are matrices of their own, stored one below the other: k and v of as many heads as they have."""
+    rows, fields = len(kept.before[f"weights/{name}"]), model_shape(kept)
+    assert isinstance(fields, dict), "Muon trains models from scratch"
+    heads = fields.get("num_attention_heads", 1)
+    groups = fields.get("num_key_value_heads") or heads
+    gated = fields["model_type"] != "gpt2"
+    parts = (heads, groups, groups) if name.endswith("attn.qkv.weight") else (1, 1) if name.endswith("mlp.up.weight") and gated else (1,)
+    return tuple(rows * part // sum(parts) for part in parts)
 
 
 def shown(items: Sequence[Any]) -> str:

@@ -17,7 +17,8 @@ COMMIT = "c0ffee" + "0" * 34
 
 
 class Hub(ThreadingHTTPServer):
-    """`repositories` are {id: {name: bytes}}, datasets under datasets/ID. From one whose id ends with "spoiled" weights come back with a byte changed."""
+    """`repositories` are {id: {name: bytes}}, datasets under datasets/ID. From one whose id ends with "spoiled" weights come back with a
+    byte changed."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Requests)
