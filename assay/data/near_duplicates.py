@@ -132,18 +132,18 @@ def _filled(least: Hashes) -> Hashes:
 # ---------------------------------------------------------------- rows
 
 
-def row_text(values: Any, field: str | None) -> str:
+def said_in_row(values: Any, field: str | None) -> str:
     """What a row says: one of its columns, or every text in it, in order."""
     if field is not None:
         return str(values.get(field, "")) if isinstance(values, dict) else ""
     if isinstance(values, str):
         return values
     inside: Iterable[Any] = values.values() if isinstance(values, dict) else values if isinstance(values, list) else ()
-    return "\n".join(text for each in inside if (text := row_text(each, None)))
+    return "\n".join(text for each in inside if (text := said_in_row(each, None)))
 
 
 def lines_prints(lines: Sequence[bytes], field: str | None) -> Prints:
-    return document_prints([row_text(json.loads(line), field).encode(errors="surrogatepass") for line in lines])
+    return document_prints([said_in_row(json.loads(line), field).encode(errors="surrogatepass") for line in lines])
 
 
 def line_blocks(lines: Iterable[bytes], size: int = BLOCK_BYTES) -> Iterator[list[bytes]]:

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from assay.errors import ArtifactError
+from assay.errors import ArtifactError, AssayError
 from assay.evaluation.held_out_loss import HeldOut
 from assay.guard.base_difference import state_base_difference
 from assay.guard.conclusion_checks import check_improvement
@@ -33,7 +33,7 @@ from assay.store.export_artifact import export_artifact
 from assay.store.ledger import Event
 from assay.store.saving import Ancestor, Lineage, model_contents
 from assay.strict_json import read_json_lines
-from assay.verdict import Outcome, Verdict, proven, refuted
+from assay.verdict import Outcome, Verdict, proven, refuted, unproven
 
 ScoreHeldOut = Callable[[Transformer], HeldOut]
 SAME_SCORE = 1e-4  # in the unit of the score, or of a score above 1 that share: what fp32 sums in another order may differ by
@@ -83,10 +83,13 @@ def check_forgetting(run: Run, place: Path, device: str | None) -> list[Verdict]
         return []
     with run.spent.part("evaluation"):
         parent, child = open_artifact(str(config.from_ or config.model)), open_artifact(place)
-        found = run_suite(read_suite(config.suite), parent, child, run.folder / "suite" / child.digest[:12],
-                          device=device or default_device(), say=run.say)
-    run.say(str(found.verdict))
-    return [found.verdict]
+        try:
+            verdict = run_suite(read_suite(config.suite), parent, child, run.folder / "suite" / child.digest[:12],
+                                device=device or default_device(), say=run.say).verdict
+        except AssayError as error:  # what was trained stands, whatever the suite's files say
+            verdict = unproven("forgetting", f"--suite {config.suite} could not be asked: {error}")
+    run.say(str(verdict))
+    return [verdict]
 
 
 class OpenedBases:

@@ -116,14 +116,15 @@ def corpus_order(config: Pretrain, corpus: Corpus, rows: int) -> Order:
         return Order(corpus, config.seed, rows, config.max_length, config.num_train_epochs)
     sources = weighted_sources(config.mix, "--mix")
     shares = [source.weight or Fraction(1) for source in sources]
-    if sources[0].weight is None or sum(shares) >= 1:
+    rest = 1 - sum(shares, Fraction(0))
+    if sources[0].weight is None or rest <= 0:
         raise UsageError(f"--mix {' '.join(config.mix)}: expected FOLDER:SHARE, with shares that add up to less than 1; the rest is "
                          "--corpus's")
     others = tuple(open_corpus(local_path(source.name)) for source in sources)
     for other in others:
         assert_disjoint(other, corpus)
     return MixedOrder(corpus, config.seed, rows, config.max_length, config.num_train_epochs, others=others,
-                      shares=whole_shares([1 - sum(shares), *shares]))
+                      shares=whole_shares([rest, *shares]))
 
 
 def pretrain(config: Pretrain, say: Callable[[str], None] = print_line) -> RunOutcome:

@@ -66,13 +66,11 @@ def read_suite(path: str | Path) -> Suite:
         raise UsageError(f"--suite {path}: no such file; expected YAML with `tasks`, each with `task` and what it needs")
     found = parse_yaml(file.read_bytes(), where=f"--suite {path}", error=UsageError)
     require_shape(found, _SUITE, where=f"--suite {path}", error=UsageError)
-    known = {"tasks": _TASK, "probes": _PROBES}
-    for where, fields, allowed in [("the file", found, {"tasks", "probes", "level"}),
-                                   *((name, task, known["tasks"]) for name, task in found.get("tasks", {}).items()),
-                                   *(("probes", found["probes"], known["probes"]) for _ in [0] if isinstance(found.get("probes"), dict))]:
-        if odd := set(fields) - {name.rstrip("?") for name in allowed}:
-            raise UsageError(f"--suite {path}: {where} has {', '.join(sorted(odd))}; expected "
-                             f"{', '.join(name.rstrip('?') for name in allowed)}")
+    refuse_unknown(found, _SUITE, f"--suite {path}: the file")
+    for name, task in found.get("tasks", {}).items():
+        refuse_unknown(task, _TASK, f"--suite {path}: {name}")
+    if isinstance(found.get("probes"), dict):
+        refuse_unknown(found["probes"], _PROBES, f"--suite {path}: {PROBES}")
     probes = found.get("probes", True)
     if not found.get("tasks") and probes is False:
         raise UsageError(f"--suite {path}: there is nothing to ask; give `tasks`")
@@ -80,6 +78,12 @@ def read_suite(path: str | Path) -> Suite:
         raise UsageError(f"--suite {path}: a task cannot be called {PROBES}; give it another name")
     return Suite(found.get("tasks", {}), None if probes is False else {} if probes is True else probes, found.get("level", LEVEL),
                  file.absolute().parent)
+
+
+def refuse_unknown(fields: Mapping[str, Any], shape: Mapping[str, Any], where: str) -> None:
+    known = [name.rstrip("?") for name in shape]
+    if odd := sorted(set(fields) - set(known)):
+        raise UsageError(f"{where} has {', '.join(odd)}; expected {', '.join(known)}")
 
 
 def open_tasks(suite: Suite) -> dict[str, Task]:
@@ -93,7 +97,7 @@ def run_suite(suite: Suite, parent: Artifact, child: Artifact, out: Path, *, dev
     """Everything is asked of both, with the same seeds; OUT/parent and OUT/child hold every answer."""
     if parent.digest == child.digest:
         return SuiteResult([], proven("forgetting", f"{child.path} has the weights of {parent.path}: nothing of it is lost"))
-    arms = {name: [*asked(suite, name, LoadedModel(artifact, device=device), out / name)]
+    arms = {name: [*suite_arms(suite, name, LoadedModel(artifact, device=device), out / name)]
             for name, artifact in (("parent", parent), ("child", child))}
     found = compare([*arms["parent"], *arms["child"]], level=suite.level)
     for each in found:
@@ -101,7 +105,7 @@ def run_suite(suite: Suite, parent: Artifact, child: Artifact, out: Path, *, dev
     return SuiteResult(found, judge_suite(suite, found))
 
 
-def asked(suite: Suite, who: str, loaded: LoadedModel, out: Path) -> list[Arm]:
+def suite_arms(suite: Suite, who: str, loaded: LoadedModel, out: Path) -> list[Arm]:
     """What one of the two scores: an arm of each task."""
     arms = []
     for name, opened in open_tasks(suite).items():
@@ -140,15 +144,15 @@ def judge_suite(suite: Suite, found: list[Comparison]) -> Verdict:
                           "margin": suite.margin(each.group)} for each in found}
     lost = [each for each in found if each.claim == "shown worse" and loss_of(each) > suite.margin(each.group)]
     if lost:
-        words = "; ".join(f"{each.group}: {in_words(each)}, margin {suite.margin(each.group):g}" for each in lost)
+        words = "; ".join(f"{each.group}: {comparison_in_words(each)}, margin {suite.margin(each.group):g}" for each in lost)
         return refuted("forgetting", f"the child lost what its parent could do on {len(lost)} of {len(found)}: {words}", **facts)
     open_still = [each for each in found if not most_lost(each) <= suite.margin(each.group)]
     if open_still:
-        words = "; ".join(f"{each.group}: {in_words(each)}, margin {suite.margin(each.group):g}" for each in open_still)
+        words = "; ".join(f"{each.group}: {comparison_in_words(each)}, margin {suite.margin(each.group):g}" for each in open_still)
         return unproven("forgetting", f"nothing is shown to be lost beyond its margin, but it is not excluded on {len(open_still)} of "
                                       f"{len(found)}: {words}; ask more examples, or widen the margin", optional=True, **facts)
     return proven("forgetting", f"on all {len(found)} a loss beyond the margin is excluded: "
-                                + "; ".join(f"{each.group}: {in_words(each)}" for each in found), **facts)
+                                + "; ".join(f"{each.group}: {comparison_in_words(each)}" for each in found), **facts)
 
 
 def loss_of(each: Comparison) -> float:
@@ -160,5 +164,5 @@ def most_lost(each: Comparison) -> float:
     return each.effect.high if each.lower_is_better else -each.effect.low
 
 
-def in_words(each: Comparison) -> str:
+def comparison_in_words(each: Comparison) -> str:
     return f"{each.metric} {each.effect.mean:+.4g} [{each.effect.low:.4g}, {each.effect.high:.4g}] (n={each.effect.n}), p = {each.p:.2g}"

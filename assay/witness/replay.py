@@ -142,6 +142,7 @@ def due_texts(kept: KeptStep) -> tuple[list[list[DueText]], int | None]:
     """The rows of the step, and how many steps the run takes where options and data say."""
     options = kept.options
     if kept.recipe == "Pretrain":
+        corpus: MixedWindows | WindowPlan
         corpus = mixed_windows(options) if options.get("mix") else WindowPlan(Path(options["corpus"]), options)
         steps = None if options["tokens"] is None else max(1, math.ceil(options["tokens"] / (corpus.rows * options["max_length"])))
         return corpus.due(kept.step), steps
@@ -158,7 +159,7 @@ def due_texts(kept: KeptStep) -> tuple[list[list[DueText]], int | None]:
         options = options | {"data": [str(kept.run / "teacher.jsonl")], "held_out_data": str(kept.run / "teacher-held-out.jsonl"),
                              "limit": None}
     texts, sources = texts_to_learn(kept.tokenizer_folder, options), named_sources(options)
-    packed = PackedPlan(texts, options) if sources[0][1] is None else MixedPlan(texts, sources, options)
+    packed: PackedPlan | MixedPlan = PackedPlan(texts, options) if sources[0][1] is None else MixedPlan(texts, sources, options)
     return packed.due(kept.step), None if options["minutes"] is not None else options["max_steps"] or packed.steps
 
 

@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from assay.data.near_duplicates import document_prints, find_duplicates, prints_of_lines, row_text
+from assay.data.near_duplicates import document_prints, find_duplicates, prints_of_lines, said_in_row
 
 
 @pytest.fixture(scope="module")
@@ -53,5 +53,5 @@ def test_rows_in_blocks_are_what_they_are_together(documents: list[str], monkeyp
     monkeypatch.setattr("assay.data.near_duplicates.line_blocks", lambda lines: ([line] for line in lines))
     for one, other in zip(whole, prints_of_lines(lines), strict=True):
         assert np.array_equal(one, other)
-    assert row_text({"a": "x", "b": [{"c": "y"}, 3]}, None) == "x\ny"
-    assert row_text({"a": "x", "b": "y"}, "b") == "y"
+    assert said_in_row({"a": "x", "b": [{"c": "y"}, 3]}, None) == "x\ny"
+    assert said_in_row({"a": "x", "b": "y"}, "b") == "y"

@@ -32,7 +32,7 @@ probes: {n: 1, max_new_tokens: 8}
 
 def taught_model(sentences: list[str]) -> Transformer:
     """It has read these a few times, and is far better at them than an untaught one."""
-    model, tokenizer = tiny_model("llama"), tiny_tokenizer()
+    model, tokenizer = tiny_model("llama"), tiny_tokenizer(template=False)
     rows = [[Example(text, ids, (0,) + (1,) * (len(ids) - 1), (text,), 1)] for text in sentences if (ids := tokenizer.encode(text))]
     batch = packed_rows(rows, 64, 0)
     for _ in loop.train(model, adamw(model.named_parameters(), 1e-2), iter([batch] * 40), next_token, micro=len(rows)):
@@ -44,7 +44,7 @@ def taught_model(sentences: list[str]) -> Transformer:
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A parent that knows facts, what it knows, and sums to forget it by."""
     folder = tmp_path_factory.mktemp("suite")
-    save_model(folder / "parent", taught_model(fact_sentences()))
+    save_model(folder / "parent", taught_model(fact_sentences()), tokenizer=tiny_tokenizer(template=False))
     rows = {"facts": [{"text": sentence} for sentence in fact_sentences()],
             "sums": [{"prompt": f"{a}+{b}=", "completion": str(a + b)} for a in range(12) for b in range(12)]}
     for name, some in rows.items():
@@ -104,3 +104,12 @@ def test_a_suite_is_read_strictly(text: str, words: str, tmp_path: Path):
         read_suite(tmp_path / "suite.yaml")
     with pytest.raises(UsageError, match="no such file"):
         read_suite(tmp_path / "none.yaml")
+
+
+def test_a_suite_that_cannot_be_asked_leaves_the_run_unproven_and_whole(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "suite.yaml").write_text("tasks: {sums: {task: arithmetic, limit: 4, max_new_tokens: 9999}}\nprobes: false\n")
+    (said,) = trained(home, tmp_path / "run", monkeypatch, data=(str(home / "sums.jsonl"),), max_steps=1,
+                      suite=str(tmp_path / "suite.yaml"))
+    assert said.outcome is Outcome.UNPROVEN
+    assert "could not be asked: the longest prompt" in said.reason
+    assert (tmp_path / "run" / "model" / "model.safetensors").exists()
