@@ -52,7 +52,7 @@ mutants: $(VENV)/.ready   ## small mistakes planted in the code, 2,000 of them, 
 	$(RUN) -m tests.mutants --count 2000 --clean 200 $(MUTANTS)
 
 campaigns: $(VENV)/.ready   ## kills of every recipe, a soak, a crowd at the server; hours on two cores; the tables go to results/
-	$(RUN) -m tests.campaigns kills > results/kills.txt; $(RUN) -m tests.campaigns server > results/server.txt
+	$(RUN) -m tests.kill_campaign > results/kills.txt; $(RUN) -m tests.campaigns server > results/server.txt
 	$(RUN) -m tests.campaigns soak > results/soak.txt; cat results/kills.txt results/server.txt results/soak.txt
 
 build/judges/.ready: tests/judges/requirements.txt pyproject.toml

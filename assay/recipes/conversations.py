@@ -21,6 +21,7 @@ from assay.guard.corpus_checks import require_held_out
 from assay.guard.data_order_checks import check_mixture
 from assay.guard.example_audit import audit_examples, check_batch, check_packing, check_supervised_weight
 from assay.learn.loop import Step
+from assay.learn.lr_schedule import Schedule
 from assay.model.transformer import ModelConfig, parameter_count
 from assay.recipes.options import Trained, Tuned, Tuning
 from assay.recipes.run import Run
@@ -96,6 +97,10 @@ class Conversations:
     def _judge(self, run: Run, step: int, verdict: Verdict) -> None:
         if step % WRITTEN_STEPS == 0 or verdict.outcome is Outcome.REFUTED:
             run.judge(Event.BATCH, [verdict])
+
+    def check_losses(self, losses: Sequence[float], done: int, schedule: Schedule) -> list[Verdict]:
+        """What can be said of the training losses up to step `done` since the last evaluation: of next-token loss, nothing."""
+        return []
 
     def batch(self, step: int) -> Batch:
         return self.order.batch(step)

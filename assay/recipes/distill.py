@@ -23,15 +23,8 @@ from assay.learn.objectives import Objective, next_token
 from assay.model.placement import uncompiled
 from assay.model.transformer import Transformer
 from assay.outcome import RunOutcome
-from assay.recipes.conversations import (
-    Conversations,
-    describe_tuning,
-    evaluated_every,
-    held_out_batches,
-    load_conversations,
-    refuse_nonsense,
-)
-from assay.recipes.evaluator import EarlyStopping, HeldOutEvaluator, stopping_rule
+from assay.recipes.conversations import Conversations, describe_tuning, held_out_batches, load_conversations, refuse_nonsense
+from assay.recipes.evaluator import EarlyStopping, HeldOutEvaluator, interval_columns
 from assay.recipes.grpo_preflight import rollout_floor
 from assay.recipes.hand_over import hand_over, void_if_refuted, write_down
 from assay.recipes.memory_plan import record_use
@@ -39,7 +32,7 @@ from assay.recipes.on_policy import OnPolicy, measured_words
 from assay.recipes.options import Distill
 from assay.recipes.processes import follow, join_processes
 from assay.recipes.run import Run, TimeSpent, open_run, plain, print_line
-from assay.recipes.sft import check_forked_loss, micro_rows, parent_loss, tuning_optimizer, tuning_schedule
+from assay.recipes.sft import check_forked_loss, parent_loss, tuning_optimizer, tuning_plan
 from assay.recipes.starting_model import StartingModel, load_start, reopen_parent
 from assay.recipes.teacher_text import write_teacher_text
 from assay.recipes.teachers import (
@@ -51,7 +44,7 @@ from assay.recipes.teachers import (
     make_student,
     open_teacher_model,
 )
-from assay.recipes.trainer import SavePlan, Trainer
+from assay.recipes.trainer import Trainer
 from assay.statistics.estimate import Estimate, ratio
 from assay.store.artifact import build_model, open_artifact
 from assay.store.ledger import Event
@@ -76,10 +69,8 @@ def distill(config: Distill, say: Callable[[str], None] = print_line) -> RunOutc
     if world.rank > 0:
         return follow(world, start.model, objective_alone(config, start, device), config)
     data = load_lessons(config, start, device, say)
-    schedule, every, micro = tuning_schedule(config, data), evaluated_every(config.save_steps), micro_rows(config, data)
-    rule = stopping_rule(config.early_stopping_patience, config.early_stopping_threshold, schedule=config.lr_scheduler_type,
-                         steps=data.steps, every=every)
-    optimizer = tuning_optimizer(config, start)
+    plan, optimizer = tuning_plan(config, data), tuning_optimizer(config, start)
+    micro = plan.micro
     for line in describe_tuning(config, start, data, optimizer.param_groups[0]["lr"], device):
         say(line)
     teacher = None if config.how == "text" else load_teacher(config, start, data, device, say)
@@ -88,12 +79,11 @@ def distill(config: Distill, say: Callable[[str], None] = print_line) -> RunOutc
     own_words = OnPolicy(config, start, data.train) if config.on_policy else None
 
     with world, open_run(config, say, device, spent) as run:
-        trainer = Trainer(run, start.weights, optimizer, objective, schedule, micro=micro, clip=config.max_grad_norm, order=data.order,
-                          saves=SavePlan(every, data.last_step, config.save_minutes, paced=config.save_steps is None),
-                          steps_before=start.steps_before, world=world, steady=own_words is None)
+        trainer = Trainer(run, start.weights, optimizer, objective, plan.schedule, micro=micro, clip=config.max_grad_norm, order=data.order,
+                          saves=plan.saves, steps_before=start.steps_before, world=world, steady=own_words is None)
         evaluator = HeldOutEvaluator(run, partial(lessons.score, rows=micro, count=config.eval_examples), device=device,
                                      repeats_from=data.repeats_from, scale=None if teacher is None else NATS)
-        early = EarlyStopping(run, evaluator.history, rule, every)
+        early = EarlyStopping(run, evaluator.history, plan.rule, plan.every)
 
         def evaluate() -> None:
             columns = lessons.columns(trainer.model, micro, config.eval_examples)
@@ -244,8 +234,7 @@ class Lessons:
             return {}
         found = self.teacher.agreement(model, self.data.held_out_batches(rows, count)).estimates()
         columns = {"eval_teacher_kl": found["kl"], "eval_teacher_top1": found["top1"], "eval_ce": found["student_ce"]}
-        return {f"{name}{end}": value for name, estimate in columns.items()
-                for end, value in (("", estimate.mean), ("_low", estimate.low), ("_high", estimate.high))}
+        return interval_columns(columns)
 
     def facts(self, step: int) -> dict[str, Any]:
         return self.data.facts(step) | ({} if self.teacher is None else {"teacher": self.teacher.digest})

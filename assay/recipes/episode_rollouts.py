@@ -31,7 +31,7 @@ from assay.guard.trajectory_checks import (
     check_token_law,
     check_trajectory_weights,
 )
-from assay.learn.advantage import Advantages, estimated_advantages, kl_shift
+from assay.learn.advantage import Advantages, estimated_advantages
 from assay.learn.objectives import Objective
 from assay.learn.policy import Surrogate
 from assay.model.placement import uncompiled
@@ -39,7 +39,7 @@ from assay.recipes.environment_tasks import EnvironmentTasks, kind_of, was_cut
 from assay.recipes.episode_batch import EpisodeRow, episode_batch, episode_rows, of_turns, sampled_mask
 from assay.recipes.grpo_options import Grpo
 from assay.recipes.prompts import Prompt, PromptData
-from assay.recipes.reference import Reference
+from assay.recipes.reference import Reference, with_reference
 from assay.recipes.rollout_batch import Drawn, Layout, batch_logprobs, quickest_score
 from assay.recipes.rollouts import COMPARED, RESCORED_A_ROLLOUT, Sampler, address
 from assay.recipes.run import Run, append_json_rows, plain, rewrite_json_rows
@@ -118,24 +118,13 @@ class EpisodeCollector:
         advantages = estimated_advantages(rewards, config.advantage_estimator, config.scale_rewards)
         counted_N = counted_trajectories(every, mask_truncated=config.mask_truncated_completions)
         rows = episode_batch(every, advantages.values_PG.flatten().tolist(), counted_N, config.normalisation, cap=self.cap)
-        rows = self._referenced(rows, reference)
+        rows = with_reference(rows, reference, self.asked, config)
         return EpisodeRollout(step, updates, tasks, played, rewards, advantages, counted_N, rows, self.layout.packed(rows).batch)
 
     def _left(self, reference: Reference) -> bool:
         """Whether the policy has moved from what its reference should be."""
         assert reference.step is not None
         return self.sampler.fingerprint != self.fingerprints.get(reference.step, reference.fingerprint)
-
-    def _referenced(self, batch: Batch, reference: Reference | None) -> Batch:
-        if reference is None:
-            return batch
-        of_reference = reference.logprobs(batch, self.asked.temperature, entropy=self.asked.wants_entropy)
-        batch = replace(batch, reference=of_reference)
-        if self.config.kl_estimator != "shift":
-            return batch
-        assert batch.behaviour is not None
-        assert batch.advantage is not None
-        return replace(batch, advantage=batch.advantage + kl_shift(batch.behaviour, of_reference, batch.weight, self.config.beta))
 
     # ---------------------------------------------------------------- what is said of it
 

@@ -20,6 +20,7 @@ from assay.guard.proof_subject import DEFAULT_SAMPLING, ProofSampling
 from assay.learn.ema import ema_weights
 from assay.model.placement import default_device, place_for_inference
 from assay.model.transformer import Transformer
+from assay.outcome import RunOutcome
 from assay.recipes.evaluator import HeldOutEvaluator
 from assay.recipes.options import Trained
 from assay.recipes.run import Run, plain
@@ -145,6 +146,14 @@ def send_to_remote(run: Run, places: list[Path]) -> list[Verdict]:
     verdict = run.remote.send_model(places)
     run.say(str(verdict))
     return [verdict]
+
+
+def conclude_hand_over(run: Run, handed: HandedOver, judged: list[Verdict], budget: Verdict, **told: Any) -> RunOutcome:
+    """Where one of the `judged` goes against what was handed over, its hallmark is taken back; then everything is written down."""
+    void_if_refuted(run, handed.places, judged)
+    handed.verdicts.extend([*judged, budget])
+    write_down(run, handed, **told)
+    return RunOutcome(run.folder, handed.verdicts, model=handed.places[-1], results={"held_out": handed.recorded.estimate, **told})
 
 
 def write_down(run: Run, handed: HandedOver, **more: Any) -> None:

@@ -36,7 +36,7 @@ from assay.guard.rollout_checks import (
     rollout_metrics,
     rollout_warnings,
 )
-from assay.learn.advantage import Advantages, estimated_advantages, kl_shift, refill, untruncated
+from assay.learn.advantage import Advantages, estimated_advantages, refill, untruncated
 from assay.learn.loop import Step
 from assay.learn.objectives import Objective
 from assay.learn.policy import Surrogate
@@ -46,7 +46,7 @@ from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import Transformer
 from assay.recipes.grpo_options import Grpo
 from assay.recipes.prompts import Prompt, PromptData
-from assay.recipes.reference import Reference
+from assay.recipes.reference import Reference, with_reference
 from assay.recipes.rewards import Group, Rewards, component_metrics, penalise_overlong, reading_metrics, score_by_rules
 from assay.recipes.rollout_batch import Drawn, Layout, batch_logprobs, batch_of, of_completions, quickest_score
 from assay.recipes.run import Run, append_json_rows, plain, rewrite_json_rows
@@ -244,15 +244,7 @@ class RolloutCollector:
     def _rows(self, groups: Sequence[Group], advantages: Advantages, counted_N: Sequence[bool], reference: Reference | None) -> Batch:
         batch = batch_of(completions_of(groups), advantages.values_PG.flatten().tolist(), counted_N, self.config.normalisation,
                          cap=self.config.max_completion_length)
-        if reference is None:
-            return batch
-        of_reference = reference.logprobs(batch, self.asked.temperature, entropy=self.asked.wants_entropy)
-        batch = replace(batch, reference=of_reference)
-        if self.config.kl_estimator != "shift":
-            return batch
-        assert batch.behaviour is not None
-        assert batch.advantage is not None
-        return replace(batch, advantage=batch.advantage + kl_shift(batch.behaviour, of_reference, batch.weight, self.config.beta))
+        return with_reference(batch, reference, self.asked, self.config)
 
     # ---------------------------------------------------------------- what is said of it
 

@@ -95,9 +95,9 @@ def prove_artifact(flags: FLAGS) -> list[Verdict]:
     apart = processes_early() >= 2 and _small_and_whole(Path(flags.path))
     with PROVING_PROCESSES.keeping():
         if Path(flags.path).exists():
-            PROVING_PROCESSES.start_early(proof_threads(beside=False), flags.device or WHERE_THERE_IS_ONE)
+            PROVING_PROCESSES.start_early(proof_threads(beside=False), flags.device or WHERE_THERE_IS_ONE, alone=True)
         if apart:
-            PROVING_PROCESSES.start_early(proof_threads(beside=False), flags.device or WHERE_THERE_IS_ONE, 2, libraries=False)
+            PROVING_PROCESSES.start_early(proof_threads(beside=False), flags.device or WHERE_THERE_IS_ONE, 2, libraries=False, alone=True)
         return _proven(flags, apart=apart)
 
 
