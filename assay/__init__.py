@@ -20,12 +20,13 @@ if TYPE_CHECKING:
         reward_model,
         sample,
         sft,
+        steer,
         ttt,
     )
 
 __version__ = "0.1.0"
 __all__ = ["compare", "distill", "dpo", "edit", "evaluate", "grpo", "kto", "load", "merge", "pretrain", "prove", "prune", "reward_model",
-           "sample", "sft", "ttt"]
+           "sample", "sft", "steer", "ttt"]
 
 
 def __getattr__(name: str) -> Any:

@@ -22,6 +22,7 @@ from assay.recipes.kto_options import Kto
 from assay.recipes.merge_options import MergeModels, PruneLayers
 from assay.recipes.options import Distill, Pretrain, Sft
 from assay.recipes.reward_model_options import RewardModel
+from assay.recipes.steer_options import Steer
 from assay.recipes.ttt_options import Ttt
 
 if TYPE_CHECKING:
@@ -117,6 +118,13 @@ def prune(model: str | Path, *, out: str | Path, say: Say | None = None, **optio
     from assay.recipes import merge as recipe
 
     return recipe.prune(_options(PruneLayers, {"model": str(model), "out": str(out), **options}, Path(out)), say or _print_line)
+
+
+def steer(model: str | Path, *, out: str | Path, say: Say | None = None, **options: Any) -> RunOutcome:
+    """Make a steering vector of pairs, and measure what it does and costs."""
+    from assay.recipes import steer as recipe
+
+    return recipe.steer(_options(Steer, {"model": str(model), "out": str(out), **options}, Path(out)), say or _print_line)
 
 
 def evaluate(path: str | Path, *, out: str | Path, **options: Any) -> "Evaluation":

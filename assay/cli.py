@@ -37,6 +37,7 @@ VERBS = {
     "edit": "write new facts into a model's weights, measured on the bytes that were written",
     "merge": "merge fine-tunes of one model into one: linear, slerp, task vectors, TIES, DARE",
     "prune": "take layers out of a model, those that do least or those that are named",
+    "steer": "make a steering vector of pairs of answers, its effect and cost measured, the weights untouched",
     "ttt": "read documents while learning from them, every chunk scored before it is learned from",
     "trace": "record every site of the forward pass, and find the first where two models part",
     "diff": "compare two models tensor by tensor",

@@ -49,13 +49,13 @@ class StageKind:
     suffix: str = ""  # of what it writes
 
 
-_TRAINING = StageKind(("data", "held_out_data"), ("model", "from_"), "model", goes_on=True)
+_TRAINING = StageKind(("data", "held_out_data", "suite"), ("model", "from_"), "model", goes_on=True)
 KINDS = {
     "tiny": StageKind(model="model"),
     "fetch": StageKind(),
     "tokenizer": StageKind(("text",)),
     "corpus": StageKind(("text", "tokenizer", "held_out_files")),
-    "pretrain": StageKind(("corpus",), (), "model", goes_on=True),
+    "pretrain": StageKind(("corpus", "mix"), (), "model", goes_on=True),
     "sft": _TRAINING,
     "dpo": _TRAINING,
     "kto": _TRAINING,
@@ -63,7 +63,7 @@ KINDS = {
     "grpo": _TRAINING,
     "edit": StageKind(("facts", "text"), ("path",), "model", goes_on=True),
     "ttt": StageKind(("text",), ("path",), goes_on=True),
-    "eval": StageKind(("data", "trained_on"), ("path", "base"), goes_on=True),
+    "eval": StageKind(("data", "trained_on", "suite"), ("path", "base", "against"), goes_on=True),
     "compare": StageKind(("results",), prints=True, suffix=".json"),
     "probe": StageKind(("prompts", "history"), ("artifact", "against", "base"), prints=True, suffix=".json"),
     "prove": StageKind((), ("path", "against", "base"), prints=True, suffix=".json"),
@@ -308,11 +308,15 @@ def _resolved(value: Any, drafts: Mapping[str, _Draft], places: Mapping[str, dic
 def _read_by(draft: _Draft, resolved: Mapping[str, Any], drafts: Mapping[str, _Draft],
              places: Mapping[str, dict[str, str]]) -> Iterator[str]:
     """Every path and model that the options name: what the stage's result depends on besides the options themselves."""
+    from assay.data.mixture import weighted_source
+
     kind = KINDS[draft.verb]
     for key, value in resolved.items():
         texts = _texts(value)
         if key in kind.files or key in kind.models:
-            yield from (part for text in texts for part in (_paths_of_arm(text) if draft.verb == "compare" else [text]))
+            weighted = key in ("data", "mix")
+            yield from (part for text in texts for part in (_paths_of_arm(text) if draft.verb == "compare" else
+                                                            [weighted_source(text).name] if weighted else [text]))
         elif key in _CODE:
             yield from (text.partition(".py:")[0] + ".py" for text in texts if ".py:" in text)
         else:
@@ -330,9 +334,10 @@ def _paths_of_arm(text: str) -> list[str]:
 def _require_inputs(draft: _Draft, inputs: Sequence[str], places: Mapping[str, dict[str, str]]) -> None:
     """What no stage will make must be there now."""
     from assay.store.model_cache import cached_model, fetch_hint
+    from assay.store.remote import is_url
 
     made = {place for each in places.values() for place in each.values()}
     for text in inputs:
         later = any(text == place or text.startswith(f"{place}/") for place in made)
-        if not (later or text.startswith(("http://", "https://")) or Path(text).exists() or cached_model(text)):
+        if not (later or is_url(text) or Path(text).exists() or cached_model(text)):
             raise UsageError(f"{draft.where}: {text}: no such file or folder{fetch_hint(text)}")
