@@ -23,6 +23,7 @@ OPTIONAL = {
     "transformers": ("hf", "proofs through transformers' own loader"),
     "peft": ("hf", "proofs of adapters through PEFT"),
     "gguf": ("gguf", "reading and writing GGUF files"),
+    "llama-cpp-python": ("llama", "GGUF files proven in llama.cpp itself, and its K-quants"),
     "pyarrow": ("data", "corpora and data sets in parquet"),
     "starlette": ("serve", "assay serve, with uvicorn"),
     "uvicorn": ("serve", "assay serve, with starlette"),

@@ -19,8 +19,8 @@ class FLAGS:
                              default_text="the run that it lies in")
     evals: tuple[str, ...] = option("folders of `assay eval` of these very weights, for the card", metavar="FOLDER", default=(),
                                     default_text="none")
-    gguf: str | None = option("publish a GGUF file too, in this number format (f16, bf16, q8_0), proven first", metavar="DTYPE",
-                              default=None, default_text="none")
+    gguf: str | None = option("publish a GGUF file too, in this number format (f16, bf16, q8_0, q6_k, q5_k_m, q4_k_m), proven first",
+                              metavar="DTYPE", default=None, default_text="none")
     sign: str | None = option("SSH key that signs it, by ssh-keygen, offline", metavar="KEY", default=None, default_text="unsigned")
     name: str | None = option("the model's name on the card", default=None, default_text="the end of the target")
     public: bool = option("let everybody see a new repository on the hub", default=False)
