@@ -153,7 +153,12 @@ def sample(path: str | Path, prompt: str | Iterable[str] = "", **options: Any) -
 def _run(recipe: Callable[[Any, Say], RunOutcome], options: type, given: Mapping[str, Any], say: Say | None) -> RunOutcome:
     if given.get("out") is None:
         raise UsageError(f"assay.{recipe.__name__}: out is missing; name the folder of the run")
-    return recipe(_options(options, given, Path(given["out"])), say or _print_line)
+    from assay.interop.live_tracking import tracking
+
+    typed = _options(options, given, Path(given["out"]))
+    quiet = getattr(typed, "quiet", False) and say is None
+    with tracking(Path(given["out"]), getattr(typed, "track", ())):
+        return recipe(typed, _keep_silent if quiet else say or _print_line)
 
 
 def _options(cls: type, given: Mapping[str, Any], out: Path) -> Any:
@@ -199,6 +204,10 @@ def _as_file(name: str, rows: Any, folder: Path) -> str | None:
 
 def _print_line(text: str) -> None:
     print(text, flush=True)
+
+
+def _keep_silent(_: str) -> None:
+    """What is not said stands in the ledger."""
 
 
 def _with_signature(function: Callable[..., Any], cls: type) -> None:
