@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from assay.comparison.pairwise import Comparison
     from assay.evaluation.evaluate import Evaluation
     from assay.generate.generation_request import Completion
+    from assay.interop.publishing import Published
     from assay.store.artifact import Artifact
     from assay.verdict import Verdict
 
@@ -140,6 +141,21 @@ def prove(path: str | Path, **options: Any) -> "list[Verdict]":
     from assay.verbs import prove as verb
 
     return verb.prove_artifact(from_mapping(verb.FLAGS, {"path": str(path), **options}, where="assay.prove"))
+
+
+def publish(path: str | Path, *, to: str | Path, **options: Any) -> "Published":
+    """Push a proven model with a card made from its ledger to a folder, hf:// or s3://, and hash what is fetched back."""
+    from assay.verbs import publish as verb
+
+    flags = from_mapping(verb.FLAGS, {"path": str(path), "to": str(to), **options}, where="assay.publish")
+    return verb.publish_model(flags)
+
+
+def verify(path: str | Path, **options: Any) -> "list[Verdict]":
+    """What was downloaded, hashed against manifest, hallmark, publication and signature."""
+    from assay.verbs import verify as verb
+
+    return verb.verify_published(from_mapping(verb.FLAGS, {"path": str(path), **options}, where="assay.verify"))
 
 
 def sample(path: str | Path, prompt: str | Iterable[str] = "", **options: Any) -> "list[Completion]":

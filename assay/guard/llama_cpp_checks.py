@@ -77,8 +77,8 @@ def planned_reading(source: Artifact, tokenizer: Tokenizer) -> Reading:
     step = room - len(first)
     rows = tuple(first + whole[start:start + step] for start in range(0, len(whole), step))[:MOST_ROWS]
     stops = [id for id in (source.stops.eos, source.stops.turn_end) if id is not None and id in source.stops.stop_ids]
-    return Reading(texts_that_must_agree(tokenizer), tuple(row for row in rows if len(row) > 1), tuple(short_prompts(source, longest - said)),
-                   tuple(dict.fromkeys(stops)))
+    return Reading(texts_that_must_agree(tokenizer), tuple(row for row in rows if len(row) > 1),
+                   tuple(short_prompts(source, longest - said)), tuple(dict.fromkeys(stops)))
 
 
 def texts_that_must_agree(tokenizer: Tokenizer) -> tuple[str, ...]:
@@ -120,8 +120,10 @@ def judge_surprise(reading: Reading, model: Transformer, rounded: Transformer, f
     perplexities = [float((-values.mean()).exp()) for values in (theirs, ours)]
     apart = float((of_file - theirs).abs().mean())
     words = (f"in {runner} its perplexity is {perplexities[0]:.4g}, the source's {perplexities[1]:.4g}: {change:+.4f} nats a token over "
-             f"{len(ours)} tokens, band of {kind} {band:g}; Assay's own reading of the file gives each token {apart:.4f} more or less, at most {COMPUTED:g}")
-    evidence = {"computed": str(apart), "perplexity": perplexities[0], "source_perplexity": perplexities[1], "nats": str(change), "band": band, "n": len(ours)}
+             f"{len(ours)} tokens, band of {kind} {band:g}; Assay's own reading of the file gives each token {apart:.4f} more or less, at "
+             f"most {COMPUTED:g}")
+    evidence = {"computed": str(apart), "perplexity": perplexities[0], "source_perplexity": perplexities[1], "nats": str(change),
+                "band": band, "n": len(ours)}
     if not apart <= COMPUTED:
         return refuted("llama perplexity", f"{words}: llama.cpp computes another model of these bytes", **evidence)
     if not abs(change) <= band:

@@ -64,7 +64,8 @@ def _end(process: "subprocess.Popen[bytes]", run: Path, name: str, words: "tempf
         print(said[0], file=sys.stderr, flush=True)
         return
     why = f"took more than {LAST_SECONDS:g} s" if status is None else said[0]
-    print(f"{name} was not handed everything: {why}; the run is not touched by it: assay track {run} --to {name}", file=sys.stderr, flush=True)
+    print(f"{name} was not handed everything: {why}; the run is not touched by it: assay track {run} --to {name}", file=sys.stderr,
+          flush=True)
 
 
 def follow_run(run: Path, tracker: MetricsTracker, ended: Callable[[], bool]) -> str:

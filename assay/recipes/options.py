@@ -38,8 +38,8 @@ WITNESS_HELP = ("steps, drawn by the seed, that a fresh process replays from opt
 FSDP_HELP = ("with several processes: each holds a part of parameters, gradients and moments (FSDP2), which saves memory; the result "
              "depends on the number of processes, by rounding alone")
 Tracker = Literal["tensorboard", "wandb", "trackio", "mlflow"]
-TRACK_HELP = ("hand every step's metrics to these while the run goes on, by a process beside it that cannot touch it; tensorboard writes to "
-              "RUN/tensorboard, the others as they are set up")
+TRACK_HELP = ("hand every step's metrics to these while the run goes on, by a process beside it that cannot touch it; tensorboard writes "
+              "to RUN/tensorboard, the others as they are set up")
 QUIET_HELP = "print nothing but the verdicts and the headline"
 JSON_HELP = "print the outcome as JSON, and everything else to stderr"
 DEVICE = "a GPU where there is one, else cpu"

@@ -20,8 +20,8 @@ class FLAGS:
     dtype: str | None = option("number format: float32, bfloat16 or float16; for gguf f32, f16, bf16 or q8_0", default=None,
                                default_text="as stored; for gguf f16")
     quant: Literal["q8_0", "q6_k", "q5_k_m", "q4_k_m"] | None = option(
-        "with --to gguf, fewer bits: q8_0 by the gguf package, the others by llama.cpp's own quantiser; the file is then opened, scored and "
-        "continued in llama.cpp itself, where llama-cpp-python is installed", default=None)
+        "with --to gguf, fewer bits: q8_0 by the gguf package, the others by llama.cpp's own quantiser; the file is then opened, scored "
+        "and continued in llama.cpp itself, where llama-cpp-python is installed", default=None)
     onto: Literal["trained", "file"] = option("with --to merged, of an adapter whose base was held in few bits (--base-dtype): merge into "
                                               "the weights it was trained on, or into the base as its file holds it; what that changes "
                                               "is measured and said", default="trained")
