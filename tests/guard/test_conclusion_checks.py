@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from assay.guard.conclusion_checks import check_early_stopping, check_generalisation_gap
+from assay.guard.conclusion_checks import check_budget, check_early_stopping, check_generalisation_gap
+from assay.learn.lr_schedule import Budget, Schedule
 from assay.verdict import Outcome
 
 RULE = {"planned": 24, "min_improvement": 0.01, "patience": 3}
@@ -51,3 +52,12 @@ def test_text_learned_by_heart_is_said():
     rising = check_generalisation_gap(train, 3.0 + np.linspace(0, 0.3, 8))
     assert rising.outcome is Outcome.REFUTED
     assert "over-fitting" in rising.reason
+
+
+def test_a_run_of_fewer_steps_than_were_asked_for_is_refuted():
+    schedule = Schedule(Budget(10, None, "wsd", 0, 0.5))
+    assert check_budget(schedule, 10).outcome is Outcome.PROVEN
+    found = check_budget(schedule, 7)
+    assert found.outcome is Outcome.REFUTED
+    assert "before the 10 steps that it was to take" in found.reason
+    assert check_budget(schedule, 7, "the loss no longer falls").outcome is Outcome.PROVEN
