@@ -206,7 +206,8 @@ def test_a_budget_of_time_ends_at_the_foot_of_the_schedule(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize(("seconds", "later", "steps", "words"), [
-    (0.05, 0.05, None, None), (4.0, 4.0, 1, "1 step taken, the last at 25%"), (0.4, 0.4, 8, None), (0.4, 0.8, 8, "ran out on the way down")])
+    (0.05, 0.05, None, None), (4.0, 4.0, 1, "1 step taken, the last at 25%"), (0.4, 0.4, 8, None),
+    (0.4, 0.8, 8, "ran out on the way down")])
 def test_minutes_begin_with_the_first_step_and_a_run_that_they_cut_short_says_so(
         seconds: float, later: float, steps: int | None, words: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """By a clock that moves with the work alone: the preflight takes longer than the budget, and a step twice `seconds`, or `later` from
