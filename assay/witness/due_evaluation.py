@@ -31,6 +31,7 @@ SAMPLES_OF_ONE, LONGEST = 2, 512  # samples of an example that are scored again,
 NATS = {"float32": 1e-3}  # a token, over all that is scored again; of one alone ten times that
 NATS_ROUNDED = 0.1  # of models that compute in bf16 or fp16
 LEAST_LIKELY, CHANCE = -12.0, 1e-9
+NEAR_A_CUT = 1e-5  # nats or mass: nearer to where a truncation cuts, rounding may cut elsewhere
 NUMBER_TASKS, LIKELIHOOD_TASKS = ("gsm8k", "arithmetic"), ("choices", "counterfact", "text")
 RAW_TASKS = ("humaneval", *LIKELIHOOD_TASKS)
 STOPS = {"humaneval": ("\nclass ", "\ndef ", "\n#", "\nif ", "\nprint(", "\n@", "\nassert ")}
@@ -193,6 +194,9 @@ class Rescored(NamedTuple):
 
 def judge_texts(kept: KeptEvaluation) -> Verdict:
     """The texts are what their ids decode to, and what transformers' model says to the prompt, each alone and without a cache."""
+    due_dtype = kept.options["dtype"] or ("float32" if kept.device == "cpu" else "bfloat16")
+    if kept.facts["compute"] != due_dtype:
+        return refuted(TEXTS, f"the model computed in {kept.facts['compute']}, and on {kept.device} {due_dtype} was asked for")
     if not kept.kept:
         raise NotWitnessed(kept.facts["left_out"] or "no example was kept")
     model, found = plain_model(kept), list[Rescored]()
@@ -275,25 +279,29 @@ def rescored(model: Any, prompt: Sequence[int], sample: Mapping[str, Any], optio
     logits, ids = logits_after(model, prompt, sample["ids"]), torch.tensor(sample["ids"])[:, None]
     if options["temperature"] == 0:
         return Rescored(float((logits.amax(-1) - logits.gather(-1, ids)[:, 0]).sum()), len(ids))
-    logp = stated(logits, options["temperature"], options["top_k"], options["top_p"])
+    logp, near = stated(logits, options["temperature"], options["top_k"], options["top_p"])
     drawn, p, kept = logp.gather(-1, ids)[:, 0], logp.exp(), logp.clamp(min=LEAST_LIKELY)
     mean, inside = (p * kept).sum(-1), drawn > -math.inf
     above, spread = (drawn.clamp(min=LEAST_LIKELY) - mean)[inside], (p * (kept - mean[:, None]) ** 2).sum(-1)
-    return Rescored(abs(float(drawn.sum()) - sample["logprob"]), len(ids), float(above.sum()), float(spread.sum()),
+    return Rescored(math.inf if near else abs(float(drawn.sum()) - sample["logprob"]), len(ids), float(above.sum()), float(spread.sum()),
                     float((kept.amax(-1) - mean).max()), float((mean - LEAST_LIKELY).max()), int((~inside).sum()))
 
 
-def stated(logits: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
-    """Log-probabilities at the temperature, among the k likeliest, of these those that fill the mass; of equal ones all."""
-    logits = logits / temperature
+def stated(logits: Tensor, temperature: float, top_k: int, top_p: float) -> tuple[Tensor, bool]:
+    """Log-probabilities at the temperature, among the k likeliest, of these those that fill the mass; of equal ones all. And whether
+    somewhere rounding may have cut one token more or less."""
+    logits, near = logits / temperature, False
     if 0 < top_k < logits.shape[-1]:
-        logits = logits.where(logits >= logits.topk(top_k, -1).values[:, -1:], -math.inf)
+        best = logits.topk(top_k + 1, -1).values
+        near = bool((best[:, -2] - best[:, -1] < NEAR_A_CUT).any())
+        logits = logits.where(logits >= best[:, -2:-1], -math.inf)
     if top_p < 1:
-        ranked = logits.softmax(-1).sort(-1, descending=True)
-        full = ranked.values.cumsum(-1) - ranked.values >= top_p
-        least = ranked.values.where(~full, math.inf).amin(-1, keepdim=True)
+        ranked = logits.softmax(-1).sort(-1, descending=True).values
+        before = ranked.cumsum(-1) - ranked
+        near = near or bool(((before - top_p).abs().amin(-1) < NEAR_A_CUT).any())
+        least = ranked.where(before < top_p, math.inf).amin(-1, keepdim=True)
         logits = logits.where(logits.softmax(-1) >= least, -math.inf)
-    return logits.log_softmax(-1)
+    return logits.log_softmax(-1), near
 
 
 def due_text(kept: KeptEvaluation, ids: Sequence[int]) -> str:

@@ -90,7 +90,7 @@ def _witnessed_evaluation(folder: Path, plant: Plant) -> list[Verdict]:
     forget_manifest(folder / "model")  # which knows what the live model answered
     sampling = Sampling(max_new=12, temperature=1.0)
     asked = {"task": "gsm8k", "data": str(data), "limit": 6, "seed": 0, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "raw": False,
-             "max_new_tokens": sampling.max_new, "witness": 6}
+             "dtype": None, "max_new_tokens": sampling.max_new, "witness": 6}
     with plant(folder):
         opened, task = LoadedModel(open_artifact(folder / "model")), open_task(TaskRequest("gsm8k", data, 6))
         with contextlib.suppress(Unsound):
