@@ -17,6 +17,7 @@ from assay.comparison.second_opinion import check_comparisons
 from assay.data.order import Order
 from assay.evaluation.held_out_loss import HeldOut, score_corpus
 from assay.guard.conclusion_checks import (
+    check_best,
     check_budget,
     check_claim,
     check_early_stopping,
@@ -219,6 +220,15 @@ def a_run_with_a_best(_: Path, plant: Plant) -> list[Verdict]:
     return [check_improvement(best, scores[0], scores[best])]
 
 
+def a_run_with_ragged_documents(_: Path, plant: Plant) -> list[Verdict]:
+    """Three short documents and a long one; what is printed is the mean over tokens, and by documents another step looks better."""
+    tokens = np.array([10.0, 10.0, 10.0, 370.0])
+    losses = [np.array([2.0, 2.1, 1.9, 2.0]), np.array([1.8, 1.9, 1.7, 1.2]), np.array([0.9, 1.0, 0.8, 1.6])]
+    with plant(_):
+        best = own.chosen([each * tokens / tokens.mean() for each in losses])
+    return [check_best(best, {step: float((each * tokens).sum() / tokens.sum()) for step, each in enumerate(losses)})]
+
+
 def chosen(scores: Sequence[np.ndarray]) -> int:
     """Which of a run's evaluations is handed over."""
     return choose_best(list(scores)).best
@@ -290,6 +300,9 @@ fault("a fall called success", rows=("S8",), stage="reward", check="rise", job=a
 
 fault("the worst chosen for the best", rows=("C06",), stage="eval", check="improvement", job=a_run_with_a_best)(
     in_place_of(own, "chosen")(lambda _, scores: int(np.argmax([losses.mean() for losses in scores]))))
+fault("the best by another mean than is printed", rows=("C06",), stage="eval", check="best", job=a_run_with_ragged_documents)(
+    # A mean of the documents' medians, in place of the mean over tokens.
+    in_place_of(own, "chosen")(lambda _, scores: int(np.argmin([np.median(losses) for losses in scores]))))
 fault("p-values lost on the way", rows=("S8",), stage="eval", check="second opinion", job=a_second_opinion)(
     # The adjustment for many comparisons returns a list that nobody filled.
     lambda _: swap(pairwise, "holm", lambda p_values: [0.0] * len(p_values)))
