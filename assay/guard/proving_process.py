@@ -103,6 +103,8 @@ class KeptProcesses:
                 self._keepers -= 1
                 ended, self._idle = ([], self._idle) if self._keepers else (self._idle, [])
             for process in ended:
+                process.kill()
+            for process in ended:
                 process.stop()
 
     def start_early(self, threads: int, device: str, count: int = 1, *, libraries: bool = True, alone: bool = False) -> None:
