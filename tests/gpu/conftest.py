@@ -1,10 +1,8 @@
-"""GPU tests begin with no proving process of the tests before: one that waits would hold memory of the GPU that others measure."""
-
-from collections.abc import Iterator
+"""GPU tests keep no proving process for the next test: one that waits would hold memory of the GPU that others measure."""
 
 import pytest
 
 
 @pytest.fixture(scope="session", autouse=True)
-def kept_proofs() -> Iterator[None]:
-    yield
+def kept_proofs() -> None:
+    """In the place of the one that keeps them."""
