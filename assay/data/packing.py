@@ -111,14 +111,15 @@ class PackedExamples:
     @cached_property
     def plans(self) -> list[RowPlan]:
         """Of every epoch. A plan is a list of numbers, small beside the examples."""
-        return [self._planned(epoch) for epoch in range(self.epochs)]
+        return [self.epoch_plan(epoch) for epoch in range(self.epochs)]
 
     @cached_property
     def ends(self) -> NDArray[np.int64]:
         """How many rows there are up to the end of each epoch."""
         return np.cumsum([len(plan) for plan in self.plans])
 
-    def _planned(self, epoch: int) -> RowPlan:
+    def epoch_plan(self, epoch: int) -> RowPlan:
+        """The rows of one epoch."""
         key, count = derive(self.seed, "order", epoch), len(self.examples)
         order = np.empty(count, np.int64)
         order[permuted_places(np.arange(count), count, key)] = np.arange(count)

@@ -46,11 +46,11 @@ def dpo(config: Dpo, say: Callable[[str], None] = print_line) -> RunOutcome:
     refuse_nonsense(config)
     settings = settings_of(config)
     objective = preference(settings)
-    world, say = join_processes(config, say)
+    world, say = join_processes(config, say, shardable=True)
     device = world.device
     start = load_start(config, device, say)
     if world.rank > 0:
-        return follow(world, start.model, objective, config)
+        return follow(world, start.model, objective, config, partial(tuning_optimizer, config, start))
     pairs = load_preferences(config, start)
     plan, optimizer = tuning_plan(config, pairs), tuning_optimizer(config, start)
     for line in describe_pairs(config, start, pairs, optimizer.param_groups[0]["lr"], device):
@@ -106,7 +106,7 @@ def preflight_dpo(trainer: Trainer, data: PreferenceData, start: StartingModel) 
                 *check_parent_reference(data, start),
                 *preflight_preference(trainer.model, trainer.objective, sample_rows(batch), data.settings, trainer.accumulate_alone),
                 *trainer.check_precision(batch, found), *reached(trainer, found),
-                *trainer.check_world(data.batch(0)), *data.audit(start)]
+                *data.audit(start), *trainer.check_world(data.batch(0))]  # last: with --fsdp nobody holds the whole model afterwards
 
 
 def check_beginning(trainer: Trainer, data: PreferenceData, loss: float) -> list[Verdict]:

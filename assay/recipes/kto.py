@@ -47,11 +47,11 @@ def kto(config: Kto, say: Callable[[str], None] = print_line) -> RunOutcome:
     spent = TimeSpent()
     refuse_nonsense(config)
     objective = kto_objective(kto_settings(config))
-    world, say = join_processes(config, say)
+    world, say = join_processes(config, say, shardable=True)
     device = world.device
     start = load_start(config, device, say)
     if world.rank > 0:
-        return follow(world, start.model, objective, config)
+        return follow(world, start.model, objective, config, partial(tuning_optimizer, config, start))
     examples = load_feedback(config, start)
     plan, optimizer = tuning_plan(config, examples), tuning_optimizer(config, start)
     for line in describe_feedback(config, start, examples, optimizer.param_groups[0]["lr"], device):
@@ -110,7 +110,7 @@ def preflight_feedback(trainer: Trainer, data: FeedbackData, start: StartingMode
                 *check_parent_reference(data, start),
                 *preflight_kto(trainer.model, trainer.objective, sample_rows(batch), data.settings, trainer.accumulate_alone),
                 *trainer.check_precision(batch, found), *trainer.check_reach(found),
-                *trainer.check_world(whole), *data.audit(start)]
+                *data.audit(start), *trainer.check_world(whole)]  # last: with --fsdp nobody holds the whole model afterwards
 
 
 def check_first_loss(trainer: Trainer, data: FeedbackData, loss: float, ids: tuple[Any, ...]) -> list[Verdict]:

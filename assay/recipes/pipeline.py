@@ -29,6 +29,7 @@ from assay.store import durable
 from assay.store.checkpoint import HALLMARK, QUARANTINE, open_checkpoint
 from assay.store.ledger import Event, Ledger
 from assay.store.model_cache import cached_model
+from assay.store.remote import is_url
 from assay.strict_json import read_json
 from assay.verdict import Outcome, Verdict, overall, proven, refuted, unproven
 
@@ -173,7 +174,7 @@ def make_room(stage: Stage, record: PipelineRecord, say: Callable[[str], None], 
 
 def stage_key(stage: Stage) -> str:
     """sha256 of verb, options as the file says them, and the bytes of every file, folder and model that they name."""
-    read = [digest_of_path(_located(text, stage)) for text in stage.inputs if not text.startswith(("http://", "https://"))]
+    read = [digest_of_path(_located(text, stage)) for text in stage.inputs if not is_url(text)]
     return hashlib.sha256(json.dumps([stage.verb, dict(stage.said), read], sort_keys=True, default=str).encode()).hexdigest()
 
 

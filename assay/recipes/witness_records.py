@@ -14,6 +14,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from assay.data.hub_datasets import local_data
+from assay.data.mixture import weighted_source
 from assay.errors import UsageError
 from assay.learn.loop import Step
 from assay.model.transformer import parameter_count
@@ -115,10 +117,15 @@ class WitnessRecords:
         return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in (weights | moments).items()}
 
 
-def local_copies(config: Any) -> dict[str, str]:
-    """Options that name a URL, and where the run read what lies there. Of teachers by weight (a=0.7,b=0.3) none is replayed."""
+def local_copies(config: Any) -> dict[str, Any]:
+    """Options that name a URL, and where the run read what lies there. Of teachers by weight (a=0.7,b=0.3) none is replayed. `copies` are
+    those of --data and --mix, by URL."""
     named = {name: getattr(config, name, None) for name in ("corpus", "teacher")}
-    return {name: str(local_path(value)) for name, value in named.items() if value is not None and is_url(value) and "=" not in value}
+    found: dict[str, Any] = {name: str(local_path(value)) for name, value in named.items()
+                             if value is not None and is_url(value) and "=" not in value}
+    copies = {name: str(local(name)) for option, local in (("data", local_data), ("mix", local_path))
+              for entry in getattr(config, option, ()) or () if is_url(name := weighted_source(entry).name)}
+    return found | ({"copies": copies} if copies else {})
 
 
 def _write(where: Path, before: dict[str, Tensor], after: dict[str, Tensor], facts: dict[str, Any],
