@@ -163,7 +163,7 @@ def make_results(folder):
 
 
 @pytest.mark.slow
-def test_the_commands_that_are_shown_run_in_their_order(tmp_path, monkeypatch, capsys):
+def test_the_commands_that_are_shown_run_in_their_order(tmp_path, fresh_proofs, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     make_inputs(tmp_path)
     make_results(tmp_path)

@@ -198,6 +198,13 @@ def slot_that_keeps_another_prompt(_: Path) -> AbstractContextManager[None]:
         Engine, "_fill_prefixes", lambda engine, wanted: None if any(engine._prefixes) else fill(engine, wanted)))
 
 
+@fault("prompt cut from the left", rows=("N36",), stage="eval", check="rescored", job=a_greedy_evaluation)
+@in_place_of(Engine, "submit")
+def cut_prompt(usual: Any, engine: Engine, request: Any) -> Any:
+    """Context and new tokens are more than the model holds; with a warning, the question goes and its last token stays."""
+    return usual(engine, replace(request, prompt=request.prompt[-1:]))
+
+
 @fault("cut off, and said to have stopped", rows=("E04",), stage="eval", check="endings", job=an_evaluation)
 @in_place_of(evaluating, "_sampled")
 def said_to_have_stopped(usual: Any, *args: Any) -> list[dict[str, Any]]:
