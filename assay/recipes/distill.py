@@ -197,7 +197,7 @@ def load_lessons(config: Distill, start: StartingModel, device: str, say: Callab
     if config.how != "text":
         return load_conversations(config, start)
     learned, held_out = write_teacher_text(config, open_teacher_model(config), start.tokenizer, device, say)
-    return load_conversations(replace(config, data=(str(learned),), held_out_data=str(held_out)), start)
+    return load_conversations(replace(config, data=(str(learned),), held_out_data=str(held_out), limit=None), start)
 
 
 def load_teacher(config: Distill, start: StartingModel, data: Conversations, device: str, say: Callable[[str], None]) -> Teacher:

@@ -68,12 +68,9 @@ def dpo(config: Dpo, say: Callable[[str], None] = print_line) -> RunOutcome:
         with run.interruptible():
             saves.resume()
             run.preflight([*preflight_dpo(trainer, data, start), *check_asked_scale(config, start)])
-            trainer.save(data.facts(trainer.done))  # where nothing is saved yet: a save is made and proven before step 1
-            if trainer.done == 0:
-                if not evaluator.history.steps:
-                    evaluator.evaluate(trainer.model, 0, [])
-                if config.from_ is not None:
-                    run.judge(Event.FORK, [check_forked_loss(local_path(config.from_), data, evaluator, trainer)])
+            saves.save_start()
+            if trainer.done == 0 and config.from_ is not None:
+                run.judge(Event.FORK, [check_forked_loss(local_path(config.from_), data, evaluator, trainer)])
 
             trainer.start_loop(data.facts(trainer.done), data.rows)
             with closing(trainer.steps(data.batches(run, trainer.done))) as steps:
@@ -87,8 +84,7 @@ def dpo(config: Dpo, say: Callable[[str], None] = print_line) -> RunOutcome:
                         saves.save_unevaluated()
             trainer.end_loop()
             record_use(run, start.memory, device)
-            saves.save_last()
-            trainer.finish(data.times_read(run, trainer.done), data.rows, evaluator.best_checkpoint())
+            saves.finish()
         if run.interrupted is not None:
             return RunOutcome(run.folder, interrupted=run.interrupted)
 

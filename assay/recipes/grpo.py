@@ -28,18 +28,19 @@ from assay.recipes.environment_tasks import EnvironmentTasks
 from assay.recipes.episode_rollouts import EpisodeCollector
 from assay.recipes.grpo_options import Grpo
 from assay.recipes.grpo_preflight import check_forked_policy, check_seeds_count, rollout_floor
-from assay.recipes.hand_over import export_best, send_to_remote, void_if_refuted
+from assay.recipes.hand_over import check_forgetting, export_best, send_to_remote, void_if_refuted
 from assay.recipes.memory_plan import record_use
 from assay.recipes.processes import check_gathered, follow, join_processes
 from assay.recipes.prompt_evaluator import EvaluationPlan, PromptEvaluator, check_gain, check_same_answers, plan_evaluations
 from assay.recipes.prompts import PromptData, check_prompt_ledger, prompts_digest, split_prompts, spread
 from assay.recipes.reference import Reference, check_pinned, check_same_reference
+from assay.recipes.remote_sampler import remote_sampler
 from assay.recipes.rewards import JudgeReward, Rewards
 from assay.recipes.rollout_batch import Drawn, layout_of
 from assay.recipes.rollouts import Collector, RolloutCollector, RolloutHistory, Sampler
 from assay.recipes.run import Run, TimeSpent, open_run, plain, print_line
 from assay.recipes.sft import tuning_optimizer
-from assay.recipes.starting_model import AdapterModel, StartingModel, load_start, reopen_parent
+from assay.recipes.starting_model import StartingModel, load_start, reopen_parent
 from assay.recipes.trainer import SavePlan, Trainer
 from assay.store.artifact import build_model, open_artifact, straight_to
 from assay.store.checkpoint import step_folder
@@ -64,15 +65,15 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
     rewards: Rewards | EnvironmentTasks = Rewards(config) if config.environment is None else EnvironmentTasks(config, start)
     prompts = split_prompts(config, start) if isinstance(rewards, Rewards) else rewards.split()
     schedule, longest = grpo_schedule(config, prompts), longest_sequence(config, prompts, rewards)
-    lr = config.peak_rate(adapter=isinstance(start.weights, AdapterModel))
-    for line in describe_grpo(config, start, prompts, lr, schedule, device, rewards.judge):
-        say(line)
     optimizer = tuning_optimizer(config, start)
+    for line in describe_grpo(config, start, prompts, optimizer.param_groups[0]["lr"], schedule, device, rewards.judge):
+        say(line)
 
     with world, open_run(config, say, device, spent) as run, rewards:
         sampler_of = partial(Sampler, tokenizer=start.tokenizer, stops=start.parent.stops, slots=config.prompts * config.num_generations,
                              length=longest)
-        sampler = sampler_of(start.model, device=config.sampler_device)
+        own = sampler_of(start.model, device=config.sampler_device)  # evaluations are its: what is handed over is scored so too
+        sampler = own if config.vllm_server_base_url is None else remote_sampler(config, start, prompts, run, longest)
         layout = layout_of(device, config.micro_batch_size, longest, start.model.config.max_length)
         save_every, eval_every = (whole_rollouts(every, config.num_iterations) for every in (
             config.save_steps, config.eval_steps or config.save_steps))
@@ -101,7 +102,7 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
                 run.judge(Event.REFERENCE, [check_pinned(reference, trainer.done - config.num_iterations)])
             trainer.account()
             if evaluate:
-                evaluator.evaluate(sampler, trainer.done)
+                evaluator.evaluate(own, trainer.done)
             # As long as no rewards differed, the weights are still the fork's, and a proof must not expect otherwise.
             trainer.save(facts(), best=evaluator.best_checkpoint(), moved=fingerprint(sampler.model) != fork)
             floor = rollout_floor(start.model, drawn, config.temperature)
@@ -126,7 +127,7 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
                                                          device=config.sampler_device or (None if device == "cpu" else device))
             trainer.save(facts())  # where nothing is saved yet: a save is made and proven before step 1
             if not evaluator.history.steps:
-                evaluator.evaluate(sampler, trainer.done)
+                evaluator.evaluate(own, trainer.done)
             collector.forget_after(trainer.done)
             history.recall()
             if rewards.judge is not None and trainer.done:
@@ -145,7 +146,7 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
                 rollout = collector.collect(trainer.done, reference)  # prompts → completions → rewards → advantages
                 run.judge_often(Event.ROLLOUT, [*check_gathered(trainer.sharded), *collector.check(rollout, floor, reference)])
                 collector.keep_samples(rollout)
-                trainer.records.rollout = rollout
+                trainer.records.rollout = rollout.witness_facts()
                 for step in trainer.steps(annealed(rollout.batch, asked, config, trainer.done)):
                     first = step.index == rollout.step
                     measured = collector.measure(rollout) if first else None
@@ -193,13 +194,13 @@ def hand_over_best(run: Run, evaluator: PromptEvaluator, prompts: PromptData, st
     watched = {prompt.id for prompt in evaluator.prompts}
     evaluated = np.array([prompt.id in watched for prompt in prompts.held_out])
     unseen = ~evaluated if (~evaluated).sum() > 1 else np.ones_like(evaluated)
-    recorded = -evaluator.history.at(step)
+    recorded = evaluator.scores_at(step)
     again = prompts_digest([prompt for prompt in prompts.held_out if prompt.id in watched])
     chances = 1 if not (unseen & evaluated).any() else len(evaluator.history.steps) - 1
     verdicts += [check_same_held_out(evaluator.history.digest, again),
                  check_same_answers(f"{chosen.name} as evaluated and as saved", recorded, saved.wanted[evaluated]),
                  check_same_answers(f"{chosen.name} as saved and as handed over", saved.wanted, after.wanted),
-                 check_still_ends(before.cut, after.cut), budget,
+                 check_still_ends(before.cut, after.cut), budget, *check_forgetting(run, places[-1], device),
                  check_gain(metric, before.wanted[unseen], after.wanted[unseen], chances)]
     void_if_refuted(run, places, verdicts)
     sent = send_to_remote(run, places)
@@ -250,6 +251,9 @@ def refuse_unclear_grpo(config: Grpo) -> None:
                          + "; give one of them")
     if config.sampler_device is not None:
         require_device(config.sampler_device)
+    if config.vllm_server_base_url is not None and (config.sampler_device is not None or config.shards > 1):
+        raise UsageError("--vllm-server-base-url: the server draws the rollouts, on weights that one process writes for it; leave "
+                         "--sampler-device and --shards out")
     counts = (config.prompts, config.num_generations - 1, config.num_iterations, config.micro_batch_size, config.max_completion_length)
     if min(counts) < 1:
         raise UsageError(f"{config.prompts} prompts of {config.num_generations} completions of {config.max_completion_length} tokens, "
@@ -342,6 +346,7 @@ def describe_grpo(config: Grpo, start: StartingModel, prompts: PromptData, lr: f
             f"{len(prompts.train):,} prompts to learn from, {len(prompts.held_out):,} held out, {prompts.dropped} dropped as too long",
             f"{prompts.order.places} {things[0]} × {config.num_generations} {things[1]} of at most {config.max_completion_length} tokens a "
             f"rollout, {config.num_iterations} updates; {config.optim} at {lr:g}, {end}, on {device}"
-            + (f", sampling on {config.sampler_device}" if config.sampler_device else ""),
+            + (f", sampling on {config.sampler_device}" if config.sampler_device else "")
+            + (f", sampling at {config.vllm_server_base_url}" if config.vllm_server_base_url else ""),
             *([] if judge is None else [f"judged by {judge.endpoint.model} at {judge.endpoint.base_url}, {judge.judge.repeat:.0%} "
                                           "of the groups twice; a judge is asked anew by every run: no two are bit for bit the same"])]
