@@ -20,7 +20,8 @@ from assay.errors import ArtifactError, DataError, UsageError
 from assay.model import chat_template
 from assay.strict_json import parse_json, read_small_file
 
-_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.json", "chat_template.jinja")
+_SENTENCEPIECE = "tokenizer.model"
+_FILES = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.json", "chat_template.jinja")
 _NAMED_TEMPLATES = "additional_chat_templates"
 _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
@@ -44,14 +45,16 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path | str) -> "Tokenizer":
-        """Reads tokenizer.json, tokenizer_config.json, special_tokens_map.json and the chat templates beside them.
+        """Reads tokenizer.json (SentencePiece's tokenizer.model where there is none), tokenizer_config.json, special_tokens_map.json
+        and the chat templates beside them.
 
         A vocabulary takes a second to parse, and a run or a proof meets the same one in many folders: the same bytes are the same object.
         """
         folder = Path(folder)
         if folder.is_file():
             raise UsageError(f"{folder}: a file; expected the folder that holds tokenizer.json")
-        names = sorted(name for name in (*_FILES, *_named_template_files(folder)) if os.path.lexists(folder / name))
+        vocabulary = "tokenizer.json" if os.path.lexists(folder / "tokenizer.json") else _SENTENCEPIECE
+        names = sorted(name for name in (vocabulary, *_FILES, *_named_template_files(folder)) if os.path.lexists(folder / name))
         return _tokenizer_of(_TokenizerFiles(folder, tuple((name, read_small_file(folder / name)) for name in names)))
 
     @classmethod
@@ -228,6 +231,11 @@ class _TokenizerFiles:
 @functools.lru_cache(maxsize=4)
 def _tokenizer_of(files: _TokenizerFiles) -> Tokenizer:
     settings, document = files.object("tokenizer_config.json") or {}, files.object("tokenizer.json")
+    if (model := dict(files.contents).get(_SENTENCEPIECE)) is not None:
+        from assay.model.sentencepiece_model import sentencepiece_document  # which imports what stands here
+
+        document, named = sentencepiece_document(model, str(files.folder / _SENTENCEPIECE), settings)
+        settings = {"clean_up_tokenization_spaces": False} | named | settings
     if document is None:
         raise UsageError(f"{files.folder}: no tokenizer.json; transformers makes one: "
                          "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)")

@@ -110,7 +110,7 @@ def by_asked(said: Sequence[SaidFeedback]) -> list[SaidFeedback]:
 def load_feedback(config: Kto, start: StartingModel) -> FeedbackData:
     """Who is held out is decided on prompts, before anything is rendered."""
     settings = kto_settings(config)
-    said = [each for file in config.data for each in read_feedback(file)]
+    said = [each for file in config.data for each in read_feedback(file, config.limit)]
     refuse_one_sided(said, ", ".join(map(str, config.data)))
     kept, apart = (said, read_feedback(config.held_out_data)) if config.held_out_data is not None else hold_out(
         by_asked(said), config.held_out, config.seed)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from assay.config import option
-from assay.recipes.options import ByForm, Trained
+from assay.recipes.options import LIMIT_HELP, ByForm, Trained
 
 POLICY_RATES = ByForm(whole=1e-6, adapter=2e-5)
 NORMALISATIONS: dict[str, Literal["token", "sequence", "constant"]] = {"grpo": "sequence", "dapo": "token", "dr_grpo": "constant",
@@ -23,6 +23,7 @@ class Grpo(Trained):
 
     data: tuple[str, ...] = option("prompts with what their rewards need: .jsonl(.gz), .parquet or .csv; answers in it are not learned",
                                    group="data", metavar="FILE", default=(), default_text="none; then give --environment")
+    limit: int | None = option(LIMIT_HELP, group="data", least=1, default=None, default_text="all")
     reward: tuple[str, ...] = option("NAME[OPTION=VALUE]:WEIGHT, as in answer:1 format:0.1, FILE.py:FUNCTION:WEIGHT, or a judge behind "
                                      "an OpenAI-compatible endpoint, judge[model=NAME,url=http://…/v1]:1, its key from the environment",
                                      group="rewards", default=(), default_text="none; an environment rewards its own episodes")

@@ -130,7 +130,7 @@ def load_preferences(config: Dpo, start: StartingModel) -> PreferenceData:
 
 def split_pairs(config: PairedOptions, start: StartingModel) -> "SplitExamples":
     """Who is held out is decided on prompts, before anything is rendered."""
-    said = [pair for file in config.data for pair in read_preferences(file)]
+    said = [pair for file in config.data for pair in read_preferences(file, config.limit)]
     if config.held_out_data is not None:
         return render_split(config, start, said, read_preferences(config.held_out_data), render_pairs, PackedPairs, "pair")
     return render_split(config, start, *hold_out(by_prompt(said), config.held_out, config.seed), render_pairs, PackedPairs, "pair")

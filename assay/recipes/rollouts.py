@@ -41,7 +41,7 @@ from assay.learn.advantage import Advantages, estimated_advantages, refill, untr
 from assay.learn.importance import ImportanceWeights
 from assay.learn.loop import Step
 from assay.learn.objectives import Objective
-from assay.learn.policy import Surrogate
+from assay.learn.policy import Surrogate, token_logprobs
 from assay.model.placement import uncompiled
 from assay.model.special_tokens import SpecialTokens
 from assay.model.tokenizer import Tokenizer
@@ -67,15 +67,17 @@ class Sampler:
     """An engine on the trainer's own weights. What it draws carries the version that `load` last named."""
 
     def __init__(self, model: Transformer, tokenizer: Tokenizer | None, stops: SpecialTokens, *, slots: int, length: int,
-                 device: str | None = None):
-        self.model, self.fingerprint = model, fingerprint(model)
+                 device: str | None = None, gather: Callable[[], None] | None = None):
+        self.model, self.fingerprint, self.gather = model, fingerprint(model), gather
         self.version = version_name(0, self.fingerprint)
         length = min(length, model.config.max_length)
         self.engine = Engine(model, slots=fitting_slots(model, slots, length, device), length=length, stop_ids=stops.stop_ids,
                              version=self.version, tokenizer=tokenizer, device=device)
 
     def load(self, updates: int) -> str:
-        """The weights as they are now, after so many updates."""
+        """The weights as they are now, after so many updates. Where they lie with several processes they are gathered first."""
+        if self.gather is not None:
+            self.gather()
         self.fingerprint = fingerprint(self.model)
         self.version = version_name(updates, self.fingerprint)
         self.engine.load(self.version)
@@ -189,7 +191,7 @@ class RolloutCollector:
         self.cap = config.max_completion_length  # tokens that are sampled of one prompt
         self.file = run.folder / "samples.jsonl"
         self.waiting: list[str] = []
-        self._score = quickest_score(self.model, layout)
+        self._score = token_logprobs if config.fsdp else quickest_score(self.model, layout)
         self.train_ids = [prompt.id for prompt in prompts.train]
         self.held_out = frozenset(said for prompt in prompts.held_out for said in (prompt.content, prompt.text))
         self.fingerprints: dict[int, str] = {}  # of the policy after so many updates, as far as this sitting saw it
@@ -283,7 +285,7 @@ class RolloutCollector:
         self.looks += 1
         self.siblings.add([group.completions for group in everything])
         versions = [completion.version for group in everything for completion in group.completions]
-        return [check_version(versions, version_name(rollout.step, fingerprint(self.model))),
+        return [check_version(versions, version_name(rollout.step, fingerprint(self.sampler.model))),
                 check_sampled_ids(rollout.batch, [prompt.ids for prompt, _ in drawn], [completion.ids for _, completion in drawn],
                           stop_ids=self.sampler.engine.stop_ids, cap=config.max_completion_length),
                 self._check_identity(drawn, rollout.rows, self.sampler.identity_floor(floor)), *self.sampler.verdicts(),
