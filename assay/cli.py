@@ -56,7 +56,10 @@ VERBS = {
     "sample": "generate text from a model",
     "chat": "talk with a model, its parent beside it where asked",
     "zoo": "plant each known silent failure and show the check that catches it",
-    "doctor": "show the environment, what is installed and what each missing part would enable",
+    "doctor": "show the environment, what is installed, what each missing part would enable, and what each GPU can train",
+    "init": "ask three questions and write a commented YAML file with which a recipe runs",
+    "bench": "measure this machine beside transformers in a minute: training and sampling, same weights",
+    "completion": "print a script with which bash, zsh or fish completes verbs and options",
 }
 EXIT_CODES = """exit codes: 0 done and proven · 1 runtime error · 2 usage · 3 a verdict went against it · 4 stopped by a guard
             130/143 interrupted, after a good save · 141 whoever read the output has left"""

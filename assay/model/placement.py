@@ -54,7 +54,10 @@ def place_for_training(model: Transformer, device: str, *, compute: torch.dtype 
     on_gpu = device.startswith("cuda")
     model.compute_dtype = compute or (torch.bfloat16 if on_gpu else torch.float32)
     model.recompute = recompute
-    model.to(device)
+    if any(parameter.is_meta for parameter in model.parameters()):  # one that others will send: what has no memory yet gets none here
+        model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+    else:
+        model.to(device)
     for name, parameter in model.named_parameters():
         if not is_code(name) and (parameter.requires_grad or model.compute_dtype == torch.float32):
             parameter.data = parameter.data.to(torch.float32)

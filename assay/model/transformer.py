@@ -412,6 +412,12 @@ def run_blocks(layers: Sequence[tuple[nn.Module, RotaryTable | None, AttentionMa
     return x_BTD
 
 
+def outlined(config: ModelConfig) -> Transformer:
+    """A model without memory for its weights, for a process that is sent its part of them."""
+    with torch.device("meta"):
+        return Transformer(config)
+
+
 class InitialSpread(NamedTuple):
     """Standard deviation of fresh matrices and tables; what a layer adds to the stream may be `divided` by √(2 · depth)."""
 

@@ -63,11 +63,11 @@ def distill(config: Distill, say: Callable[[str], None] = print_line) -> RunOutc
     spent = TimeSpent()
     refuse_unclear_distill(config)
     refuse_nonsense(config)
-    world, say = join_processes(config, say)
+    world, say = join_processes(config, say, shardable=True)
     device = world.device
     start = load_start(with_student(config, say), device, say)
     if world.rank > 0:
-        return follow(world, start.model, objective_alone(config, start, device), config)
+        return follow(world, start.model, objective_alone(config, start, device), config, partial(tuning_optimizer, config, start))
     data = load_lessons(config, start, device, say)
     plan, optimizer = tuning_plan(config, data), tuning_optimizer(config, start)
     micro = plan.micro
@@ -171,6 +171,10 @@ def refuse_unclear_distill(config: Distill) -> None:
         raise UsageError(f"--teacher-logits is for --how stored, and --how is {config.how}")
     if config.shards > 1 and config.how == "stored":
         raise UsageError("--how stored with --shards: stored logits are read by one process; give --how online, or leave --shards at 1")
+    if config.fsdp and (config.how == "stored" or config.on_policy):
+        raise UsageError("--fsdp with " + ("--how stored: stored logits are read by one process; give --how online"
+                         if config.how == "stored" else "--on-policy: a student that lies in parts is not sampled from in every step; "
+                         "leave one of them out"))
     if config.on_policy and (config.how != "online" or config.ce_weight):
         raise UsageError("--on-policy with " + (f"--how {config.how}: what the student says is not known before, so that its teacher must "
                          "read along; give --how online" if config.how != "online" else "--ce-weight: the student would be taught its own "
@@ -271,8 +275,7 @@ def preflight_distill(trainer: Trainer, lessons: Lessons, start: StartingModel) 
                                       accumulate=trainer.accumulate_alone, tokenizers=(start.tokenizer.digest, teacher.tokenizer),
                                       reachable=trainer.weights.reachable())
         return [check_detectors(), *of_loss, *trainer.check_precision(batch, found, *asked), *trainer.check_reach(found),
-                *trainer.check_world(lessons.batch(0)),
-                *lessons.data.audit(start)]
+                *lessons.data.audit(start), *trainer.check_world(lessons.batch(0))]  # last: with --fsdp nobody holds the whole afterwards
 
 
 def preflight_own_words(trainer: Trainer, lessons: Lessons, own_words: OnPolicy | None) -> list[Verdict]:

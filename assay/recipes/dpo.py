@@ -46,11 +46,11 @@ def dpo(config: Dpo, say: Callable[[str], None] = print_line) -> RunOutcome:
     refuse_nonsense(config)
     settings = settings_of(config)
     objective = preference(settings)
-    world, say = join_processes(config, say)
+    world, say = join_processes(config, say, shardable=True)
     device = world.device
     start = load_start(config, device, say)
     if world.rank > 0:
-        return follow(world, start.model, objective, config)
+        return follow(world, start.model, objective, config, partial(tuning_optimizer, config, start))
     pairs = load_preferences(config, start)
     plan, optimizer = tuning_plan(config, pairs), tuning_optimizer(config, start)
     for line in describe_pairs(config, start, pairs, optimizer.param_groups[0]["lr"], device):
@@ -68,12 +68,9 @@ def dpo(config: Dpo, say: Callable[[str], None] = print_line) -> RunOutcome:
         with run.interruptible():
             saves.resume()
             run.preflight([*preflight_dpo(trainer, data, start), *check_asked_scale(config, start)])
-            trainer.save(data.facts(trainer.done))  # where nothing is saved yet: a save is made and proven before step 1
-            if trainer.done == 0:
-                if not evaluator.history.steps:
-                    evaluator.evaluate(trainer.model, 0, [])
-                if config.from_ is not None:
-                    run.judge(Event.FORK, [check_forked_loss(local_path(config.from_), data, evaluator, trainer)])
+            saves.save_start()
+            if trainer.done == 0 and config.from_ is not None:
+                run.judge(Event.FORK, [check_forked_loss(local_path(config.from_), data, evaluator, trainer)])
 
             trainer.start_loop(data.facts(trainer.done), data.rows)
             with closing(trainer.steps(data.batches(run, trainer.done))) as steps:
@@ -87,8 +84,7 @@ def dpo(config: Dpo, say: Callable[[str], None] = print_line) -> RunOutcome:
                         saves.save_unevaluated()
             trainer.end_loop()
             record_use(run, start.memory, device)
-            saves.save_last()
-            trainer.finish(data.times_read(run, trainer.done), data.rows, evaluator.best_checkpoint())
+            saves.finish()
         if run.interrupted is not None:
             return RunOutcome(run.folder, interrupted=run.interrupted)
 
@@ -110,7 +106,7 @@ def preflight_dpo(trainer: Trainer, data: PreferenceData, start: StartingModel) 
                 *check_parent_reference(data, start),
                 *preflight_preference(trainer.model, trainer.objective, sample_rows(batch), data.settings, trainer.accumulate_alone),
                 *trainer.check_precision(batch, found), *reached(trainer, found),
-                *trainer.check_world(data.batch(0)), *data.audit(start)]
+                *data.audit(start), *trainer.check_world(data.batch(0))]  # last: with --fsdp nobody holds the whole model afterwards
 
 
 def check_beginning(trainer: Trainer, data: PreferenceData, loss: float) -> list[Verdict]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from assay.agents.episodes import PlayedEpisodes
 from assay.agents.trajectory import Trajectory
@@ -118,7 +119,7 @@ class EpisodeCollector:
         advantages = estimated_advantages(rewards, config.advantage_estimator, config.scale_rewards)
         counted_N = counted_trajectories(every, mask_truncated=config.mask_truncated_completions)
         rows = episode_batch(every, advantages.values_PG.flatten().tolist(), counted_N, config.normalisation, cap=self.cap)
-        rows = with_reference(rows, reference, self.asked, config)
+        rows = self.sampler.corrected(with_reference(rows, reference, self.asked, config), self._trainer_logprobs)
         return EpisodeRollout(step, updates, tasks, played, rewards, advantages, counted_N, rows, self.layout.packed(rows).batch)
 
     def _left(self, reference: Reference) -> bool:
@@ -142,7 +143,8 @@ class EpisodeCollector:
                 check_trajectory_weights(rollout.batch, every, rollout.counted_N, config.normalisation, self.cap),
                 check_episode_rewards(every, flat, rollout.played.given),
                 check_kinds(self.environment.counts.dropped, self.environment.counts.played, config.reward_errors),
-                self._check_identity(rollout, floor), self._check_draws(rollout), self.siblings.check(),
+                self._check_identity(rollout, self.sampler.identity_floor(floor)), *self.sampler.verdicts(),
+                self._check_draws(rollout), self.siblings.check(),
                 check_planned_prompts(self.due_prompts(rollout), self.train_ids, seed=config.seed,
                                       rollout=rollout.step // config.num_iterations),
                 check_none_held_out({task.id: (task.content, task.text) for task in rollout.tasks}, self.held_out),
@@ -172,14 +174,17 @@ class EpisodeCollector:
         chosen = sorted({round(place * (len(rows) - 1) / (COMPARED - 1)) for place in range(COMPARED)})
         part = Batch(**{name: stream[chosen] for name, stream in rollout.rows.streams().items()})  # type: ignore[arg-type]
         some = [rows[place] for place in chosen]
-        trainer = batch_logprobs(self.model, part, self.asked.temperature, self.layout, entropy=self.asked.wants_entropy, score=self._score)
+        trainer = self._trainer_logprobs(part)
         written_out = lambda: naive_logprobs(self.model, *turns_of(some), self.asked.temperature)  # noqa: E731
         return check_identity([turn.logprobs for row in some for turn in row.sequence.turns], of_turns(trainer, some), floor, written_out)
+
+    def _trainer_logprobs(self, batch: Batch) -> Tensor:
+        return batch_logprobs(self.model, batch, self.asked.temperature, self.layout, entropy=self.asked.wants_entropy, score=self._score)
 
     def measure(self, rollout: EpisodeRollout) -> dict[str, float]:
         """Asked for while a GPU is learning from it, it costs no time."""
         every = rollout.trajectories
-        found = rollout_metrics(as_completions(rollout), rollout.rewards, rollout.advantages)
+        found = rollout_metrics(as_completions(rollout), rollout.rewards, rollout.advantages) | self.sampler.metrics()
         found |= {"episodes/turns": float(np.mean([len(each.turns) for each in every])),
                   "episodes/sequences": float(np.mean([len(each.sequences) for each in every])),
                   "episodes/calls": float(np.mean([each.calls for each in every])),
@@ -229,7 +234,8 @@ class EpisodeCollector:
         rows = episode_rows(self.rehearsed)
         order = sorted(range(len(rows)), key=lambda row: -len(rows[row].sequence.turns))[:PREFLIGHT_SEQUENCES]
         part = Batch(**{name: stream[order].cpu() for name, stream in batch.streams().items()}).to(batch.tokens.device)  # type: ignore[arg-type]
-        return [check_inserted_tokens(self.model, objective, part, sampled_mask([rows[row] for row in order], part.tokens.shape[1]))]
+        inserted = check_inserted_tokens(self.model, objective, part, sampled_mask([rows[row] for row in order], part.tokens.shape[1]))
+        return [*self.sampler.verdicts(), inserted]
 
 
 def counted_trajectories(trajectories: Sequence[Trajectory], *, mask_truncated: bool) -> list[bool]:

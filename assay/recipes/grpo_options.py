@@ -111,6 +111,13 @@ class Grpo(Trained):
     reward_seconds: float = option("the most seconds that scoring one completion may take", group="rewards", above=0, default=30.0)
     sampler_device: str | None = option("where to sample, as in cuda:1", group="run", metavar="DEVICE", default=None,
                                         default_text="where the trainer is, on its own weights")
+    vllm_server_base_url: str | None = option("a server that draws the rollouts, as in http://localhost:8000: vLLM (0.20 or later, with "
+                                              "VLLM_SERVER_DEV_MODE=1), or assay serve --rollouts; it reads the weights in --out",
+                                              group="run", metavar="URL", default=None, default_text="none, the trainer draws them itself")
+    vllm_importance_sampling_correction: bool = option("weigh each token that a server drew by min(trainer's probability / server's, "
+                                                       "--vllm-importance-sampling-clip-max); without it the two must be the same",
+                                                       group="method", default=True)
+    vllm_importance_sampling_clip_max: float = option("the largest of these weights", group="method", least=1, default=3.0)
 
     @property
     def normalisation(self) -> Literal["token", "sequence", "constant"]:

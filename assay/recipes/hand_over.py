@@ -1,5 +1,6 @@
 """Hand-over: the best checkpoint is exported, its bytes are read back, and they must score what was recorded."""
 
+import math
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,7 @@ from torch import Tensor
 from assay.errors import ArtifactError, AssayError
 from assay.evaluation.held_out_loss import HeldOut
 from assay.guard.base_difference import state_base_difference
-from assay.guard.conclusion_checks import check_improvement
+from assay.guard.conclusion_checks import check_best, check_improvement
 from assay.guard.kept_artifacts import FileStamps, file_stamps
 from assay.guard.proof import ProofRequest, hallmark_or_quarantine, prove
 from assay.guard.proof_subject import DEFAULT_SAMPLING, ProofSampling
@@ -62,7 +63,8 @@ def hand_over(run: Run, evaluator: HeldOutEvaluator, score_all: ScoreHeldOut) ->
     with run.spent.part("evaluation"):
         to = straight_to(evaluator.device or default_device())
         opened = OpenedBases(to)
-        verdicts = [check_evaluated(evaluator, best, opened), *check_last_evaluated(run, evaluator), *check_improved(evaluator)]
+        verdicts = [check_evaluated(evaluator, best, opened), *check_last_evaluated(run, evaluator),
+                    *check_chosen(run, evaluator), *check_improved(evaluator)]
     with ThreadPoolExecutor(1, "export") as beside:
         exporting = beside.submit(export_best, run, best, opened)  # written and proven while the checkpoint is scored
         with run.spent.part("evaluation"):
@@ -116,6 +118,13 @@ def check_last_evaluated(run: Run, evaluator: HeldOutEvaluator) -> list[Verdict]
         return []
     words = f"{taken} steps were taken, the last evaluation was after {evaluator.latest_step}"
     return [(proven if taken == evaluator.latest_step else refuted)("last evaluation", words)]
+
+
+def check_chosen(run: Run, evaluator: HeldOutEvaluator) -> list[Verdict]:
+    """By the scores in metrics.jsonl."""
+    printed = {row["step"] + 1: row["eval_loss"] for row in read_json_lines(run.metrics_file) if isinstance(row.get("eval_loss"), float)}
+    known = {step: loss for step, loss in printed.items() if step in evaluator.history.steps and math.isfinite(loss)}
+    return [check_best(evaluator.best_step(), known)] if known else []
 
 
 def check_improved(evaluator: HeldOutEvaluator) -> list[Verdict]:

@@ -47,11 +47,11 @@ def kto(config: Kto, say: Callable[[str], None] = print_line) -> RunOutcome:
     spent = TimeSpent()
     refuse_nonsense(config)
     objective = kto_objective(kto_settings(config))
-    world, say = join_processes(config, say)
+    world, say = join_processes(config, say, shardable=True)
     device = world.device
     start = load_start(config, device, say)
     if world.rank > 0:
-        return follow(world, start.model, objective, config)
+        return follow(world, start.model, objective, config, partial(tuning_optimizer, config, start))
     examples = load_feedback(config, start)
     plan, optimizer = tuning_plan(config, examples), tuning_optimizer(config, start)
     for line in describe_feedback(config, start, examples, optimizer.param_groups[0]["lr"], device):
@@ -70,12 +70,9 @@ def kto(config: Kto, say: Callable[[str], None] = print_line) -> RunOutcome:
         with run.interruptible():
             saves.resume()
             run.preflight([*preflight_feedback(trainer, data, start), *check_asked_scale(config, start)])
-            trainer.save(data.facts(trainer.done))  # where nothing is saved yet: a save is made and proven before step 1
-            if trainer.done == 0:
-                if not evaluator.history.steps:
-                    evaluator.evaluate(trainer.model, 0, [])
-                if config.from_ is not None:
-                    run.judge(Event.FORK, [check_forked_loss(local_path(config.from_), data, evaluator, trainer)])
+            saves.save_start()
+            if trainer.done == 0 and config.from_ is not None:
+                run.judge(Event.FORK, [check_forked_loss(local_path(config.from_), data, evaluator, trainer)])
 
             trainer.start_loop(data.facts(trainer.done), data.rows)
             with closing(trainer.steps(data.batches(run, trainer.done))) as steps:
@@ -89,8 +86,7 @@ def kto(config: Kto, say: Callable[[str], None] = print_line) -> RunOutcome:
                         saves.save_unevaluated()
             trainer.end_loop()
             record_use(run, start.memory, device)
-            saves.save_last()
-            trainer.finish(data.times_read(run, trainer.done), data.rows, evaluator.best_checkpoint())
+            saves.finish()
         if run.interrupted is not None:
             return RunOutcome(run.folder, interrupted=run.interrupted)
 
@@ -114,7 +110,7 @@ def preflight_feedback(trainer: Trainer, data: FeedbackData, start: StartingMode
                 *check_parent_reference(data, start),
                 *preflight_kto(trainer.model, trainer.objective, sample_rows(batch), data.settings, trainer.accumulate_alone),
                 *trainer.check_precision(batch, found), *trainer.check_reach(found),
-                *trainer.check_world(whole), *data.audit(start)]
+                *data.audit(start), *trainer.check_world(whole)]  # last: with --fsdp nobody holds the whole model afterwards
 
 
 def check_first_loss(trainer: Trainer, data: FeedbackData, loss: float, ids: tuple[Any, ...]) -> list[Verdict]:

@@ -37,7 +37,14 @@ WITNESS_HELP = ("steps, drawn by the seed, that a fresh process replays from opt
                 "off: none")
 FSDP_HELP = ("with several processes: each holds a part of parameters, gradients and moments (FSDP2), which saves memory; the result "
              "depends on the number of processes, by rounding alone")
+REPLICA_HELP = ("with several processes: every so many steps, and at every save, all of them say what they hold (each tensor by digest or, "
+                "with --fsdp, its own rows of what is frozen, its steps and its norm), and must agree; 0: at saves alone")
 LIMIT_HELP = "read only the first so many rows of each file of --data"
+Tracker = Literal["tensorboard", "wandb", "trackio", "mlflow"]
+TRACK_HELP = ("hand every step's metrics to these while the run goes on, by a process beside it that cannot touch it; tensorboard writes "
+              "to RUN/tensorboard, the others as they are set up")
+QUIET_HELP = "print nothing but the verdicts and the headline"
+JSON_HELP = "print the outcome as JSON, and everything else to stderr"
 DEVICE = "a GPU where there is one, else cpu"
 
 
@@ -111,8 +118,12 @@ class Pretrain:
     fsdp: bool = option(FSDP_HELP, group="memory", default=False)
     replay_steps: int = option("every so many steps one micro-batch is computed twice, and must give the same bits: a chip that computes "
                                "wrong now and then is found; 0: never", group="checkpoints", least=0, default=0)
+    replica_steps: int = option(REPLICA_HELP, group="checkpoints", least=0, default=100)
     process_timeout: float = option("seconds after which a process that does not answer the others counts as dead, and the run ends",
                                     group="run", least=1, default=120.0)
+    track: tuple[Tracker, ...] = option(TRACK_HELP, group="run", default=(), default_text="none")
+    quiet: bool = option(QUIET_HELP, group="run", default=False)
+    json: bool = option(JSON_HELP, group="run", default=False)
 
     def matrices(self) -> ByOptimizer:
         """Learning rate and weight decay of the matrices, as asked for or as the optimizer has them."""
@@ -188,8 +199,12 @@ class Trained:
     fsdp: bool = option(FSDP_HELP, group="memory", default=False)
     replay_steps: int = option("every so many steps one micro-batch is computed twice, and must give the same bits: a chip that computes "
                                "wrong now and then is found; 0: never", group="checkpoints", least=0, default=0)
+    replica_steps: int = option(REPLICA_HELP, group="checkpoints", least=0, default=100)
     process_timeout: float = option("seconds after which a process that does not answer the others counts as dead, and the run ends",
                                     group="run", least=1, default=120.0)
+    track: tuple[Tracker, ...] = option(TRACK_HELP, group="run", default=(), default_text="none")
+    quiet: bool = option(QUIET_HELP, group="run", default=False)
+    json: bool = option(JSON_HELP, group="run", default=False)
 
     def peak_rate(self, *, adapter: bool) -> float:
         """The peak learning rate: as asked for, or the default of the whole model or of an adapter."""

@@ -60,7 +60,10 @@ KINDS = {
     "dpo": _TRAINING,
     "kto": _TRAINING,
     "distill": replace(_TRAINING, models=("model", "from_", "teacher")),
+    "reward-model": _TRAINING,
     "grpo": _TRAINING,
+    "merge": StageKind(("data",), ("models", "base"), ""),
+    "prune": StageKind(("data",), ("model",), ""),
     "edit": StageKind(("facts", "text"), ("path",), "model", goes_on=True),
     "ttt": StageKind(("text",), ("path",), goes_on=True),
     "eval": StageKind(("data", "trained_on", "suite"), ("path", "base", "against"), goes_on=True),
@@ -68,6 +71,7 @@ KINDS = {
     "probe": StageKind(("prompts", "history"), ("artifact", "against", "base"), prints=True, suffix=".json"),
     "prove": StageKind((), ("path", "against", "base"), prints=True, suffix=".json"),
     "export": StageKind((), ("path", "base"), "", prints=True),
+    "publish": StageKind(("run", "evals"), ("path",), prints=True, suffix=".json"),
     "report": StageKind(("run", "against", "evals"), suffix=".html"),
 }
 _CODE = ("grader", "reward")  # options that may name FILE.py:FUNCTION
@@ -315,8 +319,8 @@ def _read_by(draft: _Draft, resolved: Mapping[str, Any], drafts: Mapping[str, _D
         texts = _texts(value)
         if key in kind.files or key in kind.models:
             weighted = key in ("data", "mix")
-            yield from (part for text in texts for part in (_paths_of_arm(text) if draft.verb == "compare" else
-                                                            [weighted_source(text).name] if weighted else [text]))
+            paths_in = (lambda text: [weighted_source(text).name]) if weighted else _PATHS_IN.get(draft.verb, lambda text: [text])
+            yield from (part for text in texts for part in paths_in(text))
         elif key in _CODE:
             yield from (text.partition(".py:")[0] + ".py" for text in texts if ".py:" in text)
         else:
@@ -329,6 +333,14 @@ def _paths_of_arm(text: str) -> list[str]:
     if Path(text).exists():
         return [text]
     return [part for part in text.rpartition("=")[2].split(",") if part]
+
+
+def _path_of_merged(text: str) -> list[str]:
+    """PATH or PATH=WEIGHT, as `assay merge` reads them."""
+    return [text if Path(text).exists() else text.rpartition("=")[0] or text]
+
+
+_PATHS_IN: dict[str, Callable[[str], list[str]]] = {"compare": _paths_of_arm, "merge": _path_of_merged}
 
 
 def _require_inputs(draft: _Draft, inputs: Sequence[str], places: Mapping[str, dict[str, str]]) -> None:

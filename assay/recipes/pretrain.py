@@ -28,14 +28,14 @@ from assay.learn.optim import adamw, muon
 from assay.model.placement import place_for_training, uncompiled
 from assay.model.special_tokens import resolve_special_tokens
 from assay.model.tokenizer import Tokenizer
-from assay.model.transformer import InitialSpread, ModelConfig, Rope, Transformer, initialised, parameter_count, qkv_rows
+from assay.model.transformer import InitialSpread, ModelConfig, Rope, Transformer, initialised, outlined, parameter_count, qkv_rows
 from assay.outcome import RunOutcome
 from assay.recipes.evaluator import EarlyStopping, HeldOutEvaluator, stopping_rule
 from assay.recipes.given_shape import GivenShape, is_given, read_shape
 from assay.recipes.hand_over import hand_over, write_down
 from assay.recipes.memory_plan import device_memory, plan_pretraining, record_use, require_fit
 from assay.recipes.options import Pretrain
-from assay.recipes.processes import follow, join_processes, moments_wait
+from assay.recipes.processes import follow, holds_outline, join_processes, moments_wait
 from assay.recipes.run import Run, TimeSpent, open_run, print_line
 from assay.recipes.size_limit import require_room, write_squeezed
 from assay.recipes.starting_model import Ancestry, WholeModel
@@ -145,7 +145,8 @@ def pretrain(config: Pretrain, say: Callable[[str], None] = print_line) -> RunOu
     memory = plan_pretraining(config, plan.model, plan.device)
     if (available := device_memory(plan.device)) is not None:
         require_fit(memory, available, plan.device)
-    model = place_for_training(initialised(plan.model, config.seed, plan.spread), plan.device, recompute=config.gradient_checkpointing,
+    made = outlined(plan.model) if holds_outline(config) else initialised(plan.model, config.seed, plan.spread)
+    model = place_for_training(made, plan.device, recompute=config.gradient_checkpointing,
                                compile=False if config.fsdp else None)
     if world.rank > 0:
         return follow(world, model, next_token, config, partial(optimizer_for, config, plan, model), config.ema)

@@ -34,11 +34,14 @@ class Reference:
     come to hold, is not retired.
     """
 
-    def __init__(self, weights: TrainedWeights, run: Run, layout: Layout, *, window: int, every: int):
+    def __init__(self, weights: TrainedWeights, run: Run, layout: Layout, *, window: int, every: int, device: str | None = None):
         self.run, self.layout, self.window, self.every = run, layout, window, every
-        frozen = {id(parameter): parameter for parameter in weights.model.parameters() if not parameter.requires_grad}
+        there = weights.model.embed.weight.device
+        device = device or str(there)
+        shared = torch.device(device).type == there.type  # what lies elsewhere is copied
+        frozen = {id(parameter): parameter for parameter in weights.model.parameters() if shared and not parameter.requires_grad}
         self.model = copy.deepcopy(weights.model, frozen).requires_grad_(False)
-        place_for_training(self.model, str(weights.model.embed.weight.device))
+        place_for_training(self.model, device)
         self._score = quickest_score(self.model, layout)
         self.weights = copy.copy(weights)
         self.weights.model = self.model

@@ -63,9 +63,7 @@ def reward_model(config: RewardModel, say: Callable[[str], None] = print_line) -
         with run.interruptible():
             saves.resume()
             run.preflight(preflight_rewards_of(trainer, data, start))
-            trainer.save(data.facts(trainer.done))  # where nothing is saved yet: a save is made and proven before step 1
-            if trainer.done == 0 and not evaluator.history.steps:
-                evaluator.evaluate(trainer.model, 0, [])
+            saves.save_start()
 
             trainer.start_loop(data.facts(trainer.done), data.rows)
             with closing(trainer.steps(data.batches(run, trainer.done))) as steps:
@@ -79,8 +77,7 @@ def reward_model(config: RewardModel, say: Callable[[str], None] = print_line) -
                         saves.save_unevaluated()
             trainer.end_loop()
             record_use(run, start.memory, device)
-            saves.save_last()
-            trainer.finish(data.times_read(run, trainer.done), data.rows, evaluator.best_checkpoint())
+            saves.finish()
         if run.interrupted is not None:
             return RunOutcome(run.folder, interrupted=run.interrupted)
 

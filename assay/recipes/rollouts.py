@@ -4,12 +4,13 @@ Shapes: P prompts, G completions of each, N = P · G completions.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from assay.data.batch import Batch
 from assay.data.data_ledger import ids_digest
@@ -37,9 +38,10 @@ from assay.guard.rollout_checks import (
     rollout_warnings,
 )
 from assay.learn.advantage import Advantages, estimated_advantages, refill, untruncated
+from assay.learn.importance import ImportanceWeights
 from assay.learn.loop import Step
 from assay.learn.objectives import Objective
-from assay.learn.policy import Surrogate
+from assay.learn.policy import Surrogate, token_logprobs
 from assay.model.placement import uncompiled
 from assay.model.special_tokens import SpecialTokens
 from assay.model.tokenizer import Tokenizer
@@ -65,15 +67,17 @@ class Sampler:
     """An engine on the trainer's own weights. What it draws carries the version that `load` last named."""
 
     def __init__(self, model: Transformer, tokenizer: Tokenizer | None, stops: SpecialTokens, *, slots: int, length: int,
-                 device: str | None = None):
-        self.model, self.fingerprint = model, fingerprint(model)
+                 device: str | None = None, gather: Callable[[], None] | None = None):
+        self.model, self.fingerprint, self.gather = model, fingerprint(model), gather
         self.version = version_name(0, self.fingerprint)
         length = min(length, model.config.max_length)
         self.engine = Engine(model, slots=fitting_slots(model, slots, length, device), length=length, stop_ids=stops.stop_ids,
                              version=self.version, tokenizer=tokenizer, device=device)
 
     def load(self, updates: int) -> str:
-        """The weights as they are now, after so many updates."""
+        """The weights as they are now, after so many updates. Where they lie with several processes they are gathered first."""
+        if self.gather is not None:
+            self.gather()
         self.fingerprint = fingerprint(self.model)
         self.version = version_name(updates, self.fingerprint)
         self.engine.load(self.version)
@@ -86,6 +90,24 @@ class Sampler:
         ended = {(tickets[progress.ticket], progress.member): progress.completion for progress in self.engine.drain()}
         return [[completion for member in range(group) if (completion := ended[place, member]) is not None]
                 for place in range(len(prompts))]
+
+    # What a sampler elsewhere (remote_sampler.py) has more to say of, and do with.
+
+    importance: ImportanceWeights | None = None
+
+    def verdicts(self) -> list[Verdict]:
+        return []
+
+    def identity_floor(self, own: LogprobFloor) -> LogprobFloor:
+        """How far what it draws may be from the trainer."""
+        return own
+
+    def corrected(self, batch: Batch, trainer_logprobs: Callable[[Batch], Tensor]) -> Batch:
+        """A rollout's rows, weighed where the trainer would have drawn them otherwise."""
+        return batch
+
+    def metrics(self) -> dict[str, float]:
+        return {}
 
 
 @dataclass(frozen=True)
@@ -100,6 +122,7 @@ class Rollout:
     counted_N: list[bool]
     rows: Batch
     batch: Batch
+    weighed: bool = False  # a server drew it: the rows have the trainer's log-probabilities, and advantages with importance weights
 
     @property
     def drawn(self) -> Drawn:
@@ -111,10 +134,17 @@ class Rollout:
         return [list(group.completions) for group in self.everything], [list(group.rewards) for group in self.everything]
 
     def witness_facts(self) -> list[dict[str, Any]]:
-        """What the witness is shown of a step: prompts, completions with the log-probabilities that they were drawn with, and rewards."""
+        """What the witness is shown of a step: prompts, completions with the log-probabilities that they were drawn with, and rewards.
+        Of weighed ones the ratio is to the trainer's log-probabilities, and the server's stand beside them."""
+        drawn, assumed = self.drawn, list[list[float]]()
+        if self.weighed:
+            assert self.rows.behaviour is not None
+            assumed = of_completions(self.rows.behaviour, self.rows, [prompt.ids for prompt, _ in drawn])
+        facts = iter([{"logprobs": assumed[row], "sampler_logprobs": list(said.logprobs)} if self.weighed else
+                      {"logprobs": list(said.logprobs)} for row, (_, said) in enumerate(drawn)])
         return [{"prompt": group.prompt.id, "ids": list(group.prompt.ids), "rewards": list(group.rewards),
-                 "completions": [{"ids": list(said.ids), "logprobs": list(said.logprobs), "ended": said.ended}
-                                 for said in group.completions]} for group in self.groups]
+                 "completions": [{"ids": list(said.ids), **next(facts), "ended": said.ended} for said in group.completions]}
+                for group in self.groups]
 
 
 def completions_of(groups: Sequence[Group]) -> Drawn:
@@ -161,7 +191,7 @@ class RolloutCollector:
         self.cap = config.max_completion_length  # tokens that are sampled of one prompt
         self.file = run.folder / "samples.jsonl"
         self.waiting: list[str] = []
-        self._score = quickest_score(self.model, layout)
+        self._score = token_logprobs if config.fsdp else quickest_score(self.model, layout)
         self.train_ids = [prompt.id for prompt in prompts.train]
         self.held_out = frozenset(said for prompt in prompts.held_out for said in (prompt.content, prompt.text))
         self.fingerprints: dict[int, str] = {}  # of the policy after so many updates, as far as this sitting saw it
@@ -180,8 +210,9 @@ class RolloutCollector:
         advantages = self._advantages(groups)
         counted_N = counted_completions(groups, advantages, mask_truncated=self.config.mask_truncated_completions,
                                         cap=self.config.max_completion_length)
-        rows = self._rows(groups, advantages, counted_N, reference)
-        return Rollout(step, updates, groups, everything, advantages, counted_N, rows, self.layout.packed(rows).batch)
+        rows = self.sampler.corrected(self._rows(groups, advantages, counted_N, reference), self._trainer_logprobs)
+        return Rollout(step, updates, groups, everything, advantages, counted_N, rows, self.layout.packed(rows).batch,
+                       weighed=self.sampler.importance is not None)
 
     def _left(self, reference: Reference) -> bool:
         """Whether the policy has moved from what its reference should be: by its own record, and by the reference's where it has none."""
@@ -254,10 +285,11 @@ class RolloutCollector:
         self.looks += 1
         self.siblings.add([group.completions for group in everything])
         versions = [completion.version for group in everything for completion in group.completions]
-        return [check_version(versions, version_name(rollout.step, fingerprint(self.model))),
+        return [check_version(versions, version_name(rollout.step, fingerprint(self.sampler.model))),
                 check_sampled_ids(rollout.batch, [prompt.ids for prompt, _ in drawn], [completion.ids for _, completion in drawn],
                           stop_ids=self.sampler.engine.stop_ids, cap=config.max_completion_length),
-                self._check_identity(drawn, rollout.rows, floor), self._check_draws(everything), self.siblings.check(),
+                self._check_identity(drawn, rollout.rows, self.sampler.identity_floor(floor)), *self.sampler.verdicts(),
+                self._check_draws(everything), self.siblings.check(),
                 check_planned_prompts(self.due_prompts(rollout), self.train_ids, seed=config.seed,
                                       rollout=rollout.step // config.num_iterations),
                 check_none_held_out({group.prompt.id: (group.prompt.content, group.prompt.text) for group in everything}, self.held_out),
@@ -301,9 +333,12 @@ class RolloutCollector:
         """Some completions, spread over the rollout: the trainer gives them the probabilities that they were drawn with."""
         part, chosen = self._compared(drawn, batch)
         prompts, said = [prompt.ids for prompt, _ in chosen], [completion for _, completion in chosen]
-        trainer = batch_logprobs(self.model, part, self.asked.temperature, self.layout, entropy=self.asked.wants_entropy, score=self._score)
+        trainer = self._trainer_logprobs(part)
         written_out = lambda: naive_logprobs(self.model, prompts, [c.ids for c in said], self.asked.temperature)  # noqa: E731
         return check_identity([c.logprobs for c in said], of_completions(trainer, part, prompts), floor, written_out)
+
+    def _trainer_logprobs(self, batch: Batch) -> Tensor:
+        return batch_logprobs(self.model, batch, self.asked.temperature, self.layout, entropy=self.asked.wants_entropy, score=self._score)
 
     def _compared(self, drawn: Drawn, batch: Batch) -> tuple[Batch, Drawn]:
         """Some completions, spread over the rollout, as rows and as they were drawn."""
@@ -315,7 +350,7 @@ class RolloutCollector:
         """Asked for while a GPU is learning from it, it costs no time."""
         groups, judge = rollout.everything, self.rewards.judge
         found = rollout_metrics([group.completions for group in groups], [group.rewards for group in groups], self._advantages(groups))
-        found |= component_metrics(groups) | self.rewards.noise_metrics(groups)
+        found |= component_metrics(groups) | self.rewards.noise_metrics(groups) | self.sampler.metrics()
         for reward in (reward for reward in self.rewards.rules if reward.name == "answer" and reward.file is None):
             found |= reading_metrics(groups, reward.options.get("form", "any"))
         return found if judge is None else found | {f"judge/{name}": value for name, value in judge.rollout.counts().items()}
@@ -346,8 +381,8 @@ class RolloutCollector:
 
 
     def preflight(self, objective: Objective, batch: Batch) -> list[Verdict]:
-        """Nothing beyond what is asked of every policy: what is inserted here is the prompt alone."""
-        return []
+        """Nothing beyond what is asked of every policy, and of a sampler elsewhere: what is inserted here is the prompt alone."""
+        return self.sampler.verdicts()
 
 
 def address(step: int) -> tuple[str | int, ...]:

@@ -66,10 +66,8 @@ def sft(config: Sft, say: Callable[[str], None] = print_line) -> RunOutcome:
             saves.resume()
             reopened = reopen_beside(start) if trainer.done == 0 else None
             run.preflight([*preflight_sft(trainer, data, start), *check_asked_scale(config, start)])
-            trainer.save(data.facts(trainer.done))  # where nothing is saved yet: a save is made and proven before step 1
+            saves.save_start()
             if reopened is not None:
-                if not evaluator.history.steps:
-                    evaluator.evaluate(trainer.model, 0, [])
                 trainer.watch.parent_loss = parent_loss(reopened(), next_token, data.batch(0), trainer)
                 if config.from_ is not None:
                     run.judge(Event.FORK, [check_forked_loss(local_path(config.from_), data, evaluator, trainer)])
@@ -86,8 +84,7 @@ def sft(config: Sft, say: Callable[[str], None] = print_line) -> RunOutcome:
                         saves.save_unevaluated()
             trainer.end_loop()
             record_use(run, start.memory, device)
-            saves.save_last()
-            trainer.finish(data.times_read(run, trainer.done), data.rows, evaluator.best_checkpoint())
+            saves.finish()
         if run.interrupted is not None:
             return RunOutcome(run.folder, interrupted=run.interrupted)
 

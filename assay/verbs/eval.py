@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -46,6 +46,8 @@ class FLAGS:
                                 default_text="a GPU where there is one, else cpu")
     dtype: Literal["float32", "bfloat16", "float16"] | None = option("number format to compute in", group="model", default=None,
                                                                      default_text="bfloat16 on a GPU, float32 elsewhere")
+    witness: int = option("examples that a fresh process renders, scores and grades once more, through transformers; 0: none",
+                          group="run", least=0, default=8)
     json: bool = option("print JSON", group="run", default=False)
 
 
@@ -100,7 +102,8 @@ def evaluate_model(flags: FLAGS) -> "Evaluation":
     with progress_line() as show:
         return evaluate(opened, task, Path(flags.out), k=flags.k, sampling=sampling, raw=flags.raw,
                         trained_on=training_texts(map(Path, flags.trained_on)),
-                        progress=lambda done, of: show(f"{task.name}: {done} of {of} examples", last=done == of))
+                        progress=lambda done, of: show(f"{task.name}: {done} of {of} examples", last=done == of),
+                        asked={name: value for name, value in asdict(flags).items() if name not in ("out", "json")})
 
 
 def training_texts(files: Iterable[Path]) -> Iterable[str]:

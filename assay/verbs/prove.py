@@ -118,7 +118,14 @@ def _proven(flags: FLAGS, *, apart: bool = False) -> list[Verdict]:
     if place.kind == "checkpoint" and flags.expect is None:
         return prove_checkpoint(place.path, against=flags.against, base=flags.base, probing=probing, apart=apart)
     bound = place.format.bound(place.path) if place.format.bound and flags.expect == "same" else None  # a rounded copy is a copy
-    return (prove_apart if apart else prove)(ProofRequest(str(place.path), flags.against, flags.base, flags.expect, bound, probing=probing))
+    verdicts = (prove_apart if apart else prove)(ProofRequest(str(place.path), flags.against, flags.base, flags.expect, bound,
+                                                              probing=probing))
+    if place.kind == "gguf" and flags.expect == "same" and flags.against and overall(verdicts) is not Outcome.REFUTED:
+        from assay.guard.llama_cpp_checks import check_in_llama_cpp
+        from assay.store.artifact import open_artifact
+
+        return [*verdicts, *check_in_llama_cpp(place.path, open_artifact(flags.against))]
+    return verdicts
 
 
 def print_proof(path: Path, verdicts: list[Verdict], *, as_json: bool) -> Outcome:

@@ -25,6 +25,7 @@ from assay.testing.tiny_models import save_adapter, save_model, tiny_model
 from assay.verdict import Outcome, Verdict, overall, without_optional
 
 QUICK = ProofSampling(samples=0)
+pytestmark = pytest.mark.usefixtures("fresh_proofs")
 
 
 def outcomes(verdicts: list[Verdict]) -> dict[str, Outcome]:
