@@ -24,7 +24,7 @@ def quantise_file(request: dict[str, Any]) -> dict[str, Any]:
     return {"status": int(status)}
 
 
-def read_file(request: dict[str, Any]) -> dict[str, Any]:
+def read_with_llama(request: dict[str, Any]) -> dict[str, Any]:
     """Token ids of the texts; log-probabilities of the rows' tokens after their first; greedy continuations of the prompts."""
     longest = max(map(len, [*request["rows"], *(prompt + [0] * request["new"] for prompt in request["prompts"])]))
     model = llama_cpp.Llama(request["file"], n_ctx=longest + 8, n_batch=longest + 8, logits_all=True, n_threads=request["threads"],
@@ -64,7 +64,7 @@ def main() -> None:
     for line in sys.stdin.buffer:
         request = json.loads(line)
         try:
-            found = {"quantise": quantise_file, "read": read_file}[request["do"]](request)
+            found = {"quantise": quantise_file, "read": read_with_llama}[request["do"]](request)
         except (ValueError, RuntimeError) as error:
             found = {"error": str(error)}
         answers.write(json.dumps(found | {"version": importlib.metadata.version("llama-cpp-python")}).encode() + b"\n")
