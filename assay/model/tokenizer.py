@@ -45,8 +45,8 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path | str) -> "Tokenizer":
-        """Reads tokenizer.json (SentencePiece's tokenizer.model where there is none), tokenizer_config.json, special_tokens_map.json and the
-        chat templates beside them.
+        """Reads tokenizer.json (SentencePiece's tokenizer.model where there is none), tokenizer_config.json, special_tokens_map.json
+        and the chat templates beside them.
 
         A vocabulary takes a second to parse, and a run or a proof meets the same one in many folders: the same bytes are the same object.
         """

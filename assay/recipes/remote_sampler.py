@@ -112,7 +112,7 @@ class RemoteSampler(Sampler):
         answers = self._ask_canaries()
         if self.floor is None:
             self.floor = engine_floor(answers)
-            self._shown.append(check_engine_floor(self.floor, self._engine_words, same=self.cap is None))
+            self._shown.append(check_engine_floor(self.floor, self._engine_words, self.server.dtype, same=self.cap is None))
             answers = self._ask_canaries()  # now from the cache of prefixes
         self._shown.append(check_canaries(answers, self._canary_floor(answers), version))
 

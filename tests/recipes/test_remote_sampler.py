@@ -179,11 +179,13 @@ def test_a_log_probability_that_is_none_cannot_hide_behind_the_cap(value: float)
     assert check_importance(found).outcome is Outcome.REFUTED
 
 
-@pytest.mark.parametrize(("mean", "rounding", "same", "outcome"), [
-    (1.9e-6, 0.0, False, Outcome.PROVEN), (2.5e-2, 2e-2, False, Outcome.PROVEN), (2.5e-2, 0.0, False, Outcome.REFUTED),
-    (0.0, 0.0, True, Outcome.PROVEN), (1e-5, 0.0, True, Outcome.REFUTED), (float("nan"), 0.0, False, Outcome.REFUTED)])
-def test_the_floor_of_an_engine_is_rounding_or_refused(mean: float, rounding: float, same: bool, outcome: Outcome):
+@pytest.mark.parametrize(("mean", "dtype", "same", "outcome"), [
+    (1.9e-6, torch.float32, False, Outcome.PROVEN), (1.8e-2, torch.float32, False, Outcome.REFUTED),
+    (1.8e-2, torch.bfloat16, False, Outcome.PROVEN), (0.2, torch.bfloat16, False, Outcome.REFUTED),
+    (1.8e-2, torch.bfloat16, True, Outcome.REFUTED), (0.0, torch.float32, True, Outcome.PROVEN),
+    (1e-5, torch.float32, True, Outcome.REFUTED), (float("nan"), torch.float32, False, Outcome.REFUTED)])
+def test_the_floor_of_an_engine_is_rounding_or_refused(mean: float, dtype: torch.dtype, same: bool, outcome: Outcome):
     """What vLLM was measured at in fp32 and in bf16; and where nothing is corrected, nothing may differ."""
-    verdict = check_engine_floor(LogprobFloor(mean, mean, 100, rounding), "vLLM", same=same)
+    verdict = check_engine_floor(LogprobFloor(mean, mean, 100, 2.7e-3 if dtype == torch.bfloat16 else 0.0), "vLLM", dtype, same=same)
     assert verdict.outcome is outcome
     assert re.search("rounding explains|--no-vllm-importance-sampling-correction|differ by", verdict.reason)
