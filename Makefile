@@ -64,7 +64,12 @@ judges: build/judges/.ready   ## other people's tests, from PyPI and from the ch
 	@test -n "$(JUDGES)" || { echo "make judges JUDGES=FOLDER, a folder with checkouts (see tests/judges/__init__.py)"; exit 2; }
 	OMP_NUM_THREADS=1 build/judges/bin/python -m tests.judges $(JUDGES)
 
-mirror: build/judges/.ready   ## faults of the zoo in plain folders, given to transformers, PEFT, TRL and lm-eval; docs/mirror.md
+build/soup/.ready: Makefile
+	$(PYTHON) -m venv build/soup
+	build/soup/bin/pip install -q soup-cli==0.77.0
+	touch $@
+
+mirror: build/judges/.ready build/soup/.ready   ## faults of the zoo in plain folders, given to transformers, PEFT, TRL, soup-cli and lm-eval; docs/mirror.md
 	OMP_NUM_THREADS=1 build/judges/bin/python -m tests.judges.mirror
 
 build/vllm/.ready:   # vLLM for the CPU brings packages of its own torch that import each other's ABI; rollouts need none of them

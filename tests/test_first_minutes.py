@@ -69,7 +69,8 @@ def completed(script: str, *words: str) -> set[str]:
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
 def test_bash_completes_verbs_options_and_choices():
-    script = completion.bash_script(VERBS)
+    assert completion.installed_verbs().keys() == VERBS.keys()
+    script = completion.bash_script(completion.installed_verbs())
     assert completed(script, "assay") == set(VERBS)
     assert {"--learning-rate", "--track", "--help"} <= completed(script, "assay", "sft")
     assert completed(script, "assay", "export", "x", "--quant") == {"q8_0", "q6_k", "q5_k_m", "q4_k_m"}

@@ -17,7 +17,7 @@ from fractions import Fraction
 from functools import cached_property, lru_cache
 from itertools import accumulate, count, islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -126,12 +126,12 @@ def rows_until_empty(available: Sequence[int], shares: tuple[int, ...]) -> int:
 
 
 class MixedPart(NamedTuple):
-    """A source of a mixture: its examples are those from `first` on, `count` of them."""
+    """A source of a mixture: its examples are those from `first` on, `size` of them."""
 
     name: str
     share: int
     first: int
-    count: int
+    size: int
 
 
 def mixed_rows(streams: Sequence[Iterator[list[int]]], shares: tuple[int, ...]) -> Iterator[list[int]]:
@@ -164,7 +164,7 @@ class MixedExamples(PackedExamples):
     def rows_of_source(self, number: int) -> Iterator[list[int]]:
         """A source's own rows, epoch after epoch."""
         source = self.sources[number]
-        own = PackedExamples(self.examples[source.first : source.first + source.count], derive(self.seed, "source", number), 1, self.length,
+        own = PackedExamples(self.examples[source.first : source.first + source.size], derive(self.seed, "source", number), 1, self.length,
                              1, self.packing)
         for epoch in range(self.epochs):
             yield from ([source.first + index for index in row] for row in own.epoch_plan(epoch))
@@ -185,7 +185,7 @@ class MixedExamples(PackedExamples):
         for place, row in enumerate(self.plans[0], 1):
             source = self.source_of(row[0])
             read[source] += len(row)
-            if read[source] >= (len(ends) + 1) * self.sources[source].count:
+            if read[source] >= (len(ends) + 1) * self.sources[source].size:
                 ends.append(place)
         return ends
 
@@ -301,7 +301,8 @@ class MixedOrder(Order):
                 parts.append(window_rows(corpus.train, rows[here, 1] * (self.length - 1), self.length, corpus.boundary, ()).streams())
                 places += here.tolist()
         back = torch.from_numpy(np.argsort(places))
-        return Batch(**{name: torch.cat([part[name] for part in parts])[back] for name in parts[0]}, ids=tuple((int(id),) for id in ids))
+        streams: dict[str, Any] = {name: torch.cat([part[name] for part in parts])[back] for name in parts[0]}
+        return Batch(**streams, ids=tuple((int(id),) for id in ids))
 
 
 def mixed_parts(sources: Sequence[WeightedSource], counts: Sequence[int]) -> tuple[MixedPart, ...]:

@@ -89,7 +89,7 @@ def check_mixture(order: MixedExamples | MixedOrder, steps: int) -> Verdict:
 def source_sizes(order: MixedExamples | MixedOrder) -> tuple[list[str], list[int]]:
     """Names of the sources, and how many examples or windows each has."""
     if isinstance(order, MixedExamples):
-        return [source.name for source in order.sources], [source.count for source in order.sources]
+        return [source.name for source in order.sources], [source.size for source in order.sources]
     return [str(corpus.folder) for corpus in order.corpora], [each.windows for each in order.orders]
 
 

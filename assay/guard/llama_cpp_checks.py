@@ -37,7 +37,7 @@ FLOAT_BAND = 0.02  # of 16-bit floats; llama.cpp rounds activations too
 
 
 @dataclass(frozen=True)
-class Reading:
+class LlamaReading:
     """What llama.cpp is asked of a file, and what the source says to the same."""
 
     texts: tuple[str, ...]
@@ -68,7 +68,7 @@ def check_in_llama_cpp(file: Path, source: Artifact) -> list[Verdict]:
             judge_generations(reading, source, model, found, kind, runner)]
 
 
-def planned_reading(source: Artifact, tokenizer: Tokenizer) -> Reading:
+def planned_reading(source: Artifact, tokenizer: Tokenizer) -> LlamaReading:
     longest = source.config.max_length
     room = min(ROW_TOKENS, longest)
     said = min(SAID_TOKENS, longest // 2)
@@ -77,7 +77,7 @@ def planned_reading(source: Artifact, tokenizer: Tokenizer) -> Reading:
     step = room - len(first)
     rows = tuple(first + whole[start:start + step] for start in range(0, len(whole), step))[:MOST_ROWS]
     stops = [id for id in (source.stops.eos, source.stops.turn_end) if id is not None and id in source.stops.stop_ids]
-    return Reading(texts_that_must_agree(tokenizer), tuple(row for row in rows if len(row) > 1),
+    return LlamaReading(texts_that_must_agree(tokenizer), tuple(row for row in rows if len(row) > 1),
                    tuple(short_prompts(source, longest - said)), tuple(dict.fromkeys(stops)))
 
 
@@ -97,7 +97,7 @@ def coarsest_type(file: Path) -> str:
 # ---------------------------------------------------------------- what is judged
 
 
-def judge_ids(reading: Reading, tokenizer: Tokenizer, found: dict[str, Any], runner: str) -> Verdict:
+def judge_ids(reading: LlamaReading, tokenizer: Tokenizer, found: dict[str, Any], runner: str) -> Verdict:
     due = [tokenizer.encode(text) for text in reading.texts]
     apart = [(text, ids, theirs) for text, ids, theirs in zip(reading.texts, due, found["texts"], strict=True) if ids != theirs]
     if apart:
@@ -111,7 +111,8 @@ def judge_ids(reading: Reading, tokenizer: Tokenizer, found: dict[str, Any], run
                   version=found["version"])
 
 
-def judge_surprise(reading: Reading, model: Transformer, rounded: Transformer, found: dict[str, Any], kind: str, runner: str) -> Verdict:
+def judge_surprise(reading: LlamaReading, model: Transformer, rounded: Transformer, found: dict[str, Any], kind: str,
+                   runner: str) -> Verdict:
     """Mean surprise over the same tokens, whose exponential is perplexity, against the source; and token by token against what Assay
     computes of the very same bytes."""
     ours, of_file = (torch.cat([_token_logps(one, row) for row in reading.rows]) for one in (model, rounded))
@@ -131,7 +132,8 @@ def judge_surprise(reading: Reading, model: Transformer, rounded: Transformer, f
     return proven("llama perplexity", words, **evidence)
 
 
-def judge_generations(reading: Reading, source: Artifact, model: Transformer, found: dict[str, Any], kind: str, runner: str) -> Verdict:
+def judge_generations(reading: LlamaReading, source: Artifact, model: Transformer, found: dict[str, Any], kind: str,
+                      runner: str) -> Verdict:
     """Rounding turns a choice only where two tokens were about as likely: the source says how much it would have lost."""
     own = sample(model, [list(prompt) for prompt in reading.prompts], source.stops.stop_ids,
                  Sampling(max_new=min(SAID_TOKENS, source.config.max_length // 2), temperature=0), graphed=False)

@@ -72,7 +72,8 @@ class TensorBoardEvents:
         self._writer = _module("tensorboard.summary.writer.event_file_writer", "tensorboard")
         self._events = _module("tensorboard.compat.proto.event_pb2", "tensorboard")
         self._summaries = _module("tensorboard.compat.proto.summary_pb2", "tensorboard")
-        self.where, self.points, self._file = where, 0, None
+        self.where, self.points = where, 0
+        self._file: Any = None  # made with the first row
 
     def log(self, row: dict[str, Any]) -> None:
         if self._file is None:
@@ -87,7 +88,6 @@ class TensorBoardEvents:
         self._file.flush()
 
     def _add(self, step: int, **what: Any) -> None:
-        assert self._file is not None
         self._file.add_event(self._events.Event(wall_time=time.time(), step=step, **what))
 
     def finish(self) -> None:

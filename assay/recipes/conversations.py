@@ -215,7 +215,7 @@ def mixed(config: Tuned, examples: Sequence[TrainingExample], sources: Sequence[
         raise UsageError(f"--data {' '.join(config.data)}: two sources have the same file name, by which their rows are known; rename one")
     counts = Counter(source_of[example.id.partition("#")[0]] for example in examples)
     parts = mixed_parts(sources, [counts[number] for number in range(len(sources))])
-    if empty := [part.name for part in parts if not part.count]:
+    if empty := [part.name for part in parts if not part.size]:
         raise DataError(f"{empty[0]}: nothing of it is left to learn from: all held out, or dropped as too long; see assay data check")
     order = MixedExamples(examples, config.seed, rows, config.row_length, config.num_train_epochs, config.packing, sources=parts,
                           most=None if config.max_steps is None else config.max_steps * rows)

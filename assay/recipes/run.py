@@ -50,7 +50,7 @@ FREE = {"minutes", "tokens", "device", "gpus", "process_timeout", "replay_steps"
 PARTS = ("open", "compile", "preflight", "steps", "evaluation", "saving", "proving", "hand-over")  # of a run's wall time
 
 
-CHECKS = ("preflight", "evaluation", "saving", "proving")  # those in which nothing is learned
+CHECKING_PARTS = ("preflight", "evaluation", "saving", "proving")  # those in which nothing is learned
 
 
 class TimeSpent:
@@ -87,7 +87,7 @@ class TimeSpent:
     def checks_words(self) -> str:
         """Of all the seconds until now, those in which a check, a save or a proof was waited for."""
         spent = self.so_far()
-        return f"checks {sum(spent.get(name, 0.0) for name in CHECKS) / max(sum(spent.values()), 1e-9):.0%}"
+        return f"checks {sum(spent.get(name, 0.0) for name in CHECKING_PARTS) / max(sum(spent.values()), 1e-9):.0%}"
 
     def sentence(self) -> str:
         spent = self.so_far()

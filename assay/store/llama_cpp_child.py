@@ -13,18 +13,18 @@ from typing import Any
 import llama_cpp
 import numpy as np
 
-FILE_KINDS = {"q8_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0, "q6_k": llama_cpp.LLAMA_FTYPE_MOSTLY_Q6_K,
+LLAMA_FILE_KINDS = {"q8_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0, "q6_k": llama_cpp.LLAMA_FTYPE_MOSTLY_Q6_K,
               "q5_k_m": llama_cpp.LLAMA_FTYPE_MOSTLY_Q5_K_M, "q4_k_m": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M}
 
 
-def quantise(request: dict[str, Any]) -> dict[str, Any]:
+def quantise_file(request: dict[str, Any]) -> dict[str, Any]:
     wanted = llama_cpp.llama_model_quantize_default_params()
-    wanted.ftype, wanted.nthread = FILE_KINDS[request["kind"]], request["threads"]
+    wanted.ftype, wanted.nthread = LLAMA_FILE_KINDS[request["kind"]], request["threads"]
     status = llama_cpp.llama_model_quantize(request["source"].encode(), request["target"].encode(), ctypes.byref(wanted))
     return {"status": int(status)}
 
 
-def read(request: dict[str, Any]) -> dict[str, Any]:
+def read_with_llama(request: dict[str, Any]) -> dict[str, Any]:
     """Token ids of the texts; log-probabilities of the rows' tokens after their first; greedy continuations of the prompts."""
     longest = max(map(len, [*request["rows"], *(prompt + [0] * request["new"] for prompt in request["prompts"])]))
     model = llama_cpp.Llama(request["file"], n_ctx=longest + 8, n_batch=longest + 8, logits_all=True, n_threads=request["threads"],
@@ -64,7 +64,7 @@ def main() -> None:
     for line in sys.stdin.buffer:
         request = json.loads(line)
         try:
-            found = {"quantise": quantise, "read": read}[request["do"]](request)
+            found = {"quantise": quantise_file, "read": read_with_llama}[request["do"]](request)
         except (ValueError, RuntimeError) as error:
             found = {"error": str(error)}
         answers.write(json.dumps(found | {"version": importlib.metadata.version("llama-cpp-python")}).encode() + b"\n")

@@ -2,10 +2,12 @@
 
 import dataclasses
 import importlib
+import pkgutil
 import typing
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+import assay.verbs
 from assay.config import argument
 
 
@@ -29,10 +31,16 @@ class CompletedFlag(NamedTuple):
 
 
 def run(flags: FLAGS) -> int:
-    from assay.cli import VERBS
-
-    print({"bash": bash_script, "zsh": zsh_script, "fish": fish_script}[flags.shell](VERBS))
+    print({"bash": bash_script, "zsh": zsh_script, "fish": fish_script}[flags.shell](installed_verbs()))
     return 0
+
+
+def installed_verbs() -> dict[str, str]:
+    """Verb → what it does, from the first line of each verb's module: "assay NAME: what it does."."""
+    modules = [importlib.import_module(f"assay.verbs.{found.name}") for found in pkgutil.iter_modules(assay.verbs.__path__)]
+    firsts = [(module.__doc__ or "").partition("\n")[0] for module in modules]
+    said = [line.removeprefix("assay ").partition(": ") for line in firsts if line.startswith("assay ")]
+    return {verb: what.rstrip(".") for verb, _, what in said}
 
 
 def verb_flags(verb: str) -> list[CompletedFlag]:

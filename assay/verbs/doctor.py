@@ -38,7 +38,7 @@ OPTIONAL = {
 }
 ROW_TOKENS = 2048
 USABLE = 0.95  # of a GPU's memory: torch and CUDA take the rest for themselves
-WAYS: dict[str, dict[str, Any]] = {
+TRAINING_WAYS: dict[str, dict[str, Any]] = {
     "the whole model, AdamW": {},
     "the whole model, --optim adamw_8bit --gradient-checkpointing": {"moments": 2, "checkpointing": True},
     "--lora-r 16": {"lora_r": 16},
@@ -85,7 +85,7 @@ def trainable_models(available: int) -> list[str]:
     from assay.recipes.memory_plan import GIB, PlannedModel, PlannedWork, plan_memory
 
     lines = []
-    for words, asked in WAYS.items():
+    for words, asked in TRAINING_WAYS.items():
         plans = {name: plan_memory(PlannedModel(config, 2 * PlannedModel(config, 0).parameters), PlannedWork(1, ROW_TOKENS, **asked))
                  for name, config in known_shapes().items()}
         fitting = {name: plan.total - plan.parts["saving"] for name, plan in plans.items()

@@ -102,8 +102,8 @@ def plain_message(turn: Mapping[str, Any]) -> dict[str, Any]:
 
 def file_rows(path: Path) -> Iterator[Mapping[str, Any]]:
     if path.is_dir():
-        for file in sorted(file for file in path.iterdir() if not file.name.startswith(".")):
-            yield from file_rows(file)
+        for inside in sorted(each for each in path.iterdir() if not each.name.startswith(".")):
+            yield from file_rows(inside)
     elif path.name.endswith((".jsonl", ".jsonl.gz")):
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             yield from (json.loads(line) for line in file if line.strip())

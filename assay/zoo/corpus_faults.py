@@ -142,7 +142,8 @@ def same_order_in_every_epoch(_: Any, seed: int, *address: str | int) -> int:
 
 def a_mixture(folder: Path, plant: Plant) -> list[Verdict]:
     """Forty long examples and four short ones, half of the rows from each; every row is counted."""
-    examples = [TrainingExample(f"{name}:{n}:{n:016x}", (1,) * 6, (0,) + (1,) * 5, ("a",), 1)
+    tokens, weight = np.ones(6, np.int32), np.array([0, 1, 1, 1, 1, 1], np.float32)
+    examples = [TrainingExample(f"{name}:{n}:{n:016x}", tokens, weight, ("a",), 1)
                 for name, count in (("large", 40), ("small", 4)) for n in range(count)]
     parts = (MixedPart("large.jsonl", 1, 0, 40), MixedPart("small.jsonl", 1, 40, 4))
     with plant(folder):
@@ -164,7 +165,7 @@ def small_source_ran_out(_: Any, streams: Any, shares: tuple[int, ...]) -> Itera
 def replayed_shard(usual: Any, order: MixedExamples, number: int) -> Iterator[list[int]]:
     """The place in a shard is lost when the next source has its turn (datasets#7156): its first rows come again and again."""
     first = list(islice(usual(order, number), 3))
-    yield from (first[place % 3] for place in range(order.sources[number].count))
+    yield from (first[place % 3] for place in range(order.sources[number].size))
 
 # ---------------------------------------------------------------- text that runs out
 

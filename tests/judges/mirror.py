@@ -1,4 +1,4 @@
-"""Mirror: faults of the zoo that can be planted in plain folders, given to transformers, PEFT, TRL and lm-eval, beside what we say.
+"""Mirror: faults of the zoo that can be planted in plain folders, given to transformers, PEFT, TRL, soup-cli and lm-eval, and to us.
 
     build/judges/bin/python -m tests.judges.mirror         docs/mirror.md
 
@@ -15,6 +15,7 @@ import json
 import logging
 import re
 import shutil
+import subprocess
 import sys
 import tempfile
 import warnings
@@ -48,6 +49,8 @@ from assay.verdict import Outcome, Verdict
 from tests.judges.score import first_words, packages
 
 ROOT = Path(__file__).parents[2]
+SOUP = ROOT / "build" / "soup" / "bin" / "soup"
+SOUP_VERSION = "soup-cli 0.77.0"  # as the Makefile installs it
 DOWN, NORM, UP = "model.layers.1.mlp.down_proj.weight", "model.norm.weight", "model.layers.0.mlp.up_proj.weight"
 Plant = Callable[[Path], object]
 
@@ -228,6 +231,25 @@ def run_trl(base: Path, file: Path, out: Path) -> None:
     SFTTrainer(model=str(base), args=config, train_dataset=Dataset.from_list(rows)).train()
 
 
+def soup_rows(scratch: Path) -> Iterator[Row]:
+    """soup-cli, in an environment of its own (`make build/soup/.ready`), on the same files."""
+    if not SOUP.is_file():
+        print(f"soup-cli is skipped: {SOUP} is not there; make build/soup/.ready")
+        return
+    base = tiny_models.forget_manifest(tiny_models.save_model(scratch / "soup", tiny_model()).folder)
+    for number, (name, rows) in enumerate(DATA_FAULTS.items()):
+        file = scratch / f"rows-{number}.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        yield Row(name, "soup-cli: data validate --min-valid-fraction 1.0", run_soup(file), data_check(base, file))
+
+
+def run_soup(file: Path) -> str:
+    told = subprocess.run([SOUP, "data", "validate", file, "--min-valid-fraction", "1.0"], capture_output=True, text=True, timeout=120)
+    if told.returncode:
+        return f"error: exit {told.returncode}"
+    return "no error, a warning" if "Issues found" in told.stdout else "no error"
+
+
 def data_check(base: Path, file: Path) -> str:
     """As `assay data check` says it."""
     tokenizer = Tokenizer.from_folder(base)
@@ -360,7 +382,8 @@ def page(rows: list[Row]) -> str:
     found = (f"{len(silent)} of {len(planted)} faults pass without an error ({warned} of them with a warning). To these {len(silent)} "
              f"Assay objects {ours} times, and {without} times where the folder has no manifest. Clean twins: "
              f"{len(clean)}, objections to them: {alarms}.")
-    made = (f"Versions: {packages('transformers', 'peft', 'trl', 'lm-eval', 'torch')}. Made {datetime.date.today().isoformat()} by "
+    versions = f"{packages('transformers', 'peft', 'trl', 'lm-eval', 'torch')}, {SOUP_VERSION}"
+    made = (f"Versions: {versions}. Made {datetime.date.today().isoformat()} by "
             "`make mirror` (`tests/judges/mirror.py`).")
     lines = [HEAD, found, "", made, "",
              "| fault | tool and call | it says | Assay | the same without our manifest |", "|---|---|---|---|---|"]
@@ -383,7 +406,7 @@ def main(words: list[str]) -> int:
     flags = parser.parse_args(words)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as scratch:
-        for made in (model_rows, adapter_rows, data_rows, eval_rows):
+        for made in (model_rows, adapter_rows, data_rows, soup_rows, eval_rows):
             for row in made(Path(scratch)):
                 rows.append(row)
                 print(f"{row.fault}: {row.tool} | {row.ours} | {row.without}".replace(scratch, ""), flush=True)

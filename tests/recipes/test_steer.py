@@ -24,7 +24,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_model(folder / "model", tiny_model("llama"))
     rows = [{"prompt": f"{n}: ", "chosen": "aa bb"[n % 2:] * 3, "rejected": "XX ZZ"[n % 2:] * 3} for n in range(40)]
     (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "text.jsonl").write_text("".join(json.dumps({"text": f"{n} comes before {n + 1}."}) + "\n" for n in range(12)))
+    (folder / "text.jsonl").write_text("".join(json.dumps({"text": f"XX ZZ {n}"}) + "\n" for n in range(12)))
     return folder
 
 

@@ -79,7 +79,7 @@ def test_a_run_that_collapsed_to_arithmetic_hands_over_nothing_that_counts(colla
 
 def test_a_sound_child_is_not_refused(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (said,) = trained(home, tmp_path / "sound", monkeypatch, data=(f"{home / 'sums.jsonl'}:0.5", f"{home / 'facts.jsonl'}:0.5"),
-                      learning_rate=1e-3, num_train_epochs=50, max_steps=8)
+                      learning_rate=1e-4, num_train_epochs=50, max_steps=6)
     assert said.outcome is not Outcome.REFUTED, said
     assert "facts" in said.evidence
 
