@@ -141,7 +141,8 @@ def judge_generations(reading: LlamaReading, source: Artifact, model: Transforme
     losses = torch.cat([_losses(model, prompt, said) for prompt, said in pairs])
     same = sum(list(completion.ids) == said for completion, (_, said) in zip(own, pairs, strict=True))
     band, lost = REGRET_BAND.get(kind, FLOAT_BAND), float(losses.mean())
-    decode = (lambda ids: source.tokenizer.decode(list(ids))) if source.tokenizer else str
+    assert source.tokenizer is not None
+    decode = source.tokenizer.decode
     words = (f"{same} of {len(pairs)} greedy texts of {runner} are the source's own; the source finds their tokens less likely than its "
              f"choice by {lost:.4f} nats on average, band of {kind} {band:g}")
     evidence = {"nats": str(lost), "band": band, "same": same, "n": len(pairs), "texts": [decode(said) for _, said in pairs],

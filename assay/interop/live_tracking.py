@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from assay.errors import AssayError
 from assay.interop.trackers import PROJECT, MetricsTracker, open_tracker
@@ -46,7 +46,7 @@ def _reader(run: Path, name: str) -> Iterator[None]:
             _end(process, run, name, words)
 
 
-def _end(process: "subprocess.Popen[bytes]", run: Path, name: str, words: "tempfile._TemporaryFileWrapper[bytes]") -> None:
+def _end(process: "subprocess.Popen[bytes]", run: Path, name: str, words: IO[bytes]) -> None:
     """Its input ends: it hands over the rest and leaves. One that does not is killed."""
     assert process.stdin is not None
     process.stdin.close()
