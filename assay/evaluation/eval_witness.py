@@ -24,14 +24,14 @@ WITNESS_SECONDS = 600.0
 MOST_EVAL_WORK = {"cpu": 3e12, "cuda": 1e14}  # floating-point operations of all that is scored again: a minute or two, seconds
 MOST_PARAMETERS = {"cpu": 2e9, "cuda": 16e9}  # of a model that is opened once more, in fp32
 _TOLD = 300  # characters of what it said before it died
-CHECKS = (PROMPTS, TEXTS, GRADES)
+WITNESS_CHECKS = (PROMPTS, TEXTS, GRADES)
 
 
 def witness_evaluation(folder: Path, loaded: LoadedModel, texts: Mapping[str, str], asked: Mapping[str, Any], *,
                        raw: bool) -> list[Verdict]:
     """`texts` are the prompts by example, `asked` the options of the command, of which `witness` says how many examples are kept."""
     if not asked["witness"]:
-        return [unproven(check, "--witness 0", optional=True) for check in CHECKS]
+        return [unproven(check, "--witness 0", optional=True) for check in WITNESS_CHECKS]
     keep_eval_record(folder, loaded, texts, asked, raw=raw)
     loaded.engine = None  # its cache makes room for the witness
     if torch.cuda.is_available():
@@ -73,4 +73,4 @@ def ask_eval_witness(folder: Path, device: str) -> list[Verdict]:
 
 
 def _silent(why: str) -> list[Verdict]:
-    return [unproven(check, f"the witness has not spoken: {why}", optional=True) for check in CHECKS]
+    return [unproven(check, f"the witness has not spoken: {why}", optional=True) for check in WITNESS_CHECKS]

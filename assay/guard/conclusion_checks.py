@@ -14,7 +14,7 @@ from assay.statistics.early_stopping import paired_noise, plan_stopping, should_
 from assay.statistics.estimate import paired
 from assay.verdict import Verdict, proven, refuted, unproven
 
-SAME_SCORE = 1e-4  # of a printed loss: the same sum in another order and number format
+SAME_PRINTED = 1e-4  # of a printed loss: the same sum in another order and number format
 NEAR_THE_FOOT = 0.1  # of the peak rate: where a schedule that time has ended should be
 
 
@@ -65,7 +65,7 @@ def check_best(step: int, printed: Mapping[int, float]) -> Verdict:
     if step not in printed:
         return refuted("best", f"step {step} is called the best, and no score of it was printed")
     words = f"step {step} is called the best at {printed[step]:.6g}"
-    if printed[step] - printed[lowest] > SAME_SCORE * max(1.0, abs(printed[lowest])):
+    if printed[step] - printed[lowest] > SAME_PRINTED * max(1.0, abs(printed[lowest])):
         return refuted("best", f"{words}, and {printed[lowest]:.6g} was printed of step {lowest}: it was chosen by another mean")
     return proven("best", f"{words}, the lowest of {len(printed)} that were printed")
 

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 THINKING, THOUGHT = "<think>", "</think>"
 OPENED, CLOSED = "<answer>", "</answer>"
 MOST_CHARACTERS = 64  # of a number
-DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
-NUMBER = re.compile(rf"(?P<sign>[+-]?)\s*\$?\s*(?P<inner>[+-]?)(?P<digits>{DIGITS})(?:[eE](?P<power>[+-]?[0-9]{{1,2}}))?"
+WRITTEN_DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
+NUMBER = re.compile(rf"(?P<sign>[+-]?)\s*\$?\s*(?P<inner>[+-]?)(?P<digits>{WRITTEN_DIGITS})(?:[eE](?P<power>[+-]?[0-9]{{1,2}}))?"
                     r"(?:\s*/\s*(?P<below>[0-9]+))?")
 QUOTIENT = re.compile(r"(-?)\\(?:|d|t)frac\{([0-9]+)\}\{([0-9]+)\}")
-NUMBER_IN_WORDS = re.compile(rf"(?:-(?=[$.0-9]))?\$?(?:{DIGITS})(?:/[0-9]+)?%?")
+NUMBER_IN_WORDS = re.compile(rf"(?:-(?=[$.0-9]))?\$?(?:{WRITTEN_DIGITS})(?:/[0-9]+)?%?")
 SAYS_SO = re.compile(r"\banswer\s*(?:is|:|=)", re.IGNORECASE)
 
 
@@ -78,17 +78,17 @@ def is_same(answer: str | None, gold: str) -> bool:
         return False
     assert answer is not None
     numbers = as_number(answer), as_number(gold)
-    return numbers[0] == numbers[1] if any(number is not None for number in numbers) else plain_words(answer) == plain_words(gold)
+    return numbers[0] == numbers[1] if any(number is not None for number in numbers) else words_alike(answer) == words_alike(gold)
 
 
 def voted(answer: str | None) -> str | None:
     if answer is None:
         return None
     number = as_number(answer)
-    return plain_words(answer) if number is None else str(number)
+    return words_alike(answer) if number is None else str(number)
 
 
-def plain_words(text: str) -> str:
+def words_alike(text: str) -> str:
     return " ".join(text.split()).casefold().removesuffix(".")
 
 # ---------------------------------------------------------------- marks

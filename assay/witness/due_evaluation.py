@@ -28,7 +28,7 @@ from assay.witness.due_texts import NotWitnessed, Renderer, file_rows, named, re
 EVAL_RECORD, SCORES = "witness.json", "scores.jsonl"
 PROMPTS, TEXTS, GRADES = "witness prompts", "witness texts", "witness scores"
 SAMPLES_OF_ONE, LONGEST = 2, 512  # samples of an example that are scored again, and tokens of each
-NATS = {"float32": 1e-3}  # a token, over all that is scored again; of one alone ten times that
+MOST_NATS = {"float32": 1e-3}  # a token, over all that is scored again; of one alone ten times that
 NATS_ROUNDED = 0.1  # of models that compute in bf16 or fp16
 LEAST_LIKELY, CHANCE = -12.0, 1e-9
 NEAR_A_CUT = 1e-5  # nats or mass: nearer to where a truncation cuts, rounding may cut elsewhere
@@ -87,7 +87,7 @@ class KeptEvaluation:
 def judge_evaluation(folder: Path, device: str = "cpu") -> list[Verdict]:
     """What the witness says of an evaluation's prompts, texts and scores; what it does not know is UNPROVEN, with the reason."""
     kept = KeptEvaluation(folder, device)
-    return [_judged(check, judge, kept) for check, judge in ((PROMPTS, judge_prompts), (TEXTS, judge_texts), (GRADES, judge_scores))]
+    return [_judged(check, judge, kept) for check, judge in ((PROMPTS, judge_prompts), (TEXTS, judge_said_texts), (GRADES, judge_scores))]
 
 
 def _judged(check: str, judge: Callable[[KeptEvaluation], Verdict], kept: KeptEvaluation) -> Verdict:
@@ -192,7 +192,7 @@ class Rescored(NamedTuple):
     cut_off: int = 0
 
 
-def judge_texts(kept: KeptEvaluation) -> Verdict:
+def judge_said_texts(kept: KeptEvaluation) -> Verdict:
     """The texts are what their ids decode to, and what transformers' model says to the prompt, each alone and without a cache."""
     due_dtype = kept.options["dtype"] or ("float32" if kept.device == "cpu" else "bfloat16")
     if kept.facts["compute"] != due_dtype:
@@ -221,7 +221,7 @@ def judge_nats(known: Sequence[Rescored], every: Sequence[Rescored], kept: KeptE
                               f"--top-p {kept.options['top_p']}")
     if not known:
         raise NotWitnessed(f"no text has 1 to {LONGEST} tokens to score again")
-    bound = NATS.get(kept.facts["compute"], NATS_ROUNDED)
+    bound = MOST_NATS.get(kept.facts["compute"], NATS_ROUNDED)
     mean, alone = sum(each.nats for each in known) / sum(each.tokens for each in known), max(each.nats / each.tokens for each in known)
     words = f"{len(known)} texts scored by transformers' model are {mean:.1e} nats a token from what was recorded, {alone:.1e} in one"
     if not (mean <= bound and alone <= 10 * bound):

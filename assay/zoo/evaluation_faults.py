@@ -240,18 +240,18 @@ fault("pass@k of more samples than were drawn", rows=("E07",), stage="eval", che
 # ---------------------------------------------------------------- faults that the evaluation's own checks share
 
 
-witnessed = functools.partial(fault, rows=("W01",), stage="eval", job=a_witnessed_evaluation)
+seen_by_the_witness = functools.partial(fault, rows=("W01",), stage="eval", job=a_witnessed_evaluation)
 
-witnessed("an evaluation without the generation prompt", check="witness prompts")(
+seen_by_the_witness("an evaluation without the generation prompt", check="witness prompts")(
     in_place_of(loaded_model, "prompt_token_ids")(lambda usual, tokenizer, text, *, raw: usual(tokenizer, text, raw=True) if raw else tuple(
         tokenizer.encode(tokenizer.render([{"role": "user", "content": text}])))))
-witnessed("questions asked without the form of the answer", check="witness prompts")(
+seen_by_the_witness("questions asked without the form of the answer", check="witness prompts")(
     lambda _: swap(answers, "ASK_FOR_NUMBER", "{question}"))
-witnessed("one example more than --limit", check="witness prompts")(
+seen_by_the_witness("one example more than --limit", check="witness prompts")(
     in_place_of(answers, "make_examples")(lambda usual, rows, limit: usual(rows, limit + 1)))
-witnessed("states a fifth too large in every pass", check="witness texts")(
+seen_by_the_witness("states a fifth too large in every pass", check="witness texts")(
     # Sampler and second readings share the forward pass: texts are colder than stated, and agree with themselves.
     in_place_of(Transformer, "hidden")(lambda usual, *given, **streams: 1.2 * usual(*given, **streams)))
-witnessed("votes counted by the lenient reading", check="witness scores")(
+seen_by_the_witness("votes counted by the lenient reading", check="witness scores")(
     in_place_of(answers, "_score_number")(lambda usual, example, text: replace(
         usual(example, text), answer=answers.canonical(answer_reading.read_answer(text, "lenient")))))
