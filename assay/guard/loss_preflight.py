@@ -33,7 +33,7 @@ Gradients = tuple[float, dict[str, Tensor]]  # the loss, and the gradient of eac
 NaiveLoss = Callable[[Transformer, Batch], Tensor]  # an objective written out: the mean loss over the batch's weight
 
 # Relative error that rounding explains: fp32 sums in another order, or bf16 products in another order.
-PARITY_BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+PARITY_BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 # A single tensor's fp32 gradient on a GPU, whose products are summed in another order for every shape: of SmolLM2's, on an H200,
 # those of norms in late layers were up to 7e-4 apart.
 GPU_GRADIENT = 5e-3
@@ -413,4 +413,6 @@ def nudged_norms(model: Transformer, draw: int = 0) -> Iterator[None]:
 
 
 def _bound(model: Transformer) -> float:
-    return PARITY_BOUNDS[model.compute_dtype or torch.float32]
+    """Of what the model computes in, or of its gradients' dtype where that is coarser."""
+    trained = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad} & PARITY_BOUNDS.keys()
+    return max(PARITY_BOUNDS[dtype] for dtype in {model.compute_dtype or torch.float32, *trained})

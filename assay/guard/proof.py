@@ -30,8 +30,8 @@ from assay.guard.behaviour_checks import check_answers, check_consumer, check_ge
 from assay.guard.kept_artifacts import WORKSPACE, KeptArtifacts, fp32_bytes, gpu_turn, proof_device
 from assay.guard.proof_subject import DEFAULT_SAMPLING, Expectation, ProofSampling, ProofSubject
 from assay.guard.proving_process import (
-    ALONE,
     CORES_A_PROOF,
+    GPU_TO_ITSELF,
     LIBRARIES,
     MOST_PROOFS,
     PROVING_PROCESSES,
@@ -382,13 +382,13 @@ def _warm_up(early: list[str], requests: "queue.SimpleQueue[bytes]") -> None:
     first: only where there is none is it made beside the imports, which hold Python's lock while it does not."""
     where = default_device() if early[:1] == [WHERE_THERE_IS_ONE] else "".join(early[:1])
     beside = threading.Thread(target=_first_kernels, args=(where,), daemon=True)
-    if ALONE in early:
+    if GPU_TO_ITSELF in early:
         beside.start()
     with contextlib.suppress(ImportError, RuntimeError):  # what fails here fails the proof, in its own words
         for name in WARM_LIBRARIES if LIBRARIES in early else ():
             if requests.empty() and importlib.util.find_spec(name.partition(".")[0]) is not None:
                 importlib.import_module(name)
-    if ALONE not in early:
+    if GPU_TO_ITSELF not in early:
         _first_kernels(where)
 
 

@@ -21,7 +21,7 @@ CORES_A_PROOF = 4  # a proof beside a loop takes one of so many cores
 MOST_PROOFS = 3  # at a time
 WHERE_THERE_IS_ONE = "a GPU where there is one"  # the device of one that is started before anybody has asked torch for devices
 LIBRARIES = "libraries"  # are imported early, which takes longer than all else
-ALONE = "alone"  # no run waits for the GPU: it is got ready beside the imports, not after them
+GPU_TO_ITSELF = "alone"  # no run waits for the GPU: it is got ready beside the imports, not after them
 _MOMENT = 10.0  # seconds
 _TOLD = 2000  # characters of what it wrote before it died
 
@@ -57,7 +57,7 @@ class ProvingProcess(JsonChild):
     def start(self) -> None:
         environment = os.environ | ENVIRONMENT | {"OMP_NUM_THREADS": str(self.threads)}
         self._unread = b""
-        wanted = [LIBRARIES] * self.libraries + [ALONE] * self.alone
+        wanted = [LIBRARIES] * self.libraries + [GPU_TO_ITSELF] * self.alone
         early = [] if self.device is None else [self.device, *wanted]
         self.process = subprocess.Popen([sys.executable, "-m", "assay.guard.proof", *early], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                         stderr=self.errors, start_new_session=True, env=environment, bufsize=0)

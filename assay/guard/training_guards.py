@@ -29,6 +29,8 @@ from assay.verdict import Outcome, Verdict, proven, refuted, unproven
 UNLIKELY_SPREAD, SAME_DRAWS = 7.0, 8  # standard errors of a standard deviation; values that no two draws share by chance
 _SAMPLE = 2048  # elements of each tensor that are watched, spread evenly over it
 LEARNING_SHARE = 0.1  # multiplier of the peak rate below which steps may be too small to be told from rounding
+SURE_MOVES, LEAST_QUOTIENT = 30.0, 0.2  # moves that cannot all fail by chance; of an update to its rate, on average
+STEP_ROOM = 8.0  # of a rate: what lies farther apart than that is never crossed by one update, nearest rounding loses all of them
 MOVED = 0.5  # share of a matrix's watched elements that an update must change: rounding may swallow a few, not most
 
 
@@ -76,10 +78,11 @@ class UpdateAccount:
     """Watches a model from now on, or from the last `begin`. `check_moved` and `check_frozen` judge what happened since.
 
     `reachable` are the trainable tensors that the first step can move, where not all are: until the next `begin` only they are judged.
+    `drawn`: what is in bf16 is rounded stochastically, so that a small step moves few weights, and some.
     """
 
-    def __init__(self, model: nn.Module, reachable: Collection[str] | None = None):
-        self.model = model
+    def __init__(self, model: nn.Module, reachable: Collection[str] | None = None, *, drawn: bool = False):
+        self.model, self.drawn = model, drawn
         self.checksums = self._frozen_checksums()
         self.begin(reachable)
 
@@ -87,11 +90,12 @@ class UpdateAccount:
         """What moved until now counts no more: a tensor that stops moving later is found the next time."""
         self.before = {name: _watched(p).clone() for name, p in self.model.named_parameters()
                        if p.requires_grad and (reachable is None or name in reachable)}
-        self._reach, self._learning = 0.0, False
+        self._reach, self._fastest, self._learning = 0.0, 0.0, False
 
     def record_step(self, multiplier: float, rate: float) -> None:
         """A step was taken at this share of the peak rates, the lowest of which is now `rate`."""
         self._reach += rate
+        self._fastest = max(self._fastest, rate)
         self._learning |= multiplier >= LEARNING_SHARE
 
     def check_moved(self) -> Verdict:
@@ -101,15 +105,40 @@ class UpdateAccount:
             share = {name: part for name, part in share.items() if self._reach > self._spacing(name)}
             if not share:
                 return unproven("movement", "in warm-up: no step yet was large enough to be told from rounding", optional=True)
-        if stuck := [name for name, part in share.items() if part == 0]:
+        if stuck := [name for name, part in share.items() if part == 0 and not self._by_chance(name)]:
             return refuted("movement", f"{len(stuck)} of {len(share)} trainable tensors did not move: {_some(stuck)}", tensors=stuck)
-        if swallowed := [name for name, part in share.items() if part < MOVED and name in matrices]:
+        if lost := [name for name in share if name in matrices and self._lost_in_rounding(name)]:
+            return refuted("movement", f"in {len(lost)} tensors in bf16 no weight moved that only stochastic rounding can move: "
+                                       f"{_some(lost)}; updates are lost in rounding: keep master weights in fp32", tensors=lost)
+        if swallowed := [name for name, part in share.items()
+                         if part < MOVED and name in matrices and not self._by_draws(name)]:
             worst = min(swallowed, key=lambda name: share[name])
             return refuted("movement", f"only {share[worst]:.1%} of {worst} moved ({len(swallowed)} tensors below {MOVED:.0%}): updates "
                                        "are smaller than the weights' rounding; keep master weights in fp32 or raise the learning rate",
                            share=share[worst])
         least = min(share.values())
         return proven("movement", f"all {len(share)} trainable tensors moved, the least in {least:.0%} of its elements", least=least)
+
+    def _lost_in_rounding(self, name: str) -> bool:
+        """Of a tensor in bf16: weights whose neighbours are farther away than any update, of which some must have come there by a draw."""
+        before = self.before[name]
+        if not self._by_draws(name):
+            return False
+        coarse = _apart(before) > STEP_ROOM * self._fastest
+        now = _watched(dict(self.model.named_parameters())[name])
+        return self._expected_moves(before[coarse]) >= SURE_MOVES and not bool((now != before)[coarse].any())
+
+    def _by_chance(self, name: str) -> bool:
+        """Whether a tensor in bf16 may have had too few and too small steps for one draw to move it; of an embedding nobody knows."""
+        before = self.before[name]
+        unseen = bool({"embed", "position"} & set(name.split(".")))
+        return self._by_draws(name) and (unseen or self._expected_moves(before) < SURE_MOVES)
+
+    def _by_draws(self, name: str) -> bool:
+        return self.drawn and self.before[name].dtype == torch.bfloat16
+
+    def _expected_moves(self, before: Tensor) -> float:
+        return float((LEAST_QUOTIENT * self._reach / _apart(before).clamp(min=1e-30)).clamp(max=1).sum())
 
     def _spacing(self, name: str) -> float:
         """Of the numbers around a tensor's typical value, in its dtype: a smaller step is rounded away."""
@@ -172,6 +201,11 @@ def check_replicas(digests_by_rank: Sequence[Mapping[str, str]]) -> Verdict:
             return refuted("replicas", f"rank {rank} holds other values than rank 0 in {len(apart)} of {len(first)} tensors: "
                                        f"{_some(apart)}", rank=rank, tensors=apart)
     return proven("replicas", f"{len(digests_by_rank)} ranks hold the same {len(first)} tensors, bit for bit", tensors=len(first))
+
+
+def _apart(values: Tensor) -> Tensor:
+    """The distance of numbers in bf16 from their neighbours, or half of it."""
+    return values.abs().float() * torch.finfo(torch.bfloat16).eps / 2
 
 
 def _watched(parameter: Tensor) -> Tensor:

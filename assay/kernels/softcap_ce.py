@@ -39,8 +39,10 @@ def linear_cross_entropy(hidden_ND: Tensor, head_VD: Tensor, targets_N: Tensor, 
                          softcap: float | None = None, ignore_index: int = IGNORE) -> tuple[Tensor, Tensor]:
     """(Σ weight · loss, losses_N): the sum is differentiable in hidden and head, the losses are detached.
 
-    Both in fp32. A target equal to `ignore_index` has loss 0 and gives no gradient, whatever its weight.
+    Both in fp32. A target equal to `ignore_index` has loss 0 and gives no gradient, whatever its weight. States in fp16 are widened:
+    in fp16 the gradient of the logits would underflow before a loss scale reaches it.
     """
+    hidden_ND = hidden_ND.float() if hidden_ND.dtype == torch.float16 else hidden_ND
     entropy = fused_linear_cross_entropy if hidden_ND.is_cuda else plain_linear_cross_entropy
     return entropy(hidden_ND, head_VD, targets_N, weight_N, softcap=softcap, ignore_index=ignore_index)
 

@@ -7,6 +7,7 @@ m / eps.
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from assay.learn.optim import adamw_groups
+from assay.learn.stochastic_rounding import stochastically_rounded
+from assay.seeds import derive
 
 MOMENTS_A_SCALE = 256  # moments that share a scale
 LEAST_CODED = 4096  # elements: what is smaller keeps its moments in fp32, as with bitsandbytes
@@ -27,18 +30,30 @@ def adamw_8bit(named_params: Iterable[tuple[str, nn.Parameter]], lr: float, beta
     return LowBitAdamW(adamw_groups(named_params, weight_decay), {"lr": lr, "betas": betas, "eps": eps})
 
 
+def adamw_bf16_masters(named_params: Iterable[tuple[str, nn.Parameter]], lr: float, betas: tuple[float, float] = (0.9, 0.95),
+                       weight_decay: float = 0.1, eps: float = 1e-8, *, seed: int, coded: bool = False) -> "LowBitAdamW":
+    """As `adamw`, of weights in bf16: each step is computed in fp32 and rounded stochastically. `coded`: with moments in 8 bits."""
+    groups = adamw_groups(named_params, weight_decay, masters=torch.bfloat16)
+    return LowBitAdamW(groups, {"lr": lr, "betas": betas, "eps": eps}, coded=coded, seed=seed)
+
+
 class LowBitAdamW(torch.optim.Optimizer):
-    """Made by `adamw_8bit`. Born with its whole state, every entry a plain tensor."""
+    """Made by `adamw_8bit` or `adamw_bf16_masters`. Born with its whole state, every entry a plain tensor."""
 
     found_inf: Tensor | None = None
 
-    def __init__(self, groups: list[dict[str, Any]], defaults: dict[str, Any]):
+    def __init__(self, groups: list[dict[str, Any]], defaults: dict[str, Any], *, coded: bool = True, seed: int = 0):
         super().__init__([group for group in groups if group["params"]], defaults)
-        for group in self.param_groups:
-            for p in group["params"]:
-                self.state[p] = {"step": torch.zeros((), device=p.device)}
-                for name, signed in _MOMENTS.items():
-                    self.state[p] |= _stored(name, torch.zeros_like(p, dtype=torch.float32), signed)
+        self.coded = coded
+        held = [p for group in self.param_groups for p in group["params"]]
+        self._keys = {p: derive(seed, "rounding", number) for number, p in enumerate(held)}
+        for p in held:
+            self.state[p] = {"step": torch.zeros((), device=p.device)}
+            for name, signed in _MOMENTS.items():
+                self.state[p] |= self._stored(name, torch.zeros_like(p, dtype=torch.float32), signed)
+
+    def _stored(self, name: str, values: Tensor, signed: bool) -> dict[str, Tensor]:
+        return _stored(name, values, signed, LEAST_CODED if self.coded else math.inf)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
@@ -61,17 +76,19 @@ class LowBitAdamW(torch.optim.Optimizer):
         root = (second * held["root_avg_sq"].square() + (1 - second) * grad.float().square()).sqrt()
         step = state["step"].clamp(min=1)
         quotient = (exp_avg / (1 - first**step)) / (root / (1 - second**step).sqrt() + group["eps"])
-        p.mul_(1 - group["lr"] * group["weight_decay"] * keep).sub_(group["lr"] * keep * quotient)
+        after = p.float().mul_(1 - group["lr"] * group["weight_decay"] * keep).sub_(group["lr"] * keep * quotient)  # p itself in fp32
+        if p.dtype == torch.bfloat16:
+            p.copy_(stochastically_rounded(after, self._keys[p], state["step"]))
         for name, values in (("exp_avg", exp_avg), ("root_avg_sq", root)):
-            for key, made in _stored(name, values, _MOMENTS[name]).items():
+            for key, made in self._stored(name, values, _MOMENTS[name]).items():
                 there = state[key]
                 there.copy_(made if self.found_inf is None else torch.where(self.found_inf > 0, there, made))
 
 # ---------------------------------------------------------------- codes
 
 
-def _stored(name: str, values: Tensor, signed: bool) -> dict[str, Tensor]:
-    if values.numel() < LEAST_CODED:
+def _stored(name: str, values: Tensor, signed: bool, least: float) -> dict[str, Tensor]:
+    if values.numel() < least:
         return {name: values}
     codes, scale = encode_moments(values, signed)
     return {f"{name}_codes": codes, f"{name}_scale": scale}

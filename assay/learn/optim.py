@@ -51,9 +51,9 @@ def adamw(named_params: Named, lr: float, betas: tuple[float, float] = (0.9, 0.9
     return optimizer
 
 
-def adamw_groups(named_params: Named, weight_decay: float) -> list[dict[str, Any]]:
-    """What decays, and what does not."""
-    params = _trainable(named_params)
+def adamw_groups(named_params: Named, weight_decay: float, masters: torch.dtype = torch.float32) -> list[dict[str, Any]]:
+    """What decays, and what does not. Other masters than fp32 are for an optimizer that rounds stochastically."""
+    params = _trainable(named_params, masters)
     decays = {name: parameter_kind(name, p) in ("matrix", "head") for name, p in params.items()}
     return [{"params": [p for name, p in params.items() if decays[name] == decaying],
              "weight_decay": weight_decay if decaying else 0.0} for decaying in (True, False)]
@@ -231,13 +231,13 @@ def parameter_kind(name: str, parameter: Tensor) -> Literal["matrix", "embedding
     return "head" if f".{name}".endswith(_HEAD) else "matrix"
 
 
-def _trainable(named_params: Named) -> dict[str, torch.nn.Parameter]:
+def _trainable(named_params: Named, masters: torch.dtype = torch.float32) -> dict[str, torch.nn.Parameter]:
     params = {name: p for name, p in named_params if p.requires_grad}
     if not params:
         raise UsageError("optimizer: no parameter requires a gradient, there is nothing to train")
     for name, p in params.items():
-        if p.dtype != torch.float32:
-            raise UsageError(f"optimizer: {name} is {p.dtype}; trained weights are kept in float32, because rounding "
+        if p.dtype != masters:
+            raise UsageError(f"optimizer: {name} is {p.dtype}; trained weights are kept in {str(masters)[6:]}, because rounding "
                              "would swallow small updates. Compute in bf16 through the model's compute_dtype instead")
     return params
 

@@ -61,8 +61,8 @@ FAMILIES = {
         Family("smollm3", "SmolLM3ForCausalLM", "smollm3", True, LLAMA_LAYERS),
         Family("granite", "GraniteForCausalLM", "granite", True, LLAMA_LAYERS),
         Family("qwen3_moe", "Qwen3MoeForCausalLM", "qwen3moe", False, LLAMA_LAYERS),
-        Family("qwen2_moe", "Qwen2MoeForCausalLM", None, False, LLAMA_LAYERS[:4]),
-        Family("gpt_oss", "GptOssForCausalLM", None, False, LLAMA_LAYERS[:4]),
+        Family("qwen2_moe", "Qwen2MoeForCausalLM", None, False, (*LLAMA_LAYERS[:4], "gate_up_proj", "down_proj")),
+        Family("gpt_oss", "GptOssForCausalLM", None, False, (*LLAMA_LAYERS[:4], "gate_up_proj", "down_proj")),
         # Ours: what no foreign architecture can express (soft cap, relu², …). Only Assay loads it.
         Family("assay", "AssayForCausalLM", None, False, LLAMA_LAYERS),
     )

@@ -21,12 +21,16 @@ from assay.seeds import generator
 
 @dataclass(frozen=True)
 class LoraSite:
-    """A linear layer as PEFT names it, and the rows of our matrix that hold it."""
+    """A linear layer as PEFT names it, and the rows of our matrix that hold it.
+
+    Where PEFT has one parameter of all experts, `stacked`, each expert's part of it is a layer here, under a name with its number.
+    """
 
     foreign: str  # model.layers.0.self_attn.q_proj
     parameter: str  # blocks.0.attn.qkv.weight
     start: int
     stop: int
+    stacked: bool = False
 
 
 class LoraLinear(nn.Module):
@@ -129,12 +133,26 @@ def low_rank_output(x: Tensor, width: int, ranges: Sequence[tuple[int, int, floa
 def lora_sites(config: ModelConfig) -> dict[str, LoraSite]:
     """Every layer that LoRA can adapt, under its foreign name. Of a mixture's MLPs the experts alone: PEFT takes the same names in a
     dense layer or a shared expert for experts, and drops what it was given for them without a word; where the family has shared
-    experts, it drops what it was given for the others too."""
+    experts, it drops what it was given for the others too, and takes them as one parameter, as it does gpt-oss's."""
     found = linear_layers(config)
     if config.experts is None:
         return found
-    return {name: site for name, site in found.items() if ".mlp." not in site.parameter or (
-        experts_in(config, site.parameter) > 1 and config.experts.shared_hidden is None)}
+    own_names = config.family != "gpt_oss" and config.experts.shared_hidden is None
+    kept = {name: site for name, site in found.items() if ".mlp." not in site.parameter or (
+        experts_in(config, site.parameter) > 1 and own_names)}
+    return kept if own_names else kept | stacked_experts(config)
+
+
+def stacked_experts(config: ModelConfig) -> dict[str, LoraSite]:
+    """Gate and up of an expert share their factors there, being rows of one matrix."""
+    found = {}
+    for ours, (rows, _) in ((name, shape) for name, shape in parameter_shapes(config).items() if experts_in(config, name) > 1):
+        layer, leaf = ours.split(".")[1], "gate_up_proj" if ours.endswith("up.weight") else "down_proj"
+        each = rows // experts_in(config, ours)
+        for expert in range(experts_in(config, ours)):
+            name = f"model.layers.{layer}.mlp.experts.{expert}.{leaf}"
+            found[name] = LoraSite(name, ours, expert * each, (expert + 1) * each, stacked=True)
+    return found
 
 
 def linear_layers(config: ModelConfig) -> dict[str, LoraSite]:

@@ -47,8 +47,8 @@ def require_device(device: str) -> str:
 
 
 def place_for_training(model: Transformer, device: str, *, compute: torch.dtype | None = None, compile: bool | None = None,
-                       recompute: bool = False) -> Transformer:
-    """On a GPU bf16 compute and torch.compile, unless told otherwise. What is trained has fp32 masters; what is frozen keeps the dtype
+                       recompute: bool = False, masters: torch.dtype = torch.float32) -> Transformer:
+    """On a GPU bf16 compute and torch.compile, unless told otherwise. What is trained is in `masters`; what is frozen keeps the dtype
     that it came in where the model computes in half precision, and is widened, exactly and once, where it computes in fp32."""
     require_device(device)
     on_gpu = device.startswith("cuda")
@@ -60,7 +60,7 @@ def place_for_training(model: Transformer, device: str, *, compute: torch.dtype 
         model.to(device)
     for name, parameter in model.named_parameters():
         if not is_code(name) and (parameter.requires_grad or model.compute_dtype == torch.float32):
-            parameter.data = parameter.data.to(torch.float32)
+            parameter.data = parameter.data.to(masters if parameter.requires_grad else torch.float32)
     cached_attention.register_cached_attention()
     if on_gpu:
         gated_activation.register_gated_backward()

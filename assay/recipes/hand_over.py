@@ -22,6 +22,7 @@ from assay.learn.ema import ema_weights
 from assay.model.placement import default_device, place_for_inference
 from assay.model.transformer import Transformer
 from assay.outcome import RunOutcome
+from assay.recipes.compute_dtype import asked_compute
 from assay.recipes.evaluator import HeldOutEvaluator
 from assay.recipes.options import Trained
 from assay.recipes.run import Run, plain
@@ -39,7 +40,7 @@ from assay.verdict import Outcome, Verdict, proven, refuted, unproven
 
 ScoreHeldOut = Callable[[Transformer], HeldOut]
 SAME_SCORE = 1e-4  # in the unit of the score, or of a score above 1 that share: what fp32 sums in another order may differ by
-SAME_LOSS = {torch.float32: 1e-4, torch.bfloat16: 1e-2}  # a document's loss, compiled or not, relative to the mean
+SAME_LOSS = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 2e-3}  # a document's loss, compiled or not, relative to the mean
 
 
 class HandedOver(NamedTuple):
@@ -256,7 +257,7 @@ def rescore(artifact: Artifact, score_all: ScoreHeldOut, device: str | None = No
 def check_evaluated(evaluator: HeldOutEvaluator, best: Path, opened: OpenedBases | None = None) -> Verdict:
     """The bytes of the best checkpoint score what was recorded of the live model: they are the weights that were scored."""
     saved = open_artifact(best, to=straight_to(evaluator.device), opened=opened)
-    model = place_for_inference(build_model(scored_set(saved), None), evaluator.device)
+    model = place_for_inference(build_model(scored_set(saved), None), evaluator.device, compute=asked_compute(evaluator.run.config))
     found, recorded = evaluator.score(model).per_document, evaluator.best_losses()
     bound, scale = SAME_LOSS[model.compute_dtype or torch.float32], evaluator.scale or recorded.mean()
     error = float(abs(found - recorded).max() / scale)

@@ -21,6 +21,7 @@ from assay.model.families import config_from_hf, parameter_shapes
 from assay.model.lora import plan
 from assay.model.quantised import STORED_BITS, is_quantisable
 from assay.model.transformer import ModelConfig, qkv_rows
+from assay.recipes.compute_dtype import asked_masters, compute_bytes
 from assay.recipes.grpo_options import Grpo
 from assay.recipes.options import Distill, Pretrain, Trained, Tuned
 from assay.recipes.run import Run
@@ -69,6 +70,7 @@ class PlannedWork:
     teacher: int = 0  # bytes of its weights
     processes: int = 1  # that hold the model in parts
     base_dtype: str | None = None  # that a frozen base is held in; None: its file's
+    masters: int = 4  # bytes of a trained number, and of its gradient
 
     @property
     def tokens(self) -> int:
@@ -116,7 +118,7 @@ def plan_memory(model: PlannedModel, work: PlannedWork) -> MemoryPlan:
     trained = adapter_parameters(config, work.lora_r or model.rank, work.lora_targets) if adapter else model.parameters
     wide = work.compute == MASTER  # fp32 compute widens what is frozen
     frozen = base_bytes(model, work.base_dtype, wide=wide) if adapter else 0
-    stays = {"weights": frozen, "masters": MASTER * trained, "gradients": MASTER * trained,
+    stays = {"weights": frozen, "masters": work.masters * trained, "gradients": work.masters * trained,
              "moments": work.moments * trained, "average": MASTER * trained * work.averaged,
              "reference": (MASTER * trained) * work.reference,
              "teacher": work.teacher, "sampler": work.compute * trained * bool(work.slots) * (not wide),
@@ -232,10 +234,10 @@ def _base_of(place: ArtifactPlace) -> Path | None:
 
 
 def planned_work(config: Tuned | Grpo, model: PlannedModel, device: str) -> PlannedWork:
-    compute = 2 if device.startswith("cuda") else MASTER
+    compute = compute_bytes(config, device)
     common = PlannedWork(1, 1, config.lora_r, config.lora_target_modules, config.gradient_checkpointing, compute,
                          moments=2 if config.optim == "adamw_8bit" else 8, base_dtype=config.base_dtype,
-                         processes=parting_processes(config))
+                         processes=parting_processes(config), masters=asked_masters(config).itemsize)
     if isinstance(config, Grpo):
         from assay.recipes.rollout_batch import layout_of  # which begins with a starting model, and that with a plan
 
@@ -261,7 +263,7 @@ def plan_pretraining(config: Pretrain, shape: ModelConfig, device: str) -> Memor
     rows = max(1, min(config.batch_tokens, config.micro_batch_tokens) // config.max_length)
     moments = 8 if config.optimizer == "adamw" else 5  # muon keeps one average of a matrix's gradients, AdamW the rest's
     work = PlannedWork(rows, config.max_length, checkpointing=config.gradient_checkpointing, moments=moments, averaged=config.ema > 0,
-                       compute=2 if device.startswith("cuda") else MASTER, processes=parting_processes(config))
+                       compute=compute_bytes(config, device), processes=parting_processes(config))
     return plan_memory(PlannedModel(shape, 0), work)
 
 

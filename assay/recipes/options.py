@@ -92,6 +92,10 @@ class Pretrain:
     gradient_checkpointing: bool = option("compute activations again on the way back instead of keeping them: less memory, a third more "
                                           "time",
                                           group="memory", default=False)
+    dtype: Literal["fp32", "bf16", "fp16"] | None = option(
+        "number format of the forward and backward pass; what is trained has fp32 masters. fp16 is for cards without bf16: the loss is "
+        "scaled, and a batch whose gradients overflow is computed again at half the scale", group="memory", default=None,
+        default_text="bf16 on a GPU, fp32 elsewhere")
     ema: float = option("decay of a moving average of the weights, which is scored and handed over; 0: none", group="optimizer", least=0,
                         below=1, default=0.0)
     save_steps: int | None = option("steps between checkpoints, each with an evaluation on held-out text; the first comes after step 1",
@@ -258,6 +262,14 @@ class Tuning(Tuned):
 @dataclass(frozen=True, kw_only=True)
 class Sft(Tuning):
     """Teach a model from conversations, the whole of it or a LoRA adapter. An interrupted run in --out goes on where it stopped."""
+
+    master_dtype: Literal["fp32", "bf16"] = option(
+        "number format in which the weights that are trained are kept; bf16, with stochastic rounding, takes a third less memory, and is "
+        "stopped where updates are lost all the same", group="memory", default="fp32")
+    dtype: Literal["fp32", "bf16", "fp16"] | None = option(
+        "number format of the forward and backward pass; what is trained has fp32 masters. fp16 is for cards without bf16: the loss is "
+        "scaled, and a batch whose gradients overflow is computed again at half the scale", group="memory", default=None,
+        default_text="bf16 on a GPU, fp32 elsewhere")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,6 +30,7 @@ from assay.model.special_tokens import resolve_special_tokens
 from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import InitialSpread, ModelConfig, Rope, Transformer, initialised, outlined, parameter_count, qkv_rows
 from assay.outcome import RunOutcome
+from assay.recipes.compute_dtype import asked_compute, refuse_fp16
 from assay.recipes.evaluator import EarlyStopping, HeldOutEvaluator, stopping_rule
 from assay.recipes.given_shape import GivenShape, is_given, read_shape
 from assay.recipes.hand_over import hand_over, write_down
@@ -145,8 +146,9 @@ def pretrain(config: Pretrain, say: Callable[[str], None] = print_line) -> RunOu
     memory = plan_pretraining(config, plan.model, plan.device)
     if (available := device_memory(plan.device)) is not None:
         require_fit(memory, available, plan.device)
+    refuse_fp16(config, plan.model)
     made = outlined(plan.model) if holds_outline(config) else initialised(plan.model, config.seed, plan.spread)
-    model = place_for_training(made, plan.device, recompute=config.gradient_checkpointing,
+    model = place_for_training(made, plan.device, compute=asked_compute(config), recompute=config.gradient_checkpointing,
                                compile=False if config.fsdp else None)
     if world.rank > 0:
         return follow(world, model, next_token, config, partial(optimizer_for, config, plan, model), config.ema)

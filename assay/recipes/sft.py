@@ -15,12 +15,13 @@ from assay.guard.adapter_checks import check_adapter_scale, check_written_adapte
 from assay.guard.conclusion_checks import check_budget
 from assay.guard.loss_preflight import preflight_loss, sample_rows
 from assay.guard.training_guards import check_detectors
-from assay.learn.low_bit_adamw import adamw_8bit
+from assay.learn.low_bit_adamw import adamw_8bit, adamw_bf16_masters
 from assay.learn.lr_schedule import Budget, Schedule
 from assay.learn.objectives import Objective, next_token
 from assay.learn.optim import adamw
 from assay.model.placement import place_for_inference, uncompiled
 from assay.outcome import RunOutcome
+from assay.recipes.compute_dtype import asked_masters
 from assay.recipes.conversations import Conversations, describe_tuning, evaluated_every, load_conversations, refuse_nonsense
 from assay.recipes.evaluated_saves import EvaluatedSaves
 from assay.recipes.evaluator import EarlyStopping, HeldOutEvaluator, stopping_rule
@@ -119,8 +120,11 @@ def tuning_plan(config: Tuned, data: Conversations) -> TuningPlan:
 def tuning_optimizer(config: Trained, start: StartingModel) -> torch.optim.Optimizer:
     lr = config.peak_rate(adapter=isinstance(start.weights, AdapterModel))
     named = start.model.named_parameters()
-    if config.optim == "adamw_8bit":
-        optimizer: torch.optim.Optimizer = adamw_8bit(named, lr, weight_decay=config.weight_decay)
+    if asked_masters(config) == torch.bfloat16:
+        optimizer: torch.optim.Optimizer = adamw_bf16_masters(named, lr, weight_decay=config.weight_decay, seed=config.seed,
+                                                              coded=config.optim == "adamw_8bit")
+    elif config.optim == "adamw_8bit":
+        optimizer = adamw_8bit(named, lr, weight_decay=config.weight_decay)
     else:
         optimizer = adamw(named, lr, weight_decay=config.weight_decay, moments=moments_wait(config))
     carry_moments(optimizer, start)
@@ -159,7 +163,7 @@ def judge_written_adapter(config: Tuned, run: Run, handed: HandedOver) -> None:
 @torch.no_grad()
 def parent_loss(reopened: Artifact, objective: Objective, batch: Batch, trainer: Trainer) -> float:
     """Of the parent, opened anew, on the first batch: a child's first loss is its parent's."""
-    parent = place_for_inference(build_model(reopened, None), trainer.device)
+    parent = place_for_inference(build_model(reopened, None), trainer.device, compute=trainer.model.compute_dtype)
     parts = [objective(parent, part.to(trainer.device)).total for part in batch.split(trainer.micro)]
     return float(torch.stack(parts).sum()) / float(batch.weight.sum())
 

@@ -23,6 +23,7 @@ from assay.model.resize_embeddings import resize_embeddings, with_new_tokens
 from assay.model.special_tokens import SpecialTokens, resolve_special_tokens
 from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import Transformer
+from assay.recipes.compute_dtype import asked_compute, asked_masters, refuse_bf16_masters, refuse_fp16
 from assay.recipes.memory_plan import MemoryPlan, refuse_unfit
 from assay.recipes.options import Trained
 from assay.recipes.processes import holds_outline
@@ -72,8 +73,8 @@ class WholeModel:
 
     def contents(self, lineage: Lineage, run_config: Mapping[str, Any], trainer: Mapping[str, Any],
                  optimizer: Mapping[str, Tensor]) -> Contents:
-        return model_contents(self.model, self.tokenizer, self.stops, lineage, run_config=run_config, trainer=trainer,
-                              optimizer=optimizer)
+        return model_contents(self.model, self.tokenizer, self.stops, lineage, dtype=self.model.embed.weight.dtype, run_config=run_config,
+                              trainer=trainer, optimizer=optimizer)
 
     @torch.no_grad()
     def restore(self, found: Checkpoint) -> None:
@@ -171,7 +172,10 @@ def load_start(config: Trained, device: str, say: Callable[[str], None]) -> Star
     weights = trainable(config, parent, tokenizer)
     weights.words += _held_in_words(parent.base or parent)
     # Hooks of FSDP that come after a compilation are not seen by it.
-    place_for_training(weights.model, device, recompute=config.gradient_checkpointing, compile=False if config.fsdp else None)
+    refuse_fp16(config, weights.model.config)
+    refuse_bf16_masters(config, adapter=isinstance(weights, AdapterModel))
+    place_for_training(weights.model, device, compute=asked_compute(config), recompute=config.gradient_checkpointing,
+                       compile=False if config.fsdp else None, masters=asked_masters(config))
     weights.model.train()
     carried, steps = carried_state(config)
     return StartingModel(parent, weights.model, weights, tokenizer, carried, steps, memory)

@@ -48,6 +48,7 @@ from assay.guard.training_guards import (
 from assay.learn.cuda_graph import GraphedAccumulate
 from assay.learn.ema import Ema, split_ema_state
 from assay.learn.loop import Accumulate, Step, train
+from assay.learn.loss_scaling import ScaledAccumulate
 from assay.learn.low_bit_adamw import STRETCH, LowBitAdamW
 from assay.learn.lr_schedule import Schedule
 from assay.learn.objectives import Objective
@@ -77,6 +78,7 @@ from assay.store.ledger import Event
 from assay.store.saving import Lineage, owned_contents
 from assay.verdict import Verdict, unproven
 
+ROUNDING_DEVIATIONS = 10.0  # standard deviations of the sum of stochastic roundings that no element ever strays
 MOST_BYTES_EARLY = 4 * 10**9  # of a checkpoint after step 1, where the cost decides: a larger one waits for its turn
 
 
@@ -109,6 +111,9 @@ class Trainer:
         self.device = str(self.model.embed.weight.device)
         self.sharded = sharded_model(run.config, world, self.model, optimizer, objective, ema)
         self.accumulate = self.sharded or accumulate_together(world, run.config.shards, self.model, objective, self.device)
+        self.scaling = ScaledAccumulate(self.accumulate) if self.model.compute_dtype == torch.float16 else None
+        self.accumulate = self.scaling or self.accumulate
+        self._scale_state: dict[str, Any] | None = None  # where the sitting begins
         self.replay = StepReplay(run.config.replay_steps, self.accumulate, self.model, objective, micro)
         self._frozen_in_parts: list[Mapping[str, int]] = []
         self._shares = 0
@@ -138,6 +143,7 @@ class Trainer:
         self.run.judge(Event.RESUMED, [check_resumed(self.weights.weights(), self._state(), found), *same_data,
                                    check_steps(self.optimizer, state["step"] + self.steps_before)])
         self.start = self.done = self.saved = state["step"]
+        self._scale_state = state.get("loss_scale")
         self.schedule.restore(state)
         self.run.rewind(self.start)
         self.run.say(f"going on from step {self.start} ({found.folder.name})")
@@ -205,9 +211,12 @@ class Trainer:
 
     def start_loop(self, facts: Mapping[str, Any], parts: int) -> None:
         """`parts` of the data are read in an epoch, each once. From here on everything that moves is accounted for, and time counts."""
-        if isinstance(alone := self.accumulate_alone, GraphedAccumulate):
+        if self.scaling is not None:
+            self.scaling.restore(self._scale_state)  # whatever a preflight made of it
+        alone = self.accumulate_alone.inner if isinstance(self.accumulate_alone, ScaledAccumulate) else self.accumulate_alone
+        if isinstance(alone, GraphedAccumulate):
             alone.keep_only(self.model.compute_dtype)
-        self._account = UpdateAccount(self.weights.model, self.weights.reachable())
+        self._account = UpdateAccount(self.weights.model, self.weights.reachable(), drawn=self._masters_in_bf16())
         self._frozen_in_parts = [each["frozen"] for each in self.sharded.said_by_all()] if self.sharded is not None else []
         self.run.log(Event.DATA, **facts, windows=parts, from_step=self.done)
         self.run.save_cost.begin()
@@ -259,7 +268,8 @@ class Trainer:
 
     def record(self, step: Step, *, shown: str = "", **columns: Any) -> None:
         """One line of metrics for the step, once its values have arrived and were judged. `shown` is what a progress line says of it."""
-        self._columns[step.index], self._shown = columns, shown
+        scaled = {} if self.scaling is None else {"loss_scale": self.scaling.scale, "recomputed_batches": self.scaling.recomputed}
+        self._columns[step.index], self._shown = columns | scaled, shown
         rates = [group["lr"] for group in self.optimizer.param_groups]
         self._write(self.watch.feed(step, rates))
         self._account.record_step(step.multiplier, min(rates))
@@ -387,7 +397,7 @@ class Trainer:
         """Live tensors: the save copies them before the loop goes on."""
         config = self.run.config
         state = {"step": self.done, "steps_before": self.steps_before, **self.schedule.state(), "data": facts, "rng": {"seed": config.seed},
-                 "processes": self._parting_processes()}
+                 "processes": self._parting_processes(), **({} if self.scaling is None else {"loss_scale": self.scaling.state()})}
         return self.weights.contents(lineage, plain(dataclasses.asdict(config)), state, self._state())
 
     def _parting_processes(self) -> int:
@@ -423,8 +433,15 @@ class Trainer:
         groups = self.optimizer.param_groups
         betas, decay = groups[0]["betas"], max(group["weight_decay"] for group in groups)
         travelled = self.watch.peaks[0] * largest_quotient(betas) * sum(self.schedule.multiplier(taken) for taken in range(self.done))
-        stretch = STRETCH if isinstance(self.optimizer, LowBitAdamW) else 1.01
-        return travelled * (1 + decay * (largest + travelled)) * stretch
+        stretch = STRETCH if isinstance(self.optimizer, LowBitAdamW) and self.optimizer.coded else 1.01
+        reached = travelled * (1 + decay * (largest + travelled)) * stretch
+        if not self._masters_in_bf16():
+            return reached
+        apart = (largest + reached) * torch.finfo(torch.bfloat16).eps  # of two numbers there; drawn roundings add up as a random walk does
+        return reached + apart + ROUNDING_DEVIATIONS * (reached * apart) ** 0.5
+
+    def _masters_in_bf16(self) -> bool:
+        return any(parameter.dtype == torch.bfloat16 for parameter in self.weights.model.parameters() if parameter.requires_grad)
 
     def end_loop(self) -> None:
         """Whatever ended it: the last values are judged. What is saved from here on is proven with more of the machine."""

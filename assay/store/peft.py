@@ -19,6 +19,7 @@ from assay.model.families import hf_layout, parameter_shapes
 from assay.model.lora import LoraSite, linear_layers, lora_sites
 from assay.model.patch import LowRank, Patch
 from assay.model.transformer import ModelConfig
+from assay.store.peft_experts import STACKED, factor_names, read_stacked, stacked_parameter, stacked_sites, write_stacked
 from assay.store.peft_whole import (
     AdapterFile,
     adapted_biases,
@@ -34,7 +35,7 @@ PEFT_PREFIX = "base_model.model."
 # Fields whose other values change the arithmetic; anything not listed here and not read below says nothing about the result.
 SUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",), "lora_bias": (False, None), "megatron_config": (None,), "use_qalora": (False, None),
-    "target_parameters": (None, []), "layer_replication": (None,), "alora_invocation_tokens": (None,), "arrow_config": (None,),
+    "layer_replication": (None,), "alora_invocation_tokens": (None,), "arrow_config": (None,),
     "use_bdlora": (False, None), "kasa": (False, None),
 }
 # Initialisations that also rewrite the base weights, so that the adapter is meant for a base that no file holds. What PiSSA took
@@ -62,9 +63,12 @@ def read_adapter(config: ModelConfig, base: Mapping[str, Tensor], fields: Mappin
     file = AdapterFile(config, base, fields, named, where)
     planned, embedding = _planned(file)
     parts = [(site, _part(site, file, *site_scale(fields, site.foreign, where))) for site in planned]
+    stacked, stacked_names = _stacked_parts(file)
+    parts += stacked
     saved = _replaced(config, fields, named, where)
     computed, used = _computed(file, parts, embedding)
-    known = {f"{site.foreign}.lora_{side}.weight" for site in planned for side in "AB"} | used | {_foreign(config, ours) for ours in saved}
+    known = {f"{site.foreign}.lora_{side}.weight" for site in planned for side in "AB"} | used | stacked_names
+    known |= {_foreign(config, ours) for ours in saved}
     if unknown := sorted(named.keys() - known):
         raise ArtifactError(f"{where}: {len(unknown)} tensor(s) belong to no module that target_modules or modules_to_save name: "
                             f"{', '.join(unknown[:3])}; they would be dropped in silence elsewhere")
@@ -78,6 +82,19 @@ def read_adapter(config: ModelConfig, base: Mapping[str, Tensor], fields: Mappin
                             "or not gathered before saving")
     patch = Patch(parent, {name: tuple(p) for name, p in low_rank.items()}, computed | saved)
     return LoraAdapter(patch, int(rank), alpha / (math.sqrt(rank) if rslora else rank), rslora, fields.get("base_model_name_or_path"))
+
+
+def _stacked_parts(file: AdapterFile) -> tuple[list[tuple[LoraSite, LowRank]], set[str]]:
+    """Of target_parameters, and the names in the file that they came from."""
+    found, used = list[tuple[LoraSite, LowRank]](), set[str]()
+    chosen = stacked_sites(file.untied, file.fields.get("target_parameters") or [], file.where)
+    for parameter, sites in chosen.items():
+        names, width = factor_names(parameter, list(chosen)), parameter_shapes(file.untied)[sites[0].parameter][1]
+        made = read_stacked(file.untied, parameter, sites, file.named, names, width, *site_scale(file.fields, parameter, file.where),
+                            file.where)
+        found += zip(sites, made, strict=True)
+        used |= set(names)
+    return found, used
 
 
 def _computed(file: AdapterFile, parts: Sequence[tuple[LoraSite, LowRank]], embedding: bool) -> tuple[dict[str, Tensor], set[str]]:
@@ -124,16 +141,23 @@ def write_adapter(config: ModelConfig, patch: Patch, base_name: str, *, rslora: 
     """adapter_config.json's fields and the tensors under PEFT's names."""
     by_rows = {(site.parameter, site.start, site.stop): site for site in lora_sites(config).values()}
     tensors: dict[str, Tensor] = {}
-    ranks, alphas = dict[str, int](), dict[str, float]()
+    ranks, alphas, stacked = dict[str, int](), dict[str, float](), dict[str, list[LowRank]]()
     for parameter, parts in patch.low_rank.items():
         for part in parts:
             site = by_rows.get((parameter, part.start, part.stop))
             if site is None:
                 raise UsageError(f"rows {part.start}:{part.stop} of {parameter} are no layer that PEFT knows; merge the patch instead")
-            tensors[f"{PEFT_PREFIX}{site.foreign}.lora_A.weight"] = part.right
-            tensors[f"{PEFT_PREFIX}{site.foreign}.lora_B.weight"] = part.left
-            rank = ranks[site.foreign] = part.right.shape[0]
-            alphas[site.foreign] = part.scale * (math.sqrt(rank) if rslora else rank)
+            name = stacked_parameter(site) if site.stacked else site.foreign
+            if site.stacked:
+                stacked.setdefault(name, []).append(part)
+            else:
+                tensors[f"{PEFT_PREFIX}{name}.lora_A.weight"] = part.right
+                tensors[f"{PEFT_PREFIX}{name}.lora_B.weight"] = part.left
+            rank = ranks[name] = part.right.shape[0]
+            alphas[name] = part.scale * (math.sqrt(rank) if rslora else rank)
+    for name, of_experts in stacked.items():
+        pair = write_stacked(config, name, of_experts)
+        tensors |= {f"{PEFT_PREFIX}{key}": tensor for key, tensor in zip(factor_names(name, list(stacked)), pair, strict=True)}
     if not ranks:
         raise UsageError("the patch has no low-rank part, so that it is no LoRA adapter; merge it instead")
     tensors |= {PEFT_PREFIX + _foreign(config, name): tensor for name, tensor in patch.replaced.items()}
@@ -142,7 +166,8 @@ def write_adapter(config: ModelConfig, patch: Patch, base_name: str, *, rslora: 
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base_name, "r": rank,
         "rank_pattern": {name: value for name, value in ranks.items() if value != rank}, "lora_alpha": alpha,
         "alpha_pattern": {name: value for name, value in alphas.items() if value != alpha}, "use_rslora": rslora, "lora_dropout": 0.0,
-        "bias": "none", "target_modules": _shortest(list(ranks), linear_layers(config)), "fan_in_fan_out": config.family == "gpt2",
+        "bias": "none", "target_modules": _shortest([name for name in ranks if name not in stacked], linear_layers(config)),
+        **({"target_parameters": sorted(stacked)} if stacked else {}), "fan_in_fan_out": config.family == "gpt2",
         "inference_mode": True,
         "modules_to_save": [_foreign(config, name).removesuffix(".weight") for name in patch.replaced] or None,
     }, tensors
@@ -153,6 +178,9 @@ def unsupported_adapter(fields: Mapping[str, Any], where: str) -> str | None:
     for name, allowed in SUPPORTED_FIELDS.items():
         if name in fields and fields[name] not in allowed:
             return f"{where}: {name} = {fields[name]!r} is not supported; expected {allowed[0]!r}"
+    stacked: Any = fields.get("target_parameters") or []
+    if not isinstance(stacked, list) or not all(str(name).endswith(STACKED) for name in stacked):
+        return f"{where}: target_parameters = {stacked!r} is not supported; expected matrices of experts, such as mlp.{STACKED[0]}"
     init = fields.get("init_lora_weights")
     if isinstance(init, str) and init.startswith(REWRITES_BASE):
         return (f"{where}: init_lora_weights = {init!r} rewrote the base weights, so the adapter alone does not say what the "
@@ -197,9 +225,11 @@ def _planned(file: AdapterFile) -> tuple[list[LoraSite], bool]:
     layers = [layers] if isinstance(layers, int) else layers
     if layers is not None and not (isinstance(layers, list) and all(type(layer) is int for layer in layers)):
         raise ArtifactError(f"{where}: layers_to_transform is {layers!r}; expected numbers of layers")
+    if not targets and fields.get("target_parameters"):
+        return [], False
     if not targets:
         raise ArtifactError(f"{where}: target_modules is {targets!r}; an adapter says which layers it adapts")
-    every = lora_sites(file.untied)
+    every = {name: site for name, site in lora_sites(file.untied).items() if not site.stacked}
     if targets == "all-linear":
         targets = [name for name in every if name != "lm_head"]
     chosen = [name for name in (*every, file.embedding) if _matches(name, targets) and not _matches(name, excluded)

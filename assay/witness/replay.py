@@ -71,13 +71,16 @@ class KeptStep:
 
     @property
     def compute(self) -> str:
-        """The dtype of the forward pass: bf16 on a GPU, fp32 elsewhere. Weights and moments are fp32 everywhere."""
-        return "bfloat16" if self.facts["device"].startswith("cuda") else "float32"
+        """The dtype of the forward pass: bf16 on a GPU, fp32 elsewhere, or as asked for. Weights and moments are fp32 everywhere."""
+        asked = self.options.get("dtype") or ("bf16" if self.facts["device"].startswith("cuda") else "fp32")
+        if asked == "fp16":
+            raise NotWitnessed("--dtype fp16: the rounding of a gradient at a loss scale is not made again here")
+        return {"bf16": "bfloat16", "fp32": "float32"}[asked]
 
     @property
     def exact(self) -> torch.dtype:
         """The dtype of the gradient that was due: on a GPU fp32, which is to the run's bf16 what double precision is to fp32."""
-        return torch.float64 if self.device == "cpu" else torch.float32
+        return torch.float64 if self.device == "cpu" or self.compute == "float32" else torch.float32
 
     @property
     def folder_of_model(self) -> Path:
@@ -239,6 +242,8 @@ def due_costs(kept: KeptStep, twin: TwinModel, adapter: Adapter | None) -> CostO
 
 def judge_step(kept: KeptStep, rows: list[list[DueText]], steps: int | None) -> Verdict:
     """Every difference in words; the first of them is usually the cause of the others."""
+    if kept.options.get("master_dtype", "fp32") != "fp32":
+        raise NotWitnessed("--master-dtype bf16: the draws of stochastic rounding are not made again here")
     if (optim := kept.options.get("optim", "adamw")) != "adamw":
         raise NotWitnessed(f"--optim {optim}: moments in 8 bits do not hold the gradient that a step took")
     shape, adapter = model_shape(kept), asked_adapter(kept)

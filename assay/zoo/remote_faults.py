@@ -24,7 +24,7 @@ from assay.testing.tiny_models import nudge, save_model, tiny_model, tokenizer_a
 from assay.verdict import Verdict
 
 PROMPTS, TEMPERATURE, ROLLOUT_NEW = 4, 0.7, 6
-SHORT = 40  # tokens: prompts of a rollout are shorter, canaries longer
+LONGEST_PROMPT = 40  # tokens: prompts of a rollout are shorter, canaries longer
 
 
 def a_remote_rollout(folder: Path, plant: Plant) -> list[Verdict]:
@@ -73,7 +73,9 @@ def replies_changed(change: Callable[[RemoteReply, RemoteRequest], RemoteReply])
 
 def each_draw(change: Callable[[RemoteDraw], RemoteDraw]) -> Callable[[RemoteReply, RemoteRequest], RemoteReply]:
     """Of rollouts alone: the canaries are answered as they should be."""
-    return lambda reply, request: reply if len(request.prompt) > SHORT else reply._replace(draws=[change(draw) for draw in reply.draws])
+    def changed(reply: RemoteReply, request: RemoteRequest) -> RemoteReply:
+        return reply if len(request.prompt) > LONGEST_PROMPT else reply._replace(draws=[change(draw) for draw in reply.draws])
+    return changed
 
 # ---------------------------------------------------------------- the hand-over
 

@@ -32,7 +32,7 @@ from assay.recipes.trainer import Trainer
 from assay.store.checkpoint import Contents
 from assay.store.ledger import Ledger
 from assay.testing import tiny_training
-from assay.testing.fault_injection import Plant, fault, in_place_of, swap
+from assay.testing.fault_injection import Plant, fault, in_place_of, swap, together
 from assay.testing.tiny_models import copy_folder, save_model, tiny_model
 from assay.testing.tiny_training import NoProver, make_corpus, tiny_corpus, tiny_documents
 from assay.verdict import Outcome, Verdict
@@ -103,8 +103,14 @@ def remembering(recipe: Any) -> Iterator[RecipeParts]:
         return parts.evaluator
 
     with (swap(run, "Prover", NoProver), swap(recipe, "Trainer", trainer_of), swap(recipe, "HeldOutEvaluator", evaluator_of),
-          swap(recipe, "hand_over", hand_nothing_over), swap(recipe, "write_down", lambda *_, **__: None)):
+          swap(recipe, "hand_over", hand_nothing_over), nothing_written_down(recipe)):
         yield parts
+
+
+def nothing_written_down(recipe: Any) -> AbstractContextManager[None]:
+    """In the place of `write_down`: where the recipe calls it, and where the end that recipes share does."""
+    places = [hand_over, *([recipe] if hasattr(recipe, "write_down") else [])]
+    return together(*(swap(place, "write_down", lambda *_, **__: None) for place in places))
 
 
 def hand_nothing_over(run: Any, evaluator: HeldOutEvaluator, _: Any) -> HandedOver:

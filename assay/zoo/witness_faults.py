@@ -36,7 +36,7 @@ from assay.testing.tiny_models import copy_folder, save_model, tiny_model
 from assay.testing.tiny_training import RecordingProver, tiny_corpus
 from assay.verdict import Verdict, proven
 from assay.witness.replay import replay_step
-from assay.zoo.run_faults import hand_nothing_over, sums_folder
+from assay.zoo.run_faults import hand_nothing_over, nothing_written_down, sums_folder
 
 WITNESSED_STEPS, _INTERRUPTED_AFTER = 4, 2
 STOP_ID = 258  # <|im_end|> of the tiny tokenizer
@@ -97,7 +97,7 @@ def _train(where: Path, recipe: str, **options: Any) -> None:
     module: Any = {"sft": sft, "distill": distill, "pretrain": pretrain}[recipe]
     with (swap(distill, "compare_agreement", lambda *_: {}), swap(distill, "check_told", lambda *_: proven("told", "not looked at")),
           swap(run, "Prover", RecordingProver), swap(module, "hand_over", hand_nothing_over),
-          swap(module, "write_down", lambda *_, **__: None), swap(module, f"preflight_{recipe}", lambda *_: []),
+          nothing_written_down(module), swap(module, f"preflight_{recipe}", lambda *_: []),
           swap(Conversations, "_judge", lambda *_: None), contextlib.suppress(GuardStop)):
         getattr(module, recipe)(config, say=lambda _: None)
 

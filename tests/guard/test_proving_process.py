@@ -17,7 +17,7 @@ from assay.guard import artifact_checks, behaviour_checks, proof
 from assay.guard.kept_artifacts import KeptArtifacts, proof_device
 from assay.guard.proof import ProofRequest, Prover, examine_artifact, prove, prove_apart, prove_checkpoint
 from assay.guard.proof_subject import ProofSampling
-from assay.guard.proving_process import ALONE, LIBRARIES, PROVING_PROCESSES, ProvingProcess
+from assay.guard.proving_process import GPU_TO_ITSELF, LIBRARIES, PROVING_PROCESSES, ProvingProcess
 from assay.store.artifact import open_artifact
 from assay.store.checkpoint import open_checkpoint
 from assay.store.export_artifact import export_artifact
@@ -204,7 +204,7 @@ def test_a_proof_in_two_processes_says_what_one_says(base: Path):
         assert [v.check for v in prove_apart(request) if v.outcome is Outcome.REFUTED] == ["whole"]
 
 
-@pytest.mark.parametrize(("early", "order"), [(["cuda", ALONE], {"device", "imports"}), (["cuda"], {"imports"})])
+@pytest.mark.parametrize(("early", "order"), [(["cuda", GPU_TO_ITSELF], {"device", "imports"}), (["cuda"], {"imports"})])
 def test_only_where_no_run_waits_for_the_gpu_is_it_got_ready_beside_the_imports(early: list[str], order: set[str],
                                                                                 monkeypatch: pytest.MonkeyPatch):
     seen, ready = set[str](), threading.Event()
@@ -212,7 +212,7 @@ def test_only_where_no_run_waits_for_the_gpu_is_it_got_ready_beside_the_imports(
     monkeypatch.setattr(proof, "WARM_LIBRARIES", ("json",))
 
     def importing(name: str) -> None:
-        ready.wait(5 if ALONE in early else 0)
+        ready.wait(5 if GPU_TO_ITSELF in early else 0)
         assert seen | {"imports"} == order
 
     monkeypatch.setattr(importlib, "import_module", importing)

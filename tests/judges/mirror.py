@@ -1,4 +1,4 @@
-"""Mirror: faults of the zoo that can be planted in plain folders, given to transformers, PEFT, TRL, soup-cli and lm-eval, beside what we say.
+"""Mirror: faults of the zoo that can be planted in plain folders, given to transformers, PEFT, TRL, soup-cli and lm-eval, and to us.
 
     build/judges/bin/python -m tests.judges.mirror         docs/mirror.md
 
@@ -382,7 +382,8 @@ def page(rows: list[Row]) -> str:
     found = (f"{len(silent)} of {len(planted)} faults pass without an error ({warned} of them with a warning). To these {len(silent)} "
              f"Assay objects {ours} times, and {without} times where the folder has no manifest. Clean twins: "
              f"{len(clean)}, objections to them: {alarms}.")
-    made = (f"Versions: {packages('transformers', 'peft', 'trl', 'lm-eval', 'torch')}, {SOUP_VERSION}. Made {datetime.date.today().isoformat()} by "
+    versions = f"{packages('transformers', 'peft', 'trl', 'lm-eval', 'torch')}, {SOUP_VERSION}"
+    made = (f"Versions: {versions}. Made {datetime.date.today().isoformat()} by "
             "`make mirror` (`tests/judges/mirror.py`).")
     lines = [HEAD, found, "", made, "",
              "| fault | tool and call | it says | Assay | the same without our manifest |", "|---|---|---|---|---|"]

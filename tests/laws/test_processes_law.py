@@ -91,7 +91,7 @@ def recipes(home: Path, out: Path) -> dict[str, Recipe]:
         "sft": lambda: sft.sft(Sft(model=str(home / "base"), **fit), lambda _: None),
         "sft, LoRA": lambda: sft.sft(Sft(model=str(home / "base"), lora_r=4, **fit), lambda _: None),
         "distill": lambda: distill.distill(Distill(model=str(home / "student"), teacher=str(taught), **fit), lambda _: None),
-        "grpo": lambda: grpo.grpo(sums.options(parent, out, max_steps=2, shards=SHARDS), lambda _: None),
+        "grpo": lambda: grpo.grpo(sums.options(parent, out, max_steps=2, shards=SHARDS, overlong_buffer=7), lambda _: None),
     }
 
 

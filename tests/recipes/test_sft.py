@@ -17,6 +17,7 @@ from assay.data.chat import TrainingExample
 from assay.errors import DataError, GuardStop, UsageError
 from assay.generate.engine import sample
 from assay.generate.generation_request import Sampling
+from assay.learn import loss_scaling, low_bit_adamw
 from assay.model import transformer
 from assay.model.lora import LoraLinear
 from assay.recipes import conversations, hand_over, run, sft, starting_model, teachers
@@ -99,6 +100,9 @@ def evaluations(config: Sft) -> dict[int, np.ndarray]:
     ({"lora_r": 4, "lora_target_modules": ("q_prj",)}, "q_prj match no layer"),
     ({"held_out": 0.0}, "nothing is held out"),
     ({"max_steps": 10**6}, "the data ends after"),
+    ({"dtype": "fp16", "shards": 2}, "finds its loss scale in one process"),
+    ({"master_dtype": "bf16", "lora_r": 4}, "an adapter's masters are small"),
+    ({"master_dtype": "bf16", "dtype": "fp16"}, "computes in bf16"),
 ])
 def test_a_request_that_makes_no_sense_is_refused(changed: dict[str, Any], words: str, home: Path, tmp_path: Path):
     with pytest.raises(UsageError, match=words) if "steps" not in changed else pytest.raises(Exception, match=words):
@@ -254,6 +258,71 @@ def test_interrupted_and_resumed_is_the_uninterrupted_run_bit_for_bit(lora_r: in
     metrics = [[{k: v for k, v in row.items() if k != "seconds"} for row in rows(Path(config.out) / "metrics.jsonl")]
                for config in (whole, parted)]
     assert metrics[0] == metrics[1]
+
+
+def interrupted_after(step: int, config: Sft, monkeypatch: pytest.MonkeyPatch) -> None:
+    over = Trainer.over
+
+    def struck(trainer: Trainer) -> bool:
+        if trainer.done == step:
+            trainer.run.interrupted = 15
+        return over(trainer)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "over", struck)
+        assert sft.sft(config, lambda _: None).interrupted == 15
+
+
+def same_end(step: int, *configs: Sft) -> bool:
+    ends = [open_checkpoint(step_folder(Path(config.out) / "checkpoints", step)).manifest["tensors"] for config in configs]
+    return all(end == ends[0] for end in ends)
+
+
+def test_in_fp16_the_loss_scale_is_resumed_bit_for_bit(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """From a scale that overflows, and grows after two clean steps: whoever begins with another scale computes other bits."""
+    monkeypatch.setattr(loss_scaling, "FIRST_SCALE", 2.0**30)
+    monkeypatch.setattr(loss_scaling, "LARGEST_SCALE", 2.0**30)
+    monkeypatch.setattr(loss_scaling, "CLEAN_STEPS", 2)
+    whole, parted = (options(home, tmp_path / name, lora_r=4, dtype="fp16") for name in ("whole", "parted"))
+    tuned(whole)
+    interrupted_after(5, parted, monkeypatch)
+    tuned(parted)
+    assert same_end(STEPS, whole, parted)
+    read = [[row for row in rows(Path(config.out) / "metrics.jsonl") if "loss" in row] for config in (whole, parted)]
+    said = [[(row["loss"], row["loss_scale"], row["recomputed_batches"]) for row in each] for each in read]
+    assert said[0] == said[1]
+    assert said[0][-1][2] > said[0][0][2] > 0  # it overflowed before the first step, and again where it had grown
+
+
+def test_a_whole_model_in_fp16_follows_fp32(home: Path, tmp_path: Path):
+    half, wide = options(home, tmp_path / "fp16", dtype="fp16", max_steps=4), options(home, tmp_path / "fp32", max_steps=4)
+    losses = []
+    for config in (half, wide):
+        tuned(config)
+        losses.append([row["loss"] for row in rows(Path(config.out) / "metrics.jsonl") if "loss" in row])
+    assert losses[0] == pytest.approx(losses[1], rel=2e-3)
+
+
+def test_bf16_masters_follow_fp32_and_are_resumed_bit_for_bit(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    whole, parted = (options(home, tmp_path / name, master_dtype="bf16") for name in ("whole", "parted"))
+    tuned(whole)
+    interrupted_after(5, parted, monkeypatch)
+    tuned(parted)
+    assert same_end(STEPS, whole, parted)
+    wide = options(home, tmp_path / "fp32", dtype="bf16")
+    tuned(wide)
+    begin, narrow, due = (evaluations(config)[step].mean() for config, step in ((wide, 0), (whole, STEPS), (wide, STEPS)))
+    assert abs(narrow - due) < 0.1 * (begin - due)
+
+
+def test_steps_below_the_rounding_of_bf16_masters_come_through_by_draws_and_without_them_are_stopped(home: Path, tmp_path: Path,
+                                                                                                   monkeypatch: pytest.MonkeyPatch):
+    slow: dict[str, Any] = {"learning_rate": 2e-6, "warmup_steps": 0, "max_steps": 20, "num_train_epochs": 10, "save_steps": 20,
+                            "master_dtype": "bf16"}
+    tuned(options(home, tmp_path / "drawn", **slow))
+    monkeypatch.setattr(low_bit_adamw, "stochastically_rounded", lambda values, key, step: values.bfloat16())
+    with stopped_by("movement"):
+        sft.sft(options(home, tmp_path / "nearest", **slow), lambda _: None)
 
 
 def test_other_conversations_are_another_run(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
