@@ -29,9 +29,12 @@ def updates_behind(versions: Sequence[tuple[str, int]], step: int) -> dict[int, 
 
 def check_staleness(versions: Sequence[tuple[str, int]], step: int, most: int) -> Verdict:
     """No token was sampled more than `most` updates before the policy that learns from it, nor by one that is yet to come."""
-    behind = updates_behind(versions, step)
-    if not behind:
+    if not versions:
         return unproven("staleness", "no rollout was given")
+    if unnamed := [version for version, _ in versions if not version.split("@")[0].isdecimal()]:
+        return refuted("staleness", f"{len(unnamed)} of {len(versions)} samples are of version {unnamed[0]!r}, which does not say after "
+                       "how many updates it was")
+    behind = updates_behind(versions, step)
     words = ", ".join(f"{tokens} tokens by {updates}" for updates, tokens in sorted(behind.items()))
     if max(behind) > most or min(behind) < 0:
         return refuted("staleness", f"what step {step} learns from was sampled that many updates before it: {words}; 0 to {most} are "

@@ -27,6 +27,7 @@ def catalogue() -> dict[str, Fault]:
         run_faults,
         sharding_faults,
         speech_faults,
+        staleness_faults,
         training_faults,
         ttt_faults,
         witness_faults,
