@@ -27,7 +27,7 @@ class Grpo(Trained):
                                      "an OpenAI-compatible endpoint, judge[model=NAME,url=http://…/v1]:1, its key from the environment",
                                      group="rewards", default=(), default_text="none; an environment rewards its own episodes")
     environment: str | None = option("episodes of several turns with tools, in place of --data and --reward: calculator, kv, code, search, "
-                                     "game, gym:NAME, openenv:URL, or your own module:Class or file.py:Class",
+                                     "game, gym:NAME, openenv:URL, verifiers:NAME, or your own module:Class or file.py:Class",
                                      group="data", metavar="NAME", default=None)
     environment_options: tuple[str, ...] = option("options of the environment, as in largest=99", group="data", metavar="KEY=VALUE",
                                                   default=(), default_text="its own defaults")
