@@ -25,6 +25,7 @@ def catalogue() -> dict[str, Fault]:
         reward_faults,
         rollout_faults,
         run_faults,
+        served_policy_faults,
         sharding_faults,
         speech_faults,
         staleness_faults,
