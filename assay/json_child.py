@@ -1,20 +1,24 @@
 """JSON child: a Python script in a process of its own that answers one JSON line to each JSON line it is sent.
 
 Chat templates and rewards run in such processes: what they compute is a stranger's, may hang, and may end the process. The child
-has a session of its own, so that Ctrl-C is for the parent to handle and its own children end with it.
+has a session of its own, so that Ctrl-C is for the parent to handle and its own children end with it. The functions at the end are the
+child's side: a stranger's code runs in its main thread, where signals arrive, and another thread reads the requests, so that the process
+also ends with its parent in the middle of an answer.
 """
 
 import contextlib
 import json
 import os
+import queue
 import select
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 
 class JsonChild:
@@ -53,15 +57,20 @@ class JsonChild:
 
     def stop(self) -> int:
         """Kills it and whatever it has started, and returns its status: one that was dead already has kept its own."""
+        self.kill()
         process, self.process, self._unread = self.process, None, b""
         if process is None:
             return 0
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # some systems say so of a group that is dead
-            os.killpg(process.pid, signal.SIGKILL)
         for pipe in (process.stdin, process.stdout):
             assert pipe is not None
             pipe.close()
         return process.wait()
+
+    def kill(self) -> None:
+        """Without a wait: where several end, all are told before the first is waited for."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # some systems say so of a group that is dead
+            if self.process is not None:
+                os.killpg(self.process.pid, signal.SIGKILL)
 
     def _pipes(self) -> tuple[int, int]:
         assert self.process is not None
@@ -93,3 +102,33 @@ def _await(pipe: int, event: int, until: float | None) -> None:
     waiting.register(pipe, event)
     if not waiting.poll(None if until is None else max(0.0, until - time.monotonic()) * 1000):
         raise TimeoutError
+
+# ---------------------------------------------------------------- the child's side
+
+
+def private_pipes() -> tuple[BinaryIO, BinaryIO]:
+    """Requests and answers under other numbers: what a stranger's code prints goes to stderr, what it reads is empty."""
+    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    return requests, answers
+
+
+def request_lines(requests: BinaryIO) -> Iterator[bytes]:
+    """Without an end: where the requests end, the process ends, with whatever was started in it."""
+    waiting: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+
+    def read() -> None:
+        for line in requests:
+            waiting.put(line)
+        if os.getpgrp() == os.getpid():
+            os.killpg(0, signal.SIGKILL)
+        os._exit(0)
+
+    threading.Thread(target=read, daemon=True).start()
+    return iter(waiting.get, None)
+
+
+def write_answer(answers: BinaryIO, answer: Mapping[str, Any]) -> None:
+    answers.write(json.dumps(answer, allow_nan=False).encode() + b"\n")
+    answers.flush()

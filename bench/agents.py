@@ -13,15 +13,13 @@ are the same; it keeps fewer checks, and nothing of ours is left out but the pro
 """
 
 import argparse
-import contextlib
 import tempfile
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from beside import TINY, Clock, aloud, measured, middle, peak_memory, quiet, surroundings, train_only, weights, without_proofs
-from grpo import KL_WEIGHT, Parts, Timed, without_stops
+from grpo import KL_WEIGHT, Parts, Timed, parts_timed, without_stops
 
 from assay.agents.environment_pool import EnvironmentPool
 from assay.agents.transcript import ChatWriter
@@ -40,26 +38,6 @@ PARTS = {"weights to the sampler": (Sampler, "load"), "sampling": (Engine, "drai
 OUTSIDE = ("environments", "beginning", "writing", "checks of the rollout")
 
 
-@contextlib.contextmanager
-def episode_parts_timed(parts: Callable[[], Parts | None]) -> Iterator[None]:
-    """Each by the `Parts` that there are when it is called."""
-    kept = {name: getattr(owner, method) for name, (owner, method) in PARTS.items()}
-
-    def timed(name: str) -> Callable[..., Any]:
-        def call(*given: Any, **named: Any) -> Any:
-            clock = parts()
-            return kept[name](*given, **named) if clock is None else clock.timed(name, kept[name])(*given, **named)
-        return call
-
-    for name, (owner, method) in PARTS.items():
-        setattr(owner, method, timed(name))
-    try:
-        yield
-    finally:
-        for name, (owner, method) in PARTS.items():
-            setattr(owner, method, kept[name])
-
-
 def ours(flags: argparse.Namespace, home: Path) -> str:
     clock, made = Clock(flags.warm, 1, flags.device), list[Timed]()
     room = TURNS * (flags.max_new + 64) + 128
@@ -76,7 +54,7 @@ def ours(flags: argparse.Namespace, home: Path) -> str:
 
     grpo.load_start = without_stops  # type: ignore[assignment]
     began = time.perf_counter()
-    with episode_parts_timed(lambda: made[0].timing if made else None):
+    with parts_timed(PARTS, lambda: made[0].timing if made else None):
         trainer = train_only(grpo, config, aloud(flags.verbose), timed)
     seconds = clock.per_step()
     whole, apart = seconds[: flags.steps], seconds[flags.steps :]

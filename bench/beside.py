@@ -115,6 +115,22 @@ class Measured(Trainer):
 Kind = TypeVar("Kind", bound=Measured)
 
 
+class Clocked(Measured):
+    """With a clock between its steps. Before it starts, the first checkpoint is waited for."""
+
+    def __init__(self, clock: Clock, *given: Any, **named: Any):
+        super().__init__(*given, **named)
+        self.clock = clock
+
+    def over(self) -> bool:
+        """Asked once after every step, when all that belongs to it is done."""
+        if self.done == self.clock.warm:
+            self.run.settle()
+        if self.done:
+            self.clock.stepped(self.done)
+        return super().over()
+
+
 def train_only(recipe: Any, config: Any, say: Callable[[str], None], trainer: Callable[..., Kind]) -> Kind:
     """The trainer that a recipe of this module made: `trainer`, in the place of its own."""
     made: list[Kind] = []

@@ -27,7 +27,7 @@ from typing import Any
 from beside import (
     TINY,
     Clock,
-    Measured,
+    Clocked,
     aloud,
     fence,
     measured,
@@ -57,12 +57,12 @@ LR, WARM_UP, BETA = 1e-6, 4, 0.1
 SYLLABLES = ("ba", "do", "ki", "lu", "me", "no", "pa", "ri", "so", "tu")
 
 
-class Counted(Measured):
+class Counted(Clocked):
     """The recipe's trainer, with a clock between its steps and a count of their pairs."""
 
     def __init__(self, clock: Clock, *given: Any, **named: Any):
-        super().__init__(*given, **named)
-        self.clock, self.pairs = clock, list[int]()
+        super().__init__(clock, *given, **named)
+        self.pairs = list[int]()
 
     def steps(self, batches: Iterable[Batch]) -> Iterator[Step]:
         return super().steps(map(self.counted, batches))
@@ -70,13 +70,6 @@ class Counted(Measured):
     def counted(self, batch: Batch) -> Batch:
         self.pairs.append(sum(map(len, batch.ids)))
         return batch
-
-    def over(self) -> bool:
-        if self.done == self.clock.warm:
-            self.run.settle()
-        if self.done:
-            self.clock.stepped(self.done)
-        return super().over()
 
 
 class Bench:

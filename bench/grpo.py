@@ -17,7 +17,7 @@ import contextlib
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ import torch
 from beside import (
     TINY,
     Clock,
-    Measured,
+    Clocked,
     aloud,
     fence,
     measured,
@@ -88,12 +88,12 @@ class Parts:
         return ", ".join(f"{name} {1e3 * seconds:.0f}" for name, seconds in shares.items()) + " ms"
 
 
-class Timed(Measured):
+class Timed(Clocked):
     """The recipe's trainer, with a clock after its steps and, once `whole` of them are measured, around the parts of those that follow."""
 
     def __init__(self, clock: Clock, whole: int, *given: Any, **named: Any):
-        super().__init__(*given, **named)
-        self.clock, self.whole, self.timing, self.lengths = clock, whole, Parts(clock.device), []
+        super().__init__(clock, *given, **named)
+        self.whole, self.timing, self.lengths = whole, Parts(clock.device), []
         self.accumulate = self.timing.timed("learning", self.accumulate)
 
     lengths: list[float]
@@ -104,11 +104,6 @@ class Timed(Measured):
         print(f"    step {self.done}", flush=True)
 
     def over(self) -> bool:
-        """Asked once after every step, when all that belongs to it is done."""
-        if self.done == self.clock.warm:
-            self.run.settle()
-        if self.done:
-            self.clock.stepped(self.done)
         if self.done == self.clock.warm + self.whole:
             self.timing.begin()
         return super().over()
@@ -119,9 +114,9 @@ PARTS = {"weights to the sampler": (Sampler, "load"), "sampling": (Sampler, "dra
 
 
 @contextlib.contextmanager
-def parts_timed(parts: Callable[[], Parts | None]) -> Iterator[None]:
-    """Each by the `Parts` that there are when it is called."""
-    kept = {name: getattr(owner, method) for name, (owner, method) in PARTS.items()}
+def parts_timed(methods: Mapping[str, tuple[type, str]], parts: Callable[[], Parts | None]) -> Iterator[None]:
+    """Each method by the `Parts` that there are when it is called."""
+    kept = {name: getattr(owner, method) for name, (owner, method) in methods.items()}
 
     def timed(name: str) -> Callable[..., Any]:
         def call(*given: Any, **named: Any) -> Any:
@@ -129,12 +124,12 @@ def parts_timed(parts: Callable[[], Parts | None]) -> Iterator[None]:
             return kept[name](*given, **named) if clock is None else clock.timed(name, kept[name])(*given, **named)
         return call
 
-    for name, (owner, method) in PARTS.items():
+    for name, (owner, method) in methods.items():
         setattr(owner, method, timed(name))
     try:
         yield
     finally:
-        for name, (owner, method) in PARTS.items():
+        for name, (owner, method) in methods.items():
             setattr(owner, method, kept[name])
 
 
@@ -185,7 +180,7 @@ class Bench:
             return made[0]
 
         grpo.load_start = without_stops if flags.ignore_stop else load_start  # type: ignore[assignment]
-        with parts_timed(lambda: made[0].timing if made else None):
+        with parts_timed(PARTS, lambda: made[0].timing if made else None):
             trainer = train_only(grpo, config, aloud(flags.verbose), timed)
         seconds, lengths = clock.per_step(), trainer.lengths[flags.warm :]
         return self.line(seconds[: flags.steps], seconds[flags.steps :], trainer.timing, lengths[: flags.steps], clock.marks[0] - began)

@@ -1,6 +1,7 @@
 """Several processes: recipe × processes, replicated and sharded: digest, seconds a step, memory; and a run that changes hands.
 
     python bench/processes.py > results/processes.txt         a few minutes on two cores; gloo, tiny models
+    python bench/processes.py dpo kto                         the table of these alone
 
 Processes are forked here and share this machine's cores: seconds a step show what the protocol costs, not a speed-up. On GPUs
 `torchrun --nproc-per-node 8 -m assay sft … --shards 8`, or `--fsdp`, writes the same digests and steps beside their seconds into its
@@ -12,16 +13,19 @@ import os
 import platform
 import resource
 import signal
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from assay.outcome import RunOutcome
-from assay.recipes import distill, grpo, hand_over, run, sft, starting_model
+from assay.recipes import distill, dpo, grpo, hand_over, kto, run, sft, starting_model
+from assay.recipes.dpo_options import Dpo
+from assay.recipes.kto_options import Kto
 from assay.recipes.options import Distill, Sft
 from assay.recipes.trainer import Trainer
 from assay.store.checkpoint import open_checkpoint, step_folders
@@ -48,9 +52,14 @@ def main() -> None:
         home = Path(made)
         sums.taught(home, steps=40)
         save_model(home / "student", tiny_model("llama", seed=1))
-        table(home)
-        cost_of_shards(home)
-        story(home)
+        asked = [(f"{a}+{b}=", a + b) for a in range(12) for b in range(8)]
+        sums.write(home / "pairs.jsonl", [{"prompt": prompt, "chosen": f"yes {due}", "rejected": f"no {due + 1}"} for prompt, due in asked])
+        sums.write(home / "answers.jsonl", [{"prompt": prompt, "completion": f"{'no' if due % 2 else 'yes'} {due}", "label": due % 2 == 0}
+                                            for prompt, due in asked])
+        table(home, sys.argv[1:] or list(recipes(home)))
+        if not sys.argv[1:]:
+            cost_of_shards(home)
+            story(home)
 
 
 def unprove() -> None:
@@ -64,22 +73,26 @@ def recipes(home: Path) -> dict[str, Recipe]:
     fit: dict[str, Any] = {"data": (str(home / "learned.jsonl"),), "max_length": 32, "batch_tokens": 256, "micro_batch_tokens": 64,
                            "num_train_epochs": 4, "max_steps": 12, "save_steps": 6, "held_out": 0.1, "learning_rate": 3e-3, "device": "cpu"}
     base, taught, parent = home / "base", home / "sft" / "model", step_folders(home / "sft" / "checkpoints")[-1]
+    pairs = fit | {"batch_tokens": 640}  # of two answers each: five rows
     return {
         "pretrain, Muon": lambda out, how: sit(pretrain_options(out, tokens=12 * 256, **how)),
         "sft": lambda out, how: sft.sft(Sft(model=str(base), out=str(out), **fit, **how), lambda _: None),
         "sft, LoRA": lambda out, how: sft.sft(Sft(model=str(base), lora_r=4, out=str(out), **fit, **how), lambda _: None),
         "distill": lambda out, how: distill.distill(
             Distill(model=str(home / "student"), teacher=str(taught), out=str(out), **fit, **how), lambda _: None),
-        "grpo": lambda out, how: grpo.grpo(sums.options(parent, out, max_steps=4, **how), lambda _: None),
+        "dpo": lambda out, how: dpo.dpo(Dpo(model=str(base), out=str(out), **(pairs | {"data": (str(home / "pairs.jsonl"),)}), **how),
+                                        lambda _: None),
+        "kto": lambda out, how: kto.kto(Kto(model=str(base), out=str(out), **(pairs | {"data": (str(home / "answers.jsonl"),)}), **how),
+                                        lambda _: None),
+        "grpo": lambda out, how: grpo.grpo(sums.options(parent, out, max_steps=4, overlong_buffer=7, **how), lambda _: None),
     }
 
 
-def table(home: Path) -> None:
+def table(home: Path, names: Sequence[str]) -> None:
     print(f"{'recipe':16} {'processes':10} {'how':12} {'digest':14} {'ms a step':>10} {'MiB above the start, process 0 and last':>40}")
-    for name, recipe in recipes(home).items():
+    for name, recipe in ((name, recipes(home)[name]) for name in names):
         rows: list[tuple[int, dict[str, Any], str]] = [(count, {"shards": SHARDS}, "replicated") for count in (1, 2, 4)]
-        if name in ("pretrain, Muon", "sft", "sft, LoRA"):
-            rows += [(count, {"fsdp": True}, "sharded") for count in (1, 2, 4)]
+        rows += [(count, {"fsdp": True}, "sharded") for count in (1, 2, 4)]
         for count, options, how in rows:
             with tempfile.TemporaryDirectory() as made:
                 out = Path(made) / "run"

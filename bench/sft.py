@@ -23,7 +23,7 @@ import torch
 from beside import (
     TINY,
     Clock,
-    Measured,
+    Clocked,
     aloud,
     asked_and_answered,
     fence,
@@ -55,12 +55,12 @@ from assay.store.artifact import assemble_model, open_artifact
 LR, WARM_UP = 3e-5, 4  # steps, of the learning rate
 
 
-class Timed(Measured):
+class Timed(Clocked):
     """The recipe's trainer, with a clock between its steps and a count of what they read."""
 
     def __init__(self, clock: Clock, *given: Any, **named: Any):
-        super().__init__(*given, **named)
-        self.clock, self.real = clock, []
+        super().__init__(clock, *given, **named)
+        self.real = []
 
     real: list[int]
 
@@ -71,14 +71,6 @@ class Timed(Measured):
         assert batch.documents is not None
         self.real.append(int((batch.documents != PADDING).sum()))
         return batch
-
-    def over(self) -> bool:
-        """Asked once after every step, when all that belongs to it is done."""
-        if self.done == self.clock.warm:
-            self.run.settle()
-        if self.done:
-            self.clock.stepped(self.done)
-        return super().over()
 
 
 class Bench:

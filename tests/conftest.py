@@ -4,14 +4,41 @@ After pytest's own last line another says in words which tests did not run, why,
 processes the slowest come first, so that none is left to run alone at the end.
 """
 
+import os
+from collections.abc import Iterator
+
 import pytest
 
+from assay.guard.proving_process import PROVING_PROCESSES, ProvingProcess
 from tests import arithmetics
 from tests.skipped import skip_summary
 
 arithmetics.switch_on()
-SLOWEST = ("tests/test_api.py", "tests/recipes/", "tests/zoo/", "tests/kernels/test_interpreted.py", "tests/test_bad_input.py",
-           "tests/laws/")
+_OF_THE_PARENT: list[ProvingProcess] = []
+SLOWEST = ("tests/test_api.py", "tests/guard/test_proof.py", "tests/kernels/test_interpreted.py", "tests/recipes/", "tests/zoo/",
+           "tests/laws/", "tests/test_bad_input.py", "tests/store/", "tests/guard/", "tests/interop/", "tests/mutants/")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kept_proofs() -> Iterator[None]:
+    """Proofs of one test after another in one process, as those of a run: to start one takes longer than most proofs. Tests of the
+    process itself begin with none, by `fresh_proofs`."""
+    os.register_at_fork(after_in_child=_forget_processes)
+    with PROVING_PROCESSES.keeping():
+        yield
+
+
+def _forget_processes() -> None:
+    """In a fork, which a test may kill in the middle of a proof: on its parent's pipe an answer would be left for another request."""
+    _OF_THE_PARENT.extend(PROVING_PROCESSES._idle)  # so that nothing is done at their end here
+    PROVING_PROCESSES._idle = []
+
+
+@pytest.fixture
+def fresh_proofs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No process is kept from the tests before, which may know another working directory or environment."""
+    monkeypatch.setattr(PROVING_PROCESSES, "_idle", [])
+    monkeypatch.setattr(PROVING_PROCESSES, "_keepers", 0)
 
 
 def pytest_configure(config: pytest.Config) -> None:

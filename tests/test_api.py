@@ -15,6 +15,10 @@ from assay.recipes.options import Sft
 from assay.reward.callable_reward import reward_spec
 
 ROOT = Path(__file__).parents[1]
+KEPT = """from assay.guard.proving_process import PROVING_PROCESSES
+kept = PROVING_PROCESSES.keeping()
+kept.__enter__()
+"""  # proofs of all blocks in one process: to start one takes longer than most proofs
 FACTOR = 2.0
 
 
@@ -29,7 +33,7 @@ def double(prompt, completion, row):
 def test_every_block_of_the_page_runs_in_order(tmp_path):
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "api.md").read_text(), re.DOTALL | re.MULTILINE)
     assert len(blocks) >= 8
-    (tmp_path / "page.py").write_text("\n".join(blocks))
+    (tmp_path / "page.py").write_text("\n".join([KEPT, *blocks]))
     found = subprocess.run([sys.executable, "page.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300,
                            env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"})
     assert found.returncode == 0, found.stderr[-2000:]
@@ -40,6 +44,7 @@ def test_the_notebook_runs(tmp_path, monkeypatch):
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     notebook = nbformat.read(ROOT / "docs" / "notebook.ipynb", as_version=4)
+    notebook.cells.insert(0, nbformat.v4.new_code_cell(KEPT))
     nbclient.NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(tmp_path)}}).execute()
     shown = [output["data"] for cell in notebook.cells for output in cell.get("outputs", []) if output["output_type"] == "execute_result"]
     assert any("PROVEN" in data.get("text/html", "") for data in shown)

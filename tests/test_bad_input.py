@@ -125,7 +125,7 @@ def shelf(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize(("line", "code", "sentence"), CASES, ids=[line[:60] for line, *_ in CASES])
-def test_a_mistake_is_one_sentence_and_leaves_nothing(line, code, sentence, shelf, monkeypatch, capsys):
+def test_a_mistake_is_one_sentence_and_leaves_nothing(line, code, sentence, shelf, fresh_proofs, monkeypatch, capsys):
     monkeypatch.chdir(shelf)
     before = sorted(shelf.rglob("*"))
     assert run(line.split()) == code

@@ -117,7 +117,7 @@ SMALL = {
     "dpo": "--max-length 48 --batch-tokens 768 --max-steps 4 --num-train-epochs 9 --held-out 0.2 --learning-rate 3e-3 --probe-samples 0",
     "grpo": "--max-steps 4 --save-steps 2 --prompts 4 --num-generations 4 --max-completion-length 8 --held-out 0.2 --learning-rate 1e-4 "
             "--probe-samples 0",
-    "eval": "--limit 6 --max-new-tokens 4", "sample": "--max-new-tokens 4", "probe": "--max-new-tokens 8 -n 1",
+    "eval": "--limit 6 --max-new-tokens 4 --witness 0", "sample": "--max-new-tokens 4", "probe": "--max-new-tokens 8 -n 1",
 }
 COMPARED = ("before", "after", "a1", "a2", "a3", "a4", "b1", "b2", "b3", "b4")  # runs of their own: the same weights twice are one
 ON_CPU = ("sft", "dpo", "grpo", "eval", "sample", "probe")
@@ -163,7 +163,7 @@ def make_results(folder):
 
 
 @pytest.mark.slow
-def test_the_commands_that_are_shown_run_in_their_order(tmp_path, monkeypatch, capsys):
+def test_the_commands_that_are_shown_run_in_their_order(tmp_path, fresh_proofs, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     make_inputs(tmp_path)
     make_results(tmp_path)

@@ -6,12 +6,9 @@ that does not even notice that.
 
 import json
 import math
-import os
-import queue
 import random
 import signal
 import sys
-import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,11 +20,13 @@ class TookTooLongError(BaseException):
 def main() -> None:
     given = json.loads(sys.argv[1])
     sys.path[:] = given["path"]
-    requests, answers = _private_pipes()
+    from assay.json_child import private_pipes, request_lines, write_answer
+
+    requests, answers = private_pipes()
     make = _announced(given, answers)
     signal.signal(signal.SIGALRM, _interrupt)
     episodes: dict[str, Any] = {}
-    for line in _lines(requests):
+    for line in request_lines(requests):
         request = json.loads(line)
         random.seed(line)  # an environment that draws from the module's own generator gives the same in whichever worker
         signal.setitimer(signal.ITIMER_REAL, given["seconds"])
@@ -39,7 +38,7 @@ def main() -> None:
         except (Exception, SystemExit) as error:  # whatever a user's environment raises becomes an error row that names it
             answer = {"error": f"{type(error).__name__}: {error}", "kind": "error"}
         signal.setitimer(signal.ITIMER_REAL, 0)
-        _write(answers, {"id": request["id"], **answer})
+        write_answer(answers, {"id": request["id"], **answer})
 
 
 def _answered(make: Any, episodes: dict[str, Any], request: Mapping[str, Any]) -> dict[str, Any]:
@@ -72,6 +71,7 @@ def step_reward(value: Any) -> float:
 def _announced(given: Mapping[str, Any], answers: Any) -> Any:
     """A maker of environments, after the parent was told what tools they have, or what kept one from being made."""
     from assay.agents.environment import open_environment
+    from assay.json_child import write_answer
 
     def make() -> Any:
         return open_environment(given["name"], given["options"])
@@ -80,41 +80,14 @@ def _announced(given: Mapping[str, Any], answers: Any) -> Any:
         tools = [dict(each) for each in make().tools]
     except Exception as error:  # a user's module may fail in any way while it is imported
         said = str(error) if type(error).__module__.startswith("assay.") else f"{type(error).__name__}: {error}"
-        _write(answers, {"refused": said if said.startswith("--environment") else f"--environment {given['name']}: {said}"})
+        write_answer(answers, {"refused": said if said.startswith("--environment") else f"--environment {given['name']}: {said}"})
         sys.exit(1)
-    _write(answers, {"tools": tools})
+    write_answer(answers, {"tools": tools})
     return make
 
 
 def _interrupt(*_: Any) -> None:
     raise TookTooLongError
-
-
-def _private_pipes() -> tuple[Any, Any]:
-    """The pipes under other numbers: what an environment prints goes to stderr, what it reads is empty."""
-    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)
-    return requests, answers
-
-
-def _lines(requests: Any) -> Any:
-    waiting: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-
-    def read() -> None:
-        for line in requests:
-            waiting.put(line)
-        if os.getpgrp() == os.getpid():
-            os.killpg(0, signal.SIGKILL)  # with whatever environments have started
-        os._exit(0)
-
-    threading.Thread(target=read, daemon=True).start()
-    return iter(waiting.get, None)
-
-
-def _write(answers: Any, answer: dict[str, Any]) -> None:
-    answers.write(json.dumps(answer, allow_nan=False).encode() + b"\n")
-    answers.flush()
 
 
 if __name__ == "__main__":

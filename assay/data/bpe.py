@@ -6,6 +6,7 @@ two chat markers are reserved so that a chat template can be added later without
 and size give the same tokenizer.json.
 """
 
+import io
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from assay.data.data_files import Document, DocumentRule, TextSource, find_sources, iter_documents
 from assay.data.encode import END_OF_DOCUMENT, Encoder, id_type, split_expression
 from assay.errors import DataError, UsageError
+from assay.model.sentencepiece_model import sentencepiece_document
 from assay.model.tokenizer import Tokenizer
 from assay.seeds import derive
 from assay.store import durable
@@ -54,6 +56,26 @@ def train_tokenizer(texts: Iterable[Path], size: int, *, rule: DocumentRule, dig
         raise DataError(f"the text gives {backend.get_vocab_size()} tokens and no more, --vocab-size is {size}; "
                         "give more text or a smaller --vocab-size")
     tokenizer = Tokenizer.from_parts(backend.to_str(), bos_token=END_OF_DOCUMENT, eos_token=END_OF_DOCUMENT)
+    return tokenizer, _measure(tokenizer, sources, rule, seed)
+
+
+def train_sentencepiece(texts: Iterable[Path], size: int, kind: str, *, rule: DocumentRule, seed: int = 0) -> tuple[Tokenizer, Compression]:
+    """A SentencePiece model, `bpe` or `unigram`: no text is normalised, no space is lost, and what no piece has is bytes."""
+    try:
+        import sentencepiece
+    except ImportError:
+        raise UsageError("--kind sentencepiece and unigram need the sentencepiece package to train; pip install sentencepiece") from None
+    sources, file = find_sources(texts), io.BytesIO()
+    lines = (line for document, kept in _read(sources, rule, seed) if not kept for line in document.raw.decode().splitlines() if line)
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=lines, model_writer=file, vocab_size=size, model_type=kind, byte_fallback=True, minloglevel=2,
+            normalization_rule_name="identity", remove_extra_whitespaces=False, split_digits=True, num_threads=1)
+    except RuntimeError as error:
+        raise DataError(f"sentencepiece could not make {size} pieces of this text: {str(error).strip().splitlines()[-1][:200]}; give more "
+                        "text, or another --vocab-size") from None
+    document, named = sentencepiece_document(file.getvalue(), "the trained model", {})
+    tokenizer = Tokenizer(document, {"clean_up_tokenization_spaces": False} | named, {})
     return tokenizer, _measure(tokenizer, sources, rule, seed)
 
 

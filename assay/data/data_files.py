@@ -15,12 +15,14 @@ A row is taken as it is or refused by name: no line is skipped, no second value 
 import csv
 import gzip
 import io
+import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, cast
 
@@ -31,6 +33,7 @@ from assay.strict_json import parse_json
 MAX_DOCUMENT_BYTES = 16 << 20  # the encoder holds about 60 bytes per byte of one document
 _ESCAPED = 6  # most bytes of JSON for one byte of text
 _A_LINE = "expected one object a line"
+NO_WEIGHT = "; a weight after a colon is read by assay sft and assay distill"
 _PARQUET_ROWS = 256  # parquet rows decoded at a time
 FileKind = Literal["text", "jsonl", "parquet"]
 FILE_KINDS: dict[str, FileKind] = {"": "text", ".txt": "text", ".jsonl": "jsonl", ".parquet": "parquet"}
@@ -261,11 +264,25 @@ class DataRow:
     values: dict[str, Any]
 
 
-def read_rows(path: Path | str, *, otherwise: str | None = None) -> Iterator[DataRow]:
-    """Every row of a file, in its order. A file of an unknown suffix is refused, or read as one of the suffix `otherwise`."""
-    path = Path(path)
+def read_rows(path: Path | str, *, otherwise: str | None = None, limit: int | None = None) -> Iterator[DataRow]:
+    """Every row of a file, or of a folder's files one after the other by name, in its order; the first `limit` of them. A file of an
+    unknown suffix is refused, or read as one of the suffix `otherwise`."""
+    return islice(_folder_rows(Path(path)) if Path(path).is_dir() else _file_rows(Path(path), otherwise), limit)
+
+
+def _folder_rows(folder: Path) -> Iterator[DataRow]:
+    """Numbered through all files, which lie directly in the folder."""
+    files = sorted(file for file in folder.iterdir() if file.is_file() and not file.name.startswith("."))
+    rows = [file for file in files if file.name.endswith(tuple(ROW_READERS))]
+    if not rows or len(rows) < len(files):
+        odd = f"{next(file.name for file in files if file not in rows)} among its files" if files else "no file"
+        raise UsageError(f"{folder}: a folder with {odd}; expected files of rows and nothing else: {', '.join(ROW_READERS)}")
+    yield from (replace(row, number=number) for number, row in enumerate((row for file in rows for row in _file_rows(file)), 1))
+
+
+def _file_rows(path: Path, otherwise: str | None = None) -> Iterator[DataRow]:
     if not path.is_file():
-        raise UsageError(f"{path}: {'a folder; expected a file of rows: ' + ', '.join(ROW_READERS) if path.is_dir() else 'no such file'}")
+        raise UsageError(f"{path}: no such file{NO_WEIGHT if re.fullmatch('.+:[0-9.]+', path.name) else ''}")
     suffix = next((suffix for suffix in ROW_READERS if path.name.endswith(suffix)), otherwise)
     if suffix is None:
         raise UsageError(f"{path}: unknown kind of file; expected {', '.join(ROW_READERS)}")

@@ -21,6 +21,7 @@ import torch
 from assay.data.batch import Batch
 from assay.data.chat import NOTHING_LEFT, Overlong, Rendered, TrainingExample, fit_to_length, render_conversations, supervised_runs
 from assay.data.data_files import DataRow, read_rows
+from assay.data.hub_datasets import local_data
 from assay.data.layouts import CONVERSATION_LAYOUTS, Conversation, refuse_odd_turns
 from assay.data.packing import PackedExamples
 from assay.data.preferences import PreferencePair, pair_rows, read_pair
@@ -76,9 +77,9 @@ def feedback_rows(rows: Sequence[Sequence[LabelledPair]], length: int, fill: int
 # ---------------------------------------------------------------- rows → labelled conversations
 
 
-def read_feedback(path: Path | str) -> list[SaidFeedback]:
-    path = Path(path)
-    said = [each for row in read_rows(path) for each in read_labelled(row, path.name)]
+def read_feedback(path: Path | str, limit: int | None = None) -> list[SaidFeedback]:
+    path = local_data(path)
+    said = [each for row in read_rows(path, limit=limit) for each in read_labelled(row, path.name)]
     if not said:
         raise DataError(f"{path}: there is no row in it")
     return said

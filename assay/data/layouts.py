@@ -22,6 +22,7 @@ from typing import Any, Literal, NamedTuple
 
 from assay.config import nearest
 from assay.data.data_files import DataRow, read_rows
+from assay.data.hub_datasets import local_data
 from assay.data.message_fields import says_nothing
 from assay.errors import DataError, UsageError
 from assay.strict_json import parse_json, require_shape
@@ -74,12 +75,14 @@ class ConversationFile:
     ignored: dict[str, int] = field(default_factory=dict)  # column → in how many rows it stands
 
 
-def read_conversations(path: Path | str, *, layout: str | None = None, gsm8k: Gsm8k = "plain") -> ConversationFile:
-    """`layout` decides where the columns allow two. `gsm8k="think"` writes answers as <think>…</think><answer>…</answer>."""
+def read_conversations(path: Path | str, *, layout: str | None = None, gsm8k: Gsm8k = "plain",
+                       limit: int | None = None) -> ConversationFile:
+    """`layout` decides where the columns allow two. `gsm8k="think"` writes answers as <think>…</think><answer>…</answer>. The first
+    `limit` rows are read."""
     if layout is not None and layout not in CONVERSATION_LAYOUTS:
         raise UsageError(f"unknown layout {layout!r}{nearest(layout, CONVERSATION_LAYOUTS)}")
-    path, rows, ignored, first = Path(path), [], Counter[str](), ""
-    for row in read_rows(path):
+    path, rows, ignored, first = local_data(path), [], Counter[str](), ""
+    for row in read_rows(path, limit=limit):
         found = _layout(row, layout)
         if first and found != first:
             raise DataError(f"{row.where}: this row has the layout {found} ({_shown(row)}), the rows before {first}; a file has one layout")

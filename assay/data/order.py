@@ -93,7 +93,7 @@ class Order:
     def batch(self, step: int) -> Batch:
         windows = self.consumed(step)
         starts = windows * (self.length - 1)
-        return _rows(self.corpus.train, starts, self.length, self.corpus.boundary, tuple((int(w),) for w in windows))
+        return window_rows(self.corpus.train, starts, self.length, self.corpus.boundary, tuple((int(w),) for w in windows))
 
 
 def corpus_batches(corpus: Corpus, *, seed: int, rows: int, length: int, epochs: int = 1, start: int = 0,
@@ -111,7 +111,7 @@ def iterate_batches(order: StepBatches, step: int, stop: int | None) -> Iterator
         step += 1
 
 
-def _rows(split: Split, starts: NDArray[np.int64], length: int, fill: int, ids: tuple[tuple[int], ...]) -> Batch:
+def window_rows(split: Split, starts: NDArray[np.int64], length: int, fill: int, ids: tuple[tuple[int], ...]) -> Batch:
     """Windows of the stream as rows, documents kept apart. The stream's end is padding."""
     tokens = np.full((len(starts), length), fill, np.int64)
     begins = np.zeros(tokens.shape, np.bool_)  # where a document begins in its row

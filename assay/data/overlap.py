@@ -142,21 +142,27 @@ def words_fingerprint(hashes: Hashes, raw: bytes) -> int:
 
 def word_hashes(raw: bytes) -> Hashes:
     """One hash a word."""
+    return word_spans(raw)[0]
+
+
+def word_spans(raw: bytes) -> tuple[Hashes, NDArray[np.int64]]:
+    """One hash a word, and where each begins."""
     codes = np.frombuffer(raw.translate(_LETTERS), np.uint8)
     inside, ideograph = codes != 32, codes >= _IDEOGRAPH
     begins, ends = inside.copy(), inside.copy()
     begins[1:] &= ~inside[:-1] | ideograph[1:]
     ends[:-1] &= ~inside[1:] | ideograph[1:]
-    return _spans(codes, np.flatnonzero(begins), np.flatnonzero(ends) + 1)
+    starts = np.flatnonzero(begins)
+    return hash_spans(codes, starts, np.flatnonzero(ends) + 1), starts
 
 
 def ngram_hashes(hashes: Hashes) -> Hashes:
     """One hash for every run of 13 words."""
     starts = np.arange(max(len(hashes) - GRAM_WORDS + 1, 0))
-    return _spans(hashes, starts, starts + GRAM_WORDS)
+    return hash_spans(hashes, starts, starts + GRAM_WORDS)
 
 
-def _spans(values: NDArray[Any], starts: NDArray[np.int64], stops: NDArray[np.int64]) -> Hashes:
+def hash_spans(values: NDArray[Any], starts: NDArray[np.int64], stops: NDArray[np.int64]) -> Hashes:
     """A hash of each span, wherever it stands: a polynomial modulo 2^64, as the difference of two running sums."""
     powers, inverses = _powers(len(values).bit_length())
     sums = np.zeros(len(values) + 1, np.uint64)

@@ -111,14 +111,15 @@ class PackedExamples:
     @cached_property
     def plans(self) -> list[RowPlan]:
         """Of every epoch. A plan is a list of numbers, small beside the examples."""
-        return [self._planned(epoch) for epoch in range(self.epochs)]
+        return [self.epoch_plan(epoch) for epoch in range(self.epochs)]
 
     @cached_property
     def ends(self) -> NDArray[np.int64]:
         """How many rows there are up to the end of each epoch."""
         return np.cumsum([len(plan) for plan in self.plans])
 
-    def _planned(self, epoch: int) -> RowPlan:
+    def epoch_plan(self, epoch: int) -> RowPlan:
+        """The rows of one epoch."""
         key, count = derive(self.seed, "order", epoch), len(self.examples)
         order = np.empty(count, np.int64)
         order[permuted_places(np.arange(count), count, key)] = np.arange(count)
@@ -208,10 +209,12 @@ def hold_out(items: Sequence[Item], held_out: int | float, seed: int) -> tuple[l
     Who is held out depends on what is said and on the seed alone: not on the order of the file, its name, or how it is
     rendered. All copies of a conversation go to the same side.
     """
-    contents = sorted({item.content for item in items}, key=lambda content: derive(seed, "held-out", content))
+    said = [item.content for item in items]
+    contents = sorted(set(said), key=lambda content: derive(seed, "held-out", content))
     count = held_out if isinstance(held_out, int) else round(held_out * len(contents))
     if count < 0 or (count >= len(contents) and count > 0) or (isinstance(held_out, float) and not 0 <= held_out < 1):
         raise UsageError(f"{held_out} cannot be held out of {len(contents)} different conversations; "
                          "expected a number below that, or a share from 0 to 1")
     chosen = set(contents[:count])
-    return [item for item in items if item.content not in chosen], [item for item in items if item.content in chosen]
+    both = list(zip(items, said, strict=True))
+    return [item for item, content in both if content not in chosen], [item for item, content in both if content in chosen]

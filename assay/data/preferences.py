@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from assay.data.batch import Batch
 from assay.data.chat import NOTHING_LEFT, Overlong, Rendered, TrainingExample, fit_to_length, render_conversations
 from assay.data.data_files import DataRow, read_rows
+from assay.data.hub_datasets import local_data
 from assay.data.layouts import Conversation, Message, content_of, messages_of, refuse_odd_turns, tools_of
 from assay.data.packing import PackedExamples, packed_rows
 from assay.errors import DataError
@@ -103,9 +104,9 @@ def pair_rows(rows: Sequence[Sequence[PreferencePair]], length: int, fill: int =
 # ---------------------------------------------------------------- rows → pairs of conversations
 
 
-def read_preferences(path: Path | str) -> list[SaidPair]:
-    path = Path(path)
-    pairs = [read_pair(row, path.name) for row in read_rows(path)]
+def read_preferences(path: Path | str, limit: int | None = None) -> list[SaidPair]:
+    path = local_data(path)
+    pairs = [read_pair(row, path.name) for row in read_rows(path, limit=limit)]
     if not pairs:
         raise DataError(f"{path}: there is no row in it")
     return pairs

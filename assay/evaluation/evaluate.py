@@ -12,6 +12,7 @@ from typing import Any
 from assay.errors import GuardStop, UsageError
 from assay.evaluation import recount, soundness, summary
 from assay.evaluation.eval_folder import EvalFolder
+from assay.evaluation.eval_witness import witness_evaluation
 from assay.evaluation.loaded_model import LoadedModel, prompt_token_ids
 from assay.evaluation.task import (
     GenerationTask,
@@ -77,8 +78,10 @@ class EvalSetup:
 
 
 def evaluate(loaded: LoadedModel, task: Task, folder: Path, *, k: int = 1, sampling: Sampling | None = None, raw: bool = False,
-             trained_on: Iterable[str] = (), progress: EvalProgress = lambda done, of: None) -> Evaluation:
-    """`raw` leaves the chat template out. `trained_on` are texts that the model was trained on, looked through for the examples."""
+             trained_on: Iterable[str] = (), progress: EvalProgress = lambda done, of: None,
+             asked: Mapping[str, Any] | None = None) -> Evaluation:
+    """`raw` leaves the chat template out. `trained_on` are texts that the model was trained on, looked through for the examples. `asked`
+    are the options of the command, by which the witness makes a few examples again; without them it is not asked."""
     sampling = sampling or Sampling()
     if k < 1 or (k > 1 and (sampling.temperature == 0 or not isinstance(task, GenerationTask))):
         raise UsageError(f"-k {k}: expected at least 1, and more only of a task that samples, at a temperature above 0")
@@ -100,13 +103,14 @@ def evaluate(loaded: LoadedModel, task: Task, folder: Path, *, k: int = 1, sampl
         rows = [results.rows[example.id] for example in task.examples if example.id in results.rows]
         verdicts += _after(setup, rows, results.request["dataset"])
         verdicts += [soundness.check_leak(task.examples, training)] if training else []
+        verdicts += stop_if_unsound(witness_evaluation(folder, loaded, texts, asked, raw=setup.raw)) if asked is not None else []
         figures = summary.summarise(task, rows, k)
         verdicts += stop_if_unsound([recount.check_figures(rows, figures, votes=task.votes)]) if isinstance(task, GenerationTask) else []
         found = Evaluation(figures, verdicts, summary.sample_disagreements(rows), rows)
         results.finish({"path": str(loaded.artifact.path), **found.to_json(), "disagreements_listed": found.disagreements[:_LISTED],
                         "code": code_digest(), "environment": environment()})
-        asked = {"task": task.name, "examples": len(task.examples), "checkpoint": loaded.identity}
-        stop_if_unsound([recount.check_read_back(folder, rows, figures, asked | ({"k": k} if isinstance(task, GenerationTask) else {}))])
+        due = {"task": task.name, "examples": len(task.examples), "checkpoint": loaded.identity}
+        stop_if_unsound([recount.check_read_back(folder, rows, figures, due | ({"k": k} if isinstance(task, GenerationTask) else {}))])
     finally:
         results.close()
     return found

@@ -2,8 +2,8 @@
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -34,6 +34,9 @@ class HeldOut:
     documents: DocumentLosses | None = None  # of a corpus, whose raw bytes are known
     tokens: NDArray[np.float64] | None = None  # that counted in each conversation
     digest: str | None = None  # of the text that was scored: two evaluations compare where it is the same
+    columns: Mapping[str, float] = field(default_factory=dict)  # what else was measured, for a line of metrics
+    words: str = ""  # of them
+    doubts: Sequence[str] = ()  # what they do not tell
 
     @property
     def token_counts(self) -> NDArray[np.float64] | None:

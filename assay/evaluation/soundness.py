@@ -161,6 +161,42 @@ def judge_rescored(model: Transformer, samples: Sequence[tuple[Sequence[int], Se
     return proven("rescored", words, mean=mean, alone=alone, samples=len(known))
 
 
+NEAR_THE_CUT = 1e-5  # nats, or mass: so near to where a truncation cuts, rounding may cut one token more or less
+
+
+@torch.no_grad()
+def judge_recorded(model: Transformer, samples: Sequence[tuple[Sequence[int], Sequence[int], float]], sampling: Sampling) -> Verdict:
+    """Recorded log-probabilities of truncated samples (prompt, ids, log-probability) are those of the stated distribution, which shares no
+    code with the sampler's truncation. Samples that rounding may have cut otherwise are left out."""
+    if sampling.temperature == 0 or sampling.repetition_penalty != 1 or not sampling.truncates:
+        return unproven("recorded", "asked of samples that were truncated, without a repetition penalty", optional=True)
+    apart = list[tuple[float, int]]()
+    for prompt, ids, recorded in [each for each in samples if 0 < len(each[1]) <= LONGEST_DRAWN][:DRAWN]:
+        states_ND = model.hidden(torch.tensor([[*prompt, *ids]], device=model.embed.weight.device))[0, len(prompt) - 1 : -1]
+        logits_NV = policy_logits(model, states_ND)
+        stated_N = stated_distribution(logits_NV, sampling).gather(-1, torch.tensor(ids, device=logits_NV.device)[:, None]).squeeze(-1)
+        if stated_N.isfinite().all() and not _near_a_cut(logits_NV.double() / sampling.temperature, sampling):
+            apart.append((abs(float(stated_N.sum()) - recorded), len(ids)))
+    if not apart:
+        return unproven("recorded", "rounding may have cut every sample otherwise", optional=True)
+    bound = RESCORED if (model.compute_dtype or model.embed.weight.dtype) == torch.float32 else RESCORED_BF16
+    mean = sum(nats for nats, _ in apart) / sum(tokens for _, tokens in apart)
+    words = f"{len(apart)} samples have log-probabilities that are {mean:.1e} nats a token from those of the stated distribution"
+    return (proven if mean <= bound else refuted)("recorded", f"{words}, bound {bound:.0e}", mean=mean)
+
+
+def _near_a_cut(scaled_NV: Tensor, sampling: Sampling) -> bool:
+    if 0 < sampling.top_k < scaled_NV.shape[-1]:
+        best_NK = scaled_NV.topk(sampling.top_k + 1, -1).values
+        if bool((best_NK[:, -2] - best_NK[:, -1] < NEAR_THE_CUT).any()):
+            return True
+        scaled_NV = scaled_NV.masked_fill(scaled_NV < best_NK[:, -2:-1], -math.inf)
+    mass_NV = scaled_NV.softmax(-1).sort(-1, descending=True).values
+    least = sampling.min_p * mass_NV[:, :1]
+    near = (mass_NV.cumsum(-1) - mass_NV - sampling.top_p).abs() if sampling.top_p < 1 else torch.ones_like(mass_NV)
+    return bool((near < NEAR_THE_CUT).any() or (bool(sampling.min_p) and ((mass_NV - least).abs() < NEAR_THE_CUT * least).any()))
+
+
 @torch.no_grad()
 def nats_below_likeliest(model: Transformer, prompt: Sequence[int], ids: Sequence[int]) -> float:
     """Summed over the tokens: how far each lies below the likeliest in its place."""

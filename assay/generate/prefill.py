@@ -18,7 +18,7 @@ from torch import Tensor
 from assay.generate.sampler_weights import SamplerWeights
 from assay.model.attention import PADDING, document_starts, documents_from_lengths, variable_length_kernel
 from assay.model.kv_cache import ExtendView, PrefillView, SlotCache
-from assay.model.placement import BESIDE_OTHERS, to_device, uncompiled
+from assay.model.placement import capture_graph, to_device, uncompiled
 
 LEAST, GROWTH = 512, 2  # widths of a packed row: the least, and how many times as much the next one takes
 
@@ -92,8 +92,7 @@ class Prefill:
     def _capture(self, filled: PrefillBatch) -> Callable[[PrefillBatch], None]:
         """No pass before it to warm up: one of this width has been made."""
         fixed = PrefillBatch(*(part.clone() for part in filled))
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode=BESIDE_OTHERS):
+        with capture_graph() as graph:
             self.run(fixed)
         return functools.partial(_replay, graph, fixed)
 

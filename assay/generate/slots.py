@@ -20,7 +20,7 @@ from assay.kernels import cached_attention
 from assay.kernels.advance_slots import NO_TOKEN, SlotState, TokenLog, advance_slots
 from assay.kernels.draw_tokens import SamplingRule, draw_tokens
 from assay.model.kv_cache import DecodeView, SlotCache
-from assay.model.placement import BESIDE_OTHERS, to_device
+from assay.model.placement import capture_graph, to_device
 from assay.model.transformer import ModelConfig, run_blocks
 
 INTS = ("token", "position", "end", "running", "key", "top_k")  # then the stop ids
@@ -168,8 +168,7 @@ class Slots:
                 self.log.cursor.zero_()
                 self.step(length, penalise)
         torch.cuda.current_stream(self.device).wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode=BESIDE_OTHERS):
+        with capture_graph() as graph:
             self.step(length, penalise)
         self.running.copy_(resting)
         return graph

@@ -227,12 +227,13 @@ def _stray(subject: ProofSubject, source: Artifact, bound: float) -> list[str]:
     if _same_adapter(subject.artifact, source):
         return []
     before, after = merged_tensors(source, torch.float32), merged_tensors(subject.artifact, torch.float32)
-    quantised, patched = subject.raw.place.format.bound is not None, source.patch.names() if source.patch else set()
+    bounds_in, patched = subject.raw.place.format.tensor_bounds, source.patch.names() if source.patch else set()
+    bounds = {} if bounds_in is None else bounds_in(subject.path)
     stray = []
     for name in sorted(before.keys() & after.keys()):
         due = before[name].to(after[name].dtype)
         error = _error(after[name], due)
-        if not error <= (TENSOR * bound if quantised or name in patched else 0):
+        if not error <= (TENSOR * bound if name in patched else bounds.get(name, 0)):
             stray.append(f"{name} (relative error {error:.1e})")
     return stray
 

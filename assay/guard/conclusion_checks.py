@@ -1,6 +1,6 @@
 """Conclusion checks: early stopping on evidence, overfitting, reported losses, claimed gains and rising rewards."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -14,6 +14,7 @@ from assay.statistics.early_stopping import paired_noise, plan_stopping, should_
 from assay.statistics.estimate import paired
 from assay.verdict import Verdict, proven, refuted, unproven
 
+SAME_SCORE = 1e-4  # of a printed loss: the same sum in another order and number format
 NEAR_THE_FOOT = 0.1  # of the peak rate: where a schedule that time has ended should be
 
 
@@ -42,16 +43,31 @@ def check_early_stopping(history: Sequence[ArrayLike], *, planned: int, min_impr
 
 
 def check_budget(schedule: Schedule, done: int, stopped_early: str | None = None) -> Verdict:
-    """A run that time has ended was at the foot of its schedule: at a high rate a model is not yet what the schedule makes of it."""
+    """A run took the steps that were asked for; and where time has ended it, it was at the foot of its schedule: at a high rate a model
+    is not yet what the schedule makes of it. A way down of a few steps ends at one step from the foot, and is all the way."""
     if stopped_early is not None:
         return proven("budget", f"{done} steps, then stopped early: {stopped_early}", steps=done)
     last = schedule.multiplier(done - 1) if done else 0.0
-    words = f"{done} step{'' if done == 1 else 's'} taken, the last at {last:.0%} of the peak learning rate"
-    if schedule.budget.minutes is None or (last <= NEAR_THE_FOOT and schedule.stop_at is not None):
+    words, asked = f"{done} step{'' if done == 1 else 's'} taken, the last at {last:.0%} of the peak learning rate", schedule.budget.steps
+    if asked is not None and done < asked:
+        return refuted("budget", f"{words}: the run ended by itself before the {asked} steps that it was to take", steps=done, share=last)
+    went_down = schedule.stop_at is not None and (last <= NEAR_THE_FOOT or (done >= schedule.stop_at and last < 1))
+    if schedule.budget.minutes is None or went_down:
         return proven("budget", words, steps=done, share=last)
     ran_out = "before the way down began" if schedule.stop_at is None else f"on the way down to step {schedule.stop_at}"
     return unproven("budget", f"{words}: --minutes {schedule.budget.minutes:g} ran out {ran_out}; give more minutes, or a budget of steps",
                     steps=done, share=last)
+
+
+def check_best(step: int, printed: Mapping[int, float]) -> Verdict:
+    """What is handed over, of `step`, has the lowest score of all that was printed: "best" is by the figures that a reader sees."""
+    lowest = min(printed, key=lambda each: printed[each])
+    if step not in printed:
+        return refuted("best", f"step {step} is called the best, and no score of it was printed")
+    words = f"step {step} is called the best at {printed[step]:.6g}"
+    if printed[step] - printed[lowest] > SAME_SCORE * max(1.0, abs(printed[lowest])):
+        return refuted("best", f"{words}, and {printed[lowest]:.6g} was printed of step {lowest}: it was chosen by another mean")
+    return proven("best", f"{words}, the lowest of {len(printed)} that were printed")
 
 
 def check_improvement(step: int, before: ArrayLike, after: ArrayLike) -> Verdict:

@@ -1,11 +1,13 @@
 """Data order checks: each step reads its own part of the corpus, every part once an epoch, in another order each time."""
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from assay.data.mixture import MixedExamples, MixedOrder
 from assay.data.order import Order
 from assay.data.packing import PackedExamples
 from assay.data.token_corpus import Corpus
@@ -13,6 +15,7 @@ from assay.learn.loop import Step
 from assay.verdict import Verdict, proven, refuted
 
 PLACES = 4096  # of an epoch that `check_epoch_order` looks at: all of a small corpus, a sample of a large one
+ENOUGH_ROWS = 16  # of a source, for two readings in one order to be no chance
 NEARBY = 64  # steps among which `check_consumed` looks for the one whose data was read instead
 
 
@@ -44,6 +47,80 @@ def check_epoch_order(order: Order) -> Verdict:
     if np.array_equal(first[:second], _global_rows(order, order.windows, second)):
         return refuted("order", "the second epoch reads in the order of the first: it is not shuffled anew")
     return proven("order", f"{seen}, in another order in the second epoch", places=places)
+
+
+@dataclass
+class SourceCount:
+    """What was read of one source of a mixture: rows, ids in their order, tokens that are learned, and when it had been read whole."""
+
+    rows: int = 0
+    read: list[int] = field(default_factory=list)  # examples or windows, by number
+    learned: float = 0.0
+    whole_at: int | None = None  # the step, counted from 1, with which it had been read once
+
+
+def check_mixture(order: MixedExamples | MixedOrder, steps: int) -> Verdict:
+    """Of the first `steps` steps, counted row by row: every source has its share, to a row or so; it is read whole before anything of it
+    is read again, and in another order then."""
+    names, sizes = source_sizes(order)
+    found, total = [SourceCount() for _ in names], sum(order.shares)
+    for step in range(steps):
+        for numbers, learned in rows_of_step(order, step):
+            source = order.source_of(numbers[0])
+            here = found[source]
+            here.rows, here.learned = here.rows + 1, here.learned + learned
+            here.read += numbers
+            if here.whole_at is None and len(here.read) >= sizes[source]:
+                here.whole_at = step + 1
+            rows = sum(each.rows for each in found)
+            worst = max(abs(each.rows - rows * share / total) for each, share in zip(found, order.shares, strict=True))
+            if worst > len(names):
+                shown = _shares_in_words(names, found, order.shares, sizes)
+                return refuted("mixture", f"step {step + 1}: {shown}: {worst:.0f} rows away from its share; a source ran out, and the "
+                                          "others took its place, or rows were drawn otherwise", step=step + 1)
+    for name, size, each in zip(names, sizes, found, strict=True):
+        if (wrong := _odd_reading(each.read, size, rows=each.rows * size // max(len(each.read), 1))) is not None:
+            return refuted("mixture", f"{name}: {wrong}", source=name)
+    return proven("mixture", _shares_in_words(names, found, order.shares, sizes), steps=steps, sources={
+        name: {"rows": each.rows, "asked": share / total, "learned_tokens": each.learned, "times_read": len(each.read) / size,
+               "whole_at_step": each.whole_at} for name, share, size, each in zip(names, order.shares, sizes, found, strict=True)})
+
+
+def source_sizes(order: MixedExamples | MixedOrder) -> tuple[list[str], list[int]]:
+    """Names of the sources, and how many examples or windows each has."""
+    if isinstance(order, MixedExamples):
+        return [source.name for source in order.sources], [source.count for source in order.sources]
+    return [str(corpus.folder) for corpus in order.corpora], [each.windows for each in order.orders]
+
+
+def rows_of_step(order: MixedExamples | MixedOrder, step: int) -> list[tuple[list[int], float]]:
+    """Each row's examples by number, and how much of it is learned; of a window, nearly all."""
+    if isinstance(order, MixedExamples):
+        return [(row, float(sum(order.examples[index].weight.sum() for index in row))) for row in order.plan(step)]
+    return [([window], float(order.length - 1)) for window in order.consumed(step).tolist()]
+
+
+def _odd_reading(read: Sequence[int], size: int, rows: int) -> str | None:
+    """In words, where something was read again before the rest was read, or in the same order as before. Of few rows the same order
+    may come twice by itself."""
+    epochs = [read[start : start + size] for start in range(0, len(read), size)]
+    for number, epoch in enumerate(epochs):
+        often = Counter(epoch).most_common(1)[0]
+        if often[1] > 1:
+            return (f"part {often[0]} is read {often[1]} times in reading {number + 1}, before all {size} were read: a part of it is "
+                    "replayed, and another never comes")
+        if rows >= ENOUGH_ROWS and len(epoch) == size and epoch in epochs[:number]:
+            return f"reading {number + 1} has the order of an earlier one: it is not shuffled anew"
+    return None
+
+
+def _shares_in_words(names: Sequence[str], found: Sequence[SourceCount], shares: Sequence[int], sizes: Sequence[int]) -> str:
+    rows, learned = sum(each.rows for each in found), sum(each.learned for each in found)
+    return "; ".join(f"{name}: {each.rows} of {rows} rows ({each.rows / max(rows, 1):.1%}, asked for {share / sum(shares):.1%}), "
+                     f"{each.learned / max(learned, 1):.1%} of the learned tokens"
+                     + (f", read whole by step {each.whole_at}" if each.whole_at is not None else "")
+                     + (f" and {len(each.read) / size:.1f} times in all" if len(each.read) > size else "")
+                     for name, each, share, size in zip(names, found, shares, sizes, strict=True))
 
 
 def check_same_data(recorded: str, corpus: Corpus) -> Verdict:

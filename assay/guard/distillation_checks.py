@@ -8,11 +8,12 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from assay.data.batch import Batch
-from assay.evaluation.teacher_agreement import compare_stored_tokens, compare_tokens
+from assay.evaluation.teacher_agreement import Agreement, compare_stored_tokens, compare_tokens
 from assay.guard import loss_preflight
 from assay.guard.loss_preflight import PARITY_BOUNDS, NaiveLoss, amplified, batch_logits, loss_gradients, sample_rows
 from assay.guard.training_guards import check_gradients, parameter_digests
@@ -130,9 +131,19 @@ def check_agreement(student: Transformer, teacher: Transformer | None, batch: Ba
     due = torch.tensor([_agreement_at(row, column, tables, batch, blend) for row, column in places], dtype=torch.float64)
     said = torch.tensor([[float(each[row, column + 1]) for each in found] for row, column in places], dtype=torch.float64)
     apart = float(((said - due).abs() / due.abs().clamp(min=1.0)).nan_to_num(0.0).max()) if places else 0.0
+    if wrong := _wrong_means():
+        return refuted("agreement", f"of three documents whose agreement is known, {wrong}")
     words = (f"agreement with the teacher at {len(places)} tokens, worked out again one by one, differs by {apart:.1e}, "
              f"bound {SAME_AGREEMENT:g}")
     return (proven if apart <= SAME_AGREEMENT else refuted)("agreement", words, apart=apart)
+
+
+def _wrong_means() -> str:
+    """Three documents of 4, 1 and 5 tokens, of which 3, 0 and 1 agree: every figure is a mean over the ten tokens."""
+    tokens, alike = np.array([4.0, 1.0, 5.0]), np.array([3.0, 0.0, 1.0])
+    found = Agreement(("a", "b", "c"), tokens, alike / 2 / tokens, alike / tokens, alike * 3 / tokens, alike * 5 / tokens).estimates()
+    due = {"kl": 0.2, "student_ce": 1.2, "teacher_ce": 2.0, "top1": 0.4}
+    return "; ".join(f"{name} is {mean}, told {found[name].mean:.6g}" for name, mean in due.items() if abs(found[name].mean - mean) > 1e-9)
 
 
 def _agreement_at(row: int, column: int, tables: list[Tensor | None], batch: Batch, blend: DistillationSettings) -> list[float]:

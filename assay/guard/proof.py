@@ -30,6 +30,7 @@ from assay.guard.behaviour_checks import check_answers, check_consumer, check_ge
 from assay.guard.kept_artifacts import WORKSPACE, KeptArtifacts, fp32_bytes, gpu_turn, proof_device
 from assay.guard.proof_subject import DEFAULT_SAMPLING, Expectation, ProofSampling, ProofSubject
 from assay.guard.proving_process import (
+    ALONE,
     CORES_A_PROOF,
     LIBRARIES,
     MOST_PROOFS,
@@ -377,14 +378,25 @@ def main() -> None:
 
 
 def _warm_up(early: list[str], requests: "queue.SimpleQueue[bytes]") -> None:
-    """What the first proof would wait for, as long as nobody waits."""
+    """What the first proof would wait for, as long as nobody waits. Contexts of one GPU are made one at a time, and a run's own comes
+    first: only where there is none is it made beside the imports, which hold Python's lock while it does not."""
     where = default_device() if early[:1] == [WHERE_THERE_IS_ONE] else "".join(early[:1])
+    beside = threading.Thread(target=_first_kernels, args=(where,), daemon=True)
+    if ALONE in early:
+        beside.start()
     with contextlib.suppress(ImportError, RuntimeError):  # what fails here fails the proof, in its own words
         for name in WARM_LIBRARIES if LIBRARIES in early else ():
             if requests.empty() and importlib.util.find_spec(name.partition(".")[0]) is not None:
                 importlib.import_module(name)
-        if where not in ("", "cpu"):  # after the imports: contexts of one GPU are made one at a time, and the run's own comes first
-            torch.ones(8, 8, device=where).mm(torch.ones(8, 8, device=where))
+    if ALONE not in early:
+        _first_kernels(where)
+
+
+def _first_kernels(device: str) -> None:
+    """A context on a GPU, and the library that multiplies there."""
+    with contextlib.suppress(RuntimeError):
+        if device not in ("", "cpu"):
+            torch.ones(8, 8, device=device).mm(torch.ones(8, 8, device=device)).sum().item()
 
 
 def _answer(line: bytes, kept: KeptArtifacts) -> dict[str, Any]:

@@ -21,6 +21,7 @@ CORES_A_PROOF = 4  # a proof beside a loop takes one of so many cores
 MOST_PROOFS = 3  # at a time
 WHERE_THERE_IS_ONE = "a GPU where there is one"  # the device of one that is started before anybody has asked torch for devices
 LIBRARIES = "libraries"  # are imported early, which takes longer than all else
+ALONE = "alone"  # no run waits for the GPU: it is got ready beside the imports, not after them
 _MOMENT = 10.0  # seconds
 _TOLD = 2000  # characters of what it wrote before it died
 
@@ -45,17 +46,19 @@ class ProvingProcess(JsonChild):
     """`python -m assay.guard.proof`, with a session of its own: a Ctrl-C that ends the run must not look like a proof that failed.
 
     With a `device` it gets ready for proofs there before the first is asked for; other `libraries` are imported then too, where asked.
+    `alone`: no run has that device to share with it.
     """
 
-    def __init__(self, threads: int, device: str | None = None, *, libraries: bool = True) -> None:
-        self.threads, self.device, self.libraries, self.asked = threads, device, libraries, 0
+    def __init__(self, threads: int, device: str | None = None, *, libraries: bool = True, alone: bool = False) -> None:
+        self.threads, self.device, self.libraries, self.alone, self.asked = threads, device, libraries, alone, 0
         self.errors = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the process
         self.start()
 
     def start(self) -> None:
         environment = os.environ | ENVIRONMENT | {"OMP_NUM_THREADS": str(self.threads)}
         self._unread = b""
-        early = [] if self.device is None else [self.device, *([LIBRARIES] if self.libraries else [])]
+        wanted = [LIBRARIES] * self.libraries + [ALONE] * self.alone
+        early = [] if self.device is None else [self.device, *wanted]
         self.process = subprocess.Popen([sys.executable, "-m", "assay.guard.proof", *early], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                         stderr=self.errors, start_new_session=True, env=environment, bufsize=0)
         os.set_blocking(self._pipes()[0], False)
@@ -100,13 +103,15 @@ class KeptProcesses:
                 self._keepers -= 1
                 ended, self._idle = ([], self._idle) if self._keepers else (self._idle, [])
             for process in ended:
+                process.kill()
+            for process in ended:
                 process.stop()
 
-    def start_early(self, threads: int, device: str, count: int = 1, *, libraries: bool = True) -> None:
+    def start_early(self, threads: int, device: str, count: int = 1, *, libraries: bool = True, alone: bool = False) -> None:
         """So many that import all they will need and wait, where somebody keeps them. They will prove on `device`."""
         with self._changing:
             while self._keepers and len(self._idle) < count:
-                self._idle.append(ProvingProcess(threads, device, libraries=libraries))
+                self._idle.append(ProvingProcess(threads, device, libraries=libraries, alone=alone))
 
     def take(self, threads: int, *, libraries: bool = True) -> ProvingProcess:
         """One that waits, with other libraries where they will be needed, and the one that knows most; else a new one."""

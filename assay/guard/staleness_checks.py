@@ -11,7 +11,7 @@ from torch import Tensor
 
 from assay.data.batch import Batch
 from assay.guard.policy_identity import LogprobFloor
-from assay.learn.importance import effective_share
+from assay.learn.stale_weights import effective_share
 from assay.verdict import Verdict, proven, refuted, unproven
 
 LEAST_EFFECTIVE = 0.1  # share of the tokens that importance weights leave: below it a rollout is another policy's

@@ -314,14 +314,15 @@ def _alarmed(loss: float, norm: float) -> bool:
     return False
 
 
-def check_initial_weights(parameters: Mapping[str, Tensor], depth: int) -> Verdict:
-    """Fresh matrices are draws of their own, as wide as documented: 0.02, what a layer adds to the stream less by √(2 · depth)."""
+def check_initial_weights(parameters: Mapping[str, Tensor], depth: int, wide: float = 0.02, *, divided: bool = True) -> Verdict:
+    """Fresh matrices are draws of their own, as wide as documented: 0.02, what a layer adds to the stream less by √(2 · depth); of a given
+    shape, as its family has it."""
     wrong, seen = [], dict[tuple[float, ...], str]()
     for name, tensor in parameters.items():
         if tensor.dim() != 2:
             continue
-        adds = name.endswith(("attn.out.weight", "mlp.down.weight"))
-        due = 0.001 if name.endswith("attn.gate.weight") else 0.02 / math.sqrt(2 * depth) if adds else 0.02
+        adds = divided and name.endswith(("attn.out.weight", "mlp.down.weight"))
+        due = 0.001 if name.endswith("attn.gate.weight") else wide / math.sqrt(2 * depth) if adds else wide
         values = tensor.detach().double().cpu().flatten()
         if abs(float(values.std()) / due - 1) > UNLIKELY_SPREAD / math.sqrt(2 * len(values)):
             wrong.append(f"{name} has a standard deviation of {float(values.std()):.3g}, due is {due:.3g}")

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from assay.errors import ArtifactError, UsageError
+from assay.guard.llama_cpp_checks import check_in_llama_cpp
 from assay.guard.proof import ProofRequest, prove
 from assay.guard.publication_checks import check_hallmark, check_published
 from assay.interop.publish_targets import PublishTarget, open_target
@@ -26,7 +27,7 @@ from assay.store.export_artifact import export_artifact
 from assay.store.publication import publication_of
 from assay.store.scratch import scratch_folder
 from assay.store.ssh_signature import sign_bytes
-from assay.verdict import Outcome, Verdict, proven, refuted
+from assay.verdict import Outcome, Verdict, overall, proven, refuted
 
 
 @dataclass(frozen=True)
@@ -107,8 +108,11 @@ def _made_files(checkpoint: Checkpoint, request: PublishRequest, scratch: Path) 
 def _gguf_file(checkpoint: Checkpoint, dtype: str, scratch: Path) -> tuple[Path, list[Verdict]]:
     """Written, and what a fresh process says of it against the checkpoint; one that is refuted ends it here."""
     where = scratch / f"model-{dtype}.gguf"
-    bound = export_artifact(open_artifact(checkpoint.folder), "gguf", where, dtype)
+    source = open_artifact(checkpoint.folder)
+    bound = export_artifact(source, "gguf", where, dtype)
     verdicts = prove(ProofRequest(str(where), str(checkpoint.folder), None, "same", bound))
+    if overall(verdicts) is not Outcome.REFUTED:
+        verdicts += check_in_llama_cpp(where, source)
     if against := [verdict for verdict in verdicts if verdict.outcome is Outcome.REFUTED]:
         raise ArtifactError(f"{where.name} is refuted, and nothing is published: {'; '.join(map(str, against))}")
     return where, verdicts

@@ -1,9 +1,10 @@
-"""Tracker exports of metrics.jsonl: transformers' trainer_state.json, TensorBoard, W&B, trackio."""
+"""Tracker exports of metrics.jsonl: transformers' trainer_state.json, TensorBoard, W&B, trackio, MLflow."""
 
 import importlib
 import json
+import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from assay.errors import DataError, UsageError
 from assay.store import durable
@@ -43,29 +44,119 @@ def write_trainer_state(run: Path, where: Path) -> Path:
     return where
 
 
-def to_tensorboard(run: Path, where: Path) -> int:
-    """Event files in `where`; returns how many points they hold."""
-    rows = _steps_of(run)
-    durable.make_folder(where)
-    writer = _module("torch.utils.tensorboard", "tensorboard").SummaryWriter(str(where))
-    points = 0
-    for row in rows:
+PROJECT = "assay"
+
+
+class MetricsTracker(Protocol):
+    """Takes rows of metrics.jsonl, steps from 1 on its page, and is finished once."""
+
+    def log(self, row: dict[str, Any]) -> None: ...
+
+    def finish(self) -> None: ...
+
+    def words(self) -> str:
+        """What it was handed."""
+        ...
+
+
+def open_tracker(name: str, run: Path, project: str, where: Path | None = None) -> MetricsTracker:
+    if name == "tensorboard":
+        return TensorBoardEvents(where or run / "tensorboard")
+    return MlflowRun(run, project) if name == "mlflow" else ServiceRun(name, run, project)
+
+
+class TensorBoardEvents:
+    """Event files in `where`. What an earlier sitting wrote there of these steps and later ones is void from the first on."""
+
+    def __init__(self, where: Path) -> None:
+        self._writer = _module("tensorboard.summary.writer.event_file_writer", "tensorboard")
+        self._events = _module("tensorboard.compat.proto.event_pb2", "tensorboard")
+        self._summaries = _module("tensorboard.compat.proto.summary_pb2", "tensorboard")
+        self.where, self.points, self._file = where, 0, None
+
+    def log(self, row: dict[str, Any]) -> None:
+        if self._file is None:
+            durable.make_folder(self.where)
+            self._file = self._writer.EventFileWriter(str(self.where))
+            start = self._events.SessionLog(status=self._events.SessionLog.START)
+            self._add(row["step"] + 1, session_log=start)
         for name, value in numbers(row).items():
-            writer.add_scalar(f"eval/{name.removeprefix('eval_')}" if name.startswith("eval_") else f"train/{name}", value, row["step"] + 1)
-            points += 1
-    writer.close()
-    return points
+            tag = f"eval/{name.removeprefix('eval_')}" if name.startswith("eval_") else f"train/{name}"
+            self._add(row["step"] + 1, summary=self._summaries.Summary(value=[self._summaries.Summary.Value(tag=tag, simple_value=value)]))
+            self.points += 1
+        self._file.flush()
+
+    def _add(self, step: int, **what: Any) -> None:
+        assert self._file is not None
+        self._file.add_event(self._events.Event(wall_time=time.time(), step=step, **what))
+
+    def finish(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def words(self) -> str:
+        return f"{self.points} points in {self.where}"
 
 
-def to_service(run: Path, service: str, project: str) -> int:
+class ServiceRun:
     """W&B and trackio have the same three calls: init, log, finish."""
-    tracker = _module(service, service)
-    tracker.init(project=project, name=run.name, config=_config(run))
-    rows = _steps_of(run)
-    for row in rows:
-        tracker.log(numbers(row), step=row["step"] + 1)
+
+    def __init__(self, service: str, run: Path, project: str) -> None:
+        self._service, self._run, self._project, self._begun = _module(service, service), run, project, False
+        self._name, self._rows = service, 0
+
+    def log(self, row: dict[str, Any]) -> None:
+        self._begin()
+        self._rows += 1
+        self._service.log(numbers(row), step=row["step"] + 1)
+
+    def _begin(self) -> None:
+        """With the first row: the run's options are written by then."""
+        if not self._begun:
+            self._service.init(project=self._project, name=self._run.name, config=_config(self._run))
+            self._begun = True
+
+    def finish(self) -> None:
+        self._begin()
+        self._service.finish()
+
+    def words(self) -> str:
+        return f"{self._rows} steps handed to {self._name}"
+
+
+class MlflowRun:
+    """An MLflow run in the experiment of the project's name, where MLFLOW_TRACKING_URI says."""
+
+    def __init__(self, run: Path, project: str) -> None:
+        self._mlflow, self._run, self._project, self._begun = _module("mlflow", "mlflow"), run, project, False
+        self._rows = 0
+
+    def log(self, row: dict[str, Any]) -> None:
+        self._begin()
+        self._rows += 1
+        self._mlflow.log_metrics(numbers(row), step=row["step"] + 1)
+
+    def _begin(self) -> None:
+        if not self._begun:
+            self._mlflow.set_experiment(self._project)
+            self._mlflow.start_run(run_name=self._run.name)
+            self._mlflow.log_params({name: str(value)[:500] for name, value in _config(self._run).items()})
+            self._begun = True
+
+    def finish(self) -> None:
+        self._begin()
+        self._mlflow.end_run()
+
+    def words(self) -> str:
+        return f"{self._rows} steps handed to mlflow"
+
+
+def hand_over_metrics(run: Path, tracker: MetricsTracker) -> str:
+    """All rows that are there; returns in words what was handed over."""
+    for row in _steps_of(run):
+        tracker.log(row)
     tracker.finish()
-    return len(rows)
+    return tracker.words()
 
 
 def _config(run: Path) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from assay.data.batch import Batch
 from assay.learn.loop import Accumulated
 from assay.learn.objectives import Objective, combined
 from assay.learn.policy import token_logprobs
-from assay.model.placement import BESIDE_OTHERS
+from assay.model.placement import capture_graph
 from assay.model.transformer import Transformer
 
 _WARM_UP = 3  # eager passes before capture: compilation, library handles and autotuning must not be captured
@@ -83,8 +83,7 @@ class _Captured:
         _warm_up(self._into_nothing(once))
         for parameter, gradient in zip(self.parameters, held, strict=True):
             parameter.grad = gradient if adding else None
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, pool=pool, capture_error_mode=BESIDE_OTHERS):
+        with capture_graph(pool) as self.graph:
             self.found = once()
         self.gradients = [p.grad for p in self.parameters]
 
@@ -139,8 +138,7 @@ class _Scored:
 
         with torch.no_grad():
             _warm_up(once)
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph, capture_error_mode=BESIDE_OTHERS):
+            with capture_graph() as self.graph:
                 self.found = once()
 
     def replay(self, seen: dict[str, Tensor]) -> Tensor:

@@ -1,9 +1,10 @@
-"""Importance weights: tokens that earlier weights sampled, weighed as the present ones would sample them, and truncated (TIS).
+"""Importance weights: what another engine drew, weighed as if the trainer had drawn it: min(π_trainer / π_sampler, cap) of each token.
 
 Shapes: B rows, T time.
 """
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,21 +12,31 @@ from torch import Tensor
 from assay.data.batch import Batch
 
 
-def truncated_weights(now_BT: Tensor, then_BT: Tensor, counts_BT: Tensor, cap: float) -> Tensor:
-    """π now / π then of each token that counts, at most `cap`; 1 elsewhere."""
-    return torch.where(counts_BT, (now_BT - then_BT).exp().clamp(max=cap), 1.0)
+class ImportanceWeights(NamedTuple):
+    """`effective`: what the weighed tokens are worth, as a share of as many that the trainer drew itself (Kish)."""
+
+    weights_BT: Tensor
+    effective: float
+    kl: float  # nats a token, of the sampler to the trainer, never negative (k3)
+    truncated: float  # share of the tokens whose weight was cut to the cap
+    tokens: int
 
 
-def importance_weighted(batch: Batch, now_BT: Tensor, weight_BT: Tensor) -> Batch:
-    """The batch as the present policy's: ratios begin at 1, and each token's advantage counts by its importance weight.
+def truncated_importance(trainer_BT: Tensor, sampler_BT: Tensor, counts_BT: Tensor, cap: float) -> ImportanceWeights:
+    """In fp64. Of a log-probability that is no number everything measured is none either: nothing is hidden by the cap."""
+    apart_BT = torch.where(counts_BT, trainer_BT.double() - sampler_BT.double(), 0.0)
+    whole_BT = apart_BT.exp()
+    weights_BT = whole_BT.clamp(max=cap)
+    kept, tokens = weights_BT[counts_BT], int(counts_BT.sum())
+    effective = float(kept.sum().square() / (tokens * kept.square().sum()))
+    kl = float((torch.expm1(apart_BT) - apart_BT)[counts_BT].mean())
+    return ImportanceWeights(weights_BT.to(trainer_BT.dtype), effective, kl, float((whole_BT > cap)[counts_BT].double().mean()), tokens)
 
-    w · min(r·A, clip(r)·A) = min(r·wA, clip(r)·wA) for w > 0, so the objective stays as it is; KL and entropy are not weighed.
-    """
+
+def corrected(batch: Batch, trainer_BT: Tensor, cap: float) -> tuple[Batch, ImportanceWeights]:
+    """The batch as the trainer sees it: a ratio is to the trainer's own log-probabilities, and the advantage of a token carries its
+    weight, at most `cap`."""
+    assert batch.behaviour is not None
     assert batch.advantage is not None
-    counts_BT = batch.weight != 0
-    return replace(batch, behaviour=torch.where(counts_BT, now_BT, 0.0), advantage=batch.advantage * weight_BT)
-
-
-def effective_share(weights: Tensor) -> float:
-    """Kish's effective sample size of the weights, as a share of how many there are; 1 where all are alike."""
-    return float(weights.double().sum().square() / (len(weights) * weights.double().square().sum()))
+    found = truncated_importance(trainer_BT, batch.behaviour, batch.weight != 0, cap)
+    return replace(batch, behaviour=trainer_BT, advantage=batch.advantage * found.weights_BT), found

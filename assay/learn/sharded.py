@@ -27,7 +27,7 @@ from assay.learn.ema import EMA_PREFIX, Ema
 from assay.learn.loop import Accumulated, accumulated
 from assay.learn.objectives import Objective, combined
 from assay.learn.optim import Muon, orthogonalised, state_tensors
-from assay.learn.parallel import count_read, described, empty_batch, require_all_read, rows_of, send_batch, send_weights
+from assay.learn.parallel import count_read, described, empty_batch, require_all_read, rows_of, send_batch
 from assay.model.families import hf_layout, to_foreign
 from assay.model.placement import uncompiled
 from assay.model.transformer import Transformer
@@ -62,6 +62,7 @@ class ShardedModel:
         self.world, self.model, self.optimizer, self.objective, self.ema = world, model, optimizer, objective, ema
         self.checksums = checksums
         self.whole: Transformer | None = None  # in process 0: the same model in host memory, as of the last `refresh`
+        self.gathered: Transformer | None = None  # the same tensors as `whole`, in a model that computes with them itself, alone
         self.parts: dict[str, nn.Parameter] = {}  # this process's rows of every parameter, over the memory that FSDP gathers from
         self.shapes: dict[str, torch.Size] = {name: p.shape for name, p in model.named_parameters()}
         self.applied: dict[str, Any] = {}  # of the last step, as this process had it
@@ -82,20 +83,26 @@ class ShardedModel:
 
     @in_all_processes
     def shard(self) -> None:
-        """Process 0's weights, moments and average, cut into rows; from here on each process holds its own alone."""
-        send_weights(self.world, self.model)
-        moments = self._own_moments()
+        """Process 0's weights, moments and average, cut into rows and sent a tensor at a time: the others never hold more than their own,
+        and from here on nor does process 0's device."""
         if self.world.rank == 0:
             self.whole = whole_copy(self.model)
+            self.gathered = around_same_tensors(self.whole)
             self._state_before = {name: tensor_sha256(tensor) for name, tensor in self._whole_state().items()}
+        rows = {name: self._own_rows(p.detach()) for name, p in self.model.named_parameters()}
+        moments = self._own_moments()
         average = {} if self.ema is None else {name: self._own_rows(tensor) for name, tensor in self.ema.tensors().items()}
         names = {id(p): name for name, p in self.model.named_parameters()}
         groups = [[names[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
         shard_parameters(self.model, self.world)
+        give_memory(self.model, self.world.device)
+        for name, p in self.model.named_parameters():
+            own_part(p).copy_(rows.pop(name))
         self.parts = {name: nn.Parameter(own_part(p), requires_grad=p.requires_grad) for name, p in self.model.named_parameters()}
         self.optimizer.state = defaultdict(dict)
         for group, held in zip(self.optimizer.param_groups, groups, strict=True):
             group["params"] = [self.parts[name] for name in held]
+            group["fused"] = self.world.device != "cpu"  # also where the model had no memory when its optimizer was made
             for name in held:
                 self.optimizer.state[self.parts[name]] = moments[name]
         if self.ema is not None:
@@ -108,9 +115,12 @@ class ShardedModel:
         found: dict[str, dict[str, Tensor]] = {}
         for name, tensor in state_tensors(self.optimizer, dict(self.model.named_parameters())).items():
             parameter, _, key = name.rpartition("/")
-            on_device = tensor.to(self.world.device) if tensor.dim() else tensor
-            self.world.broadcast(on_device)
-            found.setdefault(parameter, {})[key] = self.world.rows_held(on_device).clone() if tensor.dim() else tensor
+            if tensor.dim():
+                held = self._own_rows(tensor)
+            else:
+                held = tensor.clone() if self.world.device == "cpu" else tensor.to(self.world.device)
+                self.world.broadcast(held)
+            found.setdefault(parameter, {})[key] = held
         return found
 
     def _whole_state(self) -> dict[str, Tensor]:
@@ -118,8 +128,9 @@ class ShardedModel:
         return moments if self.ema is None else moments | self.ema.tensors()
 
     def _own_rows(self, tensor: Tensor) -> Tensor:
-        self.world.broadcast(tensor)
-        return self.world.rows_held(tensor).clone()
+        """This process's part of process 0's tensor; here the tensor may have a shape alone."""
+        like = torch.empty_like(self.world.rows_held(tensor), device=self.world.device)
+        return self.world.scatter_rows(tensor if self.world.rank == 0 else None, like, len(tensor), 0)
 
     def _lend_to_forward_passes(self) -> None:
         """Process 0's forward passes gather what the others hold: they make one of a single token beside each."""
@@ -183,8 +194,8 @@ class ShardedModel:
                 found = self.objective(self.model, part.to(self.world.device, non_blocking=True))
                 (found.total / call["weight"]).backward()
                 loss += found.total.detach().double() / call["weight"]
-                if part.ids or part.weight.any():
-                    metrics = combined(metrics, found.metrics or {})
+                counts = bool(part.ids or part.weight.any())
+                metrics = combined(metrics, (found.metrics or {}) if counts else measured_nothing(found.metrics or {}))
         finally:
             self._computing = False
         mine = rows_of(batch, self.world.rank, self.world.size) if self.world.rank < len(batch) else None
@@ -200,7 +211,8 @@ class ShardedModel:
         yield from parts
         most = math.ceil(math.ceil(len(batch) / size) / micro)
         for _ in range(most - len(parts)):
-            yield dataclasses.replace(next(batch.split(1)).seen(), ids=())
+            row = next(batch.split(1))
+            yield dataclasses.replace(row, weight=torch.zeros_like(row.weight), ids=())
 
     def _over_processes(self, metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Sums of sums, and the largest of maxima. Only process 0's names count: an objective measures the same everywhere."""
@@ -304,6 +316,22 @@ class ShardedModel:
         for name, part in self.parts.items():
             if part.requires_grad and (found := self.world.gather_rows(part, self.shapes[name][0], 0)) is not None:
                 there[name].data.copy_(found)
+
+    @in_all_processes
+    def unlike_gathered(self) -> list[str]:
+        """Trained tensors of process 0's whole model that are not, bit for bit, what all processes hold now."""
+        reshard(self.model)
+        mine = dict(self.checksums({name: part for name, part in self.parts.items() if part.requires_grad and part.numel()}))
+        if self.world.rank > 0:
+            self.world.reply(mine)
+            return []
+        assert self.gathered is not None, "process 0 keeps a copy"
+        wrong: dict[str, None] = {}
+        for rank, held in enumerate([mine, *self.world.replies()]):
+            rows = {name: self.world.rows_held_by(rank, p.detach()) for name, p in self.gathered.named_parameters() if name in held}
+            found = self.checksums(rows)
+            wrong |= dict.fromkeys(name for name, due in held.items() if found[name] != due)
+        return list(wrong)
 
     @in_all_processes
     def gather_state(self) -> dict[str, Tensor]:
@@ -442,6 +470,12 @@ def shard_parameters(model: Transformer, world: World) -> None:
             module.set_force_sum_reduction_for_comms(True)  # gloo has no other
 
 
+def give_memory(model: Transformer, device: str) -> None:
+    """To the parts of a model that had shapes alone until here."""
+    if any(parameter.is_meta for parameter in model.parameters()):
+        model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
+
+
 def reshard(model: nn.Module) -> None:
     """Every parameter is its rows again: what the last forward pass gathered is dropped."""
     for module in model.modules():
@@ -464,6 +498,18 @@ def whole_copy(model: Transformer) -> Transformer:
     held: dict[int, Any] = {id(p): nn.Parameter(p.detach().to("cpu", copy=True), requires_grad=p.requires_grad) for p in model.parameters()}
     held |= {id(buffer): buffer.detach().to("cpu", copy=True) for buffer in model.buffers()}
     return copy.deepcopy(model, held)
+
+
+def around_same_tensors(model: Transformer) -> Transformer:
+    """Another module tree: what is put in the place of one's methods is not the other's."""
+    held: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, held)
+
+
+def measured_nothing(metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Under the same names, what changes neither a sum nor a maximum: every process sums the same values, whoever has rows."""
+    return {name: torch.full_like(value, -math.inf) if name.endswith("/max") else torch.zeros_like(value)
+            for name, value in metrics.items()}
 
 
 def _compute_as(whole: Transformer, sharded: Transformer, device: str) -> None:

@@ -181,7 +181,7 @@ def _sentencepiece_document(read: _Reader) -> tuple[dict[str, Any], bool]:
     vocabulary, scores = read.vocabulary(), read.need("scores", list)
     if len(scores) != len(read.tokens) or not all(isinstance(score, int | float) for score in scores):
         raise ArtifactError(f"{read.where}: {len(read.tokens)} tokens, {len(scores)} scores; expected as many numbers")
-    merges = read.merges() or _merges_from_scores(vocabulary, scores, read.kinds)
+    merges = read.merges() or merges_from_scores(vocabulary, scores, read.kinds)
     model = {"type": "BPE", "dropout": None, "unk_token": read.token("unknown"), "continuing_subword_prefix": None,
              "end_of_word_suffix": None, "fuse_unk": True, "byte_fallback": True, "ignore_merges": False,
              "vocab": vocabulary, "merges": merges}
@@ -199,7 +199,7 @@ def _metaspace_decoder(prefix: bool) -> dict[str, Any]:
     return {"type": "Sequence", "decoders": [replace, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip]}
 
 
-def _merges_from_scores(vocabulary: Mapping[str, int], scores: Sequence[float],
+def merges_from_scores(vocabulary: Mapping[str, int], scores: Sequence[float],
                         kinds: Sequence[int]) -> list[list[str]]:
     """SentencePiece joins the neighbours whose union scores best. As merges: every way to make a token, best first."""
     found = [(-scores[id], -len(left), -len(right), vocabulary[left], vocabulary[right], [left, right])

@@ -1,10 +1,12 @@
 """Devices, compilation and compute dtypes of a model: the only file that knows them."""
 
 import contextlib
+import gc
 import re
 import sys
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,8 +16,19 @@ from assay.kernels import cached_attention, gated_activation, linear, rms_norm, 
 from assay.model.quantised import is_code, register_quantised_product
 from assay.model.transformer import Transformer
 
-# How a CUDA graph is captured: what other threads do meanwhile, such as a save that leaves the GPU, does not invalidate it.
-BESIDE_OTHERS = "thread_local"
+
+@contextlib.contextmanager
+def capture_graph(pool: Any = None) -> Iterator[torch.cuda.CUDAGraph]:
+    """A CUDA graph of what is done meanwhile. Two things would invalidate it: the copies of a save in another thread, unless only this
+    thread's acts count; and Python's collector, if the dead objects that it finds hold another graph. So it waits."""
+    graph, collecting = torch.cuda.CUDAGraph(), gc.isenabled()
+    gc.disable()
+    try:
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            yield graph
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def default_device() -> str:
@@ -41,7 +54,10 @@ def place_for_training(model: Transformer, device: str, *, compute: torch.dtype 
     on_gpu = device.startswith("cuda")
     model.compute_dtype = compute or (torch.bfloat16 if on_gpu else torch.float32)
     model.recompute = recompute
-    model.to(device)
+    if any(parameter.is_meta for parameter in model.parameters()):  # one that others will send: what has no memory yet gets none here
+        model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+    else:
+        model.to(device)
     for name, parameter in model.named_parameters():
         if not is_code(name) and (parameter.requires_grad or model.compute_dtype == torch.float32):
             parameter.data = parameter.data.to(torch.float32)

@@ -122,8 +122,8 @@ def refuse_far_codes(name: str, weight: Tensor, made: Tensor, kind: QuantisedKin
     apart = 0.0
     for ours, theirs in zip(_some_rows(made, made.shape[1]), _some_rows(weight, weight.shape[1]), strict=True):
         due = theirs.float()
-        blocks = due.abs().split(BLOCK, 1)  # one by one, not as they were made
-        largest = torch.stack([block.amax(1) for block in blocks], 1).repeat_interleave(BLOCK, 1)[:, : due.shape[1]]
+        pooled = F.max_pool1d(due.abs(), BLOCK, ceil_mode=True)  # not as the blocks were made
+        largest = pooled.repeat_interleave(BLOCK, 1)[:, : due.shape[1]]
         off = (ours.float() - due).abs()
         beyond = ~(off <= FARTHEST[kind] * largest)
         if beyond.any():

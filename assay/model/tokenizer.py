@@ -3,11 +3,13 @@
 tokenizer.json is the tokenizer, tokenizer_config.json names its special tokens; no class and no code rebuilds either.
 """
 
+import functools
 import hashlib
 import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,8 +18,11 @@ import tokenizers
 
 from assay.errors import ArtifactError, DataError, UsageError
 from assay.model import chat_template
-from assay.strict_json import parse_json, read_json_if_there, read_small_file
+from assay.strict_json import parse_json, read_small_file
 
+_SENTENCEPIECE = "tokenizer.model"
+_FILES = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.json", "chat_template.jinja")
+_NAMED_TEMPLATES = "additional_chat_templates"
 _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -29,7 +34,7 @@ class Tokenizer:
         _refuse_odd_templates(templates)
         self.document = _canonical(document)
         self.settings, self.templates, self.conflicts = dict(settings), dict(templates), tuple(conflicts)
-        self.backend = _backend(self.document)
+        self.backend = _backend(self._written)
         self.ids: dict[str, int] = self.backend.get_vocab()
         self.tokens = {id: token for token, id in self.ids.items()}
         self.size = max(self.tokens, default=-1) + 1
@@ -40,22 +45,17 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path | str) -> "Tokenizer":
-        """Reads tokenizer.json, tokenizer_config.json, special_tokens_map.json and the chat templates beside them."""
+        """Reads tokenizer.json (SentencePiece's tokenizer.model where there is none), tokenizer_config.json, special_tokens_map.json
+        and the chat templates beside them.
+
+        A vocabulary takes a second to parse, and a run or a proof meets the same one in many folders: the same bytes are the same object.
+        """
         folder = Path(folder)
         if folder.is_file():
             raise UsageError(f"{folder}: a file; expected the folder that holds tokenizer.json")
-        settings = read_json_if_there(folder / "tokenizer_config.json") or {}
-        document = read_json_if_there(folder / "tokenizer.json")
-        if document is None:
-            raise UsageError(f"{folder}: no tokenizer.json; transformers makes one: "
-                             "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)")
-        _refuse_code(settings, folder / "tokenizer_config.json")
-        older = read_json_if_there(folder / "special_tokens_map.json") or {}
-        conflicts = [f"special_tokens_map.json says {name} is {_content(older[name])!r}, tokenizer_config.json "
-                     f"{_content(settings[name])!r}" for name in _NAMED
-                     if name in older and name in settings and _content(older[name]) != _content(settings[name])]
-        merged = {name: older[name] for name in _NAMED if name in older} | settings
-        return cls(document, merged, _read_templates(folder, merged.pop("chat_template", None)), conflicts)
+        vocabulary = "tokenizer.json" if os.path.lexists(folder / "tokenizer.json") else _SENTENCEPIECE
+        names = sorted(name for name in (vocabulary, *_FILES, *_named_template_files(folder)) if os.path.lexists(folder / name))
+        return _tokenizer_of(_TokenizerFiles(folder, tuple((name, read_small_file(folder / name)) for name in names)))
 
     @classmethod
     def from_parts(cls, tokenizer_json: str | bytes | Mapping[str, Any], chat_template: str | None = None,
@@ -155,7 +155,11 @@ class Tokenizer:
     @cached_property
     def digest(self) -> str:
         """sha256 of tokenizer.json as `files` writes it: equal digests give equal ids."""
-        return hashlib.sha256(_dumps(self.document)).hexdigest()
+        return hashlib.sha256(self._written).hexdigest()
+
+    @cached_property
+    def _written(self) -> bytes:
+        return _dumps(self.document)
 
     @cached_property
     def template_digest(self) -> str | None:
@@ -168,7 +172,7 @@ class Tokenizer:
         the vocabulary alone, which drops what that class does not expect (SmolLM2's digit split, for one).
         """
         settings = self.settings | {"tokenizer_class": "PreTrainedTokenizerFast"}
-        files = {"tokenizer.json": _dumps(self.document), "tokenizer_config.json": _dumps(settings, indent=2)}
+        files = {"tokenizer.json": self._written, "tokenizer_config.json": _dumps(settings, indent=2)}
         for name, text in self.templates.items():
             path = "chat_template.jinja" if name == "default" else f"additional_chat_templates/{name}.jinja"
             files[path] = text.encode()
@@ -188,7 +192,7 @@ class Tokenizer:
 
     @cached_property
     def _untrimmed(self) -> tokenizers.Tokenizer:
-        return _backend(self.document | {"post_processor": None})
+        return _backend(_dumps(self.document | {"post_processor": None}))
 
     def _refuse_unknown_tokens(self) -> None:
         """transformers would add what it does not find, and so shift ids; we refuse."""
@@ -205,25 +209,60 @@ class Tokenizer:
 # ---------------------------------------------------------------- files
 
 
-def _read_text(path: Path) -> str | None:
-    """None where there is no such file."""
-    try:
-        return read_small_file(path).decode() if os.path.lexists(path) else None
-    except UnicodeDecodeError as error:
-        raise ArtifactError(f"{path}: not UTF-8 at byte {error.start}") from None
+@dataclass(frozen=True)
+class _TokenizerFiles:
+    """The same where the bytes are, wherever they lie."""
+
+    folder: Path = field(compare=False)
+    contents: tuple[tuple[str, bytes], ...]
+
+    def object(self, name: str) -> dict[str, Any] | None:
+        """None where there is no such file."""
+        data = dict(self.contents).get(name)
+        return None if data is None else parse_json(data, where=str(self.folder / name), shape=dict)
+
+    def text(self, name: str) -> str | None:
+        try:
+            return None if (data := dict(self.contents).get(name)) is None else data.decode()
+        except UnicodeDecodeError as error:
+            raise ArtifactError(f"{self.folder / name}: not UTF-8 at byte {error.start}") from None
 
 
-def _read_templates(folder: Path, inline: Any) -> dict[str, str]:
+@functools.lru_cache(maxsize=4)
+def _tokenizer_of(files: _TokenizerFiles) -> Tokenizer:
+    settings, document = files.object("tokenizer_config.json") or {}, files.object("tokenizer.json")
+    if (model := dict(files.contents).get(_SENTENCEPIECE)) is not None:
+        from assay.model.sentencepiece_model import sentencepiece_document  # which imports what stands here
+
+        document, named = sentencepiece_document(model, str(files.folder / _SENTENCEPIECE), settings)
+        settings = {"clean_up_tokenization_spaces": False} | named | settings
+    if document is None:
+        raise UsageError(f"{files.folder}: no tokenizer.json; transformers makes one: "
+                         "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)")
+    _refuse_code(settings, files.folder / "tokenizer_config.json")
+    older = files.object("special_tokens_map.json") or {}
+    conflicts = [f"special_tokens_map.json says {name} is {_content(older[name])!r}, tokenizer_config.json "
+                 f"{_content(settings[name])!r}" for name in _NAMED
+                 if name in older and name in settings and _content(older[name]) != _content(settings[name])]
+    merged = {name: older[name] for name in _NAMED if name in older} | settings
+    return Tokenizer(document, merged, _read_templates(files, merged.pop("chat_template", None)), conflicts)
+
+
+def _named_template_files(folder: Path) -> list[str]:
+    return [f"{_NAMED_TEMPLATES}/{path.name}" for path in (folder / _NAMED_TEMPLATES).glob("*.jinja")]
+
+
+def _read_templates(files: _TokenizerFiles, inline: Any) -> dict[str, str]:
     """chat_template.jinja, chat_template.json or the field of tokenizer_config.json: the first that is there."""
-    beside = read_json_if_there(folder / "chat_template.json")
+    beside, folder = files.object("chat_template.json"), files.folder
     inline = beside.get("chat_template") if beside else inline
-    inline = text if (text := _read_text(folder / "chat_template.jinja")) is not None else inline
+    inline = text if (text := files.text("chat_template.jinja")) is not None else inline
     inline = [{"name": "default", "template": inline}] if isinstance(inline, str) else inline or ()
     try:
         entries = [(entry["name"], entry["template"]) for entry in inline]
     except (TypeError, KeyError):
         raise ArtifactError(f"{folder}: chat_template is neither text nor a list of named templates") from None
-    entries += [(path.stem, _read_text(path)) for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))]
+    entries += [(Path(name).stem, files.text(name)) for name, _ in files.contents if name.startswith(_NAMED_TEMPLATES)]
     return dict(entries)
 
 
@@ -256,9 +295,9 @@ def _canonical(document: Mapping[str, Any]) -> dict[str, Any]:
     return {**document, "added_tokens": added, "model": model, "truncation": None, "padding": None}
 
 
-def _backend(document: Mapping[str, Any]) -> tokenizers.Tokenizer:
+def _backend(written: bytes) -> tokenizers.Tokenizer:
     try:
-        return tokenizers.Tokenizer.from_str(_dumps(document).decode())
+        return tokenizers.Tokenizer.from_str(written.decode())
     except BaseException as error:  # the library raises nothing narrower, and for some files a Rust panic, no Exception at all
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
@@ -276,10 +315,10 @@ def _dumps(value: Any, indent: int | None = None) -> bytes:
 def _named_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
     """Field of tokenizer_config.json → the token it names."""
     named = {name: settings.get(name) for name in _NAMED}
-    for field in ("additional_special_tokens", "extra_special_tokens"):
-        more = settings.get(field) or ()
+    for listed in ("additional_special_tokens", "extra_special_tokens"):
+        more = settings.get(listed) or ()
         entries = more.items() if isinstance(more, dict) else enumerate(more)
-        named |= {f"{field} {index}": token for index, token in entries}
+        named |= {f"{listed} {index}": token for index, token in entries}
     return {name: content for name, token in named.items() if (content := _content(token)) is not None}
 
 

@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -412,16 +412,32 @@ def run_blocks(layers: Sequence[tuple[nn.Module, RotaryTable | None, AttentionMa
     return x_BTD
 
 
-def initialised(config: ModelConfig, seed: int) -> Transformer:
+def outlined(config: ModelConfig) -> Transformer:
+    """A model without memory for its weights, for a process that is sent its part of them."""
+    with torch.device("meta"):
+        return Transformer(config)
+
+
+class InitialSpread(NamedTuple):
+    """Standard deviation of fresh matrices and tables; what a layer adds to the stream may be `divided` by √(2 · depth)."""
+
+    wide: float = 0.02
+    divided: bool = True
+
+    def of(self, name: str, depth: int) -> float:
+        if name.endswith("attn.gate.weight"):
+            return 0.001  # nearly open; a matrix of zeros would look never filled
+        adds = self.divided and name.endswith(("attn.out.weight", "mlp.down.weight"))
+        return self.wide / math.sqrt(2 * depth) if adds else self.wide
+
+
+def initialised(config: ModelConfig, seed: int, spread: InitialSpread = InitialSpread()) -> Transformer:  # noqa: B008 - it is frozen
     """A fresh model whose every weight has an address in `seed`; no ambient RNG is touched."""
     model = Transformer(config)
     for name, parameter in model.named_parameters():
         if parameter.dim() == 2:
-            residual = name.endswith(("attn.out.weight", "mlp.down.weight"))
-            std = 0.02 / math.sqrt(2 * config.depth) if residual else 0.02
-            std = 0.001 if name.endswith("attn.gate.weight") else std  # nearly open; a matrix of zeros would look never filled
             with torch.no_grad():
-                parameter.normal_(0.0, std, generator=generator(seed, "init", name))
+                parameter.normal_(0.0, spread.of(name, config.depth), generator=generator(seed, "init", name))
         elif name.endswith(".bias"):
             nn.init.zeros_(parameter)
     return model

@@ -176,8 +176,11 @@ class World:
 
     def rows_held(self, whole: Tensor) -> Tensor:
         """This process's part of a tensor: a stretch of rows, as FSDP cuts it; of a small one some processes hold nothing."""
+        return self.rows_held_by(self.rank, whole)
+
+    def rows_held_by(self, rank: int, whole: Tensor) -> Tensor:
         each = -(-len(whole) // self.size)
-        return whole[self.rank * each : (self.rank + 1) * each]
+        return whole[rank * each : (rank + 1) * each]
 
     def _carry(self, tensor: Tensor, move: Any, *, back: bool) -> None:
         carried = tensor.detach().cpu() if self._through_host else tensor.detach()

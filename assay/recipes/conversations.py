@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,15 +14,19 @@ from assay.data.batch import Batch
 from assay.data.chat import Rendered, TrainingExample, render_conversations, unread_in_words
 from assay.data.data_ledger import check_data_ledger
 from assay.data.layouts import Conversation, read_conversations
+from assay.data.mixture import MixedExamples, WeightedSource, mixed_parts, weighted_sources
 from assay.data.packing import PackedExamples, hold_out
-from assay.errors import UsageError
+from assay.errors import DataError, UsageError
 from assay.guard.corpus_checks import require_held_out
+from assay.guard.data_order_checks import check_mixture
 from assay.guard.example_audit import audit_examples, check_batch, check_packing, check_supervised_weight
 from assay.learn.loop import Step
+from assay.learn.lr_schedule import Schedule
 from assay.model.transformer import ModelConfig, parameter_count
 from assay.recipes.options import Trained, Tuned, Tuning
 from assay.recipes.run import Run
 from assay.recipes.starting_model import AdapterModel, StartingModel
+from assay.recipes.suite import open_tasks, read_suite
 from assay.store.ledger import Event
 from assay.verdict import Outcome, Verdict, proven, refuted
 
@@ -69,7 +74,10 @@ class Conversations:
         rows: frozenset[int] | Literal["all"] = frozenset() if isinstance(start.weights, AdapterModel) else "all"
         embed = start.model.embed.weight.detach()  # where it lies: the rows that are looked at are few
         return [*audit_examples(self.train, start.tokenizer, start.parent.stops, embed=embed, trainable=rows, held_out=self.held_out,
-                       length=self.order.length, seed=self.order.seed), check_packing(self.order)]
+                       length=self.order.length, seed=self.order.seed), self.audit_order()]
+
+    def audit_order(self) -> Verdict:
+        return check_mixture(self.order, self.order.steps) if isinstance(self.order, MixedExamples) else check_packing(self.order)
 
     def batches(self, run: Run, start: int) -> Iterator[Batch]:
         """Those of step `start` and all later ones, each compared with the audited examples before it is learned from: a batch may name
@@ -90,6 +98,10 @@ class Conversations:
         if step % WRITTEN_STEPS == 0 or verdict.outcome is Outcome.REFUTED:
             run.judge(Event.BATCH, [verdict])
 
+    def check_losses(self, losses: Sequence[float], done: int, schedule: Schedule) -> list[Verdict]:
+        """What can be said of the training losses up to step `done` since the last evaluation: of next-token loss, nothing."""
+        return []
+
     def batch(self, step: int) -> Batch:
         return self.order.batch(step)
 
@@ -109,12 +121,14 @@ class Conversations:
     @property
     def repeats_from(self) -> int:
         """The step from which on conversations are read again."""
-        return self.order.windows // self.order.rows
+        rows = self.order.repeats_from_row if isinstance(self.order, MixedExamples) else self.order.windows
+        return rows // self.order.rows
 
     def times_read(self, run: Run, steps: int) -> dict[int, int]:
         """How many examples all steps so far have read how often, {times: examples}: counted from what they wrote down, and judged."""
         verdict, times = check_data_ledger(run.consumed(), self.order, steps)
-        run.judge(Event.DATA_LEDGER, [verdict])
+        mixture = [check_mixture(self.order, steps)] if isinstance(self.order, MixedExamples) and steps else []
+        run.judge(Event.DATA_LEDGER, [verdict, *mixture])
         return times
 
     def held_out_batches(self, rows: int, count: int | None = None) -> list[Batch]:
@@ -136,6 +150,8 @@ def refuse_unbudgeted(config: Trained) -> None:
     if config.save_steps == 0 and not config.insist and not (config.minutes or math.inf) <= A_LONG_RUN:
         raise UsageError(f"--save-steps 0 on a run that may take more than {A_LONG_RUN} minutes: a crash would lose all of it; "
                          "give a number of steps, --minutes up to ten, or --insist")
+    if config.suite is not None:
+        open_tasks(read_suite(config.suite))
 
 
 def evaluated_every(save_steps: int | None) -> int:
@@ -145,7 +161,9 @@ def evaluated_every(save_steps: int | None) -> int:
 
 def load_conversations(config: Tuning, start: StartingModel) -> Conversations:
     """Who is held out is decided on the conversations, before anything is rendered."""
-    said = [row for file in config.data for row in read_conversations(file, gsm8k=config.gsm8k).rows]
+    sources = weighted_sources(config.data, "--data")
+    read = [read_conversations(source.name, gsm8k=config.gsm8k, limit=config.limit).rows for source in sources]
+    said = [row for rows in read for row in rows]
     if config.held_out_data is not None:
         kept, apart = said, list(read_conversations(config.held_out_data, gsm8k=config.gsm8k).rows)
     else:
@@ -162,7 +180,10 @@ def load_conversations(config: Tuning, start: StartingModel) -> Conversations:
     require_held_out(config.held_out_data or ", ".join(map(str, config.data)), len(held_out), "conversation",
                      "raise --held-out, give --held-out-data with more of them, or raise --max-length where they were dropped as too long")
     refuse_beyond_context([*train.examples, *held_out], start.model.config)
-    order, steps = ordered(config, train.examples)
+    if sources[0].weight is None:
+        order, steps = ordered(config, train.examples)
+    else:
+        order, steps = mixed(config, train.examples, sources, read)
     return Conversations(train.examples, held_out, train, order, steps, start.tokenizer.digest)
 
 
@@ -179,6 +200,25 @@ def ordered(config: Tuned, examples: Sequence[Any], packed: type[PackedExamples]
     """The order of the examples and the number of steps, which is not known where time decides."""
     rows = config.batch_tokens // config.row_length
     order = packed(examples, config.seed, rows, config.row_length, reachable_epochs(config, rows, examples), config.packing)
+    if order.windows < rows:
+        order = replace(order, rows=order.windows)
+    steps = None if config.minutes is not None else config.max_steps or order.steps
+    order.require(steps or 1)
+    return order, steps
+
+
+def mixed(config: Tuned, examples: Sequence[TrainingExample], sources: Sequence[WeightedSource],
+          read: Sequence[Sequence[Conversation]]) -> tuple[PackedExamples, int | None]:
+    """The order of a mixture and the number of steps. `read` are the conversations of each source, in the order of `examples`."""
+    rows, source_of = config.batch_tokens // config.row_length, {row.id: number for number, part in enumerate(read) for row in part}
+    if len(source_of) < sum(map(len, read)):
+        raise UsageError(f"--data {' '.join(config.data)}: two sources have the same file name, by which their rows are known; rename one")
+    counts = Counter(source_of[example.id.partition("#")[0]] for example in examples)
+    parts = mixed_parts(sources, [counts[number] for number in range(len(sources))])
+    if empty := [part.name for part in parts if not part.count]:
+        raise DataError(f"{empty[0]}: nothing of it is left to learn from: all held out, or dropped as too long; see assay data check")
+    order = MixedExamples(examples, config.seed, rows, config.row_length, config.num_train_epochs, config.packing, sources=parts,
+                          most=None if config.max_steps is None else config.max_steps * rows)
     if order.windows < rows:
         order = replace(order, rows=order.windows)
     steps = None if config.minutes is not None else config.max_steps or order.steps
@@ -220,7 +260,8 @@ def describe_tuning(config: Tuning, start: StartingModel, data: Conversations, l
     counts, order, steps = data.rendered.counts, data.order, data.steps
     dropped = ", ".join(f"{count} dropped ({reason})" for reason, count in counts["dropped"].items()) or "none dropped"
     end = f"{steps:,} steps" if steps else f"{config.minutes:g} minutes"
-    left = order.windows * config.num_train_epochs - order.steps * order.rows if steps == order.steps else 0
+    planned = order.windows * (1 if isinstance(order, MixedExamples) else config.num_train_epochs)
+    left = planned - order.steps * order.rows if steps == order.steps else 0
     return [start.weights.words,
             f"{start.parent.path}: {parameter_count(start.model):,} parameters, of which {trained:,} are trained; weights "
             f"{start.parent.digest[:12]}",
@@ -228,5 +269,6 @@ def describe_tuning(config: Tuning, start: StartingModel, data: Conversations, l
             *unread_in_words(counts["unread"]),
             f"{counts['supervised']:,} of {counts['tokens']:,} tokens are supervised; {order.windows:,} rows of {config.max_length}, "
             f"{order.padding:.1%} padding",
+            *([f"mixture: {check_mixture(order, steps or order.steps).reason}"] if isinstance(order, MixedExamples) else []),
             f"{config.optim} at {lr:g}, {order.rows} × {config.max_length} tokens a step, {end}, on {device}"
             + (f"; the last {left} rows fill no step and are not read" if left > 0 else "")]

@@ -23,15 +23,8 @@ from assay.learn.objectives import Objective, next_token
 from assay.model.placement import uncompiled
 from assay.model.transformer import Transformer
 from assay.outcome import RunOutcome
-from assay.recipes.conversations import (
-    Conversations,
-    describe_tuning,
-    evaluated_every,
-    held_out_batches,
-    load_conversations,
-    refuse_nonsense,
-)
-from assay.recipes.evaluator import EarlyStopping, HeldOutEvaluator, stopping_rule
+from assay.recipes.conversations import Conversations, describe_tuning, held_out_batches, load_conversations, refuse_nonsense
+from assay.recipes.evaluator import EarlyStopping, HeldOutEvaluator, interval_columns
 from assay.recipes.grpo_preflight import rollout_floor
 from assay.recipes.hand_over import hand_over, void_if_refuted, write_down
 from assay.recipes.memory_plan import record_use
@@ -39,7 +32,7 @@ from assay.recipes.on_policy import OnPolicy, measured_words
 from assay.recipes.options import Distill
 from assay.recipes.processes import follow, join_processes
 from assay.recipes.run import Run, TimeSpent, open_run, plain, print_line
-from assay.recipes.sft import check_forked_loss, micro_rows, parent_loss, tuning_optimizer, tuning_schedule
+from assay.recipes.sft import check_forked_loss, parent_loss, tuning_optimizer, tuning_plan
 from assay.recipes.starting_model import StartingModel, load_start, reopen_parent
 from assay.recipes.teacher_text import write_teacher_text
 from assay.recipes.teachers import (
@@ -51,7 +44,7 @@ from assay.recipes.teachers import (
     make_student,
     open_teacher_model,
 )
-from assay.recipes.trainer import SavePlan, Trainer
+from assay.recipes.trainer import Trainer
 from assay.statistics.estimate import Estimate, ratio
 from assay.store.artifact import build_model, open_artifact
 from assay.store.ledger import Event
@@ -70,16 +63,14 @@ def distill(config: Distill, say: Callable[[str], None] = print_line) -> RunOutc
     spent = TimeSpent()
     refuse_unclear_distill(config)
     refuse_nonsense(config)
-    world, say = join_processes(config, say)
+    world, say = join_processes(config, say, shardable=True)
     device = world.device
     start = load_start(with_student(config, say), device, say)
     if world.rank > 0:
-        return follow(world, start.model, objective_alone(config, start, device), config)
+        return follow(world, start.model, objective_alone(config, start, device), config, partial(tuning_optimizer, config, start))
     data = load_lessons(config, start, device, say)
-    schedule, every, micro = tuning_schedule(config, data), evaluated_every(config.save_steps), micro_rows(config, data)
-    rule = stopping_rule(config.early_stopping_patience, config.early_stopping_threshold, schedule=config.lr_scheduler_type,
-                         steps=data.steps, every=every)
-    optimizer = tuning_optimizer(config, start)
+    plan, optimizer = tuning_plan(config, data), tuning_optimizer(config, start)
+    micro = plan.micro
     for line in describe_tuning(config, start, data, optimizer.param_groups[0]["lr"], device):
         say(line)
     teacher = None if config.how == "text" else load_teacher(config, start, data, device, say)
@@ -88,12 +79,11 @@ def distill(config: Distill, say: Callable[[str], None] = print_line) -> RunOutc
     own_words = OnPolicy(config, start, data.train) if config.on_policy else None
 
     with world, open_run(config, say, device, spent) as run:
-        trainer = Trainer(run, start.weights, optimizer, objective, schedule, micro=micro, clip=config.max_grad_norm, order=data.order,
-                          saves=SavePlan(every, data.last_step, config.save_minutes, paced=config.save_steps is None),
-                          steps_before=start.steps_before, world=world, steady=own_words is None)
+        trainer = Trainer(run, start.weights, optimizer, objective, plan.schedule, micro=micro, clip=config.max_grad_norm, order=data.order,
+                          saves=plan.saves, steps_before=start.steps_before, world=world, steady=own_words is None)
         evaluator = HeldOutEvaluator(run, partial(lessons.score, rows=micro, count=config.eval_examples), device=device,
                                      repeats_from=data.repeats_from, scale=None if teacher is None else NATS)
-        early = EarlyStopping(run, evaluator.history, rule, every)
+        early = EarlyStopping(run, evaluator.history, plan.rule, plan.every)
 
         def evaluate() -> None:
             columns = lessons.columns(trainer.model, micro, config.eval_examples)
@@ -181,6 +171,10 @@ def refuse_unclear_distill(config: Distill) -> None:
         raise UsageError(f"--teacher-logits is for --how stored, and --how is {config.how}")
     if config.shards > 1 and config.how == "stored":
         raise UsageError("--how stored with --shards: stored logits are read by one process; give --how online, or leave --shards at 1")
+    if config.fsdp and (config.how == "stored" or config.on_policy):
+        raise UsageError("--fsdp with " + ("--how stored: stored logits are read by one process; give --how online"
+                         if config.how == "stored" else "--on-policy: a student that lies in parts is not sampled from in every step; "
+                         "leave one of them out"))
     if config.on_policy and (config.how != "online" or config.ce_weight):
         raise UsageError("--on-policy with " + (f"--how {config.how}: what the student says is not known before, so that its teacher must "
                          "read along; give --how online" if config.how != "online" else "--ce-weight: the student would be taught its own "
@@ -203,7 +197,7 @@ def load_lessons(config: Distill, start: StartingModel, device: str, say: Callab
     if config.how != "text":
         return load_conversations(config, start)
     learned, held_out = write_teacher_text(config, open_teacher_model(config), start.tokenizer, device, say)
-    return load_conversations(replace(config, data=(str(learned),), held_out_data=str(held_out)), start)
+    return load_conversations(replace(config, data=(str(learned),), held_out_data=str(held_out), limit=None), start)
 
 
 def load_teacher(config: Distill, start: StartingModel, data: Conversations, device: str, say: Callable[[str], None]) -> Teacher:
@@ -244,8 +238,7 @@ class Lessons:
             return {}
         found = self.teacher.agreement(model, self.data.held_out_batches(rows, count)).estimates()
         columns = {"eval_teacher_kl": found["kl"], "eval_teacher_top1": found["top1"], "eval_ce": found["student_ce"]}
-        return {f"{name}{end}": value for name, estimate in columns.items()
-                for end, value in (("", estimate.mean), ("_low", estimate.low), ("_high", estimate.high))}
+        return interval_columns(columns)
 
     def facts(self, step: int) -> dict[str, Any]:
         return self.data.facts(step) | ({} if self.teacher is None else {"teacher": self.teacher.digest})
@@ -282,8 +275,7 @@ def preflight_distill(trainer: Trainer, lessons: Lessons, start: StartingModel) 
                                       accumulate=trainer.accumulate_alone, tokenizers=(start.tokenizer.digest, teacher.tokenizer),
                                       reachable=trainer.weights.reachable())
         return [check_detectors(), *of_loss, *trainer.check_precision(batch, found, *asked), *trainer.check_reach(found),
-                *trainer.check_world(lessons.batch(0)),
-                *lessons.data.audit(start)]
+                *lessons.data.audit(start), *trainer.check_world(lessons.batch(0))]  # last: with --fsdp nobody holds the whole afterwards
 
 
 def preflight_own_words(trainer: Trainer, lessons: Lessons, own_words: OnPolicy | None) -> list[Verdict]:

@@ -38,6 +38,7 @@ from assay.evaluation.loaded_model import LoadedModel
 from assay.guard.behaviour_checks import greedy_completions
 from assay.guard.proof import ProofRequest, hallmark_or_quarantine, prove
 from assay.guard.proof_subject import DEFAULT_SAMPLING, ProofSampling
+from assay.guard.training_guards import stop_if_refuted
 from assay.health.edit_drift import EditDrift, check_edit_drift, probe_edit
 from assay.model.patch import Patch, patched, patched_tensors
 from assay.model.placement import default_device, require_device, uncompiled
@@ -54,7 +55,7 @@ from assay.store.export_artifact import EXPORT_DTYPES, majority_dtype
 from assay.store.ledger import Event
 from assay.store.saving import Ancestor, Lineage, model_contents
 from assay.tracing.plots import draw_causal_trace
-from assay.verdict import Verdict
+from assay.verdict import Verdict, proven, refuted
 
 EDIT_REPORT = "edits.json"
 _AT_ONCE = {"cpu": 64}  # facts that are asked together while looking for known ones; elsewhere MANY
@@ -123,6 +124,7 @@ def edit_opened(config: Edit, source: Artifact, model: Transformer, text: tuple[
         outcome = EditOutcome(run.folder, verdicts, model=where, results=found, failed=edit_failures(facts, edited, after), refused=refused,
                               layers=layers, sizes=sizes, seconds=watch.seconds)
         write_edit_report(run, outcome, facts, edited, before, after, texts_beside)
+        stop_if_refuted([check_edit_report(run.folder / EDIT_REPORT, outcome, len(facts))])
     return outcome
 
 
@@ -314,6 +316,15 @@ def write_edit_report(run: Run, outcome: EditOutcome, facts: Sequence[Fact], edi
                       verdicts=plain([verdict.to_json() for verdict in outcome.verdicts]))
     run.record(0, **{name: estimate.mean for name, estimate in outcome.results.items()})
     durable.replace_file(run.folder / EDIT_REPORT, (json.dumps(plain(document), indent=1) + "\n").encode())
+
+
+def check_edit_report(file: Path, outcome: EditOutcome, facts: int) -> Verdict:
+    """The report lies on the disk, with every fact and every figure."""
+    written = json.loads(file.read_text()) if file.is_file() else {}
+    told = {name: estimate["mean"] for name, estimate in written.get("estimates", {}).items()}
+    if told != {name: plain(estimate.mean) for name, estimate in outcome.results.items()} or len(written.get("facts", ())) != facts:
+        return refuted("report", f"{file} does not hold the {facts} facts and {len(outcome.results)} figures of this run")
+    return proven("report", f"{facts} facts and {len(told)} figures lie in {file.name}")
 
 
 def _reply(reply: Any) -> dict[str, Any]:

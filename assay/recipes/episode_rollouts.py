@@ -32,7 +32,7 @@ from assay.guard.trajectory_checks import (
     check_token_law,
     check_trajectory_weights,
 )
-from assay.learn.advantage import Advantages, estimated_advantages, kl_shift
+from assay.learn.advantage import Advantages, estimated_advantages
 from assay.learn.objectives import Objective
 from assay.learn.policy import Surrogate
 from assay.model.placement import uncompiled
@@ -41,7 +41,7 @@ from assay.recipes.environment_tasks import EnvironmentTasks, kind_of, was_cut
 from assay.recipes.episode_batch import EpisodeRow, episode_batch, episode_rows, of_turns, sampled_mask
 from assay.recipes.grpo_options import Grpo
 from assay.recipes.prompts import Prompt, PromptData
-from assay.recipes.reference import Reference
+from assay.recipes.reference import Reference, with_reference
 from assay.recipes.rollout_batch import Drawn, Layout, batch_logprobs, quickest_score
 from assay.recipes.rollouts import COMPARED, RESCORED_A_ROLLOUT, Sampler, address
 from assay.recipes.run import Run, append_json_rows, plain, rewrite_json_rows
@@ -135,24 +135,13 @@ class EpisodeCollector:
         advantages = estimated_advantages(rewards, config.advantage_estimator, config.scale_rewards)
         counted_N = counted_trajectories(every, mask_truncated=config.mask_truncated_completions)
         rows = episode_batch(every, advantages.values_PG.flatten().tolist(), counted_N, config.normalisation, cap=self.cap)
-        rows = self._referenced(rows, reference)
+        rows = self.sampler.corrected(with_reference(rows, reference, self.asked, config), self._trainer_logprobs)
         return EpisodeRollout(step, updates, tasks, played, rewards, advantages, counted_N, rows, self.layout.packed(rows).batch, drawn_at)
 
     def _left(self, reference: Reference, policy: str) -> bool:
         """Whether the policy has moved from what its reference should be."""
         assert reference.step is not None
         return policy != self.fingerprints.get(reference.step, reference.fingerprint)
-
-    def _referenced(self, batch: Batch, reference: Reference | None) -> Batch:
-        if reference is None:
-            return batch
-        of_reference = reference.logprobs(batch, self.asked.temperature, entropy=self.asked.wants_entropy)
-        batch = replace(batch, reference=of_reference)
-        if self.config.kl_estimator != "shift":
-            return batch
-        assert batch.behaviour is not None
-        assert batch.advantage is not None
-        return replace(batch, advantage=batch.advantage + kl_shift(batch.behaviour, of_reference, batch.weight, self.config.beta))
 
     # ---------------------------------------------------------------- what is said of it
 
@@ -161,7 +150,7 @@ class EpisodeCollector:
         config, every, sampled = self.config, rollout.trajectories, rollout.played.sampled
         fresh, versions = rollout.drawn_at == rollout.step, [version for version, _ in self.versions(rollout)]
         policy = fingerprint(self.model) if fresh else self.fingerprints[rollout.drawn_at]
-        of_draws = self._check_fresh(rollout, floor) if fresh else []  # what was played ahead was looked at with the weights that played it
+        of_draws = self._check_fresh(rollout, self.sampler.identity_floor(floor)) if fresh else []  # else looked at when it was played
         counted = Counter(sequence.ids for trajectory, counts in zip(every, rollout.counted_N, strict=True) if counts
                           for sequence in trajectory.sequences)
         flat = [reward for group in rollout.rewards for reward in group]
@@ -171,7 +160,7 @@ class EpisodeCollector:
                 check_trajectory_weights(rollout.batch, every, rollout.counted_N, config.normalisation, self.cap),
                 check_episode_rewards(every, flat, rollout.played.given),
                 check_kinds(self.environment.counts.dropped, self.environment.counts.played, config.reward_errors),
-                *of_draws,
+                *of_draws, *self.sampler.verdicts(),
                 check_planned_prompts(self.due_prompts(rollout), self.train_ids, seed=config.seed,
                                       rollout=rollout.step // config.num_iterations),
                 check_none_held_out({task.id: (task.content, task.text) for task in rollout.tasks}, self.held_out),
@@ -189,7 +178,7 @@ class EpisodeCollector:
 
     def _check_fresh(self, rollout: EpisodeRollout, floor: LogprobFloor) -> list[Verdict]:
         part, some = self._compared(rollout.trajectories, rollout.rows)
-        trainer = batch_logprobs(self.model, part, self.asked.temperature, self.layout, entropy=self.asked.wants_entropy, score=self._score)
+        trainer = self._trainer_logprobs(part)
         return self._check_draws(rollout.played, some, of_turns(trainer, some), self.model, floor)
 
     def check_drawn(self, played: PlayedEpisodes, floor: LogprobFloor) -> list[Verdict]:
@@ -240,10 +229,13 @@ class EpisodeCollector:
         """Of every turn: the version, and of how many tokens."""
         return [(turn.completion.version, len(turn.completion.ids)) for turn in rollout.played.sampled]
 
+    def _trainer_logprobs(self, batch: Batch) -> Tensor:
+        return batch_logprobs(self.model, batch, self.asked.temperature, self.layout, entropy=self.asked.wants_entropy, score=self._score)
+
     def measure(self, rollout: EpisodeRollout) -> dict[str, float]:
         """Asked for while a GPU is learning from it, it costs no time."""
         every = rollout.trajectories
-        found = rollout_metrics(as_completions(rollout), rollout.rewards, rollout.advantages)
+        found = rollout_metrics(as_completions(rollout), rollout.rewards, rollout.advantages) | self.sampler.metrics()
         found |= {"episodes/turns": float(np.mean([len(each.turns) for each in every])),
                   "episodes/sequences": float(np.mean([len(each.sequences) for each in every])),
                   "episodes/calls": float(np.mean([each.calls for each in every])),
@@ -293,7 +285,8 @@ class EpisodeCollector:
         rows = episode_rows(self.rehearsed)
         order = sorted(range(len(rows)), key=lambda row: -len(rows[row].sequence.turns))[:PREFLIGHT_SEQUENCES]
         part = Batch(**{name: stream[order].cpu() for name, stream in batch.streams().items()}).to(batch.tokens.device)  # type: ignore[arg-type]
-        return [check_inserted_tokens(self.model, objective, part, sampled_mask([rows[row] for row in order], part.tokens.shape[1]))]
+        inserted = check_inserted_tokens(self.model, objective, part, sampled_mask([rows[row] for row in order], part.tokens.shape[1]))
+        return [*self.sampler.verdicts(), inserted]
 
 
 def counted_trajectories(trajectories: Sequence[Trajectory], *, mask_truncated: bool) -> list[bool]:

@@ -12,6 +12,7 @@ from assay.guard.conclusion_checks import check_early_stopping, check_generalisa
 from assay.model.transformer import Transformer
 from assay.recipes.run import Run, append_json_rows, rewrite_json_rows
 from assay.statistics.early_stopping import StoppingRule, choose_best, paired_noise, plan_stopping, should_stop
+from assay.statistics.estimate import Estimate
 from assay.store.checkpoint import step_folder
 from assay.store.ledger import Event
 from assay.strict_json import read_json_lines
@@ -111,7 +112,18 @@ class HeldOutEvaluator:
         of = f" ({weight_set} weights)" if weight_set else ""
         self.run.say(f"step {step}: held-out {scored} {found.unit}{of}, train loss {train:.4f}")
         self._say_gap(step)
+        self._tell_more(step, found)
         return found
+
+    def _tell_more(self, step: int, found: HeldOut) -> None:
+        """What was measured beside the loss: a line of metrics; of what was trained also its words and its doubts."""
+        if found.columns:
+            self.run.record(step - 1, **found.columns)
+        if step and found.words:
+            self.run.say(f"step {step}: {found.words}")
+        for sentence in found.doubts if step else ():
+            self.run.say(f"step {step}: {sentence}")
+            self.run.log(Event.WARNING, step=step, reason=sentence)
 
     def best_step(self) -> int:
         return self.history.steps[choose_best(self.history.scores).best]
@@ -139,6 +151,12 @@ class HeldOutEvaluator:
         if verdict.outcome is Outcome.REFUTED:
             self.run.say(f"step {step}: {verdict.reason}")
             self.run.log(Event.GAP, step=step, verdicts=[verdict.to_json()])
+
+
+def interval_columns(estimates: Mapping[str, Estimate]) -> dict[str, float]:
+    """Of a line of metrics: each estimate with the ends of its interval."""
+    return {f"{name}{end}": value for name, estimate in estimates.items()
+            for end, value in (("", estimate.mean), ("_low", estimate.low), ("_high", estimate.high))}
 
 # ---------------------------------------------------------------- early stopping
 

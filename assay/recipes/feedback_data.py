@@ -4,6 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+import torch
+from torch import Tensor
+
 from assay.data.batch import Batch
 from assay.data.chat import unread_in_words
 from assay.data.feedback import (
@@ -19,15 +22,17 @@ from assay.data.layouts import content_of
 from assay.data.packing import hold_out
 from assay.data.preferences import ENOUGH_PROMPTS
 from assay.evaluation.held_out_feedback import ScoredFeedback, score_feedback
-from assay.guard.corpus_checks import require_held_out
+from assay.evaluation.held_out_loss import HeldOut
 from assay.guard.example_audit import audit_each, check_duplicates, check_overlap, check_packing
 from assay.guard.example_checks import FlatExamples
-from assay.guard.kto_checks import check_feedback, unbalanced
+from assay.guard.kto_checks import check_feedback, check_kto_moves, feedback_doubts, unbalanced
+from assay.learn.lr_schedule import Schedule
 from assay.learn.unpaired import KtoSettings, with_baseline
 from assay.model.transformer import Transformer, parameter_count
-from assay.recipes.conversations import evenly, joined_rows, ordered, refuse_beyond_context
+from assay.recipes.conversations import evenly, joined_rows
+from assay.recipes.evaluator import interval_columns
 from assay.recipes.kto_options import Kto
-from assay.recipes.preference_data import ASKED_AGAIN, PreferenceData
+from assay.recipes.preference_data import ASKED_AGAIN, PreferenceData, learning_losses, render_split
 from assay.recipes.starting_model import AdapterModel, StartingModel
 from assay.verdict import Verdict
 
@@ -68,6 +73,24 @@ class FeedbackData(PreferenceData):
     def score(self, model: Transformer, rows: int, count: int | None = None) -> ScoredFeedback:  # type: ignore[override]
         return score_feedback(model, self.held_out_batches(rows, count), self.settings, rows=rows)
 
+    def evaluated(self, model: Transformer, rows: int, count: int | None = None) -> HeldOut:
+        found = self.score(model, rows, count)
+        apart = {} if found.one_sided else {"eval_margin": found.margin()}
+        bias = {} if found.length_bias is None else {"eval_length_bias": found.length_bias}
+        columns = interval_columns({"eval_accuracy": found.accuracy} | apart | bias)
+        words = "".join(f"margin {margin}, " for margin in apart.values()) + f"on the right side of the KL {found.accuracy}"
+        return replace(found.held_out, columns=columns | {"eval_kl": found.kl}, words=words, doubts=feedback_doubts(None, found))
+
+    def check_losses(self, losses: Sequence[float], done: int, schedule: Schedule) -> list[Verdict]:
+        learning = learning_losses(losses, done, schedule)
+        due = [self.settings.at_reference(self.labels(self.order.ids(step))) for step, _ in learning]
+        return [check_kto_moves([loss for _, loss in learning], due)]
+
+    def labels(self, ids: tuple[Any, ...]) -> Tensor:
+        """Of the examples in some rows: 1 where desirable, -1 where not."""
+        read = {str(id) for row in ids for id in row}
+        return torch.tensor([1.0 if pair.desirable else -1.0 for pair in self.train if pair.id in read])
+
     def sample(self) -> Batch:
         chosen = evenly(self.train, ASKED_AGAIN)[:ASKED_AGAIN]
         return self.answered(feedback_rows([[pair] for pair in chosen], self.order.length))
@@ -86,26 +109,15 @@ def by_asked(said: Sequence[SaidFeedback]) -> list[SaidFeedback]:
 
 def load_feedback(config: Kto, start: StartingModel) -> FeedbackData:
     """Who is held out is decided on prompts, before anything is rendered."""
-    settings, named = kto_settings(config), ", ".join(map(str, config.data))
-    said = [each for file in config.data for each in read_feedback(file)]
-    refuse_one_sided(said, named)
-    if config.held_out_data is not None:
-        kept, apart = said, read_feedback(config.held_out_data)
-    else:
-        kept, apart = hold_out(by_asked(said), config.held_out, config.seed)
-
-    def rendered(each: Sequence[SaidFeedback]) -> tuple[list[LabelledPair], Any]:
-        return render_feedback(each, start.tokenizer, start.parent.stops, length=config.max_length, over=config.too_long)
-
-    (train, counted), (held_out, _) = rendered(kept), rendered(apart)
-    require_held_out(config.held_out_data or named, len(held_out), "example",
-                     "raise --held-out, give --held-out-data with more of them, or raise --max-length where they were dropped as too long")
-    refuse_beyond_context([side for pair in (*train, *held_out) for side in pair.sides], start.model.config)
-    order, steps = ordered(config, train, PackedFeedback)
+    settings = kto_settings(config)
+    said = [each for file in config.data for each in read_feedback(file, config.limit)]
+    refuse_one_sided(said, ", ".join(map(str, config.data)))
+    kept, apart = (said, read_feedback(config.held_out_data)) if config.held_out_data is not None else hold_out(
+        by_asked(said), config.held_out, config.seed)
+    split = render_split(config, start, kept, apart, render_feedback, PackedFeedback, "example")
     scored_as = (f"{settings.loss} loss, beta {settings.beta:g}, weights {settings.desirable_weight:g} and "
                  f"{settings.undesirable_weight:g}")
-    return FeedbackData(train, held_out, counted, order, steps, start.tokenizer.digest, scored_as, settings=settings,
-                        length=config.max_length)
+    return FeedbackData(*split, start.tokenizer.digest, scored_as, settings=settings, length=config.max_length)
 
 
 def describe_feedback(config: Kto, start: StartingModel, data: FeedbackData, lr: float, device: str) -> list[str]:

@@ -28,19 +28,20 @@ from assay.recipes.environment_tasks import EnvironmentTasks
 from assay.recipes.episode_rollouts import EpisodeCollector
 from assay.recipes.grpo_options import Grpo
 from assay.recipes.grpo_preflight import check_forked_policy, check_seeds_count, rollout_floor
-from assay.recipes.hand_over import export_best, send_to_remote, void_if_refuted
+from assay.recipes.hand_over import check_forgetting, export_best, send_to_remote, void_if_refuted
 from assay.recipes.memory_plan import record_use
-from assay.recipes.processes import follow, join_processes
+from assay.recipes.processes import check_gathered, follow, join_processes
 from assay.recipes.prompt_evaluator import EvaluationPlan, PromptEvaluator, check_gain, check_same_answers, plan_evaluations
 from assay.recipes.prompts import PromptData, check_prompt_ledger, prompts_digest, split_prompts, spread
 from assay.recipes.reference import Reference, check_pinned, check_same_reference
+from assay.recipes.remote_sampler import remote_sampler
 from assay.recipes.rewards import JudgeReward, Rewards
 from assay.recipes.rollout_batch import Drawn, layout_of
 from assay.recipes.rollouts import Collector, RolloutCollector, RolloutHistory, Sampler
 from assay.recipes.rollouts_ahead import RolloutsAhead
 from assay.recipes.run import Run, TimeSpent, open_run, plain, print_line
 from assay.recipes.sft import tuning_optimizer
-from assay.recipes.starting_model import AdapterModel, StartingModel, load_start, reopen_parent
+from assay.recipes.starting_model import StartingModel, load_start, reopen_parent
 from assay.recipes.trainer import SavePlan, Trainer
 from assay.store.artifact import build_model, open_artifact, straight_to
 from assay.store.checkpoint import step_folder
@@ -55,25 +56,25 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
     """
     spent = TimeSpent()
     refuse_unclear_grpo(config)
-    world, say = join_processes(config, say)
+    world, say = join_processes(config, say, shardable=True)
     device = world.device
     start = load_start(config, device, say)
     asked = surrogate_of(config, device)
     objective = policy_gradient(asked)
     if world.rank > 0:
-        return follow(world, start.model, objective, config)
+        return follow(world, start.model, objective, config, partial(tuning_optimizer, config, start))
     rewards: Rewards | EnvironmentTasks = Rewards(config) if config.environment is None else EnvironmentTasks(config, start)
     prompts = split_prompts(config, start) if isinstance(rewards, Rewards) else rewards.split()
     schedule, longest = grpo_schedule(config, prompts), longest_sequence(config, prompts, rewards)
-    lr = config.peak_rate(adapter=isinstance(start.weights, AdapterModel))
-    for line in describe_grpo(config, start, prompts, lr, schedule, device, rewards.judge):
-        say(line)
     optimizer = tuning_optimizer(config, start)
+    for line in describe_grpo(config, start, prompts, optimizer.param_groups[0]["lr"], schedule, device, rewards.judge):
+        say(line)
 
     with world, open_run(config, say, device, spent) as run, rewards:
         sampler_of = partial(Sampler, tokenizer=start.tokenizer, stops=start.parent.stops, slots=config.prompts * config.num_generations,
                              length=longest)
-        sampler = sampler_of(start.model, device=config.sampler_device, lags=config.max_staleness > 0)
+        own = sampler_of(start.model, device=config.sampler_device, lags=config.max_staleness > 0)  # evaluations are its
+        sampler = own if config.vllm_server_base_url is None else remote_sampler(config, start, prompts, run, longest)
         layout = layout_of(device, config.micro_batch_size, longest, start.model.config.max_length)
         save_every, eval_every = (whole_rollouts(every, config.num_iterations) for every in (
             config.save_steps, config.eval_steps or config.save_steps))
@@ -104,9 +105,9 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
             trainer.account()
             ahead.settle()  # what is under way is finished, and saved with the weights
             if evaluate:
-                evaluator.evaluate(sampler, trainer.done)
+                evaluator.evaluate(own, trainer.done)
             # As long as no rewards differed, the weights are still the fork's, and a proof must not expect otherwise.
-            trainer.save(facts() | ahead.facts(), best=evaluator.best_checkpoint(), moved=fingerprint(start.model) != fork)
+            trainer.save(facts() | ahead.facts(), best=evaluator.best_checkpoint(), moved=fingerprint(sampler.model) != fork)
             floor = rollout_floor(start.model, drawn, config.temperature)
             run.judge(Event.FLOOR, [check_floor(floor)])
             if rewards.judge is not None and (swayed := rewards.judge.write_down(run, trainer.done)):
@@ -126,16 +127,20 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
             floor = rollout_floor(start.model, drawn, config.temperature)
             run.preflight(preflight_grpo(config, trainer, collector, start, batch, drawn, floor)
                           + prompts.audit() + rewards.audit(prompts, start.tokenizer))
+            if trainer.sharded is not None:  # from here on nobody holds the policy: it is gathered whenever it is sampled from
+                sampler = collector.sampler = sampler_of(trainer.sampled_weights().model, gather=trainer.sharded.refresh,
+                                                         device=config.sampler_device or (None if device == "cpu" else device))
             trainer.save(facts() | ahead.facts())  # where nothing is saved yet: a save is made and proven before step 1
             if not evaluator.history.steps:
-                evaluator.evaluate(sampler, trainer.done)
+                evaluator.evaluate(own, trainer.done)
             collector.forget_after(trainer.done)
             history.recall()
             if rewards.judge is not None and trainer.done:
                 run.say("a judge may answer otherwise the second time: the run goes on, but is not bit for bit the uninterrupted one")
                 run.log(Event.NOT_BIT_EXACT, changed={"judge": rewards.judge.identity})
             if config.beta:
-                reference = Reference(start.weights, run, layout, window=config.kl_window, every=save_every if config.kl_window else NEVER)
+                reference = Reference(trainer.sampled_weights(), run, layout, device=device, window=config.kl_window,
+                                      every=save_every if config.kl_window else NEVER)
                 reference.follow(trainer.done)
                 run.judge(Event.REFERENCE, [check_same_reference(reference, recorded.get("reference"))])
 
@@ -144,9 +149,10 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
                 if reference is not None:
                     reference.follow(trainer.done)
                 rollout = ahead.take(trainer.done, reference)  # prompts → completions → rewards → advantages
-                run.judge_often(Event.ROLLOUT, [*collector.check(rollout, floor, reference), *ahead.check(rollout, floor)])
+                run.judge_often(Event.ROLLOUT, [*check_gathered(trainer.sharded), *collector.check(rollout, floor, reference),
+                                                *ahead.check(rollout, floor)])
                 collector.keep_samples(rollout)
-                trainer.records.rollout = rollout
+                trainer.records.rollout = rollout.witness_facts()
                 ahead.begin(trainer.done + config.num_iterations, trainer.schedule.stop_at, floor)  # with --max-staleness 1
                 for step in trainer.steps(annealed(rollout.batch, asked, config, trainer.done)):
                     first = step.index == rollout.step
@@ -188,7 +194,7 @@ def hand_over_best(run: Run, evaluator: PromptEvaluator, prompts: PromptData, st
     chosen = step_folder(run.checkpoints, step)
     run.say(f"handed over: {chosen.name}; {why}")
     places, verdicts = export_best(run, chosen)
-    to = straight_to(device, frozen_tensors(start.model))
+    to = straight_to(device, {} if run.config.fsdp else frozen_tensors(start.model))
     before, saved, after = (
         evaluator.answer(sampler_of(place_for_inference(build_model(artifact, None), device)),
                          prompts.held_out)  # the bytes on disk
@@ -196,13 +202,13 @@ def hand_over_best(run: Run, evaluator: PromptEvaluator, prompts: PromptData, st
     watched = {prompt.id for prompt in evaluator.prompts}
     evaluated = np.array([prompt.id in watched for prompt in prompts.held_out])
     unseen = ~evaluated if (~evaluated).sum() > 1 else np.ones_like(evaluated)
-    recorded = -evaluator.history.at(step)
+    recorded = evaluator.scores_at(step)
     again = prompts_digest([prompt for prompt in prompts.held_out if prompt.id in watched])
     chances = 1 if not (unseen & evaluated).any() else len(evaluator.history.steps) - 1
     verdicts += [check_same_held_out(evaluator.history.digest, again),
                  check_same_answers(f"{chosen.name} as evaluated and as saved", recorded, saved.wanted[evaluated]),
                  check_same_answers(f"{chosen.name} as saved and as handed over", saved.wanted, after.wanted),
-                 check_still_ends(before.cut, after.cut), budget,
+                 check_still_ends(before.cut, after.cut), budget, *check_forgetting(run, places[-1], device),
                  check_gain(metric, before.wanted[unseen], after.wanted[unseen], chances)]
     void_if_refuted(run, places, verdicts)
     sent = send_to_remote(run, places)
@@ -230,7 +236,8 @@ def preflight_grpo(config: Grpo, trainer: Trainer, collector: Collector, start: 
         if trainer.done == 0:
             parent = place_for_inference(build_model(reopen_parent(start), None), trainer.device)
             verdicts.append(check_forked_policy(parent, model, shown, drawn, config.temperature, floor))
-        return [*verdicts, *collector.preflight(objective, shown), *trainer.check_reach(found)]
+        return [*verdicts, *collector.preflight(objective, shown), *trainer.check_reach(found),
+                *trainer.check_world(collector.layout.packed(batch).batch, torch.float32)]  # last: with --fsdp nobody holds the whole after
 
 
 # ---------------------------------------------------------------- what the options come to
@@ -246,12 +253,19 @@ def refuse_unclear_grpo(config: Grpo) -> None:
                          "--overlong-buffer out")
     if config.shards > 1 and config.entropy_weight:
         raise UsageError("--shards with --entropy-weight: the bonus changes from step to step in one process alone; give one of them")
+    if config.fsdp and (config.entropy_weight or config.environment is not None):
+        raise UsageError("--fsdp with " + ("--entropy-weight: the bonus changes from step to step in one process alone"
+                         if config.entropy_weight else "--environment: episodes are sampled from a policy that one process holds whole")
+                         + "; give one of them")
     if config.sampler_device is not None:
         require_device(config.sampler_device)
     judged, shifted = any(reward.startswith("judge") for reward in config.reward), config.beta > 0 and config.kl_estimator == "shift"
-    if config.max_staleness and (judged or shifted):
+    if config.max_staleness and (judged or shifted or config.fsdp or config.vllm_server_base_url is not None):
         raise UsageError("--max-staleness 1 is not for --kl-estimator shift, whose shift would be the earlier policy's, nor for a judge, "
-                         "who keeps account of one rollout at a time; give --max-staleness 0")
+                         "who keeps account of one rollout at a time, nor with --fsdp or a server; give --max-staleness 0")
+    if config.vllm_server_base_url is not None and (config.sampler_device is not None or config.shards > 1):
+        raise UsageError("--vllm-server-base-url: the server draws the rollouts, on weights that one process writes for it; leave "
+                         "--sampler-device and --shards out")
     counts = (config.prompts, config.num_generations - 1, config.num_iterations, config.micro_batch_size, config.max_completion_length)
     if min(counts) < 1:
         raise UsageError(f"{config.prompts} prompts of {config.num_generations} completions of {config.max_completion_length} tokens, "
@@ -344,6 +358,7 @@ def describe_grpo(config: Grpo, start: StartingModel, prompts: PromptData, lr: f
             f"{len(prompts.train):,} prompts to learn from, {len(prompts.held_out):,} held out, {prompts.dropped} dropped as too long",
             f"{prompts.order.places} {things[0]} × {config.num_generations} {things[1]} of at most {config.max_completion_length} tokens a "
             f"rollout, {config.num_iterations} updates; {config.optim} at {lr:g}, {end}, on {device}"
-            + (f", sampling on {config.sampler_device}" if config.sampler_device else ""),
+            + (f", sampling on {config.sampler_device}" if config.sampler_device else "")
+            + (f", sampling at {config.vllm_server_base_url}" if config.vllm_server_base_url else ""),
             *([] if judge is None else [f"judged by {judge.endpoint.model} at {judge.endpoint.base_url}, {judge.judge.repeat:.0%} "
                                           "of the groups twice; a judge is asked anew by every run: no two are bit for bit the same"])]

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from assay.config import option
-from assay.recipes.options import ByForm, Trained
+from assay.recipes.options import LIMIT_HELP, ByForm, Trained
 
 POLICY_RATES = ByForm(whole=1e-6, adapter=2e-5)
 NORMALISATIONS: dict[str, Literal["token", "sequence", "constant"]] = {"grpo": "sequence", "dapo": "token", "dr_grpo": "constant",
@@ -23,6 +23,7 @@ class Grpo(Trained):
 
     data: tuple[str, ...] = option("prompts with what their rewards need: .jsonl(.gz), .parquet or .csv; answers in it are not learned",
                                    group="data", metavar="FILE", default=(), default_text="none; then give --environment")
+    limit: int | None = option(LIMIT_HELP, group="data", least=1, default=None, default_text="all")
     reward: tuple[str, ...] = option("NAME[OPTION=VALUE]:WEIGHT, as in answer:1 format:0.1, FILE.py:FUNCTION:WEIGHT, or a judge behind "
                                      "an OpenAI-compatible endpoint, judge[model=NAME,url=http://…/v1]:1, its key from the environment",
                                      group="rewards", default=(), default_text="none; an environment rewards its own episodes")
@@ -115,6 +116,13 @@ class Grpo(Trained):
     reward_seconds: float = option("the most seconds that scoring one completion may take", group="rewards", above=0, default=30.0)
     sampler_device: str | None = option("where to sample, as in cuda:1", group="run", metavar="DEVICE", default=None,
                                         default_text="where the trainer is, on its own weights")
+    vllm_server_base_url: str | None = option("a server that draws the rollouts, as in http://localhost:8000: vLLM (0.20 or later, with "
+                                              "VLLM_SERVER_DEV_MODE=1), or assay serve --rollouts; it reads the weights in --out",
+                                              group="run", metavar="URL", default=None, default_text="none, the trainer draws them itself")
+    vllm_importance_sampling_correction: bool = option("weigh each token that a server drew by min(trainer's probability / server's, "
+                                                       "--vllm-importance-sampling-clip-max); without it the two must be the same",
+                                                       group="method", default=True)
+    vllm_importance_sampling_clip_max: float = option("the largest of these weights", group="method", least=1, default=3.0)
 
     @property
     def normalisation(self) -> Literal["token", "sequence", "constant"]:

@@ -1,5 +1,6 @@
 """Hand-over: the best checkpoint is exported, its bytes are read back, and they must score what was recorded."""
 
+import math
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -10,19 +11,22 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from assay.errors import ArtifactError
+from assay.errors import ArtifactError, AssayError
 from assay.evaluation.held_out_loss import HeldOut
 from assay.guard.base_difference import state_base_difference
-from assay.guard.conclusion_checks import check_improvement
+from assay.guard.conclusion_checks import check_best, check_improvement
 from assay.guard.kept_artifacts import FileStamps, file_stamps
 from assay.guard.proof import ProofRequest, hallmark_or_quarantine, prove
 from assay.guard.proof_subject import DEFAULT_SAMPLING, ProofSampling
 from assay.learn.ema import ema_weights
 from assay.model.placement import default_device, place_for_inference
 from assay.model.transformer import Transformer
+from assay.outcome import RunOutcome
 from assay.recipes.evaluator import HeldOutEvaluator
+from assay.recipes.options import Trained
 from assay.recipes.run import Run, plain
 from assay.recipes.starting_model import writes_merged
+from assay.recipes.suite import read_suite, run_suite
 from assay.recipes.witness_records import witness_verdict
 from assay.store import checkpoint
 from assay.store.artifact import Artifact, Destination, build_model, locate_artifact, merged_tensors, open_artifact, straight_to
@@ -31,7 +35,7 @@ from assay.store.export_artifact import export_artifact
 from assay.store.ledger import Event
 from assay.store.saving import Ancestor, Lineage, model_contents
 from assay.strict_json import read_json_lines
-from assay.verdict import Outcome, Verdict, proven, refuted
+from assay.verdict import Outcome, Verdict, proven, refuted, unproven
 
 ScoreHeldOut = Callable[[Transformer], HeldOut]
 SAME_SCORE = 1e-4  # in the unit of the score, or of a score above 1 that share: what fp32 sums in another order may differ by
@@ -59,7 +63,8 @@ def hand_over(run: Run, evaluator: HeldOutEvaluator, score_all: ScoreHeldOut) ->
     with run.spent.part("evaluation"):
         to = straight_to(evaluator.device or default_device())
         opened = OpenedBases(to)
-        verdicts = [check_evaluated(evaluator, best, opened), *check_last_evaluated(run, evaluator), *check_improved(evaluator)]
+        verdicts = [check_evaluated(evaluator, best, opened), *check_last_evaluated(run, evaluator),
+                    *check_chosen(run, evaluator), *check_improved(evaluator)]
     with ThreadPoolExecutor(1, "export") as beside:
         exporting = beside.submit(export_best, run, best, opened)  # written and proven while the checkpoint is scored
         with run.spent.part("evaluation"):
@@ -68,10 +73,26 @@ def hand_over(run: Run, evaluator: HeldOutEvaluator, score_all: ScoreHeldOut) ->
             places, found = exporting.result()
     with run.spent.part("evaluation"):
         exported = rescore(open_artifact(places[-1], to=to, opened=opened), score_all, evaluator.device)
-    verdicts += [*found, check_exported_score(recorded, exported)]
+    verdicts += [*found, check_exported_score(recorded, exported), *check_forgetting(run, places[-1], evaluator.device)]
     void_if_refuted(run, places, verdicts)
     verdicts += send_to_remote(run, places)
     return HandedOver(best, places, recorded, verdicts)
+
+
+def check_forgetting(run: Run, place: Path, device: str | None) -> list[Verdict]:
+    """With --suite: what is handed over, read from its bytes, beside the model that the run began with, on the suite's tasks and probes."""
+    config = run.config
+    if not isinstance(config, Trained) or config.suite is None:
+        return []
+    with run.spent.part("evaluation"):
+        parent, child = open_artifact(str(config.from_ or config.model)), open_artifact(place)
+        try:
+            verdict = run_suite(read_suite(config.suite), parent, child, run.folder / "suite" / child.digest[:12],
+                                device=device or default_device(), say=run.say).verdict
+        except AssayError as error:  # what was trained stands, whatever the suite's files say
+            verdict = unproven("forgetting", f"--suite {config.suite} could not be asked: {error}")
+    run.say(str(verdict))
+    return [verdict]
 
 
 class OpenedBases:
@@ -97,6 +118,13 @@ def check_last_evaluated(run: Run, evaluator: HeldOutEvaluator) -> list[Verdict]
         return []
     words = f"{taken} steps were taken, the last evaluation was after {evaluator.latest_step}"
     return [(proven if taken == evaluator.latest_step else refuted)("last evaluation", words)]
+
+
+def check_chosen(run: Run, evaluator: HeldOutEvaluator) -> list[Verdict]:
+    """By the scores in metrics.jsonl."""
+    printed = {row["step"] + 1: row["eval_loss"] for row in read_json_lines(run.metrics_file) if isinstance(row.get("eval_loss"), float)}
+    known = {step: loss for step, loss in printed.items() if step in evaluator.history.steps and math.isfinite(loss)}
+    return [check_best(evaluator.best_step(), known)] if known else []
 
 
 def check_improved(evaluator: HeldOutEvaluator) -> list[Verdict]:
@@ -127,6 +155,14 @@ def send_to_remote(run: Run, places: list[Path]) -> list[Verdict]:
     verdict = run.remote.send_model(places)
     run.say(str(verdict))
     return [verdict]
+
+
+def conclude_hand_over(run: Run, handed: HandedOver, judged: list[Verdict], budget: Verdict, **told: Any) -> RunOutcome:
+    """Where one of the `judged` goes against what was handed over, its hallmark is taken back; then everything is written down."""
+    void_if_refuted(run, handed.places, judged)
+    handed.verdicts.extend([*judged, budget])
+    write_down(run, handed, **told)
+    return RunOutcome(run.folder, handed.verdicts, model=handed.places[-1], results={"held_out": handed.recorded.estimate, **told})
 
 
 def write_down(run: Run, handed: HandedOver, **more: Any) -> None:

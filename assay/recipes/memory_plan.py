@@ -128,6 +128,8 @@ def plan_memory(model: PlannedModel, work: PlannedWork) -> MemoryPlan:
         activations += unpacked_bytes(config, work.compute)
     stays |= {"activations": activations, "logits": logits, "preflight": max(0, preflight - activations - logits),
               "saving": 0 if wide else a_checkpoint}
+    if work.processes > 1 and work.slots:  # process 0 samples from a copy of its own, and holds the reference whole
+        stays |= {"sampler": work.compute * model.parameters, "reference": (frozen + MASTER * trained) * work.reference}
     if work.processes > 1:
         stays |= in_parts(stays, work.processes)
     handed_over = MASTER * model.parameters + (MASTER * trained if adapter else 0)

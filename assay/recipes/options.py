@@ -37,6 +37,14 @@ WITNESS_HELP = ("steps, drawn by the seed, that a fresh process replays from opt
                 "off: none")
 FSDP_HELP = ("with several processes: each holds a part of parameters, gradients and moments (FSDP2), which saves memory; the result "
              "depends on the number of processes, by rounding alone")
+REPLICA_HELP = ("with several processes: every so many steps, and at every save, all of them say what they hold (each tensor by digest or, "
+                "with --fsdp, its own rows of what is frozen, its steps and its norm), and must agree; 0: at saves alone")
+LIMIT_HELP = "read only the first so many rows of each file of --data"
+Tracker = Literal["tensorboard", "wandb", "trackio", "mlflow"]
+TRACK_HELP = ("hand every step's metrics to these while the run goes on, by a process beside it that cannot touch it; tensorboard writes "
+              "to RUN/tensorboard, the others as they are set up")
+QUIET_HELP = "print nothing but the verdicts and the headline"
+JSON_HELP = "print the outcome as JSON, and everything else to stderr"
 DEVICE = "a GPU where there is one, else cpu"
 
 
@@ -50,6 +58,9 @@ class Pretrain:
 
     corpus: str = option("folder that assay corpus made, or a URL of one", group="data", metavar="FOLDER")
     out: str = option("folder of the run", group="run", metavar="FOLDER")
+    mix: tuple[str, ...] = option("other corpora of the same tokenizer, each with the share of the rows that come from it, as in code:0.2 "
+                                  "old:0.1; the rest is --corpus's, whose held-out documents are scored", group="data",
+                                  metavar="FOLDER:SHARE", default=())
     depth: int = option("layers; the width is 64 times as much, and the rest follows", group="model", default=6)
     minutes: float | None = option("stop after this much wall time of training, all sittings together; what is checked before step 1 "
                                    "is not counted", group="budget", above=0, default=None, default_text="no limit")
@@ -61,8 +72,8 @@ class Pretrain:
     batch_tokens: int = option("tokens in a step", group="optimizer", default=32768)
     micro_batch_tokens: int = option("tokens that go through the model at a time; changes nothing but memory", group="memory", least=1,
                                      default=65536)
-    shape: Literal["qwen3", "assay"] = option("architecture: qwen3 opens in transformers; assay has relu², a soft cap on the logits and no "
-                                              "gate", group="model", default="qwen3")
+    shape: str = option("architecture: qwen3 opens in transformers; assay has relu², a soft cap on the logits and no gate; or the path of "
+                        "a Hugging Face config.json, which then says depth, width and all else", group="model", default="qwen3")
     value_residual: bool = option("with --shape assay: every layer mixes the first layer's values into its own", group="model",
                                   default=False)
     attention_gate: bool = option("with --shape assay: a sigmoid of the layer's input weighs each head's output", group="model",
@@ -107,8 +118,12 @@ class Pretrain:
     fsdp: bool = option(FSDP_HELP, group="memory", default=False)
     replay_steps: int = option("every so many steps one micro-batch is computed twice, and must give the same bits: a chip that computes "
                                "wrong now and then is found; 0: never", group="checkpoints", least=0, default=0)
+    replica_steps: int = option(REPLICA_HELP, group="checkpoints", least=0, default=100)
     process_timeout: float = option("seconds after which a process that does not answer the others counts as dead, and the run ends",
                                     group="run", least=1, default=120.0)
+    track: tuple[Tracker, ...] = option(TRACK_HELP, group="run", default=(), default_text="none")
+    quiet: bool = option(QUIET_HELP, group="run", default=False)
+    json: bool = option(JSON_HELP, group="run", default=False)
 
     def matrices(self) -> ByOptimizer:
         """Learning rate and weight decay of the matrices, as asked for or as the optimizer has them."""
@@ -170,6 +185,8 @@ class Trained:
                                         default_text="none")
     probe_samples: int = option("texts to each of eight prompts by which a proof may judge what a checkpoint says; where the first of each "
                                 "are clean, they are enough; 0: none", group="checkpoints", least=0, default=4)
+    suite: str | None = option("YAML of tasks and probes that parent and child are asked at the end: what the child is shown to have lost "
+                               "voids it", group="evaluation", metavar="FILE", default=None, default_text="forgetting is not measured")
     insist: bool = option("allow --save-steps 0 for a run of more than ten minutes", group="checkpoints", default=False)
     remote: str | None = option(REMOTE_HELP, group="checkpoints", metavar="URL", default=None, default_text="none")
     witness: str = option(WITNESS_HELP, group="checkpoints", metavar="STEPS", default="2")
@@ -182,8 +199,12 @@ class Trained:
     fsdp: bool = option(FSDP_HELP, group="memory", default=False)
     replay_steps: int = option("every so many steps one micro-batch is computed twice, and must give the same bits: a chip that computes "
                                "wrong now and then is found; 0: never", group="checkpoints", least=0, default=0)
+    replica_steps: int = option(REPLICA_HELP, group="checkpoints", least=0, default=100)
     process_timeout: float = option("seconds after which a process that does not answer the others counts as dead, and the run ends",
                                     group="run", least=1, default=120.0)
+    track: tuple[Tracker, ...] = option(TRACK_HELP, group="run", default=(), default_text="none")
+    quiet: bool = option(QUIET_HELP, group="run", default=False)
+    json: bool = option(JSON_HELP, group="run", default=False)
 
     def peak_rate(self, *, adapter: bool) -> float:
         """The peak learning rate: as asked for, or the default of the whole model or of an adapter."""
@@ -194,8 +215,10 @@ class Trained:
 class Tuned(Trained):
     """Options of every recipe that learns from examples, of which some are held out."""
 
-    data: tuple[str, ...] = option("conversations: .jsonl(.gz), .parquet or .csv; several files are read one after the other", group="data",
-                                   metavar="FILE")
+    data: tuple[str, ...] = option("conversations: .jsonl(.gz), .parquet or .csv, a folder or URL of these, or a dataset of the hub, "
+                                   "hf://OWNER/NAME[CONFIG][SPLIT]; several are read as one, or, each with the share of the rows that come "
+                                   "from it (a.jsonl:0.7 b.jsonl:0.3), as a mixture", group="data", metavar="FILE")
+    limit: int | None = option(LIMIT_HELP, group="data", least=1, default=None, default_text="all")
     max_length: int = option("tokens in a row", group="data", default=1024)
     too_long: Literal["drop", "truncate", "error"] = option("what happens to conversations longer than a row", group="data", default="drop")
     packing: bool = option("several conversations share a row and do not see each other", group="data", default=True)

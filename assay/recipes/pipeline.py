@@ -16,7 +16,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -24,11 +23,13 @@ from types import FrameType
 from typing import Any, Literal
 
 from assay.errors import ArtifactError, AssayError, GuardStop, UsageError
+from assay.recipes.child_runs import pass_on_output, signals_handled
 from assay.recipes.pipeline_plan import Gate, PipelinePlan, Stage
 from assay.store import durable
 from assay.store.checkpoint import HALLMARK, QUARANTINE, open_checkpoint
 from assay.store.ledger import Event, Ledger
 from assay.store.model_cache import cached_model
+from assay.store.remote import is_url
 from assay.strict_json import read_json
 from assay.verdict import Outcome, Verdict, overall, proven, refuted, unproven
 
@@ -173,7 +174,7 @@ def make_room(stage: Stage, record: PipelineRecord, say: Callable[[str], None], 
 
 def stage_key(stage: Stage) -> str:
     """sha256 of verb, options as the file says them, and the bytes of every file, folder and model that they name."""
-    read = [digest_of_path(_located(text, stage)) for text in stage.inputs if not text.startswith(("http://", "https://"))]
+    read = [digest_of_path(_located(text, stage)) for text in stage.inputs if not is_url(text)]
     return hashlib.sha256(json.dumps([stage.verb, dict(stage.said), read], sort_keys=True, default=str).encode()).hexdigest()
 
 
@@ -357,25 +358,15 @@ class StageProcesses:
             if self.interrupted is not None:  # it came while this one was being started
                 process.send_signal(self.interrupted)
             held.enter_context(_time_limit(process, budget, late))
-            tail = self._heard(name, process.stdout if printed is None else process.stderr, log)
+            heard = process.stdout if printed is None else process.stderr
+            assert heard is not None
+            tail = pass_on_output(heard, log, lambda line: self.say(f"{name}: {line}"))
             code = process.wait()
         code, seconds = 128 - code if code < 0 else code, time.monotonic() - began
         document = None if printed is None else _settle(printed, code)
         if late.is_set():
             return StageEnd(GuardStop.exit_code, f"its budget is spent after {seconds:.0f} s: it was told to save and stop", seconds, True)
         return StageEnd(code, _end_in_words(code, tail, document), seconds, document=document)
-
-    def _heard(self, name: str, stream: Any, log: Path) -> list[str]:
-        """What it says until its end, written down and passed on; its last lines come back."""
-        tail: deque[str] = deque(maxlen=50)
-        with log.open("a") as file:
-            for line in stream:
-                with durable.as_store_error(log):
-                    file.write(line)
-                    file.flush()
-                tail.append(line.rstrip("\n"))
-                self.say(f"{name}: {tail[-1]}")
-        return list(tail)
 
     def _ended(self, process: subprocess.Popen[str]) -> None:
         """Whatever happens here, it is not left behind."""
@@ -391,12 +382,8 @@ class StageProcesses:
             if self._live is not None:
                 self._live.send_signal(number)
 
-        before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
+        with signals_handled(forward):
             yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
 
 @contextlib.contextmanager

@@ -49,25 +49,29 @@ class StageKind:
     suffix: str = ""  # of what it writes
 
 
-_TRAINING = StageKind(("data", "held_out_data"), ("model", "from_"), "model", goes_on=True)
+_TRAINING = StageKind(("data", "held_out_data", "suite"), ("model", "from_"), "model", goes_on=True)
 KINDS = {
     "tiny": StageKind(model="model"),
     "fetch": StageKind(),
     "tokenizer": StageKind(("text",)),
     "corpus": StageKind(("text", "tokenizer", "held_out_files")),
-    "pretrain": StageKind(("corpus",), (), "model", goes_on=True),
+    "pretrain": StageKind(("corpus", "mix"), (), "model", goes_on=True),
     "sft": _TRAINING,
     "dpo": _TRAINING,
     "kto": _TRAINING,
     "distill": replace(_TRAINING, models=("model", "from_", "teacher")),
+    "reward-model": _TRAINING,
     "grpo": _TRAINING,
+    "merge": StageKind(("data",), ("models", "base"), ""),
+    "prune": StageKind(("data",), ("model",), ""),
     "edit": StageKind(("facts", "text"), ("path",), "model", goes_on=True),
     "ttt": StageKind(("text",), ("path",), goes_on=True),
-    "eval": StageKind(("data", "trained_on"), ("path", "base"), goes_on=True),
+    "eval": StageKind(("data", "trained_on", "suite"), ("path", "base", "against"), goes_on=True),
     "compare": StageKind(("results",), prints=True, suffix=".json"),
     "probe": StageKind(("prompts", "history"), ("artifact", "against", "base"), prints=True, suffix=".json"),
     "prove": StageKind((), ("path", "against", "base"), prints=True, suffix=".json"),
     "export": StageKind((), ("path", "base"), "", prints=True),
+    "publish": StageKind(("run", "evals"), ("path",), prints=True, suffix=".json"),
     "report": StageKind(("run", "against", "evals"), suffix=".html"),
 }
 _CODE = ("grader", "reward")  # options that may name FILE.py:FUNCTION
@@ -308,11 +312,15 @@ def _resolved(value: Any, drafts: Mapping[str, _Draft], places: Mapping[str, dic
 def _read_by(draft: _Draft, resolved: Mapping[str, Any], drafts: Mapping[str, _Draft],
              places: Mapping[str, dict[str, str]]) -> Iterator[str]:
     """Every path and model that the options name: what the stage's result depends on besides the options themselves."""
+    from assay.data.mixture import weighted_source
+
     kind = KINDS[draft.verb]
     for key, value in resolved.items():
         texts = _texts(value)
         if key in kind.files or key in kind.models:
-            yield from (part for text in texts for part in (_paths_of_arm(text) if draft.verb == "compare" else [text]))
+            weighted = key in ("data", "mix")
+            paths_in = (lambda text: [weighted_source(text).name]) if weighted else _PATHS_IN.get(draft.verb, lambda text: [text])
+            yield from (part for text in texts for part in paths_in(text))
         elif key in _CODE:
             yield from (text.partition(".py:")[0] + ".py" for text in texts if ".py:" in text)
         else:
@@ -327,12 +335,21 @@ def _paths_of_arm(text: str) -> list[str]:
     return [part for part in text.rpartition("=")[2].split(",") if part]
 
 
+def _path_of_merged(text: str) -> list[str]:
+    """PATH or PATH=WEIGHT, as `assay merge` reads them."""
+    return [text if Path(text).exists() else text.rpartition("=")[0] or text]
+
+
+_PATHS_IN: dict[str, Callable[[str], list[str]]] = {"compare": _paths_of_arm, "merge": _path_of_merged}
+
+
 def _require_inputs(draft: _Draft, inputs: Sequence[str], places: Mapping[str, dict[str, str]]) -> None:
     """What no stage will make must be there now."""
     from assay.store.model_cache import cached_model, fetch_hint
+    from assay.store.remote import is_url
 
     made = {place for each in places.values() for place in each.values()}
     for text in inputs:
         later = any(text == place or text.startswith(f"{place}/") for place in made)
-        if not (later or text.startswith(("http://", "https://")) or Path(text).exists() or cached_model(text)):
+        if not (later or is_url(text) or Path(text).exists() or cached_model(text)):
             raise UsageError(f"{draft.where}: {text}: no such file or folder{fetch_hint(text)}")

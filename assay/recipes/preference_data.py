@@ -3,31 +3,36 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from assay.data.batch import Batch
-from assay.data.chat import unread_in_words
-from assay.data.packing import hold_out
-from assay.data.preferences import PackedPairs, PreferencePair, SaidPair, by_prompt, pair_rows, read_preferences, render_pairs
+from assay.data.chat import Rendered, unread_in_words
+from assay.data.packing import PackedExamples, hold_out
+from assay.data.preferences import PackedPairs, PreferencePair, by_prompt, pair_rows, read_preferences, render_pairs
 from assay.data.reference_store import StoredReference, open_reference, pair_answers, write_reference
+from assay.evaluation.held_out_loss import HeldOut
 from assay.evaluation.held_out_pairs import ScoredPairs, score_pairs
 from assay.guard.corpus_checks import require_held_out
 from assay.guard.example_audit import audit_each, check_duplicates, check_overlap, check_packing
 from assay.guard.example_checks import FlatExamples
-from assay.guard.preference_checks import check_pair_reference, check_pairs
+from assay.guard.preference_checks import check_loss_moves, check_pair_reference, check_pairs, doubts
+from assay.guard.training_guards import LEARNING_SHARE
+from assay.learn.lr_schedule import Schedule
 from assay.learn.policy import token_logprobs
 from assay.learn.preference import PreferenceSettings
 from assay.model.placement import place_for_training
 from assay.model.transformer import Transformer, parameter_count
 from assay.recipes.conversations import Conversations, evenly, joined_rows, ordered, refuse_beyond_context
-from assay.recipes.dpo_options import Dpo
+from assay.recipes.dpo_options import Dpo, PairedOptions
+from assay.recipes.evaluator import interval_columns
 from assay.recipes.run import Run
 from assay.recipes.starting_model import AdapterModel, StartingModel, reopen_parent
-from assay.store.artifact import build_model
+from assay.recipes.trainer import Trainer
+from assay.store.artifact import build_model, open_artifact
 from assay.verdict import Verdict, refuted
 
 ASKED_AGAIN = 8  # pairs of which the parent is asked anew whether the reference still says what it does
@@ -84,10 +89,33 @@ class PreferenceData(Conversations):
     def score(self, model: Transformer, rows: int, count: int | None = None) -> ScoredPairs:
         return score_pairs(model, self.held_out_batches(rows, count), self.settings, rows=rows)
 
+    def evaluated(self, model: Transformer, rows: int, count: int | None = None) -> HeldOut:
+        """Everything held out, or `count` of it: its loss, and what was measured beside it."""
+        found = self.score(model, rows, count)
+        bias = {} if found.length_bias is None else {"eval_length_bias": found.length_bias}
+        columns = interval_columns({"eval_margin": found.margin, "eval_accuracy": found.accuracy} | bias)
+        logps = {"eval_chosen_logps": float(found.chosen.mean()), "eval_rejected_logps": float(found.rejected.mean())}
+        return replace(found.held_out, columns=columns | logps, words=f"margin {found.margin}, chosen preferred {found.accuracy}",
+                       doubts=doubts(None, found) if self.settings.needs_reference else ())
+
+    def check_losses(self, losses: Sequence[float], done: int, schedule: Schedule) -> list[Verdict]:
+        """Whether they leave what the loss is at the reference."""
+        return [check_loss_moves([loss for _, loss in learning_losses(losses, done, schedule)], self.settings)]
+
     def sample(self) -> Batch:
         """A few training pairs as a step would be given them."""
         chosen = evenly(self.train, ASKED_AGAIN)[:ASKED_AGAIN]
         return self.answered(pair_rows([[pair] for pair in chosen], self.order.length))
+
+
+def pairs_in(ids: tuple[Any, ...]) -> int:
+    return sum(len(row) for row in ids)
+
+
+def learning_losses(losses: Sequence[float], done: int, schedule: Schedule) -> list[tuple[int, float]]:
+    """Those of steps at which the rate was up, with their steps; not of the first step of all, which is taken at the reference."""
+    return [(step, loss) for step, loss in enumerate(losses, done - len(losses))
+            if step > 0 and schedule.multiplier(step) >= LEARNING_SHARE]
 
 
 def settings_of(config: Dpo) -> PreferenceSettings:
@@ -95,25 +123,38 @@ def settings_of(config: Dpo) -> PreferenceSettings:
 
 
 def load_preferences(config: Dpo, start: StartingModel) -> PreferenceData:
-    """Who is held out is decided on prompts, before anything is rendered."""
     settings = settings_of(config)
-    said = [pair for file in config.data for pair in read_preferences(file)]
+    scored_as = f"{settings.loss} preference loss, beta {settings.beta:g}, smoothing {settings.label_smoothing:g}, gamma {settings.gamma:g}"
+    return PreferenceData(*split_pairs(config, start), start.tokenizer.digest, scored_as, settings=settings, length=config.max_length)
+
+
+def split_pairs(config: PairedOptions, start: StartingModel) -> "SplitExamples":
+    """Who is held out is decided on prompts, before anything is rendered."""
+    said = [pair for file in config.data for pair in read_preferences(file, config.limit)]
     if config.held_out_data is not None:
-        kept, apart = said, read_preferences(config.held_out_data)
-    else:
-        kept, apart = hold_out(by_prompt(said), config.held_out, config.seed)
+        return render_split(config, start, said, read_preferences(config.held_out_data), render_pairs, PackedPairs, "pair")
+    return render_split(config, start, *hold_out(by_prompt(said), config.held_out, config.seed), render_pairs, PackedPairs, "pair")
 
-    def rendered(pairs: Sequence[SaidPair]) -> tuple[list[PreferencePair], Any]:
-        return render_pairs(pairs, start.tokenizer, start.parent.stops, length=config.max_length, over=config.too_long)
 
-    (train, counted), (held_out, _) = rendered(kept), rendered(apart)
-    require_held_out(config.held_out_data or ", ".join(map(str, config.data)), len(held_out), "pair",
+class SplitExamples(NamedTuple):
+    """What is learned and what is held out, what rendering made of it, in which order it is read, and in how many steps."""
+
+    train: Sequence[Any]
+    held_out: Sequence[Any]
+    rendered: Rendered
+    order: PackedExamples
+    steps: int | None
+
+
+def render_split(config: PairedOptions, start: StartingModel, kept: Sequence[Any], apart: Sequence[Any],
+                 render: Callable[..., tuple[list[Any], Rendered]], packed: type[PackedExamples], noun: str) -> SplitExamples:
+    """Both parts as tokens of two neighbouring documents each; refused where too little is held out, or a text exceeds the context."""
+    (train, rendered), (held_out, _) = (
+        render(said, start.tokenizer, start.parent.stops, length=config.max_length, over=config.too_long) for said in (kept, apart))
+    require_held_out(config.held_out_data or ", ".join(map(str, config.data)), len(held_out), noun,
                      "raise --held-out, give --held-out-data with more of them, or raise --max-length where they were dropped as too long")
     refuse_beyond_context([side for pair in (*train, *held_out) for side in pair.sides], start.model.config)
-    order, steps = ordered(config, train, PackedPairs)
-    scored_as = f"{settings.loss} preference loss, beta {settings.beta:g}, smoothing {settings.label_smoothing:g}, gamma {settings.gamma:g}"
-    return PreferenceData(train, held_out, counted, order, steps, start.tokenizer.digest, scored_as, settings=settings,
-                          length=config.max_length)
+    return SplitExamples(train, held_out, rendered, *ordered(config, train, packed))
 
 
 def describe_pairs(config: Dpo, start: StartingModel, data: PreferenceData, lr: float, device: str) -> list[str]:
@@ -156,6 +197,12 @@ def ask_reference(data: PreferenceData, start: StartingModel, folder: Path, rows
         write_reference(where, (answers[pair.id] for pair in every), weights=start.parent.digest, data=data.digest)
         say(f"{where}: log-probabilities of {len(every):,} pairs by the parent {start.parent.digest[:12]}")
     return data.with_reference(open_reference(where, every, weights=start.parent.digest, data=data.digest))
+
+
+def score_beside_parent(data: PreferenceData, start: StartingModel, trainer: Trainer, handed: Path) -> tuple[Any, Any, Any]:
+    """On everything held out: the parent, the model as it was trained, and the bytes that were handed over."""
+    before, trained = data.score(reference_model(start), trainer.micro), data.score(trainer.model, trainer.micro)
+    return before, trained, data.score(build_model(open_artifact(handed), None).to(trainer.device), trainer.micro)
 
 
 @torch.no_grad()

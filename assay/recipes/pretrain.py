@@ -4,19 +4,21 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
 import torch
 
 from assay.data.data_ledger import check_data_ledger
+from assay.data.mixture import MixedOrder, weighted_sources, whole_shares
 from assay.data.order import Order, iterate_batches
 from assay.data.token_corpus import Corpus, assert_disjoint, open_corpus, token_budget
 from assay.errors import UsageError
 from assay.evaluation.held_out_loss import score_corpus
 from assay.guard.conclusion_checks import check_budget
 from assay.guard.corpus_checks import check_document_copies, require_held_out_documents
-from assay.guard.data_order_checks import check_epoch_order, check_same_data
+from assay.guard.data_order_checks import check_epoch_order, check_mixture, check_same_data
 from assay.guard.loss_preflight import preflight_loss, sample_rows
 from assay.guard.training_guards import check_detectors, check_initial_weights
 from assay.learn.ema import Ema
@@ -26,13 +28,14 @@ from assay.learn.optim import adamw, muon
 from assay.model.placement import place_for_training, uncompiled
 from assay.model.special_tokens import resolve_special_tokens
 from assay.model.tokenizer import Tokenizer
-from assay.model.transformer import ModelConfig, Rope, Transformer, initialised, parameter_count, qkv_rows
+from assay.model.transformer import InitialSpread, ModelConfig, Rope, Transformer, initialised, outlined, parameter_count, qkv_rows
 from assay.outcome import RunOutcome
 from assay.recipes.evaluator import EarlyStopping, HeldOutEvaluator, stopping_rule
+from assay.recipes.given_shape import GivenShape, is_given, read_shape
 from assay.recipes.hand_over import hand_over, write_down
 from assay.recipes.memory_plan import device_memory, plan_pretraining, record_use, require_fit
 from assay.recipes.options import Pretrain
-from assay.recipes.processes import follow, join_processes, moments_wait
+from assay.recipes.processes import follow, holds_outline, join_processes, moments_wait
 from assay.recipes.run import Run, TimeSpent, open_run, print_line
 from assay.recipes.size_limit import require_room, write_squeezed
 from assay.recipes.starting_model import Ancestry, WholeModel
@@ -40,7 +43,7 @@ from assay.recipes.trainer import SavePlan, Trainer
 from assay.store.ledger import Event
 from assay.store.remote import local_path
 from assay.store.saving import Lineage
-from assay.verdict import Verdict
+from assay.verdict import Outcome, Verdict
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,9 @@ class _Plan:
     steps: int | None  # None: time decides
     lr: float
     device: str
+    spread: InitialSpread
 
+AUDITED_ROWS = 4096  # of a mixture, before step 1
 PRETRAINING_EVALUATED_EVERY = 500  # steps, where no --save-steps is given
 
 
@@ -65,20 +70,61 @@ class CorpusData:
     order: Order
 
     def facts(self, step: int) -> dict[str, Any]:
+        others = {"mixed": [other.digest for other in self.others]} if self.others else {}
         return {"corpus": self.corpus.digest, "tokenizer": self.corpus.tokenizer_digest, "seed": self.order.seed,
-                "windows_read": step * self.order.rows}
+                "windows_read": step * self.order.rows} | others
+
+    def describe_mixture(self) -> list[str]:
+        if not isinstance(self.order, MixedOrder):
+            return []
+        total, order = sum(self.order.shares), self.order
+        return [f"mixture: {share / total:.1%} of the rows from {corpus.folder}, {alone.windows:,} windows"
+                for corpus, share, alone in zip(order.corpora, order.shares, order.orders, strict=True)]
+
+    @property
+    def others(self) -> tuple[Corpus, ...]:
+        return self.order.others if isinstance(self.order, MixedOrder) else ()
 
     def check_same(self, recorded: Mapping[str, Any]) -> Verdict:
-        return check_same_data(recorded["corpus"], self.corpus)
+        found = [check_same_data(recorded["corpus"], self.corpus)]
+        found += [check_same_data(digest, other) for digest, other in zip(recorded.get("mixed", []), self.others, strict=True)]
+        return next((verdict for verdict in found if verdict.outcome is Outcome.REFUTED), found[0])
 
     def audit(self) -> list[Verdict]:
-        return [check_epoch_order(self.order), check_document_copies(self.corpus)]
+        """Of a mixture the first rows are counted here, and all that were read at the end."""
+        some = max(1, min(self.order.steps, AUDITED_ROWS // self.order.rows))
+        order = check_mixture(self.order, some) if isinstance(self.order, MixedOrder) else check_epoch_order(self.order)
+        return [order, check_document_copies(self.corpus)]
 
     def times_read(self, run: Run, steps: int) -> dict[int, int]:
         """How many windows all steps so far have read how often, {times: windows}: counted from what they wrote down, and judged."""
         verdict, times = check_data_ledger(run.consumed(), self.order, steps)
-        run.judge(Event.DATA_LEDGER, [verdict])
+        mixture = [check_mixture(self.order, steps)] if isinstance(self.order, MixedOrder) and steps else []
+        run.judge(Event.DATA_LEDGER, [verdict, *mixture])
         return times
+
+    @property
+    def repeats_from(self) -> int:
+        """The step from which on windows are read again."""
+        rows = self.order.repeats_from_row if isinstance(self.order, MixedOrder) else self.order.windows
+        return rows // self.order.rows
+
+
+def corpus_order(config: Pretrain, corpus: Corpus, rows: int) -> Order:
+    """The windows of one corpus, or of several by their shares. No held-out document of --corpus may stand in another's training text."""
+    if not config.mix:
+        return Order(corpus, config.seed, rows, config.max_length, config.num_train_epochs)
+    sources = weighted_sources(config.mix, "--mix")
+    shares = [source.weight or Fraction(1) for source in sources]
+    rest = 1 - sum(shares, Fraction(0))
+    if sources[0].weight is None or rest <= 0:
+        raise UsageError(f"--mix {' '.join(config.mix)}: expected FOLDER:SHARE, with shares that add up to less than 1; the rest is "
+                         "--corpus's")
+    others = tuple(open_corpus(local_path(source.name)) for source in sources)
+    for other in others:
+        assert_disjoint(other, corpus)
+    return MixedOrder(corpus, config.seed, rows, config.max_length, config.num_train_epochs, others=others,
+                      shares=whole_shares([rest, *shares]))
 
 
 def pretrain(config: Pretrain, say: Callable[[str], None] = print_line) -> RunOutcome:
@@ -89,7 +135,7 @@ def pretrain(config: Pretrain, say: Callable[[str], None] = print_line) -> RunOu
     assert_disjoint(corpus)
     require_held_out_documents(corpus)
     plan = derived(config, corpus, world.device)
-    data = CorpusData(corpus, Order(corpus, config.seed, plan.rows, config.max_length, config.num_train_epochs))
+    data = CorpusData(corpus, corpus_order(config, corpus, plan.rows))
     data.order.require(plan.steps or 1)  # refused before anything is made, where the data does not suffice
     schedule = Schedule(Budget(plan.steps, config.minutes, config.lr_scheduler_type, config.warmup_steps, config.decay_ratio))
     every = config.save_steps or PRETRAINING_EVALUATED_EVERY
@@ -99,11 +145,12 @@ def pretrain(config: Pretrain, say: Callable[[str], None] = print_line) -> RunOu
     memory = plan_pretraining(config, plan.model, plan.device)
     if (available := device_memory(plan.device)) is not None:
         require_fit(memory, available, plan.device)
-    model = place_for_training(initialised(plan.model, config.seed), plan.device, recompute=config.gradient_checkpointing,
+    made = outlined(plan.model) if holds_outline(config) else initialised(plan.model, config.seed, plan.spread)
+    model = place_for_training(made, plan.device, recompute=config.gradient_checkpointing,
                                compile=False if config.fsdp else None)
     if world.rank > 0:
         return follow(world, model, next_token, config, partial(optimizer_for, config, plan, model), config.ema)
-    for line in describe_pretraining(config, plan, corpus, parameter_count(model)):
+    for line in (*describe_pretraining(config, plan, corpus, parameter_count(model)), *data.describe_mixture()):
         say(line)
     if config.max_bytes is not None:
         say(require_room(partial(shape, config, vocab=plan.model.vocab), config.depth, tokenizer, config.max_bytes))
@@ -117,7 +164,7 @@ def pretrain(config: Pretrain, say: Callable[[str], None] = print_line) -> RunOu
                           ema=ema,
                           saves=SavePlan(every, data.order.steps, paced=config.save_steps is None), vocab=plan.model.vocab, world=world)
         some = partial(score_corpus, corpus=corpus, rows=plan.micro, length=config.max_length, count=config.eval_documents)
-        evaluator = HeldOutEvaluator(run, some, device=plan.device, repeats_from=data.order.windows // plan.rows)
+        evaluator = HeldOutEvaluator(run, some, device=plan.device, repeats_from=data.repeats_from)
         early = EarlyStopping(run, evaluator.history, rule, every)
 
         def save(*, evaluate: bool) -> None:
@@ -135,7 +182,7 @@ def pretrain(config: Pretrain, say: Callable[[str], None] = print_line) -> RunOu
                 trainer.resume(saved, data.check_same((saved.trainer() or {})["data"]))
             evaluator.recall()
             early.judge(trainer.done)
-            run.preflight(preflight_pretrain(trainer, data))
+            run.preflight(preflight_pretrain(trainer, data, plan.spread))
             trainer.save(data.facts(trainer.done))  # where nothing is saved yet: a save is made and proven before step 1
 
             trainer.start_loop(data.facts(trainer.done), data.order.windows)
@@ -168,14 +215,15 @@ def pretrain(config: Pretrain, say: Callable[[str], None] = print_line) -> RunOu
         return RunOutcome(run.folder, verdicts, model=run.folder / "model", results={"held_out": handed.recorded.estimate})
 
 
-def preflight_pretrain(trainer: Trainer, data: CorpusData) -> list[Verdict]:
+def preflight_pretrain(trainer: Trainer, data: CorpusData, spread: InitialSpread) -> list[Verdict]:
     """The loss is the loss, every tensor is reached and held, the alarms are awake, the corpus is read as planned."""
     batch = trainer.first_micro_batch(data.order.batch(0))
     found = trainer.gradients(batch)
     with uncompiled():
         return [check_detectors(), *preflight_loss(trainer.model, trainer.objective, sample_rows(batch), trainer.accumulate_alone),
                 *trainer.check_precision(batch, found), *trainer.check_reach(found),
-                *([] if trainer.done else [check_initial_weights(dict(trainer.model.named_parameters()), trainer.model.config.depth)]),
+                *([] if trainer.done else [check_initial_weights(dict(trainer.model.named_parameters()), trainer.model.config.depth,
+                                                                 spread.wide, divided=spread.divided)]),
                 *data.audit(), *trainer.check_world(data.order.batch(0))]  # last: with --fsdp nobody holds the whole model afterwards
 
 
@@ -193,9 +241,19 @@ def derived(config: Pretrain, corpus: Corpus, device: str) -> _Plan:
                          "at least 1, a length of at least 8 and a batch of at least one row")
     rows = config.batch_tokens // config.max_length
     steps = None if config.tokens is None else max(1, math.ceil(config.tokens / (rows * config.max_length)))
-    vocab = padded_vocab(Tokenizer.from_folder(corpus.folder))
     micro = max(1, min(rows, config.micro_batch_tokens // config.max_length))
-    return _Plan(shape(config, config.depth, vocab), rows, micro, steps, config.matrices().learning_rate, device)
+    chosen = chosen_shape(config, Tokenizer.from_folder(corpus.folder))
+    return _Plan(chosen.model, rows, micro, steps, config.matrices().learning_rate, device, chosen.spread)
+
+
+def chosen_shape(config: Pretrain, tokenizer: Tokenizer) -> GivenShape:
+    """What --depth makes, or what a config.json says."""
+    if not is_given(config.shape):
+        return GivenShape(shape(config, config.depth, padded_vocab(tokenizer)), InitialSpread())
+    if config.max_bytes is not None or config.value_residual or config.attention_gate:
+        raise UsageError(f"--shape {config.shape}: --max-bytes, --value-residual and --attention-gate belong to the shapes that --depth "
+                         "makes; leave them out")
+    return read_shape(config.shape, vocab=tokenizer.size, length=config.max_length)
 
 
 def padded_vocab(tokenizer: Tokenizer) -> int:

@@ -12,13 +12,13 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from assay.data.batch import Batch
 from assay.errors import GuardStop, UsageError
 from assay.generate.sampler_weights import tensor_checksums
 from assay.guard.loss_preflight import loss_gradients
-from assay.guard.training_guards import check_replicas, parameter_digests
+from assay.guard.training_guards import check_replicas
 from assay.learn import loop
 from assay.learn.cuda_graph import GraphedAccumulate
 from assay.learn.ema import Ema
@@ -41,7 +41,7 @@ def join_processes(config: Trained | Pretrain, say: Callable[[str], None], *,
     """This run's processes, and who speaks: the first alone. `shardable` are the recipes whose steps FSDP computes."""
     if config.fsdp and not shardable:
         raise UsageError(f"--fsdp: assay {type(config).__name__.lower()} keeps the whole model in every process; leave --fsdp out and "
-                         "give --shards for several processes. assay pretrain and assay sft shard their parameters")
+                         "give --shards for several processes. assay pretrain, sft, distill, dpo, kto and grpo shard their parameters")
     if config.fsdp and config.shards > 1:
         raise UsageError(f"--fsdp and --shards {config.shards}: with FSDP the processes are the shards; give one of them")
     if config.fsdp and isinstance(config, Trained) and (config.optim == "adamw_8bit" or config.base_dtype is not None):
@@ -82,8 +82,16 @@ def sharded_model(config: Trained | Pretrain, world: World | None, model: Transf
 
 
 def moments_wait(config: Trained | Pretrain) -> str | None:
-    """Where moments lie before step 1: on the CPU where they are to be sharded, so that no GPU ever holds them whole."""
+    """Where moments lie before step 1: on the CPU where they are to be sharded, so that no GPU ever holds them whole; nowhere in a process
+    that is sent its part."""
+    if holds_outline(config):
+        return "meta"
     return "cpu" if config.fsdp and int(os.environ.get("WORLD_SIZE", "1")) > 1 else None
+
+
+def holds_outline(config: Trained | Pretrain) -> bool:
+    """Every process but the first, with --fsdp: it needs shapes, and is sent its rows of every tensor."""
+    return config.fsdp and int(os.environ.get("WORLD_SIZE", "1")) > 1 and int(os.environ.get("RANK", "0")) > 0
 
 
 def follow(world: World, model: Transformer, objective: Objective, config: Trained | Pretrain,
@@ -95,7 +103,7 @@ def follow(world: World, model: Transformer, objective: Objective, config: Train
             assert sharded is not None, "a process that follows is one of several"
             sharded.answer_calls()
         else:
-            answer_calls(world, accumulate_on(world.device), model, objective, parameter_digests)
+            answer_calls(world, accumulate_on(world.device), model, objective, replica_checksums)
     return RunOutcome(Path(config.out), followed=True)
 
 
@@ -103,7 +111,12 @@ def check_processes(accumulate: Accumulate) -> list[Verdict]:
     """Whether all processes hold the same tensors, those that are frozen too; nothing where there is one process."""
     if not isinstance(accumulate, ParallelAccumulate) or accumulate.world.size == 1:
         return []
-    return [check_replicas(replica_digests(accumulate.world, accumulate.model, parameter_digests))]
+    return [check_replicas(replica_digests(accumulate.world, accumulate.model, replica_checksums))]
+
+
+def replica_checksums(model: nn.Module) -> dict[str, str]:
+    """Of every bit of every tensor, made where it lies: cheap enough to ask for between steps."""
+    return {name: f"{total:x}" for name, total in tensor_checksums(dict(model.named_parameters())).items()}
 
 
 def check_world_parity(accumulate: Accumulate, batch: Batch, micro: int) -> list[Verdict]:
@@ -144,6 +157,19 @@ def check_parts(sharded: ShardedModel) -> Verdict:
         return refuted("sharded", f"{len(wrong)} of {count} tensors are not what was cut into parts: {', '.join(wrong[:3])}", tensors=wrong)
     return proven("sharded", f"{count} tensors (weights, moments, average) lie in parts with {sharded.world.size} processes, and are "
                              "together what they were, bit for bit", tensors=count)
+
+
+def check_gathered(sharded: ShardedModel | None) -> list[Verdict]:
+    """Whether what process 0 samples from is what all processes train; nothing where it samples from the trainer's own tensors."""
+    if sharded is None:
+        return []
+    trained = sum(part.requires_grad for part in sharded.parts.values())
+    if wrong := sharded.unlike_gathered():
+        return [refuted("gathered", f"{len(wrong)} of {trained} trained tensors that process 0 samples from are not what the processes "
+                                    f"hold now: {', '.join(wrong[:3])}; it sampled from an older policy, or rows were lost on their way",
+                        tensors=wrong)]
+    return [proven("gathered", f"all {trained} trained tensors that process 0 samples from are what {sharded.world.size} processes hold, "
+                               "bit for bit", tensors=trained)]
 
 
 def check_ranks(said: Sequence[Mapping[str, Any]], frozen: Sequence[Mapping[str, int]], taken: int) -> list[Verdict]:

@@ -96,6 +96,10 @@ class PromptEvaluator:
         """What the sampler's weights, as they were loaded, answer. The draws have the same addresses each time."""
         return self.rewards.answer(sampler, prompts, self.sampling, self.samples)
 
+    def scores_at(self, step: int) -> NDArray[np.float64]:
+        """Of each prompt, as it was evaluated then."""
+        return -self.history.at(step)
+
     def best_step(self) -> int:
         """The highest mean among those that have learned: kept while the run goes on, and not yet said to be better than the others."""
         history = self.history
@@ -106,7 +110,7 @@ class PromptEvaluator:
         last, best, looks = self.history.steps[-1], self.best_step(), len(self.history.steps) - 1
         if best == last:
             return last, "the last evaluation has the highest mean"
-        effect = paired_effect(-self.history.at(best), -self.history.at(last))
+        effect = paired_effect(self.scores_at(best), self.scores_at(last))
         p = min(1.0, effect.p * max(1, looks - 1))
         words = (f"step {best} scored {effect.mean:.4f} more than the last, step {last}, on {effect.n} prompts (p = {p:.2g}, as the "
                  f"highest of {looks})")

@@ -15,6 +15,7 @@ import numpy as np
 from assay.data.chat import text_prefix_ids
 from assay.data.data_files import read_rows
 from assay.data.data_ledger import ids_digest
+from assay.data.hub_datasets import local_data
 from assay.data.layouts import Conversation, content_of, read_conversations
 from assay.data.order import permuted_places
 from assay.data.packing import hold_out
@@ -41,11 +42,11 @@ class Prompt:
         return content_of(self.id)
 
 
-def read_prompts(file: str, tokenizer: Tokenizer, gsm8k: Any = "plain") -> list[Prompt]:
+def read_prompts(file: str, tokenizer: Tokenizer, gsm8k: Any = "plain", limit: int | None = None) -> list[Prompt]:
     """A file's rows as what a sampler is given: up to the generation prompt, answers left away."""
-    conversations, begin = read_conversations(file, gsm8k=gsm8k).rows, text_prefix_ids(tokenizer)
+    conversations, begin = read_conversations(file, gsm8k=gsm8k, limit=limit).rows, text_prefix_ids(tokenizer)
     prompts = []
-    for said, row in zip(conversations, read_rows(file), strict=True):
+    for said, row in zip(conversations, read_rows(local_data(file), limit=limit), strict=True):
         templated = bool(said.messages) and tokenizer.template is not None
         text = tokenizer.render(asked(said), tools=said.tools, add_generation_prompt=True) if templated else plain_prompt(said)
         ids = tokenizer.encode(text)
@@ -171,10 +172,10 @@ class PromptData:
 
 def split_prompts(config: Grpo, start: StartingModel) -> PromptData:
     """Who is held out is decided by what the prompts say, before any is dropped for its length."""
-    def read(file: str) -> list[Prompt]:
-        return read_prompts(file, start.tokenizer, config.gsm8k)
+    def read(file: str, limit: int | None = None) -> list[Prompt]:
+        return read_prompts(file, start.tokenizer, config.gsm8k, limit)
 
-    said = [prompt for file in config.data for prompt in read(file)]
+    said = [prompt for file in config.data for prompt in read(file, config.limit)]
     kept, apart = (said, read(config.held_out_data)) if config.held_out_data else hold_out(said, config.held_out, config.seed)
     room = start.model.config.max_length - config.max_completion_length
     longest = min(room, config.max_prompt_length or room)

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,10 @@ from assay.data.batch import Batch
 from assay.errors import GuardStop
 from assay.generate.sampler_weights import fingerprint
 from assay.guard.proof import prove_checkpoint
+from assay.learn.advantage import kl_shift
+from assay.learn.policy import Surrogate
 from assay.model.placement import place_for_training
+from assay.recipes.grpo_options import Grpo
 from assay.recipes.rollout_batch import Layout, batch_logprobs, quickest_score
 from assay.recipes.run import Run
 from assay.recipes.starting_model import TrainedWeights
@@ -30,11 +34,14 @@ class Reference:
     come to hold, is not retired.
     """
 
-    def __init__(self, weights: TrainedWeights, run: Run, layout: Layout, *, window: int, every: int):
+    def __init__(self, weights: TrainedWeights, run: Run, layout: Layout, *, window: int, every: int, device: str | None = None):
         self.run, self.layout, self.window, self.every = run, layout, window, every
-        frozen = {id(parameter): parameter for parameter in weights.model.parameters() if not parameter.requires_grad}
+        there = weights.model.embed.weight.device
+        device = device or str(there)
+        shared = torch.device(device).type == there.type  # what lies elsewhere is copied
+        frozen = {id(parameter): parameter for parameter in weights.model.parameters() if shared and not parameter.requires_grad}
         self.model = copy.deepcopy(weights.model, frozen).requires_grad_(False)
-        place_for_training(self.model, str(weights.model.embed.weight.device))
+        place_for_training(self.model, device)
         self._score = quickest_score(self.model, layout)
         self.weights = copy.copy(weights)
         self.weights.model = self.model
@@ -93,6 +100,19 @@ class Reference:
     def used(self) -> str:
         """What is in memory now, to be compared with what was recorded when it was loaded."""
         return fingerprint(self.model)
+
+
+def with_reference(batch: Batch, reference: Reference | None, asked: Surrogate, config: Grpo) -> Batch:
+    """The batch with what the reference says of its tokens, and where the KL is to shift the advantages, with those shifted."""
+    if reference is None:
+        return batch
+    of_reference = reference.logprobs(batch, asked.temperature, entropy=asked.wants_entropy)
+    batch = replace(batch, reference=of_reference)
+    if config.kl_estimator != "shift":
+        return batch
+    assert batch.behaviour is not None
+    assert batch.advantage is not None
+    return replace(batch, advantage=batch.advantage + kl_shift(batch.behaviour, of_reference, batch.weight, config.beta))
 
 
 def check_pinned(reference: Reference, step: int) -> Verdict:

@@ -4,7 +4,7 @@ Shapes: P prompts, G completions of each, N = P · G completions.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -37,17 +37,18 @@ from assay.guard.rollout_checks import (
     rollout_metrics,
     rollout_warnings,
 )
-from assay.learn.advantage import Advantages, estimated_advantages, kl_shift, refill, untruncated
+from assay.learn.advantage import Advantages, estimated_advantages, refill, untruncated
+from assay.learn.importance import ImportanceWeights
 from assay.learn.loop import Step
 from assay.learn.objectives import Objective
-from assay.learn.policy import Surrogate
+from assay.learn.policy import Surrogate, token_logprobs
 from assay.model.placement import uncompiled
 from assay.model.special_tokens import SpecialTokens
 from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import Transformer
 from assay.recipes.grpo_options import Grpo
 from assay.recipes.prompts import Prompt, PromptData
-from assay.recipes.reference import Reference
+from assay.recipes.reference import Reference, with_reference
 from assay.recipes.rewards import Group, Rewards, component_metrics, penalise_overlong, reading_metrics, score_by_rules
 from assay.recipes.rollout_batch import Drawn, Layout, batch_logprobs, batch_of, of_completions, quickest_score
 from assay.recipes.run import Run, append_json_rows, plain, rewrite_json_rows
@@ -69,15 +70,17 @@ class Sampler:
     """
 
     def __init__(self, model: Transformer, tokenizer: Tokenizer | None, stops: SpecialTokens, *, slots: int, length: int,
-                 device: str | None = None, lags: bool = False):
-        self.model, self.fingerprint = model, fingerprint(model)
+                 device: str | None = None, gather: Callable[[], None] | None = None, lags: bool = False):
+        self.model, self.fingerprint, self.gather = model, fingerprint(model), gather
         self.version = version_name(0, self.fingerprint)
         length = min(length, model.config.max_length)
         self.engine = Engine(model, slots=fitting_slots(model, slots, length, device), length=length, stop_ids=stops.stop_ids,
                              version=self.version, tokenizer=tokenizer, device=device, lags=lags)
 
     def load(self, updates: int) -> str:
-        """The weights as they are now, after so many updates."""
+        """The weights as they are now, after so many updates. Where they lie with several processes they are gathered first."""
+        if self.gather is not None:
+            self.gather()
         self.fingerprint = fingerprint(self.model)
         self.version = version_name(updates, self.fingerprint)
         self.engine.load(self.version)
@@ -90,6 +93,24 @@ class Sampler:
         ended = {(tickets[progress.ticket], progress.member): progress.completion for progress in self.engine.drain()}
         return [[completion for member in range(group) if (completion := ended[place, member]) is not None]
                 for place in range(len(prompts))]
+
+    # What a sampler elsewhere (remote_sampler.py) has more to say of, and do with.
+
+    importance: ImportanceWeights | None = None
+
+    def verdicts(self) -> list[Verdict]:
+        return []
+
+    def identity_floor(self, own: LogprobFloor) -> LogprobFloor:
+        """How far what it draws may be from the trainer."""
+        return own
+
+    def corrected(self, batch: Batch, trainer_logprobs: Callable[[Batch], Tensor]) -> Batch:
+        """A rollout's rows, weighed where the trainer would have drawn them otherwise."""
+        return batch
+
+    def metrics(self) -> dict[str, float]:
+        return {}
 
 
 @dataclass(frozen=True)
@@ -106,6 +127,7 @@ class Rollout:
     batch: Batch
     drawn_at: int  # updates that the weights had seen that drew it; `step`, unless it was drawn ahead
     importance_BT: Tensor | None = None  # weights of its tokens, where it was
+    weighed: bool = False  # a server drew it: the rows have the trainer's log-probabilities, and advantages with importance weights
 
     @property
     def drawn(self) -> Drawn:
@@ -117,10 +139,17 @@ class Rollout:
         return [list(group.completions) for group in self.everything], [list(group.rewards) for group in self.everything]
 
     def witness_facts(self) -> list[dict[str, Any]]:
-        """What the witness is shown of a step: prompts, completions with the log-probabilities that they were drawn with, and rewards."""
+        """What the witness is shown of a step: prompts, completions with the log-probabilities that they were drawn with, and rewards.
+        Of weighed ones the ratio is to the trainer's log-probabilities, and the server's stand beside them."""
+        drawn, assumed = self.drawn, list[list[float]]()
+        if self.weighed:
+            assert self.rows.behaviour is not None
+            assumed = of_completions(self.rows.behaviour, self.rows, [prompt.ids for prompt, _ in drawn])
+        facts = iter([{"logprobs": assumed[row], "sampler_logprobs": list(said.logprobs)} if self.weighed else
+                      {"logprobs": list(said.logprobs)} for row, (_, said) in enumerate(drawn)])
         return [{"prompt": group.prompt.id, "ids": list(group.prompt.ids), "rewards": list(group.rewards),
-                 "completions": [{"ids": list(said.ids), "logprobs": list(said.logprobs), "ended": said.ended}
-                                 for said in group.completions]} for group in self.groups]
+                 "completions": [{"ids": list(said.ids), **next(facts), "ended": said.ended} for said in group.completions]}
+                for group in self.groups]
 
 
 def completions_of(groups: Sequence[Group]) -> Drawn:
@@ -186,7 +215,7 @@ class RolloutCollector:
         self.cap = config.max_completion_length  # tokens that are sampled of one prompt
         self.file = run.folder / "samples.jsonl"
         self.waiting: list[str] = []
-        self._score = quickest_score(self.model, layout)
+        self._score = token_logprobs if config.fsdp else quickest_score(self.model, layout)
         self.train_ids = [prompt.id for prompt in prompts.train]
         self.held_out = frozenset(said for prompt in prompts.held_out for said in (prompt.content, prompt.text))
         self.fingerprints: dict[int, str] = {}  # of the policy after so many updates, as far as this sitting saw it
@@ -217,8 +246,9 @@ class RolloutCollector:
         advantages = self._advantages(groups)
         counted_N = counted_completions(groups, advantages, mask_truncated=self.config.mask_truncated_completions,
                                         cap=self.config.max_completion_length)
-        rows = self._rows(groups, advantages, counted_N, reference)
-        return Rollout(step, updates, groups, everything, advantages, counted_N, rows, self.layout.packed(rows).batch, drawn_at)
+        rows = self.sampler.corrected(self._rows(groups, advantages, counted_N, reference), self._trainer_logprobs)
+        return Rollout(step, updates, groups, everything, advantages, counted_N, rows, self.layout.packed(rows).batch, drawn_at,
+                       weighed=self.sampler.importance is not None)
 
     def _left(self, reference: Reference, policy: str) -> bool:
         """Whether the policy has moved from what its reference should be: by its own record, and by the reference's where it has none."""
@@ -281,15 +311,7 @@ class RolloutCollector:
     def _rows(self, groups: Sequence[Group], advantages: Advantages, counted_N: Sequence[bool], reference: Reference | None) -> Batch:
         batch = batch_of(completions_of(groups), advantages.values_PG.flatten().tolist(), counted_N, self.config.normalisation,
                          cap=self.config.max_completion_length)
-        if reference is None:
-            return batch
-        of_reference = reference.logprobs(batch, self.asked.temperature, entropy=self.asked.wants_entropy)
-        batch = replace(batch, reference=of_reference)
-        if self.config.kl_estimator != "shift":
-            return batch
-        assert batch.behaviour is not None
-        assert batch.advantage is not None
-        return replace(batch, advantage=batch.advantage + kl_shift(batch.behaviour, of_reference, batch.weight, self.config.beta))
+        return with_reference(batch, reference, self.asked, self.config)
 
     # ---------------------------------------------------------------- what is said of it
 
@@ -297,12 +319,12 @@ class RolloutCollector:
         """It came from the weights as they are, with the probabilities that the trainer gives; its advantages are what was asked for."""
         drawn, config, everything = rollout.drawn, self.config, rollout.everything
         fresh, versions = rollout.drawn_at == rollout.step, [version for version, _ in self.versions(rollout)]
-        policy = fingerprint(self.model) if fresh else self.fingerprints[rollout.drawn_at]
-        of_draws = self._check_fresh(rollout, floor) if fresh else []  # what was drawn ahead was looked at with the weights that drew it
+        policy = fingerprint(self.sampler.model) if fresh else self.fingerprints[rollout.drawn_at]
+        of_draws = self._check_fresh(rollout, self.sampler.identity_floor(floor)) if fresh else []  # else looked at when it was drawn
         return [check_version(versions, version_name(rollout.drawn_at, policy)),
                 check_sampled_ids(rollout.batch, [prompt.ids for prompt, _ in drawn], [completion.ids for _, completion in drawn],
                           stop_ids=self.sampler.engine.stop_ids, cap=config.max_completion_length),
-                *of_draws,
+                *of_draws, *self.sampler.verdicts(),
                 check_planned_prompts(self.due_prompts(rollout), self.train_ids, seed=config.seed,
                                       rollout=rollout.step // config.num_iterations),
                 check_none_held_out({group.prompt.id: (group.prompt.content, group.prompt.text) for group in everything}, self.held_out),
@@ -315,7 +337,7 @@ class RolloutCollector:
 
     def _check_fresh(self, rollout: Rollout, floor: LogprobFloor) -> list[Verdict]:
         part, chosen = self._compared(rollout.drawn, rollout.rows)
-        trainer = batch_logprobs(self.model, part, self.asked.temperature, self.layout, entropy=self.asked.wants_entropy, score=self._score)
+        trainer = self._trainer_logprobs(part)
         return self._check_draws(rollout.everything, chosen, of_completions(trainer, part, [prompt.ids for prompt, _ in chosen]),
                                  self.model, floor)
 
@@ -379,6 +401,9 @@ class RolloutCollector:
             verdicts.append(check_reference_again(first, second, floor))
         return verdicts
 
+    def _trainer_logprobs(self, batch: Batch) -> Tensor:
+        return batch_logprobs(self.model, batch, self.asked.temperature, self.layout, entropy=self.asked.wants_entropy, score=self._score)
+
     def _compared(self, drawn: Drawn, batch: Batch) -> tuple[Batch, Drawn]:
         """Some completions, spread over the rollout, as rows and as they were drawn."""
         chosen = sorted({round(place * (len(drawn) - 1) / (COMPARED - 1)) for place in range(COMPARED)})
@@ -389,7 +414,7 @@ class RolloutCollector:
         """Asked for while a GPU is learning from it, it costs no time."""
         groups, judge = rollout.everything, self.rewards.judge
         found = rollout_metrics([group.completions for group in groups], [group.rewards for group in groups], self._advantages(groups))
-        found |= component_metrics(groups) | self.rewards.noise_metrics(groups)
+        found |= component_metrics(groups) | self.rewards.noise_metrics(groups) | self.sampler.metrics()
         for reward in (reward for reward in self.rewards.rules if reward.name == "answer" and reward.file is None):
             found |= reading_metrics(groups, reward.options.get("form", "any"))
         return found if judge is None else found | {f"judge/{name}": value for name, value in judge.rollout.counts().items()}
@@ -420,8 +445,8 @@ class RolloutCollector:
 
 
     def preflight(self, objective: Objective, batch: Batch) -> list[Verdict]:
-        """Nothing beyond what is asked of every policy: what is inserted here is the prompt alone."""
-        return []
+        """Nothing beyond what is asked of every policy, and of a sampler elsewhere: what is inserted here is the prompt alone."""
+        return self.sampler.verdicts()
 
 
 def address(step: int) -> tuple[str | int, ...]:

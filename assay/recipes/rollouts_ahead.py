@@ -20,7 +20,7 @@ import torch
 from assay.generate.sampler_weights import fingerprint
 from assay.guard.policy_identity import LogprobFloor
 from assay.guard.staleness_checks import check_importance, check_in_flight, check_staleness, check_waiting, updates_behind
-from assay.learn.importance import effective_share, importance_weighted, truncated_weights
+from assay.learn.stale_weights import effective_share, importance_weighted, truncated_weights
 from assay.model.placement import uncompiled
 from assay.recipes.drawn_records import drawn_json, read_drawn
 from assay.recipes.grpo_options import Grpo
@@ -60,8 +60,8 @@ class RolloutsAhead(AbstractContextManager["RolloutsAhead"]):
         self._told = False  # the first verdicts of a sitting on a rollout that was drawn ahead are written down
         self._thread = ThreadPoolExecutor(1, "rollouts")
         self._under_way: tuple[int, int, str, LogprobFloor, Future[Any]] | None = None
-        device = collector.sampler.engine.weights.device
-        self._stream = torch.cuda.Stream(device) if self.on and device.type == "cuda" else None
+        device = collector.sampler.engine.weights.device if self.on else torch.device("cpu")
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def __exit__(self, *_: object) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)

@@ -9,6 +9,7 @@ import itertools
 import json
 import math
 import os
+import resource
 import signal
 import threading
 import time
@@ -18,12 +19,15 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
+
 from assay.errors import ArtifactError, AssayError, GuardStop, UsageError
 from assay.guard.proof import Prover
 from assay.guard.proof_subject import DEFAULT_SAMPLING, ProofSampling
 from assay.guard.proving_process import PROVING_PROCESSES
 from assay.guard.resume_checks import check_kept_checkpoints, check_newest_checkpoint, check_own_checkpoint
 from assay.guard.training_guards import stop_if_refuted
+from assay.recipes.child_runs import signals_handled
 from assay.recipes.remote_run import RemoteRun, restore_run
 from assay.recipes.save_pace import LITTLE
 from assay.recipes.witness_records import pending_records
@@ -41,9 +45,12 @@ FEW = 3  # checkpoints: the first and the last come anyway
 WRITTEN_EVERY = 50  # judgements of a step or rollout between two that are written down while they prove
 _SHOWN = 4  # options that differ, where a folder holds another run
 # How long to go on, and where, may change between sittings; what is learned, and from what, may not.
-FREE = {"minutes", "tokens", "device", "gpus", "process_timeout", "replay_steps", "out", "remote", "json", "resume", "probe_samples",
-        "witness", "early_stopping_patience", "early_stopping_threshold"}
+FREE = {"minutes", "tokens", "device", "gpus", "process_timeout", "replay_steps", "replica_steps", "out", "remote", "json", "resume",
+        "probe_samples", "witness", "early_stopping_patience", "early_stopping_threshold", "track", "quiet"}
 PARTS = ("open", "compile", "preflight", "steps", "evaluation", "saving", "proving", "hand-over")  # of a run's wall time
+
+
+CHECKS = ("preflight", "evaluation", "saving", "proving")  # those in which nothing is learned
 
 
 class TimeSpent:
@@ -76,6 +83,11 @@ class TimeSpent:
         self._settle()
         named = [*PARTS, *(name for name in self.seconds if name not in PARTS)]
         return {name: round(self.seconds[name], 3) for name in named if name in self.seconds}
+
+    def checks_words(self) -> str:
+        """Of all the seconds until now, those in which a check, a save or a proof was waited for."""
+        spent = self.so_far()
+        return f"checks {sum(spent.get(name, 0.0) for name in CHECKS) / max(sum(spent.values()), 1e-9):.0%}"
 
     def sentence(self) -> str:
         spent = self.so_far()
@@ -134,7 +146,8 @@ class Run:
         self.checkpoints = folder / "checkpoints"
         self.interrupted: int | None = None
         self.going_on_from = 0
-        self._told = 0.0
+        self._told = 0.0  # when progress was told last
+        self._paced: tuple[int, float] | None = None  # the first step of this sitting that was told, and when
         self.needed: set[str] = set()  # digests that retention may not delete
         self._saved: list[Checkpoint] = []  # beside the loop, and not yet written down
         self._retired: list[Path] = []  # likewise
@@ -381,10 +394,14 @@ class Run:
             self.log(Event.REMOTE, verdicts=[verdict.to_json()])
 
     def progress(self, done: int, of: int | None, what: str, seconds: float) -> None:
-        """A line every few seconds."""
-        if time.monotonic() - self._told >= TELL_EVERY or done == of:
-            self._told = time.monotonic()
-            self.say(f"step {done}{f' of {of}' if of else ''}  {what}  {seconds:.0f} s")
+        """A line every few seconds: how far it is, how fast, how long it will take, in how much memory, and what its checks cost."""
+        now = time.monotonic()
+        first, began = self._paced = self._paced or (done, now)
+        if now - self._told >= TELL_EVERY or done == of:
+            self._told = now
+            pace = pace_words(done - first, now - began, None if of is None else of - done) if done > first else []
+            words = [f"step {done}{f' of {of}' if of else ''}", what, f"{seconds:.0f} s", *pace, memory_words(), self.spent.checks_words()]
+            self.say("  ".join(words))
 
     @contextlib.contextmanager
     def sitting(self) -> Iterator[None]:
@@ -442,12 +459,8 @@ class Run:
             with contextlib.suppress(RuntimeError):  # it came in the middle of a line: Python cannot print another one there
                 self.say(f"{signal.Signals(number).name}: saving, then stopping (again to stop at once)")
 
-        before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
+        with signals_handled(note):
             yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
 
 @contextlib.contextmanager
@@ -460,6 +473,27 @@ def open_run(config: Any, say: Callable[[str], None], device: str, spent: TimeSp
     run = Run(folder, config, say=say, probing=ProofSampling(config.probe_samples, device), spent=spent, remote=remote)
     with run.sitting():
         yield run
+
+
+def pace_words(steps: int, seconds: float, left: int | None) -> list[str]:
+    """Steps a second, and how long the rest takes at that rate."""
+    rate = steps / max(seconds, 1e-9)
+    return [f"{rate:.3g} steps/s"] + ([f"{duration(left / rate)} left"] if left else [])
+
+
+def duration(seconds: float) -> str:
+    """12 s, 3:05 min, 2:14 h."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    high, low, unit = (*divmod(round(seconds), 60), "min") if seconds < 6000 else (*divmod(round(seconds / 60), 60), "h")
+    return f"{high}:{low:02d} {unit}"
+
+
+def memory_words() -> str:
+    """The most that this process has taken, of its GPU where it has one."""
+    if torch.cuda.is_initialized():
+        return f"{torch.cuda.max_memory_allocated() / (1 << 30):.1f} GiB of GPU"
+    return f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20):.1f} GiB"
 
 
 def print_line(text: str) -> None:

@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -22,6 +21,7 @@ from types import FrameType
 from typing import Any
 
 from assay.errors import GuardStop, UsageError
+from assay.recipes.child_runs import pass_on_output, signals_handled
 from assay.recipes.run import plain
 from assay.statistics.estimate import Estimate
 from assay.statistics.seed_stability import NOISE_OF_A_LOSS, Curves, SeedsVerdict, collapse_bound, stability
@@ -213,7 +213,8 @@ class Processes:
         environment = os.environ | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})
         self.say(f"seed {seed}: begins{'' if gpu is None else f' on GPU {gpu}'}, log in {log}")
         with self._begun(command, environment) as process:
-            tail = self._heard(seed, process, log)
+            assert process.stdout is not None
+            tail = pass_on_output(process.stdout, log, lambda line: self.say(f"seed {seed}: {line}"))
             code = process.wait()
         return Ending(code, ending_in_words(code, tail))
 
@@ -235,21 +236,6 @@ class Processes:
                 process.terminate()
                 process.communicate()
 
-    def _heard(self, seed: int, process: subprocess.Popen[str], log: Path) -> list[str]:
-        """What it says until its end, written down and passed on; its last lines come back."""
-        tail: deque[str] = deque(maxlen=50)
-        assert process.stdout is not None
-        with durable.as_store_error(log):
-            file = log.open("a")
-        with file:
-            for line in process.stdout:
-                with durable.as_store_error(log):
-                    file.write(line)
-                    file.flush()
-                tail.append(line.rstrip("\n"))
-                self.say(f"seed {seed}: {tail[-1]}")
-        return list(tail)
-
     @contextlib.contextmanager
     def forwarding_signals(self) -> Iterator[None]:
         def forward(number: int, _: FrameType | None) -> None:
@@ -258,12 +244,8 @@ class Processes:
                 for process in self._live:
                     process.send_signal(number)
 
-        before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
+        with signals_handled(forward):
             yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
 
 def ending_in_words(code: int, tail: list[str]) -> str:

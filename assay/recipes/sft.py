@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -21,14 +22,16 @@ from assay.learn.optim import adamw
 from assay.model.placement import place_for_inference, uncompiled
 from assay.outcome import RunOutcome
 from assay.recipes.conversations import Conversations, describe_tuning, evaluated_every, load_conversations, refuse_nonsense
+from assay.recipes.evaluated_saves import EvaluatedSaves
 from assay.recipes.evaluator import EarlyStopping, HeldOutEvaluator, stopping_rule
-from assay.recipes.hand_over import SAME_LOSS, HandedOver, hand_over, void_if_refuted, write_down
+from assay.recipes.hand_over import SAME_LOSS, HandedOver, conclude_hand_over, hand_over, void_if_refuted
 from assay.recipes.memory_plan import record_use
 from assay.recipes.options import Sft, Trained, Tuned
 from assay.recipes.processes import follow, join_processes, moments_wait
 from assay.recipes.run import Run, TimeSpent, open_run, print_line
 from assay.recipes.starting_model import AdapterModel, StartingModel, carry_moments, load_start, reopen_beside
 from assay.recipes.trainer import SavePlan, Trainer
+from assay.statistics.early_stopping import StoppingRule
 from assay.store.artifact import Artifact, build_model
 from assay.store.checkpoint import open_checkpoint
 from assay.store.ledger import Event
@@ -47,41 +50,24 @@ def sft(config: Sft, say: Callable[[str], None] = print_line) -> RunOutcome:
     if world.rank > 0:
         return follow(world, start.model, next_token, config, partial(tuning_optimizer, config, start))
     data = load_conversations(config, start)
-    schedule, every, micro = tuning_schedule(config, data), evaluated_every(config.save_steps), micro_rows(config, data)
-    rule = stopping_rule(config.early_stopping_patience, config.early_stopping_threshold, schedule=config.lr_scheduler_type,
-                         steps=data.steps, every=every)
-    optimizer = tuning_optimizer(config, start)
+    plan, optimizer = tuning_plan(config, data), tuning_optimizer(config, start)
     for line in describe_tuning(config, start, data, optimizer.param_groups[0]["lr"], device):
         say(line)
     with world, open_run(config, say, device, spent) as run:
-        trainer = Trainer(run, start.weights, optimizer, next_token, schedule, micro=micro, clip=config.max_grad_norm, order=data.order,
-                          saves=SavePlan(every, data.last_step, config.save_minutes, paced=config.save_steps is None),
-                          steps_before=start.steps_before, world=world)
-        watched = data.held_out_batches(micro, config.eval_examples)
-        evaluator = HeldOutEvaluator(run, partial(score_examples, batches=watched, rows=micro), device=device,
+        trainer = Trainer(run, start.weights, optimizer, next_token, plan.schedule, micro=plan.micro, clip=config.max_grad_norm,
+                          order=data.order, saves=plan.saves, steps_before=start.steps_before, world=world)
+        watched = data.held_out_batches(plan.micro, config.eval_examples)
+        evaluator = HeldOutEvaluator(run, partial(score_examples, batches=watched, rows=plan.micro), device=device,
                                      repeats_from=data.repeats_from)
-        early = EarlyStopping(run, evaluator.history, rule, every)
-
-        def save(*, evaluate: bool) -> None:
-            """What is saved is what was evaluated. What moved and what did not is accounted for first."""
-            trainer.account()
-            if evaluate:
-                evaluator.evaluate(trainer.model, trainer.done, trainer.new_losses())
-            trainer.save(data.facts(trainer.done), best=evaluator.best_checkpoint())
-            if evaluate:
-                early.judge(trainer.done)
+        early = EarlyStopping(run, evaluator.history, plan.rule, plan.every)
+        saves = EvaluatedSaves(trainer, data, evaluator, early)
 
         with run.interruptible():
-            if (saved := run.newest()) is not None:
-                trainer.resume(saved, data.check_same((saved.trainer() or {})["data"]))
-            evaluator.recall()
-            early.judge(trainer.done)
+            saves.resume()
             reopened = reopen_beside(start) if trainer.done == 0 else None
             run.preflight([*preflight_sft(trainer, data, start), *check_asked_scale(config, start)])
-            trainer.save(data.facts(trainer.done))  # where nothing is saved yet: a save is made and proven before step 1
+            saves.save_start()
             if reopened is not None:
-                if not evaluator.history.steps:
-                    evaluator.evaluate(trainer.model, 0, [])
                 trainer.watch.parent_loss = parent_loss(reopened(), next_token, data.batch(0), trainer)
                 if config.from_ is not None:
                     run.judge(Event.FORK, [check_forked_loss(local_path(config.from_), data, evaluator, trainer)])
@@ -93,35 +79,41 @@ def sft(config: Sft, say: Callable[[str], None] = print_line) -> RunOutcome:
                     data.judge_step(run, step)
                     trainer.record(step, epoch=data.epoch_of(step.index), supervised_tokens=step.weight)
                     if trainer.save_due():
-                        save(evaluate=True)
+                        saves.save_evaluated()
                     elif trainer.extra_save_due():
-                        save(evaluate=False)
+                        saves.save_unevaluated()
             trainer.end_loop()
             record_use(run, start.memory, device)
-            if run.interrupted is not None and trainer.saved != trainer.done:
-                save(evaluate=False)  # the uninterrupted run would not have been evaluated here
-            elif run.interrupted is None and evaluator.latest_step != trainer.done:
-                save(evaluate=True)
-            trainer.finish(data.times_read(run, trainer.done), data.rows, evaluator.best_checkpoint())
+            saves.finish()
         if run.interrupted is not None:
             return RunOutcome(run.folder, interrupted=run.interrupted)
 
-        handed = hand_over(run, evaluator, partial(score_examples, batches=data.held_out_batches(micro), rows=micro))
+        handed = hand_over(run, evaluator, partial(score_examples, batches=data.held_out_batches(plan.micro), rows=plan.micro))
         judge_written_adapter(config, run, handed)
-        handed.verdicts.append(check_budget(trainer.schedule, trainer.done, early.reason))
-        write_down(run, handed)
-        return RunOutcome(run.folder, handed.verdicts, model=handed.places[-1], results={"held_out": handed.recorded.estimate})
+        return conclude_hand_over(run, handed, [], check_budget(trainer.schedule, trainer.done, early.reason))
 
 # ---------------------------------------------------------------- what is derived
 
 
-def tuning_schedule(config: Tuned, data: Conversations) -> Schedule:
-    warmup = min(config.warmup_steps, data.steps // 4) if data.steps else config.warmup_steps
-    return Schedule(Budget(data.steps, config.minutes, config.lr_scheduler_type, warmup, config.decay_ratio))
+@dataclass(frozen=True)
+class TuningPlan:
+    """How long a run is, when it is evaluated and saved, and how much goes through the model at a time."""
+
+    schedule: Schedule
+    every: int  # steps between two evaluations
+    micro: int  # rows at a time
+    rule: StoppingRule | None  # of early stopping
+    saves: SavePlan
 
 
-def micro_rows(config: Tuned, data: Conversations) -> int:
-    return max(1, min(data.order.rows, config.micro_batch_tokens // data.order.length))
+def tuning_plan(config: Tuned, data: Conversations) -> TuningPlan:
+    every, warmup = evaluated_every(config.save_steps), min(config.warmup_steps, data.steps // 4) if data.steps else config.warmup_steps
+    return TuningPlan(
+        Schedule(Budget(data.steps, config.minutes, config.lr_scheduler_type, warmup, config.decay_ratio)), every,
+        max(1, min(data.order.rows, config.micro_batch_tokens // data.order.length)),
+        stopping_rule(config.early_stopping_patience, config.early_stopping_threshold, schedule=config.lr_scheduler_type,
+                      steps=data.steps, every=every),
+        SavePlan(every, data.last_step, config.save_minutes, paced=config.save_steps is None))
 
 
 def tuning_optimizer(config: Trained, start: StartingModel) -> torch.optim.Optimizer:

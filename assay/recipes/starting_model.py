@@ -25,6 +25,7 @@ from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import Transformer
 from assay.recipes.memory_plan import MemoryPlan, refuse_unfit
 from assay.recipes.options import Trained
+from assay.recipes.processes import holds_outline
 from assay.store import checkpoint
 from assay.store.artifact import Artifact, Destination, assemble_model, build_model, locate_artifact, open_artifact, straight_to
 from assay.store.checkpoint import Checkpoint, Contents, open_checkpoint
@@ -181,6 +182,8 @@ def _destination(config: Trained, device: str) -> Destination | None:
     trained whole, is opened where it lies."""
     named = config.from_ or config.model
     changed = bool(config.new_tokens) or str(named).endswith(".gguf")
+    if holds_outline(config) and not changed and config.rope_scaling is None:
+        return Destination("meta")
     adapter = named is not None and (config.lora_r or locate_artifact(named).adapter)
     if not adapter or changed:
         return None
@@ -337,7 +340,8 @@ def trainable(config: Trained, parent: Artifact, tokenizer: Tokenizer) -> Traine
     if not config.lora_r:
         if config.lora_target_modules or config.lora_alpha or config.use_rslora:
             raise UsageError("--lora-alpha, --lora-target-modules and --use-rslora are for adapters; give --lora-r too")
-        largest = max(float(max(end.abs() for end in tensor.aminmax())) for tensor in parent.tensors.values())
+        values = [tensor for tensor in parent.tensors.values() if not tensor.is_meta]
+        largest = max((float(max(end.abs() for end in tensor.aminmax())) for tensor in values), default=None)
         return WholeModel(model.requires_grad_(True), tokenizer, parent.stops, Ancestry(same, moved, largest))
     alpha = config.lora_alpha or 2 * config.lora_r
     scale = alpha / (config.lora_r**0.5 if config.use_rslora else config.lora_r)

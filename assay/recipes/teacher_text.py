@@ -80,7 +80,8 @@ def write_once(file: Path, data: bytes) -> None:
 
 def prompts_of(config: Distill) -> tuple[list[TeacherPrompt], list[TeacherPrompt]]:
     """(to learn, held out), each prompt once. Where held-out conversations are given, their own answers are scored."""
-    found = {prompt.content: prompt for file in config.data for row in read_conversations(file, gsm8k=config.gsm8k).rows
+    found = {prompt.content: prompt for file in config.data
+             for row in read_conversations(file, gsm8k=config.gsm8k, limit=config.limit).rows
              if (prompt := prompt_of(row))}
     if config.held_out_data is not None:
         return list(found.values()), []

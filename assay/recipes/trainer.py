@@ -16,6 +16,7 @@ The loop itself (learn/loop.py) knows none of this, and this knows neither the d
 """
 
 import contextlib
+import copy
 import dataclasses
 from collections.abc import Generator, Iterable, Mapping
 from functools import partial
@@ -165,19 +166,37 @@ class Trainer:
         return [check_gradients(found[1], self.weights.reachable()), check_optimizer(self.model, self.optimizer, self.weights.trained()),
                 *check_processes(self.accumulate)]
 
-    def check_world(self, batch: Batch) -> list[Verdict]:
-        """Where several processes compute, or a step is cut into shards: that they make of a batch what one process makes of it.
+    def check_world(self, batch: Batch, compute: torch.dtype | None = None) -> list[Verdict]:
+        """Where several processes compute, or a step is cut into shards: that they make of a batch what one process makes of it; in
+        `compute`, where a gradient is the sum of terms that cancel and rounding would be most of it.
 
         With FSDP the model is whole until here and lies in parts from here on; `weights` then reads process 0's copy in host memory.
         """
+        usual, self.model.compute_dtype = self.model.compute_dtype, compute or self.model.compute_dtype
+        try:
+            if self.sharded is None:
+                parity = check_world_parity(self.accumulate, batch, self.micro)
+            else:
+                parity = check_sharding(self.sharded, batch, self.micro)
+        finally:
+            self.model.compute_dtype = usual
+        verdicts = [*parity, *self.replay.check_start(batch)]
         if self.sharded is None:
-            return [*check_world_parity(self.accumulate, batch, self.micro), *self.replay.check_start(batch)]
-        verdicts = [*check_sharding(self.sharded, batch, self.micro), *self.replay.check_start(batch)]
+            return verdicts
         assert self.sharded.whole is not None, "process 0 keeps a copy"
+        assert self.sharded.gathered is not None, "process 0 keeps a copy"
+        self.sharded.whole.compute_dtype = self.sharded.gathered.compute_dtype = usual
         self.weights.model, self.optimizer = self.sharded.whole, ShardedOptimizer(self.sharded)
         if self.ema is not None:
             self.ema = ShardedEma(self.sharded)
         return verdicts
+
+    def sampled_weights(self) -> TrainedWeights:
+        """`weights` with a model that computes alone. Where parameters are sharded: process 0's copy, as of its last gathering."""
+        found = copy.copy(self.weights)
+        if self.sharded is not None and self.sharded.gathered is not None:
+            found.model = self.sharded.gathered
+        return found
 
     @property
     def accumulate_alone(self) -> Accumulate:
@@ -200,7 +219,7 @@ class Trainer:
     # ---------------------------------------------------------------- the loop
 
     def steps(self, batches: Iterable[Batch]) -> Generator[Step, None, None]:
-        taken = train(self.model, self.optimizer, self._replayed(batches), self.objective, micro=self.micro,
+        taken = train(self.model, self.optimizer, self._replayed(self._compared(batches)), self.objective, micro=self.micro,
                       schedule=self.schedule.multiplier, clip=self.clip, start=self.done, accumulate=self.accumulate)
         try:
             self.records.begin_step(self.done)
@@ -219,6 +238,19 @@ class Trainer:
             if self.replay.due(step):
                 self.run.judge_often(Event.STEP, [self.replay.check(step, batch)])
             yield batch
+
+    def _compared(self, batches: Iterable[Batch]) -> Generator[Batch, None, None]:
+        """With several processes: every --replica-steps they say what they hold, before the next step is computed with it."""
+        every = self.run.config.replica_steps
+        for step, batch in enumerate(batches, self.done):
+            if every and step % every == 0 and step > self.start and (found := self._check_agreement()):
+                self.run.judge(Event.STEP, found)
+            yield batch
+
+    def _check_agreement(self) -> list[Verdict]:
+        if self.sharded is None:
+            return check_processes(self.accumulate)
+        return check_ranks(self.sharded.said_by_all(), self._frozen_in_parts, self.done + self.steps_before)
 
     def _keep_step(self) -> None:
         """Where it is one that the witness replays: its record is written."""

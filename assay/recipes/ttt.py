@@ -45,6 +45,7 @@ from assay.store import durable
 from assay.store.artifact import Artifact, build_model, open_artifact
 from assay.store.digests import environment, tensor_facts
 from assay.store.ledger import Event, Ledger
+from assay.strict_json import read_json_lines
 from assay.tracing.plots import draw_ttt_savings
 from assay.verdict import Verdict, proven, refuted
 
@@ -261,6 +262,10 @@ def check_bits_told(notes: Notes, without: TokenCosts) -> Verdict:
     bits = {name: math.fsum(float(cost) for costs in of for cost in costs) / 0.6931471805599453 / sizes
             for name, of in (("bits per byte, without", without), ("bits per byte, with", learned))}
     wrong = [f"{name} is {due:.6g}, told {told[name]:.6g}" for name, due in bits.items() if not math.isclose(due, told[name], rel_tol=1e-5)]
+    logged = [row["loss"] for row in read_json_lines(notes.run.metrics_file) if "loss" in row]
+    wrong += [f"{text.name} costs {due:.6g} nats a token, which metrics.jsonl does not say" for text, costs in zip(
+        notes.texts, learned, strict=True) if not any(math.isclose(due := math.fsum(map(float, costs)) / len(costs), loss, rel_tol=1e-5)
+                                                      for loss in logged)]
     if wrong:
         return refuted("bits", f"the tokens do not cost what is told: {'; '.join(wrong)}", wrong=wrong)
     return proven("bits", f"{len(learned)} documents cost the bits that their tokens sum to")

@@ -8,13 +8,16 @@ device (assay/witness/replay.py). What is not replayed is said, and why.
 import json
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from assay.data.hub_datasets import local_data
+from assay.data.mixture import weighted_source
 from assay.errors import UsageError
+from assay.learn.loop import Step
 from assay.model.transformer import parameter_count
 from assay.seeds import derive
 from assay.store import durable
@@ -22,6 +25,9 @@ from assay.store.remote import is_url, local_path
 from assay.store.saving import beside_the_loop, device_snapshot, room_on_device
 from assay.verdict import Outcome, Verdict, unproven
 from assay.witness.replay import AFTER, BEFORE, RECORD, SAID, WITNESS_FOLDER, summary
+
+if TYPE_CHECKING:  # which has these records
+    from assay.recipes.trainer import Trainer
 
 MOST_WORK = {"cpu": 3e12, "cuda": 1e14}  # floating-point operations of one replay, by where it runs: a minute or two, a few seconds
 MOST_BYTES, MUCH_BYTES = 4 << 30, 1 << 30  # of one record; of one that is kept less often on a GPU
@@ -31,13 +37,13 @@ COPIES = 6  # weights and two moments, before and after
 class WitnessRecords:
     """Of one sitting. `off` says why nothing is kept, where that is so."""
 
-    def __init__(self, trainer: Any, *, witnesses: bool):
+    def __init__(self, trainer: "Trainer", *, witnesses: bool):
         self.trainer, self.folder = trainer, trainer.run.folder / WITNESS_FOLDER
         drawn = trainer.run.config.witness
         if drawn != "off" and not drawn.isdecimal():
             raise UsageError(f"--witness is {drawn!r}; expected a number of steps to replay between the first and the last, or off")
         self.off = "--witness off" if drawn == "off" else None if witnesses else "this run is not proven"
-        self.rollout: Any = None  # what is learned from, where a run draws it itself
+        self.rollout: list[dict[str, Any]] | None = None  # what is learned from, where a run draws it itself
         self.drawn, self._before, self._begun = 0 if self.off else int(drawn), dict[str, Tensor](), False
         self._end: tuple[int | None, int | None] = None, None
         self.on_gpu = trainer.device.startswith("cuda")
@@ -61,7 +67,7 @@ class WitnessRecords:
             return step in {16 ** number + seed % 16 ** number for number, seed in enumerate(drawn, 1)}
         return step in {1 + seed % max(1, last - 1) for seed in drawn}
 
-    def end_step(self, taken: Any) -> None:
+    def end_step(self, taken: Step | None) -> None:
         """Write the record beside the loop, once whatever else might touch the weights after the step has run."""
         if not self._begun or taken is None:
             return
@@ -91,7 +97,7 @@ class WitnessRecords:
             return f"its record would hold {self._bytes() / 2**30:.1f} GiB, more than {MOST_BYTES >> 30}"
         return f"a replay would take {work:.1e} operations, more than {most:.0e}" if work > most else None
 
-    def _facts(self, taken: Any) -> dict[str, Any]:
+    def _facts(self, taken: Step) -> dict[str, Any]:
         trainer, lineage = self.trainer, self.trainer.weights.ancestry.later
         base = getattr(trainer.weights, "base", None)
         return {"recipe": type(trainer.run.config).__name__, "step": taken.index, "first": taken.index == trainer.start,
@@ -99,7 +105,7 @@ class WitnessRecords:
                 "stop_at": self._end[0], "decay_from": self._end[1], "steps_before": trainer.steps_before,
                 "parent": "" if lineage.parent is None else lineage.parent.path, "base": None if base is None else base.path,
                 "device": trainer.device, "local": local_copies(trainer.run.config),
-                "rollout": None if self.rollout is None else self.rollout.witness_facts()}
+                "rollout": self.rollout}
 
     def _state(self) -> dict[str, Tensor]:
         """What is trained and the optimizer's moments, in memory of their own: on the GPU where there is room, else on the CPU."""
@@ -111,10 +117,15 @@ class WitnessRecords:
         return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in (weights | moments).items()}
 
 
-def local_copies(config: Any) -> dict[str, str]:
-    """Options that name a URL, and where the run read what lies there. Of teachers by weight (a=0.7,b=0.3) none is replayed."""
+def local_copies(config: Any) -> dict[str, Any]:
+    """Options that name a URL, and where the run read what lies there. Of teachers by weight (a=0.7,b=0.3) none is replayed. `copies` are
+    those of --data and --mix, by URL."""
     named = {name: getattr(config, name, None) for name in ("corpus", "teacher")}
-    return {name: str(local_path(value)) for name, value in named.items() if value is not None and is_url(value) and "=" not in value}
+    found: dict[str, Any] = {name: str(local_path(value)) for name, value in named.items()
+                             if value is not None and is_url(value) and "=" not in value}
+    copies = {name: str(local(name)) for option, local in (("data", local_data), ("mix", local_path))
+              for entry in getattr(config, option, ()) or () if is_url(name := weighted_source(entry).name)}
+    return found | ({"copies": copies} if copies else {})
 
 
 def _write(where: Path, before: dict[str, Tensor], after: dict[str, Tensor], facts: dict[str, Any],

@@ -1,18 +1,15 @@
 """Reward worker process: one JSON request a line in, one answer a line out, until its input ends.
 
-It loads no torch, so that it starts in a tenth of a second. Rewards run in its main thread, where signal.alarm works; another
-thread reads the requests, so that the process also ends with its parent in the middle of a reward.
+It loads no torch, so that it starts in a tenth of a second. Rewards run in its main thread, where signal.alarm works.
 """
 
 import importlib.util
 import json
 import math
 import os
-import queue
 import random
 import signal
 import sys
-import threading
 from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import Any
@@ -23,14 +20,16 @@ CPU_SECONDS_MORE = 1.0  # than the parent waits, on every core: the kernel's lim
 def main() -> None:
     given = json.loads(sys.argv[1])
     sys.path[:] = given["path"]
-    requests, answers = _private_pipes()
+    from assay.json_child import private_pipes, request_lines, write_answer
+
+    requests, answers = private_pipes()
     functions = _announced(given["rewards"], answers)
     cpu_seconds = (given["seconds"] + CPU_SECONDS_MORE) * (os.cpu_count() or 1)
-    for line in _lines(requests):
+    for line in request_lines(requests):
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
         random.seed(line)  # a reward that draws gives the same value in whichever worker, in whichever order
         request = json.loads(line)
-        _write(answers, _answered(DRILLS if "drill" in request else functions, request))
+        write_answer(answers, _answered(DRILLS if "drill" in request else functions, request))
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
@@ -64,6 +63,7 @@ DRILLS: dict[str, Callable[..., Any]] = {"raises": _raising, "nan": lambda *_: m
 
 def _announced(rewards: list[dict[str, Any]], answers: Any) -> dict[str, Callable[..., Any]]:
     """All functions, after the parent was told that they are there, or what kept one of them from being loaded."""
+    from assay.json_child import write_answer
     from assay.reward.reward_functions import RewardSpec
 
     functions = {}
@@ -71,9 +71,9 @@ def _announced(rewards: list[dict[str, Any]], answers: Any) -> dict[str, Callabl
         try:
             functions[reward.name] = _loaded(reward)
         except Exception as error:  # a user's file may fail in any way while it is imported
-            _write(answers, {"refused": f"reward {reward.name}: {type(error).__name__}: {error}"})
+            write_answer(answers, {"refused": f"reward {reward.name}: {type(error).__name__}: {error}"})
             sys.exit(1)
-    _write(answers, {"ready": list(functions)})
+    write_answer(answers, {"ready": list(functions)})
     return functions
 
 
@@ -92,34 +92,6 @@ def _loaded(reward: Any) -> Callable[..., Any]:
     if not callable(function):
         raise LookupError(f"{reward.file} has no function {reward.name!r}")
     return function
-
-
-def _private_pipes() -> tuple[Any, Any]:
-    """The pipes under other numbers: what a reward prints goes to stderr, what it reads is empty."""
-    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.dup2(2, 1)
-    return requests, answers
-
-
-def _lines(requests: Any) -> Any:
-    waiting: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-
-    def read() -> None:
-        for line in requests:
-            waiting.put(line)
-        if os.getpgrp() == os.getpid():
-            os.killpg(0, signal.SIGKILL)  # with whatever rewards have started
-        os._exit(0)
-
-    threading.Thread(target=read, daemon=True).start()
-    return iter(waiting.get, None)
-
-
-def _write(answers: Any, answer: dict[str, Any]) -> None:
-    answers.write(json.dumps(answer, allow_nan=False).encode() + b"\n")
-    answers.flush()
 
 
 if __name__ == "__main__":

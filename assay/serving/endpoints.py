@@ -81,14 +81,19 @@ class Endpoints:
             joined = await asyncio.to_thread(self._open_adapter, name, path)
         return json_response(200, self._described(joined))
 
+    async def take_weights(self, request: "HttpRequest") -> "Response":
+        fields = RequestFields(await _body(request))
+        path, version = fields.text("path"), fields.text("version")
+        fields.rest()
+        if not path or not version:
+            raise RequestRefused("expected the path of the weights and the version that replies shall name", param="version" if path
+                                 else "path")
+        async with self.joining:
+            taken = await asyncio.to_thread(_or_refused, "weights_refused", self.serving.take_weights, path, version)
+        return json_response(200, self._described(taken))
+
     def _open_adapter(self, name: str, path: str) -> HostedModel:
-        """An artifact that is refused is the client's to know about, not a failure of the server."""
-        try:
-            return self.serving.open_adapter(name, path)
-        except RequestRefused:
-            raise
-        except AssayError as error:
-            raise RequestRefused(str(error), param="path", code="adapter_refused") from None
+        return _or_refused("adapter_refused", self.serving.open_adapter, name, path)
 
     async def retire_adapter(self, request: "HttpRequest") -> "Response":
         name = request.path_params["name"]
@@ -160,7 +165,18 @@ class Endpoints:
 
     def _described(self, model: HostedModel) -> dict[str, Any]:
         first = self.serving.first
-        return model_object(model, None if model is first else first.name)
+        return model_object(model, None if model is first else first.name) | {"takes_weights": model is first and
+                                                                              self.serving.size.takes_weights}
+
+
+def _or_refused(code: str, opened: Callable[..., HostedModel], *given: str) -> HostedModel:
+    """An artifact that is refused is the client's to know about, not a failure of the server."""
+    try:
+        return opened(*given)
+    except RequestRefused:
+        raise
+    except AssayError as error:
+        raise RequestRefused(str(error), param="path", code=code) from None
 
 
 def api_prompt_ids(model: HostedModel, asked: ApiRequest) -> tuple[tuple[int, ...], ...]:

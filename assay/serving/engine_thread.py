@@ -19,6 +19,7 @@ from assay.errors import AssayError, UsageError
 from assay.generate.generation_request import CompletionProgress, GenerationRequest, Sampling
 from assay.serving.hosted_model import HostedModel, RankedTokens, host_model, open_for_serving, rank_tokens
 from assay.serving.request_fields import RequestRefused, short_json
+from assay.store.artifact import Artifact
 
 MODEL_NAME = re.compile(r"\w[\w.:/@+-]{0,199}")
 MOST_MODELS = 64
@@ -35,6 +36,7 @@ class ServerSize:
     length: int | None = None
     device: str = "cpu"
     dtype: torch.dtype = torch.float32
+    takes_weights: bool = False  # whether the first model gets new weights from a trainer
 
 
 @dataclass(eq=False)
@@ -106,6 +108,19 @@ class EngineThread:
         del self.models[name]
         self.ask(lambda: None)  # the thread looks again at what is over
 
+    def take_weights(self, path: str | Path, version: str) -> HostedModel:
+        """The first model's next weights, from a folder, under its name: with keys and values of their own. What is under way finishes on
+        the weights that it began with."""
+        if not self.size.takes_weights:
+            raise RequestRefused("this server's weights stay as they are; start it with assay serve --rollouts", status=409,
+                                 code="not_rollouts")
+        artifact = open_for_serving(path)
+        return self.ask(lambda: self._add(host_model(self.first.name, artifact, **self._hosting(artifact), version=version))).result()
+
+    def _hosting(self, artifact: Artifact) -> dict[str, Any]:
+        length = self.size.length or min(artifact.config.max_length, DEFAULT_LENGTH)
+        return {"slots": self.size.slots, "length": length, "device": self.size.device, "dtype": self.size.dtype}
+
     def _join(self, name: str, path: str | Path, base: str | Path | None, *, hallmark: bool,
               learns: bool = False) -> HostedModel:
         if not MODEL_NAME.fullmatch(name):
@@ -119,9 +134,7 @@ class EngineThread:
                           "give every version a name of its own", status=409, param="name", code="name_taken")
         if name in self.models:
             return self.models[name]
-        length = self.size.length or min(artifact.config.max_length, DEFAULT_LENGTH)
-        options = {"slots": self.size.slots, "length": length, "device": self.size.device, "dtype": self.size.dtype, "learns": learns}
-        return self.ask(lambda: self._add(host_model(name, artifact, **options))).result()  # type: ignore[arg-type]
+        return self.ask(lambda: self._add(host_model(name, artifact, **self._hosting(artifact), learns=learns))).result()
 
     def _add(self, model: HostedModel) -> HostedModel:
         self.models[model.name], self._names[model.name] = model, model.digest

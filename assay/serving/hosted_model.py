@@ -97,15 +97,16 @@ def has_hallmark(artifact: Artifact) -> bool:
 
 
 def host_model(name: str, artifact: Artifact, *, slots: int, length: int, device: str, dtype: torch.dtype,
-               learns: bool = False) -> HostedModel:
-    """A model that is ready for requests; ArtifactError where its engine does not answer as the checkpoint recorded."""
+               learns: bool = False, version: str | None = None) -> HostedModel:
+    """A model that is ready for requests; ArtifactError where its engine does not answer as the checkpoint recorded. `version`: what
+    its replies call the weights, if not by their digest."""
     if learns and artifact.patch is not None:
         raise UsageError(f"{artifact.path}: an adapter, and only whole models are trained while they are served; merge it first")
     if learns:
         model = place_for_training(build_model(artifact), device, compute=dtype, compile=False)
     else:
         model = place_for_inference(build_model(artifact, None), device, compute=dtype)
-    engine = Engine(model, slots=slots, length=length, stop_ids=artifact.stops.stop_ids, version=artifact.digest,
+    engine = Engine(model, slots=slots, length=length, stop_ids=artifact.stops.stop_ids, version=version or artifact.digest,
                     tokenizer=artifact.tokenizer)
     verdicts = (check_served_fingerprint(engine, artifact), check_serving_path(engine))
     if overall(verdicts) is Outcome.REFUTED:

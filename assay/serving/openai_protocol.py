@@ -308,4 +308,5 @@ def text_logprobs(tokenizer: Tokenizer, ids: Sequence[int], logprobs: Sequence[f
 def model_object(model: HostedModel, parent: str | None) -> dict[str, Any]:
     return {"id": model.name, "object": "model", "created": model.created, "owned_by": "assay", "parent": parent,
             "system_fingerprint": model.engine.version, "proven": model.proven, "max_model_len": model.engine.length,
+            "dtype": str(model.engine.weights.dtype).removeprefix("torch."),
             "bytes": model.memory, "verdicts": [verdict.to_json() for verdict in model.verdicts]}

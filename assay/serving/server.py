@@ -8,6 +8,7 @@
     POST /v1/adapters             {"name", "path"}: a proven adapter joins under a name of its own, once its fingerprint agrees
     DELETE /v1/adapters/NAME      it takes no new requests and goes when those under way are over
 
+With `assay serve --rollouts` also POST /v1/weights {"path", "version"}: a trainer's next weights, from a folder, under the model's name.
 With `assay serve --train` also /v1/trajectories, /v1/trajectories/ID/close and /v1/train (`policy_training`).
 
 Without a token only local names are answered, and only JSON is read, so that no page in a browser can speak to it.
@@ -109,7 +110,7 @@ def server_application(serving: EngineThread, token: str | None = None, *, loopb
         Route("/v1/chat/completions", desk.chat, methods=["POST"]), Route("/v1/completions", desk.completions, methods=["POST"]),
         Route("/v1/trajectories", desk.open_trajectory, methods=["POST"]), Route("/v1/train", desk.train, methods=["POST"]),
         Route("/v1/trajectories/{name}/close", desk.close_trajectory, methods=["POST"]),
-        Route("/v1/adapters", desk.load_adapter, methods=["POST"]),
+        Route("/v1/adapters", desk.load_adapter, methods=["POST"]), Route("/v1/weights", desk.take_weights, methods=["POST"]),
         Route("/v1/adapters/{name:path}", desk.retire_adapter, methods=["DELETE"])]
     handlers: dict[Any, Any] = {AssayError: error_response, HTTPException: error_response, Exception: internal_error_response}
     middleware = [Middleware(RequestCounts, counts=desk.requests),

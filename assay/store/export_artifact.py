@@ -10,10 +10,12 @@ from torch import Tensor
 
 from assay.errors import UsageError
 from assay.model.families import FAMILIES
-from assay.store import checkpoint, gguf
+from assay.store import checkpoint, durable, gguf
 from assay.store.artifact import Artifact, assemble_model, build_model, merged_tensors
 from assay.store.gguf import EXPORT_EXACT, GGUF_ROUNDING
+from assay.store.llama_cpp import LLAMA_QUANTS, quantise_gguf
 from assay.store.saving import Ancestor, Lineage, adapter_contents, model_contents
+from assay.store.scratch import scratch_folder
 
 ExportFormat = Literal["hf", "peft", "gguf", "merged"]
 EXPORT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -87,10 +89,21 @@ def _export_gguf(source: Artifact, where: Path, dtype: str) -> float:
         raise UsageError(f"Assay writes no GGUF file of the {source.config.family!r} architecture; export it --to hf")
     if source.tokenizer is None:
         raise UsageError(f"{source.path}: a GGUF file carries its tokenizer, and there is none here; add tokenizer.json")
+    if dtype in LLAMA_QUANTS:
+        return _quantise(source, where, dtype)
     if dtype not in gguf.FILE_TYPES:
-        raise UsageError(f"dtype {dtype!r} is not one for a GGUF file; expected one of: {', '.join(gguf.FILE_TYPES)}")
+        raise UsageError(f"dtype {dtype!r} is not one for a GGUF file; expected one of: {', '.join((*gguf.FILE_TYPES, *LLAMA_QUANTS))}")
     gguf.write_gguf(where, source.config, source.tensors, source.tokenizer, dtype, source.stops)
     return GGUF_ROUNDING[dtype]
+
+
+def _quantise(source: Artifact, where: Path, kind: str) -> float:
+    """By llama.cpp's own quantiser, from a file of the source's numbers in float32: nothing is rounded twice."""
+    assert source.tokenizer is not None
+    with scratch_folder() as scratch, durable.new_file(where) as temporary:
+        gguf.write_gguf(scratch / "float32.gguf", source.config, source.tensors, source.tokenizer, "f32", source.stops)
+        quantise_gguf(scratch / "float32.gguf", temporary, kind)
+    return gguf.rounding_in(where)
 
 
 def _lineage(source: Artifact) -> Lineage:

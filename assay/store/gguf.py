@@ -26,8 +26,8 @@ from assay.store.model_formats import Description, FileModel, ModelFormat, shown
 from assay.strict_json import open_regular
 
 _LARGEST = 1 << 24  # of any number of the geometry
-Precision = Literal["f16", "bf16", "q8_0"]
-FILE_TYPES: dict[Precision, int] = {"f16": 1, "bf16": 32, "q8_0": 7}
+Precision = Literal["f16", "bf16", "q8_0", "f32"]
+FILE_TYPES: dict[Precision, int] = {"f16": 1, "bf16": 32, "q8_0": 7, "f32": 0}
 ROPE_FACTORS = "rope_freqs.weight"  # how llama.cpp stores Llama 3's scaling: a divisor for each frequency
 SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"  # and LongRoPE's
 FACTORS = (ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS)
@@ -39,7 +39,12 @@ _NEUTRAL = {"expert_count": 0, "expert_used_count": 0, "attention.causal": True,
 # How far the answers (relative) may move by rounding weights to a format: about 3 times what was seen on SmolLM2-135M
 # (1.8e-3, 7.7e-3 and 3.5e-2 for 16-bit floats and q8_0).
 EXPORT_EXACT = 2e-4
-GGUF_ROUNDING: dict[str, float] = {"f16": 5e-3, "bf16": 3e-2, "q8_0": 1e-1}
+GGUF_ROUNDING: dict[str, float] = {"f32": EXPORT_EXACT, "f16": 5e-3, "bf16": 3e-2, "q8_0": 1e-1, "q6_k": 0.3, "q5_k": 0.8, "q5_0": 0.8,
+                                   "q5_1": 0.8, "q4_k": 0.8}  # of 5 bits and less, 0.34 was seen: the tensors below say more
+# How far a tensor itself (relative) may be from the source's by its own type: 2 to 4 times what was seen in SmolLM2-135M (of a source in
+# four bits) and in matrices of random numbers: 6.5e-3, 2.0e-2, 3.6e-2, 5.3e-2, 7.2e-2 from q8_0 down.
+TENSOR_ROUNDING = {"f32": 1.25e-3, "f16": 1.25e-3, "bf16": 7.5e-3, "q8_0": 2.5e-2, "q6_k": 5e-2, "q5_k": 9e-2, "q5_0": 0.12, "q5_1": 0.12,
+                   "q4_k": 0.15}
 
 
 def read_gguf(path: Path) -> FileModel:
@@ -65,7 +70,16 @@ def rounding_in(path: Path) -> float:
     return max((GGUF_ROUNDING.get(type, EXPORT_EXACT) for type in types), default=EXPORT_EXACT)
 
 
-GGUF = ModelFormat("gguf", describe_gguf, ".gguf", read_gguf, bound=rounding_in)
+def tensor_rounding_in(path: Path) -> dict[str, float]:
+    """How far each tensor, under our name, may be from what it was made of, by the coarsest type of its pieces; a type that was never
+    measured must hold it exactly."""
+    header = read_gguf_header(path)
+    bounds = {name: TENSOR_ROUNDING.get(tensor.type.lower(), EXPORT_EXACT) for name, tensor in header.tensors.items()}
+    layout = gguf_layout(_config(header, path))
+    return {ours: max(bounds[piece.name] for piece in pieces) for ours, pieces in layout.items()}
+
+
+GGUF = ModelFormat("gguf", describe_gguf, ".gguf", read_gguf, bound=rounding_in, tensor_bounds=tensor_rounding_in)
 
 
 def write_gguf(path: Path, config: ModelConfig, tensors: Mapping[str, Tensor], tokenizer: Tokenizer, dtype: Precision,

@@ -42,7 +42,7 @@ class Description:
 @dataclass(frozen=True)
 class ModelFormat:
     """`rounding` is the function of the source's tensors and the file's facts that gives its weights to the last bit; `bound` is how
-    far a file may answer from its source, where its weights only come near."""
+    far a file may answer from its source, where its weights only come near, and `tensor_bounds` how far each of its tensors may be."""
 
     name: str
     describe: Callable[[Path], Description]
@@ -50,6 +50,7 @@ class ModelFormat:
     read: Callable[[Path], FileModel] | None = None  # of a single file
     rounding: Callable[[Mapping[str, Tensor], Mapping[str, Any]], dict[str, Tensor]] | None = None
     bound: Callable[[Path], float] | None = None
+    tensor_bounds: Callable[[Path], Mapping[str, float]] | None = None
     verified: str | None = None  # what reading it has checked already, in words
     unreadable: str | None = None  # why no other tool reads it, in words
 

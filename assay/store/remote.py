@@ -138,6 +138,24 @@ class RemoteFolder:
             raise ArtifactError(f"{self.url}/{name}: its bytes hash to {found}, but {entry['sha256']} was recorded when it was written: "
                                 "damaged, or a file from elsewhere; restore it, or use another")
 
+    def copy_file(self, name: str, to: Path) -> str:
+        """A new file with the bytes of an object that no manifest speaks of; their sha256."""
+        def copy() -> str:
+            to.unlink(missing_ok=True)  # what an earlier try left
+            return durable.write_file(to, self._pieces(name))
+
+        try:
+            return self._tried(name, copy)
+        except _NotThere:
+            raise UsageError(f"{self.url}/{name}: there is no such object") from None
+
+    def version(self, name: str) -> str:
+        """Another text once the object has changed."""
+        try:
+            return str(self._tried(name, lambda: self._store.ukey(self._place(name))))
+        except StoreError as error:
+            raise UsageError(f"{self.url}/{name}: cannot be found: {error}") from None
+
     def names(self) -> list[str]:
         """Of what lies directly in the folder, sorted; none where there is no folder."""
         def listed() -> list[str]:

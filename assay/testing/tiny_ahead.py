@@ -18,7 +18,7 @@ from assay.generate.generation_request import Completion
 from assay.generate.sampler_weights import fingerprint
 from assay.guard.policy_identity import check_version, measure_logprob_floor, version_name
 from assay.guard.staleness_checks import check_importance, check_in_flight, check_staleness, check_waiting
-from assay.learn import advantage, importance, loop, policy
+from assay.learn import advantage, loop, policy, stale_weights
 from assay.learn.optim import adamw
 from assay.model.transformer import Transformer
 from assay.testing.fault_injection import Plant
@@ -102,7 +102,7 @@ def written_down(groups: CompletionGroups) -> CompletionGroups:
 
 
 def corrected(batch: Batch, now: Tensor, then: Tensor) -> Batch:
-    return importance.importance_weighted(batch, now, importance.truncated_weights(now, then, batch.weight != 0, WEIGHT_CAP))
+    return stale_weights.importance_weighted(batch, now, stale_weights.truncated_weights(now, then, batch.weight != 0, WEIGHT_CAP))
 
 
 def saved(facts: dict[str, Any]) -> dict[str, Any]:

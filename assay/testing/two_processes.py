@@ -18,7 +18,7 @@ from assay.learn.objectives import next_token
 from assay.learn.optim import adamw
 from assay.learn.sharded import ShardedModel, ShardedOptimizer
 from assay.model.world import join_world
-from assay.recipes.processes import check_ranks, check_sharding
+from assay.recipes.processes import check_gathered, check_ranks, check_sharding
 from assay.testing.fault_injection import Plant
 from assay.testing.tiny_models import tiny_model
 from assay.verdict import Outcome, Verdict, proven, refuted
@@ -101,7 +101,8 @@ def _train(sharded: ShardedModel) -> list[Verdict]:
     for _ in train(sharded.model, ShardedOptimizer(sharded), batches, sharded.objective, micro=2, accumulate=sharded):
         pass
     rows = proven("rows", f"every row of {STEPS} steps was read by one process")
-    return [*verdicts, rows, *check_ranks(sharded.said_by_all(), frozen, STEPS)]
+    sharded.refresh()
+    return [*verdicts, rows, *check_gathered(sharded), *check_ranks(sharded.said_by_all(), frozen, STEPS)]
 
 
 def _batch(step: int) -> Batch:

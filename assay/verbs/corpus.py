@@ -19,7 +19,8 @@ class FLAGS:
     """Turn text into token shards with a manifest. Held-out documents are chosen by id before anything is read; text
     that stands on both sides is measured, and refused above a bound."""
 
-    text: tuple[str, ...] = argument(".txt, .jsonl (also .gz), .parquet, or folders of these")
+    text: tuple[str, ...] = argument(".txt, .jsonl (also .gz), .parquet, folders of these, URLs of them, or datasets of the hub, "
+                                     "hf://OWNER/NAME[CONFIG][SPLIT]")
     tokenizer: str = option("folder with tokenizer.json", group="data", metavar="FOLDER")
     out: str = option("folder to write; it must not exist", group="run", metavar="FOLDER")
     held_out: float | None = option("share of documents to hold out", group="evaluation", default=None,
@@ -48,13 +49,14 @@ EXAMPLES = """  assay corpus stories.jsonl.gz --tokenizer tokenizer --out corpus
 def run(flags: FLAGS) -> int:
     from assay.data.build_corpus import CorpusPlan, build_corpus
     from assay.data.data_files import DocumentRule
+    from assay.data.hub_datasets import local_data
 
     share = flags.held_out if flags.held_out is not None else 0.0 if flags.held_out_files else 0.05
     plan = CorpusPlan(DocumentRule(flags.field, flags.split, flags.document_bytes, flags.skip_invalid), share,
                 tuple(map(Path, flags.held_out_files)), flags.seed, flags.boundary, flags.shard_tokens,
                 flags.max_overlap)
     with progress_line() as show:
-        corpus = build_corpus(map(Path, flags.text), Path(flags.out), Path(flags.tokenizer), plan,
+        corpus = build_corpus(map(local_data, flags.text), Path(flags.out), Path(flags.tokenizer), plan,
                        workers=flags.workers or os.cpu_count() or 1, progress=lambda progress: show(progress_words(progress)))
     print(json.dumps(corpus.manifest, ensure_ascii=False) if flags.json else corpus_summary(corpus))
     return 0

@@ -1,4 +1,4 @@
-"""assay data: check conversations token by token, as they will be trained on; or make problems with reasoning-gym."""
+"""assay data: check conversations token by token, as they will be trained on; look at rows, mix, split, deduplicate or make them."""
 
 import json
 import sys
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from assay.store.artifact import Artifact
     from assay.verdict import Verdict
 
+_ROW_SHOWN = 300  # characters
 AROUND = 160  # tokens shown before and after the first supervised one
 
 
@@ -24,17 +25,32 @@ AROUND = 160  # tokens shown before and after the first supervised one
 class FLAGS:
     """check: render conversations with a model's own template, show what is supervised, and audit every row.
 
-    gym: make rows for `assay grpo --reward gym` from a dataset of reasoning-gym.
+    look: columns, layout, lengths and copies of any rows. mix: rows of several files by weight, exactly. split: rows held out by what they
+    say. dedup: rows without copies and near copies. gym: rows for `assay grpo --reward gym` from a dataset of reasoning-gym.
     """
 
-    action: Literal["check", "gym"] = argument("what to do: check or gym")
-    file: str = argument(".jsonl, .jsonl.gz, .parquet or .csv with messages, prompt and completion, text, or Alpaca, ShareGPT, GSM8K rows; "
-                         "for gym: a dataset's name, as in chain_sum")
+    action: Literal["check", "look", "mix", "split", "dedup", "gym"] = argument("what to do: check, look, mix, split, dedup or gym")
+    file: str = argument(".jsonl, .jsonl.gz, .parquet or .csv, a folder or URL of these, or hf://OWNER/NAME[CONFIG][SPLIT]; for check with "
+                         "messages, prompt and completion, text, or Alpaca, ShareGPT, GSM8K rows; for mix: FILE:WEIGHT; for gym: a "
+                         "dataset's name, as in chain_sum")
+    more: tuple[str, ...] = argument("with mix and dedup: further files", default=())
     model: str | None = option("with check: checkpoint, folder, adapter, GGUF file or fetched name whose template and tokenizer are used; "
                                "required there", group="model", default=None)
-    n: int = option("with gym: how many problems", group="data", least=1, default=1000)
-    seed: int = option("with gym: seed that the problems are made from", group="data", default=0)
-    out: str | None = option("with gym: the .jsonl to write; required there", group="run", metavar="FILE", default=None)
+    n: int | None = option("with gym: how many problems; with mix: how many rows", group="data", least=1, default=None,
+                           default_text="1000 problems; with mix until a file was read --epochs times")
+    seed: int = option("with gym, mix and split: seed of what is drawn", group="data", default=0)
+    out: str | None = option("with gym, mix and dedup: the .jsonl to write; with split: a folder for train.jsonl and held-out.jsonl; "
+                             "required there", group="run", metavar="FILE", default=None)
+    limit: int | None = option("with check and look: read only the first so many rows", group="data", least=1, default=None,
+                               default_text="all")
+    epochs: int = option("with mix: how often a file may be read", group="data", least=1, default=1)
+    share: float = option("with split: share of the different rows that is held out", group="data", above=0, below=1, default=0.05)
+    how: Literal["minhash", "exact"] = option("with dedup: leave out near copies too, or equal rows alone", group="method",
+                                              default="minhash")
+    threshold: float = option("with dedup: the share of two rows' runs of five words in common (Jaccard) from which one is left out",
+                              group="method", above=0, most=1, default=0.8)
+    field: str | None = option("with dedup: the column that is compared", group="data", default=None, default_text="all texts of a row")
+    workers: int = option("with dedup: processes that compute; 0: one per core", group="run", least=0, default=0)
     show: int = option("with check: rows to show as tokens", group="run", least=0, default=3)
     roles: tuple[str, ...] = option("with check: whose messages are learned", group="data", metavar="ROLE", default=("assistant",))
     max_length: int | None = option("with check: the most tokens of a row", group="data", least=1, default=None,
@@ -56,13 +72,91 @@ class FLAGS:
 EXAMPLES = """  assay data check train.jsonl --model smollm2-135m
   assay data check train.jsonl --model smollm2-135m --gsm8k think --new-tokens '<think>' '</think>' '<answer>' '</answer>' \\
       --held-out test.jsonl --max-length 1024
+  assay data look hf://openai/gsm8k[main][train]
+  assay data mix chats.jsonl:0.7 code.jsonl:0.3 --n 10000 --out mixed.jsonl
+  assay data split rows.jsonl --share 0.1 --out parts
+  assay data dedup crawl.jsonl --out clean.jsonl
   assay data gym chain_sum --n 2000 --out sums.jsonl && assay grpo --model runs/sft/model --data sums.jsonl --reward gym:1 --out runs/a"""
 
 
 def run(flags: FLAGS) -> int:
-    if flags.action == "gym":
-        return write_gym_problems(flags)
-    return check_conversations(flags)
+    if flags.more and flags.action not in ("mix", "dedup"):
+        raise UsageError(f"assay data {flags.action}: takes one file; found {flags.file} and {', '.join(flags.more)}")
+    acts = {"gym": write_gym_problems, "look": look_at_file, "mix": mix_files, "split": split_file, "dedup": deduplicate_files,
+            "check": check_conversations}
+    return acts[flags.action](flags)
+
+
+def look_at_file(flags: FLAGS) -> int:
+    from assay.data.row_files import look_at_rows
+
+    found = look_at_rows(flags.file, flags.limit)
+    if flags.json:
+        print(json.dumps(found, ensure_ascii=False, indent=1, default=str))
+        return 0
+    sizes = found["row_bytes"]
+    print(f"{found['file']}: {found['rows']:,} rows, {found['bytes']:,} bytes of JSON; a row has {sizes['least']:,} to {sizes['most']:,}, "
+          f"half have at most {sizes['median']:,}, 95 % at most {sizes['p95']:,}; {found['copies']:,} are copies of others")
+    print("layout: " + ", ".join(f"{name} ({count:,} rows)" for name, count in found["layouts"].items()))
+    for name, column in found["columns"].items():
+        print(f"  {name}: {', '.join(f'{kind} {count:,}' for kind, count in column['kinds'].items())}")
+    for row in found["first"]:
+        print(printable(json.dumps(row, ensure_ascii=False, default=str))[:_ROW_SHOWN])
+    return 0
+
+
+def printable(text: str) -> str:
+    """No control character of the data reaches the terminal."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape", "surrogatepass").decode() for char in text)
+
+
+def required_out(flags: FLAGS) -> str:
+    if flags.out is None:
+        raise UsageError(f"assay data {flags.action}: say where to write: --out")
+    return flags.out
+
+
+def mix_files(flags: FLAGS) -> int:
+    from assay.data.mixture import weighted_sources
+    from assay.data.row_files import mix_rows
+
+    sources = weighted_sources((flags.file, *flags.more), "assay data mix")
+    if sources[0].weight is None:
+        raise UsageError("assay data mix: give every file a weight, as in a.jsonl:0.7 b.jsonl:0.3")
+    found = mix_rows(sources, required_out(flags), rows=flags.n, epochs=flags.epochs, seed=flags.seed)
+    if flags.json:
+        print(json.dumps(found, indent=1))
+        return 0
+    print(f"{found['file']}: {found['rows']:,} rows, sha256 {found['sha256'][:12]}"
+          + (f"; it ends where {found['ran_out']} had been read {flags.epochs} time(s)" if found["ran_out"] else ""))
+    for name, source in found["sources"].items():
+        print(f"  {name}: {source['rows']:,} rows, {source['share']:.2%} (asked for {source['asked']:.2%}), "
+              f"read {source['times_read']:.2f} times")
+    return 0
+
+
+def split_file(flags: FLAGS) -> int:
+    from assay.data.row_files import split_rows
+
+    found = split_rows(flags.file, required_out(flags), held_out=flags.share, seed=flags.seed)
+    print(json.dumps(found, indent=1) if flags.json else
+          "\n".join(f"{found[side]['file']}: {found[side]['rows']:,} rows" for side in ("train", "held-out"))
+          + f"\n{found['copies']:,} rows are copies of others, and stand on the side of these")
+    return 0
+
+
+def deduplicate_files(flags: FLAGS) -> int:
+    import os
+
+    from assay.data.row_files import deduplicate
+
+    found = deduplicate((flags.file, *flags.more), required_out(flags), threshold=None if flags.how == "exact" else flags.threshold,
+                        field=flags.field, workers=flags.workers or os.cpu_count() or 1)
+    near = "" if flags.how == "exact" else f" and {found['near']:,} near copies (at least {flags.threshold:g} of five-word runs in common)"
+    print(json.dumps(found, indent=1) if flags.json else
+          f"{found['file']}: {found['kept']:,} of {found['rows']:,} rows; left out are {found['exact']:,} copies{near}"
+          + "".join(f"\n  row {row:,} repeats row {first:,}" for row, first in found["pairs"]))
+    return 0
 
 
 def write_gym_problems(flags: FLAGS) -> int:
@@ -72,11 +166,11 @@ def write_gym_problems(flags: FLAGS) -> int:
     from assay.reward.gym import gym_problems
     from assay.store.durable import replace_file
 
-    if flags.out is None or flags.n < 1:
-        raise UsageError("assay data gym: give --out FILE.jsonl, and at least one problem with --n")
+    if flags.out is None:
+        raise UsageError("assay data gym: give --out FILE.jsonl")
     if Path(flags.out).exists():
         raise UsageError(f"{flags.out} is there already; remove it, or give another --out")
-    rows = gym_problems(flags.file, flags.n, seed=flags.seed)
+    rows = gym_problems(flags.file, flags.n or 1000, seed=flags.seed)
     replace_file(Path(flags.out), "".join(json.dumps(row) + "\n" for row in rows).encode())
     print(json.dumps({"file": flags.out, "rows": len(rows), "first": rows[0]}, indent=1) if flags.json else
           f"{flags.out}: {len(rows):,} problems of {flags.file}; the first:\n{rows[0]['prompt']}\nits answer: {rows[0]['answer']}")
@@ -91,7 +185,7 @@ def check_conversations(flags: FLAGS) -> int:
     if flags.model is None:
         raise UsageError("assay data check: give --model, whose template and tokenizer say what is learned")
     artifact = open_artifact(flags.model, base=flags.base)
-    conversations = read_conversations(flags.file, layout=flags.layout, gsm8k=flags.gsm8k)
+    conversations = read_conversations(flags.file, layout=flags.layout, gsm8k=flags.gsm8k, limit=flags.limit)
     tokenizer, rendered, verdicts = render_and_audit(flags, artifact, conversations)
     if flags.json:
         rows = [as_json(example, tokenizer) for example in rendered.examples[: flags.show]]

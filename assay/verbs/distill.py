@@ -1,7 +1,7 @@
 """assay distill: train a student on a teacher's logits or text."""
 
 from assay.recipes.options import Distill as FLAGS
-from assay.verbs.terminal import print_headline
+from assay.verbs.recipe_command import run_recipe
 
 EXAMPLES = """  assay distill --teacher smollm2-135m --student-layers 15 --data text.jsonl --out runs/half --learning-rate 3e-4
   assay distill --teacher smollm2-360m --model smollm2-135m --data chats.jsonl --out runs/stored --how stored --teacher-top-k 64
@@ -11,11 +11,6 @@ __all__ = ["EXAMPLES", "FLAGS", "run"]
 
 
 def run(flags: FLAGS) -> int:
-    from assay.outcome import RunOutcome
     from assay.recipes.distill import distill
 
-    outcome: RunOutcome = distill(flags)
-    if outcome.verdicts:
-        print(outcome)
-        print_headline(outcome.folder)
-    return outcome.exit_code
+    return run_recipe(distill, flags)

@@ -1,7 +1,7 @@
 """assay dpo: teach a model which of two answers is preferred, the whole of it or an adapter."""
 
 from assay.recipes.dpo_options import Dpo as FLAGS
-from assay.verbs.terminal import print_headline
+from assay.verbs.recipe_command import run_recipe
 
 EXAMPLES = """  assay dpo --model runs/sft/model --data pairs.jsonl --out runs/dpo
   assay dpo --model smollm2-135m --data pairs.jsonl --out runs/lora --lora-r 16 --loss-type ipo --beta 0.2
@@ -11,11 +11,6 @@ __all__ = ["EXAMPLES", "FLAGS", "run"]
 
 
 def run(flags: FLAGS) -> int:
-    from assay.outcome import RunOutcome
     from assay.recipes.dpo import dpo
 
-    outcome: RunOutcome = dpo(flags)
-    if outcome.verdicts:
-        print(outcome)
-        print_headline(outcome.folder)
-    return outcome.exit_code
+    return run_recipe(dpo, flags)

@@ -3,12 +3,12 @@
 import json
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from assay.config import argument, option
-from assay.errors import DataError
+from assay.errors import DataError, UsageError
 from assay.verbs.terminal import progress_line
 from assay.verdict import Outcome, overall
 
@@ -18,12 +18,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FLAGS:
-    """Evaluate a model on a task. The same command goes on where it was interrupted."""
+    """Evaluate a model on a task, or with --suite beside its parent on several, with one verdict on what it has forgotten. The same
+    command goes on where it was interrupted."""
 
     path: str = argument("checkpoint, folder, adapter, GGUF file or fetched name")
-    task: str = option("the task: gsm8k, arithmetic, humaneval, mbpp, choices, text, counterfact, instructions, reasoning_gym or "
-                       "graded", group="data")
     out: str = option("folder for scores.jsonl and eval.json", group="run", metavar="FOLDER")
+    task: str | None = option("the task: gsm8k, arithmetic, humaneval, mbpp, choices, text, counterfact, instructions, reasoning_gym or "
+                              "graded; this or --suite is required", group="data", default=None)
+    suite: str | None = option("YAML of tasks, and probes of degenerate text, that the model and --against are asked: REFUTED where it is "
+                               "shown to have lost more than a task's margin (Holm over all of them)", group="data", metavar="FILE",
+                               default=None)
+    against: str | None = option("with --suite: the parent, in any form that is opened", group="model", metavar="MODEL", default=None)
     data: str | None = option("the task's data; nothing is bundled", group="data", metavar="FILE", default=None)
     k: int = option("samples per example", group="generation", short="-k", default=1)
     temperature: float = option("temperature of the sampling; 0: greedy", group="generation", default=0.0)
@@ -41,19 +46,40 @@ class FLAGS:
                                 default_text="a GPU where there is one, else cpu")
     dtype: Literal["float32", "bfloat16", "float16"] | None = option("number format to compute in", group="model", default=None,
                                                                      default_text="bfloat16 on a GPU, float32 elsewhere")
+    witness: int = option("examples that a fresh process renders, scores and grades once more, through transformers; 0: none",
+                          group="run", least=0, default=8)
     json: bool = option("print JSON", group="run", default=False)
 
 
 EXAMPLES = """  assay eval runs/a/checkpoints/step-000500 --task gsm8k --data test.jsonl -k 16 --temperature 0.7 --out evals/a
+  assay eval runs/sft/model --against smollm2-135m --suite before-after.yaml --out evals/forgotten
   assay eval smollm2-135m --task arithmetic --limit 100 --out evals/sums
   assay eval ./model --task humaneval --data HumanEval.jsonl.gz --out evals/code
   assay eval ./model --task graded --data mine.jsonl --grader grade.py:score --out evals/mine"""
 
 
 def run(flags: FLAGS) -> int:
+    if (flags.task is None) == (flags.suite is None):
+        raise UsageError("assay eval: give a --task, or a --suite of several with --against PARENT")
+    if flags.suite is not None:
+        return ask_suite(flags)
     found = evaluate_model(flags)
     print(json.dumps(found.to_json(), indent=1) if flags.json else evaluation_text(found, Path(flags.out)))
     return 3 if overall(found.verdicts) is Outcome.REFUTED else 0
+
+
+def ask_suite(flags: FLAGS) -> int:
+    from assay.model.placement import default_device
+    from assay.recipes.suite import read_suite, run_suite
+    from assay.store.artifact import open_artifact
+    from assay.verbs.terminal import line_printer
+
+    if flags.suite is None or flags.against is None:
+        raise UsageError("assay eval --suite: name the model that it is held against: --against PARENT")
+    found = run_suite(read_suite(flags.suite), open_artifact(flags.against), open_artifact(flags.path, base=flags.base), Path(flags.out),
+                      device=flags.device or default_device(), say=line_printer(json=flags.json))
+    print(json.dumps(found.to_json(), indent=1) if flags.json else f"{found.verdict}\nkept in {flags.out}")
+    return 3 if found.verdict.outcome is Outcome.REFUTED else 0
 
 
 def evaluate_model(flags: FLAGS) -> "Evaluation":
@@ -66,6 +92,7 @@ def evaluate_model(flags: FLAGS) -> "Evaluation":
     from assay.model.placement import default_device
     from assay.store.artifact import open_artifact
 
+    assert flags.task is not None
     task = open_task(TaskRequest(flags.task, Path(flags.data) if flags.data else None, flags.limit, flags.grader, flags.seed))
     artifact = open_artifact(flags.path, base=flags.base)
     for note in artifact.notes:
@@ -75,7 +102,8 @@ def evaluate_model(flags: FLAGS) -> "Evaluation":
     with progress_line() as show:
         return evaluate(opened, task, Path(flags.out), k=flags.k, sampling=sampling, raw=flags.raw,
                         trained_on=training_texts(map(Path, flags.trained_on)),
-                        progress=lambda done, of: show(f"{task.name}: {done} of {of} examples", last=done == of))
+                        progress=lambda done, of: show(f"{task.name}: {done} of {of} examples", last=done == of),
+                        asked={name: value for name, value in asdict(flags).items() if name not in ("out", "json")})
 
 
 def training_texts(files: Iterable[Path]) -> Iterable[str]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from assay.config import argument, option
-from assay.verdict import Outcome, Verdict, unproven
+from assay.verdict import Outcome, Verdict, overall, unproven
 
 
 @dataclass(frozen=True)
@@ -17,8 +17,11 @@ class FLAGS:
     path: str = argument("checkpoint, Hugging Face or PEFT folder, or GGUF file")
     to: Literal["hf", "peft", "gguf", "merged"] = option("what to write")
     out: str = option("folder (hf, peft, merged) or file (gguf) to write; it must not exist", metavar="PATH")
-    dtype: str | None = option("number format: float32, bfloat16 or float16; for gguf f16, bf16 or q8_0", default=None,
+    dtype: str | None = option("number format: float32, bfloat16 or float16; for gguf f32, f16, bf16 or q8_0", default=None,
                                default_text="as stored; for gguf f16")
+    quant: Literal["q8_0", "q6_k", "q5_k_m", "q4_k_m"] | None = option(
+        "with --to gguf, fewer bits: q8_0 by the gguf package, the others by llama.cpp's own quantiser; the file is then opened, scored "
+        "and continued in llama.cpp itself, where llama-cpp-python is installed", default=None)
     onto: Literal["trained", "file"] = option("with --to merged, of an adapter whose base was held in few bits (--base-dtype): merge into "
                                               "the weights it was trained on, or into the base as its file holds it; what that changes "
                                               "is measured and said", default="trained")
@@ -28,6 +31,7 @@ class FLAGS:
 
 EXAMPLES = """  assay export runs/a/checkpoints/step-000500 --to hf --out model --dtype bfloat16
   assay export runs/a/checkpoints/step-000500 --to gguf --out model-q8_0.gguf --dtype q8_0
+  assay export runs/a/checkpoints/step-000500 --to gguf --out model-q4_k_m.gguf --quant q4_k_m
   assay export ./adapter --base ./base --to merged --out ./merged
   assay export runs/nf4/adapter --to merged --onto file --out ./merged --dtype bfloat16"""
 
@@ -42,12 +46,15 @@ def remove_export(where: Path) -> None:
 def run(flags: FLAGS) -> int:
     from assay.errors import UsageError
     from assay.guard.base_difference import base_difference
+    from assay.guard.llama_cpp_checks import check_in_llama_cpp
     from assay.guard.proof import ProofRequest, hallmark_or_quarantine, prove
     from assay.store.artifact import open_artifact
     from assay.store.checkpoint import open_checkpoint
     from assay.store.export_artifact import export_artifact
     from assay.verbs.prove import exit_code, print_proof
 
+    if flags.quant is not None and (flags.to != "gguf" or flags.dtype is not None):
+        raise UsageError("--quant is for --to gguf, in the place of --dtype; leave one of them out")
     source, where, stated = open_artifact(flags.path, base=flags.base), Path(flags.out), list[Verdict]()
     rebased: dict[str, Any] | None = None
     if flags.onto == "file":
@@ -60,10 +67,12 @@ def run(flags: FLAGS) -> int:
         stated = [unproven("as trained", f"merged into {source.base.path.name} as its file holds it, and not in {source.base.held}, which "
                                          f"it was trained on: {found}", optional=True, **found._asdict())]
         source = on_file
-    bound = export_artifact(source, flags.to, where, flags.dtype, rebased)
+    bound = export_artifact(source, flags.to, where, flags.quant or flags.dtype, rebased)
     base = flags.base if flags.to == "peft" else None
     try:
         verdicts = stated + prove(ProofRequest(str(where), str(source.path), base, "same", bound, against_base=flags.base))
+        if flags.to == "gguf" and overall(verdicts) is not Outcome.REFUTED:
+            verdicts += check_in_llama_cpp(where, source)
     except BaseException:  # refused or interrupted: what nobody has proven does not stay
         remove_export(where)
         raise

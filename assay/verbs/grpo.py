@@ -1,7 +1,7 @@
 """assay grpo: reinforcement learning from rewards on the policy's own completions, the whole model or an adapter."""
 
 from assay.recipes.grpo_options import Grpo as FLAGS
-from assay.verbs.terminal import print_headline
+from assay.verbs.recipe_command import run_recipe
 
 EXAMPLES = """  assay grpo --from runs/sft/checkpoints/step-000400 --optimizer-state fresh --data gsm8k.jsonl --reward answer:1 --out runs/a
   assay grpo --model smollm2-135m --data gsm8k.jsonl --reward answer:1 format:0.1 --num-generations 8 --prompts 16 --lora-r 8 --out runs/b
@@ -13,11 +13,6 @@ __all__ = ["EXAMPLES", "FLAGS", "run"]
 
 
 def run(flags: FLAGS) -> int:
-    from assay.outcome import RunOutcome
     from assay.recipes.grpo import grpo
 
-    outcome: RunOutcome = grpo(flags)
-    if outcome.verdicts:
-        print(outcome)
-        print_headline(outcome.folder)
-    return outcome.exit_code
+    return run_recipe(grpo, flags)

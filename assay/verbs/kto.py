@@ -1,7 +1,7 @@
 """assay kto: teach a model from single answers that were called good or bad, the whole of it or an adapter."""
 
 from assay.recipes.kto_options import Kto as FLAGS
-from assay.verbs.terminal import print_headline
+from assay.verbs.recipe_command import run_recipe
 
 EXAMPLES = """  assay kto --model runs/sft/model --data answers.jsonl --out runs/kto
   assay kto --model smollm2-135m --data answers.jsonl --out runs/lora --lora-r 16 --undesirable-weight 2
@@ -11,11 +11,6 @@ __all__ = ["EXAMPLES", "FLAGS", "run"]
 
 
 def run(flags: FLAGS) -> int:
-    from assay.outcome import RunOutcome
     from assay.recipes.kto import kto
 
-    outcome: RunOutcome = kto(flags)
-    if outcome.verdicts:
-        print(outcome)
-        print_headline(outcome.folder)
-    return outcome.exit_code
+    return run_recipe(kto, flags)

@@ -54,7 +54,7 @@ def run(flags: FLAGS) -> int:
 
 
 def flags_of(verb: str) -> type:
-    return importlib.import_module(f"assay.verbs.{verb}").FLAGS
+    return importlib.import_module(f"assay.verbs.{verb.replace('-', '_')}").FLAGS
 
 
 def plan_document(plan: "PipelinePlan") -> list[dict[str, object]]:

@@ -65,9 +65,9 @@ def planned(flags: FLAGS) -> tuple["MemoryPlan", str]:
     device = config.device or ("cuda" if flags.memory is not None else default_device())
     if isinstance(config, Pretrain):
         from assay.model.tokenizer import Tokenizer
-        from assay.recipes.pretrain import padded_vocab, shape
+        from assay.recipes.pretrain import chosen_shape
         from assay.store.remote import local_path
 
-        vocab = padded_vocab(Tokenizer.from_folder(local_path(config.corpus)))
-        return plan_pretraining(config, shape(config, config.depth, vocab), device), device
+        chosen = chosen_shape(config, Tokenizer.from_folder(local_path(config.corpus)))
+        return plan_pretraining(config, chosen.model, device), device
     return plan_tuning(config, device), device

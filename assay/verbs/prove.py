@@ -95,9 +95,9 @@ def prove_artifact(flags: FLAGS) -> list[Verdict]:
     apart = processes_early() >= 2 and _small_and_whole(Path(flags.path))
     with PROVING_PROCESSES.keeping():
         if Path(flags.path).exists():
-            PROVING_PROCESSES.start_early(proof_threads(beside=False), flags.device or WHERE_THERE_IS_ONE)
+            PROVING_PROCESSES.start_early(proof_threads(beside=False), flags.device or WHERE_THERE_IS_ONE, alone=True)
         if apart:
-            PROVING_PROCESSES.start_early(proof_threads(beside=False), flags.device or WHERE_THERE_IS_ONE, 2, libraries=False)
+            PROVING_PROCESSES.start_early(proof_threads(beside=False), flags.device or WHERE_THERE_IS_ONE, 2, libraries=False, alone=True)
         return _proven(flags, apart=apart)
 
 
@@ -118,7 +118,14 @@ def _proven(flags: FLAGS, *, apart: bool = False) -> list[Verdict]:
     if place.kind == "checkpoint" and flags.expect is None:
         return prove_checkpoint(place.path, against=flags.against, base=flags.base, probing=probing, apart=apart)
     bound = place.format.bound(place.path) if place.format.bound and flags.expect == "same" else None  # a rounded copy is a copy
-    return (prove_apart if apart else prove)(ProofRequest(str(place.path), flags.against, flags.base, flags.expect, bound, probing=probing))
+    verdicts = (prove_apart if apart else prove)(ProofRequest(str(place.path), flags.against, flags.base, flags.expect, bound,
+                                                              probing=probing))
+    if place.kind == "gguf" and flags.expect == "same" and flags.against and overall(verdicts) is not Outcome.REFUTED:
+        from assay.guard.llama_cpp_checks import check_in_llama_cpp
+        from assay.store.artifact import open_artifact
+
+        return [*verdicts, *check_in_llama_cpp(place.path, open_artifact(flags.against))]
+    return verdicts
 
 
 def print_proof(path: Path, verdicts: list[Verdict], *, as_json: bool) -> Outcome:

@@ -3,8 +3,12 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from assay.config import argument, option
+
+if TYPE_CHECKING:
+    from assay.interop.publishing import Published
 
 
 @dataclass(frozen=True)
@@ -19,8 +23,8 @@ class FLAGS:
                              default_text="the run that it lies in")
     evals: tuple[str, ...] = option("folders of `assay eval` of these very weights, for the card", metavar="FOLDER", default=(),
                                     default_text="none")
-    gguf: str | None = option("publish a GGUF file too, in this number format (f16, bf16, q8_0), proven first", metavar="DTYPE",
-                              default=None, default_text="none")
+    gguf: str | None = option("publish a GGUF file too, in this number format (f16, bf16, q8_0, q6_k, q5_k_m, q4_k_m), proven first",
+                              metavar="DTYPE", default=None, default_text="none")
     sign: str | None = option("SSH key that signs it, by ssh-keygen, offline", metavar="KEY", default=None, default_text="unsigned")
     name: str | None = option("the model's name on the card", default=None, default_text="the end of the target")
     public: bool = option("let everybody see a new repository on the hub", default=False)
@@ -32,13 +36,18 @@ EXAMPLES = """  assay publish runs/sft/model --to hf://me/my-model --sign ~/.ssh
   assay publish runs/sft/model --to s3://models/mine --gguf q8_0"""
 
 
-def run(flags: FLAGS) -> int:
+def publish_model(flags: FLAGS) -> "Published":
     from assay.interop.publishing import PublishRequest, publish
-    from assay.verdict import Outcome, overall, without_optional
 
-    done = publish(PublishRequest(
+    return publish(PublishRequest(
         Path(flags.path), flags.to, run=Path(flags.run) if flags.run else None, evaluations=tuple(map(Path, flags.evals)), gguf=flags.gguf,
         key=Path(flags.sign).expanduser() if flags.sign else None, public=flags.public, name=flags.name))
+
+
+def run(flags: FLAGS) -> int:
+    from assay.verdict import Outcome, overall, without_optional
+
+    done = publish_model(flags)
     outcome = overall(without_optional(done.verdicts))
     if flags.json:
         print(json.dumps({"published": done.version, "outcome": str(outcome), "files": list(done.files),

@@ -1,7 +1,7 @@
 """assay reward-model: teach a model what an answer is worth, from pairs, for assay grpo --reward model:PATH."""
 
 from assay.recipes.reward_model_options import RewardModel as FLAGS
-from assay.verbs.terminal import print_headline
+from assay.verbs.recipe_command import run_recipe
 
 EXAMPLES = """  assay reward-model --model smollm2-135m --data pairs.jsonl --out runs/reward
   assay reward-model --model runs/sft/model --data pairs.jsonl --out runs/reward --center-rewards-coefficient 0.01
@@ -11,11 +11,6 @@ __all__ = ["EXAMPLES", "FLAGS", "run"]
 
 
 def run(flags: FLAGS) -> int:
-    from assay.outcome import RunOutcome
     from assay.recipes.reward_model import reward_model
 
-    outcome: RunOutcome = reward_model(flags)
-    if outcome.verdicts:
-        print(outcome)
-        print_headline(outcome.folder)
-    return outcome.exit_code
+    return run_recipe(reward_model, flags)

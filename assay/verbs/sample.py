@@ -88,12 +88,12 @@ def run(flags: FLAGS) -> int:
 
 def stop_if_not_drawn(engine: "Engine", requests: "Sequence[GenerationRequest]", completions: "Sequence[Completion]") -> None:
     """Samples look like draws of the stated distribution, and have its probabilities without a cache: else they are no samples of it."""
-    from assay.evaluation.soundness import DRAWN, DrawnTokens, judge_draws, judge_rescored, rescored_draws
+    from assay.evaluation.soundness import DRAWN, DrawnTokens, judge_draws, judge_recorded, judge_rescored, rescored_draws
     from assay.guard.training_guards import stop_if_refuted
 
     model, sampling = engine.weights.source, requests[0].sampling
     samples = [(request.prompt, said.ids, sum(said.logprobs)) for request, said in zip(requests, completions, strict=True)]
-    verdicts = [judge_rescored(model, samples, sampling)]
+    verdicts = [judge_rescored(model, samples, sampling), judge_recorded(model, samples, sampling)]
     if sampling.temperature > 0 and sampling.repetition_penalty == 1:
         found = DrawnTokens()
         for prompt, ids, _ in samples[:: max(1, -(-len(samples) // DRAWN))]:

@@ -32,6 +32,8 @@ class FLAGS:
     base: str | None = option("an adapter's base, where the adapter does not name it", group="model", metavar="MODEL", default=None)
     train: bool = option("hold a policy that learns from what its clients say with it (/v1/trajectories, /v1/train)", group="method",
                          default=False)
+    rollouts: bool = option("let a trainer hand over new weights (/v1/weights), for assay grpo --vllm-server-base-url", group="method",
+                            default=False)
     learning_rate: float = option("learning rate of AdamW, with --train", group="method", above=0, default=1e-6)
     out: str | None = option("folder for --train's updates, trajectories and, at the end, the checkpoint", group="run", default=None)
     slots: int = option("completions of one model that are made at a time", group="generation", least=1, default=16)
@@ -50,6 +52,7 @@ class FLAGS:
 
 EXAMPLES = """  assay serve smollm2-135m
   assay serve runs/a/checkpoints/step-000500 --name a --adapter a@600=runs/b/checkpoints/step-000100 --port 8001
+  assay serve smollm2-135m --rollouts --port 8001
   assay serve smollm2-135m --train --out runs/agent --learning-rate 1e-6
   ASSAY_TOKEN=… assay serve smollm2-135m --host 0.0.0.0
   curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json' \\
@@ -65,6 +68,8 @@ def run(flags: FLAGS) -> int:
     adapters = [_named(text) for text in flags.adapter]
     if flags.train != (flags.out is not None):
         raise UsageError("--train needs --out FOLDER, where what was learned goes" if flags.train else "--out is for --train alone")
+    if flags.train and flags.rollouts:
+        raise UsageError("--train and --rollouts: a policy learns here, or a trainer elsewhere hands its weights over; give one of them")
     if flags.out is not None and Path(flags.out).exists():
         raise UsageError(f"--out {flags.out} is there already; give a folder of its own to every run")
 
@@ -100,7 +105,7 @@ def _size(flags: FLAGS) -> "ServerSize":
 
     device = require_device(flags.device or default_device())
     chosen = flags.dtype if flags.dtype != "auto" else "bfloat16" if device.startswith("cuda") else "float32"
-    return ServerSize(flags.slots, flags.queue, flags.max_length, device, getattr(torch, chosen))
+    return ServerSize(flags.slots, flags.queue, flags.max_length, device, getattr(torch, chosen), takes_weights=flags.rollouts)
 
 
 def _named(text: str) -> tuple[str, str]:

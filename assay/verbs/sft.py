@@ -1,7 +1,7 @@
 """assay sft: fine-tune a model on conversations, the whole of it or an adapter."""
 
 from assay.recipes.options import Sft as FLAGS
-from assay.verbs.terminal import print_headline
+from assay.verbs.recipe_command import run_recipe
 
 EXAMPLES = """  assay sft --model smollm2-135m --data gsm8k.jsonl --out runs/sft
   assay sft --model smollm2-135m --data chats.jsonl --out runs/lora --lora-r 16 --num-train-epochs 2
@@ -12,11 +12,6 @@ __all__ = ["EXAMPLES", "FLAGS", "run"]
 
 
 def run(flags: FLAGS) -> int:
-    from assay.outcome import RunOutcome
     from assay.recipes.sft import sft
 
-    outcome: RunOutcome = sft(flags)
-    if outcome.verdicts:
-        print(outcome)
-        print_headline(outcome.folder)
-    return outcome.exit_code
+    return run_recipe(sft, flags)

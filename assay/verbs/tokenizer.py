@@ -1,20 +1,23 @@
-"""assay tokenizer: train a byte-level BPE tokenizer."""
+"""assay tokenizer: train a byte-level BPE tokenizer, or one of SentencePiece's."""
 
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 from assay.config import argument, option
 
 
 @dataclass(frozen=True)
 class FLAGS:
-    """Train a byte-level BPE tokenizer on text and write tokenizer.json and tokenizer_config.json."""
+    """Train a byte-level BPE tokenizer on text, or a SentencePiece model, and write tokenizer.json and tokenizer_config.json."""
 
     text: tuple[str, ...] = argument(".txt, .jsonl (also .gz), .parquet, or folders of these")
     out: str = option("folder to write; it must not exist", metavar="FOLDER")
     vocab_size: int = option("tokens in all, special ones included", default=8192)
-    digits: int = option("the most digits in one token: 1, 2 or 3", default=1)
+    kind: Literal["bytes", "sentencepiece", "unigram"] = option("byte-level BPE, or SentencePiece's BPE or unigram model (which needs the "
+                                                                "sentencepiece package)", default="bytes")
+    digits: int = option("with --kind bytes: the most digits in one token: 1, 2 or 3", default=1)
     field: str = option("text field of JSONL rows, column of parquet", default="text")
     document_bytes: int = option("text files are read in chunks of so many bytes, lengthened to the line end", default=16384)
     skip_invalid: bool = option("leave out documents that are not UTF-8 instead of refusing them", default=False)
@@ -23,17 +26,21 @@ class FLAGS:
 
 
 EXAMPLES = """  assay tokenizer books/ --vocab-size 8192 --out tokenizer
-  assay tokenizer data.jsonl.gz --vocab-size 32768 --digits 3 --out tokenizer"""
+  assay tokenizer data.jsonl.gz --vocab-size 32768 --digits 3 --out tokenizer
+  assay tokenizer books/ --kind unigram --vocab-size 8192 --out tokenizer"""
 
 
 def run(flags: FLAGS) -> int:
-    from assay.data.bpe import train_tokenizer, write_tokenizer
+    from assay.data.bpe import train_sentencepiece, train_tokenizer, write_tokenizer
     from assay.data.data_files import DocumentRule
     from assay.statistics.estimate import ratio
 
     rule = DocumentRule(flags.field, document_bytes=flags.document_bytes, skip_invalid=flags.skip_invalid)
-    tokenizer, compression = train_tokenizer(map(Path, flags.text), flags.vocab_size, rule=rule, digits=flags.digits,
-                                             seed=flags.seed)
+    if flags.kind == "bytes":
+        tokenizer, compression = train_tokenizer(map(Path, flags.text), flags.vocab_size, rule=rule, digits=flags.digits, seed=flags.seed)
+    else:
+        kind = {"sentencepiece": "bpe"}.get(flags.kind, flags.kind)
+        tokenizer, compression = train_sentencepiece(map(Path, flags.text), flags.vocab_size, kind, rule=rule, seed=flags.seed)
     write_tokenizer(tokenizer, Path(flags.out))
     enough = len(compression.bytes) > 1  # fewer have no interval, and a bare number does not travel
     bytes_per_token = ratio(compression.bytes, compression.tokens) if enough else None

@@ -1,4 +1,4 @@
-"""assay track: hand a run's metrics to TensorBoard, W&B, trackio or transformers."""
+"""assay track: hand a run's metrics to TensorBoard, W&B, trackio, MLflow or transformers, once or while it goes on."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,28 +9,33 @@ from assay.config import argument, option
 
 @dataclass(frozen=True)
 class FLAGS:
-    """Hand a run's metrics.jsonl to another tool's page: transformers' trainer_state.json, TensorBoard, W&B or trackio."""
+    """Hand a run's metrics.jsonl to another tool's page: transformers' trainer_state.json, TensorBoard, W&B, trackio or MLflow. Recipes
+    take --track, which does so while they run."""
 
     run: str = argument("folder of a run")
-    to: Literal["hf", "tensorboard", "wandb", "trackio"] = option("whose page", default="hf")
+    to: Literal["hf", "tensorboard", "wandb", "trackio", "mlflow"] = option("whose page", default="hf")
     out: str | None = option("where to write", metavar="PATH", default=None,
                              default_text="RUN/trainer_state.json for hf, RUN/tensorboard for tensorboard")
-    project: str = option("name of the project, for wandb and trackio", default="assay")
+    project: str = option("name of the project, for wandb, trackio and mlflow", default="assay")
+    follow: bool = option("read on until the run's process ends", default=False)
 
 
 EXAMPLES = """  assay track runs/a                      # writes runs/a/trainer_state.json
-  assay track runs/a --to tensorboard     # then: tensorboard --logdir runs/a/tensorboard"""
+  assay track runs/a --to tensorboard     # then: tensorboard --logdir runs/a/tensorboard
+  assay track runs/a --to wandb --follow  # beside a run that goes on"""
 
 
 def run(flags: FLAGS) -> int:
+    from assay.errors import UsageError
     from assay.interop import trackers
+    from assay.interop.live_tracking import follow_run, run_ended
 
     folder = Path(flags.run)
     if flags.to == "hf":
+        if flags.follow:
+            raise UsageError("--follow is for tensorboard, wandb, trackio and mlflow; trainer_state.json is written once, afterwards")
         print(trackers.write_trainer_state(folder, Path(flags.out) if flags.out else folder / "trainer_state.json"))
-    elif flags.to == "tensorboard":
-        where = Path(flags.out) if flags.out else folder / "tensorboard"
-        print(f"{trackers.to_tensorboard(folder, where)} points in {where}")
-    else:
-        print(f"{trackers.to_service(folder, flags.to, flags.project)} steps handed to {flags.to}")
+        return 0
+    tracker = trackers.open_tracker(flags.to, folder, flags.project, Path(flags.out) if flags.out else None)
+    print(follow_run(folder, tracker, run_ended(folder)) if flags.follow else trackers.hand_over_metrics(folder, tracker))
     return 0

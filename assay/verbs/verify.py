@@ -3,8 +3,12 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from assay.config import argument, option
+
+if TYPE_CHECKING:
+    from assay.verdict import Verdict
 
 
 @dataclass(frozen=True)
@@ -26,15 +30,20 @@ EXAMPLES = """  assay verify ./downloaded
   assay verify hf://me/my-model --json"""
 
 
-def run(flags: FLAGS) -> int:
+def verify_published(flags: FLAGS) -> "list[Verdict]":
     from assay.guard.publication_checks import check_published
     from assay.interop.publish_targets import open_target
-    from assay.report.markdown import append_summary, markdown_text, verdict_table
     from assay.store.scratch import scratch_folder
-    from assay.verdict import Outcome, overall, without_optional
 
     with scratch_folder() as scratch:
-        verdicts = check_published(open_target(flags.path).fetch(scratch), Path(flags.signers) if flags.signers else None)
+        return check_published(open_target(flags.path).fetch(scratch), Path(flags.signers) if flags.signers else None)
+
+
+def run(flags: FLAGS) -> int:
+    from assay.report.markdown import append_summary, markdown_text, verdict_table
+    from assay.verdict import Outcome, overall, without_optional
+
+    verdicts = verify_published(flags)
     outcome = overall(without_optional(verdicts))
     if flags.summary is not None:
         append_summary(flags.summary, f"### assay verify {markdown_text(flags.path)}: {outcome}\n\n{verdict_table(verdicts)}")

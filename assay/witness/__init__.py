@@ -1,1 +1,1 @@
-"""Witness: one training step replayed from options and files alone, by code that shares nothing with what it watches."""
+"""Witness: training steps and examples of an evaluation made again from options and files alone, by code that shares none of theirs."""

@@ -96,6 +96,7 @@ class DueRollout(NamedTuple):
     advantages: dict[str, float]  # by text
     drawn_with: dict[str, list[float]]  # log-probabilities, one a token, 0 in the prompt
     divisor: float
+    importance: dict[str, list[float]]  # weight of each token that a server drew: min(trainer's probability / server's, cap); else 1
 
 
 def sequences_of(prompt: Sequence[int], said: Mapping[str, Any]) -> list[tuple[list[int], list[bool], list[float]]]:
@@ -109,6 +110,7 @@ def sequences_of(prompt: Sequence[int], said: Mapping[str, Any]) -> list[tuple[l
 
 def due_rollout(groups: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> DueRollout:
     values = advantages([group["rewards"] for group in groups], options["scale_rewards"], options.get("advantage_estimator", "grpo"))
+    importance = dict[str, list[float]]()
     texts, better, drawn_with, counted = list[DueText](), dict[str, float](), dict[str, list[float]](), 0
     for place, group in enumerate(groups):
         for member, said in enumerate(group["completions"]):
@@ -120,11 +122,22 @@ def due_rollout(groups: Sequence[Mapping[str, Any]], options: Mapping[str, Any])
                 name = f"{place}:{member}:{number}"
                 texts.append(DueText(name, ids, [weight * each for each in sampled]))
                 better[name], drawn_with[name] = values[place][member], logprobs
+                importance[name] = importance_weights(said, len(ids), logprobs, options)
             counted += counts
     constant = options["loss_type"] == "dr_grpo"
     cap = options["max_completion_length"] * (options["max_turns"] if options.get("environment") else 1)
     divisor = counted * cap if constant else sum(sum(text.weights) for text in texts)
-    return DueRollout(texts, better, drawn_with, divisor)
+    return DueRollout(texts, better, drawn_with, divisor, importance)
+
+
+def importance_weights(said: Mapping[str, Any], tokens: int, logprobs: Sequence[float], options: Mapping[str, Any]) -> list[float]:
+    """Where a server drew a completion, its own log-probabilities are kept beside the trainer's."""
+    theirs = said.get("sampler_logprobs")
+    if theirs is None:
+        return [1.0] * tokens
+    before = tokens - len(theirs)
+    most = options["vllm_importance_sampling_clip_max"]
+    return [1.0] * before + [math.exp(min(ours - other, math.log(most))) for ours, other in zip(logprobs[before:], theirs, strict=True)]
 
 # ---------------------------------------------------------------- what a token costs
 
@@ -139,13 +152,15 @@ def policy_costs(rollout: DueRollout, options: Mapping[str, Any], step: int, twi
     low, high = options["epsilon"], options["epsilon"] if options["epsilon_high"] is None else options["epsilon_high"]
     if options["loss_type"] == "cispo" and options["epsilon_high"] is not None:
         high = options["epsilon_high"] - 1
+    if options.get("environment") and options.get("vllm_server_base_url") and options["vllm_importance_sampling_correction"]:
+        raise NotWitnessed("episodes that a server drew are weighed by its log-probabilities, which are not kept of them")
     bonus = options["entropy_weight"] * options["entropy_decay"] ** step
 
     def costs(logits: Tensor, tokens: Tensor, texts: Sequence[DueText]) -> Tensor:
         every, (_, learned) = (logits[:, :-1] / options["temperature"]).log_softmax(-1), right_padded(texts)
         counts = learned[:, 1:] != 0
         logp = every.gather(-1, tokens[:, 1:, None]).squeeze(-1)
-        better = torch.tensor([[rollout.advantages[text.name]] for text in texts], dtype=torch.float64)
+        better = torch.tensor([[rollout.advantages[text.name]] for text in texts], dtype=torch.float64) * aligned(texts, rollout.importance)
         then = aligned(texts, rollout.drawn_with)
         if stale:  # ratios to the policy as it is; each token weighs what it would be drawn with now over what it was, up to a cap
             better = better * (logp.detach() - then).exp().clamp(max=options["importance_sampling_cap"])

@@ -11,6 +11,7 @@ import math
 import struct
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
+from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -123,6 +124,56 @@ class PackedPlan:
         through = [row for epoch in self.epochs for row in epoch]
         return [[self.texts[example] for example in row] for row in through[step * self.rows:(step + 1) * self.rows]]
 
+
+class MixedPlan:
+    """Rows of several sources by their weights. A source's texts are those whose name begins with its file's."""
+
+    def __init__(self, texts: Sequence[DueText], sources: Sequence[tuple[str, Fraction | None]], options: dict[str, Any]):
+        self.texts, self.shares = texts, smallest_shares([weight for _, weight in sources if weight is not None])
+        streams = [self.rows_of(number, f"{Path(path).name}:", options) for number, (path, _) in enumerate(sources)]
+        rows, self.through = options["batch_tokens"] // options["max_length"], list[list[int]]()
+        while options["max_steps"] is None or len(self.through) < options["max_steps"] * rows:
+            row = next(streams[source_and_number(len(self.through), self.shares)[0]], None)
+            if row is None:
+                break
+            self.through.append(row)
+        self.rows = min(rows, len(self.through))
+        self.steps = len(self.through) // self.rows
+
+    def rows_of(self, number: int, prefix: str, options: dict[str, Any]) -> Iterator[list[int]]:
+        mine = [place for place, text in enumerate(self.texts) if text.name.startswith(prefix)]
+        lengths = [len(self.texts[place].tokens) for place in mine]
+        for epoch in range(options["num_train_epochs"]):
+            for row in epoch_rows(lengths, options["max_length"], seed_at(options["seed"], "source", number), epoch, options["packing"]):
+                yield [mine[example] for example in row]
+
+    def due(self, step: int) -> list[list[DueText]]:
+        return [[self.texts[example] for example in row] for row in self.through[step * self.rows:(step + 1) * self.rows]]
+
+
+def smallest_shares(weights: Sequence[Fraction]) -> list[int]:
+    """Whole numbers in the proportion of the weights, as small as they can be."""
+    least = math.lcm(*(weight.denominator for weight in weights))
+    whole = [int(weight * least) for weight in weights]
+    return [share // math.gcd(*whole) for share in whole]
+
+
+def source_and_number(row: int, shares: Sequence[int]) -> tuple[int, int]:
+    """The source of row `row` of a run, and which of that source's rows it is."""
+    cycles, place = divmod(row, sum(shares))
+    turns = source_turns(tuple(shares))
+    return turns[place], cycles * shares[turns[place]] + turns[:place].count(turns[place])
+
+
+@functools.lru_cache(8)
+def source_turns(shares: tuple[int, ...]) -> list[int]:
+    """Of one cycle: every row belongs to the source that is furthest behind its share."""
+    given, turns = [0] * len(shares), list[int]()
+    for _ in range(sum(shares)):
+        turns.append(min(range(len(shares)), key=lambda each: Fraction(2 * given[each] + 1, shares[each])))
+        given[turns[-1]] += 1
+    return turns
+
 # ---------------------------------------------------------------- a corpus of token shards
 
 
@@ -165,3 +216,21 @@ class WindowPlan:
                     found += file.read((min(stop, first + here) - max(start, first)) * self.width)
             first += here
         return [int.from_bytes(found[at:at + self.width], "little") for at in range(0, len(found), self.width)]
+
+
+class MixedWindows:
+    """Windows of several corpora by their shares: those of --corpus are numbered first, then those of --mix in their order."""
+
+    def __init__(self, folders: Sequence[tuple[Path, Fraction]], options: dict[str, Any]):
+        self.shares = smallest_shares([1 - sum((share for _, share in folders[1:]), Fraction(0)), *(share for _, share in folders[1:])])
+        self.plans = [WindowPlan(folder, options | {"seed": seed_at(options["seed"], "source", number)})
+                      for number, (folder, _) in enumerate(folders)]
+        self.rows = self.plans[0].rows
+
+    def due(self, step: int) -> list[list[DueText]]:
+        found = []
+        for row in range(step * self.rows, (step + 1) * self.rows):
+            source, number = source_and_number(row, self.shares)
+            window, first = self.plans[source].window(number), sum(plan.windows for plan in self.plans[:source])
+            found.append([text._replace(name=str(first + window)) for text in self.plans[source].pieces(window)])
+        return found

@@ -9,7 +9,10 @@ import gzip
 import hashlib
 import importlib.util
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +101,10 @@ def plain_message(turn: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def file_rows(path: Path) -> Iterator[Mapping[str, Any]]:
-    if path.name.endswith((".jsonl", ".jsonl.gz")):
+    if path.is_dir():
+        for file in sorted(file for file in path.iterdir() if not file.name.startswith(".")):
+            yield from file_rows(file)
+    elif path.name.endswith((".jsonl", ".jsonl.gz")):
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             yield from (json.loads(line) for line in file if line.strip())
     elif path.suffix in (".csv", ".tsv"):
@@ -112,10 +118,20 @@ def file_rows(path: Path) -> Iterator[Mapping[str, Any]]:
         raise NotWitnessed(f"{path}: a file of this kind is not read here")
 
 
+def named_sources(options: Mapping[str, Any]) -> list[tuple[str, Fraction | None]]:
+    """The files of --data, each with its weight where it has one: PATH or PATH:WEIGHT. Copies of what URLs name come in their place."""
+    found: list[tuple[str, Fraction | None]] = []
+    for entry in options["data"]:
+        weighted = re.fullmatch(r"(.+):([0-9]*\.?[0-9]+)", entry)
+        path, weight = (entry, None) if weighted is None or Path(entry).exists() else (weighted[1], Fraction(weighted[2]))
+        found.append((options.get("copies", {}).get(path, path), weight))
+    return found
+
+
 def training_rows(options: Mapping[str, Any]) -> list[Row]:
     """All rows of all files but those that are held out."""
-    rows = [Row(Path(file).name, number, values, options["gsm8k"])
-            for file in options["data"] for number, values in enumerate(file_rows(Path(file)), 1)]
+    rows = [Row(Path(file).name, number, values, options["gsm8k"]) for file, _ in named_sources(options)
+            for number, values in enumerate(islice(file_rows(Path(file)), options.get("limit")), 1)]
     if options["held_out_data"] is not None:
         return rows
     kept = kept_contents([row.content for row in rows], options["held_out"], options["seed"])

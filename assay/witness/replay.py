@@ -10,6 +10,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,8 @@ from assay.verdict import Outcome, Verdict, proven, refuted, unproven
 from assay.witness.due_base import asked_base_dtype, due_base
 from assay.witness.due_gradient import Adapter, CostOfTokens, DueGradient, TwinModel, blended, cross_entropy, due_gradient, read_safetensors
 from assay.witness.due_rollout import DueRollout, PromptPlan, due_rollout, fork_weights, policy_costs, wrong_prompts
-from assay.witness.due_rows import DueText, PackedPlan, WindowPlan
-from assay.witness.due_texts import NotWitnessed, Renderer, read_fields, texts_to_learn
+from assay.witness.due_rows import DueText, MixedPlan, MixedWindows, PackedPlan, WindowPlan
+from assay.witness.due_texts import NotWitnessed, Renderer, named_sources, read_fields, texts_to_learn
 from assay.witness.due_update import (
     BETAS,
     MOMENTUM,
@@ -141,7 +142,8 @@ def due_texts(kept: KeptStep) -> tuple[list[list[DueText]], int | None]:
     """The rows of the step, and how many steps the run takes where options and data say."""
     options = kept.options
     if kept.recipe == "Pretrain":
-        corpus = WindowPlan(Path(options["corpus"]), options)
+        corpus: MixedWindows | WindowPlan
+        corpus = mixed_windows(options) if options.get("mix") else WindowPlan(Path(options["corpus"]), options)
         steps = None if options["tokens"] is None else max(1, math.ceil(options["tokens"] / (corpus.rows * options["max_length"])))
         return corpus.due(kept.step), steps
     if kept.recipe == "Grpo":
@@ -154,9 +156,19 @@ def due_texts(kept: KeptStep) -> tuple[list[list[DueText]], int | None]:
     if options.get("on_policy"):
         raise NotWitnessed("--on-policy: what the student said at a step is not kept")
     if options.get("how") == "text":
-        options = options | {"data": [str(kept.run / "teacher.jsonl")], "held_out_data": str(kept.run / "teacher-held-out.jsonl")}
-    packed = PackedPlan(texts_to_learn(kept.tokenizer_folder, options), options)
+        options = options | {"data": [str(kept.run / "teacher.jsonl")], "held_out_data": str(kept.run / "teacher-held-out.jsonl"),
+                             "limit": None}
+    texts, sources = texts_to_learn(kept.tokenizer_folder, options), named_sources(options)
+    packed: PackedPlan | MixedPlan = PackedPlan(texts, options) if sources[0][1] is None else MixedPlan(texts, sources, options)
     return packed.due(kept.step), None if options["minutes"] is not None else options["max_steps"] or packed.steps
+
+
+def mixed_windows(options: Mapping[str, Any]) -> MixedWindows:
+    """--corpus and what --mix adds to it, each FOLDER:SHARE."""
+    added = [entry.rpartition(":") for entry in options["mix"]]
+    copies = options.get("copies", {})
+    return MixedWindows([(Path(options["corpus"]), Fraction(0)), *((Path(copies.get(folder, folder)), Fraction(share))
+                                                                   for folder, _, share in added)], dict(options))
 
 
 def asked_adapter(kept: KeptStep) -> Adapter | None:
@@ -182,8 +194,11 @@ def model_shape(kept: KeptStep) -> dict[str, Any] | Path:
     if kept.recipe != "Pretrain":
         return kept.folder_of_model
     options = kept.options
+    if options["shape"] == "assay":
+        raise NotWitnessed("transformers has no model of --shape assay")
     if options["shape"] != "qwen3":
-        raise NotWitnessed(f"transformers has no model of --shape {options['shape']}")
+        given = Path(options["shape"])
+        return read_fields(given / "config.json" if given.is_dir() else given)
     width = 64 * options["depth"]
     vocab = len(kept.weights(kept.before)["embed.weight"])
     return {"model_type": "qwen3", "vocab_size": vocab, "hidden_size": width, "intermediate_size": math.ceil(width * 8 / 3 / 64) * 64,
@@ -439,10 +454,14 @@ def moved_as_due(kept: KeptStep, name: str, before: Tensor, after: Tensor, due: 
 
 
 def matrix_rows(kept: KeptStep, name: str) -> tuple[int, ...]:
-    """q, k and v, and gate and up, are matrices of their own, stored one below the other: here all of equal height."""
-    rows = len(kept.before[f"weights/{name}"])
-    parts = 3 if name.endswith("attn.qkv.weight") else 2 if name.endswith("mlp.up.weight") else 1
-    return (rows // parts,) * parts
+    """q, k and v, and gate and up, are matrices of their own, stored one below the other: k and v of as many heads as they have."""
+    rows, fields = len(kept.before[f"weights/{name}"]), model_shape(kept)
+    assert isinstance(fields, dict), "Muon trains models from scratch"
+    heads = fields.get("num_attention_heads", 1)
+    groups = fields.get("num_key_value_heads") or heads
+    gated = fields["model_type"] != "gpt2"
+    parts = (heads, groups, groups) if name.endswith("attn.qkv.weight") else (1, 1) if name.endswith("mlp.up.weight") and gated else (1,)
+    return tuple(rows * part // sum(parts) for part in parts)
 
 
 def shown(items: Sequence[Any]) -> str:

@@ -22,6 +22,7 @@ def catalogue() -> dict[str, Fault]:
         method_faults,
         preference_faults,
         publication_faults,
+        remote_faults,
         reward_faults,
         rollout_faults,
         run_faults,

@@ -16,10 +16,19 @@ from assay.comparison.read_results import Arm, ScoredRun, Series
 from assay.comparison.second_opinion import check_comparisons
 from assay.data.order import Order
 from assay.evaluation.held_out_loss import HeldOut, score_corpus
-from assay.guard.conclusion_checks import check_claim, check_early_stopping, check_generalisation_gap, check_improvement, check_rise
+from assay.guard.conclusion_checks import (
+    check_best,
+    check_budget,
+    check_claim,
+    check_early_stopping,
+    check_generalisation_gap,
+    check_improvement,
+    check_rise,
+)
 from assay.health.generation_probe import GeneratedText, compare_health, probe
 from assay.health.probe_prompts import BUILT_IN_PROMPTS, ProbePrompt
 from assay.learn import objectives
+from assay.learn.lr_schedule import Budget, Schedule
 from assay.model.transformer import Transformer
 from assay.seeds import derive, generator
 from assay.statistics.early_stopping import choose_best
@@ -60,6 +69,15 @@ def a_run_with_evaluations(folder: Path, plant: Plant) -> list[Verdict]:
     return [check_generalisation_gap(train, held_out)]
 
 
+def a_budget_of_steps(folder: Path, plant: Plant) -> list[Verdict]:
+    """A loop that its schedule ends."""
+    schedule, done = Schedule(Budget(steps=20, minutes=None, schedule="wsd", warmup=2, decay=0.5)), 0
+    with plant(folder):
+        while not schedule.over(done):
+            done += 1
+    return [check_budget(schedule, done)]
+
+
 def three_seeds(folder: Path, plant: Plant) -> list[Verdict]:
     with plant(folder):
         return [stability({seed: final_loss(seed) for seed in _SEEDS}, metric="held-out loss").verdict()]
@@ -90,6 +108,11 @@ def stopped_on_noise(_: Any, history: Sequence[Any], evaluations: int) -> bool:
 fault("learned by heart", rows=("S5",), stage="data", check="gap", job=a_run_with_evaluations)(
     # A corpus far too small for its model goes round and round.
     lambda _: swap(Order, "consumed", lambda order, step: np.arange(order.rows)))
+
+
+fault("a budget cut short", rows=("S3",), stage="optimizer", check="budget", job=a_budget_of_steps)(
+    # Steps are counted from 1 in one place and by micro-batches in another: the loop ends at half its steps, at a high rate.
+    in_place_of(Schedule, "over")(lambda usual, schedule, done: usual(schedule, 2 * done)))
 
 
 @fault("two seeds of three collapse", rows=("S6",), stage="precision", check="seeds", job=three_seeds)
@@ -197,6 +220,15 @@ def a_run_with_a_best(_: Path, plant: Plant) -> list[Verdict]:
     return [check_improvement(best, scores[0], scores[best])]
 
 
+def a_run_with_ragged_documents(_: Path, plant: Plant) -> list[Verdict]:
+    """Three short documents and a long one; what is printed is the mean over tokens, and by documents another step looks better."""
+    tokens = np.array([10.0, 10.0, 10.0, 370.0])
+    losses = [np.array([2.0, 2.1, 1.9, 2.0]), np.array([1.8, 1.9, 1.7, 1.2]), np.array([0.9, 1.0, 0.8, 1.6])]
+    with plant(_):
+        best = own.chosen([each * tokens / tokens.mean() for each in losses])
+    return [check_best(best, {step: float((each * tokens).sum() / tokens.sum()) for step, each in enumerate(losses)})]
+
+
 def chosen(scores: Sequence[np.ndarray]) -> int:
     """Which of a run's evaluations is handed over."""
     return choose_best(list(scores)).best
@@ -268,6 +300,9 @@ fault("a fall called success", rows=("S8",), stage="reward", check="rise", job=a
 
 fault("the worst chosen for the best", rows=("C06",), stage="eval", check="improvement", job=a_run_with_a_best)(
     in_place_of(own, "chosen")(lambda _, scores: int(np.argmax([losses.mean() for losses in scores]))))
+fault("the best by another mean than is printed", rows=("C06",), stage="eval", check="best", job=a_run_with_ragged_documents)(
+    # A mean of the documents' medians, in place of the mean over tokens.
+    in_place_of(own, "chosen")(lambda _, scores: int(np.argmin([np.median(losses) for losses in scores]))))
 fault("p-values lost on the way", rows=("S8",), stage="eval", check="second opinion", job=a_second_opinion)(
     # The adjustment for many comparisons returns a list that nobody filled.
     lambda _: swap(pairwise, "holm", lambda p_values: [0.0] * len(p_values)))

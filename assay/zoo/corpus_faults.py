@@ -13,13 +13,16 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from assay.data import mixture
 from assay.data import order as data_order
 from assay.data.batch import Batch
 from assay.data.build_corpus import CorpusPlan, build_corpus
+from assay.data.chat import TrainingExample
+from assay.data.mixture import MixedExamples, MixedPart
 from assay.data.order import Order
 from assay.data.token_corpus import Corpus, assert_disjoint, open_corpus
 from assay.guard.corpus_checks import check_document_copies
-from assay.guard.data_order_checks import check_epoch_order
+from assay.guard.data_order_checks import check_epoch_order, check_mixture
 from assay.learn import loop
 from assay.learn.loop import Accumulated
 from assay.model import attention, transformer
@@ -133,6 +136,35 @@ def same_random_state(_: Any, order: Order, step: int) -> NDArray[np.int64]:
 def same_order_in_every_epoch(_: Any, seed: int, *address: str | int) -> int:
     """Nobody tells the sampler that an epoch has passed."""
     return derive(seed, "order", 0) if address[0] == "order" else derive(seed, *address)
+
+# ---------------------------------------------------------------- mixtures
+
+
+def a_mixture(folder: Path, plant: Plant) -> list[Verdict]:
+    """Forty long examples and four short ones, half of the rows from each; every row is counted."""
+    examples = [TrainingExample(f"{name}:{n}:{n:016x}", (1,) * 6, (0,) + (1,) * 5, ("a",), 1)
+                for name, count in (("large", 40), ("small", 4)) for n in range(count)]
+    parts = (MixedPart("large.jsonl", 1, 0, 40), MixedPart("small.jsonl", 1, 40, 4))
+    with plant(folder):
+        order = MixedExamples(examples, 0, 2, 8, 5, packing=False, sources=parts)
+        return [check_mixture(order, order.steps)]
+
+
+@fault("small source of a mixture ran out", rows=("N40",), stage="data", check="mixture", job=a_mixture)
+@in_place_of(mixture, "mixed_rows")
+def small_source_ran_out(_: Any, streams: Any, shares: tuple[int, ...]) -> Iterator[list[int]]:
+    """Whoever has something left fills the place of whoever has not: the small source once, then the large one alone."""
+    left = [list(islice(stream, 4 if number else 40)) for number, stream in enumerate(streams)]
+    while any(left):
+        yield from (rows.pop(0) for rows in left if rows)
+
+
+@fault("replayed shard of a mixture", rows=("N40",), stage="data", check="mixture", job=a_mixture)
+@in_place_of(MixedExamples, "rows_of_source")
+def replayed_shard(usual: Any, order: MixedExamples, number: int) -> Iterator[list[int]]:
+    """The place in a shard is lost when the next source has its turn (datasets#7156): its first rows come again and again."""
+    first = list(islice(usual(order, number), 3))
+    yield from (first[place % 3] for place in range(order.sources[number].count))
 
 # ---------------------------------------------------------------- text that runs out
 

@@ -1,5 +1,8 @@
-"""Evaluation faults: graders, stop strings, BOS, dropout, lost examples, seeds, pass@k, data that changed or leaked."""
+"""Evaluation faults: graders, stop strings, BOS, dropout, lost examples, seeds, pass@k, data that changed or leaked; and what only the
+witness sees, since the evaluation's own checks share the function that is wrong."""
 
+import contextlib
+import functools
 import json
 import re
 from collections.abc import Sequence
@@ -13,6 +16,7 @@ from torch import Tensor
 
 from assay.evaluation import evaluate as evaluating
 from assay.evaluation import loaded_model, summary
+from assay.evaluation.eval_witness import keep_eval_record
 from assay.evaluation.evaluate import Unsound, evaluate
 from assay.evaluation.loaded_model import LoadedModel
 from assay.evaluation.soundness import check_dataset, check_pass_at_k
@@ -29,9 +33,11 @@ from assay.statistics import estimate
 from assay.statistics.estimate import pass_at_k
 from assay.statistics.known_answers import check_statistics
 from assay.store.artifact import build_model, open_artifact
+from assay.testing import tiny_training
 from assay.testing.fault_injection import Plant, fault, in_place_of, nothing, on_disk, swap, together
-from assay.testing.tiny_models import nudge, save_model, tiny_model, tiny_tokenizer
+from assay.testing.tiny_models import forget_manifest, nudge, save_model, tiny_model, tiny_tokenizer
 from assay.verdict import Verdict
+from assay.witness.due_evaluation import judge_evaluation
 
 _ROWS = [{"question": f"Ann has {n} figs and buys {2 * n} more. How many figs has she then, all in all?",
          "answer": f"She has {n} + {2 * n} = {3 * n} figs.\n#### {3 * n}"} for n in range(2, 10)]
@@ -63,6 +69,35 @@ def an_evaluation(folder: Path, plant: Plant, sampling: Sampling = WARM, k: int 
 def a_greedy_evaluation(folder: Path, plant: Plant) -> list[Verdict]:
     """Nothing is drawn, so that no statistic of draws can tell. In a fresh model the words before hardly matter; in this one they do."""
     return an_evaluation(folder, plant, Sampling(max_new=8, temperature=0.0), 1, moved=0.3)
+
+
+def a_witnessed_evaluation(folder: Path, plant: Plant) -> list[Verdict]:
+    """Whatever its own checks say, the kept examples are looked at by the witness."""
+    return list(clean_witness()) if plant is nothing else _witnessed_evaluation(folder, plant)
+
+
+@functools.cache
+def clean_witness() -> list[Verdict]:
+    """Of the clean twin, once for all faults that the witness alone sees."""
+    folder = tiny_training.process_folder() / "witnessed-evaluation"
+    folder.mkdir()
+    return _witnessed_evaluation(folder, nothing)
+
+
+def _witnessed_evaluation(folder: Path, plant: Plant) -> list[Verdict]:
+    data = write_examples(folder / "test.jsonl", _ROWS)
+    save_model(folder / "model", nudge(tiny_model(max_length=512), 0.3))
+    forget_manifest(folder / "model")  # which knows what the live model answered
+    sampling = Sampling(max_new=12, temperature=1.0)
+    asked = {"task": "gsm8k", "data": str(data), "limit": 6, "seed": 0, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "raw": False,
+             "dtype": None, "max_new_tokens": sampling.max_new, "witness": 6}
+    with plant(folder):
+        opened, task = LoadedModel(open_artifact(folder / "model")), open_task(TaskRequest("gsm8k", data, 6))
+        with contextlib.suppress(Unsound):
+            evaluate(opened, task, folder / "out", k=4, sampling=sampling)
+        assert isinstance(task, GenerationTask)
+        keep_eval_record(folder / "out", opened, {example.id: task.prompt(example) for example in task.examples}, asked, raw=False)
+    return judge_evaluation(folder / "out")
 
 
 def two_evaluations(folder: Path, plant: Plant) -> list[Verdict]:
@@ -163,6 +198,13 @@ def slot_that_keeps_another_prompt(_: Path) -> AbstractContextManager[None]:
         Engine, "_fill_prefixes", lambda engine, wanted: None if any(engine._prefixes) else fill(engine, wanted)))
 
 
+@fault("prompt cut from the left", rows=("N36",), stage="eval", check="rescored", job=a_greedy_evaluation)
+@in_place_of(Engine, "submit")
+def cut_prompt(usual: Any, engine: Engine, request: Any) -> Any:
+    """Context and new tokens are more than the model holds; with a warning, the question goes and its last token stays."""
+    return usual(engine, replace(request, prompt=request.prompt[-1:]))
+
+
 @fault("cut off, and said to have stopped", rows=("E04",), stage="eval", check="endings", job=an_evaluation)
 @in_place_of(evaluating, "_sampled")
 def said_to_have_stopped(usual: Any, *args: Any) -> list[dict[str, Any]]:
@@ -194,3 +236,22 @@ fault("pass@k as if samples were put back", rows=("E07",), stage="eval", check="
 fault("pass@k of more samples than were drawn", rows=("E07",), stage="eval", check="pass@k", job=an_estimator)(
     # k above n is taken for n, in silence.
     lambda _: swap(summary, "pass_at_k", lambda n, correct, k: pass_at_k(n, correct, min(k, n))))
+
+# ---------------------------------------------------------------- faults that the evaluation's own checks share
+
+
+witnessed = functools.partial(fault, rows=("W01",), stage="eval", job=a_witnessed_evaluation)
+
+witnessed("an evaluation without the generation prompt", check="witness prompts")(
+    in_place_of(loaded_model, "prompt_token_ids")(lambda usual, tokenizer, text, *, raw: usual(tokenizer, text, raw=True) if raw else tuple(
+        tokenizer.encode(tokenizer.render([{"role": "user", "content": text}])))))
+witnessed("questions asked without the form of the answer", check="witness prompts")(
+    lambda _: swap(answers, "ASK_FOR_NUMBER", "{question}"))
+witnessed("one example more than --limit", check="witness prompts")(
+    in_place_of(answers, "make_examples")(lambda usual, rows, limit: usual(rows, limit + 1)))
+witnessed("states a fifth too large in every pass", check="witness texts")(
+    # Sampler and second readings share the forward pass: texts are colder than stated, and agree with themselves.
+    in_place_of(Transformer, "hidden")(lambda usual, *given, **streams: 1.2 * usual(*given, **streams)))
+witnessed("votes counted by the lenient reading", check="witness scores")(
+    in_place_of(answers, "_score_number")(lambda usual, example, text: replace(
+        usual(example, text), answer=answers.canonical(answer_reading.read_answer(text, "lenient")))))

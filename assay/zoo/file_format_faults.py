@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from assay.errors import ArtifactError
+from assay.guard import llama_cpp_checks
+from assay.guard.llama_cpp_checks import check_in_llama_cpp
 from assay.model import families
 from assay.model.special_tokens import resolve_special_tokens
 from assay.model.tokenizer import Tokenizer
@@ -101,6 +103,19 @@ def a_gguf_export(dtype: str) -> Job:
             bound = export_artifact(open_artifact(source), "gguf", where, dtype)
         return examine_folder(where, against=str(source), expect="same", bound=bound)
     return job
+
+
+def a_quantised_export(folder: Path, plant: Plant) -> list[Verdict]:
+    """A model with opinions in q4_k_m, opened and scored in llama.cpp; struck while it is written or before it is opened there."""
+    tokenizer, where, model = with_numbers(), folder / "model.gguf", tiny_model(width=256, head_dim=64, hidden=512)
+    with torch.no_grad():
+        model.embed.weight.mul_(8)
+    contents = model_contents(model, tokenizer, resolve_special_tokens(tokenizer, {}, {}), Lineage())
+    source = open_artifact(write_checkpoint(folder / "source", contents).folder)
+    with plant(folder):
+        bound = export_artifact(source, "gguf", where, "q4_k_m")
+        verdicts = check_in_llama_cpp(where, source)
+    return [*verdicts, *examine_folder(where, against=str(source.path), expect="same", bound=bound)]
 
 
 def a_gguf_file(folder: Path, plant: Plant) -> list[Verdict]:
@@ -209,6 +224,20 @@ gguf_fault("EOS is the start of a turn", rows=("D09", "Seen: GGUF EOS"), stage="
            job=a_gguf_export("f16"))(
     lambda _: swap(gguf, "_ends", lambda tokenizer, stops: {"tokenizer.ggml.eos_token_id": 257}))
 gguf_fault("GGUF cut short", rows=("C03",), stage="load", check="whole", job=a_gguf_file)(on_disk(lambda file: truncate(file, 0.9)))
+
+llama_fault = fault_if_installed("llama_cpp")
+llama_fault("llama.cpp splits numbers", rows=("M09",), stage="export", check="llama ids", job=a_quantised_export)(
+    lambda _: exporting_metadata(lambda metadata: metadata | {"tokenizer.ggml.pre": "smaug-bpe"}))
+
+
+@llama_fault("another model's file in llama.cpp", rows=("M10",), stage="export", check="llama perplexity", job=a_quantised_export)
+@in_place_of(llama_cpp_checks, "ask_llama_cpp")
+def another_models_file(usual: Any, request: dict[str, Any], seconds: float) -> Any:
+    """What was proven and what is loaded are two files."""
+    other = Path(request["file"]).with_name("other.gguf")
+    source = save_hf_folder(other.with_name("other"), tiny_model(seed=1, width=256, head_dim=64, hidden=512))
+    export_artifact(open_artifact(source), "gguf", other, "q8_0")
+    return usual(request | {"file": str(other)}, seconds)
 
 # ---------------------------------------------------------------- squeezed files
 

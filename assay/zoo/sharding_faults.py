@@ -2,7 +2,8 @@
 
 import itertools
 import os
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -67,12 +68,12 @@ def rows_of_another(usual: Any, batch: Batch, rank: int, size: int) -> Batch:
 
 
 @fault("tied embedding drifts where it is sharded", rows=("N11",), stage="distributed", check="sharded", job=a_sharded_run)
-@in_place_of(sharded, "shard_parameters")
-def embedding_drifts(usual: Any, model: Any, world: World) -> None:
+@in_place_of(ShardedModel, "_lend_to_forward_passes")
+def embedding_drifts(usual: Any, held: ShardedModel) -> None:
     """Memory was made anew for the part of one process, and filled for the head alone."""
-    usual(model, world)
+    usual(held)
     if in_process_1():
-        sharded.own_part(model.embed.weight).mul_(1.01)
+        sharded.own_part(held.model.embed.weight).mul_(1.01)
 
 
 @fault("moments filled with zeros on resharding", rows=("N21", "N22"), stage="distributed", check="sharded", job=a_sharded_run)
@@ -86,10 +87,29 @@ def zeros_for_moments(usual: Any, model: ShardedModel) -> dict[str, dict[str, Te
 
 
 @fault("another seed in one process", rows=("O13",), stage="distributed", check="sharded", job=a_sharded_run)
-@in_place_of(two_processes, "seed_of_weights")
-def another_seed(usual: Any, rank: int) -> int:
+def another_seed(_: Path) -> AbstractContextManager[None]:
     """What is trained is sent to all; what is frozen is each process's own."""
-    return rank
+    usual = ShardedModel._own_rows
+
+    def own_rows(model: ShardedModel, tensor: Tensor) -> Tensor:
+        sent = usual(model, tensor)
+        frozen = tensor.shape == model.shapes[two_processes.FROZEN]
+        return model.world.rows_held(tensor).clone() if in_process_1() and frozen else sent
+
+    seeds = swap(two_processes, "seed_of_weights", lambda rank: rank)
+    return both(seeds, swap(ShardedModel, "_own_rows", own_rows))
+
+
+@contextmanager
+def both(one: AbstractContextManager[None], other: AbstractContextManager[None]) -> Iterator[None]:
+    with one, other:
+        yield
+
+
+@fault("an older policy is sampled from", rows=("R01", "R02"), stage="distributed", check="gathered", job=a_sharded_run)
+@in_place_of(ShardedModel, "refresh")
+def older_policy(usual: Any, model: ShardedModel) -> None:
+    """What lies with several processes is gathered for the first rollout, and never again."""
 
 
 def a_replayed_step(folder: Path, plant: Plant) -> list[Verdict]:

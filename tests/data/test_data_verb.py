@@ -8,6 +8,7 @@ import pytest
 
 from assay.config import parse
 from assay.data.chat import TemplateWriter
+from assay.errors import DataError, UsageError
 from assay.testing.fault_injection import swap
 from assay.testing.tiny_models import save_model, tiny_model
 from assay.verbs import data
@@ -69,3 +70,52 @@ def test_a_refuted_audit_exits_with_3(model: Path, tmp_path: Path, capsys: pytes
     assert f"{Outcome.REFUTED}   stop: 48 of 48 completions" in capsys.readouterr().out
     assert checked(path, "--model", model, "--held-out", path) == 3
     assert "held-out examples are trained on" in capsys.readouterr().out
+
+# ---------------------------------------------------------------- files of rows
+
+
+def done(capsys: pytest.CaptureFixture[str], *flags: object) -> dict[str, Any]:
+    assert data.run(parse(data.FLAGS, [*map(str, flags), "--json"], prog="assay data")) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def texts(path: Path) -> list[str]:
+    return [json.loads(line)["text"] for line in path.read_text().splitlines()]
+
+
+def test_rows_are_mixed_exactly_and_run_out_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    large, small = (written(tmp_path / f"{name}.jsonl", [{"text": f"{name}{n}"} for n in range(count)]) for name, count in
+                    (("large", 50), ("small", 4)))
+    said = done(capsys, "mix", f"{large}:0.75", f"{small}:0.25", "--n", 16, "--out", tmp_path / "out.jsonl")
+    assert said["sources"][str(small)] == {"rows": 4, "share": 0.25, "asked": 0.25, "times_read": 1.0}
+    found = texts(tmp_path / "out.jsonl")
+    assert len(found) == len(set(found)) == 16
+    with pytest.raises(DataError, match=r"small\.jsonl has been read 1 time\(s\) after 1[0-9] of 40 rows"):
+        done(capsys, "mix", f"{large}:0.75", f"{small}:0.25", "--n", 40, "--out", tmp_path / "more.jsonl")
+    assert not (tmp_path / "more.jsonl").exists()
+    said = done(capsys, "mix", f"{large}:0.75", f"{small}:0.25", "--epochs", 2, "--out", tmp_path / "more.jsonl")
+    assert said["ran_out"] == str(small)
+    read = sorted(text for text in texts(tmp_path / "more.jsonl") if text.startswith("small"))
+    assert read == [f"small{n}" for n in (0, 0, 1, 1, 2, 2, 3, 3)]
+
+
+def test_a_split_keeps_copies_on_one_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = written(tmp_path / "rows.jsonl", [{"text": f"t{n % 20}"} for n in range(40)])
+    said = done(capsys, "split", path, "--share", 0.25, "--out", tmp_path / "parts")
+    train, apart = (texts(tmp_path / "parts" / f"{side}.jsonl") for side in ("train", "held-out"))
+    assert (len(train), len(apart), said["copies"]) == (30, 10, 20)
+    assert not set(train) & set(apart)
+
+
+def test_copies_and_near_copies_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    base = [{"text": " ".join(f"w{(7 * n + k * k) % 997}" for k in range(120))} for n in range(20)]
+    path = written(tmp_path / "rows.jsonl", [*base, base[3], {"text": base[4]["text"] + " end"}])
+    said = done(capsys, "dedup", path, "--out", tmp_path / "clean.jsonl", "--workers", 1)
+    assert (said["rows"], said["kept"], said["exact"], said["near"]) == (22, 20, 1, 1)
+    assert said["pairs"] == [[21, 4], [22, 5]]
+    assert (tmp_path / "clean.jsonl").read_bytes() == b"".join(path.read_bytes().splitlines(keepends=True)[:20])
+    assert done(capsys, "dedup", path, "--how", "exact", "--out", tmp_path / "equal.jsonl", "--workers", 1)["kept"] == 21
+    seen = done(capsys, "look", path, "--limit", 21)
+    assert (seen["rows"], seen["copies"], seen["layouts"]) == (21, 1, {"text": 21})
+    with pytest.raises(UsageError, match="takes one file"):
+        done(capsys, "look", path, path)

@@ -372,7 +372,8 @@ def test_a_model_without_a_tokenizer_is_refused(checkpoint):
 
 
 def test_the_verb(checkpoint, tmp_path, capsys):
-    flags = verb.FLAGS(str(checkpoint), "arithmetic", str(tmp_path / "out"), k=2, temperature=1.0, max_new_tokens=4, limit=3, device="cpu")
+    flags = verb.FLAGS(str(checkpoint), "arithmetic", str(tmp_path / "out"), k=2, temperature=1.0, max_new_tokens=4, limit=3, device="cpu",
+                       witness=0)
     assert verb.run(flags) == 0
     printed = capsys.readouterr()
     assert "pass@2" in printed.out
@@ -380,3 +381,18 @@ def test_the_verb(checkpoint, tmp_path, capsys):
     assert "3 of 3 examples" in printed.err
     assert verb.run(replace(flags, json=True)) == 0
     assert json.loads(capsys.readouterr().out)["estimates"]["pass@1"]["n"] == 3
+
+
+@pytest.mark.parametrize("sampling", [replace(WARM, top_p=0.6), replace(WARM, top_k=7), replace(WARM, min_p=0.3)])
+@pytest.mark.parametrize("faulty", [True, False])
+def test_log_probabilities_of_another_truncation_are_refuted(sampling, faulty, checkpoint, monkeypatch):
+    """Sampler and second reading truncate by one function, which cuts off more than is stated."""
+    usual, model = draw_tokens.least_kept, opened(checkpoint)
+    if faulty:
+        monkeypatch.setattr(draw_tokens, "least_kept", lambda scaled, rule: torch.minimum(usual(scaled, rule) + 0.5, scaled.amax(-1)))
+    nudge(model.model, 0.3)
+    prompts = {str(number): f"Once upon a time {number}" for number in range(8)}
+    said = model.generate_until(prompts, sampling, k=1, stop=(), raw=True)
+    samples = [(model.ids_of(text, raw=True), each.ids, sum(each.logprobs)) for name, text in prompts.items() for each in said[name]]
+    assert soundness.judge_rescored(model.model, samples, sampling).outcome is Outcome.PROVEN
+    assert soundness.judge_recorded(model.model, samples, sampling).outcome is (Outcome.REFUTED if faulty else Outcome.PROVEN)

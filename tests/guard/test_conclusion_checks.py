@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from assay.guard.conclusion_checks import check_early_stopping, check_generalisation_gap
+from assay.guard.conclusion_checks import check_best, check_budget, check_early_stopping, check_generalisation_gap
+from assay.learn.lr_schedule import Budget, Schedule
 from assay.verdict import Outcome
 
 RULE = {"planned": 24, "min_improvement": 0.01, "patience": 3}
@@ -51,3 +52,21 @@ def test_text_learned_by_heart_is_said():
     rising = check_generalisation_gap(train, 3.0 + np.linspace(0, 0.3, 8))
     assert rising.outcome is Outcome.REFUTED
     assert "over-fitting" in rising.reason
+
+
+def test_a_run_of_fewer_steps_than_were_asked_for_is_refuted():
+    schedule = Schedule(Budget(10, None, "wsd", 0, 0.5))
+    assert check_budget(schedule, 10).outcome is Outcome.PROVEN
+    found = check_budget(schedule, 7)
+    assert found.outcome is Outcome.REFUTED
+    assert "before the 10 steps that it was to take" in found.reason
+    assert check_budget(schedule, 7, "the loss no longer falls").outcome is Outcome.PROVEN
+
+
+def test_the_best_is_the_lowest_that_was_printed():
+    """The scores of an issue: step 60 was called the best."""
+    printed = {20: 0.341, 40: 0.338, 60: 0.519, 80: 0.370}
+    assert check_best(40, printed).outcome is Outcome.PROVEN
+    assert "0.338 was printed of step 40" in check_best(60, printed).reason
+    assert check_best(60, printed).outcome is check_best(100, printed).outcome is Outcome.REFUTED
+    assert check_best(20, printed | {20: 0.338 + 1e-6}).outcome is Outcome.PROVEN

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from assay.data.batch import Batch
+from assay.evaluation.teacher_agreement import Agreement
 from assay.guard import distillation_checks as guard
 from assay.guard.conclusion_checks import check_reported_loss
 from assay.guard.distillation_checks import (
@@ -176,3 +177,11 @@ def test_agreement_is_what_its_words_mean(stored: bool, batch: Batch, monkeypatc
         monkeypatch.setattr(guard, name, lambda *asked, place=place, **more: [
             each + 0.01 * (number == place) for number, each in enumerate(right(*asked, **more))])
         assert check_agreement(student, asked, given, blend).outcome is Outcome.REFUTED
+
+
+def test_figures_of_agreement_are_means_over_all_tokens(batch: Batch, monkeypatch):
+    usual = Agreement.estimates
+    monkeypatch.setattr(Agreement, "estimates", lambda found: usual(replace(found, top1=found.top1[::-1])))
+    told = check_agreement(tiny_model(), tiny_teacher(), batch, DistillationSettings())
+    assert told.outcome is Outcome.REFUTED
+    assert "top1 is 0.4, told" in told.reason

@@ -61,14 +61,21 @@ def refuted(verdicts):
     return {verdict.check: verdict.reason for verdict in verdicts if verdict.outcome is Outcome.REFUTED}
 
 
+@pytest.fixture(scope="module")
+def both(tmp_path_factory):
+    """Ours, and the folder that transformers writes of it: its own save_pretrained, tokenizer included."""
+    home = tmp_path_factory.mktemp("both")
+    save(home / "ours", "qwen2")
+    AutoModelForCausalLM.from_pretrained(home / "ours").save_pretrained(home / "theirs")
+    PreTrainedTokenizerFast.from_pretrained(home / "ours").save_pretrained(home / "theirs")
+    return home
+
+
 @pytest.fixture
-def foreign(tmp_path):
-    """A folder as transformers writes it: its own save_pretrained, tokenizer included."""
-    save(tmp_path / "ours", "qwen2")
-    folder = tmp_path / "theirs"
-    AutoModelForCausalLM.from_pretrained(tmp_path / "ours").save_pretrained(folder)
-    PreTrainedTokenizerFast.from_pretrained(tmp_path / "ours").save_pretrained(folder)
-    return folder
+def foreign(both, tmp_path):
+    """A copy for each test, which may break it."""
+    shutil.copytree(both, tmp_path, dirs_exist_ok=True)
+    return tmp_path / "theirs"
 
 
 def adapter(foreign, folder, *, train=True, **options):
@@ -85,7 +92,7 @@ def adapter(foreign, folder, *, train=True, **options):
     return folder
 
 
-def test_a_checkpoint_earns_its_hallmark_in_a_fresh_process(tmp_path):
+def test_a_checkpoint_earns_its_hallmark_in_a_fresh_process(fresh_proofs, tmp_path):
     saved = save(tmp_path / "step-000000")
     verdicts = prove_checkpoint(saved.folder)
     assert overall(without_optional(verdicts)) is Outcome.PROVEN, verdicts
@@ -351,7 +358,7 @@ def test_a_proof_ends_with_who_asked_for_it(tmp_path):
     assert ended(int(begun.read_text()[:-1]))
 
 
-def test_a_proof_that_takes_too_long_says_nothing_of_the_artifact(tmp_path):
+def test_a_proof_that_takes_too_long_says_nothing_of_the_artifact(fresh_proofs, tmp_path):
     found = save(tmp_path / "step-000001")
     (verdict,) = prove_checkpoint(found.folder, timeout=0.05)
     assert (verdict.outcome, overall([verdict])) == (Outcome.UNPROVEN, Outcome.UNPROVEN)

@@ -1,6 +1,8 @@
 """Kept proving processes: the verdicts of a fresh one, what they remember and say so, and what becomes of one that dies or hangs."""
 
+import importlib
 import os
+import queue
 import signal
 import threading
 import time
@@ -15,7 +17,7 @@ from assay.guard import artifact_checks, behaviour_checks, proof
 from assay.guard.kept_artifacts import KeptArtifacts, proof_device
 from assay.guard.proof import ProofRequest, Prover, examine_artifact, prove, prove_apart, prove_checkpoint
 from assay.guard.proof_subject import ProofSampling
-from assay.guard.proving_process import PROVING_PROCESSES, ProvingProcess
+from assay.guard.proving_process import ALONE, LIBRARIES, PROVING_PROCESSES, ProvingProcess
 from assay.store.artifact import open_artifact
 from assay.store.checkpoint import open_checkpoint
 from assay.store.export_artifact import export_artifact
@@ -23,6 +25,7 @@ from assay.testing.tiny_models import save_adapter, save_model, tiny_model
 from assay.verdict import Outcome, Verdict, overall, without_optional
 
 QUICK = ProofSampling(samples=0)
+pytestmark = pytest.mark.usefixtures("fresh_proofs")
 
 
 def outcomes(verdicts: list[Verdict]) -> dict[str, Outcome]:
@@ -192,13 +195,29 @@ def test_a_proof_in_two_processes_says_what_one_says(base: Path):
     request = ProofRequest(str(base), probing=QUICK)
     with PROVING_PROCESSES.keeping():
         PROVING_PROCESSES.start_early(1, "cpu")
-        PROVING_PROCESSES.start_early(1, "cpu", 2, libraries=False)
+        PROVING_PROCESSES.start_early(1, "cpu", 2, libraries=False, alone=True)
         apart = prove_apart(request)
         assert [process.asked for process in PROVING_PROCESSES._idle] == [1, 1]
         assert [(v.check, v.outcome) for v in apart] == [(v.check, v.outcome) for v in examine_artifact(request)]
         weights = base / "model.safetensors"
         weights.write_bytes(weights.read_bytes()[:-1] + b"x")
         assert [v.check for v in prove_apart(request) if v.outcome is Outcome.REFUTED] == ["whole"]
+
+
+@pytest.mark.parametrize(("early", "order"), [(["cuda", ALONE], {"device", "imports"}), (["cuda"], {"imports"})])
+def test_only_where_no_run_waits_for_the_gpu_is_it_got_ready_beside_the_imports(early: list[str], order: set[str],
+                                                                                monkeypatch: pytest.MonkeyPatch):
+    seen, ready = set[str](), threading.Event()
+    monkeypatch.setattr(proof, "_first_kernels", lambda _: (seen.add("device"), ready.set()))
+    monkeypatch.setattr(proof, "WARM_LIBRARIES", ("json",))
+
+    def importing(name: str) -> None:
+        ready.wait(5 if ALONE in early else 0)
+        assert seen | {"imports"} == order
+
+    monkeypatch.setattr(importlib, "import_module", importing)
+    proof._warm_up([*early, LIBRARIES], queue.SimpleQueue())
+    assert ready.wait(5)
 
 
 # ---------------------------------------------------------------- beside a loop

@@ -17,7 +17,8 @@ COMMIT = "c0ffee" + "0" * 34
 
 
 class Hub(ThreadingHTTPServer):
-    """`repositories` are {id: {name: bytes}}. From one whose id ends with "spoiled" weights come back with a byte changed."""
+    """`repositories` are {id: {name: bytes}}, datasets under datasets/ID. From one whose id ends with "spoiled" weights come back with a
+    byte changed."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Requests)
@@ -67,7 +68,7 @@ class _Requests(BaseHTTPRequestHandler):
             self._answer({"error": self.path}, 400)
 
     def do_GET(self) -> None:
-        found = re.match(r"/(?:api/models/)?([^/]+/[^/?]+)(?:/(tree|revision|resolve)/[^/?]+)?(?:/([^?]+))?", self.path)
+        found = re.match(r"/(?:api/)?(?:models/)?((?:datasets/)?[^/]+/[^/?]+)(?:/(tree|revision|resolve)/[^/?]+)?(?:/([^?]+))?", self.path)
         files = self.server.repositories.get(found[1]) if found else None
         if files is None:
             self._answer({"error": "Repository not found"}, 404, {"X-Error-Code": "RepoNotFound"})

@@ -19,6 +19,7 @@ from assay.outcome import RunOutcome
 from assay.recipes import distill, grpo, hand_over, run, sft, starting_model
 from assay.recipes.options import Distill, Sft
 from assay.store.checkpoint import open_checkpoint, step_folders
+from assay.store.ledger import read_chain
 from assay.testing.tiny_models import save_model, tiny_model
 from assay.testing.tiny_training import NoProver
 from assay.verdict import proven
@@ -181,6 +182,33 @@ def test_a_process_with_other_frozen_weights_is_stopped(home: Path, tmp_path: Pa
 
     monkeypatch.setattr(sft, "load_start", load_another)
     assert compute_together(recipes(home, tmp_path / "run")["sft, LoRA"], 2)[0] == GuardStop.exit_code
+
+
+def test_a_process_whose_memory_changes_is_stopped_before_the_next_save(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """One bit of a frozen tensor, in process 1, after its third step; every other step all say what they hold."""
+    right, opened, calls = parallel.rows_of, sft.load_start, []
+    held: list[torch.Tensor] = []
+
+    def load(*given: Any) -> Any:
+        start = opened(*given)
+        held.extend(p for p in start.model.parameters() if not p.requires_grad)
+        return start
+
+    def flip(*given: Any) -> Any:
+        calls.append(0)
+        if os.environ.get("RANK") == "1" and len(calls) == 12:
+            held[0].data.view(torch.int32).view(-1)[7] ^= 1
+        return right(*given)
+
+    monkeypatch.setattr(sft, "load_start", load)
+    monkeypatch.setattr(parallel, "rows_of", flip)
+    config = Sft(model=str(home / "base"), data=(str(home / "learned.jsonl"),), max_length=32, batch_tokens=256, micro_batch_tokens=64,
+                 num_train_epochs=4, max_steps=12, save_steps=12, held_out=0.1, learning_rate=3e-3, device="cpu", shards=SHARDS, lora_r=4,
+                 out=str(tmp_path / "run"), replica_steps=2)
+    assert compute_together(lambda: sft.sft(config, lambda _: None), 2)[0] == GuardStop.exit_code
+    stopped = [event for event in read_chain(tmp_path / "run" / "ledger.jsonl").events if event["kind"] == "step"][-1]
+    assert "rank 1 holds other values than rank 0 in 1 of" in stopped["verdicts"][0]["reason"]
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) < 10
 
 
 def test_a_process_that_dies_ends_the_run_in_a_sentence_and_nothing_is_lost(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,

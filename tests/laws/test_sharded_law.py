@@ -1,8 +1,11 @@
 """A run whose parameters lie in parts with several processes is the run of one process, up to rounding, and loses nothing."""
 
+import contextlib
+import dataclasses
 import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,15 +14,18 @@ import pytest
 import torch
 
 from assay.errors import UsageError
+from assay.generate.sampler_weights import tensor_checksums
 from assay.learn import sharded
+from assay.model.world import World, join_world
 from assay.outcome import RunOutcome
-from assay.recipes import distill, dpo, grpo, hand_over, run, sft, starting_model
+from assay.recipes import distill, dpo, grpo, hand_over, kto, reward_model, run, sft, starting_model
 from assay.recipes.options import Distill, Sft
 from assay.recipes.processes import require_global
 from assay.store import shared_save
 from assay.store.checkpoint import Checkpoint, open_checkpoint, step_folders
 from assay.store.digests import recorded_digest, weights_digest
 from assay.store.ledger import read_chain
+from assay.strict_json import read_json_lines
 from assay.testing.tiny_models import save_model, tiny_model
 from assay.testing.tiny_training import NoProver
 from assay.testing.two_processes import fork_processes
@@ -45,6 +51,11 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_model(folder / "base", tiny_model("llama"))
     sums.write(folder / "learned.jsonl", [{"prompt": f"{a}+{b}=", "completion": said} for a in range(10) for b in range(10)
                                           for said in (str(a + b), f"{a + b} or {a + b + 1}")])
+    asked = [(f"{a}+{b}=", a + b) for a in range(8) for b in range(5)]
+    sums.write(folder / "pairs.jsonl", [{"prompt": prompt, "chosen": f"yes {due}", "rejected": f"no {due + 1}"} for prompt, due in asked])
+    sums.write(folder / "answers.jsonl", [{"prompt": prompt, "completion": str(due + due % 2), "label": due % 2 == 0}
+                                          for prompt, due in asked])
+    sums.write(folder / "sums.jsonl", [{"prompt": prompt, "gold": str(due)} for prompt, due in asked])
     return folder
 
 
@@ -94,6 +105,16 @@ def whole(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.fixture(scope="module")
+def teacher(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One who knows more than nothing."""
+    out = tmp_path_factory.mktemp("teacher") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        sums.unproven(patch)
+        quietly(sft.sft, fit(home, out, max_steps=12, learning_rate=1e-2, save_steps=12, fsdp=False, num_train_epochs=9))
+    return out / "model"
+
+
 def test_sft_in_parts_is_near_sft_in_one_piece_and_its_files_are_shared_out(home: Path, whole: Path, tmp_path: Path):
     out = tmp_path / "run"
     assert fork_processes(partial(quietly, sft.sft, fit(home, out)), 3) == [0, 0, 0]
@@ -135,6 +156,90 @@ def test_an_adapter_in_parts_is_near_one_in_one_piece(home: Path, tmp_path: Path
     quietly(sft.sft, fit(home, tmp_path / "one", lora_r=4))
     assert fork_processes(partial(quietly, sft.sft, fit(home, tmp_path / "two", lora_r=4)), 2) == [0, 0]
     assert_near(last(tmp_path / "two"), last(tmp_path / "one"))
+
+
+def lessons(home: Path, teacher: Path, out: Path, recipe: str) -> Callable[[], RunOutcome]:
+    """Five rows a step, of KTO two: one of three processes has none."""
+    tokens = {"distill": 120, "dpo": 480, "kto": 192}.get(recipe, 0)
+    given: dict[str, Any] = {"out": str(out), "max_length": 24, "batch_tokens": tokens, "micro_batch_tokens": 48, "num_train_epochs": 2,
+                             "max_steps": 3, "save_steps": 2, "held_out": 0.1, "learning_rate": 1e-3, "device": "cpu", "fsdp": True,
+                             "process_timeout": 90.0, "model": str(home / "base")}
+    if recipe == "distill":
+        return partial(quietly, distill.distill, Distill(**given, data=(str(home / "learned.jsonl"),), teacher=str(teacher)))
+    if recipe == "dpo":
+        return partial(quietly, dpo.dpo, dpo.Dpo(**given, data=(str(home / "pairs.jsonl"),), lora_r=4))
+    if recipe == "kto":
+        return partial(quietly, kto.kto, kto.Kto(**given, data=(str(home / "answers.jsonl"),)))
+    return partial(quietly, grpo.grpo, sums.options(home / "a" / "b" / "c", out, model=str(teacher), max_steps=2, prompts=3,
+                                                    num_generations=3, micro_batch_size=2, learning_rate=1e-3, fsdp=True,
+                                                    overlong_buffer=7, process_timeout=90.0))  # so that rewards differ by length
+
+
+@pytest.mark.parametrize(("recipe", "processes"), [
+    ("distill", 2), pytest.param("dpo", 2, marks=pytest.mark.slow), ("kto", 3), ("grpo", 2)])
+def test_other_recipes_in_parts_are_near_themselves_in_one_piece(recipe: str, processes: int, home: Path, teacher: Path, tmp_path: Path):
+    one, two = (lessons(home, teacher, tmp_path / name, recipe) for name in ("one", "two"))
+    one()
+    assert fork_processes(two, processes) == [0] * processes
+    assert_near(last(tmp_path / "two"), last(tmp_path / "one"))
+    assert all(row["grad_norm"] > 0 for row in read_json_lines(tmp_path / "two" / "metrics.jsonl") if "grad_norm" in row)
+    parity = preflight_of(tmp_path / "two")["world_parity"]
+    assert parity["outcome"] == "PROVEN"
+    assert (recipe != "kto") == (0 < parity["evidence"]["apart"] < 1e-4)  # two rows are added in one order alone
+
+
+def test_a_process_never_holds_more_than_its_part(home: Path, tmp_path: Path):
+    """Bytes of its own, at the most, from opening the model until it lies in parts: a third of weights and moments, and rows under way."""
+    model = tiny_model("llama", hidden=16384)
+    bytes_of_weights = 4 * sum(p.numel() for p in model.parameters())
+    save_model(tmp_path / "wide", model)
+    config = fit(home, tmp_path / "run", model=str(tmp_path / "wide"))
+    assert fork_processes(partial(_cut, config, home, tmp_path), 3) == [0, 0, 0]
+    most = [float((tmp_path / f"bytes-{rank}").read_text()) / bytes_of_weights for rank in range(3)]
+    assert most[0] > 3  # weights, and moments that are to be cut: what is measured is really there
+    assert max(most[1:]) < 2
+
+
+def _cut(config: Sft, home: Path, where: Path) -> None:
+    torch.set_num_threads(1)
+    world = join_world("cpu", 90.0)
+    with world:
+        _lie_in_parts(world, dataclasses.replace(config, model=str(home / "base")))  # what torch takes once is not counted
+        with most_memory() as most:
+            _lie_in_parts(world, config)
+    (where / f"bytes-{world.rank}").write_text(str(most[0]))
+
+
+def _lie_in_parts(world: World, config: Sft) -> None:
+    start = starting_model.load_start(config, "cpu", lambda _: None)
+    optimizer = sft.tuning_optimizer(config, start)
+    whole = sharded.ShardedModel(world, start.model, optimizer, sft.next_token, tensor_checksums)
+    world.announce = world.reply = lambda *_: None  # type: ignore[method-assign]  # every process knows what to do
+    whole.shard()
+    assert whole.unlike_before() == []
+
+
+@contextlib.contextmanager
+def most_memory() -> Iterator[list[int]]:
+    """Of this process alone, beyond what it had before; files that are mapped do not count."""
+    over, before = threading.Event(), own_memory()
+    most = [0]
+
+    def look() -> None:
+        while not over.wait(0.01):
+            most[0] = max(most[0], own_memory() - before)
+
+    watcher = threading.Thread(target=look)
+    watcher.start()
+    try:
+        yield most
+    finally:
+        over.set()
+        watcher.join()
+
+
+def own_memory() -> int:
+    return 1024 * next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
@@ -197,26 +302,37 @@ def test_a_process_that_hangs_ends_the_run_within_the_stated_time(home: Path, tm
                                                                   capfd: pytest.CaptureFixture[str]):
     right = sharded.rows_of
     calls: list[int] = []
+    hung, ended = tmp_path / "hung", tmp_path / "ended"
 
     def hang(*given: Any) -> Any:
         calls.append(0)
         if os.environ.get("RANK") == "1" and len(calls) > 4:
-            time.sleep(6)
+            hung.write_text(str(time.monotonic()))
+            while not ended.exists() and time.monotonic() < float(hung.read_text()) + 60:
+                time.sleep(0.05)
             os._exit(77)
         return right(*given)
 
+    def act() -> None:
+        try:
+            quietly(sft.sft, fit(home, tmp_path / "run", process_timeout=3.0))
+        finally:
+            ended.write_text(str(time.monotonic()))
+
     monkeypatch.setattr(sharded, "rows_of", hang)
-    codes = fork_processes(partial(quietly, sft.sft, fit(home, tmp_path / "run", process_timeout=3.0)), 2)
-    assert codes == [1, 77]
+    assert fork_processes(act, 2) == [1, 77]
     assert "another process died or did not answer within 3 s" in capfd.readouterr().out
+    assert float(ended.read_text()) - float(hung.read_text()) < 3 + 12  # the process that hangs is alive all the while
 
 
-@pytest.mark.parametrize(("recipe", "options"), [
-    (distill.distill, partial(Distill, teacher="t")), (dpo.dpo, dpo.Dpo), (grpo.grpo, partial(grpo.Grpo, reward=("r",)))])
-def test_a_recipe_that_does_not_shard_says_so(recipe: Any, options: Any):
-    data = {"data": ("x.jsonl",)} if options is not None else {}
-    with pytest.raises(UsageError, match=r"--fsdp: assay (distill|dpo|grpo) keeps the whole model"):
-        recipe(options(model="m", out="o", fsdp=True, **data), lambda _: None)
+@pytest.mark.parametrize(("recipe", "options", "said"), [
+    (reward_model.reward_model, reward_model.RewardModel, "--fsdp: assay rewardmodel keeps the whole model"),
+    (distill.distill, partial(Distill, teacher="t", how="stored"), "--fsdp with --how stored"),
+    (distill.distill, partial(Distill, teacher="t", on_policy=0.5), "--fsdp with --on-policy"),
+    (grpo.grpo, partial(grpo.Grpo, reward=("r",), entropy_weight=0.1), "--fsdp with --entropy-weight")])
+def test_what_does_not_shard_says_so(recipe: Any, options: Any, said: str):
+    with pytest.raises(UsageError, match=said):
+        recipe(options(model="m", out="o", fsdp=True, data=("x.jsonl",)), lambda _: None)
 
 
 def test_processes_are_shards_under_fsdp(home: Path, tmp_path: Path):

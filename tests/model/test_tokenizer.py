@@ -55,6 +55,20 @@ def test_a_folder_read_is_the_folder_written(tmp_path):
     assert again.conflicts == ()
 
 
+def test_equal_files_in_two_folders_are_one_tokenizer_and_a_changed_byte_is_another(tmp_path):
+    """Parsing a large vocabulary takes a second, and a proof meets the same one in the model, its parent and its base."""
+    ours = byte_level("smollm")
+    first, second = (Tokenizer.from_folder(write(ours, tmp_path / name)) for name in ("model", "parent"))
+    assert first is second
+    template = tmp_path / "parent" / "chat_template.jinja"
+    template.write_text(template.read_text() + " ")
+    other = Tokenizer.from_folder(tmp_path / "parent")
+    assert (other.digest, other.template) == (first.digest, f"{first.template} ")
+    change(tmp_path / "parent" / "tokenizer.json", normalizer={"type": "Lowercase"})
+    assert Tokenizer.from_folder(tmp_path / "parent").digest != first.digest
+    assert Tokenizer.from_folder(tmp_path / "model") is first
+
+
 def test_digest_ignores_spelling_and_sees_substance():
     document = byte_level().document
     pairs = document["model"]["merges"]

@@ -100,6 +100,11 @@ class Bench:
         self.reached: dict[str, dict[str, set[int]]] = {}  # run → file → lines within functions
 
     def prepare(self) -> None:
+        self.copy_code()
+        self.make_fixtures()
+        self._make_references()
+
+    def copy_code(self) -> None:
         shutil.rmtree(self.scratch, ignore_errors=True)
         self.scratch.mkdir(parents=True)
         shutil.copytree(ROOT / "assay", self.master / "assay", ignore=shutil.ignore_patterns("__pycache__"))
@@ -107,13 +112,11 @@ class Bench:
                  "    from tests.mutants.line_coverage import begin\n    begin()\n    sys.path.pop()\n")
         (self.master / "sitecustomize.py").write_text(begin)
         compileall.compile_dir(self.master, quiet=2, invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH)
-        self._make_fixtures()
-        self._make_references()
 
     def slot(self, number: int) -> Slot:
         return Slot(self.scratch / f"slot-{number}", self.master).made()
 
-    def _make_fixtures(self) -> None:
+    def make_fixtures(self) -> None:
         self.fixtures.mkdir()
         names = self.scratch / "modules"
         names.mkdir()

@@ -12,7 +12,7 @@ from tests.mutants.reference_runs import ReferenceRun
 from tests.mutants.rules import Mutant
 
 WORDS = ("eval", "base", "--out", "scores", "--data", "sums.jsonl", "--task", "graded", "--grader", "answer", "--raw", "-k", "2",
-         "--temperature", "1", "--max-new-tokens", "4", "--limit", "8", "--device", "cpu")
+         "--temperature", "1", "--max-new-tokens", "4", "--limit", "8", "--device", "cpu", "--witness", "0")
 KNOWN = {  # kind → file, before, after
     "crashed": ("assay/seeds.py", '[:8], "big")', '[:8], "bog")'),
     "stopped": ("assay/seeds.py", "for part in (seed, *address))", "for part in (seed,))"),

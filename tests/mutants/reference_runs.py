@@ -107,6 +107,9 @@ def _write_sums(home: Path) -> None:
     write_lines(home / "sums.jsonl", [{"prompt": prompt, "gold": str(gold)} for prompt, gold in sums])
     write_lines(home / "learned.jsonl", [{"prompt": prompt, "completion": said} for prompt, gold in sums
                                          for said in (str(gold), f"{gold} or {gold + 1}")])
+    write_lines(home / "pairs.jsonl", [{"prompt": prompt, "chosen": str(gold), "rejected": str(gold + 1)} for prompt, gold in sums])
+    write_lines(home / "judged.jsonl", [{"prompt": prompt, "completion": str(gold + number % 2), "label": number % 2 == 0}
+                                        for number, (prompt, gold) in enumerate(sums)])
     write_lines(home / "chats.jsonl", [{"messages": [{"role": "user", "content": f"{a}?"}, {"role": "assistant", "content": str(a * 2)}]}
                                        for a in range(60)])
 

@@ -79,7 +79,7 @@ def metrics(config: Dpo, name: str) -> list[float]:
     return [row[name] for row in rows(Path(config.out) / "metrics.jsonl") if name in row]
 
 
-@pytest.mark.parametrize("changed", [{}, {"lora_r": 4}, {"loss_type": "ipo"}, {"loss_type": "simpo"}],
+@pytest.mark.parametrize("changed", [{}, {"lora_r": 4, "merge": "never"}, {"loss_type": "ipo"}, {"loss_type": "simpo"}],
                          ids=["sigmoid", "lora", "ipo", "simpo"])
 def test_a_run_learns_what_is_preferred_and_hands_it_over(changed: dict[str, Any], home: Path, tmp_path: Path):
     config, said = options(home, tmp_path / "run", **changed), []
@@ -92,7 +92,8 @@ def test_a_run_learns_what_is_preferred_and_hands_it_over(changed: dict[str, Any
         assert margins[0] == pytest.approx(0, abs=1e-4)
         assert any("PROVEN    initial loss" in line for line in said)
         assert (tmp_path / "run" / "reference" / "manifest.json").exists()
-    assert (tmp_path / "run" / "model").exists()
+    handed = {name for name in ("adapter", "model") if (tmp_path / "run" / name).exists()}
+    assert handed == ({"adapter"} if config.lora_r else {"model"})
 
 
 def test_interrupted_and_resumed_is_the_uninterrupted_run_bit_for_bit(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

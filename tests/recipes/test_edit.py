@@ -12,8 +12,9 @@ from assay.config import parse
 from assay.errors import ArtifactError, DataError, UsageError
 from assay.model.special_tokens import resolve_special_tokens
 from assay.recipes import edit as recipe
-from assay.recipes.edit import apply_patch, parsed_layers
+from assay.recipes.edit import EditOutcome, apply_patch, check_edit_report, parsed_layers
 from assay.recipes.edit_options import Edit
+from assay.statistics.estimate import Estimate
 from assay.store import checkpoint
 from assay.store.artifact import open_artifact
 from assay.store.checkpoint import open_checkpoint
@@ -22,6 +23,7 @@ from assay.store.saving import Lineage, model_contents
 from assay.testing import tiny_facts
 from assay.testing.fault_injection import swap
 from assay.verbs import edit as verb
+from assay.verdict import Outcome
 from tests.editing.test_memit import six
 
 TUNED = ("--v-lr 0.1 --clamp-norm-factor 1 --v-num-grad-steps 60 --kl-factor 0 --mom2-update-weight 10 --max-update 10 --prefixes 3 "
@@ -128,3 +130,11 @@ def test_layers_as_they_are_written(text: str, layers: list[int]):
 def test_layers_that_are_no_layers():
     with pytest.raises(UsageError, match="expected auto, a range such as 3-8"):
         parsed_layers("3..5")
+
+
+def test_a_report_that_was_not_written_or_lacks_a_figure_is_refuted(tmp_path: Path):
+    outcome = EditOutcome(tmp_path, results={"efficacy": Estimate(0.5, 0.4, 0.6, 8)}, failed={}, refused=[], layers=[], sizes={})
+    assert check_edit_report(tmp_path / "edits.json", outcome, 0).outcome is Outcome.REFUTED
+    (tmp_path / "edits.json").write_text(json.dumps({"estimates": {"efficacy": {"mean": 0.5}}, "facts": [{}]}))
+    assert check_edit_report(tmp_path / "edits.json", outcome, 1).outcome is Outcome.PROVEN
+    assert check_edit_report(tmp_path / "edits.json", outcome, 2).outcome is Outcome.REFUTED

@@ -36,8 +36,8 @@ from tests.refusals import stopped_by
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return taught(tmp_path_factory.mktemp("whole"))
+def whole(knows_sums: Path) -> Path:
+    return knows_sums
 
 
 @pytest.fixture(scope="module")

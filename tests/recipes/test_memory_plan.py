@@ -73,6 +73,14 @@ def test_every_part_of_a_large_adapter_run():
     require_fit(whole, whole.total - whole.parts["saving"], "cuda")  # or, where there is no room, to the host
 
 
+def test_with_fsdp_process_0_samples_from_a_whole_copy():
+    model = real("SmolLM2-1.7B")
+    alone, four = (plan_memory(model, PlannedWork(4, 1024, slots=8, slot_length=512, reference=True, processes=count)) for count in (1, 4))
+    assert four.parts["moments"] * 4 == alone.parts["moments"]
+    assert four.parts["sampler"] == 2 * model.parameters
+    assert four.parts["reference"] == 4 * model.parameters
+
+
 def test_what_does_not_fit_is_refused_with_what_would():
     found = plan_memory(real("Qwen3-8B"), PlannedWork(16, 1024, lora_r=16))
     require_fit(found, 139 * GIB, "cuda")

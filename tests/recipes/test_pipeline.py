@@ -102,6 +102,29 @@ stages:
     assert set(by_name["after"].needs) == {"tune", "before"}
 
 
+def test_models_that_are_merged_pruned_and_published_come_from_stages_before(tmp_path):
+    (tmp_path / "pairs.jsonl").write_text("{}\n")
+    found = plan(tmp_path, """
+inputs: {data: DATA}
+stages:
+  publish: {options: {path: '${stages.prune.model}', to: published, gguf: q8_0}}
+  prune: {options: {model: '${stages.merge.model}', drop: [0]}, require: proven}
+  merge: {options: {models: ['${stages.a.model}=0.5', '${stages.b.model}=0.5'], base: '${stages.tiny.model}',
+                   method: task}, require: proven}
+  a: {verb: kto, options: {model: '${stages.tiny.model}', data: '${inputs.data}'}}
+  b: {verb: sft, options: {model: '${stages.tiny.model}', data: '${inputs.data}'}}
+  judge: {verb: reward-model, options: {model: '${stages.tiny.model}', data: '${inputs.data}'}, require: proven}
+  tiny: {options: {what: sums}}
+""", data=str(tmp_path / "pairs.jsonl"))
+    by_name, out = {stage.name: stage for stage in found.stages}, tmp_path / "out"
+    assert found.stages[0].name == "tiny"
+    assert set(by_name["merge"].inputs) == {f"{out}/a/model", f"{out}/b/model", f"{out}/tiny/model"}
+    assert by_name["merge"].words[:2] == (f"{out}/a/model=0.5", f"{out}/b/model=0.5")
+    assert by_name["prune"].inputs == (by_name["merge"].model,)
+    assert "--json" in by_name["publish"].words
+    assert by_name["publish"].needs == ("prune",)
+
+
 @pytest.mark.parametrize("verb", KINDS)
 def test_every_verb_of_a_stage_has_the_options_that_its_kind_names(verb):
     named = {field.name for field in dataclasses.fields(flags_of(verb))}

@@ -205,20 +205,25 @@ def test_a_budget_of_time_ends_at_the_foot_of_the_schedule(tmp_path: Path, monke
     assert rates[-1] < 0.05 * rates[way_down["step"]]
 
 
-@pytest.mark.parametrize(("seconds", "steps", "words"), [
-    (0.05, None, None), (4.0, 1, "1 step taken, the last at 25%"), (0.4, 8, "ran out")])
-def test_minutes_begin_with_the_first_step_and_a_run_that_they_cut_short_says_so(seconds: float, steps: int | None, words: str | None,
-                                                                                tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """By a clock that moves with the work alone: the preflight takes longer than the budget, and a step `seconds` twice."""
-    clock, whole, preflight = {"now": 1000.0}, pretrain.next_token, pretrain.preflight_pretrain
+@pytest.mark.parametrize(("seconds", "later", "steps", "words"), [
+    (0.05, 0.05, None, None), (4.0, 4.0, 1, "1 step taken, the last at 25%"), (0.4, 0.4, 8, None),
+    (0.4, 0.8, 8, "ran out on the way down")])
+def test_minutes_begin_with_the_first_step_and_a_run_that_they_cut_short_says_so(
+        seconds: float, later: float, steps: int | None, words: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """By a clock that moves with the work alone: the preflight takes longer than the budget, and a step twice `seconds`, or `later` from
+    the way down on. Seven steps of which the last three go all the way down are a whole run."""
+    clock, whole, preflight = {"now": 1000.0, "learned": 0.0}, pretrain.next_token, pretrain.preflight_pretrain
 
     def working(model: Transformer, batch: Any) -> Any:
-        clock["now"] += seconds
+        taken = seconds if clock["learned"] < 3 else later
+        clock["now"] += taken
+        clock["learned"] += taken
         return whole(model, batch)
 
     def checked_slowly(*given: Any) -> Any:
         found = preflight(*given)
         clock["now"] += 100
+        clock["learned"] = 0.0
         return found
 
     monkeypatch.setattr(time, "monotonic", lambda: clock["now"])

@@ -17,7 +17,7 @@ from assay.store.ledger import Ledger
 from assay.testing.tiny_models import save_model, tiny_model
 from assay.testing.tiny_training import tiny_corpus
 from assay.verdict import Outcome
-from tests.recipes.sums import options, taught
+from tests.recipes.sums import options
 
 
 @pytest.fixture(scope="module")
@@ -30,9 +30,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def parent(knows_sums: Path) -> Path:
     """A checkpoint that can add, more or less."""
-    return taught(tmp_path_factory.mktemp("taught"), steps=120)
+    return knows_sums
 
 
 def tuning(home: Path, out: Path, **more: Any) -> dict[str, Any]:

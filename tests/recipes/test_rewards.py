@@ -22,14 +22,14 @@ from assay.serving.server import serve_in_background
 from assay.store import checkpoint
 from assay.store.saving import Lineage, model_contents
 from assay.testing.tiny_models import tiny_model, tokenizer_and_stops
-from tests.recipes.sums import Believer, events, left_by, options, reinforced, steps_of, taught, unproven, write
+from tests.recipes.sums import Believer, events, left_by, options, reinforced, steps_of, unproven, write
 from tests.refusals import stopped_by
 from tests.reward.played import Asked, Played, Reaction, always, message, playing, shown
 
 
 @pytest.fixture(scope="module")
-def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return taught(tmp_path_factory.mktemp("whole"))
+def parent(knows_sums: Path) -> Path:
+    return knows_sums
 
 
 @pytest.fixture(scope="module")

@@ -1,13 +1,18 @@
 """Completions packed into rows of one shape: the same tokens, weights, loss and gradients, and the same run."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from assay.data.batch import Batch
 from assay.guard.loss_preflight import loss_gradients
+from assay.learn.advantage import kl_shift
 from assay.learn.policy import Surrogate, policy_gradient
 from assay.model.attention import PADDING, documents_from_lengths
+from assay.recipes.grpo_options import Grpo
+from assay.recipes.reference import Reference, with_reference
 from assay.recipes.rollout_batch import Layout, batch_logprobs, dealt, layout_of
 from assay.testing.tiny_models import tiny_model
 
@@ -77,3 +82,26 @@ def test_a_gpu_gets_rows_of_one_shape_within_what_was_allowed():
     assert layout_of("cuda", 4, 384, 8192) == Layout(1, 1024)  # 1,536 tokens at a time
     assert layout_of("cuda", 32, 384, 512) == Layout(16, 512)
     assert layout_of("cuda", 8, 3000, 4096) == Layout(2, 3000)
+
+
+class Uniform(Reference):
+    """A reference that nothing was loaded into: it gives every token the same."""
+
+    def __init__(self) -> None:
+        pass
+
+    def logprobs(self, batch: Batch, temperature: float, *, entropy: bool) -> torch.Tensor:
+        return torch.full(batch.tokens.shape, -2.0 * temperature)
+
+
+def test_a_reference_adds_its_stream_and_shifts_advantages_only_where_asked():
+    bare, asked = replace(rollout(), reference=None), Surrogate(temperature=0.5)
+    due = torch.full(bare.tokens.shape, -1.0)
+    penalised, shifted = (with_reference(bare, Uniform(), asked, Grpo(model="m", data="d", out="o", beta=0.3, kl_estimator=kind))
+                          for kind in ("k3", "shift"))
+    assert with_reference(bare, None, asked, Grpo(model="m", data="d", out="o")) is bare
+    assert torch.equal(penalised.reference, due)
+    assert torch.equal(penalised.advantage, bare.advantage)
+    assert torch.equal(shifted.reference, due)
+    assert torch.equal(shifted.advantage - bare.advantage != 0, bare.weight != 0)
+    torch.testing.assert_close(shifted.advantage, bare.advantage + kl_shift(bare.behaviour, due, bare.weight, 0.3))

@@ -16,13 +16,13 @@ from assay.recipes.reference import Reference
 from assay.recipes.rewards import Group
 from assay.recipes.rollouts import Sampler
 from assay.recipes.trainer import Trainer
-from tests.recipes.sums import events, options, reinforced, steps_of, taught, unproven
+from tests.recipes.sums import events, options, reinforced, steps_of, unproven
 from tests.refusals import stopped_by
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return taught(tmp_path_factory.mktemp("whole"))
+def whole(knows_sums: Path) -> Path:
+    return knows_sums
 
 
 @pytest.fixture(autouse=True)

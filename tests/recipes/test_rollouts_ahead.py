@@ -13,7 +13,7 @@ from assay.agents.trajectory import Piece, TokenSequence, Trajectory
 from assay.errors import GuardStop, UsageError
 from assay.generate.engine import Engine
 from assay.generate.generation_request import Completion
-from assay.learn.importance import effective_share, truncated_weights
+from assay.learn.stale_weights import effective_share, truncated_weights
 from assay.recipes import grpo as recipe
 from assay.recipes import rollouts_ahead
 from assay.recipes.drawn_records import drawn_json, read_drawn

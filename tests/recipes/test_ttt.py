@@ -105,6 +105,14 @@ def test_a_rate_that_ruins_documents_is_said_by_name(tmp_path: Path):
     assert verdicts["base"].outcome is Outcome.PROVEN
 
 
+def test_losses_in_another_unit_than_is_told_are_refuted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    usual = Run.record
+    monkeypatch.setattr(Run, "record", lambda run, step, **found: usual(run, step, **found | {"loss": found["loss"] / 0.6931471805599453}))
+    bits = next(v for v in ttt(options(tmp_path), quiet).verdicts if v.check == "bits")
+    assert bits.outcome is Outcome.REFUTED
+    assert "nats a token, which metrics.jsonl does not say" in bits.reason
+
+
 def test_a_last_chunk_that_was_learned_before_it_was_scored_stops_the_run(tmp_path: Path):
     """The step is undone after the score, so that the ledger of scores shows none."""
     with ttt_faults.last_chunk_learned(tmp_path), pytest.raises(GuardStop, match="had seen the future"):

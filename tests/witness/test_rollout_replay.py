@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from assay.data.batch import Batch
 from assay.learn import loop
@@ -12,8 +13,11 @@ from assay.learn.advantage import group_advantages
 from assay.recipes import grpo, hand_over, rollouts, run
 from assay.recipes.prompts import Prompt, PromptOrder
 from assay.recipes.witness_records import pending_records
+from assay.serving.engine_thread import EngineThread, ServerSize
+from assay.serving.server import serve_in_background
 from assay.testing.tiny_training import RecordingProver
 from assay.verdict import Outcome, Verdict, proven
+from assay.witness import due_rollout
 from assay.witness.due_rollout import advantages
 from assay.witness.replay import replay_step
 from tests.recipes.sums import options, taught
@@ -38,6 +42,17 @@ def test_clean_steps_are_proven(parent: Path, tmp_path: Path):
     said = replayed(parent, tmp_path / "run", num_iterations=2)
     assert [verdict.outcome for verdict in said] == [Outcome.PROVEN] * 2, "\n".join(map(str, said))
     assert said[1].evidence["norm"] > 0
+
+
+def test_what_a_server_drew_is_weighed_as_the_witness_weighs_it(parent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """In bf16, so that the weights leave 1 by some percent: without them the witness finds another step."""
+    serving = EngineThread(ServerSize(slots=16, dtype=torch.bfloat16, takes_weights=True))
+    serving.open("policy", parent)
+    with serve_in_background(serving) as url:
+        said = replayed(parent, tmp_path / "run", vllm_server_base_url=url)
+    assert [verdict.outcome for verdict in said] == [Outcome.PROVEN] * 2, "\n".join(map(str, said))
+    monkeypatch.setattr(due_rollout, "importance_weights", lambda said, tokens, *_: [1.0] * tokens)
+    assert Outcome.REFUTED in [replay_step(record).outcome for record in pending_records(tmp_path / "run")]
 
 
 def test_completions_that_are_not_learned_from_are_seen(parent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

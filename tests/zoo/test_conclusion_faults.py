@@ -16,6 +16,8 @@ REASONS = {
     "the worst chosen for the best": "what is handed over is shown worse than what the run began with",
     "p-values lost on the way": "p = 0.0: no test gives that",
     "a fall called success": "shown: it falls",
+    "the best by another mean than is printed": "it was chosen by another mean",
+    "a budget cut short": "the run ended by itself before the 20 steps",
     "saved artifact loops": "repetition",
     "every question answered with sums": "numbers for prose",
     "empty answers": "shown worse",

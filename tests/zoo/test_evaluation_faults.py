@@ -24,6 +24,11 @@ REASONS = {
     "trained on the test rows": "the model was trained on what it is tested on",
     "pass@k as if samples were put back": "by counting; the estimator says",
     "pass@k of more samples than were drawn": "so many were never drawn",
+    "an evaluation without the generation prompt": "has the ids",
+    "questions asked without the form of the answer": "then, all in all?\\nWork step by step. End with",
+    "one example more than --limit": "7 examples are scored, 6 were due ('6' is not in both)",
+    "states a fifth too large in every pass": "the texts are not what this model says",
+    "votes counted by the lenient reading": "is recorded as (strict, lenient, parsed, answer) (False, False, False, '",
 }
 
 

@@ -19,6 +19,7 @@ REASONS = {
     "tied embedding drifts where it is sharded": "are not what was cut into parts: embed.weight",
     "moments filled with zeros on resharding": "are not what was cut into parts: embed.weight/exp_avg",
     "another seed in one process": "are not what was cut into parts: blocks.0.attn.qkv.weight",
+    "an older policy is sampled from": "13 of 13 trained tensors that process 0 samples from are not what the processes hold now",
     "a chip computes wrong now and then": "step 7: one micro-batch, computed twice with the same weights, gave other bits in 1 tensor",
 }
 

@@ -1,0 +1,177 @@
+"""Files of rows mixed, split, rid of duplicates and looked at: every row stays the bytes that it was, and what was done is counted.
+
+Rows of .jsonl files are copied as they stand; those of other kinds are written as JSON. What is written is written whole or not at all.
+"""
+
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from fractions import Fraction
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from assay.data.data_files import MAX_DOCUMENT_BYTES, DataRow, TextSource, open_source, read_rows, source_lines
+from assay.data.hub_datasets import local_data
+from assay.data.layouts import CONVERSATION_LAYOUTS
+from assay.data.mixture import WeightedSource, placed_row, rows_given, rows_until_empty, whole_shares
+from assay.data.near_duplicates import find_duplicates, prints_of_lines
+from assay.data.order import permuted_places
+from assay.errors import DataError, UsageError
+from assay.seeds import derive
+from assay.store import durable
+from assay.strict_json import parse_json
+
+PREFERENCES = {"pairs": {"chosen", "rejected"}, "labelled": {"prompt", "completion", "label"}}  # layouts of dpo and kto, by what they need
+_LOOKED_AT = 3  # rows that are shown
+
+
+def row_lines(name: str, limit: int | None = None) -> Iterator[bytes]:
+    """Every row as one line of JSON, in order: of a .jsonl file the line itself."""
+    path = local_data(name)
+    if path.is_file() and path.name.endswith((".jsonl", ".jsonl.gz")):
+        source = TextSource(path, path.name)
+        with open_source(source) as file:
+            lines = (line for _, line in source_lines(source, file, 6 * MAX_DOCUMENT_BYTES) if line.strip())
+            for number, line in enumerate(lines):
+                if limit is not None and number >= limit:
+                    return
+                yield line if line.endswith(b"\n") else line + b"\n"
+    else:
+        yield from (as_line(row.values) for row in read_rows(path, limit=limit))
+
+
+def as_line(values: dict[str, Any]) -> bytes:
+    return json.dumps(values, ensure_ascii=False, default=str).encode(errors="surrogatepass") + b"\n"
+
+
+def write_lines(out: str, lines: Iterable[bytes]) -> str:
+    """A new .jsonl file with these rows; its sha256."""
+    path = Path(out)
+    if not path.name.endswith(".jsonl"):
+        raise UsageError(f"--out {out}: expected the name of a .jsonl file")
+    if path.exists():
+        raise UsageError(f"{out} is there already; remove it, or give another --out")
+    durable.make_folder(path.absolute().parent)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        digest = durable.write_file(beside, in_pieces(lines))
+        beside.rename(path)
+    finally:
+        beside.unlink(missing_ok=True)
+    return digest
+
+
+def in_pieces(lines: Iterable[bytes], size: int = 1 << 20) -> Iterator[bytes]:
+    held, length = list[bytes](), 0
+    for line in lines:
+        held.append(line)
+        length += len(line)
+        if length >= size:
+            yield b"".join(held)
+            held, length = [], 0
+    if held:
+        yield b"".join(held)
+
+# ---------------------------------------------------------------- mixing
+
+
+def mix_rows(sources: Sequence[WeightedSource], out: str, *, rows: int | None, epochs: int, seed: int) -> dict[str, Any]:
+    """Rows of several files by their weights, each file in an order of its own; until `rows`, or until a file was read `epochs` times."""
+    texts = [list(row_lines(source.name)) for source in sources]
+    if empty := [source.name for source, lines in zip(sources, texts, strict=True) if not lines]:
+        raise DataError(f"{empty[0]}: there is no row in it")
+    shares = whole_shares([source.weight or Fraction(1) for source in sources])
+    there = rows_until_empty([epochs * len(lines) for lines in texts], shares)
+    out_first = sources[placed_row(there, shares).source].name
+    if rows is not None and rows > there:
+        raise DataError(f"{out_first} has been read {epochs} time(s) after {there:,} of {rows:,} rows; lower --n or its weight, or raise "
+                        "--epochs")
+    total = there if rows is None else rows
+    digest = write_lines(out, mixed_lines(texts, shares, total, seed))
+    given = rows_given(total, shares)
+    return {"file": out, "sha256": digest, "rows": sum(given), "ran_out": out_first if rows is None else None, "sources": {
+        source.name: {"rows": count, "share": count / max(1, sum(given)), "asked": share / sum(shares), "times_read": count / len(lines)}
+        for source, count, share, lines in zip(sources, given, shares, texts, strict=True)}}
+
+
+def mixed_lines(texts: Sequence[Sequence[bytes]], shares: tuple[int, ...], rows: int, seed: int) -> Iterator[bytes]:
+    orders: dict[tuple[int, int], list[int]] = {}
+    for row in range(rows):
+        source, number = placed_row(row, shares)
+        epoch, place = divmod(number, len(texts[source]))
+        if (source, epoch) not in orders:
+            key = derive(derive(seed, "source", source), "order", epoch)
+            orders[source, epoch] = permuted_places(np.arange(len(texts[source])), len(texts[source]), key).tolist()
+        yield texts[source][orders[source, epoch][place]]
+
+# ---------------------------------------------------------------- splitting
+
+
+def row_content(line: bytes) -> str:
+    """Equal for rows that say the same."""
+    values = parse_json(line, where="a row", error=DataError, surrogates=True)
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def split_rows(name: str, folder: str, *, held_out: float, seed: int) -> dict[str, Any]:
+    """FOLDER/train.jsonl and FOLDER/held-out.jsonl. Who is held out depends on what a row says and on the seed; copies go to one side."""
+    contents = [row_content(line) for line in row_lines(name)]
+    ordered = sorted(set(contents), key=lambda content: derive(seed, "held-out", content))
+    count = round(held_out * len(ordered))
+    if not 0 < count < len(ordered):
+        raise UsageError(f"--held-out {held_out:g} of {len(ordered)} different rows are {count}; expected at least one on each side")
+    apart, found = set(ordered[:count]), dict[str, Any]()
+    for side, wanted in (("train", False), ("held-out", True)):
+        out = str(Path(folder) / f"{side}.jsonl")
+        digest = write_lines(out, (line for line, content in zip(row_lines(name), contents, strict=True) if (content in apart) is wanted))
+        found[side] = {"file": out, "rows": sum((content in apart) is wanted for content in contents), "sha256": digest}
+    return found | {"copies": len(contents) - len(ordered)}
+
+# ---------------------------------------------------------------- duplicates
+
+
+def deduplicate(names: Sequence[str], out: str, *, threshold: float | None, field: str | None, workers: int) -> dict[str, Any]:
+    """The rows of all files without those that repeat an earlier one: its bytes or, with a threshold, nearly its words."""
+    found = find_duplicates(prints_of_lines(chain.from_iterable(map(row_lines, names)), field=field, workers=workers), threshold)
+    kept = found.kept
+    digest = write_lines(out, (line for line, keep in zip(chain.from_iterable(map(row_lines, names)), kept, strict=True) if keep))
+    repeated = np.flatnonzero(~kept)
+    return {"file": out, "sha256": digest, "rows": len(kept), "kept": int(kept.sum()), "exact": found.exact, "near": found.near,
+            "threshold": threshold, "pairs": [[int(row) + 1, int(found.first[row]) + 1] for row in repeated[:10]]}
+
+# ---------------------------------------------------------------- looking
+
+
+def look_at_rows(name: str, limit: int | None = None) -> dict[str, Any]:
+    """Columns with their kinds, how long rows are, how many repeat others, which layout they have, and the first of them."""
+    columns, kinds = Counter[str](), dict[str, Counter[str]]()
+    lengths, contents, layouts, first = list[int](), set[str](), Counter[str](), list[dict[str, Any]]()
+    for row in read_rows(local_data(name), limit=limit):
+        columns.update(key for key, value in row.values.items() if value is not None)
+        for key, value in row.values.items():
+            kinds.setdefault(key, Counter())[type(value).__name__] += 1
+        line = as_line(row.values)
+        lengths.append(len(line))
+        contents.add(hashlib.sha256(line).hexdigest())
+        layouts[layout_name(row)] += 1
+        first += [row.values] if len(first) < _LOOKED_AT else []
+    if not lengths:
+        raise DataError(f"{name}: there is no row in it")
+    quantiles = np.quantile(lengths, [0, 0.5, 0.95, 1]).astype(int).tolist()
+    return {"file": name, "rows": len(lengths), "bytes": sum(lengths), "row_bytes": dict(zip(("least", "median", "p95", "most"), quantiles,
+                                                                                             strict=True)),
+            "copies": len(lengths) - len(contents), "layouts": dict(layouts), "first": first,
+            "columns": {key: {"filled": columns[key], "kinds": dict(kinds[key])} for key in kinds}}
+
+
+def layout_name(row: DataRow) -> str:
+    """Which of the layouts of conversations a row has, by its columns; `pairs` and `labelled` are those of preferences."""
+    has = {key for key, value in row.values.items() if value is not None}
+    others = [name for name, needs in PREFERENCES.items() if needs <= has]
+    found = [name for name, layout in CONVERSATION_LAYOUTS.items() if layout.needs <= has and name != "prompt"]
+    return (others or found or (["prompt"] if "prompt" in has else ["none"]))[0]

@@ -1,0 +1,57 @@
+"""Duplicates: copies and near copies are found, others are not, and the signature estimates the Jaccard similarity."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+
+from assay.data.near_duplicates import document_prints, find_duplicates, prints_of_lines, said_in_row
+
+
+@pytest.fixture(scope="module")
+def documents() -> list[str]:
+    draw = random.Random(0)
+    words = ["".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=draw.randint(2, 9))) for _ in range(5000)]
+    return [" ".join(draw.choices(words, k=300)) for _ in range(200)]
+
+
+def changed(text: str, share: float) -> str:
+    draw = random.Random(1)
+    return " ".join("another" if draw.random() < share else word for word in text.split())
+
+
+def runs(text: str) -> set[tuple[str, ...]]:
+    words = text.split()
+    return {tuple(words[at : at + 5]) for at in range(len(words) - 4)}
+
+
+def test_copies_near_copies_and_others(documents: list[str]):
+    near, far = changed(documents[2], 0.01), changed(documents[3], 0.3)
+    texts = [*documents, documents[0], documents[1].upper() + "!", near, far, "so", "So", "so"]
+    prints = document_prints([text.encode() for text in texts])
+    found = find_duplicates(prints, 0.8)
+    assert found.first[200:].tolist() == [0, 1, 2, 203, 204, 205, 204]
+    assert (found.exact, found.near, int(found.kept.sum())) == (2, 2, 203)
+    alone = find_duplicates(prints, None)
+    assert alone.first[200:].tolist() == [0, 201, 202, 203, 204, 205, 204]
+
+
+@pytest.mark.parametrize("share", [0.005, 0.02, 0.05, 0.2])
+def test_a_signature_estimates_the_similarity(share: float, documents: list[str]):
+    """The mean over 40 documents is within 3 standard errors of the truth."""
+    some = documents[:40]
+    here, there = (document_prints([text.encode() for text in texts]) for texts in (some, [changed(text, share) for text in some]))
+    true = [len(runs(text) & runs(changed(text, share))) / len(runs(text) | runs(changed(text, share))) for text in some]
+    estimates = (here.signature == there.signature).mean(1)
+    assert abs(np.mean(estimates - true)) < 3 * 0.045 / np.sqrt(len(some))
+
+
+def test_rows_in_blocks_are_what_they_are_together(documents: list[str], monkeypatch: pytest.MonkeyPatch):
+    lines = [json.dumps({"messages": [{"role": "user", "content": text}]}).encode() + b"\n" for text in documents[:50]]
+    whole = prints_of_lines(lines)
+    monkeypatch.setattr("assay.data.near_duplicates.line_blocks", lambda lines: ([line] for line in lines))
+    for one, other in zip(whole, prints_of_lines(lines), strict=True):
+        assert np.array_equal(one, other)
+    assert said_in_row({"a": "x", "b": [{"c": "y"}, 3]}, None) == "x\ny"
+    assert said_in_row({"a": "x", "b": "y"}, "b") == "y"

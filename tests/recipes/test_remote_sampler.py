@@ -1,0 +1,189 @@
+"""Rollouts drawn by a server: what it samples from is the trainer's policy, proven after every hand-over, or the run stops."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from assay.data.batch import Batch
+from assay.errors import AssayError, GuardStop, UsageError
+from assay.generate.generation_request import GenerationRequest, Sampling
+from assay.generate.remote import HttpServer, RemoteDraw, RemoteReply, VllmServer, connect, fault_of_reply
+from assay.guard.policy_identity import LogprobFloor
+from assay.guard.remote_policy import canary_prompts, check_engine_floor, check_importance
+from assay.learn.importance import corrected, truncated_importance
+from assay.recipes import grpo as recipe
+from assay.serving.engine_thread import EngineThread, ServerSize
+from assay.serving.server import serve_in_background
+from assay.store.checkpoint import step_folders
+from assay.verdict import Outcome
+from assay.zoo import catalogue
+from tests.recipes.sums import events, options, reinforced, steps_of, taught, unproven
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return taught(tmp_path_factory.mktemp("whole"), steps=60)
+
+
+@pytest.fixture(autouse=True)
+def without_proofs(monkeypatch: pytest.MonkeyPatch) -> None:
+    unproven(monkeypatch)
+
+
+@pytest.fixture
+def server(whole: Path) -> Iterator[str]:
+    serving = EngineThread(ServerSize(slots=16, takes_weights=True))
+    serving.open("policy", whole)
+    with serve_in_background(serving) as url:
+        yield url
+
+
+def outcomes(event: dict[str, Any]) -> dict[str, str]:
+    return {verdict["check"]: verdict["outcome"] for verdict in event["verdicts"]}
+
+
+def test_a_run_drawn_by_a_server_learns_and_every_rollout_is_of_the_weights_that_it_names(whole: Path, server: str, tmp_path: Path):
+    config = options(whole, tmp_path / "run", vllm_server_base_url=server, max_steps=3)
+    assert not [verdict for verdict in reinforced(config) if verdict.outcome is Outcome.REFUTED]
+    before = outcomes(events(config, "preflight")[0])
+    assert {before[check] for check in ("engine_floor", "canaries", "reply", "seeds")} == {"PROVEN"}
+    judged = [outcomes(event) for event in events(config, "rollout")]
+    assert judged
+    assert all({each[check] for check in ("canaries", "reply", "identity", "importance", "version")} == {"PROVEN"} for each in judged)
+    rows = steps_of(config)
+    assert len(rows) == 3
+    assert all(row["sampling/effective_sample_size"] > 0.999 and 0 <= row["sampling/kl"] < 1e-8 for row in rows)
+    assert len(list((tmp_path / "run" / "handed_over").iterdir())) == 1  # older ones are gone
+
+
+def test_an_adapter_is_handed_over_and_nothing_is_corrected_where_nothing_differs(whole: Path, server: str, tmp_path: Path):
+    config = options(whole, tmp_path / "run", model=str(whole), lora_r=4, vllm_server_base_url=server, max_steps=1,
+                     vllm_importance_sampling_correction=False)
+    assert not [verdict for verdict in reinforced(config) if verdict.outcome is Outcome.REFUTED]
+    assert "sampling/kl" not in steps_of(config)[0]
+    (place,) = (tmp_path / "run" / "handed_over").iterdir()
+    assert (place / "adapter_config.json").exists()
+
+
+@pytest.mark.parametrize(("name", "check"), [
+    ("prefix cache that outlives a reload", "canaries"), ("reply of another version", "version"),
+    ("prompt encoded again by the server", "reply")])
+def test_a_faulty_server_stops_the_run_before_anything_is_learned_from_it(name: str, check: str, whole: Path, server: str, tmp_path: Path):
+    """The zoo's faults, in the recipe itself: at the first rollout that they show in, which may need one update."""
+    config = options(whole, tmp_path / "run", vllm_server_base_url=server, max_steps=4)
+    with catalogue()[name].plant(tmp_path), pytest.raises(GuardStop, match=f"{check}: "):
+        recipe.grpo(config, lambda _: None)
+    learned = [row for row in steps_of(config) if row["grad_norm"] > 0] if (tmp_path / "run" / "metrics.jsonl").exists() else []
+    assert len(learned) <= 1
+
+
+def test_a_run_goes_on_where_it_was_interrupted_and_hands_its_weights_over_again(whole: Path, server: str, tmp_path: Path):
+    config = options(whole, tmp_path / "run", vllm_server_base_url=server, max_steps=4)
+    with catalogue()["adapter name reused"].plant(tmp_path), pytest.raises(GuardStop):
+        recipe.grpo(config, lambda _: None)
+    assert not [verdict for verdict in reinforced(config) if verdict.outcome is Outcome.REFUTED]
+    assert step_folders(tmp_path / "run" / "checkpoints")[-1].name == "step-000004"
+
+# ---------------------------------------------------------------- servers
+
+
+def test_a_server_that_takes_no_weights_is_refused_with_its_option(whole: Path):
+    serving = EngineThread(ServerSize(slots=2))
+    serving.open("policy", whole)
+    with serve_in_background(serving) as url:
+        with pytest.raises(UsageError, match="--rollouts"):
+            connect(url, temperature=1.0, adapters=False)
+        with pytest.raises(AssayError, match=r"409.*--rollouts"):
+            HttpServer(url.removesuffix("/v1")).post("/v1/weights", {"path": str(whole), "version": "1"})
+    with pytest.raises(AssayError, match="is the server that makes the rollouts running"):
+        connect(url, temperature=1.0, adapters=False)
+
+
+def test_weights_that_are_refused_leave_the_server_with_what_it_had(server: str, tmp_path: Path):
+    http = HttpServer(server.removesuffix("/v1"))
+    before = http.get("/v1/models")["data"]
+    with pytest.raises(AssayError, match="no such file or folder"):
+        http.post("/v1/weights", {"path": str(tmp_path / "nothing"), "version": "1"})
+    assert http.get("/v1/models")["data"] == before
+    with pytest.raises(AssayError, match="the version that replies shall name"):
+        http.post("/v1/weights", {"path": str(tmp_path)})
+
+
+class SpokenServer(HttpServer):
+    """A vLLM of which only the words are needed: the real one is asked by tests/vllm."""
+
+    def get(self, path: str, *, absent_ok: bool = False) -> Any:
+        return {"/server_info?config_format=json": {"vllm_config": {"model_config": {
+            "dtype": "torch.bfloat16", "max_model_len": 64, "logprobs_mode": "raw_logprobs"}}}}.get(path)
+
+
+@pytest.mark.parametrize(("version", "temperature", "words"), [
+    ("0.19.1", 1.0, "rollouts need 0.20"), ("0.32.0", 0.7, "--logprobs-mode processed_logprobs"), ("0.32.0", 1.0, "train an adapter")])
+def test_a_vllm_that_cannot_say_what_is_needed_is_refused(version: str, temperature: float, words: str):
+    with pytest.raises(UsageError, match=words):
+        VllmServer.asked(SpokenServer("http://here"), version, temperature=temperature, adapters=False)
+
+
+@pytest.mark.parametrize(("reply", "words"), [
+    (RemoteReply([1, 2], [RemoteDraw([3], [-1.0], "stop", "v")]), None),
+    (RemoteReply([1, 2, 3], [RemoteDraw([3], [-1.0], "stop", "v")]), "answered other ids"),
+    (RemoteReply(None, [RemoteDraw([3], [-1.0], "stop", "v")]), "does not say which ids"),
+    (RemoteReply([1, 2], []), "1 completions were asked for and 0 came"),
+    (RemoteReply([1, 2], [RemoteDraw([3, 4], [-1.0], "stop", "v")]), "2 ids came with 1 log-probabilities"),
+    (RemoteReply([1, 2], [RemoteDraw([3], [float("nan")], "stop", "v")]), "log-probability nan"),
+    (RemoteReply([1, 2], [RemoteDraw([3], [0.1], "stop", "v")]), "log-probability 0.1"),
+    (RemoteReply([1, 2], [RemoteDraw([3] * 5, [-1.0] * 5, "length", "v")]), "at most 4"),
+    (RemoteReply([1, 2], [RemoteDraw([3], [-1.0], "abort", "v")]), "ended by 'abort'")])
+def test_a_reply_is_read_whole_or_refused(reply: RemoteReply, words: str | None):
+    found = fault_of_reply(reply, GenerationRequest((1, 2), Sampling(max_new=4)))
+    assert found is None if words is None else words in (found or "")
+
+
+def test_a_server_and_a_device_of_the_trainer_are_not_asked_for_together(whole: Path, tmp_path: Path):
+    with pytest.raises(UsageError, match="leave --sampler-device"):
+        recipe.grpo(options(whole, tmp_path / "run", vllm_server_base_url="http://here", sampler_device="cpu"), lambda _: None)
+
+# ---------------------------------------------------------------- what is measured
+
+
+def test_canaries_are_long_repeated_and_begin_differently():
+    found = canary_prompts([(1, 2, 3), (4, 5)], 12)
+    assert found == [(1, 2, 3, 4, 5, 1, 2, 3, 4, 5, 1, 2), (4, 5, 1, 2, 3, 4, 5, 1, 2, 3, 4, 5)]
+    assert found == canary_prompts([(1, 2, 3), (4, 5)], 12)
+
+
+def test_importance_weights_are_those_of_the_textbook_and_cut_at_the_cap():
+    trainer, sampler = torch.tensor([[7.0, -1.0, -2.0, -0.5]]), torch.tensor([[0.0, -1.0, -2.5, -3.0]])
+    counts = torch.tensor([[False, True, True, True]])
+    found = truncated_importance(trainer, sampler, counts, 3.0)
+    weights = [1.0, float(torch.tensor(0.5).exp()), 3.0]
+    assert found.weights_BT[0, 1:].tolist() == pytest.approx(weights)
+    assert found.effective == pytest.approx(sum(weights) ** 2 / (3 * sum(weight**2 for weight in weights)))
+    apart = [0.0, 0.5, 2.5]
+    assert found.kl == pytest.approx(sum(float(torch.tensor(d).expm1()) - d for d in apart) / 3)
+    assert (found.truncated, found.tokens) == (pytest.approx(1 / 3), 3)
+    rows = Batch(torch.zeros(1, 4, dtype=torch.long), weight=counts.float(), advantage=torch.full((1, 4), -2.0), behaviour=sampler)
+    weighed, _ = corrected(rows, trainer, 3.0)
+    assert weighed.behaviour is trainer
+    assert weighed.advantage is not None
+    assert weighed.advantage[0, 1:].tolist() == pytest.approx([-2 * weight for weight in weights])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf"), -9999.0])
+def test_a_log_probability_that_is_none_cannot_hide_behind_the_cap(value: float):
+    found = truncated_importance(torch.full((1, 3), -1.0), torch.tensor([[-1.0, value, -1.0]]), torch.ones(1, 3, dtype=torch.bool), 3.0)
+    assert check_importance(found).outcome is Outcome.REFUTED
+
+
+@pytest.mark.parametrize(("mean", "rounding", "same", "outcome"), [
+    (1.9e-6, 0.0, False, Outcome.PROVEN), (2.5e-2, 2e-2, False, Outcome.PROVEN), (2.5e-2, 0.0, False, Outcome.REFUTED),
+    (0.0, 0.0, True, Outcome.PROVEN), (1e-5, 0.0, True, Outcome.REFUTED), (float("nan"), 0.0, False, Outcome.REFUTED)])
+def test_the_floor_of_an_engine_is_rounding_or_refused(mean: float, rounding: float, same: bool, outcome: Outcome):
+    """What vLLM was measured at in fp32 and in bf16; and where nothing is corrected, nothing may differ."""
+    verdict = check_engine_floor(LogprobFloor(mean, mean, 100, rounding), "vLLM", same=same)
+    assert verdict.outcome is outcome
+    assert re.search("rounding explains|--no-vllm-importance-sampling-correction|differ by", verdict.reason)
