@@ -86,7 +86,7 @@ class VerifiersEpisode:
 
     async def answer(self, prompt: Sequence[Any]) -> ChatMessage:
         """What the policy says to a prompt of theirs: the whole conversation, of which what is new is shown."""
-        messages = [plain_message(each) for each in prompt]
+        messages = [text_message(each) for each in prompt]
         known = len(self._shown)
         if [each | {"tool_calls": None} for each in messages[:known]] != [each | {"tool_calls": None} for each in self._shown]:
             raise DataError("the environment wrote the history anew, which an episode's turns cannot follow")
@@ -145,7 +145,7 @@ def turn_client(episode: VerifiersEpisode) -> Any:
     return TurnClient(None)
 
 
-def plain_message(message: Any) -> dict[str, Any]:
+def text_message(message: Any) -> dict[str, Any]:
     """A message of theirs, a record or a mapping, as one with text content."""
     found = message.model_dump(exclude_none=True) if hasattr(message, "model_dump") else dict(message)
     content = found.get("content") or ""

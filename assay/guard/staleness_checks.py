@@ -15,7 +15,7 @@ from assay.learn.stale_weights import effective_share
 from assay.verdict import Verdict, proven, refuted, unproven
 
 LEAST_EFFECTIVE = 0.1  # share of the tokens that importance weights leave: below it a rollout is another policy's
-SAME_WEIGHT = 1e-3  # relative: advantages are held in fp32, and both sides take the exponential of a difference
+SAME_ADVANTAGE = 1e-3  # relative: advantages are held in fp32, and both sides take the exponential of a difference
 
 
 def updates_behind(versions: Sequence[tuple[str, int]], step: int) -> dict[int, int]:
@@ -42,7 +42,7 @@ def check_staleness(versions: Sequence[tuple[str, int]], step: int, most: int) -
     return proven("staleness", f"updates behind the policy: {words}; at most {most} are allowed", most=max(behind))
 
 
-def check_importance(rows: Batch, sampled_BT: Tensor, advantage_BT: Tensor, now: Mapping[int, Sequence[float]], cap: float,
+def check_stale_weights(rows: Batch, sampled_BT: Tensor, advantage_BT: Tensor, now: Mapping[int, Sequence[float]], cap: float,
                      floor: LogprobFloor) -> Verdict:
     """What is learned from is corrected for being sampled earlier: `rows` hold the log-probabilities of the policy that learns, and each
     advantage times π now / π then, at most `cap`.
@@ -59,7 +59,7 @@ def check_importance(rows: Batch, sampled_BT: Tensor, advantage_BT: Tensor, now:
         return refuted("importance", f"ratios are taken to log-probabilities {apart:.1e} nats a token from the policy's, the floor allows "
                        f"{floor.bound:.1e}: what was sampled earlier is learned from as if it were not", apart=str(apart))
     weight_BT = (rows.behaviour - sampled_BT).exp().clamp(max=cap)
-    wrong_BT = counts_BT & ~torch.isclose(rows.advantage, advantage_BT * weight_BT, rtol=SAME_WEIGHT, atol=1e-6)
+    wrong_BT = counts_BT & ~torch.isclose(rows.advantage, advantage_BT * weight_BT, rtol=SAME_ADVANTAGE, atol=1e-6)
     if bool(wrong_BT.any()):
         return refuted("importance", f"{int(wrong_BT.sum())} of {int(counts_BT.sum())} tokens do not have their importance weight, at most "
                        f"{cap:g}, on their advantage: what was sampled earlier is not corrected for", tokens=int(wrong_BT.sum()))

@@ -25,11 +25,11 @@ def drawn_json(drawn: DrawnGroups | PlayedEpisodes) -> dict[str, Any]:
 def read_drawn(facts: Mapping[str, Any], prompts: Sequence[Prompt]) -> DrawnGroups | PlayedEpisodes:
     if "everything" in facts:
         by_id = {prompt.id: prompt for prompt in prompts}
-        everything = [Group(by_id[group["prompt"]], [read_completion(said) for said in group["completions"]],
+        everything = [Group(by_id[group["prompt"]], [kept_completion(said) for said in group["completions"]],
                             [ScoredItem(**scored) for scored in group["scored"]]) for group in facts["everything"]]
         return DrawnGroups([everything[place] for place in facts["groups"]], everything)
     return PlayedEpisodes([[read_trajectory(each) for each in group] for group in facts["episodes"]],
-                          [SampledTurn(tuple(turn["prompt"]), read_completion(turn["completion"])) for turn in facts["sampled"]],
+                          [SampledTurn(tuple(turn["prompt"]), kept_completion(turn["completion"])) for turn in facts["sampled"]],
                           {name: list(rewards) for name, rewards in facts["given"].items()})
 
 
@@ -38,7 +38,7 @@ def group_json(group: Group) -> dict[str, Any]:
             "scored": [{"value": each.value, "error": each.error, "components": dict(each.components)} for each in group.scored]}
 
 
-def read_completion(facts: Mapping[str, Any]) -> Completion:
+def kept_completion(facts: Mapping[str, Any]) -> Completion:
     return Completion(**{**facts, "ids": tuple(facts["ids"]), "logprobs": tuple(facts["logprobs"])})
 
 

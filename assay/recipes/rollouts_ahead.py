@@ -19,7 +19,7 @@ import torch
 
 from assay.generate.sampler_weights import fingerprint
 from assay.guard.policy_identity import LogprobFloor
-from assay.guard.staleness_checks import check_importance, check_in_flight, check_staleness, check_waiting, updates_behind
+from assay.guard.staleness_checks import check_in_flight, check_stale_weights, check_staleness, check_waiting, updates_behind
 from assay.learn.stale_weights import effective_share, importance_weighted, truncated_weights
 from assay.model.placement import uncompiled
 from assay.recipes.drawn_records import drawn_json, read_drawn
@@ -136,7 +136,7 @@ class RolloutsAhead(AbstractContextManager["RolloutsAhead"]):
         verdicts = [check_staleness(self.collector.versions(rollout), rollout.step, most)]
         if rollout.drawn_at != rollout.step:
             sampled_BT, plain_B1 = self.collector.sampled_logprobs(rollout), self.collector.advantage_of_rows(rollout)
-            verdicts.append(check_importance(rollout.rows, sampled_BT, plain_B1, self._now(rollout), self.config.importance_sampling_cap,
+            verdicts.append(check_stale_weights(rollout.rows, sampled_BT, plain_B1, self._now(rollout), self.config.importance_sampling_cap,
                                              floor))
             if not self._told:
                 self._told = True

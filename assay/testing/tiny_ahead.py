@@ -17,7 +17,7 @@ from assay.generate.engine import Engine
 from assay.generate.generation_request import Completion
 from assay.generate.sampler_weights import fingerprint
 from assay.guard.policy_identity import check_version, measure_logprob_floor, version_name
-from assay.guard.staleness_checks import check_importance, check_in_flight, check_staleness, check_waiting
+from assay.guard.staleness_checks import check_in_flight, check_stale_weights, check_staleness, check_waiting
 from assay.learn import advantage, loop, policy, stale_weights
 from assay.learn.optim import adamw
 from assay.model.transformer import Transformer
@@ -57,7 +57,7 @@ def run_ahead(plan: TinyGrpo) -> list[Verdict]:
     optimizer, prompts = adamw(model.named_parameters(), 5e-3), make_prompts(model, plan.seed)
     floor = measure_logprob_floor(model, [[*p, *p] for p in prompts], plan.asked.temperature)
     names, made_by = [str(number) for number in range(len(prompts))], {0: version_name(0, fingerprint(model))}
-    serve_weights(engine, model, 0)
+    serve_copy(engine, model, 0)
     drawn_at, groups, drawn, trained = 0, written_down(draw_groups(engine, prompts, plan.sampling, 0)), {0: names}, set[int]()
     for step in range(STEPS):
         if step == SAVED_AT:
@@ -68,22 +68,22 @@ def run_ahead(plan: TinyGrpo) -> list[Verdict]:
             groups = from_json(kept["ahead"]["drawn"])
         versions = [(c.version, len(c.ids)) for group in groups for c in group]
         verdicts += [check_version([version for version, _ in versions], made_by[drawn_at]), check_staleness(versions, step, 1)]
-        batch, plain = assembled(plan, prompts, groups, reference)
+        batch, plain = stale_batch(plan, prompts, groups, reference)
         if step > 0:
             then, before = batch.behaviour, batch.advantage
             assert then is not None
             assert before is not None
-            batch = corrected(batch, token_logprobs(model, batch, plan.asked.temperature), then)
+            batch = correct_stale(batch, present_logprobs(model, batch, plan.asked.temperature), then)
             again = dict(enumerate(trainer_logprobs(model, batch, plan.asked.temperature)))
             counted = {row: [value for value, weight in zip(values, batch.weight[row, PROMPT_TOKENS:].tolist(), strict=False) if weight]
                        for row, values in again.items()}
-            verdicts.append(check_importance(batch, then, plain, counted, WEIGHT_CAP, floor))
+            verdicts.append(check_stale_weights(batch, then, plain, counted, WEIGHT_CAP, floor))
         if any(verdict.outcome is Outcome.REFUTED for verdict in verdicts):
             break
         trained.add(step)
         if step + 1 < STEPS:
             made_by[step] = version_name(step, fingerprint(model))
-            serve_weights(engine, model, step)
+            serve_copy(engine, model, step)
             drawn_at, drawn[step + 1] = step, names
             groups = written_down(draw_groups(engine, prompts, plan.sampling, step + 1))
         list(loop.train(model, optimizer, [batch], policy.policy_gradient(plan.asked), micro=plan.micro, start=step))
@@ -92,7 +92,7 @@ def run_ahead(plan: TinyGrpo) -> list[Verdict]:
 # ---------------------------------------------------------------- the stages
 
 
-def serve_weights(engine: Engine, model: Transformer, updates: int) -> None:
+def serve_copy(engine: Engine, model: Transformer, updates: int) -> None:
     engine.load(version_name(updates, fingerprint(model)))
 
 
@@ -101,7 +101,7 @@ def written_down(groups: CompletionGroups) -> CompletionGroups:
     return groups
 
 
-def corrected(batch: Batch, now: Tensor, then: Tensor) -> Batch:
+def correct_stale(batch: Batch, now: Tensor, then: Tensor) -> Batch:
     return stale_weights.importance_weighted(batch, now, stale_weights.truncated_weights(now, then, batch.weight != 0, WEIGHT_CAP))
 
 
@@ -112,7 +112,7 @@ def saved(facts: dict[str, Any]) -> dict[str, Any]:
 # ----------------------------------------------------------------
 
 
-def assembled(plan: TinyGrpo, prompts: Sequence[Sequence[int]], groups: CompletionGroups, reference: Transformer) -> tuple[Batch, Tensor]:
+def stale_batch(plan: TinyGrpo, prompts: Sequence[Sequence[int]], groups: CompletionGroups, reference: Transformer) -> tuple[Batch, Tensor]:
     """The batch, and (B, 1) the advantage of each row."""
     found = advantage.group_advantages(score_groups(groups))
     batch, _ = assemble_batch(plan, prompts, groups, found.values_PG.tolist(), found.known_PG.flatten().tolist(), reference)
@@ -120,7 +120,7 @@ def assembled(plan: TinyGrpo, prompts: Sequence[Sequence[int]], groups: Completi
 
 
 @torch.no_grad()
-def token_logprobs(model: Transformer, batch: Batch, temperature: float) -> Tensor:
+def present_logprobs(model: Transformer, batch: Batch, temperature: float) -> Tensor:
     return policy.token_logprobs(model, batch, temperature, entropy=True)[0]
 
 

@@ -44,7 +44,7 @@ def run_rounds(serving: EngineThread, policy: ServedPolicy, url: str) -> list[Ve
                 pay(url, name, float(place % 2))
             verdicts.append(proven("reward_once", f"{len(made)} trajectories have a reward each"))
             speak(url, None, [{"role": "user", "content": ASKED}], 0)  # somebody else asks the same, outside of any trajectory
-            named = chosen(made, before, policy.updates)
+            named = group_to_learn(made, before, policy.updates)
             told = serving.ask(lambda named=named: policy.learn([named])).result()  # type: ignore[misc]
         except RequestRefused as error:
             return [*verdicts, refuted(REFUSALS.get(error.code or "", error.code or "refused"), str(error))]
@@ -82,7 +82,7 @@ def pay(url: str, name: str, reward: float) -> None:
     post(url, f"/trajectories/{name}/close", {"reward": reward})
 
 
-def chosen(made: list[str], before: list[str], updates: int) -> list[str]:
+def group_to_learn(made: list[str], before: list[str], updates: int) -> list[str]:
     """The group to learn from: what was said since the last update. `before` was said before the first one and never learned from."""
     return made
 

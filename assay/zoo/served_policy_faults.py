@@ -20,7 +20,7 @@ def served_fault(name: str, rows: tuple[str, ...], stage: str, check: str) -> An
 
 
 @served_fault("agent's trajectory of another version", ("N39", "R02"), "sync", "version")
-@in_place_of(tiny_served, "chosen")
+@in_place_of(tiny_served, "group_to_learn")
 def said_before(usual: Any, made: list[str], before: list[str], updates: int) -> list[str]:
     """An agent that is slow hands in what it heard before the last update."""
     return before if updates else made
@@ -44,7 +44,7 @@ def last_sequence(usual: Any, self: OpenTrajectory) -> Trajectory:
 
 @served_fault("agent's own words taken for the policy's", ("N15", "N17"), "mask", "token_law")
 @in_place_of(policy_training, "episode_batch")
-def everything_counts(usual: Any, *given: Any, **options: Any) -> Batch:
+def client_counts(usual: Any, *given: Any, **options: Any) -> Batch:
     """What the client wrote has the role assistant, and is learned from."""
     batch = usual(*given, **options)
     weight = (batch.documents != PADDING).float()
@@ -54,7 +54,7 @@ def everything_counts(usual: Any, *given: Any, **options: Any) -> Batch:
 
 @served_fault("agent's conversation rendered and encoded again", ("N18",), "tokens", "every_turn")
 @in_place_of(OpenTrajectory, "finished")
-def encoded_again(usual: Any, self: OpenTrajectory) -> Trajectory:
+def turns_cut_short(usual: Any, self: OpenTrajectory) -> Trajectory:
     """Turns are made from their text once more, and the last token, which has none, is lost."""
     def again(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
         return tuple(piece if piece.source != "policy" else replace(piece, ids=piece.ids[:-1], logprobs=piece.logprobs[:-1])
@@ -66,7 +66,7 @@ def encoded_again(usual: Any, self: OpenTrajectory) -> Trajectory:
 
 @served_fault("served prefix cache of the weights before", ("N26", "R06"), "sync", "identity")
 @in_place_of(Engine, "load")
-def stale_prefixes(usual: Any, self: Engine, version: str, **options: Any) -> None:
+def old_prompt_keys(usual: Any, self: Engine, version: str, **options: Any) -> None:
     """The cache of prompts survives an update: the next conversation that begins alike goes on from old keys."""
     held, kept = list(self._prefixes), self.slots.cache.all.clone()
     usual(self, version, **options)

@@ -22,7 +22,7 @@ def ahead_fault(name: str, rows: tuple[str, ...], stage: str, check: str) -> Any
 
 
 @ahead_fault("rollout beyond the staleness bound", ("R02", "N39"), "sync", "staleness")
-@in_place_of(tiny_ahead, "serve_weights")
+@in_place_of(tiny_ahead, "serve_copy")
 def every_other_update(usual: Any, engine: Engine, model: Transformer, updates: int) -> None:
     """The sampler is busy when every other update is announced, and goes on with what it has."""
     if updates % 2 == 0:
@@ -41,7 +41,7 @@ def newest_name(usual: Any, groups: CompletionGroups) -> CompletionGroups:
 
 
 @ahead_fault("weights of before under the right version", ("R01",), "sync", "version")
-@in_place_of(tiny_ahead, "serve_weights")
+@in_place_of(tiny_ahead, "serve_copy")
 def renamed_only(usual: Any, engine: Engine, model: Transformer, updates: int) -> None:
     """The count moves on, and the weights are those of the fork."""
     if updates == 0:
@@ -50,21 +50,21 @@ def renamed_only(usual: Any, engine: Engine, model: Transformer, updates: int) -
 
 
 @ahead_fault("stale rollout learned from as if it were not", ("R23",), "loss", "importance")
-@in_place_of(tiny_ahead, "corrected")
+@in_place_of(tiny_ahead, "correct_stale")
 def uncorrected(usual: Any, batch: Batch, now: Tensor, then: Tensor) -> Batch:
     """No correction: ratios are taken to the weights of before."""
     return batch
 
 
 @ahead_fault("importance weights computed and not applied", ("R23",), "loss", "importance")
-@in_place_of(tiny_ahead, "corrected")
+@in_place_of(tiny_ahead, "correct_stale")
 def weights_not_applied(usual: Any, batch: Batch, now: Tensor, then: Tensor) -> Batch:
     """Log-probabilities are computed anew, and what was sampled by other weights counts as the policy's own."""
     return replace(usual(batch, now, then), advantage=batch.advantage)
 
 
 @ahead_fault("importance weight that is no number", ("N32",), "loss", "importance")
-@in_place_of(tiny_ahead, "corrected")
+@in_place_of(tiny_ahead, "correct_stale")
 def no_number(usual: Any, batch: Batch, now: Tensor, then: Tensor) -> Batch:
     """The engine has no log-probability of one token; NaN is neither above the cap nor below it, and passes both comparisons."""
     unknown = then.clone()
