@@ -38,7 +38,8 @@ BUILT_IN = {"calculator": "assay.agents.environments.calculator:Calculator",
             "code": "assay.agents.environments.code_sandbox:CodeSandbox",
             "search": "assay.agents.environments.corpus_search:CorpusSearch",
             "game": "assay.agents.environments.sliding_tiles:SlidingTiles"}
-ADAPTERS = {"gym": "GymEnvironment", "openenv": "OpenEnvEnvironment"}
+ADAPTERS = {"gym": "environment_adapters:GymEnvironment", "openenv": "environment_adapters:OpenEnvEnvironment",
+            "verifiers": "verifiers_environment:VerifiersEnvironment"}
 
 
 class Environment(Protocol):
@@ -91,17 +92,17 @@ def _answer(name: str, arguments: Mapping[str, Any], schemas: Mapping[str, Any],
 
 
 def open_environment(name: str, options: Mapping[str, Any]) -> Environment:
-    """A built-in one, an adapter's (gym:NAME, openenv:URL), or a class of a module or a file: module:Class, file.py:Class."""
+    """A built-in one, an adapter's (gym:NAME, openenv:URL, verifiers:NAME), or a class: module:Class, file.py:Class."""
     kind, _, rest = name.partition(":")
     if name in BUILT_IN:
         found = loaded_class(BUILT_IN[name])
     elif kind in ADAPTERS and rest:
-        options, found = {"name": rest, **options}, loaded_class(f"assay.agents.environment_adapters:{ADAPTERS[kind]}")
+        options, found = {"name": rest, **options}, loaded_class(f"assay.agents.{ADAPTERS[kind]}")
     elif rest:
         found = loaded_class(name)
     else:
         raise UsageError(f"--environment {name!r}: no such environment{nearest(name, BUILT_IN)}; your own is module:Class or "
-                         "file.py:Class, others are gym:NAME and openenv:URL")
+                         "file.py:Class, others are gym:NAME, openenv:URL and verifiers:NAME")
     try:
         made = found(**options)
     except TypeError as error:

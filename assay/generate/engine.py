@@ -99,16 +99,16 @@ class Engine:
 
     `device`: where to sample, if not on the model's own weights; they are then copied there at every `load`, and checked by digest.
     `steps` tokens are made for every slot before the host looks (None: 4 on CUDA, else 1); `graphed`: as one CUDA graph each
-    (None: on CUDA). Neither changes what is said.
+    (None: on CUDA). Neither changes what is said. An engine that `lags` has weights of its own and may sample while they are trained.
     """
 
     def __init__(self, model: Transformer, *, slots: int, length: int, stop_ids: Collection[int] = (), version: str,
                  tokenizer: Tokenizer | None = None, device: torch.device | str | None = None, steps: int | None = None,
-                 graphed: bool | None = None):
+                 graphed: bool | None = None, lags: bool = False):
         if slots < 1 or not 2 <= length <= model.config.max_length:
             raise UsageError(f"an engine of {slots} slots of {length} tokens: expected at least one slot and 2 to "
                              f"{model.config.max_length} tokens, the model's context")
-        self.weights = SamplerWeights(model, device)
+        self.weights = SamplerWeights(model, device, lags=lags)
         on_gpu = self.weights.device.type == "cuda"
         mixture = model.config.experts is not None  # which experts a token goes to is read on the host, so no graph can hold a step
         if mixture and graphed:

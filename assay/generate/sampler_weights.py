@@ -73,14 +73,16 @@ class SamplerWeights:
     two: that a copy from one GPU to another is complete before the other's streams read it is PyTorch's to keep, and the digests,
     which are read on the other device after the copy, are what would tell.
 
-    `load` takes up the trainer's weights; `written` and `replaced` say whether they have changed since.
+    A sampler that `lags` goes on with its own copies while the trainer writes to its weights; what is never trained is shared.
+
+    `load` takes up the trainer's weights; `written` and `replaced` say whether they (its own, where it lags) have changed since.
     """
 
-    def __init__(self, model: Transformer, device: torch.device | str | None = None):
-        self.source = model
+    def __init__(self, model: Transformer, device: torch.device | str | None = None, *, lags: bool = False):
+        self.source, self.lags = model, lags
         self.dtype = model.compute_dtype or model.embed.weight.dtype
         self.device = model.embed.weight.device if device is None else torch.empty(0, device=device).device  # "cuda" gets its number
-        self.separate = device is not None
+        self.separate = device is not None or lags
         self.copies: list[tuple[str, Tensor]] = []  # name in the source, and a tensor that follows it
         self.model = self._twin().eval()
         self._record_loaded()
@@ -128,7 +130,8 @@ class SamplerWeights:
 
     def _record_loaded(self) -> None:
         self._loaded = dict(self.source.named_parameters())
-        self._counts = [(parameter, parameter._version) for parameter in self._loaded.values()]
+        watched = [held for _, held in self.copies] if self.lags else self._loaded.values()
+        self._counts = [(parameter, parameter._version) for parameter in watched]
         self._addresses = [parameter.data_ptr() for parameter in self.model.parameters()]
 
     def _twin(self) -> Transformer:
@@ -145,7 +148,8 @@ class SamplerWeights:
 
     def _shared_or_copied(self, name: str, parameter: Tensor, dtype: torch.dtype) -> nn.Parameter:
         """The parameter itself where it can be used as it is, else a copy that `load` renews."""
-        if isinstance(parameter, nn.Parameter) and parameter.dtype == dtype and not self.separate:
+        shared = not self.separate or (self.lags and not parameter.requires_grad and parameter.device == self.device)
+        if isinstance(parameter, nn.Parameter) and parameter.dtype == dtype and shared:
             return parameter
         copied = nn.Parameter(parameter.detach().to(self.device, dtype, copy=True), requires_grad=False)
         self.copies.append((name, copied.detach()))

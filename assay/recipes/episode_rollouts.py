@@ -36,6 +36,7 @@ from assay.learn.advantage import Advantages, estimated_advantages
 from assay.learn.objectives import Objective
 from assay.learn.policy import Surrogate
 from assay.model.placement import uncompiled
+from assay.model.transformer import Transformer
 from assay.recipes.environment_tasks import EnvironmentTasks, kind_of, was_cut
 from assay.recipes.episode_batch import EpisodeRow, episode_batch, episode_rows, of_turns, sampled_mask
 from assay.recipes.grpo_options import Grpo
@@ -63,6 +64,8 @@ class EpisodeRollout:
     counted_N: list[bool]
     rows: Batch
     batch: Batch
+    drawn_at: int  # updates that the weights had seen that played it; `step`, unless it was played ahead
+    importance_BT: Tensor | None = None  # weights of its tokens, where it was
 
     @property
     def scored(self) -> tuple[list[list[Completion]], list[list[float | None]]]:
@@ -107,12 +110,25 @@ class EpisodeCollector:
 
     def collect(self, step: int, reference: Reference | None) -> EpisodeRollout:
         """Tasks, episodes, rewards, advantages, and the batch to learn from."""
-        config = self.config
+        self.load(step)
+        return self.assemble(step, self.draw(step), reference, self.sampler.fingerprint, step)
+
+    def load(self, step: int) -> None:
+        """The sampler takes up the weights as they are now, after so many updates."""
         self.sampler.load(step)
         self.fingerprints.setdefault(step, self.sampler.fingerprint)
-        updates = step if reference is not None and self._left(reference) else 0
-        tasks = self.order.drawn(step // config.num_iterations)
-        played = self.environment.play(self.sampler, tasks, self.sampling, address(step), config.num_generations)
+
+    def draw(self, step: int) -> PlayedEpisodes:
+        """With the weights that were loaded; tasks and draws are those of the step."""
+        return self.environment.play(self.sampler, self._tasks(step), self.sampling, address(step), self.config.num_generations)
+
+    def _tasks(self, step: int) -> list[Prompt]:
+        return self.order.drawn(step // self.config.num_iterations)
+
+    def assemble(self, step: int, played: PlayedEpisodes, reference: Reference | None, policy: str, drawn_at: int) -> EpisodeRollout:
+        """Advantages and the batch to learn from; `policy` is the fingerprint of the weights that will."""
+        config, tasks = self.config, self._tasks(step)
+        updates = step if reference is not None and self._left(reference, policy) else 0
         every = [trajectory for group in played.groups for trajectory in group]
         self.environment.count(every)
         rewards = [[trajectory.reward for trajectory in group] for group in played.groups]
@@ -120,31 +136,31 @@ class EpisodeCollector:
         counted_N = counted_trajectories(every, mask_truncated=config.mask_truncated_completions)
         rows = episode_batch(every, advantages.values_PG.flatten().tolist(), counted_N, config.normalisation, cap=self.cap)
         rows = self.sampler.corrected(with_reference(rows, reference, self.asked, config), self._trainer_logprobs)
-        return EpisodeRollout(step, updates, tasks, played, rewards, advantages, counted_N, rows, self.layout.packed(rows).batch)
+        return EpisodeRollout(step, updates, tasks, played, rewards, advantages, counted_N, rows, self.layout.packed(rows).batch, drawn_at)
 
-    def _left(self, reference: Reference) -> bool:
+    def _left(self, reference: Reference, policy: str) -> bool:
         """Whether the policy has moved from what its reference should be."""
         assert reference.step is not None
-        return self.sampler.fingerprint != self.fingerprints.get(reference.step, reference.fingerprint)
+        return policy != self.fingerprints.get(reference.step, reference.fingerprint)
 
     # ---------------------------------------------------------------- what is said of it
 
     def check(self, rollout: EpisodeRollout, floor: LogprobFloor, reference: Reference | None = None) -> list[Verdict]:
         """It came from the weights as they are, is trained on as it was sampled, and has the rewards that its environments gave."""
         config, every, sampled = self.config, rollout.trajectories, rollout.played.sampled
-        self.looks += 1
-        self.siblings.add(as_completions(rollout))
+        fresh, versions = rollout.drawn_at == rollout.step, [version for version, _ in self.versions(rollout)]
+        policy = fingerprint(self.model) if fresh else self.fingerprints[rollout.drawn_at]
+        of_draws = self._check_fresh(rollout, self.sampler.identity_floor(floor)) if fresh else []  # else looked at when it was played
         counted = Counter(sequence.ids for trajectory, counts in zip(every, rollout.counted_N, strict=True) if counts
                           for sequence in trajectory.sequences)
         flat = [reward for group in rollout.rewards for reward in group]
-        return [check_version([turn.completion.version for turn in sampled], version_name(rollout.step, fingerprint(self.model))),
+        return [check_version(versions, version_name(rollout.drawn_at, policy)),
                 check_every_turn(sampled, every),
                 check_token_law(rollout.batch, sampled, counted, stop_ids=self.sampler.engine.stop_ids, cap=config.max_completion_length),
                 check_trajectory_weights(rollout.batch, every, rollout.counted_N, config.normalisation, self.cap),
                 check_episode_rewards(every, flat, rollout.played.given),
                 check_kinds(self.environment.counts.dropped, self.environment.counts.played, config.reward_errors),
-                self._check_identity(rollout, self.sampler.identity_floor(floor)), *self.sampler.verdicts(),
-                self._check_draws(rollout), self.siblings.check(),
+                *of_draws, *self.sampler.verdicts(),
                 check_planned_prompts(self.due_prompts(rollout), self.train_ids, seed=config.seed,
                                       rollout=rollout.step // config.num_iterations),
                 check_none_held_out({task.id: (task.content, task.text) for task in rollout.tasks}, self.held_out),
@@ -160,23 +176,58 @@ class EpisodeCollector:
         """Written down with the step, so that all sittings together can be held against the plan."""
         return ids_digest(((*self.due_prompts(rollout),),))
 
-    def _check_draws(self, rollout: EpisodeRollout) -> Verdict:
-        """Whether tokens look drawn from the stated distribution, over all rollouts of this sitting."""
-        sampled = rollout.played.sampled
+    def _check_fresh(self, rollout: EpisodeRollout, floor: LogprobFloor) -> list[Verdict]:
+        part, some = self._compared(rollout.trajectories, rollout.rows)
+        trainer = self._trainer_logprobs(part)
+        return self._check_draws(rollout.played, some, of_turns(trainer, some), self.model, floor)
+
+    def check_drawn(self, played: PlayedEpisodes, floor: LogprobFloor) -> list[Verdict]:
+        """Of what was played ahead, with the sampler's copy of the weights that played it, before it takes up others."""
+        every, policy = [trajectory for group in played.groups for trajectory in group], self.sampler.engine.weights.model
+        if not any(each.turns for each in every):
+            return []  # no episode could begin: there is nothing to learn from, and that stops the run
+        rows = episode_batch(every, [0.0] * len(every), [bool(each.turns) for each in every], self.config.normalisation, cap=self.cap)
+        part, some = self._compared(every, rows)
+        with uncompiled():
+            found = batch_logprobs(policy, part, self.asked.temperature, Layout(COMPARED), entropy=self.asked.wants_entropy)
+        return self._check_draws(played, some, of_turns(found, some), policy, floor)
+
+    def _compared(self, trajectories: Sequence[Trajectory], batch: Batch) -> tuple[Batch, list[EpisodeRow]]:
+        """Some sequences, spread over the rollout, as rows of the batch and as they were sampled."""
+        rows = episode_rows(trajectories)
+        chosen = sorted({round(place * (len(rows) - 1) / (COMPARED - 1)) for place in range(COMPARED)})
+        part = Batch(**{name: stream[chosen] for name, stream in batch.streams().items()})  # type: ignore[arg-type]
+        return part, [rows[place] for place in chosen]
+
+    def _check_draws(self, played: PlayedEpisodes, some: Sequence[EpisodeRow], trainer: Sequence[Sequence[float]], model: Transformer,
+                     floor: LogprobFloor) -> list[Verdict]:
+        """`model` gives the turns of some sequences the probabilities that they were sampled with; and whether tokens look drawn from
+        the stated distribution, over all rollouts of this sitting."""
+        self.looks += 1
+        self.siblings.add(completions_by_task(played))
+        written_out = lambda: naive_logprobs(model, *turns_of(some), self.asked.temperature)  # noqa: E731
+        identity = check_identity([turn.logprobs for row in some for turn in row.sequence.turns], trainer, floor, written_out)
+        sampled = played.sampled
         with uncompiled():  # one by one, every length would be compiled anew
             for prompt, completion in sampled[:: max(1, -(-len(sampled) // RESCORED_A_ROLLOUT))]:
-                self.draws += rescored_draws(self.model, prompt, completion.ids, self.sampling)
-        return judge_draws(self.draws, self.sampling, self.looks)
+                self.draws += rescored_draws(model, prompt, completion.ids, self.sampling)
+        return [identity, judge_draws(self.draws, self.sampling, self.looks), self.siblings.check()]
 
-    def _check_identity(self, rollout: EpisodeRollout, floor: LogprobFloor) -> Verdict:
-        """Some sequences, spread over the rollout: the trainer gives their turns the probabilities that they were sampled with."""
-        rows = episode_rows(rollout.trajectories)
-        chosen = sorted({round(place * (len(rows) - 1) / (COMPARED - 1)) for place in range(COMPARED)})
-        part = Batch(**{name: stream[chosen] for name, stream in rollout.rows.streams().items()})  # type: ignore[arg-type]
-        some = [rows[place] for place in chosen]
-        trainer = self._trainer_logprobs(part)
-        written_out = lambda: naive_logprobs(self.model, *turns_of(some), self.asked.temperature)  # noqa: E731
-        return check_identity([turn.logprobs for row in some for turn in row.sequence.turns], of_turns(trainer, some), floor, written_out)
+    def sampled_logprobs(self, rollout: EpisodeRollout) -> Tensor:
+        """(B, T): of every sampled token of the rows, what the sampler wrote down."""
+        found = torch.zeros(rollout.rows.tokens.shape)
+        for row, each in enumerate(episode_rows(rollout.trajectories)):
+            found[row, : len(each.sequence)] = torch.tensor(each.sequence.logprobs)
+        return found
+
+    def advantage_of_rows(self, rollout: EpisodeRollout) -> Tensor:
+        """(B, 1): of every row, that of the trajectory that it belongs to."""
+        values = rollout.advantages.values_PG.flatten()
+        return torch.tensor([values[row.trajectory] for row in episode_rows(rollout.trajectories)], dtype=torch.float32)[:, None]
+
+    def versions(self, rollout: EpisodeRollout) -> list[tuple[str, int]]:
+        """Of every turn: the version, and of how many tokens."""
+        return [(turn.completion.version, len(turn.completion.ids)) for turn in rollout.played.sampled]
 
     def _trainer_logprobs(self, batch: Batch) -> Tensor:
         return batch_logprobs(self.model, batch, self.asked.temperature, self.layout, entropy=self.asked.wants_entropy, score=self._score)
@@ -251,10 +302,14 @@ def counted_trajectories(trajectories: Sequence[Trajectory], *, mask_truncated: 
 
 def as_completions(rollout: EpisodeRollout) -> list[list[Completion]]:
     """Each trajectory as all that was sampled in it, for what is measured of completions."""
+    return completions_by_task(rollout.played)
+
+
+def completions_by_task(played: PlayedEpisodes) -> list[list[Completion]]:
     return [[Completion(tuple(token for turn in each.turns for token in turn.ids),
                         tuple(value for turn in each.turns for value in turn.logprobs), "length" if was_cut(each) else "stop",
                         next(iter(each.versions), "")) for each in group]
-            for group in rollout.played.groups]
+            for group in played.groups]
 
 
 def turns_of(rows: Sequence[EpisodeRow]) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:

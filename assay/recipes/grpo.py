@@ -38,6 +38,7 @@ from assay.recipes.remote_sampler import remote_sampler
 from assay.recipes.rewards import JudgeReward, Rewards
 from assay.recipes.rollout_batch import Drawn, layout_of
 from assay.recipes.rollouts import Collector, RolloutCollector, RolloutHistory, Sampler
+from assay.recipes.rollouts_ahead import RolloutsAhead
 from assay.recipes.run import Run, TimeSpent, open_run, plain, print_line
 from assay.recipes.sft import tuning_optimizer
 from assay.recipes.starting_model import StartingModel, load_start, reopen_parent
@@ -72,7 +73,7 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
     with world, open_run(config, say, device, spent) as run, rewards:
         sampler_of = partial(Sampler, tokenizer=start.tokenizer, stops=start.parent.stops, slots=config.prompts * config.num_generations,
                              length=longest)
-        own = sampler_of(start.model, device=config.sampler_device)  # evaluations are its: what is handed over is scored so too
+        own = sampler_of(start.model, device=config.sampler_device, lags=config.max_staleness > 0)  # evaluations are its
         sampler = own if config.vllm_server_base_url is None else remote_sampler(config, start, prompts, run, longest)
         layout = layout_of(device, config.micro_batch_size, longest, start.model.config.max_length)
         save_every, eval_every = (whole_rollouts(every, config.num_iterations) for every in (
@@ -83,6 +84,7 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
         collector: Collector = (
             RolloutCollector(config, prompts, sampler, rewards, run, asked, layout) if isinstance(rewards, Rewards)
             else EpisodeCollector(config, prompts, sampler, rewards, run, asked, layout))
+        ahead = RolloutsAhead(config, collector, prompts.order, run)
         looks = evaluation_plan(config, prompts, schedule, eval_every)
         run.say(words_of_plan(looks))
         evaluator = PromptEvaluator(run, spread(prompts.held_out, looks.prompts), rewards, held_out_sampling(config, looks), looks.samples)
@@ -101,21 +103,24 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
                 reference.keep_needed()
                 run.judge(Event.REFERENCE, [check_pinned(reference, trainer.done - config.num_iterations)])
             trainer.account()
+            ahead.settle()  # what is under way is finished, and saved with the weights
             if evaluate:
                 evaluator.evaluate(own, trainer.done)
             # As long as no rewards differed, the weights are still the fork's, and a proof must not expect otherwise.
-            trainer.save(facts(), best=evaluator.best_checkpoint(), moved=fingerprint(sampler.model) != fork)
+            trainer.save(facts() | ahead.facts(), best=evaluator.best_checkpoint(), moved=fingerprint(sampler.model) != fork)
             floor = rollout_floor(start.model, drawn, config.temperature)
             run.judge(Event.FLOOR, [check_floor(floor)])
             if rewards.judge is not None and (swayed := rewards.judge.write_down(run, trainer.done)):
                 history.warn(trainer.done - 1, swayed)
             return floor
 
-        with run.interruptible():
+        with ahead, run.interruptible():
             recorded: dict[str, Any] = {}
             if (saved := run.newest()) is not None:
-                recorded = (saved.trainer() or {})["data"]
-                trainer.resume(saved, prompts.check_same(recorded), *rewards.check_same(recorded))
+                state = saved.trainer() or {}
+                recorded = state["data"]
+                trainer.resume(saved, prompts.check_same(recorded), *rewards.check_same(recorded),
+                               *ahead.recall(recorded, state["step"]))
                 collector.waiting = list(recorded.get("waiting", ()))
             evaluator.recall()
             batch, drawn = collector.draw_for_preflight(trainer.done)
@@ -125,7 +130,7 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
             if trainer.sharded is not None:  # from here on nobody holds the policy: it is gathered whenever it is sampled from
                 sampler = collector.sampler = sampler_of(trainer.sampled_weights().model, gather=trainer.sharded.refresh,
                                                          device=config.sampler_device or (None if device == "cpu" else device))
-            trainer.save(facts())  # where nothing is saved yet: a save is made and proven before step 1
+            trainer.save(facts() | ahead.facts())  # where nothing is saved yet: a save is made and proven before step 1
             if not evaluator.history.steps:
                 evaluator.evaluate(own, trainer.done)
             collector.forget_after(trainer.done)
@@ -143,13 +148,15 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
             while not trainer.over():
                 if reference is not None:
                     reference.follow(trainer.done)
-                rollout = collector.collect(trainer.done, reference)  # prompts → completions → rewards → advantages
-                run.judge_often(Event.ROLLOUT, [*check_gathered(trainer.sharded), *collector.check(rollout, floor, reference)])
+                rollout = ahead.take(trainer.done, reference)  # prompts → completions → rewards → advantages
+                run.judge_often(Event.ROLLOUT, [*check_gathered(trainer.sharded), *collector.check(rollout, floor, reference),
+                                                *ahead.check(rollout, floor)])
                 collector.keep_samples(rollout)
                 trainer.records.rollout = rollout.witness_facts()
+                ahead.begin(trainer.done + config.num_iterations, trainer.schedule.stop_at, floor)  # with --max-staleness 1
                 for step in trainer.steps(annealed(rollout.batch, asked, config, trainer.done)):
                     first = step.index == rollout.step
-                    measured = collector.measure(rollout) if first else None
+                    measured = collector.measure(rollout) | ahead.measure(rollout) if first else None
                     found, verdicts = averages(step.metrics), list[Verdict]()  # waits for the GPU
                     if measured is not None:
                         verdicts += [check_on_policy(found, floor, config.epsilon),
@@ -170,7 +177,8 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
             elif run.interrupted is None and evaluator.latest_step != trainer.done:
                 save(evaluate=True)
             if run.interrupted is None:
-                run.judge(Event.DATA_LEDGER, [check_prompt_ledger(run.metrics_file, prompts, trainer.done)])
+                ahead.drop("the run has come to its end")
+                run.judge(Event.DATA_LEDGER, [check_prompt_ledger(run.metrics_file, prompts, trainer.done), *ahead.check_end()])
             trainer.finish(prompts.times_read(trainer.done), len(prompts.train), evaluator.best_checkpoint())
         if run.interrupted is not None:
             return RunOutcome(run.folder, interrupted=run.interrupted)
@@ -251,6 +259,10 @@ def refuse_unclear_grpo(config: Grpo) -> None:
                          + "; give one of them")
     if config.sampler_device is not None:
         require_device(config.sampler_device)
+    judged, shifted = any(reward.startswith("judge") for reward in config.reward), config.beta > 0 and config.kl_estimator == "shift"
+    if config.max_staleness and (judged or shifted or config.fsdp or config.vllm_server_base_url is not None):
+        raise UsageError("--max-staleness 1 is not for --kl-estimator shift, whose shift would be the earlier policy's, nor for a judge, "
+                         "who keeps account of one rollout at a time, nor with --fsdp or a server; give --max-staleness 0")
     if config.vllm_server_base_url is not None and (config.sampler_device is not None or config.shards > 1):
         raise UsageError("--vllm-server-base-url: the server draws the rollouts, on weights that one process writes for it; leave "
                          "--sampler-device and --shards out")

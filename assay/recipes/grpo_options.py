@@ -28,7 +28,7 @@ class Grpo(Trained):
                                      "an OpenAI-compatible endpoint, judge[model=NAME,url=http://…/v1]:1, its key from the environment",
                                      group="rewards", default=(), default_text="none; an environment rewards its own episodes")
     environment: str | None = option("episodes of several turns with tools, in place of --data and --reward: calculator, kv, code, search, "
-                                     "game, gym:NAME, openenv:URL, or your own module:Class or file.py:Class",
+                                     "game, gym:NAME, openenv:URL, verifiers:NAME, or your own module:Class or file.py:Class",
                                      group="data", metavar="NAME", default=None)
     environment_options: tuple[str, ...] = option("options of the environment, as in largest=99", group="data", metavar="KEY=VALUE",
                                                   default=(), default_text="its own defaults")
@@ -79,6 +79,11 @@ class Grpo(Trained):
     entropy_weight: float = option("weight of a bonus for entropy", group="method", default=0.0)
     entropy_decay: float = option("the bonus is this many times the one of the step before", group="method", least=0, default=1.0)
     num_iterations: int = option("updates on each rollout", group="method", default=1)
+    max_staleness: int = option("rollouts that sampling may be ahead of learning: 0 samples, then learns; 1 samples the next rollout while "
+                                "this one is learned from, one rollout off the policy, and weighs its tokens by how the policy changed",
+                                group="generation", least=0, most=1, default=0)
+    importance_sampling_cap: float = option("with --max-staleness 1: the most that a token's importance weight may be", group="method",
+                                            least=1, default=2.0)
     micro_batch_size: int = option("completions that go through the model at a time; changes nothing but memory", group="memory",
                                    default=32)
     refill: int = option("draw other prompts up to so many times where all of a group get the same reward; 0: never", group="generation",

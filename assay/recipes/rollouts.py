@@ -6,7 +6,7 @@ Shapes: P prompts, G completions of each, N = P · G completions.
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -64,15 +64,18 @@ PROGRESS_METRICS = {"reward": "reward", "±": "reward_std", "length": "completio
 
 
 class Sampler:
-    """An engine on the trainer's own weights. What it draws carries the version that `load` last named."""
+    """An engine on the trainer's own weights. What it draws carries the version that `load` last named.
+
+    One that `lags` samples from a copy of that version while the trainer goes on.
+    """
 
     def __init__(self, model: Transformer, tokenizer: Tokenizer | None, stops: SpecialTokens, *, slots: int, length: int,
-                 device: str | None = None, gather: Callable[[], None] | None = None):
+                 device: str | None = None, gather: Callable[[], None] | None = None, lags: bool = False):
         self.model, self.fingerprint, self.gather = model, fingerprint(model), gather
         self.version = version_name(0, self.fingerprint)
         length = min(length, model.config.max_length)
         self.engine = Engine(model, slots=fitting_slots(model, slots, length, device), length=length, stop_ids=stops.stop_ids,
-                             version=self.version, tokenizer=tokenizer, device=device)
+                             version=self.version, tokenizer=tokenizer, device=device, lags=lags)
 
     def load(self, updates: int) -> str:
         """The weights as they are now, after so many updates. Where they lie with several processes they are gathered first."""
@@ -122,6 +125,8 @@ class Rollout:
     counted_N: list[bool]
     rows: Batch
     batch: Batch
+    drawn_at: int  # updates that the weights had seen that drew it; `step`, unless it was drawn ahead
+    importance_BT: Tensor | None = None  # weights of its tokens, where it was
     weighed: bool = False  # a server drew it: the rows have the trainer's log-probabilities, and advantages with importance weights
 
     @property
@@ -151,6 +156,11 @@ def completions_of(groups: Sequence[Group]) -> Drawn:
     return [(group.prompt, completion) for group in groups for completion in group.completions]
 
 
+class DrawnGroups(NamedTuple):
+    groups: list[Group]
+    everything: list[Group]
+
+
 class Collector(Protocol):
     """What the recipe asks of whatever makes its rollouts: completions of prompts here, episodes in episode_rollouts.py."""
 
@@ -163,6 +173,20 @@ class Collector(Protocol):
     fingerprints: dict[int, str]
 
     def collect(self, step: int, reference: Reference | None) -> Any: ...
+
+    def load(self, step: int) -> None: ...
+
+    def draw(self, step: int) -> Any: ...
+
+    def assemble(self, step: int, drawn: Any, reference: Reference | None, policy: str, drawn_at: int) -> Any: ...
+
+    def check_drawn(self, drawn: Any, floor: LogprobFloor) -> list[Verdict]: ...
+
+    def sampled_logprobs(self, rollout: Any) -> Tensor: ...
+
+    def advantage_of_rows(self, rollout: Any) -> Tensor: ...
+
+    def versions(self, rollout: Any) -> list[tuple[str, int]]: ...
 
     def check(self, rollout: Any, floor: LogprobFloor, reference: Reference | None = None) -> list[Verdict]: ...
 
@@ -203,21 +227,33 @@ class RolloutCollector:
 
     def collect(self, step: int, reference: Reference | None) -> Rollout:
         """Prompts, completions, rewards, advantages, and the batch to learn from."""
+        self.load(step)
+        return self.assemble(step, self.draw(step), reference, self.sampler.fingerprint, step)
+
+    def load(self, step: int) -> None:
+        """The sampler takes up the weights as they are now, after so many updates."""
         self.sampler.load(step)
         self.fingerprints.setdefault(step, self.sampler.fingerprint)
-        updates = step if reference is not None and self._left(reference) else 0
-        groups, everything = self._groups(step)
+
+    def draw(self, step: int) -> DrawnGroups:
+        """With the weights that were loaded: what is learned from, and all that was drawn; prompts and draws are those of the step."""
+        return DrawnGroups(*self._groups(step))
+
+    def assemble(self, step: int, drawn: DrawnGroups, reference: Reference | None, policy: str, drawn_at: int) -> Rollout:
+        """Advantages and the batch to learn from; `policy` is the fingerprint of the weights that will."""
+        groups, everything = drawn
+        updates = step if reference is not None and self._left(reference, policy) else 0
         advantages = self._advantages(groups)
         counted_N = counted_completions(groups, advantages, mask_truncated=self.config.mask_truncated_completions,
                                         cap=self.config.max_completion_length)
         rows = self.sampler.corrected(self._rows(groups, advantages, counted_N, reference), self._trainer_logprobs)
-        return Rollout(step, updates, groups, everything, advantages, counted_N, rows, self.layout.packed(rows).batch,
+        return Rollout(step, updates, groups, everything, advantages, counted_N, rows, self.layout.packed(rows).batch, drawn_at,
                        weighed=self.sampler.importance is not None)
 
-    def _left(self, reference: Reference) -> bool:
+    def _left(self, reference: Reference, policy: str) -> bool:
         """Whether the policy has moved from what its reference should be: by its own record, and by the reference's where it has none."""
         assert reference.step is not None
-        return self.sampler.fingerprint != self.fingerprints.get(reference.step, reference.fingerprint)
+        return policy != self.fingerprints.get(reference.step, reference.fingerprint)
 
     def facts(self) -> dict[str, Any]:
         return {} if self.rewards.judge is None else {"waiting": list(self.waiting)}
@@ -282,14 +318,13 @@ class RolloutCollector:
     def check(self, rollout: Rollout, floor: LogprobFloor, reference: Reference | None = None) -> list[Verdict]:
         """It came from the weights as they are, with the probabilities that the trainer gives; its advantages are what was asked for."""
         drawn, config, everything = rollout.drawn, self.config, rollout.everything
-        self.looks += 1
-        self.siblings.add([group.completions for group in everything])
-        versions = [completion.version for group in everything for completion in group.completions]
-        return [check_version(versions, version_name(rollout.step, fingerprint(self.sampler.model))),
+        fresh, versions = rollout.drawn_at == rollout.step, [version for version, _ in self.versions(rollout)]
+        policy = fingerprint(self.sampler.model) if fresh else self.fingerprints[rollout.drawn_at]
+        of_draws = self._check_fresh(rollout, self.sampler.identity_floor(floor)) if fresh else []  # else looked at when it was drawn
+        return [check_version(versions, version_name(rollout.drawn_at, policy)),
                 check_sampled_ids(rollout.batch, [prompt.ids for prompt, _ in drawn], [completion.ids for _, completion in drawn],
                           stop_ids=self.sampler.engine.stop_ids, cap=config.max_completion_length),
-                self._check_identity(drawn, rollout.rows, self.sampler.identity_floor(floor)), *self.sampler.verdicts(),
-                self._check_draws(everything), self.siblings.check(),
+                *of_draws, *self.sampler.verdicts(),
                 check_planned_prompts(self.due_prompts(rollout), self.train_ids, seed=config.seed,
                                       rollout=rollout.step // config.num_iterations),
                 check_none_held_out({group.prompt.id: (group.prompt.content, group.prompt.text) for group in everything}, self.held_out),
@@ -300,6 +335,36 @@ class RolloutCollector:
                 *(self._ask_twice(rollout, floor, reference) if self.looks <= FIRST_ASKED or self.looks % ASKED_EVERY == 0 else ()),
                 *(self.rewards.judge.verdicts if self.rewards.judge is not None else ())]
 
+    def _check_fresh(self, rollout: Rollout, floor: LogprobFloor) -> list[Verdict]:
+        part, chosen = self._compared(rollout.drawn, rollout.rows)
+        trainer = self._trainer_logprobs(part)
+        return self._check_draws(rollout.everything, chosen, of_completions(trainer, part, [prompt.ids for prompt, _ in chosen]),
+                                 self.model, floor)
+
+    def check_drawn(self, drawn: DrawnGroups, floor: LogprobFloor) -> list[Verdict]:
+        """Of what was drawn ahead, with the sampler's copy of the weights that drew it, before it takes up others."""
+        every, policy = completions_of(drawn.groups), self.sampler.engine.weights.model
+        rows = batch_of(every, [0.0] * len(every), [True] * len(every), self.config.normalisation, cap=self.config.max_completion_length)
+        part, chosen = self._compared(every, rows)
+        with uncompiled():
+            found = batch_logprobs(policy, part, self.asked.temperature, Layout(COMPARED), entropy=self.asked.wants_entropy)
+        return self._check_draws(drawn.everything, chosen, of_completions(found, part, [prompt.ids for prompt, _ in chosen]), policy, floor)
+
+    def sampled_logprobs(self, rollout: Rollout) -> Tensor:
+        """(B, T): of every sampled token of the rows, what the sampler wrote down."""
+        found = torch.zeros(rollout.rows.tokens.shape)
+        for row, (prompt, completion) in enumerate(rollout.drawn):
+            found[row, len(prompt.ids):len(prompt.ids) + len(completion.ids)] = torch.tensor(completion.logprobs)
+        return found
+
+    def advantage_of_rows(self, rollout: Rollout) -> Tensor:
+        """(B, 1): of every row, that of its completion."""
+        return torch.tensor(rollout.advantages.values_PG.flatten(), dtype=torch.float32)[:, None]
+
+    def versions(self, rollout: Rollout) -> list[tuple[str, int]]:
+        """Of everything that was drawn: the version, and of how many tokens."""
+        return [(completion.version, len(completion.ids)) for group in rollout.everything for completion in group.completions]
+
     def due_prompts(self, rollout: Rollout) -> list[str]:
         """The ids that were drawn because it was their turn: those that wait for a judge, or take a silent one's place, come after."""
         return [group.prompt.id for group in rollout.everything[: self.order.places]]
@@ -308,14 +373,21 @@ class RolloutCollector:
         """Written down with the step, so that all sittings together can be held against the plan."""
         return ids_digest(((*self.due_prompts(rollout),),))
 
-    def _check_draws(self, groups: Sequence[Group]) -> Verdict:
-        """Whether tokens look drawn from the stated distribution, over all rollouts of this sitting. Of what was drawn, not of what was
-        kept: that is chosen by its rewards."""
-        drawn = completions_of(groups)
+    def _check_draws(self, everything: Sequence[Group], chosen: Drawn, trainer: Sequence[Sequence[float]], model: Transformer,
+                     floor: LogprobFloor) -> list[Verdict]:
+        """`model` gives some completions, spread over the rollout, the probabilities that they were drawn with; and whether tokens look
+        drawn from the stated distribution, over all rollouts of this sitting. Of what was drawn, not of what was kept: that is chosen by
+        its rewards."""
+        self.looks += 1
+        self.siblings.add([group.completions for group in everything])
+        drawn, said = completions_of(everything), [completion for _, completion in chosen]
+        written_out = lambda: naive_logprobs(model, [prompt.ids for prompt, _ in chosen], [c.ids for c in said],  # noqa: E731
+                                             self.asked.temperature)
+        identity = check_identity([c.logprobs for c in said], trainer, floor, written_out)
         with uncompiled():  # one by one, every length would be compiled anew
             for prompt, completion in drawn[:: max(1, -(-len(drawn) // RESCORED_A_ROLLOUT))]:
-                self.draws += rescored_draws(self.model, prompt.ids, completion.ids, self.sampling)
-        return judge_draws(self.draws, self.sampling, self.looks)
+                self.draws += rescored_draws(model, prompt.ids, completion.ids, self.sampling)
+        return [identity, judge_draws(self.draws, self.sampling, self.looks), self.siblings.check()]
 
     def _ask_twice(self, rollout: Rollout, floor: LogprobFloor, reference: Reference | None) -> list[Verdict]:
         verdicts = [self.rewards.ask_again(rollout.everything)] if self.rewards.rules else []
@@ -328,14 +400,6 @@ class RolloutCollector:
             first, second = (of_completions(said, part, prompts) for said in (part.reference, again))
             verdicts.append(check_reference_again(first, second, floor))
         return verdicts
-
-    def _check_identity(self, drawn: Drawn, batch: Batch, floor: LogprobFloor) -> Verdict:
-        """Some completions, spread over the rollout: the trainer gives them the probabilities that they were drawn with."""
-        part, chosen = self._compared(drawn, batch)
-        prompts, said = [prompt.ids for prompt, _ in chosen], [completion for _, completion in chosen]
-        trainer = self._trainer_logprobs(part)
-        written_out = lambda: naive_logprobs(self.model, prompts, [c.ids for c in said], self.asked.temperature)  # noqa: E731
-        return check_identity([c.logprobs for c in said], of_completions(trainer, part, prompts), floor, written_out)
 
     def _trainer_logprobs(self, batch: Batch) -> Tensor:
         return batch_logprobs(self.model, batch, self.asked.temperature, self.layout, entropy=self.asked.wants_entropy, score=self._score)

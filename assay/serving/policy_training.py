@@ -12,6 +12,7 @@ sampled there is learned from. What was not said by the weights as they are now 
 
 import math
 import secrets
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 
+from assay.agents.episodes import SampledTurn
 from assay.agents.tool_calls import ToolCall
 from assay.agents.trajectory import Trajectory
 from assay.agents.transcript import ChatWriter, Transcript
@@ -27,6 +29,7 @@ from assay.errors import DataError, GuardStop
 from assay.generate.generation_request import Completion
 from assay.generate.sampler_weights import fingerprint
 from assay.guard.policy_identity import LogprobFloor, check_floor, check_identity, check_version, measure_logprob_floor, version_name
+from assay.guard.trajectory_checks import check_every_turn, check_token_law
 from assay.learn.advantage import group_advantages
 from assay.learn.loop import train
 from assay.learn.optim import adamw
@@ -60,6 +63,8 @@ class OpenTrajectory:
     closed: bool = False
     reward: float | None = None
     error: str | None = None
+    asked: tuple[int, ...] = ()  # the ids that the last turn is sampled after
+    sampled: list[SampledTurn] = field(default_factory=list)  # every turn as the engine gave it, beside what is made of it
 
     def finished(self) -> Trajectory:
         assert self.transcript is not None
@@ -129,7 +134,8 @@ class ServedPolicy:
             self._begin_sequence(found, writer, asked)
         found.writer, found.tools, found.seen, found.speaking = writer, asked.form.tools, asked.messages, True
         assert found.transcript is not None
-        return found.transcript.prompt
+        found.asked = found.transcript.prompt
+        return found.asked
 
     def _begin_sequence(self, found: OpenTrajectory, writer: ChatWriter, asked: ApiRequest) -> None:
         messages = [_inserted(message, writer) for message in asked.messages]
@@ -152,6 +158,7 @@ class ServedPolicy:
         if completion is None:
             found.seen = ()  # the next request begins a sequence
             return
+        found.sampled.append(SampledTurn(found.asked, completion))
         found.transcript.say(completion, found.writer.turn(completion, address))
         found.seen = (*found.seen, read_message(message, "the answer"))
 
@@ -189,9 +196,12 @@ class ServedPolicy:
                                  param="groups", code="nothing_to_learn")
         counted = [each.error is None for each in every]
         batch = episode_batch(every, advantages.values_PG.flatten().tolist(), counted, "token", cap=self.model.engine.length)
-        verdicts = [version, self._check_identity(batch, every)]
-        if verdicts[-1].outcome is Outcome.REFUTED:
-            raise GuardStop(f"not trained: {verdicts[-1].reason}")
+        sampled = [turn for group in opened for each in group for turn in each.sampled]
+        whole = Counter(sequence.ids for each, counts in zip(every, counted, strict=True) if counts for sequence in each.sequences)
+        law = check_token_law(batch, sampled, whole, stop_ids=self.model.engine.stop_ids, cap=0)  # a client caps each turn as it likes
+        verdicts = [version, check_every_turn(sampled, every), law, self._check_identity(batch, every)]
+        if against := [verdict for verdict in verdicts if verdict.outcome is Outcome.REFUTED]:
+            raise GuardStop(f"not trained: {against[0].check}: {against[0].reason}")
         return self._update(named, every, batch, verdicts)
 
     def _check_identity(self, batch: Batch, every: Sequence[Trajectory]) -> Verdict:

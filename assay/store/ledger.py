@@ -66,6 +66,7 @@ class Event(StrEnum):
     JUDGE = "judge"
     JUDGE_COST = "judge cost"
     UNJUDGED = "unjudged"
+    DROPPED = "dropped"  # prompts that were drawn ahead and will not be learned from
     # checkpoints
     SAVE = "save"  # about to be written
     SAVED = "saved"  # written, with its digest

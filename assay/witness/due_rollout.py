@@ -146,6 +146,9 @@ def policy_costs(rollout: DueRollout, options: Mapping[str, Any], step: int, twi
     """−surrogate + beta · KL · ratio − bonus · entropy, as PPO, GSPO, DAPO and CISPO write it."""
     if options["beta"] and (options["kl_estimator"] == "shift" or options["kl_window"]):
         raise NotWitnessed("--kl-estimator shift and --kl-window are not replayed")
+    stale = options.get("max_staleness", 0) > 0  # drawn with weights before these
+    if stale and options["num_iterations"] > 1:
+        raise NotWitnessed("--max-staleness with --num-iterations: what the policy was when its rollout began is not kept")
     low, high = options["epsilon"], options["epsilon"] if options["epsilon_high"] is None else options["epsilon_high"]
     if options["loss_type"] == "cispo" and options["epsilon_high"] is not None:
         high = options["epsilon_high"] - 1
@@ -158,7 +161,10 @@ def policy_costs(rollout: DueRollout, options: Mapping[str, Any], step: int, twi
         counts = learned[:, 1:] != 0
         logp = every.gather(-1, tokens[:, 1:, None]).squeeze(-1)
         better = torch.tensor([[rollout.advantages[text.name]] for text in texts], dtype=torch.float64) * aligned(texts, rollout.importance)
-        apart = torch.where(counts, logp - aligned(texts, rollout.drawn_with), 0.0)
+        then = aligned(texts, rollout.drawn_with)
+        if stale:  # ratios to the policy as it is; each token weighs what it would be drawn with now over what it was, up to a cap
+            better = better * (logp.detach() - then).exp().clamp(max=options["importance_sampling_cap"])
+        apart = torch.where(counts, logp - (logp.detach() if stale else then), 0.0)
         if options["importance_sampling_level"] == "sequence":
             apart = (apart.sum(1, keepdim=True) / counts.sum(1, keepdim=True).clamp(min=1)).expand_as(apart)
         ratio = apart.exp()

@@ -1,0 +1,74 @@
+"""Served policy faults: what an outside agent said is of other weights, paid twice, half lost, rewritten, or drawn after old keys."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from assay.agents.trajectory import Piece, TokenSequence, Trajectory
+from assay.data.batch import Batch
+from assay.generate.engine import Engine
+from assay.model.attention import PADDING
+from assay.serving import policy_training
+from assay.serving.policy_training import OpenTrajectory
+from assay.testing import tiny_served
+from assay.testing.fault_injection import fault, in_place_of
+from assay.testing.tiny_served import a_served_policy
+
+
+def served_fault(name: str, rows: tuple[str, ...], stage: str, check: str) -> Any:
+    return fault(name, rows=rows, stage=stage, check=check, job=a_served_policy)
+
+
+@served_fault("agent's trajectory of another version", ("N39", "R02"), "sync", "version")
+@in_place_of(tiny_served, "group_to_learn")
+def said_before(usual: Any, made: list[str], before: list[str], updates: int) -> list[str]:
+    """An agent that is slow hands in what it heard before the last update."""
+    return before if updates else made
+
+
+@served_fault("agent's reward given twice", ("W01",), "reward", "reward_once")
+@in_place_of(tiny_served, "pay")
+def paid_again(usual: Any, url: str, name: str, reward: float) -> None:
+    """A client that saw no answer asks again, with what a second grader says."""
+    usual(url, name, reward)
+    usual(url, name, 1.0 - reward)
+
+
+@served_fault("branch of an agent's conversation lost", ("N17",), "branch", "every_turn")
+@in_place_of(OpenTrajectory, "finished")
+def last_sequence(usual: Any, self: OpenTrajectory) -> Trajectory:
+    """Of a history that the client rewrote only the last sequence is kept."""
+    found = usual(self)
+    return replace(found, sequences=found.sequences[-1:])
+
+
+@served_fault("agent's own words taken for the policy's", ("N15", "N17"), "mask", "token_law")
+@in_place_of(policy_training, "episode_batch")
+def client_counts(usual: Any, *given: Any, **options: Any) -> Batch:
+    """What the client wrote has the role assistant, and is learned from."""
+    batch = usual(*given, **options)
+    weight = (batch.documents != PADDING).float()
+    weight[:, 0] = 0
+    return replace(batch, weight=weight)
+
+
+@served_fault("agent's conversation rendered and encoded again", ("N18",), "tokens", "every_turn")
+@in_place_of(OpenTrajectory, "finished")
+def turns_cut_short(usual: Any, self: OpenTrajectory) -> Trajectory:
+    """Turns are made from their text once more, and the last token, which has none, is lost."""
+    def again(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
+        return tuple(piece if piece.source != "policy" else replace(piece, ids=piece.ids[:-1], logprobs=piece.logprobs[:-1])
+                     for piece in pieces)
+
+    found = usual(self)
+    return replace(found, sequences=tuple(TokenSequence(again(sequence.pieces)) for sequence in found.sequences))
+
+
+@served_fault("served prefix cache of the weights before", ("N26", "R06"), "sync", "identity")
+@in_place_of(Engine, "load")
+def old_prompt_keys(usual: Any, self: Engine, version: str, **options: Any) -> None:
+    """The cache of prompts survives an update: the next conversation that begins alike goes on from old keys."""
+    held, kept = list(self._prefixes), self.slots.cache.all.clone()
+    usual(self, version, **options)
+    self._prefixes = held
+    self.slots.cache.all.copy_(kept)

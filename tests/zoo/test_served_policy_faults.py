@@ -1,0 +1,30 @@
+"""The fork incident with a served policy and an outside agent: every planted cause is stopped by its check; the clean twin is silent."""
+
+import re
+
+import pytest
+
+from assay.testing.tiny_served import a_served_policy
+from assay.zoo import catalogue
+from tests.zoo.sightings import sight
+
+REASONS = {
+    "agent's trajectory of another version": "come from version",
+    "agent's reward given twice": "a reward is given once",
+    "branch of an agent's conversation lost": "a branch was lost",
+    "agent's own words taken for the policy's": "that the policy did not sample",
+    "agent's conversation rendered and encoded again": "as they were sampled",
+    "served prefix cache of the weights before": "sampler and trainer differ",
+}
+
+
+def test_all_of_them_are_tried():
+    assert {name for name, fault in catalogue().items() if fault.job is a_served_policy} == set(REASONS)
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_each_is_stopped_by_name(name: str):
+    seen = sight(catalogue()[name])
+    assert seen.caught, seen.planted
+    assert not seen.false_alarm, seen.clean
+    assert re.search(REASONS[name], str(seen.facts()["reason"]))
