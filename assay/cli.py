@@ -152,15 +152,14 @@ def _dispatch(argv: list[str]) -> int:
 
 @contextlib.contextmanager
 def _proofs_ready(verb: str, device: str | None) -> Iterator[None]:
-    """Of a verb that saves: a process that will prove its checkpoints imports what it needs while it imports and opens its own. One alone:
-    on one machine opening took 15 s beside three of them, on another 9 s without; a run starts the others once it is open."""
+    """Of a verb that saves: the processes that will prove its checkpoints import what they need while it imports and opens its own."""
     if verb not in _RECIPES - {"ttt"} or os.environ.get("RANK", "0") != "0":
         yield
         return
     from assay.guard.proving_process import PROVING_PROCESSES, WHERE_THERE_IS_ONE, processes_early, proof_threads
 
     with PROVING_PROCESSES.keeping():
-        PROVING_PROCESSES.start_early(proof_threads(beside=False), device or WHERE_THERE_IS_ONE, min(1, processes_early()))
+        PROVING_PROCESSES.start_early(proof_threads(beside=False), device or WHERE_THERE_IS_ONE, processes_early())
         yield
 
 
