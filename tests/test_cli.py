@@ -115,7 +115,7 @@ def test_inspect_and_doctor_speak_json(tmp_path, capsys):
     assert facts["parameters"] == 82240
     assert facts["verdict"].startswith("UNPROVEN")
     assert run(["doctor", "--json"]) == 0
-    assert set(json.loads(capsys.readouterr().out)) == {"machine", "installed", "missing"}
+    assert set(json.loads(capsys.readouterr().out)) == {"machine", "installed", "missing", "fits"}
 
 
 def test_a_refuted_checkpoint_is_exit_code_3_and_sampling_from_it_is_refused(tmp_path, capsys):

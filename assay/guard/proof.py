@@ -401,6 +401,7 @@ def _first_kernels(device: str) -> None:
 
 def _answer(line: bytes, kept: KeptArtifacts) -> dict[str, Any]:
     fields = json.loads(line)
+    os.chdir(fields.pop("folder"))
     torch.set_num_threads(fields.pop("threads"))
     if "records" in fields:
         return {"verdicts": [_replayed(fields["records"], fields["device"], fields["headroom"]).to_json()]}
