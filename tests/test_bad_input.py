@@ -105,7 +105,7 @@ CASES = [
     ("prove MODEL --against=", 2, "--against names what MODEL is compared with"),
     ("zoo --only nope", 2, "no fault is called 'nope'; `assay zoo --list` names all"),
     ("demo --out /proc/nowhere", 1, "/proc/nowhere: not saved"),
-    ("data check . --model MODEL", 2, ".: a folder; expected a file of rows"),
+    ("data check . --model MODEL", 2, ".: a folder with "),
     ("data check bom.jsonl --model MODEL", 2, "begins with a byte order mark, which JSON does not allow"),
     ("data check number.jsonl --model MODEL", 2, "number.jsonl:3: completion is int '2' and prompt str '1+1='; expected text in both"),
     ("tokenizer deep.jsonl --out OUT", 2, "deep.jsonl:2: not JSON (nested too deeply to be read)"),

@@ -128,7 +128,7 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
             run.preflight(preflight_grpo(config, trainer, collector, start, batch, drawn, floor)
                           + prompts.audit() + rewards.audit(prompts, start.tokenizer))
             if trainer.sharded is not None:  # from here on nobody holds the policy: it is gathered whenever it is sampled from
-                sampler = collector.sampler = sampler_of(trainer.sampled_weights().model, gather=trainer.sharded.refresh,
+                own = sampler = collector.sampler = sampler_of(trainer.sampled_weights().model, gather=trainer.sharded.refresh,
                                                          device=config.sampler_device or (None if device == "cpu" else device))
             trainer.save(facts() | ahead.facts())  # where nothing is saved yet: a save is made and proven before step 1
             if not evaluator.history.steps:
@@ -263,9 +263,9 @@ def refuse_unclear_grpo(config: Grpo) -> None:
     if config.max_staleness and (judged or shifted or config.fsdp or config.vllm_server_base_url is not None):
         raise UsageError("--max-staleness 1 is not for --kl-estimator shift, whose shift would be the earlier policy's, nor for a judge, "
                          "who keeps account of one rollout at a time, nor with --fsdp or a server; give --max-staleness 0")
-    if config.vllm_server_base_url is not None and (config.sampler_device is not None or config.shards > 1):
+    if config.vllm_server_base_url is not None and (config.sampler_device is not None or config.shards > 1 or config.fsdp):
         raise UsageError("--vllm-server-base-url: the server draws the rollouts, on weights that one process writes for it; leave "
-                         "--sampler-device and --shards out")
+                         "--sampler-device, --shards and --fsdp out")
     counts = (config.prompts, config.num_generations - 1, config.num_iterations, config.micro_batch_size, config.max_completion_length)
     if min(counts) < 1:
         raise UsageError(f"{config.prompts} prompts of {config.num_generations} completions of {config.max_completion_length} tokens, "

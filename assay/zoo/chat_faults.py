@@ -273,9 +273,9 @@ fault("reasoning lost by the template", rows=("D26",), stage="template", check="
 
 @fault("empty answers taught", rows=("D27",), stage="data", check="conversations", job=a_chat_reading)
 @in_place_of(layouts, "read_rows")
-def empty_answers_taught(usual: Any, path: Path) -> Iterator[DataRow]:
+def empty_answers_taught(usual: Any, path: Path, *asked: Any, **named: Any) -> Iterator[DataRow]:
     """An export that lost what was said: the model would learn to say nothing and stop."""
-    for row in usual(path):
+    for row in usual(path, *asked, **named):
         yield replace(row, values={"messages": [row.values["messages"][0], {"role": "assistant", "content": ""}]})
 
 # ---------------------------------------------------------------- tools to plant with

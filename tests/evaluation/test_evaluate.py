@@ -372,8 +372,8 @@ def test_a_model_without_a_tokenizer_is_refused(checkpoint):
 
 
 def test_the_verb(checkpoint, tmp_path, capsys):
-    flags = verb.FLAGS(str(checkpoint), "arithmetic", str(tmp_path / "out"), k=2, temperature=1.0, max_new_tokens=4, limit=3, device="cpu",
-                       witness=0)
+    flags = verb.FLAGS(str(checkpoint), task="arithmetic", out=str(tmp_path / "out"), k=2, temperature=1.0, max_new_tokens=4, limit=3,
+                       device="cpu", witness=0)
     assert verb.run(flags) == 0
     printed = capsys.readouterr()
     assert "pass@2" in printed.out

@@ -164,7 +164,7 @@ def test_a_run_that_a_guard_stopped_goes_on_from_its_good_checkpoint(
 
 def test_sigterm_saves_first_and_exits_143_then_the_run_goes_on(tmp_path: Path, uninterrupted: dict, capsys: pytest.CaptureFixture[str]):
     config = options(tmp_path / "run")
-    flags = [word for name, value in vars(config).items() if value is not None and value is not False
+    flags = [word for name, value in vars(config).items() if value is not None and value is not False and value != ()
              for word in (f"--{name.replace('_', '-')}", str(value))]
 
     def sitting() -> int:

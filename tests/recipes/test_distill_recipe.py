@@ -131,7 +131,7 @@ def test_the_student_comes_nearer_to_its_teacher_than_by_the_text_alone(home: Pa
                      num_train_epochs=60)  # 60 walks are soon known by heart
     said: list[str] = []
     verdicts = distilled(config, said.append)
-    alone = {field.name: getattr(config, field.name) for field in dataclasses.fields(Sft)}
+    alone = {field.name: getattr(config, field.name) for field in dataclasses.fields(Sft) if hasattr(config, field.name)}
     sft.sft(Sft(**(alone | {"out": str(tmp_path / "alone")})), lambda _: None)
 
     handed, = events(config, "hand over")
@@ -308,7 +308,7 @@ def test_a_run_does_not_go_on_with_another_teacher(home: Path, tmp_path: Path, m
     config = options(home, tmp_path / "run")
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "over", lambda trainer: trainer.done >= 3)
-        distilled(config)
+        distill.distill(config, lambda _: None)
     elsewhere = open_artifact(save_model(tmp_path / "moved",
                                          nudge(build_model(open_artifact(home / "teacher")).requires_grad_(True))).folder)
     monkeypatch.setattr(teachers, "open_artifact", lambda _: elsewhere)

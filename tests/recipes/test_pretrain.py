@@ -31,7 +31,7 @@ from tests.refusals import stopped_by
 
 
 def flags(config: Pretrain) -> list[str]:
-    given = {name: value for name, value in vars(config).items() if value is not None and value is not False}
+    given = {name: value for name, value in vars(config).items() if value is not None and value is not False and value != ()}
     return [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", str(value)) if word != "True"]
 
 

@@ -330,7 +330,7 @@ def test_other_conversations_are_another_run(home: Path, tmp_path: Path, monkeyp
     data.write_text((home / "sums.jsonl").read_text())
     config = options(home, tmp_path / "run", data=(str(data),))
     monkeypatch.setattr(Trainer, "over", lambda trainer: trainer.done >= 3)
-    tuned(config)
+    sft.sft(config, lambda _: None)
     data.write_text(data.read_text().replace('"10"', '"11"'))
     with pytest.raises(GuardStop, match="a file, the template or the split is another"):
         sft.sft(config, lambda _: None)

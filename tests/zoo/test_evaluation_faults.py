@@ -28,6 +28,7 @@ REASONS = {
     "questions asked without the form of the answer": "then, all in all?\\nWork step by step. End with",
     "one example more than --limit": "7 examples are scored, 6 were due ('6' is not in both)",
     "states a fifth too large in every pass": "the texts are not what this model says",
+    "prompt cut from the left": "the samples are not what this model says",
     "votes counted by the lenient reading": "is recorded as (strict, lenient, parsed, answer) (False, False, False, '",
 }
 

@@ -61,6 +61,8 @@ REASONS = {
     "stopped on noise": "the run stopped after 4 of 24 evaluations, by a rule that could not know",
     "learned by heart": "the gap between train and held-out loss widened",
     "two seeds of three collapse": "two modes: {42} near 3.5",
+    "small source of a mixture ran out": "rows away from its share; a source ran out, and the others took its place",
+    "replayed shard of a mixture": "a part of it is replayed, and another never comes",
     # resuming
     "place in the data lost": "step 11 read the windows 159, 299, 176, 189, …, the plan has 1, 210, 321, 225, …, which are those of step 0",
     "order of the first epoch again": "which are those of step 1",
