@@ -1,4 +1,4 @@
-"""The fork incident with a served policy and an outside agent: every planted cause is stopped by its check; the clean twin is silent."""
+"""Faults between a served policy and an outside agent: every planted cause is stopped by its check; the clean twin is silent."""
 
 import re
 
