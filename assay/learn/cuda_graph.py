@@ -15,7 +15,7 @@ from assay.data.batch import Batch
 from assay.learn.loop import Accumulated
 from assay.learn.objectives import Objective, combined
 from assay.learn.policy import token_logprobs
-from assay.model.placement import capture_graph
+from assay.model.placement import capture_graph, is_uncompiled
 from assay.model.transformer import Transformer
 
 _WARM_UP = 3  # eager passes before capture: compilation, library handles and autotuning must not be captured
@@ -24,7 +24,7 @@ _SEEN = {"tokens", "documents", "positions", "starts"}  # of a batch, what a mod
 
 class GraphedAccumulate:
     """A twin of `loop.accumulated` for CUDA: a graph for the first micro-batch of a step, whose gradients replace those of the
-    step before, and one for the others, whose gradients are added; each for every dtype and shape of micro-batch there is.
+    step before, and one for the others, whose gradients are added; each for every dtype and shape of micro-batch there is, compiled or not.
 
     They run one after the other, and so share one pool of memory: activations of all shapes take no more than those of the largest.
     """
@@ -35,9 +35,9 @@ class GraphedAccumulate:
         self._pool: Any = None
 
     def keep_only(self, compute: torch.dtype | None) -> None:
-        """Lets go of the graphs of other dtypes: a preflight's in fp32, and the gradients that they hold, serve no step."""
-        self._first = {key: graph for key, graph in self._first.items() if key[0] == compute}
-        self._more = {key: graph for key, graph in self._more.items() if key[0] == compute}
+        """Lets go of the graphs of other dtypes and of eager ones: a preflight's, and the gradients that they hold, serve no step."""
+        self._first = {key: graph for key, graph in self._first.items() if key[:2] == (compute, False)}
+        self._more = {key: graph for key, graph in self._more.items() if key[:2] == (compute, False)}
 
     def __call__(self, model: Transformer, objective: Objective, batch: Batch, micro: int, weight: float) -> Accumulated:
         device = model.embed.weight.device
@@ -45,7 +45,8 @@ class GraphedAccumulate:
         opening: tuple | None = None
         for part in batch.split(micro):
             on_device = part.to(device, non_blocking=True)
-            shape = (model.compute_dtype, *((name, tuple(tensor.shape)) for name, tensor in batch_tensors(on_device).items()))
+            shapes = ((name, tuple(tensor.shape)) for name, tensor in batch_tensors(on_device).items())
+            shape = (model.compute_dtype, is_uncompiled(), *shapes)
             if opening is None:
                 graphs, key, opening = self._first, shape, shape
             else:  # it adds to the buffers that belong to this step's first graph
@@ -122,7 +123,7 @@ class GraphedLogprobs:
             self._graphs.clear()
             self._addresses = addresses
         seen = {name: tensor for name, tensor in batch_tensors(part).items() if name in _SEEN}
-        key = model.compute_dtype, temperature, entropy, *((name, tuple(tensor.shape)) for name, tensor in seen.items())
+        key = model.compute_dtype, is_uncompiled(), temperature, entropy, *((name, tuple(tensor.shape)) for name, tensor in seen.items())
         if key not in self._graphs:
             self._graphs[key] = _Scored(model, part, seen, temperature, entropy)
         return self._graphs[key].replay(seen), None

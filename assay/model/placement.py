@@ -1,6 +1,7 @@
 """Devices, compilation and compute dtypes of a model: the only file that knows them."""
 
 import contextlib
+import contextvars
 import gc
 import re
 import sys
@@ -15,6 +16,8 @@ from assay.errors import UsageError
 from assay.kernels import cached_attention, gated_activation, linear, rms_norm, rotary
 from assay.model.quantised import is_code, register_quantised_product
 from assay.model.transformer import Transformer
+
+_EAGER = contextvars.ContextVar("eager", default=False)
 
 
 @contextlib.contextmanager
@@ -94,8 +97,17 @@ def uncompiled() -> Iterator[None]:
 
     Where torch's compiler was never loaded nothing is compiled, and loading it to say so would cost every proof 1.7 s.
     """
-    with torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext():
-        yield
+    before = _EAGER.set(True)
+    try:
+        with torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext():
+            yield
+    finally:
+        _EAGER.reset(before)
+
+
+def is_uncompiled() -> bool:
+    """Whether `uncompiled` holds here. A graph that was captured then serves no step: its kernels round otherwise, and are slower."""
+    return _EAGER.get()
 
 
 @contextlib.contextmanager
