@@ -513,12 +513,12 @@ def each_fsync_left_out() -> Tally:
 def run(full: bool) -> Iterator[tuple[Tally, bool]]:
     """Each part's tally, and whether it is as it must be."""
     parts: list[Callable[[], Tally]] = [
-        lambda: killed_at_random(1000 if full else 20, seed=0),
+        lambda: killed_at_random(3000 if full else 20, seed=0),
         lambda: killed_at_every_operation(fast=not full),
         lambda: starved(1 if full else 5),
         lambda: flipped((0x01, 0x80, 0xFF) if full else (0x04,)),
         lambda: power_cut(4 if full else 3),
-        lambda: header_fuzz(100_000 if full else 2000, seed=0),
+        lambda: header_fuzz(1_000_000 if full else 2000, seed=0),
     ]
     if full and can_strace():
         parts.append(killed_at_every_syscall)

@@ -70,7 +70,7 @@ def _lengths(data: bytes, chance: random.Random) -> bytes:
     length = int.from_bytes(data[:8], "little")
     other = chance.choice([0, 1, length - 1, length + 1, length + 8, 97_000_000, 2**32, 2**63, 2**64 - 1])
     return chance.choice([
-        lambda: max(other, 0).to_bytes(8, "little") + data[8:],
+        lambda: min(max(other, 0), 2**64 - 1).to_bytes(8, "little") + data[8:],
         lambda: data[:chance.randrange(len(data) + 1)],
         lambda: data + bytes(chance.choice([1, 4, 8])),
         lambda: assembled(_split(data)[0] + b" " * chance.choice([1, 8]), _split(data)[1]),
