@@ -1,5 +1,6 @@
 """Proofs and snapshots on a GPU: the verdicts of the CPU, and copies that later steps cannot touch."""
 
+import gc
 import json
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from assay.guard.proof import ProofRequest, examine_artifact
 from assay.guard.proof_subject import ProofSampling
 from assay.learn.cuda_graph import GraphedAccumulate
 from assay.learn.objectives import next_token
-from assay.model.placement import place_for_training
+from assay.model.placement import capture_graph, place_for_training
 from assay.recipes import sft, witness_records
 from assay.recipes.options import Sft
 from assay.store.artifact import open_artifact
@@ -62,6 +63,14 @@ def test_a_graph_is_captured_while_a_save_leaves_the_gpu(tmp_path: Path):
             saver.save(tmp_path / str(number), Contents("model", large, trainer={"step": 1}))
             found = GraphedAccumulate()(model, objective, batch, 2, float(batch.weight.sum()))
             assert torch.isfinite(found.loss)
+
+
+def test_nothing_is_collected_while_a_graph_is_captured():
+    """A dead graph that the collector frees meanwhile invalidates the capture."""
+    with capture_graph():
+        assert not gc.isenabled()
+        torch.ones(8, device="cuda").mul(2)
+    assert gc.isenabled()
 
 
 def test_the_witness_replays_a_run_of_the_gpu_on_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
