@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 
 import openai
@@ -17,6 +18,7 @@ from assay.store.artifact import build_model, open_artifact
 from assay.testing.tiny_models import nudge, save_model, tiny_model
 from tests.serving.test_tools import ADD, TOOL_TEMPLATE, WEB, with_template
 
+GUIDE = Path(__file__).parents[2] / "docs" / "guide.md"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tool_agent.py"
 
 
@@ -148,3 +150,17 @@ def test_the_shipped_agent_runs_and_what_it_leaves_opens_again(policy, url, caps
     assert capsys.readouterr().out
     saved = open_artifact(policy.save().folder)
     assert all(torch.equal(a, b) for a, b in zip(build_model(saved).parameters(), policy.weights.parameters(), strict=True))
+
+
+def test_the_page_about_your_agent_works_as_it_is_written(policy, url):
+    """Its code, with this server's address and name; a model that knows nothing is rewarded every second time."""
+    page = GUIDE.read_text().partition("## Bring your agent")[2].partition("\n## ")[0]
+    blocks = re.findall(r"```python\n(.*?)```", page, flags=re.S)
+    assert len(blocks) == 2
+    code = "\n".join(blocks)
+    for written, here in {"http://127.0.0.1:8000/v1": url, "qwen3-0.6b": "policy", '"5" in t.answer': "len(group) % 2"}.items():
+        assert written in code
+        code = code.replace(written, here)
+    before, found = policy.model.engine.version, {}
+    exec(compile(code, "docs/guide.md", "exec"), found)
+    assert found["told"]["before"] == before != policy.model.engine.version
