@@ -28,7 +28,7 @@ from assay.recipes.environment_tasks import EnvironmentTasks
 from assay.recipes.episode_rollouts import EpisodeCollector
 from assay.recipes.grpo_options import Grpo
 from assay.recipes.grpo_preflight import check_forked_policy, check_seeds_count, rollout_floor
-from assay.recipes.hand_over import check_forgetting, export_best, send_to_remote, void_if_refuted
+from assay.recipes.hand_over import check_forgetting, check_last_evaluated, export_best, send_to_remote, void_if_refuted
 from assay.recipes.memory_plan import record_use
 from assay.recipes.processes import check_gathered, follow, join_processes
 from assay.recipes.prompt_evaluator import EvaluationPlan, PromptEvaluator, check_gain, check_same_answers, plan_evaluations
@@ -208,7 +208,8 @@ def hand_over_best(run: Run, evaluator: PromptEvaluator, prompts: PromptData, st
     verdicts += [check_same_held_out(evaluator.history.digest, again),
                  check_same_answers(f"{chosen.name} as evaluated and as saved", recorded, saved.wanted[evaluated]),
                  check_same_answers(f"{chosen.name} as saved and as handed over", saved.wanted, after.wanted),
-                 check_still_ends(before.cut, after.cut), budget, *check_forgetting(run, places[-1], device),
+                 *check_last_evaluated(run, evaluator.latest_step), check_still_ends(before.cut, after.cut), budget,
+                 *check_forgetting(run, places[-1], device),
                  check_gain(metric, before.wanted[unseen], after.wanted[unseen], chances)]
     void_if_refuted(run, places, verdicts)
     sent = send_to_remote(run, places)

@@ -64,7 +64,7 @@ def hand_over(run: Run, evaluator: HeldOutEvaluator, score_all: ScoreHeldOut) ->
     with run.spent.part("evaluation"):
         to = straight_to(evaluator.device or default_device())
         opened = OpenedBases(to)
-        verdicts = [check_evaluated(evaluator, best, opened), *check_last_evaluated(run, evaluator),
+        verdicts = [check_evaluated(evaluator, best, opened), *check_last_evaluated(run, evaluator.latest_step),
                     *check_chosen(run, evaluator), *check_improved(evaluator)]
     with ThreadPoolExecutor(1, "export") as beside:
         exporting = beside.submit(export_best, run, best, opened)  # written and proven while the checkpoint is scored
@@ -112,13 +112,13 @@ class OpenedBases:
             return self._bases[key][1]
 
 
-def check_last_evaluated(run: Run, evaluator: HeldOutEvaluator) -> list[Verdict]:
+def check_last_evaluated(run: Run, evaluated: int | None) -> list[Verdict]:
     """The last step that was taken was evaluated: the best is chosen among all that was learned."""
     taken = max((row["step"] + 1 for row in read_json_lines(run.metrics_file) if "loss" in row), default=None)
     if taken is None:
         return []
-    words = f"{taken} steps were taken, the last evaluation was after {evaluator.latest_step}"
-    return [(proven if taken == evaluator.latest_step else refuted)("last evaluation", words)]
+    words = f"{taken} steps were taken, the last evaluation was after {evaluated}"
+    return [(proven if taken == evaluated else refuted)("last evaluation", words)]
 
 
 def check_chosen(run: Run, evaluator: HeldOutEvaluator) -> list[Verdict]:

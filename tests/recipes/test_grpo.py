@@ -251,6 +251,14 @@ def test_rewards_that_never_differ_move_nothing_and_are_no_fault(adapter: Path, 
     assert last.facts["change"] == "same"  # or its proof would expect it to have moved
 
 
+def test_a_last_step_that_was_not_evaluated_is_refuted(adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    config, evaluate = options(adapter, tmp_path / "run"), PromptEvaluator.evaluate
+    monkeypatch.setattr(PromptEvaluator, "evaluate", lambda self, sampler, step: None if step == config.max_steps
+                        else evaluate(self, sampler, step))
+    found = recipe.grpo(config, lambda _: None)
+    assert [verdict.check for verdict in found.verdicts if verdict.outcome is Outcome.REFUTED] == ["last evaluation"], str(found)
+
+
 def test_one_prompt_is_answered_otherwise_at_every_step(adapter: Path, tmp_path: Path):
     """Draws have the step in their address: with weights that stand still, the same prompts get other completions."""
     write(tmp_path / "few.jsonl", [{"prompt": f"{a}+1=", "gold": "99"} for a in range(8)])
