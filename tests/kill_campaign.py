@@ -77,7 +77,10 @@ class Undisturbed:
 def result(folder: Path) -> str:
     """A digest of everything that a user takes away; times of the clock are left out."""
     digest = hashlib.sha256()
-    for path in sorted(set(itertools.chain.from_iterable(folder.glob(pattern) for pattern in RESULTS))):
+    found = sorted(set(itertools.chain.from_iterable(folder.glob(pattern) for pattern in RESULTS)))
+    if not found:
+        return "nothing was handed over"
+    for path in found:
         data = path.read_bytes()
         if path.suffix in (".json", ".jsonl"):
             rows = data.splitlines() if path.suffix == ".jsonl" else [data]
@@ -99,7 +102,7 @@ def run_for(run: ReferenceRun, folder: Path, slot: Slot, seconds: float) -> Ende
 def left_alone(bench: Bench, run: ReferenceRun, slot: Slot) -> Undisturbed | str:
     folder = slot.work(run, bench.fixtures)
     ended = run_for(run, folder, slot, LIMIT)
-    if ended.code != 0:
+    if ended.code != 0 or result(folder) == "nothing was handed over":
         return f"{run.name} alone ended with {ended.code}: {(ended.out + ended.err)[-800:]}"
     return Undisturbed(ended.seconds, result(folder))
 
@@ -116,9 +119,8 @@ def kill_and_finish(bench: Bench, run: ReferenceRun, slot: Slot, alone: Undistur
     assert ended is not None
     if ended.code == TIMED_OUT:
         ended = run_for(run, folder, slot, LIMIT)
-    if ended.code == 2 and re.search(r"exists|is there already|holds scores already", ended.err) and result(folder) == alone.result:
-        pass  # the kill came after it had committed everything
-    elif ended.code != 0:
+    committed = ended.code == 2 and re.search(r"exists|is there already|holds scores already", ended.err)  # before the kill came
+    if ended.code != 0 and not committed:
         outcome.broken = f"exit {ended.code} after kills at {outcome.moments}: {(ended.out + ended.err)[-400:]!r}"
     elif result(folder) != alone.result:
         outcome.broken = f"another result after kills at {outcome.moments}"
