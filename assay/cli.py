@@ -13,6 +13,7 @@ from types import FrameType
 from assay import __version__
 from assay.config import nearest, parse
 from assay.errors import AssayError, UsageError
+from assay.store.bytecode_cache import keep_bytecode
 
 # verb → what it does. `assay/verbs/VERB.py` is imported only when the verb is used: `assay --help` stays instant.
 VERBS = {
@@ -76,6 +77,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr has it: a letter that the terminal lacks ends no run
     signal.signal(signal.SIGTERM, _terminate)
+    keep_bytecode()
     sys.exit(run(list(sys.argv[1:] if argv is None else argv)))
 
 
