@@ -66,6 +66,23 @@ def test_a_kept_process_gives_a_fresh_ones_verdicts_and_says_what_it_kept(base: 
     assert mark["verdicts"][0]["evidence"]["kept_open"] == [str(base)]
 
 
+def test_a_rehearsal_leaves_the_model_open_for_the_first_proof_which_waits_for_it(base: Path, adapter: Path, kept: ProvingProcess,
+                                                                                  monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1 << 37, 1 << 37))
+    Prover().rehearse(base, QUICK)
+    found = prove(ProofRequest(str(adapter), against=str(base), probing=QUICK))
+    assert kept.asked == 2
+    assert outcomes(found)["whole"] is Outcome.PROVEN
+    assert "earlier proof of this process" in reasons(found)["whole"]
+    assert not PROVING_PROCESSES._rehearsing
+
+
+def test_a_model_whose_proofs_take_much_of_a_gpu_is_not_rehearsed(base: Path, kept: ProvingProcess, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1 << 23, 1 << 23))
+    Prover().rehearse(base, QUICK)
+    assert kept.asked == 0
+
+
 def test_what_changed_since_it_was_kept_is_read_again(base: Path, adapter: Path):
     kept, request = KeptArtifacts(), ProofRequest(str(adapter), against=str(base), probing=QUICK)
     assert Outcome.REFUTED not in outcomes(examine_artifact(request, kept)).values()
