@@ -204,12 +204,12 @@ class Prover:
         PROVING_PROCESSES.start_early(proof_threads(beside=False), device, processes_early())
 
     def rehearse(self, model: Path, probing: ProofSampling, headroom: int = 0) -> None:
-        """The processes that wait prove the model that a run begins with, as a copy of itself, while the run gets ready; nobody reads what
+        """The processes that wait prove the model that a run begins with, against itself, while the run gets ready; nobody reads what
         they find. Where its proofs would take much of the GPU they do not: the run comes first."""
         stored = sum(file.stat().st_size for file in model.glob("*.safetensors")) if model.is_dir() else 0
         if not 0 < stored <= torch.cuda.mem_get_info(probing.device)[1] // (REHEARSED * MUCH_OF_GPU):
             return
-        request = ProofRequest(str(model), against=str(model), expect="same", probing=probing, headroom=headroom)
+        request = ProofRequest(str(model), against=str(model), expect="moved", probing=probing, headroom=headroom)
         PROVING_PROCESSES.rehearse(asdict(request) | {"threads": proof_threads(beside=True)}, PROOF_TIMEOUT)
 
     def start(self, folder: Path, *, against: str | None = None, base: str | None = None, probing: ProofSampling = DEFAULT_SAMPLING,

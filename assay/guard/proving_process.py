@@ -20,7 +20,7 @@ from assay.json_child import JsonChild
 
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 CORES_A_PROOF = 4  # a proof beside a loop takes one of so many cores
-MOST_PROOFS = 3  # at a time
+MOST_PROOFS = 4  # at a time: a short run has as many checkpoints
 WHERE_THERE_IS_ONE = "a GPU where there is one"  # the device of one that is started before anybody has asked torch for devices
 LIBRARIES = "libraries"  # are imported early, which takes longer than all else
 GPU_TO_ITSELF = "alone"  # no run waits for the GPU: it is got ready beside the imports, not after them
@@ -40,8 +40,10 @@ def proof_threads(beside: bool) -> int:
 
 
 def processes_early() -> int:
-    """How many may get ready while a run opens its model: with few cores, none, since that would take as long later."""
-    return max(0, min(MOST_PROOFS, usable_cores() // CORES_A_PROOF - 1))
+    """How many may get ready while a run opens its model: with few cores, none, since that would take as long later; with many, as many
+    as there are proofs at a time."""
+    at_once = usable_cores() // CORES_A_PROOF
+    return MOST_PROOFS if at_once >= MOST_PROOFS else max(0, at_once - 1)
 
 
 class ProvingProcess(JsonChild):
