@@ -309,7 +309,7 @@ def row_first_step(flags: argparse.Namespace, folder: Path) -> dict[str, float]:
     asked = ["sft", "--model", str(folder), "--data", str(data), "--out", str(out), "--lora-r", "16", "--max-length", str(flags.length),
              "--batch-tokens", str(flags.rows * flags.length), "--micro-batch-tokens", str(flags.micro * flags.length), "--max-steps", "9",
              "--num-train-epochs", "1000", "--held-out", "0.02", "--insist", "--device", flags.device]
-    began, found = time.perf_counter(), dict[str, float]()
+    began, found, last = time.perf_counter(), dict[str, float](), "it said nothing"
     with subprocess.Popen([sys.executable, "-m", "assay", *asked], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:

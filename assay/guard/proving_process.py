@@ -115,6 +115,11 @@ class KeptProcesses:
             for process in ended:
                 process.stop()
 
+    @property
+    def idle(self) -> int:
+        """How many wait."""
+        return len(self._idle)
+
     def start_early(self, threads: int, device: str, count: int = 1, *, libraries: bool = True, alone: bool = False) -> None:
         """So many that import all they will need and wait, where somebody keeps them. They will prove on `device`."""
         with self._changing:

@@ -237,6 +237,22 @@ def test_only_where_no_run_waits_for_the_gpu_is_it_got_ready_beside_the_imports(
     assert ready.wait(5)
 
 
+@pytest.mark.parametrize(("waiting", "beside", "at_once"), [(2, False, True), (1, False, False), (2, True, False)])
+def test_kept_steps_are_replayed_meanwhile_where_a_process_waits_for_each(waiting: int, beside: bool, at_once: bool, tmp_path: Path,
+                                                                         monkeypatch: pytest.MonkeyPatch):
+    begun, replaying = list[str](), threading.Event()
+
+    def prove_slowly(*_: Any, **__: Any) -> list[Verdict]:
+        begun.append("with its replay" if replaying.wait(5 if at_once else 0.05) else "alone")
+        return []
+
+    monkeypatch.setattr(proof, "prove", prove_slowly)
+    monkeypatch.setattr(proof, "ask_witness", lambda *_, **__: replaying.set() or [])
+    monkeypatch.setattr(PROVING_PROCESSES, "_idle", [object()] * waiting)
+    assert prove_checkpoint(tmp_path / "none", records=[tmp_path], beside=beside) == []
+    assert begun == ["with its replay" if at_once else "alone"]
+    assert replaying.is_set()
+
 # ---------------------------------------------------------------- beside a loop
 
 
