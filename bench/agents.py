@@ -10,9 +10,10 @@ spent in environments, in writing what they say as tokens, and in the checks of 
 
 TRL samples by transformers' generate, turn by turn, with the same number of tokens a turn, and computes every turn from the beginning of
 its episode; the environment is called in its own process. Tasks, group, KL (k3, 0.01), loss (token-level, clip 0.2) and learning rate
-are the same; it keeps fewer checks, and nothing of ours is left out but the proofs. `environment_factory`, TRL's other path of several turns,
-goes on only where the model calls a tool, which random or small weights do not: its turns would not be equal work. With --max-staleness 1
-a second row of ours samples while it learns. `drawn` weights have a made vocabulary of SmolLM2's size; each token is one to three letters.
+are the same; it keeps fewer checks, and nothing of ours is left out but the proofs. `environment_factory`, TRL's other path of several
+turns, goes on only where the model calls a tool, which random or small weights do not: its turns would not be equal work. With
+--max-staleness 1 a second row of ours samples while it learns (its parts overlap). `drawn` weights have a made vocabulary of SmolLM2's
+size, each token one to three letters.
 """
 
 import argparse
