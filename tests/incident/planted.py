@@ -1,0 +1,66 @@
+"""A command of Assay with a cause of the incident planted in its process: `python -m tests.incident.planted "CAUSE" VERB …`."""
+
+import contextlib
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from assay import cli
+from assay.model.lora import LoraLinear
+from assay.recipes import grpo
+from assay.recipes.starting_model import AdapterModel
+from assay.serving import policy_training
+from assay.store.checkpoint import Contents
+from assay.testing.fault_injection import Plant, in_place_of
+from assay.zoo import catalogue
+
+
+@in_place_of(grpo, "load_start")
+def empty_fork(usual: Any, *given: Any, **named: Any) -> Any:
+    """ART#651: the fork begins with an empty adapter."""
+    start = usual(*given, **named)
+    with torch.no_grad():
+        for layer in start.model.modules():
+            if isinstance(layer, LoraLinear):
+                for left in layer.lefts:
+                    left.zero_()
+    return start
+
+
+def other_weights(contents: Contents) -> Contents:
+    """The first matrix of what is saved is turned upside down after its answers were recorded: garbage that opens without an error."""
+    name = next(name for name, tensor in contents.weights.items() if tensor.dim() == 2)
+    return replace(contents, weights={**contents.weights, name: contents.weights[name].flip(0).contiguous()})
+
+
+@in_place_of(AdapterModel, "contents")
+def garbage_adapter(usual: Any, self: AdapterModel, *given: Any, **named: Any) -> Contents:
+    """ART#672: a saved adapter that is not the one that was trained, at every second save."""
+    contents, saves = usual(self, *given, **named), getattr(self, "saves", 0)
+    self.saves = saves + 1  # type: ignore[attr-defined]
+    return other_weights(contents) if saves % 2 else contents
+
+
+@in_place_of(policy_training, "model_contents")
+def garbage_policy(usual: Any, *given: Any, **named: Any) -> Contents:
+    return other_weights(usual(*given, **named))
+
+
+OWN: Mapping[str, Plant] = {"fork that begins with an empty adapter": empty_fork,
+                            "saved adapter that is not the trained one": garbage_adapter,
+                            "saved policy that is not the served one": garbage_policy}
+
+
+def main() -> None:
+    cause, *command = sys.argv[1:]
+    plant = (OWN[cause] if cause in OWN else catalogue()[cause].plant) if cause else lambda _: contextlib.nullcontext()
+    with plant(Path()):
+        cli.main(command)
+
+
+if __name__ == "__main__":
+    main()
