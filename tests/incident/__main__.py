@@ -18,7 +18,8 @@ from assay.verdict import Outcome
 from tests.recipes.sums import taught
 
 SECONDS = 300  # that one command may take
-NAMED = re.compile(rf"{Outcome.REFUTED.value}\s+(\w+): (.*)|not trained: (\w+): (.*)|(a reward is given once)")
+NAMED = re.compile(rf"{Outcome.REFUTED.value}\s+(\w+): (.*)|not trained: (\w+): (.*)|(a reward is given once)|^assay: (\w+): (.*)",
+                   re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ FORKED = (
     Cause("rollouts that never get new weights", "trainer", "canaries"),
     Cause("reply of another version", "trainer", "version"),
     Cause("saved adapter that is not the trained one", "trainer", "answers"),
-    Cause("prefix cache that outlives a reload", "server", "canaries"),
+    Cause("prefix cache that outlives an adapter", "server", "canaries"),
     Cause("adapter name reused", "server", "canaries"))
 
 
@@ -81,7 +82,8 @@ def served(words: list[str]) -> Iterator[tuple[str, list[str]]]:
 def stopped_by(text: str) -> tuple[str, str]:
     """The first name that is against it, and its words; "" where none is."""
     for found in NAMED.finditer(text):
-        name, reason = (found[1], found[2]) if found[1] else (found[3], found[4]) if found[3] else ("reward_once", found[5])
+        named = [(found[place], found[place + 1]) for place in (1, 3, 6) if found[place]]
+        name, reason = named[0] if named else ("reward_once", found[5])
         if name not in ("gain", "endings"):  # of a few steps, which need not have taught anything
             return name, reason.splitlines()[0]
     return "", ""

@@ -4,7 +4,6 @@
 """
 
 import contextlib
-import json
 import sys
 from typing import Any
 
@@ -62,4 +61,4 @@ if __name__ == "__main__":
     try:
         main(*sys.argv[1:])
     except UsageError as error:
-        print(json.dumps({"stopped": str(error)}))
+        print(f"stopped: {error}")

@@ -14,6 +14,8 @@ from assay.model.lora import LoraLinear
 from assay.recipes import grpo
 from assay.recipes.starting_model import AdapterModel
 from assay.serving import policy_training
+from assay.serving.engine_thread import EngineThread
+from assay.serving.hosted_model import HostedModel
 from assay.store.checkpoint import Contents
 from assay.testing.fault_injection import Plant, in_place_of
 from assay.zoo import catalogue
@@ -39,10 +41,11 @@ def other_weights(contents: Contents) -> Contents:
 
 @in_place_of(AdapterModel, "contents")
 def garbage_adapter(usual: Any, self: AdapterModel, *given: Any, **named: Any) -> Contents:
-    """ART#672: a saved adapter that is not the one that was trained, at every second save."""
-    contents, saves = usual(self, *given, **named), getattr(self, "saves", 0)
-    self.saves = saves + 1  # type: ignore[attr-defined]
-    return other_weights(contents) if saves % 2 else contents
+    """ART#672: a saved adapter that is not the one that was trained, at every second save. What the server is handed is sound."""
+    contents = usual(self, *given, **named)
+    if contents.trainer:
+        self.saves = getattr(self, "saves", 0) + 1  # type: ignore[attr-defined]
+    return other_weights(contents) if contents.trainer and self.saves % 2 == 0 else contents  # type: ignore[attr-defined]
 
 
 @in_place_of(policy_training, "model_contents")
@@ -50,9 +53,26 @@ def garbage_policy(usual: Any, *given: Any, **named: Any) -> Contents:
     return other_weights(usual(*given, **named))
 
 
+@in_place_of(EngineThread, "take_weights")
+def kept_prefixes(usual: Any, self: EngineThread, path: str, version: str) -> HostedModel:
+    """Keys and values of prompts outlive the weights that made them: they are found by their ids."""
+    def held() -> tuple[list[tuple[int, ...]], torch.Tensor]:
+        return list(self.first.engine._prefixes), self.first.engine.slots.cache.all.clone()
+
+    def hold(prefixes: list[tuple[int, ...]], keys: torch.Tensor) -> None:
+        self.first.engine._prefixes = prefixes
+        self.first.engine.slots.cache.all.copy_(keys)
+
+    before = self.ask(held).result()
+    found = usual(self, path, version)
+    self.ask(lambda: hold(*before)).result()
+    return found
+
+
 OWN: Mapping[str, Plant] = {"fork that begins with an empty adapter": empty_fork,
                             "saved adapter that is not the trained one": garbage_adapter,
-                            "saved policy that is not the served one": garbage_policy}
+                            "saved policy that is not the served one": garbage_policy,
+                            "prefix cache that outlives an adapter": kept_prefixes}
 
 
 def main() -> None:
