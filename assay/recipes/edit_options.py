@@ -34,6 +34,11 @@ class Edit:
     ridge: float = option("with alphaedit: ridge of the solution, relative to the projected keys", group="method", least=0, default=0.01)
     prefixes: int = option("texts, made up by the model, in front of which a fact must hold as well", group="method", least=0, default=5)
     prefix_tokens: int = option("tokens of each of these texts", group="method", least=1, default=10)
+    rephrasings: int = option("other wordings of each fact's question in which its target is sought too, besides its row's `rephrasings`: "
+                              "those in which the file asks others of its relation, never one in which a fact is evaluated",
+                              group="method", least=0, default=0)
+    keys: Literal["mean", "each"] = option("what stands for a fact in the solve: the mean of its keys over all contexts, or each of them",
+                                           group="method", default="mean")
     v_num_grad_steps: int = option("gradient steps of the search for a fact's target state", group="method", least=1, default=25)
     v_lr: float = option("learning rate of that search", group="method", above=0, default=0.5)
     kl_factor: float = option("weight in that search of what the model says of the subject otherwise", group="method", least=0,
