@@ -30,11 +30,12 @@ from assay.config import parse
 from assay.editing.contexts import Contexts, sample_contexts
 from assay.editing.fact_questions import ask_questions, fact_questions
 from assay.editing.facts import Fact, read_facts
-from assay.editing.memit import checked_layers, spread_over_layers
+from assay.editing.memit import EditResult, checked_layers, spread_over_layers
 from assay.editing.moments import TokenizedText, compute_moments
 from assay.editing.rephrasings import Wordings, check_rephrasings, read_wordings, with_rephrasings
 from assay.editing.subject_tokens import placeable_facts
 from assay.editing.targets import Target, find_targets
+from assay.editing.tuned_edit import bystander_prompts, tune_edit
 from assay.evaluation.edit_evaluation import (
     EditedReplies,
     answered_paraphrases,
@@ -48,7 +49,7 @@ from assay.model.patch import patched, patched_tensors
 from assay.model.placement import default_device, uncompiled
 from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import Transformer
-from assay.recipes.edit import chosen_solver, edit_texts, known, parsed_layers, target_options
+from assay.recipes.edit import chosen_solver, edit_texts, known, parsed_layers, target_options, tune_options
 from assay.recipes.edit_options import Edit
 from assay.statistics.estimate import Estimate
 from assay.store.artifact import Artifact, build_model, open_artifact
@@ -57,14 +58,16 @@ from assay.verdict import Outcome
 
 PLAIN_MEMIT = "--layers 0-4 --prefixes 5 --rephrasings 0 --keys mean --mom2-update-weight 2000 --clamp-norm-factor 0.75"
 MORE = "--prefixes 10 --rephrasings 4"
-GRID = ("--layers 0-4", f"--layers 0-4 {MORE}", f"--layers 0-4 {MORE} --keys each", f"--layers 0-8 {MORE} --keys each",
+TUNE = f"--method tune --layers 0-12 {MORE} --tune-steps 150"
+GRID = ("--layers 0-4", f"--layers 0-4 {MORE}", f"--layers 0-4 {MORE} --keys each", TUNE, f"--layers 0-8 {MORE} --keys each",
+        f"{TUNE} --tune-lr 0.0001 --tune-hold 1",
         f"--layers 3-7 {MORE} --keys each", f"--layers 0-12 {MORE} --keys each", f"--layers 0-4 {MORE} --keys each --clamp-norm-factor 1.5",
         "--layers 0-4 --prefixes 20", f"--layers 6-10 {MORE} --keys each", "--layers 0-4 --rephrasings 4 --prefixes 0",
         f"--layers 0-4 {MORE} --v-num-grad-steps 60 --v-lr 0.2 --v-weight-decay 0.05", f"--layers 0-4 {MORE} --kl-factor 0.5",
         f"--layers 10-14 {MORE} --keys each", f"--layers 0-8 {MORE} --keys each --clamp-norm-factor 1.5")
 WEIGHTS = (1000, 4000)  # λ: a solve each, for the same targets
-CURVE = ("", "--method alphaedit --ridge 0.01", "--method alphaedit --ridge 0.1")  # beside λ: solves for the same targets
-CURVE_WEIGHTS = (2000, 8000, 32000)
+CURVE = ("--mom2-update-weight 2000", "--mom2-update-weight 8000", "--mom2-update-weight 32000", "--method alphaedit --ridge 0.01")
+STEPS = 0.3  # of tuning, for each fact of the curve, but at least those of the chosen setting
 SAID, DRIFT = 0.9, 0.015  # what a setting must reach on the facts it is chosen by
 
 
@@ -75,6 +78,7 @@ class Bench:
     source: Artifact
     model: Transformer
     tokenizer: Tokenizer
+    read: Sequence[Fact]
     wordings: Wordings
     scored: TokenizedText
     reading: TokenizedText
@@ -152,7 +156,7 @@ def measured(flags: argparse.Namespace, began: float) -> None:
     model, tokenizer = build_model(source).to(flags.device), source.tokenizer
     assert tokenizer is not None
     read, _ = read_facts(Path(flags.facts))
-    bench = Bench(source, model, tokenizer, read_wordings(read), *edit_texts(config, source), flags, began)
+    bench = Bench(source, model, tokenizer, read, read_wordings(read), *edit_texts(config, source), flags, began)
     say(bench, f"{len(read)} facts in {len(set(bench.wordings.relations.values()))} relations")
     first = known_facts(bench, read, flags.known, lambda _: True)
     say(bench, f"the first {len(first)} that the model knows")
@@ -162,16 +166,17 @@ def measured(flags: argparse.Namespace, began: float) -> None:
     shown, dev = asked[: flags.known], asked[flags.known :]
     say(bench, f"{len(shown)} others that it knows and whose paraphrase is one, and {len(dev)} such to choose settings by")
     table: list[tuple[str, Row]] = []
-    best = chosen_setting(bench, dev, table)
+    solved_by, tuned_by = chosen_settings(bench, dev, table)
     for name, facts in (("the first known", first), ("known, real paraphrases", shown)):
-        for words in dict.fromkeys((bench.flags.plain, best)):
-            if bench.in_time(0.75, f"{name}: {words}"):
+        for words in dict.fromkeys((bench.flags.plain, solved_by, tuned_by)):
+            if bench.in_time(0.72, f"{name}: {words}"):
                 table += [(name, row) for row in edited(bench, facts, words, [""])]
-    table += curve(bench, read, best)
+    table += curve(bench, read, solved_by, tuned_by)
     for row in [row for name, row in table if name in ("the first known", "known, real paraphrases")]:
         told_answered(row)
-    by_relation(bench, [row for name, row in table if "facts at once" in name][-1:] or [row for _, row in table][-1:])
-    print_table(table, best)
+    most = max((len(row.facts) for _, row in table), default=0)
+    by_relation(bench, [row for name, row in table if name == "known, real paraphrases" or (len(row.facts) == most and "tune" in row.name)])
+    print_table(table)
 
 
 def known_facts(bench: Bench, read: Sequence[Fact], count: int, fits: Callable[[Fact], bool]) -> list[Fact]:
@@ -186,34 +191,34 @@ def known_facts(bench: Bench, read: Sequence[Fact], count: int, fits: Callable[[
     return found[:count]
 
 
-def chosen_setting(bench: Bench, dev: Sequence[Fact], table: list[tuple[str, Row]]) -> str:
-    """Of those that say enough at a small drift the one that is said most in other words; nothing reported is looked at."""
-    if bench.flags.best:
-        return str(bench.flags.best)
+def chosen_settings(bench: Bench, dev: Sequence[Fact], table: list[tuple[str, Row]]) -> tuple[str, str]:
+    """(solved, tuned): of those that say enough at a small drift the one that is said most in other words; nothing reported is looked
+    at."""
     good: dict[str, float] = {}
     for words in bench.flags.grid or GRID:
-        if not bench.in_time(0.55, words):
+        if not bench.in_time(0.52, words):
             continue
-        for row in edited(bench, dev, words, [f"--mom2-update-weight {weight}" for weight in WEIGHTS]):
+        for row in edited(bench, dev, words, [""] if "tune" in words else [f"--mom2-update-weight {weight}" for weight in WEIGHTS]):
             table.append(("chosen by", row))
             short(row)
             said, again = row.rate("efficacy", "says").mean, row.rate("paraphrase", "says").mean
             if said >= SAID and row.drift.mean <= DRIFT:
                 good[row.name] = again
-    best = max(good, key=lambda name: good[name]) if good else bench.flags.plain
-    say(bench, f"chosen: {best}")
-    return best
+    solves, tunes = ([name for name in good if ("tune" in name) is tuning] for tuning in (False, True))
+    solved_by = bench.flags.best or max(solves, key=lambda name: good[name], default=bench.flags.plain)
+    tuned_by = bench.flags.best_tuned or max(tunes, key=lambda name: good[name], default=TUNE)
+    say(bench, f"chosen: {solved_by}; {tuned_by}")
+    return solved_by, tuned_by
 
 
-def curve(bench: Bench, read: Sequence[Fact], best: str) -> list[tuple[str, Row]]:
+def curve(bench: Bench, read: Sequence[Fact], solved_by: str, tuned_by: str) -> list[tuple[str, Row]]:
     """The first facts of the file, known or not."""
     found: list[tuple[str, Row]] = []
     for count in bench.flags.counts:
         facts, refused = placeable_facts(bench.tokenizer, list(read[:count]))
-        wider = f"{best} --layers 0-12"
-        ways = [f"--mom2-update-weight {weight}" for weight in CURVE_WEIGHTS] + [way for way in CURVE if way]
-        for words in (best,) if count < 1000 else (best, wider):
-            if bench.in_time(0.8, f"{count} facts at once: {words}"):
+        steps = max(options(bench.flags, tuned_by).tune_steps, round(STEPS * count))
+        for words, ways in ((f"{tuned_by} --tune-steps {steps}", [""]), (solved_by, CURVE)):
+            if bench.in_time(0.85, f"{count} facts at once: {words}"):
                 rows = edited(bench, facts, words, ways)
                 for row in rows:
                     short(row)
@@ -231,6 +236,8 @@ def edited(bench: Bench, facts: Sequence[Fact], words: str, ways: Sequence[str])
     layers = checked_layers(model, parsed_layers(config.layers))
     bench.know(layers)
     before, around = bench.replies(facts, before=True), bench.contexts(config)
+    if config.method == "tune":
+        return [tuned(bench, facts, f"{words} {way}".strip(), layers, before, around) for way in ways]
     targets, sought = bench.targets(config, facts, layers[-1])
     return [solved(bench, facts, f"{words} {way}".strip(), targets, layers, before, around, sought) for way in ways]
 
@@ -240,7 +247,18 @@ def solved(bench: Bench, facts: Sequence[Fact], words: str, targets: list[Target
     config, began = options(bench.flags, words), time.monotonic()
     found = spread_over_layers(bench.model, bench.tokenizer, facts, targets, layers, chosen_solver(config, bench.moments), around,
                                parent=bench.source.digest, each=config.keys == "each")
-    seconds = sought + time.monotonic() - began
+    return examined(bench, facts, words, found, before, sought + time.monotonic() - began)
+
+
+def tuned(bench: Bench, facts: Sequence[Fact], words: str, layers: list[int], before: EditedReplies, around: Contexts) -> Row:
+    config, began = options(bench.flags, words), time.monotonic()
+    found = tune_edit(bench.model, bench.tokenizer, facts, layers, around, bench.reading.rows,
+                      bystander_prompts(facts, bench.read, config.bystanders, config.seed), tune_options(config), seed=config.seed,
+                      parent=bench.source.digest)
+    return examined(bench, facts, words, found, before, time.monotonic() - began)
+
+
+def examined(bench: Bench, facts: Sequence[Fact], words: str, found: EditResult, before: EditedReplies, seconds: float) -> Row:
     with patched(bench.model, found.patch):
         after = bench.replies(facts)
     changed = patched_tensors(bench.source.tensors, found.patch)
@@ -284,8 +302,8 @@ def ranks(replies: EditedReplies, kind: str) -> str:
     return f"{median(found):g}" if found else "-"
 
 
-def print_table(table: Sequence[tuple[str, Row]], best: str) -> None:
-    print(f"\nchosen setting: {best}\nfacts | setting | said | paraphrase said | neighbours likelier | neighbours in the same words | "
+def print_table(table: Sequence[tuple[str, Row]]) -> None:
+    print("\nfacts | setting | said | paraphrase said | neighbours likelier | neighbours in the same words | "
           "perplexity drift | median rank of the target: asked, paraphrased, paraphrased before | largest update | seconds")
     for name, row in table:
         print(f"{name} | {row.name} | {row.rate('efficacy', 'says')} | {row.rate('paraphrase', 'says')} | "
@@ -312,7 +330,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--dev", type=int, default=40, help="facts that settings are chosen by")
     parser.add_argument("--grid", nargs="*", default=[], metavar="OPTIONS", help="settings to choose from; default: a list here")
     parser.add_argument("--plain", default=PLAIN_MEMIT, metavar="OPTIONS", help="the setting that the chosen one stands beside")
-    parser.add_argument("--best", default="", metavar="OPTIONS", help="this setting, and no choosing")
+    parser.add_argument("--best", default="", metavar="OPTIONS", help="this setting of a solve, whatever the choice")
+    parser.add_argument("--best-tuned", default="", metavar="OPTIONS", help="and this one of --method tune")
     parser.add_argument("--counts", type=int, nargs="*", default=[10, 50, 200, 1000], help="of the curve")
     parser.add_argument("--tokens", type=int, default=50_000, help="of text, for the moments")
     parser.add_argument("--scored", type=int, default=8192, help="tokens of text for the drift of perplexity")

@@ -135,6 +135,28 @@ def _unlike_target(model: Transformer, places: Sequence[Place], essence: Place, 
          target.steps < options.steps and target.loss >= options.enough)) if so]
 
 
+@torch.no_grad()
+def check_tuned(model: Transformer, tokenizer: Tokenizer, facts: Sequence[Fact], contexts: Contexts, edited: EditResult) -> Verdict:
+    """Tuned facts, some of them: under the update each target's probability in all its contexts comes out again, one text at a time."""
+    wrong, known, nothing = [], 0, torch.zeros(model.config.width)
+    with contextlib.ExitStack() as added:
+        for name, tensor in edited.patch.replaced.items():
+            added.enter_context(_added(model, name, tensor.double() - model.get_parameter(name).detach().double()))
+        for fact, target in list(zip(facts, edited.targets, strict=True))[:FACTS_AGAIN]:
+            places, answer = _places(tokenizer, contexts, fact), tokenizer.encode(with_leading_space(fact.target))
+            if any(place is None for place in places):
+                continue
+            known += 1
+            found = math.exp(-math.fsum(_surprise(model, place, answer, 0, nothing) for place in places if place) / len(places))
+            if abs(found - target.probability) > SAME_TARGET:
+                wrong.append(f"{fact.name}: probability {found:.4f}, recorded {target.probability:.4f}")
+    if not known:
+        return unproven("search", "no subject ends where a token does, as far as decoding shows: no fact was scored again", optional=True)
+    if wrong:
+        return refuted("search", f"{len(wrong)} of {known} tuned facts are not as recorded: {'; '.join(wrong[:3])}", wrong=wrong)
+    return proven("search", f"{known} tuned facts have the probability that was recorded")
+
+
 def check_solution(model: Transformer, tokenizer: Tokenizer, facts: Sequence[Fact], contexts: Contexts, edited: EditResult,
                    moments: Mapping[int, Tensor], method: EditMethod) -> Verdict:
     """Every layer's update, in the order in which they were solved, costs no more than the least. ROME's is judged by `update`."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from assay.editing.causal_tracing import IndirectEffects, best_window, causal_trace
 from assay.editing.contexts import Contexts, sample_contexts
 from assay.editing.edit_preflight import check_batching, check_keys, check_spans, check_targets
-from assay.editing.edit_witness import EditMethod, check_contexts, check_moments, check_search, check_solution
+from assay.editing.edit_witness import EditMethod, check_contexts, check_moments, check_search, check_solution, check_tuned
 from assay.editing.fact_questions import ask_questions, begins_with, fact_questions, greedy_texts
 from assay.editing.facts import Fact, RefusedFact, read_facts
 from assay.editing.memit import (
@@ -31,6 +31,7 @@ from assay.editing.moments import ROW_LENGTH, TokenizedText, compute_moments, re
 from assay.editing.rephrasings import check_rephrasings, read_wordings, with_rephrasings
 from assay.editing.subject_tokens import encode_prompt, placeable_facts
 from assay.editing.targets import TargetOptions, find_targets
+from assay.editing.tuned_edit import TuneOptions, bystander_prompts, tune_edit
 from assay.errors import DataError, UsageError
 from assay.evaluation.edit_evaluation import (
     EditedReplies,
@@ -272,12 +273,17 @@ def solve_edits(config: Edit, model: Transformer, source: Artifact, facts: Seque
     """The patch and its evidence, and what the witness makes of each part of them."""
     tokenizer = source.tokenizer
     assert tokenizer is not None
-    moments = second_moments(model, reading, layers, source.digest)
+    moments = second_moments(model, reading, layers if config.method != "tune" else [], source.digest)
     watch.lap("second moments")
     around: Contexts = sample_contexts(model, tokenizer, count=config.prefixes, length=config.prefix_tokens, seed=config.seed)
-    verdicts = [check_moments(model, reading, moments, compute_moments), check_contexts(model, tokenizer, around, config.prefixes)]
+    verdicts = [check_contexts(model, tokenizer, around, config.prefixes)]
+    verdicts += [check_moments(model, reading, moments, compute_moments)] if moments else []
     aim = target_options(config)
-    if config.method == "rome":
+    if config.method == "tune":
+        edited = tune_edit(model, tokenizer, facts, layers, around, reading.rows, chosen_bystanders(config, facts), tune_options(config),
+                           seed=config.seed, parent=source.digest)
+        verdicts += [check_tuned(model, tokenizer, facts, around, edited)]
+    elif config.method == "rome":
         edited = rome(model, tokenizer, facts, layers, moments, around, aim, parent=source.digest)
     else:
         layers = checked_layers(model, layers)
@@ -294,6 +300,14 @@ def solve_edits(config: Edit, model: Transformer, source: Artifact, facts: Seque
 
 def target_options(config: Edit) -> TargetOptions:
     return TargetOptions(config.v_num_grad_steps, config.v_lr, config.kl_factor, config.v_weight_decay, config.clamp_norm_factor)
+
+
+def tune_options(config: Edit) -> TuneOptions:
+    return TuneOptions(config.tune_steps, config.tune_lr, config.tune_hold)
+
+
+def chosen_bystanders(config: Edit, facts: Sequence[Fact]) -> list[str]:
+    return bystander_prompts(facts, read_facts(Path(config.facts))[0], config.bystanders, config.seed)
 
 
 def chosen_solver(config: Edit, moments: Mapping[int, Tensor]) -> Solver:
