@@ -24,6 +24,7 @@ from assay.store import durable
 from assay.store.remote import is_url, local_path
 from assay.store.saving import beside_the_loop, device_snapshot, room_on_device
 from assay.verdict import Outcome, Verdict, unproven
+from assay.witness.due_looks import LOOKS, looks_summary
 from assay.witness.replay import AFTER, BEFORE, RECORD, SAID, WITNESS_FOLDER, summary
 
 if TYPE_CHECKING:  # which has these records
@@ -141,6 +142,25 @@ def _write(where: Path, before: dict[str, Tensor], after: dict[str, Tensor], fac
 def pending_records(run: Path) -> list[Path]:
     """Those that are whole and that no process has replayed yet."""
     return sorted(path.parent for path in (run / WITNESS_FOLDER).glob(f"step-*/{RECORD}") if not (path.parent / SAID).exists())
+
+
+def look_folder(run: Path, name: str) -> Path:
+    """Where an evaluation is kept: of a step, of the parent's or of the handed-over model's answers to every held-out prompt."""
+    return run / WITNESS_FOLDER / f"eval-{name}"
+
+
+def pending_looks(run: Path, step: int) -> list[Path]:
+    """Evaluations up to a step that no process has looked at again yet."""
+    kept = sorted(path.parent for path in (run / WITNESS_FOLDER).glob(f"eval-[0-9]*/{RECORD}") if not (path.parent / SAID).exists())
+    return [folder for folder in kept if int(folder.name.rpartition("-")[2]) <= step]
+
+
+def looks_verdicts(run: Path) -> list[Verdict]:
+    """What the witness said of the evaluations that were kept, where any was."""
+    kept = sorted(path.parent for path in (run / WITNESS_FOLDER).glob(f"eval-[0-9]*/{RECORD}"))
+    said = [json.loads((folder / SAID).read_text()) if (folder / SAID).exists() else
+            unproven(LOOKS, f"{folder.name} was kept and not looked at again", optional=True).to_json() for folder in kept]
+    return [looks_summary([Verdict(v["check"], Outcome(v["outcome"]), v["reason"], v["evidence"]) for v in said])] if kept else []
 
 
 def witness_verdict(run: Path, asked: str) -> Verdict:

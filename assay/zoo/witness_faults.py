@@ -65,7 +65,7 @@ def _witnessed(folder: Path, plant: Plant, recipe: str, resumed: bool, options: 
     if resumed:
         copy_folder(struck_run(), folder / "run")
     with plant(folder):
-        _train(folder / "run", recipe, **options)
+        train_witnessed(folder / "run", recipe, **options)
     records = pending_records(folder / "run")
     assert records, "no step was kept"
     return [replay_step(record) for record in records]
@@ -76,13 +76,14 @@ def struck_run() -> Path:
     """A fine-tuning that was left after two steps, made once; its own records are done with."""
     where = tiny_training.process_folder() / "struck"
     with swap(Trainer, "over", lambda trainer: trainer.done >= _INTERRUPTED_AFTER):
-        _train(where, "sft")
+        train_witnessed(where, "sft")
     for record in pending_records(where):
         (record / "record.json").unlink()
     return where
 
 
-def _train(where: Path, recipe: str, **options: Any) -> None:
+def train_witnessed(where: Path, recipe: str, **options: Any) -> None:
+    """The recipe itself, without preflight and without its look at each batch; its steps are kept."""
     common: dict[str, Any] = {"out": str(where), "warmup_steps": 1, "save_steps": 100, "witness": "0", "device": "cpu", "weight_decay": 0.1}
     config: Any
     if recipe in ("sft", "distill"):
@@ -118,18 +119,23 @@ def clean_rollout() -> list[Verdict]:
 
 
 def _reinforced(folder: Path, plant: Plant) -> list[Verdict]:
+    with plant(folder):
+        reinforce(folder)
+    records = pending_records(folder / "run")
+    assert records, "no step was kept"
+    return [replay_step(record) for record in records]
+
+
+def reinforce(folder: Path) -> None:
     (folder / "spread.py").write_text("def spread(prompt, completion, row):\n    return sum(completion.encode()) % 7 / 6\n")
     config = Grpo(model=str(sums_folder() / "base"), data=(str(sums_folder() / "sums.jsonl"),), out=str(folder / "run"), prompts=2,
                   reward=(f"{folder / 'spread.py'}:spread:1",), num_generations=4, max_completion_length=6, max_steps=2, held_out=0.1,
                   learning_rate=5e-3, warmup_steps=0, save_steps=100, eval_prompts=2, micro_batch_size=8, device="cpu", reward_workers=1,
                   witness="0")
-    with (plant(folder), swap(run, "Prover", RecordingProver), swap(grpo, "hand_over_best", lambda *_: None),
+    with (swap(run, "Prover", RecordingProver), swap(grpo, "hand_over_best", lambda *_: None),
           swap(grpo, "preflight_grpo", lambda *_: []), swap(Rewards, "audit", lambda *_: []),
           swap(rollouts.RolloutCollector, "check", lambda *_: []), contextlib.suppress(GuardStop)):
         grpo.grpo(config, say=lambda _: None)
-    records = pending_records(folder / "run")
-    assert records, "no step was kept"
-    return [replay_step(record) for record in records]
 
 
 @functools.cache
