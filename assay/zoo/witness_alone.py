@@ -78,8 +78,8 @@ def witness_alone(fault: Fault) -> Alone:
 def summary_of(found: list[Alone]) -> str:
     counts = {answer: sum(each.answer == answer for each in found) for answer in (CAUGHT, UNSEEN, UNREACHED, STOPPED, UNASKED)}
     return (f"{counts[CAUGHT]} of {len(found)} faults would have been caught by the witness alone. {counts[UNSEEN]} changed a run and were "
-            f"not seen by it; {counts[UNREACHED]} changed nothing in runs that it looks at; {counts[STOPPED]} stopped the run before a step was kept; "
-            f"{counts[UNASKED]} were not asked (files, folders, exports, edits, preferences, servers, processes)")
+            f"not seen by it; {counts[UNREACHED]} changed nothing in runs that it looks at; {counts[STOPPED]} stopped the run before a "
+            f"step was kept; {counts[UNASKED]} were not asked (files, folders, exports, edits, preferences, servers, processes)")
 
 
 def _file_of(fault: Fault) -> str:
