@@ -24,7 +24,7 @@ from beside import surroundings
 from assay.recipes import hand_over, run, sft
 from assay.recipes.options import Sft
 from assay.recipes.trainer import Trainer
-from assay.recipes.witness_pace import WITNESS_SECONDS, WITNESS_SHARE
+from assay.recipes.witness_pace import FREE_SECONDS, WITNESS_SHARE
 from assay.recipes.witness_records import WitnessRecords, pending_records
 from assay.testing.fault_injection import swap
 from assay.testing.tiny_models import save_model, tiny_model
@@ -89,7 +89,7 @@ def replayed(home: Path, device: str) -> list[float]:
 
 def affordable(seconds: float, one: float) -> int:
     """Steps that a run of so many seconds keeps: the first, then what fits."""
-    allowed = max(WITNESS_SECONDS, WITNESS_SHARE * seconds)
+    allowed = max(FREE_SECONDS, WITNESS_SHARE * seconds)
     return max(1, min(CADENCE, int(allowed / one)))
 
 
@@ -114,7 +114,7 @@ def main() -> None:
         steps = affordable(60.0 * minutes, one)
         spent = steps * (one + max(still))
         words = "" if spent <= WITNESS_SHARE * 60 * minutes else "   above 2 %: " + (
-            "the first step alone" if steps == 1 else f"within the {WITNESS_SECONDS:g} s that are always allowed")
+            "the first step alone" if steps == 1 else f"within the {FREE_SECONDS:g} s that are always allowed")
         print(f"{minutes:>6} min {steps:>11} {spent:>11.1f} {spent / 60 / minutes:>7.2%}{words}")
 
 

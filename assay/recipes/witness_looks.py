@@ -20,7 +20,7 @@ from assay.store import durable
 from assay.store.checkpoint import step_folder
 from assay.verdict import Verdict
 from assay.witness.due_evaluation import LONGEST, SAMPLES_OF_ONE
-from assay.witness.due_looks import RECORD, SAID
+from assay.witness.replay import RECORD, SAID
 
 MOST_LOOK_WORK = {"cpu": 3e12, "cuda": 1e14}  # floating-point operations of all that is scored again
 MOST_LOOK_PARAMETERS = {"cpu": 2e9, "cuda": 16e9}  # of a model that is opened once more, in fp32

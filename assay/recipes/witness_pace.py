@@ -8,7 +8,7 @@ from pathlib import Path
 from assay.witness.replay import SAID
 
 WITNESS_SHARE = 0.02  # of the time that the sitting has taken so far: what all replays together may take beside it
-WITNESS_SECONDS = 10.0  # that they may always take: of a small model a replay is a second
+FREE_SECONDS = 10.0  # that they may always take: of a small model a replay is a second
 REPLAY_SPEED = {"cpu": 2e10, "cuda": 2e13}  # operations a second, as long as no replay of the run has been timed
 
 
@@ -23,10 +23,10 @@ class WitnessPace:
         known = [seconds for folder in self.kept if (seconds := replay_seconds(folder)) is not None]
         one = max(known, default=expected)
         total, elapsed = sum(known) + (len(self.kept) - len(known) + 1) * one, self._now() - self._began
-        if total <= max(WITNESS_SECONDS, WITNESS_SHARE * elapsed):
+        if total <= max(FREE_SECONDS, WITNESS_SHARE * elapsed):
             return None
         return (f"replays would have taken {total:.0f} s of the {elapsed:.0f} s so far, more than {WITNESS_SHARE:.0%} and more than "
-                f"{WITNESS_SECONDS:g} s")
+                f"{FREE_SECONDS:g} s")
 
 
 def replay_seconds(record: Path) -> float | None:

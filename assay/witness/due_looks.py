@@ -24,9 +24,9 @@ from assay.witness.due_evaluation import LONGEST, SAMPLES_OF_ONE, due_text, judg
 from assay.witness.due_rollout import prompt_ids
 from assay.witness.due_rows import kept_contents
 from assay.witness.due_texts import NotWitnessed, Renderer, Row, file_rows, named_sources, read_fields
+from assay.witness.replay import RECORD, SAID
 
 LOOKS = "witness evaluations"
-RECORD, SAID = "record.json", "verdict.json"
 SAME_SCORE, GRADER_SECONDS = 1e-6, 60.0
 COMPUTE = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _SPEC = re.compile(r"(?P<name>[^\[\]]+?)(?:\[(?P<options>.*)\])?(?::(?P<weight>[-+.\deE]+))?", re.DOTALL)
@@ -106,10 +106,10 @@ def judge_look(folder: Path, device: str = "cpu") -> Verdict:
     """What the witness says of one kept evaluation; what it does not know is UNPROVEN."""
     try:
         kept = KeptLook(folder, device)
-        against = [*wrong_asking(kept), *wrong_prompts(kept)]
+        against = [*wrong_asking(kept), *wrong_held_out(kept)]
         if against:
             return refuted(LOOKS, f"{folder.name}: {'; '.join(against[:3])}", look=folder.name)
-        texts = judge_texts(kept)
+        texts = judge_looked_texts(kept)
         graded = ""
         try:
             against = wrong_scores(kept)
@@ -156,7 +156,7 @@ def wrong_asking(kept: KeptLook) -> list[str]:
     return found + ([f"{sorted(counts)} completions of a prompt, {samples} were asked for"] if samples and counts - {samples} else [])
 
 
-def wrong_prompts(kept: KeptLook) -> list[str]:
+def wrong_held_out(kept: KeptLook) -> list[str]:
     """Prompts that are not held out, held-out ones that the gain leaves out, and ids that are not what the template writes."""
     asked, due = kept.facts["asked"], kept.held_out
     if strangers := [name for name in asked if name not in due]:
@@ -171,7 +171,7 @@ def wrong_prompts(kept: KeptLook) -> list[str]:
 # ---------------------------------------------------------------- texts
 
 
-def judge_texts(kept: KeptLook) -> Verdict:
+def judge_looked_texts(kept: KeptLook) -> Verdict:
     look: Any = kept  # has what is asked of a kept evaluation
     model, found = plain_model(look), []
     for item in kept.facts["items"]:

@@ -24,7 +24,7 @@ from assay.witness.due_evaluation import judge_evaluation
 from assay.witness.due_looks import judge_look
 from assay.witness.replay import replay_step
 from assay.zoo.evaluation_faults import write_witnessed_evaluation
-from assay.zoo.witness_faults import reinforce, train_witnessed
+from assay.zoo.witness_faults import reinforce_witnessed, train_witnessed
 
 CAUGHT, UNSEEN, UNREACHED, STOPPED, UNASKED = "caught", "not seen", "not reached", "stopped", "not asked"
 _TOLD = 160  # characters of a reason
@@ -56,10 +56,10 @@ RUNS: dict[str, RunOf] = {
     "lora": lambda folder: train_witnessed(folder / "run", "sft", lora_r=4),
     "pretrain": lambda folder: train_witnessed(folder / "run", "pretrain"),
     "distill": lambda folder: train_witnessed(folder / "run", "distill"),
-    "grpo": lambda folder: reinforce(folder),
+    "grpo": lambda folder: reinforce_witnessed(folder),
     "eval": _evaluate,
 }
-ASKED: dict[str, tuple[str, ...]] = {  # by the file that a fault stands in
+RUNS_ASKED: dict[str, tuple[str, ...]] = {  # by the file that a fault stands in
     "training_faults": ("sft",), "forward_faults": ("sft", "eval"), "run_faults": ("sft", "lora", "pretrain"), "chat_faults": ("sft",),
     "corpus_faults": ("pretrain",), "distillation_faults": ("distill",), "rollout_faults": ("grpo",), "reward_faults": ("grpo",),
     "staleness_faults": ("grpo",), "evaluation_faults": ("eval",), "adapter_faults": ("lora",), "method_faults": ("sft", "lora")}
@@ -69,7 +69,7 @@ def witness_alone(fault: Fault) -> Alone:
     if fault.check.startswith("witness"):  # a row whose own job asks the witness, and nobody else
         seen = observe(fault, clean=lambda _: [])
         return Alone(fault, CAUGHT if seen.caught else UNSEEN, "its own", str(seen.facts()["reason"] or "")[:_TOLD])
-    found = [_in_a_run(fault, name) for name in ASKED.get(_file_of(fault), ())]
+    found = [_in_a_run(fault, name) for name in RUNS_ASKED.get(_file_of(fault), ())]
     answers = {each.answer: each for each in reversed(found)}
     return next((answers[answer] for answer in (CAUGHT, UNSEEN, STOPPED, UNREACHED, UNASKED) if answer in answers),
                 Alone(fault, UNASKED))
@@ -94,7 +94,7 @@ def _in_a_run(fault: Fault, name: str) -> Alone:
         except Exception as error:  # a fault that was made for another run may do anything to this one
             missing = isinstance(error, OSError | KeyError | StopIteration)  # what it strikes is not there
             return Alone(fault, UNASKED if missing else STOPPED, name, f"{type(error).__name__}: {error}"[:_TOLD])
-        said = verdicts_of(folder)
+        said = witnessed_verdicts(folder)
         if not said:
             return Alone(fault, STOPPED, name, "no step was kept")
         against = [verdict.reason for verdict in said if verdict.outcome is Outcome.REFUTED]
@@ -110,7 +110,7 @@ def silenced() -> Iterator[None]:
         yield
 
 
-def verdicts_of(folder: Path) -> list[Verdict]:
+def witnessed_verdicts(folder: Path) -> list[Verdict]:
     """What the witness says of all that was kept in the folder."""
     if (folder / "out" / "witness.json").is_file():
         return judge_evaluation(folder / "out")
@@ -134,6 +134,6 @@ def clean_digest(name: str) -> str:
     plant: Plant = nothing
     with silenced(), plant(folder):
         RUNS[name](folder)
-    against = [str(verdict) for verdict in verdicts_of(folder) if verdict.outcome is not Outcome.PROVEN]
+    against = [str(verdict) for verdict in witnessed_verdicts(folder) if verdict.outcome is not Outcome.PROVEN]
     assert not against, against
     return left_behind(folder)

@@ -123,13 +123,13 @@ def clean_rollout() -> list[Verdict]:
 
 def _reinforced(folder: Path, plant: Plant) -> list[Verdict]:
     with plant(folder):
-        reinforce(folder)
+        reinforce_witnessed(folder)
     records = pending_records(folder / "run")
     assert records, "no step was kept"
     return [replay_step(record) for record in records]
 
 
-def reinforce(folder: Path, **changed: Any) -> None:
+def reinforce_witnessed(folder: Path, **changed: Any) -> None:
     """With evaluations of the parent and of the last step."""
     (folder / "spread.py").write_text("def spread(prompt, completion, row):\n    return sum(completion.encode()) % 7 / 6\n")
     config = Grpo(model=str(sums_folder() / "base"), data=(str(sums_folder() / "sums.jsonl"),), out=str(folder / "run"), prompts=2,
@@ -156,7 +156,7 @@ def clean_looks() -> list[Verdict]:
 
 def _looked_at(folder: Path, plant: Plant) -> list[Verdict]:
     with plant(folder), swap(Run, "judge", lambda *_: None), swap(Run, "judge_often", lambda *_: None):
-        reinforce(folder, num_generations_eval=2)
+        reinforce_witnessed(folder, num_generations_eval=2)
     return [judge_look(kept) for kept in pending_looks(folder / "run", WITNESSED_STEPS)]
 
 
@@ -261,7 +261,7 @@ looked_at("an evaluation's scores given to the next prompt")(
 
 @looked_at("answers by other weights than the step's")
 @in_place_of(PromptEvaluator, "evaluate")
-def another_policy(usual: Any, evaluator: PromptEvaluator, sampler: Any, step: int) -> Any:
+def evaluated_with_another_norm(usual: Any, evaluator: PromptEvaluator, sampler: Any, step: int) -> Any:
     """What is evaluated has a tenth more in its last norm than what is saved."""
     norm = sampler.model.norm.weight
     with torch.no_grad():

@@ -246,7 +246,8 @@ def test_a_replay_is_kept_where_two_percent_of_the_time_pay_for_it(tmp_path: Pat
 
 @pytest.mark.usefixtures("recording")
 def test_the_first_step_is_always_kept_and_what_is_not_paid_for_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(witness_pace, "WITNESS_SECONDS", 0.0)
+    monkeypatch.setattr(witness_pace, "FREE_SECONDS", 0.0)
+    monkeypatch.setattr(witness_pace, "WITNESS_SHARE", 0.0)
     sft.sft(options(tmp_path, witness="0"), lambda _: None)
     assert [record.name for record in pending_records(tmp_path / "run")] == ["step-000001"]
     said = replay_steps(pending_records(tmp_path / "run"))
