@@ -1,9 +1,10 @@
 """Witness alone: which faults of the zoo the witness would have caught if every other check were silent; measured, not declared.
 
 Each fault is planted in small runs of its kind whose own checks say nothing: a fine-tuning, one by LoRA, a pretraining, a distillation, a
-reinforcement with its evaluations, an evaluation. Then the witness is asked, and the run's records are held against the clean twin's:
-what changed nothing in any of them was not reached, and nothing is said of the witness there. Faults of files, folders, exports, edits,
-preferences, servers and processes strike nothing that the witness looks at, and are not asked.
+reinforcement with its evaluations, an evaluation; a mistake of the forward pass in a fine-tuning of its family. Then the witness is asked,
+and the run's records are held against the clean twin's: what changed nothing in any of them was not reached, and nothing is said of the
+witness there. Faults of files, folders, exports, edits, preferences, servers and processes strike nothing that the witness looks at, and
+are not asked.
 """
 
 import contextlib
@@ -14,11 +15,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from assay.errors import AssayError
+from assay.evaluation import evaluate as evaluating
+from assay.recipes import sft
 from assay.recipes.run import Run
 from assay.recipes.witness_records import pending_looks, pending_records
 from assay.store.scratch import scratch_folder
 from assay.testing import tiny_training
-from assay.testing.fault_injection import Fault, Plant, nothing, observe, swap, together
+from assay.testing.fault_injection import Fault, Plant, in_place_of, nothing, observe, swap, together
+from assay.testing.tiny_forward import FORWARD_FAULTS, ForwardFault, random_model
+from assay.testing.tiny_models import save_model
 from assay.verdict import Outcome, Verdict
 from assay.witness.due_evaluation import judge_evaluation
 from assay.witness.due_looks import judge_look
@@ -60,7 +68,7 @@ RUNS: dict[str, RunOf] = {
     "eval": _evaluate,
 }
 RUNS_ASKED: dict[str, tuple[str, ...]] = {  # by the file that a fault stands in
-    "training_faults": ("sft",), "forward_faults": ("sft", "eval"), "run_faults": ("sft", "lora", "pretrain"), "chat_faults": ("sft",),
+    "training_faults": ("sft",), "run_faults": ("sft", "lora", "pretrain"), "chat_faults": ("sft",),
     "corpus_faults": ("pretrain",), "distillation_faults": ("distill",), "rollout_faults": ("grpo",), "reward_faults": ("grpo",),
     "staleness_faults": ("grpo",), "evaluation_faults": ("eval",), "adapter_faults": ("lora",), "method_faults": ("sft", "lora")}
 
@@ -69,6 +77,8 @@ def witness_alone(fault: Fault) -> Alone:
     if fault.check.startswith("witness"):  # a row whose own job asks the witness, and nobody else
         seen = observe(fault, clean=lambda _: [])
         return Alone(fault, CAUGHT if seen.caught else UNSEEN, "its own", str(seen.facts()["reason"] or "")[:_TOLD])
+    if fault.check == "forward":
+        return _broken_in_training(fault, FORWARD_FAULTS[fault.name])
     found = [_in_a_run(fault, name) for name in RUNS_ASKED.get(_file_of(fault), ())]
     answers = {each.answer: each for each in reversed(found)}
     return next((answers[answer] for answer in (CAUGHT, UNSEEN, STOPPED, UNREACHED, UNASKED) if answer in answers),
@@ -94,19 +104,64 @@ def _in_a_run(fault: Fault, name: str) -> Alone:
         except Exception as error:  # a fault that was made for another run may do anything to this one
             missing = isinstance(error, OSError | KeyError | StopIteration)  # what it strikes is not there
             return Alone(fault, UNASKED if missing else STOPPED, name, f"{type(error).__name__}: {error}"[:_TOLD])
-        said = witnessed_verdicts(folder)
-        if not said:
-            return Alone(fault, STOPPED, name, "no step was kept")
-        against = [verdict.reason for verdict in said if verdict.outcome is Outcome.REFUTED]
-        if against:
-            return Alone(fault, CAUGHT, name, against[0][:_TOLD])
-        return Alone(fault, UNREACHED if left_behind(folder) == clean_digest(name) else UNSEEN, name)
+        return _what_it_says(fault, name, folder, lambda: clean_digest(name))
+
+
+def _what_it_says(fault: Fault, name: str, folder: Path, clean: Callable[[], str]) -> Alone:
+    said = witnessed_verdicts(folder)
+    if not said:
+        return Alone(fault, STOPPED, name, "no step was kept")
+    against = [verdict.reason for verdict in said if verdict.outcome is Outcome.REFUTED]
+    if against:
+        return Alone(fault, CAUGHT, name, against[0][:_TOLD])
+    if all(verdict.outcome is Outcome.UNPROVEN for verdict in said):
+        return Alone(fault, UNASKED, name, said[0].reason[:_TOLD])
+    return Alone(fault, UNREACHED if left_behind(folder) == clean() else UNSEEN, name)
+
+
+def _broken_in_training(fault: Fault, broken: ForwardFault) -> Alone:
+    """A mistake of the forward pass, in a fine-tuning of a model of its family. What only shows in company or from the cache does not
+    strike there."""
+    if broken.way != "plainly":
+        return Alone(fault, UNASKED)
+    with scratch_folder() as folder:
+        try:
+            with silenced(), in_place_of(sft, "load_start")(functools.partial(_broken_start, broken))(folder):
+                _train_family(folder, broken.family)
+        except AssayError as error:
+            return Alone(fault, STOPPED, broken.family, str(error)[:_TOLD])
+        return _what_it_says(fault, broken.family, folder, lambda: clean_family(broken.family))
+
+
+def _broken_start(broken: ForwardFault, usual: Any, *given: Any) -> Any:
+    start = usual(*given)
+    with torch.no_grad():
+        broken.breaks(start.model, 1)
+    return start
+
+
+def _train_family(folder: Path, family: str) -> None:
+    base = save_model(folder / "base", random_model(family)).folder
+    train_witnessed(folder / "run", "sft", model=str(base), max_steps=2)
+
+
+@functools.cache
+def clean_family(family: str) -> str:
+    """Of the clean twin in that family, which the witness must not refute."""
+    folder = tiny_training.process_folder() / f"witness-alone-family-{family}"
+    folder.mkdir()
+    with silenced():
+        _train_family(folder, family)
+    against = [str(verdict) for verdict in witnessed_verdicts(folder) if verdict.outcome is Outcome.REFUTED]
+    assert not against, against
+    return left_behind(folder)
 
 
 @contextlib.contextmanager
 def silenced() -> Iterator[None]:
-    """A run's own verdicts are written nowhere and stop nothing."""
-    with together(swap(Run, "judge", lambda *_: None), swap(Run, "judge_often", lambda *_: None)):
+    """A run's own verdicts are written nowhere and stop nothing; an evaluation's stop nothing."""
+    with together(swap(Run, "judge", lambda *_: None), swap(Run, "judge_often", lambda *_: None),
+                  swap(evaluating, "stop_if_unsound", lambda verdicts: verdicts)):
         yield
 
 
