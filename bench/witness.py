@@ -56,7 +56,7 @@ def trained(flags: argparse.Namespace, home: Path) -> tuple[float, list[float]]:
     """Seconds a step, and what each kept one cost the loop."""
     model = Path(flags.model) if flags.model != "tiny" else save_model(home / "tiny", tiny_model()).folder
     rows = [{"prompt": f"What is {a} and {b}, and why?", "completion": f"It is {a + b}, since {b} comes on top of {a}."}
-            for a in range(40) for b in range(40)]
+            for a in range(12) for b in range(12)]
     (home / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = Sft(model=str(model), data=(str(home / "rows.jsonl"),), out=str(home / "run"), max_length=flags.length,
                  max_steps=flags.steps, batch_tokens=flags.tokens, micro_batch_tokens=min(flags.tokens, 4096), num_train_epochs=1000,

@@ -403,10 +403,22 @@ def page(rows: list[Row]) -> str:
     made = (f"Versions: {packages('transformers', 'peft', 'trl', 'lm-eval', 'torch')}, {SOUP_VERSION}. "
             f"Made {datetime.date.today().isoformat()} by "
             "`make mirror` (`tests/judges/mirror.py`).")
-    lines = [HEAD, found, "", made, "",
+    lines = [HEAD, found, "", *by_tool(planted), "", made, "",
              "| fault | tool and call | it says | Assay | the same without our manifest |", "|---|---|---|---|---|"]
     lines += [f"| {row.fault} | {row.asked} | {row.tool} | {flat(row.ours)} | {flat(row.without)} |" for row in rows]
     return "\n".join(lines) + "\n"
+
+
+def by_tool(planted: list[Row]) -> list[str]:
+    """One line a tool, as README shows it."""
+    lines = ["| faults given to | pass without an error | of these Assay objects to | and where the folder has no manifest |",
+             "|---|--:|--:|--:|"]
+    for tool in dict.fromkeys(row.asked.partition(":")[0] for row in planted):
+        rows = [row for row in planted if row.asked.partition(":")[0] == tool]
+        silent = [row for row in rows if row.tool.startswith("no error")]
+        lines.append(f"| {tool} | {len(silent)} of {len(rows)} | {sum(objects(row.ours) for row in silent)} | "
+                     f"{sum(objects(row.without or row.ours) for row in silent)} |")
+    return lines
 
 
 def objects(words: str) -> bool:
