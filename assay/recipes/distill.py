@@ -66,7 +66,7 @@ def distill(config: Distill, say: Callable[[str], None] = print_line) -> RunOutc
     refuse_nonsense(config)
     world, say = join_processes(config, say)
     device = world.device
-    start = load_start(with_student(config, say, world), device, say, world, in_parts=not config.on_policy)
+    start = load_start(with_student(config, say, world), device, say, world)
     if world.rank > 0:
         return follow(world, start.model, objective_alone(config, start, device), config, partial(tuning_optimizer, config, start))
     data = load_lessons(config, start, device, say)

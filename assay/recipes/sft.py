@@ -47,7 +47,7 @@ def sft(config: Sft, say: Callable[[str], None] = print_line) -> RunOutcome:
     refuse_nonsense(config)
     world, say = join_processes(config, say)
     device = world.device
-    start = load_start(config, device, say, world, in_parts=True)
+    start = load_start(config, device, say, world)
     if world.rank > 0:
         return follow(world, start.model, next_token, config, partial(tuning_optimizer, config, start))
     data = load_conversations(config, start)

@@ -27,7 +27,7 @@ from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import ModelConfig, Transformer
 from assay.model.world import World
 from assay.recipes.compute_dtype import asked_compute, asked_masters, refuse_bf16_masters, refuse_fp16
-from assay.recipes.memory_plan import MemoryPlan, refuse_unfit
+from assay.recipes.memory_plan import MemoryPlan, may_open_in_parts, refuse_unfit
 from assay.recipes.options import Trained
 from assay.recipes.processes import holds_outline, shards_parameters
 from assay.store import checkpoint
@@ -167,12 +167,10 @@ class StartingModel:
     memory: MemoryPlan | None = None  # what was planned, where a GPU bounds it
 
 
-def load_start(config: Trained, device: str, say: Callable[[str], None], world: World | None = None, *,
-               in_parts: bool = False) -> StartingModel:
-    """`in_parts`: the recipe asks nothing of the model before it has a Trainer, so that with --fsdp no process need hold it whole."""
+def load_start(config: Trained, device: str, say: Callable[[str], None], world: World | None = None) -> StartingModel:
     memory = refuse_unfit(config, device)
     refuse_base_dtype(config)
-    in_parts = in_parts and opens_in_parts(config)
+    in_parts = opens_in_parts(config)
     parent = prepared(config, given(config, Destination("meta") if in_parts else _destination(config, device)), say, device, world)
     tokenizer = parent.tokenizer
     if tokenizer is None:
@@ -194,11 +192,11 @@ def load_start(config: Trained, device: str, say: Callable[[str], None], world: 
 
 
 def opens_in_parts(config: Trained) -> bool:
-    """With --fsdp and several processes, where all of a folder's tensors are trained as they are."""
-    named = str(config.from_ or config.model)
-    remade = bool(config.new_tokens) or config.rope_scaling is not None
-    return shards_parameters(config) and not remade and not config.lora_r and locate_artifact(named).format.read is None \
-        and not locate_artifact(named).adapter
+    """With --fsdp and several processes, where all of a folder's tensors are trained as they are: no process need hold them whole."""
+    if not (shards_parameters(config) and may_open_in_parts(config)):
+        return False
+    place = locate_artifact(str(config.from_ or config.model))
+    return place.format.read is None and not place.adapter
 
 
 def stored_tensors(parent: Artifact, moments: Mapping[str, Tensor]) -> StoredTensors:
