@@ -6,10 +6,10 @@ number.
     python bench/edit.py --facts counterfact.json --text wiki.txt --grid '--layers 3-7' '--layers 3-7 --keys each' --counts
 
 Two sets of facts that the model knows are reported: the first of the file, as the file words their paraphrases, and the first whose
-paraphrase is one: the file asks that relation in that wording (bench and recipe: assay/editing/rephrasings.py). Settings, each one word
-of options of `assay edit`, are chosen on others. Nothing is written; `assay edit` also writes and proves, and scores what was read back.
-Whatever would begin after its part of --seconds is left out and named. Goals: 50 facts: 0.6 of the paraphrases said at a drift of 2 % at
-most; 1,000 facts: 0.85 said at 5 %; moments and 50 edits of SmolLM2-135M on one H200 in at most 60 s.
+paraphrase is one: the file asks that relation in that wording (assay/editing/rephrasings.py). Settings, each one word of options of
+`assay edit`, are chosen on others of the latter kind, known or not. Nothing is written; `assay edit` also writes and proves, and scores
+what was read back. Whatever would begin after its part of --seconds is left out and named. Goals: 50 facts: 0.6 of the paraphrases said
+at a drift of 2 % at most; 1,000 facts: 0.85 said at 5 %; moments and 50 edits of SmolLM2-135M on one H200 in at most 60 s.
 """
 
 import argparse
@@ -161,10 +161,11 @@ def measured(flags: argparse.Namespace, began: float) -> None:
     first = known_facts(bench, read, flags.known, lambda _: True)
     say(bench, f"the first {len(first)} that the model knows")
     taken = {fact.name for fact in first}
-    asked = known_facts(bench, read, flags.known + flags.dev,
-                        lambda fact: fact.name not in taken and any(bench.wordings.paraphrased(fact, p) for p in fact.paraphrases))
-    shown, dev = asked[: flags.known], asked[flags.known :]
-    say(bench, f"{len(shown)} others that it knows and whose paraphrase is one, and {len(dev)} such to choose settings by")
+    real = [fact for fact in read if fact.name not in taken and any(bench.wordings.paraphrased(fact, p) for p in fact.paraphrases)]
+    shown = known_facts(bench, real, flags.known, lambda _: True)
+    taken |= {fact.name for fact in shown}
+    dev, _ = placeable_facts(tokenizer, [fact for fact in reversed(real) if fact.name not in taken][: flags.dev])
+    say(bench, f"{len(real)} others whose paraphrase is one; {len(shown)} of them that it knows, and {len(dev)} to choose settings by")
     table: list[tuple[str, Row]] = []
     solved_by, tuned_by = chosen_settings(bench, dev, table)
     for name, facts in (("the first known", first), ("known, real paraphrases", shown)):
