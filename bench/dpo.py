@@ -151,7 +151,7 @@ class Bench:
         """Of the same shape, with other weights, and the student's tokenizer."""
         where = self.home / f"teacher-{dtype}"
         if not where.exists():
-            source = self.home / "teacher"
+            source = self.home / f"teacher-as-made-{dtype}"
             shape = tiny_model("llama", 1, max_length=2 * self.flags.length) if self.flags.shape == TINY else initialised(SMOLLM2, 1)
             save_model(source, shape)
             export_artifact(open_artifact(str(source)), "hf", where, dtype)
