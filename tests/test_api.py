@@ -2,7 +2,6 @@
 
 import inspect
 import re
-import runpy
 import subprocess
 import sys
 from dataclasses import fields
@@ -31,14 +30,14 @@ def double(prompt, completion, row):
     return 2 * FACTOR * half(prompt, completion, row)
 
 
-def test_every_block_of_the_page_runs_in_order(tmp_path, monkeypatch, capsys):
-    """In this process, whose proofs are kept; the notebook has one of its own."""
+def test_every_block_of_the_page_runs_in_order(tmp_path):
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "api.md").read_text(), re.DOTALL | re.MULTILINE)
     assert len(blocks) >= 8
-    (tmp_path / "page.py").write_text("\n".join(blocks))
-    monkeypatch.chdir(tmp_path)
-    runpy.run_path("page.py", run_name="page")
-    assert "PROVEN 0 runs/sft/model" in capsys.readouterr().out
+    (tmp_path / "page.py").write_text("\n".join([KEPT, *blocks]))
+    found = subprocess.run([sys.executable, "page.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300,
+                           env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"})
+    assert found.returncode == 0, found.stderr[-2000:]
+    assert "PROVEN 0 runs/sft/model" in found.stdout
 
 
 def test_the_notebook_runs(tmp_path, monkeypatch):
