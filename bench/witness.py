@@ -1,8 +1,8 @@
 """What the witness costs a run: how long the loop stands still for a kept step, how long a replay takes beside it, and what share that is.
 
     python bench/witness.py                                       # a tiny model on the CPU
-    python bench/witness.py --model smollm2-135m --tokens 256     # as `assay export smollm2-135m --to hf` wrote it; on a CPU in minutes
-    python bench/witness.py --model FOLDER --device cuda --tokens 16384 --steps 40
+    python bench/witness.py --model FOLDER --tokens 256           # SmolLM2-135M as `assay export --to hf` wrote it; on a CPU in minutes
+    python bench/witness.py --model shape135 --device cuda --tokens 16384 --length 1024 --steps 40
 
 The recipe of `assay sft` on made rows, its first and its last step kept; its proofs are left out, so that nothing else runs beside the
 loop. Then the records are replayed as a proof would. The last table says what the default cadence (the first step of a sitting, the
@@ -33,6 +33,8 @@ from assay.verdict import Outcome, proven
 from assay.witness.replay import replay_step
 
 RUNS_OF = (1, 10, 60, 600)  # minutes
+SHAPE_135: dict[str, Any] = {"width": 576, "depth": 30, "heads": 9, "kv_heads": 3, "head_dim": 64, "hidden": 1536, "vocab": 49152,
+                             "max_length": 2048, "windows": (None,) * 30}
 CADENCE = 4  # the first, the last and --witness 2
 
 
@@ -54,7 +56,8 @@ class StoodStill:
 
 def trained(flags: argparse.Namespace, home: Path) -> tuple[float, list[float]]:
     """Seconds a step, and what each kept one cost the loop."""
-    model = Path(flags.model) if flags.model != "tiny" else save_model(home / "tiny", tiny_model()).folder
+    made = {"tiny": {}, "shape135": SHAPE_135}
+    model = save_model(home / "made", tiny_model(**made[flags.model])).folder if flags.model in made else Path(flags.model)
     rows = [{"prompt": f"What is {a} and {b}, and why?", "completion": f"It is {a + b}, since {b} comes on top of {a}."}
             for a in range(12) for b in range(12)]
     (home / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -95,7 +98,7 @@ def affordable(seconds: float, one: float) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="tiny", help="tiny, or a model folder that transformers opens")
+    parser.add_argument("--model", default="tiny", help="tiny, shape135 (SmolLM2-135M's, random weights), or a folder that transformers opens")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=512, help="of a step")
