@@ -98,7 +98,7 @@ def affordable(seconds: float, one: float) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="tiny", help="tiny, shape135 (SmolLM2-135M's, random weights), or a folder that transformers opens")
+    parser.add_argument("--model", default="tiny", help="tiny, shape135 (SmolLM2-135M's), or a folder that transformers opens")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=512, help="of a step")
